@@ -1,4 +1,4 @@
-"""The supervisor's end of its children's connections."""
+"""The supervisor's end of the control connections of its children."""
 
 from __future__ import annotations
 
@@ -27,43 +27,29 @@ logger = logging.getLogger(__name__)
 _HELLO_TIMEOUT_S = 10.0
 
 
-@dataclass(frozen=True, slots=True)
-class LinkEvents:
-    """Whom a connection tells what."""
+class ChildConnection:
+    """The control connection of one child that has shown the token of this run."""
 
-    on_hello: Callable[[Link], None]
-    on_state: Callable[[Link, ChildState], None]
-    on_request: Callable[[Link, ChildRequest], None]
-    on_lost: Callable[[Link], None]
-    """The child's end closed: it died, or is about to."""
-
-
-class Link(asyncio.Protocol):
-    """One child's connection. Without the run's token it is closed unheard."""
-
-    def __init__(self, token: str, events: LinkEvents) -> None:
-        self._token = token
-        self._events = events
-        self._frames = FrameBuffer()
-        self._transport: asyncio.Transport | None = None
-        self._deadline: asyncio.TimerHandle | None = None
-        self.hello: ChildHello | None = None
+    def __init__(self, hello: ChildHello, transport: asyncio.Transport) -> None:
+        self.hello = hello
         self.num_unanswered = 0
         """Pings sent since the child was last heard."""
+
+        self._transport = transport
 
     @property
     def pid(self) -> int:
         """The child's process id on its host."""
-        return self.hello.pid if self.hello else 0
+        return self.hello.pid
 
     @property
     def rank(self) -> int:
         """The child's rank in its group; 0 for a front end."""
-        return self.hello.rank if self.hello else 0
+        return self.hello.rank
 
     def send(self, message: Message) -> None:
-        """Queue one message; nothing happens on a connection that is closing."""
-        if self._transport is not None and not self._transport.is_closing():
+        """Queue one message; a connection that is closing drops it."""
+        if not self._transport.is_closing():
             self._transport.write(encode(message))
 
     def ping(self) -> None:
@@ -73,8 +59,31 @@ class Link(asyncio.Protocol):
 
     def close(self) -> None:
         """Close this end, at which the child exits."""
-        if self._transport is not None:
-            self._transport.abort()
+        self._transport.abort()
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionEvents:
+    """The callbacks of the control connections."""
+
+    on_hello: Callable[[ChildConnection], None]
+    on_state: Callable[[ChildConnection, ChildState], None]
+    on_request: Callable[[ChildConnection, ChildRequest], None]
+    on_lost: Callable[[ChildConnection], None]
+    """The child's end closed: the child died, or is about to."""
+
+
+class _ChildProtocol(asyncio.Protocol):
+    """Reads one socket. A peer that does not show the token of this run is disconnected."""
+
+    def __init__(self, token: str, events: ConnectionEvents) -> None:
+        self._token = token
+        self._events = events
+        self._frames = FrameBuffer()
+        self._transport: asyncio.Transport | None = None
+        self._deadline: asyncio.TimerHandle | None = None
+        self._connection: ChildConnection | None = None
+        """None until the child has said hello."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -83,7 +92,8 @@ class Link(asyncio.Protocol):
         self._deadline = loop.call_later(_HELLO_TIMEOUT_S, self._refuse, "no ChildHello")
 
     def data_received(self, data: bytes) -> None:
-        self.num_unanswered = 0
+        if self._connection is not None:
+            self._connection.num_unanswered = 0
         try:
             messages = self._frames.feed(data)
         except ProtocolError as error:
@@ -95,16 +105,16 @@ class Link(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
-        if self.hello is not None:
-            self._events.on_lost(self)
+        if self._connection is not None:
+            self._events.on_lost(self._connection)
 
     def _receive(self, message: Message) -> None:
-        if self.hello is None:
+        if self._connection is None:
             self._open(message)
         elif isinstance(message, ChildState):
-            self._events.on_state(self, message)
+            self._events.on_state(self._connection, message)
         elif isinstance(message, ChildRequest):
-            self._events.on_request(self, message)
+            self._events.on_request(self._connection, message)
         elif not isinstance(message, Pong):
             self._refuse(f"unexpected {type(message).__name__}")
 
@@ -115,21 +125,22 @@ class Link(asyncio.Protocol):
             self._refuse("wrong token")
         elif message.protocol_version != PROTOCOL_VERSION:
             self._refuse(f"protocol version {message.protocol_version}")
-        else:
+        elif self._transport is not None:
             if self._deadline is not None:
                 self._deadline.cancel()
-            self.hello = message
-            self._events.on_hello(self)
+            self._connection = ChildConnection(message, self._transport)
+            self._events.on_hello(self._connection)
 
     def _refuse(self, reason: str) -> None:
         logger.warning("closed a connection to the supervisor: %s", reason)
-        self.close()
+        if self._transport is not None:
+            self._transport.abort()
 
 
-async def listen(sock: socket.socket, token: str, events: LinkEvents) -> asyncio.Server:
+async def listen(sock: socket.socket, token: str, events: ConnectionEvents) -> asyncio.Server:
     """Accept children's connections on a listening socket, which belongs to the server now."""
     loop = asyncio.get_running_loop()
     sock.setblocking(False)
     if sock.family == socket.AF_UNIX:
-        return await loop.create_unix_server(lambda: Link(token, events), sock=sock)
-    return await loop.create_server(lambda: Link(token, events), sock=sock)
+        return await loop.create_unix_server(lambda: _ChildProtocol(token, events), sock=sock)
+    return await loop.create_server(lambda: _ChildProtocol(token, events), sock=sock)

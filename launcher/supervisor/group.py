@@ -23,7 +23,7 @@ from trimaran.launcher.starters.starter import (
     Starter,
     StarterEvents,
 )
-from trimaran.launcher.supervisor.child_connections import Link
+from trimaran.launcher.supervisor.child_connections import ChildConnection
 
 logger = logging.getLogger(__name__)
 
@@ -101,10 +101,10 @@ class Group:
         self.fault_time = 0.0
         self._starter = starter
         self._events = events
-        self._links: dict[int, Link] = {}
+        self._connections: dict[int, ChildConnection] = {}
         self._told: dict[int, ChildState] = {}
         self._left: set[int] = set()
-        self._lost: Link | None = None
+        self._lost: ChildConnection | None = None
         self._failure: Failure | None = None
         self._helpers = HelperWatch(self._on_helper_end)
         self._timers: list[asyncio.TimerHandle] = []
@@ -112,7 +112,7 @@ class Group:
     def start(self) -> None:
         """Start the next incarnation."""
         self.incarnation += 1
-        self._links, self._told, self._left = {}, {}, set()
+        self._connections, self._told, self._left = {}, {}, set()
         self._lost = self._failure = None
         self.state = GroupState.STARTING
         spec = self.spec
@@ -131,8 +131,8 @@ class Group:
 
     def send(self, command: Command) -> None:
         """Send to every process that is connected."""
-        for link in self._links.values():
-            link.send(command)
+        for connection in self._connections.values():
+            connection.send(command)
 
     def stop(self) -> None:
         """Tell every process to end in order; `kill` what does not. May be called twice."""
@@ -141,7 +141,7 @@ class Group:
         is_loading = self.state is GroupState.STARTING and bool(self.spec.engines)
         self.state = GroupState.STOPPING
         self._cancel_timers()
-        if is_loading or len(self._links) < self.spec.world_size:
+        if is_loading or len(self._connections) < self.spec.world_size:
             # Ranks listen once they have loaded, and have nothing to finish before; who has
             # not connected cannot be told.
             self.kill()
@@ -150,17 +150,17 @@ class Group:
 
     def kill(self) -> None:
         """Kill every process of the group now; `on_stopped` or `on_failure` follows."""
-        links = list(self._links.values())
+        connections = list(self._connections.values())
         self._finish_when_gone()
         # Those on other hosts cannot be killed from here: they end when this closes. Those
         # here are dead by now, so none of them complains of a lost supervisor.
-        for link in links:
-            link.close()
+        for connection in connections:
+            connection.close()
 
     @property
-    def link(self) -> Link:
+    def connection(self) -> ChildConnection:
         """The connection of its first process, which has connected."""
-        return self._links[0]
+        return self._connections[0]
 
     @property
     def is_serving(self) -> bool:
@@ -172,34 +172,33 @@ class Group:
         return [
             {
                 "rank": rank,
-                "pid": link.pid,
-                "host": link.hello.host if link.hello else "",
+                "pid": connection.pid,
+                "host": connection.hello.host,
                 "device": str(self._told[rank].facts.get("device", ""))
                 if rank in self._told
                 else "",
             }
-            for rank, link in sorted(self._links.items())
+            for rank, connection in sorted(self._connections.items())
         ]
 
     # ---- what the connections say -------------------------------------------------------
 
-    def on_hello(self, link: Link) -> None:
+    def on_hello(self, connection: ChildConnection) -> None:
         """A process of this group has connected: tell it what to do."""
-        assert link.hello is not None
-        hello, world_size = link.hello, self.spec.world_size
+        hello, world_size = connection.hello, self.spec.world_size
         is_of_this_start = hello.incarnation in (-1, self.incarnation)
         if self.state is not GroupState.STARTING or not is_of_this_start:
-            link.close()
+            connection.close()
             return
         if hello.world_size != world_size or not 0 <= hello.rank < world_size:
             self._die(self._wrong_world(hello.rank, hello.world_size))
-        elif hello.rank in self._links:
+        elif hello.rank in self._connections:
             self._die(self._wrong_world(hello.rank, 1))
         else:
-            self._links[hello.rank] = link
+            self._connections[hello.rank] = connection
             config = self.spec.make_config(self.incarnation, hello.rank)
-            link.send(ChildConfig(config=config))
-            if len(self._links) == world_size:
+            connection.send(ChildConfig(config=config))
+            if len(self._connections) == world_size:
                 self._cancel_timers()
                 self._after(self.spec.startup_timeout_s, self._on_startup_timeout)
                 self._watch_helpers()
@@ -207,13 +206,13 @@ class Group:
                 self._after(self.spec.hang_timeout_s / _MAX_PINGS, self._check_alive)
                 self._events.on_connected(self)
 
-    def on_state(self, link: Link, state: ChildState) -> None:
+    def on_state(self, connection: ChildConnection, state: ChildState) -> None:
         """A process of this group has a new state."""
-        if self._links.get(link.rank) is not link:
+        if self._connections.get(connection.rank) is not connection:
             return
-        self._told[link.rank] = state
+        self._told[connection.rank] = state
         if state.state == "failed":
-            self._on_failed(link, state)
+            self._on_failed(connection, state)
         elif state.state == "drained":
             self._events.on_drained(self, state.facts)
         elif state.state == "ready" and self.state is GroupState.STARTING:
@@ -224,20 +223,20 @@ class Group:
                 self._check_alive()
                 self._events.on_ready(self)
         elif state.text:
-            logger.debug("%s: %s: %s", self.spec.title, self._process(link), state.text)
+            logger.debug("%s: %s: %s", self.spec.title, self._process(connection), state.text)
 
-    def on_lost(self, link: Link) -> None:
+    def on_lost(self, connection: ChildConnection) -> None:
         """A process of this group closed its connection: it is dying or dead."""
-        if self._links.get(link.rank) is not link:
+        if self._connections.get(connection.rank) is not connection:
             return
         if self.state is GroupState.STOPPING:
-            self._left.add(link.rank)
+            self._left.add(connection.rank)
             if len(self._left) == self.spec.world_size and self._starter.is_over:
                 # No starter's exit will tell that the last process is gone.
                 self._after(_NOTICE_S, self.kill)
             return
         if self._lost is None and self._failure is None:
-            self._lost = link
+            self._lost = connection
             self._events.on_down(self)
             # How the process died is what the starter's exit code tells, once it has ended.
             self._after(_NOTICE_S, self._end_the_others)
@@ -246,7 +245,7 @@ class Group:
 
     def _on_start_failure(self, text: str) -> None:
         if self.state in (GroupState.STARTING, GroupState.READY) and self._lost is None:
-            is_final = not self.was_ready and not self._links
+            is_final = not self.was_ready and not self._connections
             self._die(Failure(text, is_final=is_final))
 
     def _on_starter_lost(self, text: str) -> None:
@@ -263,7 +262,7 @@ class Group:
     def _watch_helpers(self) -> None:
         """Mind what the starter started besides ranks: without it, nobody minds the ranks."""
         if self.spec.mpi is not None:
-            ranks = {link.pid for link in self._links.values()}
+            ranks = {connection.pid for connection in self._connections.values()}
             below_ranks = {pid for rank in ranks for pid in descendants(rank)}
             found = set(descendants(self._starter.pid))
             self._helpers.watch(found - ranks - below_ranks)
@@ -284,10 +283,10 @@ class Group:
             self._starter.kill(spare_own=True)
             self._after(_STARTER_END_S if self._starter.pid else _READ_S, self._conclude)
 
-    def _on_failed(self, link: Link, state: ChildState) -> None:
+    def _on_failed(self, connection: ChildConnection, state: ChildState) -> None:
         # Whoever complains after another process was lost, complains about that.
         if self._lost is None and self.state in (GroupState.STARTING, GroupState.READY):
-            text = f"{self._process(link)} failed: {state.text}"
+            text = f"{self._process(connection)} failed: {state.text}"
             is_final = state.is_config_error or not self.was_ready
             self._die(Failure(text, state.is_config_error, is_final))
 
@@ -301,17 +300,21 @@ class Group:
         if self.state is GroupState.STARTING:
             limit_s, max_pings = limit_s * _LOADING_PATIENCE, max_pings * _LOADING_PATIENCE
             why = f"{_LOADING_PATIENCE} times --hang-timeout, while loading"
-        hung = [link for link in self._links.values() if link.num_unanswered >= max_pings]
+        hung = [
+            connection
+            for connection in self._connections.values()
+            if connection.num_unanswered >= max_pings
+        ]
         if hung and self._lost is None:
             who = self._process(hung[0])
             self._die(Failure(f"{who} has hung: no sign of life for {limit_s:g} s ({why})"))
             return
-        for link in self._links.values():
-            link.ping()
+        for connection in self._connections.values():
+            connection.ping()
         self._after(period_s, self._check_alive)
 
     def _on_connect_timeout(self) -> None:
-        missing = [r for r in range(self.spec.world_size) if r not in self._links]
+        missing = [r for r in range(self.spec.world_size) if r not in self._connections]
         self._die(
             Failure(
                 f"{self._names(missing)} did not connect within "
@@ -337,8 +340,8 @@ class Group:
         if self.state not in (GroupState.STARTING, GroupState.READY):
             return
         status, lost = self._starter.status, self._lost
-        has_connected = len(self._links) == self.spec.world_size
-        is_final = not self.was_ready and not self._links
+        has_connected = len(self._connections) == self.spec.world_size
+        is_final = not self.was_ready and not self._connections
         how = "closed its connection" if status is None else describe_status(status)
         starter = self._starter.title
         if self.spec.mpi is None and lost is not None and lost.pid != self._starter.pid:
@@ -404,10 +407,10 @@ class Group:
 
     # ---- words --------------------------------------------------------------------------
 
-    def _process(self, link: Link) -> str:
-        host = link.hello.host if link.hello else ""
+    def _process(self, connection: ChildConnection) -> str:
+        host = connection.hello.host
         where = f" on {host}" if host and self.spec.world_size > 1 else ""
-        return f"{self._names([link.rank])} (pid {link.pid}{where})"
+        return f"{self._names([connection.rank])} (pid {connection.pid}{where})"
 
     def _names(self, ranks: list[int]) -> str:
         if self.spec.role in (FRONTEND, ORCHESTRATOR):

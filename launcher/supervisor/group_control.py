@@ -15,9 +15,9 @@ from trimaran.comm.errors import ConfigError
 from trimaran.comm.messages.messages import ChildRequest, Command
 from trimaran.launcher.config import GroupConfig
 from trimaran.launcher.placement.preflight import check_host_memory
-from trimaran.launcher.supervisor.child_connections import Link
+from trimaran.launcher.supervisor.child_connections import ChildConnection
 from trimaran.launcher.supervisor.group import Group, GroupState
-from trimaran.launcher.supervisor.group_table import Roster
+from trimaran.launcher.supervisor.group_table import GroupTable
 from trimaran.server.repository.model_repository import RepositoryModel, repository_model
 
 logger = logging.getLogger(__name__)
@@ -42,44 +42,44 @@ class GroupResolver(Protocol):
 class GroupControl:
     """Starts and stops worker groups while the server runs."""
 
-    def __init__(self, roster: Roster, resolver: GroupResolver | None) -> None:
-        self._roster = roster
+    def __init__(self, table: GroupTable, resolver: GroupResolver | None) -> None:
+        self._table = table
         self._resolver = resolver
         self._loading: set[Group] = set()
-        self._stopping: list[tuple[Link, int, list[Group]]] = []
+        self._stopping: list[tuple[ChildConnection, int, list[Group]]] = []
 
-    def handle(self, link: Link, request: ChildRequest) -> None:
+    def handle(self, connection: ChildConnection, request: ChildRequest) -> None:
         """Answer one request, now or once it is done."""
         arguments = request.arguments
         try:
             if request.verb == "start_groups":
-                self._reply(link, request.request_id, **self._start(arguments))
+                self._reply(connection, request.request_id, **self._start(arguments))
             elif request.verb == "stop_groups":
-                self._stop(link, request.request_id, list(arguments["groups"]))
+                self._stop(connection, request.request_id, list(arguments["groups"]))
             elif request.verb == "remember":
-                self._roster.remembered.update(
+                self._table.remembered.update(
                     state=arguments["state"], groups=list(arguments["groups"])
                 )
-                self._reply(link, request.request_id)
+                self._reply(connection, request.request_id)
             else:
                 raise ConfigError(f"unknown request {request.verb!r}")
         except (ConfigError, OSError) as error:
             conflicts = list(getattr(error, "groups", ()))
-            self._reply(link, request.request_id, error=str(error), conflicts=conflicts)
+            self._reply(connection, request.request_id, error=str(error), conflicts=conflicts)
 
     def forgive(self, group: Group) -> bool:
         """Whether a failed group was being loaded: then the load failed, not the server."""
         if group not in self._loading:
             return False
         self._loading.discard(group)
-        if group is self._roster.orchestrator:
+        if group is self._table.orchestrator:
             # The next load brings another one.
-            self._roster.remove(group)
-            self._roster.spawn_link.give_up(f"its orchestrator did not start: {group.fault}")
+            self._table.remove(group)
+            self._table.spawn_link.give_up(f"its orchestrator did not start: {group.fault}")
             return True
-        self._roster.mark_failed(group)
-        self._roster.tell(group)
-        self._roster.remove(group)
+        self._table.mark_failed(group)
+        self._table.tell(group)
+        self._table.remove(group)
         return True
 
     def on_ready(self, group: Group) -> None:
@@ -89,28 +89,28 @@ class GroupControl:
     def on_stopped(self, group: Group) -> None:
         """A group has ended as it was told: forget it if that was asked for."""
         for entry in list(self._stopping):
-            link, request_id, groups = entry
+            connection, request_id, groups = entry
             if group not in groups:
                 continue
             groups.remove(group)
-            if group in self._roster.workers.values():
-                self._roster.remove(group)
+            if group in self._table.workers.values():
+                self._table.remove(group)
                 logger.info("%s: ended", group.spec.title)
             if not groups:
                 self._stopping.remove(entry)
-                self._reply(link, request_id)
+                self._reply(connection, request_id)
 
     def is_stopping(self, group: Group) -> bool:
         """Whether a group was asked to end while the server goes on."""
         return any(group in groups for _, _, groups in self._stopping)
 
-    def on_new_frontend(self, link: Link) -> None:
+    def on_new_frontend(self, connection: ChildConnection) -> None:
         """End what a front end that died had started and not yet made use of."""
-        used = self._roster.remembered["groups"]
+        used = self._table.remembered["groups"]
         if used is not None:
-            unused = [name for name in self._roster.configs if name not in used]
+            unused = [name for name in self._table.configs if name not in used]
             if unused:
-                self._stop(link, -1, unused)
+                self._stop(connection, -1, unused)
 
     # ---- parts --------------------------------------------------------------------------
 
@@ -122,9 +122,9 @@ class GroupControl:
         except DecodeError as error:
             raise ConfigError(f"a broken model configuration: {error}") from None
         model = repository_model(Path(arguments["folder"]), config)
-        running = list(self._roster.configs.values())
+        running = list(self._table.configs.values())
         configs = self._resolver.groups_of(model, int(arguments["generation"]), running)
-        twins = [config.name for config in configs if config.name in self._roster.configs]
+        twins = [config.name for config in configs if config.name in self._table.configs]
         if twins:
             raise ConfigError(
                 f"group '{twins[0]}' runs already: stop it first, or start another generation"
@@ -135,18 +135,18 @@ class GroupControl:
                 "were started before it (--disable-spawn-processes). Start it without that."
             )
         check_host_memory(configs)
-        for group in self._roster.add(configs):
+        for group in self._table.add(configs):
             self._loading.add(group)
             group.start()
             # One that could not be started has failed and is forgotten by now.
             if group.state is not GroupState.DOWN:
-                self._roster.tell(group)
+                self._table.tell(group)
         return {"groups": [config.name for config in configs]}
 
-    def _stop(self, link: Link, request_id: int, names: list[str]) -> None:
+    def _stop(self, connection: ChildConnection, request_id: int, names: list[str]) -> None:
         groups = []
         for name in names:
-            group = self._roster.holding(name)
+            group = self._table.holding(name)
             if group is None:
                 continue
             if len(group.spec.engines) > 1:
@@ -154,7 +154,7 @@ class GroupControl:
                     f"group '{name}' shares its MPI job with others and cannot end alone"
                 )
             groups.append(group)
-        self._stopping.append((link, request_id, list(groups)))
+        self._stopping.append((connection, request_id, list(groups)))
         for group in groups:
             self._loading.discard(group)
             if group.state is GroupState.DOWN:
@@ -164,14 +164,16 @@ class GroupControl:
                 asyncio.get_running_loop().call_later(_STOP_GRACE_S, _kill_slow, group)
         if not groups:
             self._stopping.pop()
-            self._reply(link, request_id)
+            self._reply(connection, request_id)
 
-    def _reply(self, link: Link, request_id: int, error: str = "", **values: Any) -> None:
+    def _reply(
+        self, connection: ChildConnection, request_id: int, error: str = "", **values: Any
+    ) -> None:
         if request_id < 0:
             return
         arguments = {"groups": [], "conflicts": [], **values}
         arguments.update(request_id=request_id, error=error)
-        link.send(Command(verb="reply", arguments=arguments))
+        connection.send(Command(verb="reply", arguments=arguments))
 
 
 def _kill_slow(group: Group) -> None:

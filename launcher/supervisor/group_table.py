@@ -13,7 +13,7 @@ from trimaran.launcher.starters.run_dir import MpiScratch
 from trimaran.launcher.starters.slurm_step import StepStarter
 from trimaran.launcher.starters.spawn_starter import SpawnLink, SpawnStarter
 from trimaran.launcher.starters.starter import FRONTEND, ORCHESTRATOR, GroupSpec, Starter
-from trimaran.launcher.supervisor.child_connections import Link
+from trimaran.launcher.supervisor.child_connections import ChildConnection
 from trimaran.launcher.supervisor.group import Group, GroupEvents, GroupState
 from trimaran.launcher.supervisor.group_specs import PRESTARTED, SpecMaker
 
@@ -53,7 +53,7 @@ _STATE_WORDS = {
 }
 
 
-class Roster:
+class GroupTable:
     """The front ends, the orchestrator if one is needed, and the worker groups.
 
     Groups come and go while the server runs; each has a restart budget of its own.
@@ -126,15 +126,14 @@ class Roster:
         self._failed.discard(tag)
         self._restart_in_s.pop(tag, None)
 
-    def group_of(self, link: Link) -> Group | None:
+    def group_of(self, connection: ChildConnection) -> Group | None:
         """The group to which a connected process belongs; None if that is no group of ours."""
-        assert link.hello is not None
-        if link.hello.role == FRONTEND:
-            tag = link.hello.group
+        if connection.hello.role == FRONTEND:
+            tag = connection.hello.group
             return next((each for each in self.frontends if each.spec.tag == tag), None)
-        if link.hello.role == ORCHESTRATOR:
+        if connection.hello.role == ORCHESTRATOR:
             return self.orchestrator
-        return self.workers.get(link.hello.group)
+        return self.workers.get(connection.hello.group)
 
     def holding(self, engine: str) -> Group | None:
         """The process group that runs an engine's group."""

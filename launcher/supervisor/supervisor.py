@@ -9,11 +9,15 @@ from typing import Any
 from trimaran.comm.messages.messages import ChildRequest, ChildState, Command
 from trimaran.launcher.config import ServeConfig
 from trimaran.launcher.starters.mpi_launch import Mpi
-from trimaran.launcher.supervisor.child_connections import Link, LinkEvents, listen
+from trimaran.launcher.supervisor.child_connections import (
+    ChildConnection,
+    ConnectionEvents,
+    listen,
+)
 from trimaran.launcher.supervisor.group import Failure, Group, GroupEvents, GroupState
 from trimaran.launcher.supervisor.group_control import GroupControl, GroupResolver
 from trimaran.launcher.supervisor.group_specs import Programs, SpecMaker
-from trimaran.launcher.supervisor.group_table import Roster
+from trimaran.launcher.supervisor.group_table import GroupTable
 from trimaran.launcher.supervisor.readiness import announce, withdraw
 from trimaran.launcher.supervisor.runtime import ChildSockets, Runtime, run
 
@@ -82,9 +86,11 @@ class Supervisor:
             on_stopped=self._on_stopped,
             on_down=self._on_down,
         )
-        self._roster = Roster(maker, runtime.children, runtime.scratch, events, config.restart)
-        self._roster.add(config.groups)
-        self._control = GroupControl(self._roster, resolver)
+        self._table = GroupTable(
+            maker, runtime.children, runtime.scratch, events, config.restart
+        )
+        self._table.add(config.groups)
+        self._control = GroupControl(self._table, resolver)
         self._failure: Failure | None = None
         self._is_announced = False
         self._is_ending = False
@@ -95,10 +101,12 @@ class Supervisor:
 
     async def run(self, sockets: ChildSockets) -> int:
         """Serve until a signal or a failure; the exit code."""
-        events = LinkEvents(self._on_hello, self._on_state, self._on_request, self._on_lost)
+        events = ConnectionEvents(
+            self._on_hello, self._on_state, self._on_request, self._on_lost
+        )
         token = sockets.addresses.token
         servers = [await listen(sock, token, events) for sock in sockets.listeners]
-        for group in list(self._roster):
+        for group in list(self._table):
             group.start()
         await self._shutdown.begun.wait()
         self._is_ending = True
@@ -112,42 +120,45 @@ class Supervisor:
 
     # ---- events -------------------------------------------------------------------------
 
-    def _on_hello(self, link: Link) -> None:
-        group = self._roster.group_of(link)
+    def _on_hello(self, connection: ChildConnection) -> None:
+        group = self._table.group_of(connection)
         if group is None:
-            link.close()
+            connection.close()
         else:
-            group.on_hello(link)
+            group.on_hello(connection)
 
-    def _on_state(self, link: Link, state: ChildState) -> None:
-        group = self._roster.group_of(link)
-        if group is not None and group is self._roster.orchestrator and state.state == "group":
-            self._roster.spawn_link.on_event(state.facts)
+    def _on_state(self, connection: ChildConnection, state: ChildState) -> None:
+        group = self._table.group_of(connection)
+        if group is not None and group is self._table.orchestrator and state.state == "group":
+            self._table.spawn_link.on_event(state.facts)
         elif group is not None:
-            group.on_state(link, state)
+            group.on_state(connection, state)
 
-    def _on_request(self, link: Link, request: ChildRequest) -> None:
-        if self._roster.group_of(link) is self._roster.first_frontend and not self._is_ending:
-            self._control.handle(link, request)
+    def _on_request(self, connection: ChildConnection, request: ChildRequest) -> None:
+        if (
+            self._table.group_of(connection) is self._table.first_frontend
+            and not self._is_ending
+        ):
+            self._control.handle(connection, request)
 
-    def _on_lost(self, link: Link) -> None:
-        group = self._roster.group_of(link)
+    def _on_lost(self, connection: ChildConnection) -> None:
+        group = self._table.group_of(connection)
         if group is not None:
-            group.on_lost(link)
+            group.on_lost(connection)
 
     def _on_connected(self, group: Group) -> None:
-        if group in self._roster.frontends:
-            if group is self._roster.first_frontend and group.incarnation > 0:
-                self._control.on_new_frontend(group.link)
-            self._roster.tell_all()
+        if group in self._table.frontends:
+            if group is self._table.first_frontend and group.incarnation > 0:
+                self._control.on_new_frontend(group.connection)
+            self._table.tell_all()
 
     def _on_ready(self, group: Group) -> None:
         logger.info("%s: ready", group.spec.title)
-        if group is self._roster.orchestrator:
-            self._roster.spawn_link.on_up()
+        if group is self._table.orchestrator:
+            self._table.spawn_link.on_up()
         self._control.on_ready(group)
-        self._roster.tell(group)
-        if self._roster.is_serving and not self._is_announced and not self._is_ending:
+        self._table.tell(group)
+        if self._table.is_serving and not self._is_announced and not self._is_ending:
             self._is_announced = True
             # The last lines of a start: what children have just logged goes before them.
             loop = asyncio.get_running_loop()
@@ -158,9 +169,9 @@ class Supervisor:
             announce(self._config, self._show)
 
     def _on_down(self, group: Group) -> None:
-        if group is self._roster.orchestrator:
-            self._roster.spawn_link.on_down()
-        self._roster.tell(group)
+        if group is self._table.orchestrator:
+            self._table.spawn_link.on_down()
+        self._table.tell(group)
 
     def _on_drained(self, group: Group, facts: dict[str, Any]) -> None:
         if facts.get("num_unfinished"):
@@ -182,8 +193,8 @@ class Supervisor:
             if group in self._draining:
                 # Nobody knows what it had not finished.
                 self._was_cut_short = True
-            self._roster.mark_failed(group)
-            self._roster.tell(group)
+            self._table.mark_failed(group)
+            self._table.tell(group)
             self._on_stopped(group)
             return
         if self._control.is_stopping(group):
@@ -194,18 +205,18 @@ class Supervisor:
             logger.error("%s: %s; the load has failed", group.spec.title, what)
             return
         loop = asyncio.get_running_loop()
-        delay = None if failure.is_final else self._roster.budget(group).take(loop.time())
+        delay = None if failure.is_final else self._table.budget(group).take(loop.time())
         if delay is None:
             why = self._why_final(group, failure)
             logger.error("%s: %s; %s", group.spec.title, what, why)
-            self._roster.mark_failed(group)
-            self._roster.tell(group)
+            self._table.mark_failed(group)
+            self._table.tell(group)
             self._failure = failure
             self._shutdown.begin()
             return
         logger.error("%s: %s; restart in %.1f s", group.spec.title, what, delay)
-        self._roster.note_restart(group, delay)
-        self._roster.tell(group)
+        self._table.note_restart(group, delay)
+        self._table.tell(group)
         loop.call_later(delay, self._restart, group)
 
     def _why_final(self, group: Group, failure: Failure) -> str:
@@ -213,18 +224,18 @@ class Supervisor:
             return "not started again"
         if self._config.restart.max_restarts == 0:
             return "not started again: restarts are off (--restart, --max-restarts)"
-        budget = self._roster.budget(group)
+        budget = self._table.budget(group)
         return (
             f"not started again: {budget} are used up. Mend what the log says of each, or "
             "raise --max-restarts"
         )
 
     def _restart(self, group: Group) -> None:
-        is_known = group in list(self._roster)  # else it was stopped meanwhile
+        is_known = group in list(self._table)  # else it was stopped meanwhile
         if is_known and not self._is_ending and not self._control.is_stopping(group):
-            self._roster.note_restart(group, 0.0)
+            self._table.note_restart(group, 0.0)
             group.start()
-            self._roster.tell(group)
+            self._table.tell(group)
 
     def _on_stopped(self, group: Group) -> None:
         self._control.on_stopped(group)
@@ -239,11 +250,11 @@ class Supervisor:
         # Whoever outlives a process that it serves, or takes leave of, reports it lost: ranks
         # that are slower to hear of the end than a front end, spawned ranks without the
         # orchestrator. Drained front ends expect that the ranks leave.
-        roster = self._roster
-        await self._end_groups(list(roster.workers.values()))
-        await self._end_groups(roster.frontends)
-        if roster.orchestrator is not None:
-            await self._end_groups([roster.orchestrator])
+        table = self._table
+        await self._end_groups(list(table.workers.values()))
+        await self._end_groups(table.frontends)
+        if table.orchestrator is not None:
+            await self._end_groups([table.orchestrator])
 
     async def _end_groups(self, groups: list[Group]) -> None:
         for group in groups:
@@ -259,7 +270,7 @@ class Supervisor:
         """Wait for the end of groups; False after the grace or when a signal forces."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + _SHUTDOWN_GRACE_S
-        while not self._roster.are_down(groups):
+        while not self._table.are_down(groups):
             self._stopped.clear()
             left_s = deadline - loop.time()
             if left_s <= 0 or (may_force and self._shutdown.forced.is_set()):
@@ -271,20 +282,20 @@ class Supervisor:
 
     async def _drain(self) -> None:
         timeout_s = self._config.exit_timeout_s
-        workers = self._roster.workers.values()
+        workers = self._table.workers.values()
         if self._failure is not None and not any(group.is_serving for group in workers):
             timeout_s = min(timeout_s, _LAST_WORDS_S)
         self._drained.clear()
         # One that is still loading has nothing to finish, but is to expect the end as well.
         # First of all, so that what fails from now on is known to be cut short.
-        for frontend in self._roster.frontends:
+        for frontend in self._table.frontends:
             frontend.send(Command(verb="drain", arguments={"timeout_s": timeout_s}))
         for worker in workers:
-            if worker.state is GroupState.DOWN and not self._roster.has_failed(worker):
+            if worker.state is GroupState.DOWN and not self._table.has_failed(worker):
                 # Its requests would wait out the drain for a restart that will not come.
-                self._roster.mark_failed(worker)
-                self._roster.tell(worker)
-        self._draining = {g for g in self._roster.frontends if g.state is GroupState.READY}
+                self._table.mark_failed(worker)
+                self._table.tell(worker)
+        self._draining = {g for g in self._table.frontends if g.state is GroupState.READY}
         if not self._draining:
             return
         await self._first_of(self._drained, self._shutdown.forced, timeout_s + _DRAIN_MARGIN_S)
