@@ -171,7 +171,7 @@ class Engine:
             RequestError: this request cannot be served; nothing is queued.
         """
         try:
-            request = self._admitted(source, message)
+            request = self._checked(source, message)
         except RequestError:
             raise
         # Nothing is queued yet, so a fault in one request's values must not end the others.
@@ -189,7 +189,7 @@ class Engine:
         self._timing.submitted(time.perf_counter())
         self._requests.setdefault((source, message.request_id), []).append(request)
 
-    def _admitted(self, source: Hashable, message: Submit) -> Request:
+    def _checked(self, source: Hashable, message: Submit) -> Request:
         """A checked request with its adapter. If it has a guide, compiling has begun."""
         request = request_from(
             source,
@@ -352,12 +352,12 @@ class Engine:
         sampled = output.wait()
         end = self.times.enter(Part.EMIT)
         self._timing.arrived(end, has_waited=end - begin > _WAITED_S)
-        for part, told in step.parts(sampled):
-            part.logits = told.logits
-            emissions = self.scheduler.update_from_output(part, told.token_ids, told.beams)
+        for part, own in step.parts(sampled):
+            part.logits = own.logits
+            emissions = self.scheduler.update_from_output(part, own.token_ids, own.beams)
             for request in self.scheduler.take_failed():
                 self._fail(request, RequestError(_NOTHING_ALLOWED), result)
-            details = StepDetails.of(part.sampled, told)
+            details = StepDetails.of(part.sampled, own)
             self._emit(result, step.decision.step, emissions, details)
             # The gauges refer to this step until the next one: free its logits now.
             part.logits = None

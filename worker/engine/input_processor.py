@@ -1,4 +1,4 @@
-"""From a front end's message to a checked request."""
+"""From a front end's message to a checked request, and to its compiled grammar."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _WHOLE = tuple(
 )
 _MAX_INT32 = (1 << 31) - 1
 _MOST_SEQUENCES, _MOST_IDS = 1 << 16, 1 << 64
-"""As many as `StepOutput` can tell apart."""
+"""The numbers that `StepOutput` can hold."""
 
 
 def request_from(
@@ -43,9 +43,9 @@ def request_from(
     hidden_size: int,
     dtype: torch.dtype,
 ) -> Request:
-    """The request of ``message``, all its values checked.
+    """The request of ``message``, with all values checked.
 
-    ``max_tokens`` beyond ``max_seq_len`` is lowered to what is left after the prompt.
+    ``max_tokens`` is lowered to the tokens that ``max_seq_len`` leaves after the prompt.
 
     Raises:
         RequestError: names the value, what is allowed and the remedy.
@@ -137,14 +137,14 @@ def _sampling(message: Submit, vocab_size: int) -> SamplingParams:
         if not is_valid:
             raise sampling.refusal(name, allowed)
     _check_words("bad_words", sampling.bad_words, range(vocab_size))
-    # Those beyond the vocabulary never come; steps keep all of them as 32 bits.
+    # Ids beyond the vocabulary never occur; steps hold ids in 32 bits.
     _check_words("stop_words", sampling.stop_words, range(-_MAX_INT32 - 1, _MAX_INT32 + 1))
     _check_bias(sampling.embedding_bias, vocab_size)
     return sampling
 
 
 def _check_bias(packed: bytes, vocab_size: int) -> None:
-    """Minus infinity forbids an id; nothing else may be beyond the finite numbers."""
+    """Minus infinity forbids an id; all other values must be finite."""
     if not packed:
         return
     bias = np.frombuffer(packed, "<f4")
@@ -205,7 +205,7 @@ def _check_beams(sampling: SamplingParams, limits: SchedulerConfig, has_output: 
 
 
 def _check_numbers(message: Submit, num_sequences: int) -> None:
-    """What steps say of a request they say under its numbers, in one message with others."""
+    """A step's message tells requests apart by these numbers."""
     checks = (
         ("request_id", message.request_id, _MOST_IDS - 1),
         ("sequence_index", message.sequence_index, _MOST_SEQUENCES - num_sequences),
@@ -249,7 +249,7 @@ def _check_ids(name: str, ids: array[int], vocab_size: int) -> None:
 def _check_words(name: str, words: Sequence[Sequence[int]], allowed: range) -> None:
     least, most = allowed[0], allowed[-1]
     for word in filter(None, words):
-        # There may be 65,536 ids, in one word or in as many: a loop over ids takes longer.
+        # There may be 65,536 ids in one word: sets and min/max are faster than a loop.
         if {*map(type, word)} != {int} or min(word) < least or max(word) > most:
             wrong = (each for each in word if not _is_whole(each) or each not in allowed)
             raise _no_id(name, next(wrong), allowed)
@@ -263,19 +263,19 @@ def _no_id(name: str, value: object, allowed: range) -> RequestError:
 
 
 def _is_whole(value: object) -> bool:
-    """Whether it is a whole number; to Python True is one too, and 2.0 is equal to one."""
+    """Whether ``value`` is an int; True is one for isinstance, and 2.0 equals one."""
     return type(value) is int
 
 
 class Compiled(NamedTuple):
-    """A request whose grammar is in place, or why its guide cannot be followed."""
+    """A request with its grammar in place, or the error of its guide."""
 
     request: Request
     error: RequestError | None
 
 
 class GuidedRequests:
-    """Holds requests back, in no order, until their grammars are there."""
+    """Holds requests back, in no order, until their grammars are compiled."""
 
     def __init__(self, compiler: GuideCompiler | None) -> None:
         """Without a compiler every guide is refused."""
@@ -286,10 +286,10 @@ class GuidedRequests:
         return len(self._held)
 
     def hold(self, request: Request) -> None:
-        """Compile a request's guide, and hold it meanwhile.
+        """Compile a request's guide, and hold the request meanwhile.
 
         Raises:
-            RequestError: guides are not served, or this is none.
+            RequestError: guides are not served, or this one is malformed.
         """
         sampling = request.sampling
         if self._compiler is None:
@@ -302,31 +302,31 @@ class GuidedRequests:
         self._held[request] = self._compiler.submit(sampling.guide_type, sampling.guide)
 
     def drop(self, request: Request) -> None:
-        """Hold ``request`` no longer, if it was held: it has been ended."""
+        """Hold ``request`` no longer, if it was held: it was ended."""
         future = self._held.pop(request, None)
         if future is not None:
-            # What has not begun would keep the others waiting.
+            # A compilation that has not begun would delay the others.
             future.cancel()
 
     def sleep(self, seconds: float) -> None:
-        """Wait for some grammar, for there is nothing else to do."""
+        """Wait for any grammar, at most this long."""
         wait(self._held.values(), seconds, FIRST_COMPLETED)
 
     def take_compiled(self) -> list[Compiled]:
-        """Those that are held no longer."""
+        """Requests whose compilation has ended; they are held no longer."""
         done = [item for item in self._held.items() if item[1].done()]
         for request, _ in done:
             del self._held[request]
         return [Compiled(request, _settle(request, future)) for request, future in done]
 
     def close(self) -> None:
-        """Compile no more."""
+        """Stop the compiler."""
         if self._compiler is not None:
             self._compiler.close()
 
 
 def _settle(request: Request, future: Future[Grammar]) -> RequestError | None:
-    """Give the request its grammar, which its output so far must follow."""
+    """Give the request its grammar; a replayed request's output must follow it."""
     try:
         request.grammar = future.result()
         request.grammar.start(request.sampling.end_id, request.output_ids)

@@ -1,34 +1,35 @@
-"""When the next step has to be planned: late, for newcomers; in time, for the device."""
+"""When to plan the next step: late, so newcomers join it, but in time for the device."""
 
 from __future__ import annotations
 
 from collections import deque
 
 _MARGIN_S = 0.0004
-"""Kept beside the time that planning and launching take, as the host's clock is not exact."""
+"""Safety margin beside the time of planning and launching, as host timing is not exact."""
 
 _SHORTEST_S = 0.0001
-"""A shorter wait is not worth the sleep."""
+"""A shorter wait is not worth a sleep."""
 
 _RECENT_S = 2.0
-"""Without a request for so long, none is waited for."""
+"""If no request came for this long, planning does not wait for one."""
 
 _DRIFT = 0.1
-"""How much of a change to the worse side is believed at once."""
+"""Share of a change for the worse that an estimate follows at once."""
 
 _MIN_PROMPT_TOKENS = 128
-"""What steps with fewer tokens of prompts take says little of the cost of one."""
+"""Steps with fewer prompt tokens say little about the cost of a prompt token."""
 
 
 class PlanTiming:
-    """How long the plan of the next step can wait while the device runs the last one.
+    """How long planning the next step can wait while the device runs the last one.
 
-    With two steps in flight, a plan made as soon as one has ended is queued behind a step that
-    has only begun, and a request that comes meanwhile waits for both. Made as late as the
-    device allows, the plan takes the request along. What it costs if the estimate is wrong is
-    a short gap on the device, so estimates are careful: steps are believed to be shorter at
-    once and longer only slowly, planning the other way round. A step with prompts counts as a
-    decode and so much for each of their tokens. Times are those of ``time.perf_counter``.
+    With two steps in flight, a step that is planned as soon as another has ended is queued
+    behind a step that has only begun, and a request that arrives meanwhile waits for both. A
+    step that is planned as late as the device allows includes the request. If the estimate is
+    wrong, the device has a short gap. So the estimates are careful: that of a step's time
+    shrinks at once and grows slowly, and that of planning grows at once and shrinks slowly. A
+    step with prompts takes the time of a decode step, plus a time per prompt token. Times are
+    those of ``time.perf_counter``.
     """
 
     def __init__(self, is_overlapped: bool) -> None:
@@ -41,7 +42,7 @@ class PlanTiming:
         self._in_flight: deque[int] = deque()
 
     def submitted(self, now: float) -> None:
-        """A request has come."""
+        """A request has arrived."""
         self._last_submit = now
 
     def planned(self, start: float, end: float, num_prompt_tokens: int) -> None:
@@ -55,7 +56,7 @@ class PlanTiming:
             self._last_result = start
 
     def arrived(self, now: float, *, has_waited: bool) -> None:
-        """The oldest step's result is there; the host ``has_waited`` for it."""
+        """The oldest step's result is here; the host ``has_waited`` for it."""
         took = now - self._last_result
         tokens = self._in_flight.popleft()
         if has_waited and not tokens:
@@ -69,7 +70,7 @@ class PlanTiming:
         self._last_result = now
 
     def spare_s(self, now: float) -> float:
-        """Seconds that the plan can wait; 0 if it is to be made now."""
+        """Seconds that planning can wait; 0 to plan now."""
         if not (self._is_overlapped and self._in_flight):
             return 0.0
         if now - self._last_submit > _RECENT_S:
@@ -80,5 +81,5 @@ class PlanTiming:
 
 
 def _towards(known: float, found: float, *, is_worse: bool) -> float:
-    """The new estimate: believed at once, or only a little if ``is_worse``."""
+    """The new estimate: the found value, or a small move towards it if ``is_worse``."""
     return known + _DRIFT * (found - known) if is_worse else found

@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 class StepProfile:
     """Traces the steps ``first`` to ``last`` of one rank and writes one compressed file.
 
-    Nothing is recorded before and after. The profiler is made ready before the engine
-    captures graphs, as kernels of graphs that are older than it are not attributed.
+    Nothing is recorded before and after. The profiler is prepared before the engine captures
+    graphs: kernels of graphs captured earlier would not be attributed.
     """
 
     def __init__(self, config: ProfileConfig, path: Path, device: torch.device) -> None:
@@ -38,7 +38,7 @@ class StepProfile:
 
     @classmethod
     def of_rank(cls, config: RankConfig, rank: int, device: torch.device) -> StepProfile | None:
-        """What a rank's configuration asks for; None if that is nothing."""
+        """The profile that a rank's configuration asks for; None for none."""
         if config.profile is None:
             return None
         group = config.group.replace("/", "-")

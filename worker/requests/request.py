@@ -1,4 +1,4 @@
-"""One request and its sequences, from submission to the last token."""
+"""A request and its sequences, from submission to the last token."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class SequenceFigures:
     first_token_ns: int = 0
     last_token_ns: int = 0
     num_new_blocks: int = 0
-    """Taken for the prompt, one that is begun with but written to included."""
+    """Blocks taken for the prompt. The copy of a cached partial block counts too."""
 
     num_reused_blocks: int = 0
-    """Found in the cache."""
+    """Blocks of the prompt that were in the prefix cache."""
 
     def started(self, num_prompt_blocks: int, num_reused: int, num_last: int) -> None:
-        """It has a place in a step; a return after preemption does not count."""
+        """The sequence has started. A resumption after preemption does not count."""
         if self.first_scheduled_ns:
             return
         self.first_scheduled_ns = time.monotonic_ns()
@@ -41,13 +41,13 @@ class SequenceFigures:
         self.num_new_blocks = max(0, num_prompt_blocks - num_reused) + num_last
 
     def token(self) -> None:
-        """Another token of output is known."""
+        """Another output token is known."""
         self.last_token_ns = time.monotonic_ns()
         if not self.first_token_ns:
             self.first_token_ns = self.last_token_ns
 
     def to_wire(self) -> dict[str, int]:
-        """For the front end, by the names of its outputs."""
+        """The figures by the names of the front end's outputs."""
         return {
             "kv_cache_alloc_new_blocks": self.num_new_blocks,
             "kv_cache_reused_blocks": self.num_reused_blocks,
@@ -60,20 +60,20 @@ class SequenceFigures:
 
 
 class RequestStatus(IntEnum):
-    """Where a sequence stands."""
+    """The state of a sequence."""
 
     NEW = 0
-    """Not in the queue yet: it forks off once its prompt is computed."""
+    """Not queued yet: the sequence forks off once the prompt is computed."""
     WAITING = 1
     RUNNING = 2
     FINISHED = 3
 
 
 class Beams(Protocol):
-    """The beams of one request: what its first sequence, the leader, is tied to.
+    """The beams of one request, attached to its first sequence, the leader.
 
-    The scheduler makes it (`scheduling.beam_group.BeamGroup`) and alone selects among beams.
-    All others hold rows and blocks for beams, or tell clients about them, through this.
+    `scheduling.beam_group.BeamGroup` implements this and adds the selection among beams, which
+    the scheduler alone uses. All other modules know beams by this interface.
     """
 
     width: int
@@ -123,9 +123,9 @@ class Beams(Protocol):
 class Sequence:
     """One stream of tokens of a request.
 
-    ``token_ids`` are the ids that the host knows: the prompt, then the output. The step
-    being planned may build on ``num_pending`` more, which the device has sampled or will.
-    ``num_computed_tokens`` counts tokens whose KV the launched steps leave behind.
+    ``token_ids`` are the ids that the host knows: the prompt, then the output. The step being
+    planned may build on ``num_pending`` more, which steps in flight sample on the device.
+    ``num_computed_tokens`` counts the tokens whose KV is written once all launched steps end.
     """
 
     __slots__ = (
@@ -172,35 +172,35 @@ class Sequence:
         self.stop_words = request.stop_words
         """Stop words by their last id."""
         self.look_at = 0
-        """Number of known tokens at which the next one may end it or fill a block."""
+        """Number of known tokens from which a new one may end the sequence or fill a block."""
         self.num_computed_tokens = 0
         self.num_computed_before = 0
-        """The same without ``last_step``."""
+        """``num_computed_tokens`` before ``last_step``."""
         self.num_pending = 0
         self.row = -1
         self.last_step = 0
-        """The last step that computes tokens of it."""
+        """The last step that computes tokens of this sequence."""
         root = root_hash(request.cache_salt, request.adapter_id)
         self.blocks = SequenceBlocks(num_groups, root)
         self.blocks.retention = request.retention
         self.capacity = 0
-        """Tokens that the blocks hold, while it has a row."""
+        """Tokens that the blocks hold, while the sequence has a row."""
         self.publish_at = 0
         """``num_computed_tokens`` from which another full block can be published."""
         self.parent: Sequence | None = None
         self.beams: Beams | None = None
-        """Of a beam, the group that it belongs to."""
+        """The beam group of the sequence, if it is a beam."""
         self.status = RequestStatus.NEW
         self.finish_reason = FinishReason.NOT_FINISHED
         self.is_preempted = False
         self.preempted_at = 0
-        """The step before which it made room for others, last."""
+        """The last step before its last preemption."""
         self.has_told_prompt = False
-        """Whether the prompt's logits were told."""
+        """Whether the prompt's logits were sent."""
         self.cum_log_prob = 0.0
-        """Of the output sampled here; what a replay brought is not in it."""
+        """Sum over the output sampled here, without the output that a replay brought."""
         self.guide: Guide | None = None
-        """Where it stands in its grammar."""
+        """The state of its grammar."""
         self.figures: SequenceFigures | None = None
         if request.sampling.return_perf_metrics:
             self.figures = SequenceFigures(request.arrival_ns)
@@ -215,7 +215,7 @@ class Sequence:
 
     @property
     def is_alone(self) -> bool:
-        """Whether it shares blocks with no other of its request."""
+        """Whether it shares no blocks with other sequences of its request."""
         return self.beams is None and len(self.request.sequences) == 1
 
     @property
@@ -224,7 +224,7 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt_tokens
 
     def ends_by(self, token_id: int) -> FinishReason:
-        """Whether the output so far, ``token_id`` last and appended, ends the sequence."""
+        """Whether the output so far, which ends in ``token_id``, ends the sequence."""
         words = self.stop_words.get(token_id)
         if words is not None:
             for word in words:
@@ -242,13 +242,13 @@ class Sequence:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Request:
-    """What a client asked for: a prompt, sampling, and 1..n sequences."""
+    """A prompt, its sampling parameters, and 1 to n sequences."""
 
     source: Hashable
     """The connection that submitted it."""
 
     request_id: int
-    """Unique on its source."""
+    """Unique per source."""
 
     number: int
     """Order of arrival."""
@@ -264,7 +264,7 @@ class Request:
     priority: int = 0
     has_adapter: bool = False
     adapter_id: int = 0
-    """The adapter's number in its lane, once it is known; 0 for none."""
+    """The adapter's number on its dp rank, once it is known; 0 for none."""
 
     cache_salt: bytes = b""
     retention: RetentionPlan | None = None
@@ -274,10 +274,10 @@ class Request:
     """`PromptTable.to_wire()`."""
 
     is_streaming: bool = False
-    """Whether its client wants tokens as they come."""
+    """Whether the client wants each token at once."""
 
     client_id: str = ""
-    """What its client calls it; not unique."""
+    """The client's own id; not unique."""
 
     stop_words: dict[int, list[list[int]]] = field(default_factory=dict)
     """Stop words by their last id."""
@@ -285,19 +285,19 @@ class Request:
     sequences: list[Sequence] = field(default_factory=list)
 
     grammar: Grammar | None = None
-    """What the output must follow."""
+    """The grammar that the output must follow."""
 
     dp_rank: int = 0
-    """The data-parallel rank that it runs on."""
+    """The data-parallel rank that the request runs on."""
 
     arrival_ns: int = field(default_factory=time.monotonic_ns)
-    """When it came, before anything it waits for; on this host's monotonic clock."""
+    """Time of arrival on this host's monotonic clock."""
 
     has_extras: bool = field(init=False)
-    """Whether it is told more than ids."""
+    """Whether its outputs are more than ids."""
 
     may_get_stuck: bool = field(init=False)
-    """Whether its parameters may forbid every id at once."""
+    """Whether its sampling parameters may forbid every id at once."""
 
     def __post_init__(self) -> None:
         sampling = self.sampling
@@ -322,7 +322,7 @@ class Request:
 
     @property
     def is_finished(self) -> bool:
-        """Whether all sequences are."""
+        """Whether all sequences have finished."""
         return all(s.status is RequestStatus.FINISHED for s in self.sequences)
 
     def start_sequences(self, num_groups: int) -> None:
