@@ -61,7 +61,7 @@ _SHORTEST, _LONGEST = 0.8, 0.88
 
 
 @dataclass(frozen=True, slots=True)
-class Waits:
+class StepTimeouts:
     """The longest waits of one rank in a step, in seconds.
 
     When a rank is lost all others wait within moments, most of them for ranks that wait
@@ -82,7 +82,7 @@ class Waits:
     """On rank 0 for what the last stage sampled, behind all of these."""
 
     @classmethod
-    def of(cls, topology: ParallelLayout, hang_timeout_s: float) -> Waits:
+    def of(cls, topology: ParallelLayout, hang_timeout_s: float) -> StepTimeouts:
         """Those of a rank, by its stage."""
         num_waits = 3 * topology.pp_size
 

@@ -104,7 +104,7 @@ class ParallelLayout:
             for tp in range(self.tp_size)
         )
 
-    def teller_of(self, lane: int) -> int:
+    def output_rank_of(self, lane: int) -> int:
         """The rank that knows what a lane has sampled: the first of its last stage."""
         return (lane + 1) * self.lane_size - self.tp_size
 

@@ -13,7 +13,7 @@ import signal
 import sys
 from typing import TYPE_CHECKING, Any
 
-from trimaran.comm.deadlines import Waits, Watchdog
+from trimaran.comm.deadlines import StepTimeouts, Watchdog
 from trimaran.comm.env import LOG_PIPE, ChildEnv
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.log import join_log, setup_logging
@@ -145,7 +145,7 @@ class RankProcess:
         self._times.end("engine")
         if device.type == "cuda":
             watch_compilations()
-        waits = Waits.of(topology, self._hang_timeout_s)
+        waits = StepTimeouts.of(topology, self._hang_timeout_s)
         self._group.timeout_s = waits.tensor_s
         self._links.set_timeouts(waits)
         return engine, topology

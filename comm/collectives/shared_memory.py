@@ -108,18 +108,20 @@ class SharedMemoryGroup(TensorParallelGroup):
         """Send each rank rows of its own; returns those from every rank, in rank order."""
         own = rows.contiguous()
         row_bytes = own.element_size() * math.prod(own.shape[1:])
-        shares = Shares([[count * row_bytes for count in row] for row in counts], self.rank)
+        windows = AllToAllWindows(
+            [[count * row_bytes for count in row] for row in counts], self.rank
+        )
         received = own.new_empty((sum(row[self.rank] for row in counts), *own.shape[1:]))
         source, target = own.data_ptr(), received.data_ptr()
-        here, there, size = shares.kept
+        here, there, size = windows.kept
         ctypes.memmove(target + there, source + here, size)
-        for start in range(0, shares.longest, SLOT_BYTES):
+        for start in range(0, windows.longest, SLOT_BYTES):
             self._enter()
             slots = [slot.data_ptr() for slot in self._slot_views(SLOT_BYTES, torch.uint8)]
-            for here, there, size in shares.sent(start, SLOT_BYTES):
+            for here, there, size in windows.sent(start, SLOT_BYTES):
                 ctypes.memmove(slots[self.rank] + there, source + here, size)
             self._raise_and_wait("all_to_all")
-            for rank, here, there, size in shares.received(start, SLOT_BYTES):
+            for rank, here, there, size in windows.received(start, SLOT_BYTES):
                 ctypes.memmove(target + there, slots[rank] + here, size)
         return received
 
@@ -252,7 +254,7 @@ def _add_up(views: list[torch.Tensor], out: torch.Tensor) -> None:
     out.copy_(total)
 
 
-class Shares:
+class AllToAllWindows:
     """The exchange as one rank sees it.
 
     Each rank shows what it sends to others as one row of bytes, in order of the ranks; a

@@ -6,7 +6,7 @@ import time
 from enum import IntEnum
 from typing import Protocol
 
-from trimaran.comm.control.host_connections import WakeReceiver, WakeSender, connect_wake_lines
+from trimaran.comm.control.host_connections import WakeReceiver, WakeSender, connect_wakeups
 from trimaran.comm.deadlines import Backoff, wait_for
 from trimaran.comm.errors import PeerLostError
 from trimaran.comm.mpi import MPI, Comm, World
@@ -277,7 +277,7 @@ def connect_control(world: World, timeout_s: float) -> ControlPlane:
     beside = world.local_ranks
     ring = _share_ring(world, beside)
     first_ranks = sorted({world.ranks_beside(rank)[0] for rank in range(world.size)} - {0})
-    sender, receiver = connect_wake_lines(world, first_ranks) if first_ranks else (None, None)
+    sender, receiver = connect_wakeups(world, first_ranks) if first_ranks else (None, None)
     if world.rank == 0:
         return Leader(comm, ring[0], first_ranks, sender, timeout_s)
     if receiver is not None:

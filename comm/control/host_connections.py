@@ -20,7 +20,7 @@ _GREETING = struct.Struct(f"<{_TOKEN_BYTES}sI")
 """The token, and the rank that shows it."""
 
 
-def connect_lines(
+def connect_to_rank_0(
     world: World, ranks: Iterable[int]
 ) -> tuple[socket.socket | None, dict[int, socket.socket]]:
     """This rank's line to rank 0 if it is one of ``ranks``, and for rank 0 theirs, by rank.
@@ -36,16 +36,16 @@ def connect_lines(
         with socket.create_server(("", 0), backlog=128) as listener:
             token = secrets.token_bytes(_TOKEN_BYTES)
             world.comm.bcast((own_addresses(), listener.getsockname()[1], token))
-            return None, accept_lines(listener, token, ranks)
+            return None, accept_ranks(listener, token, ranks)
     candidates, port, token = world.comm.bcast(None)
     if world.rank not in ranks:
         return None, {}
-    line = dial_any(candidates, port)
-    line.sendall(_GREETING.pack(token, world.rank))
-    return _prepared(line), {}
+    sock = dial_any(candidates, port)
+    sock.sendall(_GREETING.pack(token, world.rank))
+    return _prepared(sock), {}
 
 
-def accept_lines(
+def accept_ranks(
     listener: socket.socket,
     token: bytes,
     ranks: Iterable[int],
@@ -56,7 +56,7 @@ def accept_lines(
     Raises:
         PeerLostError: not all connected within ``timeout_s``.
     """
-    lines: dict[int, socket.socket] = {}
+    socks: dict[int, socket.socket] = {}
     missing = set(ranks)
     deadline = time.monotonic() + timeout_s
     while missing:
@@ -64,18 +64,18 @@ def accept_lines(
         try:
             sock, _ = listener.accept()
         except TimeoutError:
-            for line in lines.values():
-                line.close()
+            for sock in socks.values():
+                sock.close()
             raise PeerLostError(
                 f"ranks {sorted(missing)} did not connect to rank 0 within {timeout_s:g} s"
             ) from None
         rank = _rank_of(sock, token)
         if rank in missing:
             missing.discard(rank)
-            lines[rank] = _prepared(sock)
+            socks[rank] = _prepared(sock)
         else:
             sock.close()
-    return lines
+    return socks
 
 
 def _rank_of(sock: socket.socket, token: bytes) -> int:
@@ -95,11 +95,11 @@ def _rank_of(sock: socket.socket, token: bytes) -> int:
     return rank if hmac.compare_digest(shown, token) else -1
 
 
-def _prepared(line: socket.socket) -> socket.socket:
-    line.settimeout(None)
-    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    watch_for_lost_host(line)
-    return line
+def _prepared(sock: socket.socket) -> socket.socket:
+    sock.settimeout(None)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    watch_for_lost_host(sock)
+    return sock
 
 
 _RECORD = struct.Struct("<Q")
@@ -170,11 +170,11 @@ class WakeReceiver:
         self._rest = self._rest[whole:]
 
 
-def connect_wake_lines(
+def connect_wakeups(
     world: World, first_ranks: Sequence[int]
 ) -> tuple[WakeSender | None, WakeReceiver | None]:
     """Lines from rank 0 to ``first_ranks``; each rank gets its end. Collective."""
-    own, lines = connect_lines(world, first_ranks)
+    own, socks = connect_to_rank_0(world, first_ranks)
     if world.rank == 0:
-        return WakeSender(list(lines.values())), None
+        return WakeSender(list(socks.values())), None
     return None, None if own is None else WakeReceiver(own)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Protocol
 
-from trimaran.comm.control.host_connections import connect_lines
+from trimaran.comm.control.host_connections import connect_to_rank_0
 from trimaran.comm.errors import PeerLostError
 from trimaran.comm.mpi import World
 from trimaran.comm.transport.shared_memory import SharedSegment
@@ -258,11 +258,11 @@ def connect_results(
     remote = [rank for rank in writers if rank not in here]
     writer, readers = _connect_rings(world, local, timeout_s)
     if remote:
-        own, lines = connect_lines(world, remote)
+        own, socks = connect_to_rank_0(world, remote)
         if own is not None:
             writer = ResultWriter(_SocketSink(own), timeout_s)
-        for rank, line in lines.items():
-            readers[rank] = ResultReader(_SocketSource(line, rank), rank, timeout_s)
+        for rank, sock in socks.items():
+            readers[rank] = ResultReader(_SocketSource(sock, rank), rank, timeout_s)
     return writer, readers
 
 

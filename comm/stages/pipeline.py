@@ -8,7 +8,7 @@ import torch
 
 from trimaran.comm.collectives.tensor_group import TensorParallelGroup
 from trimaran.comm.control.result_link import ResultReader, ResultWriter, connect_results
-from trimaran.comm.deadlines import Waits
+from trimaran.comm.deadlines import StepTimeouts
 from trimaran.comm.mpi import World
 from trimaran.comm.stages import peer_memory_links, torch_links
 from trimaran.comm.stages.shared_memory_links import connect_shared
@@ -55,8 +55,8 @@ class PipelineLinks:
         self.writer: ResultWriter | None = None
         self.readers: dict[int, ResultReader] = {}
         """On rank 0, by the rank that tells results."""
-        self.news_writer: ResultWriter | None = None
-        self.news_readers: dict[int, ResultReader] = {}
+        self.report_writer: ResultWriter | None = None
+        self.report_readers: dict[int, ResultReader] = {}
         """The same for what the first rank of each stage and lane tells now and then."""
         self.expert_ranks: TensorParallelGroup | None = None
         """The ranks of all lanes that share this rank's layers, where they share experts."""
@@ -71,9 +71,9 @@ class PipelineLinks:
         links = cls()
         if world.size > 1:
             links._world = world
-            tellers = [topology.teller_of(lane) for lane in range(topology.dp_size)]
-            tellers = [rank for rank in tellers if rank > 0]
-            links.writer, links.readers = connect_results(world, tellers, timeout_s)
+            output_ranks = [topology.output_rank_of(lane) for lane in range(topology.dp_size)]
+            output_ranks = [rank for rank in output_ranks if rank > 0]
+            links.writer, links.readers = connect_results(world, output_ranks, timeout_s)
         links._timeout_s = timeout_s
         links.is_first_lane = topology.dp_rank == 0
         return links
@@ -100,16 +100,16 @@ class PipelineLinks:
         if self.next is not None:
             self.next.peer = topology.rank + topology.tp_size
 
-    def open_news(self, topology: ParallelLayout) -> None:
+    def open_reports(self, topology: ParallelLayout) -> None:
         """Connect the first ranks of all other stages and lanes to rank 0, beside results.
 
         Collective over the world.
         """
         if self._world is None or topology.tp_size == topology.world_size:
             return
-        tellers = range(topology.tp_size, topology.world_size, topology.tp_size)
-        ends = connect_results(self._world, tellers, self._timeout_s)
-        self.news_writer, self.news_readers = ends
+        output_ranks = range(topology.tp_size, topology.world_size, topology.tp_size)
+        ends = connect_results(self._world, output_ranks, self._timeout_s)
+        self.report_writer, self.report_readers = ends
 
     def all_gather(self, value: Any) -> list[Any]:
         """Every rank's ``value``, in order of ranks. Collective over the world; while loading.
@@ -127,11 +127,11 @@ class PipelineLinks:
         """The least of all ranks' values; see `all_gather`."""
         return int(min(self.all_gather(value)))
 
-    def set_timeouts(self, waits: Waits) -> None:
+    def set_timeouts(self, waits: StepTimeouts) -> None:
         """The longest waits for other ranks from now on."""
         self._timeout_s = waits.results_s
-        readers = [*self.readers.values(), *self.news_readers.values()]
-        for end in [self.next, self.writer, self.news_writer, *readers]:
+        readers = [*self.readers.values(), *self.report_readers.values()]
+        for end in [self.next, self.writer, self.report_writer, *readers]:
             if end is not None:
                 end.timeout_s = waits.results_s
         if self.previous is not None:
@@ -152,7 +152,7 @@ class PipelineLinks:
         """Free what this rank's ends hold. Collective over lanes that share experts."""
         if self.expert_ranks is not None:
             self.expert_ranks.close()
-        readers = [*self.readers.values(), *self.news_readers.values()]
-        for end in [self.previous, self.next, self.writer, self.news_writer, *readers]:
+        readers = [*self.readers.values(), *self.report_readers.values()]
+        for end in [self.previous, self.next, self.writer, self.report_writer, *readers]:
             if end is not None:
                 end.close()

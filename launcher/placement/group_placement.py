@@ -8,7 +8,14 @@ from collections.abc import Iterable, Sequence
 from trimaran.comm.errors import ConfigError
 from trimaran.launcher.config import GroupConfig, HostSlots
 from trimaran.launcher.placement.hosts import LOCAL
-from trimaran.orchestrator.placement import GroupNeed, Host, NoPlaceError, Seat, picture, place
+from trimaran.orchestrator.placement import (
+    Host,
+    PlacementError,
+    PlacementRequest,
+    RankPlacement,
+    picture,
+    place,
+)
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -22,7 +29,7 @@ class PlacementConflict(ConfigError):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Draft:
+class PendingGroup:
     """A group that has no seats yet."""
 
     group: GroupConfig
@@ -32,9 +39,9 @@ class Draft:
     num_nodes: int = 1
 
     @property
-    def need(self) -> GroupNeed:
+    def request(self) -> PlacementRequest:
         """What the placement is asked for."""
-        return GroupNeed(
+        return PlacementRequest(
             name=self.group.name,
             num_ranks=self.group.world_size,
             devices=self.devices,
@@ -44,8 +51,8 @@ class Draft:
         )
 
 
-def seat(
-    drafts: Sequence[Draft], hosts: Sequence[Host], running: Sequence[GroupConfig]
+def place_groups(
+    pending: Sequence[PendingGroup], hosts: Sequence[Host], running: Sequence[GroupConfig]
 ) -> list[GroupConfig]:
     """The drafts as groups with hosts and devices, beside the ``running`` ones.
 
@@ -53,27 +60,27 @@ def seat(
         PlacementConflict: they would fit without some of the running groups.
         ConfigError: they do not fit on these hosts.
     """
-    needs = [draft.need for draft in drafts]
+    requests = [entry.request for entry in pending]
     try:
-        seats = place(needs, hosts, seats_of(running))
-    except NoPlaceError as error:
-        in_the_way = _in_the_way(drafts, hosts, running)
+        placements = place(requests, hosts, placements_of(running))
+    except PlacementError as error:
+        in_the_way = _in_the_way(pending, hosts, running)
         if in_the_way:
             raise PlacementConflict(str(error), in_the_way) from None
         raise
-    return [_seated(draft, seats) for draft in drafts]
+    return [_placed(entry, placements) for entry in pending]
 
 
-def seats_of(groups: Iterable[GroupConfig]) -> list[Seat]:
+def placements_of(groups: Iterable[GroupConfig]) -> list[RankPlacement]:
     """Where the ranks of placed groups sit."""
-    seats = []
+    placements = []
     for group in groups:
         hosts = [entry.host for entry in group.hosts for _ in range(entry.num_ranks)]
         devices = [str(gpu) for gpu in group.engine.gpu_device_ids]
         if _VISIBLE in group.env:
             devices = [group.env[_VISIBLE]]
-        seats += [
-            Seat(
+        placements += [
+            RankPlacement(
                 group=group.name,
                 rank=rank,
                 host=hosts[rank] if hosts else LOCAL,
@@ -81,12 +88,12 @@ def seats_of(groups: Iterable[GroupConfig]) -> list[Seat]:
             )
             for rank in range(group.world_size)
         ]
-    return seats
+    return placements
 
 
 def show(hosts: Sequence[Host], groups: Iterable[GroupConfig]) -> str:
     """The picture of who sits where."""
-    return picture(hosts, seats_of(groups))
+    return picture(hosts, placements_of(groups))
 
 
 def with_devices(group: GroupConfig, devices: Sequence[str]) -> GroupConfig:
@@ -109,9 +116,9 @@ def with_devices(group: GroupConfig, devices: Sequence[str]) -> GroupConfig:
     return dataclasses.replace(group, env={**group.env, _VISIBLE: named[0]})
 
 
-def _seated(draft: Draft, seats: Iterable[Seat]) -> GroupConfig:
-    own = [each for each in seats if each.group == draft.group.name]
-    group = with_devices(draft.group, [each.device for each in own])
+def _placed(entry: PendingGroup, placements: Iterable[RankPlacement]) -> GroupConfig:
+    own = [each for each in placements if each.group == entry.group.name]
+    group = with_devices(entry.group, [each.device for each in own])
     counts: dict[str, int] = {}
     for each in own:
         counts[each.host] = counts.get(each.host, 0) + 1
@@ -122,29 +129,29 @@ def _seated(draft: Draft, seats: Iterable[Seat]) -> GroupConfig:
 
 
 def _in_the_way(
-    drafts: Sequence[Draft], hosts: Sequence[Host], running: Sequence[GroupConfig]
+    pending: Sequence[PendingGroup], hosts: Sequence[Host], running: Sequence[GroupConfig]
 ) -> tuple[str, ...]:
     """Running groups without which there is room: the same models' if that is enough."""
-    models = {draft.group.model for draft in drafts}
+    models = {entry.group.model for entry in pending}
     others = [group for group in running if group.model not in models]
-    needs = [draft.need for draft in drafts]
+    requests = [entry.request for entry in pending]
     try:
-        place(needs, hosts, seats_of(others))
+        place(requests, hosts, placements_of(others))
         return tuple(group.name for group in running if group.model in models)
-    except NoPlaceError:
+    except PlacementError:
         pass
     try:
-        wanted = place(needs, hosts)
-    except NoPlaceError:
+        wanted = place(requests, hosts)
+    except PlacementError:
         return ()
     places = {(each.host, each.device) for each in wanted}
-    held = {each.group for each in seats_of(running) if (each.host, each.device) in places}
+    held = {each.group for each in placements_of(running) if (each.host, each.device) in places}
     return tuple(group.name for group in running if group.name in held)
 
 
-def needed_world_size(drafts: Sequence[Draft]) -> int:
+def needed_world_size(pending: Sequence[PendingGroup]) -> int:
     """Ranks of the smallest job that holds all participants, rank 0 among them."""
-    return 1 + max((rank for draft in drafts for rank in draft.group.participants), default=0)
+    return 1 + max((rank for entry in pending for rank in entry.group.participants), default=0)
 
 
 def world_hosts(world_size: int, hosts: Sequence[Host]) -> tuple[HostSlots, ...]:
@@ -167,8 +174,12 @@ def world_hosts(world_size: int, hosts: Sequence[Host]) -> tuple[HostSlots, ...]
     return tuple(found)
 
 
-def seat_participants(
-    drafts: Sequence[Draft], world_size: int, hosts: Sequence[Host], *, is_one_host: bool
+def place_participants(
+    pending: Sequence[PendingGroup],
+    world_size: int,
+    hosts: Sequence[Host],
+    *,
+    is_one_host: bool,
 ) -> list[GroupConfig]:
     """The drafts with their devices, on the ranks that they name.
 
@@ -179,26 +190,26 @@ def seat_participants(
         ConfigError: ranks or devices are missing, doubled or not there.
     """
     owners: dict[int, str] = {}
-    for draft in drafts:
-        _check_participants(draft.group, world_size)
-        _check_devices(draft)
-        for rank in draft.group.participants:
-            holder = owners.setdefault(rank, draft.group.name)
-            if holder != draft.group.name:
+    for entry in pending:
+        _check_participants(entry.group, world_size)
+        _check_devices(entry)
+        for rank in entry.group.participants:
+            holder = owners.setdefault(rank, entry.group.name)
+            if holder != entry.group.name:
                 raise ConfigError(
-                    f"participant_ids of groups '{holder}' and '{draft.group.name}' both name "
+                    f"participant_ids of groups '{holder}' and '{entry.group.name}' both name "
                     f"rank {rank}. Give each group ranks of its own:\n"
-                    f"{show_ranks([d.group for d in drafts], world_size)}"
+                    f"{show_ranks([entry.group for entry in pending], world_size)}"
                 )
     if is_one_host:
-        return _seated_here(drafts, hosts[0])
-    for draft in drafts:
-        if draft.need.needs_gpus and not draft.devices:
+        return _placed_here(pending, hosts[0])
+    for entry in pending:
+        if entry.request.needs_gpus and not entry.devices:
             raise ConfigError(
-                f"group '{draft.group.name}' names no GPUs, and which host its ranks are on is "
+                f"group '{entry.group.name}' names no GPUs, and which host its ranks are on is "
                 "not known before they start. Set gpu_device_ids in config.pbtxt."
             )
-    return [with_devices(draft.group, draft.devices) for draft in drafts]
+    return [with_devices(entry.group, entry.devices) for entry in pending]
 
 
 def show_ranks(groups: Sequence[GroupConfig], world_size: int) -> str:
@@ -242,22 +253,24 @@ def _check_participants(group: GroupConfig, world_size: int) -> None:
         )
 
 
-def _check_devices(draft: Draft) -> None:
-    slices = [device for device in draft.devices if not device.isdigit()]
+def _check_devices(entry: PendingGroup) -> None:
+    slices = [device for device in entry.devices if not device.isdigit()]
     if slices:
         raise ConfigError(
-            f"group '{draft.group.name}': gpu_device_ids names {slices[0]}, but a MIG slice is "
+            f"group '{entry.group.name}': gpu_device_ids names {slices[0]}, but a MIG slice is "
             "given to a rank by its environment, which the ranks of one job share. Leave out "
             "--disable-spawn-processes."
         )
 
 
-def _seated_here(drafts: Sequence[Draft], host: Host) -> list[GroupConfig]:
-    needs: list[GroupNeed] = [dataclasses.replace(draft.need, num_nodes=1) for draft in drafts]
-    seats = place(needs, [dataclasses.replace(host, name=LOCAL)])
+def _placed_here(pending: Sequence[PendingGroup], host: Host) -> list[GroupConfig]:
+    requests: list[PlacementRequest] = [
+        dataclasses.replace(entry.request, num_nodes=1) for entry in pending
+    ]
+    placements = place(requests, [dataclasses.replace(host, name=LOCAL)])
     return [
         with_devices(
-            draft.group, [each.device for each in seats if each.group == draft.group.name]
+            entry.group, [each.device for each in placements if each.group == entry.group.name]
         )
-        for draft in drafts
+        for entry in pending
     ]

@@ -14,12 +14,12 @@ from trimaran.comm.errors import ConfigError
 from trimaran.comm.topology import MAX_RANKS
 from trimaran.launcher.config import GroupConfig, ServeConfig
 from trimaran.launcher.placement.group_placement import (
-    Draft,
+    PendingGroup,
     PlacementConflict,
     needed_world_size,
-    seat,
-    seat_participants,
-    seats_of,
+    place_groups,
+    place_participants,
+    placements_of,
     show,
     show_ranks,
     with_devices,
@@ -98,10 +98,10 @@ class Resolver:
         """
         args, job = self._args, self._job
         models = start_models(args)
-        drafts = [draft for model in models.token for draft in self._drafts(model, 1)]
-        groups = self._placed(drafts, ())
+        pending = [entry for model in models.token for entry in self._pending(model, 1)]
+        groups = self._placed(pending, ())
         is_prestarted = self.launch.kind == "prestarted"
-        world_size = self._world_size(drafts) if is_prestarted else 0
+        world_size = self._world_size(pending) if is_prestarted else 0
         return ServeConfig(
             frontend=settings.frontend_config(args, _names_by_model(groups)),
             groups=groups,
@@ -142,7 +142,7 @@ class Resolver:
                 f"model '{model.name}' cannot be served beside '{others[0]}': this server "
                 "runs one token-level model. Start it with --multi-model."
             )
-        groups = self._placed(self._drafts(model, generation), running)
+        groups = self._placed(self._pending(model, generation), running)
         for line in self.picture((*running, *groups)).splitlines():
             logger.info("%s", line)
         return groups
@@ -150,17 +150,17 @@ class Resolver:
     def picture(self, groups: Sequence[GroupConfig]) -> str:
         """Who sits where, as lines of text."""
         if self.launch.kind == "prestarted":
-            drafts = [Draft(group) for group in groups]
-            return show_ranks(groups, self._world_size(drafts))
+            pending = [PendingGroup(group) for group in groups]
+            return show_ranks(groups, self._world_size(pending))
         return show(self._hosts, groups) if self._chooses_hosts else ""
 
     # ---- groups -------------------------------------------------------------------------
 
-    def _drafts(self, model: RepositoryModel, generation: int) -> list[Draft]:
+    def _pending(self, model: RepositoryModel, generation: int) -> list[PendingGroup]:
         """The groups of one model, without seats."""
         num_nodes = model.parameters.get_int("num_nodes") or 1
         return [
-            Draft(
+            PendingGroup(
                 self._group(model, instance, generation),
                 instance.devices,
                 # In leader mode the ranks fill the hosts in order, as mpirun does by itself.
@@ -214,38 +214,38 @@ class Resolver:
             )
 
     def _placed(
-        self, drafts: Sequence[Draft], running: Sequence[GroupConfig]
+        self, pending: Sequence[PendingGroup], running: Sequence[GroupConfig]
     ) -> tuple[GroupConfig, ...]:
         """The groups with their hosts, devices and share of the cores."""
-        _check_num_ranks([*(draft.group for draft in drafts), *running])
-        if self.launch.kind == "job" and len(drafts) > 1:
+        _check_num_ranks([*(entry.group for entry in pending), *running])
+        if self.launch.kind == "job" and len(pending) > 1:
             raise ConfigError(
-                f"{len(drafts)} groups ({', '.join(d.group.name for d in drafts)}) cannot "
+                f"{len(pending)} groups ({', '.join(entry.group.name for entry in pending)}) cannot "
                 "share the ranks of this MPI job. Serve one instance, or add --multi-model "
                 "--disable-spawn-processes and participant_ids."
             )
         if self.launch.kind == "prestarted":
-            groups = seat_participants(
-                drafts,
-                self._world_size(drafts),
+            groups = place_participants(
+                pending,
+                self._world_size(pending),
                 self._hosts,
                 is_one_host=self._job.is_one_host if self._job else len(self._hosts) == 1,
             )
         elif not self._chooses_hosts:
-            groups = [with_devices(draft.group, draft.devices) for draft in drafts]
+            groups = [with_devices(entry.group, entry.devices) for entry in pending]
         else:
-            groups = seat(drafts, self._hosts, running)
+            groups = place_groups(pending, self._hosts, running)
         # An older generation of a model ends as soon as the new one serves.
         models = {group.model for group in groups}
         staying = [group for group in running if group.model not in models]
-        ranks_on = Counter(seat.host for seat in seats_of((*groups, *staying)))
+        ranks_on = Counter(placed.host for placed in placements_of((*groups, *staying)))
         return tuple(self._with_threads(group, ranks_on) for group in groups)
 
     def _with_threads(self, group: GroupConfig, ranks_on: Mapping[str, int]) -> GroupConfig:
         if self._flags.num_threads is not None:
             return group
         # Other hosts are taken to have as many cores as this one.
-        most = max(ranks_on[seat.host] for seat in seats_of([group]))
+        most = max(ranks_on[placed.host] for placed in placements_of([group]))
         threads = threads_of_a_rank(group.engine.device, most)
         return dataclasses.replace(
             group, engine=dataclasses.replace(group.engine, num_threads=threads)
@@ -271,11 +271,11 @@ class Resolver:
         is_one_host = os.environ.get("SLURM_JOB_NUM_NODES", "1") == "1"
         return self._args.multi_model or bool(self._named_hosts) or is_one_host
 
-    def _world_size(self, drafts: Sequence[Draft]) -> int:
+    def _world_size(self, pending: Sequence[PendingGroup]) -> int:
         """Ranks of the job that prestarted groups share."""
         if self._job is not None:
             return self._job.size
-        return self._args.world_size or needed_world_size(drafts)
+        return self._args.world_size or needed_world_size(pending)
 
     def _own_address(self) -> str:
         """Where other hosts reach us, if some of the ranks will be on other hosts."""

@@ -10,16 +10,18 @@ from collections.abc import Callable, Mapping, Sequence
 
 from trimaran.comm.env import INCARNATION
 from trimaran.launcher.starters.process_tree import die_with, kill_tagged
-from trimaran.launcher.starters.run_dir import MpiScratch
+from trimaran.launcher.starters.run_dir import MpiSessionDirs
 from trimaran.launcher.starters.starter import GroupSpec, StarterEvents
 
 
 class CommandStarter:
     """One direct child: mpirun, srun, or the only process of the group."""
 
-    def __init__(self, spec: GroupSpec, children: Children, scratch: MpiScratch) -> None:
+    def __init__(
+        self, spec: GroupSpec, children: Children, session_dirs: MpiSessionDirs
+    ) -> None:
         self._spec = spec
-        self._scratch = scratch
+        self._session_dirs = session_dirs
         self._children = children
         self._pid = 0
         self._status: int | None = None
@@ -53,7 +55,7 @@ class CommandStarter:
             events.on_exit()
 
         spec = self._spec
-        self._scratch.prepare(spec.tag)
+        self._session_dirs.prepare(spec.tag)
         env = {**spec.env, INCARNATION: str(incarnation)}
         self._pid = self._children.start(
             spec.command, env, on_exit, inherit_fds=spec.inherit_fds
@@ -65,7 +67,7 @@ class CommandStarter:
 
     def release(self) -> None:
         """See `Starter`: the child was killed with its group."""
-        self._scratch.clear(self._spec.tag)
+        self._session_dirs.clear(self._spec.tag)
 
 
 def describe_status(status: int) -> str:

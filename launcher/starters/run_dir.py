@@ -99,7 +99,7 @@ _SHARED_MEMORY = "/dev/shm"
 _TRANSPORTS = "OMPI_MCA_btl"
 
 
-class MpiScratch:
+class MpiSessionDirs:
     """Two folders a group, on disk and in shared memory, which are deleted when it has ended.
 
     Open MPI deletes its session folders and shared-memory segments itself, but not when it

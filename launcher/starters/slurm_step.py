@@ -12,7 +12,7 @@ from trimaran.launcher.config import HostSlots
 from trimaran.launcher.starters.children import Children, CommandStarter
 from trimaran.launcher.starters.mpi_launch import MPICH, library_version, parse_library
 from trimaran.launcher.starters.process_tree import kill_tagged, send, tagged
-from trimaran.launcher.starters.run_dir import MpiScratch
+from trimaran.launcher.starters.run_dir import MpiSessionDirs
 from trimaran.launcher.starters.starter import GroupSpec, StarterEvents
 
 # What the batch script's own options left for steps: a group's step has options of its own,
@@ -79,8 +79,10 @@ _HELPER_END_S = 3.0
 class StepStarter(CommandStarter):
     """An srun. Killed at once with its helper it would leave the ranks to themselves."""
 
-    def __init__(self, spec: GroupSpec, children: Children, scratch: MpiScratch) -> None:
-        super().__init__(spec, children, scratch)
+    def __init__(
+        self, spec: GroupSpec, children: Children, session_dirs: MpiSessionDirs
+    ) -> None:
+        super().__init__(spec, children, session_dirs)
         self._killed_since: float | None = None
 
     def start(self, incarnation: int, events: StarterEvents) -> None:

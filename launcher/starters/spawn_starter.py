@@ -10,11 +10,11 @@ from trimaran.comm.env import INCARNATION, LOG_PIPE
 from trimaran.comm.messages.messages import Command
 from trimaran.launcher.starters.process_tree import kill_tagged
 from trimaran.launcher.starters.process_watch import RankWatch
-from trimaran.launcher.starters.run_dir import MpiScratch
+from trimaran.launcher.starters.run_dir import MpiSessionDirs
 from trimaran.launcher.starters.starter import GroupSpec, StarterEvents
 
 
-class SpawnLink:
+class SpawnClient:
     """The orchestrator, as the starters of spawned groups see it."""
 
     def __init__(self, send: Callable[[Command], None]) -> None:
@@ -80,11 +80,11 @@ class SpawnStarter:
     is_over = True
 
     def __init__(
-        self, spec: GroupSpec, link: SpawnLink, scratch: MpiScratch, log_pipe: str
+        self, spec: GroupSpec, link: SpawnClient, session_dirs: MpiSessionDirs, log_pipe: str
     ) -> None:
         self._spec = spec
         self._log_pipe = log_pipe
-        self._scratch = scratch
+        self._session_dirs = session_dirs
         self._link = link
         self._incarnation = -1
         self._watch: RankWatch | None = None
@@ -99,7 +99,7 @@ class SpawnStarter:
         """See `starters.Starter`."""
         self._incarnation = incarnation
         spec = self._spec
-        self._scratch.prepare(spec.tag)
+        self._session_dirs.prepare(spec.tag)
         arguments = {
             "group": spec.name,
             "incarnation": incarnation,
@@ -120,7 +120,7 @@ class SpawnStarter:
         if self._watch is not None:
             self._watch.close()
         self._link.release(self._spec.name, self._incarnation)
-        self._scratch.clear(self._spec.tag)
+        self._session_dirs.clear(self._spec.tag)
 
 
 def _key(facts: Mapping[str, Any]) -> tuple[str, int]:

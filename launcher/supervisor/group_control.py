@@ -75,7 +75,7 @@ class GroupControl:
         if group is self._table.orchestrator:
             # The next load brings another one.
             self._table.remove(group)
-            self._table.spawn_link.give_up(f"its orchestrator did not start: {group.fault}")
+            self._table.spawn_client.give_up(f"its orchestrator did not start: {group.fault}")
             return True
         self._table.mark_failed(group)
         self._table.tell(group)

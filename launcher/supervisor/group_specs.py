@@ -21,7 +21,7 @@ from trimaran.launcher.starters.mpi_launch import (
     num_slots,
     starter_env,
 )
-from trimaran.launcher.starters.run_dir import MpiScratch
+from trimaran.launcher.starters.run_dir import MpiSessionDirs
 from trimaran.launcher.starters.slurm_step import compose_srun, plugin, step_env
 from trimaran.launcher.starters.starter import (
     FRONTEND,
@@ -91,13 +91,13 @@ class SpecMaker:
         mpi: Mpi | None,
         programs: Programs,
         addresses: Addresses,
-        scratch: MpiScratch,
+        session_dirs: MpiSessionDirs,
     ) -> None:
         self._config = config
         self._mpi = mpi
         self._programs = programs
         self._addresses = addresses
-        self._scratch = scratch
+        self._session_dirs = session_dirs
 
     def frontends(self, remembered: Mapping[str, Any]) -> list[GroupSpec]:
         """All front ends; ``remembered["state"]`` goes to every incarnation of the first."""
@@ -134,7 +134,7 @@ class SpecMaker:
             **starter_env(os.environ),
             **self._child_env(ORCHESTRATOR, ""),
             **mpi_settings(),
-            **self._scratch.env(group_tag(ORCHESTRATOR, ""), is_here_alone=True),
+            **self._session_dirs.env(group_tag(ORCHESTRATOR, ""), is_here_alone=True),
         }
 
         def make_config(incarnation: int, rank: int) -> dict[str, Any]:
@@ -150,7 +150,7 @@ class SpecMaker:
         base = rank_environ(os.environ) if is_job else starter_env(os.environ)
         if group.launch == "srun":
             base = step_env(base)
-        files = self._scratch_env(group.launch, group.name, group.hosts)
+        files = self._session_env(group.launch, group.name, group.hosts)
         # A spawned rank inherits the rest from the orchestrator.
         env = {**files, **ours} if group.launch == "spawn" else {**base, **files, **ours}
 
@@ -182,7 +182,7 @@ class SpecMaker:
         else:
             launch, command = "prestarted", self._mpirun(world_size, sorted(ours), hosts)
             base = starter_env(os.environ)
-        files = self._scratch_env(launch, PRESTARTED, hosts)
+        files = self._session_env(launch, PRESTARTED, hosts)
         owner = {rank: group for group in groups for rank in group.participants}
 
         def make_config(incarnation: int, rank: int) -> dict[str, Any]:
@@ -295,13 +295,13 @@ class SpecMaker:
             "OMP_NUM_THREADS": str(group.engine.num_threads),
         }
 
-    def _scratch_env(self, launch: str, name: str, hosts: Any) -> dict[str, str]:
+    def _session_env(self, launch: str, name: str, hosts: Any) -> dict[str, str]:
         """Where the MPI that starts a group, unless it is somebody else's, keeps its files."""
         if launch not in ("mpirun", "prestarted", "spawn", "none"):
             return {}
         # Without --host, mpirun spreads over the nodes of the allocation that it is in.
         is_alone = not hosts and os.environ.get("SLURM_JOB_NUM_NODES", "1") == "1"
-        return self._scratch.env(group_tag(RANK, name), is_here_alone=is_alone)
+        return self._session_dirs.env(group_tag(RANK, name), is_here_alone=is_alone)
 
     def _child_env(self, role: str, name: str, address: str = "") -> dict[str, str]:
         child = ChildEnv(

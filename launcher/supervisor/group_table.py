@@ -9,9 +9,9 @@ from typing import Any
 from trimaran.comm.messages.messages import Command
 from trimaran.launcher.config import GroupConfig, RestartPolicy
 from trimaran.launcher.starters.children import Children, CommandStarter
-from trimaran.launcher.starters.run_dir import MpiScratch
+from trimaran.launcher.starters.run_dir import MpiSessionDirs
 from trimaran.launcher.starters.slurm_step import StepStarter
-from trimaran.launcher.starters.spawn_starter import SpawnLink, SpawnStarter
+from trimaran.launcher.starters.spawn_starter import SpawnClient, SpawnStarter
 from trimaran.launcher.starters.starter import FRONTEND, ORCHESTRATOR, GroupSpec, Starter
 from trimaran.launcher.supervisor.child_connections import ChildConnection
 from trimaran.launcher.supervisor.group import Group, GroupEvents, GroupState
@@ -63,19 +63,19 @@ class GroupTable:
         self,
         maker: SpecMaker,
         children: Children,
-        scratch: MpiScratch,
+        session_dirs: MpiSessionDirs,
         events: GroupEvents,
         policy: RestartPolicy,
     ) -> None:
         self._maker = maker
         self._children = children
-        self._scratch = scratch
+        self._session_dirs = session_dirs
         self._events = events
         self._policy = policy
         self.remembered: dict[str, Any] = {"state": b"", "groups": None}
         """What the front end wants its successor to know; ``groups``: those it uses."""
 
-        self.spawn_link = SpawnLink(self._send_to_orchestrator)
+        self.spawn_client = SpawnClient(self._send_to_orchestrator)
         self.frontends = [
             Group(spec, self._starter(spec), events)
             for spec in maker.frontends(self.remembered)
@@ -221,10 +221,12 @@ class GroupTable:
 
     def _starter(self, spec: GroupSpec) -> Starter:
         if spec.is_spawned:
-            return SpawnStarter(spec, self.spawn_link, self._scratch, self._children.log_pipe)
+            return SpawnStarter(
+                spec, self.spawn_client, self._session_dirs, self._children.log_pipe
+            )
         if spec.is_step:
-            return StepStarter(spec, self._children, self._scratch)
-        return CommandStarter(spec, self._children, self._scratch)
+            return StepStarter(spec, self._children, self._session_dirs)
+        return CommandStarter(spec, self._children, self._session_dirs)
 
     def _send_to_orchestrator(self, command: Command) -> None:
         if self.orchestrator is not None:

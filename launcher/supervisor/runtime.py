@@ -24,7 +24,7 @@ from trimaran.comm.transport.sockets import Address
 from trimaran.launcher.config import ServeConfig
 from trimaran.launcher.starters.children import Children, describe_signal
 from trimaran.launcher.starters.process_tree import adopt_orphans, kill_and_reap_all
-from trimaran.launcher.starters.run_dir import MpiScratch, RunDir
+from trimaran.launcher.starters.run_dir import MpiSessionDirs, RunDir
 from trimaran.launcher.supervisor.group_specs import Addresses
 from trimaran.launcher.supervisor.log_pump import LogPump
 
@@ -67,7 +67,7 @@ class Runtime:
 
     shutdown: Shutdown
     run_dir: RunDir
-    scratch: MpiScratch
+    session_dirs: MpiSessionDirs
     log: LogPump
     children: Children
 
@@ -97,14 +97,14 @@ async def _run(
     # Not before the signals are caught: an uncaught signal would leave the folders behind.
     run_dir = RunDir()
     cleanup.callback(run_dir.remove)
-    scratch = MpiScratch(run_dir)
-    cleanup.callback(scratch.remove)
+    session_dirs = MpiSessionDirs(run_dir)
+    cleanup.callback(session_dirs.remove)
     cleanup.callback(_end_all)
     pump = LogPump(loop, _log_sinks(config.log.file), sys.stdout.fileno())
     _log_through(pump)
     children = Children(loop, pump.write_fd)
     try:
-        return await serve(Runtime(shutdown, run_dir, scratch, pump, children))
+        return await serve(Runtime(shutdown, run_dir, session_dirs, pump, children))
     finally:
         _hold_signals()
         children.close()

@@ -53,7 +53,7 @@ def supervise(
 
     async def serve(runtime: Runtime) -> int:
         sockets = ChildSockets(config, runtime.run_dir)
-        maker = SpecMaker(config, mpi, programs, sockets.addresses, runtime.scratch)
+        maker = SpecMaker(config, mpi, programs, sockets.addresses, runtime.session_dirs)
         return await Supervisor(config, maker, runtime, resolver).run(sockets)
 
     withdraw(config)  # that of a server which was killed
@@ -87,7 +87,7 @@ class Supervisor:
             on_down=self._on_down,
         )
         self._table = GroupTable(
-            maker, runtime.children, runtime.scratch, events, config.restart
+            maker, runtime.children, runtime.session_dirs, events, config.restart
         )
         self._table.add(config.groups)
         self._control = GroupControl(self._table, resolver)
@@ -130,7 +130,7 @@ class Supervisor:
     def _on_state(self, connection: ChildConnection, state: ChildState) -> None:
         group = self._table.group_of(connection)
         if group is not None and group is self._table.orchestrator and state.state == "group":
-            self._table.spawn_link.on_event(state.facts)
+            self._table.spawn_client.on_event(state.facts)
         elif group is not None:
             group.on_state(connection, state)
 
@@ -155,7 +155,7 @@ class Supervisor:
     def _on_ready(self, group: Group) -> None:
         logger.info("%s: ready", group.spec.title)
         if group is self._table.orchestrator:
-            self._table.spawn_link.on_up()
+            self._table.spawn_client.on_up()
         self._control.on_ready(group)
         self._table.tell(group)
         if self._table.is_serving and not self._is_announced and not self._is_ending:
@@ -170,7 +170,7 @@ class Supervisor:
 
     def _on_down(self, group: Group) -> None:
         if group is self._table.orchestrator:
-            self._table.spawn_link.on_down()
+            self._table.spawn_client.on_down()
         self._table.tell(group)
 
     def _on_drained(self, group: Group, facts: dict[str, Any]) -> None:

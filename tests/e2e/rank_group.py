@@ -30,7 +30,7 @@ from trimaran.comm.messages.messages import (
     pack_ids,
 )
 from trimaran.comm.transport.sockets import Address
-from trimaran.launcher.starters.run_dir import MpiScratch, RunDir
+from trimaran.launcher.starters.run_dir import MpiSessionDirs, RunDir
 from trimaran.worker.config.engine_config import (
     CacheConfig,
     EngineConfig,
@@ -108,8 +108,8 @@ class RankGroup:
         self.config = self._rank_config(f"unix:{folder}/f.sock", **changes)
         env = ChildEnv(supervisor=f"unix:{folder}/s.sock", token="t", group="g")
         self._run_dir = RunDir()
-        self._scratch = MpiScratch(self._run_dir)
-        self._scratch.prepare("g")
+        self._session_dirs = MpiSessionDirs(self._run_dir)
+        self._session_dirs.prepare("g")
         self.log_path = folder / "ranks.log"
         self._log = self.log_path.open("wb")
         self.process = subprocess.Popen(
@@ -117,7 +117,7 @@ class RankGroup:
              "-n", str(world_size), str(BIN / "trimaran-rank")],
             env={
                 **os.environ, **env.to_environ(), **_mpi_environment(),
-                **self._scratch.env("g", is_here_alone=True),
+                **self._session_dirs.env("g", is_here_alone=True),
             },
             stdout=self._log,
             stderr=subprocess.STDOUT,
@@ -174,7 +174,7 @@ class RankGroup:
         self._supervisor.close()
         self._frontend.close()
         self._log.close()
-        self._scratch.remove()
+        self._session_dirs.remove()
         self._run_dir.remove()
 
     # ---- what tests ask and do ----------------------------------------------------------

@@ -10,7 +10,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from tests.driver import Driver, Ranks
 from tests.unit.worker.models.models import reference_greedy
 from trimaran.comm import mpi
-from trimaran.comm.deadlines import Waits
+from trimaran.comm.deadlines import StepTimeouts
 from trimaran.comm.errors import PeerLostError
 from trimaran.comm.topology import ParallelLayout
 from trimaran.worker.config.engine_config import (
@@ -182,7 +182,7 @@ def test_stages_on_two_hosts_give_the_tokens_of_transformers(two_host_world, mod
     ranks = make_ranks(two_host_world, pp_size=two_host_world.size)
     driver = make_driver(folder, ranks)
     # As a rank does without a hang timeout.
-    ranks.links.set_timeouts(Waits.of(ranks.ties[0], NEVER_S))
+    ranks.links.set_timeouts(StepTimeouts.of(ranks.ties[0], NEVER_S))
 
     outputs = ranks.run(driver, lambda driver: driver.serve(PROMPTS))
 
@@ -195,7 +195,7 @@ def test_stages_on_two_hosts_give_the_tokens_of_transformers(two_host_world, mod
 def test_a_stage_that_hears_nothing_names_the_one_before(world):
     ranks = make_ranks(world, pp_size=world.size)
     ranks.links.open(ranks.ties[0], torch.device("cpu"), (4, 8), torch.float32)
-    ranks.links.set_timeouts(Waits.of(ranks.ties[0], 0.05))
+    ranks.links.set_timeouts(StepTimeouts.of(ranks.ties[0], 0.05))
 
     if world.rank > 0:
         words = f"rank {world.rank - 1}, the stage before, sent no hidden states for 0.04"

@@ -195,7 +195,7 @@ def _open_links(
     most_tokens = max(limits.max_num_batched_tokens, limits.max_num_seqs)
     links.open(topology, model.device, (most_tokens, model.config.hidden_size), model.dtype)
     if model.config.num_experts:
-        links.open_news(topology)
+        links.open_reports(topology)
 
 
 def _count_experts(

@@ -38,7 +38,7 @@ class DataParallelRunner:
         self._bound = runner.model.context.lane_bound
         self._clock = DeviceClock(runner.inputs.device)
         self._readers: list[ResultReader | None] = [
-            links.readers.get(topology.teller_of(rank)) for rank in range(topology.dp_size)
+            links.readers.get(topology.output_rank_of(rank)) for rank in range(topology.dp_size)
         ]
         """On rank 0, by dp rank, the source of its results. Those of this process may be here
         without a reader."""

@@ -33,7 +33,7 @@ class ExpertReports:
         """``loads`` are those of this rank's stage, None if that has no experts."""
         self._loads = loads
         self._control = control
-        self._writer, self._readers = links.news_writer, links.news_readers
+        self._writer, self._readers = links.report_writer, links.report_readers
         self._is_asked = False
         self._next_s = 0.0
 

@@ -4,30 +4,36 @@ from __future__ import annotations
 
 import pytest
 
-from trimaran.orchestrator.placement import GroupNeed, Host, NoPlaceError, picture, place
+from trimaran.orchestrator.placement import (
+    Host,
+    PlacementError,
+    PlacementRequest,
+    picture,
+    place,
+)
 
 FOUR_GPUS = Host(name="a", num_gpus=4)
 
 
 def gpus(name, num_ranks, *devices, num_nodes=1):
-    return GroupNeed(
+    return PlacementRequest(
         name=name, num_ranks=num_ranks, devices=devices, needs_gpus=True, num_nodes=num_nodes
     )
 
 
-def where(seats):
-    return [(seat.group, seat.rank, seat.host, seat.device) for seat in seats]
+def where(placements):
+    return [(placed.group, placed.rank, placed.host, placed.device) for placed in placements]
 
 
-def refusal(needs, hosts, taken=()):
-    with pytest.raises(NoPlaceError) as caught:
-        place(needs, hosts, taken)
+def refusal(requests, hosts, taken=()):
+    with pytest.raises(PlacementError) as caught:
+        place(requests, hosts, taken)
     return str(caught.value)
 
 
 def test_named_gpus_are_given_in_rank_order_and_others_get_what_is_left():
-    seats = place([gpus("any", 2), gpus("named", 2, "2", "0")], [FOUR_GPUS])
-    assert where(seats) == [
+    placements = place([gpus("any", 2), gpus("named", 2, "2", "0")], [FOUR_GPUS])
+    assert where(placements) == [
         ("any", 0, "a", "1"), ("any", 1, "a", "3"),
         ("named", 0, "a", "2"), ("named", 1, "a", "0"),
     ]  # fmt: skip
@@ -35,36 +41,36 @@ def test_named_gpus_are_given_in_rank_order_and_others_get_what_is_left():
 
 def test_large_groups_are_seated_before_small_ones():
     hosts = [Host(name="a", num_gpus=2), Host(name="b", num_gpus=1)]
-    seats = place([gpus("small", 1), gpus("large", 2)], hosts)
-    assert where(seats)[0] == ("small", 0, "b", "0")
+    placements = place([gpus("small", 1), gpus("large", 2)], hosts)
+    assert where(placements)[0] == ("small", 0, "b", "0")
 
 
 def test_the_same_gpu_number_on_another_host_is_another_gpu():
     hosts = [Host(name="a", num_gpus=2, num_slots=2), Host(name="b", num_gpus=2, num_slots=2)]
-    seats = place([gpus("x", 2, "0", "1"), gpus("y", 2, "0", "1")], hosts)
-    assert {(seat.group, seat.host) for seat in seats} == {("x", "a"), ("y", "b")}
+    placements = place([gpus("x", 2, "0", "1"), gpus("y", 2, "0", "1")], hosts)
+    assert {(placed.group, placed.host) for placed in placements} == {("x", "a"), ("y", "b")}
 
 
 def test_a_group_over_two_hosts_has_half_of_its_ranks_on_each():
     hosts = [Host(name=name, num_gpus=4, num_slots=4) for name in "ab"]
-    seats = place([gpus("x", 4, "0", "1", "0", "1", num_nodes=2)], hosts)
-    assert where(seats) == [
+    placements = place([gpus("x", 4, "0", "1", "0", "1", num_nodes=2)], hosts)
+    assert where(placements) == [
         ("x", 0, "a", "0"), ("x", 1, "a", "1"), ("x", 2, "b", "0"), ("x", 3, "b", "1"),
     ]  # fmt: skip
 
 
 def test_ranks_may_fill_the_hosts_in_order():
     hosts = [Host(name="a", num_slots=3), Host(name="b", num_slots=2)]
-    seats = place([GroupNeed(name="x", num_ranks=4, num_nodes=0)], hosts)
-    assert [seat.host for seat in seats] == ["a", "a", "a", "b"]
+    placements = place([PlacementRequest(name="x", num_ranks=4, num_nodes=0)], hosts)
+    assert [placed.host for placed in placements] == ["a", "a", "a", "b"]
 
 
 def test_tensor_groups_stay_on_one_host_where_there_is_room_for_them():
-    def hosts_of(need, *slots):
+    def hosts_of(request, *slots):
         hosts = [Host(name=name, num_slots=n) for name, n in zip("abc", slots, strict=False)]
-        return "".join(seat.host for seat in place([need], hosts))
+        return "".join(placed.host for placed in place([request], hosts))
 
-    pairs = GroupNeed(name="m", num_ranks=4, num_nodes=0, num_together=2)
+    pairs = PlacementRequest(name="m", num_ranks=4, num_nodes=0, num_together=2)
 
     assert hosts_of(pairs, 3, 3) == "aabb"
     assert hosts_of(pairs, 1, 2, 3) == "bbcc"
@@ -81,9 +87,9 @@ def test_a_gpu_asked_for_twice_is_refused_with_both_groups_and_a_picture():
 
 
 def test_overlaps_count_where_no_gpu_is_used_too():
-    need = GroupNeed(name="x", num_ranks=1, devices=("0",))
-    other = GroupNeed(name="y", num_ranks=1, devices=("0",))
-    assert "asks for GPU 0" in refusal([need, other], [Host(name="a")])
+    request = PlacementRequest(name="x", num_ranks=1, devices=("0",))
+    other = PlacementRequest(name="y", num_ranks=1, devices=("0",))
+    assert "asks for GPU 0" in refusal([request, other], [Host(name="a")])
 
 
 @pytest.mark.parametrize(
@@ -96,26 +102,26 @@ def test_overlaps_count_where_no_gpu_is_used_too():
         (gpus("x", 3, num_nodes=2), "3 ranks, which num_nodes 2 does not divide"),
     ],
 )
-def test_what_does_not_fit_says_what_is_missing(need, complaint):
-    assert complaint in refusal([need], [FOUR_GPUS])
+def test_what_does_not_fit_says_what_is_missing(request, complaint):
+    assert complaint in refusal([request], [FOUR_GPUS])
 
 
 def test_slots_limit_ranks_without_gpus():
     hosts = [Host(name="a", num_slots=1), Host(name="b", num_slots=1)]
-    text = refusal([GroupNeed(name="x", num_ranks=2)], hosts)
+    text = refusal([PlacementRequest(name="x", num_ranks=2)], hosts)
     assert "needs 2 slot(s) on one host but at most 1 are free" in text
     assert "num_nodes" in text
 
 
 def test_a_host_whose_slots_are_taken_gets_no_rank():
     hosts = [Host(name="a", num_slots=1), Host(name="b", num_slots=1)]
-    taken = place([GroupNeed(name="x", num_ranks=1)], hosts)
+    taken = place([PlacementRequest(name="x", num_ranks=1)], hosts)
     assert where(taken) == [("x", 0, "a", "")]
 
-    beside = place([GroupNeed(name="y", num_ranks=1)], hosts, taken)
+    beside = place([PlacementRequest(name="y", num_ranks=1)], hosts, taken)
 
     assert where(beside) == [("y", 0, "b", "")]
-    text = refusal([GroupNeed(name="z", num_ranks=1)], hosts, [*taken, *beside])
+    text = refusal([PlacementRequest(name="z", num_ranks=1)], hosts, [*taken, *beside])
     assert "needs 1 slot(s) on one host but at most 0 are free" in text
 
 
@@ -127,8 +133,8 @@ def test_taken_seats_stay_taken():
 
 def test_the_picture_shows_every_gpu_and_every_group():
     host = Host(name="a", num_gpus=3)
-    seats = place([gpus("x", 2), GroupNeed(name="cpu", num_ranks=2)], [host])
-    assert picture([host, Host(name="b")], seats).splitlines() == [
+    placements = place([gpus("x", 2), PlacementRequest(name="cpu", num_ranks=2)], [host])
+    assert picture([host, Host(name="b")], placements).splitlines() == [
         "Who sits where:",
         "  a (3 GPU(s))",
         "    GPU 0    x rank 0",
@@ -142,7 +148,7 @@ def test_the_picture_shows_every_gpu_and_every_group():
 
 def test_the_picture_says_of_a_host_without_gpus_whether_nobody_is_there():
     hosts = [Host(name="a", num_slots=1), Host(name="b", num_slots=1)]
-    lines = picture(hosts, place([GroupNeed(name="x", num_ranks=1)], hosts)).splitlines()
+    lines = picture(hosts, place([PlacementRequest(name="x", num_ranks=1)], hosts)).splitlines()
     assert [line.strip() for line in lines] == [
         "Who sits where:", "a (1 slot(s))", "CPU      x rank 0", "b (1 slot(s))", "nobody",
     ]  # fmt: skip

@@ -26,7 +26,7 @@ from trimaran.comm.messages.messages import (
 )
 from trimaran.comm.transport.sockets import Address
 from trimaran.launcher.starters.mpi_launch import mpi_settings, starter_env
-from trimaran.launcher.starters.run_dir import MpiScratch, RunDir
+from trimaran.launcher.starters.run_dir import MpiSessionDirs, RunDir
 
 BIN = Path(sys.executable).parent
 PYTHON = (sys.executable, "-P", "-c")
@@ -40,11 +40,11 @@ class Orchestrator:
         listener = Address.parse(f"unix:{folder}/supervisor.sock").listen()
         child = ChildEnv(supervisor=f"unix:{folder}/supervisor.sock", token="secret")
         self._run_dir = RunDir()
-        self._scratch = MpiScratch(self._run_dir)
-        self._scratch.prepare("orchestrator")
+        self._session_dirs = MpiSessionDirs(self._run_dir)
+        self._session_dirs.prepare("orchestrator")
         env = {
             **starter_env(os.environ), **child.to_environ(), **mpi_settings(),
-            **self._scratch.env("orchestrator", is_here_alone=True),
+            **self._session_dirs.env("orchestrator", is_here_alone=True),
         }  # fmt: skip
         with (folder / "log").open("wb") as log:
             self.process = subprocess.Popen(
@@ -94,7 +94,7 @@ class Orchestrator:
             process.kill()
         self.process.wait(60)
         self._sock.close()
-        self._scratch.remove()
+        self._session_dirs.remove()
         self._run_dir.remove()
 
     def _receive(self) -> Message:

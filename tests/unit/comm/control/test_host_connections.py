@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from trimaran.comm.control import host_connections as host_lines
-from trimaran.comm.control.host_connections import accept_lines
+from trimaran.comm.control.host_connections import accept_ranks
 from trimaran.comm.errors import PeerLostError
 
 TOKEN = b"0123456789abcdef"
@@ -43,7 +43,7 @@ def test_who_is_silent_or_shows_another_token_is_hung_up_on(listener, dial, monk
     too_short = dial(TOKEN)
     again = [dial(struct.pack("<16sI", TOKEN, rank)) for rank in (5, 3, 3)]
 
-    lines = accept_lines(listener, TOKEN, (3, 5))
+    lines = accept_ranks(listener, TOKEN, (3, 5))
 
     assert set(lines) == {3, 5}
     for sock in (silent, stranger, too_short):
@@ -60,7 +60,7 @@ def test_a_greeting_may_come_in_pieces(listener, dial):
     rest = threading.Timer(0.1, slow.sendall, [greeting[7:] + b"and more"])
     rest.start()
 
-    (line,) = accept_lines(listener, TOKEN, (3,)).values()
+    (line,) = accept_ranks(listener, TOKEN, (3,)).values()
 
     rest.join()
     assert line.recv(100) == b"and more"
@@ -71,6 +71,6 @@ def test_ranks_that_do_not_come_are_named(listener, dial):
     early = dial(struct.pack("<16sI", TOKEN, 1))
 
     with pytest.raises(PeerLostError, match=r"ranks \[2, 4\] did not connect .* 0\.05 s"):
-        accept_lines(listener, TOKEN, (4, 1, 2), timeout_s=0.05)
+        accept_ranks(listener, TOKEN, (4, 1, 2), timeout_s=0.05)
 
     assert early.recv(1) == b""

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from trimaran.comm.deadlines import Waits
+from trimaran.comm.deadlines import StepTimeouts
 from trimaran.comm.topology import ParallelLayout
 
 
@@ -17,7 +17,9 @@ def test_who_waits_for_a_waiting_rank_waits_longer_and_all_less_than_the_watchdo
         ParallelLayout(rank=rank, tp_size=tp_size, pp_size=pp_size, dp_size=dp_size)
         for rank in range(tp_size * pp_size * dp_size)
     ]
-    stages = [[Waits.of(lo, 10.0) for lo in layouts if lo.pp_rank == s] for s in range(pp_size)]
+    stages = [
+        [StepTimeouts.of(lo, 10.0) for lo in layouts if lo.pp_rank == s] for s in range(pp_size)
+    ]
 
     assert all(len(set(waits)) == 1 for waits in stages)
     waits = [waits[0] for waits in stages]

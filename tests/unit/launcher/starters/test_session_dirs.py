@@ -11,30 +11,30 @@ from pathlib import Path
 import pytest
 
 from trimaran.launcher.starters.mpi_launch import MpiConfig, compose, find_mpi, starter_env
-from trimaran.launcher.starters.run_dir import MpiScratch, RunDir
+from trimaran.launcher.starters.run_dir import MpiSessionDirs, RunDir
 
 RANK = "from mpi4py import MPI; MPI.COMM_WORLD.barrier(); print('up', flush=True); input()"
 
 
 @pytest.fixture
-def scratch() -> Iterator[MpiScratch]:
+def session_dirs() -> Iterator[MpiSessionDirs]:
     run_dir = RunDir()
-    made = MpiScratch(run_dir)
+    made = MpiSessionDirs(run_dir)
     yield made
     made.remove()
     run_dir.remove()
 
 
-def folders(scratch: MpiScratch, tag: str) -> list[Path]:
-    env = scratch.env(tag, is_here_alone=True)
+def folders(session_dirs: MpiSessionDirs, tag: str) -> list[Path]:
+    env = session_dirs.env(tag, is_here_alone=True)
     names = "PRTE_MCA_prte_local_tmpdir_base", "OMPI_MCA_btl_sm_backing_directory"
     return [Path(env[name]) for name in names]
 
 
-def test_the_files_of_a_killed_mpirun_are_deleted_with_its_group(scratch):
+def test_the_files_of_a_killed_mpirun_are_deleted_with_its_group(session_dirs):
     tag = "model#1@2"
-    env = {**starter_env(os.environ), **scratch.env(tag, is_here_alone=True)}
-    scratch.prepare(tag)
+    env = {**starter_env(os.environ), **session_dirs.env(tag, is_here_alone=True)}
+    session_dirs.prepare(tag)
     command = compose(
         find_mpi(MpiConfig()), 2, [sys.executable, "-c", RANK], oversubscribe=True
     )
@@ -44,14 +44,16 @@ def test_the_files_of_a_killed_mpirun_are_deleted_with_its_group(scratch):
     with process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"up\n"
-        assert all(any(folder.iterdir()) for folder in folders(scratch, tag))
+        assert all(any(folder.iterdir()) for folder in folders(session_dirs, tag))
         process.kill()
-    assert all(any(folder.iterdir()) for folder in folders(scratch, tag))
-    scratch.clear(tag)
-    assert not any(folder.exists() for folder in folders(scratch, tag))
+    assert all(any(folder.iterdir()) for folder in folders(session_dirs, tag))
+    session_dirs.clear(tag)
+    assert not any(folder.exists() for folder in folders(session_dirs, tag))
 
 
-def test_groups_of_similar_names_have_folders_of_their_own(scratch):
-    names = {folders(scratch, tag)[0].name for tag in ("a#1", "a@1", "a:1", "a/1", "a%1", "a1")}
+def test_groups_of_similar_names_have_folders_of_their_own(session_dirs):
+    names = {
+        folders(session_dirs, tag)[0].name for tag in ("a#1", "a@1", "a:1", "a/1", "a%1", "a1")
+    }
     assert len(names) == 6
     assert not any(mark in name for name in names for mark in "/:,#@")
