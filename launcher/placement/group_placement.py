@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from trimaran.comm.errors import ConfigError
 from trimaran.launcher.config import GroupConfig, HostSlots
 from trimaran.launcher.placement.hosts import LOCAL
-from trimaran.orchestrator.placement import (
+from trimaran.launcher.placement.placement import (
     Host,
     PlacementError,
     PlacementRequest,

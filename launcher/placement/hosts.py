@@ -15,7 +15,7 @@ from pathlib import Path
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.files.input_files import UTF8, unreadable
 from trimaran.launcher.config import ServeConfig
-from trimaran.orchestrator.placement import Host
+from trimaran.launcher.placement.placement import Host
 
 LOCAL = "localhost"
 _PROBE_TIMEOUT_S = 30.0

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from trimaran.comm.errors import ConfigError
 from trimaran.launcher.placement.hosts import is_this_host
 from trimaran.launcher.placement.job import Job
+from trimaran.launcher.placement.placement import Host
 from trimaran.launcher.starters.mpi_launch import OPENMPI, Mpi
-from trimaran.orchestrator.placement import Host
 
 _FIRST_WITH_ULFM = 5
 """Major version of the first Open MPI in which the spawner outlives what it spawned."""

@@ -33,6 +33,7 @@ from trimaran.launcher.placement.hosts import (
 )
 from trimaran.launcher.placement.job import Job, own_address
 from trimaran.launcher.placement.launch_choice import Launch, choose_launch
+from trimaran.launcher.placement.placement import Host
 from trimaran.launcher.resolution import settings
 from trimaran.launcher.resolution.engine_args import (
     engine_config,
@@ -41,7 +42,6 @@ from trimaran.launcher.resolution.engine_args import (
 )
 from trimaran.launcher.resolution.models import Instance, instances_of, start_models
 from trimaran.launcher.starters.mpi_launch import Mpi, find_mpi
-from trimaran.orchestrator.placement import Host
 from trimaran.server.repository.model_repository import RepositoryModel
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from launcher_repository import parse
 
 from trimaran.comm.errors import ConfigError
 from trimaran.launcher.placement.hosts import allocated_hosts, is_this_host, named_hosts
-from trimaran.orchestrator.placement import Host
+from trimaran.launcher.placement.placement import Host
 
 
 def test_a_host_has_one_slot_each_time_it_is_named_unless_it_says_more():

@@ -8,8 +8,8 @@ from launcher_repository import parse
 from trimaran.comm.errors import ConfigError
 from trimaran.launcher.placement.job import Job
 from trimaran.launcher.placement.launch_choice import choose_launch
+from trimaran.launcher.placement.placement import Host
 from trimaran.launcher.starters.mpi_launch import MPICH, OPENMPI, Mpi
-from trimaran.orchestrator.placement import Host
 
 OPEN_MPI_5 = Mpi("/x/mpirun", OPENMPI, "5.0.11")
 OPEN_MPI_4 = Mpi("/x/mpirun", OPENMPI, "4.1.6")

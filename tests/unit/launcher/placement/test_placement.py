@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trimaran.orchestrator.placement import (
+from trimaran.launcher.placement.placement import (
     Host,
     PlacementError,
     PlacementRequest,
