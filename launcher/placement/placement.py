@@ -197,8 +197,8 @@ def _doubled_device(request: PlacementRequest, placements: Sequence[RankPlacemen
         if device in holders:
             return (
                 f"group '{request.name}' asks for GPU {device}, which group "
-                f"'{holders[device]}' has. Give each group GPUs of its own (gpu_device_ids in config.pbtxt), or "
-                "unload a model."
+                f"'{holders[device]}' has. Give each group GPUs of its own "
+                "(gpu_device_ids in config.pbtxt), or unload a model."
             )
     return ""
 

@@ -219,8 +219,9 @@ class Resolver:
         """The groups with their hosts, devices and share of the cores."""
         _check_num_ranks([*(entry.group for entry in pending), *running])
         if self.launch.kind == "job" and len(pending) > 1:
+            names = ", ".join(entry.group.name for entry in pending)
             raise ConfigError(
-                f"{len(pending)} groups ({', '.join(entry.group.name for entry in pending)}) cannot "
+                f"{len(pending)} groups ({names}) cannot "
                 "share the ranks of this MPI job. Serve one instance, or add --multi-model "
                 "--disable-spawn-processes and participant_ids."
             )
