@@ -12,9 +12,8 @@ import torch
 from trimaran.builder.progress import ProgressBar
 from trimaran.builder.shard_layout import ShardLayout
 from trimaran.comm.topology import ParallelLayout
-from trimaran.worker.config.engine_folder import EngineFolder, RankMapping
+from trimaran.worker.config.engine_folder import EngineFolder, RankMapping, origin_of
 from trimaran.worker.config.pretrained_config import PretrainedConfig
-from trimaran.worker.config.shard_origin import origin_of
 from trimaran.worker.models.interfaces import CausalLM, StageRange, WeightTarget
 from trimaran.worker.models.registry import build_model, dtype_by_name
 from trimaran.worker.models.weights.checkpoint import StoredTensor, find_tensors

@@ -28,7 +28,7 @@ class ShardLayout:
     def __init__(
         self, parameters: Mapping[str, nn.Parameter], origin: Mapping[str, Any]
     ) -> None:
-        """``origin`` says what the tensors were cut for: `worker/config/shard_origin.py`."""
+        """``origin`` says what the tensors were cut for: `worker/config/engine_folder.py`."""
         self._origin = json.dumps(origin)
         self.dtypes = {name: each.dtype for name, each in parameters.items()}
         # The widest numbers first, so that every tensor is aligned.

@@ -15,7 +15,7 @@ from trimaran.builder.build_plan import BuildPlan, Part, Unit
 from trimaran.builder.journal import Checksums
 from trimaran.comm.files.input_files import unreadable
 from trimaran.worker.config.shard_file import TensorEntry, checksum_of
-from trimaran.worker.models.weights.checkpoint_file import is_safetensors, mapped_file
+from trimaran.worker.models.weights.checkpoint import is_safetensors, mapped_file
 from trimaran.worker.models.weights.weight_loader import load_weight, refuse_overflow
 
 

@@ -9,9 +9,12 @@ from typing import Any
 
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.files.json_types import JsonType, check_field_types, check_types
-from trimaran.worker.config.huggingface_defaults import with_defaults
-from trimaran.worker.config.huggingface_keys import check_positive
-from trimaran.worker.config.huggingface_types import check_huggingface_types, check_rope_types
+from trimaran.worker.config.huggingface_keys import (
+    check_huggingface_types,
+    check_positive,
+    check_rope_types,
+    with_defaults,
+)
 from trimaran.worker.config.pretrained_families import FAMILIES, text_values
 
 SERVED_ARCHITECTURES = tuple(FAMILIES)

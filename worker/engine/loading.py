@@ -17,8 +17,8 @@ from trimaran.kernels.build import load_library
 from trimaran.kernels.cpu.sampling import CpuSampling
 from trimaran.worker.config.engine_config import EngineConfig, LoraConfig, SchedulerConfig
 from trimaran.worker.execution.cache_maker import CacheMaker
+from trimaran.worker.execution.cuda_graphs import choose_graphs
 from trimaran.worker.execution.device_inputs import DeviceInputs
-from trimaran.worker.execution.graph_choice import choose_graphs
 from trimaran.worker.execution.input_batch import InputBatch
 from trimaran.worker.execution.model_runner import ModelRunner
 from trimaran.worker.execution.warm_up import (

@@ -12,9 +12,8 @@ from trimaran.comm.collectives.tensor_group import TensorParallelGroup
 from trimaran.comm.stages.pipeline import PipelineLinks
 from trimaran.kernels.cpu.sampling import CpuSampling
 from trimaran.worker.attention.backend import AttentionMetadata, ForwardContext
-from trimaran.worker.execution.cuda_graphs import CudaGraphs
+from trimaran.worker.execution.cuda_graphs import CudaGraphs, suits_a_graph
 from trimaran.worker.execution.device_inputs import DeviceInputs
-from trimaran.worker.execution.graph_choice import suits_a_graph
 from trimaran.worker.execution.input_batch import InputBatch, StepInputs
 from trimaran.worker.execution.prompt_tables import PromptTables
 from trimaran.worker.execution.stage_ends import stage_end

@@ -12,8 +12,7 @@ from torch import Tensor
 from trimaran.worker.config.experts_config import ExpertsConfig
 from trimaran.worker.experts.loads import ExpertLoads, mixtures_of
 from trimaran.worker.experts.placement import IntArray, Move, Placement
-from trimaran.worker.layers.expert_places import ExpertPlaces
-from trimaran.worker.layers.experts import ExpertMLP
+from trimaran.worker.layers.experts import ExpertMLP, ExpertPlaces
 from trimaran.worker.layers.linear import LayerContext
 from trimaran.worker.models.interfaces import CausalLM
 

@@ -12,8 +12,7 @@ from trimaran.comm.errors import ConfigError, RequestError
 from trimaran.comm.files.input_files import parse_json, read_text
 from trimaran.worker.config.engine_config import GuidedConfig
 from trimaran.worker.guided.guide import Grammar
-from trimaran.worker.guided.json_schemas import read_schema
-from trimaran.worker.guided.patterns import check_pattern
+from trimaran.worker.guided.json_schemas import check_pattern, read_schema
 
 _THREADS = 2
 _LONGEST_REASON = 500

@@ -5,17 +5,15 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from trimaran.worker.kv_cache.block_pool import BlockPool
+from trimaran.worker.kv_cache.block_pool import BlockPool, OwnContent
 from trimaran.worker.kv_cache.host_pool import HostPool
-from trimaran.worker.kv_cache.own_content import OwnContent
-from trimaran.worker.kv_cache.prefix_finder import PrefixFinder
+from trimaran.worker.kv_cache.prefix_finder import PrefixFinder, Window
 from trimaran.worker.kv_cache.sequence_blocks import (
     Prefix,
     SequenceBlocks,
     Transfer,
     hash_of,
 )
-from trimaran.worker.kv_cache.window import Window
 
 _NEVER = 1 << 62
 

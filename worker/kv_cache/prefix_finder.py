@@ -3,12 +3,77 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import dataclass
 
-from trimaran.worker.kv_cache.block_ends import BlockEnds
 from trimaran.worker.kv_cache.block_pool import BlockPool
 from trimaran.worker.kv_cache.host_pool import BlockHash
-from trimaran.worker.kv_cache.sequence_blocks import Prefix, SequenceBlocks
-from trimaran.worker.kv_cache.window import Window
+from trimaran.worker.kv_cache.sequence_blocks import Prefix, SequenceBlocks, hash_of
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The last so many tokens and the blocks of the first ones, its sinks.
+
+    Blocks behind the sinks that no query sees any more stay in a sequence's tables, which
+    are read by position, but are held no longer: ``num_left`` counts them.
+    """
+
+    num_tokens: int
+    """0 where some layer sees everything."""
+
+    num_sinks: int
+    """Blocks that are seen from everywhere."""
+
+    block_size: int
+
+    def num_unseen(self, position: int) -> int:
+        """Blocks behind the sinks that no query from this position on sees."""
+        return max(0, (position - self.num_tokens + 1) // self.block_size - self.num_sinks)
+
+    def left(self, num_left: int) -> range:
+        """The places in a table of the ``num_left`` blocks that are held no more."""
+        return range(self.num_sinks, self.num_sinks + num_left)
+
+    def held(self, table: list[int], num_left: int) -> list[int]:
+        """The blocks of a table that are held."""
+        if not num_left:
+            return table
+        left = self.left(num_left)
+        return table[: left.start] + table[left.stop :]
+
+
+class BlockEnds:
+    """Remembers one block for each beginning: the partial last one of a sequence that ended,
+    or the one that its prompt ended in. The oldest is forgotten first.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._ids: dict[BlockHash, array[int]] = {}
+
+    def put(self, parent: BlockHash, token_ids: array[int]) -> None:
+        """Remember the block with these ids, which stands behind ``parent``."""
+        self._ids.pop(parent, None)
+        self._ids[parent] = token_ids
+        if len(self._ids) > self._most:
+            del self._ids[next(iter(self._ids))]
+
+    def drop(self, parent: BlockHash) -> None:
+        """The block is gone."""
+        self._ids.pop(parent, None)
+
+    def match(self, parent: BlockHash, wanted: array[int]) -> tuple[BlockHash, int] | None:
+        """A block's hash, and how many of ``wanted`` it begins with: half of them at least,
+        as beginning with it has a price."""
+        ids = self._ids.get(parent)
+        if ids is None:
+            return None
+        count, most = 0, min(len(ids), len(wanted))
+        while count < most and ids[count] == wanted[count]:
+            count += 1
+        if count == 0 or 2 * count < len(wanted):
+            return None
+        return hash_of(parent, ids), count
 
 
 class PrefixFinder:

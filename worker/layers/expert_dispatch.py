@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trimaran.worker.layers.linear import LayerContext
-from trimaran.worker.parallel.lane_bound import MOST_TO_ALL
+from trimaran.worker.parallel.tensor_parallel import MOST_TO_ALL
 
 # Shapes: T tokens of the step, S those that this rank sends, R those that it receives, D
 # hidden size, C experts of a token, P parts of the experts' ranks, N ranks.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from trimaran.kernels.reference import sigmoid
@@ -12,7 +14,6 @@ from trimaran.kernels.routing import ExpertCounter, ExpertRouting, PlaceTable, S
 from trimaran.worker.config.pretrained_config import PretrainedConfig
 from trimaran.worker.layers.activation import GatedActivation
 from trimaran.worker.layers.expert_dispatch import ExpertDispatch
-from trimaran.worker.layers.expert_places import ExpertPlaces
 from trimaran.worker.layers.linear import (
     LayerContext,
     MergedColumnParallelLinear,
@@ -20,9 +21,27 @@ from trimaran.worker.layers.linear import (
     check_shape,
     copy_share,
 )
-from trimaran.worker.layers.pending_sum import PendingSum, can_wait
 from trimaran.worker.parallel.shares import even_share
-from trimaran.worker.parallel.tensor_parallel import split
+from trimaran.worker.parallel.tensor_parallel import PendingSum, can_wait, split
+
+# Shapes: X experts, P parts of the ranks.
+
+
+class ExpertPlaces:
+    """A layer's map from experts to places, on the device and at an address that stays."""
+
+    def __init__(self, num_experts: int, num_parts: int, device: torch.device) -> None:
+        shape = (num_experts, num_parts)
+        self.table = PlaceTable(
+            torch.zeros(shape, dtype=torch.int32, device=device),
+            torch.ones(num_experts, dtype=torch.int32, device=device),
+        )
+
+    def set(self, places_XP: NDArray[np.int64], copies_X: NDArray[np.int64]) -> None:
+        """Places of each expert, and how many of them count."""
+        self.table.places.copy_(torch.from_numpy(places_XP))
+        self.table.num_copies.copy_(torch.from_numpy(copies_X))
+
 
 # Shapes: T tokens of the step, D hidden size, X experts of this rank (of the router: all), F
 # its part of an expert's inner width, E = 2 F, C experts of a token.

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from trimaran.worker.layers.linear import LayerContext, QKVParallelLinear, check_shape
+from trimaran.worker.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from trimaran.worker.layers.linear import (
+    LayerContext,
+    QKVParallelLinear,
+    RowParallelLinear,
+    check_shape,
+    copy_share,
+)
+from trimaran.worker.parallel.shares import Share
 
 
 class GroupedQKVParallelLinear(QKVParallelLinear):
@@ -41,3 +49,87 @@ class GroupedQKVParallelLinear(QKVParallelLinear):
         parts = {"q": grouped[:, :-2], "k": grouped[:, -2], "v": grouped[:, -1]}
         for name, rows in parts.items():
             super().weight_loader(parameter, rows.reshape(-1, *tail), name)
+
+
+def sum_of_products(*products: tuple[RowParallelLinear, Tensor]) -> Tensor:
+    """The sum [T, D] of ``layer.forward(x)`` of all (layer, x). Collective over the group."""
+    first = products[0][0]
+    if first.tp.size == 1:
+        return _add_up([layer.forward(x_TE) for layer, x_TE in products])
+    total_TD = first.tp.all_reduce(_add_up([_share(layer, x_TE) for layer, x_TE in products]))
+    for layer, _ in products:
+        # After the sum: every rank holds the whole bias.
+        if layer.bias is not None:
+            total_TD += layer.bias
+    return total_TD
+
+
+def _share(layer: RowParallelLinear, x_TE: Tensor) -> Tensor:
+    """This rank's addend of a layer's output, without the bias."""
+    output_TD = layer.method.apply(layer, x_TE, None)
+    return layer.lora.apply(x_TE, output_TD) if layer.lora.is_active else output_TD
+
+
+def _add_up(outputs: list[Tensor]) -> Tensor:
+    total_TD, *others = outputs
+    for output_TD in others:
+        total_TD += output_TD
+    return total_TD
+
+
+# Shapes: N heads of this rank, E rows and D columns of a head's matrix.
+
+
+class HeadMatrices(nn.Module):
+    """One matrix [E, D] a head: ``weight`` [N, E, D].
+
+    A whole checkpoint holds several of them in one tensor, a head behind the other: ``rows``
+    of a head's rows are these, transposed with ``is_transposed``.
+    """
+
+    def __init__(
+        self,
+        context: LayerContext,
+        heads: Share,
+        head_rows: int,
+        rows: range,
+        width: int,
+        *,
+        is_transposed: bool = False,
+    ) -> None:
+        """The checkpoint's tensor is [all heads * ``head_rows``, ``width``]."""
+        super().__init__()
+        self._whole_shape = (heads.whole * head_rows, width)
+        self._head_rows, self._rows = head_rows, rows
+        self._is_transposed = is_transposed
+        self._heads = heads
+        shape = (width, len(rows)) if is_transposed else (len(rows), width)
+        self.weight = context.empty(heads.size, *shape)
+
+    def weight_loader(self, parameter: nn.Parameter, loaded: Tensor, shard: str = "") -> None:
+        """Copy this layer's rows of this rank's heads."""
+        check_shape(loaded, self._whole_shape)
+        heads = loaded.view(-1, self._head_rows, self._whole_shape[1])
+        ours = heads[:, self._rows.start : self._rows.stop]
+        ours = ours.transpose(1, 2) if self._is_transposed else ours
+        copy_share(ours, parameter.data, self._heads)
+
+
+class BiasedLMHead(ParallelLMHead):
+    """Hidden states to logits plus a bias, which is cut like the rows of the weight."""
+
+    def __init__(
+        self,
+        context: LayerContext,
+        vocab_size: int,
+        padded_size: int,
+        hidden_size: int,
+        *,
+        tied_to: VocabParallelEmbedding | None = None,
+    ) -> None:
+        super().__init__(context, vocab_size, padded_size, hidden_size, tied_to=tied_to)
+        self.bias = context.empty(self.num_rows)
+
+    def local_logits(self, hidden_ND: Tensor) -> Tensor:
+        """[N, local rows] from id ``first_row`` on, float32 or the GPU's dtype; zero padded."""
+        return super().local_logits(hidden_ND).add_(self.bias)

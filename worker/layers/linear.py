@@ -16,10 +16,15 @@ from trimaran.worker.layers.methods import (
     NoLoRA,
     UnquantizedLinearMethod,
 )
-from trimaran.worker.layers.pending_sum import Addend, PendingSum, can_wait
-from trimaran.worker.parallel.lane_bound import LaneBound
 from trimaran.worker.parallel.shares import Share, even_share, head_shares
-from trimaran.worker.parallel.tensor_parallel import ShardPosition, TensorGroup
+from trimaran.worker.parallel.tensor_parallel import (
+    Addend,
+    LaneBound,
+    PendingSum,
+    ShardPosition,
+    TensorGroup,
+    can_wait,
+)
 
 
 class LayerContext:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from trimaran.worker.layers.linear import LayerContext, check_shape
-from trimaran.worker.layers.pending_sum import Addend, PendingSum
+from trimaran.worker.parallel.tensor_parallel import Addend, PendingSum
 
 
 class RMSNorm(nn.Module):

@@ -10,7 +10,7 @@ from trimaran.kernels.attention import LatentHeads
 from trimaran.worker.attention.backend import ForwardContext, KVCacheSpec, attention_spec
 from trimaran.worker.attention.paged import PagedAttention
 from trimaran.worker.config.pretrained_config import PretrainedConfig
-from trimaran.worker.layers.head_matrices import HeadMatrices
+from trimaran.worker.layers.grouped_qkv import HeadMatrices
 from trimaran.worker.layers.linear import (
     ColumnParallelLinear,
     LayerContext,
@@ -18,11 +18,11 @@ from trimaran.worker.layers.linear import (
     RowParallelLinear,
 )
 from trimaran.worker.layers.norm import RMSNorm
-from trimaran.worker.layers.pending_sum import Addend
 from trimaran.worker.layers.rotary import RotaryEmbedding
 from trimaran.worker.models.interfaces import ATTENTION_ADAPTERS, StageRange, WeightTarget
 from trimaran.worker.models.mixtral import ExpertLayer, MixtralForCausalLM
 from trimaran.worker.parallel.shares import even_share
+from trimaran.worker.parallel.tensor_parallel import Addend
 
 # Shapes: T tokens of the step, D hidden size, N query heads of this rank, H dims of a query
 # head, L dims of a latent vector, R rotated dims of a key.

@@ -9,9 +9,9 @@ from trimaran.worker.config.pretrained_config import PretrainedConfig
 from trimaran.worker.layers.embedding import ScaledEmbedding, VocabParallelEmbedding
 from trimaran.worker.layers.linear import LayerContext
 from trimaran.worker.layers.norm import RMSNorm
-from trimaran.worker.layers.pending_sum import Addend
 from trimaran.worker.layers.rotary import RotaryEmbedding
 from trimaran.worker.models.llama import LlamaForCausalLM, LlamaLayer
+from trimaran.worker.parallel.tensor_parallel import Addend
 
 # Shapes: T tokens of the step, D hidden size.
 
@@ -67,3 +67,13 @@ class Gemma2ForCausalLM(LlamaForCausalLM):
         ]
         shared = [one for one in super().layer_norms() if one[0] != own[0][0]]
         return shared + own
+
+
+class Gemma3ForCausalLM(Gemma2ForCausalLM):
+    """Gemma 3, one pipeline stage of it; what differs is in its configuration."""
+
+
+class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):
+    """The decoder of a Gemma 3 that also takes images; what is for images is not read."""
+
+    outer_prefix = "language_model."

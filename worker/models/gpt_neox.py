@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from trimaran.worker.attention.backend import (
@@ -15,11 +17,12 @@ from trimaran.worker.attention.backend import (
 from trimaran.worker.attention.paged import PagedAttention
 from trimaran.worker.config.pretrained_config import PretrainedConfig
 from trimaran.worker.layers.activation import Activation
-from trimaran.worker.layers.alibi import falcon_bias
-from trimaran.worker.layers.biased_head import BiasedLMHead
 from trimaran.worker.layers.embedding import ParallelLMHead, VocabParallelEmbedding
-from trimaran.worker.layers.grouped_qkv import GroupedQKVParallelLinear
-from trimaran.worker.layers.joint_sum import sum_of_products
+from trimaran.worker.layers.grouped_qkv import (
+    BiasedLMHead,
+    GroupedQKVParallelLinear,
+    sum_of_products,
+)
 from trimaran.worker.layers.linear import (
     ColumnParallelLinear,
     LayerContext,
@@ -34,7 +37,38 @@ from trimaran.worker.models.interfaces import (
     StageRange,
     WeightTarget,
 )
-from trimaran.worker.parallel.shares import head_shares
+from trimaran.worker.parallel.shares import Share, head_shares
+
+# Shapes: N query heads of this rank, P positions.
+
+
+def slopes(num_heads: int) -> list[float]:
+    """What each head's bias rises by from one position to the next.
+
+    A geometric sequence for a power of two; of other numbers the next lower power's, and then
+    every other one of the next higher power's. Source: https://arxiv.org/abs/2108.12409.
+    """
+    power = 2 ** int(math.log2(num_heads))
+    base, between = 2.0 ** (-8 / power), 2.0 ** (-4 / power)
+    own = [base**number for number in range(1, power + 1)]
+    return own + [between**number for number in range(1, 2 * (num_heads - power), 2)]
+
+
+def falcon_bias(
+    heads: Share, head_size: int, num_positions: int, device: torch.device
+) -> Tensor:
+    """float32 [N, P]: what the heads' scaled scores of the key at a position are raised by.
+
+    Slopes, positions and their product are bfloat16 in the checkpoints' own code, whatever
+    the model's dtype: rounded so, which far positions notice. The scores' scale is in it.
+    """
+    rounded = torch.tensor(slopes(heads.whole), device=device).bfloat16()
+    mine = rounded.new_zeros(heads.size)
+    mine[: heads.count] = rounded[heads.first : heads.first + heads.count]
+    positions = torch.arange(num_positions, device=device).bfloat16()
+    bias: Tensor = (mine.unsqueeze(1) * positions).float() * head_size**-0.5
+    return bias
+
 
 # Shapes: T tokens of the step, D hidden size, N query heads, A all heads of a token's
 # product, H head size, F inner width of the MLP.
@@ -275,3 +309,52 @@ class GPTNeoXForCausalLM(CausalLM):
             if self.config.mlp_bias if is_mlp else self.config.attn_bias:
                 weights.append((f"{name}.bias", f"{target}.bias", shard))
         return weights
+
+
+class GPTJForCausalLM(GPTNeoXForCausalLM):
+    """GPT-J, one pipeline stage of it."""
+
+    ignored_weights: tuple[str, ...] = (".attn.bias", ".attn.masked_bias")
+    name_prefix = "transformer."
+    outer_names: ClassVar[Mapping[str, str]] = {
+        "embed_tokens": "wte", "layers": "h", "norm": "ln_f", "lm_head": "lm_head",
+    }  # fmt: skip
+    layer_linears: ClassVar[tuple[tuple[str, str, str], ...]] = (
+        ("attn.q_proj", "attention.qkv_proj", "q"),
+        ("attn.k_proj", "attention.qkv_proj", "k"),
+        ("attn.v_proj", "attention.qkv_proj", "v"),
+        ("attn.out_proj", "attention.o_proj", ""),
+        ("mlp.fc_in", "mlp.up_proj", ""),
+        ("mlp.fc_out", "mlp.down_proj", ""),
+    )
+
+    def layer_norms(self) -> list[tuple[str, str]]:
+        """(checkpoint name, module) of one layer's only norm."""
+        return [("ln_1", "attention_norm")]
+
+
+class FalconForCausalLM(GPTNeoXForCausalLM):
+    """Falcon, one pipeline stage of it."""
+
+    ignored_weights: tuple[str, ...] = ("rotary_emb.inv_freq",)
+    name_prefix = "transformer."
+    outer_names: ClassVar[Mapping[str, str]] = {
+        "embed_tokens": "word_embeddings",
+        "layers": "h",
+        "norm": "ln_f",
+        "lm_head": "lm_head",
+    }
+    layer_linears: ClassVar[tuple[tuple[str, str, str], ...]] = (
+        ("self_attention.query_key_value", "attention.qkv_proj", "groups"),
+        ("self_attention.dense", "attention.o_proj", ""),
+        ("mlp.dense_h_to_4h", "mlp.up_proj", ""),
+        ("mlp.dense_4h_to_h", "mlp.down_proj", ""),
+    )
+
+    def layer_norms(self) -> list[tuple[str, str]]:
+        """(checkpoint name, module) of one layer's norms."""
+        if self.config.num_input_norms == 1:
+            return [("input_layernorm", "attention_norm")]
+        if self.config.parallel_residual:
+            return [("ln_attn", "attention_norm"), ("ln_mlp", "mlp_norm")]
+        return super().layer_norms()

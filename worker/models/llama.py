@@ -22,7 +22,6 @@ from trimaran.worker.layers.linear import (
     RowParallelLinear,
 )
 from trimaran.worker.layers.norm import RMSNorm
-from trimaran.worker.layers.pending_sum import Addend
 from trimaran.worker.layers.rotary import RotaryEmbedding
 from trimaran.worker.models.interfaces import (
     ATTENTION_ADAPTERS,
@@ -31,6 +30,7 @@ from trimaran.worker.models.interfaces import (
     FirstProjection,
     WeightTarget,
 )
+from trimaran.worker.parallel.tensor_parallel import Addend
 
 # Shapes: T tokens of the step, D hidden size, N query heads, A all heads of a token's
 # product, H head size.
@@ -334,3 +334,13 @@ class LlamaForCausalLM(CausalLM):
             return self.config.mlp_bias
         is_qkv = target == "attention.qkv_proj"
         return self.config.attn_bias or (is_qkv and self.config.qkv_bias)
+
+
+class MistralForCausalLM(LlamaForCausalLM):
+    """Mistral, one pipeline stage of it; what differs is in its configuration."""
+
+
+class Mistral3ForConditionalGeneration(MistralForCausalLM):
+    """The decoder of a Mistral 3 that also takes images; what is for images is not read."""
+
+    outer_prefix = "language_model."

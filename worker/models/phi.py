@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from trimaran.worker.models.gpt_neox import GPTNeoXForCausalLM
+from trimaran.worker.models.llama import LlamaForCausalLM
 
 
 class PhiForCausalLM(GPTNeoXForCausalLM):
@@ -35,3 +36,14 @@ class PhiForCausalLM(GPTNeoXForCausalLM):
             norms.append(("self_attn.q_layernorm", "attention.q_norm"))
             norms.append(("self_attn.k_layernorm", "attention.k_norm"))
         return norms
+
+
+class Phi3ForCausalLM(LlamaForCausalLM):
+    """Phi 3 or 4, one pipeline stage of it."""
+
+    layer_linears: ClassVar[tuple[tuple[str, str, str], ...]] = (
+        ("self_attn.qkv_proj", "attention.qkv_proj", "*"),
+        ("self_attn.o_proj", "attention.o_proj", ""),
+        ("mlp.gate_up_proj", "mlp.gate_up_proj", "*"),
+        ("mlp.down_proj", "mlp.down_proj", ""),
+    )

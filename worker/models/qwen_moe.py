@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+from trimaran.worker.models.llama import LlamaForCausalLM
 from trimaran.worker.models.mixtral import MixtralForCausalLM
+
+
+class Qwen3ForCausalLM(LlamaForCausalLM):
+    """Qwen3, one pipeline stage of it; what differs is in its configuration."""
+
+
+class Qwen2ForCausalLM(LlamaForCausalLM):
+    """Qwen2, one pipeline stage of it; what differs is in its configuration."""
 
 
 class Qwen2MoeForCausalLM(MixtralForCausalLM):

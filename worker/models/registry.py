@@ -17,24 +17,31 @@ from trimaran.worker.config.engine_folder import EngineFolder, FolderKind
 from trimaran.worker.config.pretrained_config import PretrainedConfig
 from trimaran.worker.layers.linear import LayerContext
 from trimaran.worker.models.deepseek import DeepseekV2ForCausalLM, DeepseekV3ForCausalLM
-from trimaran.worker.models.falcon import FalconForCausalLM
-from trimaran.worker.models.gemma2 import Gemma2ForCausalLM
-from trimaran.worker.models.gemma3 import Gemma3ForCausalLM, Gemma3ForConditionalGeneration
+from trimaran.worker.models.gemma2 import (
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3ForConditionalGeneration,
+)
 from trimaran.worker.models.gpt2 import GPT2LMHeadModel
-from trimaran.worker.models.gpt_neox import GPTNeoXForCausalLM
-from trimaran.worker.models.gptj import GPTJForCausalLM
+from trimaran.worker.models.gpt_neox import (
+    FalconForCausalLM,
+    GPTJForCausalLM,
+    GPTNeoXForCausalLM,
+)
 from trimaran.worker.models.interfaces import CausalLM, StageRange
-from trimaran.worker.models.llama import LlamaForCausalLM
-from trimaran.worker.models.mistral import (
+from trimaran.worker.models.llama import (
+    LlamaForCausalLM,
     Mistral3ForConditionalGeneration,
     MistralForCausalLM,
 )
 from trimaran.worker.models.mixtral import MixtralForCausalLM
-from trimaran.worker.models.phi import PhiForCausalLM
-from trimaran.worker.models.phi3 import Phi3ForCausalLM
-from trimaran.worker.models.qwen2 import Qwen2ForCausalLM
-from trimaran.worker.models.qwen3 import Qwen3ForCausalLM
-from trimaran.worker.models.qwen_moe import Qwen2MoeForCausalLM, Qwen3MoeForCausalLM
+from trimaran.worker.models.phi import Phi3ForCausalLM, PhiForCausalLM
+from trimaran.worker.models.qwen_moe import (
+    Qwen2ForCausalLM,
+    Qwen2MoeForCausalLM,
+    Qwen3ForCausalLM,
+    Qwen3MoeForCausalLM,
+)
 from trimaran.worker.models.weights.weight_loader import (
     fill_random,
     load_checkpoint,

@@ -13,9 +13,9 @@ from trimaran.kernels.triton import mask as triton_mask
 from trimaran.kernels.triton import sampling as triton_sampling
 from trimaran.worker.sampling.beam_candidates import BeamCandidates, beam_candidates, joined
 from trimaran.worker.sampling.candidates import LEAST_KEY, id_of_best_key, is_forbidden
+from trimaran.worker.sampling.draw import with_resets
 from trimaran.worker.sampling.sampler import SamplerOutput
 from trimaran.worker.sampling.sampling_rows import FORBIDS, SamplingBatch, Want
-from trimaran.worker.sampling.top_p_resets import with_resets
 
 # Shapes: N sampled rows, V vocabulary, S a rank's shard of it, R rows, L longest sequence.
 

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from trimaran.comm.messages.sampling_params import SamplingParams
 from trimaran.kernels.cpu.sampling import CpuSampling
-from trimaran.worker.sampling.bad_words import bad_words_table
 from trimaran.worker.sampling.beam_search import num_candidates
 from trimaran.worker.sampling.candidates import argmax
-from trimaran.worker.sampling.device_sampling_state import DeviceSamplingState
+from trimaran.worker.sampling.device_sampling_state import DeviceSamplingState, bad_words_table
 from trimaran.worker.sampling.noise import noise_keys
 from trimaran.worker.steps.staging import to_device
 from trimaran.worker.steps.step_types import Int32Array, NewRow

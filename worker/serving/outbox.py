@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from trimaran.comm.messages.bulk import BulkSender, bulky_bytes, pack
-from trimaran.comm.messages.messages import Message, StepOutput
-from trimaran.worker.serving.frontend_link import FrontendLinks
+import numpy as np
+
+from trimaran.comm.errors import RequestError
+from trimaran.comm.messages.bulk import BULKY, MAX_REMOTE_BYTES, BulkSender, bulky_bytes, pack
+from trimaran.comm.messages.messages import Message, StepOutput, Submit
+from trimaran.worker.serving.frontend_link import MAX_UNSENT_BYTES, FrontendLinks
 
 _ASIDE_BYTES = 8 << 20
 """Payloads from here on take longer to write than a step may wait."""
@@ -86,3 +90,87 @@ def _take_ready(
             writing.result()
         queue.popleft()
         yield message
+
+
+MAX_BACKLOG_BYTES = MAX_UNSENT_BYTES - (16 << 20)
+"""Of what a front end has not read yet, from here on no more logits; the rest is for others'
+tokens, until it has."""
+
+_ITEM_BYTES = {"float16": 2}
+"""Of types other than float32."""
+
+
+def check_remote_logits(message: Submit, vocab_size: int, max_seq_len: int) -> None:
+    """Refuse logits that are too large for one message to another host: it would be dropped,
+    as one that reads nothing, and all of its requests with it.
+
+    Raises:
+        RequestError: names the bytes, the limit and what would be less.
+    """
+    sampling, num_prompt = message.sampling, len(message.prompt_ids) // 4
+    count, width = sampling.get("num_return_sequences", 1), sampling.get("beam_width", 1)
+    num_rows = 0
+    if sampling.get("return_context_logits"):
+        # The sequences of a request may all begin in one step; beams share their prompt.
+        num_rows = num_prompt * (count if width == 1 else 1)
+    if sampling.get("return_generation_logits"):
+        is_whole = width > 1 and not message.streaming
+        room = max(1, max_seq_len - num_prompt)
+        num_tokens = min(sampling.get("max_tokens", room), room) if is_whole else 1
+        num_rows = max(num_rows, count * num_tokens)
+    num_bytes = num_rows * vocab_size * _ITEM_BYTES.get(sampling.get("logits_dtype", ""), 4)
+    if num_bytes > MAX_REMOTE_BYTES:
+        raise RequestError(
+            f"logits of {num_rows} tokens at once are {num_bytes} bytes, but a front end on "
+            f"another host than rank 0 takes {MAX_REMOTE_BYTES}. Shorten the prompt, ask for "
+            "fewer sequences or tokens, let beams stream, or set logits_datatype to TYPE_FP16."
+        )
+
+
+def fit_logits(output: StepOutput, num_unsent: int) -> tuple[StepOutput, list[int]]:
+    """A step for a front end on another host that has left ``num_unsent`` bytes unread.
+
+    Returns what of it can be sent, and the requests that are told nothing more, for whose
+    logits there is no room: those of the first rows have it first.
+    """
+    room = MAX_BACKLOG_BYTES - num_unsent
+    ids = np.frombuffer(output.request_ids, "<u8")
+    failed: dict[int, None] = {}
+    for row, extras in output.extras.items():
+        items = (item for name in BULKY for item in extras.get(name, ()))
+        num_bytes = sum(memoryview(item).nbytes for item in items)
+        if num_bytes > room:
+            failed[int(ids[row])] = None
+        else:
+            room -= num_bytes
+    return (_without(output, list(failed)) if failed else output), list(failed)
+
+
+def too_slow(num_unsent: int) -> str:
+    """Why such a request fails."""
+    return (
+        f"the front end, on another host than rank 0, has left {num_unsent} bytes unread, and "
+        f"takes logits up to {MAX_BACKLOG_BYTES}: those of all requests at once come faster "
+        "than it reads them. Ask for logits in fewer requests at a time, set logits_datatype "
+        "to TYPE_FP16, or let a front end on rank 0's host serve them."
+    )
+
+
+def _without(output: StepOutput, request_ids: list[int]) -> StepOutput:
+    """The rows of all other requests."""
+    ids, counts = (
+        np.frombuffer(output.request_ids, "<u8"),
+        np.frombuffer(output.num_tokens, "<u2"),
+    )
+    kept = ~np.isin(ids, np.array(request_ids, "<u8"))
+    tokens = np.frombuffer(output.token_ids, "<i4")[np.repeat(kept, counts)]
+    places = np.cumsum(kept) - 1
+    return dataclasses.replace(
+        output,
+        request_ids=ids[kept].tobytes(),
+        sequence_indices=np.frombuffer(output.sequence_indices, "<u2")[kept].tobytes(),
+        num_tokens=counts[kept].tobytes(),
+        finish_reasons=np.frombuffer(output.finish_reasons, np.uint8)[kept].tobytes(),
+        token_ids=tokens.tobytes(),
+        extras={int(places[row]): x for row, x in output.extras.items() if kept[row]},
+    )

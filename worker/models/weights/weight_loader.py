@@ -17,9 +17,10 @@ from trimaran.worker.models.interfaces import CausalLM, LoadsWeight, WeightTarge
 from trimaran.worker.models.weights.checkpoint import (
     StoredTensor,
     find_tensors,
+    is_safetensors,
+    mapped_file,
     refuse_differences,
 )
-from trimaran.worker.models.weights.checkpoint_file import is_safetensors, mapped_file
 from trimaran.worker.models.weights.tensor_reader import TensorReader
 
 _RANDOM_STD = 0.02

@@ -19,7 +19,7 @@ from trimaran.server.repository.model_repository import ModelRepository
 from trimaran.worker.config.engine_folder import EngineFolder
 from trimaran.worker.lora.formats import AdapterFormatError
 from trimaran.worker.lora.peft import PeftAdapter
-from trimaran.worker.models.weights.checkpoint_file import file_entries
+from trimaran.worker.models.weights.checkpoint import file_entries
 
 pytestmark = pytest.mark.timeout(20)
 

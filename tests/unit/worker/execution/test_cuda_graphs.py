@@ -16,11 +16,12 @@ from trimaran.worker.config.engine_config import (
 )
 from trimaran.worker.config.parallel_sizes import expert_sizes
 from trimaran.worker.engine.engine import Engine
-from trimaran.worker.execution.cuda_graphs import graph_sizes, prompt_graph_sizes
-from trimaran.worker.execution.graph_choice import (
+from trimaran.worker.execution.cuda_graphs import (
     LONGEST_DECODE,
     MOST_DECODES,
     choose_graphs,
+    graph_sizes,
+    prompt_graph_sizes,
     suits_a_graph,
 )
 from trimaran.worker.steps.step_types import SchedulerOutput, int32s

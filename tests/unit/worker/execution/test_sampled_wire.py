@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from trimaran.comm.errors import ProtocolError
-from trimaran.worker.execution.sampled_wire import decode_sampled, encode_sampled
+from trimaran.worker.execution.step_result import decode_sampled, encode_sampled
 from trimaran.worker.steps.step_types import KeptLogits, SampledTokens
 
 

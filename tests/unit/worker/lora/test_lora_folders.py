@@ -22,8 +22,7 @@ from trimaran.comm.errors import ErrorKind, RequestError
 from trimaran.comm.messages.messages import KeepAdapter
 from trimaran.worker.config.engine_config import LoraConfig
 from trimaran.worker.lora import manager, sent, store
-from trimaran.worker.lora.folders import AdapterFolders
-from trimaran.worker.lora.formats import read_folder, to_tensors, write_arrays
+from trimaran.worker.lora.formats import AdapterFolders, read_folder, to_tensors, write_arrays
 from trimaran.worker.lora.layout import AdapterFormatError
 from trimaran.worker.lora.peft import PeftAdapter
 from trimaran.worker.lora.sent import ArrivingAdapter, OutgoingAdapter

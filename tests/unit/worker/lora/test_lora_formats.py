@@ -20,8 +20,13 @@ from trimaran.comm.errors import RequestError
 from trimaran.comm.messages.messages import KeepAdapter
 from trimaran.worker.config.engine_config import LoraConfig
 from trimaran.worker.lora import manager
-from trimaran.worker.lora.folders import AdapterFolders
-from trimaran.worker.lora.formats import AdapterTensors, read_folder, to_tensors, write_arrays
+from trimaran.worker.lora.formats import (
+    AdapterFolders,
+    AdapterTensors,
+    read_folder,
+    to_tensors,
+    write_arrays,
+)
 from trimaran.worker.lora.layout import AdapterFormatError
 from trimaran.worker.lora.peft import PeftAdapter
 

@@ -9,7 +9,7 @@ from trimaran.comm.errors import ProtocolError, RequestError
 from trimaran.comm.messages.messages import KeepAdapter
 from trimaran.worker.config.engine_config import LoraConfig
 from trimaran.worker.lora import manager, sent
-from trimaran.worker.lora.ops_message import decode_ops, encode_ops, holds_ops
+from trimaran.worker.lora.sent import decode_ops, encode_ops, holds_ops
 from trimaran.worker.lora.tensor_file import TensorFile
 
 PIECE_BYTES = 1000

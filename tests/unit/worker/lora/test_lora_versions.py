@@ -19,7 +19,7 @@ from tests.unit.worker.lora_adapters import (
 )
 from trimaran.comm.errors import RequestError
 from trimaran.worker.config.engine_config import LoraConfig
-from trimaran.worker.lora.folders import AdapterFolders
+from trimaran.worker.lora.formats import AdapterFolders
 
 LENGTH = 8
 PEFT = "adapter_model.safetensors"

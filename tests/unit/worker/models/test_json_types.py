@@ -16,7 +16,7 @@ from trimaran.comm.errors import ConfigError
 from trimaran.comm.files.json_types import JsonType
 from trimaran.server.models.tokenizer import Tokenizer
 from trimaran.worker.config.engine_folder import BuildConfig, EngineFolder
-from trimaran.worker.config.huggingface_types import _NEVER_NULL, _ROPE_TYPES, _TYPES
+from trimaran.worker.config.huggingface_keys import _NEVER_NULL, _ROPE_TYPES, _TYPES
 from trimaran.worker.config.pretrained_config import PretrainedConfig
 from trimaran.worker.config.pretrained_families import FAMILIES
 

@@ -17,7 +17,7 @@ from trimaran.comm.errors import RequestError
 from trimaran.comm.messages.messages import Message, RequestFailed, StepOutput, Submit, pack_ids
 from trimaran.comm.messages.sampling_params import SamplingParams
 from trimaran.worker.serving.frontend_link import Arrival, FrontendLinks
-from trimaran.worker.serving.remote_logits import check_remote_logits
+from trimaran.worker.serving.outbox import check_remote_logits
 from trimaran.worker.serving.serve_loop import LeaderLoop
 
 VOCAB = 1 << 17
