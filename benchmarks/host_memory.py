@@ -22,7 +22,7 @@ from torch import Tensor
 
 from trimaran.bench.results.results import append, environment
 from trimaran.worker.kv_cache.host_memory import CudaLocks, HostMemory
-from trimaran.worker.serving.garbage import pin_near
+from trimaran.worker.serving.rank_process import pin_near
 
 Close = Callable[[], None]
 

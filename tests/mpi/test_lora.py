@@ -8,7 +8,8 @@ from tests.driver import Driver
 from tests.mpi.test_engine import PROMPTS, engine_config, folder, ranks
 from tests.unit.worker.lora_adapters import make_adapter, on_the_wire, write_peft
 from trimaran.worker.config.engine_config import LoraConfig
-from trimaran.worker.lora import manager, sent
+from trimaran.worker.lora import adapter_messages as sent
+from trimaran.worker.lora import manager
 
 __all__ = ["folder", "ranks"]
 TASKS = (0, 5, 9)

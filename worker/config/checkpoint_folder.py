@@ -1,4 +1,4 @@
-"""The weight files of a Hugging Face folder, and what their headers tell; free of torch."""
+"""The weight files of a Hugging Face folder, and their quantization method; free of torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads and checks a model folder before any rank starts; free of torch."""
+"""Reads and checks a model folder and the origin of its weight files; free of torch."""
 
 from __future__ import annotations
 

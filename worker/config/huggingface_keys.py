@@ -1,4 +1,4 @@
-"""Keys of Hugging Face configurations that families share, checked."""
+"""Keys of Hugging Face configurations: their JSON types, their defaults and checked reads."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ from trimaran.worker.execution.device import select_device
 from trimaran.worker.execution.step_result import ModelRunnerOutput
 from trimaran.worker.experts.reports import ASK, ExpertReports
 from trimaran.worker.guided.compiler import GuideCompiler
-from trimaran.worker.lora.sent import decode_ops, encode_ops, holds_ops
+from trimaran.worker.lora.adapter_messages import decode_ops, encode_ops, holds_ops
 from trimaran.worker.requests.request import Request
 from trimaran.worker.scheduling.scheduler import Emission
 from trimaran.worker.steps.step_times import Part, StepTimes

@@ -1,4 +1,4 @@
-"""CUDA graphs of steps: captured once a size, replayed for every step that fits."""
+"""CUDA graphs of steps: which sizes are captured, their capture and their replay."""
 
 from __future__ import annotations
 

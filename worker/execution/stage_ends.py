@@ -1,4 +1,4 @@
-"""What a rank does with the hidden states of its layers: sample from them, or pass them on."""
+"""The end of a stage's step: sample and keep logits on the last stage, or pass states on."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from trimaran.worker.execution.step_result import (
 )
 from trimaran.worker.models.interfaces import CausalLM
 from trimaran.worker.sampling.candidates import argmax_over_shards
-from trimaran.worker.sampling.sampler import SamplerOutput, sample
+from trimaran.worker.sampling.outputs import SamplerOutput
+from trimaran.worker.sampling.sampler import sample
 from trimaran.worker.sampling.sampling_rows import SamplingBatch, SamplingRows
 from trimaran.worker.steps.staging import to_device
 from trimaran.worker.steps.step_times import StepMarks

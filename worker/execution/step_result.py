@@ -1,4 +1,4 @@
-"""What one step sampled, on its way from the device, or from another rank, to the host."""
+"""The result of one step on its way to the host, and its message between pipeline stages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trimaran.comm.control.result_link import ResultReader
 from trimaran.comm.errors import ProtocolError
-from trimaran.worker.sampling.sampler import SamplerOutput
+from trimaran.worker.sampling.outputs import SamplerOutput
 from trimaran.worker.steps.step_times import StepMarks
 from trimaran.worker.steps.step_types import KeptLogits, SampledTokens
 

@@ -1,1 +1,7 @@
-"""Guided decoding: outputs that follow a JSON schema, a regular expression or a grammar."""
+"""Guided decoding: grammars that say which token ids may come next.
+
+Owns the compilation of JSON schemas, expressions, grammars and choices, in processes apart.
+In: a client's guide and the tokenizer of the model.
+Out: a `Guide` per sequence: a bit mask of allowed ids, and its advance by one id.
+What a compiler would ignore or not survive is refused.
+"""

@@ -1,4 +1,4 @@
-"""From a client's guide to a grammar, beside the engine's steps."""
+"""Compiles a client's guide to a grammar beside the engine's steps, and caches grammars."""
 
 from __future__ import annotations
 

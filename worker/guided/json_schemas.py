@@ -1,4 +1,4 @@
-"""JSON schemas as guides: what their compiler cannot survive, or would ignore, is refused."""
+"""JSON schemas and regular expressions as guides: what the compiler cannot serve is refused."""
 
 from __future__ import annotations
 

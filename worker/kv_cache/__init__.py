@@ -1,1 +1,7 @@
-"""Blocks of keys and values: who holds them and what they contain."""
+"""The paged KV cache: policy, ownership and memory of its blocks.
+
+Owns block pools, prefix reuse, eviction, host offload and reservations.
+In: sequences that grow, fork, pause and end; content hashes; memory sizes.
+Out: block tables, block copies and transfers that a step carries out.
+`manager.py` is the one entry of the scheduler.
+"""

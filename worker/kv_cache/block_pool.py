@@ -1,4 +1,4 @@
-"""The KV-cache blocks of one group: who holds them and what they contain."""
+"""The KV-cache blocks of one group: their owners, their reference counts and their content."""
 
 from __future__ import annotations
 

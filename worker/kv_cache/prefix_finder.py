@@ -1,4 +1,4 @@
-"""Which cached content a sequence about to start can begin with."""
+"""Finds the cached blocks with which a new sequence can begin, attention windows included."""
 
 from __future__ import annotations
 

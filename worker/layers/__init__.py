@@ -1,1 +1,7 @@
-"""Sharded layers shared by every model."""
+"""Sharded layers that model families share.
+
+Owns linear layers, embeddings, norms, rotary positions and mixtures of experts.
+In: a tensor-parallel group, the kernels chosen for the device, and shapes.
+Out: `nn.Module`s that know their shard of each weight and how a checkpoint fills it.
+Quantization and LoRA plug in as a layer's method object (`methods.py`).
+"""

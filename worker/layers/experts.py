@@ -1,4 +1,4 @@
-"""A mixture of experts in place of an MLP: router, experts cut or shared out, shared expert."""
+"""A mixture of experts in place of an MLP: router, routed experts and the shared expert."""
 
 from __future__ import annotations
 

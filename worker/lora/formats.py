@@ -1,4 +1,4 @@
-"""Adapters as they come: the two tensors of a request, the two files of a folder, or PEFT's."""
+"""Formats of LoRA adapters: request tensors, converted folders, PEFT, and folders of many."""
 
 from __future__ import annotations
 

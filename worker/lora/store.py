@@ -14,9 +14,9 @@ from torch import Tensor
 from trimaran.kernels.dispatch import Ops
 from trimaran.worker.layers.linear import ParallelLinear
 from trimaran.worker.layers.methods import AdapterState
+from trimaran.worker.lora.adapter_messages import ArrivingAdapter, Row
 from trimaran.worker.lora.formats import CheckedSource
 from trimaran.worker.lora.layout import AdapterLayout, PackedAdapter, Target
-from trimaran.worker.lora.sent import ArrivingAdapter, Row
 from trimaran.worker.lora.step import NO_SLOT, RowSlots, tokens_by_slot
 from trimaran.worker.models.interfaces import CausalLM
 from trimaran.worker.steps.step_types import Int32Array, SchedulerOutput

@@ -10,7 +10,7 @@ from trimaran.kernels.attention import LatentHeads
 from trimaran.worker.attention.backend import ForwardContext, KVCacheSpec, attention_spec
 from trimaran.worker.attention.paged import PagedAttention
 from trimaran.worker.config.pretrained_config import PretrainedConfig
-from trimaran.worker.layers.grouped_qkv import HeadMatrices
+from trimaran.worker.layers.family_linear import HeadMatrices
 from trimaran.worker.layers.linear import (
     ColumnParallelLinear,
     LayerContext,

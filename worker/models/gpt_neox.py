@@ -1,4 +1,4 @@
-"""GPT-NeoX and its like: layer norm, rotary positions or biased scores, a plain MLP."""
+"""GPT-NeoX, GPT-J and Falcon: layer norm, rotary positions or ALiBi, a plain MLP."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trimaran.worker.attention.paged import PagedAttention
 from trimaran.worker.config.pretrained_config import PretrainedConfig
 from trimaran.worker.layers.activation import Activation
 from trimaran.worker.layers.embedding import ParallelLMHead, VocabParallelEmbedding
-from trimaran.worker.layers.grouped_qkv import (
+from trimaran.worker.layers.family_linear import (
     BiasedLMHead,
     GroupedQKVParallelLinear,
     sum_of_products,

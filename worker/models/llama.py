@@ -1,4 +1,4 @@
-"""Llama: rotary positions, grouped queries, RMS norm, gated MLP."""
+"""Llama and Mistral: rotary positions, grouped queries, RMS norm, gated MLP."""
 
 from __future__ import annotations
 

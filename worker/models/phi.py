@@ -1,4 +1,4 @@
-"""Phi 1 and 2: a GPT-NeoX whose query, key and value lie apart, behind one norm."""
+"""Phi 1 and 2, built like GPT-NeoX, and Phi 3 and 4, built like Llama."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from trimaran.worker.config.engine_folder import EngineFolder, FolderKind
 from trimaran.worker.config.pretrained_config import PretrainedConfig
 from trimaran.worker.layers.linear import LayerContext
 from trimaran.worker.models.deepseek import DeepseekV2ForCausalLM, DeepseekV3ForCausalLM
-from trimaran.worker.models.gemma2 import (
+from trimaran.worker.models.gemma import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3ForConditionalGeneration,
@@ -36,7 +36,7 @@ from trimaran.worker.models.llama import (
 )
 from trimaran.worker.models.mixtral import MixtralForCausalLM
 from trimaran.worker.models.phi import Phi3ForCausalLM, PhiForCausalLM
-from trimaran.worker.models.qwen_moe import (
+from trimaran.worker.models.qwen import (
     Qwen2ForCausalLM,
     Qwen2MoeForCausalLM,
     Qwen3ForCausalLM,

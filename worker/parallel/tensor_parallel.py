@@ -1,4 +1,4 @@
-"""The tensor-parallel group as layers see it."""
+"""The tensor-parallel group as layers see it, and outputs whose all-reduce is still due."""
 
 from __future__ import annotations
 

@@ -11,10 +11,14 @@ from trimaran.comm.collectives.tensor_group import TensorParallelGroup
 from trimaran.kernels.triton import logits as triton_logits
 from trimaran.kernels.triton import mask as triton_mask
 from trimaran.kernels.triton import sampling as triton_sampling
-from trimaran.worker.sampling.beam_candidates import BeamCandidates, beam_candidates, joined
 from trimaran.worker.sampling.candidates import LEAST_KEY, id_of_best_key, is_forbidden
 from trimaran.worker.sampling.draw import with_resets
-from trimaran.worker.sampling.sampler import SamplerOutput
+from trimaran.worker.sampling.outputs import (
+    BeamCandidates,
+    SamplerOutput,
+    beam_candidates,
+    joined,
+)
 from trimaran.worker.sampling.sampling_rows import FORBIDS, SamplingBatch, Want
 
 # Shapes: N sampled rows, V vocabulary, S a rank's shard of it, R rows, L longest sequence.

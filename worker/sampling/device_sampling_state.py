@@ -1,4 +1,4 @@
-"""The sampling parameters of all rows in a GPU's memory, where its kernels look them up."""
+"""Sampling parameters and bad words of all rows in GPU memory, where the kernels read them."""
 
 from __future__ import annotations
 

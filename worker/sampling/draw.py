@@ -1,4 +1,4 @@
-"""Random sampling: each row's filters, and a draw by Gumbel noise from what they leave."""
+"""Random sampling: filters, top-p decay, and a Gumbel-max draw from the remaining ids."""
 
 from __future__ import annotations
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from torch import Tensor
 
 from trimaran.worker.sampling import logits_processors
-from trimaran.worker.sampling.beam_candidates import BeamCandidates, beam_candidates
 from trimaran.worker.sampling.candidates import is_forbidden
 from trimaran.worker.sampling.draw import draw
+from trimaran.worker.sampling.outputs import SamplerOutput, beam_candidates
 from trimaran.worker.sampling.sampling_rows import FORBIDS, SamplingBatch, Want
-from trimaran.worker.steps.step_types import NO_ID
 
 # Shapes: N sampled rows, V vocabulary, R rows, L longest sequence.
 
@@ -29,26 +27,6 @@ PROCESSORS: tuple[tuple[Want, Processor], ...] = (
 """In order of application; each touches only the rows that ask for it."""
 
 
-@dataclass(slots=True)
-class SamplerOutput:
-    """Ids [N] int64 on the device; log-probabilities only if some row asked."""
-
-    token_ids: Tensor
-    log_probs: Tensor | None = None
-    beams: BeamCandidates | None = None
-    """Of the rows that are beams, whose ids mean nothing."""
-
-    is_stuck: Tensor | None = None
-    """bool [N]: whether every id is forbidden, so that the row's means nothing; None: no row
-    has any that is forbidden."""
-
-    def told_ids(self) -> Tensor:
-        """The ids as the host is told them: `NO_ID` where none may come."""
-        if self.is_stuck is None:
-            return self.token_ids
-        return self.token_ids.masked_fill(self.is_stuck, NO_ID)
-
-
 def sample(logits_NV: Tensor, batch: SamplingBatch, token_table_RL: Tensor) -> SamplerOutput:
     """Choose each row's next id. A row's result does not depend on the other rows.
 
@@ -59,7 +37,7 @@ def sample(logits_NV: Tensor, batch: SamplingBatch, token_table_RL: Tensor) -> S
     if wants & Want.RESET:
         batch.token_table = token_table_RL
     if batch.device_rows is not None:
-        # Imported only now: a CPU needs no Triton.
+        # The import waits for the first GPU step, because a CPU has no Triton.
         from trimaran.worker.sampling import device_sampler
 
         return device_sampler.sample(logits_NV, batch, token_table_RL)

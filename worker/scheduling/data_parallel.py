@@ -14,8 +14,8 @@ from typing import Any
 from trimaran.comm.errors import ErrorKind, RequestError
 from trimaran.comm.messages.messages import FinishReason, Submit
 from trimaran.worker.kv_cache.sequence_blocks import SequenceBlocks, root_hash
+from trimaran.worker.lora.adapter_messages import PIECE_BYTES, OutgoingAdapter
 from trimaran.worker.lora.manager import AdapterManager, AdapterOp
-from trimaran.worker.lora.sent import PIECE_BYTES, OutgoingAdapter
 from trimaran.worker.lora.store import num_piece_bytes
 from trimaran.worker.requests.request import Request, Sequence
 from trimaran.worker.sampling.beam_search import Candidates

@@ -1,1 +1,7 @@
-"""TODO room."""
+"""A rank as a process among others: front ends, supervisor and other ranks.
+
+Owns the connections to front ends, the loop that waits for work, and process settings.
+In: messages of front ends and the supervisor.
+Out: step messages, large payloads beside them, heartbeats.
+The engine knows nothing of sockets.
+"""

@@ -1,4 +1,4 @@
-"""What a step says, on its way to the front ends; large payloads are written aside."""
+"""Messages of a step to the front ends; large logits are written aside, within limits."""
 
 from __future__ import annotations
 

@@ -22,10 +22,10 @@ from trimaran.comm.messages.messages import (
 )
 from trimaran.comm.messages.supervisor_link import SupervisorLink
 from trimaran.worker.experts.reports import ASK
-from trimaran.worker.lora.sent import holds_ops
+from trimaran.worker.lora.adapter_messages import holds_ops
 from trimaran.worker.serving.frontend_link import Arrival, FrontendLinks
-from trimaran.worker.serving.garbage import GarbageCollection
 from trimaran.worker.serving.outbox import Outbox, check_remote_logits, fit_logits, too_slow
+from trimaran.worker.serving.rank_process import GarbageCollection
 from trimaran.worker.steps.lane_decisions import LaneDecisions
 from trimaran.worker.steps.step_times import Part
 from trimaran.worker.steps.step_types import SchedulerOutput

@@ -1,1 +1,7 @@
-"""TODO room."""
+"""One engine step as data, free of any policy.
+
+Owns `SchedulerOutput`, the decision sent to every rank, and `SampledTokens`, its result.
+In: arrays that the scheduler fills, and times that the loop measures.
+Out: encoded decisions, host buffers with their one copy to the device, step times.
+Every other room may import this one.
+"""

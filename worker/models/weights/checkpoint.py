@@ -1,4 +1,4 @@
-"""Which tensor of which file of a Hugging Face checkpoint is which weight of a model."""
+"""The files of a Hugging Face checkpoint, memory-mapped, and the weight each tensor fills."""
 
 from __future__ import annotations
 

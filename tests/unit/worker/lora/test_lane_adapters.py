@@ -14,7 +14,7 @@ from trimaran.comm.errors import ErrorKind, RequestError
 from trimaran.comm.messages.messages import Submit
 from trimaran.comm.messages.sampling_params import SamplingParams
 from trimaran.worker.config.engine_config import LoraConfig
-from trimaran.worker.lora.sent import OutgoingAdapter
+from trimaran.worker.lora.adapter_messages import OutgoingAdapter
 from trimaran.worker.lora.store import PIECE
 from trimaran.worker.lora.tensor_file import TensorFile
 from trimaran.worker.requests.request import Request

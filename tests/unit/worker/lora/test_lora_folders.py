@@ -21,11 +21,12 @@ from tests.unit.worker.lora_adapters import (
 from trimaran.comm.errors import ErrorKind, RequestError
 from trimaran.comm.messages.messages import KeepAdapter
 from trimaran.worker.config.engine_config import LoraConfig
-from trimaran.worker.lora import manager, sent, store
+from trimaran.worker.lora import adapter_messages as sent
+from trimaran.worker.lora import manager, store
+from trimaran.worker.lora.adapter_messages import ArrivingAdapter, OutgoingAdapter
 from trimaran.worker.lora.formats import AdapterFolders, read_folder, to_tensors, write_arrays
 from trimaran.worker.lora.layout import AdapterFormatError
 from trimaran.worker.lora.peft import PeftAdapter
-from trimaran.worker.lora.sent import ArrivingAdapter, OutgoingAdapter
 from trimaran.worker.lora.tensor_file import TensorFile
 
 LENGTH = 8

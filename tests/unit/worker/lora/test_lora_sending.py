@@ -8,8 +8,9 @@ from tests.unit.worker.lora_adapters import make_adapter, on_the_wire, write_pef
 from trimaran.comm.errors import ProtocolError, RequestError
 from trimaran.comm.messages.messages import KeepAdapter
 from trimaran.worker.config.engine_config import LoraConfig
-from trimaran.worker.lora import manager, sent
-from trimaran.worker.lora.sent import decode_ops, encode_ops, holds_ops
+from trimaran.worker.lora import adapter_messages as sent
+from trimaran.worker.lora import manager
+from trimaran.worker.lora.adapter_messages import decode_ops, encode_ops, holds_ops
 from trimaran.worker.lora.tensor_file import TensorFile
 
 PIECE_BYTES = 1000

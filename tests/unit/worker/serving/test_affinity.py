@@ -4,7 +4,7 @@ import os
 
 import torch
 
-from trimaran.worker.serving.garbage import near_cpus, pci_place, pin_near, ranges
+from trimaran.worker.serving.rank_process import near_cpus, pci_place, pin_near, ranges
 
 
 def test_the_kernels_list_of_near_processors_is_understood(tmp_path):

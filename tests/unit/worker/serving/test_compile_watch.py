@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from trimaran.worker.serving.garbage import watch_compilations
+from trimaran.worker.serving.rank_process import watch_compilations
 
 @triton.jit
 def add_one(x, n, SIZE: tl.constexpr):

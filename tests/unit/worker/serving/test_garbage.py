@@ -3,8 +3,8 @@
 import gc
 import weakref
 
-from trimaran.worker.serving import garbage
-from trimaran.worker.serving.garbage import GarbageCollection
+from trimaran.worker.serving import rank_process as garbage
+from trimaran.worker.serving.rank_process import GarbageCollection
 
 
 class Cycle:

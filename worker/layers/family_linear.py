@@ -1,4 +1,4 @@
-"""Query, key and value projections whose rows a checkpoint holds group by group."""
+"""Linear layers of single families: grouped QKV, a joint sum, head matrices, a biased head."""
 
 from __future__ import annotations
 

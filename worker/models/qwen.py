@@ -1,4 +1,4 @@
-"""Qwen 2 and Qwen 3 with experts: as the dense models but for a mixture in place of the MLP."""
+"""Qwen 2 and Qwen 3, dense and with a mixture of experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An adapter on its way from rank 0, which alone reads and checks it, to all ranks."""
+"""LoRA adapters and cache operations on their way from rank 0 to all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gemma 2: norms behind attention and MLP too, scaled embeddings, capped scores and logits."""
+"""Gemma 2 and Gemma 3 for text: norms behind attention and MLP, capped scores and logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When the engine's process looks for garbage: while it has nothing else to do."""
+"""The process of a rank: CPU affinity, garbage collection, start times, late compilation."""
 
 from __future__ import annotations
 

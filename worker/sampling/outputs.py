@@ -1,4 +1,4 @@
-"""The likeliest next ids of rows that are beams, with their log-probabilities."""
+"""The results of sampling: ids, log-probabilities, and candidates for beam search."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from trimaran.worker.sampling.candidates import largest
 from trimaran.worker.sampling.sampling_rows import TEMPERATURE, SamplingBatch, Want
 from trimaran.worker.steps.staging import to_device
+from trimaran.worker.steps.step_types import NO_ID
 
 # Shapes: N sampled rows, V vocabulary, n rows that are beams, K candidates of each.
 
@@ -87,3 +88,23 @@ def _padded(values_nK: Tensor, count: int, value: float) -> Tensor:
 def _to_host(source: Tensor) -> Tensor:
     memory = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
     return memory.copy_(source, non_blocking=True)
+
+
+@dataclass(slots=True)
+class SamplerOutput:
+    """Ids [N] int64 on the device; log-probabilities only if some row asked."""
+
+    token_ids: Tensor
+    log_probs: Tensor | None = None
+    beams: BeamCandidates | None = None
+    """Of the rows that are beams, whose ids mean nothing."""
+
+    is_stuck: Tensor | None = None
+    """bool [N]: whether every id is forbidden, so that the row's means nothing; None: no row
+    has any that is forbidden."""
+
+    def told_ids(self) -> Tensor:
+        """The ids as the host is told them: `NO_ID` where none may come."""
+        if self.is_stuck is None:
+            return self.token_ids
+        return self.token_ids.masked_fill(self.is_stuck, NO_ID)
