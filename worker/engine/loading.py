@@ -30,9 +30,9 @@ from trimaran.worker.experts.balance import balance_experts
 from trimaran.worker.experts.loads import ExpertLoads
 from trimaran.worker.kv_cache.manager import KVCacheManager
 from trimaran.worker.kv_cache.sizing import blocks_that_fit, free_bytes
+from trimaran.worker.lora.adapter_messages import OutgoingAdapter, Row
 from trimaran.worker.lora.layout import AdapterLayout
 from trimaran.worker.lora.manager import AdapterManager
-from trimaran.worker.lora.adapter_messages import OutgoingAdapter, Row
 from trimaran.worker.lora.store import AdapterStore, HostSlots, Slots
 from trimaran.worker.models.first_table import looks_up_first_product, make_first_table
 from trimaran.worker.models.interfaces import CausalLM
