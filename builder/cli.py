@@ -30,11 +30,7 @@ from trimaran.builder.settings import (
 )
 from trimaran.builder.stop_signals import run_stoppable
 from trimaran.comm.files.flag_values import positive
-from trimaran.worker.config.engine_folder import (
-    EngineFolder,
-    FolderKind,
-    RankMapping,
-)
+from trimaran.worker.config.engine_folder import EngineFolder, FolderKind, RankMapping
 from trimaran.worker.config.pretrained_config import PretrainedConfig
 
 _FOREIGN = (*CONVERT_FLAGS, *BUILD_FLAGS, *PLUGIN_FLAGS)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.files.input_files import parse_json, read_text
@@ -23,9 +23,6 @@ from trimaran.worker.config.checkpoint_folder import (
 from trimaran.worker.config.pretrained_config import PretrainedConfig
 from trimaran.worker.config.shard_file import read_header
 from trimaran.worker.config.stages import stage_sizes
-
-if TYPE_CHECKING:
-    from trimaran.worker.config.engine_folder import RankMapping
 
 _OF_MODEL = (
     "architecture", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
