@@ -77,7 +77,8 @@ class SchedulerConfig:
     """Longest prompt."""
 
     policy: str = "guaranteed_no_evict"
-    """``max_utilization``, ``guaranteed_no_evict`` or ``static_batch``."""
+    """``max_utilization``, ``guaranteed_no_evict``, ``static_batch``, or the import path of an
+    `AdmissionPolicy`, see `worker/scheduling/admission_policy.py`."""
 
     batching: str = "inflight_fused_batching"
     """``inflight_fused_batching`` or ``V1``."""

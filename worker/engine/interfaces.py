@@ -191,7 +191,7 @@ class StepAdapters(Protocol):
 
     @property
     def has_ops(self) -> bool:
-        """Whether ranks are to be told of adapters."""
+        """Whether there are adapter operations to send to ranks."""
         ...
 
     def take_ops(self) -> list[Any]:

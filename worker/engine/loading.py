@@ -358,8 +358,8 @@ def load_adapters(
     manager = AdapterManager(layout, config, element_bytes, size, num_rows)
     manager.is_packed = store.is_packed
     found = manager.prefetch() if is_leader else iter(())
-    while (told := links.all_gather(_next_of(found))[0]) is not None:
-        number, rows, pieces = told
+    while (adapter := links.all_gather(_next_of(found))[0]) is not None:
+        number, rows, pieces = adapter
         store.expect(number, rows)
         for piece in pieces:
             store.take_piece(number, piece)

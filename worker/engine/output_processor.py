@@ -173,7 +173,7 @@ class EngineStats:
         active = self._scheduler.num_active if last is None else self._num_active
         scheduled = 0 if last is None else last.num_scheduled
         context = 0 if last is None else last.num_context
-        pauses = self._scheduler.preemptions
+        preempted = self._scheduler.preemptions
         return {
             "active_requests": active,
             "max_requests": len(self._loaded.caches) * self._loaded.limits.max_num_seqs,
@@ -181,9 +181,9 @@ class EngineStats:
             "context_requests": context,
             "waiting_requests": active - scheduled,
             "generation_requests": scheduled - context,
-            "paused_requests": pauses.num_waiting,
-            "paused_sequences": pauses.num_sequences,
-            "paused_tokens": pauses.num_tokens,
+            "paused_requests": preempted.num_waiting,
+            "paused_sequences": preempted.num_sequences,
+            "paused_tokens": preempted.num_tokens,
             "total_context_tokens": 0 if last is None else last.num_context_tokens,
             "total_generation_tokens": 0 if last is None else last.num_generation_tokens,
         }

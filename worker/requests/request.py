@@ -330,7 +330,7 @@ class Request:
         for word in self.sampling.stop_words:
             if word:
                 self.stop_words.setdefault(word[-1], []).append(list(word))
-        # Of beams the scheduler knows one; the others are its group's.
+        # A beam search starts with the leader; its group makes the other beams.
         is_beam = self.sampling.beam_width > 1
         for position in range(1 if is_beam else self.sampling.num_return_sequences):
             ids = self.prompt_ids + self.output_ids

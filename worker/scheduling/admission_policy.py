@@ -136,7 +136,7 @@ class MaxUtilization(AdmissionPolicy):
 
     A sequence starts if all sequences are expected to end before the blocks run out
     (`KVForecast`), or if a preemption would cost less than the row that stays unused
-    (`RecomputeCost`). With a host cache, preempted sequences resume in turn with running ones
+    (`RecomputeCost`). With a host cache, preempted sequences take turns with running ones
     (`ResumeRotation`).
     """
 
@@ -188,7 +188,7 @@ class MaxUtilization(AdmissionPolicy):
         return int(self.cache.num_blocks * _WATERMARK)
 
     def victim(self, batch: Batch) -> Sequence | None:
-        """The running sequence whose turn is over, if a preempted one waits for its turn."""
+        """The running sequence that a preempted one replaces now, if any."""
         if self._never_full or batch.swap_ins:
             return None
         return self._rotation.victim(batch.running, self.queue.sequences, batch.step)

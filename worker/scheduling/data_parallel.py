@@ -248,7 +248,7 @@ class DataParallelAdapters:
 
     @property
     def has_ops(self) -> bool:
-        """Whether processes of any dp rank are to be told of adapters."""
+        """Whether any dp rank has adapter operations to send."""
         return any(rank.has_ops for rank in self.ranks)
 
     def take_ops(self) -> list[list[AdapterOp]]:

@@ -28,7 +28,7 @@ class Rows:
         self._give_back(sequence)
 
     def leave(self, sequence: Sequence) -> None:
-        """Take rows back; the next decision tells every rank."""
+        """Take rows back; the next decision names them to every rank."""
         self._finished += self._give_back(sequence)
 
     def take_finished(self) -> list[int]:

@@ -26,7 +26,7 @@ _NO_COPIES = int32s((), 3)
 _NO_TRANSFERS = int32s((), 4)
 _NONE = int32s(())
 
-_COMPUTED_AGAIN = 512
+_MOST_RECOMPUTED = 512
 """Most tokens that a step recomputes after preemptions, beside other sequences."""
 
 
@@ -96,7 +96,7 @@ class StepPlan:
         self.step = step
         self.budget = budget
         """Tokens that may still be scheduled."""
-        self._again = _COMPUTED_AGAIN if can_cut else budget
+        self._recompute_budget = _MOST_RECOMPUTED if can_cut else budget
         self.has_preempted = False
         self.transfers = _NO_TRANSFERS
         self.first_samples: list[Sequence] = []
@@ -126,7 +126,7 @@ class StepPlan:
         """
         if not num_others or not sequence.num_output_tokens or sequence.beams is not None:
             return self.budget
-        return min(self.budget, self._again + num_later)
+        return min(self.budget, self._recompute_budget + num_later)
 
     def add_decode(self, sequence: Sequence, start: int) -> None:
         """Schedule one decode: the token at ``start``, with the next one sampled."""
@@ -151,7 +151,7 @@ class StepPlan:
             entries.chunks.append(chunk)
         self.budget -= chunk
         if chunk > 1 and sequence.num_output_tokens:
-            self._again -= chunk
+            self._recompute_budget -= chunk
         if is_prompt:
             self._num_context += 1
             self._num_context_tokens += chunk

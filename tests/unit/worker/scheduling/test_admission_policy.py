@@ -40,3 +40,14 @@ def test_a_policy_is_found_by_its_import_path_and_decides_order_and_admission():
 def test_a_policy_that_is_none_is_refused(name):
     with pytest.raises(ConfigError, match=r"guaranteed_no_evict, max_utilization, static"):
         Planner(policy=name)
+
+
+def test_an_engine_serves_by_a_policy_of_ones_own(make_engine, prompt_of):
+    outputs = []
+    for policy in ("max_utilization", f"{__name__}.ShortestPromptFirst"):
+        driver = make_engine(policy=policy)
+        prompts = [prompt_of(length, length) for length in (30, 9, 17, 4)]
+        outputs.append(driver.serve(prompts))
+        driver.check_idle()
+
+    assert outputs[0] == outputs[1]
