@@ -1,1 +1,6 @@
-"""TODO room."""
+"""The subcommands of `trimaran`: one module each, found by `main.py` by their names.
+
+In come the words of a command line; out go printed lines and an exit code: 0, 1 for a failure,
+2 for what the operator must change. Each module has `add_arguments(parser)` and `run(args)`.
+`build`, `client` and `bench` live in packages of their own; `main.SUBCOMMANDS` lists all.
+"""

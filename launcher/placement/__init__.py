@@ -1,1 +1,7 @@
-"""TODO room."""
+"""Where ranks run: hosts, GPUs and slots, and which way of starting ranks works here.
+
+In come the groups of all models, the named or allocated hosts and the running groups; out go a
+host and a device for every rank, or the reason why there is no room. `placement.py` is the
+algorithm, `group_placement.py` applies it to worker groups. `preflight.py` checks the machine
+itself: ports, shared memory, GPUs, host names.
+"""
