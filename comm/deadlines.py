@@ -1,4 +1,4 @@
-"""Waiting with a deadline: spin briefly, then sleep longer and longer."""
+"""Deadlines: polling waits, the longest waits of a rank in a step, and the watchdog."""
 
 from __future__ import annotations
 
@@ -57,33 +57,33 @@ def wait_for(
 
 
 _SHORTEST, _LONGEST = 0.8, 0.88
-"""Of the hang timeout: whoever waits names who is missing before its watchdog ends it."""
+"""Parts of the hang timeout: a waiting rank reports the missing one before its own watchdog."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimeouts:
     """The longest waits of one rank in a step, in seconds.
 
-    When a rank is lost all others wait within moments, most of them for ranks that wait
-    too. The one that waits for the lost one itself is to give up first, as what it says is
-    what the operator reads.
+    When a rank is lost all others soon wait, most of them for ranks that wait too. The rank
+    that waits for the lost rank itself gives up first, so that the first error names the
+    rank that was lost.
     """
 
     hidden_s: float
-    """For the stage before."""
+    """For the hidden states of the stage before."""
 
     tensor_s: float
-    """For the other ranks of the tensor group, which get their hidden states by themselves."""
+    """For collectives of the tensor group, whose ranks wait for hidden states before."""
 
     experts_s: float
-    """For the ranks of other lanes, each of which sums over its tensor group before."""
+    """For the expert all-to-all, whose ranks wait for their tensor groups before."""
 
     results_s: float
-    """On rank 0 for what the last stage sampled, behind all of these."""
+    """On rank 0 for the results of the last stage, after all of these waits."""
 
     @classmethod
     def of(cls, topology: ParallelLayout, hang_timeout_s: float) -> StepTimeouts:
-        """Those of a rank, by its stage."""
+        """The timeouts of a rank, by its stage."""
         num_waits = 3 * topology.pp_size
 
         def behind(number: int) -> float:
@@ -99,7 +99,7 @@ _LONGEST_PERIOD_S = 1.0
 
 
 class Watchdog:
-    """Watches one activity of the main thread at a time.
+    """A thread that ends the job when one activity of the main thread takes too long.
 
     `watch` and `pause` only store two values, so they belong around every step. The
     thread looks about four times per hang timeout, at most once a second: a hang is
@@ -122,7 +122,7 @@ class Watchdog:
         self._deadline = time.monotonic() + limit
 
     def pause(self) -> None:
-        """Nothing is going on that could hang."""
+        """No activity runs that could hang."""
         self._deadline = float("inf")
 
     def stop(self) -> None:
@@ -146,7 +146,7 @@ class Watchdog:
             late_s,
         )
         try:
-            # Of more than a hundred threads the oldest are left out, and this is the first.
+            # The dump leaves out the oldest of more than a hundred threads, the main one first.
             frame = sys._current_frames().get(threading.main_thread().ident or 0)
             if frame is not None:
                 traceback.print_stack(frame, file=sys.stderr)

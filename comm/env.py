@@ -1,4 +1,4 @@
-"""The environment variables that Trimaran's own processes hand to each other."""
+"""The environment variables that Trimaran's processes pass to their children."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LOG_FORMAT = "TRIMARAN_LOG_FORMAT"
 LOG_LEVEL = "TRIMARAN_LOG_LEVEL"
 LOG_DIR = "TRIMARAN_LOG_DIR"
 LOG_PIPE = "TRIMARAN_LOG_PIPE"
-"""A path to the common log, for a process whose output whoever starts it loses."""
+"""A path to the common log, for a process whose starter drops its output."""
 
 JOB = "TRIMARAN_JOB"
 """Set in a job that the supervisor did not start: rank 0 alone knows the supervisor."""
@@ -24,19 +24,19 @@ JOB = "TRIMARAN_JOB"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChildEnv:
-    """What the supervisor tells a child before the child can connect to it."""
+    """What a child needs to know to connect to the supervisor."""
 
     supervisor: str
     """Address of the supervisor: ``unix:/path`` or ``tcp:host:port``."""
 
     token: str
-    """One-time secret of this run; opens every connection of it."""
+    """One-time secret of this run, shown on every connection."""
 
     group: str = ""
     """Name of the worker group this process belongs to; empty for a front end."""
 
     incarnation: int = -1
-    """Which start of the group this process belongs to; -1 if that is not said."""
+    """The incarnation of the group that this process belongs to; -1 if unknown."""
 
     log_format: str = "text"
     """``text`` or ``json``."""

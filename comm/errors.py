@@ -1,4 +1,4 @@
-"""The error tree, by who must act, and how each kind appears on the wire."""
+"""The error tree by who must act: operator, client, or developer; and each kind on the wire."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ConfigError(TrimaranError, ValueError):
 
 
 class RequestError(TrimaranError):
-    """The client must change or repeat this request. Everything else carries on."""
+    """The client must change or repeat this request. Other requests go on."""
 
     def __init__(self, message: str, kind: ErrorKind = ErrorKind.INVALID_ARG) -> None:
         super().__init__(message)
@@ -45,14 +45,14 @@ class RequestError(TrimaranError):
 
 
 class RefusedError(RequestError):
-    """Nothing of this request has begun, for want of room; it may be sent again."""
+    """The request was refused for want of room before it began; it may be sent again."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, ErrorKind.UNAVAILABLE)
 
 
 class EngineDeadError(RequestError):
-    """What would run, or ran, this request is gone, and it could not be replayed."""
+    """The worker group of this request is gone, and the request could not be replayed."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, ErrorKind.UNAVAILABLE)

@@ -52,7 +52,7 @@ class _JsonFormatter(logging.Formatter):
 class _LossyStreamHandler(logging.StreamHandler):  # type: ignore[type-arg]
     """Drops lines that cannot be written: a full disk must not stop serving.
 
-    The first one that a file lacks is told to the other handlers.
+    The first line that a file lacks is reported to the other handlers.
     """
 
     def __init__(self, stream: TextIO, path: str = "") -> None:
@@ -72,9 +72,9 @@ class _LossyStreamHandler(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 def join_log(path: str) -> None:
-    """Let all that this process writes, C libraries included, go to a pipe of this host.
+    """Redirect the output of this process, C libraries included, to a pipe of this host.
 
-    One that cannot be opened changes nothing.
+    A pipe that cannot be opened changes nothing.
     """
     try:
         pipe = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
@@ -97,11 +97,11 @@ def setup_logging(
 ) -> None:
     """Log to stderr, where INFO is dropped on ranks above 0.
 
-    The level is the root logger's alone, so that it can be changed while the process runs.
+    The level is that of the root logger, so that it can be changed while the process runs.
 
-    With ``directory`` also, complete, to a file of this process's own there, such as
-    ``frontend.log`` or ``GROUP-rank1.log``, to which its next incarnation appends. One that
-    cannot be opened costs these lines alone, and is told to the others.
+    With ``directory`` every line also goes to a file of this process there, such as
+    ``frontend.log`` or ``GROUP-rank1.log``, to which its next incarnation appends. A file
+    that cannot be opened is reported on stderr.
     """
     formatter: logging.Formatter
     if log_format == "json":
@@ -134,7 +134,7 @@ def setup_logging(
 
 
 def _opened(path: str) -> TextIO:
-    """A log file to append to, held open for the life of the process. Its folder may have been
-    deleted since the server's start, and is made again."""
+    """A log file to append to, held open for the life of the process. Its folder is made
+    again if it was deleted since the server's start."""
     os.makedirs(os.path.dirname(path), exist_ok=True)
     return open(path, "a", encoding="utf-8", errors="backslashreplace", buffering=1)

@@ -1,4 +1,4 @@
-"""Where a rank stands in its group: parallel axes, coordinates and neighbours."""
+"""The parallel layout of a group: axis sizes, coordinates of a rank, and its peer groups."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Coord:
 class ParallelLayout:
     """Sizes of the parallel axes as seen from one rank.
 
-    Ranks of one tensor group are neighbours, and so are those of one lane:
+    Ranks of one tensor group are neighbours, and so are those of one data-parallel lane:
     rank = (dp * pp_size + pp) * tp_size + tp.
     """
 
@@ -31,7 +31,7 @@ class ParallelLayout:
     tp_size: int = 1
     pp_size: int = 1
     dp_size: int = 1
-    """Lanes: copies of the attention layers, each with requests of its own."""
+    """Data-parallel lanes: copies of the attention layers, each with requests of its own."""
 
     hosts: tuple[str, ...] = ()
     """Host of every rank; empty means that all share one."""
@@ -54,7 +54,7 @@ class ParallelLayout:
 
     @property
     def lane_size(self) -> int:
-        """Ranks of a lane."""
+        """Ranks of a data-parallel lane."""
         return self.tp_size * self.pp_size
 
     @property
@@ -74,7 +74,7 @@ class ParallelLayout:
 
     @property
     def dp_rank(self) -> int:
-        """Lane."""
+        """Data-parallel rank: the lane."""
         return self.coord.dp
 
     @property
@@ -96,7 +96,7 @@ class ParallelLayout:
 
     @property
     def stage_ranks(self) -> tuple[int, ...]:
-        """The ranks that hold this rank's layers in any lane, lane by lane."""
+        """The ranks that hold this rank's layers in every lane, in order of lanes."""
         first = self.pp_rank * self.tp_size
         return tuple(
             lane + first + tp
@@ -105,7 +105,7 @@ class ParallelLayout:
         )
 
     def output_rank_of(self, lane: int) -> int:
-        """The rank that knows what a lane has sampled: the first of its last stage."""
+        """The rank that sends a lane's tokens to rank 0: the first of its last stage."""
         return (lane + 1) * self.lane_size - self.tp_size
 
     @property

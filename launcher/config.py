@@ -32,7 +32,8 @@ class GroupConfig:
 
     launch: str = "mpirun"
     """``mpirun``, ``srun``, ``spawn`` (by the orchestrator), ``prestarted`` (a part of one
-    job's ranks), ``job`` (the job that we are a task of) or ``none`` (one plain process)."""
+    job's ranks), ``job`` (the MPI job that this process is a task of) or ``none`` (one
+    plain process)."""
 
     hosts: tuple[HostSlots, ...] = ()
     """Where the ranks run, in order; empty means this host, or where the job puts them."""
@@ -69,7 +70,7 @@ class MpiConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPolicy:
-    """How often a dead child is started again."""
+    """How often a child that died is started again."""
 
     max_restarts: int = 3
     """Restarts within ``window_s``; 0 means never."""
@@ -99,15 +100,15 @@ class ServeConfig:
     """Everything that the supervisor needs to know."""
 
     advertise_address: str = ""
-    """Address under which ranks of other hosts reach the supervisor; empty: none are."""
+    """Where ranks of other hosts reach the supervisor; empty without such ranks."""
 
     frontend: FrontendConfig
     groups: tuple[GroupConfig, ...]
     """The groups to start with; others come when models are loaded while serving."""
 
     world_size: int = 0
-    """Ranks of the one job that prestarted groups share, the orchestrator's place with
-    them; 0 without such groups."""
+    """Ranks of the one MPI job that prestarted groups share, with the idle rank 0; 0 without
+    such groups."""
 
     world_hosts: tuple[HostSlots, ...] = ()
     """Where mpirun puts the ranks of that job, in order; empty means this host."""
@@ -138,4 +139,4 @@ class ServeConfig:
     """What was accepted without effect, and why groups start as they do, for the log."""
 
     picture: str = ""
-    """Who sits where, as lines of text."""
+    """The placement of all ranks, as lines of text."""

@@ -1,4 +1,4 @@
-"""Spawns groups of ranks through MPI, one after the other, and minds MPI's daemon."""
+"""Spawns groups of ranks through MPI, one after the other, and watches MPI's daemon."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from trimaran.comm.messages.messages import Command
 from trimaran.comm.messages.supervisor_link import SupervisorLink
 from trimaran.comm.mpi import MPI, library_version
 
-_NOBODY_HAS_THIS_NAME = "trimaran-is-anybody-there"
+_UNPUBLISHED_NAME = "trimaran-is-anybody-there"
 _NO_PROGRAM = "/proc/self/no-such-program"
 
 
 class SpawnDaemon:
-    """The process below this one from which MPI starts ranks, and that minds them.
+    """The process below this one from which MPI starts ranks and watches them.
 
-    All spawned ranks are its children and die with it. MPI itself neither notices its death
-    nor that it hangs, and every later Spawn would wait for ever.
+    All spawned ranks are its children and die with it. MPI does not notice when the daemon
+    dies or hangs: every later Spawn would wait for ever.
     """
 
     def __init__(self) -> None:
-        """Have MPI start it.
+        """Have MPI start the daemon.
 
-        MPI does so within the first Spawn, and badly when another Spawn runs by then. So
-        that first one is of a program that does not exist, which fails at once.
+        MPI does so within the first Spawn, which must not overlap with another one. That
+        first Spawn is therefore of a program that does not exist and fails at once.
 
         Raises:
-            ConfigError: it did not start.
+            ConfigError: the daemon did not start.
         """
         with contextlib.suppress(MPI.Exception):
             MPI.COMM_SELF.Spawn(_NO_PROGRAM, maxprocs=1)
@@ -61,13 +61,13 @@ class SpawnDaemon:
         return self._pid_fd
 
     def ask(self) -> None:
-        """Have it answer a question; returns only when it has.
+        """Wait until the daemon has answered a look-up.
 
         Raises:
-            MPI.Exception: it cannot be asked any more.
+            MPI.Exception: the daemon cannot be reached.
         """
         try:
-            MPI.Lookup_name(_NOBODY_HAS_THIS_NAME)
+            MPI.Lookup_name(_UNPUBLISHED_NAME)
         except MPI.Exception as error:
             if error.Get_error_class() != MPI.ERR_NAME:
                 raise
@@ -78,20 +78,20 @@ Key = tuple[str, int]
 
 _ENV = "/usr/bin/env"
 _PATIENCE_S = 15.0
-"""A Spawn takes a second or two; after this time the next one no longer waits for it."""
+"""A Spawn takes a second or two; after this time the next group no longer waits for it."""
 
 _LONGEST_PERIOD_S = 3.0
 
 
 class Spawner:
-    """The loop of the orchestrator; it sleeps in the kernel until the supervisor speaks.
+    """The loop of the orchestrator, which sleeps in the kernel until a command arrives.
 
     Spawn is called in a side thread: it never returns when a rank dies before MPI_Init, and
-    that must not keep other groups from being spawned. One runs at a time, since several at
-    once fail or hang when a rank of one dies; one that is given up is left behind, which
-    each having a communicator of its own allows. What was spawned is not minded through
-    MPI, whose probes do not tell of a death: the supervisor, to which every rank is
-    connected, sees it at once. Nor is it ever freed: that may hang once a rank is gone.
+    that must not keep other groups from being spawned. One call runs at a time, since
+    concurrent calls fail or hang when a rank of one dies. A call that does not return is left
+    behind, as each has a communicator of its own. Spawned ranks are not watched through MPI,
+    whose probes do not report a death: the supervisor, to which every rank is connected, sees
+    it at once. The communicators are never freed: that may hang once a rank is gone.
     """
 
     def __init__(self, link: SupervisorLink, watchdog: Watchdog) -> None:
@@ -153,7 +153,7 @@ class Spawner:
                 self._running = None
 
     def _take_finished(self) -> None:
-        """Take note of what the spawning threads have done."""
+        """Take in the Spawn calls that have returned."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake_fd)
         while self._finished:

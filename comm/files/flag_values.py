@@ -7,7 +7,7 @@ import argparse
 _TRUE = ("true", "1", "yes", "on")
 _FALSE = ("false", "0", "no", "off")
 _MAX_WHOLE = (1 << 31) - 1
-"""What gRPC, torch and messages between processes hold, whichever of them a flag reaches."""
+"""The largest value that gRPC, torch and messages between processes all hold."""
 _MAX_BYTES = (1 << 63) - 1
 _MAX_WORKERS = 1024
 """Threads of a rank, or processes of a command, at most: as many as Linux binds to cores."""

@@ -1,4 +1,4 @@
-"""Files that operators and clients write: their encoding, and what is no file there."""
+"""Reads files that operators write: text, JSON, and special tokens of a tokenizer's folder."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from typing import Any
 from trimaran.comm.errors import ConfigError
 
 UTF8 = "utf-8-sig"
-"""UTF-8 in which a byte order mark at the beginning, as editors on Windows put there, is no
-part of the text."""
+"""UTF-8 that drops a byte order mark, which editors on Windows put at the beginning."""
 
 _KINDS = {
     stat.S_IFIFO: "a FIFO",
@@ -24,7 +23,7 @@ _KINDS = {
 
 
 class NoFileError(OSError):
-    """At a path is something that can be opened or waited for, but not read as a file."""
+    """The path leads to a FIFO, socket or device, which is not read as a file."""
 
     def __init__(self, path: str | os.PathLike[str], kind: str) -> None:
         super().__init__(errno.EINVAL, f"it is {kind}, not a file", os.fspath(path))
@@ -34,10 +33,10 @@ class NoFileError(OSError):
 
 
 def require_file(path: str | os.PathLike[str]) -> None:
-    """See to it that reading a path ends: a FIFO is open when somebody writes to it, if ever.
+    """Refuse a path whose reading may never end, such as a FIFO without a writer.
 
     Raises:
-        OSError: nothing is there, or it is a `NoFileError`. Folders are for who opens them.
+        OSError: the path does not exist; `NoFileError`: it is no file. Folders pass.
     """
     kind = _KINDS.get(stat.S_IFMT(os.stat(path).st_mode))
     if kind is not None:
@@ -57,7 +56,7 @@ def read_text(path: str | os.PathLike[str]) -> str:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """What a file or an argument says in JSON.
+    """The value of a JSON text.
 
     Raises:
         ValueError: it is none, or nested deeper than can be read.
@@ -69,8 +68,8 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def unreadable(what: str, error: OSError | UnicodeError) -> ConfigError:
-    """The refusal of a file or folder of the operator's, with what to do about it; ``what``
-    names it and stands before "cannot be read"."""
+    """The error for an unreadable file or folder, with a remedy; ``what`` names it and stands
+    before "cannot be read"."""
     return ConfigError(f"{what} cannot be read: {error}. {_remedy(error)}")
 
 
@@ -87,7 +86,7 @@ def _remedy(error: OSError | UnicodeError) -> str:
 
 
 FILES = ("tokenizer_config.json", "special_tokens_map.json")
-"""Older tokenizers have the second; where both name a token, the first counts."""
+"""Older tokenizers have the second file; where both name a token, the first counts."""
 
 
 def special_tokens(folder: Path, names: tuple[str, ...]) -> dict[str, str]:

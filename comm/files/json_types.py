@@ -1,4 +1,4 @@
-"""The JSON types that keys of configuration files have, held against what a file says."""
+"""The JSON types that keys of configuration files must have, and the check against them."""
 
 from __future__ import annotations
 

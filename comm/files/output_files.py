@@ -65,7 +65,7 @@ def make_folder(flag: str, path: str | os.PathLike[str]) -> None:
 
 
 def make_writable_folder(flag: str, path: str) -> str:
-    """`make_folder` for files of ours; the folder from the root on.
+    """`make_folder` for a folder that must be writable; its absolute path.
 
     Raises:
         ConfigError: none can be made there.

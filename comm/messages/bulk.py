@@ -1,4 +1,4 @@
-"""Large payloads between processes of one host: nameless shared memory beside a message."""
+"""Large payloads between processes of one host, in nameless shared memory beside a message."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _MAPPED_BYTES = 16 << 20
 _POPULATED = mmap.MAP_SHARED | mmap.MAP_POPULATE
 
 Handle = list[int]
-"""Process id, descriptor, bytes, and the number that gives the memory back."""
+"""Process id, descriptor, size in bytes, and the number that `release` takes."""
 
 
 class BulkSender:
-    """The sending end. Memory is held until its receiver gives it back, or is gone.
+    """The sending end. Memory is held until its receiver releases it, or is gone.
 
     No name in a file system: the kernel frees the memory with the last process that has it,
     however that ends.
@@ -38,7 +38,7 @@ class BulkSender:
 
     @property
     def num_held(self) -> int:
-        """Payloads that were not given back."""
+        """Payloads that are not released yet."""
         return sum(map(len, self._held.values()))
 
     def put(self, receiver: Hashable, parts: Iterable[memoryview]) -> Handle:
@@ -63,7 +63,7 @@ class BulkSender:
         return [os.getpid(), fd, num_bytes, number]
 
     def release(self, receiver: Hashable, numbers: Iterable[int]) -> None:
-        """The receiver has opened these, or does not want them; unknown ones are ignored."""
+        """Free payloads that the receiver has opened or does not want; ignores unknown ones."""
         held = self._held.get(receiver, {})
         for number in numbers:
             if number in held:
@@ -76,8 +76,8 @@ class BulkSender:
 
 
 def open_bulk(handle: Handle) -> memoryview:
-    """A payload, to be read: a large one is mapped, which takes a descriptor for as long as
-    somebody looks at it; of others this is a copy.
+    """A read-only payload: a large one is mapped, which takes a descriptor for as long as
+    the view lives; a small one is copied.
 
     Raises:
         ProtocolError: the memory cannot be opened, or is shorter.

@@ -1,4 +1,4 @@
-"""A child's connection to its supervisor: configuration in, states out, death on its loss."""
+"""A child's control connection to its supervisor; its loss ends the child."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _RECEIVE_BYTES = 64 << 10
 
 
 class SupervisorLink:
-    """The open connection. Its reading thread ends the process when the supervisor is gone.
+    """A child's control connection. Its reading thread ends the process with the supervisor.
 
     A process whose supervisor has ended, however that happened, must not live on: the
     thread ends it at once, whatever the other threads are doing.
@@ -59,7 +59,7 @@ class SupervisorLink:
     def connect(
         cls, env: ChildEnv, role: str, rank: int = 0, world_size: int = 1
     ) -> tuple[SupervisorLink, dict[str, Any]]:
-        """Introduce this process; the link and the configuration that came back.
+        """Connect and say hello; the connection, and the configuration from the supervisor.
 
         Raises:
             OSError: the supervisor does not listen.

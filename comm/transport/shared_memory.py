@@ -1,4 +1,4 @@
-"""Memory that several processes of one host map, and sleeping on a word of it."""
+"""Memory that several processes of one host map, and futex waits on its words."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class SharedSegment:
         return memoryview(self.map).cast("Q")
 
     def close_descriptor(self) -> None:
-        """Free the descriptor once everybody has attached; the mapping stays."""
+        """Free the descriptor once all processes have attached; the mapping stays."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

@@ -1,4 +1,4 @@
-"""Addresses of our own listeners: ``unix:/path`` or ``tcp:host:port``."""
+"""Sockets between our processes: addresses, frames on a byte stream, and other hosts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Address:
         """A connected blocking socket with that time limit on every call.
 
         Raises:
-            OSError: nobody listens there within ``timeout_s``.
+            OSError: no listener answers there within ``timeout_s``.
         """
         if self.path:
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -118,7 +118,7 @@ DIAL_TIMEOUT_S = 5.0
 
 def own_addresses() -> list[str]:
     """This host's IPv4 addresses: of the interfaces that ``GLOO_SOCKET_IFNAME`` names, or
-    else ``NCCL_SOCKET_IFNAME`` in its way, if any of them is here."""
+    else ``NCCL_SOCKET_IFNAME`` in NCCL's syntax, if any of them exists here."""
     import psutil  # only where ranks are on several hosts
 
     interfaces = psutil.net_if_addrs()
@@ -134,7 +134,7 @@ def own_addresses() -> list[str]:
 
 
 def _chosen(interfaces: Iterable[str]) -> list[str]:
-    """The interfaces that the environment names; none if it names none that is here."""
+    """The interfaces that the environment selects; empty for all."""
     exact = _names(os.environ.get("GLOO_SOCKET_IFNAME", ""))
     if exact:
         return [name for name in interfaces if name in exact]

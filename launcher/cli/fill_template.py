@@ -11,7 +11,7 @@ from trimaran.comm.errors import ConfigError
 from trimaran.comm.files.input_files import UTF8, require_file
 from trimaran.comm.files.output_files import replace_text
 
-# Substituted even when nobody gives them, as their documented default is "no limit".
+# Substituted without being given too: the documented default is "no limit".
 DEFAULTS = {"max_queue_size": "0", "max_queue_delay_microseconds": "0"}
 
 
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     path = Path(args.file_path)
     try:
         if args.in_place:
-            # A pipe can be read, but what is put in its place is read by nobody.
+            # Replacing a pipe by a file would be of no use to its reader.
             require_file(path)
         text = path.read_text(encoding=UTF8)
     except (OSError, UnicodeDecodeError) as error:
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     for key in values:
         if key not in text:
             raise ConfigError(f"key '{key}' does not exist in the file {path}.")
-    # Kept from the replaced tool: such a key is no error, as scripts fill a file twice.
+    # As in the tool of Triton's TensorRT-LLM backend: scripts fill a file twice.
     for key in sorted(values.keys() - placeholders(text)):
         print(
             f"trimaran fill-template: {path} has no ${{{key}}} left to fill: what stands there "

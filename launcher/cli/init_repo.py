@@ -28,8 +28,8 @@ DEFAULTS = {
     "postprocessing_instance_count": "1",
     "bls_instance_count": "1",
 }
-# The scripts of the replaced system, by their documented paths, and the command that each
-# one stands for.
+# The scripts of Triton's TensorRT-LLM backend, by their documented paths, and the command
+# that stands for each.
 SCRIPTS = {
     "scripts/launch_triton_server.py": ("serve",),
     "tools/fill_template.py": ("fill-template",),

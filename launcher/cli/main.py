@@ -179,11 +179,11 @@ class OutputError(TrimaranError):
 
 
 class ReaderGoneError(OutputError):
-    """Nobody reads any more what a command prints (`trimaran ... | head`)."""
+    """The reader of a command's output has closed its pipe (`trimaran ... | head`)."""
 
 
 class _Watched:
-    """A stream that remembers its first failure, by which it is told from other files'."""
+    """A stream that keeps its first error, to tell it from errors of other files."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -243,7 +243,7 @@ def watched_output() -> Iterator[None]:
 
 
 def _drop_the_rest(stream: TextIO) -> None:
-    """Write what is left, or see to it that the interpreter does not fail on it at its end."""
+    """Write what is left, or redirect it so that the interpreter's exit does not fail."""
     try:
         stream.flush()
     except OSError:

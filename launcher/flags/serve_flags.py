@@ -1,4 +1,4 @@
-"""The flags of `trimaran serve`: the replaced launch script's, tritonserver's and our own."""
+"""The flags of `trimaran serve`: the launch script's, tritonserver's and Trimaran's own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ USAGE = "%(prog)s --model-repo DIR [--world-size N] [flags]"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare every flag; those that few need are left out of the short help."""
+    """Declare every flag; rarely needed ones are left out of the short help."""
     parser.usage = USAGE
     add = parser.add_argument
     add(
@@ -425,7 +425,7 @@ def _add_log_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_replaced_flags(parser: argparse.ArgumentParser) -> None:
-    """Flags of scripts written for the replaced system that ask for nothing here."""
+    """Flags of scripts for Triton's TensorRT-LLM backend that have no effect here."""
     add = parser.add_argument
     add(
         "-f",

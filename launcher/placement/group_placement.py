@@ -1,4 +1,4 @@
-"""Worker groups and their seats: what each asks of the placement, and what it is given."""
+"""Worker groups on hosts and devices: chosen here, or named by `participant_ids`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 class PlacementConflict(ConfigError):
-    """There is no room beside running groups; there would be if ``groups`` ended first."""
+    """There is no room beside the running groups, but there is once ``groups`` have ended."""
 
     def __init__(self, text: str, groups: tuple[str, ...]) -> None:
         super().__init__(text)
@@ -30,7 +30,7 @@ class PlacementConflict(ConfigError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PendingGroup:
-    """A group that has no seats yet."""
+    """A group whose ranks have no hosts and devices yet."""
 
     group: GroupConfig
     devices: tuple[str, ...] = ()
@@ -40,7 +40,7 @@ class PendingGroup:
 
     @property
     def request(self) -> PlacementRequest:
-        """What the placement is asked for."""
+        """What this group asks of the placement."""
         return PlacementRequest(
             name=self.group.name,
             num_ranks=self.group.world_size,
@@ -54,7 +54,7 @@ class PendingGroup:
 def place_groups(
     pending: Sequence[PendingGroup], hosts: Sequence[Host], running: Sequence[GroupConfig]
 ) -> list[GroupConfig]:
-    """The drafts as groups with hosts and devices, beside the ``running`` ones.
+    """The pending groups with hosts and devices, beside the ``running`` ones.
 
     Raises:
         PlacementConflict: they would fit without some of the running groups.
@@ -72,7 +72,7 @@ def place_groups(
 
 
 def placements_of(groups: Iterable[GroupConfig]) -> list[RankPlacement]:
-    """Where the ranks of placed groups sit."""
+    """The host and the device of every rank of placed groups."""
     placements = []
     for group in groups:
         hosts = [entry.host for entry in group.hosts for _ in range(entry.num_ranks)]
@@ -92,7 +92,7 @@ def placements_of(groups: Iterable[GroupConfig]) -> list[RankPlacement]:
 
 
 def show(hosts: Sequence[Host], groups: Iterable[GroupConfig]) -> str:
-    """The picture of who sits where."""
+    """The placement of these groups, as lines of text."""
     return picture(hosts, placements_of(groups))
 
 
@@ -181,7 +181,7 @@ def place_participants(
     *,
     is_one_host: bool,
 ) -> list[GroupConfig]:
-    """The drafts with their devices, on the ranks that they name.
+    """The pending groups with their devices, on the ranks that they name.
 
     ``hosts`` is where the job's ranks are, as far as that is known: with ``is_one_host``
     the only host, else those of `world_hosts`, or none.
@@ -214,7 +214,7 @@ def place_participants(
 
 def show_ranks(groups: Sequence[GroupConfig], world_size: int) -> str:
     """Every rank of the job and what it runs, as lines of text."""
-    lines = ["Who sits where:", f"  one MPI job of {world_size} ranks"]
+    lines = ["Placement:", f"  one MPI job of {world_size} ranks"]
     lines.append("    rank 0   the orchestrator's place, no engine")
     for rank in range(1, world_size):
         users = [

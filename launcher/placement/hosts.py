@@ -1,4 +1,4 @@
-"""The hosts that ranks may run on: from flags, from a file, or from a Slurm allocation."""
+"""The hosts that ranks may run on, their names, and the GPUs of this host."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def this_host(device: str) -> Host:
 
 
 def is_this_host(name: str) -> bool:
-    """Whether a host's name is one of ours."""
+    """Whether a name means this host."""
     ours = socket.gethostname()
     return name in (LOCAL, "127.0.0.1", ours, ours.partition(".")[0])
 
@@ -174,7 +174,7 @@ def _check_advertised(address: str) -> None:
 
 def _check_hosts(hosts: Iterable[str], agent: Sequence[str]) -> None:
     if os.path.basename(agent[0]) != "ssh":
-        return  # What a program of the operator's makes of a name is its own affair.
+        return  # another program than ssh may resolve names in its own way
     for host in hosts:
         reason = "" if is_this_host(host) else _unknown(host)
         if reason and not _ssh_knows(agent, host):

@@ -1,4 +1,4 @@
-"""Serving inside an MPI job that somebody else started: which task this is, what it becomes."""
+"""Serving inside an MPI job that was started from outside: its tasks become ranks."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def become_rank(command: tuple[str, ...]) -> NoReturn:
 
 
 def abort_job() -> None:
-    """End the other tasks: they wait in MPI for a rank 0 that will not come."""
+    """End the other tasks, which wait in MPI for rank 0."""
     try:
         subprocess.run(
             [sys.executable, "-c", _ABORT],
@@ -76,7 +76,7 @@ def abort_job() -> None:
             stdin=subprocess.DEVNULL,
         )
     except subprocess.TimeoutExpired:
-        pass  # whoever started the job has its own means
+        pass  # the job's starter has means of its own
 
 
 def own_address() -> str:

@@ -1,4 +1,4 @@
-"""Which of the ways to start worker groups works here, and why it is taken."""
+"""Chooses how worker groups are started here, and says why."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def choose_launch(
     find_mpi: Callable[[], Mpi],
     environ: Mapping[str, str] = os.environ,
 ) -> Launch:
-    """What ``--worker-launch`` asks for, or what suits this place.
+    """The way that ``--worker-launch`` asks for, or the best that works here.
 
     ``hosts`` are those that the operator named. ``find_mpi`` is asked only where the answer
     depends on the MPI.
@@ -73,7 +73,7 @@ def choose_launch(
 
 
 def _fixed(args: argparse.Namespace, job: Job | None) -> Launch | None:
-    """The way that other flags leave no choice about."""
+    """The way that other flags prescribe; None if they leave a choice."""
     if args.disable_spawn_processes:
         return Launch("prestarted", "--disable-spawn-processes: all ranks are one MPI job")
     if job is not None:
@@ -85,7 +85,7 @@ def _fixed(args: argparse.Namespace, job: Job | None) -> Launch | None:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """What is asked for and where: the ways that work depend on it."""
+    """The flags, hosts and MPI that decide which ways work."""
 
     args: argparse.Namespace
     hosts: Sequence[Host]
@@ -93,8 +93,7 @@ class _Place:
     environ: Mapping[str, str]
 
     def obstacle(self, kind: str) -> str:
-        """Why groups cannot be started by ``spawn``, ``srun`` or ``mpirun``; empty if they
-        can."""
+        """Why ``spawn``, ``srun`` or ``mpirun`` cannot start groups; empty if it can."""
         if kind == "spawn":
             return self._no_spawn()
         if kind == "srun":

@@ -1,4 +1,4 @@
-"""Who sits where: places worker groups on hosts and devices, or says why they do not fit."""
+"""The placement algorithm: a host and a device for every rank of all groups, or why not."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ def place(
     hosts: Sequence[Host],
     taken: Iterable[RankPlacement] = (),
 ) -> list[RankPlacement]:
-    """A seat for every rank, beside those ``taken``. Groups that name devices choose first.
+    """A placement of every rank, beside those ``taken``. Groups that name devices go first.
 
     Raises:
-        PlacementError: says what is missing, and shows who sits where.
+        PlacementError: says what is missing, and shows all placements.
     """
     placements = list(taken)
     num_taken = len(placements)
-    # The largest first: small groups fit into what is left, not the other way round.
+    # The largest first: small groups fit into what large ones leave.
     for request in sorted(
         requests, key=lambda request: (not request.devices, -request.num_ranks)
     ):
@@ -90,7 +90,7 @@ def place(
 def _placements_for(
     request: PlacementRequest, hosts: Sequence[Host], placements: Sequence[RankPlacement]
 ) -> list[RankPlacement] | None:
-    """Seats on the first hosts that have room; None if too few have."""
+    """Placements on the first hosts that have room; None if too few have."""
     if request.num_nodes > len(hosts) or (
         request.num_nodes and request.num_ranks % request.num_nodes
     ):
@@ -119,7 +119,7 @@ def _placements_for(
 def _room(
     request: PlacementRequest, host: Host, placements: Sequence[RankPlacement], start: int
 ) -> int:
-    """How many of the need's ranks from ``start`` on the host can seat."""
+    """How many of the requested ranks, from ``start`` on, fit on the host."""
     used = [placed for placed in placements if placed.host == host.name]
     slots = request.num_ranks if host.num_slots is None else host.num_slots - len(used)
     if request.devices:
@@ -146,7 +146,7 @@ def _exists(device: str, host: Host, request: PlacementRequest) -> bool:
 def _free_devices(
     request: PlacementRequest, host: Host, placements: Sequence[RankPlacement], count: int
 ) -> list[str]:
-    """Up to ``count`` GPUs that nobody has; empty names for ranks that need none."""
+    """Up to ``count`` free GPUs; empty names for ranks that need none."""
     if not request.needs_gpus:
         return [""] * count
     used = {placed.device for placed in placements if placed.host == host.name}
@@ -239,19 +239,19 @@ def picture(
     placements: Iterable[RankPlacement],
     unplaced: Sequence[PlacementRequest] = (),
 ) -> str:
-    """The hosts, their devices and who sits there, as lines of text."""
+    """The hosts, their devices and the ranks there, as lines of text."""
     every = list(placements)
-    lines = ["Who sits where:"]
+    lines = ["Placement:"]
     for host in hosts:
         here = [placed for placed in every if placed.host == host.name]
         lines.append(f"  {host.name}{_capacity(host)}")
         lines += [f"    {line}" for line in _device_lines(host, here)]
         lines += [f"    {line}" for line in _rank_lines(here)]
         if not here and not host.num_gpus:
-            lines.append("    nobody")
+            lines.append("    no ranks")
     for request in unplaced:
         asked = f", GPUs {','.join(request.devices)}" if request.devices else ""
-        lines.append(f"  no place: {request.name} ({request.num_ranks} rank(s){asked})")
+        lines.append(f"  not placed: {request.name} ({request.num_ranks} rank(s){asked})")
     return "\n".join(lines)
 
 

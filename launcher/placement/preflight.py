@@ -60,7 +60,7 @@ def check(config: ServeConfig) -> None:
 
 def check_groups(groups: Sequence[GroupConfig]) -> None:
     """Refuse groups for which this machine has too few GPUs or too little memory."""
-    # What other hosts have is for their ranks to say.
+    # Ranks of other hosts check those hosts themselves.
     here = [group for group in groups if all(is_this_host(e.host) for e in group.hosts)]
     for group in here:
         if group.engine.device == "cuda":
@@ -114,7 +114,7 @@ def check_shared_memory(num_ranks: int, folder: str = SHARED_MEMORY) -> None:
 
 def check_host_memory(groups: Sequence[GroupConfig]) -> None:
     """Refuse more memory for KV blocks on the host than this machine has free."""
-    # In an allocation of several hosts, or somebody's job, the ranks may be elsewhere.
+    # In an allocation of several hosts the ranks may be elsewhere.
     if int(os.environ.get("SLURM_JOB_NUM_NODES", "1")) > 1:
         return
     bytes_of = {

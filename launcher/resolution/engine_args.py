@@ -41,7 +41,7 @@ _HUGGINGFACE_MAX_NUM_SEQS = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFlags:
-    """The flags that go into an engine's configuration; None leaves the folder's value."""
+    """The flags that go into an engine's configuration; None keeps the folder's value."""
 
     sizes: AskedSizes = field(default_factory=AskedSizes)
     device: str = "auto"
@@ -182,7 +182,7 @@ def _scheduler(
     built_seqs = _HUGGINGFACE_MAX_NUM_SEQS if is_huggingface else build.max_batch_size
     max_seqs = flags.max_batch_size or min(built_seqs, max_tokens)
     max_seqs = min(max_seqs, values.get_int("max_num_sequences") or max_seqs)
-    # Only a batch size that somebody asked for can be above the token budget.
+    # Only an explicit batch size can be above the token budget.
     if max_seqs > max_tokens:
         raise ConfigError(
             f"--max-batch-size {max_seqs}: a step computes at most {max_tokens} tokens "

@@ -1,4 +1,4 @@
-"""The instances of a token-level model: its data-parallel replicas and their devices."""
+"""Which models a server starts with, and the data-parallel replicas of each."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LLM_API_FILE = "model.yaml"
 
 @dataclass(frozen=True, slots=True)
 class StartModels:
-    """What is loaded first."""
+    """The models that are loaded at the start."""
 
     token: tuple[RepositoryModel, ...]
     """Token-level models, whose groups start with the server."""

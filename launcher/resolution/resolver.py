@@ -58,8 +58,8 @@ def group_name(model: str, instance: int, generation: int) -> str:
 class Resolver:
     """Turns models into groups, at the start and for loads while serving.
 
-    Holds the flags and nothing that changes: equal questions have equal answers as long as
-    the files are the same. Reads configurations, never weights.
+    Holds the flags and no state: the answer depends on the arguments and the files alone.
+    Reads configurations, never weights.
     """
 
     def __init__(self, args: argparse.Namespace, job: Job | None = None) -> None:
@@ -87,7 +87,7 @@ class Resolver:
 
     @property
     def needs_mpi(self) -> bool:
-        """Whether groups are started by an mpirun of ours, or spawned."""
+        """Whether this server starts groups by mpirun, or spawns them."""
         return self._job is None and self.launch.kind in ("mpirun", "spawn", "prestarted")
 
     def initial(self) -> ServeConfig:
@@ -148,7 +148,7 @@ class Resolver:
         return groups
 
     def picture(self, groups: Sequence[GroupConfig]) -> str:
-        """Who sits where, as lines of text."""
+        """The placement of these groups, as lines of text."""
         if self.launch.kind == "prestarted":
             pending = [PendingGroup(group) for group in groups]
             return show_ranks(groups, self._world_size(pending))
@@ -157,7 +157,7 @@ class Resolver:
     # ---- groups -------------------------------------------------------------------------
 
     def _pending(self, model: RepositoryModel, generation: int) -> list[PendingGroup]:
-        """The groups of one model, without seats."""
+        """The groups of one model, not placed yet."""
         num_nodes = model.parameters.get_int("num_nodes") or 1
         return [
             PendingGroup(
@@ -256,7 +256,7 @@ class Resolver:
 
     @cached_property
     def _hosts(self) -> tuple[Host, ...]:
-        """Where groups may be placed; this host alone if no others are known."""
+        """The hosts for placement; this host alone if no others are known."""
         if self._named_hosts:
             return self._named_hosts
         allocated: tuple[Host, ...] = ()
@@ -266,7 +266,7 @@ class Resolver:
 
     @property
     def _chooses_hosts(self) -> bool:
-        """Whether we say where ranks run; else the job's starter or mpirun does."""
+        """Whether ranks are placed here; else the job's starter or mpirun places them."""
         if self.launch.kind == "job":
             return False
         is_one_host = os.environ.get("SLURM_JOB_NUM_NODES", "1") == "1"
@@ -279,7 +279,7 @@ class Resolver:
         return self._args.world_size or needed_world_size(pending)
 
     def _own_address(self) -> str:
-        """Where other hosts reach us, if some of the ranks will be on other hosts."""
+        """The address for ranks of other hosts; empty if all ranks are on this host."""
         if self._job is not None:
             is_one_host = self._job.is_one_host
         elif self._named_hosts:

@@ -147,7 +147,7 @@ def _check_model_control(args: argparse.Namespace) -> None:
 
 
 def apply_environment(args: argparse.Namespace, environ: Mapping[str, str]) -> None:
-    """Take the variables that stand for flags in the replaced system."""
+    """Take the variables that stand for flags in Triton's TensorRT-LLM backend."""
     if environ.get("TRTLLM_ORCHESTRATOR") == "1":
         args.multi_model = True
         if environ.get("TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES") == "0":
@@ -159,7 +159,7 @@ def apply_environment(args: argparse.Namespace, environ: Mapping[str, str]) -> N
 
 
 def job_of(args: argparse.Namespace) -> Job | None:
-    """The MPI job to serve in, if we are in one and no other way was asked for.
+    """The MPI job that this process is a task of, unless the flags ask for another way.
 
     Raises:
         ConfigError: ``--mpi job`` outside of a job.
@@ -275,8 +275,8 @@ def mpi_config(args: argparse.Namespace, job: Job | None) -> MpiConfig:
 
 
 def restart_policy(args: argparse.Namespace, job: Job | None) -> RestartPolicy:
-    """How often the dead are started again."""
-    # Ranks of a job that somebody else started are not ours to start again.
+    """How often groups that died are started again."""
+    # Ranks of an outer MPI job cannot be started again from here.
     may_restart = args.restart == "on-failure" and job is None
     return RestartPolicy(
         max_restarts=args.max_restarts if may_restart else 0, window_s=args.restart_window
@@ -301,7 +301,7 @@ def profile_config(args: argparse.Namespace) -> ProfileConfig | None:
 
 
 def notes(args: argparse.Namespace) -> tuple[str, ...]:
-    """What was accepted without effect, for the log."""
+    """Flags that were accepted without effect, for the log."""
     own = (
         f"--{name.replace('_', '-')} has no effect: {why}"
         for name, why in _WITHOUT_EFFECT.items()

@@ -1,4 +1,4 @@
-"""Starting the supervisor's direct children and learning how they ended."""
+"""The direct children of the supervisor, and the starter of groups that are one child."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Children:
 
     @property
     def log_pipe(self) -> str:
-        """A path by which processes of this host that are no children here write to the log."""
+        """The log pipe as a path, for processes of this host that are no direct children."""
         return f"/proc/{os.getpid()}/fd/{self._log_fd}"
 
     def start(
@@ -115,7 +115,7 @@ class Children:
         """Start a child in a session of its own; its pid.
 
         It is killed when this process dies. Output goes to the log. ``on_exit`` gets the
-        wait status. ``inherit_fds`` lets a rank reach the daemon of the job we are in.
+        wait status. ``inherit_fds`` lets a rank reach the daemon of the outer MPI job.
 
         Raises:
             OSError: the program cannot be started.
@@ -135,7 +135,7 @@ class Children:
         return process.pid
 
     def close(self) -> None:
-        """Reap no more. Before the loop is closed, which a child's end would find half gone."""
+        """Reap no more. Before the loop closes: a child may end while it is half closed."""
         self._loop.remove_signal_handler(signal.SIGCHLD)
 
     def _reap(self) -> None:

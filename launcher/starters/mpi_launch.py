@@ -31,7 +31,7 @@ of mpirun is lost. Before the ranks notice: what they then say would keep the da
 for an answer, as long as TCP does."""
 
 TRANSPORTS = {"OMPI_MCA_btl": "^ofi"}
-"""Leaves out the one-sided transport over libfabric, which carries no message of ours and
+"""Leaves out the one-sided transport over libfabric, which Trimaran does not use and which
 sleeps for a second in every start (Open MPI 5.0). An operator's own choice stands."""
 
 _PROBE_TIMEOUT_S = 60.0
@@ -151,7 +151,7 @@ def check_library(mpi: Mpi) -> str:
 
 
 def library_version() -> str:
-    """The version line of the library that mpi4py loads in a rank of ours.
+    """The version line of the library that mpi4py loads in a rank.
 
     Raises:
         ConfigError: it loads none.
@@ -196,7 +196,7 @@ def compose(
     of the command line, where every user of the machine could read them. ``hosts`` are
     filled in order; ``rsh_agent`` starts mpirun's daemons there.
     """
-    # Daemons on other hosts are started by its path, as their shells have no PATH of ours.
+    # Daemons on other hosts are started by its path: their shells have another PATH.
     words = [os.path.abspath(mpi.mpirun) if hosts else mpi.mpirun]
     where = ",".join(f"{host.host}:{host.num_ranks}" for host in hosts)
     if mpi.kind == MPICH:
@@ -245,14 +245,14 @@ def without_job(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def with_home(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment with HOME, without which Open MPI starts nothing and tells no version;
-    a service of the system has none."""
+    """The environment with HOME: Open MPI needs it even for --version, and a system
+    service has none."""
     if environ.get("HOME"):
         return dict(environ)
     try:
         home = str(Path.home())
     except RuntimeError:
-        # Nor is this user known here, as in a container that was given a number alone.
+        # The user is unknown here, as in a container that runs under a bare number.
         home = tempfile.gettempdir()
     return {**environ, "HOME": home}
 

@@ -1,4 +1,4 @@
-"""The processes below this one: who they are, how they die with it, how they are ended."""
+"""The process tree below this process: found, tied to its life, and killed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def adopt_orphans() -> None:
 
 
 def die_with(parent: int) -> Callable[[], None]:
-    """What a new child of process ``parent`` runs before exec, to be killed with it."""
+    """A hook that a new child runs before exec, so that the kernel kills it with ``parent``."""
 
     def prepare() -> None:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -55,7 +55,7 @@ def tagged(root: int, tag: str) -> list[int]:
 
 
 def incarnations(root: int, tag: str) -> dict[int, int]:
-    """What `tagged` names, and the start of the group that each belongs to; -1 if unsaid."""
+    """The processes of `tagged`, each with the incarnation it belongs to; -1 if unknown."""
     wanted, said = f"{GROUP}={tag}".encode(), f"{INCARNATION}=".encode()
     found: dict[int, int] = {}
     for pid in descendants(root):
@@ -67,7 +67,7 @@ def incarnations(root: int, tag: str) -> dict[int, int]:
 
 
 def kill_tagged(root: int, tag: str, spare: int = 0) -> list[int]:
-    """Kill what `tagged` names, ``spare`` excepted; what was found."""
+    """Kill the processes of `tagged` except ``spare``; their pids."""
     found = [pid for pid in tagged(root, tag) if pid != spare]
     for pid in found:
         send(pid, signal.SIGKILL)
@@ -81,7 +81,7 @@ def send(pid: int, signal_number: int) -> None:
 
 
 def kill_descendants(root: int) -> list[int]:
-    """Kill what `descendants` names; what was found, empty when all are gone."""
+    """Kill the processes of `descendants`; their pids, empty when all are gone."""
     found = descendants(root)
     for pid in found:
         send(pid, signal.SIGKILL)

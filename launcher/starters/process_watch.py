@@ -1,4 +1,4 @@
-"""Notices the death of ranks that have no starter of their own to notice it."""
+"""Watches processes that are no children of this one: helpers of mpirun, spawned ranks."""
 
 from __future__ import annotations
 
@@ -45,23 +45,24 @@ class HelperWatch:
 
 _LOOK_S = 0.25
 _READ_S = 0.1
-"""By then the end of a connected rank has been read from its connection, which says more."""
+"""Time for the end of a connected rank to be read from its connection, which says more."""
 
 
 class RankWatch:
     """Finds the ranks of one group as they come into being, and watches them.
 
-    A rank that dies before it has reached MPI leaves MPI_Comm_spawn waiting for ever, and
-    one that dies before it has connected is not missed by anybody.
+    Spawned ranks have no starter that reports their death. A rank that dies before MPI_Init
+    leaves MPI_Comm_spawn waiting for ever; a rank that dies before it has connected closes no
+    connection.
 
     A daemon that outlives its orchestrator for a moment may still start ranks of an earlier
-    incarnation, after that was ended: they are killed, and nobody misses them.
+    incarnation after its end: those are killed.
     """
 
     def __init__(
         self, tag: str, incarnation: int, num_ranks: int, on_end: Callable[[str], None]
     ) -> None:
-        """``on_end`` is told what died."""
+        """``on_end`` gets a text that names the process."""
         self._tag = tag
         self._incarnation = incarnation
         self._num_ranks = num_ranks

@@ -1,4 +1,4 @@
-"""The folder of one run's sockets, private to its user and removed with the run."""
+"""The folders of one run: its sockets, and the session directories of each group's MPI."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _sweep(base: Path) -> None:
                 continue
             lock = os.open(folder / _LOCK, os.O_RDWR)
         except OSError:
-            # No lock yet: its owner is just making it, or it is not ours to judge.
+            # No lock yet, as its owner is just making it, or no permission.
             continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -100,10 +100,10 @@ _TRANSPORTS = "OMPI_MCA_btl"
 
 
 class MpiSessionDirs:
-    """Two folders a group, on disk and in shared memory, which are deleted when it has ended.
+    """Two folders a group, on disk and in shared memory, deleted when the group has ended.
 
     Open MPI deletes its session folders and shared-memory segments itself, but not when it
-    is killed, as everything is that hangs. Other MPIs are not told of these folders.
+    is killed, as every hanging process is. Other MPIs do not use these folders.
     """
 
     def __init__(self, run_dir: RunDir) -> None:
@@ -112,11 +112,11 @@ class MpiSessionDirs:
         self._memory = RunDir(_SHARED_MEMORY)
 
     def env(self, tag: str, *, is_here_alone: bool) -> dict[str, str]:
-        """What tells the MPI of a group; ``is_here_alone``: it has ranks on this host only.
+        """The variables for a group's MPI; ``is_here_alone``: all its ranks are on this host.
 
-        The base of session folders is one that the processes of other hosts do not take.
-        Segments on another host could not be deleted, so there are none: MPI only starts
-        the ranks and carries control between hosts, over TCP then.
+        The base of session folders does not reach the processes of other hosts. Segments on
+        another host could not be deleted, so groups of several hosts use none: MPI starts
+        their ranks and carries control messages between hosts, over TCP.
         """
         disk, memory = map(str, self._folders(tag))
         # Open MPI 4 passes such a variable on to ranks, which take it for a contradiction.
@@ -137,12 +137,12 @@ class MpiSessionDirs:
             folder.mkdir(parents=True, exist_ok=True)
 
     def clear(self, tag: str) -> None:
-        """Delete what a group has left, none of whose processes lives."""
+        """Delete the folders of a group, none of whose processes lives."""
         for folder in self._folders(tag):
             shutil.rmtree(folder, ignore_errors=True)
 
     def remove(self) -> None:
-        """Delete what all groups have left."""
+        """Delete the folders of all groups."""
         shutil.rmtree(self._disk, ignore_errors=True)
         self._memory.remove()
 

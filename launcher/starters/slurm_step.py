@@ -1,4 +1,4 @@
-"""Composes the Slurm step that starts the ranks of one group."""
+"""A group that is a Slurm step: its command line, and the starter that ends it through srun."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ _HELPER_END_S = 3.0
 
 
 class StepStarter(CommandStarter):
-    """An srun. Killed at once with its helper it would leave the ranks to themselves."""
+    """An srun, terminated before it is killed: the kill alone would leave the ranks alive."""
 
     def __init__(
         self, spec: GroupSpec, children: Children, session_dirs: MpiSessionDirs

@@ -15,7 +15,7 @@ from trimaran.launcher.starters.starter import GroupSpec, StarterEvents
 
 
 class SpawnClient:
-    """The orchestrator, as the starters of spawned groups see it."""
+    """The starters' client of the orchestrator: sends commands, dispatches its events."""
 
     def __init__(self, send: Callable[[Command], None]) -> None:
         self._send = send
@@ -32,7 +32,7 @@ class SpawnClient:
             self._waiting.append(command)
 
     def release(self, group: str, incarnation: int) -> None:
-        """Nothing is wanted any more of this incarnation of a group."""
+        """Forget this incarnation of a group."""
         if self._started.pop((group, incarnation), None) is None:
             return
         key = (group, incarnation)
@@ -49,7 +49,7 @@ class SpawnClient:
             self._send(command)
 
     def on_down(self) -> None:
-        """The orchestrator died, and what it had spawned goes with it."""
+        """The orchestrator died, and the groups that it spawned die with it."""
         was_up, self._is_up = self._is_up, False
         if not was_up:
             return
@@ -59,12 +59,12 @@ class SpawnClient:
                 events.on_starter_lost("its orchestrator died")
 
     def give_up(self, why: str) -> None:
-        """The orchestrator never came up, and is not waited for any longer."""
+        """The orchestrator never came up: fail every group that waits for it."""
         for events in list(self._started.values()):
             events.on_failure(why)
 
     def on_event(self, facts: Mapping[str, Any]) -> None:
-        """What the orchestrator says about a group."""
+        """An event of the orchestrator about a group."""
         events = self._started.get(_key(facts))
         if events is None:
             return
@@ -105,7 +105,7 @@ class SpawnStarter:
             "incarnation": incarnation,
             "world_size": spec.world_size,
             "command": list(spec.command),
-            # What spawned processes write, MPI's daemon reads and drops.
+            # MPI's daemon drops the output of spawned processes, so they get the log pipe.
             "env": {**spec.env, INCARNATION: str(incarnation), LOG_PIPE: self._log_pipe},
         }
         self._watch = RankWatch(spec.tag, incarnation, spec.world_size, events.on_failure)

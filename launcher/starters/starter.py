@@ -1,4 +1,4 @@
-"""How the processes of one group come into being: as one direct child of ours."""
+"""What a group consists of (`GroupSpec`), and the protocol of whatever starts it."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ class GroupSpec:
     """``command`` is an srun, and the ranks are not below it."""
 
     inherit_fds: bool = False
-    """The process reaches the job that we are a task of through our descriptors."""
+    """The process reaches the outer MPI job through descriptors of this process."""
 
     connect_timeout_s: float
     startup_timeout_s: float
     hang_timeout_s: float
-    """A process that is silent for so long, once ready, has hung; 0 means never."""
+    """A ready process has hung after so long a silence; 0 means never."""
 
     @property
     def title(self) -> str:
@@ -71,7 +71,7 @@ class GroupSpec:
 
     @property
     def tag(self) -> str:
-        """What the environment of the group's processes says; no model's group has it too."""
+        """The value of TRIMARAN_GROUP for the group's processes, unique among groups."""
         return group_tag(self.role, self.name)
 
 
@@ -89,16 +89,16 @@ def frontend_name(index: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StarterEvents:
-    """Whom a starter tells what. Never called from within `Starter.start`."""
+    """The callbacks of a starter. Never called from within `Starter.start`."""
 
     on_exit: Callable[[], None]
     """Its own process has ended; `Starter.status` says how."""
 
     on_failure: Callable[[str], None]
-    """The processes could not be started, or one of them was seen to die; says which."""
+    """The processes could not be started, or one of them died; the text says which."""
 
     on_starter_lost: Callable[[str], None]
-    """What had started them died, and they go with it; says what. It comes back."""
+    """The process that started them died, and they die with it; it is started again."""
 
 
 class Starter(Protocol):
@@ -114,7 +114,7 @@ class Starter(Protocol):
 
     @property
     def is_over(self) -> bool:
-        """Nothing of the starter itself is left that would have to be waited for."""
+        """Whether no process of the starter itself is left to wait for."""
 
     @property
     def title(self) -> str:
@@ -128,11 +128,13 @@ class Starter(Protocol):
         """
 
     def kill(self, *, spare_own: bool = False) -> bool:
-        """Kill what there is of the group now; whether there was anything. Called until not.
+        """Kill the group's processes of this moment; whether there were any.
+
+        Called again until it returns False.
 
         Ranks on other hosts are out of reach: they end as their connections close. With
         ``spare_own`` the starter's own process lives on, to say how the first rank died.
         """
 
     def release(self) -> None:
-        """Nothing is wanted any more of the incarnation that was started last."""
+        """Forget the incarnation that was started last."""

@@ -1,4 +1,4 @@
-"""One set of processes that live and die together: the ranks of an engine, or a front end."""
+"""A process group: the ranks of an engine, or a front end, which live and die together."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from trimaran.launcher.supervisor.child_connections import ChildConnection
 logger = logging.getLogger(__name__)
 
 _NOTICE_S = 0.3
-"""The starter has noticed a death after this time, and which process died first."""
+"""Within this time the starter has noticed a death and knows which process died first."""
 
 _STARTER_END_S = 2.0
-"""The starter ends so soon after its last process, or is ended."""
+"""The starter is given this time to end after its last process."""
 
 _MAX_PINGS = 4
 """Unanswered pings that make up ``hang_timeout_s``. Counted, not timed: when this process
-itself was suspended, no child is blamed for the time."""
+was suspended, no child is taken for hung."""
 
 _LOADING_PATIENCE = 6
-"""A process that is loading may be silent so many times as long as one that serves: code
-that does not let its other threads run, such as an import, is no hang."""
+"""A loading process may be silent so many times as long as a serving one: code that does
+not let other threads run, such as an import, is no hang."""
 
 _READ_S = 0.05
 _KILL_PERIOD_S = 0.05
@@ -52,7 +52,7 @@ class GroupState(Enum):
     STARTING = "starting"
     READY = "ready"
     DYING = "dying"
-    """Something ended; the rest is being ended."""
+    """A process ended; the rest is being ended."""
 
     STOPPING = "stopping"
     """Told to end in order."""
@@ -70,7 +70,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class GroupEvents:
-    """Whom a group tells what."""
+    """The callbacks of a group."""
 
     on_connected: Callable[[Group], None]
     """Every process has its configuration."""
@@ -84,7 +84,7 @@ class GroupEvents:
     """All its processes are gone, as they were told."""
 
     on_down: Callable[[Group], None]
-    """It serves no more: one of its processes is gone, and the rest is being ended."""
+    """The group serves no more: a process is gone, and the rest is being ended."""
 
 
 class Group:
@@ -120,7 +120,7 @@ class Group:
         try:
             self._starter.start(self.incarnation, events)
         except OSError as error:
-            # What was there once may be again: memory, room on a disk, a program's new version.
+            # A restart may help: memory, room on a disk or a program may be back by then.
             what = error.filename or spec.command[0]
             self._die(Failure(f"{what}: {error.strerror}", is_final=not self.was_ready))
             return
@@ -142,8 +142,8 @@ class Group:
         self.state = GroupState.STOPPING
         self._cancel_timers()
         if is_loading or len(self._connections) < self.spec.world_size:
-            # Ranks listen once they have loaded, and have nothing to finish before; who has
-            # not connected cannot be told.
+            # Loading ranks do not listen and have nothing to finish; a process that has not
+            # connected cannot be told.
             self.kill()
         else:
             self.send(Command(verb="shutdown"))
@@ -152,8 +152,8 @@ class Group:
         """Kill every process of the group now; `on_stopped` or `on_failure` follows."""
         connections = list(self._connections.values())
         self._finish_when_gone()
-        # Those on other hosts cannot be killed from here: they end when this closes. Those
-        # here are dead by now, so none of them complains of a lost supervisor.
+        # Processes of other hosts cannot be killed from here: they end when this closes. Those
+        # of this host are dead by now, so none logs a lost supervisor.
         for connection in connections:
             connection.close()
 
@@ -181,10 +181,10 @@ class Group:
             for rank, connection in sorted(self._connections.items())
         ]
 
-    # ---- what the connections say -------------------------------------------------------
+    # ---- events of the connections -------------------------------------------------------
 
     def on_hello(self, connection: ChildConnection) -> None:
-        """A process of this group has connected: tell it what to do."""
+        """A process of this group has connected: send its configuration."""
         hello, world_size = connection.hello, self.spec.world_size
         is_of_this_start = hello.incarnation in (-1, self.incarnation)
         if self.state is not GroupState.STARTING or not is_of_this_start:
@@ -202,7 +202,7 @@ class Group:
                 self._cancel_timers()
                 self._after(self.spec.startup_timeout_s, self._on_startup_timeout)
                 self._watch_helpers()
-                # Not at once: what a process sends that dies with a ping unread is lost.
+                # Not at once: a process that dies with an unread ping loses its last message.
                 self._after(self.spec.hang_timeout_s / _MAX_PINGS, self._check_alive)
                 self._events.on_connected(self)
 
@@ -226,19 +226,19 @@ class Group:
             logger.debug("%s: %s: %s", self.spec.title, self._process(connection), state.text)
 
     def on_lost(self, connection: ChildConnection) -> None:
-        """A process of this group closed its connection: it is dying or dead."""
+        """The connection of a process of this group closed: the process is dying or dead."""
         if self._connections.get(connection.rank) is not connection:
             return
         if self.state is GroupState.STOPPING:
             self._left.add(connection.rank)
             if len(self._left) == self.spec.world_size and self._starter.is_over:
-                # No starter's exit will tell that the last process is gone.
+                # No exit of a starter will report that the last process is gone.
                 self._after(_NOTICE_S, self.kill)
             return
         if self._lost is None and self._failure is None:
             self._lost = connection
             self._events.on_down(self)
-            # How the process died is what the starter's exit code tells, once it has ended.
+            # The starter's exit code says how the process died, once the starter has ended.
             self._after(_NOTICE_S, self._end_the_others)
 
     # ---- endings ------------------------------------------------------------------------
@@ -260,7 +260,7 @@ class Group:
             self._after(_READ_S, self._conclude)
 
     def _watch_helpers(self) -> None:
-        """Mind what the starter started besides ranks: without it, nobody minds the ranks."""
+        """Watch the helpers of the starter: without them the death of a rank goes unnoticed."""
         if self.spec.mpi is not None:
             ranks = {connection.pid for connection in self._connections.values()}
             below_ranks = {pid for rank in ranks for pid in descendants(rank)}
@@ -271,27 +271,27 @@ class Group:
         self._after(_READ_S, self._blame_helper, process)
 
     def _blame_helper(self, process: str) -> None:
-        # A rank's death, or the starter's, ends its helpers too and is told of elsewhere.
+        # The death of a rank or of the starter ends the helpers too and is reported elsewhere.
         is_up = self.state in (GroupState.STARTING, GroupState.READY)
         if is_up and self._lost is None and not self._starter.is_over:
             self._die(Failure(f"{process}, a helper of mpirun, died"))
 
     def _end_the_others(self) -> None:
-        """Kill what outlives a lost process: ranks ignore the signal that mpirun sends."""
+        """Kill the rest of the group: ranks ignore the signal that mpirun sends."""
         if self._starter.status is None:
-            # The starter itself lives on for a moment: its exit code says how a rank died.
+            # The starter lives on for a moment: its exit code says how a rank died.
             self._starter.kill(spare_own=True)
             self._after(_STARTER_END_S if self._starter.pid else _READ_S, self._conclude)
 
     def _on_failed(self, connection: ChildConnection, state: ChildState) -> None:
-        # Whoever complains after another process was lost, complains about that.
+        # A failure that is reported after the loss of another process follows from that loss.
         if self._lost is None and self.state in (GroupState.STARTING, GroupState.READY):
             text = f"{self._process(connection)} failed: {state.text}"
             is_final = state.is_config_error or not self.was_ready
             self._die(Failure(text, state.is_config_error, is_final))
 
     def _check_alive(self) -> None:
-        """Ping every process, time and again; end the group if one stays silent."""
+        """Ping every process periodically; end the group if one stays silent."""
         limit_s = self.spec.hang_timeout_s
         if limit_s <= 0 or self.state not in (GroupState.STARTING, GroupState.READY):
             return
@@ -336,7 +336,7 @@ class Group:
         )
 
     def _conclude(self) -> None:
-        """Say what died first, by what was seen."""
+        """Determine which process died first, and how."""
         if self.state not in (GroupState.STARTING, GroupState.READY):
             return
         status, lost = self._starter.status, self._lost
@@ -357,7 +357,7 @@ class Group:
         self._die(Failure(text, is_final=is_final))
 
     def _fate(self, status: int | None) -> str:
-        """How the first process died, which is what mpirun's exit code tells of."""
+        """How the first process died, from mpirun's exit code."""
         if status is None:
             return "died"
         code = os.WEXITSTATUS(status)
@@ -389,7 +389,7 @@ class Group:
         self.kill()
 
     def _finish_when_gone(self) -> None:
-        """Report the end once nothing of the group is left."""
+        """Report the end once no process of the group is left."""
         if self.state is GroupState.DOWN:
             return
         if self._starter.kill() or not self._starter.is_over:
@@ -423,7 +423,7 @@ class Group:
 
     def _after(self, delay_s: float, action: Callable[..., None], *values: object) -> None:
         def act() -> None:
-            # Pings go on for as long as the group serves: what is over is let go of.
+            # Pings go on for as long as the group serves: timers that have fired are dropped.
             self._timers.remove(timer)
             action(*values)
 

@@ -23,7 +23,7 @@ from trimaran.server.repository.model_repository import RepositoryModel, reposit
 logger = logging.getLogger(__name__)
 
 _STOP_GRACE_S = 5.0
-"""A group that was told to end and has not is killed after this time."""
+"""A group that was told to end is killed after this time."""
 
 
 class GroupResolver(Protocol):
@@ -35,7 +35,7 @@ class GroupResolver(Protocol):
         """The groups of a model beside those that run.
 
         Raises:
-            ConfigError: it cannot be served; with ``groups`` if those are in the way.
+            ConfigError: the model cannot be served; with ``groups`` if those are in the way.
         """
 
 
@@ -68,12 +68,12 @@ class GroupControl:
             self._reply(connection, request.request_id, error=str(error), conflicts=conflicts)
 
     def forgive(self, group: Group) -> bool:
-        """Whether a failed group was being loaded: then the load failed, not the server."""
+        """Whether a failed group was being loaded: then the load has failed, not the server."""
         if group not in self._loading:
             return False
         self._loading.discard(group)
         if group is self._table.orchestrator:
-            # The next load brings another one.
+            # The next load starts another orchestrator.
             self._table.remove(group)
             self._table.spawn_client.give_up(f"its orchestrator did not start: {group.fault}")
             return True
@@ -83,11 +83,11 @@ class GroupControl:
         return True
 
     def on_ready(self, group: Group) -> None:
-        """A group is up: it is loaded, if it was being loaded."""
+        """A group is ready, and loaded if it was being loaded."""
         self._loading.discard(group)
 
     def on_stopped(self, group: Group) -> None:
-        """A group has ended as it was told: forget it if that was asked for."""
+        """A group has ended as commanded: forget it if its unloading was requested."""
         for entry in list(self._stopping):
             connection, request_id, groups = entry
             if group not in groups:
@@ -105,7 +105,7 @@ class GroupControl:
         return any(group in groups for _, _, groups in self._stopping)
 
     def on_new_frontend(self, connection: ChildConnection) -> None:
-        """End what a front end that died had started and not yet made use of."""
+        """End the groups that a dead front end had started and not used yet."""
         used = self._table.remembered["groups"]
         if used is not None:
             unused = [name for name in self._table.configs if name not in used]
@@ -138,7 +138,7 @@ class GroupControl:
         for group in self._table.add(configs):
             self._loading.add(group)
             group.start()
-            # One that could not be started has failed and is forgotten by now.
+            # A group that could not be started has failed and is forgotten by now.
             if group.state is not GroupState.DOWN:
                 self._table.tell(group)
         return {"groups": [config.name for config in configs]}

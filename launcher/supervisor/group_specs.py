@@ -1,4 +1,4 @@
-"""What the supervisor starts: the commands, environments and configurations of each group."""
+"""Makes the `GroupSpec` of every group: its command, environment and configurations."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class SpecMaker:
         return self._spec(FRONTEND, name, self._programs.frontend, env, make_config)
 
     def orchestrator(self) -> GroupSpec:
-        """The process that spawns groups."""
+        """The specification of the process that spawns groups."""
         env = {
             **starter_env(os.environ),
             **self._child_env(ORCHESTRATOR, ""),
@@ -171,8 +171,8 @@ class SpecMaker:
     def prestarted(self, groups: Sequence[GroupConfig]) -> GroupSpec:
         """All ranks of one job; each engine takes the ranks that it names.
 
-        Rank 0 runs no engine: it is the place that the replaced system's orchestrator
-        holds, so that ``participant_ids`` mean the same ranks.
+        Rank 0 runs no engine: Triton's TensorRT-LLM backend has its orchestrator there, and
+        ``participant_ids`` mean the same ranks.
         """
         hosts, world_size = self._config.world_hosts, self._config.world_size
         ours = self._rank_env(groups[0], PRESTARTED, bool(hosts))
@@ -187,7 +187,7 @@ class SpecMaker:
 
         def make_config(incarnation: int, rank: int) -> dict[str, Any]:
             group = owner.get(rank)
-            # A rank without an engine is told any engine, and that it is not among its ranks.
+            # A rank without an engine gets the configuration of some engine, and stays idle.
             return self._rank_config(group or groups[0], incarnation).to_wire()
 
         return self._spec(
@@ -296,7 +296,7 @@ class SpecMaker:
         }
 
     def _session_env(self, launch: str, name: str, hosts: Any) -> dict[str, str]:
-        """Where the MPI that starts a group, unless it is somebody else's, keeps its files."""
+        """The session directories of the MPI that starts a group; none in an outer job."""
         if launch not in ("mpirun", "prestarted", "spawn", "none"):
             return {}
         # Without --host, mpirun spreads over the nodes of the allocation that it is in.

@@ -1,4 +1,4 @@
-"""All process groups of one server, and what the front end is told about each."""
+"""The table of all process groups of one server, their restart budgets and their states."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trimaran.launcher.supervisor.group import Group, GroupEvents, GroupState
 from trimaran.launcher.supervisor.group_specs import PRESTARTED, SpecMaker
 
 _MOST_DOUBLINGS = 64
-"""Beyond the longest pause in any case; a float has room for a thousand."""
+"""Beyond the longest pause in any case; keeps the power within a float."""
 
 
 class RestartBudget:
@@ -73,7 +73,7 @@ class GroupTable:
         self._events = events
         self._policy = policy
         self.remembered: dict[str, Any] = {"state": b"", "groups": None}
-        """What the front end wants its successor to know; ``groups``: those it uses."""
+        """State that a front end leaves to its next incarnation; ``groups``: those it uses."""
 
         self.spawn_client = SpawnClient(self._send_to_orchestrator)
         self.frontends = [
@@ -109,7 +109,7 @@ class GroupTable:
         if any(config.launch == "spawn" for config in configs) and self.orchestrator is None:
             spec = self._maker.orchestrator()
             self.orchestrator = Group(spec, self._starter(spec), self._events)
-            # The last one: where it cannot be started, those that wait for it fail with it.
+            # The orchestrator last: if it cannot be started, the groups that wait for it fail.
             added.append(self.orchestrator)
         return added
 
@@ -127,7 +127,7 @@ class GroupTable:
         self._restart_in_s.pop(tag, None)
 
     def group_of(self, connection: ChildConnection) -> Group | None:
-        """The group to which a connected process belongs; None if that is no group of ours."""
+        """The group to which a connected process belongs; None for an unknown group."""
         if connection.hello.role == FRONTEND:
             tag = connection.hello.group
             return next((each for each in self.frontends if each.spec.tag == tag), None)
@@ -161,7 +161,7 @@ class GroupTable:
 
     @property
     def first_frontend(self) -> Group:
-        """The one that knows what is served."""
+        """The front end that holds the state of all models."""
         return self.frontends[0]
 
     @property
@@ -170,19 +170,19 @@ class GroupTable:
         return all(group.is_serving for group in self)
 
     def are_down(self, groups: Iterable[Group]) -> bool:
-        """Whether no process of these groups is left."""
+        """Whether no process of these groups lives."""
         return all(group.state is GroupState.DOWN for group in groups)
 
-    # ---- what the front ends are told ---------------------------------------------------
+    # ---- states for the front ends ---------------------------------------------------
 
     def tell(self, group: Group) -> None:
-        """Tell the front ends how a group stands."""
+        """Send the state of a group to the front ends."""
         for arguments in self._states(group):
             for frontend in self.frontends:
                 frontend.send(Command(verb="group_state", arguments=arguments))
 
     def tell_all(self) -> None:
-        """Tell a new front end how every group stands."""
+        """Send the state of every group to the front ends."""
         for group in self:
             self.tell(group)
 

@@ -20,16 +20,16 @@ logger = logging.getLogger(__name__)
 class LogPump:
     """A pipe that children write to, copied to all sinks.
 
-    A sink that fails (disk full, reader gone) loses lines; one that stalls is buffered
-    up to a limit and then loses lines. Neither ever stops a process that logs. The first
-    failure of each is logged, for the others to show.
+    A sink that fails (disk full, reader gone) loses lines; a sink that stalls is buffered
+    up to a limit and then loses lines. Neither stops a process that logs. The first
+    failure of each sink is logged to the others.
     """
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, sinks: dict[str, int], stdout: int
     ) -> None:
-        """``sinks`` are descriptors by what a failure is told under; ``stdout`` is another
-        one, of `show`."""
+        """``sinks`` are descriptors by the names that log lines give them; ``stdout`` is the
+        descriptor of `show`."""
         self._loop = loop
         self._sinks = [_Sink(title, fd) for title, fd in sinks.items()]
         self._stdout = _Sink("stdout", stdout)
@@ -49,7 +49,7 @@ class LogPump:
         return len(text)
 
     def show(self, text: str) -> None:
-        """Print to standard output, which is no part of the log."""
+        """Print to standard output, beside the log."""
         self._stdout.add(text.encode("utf-8", "replace"))
         self._drain()
 
@@ -69,7 +69,7 @@ class LogPump:
         os.close(self._read_fd)
 
     def _on_readable(self) -> None:
-        # No more than the pipe holds: whoever logs without end must not keep the loop busy.
+        # At most one full pipe: a process that logs without end must not keep the loop busy.
         for _ in range(_PIPE_BYTES // _READ_BYTES):
             try:
                 data = os.read(self._read_fd, _READ_BYTES)
@@ -97,7 +97,7 @@ class LogPump:
 
 
 class _Sink:
-    """One place that lines go to."""
+    """One destination of log lines, by its descriptor."""
 
     def __init__(self, title: str, fd: int) -> None:
         self._title = title

@@ -1,4 +1,4 @@
-"""What `trimaran serve` prints once it serves: endpoints and a request to paste."""
+"""Announces that a server is ready: the printed endpoints, and the ready file."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _TITLES = {"http": "HTTP", "grpc": "gRPC", "metrics": "Metrics"}
 def announce(config: ServeConfig, show: Callable[[str], None]) -> None:
     """``show`` the last lines of a start and write the ready file, if one is wanted.
 
-    A full disk is no reason to stop.
+    A file that cannot be written is logged; the server goes on.
     """
     show("\n".join(endpoint_lines(config)) + "\n")
     if not config.ready_file:
         return
-    # Complete or not there at all: others wait for it.
+    # Written whole or not at all: other programs wait for the file.
     part = Path(f"{config.ready_file}.part")
     try:
         part.write_text(json.dumps(endpoint_urls(config), indent=1) + "\n", encoding="utf-8")
@@ -41,7 +41,7 @@ def announce(config: ServeConfig, show: Callable[[str], None]) -> None:
 
 
 def withdraw(config: ServeConfig) -> None:
-    """Remove the ready file: the server is on its way out."""
+    """Remove the ready file: the server is ending."""
     if config.ready_file:
         with contextlib.suppress(OSError):
             Path(config.ready_file).unlink(missing_ok=True)
@@ -81,7 +81,7 @@ def endpoint_lines(config: ServeConfig) -> list[str]:
 
 
 def _reachable(address: str, everywhere: str = "localhost") -> str:
-    """What a client names; ``everywhere`` where all of this host's addresses are served."""
+    """The host name for clients; ``everywhere`` if all addresses of this host are served."""
     if address in ("", "0.0.0.0", "::"):
         return everywhere
     return f"[{address}]" if ":" in address else address

@@ -162,28 +162,29 @@ def _allow_many_connections() -> None:
 
 
 def _end_all() -> None:
-    """End what is left of all processes."""
+    """End every process below this one."""
     left = kill_and_reap_all()
     if left:
         logger.error("processes that would not end: %s", left)
 
 
 def _hold_signals() -> None:
-    """Let nothing cut short what is left to clean up, nor change the exit code. Not by other
-    handlers: the loop, as it closes, has moments without any, and some with half of one."""
+    """Block signals during the clean-up, so that none cuts it short or changes the exit code.
+
+    Other handlers would not do: the closing loop has moments without a complete one."""
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
 
 
 def _log_through(stream: Any) -> None:
     """Send this process's log lines to another stream."""
-    # The first one: a file of this process's own stays what it is.
+    # The first handler alone: a file of this process's own stays as it is.
     for handler in logging.getLogger().handlers[:1]:
         if isinstance(handler, logging.StreamHandler):
             handler.setStream(stream)
 
 
 def _held_socket() -> socket.socket:
-    """A TCP port that others of this user may listen on and nobody else gets."""
+    """A TCP port that other processes of this user may listen on, and no other user."""
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     held.bind(("0.0.0.0", 0))

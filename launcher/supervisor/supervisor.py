@@ -26,10 +26,10 @@ logger = logging.getLogger(__name__)
 EXIT_FAILURE = 1
 EXIT_CONFIG = 2
 _DRAIN_MARGIN_S = 2.0
-"""The front end ends its own drain in time; this is for one that hangs."""
+"""Added to the drain for a front end that hangs; others end their drain in time."""
 
 _LAST_WORDS_S = 2.0
-"""Drain after a failure: nothing can finish, but clients should get an answer."""
+"""Longest drain after a failure: nothing can finish, but clients should get an answer."""
 
 _SHUTDOWN_GRACE_S = 3.0
 _FORCED_POLL_S = 0.05
@@ -56,7 +56,7 @@ def supervise(
         maker = SpecMaker(config, mpi, programs, sockets.addresses, runtime.session_dirs)
         return await Supervisor(config, maker, runtime, resolver).run(sockets)
 
-    withdraw(config)  # that of a server which was killed
+    withdraw(config)  # a server that was killed has left it
     return run(config, serve)
 
 
@@ -160,7 +160,7 @@ class Supervisor:
         self._table.tell(group)
         if self._table.is_serving and not self._is_announced and not self._is_ending:
             self._is_announced = True
-            # The last lines of a start: what children have just logged goes before them.
+            # The last lines of a start: lines that children have just logged come first.
             loop = asyncio.get_running_loop()
             loop.call_later(_ANNOUNCE_S, self._announce)
 
@@ -191,7 +191,7 @@ class Supervisor:
         if self._is_ending:
             logger.error("%s: %s", group.spec.title, failure.text)
             if group in self._draining:
-                # Nobody knows what it had not finished.
+                # Its unfinished requests are unknown.
                 self._was_cut_short = True
             self._table.mark_failed(group)
             self._table.tell(group)
@@ -200,7 +200,7 @@ class Supervisor:
         if self._control.is_stopping(group):
             self._control.on_stopped(group)
             return
-        what = failure.text.removesuffix(".")  # the line goes on
+        what = failure.text.removesuffix(".")  # the log line continues
         if self._control.forgive(group):
             logger.error("%s: %s; the load has failed", group.spec.title, what)
             return
@@ -245,11 +245,10 @@ class Supervisor:
     # ---- the end ------------------------------------------------------------------------
 
     async def _end(self) -> None:
-        """Drain, then end every process in order, then by force; a second signal skips on."""
+        """Drain, then end every process in order, then by force; a second signal forces."""
         await self._drain()
-        # Whoever outlives a process that it serves, or takes leave of, reports it lost: ranks
-        # that are slower to hear of the end than a front end, spawned ranks without the
-        # orchestrator. Drained front ends expect that the ranks leave.
+        # Ranks first: a rank that outlives its front end or its orchestrator logs it as lost.
+        # Drained front ends expect that the ranks leave.
         table = self._table
         await self._end_groups(list(table.workers.values()))
         await self._end_groups(table.frontends)
@@ -286,13 +285,13 @@ class Supervisor:
         if self._failure is not None and not any(group.is_serving for group in workers):
             timeout_s = min(timeout_s, _LAST_WORDS_S)
         self._drained.clear()
-        # One that is still loading has nothing to finish, but is to expect the end as well.
-        # First of all, so that what fails from now on is known to be cut short.
+        # Also to a front end that is still loading, which has nothing to finish. Before all
+        # else, so that requests that fail from now on count as cut short.
         for frontend in self._table.frontends:
             frontend.send(Command(verb="drain", arguments={"timeout_s": timeout_s}))
         for worker in workers:
             if worker.state is GroupState.DOWN and not self._table.has_failed(worker):
-                # Its requests would wait out the drain for a restart that will not come.
+                # Its requests would wait out the drain for a restart that is not made.
                 self._table.mark_failed(worker)
                 self._table.tell(worker)
         self._draining = {g for g in self._table.frontends if g.state is GroupState.READY}
@@ -306,7 +305,7 @@ class Supervisor:
                 logger.error("%s: not drained after %g s", late, timeout_s + _DRAIN_MARGIN_S)
 
     def _note_drained(self, group: Group) -> None:
-        """A front end has nothing to finish any more."""
+        """A front end has nothing left to finish."""
         self._draining.discard(group)
         if not self._draining:
             self._drained.set()

@@ -66,11 +66,11 @@ def test_overlapping_gpus_are_refused_before_anything_starts(make_models):
     head, *picture = done.stderr.splitlines()
     assert head.startswith("trimaran: error: group 'single' asks for GPU 1, which group 'pair'")
     assert picture == [
-        "Who sits where:",
+        "Placement:",
         "  localhost",
         "    GPU 0    pair rank 0",
         "    GPU 1    pair rank 1",
-        "  no place: single (1 rank(s), GPUs 1)",
+        "  not placed: single (1 rank(s), GPUs 1)",
     ]
 
 

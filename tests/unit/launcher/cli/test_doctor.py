@@ -86,7 +86,7 @@ def test_the_doctor_finds_a_gpu_that_two_models_ask_for(capsys, free_port, tmp_p
     assert cli.main(["doctor", *ports(free_port), *flags]) == 1
     report = capsys.readouterr().out
     assert "BAD  models         group 'b' asks for GPU 1, which group 'a' has" in report
-    assert "no place: b (1 rank(s), GPUs 1)" in report
+    assert "not placed: b (1 rank(s), GPUs 1)" in report
 
 
 def test_the_doctors_help_fits_a_screen(capsys):

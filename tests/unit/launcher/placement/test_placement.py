@@ -66,9 +66,9 @@ def test_ranks_may_fill_the_hosts_in_order():
 
 
 def test_tensor_groups_stay_on_one_host_where_there_is_room_for_them():
-    def hosts_of(request, *slots):
+    def hosts_of(wanted, *slots):
         hosts = [Host(name=name, num_slots=n) for name, n in zip("abc", slots, strict=False)]
-        return "".join(placed.host for placed in place([request], hosts))
+        return "".join(placed.host for placed in place([wanted], hosts))
 
     pairs = PlacementRequest(name="m", num_ranks=4, num_nodes=0, num_together=2)
 
@@ -83,17 +83,17 @@ def test_a_gpu_asked_for_twice_is_refused_with_both_groups_and_a_picture():
     assert "group 'gpt' asks for GPU 1, which group 'llama' has." in text
     assert "gpu_device_ids in config.pbtxt" in text
     assert "GPU 1    llama rank 1\n" in text
-    assert text.endswith("no place: gpt (2 rank(s), GPUs 1,2)")
+    assert text.endswith("not placed: gpt (2 rank(s), GPUs 1,2)")
 
 
 def test_overlaps_count_where_no_gpu_is_used_too():
-    request = PlacementRequest(name="x", num_ranks=1, devices=("0",))
+    wanted = PlacementRequest(name="x", num_ranks=1, devices=("0",))
     other = PlacementRequest(name="y", num_ranks=1, devices=("0",))
-    assert "asks for GPU 0" in refusal([request, other], [Host(name="a")])
+    assert "asks for GPU 0" in refusal([wanted, other], [Host(name="a")])
 
 
 @pytest.mark.parametrize(
-    ("need", "complaint"),
+    ("wanted", "complaint"),
     [
         (gpus("x", 1, "7"), "gpu_device_ids names GPU 7 but 4 are visible here"),
         (gpus("x", 2, "1", "1"), "names GPU 1 twice"),
@@ -102,8 +102,8 @@ def test_overlaps_count_where_no_gpu_is_used_too():
         (gpus("x", 3, num_nodes=2), "3 ranks, which num_nodes 2 does not divide"),
     ],
 )
-def test_what_does_not_fit_says_what_is_missing(request, complaint):
-    assert complaint in refusal([request], [FOUR_GPUS])
+def test_what_does_not_fit_says_what_is_missing(wanted, complaint):
+    assert complaint in refusal([wanted], [FOUR_GPUS])
 
 
 def test_slots_limit_ranks_without_gpus():
@@ -135,7 +135,7 @@ def test_the_picture_shows_every_gpu_and_every_group():
     host = Host(name="a", num_gpus=3)
     placements = place([gpus("x", 2), PlacementRequest(name="cpu", num_ranks=2)], [host])
     assert picture([host, Host(name="b")], placements).splitlines() == [
-        "Who sits where:",
+        "Placement:",
         "  a (3 GPU(s))",
         "    GPU 0    x rank 0",
         "    GPU 1    x rank 1",
@@ -150,5 +150,5 @@ def test_the_picture_says_of_a_host_without_gpus_whether_nobody_is_there():
     hosts = [Host(name="a", num_slots=1), Host(name="b", num_slots=1)]
     lines = picture(hosts, place([PlacementRequest(name="x", num_ranks=1)], hosts)).splitlines()
     assert [line.strip() for line in lines] == [
-        "Who sits where:", "a (1 slot(s))", "CPU      x rank 0", "b (1 slot(s))", "nobody",
+        "Placement:", "a (1 slot(s))", "CPU      x rank 0", "b (1 slot(s))", "no ranks",
     ]  # fmt: skip

@@ -137,7 +137,7 @@ def test_too_few_gpus_are_refused_with_a_picture(make_model, four_gpus):
     make_model("a", tp_size=4)
     text = refusal(make_model("b", tp_size=2), four_gpus)
     assert "group 'b' needs 2 GPU(s) on one host but at most 0 are free" in text
-    assert "no place: b (2 rank(s))" in text
+    assert "not placed: b (2 rank(s))" in text
 
 
 @pytest.mark.parametrize(
