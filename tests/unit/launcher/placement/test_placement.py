@@ -125,7 +125,7 @@ def test_a_host_whose_slots_are_taken_gets_no_rank():
     assert "needs 1 slot(s) on one host but at most 0 are free" in text
 
 
-def test_taken_seats_stay_taken():
+def test_taken_places_stay_taken():
     running = place([gpus("old", 3)], [FOUR_GPUS])
     assert where(place([gpus("new", 1)], [FOUR_GPUS], running)) == [("new", 0, "a", "3")]
     assert "at most 1 are free" in refusal([gpus("new", 2)], [FOUR_GPUS], running)
@@ -142,11 +142,11 @@ def test_the_picture_shows_every_gpu_and_every_group():
         "    GPU 2    free",
         "    CPU      cpu rank 0 to 1",
         "  b",
-        "    nobody",
+        "    no ranks",
     ]
 
 
-def test_the_picture_says_of_a_host_without_gpus_whether_nobody_is_there():
+def test_the_picture_says_of_a_host_without_gpus_whether_ranks_are_there():
     hosts = [Host(name="a", num_slots=1), Host(name="b", num_slots=1)]
     lines = picture(hosts, place([PlacementRequest(name="x", num_ranks=1)], hosts)).splitlines()
     assert [line.strip() for line in lines] == [
