@@ -20,7 +20,7 @@ def connect_group(
     connecting.
     """
     is_gpu = device.type == "cuda"
-    # What torch makes for one group is made by all ranks of the root world.
+    # torch makes a process group collectively over all ranks of the root world.
     needs = is_gpu or len(set(world.hosts)) > 1
     if world.root.size > 1 and world.root.comm.allreduce(needs and world.size > 1, MPI.LOR):
         if is_gpu:

@@ -38,7 +38,7 @@ class SharedMemoryGroup(TensorParallelGroup):
     """Ranks that copy into their own slots, raise a flag and read the others' slots.
 
     A rank's line holds its flag, which counts the phases that it has finished, and
-    whether somebody sleeps until that flag moves. Each rank has two slots, used
+    whether a rank sleeps until that flag moves. Each rank has two slots, used
     in turn: a slot is written again only when every rank has entered the operation
     after the one that read it. Sums run in rank order, so every rank gets the same bits.
     """
@@ -142,8 +142,8 @@ class SharedMemoryGroup(TensorParallelGroup):
         if self.size == 2 or num_bytes <= ONE_SHOT_BYTES:
             _add_up(views, piece)
             return
-        # Nobody else reads this rank's part of this rank's slot before the second flag,
-        # so the sum can stand there.
+        # No other rank reads this rank's part of this rank's slot before the second flag, so
+        # the sum is written there.
         part = -(-piece.numel() // self.size)
         own = slice(self.rank * part, (self.rank + 1) * part)
         _add_up([view[own] for view in views], views[self.rank][own])
@@ -255,11 +255,11 @@ def _add_up(views: list[torch.Tensor], out: torch.Tensor) -> None:
 
 
 class AllToAllWindows:
-    """The exchange as one rank sees it.
+    """The windows of one all-to-all, as one rank sees them.
 
-    Each rank shows what it sends to others as one row of bytes, in order of the ranks; a
-    window is a part of that row, at the same place in all ranks' rows. What a rank sends to
-    itself is in none.
+    Each rank shows the bytes for other ranks as one row, in order of the ranks. A window is
+    a part of that row, at the same place in the rows of all ranks. Bytes that a rank sends
+    to itself are copied directly and appear in no window.
     """
 
     def __init__(self, table: Sequence[Sequence[int]], rank: int) -> None:
@@ -272,17 +272,17 @@ class AllToAllWindows:
         self._held_at = [0, *accumulate(table[rank])]
         self._taken_at = [0, *accumulate(row[rank] for row in table)]
         self.longest = max(starts[-1] for starts in self._shown_at)
-        """Bytes of the longest row shown."""
+        """Size of the longest row, in bytes."""
 
     @property
     def kept(self) -> tuple[int, int, int]:
-        """What a rank sends to itself: where it is, where it goes, its size."""
+        """The bytes that a rank sends to itself: source offset, target offset, size."""
         rank = self._rank
         return self._held_at[rank], self._taken_at[rank], self._table[rank][rank]
 
     def sent(self, start: int, length: int) -> Iterator[tuple[int, int, int]]:
-        """Of each piece that this rank shows in a window: where it is, its place in the
-        window, its size."""
+        """Each piece that this rank shows in a window: source offset, offset in the window,
+        size."""
         for other in range(len(self._table)):
             found = self._overlap(self._rank, other, start, length)
             if found is not None:
@@ -290,8 +290,8 @@ class AllToAllWindows:
                 yield self._held_at[other] + offset, place, size
 
     def received(self, start: int, length: int) -> Iterator[tuple[int, int, int, int]]:
-        """Of each piece for this rank in a window: whose it is, its place in the window,
-        where it goes, its size."""
+        """Each piece for this rank in a window: source rank, offset in the window, target
+        offset, size."""
         for other in range(len(self._table)):
             found = self._overlap(other, self._rank, start, length)
             if found is not None:
@@ -301,7 +301,8 @@ class AllToAllWindows:
     def _overlap(
         self, source: int, target: int, start: int, length: int
     ) -> tuple[int, int, int] | None:
-        """Of what ``source`` shows ``target`` in a window: offset in it, place, size."""
+        """The overlap of a window with the bytes from ``source`` to ``target``: offset in those
+        bytes, offset in the window, size."""
         if source == target:
             return None
         first, end = self._shown_at[source][target : target + 2]

@@ -10,16 +10,16 @@ import torch
 
 
 class SumAndNorm(Protocol):
-    """Sums over a group what is to be added to a residual that is normalised next."""
+    """An all-reduce fused with the residual addition and the RMS norm behind it."""
 
     def takes(self, residual_TD: torch.Tensor) -> bool:
-        """Whether it can add to such a residual; the same on all ranks."""
+        """Whether the fused kernel serves such a residual; the same on all ranks."""
         ...
 
     def __call__(
         self, x: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
     ) -> torch.Tensor:
-        """Add the ranks' sum of ``x`` into ``residual``, and return that RMS-normalised.
+        """Add the ranks' sum of ``x`` into ``residual``; return the residual RMS-normalised.
 
         ``x`` is this rank's addend [T, D], or float32 parts [S, T, D] of it. Collective.
         """
@@ -43,12 +43,12 @@ class TensorParallelGroup(ABC):
     timeout_s: float
     """Longest wait for another rank; long while loading, the hang timeout afterwards.
 
-    Honoured by shared memory. Over gloo and NCCL it is the value at connecting that
-    counts, and the process's watchdog ends a shorter hang.
+    Shared memory honours changes. gloo and NCCL keep the value at connecting; there the
+    watchdog of the process ends a shorter hang.
     """
 
     sum_norm: SumAndNorm | None = None
-    """Sums what it takes together with the norm behind; set on all ranks alike."""
+    """The fused all-reduce and norm, where one exists; set on all ranks alike."""
 
     @abstractmethod
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -80,17 +80,17 @@ class TensorParallelGroup(ABC):
 
     @abstractmethod
     def transport_of(self, num_bytes: int) -> str:
-        """What carries an all-reduce of that size, for the log and the metrics."""
+        """The transport of an all-reduce of that size, for the log and the metrics."""
 
     def transports(self) -> dict[str, str]:
-        """Every collective and what carries it, sizes included where they matter."""
+        """The transport of every collective, by size where that matters."""
         names = {size: self.transport_of(size) for size in (16 << 10, 64 << 20)}
         small, large = names.values()
         all_reduce = small if small == large else f"{small} (large: {large})"
         return {"all_reduce": all_reduce, "all_gather": large, "broadcast": large}
 
     def close(self) -> None:
-        """Free what the group holds. Collective; the group is not used afterwards."""
+        """Free the group's resources. Collective; the group is not used afterwards."""
         return
 
 
@@ -114,12 +114,12 @@ class SingleRankGroup(TensorParallelGroup):
         return tensor
 
     def all_to_all(self, rows: torch.Tensor, counts: Sequence[Sequence[int]]) -> torch.Tensor:
-        """The rows themselves, which a rank sends to itself."""
+        """A copy of the rows."""
         return rows.clone()
 
     def barrier(self) -> None:
-        """Nobody to wait for."""
+        """Returns at once."""
 
     def transport_of(self, num_bytes: int) -> str:
-        """Nothing carries anything."""
+        """No transport."""
         return "none"

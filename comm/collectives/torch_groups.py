@@ -1,4 +1,4 @@
-"""Collectives over torch.distributed: gloo between hosts of CPU ranks, NCCL on GPUs."""
+"""Tensor groups over torch.distributed (gloo, NCCL), and memory that their GPUs map."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ class NcclGroup(ProcessGroup):
         memory = [way for way in (self.peer_sum, self.sum_norm) if way is not None]
         self.peer_sum = self.sum_norm = None
         if memory:
-            # By NCCL: whoever comes here has read all that it will of the others' memory.
+            # By NCCL: a rank that arrives here reads no peer's memory any more.
             self.barrier()
         del memory
         super().close()
@@ -280,13 +280,13 @@ class PeerMemory:
     """Regions of equal size, one a rank; freed with this object, on all ranks at once."""
 
     own: torch.Tensor
-    """This rank's region as bytes."""
+    """The region of this rank as bytes."""
 
     addresses: list[int]
-    """Where this rank finds the region of each, its own included."""
+    """The address of every rank's region in this process, its own included."""
 
     handle: Any
-    """Torch's, which keeps the others' regions mapped."""
+    """torch's handle, which keeps the regions of the other ranks mapped."""
 
 
 def map_peer_memory(group: NcclGroup, num_bytes: int) -> PeerMemory:
@@ -304,26 +304,26 @@ def map_peer_memory(group: NcclGroup, num_bytes: int) -> PeerMemory:
         own.zero_()
         handle = symmetric.rendezvous(own, group.handle.group_name)
     except RuntimeError as error:
-        # Where the others wait for all ranks, before they can hear of it.
+        # The other ranks wait in this barrier before the error can reach them.
         group.barrier()
         raise ConfigError(
             f"the GPUs of this tensor group cannot map each other's memory ({error})"
         ) from error
     bases = [int(address) for address in handle.buffer_ptrs]
-    # Regions of one size begin at one place of what torch allocated for them.
+    # Regions of one size begin at the same offset of torch's allocations.
     offset = own.data_ptr() - bases[group.rank]
-    # Nobody reads before all are zero.
+    # No rank reads before all regions are zero.
     group.barrier()
     return PeerMemory(own, [base + offset for base in bases], handle)
 
 
 def why_memory_is_apart(group: NcclGroup) -> str:
-    """Why the GPUs of ``group`` should not be asked to share memory, as far as that can be
-    told before they try; empty where this rank sees no reason. Collective.
+    """Why the GPUs of ``group`` should not map each other's memory, as far as the driver
+    tells in advance; empty where this rank sees no reason. Collective.
 
-    Access alone is no ground to try: between cards on PCI Express it may be promised and
-    still not work, and who waits for a flag there waits for ever. Atomic operations on each
-    other's memory are what GPUs do over NVLink.
+    Peer access alone is not enough: between cards on PCI Express the driver may report it
+    although it does not work, and a kernel that waits for a flag there never ends. Native
+    atomics on peer memory exist over NVLink only.
     """
     own = torch.cuda.current_device()
     devices = group.all_gather(torch.tensor([own], device=group.device), 0).tolist()

@@ -1,4 +1,4 @@
-"""The control plane of a group: rank 0's decisions on their way to every other rank."""
+"""The control plane of a group: broadcasts the step decisions of rank 0 to all other ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class _Kind(IntEnum):
 
     DECISION = 0
     IDLE = 1
-    """No decision follows until there is work again: followers wait without a limit."""
+    """No decision follows until there is work again: followers wait without a time limit."""
     ALIVE = 2
     """Work is outstanding but this step has no decision."""
     CLOSE = 3
@@ -35,16 +35,16 @@ class ControlPlane(Protocol):
     """
 
     last_decision: bytes
-    """What was sent or received last, for the log of a failure; empty at first."""
+    """The decision that was sent or received last, for the log of a failure; empty at first."""
 
     def broadcast(self, payload: bytes) -> None:
         """Rank 0: send one decision to all."""
 
     def mark_idle(self) -> None:
-        """Rank 0: tell followers that they may wait for ever."""
+        """Rank 0: let followers wait without a time limit."""
 
     def keep_alive(self) -> None:
-        """Rank 0, often while busy: prevent a silence that followers take for a death."""
+        """Rank 0, often while busy: prevent a silence that followers take for a failure."""
 
     def receive(self) -> bytes | None:
         """Followers: the next decision; None after `close` of rank 0."""
@@ -58,7 +58,7 @@ class ControlPlane(Protocol):
 
 
 class LocalControlPlane:
-    """The control plane of a group of one rank: nobody to tell."""
+    """The control plane of a group of one rank, which has no followers."""
 
     transport = "none"
 
@@ -76,7 +76,7 @@ class LocalControlPlane:
         """Nothing to send."""
 
     def receive(self) -> bytes | None:
-        """There is no follower to call this.
+        """Not called: a group of one rank has no follower.
 
         Raises:
             RuntimeError: always.
@@ -120,11 +120,11 @@ class Leader:
         self._send(_Kind.DECISION, payload)
 
     def mark_idle(self) -> None:
-        """Tell followers that they may wait for ever."""
+        """Let followers wait without a time limit."""
         self._send(_Kind.IDLE)
 
     def keep_alive(self) -> None:
-        """Send something if followers heard nothing for a quarter of the time limit."""
+        """Send a sign of life if the last message is older than a quarter of the time limit."""
         if time.monotonic() - self._last_sent > self._timeout_s / 4:
             self._send(_Kind.ALIVE)
 
@@ -149,7 +149,7 @@ class Leader:
         message = bytes((kind,)) + payload
         self._last_sent = time.monotonic()
         self._num_sent += 1
-        # Other hosts first: their way is longer.
+        # Other hosts first: their transport is slower.
         requests = [
             self._comm.Isend([message, MPI.BYTE], rank, _TAG) for rank in self._first_ranks
         ]
@@ -158,8 +158,8 @@ class Leader:
         self._is_idle = kind == _Kind.IDLE
         if self._ring is not None:
             self._ring.write(message, self._timeout_s)
-        # A large message only moves while its sender is inside MPI, so it is completed
-        # here: the step that follows may never call MPI.
+        # A large message moves only while its sender is inside MPI. It is completed here, as
+        # the step that follows may not call MPI.
         if requests and not wait_for(lambda: MPI.Request.Testall(requests), self._timeout_s):
             raise PeerLostError(
                 f"the first rank of another host (one of {self._first_ranks}) took no "
@@ -228,14 +228,14 @@ class MpiSource:
         self._num_read = 0
 
     def close(self) -> None:
-        """Free the wake line."""
+        """Close the wake-up connection."""
         self._wake.close()
 
     def read(self, timeout_s: float | None) -> bytes | None:
         """The next message; None if none comes within ``timeout_s``.
 
-        Polls, since a blocking MPI receive would burn the core; without a limit it first
-        sleeps until rank 0 wakes this host.
+        Polls, since a blocking MPI receive would occupy the core. Without a limit the call
+        first sleeps until rank 0 wakes this host.
         """
         status = MPI.Status()
         found = self._comm.Improbe(0, _TAG, status)
@@ -289,7 +289,7 @@ def connect_control(world: World, timeout_s: float) -> ControlPlane:
 def _share_ring(
     world: World, beside: tuple[int, ...]
 ) -> tuple[RingWriter | None, RingReader | None]:
-    """The ring of this host, written by its first rank; neither end for a lone rank."""
+    """This rank's end of its host's ring, which the first rank writes; none for a lone rank."""
     local = world.subgroup(beside)
     num_readers = local.size - 1
     if num_readers == 0:

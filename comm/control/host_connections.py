@@ -1,4 +1,7 @@
-"""TCP connections from ranks on other hosts to rank 0, for what must not wait inside MPI."""
+"""TCP connections between rank 0 and ranks of other hosts, and wake-ups over them.
+
+They carry messages whose sender or receiver must not wait inside MPI.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +20,16 @@ _ACCEPT_TIMEOUT_S = 60.0
 _GREETING_TIMEOUT_S = 5.0
 _TOKEN_BYTES = 16
 _GREETING = struct.Struct(f"<{_TOKEN_BYTES}sI")
-"""The token, and the rank that shows it."""
+"""The token and the rank of the sender."""
 
 
 def connect_to_rank_0(
     world: World, ranks: Iterable[int]
 ) -> tuple[socket.socket | None, dict[int, socket.socket]]:
-    """This rank's line to rank 0 if it is one of ``ranks``, and for rank 0 theirs, by rank.
+    """This rank's connection to rank 0 if it is in ``ranks``; on rank 0 all of them, by rank.
 
-    Collective over ``world``; rank 0 is none of them. The lines block without a limit, and
-    the kernel ends them soon after the other host is lost.
+    Collective over ``world``; ``ranks`` excludes rank 0. The sockets block without a limit,
+    and the kernel ends the connections soon after the other host is lost.
 
     Raises:
         PeerLostError: on rank 0, a rank did not connect in time.
@@ -51,7 +54,7 @@ def accept_ranks(
     ranks: Iterable[int],
     timeout_s: float = _ACCEPT_TIMEOUT_S,
 ) -> dict[int, socket.socket]:
-    """A connection of each rank that shows the token; whoever shows none is hung up on.
+    """A connection of each rank; peers that do not show the token are disconnected.
 
     Raises:
         PeerLostError: not all connected within ``timeout_s``.
@@ -79,7 +82,7 @@ def accept_ranks(
 
 
 def _rank_of(sock: socket.socket, token: bytes) -> int:
-    """Who connected; -1 for whoever does not show the token soon."""
+    """The rank that connected; -1 if the peer does not show the token in time."""
     deadline = time.monotonic() + _GREETING_TIMEOUT_S
     greeting = b""
     try:
@@ -106,7 +109,7 @@ _RECORD = struct.Struct("<Q")
 
 
 class WakeSender:
-    """Rank 0's end: one connection to each host that sleeps."""
+    """Rank 0's end: one connection to the first rank of each other host."""
 
     def __init__(self, socks: Sequence[socket.socket]) -> None:
         self._socks = socks
@@ -114,7 +117,7 @@ class WakeSender:
             sock.setblocking(False)
 
     def wake(self, num_sent: int) -> None:
-        """Tell that ``num_sent`` messages have been sent in all.
+        """Wake the other hosts: ``num_sent`` messages have been sent since the start.
 
         Raises:
             PeerLostError: another host is gone, or has left thousands of wake-ups unread.
@@ -126,13 +129,13 @@ class WakeSender:
                 raise PeerLostError(f"the wake line to another host broke: {error}") from error
 
     def close(self) -> None:
-        """End the lines; receivers that sleep see it."""
+        """Close the connections, which wakes sleeping receivers."""
         for sock in self._socks:
             sock.close()
 
 
 class WakeReceiver:
-    """The other end, in the first rank of another host."""
+    """The end of the first rank of another host."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -152,14 +155,14 @@ class WakeReceiver:
             self._take(data)
 
     def take_waiting(self) -> None:
-        """Read the records of wake-ups that were not needed, so that none pile up."""
+        """Discard wake-ups that were not needed, which would fill the socket's buffer."""
         try:
             self._take(self._sock.recv(4096, socket.MSG_DONTWAIT))
         except BlockingIOError:
             pass
 
     def close(self) -> None:
-        """Give the line back."""
+        """Close the connection."""
         self._sock.close()
 
     def _take(self, data: bytes) -> None:
@@ -173,7 +176,7 @@ class WakeReceiver:
 def connect_wakeups(
     world: World, first_ranks: Sequence[int]
 ) -> tuple[WakeSender | None, WakeReceiver | None]:
-    """Lines from rank 0 to ``first_ranks``; each rank gets its end. Collective."""
+    """Wake-up connections from rank 0 to ``first_ranks``; each rank's end. Collective."""
     own, socks = connect_to_rank_0(world, first_ranks)
     if world.rank == 0:
         return WakeSender(list(socks.values())), None

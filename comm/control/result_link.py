@@ -1,4 +1,4 @@
-"""What other ranks have to tell rank 0 of each step: one message a step, in order."""
+"""Step results from other ranks to rank 0: one message a step and writer, in order."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from trimaran.comm.transport.shm_ring import SLOT_BYTES, RingReader, RingWriter,
 
 _LENGTH = struct.Struct("<Q")
 _SMALL_BYTES = 16 << 10
-"""Fits a socket's buffer many times."""
+"""A size that fits a socket's buffer many times."""
 
 
 class _Sink(Protocol):
-    """Where encoded messages go."""
+    """The transport end that takes encoded messages."""
 
     def has_room(self, num_bytes: int) -> bool:
         """Whether `write` of so many bytes would return at once."""
@@ -38,7 +38,7 @@ class _Sink(Protocol):
 
 
 class _Source(Protocol):
-    """Where they come from."""
+    """The transport end that yields encoded messages."""
 
     transport: str
 
@@ -56,18 +56,18 @@ class _Source(Protocol):
 
 
 class ResultWriter:
-    """The end of a rank that tells results.
+    """The end of a rank that sends results.
 
-    It never makes a step wait: a result that is still on its way from the device, or that
-    rank 0 has no room for yet, is left to a thread. So no rank that runs steps waits for
-    rank 0, which may be waiting for that very rank.
+    Sending never delays a step: a thread sends results that are still being copied from
+    the device, or for which the transport has no room. A rank that waited for rank 0 could
+    deadlock, since rank 0 may be waiting for that rank.
     """
 
     def __init__(self, sink: _Sink, timeout_s: float) -> None:
         self._sink = sink
         self.timeout_s = timeout_s
         self.on_failure: Callable[[BaseException], None] | None = None
-        """Told, on the thread, of what went wrong there; else the next `post` raises it."""
+        """Called with an error of the thread; without it the next `post` raises the error."""
         self._queue: SimpleQueue[Callable[[], bytes] | None] = SimpleQueue()
         self._num_queued = 0
         self._lock = threading.Lock()
@@ -75,7 +75,7 @@ class ResultWriter:
         self._thread: threading.Thread | None = None
 
     def post(self, encode: Callable[[], bytes], *, is_ready: bool) -> None:
-        """Tell what ``encode`` returns, which waits for nothing if it ``is_ready``."""
+        """Send the result of ``encode``, which returns at once if it ``is_ready``."""
         if self._error is not None:
             raise self._error
         if is_ready and not self._num_queued:
@@ -88,7 +88,7 @@ class ResultWriter:
         self._enqueue(encode)
 
     def close(self) -> None:
-        """Tell what is left to tell, then free what this end holds."""
+        """Send the queued results, then free what this end holds."""
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join(self.timeout_s)
@@ -107,7 +107,7 @@ class ResultWriter:
             try:
                 self._sink.write(encode(), self.timeout_s)
             except BaseException as error:
-                # Whatever it is, rank 0 would wait for this result in vain.
+                # After any error rank 0 would wait for this result until its timeout.
                 self._error = error
                 if self.on_failure is not None:
                     self.on_failure(error)
@@ -141,7 +141,7 @@ class ResultReader:
         return payload
 
 
-# ---- in one host ------------------------------------------------------------------------
+# ---- within a host ------------------------------------------------------------------------
 
 
 class _RingSink:
@@ -159,11 +159,11 @@ class _RingSink:
         self._ring.write(payload, timeout_s)
 
     def close(self) -> None:
-        """The memory goes with the last process that maps it."""
+        """The kernel frees the memory with the last process that maps it."""
 
 
 class _RingSource(RingReader):
-    """Rank 0's end of such a ring."""
+    """Rank 0's end of a `_RingSink`."""
 
     transport = "shm_ring"
 
@@ -172,20 +172,20 @@ class _RingSource(RingReader):
         return super().read(timeout_s)
 
     def close(self) -> None:
-        """The memory goes with the last process that maps it."""
+        """The kernel frees the memory with the last process that maps it."""
 
 
 # ---- between hosts ----------------------------------------------------------------------
 
 
 class _SocketSink:
-    """A TCP connection; not MPI, as one thread of a process calls that."""
+    """A TCP connection: MPI is called by the main thread only."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
 
     def has_room(self, num_bytes: int) -> bool:
-        """Whether the message is small: so few are under way that such a one fits."""
+        """Whether the message is small: few are under way, so that a small one fits."""
         return num_bytes <= _SMALL_BYTES
 
     def write(self, payload: bytes, timeout_s: float) -> None:
@@ -202,7 +202,7 @@ class _SocketSink:
 
 
 class _SocketSource:
-    """Rank 0's end of a connection."""
+    """Rank 0's end of a `_SocketSink`."""
 
     transport = "tcp"
 
@@ -211,7 +211,7 @@ class _SocketSource:
         self._rank = rank
 
     def has_message(self) -> bool:
-        """Whether there is anything to read, be it that the line was closed."""
+        """Whether there is a message to read, or the connection was closed."""
         return bool(select.select([self._sock], [], [], 0)[0])
 
     def read(self, timeout_s: float) -> bytes | None:
@@ -248,10 +248,10 @@ class _SocketSource:
 def connect_results(
     world: World, writers: Sequence[int], timeout_s: float
 ) -> tuple[ResultWriter | None, dict[int, ResultReader]]:
-    """This rank's end as one of ``writers``, and for rank 0 its ends of all of them.
+    """This rank's end if it is in ``writers``; on rank 0 the other ends, by rank.
 
-    Collective over ``world``; rank 0 is no writer. A writer on rank 0's host gets a ring in
-    shared memory, another a TCP connection.
+    Collective over ``world``; ``writers`` excludes rank 0. A writer on rank 0's host gets a
+    ring in shared memory, a writer on another host a TCP connection.
     """
     here = set(world.ranks_beside(0))
     local = [rank for rank in writers if rank in here]

@@ -26,17 +26,17 @@ from trimaran.comm.transport.shared_memory import SharedSegment
 
 logger = logging.getLogger(__name__)
 
-# A GPU waits only for what another has been given to do. A kernel that waits for its peer
-# holds up all that its host does meanwhile and that takes an idle device, as loading another
-# kernel does; so it must not wait for a host, which may be waiting for this one's. Hence the
-# counts in shared memory: a host launches the wait for a step when the host before has
-# launched what sends it, and the wait for a place when the host behind has launched what
-# frees it. On the device signals follow: of a step that was sent, number `place` in the
-# memory of the receiver, and of a place that is free, the same number in the sender's.
+# A GPU waits only for work that has been launched on its peer. A kernel that waits for its
+# peer blocks every operation of its own host that needs an idle device, such as loading
+# another kernel; if it waited for the other host, the two could deadlock. Hence the counts in
+# shared memory: a host launches the wait for a step once the stage before has launched its
+# send, and the wait for a slot once the next stage has launched its release. The devices
+# then exchange signals, numbered by slots: for a sent step in the memory of the receiver,
+# for a free slot in that of the sender.
 
 
 class _Mapped:
-    """A rank's places for hidden states, where others find them, and the signals."""
+    """The slots of a rank for hidden states, mapped by its peers, and the signals."""
 
     def __init__(self, group: NcclGroup, memory: PeerMemory, shape: HiddenShape) -> None:
         self.rank = group.rank
@@ -46,12 +46,12 @@ class _Mapped:
         self._dtype = shape.dtype
 
     def own_slots(self) -> Tensor:
-        """This rank's places, [slots, max tokens, D]."""
+        """The slots of this rank, [slots, max tokens, D]."""
         assert self._memory is not None
         return self._memory.own.view(self._dtype).view(self._sizes)
 
     def slots_of(self, rank: int) -> Tensor:
-        """Those of another rank, which copies on this rank's GPU may write."""
+        """The slots of another rank, which copies on this rank's GPU may write."""
         assert self._memory is not None
         handle = self._memory.handle
         first = self._memory.addresses[rank] - int(handle.buffer_ptrs[rank])
@@ -61,17 +61,17 @@ class _Mapped:
         return places
 
     def signal(self, rank: int, number: int) -> None:
-        """Tell a rank's GPU that what is on the current stream so far has been done."""
+        """Signal a rank's GPU once the work on the current stream so far is done."""
         assert self._memory is not None
         self._memory.handle.put_signal(rank, channel=number)
 
     def await_signal(self, rank: int, number: int) -> None:
-        """Let the current stream wait for a rank's signal, and take it."""
+        """Let the current stream wait for a rank's signal and consume it."""
         assert self._memory is not None
         self._memory.handle.wait_signal(rank, channel=number)
 
     def close(self) -> None:
-        """Let the memory and the group go, once for both ends."""
+        """Free the memory and the group, once for both ends."""
         group, self._group, self._memory = self._group, None, None
         if group is not None:
             group.close()
@@ -94,7 +94,7 @@ class PeerSender(StageSender):
         """Hand on a step's hidden states; see `StageSender.send`."""
         num_slots = len(self._slots)
         place = self._num_sent % num_slots
-        self._counts.await_place(self._num_sent, num_slots, self)
+        self._counts.await_slot(self._num_sent, num_slots, self)
         if self._num_sent >= num_slots:
             self._mapped.await_signal(self._next, place)
         self._slots[place, : len(hidden_TD)].copy_(hidden_TD)
@@ -109,7 +109,7 @@ class PeerSender(StageSender):
 
 
 class PeerReceiver(StageReceiver):
-    """Hands out the memory itself: nothing is copied a second time."""
+    """Returns the mapped memory itself, without a second copy."""
 
     transport = "peer"
 
@@ -125,7 +125,7 @@ class PeerReceiver(StageReceiver):
         """The next step's hidden states; see `StageReceiver.receive`."""
         num_slots = len(self._slots)
         if self._num_received:
-            # Whoever reads what the last call handed out is on this stream by now.
+            # The readers of the last slot have been launched on this stream by now.
             self._mapped.signal(self._previous, (self._num_received - 1) % num_slots)
             self._counts.raise_to(FREED, self._num_received)
         self._counts.await_step(self._num_received, self)
@@ -146,7 +146,7 @@ def connect_peers(
     """See `pipeline.connect_stages`; None where GPUs do not map each other's memory.
 
     Raises:
-        ConfigError: what a GPU reads is not what the one before wrote.
+        ConfigError: a GPU reads other values than the GPU of the stage before wrote.
     """
     group = NcclGroup(stages, device, timeout_s, timeout_s)
     memory = _memory(stages, group, shape)
@@ -162,7 +162,7 @@ def connect_peers(
 
 
 def _memory(stages: World, group: NcclGroup, shape: HiddenShape) -> PeerMemory | None:
-    """Places on every GPU; None on all ranks if one of them sees why not. Collective."""
+    """Slots on every GPU; None on all ranks if one of them finds an obstacle. Collective."""
     memory: PeerMemory | None = None
     reason = why_memory_is_apart(group)
     if not any(stages.comm.allgather(reason)):
@@ -183,7 +183,7 @@ def _try_all(
     shape: HiddenShape,
     device: torch.device,
 ) -> None:
-    """Use every place, and the first again: what is loaded at first use is so before a step."""
+    """Use every slot, and the first one again: kernels that load at first use load here."""
     size = (1, shape.hidden_size)
     for number in range(1, shape.num_slots + 2):
         told = torch.full(size, float(number), dtype=shape.dtype, device=device)

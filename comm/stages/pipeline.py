@@ -1,4 +1,4 @@
-"""What ties a rank to the ranks outside of its tensor group: stages, results, agreements."""
+"""All links of a rank to ranks outside its tensor group: stages, results, reports."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from trimaran.comm.stages.stage_links import HiddenShape, StageReceiver, StageSe
 from trimaran.comm.topology import ParallelLayout
 
 _EXTRA_SLOTS = 2
-"""Steps that a link between stages holds beside one a stage: one more may be in flight, and
-the one that is being read is not free yet."""
+"""Slots of a link between stages beside one a stage: one more step may be in flight, and the
+slot that is being read is not free yet."""
 
 
 def connect_stages(
@@ -42,11 +42,11 @@ def connect_stages(
 
 
 class PipelineLinks:
-    """One rank's links to the stages before and behind it, and those for results.
+    """The links of one rank to the stages before and behind it, and those for results.
 
-    Decisions come over the control plane. Hidden states go from a stage to the next, from
-    each rank of the tensor group to the one in its place. What was sampled goes from tensor
-    rank 0 of the last stage to rank 0. A rank of an engine of one stage has none of them.
+    Decisions come over the control plane. Hidden states go from each rank of a stage to the
+    rank of the same tensor position in the next stage. Sampled tokens go from tensor rank 0
+    of the last stage to rank 0. A rank of an engine of one stage has none of these links.
     """
 
     def __init__(self) -> None:
@@ -54,20 +54,20 @@ class PipelineLinks:
         self.next: StageSender | None = None
         self.writer: ResultWriter | None = None
         self.readers: dict[int, ResultReader] = {}
-        """On rank 0, by the rank that tells results."""
+        """On rank 0, by the rank that sends results."""
         self.report_writer: ResultWriter | None = None
         self.report_readers: dict[int, ResultReader] = {}
-        """The same for what the first rank of each stage and lane tells now and then."""
+        """The same for occasional reports of the first rank of each stage and lane."""
         self.expert_ranks: TensorParallelGroup | None = None
         """The ranks of all lanes that share this rank's layers, where they share experts."""
         self.is_first_lane = True
-        """Whether this rank is of the lane of rank 0."""
+        """Whether this rank belongs to the data-parallel lane of rank 0."""
         self._world: World | None = None
         self._timeout_s = float("inf")
 
     @classmethod
     def connect(cls, world: World, topology: ParallelLayout, timeout_s: float) -> PipelineLinks:
-        """Links for results; those between stages need `open`. Collective over ``world``."""
+        """Links for results; `open` connects the stages. Collective over ``world``."""
         links = cls()
         if world.size > 1:
             links._world = world
@@ -101,7 +101,7 @@ class PipelineLinks:
             self.next.peer = topology.rank + topology.tp_size
 
     def open_reports(self, topology: ParallelLayout) -> None:
-        """Connect the first ranks of all other stages and lanes to rank 0, beside results.
+        """Connect the first ranks of all other stages and lanes to rank 0, for reports.
 
         Collective over the world.
         """
@@ -140,7 +140,7 @@ class PipelineLinks:
             self.expert_ranks.timeout_s = waits.experts_s
 
     def transports(self) -> dict[str, str]:
-        """What carries hidden states and results, for the log and the metrics."""
+        """The transports of hidden states and results, for the log and the metrics."""
         end = self.previous or self.next
         names = {} if end is None else {"stages": end.transport}
         if self.expert_ranks is not None:
@@ -149,7 +149,7 @@ class PipelineLinks:
         return {**names, "results": "+".join(told)} if told else names
 
     def close(self) -> None:
-        """Free what this rank's ends hold. Collective over lanes that share experts."""
+        """Free the ends of this rank. Collective over lanes that share experts."""
         if self.expert_ranks is not None:
             self.expert_ranks.close()
         readers = [*self.readers.values(), *self.report_readers.values()]

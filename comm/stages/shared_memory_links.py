@@ -29,17 +29,17 @@ _SPIN_S = 0.0001
 
 
 _LONGEST_SLEEP_S = 0.001
-"""A sleeper that a wake-up misses looks again after so long."""
+"""A sleeper that misses a wake-up looks again after this time."""
 
 
 SENT, FREED = 0, 1
-"""What is counted: steps that were sent, and those whose place is free again."""
+"""The two counts: steps that were sent, and steps whose slot is free again."""
 
 
 class StepCounts:
     """Two counts in memory that both ends of a link map, a line each.
 
-    Each is slept on by the end that does not raise it.
+    One end raises a count, the other sleeps on it.
     """
 
     NUM_BYTES = 2 * CACHE_LINE_BYTES
@@ -50,7 +50,7 @@ class StepCounts:
         self._futexes = [Futex(address) for address in addresses]
 
     def raise_to(self, word: int, count: int) -> None:
-        """Let the other end see everything up to now."""
+        """Publish everything that was written before."""
         fence()
         self._words[word] = count
         self._futexes[word].wake()
@@ -68,8 +68,8 @@ class StepCounts:
         fence()
         return True
 
-    def await_place(self, num_sent: int, num_slots: int, sender: StageSender) -> None:
-        """Wait until the next step's place is free.
+    def await_slot(self, num_sent: int, num_slots: int, sender: StageSender) -> None:
+        """Wait until the slot of the next step is free.
 
         Raises:
             PeerLostError: the next stage took nothing in the sender's time.
@@ -88,10 +88,10 @@ class StepCounts:
 
 
 def _slots_of(segment: SharedSegment, shape: HiddenShape) -> Tensor:
-    """The places of a segment, behind its counts, [slots, max tokens, D].
+    """The slots of a segment, behind its counts, [slots, max tokens, D].
 
-    Memory is taken when it is first written, so that slots for prompts cost an engine nothing
-    that only decodes.
+    The kernel allocates pages at their first write: an engine that only decodes does not pay
+    for slots of prompt size.
     """
     flat = torch.frombuffer(
         segment.map,
@@ -103,7 +103,7 @@ def _slots_of(segment: SharedSegment, shape: HiddenShape) -> Tensor:
 
 
 class SharedMemorySender(StageSender):
-    """Copies into memory that the next stage's rank maps too."""
+    """Copies into memory that the next stage's rank maps as well."""
 
     transport = "shared_memory"
 
@@ -116,7 +116,7 @@ class SharedMemorySender(StageSender):
     def send(self, hidden_TD: Tensor) -> None:
         """Hand on a step's hidden states; see `StageSender.send`."""
         num_slots = len(self._slots)
-        self._counts.await_place(self._num_sent, num_slots, self)
+        self._counts.await_slot(self._num_sent, num_slots, self)
         slot = self._slots[self._num_sent % num_slots]
         slot[: len(hidden_TD)].copy_(hidden_TD)
         self._num_sent += 1
@@ -124,7 +124,7 @@ class SharedMemorySender(StageSender):
 
 
 class SharedMemoryReceiver(StageReceiver):
-    """Hands out the memory itself: nothing is copied a second time."""
+    """Returns the shared memory itself, without a second copy."""
 
     transport = "shared_memory"
 
@@ -137,7 +137,7 @@ class SharedMemoryReceiver(StageReceiver):
     def receive(self, num_tokens: int) -> Tensor:
         """The next step's hidden states; see `StageReceiver.receive`."""
         if self._num_received:
-            # What the last call handed out is read by now.
+            # The caller has read the slot of the last call.
             self._counts.raise_to(FREED, self._num_received)
         self._counts.await_step(self._num_received, self)
         slot = self._slots[self._num_received % len(self._slots)]

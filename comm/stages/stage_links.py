@@ -12,10 +12,10 @@ from torch import Tensor
 
 
 class StageSender(ABC):
-    """The end of a stage that hands its hidden states on.
+    """The sending end of a stage.
 
-    There is memory for as many steps as can be in flight, so that a sender never waits for
-    the stage behind it; each step goes to the next place in turn.
+    There are slots for as many steps as can be in flight, so that a sender does not wait
+    for the next stage; steps use the slots in turn.
     """
 
     transport = ""
@@ -23,13 +23,13 @@ class StageSender(ABC):
     """Longest wait for the other end."""
 
     peer = -1
-    """The rank at the other end, for what is said of it."""
+    """The rank at the other end, for error texts."""
 
     @abstractmethod
     def send(self, hidden_TD: Tensor) -> None:
-        """Hand on a step's hidden states, which may be overwritten afterwards.
+        """Send a step's hidden states; ``hidden_TD`` may be overwritten afterwards.
 
-        On a GPU by what is launched afterwards on the current stream.
+        On a GPU: by kernels that are launched afterwards on the current stream.
 
         Raises:
             PeerLostError: the next stage took nothing for ``timeout_s``.
@@ -41,7 +41,7 @@ class StageSender(ABC):
 
 
 class StageReceiver(ABC):
-    """The other end: the stages' steps come in the order in which they were sent."""
+    """The receiving end of a stage: steps come in the order in which they were sent."""
 
     transport = ""
     timeout_s: float
@@ -49,10 +49,10 @@ class StageReceiver(ABC):
 
     @abstractmethod
     def receive(self, num_tokens: int) -> Tensor:
-        """The next step's hidden states [T, D]: the caller's to read and to overwrite until
-        it calls again.
+        """The next step's hidden states [T, D], which the caller may read and overwrite until
+        its next call.
 
-        Waits for them; on a GPU the current stream does.
+        Waits for them; on a GPU the current stream waits.
 
         Raises:
             PeerLostError: the stage before sent nothing for ``timeout_s``.
@@ -65,7 +65,7 @@ class StageReceiver(ABC):
 
 @dataclass(frozen=True, slots=True)
 class HiddenShape:
-    """What a link carries: at most ``max_tokens`` vectors a step, of so many steps at once."""
+    """The shape of a link: ``max_tokens`` vectors a step, ``num_slots`` steps at once."""
 
     max_tokens: int
     hidden_size: int
@@ -74,7 +74,7 @@ class HiddenShape:
 
     @property
     def num_bytes(self) -> int:
-        """Of all slots."""
+        """Size of all slots."""
         return self.num_slots * self.max_tokens * self.hidden_size * self.dtype.itemsize
 
     def empty(self, device: torch.device, num_slots: int = 0) -> Tensor:
@@ -84,12 +84,12 @@ class HiddenShape:
 
 
 def took_nothing(sender: StageSender) -> str:
-    """Who is missing, in words: the next stage."""
+    """An error text that names the next stage."""
     return f"rank {sender.peer}, the next stage, took no step for {sender.timeout_s:.3g} s"
 
 
 def sent_nothing(receiver: StageReceiver) -> str:
-    """Who is missing, in words: the stage before."""
+    """An error text that names the stage before."""
     return (
         f"rank {receiver.peer}, the stage before, sent no hidden states for "
         f"{receiver.timeout_s:.3g} s"

@@ -1,4 +1,4 @@
-"""Pipeline stages that hand hidden states on over torch.distributed: NCCL, or gloo."""
+"""Hidden states between pipeline stages over torch.distributed: NCCL, or gloo."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _torch_distributed: Any = dist
 
 
 class _Slots:
-    """Places for hidden states in turn, each with the transfer that last used it."""
+    """Slots for hidden states, used in turn, each with its last transfer."""
 
     def __init__(self, shape: HiddenShape, device: torch.device) -> None:
         self._memory = shape.empty(device)
@@ -36,12 +36,12 @@ class _Slots:
         self._turn = -1
 
     def next(self) -> tuple[int, Tensor, Any]:
-        """The next place, its memory, and what must be over before it is used."""
+        """The next slot, its memory, and the transfer that must end before its use."""
         self._turn = (self._turn + 1) % len(self._works)
         return self._turn, self._memory[self._turn], self._works[self._turn]
 
     def keep(self, place: int, work: Any) -> None:
-        """Remember the transfer of a place."""
+        """Keep the transfer of a slot."""
         self._works[place] = work
 
 
@@ -118,8 +118,8 @@ def connect_gloo(
 # ---- GPUs -------------------------------------------------------------------------------
 
 _MAX_BLOCKS = 8
-"""Thread blocks of a transfer: more would move no step noticeably sooner, and each takes a
-processor of the GPU from kernels that count on all of them."""
+"""Thread blocks of a transfer. More would not speed up a step noticeably, and each occupies a
+multiprocessor of the GPU that other kernels are sized for."""
 
 
 class _NcclPairs:
@@ -144,24 +144,24 @@ class _NcclPairs:
         self.timeout_s = timeout_s
 
     def send(self, hidden: Tensor, rank: int) -> Any:
-        """Enqueue a transfer behind the current stream; what waits for it."""
+        """Enqueue a transfer behind the current stream; the handle to wait for it."""
         what = f"the next pipeline stage takes no hidden states on {self.device}"
         return _guarded(what, lambda: self._group.send([hidden], rank, _TAG))
 
     def receive(self, hidden: Tensor, rank: int) -> None:
-        """Enqueue a transfer between what the current stream has and what it gets."""
+        """Enqueue a transfer on the current stream."""
         what = f"the pipeline stage before sends no hidden states to {self.device}"
         _guarded(what, lambda: self._group.recv([hidden], rank, _TAG).wait())
 
     def close(self) -> None:
-        """Let the communicators go, once for both ends."""
+        """Free the communicators, once for both ends."""
         if self._is_open:
             self._is_open = False
             self._group.shutdown()
 
 
 class NcclSender(StageSender):
-    """Enqueues the transfer beside what the device computes; the host waits for nothing.
+    """Enqueues the transfer beside the computation; the host does not wait.
 
     A transfer runs on a stream of its own, behind the copy into its slot.
     """
@@ -177,7 +177,7 @@ class NcclSender(StageSender):
         """Hand on a step's hidden states; see `StageSender.send`."""
         place, memory, work = self._slots.next()
         if work is not None:
-            # The device waits, and only if the next stage is slots behind.
+            # The device waits, and only if the next stage is all slots behind.
             work.wait()
         slot = memory[: len(hidden_TD)].copy_(hidden_TD)
         self._slots.keep(place, self._pairs.send(slot, self._pairs.rank + 1))
@@ -190,16 +190,16 @@ class NcclSender(StageSender):
 class NcclReceiver(StageReceiver):
     """Enqueues the transfer behind all steps before.
 
-    Not beside them: a transfer that waits for its sender holds processors of the GPU all the
-    while, and a kernel that has a block for each of them would take twice as long. What a
-    sender has sent lies in NCCL's buffers here, so little is left to do when it is due.
+    Not beside them: a transfer that waits for its sender occupies multiprocessors of the
+    GPU, and a kernel with one block for each would take twice as long. Sent data already lies
+    in NCCL's buffers on this GPU, so that the transfer is short when it is due.
     """
 
     transport = "nccl"
 
     def __init__(self, pairs: _NcclPairs) -> None:
         self._pairs = pairs
-        # Whoever reads it is on the stream that the next transfer waits for.
+        # Its readers run on the stream that the next transfer waits for.
         self._slot = pairs.shape.empty(pairs.device, 1)[0]
         self.timeout_s = pairs.timeout_s
 
@@ -221,8 +221,8 @@ def connect_nccl(
     pairs = _NcclPairs(stages, shape, device, timeout_s)
     receiver = None if stages.rank == 0 else NcclReceiver(pairs)
     sender = None if stages.rank == stages.size - 1 else NcclSender(pairs)
-    # NCCL connects a pair at its first transfer: here, and not in a step. First what the
-    # stage before begins with.
+    # NCCL connects a pair at its first transfer: here, not in a step. Receive first, as the
+    # stage before sends first.
     if receiver is not None:
         receiver.receive(1)
     if sender is not None:

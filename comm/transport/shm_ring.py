@@ -18,7 +18,7 @@ from trimaran.comm.transport.shared_memory import (
 SLOT_BYTES = 16 << 10
 NUM_SLOTS = 64
 SPIN_S = 0.0001
-"""How long a reader looks before it sleeps; more costs the core that a peer computes on."""
+"""How long a reader polls before it sleeps; longer polling takes a core from its peers."""
 
 _MAX_SLEEP_S = 3600.0
 _HAS_MORE = 1 << 63
@@ -138,7 +138,7 @@ class RingReader(ShmRing):
         self._taken = 0
 
     def has_message(self) -> bool:
-        """Whether `read` would find one at once."""
+        """Whether `read` would return a message at once."""
         return self._has_slot()
 
     def read(self, timeout_s: float | None = None) -> bytes | None:
