@@ -14,12 +14,12 @@ from trimaran.server.engines.client import EngineClient
 from trimaran.server.grpc.server import GrpcServer
 from trimaran.server.http.server import HttpServer, MetricsServer
 from trimaran.server.inference.registry import ModelRegistry
-from trimaran.server.log_settings import LogSettings
 from trimaran.server.metrics.group_board import GroupBoard
 from trimaran.server.metrics.host_metrics import HostOptions
 from trimaran.server.metrics.metrics import Metrics
 from trimaran.server.served_models import FollowedModels, OwnModels, ServedModels
 from trimaran.server.service import Service
+from trimaran.server.settings import LogSettings
 
 logger = logging.getLogger(__name__)
 

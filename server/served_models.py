@@ -15,7 +15,7 @@ from trimaran.server.engines.client import EngineClient
 from trimaran.server.fleet.first_frontend import FirstFrontend
 from trimaran.server.fleet.model_mirror import ModelMirror
 from trimaran.server.fleet.other_frontends import OtherFrontends
-from trimaran.server.fleet.shared_state import SharedState
+from trimaran.server.fleet.peer_link import SharedState
 from trimaran.server.inference.registry import ModelRegistry
 from trimaran.server.loading.control import ModelControl
 from trimaran.server.loading.group_requests import GroupRequests
@@ -23,15 +23,14 @@ from trimaran.server.loading.poll import RepositoryPoll
 from trimaran.server.loading.reader import ModelReader
 from trimaran.server.loading.startup import ModelStartup
 from trimaran.server.loading.token_groups import TokenGroups
-from trimaran.server.log_settings import LogSettings
 from trimaran.server.metrics.group_board import GroupBoard
 from trimaran.server.metrics.metrics import Metrics
 from trimaran.server.models.factory import ModelFactory
 from trimaran.server.protocol.load_request import OverrideFolders
 from trimaran.server.python_models.calls import ModelCalls
-from trimaran.server.repository.python_model_choice import PythonModels
+from trimaran.server.repository.model_repository import PythonModels
 from trimaran.server.service import Service
-from trimaran.server.trace_settings import TraceSettings
+from trimaran.server.settings import LogSettings, TraceSettings
 
 
 class ServedModels(Protocol):

@@ -28,14 +28,13 @@ from trimaran.server.inference.registry import (
 from trimaran.server.inference.request import InferRequest, InferResponse, Model
 from trimaran.server.inference.validation import WireInput
 from trimaran.server.loading.control import ModelControl
-from trimaran.server.log_settings import LogSettings
 from trimaran.server.metrics.group_board import GroupBoard
 from trimaran.server.metrics.measured_model import MeasuredModel
 from trimaran.server.metrics.metrics import Metrics
 from trimaran.server.protocol.infer_json import RequestedOutput
 from trimaran.server.protocol.infer_response import select_outputs
 from trimaran.server.protocol.load_request import LoadRequest
-from trimaran.server.trace_settings import Changes, TraceSettings
+from trimaran.server.settings import Changes, LogSettings, TraceSettings
 
 INTERNAL = "internal error; the server's log has the details"
 """What clients are told of a bug."""

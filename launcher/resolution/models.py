@@ -13,12 +13,12 @@ from trimaran.comm.errors import ConfigError
 from trimaran.comm.topology import MAX_RANKS
 from trimaran.server.repository.model_repository import (
     ModelRepository,
+    PythonModels,
     RepositoryModel,
     Role,
     load_model,
     model_folders,
 )
-from trimaran.server.repository.python_model_choice import PythonModels
 
 _ALL = "*"
 _LLM_API_FILE = "model.yaml"

@@ -20,8 +20,8 @@ from trimaran.launcher.flags.triton_flags import check_triton_flags, grpc_option
 from trimaran.launcher.placement.job import Job, current_job
 from trimaran.launcher.resolution.engine_args import EngineFlags
 from trimaran.server.config import FrontendConfig
-from trimaran.server.log_settings import LOG_KINDS, level_name
 from trimaran.server.metrics.options import MetricsOptions
+from trimaran.server.settings import LOG_KINDS, level_name
 from trimaran.worker.config.engine_config import ProfileConfig
 from trimaran.worker.config.experts_config import ExpertsConfig
 from trimaran.worker.config.parallel_sizes import AskedSizes

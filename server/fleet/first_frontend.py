@@ -14,8 +14,7 @@ from tritonclient.grpc.service_pb2 import ModelStatisticsResponse
 from trimaran.comm.errors import RequestError
 from trimaran.comm.transport.sockets import Address
 from trimaran.server.config import FrontendConfig
-from trimaran.server.fleet.peer_link import PeerLink, Verb
-from trimaran.server.fleet.shared_state import SharedState
+from trimaran.server.fleet.peer_link import PeerLink, SharedState, Verb
 from trimaran.server.inference.registry import IndexEntry
 from trimaran.server.protocol.load_request import LoadRequest
 

@@ -9,19 +9,18 @@ from typing import Any
 
 from trimaran.server.engines.client import EngineClient
 from trimaran.server.engines.model_engines import ModelEngines
-from trimaran.server.fleet.shared_state import SharedState
+from trimaran.server.fleet.peer_link import SharedState
 from trimaran.server.inference.registry import ModelRegistry, VersionState
+from trimaran.server.loading.group_requests import Remembered, RememberedModel
 from trimaran.server.loading.model_set import Candidate, LoadedModel, ModelSet
 from trimaran.server.loading.preparation import BackgroundTasks, all_idle, is_expected
-from trimaran.server.loading.remembered import Remembered, RememberedModel
 from trimaran.server.loading.startup import read_again
 from trimaran.server.loading.token_groups import TokenGroups
-from trimaran.server.log_settings import LogSettings
 from trimaran.server.metrics.metrics import Metrics
 from trimaran.server.models.factory import COMPOSED, ModelFactory
 from trimaran.server.python_models.model import close_model, start_model
-from trimaran.server.repository.model_repository import Role
-from trimaran.server.repository.python_model_choice import PythonModels
+from trimaran.server.repository.model_repository import PythonModels, Role
+from trimaran.server.settings import LogSettings
 
 logger = logging.getLogger(__name__)
 

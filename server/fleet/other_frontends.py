@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 from trimaran.comm.errors import RequestError
 from trimaran.comm.transport.sockets import Address
 from trimaran.server.config import FrontendConfig, frontend_title
-from trimaran.server.fleet.peer_link import PeerLink, Verb
-from trimaran.server.fleet.shared_state import SharedState
+from trimaran.server.fleet.peer_link import PeerLink, SharedState, Verb
 from trimaran.server.inference.registry import ModelRegistry
 from trimaran.server.metrics.group_board import GroupBoard
 from trimaran.server.metrics.other_counts import OtherCounts

@@ -9,13 +9,11 @@ import numpy as np
 from tritonclient.grpc import service_pb2 as pb
 
 from trimaran.comm.errors import ErrorKind, RequestError
-from trimaran.server.inference.datatypes import NUMPY_TYPES
 from trimaran.server.inference.pieces import PIECE_ITEMS, Pieces
 from trimaran.server.inference.request import InferRequest, InferResponse, ParameterValue
-from trimaran.server.inference.tensor_bytes import Array, to_bytes, to_parts
+from trimaran.server.inference.tensor_bytes import NUMPY_TYPES, Array, to_bytes, to_parts
 from trimaran.server.inference.validation import INVALID_DATATYPE, WireInput
-from trimaran.server.protocol.infer_json import ParsedInfer, RequestedOutput
-from trimaran.server.protocol.parameters import check_custom_name
+from trimaran.server.protocol.infer_json import ParsedInfer, RequestedOutput, check_custom_name
 
 EMPTY_FINAL = "triton_enable_empty_final_response"
 FINAL = "triton_final_response"

@@ -18,7 +18,6 @@ from trimaran.server.grpc.convert import fill_response, parse_request, utf8
 from trimaran.server.grpc.stream import GRPC_STOPPING, Context, StreamSession
 from trimaran.server.inference.metadata import metadata_message, server_metadata
 from trimaran.server.inference.pieces import spread
-from trimaran.server.log_settings import FORMATS, unknown_format
 from trimaran.server.protocol.load_request import (
     load_request_of_grpc,
     unload_dependents_of_grpc,
@@ -30,6 +29,7 @@ from trimaran.server.service import (
     Service,
     unknown_region,
 )
+from trimaran.server.settings import FORMATS, unknown_format
 
 logger = logging.getLogger(__name__)
 

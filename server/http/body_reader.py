@@ -11,8 +11,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 from trimaran.comm.errors import ErrorKind, RequestError
-from trimaran.server.http.body_pieces import receive_parsed
-from trimaran.server.http.body_process import BodyTask, Refusal
+from trimaran.server.http.body_process import BodyTask, Refusal, receive_parsed
 from trimaran.server.inference.request import Model
 from trimaran.server.protocol.infer_json import ParsedInfer
 

@@ -3,16 +3,77 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import resource
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.http_parser import RawRequestMessage
 from aiohttp.streams import StreamReader
 
-from trimaran.server.http import faults as http_faults
 from trimaran.server.http.messages import plain_error, unasked_refusal
-from trimaran.server.http.open_files import OpenFiles
+
+_LONGEST = 160
+"""Characters of a line that a client may fill."""
+
+
+class _ClientFaults(logging.Filter):
+    """Turns the error of a malformed request, a traceback otherwise, into information."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if not isinstance(error, HttpProcessingError):
+            return True
+        client = record.args[0] if isinstance(record.args, tuple) and record.args else "?"
+        reason = " ".join(str(error.message).split())[:_LONGEST]
+        record.msg, record.args = "%s sent no valid HTTP request: %s", (client, reason)
+        record.exc_info = record.exc_text = None
+        record.levelno, record.levelname = logging.INFO, "INFO"
+        return fault_logger.isEnabledFor(logging.INFO)
+
+
+fault_logger = logging.getLogger(__name__)
+fault_logger.addFilter(_ClientFaults())
+
+
+logger = logging.getLogger(__name__)
+
+_MAX_KEPT = 256
+_NOTICE_INTERVAL_S = 60.0
+
+
+class OpenFiles:
+    """Keeps some descriptors for engines that dial in, the metrics port and files.
+
+    Where none is left, the system's queue of new connections is emptied by closing them,
+    those of engines and operators too, and no line says so. Each look is O(1): a new
+    descriptor has the lowest free number, so a high one means that all below are in use.
+    """
+
+    def __init__(self) -> None:
+        self._limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._kept = min(self._limit // 8, _MAX_KEPT)
+        self._noticed_at: float | None = None
+
+    def refusal_of(self, descriptor: int) -> str | None:
+        """Why a client's new connection cannot stay, or None; logged once a minute."""
+        if self._limit == resource.RLIM_INFINITY or descriptor < self._limit - self._kept:
+            return None
+        now = time.monotonic()
+        if self._noticed_at is None or now - self._noticed_at >= _NOTICE_INTERVAL_S:
+            self._noticed_at = now
+            logger.warning(
+                "New HTTP connections are refused until others end: %d files and connections "
+                "are open, and the rest of the %d that a process may have is kept for engines "
+                "and metrics. Raise the limit (ulimit -n, systemd's LimitNOFILE), or start "
+                "more front ends (--frontend-processes).",
+                descriptor, self._limit,
+            )  # fmt: skip
+        return "the server has too many open connections"
+
 
 MAX_HEAD_LINE_BYTES = 64 << 10
 """Limit on a request line and on each header: tokens that sign users in may be long."""
@@ -22,7 +83,7 @@ _LONGEST_REASON = 200
 _OPTIONS: dict[str, Any] = {
     "access_log": None,
     "auto_decompress": False,
-    "logger": http_faults.logger,
+    "logger": fault_logger,
     "max_line_size": MAX_HEAD_LINE_BYTES,
     "max_field_size": MAX_HEAD_LINE_BYTES,
     "max_headers": MAX_NUM_HEADERS,

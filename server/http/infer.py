@@ -11,11 +11,13 @@ from aiohttp import web
 
 from trimaran.comm.errors import ErrorKind, RequestError
 from trimaran.server.http.body_reader import LONG_BYTES, BodyReader
-from trimaran.server.http.compression import best_coding, compress, decompress
 from trimaran.server.http.messages import (
     JSON,
     LONG_ANSWER_BYTES,
     MAX_BODY_BYTES,
+    best_coding,
+    compress,
+    decompress,
     read_body,
     write_parts,
 )

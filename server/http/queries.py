@@ -23,7 +23,7 @@ from trimaran.server.service import (
     Service,
     unknown_region,
 )
-from trimaran.server.trace_settings import changes_of_json, json_of_values
+from trimaran.server.settings import changes_of_json, json_of_values
 
 _Handler = Callable[[Service, Route, bytes], web.Response]
 

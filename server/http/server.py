@@ -10,16 +10,14 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from trimaran.comm.errors import ConfigError, RequestError
-from trimaran.server.http import faults as http_faults
 from trimaran.server.http import queries as http_queries
 from trimaran.server.http.body_reader import BodyReader
-from trimaran.server.http.connections import HttpConnections, refusal
+from trimaran.server.http.connections import HttpConnections, fault_logger, refusal
 from trimaran.server.http.generate import GenerateEndpoint
 from trimaran.server.http.infer import infer
 from trimaran.server.http.messages import error_response, json_response, plain_error
 from trimaran.server.http.routes import match, path_of
-from trimaran.server.http.status import StatusReport
-from trimaran.server.http.status_page import render_page
+from trimaran.server.http.status_page import StatusReport, render_page
 from trimaran.server.service import INTERNAL, Service
 
 logger = logging.getLogger(__name__)
@@ -81,7 +79,7 @@ class HttpServer:
             response.force_close()
         except HttpProcessingError as error:
             # Its body began well and went on as no HTTP.
-            http_faults.logger.error("%s", request.remote, exc_info=error)
+            fault_logger.error("%s", request.remote, exc_info=error)
             response = refusal(400, error.message)
         except Exception:
             logger.exception("%s %s failed", request.method, request.raw_path)
@@ -118,7 +116,7 @@ class MetricsServer:
         self._host = host
         self._port = port
         self._status = StatusReport(service)
-        server = web.Server(self._handle, access_log=None, logger=http_faults.logger)
+        server = web.Server(self._handle, access_log=None, logger=fault_logger)
         self._runner = web.ServerRunner(server, shutdown_timeout=_STOP_GRACE_S)
 
     async def start(self) -> None:

@@ -2,12 +2,127 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
+from importlib.metadata import version
 from importlib.resources import files
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, StrictUndefined
+
+from trimaran.comm.errors import RequestError
+from trimaran.server.inference.metadata import server_metadata
+from trimaran.server.metrics.measured_model import MeasuredModel
+from trimaran.server.metrics.recent_rates import SAMPLE_PERIOD_S, RecentRates
+
+if TYPE_CHECKING:
+    from trimaran.server.service import Service
+
+ENGINE_KEYS = (
+    "active_requests", "max_requests", "scheduled_requests", "waiting_requests",
+    "paused_requests", "kv_used_blocks", "kv_max_blocks", "kv_reused_blocks",
+    "kv_used_fraction", "iteration_counter",
+)  # fmt: skip
+
+
+class StatusReport:
+    """Collects the document; between `start` and `stop` it samples the latencies."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._started_s = time.monotonic()
+        self._release = version("trimaran")
+        self._rates = RecentRates()
+        self._sampler: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to sample, on the running event loop."""
+        self._rates.add(self._service.metrics.latency_counts())
+        self._sampler = asyncio.get_running_loop().create_task(self._sample())
+
+    async def stop(self) -> None:
+        """End the sampling. May be called without `start`."""
+        if self._sampler is not None:
+            self._sampler.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._sampler
+            self._sampler = None
+
+    def document(self) -> dict[str, Any]:
+        """Everything, as JSON members: times in seconds since the epoch, sizes in bytes."""
+        service = self._service
+        host = service.metrics.read_host()
+        return {
+            "server": self._server(),
+            "models": [self._model(entry) for entry in service.registry.index()],
+            "groups": service.board.groups(),
+            "faults": service.board.faults(),
+            "gpus": [asdict(gpu) for gpu in host.gpus],
+            "host": {
+                "cpu_utilization": host.cpu_utilization,
+                "memory_total_bytes": host.memory_total_bytes,
+                "memory_used_bytes": host.memory_used_bytes,
+            },
+        }
+
+    async def _sample(self) -> None:
+        while True:
+            await asyncio.sleep(SAMPLE_PERIOD_S)
+            self._rates.add(self._service.metrics.latency_counts())
+
+    def _server(self) -> dict[str, Any]:
+        service = self._service
+        metadata = server_metadata(service.config.server_id)
+        is_draining = service.admission.is_draining
+        state = "draining" if is_draining else "ready" if service.is_ready else "unavailable"
+        return {
+            "id": metadata["name"],
+            "release": self._release,
+            "version": metadata["version"],
+            "state": state,
+            "running_requests": service.admission.num_running
+            + service.metrics.others.num_running,
+            "uptime_s": time.monotonic() - self._started_s,
+            "time": time.time(),
+        }
+
+    def _model(self, entry: Any) -> dict[str, Any]:
+        succeeded, failed = self._counts(entry.name, entry.version)
+        engine = self._service.metrics.engine_values(entry.name, entry.version)
+        is_engine = engine is not None
+        return {
+            "name": entry.name,
+            "version": entry.version,
+            "state": entry.state,
+            "reason": entry.reason,
+            "num_succeeded": succeeded,
+            "num_failed": failed,
+            "rates": asdict(self._rates.rates((entry.name, entry.version)))
+            if is_engine
+            else None,
+            "engine": _chosen(engine) if engine is not None else None,
+        }
+
+    def _counts(self, name: str, version: str) -> tuple[int, int]:
+        """Requests of a model that ended well and that did not; zeros if it is unloaded."""
+        try:
+            model = self._service.registry.get(name, version)
+        except RequestError:
+            return 0, 0
+        if not isinstance(model, MeasuredModel):
+            return 0, 0
+        message = model.statistics.message()
+        self._service.metrics.others.add_statistics(message)
+        totals = message.inference_stats
+        return totals.success.count, totals.fail.count
+
+
+def _chosen(engine: Mapping[str, float]) -> dict[str, float]:
+    return {key: engine.get(key, 0.0) for key in ENGINE_KEYS}
+
 
 _DAY_S = 86400
 

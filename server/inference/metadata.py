@@ -10,8 +10,8 @@ from google.protobuf.message import Message
 from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelInstanceGroup
 from tritonclient.grpc.service_pb2 import ModelMetadataResponse
 
-from trimaran.server.inference.datatypes import from_config
 from trimaran.server.inference.request import Model
+from trimaran.server.inference.tensor_bytes import from_config
 
 PROTOCOL_VERSION = "2.73.0"
 """The release of the protocol's reference server that this one follows."""

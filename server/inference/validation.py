@@ -11,10 +11,16 @@ import numpy as np
 from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelInput
 
 from trimaran.comm.errors import RequestError
-from trimaran.server.inference.datatypes import element_bytes, from_config
 from trimaran.server.inference.pieces import Pieces, finish
 from trimaran.server.inference.request import Tensor
-from trimaran.server.inference.tensor_bytes import Array, Buffer, from_bytes, split_in_pieces
+from trimaran.server.inference.tensor_bytes import (
+    Array,
+    Buffer,
+    element_bytes,
+    from_bytes,
+    from_config,
+    split_in_pieces,
+)
 
 INVALID_DATATYPE = "<invalid>"
 MAX_ELEMENTS = (1 << 63) - 1

@@ -18,8 +18,8 @@ from trimaran.server.inference.registry import (
     StateOfVersion,
     VersionState,
 )
-from trimaran.server.loading.exclusive import ExclusiveNames
-from trimaran.server.loading.model_set import Candidate, LoadedModel, ModelSet
+from trimaran.server.loading.group_requests import LeavingGroups, Remembered, RememberedModel
+from trimaran.server.loading.model_set import Candidate, ExclusiveNames, LoadedModel, ModelSet
 from trimaran.server.loading.preparation import (
     BackgroundTasks,
     GivenUpError,
@@ -30,7 +30,6 @@ from trimaran.server.loading.preparation import (
     log_lost,
 )
 from trimaran.server.loading.reader import LoadError, ModelReader, ReadModel
-from trimaran.server.loading.remembered import LeavingGroups, Remembered, RememberedModel
 from trimaran.server.loading.token_groups import OpenedGroups, TokenGroups
 from trimaran.server.metrics.metrics import Metrics
 from trimaran.server.models.factory import COMPOSED, ModelFactory

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence, Set
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
 from trimaran.comm.errors import ConfigError
@@ -278,3 +280,29 @@ def _circle(candidate: Candidate) -> ConfigError:
     return ConfigError(
         f"{candidate.source.config_path}: the ensemble '{candidate.name}' is a step of itself"
     )
+
+
+class ExclusiveNames:
+    """Locks by name, taken all at once, so that two tasks never wait for each other."""
+
+    def __init__(self) -> None:
+        self._held: set[str] = set()
+        self._released = asyncio.Event()
+
+    def are_free(self, names: Iterable[str]) -> bool:
+        """Whether nobody works on any of these."""
+        return self._held.isdisjoint(names)
+
+    @asynccontextmanager
+    async def hold(self, names: Iterable[str]) -> AsyncIterator[None]:
+        """Wait until nobody works on any of these, and keep others off them."""
+        wanted = set(names)
+        while not self.are_free(wanted):
+            self._released.clear()
+            await self._released.wait()
+        self._held |= wanted
+        try:
+            yield
+        finally:
+            self._held -= wanted
+            self._released.set()

@@ -2,27 +2,74 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from trimaran.comm.errors import ConfigError, ErrorKind, RequestError
 from trimaran.server.models.factory import read_labels
 from trimaran.server.protocol.load_request import LoadRequest, OverrideFolders
-from trimaran.server.repository.config_pbtxt import read_config
-from trimaran.server.repository.fingerprint import fingerprint
+from trimaran.server.repository.config_pbtxt import ModelParameters, read_config
 from trimaran.server.repository.model_repository import (
     CONFIG_FILE,
     NATIVE,
     NoVersionError,
+    PythonModels,
     RepositoryModel,
     load_model,
     model_folders,
     parameters_of,
     repository_model,
 )
-from trimaran.server.repository.python_model_choice import PythonModels
+
+
+def fingerprint(folder: Path, parameters: ModelParameters | None) -> str:
+    """A digest of names, sizes and times of a model's files; reads none of them.
+
+    These are all files below its folder, and, where its configuration can be read, those
+    that lie in a folder which a parameter names: the engine, the tokenizer.
+    """
+    digest = hashlib.sha256()
+    for line in _files(folder):
+        digest.update(os.fsencode(line))
+    for named in [] if parameters is None else _named_folders(parameters):
+        for line in _entries(named):
+            digest.update(os.fsencode(line))
+    return digest.hexdigest()
+
+
+def _named_folders(parameters: ModelParameters) -> list[str]:
+    values = [parameters.get_str(name) for name in sorted(parameters.names)]
+    return [value for value in values if value is not None and os.path.isdir(value)]
+
+
+def _files(folder: Path) -> Iterator[str]:
+    for parent, folders, _ in os.walk(folder):
+        folders.sort()
+        yield from _entries(parent)
+
+
+def _entries(folder: str) -> list[str]:
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(_line(entry) for entry in entries)
+    except OSError as error:
+        # Gone or unreadable is a state of its own, which the load that follows explains.
+        return [f"{folder}: {error.errno}\n"]
+
+
+def _line(entry: os.DirEntry[str]) -> str:
+    try:
+        stat = entry.stat()
+    except OSError as error:
+        # A link to nothing, as an editor leaves beside a file: the others count as ever.
+        return f"{entry.path} {error.errno}\n"
+    # A folder's own time changes with every lock file in it; what is in it counts.
+    times = "" if entry.is_dir() else f"{stat.st_mtime_ns} {stat.st_size}"
+    return f"{entry.path} {times}\n"
 
 
 class LoadError(RequestError):

@@ -13,14 +13,13 @@ from trimaran.comm.errors import ConfigError
 from trimaran.server.config import FrontendConfig
 from trimaran.server.inference.registry import StateOfVersion, VersionState
 from trimaran.server.loading.control import ModelControl
+from trimaran.server.loading.group_requests import Remembered, RememberedModel
 from trimaran.server.loading.preparation import load_error, log_lost
 from trimaran.server.loading.reader import LoadError, ModelReader, ReadModel
-from trimaran.server.loading.remembered import Remembered, RememberedModel
 from trimaran.server.loading.token_groups import OpenedGroups, TokenGroups
 from trimaran.server.models.factory import read_labels
 from trimaran.server.protocol.load_request import LoadRequest
-from trimaran.server.repository.model_repository import Role, repository_model
-from trimaran.server.repository.python_model_choice import PythonModels
+from trimaran.server.repository.model_repository import PythonModels, Role, repository_model
 
 logger = logging.getLogger(__name__)
 

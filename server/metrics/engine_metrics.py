@@ -8,10 +8,9 @@ from typing import Any
 from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.registry import CollectorRegistry
 
-from trimaran.server.metrics.group_sums import GroupSums
 from trimaran.server.metrics.other_counts import OtherCounts
 from trimaran.server.metrics.recent_rates import Key, ModelCounts, read_counts
-from trimaran.server.metrics.step_metrics import StepMetrics
+from trimaran.server.metrics.step_metrics import GroupSums, StepMetrics
 
 _Info = tuple[str, tuple[str, ...]]
 """Which info gauge, and its labels after model and version."""

@@ -2,28 +2,138 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import json
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import datetime, timezone
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+from prometheus_client.core import Metric
 from prometheus_client.registry import CollectorRegistry
 from tritonclient.grpc.service_pb2 import ModelStatistics as StatisticsMessage
 
 from trimaran.comm.messages.messages import ExpertReport
 from trimaran.server.inference.request import Model, QueueingModel
-from trimaran.server.metrics.board_metrics import BoardMetrics
 from trimaran.server.metrics.custom_metrics import CustomMetrics
 from trimaran.server.metrics.engine_metrics import EngineMetrics
-from trimaran.server.metrics.engine_stats_log import is_logged, log_engine_stats
-from trimaran.server.metrics.expert_metrics import ExpertMetrics
 from trimaran.server.metrics.exposition import render
-from trimaran.server.metrics.group_board import GroupBoard
+from trimaran.server.metrics.group_board import BoardMetrics, GroupBoard
 from trimaran.server.metrics.host_metrics import HostMetrics, HostOptions, HostReading
-from trimaran.server.metrics.measured_model import MeasuredModel
+from trimaran.server.metrics.measured_model import MeasuredModel, ModelStatistics
 from trimaran.server.metrics.model_metrics import InferenceFamilies, ModelMetrics
 from trimaran.server.metrics.options import MetricsOptions
 from trimaran.server.metrics.other_counts import OtherCounts, own_counts
 from trimaran.server.metrics.recent_rates import Key, ModelCounts
-from trimaran.server.metrics.statistics import ModelStatistics
+
+_TOKENS, _IMBALANCE = "trimaran_expert_tokens", "trimaran_expert_imbalance"
+_Counts = dict[int, NDArray[np.int64]]
+"""Tokens of each expert, by layer."""
+
+_Key = tuple[str, str]
+
+
+class ExpertMetrics:
+    """Tokens of every expert of each model, over all of its groups and their restarts.
+
+    Models without experts have no series.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._totals: dict[_Key, _Counts] = {}
+        self._seen: dict[tuple[_Key, str], _Counts] = {}
+        registry.register(self)
+
+    def remove_model(self, model: str, version: str) -> None:
+        """Show nothing more of the model. Added again, it begins at 0."""
+        key = model, version
+        self._totals.pop(key, None)
+        for known in [known for known in self._seen if known[0] == key]:
+            del self._seen[known]
+
+    def add(
+        self, model: str, version: str, group: str, report: ExpertReport, incarnation: int = 0
+    ) -> None:
+        """Count what a group's sums have grown by since they were seen last, as `GroupSums`
+        does."""
+        key = model, version
+        counts_from_here = incarnation > 0 and (key, group) not in self._seen
+        seen = self._seen.setdefault((key, group), {})
+        totals = self._totals.setdefault(key, {})
+        rows = np.frombuffer(report.counts, "<i8").reshape(len(report.layers), -1)
+        for layer, now in zip(report.layers, rows, strict=True):
+            then = now if counts_from_here else seen.get(layer)
+            is_going_on = then is not None and bool((now >= then).all())
+            grown = now - then if then is not None and is_going_on else now
+            totals[layer] = totals[layer] + grown if layer in totals else grown.copy()
+            seen[layer] = now
+
+    def collect(self) -> Iterator[Metric]:
+        """The registry's question for samples."""
+        tokens = Metric(_TOKENS, "Tokens that chose an expert, since the start", "counter")
+        imbalance = Metric(
+            _IMBALANCE, "Tokens of a layer's busiest expert over those of the average", "gauge"
+        )
+        for (model, version), totals in self._totals.items():
+            for layer, counts in sorted(totals.items()):
+                labels = {"model": model, "version": version, "layer": str(layer)}
+                for expert, count in enumerate(counts.tolist()):
+                    tokens.add_sample(_TOKENS, {**labels, "expert": str(expert)}, count)
+                if mean := float(counts.mean()):
+                    imbalance.add_sample(_IMBALANCE, labels, float(counts.max()) / mean)
+        yield tokens
+        yield imbalance
+
+
+logger = logging.getLogger(__name__)
+
+_NAMES = {
+    "Active Request Count": "active_requests",
+    "Context Requests": "context_requests",
+    "Free KV cache blocks": "kv_free_blocks",
+    "Iteration Counter": "iteration_counter",
+    "Max KV cache blocks": "kv_max_blocks",
+    "Max Request Count": "max_requests",
+    "Reused KV cache blocks": "kv_reused_blocks",
+    "Runtime CPU Memory Usage": "cpu_memory_bytes",
+    "Runtime GPU Memory Usage": "gpu_memory_bytes",
+    "Runtime Pinned Memory Usage": "pinned_memory_bytes",
+    "Scheduled Requests": "scheduled_requests",
+    "Tokens per KV cache block": "kv_tokens_per_block",
+    "Total Context Tokens": "total_context_tokens",
+    "Total Input Tokens": "total_input_tokens",
+    "Total Output Tokens": "total_output_tokens",
+    "Used KV cache blocks": "kv_used_blocks",
+    "Waiting Requests": "waiting_requests",
+}
+_IN_FLIGHT = {
+    "Generation Requests": "generation_requests",
+    "MicroBatch ID": "micro_batch_id",
+    "Paused Requests": "paused_requests",
+}
+_V1 = {
+    "Empty Generation Slots": "empty_generation_slots",
+    "Total Generation Tokens": "total_generation_tokens",
+}
+
+
+def is_logged() -> bool:
+    """Whether the log is verbose enough for these lines."""
+    return logger.isEnabledFor(logging.DEBUG)
+
+
+def log_engine_stats(model: str, stats: Mapping[str, float]) -> None:
+    """Write one JSON line of a group's last iteration and of all that the model has served,
+    ``total_input_tokens`` and ``total_output_tokens``."""
+    names = {**_NAMES, **(_V1 if stats.get("v1_batching") else _IN_FLIGHT)}
+    values: dict[str, object] = {name: int(stats.get(key, 0)) for name, key in names.items()}
+    num_blocks = stats.get("kv_max_blocks", 0)
+    used = stats.get("kv_used_blocks", 0)
+    values["Fraction used KV cache blocks"] = used / num_blocks if num_blocks else 0.0
+    moment = datetime.fromtimestamp(stats.get("timestamp_us", 0) / 1e6, timezone.utc)
+    values["Timestamp"] = moment.strftime("%m-%d-%Y %H:%M:%S.%f")
+    logger.debug("%s: %s", model, json.dumps(values, sort_keys=True))
 
 
 class Metrics:

@@ -13,8 +13,11 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 from trimaran.server.inference.request import QueueingModel
 from trimaran.server.metrics.exposition import QuantileSummary
 from trimaran.server.metrics.options import MetricsOptions
-from trimaran.server.repository.metric_buckets import FIRST_RESPONSE, first_response_buckets
-from trimaran.server.repository.metric_tags import tag_labels
+from trimaran.server.repository.metric_settings import (
+    FIRST_RESPONSE,
+    first_response_buckets,
+    tag_labels,
+)
 
 _LABELS = ("model", "version")
 _DURATIONS = {

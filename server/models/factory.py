@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from weakref import WeakValueDictionary
@@ -15,15 +15,13 @@ from trimaran.comm.errors import ConfigError
 from trimaran.comm.files.input_files import read_text, unreadable
 from trimaran.server.engines.model_engines import ModelEngines
 from trimaran.server.inference.request import Model
-from trimaran.server.models.bls_graph import bls_graph
 from trimaran.server.models.graph_model import GraphModel, GraphStep
 from trimaran.server.models.postprocessing import PostprocessingModel
 from trimaran.server.models.preprocessing import PreprocessingModel
-from trimaran.server.models.text_models import BlsModel, EnsembleModel, ensemble_maps
+from trimaran.server.models.text_models import BLS_MAPS, BlsModel, EnsembleModel, ensemble_maps
 from trimaran.server.models.text_pipeline import Steps
 from trimaran.server.models.token_model import TokenModel
 from trimaran.server.models.tokenizer import Tokenizer
-from trimaran.server.models.vocabularies import warn_of_surplus_ids
 from trimaran.server.python_models.calls import ModelCalls
 from trimaran.server.python_models.model import PythonModel
 from trimaran.server.repository.ensemble_graph import check_ensemble, check_step_versions
@@ -34,7 +32,94 @@ from trimaran.server.repository.model_repository import (
     Role,
 )
 
+_TOKEN_OUTPUTS = {"output_ids": "_output_ids", "sequence_length": "_sequence_length"}
+_TEXT = "OUTPUT"
+
+
+def bls_graph(model: RepositoryModel, version: int, steps: Mapping[Role, Model]) -> GraphModel:
+    """A graph of the three steps. Each response of the token-level model is decoded alone,
+    by whatever the postprocessing does.
+
+    Raises:
+        ConfigError: tokens are to be accumulated, which only native postprocessing can.
+    """
+    if model.parameters.get_loose_bool("accumulate_tokens"):
+        raise ConfigError(
+            f"{model.config_path}: accumulate_tokens is true, but the steps run code of their "
+            "own, which is given each response alone. Set it to false, or leave "
+            "postprocessing out of --python-models."
+        )
+    pre, token, post = (
+        steps[role] for role in (Role.PREPROCESSING, Role.TOKEN, Role.POSTPROCESSING)
+    )
+    own_inputs = {tensor.name for tensor in model.config.input}
+    own_outputs = {tensor.name for tensor in model.config.output}
+    before = {tensor.name: f"_{tensor.name}" for tensor in pre.config.output}
+    into_token = {k: v for k, v in BLS_MAPS.token.items() if v in own_inputs}
+    for name, source in BLS_MAPS.token_from_preprocessing.items():
+        if source in before:
+            into_token[name] = before[source]
+    renamed = {k: v for k, v in BLS_MAPS.outputs.items() if v in own_outputs and k != _TEXT}
+    graph = (
+        _step(
+            pre, {k: v for k, v in BLS_MAPS.preprocessing.items() if v in own_inputs}, before
+        ),
+        _step(token, into_token, {**renamed, **_TOKEN_OUTPUTS}),
+        _step(
+            post,
+            {"TOKENS_BATCH": "_output_ids", "SEQUENCE_LENGTH": "_sequence_length"},
+            {_TEXT: BLS_MAPS.outputs[_TEXT]},
+        ),
+    )
+    # The graph completes its configuration, which is not the model's.
+    config = ModelConfig()
+    config.CopyFrom(model.config)
+    return GraphModel(replace(model, config=config), version, graph)
+
+
+def _step(model: Model, inputs: Mapping[str, str], outputs: Mapping[str, str]) -> GraphStep:
+    """A step with those of these tensors that its model declares."""
+    has_input = {tensor.name for tensor in model.config.input}
+    has_output = {tensor.name for tensor in model.config.output}
+    return GraphStep(
+        model,
+        {name: source for name, source in inputs.items() if name in has_input},
+        {name: target for name, target in outputs.items() if name in has_output},
+    )
+
+
 logger = logging.getLogger(__name__)
+
+
+def warn_of_surplus_ids(name: str, steps: Mapping[str, Model]) -> None:
+    """Say of a composed model whose prompts may hold ids that its engine does not have.
+
+    No refusal: tokenizers are published with more special tokens than their models were
+    trained on, and whoever does not use those lacks nothing.
+    """
+    readers = [step for step in steps.values() if isinstance(step, TokenModel)]
+    writers = [step for step in steps.values() if isinstance(step, PreprocessingModel)]
+    for writer in writers:
+        for reader in readers:
+            if reader.vocab_size is not None and writer.tokenizer.num_ids > reader.vocab_size:
+                logger.warning(
+                    "%s", " ".join(_sentences(name, writer, reader.name, reader.vocab_size))
+                )
+
+
+def _sentences(
+    name: str, writer: PreprocessingModel, reader: str, vocab_size: int
+) -> Iterable[str]:
+    tokenizer = writer.tokenizer
+    yield (
+        f"Model '{name}': the tokenizer of '{writer.name}' has {tokenizer.num_ids} ids "
+        f"({tokenizer.folder}), but the engine of '{reader}' has a vocabulary of "
+        f"{vocab_size}: a prompt that holds one of the others is refused."
+    )
+    if tokenizer.end_id is not None and tokenizer.end_id >= vocab_size:
+        yield f"The end token, {tokenizer.end_id}, is one: no output ends with it."
+    yield "Unless nobody uses those, name the model's own tokenizer in tokenizer_dir."
+
 
 COMPOSED = (Role.ENSEMBLE, Role.BLS)
 """Roles that run other models."""

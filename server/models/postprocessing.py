@@ -11,8 +11,7 @@ import numpy.typing as npt
 
 from trimaran.comm.errors import RequestError
 from trimaran.server.inference.request import InferRequest, InferResponse, Tensor
-from trimaran.server.models.detokenizer import IncrementalDetokenizer
-from trimaran.server.models.tokenizer import Tokenizer
+from trimaran.server.models.tokenizer import IncrementalDetokenizer, Tokenizer
 from trimaran.server.repository.model_repository import RepositoryModel
 from trimaran.server.repository.signatures import PASSED_ON
 

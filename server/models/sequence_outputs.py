@@ -11,11 +11,9 @@ import numpy.typing as npt
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from trimaran.comm.messages.messages import FinishReason
-from trimaran.server.engines.beams import Beams, logits_by_beam, padded
-from trimaran.server.engines.live_request import TokenChunk
-from trimaran.server.inference.datatypes import NUMPY_TYPES, from_config
+from trimaran.server.engines.live_request import Beams, TokenChunk, logits_by_beam, padded
 from trimaran.server.inference.request import Tensor
-from trimaran.server.inference.tensor_bytes import object_array
+from trimaran.server.inference.tensor_bytes import NUMPY_TYPES, from_config, object_array
 from trimaran.server.models.sample_inputs import SampleInputs
 from trimaran.server.models.sampling_inputs import PERF_METRICS
 

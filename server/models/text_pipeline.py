@@ -15,15 +15,13 @@ from trimaran.comm.messages.messages import FinishReason
 from trimaran.server.engines.live_request import TokenChunk
 from trimaran.server.inference.request import InferRequest, InferResponse, Model, Tensor
 from trimaran.server.inference.tensor_bytes import object_array
-from trimaran.server.models.arrivals import Arrivals
-from trimaran.server.models.detokenizer import IncrementalDetokenizer
+from trimaran.server.models.pending_requests import Arrivals
 from trimaran.server.models.postprocessing import LastIdsJob
 from trimaran.server.models.sample_inputs import SampleInputs, batch_size
 from trimaran.server.models.sequence_outputs import STOPPED, Progress, SequenceOutputs
-from trimaran.server.models.stop_text import StopText
-from trimaran.server.models.text_answer import TextAnswer
+from trimaran.server.models.sequence_text import StopText, TextAnswer
 from trimaran.server.models.token_job import ChunkResponse, TokenJob
-from trimaran.server.models.tokenizer import Tokenizer
+from trimaran.server.models.tokenizer import IncrementalDetokenizer, Tokenizer
 from trimaran.server.models.transaction import num_responses
 
 

@@ -10,8 +10,7 @@ import numpy as np
 
 from trimaran.comm.errors import RequestError
 from trimaran.comm.messages.messages import FinishReason
-from trimaran.server.engines.beams import padded
-from trimaran.server.engines.live_request import TokenChunk
+from trimaran.server.engines.live_request import TokenChunk, padded
 from trimaran.server.inference.request import InferRequest, InferResponse, Model, Tensor
 from trimaran.server.models.sample_inputs import SampleInputs
 from trimaran.server.models.sequence_outputs import Progress, SequenceOutputs

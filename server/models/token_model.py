@@ -14,19 +14,27 @@ from trimaran.comm.messages.sampling_params import SamplingParams
 from trimaran.server.engines.model_engines import ModelEngines
 from trimaran.server.inference.queue_policy import QueuePolicy
 from trimaran.server.inference.request import InferRequest, InferResponse
-from trimaran.server.models.adapter_inputs import add_digests, read_adapter
-from trimaran.server.models.arrivals import Arrivals
-from trimaran.server.models.backend_texts import texts_of
-from trimaran.server.models.cache_inputs import read_retention, salted
-from trimaran.server.models.gathering import Gathering
-from trimaran.server.models.logits_limit import check_logits
-from trimaran.server.models.prompt_table_inputs import cache_key, read_table
+from trimaran.server.models.pending_requests import Arrivals, Gathering
 from trimaran.server.models.sample_inputs import SampleInputs, batch_size
 from trimaran.server.models.sampling_inputs import check_request_type, read_sampling
 from trimaran.server.models.sequence_outputs import LOGITS_DTYPES, logits_type
 from trimaran.server.models.token_answers import Answers, ChunkAnswers, TensorAnswers
+from trimaran.server.models.token_inputs import (
+    add_digests,
+    cache_key,
+    read_adapter,
+    read_retention,
+    read_table,
+    salted,
+)
 from trimaran.server.models.token_job import Sample, TokenJob, TokenStream
-from trimaran.server.models.transaction import check_equal, check_transaction, num_responses
+from trimaran.server.models.transaction import (
+    check_equal,
+    check_logits,
+    check_transaction,
+    num_responses,
+    texts_of,
+)
 from trimaran.server.repository.model_repository import RepositoryModel
 
 

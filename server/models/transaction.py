@@ -3,11 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from trimaran.comm.errors import RequestError
+from trimaran.comm.messages.sampling_params import SamplingParams
 from trimaran.server.inference.request import Tensor
-from trimaran.server.models.backend_texts import TENSORRT_LLM, BackendTexts
 from trimaran.server.models.sample_inputs import SampleInputs
+
+
+@dataclass(frozen=True, slots=True)
+class BackendTexts:
+    """What one ``backend`` of ``config.pbtxt`` says."""
+
+    not_decoupled: str
+    """A stream of a model that is not decoupled."""
+
+    no_stop_id: str
+    """A stop request without an id."""
+
+
+TENSORRT_LLM = BackendTexts(
+    not_decoupled="Streaming is only supported if model is deployed using decoupled mode.",
+    no_stop_id="Trying to stop a request but request ID is not provided",
+)
+_PYTHON = BackendTexts(
+    not_decoupled="Streaming is only supported in decoupled mode.",
+    no_stop_id="A request id must be provided for request cancellation",
+)
+
+
+def texts_of(backend: str) -> BackendTexts:
+    """The texts of a backend by its name."""
+    return _PYTHON if backend == "python" else TENSORRT_LLM
+
 
 BATCH_NOT_DECOUPLED = (
     "Batch size > 1 requires the tensorrt_llm backend to be using decoupled transaction policy"
@@ -72,4 +100,38 @@ def check_transaction(
         raise RequestError(
             f"num_return_sequences is {num_sequences}, which requires the decoupled "
             "transaction policy"
+        )
+
+
+MAX_ANSWER_BYTES = (2 << 30) - (16 << 20)
+"""A gRPC message ends at 2 GiB; some is left to the other outputs."""
+
+_ITEM_BYTES = {"float32": 4, "float16": 2}
+
+
+def check_logits(
+    sampling: SamplingParams,
+    num_prompt_tokens: int,
+    vocab_size: int,
+    max_seq_len: int,
+    *,
+    is_streaming: bool,
+) -> None:
+    """Check that one answer can hold the logits that a sample asks for.
+
+    Raises:
+        RequestError: names the bytes, the limit and what would be less.
+    """
+    row_bytes = vocab_size * _ITEM_BYTES[sampling.logits_dtype]
+    num_rows = 0
+    if sampling.return_context_logits:
+        num_rows += num_prompt_tokens
+    if sampling.return_generation_logits:
+        num_tokens = max(0, min(sampling.max_tokens, max_seq_len - num_prompt_tokens))
+        num_rows += sampling.beam_width * (1 if is_streaming else num_tokens)
+    if num_rows * row_bytes > MAX_ANSWER_BYTES:
+        raise RequestError(
+            f"the logits of {num_rows} tokens over {vocab_size} ids are {num_rows * row_bytes} "
+            f"bytes, but an answer holds {MAX_ANSWER_BYTES}; ask for fewer tokens, stream "
+            "generation logits, or set logits_datatype to TYPE_FP16"
         )

@@ -8,7 +8,6 @@ from typing import Any
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from trimaran.comm.errors import ErrorKind, RequestError
-from trimaran.server.inference.datatypes import from_config
 from trimaran.server.inference.pieces import Pieces, finish
 from trimaran.server.inference.request import (
     InferRequest,
@@ -16,11 +15,11 @@ from trimaran.server.inference.request import (
     ParameterValue,
     Tensor,
 )
+from trimaran.server.inference.tensor_bytes import from_config
 from trimaran.server.inference.validation import WireInput
 from trimaran.server.protocol import json_access
-from trimaran.server.protocol.infer_json import check_size
+from trimaran.server.protocol.infer_json import check_number, check_size, custom_value
 from trimaran.server.protocol.json_access import RepeatedKeys, as_string
-from trimaran.server.protocol.parameters import check_number, custom_value
 from trimaran.server.protocol.tensor_json import array_from_json, flatten, text_of, to_json
 
 EXACTLY_ONE = (

@@ -9,9 +9,14 @@ from typing import Any
 import numpy as np
 
 from trimaran.comm.errors import ErrorKind, RequestError
-from trimaran.server.inference.datatypes import NUMPY_TYPES, ONLY_BINARY
 from trimaran.server.inference.pieces import PIECE_ITEMS, Pieces
-from trimaran.server.inference.tensor_bytes import Array, cut_strings, object_array
+from trimaran.server.inference.tensor_bytes import (
+    NUMPY_TYPES,
+    ONLY_BINARY,
+    Array,
+    cut_strings,
+    object_array,
+)
 from trimaran.server.protocol.json_access import MAX_NESTING, dump, too_big, wrong_type
 
 _DATA = "'data'"

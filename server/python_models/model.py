@@ -4,22 +4,49 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from collections.abc import AsyncGenerator
 
-from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelInstanceGroup
+from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelInstanceGroup, ModelOutput
 
 from trimaran.comm.errors import ConfigError, EngineDeadError, ErrorKind, RequestError
-from trimaran.server.inference.datatypes import from_config
 from trimaran.server.inference.metadata import completed_config, to_json
 from trimaran.server.inference.pieces import spread
-from trimaran.server.inference.request import InferRequest, InferResponse, Model
+from trimaran.server.inference.request import InferRequest, InferResponse, Model, Tensor
+from trimaran.server.inference.tensor_bytes import from_config
 from trimaran.server.python_models.calls import ModelCalls
 from trimaran.server.python_models.instance import Instance
 from trimaran.server.python_models.job import Job, JobQueue
-from trimaran.server.python_models.output_shapes import OutputShapes
 from trimaran.server.python_models.wire import Respond, Start, unpack_in_pieces
 from trimaran.server.repository.model_repository import RepositoryModel
+
+
+class OutputShapes:
+    """Undoes the ``reshape`` of outputs: the code's shape follows it, the client's ``dims``."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._reshaped = {o.name: o for o in config.output if o.HasField("reshape")}
+        self._num_batch_dims = int(config.max_batch_size > 0)
+
+    def for_clients(self, tensor: Tensor) -> Tensor:
+        """The same values in the configured ``dims``, if they have as many."""
+        output = self._reshaped.get(tensor.name)
+        if output is None:
+            return tensor
+        batch = tensor.shape[: self._num_batch_dims]
+        shape = batch + _dims(output, tensor.shape[self._num_batch_dims :])
+        if math.prod(shape) != tensor.data.size:
+            return tensor
+        return Tensor(tensor.name, tensor.datatype, tensor.data.reshape(shape))
+
+
+def _dims(output: ModelOutput, made: tuple[int, ...]) -> tuple[int, ...]:
+    """The configured ``dims``, the variable ones as long as those of ``reshape`` were made."""
+    given = zip(output.reshape.shape, made, strict=False)
+    variable = iter(length for configured, length in given if configured == -1)
+    return tuple(next(variable, -1) if dim == -1 else dim for dim in output.dims)
+
 
 MAX_INSTANCES = 64
 """Most processes of one model."""

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 from tritonclient.grpc.model_config_pb2 import DataType
 
-from trimaran.server.inference.datatypes import NUMPY_TYPES, from_config
 from trimaran.server.inference.request import Tensor as ServedTensor
+from trimaran.server.inference.tensor_bytes import NUMPY_TYPES, from_config
 from trimaran.server.python_models import wire
 
 _CPU = 1

@@ -16,10 +16,9 @@ import numpy as np
 from trimaran.comm.errors import ProtocolError
 from trimaran.comm.messages.bulk import INLINE_BYTES, BulkSender, open_bulk
 from trimaran.comm.transport.sockets import FrameCutter, frame
-from trimaran.server.inference.datatypes import NUMPY_TYPES
 from trimaran.server.inference.pieces import Pieces, finish
 from trimaran.server.inference.request import Tensor
-from trimaran.server.inference.tensor_bytes import split_in_pieces, to_parts
+from trimaran.server.inference.tensor_bytes import NUMPY_TYPES, split_in_pieces, to_parts
 
 MAX_FRAME_BYTES = 1 << 30
 """Longest message either way."""

@@ -13,22 +13,46 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.files.input_files import unreadable
 from trimaran.server.inference.queue_policy import check_queue
-from trimaran.server.repository.config_enums import check_enums
-from trimaran.server.repository.config_pbtxt import read_config
+from trimaran.server.repository.config_checks import check_declarations, check_enums
+from trimaran.server.repository.config_pbtxt import ModelParameters, read_config
 from trimaran.server.repository.ensemble_graph import check_ensemble, check_step_versions
-from trimaran.server.repository.metric_buckets import check_buckets
-from trimaran.server.repository.metric_tags import check_tags
-from trimaran.server.repository.model_parameters import ModelParameters
-from trimaran.server.repository.parameter_table import check_parameters
-from trimaran.server.repository.python_model_choice import PythonModels
-from trimaran.server.repository.role_parameters import (
+from trimaran.server.repository.metric_settings import check_buckets, check_tags
+from trimaran.server.repository.parameter_table import (
     BLS_PARAMETERS,
     POSTPROCESSING_PARAMETERS,
     PREPROCESSING_PARAMETERS,
+    TOKEN_PARAMETERS,
+    check_parameters,
 )
 from trimaran.server.repository.signatures import Role, check_tensors, role_of
-from trimaran.server.repository.tensor_declarations import check_declarations
-from trimaran.server.repository.token_parameters import TOKEN_PARAMETERS
+
+_NATIVE, _EXECUTE = "native", "execute"
+
+
+@dataclass(frozen=True, slots=True)
+class PythonModels:
+    """The models of pre- and postprocessing and BLS whose ``model.py`` is run.
+
+    A model of another role than the native ones runs its code in any case; a token-level
+    model never does, as worker groups answer for it.
+    """
+
+    names: frozenset[str] = frozenset()
+    are_all: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> PythonModels:
+        """Read ``native``, ``execute``, or names with commas between."""
+        if text == _NATIVE:
+            return cls()
+        if text == _EXECUTE:
+            return cls(are_all=True)
+        return cls(frozenset(filter(None, (name.strip() for name in text.split(",")))))
+
+    def executes(self, name: str) -> bool:
+        """Whether this model's code is run if it has any."""
+        return self.are_all or name in self.names
+
 
 logger = logging.getLogger(__name__)
 

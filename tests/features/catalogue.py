@@ -14,14 +14,15 @@ import parameter_texts
 from trimaran.server.models import preprocessing, sampling_inputs
 from trimaran.server.models.text_models import BLS_MAPS
 from trimaran.server.repository import signatures
-from trimaran.server.repository.parameter_table import Effect, Known
-from trimaran.server.repository.role_parameters import (
+from trimaran.server.repository.parameter_table import (
     BLS_PARAMETERS,
     POSTPROCESSING_PARAMETERS,
     PREPROCESSING_PARAMETERS,
+    TOKEN_PARAMETERS,
+    Effect,
+    Known,
 )
 from trimaran.server.repository.signatures import Role
-from trimaran.server.repository.token_parameters import TOKEN_PARAMETERS
 from trimaran.worker.sampling.sampling_rows import SERVED_FIELDS
 
 SERVED, NO_EFFECT, REFUSED, NEVER = "served", "no effect", "refused", "never comes"

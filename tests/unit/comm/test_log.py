@@ -9,7 +9,7 @@ import pytest
 PROGRAM = """
 import logging
 from trimaran.comm.log import setup_logging
-from trimaran.server.log_settings import LogSettings
+from trimaran.server.settings import LogSettings
 
 setup_logging("frontend", rank={rank}, group="llm", directory={directory!r})
 settings = LogSettings()

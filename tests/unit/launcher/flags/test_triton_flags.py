@@ -10,7 +10,7 @@ from launcher_repository import parse, resolve, write_engine, write_model
 
 from trimaran.comm.errors import ConfigError
 from trimaran.launcher.flags.triton_flags import _IDLE, _OTHERS
-from trimaran.server.log_settings import LogSettings, level_name
+from trimaran.server.settings import LogSettings, level_name
 
 ALL = """
 id exit-timeout-secs log-verbose log-info log-warning log-error log-format log-file

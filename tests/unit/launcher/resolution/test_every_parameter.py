@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from launcher_repository import resolve, write_checkpoint, write_model
 
-from trimaran.server.repository.parameter_table import Effect
-from trimaran.server.repository.token_parameters import TOKEN_PARAMETERS
+from trimaran.server.repository.parameter_table import TOKEN_PARAMETERS, Effect
 from trimaran.worker.config.engine_config import EngineConfig
 
 WINDOW = {"max_attention_window_size": "64"}

@@ -12,8 +12,8 @@ from started_frontend import StartedFrontend, write_repository
 
 from trimaran.comm.messages.messages import Answer, Ask, Command
 from trimaran.comm.transport.sockets import Address
-from trimaran.server.fleet.shared_state import SharedState
-from trimaran.server.loading.remembered import Remembered, RememberedModel
+from trimaran.server.fleet.peer_link import SharedState
+from trimaran.server.loading.group_requests import Remembered, RememberedModel
 from trimaran.server.repository.config_pbtxt import read_config
 
 DEADLINE_S = 60

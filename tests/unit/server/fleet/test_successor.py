@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from controlled_frontend import starting_over
 
-from trimaran.server.loading.remembered import Remembered
+from trimaran.server.loading.group_requests import Remembered
 from trimaran.server.repository.config_pbtxt import read_config
 
 

@@ -240,7 +240,7 @@ def test_what_is_no_http_costs_a_line_of_the_log_and_no_traceback(server, caplog
     with caplog.at_level("INFO"), open_socket(server) as sock:
         sock.sendall(sent)
         assert b"400 Bad Request" in read_all(sock)
-    (record,) = [r for r in caplog.records if r.name == "trimaran.server.http.faults"]
+    (record,) = [r for r in caplog.records if r.name == "trimaran.server.http.connections"]
     assert record.levelname == "INFO"
     assert record.exc_info is None
     assert record.getMessage().startswith(f"127.0.0.1 sent no valid HTTP request: {reason}")

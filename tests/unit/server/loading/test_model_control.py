@@ -15,9 +15,8 @@ from google.protobuf import json_format, text_format
 from started_frontend import write_repository
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-from trimaran.server.loading.reader import LoadError, ModelReader
+from trimaran.server.loading.reader import LoadError, ModelReader, fingerprint
 from trimaran.server.protocol.load_request import LoadRequest, OverrideFolders
-from trimaran.server.repository.fingerprint import fingerprint
 
 REFUSED = "explicit model load / unload is not allowed if polling is enabled"
 NOT_POLLED = "failed to load '{}', failed to poll from model repository"

@@ -7,8 +7,8 @@ import pytest
 
 from trimaran.comm.errors import ConfigError
 from trimaran.server.metrics.group_board import GroupBoard
+from trimaran.server.metrics.host_metrics import Nvml
 from trimaran.server.metrics.metrics import Metrics
-from trimaran.server.metrics.nvml import Nvml
 
 NV_INFERENCE = (
     "request_success", "count", "exec_count", "request_duration_us", "queue_duration_us",

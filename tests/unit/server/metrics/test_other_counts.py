@@ -3,8 +3,8 @@
 import pytest
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
+from trimaran.server.metrics.measured_model import ModelStatistics
 from trimaran.server.metrics.metrics import Metrics
-from trimaran.server.metrics.statistics import ModelStatistics
 
 
 class Plain:

@@ -40,9 +40,9 @@ from trimaran.launcher.cli.fill_template import fill
 from trimaran.launcher.cli.init_repo import MODELS, template
 from trimaran.server.config import FrontendConfig
 from trimaran.server.engines.client import EngineClient
-from trimaran.server.inference.datatypes import from_config
 from trimaran.server.inference.registry import ModelRegistry
 from trimaran.server.inference.request import InferRequest, InferResponse, Model
+from trimaran.server.inference.tensor_bytes import from_config
 from trimaran.server.inference.validation import Validator, WireInput
 from trimaran.server.loading.model_set import Candidate, ModelSet
 from trimaran.server.metrics.metrics import Metrics
@@ -50,8 +50,7 @@ from trimaran.server.models.factory import COMPOSED, ModelFactory
 from trimaran.server.models.tokenizer import Tokenizer
 from trimaran.server.python_models.calls import ModelCalls
 from trimaran.server.python_models.model import close_model, start_model
-from trimaran.server.repository.model_repository import ModelRepository, Role
-from trimaran.server.repository.python_model_choice import PythonModels
+from trimaran.server.repository.model_repository import ModelRepository, PythonModels, Role
 
 _DEADLINE_S = 100
 USER_MODELS = Path(__file__).parents[1] / "python_models" / "user_models"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trimaran.comm.errors import RequestError
-from trimaran.server.models.cache_inputs import salted
+from trimaran.server.models.token_inputs import salted
 
 PROMPT = {"input_ids": [7, 8, 9], "input_lengths": 3, "request_output_len": 5}
 FOREVER = -1

@@ -11,8 +11,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, normalizers, trainers
 from tokenizers.models import BPE
 
-from trimaran.server.models.detokenizer import IncrementalDetokenizer
-from trimaran.server.models.tokenizer import Tokenizer
+from trimaran.server.models.tokenizer import IncrementalDetokenizer, Tokenizer
 
 TEXT = "größer 東京🙂🎉  and so on, 👨‍👩‍👧‍👦 a\n\tb — Ünïcödé кириллица 🏳️‍🌈 the end"
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.unit.server.models.test_outputs import FIGURES
-from trimaran.server.inference.datatypes import from_config
+from trimaran.server.inference.tensor_bytes import from_config
 
 # What brings an output that is not always there.
 ASKED_BY = {

@@ -9,13 +9,13 @@ import pytest
 
 from trimaran.comm.errors import ConfigError
 from trimaran.server.repository.model_repository import ModelRepository
-from trimaran.server.repository.parameter_table import Effect
-from trimaran.server.repository.role_parameters import (
+from trimaran.server.repository.parameter_table import (
     BLS_PARAMETERS,
     POSTPROCESSING_PARAMETERS,
     PREPROCESSING_PARAMETERS,
+    TOKEN_PARAMETERS,
+    Effect,
 )
-from trimaran.server.repository.token_parameters import TOKEN_PARAMETERS
 
 TABLES = {
     "token": ("tensorrt_llm", TOKEN_PARAMETERS),

@@ -7,9 +7,9 @@ import logging
 import pytest
 
 from trimaran.comm.errors import ConfigError
-from trimaran.server.repository.model_parameters import ModelParameters
+from trimaran.server.repository.config_pbtxt import ModelParameters
 from trimaran.server.repository.model_repository import ModelRepository
-from trimaran.server.repository.token_parameters import TOKEN_PARAMETERS
+from trimaran.server.repository.parameter_table import TOKEN_PARAMETERS
 
 
 def refusal(root) -> str:

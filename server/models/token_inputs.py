@@ -1,0 +1,217 @@
+"""What a request says of the KV cache: how long its blocks are kept, and who may share them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+
+from trimaran.comm.errors import RequestError
+from trimaran.server.inference.request import Tensor
+from trimaran.server.models.sample_inputs import SampleInputs, to_text
+
+_TABLE = "prompt_embedding_table"
+_EXTRA_IDS = "prompt_table_extra_ids"
+
+
+def read_table(inputs: SampleInputs, tensor: Tensor | None) -> dict[str, Any] | None:
+    """The table as an engine takes it; ``tensor`` is the whole batch's.
+
+    Raises:
+        RequestError: it is no table [entries, hidden size].
+    """
+    array = inputs.array(_TABLE)
+    if array is None or tensor is None:
+        return None
+    if array.ndim != 2:
+        raise RequestError(
+            f"{_TABLE} has the shape {list(array.shape)} but must be [entries, hidden size]"
+        )
+    data = np.ascontiguousarray(array).tobytes()
+    return {"dtype": tensor.datatype, "shape": list(array.shape), "data": data}
+
+
+def cache_key(inputs: SampleInputs, num_tokens: int, table: dict[str, Any] | None) -> bytes:
+    """What must be equal, beside ids, for prompts to share KV: the extra ids up to the last
+    that is not 0, or where there are none the table; empty without a table.
+
+    Raises:
+        RequestError: there are extra ids, but not one a token.
+    """
+    extra = inputs.array(_EXTRA_IDS)
+    if extra is not None:
+        extra = extra.reshape(-1)
+        padded = len(inputs.ids("input_ids"))
+        if len(extra) not in (num_tokens, padded):
+            raise RequestError(
+                f"{_EXTRA_IDS} has {len(extra)} values, but the prompt has {num_tokens} "
+                "tokens; send one value a token"
+            )
+        places = np.flatnonzero(extra[:num_tokens])
+        if len(places):
+            return _table_digest(b"extra", extra[: places[-1] + 1].astype("<u8").tobytes())
+    if table is None:
+        return b""
+    return _table_digest(
+        b"table", repr((table["dtype"], table["shape"])).encode(), table["data"]
+    )
+
+
+def _table_digest(*parts: bytes) -> bytes:
+    digest = blake2b(digest_size=16)
+    for part in parts:
+        digest.update(part)
+    return digest.digest()
+
+
+_WEIGHTS, _CONFIG = "lora_weights", "lora_config"
+
+
+def read_adapter(
+    inputs: SampleInputs, tensors: Mapping[str, Tensor]
+) -> tuple[int, dict[str, Any] | None]:
+    """A sample's task id and the field ``adapter`` of `Submit`; 0 and None without LoRA.
+
+    ``tensors`` are the whole batch's.
+
+    Raises:
+        RequestError: weights without an id or a config, or both an id and a name.
+    """
+    task, name = inputs.scalar("lora_task_id"), inputs.scalar("lora_name")
+    given = [other for other in (_WEIGHTS, _CONFIG) if inputs.array(other) is not None]
+    if name is not None:
+        if task is not None or given:
+            raise RequestError(
+                "lora_name is set beside lora_task_id, lora_weights or lora_config; send the "
+                "name alone"
+            )
+        if not name:
+            raise RequestError(
+                "lora_name is empty; leave it out, or name a folder of lora_prefetch_dir"
+            )
+        return 0, {"name": to_text("lora_name", name)}
+    if task is None:
+        if given:
+            raise RequestError(f"{given[0]} is set without lora_task_id; send both")
+        return 0, None
+    if len(given) == 1:
+        raise RequestError(
+            f"{given[0]} is set alone; lora_weights and lora_config must come together"
+        )
+    return task, {
+        other.removeprefix("lora_"): _on_the_wire(inputs.array(other), tensors[other].datatype)
+        for other in given
+    }
+
+
+def _on_the_wire(array: np.ndarray[Any, Any] | None, datatype: str) -> dict[str, Any]:
+    assert array is not None
+    data = np.ascontiguousarray(array).tobytes()
+    return {"datatype": datatype, "shape": list(array.shape), "data": data}
+
+
+async def add_digests(adapters: Sequence[dict[str, Any] | None]) -> None:
+    """Say what adapters consist of, by which engines know those that they have already."""
+    for adapter in adapters:
+        if adapter is not None and "weights" in adapter:
+            # Of tens of megabytes, so in a thread.
+            adapter["digest"] = await asyncio.to_thread(_digest, adapter)
+
+
+def _digest(adapter: dict[str, Any]) -> bytes:
+    digest = blake2b(digest_size=16)
+    for part in ("weights", "config"):
+        tensor = adapter[part]
+        digest.update(repr((tensor["datatype"], tensor["shape"])).encode())
+        digest.update(tensor["data"])
+    return digest.digest()
+
+
+_STARTS = "retention_token_range_starts"
+_ENDS = "retention_token_range_ends"
+_PRIORITIES = "retention_token_range_priorities"
+_DURATIONS = "retention_token_range_durations_ms"
+_OUTPUT_PRIORITY = "retention_decode_priority"
+_OUTPUT_DURATION = "retention_decode_duration_ms"
+_SALT = "cache_salt"
+_DEFAULT_PRIORITY = 35
+_MAX_PRIORITY = 100
+_FOREVER = -1
+_END = 1 << 62
+
+
+def read_retention(inputs: SampleInputs) -> dict[str, Any] | None:
+    """The field ``retention`` of `Submit`; None if the request says nothing of it.
+
+    Raises:
+        RequestError: ranges are incomplete or mean nothing.
+    """
+    starts, ends, priorities, durations = (
+        inputs.ids(name) for name in (_STARTS, _ENDS, _PRIORITIES, _DURATIONS)
+    )
+    for name, values in ((_ENDS, ends), (_PRIORITIES, priorities), (_DURATIONS, durations)):
+        if len(values) != len(starts) and (values or name != _DURATIONS):
+            raise RequestError(
+                f"{name} must be provided, and have the same length as {_STARTS}"
+            )
+    output = inputs.scalar(_OUTPUT_PRIORITY)
+    lasting = inputs.scalar(_OUTPUT_DURATION)
+    if not starts and output is None:
+        if lasting is not None:
+            raise RequestError(
+                f"{_OUTPUT_DURATION} is {lasting} but nothing says what is kept so long. Set "
+                f"{_OUTPUT_PRIORITY} too."
+            )
+        return None
+    durations = durations or [_FOREVER] * len(starts)
+    rows = zip(starts, ends, priorities, durations, strict=True)
+    ranges = [_range(*row) for row in rows]
+    output = _DEFAULT_PRIORITY if output is None else output
+    lasting = _FOREVER if lasting is None else lasting
+    _check(_OUTPUT_PRIORITY, output, _OUTPUT_DURATION, lasting)
+    return {"ranges": ranges, "output": [output, lasting]}
+
+
+def _range(start: int, end: int, priority: int, duration_ms: int) -> list[int]:
+    _check(_PRIORITIES, priority, _DURATIONS, duration_ms)
+    end = _END if end == -1 else end
+    if not 0 <= start < end:
+        raise RequestError(
+            f"{_STARTS} and {_ENDS} hold the range {start} to {end}, but ranges start at 0 or "
+            "later and end behind their start, or at -1, the end of the prompt"
+        )
+    return [start, end, priority, duration_ms]
+
+
+def _check(priority_name: str, priority: int, duration_name: str, duration_ms: int) -> None:
+    if not 0 <= priority <= _MAX_PRIORITY:
+        raise RequestError(
+            f"{priority_name} holds {priority} but priorities are 0 to {_MAX_PRIORITY}, "
+            f"{_DEFAULT_PRIORITY} being that of other blocks"
+        )
+    if duration_ms != _FOREVER and duration_ms < 1:
+        raise RequestError(
+            f"{duration_name} holds {duration_ms} but must be a time of 1 ms or more, or "
+            f"{_FOREVER} for ever"
+        )
+
+
+def salted(parameters: Mapping[str, Any], cache_key: bytes) -> bytes:
+    """``cache_key`` under the salt of the request's parameter ``cache_salt``, if it has one.
+
+    Raises:
+        RequestError: the parameter is no text, or an empty one.
+    """
+    salt = parameters.get(_SALT)
+    if salt is None:
+        return cache_key
+    if not isinstance(salt, str) or not salt:
+        raise RequestError(
+            f"parameter '{_SALT}' is {salt!r} but must be a text that is not empty; requests "
+            "share cached blocks only under equal texts"
+        )
+    raw = salt.encode("utf-8", "surrogateescape")
+    return blake2b(raw, digest_size=16, person=b"salt").digest() + cache_key
