@@ -108,9 +108,8 @@ class OwnModels:
 
     async def attach(self, service: Service) -> None:
         """See `ServedModels`."""
-        service.control = self._control
+        service.administer(self._control, self._others)
         self._calls.loader = service
-        service.others = self._others
         await self._others.start(service)
 
     async def follow(self) -> None:
@@ -181,8 +180,7 @@ class FollowedModels:
 
     async def attach(self, service: Service) -> None:
         """See `ServedModels`."""
-        service.first = self._first
-        service.trace_settings = self._trace_settings
+        service.follow(self._first, self._trace_settings)
         self._calls.loader = service
         self._service = service
 

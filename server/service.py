@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -13,9 +12,9 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 from tritonclient.grpc.service_pb2 import ModelStatisticsResponse
 
 from trimaran.comm.errors import ErrorKind, RequestError
+from trimaran.server.administration import OwnAdministration
 from trimaran.server.config import FrontendConfig
-from trimaran.server.fleet.first_frontend import FirstFrontend
-from trimaran.server.fleet.other_frontends import OtherFrontends
+from trimaran.server.fleet.administration import Administration, Peers
 from trimaran.server.inference.admission import Admission
 from trimaran.server.inference.metadata import completed_config
 from trimaran.server.inference.pieces import spread
@@ -23,7 +22,6 @@ from trimaran.server.inference.registry import (
     IndexEntry,
     ModelRegistry,
     NotReadyError,
-    parse_version,
 )
 from trimaran.server.inference.request import InferRequest, InferResponse, Model
 from trimaran.server.inference.validation import WireInput
@@ -39,7 +37,6 @@ from trimaran.server.settings import Changes, LogSettings, TraceSettings
 INTERNAL = "internal error; the server's log has the details"
 """What clients are told of a bug."""
 
-CONTROL_REFUSED = "explicit model load / unload is not allowed if polling is enabled"
 SHARED_MEMORY_DISABLED = (
     "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to "
     "enable."
@@ -58,13 +55,27 @@ class Service:
     trace_settings: TraceSettings = field(default_factory=TraceSettings)
     admission: Admission = field(default_factory=Admission)
     board: GroupBoard = field(default_factory=GroupBoard)
-    control: ModelControl | None = None
-    """None where nothing is loaded while the server runs."""
-    others: OtherFrontends | None = None
-    """The front ends that follow this one; None if there can be none."""
-    first: FirstFrontend | None = None
-    """The front end that this one follows; None if this is the first."""
     _configs: WeakKeyDictionary[Model, ModelConfig] = field(default_factory=WeakKeyDictionary)
+
+    _administration: Administration = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._administration = OwnAdministration(
+            self.config, self.registry, self.metrics, self.admission, self.log_settings,
+            self.trace_settings,
+        )  # fmt: skip
+
+    def administer(self, control: ModelControl, peers: Peers) -> None:
+        """Load models with ``control`` and tell ``peers``: this is the first front end."""
+        self._administration = OwnAdministration(
+            self.config, self.registry, self.metrics, self.admission, self.log_settings,
+            self.trace_settings, control=control, peers=peers,
+        )  # fmt: skip
+
+    def follow(self, first: Administration, trace_settings: TraceSettings) -> None:
+        """Ask ``first`` for administration, and show the trace settings that it sends."""
+        self._administration = first
+        self.trace_settings = trace_settings
 
     @property
     def is_ready(self) -> bool:
@@ -136,123 +147,46 @@ class Service:
             is_batching=model.config.max_batch_size > 0,
         )
 
-    async def refresh(self) -> None:
-        """Bring what other front ends have counted up to date."""
-        if self.others is not None:
-            await self.others.refresh()
-
-    async def statistics(self, name: str, version: str) -> ModelStatisticsResponse:
-        """Counters of one model version, of all versions of one model, or of all models.
-
-        Raises:
-            RequestError: no such model or version.
-        """
-        if self.first is not None:
-            return await self.first.statistics(name, version)
-        await self.refresh()
-        number = parse_version(version)
-        models = [m for m in self.registry.models() if name in ("", m.name)]
-        if not models and name:
-            raise RequestError(f"requested model '{name}' is not available")
-        if name and number is not None:
-            models = [m for m in models if m.version == str(number)]
-            if not models:
-                raise RequestError(
-                    f"requested model version is not available for model '{name}'"
-                )
-        response = ModelStatisticsResponse()
-        for model in models:
-            if model.is_ready and isinstance(model, MeasuredModel):
-                message = model.statistics.message()
-                self.metrics.others.add_statistics(message)
-                response.model_stats.append(message)
-        return response
-
     def own_counts(self) -> dict[str, Any]:
         """What this front end alone has counted."""
         models = (m for m in self.registry.models() if isinstance(m, MeasuredModel))
         statistics = [model.statistics.message() for model in models]
         return self.metrics.own_counts(statistics, self.admission.num_running)
 
-    async def change_log_settings(self, changes: dict[str, Any]) -> None:
-        """Change some log settings, of all front ends.
-
-        Raises:
-            RequestError: as for `LogSettings.update`.
-        """
-        if self.first is not None:
-            await self.first.change_log_settings(changes)
-            return
-        self.log_settings.update(changes)
-        if self.others is not None:
-            self.others.publish()
-            await self.others.heard()
-
-    async def change_trace_settings(self, model: str, changes: Changes) -> None:
-        """Change some trace settings of a model, or of all, at all front ends.
-
-        Raises:
-            RequestError: as for `TraceSettings.update`.
-        """
-        if self.first is not None:
-            await self.first.change_trace_settings(model, changes)
-            return
-        self.trace_settings.update(model, changes)
-        if self.others is not None:
-            self.others.publish()
-            await self.others.heard()
-
     def check_traced(self, model: str) -> None:
         """Raise a RequestError if trace settings are those of a model that does not exist."""
         if model and all(m.name != model for m in self.registry.models()):
             raise RequestError(f"Request for unknown model : {model}")
 
-    async def index(self, only_ready: bool) -> list[IndexEntry]:
-        """The repository index: in explicit mode with what could be loaded.
+    # ---- administration, by this front end or by the first ---------------------------------
 
-        Raises:
-            RequestError: the repository cannot be read.
-        """
-        if self.first is not None:
-            return await self.first.index(only_ready)
-        others: list[str] = []
-        is_explicit = self.config.model_control_mode == "explicit"
-        if is_explicit and not only_ready and self.control is not None:
-            others = self.control.names()
-        return self.registry.index(only_ready=only_ready, others=others)
+    async def refresh(self) -> None:
+        """See `Administration.refresh`."""
+        await self._administration.refresh()
+
+    async def statistics(self, name: str, version: str) -> ModelStatisticsResponse:
+        """See `Administration.statistics`."""
+        return await self._administration.statistics(name, version)
+
+    async def index(self, only_ready: bool) -> list[IndexEntry]:
+        """See `Administration.index`."""
+        return await self._administration.index(only_ready)
 
     async def load(self, request: LoadRequest) -> None:
-        """Load a model on a client's request; returns once it serves.
-
-        Raises:
-            RequestError: it was not loaded.
-        """
-        if self.first is not None:
-            await self.first.load(request)
-            return
-        started_s = time.monotonic()
-        await self._control().load(request)
-        if self.others is not None:
-            await self.others.served(request.name, time.monotonic() - started_s)
+        """See `Administration.load`."""
+        await self._administration.load(request)
 
     async def unload(self, name: str, *, unload_dependents: bool) -> None:
-        """Begin to unload a model on a client's request.
+        """See `Administration.unload`."""
+        await self._administration.unload(name, unload_dependents=unload_dependents)
 
-        Raises:
-            RequestError: clients may not.
-        """
-        if self.first is not None:
-            await self.first.unload(name, unload_dependents=unload_dependents)
-            return
-        self._control().unload(name, unload_dependents=unload_dependents)
-        if self.others is not None:
-            await self.others.heard()
+    async def change_log_settings(self, changes: dict[str, Any]) -> None:
+        """See `Administration.change_log_settings`."""
+        await self._administration.change_log_settings(changes)
 
-    def _control(self) -> ModelControl:
-        if self.config.model_control_mode != "explicit" or self.control is None:
-            raise RequestError(CONTROL_REFUSED, ErrorKind.UNAVAILABLE)
-        self.admission.check()
-        return self.control
+    async def change_trace_settings(self, model: str, changes: Changes) -> None:
+        """See `Administration.change_trace_settings`."""
+        await self._administration.change_trace_settings(model, changes)
 
 
 def unknown_region(kind: str, name: str) -> RequestError:

@@ -1,4 +1,4 @@
-"""The trace settings that clients may read and change while the server runs."""
+"""Log and trace settings that clients may read and change while the server runs."""
 
 from __future__ import annotations
 

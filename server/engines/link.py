@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-from typing import TYPE_CHECKING, cast
+from typing import Protocol, cast
 
 from trimaran.comm.errors import ProtocolError
 from trimaran.comm.messages.messages import (
@@ -19,20 +19,37 @@ from trimaran.comm.messages.messages import (
     encode,
 )
 
-if TYPE_CHECKING:
-    from trimaran.server.engines.client import EngineClient
-
 logger = logging.getLogger(__name__)
 
 BEING_ENDED = "is being ended"
 """Why an engine is refused whose death is known already."""
 
 
+class LinkOwner(Protocol):
+    """The receiver of a link's events: it decides which engine may serve."""
+
+    def refusal(self, hello: EngineHello) -> str:
+        """Why this engine cannot serve; empty if it can."""
+
+    def link_ready(self, link: EngineLink, hello: EngineHello) -> None:
+        """The engine greeted and was accepted."""
+
+    def link_lost(self, link: EngineLink) -> None:
+        """An accepted engine's connection ended."""
+
+    def message(self, link: EngineLink, message: Message) -> None:
+        """One message of an accepted engine.
+
+        Raises:
+            ProtocolError: the message is none of an engine, or contradicts itself.
+        """
+
+
 class EngineLink(asyncio.Protocol):
     """Rank 0 of one group. Everything happens on the event loop."""
 
-    def __init__(self, client: EngineClient, token: str) -> None:
-        self._client = client
+    def __init__(self, owner: LinkOwner, token: str) -> None:
+        self._owner = owner
         self._token = token
         self._transport: asyncio.Transport | None = None
         self._frames = FrameBuffer()
@@ -59,7 +76,7 @@ class EngineLink(asyncio.Protocol):
         """The group is gone, or this end closed."""
         self._transport = None
         if not self._is_retired and self.hello is not None:
-            self._client.link_lost(self)
+            self._owner.link_lost(self)
 
     def retire(self) -> None:
         """Tell the client nothing more."""
@@ -82,7 +99,7 @@ class EngineLink(asyncio.Protocol):
             if isinstance(message, Ping):
                 self.send(Pong(payload=message.payload))
             else:
-                self._client.message(self, message)
+                self._owner.message(self, message)
         elif isinstance(message, EngineHello):
             self._greet(message)
         else:
@@ -99,7 +116,7 @@ class EngineLink(asyncio.Protocol):
             return
         self.send(FrontendHello())
         self.hello = hello
-        self._client.link_ready(self, hello)
+        self._owner.link_ready(self, hello)
 
     def _refusal(self, hello: EngineHello) -> str:
         if hello.protocol_version != PROTOCOL_VERSION:
@@ -109,4 +126,4 @@ class EngineLink(asyncio.Protocol):
             )
         if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
             return "wrong token: the engine belongs to another run"
-        return self._client.refusal(hello)
+        return self._owner.refusal(hello)

@@ -1,4 +1,4 @@
-"""One request that an engine runs, as the front end sees it: its new tokens."""
+"""One request that an engine runs, as the front end sees it: new tokens and beams."""
 
 from __future__ import annotations
 

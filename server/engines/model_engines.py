@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from trimaran.comm.errors import EngineDeadError, ErrorKind, RefusedError, RequestError
 from trimaran.comm.messages.messages import (
@@ -29,9 +29,6 @@ from trimaran.server.engines.link import EngineLink
 from trimaran.server.engines.live_request import LiveRequest
 from trimaran.server.engines.routing import KnownPrefixes, Prompt, Router, block_hashes
 from trimaran.server.metrics.metrics import Metrics
-
-if TYPE_CHECKING:
-    from trimaran.server.engines.client import EngineClient
 
 
 class KnownAdapters:
@@ -88,6 +85,23 @@ logger = logging.getLogger(__name__)
 _BLOCK_TOKENS, _MAX_BLOCKS = 32, 1 << 16
 
 
+class EngineOwner(Protocol):
+    """What the engines of one model need of the front end's engine client."""
+
+    config: FrontendConfig
+    metrics: Metrics
+    expects_the_end: bool
+    """Whether an engine that closes its connection ends in order."""
+    num_lost: int
+    """Requests of all models that failed because their groups died."""
+
+    def next_id(self) -> int:
+        """A request id that was never used."""
+
+    def remove_model(self, engines: ModelEngines) -> None:
+        """Forget the groups of these engines."""
+
+
 class ModelEngines:
     """Submits requests to the groups. Used on the event loop only.
 
@@ -98,7 +112,7 @@ class ModelEngines:
 
     def __init__(
         self,
-        client: EngineClient,
+        owner: EngineOwner,
         model: str,
         version: str,
         generation: int,
@@ -108,9 +122,9 @@ class ModelEngines:
         self.version = version
         self.generation = generation
         self.groups = {name: EngineGroup(name, self._ended) for name in groups}
-        self._client = client
-        self._config: FrontendConfig = client.config
-        self._metrics: Metrics = client.metrics
+        self._owner = owner
+        self._config: FrontendConfig = owner.config
+        self._metrics: Metrics = owner.metrics
         self._router = Router()
         self._adapters = KnownAdapters()
         self._metrics.add_engine(model, version)
@@ -154,7 +168,7 @@ class ModelEngines:
         up = self._up()
         if not up:
             raise self._unavailable()
-        submit = Submit(request_id=self._client.next_id(), model=self.model, **fields)
+        submit = Submit(request_id=self._owner.next_id(), model=self.model, **fields)
         request = LiveRequest(submit, self._cancel, self._observe_gap, self._context_done)
         group = self._choose(up, request)
         group.take(request)
@@ -174,7 +188,7 @@ class ModelEngines:
             group.failure = why
             self._give_up(group, why)
             group.retire()
-        self._client.remove_model(self)
+        self._owner.remove_model(self)
 
     def let_go(self) -> None:
         """Forget the groups, which live on: they dial in again for whoever adopts them next."""
@@ -208,7 +222,7 @@ class ModelEngines:
         group.disconnect()
         self._show_state(group)
         self._metrics.drop_engine_stats(self.model, self.version, group.name)
-        if not self._client.expects_the_end:
+        if not self._owner.expects_the_end:
             self._move(group, self._survivors(group.take_live()), "is gone")
 
     def state_changed(self, group: EngineGroup, state: str, restarts: int, text: str) -> None:
@@ -230,7 +244,7 @@ class ModelEngines:
         if is_up and (state in ("down", "failed") or is_next):
             group.ended_incarnation = group.incarnation
             self.link_lost(group)
-        elif state == "failed" and not self._client.expects_the_end:
+        elif state == "failed" and not self._owner.expects_the_end:
             self._move(group, group.take_live(), "failed")
 
     def message(self, group: EngineGroup, message: Message) -> bool:
@@ -311,7 +325,7 @@ class ModelEngines:
             request.fail(EngineDeadError(f"the engine of model '{self.model}' is gone: {why}"))
 
     def _count_lost(self, num_requests: int) -> None:
-        self._client.num_lost += num_requests
+        self._owner.num_lost += num_requests
         self._metrics.count_lost(self.model, self.version, num_requests)
 
     # ---- routing ------------------------------------------------------------------------

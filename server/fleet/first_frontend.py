@@ -17,6 +17,7 @@ from trimaran.server.config import FrontendConfig
 from trimaran.server.fleet.peer_link import PeerLink, SharedState, Verb
 from trimaran.server.inference.registry import IndexEntry
 from trimaran.server.protocol.load_request import LoadRequest
+from trimaran.server.settings import Changes
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +123,7 @@ class FirstFrontend:
         assert isinstance(message, ModelStatisticsResponse)
         return message
 
-    async def change_log_settings(self, changes: Mapping[str, Any]) -> None:
+    async def change_log_settings(self, changes: dict[str, Any]) -> None:
         """Change the log settings of all front ends.
 
         Raises:
@@ -130,13 +131,16 @@ class FirstFrontend:
         """
         await self._ask("change_log_settings", changes=dict(changes))
 
-    async def change_trace_settings(self, model: str, changes: Mapping[str, Any]) -> None:
+    async def change_trace_settings(self, model: str, changes: Changes) -> None:
         """Change the trace settings of all front ends.
 
         Raises:
             RequestError: a setting or a value is not allowed, or the first one is down.
         """
         await self._ask("change_trace_settings", model=model, changes=dict(changes))
+
+    async def refresh(self) -> None:
+        """Nothing to add up here: the first front end adds up the counts of all."""
 
     async def _ask(self, verb: str, **arguments: Any) -> Mapping[str, Any]:
         return await self._open_link().ask(verb, _ASK_TIMEOUT_S, **arguments)

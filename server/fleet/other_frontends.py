@@ -11,19 +11,18 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from trimaran.comm.errors import RequestError
 from trimaran.comm.transport.sockets import Address
 from trimaran.server.config import FrontendConfig, frontend_title
+from trimaran.server.fleet.administration import Administration
 from trimaran.server.fleet.peer_link import PeerLink, SharedState, Verb
 from trimaran.server.inference.registry import ModelRegistry
 from trimaran.server.metrics.group_board import GroupBoard
 from trimaran.server.metrics.other_counts import OtherCounts
 from trimaran.server.protocol.load_request import LoadRequest
-
-if TYPE_CHECKING:
-    from trimaran.server.service import Service
+from trimaran.server.settings import LogSettings, TraceSettings
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +34,16 @@ _JOIN_POLL_S = 0.02
 _LOOK_PERIOD_S = 2.0
 _COUNTS_TIMEOUT_S = 2.0
 """A front end that is silent for longer counts as it did when it last answered."""
+
+
+class AdministeredService(Administration, Protocol):
+    """The service of the first front end, as far as the other front ends use it."""
+
+    log_settings: LogSettings
+    trace_settings: TraceSettings
+
+    def own_counts(self) -> dict[str, Any]:
+        """What this front end alone has counted."""
 
 
 class OtherFrontends:
@@ -55,7 +64,7 @@ class OtherFrontends:
         self._board = board
         self._registry = registry
         self._counts = counts
-        self._service: Service | None = None
+        self._service: AdministeredService | None = None
         self._server: asyncio.Server | None = None
         self._links: dict[int, PeerLink] = {}
         self._remembered = b""
@@ -69,7 +78,7 @@ class OtherFrontends:
         """Questions that are answered once what they tell of is served."""
         registry.on_change = self.publish
 
-    async def start(self, service: Service) -> None:
+    async def start(self, service: AdministeredService) -> None:
         """Let the others join, now that it is known what is served."""
         if self._config.num_frontends == 1:
             return
@@ -239,7 +248,7 @@ class OtherFrontends:
             del self._links[link.index]
             self._counts.lost(link.index)
 
-    def _of(self, link: PeerLink) -> Service:
+    def _of(self, link: PeerLink) -> AdministeredService:
         assert self._service is not None
         if link.index not in self._links:
             raise RequestError("a front end has to join first")

@@ -1,4 +1,4 @@
-"""A connection between two front ends of one server: questions and answers, either way."""
+"""The connection between two front ends of one server, and the state that they share."""
 
 from __future__ import annotations
 

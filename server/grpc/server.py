@@ -1,4 +1,4 @@
-"""The gRPC server: its port, limits and health service."""
+"""The gRPC server: its port, its limits, its health service and refused messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process that reads long JSON bodies: parses, converts and checks them, one at a time."""
+"""The process that parses and checks long JSON bodies, and sends them back in pieces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The connections of the HTTP server: how long heads may be, and what follows bad ones."""
+"""Connections of the HTTP server: limits on heads and descriptors, and malformed requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HTTP bodies in and out: reading within limits, JSON answers and errors."""
+"""HTTP bodies in and out: size limits, compression, JSON answers and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The operator's page: a status document as HTML that needs nothing from elsewhere."""
+"""The operator's status document, as JSON and as an HTML page that loads nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors as bytes on the wire: little-endian elements, length-prefixed strings."""
+"""Datatypes of the protocol, and tensors as bytes: little-endian, length-prefixed strings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the front end asks of the supervisor: worker groups started, stopped and remembered."""
+"""Requests to the supervisor: worker groups started and stopped, state for a successor."""
 
 from __future__ import annotations
 

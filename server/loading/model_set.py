@@ -1,4 +1,4 @@
-"""The models that are loaded, how they are composed of each other, and their replacement."""
+"""The loaded models, their composition, their replacement, and names that are being loaded."""
 
 from __future__ import annotations
 

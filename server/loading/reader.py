@@ -1,4 +1,4 @@
-"""Reads what is to be loaded: models of the repository, or those that came with a request."""
+"""Reads models from the repository or from a load request, and notices changed files."""
 
 from __future__ import annotations
 

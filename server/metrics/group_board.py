@@ -1,4 +1,4 @@
-"""What the supervisor said last about every process group, and the faults seen so far."""
+"""The supervisor's last word on every process group, and the metrics made of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The metrics of the host: its processors, memory and GPUs."""
+"""Metrics of the host: processors, memory, and GPUs as NVML reports them."""
 
 from __future__ import annotations
 

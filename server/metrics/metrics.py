@@ -1,4 +1,4 @@
-"""All metrics of one front end, in a registry of their own."""
+"""All metrics of one front end, in a registry of their own, and the verbose log of engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The metric on where an engine's time goes: seconds by part of a step."""
+"""Seconds of engine steps by part, and sums of engines that survive restarts."""
 
 from __future__ import annotations
 

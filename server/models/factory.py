@@ -1,4 +1,4 @@
-"""From a model's configuration to the object that serves it."""
+"""Builds the object that serves a model from the model's configuration."""
 
 from __future__ import annotations
 

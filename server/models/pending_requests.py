@@ -1,4 +1,4 @@
-"""Requests that are on their way to the token model, for whoever stops them by their id."""
+"""Requests on their way to the engine: stopped by id, and submitted together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The text of one sequence as it grows: detokenized, cut at a stop word, echoed or not."""
+"""The growing text of one sequence: detokenized, cut at stop words, echoed or not."""
 
 from __future__ import annotations
 

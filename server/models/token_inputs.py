@@ -1,4 +1,4 @@
-"""What a request says of the KV cache: how long its blocks are kept, and who may share them."""
+"""LoRA, KV-cache and prompt-table inputs of a token-level request, read and checked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text to ids and back, with the special ids of a Hugging Face tokenizer folder."""
+"""Text to ids and ids to text, with the special ids of a Hugging Face tokenizer folder."""
 
 from __future__ import annotations
 

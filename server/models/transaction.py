@@ -1,4 +1,4 @@
-"""How many responses a token-level request has, and whether its model may give them."""
+"""The number of responses of a token-level request, its error texts and its logits limit."""
 
 from __future__ import annotations
 

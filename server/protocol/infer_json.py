@@ -1,4 +1,4 @@
-"""The body of ``POST .../infer``: JSON with optional binary blobs, to a request."""
+"""The body and the parameters of ``POST .../infer``, parsed to a request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The body of an answer to ``POST .../infer``: JSON with optional binary blobs."""
+"""An answer to ``POST .../infer``: JSON with optional binary blobs, or best classes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model's code imports as ``triton_python_backend_utils``."""
+"""The module that user code imports as ``triton_python_backend_utils``, metrics included."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks how a model's configuration declares its inputs and outputs."""
+"""Checks on declared inputs, outputs and choices of a model's configuration."""
 
 from __future__ import annotations
 

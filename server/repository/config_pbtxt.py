@@ -1,4 +1,4 @@
-"""Reads a model's config.pbtxt and says what is wrong with it by file and line."""
+"""Reads a model's config.pbtxt and its string parameters; errors name file and line."""
 
 from __future__ import annotations
 

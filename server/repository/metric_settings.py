@@ -1,4 +1,4 @@
-"""Buckets that a model's configuration gives its histograms (``model_metrics``)."""
+"""Histogram buckets and metric labels that a model's configuration sets."""
 
 from __future__ import annotations
 

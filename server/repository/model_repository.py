@@ -1,4 +1,4 @@
-"""The model repository on disk: which models there are, their roles and their settings."""
+"""The model repository on disk: its models, their roles, and whose code is executed."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What a table of known parameters says of one model's parameters: served, without effect or
-refused."""
+"""The known parameters of each role: which are served, which have no effect, and why."""
 
 from __future__ import annotations
 
