@@ -23,11 +23,11 @@ _SLEEPER = "ofi"
 
 @contextlib.contextmanager
 def _without_segment() -> Iterator[None]:
-    """Initialise MPI within: Open MPI makes no shared-memory segment for a rank alone.
+    """Keep Open MPI from making a shared-memory segment for a process without a starter.
 
-    No other process can attach to it, spawned ones included, and it is never deleted: each
-    such process would leave a file in /dev/shm. Nor is there a transport that only costs
-    time. What the operator chose stays.
+    No other process, spawned ones included, can attach to that segment, and MPI never deletes
+    it: each such process would leave a file in /dev/shm. The libfabric transport is left out
+    too. Transports that the operator chose stay.
     """
     given = os.environ.get(_TRANSPORTS)
     if any(name in os.environ for name in _STARTERS) or not (given or "^").startswith("^"):
@@ -56,8 +56,8 @@ Comm = MPI.Comm
 _PR_SET_PDEATHSIG = 1
 
 _ABORT_GRACE_S = 2.0
-# Slurm's count is that of the step, which holds one daemon a node when mpirun made the
-# step: it only counts where no other starter has left its own.
+# Slurm's variable counts the tasks of the step, which are mpirun's daemons if mpirun made
+# the step: it is read last, where no other starter has set a variable.
 _SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
@@ -73,17 +73,17 @@ class World:
     rank: int
     size: int
     hosts: tuple[str, ...]
-    """Of every rank: where it runs."""
+    """The host identity of every rank."""
 
     cut_from: World | None = None
-    """The world that this is a part of, itself no part of another; None for none."""
+    """The root world that this world is a part of; None for a root world."""
 
     ranks_there: tuple[int, ...] = ()
-    """Of every rank: its number in ``cut_from``."""
+    """The number of every rank in ``cut_from``."""
 
     @classmethod
     def discover(cls, host: str | None = None) -> World:
-        """Collective over all ranks. ``host`` overrides what this rank calls its place.
+        """Collective over all ranks. ``host`` overrides the host identity of this rank.
 
         Raises:
             ConfigError: MPI's world is not the one that the starter made.
@@ -95,12 +95,12 @@ class World:
 
     @property
     def root(self) -> World:
-        """The world that this is a part of; itself if it is no part."""
+        """The root world that this world is a part of, or this world itself."""
         return self.cut_from or self
 
     @property
     def root_ranks(self) -> tuple[int, ...]:
-        """Of every rank: its number in `root`."""
+        """The number of every rank in `root`."""
         return self.ranks_there or tuple(range(self.size))
 
     @property
@@ -124,8 +124,8 @@ class World:
     def subgroup(self, ranks: tuple[int, ...], *, is_apart: bool = False) -> World:
         """The world of ``ranks`` alone, renumbered in order.
 
-        Collective over all ranks; each passes the group that it belongs to itself. What
-        ``is_apart`` is no part of this world: the others may end without it.
+        Collective over all ranks; each passes the group that it belongs to itself. A world that
+        ``is_apart`` is a root world of its own: other ranks may end without it.
         """
         comm = self.comm.Split(min(ranks), ranks.index(self.rank))
         hosts = tuple(self.hosts[rank] for rank in ranks)
@@ -150,7 +150,7 @@ class World:
 
 
 def check_world_size(size: int, environ: Mapping[str, str]) -> None:
-    """Compare MPI's world with the one that the starter says it made.
+    """Compare MPI's world size with the size that the starter announced.
 
     Raises:
         ConfigError: they differ, as when the starter's MPI is not ours.
@@ -169,7 +169,7 @@ def check_world_size(size: int, environ: Mapping[str, str]) -> None:
 
 
 def job_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that tell a rank of its supervisor; those of rank 0 in a foreign job.
+    """The TRIMARAN_ variables of this rank; in an outer job those of rank 0.
 
     Collective over all ranks in a job that the supervisor did not start.
     """
@@ -198,7 +198,7 @@ def thread_level() -> int:
 
 
 def require_threads() -> None:
-    """Check that a watchdog thread may end the job while the main thread is inside MPI.
+    """Check that a watchdog thread may abort the job while the main thread is inside MPI.
 
     Raises:
         ConfigError: the library grants less than MPI_THREAD_MULTIPLE.
@@ -234,7 +234,7 @@ def is_spawned() -> bool:
 def die_with_parent() -> None:
     """Have the kernel kill this process when the one that started it dies.
 
-    Covers what no message can: a process that is stopped, or that hangs inside MPI.
+    Also ends a process that is stopped, or that hangs inside MPI.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 

@@ -1,4 +1,4 @@
-"""What `trimaran serve` was asked to do, resolved and checked before anything starts."""
+"""The configuration of one server, resolved and checked before any process starts."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class MpiConfig:
     """More ranks than slots, also where that is not needed on the CPU."""
 
     rsh_agent: str = ""
-    """What starts mpirun's daemons on other hosts; empty means ssh or rsh."""
+    """The program that starts mpirun's daemons on other hosts; empty means ssh or rsh."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +136,7 @@ class ServeConfig:
     """Text-level model of the example request; empty means none is served."""
 
     notes: tuple[str, ...] = ()
-    """What was accepted without effect, and why groups start as they do, for the log."""
+    """Settings without effect, and the reason for the way of starting groups, for the log."""
 
     picture: str = ""
     """The placement of all ranks, as lines of text."""

@@ -22,7 +22,7 @@ EXIT_FAILURE, EXIT_CONFIG = 1, 2
 
 
 def main() -> None:
-    """Connect to the supervisor, spawn what it says, and end when it says so."""
+    """Connect to the supervisor, obey its spawn commands, and end at its shutdown command."""
     # The supervisor drains first; a signal to the whole terminal group must not cut in.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)

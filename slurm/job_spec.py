@@ -1,4 +1,4 @@
-"""What a batch job asks of Slurm and of the server that runs in it."""
+"""The specification of a batch job: options for Slurm, and flags for the server in it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MAX_DRAIN_S = 65535
 """Longest time between Slurm's signal and its kill: sbatch refuses more."""
 
 MAX_EXIT_SHARE = 0.8
-"""Of the time between Slurm's signal and its kill: the drain ends before that."""
+"""Part of the time between Slurm's signal and its kill that the drain may take."""
 
 RARE = (
     "account", "qos", "mem", "constraint", "reservation", "cpus_per_task", "grpc_port",
@@ -183,7 +183,7 @@ def _check_shape(args: argparse.Namespace) -> None:
 
 
 def _check_container(args: argparse.Namespace) -> None:
-    """Refuse what without a container, or in another one, has no effect."""
+    """Refuse flags that have no effect without a container, or in another one."""
     if args.container_mounts and not args.container_image:
         raise ConfigError(
             f"--container-mounts {args.container_mounts} has no effect without "
@@ -199,7 +199,7 @@ def _check_container(args: argparse.Namespace) -> None:
 
 
 def _check_ports(args: argparse.Namespace, names: Sequence[str]) -> None:
-    """Refuse ports of which two servers on a node would have the same, or one none."""
+    """Refuse ports that two servers on a node would share, or that do not exist."""
     reach = PORT_SHIFT * max(args.replicas - 1, 0)
     for name, port_ in ((name, getattr(args, name)) for name in names):
         if port_ + reach > MAX_PORT:
@@ -225,7 +225,7 @@ def _check_ports(args: argparse.Namespace, names: Sequence[str]) -> None:
 
 
 def _check_words(args: argparse.Namespace) -> None:
-    """Refuse values that Slurm would read otherwise than they are written."""
+    """Refuse values that Slurm would read differently."""
     if not args.model_repo:
         raise ConfigError("--model-repo DIR is missing: the model repository to serve")
     for name in ("job_name", *_FREE_OPTIONS):

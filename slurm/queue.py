@@ -21,11 +21,11 @@ _OVER = (
 
 
 class JobError(TrimaranError):
-    """A job did not become what it was submitted for."""
+    """A job ended, or did not reach the awaited state in time; or Slurm did not answer."""
 
 
 def test_only(script: str) -> str:
-    """What Slurm says of a script that it does not run: when and where it would.
+    """Slurm's forecast for a script that it does not run: when and where the job would start.
 
     Raises:
         ConfigError: Slurm refuses it.
@@ -43,7 +43,7 @@ def submit(script: str) -> str:
 
 
 def state_of(job_id: str) -> str:
-    """The job's state in Slurm's words; of an array, that of the task furthest behind.
+    """The job's state in Slurm's words; for an array, that of its slowest task.
 
     Raises:
         ConfigError: Slurm knows no such job.
@@ -74,7 +74,7 @@ def wait_ready(
     found: dict[str, dict[str, str]] = {}
     while len(found) < len(folders):
         for name in folders.keys() - found.keys():
-            # A server that ends removes its file at any moment.
+            # An ending server may remove its file at any moment.
             with contextlib.suppress(FileNotFoundError):
                 text = (folders[name] / "ready.json").read_text(encoding="utf-8")
                 found[name] = json.loads(text)
@@ -91,7 +91,7 @@ def wait_ready(
 
 
 def drain(job_id: str) -> None:
-    """Ask the job's server to finish what runs and end.
+    """Ask the job's server to drain and end.
 
     Raises:
         ConfigError: Slurm knows no such job, or may not signal it.
@@ -105,7 +105,7 @@ def wait_over(job_id: str, timeout_s: float) -> str:
     """Wait for the end of a job; its last state.
 
     Raises:
-        JobError: it runs on.
+        JobError: the job runs on.
     """
     deadline = time.monotonic() + timeout_s
     while (state := state_of(job_id)) not in _OVER:

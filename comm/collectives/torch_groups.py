@@ -161,7 +161,7 @@ class NcclGroup(ProcessGroup):
     transport = "nccl"
 
     peer_sum: SumInPlace | None = None
-    """Sums what it takes in place of NCCL; set on all ranks alike."""
+    """The peer-memory all-reduce for the sizes that it serves; set on all ranks alike."""
 
     def __init__(
         self, world: World, device: torch.device, timeout_s: float, connect_timeout_s: float

@@ -41,7 +41,7 @@ def _list_of(is_one: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 
 class JsonType(Enum):
-    """A type by the words that an operator is told."""
+    """A JSON type; the value is its description in error messages."""
 
     WHOLE = "a whole number of 32 bits"
     NUMBER = "a finite number"

@@ -1,4 +1,4 @@
-"""Files that a command writes: looked at before it begins, and never left half written."""
+"""Files that a command writes: checked before it begins, and never left half written."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from trimaran.comm.files.input_files import NoFileError, require_file
 
 
 def check_writable(flag: str, path: str | os.PathLike[str]) -> None:
-    """See to it that a file can be written where ``flag`` says; nothing is written yet.
+    """Check that the file of ``flag`` can be written; nothing is written yet.
 
     Raises:
-        ConfigError: it cannot, and why.
+        ConfigError: the file cannot be written; says why.
     """
     file = Path(path)
     folder = file.absolute().parent
@@ -36,10 +36,10 @@ def check_writable(flag: str, path: str | os.PathLike[str]) -> None:
 
 
 def check_replaceable(flag: str, path: str | os.PathLike[str]) -> None:
-    """`check_writable` of a file that takes the place of what is there.
+    """`check_writable` for a file that replaces an existing one.
 
     Raises:
-        ConfigError: it cannot, or what is there is a device or a FIFO, which would be gone.
+        ConfigError: the file cannot be written, or a device or FIFO would be replaced.
     """
     check_writable(flag, path)
     try:
@@ -54,7 +54,7 @@ def make_folder(flag: str, path: str | os.PathLike[str]) -> None:
     """Make the folder that ``flag`` names, if it is not there.
 
     Raises:
-        ConfigError: it cannot be made, and why.
+        ConfigError: the folder cannot be made; says why.
     """
     try:
         os.makedirs(path, exist_ok=True)
@@ -68,7 +68,7 @@ def make_writable_folder(flag: str, path: str) -> str:
     """`make_folder` for a folder that must be writable; its absolute path.
 
     Raises:
-        ConfigError: none can be made there.
+        ConfigError: the folder cannot be made or written.
     """
     make_folder(flag, path)
     if not os.access(path, os.W_OK | os.X_OK):
@@ -81,7 +81,7 @@ def writing(flag: str, path: str | os.PathLike[str]) -> Iterator[None]:
     """Write the file that ``flag`` names.
 
     Raises:
-        ConfigError: the disk is full, or whatever else has come since it was looked at.
+        ConfigError: the disk is full, or another error came after the check.
     """
     try:
         yield
@@ -92,10 +92,10 @@ def writing(flag: str, path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Give a file this content, or leave it as it was; owner and access rights stay.
+    """Replace a file's content as a whole; owner and access rights stay.
 
     Raises:
-        OSError: it cannot be written; names ``path``.
+        OSError: the file cannot be written and is as before; names ``path``.
     """
     target = Path(os.path.realpath(path))
     part = target.with_name(f".{target.name}.{os.getpid()}.part")
@@ -106,7 +106,7 @@ def replace_text(path: Path, text: str) -> None:
             part.replace(target)
         except OSError as error:
             part.unlink(missing_ok=True)
-            # The file alone is ours to write, or it is a mount point.
+            # Only the file itself is writable, not its folder; or the file is a mount point.
             if error.errno not in (errno.EACCES, errno.EPERM, errno.EBUSY):
                 raise
             target.write_text(text, encoding="utf-8")

@@ -94,7 +94,7 @@ class Submit(Message):
     group: str = ""
     prompt_ids: bytes
     output_ids: bytes = b""
-    """Ids that clients already have: a replayed request goes on after them."""
+    """Ids that the client already has: a replayed request continues after them."""
     sequence_index: int = 0
     sampling: dict[str, Any] = field(default_factory=dict)
     """`SamplingParams.to_wire()`."""
@@ -115,7 +115,7 @@ class Submit(Message):
     """How long KV blocks are kept: ``ranges`` of prompt tokens, each a start, an end, a
     priority and milliseconds or -1, and the last two for the ``output``."""
     adapter: dict[str, Any] | None = None
-    """What came with the LoRA task: ``weights`` and ``config``, each with ``datatype``,
+    """The LoRA adapter of the request: ``weights`` and ``config``, each with ``datatype``,
     ``shape`` and ``data``, and their ``digest``; or the ``name`` of an adapter instead of an
     id."""
 
@@ -130,7 +130,7 @@ class Cancel(Message):
 
 @dataclass(slots=True, kw_only=True)
 class StepOutput(Message):
-    """Engine to front end: what one step produced, as parallel arrays.
+    """Engine to front end: the output of one step, as parallel arrays.
 
     Row i belongs to ``request_ids[i]`` and holds the next ``num_tokens[i]`` ids of
     ``token_ids``. All arrays are little-endian bytes.
@@ -151,7 +151,7 @@ class StepOutput(Message):
     extras: dict[int, dict[str, Any]] = field(default_factory=dict)
     """Row to further outputs: log-probs, logits, performance figures."""
     bulk: list[int] = field(default_factory=list)
-    """Where large extras are; see `bulk_extras`. Empty if they are in ``extras``."""
+    """Handle of large extras in shared memory; see `bulk`. Empty if they are in ``extras``."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -204,9 +204,9 @@ class Pong(Message):
 
 @dataclass(slots=True, kw_only=True)
 class Stop(Message):
-    """Front end to engine: end every request, also of other front ends, to which its client
-    gave this id; those that submitted them hear of it as CANCELLED. Engine to the other front
-    ends: end those that have not been submitted yet."""
+    """Front end to engine: cancel every request with this client-given id, also those of other
+    front ends, which receive CANCELLED. Engine to the other front ends: cancel those that
+    have not been submitted yet."""
 
     number: ClassVar[int] = 10
     client_request_id: str
@@ -214,7 +214,7 @@ class Stop(Message):
 
 @dataclass(slots=True, kw_only=True)
 class Release(Message):
-    """Front end to engine: the memory of these ``bulk`` payloads is needed no more."""
+    """Front end to engine: free the memory of these ``bulk`` payloads."""
 
     number: ClassVar[int] = 13
     numbers: list[int]
@@ -222,21 +222,21 @@ class Release(Message):
 
 @dataclass(slots=True, kw_only=True)
 class KeepAdapter(Message):
-    """Front end to engine: a request at another instance of the model brought an adapter;
-    the next one may come here by its id alone."""
+    """Front end to engine: a request to another instance of the model brought an adapter; a
+    later request here may name the adapter by its id alone."""
 
     number: ClassVar[int] = 14
     adapter_id: int
     adapter: dict[str, Any]
     """As in `Submit`."""
     is_remembered: bool = False
-    """An earlier incarnation took it: what a request has brought since is newer."""
+    """The adapter is from an earlier incarnation: weights from later requests are newer."""
 
 
 @dataclass(slots=True, kw_only=True)
 class AdapterTaken(Message):
-    """Engine to all front ends: weights that a request brought are what this id means from
-    now on. It comes before anything else about the request."""
+    """Engine to all front ends: this id now means the weights that a request brought. Sent
+    before any other message about the request."""
 
     number: ClassVar[int] = 16
     adapter_id: int
@@ -253,14 +253,14 @@ class Ask(Message):
 
     number: ClassVar[int] = 11
     ask_id: int
-    """Unique among those of its sender on the connection."""
+    """Unique among the questions of its sender on the connection."""
     verb: str
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True, kw_only=True)
 class Answer(Message):
-    """The answer to the `Ask` of this number; with ``error`` nothing was done."""
+    """The answer to the `Ask` of this number; an ``error`` means that nothing was done."""
 
     number: ClassVar[int] = 12
     ask_id: int
@@ -352,7 +352,7 @@ class ChildState(Message):
     state: str
     """``loading``, ``ready``, ``drained`` or ``failed``."""
     text: str = ""
-    """For people: progress, or what failed and the remedy."""
+    """Text for operators: progress, or the failure and its remedy."""
     is_config_error: bool = False
     """A restart cannot help."""
     facts: dict[str, Any] = field(default_factory=dict)
@@ -372,7 +372,7 @@ class Command(Message):
 
 @dataclass(slots=True, kw_only=True)
 class ChildRequest(Message):
-    """Child to supervisor: something that only the supervisor can do."""
+    """Child to supervisor: a request for an action of the supervisor."""
 
     number: ClassVar[int] = 24
     request_id: int

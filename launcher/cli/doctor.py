@@ -1,4 +1,4 @@
-"""`trimaran doctor`: what will and won't work on this machine, and why."""
+"""`trimaran doctor`: examines whether `trimaran serve` can work on this machine."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def _ports(args: argparse.Namespace) -> Iterator[Finding]:
 
 
 def _models(args: argparse.Namespace) -> Iterator[Finding]:
-    """What would be started for the repository, and where."""
+    """The groups that would be started for the repository, and their placement."""
     if not args.model_repo:
         return
     try:

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 MODELS = ("ensemble", "preprocessing", "tensorrt_llm", "postprocessing", "tensorrt_llm_bls")
 
-# Of `--defaults`: one prompt or many, streams, and one process of each pipeline step.
+# The values of `--defaults`: batches, streams, and one instance of each pipeline step.
 DEFAULTS = {
     "triton_backend": "tensorrtllm",
     "triton_max_batch_size": "64",
@@ -80,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write the repository, and the scripts if asked."""
     for flag, folder in (("directory", args.directory), ("--scripts", args.scripts)):
-        # Of a variable that is not set; it would be the current folder.
+        # An unset shell variable gives an empty path, which would mean the current folder.
         if folder == "":
             raise ConfigError(f"the {flag} is empty. Name a folder; the current one is '.'.")
     root = Path(args.directory)

@@ -114,8 +114,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _open_standard_streams() -> None:
-    """Let what was closed when we were started lead nowhere: else a socket would have its
-    number, and get our words. Names of files that are no UTF-8 are printed all the same."""
+    """Open standard streams that were closed at the start on /dev/null: otherwise a socket
+    would get their descriptor and our output. File names that are no UTF-8 can be printed."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
@@ -175,7 +175,7 @@ def _overview() -> str:
 
 
 class OutputError(TrimaranError):
-    """What a command prints cannot be written."""
+    """The output of a command cannot be written."""
 
 
 class ReaderGoneError(OutputError):

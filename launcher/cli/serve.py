@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     0 after a drain, 1 when serving failed, 2 when the configuration is at fault.
     """
     setup_logging("supervisor", log_format=args.log_format)
-    # What the repository accepts without effect is for the front end to say, once.
+    # The front end logs settings of the repository without effect; once is enough.
     repository_log = logging.getLogger("trimaran.server")
     level = repository_log.level
     repository_log.setLevel(logging.ERROR)

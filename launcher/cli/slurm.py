@@ -1,4 +1,4 @@
-"""`trimaran slurm`, which learns of a misspelt flag of the server before a job has queued."""
+"""`trimaran slurm`, which checks the server's flags before the job is queued."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def run(args: argparse.Namespace) -> int:
     """
     parser = parser_of("serve")
     parser.set_defaults(**dict.fromkeys(_FIXED))
-    # A run file of theirs may be on the job's nodes alone: it is not read here.
+    # A run file of these flags may exist on the job's nodes alone: it is not read here.
     serve = parser.parse_words(split_flags(args.serve_flags))
     for name, remedy in _FIXED.items():
-        # An orchestrator gets its ranks by groups, or by a number that only its flags name.
+        # In orchestrator mode only the server's own flags may name the world size.
         is_set = name != "world_size" or args.template != "orchestrator"
         if is_set and getattr(serve, name) is not None:
             raise ConfigError(

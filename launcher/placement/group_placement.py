@@ -40,7 +40,7 @@ class PendingGroup:
 
     @property
     def request(self) -> PlacementRequest:
-        """What this group asks of the placement."""
+        """The request of this group to the placement."""
         return PlacementRequest(
             name=self.group.name,
             num_ranks=self.group.world_size,
@@ -213,7 +213,7 @@ def place_participants(
 
 
 def show_ranks(groups: Sequence[GroupConfig], world_size: int) -> str:
-    """Every rank of the job and what it runs, as lines of text."""
+    """Every rank of the job and its engine, as lines of text."""
     lines = ["Placement:", f"  one MPI job of {world_size} ranks"]
     lines.append("    rank 0   the orchestrator's place, no engine")
     for rank in range(1, world_size):

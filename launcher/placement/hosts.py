@@ -26,11 +26,11 @@ _SLOTS = re.compile(r"0*[1-9][0-9]{0,8}")
 def named_hosts(args: argparse.Namespace, device: str) -> tuple[Host, ...]:
     """The hosts of ``--hosts`` or ``--hostfile``, in order; none if neither is given.
 
-    A slot is room for a rank, and with ``device`` cuda a GPU. A host without a number has
-    one slot each time that it is named, as mpirun counts.
+    A slot is room for a rank, and with ``device`` cuda a GPU. A host without a number has one
+    slot for each mention, as with mpirun.
 
     Raises:
-        ConfigError: what is written there names no hosts.
+        ConfigError: an entry is no host.
     """
     if args.hosts and args.hostfile:
         raise ConfigError("--hosts and --hostfile name the hosts twice: leave out one")
@@ -54,7 +54,7 @@ def is_this_host(name: str) -> bool:
 
 
 def allocated_hosts(environ: Mapping[str, str], device: str) -> tuple[Host, ...]:
-    """The hosts of the Slurm allocation that we are in; none if it has only this one.
+    """The hosts of this process's Slurm allocation; none if it has only this host.
 
     Raises:
         ConfigError: Slurm does not say which they are.

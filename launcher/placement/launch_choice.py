@@ -15,7 +15,7 @@ from trimaran.launcher.placement.placement import Host
 from trimaran.launcher.starters.mpi_launch import OPENMPI, Mpi
 
 _FIRST_WITH_ULFM = 5
-"""Major version of the first Open MPI in which the spawner outlives what it spawned."""
+"""Major version of the first Open MPI whose spawner survives the death of spawned ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ def choose_launch(
     depends on the MPI.
 
     Raises:
-        ConfigError: what is asked for cannot work here.
+        ConfigError: the requested way cannot work here.
     """
     wanted = args.worker_launch
     fixed = _fixed(args, job)

@@ -23,7 +23,7 @@ class Host:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementRequest:
-    """What one group asks for."""
+    """The request of one group."""
 
     name: str
     num_ranks: int

@@ -22,7 +22,7 @@ from trimaran.server.repository.model_repository import (
 
 _ALL = "*"
 _LLM_API_FILE = "model.yaml"
-"""Of a model of the LLM API, in its version folder."""
+"""The settings of an LLM API model, in its version folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ _RANK = re.compile(r"0*[1-9][0-9]{0,8}")
 _T = TypeVar("_T")
 
 MAX_INSTANCES = 1024
-"""Of one model: each is a worker group. A slip of a count is not to exhaust the memory."""
+"""Most instances of a model, each a worker group; a mistyped count must not fill the memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +153,7 @@ class Instance:
     """GPU numbers or MIG UUIDs, one a rank; empty means that none are named."""
 
     participants: tuple[int, ...] = ()
-    """World ranks that are to run it; empty means that none are named."""
+    """World ranks that run it; empty means that none are named."""
 
 
 def instances_of(
@@ -163,7 +163,7 @@ def instances_of(
     for. With ``needs_devices`` several replicas must name theirs.
 
     Raises:
-        ConfigError: the three do not go together, or it is too many.
+        ConfigError: the three contradict each other, or ask for too many.
     """
     count = _count(model)
     devices = _devices(model, count)

@@ -1,4 +1,4 @@
-"""What the flags of `trimaran serve` say by themselves, before any model is read."""
+"""Checks the flags of `trimaran serve` alone, and turns them into configurations."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def engine_flags(args: argparse.Namespace) -> EngineFlags:
 
 def _sizes(args: argparse.Namespace) -> AskedSizes:
     return AskedSizes(
-        # Of a group in leader mode; of the whole job in orchestrator mode.
+        # --world-size is that of a group in leader mode, of the whole job in orchestrator mode.
         world_size=0 if args.multi_model else args.world_size or 0,
         tp_size=args.tp_size or 0,
         pp_size=args.pp_size or 0,

@@ -1,4 +1,4 @@
-"""Finds mpirun, checks that it is mpi4py's, and composes the command that starts ranks."""
+"""Finds mpirun, checks that it fits mpi4py's library, and composes its command line."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ _ROOT_ENV = {
     "PRTE_ALLOW_RUN_AS_ROOT": "1",
     "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
 }
-# What an MPI job tells its tasks: with these in its environment, mpirun or a singleton
-# would take itself for a part of that job.
+# Variables that an MPI job sets for its tasks: with these in its environment, mpirun or a
+# singleton would join that job.
 _JOB_PREFIXES = ("OMPI_COMM_", "OMPI_UNIVERSE", "PMIX_", "PMI_", "PRTE_LAUNCHED", "HYDI_", JOB)
 
 
@@ -101,7 +101,7 @@ def find_mpi(config: MpiConfig) -> Mpi:
 
 
 def identify(mpirun: str) -> Mpi:
-    """What ``mpirun --version`` says it is.
+    """Identify an mpirun by its ``--version``.
 
     Raises:
         ConfigError: it does not run, or is neither Open MPI nor MPICH.
@@ -258,7 +258,7 @@ def with_home(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def exit_signal(mpi: Mpi | None, exit_code: int) -> int:
-    """The signal of the first rank's death that ``exit_code`` of mpirun tells of, or 0."""
+    """The signal that killed the first rank, from mpirun's ``exit_code``; 0 for none."""
     if exit_code > 128:
         return exit_code - 128 if exit_code - 128 < 65 else 0
     # Hydra passes on the bare number: only the signals that kill by accident are taken

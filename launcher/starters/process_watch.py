@@ -84,7 +84,7 @@ class RankWatch:
         for pid in [pid for pid, number in tagged_now.items() if number in earlier]:
             del tagged_now[pid]
             send(pid, signal.SIGKILL)
-        # What a rank starts has its tag too.
+        # Processes that a rank starts have its tag too.
         found = tagged_now.keys() - {pid for rank in tagged_now for pid in descendants(rank)}
         gone = self._seen - found
         if gone:

@@ -15,8 +15,8 @@ from trimaran.launcher.starters.process_tree import kill_tagged, send, tagged
 from trimaran.launcher.starters.run_dir import MpiSessionDirs
 from trimaran.launcher.starters.starter import GroupSpec, StarterEvents
 
-# What the batch script's own options left for steps: a group's step has options of its own,
-# and each of its ranks sees all GPUs of the job on its node, to take those that it is told.
+# Variables by which options of the batch script reach its steps: a group's step has options
+# of its own, and each of its ranks sees all GPUs of the job on its node and takes its own.
 _JOB_OPTIONS = (
     "SLURM_CPU_BIND", "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_TASKS_PER_NODE",
     "SLURM_DISTRIBUTION", "SLURM_MPI_TYPE", "SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK",

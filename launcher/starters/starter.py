@@ -1,4 +1,4 @@
-"""What a group consists of (`GroupSpec`), and the protocol of whatever starts it."""
+"""The specification of a group of processes, and the protocol of its starter."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class EngineSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSpec:
-    """What a group consists of."""
+    """The specification of one group of processes."""
 
     role: str
     """``frontend``, ``orchestrator`` or ``rank``."""
@@ -42,7 +42,7 @@ class GroupSpec:
 
     env: Mapping[str, str]
     make_config: Callable[[int, int], dict[str, Any]]
-    """From incarnation and rank to what that process is told."""
+    """From incarnation and rank to the configuration of that process."""
 
     engines: tuple[EngineSpec, ...] = ()
     mpi: Mpi | None = None

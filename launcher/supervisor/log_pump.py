@@ -57,7 +57,7 @@ class LogPump:
         """Nothing to do: `write` already tried."""
 
     def close(self, timeout_s: float = 0.5) -> None:
-        """Copy what is left, as far as sinks take it in ``timeout_s``."""
+        """Copy the remaining lines, as far as the sinks take them within ``timeout_s``."""
         self._loop.remove_reader(self._read_fd)
         if self._retry is not None:
             self._retry.cancel()

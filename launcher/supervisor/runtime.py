@@ -1,4 +1,4 @@
-"""What a server holds of its process and host: signals, folders, log, children, sockets.
+"""The resources of a running server: signals, folders, log pump, children, sockets.
 
 Everything is opened in order before the supervisor is constructed, and closed in the reverse
 order after its event loop has ended.
