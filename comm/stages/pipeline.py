@@ -107,8 +107,8 @@ class PipelineLinks:
         """
         if self._world is None or topology.tp_size == topology.world_size:
             return
-        output_ranks = range(topology.tp_size, topology.world_size, topology.tp_size)
-        ends = connect_results(self._world, output_ranks, self._timeout_s)
+        first_ranks = range(topology.tp_size, topology.world_size, topology.tp_size)
+        ends = connect_results(self._world, first_ranks, self._timeout_s)
         self.report_writer, self.report_readers = ends
 
     def all_gather(self, value: Any) -> list[Any]:

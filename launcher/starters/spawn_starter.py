@@ -80,12 +80,12 @@ class SpawnStarter:
     is_over = True
 
     def __init__(
-        self, spec: GroupSpec, link: SpawnClient, session_dirs: MpiSessionDirs, log_pipe: str
+        self, spec: GroupSpec, client: SpawnClient, session_dirs: MpiSessionDirs, log_pipe: str
     ) -> None:
         self._spec = spec
         self._log_pipe = log_pipe
         self._session_dirs = session_dirs
-        self._link = link
+        self._client = client
         self._incarnation = -1
         self._watch: RankWatch | None = None
 
@@ -109,7 +109,7 @@ class SpawnStarter:
             "env": {**spec.env, INCARNATION: str(incarnation), LOG_PIPE: self._log_pipe},
         }
         self._watch = RankWatch(spec.tag, incarnation, spec.world_size, events.on_failure)
-        self._link.start(Command(verb="spawn", arguments=arguments), events)
+        self._client.start(Command(verb="spawn", arguments=arguments), events)
 
     def kill(self, *, spare_own: bool = False) -> bool:
         """See `starters.Starter`."""
@@ -119,7 +119,7 @@ class SpawnStarter:
         """See `starters.Starter`."""
         if self._watch is not None:
             self._watch.close()
-        self._link.release(self._spec.name, self._incarnation)
+        self._client.release(self._spec.name, self._incarnation)
         self._session_dirs.clear(self._spec.tag)
 
 

@@ -102,7 +102,7 @@ class Group:
         self._starter = starter
         self._events = events
         self._connections: dict[int, ChildConnection] = {}
-        self._told: dict[int, ChildState] = {}
+        self._states: dict[int, ChildState] = {}
         self._left: set[int] = set()
         self._lost: ChildConnection | None = None
         self._failure: Failure | None = None
@@ -112,7 +112,7 @@ class Group:
     def start(self) -> None:
         """Start the next incarnation."""
         self.incarnation += 1
-        self._connections, self._told, self._left = {}, {}, set()
+        self._connections, self._states, self._left = {}, {}, set()
         self._lost = self._failure = None
         self.state = GroupState.STARTING
         spec = self.spec
@@ -174,8 +174,8 @@ class Group:
                 "rank": rank,
                 "pid": connection.pid,
                 "host": connection.hello.host,
-                "device": str(self._told[rank].facts.get("device", ""))
-                if rank in self._told
+                "device": str(self._states[rank].facts.get("device", ""))
+                if rank in self._states
                 else "",
             }
             for rank, connection in sorted(self._connections.items())
@@ -210,13 +210,13 @@ class Group:
         """A process of this group has a new state."""
         if self._connections.get(connection.rank) is not connection:
             return
-        self._told[connection.rank] = state
+        self._states[connection.rank] = state
         if state.state == "failed":
             self._on_failed(connection, state)
         elif state.state == "drained":
             self._events.on_drained(self, state.facts)
         elif state.state == "ready" and self.state is GroupState.STARTING:
-            ready = [told for told in self._told.values() if told.state == "ready"]
+            ready = [each for each in self._states.values() if each.state == "ready"]
             if len(ready) == self.spec.world_size:
                 self.state, self.was_ready = GroupState.READY, True
                 self._cancel_timers()
@@ -325,8 +325,8 @@ class Group:
 
     def _on_startup_timeout(self) -> None:
         slow = [r for r in range(self.spec.world_size) if self._last_state(r) != "ready"]
-        told = self._told.get(slow[0])
-        last = f"; last heard: {told.state} {told.text}".rstrip() if told else ""
+        state = self._states.get(slow[0])
+        last = f"; last heard: {state.state} {state.text}".rstrip() if state else ""
         self._die(
             Failure(
                 f"{self._names(slow)} not ready within {self.spec.startup_timeout_s:g} s "
@@ -418,8 +418,8 @@ class Group:
         return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
     def _last_state(self, rank: int) -> str:
-        told = self._told.get(rank)
-        return told.state if told else ""
+        state = self._states.get(rank)
+        return state.state if state else ""
 
     def _after(self, delay_s: float, action: Callable[..., None], *values: object) -> None:
         def act() -> None:

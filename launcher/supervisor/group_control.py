@@ -67,7 +67,7 @@ class GroupControl:
             conflicts = list(getattr(error, "groups", ()))
             self._reply(connection, request.request_id, error=str(error), conflicts=conflicts)
 
-    def forgive(self, group: Group) -> bool:
+    def fail_load(self, group: Group) -> bool:
         """Whether a failed group was being loaded: then the load has failed, not the server."""
         if group not in self._loading:
             return False

@@ -126,6 +126,7 @@ class ChildSockets:
             tuple(run_dir.socket(f"frontend-{index}") for index in indices),
             between_frontends=run_dir.socket("frontends"),
         )
+        self._held: list[socket.socket] = []
         host = config.advertise_address
         if not host:
             return

@@ -201,7 +201,7 @@ class Supervisor:
             self._control.on_stopped(group)
             return
         what = failure.text.removesuffix(".")  # the log line continues
-        if self._control.forgive(group):
+        if self._control.fail_load(group):
             logger.error("%s: %s; the load has failed", group.spec.title, what)
             return
         loop = asyncio.get_running_loop()

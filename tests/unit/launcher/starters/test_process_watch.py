@@ -1,4 +1,4 @@
-"""Ranks that nobody else would miss, as real processes."""
+"""Ranks without a starter that reports their death, as real processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A group whose processes nobody of ours has started, as the orchestrator's are."""
+"""A group whose processes are started elsewhere, as the orchestrator's are."""
 
 from __future__ import annotations
 
