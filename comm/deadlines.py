@@ -19,6 +19,12 @@ FIRST_SLEEP_S = 0.00005
 BUSY_SLEEP_S = 0.001
 """Longest sleep of a waiter that expects something soon."""
 
+_SHORTEST, _LONGEST = 0.8, 0.88
+"""Parts of the hang timeout: a waiting rank reports the missing one before its own watchdog."""
+
+logger = logging.getLogger(__name__)
+_LONGEST_PERIOD_S = 1.0
+
 
 class Backoff:
     """The pauses of one polling wait.
@@ -56,10 +62,6 @@ def wait_for(
     return True
 
 
-_SHORTEST, _LONGEST = 0.8, 0.88
-"""Parts of the hang timeout: a waiting rank reports the missing one before its own watchdog."""
-
-
 @dataclass(frozen=True, slots=True)
 class StepTimeouts:
     """The longest waits of one rank in a step, in seconds.
@@ -91,11 +93,6 @@ class StepTimeouts:
 
         first = 3 * topology.pp_rank
         return cls(behind(first), behind(first + 1), behind(first + 2), behind(num_waits))
-
-
-logger = logging.getLogger(__name__)
-
-_LONGEST_PERIOD_S = 1.0
 
 
 class Watchdog:

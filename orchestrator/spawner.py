@@ -23,6 +23,15 @@ from trimaran.comm.mpi import MPI, library_version
 _UNPUBLISHED_NAME = "trimaran-is-anybody-there"
 _NO_PROGRAM = "/proc/self/no-such-program"
 
+Key = tuple[str, int]
+"""A group's name and its incarnation."""
+
+_ENV = "/usr/bin/env"
+_PATIENCE_S = 15.0
+"""A Spawn takes a second or two; after this time the next group no longer waits for it."""
+
+_LONGEST_PERIOD_S = 3.0
+
 
 class SpawnDaemon:
     """The process below this one from which MPI starts ranks and watches them.
@@ -71,16 +80,6 @@ class SpawnDaemon:
         except MPI.Exception as error:
             if error.Get_error_class() != MPI.ERR_NAME:
                 raise
-
-
-Key = tuple[str, int]
-"""A group's name and its incarnation."""
-
-_ENV = "/usr/bin/env"
-_PATIENCE_S = 15.0
-"""A Spawn takes a second or two; after this time the next group no longer waits for it."""
-
-_LONGEST_PERIOD_S = 3.0
 
 
 class Spawner:

@@ -26,6 +26,8 @@ MULTICAST_OFF = {
 # torch exports it without saying so in its type hints.
 _TCPStore: Any = dist.TCPStore  # type: ignore[attr-defined]
 
+_NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
+
 
 class ProcessGroup(TensorParallelGroup):
     """A tensor group as a process group of torch.distributed.
@@ -270,9 +272,6 @@ def connect_store(world: World, timeout_s: float) -> Any:
     return _TCPStore(
         address, port, world.size, is_master=False, timeout=limit, wait_for_workers=False
     )
-
-
-_NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 
 
 @dataclass(frozen=True, slots=True)

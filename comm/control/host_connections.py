@@ -22,6 +22,8 @@ _TOKEN_BYTES = 16
 _GREETING = struct.Struct(f"<{_TOKEN_BYTES}sI")
 """The token and the rank of the sender."""
 
+_RECORD = struct.Struct("<Q")
+
 
 def connect_to_rank_0(
     world: World, ranks: Iterable[int]
@@ -103,9 +105,6 @@ def _prepared(sock: socket.socket) -> socket.socket:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     watch_for_lost_host(sock)
     return sock
-
-
-_RECORD = struct.Struct("<Q")
 
 
 class WakeSender:

@@ -21,6 +21,9 @@ _KINDS = {
     stat.S_IFBLK: "a device",
 }
 
+_TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json")
+"""Older tokenizers have the second file; where both name a token, the first counts."""
+
 
 class NoFileError(OSError):
     """The path leads to a FIFO, socket or device, which is not read as a file."""
@@ -85,10 +88,6 @@ def _remedy(error: OSError | UnicodeError) -> str:
     return "Look after the disk or network share that it lies on."
 
 
-FILES = ("tokenizer_config.json", "special_tokens_map.json")
-"""Older tokenizers have the second file; where both name a token, the first counts."""
-
-
 def special_tokens(folder: Path, names: tuple[str, ...]) -> dict[str, str]:
     """The texts of the tokens of these names (``eos_token``) that the folder gives.
 
@@ -96,17 +95,17 @@ def special_tokens(folder: Path, names: tuple[str, ...]) -> dict[str, str]:
         ConfigError: a file cannot be read, or a token is none; names file, key and value.
     """
     found: dict[str, str] = {}
-    for file_name in FILES:
+    for file_name in _TOKENIZER_FILES:
         path = folder / file_name
-        values = _object(path) if path.exists() else {}
+        values = _json_object(path) if path.exists() else {}
         for name in names:
-            text = _text(path, name, values.get(name))
+            text = _token_text(path, name, values.get(name))
             if text:
                 found.setdefault(name, text)
     return found
 
 
-def _object(path: Path) -> dict[str, Any]:
+def _json_object(path: Path) -> dict[str, Any]:
     try:
         values = parse_json(read_text(path))
     except OSError as error:
@@ -120,7 +119,7 @@ def _object(path: Path) -> dict[str, Any]:
     return values
 
 
-def _text(path: Path, name: str, token: Any) -> str:
+def _token_text(path: Path, name: str, token: Any) -> str:
     text = token.get("content") if isinstance(token, dict) else token
     if isinstance(text, str):
         return text

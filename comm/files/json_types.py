@@ -96,7 +96,7 @@ def check_types(
         raise ConfigError(f"{inside}{key} is {value!r} but must be {wanted.value}")
 
 
-_TYPES = {
+_TYPE_OF_ANNOTATION = {
     "int": JsonType.WHOLE,
     "float": JsonType.NUMBER,
     "str": JsonType.TEXT,
@@ -117,7 +117,7 @@ def check_field_types(owner: type, values: Mapping[str, Any], *, inside: str = "
     for field in fields(owner):
         # Annotations are text, as in all of our modules.
         annotation = str(field.type)
-        types[field.name] = _TYPES[annotation.removesuffix(_OR_NULL)]
+        types[field.name] = _TYPE_OF_ANNOTATION[annotation.removesuffix(_OR_NULL)]
         if annotation.endswith(_OR_NULL) and values.get(field.name) is None:
             del types[field.name]
     check_types(values, types, inside=inside, may_be_null=False)

@@ -23,6 +23,12 @@ _POPULATED = mmap.MAP_SHARED | mmap.MAP_POPULATE
 Handle = list[int]
 """Process id, descriptor, size in bytes, and the number that `release` takes."""
 
+BULKY = ("context_logits", "generation_logits")
+"""Extras that are lists of bytes."""
+
+MAX_REMOTE_BYTES = 32 << 20
+"""Most logits of one message to another host, where no memory can be shared."""
+
 
 class BulkSender:
     """The sending end. Memory is held until its receiver releases it, or is gone.
@@ -103,13 +109,6 @@ def open_bulk(handle: Handle) -> memoryview:
             "ranks of a host must run as one user with /proc mounted."
         ) from error
     return payload
-
-
-BULKY = ("context_logits", "generation_logits")
-"""Extras that are lists of bytes."""
-
-MAX_REMOTE_BYTES = 32 << 20
-"""Most logits of one message to another host, where no memory can be shared."""
 
 
 def bulky_bytes(output: StepOutput) -> int:

@@ -11,6 +11,10 @@ from typing import Generic, TypeVar
 
 from trimaran.comm.errors import ConfigError, ProtocolError
 
+_LENGTH = struct.Struct("<I")
+MessageT = TypeVar("MessageT")
+DIAL_TIMEOUT_S = 5.0
+
 
 @dataclass(frozen=True, slots=True)
 class Address:
@@ -69,10 +73,6 @@ class Address:
         return sock
 
 
-_LENGTH = struct.Struct("<I")
-MessageT = TypeVar("MessageT")
-
-
 def frame(body: bytes) -> bytes:
     """A whole frame, length included."""
     return _LENGTH.pack(len(body)) + body
@@ -111,9 +111,6 @@ class FrameCutter(Generic[MessageT]):
             start = end
         del self._buffer[:start]
         return messages
-
-
-DIAL_TIMEOUT_S = 5.0
 
 
 def own_addresses() -> list[str]:

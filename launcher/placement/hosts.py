@@ -22,6 +22,10 @@ _PROBE_TIMEOUT_S = 30.0
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _SLOTS = re.compile(r"0*[1-9][0-9]{0,8}")
 
+_SSH_TIMEOUT_S = 30.0
+_OTHER_AGENTS = ("OMPI_MCA_plm_rsh_agent", "PRTE_MCA_plm_ssh_agent", "HYDRA_LAUNCHER_EXEC")
+"""Variables that have mpirun start its daemons by a program of the operator's."""
+
 
 def named_hosts(args: argparse.Namespace, device: str) -> tuple[Host, ...]:
     """The hosts of ``--hosts`` or ``--hostfile``, in order; none if neither is given.
@@ -138,11 +142,6 @@ def _per_node(text: str) -> list[int]:
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
         numbers += [int(count)] * int(times or 1)
     return numbers
-
-
-_SSH_TIMEOUT_S = 30.0
-_OTHER_AGENTS = ("OMPI_MCA_plm_rsh_agent", "PRTE_MCA_plm_ssh_agent", "HYDRA_LAUNCHER_EXEC")
-"""Variables that have mpirun start its daemons by a program of the operator's."""
 
 
 def check_host_names(config: ServeConfig, environ: Mapping[str, str] = os.environ) -> None:

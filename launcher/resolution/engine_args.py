@@ -38,6 +38,16 @@ _POLICIES = {
 }
 _HUGGINGFACE_MAX_NUM_SEQS = 256
 
+_WINDOWS = "max_attention_window_size"
+_HOST_BYTES = "kv_cache_host_memory_bytes"
+_ONBOARD = "kv_cache_onboard_blocks"
+_OVERLAPS = {
+    "enable_trt_overlap": True,
+    "enable_overlap_scheduler": True,
+    "disable_overlap_scheduler": False,
+}
+"""Old and newer names, and the value of each that asks for overlapped steps."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFlags:
@@ -276,17 +286,6 @@ def lora_config(
         prefetch_dir=os.path.abspath(adapters) if adapters else "",
         has_graphs=has_graphs,
     )
-
-
-_WINDOWS = "max_attention_window_size"
-_HOST_BYTES = "kv_cache_host_memory_bytes"
-_ONBOARD = "kv_cache_onboard_blocks"
-_OVERLAPS = {
-    "enable_trt_overlap": True,
-    "enable_overlap_scheduler": True,
-    "disable_overlap_scheduler": False,
-}
-"""Old and newer names, and the value of each that asks for overlapped steps."""
 
 
 def cache_config(

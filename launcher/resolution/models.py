@@ -24,6 +24,13 @@ _ALL = "*"
 _LLM_API_FILE = "model.yaml"
 """The settings of an LLM API model, in its version folder."""
 
+MIG_PREFIX = "MIG-"
+_GPU = re.compile(r"0*[0-9]{1,9}")
+_RANK = re.compile(r"0*[1-9][0-9]{0,8}")
+_T = TypeVar("_T")
+MAX_INSTANCES = 1024
+"""Most instances of a model, each a worker group; a mistyped count must not fill the memory."""
+
 
 @dataclass(frozen=True, slots=True)
 class StartModels:
@@ -133,15 +140,6 @@ def _text(repository: ModelRepository) -> str:
             if {"text_input", "max_tokens"} <= {tensor.name for tensor in model.config.input}:
                 return model.name
     return ""
-
-
-MIG_PREFIX = "MIG-"
-_GPU = re.compile(r"0*[0-9]{1,9}")
-_RANK = re.compile(r"0*[1-9][0-9]{0,8}")
-_T = TypeVar("_T")
-
-MAX_INSTANCES = 1024
-"""Most instances of a model, each a worker group; a mistyped count must not fill the memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,62 +14,6 @@ from trimaran.launcher.starters.run_dir import MpiSessionDirs
 from trimaran.launcher.starters.starter import GroupSpec, StarterEvents
 
 
-class CommandStarter:
-    """One direct child: mpirun, srun, or the only process of the group."""
-
-    def __init__(
-        self, spec: GroupSpec, children: Children, session_dirs: MpiSessionDirs
-    ) -> None:
-        self._spec = spec
-        self._session_dirs = session_dirs
-        self._children = children
-        self._pid = 0
-        self._status: int | None = None
-
-    @property
-    def pid(self) -> int:
-        """See `Starter`."""
-        return self._pid
-
-    @property
-    def status(self) -> int | None:
-        """See `Starter`."""
-        return self._status
-
-    @property
-    def is_over(self) -> bool:
-        """See `Starter`."""
-        return self._pid == 0 or self._status is not None
-
-    @property
-    def title(self) -> str:
-        """See `Starter`."""
-        return f"{os.path.basename(self._spec.command[0])} (pid {self._pid})"
-
-    def start(self, incarnation: int, events: StarterEvents) -> None:
-        """See `Starter`."""
-        self._pid, self._status = 0, None
-
-        def on_exit(status: int) -> None:
-            self._status = status
-            events.on_exit()
-
-        spec = self._spec
-        self._session_dirs.prepare(spec.tag)
-        env = {**spec.env, INCARNATION: str(incarnation)}
-        self._pid = self._children.start(
-            spec.command, env, on_exit, inherit_fds=spec.inherit_fds
-        )
-
-    def kill(self, *, spare_own: bool = False) -> bool:
-        """See `Starter`."""
-        return bool(kill_tagged(os.getpid(), self._spec.tag, self._pid if spare_own else 0))
-
-    def release(self) -> None:
-        """See `Starter`: the child was killed with its group."""
-        self._session_dirs.clear(self._spec.tag)
-
-
 def describe_status(status: int) -> str:
     """A wait status in words."""
     if os.WIFSIGNALED(status):
@@ -150,3 +94,59 @@ class Children:
                 process, on_exit = self._running.pop(pid)
                 process.returncode = os.waitstatus_to_exitcode(status)
                 on_exit(status)
+
+
+class CommandStarter:
+    """One direct child: mpirun, srun, or the only process of the group."""
+
+    def __init__(
+        self, spec: GroupSpec, children: Children, session_dirs: MpiSessionDirs
+    ) -> None:
+        self._spec = spec
+        self._session_dirs = session_dirs
+        self._children = children
+        self._pid = 0
+        self._status: int | None = None
+
+    @property
+    def pid(self) -> int:
+        """See `Starter`."""
+        return self._pid
+
+    @property
+    def status(self) -> int | None:
+        """See `Starter`."""
+        return self._status
+
+    @property
+    def is_over(self) -> bool:
+        """See `Starter`."""
+        return self._pid == 0 or self._status is not None
+
+    @property
+    def title(self) -> str:
+        """See `Starter`."""
+        return f"{os.path.basename(self._spec.command[0])} (pid {self._pid})"
+
+    def start(self, incarnation: int, events: StarterEvents) -> None:
+        """See `Starter`."""
+        self._pid, self._status = 0, None
+
+        def on_exit(status: int) -> None:
+            self._status = status
+            events.on_exit()
+
+        spec = self._spec
+        self._session_dirs.prepare(spec.tag)
+        env = {**spec.env, INCARNATION: str(incarnation)}
+        self._pid = self._children.start(
+            spec.command, env, on_exit, inherit_fds=spec.inherit_fds
+        )
+
+    def kill(self, *, spare_own: bool = False) -> bool:
+        """See `Starter`."""
+        return bool(kill_tagged(os.getpid(), self._spec.tag, self._pid if spare_own else 0))
+
+    def release(self) -> None:
+        """See `Starter`: the child was killed with its group."""
+        self._session_dirs.clear(self._spec.tag)

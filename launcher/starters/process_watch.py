@@ -10,6 +10,10 @@ from pathlib import Path
 
 from trimaran.launcher.starters.process_tree import descendants, incarnations, send
 
+_LOOK_S = 0.25
+_READ_S = 0.1
+"""Time for the end of a connected rank to be read from its connection, which says more."""
+
 
 class HelperWatch:
     """Watches processes through descriptors, so that no other process can be mistaken."""
@@ -41,11 +45,6 @@ class HelperWatch:
     def _end(self, fd: int, process: str) -> None:
         asyncio.get_running_loop().remove_reader(fd)
         self._on_end(process)
-
-
-_LOOK_S = 0.25
-_READ_S = 0.1
-"""Time for the end of a connected rank to be read from its connection, which says more."""
 
 
 class RankWatch:

@@ -18,6 +18,9 @@ _LONGEST_SOCKET_PATH = 107
 
 _LONGEST_NAME = len("/frontend-000.sock")
 
+_SHARED_MEMORY = "/dev/shm"
+_TRANSPORTS = "OMPI_MCA_btl"
+
 
 class RunDir:
     """A new folder, locked while this process lives; folders of dead runs are swept."""
@@ -93,10 +96,6 @@ def _sweep(base: Path) -> None:
             pass
         finally:
             os.close(lock)
-
-
-_SHARED_MEMORY = "/dev/shm"
-_TRANSPORTS = "OMPI_MCA_btl"
 
 
 class MpiSessionDirs:

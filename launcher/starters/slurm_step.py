@@ -24,6 +24,12 @@ _JOB_OPTIONS = (
     "SLURM_TRES_BIND",
 )  # fmt: skip
 
+_SRUN_END_S = 4.0
+"""srun ends its step in this time, ranks that are stopped included, or is killed."""
+
+_HELPER_END_S = 3.0
+"""srun's second process outlives it for so long at most: it ends the step of a dead srun."""
+
 
 @cache
 def plugin() -> str:
@@ -67,13 +73,6 @@ def compose_srun(
 def step_env(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment of a group's srun, without what the job says for other steps."""
     return {k: v for k, v in environ.items() if not k.startswith(_JOB_OPTIONS)}
-
-
-_SRUN_END_S = 4.0
-"""srun ends its step in this time, ranks that are stopped included, or is killed."""
-
-_HELPER_END_S = 3.0
-"""srun's second process outlives it for so long at most: it ends the step of a dead srun."""
 
 
 class StepStarter(CommandStarter):

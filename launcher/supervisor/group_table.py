@@ -20,6 +20,14 @@ from trimaran.launcher.supervisor.group_specs import PRESTARTED, SpecMaker
 _MOST_DOUBLINGS = 64
 """Beyond the longest pause in any case; keeps the power within a float."""
 
+_STATE_WORDS = {
+    GroupState.DOWN: "down",
+    GroupState.STARTING: "starting",
+    GroupState.READY: "up",
+    GroupState.DYING: "down",
+    GroupState.STOPPING: "down",
+}
+
 
 class RestartBudget:
     """At most ``max_restarts`` within the window, each after a longer pause than the last."""
@@ -42,15 +50,6 @@ class RestartBudget:
 
     def __str__(self) -> str:
         return f"{self._policy.max_restarts} restarts within {self._policy.window_s:g} s"
-
-
-_STATE_WORDS = {
-    GroupState.DOWN: "down",
-    GroupState.STARTING: "starting",
-    GroupState.READY: "up",
-    GroupState.DYING: "down",
-    GroupState.STOPPING: "down",
-}
 
 
 class GroupTable:
