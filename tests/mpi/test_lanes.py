@@ -192,7 +192,7 @@ def test_adapters_prefixes_on_the_host_and_pauses_work_in_lanes(world, models):
 def test_adapters_of_idle_lanes_come_in_pieces_while_any_lane_runs(
     world, models, monkeypatch, is_running
 ):
-    for module in ("lora.sent", "lora.manager", "scheduling.data_parallel"):
+    for module in ("lora.adapter_messages", "lora.manager", "scheduling.data_parallel"):
         monkeypatch.setattr(f"trimaran.worker.{module}.PIECE_BYTES", 2000)
     folder = models[0]["llama"]
     tasks = range(1, NUM_RANKS + (not is_running))

@@ -124,7 +124,6 @@ def load_engine(
     _choose_first_table(config, model, tp, links)
     maker = CacheMaker(config.cache, limits, model, topology)
     inputs = _make_inputs(limits, maker.block_size, device, depth, kernel, model.switch_at)
-    vocab_size = model.config.vocab_size
     expert_loads = _count_experts(config, model, inputs)
     _open_links(links, model, limits, topology)
 
@@ -132,7 +131,8 @@ def load_engine(
         for group in maker.groups:
             group.allocate(num_blocks, maker.block_size, device)
         inputs.use_spare_block(num_blocks)
-        runner = ModelRunner(model, maker.groups, inputs, vocab_size, tp, depth, kernel, links)
+        vocab = model.config.vocab_size
+        runner = ModelRunner(model, maker.groups, inputs, vocab, tp, depth, kernel, links)
         runner.expert_loads = expert_loads
         return runner
 
@@ -150,23 +150,16 @@ def load_engine(
     maker.find_sides()
     # Before graphs are captured: they hold what the layers do.
     budget = adapter_bytes(config.lora, topology, device, step_bytes)
-    budget = _agreed(budget, tp, device, links)
-    adapters = load_adapters(
-        config.lora, runner, limits, budget, links,
-        is_leader=topology.rank == 0, is_deterministic=config.deterministic,
-    )  # fmt: skip
+    budget, is_leader = _agreed(budget, tp, device, links), topology.rank == 0
+    adapters = load_adapters(config, runner, limits, budget, links, is_leader=is_leader)
     _warm_up(runner, limits, sizes, prompt_sizes, has_adapters=config.lora.has_graphs)
-    if expert_loads is not None:
-        # Tokens of warm-up steps do not count.
-        expert_loads.reset()
     num_slots = _agreed(maker.host_slots(), tp, device, links)
     caches = maker.make(runner, num_blocks, num_slots, topology)
-    backend = "torch" if kernel is None else kernel.name
-    stages = _stage_sizes(model, topology, links)
     managers = [adapters, *(adapters.of_another_lane() for _ in caches[1:])]
+    backend = "torch" if kernel is None else kernel.name
     return LoadedEngine(
-        config, device, depth, runner, caches, limits, vocab_size, managers, backend, stages,
-        expert_loads,
+        config, device, depth, runner, caches, limits, model.config.vocab_size, managers,
+        backend, _stage_sizes(model, topology, links), expert_loads,
     )  # fmt: skip
 
 
@@ -223,6 +216,9 @@ def _warm_up(
     run_small_steps(runner, limits)
     if graphs:
         runner.capture_graphs(graphs, prompts, has_adapters=has_adapters)
+    if runner.expert_loads is not None:
+        # Tokens of warm-up steps do not count.
+        runner.expert_loads.reset()
 
 
 def _stage_sizes(model: CausalLM, topology: ParallelLayout, links: PipelineLinks) -> str:
@@ -315,24 +311,23 @@ def adapter_bytes(
 
 
 def load_adapters(
-    config: LoraConfig,
+    config: EngineConfig,
     runner: ModelRunner,
     limits: SchedulerConfig,
     budget: int,
     links: PipelineLinks,
     *,
     is_leader: bool,
-    is_deterministic: bool,
 ) -> AdapterManager:
     """Let a runner's layers take adapters, and load those of the folder. Collective.
 
     Adapters in use take ``budget`` bytes, with at most one adapter per row. The leader alone
     reads the folder: its files may change before another rank would read them.
     """
-    model = runner.model
+    lora, model = config.lora, runner.model
     layout = AdapterLayout(model)
     layout.join(links.all_gather(layout.sizes()))
-    largest = max(links.all_gather(layout.largest_size(config.max_adapter_size)))
+    largest = max(links.all_gather(layout.largest_size(lora.max_adapter_size)))
     num_rows, element_bytes = limits.max_num_seqs, model.dtype.itemsize
     size = min(budget // element_bytes, num_rows * largest)
     is_gpu = model.device.type == "cuda"
@@ -343,8 +338,8 @@ def load_adapters(
 
         memory = torch.empty(size, dtype=model.dtype, device=model.device)
         slots = DeviceSlots(
-            layout, model.adapters, memory, num_rows, config.max_adapter_size,
-            is_deterministic=is_deterministic,
+            layout, model.adapters, memory, num_rows, lora.max_adapter_size,
+            is_deterministic=config.deterministic,
         )  # fmt: skip
     else:
         slots = HostSlots(model.context.ops, model.adapters)
@@ -353,9 +348,9 @@ def load_adapters(
         layout,
         slots,
         num_rows,
-        is_always_active=is_gpu and is_deterministic and size > 0,
+        is_always_active=is_gpu and config.deterministic and size > 0,
     )
-    manager = AdapterManager(layout, config, element_bytes, size, num_rows)
+    manager = AdapterManager(layout, lora, element_bytes, size, num_rows)
     manager.is_packed = store.is_packed
     found = manager.prefetch() if is_leader else iter(())
     while (adapter := links.all_gather(_next_of(found))[0]) is not None:
@@ -366,7 +361,7 @@ def load_adapters(
         # The shares that are cut out of it are much smaller than the whole.
         store.wait_for(number)
     if manager.num_on_host:
-        logger.info("%d LoRA adapters of %s", manager.num_on_host, config.prefetch_dir)
+        logger.info("%d LoRA adapters of %s", manager.num_on_host, lora.prefetch_dir)
     runner.adapters = store
     return manager
 
