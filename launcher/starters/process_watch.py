@@ -15,7 +15,7 @@ _READ_S = 0.1
 """Time for the end of a connected rank to be read from its connection, which says more."""
 
 
-class HelperWatch:
+class ProcessWatch:
     """Watches processes through descriptors, so that no other process can be mistaken."""
 
     def __init__(self, on_end: Callable[[str], None]) -> None:
@@ -67,7 +67,7 @@ class RankWatch:
         self._num_ranks = num_ranks
         self._on_end = on_end
         self._seen: set[int] = set()
-        self._ends = HelperWatch(self._on_seen_end)
+        self._ends = ProcessWatch(self._on_seen_end)
         self._timers: list[asyncio.TimerHandle] = []
         self._later(_LOOK_S, self._look)
 

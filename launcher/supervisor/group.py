@@ -15,7 +15,7 @@ from trimaran.comm.messages.messages import ChildConfig, ChildState, Command
 from trimaran.launcher.starters.children import describe_signal, describe_status
 from trimaran.launcher.starters.mpi_launch import exit_signal
 from trimaran.launcher.starters.process_tree import descendants
-from trimaran.launcher.starters.process_watch import HelperWatch
+from trimaran.launcher.starters.process_watch import ProcessWatch
 from trimaran.launcher.starters.starter import (
     FRONTEND,
     ORCHESTRATOR,
@@ -106,7 +106,7 @@ class Group:
         self._left: set[int] = set()
         self._lost: ChildConnection | None = None
         self._failure: Failure | None = None
-        self._helpers = HelperWatch(self._on_helper_end)
+        self._helpers = ProcessWatch(self._on_helper_end)
         self._timers: list[asyncio.TimerHandle] = []
 
     def start(self) -> None:
