@@ -19,9 +19,8 @@ from trimaran.server.fleet.peer_link import SharedState
 from trimaran.server.inference.registry import ModelRegistry
 from trimaran.server.loading.control import ModelControl
 from trimaran.server.loading.group_requests import GroupRequests
-from trimaran.server.loading.poll import RepositoryPoll
 from trimaran.server.loading.reader import ModelReader
-from trimaran.server.loading.startup import ModelStartup
+from trimaran.server.loading.startup import ModelStartup, RepositoryPoll
 from trimaran.server.loading.token_groups import TokenGroups
 from trimaran.server.metrics.group_board import GroupBoard
 from trimaran.server.metrics.metrics import Metrics

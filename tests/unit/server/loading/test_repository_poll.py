@@ -10,7 +10,7 @@ from controlled_frontend import ControlledFrontend
 from started_frontend import write_repository
 
 from trimaran.comm.errors import ConfigError
-from trimaran.server.loading.poll import RepositoryPoll
+from trimaran.server.loading.startup import RepositoryPoll
 
 
 class Shaky:

@@ -11,7 +11,7 @@ import pytest
 from trimaran.comm.errors import ErrorKind, RequestError
 from trimaran.comm.messages.messages import unpack_ids
 from trimaran.comm.messages.sampling_params import SamplingParams
-from trimaran.server.models.sequence_text import StopText
+from trimaran.server.models.text_pipeline import StopText
 
 TEXT_MODELS = pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
 
