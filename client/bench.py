@@ -17,11 +17,11 @@ from typing import Any
 import uvloop
 
 from trimaran.client import bench_report
-from trimaran.client.bench_flags import DEFAULT_URLS
 from trimaran.client.bench_flags import add_arguments as add_arguments
 from trimaran.client.interrupts import at_first_interrupt
 from trimaran.client.load import LoadGenerator, Run, Target
 from trimaran.client.load_processes import run_in_processes
+from trimaran.client.request_flags import DEFAULT_URLS
 from trimaran.client.stream import check_url
 from trimaran.client.targets import (
     GrpcTarget,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Collection
 
+from trimaran.client.request_flags import add_concurrency, add_protocol
 from trimaran.client.short_help import hide
 from trimaran.client.vocabulary import TYPES
 from trimaran.comm.errors import ConfigError
 
-DEFAULT_URLS = {"http": "localhost:8000", "grpc": "localhost:8001"}
 _EXAMPLE = "Example:\n  trimaran bench"
 
 
@@ -64,21 +64,6 @@ def refuse_given(
         if action.option_strings and getattr(args, action.dest) != action.default:
             flag = action.option_strings[-1]
             raise ConfigError(f"{flag} has no effect on {where}. Leave it out.")
-
-
-def add_protocol(parser: argparse.ArgumentParser) -> None:
-    """By what to ask, of `DEFAULT_URLS`."""
-    parser.add_argument(
-        "-i", "--protocol", choices=tuple(DEFAULT_URLS), default="http", help="(http)"
-    )
-
-
-def add_concurrency(parser: argparse.ArgumentParser) -> None:
-    """How many requests to have open at once."""
-    parser.add_argument(
-        "-c", "--concurrency", type=int, default=128, metavar="N",
-        help="requests in flight (128)",
-    )  # fmt: skip
 
 
 def _add_load(parser: argparse.ArgumentParser) -> None:

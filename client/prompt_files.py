@@ -10,7 +10,7 @@ import numpy as np
 
 from trimaran.client.tensors import row, tensor
 from trimaran.comm.errors import ConfigError
-from trimaran.comm.files.input_files import UTF8
+from trimaran.comm.files.input_files import UTF8, parse_json
 
 _WEIGHTS = "model.lora_weights.npy"
 # The second is the name that older converters wrote.
@@ -122,3 +122,26 @@ def _array(flag: str, path: Path) -> np.ndarray[Any, Any]:
 
 def _numpy_dtype(dtype: str) -> Any:
     return "BF16" if dtype == "bfloat16" else np.dtype(dtype)
+
+
+def read_dataset(path: str) -> list[dict[str, str]]:
+    """The records of a dataset file.
+
+    Raises:
+        ConfigError: names the file and what is wrong.
+    """
+    try:
+        records: Any = parse_json(Path(path).read_text(encoding=UTF8))
+    except OSError as error:
+        raise ConfigError(f"--dataset {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"--dataset {path}: is not JSON: {error}") from error
+    keys = ("input", "instruction", "output")
+    if not isinstance(records, list) or not all(
+        isinstance(record, dict) and all(isinstance(record.get(key), str) for key in keys)
+        for record in records
+    ):
+        raise ConfigError(
+            f"--dataset {path}: must be a JSON list of objects with texts for {keys}"
+        )
+    return list(records)

@@ -4,6 +4,24 @@ from __future__ import annotations
 
 from argparse import _ArgumentGroup
 
+DEFAULT_URLS = {"http": "localhost:8000", "grpc": "localhost:8001"}
+
+
+def add_protocol(parser: argparse.ArgumentParser) -> None:
+    """By what to ask, of `DEFAULT_URLS`."""
+    parser.add_argument(
+        "-i", "--protocol", choices=tuple(DEFAULT_URLS), default="http", help="(http)"
+    )
+
+
+def add_concurrency(parser: argparse.ArgumentParser) -> None:
+    """How many requests to have open at once."""
+    parser.add_argument(
+        "-c", "--concurrency", type=int, default=128, metavar="N",
+        help="requests in flight (128)",
+    )  # fmt: skip
+
+
 _DTYPES = ("float16", "float32", "bfloat16")
 
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from trimaran.client.prompt_files import read_dataset
 from trimaran.client.vocabulary import Vocabulary
 from trimaran.comm.errors import ConfigError
-from trimaran.comm.files.input_files import UTF8, parse_json
 
 SEED = 420
 
@@ -133,26 +131,3 @@ def within(items: Sequence[Item], max_input_len: int | None) -> list[Item]:
             f"{min((len(item.ids) for item in items), default=0)}"
         )
     return kept
-
-
-def read_dataset(path: str) -> list[dict[str, str]]:
-    """The records of a dataset file.
-
-    Raises:
-        ConfigError: names the file and what is wrong.
-    """
-    try:
-        records: Any = parse_json(Path(path).read_text(encoding=UTF8))
-    except OSError as error:
-        raise ConfigError(f"--dataset {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise ConfigError(f"--dataset {path}: is not JSON: {error}") from error
-    keys = ("input", "instruction", "output")
-    if not isinstance(records, list) or not all(
-        isinstance(record, dict) and all(isinstance(record.get(key), str) for key in keys)
-        for record in records
-    ):
-        raise ConfigError(
-            f"--dataset {path}: must be a JSON list of objects with texts for {keys}"
-        )
-    return list(records)

@@ -15,8 +15,9 @@ from trimaran.bench.limits.shapes import pretrained_config
 from trimaran.bench.offline.load import Load
 from trimaran.bench.results import results
 from trimaran.client import bench, bench_report
-from trimaran.client.bench_flags import DEFAULT_URLS, refuse_given
+from trimaran.client.bench_flags import refuse_given
 from trimaran.client.load import Run
+from trimaran.client.request_flags import DEFAULT_URLS
 from trimaran.client.workload import Workload
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.files.json_types import JsonType, check_types
