@@ -9,8 +9,9 @@ from typing import NamedTuple
 from trimaran.bench.kernels import kernel_flags
 from trimaran.bench.offline import flags as offline_flags
 from trimaran.bench.results import report
+from trimaran.bench.serving import benchmark as bench
+from trimaran.bench.serving import flags as bench_flags
 from trimaran.bench.serving import serve_flags
-from trimaran.client import bench, bench_flags
 from trimaran.comm.files.output_files import check_writable
 
 

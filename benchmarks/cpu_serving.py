@@ -30,7 +30,7 @@ from trimaran.bench.serving.server_process import (
     write_random_model,
     write_repository,
 )
-from trimaran.client.bench_report import cpu_model
+from trimaran.bench.serving.summary import cpu_model
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from trimaran.bench.results.results import append, surroundings
-from trimaran.client import bench_report
+from trimaran.bench.serving import summary as bench_report
 
 _Raw = argparse.RawDescriptionHelpFormatter
 

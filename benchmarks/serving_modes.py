@@ -28,7 +28,7 @@ import psutil
 from cpu_serving import CONFIG, LENGTH, bench
 
 from trimaran.bench.serving.server_process import serving, write_random_model, write_repository
-from trimaran.client.bench_report import cpu_model
+from trimaran.bench.serving.summary import cpu_model
 
 MODES = {
     "leader": (),

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trimaran.client import bench_report
+from trimaran.bench.serving import summary as bench_report
 
 HERE = Path(__file__).resolve().parent
 TRIMARAN = str(Path(sys.executable).with_name("trimaran"))

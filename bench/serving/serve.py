@@ -14,11 +14,12 @@ from trimaran.bench.limits.roofline import output_tokens_per_s
 from trimaran.bench.limits.shapes import pretrained_config
 from trimaran.bench.offline.load import Load
 from trimaran.bench.results import results
-from trimaran.client import bench, bench_report
-from trimaran.client.bench_flags import refuse_given
-from trimaran.client.load import Run
+from trimaran.bench.serving import benchmark as bench
+from trimaran.bench.serving import summary as bench_report
+from trimaran.bench.serving.flags import refuse_given
+from trimaran.bench.serving.load import Run
+from trimaran.bench.serving.workload import Workload
 from trimaran.client.request_flags import DEFAULT_URLS
-from trimaran.client.workload import Workload
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.files.json_types import JsonType, check_types
 

@@ -8,8 +8,8 @@ import signal
 import time
 from typing import Any
 
-from trimaran.client.load import Prepared, Record
-from trimaran.client.workload import Item
+from trimaran.bench.serving.load import Prepared, Record
+from trimaran.bench.serving.workload import Item
 
 _START_S = 3.0
 

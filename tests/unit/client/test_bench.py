@@ -13,10 +13,10 @@ import pytest
 from bench_table import rows
 from scripted_server import Reply, ids_reply
 
-from trimaran.client import targets
-from trimaran.client.bench_report import figures
-from trimaran.client.load import Record, Run
-from trimaran.client.workload import Item, Workload
+from trimaran.bench.serving import targets
+from trimaran.bench.serving.load import Record, Run
+from trimaran.bench.serving.summary import figures
+from trimaran.bench.serving.workload import Item, Workload
 
 SHORT = ("--input-len", "4", "--output-len", "3", "-c", "2", "--num-requests", "6")
 

@@ -8,9 +8,9 @@ import pytest
 from bench_table import rows
 from scripted_targets import killed_target, late_target, prompt_target, warm_target
 
-from trimaran.client.bench_report import figures
-from trimaran.client.load_processes import LoadProcessLostError, run_in_processes
-from trimaran.client.workload import Item
+from trimaran.bench.serving.load_processes import LoadProcessLostError, run_in_processes
+from trimaran.bench.serving.summary import figures
+from trimaran.bench.serving.workload import Item
 
 SHORT = ("--input-len", "4", "--output-len", "3", "-c", "2", "--num-requests", "6")
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
-from trimaran.client.load import Record, Run
+from trimaran.bench.serving.load import Record, Run
 
 Table = list[tuple[str, str]]
 

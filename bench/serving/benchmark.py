@@ -16,22 +16,22 @@ from typing import Any
 
 import uvloop
 
-from trimaran.client import bench_report
-from trimaran.client.bench_flags import add_arguments as add_arguments
-from trimaran.client.interrupts import at_first_interrupt
-from trimaran.client.load import LoadGenerator, Run, Target
-from trimaran.client.load_processes import run_in_processes
-from trimaran.client.request_flags import DEFAULT_URLS
-from trimaran.client.stream import check_url
-from trimaran.client.targets import (
+from trimaran.bench.serving import summary as bench_report
+from trimaran.bench.serving.flags import add_arguments as add_arguments
+from trimaran.bench.serving.interrupts import at_first_interrupt
+from trimaran.bench.serving.load import LoadGenerator, Run, Target
+from trimaran.bench.serving.load_processes import run_in_processes
+from trimaran.bench.serving.targets import (
     GrpcTarget,
     HttpTarget,
     TokenModels,
     model_over_grpc,
     model_over_http,
 )
+from trimaran.bench.serving.workload import UNPACED, Item, Workload, within
+from trimaran.client.request_flags import DEFAULT_URLS
+from trimaran.client.stream import check_url
 from trimaran.client.vocabulary import Vocabulary
-from trimaran.client.workload import UNPACED, Item, Workload, within
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.files.input_files import UTF8, parse_json
 from trimaran.comm.files.output_files import check_writable, writing

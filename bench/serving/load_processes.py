@@ -17,9 +17,9 @@ from typing import Any
 
 import uvloop
 
-from trimaran.client.interrupts import at_first_interrupt
-from trimaran.client.load import LoadGenerator, Record, Run, Target
-from trimaran.client.workload import Item
+from trimaran.bench.serving.interrupts import at_first_interrupt
+from trimaran.bench.serving.load import LoadGenerator, Record, Run, Target
+from trimaran.bench.serving.workload import Item
 from trimaran.comm.errors import ConfigError, TrimaranError
 
 Plan = Sequence[tuple[Item, float]]

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from trimaran.client.workload import Item
+from trimaran.bench.serving.workload import Item
 
 
 @dataclass(slots=True)

@@ -16,10 +16,10 @@ import numpy as np
 import tritonclient.grpc.aio as grpcclient
 from tritonclient.utils import InferenceServerException
 
-from trimaran.client.load import Prepared, Record
+from trimaran.bench.serving.load import Prepared, Record
+from trimaran.bench.serving.workload import Item
 from trimaran.client.stream import ServerError
 from trimaran.client.tensors import row, tensor
-from trimaran.client.workload import Item
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.files.input_files import parse_json
 
