@@ -11,7 +11,6 @@ from trimaran.bench.offline import flags as offline_flags
 from trimaran.bench.results import report
 from trimaran.bench.serving import benchmark as bench
 from trimaran.bench.serving import flags as bench_flags
-from trimaran.bench.serving import serve_flags
 from trimaran.comm.files.output_files import check_writable
 
 
@@ -69,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     offline_flags.add_flags(own["throughput"])
     offline_flags.add_peer(own["throughput"])
     offline_flags.add_flags(own["latency"])
-    serve_flags.add_flags(own["serve"], parser)
+    bench_flags.add_flags(own["serve"], parser)
     kernel_flags.add_flags(own["kernels"])
     report.add_flags(own["report"])
 

@@ -1,1 +1,7 @@
-"""Turns a Hugging Face checkpoint into an engine folder."""
+"""`trimaran build`, `convert`, `verify` and `convert-lora`: engine folders and adapters.
+
+Owns the plan of a build, parallel writing, its journal and checksums.
+In: a Hugging Face checkpoint, parallel sizes and limits.
+Out: an engine folder that appears whole or not at all.
+The worker's weight loader cuts the weights, so a folder and a load agree.
+"""

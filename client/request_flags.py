@@ -1,8 +1,18 @@
-"""Flags that the text client and the token client share: sampling, outputs, adapters."""
+"""Flags that the clients share, and the short form of their help."""
 
 from __future__ import annotations
 
+import argparse
 from argparse import _ArgumentGroup
+from collections.abc import Callable
+
+
+def hide(parser: argparse.ArgumentParser, *dests: str) -> None:
+    """Leave these flags out of the short help, where the parser knows a longer one."""
+    hide_flags: Callable[..., None] | None = getattr(parser, "hide", None)
+    if hide_flags is not None:
+        hide_flags(*dests)
+
 
 DEFAULT_URLS = {"http": "localhost:8000", "grpc": "localhost:8001"}
 

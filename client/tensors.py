@@ -1,8 +1,9 @@
-"""Arrays to the input tensors of a gRPC request, and a response's outputs back to arrays."""
+"""Arrays to input tensors of a gRPC request, and a response's outputs back to arrays."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import argparse
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -97,3 +98,28 @@ def _as_bytes(name: str, values: Any) -> Any:
     if isinstance(values, Sequence) and not isinstance(values, bytes):
         return [_as_bytes(name, value) for value in values]
     return values
+
+
+_LOG_PROBS = ("cum_log_probs", "output_log_probs")
+_LOGITS = ("context_logits", "generation_logits")
+_METRICS = (
+    "kv_cache_alloc_new_blocks", "kv_cache_reused_blocks", "kv_cache_alloc_total_blocks",
+    "arrival_time_ns", "first_scheduled_time_ns", "first_token_time_ns", "last_token_time_ns",
+    "acceptance_rate", "total_accepted_draft_tokens", "total_draft_tokens",
+)  # fmt: skip
+
+
+def print_extra(args: argparse.Namespace, outputs: Mapping[str, Array]) -> None:
+    """Print those of `request_flags.add_outputs` that were asked for and have come."""
+    log_probs = _LOG_PROBS if args.return_log_probs else ()
+    logits = [name for name in _LOGITS if getattr(args, f"return_{name}")]
+    metrics = _METRICS if args.return_perf_metrics else ()
+    for name in log_probs:
+        if name in outputs:
+            print(f"{name}: {outputs[name].tolist()}")
+    for name in logits:
+        if name in outputs:
+            print(f"{name}.shape: {list(outputs[name].shape)}")
+    for name in metrics:
+        if name in outputs:
+            print(f"{name}: {outputs[name].flat[0]}")

@@ -8,7 +8,6 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
-from trimaran.client.extra_outputs import print_extra
 from trimaran.client.prompt_files import read_ids
 from trimaran.client.stream import (
     CancelledByClient,
@@ -17,7 +16,7 @@ from trimaran.client.stream import (
     ServerError,
     open_client,
 )
-from trimaran.client.tensors import Array
+from trimaran.client.tensors import Array, print_extra
 from trimaran.client.token_flags import add_arguments as add_arguments
 from trimaran.client.token_request import Prompt, request_inputs, seed_name, stop_inputs
 from trimaran.comm.errors import ConfigError

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from trimaran.client.request_flags import add_adapters, add_outputs, add_sampling
-from trimaran.client.short_help import hide
+from trimaran.client.request_flags import add_adapters, add_outputs, add_sampling, hide
 from trimaran.client.stream import add_channel_arguments, add_url_arguments
 from trimaran.client.vocabulary import TYPES
 

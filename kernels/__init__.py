@@ -1,1 +1,7 @@
-"""Compute kernels, each with its plain torch twin."""
+"""Operators of a model, each in plain torch and in faster versions, and the choice among them.
+
+Owns CPU (C++), Triton and CUDA kernels, and the dispatch by device, dtype and shape.
+In: tensors in documented shapes.
+Out: results within dtype tolerance of `reference.py`, which defines every operator.
+The choosers here sit on top: `dispatch`, `gpu`, `products`, `experts`, `decode_attention`.
+"""

@@ -18,8 +18,7 @@ import uvloop
 
 from trimaran.bench.serving import summary as bench_report
 from trimaran.bench.serving.flags import add_arguments as add_arguments
-from trimaran.bench.serving.interrupts import at_first_interrupt
-from trimaran.bench.serving.load import LoadGenerator, Run, Target
+from trimaran.bench.serving.load import LoadGenerator, Run, Target, at_first_interrupt
 from trimaran.bench.serving.load_processes import run_in_processes
 from trimaran.bench.serving.targets import (
     GrpcTarget,

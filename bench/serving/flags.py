@@ -1,14 +1,16 @@
-"""The flags of `trimaran bench`, named as in the replaced system's benchmark."""
+"""The flags of the benchmarks of a server, named as in the TensorRT-LLM backend's benchmark."""
 
 from __future__ import annotations
 
 import argparse
+import copy
 from collections.abc import Collection
 
-from trimaran.client.request_flags import add_concurrency, add_protocol
-from trimaran.client.short_help import hide
+from trimaran.bench.limits.shapes import SHAPES
+from trimaran.client.request_flags import add_concurrency, add_protocol, hide
 from trimaran.client.vocabulary import TYPES
 from trimaran.comm.errors import ConfigError
+from trimaran.comm.files.flag_values import positive
 
 _EXAMPLE = "Example:\n  trimaran bench"
 
@@ -187,3 +189,31 @@ def _add_subcommands(
         "--histogram-key", required=True, metavar="KEY", help="the table: example"
     )
     return kinds
+
+
+_NOT_COPIED = ("help", "config", "workload")
+
+
+def add_flags(parser: argparse.ArgumentParser, plain: argparse.ArgumentParser) -> None:
+    """All flags of ``plain``, which may also stand before the sub-command, and our own."""
+    for action in plain._actions:
+        if action.option_strings and action.dest not in _NOT_COPIED:
+            own = copy.copy(action)
+            # What stood before the sub-command holds unless it is named again.
+            own.default = argparse.SUPPRESS
+            parser._add_action(own)
+    add = parser.add_argument
+    add("--load", action="append", metavar="ISL/OSLxN", help="N random prompts; repeat")
+    add("--rates", type=float, nargs="+", metavar="R", help="arrivals a second; -1: at once")
+    add("--concurrencies", type=positive, nargs="+", metavar="N", help="requests in flight")
+    add(
+        "--runs",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="of each point; the median is told (1)",
+    )
+    add("--gpus", type=positive, default=1, metavar="N", help="of the server (default 1)")
+    add("--shape", choices=sorted(SHAPES), help="of the served model, for the limit")
+    add("--ceilings-of", metavar="FILE", help="machine's ceilings: a `throughput --output`")
+    add("--output", metavar="FILE", help="append results as JSON lines")

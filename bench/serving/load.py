@@ -1,14 +1,38 @@
-"""The load of a benchmark: sends a workload to a target and notes when tokens come."""
+"""Sends a workload to a target, notes when tokens come, and ends early at Ctrl-C."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import signal
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from trimaran.bench.serving.workload import Item
+
+
+@contextlib.contextmanager
+def at_first_interrupt(stop: Callable[[], object]) -> Iterator[None]:
+    """Call ``stop`` at a Ctrl-C; another one has the effect that it has elsewhere.
+
+    Of the main thread alone. Where the signal is ignored, as behind nohup, it stays so.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.SIG_IGN:
+        yield
+        return
+
+    def call_stop(*_: object) -> None:
+        signal.signal(signal.SIGINT, before)
+        stop()
+
+    signal.signal(signal.SIGINT, call_stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @dataclass(slots=True)

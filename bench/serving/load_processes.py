@@ -17,8 +17,7 @@ from typing import Any
 
 import uvloop
 
-from trimaran.bench.serving.interrupts import at_first_interrupt
-from trimaran.bench.serving.load import LoadGenerator, Record, Run, Target
+from trimaran.bench.serving.load import LoadGenerator, Record, Run, Target, at_first_interrupt
 from trimaran.bench.serving.workload import Item
 from trimaran.comm.errors import ConfigError, TrimaranError
 

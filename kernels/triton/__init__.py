@@ -1,1 +1,7 @@
-"""TODO room."""
+"""Triton kernels and their launches.
+
+Owns norms, rotary positions, sampling, LoRA, expert and elementwise kernels.
+In: tensors on a GPU, or on a CPU in Triton's interpreter.
+Out: what `kernels/reference.py` defines.
+`launch.py` lets a kernel begin before its predecessor has ended.
+"""

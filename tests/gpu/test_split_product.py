@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trimaran.kernels.split_product import num_parts, split_product
+from trimaran.kernels.products import num_parts, split_product
 
 pytestmark = pytest.mark.gpu
 

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from trimaran.comm.collectives.tensor_group import TensorParallelGroup
 from trimaran.kernels.triton import logits as triton_logits
-from trimaran.kernels.triton import mask as triton_mask
 from trimaran.kernels.triton import sampling as triton_sampling
 from trimaran.worker.sampling.candidates import LEAST_KEY, id_of_best_key, is_forbidden
 from trimaran.worker.sampling.draw import with_resets
@@ -197,4 +196,4 @@ def _edit(logits_NV: Tensor, part: SamplingBatch, table_RL: Tensor, masked_M: Te
             logits_NV, rows_N, lengths_N, table_RL, words, int(entry)
         )
     if part.masks is not None and len(masked_M):
-        triton_mask.apply_masks(logits_NV, masked_M, part.masks)
+        triton_logits.apply_masks(logits_NV, masked_M, part.masks)

@@ -329,7 +329,7 @@ def test_the_gpu_masks_as_the_cpu_does():
     """In Triton's interpreter."""
     import torch
 
-    from trimaran.kernels.triton import mask as triton_mask
+    from trimaran.kernels.triton.logits import apply_masks
 
     rng = np.random.default_rng(0)
     logits = torch.from_numpy(rng.standard_normal((3, 4100)).astype(np.float32))
@@ -341,7 +341,7 @@ def test_the_gpu_masks_as_the_cpu_does():
         torch.from_numpy(allowed.astype(bool)), expected[entries], float("-inf")
     )
 
-    triton_mask.apply_masks(logits, entries, torch.from_numpy(words))
+    apply_masks(logits, entries, torch.from_numpy(words))
 
     assert torch.equal(logits, expected)
 
