@@ -24,13 +24,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from trimaran.bench.results.machine import cpu_model
 from trimaran.bench.serving.server_process import (
     BIN,
     serving,
     write_random_model,
     write_repository,
 )
-from trimaran.bench.serving.summary import cpu_model
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

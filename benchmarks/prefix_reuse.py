@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
+from trimaran.bench.results import machine
 from trimaran.bench.results.results import append, surroundings
-from trimaran.bench.serving import summary as bench_report
 
 _Raw = argparse.RawDescriptionHelpFormatter
 
@@ -103,7 +103,7 @@ def main() -> int:
         f"times sooner ({line['reused_blocks']} blocks reused)"
     )
     if args.json:
-        gpus = bench_report.gpus()
+        gpus = machine.gpus()
         append(args.json, line | surroundings(gpus[0] if gpus else None, None))
     return 0 if line["reused_blocks"] else 1
 

@@ -30,8 +30,8 @@ from typing import Any
 
 from cpu_serving import CONFIG
 
+from trimaran.bench.results.machine import cpu_model
 from trimaran.bench.serving.server_process import serving, write_random_model, write_repository
-from trimaran.bench.serving.summary import cpu_model
 
 WAYS = ("least_loaded", "prefix_aware")
 

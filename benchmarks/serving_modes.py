@@ -27,8 +27,8 @@ from pathlib import Path
 import psutil
 from cpu_serving import CONFIG, LENGTH, bench
 
+from trimaran.bench.results.machine import cpu_model
 from trimaran.bench.serving.server_process import serving, write_random_model, write_repository
-from trimaran.bench.serving.summary import cpu_model
 
 MODES = {
     "leader": (),

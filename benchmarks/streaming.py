@@ -29,9 +29,9 @@ import grpc.aio
 import psutil
 from tritonclient.grpc import service_pb2 as pb
 
+from trimaran.bench.results.machine import cpu_model
 from trimaran.bench.serving.free_ports import free_ports
 from trimaran.bench.serving.server_process import write_repository
-from trimaran.bench.serving.summary import cpu_model
 
 HERE = Path(__file__).parent
 TOKENIZER = HERE.parent / "examples" / "demo_models" / "base"

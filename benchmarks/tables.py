@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trimaran.bench.serving import summary as bench_report
+from trimaran.bench.results import machine
 
 HERE = Path(__file__).resolve().parent
 TRIMARAN = str(Path(sys.executable).with_name("trimaran"))
@@ -191,7 +191,7 @@ def main() -> int:
     add("--jobs", nargs="+", choices=JOBS, metavar="NAME", help=f"of {', '.join(JOBS)}")
     add("--seconds", type=float, default=float("inf"), metavar="S", help="for all (no bound)")
     args = parser.parse_args()
-    if (there := len(bench_report.gpus())) < args.gpus:
+    if (there := len(machine.gpus())) < args.gpus:
         parser.error(f"--gpus is {args.gpus} but nvidia-smi tells of {there} here: name fewer")
     names = args.jobs or [name for name, job in JOBS.items() if job.num_gpus <= args.gpus]
     if large := [name for name in names if JOBS[name].num_gpus > args.gpus]:

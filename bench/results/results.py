@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trimaran.bench.limits.roofline import Ceilings
-from trimaran.bench.serving.summary import cpu_model
+from trimaran.bench.results.machine import cpu_model
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.files.input_files import parse_json
 from trimaran.comm.files.output_files import writing

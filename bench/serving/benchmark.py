@@ -16,6 +16,7 @@ from typing import Any
 
 import uvloop
 
+from trimaran.bench.results import machine
 from trimaran.bench.serving import summary as bench_report
 from trimaran.bench.serving.flags import add_arguments as add_arguments
 from trimaran.bench.serving.load import LoadGenerator, Run, Target, at_first_interrupt
@@ -285,7 +286,7 @@ def _print_errors(done: Run, is_verbose: bool) -> None:
 
 def _surroundings(args: argparse.Namespace) -> dict[str, Any]:
     try:
-        return bench_report.surroundings(args.metrics_url)
+        return machine.surroundings(args.metrics_url)
     except (OSError, ValueError) as error:
         raise ConfigError(f"--metrics-url {args.metrics_url}: {error}") from error
 

@@ -13,7 +13,7 @@ from trimaran.bench.limits.latent_shape import shape_of
 from trimaran.bench.limits.roofline import output_tokens_per_s
 from trimaran.bench.limits.shapes import pretrained_config
 from trimaran.bench.offline.load import Load
-from trimaran.bench.results import results
+from trimaran.bench.results import machine, results
 from trimaran.bench.serving import benchmark as bench
 from trimaran.bench.serving import summary as bench_report
 from trimaran.bench.serving.flags import refuse_given
@@ -192,7 +192,7 @@ def _facts(args: argparse.Namespace) -> dict[str, Any]:
     """The server's machine, which is taken to be this one, and its ceilings."""
     if args.ceilings_of and not args.shape:
         raise ConfigError("--ceilings-of gives a limit only with the model's --shape")
-    gpus = bench_report.gpus()
+    gpus = machine.gpus()
     count = args.gpus if gpus else 0
     facts = {"gpus": count, **results.surroundings(gpus[0] if gpus else None, None)}
     if args.ceilings_of:
