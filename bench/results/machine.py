@@ -6,8 +6,11 @@ import os
 import platform
 import subprocess
 import urllib.request
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
 
 
 def surroundings(metrics_url: str | None) -> dict[str, Any]:
