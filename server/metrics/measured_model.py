@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from contextlib import aclosing
 from dataclasses import dataclass
+from types import TracebackType
 
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 from tritonclient.grpc.service_pb2 import ModelStatistics as StatisticsMessage
@@ -120,7 +120,7 @@ class MeasuredModel:
     ) -> None:
         self._model = model
         self.statistics = statistics
-        self._metrics = metrics
+        self.metrics = metrics
         self._num_running = 0
         self._ended = asyncio.Event()
         self.name = model.name
@@ -130,7 +130,7 @@ class MeasuredModel:
     def counting_on(self, model: Model) -> MeasuredModel:
         """Another model of this one's name and version, whose requests are added to those
         of this one."""
-        return MeasuredModel(model, self.statistics, self._metrics)
+        return MeasuredModel(model, self.statistics, self.metrics)
 
     @property
     def num_running(self) -> int:
@@ -153,32 +153,28 @@ class MeasuredModel:
         """Whether a request may have other than one response."""
         return self._model.is_decoupled
 
+    def measure(self, request: InferRequest) -> Measurement:
+        """One request, for a caller that takes the plain model's responses itself."""
+        return Measurement(self, self._model, request)
+
     async def infer(self, request: InferRequest) -> AsyncIterator[InferResponse]:
         """Run one request and count it."""
-        measure, is_decoupled = _Measurement(self, request), self.is_decoupled
-        self._num_running += 1
-        try:
-            async with aclosing(self._model.infer(request)) as responses:  # type: ignore[type-var]
-                async for response in responses:
-                    measure.response()
-                    if response.is_final or not is_decoupled:
-                        measure.success()
-                    yield response
-        except (GeneratorExit, asyncio.CancelledError):
-            measure.failure(FailureReason.CANCELED)
-            raise
-        except RequestError as error:
-            measure.failure(self._reason(error), has_begun=not isinstance(error, RefusedError))
-            raise
-        except BaseException:
-            measure.failure(FailureReason.OTHER)
-            raise
-        finally:
-            self._num_running -= 1
-            self._ended.set()
-        measure.success()
+        async with self.measure(request) as measure:
+            async for response in measure.responses:
+                measure.response(response)
+                yield response
 
-    def _reason(self, error: RequestError) -> FailureReason:
+    def begin(self) -> None:
+        """A request runs from now on."""
+        self._num_running += 1
+
+    def end(self) -> None:
+        """A request is over."""
+        self._num_running -= 1
+        self._ended.set()
+
+    def reason(self, error: RequestError) -> FailureReason:
+        """The reason under which a request that ends with this error is counted."""
         if error.kind is ErrorKind.CANCELLED:
             return FailureReason.CANCELED
         is_lost = isinstance(error, EngineDeadError)
@@ -188,12 +184,22 @@ class MeasuredModel:
         return FailureReason.OTHER if is_composed else FailureReason.BACKEND
 
 
-class _Measurement:
-    """The times of one request. The first outcome counts; later ones are ignored."""
+class Measurement:
+    """Runs one request on the plain model and counts it.
 
-    def __init__(self, model: MeasuredModel, request: InferRequest) -> None:
+    A context: leaving it closes `responses` and counts the request as a success, or as a
+    failure by the exception. The first outcome counts; later ones are ignored.
+    """
+
+    responses: AsyncIterator[InferResponse]
+    """Of the plain model. The caller reports each to `response`."""
+
+    def __init__(self, model: MeasuredModel, plain: Model, request: InferRequest) -> None:
+        self._model = model
+        self._plain = plain
+        self._is_decoupled = plain.is_decoupled
         self._statistics = model.statistics
-        self._metrics = model._metrics
+        self._metrics = model.metrics
         self._request = request
         self._started_ns = time.monotonic_ns()
         self._arrived_ns = request.handed_ns or request.arrival_ns or self._started_ns
@@ -203,12 +209,43 @@ class _Measurement:
         batches = model.config.max_batch_size > 0 and first is not None and first.shape
         self._batch_size = first.shape[0] if batches and first is not None else 1
 
-    def response(self) -> None:
+    async def __aenter__(self) -> Measurement:
+        """Start the request."""
+        self._model.begin()
+        try:
+            self.responses = self._plain.infer(self._request)
+        except BaseException as error:
+            self._end(error)
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close the responses and count the request."""
+        try:
+            await self.responses.aclose()  # type: ignore[attr-defined]
+        except BaseException as later:
+            error = later
+            raise
+        finally:
+            self._end(error)
+
+    def response(self, response: InferResponse) -> None:
         """A response arrived."""
         now = time.monotonic_ns()
         if not self._responded_ns:
             self._metrics.first_response((now - self._arrived_ns) / 1e6)
         self._responded_ns = now
+        if response.is_final or not self._is_decoupled:
+            self.success()
+
+    def given_up(self) -> None:
+        """The caller wants no further response."""
+        self._failure(FailureReason.CANCELED)
 
     def success(self) -> None:
         """The request is complete."""
@@ -238,7 +275,19 @@ class _Measurement:
             infer_us=infer_ns / 1e3,
         )
 
-    def failure(self, reason: FailureReason, *, has_begun: bool = True) -> None:
+    def _end(self, error: BaseException | None) -> None:
+        if error is None:
+            self.success()
+        elif isinstance(error, (GeneratorExit, asyncio.CancelledError)):
+            self.given_up()
+        elif isinstance(error, RequestError):
+            is_refused = isinstance(error, RefusedError)
+            self._failure(self._model.reason(error), has_begun=not is_refused)
+        else:
+            self._failure(FailureReason.OTHER)
+        self._model.end()
+
+    def _failure(self, reason: FailureReason, *, has_begun: bool = True) -> None:
         """The request ended otherwise. Statistics leave out what had not begun."""
         if self._is_over:
             return

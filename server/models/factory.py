@@ -15,6 +15,7 @@ from trimaran.comm.errors import ConfigError
 from trimaran.comm.files.input_files import read_text, unreadable
 from trimaran.server.engines.model_engines import ModelEngines
 from trimaran.server.inference.request import Model
+from trimaran.server.metrics.measured_model import MeasuredModel
 from trimaran.server.models.graph_model import GraphModel, GraphStep
 from trimaran.server.models.postprocessing import PostprocessingModel
 from trimaran.server.models.preprocessing import PreprocessingModel
@@ -134,7 +135,7 @@ class Step:
     source: RepositoryModel
     plain: Model
     """The model itself."""
-    model: Model
+    model: MeasuredModel
     """The same, counted."""
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from typing import Any
 
 from trimaran.comm.errors import ConfigError, RequestError
 from trimaran.server.inference.request import InferRequest, InferResponse
-from trimaran.server.models.graph_model import GraphModel, prefixed, sequence_parameters
+from trimaran.server.models.graph_model import GraphModel
 from trimaran.server.models.sample_inputs import SampleInputs, batch_size
 from trimaran.server.models.sampling_inputs import PERF_METRICS
 from trimaran.server.models.text_pipeline import (
@@ -149,6 +148,7 @@ class EnsembleModel:
             version=self.version,
             config=model.config,
             is_batched=model.config.max_batch_size > 0,
+            is_ensemble=True,
         )
         self._pipeline = TextPipeline(steps, maps, options)
         if steps.token.is_decoupled:
@@ -164,15 +164,9 @@ class EnsembleModel:
         """Whether a request may have other than one response."""
         return self._token.is_decoupled
 
-    async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
+    def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
         """Run one request; see `inference.Model`."""
-        try:
-            async with aclosing(self._pipeline.infer(request)) as responses:
-                async for response in responses:
-                    response.parameters = sequence_parameters(request)
-                    yield response
-        except RequestError as error:
-            raise prefixed(f"in ensemble '{self.name}', ", error) from error
+        return self._pipeline.infer(request)
 
 
 class BlsModel:
@@ -217,13 +211,11 @@ class BlsModel:
         """Whether a request may have other than one response."""
         return bool(self.config.model_transaction_policy.decoupled)
 
-    async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
+    def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
         """Run one request; see `inference.Model`."""
         if not asks_to_stop(request, BLS_MAPS, is_batched=self._is_batched):
             self._check(request)
-        async with aclosing(self._pipeline.infer(request)) as responses:
-            async for response in responses:
-                yield response
+        return self._pipeline.infer(request)
 
     def _check(self, request: InferRequest) -> None:
         if "text_input" not in request.inputs:

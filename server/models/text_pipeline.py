@@ -13,8 +13,16 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 from trimaran.comm.errors import RequestError
 from trimaran.comm.messages.messages import FinishReason
 from trimaran.server.engines.live_request import TokenChunk
-from trimaran.server.inference.request import InferRequest, InferResponse, Model, Tensor
+from trimaran.server.inference.request import (
+    InferRequest,
+    InferResponse,
+    Model,
+    ParameterValue,
+    Tensor,
+)
 from trimaran.server.inference.tensor_bytes import object_array
+from trimaran.server.metrics.measured_model import MeasuredModel
+from trimaran.server.models.graph_model import prefixed, sequence_parameters
 from trimaran.server.models.pending_requests import Arrivals
 from trimaran.server.models.postprocessing import LastIdsJob
 from trimaran.server.models.sample_inputs import SampleInputs, batch_size
@@ -126,7 +134,7 @@ class Steps:
     """The three models of a pipeline, each counting its own requests."""
 
     preprocessing: Model
-    token: Model
+    token: MeasuredModel
     postprocessing: Model
     tokenizer: Tokenizer
     arrivals: Arrivals
@@ -152,6 +160,8 @@ class PipelineOptions:
     is_batched: bool
     accumulates: bool = False
     """Whether each streamed response repeats the text so far."""
+    is_ensemble: bool = False
+    """Whether responses have an ensemble's parameters, and errors name the ensemble."""
 
 
 class TextPipeline:
@@ -174,11 +184,31 @@ class TextPipeline:
 
     async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
         """Run one request; see `inference.Model`."""
-        if asks_to_stop(request, self._maps, is_batched=self._options.is_batched):
-            async with aclosing(self._stop(request)) as stopped:
-                async for nothing in stopped:
-                    yield nothing
-            return
+        try:
+            if asks_to_stop(request, self._maps, is_batched=self._options.is_batched):
+                async with aclosing(self._stop(request)) as stopped:
+                    async for nothing in stopped:
+                        yield nothing
+                return
+            job, run = await self._prepare(request)
+            async with self._steps.token.measure(job) as token:
+                async for response in token.responses:
+                    token.response(response)
+                    try:
+                        answer = await run.take(response)
+                    except BaseException:
+                        # The failure is none of the token model.
+                        token.given_up()
+                        raise
+                    if answer is not None:
+                        yield answer
+        except RequestError as error:
+            if not self._options.is_ensemble:
+                raise
+            raise prefixed(f"in ensemble '{self._options.name}', ", error) from error
+
+    async def _prepare(self, request: InferRequest) -> tuple[TokenJob, _Run]:
+        """Run preprocessing: the request to the token model, and the maker of its answers."""
         with self._steps.arrivals.expect(request.id) as arrival:
             token_inputs = await self._token_inputs(request)
         run = _Run(self._steps, self._maps, self._options, request, token_inputs)
@@ -194,12 +224,7 @@ class TextPipeline:
             is_incremental=run.is_incremental,
             is_stopped=arrival.is_stopped,
         )
-        async with aclosing(self._steps.token.infer(job)) as responses:  # type: ignore[type-var]
-            async for response in responses:
-                assert isinstance(response, ChunkResponse)
-                answer = await run.take(response)
-                if answer is not None:
-                    yield answer
+        return job, run
 
     async def _stop(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
         """End the requests of this id; the answer has no outputs."""
@@ -212,6 +237,7 @@ class TextPipeline:
                     model_name=self._options.name,
                     model_version=self._options.version,
                     id=request.id,
+                    parameters=_parameters(self._options, request),
                     is_final=response.is_final,
                 )
 
@@ -284,8 +310,9 @@ class _Run:
         # A stop word ends one beam, not the search.
         return self._is_streaming or (any(self._stop_words) and not self._has_beams)
 
-    async def take(self, response: ChunkResponse) -> InferResponse | None:
+    async def take(self, response: InferResponse) -> InferResponse | None:
         """The text response that this chunk makes, if it makes one."""
+        assert isinstance(response, ChunkResponse)
         place, chunk = (response.sample, response.sequence), response.chunk
         answer = self._answers.get(place)
         if answer is None:
@@ -407,6 +434,7 @@ class _Run:
             model_version=self._options.version,
             id=self._request.id,
             outputs=self._chosen(outputs),
+            parameters=_parameters(self._options, self._request),
             is_final=self._num_open == 0,
         )
 
@@ -423,6 +451,10 @@ class _Run:
 
     def _sample(self, index: int) -> SampleInputs:
         return SampleInputs(self._request.inputs, index, self._options.is_batched)
+
+
+def _parameters(options: PipelineOptions, request: InferRequest) -> dict[str, ParameterValue]:
+    return sequence_parameters(request) if options.is_ensemble else {}
 
 
 def _in_own_names(error: RequestError, sources: Mapping[str, str]) -> RequestError:

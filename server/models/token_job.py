@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -72,6 +72,9 @@ class TokenStream:
         self._engines = engines
         self._request = request
         self._live: dict[tuple[int, int], LiveRequest] = {}
+        self._unfinished: dict[tuple[int, int], LiveRequest] = {}
+        """Sequences whose last chunk was not taken yet."""
+        self._ready: list[tuple[int, int]] = []
         self._is_cancelled = False
         self._waiter: asyncio.Future[None] | None = None
         self._timeout: asyncio.TimerHandle | None = None
@@ -115,6 +118,7 @@ class TokenStream:
         except BaseException:
             self.abandon()
             raise
+        self._unfinished = dict(self._live)
         if self._is_cancelled:
             self.cancel()
         timeout_s = policy.timeout_s(request)
@@ -139,28 +143,29 @@ class TokenStream:
         for live in self._live.values():
             live.abandon()
 
-    async def chunks(self) -> AsyncGenerator[tuple[int, int, TokenChunk, bool], None]:
-        """(sample, sequence, chunk, whether it is the last of all), as they come.
+    async def wait(self) -> bool:
+        """Wait until there is something to `take`. False after the last chunk of all."""
+        while self._unfinished:
+            self._ready = [place for place, live in self._unfinished.items() if live.has_news]
+            if self._ready:
+                return True
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        return False
+
+    def take(self) -> Iterator[tuple[int, int, TokenChunk, bool]]:
+        """(sample, sequence, chunk, whether it is the last of all) of each sequence that had
+        news when `wait` returned. A chunk is taken when the iterator reaches it, so that it
+        holds what came meanwhile.
 
         Raises:
-            RequestError: the engine refused or lost a sequence; the others are ended.
+            RequestError: the engine refused or lost a sequence.
         """
-        unfinished = dict(self._live)
-        try:
-            loop = asyncio.get_running_loop()
-            while unfinished:
-                ready = [place for place, live in unfinished.items() if live.has_news]
-                if not ready:
-                    self._waiter = loop.create_future()
-                    await self._waiter
-                    continue
-                for place in ready:
-                    chunk = unfinished[place].take()
-                    if chunk.is_last:
-                        del unfinished[place]
-                    yield *place, chunk, not unfinished
-        finally:
-            self.abandon()
+        for place in self._ready:
+            chunk = self._unfinished[place].take()
+            if chunk.is_last:
+                del self._unfinished[place]
+            yield *place, chunk, not self._unfinished
 
     def _wake(self) -> None:
         waiter, self._waiter = self._waiter, None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from dataclasses import replace
 
 import numpy as np
@@ -104,8 +103,8 @@ class TokenModel:
             await add_digests([sample.adapter for sample in samples])
             await self._gathering.join(len(samples))
             stream.start(samples, num_sequences, self._policy, is_incremental=is_incremental)
-            async with aclosing(stream.chunks()) as chunks:
-                async for sample, sequence, chunk, is_end in chunks:
+            while await stream.wait():
+                for sample, sequence, chunk, is_end in stream.take():
                     response = answers.take(sample, sequence, chunk, is_end)
                     if response is not None:
                         yield response
