@@ -1,4 +1,4 @@
-"""All engines that serve this front end: who may dial in, and whose connection is whose."""
+"""All engines that serve this front end: acceptance of connections, and their owners."""
 
 from __future__ import annotations
 
@@ -95,14 +95,14 @@ class EngineClient:
     def on_group_state(
         self, group: str, state: str, num_restarts: int = 0, text: str = "", **_: object
     ) -> None:
-        """The supervisor's word on a group, which may be one that is not known yet;
-        ``failed`` means that it will not come back."""
+        """The supervisor reports the state of a group, which may be unknown yet. A ``failed``
+        group will not come back."""
         self._states[group] = (state, num_restarts, text)
         owner = self._owners.get(group)
         if owner is not None:
             owner.state_changed(owner.groups[group], state, num_restarts, text)
         elif state == "down":
-            # Of a group that is unloaded this is the last word.
+            # The supervisor reports nothing further about an unloaded group.
             del self._states[group]
 
     def expect_the_end(self) -> None:
@@ -115,7 +115,7 @@ class EngineClient:
         """Why this engine cannot serve here; empty if it can."""
         owner = self._owners.get(hello.group)
         if owner is None and not self.config.is_first:
-            # The first front end decides, and may not have told of the group yet.
+            # The first front end decides, and may not have announced the group yet.
             return ""
         if owner is None or owner.model != hello.model:
             known = ", ".join(f"{name} of {e.model}" for name, e in self._owners.items())
@@ -154,7 +154,7 @@ class EngineClient:
             ProtocolError: no message of an engine, or one that contradicts itself.
         """
         if self._is_early(link):
-            return  # A report of figures: nothing was asked of it yet.
+            return  # A statistics report: the group has no requests yet.
         owner, group = self._of(link)
         try:
             is_known = owner.message(group, message)

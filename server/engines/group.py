@@ -1,4 +1,4 @@
-"""One worker group as the front end sees it: its connection, and the requests it owes."""
+"""One worker group as the front end sees it: its connection and its running requests."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ class EngineGroup:
 
     incarnation: int = -1
     ended_incarnation: int = -1
-    """The supervisor said of it that it is down, though its rank 0 may dial in again."""
+    """The last incarnation that the supervisor reported as down. Its rank 0 may still dial
+    in again, and is refused."""
 
     num_restarts: int = 0
     failure: str = ""
@@ -47,19 +48,19 @@ class EngineGroup:
     facts: dict[str, Any] = field(default_factory=dict)
     live: dict[int, LiveRequest] = field(default_factory=dict)
     offered: dict[int, Submit] = field(default_factory=dict)
-    """Requests with weights of adapters of which it has not said yet whether it takes them;
-    clients may have cancelled them."""
+    """Requests with adapter weights that the group has neither accepted nor refused yet.
+    Clients may have cancelled these requests."""
 
     load: GroupLoad = field(default_factory=GroupLoad)
     give_up: asyncio.TimerHandle | None = None
     """Fails the waiting requests of a group that stays away."""
 
     def num_requests(self) -> int:
-        """Requests that it owes."""
+        """Requests that run or wait at this group."""
         return len(self.live)
 
     def take(self, request: LiveRequest) -> None:
-        """Owe this request from now on."""
+        """Add a request to the group's requests and load."""
         self.live[request.request_id] = request
         self.load.output_tokens += request.num_left
         self.load.context_tokens += request.context_tokens
@@ -77,7 +78,7 @@ class EngineGroup:
         self.tell(submit)
 
     def take_offered(self, taken: AdapterTaken) -> dict[str, Any] | None:
-        """The weights that it took, if they came from here."""
+        """The weights that the group accepted; None if another front end sent them."""
         for request_id, submit in self.offered.items():
             adapter = submit.adapter or {}
             if (submit.adapter_id, adapter["digest"]) == (taken.adapter_id, taken.digest):
@@ -86,7 +87,7 @@ class EngineGroup:
         return None
 
     def remove(self, request_id: int) -> LiveRequest | None:
-        """Owe this request no longer."""
+        """Remove a request from the group's requests and load."""
         request = self.live.pop(request_id, None)
         if request is not None:
             self.load.output_tokens -= request.num_left
@@ -94,7 +95,7 @@ class EngineGroup:
         return request
 
     def take_live(self) -> list[LiveRequest]:
-        """Its requests, which are somebody else's from now on."""
+        """Hand all requests over to the caller; the group has none afterwards."""
         if self.give_up is not None:
             self.give_up.cancel()
             self.give_up = None
@@ -103,12 +104,12 @@ class EngineGroup:
         return taken
 
     def context_done(self, request: LiveRequest) -> None:
-        """The request's prompt needs no more computing."""
+        """The request's prefill is complete."""
         self.load.context_tokens -= request.context_tokens
         request.context_tokens = 0
 
     def disconnect(self) -> None:
-        """Close the connection; nobody hears of it again."""
+        """Close the connection and report no further event of it."""
         self.offered.clear()
         link, self.link = self.link, None
         if link is not None:
@@ -116,14 +117,14 @@ class EngineGroup:
             link.close()
 
     def retire(self) -> None:
-        """Hear no more of the group. Its ranks end it; an engine whose connection was closed
-        would dial again."""
+        """Ignore the group from now on, but leave the connection to the group's ranks: an
+        engine dials in again when the front end closes its connection."""
         link, self.link = self.link, None
         if link is not None:
             link.retire()
 
     def _extras(self, output: StepOutput) -> dict[int, dict[str, Any]]:
-        """What comes with ids, by row. Its memory can be given back once it is open."""
+        """The extras of a step by row. Shared memory is released as soon as it is read."""
         if not output.bulk:
             return output.extras
         opened = unpack(output)

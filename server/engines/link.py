@@ -22,7 +22,7 @@ from trimaran.comm.messages.messages import (
 logger = logging.getLogger(__name__)
 
 BEING_ENDED = "is being ended"
-"""Why an engine is refused whose death is known already."""
+"""Why an engine is refused after the supervisor reported its incarnation as down."""
 
 
 class LinkOwner(Protocol):
@@ -41,7 +41,7 @@ class LinkOwner(Protocol):
         """One message of an accepted engine.
 
         Raises:
-            ProtocolError: the message is none of an engine, or contradicts itself.
+            ProtocolError: an engine does not send this message, or it contradicts itself.
         """
 
 
@@ -79,7 +79,7 @@ class EngineLink(asyncio.Protocol):
             self._owner.link_lost(self)
 
     def retire(self) -> None:
-        """Tell the client nothing more."""
+        """Report no further event to the owner."""
         self._is_retired = True
 
     def send(self, message: Message) -> None:

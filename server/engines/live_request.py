@@ -15,7 +15,7 @@ from trimaran.comm.messages.messages import FinishReason, Submit, pack_ids, unpa
 from trimaran.comm.messages.sampling_params import SamplingParams
 
 PADDING = -1
-"""Behind what is shorter than the longest beam."""
+"""Fills rows that are shorter than the longest beam."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,16 +27,16 @@ class Beams:
     """Sums over each output, its end included."""
 
     scores: list[float]
-    """The same by the length to the length penalty: what beams are ranked by."""
+    """``cum_log_probs`` divided by length ** length penalty: beams are ranked by these."""
 
     reasons: list[FinishReason]
-    """NOT_FINISHED of a beam that still grows."""
+    """NOT_FINISHED for a beam that still grows."""
 
     log_probs: list[list[float]]
-    """One an id; empty if they were not asked for."""
+    """One for each id; empty unless requested."""
 
     num_logits: list[int]
-    """How many of the logits beside this are each output's."""
+    """Rows of the accompanying logits that belong to each output."""
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> Beams:
@@ -52,7 +52,7 @@ class Beams:
 
     @property
     def num_tokens(self) -> int:
-        """Of all beams together."""
+        """Tokens of all beams together."""
         return sum(map(len, self.token_ids))
 
 
@@ -81,12 +81,12 @@ def longest(wire: Mapping[str, Any]) -> int:
 
 _DEFAULT_MAX_TOKENS = SamplingParams().max_tokens
 _OF_IDS = ("log_probs", "generation_logits")
-"""The extras that have one item an id."""
+"""The extras that have one item for each id."""
 
 
 @dataclass(slots=True)
 class TokenChunk:
-    """New ids of one sequence: of one step, or of several if the reader was slow."""
+    """New ids of one sequence, from one step or, for a slow reader, from several."""
 
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason = FinishReason.NOT_FINISHED
@@ -98,7 +98,7 @@ class TokenChunk:
         return self.finish_reason is not FinishReason.NOT_FINISHED
 
     def beginning(self, num_ids: int) -> TokenChunk:
-        """The same as far as its first ids go."""
+        """A chunk with only the first ``num_ids`` ids and their extras."""
         if num_ids == len(self.token_ids):
             return self
         extras = {
@@ -123,9 +123,9 @@ class TokenChunk:
 class LiveRequest:
     """A submitted request, read with `take` whenever it has news.
 
-    Tokens that arrive while nobody reads are merged into one chunk, so that a slow
-    reader costs memory for its ids only. A reader that waits for the whole answer
-    (``submit.streaming`` is false) hears once, at its end.
+    Tokens that arrive between two reads are merged into one chunk, so that a slow reader
+    costs memory for ids only. A reader of the whole answer (``submit.streaming`` is false)
+    is notified once, at the end.
     """
 
     def __init__(
@@ -138,15 +138,15 @@ class LiveRequest:
         self.submit = submit
         self.max_tokens: int = submit.sampling.get("max_tokens", _DEFAULT_MAX_TOKENS)
         self.output_ids: list[int] = []
-        """Empty of a beam search, whose output may still change."""
+        """Empty for beam search, whose output may still change."""
         self.num_output_tokens = 0
         """Of all beams together."""
         self._beam_length = 0
         self._num_repeated = 0
-        """Length of the beams up to which a replayed search tells nothing new."""
+        """Beam length up to which a replayed beam search produces nothing new."""
         self._has_prompt_logits = False
         self.context_tokens = 0
-        """Tokens that its group has to compute before the first new one."""
+        """Tokens that the group has to prefill before the first new token."""
         self.num_deaths = 0
         self.is_over = False
         self._on_cancel = on_cancel
@@ -155,7 +155,7 @@ class LiveRequest:
         self._is_context_done = False
         self._pending: TokenChunk | None = None
         self._error: RequestError | None = None
-        self.on_news: Callable[[], None] = _nobody
+        self.on_news: Callable[[], None] = _no_listener
         """Called when there is something to take."""
         self._last_token_s = 0.0
         self._arrived_s = submit.arrival_ns / 1e9 or time.monotonic()
@@ -171,9 +171,9 @@ class LiveRequest:
         return self.max_tokens - len(self.output_ids)
 
     def replay_submit(self) -> Submit:
-        """The message that lets another engine go on where this one is."""
+        """The message with which another engine continues this request."""
         self._is_context_done = False
-        # A search has no output to go on from: it starts over, and finds the same.
+        # Beam search keeps no output to continue from: it starts over, with equal results.
         self._num_repeated = self._beam_length
         return replace(self.submit, output_ids=pack_ids(self.output_ids))
 
@@ -214,13 +214,13 @@ class LiveRequest:
             self.fail(error)
 
     def cancel(self) -> None:
-        """End the request now; the reader gets CANCELLED with what there is. Idempotent."""
+        """End the request now; the last chunk has the reason CANCELLED. Idempotent."""
         if not self.is_over:
             self._on_cancel(self)
             self.push([], FinishReason.CANCELLED, {})
 
     def abandon(self) -> None:
-        """The reader is gone: end the request at the engine."""
+        """End the request at the engine; no reader is left."""
         if not self.is_over:
             self._on_cancel(self)
             self.is_over = True
@@ -233,7 +233,7 @@ class LiveRequest:
         return self._pending is not None and (self.submit.streaming or self.is_over)
 
     def take(self) -> TokenChunk:
-        """What came since the last call; the last chunk has a finish reason.
+        """The chunk since the last call; the last chunk has a finish reason.
 
         Raises:
             RequestError: the engine refused or lost the request.
@@ -264,5 +264,5 @@ class LiveRequest:
         self._last_token_s = now
 
 
-def _nobody() -> None:
-    """Nobody listens yet."""
+def _no_listener() -> None:
+    """Stands for a reader that has not attached yet."""

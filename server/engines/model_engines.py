@@ -32,11 +32,11 @@ from trimaran.server.metrics.metrics import Metrics
 
 
 class KnownAdapters:
-    """One model's adapters by task id, those used least recently first.
+    """One model's LoRA adapters by task id, least recently used first.
 
-    A group that was gone has forgotten them, while clients still name them by their ids. One
-    that a group refused is never here. All front ends hear of those that groups take, so no
-    two know different ones by one id.
+    A restarted group lacks adapters that clients still name by task id, so the front end
+    keeps them. An adapter that a group refused is not kept. Every front end is told which
+    adapters groups accept, so all front ends agree on the adapter of a task id.
     """
 
     def __init__(self) -> None:
@@ -44,15 +44,18 @@ class KnownAdapters:
         self._num_bytes = 0
 
     def use(self, task: int) -> None:
-        """A request asks for this one, if it is any."""
+        """Mark the adapter of a request as used most recently; task 0 is none."""
         if task in self._adapters:
             self._adapters.move_to_end(task)
 
     def taken(
         self, taken: AdapterTaken, adapter: dict[str, Any] | None, max_bytes: int
     ) -> None:
-        """Remember what a group took, up to so many bytes of all. Without the ``adapter``,
-        which came to another front end, no other one by its id is remembered here."""
+        """Keep an adapter that a group accepted, within ``max_bytes`` for all adapters.
+
+        ``adapter`` is None if another front end sent the weights; an older adapter of the
+        same task id is dropped then.
+        """
         known = self._adapters.get(taken.adapter_id)
         if known is not None and known["digest"] == taken.digest:
             self.use(taken.adapter_id)
@@ -66,7 +69,7 @@ class KnownAdapters:
             self._forget(next(iter(self._adapters)))
 
     def messages(self) -> Iterator[KeepAdapter]:
-        """What a group is told that knows none of them."""
+        """The messages that give all adapters to a restarted group."""
         for task, adapter in self._adapters.items():
             yield KeepAdapter(adapter_id=task, adapter=adapter, is_remembered=True)
 
@@ -105,9 +108,9 @@ class EngineOwner(Protocol):
 class ModelEngines:
     """Submits requests to the groups. Used on the event loop only.
 
-    When a group's connection is lost, its requests go on at other groups of the generation,
-    or wait for the first to come back. Either goes on after the ids that clients already
-    have.
+    When a group's connection is lost, its requests are replayed at other groups of the
+    generation, or wait for the first group that comes back. A replayed request continues
+    after the ids that clients already have.
     """
 
     def __init__(
@@ -183,7 +186,7 @@ class ModelEngines:
                 group.tell(Stop(client_request_id=client_request_id))
 
     def close(self, why: str = "the model was unloaded") -> None:
-        """Forget the groups: requests that are still there fail. Idempotent."""
+        """Forget the groups and fail their remaining requests. Idempotent."""
         for group in self.groups.values():
             group.failure = why
             self._give_up(group, why)
@@ -191,7 +194,7 @@ class ModelEngines:
         self._owner.remove_model(self)
 
     def let_go(self) -> None:
-        """Forget the groups, which live on: they dial in again for whoever adopts them next."""
+        """Forget the groups without ending them: they dial in again to the next front end."""
         for group in self.groups.values():
             group.disconnect()
         self.close()
@@ -199,7 +202,7 @@ class ModelEngines:
     # ---- groups that come and go --------------------------------------------------------
 
     def link_ready(self, link: EngineLink, hello: EngineHello) -> None:
-        """A warm group dialled in: it takes over what waits for a group."""
+        """A warm group dialled in: it takes over the waiting requests."""
         group = self.groups[hello.group]
         died = group.take_live() if group.link is not None else []
         group.disconnect()
@@ -218,7 +221,7 @@ class ModelEngines:
         self._replay(owed)
 
     def link_lost(self, group: EngineGroup) -> None:
-        """A group died: its requests go on elsewhere, or wait."""
+        """A group died: its requests are replayed at other groups, or wait."""
         group.disconnect()
         self._show_state(group)
         self._metrics.drop_engine_stats(self.model, self.version, group.name)
@@ -226,10 +229,10 @@ class ModelEngines:
             self._move(group, self._survivors(group.take_live()), "is gone")
 
     def state_changed(self, group: EngineGroup, state: str, restarts: int, text: str) -> None:
-        """The supervisor's word on a group, which may come before the connection's end."""
+        """The supervisor reports a group's state, maybe before the connection ends."""
         is_up = group.link is not None
         if is_up and restarts < group.incarnation:
-            return  # News of an incarnation that is over.
+            return  # A late report about an earlier incarnation.
         group.num_restarts = restarts
         if state == "failed":
             group.failure = "the group failed and is not started again"
@@ -239,7 +242,7 @@ class ModelEngines:
             group.failure = ""
             group.ended_incarnation = -1
         self._show_state(group)
-        # "starting" is also what a supervisor says that has not heard yet of the readiness.
+        # The supervisor also reports "starting" until it learns that the group is ready.
         is_next = state == "starting" and restarts > group.incarnation
         if is_up and (state in ("down", "failed") or is_next):
             group.ended_incarnation = group.incarnation
@@ -248,7 +251,7 @@ class ModelEngines:
             self._move(group, group.take_live(), "failed")
 
     def message(self, group: EngineGroup, message: Message) -> bool:
-        """Take one message of a group; False if it is none of an engine."""
+        """Take one message of a group; False if engines do not send such messages."""
         handler = self._handlers.get(type(message))
         if handler is None:
             return False
@@ -256,7 +259,7 @@ class ModelEngines:
         return True
 
     def _survivors(self, requests: Sequence[LiveRequest]) -> list[LiveRequest]:
-        """Of requests whose group died, those that may be tried again; the others fail."""
+        """The requests of a dead group that may be replayed; the others fail."""
         limit = self._config.max_replays
         found = []
         for request in requests:
@@ -273,7 +276,7 @@ class ModelEngines:
         return found
 
     def _move(self, group: EngineGroup, requests: Sequence[LiveRequest], what: str) -> None:
-        """Let others go on with the requests of a group that is down, or let them wait."""
+        """Replay the requests of a group that is down at other groups, or let them wait."""
         up = self._up()
         waits_at = group
         if group.failure:
@@ -306,7 +309,7 @@ class ModelEngines:
             )
 
     def _replay(self, requests: Sequence[LiveRequest]) -> None:
-        """Let groups that are up go on with requests of a group that died."""
+        """Replay requests of a dead group at groups that are up."""
         up = self._up()
         for request in requests:
             group = self._choose(up, request)
@@ -334,7 +337,7 @@ class ModelEngines:
         return [group for group in self.groups.values() if group.link is not None]
 
     def _prefixes(self, facts: dict[str, Any]) -> KnownPrefixes | None:
-        """What a fresh incarnation knows; None if routing does not ask."""
+        """The empty prefix record of a new incarnation; None if routing needs none."""
         mode = self._config.routing
         if len(self.groups) < 2 or mode == "least_loaded":
             return None
@@ -343,7 +346,7 @@ class ModelEngines:
         return KnownPrefixes(int(facts.get("max_blocks", _MAX_BLOCKS)))
 
     def _choose(self, up: Sequence[EngineGroup], request: LiveRequest) -> EngineGroup:
-        """The group for a request, which counts as one that it knows from now on."""
+        """Choose a group for a request and record the prompt's prefix there."""
         submit = request.submit
         num_tokens = len(submit.prompt_ids) // 4 + len(request.output_ids)
         size = _block_size(up[0])
@@ -361,18 +364,18 @@ class ModelEngines:
     # ---- requests -----------------------------------------------------------------------
 
     def _context_done(self, request: LiveRequest, first_token_s: float | None) -> None:
-        """A request has its first token, or its first one after a replay."""
+        """A request has its first token, or the first token after a replay."""
         self.groups[request.submit.group].context_done(request)
         if first_token_s is not None:
             self._metrics.observe_time_to_first_token(self.model, self.version, first_token_s)
 
     def _ended(self, request: LiveRequest) -> None:
-        """A request came to its end by itself; the next of its conversation begins with it."""
+        """A request finished. Its prompt and output are the prefix of the next chat turn."""
         submit, num_output = request.submit, request.num_output_tokens
         self._metrics.observe_lengths(
             self.model, self.version, len(submit.prompt_ids) // 4, num_output
         )
-        # As many as its share of the limit, however many beams it has.
+        # At most the limit of one output: beams count once.
         self._router.finished(request.max_tokens, min(num_output, request.max_tokens))
         group = self.groups[submit.group]
         if group.load.prefixes is not None:
@@ -389,14 +392,14 @@ class ModelEngines:
         group.offered.pop(failure.request_id, None)
         if request is not None:
             kind = ErrorKind[failure.kind]
-            # An engine has no room only for what it has not begun.
+            # An engine reports UNAVAILABLE only for requests that it has not begun.
             is_refused = kind is ErrorKind.UNAVAILABLE
             request.fail(
                 RefusedError(failure.text) if is_refused else RequestError(failure.text, kind)
             )
 
     def _adapter_taken(self, group: EngineGroup, taken: AdapterTaken) -> None:
-        """A group took weights, of a request from here or from another front end."""
+        """A group accepted adapter weights, sent by this or by another front end."""
         adapter = group.take_offered(taken)
         max_bytes = int(group.facts.get("lora_host_bytes", 0))
         self._adapters.taken(taken, adapter, max_bytes)
@@ -419,7 +422,7 @@ class ModelEngines:
             self.model, self.version, report, group.name, group.incarnation
         )
 
-    # ---- what is shown ------------------------------------------------------------------
+    # ---- state in metrics ------------------------------------------------------------------
 
     def _show_state(self, group: EngineGroup) -> None:
         self._metrics.group_state(

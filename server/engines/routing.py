@@ -1,4 +1,4 @@
-"""Which worker group of a model takes a request: who owes least, who knows the prompt."""
+"""Routing of requests to worker groups: by load and by cached prefix."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 MAX_KNOWN_BLOCKS = 1 << 16
-"""Most blocks of prompts that are remembered a group; about 10 MiB."""
+"""Most prompt blocks that are recorded for each group; about 10 MiB."""
 
 KNOWN_TOKEN_WORTH = 4.0
 MAX_IMBALANCE = 1.25
@@ -18,9 +18,9 @@ _FORGETTING = 0.99
 
 
 def block_hashes(prompt_ids: bytes, tokens_per_block: int, root: object) -> list[int]:
-    """One number for each full block, which stands for it and all before it.
+    """One hash for each full block, over that block and all blocks before it.
 
-    Two prompts of one ``root`` have as many equal numbers as equal blocks from the start.
+    Two prompts with one ``root`` share as many hashes as they share leading blocks.
     """
     size = tokens_per_block * _ID_BYTES
     last = hash(root)
@@ -32,9 +32,9 @@ def block_hashes(prompt_ids: bytes, tokens_per_block: int, root: object) -> list
 
 
 class KnownPrefixes:
-    """The blocks that a group has seen and may still hold, the latest ones.
+    """The latest blocks that a group has computed and may still have cached.
 
-    A wrong guess costs time, never a token: the engine looks for itself.
+    A wrong guess costs time only: the engine looks up its own prefix cache.
     """
 
     def __init__(self, max_blocks: int) -> None:
@@ -49,7 +49,7 @@ class KnownPrefixes:
         return sum(1 for _ in itertools.takewhile(self._blocks.__contains__, hashes))
 
     def add(self, hashes: Sequence[int]) -> None:
-        """Note a prompt. Its end is forgotten before its beginning, as engines evict."""
+        """Record a prompt. Its last blocks are dropped first, as engines evict them."""
         blocks = self._blocks
         for each in reversed(hashes):
             blocks[each] = None
@@ -60,16 +60,16 @@ class KnownPrefixes:
 
 @dataclass(slots=True, eq=False)
 class GroupLoad:
-    """What one group has still to compute, in tokens."""
+    """The outstanding work of one group, in tokens."""
 
     context_tokens: int = 0
-    """Of prompts whose first token has not come, but for what is cached."""
+    """Uncached prompt tokens of requests whose prefill is not complete."""
 
     output_tokens: int = 0
-    """That running requests may still ask for."""
+    """Output tokens that running requests may still produce."""
 
     prefixes: KnownPrefixes | None = None
-    """None if the engine keeps nothing of a prompt, or nobody asks."""
+    """None without a prefix cache, or if routing does not use it."""
 
     last_chosen: int = 0
 
@@ -83,12 +83,12 @@ class Prompt:
     """Most tokens of its output."""
 
     hashes: Sequence[int] = ()
-    """Of its blocks (`block_hashes`); none if nobody asks."""
+    """Hashes of its blocks (`block_hashes`); empty if routing does not use them."""
 
     tokens_per_block: int = 32
 
     def num_known(self, load: GroupLoad) -> int:
-        """Tokens from the start that the group need not compute; one is always computed."""
+        """Leading tokens that the group may have cached; the last token never counts."""
         if load.prefixes is None:
             return 0
         known = load.prefixes.count(self.hashes) * self.tokens_per_block
@@ -96,15 +96,14 @@ class Prompt:
 
 
 class Router:
-    """Chooses the group that owes least, or one that knows the prompt's beginning.
+    """Chooses the least loaded group, or a group that has the prompt's prefix cached.
 
-    Computing a beginning again is work for nothing, while uneven groups only do the same
-    work at other times: a known token makes up for `KNOWN_TOKEN_WORTH` owed ones. But a
-    group that owes over `MAX_IMBALANCE` times what the least loaded one does, and this
-    request besides, is not preferred. Equals take turns.
+    Recomputing a prefix wastes work, while uneven load only delays it: a cached token
+    outweighs `KNOWN_TOKEN_WORTH` outstanding tokens. A group is not considered if its load
+    exceeds `MAX_IMBALANCE` times the lowest load plus this request. Equal groups take turns.
 
-    Requests end before they reach their limit more or less often: what one may still ask
-    for counts by the share that finished ones used of theirs.
+    Many requests end before their limit. Outstanding output tokens are therefore weighted
+    by the share of the limit that finished requests used.
     """
 
     def __init__(self) -> None:
@@ -114,11 +113,11 @@ class Router:
 
     @property
     def used_share(self) -> float:
-        """Output tokens that finished requests had, as a share of those they asked for."""
+        """Output tokens of finished requests as a share of their limits."""
         return self._used / self._asked if self._asked else 1.0
 
     def finished(self, max_tokens: int, num_tokens: int) -> None:
-        """Learn from a request that came to its end."""
+        """Update the share with a finished request."""
         self._asked = self._asked * _FORGETTING + max_tokens
         self._used = self._used * _FORGETTING + num_tokens
 

@@ -39,7 +39,7 @@ _TEXT = "OUTPUT"
 
 def bls_graph(model: RepositoryModel, version: int, steps: Mapping[Role, Model]) -> GraphModel:
     """A graph of the three steps. Each response of the token-level model is decoded alone,
-    by whatever the postprocessing does.
+    by the postprocessing step.
 
     Raises:
         ConfigError: tokens are to be accumulated, which only native postprocessing can.
@@ -93,10 +93,10 @@ logger = logging.getLogger(__name__)
 
 
 def warn_of_surplus_ids(name: str, steps: Mapping[str, Model]) -> None:
-    """Say of a composed model whose prompts may hold ids that its engine does not have.
+    """Warn of a composed model whose tokenizer has ids outside the engine's vocabulary.
 
-    No refusal: tokenizers are published with more special tokens than their models were
-    trained on, and whoever does not use those lacks nothing.
+    The model is served: many tokenizers are published with special tokens that their models
+    were not trained on, and most prompts do not use them.
     """
     readers = [step for step in steps.values() if isinstance(step, TokenModel)]
     writers = [step for step in steps.values() if isinstance(step, PreprocessingModel)]
@@ -284,7 +284,7 @@ def read_labels(model: RepositoryModel) -> dict[str, list[str]]:
             continue
         what = f"{model.config_path}: label_filename of output '{output.name}'"
         if not _is_inside(output.label_filename):
-            # Who loads a model may not read the server's other files by it.
+            # A load request must not read other files of the server.
             raise ConfigError(
                 f"{what} is {output.label_filename!r}, which names no file below the model's "
                 "folder. Put the labels there, and name them from there."
@@ -329,8 +329,8 @@ def _file_times(folder: Path) -> list[tuple[str, int, int]]:
 
 
 def _part(step: Step) -> Role:
-    """The part that a step may have in a native pipeline. What comes before the tokens may be
-    a user's own; what follows them takes part in streaming."""
+    """The role of a step in a native pipeline. Preprocessing may be user code;
+    postprocessing must be native, because it takes part in streaming."""
     role = step.source.role
     return Role.PREPROCESSING if role is Role.OTHER else role
 
@@ -355,7 +355,7 @@ def _wired(names: Mapping[Role, str], steps: Mapping[str, Step]) -> Steps:
 
 def _log_native(model: RepositoryModel) -> None:
     note = ""
-    # One that cannot be read is not run either.
+    # An unreadable model.py is not run either.
     if os.path.exists(model.folder / str(model.versions[0]) / CODE_FILE):
         note = "; its model.py is not run"
         if model.role in EXECUTABLE:

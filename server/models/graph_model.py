@@ -28,7 +28,7 @@ class GraphStep:
 
 
 class GraphModel:
-    """Runs its steps in the order in which their inputs come to be.
+    """Runs its steps in the order of their data dependencies.
 
     Each response of a step is one iteration of the steps after it, and each iteration
     that gets through is one response.
@@ -71,7 +71,7 @@ class GraphModel:
     async def _iterations(
         self, request: InferRequest, index: int, tensors: dict[str, Tensor]
     ) -> AsyncGenerator[dict[str, Tensor], None]:
-        """All tensors of the ensemble, once for each way through the steps from here."""
+        """All tensors of the ensemble, once for each path through the steps from ``index``."""
         if index == len(self._steps):
             yield tensors
             return

@@ -12,20 +12,20 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 @dataclass(slots=True, eq=False)
 class Arrival:
-    """A request whose prompt is being made."""
+    """A request whose prompt is being tokenized."""
 
     is_stopped: bool = False
 
 
 class Arrivals:
-    """All of them by id. Used on the event loop only."""
+    """All `Arrival` objects by request id. Used on the event loop only."""
 
     def __init__(self) -> None:
         self._by_id: dict[str, set[Arrival]] = {}
 
     @contextmanager
     def expect(self, request_id: str) -> Iterator[Arrival]:
-        """A request is on its way until this ends."""
+        """Register a request until the context ends."""
         arrival = Arrival()
         arrivals = self._by_id.setdefault(request_id, set())
         arrivals.add(arrival)
@@ -37,7 +37,7 @@ class Arrivals:
                 self._by_id.pop(request_id, None)
 
     def stop(self, request_id: str) -> None:
-        """End those of an id as soon as they arrive."""
+        """Mark the requests of an id as stopped: each ends as soon as it is submitted."""
         for arrival in self._by_id.get(request_id, ()):
             arrival.is_stopped = True
 
@@ -59,7 +59,7 @@ class Gathering:
         self._timer: asyncio.TimerHandle | None = None
 
     async def join(self, num_samples: int) -> None:
-        """Return when whoever came first has waited for long enough, or enough have come."""
+        """Return once the first request has waited for the delay, or the batch is full."""
         if not self._delay_s:
             return
         if self._gate is None:
@@ -70,7 +70,7 @@ class Gathering:
         self._num_waiting += num_samples
         if self._num_waiting >= self._enough:
             self._open()
-        # One that is cancelled must not take the others along.
+        # Cancelling one request must not cancel the gate for the others.
         await asyncio.shield(gate)
 
     def _open(self) -> None:

@@ -18,7 +18,7 @@ from trimaran.server.repository.signatures import PASSED_ON
 
 @dataclass(slots=True, kw_only=True)
 class LastIdsJob(InferRequest):
-    """The end of a stream of ids: what the detokenizer makes of the last ones.
+    """The end of a stream of ids: the detokenizer's text of the last ids.
 
     It travels as an ordinary request, so that a text request counts here once.
     """
@@ -62,7 +62,7 @@ class PostprocessingModel:
         )
 
     def _passed_on(self, request: InferRequest) -> list[Tensor]:
-        """What older configurations send through here."""
+        """Tensors that older configurations pass through this step."""
         return [
             Tensor(f"OUT_{name}", tensor.datatype, tensor.data)
             for name, tensor in request.inputs.items()

@@ -144,7 +144,7 @@ class PreprocessingModel:
 
 
 def _num_bytes(request: InferRequest) -> int:
-    """Bytes of all texts of a request, about."""
+    """The approximate number of bytes of all texts of a request."""
     texts = (t.data for t in request.inputs.values() if t.datatype == "BYTES")
     return sum(len(text) for array in texts for text in array.flat)
 

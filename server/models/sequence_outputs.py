@@ -1,4 +1,4 @@
-"""What a response says of a sequence beside its ids or text: place, lengths, log-probs."""
+"""The outputs of a sequence beside its ids or text: indices, lengths, log-probs, logits."""
 
 from __future__ import annotations
 
@@ -54,18 +54,18 @@ class Progress:
     num_output: int = 0
     cum_log_prob: float = 0.0
     log_probs: list[float] = field(default_factory=list)
-    """Of the ids since `take_log_probs`."""
+    """Log-probabilities of the ids since the last `take_log_probs`."""
 
     logits: dict[str, list[bytes | memoryview]] = field(default_factory=dict)
-    """By output, what no response has had."""
+    """By output name, the rows that no response has carried yet."""
 
     logits_dtype: str = ""
     figures: dict[str, int] = field(default_factory=dict)
     beams: Beams | None = None
-    """The last word on them, of a beam search."""
+    """The latest beams of a beam search."""
 
     finish_reason: str = ""
-    """Why it ended, once it has."""
+    """Empty until the sequence ends."""
 
     def add(self, chunk: TokenChunk) -> None:
         """Take in the next ids."""
@@ -77,7 +77,7 @@ class Progress:
         if "beams" in chunk.extras:
             self.beams = Beams.from_wire(chunk.extras["beams"])
             self.num_output = self.beams.num_tokens
-        # Summed here, as an engine knows only what it sampled itself.
+        # Summed here: after a replay an engine knows only the tokens that it sampled.
         new = chunk.extras.get("log_probs", ())
         self.cum_log_prob += sum(new)
         self.log_probs += new
@@ -87,16 +87,16 @@ class Progress:
             if name in chunk.extras:
                 self.logits.setdefault(name, []).extend(chunk.extras[name])
         if self.beams is not None and "generation_logits" in self.logits:
-            # Those of steps before went with beams that are replaced.
+            # Logits of earlier steps belong to beams that were replaced.
             num_logits = sum(self.beams.num_logits)
             del self.logits["generation_logits"][: -num_logits or None]
 
     @property
     def finish_reasons(self) -> list[str]:
-        """Why each beam ended; of a sequence without beams one."""
+        """The finish reason of each beam, or of the only sequence."""
         if self.beams is None:
             return [self.finish_reason]
-        # Those that were growing ended with their request.
+        # Unfinished beams end for the reason of their request.
         return [_REASONS.get(reason, self.finish_reason) for reason in self.beams.reasons]
 
     def take_log_probs(self) -> list[float]:
@@ -109,14 +109,14 @@ class Progress:
         pieces = self.logits.pop(name, None)
         if not pieces:
             return None
-        # A prompt's come in pieces of any length, an output's token by token.
+        # Context logits come in pieces of any length, generation logits token by token.
         num_tokens = self.num_input if name == "context_logits" else len(pieces)
         raw = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         return np.frombuffer(raw, self.logits_dtype).reshape(num_tokens, -1)
 
 
 class SequenceOutputs:
-    """Which of these outputs one request gets. ``flags`` are the token model's inputs."""
+    """Selects the outputs that a request asks for by ``flags``, the token model's inputs."""
 
     def __init__(
         self,
@@ -127,9 +127,10 @@ class SequenceOutputs:
         *,
         normalises_log_probs: bool = True,
     ) -> None:
-        """``config`` is that of the model that answers.
+        """``config`` is the configuration of the answering model.
 
-        Of beams, ``cum_log_probs`` are divided as their scores are, or are plain sums.
+        With ``normalises_log_probs``, the ``cum_log_probs`` of beams are their scores,
+        otherwise plain sums.
         """
         self._normalises = normalises_log_probs
         self._is_streaming = flags.flag("streaming")
@@ -155,7 +156,7 @@ class SequenceOutputs:
 
     @property
     def tell_of_ends(self) -> bool:
-        """Whether the last response has one that no other has."""
+        """Whether the last response carries outputs that earlier responses lack."""
         return self._has_reason or self._has_figures
 
     def tensors(
@@ -181,7 +182,7 @@ class SequenceOutputs:
             data = object_array([reason.encode() for reason in reasons], (1, len(reasons)))
             tensors.append(Tensor("finish_reason", "BYTES", data))
         if self._has_figures and is_last:
-            # No drafts were made, and none accepted.
+            # Figures of draft tokens are 0: there is no speculative decoding.
             tensors += [
                 _scalar(name, datatype, progress.figures.get(name, 0))
                 for name, datatype in _FIGURES

@@ -40,7 +40,7 @@ _SAME_OUTPUTS = (
     "first_scheduled_time_ns", "first_token_time_ns", "last_token_time_ns", "acceptance_rate",
     "total_accepted_draft_tokens", "total_draft_tokens",
 )  # fmt: skip
-# Each reader's input, and the output that it must come from for the native pipeline.
+# The native pipeline needs each of these inputs to come from this output.
 _NATIVE_WIRES = (
     (Role.TOKEN, "input_ids", Role.PREPROCESSING, "INPUT_ID"),
     (Role.TOKEN, "input_lengths", Role.PREPROCESSING, "REQUEST_INPUT_LEN"),
@@ -173,7 +173,7 @@ class BlsModel:
     """The BLS role: the same pipeline, wired here; requests never wait for each other."""
 
     def __init__(self, model: RepositoryModel, version: int, steps: Steps | GraphModel) -> None:
-        """``steps`` are native ones, or wired already."""
+        """``steps`` are native steps, or a graph that runs user code."""
         self.name = model.name
         self.version = str(version)
         self.config = model.config

@@ -76,7 +76,7 @@ class StopText:
 
 @dataclass(slots=True)
 class TextAnswer:
-    """One sequence's detokenizer and stop words, and what was shown of it."""
+    """One sequence's detokenizer, stop words and emitted text."""
 
     detokenizer: IncrementalDetokenizer
     stop: StopText
@@ -88,7 +88,7 @@ class TextAnswer:
         return self._shown(self.stop.push(self.detokenizer.push(ids)))
 
     def push_each(self, ids: list[int]) -> tuple[str, int]:
-        """The same, id by id up to the end of a stop word; and how many these are."""
+        """Push id by id up to the end of a stop word: the text, and the number of ids used."""
         deltas = []
         for token in ids:
             deltas.append(self.push([token]))
@@ -97,7 +97,7 @@ class TextAnswer:
         return "".join(deltas), len(deltas)
 
     def finish(self, rest: str) -> str:
-        """The last text; ``rest`` is what the detokenizer still had."""
+        """The last text; ``rest`` is the text that the detokenizer still held."""
         return self._shown(self.stop.push(rest, is_last=True))
 
     @property
@@ -113,7 +113,7 @@ class TextAnswer:
 
 @dataclass(frozen=True, slots=True)
 class TensorMaps:
-    """Where the text model's inputs go: each target input to the input it is read from."""
+    """The routes of the text model's inputs: each step input to its source input."""
 
     preprocessing: Mapping[str, str]
     token: Mapping[str, str]
@@ -144,7 +144,7 @@ class Steps:
     excludes_input: bool = False
     """Whether answers lack the prompt, unless a request says otherwise."""
     has_own_preprocessing: bool = False
-    """Whether a user's code makes the prompt, so that it is what its ids say."""
+    """Whether user code makes the prompt, so that its text is decoded from its ids."""
 
     normalises_log_probs: bool = True
     """Whether a beam's log-probability is divided by its length, as its score is."""
@@ -152,7 +152,7 @@ class Steps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineOptions:
-    """What differs between the text models."""
+    """The differences between the text models."""
 
     name: str
     version: str
@@ -167,8 +167,8 @@ class PipelineOptions:
 class TextPipeline:
     """Runs text requests over three step models; any number of them at once.
 
-    Stop words go two ways: as ids to the engine, which alone sees special tokens, and as
-    text to the detokenizer, which alone sees a word that other tokens spell.
+    Stop words are matched twice: as ids by the engine, where special tokens are visible, and
+    as text after detokenization, where a word may be spelled by other tokens.
     """
 
     def __init__(self, steps: Steps, maps: TensorMaps, options: PipelineOptions) -> None:
@@ -197,7 +197,7 @@ class TextPipeline:
                     try:
                         answer = await run.take(response)
                     except BaseException:
-                        # The failure is none of the token model.
+                        # The token model did not fail: its request was abandoned.
                         token.given_up()
                         raise
                     if answer is not None:
@@ -261,7 +261,7 @@ class TextPipeline:
 
 
 def asks_to_stop(request: InferRequest, maps: TensorMaps, *, is_batched: bool) -> bool:
-    """Whether a request ends others of its id, and asks for nothing else."""
+    """Whether a request only stops the other requests of its id."""
     return SampleInputs(request.inputs, 0, is_batched).flag(maps.token.get("stop", ""))
 
 
@@ -321,7 +321,7 @@ class _Run:
             return None
         delta, ids = "", chunk.token_ids
         if self._stop_words[response.sample]:
-            # What came behind the stop word, at the same time, is not counted either.
+            # Tokens of the same chunk behind the stop word are not counted.
             delta, num_ids = answer.push_each(ids)
             chunk, ids = chunk.beginning(num_ids), []
         answer.progress.add(chunk)
@@ -334,12 +334,12 @@ class _Run:
             delta += await self._last(answer, ids if chunk.is_last else [])
             if answer.stop.is_matched:
                 answer.progress.finish_reason = STOPPED
-            # Harmless where the engine has ended it.
+            # A no-op if the engine has ended the sequence.
             response.end_sequence()
             is_stopped = chunk.finish_reason is FinishReason.CANCELLED
             has_news = delta or self._outputs[response.sample].tell_of_ends
             if is_stopped and self._is_streaming and not has_news:
-                # A stopped stream ends with the flag alone, unless there is more to tell.
+                # A stopped stream ends with the final flag alone, unless outputs remain.
                 return None
             return self._one(place, answer, delta, is_last=True)
         if self._is_streaming and delta:
@@ -349,7 +349,7 @@ class _Run:
     async def _take_beams(
         self, place: tuple[int, int], answer: TextAnswer, chunk: TokenChunk
     ) -> InferResponse | None:
-        """The texts of all beams, whole each time, for they may change."""
+        """The whole texts of all beams, because beams may change."""
         self._num_open -= chunk.is_last
         is_stopped = chunk.finish_reason is FinishReason.CANCELLED
         has_news = "beams" in chunk.extras or self._outputs[place[0]].tell_of_ends
@@ -363,7 +363,7 @@ class _Run:
         for ids, reason in zip(beams.token_ids, beams.reasons, strict=True):
             one = self._new_answer(place[0])
             texts.append(await self._last(one, ids) if chunk.is_last else one.push(ids))
-            # The engine knows nothing of words that it met as other ids.
+            # The engine does not match stop words that other ids spell.
             reasons.append(FinishReason.STOP_WORDS if one.stop.is_matched else reason)
         answer.progress.beams = replace(beams, reasons=reasons)
         return self._response(place, answer, texts, is_last=chunk.is_last)
@@ -409,7 +409,7 @@ class _Run:
     def _one(
         self, place: tuple[int, int], answer: TextAnswer, delta: str, *, is_last: bool = False
     ) -> InferResponse:
-        """The response of a sequence without beams: what is new, or all that there is."""
+        """The response of a sequence without beams: the new text, or all text."""
         is_delta = self._is_streaming and not self._options.accumulates
         texts = [delta if is_delta else answer.text]
         return self._response(place, answer, texts, is_last=is_last)
@@ -422,7 +422,7 @@ class _Run:
         *,
         is_last: bool = False,
     ) -> InferResponse:
-        """``texts`` are of all beams, without the prompt."""
+        """``texts`` has one text for each beam, without the prompt."""
         if not self._is_streaming and not self._excludes_input(place[0]):
             prompt = self._prompt(place[0])
             texts = [prompt + text for text in texts]
@@ -439,7 +439,7 @@ class _Run:
         )
 
     def _chosen(self, outputs: list[Tensor]) -> list[Tensor]:
-        """The outputs that the text model has and the client wants, under their names."""
+        """The requested outputs, renamed to the text model's outputs."""
         names, wanted = self._maps.outputs, self._request.outputs
         chosen = []
         for tensor in outputs:

@@ -30,7 +30,7 @@ class Answers(Protocol):
 
 
 class ChunkAnswers:
-    """For a text model in this process: each chunk as it is."""
+    """Answers a text model in this process with each chunk unchanged."""
 
     def __init__(self, model: Model, request: TokenJob, stream: TokenStream) -> None:
         self._model = model
@@ -59,7 +59,7 @@ class ChunkAnswers:
 
 
 class TensorAnswers:
-    """For a client: tensors at once if the request streams, else at each sequence's end."""
+    """Answers a client with tensors: per chunk if streaming, else per finished sequence."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class TensorAnswers:
         excludes_input: bool,
         normalises_log_probs: bool = True,
     ) -> None:
-        """Prepare. ``excludes_input`` is for samples that do not say.
+        """Prepare. ``excludes_input`` is the default for samples without the input.
 
         Raises:
             RequestError: outputs are named, but not the two that every response has.
@@ -115,7 +115,7 @@ class TensorAnswers:
         progress.add(chunk)
         ids = chunk.token_ids
         if self.is_streaming:
-            # A stopped stream ends with the flag alone, unless there is more to tell.
+            # A stopped stream ends with the final flag alone, unless outputs remain.
             has_news = bool(ids) or "beams" in chunk.extras or others.tell_of_ends
             if not has_news and chunk.finish_reason is FinishReason.CANCELLED:
                 return None
@@ -127,7 +127,7 @@ class TensorAnswers:
             ids = so_far if self._excludes_input[sample] else prompt + so_far
         rows = [ids]
         if progress.beams is not None:
-            # In a stream too they are told whole, for they may change.
+            # Beams may change, so each streamed response carries them whole.
             has_prompt = not self.is_streaming and not self._excludes_input[sample]
             rows = [(prompt if has_prompt else []) + beam for beam in progress.beams.token_ids]
         lengths = [[len(row) for row in rows]]

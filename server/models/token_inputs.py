@@ -35,7 +35,7 @@ def read_table(inputs: SampleInputs, tensor: Tensor | None) -> dict[str, Any] | 
 
 
 def cache_key(inputs: SampleInputs, num_tokens: int, table: dict[str, Any] | None) -> bytes:
-    """What must be equal, beside ids, for prompts to share KV: the extra ids up to the last
+    """The key that prompts must share, beside ids, to share KV: the extra ids up to the last
     that is not 0, or where there are none the table; empty without a table.
 
     Raises:
@@ -114,10 +114,10 @@ def _on_the_wire(array: np.ndarray[Any, Any] | None, datatype: str) -> dict[str,
 
 
 async def add_digests(adapters: Sequence[dict[str, Any] | None]) -> None:
-    """Say what adapters consist of, by which engines know those that they have already."""
+    """Add digests of adapter weights, by which engines recognise adapters that they have."""
     for adapter in adapters:
         if adapter is not None and "weights" in adapter:
-            # Of tens of megabytes, so in a thread.
+            # Tens of megabytes: hashed in a thread.
             adapter["digest"] = await asyncio.to_thread(_digest, adapter)
 
 

@@ -26,29 +26,29 @@ class Sample:
     """The field ``embeddings`` of `Submit`."""
 
     cache_key: bytes = b""
-    """Beside ids, what prompts that share KV have in common."""
+    """Beside equal ids, prompts need equal keys to share KV cache blocks."""
 
     retention: dict[str, Any] | None = None
     """The field of that name of `Submit`."""
 
     adapter_id: int = 0
     adapter: dict[str, Any] | None = None
-    """Both likewise."""
+    """The fields ``adapter_id`` and ``adapter`` of `Submit`."""
 
 
 @dataclass(slots=True, kw_only=True)
 class TokenJob(InferRequest):
     """A token-level request of a text model in this process.
 
-    It travels as an ordinary request, so that it is counted as one, but is answered
-    with `ChunkResponse`, which spares a tensor for every token.
+    The token model counts it as any request but answers with `ChunkResponse`, which avoids
+    tensors for every token.
     """
 
     is_incremental: bool = True
     """Whether chunks are wanted as they come, or one at the end."""
 
     is_stopped: bool = False
-    """Whether the client ended it while its prompt was made."""
+    """Whether the client stopped the request while its prompt was tokenized."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,7 +59,7 @@ class ChunkResponse(InferResponse):
     sequence: int = 0
     chunk: TokenChunk = field(default_factory=TokenChunk)
     end_sequence: Callable[[], None]
-    """Ends this sequence with what it has: a stop word stands in its text."""
+    """Ends this sequence at the engine, because its text contains a stop word."""
 
 
 class TokenStream:
@@ -127,17 +127,17 @@ class TokenStream:
             self._timeout = loop.call_later(timeout_s, self._expire)
 
     def cancel(self) -> None:
-        """End every sequence with what it has, which before `start` is nothing."""
+        """End every sequence with its tokens so far; before `start` there are none."""
         self._is_cancelled = True
         for live in self._live.values():
             live.cancel()
 
     def cancel_sequence(self, sample: int, sequence: int) -> None:
-        """End one sequence with what it has."""
+        """End one sequence with its tokens so far."""
         self._live[sample, sequence].cancel()
 
     def abandon(self) -> None:
-        """Nobody reads any more: end every sequence at the engine."""
+        """End every sequence at the engine; no reader is left."""
         if self._timeout is not None:
             self._timeout.cancel()
         for live in self._live.values():

@@ -75,8 +75,8 @@ class Tokenizer:
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
 
     async def run(self, work: Callable[[], T], num_characters: int) -> T:
-        """Do work that encodes so many characters: much of it beside the event loop, very
-        much of it beside other long texts too."""
+        """Run work that encodes ``size`` characters: long texts in a thread, very long texts
+        in a thread of their own."""
         if num_characters <= _INLINE_CHARACTERS:
             return work()
         is_huge = num_characters > _HUGE_CHARACTERS
@@ -179,7 +179,7 @@ class IncrementalDetokenizer:
         return delta
 
     def _complete(self, is_last: bool) -> tuple[int, str]:
-        """How many ids make whole characters, and the text of these."""
+        """The number of ids that make whole characters, and their text."""
         num_ids = len(self._ids)
         text = self._decode(self._ids)
         if is_last or not text.endswith(_REPLACEMENT):

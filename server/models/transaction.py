@@ -13,7 +13,7 @@ from trimaran.server.models.sample_inputs import SampleInputs
 
 @dataclass(frozen=True, slots=True)
 class BackendTexts:
-    """What one ``backend`` of ``config.pbtxt`` says."""
+    """Error texts of one ``backend`` of ``config.pbtxt``."""
 
     not_decoupled: str
     """A stream of a model that is not decoupled."""
@@ -41,7 +41,7 @@ BATCH_NOT_DECOUPLED = (
     "Batch size > 1 requires the tensorrt_llm backend to be using decoupled transaction policy"
 )
 MAX_SEQUENCES = 1024
-"""Most sequences of a request whose prompts have several each."""
+"""Most sequences of a request with ``num_return_sequences`` above 1."""
 
 
 def num_responses(inputs: SampleInputs) -> int:
@@ -53,7 +53,7 @@ def num_responses(inputs: SampleInputs) -> int:
 
 
 def check_equal(inputs: Mapping[str, Tensor], *names: str) -> None:
-    """Check that inputs which hold for a whole request are the same in all its samples.
+    """Check that request-wide inputs are equal in all samples.
 
     Raises:
         RequestError: names the input and two of its values.
@@ -83,7 +83,7 @@ def check_transaction(
     """
     if num_sequences < 1:
         raise RequestError(f"num_return_sequences is {num_sequences} but must be at least 1")
-    # Requests are admitted in turn: others would wait for all of these.
+    # Admission is first come, first served: later requests wait for all of these.
     if num_sequences > 1 and num_samples * num_sequences > MAX_SEQUENCES:
         raise RequestError(
             f"num_return_sequences is {num_sequences} for each of {num_samples} prompt(s) but "
@@ -104,7 +104,7 @@ def check_transaction(
 
 
 MAX_ANSWER_BYTES = (2 << 30) - (16 << 20)
-"""A gRPC message ends at 2 GiB; some is left to the other outputs."""
+"""A gRPC message holds at most 2 GiB; the rest is for other outputs."""
 
 _ITEM_BYTES = {"float32": 4, "float16": 2}
 

@@ -1,4 +1,4 @@
-"""What the code of Python models may ask of the server: run other models, load them."""
+"""Calls of user code to the server: run, load and unload other models."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Loader(Protocol):
 
 
 class ModelCalls:
-    """Runs what a model's code asks for. Used on the event loop only."""
+    """Runs the calls of user code. Used on the event loop only."""
 
     def __init__(self, registry: ModelRegistry, metrics: CustomMetrics) -> None:
         self._registry = registry
@@ -52,7 +52,7 @@ class ModelCalls:
         """None until the server serves."""
 
     async def run(self, call: Call, send: Callable[[Result], None]) -> None:
-        """Run a model and send what it answers; the last result is final.
+        """Run a model and send its responses; the last result is final.
 
         Cancelled, it sends nothing more.
         """

@@ -78,7 +78,7 @@ class InferenceRequest:
             flags=flags,
         )
 
-    # ---- what it says -------------------------------------------------------------------
+    # ---- fields -------------------------------------------------------------------------
 
     def inputs(self) -> list[Tensor]:
         """All inputs."""
@@ -168,11 +168,11 @@ class ReceivedRequest(InferenceRequest):
         self.ticket = ticket
 
     def is_cancelled(self) -> bool:
-        """Whether nobody waits for its responses any more."""
+        """Whether the client has cancelled the request."""
         return self.ticket.is_cancelled
 
     def get_response_sender(self) -> InferenceResponseSender:
-        """What sends its responses, also after ``execute`` has returned."""
+        """The sender of its responses, valid after ``execute`` has returned too."""
         return InferenceResponseSender(self.ticket)
 
     def set_release_flags(self, flags: int) -> None:

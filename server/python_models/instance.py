@@ -46,7 +46,7 @@ class Instance:
     """
 
     def __init__(self, start: Start, calls: ModelCalls, on_free: Callable[[], None]) -> None:
-        """``on_free`` is called whenever it may take a batch, or never will again."""
+        """``on_free`` is called when the instance can take a batch, or never will again."""
         self._start = start
         self._model_calls = calls
         self._on_free = on_free
@@ -72,7 +72,7 @@ class Instance:
 
     @property
     def num_jobs(self) -> int:
-        """Requests that it works on."""
+        """Requests that the instance executes."""
         return len(self._jobs)
 
     async def open(self) -> None:
@@ -103,7 +103,7 @@ class Instance:
         self._jobs.update({job.key: job for job in jobs})
 
     def cancel(self, job: Job) -> None:
-        """Tell the model that nobody waits for a job; one that is over is ignored."""
+        """Tell the model that a job is cancelled; a finished job is ignored."""
         if self._jobs.pop(job.key, None) is not None and self._link is not None:
             self._link.send(CancelRequests(keys=[job.key]))
 

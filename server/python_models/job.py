@@ -18,14 +18,14 @@ from trimaran.server.inference.request import InferRequest
 from trimaran.server.python_models.wire import Packed, RequestFields, Respond, pack_in_pieces
 
 MAX_UNREAD_BYTES, UNREAD_S = 256 << 20, 30.0
-"""A request of which more than this has waited for so long without that its reader took any
-fails with its next response. Its process cannot be made to wait: it answers others too."""
+"""Bytes and seconds: a request with more unread bytes, from which the client has read nothing
+for so long, fails with its next response. Its process cannot wait: it answers others too."""
 
 MOST_UNREAD_BYTES = 4 * MAX_UNREAD_BYTES
-"""One of which more than this waits fails so too, however steadily its reader takes some."""
+"""A request with more unread bytes fails, however steadily its client reads."""
 
 _RESPONSE_BYTES = 1 << 10
-"""Of each response besides its tensors."""
+"""Bytes of each response besides its tensors."""
 
 _keys = itertools.count(1)
 
@@ -51,7 +51,7 @@ class Job:
             self._inputs.append(await spread(pack_in_pieces(tensor)))
 
     def take(self, response: Respond | RequestError) -> None:
-        """A response came, or the reason why none will."""
+        """A response or the request's error arrived."""
         if not self._responses:
             self._unread_since_s = time.monotonic()
         self._unread_bytes += _num_bytes(response)
@@ -72,7 +72,7 @@ class Job:
         return time.monotonic() - self._unread_since_s
 
     def overrun(self) -> None:
-        """Give up what its reader has not read."""
+        """Drop the unread responses."""
         what, limit = "fell behind", MOST_UNREAD_BYTES
         if self._unread_s > UNREAD_S:
             what, limit = f"read nothing for {UNREAD_S:g} s", MAX_UNREAD_BYTES
@@ -175,11 +175,11 @@ class JobQueue:
         return jobs
 
     def timeout_s(self, job: Job) -> float:
-        """The longest that this job may wait; 0 for ever."""
+        """The longest queueing delay of this job; 0 is unlimited."""
         return self._policy.timeout_s(job.request)
 
     def wait_s(self) -> float:
-        """How long to let the first jobs wait for company; 0 means that a batch is due."""
+        """The time until the next batch is due; 0 means now."""
         if not self._delay_s:
             return 0.0
         batch = self._next()

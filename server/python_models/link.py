@@ -1,4 +1,4 @@
-"""A model process's connection to its front end: what comes goes to whoever waits for it."""
+"""A model process's connection to its front end: messages go to batches, calls, questions."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ class Scope:
         self.calls: set[int] = set()
 
     def cancel(self, key: int) -> None:
-        """Note that nobody waits for a request."""
+        """Mark a request as cancelled."""
         self._left.discard(key)
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether nobody waits for any of them."""
+        """Whether all requests of the scope are cancelled."""
         return not self._left
 
 

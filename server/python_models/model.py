@@ -212,7 +212,7 @@ class PythonModel:
     def _arguments(self, model: RepositoryModel) -> list[dict[str, str]]:
         """What ``initialize`` is given, for each instance."""
         config = completed_config(self)
-        # Counted first: memory may not hold what so many are given.
+        # The count is checked first: memory may not hold the arguments of so many.
         count = sum(group.count * max(1, len(group.gpus)) for group in config.instance_group)
         if count > MAX_INSTANCES:
             raise ConfigError(
@@ -266,7 +266,7 @@ def _num_threads(model: RepositoryModel) -> int:
 
 
 def _note_begin(batch: list[Job]) -> None:
-    """Tell who counts when the requests of a batch begin, and which of them counts for it."""
+    """Note when the requests of a batch begin, and which request counts the batch."""
     now = time.monotonic_ns()
     for job in batch:
         job.request.started_ns = now

@@ -150,12 +150,12 @@ class ProcessLink(asyncio.Protocol):
         elif isinstance(message, Failed):
             self._ready.set_exception(ConfigError(message.text))
         else:
-            # Of code that runs while the model is initialized.
+            # Messages of user code during ``initialize``.
             self._on_message(self, message)
 
 
 async def _started() -> tuple[socket.socket, asyncio.subprocess.Process]:
-    """A new process, and our end of what ties it to us."""
+    """A new process, and this end of the socket pair that ties the process to it."""
     ours, theirs = socket.socketpair()
     try:
         with theirs:

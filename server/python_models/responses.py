@@ -1,4 +1,4 @@
-"""The responses of ``triton_python_backend_utils``, and who may send them."""
+"""The responses of ``triton_python_backend_utils``, and their senders."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RESPONSE_COMPLETE_FINAL = 1
 
 
 class TritonError:
-    """What went wrong with one request, and the kind of it that clients see."""
+    """The error of one request, with the error kind that clients see."""
 
     UNKNOWN, INTERNAL, NOT_FOUND, INVALID_ARG, UNAVAILABLE, UNSUPPORTED = range(6)
     ALREADY_EXISTS, CANCELLED = 6, 7
@@ -215,5 +215,5 @@ class InferenceResponseSender:
         self._ticket.send(response, is_final=flags == RESPONSE_COMPLETE_FINAL)
 
     def is_cancelled(self) -> bool:
-        """Whether nobody waits for the responses any more."""
+        """Whether the client has cancelled the request."""
         return self._ticket.is_cancelled

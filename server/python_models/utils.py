@@ -196,7 +196,7 @@ class Logger:
 
     @classmethod
     def log_warn(cls, message: str) -> None:
-        """Log what may need somebody's attention."""
+        """Log an event that may need attention."""
         cls.log(message, cls.WARNING)
 
     @classmethod

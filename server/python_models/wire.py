@@ -43,7 +43,7 @@ class Start:
     file: str
     """The model's ``model.py``."""
     args: dict[str, str]
-    """What the model's ``initialize`` is given."""
+    """The arguments of the model's ``initialize``."""
     is_decoupled: bool
     num_threads: int
     """Threads that call ``execute``, if it is no coroutine."""
@@ -61,14 +61,14 @@ class Execute:
 
 @dataclass(slots=True, kw_only=True)
 class CancelRequests:
-    """To the process: nobody waits for these requests any more."""
+    """To the process: these requests are cancelled."""
 
     keys: list[int]
 
 
 @dataclass(slots=True, kw_only=True)
 class Result:
-    """To the process: what became of a call or a question of the model's code."""
+    """To the process: the result of a call or a question of user code."""
 
     call: int
     tensors: list[Packed] | None = None
@@ -96,7 +96,7 @@ class Ready:
 
 @dataclass(slots=True, kw_only=True)
 class Failed:
-    """From the process, which ends: the model cannot be loaded."""
+    """From the process, which then ends: the model cannot be loaded."""
 
     text: str
 
@@ -132,7 +132,7 @@ class Call:
 
 @dataclass(slots=True, kw_only=True)
 class CancelCall:
-    """From the process: nobody waits for this call any more."""
+    """From the process: this call is cancelled."""
 
     call: int
 
@@ -239,7 +239,7 @@ def encode(message: Message, bulk: BulkSender) -> bytes:
 
 
 def open_stowed(message: Message) -> Release | None:
-    """Read the tensors that lie beside a message; what to tell the sender then.
+    """Read the tensors that lie beside a message; returns the message to its sender.
 
     Raises:
         ProtocolError: the memory cannot be opened.
