@@ -75,8 +75,8 @@ class Tokenizer:
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
 
     async def run(self, work: Callable[[], T], num_characters: int) -> T:
-        """Run work that encodes ``size`` characters: long texts in a thread, very long texts
-        in a thread of their own."""
+        """Run work that encodes ``num_characters`` characters: long texts in a thread, very
+        long texts in a thread of their own."""
         if num_characters <= _INLINE_CHARACTERS:
             return work()
         is_huge = num_characters > _HUGE_CHARACTERS
