@@ -22,7 +22,7 @@ from trimaran.worker.config.engine_config import (
     LoraConfig,
     SchedulerConfig,
 )
-from trimaran.worker.lora.step import token_blocks
+from trimaran.worker.lora.token_slots import token_blocks
 
 pytestmark = pytest.mark.gpu
 

@@ -14,7 +14,7 @@ from trimaran.kernels import reference
 from trimaran.kernels.build import load_library
 from trimaran.kernels.cpu.operators import CpuOps
 from trimaran.kernels.torch_ops import TorchOps
-from trimaran.worker.models.first_table import make_first_table
+from trimaran.worker.models.first_layer_table import make_first_table
 from trimaran.worker.parallel.tensor_parallel import ExpertRanks
 
 CONFIGS = family_configs()

@@ -305,7 +305,7 @@ class EngineConfig:
 
     first_layer_table: bool | None = None
     """The first layer's queries, keys and values are looked up by token id, see
-    `worker/models/first_table.py`; None: where that is worth its memory."""
+    `worker/models/first_layer_table.py`; None: where that is worth its memory."""
 
     all_reduce: str = "auto"
     """Who sums over the GPUs of a tensor group: ``nccl``; ``peer``: our own kernels, which

@@ -34,7 +34,7 @@ from trimaran.worker.lora.adapter_messages import OutgoingAdapter, Row
 from trimaran.worker.lora.layout import AdapterLayout
 from trimaran.worker.lora.manager import AdapterManager
 from trimaran.worker.lora.store import AdapterStore, HostSlots, Slots
-from trimaran.worker.models.first_table import looks_up_first_product, make_first_table
+from trimaran.worker.models.first_layer_table import looks_up_first_product, make_first_table
 from trimaran.worker.models.interfaces import CausalLM
 from trimaran.worker.models.registry import load_model
 from trimaran.worker.parallel.sum_norms import choose_sums_and_norms

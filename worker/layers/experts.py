@@ -21,7 +21,7 @@ from trimaran.worker.layers.linear import (
     check_shape,
     copy_share,
 )
-from trimaran.worker.parallel.shares import even_share
+from trimaran.worker.parallel.partition import even_share
 from trimaran.worker.parallel.tensor_parallel import PendingSum, can_wait, split
 
 # Shapes: X experts, P parts of the ranks.

@@ -12,7 +12,7 @@ from trimaran.worker.layers.linear import (
     check_shape,
     copy_share,
 )
-from trimaran.worker.parallel.shares import Share
+from trimaran.worker.parallel.partition import Share
 
 
 class GroupedQKVParallelLinear(QKVParallelLinear):

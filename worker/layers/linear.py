@@ -16,7 +16,7 @@ from trimaran.worker.layers.methods import (
     NoLoRA,
     UnquantizedLinearMethod,
 )
-from trimaran.worker.parallel.shares import Share, even_share, head_shares
+from trimaran.worker.parallel.partition import Share, even_share, head_shares
 from trimaran.worker.parallel.tensor_parallel import (
     Addend,
     LaneBound,

@@ -13,7 +13,7 @@ from trimaran.kernels.triton.lora import add_adapters
 from trimaran.worker.layers.linear import ParallelLinear
 from trimaran.worker.layers.methods import AdapterState
 from trimaran.worker.lora.layout import AdapterLayout, PackedAdapter, Target
-from trimaran.worker.lora.step import token_blocks
+from trimaran.worker.lora.token_slots import token_blocks
 from trimaran.worker.steps.step_types import Int32Array
 
 _SMALL_BLOCK, _LARGE_BLOCK = 16, 64

@@ -13,7 +13,7 @@ from trimaran.comm.errors import ErrorKind, RequestError
 from trimaran.comm.messages.messages import Submit
 from trimaran.worker.config.engine_config import LoraConfig
 from trimaran.worker.lora.adapter_messages import PIECE_BYTES, OutgoingAdapter
-from trimaran.worker.lora.arena import Arena
+from trimaran.worker.lora.cache_allocator import Arena
 from trimaran.worker.lora.formats import AdapterFolders, AdapterSource, AdapterTensors, key_of
 from trimaran.worker.lora.layout import AdapterFormatError, AdapterLayout, check_values
 from trimaran.worker.lora.store import DROP, EXPECT, LOAD, PIECE

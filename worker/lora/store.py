@@ -17,7 +17,7 @@ from trimaran.worker.layers.methods import AdapterState
 from trimaran.worker.lora.adapter_messages import ArrivingAdapter, Row
 from trimaran.worker.lora.formats import CheckedSource
 from trimaran.worker.lora.layout import AdapterLayout, PackedAdapter, Target
-from trimaran.worker.lora.step import NO_SLOT, RowSlots, tokens_by_slot
+from trimaran.worker.lora.token_slots import NO_SLOT, RowSlots, tokens_by_slot
 from trimaran.worker.models.interfaces import CausalLM
 from trimaran.worker.steps.step_types import Int32Array, SchedulerOutput
 

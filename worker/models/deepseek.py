@@ -21,7 +21,7 @@ from trimaran.worker.layers.norm import RMSNorm
 from trimaran.worker.layers.rotary import RotaryEmbedding
 from trimaran.worker.models.interfaces import ATTENTION_ADAPTERS, StageRange, WeightTarget
 from trimaran.worker.models.mixtral import ExpertLayer, MixtralForCausalLM
-from trimaran.worker.parallel.shares import even_share
+from trimaran.worker.parallel.partition import even_share
 from trimaran.worker.parallel.tensor_parallel import Addend
 
 # Shapes: T tokens of the step, D hidden size, N query heads of this rank, H dims of a query

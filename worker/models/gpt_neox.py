@@ -37,7 +37,7 @@ from trimaran.worker.models.interfaces import (
     StageRange,
     WeightTarget,
 )
-from trimaran.worker.parallel.shares import Share, head_shares
+from trimaran.worker.parallel.partition import Share, head_shares
 
 # Shapes: N query heads of this rank, P positions.
 

@@ -18,7 +18,7 @@ from trimaran.worker.layers.linear import LayerContext, ParallelLinear
 from trimaran.worker.layers.methods import AdapterState
 from trimaran.worker.layers.norm import LayerNorm, RMSNorm, settle
 from trimaran.worker.models.fused_decoder import FusedLayers, fuse_layers
-from trimaran.worker.parallel.shares import head_shares
+from trimaran.worker.parallel.partition import head_shares
 
 # Shapes: T tokens of the step, D hidden size, N rows whose logits are wanted, V vocabulary.
 

@@ -9,7 +9,7 @@ import torch
 from trimaran.kernels import adapters
 from trimaran.kernels.adapters import AdapterBlocks, AdapterTables
 from trimaran.kernels.triton import lora as triton_lora
-from trimaran.worker.lora.step import token_blocks
+from trimaran.worker.lora.token_slots import token_blocks
 
 RANKS = ((4, 8, 0), (16, 0, 3), (0, 40, 20))
 """By slot and target; 0 where an adapter leaves a target alone."""

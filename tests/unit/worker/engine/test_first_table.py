@@ -11,7 +11,7 @@ from trimaran.comm.errors import ConfigError
 from trimaran.comm.topology import ParallelLayout
 from trimaran.worker.config.engine_config import EngineConfig, RankConfig
 from trimaran.worker.engine.engine import Engine
-from trimaran.worker.models.first_table import looks_up_first_product
+from trimaran.worker.models.first_layer_table import looks_up_first_product
 
 TABLE = 150 * (8 + 4 + 4) * 16 * 4
 """Bytes of the model's table."""

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.unit.worker.models import models
 from tests.unit.worker.models.paged_run import PagedRun
 from trimaran.kernels.torch_ops import TorchOps
-from trimaran.worker.models.first_table import make_first_table
+from trimaran.worker.models.first_layer_table import make_first_table
 
 CONFIGS = {
     "llama": models.llama_config(),

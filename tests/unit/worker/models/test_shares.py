@@ -13,7 +13,7 @@ from trimaran.worker.config.engine_folder import EngineFolder
 from trimaran.worker.models.interfaces import StageRange
 from trimaran.worker.models.registry import build_model
 from trimaran.worker.models.weights.weight_loader import load_checkpoint
-from trimaran.worker.parallel.shares import even_share, head_shares
+from trimaran.worker.parallel.partition import even_share, head_shares
 from trimaran.worker.parallel.tensor_parallel import ShardPosition
 
 HEADS = [
