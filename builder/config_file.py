@@ -17,13 +17,13 @@ from trimaran.worker.config.engine_folder import (
 from trimaran.worker.config.pretrained_config import PretrainedConfig
 
 ShardTable = list[dict[str, str | int]]
-"""For each rank's file its name, size in bytes, and the checksum of its header."""
+"""Each rank file's name, size in bytes, and checksum of its header."""
 
 
 def engine_values(
     config: PretrainedConfig, mapping: RankMapping, limits: BuildConfig, shards: ShardTable
 ) -> dict[str, Any]:
-    """Of an engine folder."""
+    """The ``config.json`` of an engine folder."""
     build = {
         **limits.to_dict(),
         "kv_cache_type": "paged",
@@ -37,7 +37,7 @@ def engine_values(
 def checkpoint_values(
     config: PretrainedConfig, mapping: RankMapping, shards: ShardTable
 ) -> dict[str, Any]:
-    """Of a checkpoint folder, the result of the first of two steps."""
+    """The ``config.json`` of a checkpoint folder, the result of ``trimaran convert``."""
     return {**_head(), **_pretrained_values(config, mapping), "shards": shards}
 
 

@@ -1,4 +1,4 @@
-"""Flags of the replaced build tools that do nothing here, or ask for what is not served."""
+"""Flags of TensorRT-LLM's build tools that do nothing here or are not served."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ _LOCK_WAIT_S = 1.0
 _POLL_S = 0.02
 _INSIDE = ".partial"
 _OF_MOUNTS = {_INSIDE, "lost+found"}
-"""What a mount point may hold that is nobody's."""
+"""Entries that a file system itself puts into a mount point."""
 
 
 @contextmanager
@@ -35,7 +35,7 @@ def replaced_folder(output: Path) -> Iterator[Path]:
     on the disk before it has its name, so that a loss of power leaves no folder half written.
 
     It may hold what an interrupted build left. An earlier engine or checkpoint folder of that
-    name is replaced; whoever has its files open keeps them. After an error ``output`` is as it
+    name is replaced; processes with open files keep them. After an error ``output`` is as it
     was, and the other folder is kept if the build can go on with what is in there.
     """
     output = Path(os.path.realpath(output))

@@ -1,4 +1,4 @@
-"""Tasks carried out by several forked processes that end with the one that started them."""
+"""Tasks in several forked processes, which end with their parent."""
 
 from __future__ import annotations
 

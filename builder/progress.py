@@ -1,4 +1,4 @@
-"""A progress bar for work that turns out to take over a second, on a terminal."""
+"""A progress bar on a terminal for work that takes over a second."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ProgressBar:
             self._bar.stop()
 
     def show(self, num_done: int, text: str) -> None:
-        """Say how many bytes or steps are done, and what is."""
+        """Show how many bytes or steps are done, with a description."""
         if self._bar is None and time.monotonic() - self._began > _DELAY_S:
             self._start()
         if self._bar is not None:

@@ -126,7 +126,7 @@ def build_config(
     max_seq_len = _max_seq_len(args, config, given)
     max_input_len = given.get("max_input_len", min(BuildConfig().max_input_len, max_seq_len))
     max_num_tokens = given.get("max_num_tokens", BuildConfig().max_num_tokens)
-    # Only a batch size that somebody asked for is held against the token budget.
+    # Only an explicit batch size is checked against the token budget.
     max_batch_size = given.get(
         "max_batch_size", min(BuildConfig().max_batch_size, max_num_tokens)
     )

@@ -82,7 +82,7 @@ def _write_units(
     workers = ForkedWorkers(job, num_workers, prepare=lambda: torch.set_num_threads(1))
     num_done = 0
     with ProgressBar(plan.num_bytes) as progress:
-        # Closed before anybody looks at what is left: its processes write to the files.
+        # Closed before the remains are inspected: its processes write to the files.
         with closing(workers.run(range(len(plan.units)))) as results:
             for result in results:
                 if result is not None:

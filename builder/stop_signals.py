@@ -1,4 +1,4 @@
-"""Signals that stop a command of the builder: its last words, and its exit code."""
+"""Signals that stop a builder command, and its message and exit code then."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StoppedError(KeyboardInterrupt):
-    """A signal asks the command to stop. Whoever has written something says what is left."""
+    """A signal asks the command to stop. Code that has written files sets ``left``."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -23,7 +23,7 @@ def run_stoppable(command: str, work: Callable[[], int]) -> int:
     """Do the work; returns its exit code, or that of a process which the signal ended."""
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     for number, handler in before.items():
-        # What is ignored, as under nohup, stays so.
+        # Signals ignored before, as under nohup, stay ignored.
         if handler != signal.SIG_IGN:
             signal.signal(number, _stop)
     try:
@@ -38,13 +38,13 @@ def run_stoppable(command: str, work: Callable[[], int]) -> int:
 
 
 def ignore_stops() -> None:
-    """From now on the work of `run_stoppable` ends before the command does."""
+    """Ignore further stops, so that the work of `run_stoppable` ends first."""
     for number in STOP_SIGNALS:
         if signal.getsignal(number) is _stop:
             signal.signal(number, signal.SIG_IGN)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
-    # A second signal must not cut short what is done about the first.
+    # A second signal must not interrupt the clean-up after the first.
     ignore_stops()
     raise StoppedError(number)

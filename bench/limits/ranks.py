@@ -129,7 +129,7 @@ def memory_of(engine: Engine) -> dict[str, float]:
         used = psutil.Process().memory_info().rss
     cache = sum(pool.numel() * pool.element_size() for pool in pools)
     sizes = {"weights": weights, "kv_cache": cache, "used": used}
-    if (table := engine.runner.model.first_table) is not None:
+    if (table := engine.runner.model.first_layer_table) is not None:
         sizes["first_layer_table"] = table.numel() * table.element_size()
     return {name: round(size / 1e9, 3) for name, size in sizes.items()}
 

@@ -14,7 +14,7 @@ from trimaran.kernels import reference
 from trimaran.kernels.build import load_library
 from trimaran.kernels.cpu.operators import CpuOps
 from trimaran.kernels.torch_ops import TorchOps
-from trimaran.worker.models.first_layer_table import make_first_table
+from trimaran.worker.models.first_layer_table import make_first_layer_table
 from trimaran.worker.parallel.tensor_parallel import ExpertRanks
 
 CONFIGS = family_configs()
@@ -57,13 +57,13 @@ def test_each_rank_looks_up_its_own_heads_of_the_first_product(
 ):
     folder, on_rank_0 = checkpoint(CONFIGS[name])
     ours = models.load_ours(folder, tensor_group, ops=TorchOps())
-    make_first_table(ours, 64)
+    make_first_layer_table(ours, 64)
     prompts = models.prompts(2, 23)
 
     outputs = PagedRun(ours, 2).greedy(prompts, 6)
 
     assert outputs == on_rank_0(lambda theirs: models.reference_greedy(theirs, prompts, 6))
-    assert len(set(world.comm.allgather(ours.first_table.numpy().tobytes()))) > 1
+    assert len(set(world.comm.allgather(ours.first_layer_table.numpy().tobytes()))) > 1
 
 
 class SumThenNorm:

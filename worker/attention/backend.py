@@ -25,7 +25,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVCacheSpec:
-    """What one layer keeps for one token. Layers with equal specs share a pool of blocks."""
+    """A layer's cache entry for one token. Layers with equal specs share a pool of blocks."""
 
     num_kv_heads: int
     """Heads on this rank."""
@@ -39,13 +39,13 @@ class KVCacheSpec:
     """A token has one vector a head, from which its key and its value come; not two."""
 
     def block_shape(self, block_size: int) -> tuple[int, int, int, int]:
-        """Of a block of one layer: keys and values (or latent vectors), tokens, heads, dims."""
+        """A layer's block: keys and values (or latent vectors), tokens, heads, dims."""
         num_kinds = 1 if self.is_latent else 2
         return num_kinds, block_size, self.num_kv_heads, self.head_size
 
     @property
     def token_bytes(self) -> int:
-        """Bytes that one token takes in one layer."""
+        """Bytes a token takes in one layer."""
         return math.prod(self.block_shape(1)) * self.dtype.itemsize
 
 

@@ -50,7 +50,7 @@ class ParallelConfig:
 
     @property
     def expert_lanes(self) -> int:
-        """Lanes that share a layer's experts; 1 where each lane holds all of them."""
+        """Data-parallel ranks that share a layer's experts; 1 where each holds all of them."""
         num_ranks = self.tp_size * self.dp_size
         return self.dp_size if self.moe_tp_size * self.moe_ep_size == num_ranks else 1
 

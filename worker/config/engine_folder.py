@@ -100,7 +100,8 @@ class RankMapping:
     moe_tp_size: int = 1
     moe_ep_size: int = 1
     dp_size: int = 1
-    """Lanes that share the experts; where each lane holds all of them, lanes share shards."""
+    """Data-parallel ranks that share the experts; 1 if each rank holds all of them. Such ranks
+    read the same shards."""
 
     pp_partition: tuple[int, ...] = ()
     """Layers of each pipeline stage; none where they are shared out evenly."""
@@ -129,7 +130,7 @@ class BuildConfig:
 
     @property
     def tokens_per_block(self) -> int:
-        """Tokens of a KV block; 0 where nobody said."""
+        """Tokens of a KV block; 0 if unset."""
         return int(self.plugin_config.get("tokens_per_block", 0))
 
     def to_dict(self) -> dict[str, Any]:

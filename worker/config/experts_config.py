@@ -1,4 +1,4 @@
-"""Whether and how experts move between the ranks that share them; no torch."""
+"""Configuration of expert-parallel load balancing; free of torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trimaran.comm.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsConfig:
-    """Whether experts move between the ranks that share them, after what they have to do."""
+    """Whether and how experts move between expert-parallel ranks, by their loads."""
 
     rebalance_steps: int = 0
     """Steps between two looks at the loads (``--moe-rebalance-steps``); 0 means never."""

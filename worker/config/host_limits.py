@@ -68,7 +68,7 @@ def _words(path: Path) -> list[str]:
 
 
 def _lines(path: Path) -> list[str]:
-    """Of a file that may not be there, as the kernel's settings decide."""
+    """The contents of a file that depends on the kernel's settings and may be absent."""
     try:
         return path.read_text(encoding="utf-8").splitlines()
     except OSError:

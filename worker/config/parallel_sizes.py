@@ -12,7 +12,7 @@ from trimaran.worker.config.stages import stage_sizes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskedSizes:
-    """The sizes that somebody named; 0, or -1 of the experts' two, for those left out."""
+    """The sizes given by flags; a size left out is 0, or -1 for the two sizes of experts."""
 
     world_size: int = 0
     tp_size: int = 0
@@ -35,7 +35,7 @@ class AskedSizes:
 
 
 def layout_of(asked: AskedSizes, folder: EngineFolder, num_named: int = 0) -> ParallelConfig:
-    """The layout that ``folder`` is to run in: what was asked for, else what it was made for.
+    """The layout in which ``folder`` runs: the sizes asked for, else those it was built for.
 
     ``num_named`` counts the devices or ranks that are named for it, which a folder made for
     no sizes takes as its world size.
@@ -58,7 +58,7 @@ def layout_of(asked: AskedSizes, folder: EngineFolder, num_named: int = 0) -> Pa
 
 
 def _free_layout(asked: AskedSizes, num_named: int) -> ParallelConfig:
-    """Of a folder that is cut when it is loaded: the tensor axis takes what is left."""
+    """Layout of a folder that is cut at load: the tensor axis takes the remaining ranks."""
     pp_size, dp_size = asked.pp_size or len(asked.pp_partition) or 1, asked.dp_size or 1
     others = pp_size * dp_size
     world_size = asked.world_size or num_named
@@ -82,7 +82,7 @@ def _free_layout(asked: AskedSizes, num_named: int) -> ParallelConfig:
 def _made_layout(
     asked: AskedSizes, folder: EngineFolder, made_for: RankMapping
 ) -> ParallelConfig:
-    """Of a folder with a shard a rank: only lanes can be added to what it was made for."""
+    """Layout of a folder with a shard a rank: only data-parallel ranks can be added."""
     tp_size, pp_size = asked.tp_size or made_for.tp_size, asked.pp_size or made_for.pp_size
     if asked.world_size and not asked.names_axes and asked.world_size != made_for.world_size:
         # Somebody who names the ranks alone means to cut the layers over them.

@@ -1,4 +1,4 @@
-"""How many layers each pipeline stage has, evenly or by a given list; free of torch."""
+"""The number of layers of each pipeline stage, even or listed; free of torch."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _NUM_LAYERS = re.compile(r"0*[1-9][0-9]{0,8}")
 
 
 def stage_sizes(num_layers: int, pp_size: int, partition: Sequence[int] = ()) -> list[int]:
-    """Layers of each stage: those of ``partition``, or else as even as they can be.
+    """Layers of each stage: those of ``partition``, or an even split.
 
-    Where the layers cannot be shared out evenly, the first stages take one more.
+    In an uneven split the first stages have one layer more.
 
     Raises:
         ConfigError: a stage would be empty, or ``partition`` has another number of stages
@@ -35,7 +35,7 @@ def parse_partition(text: str) -> tuple[int, ...]:
     """The numbers of ``14,12,14``.
 
     Raises:
-        ConfigError: it is no list of whole numbers of 1 or more.
+        ConfigError: ``text`` is no list of whole numbers of 1 or more.
     """
     words = [word.strip() for word in text.split(",")] if "," in text else text.split()
     if not words or not all(map(_NUM_LAYERS.fullmatch, words)):

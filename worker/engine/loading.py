@@ -34,7 +34,10 @@ from trimaran.worker.lora.adapter_messages import OutgoingAdapter, Row
 from trimaran.worker.lora.layout import AdapterLayout
 from trimaran.worker.lora.manager import AdapterManager
 from trimaran.worker.lora.store import AdapterStore, HostSlots, Slots
-from trimaran.worker.models.first_layer_table import looks_up_first_product, make_first_table
+from trimaran.worker.models.first_layer_table import (
+    make_first_layer_table,
+    uses_first_layer_table,
+)
 from trimaran.worker.models.interfaces import CausalLM
 from trimaran.worker.models.registry import load_model
 from trimaran.worker.parallel.sum_norms import choose_sums_and_norms
@@ -176,9 +179,9 @@ def _choose_first_table(
     """Let the model look up its first product if all ranks can and should. Collective."""
     device = model.device
     memory = torch.cuda.mem_get_info(device) if device.type == "cuda" else None
-    mine = looks_up_first_product(config, model, memory)
+    mine = uses_first_layer_table(config, model, memory)
     if _agreed(int(mine), tp, device, links):
-        make_first_table(model, config.scheduler.max_num_batched_tokens)
+        make_first_layer_table(model, config.scheduler.max_num_batched_tokens)
 
 
 def _open_links(

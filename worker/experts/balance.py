@@ -1,4 +1,4 @@
-"""Moves experts between the ranks that share them, so that each has about as much to do."""
+"""Expert-parallel load balancing: moves experts so that ranks have equal loads."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class ExpertBalancer:
 
     @torch.inference_mode()
     def after_step(self) -> None:
-        """Count a step, and balance if it is time. Collective over the ranks that share."""
+        """Count a step, rebalance when due. Collective over the expert-parallel ranks."""
         self._num_steps += 1
         if self._num_steps % self._interval == 0:
             self.balance()
@@ -147,7 +147,7 @@ class ExpertBalancer:
                 matrices[targets, first : first + height] = found.view(-1, height, width)
 
     def _pairs(self, moves: Sequence[Move]) -> list[list[int]]:
-        """How many matrices go from each rank to each: from one that cuts experts alike."""
+        """Matrices to send from rank to rank; both ranks cut experts alike."""
         size, num_parts = self._ranks.size, self._num_parts
         pairs = [[0] * size for _ in range(size)]
         for move in moves:

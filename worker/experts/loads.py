@@ -18,10 +18,10 @@ from trimaran.worker.models.interfaces import CausalLM
 
 
 class Balances(Protocol):
-    """Whoever moves experts after their loads."""
+    """The interface of an expert balancer."""
 
     def after_step(self) -> None:
-        """Count a step, and act if it is time."""
+        """Count a step, and rebalance if it is time."""
         ...
 
 

@@ -24,7 +24,7 @@ _NOTHING = ExpertReport(layers=[], counts=b"")
 class ExpertReports:
     """One rank's part in the reports: rank 0 asks and adds up, others answer.
 
-    An engine at work waits for nobody: what was asked for is told with a later report.
+    A busy engine does not wait: a later report carries the requested counts.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class ExpertReports:
         self._next_s = 0.0
 
     def answer(self) -> None:
-        """Tell rank 0 the counts, if this rank is one that tells them."""
+        """Send the counts to rank 0, if this rank reports."""
         loads = self._loads
         if self._writer is None:
             return

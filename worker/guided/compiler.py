@@ -82,7 +82,7 @@ class GuideCompiler:
         self._quick = ThreadPoolExecutor(_QUICK_THREADS, thread_name_prefix="guides")
         self._slow = ThreadPoolExecutor(_SLOW_THREADS, thread_name_prefix="slow-guides")
         self._lock = threading.Lock()
-        """Of the two below: jobs end in the threads."""
+        """Guards the two fields below: jobs end in the threads."""
         self._jobs: dict[tuple[str, str], _Job] = {}
         self._cache = GrammarCache(_CACHE_BYTES)
 
@@ -155,7 +155,7 @@ class GuideCompiler:
                 future.set_exception(result)
 
     def _leave(self, job: _Job) -> None:
-        """Forget a job, unless somebody has come to want it after all."""
+        """Forget a job, unless another request has asked for it since."""
         with self._lock:
             if job.is_wanted():
                 self._start(job)

@@ -11,7 +11,7 @@ from trimaran.comm.errors import RequestError
 
 MAX_GROUP = 250
 """Groups within groups: the compiler calls itself for each, and what is too deep for its
-stack ends the process, with the work of everybody."""
+stack ends the process, with the work of all requests."""
 
 _LOOKS = ("(?=", "(?!")
 _OTHER = re.compile(r"(\\[\x00-\x7f])|\\?([^\x00-\x7f])")
@@ -92,7 +92,7 @@ _IGNORED = {
 }
 """Keywords without effect, and the value with which they ask for nothing."""
 
-# Of those that are there the compiler follows the first, and nothing beside it.
+# The compiler follows the first of these keys that a schema has, and ignores its siblings.
 _WHOLE = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
 _ONE = (
     "items", "additionalProperties", "unevaluatedItems", "unevaluatedProperties",

@@ -64,7 +64,7 @@ def _serve(library: Library, connection: Connection, max_bytes: int) -> None:
     """
     _limit_memory(max_bytes)
     threading.Thread(target=_end_when_left, args=(connection,), daemon=True).start()
-    # Who gives a guide up closes the other end: this thread may be the first to notice.
+    # Cancelling a guide closes the other end: this thread may be the first to notice.
     with suppress(EOFError, OSError):
         while True:
             kind, guide, seconds = connection.recv()

@@ -20,7 +20,7 @@ _PROGRAM = (
     "from trimaran.worker.guided.trial_process import main; main()"
 )
 _LOOK_S = 0.05
-"""How often one looks whether somebody still wants a trial."""
+"""Seconds between checks that a request still wants the trial."""
 _LATER_S = 0.2
 """The copies of a process that is killed end before it can be seen to have ended."""
 _ATTEMPTS = 3
@@ -41,14 +41,14 @@ class Trials:
     """
 
     def __init__(self, library_text: str, max_bytes: int = _MAX_BYTES) -> None:
-        """Start the first process, which takes some seconds that nobody waits for.
+        """Start the first process in the background, which takes some seconds.
 
         ``library_text`` is `Library.to_text`; a guide may take ``max_bytes`` of memory.
         """
         self._library_text = library_text
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        """Of all below: trials run in threads."""
+        """Guards all fields below: trials run in threads."""
         self._is_closed = False
         self._idle: list[Connection] = []
         self._start()

@@ -46,7 +46,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody holds."""
+        """Unreferenced blocks."""
         return len(self._free)
 
     def allocate(self, count: int, table: Sequence[int] = ()) -> list[int] | None:
@@ -115,7 +115,7 @@ class BlockPool:
                 self._partial.add(block)
 
     def retain(self, block_hash: BlockHash, retention: Retention) -> None:
-        """Say how long the block with this content is kept once nobody holds it."""
+        """Set how long the block with this content is kept once it is unreferenced."""
         block = self._block_of.get(block_hash)
         if block is not None:
             self._free.retain(block, retention)

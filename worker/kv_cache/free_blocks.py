@@ -1,4 +1,4 @@
-"""Blocks that nobody holds, in the order in which they are handed out again."""
+"""Unreferenced blocks in eviction order."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ without an end to this, it would be kept in half of the memory alone."""
 
 
 class Retention(NamedTuple):
-    """How long content is kept once nobody uses it."""
+    """How long content is kept once no sequence uses it."""
 
     priority: int = DEFAULT_PRIORITY
     """Content of higher priority is evicted later."""
@@ -32,7 +32,7 @@ class Retention(NamedTuple):
 
 
 class _Queue:
-    """Blocks in the order in which they came, of either side of memory."""
+    """Blocks in order of arrival, a queue for each side of memory."""
 
     def __init__(self, sides: bytes) -> None:
         self._sides = sides
@@ -57,12 +57,12 @@ class _Queue:
         del self._of_side[self._sides[block]][block]
 
     def pop(self, side: int) -> int:
-        """The first one of a side, or else of the other."""
+        """The oldest block of a side, or of the other side if that side is empty."""
         own = self._of_side[side] or self._of_side[1 - side]
         return own.popitem(last=False)[0]
 
     def pop_old(self, side: int) -> int:
-        """The same, unless the first one of the other side came long before."""
+        """As `pop`, unless the other side's oldest block arrived much earlier."""
         own, other = self._of_side[side], self._of_side[1 - side]
         if own and other:
             lead = next(iter(own.values())) - next(iter(other.values()))
@@ -79,7 +79,7 @@ class FreeBlocks:
     """
 
     def __init__(self, sides: bytes, clock: Callable[[], float] = time.monotonic) -> None:
-        """All blocks, with 0 or 1 for the side of memory that each lies on."""
+        """``sides`` gives the side of memory, 0 or 1, of every block."""
         self._clock = clock
         self._sides = sides
         self._blank, self._partial, self._usual = (_Queue(sides) for _ in range(3))
@@ -113,7 +113,7 @@ class FreeBlocks:
 
     @property
     def freer_side(self) -> int:
-        """The side that most free blocks lie on."""
+        """The side with the most free blocks."""
         return int(self._num_of_side[1] > self._num_of_side[0])
 
     def add(self, block: int, *, has_content: bool, is_partial: bool = False) -> None:

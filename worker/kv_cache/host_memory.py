@@ -18,7 +18,7 @@ from trimaran.worker.config.host_limits import free_memory_bytes, usable_cores
 
 _SETTING = "kv_cache_host_memory_bytes"
 _PIECE_BYTES = 1 << 30
-"""Of what is locked at once: a single call for 512 GiB fails whatever is free."""
+"""Bytes locked in one call: a single call for 512 GiB fails even with enough free memory."""
 
 _MAX_THREADS = 8
 """More wait for the memory, and for the driver's lock."""
@@ -128,7 +128,7 @@ class HostMemory:
 
 
 def _map(size: int) -> mmap.mmap:
-    """So many bytes of zeros that are nobody else's."""
+    """A private, zeroed mapping of so many bytes."""
     try:
         mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
@@ -149,7 +149,7 @@ def _map(size: int) -> mmap.mmap:
 
 
 def _check_room(size: int) -> None:
-    """Locked pages cannot be swapped out: the kernel would kill somebody for the last ones."""
+    """Locked pages cannot be swapped out: locking the last ones would wake the OOM killer."""
     free = free_memory_bytes()
     if size > free:
         raise ConfigError(

@@ -73,7 +73,7 @@ class KVCacheManager:
         self._loads: list[Transfer] = []
         self._own = OwnContent(self.pools)
         self._sources: list[tuple[int, int]] = []
-        """Groups and blocks that the step being planned copies and nobody else holds."""
+        """Groups and blocks that only the step being planned holds, as sources of copies."""
 
     def place(self, sides_per_group: Sequence[bytes | None]) -> None:
         """Say on which side of memory each block of a group lies, before any is handed out."""
@@ -83,7 +83,7 @@ class KVCacheManager:
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody holds, reserved ones included."""
+        """Unreferenced blocks, reserved ones included."""
         return min(pool.num_free for pool in self.pools)
 
     @property
@@ -232,7 +232,7 @@ class KVCacheManager:
 
         Returns how many of its known tokens need not be computed, and the copies to make
         before the step. At least one token is left to compute, for its logits; its block is
-        taken over from the free ones, or copied if somebody holds it.
+        taken over from the free blocks, or copied if a sequence holds it.
         """
         copies: list[BlockCopy] = []
         for pool, table, shared in zip(self.pools, blocks.tables, prefix.shared, strict=True):
@@ -290,7 +290,7 @@ class KVCacheManager:
         blocks.load = []
         self.prefixes.under_way.difference_update(blocks.hashes[: blocks.num_blocks])
         if not self.enable_reuse:
-            # Their room on the host is for those who still wait.
+            # Their room on the host is for sequences that still wait.
             self._own.forget_stored(blocks.hashes)
 
     def take_transfers(self) -> tuple[list[Transfer], list[Transfer]]:

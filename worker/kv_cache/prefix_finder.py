@@ -86,7 +86,7 @@ class PrefixFinder:
     def __init__(
         self, pools: list[BlockPool], block_size: int, window: Window, *, shares_held: bool
     ) -> None:
-        """Without ``shares_held`` a prefix ends at the first block that somebody holds."""
+        """Without ``shares_held`` a prefix ends at the first referenced block."""
         self._pools = pools
         self._hosts = [pool.host for pool in pools if pool.host is not None]
         self._block_size = block_size
@@ -135,7 +135,7 @@ class PrefixFinder:
         self._ends.put(parent, token_ids)
 
     def _is_free(self, blocks: list[int | None]) -> bool:
-        """Whether nobody holds these, one a group."""
+        """Whether these blocks, one a group, are unreferenced."""
         pairs = zip(self._pools, blocks, strict=True)
         return not any(pool.is_held(block) for pool, block in pairs if block is not None)
 

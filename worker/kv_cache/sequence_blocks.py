@@ -98,7 +98,7 @@ class Prefix(NamedTuple):
     """Tokens of ``last`` that need not be computed."""
 
     keeps_last: bool = False
-    """``last`` is copied though nobody holds it: it has more than is wanted of it."""
+    """``last`` is copied although unreferenced: it holds more tokens than the prefix needs."""
 
     stored: Sequence[list[int]] = ()
     """Slots of the host that hold what follows, if any group has a host pool."""

@@ -1,4 +1,4 @@
-"""How many KV-cache blocks there are: from a token count, or from the memory that is left."""
+"""The number of KV-cache blocks, from a token count or from free memory."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from trimaran.worker.config.host_limits import free_memory_bytes
 logger = logging.getLogger(__name__)
 
 CPU_SHARE = 0.5
-"""Of the free memory of a host without GPUs: others live there too."""
+"""Part of a CPU host's free memory for the cache; other processes need the rest."""
 
 CPU_MAX_BYTES = 4 << 30
-"""A rank's cache on the CPU is no larger."""
+"""Upper limit of a rank's cache on the CPU."""
 
 
 def free_bytes(device: torch.device, ranks_on_host: int) -> int:
-    """Memory that this rank's cache could take, before ``free_memory_fraction``."""
+    """Bytes available to this rank's cache, before ``free_memory_fraction``."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(device)[0]
@@ -33,7 +33,7 @@ def blocks_that_fit(
 ) -> int:
     """Blocks of this rank's cache, all KV groups together ``block_bytes`` each.
 
-    No more than all rows at full length can use, nor than ``max_tokens`` need.
+    Limited by all rows at full length, and by ``max_tokens`` where set.
 
     Raises:
         ConfigError: not even one block fits.

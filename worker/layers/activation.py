@@ -1,4 +1,4 @@
-"""The non-linearities between the two halves of an MLP."""
+"""Activations of an MLP, gated and element-wise."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class GatedActivation(nn.Module):
         return self._ops.gelu_and_mul(gate_up_TE, self._name)
 
     def project(self, gate_up: MergedColumnParallelLinear, x_TD: Tensor) -> Tensor:
-        """``forward(gate_up(x))``, as one operator where nothing comes between the two."""
+        """``forward(gate_up(x))``, fused unless bias, LoRA or quantization come between."""
         is_plain = isinstance(gate_up.method, UnquantizedLinearMethod)
         is_alone = gate_up.bias is None and not gate_up.lora.is_active
         if is_plain and is_alone and self._name == "silu":
@@ -32,7 +32,7 @@ class GatedActivation(nn.Module):
 
 
 class Activation(nn.Module):
-    """An element-wise activation by the name it has in a configuration."""
+    """An element-wise activation by its name in a configuration."""
 
     def __init__(self, context: LayerContext, name: str) -> None:
         super().__init__()

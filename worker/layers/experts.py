@@ -21,7 +21,7 @@ from trimaran.worker.layers.linear import (
     check_shape,
     copy_share,
 )
-from trimaran.worker.parallel.partition import even_share
+from trimaran.worker.parallel.partition import even_partition
 from trimaran.worker.parallel.tensor_parallel import PendingSum, can_wait, split
 
 # Shapes: X experts, P parts of the ranks.
@@ -134,7 +134,7 @@ class Experts(nn.Module):
         numbers = expert_numbers(config, context)
         self.first, num_experts = numbers.start, len(numbers)
         num_shares = split("expert_ranks", ranks.size, num_parts)
-        self._share = even_share(self._inner, ranks.rank // num_parts, num_shares)
+        self._share = even_partition(self._inner, ranks.rank // num_parts, num_shares)
         local = self._share.size
         self.gate_up = context.empty(num_experts, 2 * local, self._hidden)
         self.down = context.empty(num_experts, self._hidden, local)
@@ -235,7 +235,7 @@ class ExpertMLP(nn.Module):
         self.experts.make_places(num_spare)
 
     def help_others(self) -> None:
-        """Run other lanes' tokens in a step that has none in this one.
+        """Run other data-parallel ranks' tokens in a step without tokens here.
 
         Collective over the lanes that share experts.
         """

@@ -12,7 +12,7 @@ from trimaran.worker.layers.linear import (
     check_shape,
     copy_share,
 )
-from trimaran.worker.parallel.partition import Share
+from trimaran.worker.parallel.partition import DimPartition
 
 
 class GroupedQKVParallelLinear(QKVParallelLinear):
@@ -90,7 +90,7 @@ class HeadMatrices(nn.Module):
     def __init__(
         self,
         context: LayerContext,
-        heads: Share,
+        heads: DimPartition,
         head_rows: int,
         rows: range,
         width: int,

@@ -16,7 +16,7 @@ from trimaran.worker.layers.methods import (
     NoLoRA,
     UnquantizedLinearMethod,
 )
-from trimaran.worker.parallel.partition import Share, even_share, head_shares
+from trimaran.worker.parallel.partition import DimPartition, even_partition, partition_heads
 from trimaran.worker.parallel.tensor_parallel import (
     Addend,
     LaneBound,
@@ -120,7 +120,7 @@ class ParallelLinear(nn.Module):
         raise NotImplementedError
 
     @property
-    def input_share(self) -> Share:
+    def input_share(self) -> DimPartition:
         """The inputs that this rank has."""
         raise NotImplementedError
 
@@ -135,7 +135,7 @@ class MergedColumnParallelLinear(ParallelLinear):
         self,
         context: LayerContext,
         in_features: int,
-        parts: Mapping[str, int | Share],
+        parts: Mapping[str, int | DimPartition],
         *,
         bias: bool = False,
         method: LinearMethod | None = None,
@@ -145,7 +145,7 @@ class MergedColumnParallelLinear(ParallelLinear):
         super().__init__(context, (rows, in_features), bias=bias, method=method, lora=lora)
 
     def _stack(
-        self, parts: Mapping[str, int | Share], in_features: int, tp: TensorGroup
+        self, parts: Mapping[str, int | DimPartition], in_features: int, tp: TensorGroup
     ) -> int:
         """Note the parts that are stacked; the number of rows of all."""
         self._in_features = in_features
@@ -178,9 +178,9 @@ class MergedColumnParallelLinear(ParallelLinear):
         return self._parts
 
     @property
-    def input_share(self) -> Share:
+    def input_share(self) -> DimPartition:
         """Every rank has all inputs."""
-        return even_share(self._in_features, 0, 1)
+        return even_partition(self._in_features, 0, 1)
 
 
 class ColumnParallelLinear(MergedColumnParallelLinear):
@@ -190,7 +190,7 @@ class ColumnParallelLinear(MergedColumnParallelLinear):
         self,
         context: LayerContext,
         in_features: int,
-        out_features: int | Share,
+        out_features: int | DimPartition,
         *,
         bias: bool = False,
         method: LinearMethod | None = None,
@@ -221,7 +221,7 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         lora: LoRAMethod | None = None,
     ) -> None:
         tp = context.tp
-        shares = head_shares(num_heads, num_kv_heads, tp.rank, tp.size)
+        shares = partition_heads(num_heads, num_kv_heads, tp.rank, tp.size)
         self.num_heads, self.num_kv_heads = shares.queries.size, shares.keys.size
         self.output_share = shares.queries.times(head_size)
         """What attention makes of this rank's query heads."""
@@ -253,7 +253,7 @@ class RowParallelLinear(ParallelLinear):
     def __init__(
         self,
         context: LayerContext,
-        in_features: int | Share,
+        in_features: int | DimPartition,
         out_features: int,
         *,
         bias: bool = False,
@@ -310,10 +310,10 @@ class RowParallelLinear(ParallelLinear):
     @property
     def output_parts(self) -> dict[str, OutputPart]:
         """One part, whole on every rank."""
-        return {"": OutputPart(even_share(self._whole_shape[0], 0, 1), 0)}
+        return {"": OutputPart(even_partition(self._whole_shape[0], 0, 1), 0)}
 
     @property
-    def input_share(self) -> Share:
+    def input_share(self) -> DimPartition:
         """This rank's inputs."""
         return self._share
 
@@ -322,15 +322,15 @@ class RowParallelLinear(ParallelLinear):
 class OutputPart:
     """This rank's share of one of the weights that are stacked, and where it begins there."""
 
-    share: Share
+    share: DimPartition
     offset: int
 
 
-def _share_of(whole: int | Share, tp: TensorGroup) -> Share:
-    return whole if isinstance(whole, Share) else even_share(whole, tp.rank, tp.size)
+def _share_of(whole: int | DimPartition, tp: TensorGroup) -> DimPartition:
+    return whole if isinstance(whole, DimPartition) else even_partition(whole, tp.rank, tp.size)
 
 
-def copy_share(loaded: Tensor, target: Tensor, share: Share) -> None:
+def copy_share(loaded: Tensor, target: Tensor, share: DimPartition) -> None:
     """Copy a rank's share of the rows of a whole tensor to ``target``; zeros fill it up."""
     target[: share.count].copy_(loaded.narrow(0, share.first, share.count))
     target[share.count :].zero_()

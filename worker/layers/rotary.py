@@ -82,7 +82,7 @@ def _angle_table(
     Each span holds a number of positions, counted from 0, and their frequencies [R / 2].
     """
     if device.type == "meta":
-        # Of a model that is only laid out the shape is wanted. To compute it, torch would
+        # A model on the meta device needs only the shape. To compute it, torch would
         # import its compiler, which takes seconds.
         num_positions = sum(length for length, _ in spans)
         return torch.empty(num_positions, 2 * len(spans[0][1]), device=device)

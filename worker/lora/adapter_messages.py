@@ -48,7 +48,7 @@ class OutgoingAdapter:
 class ArrivingAdapter:
     """The adapter on each rank, whole once all pieces have come.
 
-    Whoever rewrites a folder while it is served cannot make ranks differ.
+    A folder rewritten while it is served cannot make ranks differ.
     """
 
     def __init__(self, rows: list[Row], dtype: torch.dtype) -> None:

@@ -1,23 +1,23 @@
-"""Places in one piece of memory for adapters of many sizes."""
+"""First-fit allocation of one buffer to adapters of many sizes."""
 
 from __future__ import annotations
 
 
-class Arena:
-    """Hands out contiguous places, the first that fits; elements, not bytes."""
+class CacheAllocator:
+    """Allocates contiguous ranges, first fit; sizes are elements, not bytes."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._used: list[tuple[int, int]] = []
-        """(first, size) of what is handed out, ascending."""
+        """(first, size) of the allocated ranges, ascending."""
 
     @property
     def num_used(self) -> int:
-        """Elements that are handed out."""
+        """Allocated elements."""
         return sum(size for _, size in self._used)
 
     def take(self, size: int) -> int | None:
-        """The first element of a place of this size; None if no gap holds it."""
+        """The first element of a new range of this size; None if no gap holds it."""
         first = 0
         for index, (used, length) in enumerate(self._used):
             if used - first >= size:
@@ -30,5 +30,5 @@ class Arena:
         return first
 
     def give_back(self, first: int) -> None:
-        """Free the place that begins here."""
+        """Free the range that begins at ``first``."""
         self._used = [place for place in self._used if place[0] != first]

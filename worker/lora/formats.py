@@ -186,7 +186,7 @@ def version_of(folder: Path) -> tuple[tuple[int, int, int], ...]:
     except OSError as error:
         raise AdapterFormatError(f"{folder / weights}: {error.strerror}") from None
     for name in configs:
-        # Who reads it says what is wrong.
+        # The reader reports the error.
         with suppress(OSError):
             found.append((folder / name).stat())
     return tuple((each.st_mtime_ns, each.st_ctime_ns, each.st_size) for each in found)
@@ -237,7 +237,7 @@ def _read_array(path: Path) -> npt.NDArray[Any]:
 
 
 def _mapped(path: Path) -> np.memmap[Any, Any]:
-    """What a file should hold, and where: nobody is to look at the numbers here."""
+    """The expected contents of a file and their offsets; no numbers are checked here."""
     try:
         mapped: np.memmap[Any, Any] = np.lib.format.open_memmap(path, mode="r")
     except (OSError, ValueError) as error:

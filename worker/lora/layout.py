@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from trimaran.worker.layers.linear import ParallelLinear, copy_share
 from trimaran.worker.models.interfaces import CausalLM
-from trimaran.worker.parallel.partition import Share
+from trimaran.worker.parallel.partition import DimPartition
 
 MODULE_NAMES = (
     "attn_qkv", "attn_q", "attn_k", "attn_v", "attn_dense", "mlp_h_to_4h", "mlp_4h_to_h",
@@ -36,8 +36,8 @@ class Target:
     index: int
     """Place in `AdapterLayout.targets`; the parts of one layer follow each other."""
 
-    inputs: Share
-    outputs: Share
+    inputs: DimPartition
+    outputs: DimPartition
     """Of the whole part, those that this rank has."""
 
     offset: int

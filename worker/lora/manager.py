@@ -13,7 +13,7 @@ from trimaran.comm.errors import ErrorKind, RequestError
 from trimaran.comm.messages.messages import Submit
 from trimaran.worker.config.engine_config import LoraConfig
 from trimaran.worker.lora.adapter_messages import PIECE_BYTES, OutgoingAdapter
-from trimaran.worker.lora.cache_allocator import Arena
+from trimaran.worker.lora.cache_allocator import CacheAllocator
 from trimaran.worker.lora.formats import AdapterFolders, AdapterSource, AdapterTensors, key_of
 from trimaran.worker.lora.layout import AdapterFormatError, AdapterLayout, check_values
 from trimaran.worker.lora.store import DROP, EXPECT, LOAD, PIECE
@@ -96,7 +96,7 @@ class AdapterManager:
         self._layout = layout
         self._config = config
         self._element_bytes = element_bytes
-        self._arena = Arena(device_size)
+        self._allocator = CacheAllocator(device_size)
         self.is_open: Callable[[Request], bool] = lambda request: not request.is_finished
         """Whether a request may still need its adapter; the engine knows better."""
         self.is_packed: Callable[[int], bool] = lambda number: True
@@ -124,7 +124,7 @@ class AdapterManager:
             self._layout,
             self._config,
             self._element_bytes,
-            self._arena.size,
+            self._allocator.size,
             len(self._free_slots),
         )
         other._finite = self._finite
@@ -306,10 +306,10 @@ class AdapterManager:
             )
         size = self._layout.size_of(source.ranks)
         num_bytes = size * self._element_bytes
-        if size > self._arena.size:
+        if size > self._allocator.size:
             raise RequestError(
                 f"the adapter takes {num_bytes} bytes, but the cache beside the model has "
-                f"{self._arena.size * self._element_bytes}. Raise "
+                f"{self._allocator.size * self._element_bytes}. Raise "
                 "lora_cache_gpu_memory_fraction, or lower kv_cache_free_gpu_mem_fraction."
             )
         if num_bytes > self._config.host_memory_bytes:
@@ -395,7 +395,7 @@ class AdapterManager:
         return True
 
     def _load(self, adapter: Adapter) -> bool:
-        first = self._arena.take(adapter.size) if self._free_slots else None
+        first = self._allocator.take(adapter.size) if self._free_slots else None
         for other in list(self._on_device.values()) if first is None else ():
             if first is not None:
                 break
@@ -403,7 +403,7 @@ class AdapterManager:
                 # What steps in flight read stays until they are through: the load that
                 # overwrites it comes after them.
                 self._unload(other)
-                first = self._arena.take(adapter.size)
+                first = self._allocator.take(adapter.size)
         if first is None:
             return False
         adapter.first, adapter.slot = first, self._free_slots.pop()
@@ -415,7 +415,7 @@ class AdapterManager:
         return True
 
     def _unload(self, adapter: Adapter) -> None:
-        self._arena.give_back(adapter.first)
+        self._allocator.give_back(adapter.first)
         self._free_slots.append(adapter.slot)
         adapter.slot = adapter.first = -1
         del self._on_device[adapter.number]

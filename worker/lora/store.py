@@ -58,7 +58,7 @@ class Slots(Protocol):
 
 
 class AdapterStore:
-    """One rank's adapters. Rank 0 decides what is kept where; all ranks do it alike."""
+    """One rank's adapters. Rank 0 decides where each is kept; all ranks follow."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """The tensors of a safetensors file, read without mapping it into memory.
 
-Who cuts a file short ends every process that has it mapped and looks there; one that reads
-it is told how much there is.
+Truncating a mapped file kills every process that touches the lost pages; a read reports the
+shorter length instead.
 """
 
 from __future__ import annotations

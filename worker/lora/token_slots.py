@@ -1,4 +1,4 @@
-"""Which tokens of a step use which adapter, as the host knows it."""
+"""The adapter slot of each token of a step, on the host."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class RowSlots:
         return self._num_used > 0
 
     def set(self, row: int, slot: int) -> None:
-        """Give a row an adapter, another one or none."""
+        """Set a row's adapter slot; `NO_SLOT` removes it."""
         self._num_used += int(slot != NO_SLOT) - int(self._slots[row] != NO_SLOT)
         self._slots[row] = slot
 
     def of_tokens(self, decision: SchedulerOutput) -> Int32Array | None:
-        """The slot of every token of a step; None if it has none with an adapter."""
+        """The slot of every token of a step; None if no token has an adapter."""
         slots = self._slots[decision.rows]
         if (slots == NO_SLOT).all():
             return None

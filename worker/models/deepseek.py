@@ -21,7 +21,7 @@ from trimaran.worker.layers.norm import RMSNorm
 from trimaran.worker.layers.rotary import RotaryEmbedding
 from trimaran.worker.models.interfaces import ATTENTION_ADAPTERS, StageRange, WeightTarget
 from trimaran.worker.models.mixtral import ExpertLayer, MixtralForCausalLM
-from trimaran.worker.parallel.partition import even_share
+from trimaran.worker.parallel.partition import even_partition
 from trimaran.worker.parallel.tensor_parallel import Addend
 
 # Shapes: T tokens of the step, D hidden size, N query heads of this rank, H dims of a query
@@ -68,7 +68,7 @@ class LatentAttention(nn.Module):
         )
         if config.q_lora_rank:
             self.q_norm = RMSNorm(context, config.q_lora_rank, _LATENT_NORM_EPSILON)
-        share = even_share(heads, context.tp.rank, context.tp.size, alignment=1)
+        share = even_partition(heads, context.tp.rank, context.tp.size, alignment=1)
         self.q_proj = ColumnParallelLinear(
             context, config.q_lora_rank or hidden, share.times(config.head_size)
         )

@@ -1,6 +1,6 @@
 """The first layer's queries, keys and values by token id: a look-up in place of a product.
 
-They depend on a token's vector alone, before positions rotate them, so that they are made once
+Before rotary positions they depend only on a token's embedding, so the table is computed once
 for the whole vocabulary (Graef, "Transformer tricks: Precomputing the first layer",
 arXiv:2402.13388). A step then has one norm and one product less.
 """
@@ -18,20 +18,20 @@ from trimaran.worker.models.interfaces import CausalLM
 logger = logging.getLogger(__name__)
 
 MOST_SHARE = 0.02
-"""Of a GPU's memory that a table may take unless it is asked for: an 8B Llama's, 1.6 GB, makes
-it 0.2 % faster, and that share is worth about as much to a cache that is too small."""
+"""Largest part of a GPU's memory for a table that the configuration does not ask for. The table
+of an 8B Llama (1.6 GB) gains 0.2 %, about as much as that memory gains in a small KV cache."""
 
 
-def looks_up_first_product(
+def uses_first_layer_table(
     config: EngineConfig, model: CausalLM, gpu_memory: tuple[int, int] | None
 ) -> bool:
-    """Whether this rank can have a table, and shall: also where it has no first layer.
+    """Whether this rank uses a table; stages without the first layer answer alike.
 
-    ``gpu_memory``: bytes that are free, and all, of its GPU; None on a CPU. Collective over
+    ``gpu_memory``: free and total bytes of the rank's GPU; None on a CPU. Collective over
     the tensor group.
 
     Raises:
-        ConfigError: a table is asked for that cannot be.
+        ConfigError: the configuration asks for a table that cannot be made.
     """
     asked = config.first_layer_table
     if asked is False:
@@ -45,21 +45,23 @@ def looks_up_first_product(
     return not reason
 
 
-def make_first_table(model: CausalLM, most_tokens: int) -> None:
-    """Let a model look up its first product from now on; ``most_tokens`` of a step are made
-    at a time. Nothing in a stage without the first layer. Collective over the tensor group."""
+def make_first_layer_table(model: CausalLM, most_tokens: int) -> None:
+    """Make the model's table, ``most_tokens`` rows at a time.
+
+    A stage without the first layer makes none. Collective over the tensor group.
+    """
     project = model.first_projection()
     if project is None:
         return
     ids = torch.arange(model.config.vocab_size, dtype=torch.int32, device=model.device)
     with torch.inference_mode():
         table = torch.cat([project(chunk) for chunk in torch.split(ids, most_tokens)])
-    model.first_table = table
+    model.first_layer_table = table
     logger.info("first product looked up, %.2f GiB for %d ids", table.nbytes / 2**30, len(ids))
 
 
 def _why_not(config: EngineConfig, model: CausalLM, gpu_memory: tuple[int, int] | None) -> str:
-    """Why there is no table; empty where there is one."""
+    """Why this rank cannot use a table; empty if it can."""
     if gpu_memory is None:
         return "the device is cpu"
     if config.deterministic:
@@ -76,7 +78,7 @@ def _why_not(config: EngineConfig, model: CausalLM, gpu_memory: tuple[int, int] 
     num_bytes = model.config.vocab_size * row.nbytes
     free, total = gpu_memory
     size = f"its table takes {num_bytes / 2**30:.2f} GiB"
-    # Its parts lie beside it for a moment.
+    # `torch.cat` holds the parts and the table at the same time.
     if 2 * num_bytes > free:
         return f"{size}, and twice as much is needed of the {free / 2**30:.2f} GiB free"
     if not config.first_layer_table and num_bytes > MOST_SHARE * total:

@@ -37,7 +37,7 @@ from trimaran.worker.models.interfaces import (
     StageRange,
     WeightTarget,
 )
-from trimaran.worker.parallel.partition import Share, head_shares
+from trimaran.worker.parallel.partition import DimPartition, partition_heads
 
 # Shapes: N query heads of this rank, P positions.
 
@@ -55,7 +55,7 @@ def slopes(num_heads: int) -> list[float]:
 
 
 def falcon_bias(
-    heads: Share, head_size: int, num_positions: int, device: torch.device
+    heads: DimPartition, head_size: int, num_positions: int, device: torch.device
 ) -> Tensor:
     """float32 [N, P]: what the heads' scaled scores of the key at a position are raised by.
 
@@ -239,7 +239,7 @@ class GPTNeoXForCausalLM(CausalLM):
             heads = config.num_attention_heads, config.num_key_value_heads
             tp = self.context.tp
             self.position_bias = falcon_bias(
-                head_shares(*heads, tp.rank, tp.size).queries,
+                partition_heads(*heads, tp.rank, tp.size).queries,
                 config.head_size,
                 config.max_position_embeddings,
                 self.context.device,

@@ -18,7 +18,7 @@ from trimaran.worker.layers.linear import LayerContext, ParallelLinear
 from trimaran.worker.layers.methods import AdapterState
 from trimaran.worker.layers.norm import LayerNorm, RMSNorm, settle
 from trimaran.worker.models.fused_decoder import FusedLayers, fuse_layers
-from trimaran.worker.parallel.partition import head_shares
+from trimaran.worker.parallel.partition import partition_heads
 
 # Shapes: T tokens of the step, D hidden size, N rows whose logits are wanted, V vocabulary.
 
@@ -129,7 +129,7 @@ class CausalLM(nn.Module):
         self.context = context
         self.adapters = AdapterState()
         self._fused: FusedLayers | None = None
-        self.first_table: Tensor | None = None
+        self.first_layer_table: Tensor | None = None
         """[V, E] of `first_projection`, if it is looked up."""
         vocabulary = (
             config.vocab_size,
@@ -211,8 +211,8 @@ class CausalLM(nn.Module):
         if self.stage.is_first:
             is_by_id = hidden_TD is None and not self.adapters.is_active
             hidden_TD = self.embed(token_ids_T, positions_T, hidden_TD)
-            if is_by_id and self.first_table is not None:
-                known_TE = self.context.ops.embed(token_ids_T, self.first_table)
+            if is_by_id and self.first_layer_table is not None:
+                known_TE = self.context.ops.embed(token_ids_T, self.first_layer_table)
         assert hidden_TD is not None, "a later stage needs the previous stage's result"
         hidden: Any = hidden_TD
         residual: Tensor | None = None
@@ -262,7 +262,7 @@ class CausalLM(nn.Module):
         """One entry a layer of this stage, in order."""
         heads = self.config.num_attention_heads, self.config.num_key_value_heads
         spec = KVCacheSpec(
-            num_kv_heads=head_shares(*heads, num_ranks=self.context.tp.size).keys.size,
+            num_kv_heads=partition_heads(*heads, num_ranks=self.context.tp.size).keys.size,
             head_size=self.config.head_size,
             dtype=self.context.dtype,
         )
@@ -310,7 +310,7 @@ class CausalLM(nn.Module):
         """Backend name by operator, for the log and the metrics."""
         names = dict(self.context.ops.backends)
         names["decoder"] = "one by one" if self._fused is None else "fused"
-        names["first_product"] = "computed" if self.first_table is None else "looked up"
+        names["first_product"] = "computed" if self.first_layer_table is None else "looked up"
         return names
 
     def layer_numbers(self) -> Iterator[int]:

@@ -1,20 +1,20 @@
-"""How heads and inner widths are shared out over the ranks of a tensor group; no torch."""
+"""Tensor-parallel partitioning of heads and inner widths; free of torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 _ALIGNMENT = 8
-"""Elements: where a width is not shared out evenly, rows of 16-bit numbers still begin where
-a GPU reads them in wide words."""
+"""Elements. Uneven partitions are multiples of it, so that rows of 16-bit numbers stay aligned
+for a GPU's wide loads."""
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class DimPartition:
     """A rank's part of a dimension.
 
-    Every rank has room for ``size`` elements. The first ``count`` of them are those from
-    ``first`` on of the ``whole``; the others are zeros, which add nothing to any sum.
+    Every rank has room for ``size`` elements. The first ``count`` hold elements ``first`` to
+    ``first + count`` of the ``whole``. The rest is zero padding, which adds nothing to a sum.
     """
 
     whole: int
@@ -22,15 +22,17 @@ class Share:
     count: int
     size: int
 
-    def times(self, factor: int) -> Share:
-        """The same share of a dimension in which each element is ``factor`` long."""
+    def times(self, factor: int) -> DimPartition:
+        """The same partition of a dimension with ``factor`` times as many elements."""
         numbers = (self.whole, self.first, self.count, self.size)
-        return Share(*(number * factor for number in numbers))
+        return DimPartition(*(number * factor for number in numbers))
 
 
-def even_share(whole: int, rank: int, num_ranks: int, alignment: int = _ALIGNMENT) -> Share:
-    """As much for each rank; if ``num_ranks`` do not divide the whole, a multiple of
-    ``alignment``, of which the last ranks have less."""
+def even_partition(
+    whole: int, rank: int, num_ranks: int, alignment: int = _ALIGNMENT
+) -> DimPartition:
+    """Equal sizes for all ranks. If ``num_ranks`` does not divide the whole, the size is a
+    multiple of ``alignment`` and the last ranks hold fewer elements."""
     size = -(-whole // num_ranks)
     if whole % num_ranks:
         size = -(-size // alignment) * alignment
@@ -38,32 +40,32 @@ def even_share(whole: int, rank: int, num_ranks: int, alignment: int = _ALIGNMEN
 
 
 @dataclass(frozen=True, slots=True)
-class HeadShares:
-    """A rank's query heads, and the key-value heads that these attend to.
+class HeadPartition:
+    """A rank's query heads and the key-value heads that they attend to.
 
-    The first query heads attend to the first key-value head, as many to each of them.
+    Every key-value head serves equally many query heads, in ascending order.
     """
 
-    queries: Share
-    keys: Share
+    queries: DimPartition
+    keys: DimPartition
 
 
-def head_shares(
+def partition_heads(
     num_heads: int, num_kv_heads: int, rank: int = 0, num_ranks: int = 1
-) -> HeadShares:
-    """Share heads out, so that a rank has as few key-value heads as can be, then queries.
+) -> HeadPartition:
+    """Partition heads with the fewest key-value heads a rank, then the fewest query heads.
 
-    With more ranks than key-value heads, several ranks have a copy of one and a part of its
-    query heads each. Else each has whole groups: a key-value head and its query heads.
+    With more ranks than key-value heads, several ranks replicate a key-value head and split
+    its query heads. Otherwise each rank has whole groups: a key-value head and its queries.
     """
     group = num_heads // num_kv_heads
     kv_size = -(-num_kv_heads // num_ranks)
     most_copies = min(group, kv_size * num_ranks // num_kv_heads)
-    # Of as short parts the fewest, which leaves fewer of them empty.
+    # Among parts of equal length the fewest copies win: fewer parts stay empty.
     copies = min(range(1, most_copies + 1), key=lambda count: (-(-group // count), count))
     if copies == 1:
         keys = _contiguous(num_kv_heads, rank, kv_size)
-        return HeadShares(queries=keys.times(group), keys=keys)
+        return HeadPartition(queries=keys.times(group), keys=keys)
     # Here a rank has one key-value head at most.
     number, part = divmod(rank, copies)
     if number >= num_kv_heads:
@@ -71,11 +73,11 @@ def head_shares(
     size = -(-group // copies)
     ours = _contiguous(group, part, size)
     count = ours.count if number < num_kv_heads else 0
-    queries = Share(num_heads, number * group + ours.first, count, size)
-    return HeadShares(queries, Share(num_kv_heads, number, min(count, 1), 1))
+    queries = DimPartition(num_heads, number * group + ours.first, count, size)
+    return HeadPartition(queries, DimPartition(num_kv_heads, number, min(count, 1), 1))
 
 
-def _contiguous(whole: int, rank: int, size: int) -> Share:
-    """The ``rank``th part of ``size`` elements, or what there is of it."""
+def _contiguous(whole: int, rank: int, size: int) -> DimPartition:
+    """The ``rank``th part of ``size`` elements, cut at the end of the whole."""
     first = min(rank * size, whole)
-    return Share(whole, first, min(size, whole - first), size)
+    return DimPartition(whole, first, min(size, whole - first), size)

@@ -71,7 +71,7 @@ def try_peer_sums(
     A rank waits for the others inside a kernel, without a limit of its own. If one dies, the
     others' watchdogs miss the step's end and the supervisor ends the group with SIGKILL: the
     driver takes a killed process's kernels off the GPU, spinning or not, and memory that
-    others have mapped stays until they are gone, so nobody reads what is no longer there.
+    others have mapped stays until they are gone, so no rank reads freed memory.
     """
     if not isinstance(group, NcclGroup):
         return f"this group uses {group.transport_of(1)}"

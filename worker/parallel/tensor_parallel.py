@@ -11,19 +11,19 @@ from torch import Tensor
 from trimaran.comm.collectives.tensor_group import SumAndNorm
 
 MOST_TO_ALL = 128
-"""Up to so many tokens a lane, all ranks get all tokens: none has to wait for counts."""
+"""Up to so many tokens a data-parallel rank, an all-gather without counts serves all ranks."""
 
 
 @dataclass(slots=True)
 class LaneBound:
-    """The size of the largest lane's part, which whoever runs a step says to its layers."""
+    """The largest data-parallel rank's token count, which the runner tells the layers."""
 
     most_tokens: int = 0
-    """Of any lane; 0 where that is not known."""
+    """Over all data-parallel ranks; 0 if unknown."""
 
 
 class TensorGroup(Protocol):
-    """The ranks that share each layer; collective calls are made by all in one order."""
+    """The tensor-parallel group; all ranks make its collective calls in one order."""
 
     @property
     def rank(self) -> int:
@@ -95,7 +95,7 @@ class ExpertRanks:
 
     num_parts: int = 1
     ranks: TensorGroup | None = None
-    """Those of all lanes; None for one tensor group."""
+    """The group over all data-parallel ranks; None for one tensor group."""
 
 
 ONE_PART = ExpertRanks()

@@ -11,7 +11,7 @@ from trimaran.comm.errors import ConfigError
 from trimaran.comm.topology import ParallelLayout
 from trimaran.worker.config.engine_config import EngineConfig, RankConfig
 from trimaran.worker.engine.engine import Engine
-from trimaran.worker.models.first_layer_table import looks_up_first_product
+from trimaran.worker.models.first_layer_table import uses_first_layer_table
 
 TABLE = 150 * (8 + 4 + 4) * 16 * 4
 """Bytes of the model's table."""
@@ -28,7 +28,7 @@ def model_of(tmp_path):
 
 def looks_up(model, memory, **changes):
     config = EngineConfig(model="test", engine_dir="/m", **changes)
-    return looks_up_first_product(config, model, memory)
+    return uses_first_layer_table(config, model, memory)
 
 
 @pytest.mark.parametrize(

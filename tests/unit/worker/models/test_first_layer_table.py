@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.unit.worker.models import models
 from tests.unit.worker.models.paged_run import PagedRun
 from trimaran.kernels.torch_ops import TorchOps
-from trimaran.worker.models.first_layer_table import make_first_table
+from trimaran.worker.models.first_layer_table import make_first_layer_table
 
 CONFIGS = {
     "llama": models.llama_config(),
@@ -29,7 +29,7 @@ def load_pair(folder, config):
     """One model that makes its first product, and one that looks it up."""
     models.save_huggingface(folder, config)
     made, looked_up = (models.load_ours(folder, ops=TorchOps()) for _ in range(2))
-    make_first_table(looked_up, 64)
+    make_first_layer_table(looked_up, 64)
     return made, looked_up
 
 
@@ -40,8 +40,8 @@ def test_states_are_those_of_a_model_that_makes_the_product(name, tmp_path):
     first, second = models.prompts(30, 9)
     steps = [{0: first}, {0: [7], 1: second}, {0: [3], 1: [149]}]
 
-    assert looked_up.first_table is not None
-    assert len(looked_up.first_table) == 150
+    assert looked_up.first_layer_table is not None
+    assert len(looked_up.first_layer_table) == 150
     assert looked_up.backends()["first_product"] == "looked up"
     assert made.backends()["first_product"] == "computed"
     runs = [PagedRun(model, 2) for model in (made, looked_up)]
@@ -56,7 +56,7 @@ def test_families_that_begin_otherwise_have_no_table(name, tmp_path):
     _, model = load_pair(tmp_path, OTHERS[name])
 
     assert model.first_projection() is None
-    assert model.first_table is None
+    assert model.first_layer_table is None
 
 
 @torch.inference_mode()

@@ -13,7 +13,7 @@ from trimaran.worker.config.engine_folder import EngineFolder
 from trimaran.worker.models.interfaces import StageRange
 from trimaran.worker.models.registry import build_model
 from trimaran.worker.models.weights.weight_loader import load_checkpoint
-from trimaran.worker.parallel.partition import even_share, head_shares
+from trimaran.worker.parallel.partition import even_partition, partition_heads
 from trimaran.worker.parallel.tensor_parallel import ShardPosition
 
 HEADS = [
@@ -28,7 +28,7 @@ def test_every_head_is_on_one_rank_beside_its_key_value_head(num_heads, num_kv_h
     if size > num_heads:
         size = num_heads
     group = num_heads // num_kv_heads
-    shares = [head_shares(num_heads, num_kv_heads, rank, size) for rank in range(size)]
+    shares = [partition_heads(num_heads, num_kv_heads, rank, size) for rank in range(size)]
 
     found = []
     for share in shares:
@@ -61,13 +61,13 @@ def test_every_head_is_on_one_rank_beside_its_key_value_head(num_heads, num_kv_h
     ],
 )
 def test_ranks_hold_few_heads_of_zeros(heads, size, expected):
-    share = head_shares(*heads, num_ranks=size)
+    share = partition_heads(*heads, num_ranks=size)
     assert (share.queries.size, share.keys.size) == expected
 
 
 @pytest.mark.parametrize(("whole", "size"), [(96, 4), (104, 3), (11008, 6), (10, 4), (7, 2)])
 def test_a_width_is_shared_out_in_order_and_aligned(whole, size):
-    shares = [even_share(whole, rank, size) for rank in range(size)]
+    shares = [even_partition(whole, rank, size) for rank in range(size)]
 
     parts = [range(share.first, share.first + share.count) for share in shares]
     assert list(itertools.chain(*parts)) == list(range(whole))
