@@ -23,7 +23,7 @@ _LOCK_WAIT_S = 1.0
 _POLL_S = 0.02
 _INSIDE = ".partial"
 _OF_MOUNTS = {_INSIDE, "lost+found"}
-"""Entries that a file system itself puts into a mount point."""
+"""Entries that a mount point may hold and still count as empty."""
 
 
 @contextmanager
