@@ -34,7 +34,7 @@ def use_gpu_kernels(driver):
     """Let the engine keep adapters as on a GPU, and add them by its kernels: to prompts as
     they are launched, and to steps that decode as if they were captured."""
     runner, manager = driver.engine.runner, driver.engine._adapters
-    memory = torch.empty(manager._arena.size, dtype=torch.float32)
+    memory = torch.empty(manager._allocator.size, dtype=torch.float32)
     slots = DeviceSlots(
         manager._layout, runner.model.adapters, memory, 16, 8, is_deterministic=False
     )
@@ -395,7 +395,7 @@ def test_adapters_take_turns_where_the_model_runs_and_paused_requests_go_on(
     driver = make_engine(max_tokens=80, max_seq_len=64, max_input_len=63)
     manager = driver.engine._adapters
     manager.is_packed = lambda number: True
-    manager._arena.size = int(2.5 * manager._layout.size_of([(1, 0, 4)]) * 14)
+    manager._allocator.size = int(2.5 * manager._layout.size_of([(1, 0, 4)]) * 14)
     prompt = prompt_of(10)
 
     requests = [submit(driver, adapters, prompt, 1 + n // 2) for n in range(10)]
