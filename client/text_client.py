@@ -73,7 +73,7 @@ class MismatchError(TrimaranError):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of the replaced system's text-level client."""
+    """The flags of the text-level client of Triton's TensorRT-LLM backend."""
     add_url_arguments(parser)
     parser.add_argument(
         "-p",

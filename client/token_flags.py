@@ -1,4 +1,4 @@
-"""The flags of `trimaran client token`, named as in the replaced system's client."""
+"""The flags of `trimaran client token`, as in the client of Triton's TensorRT-LLM backend."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ def _check_range(path: Path, key: str, number: float | None, known: Known) -> No
 
 
 def _documented(key: str) -> str:
-    """The text of the replaced system that tools look for in its log."""
+    """The text of Triton's TensorRT-LLM backend that tools look for in the log."""
     if key != "gpt_model_type":
         return ""
     return "Invalid gpt_model_type. Must be v1/inflight_batching/inflight_fused_batching. The "

@@ -1,4 +1,4 @@
-"""Two servers, set up and started by the documented commands of the replaced system."""
+"""Two servers, set up and started by documented commands of Triton's TensorRT-LLM backend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Command lines of the replaced system's documentation, run as they are written there."""
+"""Command lines of the documentation of Triton's TensorRT-LLM backend, run as written."""
 
 from __future__ import annotations
 

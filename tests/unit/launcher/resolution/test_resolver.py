@@ -486,7 +486,7 @@ def test_model_control_flags_that_cannot_take_effect_are_refused(make_model, fla
     "variable:TLLM_LOG_LEVEL",
     of="request",
 )
-def test_variables_of_the_replaced_system_stand_for_flags():
+def test_variables_of_tritons_tensorrt_llm_backend_stand_for_flags():
     args = parse()
     settings.apply_environment(
         args, {"TRTLLM_ORCHESTRATOR": "1", "TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES": "0"}
