@@ -24,7 +24,7 @@ def _prefills(planner):
 
 def test_the_example_starts_short_prompts_first_and_two_prompts_at_a_time():
     # 4 tokens a step: prompts of several steps, so that prefills overlap.
-    planner = Planner(policy=POLICY, max_num_batched_tokens=4)
+    planner = Planner(policy=POLICY, max_num_batched_tokens=4, max_num_seqs=4)
     for length in (40, 9, 24, 12, 30):
         planner.add(length, max_tokens=1)
     order, most = [], 0
