@@ -14,14 +14,8 @@ import numpy as np
 
 from trimaran.client.prompt_files import read_dataset
 from trimaran.client.request_flags import DEFAULT_URLS, add_concurrency, add_protocol
-from trimaran.client.stream import (
-    GrpcSteps,
-    HttpSteps,
-    ServerError,
-    StepClient,
-    check_names,
-    check_url,
-)
+from trimaran.client.step_client import GrpcSteps, HttpSteps, StepClient
+from trimaran.client.stream import ServerError, check_names, check_url
 from trimaran.client.tensors import Array
 from trimaran.client.text_client import MismatchError, Texts
 from trimaran.comm.errors import ConfigError

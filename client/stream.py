@@ -1,21 +1,18 @@
-"""gRPC streams and single requests, each answered to its end, from any thread."""
+"""One open gRPC stream: requests go out, responses are received in the order of the wire."""
 
 from __future__ import annotations
 
 import argparse
 import queue
-import threading
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import tritonclient.grpc as grpcclient
-import tritonclient.http as httpclient
-from tritonclient.utils import InferenceServerException, np_to_triton_dtype
+from tritonclient.utils import InferenceServerException
 
-from trimaran.client.tensors import Array, outputs_of, tensor
+from trimaran.client.tensors import Array, outputs_of
 from trimaran.comm.errors import ConfigError, TrimaranError
 
 _MAX_PORT = 65535
@@ -202,71 +199,3 @@ def _existing(name: str, path: str | None) -> str | None:
         flag = f"--{name.replace('_', '-')}"
         raise ConfigError(f"{flag} {path}: there is no such file. Name one in PEM format.")
     return path
-
-
-Outputs = dict[str, Array]
-
-
-class StepClient(Protocol):
-    """Runs models by their names."""
-
-    def ask(self, model: str, inputs: Mapping[str, Array]) -> list[Outputs]:
-        """The outputs of every response to one request. Blocks; for any thread.
-
-        Raises:
-            ServerError: the server refused or failed it, or is gone.
-        """
-        ...
-
-
-class HttpSteps:
-    """Unary ``infer`` over HTTP; each thread has a connection of its own."""
-
-    def __init__(self, url: str, *, verbose: bool = False) -> None:
-        self._url, self._verbose = url, verbose
-        self._own = threading.local()
-
-    def ask(self, model: str, inputs: Mapping[str, Array]) -> list[Outputs]:
-        """See `StepClient.ask`."""
-        try:
-            result = self._client().infer(model, [_http(n, a) for n, a in inputs.items()])
-        except (InferenceServerException, OSError) as error:
-            raise ServerError(str(error)) from error
-        names = [output["name"] for output in result.get_response()["outputs"]]
-        return [{name: result.as_numpy(name) for name in names}]
-
-    def _client(self) -> Any:
-        if not hasattr(self._own, "client"):
-            self._own.client = httpclient.InferenceServerClient(
-                self._url, verbose=self._verbose, network_timeout=600
-            )
-        return self._own.client
-
-
-class GrpcSteps:
-    """A gRPC stream for each request, which models of either sort answer."""
-
-    def __init__(self, url: str, *, verbose: bool = False) -> None:
-        self._flags = argparse.Namespace(url=url, verbose=verbose)
-
-    def ask(self, model: str, inputs: Mapping[str, Array]) -> list[Outputs]:
-        """See `StepClient.ask`."""
-        found: list[Outputs] = []
-        with open_client(self._flags) as client, InferStream(client, None, None) as stream:
-            stream.send(model, [_grpc(name, array) for name, array in inputs.items()])
-            while (response := stream.receive()) is not None:
-                if response.outputs:
-                    found.append(response.outputs)
-                if response.is_final:
-                    break
-        return found
-
-
-def _http(name: str, array: Array) -> Any:
-    holder = httpclient.InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype))
-    holder.set_data_from_numpy(array)
-    return holder
-
-
-def _grpc(name: str, array: Array) -> Any:
-    return tensor(name, array, array.dtype)
