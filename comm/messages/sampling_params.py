@@ -5,22 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from trimaran.comm.errors import RequestError
-
-# What inputs of the token model are called that have other names than their fields.
-_TOKEN_INPUTS = {
-    "max_tokens": "request_output_len",
-    "top_k": "runtime_top_k",
-    "top_p": "runtime_top_p",
-    "min_p": "runtime_min_p",
-    "top_p_decay": "runtime_top_p_decay",
-    "top_p_min": "runtime_top_p_min",
-    "top_p_reset_ids": "runtime_top_p_reset_ids",
-    "min_tokens": "min_length",
-    "seed": "random_seed",
-    "length_penalty": "len_penalty",
-}
-
 MIN_TEMPERATURE = 1e-5
 """A lower one that is not 0 would leave nothing but the largest logit in float32."""
 
@@ -100,43 +84,6 @@ class SamplingParams:
             for f in fields(self)
             if getattr(self, f.name) != f.default
         }
-
-    def refuse_all_but(self, served: frozenset[str]) -> None:
-        """Refuse, by name, a field that is set and that the engine does not serve.
-
-        Raises:
-            RequestError: names the field, its value and the fields that are served.
-        """
-        for name, value in self.changed_fields().items():
-            if name not in served:
-                raise RequestError(
-                    f"sampling parameter '{name}' (value {value!r}) is not served by this "
-                    f"engine; leave it unset. Served: {', '.join(sorted(served))}."
-                )
-
-    def validate(self, vocab_size: int) -> None:
-        """Check every served value against its range.
-
-        Raises:
-            RequestError: names the field, its value and the allowed range.
-        """
-        checks = (
-            ("max_tokens", self.max_tokens >= 1, "at least 1"),
-            ("temperature", 0 <= self.temperature < float("inf"), "a finite number >= 0"),
-            ("top_k", self.top_k >= 0, "0 (all) or more"),
-            ("top_p", 0 <= self.top_p <= 1, "between 0 and 1"),
-            ("seed", 0 <= self.seed < 1 << 64, "an unsigned 64-bit number"),
-            ("min_tokens", self.min_tokens >= 0, "0 or more"),
-            ("end_id", self.end_id >= -1, f"-1 or an id of the {vocab_size} of the vocabulary"),
-        )
-        for name, is_valid, allowed in checks:
-            if not is_valid:
-                raise self.refusal(name, allowed)
-
-    def refusal(self, name: str, allowed: str) -> RequestError:
-        """The error of a field whose value is not ``allowed``."""
-        also = f" (also called {_TOKEN_INPUTS[name]})" if name in _TOKEN_INPUTS else ""
-        return RequestError(f"'{name}' is {getattr(self, name)!r} but must be {allowed}{also}")
 
     def to_wire(self) -> dict[str, Any]:
         """Only what differs from the defaults, for msgpack."""

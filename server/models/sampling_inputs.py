@@ -3,46 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import fields
 from typing import Any
 
 import numpy as np
 
 from trimaran.comm.errors import RequestError
+from trimaran.comm.messages.sampling_fields import FIELDS, check_values
 from trimaran.comm.messages.sampling_params import SamplingParams
 from trimaran.server.models.sample_inputs import SampleInputs
 
-PERF_METRICS = ("return_perf_metrics", "return_kv_cache_reuse_stats")
+PERF_METRICS = FIELDS["return_perf_metrics"].inputs
 """The newer and the older name of the input."""
 
 MAX_WORD_IDS = 1 << 16
 """Most ids of the stop words, or of the bad words, of one sample. What more of them take in
 each step, all others wait for."""
 
-# Field of `SamplingParams`, the inputs that set it (old and new names), and its type.
-_SCALARS: tuple[tuple[str, tuple[str, ...], Callable[[Any], Any]], ...] = (
-    ("end_id", ("end_id",), int),
-    ("pad_id", ("pad_id",), int),
-    ("temperature", ("temperature",), float),
-    ("top_k", ("runtime_top_k",), int),
-    ("min_p", ("runtime_min_p",), float),
-    ("top_p_min", ("runtime_top_p_min",), float),
-    ("top_p_decay", ("runtime_top_p_decay",), float),
-    ("top_p_reset_ids", ("runtime_top_p_reset_ids",), int),
-    ("length_penalty", ("len_penalty",), float),
-    ("early_stopping", ("early_stopping",), int),
-    ("repetition_penalty", ("repetition_penalty",), float),
-    ("min_tokens", ("min_length", "min_tokens"), int),
-    ("beam_search_diversity_rate", ("beam_search_diversity_rate",), float),
-    ("presence_penalty", ("presence_penalty",), float),
-    ("frequency_penalty", ("frequency_penalty",), float),
-    ("seed", ("random_seed", "seed"), int),
-    ("no_repeat_ngram_size", ("no_repeat_ngram_size",), int),
-    ("return_log_probs", ("return_log_probs",), bool),
-    ("return_context_logits", ("return_context_logits",), bool),
-    ("return_generation_logits", ("return_generation_logits",), bool),
-    ("return_perf_metrics", PERF_METRICS, bool),
-    ("beam_width", ("beam_width",), int),
+_NUMBERS: dict[str, Callable[[Any], Any]] = {"int": int, "float": float, "bool": bool}
+# Field, inputs and type of the fields that one number sets. The prompts of a batch agree on
+# num_return_sequences, which `transaction.py` therefore reads.
+_SCALARS = tuple(
+    (row.name, row.inputs, _NUMBERS[row.type_name])
+    for row in FIELDS.values()
+    if row.type_name in _NUMBERS and row.name != "num_return_sequences"
 )
 _LOOKAHEAD = (
     "lookahead_window_size",
@@ -50,7 +33,6 @@ _LOOKAHEAD = (
     "lookahead_verification_set_size",
 )
 _WHOLE = "context_and_generation"
-_DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(SamplingParams)}
 # Inputs of features that no engine here serves; a request that carries one is refused.
 _REFUSED: tuple[tuple[str, str], ...] = (
     ("encoder_input_features", "encoder-decoder models are not served"),
@@ -71,22 +53,20 @@ def read_sampling(
     """The sampling parameters of one sample; an absent input leaves its default.
 
     Raises:
-        RequestError: a malformed word list, or an input of a feature that is not served.
+        RequestError: a malformed word list, a value out of range, or an input of a feature
+            that is not served.
     """
     _refuse_unserved(inputs)
     values: dict[str, Any] = {}
-    max_tokens = inputs.scalar("request_output_len")
-    if max_tokens is None:
-        raise RequestError("request_output_len is not present in the request")
-    values["max_tokens"] = max_tokens
     for field, names, convert in _SCALARS:
         value = _only_value(inputs, names)
         if value is not None:
             values[field] = _exact(field, convert(value))
-    top_p = inputs.scalar("runtime_top_p")
-    # Not a number is no "unset": it goes on, to be refused.
-    if top_p is not None and not top_p <= 0:
-        values["top_p"] = top_p
+    if "max_tokens" not in values:
+        raise RequestError("request_output_len is not present in the request")
+    # Not a number is not "unset": the check below refuses NaN.
+    if values.get("top_p", 1.0) <= 0:
+        del values["top_p"]
     values["guide_type"], values["guide"] = _guide(inputs)
     values["stop_words"] = word_list(inputs, "stop_words_list")
     values["bad_words"] = word_list(inputs, "bad_words_list")
@@ -94,6 +74,7 @@ def read_sampling(
     values["embedding_bias"] = _bias(inputs, vocab_size)
     if values.get("return_context_logits") or values.get("return_generation_logits"):
         values["logits_dtype"] = logits_dtype
+    check_values(values, vocab_size)
     return SamplingParams(**values)
 
 
@@ -125,7 +106,7 @@ def _guide(inputs: SampleInputs) -> tuple[str, str]:
 
 def _exact(field: str, value: Any) -> Any:
     """The default where the value is the default in the wire's 32 bits."""
-    default = _DEFAULTS[field]
+    default = FIELDS[field].default
     if isinstance(value, float) and np.float32(value) == np.float32(default):
         return default
     return value

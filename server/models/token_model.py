@@ -166,7 +166,6 @@ class TokenModel:
             inputs = SampleInputs(request.inputs, index, self._is_batched)
             sampling = read_sampling(inputs, vocab_size, self._logits_dtype)
             sampling = _with_beams(sampling, inputs)
-            sampling.validate(vocab_size)
             table = read_table(inputs, request.inputs.get("prompt_embedding_table"))
             prompt = _prompt(inputs, facts, 0 if table is None else table["shape"][0])
             check_logits(

@@ -11,6 +11,7 @@ import input_texts
 import output_texts
 import parameter_texts
 
+from trimaran.comm.messages.sampling_fields import FIELDS, SERVED_FIELDS
 from trimaran.server.models import preprocessing, sampling_inputs
 from trimaran.server.models.text_models import BLS_MAPS
 from trimaran.server.repository import signatures
@@ -23,11 +24,10 @@ from trimaran.server.repository.parameter_table import (
     Known,
 )
 from trimaran.server.repository.signatures import Role
-from trimaran.worker.sampling.sampling_rows import SERVED_FIELDS
 
 SERVED, NO_EFFECT, REFUSED, NEVER = "served", "no effect", "refused", "never comes"
 _NO_DRAFTS = "speculative decoding is not served"
-# Fields of sampling that are made of other inputs than those of `_SCALARS`.
+# Inputs of sampling that no row of the table of fields reads.
 _FIELDS = dict.fromkeys(sampling_inputs._LOOKAHEAD, "lookahead")
 _ROLES = {
     Role.TOKEN: "tensorrt_llm",
@@ -149,7 +149,7 @@ def _found(name: str, *choices: tuple[str, Mapping[str, str]]) -> tuple[str, str
 
 
 def _token_inputs() -> dict[str, tuple[str, str]]:
-    scalars = {name: f for f, names, _ in sampling_inputs._SCALARS for name in names}
+    scalars = {name: row.name for row in FIELDS.values() for name in row.inputs}
     fields = {**scalars, **_FIELDS}
     refused = {
         **dict(sampling_inputs._REFUSED),

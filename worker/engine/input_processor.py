@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from array import array
 from collections.abc import Hashable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -14,6 +13,7 @@ import torch
 
 from trimaran.comm.errors import ErrorKind, RequestError
 from trimaran.comm.messages.messages import Submit
+from trimaran.comm.messages.sampling_fields import check_values, refuse_unserved
 from trimaran.comm.messages.sampling_params import SamplingParams
 from trimaran.worker.config.engine_config import SchedulerConfig
 from trimaran.worker.execution.prompt_tables import PromptTable
@@ -22,13 +22,7 @@ from trimaran.worker.guided.guide import Grammar
 from trimaran.worker.kv_cache.free_blocks import Retention
 from trimaran.worker.kv_cache.sequence_blocks import RetentionPlan
 from trimaran.worker.requests.request import Request
-from trimaran.worker.sampling.sampling_rows import SERVED_FIELDS
 
-_LOGITS_DTYPES = ("float32", "float16")
-_LENGTHS = ("top_k", "min_tokens", "no_repeat_ngram_size")
-_WHOLE = tuple(
-    field.name for field in dataclasses.fields(SamplingParams) if field.type == "int"
-)
 _MAX_INT32 = (1 << 31) - 1
 _MOST_SEQUENCES, _MOST_IDS = 1 << 16, 1 << 64
 """The numbers that `StepOutput` can hold."""
@@ -99,43 +93,9 @@ def _sampling(message: Submit, vocab_size: int) -> SamplingParams:
         sampling = SamplingParams.from_wire(message.sampling)
     except TypeError as error:
         raise RequestError(f"unknown sampling parameter: {error}") from error
-    sampling.refuse_all_but(SERVED_FIELDS)
-    for name in _WHOLE:
-        if not _is_whole(getattr(sampling, name)):
-            raise sampling.refusal(name, "a whole number")
-    sampling.validate(vocab_size)
-    checks = (
-        ("end_id", sampling.end_id < vocab_size, f"below the vocabulary size {vocab_size}"),
-        (
-            "repetition_penalty",
-            0 < sampling.repetition_penalty < math.inf,
-            "above 0, and finite",
-        ),
-        ("presence_penalty", math.isfinite(sampling.presence_penalty), "a finite number"),
-        ("frequency_penalty", math.isfinite(sampling.frequency_penalty), "a finite number"),
-        ("min_p", 0 <= sampling.min_p <= 1, "between 0 and 1"),
-        ("top_p_decay", 0 < sampling.top_p_decay <= 1, "above 0 and at most 1"),
-        (
-            "top_p_reset_ids",
-            -1 <= sampling.top_p_reset_ids < vocab_size,
-            f"-1 or below the vocabulary size {vocab_size}",
-        ),
-        ("top_p_min", 0 < sampling.top_p_min <= 1, "above 0 and at most 1"),
-        ("beam_width", sampling.beam_width >= 1, "at least 1"),
-        ("length_penalty", abs(sampling.length_penalty) <= 10, "between -10 and 10"),
-        (
-            "beam_search_diversity_rate",
-            abs(sampling.beam_search_diversity_rate) <= 1e6,
-            "between -1e6 and 1e6",
-        ),
-        ("num_return_sequences", sampling.num_return_sequences >= 1, "at least 1"),
-        ("logits_dtype", sampling.logits_dtype in _LOGITS_DTYPES, " or ".join(_LOGITS_DTYPES)),
-        ("no_repeat_ngram_size", sampling.no_repeat_ngram_size >= 0, "0 (off) or more"),
-        *((name, getattr(sampling, name) < 1 << 63, "below 2**63") for name in _LENGTHS),
-    )
-    for name, is_valid, allowed in checks:
-        if not is_valid:
-            raise sampling.refusal(name, allowed)
+    refuse_unserved(sampling)
+    # Fields that the message leaves out have their defaults, which are valid.
+    check_values(message.sampling, vocab_size)
     _check_words("bad_words", sampling.bad_words, range(vocab_size))
     # Ids beyond the vocabulary never occur; steps hold ids in 32 bits.
     _check_words("stop_words", sampling.stop_words, range(-_MAX_INT32 - 1, _MAX_INT32 + 1))

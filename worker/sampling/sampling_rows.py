@@ -19,20 +19,6 @@ from trimaran.worker.sampling.noise import noise_keys
 from trimaran.worker.steps.staging import to_device
 from trimaran.worker.steps.step_types import Int32Array, NewRow
 
-SERVED_FIELDS = frozenset(
-    {
-        "max_tokens", "end_id", "pad_id", "temperature", "top_k", "top_p", "min_p", "seed",
-        "top_p_decay", "top_p_min", "top_p_reset_ids",
-        "stop_words", "bad_words", "min_tokens", "repetition_penalty", "presence_penalty",
-        "frequency_penalty", "no_repeat_ngram_size", "embedding_bias", "num_return_sequences",
-        "return_log_probs", "return_context_logits", "return_generation_logits",
-        "logits_dtype", "return_perf_metrics", "guide_type", "guide",
-        "beam_width",
-        # They steer beam search only; without it clients send them to no effect.
-        "length_penalty", "early_stopping", "beam_search_diversity_rate",
-    }
-)  # fmt: skip
-
 
 class Want(IntFlag):
     """What a row asks of the sampler beyond the likeliest id."""

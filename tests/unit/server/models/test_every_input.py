@@ -10,8 +10,8 @@ import pytest
 from tests.unit.server.models.test_outputs import FIGURES
 from trimaran.comm.errors import RequestError
 from trimaran.comm.messages.messages import unpack_ids
+from trimaran.comm.messages.sampling_fields import refuse_unserved
 from trimaran.comm.messages.sampling_params import SamplingParams
-from trimaran.worker.sampling.sampling_rows import SERVED_FIELDS
 
 TABLE = np.ones((1, 2, 4), np.float16)
 LORA = {
@@ -243,7 +243,7 @@ async def test_inputs_that_are_not_served_are_refused(serve, kind, table):
                 await served.infer(model, **{**REQUESTS[kind], **besides, name: value})
                 # Some are refused by the engine, in the same words for everybody.
                 sampling = SamplingParams.from_wire(engine.submits[0].sampling)
-                sampling.refuse_all_but(SERVED_FIELDS)
+                refuse_unserved(sampling)
 
 
 async def test_every_declared_input_is_here(serve):

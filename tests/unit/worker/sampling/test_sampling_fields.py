@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
+from trimaran.comm.messages.sampling_fields import FIELDS, SERVED_FIELDS
 from trimaran.comm.messages.sampling_params import SamplingParams
-from trimaran.worker.sampling.sampling_rows import SERVED_FIELDS
+from trimaran.worker.sampling.sampler import PROCESSORS
 
 VOCAB = 150
 DRAWN = {"top_p": 0.95, "temperature": 1.5}
@@ -44,22 +45,6 @@ EFFECTS = {
     "early_stopping": (BEAMS, 0),
     "beam_search_diversity_rate": (BEAMS, 3.0),
 }
-# Inputs of the token model that have other names than their fields.
-INPUTS = {
-    "max_tokens": ("request_output_len",),
-    "top_k": ("runtime_top_k",),
-    "top_p": ("runtime_top_p",),
-    "min_p": ("runtime_min_p",),
-    "top_p_decay": ("runtime_top_p_decay",),
-    "top_p_min": ("runtime_top_p_min",),
-    "top_p_reset_ids": ("runtime_top_p_reset_ids",),
-    "seed": ("random_seed", "seed"),
-    "min_tokens": ("min_length", "min_tokens"),
-    "stop_words": ("stop_words_list",),
-    "bad_words": ("bad_words_list",),
-    "length_penalty": ("len_penalty",),
-    "logits_dtype": (),
-}
 ELSEWHERE = {
     # Responses are padded with -1, whatever it is.
     "pad_id",
@@ -73,6 +58,17 @@ def test_every_field_that_is_served_is_here_or_elsewhere():
     assert EFFECTS.keys() | ELSEWHERE == SERVED_FIELDS
 
 
+def test_every_processor_serves_a_field_of_the_table():
+    path = "worker/sampling/logits_processors.py: "
+    named = {
+        row.served_by.removeprefix(path)
+        for row in FIELDS.values()
+        if row.served_by is not None and row.served_by.startswith(path)
+    }
+
+    assert {process.__name__ for _, process in PROCESSORS} == named
+
+
 @pytest.fixture(scope="module")
 def said():
     """What an engine said under a set of fields, run once."""
@@ -84,7 +80,7 @@ def said():
     [
         pytest.param(
             field,
-            marks=pytest.mark.feature(*(f"input:{n}" for n in INPUTS.get(field, (field,)))),
+            marks=pytest.mark.feature(*(f"input:{n}" for n in FIELDS[field].inputs)),
         )
         for field in EFFECTS
     ],
