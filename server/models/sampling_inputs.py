@@ -80,6 +80,8 @@ def read_sampling(
 
 def _only_value(inputs: SampleInputs, names: tuple[str, ...]) -> Any:
     """What the inputs of one meaning say, or None."""
+    if len(names) == 1:
+        return inputs.scalar(names[0])
     given = [(name, inputs.scalar(name)) for name in names]
     given = [(name, value) for name, value in given if value is not None]
     for name, value in given[1:]:
