@@ -16,7 +16,8 @@ from collections.abc import Callable
 import torch
 
 from trimaran.comm.collectives.tensor_group import SingleRankGroup
-from trimaran.kernels.dispatch import Ops, select_ops
+from trimaran.kernels.dispatch import select_ops
+from trimaran.kernels.operators import Ops
 from trimaran.kernels.torch_ops import TorchOps
 from trimaran.worker.attention.backend import AttentionMetadata, ForwardContext
 from trimaran.worker.config.pretrained_config import PretrainedConfig

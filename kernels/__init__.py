@@ -2,6 +2,6 @@
 
 Owns CPU (C++), Triton and CUDA kernels, and the dispatch by device, dtype and shape.
 In: tensors in documented shapes.
-Out: results within dtype tolerance of `reference.py`, which defines every operator.
+Out: results within dtype tolerance of `reference.py`; `operators.py` declares each operator.
 The choosers here sit on top: `dispatch`, `gpu`, `products`, `experts`, `decode_attention`.
 """

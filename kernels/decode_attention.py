@@ -47,7 +47,7 @@ class DecodeAttention(Protocol):
         *,
         is_fixed: bool = False,
     ) -> Tensor | None:
-        """`reference.rope_and_cache`, by the halves of heads, and then the attention of a
+        """`Ops.rope_and_cache`, by the halves of heads, and then the attention of a
         step of decodes alone, [S, N, H]; None, and nothing done, where that is not one
         kernel here."""
         ...

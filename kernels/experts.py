@@ -48,7 +48,7 @@ class MeasuredExperts:
         down_XDF: Tensor,
         first_expert: int = 0,
     ) -> Tensor:
-        """See `reference.expert_mlp`. Safe under CUDA graph capture."""
+        """See `Ops.expert_mlp`. Safe under CUDA graph capture."""
         inputs = (x_TD, weights_TC, ids_TC, gate_up_XED, down_XDF, first_expert)
         if can_stream(ids_TC.shape[0], ids_TC.shape[1], gate_up_XED):
             return stream_experts(*inputs)
@@ -92,7 +92,7 @@ class FixedExperts:
         down_XDF: Tensor,
         first_expert: int = 0,
     ) -> Tensor:
-        """See `reference.expert_mlp`. Safe under CUDA graph capture."""
+        """See `Ops.expert_mlp`. Safe under CUDA graph capture."""
         cut = triton_experts.likely_cut(triton_experts.FIXED_ROWS, x_TD.dtype)
         return triton_experts.expert_mlp(
             x_TD, weights_TC, ids_TC, gate_up_XED, down_XDF, first_expert, (cut, cut)

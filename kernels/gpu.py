@@ -1,4 +1,4 @@
-"""The operators on a GPU: our Triton kernels, and torch where it is as good."""
+"""The operators on a GPU: Triton kernels, and torch where torch is as fast."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ _PRODUCTS = ("linear", "add_linear", "gated_linear", "logits", "router_logits")
 
 
 class TritonOps(TorchOps):
-    """What is done to each token by Triton, products by ``products``, the attention of
-    prompts by ``prompts`` and that of decodes by ``decodes``, mixtures by ``experts``.
+    """`Ops` on a GPU; methods without a docstring do exactly what `Ops` declares.
 
-    With ``is_deterministic`` a token's result does not depend on the tokens beside it.
+    Triton runs the operators on each token, ``products`` the matrix products, ``prompts`` and
+    ``decodes`` the attention of prefill and decode rows, ``experts`` the expert MLPs. With
+    ``is_deterministic``, a token's result is independent of the other tokens in the batch.
     """
 
     silu_and_mul = staticmethod(triton_elementwise.silu_and_mul)
@@ -62,7 +63,6 @@ class TritonOps(TorchOps):
 
     @property
     def backends(self) -> dict[str, str]:
-        """Which operators are Triton's."""
         names = dict.fromkeys(reference.OPERATORS, "torch")
         names.update(dict.fromkeys(_TRITON, "triton"))
         names.update(dict.fromkeys(_PRODUCTS, self._products.backend))
@@ -72,49 +72,40 @@ class TritonOps(TorchOps):
         return names
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """``x @ weight.T + bias`` in the dtype of ``x``."""
         return self._products.linear(x, weight, bias)
 
     def head_linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Each head's first dims times its own matrix; see `reference.head_linear`."""
         return triton_heads.head_linear(x, weight, is_fixed=self.is_deterministic)
 
     def add_linear(self, x: Tensor, weight: Tensor, residual: Tensor) -> Tensor | None:
-        """Add the product into ``residual``, or return it; see `reference.add_linear`."""
         return self._products.add_linear(x, weight, residual)
 
     def linear_parts(self, x: Tensor, weight: Tensor) -> Tensor:
-        """The product, maybe in float32 parts; see `reference.linear_parts`."""
         return self._products.linear_parts(x, weight)
 
     def gated_linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        """``silu(x @ gate.T) * (x @ up.T)``, with gate rows above up rows."""
         return self._products.gated_linear(x, weight)
 
     def logits(self, x: Tensor, weight: Tensor) -> Tensor:
-        """``x @ weight.T`` in the dtype of ``x``, which the sampler reads once."""
+        """The product in the dtype of ``x``: the sampler reads each logit once."""
         return self.linear(x, weight)
 
     def router_logits(self, x: Tensor, weight: Tensor) -> Tensor:
-        """``x @ weight.T`` as float32, never rounded to the weights' dtype."""
         return self._products.router_logits(x, weight)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Root-mean-square normalisation in float32."""
         return triton_norm.rms_norm(x, weight, eps)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Add ``x`` into ``residual``, which becomes the sum, and normalise it."""
         return triton_norm.rms_norm(x, weight, eps, residual)
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        """Layer normalisation in float32."""
+        """Sums are float32."""
         return triton_norm.layer_norm(x, weight, bias, eps)
 
     def add_layer_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
     ) -> Tensor:
-        """Add ``x`` into ``residual``, which becomes the sum, and normalise it."""
         return triton_norm.layer_norm(x, weight, bias, eps, residual)
 
     def expert_mlp(
@@ -126,7 +117,6 @@ class TritonOps(TorchOps):
         down: Tensor,
         first_expert: int = 0,
     ) -> Tensor:
-        """The weighted sum of each token's experts; see `reference.expert_mlp`."""
         return self._experts.expert_mlp(x, weights, ids, gate_up, down, first_expert)
 
     def rotated_attention(
@@ -138,7 +128,7 @@ class TritonOps(TorchOps):
         spec: AttentionSpec,
         is_neox: bool = True,
     ) -> Tensor | None:
-        """Rotation and attention in one kernel, for a step of decodes alone."""
+        """One kernel, for a step of decode rows alone."""
         if not is_neox or metadata.num_decodes < metadata.seq_lens.shape[0]:
             return None
         return self._decodes.rotated(
@@ -148,7 +138,6 @@ class TritonOps(TorchOps):
     def paged_attention(
         self, query: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, spec: AttentionSpec
     ) -> Tensor:
-        """Causal attention of each sequence's last tokens; see `reference.paged_attention`."""
         return paged_attention.paged_attention(
             query, kv_cache, metadata, spec, is_deterministic=self.is_deterministic,
             decodes=self._decodes,
@@ -165,8 +154,8 @@ class TritonOps(TorchOps):
         spec: AttentionSpec,
         heads: LatentHeads,
     ) -> Tensor:
-        """Decodes attend to latent vectors as they are, prompts to keys and values that are
-        made of their own vectors; see `reference.latent_attention`."""
+        """Decode rows attend to latent vectors, prefill rows to keys and values expanded from
+        the latent vectors of their own tokens."""
         has_prompts = metadata.num_decodes < metadata.seq_lens.shape[0]
         if self.is_deterministic or spec.window or not has_prompts:
             return super().latent_attention(query, latent, key, kv_cache, metadata, spec, heads)

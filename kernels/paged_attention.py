@@ -24,7 +24,7 @@ def paged_attention(
     decodes: DecodeAttention = _DECODES,
     prompts: PromptAttention = _PROMPTS,
 ) -> Tensor:
-    """Causal attention of each sequence's last tokens; see `reference.paged_attention`.
+    """Causal attention of each sequence's last tokens; see `Ops.paged_attention`.
 
     A step of decodes alone is safe under CUDA graph capture. With ``is_deterministic`` a
     sequence's result does not depend on the sequences beside it. ``decodes`` serves the

@@ -1,4 +1,7 @@
-"""Every kernel in plain torch: the definition that fast versions are tested against."""
+"""Every operator in plain torch, for the tests to compare the fast backends with.
+
+`operators.Ops` declares what each function of the same name computes.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,7 @@ OPERATORS = (
     "write_kv", "paged_attention", "latent_attention", "router_logits", "choose_experts",
     "expert_mlp",
 )  # fmt: skip
+"""The operators that `Ops.backends` names, in the order of the log."""
 
 WEIGHT_EPSILON = 1e-20
 """Added to the sum that a token's weights are divided by: sigmoids may all be zero."""
@@ -34,23 +38,19 @@ _QUERY_TILE = 256
 
 
 def linear(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> Tensor:
-    """``x @ weight.T + bias`` in the dtype of ``x``."""
     return F.linear(x_TD, weight_ED, bias_E)
 
 
 def gated_linear(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
-    """``silu(x @ gate.T) * (x @ up.T)`` [T, E / 2], with gate rows above up rows."""
     return silu_and_mul(F.linear(x_TD, weight_ED))
 
 
 def logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
-    """``x @ weight.T`` as float32."""
+    """The product as float32."""
     return F.linear(x_TD, weight_ED).float()
 
 
 def head_linear(x_TNH: Tensor, weight_NED: Tensor) -> Tensor:
-    """The first D dims of each head times the head's own matrix; the dims behind them, if
-    there are any, stay behind the product. [T, N, E + H - D]."""
     width = weight_NED.shape[2]
     product_TNE = torch.einsum("tnd,ned->tne", x_TNH[..., :width], weight_NED)
     if x_TNH.shape[2] == width:
@@ -59,33 +59,22 @@ def head_linear(x_TNH: Tensor, weight_NED: Tensor) -> Tensor:
 
 
 def add_linear(x_TD: Tensor, weight_ED: Tensor, residual_TE: Tensor) -> Tensor | None:
-    """Add ``x @ weight.T`` into ``residual``, rounding once.
-
-    A backend for which that is a pass of its own returns the product instead of None, or
-    float32 [parts, T, E], whose sum over the parts is the product.
-    """
+    """Always adds; returns None."""
     residual_TE.addmm_(x_TD, weight_ED.T)
     return None
 
 
 def linear_parts(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
-    """``x @ weight.T`` for whoever takes it as float32 [parts, T, E] too, whose sum over the
-    parts is the product, where a backend is faster so."""
     return F.linear(x_TD, weight_ED)
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """Root-mean-square normalisation in float32, rounded once to the dtype of ``x``."""
     x = x_TD.float()
     scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
     return (x * scale * weight_D.float()).to(x_TD.dtype)
 
 
 def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """Add ``x`` into ``residual``, which becomes the sum, and normalise it.
-
-    ``x`` may be what `add_linear` returned: float32 parts [parts, T, D] of a sum.
-    """
     residual_TD += x_TD if x_TD.dim() == 2 else x_TD.sum(0)
     return rms_norm(residual_TD, weight_D, eps)
 
@@ -93,65 +82,52 @@ def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float
 def norm_heads(
     heads_TAH: Tensor, query_weight_H: Tensor, key_weight_H: Tensor, num_kv: int, eps: float
 ) -> None:
-    """`rms_norm` of each query and key head in place.
-
-    ``heads`` holds the queries, then ``num_kv`` keys and as many values.
-    """
     query, key = heads_TAH[:, : -2 * num_kv], heads_TAH[:, -2 * num_kv : -num_kv]
     query.copy_(rms_norm(query, query_weight_H, eps))
     key.copy_(rms_norm(key, key_weight_H, eps))
 
 
 def layer_norm(x_TD: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float) -> Tensor:
-    """Layer normalisation."""
     return F.layer_norm(x_TD, (x_TD.shape[-1],), weight_D, bias_D, eps)
 
 
 def add_layer_norm(
     x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float
 ) -> Tensor:
-    """Add ``x`` into ``residual``, which becomes the sum, and normalise it."""
     residual_TD += x_TD
     return layer_norm(residual_TD, weight_D, bias_D, eps)
 
 
 def silu_and_mul(gate_up_TE: Tensor) -> Tensor:
-    """``silu(gate) * up`` of the two halves of the last dim, in float32, rounded once."""
     gate, up = gate_up_TE.float().chunk(2, dim=-1)
     return (F.silu(gate) * up).to(gate_up_TE.dtype)
 
 
 def gelu_and_mul(gate_up_TE: Tensor, name: str) -> Tensor:
-    """``act(gate) * up`` of the two halves of the last dim, in float32, rounded once.
-
-    ``name`` is one of those of `activation`.
-    """
     gate, up = gate_up_TE.float().chunk(2, dim=-1)
     if name == "gelu":
-        # One token's half lies in one piece, for which torch's CPU has another kernel: so that
-        # no other token counts, all halves do.
+        # A single token's half is contiguous, and torch's CPU has another kernel for contiguous
+        # input. All halves are made contiguous so that the batch size does not change a token.
         gate = gate.contiguous()
     return (activation(gate, name) * up).to(gate_up_TE.dtype)
 
 
 def activation(x_TD: Tensor, name: str) -> Tensor:
-    """``gelu_new`` or ``gelu_pytorch_tanh`` (tanh form), ``gelu`` (exact) or ``relu``."""
     if name == "relu":
         return F.relu(x_TD)
     return F.gelu(x_TD, approximate="none" if name == "gelu" else "tanh")
 
 
 def sigmoid(x_TX: Tensor) -> Tensor:
-    """Of each number, as its softmax beside zero.
+    """The sigmoid of each number, computed as the softmax of the number and zero.
 
-    Torch's own, on a CPU, rounds the last numbers of a tensor, fewer than a vector register
-    has, otherwise than all before them: a token's would depend on where in its step it is.
+    On a CPU, torch's own sigmoid rounds the last numbers of a tensor, fewer than a vector
+    register holds, unlike the numbers before them: a result would depend on the token's row.
     """
     return torch.softmax(F.pad(x_TX[..., None], (0, 1)), dim=-1)[..., 0]
 
 
 def router_logits(x_TD: Tensor, weight_XD: Tensor) -> Tensor:
-    """``x @ weight.T`` as float32, never rounded to the weights' dtype."""
     return F.linear(x_TD.float(), weight_XD.float())
 
 
@@ -162,17 +138,6 @@ def choose_experts(
     counter: ExpertCounter | None = None,
     table: PlaceTable | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Each token's experts: weights [T, C] float32, ids [T, C] int32, the best first.
-
-    Experts have scores, a float32 softmax over all of them or a sigmoid of each. The best are
-    those of the highest score plus ``bias``, float32, in the groups that ``routing`` leaves;
-    their weights are scores without it, normalised and scaled as ``routing`` says. What was
-    chosen is added to ``counter``.
-
-    With a ``table``, ids are those of the experts' places. A token draws a number from its
-    first logit; its choice k takes copy ``drawn + k`` of those that the expert has, round and
-    round, so that its experts are at different parts where they can be.
-    """
     values = logits_TX.float()
     is_softmax = routing.scoring == "softmax"
     scores_TX = torch.softmax(values, dim=-1) if is_softmax else sigmoid(values)
@@ -191,7 +156,7 @@ def choose_experts(
 
 
 def _places_of(ids_TC: Tensor, logits_TX: Tensor, table: PlaceTable) -> Tensor:
-    # The last bits of a sum are as good as drawn, and the same wherever the token is.
+    # The last bits of a logit serve as random bits that do not depend on the token's row.
     drawn_T1 = logits_TX[:, :1].contiguous().view(torch.int32) & _POSITIVE
     choices_C = torch.arange(ids_TC.shape[1], device=ids_TC.device)
     copies_TC = (drawn_T1.long() + choices_C) % table.num_copies[ids_TC]
@@ -207,7 +172,7 @@ def _count(ids_TC: Tensor, counter: ExpertCounter) -> None:
 
 
 def _leave_best_groups(ranked_TX: Tensor, routing: ExpertRouting) -> Tensor:
-    """What ranks experts, minus infinity outside of each token's best groups."""
+    """``ranked``, minus infinity outside of each token's best groups."""
     groups_TGS = ranked_TX.view(ranked_TX.shape[0], routing.num_groups, -1)
     totals_TG = groups_TGS.topk(routing.num_ranked, dim=-1)[0].sum(dim=-1)
     best = totals_TG.topk(routing.num_chosen_groups, dim=-1)[1]
@@ -224,16 +189,11 @@ def expert_mlp(
     first_expert: int = 0,
     products: tuple[Callable[..., Tensor], Callable[..., Tensor]] = (gated_linear, linear),
 ) -> Tensor:
-    """The weighted sum of the outputs of each token's experts, in float32, rounded once.
-
-    Here are the experts from ``first_expert`` on, as many as there are matrices: ``gate_up``
-    with gate rows above up rows, E = 2 F, and ``down``. A chosen expert that is not among
-    them adds nothing. ``products`` are `gated_linear` and `linear`.
-    """
+    """``products`` are a backend's `gated_linear` and `linear`."""
     num_experts, num_chosen = gate_up_XED.shape[0], ids_TC.shape[1]
     gated, plain = products
     owners = ids_TC.flatten().long() - first_expert
-    # Those of other ranks behind all others.
+    # Experts of other ranks sort behind all experts of this rank.
     owners = owners.where((owners >= 0) & (owners < num_experts), num_experts)
     order = owners.argsort(stable=True)
     counts = owners.bincount(minlength=num_experts + 1).tolist()
@@ -248,14 +208,12 @@ def expert_mlp(
     outputs_TCD = outputs.view(x_TD.shape[0], num_chosen, -1)
     total = outputs_TCD[:, 0] * weights_TC[:, :1]
     for place in range(1, num_chosen):
-        # Product and sum apart: a fused one would round unlike at the end of a row.
+        # Product and sum stay apart: a fused operation rounds differently at the end of a row.
         total += outputs_TCD[:, place] * weights_TC[:, place : place + 1]
     return total.to(x_TD.dtype)
 
 
 def embed(ids_T: Tensor, table_VD: Tensor, first_row: int | None = None) -> Tensor:
-    """The rows ``ids`` of a table that has them all; with ``first_row`` the rows
-    ``ids - first_row``, and zeros for those that it does not have."""
     if first_row is None:
         return F.embedding(ids_T, table_VD)
     rows = ids_T - first_row
@@ -290,11 +248,6 @@ def rope_and_cache(
     slots_T: Tensor,
     is_neox: bool = True,
 ) -> None:
-    """Rotate query and key heads in place and store keys and values at their slots.
-
-    ``heads`` holds N query heads, then K key and K value heads; `rotate` and `write_kv` say
-    the rest.
-    """
     num_kv = kv_cache.shape[3]
     rotate(heads_TAH[:, :-num_kv], cos_sin_PR, positions_T, is_neox)
     write_kv(heads_TAH[:, -2 * num_kv : -num_kv], heads_TAH[:, -num_kv:], kv_cache, slots_T)
@@ -310,9 +263,6 @@ def rope_and_cache_latent(
     slots_T: Tensor,
     is_neox: bool = True,
 ) -> None:
-    """Rotate the last R dims of each query head, and the key that all heads share, in place;
-    store the latent vector and that key behind it at their slot of ``kv_cache``
-    [blocks, 1, B, 1, L + R]."""
     rotate(query_TNH[..., -key_TR.shape[1] :], cos_sin_PR, positions_T, is_neox)
     rotate(key_TR.unsqueeze(1), cos_sin_PR, positions_T, is_neox)
     block_size = kv_cache.shape[2]
@@ -322,7 +272,6 @@ def rope_and_cache_latent(
 
 
 def write_kv(key_TKH: Tensor, value_TKH: Tensor, kv_cache: Tensor, slots_T: Tensor) -> None:
-    """Store each token's key and value at its slot of ``kv_cache`` [blocks, 2, B, K, H]."""
     block_size = kv_cache.shape[2]
     blocks = torch.div(slots_T, block_size, rounding_mode="floor")
     offsets = slots_T - blocks * block_size
@@ -333,13 +282,9 @@ def write_kv(key_TKH: Tensor, value_TKH: Tensor, kv_cache: Tensor, slots_T: Tens
 def paged_attention(
     query_TNH: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, spec: AttentionSpec
 ) -> Tensor:
-    """Causal attention of each sequence's last tokens over its cached keys and values.
+    """Vectorised over sequences, without a wait for the device.
 
-    ``kv_cache`` is [blocks, 2, B, K, H] with any strides; the queries of sequence s are its
-    last ``query_start_loc[s + 1] - query_start_loc[s]`` tokens. Scores are float32. With a
-    ``latent_size`` L it is [blocks, 1, B, 1, H], and the result [T, N, L].
-    Vectorised over sequences and without a wait for the device, at the price of padding all
-    of the leading decodes, and all behind them, to the longest.
+    The leading decode rows are padded to the longest of them, and so are the rows behind them.
     """
     num_tokens, num_heads, head_size = query_TNH.shape
     output = query_TNH.new_empty((num_tokens, num_heads, spec.latent_size or head_size))
@@ -358,13 +303,9 @@ def latent_attention(
     heads: LatentHeads,
     parts: tuple[Callable[..., Tensor], Callable[..., Tensor]] = (head_linear, paged_attention),
 ) -> Tensor:
-    """`paged_attention` of heads whose keys and values are made of cached latent vectors,
-    [T, N, V]: of their key the first dims, the last R are the rotated key that all share.
+    """All rows attend to latent vectors.
 
-    A head's query times ``key_up`` is a query for the vectors themselves, and their weighted
-    sum times ``value_up`` the head's result. ``latent`` and ``key`` are the step's own, for
-    backends that make keys and values of them. ``parts`` are `head_linear` and
-    `paged_attention`.
+    ``parts`` are a backend's `head_linear` and `paged_attention`.
     """
     multiply, attend = parts
     absorbed = multiply(query_TNH, heads.key_up)
@@ -391,7 +332,7 @@ def _attend_padded(
     padded = torch.cat(tiles, dim=1)
     tokens = torch.arange(num_tokens, device=query_TNH.device)
     sequences = torch.searchsorted(ends, tokens, right=True)
-    # Padding tokens behind the last sequence read some row; nobody reads theirs.
+    # Padding tokens behind the last sequence read an arbitrary row; their results are unused.
     sequences = sequences.clamp(max=starts.shape[0] - 1)
     offsets = (tokens - starts[sequences]).clamp(max=most - 1)
     return padded[sequences, offsets].reshape(num_tokens, num_heads, values.shape[-1])
@@ -404,7 +345,7 @@ def _gather_kv(
     past_S: Tensor,
     spec: AttentionSpec,
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values [S, L, K, H] as float32, zero where no query of the sequence looks."""
+    """Keys and values [S, L, K, H] as float32, zero for tokens that all queries mask."""
     block_size, seq_lens = kv_cache.shape[2], metadata.seq_lens
     num_blocks = -(-metadata.max_seq_len // block_size)
     starts = torch.arange(num_blocks, device=kv_cache.device) * block_size
@@ -414,7 +355,7 @@ def _gather_kv(
     keys = gathered[:, :, 0].flatten(1, 2).float()
     values = gathered[:, :, -1].flatten(1, 2).float()
     tokens = torch.arange(keys.shape[1], device=kv_cache.device)
-    # Memory of nobody, or of others, may hold NaN, which a zero weight would not remove.
+    # Unowned blocks and other sequences' blocks may hold NaN, which a zero weight keeps.
     is_outside = tokens >= seq_lens[:, None]
     if spec.window > 0:
         is_past = tokens <= past_S[:, None] - spec.window

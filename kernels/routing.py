@@ -13,7 +13,7 @@ Scoring = Literal["softmax", "sigmoid"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertRouting:
-    """The rule of one model; `reference.choose_experts` says what it computes.
+    """The rule of one model; `Ops.choose_experts` says what it computes.
 
     Experts are ``num_groups`` groups of neighbours, all of a size. Where that is more than
     one, a token chooses among the experts of its ``num_chosen_groups`` best groups alone: the

@@ -12,7 +12,7 @@ from trimaran.kernels.cpu.decoder import Decoder, DecoderShape, LayerWeights
 
 
 class TorchOps:
-    """All operators in plain torch, on any device."""
+    """`Ops` by the functions of `reference`; `select_ops` has mypy check each signature."""
 
     is_deterministic = False
 
@@ -47,7 +47,6 @@ class TorchOps:
         down: Tensor,
         first_expert: int = 0,
     ) -> Tensor:
-        """The weighted sum of each token's experts; see `reference.expert_mlp`."""
         return reference.expert_mlp(x, weights, ids, gate_up, down, first_expert)
 
     def latent_attention(
@@ -60,7 +59,6 @@ class TorchOps:
         spec: AttentionSpec,
         heads: LatentHeads,
     ) -> Tensor:
-        """Latent vectors are attended to as they are; see `reference.latent_attention`."""
         parts = self.head_linear, self.paged_attention
         return reference.latent_attention(
             query, latent, key, kv_cache, metadata, spec, heads, parts
@@ -75,16 +73,15 @@ class TorchOps:
         spec: AttentionSpec,
         is_neox: bool = True,
     ) -> Tensor | None:
-        """Torch rotates and attends one after the other."""
+        """None: torch rotates and attends in two operators."""
         return None
 
     def fuse_decoder(
         self, shape: DecoderShape, layers: Sequence[LayerWeights]
     ) -> Decoder | None:
-        """Torch runs layers operator by operator."""
+        """None: torch runs layers operator by operator."""
         return None
 
     @property
     def backends(self) -> dict[str, str]:
-        """Every operator is torch's."""
         return dict.fromkeys(reference.OPERATORS, "torch")

@@ -12,7 +12,8 @@ from trimaran.bench.kernels.kernel_case import KernelCase, in_turn
 from trimaran.bench.kernels.kernel_timing import rotated
 from trimaran.bench.limits.roofline import ModelShape
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
-from trimaran.kernels.dispatch import Ops, select_ops
+from trimaran.kernels.dispatch import select_ops
+from trimaran.kernels.operators import Ops
 from trimaran.kernels.routing import ExpertRouting
 from trimaran.kernels.torch_ops import TorchOps
 

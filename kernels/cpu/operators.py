@@ -1,4 +1,4 @@
-"""The operators on a CPU with AVX-512 or AVX2, by our own C++ kernels."""
+"""The operators on a CPU with AVX-512 or AVX2, by C++ kernels."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ _GELU_NAMES = ("gelu_new", "gelu_pytorch_tanh")
 
 
 class CpuOps:
-    """Operators for one dtype. A token's result never depends on the tokens beside it.
+    """`Ops` for one dtype; methods without a docstring do exactly what `Ops` declares.
 
-    Tensors are on the CPU and contiguous in their last dim. All instances share one pool of
-    threads, and calls are made by one thread at a time.
+    A token's result is independent of the other tokens in the batch. Tensors are on the CPU and
+    contiguous in their last dim. All instances share one thread pool, and one thread at a time
+    makes the calls.
     """
 
     is_deterministic = True
@@ -45,7 +46,7 @@ class CpuOps:
 
     @property
     def backends(self) -> dict[str, str]:
-        """Which instructions serve each operator."""
+        """The instruction set that serves each operator."""
         usual = "avx512" if has_avx512() else "avx2"
         names = dict.fromkeys(reference.OPERATORS, usual)
         has_products = has_avx512() and "avx512_bf16" in cpu_features()
@@ -69,17 +70,17 @@ class CpuOps:
     def fuse_decoder(
         self, shape: DecoderShape, layers: Sequence[LayerWeights]
     ) -> Decoder | None:
-        """These layers in one call, unless their activation is torch's."""
+        """None for an activation that torch computes."""
         if shape.activation not in ("silu", *_GELU_NAMES):
             return None
         return CpuDecoder(self._library, self._dtype, shape, layers)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """``x @ weight.T + bias``; sums in float32, rounded once."""
+        """Sums are float32, rounded once."""
         return self._multiply(x, weight, bias, self._dtype)
 
     def head_linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Each head's first dims times its own matrix, head by head, and its other dims."""
+        """One product for each head."""
         width, outputs = weight.shape[2], weight.shape[1]
         tokens, heads, head_size = x.shape
         result = torch.empty((tokens, heads, outputs + head_size - width), dtype=self._dtype)
@@ -89,11 +90,10 @@ class CpuOps:
         return result
 
     def gated_linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        """``silu(x @ gate.T) * (x @ up.T)``, with gate rows above up rows."""
         return self.silu_and_mul(self.linear(x, weight))
 
     def logits(self, x: Tensor, weight: Tensor) -> Tensor:
-        """``x @ weight.T`` as float32, never rounded to the weights' dtype."""
+        """The product as float32, never rounded to the dtype of the weights."""
         return self._multiply(x, weight, None, torch.float32)
 
     def _multiply(
@@ -110,19 +110,17 @@ class CpuOps:
         return y
 
     def add_linear(self, x: Tensor, weight: Tensor, residual: Tensor) -> Tensor | None:
-        """The product: it is added with the next norm."""
+        """The product: the next norm adds it to the residual."""
         return self.linear(x, weight)
 
     def linear_parts(self, x: Tensor, weight: Tensor) -> Tensor:
-        """The product, in one."""
+        """The product as one part."""
         return self.linear(x, weight)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Root-mean-square normalisation in float32."""
         return self._normalise(x, None, weight, None, eps)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Add ``x`` into ``residual``, which becomes the sum, and normalise it."""
         return self._normalise(x, residual, weight, None, eps)
 
     def norm_heads(
@@ -133,20 +131,18 @@ class CpuOps:
         num_kv: int,
         eps: float,
     ) -> None:
-        """Root-mean-square normalisation of each query and key head in place."""
         query, key = heads[:, : -2 * num_kv], heads[:, -2 * num_kv : -num_kv]
         for part, weight in ((query, query_weight), (key, key_weight)):
             rows = part.reshape(-1, part.shape[2])
             part.copy_(self.rms_norm(rows, weight, eps).view(part.shape))
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        """Layer normalisation in float32."""
+        """Sums are float32."""
         return self._normalise(x, None, weight, bias, eps)
 
     def add_layer_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
     ) -> Tensor:
-        """Add ``x`` into ``residual``, which becomes the sum, and normalise it."""
         return self._normalise(x, residual, weight, bias, eps)
 
     def _normalise(
@@ -171,18 +167,17 @@ class CpuOps:
         return y
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        """``silu(gate) * up`` of the two halves of a contiguous input's last dim."""
+        """``gate_up`` is contiguous."""
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         y = torch.empty((rows, width), dtype=self._dtype)
         self._activation(self._code, 0, gate_up.data_ptr(), y.data_ptr(), rows, width)
         return y
 
     def gelu_and_mul(self, gate_up: Tensor, name: str) -> Tensor:
-        """``act(gate) * up`` by torch."""
+        """Torch computes the result."""
         return reference.gelu_and_mul(gate_up, name)
 
     def router_logits(self, x: Tensor, weight: Tensor) -> Tensor:
-        """``x @ weight.T`` as float32, never rounded to the weights' dtype."""
         return self.logits(x, weight)
 
     def choose_experts(
@@ -193,7 +188,7 @@ class CpuOps:
         counter: ExpertCounter | None = None,
         table: PlaceTable | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Each token's experts by torch."""
+        """Torch computes the result."""
         return reference.choose_experts(logits, routing, bias, counter, table)
 
     def expert_mlp(
@@ -205,17 +200,16 @@ class CpuOps:
         down: Tensor,
         first_expert: int = 0,
     ) -> Tensor:
-        """The weighted sum of each token's experts: one pair of products an expert that some
-        token has."""
+        """One pair of products for each expert that a token has chosen."""
         products = (self.gated_linear, self.linear)
         return reference.expert_mlp(x, weights, ids, gate_up, down, first_expert, products)
 
     def embed(self, ids: Tensor, table: Tensor, first_row: int | None = None) -> Tensor:
-        """Rows of a table by torch."""
+        """Torch gathers the rows."""
         return reference.embed(ids, table, first_row)
 
     def activation(self, x: Tensor, name: str) -> Tensor:
-        """``gelu_new`` here, others by torch; ``x`` is contiguous."""
+        """The tanh form runs here, other activations in torch; ``x`` is contiguous."""
         if name not in _GELU_NAMES:
             return reference.activation(x, name)
         y = torch.empty_like(x)
@@ -231,7 +225,7 @@ class CpuOps:
         )  # fmt: skip
 
     def rotated_attention(self, *_arguments: object) -> None:
-        """Rotation is an operator of its own."""
+        """None: rotation is an operator of its own."""
 
     def rope_and_cache(
         self,
@@ -242,10 +236,7 @@ class CpuOps:
         slots: Tensor,
         is_neox: bool = True,
     ) -> None:
-        """Rotate query and key heads [T, N + 2 K, H] in place, then store keys and values.
-
-        Parts of heads and pairs of neighbours are rotated by torch.
-        """
+        """Torch rotates partial heads and pairs of neighbouring dims."""
         num_kv = kv_cache.shape[3]
         if is_neox and cos_sin.shape[1] == heads.shape[2]:
             self.rotate(heads[:, :-num_kv], cos_sin, positions)
@@ -264,13 +255,12 @@ class CpuOps:
         slots: Tensor,
         is_neox: bool = True,
     ) -> None:
-        """Rotation and cache by torch."""
+        """Torch rotates and stores."""
         reference.rope_and_cache_latent(
             query, latent, key, cos_sin, positions, kv_cache, slots, is_neox
         )
 
     def write_kv(self, key: Tensor, value: Tensor, kv_cache: Tensor, slots: Tensor) -> None:
-        """Store each token's key and value [T, K, H] at its slot."""
         tokens, heads, head_size = key.shape
         self._write_kv(
             self._code, key.data_ptr(), value.data_ptr(), kv_cache.data_ptr(),
@@ -285,8 +275,9 @@ class CpuOps:
         metadata: AttentionMetadata,
         spec: AttentionSpec,
     ) -> Tensor:
-        """Causal attention over cached keys and values; reads nothing behind a query, and
-        no block that its window hides. Rows of several sequences are torch's.
+        """Reads no token behind a query and no block outside the window.
+
+        Torch serves rows of several sequences.
         """
         if metadata.rows is not None:
             return reference.paged_attention(query, kv_cache, metadata, spec)
@@ -315,7 +306,7 @@ class CpuOps:
         spec: AttentionSpec,
         heads: LatentHeads,
     ) -> Tensor:
-        """Latent vectors are attended to as they are; see `reference.latent_attention`."""
+        """All rows attend to latent vectors."""
         parts = self.head_linear, self.paged_attention
         return reference.latent_attention(
             query, latent, key, kv_cache, metadata, spec, heads, parts

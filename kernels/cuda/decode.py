@@ -104,7 +104,7 @@ def decode(
 
     With ``cos_sin``, which `rotates` must allow, queries are followed in memory by the K
     keys and the K values of the same token, which is the last of its sequence: queries and
-    keys are rotated as `reference.rope_and_cache` rotates whole heads by their halves, on the
+    keys are rotated as `Ops.rope_and_cache` rotates whole heads by their halves, on the
     way, and keys and values go to their slots.
     """
     num_sequences, num_heads, head_size = query_SNH.shape

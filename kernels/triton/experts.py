@@ -237,7 +237,7 @@ def expert_mlp(
     first_expert: int = 0,
     cuts: tuple[TritonCut, TritonCut] | None = None,
 ) -> Tensor:
-    """The weighted sum of each token's experts; see `reference.expert_mlp`.
+    """The weighted sum of each token's experts; see `Ops.expert_mlp`.
 
     Rows of ``x`` are contiguous, all else is whole. The host learns nothing of the choice, so
     it is safe under CUDA graph capture: grids depend on the number of tokens alone.

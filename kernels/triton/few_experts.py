@@ -171,7 +171,7 @@ def stream_experts(
     down_XDF: Tensor,
     first_expert: int = 0,
 ) -> Tensor:
-    """The weighted sum of each token's experts; see `reference.expert_mlp`.
+    """The weighted sum of each token's experts; see `Ops.expert_mlp`.
 
     bf16 or float16, sums in float32, for what `can_stream`. Rows of ``x`` are contiguous, all
     else is whole. Nothing is sorted: a program looks up its place's expert, and ends at once

@@ -51,7 +51,7 @@ def _leave_best_groups(  # type: ignore[no-untyped-def]
 def _places_of(  # type: ignore[no-untyped-def]
     chosen, choices, source, table, num_copies, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Places of the chosen experts; see `reference.choose_experts`."""
+    """Places of the chosen experts; see `Ops.choose_experts`."""
     bits = tl.load(source).to(tl.float32).to(tl.uint32, bitcast=True) & 0x7FFFFFFF
     # Unsigned: with the choice added, a drawn number may be above the signed ones.
     copies = (bits + choices.to(tl.uint32)) % tl.load(num_copies + chosen).to(tl.uint32)
@@ -131,7 +131,7 @@ def choose_experts(
     counter: ExpertCounter | None = None,
     table: PlaceTable | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Each token's experts; see `reference.choose_experts`. Safe under CUDA graph capture.
+    """Each token's experts; see `Ops.choose_experts`. Safe under CUDA graph capture.
 
     Rows of ``logits`` are contiguous, ``bias`` and ``table`` are whole. Of equal experts the
     first comes first.

@@ -7,7 +7,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec, LatentHeads
-from trimaran.kernels.dispatch import Ops
+from trimaran.kernels.operators import Ops
 from trimaran.worker.layers.rotary import RotaryEmbedding
 
 # Shapes: T tokens of the step, N query heads, K key-value heads, A = N + 2 K, H head size,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from trimaran.kernels.dispatch import Ops
+from trimaran.kernels.operators import Ops
 from trimaran.worker.layers.methods import (
     LinearMethod,
     LoRAMethod,

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from trimaran.kernels.dispatch import Ops
+from trimaran.kernels.operators import Ops
 
 
 class LinearMethod(Protocol):

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trimaran.kernels.dispatch import Ops
+from trimaran.kernels.operators import Ops
 from trimaran.worker.layers.linear import ParallelLinear
 from trimaran.worker.layers.methods import AdapterState
 from trimaran.worker.lora.adapter_messages import ArrivingAdapter, Row

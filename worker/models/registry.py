@@ -10,7 +10,8 @@ import torch
 
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.topology import ParallelLayout
-from trimaran.kernels.dispatch import Ops, select_ops
+from trimaran.kernels.dispatch import select_ops
+from trimaran.kernels.operators import Ops
 from trimaran.kernels.torch_ops import TorchOps
 from trimaran.worker.config.engine_config import CacheConfig, EngineConfig
 from trimaran.worker.config.engine_folder import EngineFolder, FolderKind

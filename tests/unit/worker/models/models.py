@@ -29,7 +29,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from trimaran.kernels.dispatch import Ops
+from trimaran.kernels.operators import Ops
 from trimaran.worker.config.engine_folder import EngineFolder
 from trimaran.worker.models.interfaces import CausalLM, StageRange
 from trimaran.worker.models.registry import build_model
