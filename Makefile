@@ -86,7 +86,8 @@ test-mpi-%: $(VENV)/.test  ## tests on N MPI ranks: make test-mpi-4
 MODELS_REPORT := .models.json
 MODELS_TEST := -m mpi4py -m pytest -q --timeout=300 --models-report $(MODELS_REPORT) tests/models
 
-test-models: $(VENV)/.test  ## every family in every layout; writes the table of docs/models.md
+test-models: $(VENV)/.test  ## every case of every matrix, every family in every layout; writes the table of docs/models.md
+	$(PYTEST) -n $(UNIT_PROCESSES) --dist loadfile --all-cases -m matrix tests/unit
 	@rm -f $(MODELS_REPORT)
 	$(call on-ranks,1,$(MODELS_TEST))
 	$(call on-ranks,2,$(MODELS_TEST))

@@ -21,6 +21,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="FILE",
         help="write what became of the tests of each feature, as JSON",
     )
+    parser.addoption(
+        "--all-cases",
+        action="store_true",
+        help="run every case of tests marked `matrix`, not only the cases that they keep",
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -39,6 +44,26 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError("--features-report needs all tests in one process: without -n")
     if path is not None:
         config.pluginmanager.register(_Report(path), "features-report")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave each test marked `matrix` the cases that it keeps, spread over all of them."""
+    if config.getoption("--all-cases"):
+        return
+    matrices: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("matrix") is not None:
+            matrices.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left_out: set[pytest.Item] = set()
+    for cases in matrices.values():
+        mark = cases[0].get_closest_marker("matrix")
+        assert mark is not None
+        count = min(mark.kwargs["keep"], len(cases))
+        kept = {cases[index * len(cases) // count] for index in range(count)}
+        left_out.update(case for case in cases if case not in kept)
+    if left_out:
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
 
 
 class _Report:

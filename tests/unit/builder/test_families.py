@@ -48,6 +48,7 @@ def _spread(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
+@pytest.mark.matrix(keep=10)
 @pytest.mark.parametrize("name", list(FAMILIES))
 def test_a_built_folder_of_two_stages_gives_the_logits_of_transformers(
     name, tmp_path, trimaran

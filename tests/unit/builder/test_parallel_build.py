@@ -261,6 +261,7 @@ def test_what_the_workers_say_is_counted_together():
     assert workers.num_done == 45
 
 
+@pytest.mark.matrix(keep=1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_build_that_a_signal_stops_says_that_it_can_go_on(number, llama, build, tmp_path):
     folder, output = llama(**LARGER).folder, tmp_path / "engine"

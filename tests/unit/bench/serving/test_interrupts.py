@@ -91,6 +91,7 @@ def interrupt(
     return command.communicate(timeout=60)
 
 
+@pytest.mark.matrix(keep=2)
 @pytest.mark.parametrize(
     ("protocol", "flags", "whole_group"),
     [

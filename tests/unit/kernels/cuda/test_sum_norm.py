@@ -73,6 +73,7 @@ def test_every_launch_adds_what_all_ranks_gave_to_it(
         torch.testing.assert_close(run.output[rank], normed)
 
 
+@pytest.mark.matrix(keep=2)
 @pytest.mark.parametrize(
     ("dtype", "width"),
     [

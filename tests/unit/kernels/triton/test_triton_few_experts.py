@@ -29,6 +29,7 @@ def twin(x, weights, ids, gate_up, down, first=0):
     return reference.expert_mlp(x.float(), weights, ids, *matrices, first)
 
 
+@pytest.mark.matrix(keep=6)
 @pytest.mark.parametrize(
     ("tokens", "experts", "chosen", "hidden", "inner"),
     [(1, 4, 2, 128, 256), (1, 8, 3, 256, 128), (2, 5, 2, 384, 384)],

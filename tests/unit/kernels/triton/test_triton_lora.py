@@ -28,6 +28,7 @@ def make_tables(width: int, rows: tuple[int, ...], generator: torch.Generator) -
     return AdapterTables(torch.cat(pieces).half() / 8, places)
 
 
+@pytest.mark.matrix(keep=6)
 @pytest.mark.parametrize(
     ("width", "rows"), [(96, (64,)), (160, (72, 200)), (1100, (48, 16, 32))]
 )

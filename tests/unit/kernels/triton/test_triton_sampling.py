@@ -115,6 +115,7 @@ FILTERS = [
 ]
 
 
+@pytest.mark.matrix(keep=1)
 @pytest.mark.parametrize(
     ("vocab_size", "kind"), [(50, "tied"), (5001, "flat"), (5001, "peaked")]
 )
@@ -152,6 +153,7 @@ def test_of_equal_logits_the_lowest_id_wins_and_masked_ones_never():
     assert drawn[2:] == [8999, 8999]
 
 
+@pytest.mark.matrix(keep=1)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("fields", [FILTERS[0], FILTERS[2], FILTERS[5], FILTERS[9]])
 def test_logits_that_are_no_numbers_lead_to_an_id_and_hurt_no_other_row(fields):

@@ -37,6 +37,7 @@ def change(state, **fields):
     return replace(state, models=tuple(models))
 
 
+@pytest.mark.matrix(keep=1)
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [

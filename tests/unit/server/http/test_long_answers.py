@@ -83,6 +83,7 @@ def contents(server, stub):
     return lambda: stub.ModelInfer(message)
 
 
+@pytest.mark.matrix(keep=4)
 @pytest.mark.parametrize(
     "prepare",
     [

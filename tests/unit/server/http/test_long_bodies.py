@@ -50,6 +50,7 @@ def long_texts(num_bytes=2 * LONG_BYTES):
     return kinds * (num_bytes // 1000)
 
 
+@pytest.mark.matrix(keep=2)
 @pytest.mark.parametrize("kind", BODIES)
 def test_no_stream_waits_for_a_huge_body(server, kind):
     path, body = BODIES[kind]
@@ -136,6 +137,7 @@ def test_errors_of_long_bodies_are_those_of_short_ones(server, path, body):
     assert (long.status, long.error) == (short.status, short.error)
 
 
+@pytest.mark.matrix(keep=1)
 @pytest.mark.parametrize("cut", [0, 1])
 def test_no_stream_waits_for_millions_of_strings_after_the_json(server, cut):
     blob = bytes(HUGE - cut)

@@ -50,6 +50,7 @@ def test_files_of_an_ensemble_whose_step_cannot_be_read_go_at_once(frontend):
     assert list(frontend.scratch.iterdir()) == []
 
 
+@pytest.mark.matrix(keep=1)
 @pytest.mark.parametrize("name", ["\\000", "../secret", "1/../../secret", "/etc/hostname"])
 def test_labels_that_are_none_of_the_models_files_are_refused_with_what_came_along(
     frontend, name

@@ -101,6 +101,7 @@ WAYS = {
 }
 
 
+@pytest.mark.matrix(keep=2)
 @pytest.mark.parametrize("way", WAYS)
 def test_an_answer_is_what_its_request_defines(make_engine, models, way):
     rng = random.Random(way)

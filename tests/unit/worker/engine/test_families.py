@@ -39,6 +39,7 @@ def outputs_of(driver, prompts):
     return [driver.output(number) for number in ids]
 
 
+@pytest.mark.matrix(keep=3)
 def test_a_built_engine_gives_the_tokens_of_transformers(make_engine, checkpoint):
     driver = make_engine(max_num_batched_tokens=17, tokens_per_block=4)
     prompts = models.prompts(3, 22, 61)

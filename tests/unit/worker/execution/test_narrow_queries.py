@@ -83,6 +83,7 @@ STEPS = {
 }  # fmt: skip
 
 
+@pytest.mark.matrix(keep=1)
 @pytest.mark.parametrize("steps", STEPS.values(), ids=STEPS)
 def test_tokens_and_caches_are_those_of_all_queries(runners, steps, monkeypatch):
     monkeypatch.setattr(model_runner, "_LEAST_SPARED", 8)

@@ -242,6 +242,7 @@ sys.stdin.readline()
 """
 
 
+@pytest.mark.matrix(keep=1)
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, None])
 def test_nothing_is_left_when_the_rank_ends(how):
     rank = subprocess.Popen(

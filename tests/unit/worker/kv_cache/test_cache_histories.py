@@ -208,6 +208,7 @@ class History:
         self.check_empty()
 
 
+@pytest.mark.matrix(keep=2)
 @pytest.mark.parametrize("first", range(4))
 def test_every_block_row_and_slot_comes_back_and_held_what_it_should(first):
     num_loaded = num_paused = 0

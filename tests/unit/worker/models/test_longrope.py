@@ -36,6 +36,7 @@ def model_folder(checkpoint):
     return checkpoint[0]
 
 
+@pytest.mark.matrix(keep=4)
 @pytest.mark.parametrize(
     "changes",
     [

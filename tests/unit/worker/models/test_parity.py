@@ -55,6 +55,7 @@ def pair(request, tmp_path, ops_of):
     return theirs, models.load_ours(tmp_path, ops=ops_of(torch.float32))
 
 
+@pytest.mark.matrix(keep=32)
 def test_greedy_tokens_in_float32_are_those_of_transformers(pair):
     theirs, ours = pair
     prompts = models.prompts(1, 3, 4, 5, 37)
@@ -64,6 +65,7 @@ def test_greedy_tokens_in_float32_are_those_of_transformers(pair):
     assert outputs == models.reference_greedy(theirs, prompts, 20)
 
 
+@pytest.mark.matrix(keep=28)
 def test_logits_in_float32_are_those_of_transformers(pair):
     theirs, ours = pair
     (prompt,) = models.prompts(40)
@@ -74,6 +76,7 @@ def test_logits_in_float32_are_those_of_transformers(pair):
     torch.testing.assert_close(logits, expected, atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.matrix(keep=33)
 @pytest.mark.parametrize("makes_all_queries", [True, False])
 @torch.inference_mode()
 def test_hidden_states_of_wanted_tokens_are_theirs_among_all(pair, makes_all_queries):

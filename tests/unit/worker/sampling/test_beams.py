@@ -144,6 +144,7 @@ def output_of(driver, request):
     return driver.output(request)
 
 
+@pytest.mark.matrix(keep=4)
 @pytest.mark.parametrize("way", WAYS)
 def test_beams_do_not_depend_on_how_steps_are_made(make, prompt_of, alone, way):
     if not alone:

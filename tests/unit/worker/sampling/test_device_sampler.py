@@ -80,6 +80,7 @@ EDITS = [
 ]
 
 
+@pytest.mark.matrix(keep=1)
 @pytest.mark.parametrize("num_ids", [VOCAB, 9])
 def test_edited_logits_give_the_ids_and_log_probs_of_the_cpu(num_ids):
     torch.manual_seed(num_ids)
@@ -189,6 +190,7 @@ def masked(vocab_size, allowed):
     return torch.from_numpy(np.packbits(masks, axis=1, bitorder="little").view(np.int32))
 
 
+@pytest.mark.matrix(keep=1)
 @pytest.mark.parametrize("at_once", [1, 2, 128])
 def test_rows_that_are_edited_leave_the_others_as_they_are(monkeypatch, at_once):
     """Guided, penalised, filtered and plain rows, of logits in the model's dtype."""

@@ -42,6 +42,7 @@ def test_a_prompt_that_waits_is_looked_up_only_once_there_may_be_room(monkeypatc
     planner.check_empty()
 
 
+@pytest.mark.matrix(keep=3)
 @pytest.mark.parametrize("policy", ["guaranteed_no_evict", "max_utilization"])
 @pytest.mark.parametrize("seed", range(4))
 def test_who_waits_gets_the_place_that_a_look_at_every_step_finds(monkeypatch, policy, seed):
