@@ -59,7 +59,7 @@ class PeerLink(asyncio.Protocol):
         return future.result()
 
     def close(self) -> None:
-        """End the connection; nobody hears of its loss."""
+        """End the connection without calling the loss callback."""
         self._on_lost = _nobody
         if self._transport is not None:
             self._transport.close()

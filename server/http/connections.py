@@ -114,7 +114,7 @@ class _Connection(web.RequestHandler):
         super().__init__(manager, **options)
         self._open_files = open_files
         self._last_body: StreamReader | None = None
-        """Of the youngest request."""
+        """The body of the latest request."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Take a connection, or say why it cannot stay."""

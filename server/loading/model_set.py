@@ -290,12 +290,12 @@ class ExclusiveNames:
         self._released = asyncio.Event()
 
     def are_free(self, names: Iterable[str]) -> bool:
-        """Whether nobody works on any of these."""
+        """Whether none of these models is held."""
         return self._held.isdisjoint(names)
 
     @asynccontextmanager
     async def hold(self, names: Iterable[str]) -> AsyncIterator[None]:
-        """Wait until nobody works on any of these, and keep others off them."""
+        """Wait until none of these models is held, then hold them exclusively."""
         wanted = set(names)
         while not self.are_free(wanted):
             self._released.clear()

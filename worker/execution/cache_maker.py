@@ -42,7 +42,7 @@ class CacheMaker:
         """Tokens of a block."""
         self.config = replace(config, tokens_per_block=self.block_size)
         self.block_bytes = sum(group.block_bytes(self.block_size) for group in self.groups)
-        """Of a block of every group."""
+        """The bytes of one block in every group together."""
 
     def _usual_block_size(self) -> int:
         """As many tokens as let attention read on the near side of memory, if any do."""

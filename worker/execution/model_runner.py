@@ -66,7 +66,7 @@ class ModelRunner:
         self._adapter_graphs: CudaGraphs | None = None
         self.adapters: AdapterStore | None = None
         self.expert_loads: ExpertLoads | None = None
-        """Of a model whose experts are counted."""
+        """Set only for a model whose expert loads are counted."""
 
         self.hosts: list[HostCopies] = []
         """Each group's part of the host's memory, where blocks are kept there."""

@@ -93,7 +93,7 @@ class ModelRunnerOutput(Protocol):
     """One step's result, maybe still on its way."""
 
     marks: StepMarks
-    """Of this rank's part of the step."""
+    """The marks of this rank's part of the step."""
 
     def wait(self) -> SampledTokens:
         """What was sampled, on the host. Once, and blocks until it is there."""

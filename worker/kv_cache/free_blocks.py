@@ -10,7 +10,7 @@ from itertools import chain
 from typing import NamedTuple
 
 DEFAULT_PRIORITY = 35
-"""Of content that no request said anything about; priorities are 0 to 100."""
+"""The retention priority of content without a request's own; priorities are 0 to 100."""
 
 _FEW_ENDS = 1024
 """So many outdated words are not worth looking for."""

@@ -38,7 +38,7 @@ class Target:
 
     inputs: DimPartition
     outputs: DimPartition
-    """Of the whole part, those that this rank has."""
+    """This rank's outputs of the whole part."""
 
     offset: int
     """Where they begin in this rank's output of the linear layer."""

@@ -22,7 +22,7 @@ from trimaran.worker.requests.request import Request
 logger = logging.getLogger(__name__)
 
 _SHOWN_CHARACTERS = 256
-"""Of a name that no adapter has, in an error: a client may send one of any length."""
+"""Characters of an unknown adapter name in an error: a client may send any length."""
 
 _MANY = 256
 """So many requests of an adapter are kept before those that are over are looked for."""

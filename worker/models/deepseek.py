@@ -28,7 +28,7 @@ from trimaran.worker.parallel.tensor_parallel import Addend
 # head, L dims of a latent vector, R rotated dims of a key.
 
 _LATENT_NORM_EPSILON = 1e-6
-"""Of the norms inside the attention, whatever that of the layers' norms is."""
+"""The epsilon of the norms inside the attention; the layer norms have their own."""
 
 _PREDICTED_LAYER = (
     "embed_tokens.weight", "enorm.weight", "hnorm.weight", "eh_proj.weight",

@@ -35,13 +35,13 @@ ATTENTION_ADAPTERS: AdapterModules = {
     "attn_v": ("attention.qkv_proj", "v"),
     "attn_dense": ("attention.o_proj", ""),
 }
-"""Of an attention with one product for queries, keys and values."""
+"""Adapter modules of an attention with a fused query, key and value projection."""
 
 PLAIN_MLP_ADAPTERS: AdapterModules = {
     "mlp_h_to_4h": ("mlp.up_proj", ""),
     "mlp_4h_to_h": ("mlp.down_proj", ""),
 }
-"""Of an MLP without a gate."""
+"""Adapter modules of an MLP without a gate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,7 +298,7 @@ class CausalLM(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights, activations and KV cache."""
+        """The dtype of weights, activations and KV cache."""
         return self.context.dtype
 
     @property

@@ -28,16 +28,16 @@ _SCORE = attrgetter("score")
 
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
-    """One output: what it holds and how likely it is."""
+    """One output: its token ids and its log probability."""
 
     token_ids: array[int]
-    """Of the output, without the end id."""
+    """The output's token ids, without the end id."""
 
     log_probs: array[float]
-    """One an id."""
+    """One log probability per id."""
 
     cum_log_prob: float
-    """Of the output, an end id included."""
+    """The output's log probability, an end id included."""
 
     score: float
     """What hypotheses are ranked by: ``cum_log_prob`` by the length to the length penalty."""

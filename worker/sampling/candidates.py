@@ -13,7 +13,7 @@ from trimaran.comm.collectives.tensor_group import TensorParallelGroup
 _ID_BITS = 0x7FFFFFFF
 
 LEAST_KEY = -(1 << 63)
-"""Of a rank without ids."""
+"""The key of a rank without ids."""
 
 
 def argmax(logits_NV: Tensor) -> Tensor:

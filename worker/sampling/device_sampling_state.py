@@ -43,7 +43,7 @@ class DeviceSamplingState:
             (num_rows, sampling_state.WIDTH), dtype=torch.int32, device=device
         )
         self.bad_words: dict[int, Tensor] = {}
-        """Of rows that have any; see `triton_logits.forbid_bad_words`."""
+        """The bad words of rows that have any; see `triton_logits.forbid_bad_words`."""
         self._entered: dict[int, npt.NDArray[np.int32]] = {}
         self._counts: Tensor | None = None
 

@@ -97,7 +97,7 @@ class SamplerOutput:
     token_ids: Tensor
     log_probs: Tensor | None = None
     beams: BeamCandidates | None = None
-    """Of the rows that are beams, whose ids mean nothing."""
+    """Candidates of the beam rows; `token_ids` has no meaning in these rows."""
 
     is_stuck: Tensor | None = None
     """bool [N]: whether every id is forbidden, so that the row's means nothing; None: no row

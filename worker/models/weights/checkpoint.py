@@ -106,7 +106,7 @@ def _unpickled(path: Path) -> dict[str, Tensor]:
 _MAX_NAMES = 5
 _HEAD = "lm_head.weight"
 _ROWS = 4096
-"""Of a matrix that are compared at once."""
+"""Rows of a matrix that are compared at once."""
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
