@@ -143,29 +143,36 @@ class TokenStream:
         for live in self._live.values():
             live.abandon()
 
-    async def wait(self) -> bool:
-        """Wait until there is something to `take`. False after the last chunk of all."""
-        while self._unfinished:
-            self._ready = [place for place, live in self._unfinished.items() if live.has_news]
-            if self._ready:
-                return True
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        return False
+    @property
+    def is_over(self) -> bool:
+        """Whether the last chunk of every sequence was taken."""
+        return not self._unfinished
+
+    def poll(self) -> bool:
+        """Whether there are chunks to `take` now."""
+        self._ready = [place for place, live in self._unfinished.items() if live.has_news]
+        return bool(self._ready)
+
+    def news(self) -> asyncio.Future[None]:
+        """Resolves at the next chunk of any sequence. One reader at a time may wait."""
+        self._waiter = asyncio.get_running_loop().create_future()
+        return self._waiter
 
     def take(self) -> Iterator[tuple[int, int, TokenChunk, bool]]:
         """(sample, sequence, chunk, whether it is the last of all) of each sequence that had
-        news when `wait` returned. A chunk is taken when the iterator reaches it, so that it
+        news at the last `poll`. A chunk is taken when the iterator reaches it, so that it
         holds what came meanwhile.
 
         Raises:
             RequestError: the engine refused or lost a sequence.
         """
-        for place in self._ready:
-            chunk = self._unfinished[place].take()
-            if chunk.is_last:
-                del self._unfinished[place]
-            yield *place, chunk, not self._unfinished
+        return map(self._taken, self._ready)
+
+    def _taken(self, place: tuple[int, int]) -> tuple[int, int, TokenChunk, bool]:
+        chunk = self._unfinished[place].take()
+        if chunk.is_last:
+            del self._unfinished[place]
+        return *place, chunk, not self._unfinished
 
     def _wake(self) -> None:
         waiter, self._waiter = self._waiter, None

@@ -103,7 +103,10 @@ class TokenModel:
             await add_digests([sample.adapter for sample in samples])
             await self._gathering.join(len(samples))
             stream.start(samples, num_sequences, self._policy, is_incremental=is_incremental)
-            while await stream.wait():
+            while not stream.is_over:
+                if not stream.poll():
+                    await stream.news()
+                    continue
                 for sample, sequence, chunk, is_end in stream.take():
                     response = answers.take(sample, sequence, chunk, is_end)
                     if response is not None:
