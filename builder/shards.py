@@ -112,7 +112,7 @@ def take_shards(source: EngineFolder, output: Path) -> ShardTable:
             progress.show(sum(sizes[:number]), f"taking {path.name}")
             target = output / path.name
             try:
-                # Of a link the file: whoever has the folder has the weights then.
+                # A link is replaced by its file, so that the folder holds the weights.
                 target.hardlink_to(path.resolve())
             except OSError:  # another file system, or one without links
                 shutil.copyfile(path, target)

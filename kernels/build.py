@@ -102,7 +102,7 @@ def cache_folder() -> Path:
     try:
         return _writable_folder(Path(named) if named else Path.home() / ".cache")
     except RuntimeError:
-        # Nobody knows this user, as in a container that was given a number alone.
+        # The user has no name, as in a container that was started with a number alone.
         return _own_folder("no home folder")
 
 

@@ -54,7 +54,7 @@ def compile_ahead(
 def run_beside(jobs: Iterable[Callable[[], object]]) -> None:
     """Run jobs in threads of their own, in their order; returns at once.
 
-    For jobs that leave a cache filled. Whoever asks for the same later waits for it there, or
+    For jobs that leave a cache filled. A later request for a kernel waits for it there, or
     meets there the error that a job ended with.
     """
     pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="compile")

@@ -115,7 +115,7 @@ def select_experts(
 
 
 def _has_compiler() -> bool:
-    """Whether CUDA C++ can be built; where not, whoever chooses products says so."""
+    """Whether CUDA C++ can be built; where not, the choice of products logs the reason."""
     try:
         check_compiler()
     except KernelsUnavailableError:

@@ -53,7 +53,7 @@ class ServedModels(Protocol):
         """Let a service ask for changes."""
 
     async def follow(self) -> None:
-        """See to changes that nobody asks this front end for, until cancelled."""
+        """Follow changes of the repository or of the first front end, until cancelled."""
 
     async def give_up(self) -> None:
         """Drop the loads under way. May be called twice."""

@@ -190,7 +190,7 @@ class Service:
 
 
 def unknown_region(kind: str, name: str) -> RequestError:
-    """The error of a shared-memory region that nobody registered."""
+    """The error of a shared-memory region that was never registered."""
     return RequestError(
         f"Unable to find {kind} shared memory region: '{name}'", ErrorKind.NOT_FOUND
     )

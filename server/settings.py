@@ -107,7 +107,7 @@ Changes = Mapping[str, Sequence[str] | None]
 class TraceSettings:
     """What would be traced, of the server and of single models.
 
-    Tracing needs a file, which nobody can name while the server runs; so the level stays
+    Tracing needs a file, which cannot be named while the server runs; so the level stays
     OFF, and nothing is traced, as on a server that was started without a trace file.
     """
 

@@ -21,7 +21,7 @@ _given: set[int] = set()
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now, and that nobody else is about to listen on.
+    """Ports without a listener, which no other caller of this function is about to use.
 
     A server binds its ports seconds after they were chosen for it. So a port is given once
     only to all processes of this user that ask here, for as long as the one that asked

@@ -157,13 +157,13 @@ def _serve(connection: Connection, make_target: MakeTarget, share: _Share) -> No
         said = error
     # uvloop leaves what it watched non-blocking, which takes no long list of records.
     os.set_blocking(connection.fileno(), True)
-    # Whoever wants it may be gone: then the connection ends, which stopped the load.
+    # The parent process may be gone; the connection then ends, which stopped the load.
     with suppress(ConnectionError):
         connection.send(said)
 
 
 def _end_with_parent() -> None:
-    """Send no more once whoever wants the answers is gone, by a signal for example."""
+    """Send no more once the parent process is gone, by a signal for example."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 

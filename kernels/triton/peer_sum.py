@@ -119,7 +119,7 @@ def _two_shot_kernel(  # type: ignore[no-untyped-def]
             offsets = rank * share + program * part + inside
             mask = (inside < part) & (offsets < num_elements)
             total = _total(peers, base, offsets, mask, x, SIZE, TILE)
-            # Nobody else reads this rank's share of its slot before the second meeting.
+            # No other rank reads this rank's part of its slot before the second barrier.
             tl.store(mine + offsets, total.to(x.dtype.element_ty), mask=mask)
         _meet(peers, own, count, rank, SIZE)
         for peer in tl.static_range(SIZE):

@@ -218,7 +218,7 @@ def race(  # type: ignore[no-untyped-def]
         exact = tl.where(is_before(x, ids, bound, bound_id), exact, float("-inf"))
     score = tl.max(exact, 0)
     winner = tl.min(tl.where(exact == score, ids, _NO_ID), 0)
-    # Whoever else could reach that, rounding of the bound and of its scale included?
+    # Which other ids could reach that, rounding of the bound and of its scale included?
     needed = score * 1.4426950408889634 - 31.0
     needed -= 1e-4 + 1e-6 * (tl.abs(needed) + 64.0)
     rivals = tl.maximum(tl.where(lanes == lane, float("-inf"), best), second)

@@ -221,6 +221,6 @@ class FirstFrontend:
     async def _on_counts(
         self, link: PeerLink, arguments: Mapping[str, Any]
     ) -> Mapping[str, Any]:
-        # Of this one's successor nobody else could learn what it had counted.
+        # The followers alone can tell a successor of the first front end what it had counted.
         self._legacy = arguments["legacy"]
         return self._counts()

@@ -212,7 +212,7 @@ class ModelMirror:
     def _apply_states(self, state: SharedState) -> None:
         told = {(each.name, each.version): each for each in state.states}
         for each in told.values():
-            # Of a model that is loaded here nobody but this front end knows when it is over.
+            # This front end alone knows when the load of a model here is over.
             if each.state is VersionState.LOADING or self._set.get(each.name) is None:
                 self._registry.set_state(each.name, each.version, each.state, each.reason)
         for known in self._registry.not_ready():

@@ -79,7 +79,7 @@ class PeerLink(asyncio.Protocol):
                 self._transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The other end is gone: whoever waits for its answers is told."""
+        """The other end is gone: every waiter for its answers gets an error."""
         self._transport = None
         for future in self._waiting.values():
             if not future.done():
@@ -135,7 +135,7 @@ def _gone() -> RequestError:
 
 
 def _nobody(link: PeerLink) -> None:
-    """Nobody wants to know."""
+    """The default listener does nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,7 +34,7 @@ Context: TypeAlias = grpc.aio.ServicerContext
 
 
 class _ClientGoneError(Exception):
-    """Nobody is there to be written to; the call's own end cancels what still runs."""
+    """The client is gone; the end of the call cancels what still runs."""
 
 
 class StreamSession:

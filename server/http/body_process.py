@@ -100,7 +100,7 @@ def _spans(length: int, dtype: np.dtype[Any]) -> Iterator[tuple[int, int]]:
 
 _PR_SET_PDEATHSIG = 1
 _NICENESS = 5
-"""Whoever sends a long body waits, rather than everybody else."""
+"""The sender of a long body waits, and other clients do not."""
 
 MAX_ERROR_CHARACTERS = 1 << 16
 """Errors that list what a body holds are cut there."""

@@ -102,7 +102,7 @@ class BodyReader:
                     "the process that read the request's JSON ended", ErrorKind.UNAVAILABLE
                 ) from None
             except BaseException:
-                # Nobody waits for the answer any more, nor may the exchange: it has ended, or
+                # The waiter for the answer is gone, and maybe the exchange: it has ended, or
                 # never began.
                 self._end(process)
                 asyncio.get_running_loop().run_in_executor(None, process.reap)

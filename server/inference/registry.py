@@ -84,7 +84,7 @@ class _Version:
 
 @dataclass(slots=True)
 class _Extras:
-    """What belongs to a model for as long as somebody holds it."""
+    """What belongs to a model for as long as the model is referenced."""
 
     validator: Validator
     labels: Mapping[str, list[str]]
@@ -93,7 +93,7 @@ class _Extras:
 class ModelRegistry:
     """All models of one front end. An empty version text means the highest version.
 
-    A version is replaced between two steps of the event loop: whoever has got a model
+    A version is replaced between two steps of the event loop: a caller that got a model
     keeps what belongs to it until its request ends.
     """
 
@@ -310,7 +310,7 @@ def parse_version(text: str) -> int | None:
 
 
 def _nobody() -> None:
-    """Nobody wants to know."""
+    """The default listener does nothing."""
 
 
 def _unknown(what: str) -> RequestError:

@@ -72,7 +72,7 @@ class ModelControl:
         """Models of the front end before this one that are yet to come back."""
 
         self._num_unloads: Counter[str] = Counter()
-        """How often each model was unloaded while somebody worked on it."""
+        """How often each model was unloaded while another task worked on it."""
 
         self._cut_off: set[str] = set()
         """Models whose first load ended with the front end before this one."""
@@ -181,7 +181,7 @@ class ModelControl:
     async def load_read(
         self, read: Mapping[str, ReadModel], *, all_or_none: bool = False
     ) -> None:
-        """Load these models, which somebody has read; returns once they serve.
+        """Load these models, which were read before; returns once they serve.
 
         With ``all_or_none`` the first failure gives up the others, and nothing is served.
 
@@ -290,7 +290,7 @@ class ModelControl:
         waiting = {each.name for each in self._set.waiting()}
         for each in users:
             if self._registry.state(each.name, each.version) is VersionState.LOADING:
-                # What somebody unloaded, or a step of it, does not make the server unready.
+                # An unloaded model, or a step of one, does not make the server unready.
                 is_wanted = is_lost and each.name in waiting
                 reason = "a step of it is not served any more" if is_wanted else UNLOADED
                 unavailable = VersionState.UNAVAILABLE

@@ -63,7 +63,7 @@ class Outcome:
     """What a commit left behind."""
 
     replaced: list[LoadedModel] = field(default_factory=list)
-    """Models that nobody can reach any more but the requests that run on them; those that
+    """Models that only their running requests reach; those that
     run others come before those others."""
 
     failures: dict[str, Exception] = field(default_factory=dict)

@@ -29,7 +29,7 @@ class GivenUpError(LoadError):
 
 
 class BackgroundTasks:
-    """Tasks that nobody waits for, until they are given up together."""
+    """Background tasks, which are given up together."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -164,11 +164,11 @@ class ModelPreparation:
         return list({id(engines): engines for engines, _ in self._leaving.values()}.values())
 
     def note_leaving(self, engines: ModelEngines, task: asyncio.Task[None]) -> None:
-        """Have whoever needs the place of these engines wait for the task that ends them."""
+        """Make loads that need these engines' devices wait for the task that ends them."""
         self._leaving.update(dict.fromkeys(engines.groups, (engines, task)))
 
     def ended(self, groups: Iterable[str]) -> None:
-        """These are gone: nobody is to wait for them, nor to be left them."""
+        """These engines are gone: no load waits for them, and no successor inherits them."""
         for group in groups:
             self._leaving.pop(group, None)
         self._remember()
@@ -272,7 +272,7 @@ async def all_idle(models: Iterable[LoadedModel]) -> None:
 
 
 def is_expected(failure: BaseException) -> bool:
-    """Whether a failure is somebody's to mend, and no bug of ours."""
+    """Whether an operator or a client can mend a failure, which is then no bug of ours."""
     return isinstance(failure, (RequestError, ConfigError))
 
 

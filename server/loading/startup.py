@@ -83,7 +83,7 @@ class ModelStartup:
             await self._groups.close(None, self._surplus)
         self._control.adopt(self._opened)
         try:
-            # Nobody is to wait for weights before hearing that a tokenizer is missing.
+            # A missing tokenizer is reported before weights are loaded.
             await self._control.load_read(self._read, all_or_none=True)
         except LoadError as error:
             if isinstance(error.__cause__, ConfigError):

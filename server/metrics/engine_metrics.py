@@ -304,7 +304,7 @@ class EngineMetrics:
     def count_group(
         self, model: str, version: str, group: str, num_requests: Callable[[], int]
     ) -> None:
-        """Show what ``num_requests`` says whenever somebody asks."""
+        """Show what ``num_requests`` returns at each scrape."""
         self._groups.setdefault((model, version), set()).add(group)
         self._group_requests.labels(model, version, group).set_function(num_requests)
 

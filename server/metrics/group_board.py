@@ -62,7 +62,7 @@ class GroupBoard:
 
 
 class BoardMetrics:
-    """Looks at the board whenever somebody asks; a group that is forgotten is not shown."""
+    """Reads the board at each scrape; a group that was removed is not shown."""
 
     def __init__(self, board: GroupBoard, registry: CollectorRegistry) -> None:
         self._board = board

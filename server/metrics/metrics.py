@@ -255,7 +255,7 @@ class Metrics:
     def count_group(
         self, model: str, version: str, group: str, num_requests: Callable[[], int]
     ) -> None:
-        """Show how many requests a worker group owes, asked for whenever somebody reads."""
+        """Show how many requests a worker group owes, counted at each scrape."""
         self._engines.count_group(model, version, group, num_requests)
 
     def count_replays(self, model: str, version: str, num_replays: int) -> None:

@@ -140,7 +140,7 @@ class ModelMetrics:
             self._first_response = _first_response_series(families, labels, config)
 
     def show_queue(self, model: QueueingModel) -> None:
-        """Show how many requests of the model wait, whenever somebody reads."""
+        """Show how many requests of the model wait, counted at each scrape."""
         self._pending.set_function(lambda: model.num_queued)
 
     def success(

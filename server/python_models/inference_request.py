@@ -133,7 +133,7 @@ class InferenceRequest:
         """Run it and wait: a response, or with ``decoupled`` an iterator of them.
 
         A failure comes as a response with an error. The call ends with the requests that it
-        is made for: when nobody waits for those any more, it is cancelled.
+        is made for: when no caller waits for those any more, the request is cancelled.
 
         Raises:
             TritonModelException: the tensors are too large for one message.

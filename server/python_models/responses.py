@@ -126,7 +126,7 @@ class InferenceResponse:
 class Ticket:
     """The right to answer one request. Thread safe.
 
-    It lives as long as the request, its sender or the call of ``execute``. If nobody holds
+    It lives as long as the request, its sender or the call of ``execute``. If nothing holds
     it any more and there was no final response, the client is told so.
     """
 

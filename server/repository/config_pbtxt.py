@@ -44,7 +44,7 @@ def read_config(path: Path) -> ModelConfig:
 
 
 def is_placeholder(value: str) -> bool:
-    """Whether a parameter's value is a template's placeholder that nobody filled."""
+    """Whether a parameter's value is a template's placeholder that was never filled."""
     return _PLACEHOLDER.fullmatch(value.strip()) is not None
 
 

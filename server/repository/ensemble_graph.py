@@ -25,7 +25,7 @@ def check_ensemble(path: Path, config: ModelConfig, models: Mapping[str, ModelCo
 
     Raises:
         ConfigError: a step's model or tensor does not exist, a tensor is read but written
-            by nobody or by two, types differ, or a step takes smaller batches.
+            by no step or by two, types differ, or a step takes smaller batches.
     """
     steps = config.ensemble_scheduling.step
     if not steps:

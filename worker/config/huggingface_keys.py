@@ -91,7 +91,7 @@ def rotation(values: Mapping[str, Any]) -> dict[str, Any]:
 def _refuse_lost(
     values: Mapping[str, Any], older: Mapping[str, Any], newer: Mapping[str, Any]
 ) -> None:
-    """Refuse what ``rope_scaling`` would hide, though nobody adds it in order to lose that."""
+    """Refuse keys that ``rope_scaling`` would hide, because hiding them is never meant."""
     for key in ("rope_theta", "partial_rotary_factor"):
         if newer.get(key) and not (older.get(key) or values.get(key)):
             raise ConfigError(

@@ -85,7 +85,7 @@ def _made_layout(
     """Layout of a folder with a shard a rank: only data-parallel ranks can be added."""
     tp_size, pp_size = asked.tp_size or made_for.tp_size, asked.pp_size or made_for.pp_size
     if asked.world_size and not asked.names_axes and asked.world_size != made_for.world_size:
-        # Somebody who names the ranks alone means to cut the layers over them.
+        # A number of ranks alone means tensor parallelism over all of them.
         folder.check_parallel(asked.world_size, 1)
     dp_size = asked.dp_size or made_for.dp_size
     if made_for.dp_size not in (1, dp_size):

@@ -201,6 +201,6 @@ def _most_prompt_tokens(config: EngineConfig, launched: str) -> int:
             "Serve without it."
         )
     if most is None:
-        # Somebody who counts graphs wants no more of another kind.
+        # A given number of decode graphs asks for no graphs of another kind.
         return 0 if reason or config.max_cuda_graphs else PROMPT_TOKENS
     return most

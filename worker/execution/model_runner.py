@@ -167,7 +167,7 @@ class ModelRunner:
         """Run a step to its end before any stage begins another; while loading. Collective.
 
         A stage that begins early has its GPU wait for its input, while it loads kernels: that
-        waits for the GPU, and must not keep the result from whoever is to send the input.
+        waits for the GPU, and must not delay the rank that sends the input.
         """
         self.execute_model(decision).wait()
         if not (self.model.stage.is_first and self.model.stage.is_last):
@@ -232,7 +232,7 @@ class ModelRunner:
             return None
         if self.model.adapters.has_tokens or self._lane_bound.most_tokens:
             return None
-        # A product has rows, also where nobody samples: those of the first sequence's end.
+        # A product needs rows even if no row samples: the end of the first sequence.
         return wanted if len(wanted) else inputs.query_start_loc[1:2].long() - 1
 
     def _wanted_attention(

@@ -51,7 +51,7 @@ def _step(
     *,
     are_new: bool = True,
 ) -> SchedulerOutput:
-    """A step whose rows all use the first blocks: nobody reads what it writes."""
+    """A step whose rows all use the first blocks: what the step writes is never read."""
     return SchedulerOutput(
         step=0,
         rows=int32s([new.row for new in rows]),

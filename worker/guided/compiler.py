@@ -66,7 +66,7 @@ class GuideCompiler:
     """Compiles guides in threads of their own, and remembers what it compiled.
 
     Nothing ends a compiler but the end of its process, so each guide is first tried in
-    another, for as long as it may take and somebody waits. Only one that was compiled there
+    another, within the time limit and while a request waits. Only one that was compiled there
     is compiled here. What waits is cancelled by its future.
     """
 

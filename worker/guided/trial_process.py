@@ -37,7 +37,7 @@ def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     with open(int(sys.argv[2])) as file:
         library = Library.from_text(file.read(), _CACHE_BYTES)
-    # Nobody asks how copies end.
+    # The exit codes of copies are not collected.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     # They need not look for garbage here, which would copy the memory.
     gc.freeze()

@@ -172,7 +172,7 @@ def is_adapter_folder(folder: Path) -> bool:
 def version_of(folder: Path) -> tuple[tuple[int, int, int], ...]:
     """Times and sizes that change when one of the folder's files is replaced.
 
-    Whoever copies a file with its time of writing cannot set that of its last change.
+    A copy can keep a file's modification time, but not the time of its last change.
 
     Raises:
         AdapterFormatError: the weights are not there.
@@ -276,7 +276,7 @@ def write_arrays(tensors: AdapterTensors, folder: Path, dtype: str) -> None:
         arrays = {WEIGHTS_FILE: weights[None], CONFIG_FILES[0]: tensors.config_N3[None]}
         for name in arrays:
             check_replaceable("--out-dir:", folder / name)
-        # Whoever reads the folder meanwhile has the old adapter or the new one whole.
+        # A reader of the folder gets the old adapter or the new adapter, each whole.
         for name, array in arrays.items():
             np.save(_part_of(folder / name), array)
         for name in arrays:

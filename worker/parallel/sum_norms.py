@@ -91,7 +91,7 @@ def try_sum_norm(group: NcclGroup, limits: Mapping[int, int], *, is_exact: bool 
         addresses = memory.addresses
         sum_norm = SumNorm(addresses, group.rank, max_rows, group.device, memory)
         for dtype, width, _ in _CHECKED:
-            # Nobody compiles, and fails, while others wait for it inside a kernel.
+            # No rank compiles, and may fail, while other ranks wait inside a kernel.
             sum_norm.load(dtype, width)
     except (ConfigError, RuntimeError) as error:
         # The latter: no compiler takes the source, or the driver not what one made of it.

@@ -31,7 +31,7 @@ class BeamCandidates:
     """float32 [n, K], after temperature, penalties and masks."""
 
     def to_host(self) -> BeamCandidates:
-        """Launch the copies to the host; on a GPU into pinned memory, and nobody waits."""
+        """Launch the copies to the host; on a GPU into pinned memory, without a wait."""
         if self.token_ids.device.type == "cpu":
             return self
         return BeamCandidates(_to_host(self.token_ids), _to_host(self.log_probs))

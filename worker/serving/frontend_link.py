@@ -194,7 +194,7 @@ class FrontendLinks:
     # ---- one connection -----------------------------------------------------------------
 
     def _dial(self) -> float | None:
-        """Dial whoever is due; seconds until the next is (None: nobody waits)."""
+        """Dial the front ends that are due; seconds until the next is (None: none waits)."""
         now = time.monotonic()
         waits = []
         for peer in self._peers:

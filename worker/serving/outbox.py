@@ -56,7 +56,7 @@ class Outbox:
             for message in _take_ready(queue):
                 self._links.send(source, message)
                 if not self._links.is_open(source):
-                    # It was written for nobody.
+                    # The payload has no reader left.
                     self._bulk.drop(source)
             if not queue:
                 del self._waiting[source]

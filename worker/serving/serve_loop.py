@@ -155,7 +155,7 @@ class LeaderLoop:
             self._engine.cancel(source, message.request_ids)
         elif isinstance(message, Stop):
             self._engine.stop(message.client_request_id)
-            # They may be tokenizing the prompt of one, of which nobody else knows.
+            # Front ends may be tokenizing the prompt of a request that the engine has not seen.
             self._links.send_all(message, but=source)
         elif isinstance(message, KeepAdapter):
             self._engine.keep_adapter(message)

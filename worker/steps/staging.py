@@ -158,7 +158,7 @@ memory it may have the host wait until the stream has come as far as the copy.""
 def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
     """A small array on the device: shared memory on the CPU, a copy elsewhere.
 
-    Nobody waits for the copy. An array that cannot be written, as a message brings it, is
+    The host never waits. An array that cannot be written, as a message brings it, is
     copied on the CPU: torch warns of others.
     """
     tensor = torch.from_numpy(array if array.flags.writeable else array.copy())

@@ -164,7 +164,7 @@ class StepTimes:
 
     def __init__(self) -> None:
         self.on_enter: Callable[[Part], None] | None = None
-        """Told of every part that is entered, while somebody traces."""
+        """Called with every part that is entered while a trace is recorded."""
         self._seconds = [0.0] * len(Part)
         self._part = Part.IDLE
         self._since = time.perf_counter()
