@@ -30,7 +30,7 @@ RUNBOOK = DEPLOY.parent / "docs" / "runbook.md"
 LONG_BODY = {"text_input": "It was", "max_tokens": 800, "bad_words": "", "stop_words": ""}
 BODY = {"text_input": "It was", "max_tokens": 40, "bad_words": "", "stop_words": ""}
 SCRAPE_S = 1
-HOST_METRICS = DEPLOY.parent / "server" / "host_metrics.py"
+HOST_METRICS = DEPLOY.parent / "server" / "metrics" / "host_metrics.py"
 
 
 def of_gpus(text: str) -> bool:

@@ -23,7 +23,7 @@ def counted(num_requests, batch_size=1):
         model.statistics.record_success(
             batch_size=batch_size, total_ns=30, queue_ns=10, infer_ns=15
         )
-        model._metrics.success(batch_size=batch_size, total_us=30, queue_us=10, infer_us=15)
+        model.metrics.success(batch_size=batch_size, total_us=30, queue_us=10, infer_us=15)
         metrics.observe_time_to_first_token("m", "1", 0.03)
     return metrics, model.statistics
 
