@@ -16,8 +16,8 @@ from trimaran.server.administration import OwnAdministration
 from trimaran.server.config import FrontendConfig
 from trimaran.server.fleet.administration import Administration, Peers
 from trimaran.server.inference.admission import Admission
+from trimaran.server.inference.cooperative import run_cooperatively
 from trimaran.server.inference.metadata import completed_config
-from trimaran.server.inference.pieces import spread
 from trimaran.server.inference.registry import (
     IndexEntry,
     ModelRegistry,
@@ -101,8 +101,8 @@ class Service:
             RequestError: the request does not fit; nothing was started.
         """
         names = tuple(output.name for output in outputs)
-        check = self.registry.validator(model).check_in_pieces(inputs, names, request.id)
-        request.inputs = await spread(check)
+        check = self.registry.validator(model).check_in_chunks(inputs, names, request.id)
+        request.inputs = await run_cooperatively(check)
         request.outputs = names
         # Meanwhile the model may have been replaced, or unloaded.
         current = self.registry.get_ready(model.name, request.model_version)

@@ -9,7 +9,7 @@ import numpy as np
 from tritonclient.grpc import service_pb2 as pb
 
 from trimaran.comm.errors import ErrorKind, RequestError
-from trimaran.server.inference.pieces import PIECE_ITEMS, Pieces
+from trimaran.server.inference.cooperative import CHUNK_ITEMS, Cooperative
 from trimaran.server.inference.request import InferRequest, InferResponse, ParameterValue
 from trimaran.server.inference.tensor_bytes import NUMPY_TYPES, Array, to_bytes, to_parts
 from trimaran.server.inference.validation import INVALID_DATATYPE, WireInput
@@ -41,7 +41,7 @@ _TYPES_OF: dict[str, tuple[str, ...]] = {
 _CUSTOM_TYPES = ("string_param", "int64_param", "bool_param", "double_param")
 
 
-def parse_request(message: pb.ModelInferRequest) -> Pieces[ParsedInfer]:
+def parse_request(message: pb.ModelInferRequest) -> Cooperative[ParsedInfer]:
     """The request of a message. The inputs are not yet checked against the model.
 
     Raises:
@@ -94,7 +94,7 @@ def _apply_parameters(request: InferRequest, members: Mapping[str, pb.InferParam
 
 def _input(
     message: pb.ModelInferRequest, index: int, entry: pb.ModelInferRequest.InferInputTensor
-) -> Pieces[WireInput]:
+) -> Cooperative[WireInput]:
     name, model = entry.name, message.model_name
     if "shared_memory_region" in entry.parameters:
         raise _unknown_region(name, entry.parameters["shared_memory_region"])
@@ -118,7 +118,7 @@ def _input(
 
 def _contents(
     entry: pb.ModelInferRequest.InferInputTensor, datatype: str, model: str
-) -> Pieces[Array]:
+) -> Cooperative[Array]:
     found: Array = np.empty(0, NUMPY_TYPES.get(datatype, np.dtype(np.uint8)))
     for field, (element, datatypes) in _CONTENTS.items():
         values = getattr(entry.contents, field)
@@ -130,10 +130,10 @@ def _contents(
                 f"'{model}' of type '{element}', expected datatype '{datatype}'"
             )
         found = np.empty(len(values), NUMPY_TYPES[datatype])
-        for start in range(0, len(values), PIECE_ITEMS):
-            piece = values[start : start + PIECE_ITEMS]
+        for start in range(0, len(values), CHUNK_ITEMS):
+            piece = values[start : start + CHUNK_ITEMS]
             # Through the field's type: a narrower one takes the low bits.
-            found[start : start + PIECE_ITEMS] = np.array(piece, NUMPY_TYPES[element])
+            found[start : start + CHUNK_ITEMS] = np.array(piece, NUMPY_TYPES[element])
             yield
     return found
 
@@ -166,7 +166,7 @@ def _unknown_region(tensor: str, parameter: pb.InferParameter) -> RequestError:
     )
 
 
-def fill_response(message: pb.ModelInferResponse, response: InferResponse) -> Pieces[None]:
+def fill_response(message: pb.ModelInferResponse, response: InferResponse) -> Cooperative[None]:
     """Write a response into a message; tensors always go as raw contents."""
     message.model_name = response.model_name
     message.model_version = response.model_version
@@ -176,7 +176,7 @@ def fill_response(message: pb.ModelInferResponse, response: InferResponse) -> Pi
     raw = message.raw_output_contents
     for output in response.outputs:
         message.outputs.add(name=output.name, datatype=output.datatype, shape=output.shape)
-        if output.data.size <= PIECE_ITEMS:
+        if output.data.size <= CHUNK_ITEMS:
             raw.append(to_bytes(output.data, output.datatype))
             continue
         parts = yield from to_parts(output.data, output.datatype)

@@ -16,8 +16,8 @@ from tritonclient.grpc import service_pb2_grpc
 from trimaran.comm.errors import ErrorKind, RequestError
 from trimaran.server.grpc.convert import fill_response, parse_request, utf8
 from trimaran.server.grpc.stream import GRPC_STOPPING, Context, StreamSession
+from trimaran.server.inference.cooperative import run_cooperatively
 from trimaran.server.inference.metadata import metadata_message, server_metadata
-from trimaran.server.inference.pieces import spread
 from trimaran.server.protocol.load_request import (
     load_request_of_grpc,
     unload_dependents_of_grpc,
@@ -143,14 +143,14 @@ class InferenceServicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type:
             model = service.registry.get_ready(request.model_name, request.model_version)
             if model.is_decoupled:
                 raise RequestError(DECOUPLED, ErrorKind.UNSUPPORTED)
-            parsed = await spread(parse_request(request))
+            parsed = await run_cooperatively(parse_request(request))
             parsed.request.model_version = request.model_version
             parsed.request.arrival_ns = arrival_ns
             response = await service.infer_once(
                 model, parsed.request, parsed.inputs, parsed.outputs
             )
             message = pb.ModelInferResponse()
-            await spread(fill_response(message, response))
+            await run_cooperatively(fill_response(message, response))
             sent = service.admission.sending()
             context.add_done_callback(lambda _: sent())
             return message

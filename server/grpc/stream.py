@@ -20,7 +20,7 @@ from trimaran.server.grpc.convert import (
     utf8,
     wants_empty_final,
 )
-from trimaran.server.inference.pieces import spread
+from trimaran.server.inference.cooperative import run_cooperatively
 from trimaran.server.inference.request import InferResponse, Model
 from trimaran.server.protocol.infer_json import ParsedInfer
 from trimaran.server.service import INTERNAL, Service
@@ -133,7 +133,7 @@ class StreamSession:
         self, message: pb.ModelInferRequest, arrival_ns: int
     ) -> tuple[Model, ParsedInfer, AsyncIterator[InferResponse]]:
         model = self._service.registry.get_ready(message.model_name, message.model_version)
-        parsed = await spread(parse_request(message))
+        parsed = await run_cooperatively(parse_request(message))
         parsed.request.model_version = message.model_version
         parsed.request.arrival_ns = arrival_ns
         responses = await self._service.infer(
@@ -178,7 +178,7 @@ class StreamSession:
     ) -> pb.ModelStreamInferResponse:
         await self._service.select(model, response, parsed.outputs)
         message = pb.ModelStreamInferResponse()
-        await spread(fill_response(message.infer_response, response))
+        await run_cooperatively(fill_response(message.infer_response, response))
         message.infer_response.parameters[FINAL].bool_param = is_final
         return message
 

@@ -16,7 +16,7 @@ from trimaran.comm.errors import RequestError
 from trimaran.server.http.body_reader import LONG_BYTES, BodyReader
 from trimaran.server.http.messages import JSON, LONG_ANSWER_BYTES, read_body, write_parts
 from trimaran.server.http.routes import Route
-from trimaran.server.inference.pieces import spread
+from trimaran.server.inference.cooperative import run_cooperatively
 from trimaran.server.inference.request import InferRequest, InferResponse, Model
 from trimaran.server.protocol.generate import (
     EXACTLY_ONE,
@@ -101,10 +101,11 @@ class GenerateEndpoint:
         first.id = request.id
         try:
             with self._service.admission.unless_given_up():
-                await stream.write(b"data: %b\n\n" % await spread(encoder.encode(first)))
+                event = await run_cooperatively(encoder.encode(first))
+                await stream.write(b"data: %b\n\n" % event)
                 async for response in responses:
                     response.id = request.id
-                    event = await spread(encoder.encode(response))
+                    event = await run_cooperatively(encoder.encode(response))
                     await stream.write(b"data: %b\n\n" % event)
         except RequestError as error:
             await stream.write(b"data: %b\n\n" % error_object(str(error)))
@@ -164,7 +165,7 @@ async def _only_answer(request: InferRequest, responses: AsyncIterator[InferResp
         if only is None:
             return error_object(EXACTLY_ONE)
         only.id = request.id
-        answer = await spread(GenerateEncoder().encode(only))
+        answer = await run_cooperatively(GenerateEncoder().encode(only))
         try:
             async for _ in responses:
                 answer = error_object(EXACTLY_ONE)

@@ -22,7 +22,7 @@ from trimaran.server.http.messages import (
     write_parts,
 )
 from trimaran.server.http.routes import Route
-from trimaran.server.inference.pieces import spread
+from trimaran.server.inference.cooperative import run_cooperatively
 from trimaran.server.inference.request import Model
 from trimaran.server.protocol.infer_json import ParsedInfer, header_length, parse_infer
 from trimaran.server.protocol.infer_response import EncodedInfer, encode_infer
@@ -54,7 +54,7 @@ async def infer(
             response = await service.infer_once(
                 model, parsed.request, parsed.inputs, parsed.outputs
             )
-            encoded = await spread(encode_infer(response, parsed))
+            encoded = await run_cooperatively(encode_infer(response, parsed))
             headers, parts = await _coded(request, encoded)
         if encoded.num_bytes > LONG_ANSWER_BYTES:
             is_last = service.admission.is_draining

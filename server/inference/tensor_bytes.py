@@ -11,7 +11,12 @@ import numpy as np
 from tritonclient.grpc.model_config_pb2 import DataType
 
 from trimaran.comm.errors import RequestError
-from trimaran.server.inference.pieces import PIECE_BYTES, PIECE_ITEMS, Pieces, finish
+from trimaran.server.inference.cooperative import (
+    CHUNK_BYTES,
+    CHUNK_ITEMS,
+    Cooperative,
+    run_at_once,
+)
 
 NUMPY_TYPES: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype(np.bool_),
@@ -62,7 +67,7 @@ def to_bytes(data: Array, datatype: str) -> bytes:
     return np.ascontiguousarray(data, NUMPY_TYPES[datatype]).tobytes()
 
 
-def to_parts(data: Array, datatype: str) -> Pieces[list[bytes]]:
+def to_parts(data: Array, datatype: str) -> Cooperative[list[bytes]]:
     """The same as `to_bytes`, in parts."""
     parts: list[bytes] = []
     if datatype == "BYTES":
@@ -71,7 +76,7 @@ def to_parts(data: Array, datatype: str) -> Pieces[list[bytes]]:
             yield
         return parts
     flat = np.ascontiguousarray(data, NUMPY_TYPES[datatype]).reshape(-1)
-    num_items = PIECE_BYTES // flat.itemsize
+    num_items = CHUNK_BYTES // flat.itemsize
     for start in range(0, len(flat), num_items):
         parts.append(flat[start : start + num_items].tobytes())
         yield
@@ -81,9 +86,9 @@ def to_parts(data: Array, datatype: str) -> Pieces[list[bytes]]:
 def cut_strings(data: Array) -> Iterator[list[bytes]]:
     """The elements of a BYTES tensor in order, at each time as many as take a moment."""
     flat = data.reshape(-1)
-    for start in range(0, len(flat), PIECE_ITEMS):
-        strings = list(map(_raw, flat[start : start + PIECE_ITEMS].tolist()))
-        if sum(map(len, strings)) <= PIECE_BYTES:
+    for start in range(0, len(flat), CHUNK_ITEMS):
+        strings = list(map(_raw, flat[start : start + CHUNK_ITEMS].tolist()))
+        if sum(map(len, strings)) <= CHUNK_BYTES:
             yield strings
         else:
             yield from ([string] for string in strings)
@@ -114,10 +119,10 @@ def split_strings(raw: Buffer, input_name: str) -> Array:
     Raises:
         RequestError: a length or a string is cut.
     """
-    return finish(split_in_pieces(raw, input_name))
+    return run_at_once(split_in_chunks(raw, input_name))
 
 
-def split_in_pieces(raw: Buffer, input_name: str) -> Pieces[Array]:
+def split_in_chunks(raw: Buffer, input_name: str) -> Cooperative[Array]:
     """The same as `split_strings`."""
     view = memoryview(raw)
     pieces: deque[list[bytes]] = deque()
@@ -140,7 +145,7 @@ def _some_strings(view: memoryview, start: int, input_name: str) -> tuple[list[b
     """The next strings from ``start`` on, and where they end."""
     elements: list[bytes] = []
     end = len(view)
-    while start < end and len(elements) < PIECE_ITEMS:
+    while start < end and len(elements) < CHUNK_ITEMS:
         if end - start < LENGTH_PREFIX_BYTES:
             raise RequestError(
                 f"incomplete string length indicator for inference input '{input_name}', "

@@ -11,7 +11,7 @@ import numpy as np
 from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelInput
 
 from trimaran.comm.errors import RequestError
-from trimaran.server.inference.pieces import Pieces, finish
+from trimaran.server.inference.cooperative import Cooperative, run_at_once
 from trimaran.server.inference.request import Tensor
 from trimaran.server.inference.tensor_bytes import (
     Array,
@@ -19,7 +19,7 @@ from trimaran.server.inference.tensor_bytes import (
     element_bytes,
     from_bytes,
     from_config,
-    split_in_pieces,
+    split_in_chunks,
 )
 
 INVALID_DATATYPE = "<invalid>"
@@ -62,11 +62,11 @@ class Validator:
         Raises:
             RequestError: the request does not fit the configuration.
         """
-        return finish(self.check_in_pieces(inputs, outputs, request_id))
+        return run_at_once(self.check_in_chunks(inputs, outputs, request_id))
 
-    def check_in_pieces(
+    def check_in_chunks(
         self, inputs: Sequence[WireInput], outputs: Iterable[str], request_id: str
-    ) -> Pieces[dict[str, Tensor]]:
+    ) -> Cooperative[dict[str, Tensor]]:
         """The same as `check`."""
         tensors: dict[str, Tensor] = {}
         with _prefixing(request_id):
@@ -160,7 +160,7 @@ class Validator:
         if batch_size == 0:
             raise _Prefixed(f"inference request batch-size must be >= 1 for '{self._name}'")
 
-    def _tensor(self, wire: WireInput) -> Pieces[Tensor]:
+    def _tensor(self, wire: WireInput) -> Cooperative[Tensor]:
         entry = self._check_entry(wire)
         flat = yield from self._elements(wire)
         return Tensor(wire.name, wire.datatype, flat.reshape(self._served_shape(wire, entry)))
@@ -203,7 +203,7 @@ class Validator:
         )
         return batch + tuple(next(variable, -1) if dim == -1 else dim for dim in target)
 
-    def _elements(self, wire: WireInput) -> Pieces[Array]:
+    def _elements(self, wire: WireInput) -> Cooperative[Array]:
         count = math.prod(wire.shape)
         if count > MAX_ELEMENTS:
             raise _Prefixed(too_many_elements(wire))
@@ -223,12 +223,12 @@ class Validator:
             return wire.data
         return from_bytes(wire.data, wire.datatype, (count,))
 
-    def _strings(self, wire: WireInput, expected: int) -> Pieces[Array]:
+    def _strings(self, wire: WireInput, expected: int) -> Cooperative[Array]:
         if isinstance(wire.data, np.ndarray):
             strings = wire.data
         else:
             try:
-                strings = yield from split_in_pieces(wire.data, wire.name)
+                strings = yield from split_in_chunks(wire.data, wire.name)
             except RequestError as error:
                 raise _Prefixed(str(error)) from None
         count = len(strings)

@@ -8,7 +8,7 @@ from typing import Any
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from trimaran.comm.errors import ErrorKind, RequestError
-from trimaran.server.inference.pieces import Pieces, finish
+from trimaran.server.inference.cooperative import Cooperative, run_at_once
 from trimaran.server.inference.request import (
     InferRequest,
     InferResponse,
@@ -141,7 +141,7 @@ class GenerateEncoder:
         self._order: list[int] = []
         self._pieces: list[bytes] = []
 
-    def encode(self, response: InferResponse) -> Pieces[bytes]:
+    def encode(self, response: InferResponse) -> Cooperative[bytes]:
         """One response as a JSON object.
 
         Raises:
@@ -191,7 +191,7 @@ def _value(output: Tensor) -> bytes:
         return text.encode("utf-8", "surrogateescape")
     if "INT" in output.datatype:
         return b"%d" % output.data.item()
-    return b"".join(finish(to_json(output.data, output.datatype, output.name)))
+    return b"".join(run_at_once(to_json(output.data, output.datatype, output.name)))
 
 
 def error_object(text: str) -> bytes:

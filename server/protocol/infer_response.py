@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from trimaran.comm.errors import RequestError
-from trimaran.server.inference.pieces import Pieces
+from trimaran.server.inference.cooperative import Cooperative
 from trimaran.server.inference.request import InferResponse, Tensor
 from trimaran.server.inference.tensor_bytes import object_array, to_parts
 from trimaran.server.protocol import json_access
@@ -95,7 +95,7 @@ async def _classified(
     return await asyncio.to_thread(chosen)
 
 
-def encode_infer(response: InferResponse, parsed: ParsedInfer) -> Pieces[EncodedInfer]:
+def encode_infer(response: InferResponse, parsed: ParsedInfer) -> Cooperative[EncodedInfer]:
     """The body for a response to a parsed request.
 
     Raises:

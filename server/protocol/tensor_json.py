@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from trimaran.comm.errors import ErrorKind, RequestError
-from trimaran.server.inference.pieces import PIECE_ITEMS, Pieces
+from trimaran.server.inference.cooperative import CHUNK_ITEMS, Cooperative
 from trimaran.server.inference.tensor_bytes import (
     NUMPY_TYPES,
     ONLY_BINARY,
@@ -94,7 +94,7 @@ def few_values(data: Array, datatype: str, output_name: str) -> list[Any] | None
     return values if len(values) == data.size else None
 
 
-def to_json(data: Array, datatype: str, output_name: str) -> Pieces[list[bytes]]:
+def to_json(data: Array, datatype: str, output_name: str) -> Cooperative[list[bytes]]:
     """The elements of an output, flat, as the parts of a text of JSON values and commas.
     Floats are the exact doubles of the elements.
 
@@ -120,8 +120,8 @@ def _cut(data: Array, datatype: str, output_name: str) -> Iterator[list[Any]]:
             yield list(map(text_of, strings))
         return
     flat = data.reshape(-1)
-    for start in range(0, len(flat), PIECE_ITEMS):
-        yield flat[start : start + PIECE_ITEMS].tolist()
+    for start in range(0, len(flat), CHUNK_ITEMS):
+        yield flat[start : start + CHUNK_ITEMS].tolist()
 
 
 def text_of(element: bytes | str) -> str:

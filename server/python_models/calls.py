@@ -9,7 +9,7 @@ from contextlib import aclosing
 from typing import Any, Protocol
 
 from trimaran.comm.errors import ErrorKind, RequestError
-from trimaran.server.inference.pieces import spread
+from trimaran.server.inference.cooperative import run_cooperatively
 from trimaran.server.inference.registry import ModelRegistry
 from trimaran.server.inference.request import InferRequest, InferResponse, Model
 from trimaran.server.inference.validation import WireInput
@@ -21,8 +21,8 @@ from trimaran.server.python_models.wire import (
     Question,
     RequestFields,
     Result,
-    pack_in_pieces,
-    unpack_in_pieces,
+    pack_in_chunks,
+    unpack_in_chunks,
 )
 
 logger = logging.getLogger(__name__)
@@ -172,12 +172,14 @@ def _about_metrics(
 async def _result(call: Call, response: InferResponse, *, is_final: bool) -> Result:
     return Result(
         call=call.call,
-        tensors=[await spread(pack_in_pieces(tensor)) for tensor in response.outputs],
+        tensors=[
+            await run_cooperatively(pack_in_chunks(tensor)) for tensor in response.outputs
+        ],
         parameters=dict(response.parameters),
         is_final=is_final,
     )
 
 
 async def _wire_input(packed: Packed) -> WireInput:
-    tensor = await spread(unpack_in_pieces(packed))
+    tensor = await run_cooperatively(unpack_in_chunks(packed))
     return WireInput(tensor.name, tensor.datatype, tensor.shape, tensor.data.reshape(-1))

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from trimaran.comm.errors import ErrorKind, RefusedError, RequestError, with_request_id
-from trimaran.server.inference.pieces import spread
+from trimaran.server.inference.cooperative import run_cooperatively
 from trimaran.server.inference.queue_policy import QueuePolicy
 from trimaran.server.inference.request import InferRequest
-from trimaran.server.python_models.wire import Packed, RequestFields, Respond, pack_in_pieces
+from trimaran.server.python_models.wire import Packed, RequestFields, Respond, pack_in_chunks
 
 MAX_UNREAD_BYTES, UNREAD_S = 256 << 20, 30.0
 """Bytes and seconds: a request with more unread bytes, from which the client has read nothing
@@ -48,7 +48,7 @@ class Job:
     async def pack(self) -> None:
         """Make the inputs ready for the wire."""
         for tensor in self.request.inputs.values():
-            self._inputs.append(await spread(pack_in_pieces(tensor)))
+            self._inputs.append(await run_cooperatively(pack_in_chunks(tensor)))
 
     def take(self, response: Respond | RequestError) -> None:
         """A response or the request's error arrived."""

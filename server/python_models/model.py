@@ -11,14 +11,14 @@ from collections.abc import AsyncGenerator
 from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelInstanceGroup, ModelOutput
 
 from trimaran.comm.errors import ConfigError, EngineDeadError, ErrorKind, RequestError
+from trimaran.server.inference.cooperative import run_cooperatively
 from trimaran.server.inference.metadata import completed_config, to_json
-from trimaran.server.inference.pieces import spread
 from trimaran.server.inference.request import InferRequest, InferResponse, Model, Tensor
 from trimaran.server.inference.tensor_bytes import from_config
 from trimaran.server.python_models.calls import ModelCalls
 from trimaran.server.python_models.instance import Instance
 from trimaran.server.python_models.job import Job, JobQueue
-from trimaran.server.python_models.wire import Respond, Start, unpack_in_pieces
+from trimaran.server.python_models.wire import Respond, Start, unpack_in_chunks
 from trimaran.server.repository.model_repository import RepositoryModel
 
 
@@ -144,7 +144,7 @@ class PythonModel:
             model_version=self.version,
             id=request.id,
             outputs=[
-                self._shapes.for_clients(await spread(unpack_in_pieces(packed)))
+                self._shapes.for_clients(await run_cooperatively(unpack_in_chunks(packed)))
                 for packed in message.tensors
             ],
             parameters=message.parameters,

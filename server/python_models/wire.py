@@ -16,9 +16,9 @@ import numpy as np
 from trimaran.comm.errors import ProtocolError
 from trimaran.comm.messages.bulk import INLINE_BYTES, BulkSender, open_bulk
 from trimaran.comm.transport.sockets import FrameCutter, frame
-from trimaran.server.inference.pieces import Pieces, finish
+from trimaran.server.inference.cooperative import Cooperative, run_at_once
 from trimaran.server.inference.request import Tensor
-from trimaran.server.inference.tensor_bytes import NUMPY_TYPES, split_in_pieces, to_parts
+from trimaran.server.inference.tensor_bytes import NUMPY_TYPES, split_in_chunks, to_parts
 
 MAX_FRAME_BYTES = 1 << 30
 """Longest message either way."""
@@ -302,10 +302,10 @@ def _decode(body: bytes) -> Message:
 
 def pack(tensor: Tensor) -> Packed:
     """A tensor for the wire."""
-    return finish(pack_in_pieces(tensor))
+    return run_at_once(pack_in_chunks(tensor))
 
 
-def pack_in_pieces(tensor: Tensor) -> Pieces[Packed]:
+def pack_in_chunks(tensor: Tensor) -> Cooperative[Packed]:
     """The same as `pack`."""
     shape = list(tensor.data.shape)
     if tensor.datatype == "BYTES":
@@ -319,14 +319,14 @@ def pack_in_pieces(tensor: Tensor) -> Pieces[Packed]:
 def unpack(packed: Packed, *, is_writable: bool = False) -> Tensor:
     """The inverse of `pack`, once `open_stowed` was there; a view of the message unless it
     has to be writable."""
-    return finish(unpack_in_pieces(packed, is_writable=is_writable))
+    return run_at_once(unpack_in_chunks(packed, is_writable=is_writable))
 
 
-def unpack_in_pieces(packed: Packed, *, is_writable: bool = False) -> Pieces[Tensor]:
+def unpack_in_chunks(packed: Packed, *, is_writable: bool = False) -> Cooperative[Tensor]:
     """The same as `unpack`."""
     name, datatype, shape, data = packed
     if datatype == "BYTES":
-        strings = yield from split_in_pieces(data, name)
+        strings = yield from split_in_chunks(data, name)
         return Tensor(name, datatype, strings.reshape(shape))
     if is_writable and isinstance(data, bytes):
         data = bytearray(data)

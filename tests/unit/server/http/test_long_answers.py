@@ -14,8 +14,8 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
 from tests.unit.server.small_models import ECHO, EchoModel
-from trimaran.server.inference import pieces
-from trimaran.server.inference.pieces import PIECE_BYTES, PIECE_ITEMS
+from trimaran.server.inference import cooperative
+from trimaran.server.inference.cooperative import CHUNK_BYTES, CHUNK_ITEMS
 from trimaran.server.protocol import infer_response
 
 HUGE = 24 << 20
@@ -106,7 +106,7 @@ def test_no_stream_waits_for_what_is_huge(server, stub, prepare):
     assert watch.longest_s < LONGEST_PAUSE_S
 
 
-@pytest.mark.parametrize("count", [0, 1, PIECE_ITEMS - 1, PIECE_ITEMS, 2 * PIECE_ITEMS + 1])
+@pytest.mark.parametrize("count", [0, 1, CHUNK_ITEMS - 1, CHUNK_ITEMS, 2 * CHUNK_ITEMS + 1])
 @pytest.mark.parametrize("is_binary", [False, True])
 def test_numbers_come_back_whatever_their_count(server, count, is_binary):
     values = np.arange(count, dtype=np.int64) - 7
@@ -129,9 +129,9 @@ def test_numbers_come_back_whatever_their_count(server, count, is_binary):
 @pytest.mark.parametrize(
     "strings",
     [
-        [b""] * (3 * PIECE_ITEMS),
-        ["ö".encode() * (PIECE_BYTES // 2 + 1), b"", b"\xff\0", b"a" * PIECE_BYTES],
-        [b"%d" % number * 500 for number in range(2 * PIECE_ITEMS)],
+        [b""] * (3 * CHUNK_ITEMS),
+        ["ö".encode() * (CHUNK_BYTES // 2 + 1), b"", b"\xff\0", b"a" * CHUNK_BYTES],
+        [b"%d" % number * 500 for number in range(2 * CHUNK_ITEMS)],
     ],
     ids=["empty", "long", "many"],
 )
@@ -158,7 +158,7 @@ def test_strings_come_back_whatever_their_lengths(server, stub, strings):
 
 
 def test_long_outputs_stand_among_short_ones(server):
-    many = list(range(2 * PIECE_ITEMS))
+    many = list(range(2 * CHUNK_ITEMS))
     inputs = [
         ("INT64", "INT64", many),
         ("TEXT", "BYTES", ['"data":[null]', "x"]),
@@ -223,17 +223,17 @@ def test_a_long_answer_that_nobody_reads_waits_and_ends_with_its_reader(fresh_se
     ],
 )
 def test_long_contents_are_what_short_ones_are(server, stub, name, field, values, dtype):
-    many = values * PIECE_ITEMS
+    many = values * CHUNK_ITEMS
     answer = stub.ModelInfer(message_of(name, name, len(many), **{field: many}))
     found = np.frombuffer(answer.raw_output_contents[0], dtype)
     short = stub.ModelInfer(message_of(name, name, len(values), **{field: values}))
     expected = np.frombuffer(short.raw_output_contents[0], dtype)
-    assert found.tolist() == expected.tolist() * PIECE_ITEMS
+    assert found.tolist() == expected.tolist() * CHUNK_ITEMS
 
 
 def test_a_cut_string_behind_many_is_found(server, stub):
-    blob = bytes(5 * 4 * PIECE_ITEMS) + b"\x05\0\0\0ab"
-    message = message_of("TEXT", "BYTES", 5 * PIECE_ITEMS + 1, blob)
+    blob = bytes(5 * 4 * CHUNK_ITEMS) + b"\x05\0\0\0ab"
+    message = message_of("TEXT", "BYTES", 5 * CHUNK_ITEMS + 1, blob)
     with pytest.raises(grpc.RpcError) as caught:
         stub.ModelInfer(message)
     assert caught.value.details() == (
@@ -246,7 +246,7 @@ def test_a_cut_string_behind_many_is_found(server, stub):
 def test_a_model_replaced_while_a_request_is_checked_is_not_run(
     fresh_server, monkeypatch, has_same_config
 ):
-    monkeypatch.setattr(pieces, "SLICE_S", 0.0)
+    monkeypatch.setattr(cooperative, "SLICE_S", 0.0)
     config = (
         ECHO
         if has_same_config

@@ -10,13 +10,13 @@ from weakref import WeakKeyDictionary
 
 ResultT = TypeVar("ResultT")
 
-Pieces: TypeAlias = Generator[None, None, ResultT]
+Cooperative: TypeAlias = Generator[None, None, ResultT]
 """Work that yields wherever others may run, a millisecond apart at most."""
 
-PIECE_ITEMS = 1 << 10
+CHUNK_ITEMS = 1 << 10
 """Elements of a tensor that one piece converts."""
 
-PIECE_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 20
 """Bytes of strings that one piece converts."""
 
 SLICE_S = 2e-3
@@ -36,14 +36,14 @@ class _Queues:
         self.turn = asyncio.Lock()
         """For the slice of a round."""
 
-        self.places = asyncio.Semaphore(MAX_HUGE)
+        self.huge = asyncio.Semaphore(MAX_HUGE)
         """For going on with huge work: first come, first served."""
 
 
 _queues: WeakKeyDictionary[asyncio.AbstractEventLoop, _Queues] = WeakKeyDictionary()
 
 
-def finish(work: Pieces[ResultT]) -> ResultT:
+def run_at_once(work: Cooperative[ResultT]) -> ResultT:
     """Do the work at once."""
     while True:
         try:
@@ -53,7 +53,7 @@ def finish(work: Pieces[ResultT]) -> ResultT:
             return result
 
 
-async def spread(work: Pieces[ResultT]) -> ResultT:
+async def run_cooperatively(work: Cooperative[ResultT]) -> ResultT:
     """Do the work on the event loop: short work at once, long work in slices. A round of the
     loop has one slice at most: of several long works each has its turn. Huge work waits where
     `MAX_HUGE` others are under way; in turns, all of them would end, and be held, at once.
@@ -68,7 +68,7 @@ async def spread(work: Pieces[ResultT]) -> ResultT:
             async with queues.turn:
                 await asyncio.sleep(0)
                 _do_slice(work)
-        async with queues.places:
+        async with queues.huge:
             while True:
                 async with queues.turn:
                     await asyncio.sleep(0)
@@ -80,7 +80,7 @@ async def spread(work: Pieces[ResultT]) -> ResultT:
         work.close()
 
 
-def _do_slice(work: Pieces[ResultT]) -> None:
+def _do_slice(work: Cooperative[ResultT]) -> None:
     """Go on with the work for a moment; StopIteration is its end."""
     due = time.monotonic() + SLICE_S
     next(work)

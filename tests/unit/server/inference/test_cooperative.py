@@ -1,17 +1,17 @@
-"""Long work on the event loop: others run between its pieces, and what it does is the same."""
+"""Long work on the event loop: other tasks run between its chunks; its result is the same."""
 
 import asyncio
 from itertools import pairwise
 
 import pytest
 
-from trimaran.server.inference import pieces
-from trimaran.server.inference.pieces import finish, spread
+from trimaran.server.inference import cooperative
+from trimaran.server.inference.cooperative import run_at_once, run_cooperatively
 
 
 @pytest.fixture(autouse=True)
-def slice_of_one_piece(monkeypatch):
-    monkeypatch.setattr(pieces, "SLICE_S", 0.0)
+def slice_of_one_chunk(monkeypatch):
+    monkeypatch.setattr(cooperative, "SLICE_S", 0.0)
 
 
 def work(log, name, count):
@@ -28,11 +28,11 @@ def fail():
 
 def test_work_at_once_gives_its_result():
     log = []
-    assert finish(work(log, "a", 2)) == "a"
+    assert run_at_once(work(log, "a", 2)) == "a"
     assert log == ["a0", "a1"]
 
 
-def test_others_run_between_the_pieces_of_long_work():
+def test_other_tasks_run_between_the_chunks_of_long_work():
     log = []
 
     async def others():
@@ -41,13 +41,13 @@ def test_others_run_between_the_pieces_of_long_work():
             await asyncio.sleep(0)
 
     async def main():
-        return (await asyncio.gather(spread(work(log, "a", 3)), others()))[0]
+        return (await asyncio.gather(run_cooperatively(work(log, "a", 3)), others()))[0]
 
     assert asyncio.run(main()) == "a"
     assert log == ["a0", "other", "a1", "other", "a2", "other"]
 
 
-def test_of_all_long_work_one_has_a_piece_in_a_round():
+def test_one_piece_of_long_work_has_a_chunk_in_each_round():
     log, rounds = [], []
 
     async def count():
@@ -58,7 +58,7 @@ def test_of_all_long_work_one_has_a_piece_in_a_round():
     async def main():
         counting = asyncio.ensure_future(count())
         names = "abcdef"
-        done = await asyncio.gather(*(spread(work(log, name, 20)) for name in names))
+        done = await asyncio.gather(*(run_cooperatively(work(log, name, 20)) for name in names))
         counting.cancel()
         assert done == list(names)
 
@@ -71,15 +71,17 @@ def test_of_all_long_work_one_has_a_piece_in_a_round():
 
 
 def test_huge_work_waits_while_others_are_huge_and_keeps_no_other_waiting(monkeypatch):
-    monkeypatch.setattr(pieces, "LONG_SLICES", 9)
+    monkeypatch.setattr(cooperative, "LONG_SLICES", 9)
     log = []
 
     async def main():
-        huge = [asyncio.ensure_future(spread(work(log, name, 40))) for name in "abcd"]
+        huge = [
+            asyncio.ensure_future(run_cooperatively(work(log, name, 40))) for name in "abcd"
+        ]
         while "a20" not in log:
             await asyncio.sleep(0)
         # What others have begun goes on in turns, and what is only long does too.
-        assert await spread(work(log, "e", 9)) == "e"
+        assert await run_cooperatively(work(log, "e", 9)) == "e"
         assert not any(task.done() for task in huge)
         huge[3].cancel()
         await asyncio.gather(*huge, return_exceptions=True)
@@ -94,9 +96,9 @@ def test_huge_work_waits_while_others_are_huge_and_keeps_no_other_waiting(monkey
 
 
 def test_short_work_is_done_at_once(monkeypatch):
-    monkeypatch.setattr(pieces, "SLICE_S", 3600.0)
+    monkeypatch.setattr(cooperative, "SLICE_S", 3600.0)
     log = []
-    running = spread(work(log, "a", 5))
+    running = run_cooperatively(work(log, "a", 5))
     with pytest.raises(StopIteration) as end:
         running.send(None)
     assert end.value.value == "a"
@@ -104,7 +106,7 @@ def test_short_work_is_done_at_once(monkeypatch):
 
 def test_what_fails_in_a_piece_comes_to_who_waits():
     with pytest.raises(ValueError, match="it failed"):
-        asyncio.run(spread(fail()))
+        asyncio.run(run_cooperatively(fail()))
 
 
 def test_nothing_goes_on_for_who_waits_no_more():
@@ -112,8 +114,8 @@ def test_nothing_goes_on_for_who_waits_no_more():
     endless = work(log, "a", 1 << 60)
 
     async def main():
-        task = asyncio.ensure_future(spread(endless))
-        other = asyncio.ensure_future(spread(work(log, "b", 3)))
+        task = asyncio.ensure_future(run_cooperatively(endless))
+        other = asyncio.ensure_future(run_cooperatively(work(log, "b", 3)))
         while "b2" not in log:
             await asyncio.sleep(0)
         task.cancel()
