@@ -1,4 +1,4 @@
-"""The first front end's administration: it loads models and changes settings for all."""
+"""The first front end's administration: loads models and changes settings for all."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CONTROL_REFUSED = "explicit model load / unload is not allowed if polling is ena
 
 
 class OwnAdministration:
-    """`Administration` by this front end itself. Used on the event loop only."""
+    """`Administration` in this process. Used on the event loop only."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class OwnAdministration:
         control: ModelControl | None = None,
         peers: Peers | None = None,
     ) -> None:
-        """``control`` is None where no model is loaded while the server runs."""
+        """``control`` is None where models cannot be loaded while the server runs."""
         self._config = config
         self._registry = registry
         self._metrics = metrics

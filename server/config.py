@@ -13,7 +13,7 @@ def frontend_title(index: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontendConfig:
-    """Everything a front end is told by the supervisor."""
+    """The settings of a front end, sent by the supervisor."""
 
     model_repository: str
     """Folder of the served models."""
@@ -22,16 +22,16 @@ class FrontendConfig:
     """Addresses on which engine groups dial in (`comm.address`)."""
 
     token: str = ""
-    """Secret that opens an engine's connection."""
+    """Secret that an engine must present on its connection."""
 
     index: int = 0
-    """Which of the front ends this is; the first one has index 0."""
+    """The index of this front end; the first one has index 0."""
 
     num_frontends: int = 1
     """Front ends that share the ports."""
 
     first_frontend: str = ""
-    """Address at which the first front end expects the others."""
+    """Address at which the first front end listens for the others."""
 
     groups: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Token-level model to the names of its worker groups."""
@@ -53,10 +53,10 @@ class FrontendConfig:
     """Limit on the JSON part of a request, each JSON tensor and raw requests."""
 
     exit_timeout_s: float = 30.0
-    """Longest drain."""
+    """Longest drain, in seconds."""
 
     replay_timeout_s: float = 120.0
-    """Requests of a dead group wait this long for the group to come back."""
+    """Requests of a dead group wait this long for the group to come back, in seconds."""
 
     max_replays: int = 2
     """Replays of one request before it fails."""
@@ -67,37 +67,38 @@ class FrontendConfig:
     """Models to load at start in explicit mode; ``*`` means all."""
 
     python_models: str = "native"
-    """Whose own code runs in a native role: see `PythonModels.parse`."""
+    """Models of a native role that run their own code: see `PythonModels.parse`."""
 
     repository_poll_s: float = 15.0
-    """Pause between two looks at the repository in poll mode."""
+    """Pause between two polls of the repository, in seconds."""
 
     routing: str = "auto"
-    """Between the groups of a model: ``least_loaded``, ``prefix_aware``, or ``auto``."""
+    """Routing between the groups of a model: ``least_loaded``, ``prefix_aware``, or ``auto``.
+    """
 
     remembered: bytes = b""
-    """What the front end before this one had loaded; empty for the first one."""
+    """The loaded models of the previous front end, serialized; empty for the first one."""
 
     log_verbose_level: int = 0
     log_kinds: dict[str, bool] = field(default_factory=dict)
-    """Whether lines of each kind (``log_info``) are logged; those that are missing are."""
+    """Whether lines of each kind (``log_info``) are logged; missing kinds are logged."""
 
     grpc_options: dict[str, int] = field(default_factory=dict)
-    """What the operator sets of gRPC, by its own names (``grpc.keepalive_time_ms``)."""
+    """gRPC settings of the operator, by gRPC's own names (``grpc.keepalive_time_ms``)."""
 
     tokenizer_threads: int = 2
     metrics_config: dict[str, str] = field(default_factory=dict)
     """``--metrics-config`` keys: counter_latencies, histogram_latencies, ..."""
 
     metrics_interval_s: float = 2.0
-    """Figures of the host are read again when they are older."""
+    """Longest age of host metrics, in seconds."""
 
     allow_cpu_metrics: bool = True
     allow_gpu_metrics: bool = True
 
     @property
     def is_first(self) -> bool:
-        """Whether this front end decides what is served, and counts for all of them."""
+        """Whether this front end loads models, and adds up the counts of all front ends."""
         return self.index == 0
 
     def to_wire(self) -> dict[str, Any]:

@@ -27,10 +27,10 @@ _GRPC_GRACE_S = 0.5
 
 
 class Frontend:
-    """Serves from the first time that all models are ready until told to shut down.
+    """Serves from the time that all models are ready until the shutdown command.
 
     Until then the ports are closed, so that "connection refused" means "still loading".
-    Afterwards they stay open, whatever becomes of the engines.
+    Afterwards they stay open, even when engines die.
     """
 
     def __init__(self, config: FrontendConfig, link: SupervisorLink) -> None:
@@ -78,7 +78,7 @@ class Frontend:
         await self._engines.close()
 
     async def _unless_shut_down(self, work: Coroutine[Any, Any, None]) -> bool:
-        """Do some work; False if the shutdown comes before its end."""
+        """Await some work; False if the shutdown comes first."""
         task = asyncio.ensure_future(work)
         shutdown = asyncio.ensure_future(self._shutdown.wait())
         await asyncio.wait({task, shutdown}, return_when=asyncio.FIRST_COMPLETED)
@@ -135,7 +135,9 @@ class Frontend:
             self._models.on_reply(command.arguments)
 
     async def _drain_within(self, timeout_s: float, num_lost_before: int) -> None:
-        """Admit nothing, close idle connections, and report when the rest is done."""
+        """Admit no requests, close idle connections, and report when running requests have
+        ended.
+        """
         num_unfinished = 0
         if self._service is not None:
             admission = self._service.admission

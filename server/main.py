@@ -23,7 +23,7 @@ EXIT_FAILURE, EXIT_CONFIG = 1, 2
 
 
 def main() -> None:
-    """Connect to the supervisor, serve what it says, and end when it says so."""
+    """Connect to the supervisor, serve, and end at the supervisor's command."""
     # The supervisor drains; a signal to the whole terminal group must not end requests.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
@@ -43,14 +43,14 @@ def main() -> None:
     except ConfigError as error:
         print(f"trimaran-frontend: {error}", file=sys.stderr)
         code = EXIT_CONFIG
-    # Worker threads of a library must not hold up the end of a served process.
+    # Threads of libraries must not delay the end of the process.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 def _index(env: ChildEnv) -> int | None:
-    """Which front end this is, by the name of its group; None for the first one."""
+    """The index of this front end, by the name of its group; None for the first one."""
     _, _, index = env.group.partition("-")
     return int(index) if index else None
 
@@ -72,7 +72,7 @@ def _serve(link: SupervisorLink, wire: dict[str, object]) -> int:
 
 
 async def _run(config: FrontendConfig, link: SupervisorLink) -> None:
-    # What was made so far lives as long as the process: keep it out of every collection.
+    # Objects made so far live as long as the process: exclude them from garbage collection.
     gc.collect()
     gc.freeze()
     await Frontend(config, link).run()

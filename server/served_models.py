@@ -1,4 +1,4 @@
-"""Where a front end's models come from: its own configuration, or the first front end."""
+"""The source of a front end's models: its own configuration, or the first front end."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from trimaran.server.settings import LogSettings, TraceSettings
 
 
 class ServedModels(Protocol):
-    """Fills the registry of one front end and keeps it as it should be."""
+    """Fills the registry of one front end and keeps it up to date."""
 
     async def begin(self) -> None:
-        """Make known what can be known before any engine has dialled in.
+        """Register the models that are known before any engine has dialled in.
 
         Raises:
             ConfigError: a model cannot be served.
@@ -50,23 +50,23 @@ class ServedModels(Protocol):
         """
 
     async def attach(self, service: Service) -> None:
-        """Let a service ask for changes."""
+        """Let a service request changes."""
 
     async def follow(self) -> None:
         """Follow changes of the repository or of the first front end, until cancelled."""
 
     async def give_up(self) -> None:
-        """Drop the loads under way. May be called twice."""
+        """Cancel the loads under way. Idempotent."""
 
     async def close(self) -> None:
-        """Let go of everything."""
+        """Release all models."""
 
     def on_reply(self, arguments: Mapping[str, Any]) -> None:
-        """Take an answer of the supervisor."""
+        """Dispatch an answer of the supervisor."""
 
 
 class OwnModels:
-    """The models of the first front end, which decides."""
+    """The models of the first front end, which loads them."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class OwnModels:
 
 
 class FollowedModels:
-    """The models of any other front end: those of the first one."""
+    """The models of any other front end: those of the first front end."""
 
     def __init__(
         self,
@@ -214,6 +214,6 @@ class FollowedModels:
 
 
 def _scratch(config: FrontendConfig) -> Path:
-    """A folder for files of clients, in the one that the supervisor deletes at the end."""
+    """A folder for clients' files, inside a folder that the supervisor deletes at the end."""
     address = Address.parse(config.engine_listen[0])
     return Path(address.path).parent / "models"

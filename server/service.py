@@ -1,4 +1,4 @@
-"""What the HTTP and gRPC servers share: models, counters, admission and settings."""
+"""The state that the HTTP and gRPC servers share: models, counters, admission, settings."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from trimaran.server.protocol.load_request import LoadRequest
 from trimaran.server.settings import Changes, LogSettings, TraceSettings
 
 INTERNAL = "internal error; the server's log has the details"
-"""What clients are told of a bug."""
+"""The text that clients get for an internal error."""
 
 SHARED_MEMORY_DISABLED = (
     "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to "
@@ -73,7 +73,7 @@ class Service:
         )  # fmt: skip
 
     def follow(self, first: Administration, trace_settings: TraceSettings) -> None:
-        """Ask ``first`` for administration, and show the trace settings that it sends."""
+        """Forward administration to ``first``, and show the trace settings that it sends."""
         self._administration = first
         self.trace_settings = trace_settings
 
@@ -98,13 +98,13 @@ class Service:
         """Check a parsed request against its model and start it.
 
         Raises:
-            RequestError: the request does not fit; nothing was started.
+            RequestError: the request does not fit the model; it was not started.
         """
         names = tuple(output.name for output in outputs)
         check = self.registry.validator(model).check_in_chunks(inputs, names, request.id)
         request.inputs = await run_cooperatively(check)
         request.outputs = names
-        # Meanwhile the model may have been replaced, or unloaded.
+        # The model may have been replaced or unloaded during the check.
         current = self.registry.get_ready(model.name, request.model_version)
         if current is not model and current.config != model.config:
             raise NotReadyError(model.name, model.version)
@@ -117,8 +117,8 @@ class Service:
         inputs: Sequence[WireInput],
         outputs: Sequence[RequestedOutput],
     ) -> InferResponse:
-        """Run a parsed request whose protocol has room for one response, and give that one:
-        the first, under the request's id, with the outputs that were asked for.
+        """Run a parsed request over a protocol with room for one response. Returns the first
+        response, under the request's id, with the requested outputs.
 
         Raises:
             RequestError: the request does not fit or has failed.
@@ -139,7 +139,7 @@ class Service:
     async def select(
         self, model: Model, response: InferResponse, outputs: Sequence[RequestedOutput]
     ) -> None:
-        """Leave a response with the outputs that were asked for, as they were asked for."""
+        """Reduce a response to the requested outputs, in the requested order."""
         response.outputs = await select_outputs(
             response.outputs,
             outputs,
@@ -148,13 +148,13 @@ class Service:
         )
 
     def own_counts(self) -> dict[str, Any]:
-        """What this front end alone has counted."""
+        """The counts of this front end alone."""
         models = (m for m in self.registry.models() if isinstance(m, MeasuredModel))
         statistics = [model.statistics.message() for model in models]
         return self.metrics.own_counts(statistics, self.admission.num_running)
 
     def check_traced(self, model: str) -> None:
-        """Raise a RequestError if trace settings are those of a model that does not exist."""
+        """Raise a RequestError if trace settings name a model that does not exist."""
         if model and all(m.name != model for m in self.registry.models()):
             raise RequestError(f"Request for unknown model : {model}")
 

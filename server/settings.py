@@ -21,15 +21,14 @@ _LEVELS = {
     "log_error": logging.ERROR,
 }
 LOG_KINDS = tuple(_LEVELS)
-"""Settings that say whether lines of a level are logged, the least first."""
+"""Settings that enable the lines of a level, least severe first."""
 
 FORMATS = ("default", "ISO8601")
 _MAX_LEVEL = (1 << 32) - 1
 
 
 def level_name(kinds: Mapping[str, bool], *, is_verbose: bool) -> str:
-    """The level of which, and above, lines are logged; of ``kinds`` those that are missing
-    are wanted."""
+    """The lowest level that is logged; ``kinds`` that are missing are enabled."""
     if is_verbose:
         return "DEBUG"
     wanted = (level for kind, level in _LEVELS.items() if kinds.get(kind, True))
@@ -37,12 +36,12 @@ def level_name(kinds: Mapping[str, bool], *, is_verbose: bool) -> str:
 
 
 def unknown_format(value: str, kind: ErrorKind) -> RequestError:
-    """The error of a log format; its kind is another over gRPC than over HTTP."""
+    """The error of a log format; its kind differs between gRPC and HTTP."""
     return RequestError(f"invalid argument for --log_format, got: {value}", kind)
 
 
 class LogSettings:
-    """What is logged. Changes take effect on the process's root logger."""
+    """The log settings. Changes take effect on the process's root logger."""
 
     def __init__(self, verbose_level: int = 0, kinds: Mapping[str, bool] | None = None) -> None:
         """``kinds`` are as in `level_name`."""
@@ -58,7 +57,7 @@ class LogSettings:
         return dict(self._values)
 
     def update(self, changes: dict[str, Any]) -> None:
-        """Change some settings: all of them, or none on an error. None keeps a setting.
+        """Change some settings: all of them, or none on an error. A None value keeps a setting.
 
         Raises:
             RequestError: a value of the wrong type, or a setting that clients may not change.
@@ -77,7 +76,7 @@ class LogSettings:
         if name in LOG_KINDS:
             return as_bool(value, f"'{name}'")
         if name == "log_verbose_level":
-            # What gRPC has no number for is as verbose as can be.
+            # A level beyond gRPC's range means the most verbose.
             return min(as_unsigned(value, f"'{name}'"), _MAX_LEVEL)
         if name == "log_file":
             raise RequestError(
@@ -101,19 +100,19 @@ _LEAST = {"trace_rate": 0, "trace_count": -1, "log_frequency": 0}
 _MOST = (1 << 31) - 1
 
 Changes = Mapping[str, Sequence[str] | None]
-"""Values by setting; None takes a change back."""
+"""Values by setting; None resets a setting."""
 
 
 class TraceSettings:
-    """What would be traced, of the server and of single models.
+    """Trace settings of the server and of single models.
 
-    Tracing needs a file, which cannot be named while the server runs; so the level stays
-    OFF, and nothing is traced, as on a server that was started without a trace file.
+    Tracing needs a file, which clients cannot name while the server runs. The level therefore
+    stays OFF and nothing is traced, as on Triton started without a trace file.
     """
 
     def __init__(self) -> None:
         self.changed: dict[str, dict[str, list[str]]] = {}
-        """What was changed, by model; that of the server under an empty name."""
+        """Changed settings by model; the server's under an empty name."""
 
     def values(self, model: str = "") -> dict[str, list[str]]:
         """All settings of a model, or of the server."""
@@ -169,7 +168,7 @@ def _unparsable(name: str, value: str) -> RequestError:
 
 
 def changes_of_json(document: object) -> Changes:
-    """The changes that a JSON body asks for.
+    """The changes that a JSON body requests.
 
     Raises:
         RequestError: a value of the wrong type.
@@ -186,5 +185,5 @@ def changes_of_json(document: object) -> Changes:
 
 
 def json_of_values(values: Mapping[str, list[str]]) -> dict[str, str | list[str]]:
-    """Settings as HTTP clients see them: of the levels a list, of others the text."""
+    """Settings as HTTP clients see them: levels as a list, others as text."""
     return {n: list(v) if n == "trace_level" else v[0] for n, v in values.items()}

@@ -1,4 +1,4 @@
-"""Who decides for all front ends of a server, and who is told of the decisions."""
+"""The decisions of the first front end, and the peers that receive them."""
 
 from __future__ import annotations
 

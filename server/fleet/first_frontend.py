@@ -1,4 +1,4 @@
-"""The first front end as another one sees it: it says what is served, and is asked for more."""
+"""A follower's connection to the first front end: state comes in, questions go out."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _REDIAL_S = 0.05
 _JOIN_TIMEOUT_S = 10.0
 _ASK_TIMEOUT_S = 10.0
 _RETRY_S = (1.0, 5.0, 30.0)
-"""Pauses before a model that could not be served here is tried again."""
+"""Pauses before a failed model is tried again here, in seconds."""
 
 
 class FirstFrontend:
@@ -40,8 +40,9 @@ class FirstFrontend:
         release: Callable[[Sequence[str]], Awaitable[None]],
         counts: Callable[[], Mapping[str, Any]],
     ) -> None:
-        """``note`` takes in a state as far as that is done at once, ``apply`` the rest of what
-        was noted; ``settled`` returns once that is done for one model."""
+        """``note`` takes in a state as far as possible at once; ``apply`` does the rest.
+        ``settled`` returns once that is done for one model.
+        """
         self._config = config
         self._note = note
         self._apply = apply
@@ -56,7 +57,7 @@ class FirstFrontend:
         self._link: PeerLink | None = None
         self._legacy: Mapping[str, Any] = {}
         self.expects_the_end = False
-        """Whether the server is on its way out, and the first front end with it."""
+        """Whether the server is shutting down, and the first front end with it."""
 
         self._verbs: dict[str, Verb] = {
             "state": self._on_state,
@@ -82,10 +83,12 @@ class FirstFrontend:
             self._link = None
 
     async def told(self) -> None:
-        """Return once this front end serves what the first one did when it was asked."""
+        """Return once this front end serves the models that the first one served at the
+        question.
+        """
         await self._is_told.wait()
 
-    # ---- what only the first one may do -------------------------------------------------
+    # ---- what only the first front end may do -------------------------------------------
 
     async def load(self, request: LoadRequest) -> None:
         """Have a model loaded, by all front ends.
@@ -127,7 +130,7 @@ class FirstFrontend:
         """Change the log settings of all front ends.
 
         Raises:
-            RequestError: a setting or a value is not allowed, or the first one is down.
+            RequestError: a setting or a value is not allowed, or the first front end is down.
         """
         await self._ask("change_log_settings", changes=dict(changes))
 
@@ -135,7 +138,7 @@ class FirstFrontend:
         """Change the trace settings of all front ends.
 
         Raises:
-            RequestError: a setting or a value is not allowed, or the first one is down.
+            RequestError: a setting or a value is not allowed, or the first front end is down.
         """
         await self._ask("change_trace_settings", model=model, changes=dict(changes))
 
@@ -146,7 +149,7 @@ class FirstFrontend:
         return await self._open_link().ask(verb, _ASK_TIMEOUT_S, **arguments)
 
     def _open_link(self) -> PeerLink:
-        # A link that is closed says by itself that the other end is gone.
+        # A closed link reports by itself that the other end is gone.
         return self._link if self._link is not None else PeerLink({}, lambda _: None)
 
     # ---- connection ---------------------------------------------------------------------
@@ -163,14 +166,14 @@ class FirstFrontend:
                 await link.ask("join", _JOIN_TIMEOUT_S, **who, legacy=self._legacy)
                 return link
             except (OSError, RequestError):
-                # It is still loading, or being started again.
+                # The first front end is still loading, or being restarted.
                 link.close()
                 await asyncio.sleep(_REDIAL_S)
 
     def _new_link(self) -> PeerLink:
         return PeerLink(self._verbs, lambda _: self._is_lost.set())
 
-    # ---- what the first one says --------------------------------------------------------
+    # ---- reports of the first front end --------------------------------------------------
 
     async def _on_state(self, link: PeerLink, wire: Mapping[str, Any]) -> Mapping[str, Any]:
         self._stop_trying()
@@ -198,11 +201,11 @@ class FirstFrontend:
 
     async def _follow(self, state: SharedState) -> bool:
         async with self._applying:
-            # What was told since is noted already, and applied next.
+            # A state that came meanwhile is noted already, and applied next.
             return state is not self._newest or await self._apply()
 
     async def _try_again(self, state: SharedState) -> None:
-        """Serve also what could not be served, once that is possible."""
+        """Retry models that could not be served, until they are served."""
         for pause_s in itertools.chain(_RETRY_S, itertools.repeat(_RETRY_S[-1])):
             await asyncio.sleep(pause_s)
             if await self._follow(state):
@@ -221,6 +224,6 @@ class FirstFrontend:
     async def _on_counts(
         self, link: PeerLink, arguments: Mapping[str, Any]
     ) -> Mapping[str, Any]:
-        # The followers alone can tell a successor of the first front end what it had counted.
+        # A successor of the first front end learns the old counts from the followers only.
         self._legacy = arguments["legacy"]
         return self._counts()

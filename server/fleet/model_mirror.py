@@ -1,4 +1,4 @@
-"""The models of a front end that serves what the first one says."""
+"""The models of a follower: the same that the first front end serves."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _RELEASE_POLL_S = 0.02
 
 
 class ModelMirror:
-    """Makes the registry what another front end says. Used on the event loop only.
+    """Makes the registry follow the first front end. Used on the event loop only.
 
-    It starts and ends no worker groups: those that it is told of dial in here too. A model
-    that is replaced finishes the requests that run on it.
+    The mirror starts and ends no worker groups: the groups of the first front end dial in here
+    too. A replaced model finishes its running requests.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class ModelMirror:
         self._wanted: dict[str, RememberedModel] = {}
         self._served: dict[str, RememberedModel] = {}
         self._making: dict[str, asyncio.Task[Candidate | None]] = {}
-        """Of wanted models that are not served, what will serve each."""
+        """The task or object that will serve each wanted model that is not served yet."""
 
         self._given_up: dict[str, asyncio.Task[None]] = {}
         self._superseded: asyncio.Future[None] | None = None
@@ -65,9 +65,9 @@ class ModelMirror:
         self._retiring = BackgroundTasks()
 
     def note(self, state: SharedState) -> None:
-        """Take in at once what nothing has to be started for: models that are not in this
-        are served no more, those of them that are being started are given up, and settings
-        are these."""
+        """Apply the part of a state that needs no start: stop serving models that the state
+        lacks, cancel their starts, and take over the settings.
+        """
         before, self._state, self._wanted = self._wanted, state, _wanted(state)
         for name in list(self._making):
             if self._wanted.get(name) != before.get(name):
@@ -87,9 +87,10 @@ class ModelMirror:
             self._superseded.set_result(None)
 
     async def apply(self) -> bool:
-        """Serve what was noted, each model as soon as it has started; returns once all of it
-        is so, or something else was noted. False if a model cannot be served here just now:
-        the same again may change that. One call at a time."""
+        """Serve the models of the noted state, each as soon as it has started. Returns once all
+        of them serve, or another state was noted; False if a model cannot be served now but
+        maybe later. One call at a time.
+        """
         state, has_failed = self._state, False
         self._superseded = asyncio.get_running_loop().create_future()
         for name, model in self._wanted.items():
@@ -105,18 +106,18 @@ class ModelMirror:
         return not has_failed
 
     async def settled(self, name: str) -> None:
-        """Return once a model that was noted is served, or cannot be just now."""
+        """Return once a noted model is served, or cannot be served now."""
         while name in self._unsettled:
             self._has_settled.clear()
             await self._has_settled.wait()
 
     async def released(self, groups: Sequence[str]) -> None:
-        """Return once nothing here runs on these groups, or ever will."""
+        """Return once no request runs on these groups here, and none can come."""
         while any(self._engines.is_known(group) for group in groups):
             await asyncio.sleep(_RELEASE_POLL_S)
 
     async def close(self) -> None:
-        """Give up what is under way, and end what the models started."""
+        """Cancel the starts under way, and end what the models started."""
         for name in list(self._making):
             self._give_up(name)
         await asyncio.gather(*self._given_up.values())
@@ -126,8 +127,9 @@ class ModelMirror:
     # ---- models -------------------------------------------------------------------------
 
     def _made(self) -> dict[str, Candidate | BaseException | None]:
-        """What serves wanted models, or keeps them from being served, as far as that is known
-        of them and of all that they run."""
+        """For each wanted model that can be decided now, its server or the reason why it cannot
+        be served. The steps of a composed model are decided first.
+        """
         found = {
             name: making.exception() or making.result()
             for name, making in self._making.items()
@@ -145,7 +147,7 @@ class ModelMirror:
         return made
 
     def _serve(self, made: Mapping[str, Candidate | BaseException | None]) -> bool:
-        """Serve these from now on; whether some cannot be."""
+        """Serve these from now on; whether some cannot be served."""
         candidates = [each for each in made.values() if isinstance(each, Candidate)]
         failures = {n: each for n, each in made.items() if isinstance(each, BaseException)}
         self._withdraw(failures.keys())
@@ -166,7 +168,7 @@ class ModelMirror:
         return bool(failures)
 
     def _give_up(self, name: str) -> None:
-        """Serve a model no more that was about to be; it may be wanted again."""
+        """Drop a model that was about to be served; a later state may want the model again."""
         making = self._making.pop(name)
         making.cancel()
         before = self._given_up.get(name)
@@ -179,7 +181,9 @@ class ModelMirror:
             del self._given_up[name]
 
     async def _candidate(self, model: RememberedModel) -> Candidate | None:
-        """What serves this model; None while it has no worker groups."""
+        """The task or object that serves this model; None while the model has no worker
+        groups.
+        """
         if model.name in self._given_up:
             await asyncio.wait({self._given_up[model.name]})
         read = await asyncio.to_thread(read_again, model, self._python)
@@ -212,14 +216,14 @@ class ModelMirror:
     def _apply_states(self, state: SharedState) -> None:
         told = {(each.name, each.version): each for each in state.states}
         for each in told.values():
-            # This front end alone knows when the load of a model here is over.
+            # Only this front end knows when its own load of the model has ended.
             if each.state is VersionState.LOADING or self._set.get(each.name) is None:
                 self._registry.set_state(each.name, each.version, each.state, each.reason)
         for known in self._registry.not_ready():
             is_told = (known.name, known.version) in told
             is_ours = known.name in self._wanted or self._set.get(known.name) is not None
             if not is_told and not is_ours:
-                # Its load was cut off with the first front end before this one, say.
+                # For example, the load was cut off with the previous first front end.
                 self._registry.forget(known.name, known.version)
         for loaded in self._set.loaded():
             key = loaded.candidate.name, loaded.candidate.version
@@ -234,8 +238,9 @@ class ModelMirror:
             self._retire(self._set.withdraw(names, explicitly=names))
 
     def _vacate(self, name: str) -> None:
-        """Let go of a model's groups, if it has any: its successor needs their place. It
-        admits nothing until that serves."""
+        """Release a model's groups, if the model has any: the successor needs their devices.
+        The model admits no requests until the successor serves.
+        """
         loaded = self._set.get(name)
         if loaded is not None and loaded.candidate.engines is not None:
             suspended = self._set.suspend(name)
@@ -273,8 +278,9 @@ def _steps(made: Candidate | BaseException | None) -> tuple[str, ...]:
 async def _discard(
     making: asyncio.Task[Candidate | None], before: asyncio.Task[None] | None
 ) -> None:
-    """End what was made for nothing, so that it can be made again. ``before`` ends what was
-    made of the same model earlier."""
+    """Release what was made for a dropped model, so that the model can be made again.
+    ``before`` is the task that ends the same model's earlier objects.
+    """
     await asyncio.wait({making, before} if before is not None else {making})
     candidate = None if making.cancelled() or making.exception() else making.result()
     if candidate is None:

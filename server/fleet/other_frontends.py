@@ -1,4 +1,4 @@
-"""The first front end's side of the others: it tells them what is served and adds up."""
+"""The first front end's side of its followers: sends them the state, adds up their counts."""
 
 from __future__ import annotations
 
@@ -27,30 +27,30 @@ from trimaran.server.settings import LogSettings, TraceSettings
 logger = logging.getLogger(__name__)
 
 _HEARD_TIMEOUT_S = 5.0
-"""Below what the others allow for their own questions."""
+"""Shorter than the followers' own time limit for their questions."""
 
 _SERVED_MARGIN_S = 30.0
 _JOIN_POLL_S = 0.02
 _LOOK_PERIOD_S = 2.0
 _COUNTS_TIMEOUT_S = 2.0
-"""A front end that is silent for longer counts as it did when it last answered."""
+"""A front end that is silent for longer counts as in its last answer."""
 
 
 class AdministeredService(Administration, Protocol):
-    """The service of the first front end, as far as the other front ends use it."""
+    """The service of the first front end, as followers use it."""
 
     log_settings: LogSettings
     trace_settings: TraceSettings
 
     def own_counts(self) -> dict[str, Any]:
-        """What this front end alone has counted."""
+        """The counts of this front end alone."""
 
 
 class OtherFrontends:
     """The front ends that share the ports with this one. Used on the event loop only.
 
-    They serve what this one serves, and ask it for what only one of them may do. While it
-    is down, they go on with what they know.
+    They serve the same models, and send administration requests here. While this front end is
+    down, they go on with the last state.
     """
 
     def __init__(
@@ -75,11 +75,11 @@ class OtherFrontends:
         self._is_stale = False
         self._told: Mapping[str, Any] = {}
         self._following: set[asyncio.Task[None]] = set()
-        """Questions that are answered once what they tell of is served."""
+        """Questions that are answered once the state in question is served."""
         registry.on_change = self.publish
 
     async def start(self, service: AdministeredService) -> None:
-        """Let the others join, now that it is known what is served."""
+        """Let followers join: from now on the loaded models are known."""
         if self._config.num_frontends == 1:
             return
         self._service = service
@@ -98,7 +98,7 @@ class OtherFrontends:
         self._looking = asyncio.ensure_future(self._look())
 
     def close(self) -> None:
-        """Leave the others alone."""
+        """Close the connections of all followers."""
         if self._looking is not None:
             self._looking.cancel()
         if self._server is not None:
@@ -106,30 +106,32 @@ class OtherFrontends:
         for link in self._links.values():
             link.close()
 
-    # ---- what the others are told -------------------------------------------------------
+    # ---- state for followers ---------------------------------------------------------------
 
     def remember(self, state: bytes) -> None:
-        """Take what is loaded now (`Remembered`)."""
+        """Take the models that are loaded now (`Remembered`)."""
         self._remembered = state
         self.publish()
 
     def publish(self) -> None:
-        """Tell the others soon: several changes in one step of the event loop go together."""
+        """Send the state soon: several changes in one step of the event loop go together."""
         self._is_stale = True
         if self._links and (self._round is None or self._round.done()):
             self._round = asyncio.ensure_future(self._tell_all())
 
     async def heard(self) -> None:
-        """Return once the others know what this one serves, and serve nothing else. What they
-        have to start first may be still to come."""
+        """Return once followers know the current state and serve no other models. Models that
+        need a start may still be starting.
+        """
         while self._round is not None and not self._round.done():
             await asyncio.shield(self._round)
 
     async def served(self, name: str, load_s: float) -> None:
-        """Return once the others serve a model that this one does, which took it ``load_s``
-        to load; or once they have had their time, or cannot serve it."""
+        """Return once followers serve a model of this front end, whose load took ``load_s``
+        here; or once their time is over, or they cannot serve the model.
+        """
         await self.heard()
-        # They load at the same time, on the same processors.
+        # Front ends load at the same time, on the same processors.
         limit_s = _SERVED_MARGIN_S + load_s * self._config.num_frontends
         links = list(self._links.values())
         asks = [link.ask("serves", limit_s, name=name) for link in links]
@@ -143,13 +145,14 @@ class OtherFrontends:
                 self._counts.caught_up(link.index, name)
 
     async def released(self, groups: Sequence[str]) -> None:
-        """Return once no request of the others runs on these groups, which they were told to
-        use no more."""
-        # Those that outlive the first front end may join its successor after this question.
+        """Return once no follower has requests on these groups, which followers may no longer
+        use.
+        """
+        # Followers that outlive the first front end may join its successor after this question.
         while any(map(self._is_expected, range(1, self._config.num_frontends))):
             await asyncio.sleep(_JOIN_POLL_S)
         asks = [link.ask("release", groups=list(groups)) for link in self._links.values()]
-        # One that is gone holds nothing.
+        # A front end that has ended holds no requests.
         await asyncio.gather(*asks, return_exceptions=True)
 
     def _is_expected(self, index: int) -> bool:
@@ -160,14 +163,17 @@ class OtherFrontends:
         return state is None or bool(state["state"] == "up")
 
     async def _look(self) -> None:
-        """Ask what the others have counted even if nobody else does: of one that dies all is
-        lost that it counted since."""
+        """Ask followers for their counts periodically: the counts since the last report of a
+        follower that dies are lost.
+        """
         while True:
             await asyncio.sleep(_LOOK_PERIOD_S)
             await self.refresh()
 
     async def refresh(self) -> None:
-        """Bring what the others have counted up to date, and they what this one leaves."""
+        """Bring the followers' counts up to date here, and send them the legacy of this front
+        end.
+        """
         links = list(self._links.items())
         if not links:
             return
@@ -181,7 +187,7 @@ class OtherFrontends:
         except RequestError as error:
             logger.warning("the counts of front end %d are old: %s", index, error)
             return
-        # Without waiting for those of others: it may catch up in its next answer.
+        # Without the counts of the others: the next answer may catch up.
         if self._links.get(index) is link:
             self._counts.take(index, counts)
 
@@ -196,7 +202,7 @@ class OtherFrontends:
         following = asyncio.ensure_future(self._followed(link, wire))
         self._following.add(following)
         following.add_done_callback(self._following.discard)
-        # The state goes out in between: what is asked after it is answered after it is heard.
+        # The state is sent first: a later question is answered after the state is applied.
         await asyncio.sleep(0)
         try:
             await link.ask("heard", _HEARD_TIMEOUT_S)
@@ -209,7 +215,7 @@ class OtherFrontends:
         except RequestError as error:
             logger.warning("front end %d does not follow: %s", link.index, error)
         else:
-            # What is told while it follows is answered for both, and may be still to come.
+            # A state sent meanwhile is answered for both, and may still be on its way.
             if wire is self._told and not self._is_stale:
                 self._counts.caught_up(link.index)
 
@@ -222,7 +228,7 @@ class OtherFrontends:
             trace_settings=self._service.trace_settings.changed,
         )
 
-    # ---- what the others ask ------------------------------------------------------------
+    # ---- questions of followers ----------------------------------------------------------
 
     async def _join(self, link: PeerLink, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         if not hmac.compare_digest(arguments["token"].encode(), self._config.token.encode()):
@@ -235,7 +241,7 @@ class OtherFrontends:
             self._counts.lost(link.index)
         self._links[link.index] = link
         legacy = arguments["legacy"]
-        # Those that outlived the predecessor all bring the same.
+        # All followers that outlived the predecessor bring the same legacy.
         if legacy and legacy["of"] != self._id and not self._has_inherited:
             self._has_inherited = True
             self._counts.inherit(legacy)

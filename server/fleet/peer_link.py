@@ -20,8 +20,9 @@ Verb: TypeAlias = Callable[["PeerLink", Mapping[str, Any]], Awaitable[Mapping[st
 
 
 class PeerLink(asyncio.Protocol):
-    """One end. Questions are begun in the order in which they come and may be answered in
-    another. Everything happens on the event loop."""
+    """One end of a link. Questions are begun in the order of arrival and may be answered in
+    another order. Everything happens on the event loop.
+    """
 
     def __init__(self, verbs: Mapping[str, Verb], on_lost: Callable[[PeerLink], None]) -> None:
         self._verbs = verbs
@@ -32,7 +33,7 @@ class PeerLink(asyncio.Protocol):
         self._waiting: dict[int, asyncio.Future[Mapping[str, Any]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self.index = -1
-        """The other end's number among the front ends, once it has said so."""
+        """The index of the other front end, once it has greeted."""
 
     async def ask(
         self, verb: str, timeout_s: float | None = None, **arguments: Any
@@ -40,16 +41,16 @@ class PeerLink(asyncio.Protocol):
         """The other end's answer.
 
         Raises:
-            RequestError: what the other end raised; or UNAVAILABLE if it is gone, or silent
-                for longer than ``timeout_s``.
+            RequestError: the error raised at the other end; or UNAVAILABLE if the other end is
+                gone, or silent for longer than ``timeout_s``.
         """
         ask_id = next(self._ids)
         future: asyncio.Future[Mapping[str, Any]] = asyncio.get_running_loop().create_future()
         self._waiting[ask_id] = future
         try:
             self._send(Ask(ask_id=ask_id, verb=verb, arguments=arguments))
-            # Not `wait_for`, which before Python 3.12 forgets that it was cancelled if the
-            # answer has come.
+            # Not `wait_for`: before Python 3.12 a cancellation is lost if the answer has
+            # arrived.
             answered, _ = await asyncio.wait((future,), timeout=timeout_s)
         finally:
             self._waiting.pop(ask_id, None)
@@ -69,7 +70,7 @@ class PeerLink(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        """Take what has come; an end that breaks the protocol is dropped."""
+        """Dispatch complete messages; a peer that breaks the protocol is dropped."""
         try:
             for message in self._frames.feed(data):
                 self._take(message)
@@ -79,7 +80,7 @@ class PeerLink(asyncio.Protocol):
                 self._transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The other end is gone: every waiter for its answers gets an error."""
+        """The other end is gone: every question that waits for an answer fails."""
         self._transport = None
         for future in self._waiting.values():
             if not future.done():
@@ -140,17 +141,17 @@ def _nobody(link: PeerLink) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedState:
-    """The first front end's word on what is served."""
+    """The state that the first front end sends to followers."""
 
     remembered: bytes = b""
     """`Remembered`, the loaded models."""
 
     states: tuple[StateOfVersion, ...] = ()
-    """Every version that is not ready, or not served any more."""
+    """Every version that is not ready or no longer served."""
 
     log_settings: Mapping[str, Any] = field(default_factory=dict)
     trace_settings: Mapping[str, Any] = field(default_factory=dict)
-    """Those that were changed, by model."""
+    """Changed trace settings, by model."""
 
     def to_wire(self) -> dict[str, Any]:
         """Plain values, for msgpack."""

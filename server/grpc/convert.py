@@ -132,7 +132,7 @@ def _contents(
         found = np.empty(len(values), NUMPY_TYPES[datatype])
         for start in range(0, len(values), CHUNK_ITEMS):
             piece = values[start : start + CHUNK_ITEMS]
-            # Through the field's type: a narrower one takes the low bits.
+            # Converted through the field's type: a narrower type keeps the low bits.
             found[start : start + CHUNK_ITEMS] = np.array(piece, NUMPY_TYPES[element])
             yield
     return found
@@ -187,7 +187,7 @@ def fill_response(message: pb.ModelInferResponse, response: InferResponse) -> Co
 
 
 def utf8(text: str) -> str:
-    """A text as messages can hold it: bytes of clients and files that are none are escaped."""
+    """A text that is valid in protobuf: bytes that are not UTF-8 are escaped."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 

@@ -1,4 +1,4 @@
-"""The gRPC server: its port, its limits, its health service and refused messages."""
+"""The gRPC server: its port, its limits, its health service and undecodable messages."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from trimaran.server.service import Service
 
 
 class _Undecodable:
-    """Stands for a message that could not be decoded."""
+    """Placeholder of a message that could not be decoded."""
 
     def __init__(self, error: DecodeError) -> None:
         self.text = f"the message cannot be decoded: {error}"
 
 
 class DecodingInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc,unused-ignore]
-    """Ends calls with such messages as INTERNAL, as Triton does.
+    """Ends calls with undecodable messages as INTERNAL, as Triton does.
 
-    By itself gRPC ends them as UNKNOWN, and logs each with a traceback.
+    Without this interceptor gRPC ends them as UNKNOWN, and logs each with a traceback.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class DecodingInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc,unus
         continuation: Callable[[Any], Awaitable[grpc.RpcMethodHandler]],
         handler_call_details: Any,
     ) -> grpc.RpcMethodHandler:
-        """The method's handler, which then decodes with care."""
+        """The method's handler, with a decoder that does not raise."""
         known = self._handlers.get(handler_call_details.method)
         if known is not None:
             return known
@@ -115,7 +115,7 @@ class GrpcServer:
         self._asked_port = port
         self.port = 0
         """The port in use, also when 0 was asked for."""
-        # Where it need not be shared, a second server on the port would bind silently.
+        # With so_reuseport, a second server on an unshared port would bind silently.
         is_shared = int(service.config.num_frontends > 1)
         own = service.config.grpc_options
         self._server = grpc.aio.server(
@@ -145,7 +145,7 @@ class GrpcServer:
         logger.info("Started GRPCInferenceService at %s:%d", self._host, self.port)
 
     async def stop(self, grace_s: float) -> None:
-        """Take no more calls, and end those still open after ``grace_s``."""
+        """Accept no further calls, and end the open ones after ``grace_s``."""
         await self._server.stop(grace_s)
 
     def _health_handler(self) -> grpc.GenericRpcHandler:

@@ -34,7 +34,8 @@ from trimaran.server.settings import FORMATS, unknown_format
 logger = logging.getLogger(__name__)
 
 _MAX_STATUS_BYTES = 6 << 10
-"""Clients may refuse headers from 8 KiB on, and tell of that instead of the status."""
+"""Clients may refuse headers from 8 KiB on, and then report the refusal instead of the status.
+"""
 
 _PRINTABLE = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
 
@@ -51,9 +52,9 @@ async def abort(context: Context, error: RequestError) -> NoReturn:
 
 
 def _status_text(text: str) -> str:
-    """A text as long as statuses may be: of a longer one the begin and the end."""
+    """A text of at most a status's length: a longer one is cut in the middle."""
     raw = utf8(text).encode()
-    # A status goes as a header, in which what is not printable takes three bytes.
+    # A status is sent as a header, in which a non-printable byte takes three bytes.
     limit = _MAX_STATUS_BYTES
     if len(raw) <= limit and len(quote(raw, safe=_PRINTABLE)) <= limit:
         return raw.decode()
@@ -81,7 +82,7 @@ def _rpc(method: _Method) -> _Method:
 
 
 class InferenceServicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
-    """Answers the calls of all connections."""
+    """Clients that only read settings send no changes."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -232,7 +233,7 @@ class InferenceServicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type:
         service, model = self._service, request.model_name
         service.check_traced(model)
         changes = {name: list(each.value) for name, each in request.settings.items()}
-        # Most clients only want to know.
+        # Clients that only read settings send no changes.
         if changes:
             await service.change_trace_settings(model, changes)
         response = pb.TraceSettingResponse()

@@ -34,16 +34,16 @@ Context: TypeAlias = grpc.aio.ServicerContext
 
 
 class _ClientGoneError(Exception):
-    """The client is gone; the end of the call cancels what still runs."""
+    """The client is gone; the end of the call cancels the running requests."""
 
 
 class StreamSession:
-    """One stream. Its requests run concurrently; its end, however it comes, ends them.
+    """One stream. Its requests run concurrently; the end of the stream ends them.
 
-    Messages of different requests interleave. Requests for non-decoupled models are
-    answered in their order, those too that are refused or fail: clients of the common
-    libraries see no id of an error. Writing waits for the client, so a slow reader holds
-    back the requests of its own stream only.
+    Messages of different requests interleave. Requests for non-decoupled models are answered in
+    order, including refused and failed ones: common client libraries do not see the id of an
+    error. Writing waits for the client, so a slow reader delays only the requests of its own
+    stream.
     """
 
     def __init__(self, service: Service, context: Context) -> None:
@@ -57,15 +57,16 @@ class StreamSession:
         self._ends_on_error = any((key, value) == _END_ON_ERROR for key, value in metadata)
 
     async def run(self, requests: AsyncIterator[pb.ModelInferRequest]) -> RequestError | None:
-        """Serve until the client sends no more and everything is answered.
+        """Serve until the client has sent its last message and every request is answered.
 
-        Returns the error that ends the call, for clients that asked for one.
+        Returns the error that ends the call, for clients that asked for this behaviour.
         """
         reader = asyncio.ensure_future(self._read(requests))
         try:
             ends: set[asyncio.Future[Any]] = {reader, self._failure}
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            # Never given back: a call whose last message is cut off gets no status either.
+            # The count is not restored: a call whose last message is cut off gets no status
+            # either.
             await self._writing.acquire()
             if self._failure.done():
                 return self._failure.result()
@@ -188,7 +189,7 @@ class StreamSession:
         error: RequestError,
         before: asyncio.Task[None] | None,
     ) -> None:
-        """Nothing ran: the client gets the id alone, and the call goes on in any case."""
+        """The request did not run: the client gets the id alone, and the call goes on."""
         await _over(before)
         refusal = pb.ModelStreamInferResponse(error_message=utf8(str(error)))
         refusal.infer_response.id = message.id
@@ -212,16 +213,16 @@ class StreamSession:
     async def _write(self, message: pb.ModelStreamInferResponse) -> None:
         async with self._writing:
             try:
-                # The call takes no other message before this one has gone.
+                # The call accepts the next message only after this one has been sent.
                 with self._service.admission.uncut():
                     await self._context.write(message)
             except (grpc.aio.InternalError, grpc.aio.UsageError) as error:
-                # The call ended while this message was on its way.
+                # The call ended while this message was being sent.
                 raise _ClientGoneError from error
 
 
 async def _over(before: asyncio.Task[None] | None) -> None:
-    """Return once the request whose answers come first has been answered."""
+    """Return once the request ahead in order has been answered."""
     if before is not None:
         await asyncio.wait({before})
 

@@ -1,4 +1,4 @@
-"""The process that parses and checks long JSON bodies, and sends them back in pieces."""
+"""The process that parses and checks long JSON bodies, and returns them in pieces."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PIECE_ITEMS = 1 << 12
 
 
 def send_parsed(connection: Connection, parsed: ParsedInfer) -> None:
-    """Send a request: what is of any length follows the rest, and of blobs only the sizes."""
+    """Send a request: long values follow the head; blobs are sent as sizes only."""
     parameters, parsed.request.parameters = parsed.request.parameters, {}
     arrays: list[Array] = []
     sizes: list[int] = []
@@ -100,31 +100,31 @@ def _spans(length: int, dtype: np.dtype[Any]) -> Iterator[tuple[int, int]]:
 
 _PR_SET_PDEATHSIG = 1
 _NICENESS = 5
-"""The sender of a long body waits, and other clients do not."""
+"""The front end's thread that sends a long body blocks; its event loop does not."""
 
 MAX_ERROR_CHARACTERS = 1 << 16
-"""Errors that list what a body holds are cut there."""
+"""Limit on the length of errors that quote a body."""
 
 
 @dataclass(frozen=True, slots=True)
 class BodyTask:
-    """What the front end says of the JSON that follows."""
+    """The front end's message before a JSON body."""
 
     config: bytes
-    """The model's, serialized."""
+    """The model's configuration, serialized."""
     max_input_bytes: int
     is_generate: bool
     num_blob_bytes: int = 0
-    """Bytes after the JSON, which stay with the front end."""
+    """Bytes after the JSON, which stay in the front end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The body is the client's mistake, or reading it showed a bug of ours."""
+    """The body is invalid, or a bug was hit while reading it."""
 
     text: str
     kind: ErrorKind | None
-    """None for a bug: the text is its traceback."""
+    """None for a bug: the text is the traceback."""
 
 
 def main() -> None:
@@ -133,7 +133,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.nice(_NICENESS)
-    # Values of JSON form no cycles.
+    # JSON values form no cycles.
     gc.disable()
     connection = Connection(int(sys.argv[1]))
     try:
@@ -157,7 +157,7 @@ def _serve(connection: Connection) -> None:
 
 
 def read(task: BodyTask, json: bytes) -> ParsedInfer:
-    """The request of a body, which the model takes as far as can be told without the blobs.
+    """The request of a body, checked against the model except for its blobs.
 
     Raises:
         RequestError: with the kind and text that clients know.
@@ -166,7 +166,7 @@ def read(task: BodyTask, json: bytes) -> ParsedInfer:
     if task.is_generate:
         parsed = ParsedInfer(*GenerateMapper(config, task.max_input_bytes).parse(json))
     else:
-        # As long as the blobs, but one byte of memory.
+        # A view as long as the blobs, in one byte of memory.
         blobs = np.broadcast_to(np.zeros(1, np.uint8), task.num_blob_bytes).data
         parsed = parse_document(json, blobs, config, task.max_input_bytes)
     names = [output.name for output in parsed.outputs]

@@ -1,4 +1,4 @@
-"""Reads long JSON bodies in other processes, so that no stream waits for them."""
+"""Reads long JSON bodies in other processes, so that streams do not wait."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trimaran.server.protocol.infer_json import ParsedInfer
 logger = logging.getLogger(__name__)
 
 LONG_BYTES = 256 << 10
-"""A body up to this is read sooner than it is sent elsewhere: within some 30 ms."""
+"""Up to this size a body is parsed here, within some 30 ms: sending it takes longer."""
 
 _NUM_PROCESSES = 2
 _PROGRAM = (
@@ -28,10 +28,10 @@ _PROGRAM = (
 
 
 class BodyReader:
-    """Processes that each read one long body at a time, started when there is one.
+    """Processes that read one long body at a time, started on demand.
 
-    The JSON module holds the interpreter while it parses, and what it made takes as long again
-    to convert and to free: a thread would not do.
+    A thread would not do: the JSON module holds the interpreter while it parses, and converting
+    and freeing the result takes as long again.
     """
 
     def __init__(self, max_input_bytes: int) -> None:
@@ -84,7 +84,7 @@ class BodyReader:
             config = model.config.SerializeToString()
             task = BodyTask(config, self._max_input_bytes, is_generate, len(blobs))
             parsed = await self._carry_out(task, json, blobs)
-            # Meanwhile the model may have been replaced.
+            # The model may have been replaced meanwhile.
             if ready().config == model.config:
                 return ready(), parsed
 
@@ -102,8 +102,8 @@ class BodyReader:
                     "the process that read the request's JSON ended", ErrorKind.UNAVAILABLE
                 ) from None
             except BaseException:
-                # The waiter for the answer is gone, and maybe the exchange: it has ended, or
-                # never began.
+                # The request that waited was cancelled, and perhaps its exchange ended or never
+                # began.
                 self._end(process)
                 asyncio.get_running_loop().run_in_executor(None, process.reap)
                 raise
@@ -125,7 +125,7 @@ class BodyReader:
 
 
 class _Process:
-    """One process and the way to it."""
+    """One process and its connection."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
@@ -140,7 +140,7 @@ class _Process:
     def exchange(
         self, task: BodyTask, json: memoryview, blobs: memoryview
     ) -> ParsedInfer | Refusal:
-        """Send a body and wait for what it is. Called in a thread.
+        """Send a body and wait for the parsed request. Called in a thread.
 
         Raises:
             EOFError, OSError: the process has ended.
@@ -157,14 +157,14 @@ class _Process:
             raise
 
     def kill(self) -> None:
-        """End the process, and with it an exchange under way, which waits for its end."""
+        """Kill the process, and with it an exchange under way, which waits for the end."""
         self._process.kill()
 
     def reap(self) -> None:
-        """Return once it has ended, which takes a while where it has much memory."""
+        """Return once the process has ended; freeing much memory takes a while."""
         self._process.wait()
 
     def wait(self) -> None:
-        """Return once it has ended and nothing more comes of it."""
+        """Return once the process has ended and its thread has returned."""
         self.reap()
         self._connection.close()

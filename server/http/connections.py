@@ -21,7 +21,7 @@ _LONGEST = 160
 
 
 class _ClientFaults(logging.Filter):
-    """Turns the error of a malformed request, a traceback otherwise, into information."""
+    """Logs the error of a malformed request as information, without the traceback."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
@@ -46,11 +46,11 @@ _NOTICE_INTERVAL_S = 60.0
 
 
 class OpenFiles:
-    """Keeps some descriptors for engines that dial in, the metrics port and files.
+    """Keeps some descriptors free for engines, the metrics port and files.
 
-    Where none is left, the system's queue of new connections is emptied by closing them,
-    those of engines and operators too, and no line says so. Each look is O(1): a new
-    descriptor has the lowest free number, so a high one means that all below are in use.
+    When descriptors run out, the system closes new connections silently, including those of
+    engines and operators. Each check is O(1): a new descriptor has the lowest free number, so a
+    high number means that all lower ones are in use.
     """
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class OpenFiles:
         self._noticed_at: float | None = None
 
     def refusal_of(self, descriptor: int) -> str | None:
-        """Why a client's new connection cannot stay, or None; logged once a minute."""
+        """Why a new connection is refused, or None; logged once a minute."""
         if self._limit == resource.RLIM_INFINITY or descriptor < self._limit - self._kept:
             return None
         now = time.monotonic()
@@ -76,7 +76,7 @@ class OpenFiles:
 
 
 MAX_HEAD_LINE_BYTES = 64 << 10
-"""Limit on a request line and on each header: tokens that sign users in may be long."""
+"""Limit on a request line and on each header: authentication tokens may be long."""
 
 MAX_NUM_HEADERS = 128
 _LONGEST_REASON = 200
@@ -106,7 +106,7 @@ class HttpConnections(web.Server):
 
 
 class _Connection(web.RequestHandler):
-    """A connection that answers what is no HTTP as it answers any wrong request."""
+    """A connection that answers malformed HTTP like any invalid request."""
 
     __slots__ = ("_last_body", "_open_files")
 
@@ -117,7 +117,7 @@ class _Connection(web.RequestHandler):
         """The body of the latest request."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Take a connection, or say why it cannot stay."""
+        """Accept a connection, or answer why it is refused."""
         super().connection_made(transport)
         reason = self._open_files.refusal_of(transport.get_extra_info("socket").fileno())
         if reason is not None and self.transport is not None:
@@ -125,7 +125,7 @@ class _Connection(web.RequestHandler):
             self.force_close()
 
     def data_received(self, data: bytes) -> None:
-        """Take what has come; a body that goes on as no HTTP ends with that error."""
+        """Feed received bytes; a body that breaks HTTP ends with that error."""
         num_known = self._request_count
         super().data_received(data)
         for index in range(num_known - self._request_count, 0):
@@ -133,7 +133,7 @@ class _Connection(web.RequestHandler):
             if isinstance(message, RawRequestMessage):
                 self._last_body = body
             elif self._last_body is not None and not self._last_body.is_eof():
-                # The error waits behind the request, whose reader would wait for ever.
+                # The error is queued behind the request, whose reader would wait for ever.
                 self._last_body.set_exception(message.exc)
 
     def handle_error(
@@ -148,7 +148,7 @@ class _Connection(web.RequestHandler):
 
 
 def refusal(status: int, message: str) -> web.Response:
-    """The last answer on a connection: what came is no HTTP."""
+    """The last answer on a connection whose bytes are not HTTP."""
     reason = " ".join(message.split())[:_LONGEST_REASON]
     response = plain_error(status, reason or "the request is no valid HTTP")
     response.force_close()

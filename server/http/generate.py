@@ -95,8 +95,9 @@ class GenerateEndpoint:
         first: InferResponse,
         responses: AsyncIterator[InferResponse],
     ) -> None:
-        """Write all responses. Waits only while the client's window is full, so that a slow
-        reader holds back its own request and no other."""
+        """Write all responses. Writing waits only while the client's window is full, so that a
+        slow reader delays its own request only.
+        """
         encoder = GenerateEncoder()
         first.id = request.id
         try:
@@ -112,14 +113,14 @@ class GenerateEndpoint:
         except ConnectionError:
             raise
         except Exception:
-            # The status is sent: only an event can tell.
+            # The status is already sent: errors go into an event.
             logger.exception("a stream of model %s failed", request.model_name)
             await stream.write(b"data: %b\n\n" % error_object(INTERNAL))
 
     async def _read(self, request: web.BaseRequest, route: Route) -> bytes:
         service = self._service
         service.admission.check()
-        # Refused before its body is read, if nothing could come of it.
+        # A model that cannot answer is refused before its body is read.
         service.registry.get_ready(route.name, route.version)
         if request.headers.get("Content-Encoding", "identity") not in ("", "identity"):
             raise RequestError("Unsupported content-encoding, only 'identity' is supported.")
@@ -129,7 +130,7 @@ class GenerateEndpoint:
         self, route: Route, body: bytes
     ) -> tuple[InferRequest, AsyncIterator[InferResponse]]:
         arrival_ns = time.monotonic_ns()
-        # Not before the body is there: until then the model may be replaced.
+        # Looked up after the body: the model may be replaced while the body arrives.
         ready = partial(self._service.registry.get_ready, route.name, route.version)
         if len(body) > LONG_BYTES:
             model, read = await self._bodies.read_generate(body, ready)
@@ -155,10 +156,10 @@ class GenerateEndpoint:
 
 
 async def _only_answer(request: InferRequest, responses: AsyncIterator[InferResponse]) -> bytes:
-    """The only response as a JSON object, or else the error of not being one.
+    """The only response as a JSON object, or the error of a model with several responses.
 
     Raises:
-        RequestError: the first response is an error, which decides the status.
+        RequestError: the first response is an error, which determines the status.
     """
     async with aclosing(responses):  # type: ignore[type-var]
         only = await anext(responses, None)

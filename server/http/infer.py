@@ -28,7 +28,7 @@ from trimaran.server.protocol.infer_json import ParsedInfer, header_length, pars
 from trimaran.server.protocol.infer_response import EncodedInfer, encode_infer
 from trimaran.server.service import Service
 
-# What takes longer than a few milliseconds to decode leaves the loop to others.
+# Decoding that takes longer than a few milliseconds runs in a thread.
 _SHORT_CODED_BYTES = 4 << 10
 
 LENGTH_HEADER = "Inference-Header-Content-Length"
@@ -41,7 +41,7 @@ async def infer(
     """Answer one inference request.
 
     Raises:
-        RequestError: anything but success.
+        RequestError: the request failed.
     """
     service.admission.check()
     model = service.registry.get_ready(route.name, route.version)
@@ -78,7 +78,7 @@ async def _parsed(
     service: Service, bodies: BodyReader, request: web.BaseRequest, route: Route, body: bytes
 ) -> tuple[Model, ParsedInfer]:
     arrival_ns = time.monotonic_ns()
-    # While the body came the model may have been replaced.
+    # The model may have been replaced while the body arrived.
     ready = partial(service.registry.get_ready, route.name, route.version)
     model = ready()
     limit = service.config.http_max_input_bytes
@@ -95,7 +95,7 @@ async def _parsed(
 async def _coded(
     request: web.BaseRequest, encoded: EncodedInfer
 ) -> tuple[dict[str, str], deque[bytes]]:
-    """The headers of a response and its body, compressed as the client likes it best."""
+    """The headers of a response and its body, compressed by the client's preferred coding."""
     headers = {"Content-Type": JSON}
     if encoded.json_bytes is not None:
         headers["Content-Type"] = "application/octet-stream"
@@ -105,6 +105,6 @@ async def _coded(
         return headers, encoded.parts
     headers["Content-Encoding"] = coding
     work = partial(compress, b"".join(encoded.parts), coding)
-    # What takes longer than a few milliseconds leaves the loop to others.
+    # Compression that takes longer than a few milliseconds runs in a thread.
     is_long = encoded.num_bytes > LONG_ANSWER_BYTES
     return headers, deque([await asyncio.to_thread(work) if is_long else work()])

@@ -22,7 +22,7 @@ _KNOWN = ("identity", "deflate", "gzip")
 
 
 class UnsupportedCodingError(RequestError):
-    """A request's Content-Encoding is not one of ours."""
+    """A request's Content-Encoding is not supported."""
 
     def __init__(self) -> None:
         super().__init__("Unsupported compression type", ErrorKind.UNSUPPORTED)
@@ -61,7 +61,9 @@ def decompress(body: bytes, coding: str, max_bytes: int) -> bytes:
 
 
 def best_coding(accept_encoding: str) -> str:
-    """The coding of a response to a request that accepts these; identity if none is known."""
+    """The coding of a response to a request that accepts these; identity if none is
+    supported.
+    """
     best, best_weight = "identity", 0.0
     for item in accept_encoding.split(","):
         name, _, weight_text = item.partition(";")
@@ -93,20 +95,21 @@ def compress(body: bytes, coding: str) -> bytes:
 
 JSON = "application/json"
 MAX_BODY_BYTES = (1 << 31) - 1
-"""Limit on a whole body, blobs included; gRPC messages have the same."""
+"""Limit on a whole body, blobs included; gRPC messages have the same limit."""
 
 LONG_ANSWER_BYTES = 128 << 10
-"""A longer one is written while its request still counts as running: a drain awaits that."""
+"""A longer answer is written while its request still counts as running: a drain waits for it.
+"""
 
 RETRY_AFTER_S = "2"
-"""What clients of a dead worker group are told to wait."""
+"""Retry-After of requests to a dead worker group, in seconds."""
 
 
 async def read_body(request: web.BaseRequest, max_bytes: int) -> bytes:
     """The whole body.
 
-    A longer one is refused as soon as that is known: what still arrives is thrown away by
-    the connection, so that clients which write before they read see the answer.
+    A longer body is refused as soon as its size is known. The connection discards the rest, so
+    that clients which write before they read see the answer.
 
     Raises:
         RequestError: longer than ``max_bytes``.
@@ -129,10 +132,10 @@ async def read_body(request: web.BaseRequest, max_bytes: int) -> bytes:
 async def write_parts(
     request: web.BaseRequest, parts: deque[bytes], headers: Mapping[str, str], *, is_last: bool
 ) -> web.StreamResponse:
-    """Send a long body; returns once the client has taken it, but for what sockets hold.
+    """Send a long body; returns once the client has read all but the socket buffers.
 
-    There is no copy of the whole: what is written is let go of. With ``is_last`` the
-    connection is closed behind it.
+    Written parts are freed, without a copy of the whole body. With ``is_last`` the connection
+    is closed afterwards.
     """
     stream = web.StreamResponse(headers=headers)
     stream.content_length = sum(map(len, parts))
@@ -161,12 +164,12 @@ def error_response(error: RequestError) -> web.Response:
 
 
 def plain_error(status: int, text: str) -> web.Response:
-    """An error that is no request's fault."""
+    """An error that no request caused."""
     return web.Response(status=status, body=error_object(text), content_type=JSON)
 
 
 def unasked_refusal(text: str) -> bytes:
-    """An answer to whatever will be asked on a connection that is closed behind it."""
+    """The answer to any further request on a connection that is then closed."""
     body = error_object(text)
     lines = (
         "HTTP/1.1 503 Service Unavailable", f"Content-Type: {JSON}",

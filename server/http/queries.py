@@ -86,7 +86,7 @@ async def _statistics(service: Service, route: Route, body: bytes) -> web.Respon
     document = to_json(await service.statistics(route.name, route.version))
     for entry in document["model_stats"]:
         for name in ("batch_stats", "memory_usage"):
-            # Clients know these after the response statistics.
+            # Clients know these fields, which follow the response statistics.
             entry[name] = entry.pop(name)
     return json_response(document)
 

@@ -1,4 +1,4 @@
-"""The paths of the HTTP protocol and what each stands for."""
+"""The paths of the HTTP protocol and their actions."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _SHARED_MEMORY = ("systemsharedmemory", "cudasharedmemory")
 
 
 def path_of(target: str) -> str:
-    """The path that a request line names, which clients of proxies write as a whole URL."""
+    """The path of a request line; clients of proxies send a whole URL."""
     if target.startswith(("http://", "https://")):
         target = "/" + target.split("/", 3)[3] if target.count("/") > 2 else "/"
     return target.partition("?")[0]
@@ -58,7 +58,7 @@ def match(path: str) -> Route | None:
     empty, *parts = path.split("/")
     if empty or len(parts) < 3 or parts[0] != "v2":
         return None
-    # Of a name that is not there; what ends in a slash is no path either.
+    # An empty name is invalid, and so is a path that ends in a slash.
     if "" in parts:
         return None
     if parts[1] == "models":

@@ -23,7 +23,7 @@ from trimaran.server.service import INTERNAL, Service
 logger = logging.getLogger(__name__)
 
 _STOP_GRACE_S = 0.5
-"""Requests still running when the server stops get this long."""
+"""Seconds that running requests get when the server stops."""
 
 _BACKLOG = 1024
 
@@ -57,13 +57,13 @@ class HttpServer:
         return int(self._runner.addresses[0][1])
 
     def close_idle_connections(self) -> None:
-        """Close every connection that is not in the middle of a request."""
+        """Close every connection without a running request."""
         for connection in self._server.connections:
             if connection not in self._busy:
                 connection.force_close()
 
     async def stop(self) -> None:
-        """Close everything, running requests too."""
+        """Close everything, including running requests."""
         await self._runner.cleanup()
         self._bodies.close()
 
@@ -74,11 +74,12 @@ class HttpServer:
         except RequestError as error:
             response = error_response(error)
         except ConnectionError:
-            # The client is gone. What is returned is not sent; raised, it would be logged.
+            # The client is gone. A returned response is not sent; a raised error would be
+            # logged.
             response = plain_error(400, "")
             response.force_close()
         except HttpProcessingError as error:
-            # Its body began well and went on as no HTTP.
+            # The body began well and then broke HTTP.
             fault_logger.error("%s", request.remote, exc_info=error)
             response = refusal(400, error.message)
         except Exception:
@@ -106,9 +107,9 @@ class HttpServer:
 
 
 class MetricsServer:
-    """Serves the metrics and the operator's page on a port of their own.
+    """Serves the metrics and the operator's page on a separate port.
 
-    Other paths answer 200 with nothing.
+    Other paths answer 200 with an empty body.
     """
 
     def __init__(self, service: Service, host: str, port: int) -> None:
@@ -168,7 +169,7 @@ async def _listen(
 def _site(runner: web.ServerRunner, host: str, port: int, is_shared: bool) -> web.BaseSite:
     if host != "::":
         return web.TCPSite(runner, host, port, backlog=_BACKLOG, reuse_port=is_shared or None)
-    # All addresses, as gRPC takes it: of its own accord asyncio leaves those of IPv4 out.
+    # All addresses, like gRPC: asyncio's default excludes IPv4.
     everywhere = socket.create_server(
         (host, port), family=socket.AF_INET6, backlog=_BACKLOG, reuse_port=is_shared,
         dualstack_ipv6=socket.has_dualstack_ipv6(),

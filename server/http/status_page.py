@@ -107,7 +107,7 @@ class StatusReport:
         }
 
     def _counts(self, name: str, version: str) -> tuple[int, int]:
-        """Requests of a model that ended well and that did not; zeros if it is unloaded."""
+        """Requests of a model that succeeded and failed; zeros if the model is unloaded."""
         try:
             model = self._service.registry.get(name, version)
         except RequestError:
@@ -130,8 +130,8 @@ _DAY_S = 86400
 def render_page(status: Mapping[str, Any]) -> str:
     """The page of one status document (`status.StatusReport.document`).
 
-    A browser with scripts refreshes it every two seconds in place; one without, such as a
-    text browser, reloads it every five.
+    A browser with scripts refreshes the page every two seconds in place. A browser without
+    scripts, such as a text browser, reloads it every five.
     """
     return str(_TEMPLATE.render(s=status))
 

@@ -13,44 +13,46 @@ STOPPING = (
 )
 
 _GIVE_UP_S = 0.5
-"""Requests that were given up get this long to tell their clients."""
+"""Clients of requests that were ended by `give_up` are answered within this time."""
 
 
 class Admission:
-    """Counts running requests; once draining it admits none and tells when all are done."""
+    """Counts running requests. While draining, admits no requests and signals when none
+    runs.
+    """
 
     def __init__(self) -> None:
         self._num_running = 0
         self._tasks: set[asyncio.Task[object] | None] = set()
         self._is_draining = False
         self._given_up = ""
-        """Why all that runs has been ended; empty before."""
+        """Why the running requests were ended; empty before."""
         self._uncut: dict[asyncio.Task[object] | None, bool] = {}
-        """Tasks within `uncut`, and whether `give_up` has come upon them there."""
+        """Tasks within `uncut`, and whether `give_up` ended them meanwhile."""
         self._changed = asyncio.Event()
 
     @property
     def is_draining(self) -> bool:
-        """Whether the server is on its way out."""
+        """Whether the server is shutting down."""
         return self._is_draining
 
     @property
     def num_running(self) -> int:
-        """Requests admitted and not over."""
+        """Requests that were admitted and have not ended."""
         return self._num_running
 
     def check(self, refusal: str = STOPPING) -> None:
         """Refuse a request that would not be admitted, before its body is read.
 
         Raises:
-            RequestError: the server is draining; its text is ``refusal``.
+            RequestError: the server is draining; the text is ``refusal``.
         """
         if self._is_draining:
             raise RequestError(refusal, ErrorKind.UNAVAILABLE)
 
     @contextmanager
     def admit(self, refusal: str = STOPPING) -> Iterator[None]:
-        """Hold one running request, complete with its body.
+        """Count one running request, whose body is complete, within the context.
 
         Raises:
             RequestError: as for `check`.
@@ -67,8 +69,9 @@ class Admission:
             self._changed.set()
 
     def sending(self) -> Callable[[], None]:
-        """Hold a request that is over but for what its client has yet to take, until the
-        result is called: `give_up` leaves that to the end of the connection."""
+        """Count a request whose response is still being sent, until the result is called.
+        `give_up` does not end the request: the end of the connection does.
+        """
 
         def sent() -> None:
             self._num_running -= 1
@@ -78,12 +81,12 @@ class Admission:
         return sent
 
     def start_draining(self) -> None:
-        """Admit nothing from now on."""
+        """Admit no further requests."""
         self._is_draining = True
 
     @contextmanager
     def unless_given_up(self) -> Iterator[None]:
-        """Around what is waited for while a request runs.
+        """The context of waits that `give_up` may end.
 
         Raises:
             RequestError: the request was ended by `give_up`.
@@ -97,7 +100,7 @@ class Admission:
 
     @contextmanager
     def uncut(self) -> Iterator[None]:
-        """Around what must not be left half done: `give_up` ends the request behind it."""
+        """The context of work that must be completed: `give_up` ends the request afterwards."""
         task = asyncio.current_task()
         self._uncut[task] = False
         try:
@@ -108,7 +111,9 @@ class Admission:
                 task.cancel()
 
     async def give_up(self, waited_s: float) -> None:
-        """End what still runs after a drain of ``waited_s``: its clients are told why."""
+        """End the requests that still run after a drain of ``waited_s``; clients get the
+        reason.
+        """
         self._given_up = (
             f"Server is stopping: the request had not ended within the {waited_s:g} s that "
             "--exit-timeout leaves. Send it again, or raise --exit-timeout."

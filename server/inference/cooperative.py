@@ -1,4 +1,4 @@
-"""Long work of the event loop, done in pieces between which everything else runs."""
+"""Long work of the event loop that yields to other tasks."""
 
 from __future__ import annotations
 
@@ -11,40 +11,41 @@ from weakref import WeakKeyDictionary
 ResultT = TypeVar("ResultT")
 
 Cooperative: TypeAlias = Generator[None, None, ResultT]
-"""Work that yields wherever others may run, a millisecond apart at most."""
+"""Work that yields at least once a millisecond."""
 
 CHUNK_ITEMS = 1 << 10
-"""Elements of a tensor that one piece converts."""
+"""Elements of a tensor that are converted between two yields."""
 
 CHUNK_BYTES = 1 << 20
-"""Bytes of strings that one piece converts."""
+"""Bytes of strings that are converted between two yields."""
 
 SLICE_S = 2e-3
 
 LONG_SLICES = 100
-"""Slices after which work is huge: what it made so far is a few megabytes of text."""
+"""Slices after which work counts as huge: its partial result has a few megabytes of text."""
 
 MAX_HUGE = 2
-"""Works that go on beyond, so that memory holds as many huge results in the making. More than
-one, as a short one of them should not always wait for the longest."""
+"""Huge works that proceed at the same time, which limits memory for partial results. With more
+than one, a shorter work does not always wait for the longest.
+"""
 
 
 class _Queues:
-    """Who waits on one event loop."""
+    """The waiters of one event loop."""
 
     def __init__(self) -> None:
         self.turn = asyncio.Lock()
-        """For the slice of a round."""
+        """Held for one slice, so that each round of the loop runs one slice at most."""
 
         self.huge = asyncio.Semaphore(MAX_HUGE)
-        """For going on with huge work: first come, first served."""
+        """Held by huge work; waiters are served first come, first served."""
 
 
 _queues: WeakKeyDictionary[asyncio.AbstractEventLoop, _Queues] = WeakKeyDictionary()
 
 
 def run_at_once(work: Cooperative[ResultT]) -> ResultT:
-    """Do the work at once."""
+    """Do the whole work without yielding to the event loop."""
     while True:
         try:
             next(work)
@@ -54,12 +55,13 @@ def run_at_once(work: Cooperative[ResultT]) -> ResultT:
 
 
 async def run_cooperatively(work: Cooperative[ResultT]) -> ResultT:
-    """Do the work on the event loop: short work at once, long work in slices. A round of the
-    loop has one slice at most: of several long works each has its turn. Huge work waits where
-    `MAX_HUGE` others are under way; in turns, all of them would end, and be held, at once.
+    """Do the work on the event loop: short work at once, long work in slices. Each round of the
+    loop runs at most one slice, and long works alternate. Huge work waits while `MAX_HUGE`
+    others are under way: if all of them alternated, all their results would be in memory at the
+    same time.
 
-    Not in a thread: it would hold the interpreter for 5 ms whenever the loop wants it back,
-    which is at each event.
+    A thread would hold the interpreter for 5 ms each time that the loop wants to run, which is
+    at each event.
     """
     try:
         _do_slice(work)
@@ -81,7 +83,7 @@ async def run_cooperatively(work: Cooperative[ResultT]) -> ResultT:
 
 
 def _do_slice(work: Cooperative[ResultT]) -> None:
-    """Go on with the work for a moment; StopIteration is its end."""
+    """Proceed for one slice; StopIteration is the end of the work."""
     due = time.monotonic() + SLICE_S
     next(work)
     while time.monotonic() < due:

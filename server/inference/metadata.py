@@ -14,7 +14,7 @@ from trimaran.server.inference.request import Model
 from trimaran.server.inference.tensor_bytes import from_config
 
 PROTOCOL_VERSION = "2.73.0"
-"""The release of the protocol's reference server that this one follows."""
+"""The Triton release whose protocol this server follows."""
 
 EXTENSIONS = (
     "classification", "sequence", "model_repository", "model_repository(unload_dependents)",
@@ -29,7 +29,7 @@ def server_metadata(server_id: str) -> dict[str, Any]:
 
 
 def completed_config(model: Model) -> ModelConfig:
-    """The model's configuration with what the server decided filled in."""
+    """The model's configuration, completed with the server's defaults."""
     config = ModelConfig()
     config.CopyFrom(model.config)
     if not config.HasField("version_policy"):
@@ -75,13 +75,14 @@ def metadata_message(model: Model, versions: Sequence[str]) -> ModelMetadataResp
 
 
 def to_json(message: Message) -> dict[str, Any]:
-    """A message as JSON members: its own field names, defaults written out, 64-bit numbers
-    as numbers. Messages that are not set are left out."""
+    """A message as JSON members: its own field names, defaults written out, 64-bit numbers as
+    numbers. Unset messages are omitted.
+    """
     members: dict[str, Any] = {}
     fields: Sequence[Any] = message.DESCRIPTOR.fields
     for field in fields:
         value = getattr(message, field.name)
-        # By the containers: descriptors spell this differently from release to release.
+        # Containers are recognised by type: descriptors differ between protobuf releases.
         if isinstance(value, Mapping):
             inner = field.message_type.fields_by_name["value"]
             members[field.name] = {str(key): _json(inner, value[key]) for key in sorted(value)}

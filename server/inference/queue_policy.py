@@ -1,4 +1,4 @@
-"""How long a request may wait for its first token, and who goes first."""
+"""Priorities and queue limits of a request: ``dynamic_batching`` settings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def check_queue(path: Path, config: ModelConfig) -> None:
     """Refuse priority levels that no request can have.
 
     Raises:
-        ConfigError: names the file, the field, its value and the levels that there are.
+        ConfigError: names the file, the field, its value and the valid levels.
     """
     batching = config.dynamic_batching
     num_levels = int(batching.priority_levels)
@@ -30,7 +30,7 @@ def check_queue(path: Path, config: ModelConfig) -> None:
 
 
 class QueuePolicy:
-    """The ``dynamic_batching`` settings of a model, as they bear on one request."""
+    """The ``dynamic_batching`` settings of a model, as applied to one request."""
 
     def __init__(self, config: ModelConfig) -> None:
         batching = config.dynamic_batching
@@ -40,19 +40,20 @@ class QueuePolicy:
         self._default_policy = batching.default_queue_policy
 
     def level(self, request: InferRequest) -> int:
-        """1 is the most urgent; 0 where the model has no levels."""
+        """1 is the most urgent; 0 if the model has no levels."""
         if 1 <= request.priority <= self._num_levels:
             return request.priority
         return self._default_level if self._num_levels else 0
 
     def priority(self, request: InferRequest) -> int:
-        """As the engine orders requests: higher runs first."""
+        """The engine's form of the level: higher runs first."""
         return -self.level(request)
 
     @property
     def queue_sizes(self) -> tuple[int, ...]:
         """Requests that may wait at each level, level 1 first; 0 means no limit. A level
-        without a policy of its own has the default one. Without levels it is empty."""
+        without its own policy has the default policy. Empty if the model has no levels.
+        """
         return tuple(self.max_queue_size(level + 1) for level in range(self._num_levels))
 
     def max_queue_size(self, level: int) -> int:
@@ -60,7 +61,7 @@ class QueuePolicy:
         return int(self._policies.get(level, self._default_policy).max_queue_size)
 
     def timeout_s(self, request: InferRequest) -> float:
-        """The longest wait for the first token; 0 means for ever.
+        """The longest wait for the first token; 0 means no limit.
 
         A client may shorten the model's own limit where the model allows that.
         """

@@ -13,16 +13,16 @@ from trimaran.server.inference.request import Model
 from trimaran.server.inference.validation import Validator
 
 UNLOADED = "unloaded"
-"""Why a model is unavailable that was unloaded on purpose."""
+"""The reason shown for a model that was unloaded on purpose."""
 
 _DISCONNECTED = "its workers are not connected"
 
 
 class VersionState(Enum):
-    """What has become of one version of a model, by the name that clients see."""
+    """The state of one version of a model, by the name that clients see."""
 
     LOADING = "LOADING"
-    """Not admitted yet, or not just now; running requests go on."""
+    """Not admitted yet, or temporarily not; running requests go on."""
     READY = "READY"
     UNLOADING = "UNLOADING"
     UNAVAILABLE = "UNAVAILABLE"
@@ -40,7 +40,7 @@ class IndexEntry:
 
 @dataclass(frozen=True, slots=True)
 class StateOfVersion:
-    """What is known of a version that takes no requests."""
+    """The state of a version that takes no requests, and the reason."""
 
     name: str
     version: str
@@ -58,7 +58,7 @@ class StateOfVersion:
 
 
 class NotReadyError(RequestError):
-    """The model exists but cannot run now; the client may try again."""
+    """The model exists but cannot run now; the client may retry."""
 
     def __init__(self, name: str, version: str) -> None:
         super().__init__(
@@ -69,7 +69,7 @@ class NotReadyError(RequestError):
 
 @dataclass(slots=True)
 class _Version:
-    """One version's state; ``model`` is there while requests may ask about it."""
+    """One version's state; ``model`` is set while requests may ask about the model."""
 
     state: VersionState
     reason: str = ""
@@ -84,7 +84,7 @@ class _Version:
 
 @dataclass(slots=True)
 class _Extras:
-    """What belongs to a model for as long as the model is referenced."""
+    """The objects that live as long as a served model is referenced."""
 
     validator: Validator
     labels: Mapping[str, list[str]]
@@ -93,8 +93,8 @@ class _Extras:
 class ModelRegistry:
     """All models of one front end. An empty version text means the highest version.
 
-    A version is replaced between two steps of the event loop: a caller that got a model
-    keeps what belongs to it until its request ends.
+    A version is replaced between two steps of the event loop. A caller that got a model keeps
+    the model's objects until its request ends.
     """
 
     def __init__(self, models: Iterable[Model] = (), *, strict_readiness: bool = True) -> None:
@@ -102,7 +102,7 @@ class ModelRegistry:
         self._extras: WeakKeyDictionary[Model, _Extras] = WeakKeyDictionary()
         self._strict_readiness = strict_readiness
         self.on_change: Callable[[], None] = _nobody
-        """Called when another version serves, or one does no more."""
+        """Called when a version starts or stops serving."""
 
         by_name: dict[str, list[Model]] = {}
         for model in models:
@@ -115,7 +115,7 @@ class ModelRegistry:
     def publish(
         self, models: Collection[Model], labels: Mapping[str, list[str]] | None = None
     ) -> None:
-        """Serve these versions of one model from now on, and none besides.
+        """Serve exactly these versions of one model from now on.
 
         ``labels`` are the class labels of outputs.
         """
@@ -139,19 +139,19 @@ class ModelRegistry:
         self.on_change()
 
     def set_loading(self, name: str, reason: str) -> None:
-        """Note that a model does not serve yet: its known versions, or else the first."""
+        """Mark a model as not serving yet: its known versions, or else the first."""
         for number in self._versions.get(name) or (1,):
             self.set_state(name, str(number), VersionState.LOADING, reason)
 
     def set_unloaded(self, name: str) -> None:
-        """Note that a model is wanted no more, also one that could not be loaded."""
+        """Mark a model as unloaded, including a model whose load failed."""
         for version in self._versions.get(name, {}).values():
             if version.state is VersionState.UNAVAILABLE:
                 version.reason = UNLOADED
         self.on_change()
 
     def forget(self, name: str, version: str) -> None:
-        """Know nothing of a version any more, as if it had never been loaded."""
+        """Remove a version from the registry, as if it had never been loaded."""
         versions = self._versions[name]
         del versions[int(version)]
         if not versions:
@@ -205,7 +205,7 @@ class ModelRegistry:
         return self._extras[model].validator
 
     def labels(self, model: Model) -> Mapping[str, list[str]]:
-        """The class labels of the model's outputs that have them."""
+        """The class labels of the model's outputs, for outputs that have labels."""
         return self._extras[model].labels
 
     def models(self) -> list[Model]:
@@ -223,12 +223,14 @@ class ModelRegistry:
         return [str(number) for number in sorted(versions) if versions[number].is_ready]
 
     def state(self, name: str, version: str) -> VersionState | None:
-        """What has become of a version; None if it was never heard of."""
+        """The state of a version; None if the version is unknown."""
         found = self._versions.get(name, {}).get(int(version))
         return None if found is None else found.state
 
     def not_ready(self) -> list[StateOfVersion]:
-        """The versions that take no requests; one whose workers are away is not among them."""
+        """The versions that take no requests; a version whose workers are away is not
+        included.
+        """
         return [
             StateOfVersion(name, str(number), version.state, version.reason)
             for name, versions in self._versions.items()
@@ -260,7 +262,9 @@ class ModelRegistry:
         return [entry for entry in entries if entry.state == ready or not only_ready]
 
     def _find(self, name: str, version: str) -> tuple[int, _Version]:
-        """A version's number and state: without one, of the highest that may serve."""
+        """A version's number and state; without a version, those of the highest one that may
+        serve.
+        """
         versions = self._versions.get(name)
         if versions is None:
             raise _unknown(f"'{name}' is not found")
@@ -273,7 +277,7 @@ class ModelRegistry:
 
 
 def _may_serve(version: _Version) -> int:
-    """How much a version is to be preferred when none is named."""
+    """The order of preference of versions when a request names none."""
     if version.model is not None:
         return 2
     return int(version.state is not VersionState.UNAVAILABLE)
@@ -287,7 +291,7 @@ def _entry(name: str, number: int, version: _Version) -> IndexEntry:
 
 
 def parse_version(text: str) -> int | None:
-    """A version number; None for an empty text or -1's meaning, the latest.
+    """A version number; None for an empty text or -1, which mean the latest.
 
     Raises:
         RequestError: not a number, or not above 0.

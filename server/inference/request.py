@@ -52,18 +52,21 @@ class InferRequest:
     arrival_ns: int = 0
     """``time.monotonic_ns()`` when the request was complete."""
     handed_ns: int = 0
-    """The same of when a model of several steps gave it to this one; 0 if it is a client's."""
+    """Arrival at the composed model that sent this request to a step; 0 for a client's request.
+    """
     started_ns: int = 0
-    """The same of its execution's begin, noted by a model in whose queue it waited."""
+    """``time.monotonic_ns()`` when execution began, set by a model with a queue."""
     executed_batch: int | None = None
-    """Size of the batch that it was executed in, noted by a model that makes batches; 0 where
-    another request of the batch has it."""
+    """Size of the executed batch, set by a model that batches; 0 where another request of the
+    same batch reports the size.
+    """
 
 
 @dataclass(slots=True, kw_only=True)
 class InferResponse:
-    """One response. ``is_final`` may stand on the last one; a model whose iterator ends
-    without it has sent a flag-only final."""
+    """One response. ``is_final`` may be set on the last response. A model whose iterator ends
+    without it has sent a flag-only final response.
+    """
 
     model_name: str
     model_version: str
@@ -92,7 +95,7 @@ class Model(Protocol):
 
     @property
     def is_decoupled(self) -> bool:
-        """Whether a request may have other than one response."""
+        """Whether a request may have any number of responses other than one."""
         ...
 
     def infer(self, request: InferRequest) -> AsyncIterator[InferResponse]:

@@ -49,7 +49,7 @@ def element_bytes(datatype: str) -> int:
 
 
 def from_config(data_type: int) -> str:
-    """The protocol's name of a model configuration's data type (TYPE_STRING is BYTES)."""
+    """The protocol's name of a data type of a model configuration (TYPE_STRING is BYTES)."""
     name: str = DataType.Name(data_type)
     return "BYTES" if name == "TYPE_STRING" else name.removeprefix("TYPE_")
 
@@ -68,7 +68,7 @@ def to_bytes(data: Array, datatype: str) -> bytes:
 
 
 def to_parts(data: Array, datatype: str) -> Cooperative[list[bytes]]:
-    """The same as `to_bytes`, in parts."""
+    """`to_bytes` in parts, cooperatively."""
     parts: list[bytes] = []
     if datatype == "BYTES":
         for strings in cut_strings(data):
@@ -84,7 +84,9 @@ def to_parts(data: Array, datatype: str) -> Cooperative[list[bytes]]:
 
 
 def cut_strings(data: Array) -> Iterator[list[bytes]]:
-    """The elements of a BYTES tensor in order, at each time as many as take a moment."""
+    """The elements of a BYTES tensor in order, in lists that take less than a millisecond
+    each.
+    """
     flat = data.reshape(-1)
     for start in range(0, len(flat), CHUNK_ITEMS):
         strings = list(map(_raw, flat[start : start + CHUNK_ITEMS].tolist()))
@@ -123,7 +125,7 @@ def split_strings(raw: Buffer, input_name: str) -> Array:
 
 
 def split_in_chunks(raw: Buffer, input_name: str) -> Cooperative[Array]:
-    """The same as `split_strings`."""
+    """`split_strings`, cooperatively."""
     view = memoryview(raw)
     pieces: deque[list[bytes]] = deque()
     start = 0
@@ -142,7 +144,7 @@ def split_in_chunks(raw: Buffer, input_name: str) -> Cooperative[Array]:
 
 
 def _some_strings(view: memoryview, start: int, input_name: str) -> tuple[list[bytes], int]:
-    """The next strings from ``start`` on, and where they end."""
+    """The next strings from ``start`` on, and the position after them."""
     elements: list[bytes] = []
     end = len(view)
     while start < end and len(elements) < CHUNK_ITEMS:

@@ -35,7 +35,9 @@ _BATCH_NOTE = (
 
 @dataclass(slots=True)
 class WireInput:
-    """An input as a client sent it: claimed shape, and elements not yet checked against it."""
+    """An input as a client sent it: the claimed shape, and elements not yet checked against
+    it.
+    """
 
     name: str
     datatype: str
@@ -45,7 +47,7 @@ class WireInput:
 
 
 class Validator:
-    """The checks of one model's requests. Built once a model, shared by all requests."""
+    """The checks of one model's requests. Built once per model, shared by all requests."""
 
     def __init__(self, config: ModelConfig) -> None:
         self._name = config.name
@@ -67,7 +69,7 @@ class Validator:
     def check_in_chunks(
         self, inputs: Sequence[WireInput], outputs: Iterable[str], request_id: str
     ) -> Cooperative[dict[str, Tensor]]:
-        """The same as `check`."""
+        """`check`, cooperatively."""
         tensors: dict[str, Tensor] = {}
         with _prefixing(request_id):
             self._check_all(inputs, outputs)
@@ -78,7 +80,7 @@ class Validator:
     def check_shapes(
         self, inputs: Sequence[WireInput], outputs: Iterable[str], request_id: str
     ) -> None:
-        """Check all but the elements.
+        """Check everything except the elements.
 
         Raises:
             RequestError: the request does not fit the configuration.
@@ -166,7 +168,7 @@ class Validator:
         return Tensor(wire.name, wire.datatype, flat.reshape(self._served_shape(wire, entry)))
 
     def _check_entry(self, wire: WireInput) -> ModelInput:
-        """The configuration that an input fits, but perhaps for its elements."""
+        """The configuration entry that an input fits, elements not yet checked."""
         entry = self._inputs[wire.name]
         expected = from_config(entry.data_type)
         if wire.datatype != expected:
@@ -246,7 +248,7 @@ class Validator:
 
 
 def too_many_elements(wire: WireInput) -> str:
-    """The error of an input whose elements no server can count."""
+    """The error of an input with more elements than any server can count."""
     return (
         f"invalid shape for input '{wire.name}': shape {_dims(wire.shape)} has more than "
         f"{MAX_ELEMENTS} elements"
@@ -254,7 +256,7 @@ def too_many_elements(wire: WireInput) -> str:
 
 
 class _Prefixed(Exception):
-    """A check's text that clients see with the request id before it."""
+    """The text of a failed check, with the request id in front, as clients see it."""
 
 
 @contextmanager

@@ -43,10 +43,9 @@ logger = logging.getLogger(__name__)
 class ModelControl:
     """Brings models into the registry and out of it again. Used on the event loop only.
 
-    A model that is loaded again serves until its successor is ready; requests that run on
-    it end there. Only where the successor needs the very place of the model's worker
-    groups does it wait for them: the model then admits nothing until one of the two
-    serves.
+    A model that is loaded again serves until its successor is ready; running requests end at
+    the old one. If the successor needs the devices of the old worker groups, the old model
+    first stops admitting requests and ends its groups.
     """
 
     def __init__(
@@ -69,13 +68,13 @@ class ModelControl:
         self._busy = ExclusiveNames()
         self._background = BackgroundTasks()
         self._vacated: dict[str, ReadModel] = {}
-        """Models of the front end before this one that are yet to come back."""
+        """Models of the previous front end that are still to be restored."""
 
         self._num_unloads: Counter[str] = Counter()
         """How often each model was unloaded while another task worked on it."""
 
         self._cut_off: set[str] = set()
-        """Models whose first load ended with the front end before this one."""
+        """Models whose first load was cut off by the end of the previous front end."""
 
         self._preparation = ModelPreparation(
             self._set, groups, factory, self._background, self.remember
@@ -84,14 +83,14 @@ class ModelControl:
     # ---- what clients ask for -----------------------------------------------------------
 
     async def load(self, *requests: LoadRequest) -> None:
-        """Load models and the steps that they lack; returns once they serve.
+        """Load models and their missing steps; returns once they serve.
 
-        A loaded model whose files have not changed is left alone. The load goes on when
-        the caller is cancelled.
+        A loaded model whose files have not changed is left alone. The load goes on when the
+        caller is cancelled.
 
         Raises:
-            LoadError: one of them was not loaded.
-            RequestError: `close` came first.
+            LoadError: a model was not loaded.
+            RequestError: `close` was called first.
         """
         task = self._background.spawn(self._load(requests))
         try:
@@ -105,10 +104,10 @@ class ModelControl:
             raise
 
     def unload(self, name: str, *, unload_dependents: bool = False) -> None:
-        """Serve a model no more, nor those that run it, nor, on request, its steps.
+        """Stop serving a model, the models that run it and, on request, its steps.
 
-        Returns at once: running requests finish, then its worker groups end. A load under
-        way is given up. A name that is not loaded is none of our business.
+        Returns at once: running requests finish, then the worker groups end. A load under way
+        is dropped. An unknown name is ignored.
 
         Raises:
             RequestError: the model's worker groups cannot end by themselves.
@@ -123,7 +122,7 @@ class ModelControl:
         free = {each for each in names if self._busy.are_free([each])}
         if free:
             self._withdraw(free)
-        # Each by itself: a load of one that is asked for from now on comes after this.
+        # One lock at a time: a later load of a name waits for this unload.
         for each in names - free:
             self._num_unloads[each] += 1
             self._background.spawn(self._unload_later(each))
@@ -140,23 +139,24 @@ class ModelControl:
             raise RequestError(str(error), ErrorKind.INTERNAL) from error
 
     def fingerprints(self) -> dict[str, str]:
-        """Of the files that each model was made from which serves, or is yet to come back;
-        of a model whose load was cut off, none that it could have."""
+        """The file fingerprint of each model that serves or is still to be restored; empty for
+        a model whose load was cut off.
+        """
         known = [m.candidate for m in self._set.loaded()] + self._set.waiting()
         found = dict.fromkeys(self._cut_off, "")
         found |= {candidate.name: candidate.fingerprint for candidate in known}
         return found | {name: read.fingerprint for name, read in self._vacated.items()}
 
     async def close(self) -> None:
-        """Give up what is under way. May be called twice."""
+        """Cancel the loads under way. Idempotent."""
         await self._background.cancel()
 
     async def end_models(self) -> None:
-        """End what the models that serve have started, once no request runs."""
+        """End the processes and groups of served models, once no request runs."""
         await asyncio.gather(*(close_model(m.candidate.plain) for m in self._set.loaded()))
 
     def adopt(self, opened: Mapping[str, OpenedGroups]) -> None:
-        """Have the first load of these models use groups that are started already."""
+        """Let the first load of these models use groups that are already started."""
         self._preparation.adopt(opened)
 
     # ---- load ---------------------------------------------------------------------------
@@ -174,19 +174,19 @@ class ModelControl:
                         raise GivenUpError(name)
                 if read.keys() <= names:
                     return await self.load_read(read)
-                # Its steps are locked too, then all of it is read again.
+                # The steps are locked too, then everything is read again.
                 self._reader.discard(read)
             names |= read.keys()
 
     async def load_read(
         self, read: Mapping[str, ReadModel], *, all_or_none: bool = False
     ) -> None:
-        """Load these models, which were read before; returns once they serve.
+        """Load models that were already read; returns once they serve.
 
-        With ``all_or_none`` the first failure gives up the others, and nothing is served.
+        With ``all_or_none`` the first failure cancels the other loads, and no model is served.
 
         Raises:
-            LoadError: one of them was not loaded.
+            LoadError: a model was not loaded.
         """
         changed = [each for name, each in read.items() if self._is_changed(name, each)]
         for each in changed:
@@ -217,10 +217,10 @@ class ModelControl:
         leaving: Iterable[OpenedGroups],
         states: Iterable[StateOfVersion],
     ) -> None:
-        """Serve what a front end before this one had loaded, whether or not it is up. Models
-        that had given up their groups for a successor come back in the background; groups
-        that are ``leaving`` end once other front ends have finished what runs on them.
-        ``states`` are those of versions that were not ready."""
+        """Serve the models of the previous front end, whether or not their engines are up.
+        Vacated models are restored in the background. ``leaving`` groups end once other front
+        ends have finished their requests. ``states`` are those of versions that were not ready.
+        """
         self._take_states(read.keys(), states)
         candidates, going = [], list(leaving)
         for name, each in read.items():
@@ -229,18 +229,18 @@ class ModelControl:
                 continue
             try:
                 candidates.append(await self._preparation.restored(each, opened.get(name)))
-            # Whatever is wrong with one model, the others are served.
+            # A failure of one model must not keep the others from being served.
             except Exception as error:
                 logger.error("Model '%s' is not served any more: %s", name, error)
                 self._note_failure(each, error)
                 if name in opened:
                     going.append(opened[name])
-        # Not before it is known what is loaded: with each end that is remembered anew.
+        # After the models are known: every end of a group writes the remembered state again.
         ends = [self._preparation.end(gone.engines) for gone in going]
         self._set.await_steps(c for c in candidates if c.source.role in COMPOSED)
         singles = [c for c in candidates if c.source.role not in COMPOSED]
         self._install(singles, time.monotonic())
-        # Of what was unloaded, or being loaded, when the front end before this one died.
+        # Versions that were unloaded or being loaded when the previous front end ended.
         kept = {each.source.folder for each in read.values()}
         left = [each for each in self._overrides.folders() if each not in kept]
         if left:
@@ -249,7 +249,7 @@ class ModelControl:
             self._background.spawn(self._bring_back())
 
     def _take_states(self, names: Collection[str], states: Iterable[StateOfVersion]) -> None:
-        """Show again what became of models, besides those of ``names``."""
+        """Restore the states of models other than ``names``."""
         for each in states:
             if each.state is not VersionState.LOADING:
                 is_failure = each.state is VersionState.UNAVAILABLE
@@ -262,14 +262,17 @@ class ModelControl:
     async def _remove_folders(
         self, folders: Sequence[Path], ends: Sequence[asyncio.Task[None]]
     ) -> None:
-        """Delete these once groups have ended, which may be started again until then."""
+        """Delete request files once groups have ended: a group may be restarted from them until
+        then.
+        """
         await asyncio.gather(*ends)
         for folder in folders:
             self._overrides.remove(folder)
 
     async def _bring_back(self) -> None:
-        """Load what had no groups as the front end before this one died. Their place may be
-        free only once other front ends have finished what runs there."""
+        """Load the models that had no groups when the previous front end ended. Their devices
+        may be free only once other front ends have finished their requests.
+        """
         users = self._set.awaiting(self._vacated)
         for each in users:
             self._registry.set_state(each.name, each.version, VersionState.LOADING)
@@ -297,7 +300,7 @@ class ModelControl:
                 self._registry.set_state(each.name, each.version, unavailable, reason)
 
     async def _reopen(self, name: str) -> None:
-        """Serve again what was loaded before: its successor took its place and failed."""
+        """Restore the old generation of a model: its successor took its devices and failed."""
         logger.error("Model '%s': going back to what was loaded before", name)
         try:
             again = await self._preparation.reopened(name)
@@ -313,10 +316,10 @@ class ModelControl:
         started_s: float,
         counted: Collection[str] = (),
     ) -> dict[str, Exception]:
-        """Serve these; those that do not fit together with what is loaded, with the reason.
+        """Serve candidates; returns those that do not fit the loaded models, with the reasons.
 
-        What they replace ends when its requests have. ``started_s`` is when their load
-        began, on the monotonic clock; ``counted`` as for `ModelSet.commit`.
+        Replaced models end when their requests have ended. ``started_s`` is the monotonic time
+        at which the load began; ``counted`` as for `ModelSet.commit`.
         """
         waited = self._set.waiting()
         outcome = self._set.commit(candidates, counted)
@@ -356,7 +359,7 @@ class ModelControl:
     # ---- unload -------------------------------------------------------------------------
 
     def _with_steps(self, name: str) -> set[str]:
-        """A model and all that it runs."""
+        """A model and all models that it runs."""
         names, unseen = set(), [name]
         while unseen:
             each = unseen.pop()
@@ -381,7 +384,7 @@ class ModelControl:
         self.remember()
 
     def _retire(self, models: Sequence[LoadedModel]) -> None:
-        """Let the requests of these finish, then end what they held."""
+        """Wait for the requests of these models, then end their processes and groups."""
         if not models:
             return
         task = self._background.spawn(self._end(models))
@@ -407,7 +410,7 @@ class ModelControl:
             self._metrics.forget(name, version)
 
     def _remove_files(self, candidates: Iterable[Candidate]) -> None:
-        """Delete what came with the requests of those that serve no more nor come back."""
+        """Delete the request files of models that neither serve nor are to be restored."""
         for candidate in candidates:
             if not self._set.is_kept(candidate):
                 self._overrides.remove(candidate.source.folder)
@@ -415,9 +418,9 @@ class ModelControl:
     # ---- memory -------------------------------------------------------------------------
 
     def remember(self) -> None:
-        """Leave what is loaded to the front end after this one."""
+        """Save the loaded models for the next front end."""
         models = [_remembered(loaded.candidate, True) for loaded in self._set.loaded()]
-        # What comes back is not begun anew: other front ends keep it, and count on.
+        # A restored model keeps its counts, so other front ends do not count it anew.
         coming = {each.name for each in self._set.awaiting(self._vacated)}
         models += [_remembered(c, c.name in coming) for c in self._set.waiting()]
         models += [_remembered(_of_read(read), True) for read in self._vacated.values()]
@@ -438,7 +441,7 @@ def _remembered(candidate: Candidate, is_loaded: bool) -> RememberedModel:
         name=candidate.name,
         version=candidate.version,
         folder=str(candidate.source.folder),
-        # In one order of its maps: other front ends compare it with that of a successor.
+        # A fixed order of the maps: other front ends compare this state with a successor's.
         config=candidate.source.config.SerializeToString(deterministic=True),
         fingerprint=candidate.fingerprint,
         groups=candidate.groups,
@@ -468,7 +471,7 @@ def _leaving(engines: ModelEngines) -> LeavingGroups:
 
 
 def _of_steps(read: ReadModel, failures: Mapping[str, BaseException]) -> ConfigError | None:
-    """Why a model cannot be composed one of whose steps was to be loaded with it."""
+    """Why a composed model cannot be made: the load of a step failed."""
     for step in read.source.steps:
         if step in failures:
             reason = load_error(step, failures[step]).reason

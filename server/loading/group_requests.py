@@ -16,16 +16,16 @@ from trimaran.server.inference.registry import StateOfVersion
 from trimaran.server.repository.model_repository import RepositoryModel
 
 _REPLY_TIMEOUT_S = 120.0
-"""Longest time to start processes, or to see them all gone."""
+"""Longest time to start processes, or to see all of them end."""
 
 
 class GroupsRefusedError(RequestError):
-    """The supervisor does not start these groups; nothing was started."""
+    """The supervisor refused to start these groups; no process was started."""
 
     def __init__(self, text: str, conflicts: Sequence[str]) -> None:
         super().__init__(text, ErrorKind.INTERNAL)
         self.conflicts = frozenset(conflicts)
-        """Running groups whose place is needed; empty if their end would not help."""
+        """Running groups that hold the needed devices; empty if ending them would not help."""
 
 
 class GroupRequests:
@@ -37,10 +37,11 @@ class GroupRequests:
         self._waiting: dict[int, asyncio.Future[Mapping[str, Any]]] = {}
 
     async def start(self, model: RepositoryModel, generation: int) -> tuple[str, ...]:
-        """Start the worker groups of a model; their names. They are not ready yet.
+        """Request the start of a model's worker groups; returns their names before they are
+        ready.
 
         Raises:
-            GroupsRefusedError: the model cannot be served, or other groups are in the way.
+            GroupsRefusedError: the model cannot be served, or other groups hold the devices.
         """
         reply = await self._ask(
             "start_groups",
@@ -55,7 +56,7 @@ class GroupRequests:
         return tuple(reply["groups"])
 
     async def stop(self, groups: Sequence[str]) -> None:
-        """End these groups; returns once all of their processes are gone.
+        """End these groups; returns once all of their processes have ended.
 
         Raises:
             RequestError: some did not end.
@@ -65,7 +66,7 @@ class GroupRequests:
             raise RequestError(str(reply["error"]), ErrorKind.INTERNAL)
 
     def remember(self, groups: Sequence[str], state: bytes) -> None:
-        """Leave ``state`` to the next front end; it finds these groups and no others."""
+        """Save ``state`` for the next front end, which finds exactly these groups."""
         arguments = {"groups": list(groups), "state": state}
         self._link.request(next(self._ids), "remember", arguments)
 
@@ -81,8 +82,8 @@ class GroupRequests:
         self._waiting[request_id] = future
         self._link.request(request_id, verb, arguments)
         try:
-            # Not `wait_for`, which before Python 3.12 forgets that it was cancelled if the
-            # answer has come.
+            # Not `wait_for`: before Python 3.12 a cancellation is lost if the answer has
+            # arrived.
             answered, _ = await asyncio.wait((future,), timeout=_REPLY_TIMEOUT_S)
         finally:
             self._waiting.pop(request_id, None)
@@ -96,12 +97,12 @@ class GroupRequests:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RememberedModel:
-    """One loaded model, or one that waits for its steps."""
+    """One loaded model, or a model that waits for its steps."""
 
     name: str
     folder: str
     config: bytes
-    """The ModelConfig that it was loaded with."""
+    """The ModelConfig that the model was loaded with, serialized."""
 
     version: str = "1"
     fingerprint: str = ""
@@ -113,8 +114,9 @@ class RememberedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeavingGroups:
-    """One generation of a model that is served no more: its groups end once no request of any
-    front end runs on them."""
+    """One generation of a model that is no longer served. Its groups end once no front end has
+    requests there.
+    """
 
     model: str
     version: str
@@ -124,8 +126,7 @@ class LeavingGroups:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remembered:
-    """The loaded models, what became of others, and the last generation of each model that
-    ever had one."""
+    """The loaded models, the states of other models, and the last generation of every model."""
 
     models: tuple[RememberedModel, ...] = ()
     leaving: tuple[LeavingGroups, ...] = ()
@@ -134,7 +135,7 @@ class Remembered:
     """Every version that is not ready."""
 
     def to_bytes(self) -> bytes:
-        """For the supervisor to keep."""
+        """The bytes that the supervisor keeps."""
         states = [each.to_wire() for each in self.states]
         packed: bytes = msgpack.packb({**asdict(self), "states": states})
         return packed

@@ -22,15 +22,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A model that may become a loaded one."""
+    """A model that is ready to be committed."""
 
     source: RepositoryModel
     labels: Mapping[str, list[str]] = field(default_factory=dict)
     fingerprint: str = ""
-    """Of the files that it was made from; empty if they are not those of the repository."""
+    """Fingerprint of the files; empty if the files came with a request."""
 
     load_id: str = ""
-    """Of the load that it comes from: with a model of the same one it counts on."""
+    """The load that made the candidate: a successor from the same load keeps its counts."""
 
     plain: Model | None = None
     """None for a model that is composed of others."""
@@ -52,7 +52,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel(Step):
-    """A model that serves, or that did and has requests to finish."""
+    """A model that serves, or a replaced model with requests to finish."""
 
     candidate: Candidate
     model: MeasuredModel
@@ -60,22 +60,22 @@ class LoadedModel(Step):
 
 @dataclass(slots=True)
 class Outcome:
-    """What a commit left behind."""
+    """The outcome of a commit."""
 
     replaced: list[LoadedModel] = field(default_factory=list)
-    """Models that only their running requests reach; those that
-    run others come before those others."""
+    """Models that only their running requests reference; users come before their steps."""
 
     failures: dict[str, Exception] = field(default_factory=dict)
-    """Candidates that do not fit together with what is loaded."""
+    """Candidates that do not fit the loaded models, and why."""
 
 
 class ModelSet:
     """All loaded models by name. Used on the event loop only.
 
-    Each method makes its change as a whole between two steps of the loop, in the registry
-    too. A composed model always runs the loaded models of its steps' names: it is made
-    anew when one of them is replaced, waits for one that is unloaded, and comes back.
+    Each method makes its whole change between two steps of the event loop, registry included. A
+    composed model always runs the loaded models with its steps' names. It is rebuilt when a
+    step is replaced, waits while a step is unloaded, and is restored when the step is loaded
+    again.
     """
 
     def __init__(
@@ -96,27 +96,28 @@ class ModelSet:
         return list(self._loaded.values())
 
     def waiting(self) -> list[Candidate]:
-        """Composed models that come back as soon as all of their steps are loaded."""
+        """Composed models that are restored as soon as all of their steps are loaded."""
         return list(self._waiting.values())
 
     def steps(self, name: str) -> set[str]:
-        """The models that one which is loaded, or comes back, runs."""
+        """The steps of a loaded or waiting model."""
         return self._graph({}).get(name, set())
 
     def is_kept(self, candidate: Candidate) -> bool:
-        """Whether a model is loaded, or comes back, from the files of this one."""
+        """Whether a model is loaded, or waits, with the same files as this one."""
         kept = [loaded.candidate for loaded in self.loaded()] + self.waiting()
         return any(each.source.folder == candidate.source.folder for each in kept)
 
     def dependents(self, names: Iterable[str]) -> list[LoadedModel]:
-        """The loaded models that run these, by way of others too: users before steps."""
+        """The loaded models that run these, directly or indirectly; users before steps."""
         found = _users(self._graph({}), set(names))
         return [self._loaded[name] for name in reversed(found) if name in self._loaded]
 
     def commit(self, candidates: Sequence[Candidate], counted: Collection[str] = ()) -> Outcome:
-        """Serve these from now on, in place of the models of their names.
+        """Serve these from now on, in place of the models with the same names.
 
-        Those of ``counted`` were loaded all the time for other front ends, and count on.
+        Models in ``counted`` were loaded at other front ends all the time and keep their
+        counts.
         """
         outcome = Outcome()
         changed = set()
@@ -137,9 +138,9 @@ class ModelSet:
         return outcome
 
     def withdraw(self, names: Iterable[str], *, explicitly: Iterable[str]) -> list[LoadedModel]:
-        """Serve these and all that run them no more; users before steps.
+        """Stop serving these and all models that run them; users before steps.
 
-        Those of ``explicitly`` do not come back when their steps do.
+        Models in ``explicitly`` are not restored with their steps.
         """
         chosen = set(names)
         going = [*self.dependents(chosen), *self._bottom(chosen)]
@@ -155,11 +156,11 @@ class ModelSet:
         return going
 
     def await_steps(self, candidates: Iterable[Candidate]) -> None:
-        """Have composed models loaded as soon as all of their steps are."""
+        """Restore these composed models as soon as all of their steps are loaded."""
         self._waiting.update({candidate.name: candidate for candidate in candidates})
 
     def awaiting(self, names: Iterable[str]) -> list[Candidate]:
-        """The composed models that come back with these, and lack nothing else."""
+        """The composed models that can be restored once these are loaded."""
         chosen, found = set(names), []
         there = self._loaded.keys() | chosen
         for name in _users(self._graph({}), chosen):
@@ -170,8 +171,9 @@ class ModelSet:
         return found
 
     def suspend(self, name: str) -> list[LoadedModel]:
-        """Admit nothing to a model and to those that run it, until they are committed
-        again; users before steps."""
+        """Stop admitting requests to a model and to the models that run it, until they are
+        committed again; users before steps.
+        """
         going = [*self.dependents([name]), *self._bottom({name})]
         for loaded in going:
             candidate = loaded.candidate
@@ -179,7 +181,7 @@ class ModelSet:
         return going
 
     def detach_engines(self, name: str) -> None:
-        """Note that a suspended model's engines are gone."""
+        """Record that a suspended model's engines have ended."""
         loaded = self._loaded[name]
         candidate = replace(loaded.candidate, engines=None, groups=())
         self._loaded[name] = replace(loaded, candidate=candidate)
@@ -187,12 +189,12 @@ class ModelSet:
     # ---- composition --------------------------------------------------------------------
 
     def _bottom(self, names: set[str]) -> list[LoadedModel]:
-        """The loaded ones of these that are not already among each other's dependents."""
+        """The loaded models among these names that no other of the names depends on."""
         above = {loaded.candidate.name for loaded in self.dependents(names)}
         return [self._loaded[name] for name in names if name in self._loaded.keys() - above]
 
     def _graph(self, requested: Mapping[str, Candidate]) -> dict[str, set[str]]:
-        """The steps of every composed model, known or requested."""
+        """The steps of every composed model, loaded or requested."""
         known = {name: loaded.candidate for name, loaded in self._loaded.items()}
         known.update(self._waiting)
         known.update(requested)
@@ -205,11 +207,11 @@ class ModelSet:
         outcome: Outcome,
         counted: Collection[str],
     ) -> None:
-        """Make a composed model of the models that are loaded now."""
+        """Build a composed model from the models that are loaded now."""
         if requested is not None:
             try:
                 plain = self._factory.composed(requested.source, self._loaded)
-            # Whatever is wrong with one, the others change as a whole.
+            # A failure of one model must not stop the change of the others.
             except Exception as error:
                 outcome.failures[name] = error
             else:
@@ -217,7 +219,7 @@ class ModelSet:
                 return
         loaded = self._loaded.get(name)
         before = loaded.candidate if loaded is not None else self._waiting.get(name)
-        # One of another role runs no steps: a successor that failed leaves it as it is.
+        # A model of another role has no steps: a failed successor leaves it unchanged.
         if before is None or before.source.role not in COMPOSED:
             return
         try:
@@ -246,7 +248,7 @@ class ModelSet:
         elif candidate.name in counted:
             model = self._metrics.measure(plain)
         else:
-            # Also without an old one: requests of one that was unloaded may still run.
+            # Also without an old model: requests of an unloaded model may still run.
             self._metrics.forget(candidate.name, candidate.version)
             if old is not None:
                 self._metrics.forget(candidate.name, old.candidate.version)
@@ -261,15 +263,16 @@ class ModelSet:
 def _users(
     steps: Mapping[str, set[str]], names: Set[str], also: Set[str] = frozenset()
 ) -> list[str]:
-    """The models that run any of ``names``, by way of others too, and those of ``also``:
-    steps before users."""
+    """The models that run any of ``names``, directly or indirectly, and those of ``also``:
+    steps before users.
+    """
     found, reached = set(also), set(names)
     while more := {name for name, run in steps.items() if run & reached} - found:
         found |= more
         reached |= more
     ordered: list[str] = []
     while found:
-        # Of a circle no member is first: any will do, since none of them can be made.
+        # In a cycle any order will do: none of its members can be built.
         ready = sorted(n for n in found if not steps[n] & found) or sorted(found)[:1]
         ordered += ready
         found -= set(ready)
@@ -283,19 +286,19 @@ def _circle(candidate: Candidate) -> ConfigError:
 
 
 class ExclusiveNames:
-    """Locks by name, taken all at once, so that two tasks never wait for each other."""
+    """Locks by name, all taken together, so that two tasks never deadlock."""
 
     def __init__(self) -> None:
         self._held: set[str] = set()
         self._released = asyncio.Event()
 
     def are_free(self, names: Iterable[str]) -> bool:
-        """Whether none of these models is held."""
+        """Whether none of these names is locked."""
         return self._held.isdisjoint(names)
 
     @asynccontextmanager
     async def hold(self, names: Iterable[str]) -> AsyncIterator[None]:
-        """Wait until none of these models is held, then hold them exclusively."""
+        """Wait until none of these names is locked, then lock all of them."""
         wanted = set(names)
         while not self.are_free(wanted):
             self._released.clear()

@@ -1,4 +1,4 @@
-"""Makes what is read into models that can serve: with tokenizers, with worker groups."""
+"""Turns read models into models that can serve, with tokenizers and worker groups."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ class GivenUpError(LoadError):
     """The model was unloaded before it was loaded."""
 
     def __init__(self, name: str) -> None:
-        super().__init__(name, "it was unloaded while it was being loaded")
+        super().__init__(name, "the model was unloaded while it was being loaded")
 
 
 class BackgroundTasks:
-    """Background tasks, which are given up together."""
+    """Background tasks, which are cancelled together."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Start some work."""
+        """Start a task."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
     async def cancel(self) -> None:
-        """Give up all of it."""
+        """Cancel all tasks."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -52,9 +52,9 @@ class BackgroundTasks:
 class ModelPreparation:
     """Prepares candidates for a set of models. Used on the event loop only.
 
-    The groups of a token-level model start beside those of the loaded one. Where only its
-    own are in the way, the loaded one is suspended, finishes what it has and gives up its
-    groups first: it is then *vacated*.
+    The groups of a token-level model start beside those of the loaded model. If the loaded
+    model's own groups hold the needed devices, the loaded model is suspended, finishes its
+    requests and ends its groups first: the model is then *vacated*.
     """
 
     def __init__(
@@ -73,24 +73,24 @@ class ModelPreparation:
         self._adopted: dict[str, OpenedGroups] = {}
         self._under_way: dict[str, tuple[ReadModel, asyncio.Future[Candidate]]] = {}
         self._given_up: set[str] = set()
-        """Of those under way what was made already, while others were still to come."""
+        """Candidates that are complete while other models of the same load are not."""
 
         self._leaving: dict[str, tuple[ModelEngines, asyncio.Task[None]]] = {}
         """Groups that are about to end, each with the task that ends it."""
 
     def adopt(self, opened: Mapping[str, OpenedGroups]) -> None:
-        """Have the first candidates of these models use groups that are started already."""
+        """Let the first candidates of these models use groups that are already started."""
         self._adopted.update(opened)
 
     def cancel(self, names: Iterable[str]) -> None:
-        """Give up preparing these."""
+        """Cancel the preparation of these models."""
         for name in self._under_way.keys() & set(names):
             _, task = self._under_way[name]
             if not task.cancel():
                 self._given_up.add(name)
 
     def steps(self, name: str) -> set[str]:
-        """The models that one runs which is being prepared."""
+        """The steps of a model that is being prepared."""
         if name not in self._under_way:
             return set()
         read, _ = self._under_way[name]
@@ -99,10 +99,11 @@ class ModelPreparation:
     async def prepare(
         self, read: Sequence[ReadModel], *, all_or_none: bool = False
     ) -> tuple[list[Candidate], dict[str, BaseException]]:
-        """Candidates of these models, and what kept others from being one, by name.
+        """Candidates of these models, and the failures by name.
 
-        Of a model that failed nothing is left; it may be vacated all the same. With
-        ``all_or_none`` the first failure gives up the others, and comes before them.
+        Everything made for a failed model is released; the model may be vacated nevertheless.
+        With ``all_or_none`` the first failure cancels the other preparations and is the first
+        in the failures.
         """
         tasks = {each.source.name: asyncio.ensure_future(self._one(each)) for each in read}
         for each in read:
@@ -135,10 +136,10 @@ class ModelPreparation:
         return candidates, failures
 
     async def restored(self, read: ReadModel, opened: OpenedGroups | None) -> Candidate:
-        """A candidate that may be down just now; ``opened`` if it has groups.
+        """A candidate whose engines may be down; ``opened`` if it has groups.
 
         Raises:
-            RequestError, ConfigError: it cannot be made.
+            RequestError, ConfigError: the candidate cannot be made.
         """
         if opened is None:
             return await self._one(read)
@@ -150,7 +151,7 @@ class ModelPreparation:
         """A vacated model over new groups.
 
         Raises:
-            RequestError, ConfigError: it does not come up again.
+            RequestError, ConfigError: the groups do not become ready.
         """
         current = self._set.get(name)
         assert current is not None
@@ -164,11 +165,15 @@ class ModelPreparation:
         return list({id(engines): engines for engines, _ in self._leaving.values()}.values())
 
     def note_leaving(self, engines: ModelEngines, task: asyncio.Task[None]) -> None:
-        """Make loads that need these engines' devices wait for the task that ends them."""
+        """Make loads that need these engines' devices wait for the task that ends the
+        engines.
+        """
         self._leaving.update(dict.fromkeys(engines.groups, (engines, task)))
 
     def ended(self, groups: Iterable[str]) -> None:
-        """These engines are gone: no load waits for them, and no successor inherits them."""
+        """These engines have ended: no load waits for them, and the next front end ignores
+        them.
+        """
         for group in groups:
             self._leaving.pop(group, None)
         self._remember()
@@ -184,7 +189,7 @@ class ModelPreparation:
         if read.source.role is Role.TOKEN:
             adopted = self._adopted.pop(read.source.name, None)
             if adopted is not None:
-                # If this fails, the server's start has failed, with which its groups end.
+                # If this fails, the start of the server has failed, and the groups end with it.
                 return await self._served_by(read, adopted)
             return await self._over(read, await self._open(read))
         plain = None
@@ -194,7 +199,7 @@ class ModelPreparation:
         return _candidate(read, plain=plain)
 
     async def _over(self, read: ReadModel, opened: OpenedGroups) -> Candidate:
-        """A token-level model over its groups, which end if it does not come up."""
+        """A token-level model over its groups, which end if they do not become ready."""
         try:
             return await self._served_by(read, opened)
         except BaseException:
@@ -202,14 +207,15 @@ class ModelPreparation:
             raise
 
     def end(self, engines: ModelEngines) -> asyncio.Task[None]:
-        """Let groups go that nobody here uses any more, once no other front end does; whoever
-        needs their place waits for it."""
+        """End groups that are unused here, once no other front end uses them. Loads that need
+        their devices wait.
+        """
         task = self._background.spawn(self._end(engines))
         self.note_leaving(engines, task)
         return task
 
     def _discard(self, candidate: Candidate) -> None:
-        """End what was made for nothing."""
+        """Release what was made for a failed load."""
         if candidate.engines is not None:
             self.end(candidate.engines)
         self._background.spawn(close_model(candidate.plain))
@@ -220,16 +226,16 @@ class ModelPreparation:
         self.ended(groups)
 
     async def _served_by(self, read: ReadModel, opened: OpenedGroups) -> Candidate:
-        """A token-level model over its groups, once all of them are up."""
+        """A token-level model over its groups, once all groups are up."""
         plain = self._factory.single(read.source, opened.engines)
         await self._groups.wait_up(opened)
         return _candidate(read, plain=plain, opened=opened)
 
     async def _open(self, read: ReadModel) -> OpenedGroups:
-        """Start the groups of a model: beside those that run, or else in their place."""
+        """Start the groups of a model, beside the running groups or in their place."""
         name = read.source.name
         while True:
-            # One that was in the way may have ended by the time that its refusal is read.
+            # The group in the way may have ended by the time that the refusal is read.
             known = self._leaving.copy()
             try:
                 return await self._groups.open(read.source, self._remember)
@@ -237,7 +243,7 @@ class ModelPreparation:
                 known.update(self._leaving)
                 leaving = {known[group][1] for group in error.conflicts if group in known}
                 if leaving:
-                    logger.info("model '%s' waits for the place of groups that end", name)
+                    logger.info("model '%s' waits for devices of groups that are ending", name)
                     await asyncio.wait(leaving)
                 elif self._are_own(name, error.conflicts):
                     await self._vacate(name)
@@ -251,39 +257,39 @@ class ModelPreparation:
         )
 
     async def _vacate(self, name: str) -> None:
-        """End the groups of a loaded model, which admits nothing from now on."""
-        logger.info("model '%s' ends its groups first: the new ones need their place", name)
+        """End the groups of a loaded model, which admits no requests from now on."""
+        logger.info("model '%s' ends its groups first: the new groups need their devices", name)
         suspended = self._set.suspend(name)
         await all_idle(suspended)
         engines = suspended[-1].candidate.engines
         assert engines is not None
         self._set.detach_engines(name)
         ending = self.end(engines)
-        # The model without them: a front end after this one does not wait for them.
+        # Remembered without groups: the next front end does not wait for them.
         self._remember()
-        # They end even if the load is given up meanwhile.
+        # The groups end even if the load is cancelled meanwhile.
         await asyncio.shield(ending)
 
 
 async def all_idle(models: Iterable[LoadedModel]) -> None:
-    """Return when no request runs on these, of which users come before steps."""
+    """Return when no request runs on these models, in which users come before steps."""
     for loaded in models:
         await loaded.model.wait_idle()
 
 
 def is_expected(failure: BaseException) -> bool:
-    """Whether an operator or a client can mend a failure, which is then no bug of ours."""
+    """Whether an operator or a client can correct the cause; otherwise the failure is a bug."""
     return isinstance(failure, (RequestError, ConfigError))
 
 
 def log_lost(name: str, failure: BaseException) -> None:
-    """Say that a model which served does so no more."""
+    """Log that a model is no longer served."""
     trace = None if is_expected(failure) else failure
     logger.error("Model '%s' is not served any more: %s", name, failure, exc_info=trace)
 
 
 def load_error(name: str, failure: BaseException) -> LoadError:
-    """A failure as the client of the load is told of it."""
+    """A failure as reported to the client of the load."""
     if isinstance(failure, LoadError):
         return failure
     text = str(failure) if is_expected(failure) else f"{type(failure).__name__}: {failure}"

@@ -27,10 +27,10 @@ from trimaran.server.repository.model_repository import (
 
 
 def fingerprint(folder: Path, parameters: ModelParameters | None) -> str:
-    """A digest of names, sizes and times of a model's files; reads none of them.
+    """A digest of names, sizes and times of a model's files; file contents are not read.
 
-    These are all files below its folder, and, where its configuration can be read, those
-    that lie in a folder which a parameter names: the engine, the tokenizer.
+    The files are all below the model's folder. If the configuration can be read, they include
+    the folders that parameters name: the engine and the tokenizer.
     """
     digest = hashlib.sha256()
     for line in _files(folder):
@@ -57,7 +57,8 @@ def _entries(folder: str) -> list[str]:
         with os.scandir(folder) as entries:
             return sorted(_line(entry) for entry in entries)
     except OSError as error:
-        # Gone or unreadable is a state of its own, which the load that follows explains.
+        # A missing or unreadable folder has a digest too; the load that follows reports the
+        # cause.
         return [f"{folder}: {error.errno}\n"]
 
 
@@ -65,15 +66,15 @@ def _line(entry: os.DirEntry[str]) -> str:
     try:
         stat = entry.stat()
     except OSError as error:
-        # A link to nothing, as an editor leaves beside a file: the others count as ever.
+        # A dangling link, as editors leave beside a file: the other files count.
         return f"{entry.path} {error.errno}\n"
-    # A folder's own time changes with every lock file in it; what is in it counts.
+    # A folder's time changes with every lock file, so only the files in it count.
     times = "" if entry.is_dir() else f"{stat.st_mtime_ns} {stat.st_size}"
     return f"{entry.path} {times}\n"
 
 
 class LoadError(RequestError):
-    """A model was not loaded; what was loaded before is as it was."""
+    """A model was not loaded; the loaded models are unchanged."""
 
     def __init__(self, name: str, text: str) -> None:
         super().__init__(f"failed to load '{name}', {text}", ErrorKind.INTERNAL)
@@ -86,7 +87,7 @@ def _new_load_id() -> str:
 
 @dataclass(frozen=True, slots=True)
 class ReadModel:
-    """A model as it is on disk now."""
+    """A model as read from disk."""
 
     source: RepositoryModel
     labels: dict[str, list[str]] = field(default_factory=dict)
@@ -94,11 +95,11 @@ class ReadModel:
     """Empty for a model that came with its request."""
 
     load_id: str = field(default_factory=_new_load_id)
-    """Tells it from the same files that are read again, also at other front ends."""
+    """Identifies this reading of the model, also at other front ends."""
 
 
 class ModelReader:
-    """Reads models from a repository's folder. Reads files: not for the event loop."""
+    """Reads models from a repository's folder. Blocks on files: not for the event loop."""
 
     def __init__(
         self, root: Path, overrides: OverrideFolders, python: PythonModels = NATIVE
@@ -111,25 +112,25 @@ class ModelReader:
         """The models that the repository holds now.
 
         Raises:
-            ConfigError: it is no folder.
+            ConfigError: the repository is not a folder.
         """
         return list(model_folders(self._root))
 
     def fingerprints(self) -> dict[str, str]:
-        """The state of the files of every model of the repository.
+        """The fingerprint of every model of the repository.
 
         Raises:
-            ConfigError: it is no folder.
+            ConfigError: the repository is not a folder.
         """
         return {name: _state_of(folder) for name, folder in model_folders(self._root).items()}
 
     def read(
         self, requests: Sequence[LoadRequest], is_loaded: Callable[[str], bool]
     ) -> dict[str, ReadModel]:
-        """The requested models and the steps they need that are not loaded, by name.
+        """The requested models and their steps that are not loaded, by name.
 
         Raises:
-            LoadError: one of them cannot be read.
+            LoadError: a model cannot be read.
         """
         found: dict[str, ReadModel] = {}
         if not requests:
@@ -187,7 +188,7 @@ class ModelReader:
     def _of_repository(self, name: str, folder: Path | None) -> ReadModel:
         if folder is None:
             raise _not_found(name)
-        # Taken before the files are read: a change in between is seen at the next look.
+        # Taken before the files are read: a change during the read is seen at the next poll.
         state = _state_of(folder)
         try:
             source = load_model(folder, self._python)

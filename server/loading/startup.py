@@ -1,4 +1,4 @@
-"""Where loads come from besides clients: the models of the start, and a polled repository."""
+"""Loads that no client asks for: the models of the start, and a polled repository."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ ALL_MODELS = "*"
 
 
 class ModelStartup:
-    """Loads the first models, in two steps: groups that are started already may dial in
-    between the two."""
+    """Loads the first models in two steps, so that started groups may dial in between them."""
 
     def __init__(
         self,
@@ -70,7 +69,7 @@ class ModelStartup:
                 self._opened[name] = self._groups.adopt(read.source, 1, names)
 
     async def finish(self) -> None:
-        """Return once the models serve; those of a predecessor may still be down.
+        """Return once the models serve; models of a predecessor may still be down.
 
         Raises:
             ConfigError: a model cannot be served.
@@ -90,7 +89,7 @@ class ModelStartup:
                 raise error.__cause__ from None
             raise
 
-    # ---- the configuration's ------------------------------------------------------------
+    # ---- models of the configuration ------------------------------------------------------
 
     def _read_first(self) -> dict[str, ReadModel]:
         mode, chosen = self._config.model_control_mode, self._config.load_models
@@ -106,7 +105,7 @@ class ModelStartup:
         return read
 
     def _without_groups(self, read: dict[str, ReadModel]) -> set[str]:
-        """Token-level models that the command line left out, and what needs them."""
+        """Token-level models without worker groups, and the models that run them."""
         sources = {name: each.source for name, each in read.items()}
         found = {
             name
@@ -117,7 +116,7 @@ class ModelStartup:
             found |= more
         return found
 
-    # ---- the predecessor's --------------------------------------------------------------
+    # ---- models of the predecessor ------------------------------------------------------
 
     def _read_remembered(self, remembered: Remembered) -> None:
         python = PythonModels.parse(self._config.python_models)
@@ -126,7 +125,7 @@ class ModelStartup:
         for model in remembered.models:
             try:
                 read = read_again(model, python)
-            # Whatever is wrong with one model, the others are served.
+            # A failure of one model must not keep the others from being served.
             except Exception as error:
                 log_lost(model.name, error)
                 lost, reason = VersionState.UNAVAILABLE, load_error(model.name, error).reason
@@ -141,7 +140,7 @@ class ModelStartup:
             self._leave(each.model, each.version, each.generation, each.groups)
 
     def _leave(self, model: str, version: str, generation: int, groups: Sequence[str]) -> None:
-        """Expect groups that end once other front ends have finished what runs on them."""
+        """Expect groups that end once other front ends have finished their requests."""
         if groups:
             self._leaving.append(self._groups.adopt_of(model, version, generation, groups))
 
@@ -150,7 +149,7 @@ def read_again(model: RememberedModel, python: PythonModels) -> ReadModel:
     """Read a model that was loaded before.
 
     Raises:
-        ConfigError: its files are not what they were.
+        ConfigError: the files have changed.
     """
     config = ModelConfig.FromString(model.config)
     source = repository_model(Path(model.folder), config, python)
@@ -158,8 +157,7 @@ def read_again(model: RememberedModel, python: PythonModels) -> ReadModel:
 
 
 class RepositoryPoll:
-    """Looks at the repository once a period. A model that fails to load is tried again
-    when its files change."""
+    """Polls the repository. A failed model is tried again when its files change."""
 
     def __init__(self, reader: ModelReader, control: ModelControl, period_s: float) -> None:
         self._reader = reader
@@ -168,7 +166,7 @@ class RepositoryPoll:
         self._seen: dict[str, str] = {}
 
     async def run(self) -> None:
-        """Look until cancelled. Models that are loaded already count as seen."""
+        """Poll until cancelled. Models that are already loaded count as seen."""
         look = self._look_first
         while True:
             try:
@@ -189,7 +187,7 @@ class RepositoryPoll:
         self._seen = found
         for name in gone:
             self._unload(name)
-        # Each by itself, so that one which fails keeps no other from being loaded.
+        # Each model separately: a failed load must not keep others from being loaded.
         await asyncio.gather(*map(self._load, changed))
 
     def _unload(self, name: str) -> None:
@@ -199,6 +197,6 @@ class RepositoryPoll:
             logger.error("%s", error)
 
     async def _load(self, name: str) -> None:
-        # What fails is in the log already, and what is given up ends with the server.
+        # Failures are in the log already; cancelled loads end with the server.
         with suppress(RequestError):
             await self._control.load(LoadRequest(name))

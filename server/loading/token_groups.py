@@ -25,7 +25,7 @@ _OF_ONE_JOB = ("job", "prestarted")
 
 @dataclass(frozen=True, slots=True)
 class OpenedGroups:
-    """One generation of a model: its groups, and the way to their engines."""
+    """One generation of a model: its groups and their engines."""
 
     engines: ModelEngines
     groups: tuple[str, ...]
@@ -35,8 +35,8 @@ class OpenedGroups:
 class TokenGroups:
     """Opens and closes generations of token-level models.
 
-    Counts the generations of each model, so that no two groups in the life of a server
-    have one name.
+    Numbers the generations of each model, so that group names are unique in the life of a
+    server.
     """
 
     def __init__(
@@ -46,13 +46,13 @@ class TokenGroups:
         board: GroupBoard,
         released: Callable[[Sequence[str]], Awaitable[None]] | None = None,
     ) -> None:
-        """``released`` returns once other front ends use these groups no more."""
+        """``released`` returns once other front ends no longer use these groups."""
         self._requests = requests
         self._engines = engines
         self._board = board
         self._released = released
         self._ending: set[asyncio.Task[None]] = set()
-        """Ends of groups whose start was given up before it was answered."""
+        """Tasks that end groups whose start was cancelled before the supervisor answered."""
 
         self.generations: dict[str, int] = {}
         """The last generation of each model."""
@@ -60,13 +60,13 @@ class TokenGroups:
     def adopt(
         self, source: RepositoryModel, generation: int, groups: Sequence[str]
     ) -> OpenedGroups:
-        """Take groups that are started already."""
+        """Use groups that are already started."""
         return self.adopt_of(source.name, str(source.versions[0]), generation, groups)
 
     def adopt_of(
         self, model: str, version: str, generation: int, groups: Sequence[str]
     ) -> OpenedGroups:
-        """The same, of a model whose files need not be there any more."""
+        """Use the groups of a model whose files may be gone."""
         last = self.generations.get(model, 0)
         self.generations[model] = max(last, generation)
         engines = self._engines.add_model(model, version, generation, tuple(groups))
@@ -75,12 +75,12 @@ class TokenGroups:
     async def open(
         self, source: RepositoryModel, before_start: Callable[[], None]
     ) -> OpenedGroups:
-        """Have the next generation started; its engines are not up yet.
+        """Request the start of the next generation; returns before its engines are up.
 
-        ``before_start`` is called when its number is taken.
+        ``before_start`` is called when the generation has its number.
 
         Raises:
-            GroupsRefusedError: nothing was started.
+            GroupsRefusedError: no process was started.
         """
         generation = self.generations.get(source.name, 0) + 1
         self.generations[source.name] = generation
@@ -89,7 +89,7 @@ class TokenGroups:
         try:
             groups = await asyncio.shield(starting)
         except asyncio.CancelledError:
-            # In a task of its own: it goes on if this one is given up once more.
+            # A separate task, which goes on if this one is cancelled again.
             ending = asyncio.ensure_future(self._end_started(starting))
             self._ending.add(ending)
             ending.add_done_callback(self._ending.discard)
@@ -98,12 +98,12 @@ class TokenGroups:
         return self.adopt(source, generation, groups)
 
     async def _end_started(self, starting: asyncio.Future[tuple[str, ...]]) -> None:
-        """End groups that were asked for and are wanted no more: they may have started."""
+        """End requested groups that are no longer needed; they may have started."""
         try:
             groups = await starting
         except RequestError as error:
-            # Refused, or no answer came.
-            logger.info("groups that were given up: %s", error)
+            # The start was refused or not answered.
+            logger.info("groups whose start was cancelled: %s", error)
             return
         await self.close(None, groups)
 
@@ -111,7 +111,7 @@ class TokenGroups:
         """Return once every group serves.
 
         Raises:
-            RequestError: one of them failed, and is not started again.
+            RequestError: a group failed and is not started again.
         """
         while True:
             states = [self._board.group(group) for group in opened.groups]
@@ -139,8 +139,9 @@ class TokenGroups:
         return ""
 
     async def wait_known(self, opened: OpenedGroups) -> None:
-        """Return once every group is up or known to be down; of one that the supervisor does
-        not know, once it could have said so."""
+        """Return once every group is known to be up or down. A group that the supervisor does
+        not know counts as down after a moment.
+        """
         unheard_until_s = time.monotonic() + _UNHEARD_S
         for name, group in opened.engines.groups.items():
             while group.link is None:
@@ -152,12 +153,13 @@ class TokenGroups:
                 await asyncio.sleep(_READY_POLL_S)
 
     async def close(self, engines: ModelEngines | None, groups: Sequence[str]) -> None:
-        """End a generation: returns once its processes are gone, and what they held with
-        them."""
+        """End a generation: returns once its processes have ended and released their
+        devices.
+        """
         if groups and self._released is not None:
             await self._released(groups)
-        # Not before: a group that dies meanwhile is started again for the requests of other
-        # front ends, and ends itself where it is refused, as unknown, at this one.
+        # Closed last: a group that dies meanwhile is started again for requests of other front
+        # ends. A group unknown here would be refused and end.
         if engines is not None:
             engines.close()
         if not groups:
@@ -171,7 +173,8 @@ class TokenGroups:
 
 
 def _is_coming(state: Mapping[str, Any]) -> bool:
-    """Whether a group is about to dial in: it is up, or at its first start, of which a front
-    end may hear the end before this one."""
+    """Whether a group is about to dial in: the group is up or at its first start. The end of
+    the start may be reported before the dial.
+    """
     is_first_start = state["state"] == "starting" and not state["num_restarts"]
     return is_first_start or bool(state["state"] == "up")

@@ -1,4 +1,4 @@
-"""What the code of Python models counts, among the server's metrics."""
+"""Metrics that user code of Python models defines, among the server's metrics."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ Labels = tuple[tuple[str, str], ...]
 
 
 class CustomMetric(Metric):
-    """A family of which each front end has a part, to be added up."""
+    """A family whose values are added up over front ends."""
 
 
 @dataclass(slots=True)
 class _Series:
-    """One counter, gauge or histogram, and how many metrics of models stand for it."""
+    """One counter, gauge or histogram, and the number of `Metric` objects that use it."""
 
     bounds: tuple[float, ...] = ()
-    """A histogram's buckets, by their upper ends; the last one has none."""
+    """Upper bounds of a histogram's buckets; the last bucket has none."""
     value: float = 0.0
     """A histogram's sum."""
     counts: list[int] = field(default_factory=list)
@@ -50,7 +50,7 @@ class _Family:
 
 
 class CustomMetrics:
-    """All series by family and labels. A series ends with the last metric that stands for it.
+    """All series by family and labels. A series is removed with its last `Metric` object.
 
     Used on the event loop only.
     """
@@ -67,11 +67,11 @@ class CustomMetrics:
         labels: Labels,
         bounds: tuple[float, ...] = (),
     ) -> None:
-        """Show a series from now on; one that is there already is shared.
+        """Show a series from now on; an existing series is shared.
 
         Raises:
-            RequestError: the name is taken, by a family of another kind or by the server; it
-                or a label's name is none; or a histogram's bounds do not rise.
+            RequestError: the name is taken by a family of another kind or by the server; the
+                name or a label's name is malformed; or a histogram's bounds do not rise.
         """
         _check(name, kind, labels, bounds)
         family = self._families.setdefault(name, _Family(description, kind))
@@ -89,7 +89,7 @@ class CustomMetrics:
         series.num_holders += 1
 
     def release(self, name: str, labels: Labels) -> None:
-        """The opposite of `hold`."""
+        """Undo one `hold`."""
         family = self._families[name]
         series = family.series[labels]
         series.num_holders -= 1
@@ -115,7 +115,7 @@ class CustomMetrics:
         return self._families[name].series[labels].value
 
     def collect(self) -> Iterator[Metric]:
-        """The registry's question for samples."""
+        """`prometheus_client` collects samples here."""
         for name, family in self._families.items():
             metric = CustomMetric(name, family.description, family.kind)
             for labels, series in family.series.items():
@@ -124,7 +124,7 @@ class CustomMetrics:
 
 
 def _check(name: str, kind: str, labels: Labels, bounds: tuple[float, ...]) -> None:
-    """Refuse what would make the page of all metrics unreadable, or is the server's."""
+    """Refuse names that belong to the server or would break the exposition format."""
     if name.startswith(_RESERVED):
         raise RequestError(
             f"metric family '{name}': names that begin with {' or '.join(_RESERVED)} are "
@@ -151,7 +151,7 @@ def _check(name: str, kind: str, labels: Labels, bounds: tuple[float, ...]) -> N
 def _add_samples(metric: Metric, labels: dict[str, str], series: _Series) -> None:
     name = metric.name
     if metric.type != "histogram":
-        # The suffix is what our text leaves out again.
+        # The renderer removes the suffix again.
         suffix = "_total" if metric.type == "counter" else ""
         metric.add_sample(name + suffix, labels, series.value)
         return
@@ -165,14 +165,14 @@ def _add_samples(metric: Metric, labels: dict[str, str], series: _Series) -> Non
 
 
 class HeldMetrics:
-    """The metrics of one process, which all end with it."""
+    """The metrics of one process; all are removed when the process ends."""
 
     def __init__(self, metrics: CustomMetrics) -> None:
         self._metrics = metrics
         self._held: dict[int, tuple[str, Labels]] = {}
 
     def hold(self, number: int, family: Mapping[str, Any], labels: Mapping[str, str]) -> None:
-        """Show a series under the process's own number for it.
+        """Show a series under the number that the process chose.
 
         Raises:
             RequestError: as for `CustomMetrics.hold`.
@@ -184,7 +184,7 @@ class HeldMetrics:
         self._held[number] = name, key
 
     def change(self, number: int, verb: str, amount: float) -> None:
-        """Obey ``add``, ``set``, ``observe`` or ``drop``."""
+        """Execute ``add``, ``set``, ``observe`` or ``drop``."""
         place = self._held.get(number)
         if place is None:
             return

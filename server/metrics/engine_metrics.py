@@ -13,7 +13,7 @@ from trimaran.server.metrics.recent_rates import Key, ModelCounts, read_counts
 from trimaran.server.metrics.step_metrics import GroupSums, StepMetrics
 
 _Info = tuple[str, tuple[str, ...]]
-"""Which info gauge, and its labels after model and version."""
+"""The info gauge of a fact, and its labels after model and version."""
 
 _LABELS = ("model", "version")
 _START_KEYS = (
@@ -29,17 +29,17 @@ _INTER_TOKEN_BUCKETS = (
 
 _LENGTH_HELP, _LENGTH_LABEL = "TRT LLM response metrics", "response_metric_type"
 
-# Of several groups of a model the other figures are added up.
+# The other figures of a model's groups are added up.
 _MAXIMA = ("kv_tokens_per_block", "micro_batch_id", "timestamp_us")
 
-# What an engine says about itself: the help and the labels.
+# Facts that an engine reports: the help and the labels.
 _INFOS = {
     "backend": ("Which implementation serves an operator", "operator", "backend"),
     "transport": ("Which transport carries a collective", "collective", "transport"),
     "start_method": ("How the model's ranks were started", *_START_KEYS),
 }
 
-# Family: its help, its label, and each label value with the engine statistic behind it.
+# Family: help, label, and the engine statistic of each label value.
 _FAMILIES: dict[str, tuple[str, str, dict[str, str]]] = {
     "nv_trt_llm_request_metrics": (
         "TRT LLM request metrics",
@@ -93,8 +93,8 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, str]]] = {
         },
     ),
     "trimaran_kv_host_blocks": (
-        "KV cache blocks in the host's memory: there is room for max, used hold content; moved "
-        "and loaded are those copied there and back since the start",
+        "KV cache blocks in the host's memory: max is the capacity, used blocks hold "
+        "content; moved and loaded blocks were copied there and back since the start",
         "type",
         {
             "max": "kv_host_max_blocks",
@@ -104,14 +104,14 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, str]]] = {
         },
     ),
     "trimaran_pauses": (
-        "Since the start: sequences that gave up their KV cache blocks, mostly for others, and "
-        "the tokens that they had to compute again",
+        "Since the start: sequences that lost their KV cache blocks, mostly to other "
+        "sequences, and the tokens that were computed again",
         "type",
         {"sequences": "paused_sequences", "tokens": "paused_tokens"},
     ),
     "trimaran_lora_adapters": (
-        "LoRA adapters: host are cached in the host's memory, device of these where the model "
-        "runs, used those of requests that are not over; loaded counts copies to the device",
+        "LoRA adapters: host counts those cached in the host's memory, device those on the "
+        "device, used those of running requests; loaded counts copies to the device",
         "type",
         {
             "host": "lora_host_adapters",
@@ -128,7 +128,7 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, str]]] = {
 }
 
 
-# Of these two an engine shows the one of its batching.
+# An engine shows one of these two, by its batching type.
 _IN_FLIGHT, _V1 = "nv_trt_llm_inflight_batcher_metrics", "nv_trt_llm_v1_metrics"
 
 
@@ -207,7 +207,7 @@ class EngineMetrics:
         self._steps.add_model(model, version)
 
     def remove_model(self, model: str, version: str) -> None:
-        """Show nothing more of the model. Added again, it begins at 0."""
+        """Remove the model's series. A model that is added again begins at 0."""
         key = model, version
         for group in {*self._groups.get(key, ()), *self._infos.get(key, ())}:
             self.remove_group(model, version, group)
@@ -226,7 +226,7 @@ class EngineMetrics:
         self._steps.remove_model(model, version)
 
     def remove_group(self, model: str, version: str, group: str) -> None:
-        """Show nothing more of one worker group."""
+        """Remove the series of one worker group."""
         key = model, version
         self._groups.get(key, set()).discard(group)
         self._group_up.remove(model, version, group)
@@ -244,8 +244,9 @@ class EngineMetrics:
         group: str = "",
         incarnation: int = 0,
     ) -> None:
-        """Show the figures of a group's last iteration beside those of the model's other
-        groups; missing keys count as 0. ``incarnation`` is how often it was started again."""
+        """Show the statistics of a group's last iteration beside those of the model's other
+        groups; missing keys count as 0. ``incarnation`` is the number of restarts.
+        """
         groups = self._stats.setdefault((model, version), {})
         groups[group] = stats
         if stats:
@@ -256,7 +257,7 @@ class EngineMetrics:
         self._show_stats((model, version))
 
     def _show_stats(self, key: Key) -> None:
-        """Show what all groups of a model have together."""
+        """Show the sums over all groups of a model."""
         values = _together(list(self._stats.get(key, {}).values()))
         values.update(self._sums.totals(key))
         num_blocks = values.get("kv_max_blocks", 0)
@@ -274,7 +275,7 @@ class EngineMetrics:
     def set_info(
         self, model: str, version: str, facts: Mapping[str, Any], group: str = ""
     ) -> None:
-        """Show what a group's engine said about itself, in place of what it said before."""
+        """Show the facts of a group's engine, in place of earlier facts."""
         start = tuple(str(facts.get(key, "")) for key in _START_KEYS)
         infos: set[_Info] = {("start_method", start)}
         for name, fact in (("backend", "backends"), ("transport", "transports")):
@@ -304,7 +305,7 @@ class EngineMetrics:
     def count_group(
         self, model: str, version: str, group: str, num_requests: Callable[[], int]
     ) -> None:
-        """Show what ``num_requests`` returns at each scrape."""
+        """Show the value that ``num_requests`` returns at each scrape."""
         self._groups.setdefault((model, version), set()).add(group)
         self._group_requests.labels(model, version, group).set_function(num_requests)
 
@@ -313,7 +314,7 @@ class EngineMetrics:
         self._replays.labels(model, version).inc(num_replays)
 
     def count_lost(self, model: str, version: str, num_requests: int) -> None:
-        """Add requests that failed with their groups."""
+        """Add requests that failed because groups died."""
         self._lost.labels(model, version).inc(num_requests)
 
     def observe_first_token(self, model: str, version: str, seconds: float) -> None:
@@ -321,8 +322,9 @@ class EngineMetrics:
         self._first_token.labels(model, version).observe(seconds)
 
     def inter_token_observer(self, model: str, version: str) -> Callable[[float], None]:
-        """What adds one gap between tokens. Called once a token, so the series is looked up
-        beforehand: finding it by labels takes longer than observing."""
+        """The function that adds one gap between tokens. It is called once a token, so the
+        series is looked up beforehand: a lookup by labels takes longer than the observation.
+        """
         return self._inter_token.labels(model, version).observe
 
     def observe_lengths(
@@ -351,12 +353,13 @@ class EngineMetrics:
         )
 
     def values(self, model: str, version: str) -> Mapping[str, float] | None:
-        """The engine's last figures; None for a model without an engine."""
+        """The engine's last statistics; None for a model without an engine."""
         return self._latest.get((model, version))
 
     def load_header(self, style: str) -> str | None:
-        """The value of the ``endpoint-load-metrics`` header, if style and figures exist: of
-        all engines behind this endpoint together."""
+        """The value of the ``endpoint-load-metrics`` header, over all engines of this endpoint;
+        None if the style or the statistics are unknown.
+        """
         engines = [values for values in self._latest.values() if values.get("kv_max_blocks")]
         if not engines:
             return None
@@ -379,7 +382,7 @@ class EngineMetrics:
 
 
 def _together(groups: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The figures of all groups of a model as those of one engine."""
+    """The statistics of all groups of a model, as of a single engine."""
     values: dict[str, float] = {}
     for stats in groups:
         for key, value in stats.items():

@@ -1,4 +1,4 @@
-"""Our metrics as Prometheus text, and the one kind of metric that its client lacks."""
+"""Prometheus text exposition, and summaries, which `prometheus_client` lacks."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import CollectorRegistry
 
 _TAGGED = ("nv_inference_", "nv_model_load_")
-"""Families whose series have the tags of their models."""
+"""Families whose series carry the tags of their models."""
 
 Tags = Mapping[tuple[str, str], Mapping[str, str]]
 
 
 def render(metrics: Iterable[Metric], tags: Tags) -> bytes:
-    """Metrics as text 0.0.4; a family without samples is absent. ``tags`` are more labels of
-    models, by name and version.
+    """Metrics as text 0.0.4; a family without samples is omitted. ``tags`` are additional
+    labels of models, by name and version.
 
-    Unlike the client's own renderer it keeps counter names as they are, and writes the bounds
-    of buckets as it does values: clients look for ``nv_inference_count``, not
+    Unlike `prometheus_client`, this renderer keeps counter names unchanged and writes bucket
+    bounds like values: clients look for ``nv_inference_count``, not
     ``nv_inference_count_total``, and for ``le="100"``, not ``le="100.0"``.
     """
     lines: list[str] = []
@@ -44,7 +44,7 @@ def render(metrics: Iterable[Metric], tags: Tags) -> bytes:
             if "le" in labels and metric.type == "histogram":
                 labels = {**labels, "le": _number(float(labels["le"]))}
             lines.append(f"{name}{_labels(labels)} {_number(sample.value)}")
-    # A label may have come from a client, whose text need not be UTF-8: the page has to be.
+    # A label may hold a client's text, which need not be UTF-8; the page must be.
     return ("\n".join(lines) + "\n").encode("utf-8", "replace")
 
 
@@ -68,7 +68,7 @@ def _number(value: float) -> str:
 
 
 class QuantileSummary:
-    """Quantiles of what was observed during the last minute; Nan while that is nothing."""
+    """Quantiles of the values observed during the last minute; NaN without values."""
 
     WINDOW_S = 60.0
     MAX_SAMPLES = 4096
@@ -91,17 +91,17 @@ class QuantileSummary:
         self._series[model, version] = _Window(self.MAX_SAMPLES)
 
     def remove_series(self, model: str, version: str) -> None:
-        """Show this model no more."""
+        """Remove this model."""
         self._series.pop((model, version), None)
 
     def observe(self, model: str, version: str, value: float) -> None:
-        """Add one value of a model that is shown."""
+        """Add one value of a shown model."""
         window = self._series.get((model, version))
         if window is not None:
             window.add(value)
 
     def collect(self) -> Iterator[Metric]:
-        """The registry's question for samples."""
+        """`prometheus_client` collects samples here."""
         metric = Metric(self._name, self._documentation, "summary")
         for (model, version), window in self._series.items():
             labels = {"model": model, "version": version}
@@ -116,7 +116,7 @@ class QuantileSummary:
 
 
 class _Window:
-    """The latest values with their times, and totals of all."""
+    """The latest values with their times, and the sum and count of all values."""
 
     def __init__(self, max_samples: int) -> None:
         self._samples: deque[tuple[float, float]] = deque(maxlen=max_samples)

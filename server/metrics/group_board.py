@@ -1,4 +1,4 @@
-"""The supervisor's last word on every process group, and the metrics made of it."""
+"""The last state that the supervisor reported of every process group, and its metrics."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ class GroupBoard:
         self._faults: deque[dict[str, Any]] = deque(maxlen=MAX_FAULTS)
 
     def update(self, group: str, values: Mapping[str, Any]) -> None:
-        """Take one ``group_state``: its fields replace those known; a new fault is kept."""
+        """Apply one ``group_state``: its fields replace the known fields; a new fault is
+        kept.
+        """
         known = self._groups.setdefault(group, {"group": group, **_DEFAULTS})
         before = known["fault_time"]
         known.update(values)
@@ -43,11 +45,11 @@ class GroupBoard:
             )
 
     def remove(self, group: str) -> None:
-        """Forget a group that was stopped; its faults stay."""
+        """Remove a group that was stopped; its faults stay."""
         self._groups.pop(group, None)
 
     def group(self, name: str) -> Mapping[str, Any] | None:
-        """What is known of one group; None if nothing is."""
+        """The state of one group; None if the group is unknown."""
         return self._groups.get(name)
 
     def groups(self) -> list[dict[str, Any]]:
@@ -62,14 +64,14 @@ class GroupBoard:
 
 
 class BoardMetrics:
-    """Reads the board at each scrape; a group that was removed is not shown."""
+    """Reads the board at each scrape; a removed group is not shown."""
 
     def __init__(self, board: GroupBoard, registry: CollectorRegistry) -> None:
         self._board = board
         registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
-        """The registry's question for samples."""
+        """`prometheus_client` collects samples here."""
         up = GaugeMetricFamily(
             "trimaran_process_up",
             "Whether a process beside the worker groups runs (1) or not (0)",

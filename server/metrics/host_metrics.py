@@ -14,7 +14,7 @@ from prometheus_client.registry import CollectorRegistry
 
 @dataclass(frozen=True, slots=True)
 class GpuReading:
-    """One GPU now. A figure that the GPU does not report is None."""
+    """The state of one GPU. A value that the GPU does not report is None."""
 
     uuid: str
     utilization: float | None
@@ -41,7 +41,7 @@ class _Utilization(ctypes.Structure):
 
 
 class Nvml:
-    """An open management library. Calls take microseconds to a few milliseconds."""
+    """An open NVML library. Calls take microseconds to a few milliseconds."""
 
     def __init__(self, library: ctypes.CDLL, num_gpus: int) -> None:
         self._library = library
@@ -66,7 +66,7 @@ class Nvml:
         return cls(library, num_gpus.value)
 
     def read(self) -> list[GpuReading]:
-        """All GPUs now."""
+        """The state of all GPUs."""
         return [self._read(handle) for handle in self._handles]
 
     def _read(self, handle: ctypes.c_void_p) -> GpuReading:
@@ -122,7 +122,7 @@ class HostReading:
     """One host's processors, memory and GPUs at one moment."""
 
     cpu_utilization: float
-    """Share of all cores that was busy since the reading before."""
+    """Share of all cores that was busy since the previous reading."""
 
     memory_total_bytes: int
     memory_used_bytes: int
@@ -131,7 +131,7 @@ class HostReading:
 
 @dataclass(frozen=True, slots=True)
 class HostOptions:
-    """Which figures of the host are shown, and how old they may be."""
+    """Which host metrics are shown, and how old they may be."""
 
     interval_s: float = 2.0
     has_cpu: bool = True
@@ -139,7 +139,7 @@ class HostOptions:
 
 
 class HostMetrics:
-    """Reads the host when asked, at most once an interval. GPU families only with GPUs."""
+    """Reads the host at scrapes, at most once an interval. GPU families only with GPUs."""
 
     def __init__(self, registry: CollectorRegistry, options: HostOptions) -> None:
         self._options = options
@@ -151,7 +151,7 @@ class HostMetrics:
         registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
-        """The registry's question for samples."""
+        """`prometheus_client` collects samples here."""
         reading = self.read()
         for name, documentation, value in (
             ("nv_cpu_utilization", "CPU utilization rate [0.0 - 1.0]", reading.cpu_utilization),
@@ -182,7 +182,7 @@ class HostMetrics:
             yield metric
 
     def read(self) -> HostReading:
-        """The host now, or what was read at most one interval ago."""
+        """The state of the host, at most one interval old."""
         now = time.monotonic()
         if now - self._read_at >= self._options.interval_s:
             self._read_at = now

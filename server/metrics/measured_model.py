@@ -58,10 +58,10 @@ class ModelStatistics:
         infer_ns: int,
         executed_batch: int | None = None,
     ) -> None:
-        """Count a finished request; what is neither queue nor inference is output.
+        """Count a finished request; time that is neither queue nor inference is output.
 
-        ``executed_batch`` is the size of the batch that it was a part of, or 0 where another
-        request counts for the batch.
+        ``executed_batch`` is the size of the request's batch, or 0 where another request of the
+        batch reports it.
         """
         self._last_inference_ms = time.time_ns() // 1_000_000
         self._num_inferences += batch_size
@@ -108,11 +108,11 @@ class ModelStatistics:
 
 
 class MeasuredModel:
-    """Stands for another model and behaves as it does.
+    """Wraps a model and behaves as the wrapped model does.
 
-    A request counts once, when it ends: as a success, or as a failure with its reason.
-    A non-decoupled request ends with its response, so that a client which reads the
-    statistics right after it finds it counted.
+    A request counts once, when it ends: as a success, or as a failure with its reason. A
+    non-decoupled request ends with its response, so that a client which reads the statistics
+    right after the response finds the request counted.
     """
 
     def __init__(
@@ -128,13 +128,14 @@ class MeasuredModel:
         self.config: ModelConfig = model.config
 
     def counting_on(self, model: Model) -> MeasuredModel:
-        """Another model of this one's name and version, whose requests are added to those
-        of this one."""
+        """Another model with this name and version, whose requests are added to this model's
+        counts.
+        """
         return MeasuredModel(model, self.statistics, self.metrics)
 
     @property
     def num_running(self) -> int:
-        """Requests that have begun and are not over, those as a step of another included."""
+        """Requests that run, including requests from composed models."""
         return self._num_running
 
     async def wait_idle(self) -> None:
@@ -154,7 +155,7 @@ class MeasuredModel:
         return self._model.is_decoupled
 
     def measure(self, request: InferRequest) -> Measurement:
-        """One request, for a caller that takes the plain model's responses itself."""
+        """One request, for a caller that reads the wrapped model's responses itself."""
         return Measurement(self, self._model, request)
 
     async def infer(self, request: InferRequest) -> AsyncIterator[InferResponse]:
@@ -165,16 +166,16 @@ class MeasuredModel:
                 yield response
 
     def begin(self) -> None:
-        """A request runs from now on."""
+        """A request starts running."""
         self._num_running += 1
 
     def end(self) -> None:
-        """A request is over."""
+        """A request has ended."""
         self._num_running -= 1
         self._ended.set()
 
     def reason(self, error: RequestError) -> FailureReason:
-        """The reason under which a request that ends with this error is counted."""
+        """The failure reason of a request that ends with this error."""
         if error.kind is ErrorKind.CANCELLED:
             return FailureReason.CANCELED
         is_lost = isinstance(error, EngineDeadError)
@@ -185,14 +186,14 @@ class MeasuredModel:
 
 
 class Measurement:
-    """Runs one request on the plain model and counts it.
+    """Runs one request on the wrapped model and counts the request.
 
     A context: leaving it closes `responses` and counts the request as a success, or as a
     failure by the exception. The first outcome counts; later ones are ignored.
     """
 
     responses: AsyncIterator[InferResponse]
-    """Of the plain model. The caller reports each to `response`."""
+    """Responses of the wrapped model. The caller reports each to `response`."""
 
     def __init__(self, model: MeasuredModel, plain: Model, request: InferRequest) -> None:
         self._model = model
@@ -288,7 +289,7 @@ class Measurement:
         self._model.end()
 
     def _failure(self, reason: FailureReason, *, has_begun: bool = True) -> None:
-        """The request ended otherwise. Statistics leave out what had not begun."""
+        """The request failed or was cancelled. Phases that had not begun are not counted."""
         if self._is_over:
             return
         self._is_over = True

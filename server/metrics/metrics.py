@@ -46,7 +46,7 @@ class ExpertMetrics:
         registry.register(self)
 
     def remove_model(self, model: str, version: str) -> None:
-        """Show nothing more of the model. Added again, it begins at 0."""
+        """Remove the model's series. A model that is added again begins at 0."""
         key = model, version
         self._totals.pop(key, None)
         for known in [known for known in self._seen if known[0] == key]:
@@ -55,8 +55,7 @@ class ExpertMetrics:
     def add(
         self, model: str, version: str, group: str, report: ExpertReport, incarnation: int = 0
     ) -> None:
-        """Count what a group's sums have grown by since they were seen last, as `GroupSums`
-        does."""
+        """Add the increase of a group's sums since the last report, as `GroupSums` does."""
         key = model, version
         counts_from_here = incarnation > 0 and (key, group) not in self._seen
         seen = self._seen.setdefault((key, group), {})
@@ -70,7 +69,7 @@ class ExpertMetrics:
             seen[layer] = now
 
     def collect(self) -> Iterator[Metric]:
-        """The registry's question for samples."""
+        """`prometheus_client` collects samples here."""
         tokens = Metric(_TOKENS, "Tokens that chose an expert, since the start", "counter")
         imbalance = Metric(
             _IMBALANCE, "Tokens of a layer's busiest expert over those of the average", "gauge"
@@ -119,13 +118,14 @@ _V1 = {
 
 
 def is_logged() -> bool:
-    """Whether the log is verbose enough for these lines."""
+    """Whether the log is verbose enough for iteration lines."""
     return logger.isEnabledFor(logging.DEBUG)
 
 
 def log_engine_stats(model: str, stats: Mapping[str, float]) -> None:
-    """Write one JSON line of a group's last iteration and of all that the model has served,
-    ``total_input_tokens`` and ``total_output_tokens``."""
+    """Write one JSON line with a group's last iteration and the model's totals,
+    ``total_input_tokens`` and ``total_output_tokens``.
+    """
     names = {**_NAMES, **(_V1 if stats.get("v1_batching") else _IN_FLIGHT)}
     values: dict[str, object] = {name: int(stats.get(key, 0)) for name, key in names.items()}
     num_blocks = stats.get("kv_max_blocks", 0)
@@ -137,10 +137,10 @@ def log_engine_stats(model: str, stats: Mapping[str, float]) -> None:
 
 
 class Metrics:
-    """What a front end counts. Used on the event loop only.
+    """The metrics of a front end. Used on the event loop only.
 
-    Every model is served through `measure`, also the steps of an ensemble, so that each
-    model's requests are counted once and in one way.
+    Every model is served through `measure`, including the steps of an ensemble, so that each
+    model's requests are counted once and in the same way.
     """
 
     def __init__(
@@ -155,17 +155,17 @@ class Metrics:
         self._experts = ExpertMetrics(self._registry)
         self._host = HostMetrics(self._registry, host or HostOptions())
         self.custom = CustomMetrics(self._registry)
-        """What the code of Python models counts."""
+        """Metrics that user code of Python models defines."""
 
         self.others = OtherCounts()
-        """What other front ends of this server have counted."""
+        """Counts of the other front ends of this server."""
 
     def show_board(self, board: GroupBoard) -> None:
-        """Show what stands on the board of groups; at most once."""
+        """Show the states on the board of groups; called at most once."""
         BoardMetrics(board, self._registry)
 
     def measure(self, model: Model) -> MeasuredModel:
-        """The model, counted. A model that is counted already is returned as it is."""
+        """The model, wrapped to count its requests. A wrapped model is returned unchanged."""
         if isinstance(model, MeasuredModel):
             return model
         series = ModelMetrics(self._families, model.name, model.version, model.config)
@@ -174,12 +174,12 @@ class Metrics:
         return MeasuredModel(model, ModelStatistics(model.name, model.version), series)
 
     def forget(self, model: str, version: str) -> None:
-        """Show nothing more of a model version; measured again, it counts from 0."""
+        """Remove the series of a model version; measured again, it counts from 0."""
         self._families.remove(model, version)
         self.others.forget(model, version)
 
     def set_load_duration(self, model: str, version: str, seconds: float) -> None:
-        """Note how long a model took to load."""
+        """Record how long a model took to load."""
         self._families.load_duration.labels(model, version).set(seconds)
 
     def add_engine(self, model: str, version: str) -> None:
@@ -187,13 +187,13 @@ class Metrics:
         self._engines.add_model(model, version)
 
     def remove_engine(self, model: str, version: str) -> None:
-        """Show nothing more of a model version's engines."""
+        """Remove the series of a model version's engines."""
         self._engines.remove_model(model, version)
         self._experts.remove_model(model, version)
         self.others.forget_engine(model, version)
 
     def remove_group(self, model: str, version: str, group: str) -> None:
-        """Show nothing more of one worker group."""
+        """Remove the series of one worker group."""
         self._engines.remove_group(model, version, group)
 
     def observe_time_to_first_token(self, model: str, version: str, seconds: float) -> None:
@@ -201,7 +201,9 @@ class Metrics:
         self._engines.observe_first_token(model, version, seconds)
 
     def inter_token_observer(self, model: str, version: str) -> Callable[[float], None]:
-        """What adds one gap between successive tokens of a sequence, in seconds."""
+        """The function that adds one gap between successive tokens of a sequence, in
+        seconds.
+        """
         return self._engines.inter_token_observer(model, version)
 
     def observe_lengths(
@@ -218,9 +220,9 @@ class Metrics:
         group: str = "",
         incarnation: int = 0,
     ) -> None:
-        """Show the figures of a group's last iteration (`comm.messages.STATS_KEYS`), added to
-        those of the model's other groups. ``incarnation`` is how often the group was started
-        again."""
+        """Show the statistics of a group's last iteration (`comm.messages.STATS_KEYS`), added
+        to those of the model's other groups. ``incarnation`` is the number of restarts.
+        """
         self._engines.set_stats(model, version, stats, group, incarnation)
         if stats and is_logged():
             log_engine_stats(model, {**stats, **self._engines.token_totals(model, version)})
@@ -233,11 +235,11 @@ class Metrics:
         group: str = "",
         incarnation: int = 0,
     ) -> None:
-        """Count how many more tokens chose each expert of a group's engine."""
+        """Count the additional tokens of each expert of a group's engine."""
         self._experts.add(model, version, group, report, incarnation)
 
     def drop_engine_stats(self, model: str, version: str, group: str) -> None:
-        """Count the figures of a group no more: it is down."""
+        """Remove the statistics of a group that is down."""
         self._engines.set_stats(model, version, {}, group)
 
     def set_engine_info(
@@ -249,13 +251,13 @@ class Metrics:
     def group_state(
         self, model: str, group: str, is_up: bool, num_restarts: int, version: str = "1"
     ) -> None:
-        """Show whether a worker group serves, and how often it was started again."""
+        """Show whether a worker group serves, and the number of its restarts."""
         self._engines.set_group(model, version, group, up=is_up, restarts=num_restarts)
 
     def count_group(
         self, model: str, version: str, group: str, num_requests: Callable[[], int]
     ) -> None:
-        """Show how many requests a worker group owes, counted at each scrape."""
+        """Show the number of unfinished requests of a worker group, read at each scrape."""
         self._engines.count_group(model, version, group, num_requests)
 
     def count_replays(self, model: str, version: str, num_replays: int) -> None:
@@ -267,11 +269,11 @@ class Metrics:
         self._engines.count_lost(model, version, num_requests)
 
     def latency_counts(self) -> dict[Key, ModelCounts]:
-        """The latency histograms of all models, as they stand."""
+        """The latency histograms of all models."""
         return self._engines.latency_counts(self.others)
 
     def engine_values(self, model: str, version: str) -> Mapping[str, float] | None:
-        """The last figures of a model's engine; None for a model without one."""
+        """The last statistics of a model's engine; None for a model without an engine."""
         return self._engines.values(model, version)
 
     def read_host(self) -> HostReading:
@@ -290,5 +292,5 @@ class Metrics:
     def own_counts(
         self, statistics: Iterable[StatisticsMessage], num_running: int
     ) -> dict[str, Any]:
-        """What this front end tells the first one, which adds it to what it has itself."""
+        """The counts that this front end reports to the first front end."""
         return own_counts(self._registry, statistics, num_running)

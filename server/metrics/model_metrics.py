@@ -31,17 +31,17 @@ _SUMMARIES = tuple(_DURATIONS)
 
 
 class FailureReason(Enum):
-    """Why a request failed, as the failure counter's label."""
+    """The reason of a failed request, as the failure counter's label."""
 
     REJECTED = "REJECTED"
-    """Its queue was full, or it waited there for too long."""
+    """The request's queue was full, or the request waited too long."""
 
     CANCELED = "CANCELED"
     BACKEND = "BACKEND"
-    """What runs the model refused it, failed at it or died under it."""
+    """The backend refused the request, failed or died."""
 
     OTHER = "OTHER"
-    """A step of an ensemble failed, or this server has a bug."""
+    """A step of an ensemble failed, or the server has a bug."""
 
 
 class InferenceFamilies:
@@ -51,7 +51,7 @@ class InferenceFamilies:
         self.options = options
         self.registry = registry
         self.tags: dict[tuple[str, str], dict[str, str]] = {}
-        """More labels of a model version's series, by its name and version."""
+        """Additional labels of a model version's series, by name and version."""
 
         self.success = self._counter(
             "request_success", "Number of successful inference requests, all batch sizes"
@@ -94,7 +94,7 @@ class InferenceFamilies:
         }
 
     def remove(self, model: str, version: str) -> None:
-        """Show nothing more of a model version. One added later begins at 0."""
+        """Remove the series of a model version. A version that is added later begins at 0."""
         labels = (model, version)
         self.tags.pop(labels, None)
         families: list[Counter | Gauge | Histogram] = [
@@ -140,7 +140,7 @@ class ModelMetrics:
             self._first_response = _first_response_series(families, labels, config)
 
     def show_queue(self, model: QueueingModel) -> None:
-        """Show how many requests of the model wait, counted at each scrape."""
+        """Show how many requests of the model wait, read at each scrape."""
         self._pending.set_function(lambda: model.num_queued)
 
     def success(
@@ -152,7 +152,7 @@ class ModelMetrics:
         infer_us: float,
         num_executions: int = 1,
     ) -> None:
-        """Count a finished request. Of those that were executed together one says so."""
+        """Count a finished request. One request of each executed batch counts the execution."""
         self._success.inc()
         self._count.inc(batch_size)
         self._executions.inc(num_executions)
@@ -174,7 +174,7 @@ class ModelMetrics:
         self._failures[reason].inc()
 
     def first_response(self, elapsed_ms: float) -> None:
-        """Note the time from a request's arrival to its first response."""
+        """Record the time from a request's arrival to its first response."""
         if self._first_response is not None:
             self._first_response.observe(elapsed_ms)
 
@@ -186,9 +186,9 @@ def _first_response_series(
 
 
 def _histogram_with(families: InferenceFamilies, buckets: tuple[float, ...]) -> Histogram:
-    """The family with these buckets: a family of the client has one set for all series."""
+    """The family with these buckets: a family of `prometheus_client` has one bucket list."""
     if buckets not in families.first_response:
-        # Only the first is asked by the registry; the merger shows the others too.
+        # Only the first family is registered; the merger shows the others too.
         is_first = not families.first_response
         families.first_response[buckets] = Histogram(
             FIRST_RESPONSE,
@@ -209,7 +209,7 @@ class _MergedHistogram:
         self._parts = parts
 
     def collect(self) -> Iterator[Metric]:
-        """The registry's question for samples."""
+        """`prometheus_client` collects samples here."""
         metrics = [metric for part in self._parts.values() for metric in part.collect()]
         for metric in metrics[1:]:
             metrics[0].samples += metric.samples

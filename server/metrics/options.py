@@ -1,4 +1,4 @@
-"""Which latency metrics the operator asked for."""
+"""The latency metrics that the operator chose."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class MetricsOptions:
         """Read the ``--metrics-config`` keys.
 
         Raises:
-            ConfigError: an unknown key, or a value that is not of its form.
+            ConfigError: an unknown key, or a malformed value.
         """
         known = ("counter_latencies", "histogram_latencies", "summary_latencies")
         for name, value in values.items():
@@ -51,14 +51,14 @@ def _quantiles(text: str | None) -> tuple[float, ...]:
         raise ConfigError(
             f"--metrics-config summary_quantiles={text}: must look like 0.5:0.05,0.9:0.01"
         ) from None
-    # Negated, so that what is not a number is refused too.
+    # Negated, so that NaN is refused too.
     wrong = [quantile for quantile in found if not 0 <= quantile <= 1]
     if wrong:
         raise ConfigError(
             f"--metrics-config summary_quantiles={text}: {wrong[0]:g} is no quantile; each "
             "must be from 0 to 1"
         )
-    # As they are shown: two series of one name would make the page unreadable.
+    # Compared as shown: two series with one name would break the exposition format.
     if len({f"{quantile:g}" for quantile in found}) < len(found):
         raise ConfigError(
             f"--metrics-config summary_quantiles={text}: names a quantile twice; name each once"

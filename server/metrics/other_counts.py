@@ -1,4 +1,4 @@
-"""What the other front ends of a server have counted, added to what the first one has."""
+"""Counts of the other front ends of a server, added to those of the first front end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tritonclient.grpc.service_pb2 import ModelStatistics as StatisticsMessage
 from trimaran.server.metrics.custom_metrics import CustomMetric
 
 _REQUESTS = "nv_inference_"
-"""Of the requests of a model version, and not of its engine."""
+"""Counts of a model version's requests, without its engine."""
 
 _ADDED = (
     _REQUESTS,
@@ -23,8 +23,9 @@ _ADDED = (
     "trimaran_lost_requests",
     "trimaran_group_requests",
 )
-"""Families of which each front end has a part. What engines and the host say of themselves,
-all front ends hear alike."""
+"""Families whose values are added up over front ends. All front ends receive the reports of
+engines and of the host, so those families are not added up.
+"""
 
 _GAUGE = "gauge"
 _NOTHING: Mapping[str, Any] = {"samples": (), "statistics": (), "num_running": 0}
@@ -36,7 +37,7 @@ _Statistics = dict[tuple[str, str], StatisticsMessage]
 def own_counts(
     registry: CollectorRegistry, statistics: Iterable[StatisticsMessage], num_running: int
 ) -> dict[str, Any]:
-    """What a front end tells the first one."""
+    """The report of a front end to the first front end."""
     samples = [
         [sample.name, sample.labels, sample.value, metric.type == _GAUGE]
         for metric in registry.collect()
@@ -52,7 +53,7 @@ def own_counts(
 
 
 class _Counts:
-    """What front ends have counted so far."""
+    """The counts of a front end."""
 
     def __init__(self, wire: Mapping[str, Any] = _NOTHING) -> None:
         self.samples: _Samples = {}
@@ -67,18 +68,18 @@ class _Counts:
         self.num_running = int(wire["num_running"])
 
     def add(self, more: _Counts) -> None:
-        """Add the counters of others; what those do just now is theirs."""
+        """Add the counters of other front ends; current values are taken from ``others``."""
         _add(self.samples, more.samples)
         for key, message in more.statistics.items():
             _merge(self.statistics.setdefault(key, StatisticsMessage()), message)
 
     def forget_requests(self, model: str, version: str) -> None:
-        """Have nothing of the requests of a model version."""
+        """Remove the counts of a model version's requests."""
         self._drop(model, version, lambda name: name.startswith(_REQUESTS))
         self.statistics.pop((model, version), None)
 
     def forget_engine(self, model: str, version: str) -> None:
-        """Have nothing of the engine of a model version."""
+        """Remove the counts of a model version's engine."""
         others = tuple(name for name in _ADDED if name != _REQUESTS)
         self._drop(model, version, lambda name: name.startswith(others))
 
@@ -89,7 +90,7 @@ class _Counts:
                 del samples[key]
 
     def lacking(self, later: _Counts) -> _Counts:
-        """What there is of model versions here, and is no more in ``later`` counts."""
+        """The counts of model versions that are missing in the ``later`` counts."""
         gone = _Counts()
         for key, value in self.samples.items():
             if key not in later.samples and key[0].startswith(_ADDED):
@@ -100,21 +101,22 @@ class _Counts:
 
 
 class OtherCounts:
-    """The last counts of each other front end, and all that was counted by those which died.
+    """The last counts of each other front end, and the sums of those that died.
 
-    A counter therefore never falls because a front end was started again, nor because models
-    end and begin there a little sooner or later than here.
+    A counter therefore never falls when a front end is restarted, or when models load and
+    unload a little earlier or later than here.
     """
 
     def __init__(self) -> None:
         self._of: dict[int, _Counts] = {}
         self._dead = _Counts()
         self._behind: dict[int, set[tuple[str, str]]] = {}
-        """The model versions whose requests count from 0 here, and perhaps not yet there."""
+        """The model versions whose requests count from 0 here, and maybe not yet at others."""
 
     def take(self, index: int, wire: Mapping[str, Any]) -> None:
-        """Take the counts of a front end, in place of what it said before. Of a model version
-        that it shows no more they stay until that is forgotten here."""
+        """Replace the counts of a front end. Counts of a model version that the report lacks
+        stay until the version is forgotten here.
+        """
         before, counts = self._of.get(index), _Counts(wire)
         for model, version in self._behind.setdefault(index, set()):
             counts.forget_requests(model, version)
@@ -123,20 +125,21 @@ class OtherCounts:
         self._of[index] = counts
 
     def caught_up(self, index: int, model: str = "") -> None:
-        """A front end has begun a model anew that was begun anew here; without a name, all."""
+        """A front end has reset a model that was reset here; without a name, all models."""
         behind = self._behind.get(index, set())
         behind -= {each for each in behind if model in ("", each[0])}
 
     def lost(self, index: int) -> None:
-        """A front end is gone; what it had counted stays."""
+        """A front end has ended; its counts stay."""
         self._behind.pop(index, None)
         counts = self._of.pop(index, None)
         if counts is not None:
             self._dead.add(counts)
 
     def legacy(self, own: Mapping[str, Any]) -> dict[str, Any]:
-        """What the first front end leaves to its successor: its `own_counts`, and those of
-        the dead. The living will tell theirs again."""
+        """The counts that the first front end leaves to its successor: `own_counts`, and those
+        of dead front ends. Living front ends report theirs again.
+        """
         counts = _Counts(own)
         counts.add(self._dead)
         return {
@@ -148,11 +151,11 @@ class OtherCounts:
         }
 
     def inherit(self, legacy: Mapping[str, Any]) -> None:
-        """Take the `legacy` of the first front end before this one."""
+        """Restore the `legacy` of the previous first front end."""
         self._dead.add(_Counts(legacy))
 
     def forget_engine(self, model: str, version: str) -> None:
-        """The engine of the model version is gone; another one counts from 0."""
+        """The engine of the model version has ended; the next engine counts from 0."""
         for counts in (self._dead, *self._of.values()):
             counts.forget_engine(model, version)
 
@@ -169,7 +172,7 @@ class OtherCounts:
         return sum(counts.num_running for counts in self._of.values())
 
     def added_to(self, metrics: Iterable[Metric]) -> Iterator[Metric]:
-        """The same metrics, with the parts of the others in their samples."""
+        """The same metrics, with the counts of other front ends added to their samples."""
         added = dict(self._dead.samples)
         for counts in self._of.values():
             _add(added, counts.samples)
@@ -185,7 +188,7 @@ class OtherCounts:
             yield metric
 
     def add_statistics(self, message: StatisticsMessage) -> None:
-        """Add the parts of the others to the counters of a model version."""
+        """Add the counts of other front ends to the counters of a model version."""
         key = message.name, message.version
         for counts in (self._dead, *self._of.values()):
             if key in counts.statistics:
@@ -206,7 +209,7 @@ def _add(total: _Samples, more: _Samples) -> None:
 
 
 def _merge(total: StatisticsMessage, part: StatisticsMessage) -> None:
-    """Add counters; the batch sizes of both are there afterwards."""
+    """Add counters, and merge the batch sizes."""
     total.name, total.version = part.name, part.version
     total.last_inference = max(total.last_inference, part.last_inference)
     total.inference_count += part.inference_count

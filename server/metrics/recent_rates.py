@@ -1,4 +1,4 @@
-"""What the latency histograms say about the last minute, in bounded memory."""
+"""Rates and latencies of the last minute, from the latency histograms, in bounded memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Counts:
         return self.counts[-1] if self.counts else 0.0
 
     def since(self, before: Counts) -> Counts:
-        """What was observed after ``before``; all of it if the histogram began anew."""
+        """The observations after ``before``; all of them if the histogram was reset."""
         if before.bounds != self.bounds or before.total > self.total:
             return self
         pairs = zip(self.counts, before.counts, strict=True)
@@ -41,8 +41,8 @@ class Counts:
     def quantile(self, share: float) -> float | None:
         """The value below which ``share`` of the observations lie, in seconds.
 
-        Linear inside a bucket, as Prometheus' histogram_quantile; beyond the last finite
-        bound that bound. None without observations.
+        Linear inside a bucket, as Prometheus' histogram_quantile; the last finite bound for
+        values beyond it. None without observations.
         """
         if not self.total:
             return None
@@ -66,13 +66,13 @@ class ModelCounts:
 
     @property
     def num_tokens(self) -> float:
-        """Output tokens so far: each is either a first one or follows another."""
+        """Output tokens so far: the first token of each sequence and all later tokens."""
         return self.first_token.total + self.inter_token.total
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """One model's recent figures; latencies in seconds, None if nothing happened."""
+    """One model's recent rates and latencies in seconds; None without observations."""
 
     tokens_per_s: float
     first_token_p50_s: float | None
@@ -88,14 +88,14 @@ class RecentRates:
         self._snapshots: deque[tuple[float, Mapping[Key, ModelCounts]]] = deque()
 
     def add(self, counts: Mapping[Key, ModelCounts], now: float | None = None) -> None:
-        """Keep one snapshot; those older than the window go, the youngest of them stays."""
+        """Keep one snapshot, and drop all but the youngest of those older than the window."""
         now = time.monotonic() if now is None else now
         self._snapshots.append((now, counts))
         while len(self._snapshots) > 1 and self._snapshots[1][0] <= now - _QUANTILE_WINDOW_S:
             self._snapshots.popleft()
 
     def rates(self, key: Key) -> Rates:
-        """One model's figures up to the last snapshot."""
+        """One model's rates and latencies up to the last snapshot."""
         if not self._snapshots:
             return Rates(0.0, None, None, None, None)
         at, latest = self._snapshots[-1]

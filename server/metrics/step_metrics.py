@@ -1,4 +1,4 @@
-"""Seconds of engine steps by part, and sums of engines that survive restarts."""
+"""Seconds of engine steps by part, and sums that survive restarts of engines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ model and ``sample`` the sampler where they run. Engines report each as ``PART_s
 
 
 class StepMetrics:
-    """One counter a part of each model, over all of its groups and their restarts."""
+    """One counter for each part and model, over all groups and their restarts."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._seconds = Counter(
@@ -31,7 +31,7 @@ class StepMetrics:
             self._seconds.labels(model, version, part)
 
     def remove_model(self, model: str, version: str) -> None:
-        """Show nothing more of the model. Added again, it begins at 0."""
+        """Remove the model's series. A model that is added again begins at 0."""
         self._seen.pop((model, version), None)
         for part in PARTS:
             self._seconds.remove(model, version, part)
@@ -44,8 +44,7 @@ class StepMetrics:
         stats: Mapping[str, float],
         incarnation: int = 0,
     ) -> None:
-        """Count what a group's sums have grown by since they were seen last, as `GroupSums`
-        does."""
+        """Add the increase of a group's sums since the last report, as `GroupSums` does."""
         seen = self._seen.setdefault((model, version), {})
         before = seen.get(group, stats if incarnation else {})
         for part in PARTS:
@@ -61,14 +60,14 @@ SUMS = (
     "iteration_counter", "paused_sequences", "paused_tokens", "kv_host_moved_blocks",
     "kv_host_loaded_blocks", "lora_loaded_adapters",
 )  # fmt: skip
-"""Of `comm.messages.STATS_KEYS` those that only grow while an engine lives."""
+"""The keys of `comm.messages.STATS_KEYS` whose values only grow while an engine lives."""
 
 
 class GroupSums:
-    """The `SUMS` of each model, over all of its groups and their restarts.
+    """The `SUMS` of each model, over all groups and their restarts.
 
-    Added up from what the living groups say alone they would fall whenever one of several
-    dies, and a rate over that is as high as all that the others ever did.
+    A plain sum over living groups would fall whenever a group dies. A rate over a fallen
+    counter counts everything again.
     """
 
     def __init__(self) -> None:
@@ -78,12 +77,12 @@ class GroupSums:
     def add(
         self, key: _Key, group: str, stats: Mapping[str, float], incarnation: int = 0
     ) -> None:
-        """Count what a group's sums have grown by since they were seen last.
+        """Add the increase of a group's sums since the last report.
 
-        A group that was started again begins anew at 0; one that has only lost its
-        connection goes on. One that is seen for the first time in a later ``incarnation``
-        counts from here: a front end before this one had shown what its earlier ones did
-        too, and a sum that goes on below that reads as one that began again and grew at once.
+        A restarted group begins at 0; a group that only lost its connection goes on. A group
+        that is first seen in a later ``incarnation`` counts from its current values: the
+        previous front end had shown the earlier ones. A counter that resumed below its old
+        value would look like a reset and a jump.
         """
         totals = self._totals.setdefault(key, dict.fromkeys(SUMS, 0.0))
         seen = self._seen.setdefault(key, {})
@@ -94,7 +93,7 @@ class GroupSums:
         seen[group] = stats
 
     def totals(self, key: _Key) -> Mapping[str, float]:
-        """The sums of a model; empty before any group has said something."""
+        """The sums of a model; empty before the first report of a group."""
         return self._totals.get(key, {})
 
     def remove_group(self, key: _Key, group: str) -> None:
@@ -102,6 +101,6 @@ class GroupSums:
         self._seen.get(key, {}).pop(group, None)
 
     def remove_model(self, key: _Key) -> None:
-        """Added again, the model begins at 0."""
+        """A model that is added again begins at 0."""
         self._totals.pop(key, None)
         self._seen.pop(key, None)

@@ -38,11 +38,11 @@ _TEXT = "OUTPUT"
 
 
 def bls_graph(model: RepositoryModel, version: int, steps: Mapping[Role, Model]) -> GraphModel:
-    """A graph of the three steps. Each response of the token-level model is decoded alone,
-    by the postprocessing step.
+    """A graph of the three steps. The postprocessing step decodes each response of the
+    token-level model separately.
 
     Raises:
-        ConfigError: tokens are to be accumulated, which only native postprocessing can.
+        ConfigError: accumulate_tokens is set, which only native postprocessing supports.
     """
     if model.parameters.get_loose_bool("accumulate_tokens"):
         raise ConfigError(
@@ -72,14 +72,14 @@ def bls_graph(model: RepositoryModel, version: int, steps: Mapping[Role, Model])
             {_TEXT: BLS_MAPS.outputs[_TEXT]},
         ),
     )
-    # The graph completes its configuration, which is not the model's.
+    # The graph completes its configuration, so it gets a copy of the model's.
     config = ModelConfig()
     config.CopyFrom(model.config)
     return GraphModel(replace(model, config=config), version, graph)
 
 
 def _step(model: Model, inputs: Mapping[str, str], outputs: Mapping[str, str]) -> GraphStep:
-    """A step with those of these tensors that its model declares."""
+    """A step with the tensors of these that its model declares."""
     has_input = {tensor.name for tensor in model.config.input}
     has_output = {tensor.name for tensor in model.config.output}
     return GraphStep(
@@ -119,7 +119,7 @@ def _sentences(
     )
     if tokenizer.end_id is not None and tokenizer.end_id >= vocab_size:
         yield f"The end token, {tokenizer.end_id}, is one: no output ends with it."
-    yield "Unless nobody uses those, name the model's own tokenizer in tokenizer_dir."
+    yield "If prompts use those ids, name the model's own tokenizer in tokenizer_dir."
 
 
 COMPOSED = (Role.ENSEMBLE, Role.BLS)
@@ -140,10 +140,10 @@ class Step:
 
 
 class ModelFactory:
-    """Makes models. Tokenizers are shared by the models that are alive."""
+    """Makes models. Tokenizers are shared by living models."""
 
     def __init__(self, calls: ModelCalls, tokenizer_threads: int = 2) -> None:
-        """``calls`` is what the code of Python models may ask for."""
+        """``calls`` executes the server calls of Python models."""
         self._calls = calls
         self._tokenizer_threads = tokenizer_threads
         self._tokenizers: WeakValueDictionary[tuple[object, ...], Tokenizer] = (
@@ -151,10 +151,10 @@ class ModelFactory:
         )
 
     def single(self, source: RepositoryModel, engines: ModelEngines | None = None) -> Model:
-        """A model that runs by itself; one of the token role has ``engines``. Reads files.
+        """A model that runs by itself; a model of the token role has ``engines``. Reads files.
 
         Raises:
-            ConfigError: the model cannot be served; the message names it and the remedy.
+            ConfigError: the model cannot be served; the message names the model and the remedy.
         """
         model = _own_config(source)
         makers: dict[Role, Callable[[RepositoryModel, int], Model]] = {
@@ -223,7 +223,7 @@ class ModelFactory:
                 f"{model.config_path}: tokenizer_dir is not set. Fill it: trimaran "
                 f"fill-template -i {model.config_path} tokenizer_dir:FOLDER"
             )
-        # With the files' times: a load after a change must not find what was there before.
+        # Keyed by the files' times too: a load after a change must not find the old tokenizer.
         try:
             path = Path(folder).resolve()
             key = (str(path), *_file_times(path))
@@ -232,7 +232,7 @@ class ModelFactory:
                 tokenizer = Tokenizer(folder, self._tokenizer_threads)
                 self._tokenizers[key] = tokenizer
             return tokenizer
-        # A zero byte, and links that go around in a circle.
+        # A zero byte in the path, or a cycle of links.
         except (ConfigError, OSError, ValueError, RuntimeError) as error:
             raise ConfigError(
                 f"{model.config_path}: {str(error).rstrip('.')}. Name in tokenizer_dir a "
@@ -273,10 +273,10 @@ class ModelFactory:
 
 
 def read_labels(model: RepositoryModel) -> dict[str, list[str]]:
-    """The class labels of the outputs that have a file of them.
+    """The class labels of the outputs that have a label file.
 
     Raises:
-        ConfigError: a file cannot be read, or is none of the model's folder.
+        ConfigError: a file cannot be read, or lies outside the model's folder.
     """
     labels = {}
     for output in model.config.output:
@@ -298,14 +298,15 @@ def read_labels(model: RepositoryModel) -> dict[str, list[str]]:
 
 
 def _is_inside(name: str) -> bool:
-    """Whether a relative path stays below the folder that it is read from; links there are
-    the operator's."""
+    """Whether a relative path stays below its folder; links of the operator inside are
+    allowed.
+    """
     path = PurePosixPath(name)
     return not path.is_absolute() and ".." not in path.parts and "\0" not in name
 
 
 def _own_config(source: RepositoryModel) -> RepositoryModel:
-    """The same with a configuration that a model may complete."""
+    """A copy of the model with its own configuration, which can be completed."""
     config = ModelConfig()
     config.CopyFrom(source.config)
     return replace(source, config=config)
@@ -329,8 +330,9 @@ def _file_times(folder: Path) -> list[tuple[str, int, int]]:
 
 
 def _part(step: Step) -> Role:
-    """The role of a step in a native pipeline. Preprocessing may be user code;
-    postprocessing must be native, because it takes part in streaming."""
+    """The role of a step in a native pipeline. Preprocessing may be user code; postprocessing
+    must be native, because it takes part in streaming.
+    """
     role = step.source.role
     return Role.PREPROCESSING if role is Role.OTHER else role
 

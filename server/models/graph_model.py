@@ -28,10 +28,10 @@ class GraphStep:
 
 
 class GraphModel:
-    """Runs its steps in the order of their data dependencies.
+    """Runs the steps in the order of their data dependencies.
 
-    Each response of a step is one iteration of the steps after it, and each iteration
-    that gets through is one response.
+    Each response of a step is one iteration of the later steps. Each iteration that reaches the
+    end is one response.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class GraphModel:
         """Order the steps.
 
         Raises:
-            ConfigError: the steps wait for each other in a circle.
+            ConfigError: the steps form a cycle.
         """
         self.name = model.name
         self.version = str(version)
@@ -86,7 +86,7 @@ class GraphModel:
                 }
                 if not response.outputs:
                     if not step.model.is_decoupled:
-                        # The answer to a stop request, which has nothing for later steps.
+                        # The answer to a stop request, without tensors for later steps.
                         yield tensors
                     continue
                 later = self._iterations(request, index + 1, {**tensors, **produced})

@@ -45,8 +45,8 @@ class Arrivals:
 class Gathering:
     """The wait of ``max_queue_delay_microseconds``, so that requests share their first step.
 
-    It ends early once ``preferred_batch_size`` samples wait (the largest, where there are
-    several). Without a delay it costs nothing.
+    The wait ends early once ``preferred_batch_size`` samples wait (the largest of several
+    sizes). Without a delay it costs nothing.
     """
 
     def __init__(self, config: ModelConfig) -> None:

@@ -20,7 +20,7 @@ from trimaran.server.repository.signatures import PASSED_ON
 class LastIdsJob(InferRequest):
     """The end of a stream of ids: the detokenizer's text of the last ids.
 
-    It travels as an ordinary request, so that a text request counts here once.
+    Sent as an ordinary request, so that a text request counts here once.
     """
 
     detokenizer: IncrementalDetokenizer
@@ -28,7 +28,7 @@ class LastIdsJob(InferRequest):
 
 
 class PostprocessingModel:
-    """A model of the postprocessing role, native whatever its ``model.py`` says."""
+    """A model of the postprocessing role; always native, even with a ``model.py``."""
 
     is_decoupled = False
     is_ready = True

@@ -17,7 +17,7 @@ _REFUSED = ("IMAGE_BYTES", "IMAGE_URL", "VIDEO_BYTES")
 
 
 class PreprocessingModel:
-    """A model of the preprocessing role, native whatever its ``model.py`` says."""
+    """A model of the preprocessing role; always native, even with a ``model.py``."""
 
     is_decoupled = False
     is_ready = True
@@ -97,7 +97,7 @@ class PreprocessingModel:
         ]
 
     def _words(self, output: str, name: str, samples: list[SampleInputs]) -> Tensor:
-        """Words without special tokens; a word of no tokens is left out."""
+        """The ids of words, without special tokens; a word without ids is omitted."""
         lists = []
         for sample in samples:
             array = sample.array(name)

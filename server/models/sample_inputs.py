@@ -31,7 +31,7 @@ class SampleInputs:
         return sample
 
     def scalar(self, *names: str) -> Any:
-        """The first element of the first of these inputs that is there, or None."""
+        """The first element of the first of these inputs that is present, or None."""
         for name in names:
             array = self.array(name)
             if array is not None:

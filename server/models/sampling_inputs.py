@@ -16,12 +16,13 @@ PERF_METRICS = FIELDS["return_perf_metrics"].inputs
 """The newer and the older name of the input."""
 
 MAX_WORD_IDS = 1 << 16
-"""Most ids of the stop words, or of the bad words, of one sample. What more of them take in
-each step, all others wait for."""
+"""Most ids of the stop words, or of the bad words, of one sample. Longer lists would slow down
+each step for all requests.
+"""
 
 _NUMBERS: dict[str, Callable[[Any], Any]] = {"int": int, "float": float, "bool": bool}
-# Field, inputs and type of the fields that one number sets. The prompts of a batch agree on
-# num_return_sequences, which `transaction.py` therefore reads.
+# Field, inputs and type of fields that one number sets. The prompts of a batch must agree on
+# num_return_sequences, so `transaction.py` reads that field.
 _SCALARS = tuple(
     (row.name, row.inputs, _NUMBERS[row.type_name])
     for row in FIELDS.values()
@@ -33,7 +34,7 @@ _LOOKAHEAD = (
     "lookahead_verification_set_size",
 )
 _WHOLE = "context_and_generation"
-# Inputs of features that no engine here serves; a request that carries one is refused.
+# Inputs of unsupported features; a request with one of them is refused.
 _REFUSED: tuple[tuple[str, str], ...] = (
     ("encoder_input_features", "encoder-decoder models are not served"),
     ("draft_input_ids", "speculative decoding is not served"),
@@ -50,11 +51,11 @@ _REFUSED: tuple[tuple[str, str], ...] = (
 def read_sampling(
     inputs: SampleInputs, vocab_size: int, logits_dtype: str = "float32"
 ) -> SamplingParams:
-    """The sampling parameters of one sample; an absent input leaves its default.
+    """The sampling parameters of one sample; an absent input keeps its default.
 
     Raises:
-        RequestError: a malformed word list, a value out of range, or an input of a feature
-            that is not served.
+        RequestError: a malformed word list, a value out of range, or an input of an
+            unsupported feature.
     """
     _refuse_unserved(inputs)
     values: dict[str, Any] = {}
@@ -64,7 +65,7 @@ def read_sampling(
             values[field] = _exact(field, convert(value))
     if "max_tokens" not in values:
         raise RequestError("request_output_len is not present in the request")
-    # Not a number is not "unset": the check below refuses NaN.
+    # NaN does not mean unset: the check below refuses NaN.
     if values.get("top_p", 1.0) <= 0:
         del values["top_p"]
     values["guide_type"], values["guide"] = _guide(inputs)
@@ -79,7 +80,7 @@ def read_sampling(
 
 
 def _only_value(inputs: SampleInputs, names: tuple[str, ...]) -> Any:
-    """What the inputs of one meaning say, or None."""
+    """The value of inputs with one meaning, or None."""
     if len(names) == 1:
         return inputs.scalar(names[0])
     given = [(name, inputs.scalar(name)) for name in names]
@@ -107,7 +108,7 @@ def _guide(inputs: SampleInputs) -> tuple[str, str]:
 
 
 def _exact(field: str, value: Any) -> Any:
-    """The default where the value is the default in the wire's 32 bits."""
+    """The default if the value is the default in 32 bits."""
     default = FIELDS[field].default
     if isinstance(value, float) and np.float32(value) == np.float32(default):
         return default
@@ -115,7 +116,7 @@ def _exact(field: str, value: Any) -> Any:
 
 
 def _bias(inputs: SampleInputs, vocab_size: int) -> bytes:
-    """One value an id of the engine, which may have more ids than the tokenizer, or fewer."""
+    """One value for each id of the engine, whose vocabulary may differ from the tokenizer's."""
     given = inputs.array("embedding_bias")
     if given is None or not np.any(given):
         return b""
@@ -131,7 +132,7 @@ def word_list(inputs: SampleInputs, name: str) -> tuple[tuple[int, ...], ...]:
     """The words of a ``[2, L]`` list: concatenated ids, and the end of each word.
 
     Raises:
-        RequestError: the offsets do not describe words.
+        RequestError: the offsets are malformed.
     """
     array = inputs.array(name)
     if array is None:
@@ -164,7 +165,7 @@ def refuse_many(name: str, count: int, what: str) -> None:
     """Refuse more words, or ids of words, than `MAX_WORD_IDS`.
 
     Raises:
-        RequestError: there are more.
+        RequestError: the limit is exceeded.
     """
     if count > MAX_WORD_IDS:
         raise RequestError(
@@ -174,7 +175,7 @@ def refuse_many(name: str, count: int, what: str) -> None:
 
 
 def _start(values: list[int]) -> str:
-    """A list as an error shows it."""
+    """A list, shortened for an error message."""
     shown = str(values[:100])
     return shown if len(values) <= 100 else f"{shown[:-1]}, ... ({len(values)} values)"
 
@@ -190,10 +191,10 @@ def pack_words(words: list[list[int]]) -> list[list[int]]:
 
 
 def check_request_type(parameters: Mapping[str, Any]) -> None:
-    """Refuse the halves of a request that disaggregated serving makes.
+    """Refuse the context and generation requests of disaggregated serving.
 
     Raises:
-        RequestError: the parameter ``request_type`` names one of them, or nothing known.
+        RequestError: the parameter ``request_type`` names one of them, or is unknown.
     """
     found = parameters.get("request_type", _WHOLE)
     if found != _WHOLE:

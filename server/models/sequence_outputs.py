@@ -48,7 +48,7 @@ _REASONS = {
 
 @dataclass(slots=True)
 class Progress:
-    """One sequence so far."""
+    """The state of one sequence."""
 
     num_input: int
     num_output: int = 0
@@ -57,12 +57,12 @@ class Progress:
     """Log-probabilities of the ids since the last `take_log_probs`."""
 
     logits: dict[str, list[bytes | memoryview]] = field(default_factory=dict)
-    """By output name, the rows that no response has carried yet."""
+    """By output name, the logits that no response has carried yet."""
 
     logits_dtype: str = ""
     figures: dict[str, int] = field(default_factory=dict)
     beams: Beams | None = None
-    """The latest beams of a beam search."""
+    """Add the next ids."""
 
     finish_reason: str = ""
     """Empty until the sequence ends."""
@@ -109,7 +109,7 @@ class Progress:
         pieces = self.logits.pop(name, None)
         if not pieces:
             return None
-        # Context logits come in pieces of any length, generation logits token by token.
+        # Context logits come in chunks of any length, generation logits token by token.
         num_tokens = self.num_input if name == "context_logits" else len(pieces)
         raw = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         return np.frombuffer(raw, self.logits_dtype).reshape(num_tokens, -1)

@@ -96,8 +96,9 @@ BLS_MAPS = TensorMaps(
 
 
 def ensemble_maps(model: RepositoryModel, step_names: dict[Role, str]) -> TensorMaps | None:
-    """The maps of an ensemble whose steps are these three, connected as text in, ids, text
-    out; None if they are connected otherwise. Preprocessing may be a user's own."""
+    """The maps of an ensemble of these three steps, connected as text in, ids, text out; None
+    if they are connected otherwise. Preprocessing may be user code.
+    """
     by_name = {step.model_name: step for step in model.config.ensemble_scheduling.step}
     steps = {role: by_name[name] for role, name in step_names.items()}
     for reader, input_name, writer, output_name in _NATIVE_WIRES:
@@ -134,7 +135,7 @@ def _outputs(token: Any, post: Any) -> dict[str, str]:
 
 
 class EnsembleModel:
-    """An ensemble of the three roles. Decoupled as soon as its token model is."""
+    """An ensemble of the three roles. Decoupled if its token model is."""
 
     def __init__(
         self, model: RepositoryModel, version: int, steps: Steps, maps: TensorMaps
@@ -170,7 +171,7 @@ class EnsembleModel:
 
 
 class BlsModel:
-    """The BLS role: the same pipeline, wired here; requests never wait for each other."""
+    """The BLS role: the same pipeline, connected in code; requests run concurrently."""
 
     def __init__(self, model: RepositoryModel, version: int, steps: Steps | GraphModel) -> None:
         """``steps`` are native steps, or a graph that runs user code."""

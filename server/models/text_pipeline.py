@@ -35,8 +35,8 @@ from trimaran.server.models.transaction import num_responses
 class StopText:
     """Passes text through until a stop word is complete.
 
-    The longest tail that could begin a stop word is held back. The stop word itself
-    stays in the text; what follows it is cut.
+    The longest tail that could begin a stop word is held back. The stop word itself stays in
+    the text; the rest is cut.
     """
 
     def __init__(self, words: tuple[str, ...]) -> None:
@@ -45,7 +45,7 @@ class StopText:
         self.is_matched = False
 
     def push(self, text: str, is_last: bool = False) -> str:
-        """What may be shown now; with ``is_last`` nothing is held back."""
+        """The text that may be shown now; with ``is_last`` no text is held back."""
         if self.is_matched:
             return ""
         if not self._words:
@@ -138,11 +138,11 @@ class Steps:
     postprocessing: Model
     tokenizer: Tokenizer
     arrivals: Arrivals
-    """Of the token model."""
+    """The timing of the token model."""
 
     skip_special_tokens: bool = True
     excludes_input: bool = False
-    """Whether answers lack the prompt, unless a request says otherwise."""
+    """Whether answers exclude the prompt by default."""
     has_own_preprocessing: bool = False
     """Whether user code makes the prompt, so that its text is decoded from its ids."""
 
@@ -306,12 +306,14 @@ class _Run:
 
     @property
     def is_incremental(self) -> bool:
-        """Whether ids are wanted as they come: for the client, or to find a stop word."""
+        """Whether ids are needed as they are generated: for streaming, or to find a stop
+        word.
+        """
         # A stop word ends one beam, not the search.
         return self._is_streaming or (any(self._stop_words) and not self._has_beams)
 
     async def take(self, response: InferResponse) -> InferResponse | None:
-        """The text response that this chunk makes, if it makes one."""
+        """The text response for this chunk, or None."""
         assert isinstance(response, ChunkResponse)
         place, chunk = (response.sample, response.sequence), response.chunk
         answer = self._answers.get(place)

@@ -1,4 +1,4 @@
-"""From the chunks of a token-level request to its responses."""
+"""Converts the chunks of a token-level request to responses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Answers(Protocol):
     def take(
         self, sample: int, sequence: int, chunk: TokenChunk, is_end: bool
     ) -> InferResponse | None:
-        """The response that this chunk makes, if it makes one."""
+        """The response for this chunk, or None."""
         ...
 
 

@@ -18,10 +18,10 @@ _EXTRA_IDS = "prompt_table_extra_ids"
 
 
 def read_table(inputs: SampleInputs, tensor: Tensor | None) -> dict[str, Any] | None:
-    """The table as an engine takes it; ``tensor`` is the whole batch's.
+    """The prompt table in the engine's form; ``tensor`` covers the whole batch.
 
     Raises:
-        RequestError: it is no table [entries, hidden size].
+        RequestError: the shape is not [entries, hidden size].
     """
     array = inputs.array(_TABLE)
     if array is None or tensor is None:
@@ -35,11 +35,11 @@ def read_table(inputs: SampleInputs, tensor: Tensor | None) -> dict[str, Any] | 
 
 
 def cache_key(inputs: SampleInputs, num_tokens: int, table: dict[str, Any] | None) -> bytes:
-    """The key that prompts must share, beside ids, to share KV: the extra ids up to the last
-    that is not 0, or where there are none the table; empty without a table.
+    """The key that prompts must share, besides equal ids, to share KV cache blocks: the extra
+    ids up to the last non-zero one, or else a digest of the table; empty without a table.
 
     Raises:
-        RequestError: there are extra ids, but not one a token.
+        RequestError: the number of extra ids differs from the number of tokens.
     """
     extra = inputs.array(_EXTRA_IDS)
     if extra is not None:
@@ -75,7 +75,7 @@ def read_adapter(
 ) -> tuple[int, dict[str, Any] | None]:
     """A sample's task id and the field ``adapter`` of `Submit`; 0 and None without LoRA.
 
-    ``tensors`` are the whole batch's.
+    ``tensors`` cover the whole batch.
 
     Raises:
         RequestError: weights without an id or a config, or both an id and a name.
@@ -114,10 +114,10 @@ def _on_the_wire(array: np.ndarray[Any, Any] | None, datatype: str) -> dict[str,
 
 
 async def add_digests(adapters: Sequence[dict[str, Any] | None]) -> None:
-    """Add digests of adapter weights, by which engines recognise adapters that they have."""
+    """Add digests of adapter weights, by which engines recognise cached adapters."""
     for adapter in adapters:
         if adapter is not None and "weights" in adapter:
-            # Tens of megabytes: hashed in a thread.
+            # Hashed in a thread: adapters have tens of megabytes.
             adapter["digest"] = await asyncio.to_thread(_digest, adapter)
 
 
@@ -144,10 +144,10 @@ _END = 1 << 62
 
 
 def read_retention(inputs: SampleInputs) -> dict[str, Any] | None:
-    """The field ``retention`` of `Submit`; None if the request says nothing of it.
+    """The field ``retention`` of `Submit`; None if the request sets no retention.
 
     Raises:
-        RequestError: ranges are incomplete or mean nothing.
+        RequestError: ranges are incomplete or invalid.
     """
     starts, ends, priorities, durations = (
         inputs.ids(name) for name in (_STARTS, _ENDS, _PRIORITIES, _DURATIONS)
@@ -203,7 +203,7 @@ def salted(parameters: Mapping[str, Any], cache_key: bytes) -> bytes:
     """``cache_key`` under the salt of the request's parameter ``cache_salt``, if it has one.
 
     Raises:
-        RequestError: the parameter is no text, or an empty one.
+        RequestError: the parameter is not a text, or is empty.
     """
     salt = parameters.get(_SALT)
     if salt is None:

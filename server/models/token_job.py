@@ -26,10 +26,10 @@ class Sample:
     """The field ``embeddings`` of `Submit`."""
 
     cache_key: bytes = b""
-    """Beside equal ids, prompts need equal keys to share KV cache blocks."""
+    """Prompts share KV cache blocks only with equal ids and equal keys."""
 
     retention: dict[str, Any] | None = None
-    """The field of that name of `Submit`."""
+    """The field ``retention`` of `Submit`."""
 
     adapter_id: int = 0
     adapter: dict[str, Any] | None = None
@@ -40,12 +40,12 @@ class Sample:
 class TokenJob(InferRequest):
     """A token-level request of a text model in this process.
 
-    The token model counts it as any request but answers with `ChunkResponse`, which avoids
-    tensors for every token.
+    The token model counts it like any request but answers with `ChunkResponse`, without tensors
+    for every token.
     """
 
     is_incremental: bool = True
-    """Whether chunks are wanted as they come, or one at the end."""
+    """Whether chunks are wanted as they come, or one chunk at the end."""
 
     is_stopped: bool = False
     """Whether the client stopped the request while its prompt was tokenized."""
@@ -63,9 +63,9 @@ class ChunkResponse(InferResponse):
 
 
 class TokenStream:
-    """All sequences of one request at the engine, merged as they come.
+    """All sequences of one request at the engine, merged as tokens arrive.
 
-    A reader that is slower than the engine finds fewer and longer chunks.
+    A reader that is slower than the engine gets fewer and longer chunks.
     """
 
     def __init__(self, engines: ModelEngines, request: InferRequest) -> None:
@@ -90,7 +90,7 @@ class TokenStream:
         """Submit every sequence of every sample.
 
         Raises:
-            RequestError: the engine is not there; nothing is left running.
+            RequestError: the engine is down; no sequence is left running.
         """
         request = self._request
         try:
@@ -160,8 +160,8 @@ class TokenStream:
 
     def take(self) -> Iterator[tuple[int, int, TokenChunk, bool]]:
         """(sample, sequence, chunk, whether it is the last of all) of each sequence that had
-        news at the last `poll`. A chunk is taken when the iterator reaches it, so that it
-        holds what came meanwhile.
+        news at the last `poll`. A chunk is taken when the iterator reaches its sequence, so
+        that it includes tokens that came meanwhile.
 
         Raises:
             RequestError: the engine refused or lost a sequence.

@@ -51,7 +51,7 @@ class TokenModel:
         engines.on_stop = self._stop_here
         self._is_batched = model.config.max_batch_size > 0
         self.excludes_input = model.parameters.get_bool("exclude_input_in_output") or False
-        """Whether answers lack the prompt, unless a request says otherwise."""
+        """Whether answers exclude the prompt by default."""
         normalises = model.parameters.get_bool("normalize_log_probs")
         self.normalises_log_probs = True if normalises is None else normalises
         """Whether a beam's log-probability is divided by its length, as its score is."""
@@ -60,7 +60,9 @@ class TokenModel:
         self._logits_dtype = LOGITS_DTYPES[logits_type(model.config)]
         self._running: dict[str, set[TokenStream]] = {}
         self.arrivals = Arrivals()
-        """Requests of text models whose prompts are being tokenized: a stop overtakes them."""
+        """Requests of text models whose prompts are being tokenized: stop requests may overtake
+        them.
+        """
 
     @property
     def is_ready(self) -> bool:
@@ -69,7 +71,7 @@ class TokenModel:
 
     @property
     def vocab_size(self) -> int | None:
-        """Ids of the engine's vocabulary; None as long as no engine was up."""
+        """Size of the engine's vocabulary; None before an engine was up."""
         try:
             return int(self._engines.facts()["vocab_size"])
         except RequestError:
@@ -122,7 +124,7 @@ class TokenModel:
         stream: TokenStream,
         num_sequences: int,
     ) -> tuple[Answers, bool]:
-        """What makes the responses, and whether it wants ids as they come."""
+        """The maker of the responses, and whether it needs ids as they are generated."""
         if isinstance(request, TokenJob):
             return ChunkAnswers(self, request, stream), request.is_incremental
         answers = TensorAnswers(
@@ -187,7 +189,7 @@ class TokenModel:
 
 
 def _with_beams(sampling: SamplingParams, inputs: SampleInputs) -> SamplingParams:
-    """With as many beams returned as are asked for: all, unless it says fewer."""
+    """The beam search, with as many beams returned as requested: by default all."""
     width = sampling.beam_width
     if width < 2:
         return sampling

@@ -19,9 +19,9 @@ from trimaran.comm.files.input_files import NoFileError, require_file, special_t
 
 logger = logging.getLogger(__name__)
 
-# Below this a hop to a thread costs more than the encoding itself.
+# Shorter texts are encoded at once: a hop to a thread costs more.
 _INLINE_CHARACTERS = 2048
-# Above this a text takes so long that others must not wait behind it: tokenizers read some
+# Longer texts get a thread of their own, so that others do not wait: tokenizers read some
 # million characters a second.
 _HUGE_CHARACTERS = 1 << 20
 _CONVERT = (
@@ -40,7 +40,7 @@ class Tokenizer:
         """Load the folder.
 
         Raises:
-            ConfigError: no folder, or no tokenizer that can be read or converted.
+            ConfigError: the folder is missing, or its tokenizer cannot be read or converted.
         """
         path = Path(folder)
         if not path.is_dir():
@@ -69,7 +69,7 @@ class Tokenizer:
         self.pad_id = self.end_id if pad_id is None else pad_id
         ids = self._fast.get_vocab(with_added_tokens=True).values()
         self.num_ids = max(ids, default=-1) + 1
-        """One more than the highest id: there may be gaps."""
+        """One more than the highest id; ids may have gaps."""
 
         added = self._fast.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
@@ -90,7 +90,7 @@ class Tokenizer:
 
     def encode_each(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
         """The ids of each text."""
-        # Not `encode`: other threads, the event loop's among them, stand still during that.
+        # Not `encode`, which blocks all other threads, including the event loop.
         found = self._fast.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         return [each.ids for each in found]
 
@@ -132,12 +132,12 @@ def _convert(folder: Path, target: Path) -> None:
         )
 
 
-# Ids before a new one that settle its text, as a leading space does.
+# Ids before a new one that determine its text, such as a leading space.
 _CONTEXT_IDS = 6
 # A character has at most 4 bytes, so at most 3 ids wait for its last byte.
 _MAX_OPEN_IDS = 3
-# The window is cut to its context again when it is this long: decoding one that is longer
-# costs more than the second decoding that the cut takes.
+# The window is cut back to its context at this length: decoding a longer one costs more than
+# the second decoding that the cut requires.
 _MAX_WINDOW_IDS = 24
 # A model that emits only broken bytes must not make each step decode all of them again.
 _MAX_HELD_IDS = 32
@@ -157,14 +157,14 @@ class IncrementalDetokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
-        # Skipped ids have no text; as context they would hide the space before the next.
+        # Skipped ids have no text; as context they would hide the space before the next id.
         self._dropped = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._ids = self._kept(prompt_ids)
         self._num_shown, self._shown_text = 0, ""
         self._show(len(self._ids))
 
     def push(self, ids: list[int], is_last: bool = False) -> str:
-        """The text that these ids complete; with ``is_last`` all that is left."""
+        """The text that these ids complete; with ``is_last`` all remaining text."""
         self._ids += self._kept(ids)
         if len(self._ids) == self._num_shown:
             return ""
@@ -179,7 +179,7 @@ class IncrementalDetokenizer:
         return delta
 
     def _complete(self, is_last: bool) -> tuple[int, str]:
-        """The number of ids that make whole characters, and their text."""
+        """The number of ids that form whole characters, and their text."""
         num_ids = len(self._ids)
         text = self._decode(self._ids)
         if is_last or not text.endswith(_REPLACEMENT):
@@ -194,7 +194,7 @@ class IncrementalDetokenizer:
         return self._num_shown, self._shown_text
 
     def _show(self, end: int) -> None:
-        """Make the last of the first ``end`` ids the context of those that follow."""
+        """Make the last of the first ``end`` ids the context of the following ids."""
         size = min(_CONTEXT_IDS, end)
         text = self._decode(self._ids[end - size : end])
         # A context that starts inside a character could spoil the bytes that follow it.

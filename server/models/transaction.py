@@ -16,7 +16,7 @@ class BackendTexts:
     """Error texts of one ``backend`` of ``config.pbtxt``."""
 
     not_decoupled: str
-    """A stream of a model that is not decoupled."""
+    """A streaming request to a model that is not decoupled."""
 
     no_stop_id: str
     """A stop request without an id."""
@@ -76,10 +76,10 @@ def check_transaction(
     is_streaming: bool,
     texts: BackendTexts = TENSORRT_LLM,
 ) -> None:
-    """Check that a request has as many responses as the model may give.
+    """Check that the model may give as many responses as the request has.
 
     Raises:
-        RequestError: more than one, and the model is not decoupled; or more than any.
+        RequestError: several responses without decoupled policy, or more than the limit.
     """
     if num_sequences < 1:
         raise RequestError(f"num_return_sequences is {num_sequences} but must be at least 1")
@@ -117,10 +117,10 @@ def check_logits(
     *,
     is_streaming: bool,
 ) -> None:
-    """Check that one answer can hold the logits that a sample asks for.
+    """Check that one answer can hold the logits that a sample requests.
 
     Raises:
-        RequestError: names the bytes, the limit and what would be less.
+        RequestError: names the bytes, the limit and the remedy.
     """
     row_bytes = vocab_size * _ITEM_BYTES[sampling.logits_dtype]
     num_rows = 0

@@ -30,7 +30,7 @@ _PARAMETERS = "parameters"
 
 
 class GenerateMapper:
-    """Turns generate bodies for one model into requests. Keeps nothing between requests."""
+    """Turns generate bodies for one model into requests. Stateless."""
 
     def __init__(self, config: ModelConfig, max_input_bytes: int) -> None:
         batch = (-1,) if config.max_batch_size > 0 else ()
@@ -42,7 +42,7 @@ class GenerateMapper:
         self._max_input_bytes = max_input_bytes
 
     def parse(self, body: bytes) -> tuple[InferRequest, list[WireInput]]:
-        """The request, without inputs, and its inputs, not yet checked against the model.
+        """The request without inputs, and its inputs, not yet checked against the model.
 
         Raises:
             RequestError: with the kind and text that clients know.
@@ -109,7 +109,7 @@ class GenerateMapper:
 
     @staticmethod
     def _shape(name: str, dims: tuple[int, ...], count: int) -> tuple[int, ...]:
-        """The innermost variable dimension takes what the fixed ones leave."""
+        """The innermost variable dimension absorbs the elements that the fixed ones leave."""
         for dim in dims:
             if dim > 0 and count % dim == 0:
                 count //= dim
@@ -131,8 +131,8 @@ class GenerateMapper:
 class GenerateEncoder:
     """Turns the responses of one request into JSON objects with their keys in order.
 
-    A stream repeats the same keys, so the text between values is made once and used again
-    until the outputs or parameters change.
+    A stream repeats the same keys, so the text between values is reused until the outputs or
+    parameters change.
     """
 
     def __init__(self) -> None:
@@ -184,8 +184,8 @@ class GenerateEncoder:
 
 
 def _value(output: Tensor) -> bytes:
-    """An output's only value."""
-    # Of a streamed token; the JSON encoder takes ten times as long to say the same.
+    """The value of an output with a single element."""
+    # The single number of a streamed token: the JSON encoder takes ten times as long.
     if output.datatype == "BYTES":
         text = encode_basestring(text_of(output.data.item()))
         return text.encode("utf-8", "surrogateescape")

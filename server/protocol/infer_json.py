@@ -32,13 +32,13 @@ from trimaran.server.protocol.json_access import (
 from trimaran.server.protocol.tensor_json import array_from_json, flatten
 
 MAX_NUMBER = 1 << 16
-"""Of a request's inputs, of its outputs, and of its parameters."""
+"""Limit on a request's inputs, on its outputs and on its parameters."""
 
 RESERVED_PREFIX = "triton_"
 
 
 def check_custom_name(name: str) -> None:
-    """Refuse names that the protocol keeps for itself."""
+    """Refuse names that are reserved for the protocol."""
     if name.startswith(RESERVED_PREFIX):
         raise RequestError(
             f"parameter keys starting with '{RESERVED_PREFIX}' are reserved for the server "
@@ -47,14 +47,15 @@ def check_custom_name(name: str) -> None:
 
 
 def check_number(what: str, number: int) -> None:
-    """Refuse what would only keep others waiting: no client has that many of anything."""
+    """Refuse a number of items that no client needs and that would block other requests."""
     if number > MAX_NUMBER:
         raise RequestError(f"a request has at most {MAX_NUMBER} {what}, got {number}")
 
 
 def custom_value(name: str, value: object) -> ParameterValue:
-    """The value of a custom parameter, if it has a type that parameters can have. An
-    integer of more than 64 bits is a double, as clients are used to."""
+    """The value of a custom parameter, if parameters can have its type. An integer of more than
+    64 bits becomes a double, as in Triton.
+    """
     if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
         return _double(value)
     if isinstance(value, (str, bool, int, float)):
@@ -72,7 +73,9 @@ def _double(value: int) -> float:
 
 
 def apply_json_parameters(request: InferRequest, members: Mapping[str, object]) -> bool:
-    """Move the ``parameters`` of a JSON request into it. Returns ``binary_data_output``."""
+    """Move the ``parameters`` of a JSON request into the request. Returns
+    ``binary_data_output``.
+    """
     check_number("parameters", len(members))
     wants_binary = False
     for name, value in members.items():
@@ -104,12 +107,12 @@ _INT32_MAX = (1 << 31) - 1
 
 @dataclass(frozen=True, slots=True)
 class RequestedOutput:
-    """An output as the client wants it."""
+    """An output as the client requested it."""
 
     name: str
     is_binary: bool = False
     num_classes: int = 0
-    """Answer with this many best classes instead of the values; 0 means the values."""
+    """The number of best classes to return instead of the values; 0 means the values."""
 
 
 @dataclass(slots=True)
@@ -130,7 +133,7 @@ def header_length(text: str | None, num_bytes: int) -> int:
     """
     if text is None:
         return num_bytes
-    # As C's strtol reads it: what follows the digits is ignored.
+    # As C's strtol: characters after the digits are ignored.
     digits = re.match(r"\s*[+-]?\d+", text)
     if digits is None or abs(int(digits[0])) > _INT32_MAX:
         raise RequestError(f"Unable to parse Inference-Header-Content-Length, got: {text}")
@@ -145,8 +148,8 @@ def header_length(text: str | None, num_bytes: int) -> int:
 def parse_infer(
     body: bytes, json_bytes: int, config: ModelConfig, max_input_bytes: int
 ) -> ParsedInfer:
-    """Parse a decompressed body whose first ``json_bytes`` are JSON; 0 of them means that
-    the body is the model's only input.
+    """Parse a decompressed body whose first ``json_bytes`` are JSON. With 0 of them the whole
+    body is the model's only input.
 
     Raises:
         RequestError: with the kind and text that clients know.
@@ -165,7 +168,7 @@ def parse_infer(
 def parse_document(
     json: bytes | memoryview, blobs: memoryview, config: ModelConfig, max_input_bytes: int
 ) -> ParsedInfer:
-    """Parse the JSON of a body, which is not too long, and find its inputs' blobs.
+    """Parse a short JSON body, and locate the blobs of its inputs.
 
     Raises:
         RequestError: with the kind and text that clients know.
@@ -253,7 +256,7 @@ def _inputs(
 
 
 def _data_source(entry: JsonObject) -> int | None:
-    """Size of the input's blob, or None if its data is in the JSON."""
+    """Size of the input's blob, or None if the data is in the JSON."""
     parameters = as_object(entry.get("parameters", {}), "'parameters'")
     sources = [f"'{name}'" for name in ("data",) if name in entry] + [
         f"'{name}'"

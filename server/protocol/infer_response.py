@@ -46,14 +46,14 @@ def classify(
 
 
 _SHORT_ITEMS = 1 << 14
-"""Values that are classified within some milliseconds."""
+"""Number of values that are classified without leaving the event loop, within milliseconds."""
 
 _HOLE = b'"data":[null]'
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedInfer:
-    """A response body; ``json_bytes`` is None when nothing binary follows the JSON."""
+    """A response body; ``json_bytes`` is None without binary data after the JSON."""
 
     parts: deque[bytes]
     num_bytes: int
@@ -67,7 +67,7 @@ async def select_outputs(
     *,
     is_batching: bool,
 ) -> list[Tensor]:
-    """The outputs that were asked for, classified where that was asked; all if none was."""
+    """The requested outputs, classified where requested; all outputs if none is named."""
     if not wanted:
         return outputs
     by_name = {output.name: output for output in wanted}
@@ -91,7 +91,7 @@ async def _classified(
     chosen = partial(classify, tensor, num_classes, is_batching=is_batching, labels=labels)
     if tensor.data.size <= _SHORT_ITEMS:
         return chosen()
-    # Sorting is not to be had in pieces, but lets go of the interpreter.
+    # Sorting cannot be split, but numpy releases the interpreter.
     return await asyncio.to_thread(chosen)
 
 
@@ -99,7 +99,7 @@ def encode_infer(response: InferResponse, parsed: ParsedInfer) -> Cooperative[En
     """The body for a response to a parsed request.
 
     Raises:
-        RequestError: an output has no JSON form but was asked for in JSON.
+        RequestError: an output was requested in JSON but has no JSON form.
     """
     binary = {output.name: output.is_binary for output in parsed.outputs}
     document: dict[str, Any] = {"id": response.id} if response.id else {}
@@ -132,8 +132,8 @@ def encode_infer(response: InferResponse, parsed: ParsedInfer) -> Cooperative[En
 
 
 def _filled(entries: bytes, long: list[list[bytes]]) -> list[bytes]:
-    """The JSON text of entries in parts, with long values where it has a null for them."""
-    # No string has this in it, as its quotes are escaped there, and no element is null.
+    """The JSON text of entries in parts, with long values in place of their nulls."""
+    # Unambiguous: quotes in strings are escaped, and no other element is null.
     start, *rest = entries.split(_HOLE)
     parts = [start]
     for values, text in zip(long, rest, strict=True):

@@ -1,4 +1,4 @@
-"""Strict reading of JSON bodies: types are never converted, and errors say what was read."""
+"""Strict reading of JSON bodies: types are never converted; errors name the JSON found."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trimaran.comm.errors import ErrorKind, RequestError
 MAX_NESTING = 100
 """Deepest nesting of lists in tensor data."""
 
-# json.dumps would make a new one for every value.
+# Shared: json.dumps would make a new encoder for every value.
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 _REASONS = {
@@ -42,7 +42,7 @@ JsonObject = dict[str, Any]
 
 
 class RepeatedKeys(dict[str, Any]):
-    """A JSON object in which a key occurs more than once; the last value stays."""
+    """A JSON object in which a key occurs more than once; the last value wins."""
 
     repeated: tuple[str, ...] = ()
 
@@ -93,8 +93,9 @@ def parse(body: bytes | bytearray | memoryview) -> Any:
 
 @contextmanager
 def _collector_off(is_off: bool) -> Iterator[None]:
-    """Without garbage collections: among millions of new lists they take longer than all
-    else, find nothing, and everybody waits."""
+    """The context disables garbage collection: a collection among millions of new lists takes
+    longer than the parse, finds no garbage, and blocks every request.
+    """
     if not (is_off and gc.isenabled()):
         yield
         return
@@ -106,10 +107,10 @@ def _collector_off(is_off: bool) -> Iterator[None]:
 
 
 def _check_surrogates(text: str) -> None:
-    """Refuse escapes of half characters, which would be neither text nor bytes."""
+    """Refuse escapes of unpaired surrogates, which are neither text nor bytes."""
     if _HALF_ESCAPE.search(text) is None:
         return
-    # What follows an escaped backslash is no escape.
+    # An escaped backslash does not start an escape.
     lone = _LONE_HALF.search(text.replace("\\\\", "  "))
     if lone is not None:
         offset = len(text[: lone.start()].encode("utf-8", "surrogateescape"))
@@ -117,7 +118,7 @@ def _check_surrogates(text: str) -> None:
 
 
 def too_big() -> RequestError:
-    """The error of a number that no double can hold."""
+    """The error of a number beyond a double's range."""
     return unparsable("Number too big to be stored in double", 0)
 
 
@@ -144,7 +145,7 @@ def as_bool(value: object, field: str) -> bool:
 
 
 def as_unsigned(value: object, field: str) -> int:
-    """The value, if it is an integer of 64 bits without a sign."""
+    """The value, if it is an unsigned integer of 64 bits."""
     if type(value) is not int or not 0 <= value < 1 << 64:
         raise wrong_type(field, "non-unsigned-integer", "unsigned-integer")
     return value

@@ -1,4 +1,4 @@
-"""A request to load a model: its parameters, and where files that came with it are kept."""
+"""A request to load a model: its parameters, and the folders of files sent with it."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ class LoadRequest:
 
     name: str
     config: str = ""
-    """A configuration as JSON that stands for the repository's; empty means none."""
+    """A JSON configuration that overrides the repository's; empty means none."""
 
     files: Mapping[str, bytes] = field(default_factory=dict)
-    """Path below the model's folder to content; these stand for the repository's files."""
+    """Path below the model's folder to content; these files override the repository's."""
 
     def model_config(self) -> ModelConfig:
         """The configuration that came with the request.
 
         Raises:
-            ConfigError: the text is none.
+            ConfigError: the text is not a model configuration.
         """
         try:
             config = json_format.Parse(self.config, ModelConfig())
         except json_format.ParseError as error:
             raise ConfigError(
-                f"the parameter 'config' is no model configuration: {error}"
+                f"the parameter 'config' is not a model configuration: {error}"
             ) from (error)
         assert isinstance(config, ModelConfig)
         return config
@@ -89,10 +89,10 @@ def load_request_of_grpc(name: str, parameters: Mapping[str, Any]) -> LoadReques
 
 
 def load_request_of_files(name: str, config: str, files: Mapping[str, bytes]) -> LoadRequest:
-    """Make the request of a model's code; the names of files begin with `FILE_PREFIX`.
+    """Make the request of a Python model's code; file names begin with `FILE_PREFIX`.
 
     Raises:
-        RequestError: a file's name is none of a version's files.
+        RequestError: a file name does not name a file of a version.
     """
     for key in files:
         if not key.startswith(FILE_PREFIX):
@@ -104,7 +104,7 @@ def unload_dependents_of_json(body: bytes) -> bool:
     """The only parameter of an HTTP request to unload.
 
     Raises:
-        RequestError: it is not a boolean.
+        RequestError: the value is not a boolean.
     """
     value = _parameters(body).get("unload_dependents", False)
     return json_access.as_bool(value, "'unload_dependents'")
@@ -114,7 +114,7 @@ def unload_dependents_of_grpc(parameters: Mapping[str, Any]) -> bool:
     """The only parameter of a gRPC request to unload.
 
     Raises:
-        RequestError: it is not a boolean.
+        RequestError: the value is not a boolean.
     """
     value = parameters.get("unload_dependents")
     if value is None:
@@ -124,24 +124,24 @@ def unload_dependents_of_grpc(parameters: Mapping[str, Any]) -> bool:
 
 
 class OverrideFolders:
-    """Folders for the files that come with requests, below one that others clean up."""
+    """Folders for files that come with requests. The owner of the parent folder deletes it."""
 
     def __init__(self, base: Path) -> None:
         self._base = base
         self._numbers = itertools.count(1)
 
     def write(self, request: LoadRequest) -> Path:
-        """Write the files of a request; the model's folder.
+        """Write the files of a request; returns the model's folder.
 
         Raises:
-            OSError: the disk is full, say. Nothing is left.
+            OSError: for example, the disk is full. Nothing is left.
         """
         while True:
             numbered = self._base / str(next(self._numbers))
             try:
                 numbered.mkdir(parents=True)
             except FileExistsError:
-                # Of the front end before this one, whose models may still use it.
+                # A folder of the previous front end, whose models may still use it.
                 continue
             break
         folder = numbered / request.name
@@ -157,11 +157,11 @@ class OverrideFolders:
         return folder
 
     def folders(self) -> list[Path]:
-        """The models' folders that there are, also of a front end before this one."""
+        """The existing folders of models, including those of a previous front end."""
         return list(self._base.glob("*/*"))
 
     def remove(self, folder: Path) -> None:
-        """Delete a model's folder, if it is one of these."""
+        """Delete a model's folder, if the folder is one of these."""
         if self._base in folder.parents:
             shutil.rmtree(folder.parent, ignore_errors=True)
 

@@ -26,7 +26,7 @@ def flatten(data: list[Any]) -> list[Any]:
     """The innermost values of nested lists, row-major.
 
     Raises:
-        RequestError: nested too deep.
+        RequestError: the nesting is too deep.
     """
     for _ in range(MAX_NESTING):
         if not any(type(value) is list for value in data):
@@ -50,7 +50,7 @@ def _integers(values: list[Any], datatype: str) -> Array:
     if not all(type(value) is int for value in values):
         raise wrong_type(_DATA, f"non-{word}", word)
     try:
-        # Through 64 bits: a narrower type takes the low bits, as clients are used to.
+        # Converted through 64 bits: a narrower type keeps the low bits, as in Triton.
         return np.array(values, wide).astype(NUMPY_TYPES[datatype])
     except OverflowError:
         raise wrong_type(_DATA, f"non-{word}", word) from None
@@ -85,7 +85,7 @@ def array_from_json(values: list[Any], datatype: str, input_name: str) -> Array:
 
 
 def few_values(data: Array, datatype: str, output_name: str) -> list[Any] | None:
-    """The elements of an output, flat, if they take no more than a moment.
+    """The elements of an output, flat, if the conversion is short.
 
     Raises:
         RequestError: as for `to_json`.
@@ -95,11 +95,11 @@ def few_values(data: Array, datatype: str, output_name: str) -> list[Any] | None
 
 
 def to_json(data: Array, datatype: str, output_name: str) -> Cooperative[list[bytes]]:
-    """The elements of an output, flat, as the parts of a text of JSON values and commas.
-    Floats are the exact doubles of the elements.
+    """The elements of an output, flat, as the parts of a text of JSON values and commas. Floats
+    are the exact doubles of the elements.
 
     Raises:
-        RequestError: a datatype without a JSON form.
+        RequestError: the datatype has no JSON form.
     """
     parts: list[bytes] = []
     for values in _cut(data, datatype, output_name):
@@ -109,7 +109,7 @@ def to_json(data: Array, datatype: str, output_name: str) -> Cooperative[list[by
 
 
 def _cut(data: Array, datatype: str, output_name: str) -> Iterator[list[Any]]:
-    """The elements in order, at each time as many as take a moment."""
+    """The elements in order, in lists that take less than a millisecond each."""
     if datatype in ONLY_BINARY:
         raise RequestError(
             f"sending {datatype} data via JSON is not supported. Please use the binary data "
@@ -125,7 +125,7 @@ def _cut(data: Array, datatype: str, output_name: str) -> Iterator[list[Any]]:
 
 
 def text_of(element: bytes | str) -> str:
-    """An element of a BYTES tensor as JSON text; other bytes than UTF-8 survive."""
+    """An element of a BYTES tensor as JSON text; bytes that are not UTF-8 survive."""
     if isinstance(element, str):
         return element
     return bytes(element).decode("utf-8", "surrogateescape")

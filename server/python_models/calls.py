@@ -46,7 +46,7 @@ class ModelCalls:
     def __init__(self, registry: ModelRegistry, metrics: CustomMetrics) -> None:
         self._registry = registry
         self.metrics = metrics
-        """What models count."""
+        """The function that wraps models to count requests."""
 
         self.loader: Loader | None = None
         """None until the server serves."""
@@ -54,7 +54,7 @@ class ModelCalls:
     async def run(self, call: Call, send: Callable[[Result], None]) -> None:
         """Run a model and send its responses; the last result is final.
 
-        Cancelled, it sends nothing more.
+        After a cancellation no further result is sent.
         """
         try:
             fields = RequestFields.from_wire(call.request)
@@ -78,7 +78,7 @@ class ModelCalls:
             send(Result(call=call.call, error=_words_of(error), kind=kind))
 
     async def answer(self, question: Question, metrics: HeldMetrics) -> Result:
-        """The answer to a question about models, or about the asking process's metrics."""
+        """The answer to a question about models, or about the process's metrics."""
         result = Result(call=question.call)
         try:
             if question.verb.startswith("metric_"):
@@ -88,7 +88,7 @@ class ModelCalls:
         except RequestError as error:
             result.error, result.kind = str(error), error.kind.name
         except Exception as error:
-            # Unanswered, the model's code would wait for ever.
+            # Without an answer, the model's code would wait for ever.
             logger.exception("%s, asked by a Python model, failed", question.verb)
             result.error = _words_of(error)
             result.kind = ErrorKind.INTERNAL.name

@@ -1,4 +1,4 @@
-"""The requests of ``triton_python_backend_utils``: received, or made to run other models."""
+"""The requests of ``triton_python_backend_utils``: received, or made to call other models."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _OPTIONS = ("timeout", "priority", "parameters", "preferred_memory", "trace")
 
 @dataclass(frozen=True)
 class PreferredMemory:
-    """Where the tensors of a called model are wanted: in the host's memory."""
+    """The memory for tensors of a called model: only the host's is supported."""
 
     preferred_memory_type: int
     preferred_device_id: int = 0
@@ -48,10 +48,10 @@ class InferenceRequest:
         **options: Any,
     ) -> None:
         """``options`` are ``timeout`` in microseconds, ``priority``, ``parameters``,
-        ``preferred_memory`` and ``trace``, which is not looked at.
+        ``preferred_memory`` and ``trace``, which is ignored.
 
         Raises:
-            TritonModelException: a value of no use, or another option.
+            TritonModelException: an invalid value, or another option.
         """
         unknown = sorted(options.keys() - _OPTIONS)
         if unknown:
@@ -89,19 +89,19 @@ class InferenceRequest:
         return self._fields.id
 
     def correlation_id(self) -> int | str:
-        """The sequence that it belongs to; 0 for none."""
+        """The correlation id of the sequence; 0 for none."""
         return self._fields.correlation_id
 
     def requested_output_names(self) -> list[str]:
-        """The outputs that are wanted."""
+        """The requested outputs."""
         return self._fields.outputs
 
     def model_name(self) -> str:
-        """The model that it goes to."""
+        """The name of the called model."""
         return self._fields.model
 
     def model_version(self) -> int:
-        """That model's version; -1 for the latest."""
+        """The version of the called model; -1 for the latest."""
         return int(self._fields.version or -1)
 
     def parameters(self) -> str:
@@ -117,23 +117,23 @@ class InferenceRequest:
         return self._fields.timeout_us
 
     def flags(self) -> int:
-        """Bits that say whether it starts or ends a sequence."""
+        """Bits that mark the start and the end of a sequence."""
         return self._fields.flags
 
     def set_flags(self, flags: int) -> None:
-        """Set those bits."""
+        """Set the sequence flags."""
         self._fields.flags = flags
 
     def trace(self) -> None:
-        """Traces are not taken."""
+        """Traces are not supported."""
 
     # ---- running it ---------------------------------------------------------------------
 
     def exec(self, decoupled: bool = False) -> Any:
-        """Run it and wait: a response, or with ``decoupled`` an iterator of them.
+        """Run the request and wait: a response, or with ``decoupled`` an iterator of responses.
 
-        A failure comes as a response with an error. The call ends with the requests that it
-        is made for: when no caller waits for those any more, the request is cancelled.
+        A failure is returned as a response with an error. The call is made on behalf of the
+        requests of ``execute``: once all of them are cancelled, the call is cancelled.
 
         Raises:
             TritonModelException: the tensors are too large for one message.
@@ -144,8 +144,9 @@ class InferenceRequest:
         return _response(pending.get().result())
 
     def async_exec(self, decoupled: bool = False) -> Awaitable[Any]:
-        """As `exec`, for coroutines. The call begins at once; cancelling the awaitable
-        cancels it."""
+        """As `exec`, for coroutines. The call begins at once; cancelling the awaitable cancels
+        it.
+        """
         return asyncio.ensure_future(_awaited(self._call(decoupled), decoupled))
 
     def _call(self, is_decoupled: bool) -> PendingCall:
@@ -157,10 +158,10 @@ class InferenceRequest:
 
 
 class ReceivedRequest(InferenceRequest):
-    """A request that ``execute`` is given."""
+    """A request that ``execute`` receives."""
 
     def __init__(self, fields: RequestFields, outputs: Sequence[str], ticket: Ticket) -> None:
-        """``outputs`` are those of the model, which a request without a list wants."""
+        """``outputs`` are all outputs of the model, for a request without a list."""
         self._inputs = [Tensor.from_packed(packed) for packed in fields.inputs]
         self._fields = fields
         fields.inputs = []
@@ -176,7 +177,7 @@ class ReceivedRequest(InferenceRequest):
         return InferenceResponseSender(self.ticket)
 
     def set_release_flags(self, flags: int) -> None:
-        """Accept the one flag that means what happens anyway.
+        """Accept only ALL, which is the default behaviour.
 
         Raises:
             TritonModelException: the request is to be executed again.
@@ -191,7 +192,7 @@ class ReceivedRequest(InferenceRequest):
 class ResponseIterator:
     """The responses of a decoupled model as they come, for ``for`` and for ``async for``.
 
-    A reader that lets go of it before the end cancels the call.
+    A reader that drops the iterator before its end cancels the call.
     """
 
     def __init__(self, pending: PendingCall) -> None:
@@ -237,7 +238,7 @@ def ask(verb: str, **arguments: object) -> dict[str, Any]:
     """The front end's answer to a question; blocks.
 
     Raises:
-        TritonModelException: it refuses.
+        TritonModelException: the front end refuses.
     """
     result = the_link().ask(verb, **arguments)
     if result.error:

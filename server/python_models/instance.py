@@ -41,12 +41,12 @@ MAX_DEATHS, DEATHS_WINDOW_S = 5, 600.0
 class Instance:
     """Runs jobs in its process. Used on the event loop only.
 
-    A process that dies takes its jobs with it: each fails as unavailable. It is started
-    again, unless it has died too often.
+    When the process dies, each of its jobs fails as unavailable. The process is started again,
+    unless it has died too often.
     """
 
     def __init__(self, start: Start, calls: ModelCalls, on_free: Callable[[], None]) -> None:
-        """``on_free`` is called when the instance can take a batch, or never will again."""
+        """``on_free`` is called when the instance can take a batch, or has failed for good."""
         self._start = start
         self._model_calls = calls
         self._on_free = on_free
@@ -66,7 +66,7 @@ class Instance:
 
     @property
     def is_free(self) -> bool:
-        """Whether it takes a batch now."""
+        """Whether the instance can take a batch now."""
         has_room = not self._capacity or len(self._batches) < self._capacity
         return self.is_ready and has_room
 
@@ -79,7 +79,7 @@ class Instance:
         """Start the process; returns once the model is initialized.
 
         Raises:
-            ConfigError: it cannot be.
+            ConfigError: the model cannot be initialized.
         """
         link = ProcessLink(self._take, self._ended)
         ready = await link.open(self._start)
@@ -113,7 +113,7 @@ class Instance:
         self.is_ready = False
         if self._restart is not None:
             self._restart.cancel()
-            # It kills the process that it was starting, and waits for its end.
+            # The cancelled task kills the process that it was starting, and waits for the end.
             await asyncio.wait([self._restart])
         if self._link is not None:
             self._link.send(Finish())
@@ -173,7 +173,7 @@ class Instance:
                     "request; try again"
                 )
             )
-        # Without a link it ended before it was ready, which `open` reports.
+        # Without a link the process ended before it was ready, which `open` reports.
         if link is not None and not self._is_closing:
             self._restart = asyncio.ensure_future(self._start_again(link))
 

@@ -18,20 +18,21 @@ from trimaran.server.inference.request import InferRequest
 from trimaran.server.python_models.wire import Packed, RequestFields, Respond, pack_in_chunks
 
 MAX_UNREAD_BYTES, UNREAD_S = 256 << 20, 30.0
-"""Bytes and seconds: a request with more unread bytes, from which the client has read nothing
-for so long, fails with its next response. Its process cannot wait: it answers others too."""
+"""Bytes and seconds: a request with more unread bytes, of which the client has read none for
+that time, fails with its next response. Its process cannot wait: it serves other requests too.
+"""
 
 MOST_UNREAD_BYTES = 4 * MAX_UNREAD_BYTES
-"""A request with more unread bytes fails, however steadily its client reads."""
+"""A request with more unread bytes fails, even if its client reads steadily."""
 
 _RESPONSE_BYTES = 1 << 10
-"""Bytes of each response besides its tensors."""
+"""Bytes of each response in addition to its tensors."""
 
 _keys = itertools.count(1)
 
 
 class Job:
-    """A request and its responses as they come. To be packed before it is executed."""
+    """A request and its responses. Pack the request before its execution."""
 
     def __init__(self, request: InferRequest) -> None:
         self.request = request
@@ -62,7 +63,7 @@ class Job:
 
     @property
     def is_overrun(self) -> bool:
-        """Whether its reader is too slow for another response."""
+        """Whether the reader is too slow for another response."""
         if self._unread_bytes > MOST_UNREAD_BYTES:
             return True
         return self._unread_bytes > MAX_UNREAD_BYTES and self._unread_s > UNREAD_S
@@ -89,7 +90,7 @@ class Job:
         """The next response.
 
         Raises:
-            RequestError: none will come.
+            RequestError: the request failed.
         """
         while not self._responses:
             self._waiter = asyncio.get_running_loop().create_future()
@@ -126,11 +127,11 @@ def _num_bytes(response: Respond | RequestError) -> int:
 
 
 class JobQueue:
-    """Jobs in the order of their priority and arrival, given out in batches.
+    """Jobs in the order of priority and arrival, given out in batches.
 
-    Without ``dynamic_batching`` a batch is one request. With it, it has as many requests as
-    fit into ``max_batch_size``, whose inputs are the same and have the same shapes but for
-    the first dimension and for inputs that may be ragged.
+    Without ``dynamic_batching`` a batch is one request. With it, a batch has as many requests
+    as fit into ``max_batch_size``. Their inputs have equal names, and equal shapes except for
+    the first dimension and for ragged inputs.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -147,7 +148,7 @@ class JobQueue:
         return len(self._jobs)
 
     def add(self, job: Job) -> None:
-        """Let a job wait.
+        """Add a job.
 
         Raises:
             RefusedError: the queue of its priority is full.
@@ -163,14 +164,14 @@ class JobQueue:
         self._jobs.insert(end, job)
 
     def remove(self, job: Job) -> bool:
-        """Take a job out; whether it was still waiting."""
+        """Remove a job; whether it was still waiting."""
         if job not in self._jobs:
             return False
         self._jobs.remove(job)
         return True
 
     def drain(self) -> list[Job]:
-        """Take all of them out."""
+        """Remove all jobs."""
         jobs, self._jobs = self._jobs, []
         return jobs
 
@@ -179,7 +180,7 @@ class JobQueue:
         return self._policy.timeout_s(job.request)
 
     def wait_s(self) -> float:
-        """The time until the next batch is due; 0 means now."""
+        """Seconds until the next batch is due; 0 means now."""
         if not self._delay_s:
             return 0.0
         batch = self._next()

@@ -1,4 +1,4 @@
-"""A model process's connection to its front end: messages go to batches, calls, questions."""
+"""A model process's connection to its front end: batches and results in, responses out."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Scope:
 
 
 current_scope: ContextVar[Scope | None] = ContextVar("current_scope", default=None)
-"""The scope of the code that runs; threads of the model's own have none."""
+"""The scope of the running code; the model's own threads have none."""
 
 
 class PendingCall:
@@ -75,7 +75,7 @@ class PendingCall:
         self._waiters: deque[Future[Result]] = deque()
 
     def put(self, result: Result) -> None:
-        """Hand over a result."""
+        """Deliver a result."""
         with self._lock:
             while self._waiters:
                 waiter = self._waiters.popleft()
@@ -85,7 +85,7 @@ class PendingCall:
             self._results.append(result)
 
     def get(self) -> Future[Result]:
-        """The next result, once it is there."""
+        """Wait for the next result."""
         future: Future[Result] = Future()
         with self._lock:
             if self._results:
@@ -96,9 +96,9 @@ class PendingCall:
 
 
 class Link:
-    """The open connection. Any thread may send; a thread of its own reads.
+    """The open connection. Any thread may send; a separate thread reads.
 
-    When the front end is gone, the process ends, whatever its other threads do.
+    When the front end is gone, the process ends at once.
     """
 
     def __init__(self, sock: socket.socket, on_lost: Callable[[], None] = _end_process) -> None:
@@ -106,7 +106,7 @@ class Link:
         self._sock = sock
         self._on_lost = on_lost
         self._frames = FrameBuffer()
-        # Reentrant: a request may be let go of, and say so, wherever memory is freed.
+        # Reentrant: a garbage-collected request may send a message wherever memory is freed.
         self._send_lock = threading.RLock()
         self._bulk = BulkSender()
         self._bulk_lock = threading.RLock()
@@ -131,7 +131,7 @@ class Link:
         return messages
 
     def start(self, early: Iterable[Message]) -> None:
-        """Take messages from now on, ``early`` ones first."""
+        """Read messages from now on; ``early`` ones come first."""
         for message in early:
             self._take(message)
         threading.Thread(target=self._read, name="front-end", daemon=True).start()
@@ -148,7 +148,7 @@ class Link:
             try:
                 self._sock.sendall(frame)
             except OSError:
-                # The reading thread sees the same loss and ends the process.
+                # The reading thread detects the same loss and ends the process.
                 return
 
     def call(self, fields: RequestFields, *, is_decoupled: bool) -> PendingCall:
@@ -166,7 +166,7 @@ class Link:
             self._forget(pending.number)
             raise
         if pending.scope is not None and pending.scope.is_cancelled:
-            # Since: the front end may have been told so before it knew of the call.
+            # Cancelled meanwhile: the first cancel message may have been sent before the call.
             self.cancel_call(pending)
         return pending
 
@@ -177,7 +177,7 @@ class Link:
         return pending.get().result()
 
     def cancel_call(self, pending: PendingCall) -> None:
-        """Give up a call; nothing happens if it is over."""
+        """Cancel a call; ignored if the call has ended."""
         with self._lock:
             is_running = pending.number in self._calls
         if is_running:
@@ -195,7 +195,7 @@ class Link:
         return scope
 
     def respond(self, message: Respond) -> None:
-        """Send a response; a request that ends is forgotten.
+        """Send a response; an ended request is forgotten.
 
         Raises:
             MessageTooLongError: its tensors are too large.
@@ -282,7 +282,7 @@ _link: Link | None = None
 
 
 def set_link(link: Link) -> None:
-    """Say which connection the model's code uses."""
+    """Set the connection that the model's code uses."""
     global _link
     _link = link
 

@@ -23,14 +23,16 @@ from trimaran.server.repository.model_repository import RepositoryModel
 
 
 class OutputShapes:
-    """Undoes the ``reshape`` of outputs: the code's shape follows it, the client's ``dims``."""
+    """Undoes the ``reshape`` of outputs: user code uses the shape of ``reshape``, clients
+    ``dims``.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         self._reshaped = {o.name: o for o in config.output if o.HasField("reshape")}
         self._num_batch_dims = int(config.max_batch_size > 0)
 
     def for_clients(self, tensor: Tensor) -> Tensor:
-        """The same values in the configured ``dims``, if they have as many."""
+        """The same values in the configured ``dims``, if the sizes match."""
         output = self._reshaped.get(tensor.name)
         if output is None:
             return tensor
@@ -42,7 +44,7 @@ class OutputShapes:
 
 
 def _dims(output: ModelOutput, made: tuple[int, ...]) -> tuple[int, ...]:
-    """The configured ``dims``, the variable ones as long as those of ``reshape`` were made."""
+    """The configured ``dims``, with variable dimensions as long as those of ``reshape``."""
     given = zip(output.reshape.shape, made, strict=False)
     variable = iter(length for configured, length in given if configured == -1)
     return tuple(next(variable, -1) if dim == -1 else dim for dim in output.dims)
@@ -52,7 +54,7 @@ MAX_INSTANCES = 64
 """Most processes of one model."""
 
 THREADS, MAX_THREADS = "execute_threads", 512
-"""The parameter that says how many threads of a process call ``execute``, and its limit."""
+"""The parameter for the number of threads of a process that call ``execute``, and its limit."""
 
 
 class PythonModel:
@@ -62,7 +64,7 @@ class PythonModel:
         """Check the configuration.
 
         Raises:
-            ConfigError: it asks for what is not served.
+            ConfigError: the configuration requests an unsupported feature.
         """
         self.name = model.name
         self.version = str(version)
@@ -92,7 +94,7 @@ class PythonModel:
         """Start every instance; returns once all are initialized.
 
         Raises:
-            ConfigError: one is not; none is left running.
+            ConfigError: an instance failed; none is left running.
         """
         opened = [asyncio.ensure_future(instance.open()) for instance in self._instances]
         try:
@@ -210,9 +212,9 @@ class PythonModel:
         )
 
     def _arguments(self, model: RepositoryModel) -> list[dict[str, str]]:
-        """What ``initialize`` is given, for each instance."""
+        """The arguments of ``initialize`` for each instance."""
         config = completed_config(self)
-        # The count is checked first: memory may not hold the arguments of so many.
+        # The count is checked first: memory might not hold the arguments of all.
         count = sum(group.count * max(1, len(group.gpus)) for group in config.instance_group)
         if count > MAX_INSTANCES:
             raise ConfigError(
@@ -240,17 +242,17 @@ class PythonModel:
 
 
 async def start_model(model: Model) -> None:
-    """Start what a model needs to run.
+    """Start the processes of a model.
 
     Raises:
-        ConfigError: it does not start.
+        ConfigError: a process does not start.
     """
     if isinstance(model, PythonModel):
         await model.start()
 
 
 async def close_model(model: Model | None) -> None:
-    """End what a model started."""
+    """End the processes of a model."""
     if isinstance(model, PythonModel):
         await model.close()
 
@@ -266,7 +268,7 @@ def _num_threads(model: RepositoryModel) -> int:
 
 
 def _note_begin(batch: list[Job]) -> None:
-    """Note when the requests of a batch begin, and which request counts the batch."""
+    """Record when the requests of a batch begin, and which request reports the batch."""
     now = time.monotonic_ns()
     for job in batch:
         job.request.started_ns = now

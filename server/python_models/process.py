@@ -1,4 +1,4 @@
-"""The process of one instance of a Python model: its ``model.py``, and nothing else."""
+"""The process of one instance of a Python model, which runs its ``model.py``."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def main() -> None:
     # The supervisor drains first; a signal to the whole group must not end requests.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-    # Also while code that holds the interpreter keeps it from seeing the connection's end.
+    # Set by the kernel, so that it works while user code holds the interpreter.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     sock = socket.socket(fileno=int(sys.argv[1]))
-    # What the model forks may outlive this process, whose end is to be seen all the same.
+    # A process that the model forks must not keep the connection open.
     os.register_at_fork(after_in_child=sock.close)
     link = Link(sock)
     start, *early = link.receive_first()
@@ -71,12 +71,12 @@ def main() -> None:
 def load(start: Start) -> Any:
     """The model of a ``model.py``.
 
-    Its folder, the version's, and the model's are at the end of the search path. It is the
+    The version's folder and the model's folder are appended to the search path. The file is the
     module ``model`` of a package that is named like the version, for relative imports.
 
     Raises:
-        TritonModelException: no class ``TritonPythonModel``, or one without ``execute``.
-        Exception: whatever the code raises.
+        TritonModelException: no class ``TritonPythonModel``, or a class without ``execute``.
+        Exception: any error of the user code.
     """
     path = Path(start.file)
     sys.path += [str(path.parent), str(path.parent.parent)]
@@ -98,7 +98,7 @@ def load(start: Start) -> Any:
 
 
 class Runner:
-    """Executes batches: of a coroutine side by side, else as many as there are threads."""
+    """Executes batches: concurrently for a coroutine, else in a fixed number of threads."""
 
     def __init__(self, link: Link, start: Start, model: Any) -> None:
         self._link = link
@@ -113,7 +113,7 @@ class Runner:
             threading.Thread(target=self._loop.run_forever, name="execute", daemon=True).start()
 
     def run(self, batch: Execute) -> None:
-        """Execute a batch; returns when the next may come."""
+        """Execute a batch; returns when the next batch may come."""
         requests = [self._received(RequestFields.from_wire(wire)) for wire in batch.requests]
         scope = self._link.open_scope(request.ticket for request in requests)
         token = current_scope.set(scope)
@@ -154,10 +154,10 @@ class Runner:
         return ReceivedRequest(fields, wanted, ticket)
 
     def _answer(self, requests: Sequence[ReceivedRequest], responses: Any) -> None:
-        """Send what ``execute`` returned.
+        """Send the responses that ``execute`` returned.
 
         Raises:
-            TritonModelException: it is not what it should be.
+            TritonModelException: the return value is malformed.
         """
         if responses is None:
             return
@@ -215,19 +215,19 @@ def _described(error: BaseException) -> str:
 def _words_of(error: BaseException) -> str:
     try:
         text = str(error)
-    # The code of its class is the model's too.
+    # The class of the model is user code too.
     except Exception:
         text = "<exception str() failed>"
     return _sendable(f"{type(error).__name__}: {text}")
 
 
 def _sendable(text: str) -> str:
-    """A text whose half characters, which no message can hold, are escaped."""
+    """A text whose unpaired surrogates, which no message can hold, are escaped."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _end(code: int) -> None:
-    """End at once: threads of the model's libraries must not hold up the end."""
+    """End at once: threads of the model's libraries must not delay the end."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

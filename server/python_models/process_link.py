@@ -27,7 +27,7 @@ from trimaran.server.python_models.wire import (
 
 logger = logging.getLogger(__name__)
 
-# The current folder must not shadow what the model imports.
+# The current folder must not shadow modules that the model imports.
 _PROGRAM = (
     "import sys; sys.path[:] = filter(None, sys.path); "
     "from trimaran.server.python_models.process import main; main()"
@@ -51,14 +51,14 @@ class ProcessLink(asyncio.Protocol):
 
     @property
     def is_open(self) -> bool:
-        """Whether the process is there."""
+        """Whether the process runs."""
         return self._transport is not None
 
     async def open(self, start: Start) -> Ready:
         """Start the process; returns once the model is initialized.
 
         Raises:
-            ConfigError: it cannot be; the message has the code's own traceback.
+            ConfigError: the model cannot be initialized; the message has the traceback.
         """
         loop = asyncio.get_running_loop()
         self._ready = loop.create_future()
@@ -77,7 +77,7 @@ class ProcessLink(asyncio.Protocol):
             raise
 
     def send(self, message: Message) -> None:
-        """Send a message; one to a process that has ended is dropped.
+        """Send a message; dropped if the process has ended.
 
         Raises:
             MessageTooLongError: its tensors are too large.
@@ -86,7 +86,7 @@ class ProcessLink(asyncio.Protocol):
             self._transport.write(encode(message, self._bulk))
 
     def kill(self) -> None:
-        """End the process at once."""
+        """Kill the process."""
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
 
@@ -105,7 +105,7 @@ class ProcessLink(asyncio.Protocol):
             self._transport.close()
 
     async def ended(self) -> str:
-        """Wait for the end of the process; how it ended, in words."""
+        """Wait for the end of the process; returns how it ended, in words."""
         assert self._process is not None
         code = await self._process.wait()
         if code >= 0:
@@ -117,7 +117,7 @@ class ProcessLink(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        """Take what has come; a process that breaks the protocol is killed."""
+        """Dispatch complete messages; a process that breaks the protocol is killed."""
         try:
             for message in self._frames.feed(data):
                 release = open_stowed(message)
@@ -129,7 +129,7 @@ class ProcessLink(asyncio.Protocol):
             self.kill()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The process is gone, or about to be."""
+        """The process has ended, or is about to."""
         self._transport = None
         self._bulk.drop(BULK_PEER)
         assert self._ready is not None

@@ -42,7 +42,7 @@ class TritonError:
 
     @property
     def kind(self) -> str:
-        """The name of the `ErrorKind`."""
+        """The `ErrorKind`'s name."""
         return _KINDS[self._code].name
 
     @classmethod
@@ -59,7 +59,7 @@ _KINDS = (
 
 
 def checked_parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters of a request or a response, if they are what clients may have."""
+    """The parameters of a request or a response, if clients can receive them."""
     for name, value in parameters.items():
         if not isinstance(name, str) or not _is_value(value):
             raise TritonModelException(
@@ -98,7 +98,7 @@ class InferenceResponse:
         return self._tensors
 
     def has_error(self) -> bool:
-        """Whether `error` is there."""
+        """Whether the response is an error."""
         return self._error is not None
 
     def error(self) -> TritonError | None:
@@ -126,8 +126,8 @@ class InferenceResponse:
 class Ticket:
     """The right to answer one request. Thread safe.
 
-    It lives as long as the request, its sender or the call of ``execute``. If nothing holds
-    it any more and there was no final response, the client is told so.
+    It lives as long as the request, its sender or the call of ``execute``. If all of them are
+    gone without a final response, the client gets an error.
     """
 
     def __init__(
@@ -149,10 +149,11 @@ class Ticket:
         self.is_closed = False
 
     def send(self, response: InferenceResponse | None, *, is_final: bool) -> None:
-        """Send a response, the end of them, or both.
+        """Send a response, the final flag, or both.
 
         Raises:
-            TritonModelException: after the end, or a second one where one is allowed.
+            TritonModelException: after the final flag, or a second response of a model that is
+                not decoupled.
         """
         with self._lock:
             if self.is_closed:
@@ -196,7 +197,8 @@ class InferenceResponseSender:
         """Send a response; the flag ``TRITONSERVER_RESPONSE_COMPLETE_FINAL`` ends them.
 
         Raises:
-            TritonModelException: another flag, neither of the two, or after the end.
+            TritonModelException: another flag, neither response nor flag, or a response after
+                the final flag.
         """
         if flags not in (0, RESPONSE_COMPLETE_FINAL):
             raise TritonModelException(

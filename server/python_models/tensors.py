@@ -26,7 +26,7 @@ _SCALARS: dict[str, Any] = {
 
 
 class TritonModelException(Exception):
-    """An error of a model's code."""
+    """An error raised to the user code of a model."""
 
     def message(self) -> str:
         """The text."""
@@ -36,22 +36,22 @@ class TritonModelException(Exception):
 class Tensor:
     """A named array in this process's memory.
 
-    ``BYTES`` tensors hold ``bytes`` objects; ``BF16`` ones uint16 bit patterns, as numpy has
-    no such type.
+    ``BYTES`` tensors hold ``bytes`` objects. ``BF16`` tensors hold uint16 bit patterns, because
+    numpy has no bfloat16.
     """
 
     def __init__(self, name: str, array: npt.NDArray[Any]) -> None:
-        """Wrap an array, without a copy where that is possible.
+        """Wrap an array, without a copy where possible.
 
         Raises:
-            TritonModelException: no array, or of a type that no tensor has.
+            TritonModelException: not an array, or an array of an unsupported type.
         """
         if not isinstance(array, np.ndarray):
             raise TritonModelException(
                 f"tensor '{name}' is given a {type(array).__name__}, not a numpy array"
             )
         if array.dtype.kind in "SU":
-            # Fixed-width strings lose their last zero bytes; objects keep them.
+            # Fixed-width strings lose trailing zero bytes; objects keep them.
             array = array.astype(object)
         self._name = str(name)
         self._array = array
@@ -59,7 +59,7 @@ class Tensor:
 
     @classmethod
     def from_packed(cls, packed: wire.Packed) -> Tensor:
-        """A tensor that came over the wire, in memory of its own."""
+        """A tensor received over the wire, in its own memory."""
         served = wire.unpack(packed, is_writable=True)
         tensor = cls.__new__(cls)
         tensor._name, tensor._datatype = served.name, served.datatype
@@ -67,7 +67,7 @@ class Tensor:
         return tensor
 
     def to_packed(self, datatype: str | None = None) -> wire.Packed:
-        """For the wire, as ``datatype``; uint16 bit patterns may be BF16.
+        """The wire form as ``datatype``; uint16 bit patterns may be BF16.
 
         Raises:
             TritonModelException: the tensor has another type.
@@ -84,8 +84,8 @@ class Tensor:
 
     @staticmethod
     def from_dlpack(name: str, tensor: Any) -> Tensor:
-        """The tensor of another library, or its capsule, without a copy if it is in the
-        host's memory.
+        """The tensor of another library, or its capsule, without a copy if it is in host
+        memory.
 
         Raises:
             TritonModelException: not contiguous, or of a type that numpy lacks.
@@ -106,27 +106,27 @@ class Tensor:
         return Tensor(name, array)
 
     def name(self) -> str:
-        """Its name."""
+        """The name."""
         return self._name
 
     def as_numpy(self) -> npt.NDArray[Any]:
-        """Its elements, not copied."""
+        """The elements, not copied."""
         return self._array
 
     def triton_dtype(self) -> int:
-        """The number of its type in a model configuration."""
+        """The number of the type in a model configuration."""
         return numpy_to_triton_type(self._array.dtype) if self._datatype != _BF16 else 14
 
     def shape(self) -> list[int]:
-        """Its dimensions."""
+        """The dimensions."""
         return list(self._array.shape)
 
     def is_cpu(self) -> bool:
-        """Always true: tensors come and go through the host's memory."""
+        """Always true: tensors are in host memory."""
         return True
 
     def to_dlpack(self) -> Any:
-        """A capsule that other libraries take without a copy."""
+        """A DLPack capsule of the tensor, without a copy."""
         return self._array.__dlpack__()
 
     def __dlpack__(self, **options: Any) -> Any:
@@ -137,7 +137,7 @@ class Tensor:
 
 
 class _Capsule:
-    """A capsule as numpy wants to be given one."""
+    """A DLPack capsule in the form that numpy expects."""
 
     def __init__(self, capsule: Any) -> None:
         self._capsule = capsule

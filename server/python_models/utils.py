@@ -42,7 +42,7 @@ _KINDS = (wire.COUNTER, wire.GAUGE, wire.HISTOGRAM)
 
 
 class Metric:
-    """One series, which ends with the last object that stands for it in any process."""
+    """One series, which is removed with the last object for it in any process."""
 
     def __init__(
         self, family: MetricFamily, labels: Mapping[str, str], buckets: Sequence[float]
@@ -84,7 +84,7 @@ class Metric:
         self._change("observe", value)
 
     def value(self) -> float:
-        """What a counter or a gauge is now, with what other processes made of it."""
+        """The value of a counter or a gauge, including changes by other processes."""
         self._expect("asked for one value", wire.COUNTER, wire.GAUGE)
         return float(ask("metric_value", metric=self._number)["value"])
 
@@ -111,7 +111,7 @@ class MetricFamily:
         """Name a family.
 
         Raises:
-            TritonModelException: ``kind`` is none of the constants of this class.
+            TritonModelException: ``kind`` is not a constant of this class.
         """
         if kind not in range(len(_KINDS)):
             raise TritonModelException(
@@ -125,10 +125,11 @@ class MetricFamily:
     def Metric(
         self, labels: Mapping[str, str] | None = None, buckets: Sequence[float] = ()
     ) -> Metric:
-        """A series of this family; ``buckets`` are a histogram's, by their upper ends.
+        """A series of this family; ``buckets`` are a histogram's upper bounds.
 
         Raises:
-            TritonModelException: buckets of what is no histogram, or of one that has others.
+            TritonModelException: buckets of another kind of metric, or of a histogram with
+                others.
         """
         if bool(buckets) != (self.kind == wire.HISTOGRAM):
             raise TritonModelException(
@@ -175,7 +176,7 @@ TRITONSERVER_MEMORY_GPU = MEMORY_GPU
 
 
 class ModelConfig:
-    """The type that ``auto_complete_config`` names; no configuration is ever completed."""
+    """The type that ``auto_complete_config`` names; configurations are never completed."""
 
 
 class Logger:
@@ -191,7 +192,7 @@ class Logger:
 
     @classmethod
     def log_info(cls, message: str) -> None:
-        """Log what operators may want to know."""
+        """Log information for operators."""
         cls.log(message, cls.INFO)
 
     @classmethod
@@ -201,12 +202,12 @@ class Logger:
 
     @classmethod
     def log_error(cls, message: str) -> None:
-        """Log what went wrong."""
+        """Log an error."""
         cls.log(message, cls.ERROR)
 
     @classmethod
     def log_verbose(cls, message: str) -> None:
-        """Log what only debugging needs."""
+        """Log details for debugging."""
         cls.log(message, cls.VERBOSE)
 
 
@@ -221,17 +222,17 @@ def get_output_tensor_by_name(response: InferenceResponse, name: str) -> Tensor 
 
 
 def get_input_config_by_name(model_config: Mapping[str, Any], name: str) -> Any:
-    """An input's part of a model configuration, or None."""
+    """The entry of an input in a model configuration, or None."""
     return next((t for t in model_config.get("input", ()) if t["name"] == name), None)
 
 
 def get_output_config_by_name(model_config: Mapping[str, Any], name: str) -> Any:
-    """An output's part of a model configuration, or None."""
+    """The entry of an output in a model configuration, or None."""
     return next((t for t in model_config.get("output", ()) if t["name"] == name), None)
 
 
 def using_decoupled_model_transaction_policy(model_config: Mapping[str, Any]) -> bool:
-    """Whether a model configuration is that of a decoupled model."""
+    """Whether a model configuration has the decoupled policy."""
     return bool(model_config.get("model_transaction_policy", {}).get("decoupled", False))
 
 
@@ -256,7 +257,7 @@ def load_model(
     """Load a model; ``files`` has paths after ``file:``, ``config`` is JSON.
 
     Raises:
-        TritonModelException: it was not loaded.
+        TritonModelException: the model was not loaded.
     """
     ask("load_model", name=model_name, config=config, files=dict(files or {}))
 
@@ -265,6 +266,6 @@ def unload_model(model_name: str, unload_dependents: bool = False) -> None:
     """Begin to unload a model.
 
     Raises:
-        TritonModelException: the server does not let models be unloaded.
+        TritonModelException: the server does not allow unloading.
     """
     ask("unload_model", name=model_name, unload_dependents=unload_dependents)

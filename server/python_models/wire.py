@@ -27,11 +27,12 @@ COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
 """Kinds of metrics."""
 
 BULK_PEER = 0
-"""The only receiver of one end's memory."""
+"""The only receiver of this process's shared memory."""
 
 Packed = list[Any]
-"""A tensor as name, datatype, shape and data: a buffer, or where it lies. That of BYTES is
-as on the wire to clients."""
+"""A tensor as name, datatype, shape and data: a buffer, or its location in shared memory. BYTES
+data has the clients' wire format.
+"""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,7 +47,7 @@ class Start:
     """The arguments of the model's ``initialize``."""
     is_decoupled: bool
     num_threads: int
-    """Threads that call ``execute``, if it is no coroutine."""
+    """Threads that call ``execute``, unless it is a coroutine."""
     outputs: dict[str, str]
     """The model's outputs with their datatypes."""
 
@@ -91,7 +92,7 @@ class Ready:
     """From the process: the model is initialized."""
 
     capacity: int = 1
-    """Batches that it executes side by side; 0 for any number."""
+    """Batches that the process executes at the same time; 0 for any number."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -103,7 +104,7 @@ class Failed:
 
 @dataclass(slots=True, kw_only=True)
 class Respond:
-    """From the process: a response of a request, or its end without one."""
+    """From the process: a response of a request, or the end without a response."""
 
     key: int
     tensors: list[Packed] | None = None
@@ -139,7 +140,7 @@ class CancelCall:
 
 @dataclass(slots=True, kw_only=True)
 class Question:
-    """From the process: the model's code asks about a model, or has one loaded."""
+    """From the process: user code asks about a model, or requests a load."""
 
     call: int
     verb: str
@@ -148,7 +149,7 @@ class Question:
 
 @dataclass(slots=True, kw_only=True)
 class MetricChange:
-    """From the process: a metric of the model's code changed, or is no more."""
+    """From the process: a metric of user code changed or was removed."""
 
     metric: int
     verb: str
@@ -158,14 +159,14 @@ class MetricChange:
 
 @dataclass(slots=True, kw_only=True)
 class Release:
-    """Either way: memory beside messages that was read."""
+    """Either way: shared memory beside messages that was read."""
 
     numbers: list[int]
 
 
 @dataclass(slots=True, kw_only=True)
 class Log:
-    """From the process: a line of the model's code; ``level`` as in `logging`."""
+    """From the process: a log line of user code; ``level`` as in `logging`."""
 
     level: int
     text: str
@@ -185,7 +186,7 @@ _NUMBERS = {cls: number for number, cls in enumerate(_TYPES)}
 
 @dataclass(slots=True, kw_only=True)
 class RequestFields:
-    """One request, to a Python model or from its code, free of our own classes."""
+    """One request, to a Python model or from user code, in plain types."""
 
     key: int = 0
     model: str = ""
@@ -225,7 +226,7 @@ def encode(message: Message, bulk: BulkSender) -> bytes:
     stowed = _stow(message, bulk)
     number = _NUMBERS[type(message)]
     values = (getattr(message, name) for name in _FIELDS[number])
-    # Clients' texts need not be UTF-8: their bytes go as they came.
+    # Clients' texts need not be UTF-8: their bytes are kept.
     body: bytes = msgpack.packb(
         [number, *values], use_bin_type=True, unicode_errors="surrogateescape"
     )
@@ -242,7 +243,7 @@ def open_stowed(message: Message) -> Release | None:
     """Read the tensors that lie beside a message; returns the message to its sender.
 
     Raises:
-        ProtocolError: the memory cannot be opened.
+        ProtocolError: the shared memory cannot be opened.
     """
     numbers = []
     for tensors in _tensor_lists(message):
@@ -254,7 +255,7 @@ def open_stowed(message: Message) -> Release | None:
 
 
 def released(message: Release, bulk: BulkSender) -> None:
-    """The other end has read these."""
+    """The other end has read this shared memory."""
     bulk.release(BULK_PEER, message.numbers)
 
 
@@ -306,7 +307,7 @@ def pack(tensor: Tensor) -> Packed:
 
 
 def pack_in_chunks(tensor: Tensor) -> Cooperative[Packed]:
-    """The same as `pack`."""
+    """`pack`, cooperatively."""
     shape = list(tensor.data.shape)
     if tensor.datatype == "BYTES":
         raw = b"".join((yield from to_parts(tensor.data, tensor.datatype)))
@@ -317,13 +318,14 @@ def pack_in_chunks(tensor: Tensor) -> Cooperative[Packed]:
 
 
 def unpack(packed: Packed, *, is_writable: bool = False) -> Tensor:
-    """The inverse of `pack`, once `open_stowed` was there; a view of the message unless it
-    has to be writable."""
+    """The inverse of `pack`, after `open_stowed`; a view of the message unless the result has
+    to be writable.
+    """
     return run_at_once(unpack_in_chunks(packed, is_writable=is_writable))
 
 
 def unpack_in_chunks(packed: Packed, *, is_writable: bool = False) -> Cooperative[Tensor]:
-    """The same as `unpack`."""
+    """`unpack`, cooperatively."""
     name, datatype, shape, data = packed
     if datatype == "BYTES":
         strings = yield from split_in_chunks(data, name)

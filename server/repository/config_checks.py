@@ -15,8 +15,7 @@ from trimaran.comm.errors import ConfigError
 
 
 def check_enums(path: Path, config: Message) -> None:
-    """Refuse a number that stands for no choice, which a configuration may have where a
-    choice's name is meant.
+    """Refuse an enum number without a name, which protobuf text accepts.
 
     Raises:
         ConfigError: names the file, the field, the number and the names.
@@ -28,7 +27,7 @@ def check_enums(path: Path, config: Message) -> None:
 
 
 def _numbers(message: Message, prefix: str) -> Iterator[tuple[str, Any, int]]:
-    """Every choice that is set: where it is, its field and its number."""
+    """Every enum field that is set: its path, its descriptor and its number."""
     for field, value in message.ListFields():
         if field.type not in (FieldDescriptor.TYPE_ENUM, FieldDescriptor.TYPE_MESSAGE):
             continue
@@ -45,10 +44,10 @@ def _numbers(message: Message, prefix: str) -> Iterator[tuple[str, Any, int]]:
 
 
 def check_declarations(path: Path, config: ModelConfig) -> None:
-    """Refuse declarations that no request could meet. Outputs may be declared twice.
+    """Refuse declarations that no request could satisfy. Outputs may be declared twice.
 
     Raises:
-        ConfigError: names the file, the tensor and what is wrong with it.
+        ConfigError: names the file, the tensor and the fault.
     """
     names = [tensor.name for tensor in config.input]
     twice = next((name for name in names if names.count(name) > 1), None)
@@ -80,5 +79,5 @@ def _check_tensor(which: str, tensor: Any) -> None:
 
 
 def _elements(shape: Sequence[int]) -> tuple[int, int]:
-    """How many elements the fixed dimensions make, and how many dimensions vary."""
+    """The product of the fixed dimensions, and the number of variable ones."""
     return prod(size for size in shape if size != -1), list(shape).count(-1)

@@ -14,7 +14,7 @@ from trimaran.comm.errors import ConfigError
 from trimaran.comm.files.input_files import read_text, unreadable
 
 _PLACEHOLDER = re.compile(r"\$\{(\w+)\}|\$(\w+)")
-# A quoted string, or a comment to the end of the line: places where a placeholder is legal.
+# A quoted string, or a comment to the end of the line: a placeholder is legal there.
 _QUOTED_OR_COMMENT = re.compile(r"\"(?:\\.|[^\"\\])*\"|'(?:\\.|[^'\\])*'|#[^\n]*")
 _POSITION = re.compile(r"^\d+:\d+ : ")
 _FIELD_BEFORE = re.compile(r"(\w+)\s*:?\s*[\[{]?\s*$")
@@ -44,7 +44,7 @@ def read_config(path: Path) -> ModelConfig:
 
 
 def is_placeholder(value: str) -> bool:
-    """Whether a parameter's value is a template's placeholder that was never filled."""
+    """Whether a parameter's value is an unfilled placeholder of a template."""
     return _PLACEHOLDER.fullmatch(value.strip()) is not None
 
 
@@ -56,7 +56,7 @@ def open_placeholders(text: str) -> list[re.Match[str]]:
 
 
 def placeholder_names(found: list[re.Match[str]]) -> list[str]:
-    """Their names, each once, in the order of the text."""
+    """The names of these placeholders, each once, in the order of the text."""
     return list(dict.fromkeys(match.group(1) or match.group(2) for match in found))
 
 
@@ -68,7 +68,7 @@ def _refuse_open_placeholder(path: Path, text: str) -> None:
     line = text.count("\n", 0, start) + 1
     before = _FIELD_BEFORE.search(text[:start])
     field = f" of field '{before.group(1)}'" if before else ""
-    # All of them at once: otherwise each start of the server would name the next one.
+    # All names at once: otherwise each start of the server would report only the next one.
     names = placeholder_names(found)
     others = f" (nor are {', '.join(names[1:])})" if len(names) > 1 else ""
     raise ConfigError(
@@ -105,7 +105,7 @@ class ModelParameters:
         return None if not value or is_placeholder(value) else value
 
     def get_int(self, key: str) -> int | None:
-        """A plain decimal integer of 64 bits: processes tell each other no larger ones.
+        """A plain decimal integer of 64 bits, the largest that messages carry.
 
         Raises:
             ConfigError: names file, key and value.

@@ -14,7 +14,7 @@ from trimaran.comm.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """Where a tensor of the ensemble comes from."""
+    """The source of a tensor of the ensemble."""
 
     data_type: int
     text: str
@@ -50,11 +50,11 @@ def check_step_versions(
     """Check that the steps' models serve the versions that the steps name.
 
     Raises:
-        ConfigError: one does not.
+        ConfigError: a step's model does not.
     """
     for step in config.ensemble_scheduling.step:
         served = versions.get(step.model_name, ())
-        # -1 is the latest; so is 0, which is what an omitted version reads as.
+        # -1 means the latest version; so does 0, the value of an omitted version.
         if step.model_version > 0 and step.model_version not in served:
             raise ConfigError(
                 f"{path}: a step runs version {step.model_version} of '{step.model_name}', "

@@ -30,7 +30,7 @@ def check_tags(path: Path, config: ModelConfig) -> None:
 
 
 def tag_labels(config: ModelConfig) -> dict[str, str]:
-    """The labels, which Triton too tells from its own by an underscore before them."""
+    """The labels. Triton too prefixes them with an underscore, apart from its own labels."""
     return {f"_{name}": value for name, value in sorted(config.metric_tags.items())}
 
 
@@ -55,7 +55,7 @@ def check_buckets(path: Path, config: ModelConfig) -> None:
 
 
 def first_response_buckets(config: ModelConfig) -> tuple[float, ...]:
-    """The upper ends of the buckets of the time to the first response, in milliseconds."""
+    """The upper bounds of the buckets of the time to the first response, in milliseconds."""
     found: tuple[float, ...] = _BUCKETS
     for bounds in _given(config):
         found = bounds or found

@@ -33,8 +33,8 @@ _NATIVE, _EXECUTE = "native", "execute"
 class PythonModels:
     """The models of pre- and postprocessing and BLS whose ``model.py`` is run.
 
-    A model of another role than the native ones runs its code in any case; a token-level
-    model never does, as worker groups answer for it.
+    A model of another role always runs its code. A token-level model never does: worker groups
+    answer its requests.
     """
 
     names: frozenset[str] = frozenset()
@@ -72,10 +72,10 @@ CODE_FILE = "model.py"
 NATIVE = PythonModels()
 
 EXECUTABLE = (Role.PREPROCESSING, Role.POSTPROCESSING, Role.BLS)
-"""The roles of which a model may run its own code instead."""
+"""The native roles whose models may run their own code instead."""
 
 _VERSION = re.compile("[1-9][0-9]*")
-"""The one way to write a version, by which its files are found."""
+"""The only valid form of a version's folder name."""
 
 _PARAMETERS = {
     Role.PREPROCESSING: PREPROCESSING_PARAMETERS,
@@ -98,7 +98,7 @@ class RepositoryModel:
     config: ModelConfig
     role: Role
     versions: tuple[int, ...]
-    """The versions to serve, as the version policy chooses them: the latest by default."""
+    """The versions that the version policy selects: by default the latest."""
     parameters: ModelParameters
 
     @property
@@ -107,12 +107,12 @@ class RepositoryModel:
         return self.folder / CONFIG_FILE
 
     def has_code(self, version: int) -> bool:
-        """Whether a version is a user's own in Python."""
+        """Whether a version is served by user code in Python."""
         return _has_code(self.folder, self.config, version)
 
     @property
     def steps(self) -> tuple[str, ...]:
-        """The models that this one runs, each once: none unless it is composed of others."""
+        """The distinct models that this one runs; empty unless it is composed of others."""
         if self.role is Role.BLS:
             token = self.parameters.get_str("tensorrt_llm_model_name") or "tensorrt_llm"
             return ("preprocessing", token, "postprocessing")
@@ -134,11 +134,11 @@ class ModelRepository:
         names: Collection[str] | None = None,
         python: PythonModels = NATIVE,
     ) -> ModelRepository:
-        """Read and check every model of the repository, or those of these names alone.
+        """Read and check every model of the repository, or the named ones.
 
         Raises:
-            ConfigError: names the folder or file, the line or key, the value and what is
-                allowed.
+            ConfigError: names the folder or file, the line or key, the value and the allowed
+                values.
         """
         root = Path(path)
         folders = model_folders(root)
@@ -182,8 +182,8 @@ def _holds_model(folder: Path) -> bool:
     try:
         return (folder / CONFIG_FILE).exists()
     except PermissionError:
-        # Who asks for that model is told so; the others are none the worse for it. At a
-        # mount point, a folder of the file system's own is root's alone.
+        # The error is reported for that model alone; the others load. At a mount point, root
+        # alone may read some folders of the file system.
         return folder.name != "lost+found"
 
 

@@ -1,4 +1,4 @@
-"""The known parameters of each role: which are served, which have no effect, and why."""
+"""The known parameters of each role: served, without effect, or refused, and why."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class Effect(Enum):
-    """What setting a parameter does here."""
+    """The effect of a parameter on Trimaran."""
 
     SERVED = "takes effect"
     ACCEPTED = "accepted without effect"
@@ -34,7 +34,7 @@ class Known:
     low: float | None = None
     high: float | None = None
     neutral: tuple[str, ...] = ()
-    """Values of a refused parameter that ask for nothing."""
+    """Values of a refused parameter that request nothing."""
     reason: str = ""
     template_name: str = ""
     """The placeholder that fills a required parameter; empty if it may stay unset."""
@@ -53,12 +53,12 @@ def required(template_name: str) -> Known:
 
 
 def accepted(kind: str, reason: str) -> Known:
-    """A parameter that changes nothing here, which is logged when it is set."""
+    """A parameter without effect, which is logged when it is set."""
     return Known(kind=kind, effect=Effect.ACCEPTED, reason=reason)
 
 
 def refused(kind: str, reason: str, *neutral: str, allowed: tuple[str, ...] = ()) -> Known:
-    """A parameter that asks for what is not served, unless its value is neutral."""
+    """A parameter of an unsupported feature, refused unless its value is neutral."""
     return Known(
         kind=kind, effect=Effect.REFUSED, neutral=neutral, reason=reason, allowed=allowed
     )
@@ -67,11 +67,11 @@ def refused(kind: str, reason: str, *neutral: str, allowed: tuple[str, ...] = ()
 def check_parameters(
     path: Path, parameters: ModelParameters, table: Mapping[str, Known]
 ) -> None:
-    """Check each parameter of a model; log what has no effect, warn of unknown keys.
+    """Check each parameter of a model; log those without effect, warn of unknown keys.
 
     Raises:
-        ConfigError: a value does not parse, is not allowed, or asks for what is not
-            served; the message names file, key, value and what is allowed.
+        ConfigError: a value does not parse, is not allowed, or requests an unsupported
+            feature; the message names file, key, value and the allowed values.
     """
     for key in parameters.names:
         if key not in table:
@@ -126,7 +126,7 @@ def _parse(parameters: ModelParameters, key: str, kind: str) -> float | None:
 def _check_range(path: Path, key: str, number: float | None, known: Known) -> None:
     if number is None:
         return
-    # Written so that nan, which is neither above nor below anything, is refused too.
+    # Written so that NaN, which compares as neither above nor below, is refused too.
     is_low = known.low is not None and not number >= known.low
     is_high = known.high is not None and not number <= known.high
     if is_low or is_high:

@@ -1,4 +1,4 @@
-"""The tensors of the five roles: how a model's role is seen from them, and their types."""
+"""The tensors of the five roles: detection of a model's role from its tensors, and types."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class Role(Enum):
-    """What a model does in a request's way. OTHER runs user code."""
+    """The role of a model in a text pipeline. OTHER runs user code."""
 
     PREPROCESSING = "preprocessing"
     TOKEN = "token model"
@@ -36,7 +36,7 @@ _TEMPLATES = {
     Role.ENSEMBLE: "ensemble",
     Role.BLS: "tensorrt_llm_bls",
 }
-# Inputs and outputs that only a model of that role has together.
+# Combinations of inputs and outputs that only a model of the role has.
 _SIGNATURES: tuple[tuple[Role, frozenset[str], frozenset[str]], ...] = (
     (
         Role.PREPROCESSING,
@@ -61,10 +61,10 @@ PASSED_ON = frozenset(
         "BATCH_INDEX", "SEQUENCE_INDEX",
     }
 )  # fmt: skip
-"""Inputs of older postprocessing models, which go through them as OUT_ and the name."""
+"""Inputs of older postprocessing models, which are returned unchanged as OUT_ and the name."""
 
 _HALVES_AND_FLOATS = ("TYPE_FP32", "TYPE_FP16", "TYPE_BF16")
-# Tensors whose type follows the engine's; all others have the one of the template.
+# Tensors whose type depends on the engine; all others have the template's type.
 _CHOICES: dict[str, tuple[str, ...]] = {
     "context_logits": ("TYPE_FP32", "TYPE_FP16"),
     "generation_logits": ("TYPE_FP32", "TYPE_FP16"),
@@ -78,11 +78,11 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 
 
 def role_of(path: Path, config: ModelConfig, *, has_code: bool = False) -> Role:
-    """The role, by platform and tensors; the name does not matter.
+    """The role, by platform and tensors, independent of the name.
 
     Raises:
-        ConfigError: name or backend say what the model is, but it lacks tensors for that,
-            and it has no code that could run instead.
+        ConfigError: name or backend imply a role, but tensors of the role are missing,
+            and there is no user code to run instead.
     """
     if config.platform == "ensemble" or config.HasField("ensemble_scheduling"):
         return Role.ENSEMBLE
@@ -115,10 +115,10 @@ def _refuse_near_miss(
 def check_tensors(path: Path, config: ModelConfig, role: Role) -> None:
     """Check the types of the role's tensors and warn of tensors that the role ignores.
 
-    An ensemble may have any tensors, as its steps say what they mean.
+    An ensemble may have any tensors: its steps determine their meaning.
 
     Raises:
-        ConfigError: a tensor has another type than the role works with.
+        ConfigError: a tensor has another type than the role supports.
     """
     if role not in _TEMPLATES:
         return
@@ -151,7 +151,7 @@ def _check_type(path: Path, side: str, tensor: Any, type_name: str) -> None:
 
 @functools.cache
 def _known(role: Role) -> tuple[dict[str, str], dict[str, str]]:
-    """Names and types of a role's inputs and outputs, as its template has them."""
+    """Names and types of a role's inputs and outputs, as in the role's template."""
     folder = resources.files("trimaran.server.repository") / "templates" / _TEMPLATES[role]
     text = (folder / "config.pbtxt").read_text(encoding="utf-8")
     text = re.sub(r"(data_type: )\$\{\w+\}", r"\1TYPE_FP32", text)

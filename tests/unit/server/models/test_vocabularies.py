@@ -64,7 +64,7 @@ async def test_more_ids_than_the_engine_has_are_a_warning_with_both_numbers(
     assert ensemble == (
         f"Model 'ensemble': the tokenizer of 'preprocessing' has 601 ids ({folder}), but the "
         "engine of 'tensorrt_llm' has a vocabulary of 600: a prompt that holds one of the "
-        "others is refused. Unless nobody uses those, name the model's own tokenizer in "
+        "others is refused. If prompts use those ids, name the model's own tokenizer in "
         "tokenizer_dir."
     )
     assert bls == ensemble.replace("'ensemble'", "'tensorrt_llm_bls'")
