@@ -1,7 +1,8 @@
 """Guided decoding: grammars that say which token ids may come next.
 
-Owns the compilation of JSON schemas, expressions, grammars and choices, in processes apart.
+Owns the compilation of JSON schemas, regular expressions, grammars and choices, in processes
+of their own.
 In: a client's guide and the tokenizer of the model.
 Out: a `Guide` per sequence: a bit mask of allowed ids, and its advance by one id.
-What a compiler would ignore or not survive is refused.
+A guide that the compiler would partly ignore, or that would end its process, is refused.
 """

@@ -1,4 +1,4 @@
-"""Compiles a client's guide to a grammar beside the engine's steps, and caches grammars."""
+"""Compiles clients' guides to grammars beside the engine's steps, and caches grammars."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trimaran.worker.guided.trials import TooSlowError, Trials
 
 
 class GrammarCache:
-    """Remembers grammars by type and text of their guides, the last used, up to a size."""
+    """Caches grammars by type and text of their guides, least recently used first out."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -23,14 +23,14 @@ class GrammarCache:
         self._grammars: OrderedDict[tuple[str, str], Grammar] = OrderedDict()
 
     def get(self, guide: tuple[str, str]) -> Grammar | None:
-        """The grammar of a guide, unless it was never there or forgotten."""
+        """The grammar of a guide; None if it is not cached."""
         if guide not in self._grammars:
             return None
         self._grammars.move_to_end(guide)
         return self._grammars[guide]
 
     def add(self, guide: tuple[str, str], grammar: Grammar) -> None:
-        """Remember a guide that is not there, and forget others for it."""
+        """Add a guide that is not cached, and drop others to stay within the size."""
         self._grammars[guide] = grammar
         self._num_bytes += _size(guide, grammar)
         while self._num_bytes > self._max_bytes:
@@ -42,18 +42,19 @@ def _size(guide: tuple[str, str], grammar: Grammar) -> int:
 
 
 _QUICK_S = 1.0
-"""A guide that takes longer is compiled among its like, so that others need not wait."""
+"""A guide that takes longer moves to the threads for slow guides, so that others do not
+wait."""
 _QUICK_THREADS = 2
 _SLOW_THREADS = 1
 _CACHE_BYTES = 1 << 29
-"""Of whole grammars, and as much again of the library's for parts of them."""
+"""Bytes of cached grammars; XGrammar caches as much again for parts of grammars."""
 _LONGEST = 1 << 20
-"""Characters of a guide: a compiler's time and memory grow with it."""
+"""Most characters of a guide: a compiler's time and memory grow with its length."""
 
 
 @dataclass(slots=True)
 class _Job:
-    """A guide, by type and text, that is being compiled, and who waits for it."""
+    """A guide, by type and text, that is being compiled, and the futures of its requests."""
 
     guide: tuple[str, str]
     futures: list[Future[Grammar]]
@@ -63,11 +64,12 @@ class _Job:
 
 
 class GuideCompiler:
-    """Compiles guides in threads of their own, and remembers what it compiled.
+    """Compiles guides in threads, and caches the grammars.
 
-    Nothing ends a compiler but the end of its process, so each guide is first tried in
-    another, within the time limit and while a request waits. Only one that was compiled there
-    is compiled here. What waits is cancelled by its future.
+    A compilation ends only with its process, so each guide is first compiled in another
+    process (`Trials`), within the time limit and while a request waits. Only a guide that
+    compiled there is compiled in this process. Cancelling all of a guide's futures cancels
+    its compilation.
     """
 
     def __init__(self, config: GuidedConfig, engine_dir: str, vocab_size: int) -> None:
@@ -82,15 +84,15 @@ class GuideCompiler:
         self._quick = ThreadPoolExecutor(_QUICK_THREADS, thread_name_prefix="guides")
         self._slow = ThreadPoolExecutor(_SLOW_THREADS, thread_name_prefix="slow-guides")
         self._lock = threading.Lock()
-        """Guards the two fields below: jobs end in the threads."""
+        """Guards the two fields below, which threads change when a job ends."""
         self._jobs: dict[tuple[str, str], _Job] = {}
         self._cache = GrammarCache(_CACHE_BYTES)
 
     def submit(self, kind: str, guide: str) -> Future[Grammar]:
-        """Start to compile ``guide``; the future raises RequestError where that fails.
+        """Start to compile ``guide``; the future raises RequestError if that fails.
 
         Raises:
-            RequestError: no guide has this type, or it is too long to be tried.
+            RequestError: the guide has an unknown type, or is too long.
         """
         self._check(kind, guide)
         future: Future[Grammar] = Future()
@@ -127,7 +129,7 @@ class GuideCompiler:
             )
 
     def _run(self, job: _Job, seconds: float) -> None:
-        """Compile a guide if that takes no longer, or leave it to the thread of slow ones."""
+        """Compile a guide within ``seconds``, or move it to the threads for slow guides."""
         try:
             self._trials.run(*job.guide, seconds, job.is_wanted)
             self._end(job, self._library.compile(*job.guide))
@@ -155,7 +157,7 @@ class GuideCompiler:
                 future.set_exception(result)
 
     def _leave(self, job: _Job) -> None:
-        """Forget a job, unless another request has asked for it since."""
+        """Drop a job, or start it again if another request has asked for it meanwhile."""
         with self._lock:
             if job.is_wanted():
                 self._start(job)
@@ -170,7 +172,7 @@ class GuideCompiler:
         )
 
     def close(self) -> None:
-        """End the threads; what they compile is dropped."""
+        """End the threads and drop their results."""
         self._quick.shutdown(wait=False, cancel_futures=True)
         self._slow.shutdown(wait=False, cancel_futures=True)
         self._trials.close()

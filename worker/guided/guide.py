@@ -1,4 +1,4 @@
-"""A sequence's place in its grammar, and which ids may come next there."""
+"""A sequence's state in its grammar, and which ids are allowed next."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trimaran.comm.errors import RequestError
 
 
 class Grammar:
-    """A compiled guide, shared by all sequences that follow it."""
+    """A compiled guide, shared by all sequences that use it."""
 
     def __init__(self, xgrammar: ModuleType, compiled: Any, vocab_size: int) -> None:
         self._xgrammar = xgrammar
@@ -23,7 +23,7 @@ class Grammar:
         self.num_bytes = int(compiled.memory_size_bytes)
 
     def start(self, end_id: int, output_ids: Iterable[int]) -> Guide:
-        """Where a sequence with this output stands; ``end_id`` -1 means that no id ends one.
+        """The state after this output; ``end_id`` -1 means that no id ends the sequence.
 
         Raises:
             RequestError: the output does not follow the grammar.
@@ -41,7 +41,7 @@ class Grammar:
 
 
 class Guide:
-    """One sequence's place in a grammar."""
+    """One sequence's state in a grammar."""
 
     __slots__ = ("grammar", "has_end", "matcher")
 
@@ -49,17 +49,17 @@ class Guide:
         self.grammar = grammar
         self.matcher = matcher
         self.has_end = has_end
-        """Whether an id ends it."""
+        """Whether an id ends the sequence."""
 
     def accept(self, token_id: int) -> bool:
-        """Go on by one id; False, with nothing changed, if it may not come here."""
+        """Advance by one id; False, without a change, if the id is not allowed here."""
         if not self.has_end and token_id in self.matcher.stop_token_ids:
             return False
         return bool(self.matcher.accept_token(token_id))
 
     @property
     def is_complete(self) -> bool:
-        """Whether it ends here: no id says so, and nothing can follow."""
+        """Whether the output is complete: no id ends it, and nothing more is allowed."""
         if self.has_end or not self.matcher.is_completed():
             return False
         mask = blank_masks(1, self.grammar.vocab_size)
@@ -68,25 +68,25 @@ class Guide:
         return not mask.any()
 
     def forbid_ends(self, mask: npt.NDArray[np.int32]) -> None:
-        """Of an output that no id ends: the tokenizer's own end ids may not come either."""
+        """Mask the tokenizer's own end ids in an output that no id ends."""
         if not self.has_end:
             for token_id in self.matcher.stop_token_ids:
                 mask[token_id // 32] &= ~np.left_shift(np.int32(1), np.int32(token_id % 32))
 
 
 def blank_masks(count: int, vocab_size: int) -> npt.NDArray[np.int32]:
-    """[count, ceil(V / 32)]: every id may come."""
+    """[count, ceil(V / 32)]: bit masks that allow every id."""
     return np.full((count, -(-vocab_size // 32)), -1, dtype=np.int32)
 
 
 class Masks:
-    """Fills bit masks for the sequences of a step, in threads where there are several."""
+    """Fills bit masks for the sequences of a step, with threads for several sequences."""
 
     def __init__(self) -> None:
         self._batch: Any = None
 
     def fill(self, guides: List[Guide]) -> npt.NDArray[np.int32]:
-        """int32 [n, ceil(V / 32)]: bit ``id % 32`` of word ``id // 32`` lets the id come."""
+        """int32 [n, ceil(V / 32)]: bit ``id % 32`` of word ``id // 32`` allows the id."""
         masks = blank_masks(len(guides), guides[0].grammar.vocab_size)
         matchers = [guide.matcher for guide in guides]
         if len(matchers) == 1:

@@ -1,4 +1,4 @@
-"""JSON schemas and regular expressions as guides: what the compiler cannot serve is refused."""
+"""Checks JSON schemas and regular expressions: refuses what the compiler cannot serve."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from typing import Any
 from trimaran.comm.errors import RequestError
 
 MAX_GROUP = 250
-"""Groups within groups: the compiler calls itself for each, and what is too deep for its
-stack ends the process, with the work of all requests."""
+"""Deepest nesting of groups: the compiler recurses for each, and a stack overflow would end
+the process with all its requests."""
 
 _LOOKS = ("(?=", "(?!")
 _OTHER = re.compile(r"(\\[\x00-\x7f])|\\?([^\x00-\x7f])")
-"""An escape, which stays as it is, or a character beyond ASCII, escaped or not."""
+"""An escape, which stays unchanged, or a character beyond ASCII, escaped or not."""
 
 
 def check_pattern(pattern: str) -> None:
-    """Refuse what ends the compiler's process, and what it would leave out.
+    """Refuse an expression that would end the compiler's process, or that it would partly
+    ignore.
 
     Raises:
-        RequestError: groups nest too deep, or there is a look ahead or an anchor inside.
+        RequestError: groups nest too deep, or the expression has a lookahead or an inner
+        anchor.
     """
     depth = 0
     for place, character in _syntax(pattern):
@@ -48,16 +50,16 @@ def check_pattern(pattern: str) -> None:
 
 
 def in_ascii(pattern: str) -> str:
-    """The same with other characters as escapes.
+    """The expression with all characters beyond ASCII as escapes.
 
-    Of a string of a schema the compiler checks only such an expression for characters that
+    In a string of a schema, the compiler checks only ASCII expressions for characters that
     would end the string.
     """
     return _OTHER.sub(lambda found: found[1] or f"\\u{{{ord(found[2]):x}}}", pattern)
 
 
 def _syntax(pattern: str) -> Iterator[tuple[int, str]]:
-    """The places of characters that do not stand for themselves, or may not."""
+    """(position, character) of all unescaped characters outside of character classes."""
     is_escaped, in_class = False, False
     for place, character in enumerate(pattern):
         if is_escaped:
@@ -73,7 +75,7 @@ def _syntax(pattern: str) -> Iterator[tuple[int, str]]:
 
 
 MAX_LEVELS = 100
-"""Schemas within schemas: the compiler's time grows with the third power."""
+"""Deepest nesting of schemas: the compiler's time grows with the third power of the depth."""
 
 _IGNORED = {
     "not": None,
@@ -90,9 +92,9 @@ _IGNORED = {
     "$recursiveRef": None,
     "uniqueItems": False,
 }
-"""Keywords without effect, and the value with which they ask for nothing."""
+"""Keywords without effect, with the value that asks for nothing."""
 
-# The compiler follows the first of these keys that a schema has, and ignores its siblings.
+# The compiler follows the first of these keys in a schema, and ignores its siblings.
 _WHOLE = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
 _ONE = (
     "items", "additionalProperties", "unevaluatedItems", "unevaluatedProperties",
@@ -102,20 +104,20 @@ _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _NAMES_ALONE = ("patternProperties", "propertyNames")
 _SAY_TYPE = ("type", "properties", "additionalProperties", "items", "prefixItems", *_WHOLE)
-"""The keywords of which one must be there for others to be followed."""
+"""Keywords that give a schema a type; without any of them the others have no effect."""
 
 _NEED_TYPE = (
     "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "minLength",
     "maxLength", "pattern", "minItems", "maxItems", "minProperties", "maxProperties",
 )  # fmt: skip
 _ASSERTIONS = frozenset({"required", *_SAY_TYPE, *_NEED_TYPE, *_ONE, *_LISTS, *_NAMES_ALONE})
-"""The keywords that ask for something; others are notes to readers."""
+"""Keywords with an effect; others are notes to readers."""
 
 _FORMATS = (
     "email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid", "uri",
     "uri-reference", "uri-template", "json-pointer", "relative-json-pointer",
 )  # fmt: skip
-"""Those that are followed; others are notes to readers."""
+"""Values of ``format`` that the compiler follows; others are notes to readers."""
 
 _TYPES: Mapping[str, tuple[type, ...]] = {
     "string": (str,),
@@ -131,7 +133,7 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
 def read_schema(guide: str) -> tuple[str, set[str]]:
     """The schema as the compiler follows it, and the regular expressions of its strings.
 
-    What is no JSON, or no schema, passes: the compiler says why in its own words.
+    Text that is not JSON, or not a schema, passes: the compiler reports its own error.
 
     Raises:
         RequestError: the compiler would ignore a keyword, or the schema is too deep.
@@ -167,7 +169,7 @@ def _inner(schema: dict[str, Any]) -> Iterator[Any]:
         if key not in schema:
             continue
         inner = schema[key]
-        # A name is a string, whether or not its schema says so.
+        # A property's name is a string, whether or not its schema says so.
         named = key == "propertyNames" and isinstance(inner, dict)
         yield {"type": "string", **inner} if named else inner
     for key in _LISTS:
@@ -217,7 +219,7 @@ def _check_whole(schema: dict[str, Any]) -> None:
 
 
 def _says_type(schema: dict[str, Any], key: str) -> bool:
-    """Whether all that ``key`` lets through is of the schema's type anyway."""
+    """Whether all values that ``key`` allows have the schema's type anyway."""
     asked, value = schema["type"], schema[key]
     if key in _LISTS:
         return isinstance(value, list) and all(
@@ -237,7 +239,7 @@ def _is_of(value: Any, name: Any) -> bool:
 
 
 def _check_names(schema: dict[str, Any]) -> None:
-    """Properties: each that must be there is declared, in the one way that is followed."""
+    """Check that each required property is declared, in the only form that is followed."""
     properties, required = schema.get("properties") or {}, schema.get("required") or []
     if not isinstance(properties, dict) or not isinstance(required, list):
         return
@@ -270,7 +272,7 @@ def _check_strings(schema: dict[str, Any]) -> None:
 
 
 def _spell_patterns(schema: dict[str, Any]) -> bool:
-    """Write the regular expressions in ASCII, in place; whether any was not."""
+    """Write the regular expressions in ASCII, in place; returns whether any changed."""
     patterns = _patterns(schema)
     if all(pattern.isascii() for pattern in patterns):
         return False

@@ -16,30 +16,30 @@ from trimaran.worker.guided.json_schemas import check_pattern, read_schema
 
 _THREADS = 2
 _LONGEST_REASON = 500
-"""Characters of the library's words that go on to the client."""
+"""Most characters of the library's error message that are passed to the client."""
 _PLACE = re.compile(r"^\[[\d:.]+\] \S+:\d+: (Check failed: .* is false: )?")
-"""Where in its own sources the library says that an error arose."""
+"""The library's prefix that names the line of its own source."""
 
 _REGEX = re.compile(r'Regex\s*\(\s*"((?:[^"\\]|\\.)*)"', re.DOTALL)
-"""A regular expression within a grammar, as it is quoted there."""
+"""A regular expression that a grammar quotes."""
 
 _LENGTH = re.compile(r'"(min|max)Length"')
 _COUNTED = re.compile(r"""^(\w+ ::= \(\(\[\^\\"\\\\)\\r\\n(\]\)\))$""", re.MULTILINE)
-"""The rule for a character of a string that has a length, in the library's words."""
+"""The library's rule for a character of a string whose length is limited."""
 _WITHOUT_CONTROLS = r"\1\\0-\\x1f\2"
 
 _IN_STRING = "json_string=true"
-"""What the library writes beside a regular expression that makes no end of its string."""
+"""The library's mark of a regular expression that cannot end its JSON string early."""
 
 
 class Library:
     """Compiles guides for one tokenizer by XGrammar (Dong et al., MLSys 2025).
 
-    It takes from a tenth of a millisecond to hours, in which the interpreter is free.
+    A compilation takes from 0.1 ms to hours, and releases Python's lock.
     """
 
     def __init__(self, xgrammar: ModuleType, info: Any, cache_bytes: int) -> None:
-        """``cache_bytes`` of masks are kept for other guides with the same parts."""
+        """``cache_bytes`` limits the cache of masks for other guides with the same parts."""
         self._xgrammar = xgrammar
         self._info = info
         self._compiler = xgrammar.GrammarCompiler(
@@ -52,7 +52,7 @@ class Library:
             "ebnf_grammar": self._compile_ebnf,
             "choice": lambda guide: self._compiler.compile_grammar(_choice_grammar(guide)),
         }
-        """How each type of guide is compiled."""
+        """The compiling function of each type of guide."""
 
     @classmethod
     def load(
@@ -74,24 +74,24 @@ class Library:
         return cls(xgrammar, xgrammar.TokenizerInfo.deserialize_json(text), cache_bytes)
 
     def to_text(self) -> str:
-        """All that another process needs to compile the same."""
+        """Text from which another process makes an equal library."""
         return str(self._info.serialize_json())
 
     def compile(self, kind: str, guide: str) -> Grammar:
-        """Compile ``guide``, however long it takes.
+        """Compile ``guide``, without a time limit.
 
         Raises:
-            RequestError: it is no guide of this type.
+            RequestError: the guide is not valid for its type.
         """
         try:
             compiled = self.kinds[kind](guide)
         except (RequestError, MemoryError):
             raise
-        # The library raises whatever its C++ parts raise, RuntimeError most of all.
+        # The library passes on exceptions of its C++ code, mostly RuntimeError.
         except Exception as error:
             reason = _PLACE.sub("", str(error).strip())
             if len(reason) > _LONGEST_REASON:
-                # It may repeat the guide, and no gRPC client takes a status of 8 KiB.
+                # The reason may repeat the guide, and gRPC clients refuse a status of 8 KiB.
                 reason = f"{reason[:_LONGEST_REASON]}..."
             raise RequestError(
                 f"guided_decoding_guide is no {kind} that can be followed: {reason}"
@@ -104,16 +104,16 @@ class Library:
             self._check_in_string(pattern)
         if _LENGTH.search(guide) is None:
             return self._compiler.compile_json_schema(guide)
-        # Control characters may not stand in a JSON string as they are, which the library
-        # forgets where it counts characters.
+        # JSON strings may not hold control characters unescaped, which the library does not
+        # check where it counts characters.
         grammar = str(self._xgrammar.Grammar.from_json_schema(guide))
         return self._compiler.compile_grammar(_COUNTED.sub(_WITHOUT_CONTROLS, grammar))
 
     def _check_in_string(self, pattern: str) -> None:
-        """Refuse a regular expression that no JSON string follows without an escape.
+        """Refuse a regular expression that needs a character which JSON strings must escape.
 
-        The library then drops the rule that keeps such characters out, and what it lets
-        through is no JSON.
+        For such an expression the library drops the rule that excludes these characters, and
+        then allows text that is not JSON.
         """
         schema = json.dumps({"type": "string", "pattern": pattern})
         if _IN_STRING not in str(self._xgrammar.Grammar.from_json_schema(schema)):
@@ -137,7 +137,7 @@ def _import() -> ModuleType:
     try:
         import xgrammar
     except ImportError as error:
-        # It may be there and lack a package of its own: only the cause says which.
+        # A dependency may be missing instead of XGrammar: only the cause names the package.
         raise ConfigError(
             f"guided_decoding_backend is xgrammar, which cannot be imported ({error}). Install "
             "the extra 'guided' (pip install trimaran[guided]), or leave the parameter unset."
@@ -151,7 +151,7 @@ def _tokenizer_info(
 ) -> Any:
     if config.tokenizer_info_path:
         return _info_of_file(xgrammar, config.tokenizer_info_path, vocab_size)
-    # Only a tokenizer is loaded, and only where guides are served: it takes a second.
+    # Imported late: only engines that serve guides load a tokenizer, which takes a second.
     from transformers import AutoTokenizer
 
     folder = config.tokenizer_dir or engine_dir
@@ -166,7 +166,7 @@ def _tokenizer_info(
 
 
 def _info_of_file(xgrammar: ModuleType, path: str, vocab_size: int) -> Any:
-    """From a file with ``encoded_vocab``, ``tokenizer_str`` and ``stop_token_ids``."""
+    """The info from a file with ``encoded_vocab``, ``tokenizer_str`` and ``stop_token_ids``."""
     try:
         values = parse_json(read_text(path))
         info = xgrammar.TokenizerInfo
@@ -186,7 +186,7 @@ def _info_of_file(xgrammar: ModuleType, path: str, vocab_size: int) -> Any:
 
 
 def _choice_grammar(guide: str) -> str:
-    """One of the strings of a JSON list."""
+    """A grammar of the strings of a JSON list."""
     try:
         choices = json.loads(guide)
     except ValueError as error:
@@ -195,7 +195,7 @@ def _choice_grammar(guide: str) -> str:
         raise RequestError(
             "a guide of type 'choice' must be a JSON list of strings that are not empty"
         )
-    # Escapes would cut a character beyond 16 bits into two halves, which are no text.
+    # Escapes would cut a character beyond 16 bits into two surrogates, which are no text.
     texts = (json.dumps(choice, ensure_ascii=False) for choice in choices)
     return "root ::= " + " | ".join(texts)
 

@@ -1,4 +1,5 @@
-"""The process whose copies try guides: it is ready, and they can be ended at any time."""
+"""The process that forks children to compile guides, each of which can be killed at any
+time."""
 
 from __future__ import annotations
 
@@ -25,25 +26,25 @@ TOO_LARGE = "too large"
 
 
 def main() -> None:
-    """Serve the rank at the other end of the socket whose descriptor is argument 1.
+    """Serve the rank at the other end of the socket whose file descriptor is argument 1.
 
-    It sends one end of a connection for each copy that it wants. Argument 2 is the descriptor
-    of a file with `Library.to_text`, argument 3 the bytes of memory for one guide.
+    The rank sends one end of a connection for each child that it wants. Argument 2 is the file
+    descriptor of `Library.to_text`, argument 3 the bytes of memory for one guide.
     """
-    # The rank says when it ends; a signal to the whole job must not cut in.
+    # The rank ends this process; a signal to the whole job must not interrupt it.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     _die_with_parent()
     control = socket.socket(fileno=int(sys.argv[1]))
     with open(int(sys.argv[2])) as file:
         library = Library.from_text(file.read(), _CACHE_BYTES)
-    # The exit codes of copies are not collected.
+    # The exit codes of children are not collected.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    # They need not look for garbage here, which would copy the memory.
+    # No garbage collection here: it would write to, and so copy, the pages that children share.
     gc.freeze()
     pid = os.getpid()
     while descriptors := socket.recv_fds(control, 1, 1)[1]:
-        # No thread runs here that a copy would lack.
+        # This process has a single thread, so a fork lacks none.
         if os.fork() == 0:
             control.close()
             _die_with_parent()
@@ -58,17 +59,17 @@ def _die_with_parent() -> None:
 
 
 def _serve(library: Library, connection: Connection, max_bytes: int) -> None:
-    """Say of each guide `BEGUN` and then why it cannot be compiled, or nothing.
+    """For each guide send `BEGUN`, then the reason why it cannot be compiled, or an empty text.
 
-    Ends the process when the other end is closed, be it in the midst of a guide.
+    Ends the process when the other end is closed, even during a compilation.
     """
     _limit_memory(max_bytes)
     threading.Thread(target=_end_when_left, args=(connection,), daemon=True).start()
-    # Cancelling a guide closes the other end: this thread may be the first to notice.
+    # The rank cancels a guide by closing its end: this thread may be the first to notice.
     with suppress(EOFError, OSError):
         while True:
             kind, guide, seconds = connection.recv()
-            # Should the other end be stopped, this one ends all the same.
+            # If the rank is stopped, this process must end all the same.
             signal.alarm(math.ceil(seconds) + 1)
             connection.send(BEGUN)
             answer = _reason(library, kind, guide)
@@ -84,7 +85,7 @@ def _end_when_left(connection: Connection) -> None:
 
 
 def _limit_memory(max_bytes: int) -> None:
-    """Let this process have so much more than now, and leave no dump of it."""
+    """Limit the memory that this process may take from now on, and disable core dumps."""
     with open("/proc/self/statm") as file:
         num_bytes = int(file.read().split()[0]) * resource.getpagesize() + max_bytes
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
@@ -95,7 +96,7 @@ def _limit_memory(max_bytes: int) -> None:
 
 
 def _reason(library: Library, kind: str, guide: str) -> str:
-    """Why the guide cannot be compiled; empty if it was."""
+    """The reason why the guide cannot be compiled; empty if it can."""
     try:
         library.compile(kind, guide)
     except RequestError as error:

@@ -1,4 +1,4 @@
-"""Whether guides can be compiled, tried where that can be given up."""
+"""Trial compilations of guides in child processes, which can be killed."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ _PROGRAM = (
 _LOOK_S = 0.05
 """Seconds between checks that a request still wants the trial."""
 _LATER_S = 0.2
-"""The copies of a process that is killed end before it can be seen to have ended."""
+"""Seconds in which a killed process is seen to have ended; its children end earlier."""
 _ATTEMPTS = 3
 _MAX_BYTES = 2 << 30
-# It makes copies of itself, for which it may have one thread alone.
+# The process forks children, for which it must have a single thread.
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 
 class TooSlowError(Exception):
-    """A guide takes longer to be compiled than it may."""
+    """The compilation of a guide exceeds its time limit."""
 
 
 class Trials:
-    """Compiles guides in other processes, for nothing but to see whether they can be.
+    """Compiles guides in other processes, to find out whether they can be compiled.
 
-    A compiled grammar could be sent from there, but mostly takes far longer to be written
-    down than to be compiled once more (2 s rather than 27 ms, for a schema of 220 objects).
+    The result is compiled again by the caller: sending a grammar mostly takes far longer
+    (serialising takes 2 s, compiling 27 ms, for a schema of 220 objects).
     """
 
     def __init__(self, library_text: str, max_bytes: int = _MAX_BYTES) -> None:
@@ -48,7 +48,7 @@ class Trials:
         self._library_text = library_text
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        """Guards all fields below: trials run in threads."""
+        """Guards all fields below, which trial threads use."""
         self._is_closed = False
         self._idle: list[Connection] = []
         self._start()
@@ -59,7 +59,8 @@ class Trials:
         with theirs, open(file, "w+b") as text:
             text.write(self._library_text.encode())
             text.seek(0)
-            # The kernel ends it with this thread: the main one, or one of a pool that lasts.
+            # The kernel ends the process with this thread: the main thread, or a lasting
+            # pool's.
             arguments = (theirs.fileno(), file, self._max_bytes)
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _PROGRAM, *map(str, arguments)],
@@ -69,12 +70,12 @@ class Trials:
             )
 
     def run(self, kind: str, guide: str, seconds: float, is_wanted: Callable[[], bool]) -> None:
-        """Compile ``guide``, for so long at most.
+        """Compile ``guide`` for at most ``seconds``.
 
         Raises:
-            RequestError: it cannot be compiled.
-            TooSlowError: it takes longer.
-            CancelledError: it is not wanted any more.
+            RequestError: the guide cannot be compiled.
+            TooSlowError: the time limit is exceeded.
+            CancelledError: no request wants the guide any more.
         """
         if not is_wanted():
             raise CancelledError
@@ -91,7 +92,8 @@ class Trials:
     def _attempt(
         self, task: tuple[str, str, float], is_wanted: Callable[[], bool]
     ) -> str | None:
-        """Why the guide cannot be compiled, or nothing; None if its process ended unasked."""
+        """The reason why the guide cannot be compiled, empty if it can; None if the process
+        ended unexpectedly."""
         has_begun = False
         try:
             connection, process = self._take()
@@ -107,11 +109,11 @@ class Trials:
             connection.close()
             return TOO_LARGE if has_begun and _is_alive(process) else None
         except BaseException:
-            # That ends the process.
+            # Closing the connection ends the child.
             connection.close()
             raise
         if reason == TOO_LARGE:
-            # Little is left for the next one.
+            # This child has little memory left for another guide.
             connection.close()
         else:
             self._give_back(connection)
@@ -125,15 +127,15 @@ class Trials:
         )
 
     def _take(self) -> tuple[Connection, subprocess.Popen[bytes]]:
-        """The connection with a copy that does nothing, and the process that it is of.
+        """A connection to an idle child, and the process that forked it.
 
         Raises:
-            OSError: there is none, nor can one be made.
+            OSError: no child is idle and none can be forked.
         """
         with self._lock:
             if self._process.poll() is not None and not self._is_closed:
                 self._control.close()
-                # Copies of a process end with it.
+                # Children end with the process that forked them.
                 self._idle.clear()
                 self._start()
             if self._idle:
@@ -143,7 +145,7 @@ class Trials:
                 try:
                     socket.send_fds(self._control, [b"t"], [theirs.fileno()])
                 except OSError:
-                    # It is about to end; the next one takes its place.
+                    # The process is about to end; the next call starts another.
                     self._process.wait()
                     raise
                 return Connection(ours.detach()), self._process
@@ -154,7 +156,7 @@ class Trials:
                 self._idle.append(connection)
 
     def close(self) -> None:
-        """End all processes, and with them all trials."""
+        """Kill the process and its children, and so all trials."""
         with self._lock:
             self._is_closed = True
             self._process.kill()
@@ -164,7 +166,7 @@ class Trials:
 
 
 def _is_alive(process: subprocess.Popen[bytes]) -> bool:
-    """Whether the process lives whose copy has ended; another may have taken its place."""
+    """Whether the process still runs after one of its children ended."""
     try:
         process.wait(_LATER_S)
     except subprocess.TimeoutExpired:
@@ -173,7 +175,7 @@ def _is_alive(process: subprocess.Popen[bytes]) -> bool:
 
 
 def _wait(connection: Connection, end: float | None, is_wanted: Callable[[], bool]) -> None:
-    """Return when there is an answer, or there will be none."""
+    """Return when an answer can be read, or the connection is closed."""
     while not connection.poll(_LOOK_S):
         if not is_wanted():
             raise CancelledError

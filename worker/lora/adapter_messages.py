@@ -14,7 +14,7 @@ from trimaran.comm.errors import ProtocolError
 from trimaran.worker.lora.layout import AdapterLayout, Matrices
 
 PIECE_BYTES = 4 << 20
-"""What goes ahead of a step of adapters that it does not need: all wait for it."""
+"""Bytes of adapter weights sent ahead of one step that does not need them; that step waits."""
 
 Row = Sequence[int]
 """(module, layer, rank, inputs, outputs) of a pair of matrices."""
@@ -22,7 +22,7 @@ Row = Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class OutgoingAdapter:
-    """What rank 0 has read of an adapter, in the model's type."""
+    """The weights of an adapter as rank 0 read them, in the model's dtype."""
 
     rows: list[Row]
     parts: list[memoryview]
@@ -30,7 +30,7 @@ class OutgoingAdapter:
 
     @classmethod
     def of(cls, matrices: Iterable[Matrices], dtype: torch.dtype) -> OutgoingAdapter:
-        """Of matrices that are read once, here."""
+        """Collect ``matrices``, each of which is read once, in this call."""
         rows: list[Row] = []
         parts = []
         for one in matrices:
@@ -39,16 +39,17 @@ class OutgoingAdapter:
         return cls(rows, parts)
 
     def pieces(self) -> Iterator[memoryview]:
-        """All of it in order, in pieces that are not too large for one step."""
+        """All weights in order, in chunks that are small enough to be sent before one step."""
         for part in self.parts:
             for place in range(0, len(part), PIECE_BYTES):
                 yield part[place : place + PIECE_BYTES]
 
 
 class ArrivingAdapter:
-    """The adapter on each rank, whole once all pieces have come.
+    """The adapter on each rank; complete once all chunks have arrived.
 
-    A folder rewritten while it is served cannot make ranks differ.
+    Ranks get the weights from rank 0, so a folder that is rewritten while it is served cannot
+    make ranks differ.
     """
 
     def __init__(self, rows: list[Row], dtype: torch.dtype) -> None:
@@ -59,12 +60,12 @@ class ArrivingAdapter:
         self._num_bytes = sum(sizes) * dtype.itemsize
 
     def add(self, piece: bytes | memoryview) -> None:
-        """Take the next piece."""
+        """Take the next chunk."""
         self._data += piece
 
     @property
     def is_whole(self) -> bool:
-        """Whether no piece is missing."""
+        """Whether all chunks have arrived."""
         return len(self._data) == self._num_bytes
 
     @property
@@ -73,7 +74,7 @@ class ArrivingAdapter:
         return [(module, layer, rank) for module, layer, rank, *_ in self._rows]
 
     def matrices(self, layout: AdapterLayout) -> Iterator[Matrices]:
-        """The matrices, as they were sent: views of what came."""
+        """The matrices as they were sent: views of the received bytes."""
         if not self._rows:
             return
         values, place = torch.frombuffer(self._data, dtype=self._dtype), 0
@@ -90,17 +91,17 @@ def _raw(matrix: Tensor) -> memoryview:
 
 
 _FIRST_BYTE = 0x81
-"""Of an encoded map of one key; those of decisions are others."""
+"""The only key of a message of adapter operations; decisions have other keys."""
 
 
 def encode_ops(ops: list[Any]) -> bytes:
-    """A msgpack map of the operations of `take_ops`, of one dp rank or of all."""
+    """A msgpack map of the operations of `take_ops`, of one data-parallel rank or of all."""
     packed: bytes = msgpack.packb({"adapters": ops})
     return packed
 
 
 def holds_ops(payload: bytes) -> bool:
-    """Whether this is of adapters, and not a decision."""
+    """Whether ``payload`` is a message of adapter operations, and not a decision."""
     return payload[:1] == bytes([_FIRST_BYTE])
 
 
@@ -108,12 +109,12 @@ def decode_ops(payload: bytes) -> list[Any]:
     """The inverse of `encode_ops`.
 
     Raises:
-        ProtocolError: ``payload`` holds nothing of adapters.
+        ProtocolError: ``payload`` is no message of adapter operations.
     """
     try:
         ops: list[Any] = msgpack.unpackb(payload)["adapters"]
     except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
         raise ProtocolError(
-            f"cannot decode what becomes of adapters in {len(payload)} bytes: {error}"
+            f"cannot decode adapter operations in {len(payload)} bytes: {error}"
         ) from error
     return ops

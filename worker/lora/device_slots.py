@@ -17,17 +17,17 @@ from trimaran.worker.lora.token_slots import token_blocks
 from trimaran.worker.steps.step_types import Int32Array
 
 _SMALL_BLOCK, _LARGE_BLOCK = 16, 64
-"""Tokens that share the reading of an adapter; a decode has few of each."""
+"""Tokens of a block, which reads its adapter once; a decode has few tokens of each adapter."""
 
 _LARGE_FROM = 32
-"""Tokens of an adapter, on average, from which blocks are large."""
+"""Average tokens of an adapter in a step from which blocks are large."""
 
 
 class DeviceSlots:
-    """One piece of memory for all adapters, filled by copies in the order of steps.
+    """One memory for all adapters on the GPU, filled by copies in the order of steps.
 
-    A step in flight reads what it was launched with: a copy that overwrites it comes later
-    on the same stream.
+    A step in flight reads the adapters that it was launched with: a copy that overwrites an
+    adapter follows on the same stream.
     """
 
     is_transposed = True
@@ -42,7 +42,7 @@ class DeviceSlots:
         *,
         is_deterministic: bool,
     ) -> None:
-        """``data`` is the memory, in the model's dtype; nothing of it is in use yet.
+        """``data`` is the memory, in the model's dtype, all of it free.
 
         With ``is_deterministic`` a token's sum does not depend on the tokens beside it.
         """
@@ -60,7 +60,7 @@ class DeviceSlots:
         self._fixed = torch.full((size,), -1, dtype=torch.int32, device=data.device)
 
     def load(self, slot: int, first: int, adapter: PackedAdapter) -> None:
-        """Start the copy of an adapter to where it shall lie, and enter it in the tables."""
+        """Start the copy of an adapter to element ``first``, and note it in the tables."""
         size = len(adapter.data)
         self._tables.data.narrow(0, first, size).copy_(adapter.data, non_blocking=True)
         places = np.zeros(self._tables.places.shape[1:], dtype=np.int64)
@@ -70,7 +70,7 @@ class DeviceSlots:
         self._tables.places[slot].copy_(self._send(places))
 
     def begin(self, slots_T: Int32Array, num_padded: int) -> None:
-        """Group the next step's tokens by adapter; for a captured step where it looks."""
+        """Group the next step's tokens by adapter; with ``num_padded`` for a captured step."""
         used, counts = np.unique(slots_T[slots_T >= 0], return_counts=True)
         is_large = self._can_grow and not num_padded and counts.mean() >= _LARGE_FROM
         size = _LARGE_BLOCK if is_large else _SMALL_BLOCK
@@ -87,18 +87,18 @@ class DeviceSlots:
         self._blocks = _blocks(packed, len(slots), size, max_rank)
 
     def begin_captured(self, num_tokens: int) -> None:
-        """The next step reads what `begin` leaves for as many tokens, a block for each."""
+        """Let the next step read blocks of one token each, which `begin` fills later."""
         self._blocks = _blocks(self._fixed, num_tokens, _SMALL_BLOCK, self._max_rank)
 
     def add(
         self, first_target: int, sizes: Sequence[int], x_TI: Tensor, output_TO: Tensor
     ) -> None:
-        """Add to the targets that a product's outputs are, in place."""
+        """Add the adapters' products to the outputs of these targets, in place."""
         assert self._blocks is not None
         add_adapters(x_TI, output_TO, self._tables, self._blocks, first_target, sizes)
 
     def attach(self, linear: ParallelLinear, targets: Sequence[Target]) -> None:
-        """Let a layer add what adapters add to it."""
+        """Let a layer add the products of adapters to its output."""
         linear.lora = _DeviceAddition(self, self._state, targets)
 
     def _send(self, array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> Tensor:
@@ -110,7 +110,7 @@ class DeviceSlots:
 
 
 def _blocks(packed: Tensor, num_blocks: int, size: int, max_rank: int) -> AdapterBlocks:
-    """Blocks whose tokens and then whose slots lie in one piece of memory."""
+    """Views of ``packed``: the tokens of all blocks, followed by the blocks' slots."""
     end = num_blocks * size
     tokens, slots = packed[:end].view(num_blocks, size), packed[end : end + num_blocks]
     return AdapterBlocks(tokens, slots, max_rank)
@@ -129,7 +129,7 @@ class _DeviceAddition:
 
     @property
     def is_active(self) -> bool:
-        """Whether the layer leaves a place for adapters in this step."""
+        """Whether this step may have adapters in this layer."""
         return self._state.is_active
 
     def apply(self, x_TD: Tensor, output_TE: Tensor) -> Tensor:

@@ -26,13 +26,13 @@ from trimaran.worker.lora.peft import PEFT_CONFIG, PEFT_WEIGHTS, PeftAdapter
 
 WEIGHTS_FILE = "model.lora_weights.npy"
 CONFIG_FILES = ("model.lora_config.npy", "model.lora_keys.npy")
-"""The second is the name that older converters wrote."""
+"""The second name is that of older converters."""
 
 _DTYPES = {"FP16": "<f2", "FP32": "<f4", "BF16": "<u2"}
 
 
 class CheckedSource(Protocol):
-    """An adapter that was checked, wherever it is."""
+    """An adapter that was checked, in a folder, a request or a message."""
 
     @property
     def ranks(self) -> list[tuple[int, int, int]]:
@@ -40,15 +40,15 @@ class CheckedSource(Protocol):
         ...
 
     def matrices(self, layout: AdapterLayout) -> Iterator[Matrices]:
-        """The matrices of an adapter that was checked, the same whenever they are asked for."""
+        """The matrices of an adapter that was checked; every call yields the same values."""
         ...
 
 
 class AdapterSource(CheckedSource, Protocol):
-    """An adapter as it comes."""
+    """An adapter that was not checked yet."""
 
     def check(self, layout: AdapterLayout, max_rank: int) -> None:
-        """Raise `AdapterFormatError` unless a model of this layout can use all of it."""
+        """Raise `AdapterFormatError` unless a model of this layout can use every matrix."""
         ...
 
 
@@ -56,7 +56,7 @@ class AdapterTensors:
     """An adapter as two tensors: rows of weights [n, k], and their config int32 [n, 3].
 
     A row of the config is (module, layer, rank D); the row of weights holds A [D, inputs],
-    then B [outputs, D], then padding. Weights of 16 bits without a sign are bfloat16.
+    then B [outputs, D], then padding. Weights of dtype uint16 are bfloat16.
     """
 
     def __init__(self, weights_NK: npt.NDArray[Any], config_N3: npt.NDArray[np.int32]) -> None:
@@ -86,7 +86,7 @@ class AdapterTensors:
                 f"lora_weights is {weights['datatype']} but must be one of {', '.join(_DTYPES)}"
             )
         try:
-            # A view of the message: it may be large, and is read in a thread of its own.
+            # A view of the message, which may be large; a thread of its own reads the weights.
             values = np.frombuffer(weights["data"], _DTYPES[weights["datatype"]])
             values = values.reshape(weights["shape"])
             modules = np.frombuffer(config["data"], "<i4").reshape(config["shape"])
@@ -132,7 +132,7 @@ class AdapterTensors:
 
 
 class _FolderTensors(AdapterTensors):
-    """Those of a folder, whose weights are read when they are needed, and then kept."""
+    """The tensors of a folder; the weights are read at their first use and then kept."""
 
     def __init__(self, path: Path, config_N3: npt.NDArray[np.int32]) -> None:
         weights = _mapped(path)
@@ -146,10 +146,10 @@ class _FolderTensors(AdapterTensors):
         self._is_read = False
 
     def matrices(self, layout: AdapterLayout) -> Iterator[Matrices]:
-        """As of `AdapterTensors`.
+        """See `AdapterTensors.matrices`.
 
         Raises:
-            AdapterFormatError: the file cannot be read any more, or holds something else.
+            AdapterFormatError: the file cannot be read any more, or has changed.
         """
         if not self._is_read:
             weights = AdapterTensors(_read_array(self._path), self.config_N3).weights_NK
@@ -164,7 +164,7 @@ class _FolderTensors(AdapterTensors):
 
 
 def is_adapter_folder(folder: Path) -> bool:
-    """Whether a folder holds an adapter in either form."""
+    """Whether a folder holds an adapter, converted or of PEFT."""
     has_arrays = (folder / WEIGHTS_FILE).is_file()
     return has_arrays or (folder / PEFT_CONFIG).is_file()
 
@@ -172,10 +172,10 @@ def is_adapter_folder(folder: Path) -> bool:
 def version_of(folder: Path) -> tuple[tuple[int, int, int], ...]:
     """Times and sizes that change when one of the folder's files is replaced.
 
-    A copy can keep a file's modification time, but not the time of its last change.
+    The time of a file's last change counts: a copy can keep the modification time.
 
     Raises:
-        AdapterFormatError: the weights are not there.
+        AdapterFormatError: the weight file is missing.
     """
     is_peft = not (folder / WEIGHTS_FILE).is_file()
     weights, configs = (
@@ -193,9 +193,9 @@ def version_of(folder: Path) -> tuple[tuple[int, int, int], ...]:
 
 
 def read_folder(folder: Path) -> AdapterSource:
-    """The adapter of a folder: the converter's two files, or else PEFT's.
+    """The adapter of a folder: the two files of a converter, or else those of PEFT.
 
-    Weights are read when they are asked for first, once the rest was checked.
+    Configurations are checked here; weights are read at their first use.
 
     Raises:
         AdapterFormatError: names the file and what is wrong with it.
@@ -223,21 +223,21 @@ def _read_config(path: Path) -> npt.NDArray[np.int32]:
 
 
 def _read_array(path: Path) -> npt.NDArray[Any]:
-    """A file's array in memory of ours: a file that is mapped and then cut ends the process."""
+    """A file's array, copied to memory: truncating a mapped file would end the process."""
     mapped = _mapped(path)
     try:
         values: npt.NDArray[Any] = np.fromfile(
             path, dtype=mapped.dtype, count=mapped.size, offset=mapped.offset
         )
         values = values.reshape(mapped.shape, order="F" if mapped.flags.fnc else "C")
-    # Files with holes may say that they hold more than there is memory.
+    # A sparse file may claim more bytes than the host has memory.
     except (OSError, ValueError, MemoryError) as error:
         raise AdapterFormatError(f"{path}: cannot be read: {error}") from None
     return values
 
 
 def _mapped(path: Path) -> np.memmap[Any, Any]:
-    """The expected contents of a file and their offsets; no numbers are checked here."""
+    """A file's array, mapped: dtype, shape and length are checked, values are not."""
     try:
         mapped: np.memmap[Any, Any] = np.lib.format.open_memmap(path, mode="r")
     except (OSError, ValueError) as error:
@@ -285,13 +285,13 @@ def write_arrays(tensors: AdapterTensors, folder: Path, dtype: str) -> None:
         raise ConfigError(f"{folder}: cannot be written: {error.strerror or error}") from None
     finally:
         for name in (WEIGHTS_FILE, CONFIG_FILES[0]):
-            # What the error tells of stands in the way of its part too.
+            # The obstacle that the error names also blocks the temporary file.
             with suppress(OSError):
                 _part_of(folder / name).unlink()
 
 
 def _part_of(path: Path) -> Path:
-    """Where a file is written until it is whole; numpy adds the ending to other names."""
+    """The name of a file until it is complete; numpy appends its suffix to other names."""
     return path.with_name(f".{path.name}.{os.getpid()}.npy")
 
 
@@ -300,9 +300,9 @@ _MAX_DIGITS = 20
 
 
 class AdapterFolders:
-    """The subfolders of ``lora_prefetch_dir``. A folder whose name is a number is that task.
+    """The subfolders of ``lora_prefetch_dir``, each named by a task id or an adapter's name.
 
-    Folders that come later, or whose weights are replaced, are found too.
+    Folders that appear later, or whose weights are replaced, are found too.
     """
 
     def __init__(self, root: str) -> None:
@@ -311,14 +311,14 @@ class AdapterFolders:
     def find(self, key: int | str) -> Path | None:
         """The folder of a task id or name, if there is one."""
         name = str(key)
-        # A client may ask for any name: none leads out of the folder.
+        # A client may send any name: no name may lead out of the folder.
         if self._root is None or Path(name).name != name or name in ("", ".."):
             return None
         folder = self._root / name
         try:
             return folder if is_adapter_folder(folder) else None
         except OSError as error:
-            # Some names no folder could have.
+            # No folder can have some names, such as those with a null byte.
             if error.errno == errno.ENAMETOOLONG:
                 return None
             raise AdapterFormatError(f"{folder}: {error.strerror}") from None
@@ -337,22 +337,22 @@ class AdapterFolders:
             raise AdapterFormatError(f"{self._root}: {error.strerror}") from None
 
     def content(self, folder: Path) -> tuple[Hashable, ...]:
-        """Equal as long as the folder's files are not replaced."""
+        """A value that stays equal as long as the folder's files are not replaced."""
         return str(folder), version_of(folder)
 
     def unknown(self, folder: Path) -> tuple[Hashable, ...]:
-        """Equal to no `content`."""
+        """A value that is equal to no `content`."""
         return (str(folder),)
 
     def is_still(self, folder: Path, content: object) -> bool:
-        """Whether the folder's files are those of this content, and all of them there."""
+        """Whether the folder still has exactly the files of this content."""
         try:
             return self.content(folder) == content
         except AdapterFormatError:
             return False
 
     def holds(self, content: object) -> bool:
-        """Whether this content is one of a folder."""
+        """Whether this content belongs to a folder."""
         return isinstance(content, tuple)
 
     def read(self, folder: Path) -> AdapterSource:
@@ -365,13 +365,13 @@ class AdapterFolders:
             return read_folder(folder)
         except AdapterFormatError:
             raise
-        # Numbers that are too long to be any, and lists in lists without an end.
+        # JSON may hold numbers of too many digits, or lists nested too deep.
         except (ValueError, OverflowError, RecursionError) as error:
             raise AdapterFormatError(f"{folder}: cannot be read: {error}") from None
 
 
 def key_of(name: str) -> int | str:
-    """What an adapter of this name is looked up by: a task id if it is one."""
+    """The key of an adapter of this name: a task id if the name is a number."""
     if len(name) > _MAX_DIGITS or not name.isdecimal():
         return name
     is_task = int(name) <= _MAX_ID and str(int(name)) == name

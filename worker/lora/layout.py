@@ -1,4 +1,4 @@
-"""Which parts of a model's linear layers adapters can add to, and how a rank's share is cut."""
+"""Which parts of a model's linear layers adapters can change, and how adapters are sharded."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ MODULE_NAMES = (
     "mlp_gate", "cross_attn_qkv", "cross_attn_q", "cross_attn_k", "cross_attn_v",
     "cross_attn_dense", "moe_h_to_4h", "moe_4h_to_h", "moe_gate", "moe_router",
 )  # fmt: skip
-"""The modules that an adapter can name; a module's place is its number on the wire."""
+"""The modules that an adapter can name; an index in this tuple is the number on the wire."""
 
 _ALIGNMENT = 64
-"""Elements: matrices begin at multiples, so that a GPU reads them in wide words."""
+"""Alignment of matrices in elements, so that a GPU reads them in wide words."""
 
 # Letters: D rank of an adapter, I inputs and O outputs of a linear layer.
 
@@ -34,19 +34,19 @@ class Target:
     """One part of one linear layer's output, such as the keys of layer 3."""
 
     index: int
-    """Place in `AdapterLayout.targets`; the parts of one layer follow each other."""
+    """Index in `AdapterLayout.targets`; the parts of one layer are neighbours."""
 
     inputs: DimPartition
     outputs: DimPartition
-    """This rank's outputs of the whole part."""
+    """Outputs of this part on this rank."""
 
     offset: int
-    """Where they begin in this rank's output of the linear layer."""
+    """First of these outputs in this rank's output of the linear layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Matrices:
-    """What an adapter adds to a module of a layer, ``x @ a.T @ b.T``: a [D, I], b [O, D]."""
+    """The update of a module in a layer, ``x @ a.T @ b.T``: a [D, I], b [O, D]."""
 
     module: int
     layer: int
@@ -56,7 +56,7 @@ class Matrices:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A rank's share of two matrices in its adapter's memory."""
+    """This rank's shard of two matrices, and where it lies in the adapter's memory."""
 
     target: int
     rank: int
@@ -69,28 +69,28 @@ class Placed:
     """First element of the first matrix, [rank, inputs]."""
 
     b: int
-    """First element of the second one: [outputs, rank], or transposed on a GPU."""
+    """First element of the second matrix, [outputs, rank], or its transpose on a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedAdapter:
-    """This rank's share of one adapter: one flat piece of memory."""
+    """This rank's shard of one adapter: one flat tensor."""
 
     data: Tensor
     placed: tuple[Placed, ...]
 
 
 Sizes = dict[tuple[int, int], tuple[tuple[int, int], list[tuple[int, int]]]]
-"""By module and layer: whole inputs and outputs, and the inputs and outputs of each of its
-parts on one rank."""
+"""By module and layer: inputs and outputs of the whole model, and the inputs and outputs of
+each part on one rank."""
 
 
 class AdapterLayout:
-    """All targets of a rank's model, and where the modules of an adapter go.
+    """All targets of a rank's model, and the targets of each module of an adapter.
 
-    Adapters are those of the whole model: once it knows the ``sizes`` of all ranks, it says
-    of each module what they say. A share takes as much room on every rank as on the one
-    where it takes the most, so that one rank can decide for all.
+    Adapters cover the whole model. `join` gives the layout the ``sizes`` of all ranks; then
+    the layout describes the modules of every rank. A shard takes as much memory on every rank
+    as on the rank where it is largest, so that rank 0 can decide for all.
     """
 
     def __init__(self, model: CausalLM) -> None:
@@ -109,7 +109,7 @@ class AdapterLayout:
         self._ranks: list[Sizes] = [self.sizes()]
 
     def _add(self, layer: int, linear: ParallelLinear, modules: dict[str, str]) -> None:
-        """Number the parts of one layer's output, and list them under their modules."""
+        """Number the parts of one layer's output, and record them under their modules."""
         targets = {}
         for shard, part in linear.output_parts.items():
             targets[shard] = Target(
@@ -125,7 +125,7 @@ class AdapterLayout:
             self._modules[MODULE_NAMES.index(name), layer] = found
 
     def sizes(self) -> Sizes:
-        """Those of this rank's targets."""
+        """The sizes of this rank's targets."""
         return {
             key: (
                 (found[0].inputs.whole, sum(target.outputs.whole for target in found)),
@@ -135,7 +135,7 @@ class AdapterLayout:
         }
 
     def join(self, ranks: Iterable[Sizes]) -> None:
-        """Know the sizes of all ranks, this one included."""
+        """Take in the sizes of all ranks, this rank included."""
         self._ranks = []
         for sizes in ranks:
             if sizes not in self._ranks:
@@ -143,19 +143,19 @@ class AdapterLayout:
 
     @property
     def module_names(self) -> tuple[str, ...]:
-        """The modules that some layer has."""
+        """The modules that at least one layer has."""
         known = {module for sizes in self._ranks for module, _ in sizes}
         return tuple(MODULE_NAMES[module] for module in sorted(known))
 
     def shape_of(self, module: int, layer: int) -> tuple[int, int] | None:
-        """Whole inputs and outputs of a module; None if the model has none such."""
+        """Inputs and outputs of a module in the whole model; None if the model lacks it."""
         for sizes in self._ranks:
             if (module, layer) in sizes:
                 return sizes[module, layer][0]
         return None
 
     def size_of(self, ranks: Sequence[tuple[int, int, int]]) -> int:
-        """Elements of the largest rank's share of an adapter of (module, layer, rank)s."""
+        """Elements of the largest rank's shard of an adapter of (module, layer, rank)s."""
         return max(
             sum(
                 _padded(rank * inputs) + _padded(rank * outputs)
@@ -167,7 +167,7 @@ class AdapterLayout:
         )
 
     def largest_size(self, rank: int) -> int:
-        """Elements of this rank's share of an adapter of all targets."""
+        """Elements of this rank's shard of an adapter of all targets."""
         return sum(
             _padded(rank * target.inputs.size) + _padded(rank * target.outputs.size)
             for target in self.targets
@@ -181,9 +181,9 @@ class AdapterLayout:
         *,
         is_transposed: bool,
     ) -> PackedAdapter:
-        """This rank's share of ``size`` elements; ``is_transposed`` turns the second ones.
+        """This rank's shard of ``size`` elements; ``is_transposed`` transposes second matrices.
 
-        For a GPU the memory is page-locked, so that copies need not wait.
+        For a GPU the memory is page-locked, so that copies are asynchronous.
         """
         data = torch.zeros(size, dtype=dtype, pin_memory=self._is_gpu)
         placed, place = [], 0
@@ -213,10 +213,11 @@ def check_modules(
 ) -> None:
     """Check that a model has all modules of an adapter, given as (module, layer, rank).
 
-    ``places`` say where each of them stands.
+    ``places`` are the names of the modules' positions for errors.
 
     Raises:
-        AdapterFormatError: a module that the model lacks, that comes twice or is too large.
+        AdapterFormatError: a module is missing in the model, comes twice or has too large a
+            rank.
     """
     seen = set()
     for where, (module, layer, rank) in zip(places, ranks, strict=True):
@@ -239,17 +240,17 @@ def check_modules(
 
 
 def check_values(matrices: Iterable[Matrices], dtype: torch.dtype) -> None:
-    """Check that all numbers of an adapter are finite ones in the model's type.
+    """Check that all values of an adapter are finite in the model's dtype.
 
-    Others would be left in blocks of the KV cache, whose next owner may read them with
-    weights of 0. Reads every matrix once.
+    Other values would stay in blocks of the KV cache, whose next owner may read them with
+    weights of 0. The check reads every matrix once.
 
     Raises:
-        AdapterFormatError: names the module, the number and what is allowed.
+        AdapterFormatError: names the module, the value and the limit.
     """
     for one in matrices:
         for name, matrix in (("A", one.a), ("B", one.b)):
-            # Each is NaN if there is any.
+            # Minimum and maximum are NaN if any value is NaN.
             bounds = torch.stack(matrix.aminmax())
             is_finite = bounds.to(dtype).isfinite()
             if not is_finite.all():
@@ -262,13 +263,13 @@ def check_values(matrices: Iterable[Matrices], dtype: torch.dtype) -> None:
 
 
 def module_name(module: int) -> str:
-    """A module for people: its number, and its name if it has one."""
+    """The module in an error message: its number, and its name if it has one."""
     is_known = 0 <= module < len(MODULE_NAMES)
     return f"module {module} ({MODULE_NAMES[module]})" if is_known else f"module {module}"
 
 
 def _linear_of(layer: nn.Module, path: str) -> ParallelLinear | None:
-    """The linear layer at a path; None in a decoder layer that has experts there."""
+    """The linear layer at a path; None where the decoder layer has experts instead."""
     found: object = layer
     for name in path.split("."):
         found = getattr(found, name, None)
@@ -276,7 +277,7 @@ def _linear_of(layer: nn.Module, path: str) -> ParallelLinear | None:
 
 
 def _parts_by_linear(modules: Mapping[str, tuple[str, str]]) -> dict[str, dict[str, str]]:
-    """Linear layers by their path in a decoder layer, each with its modules' parts."""
+    """The modules' parts by the path of their linear layer in a decoder layer."""
     found: dict[str, dict[str, str]] = {}
     for name, (path, shard) in modules.items():
         found.setdefault(path, {})[name] = shard

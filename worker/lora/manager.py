@@ -1,4 +1,4 @@
-"""Which adapters are kept on the host and which where the model runs: rank 0's decisions."""
+"""Decisions of rank 0: which adapters are cached on the host, and which on the device."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ _SHOWN_CHARACTERS = 256
 """Characters of an unknown adapter name in an error: a client may send any length."""
 
 _MANY = 256
-"""So many requests of an adapter are kept before those that are over are looked for."""
+"""Requests of an adapter that are kept before finished requests are removed."""
 
 _MOST_SENT_BYTES = (1 << 31) - (64 << 20)
-"""Of an adapter: one message may have to hold it all, and no larger one can be
-sent to other hosts."""
+"""Largest adapter in bytes: a single message may hold a whole adapter, and larger messages
+cannot be sent to other hosts."""
 
 _MOST_SEEN = 4096
-"""Contents of adapters that need no second look: what was asked for lately."""
+"""Contents that are remembered as checked, the least recently used replaced first."""
 
 AdapterOp = tuple[Any, ...]
-"""What becomes of an adapter; see `lora.store`."""
+"""An operation on an adapter; see `lora.store`."""
 
 Key = int | str
 """A LoRA task id, or the name of an adapter's folder."""
@@ -46,42 +46,42 @@ class Adapter:
     """One version of an adapter."""
 
     number: int
-    """Never used again: KV blocks and decisions go by it."""
+    """Never reused: KV blocks and decisions name the adapter by this number."""
 
     key: Key
     size: int
-    """Elements of a rank's share."""
+    """Elements of a rank's shard."""
 
     content: object
     """Equal for two versions with the same weights."""
 
     requests: list[Request] = field(default_factory=list)
-    """Those that asked for it, some of which may be over."""
+    """The requests of this adapter; some of them may have finished."""
 
     most_requests: int = _MANY
-    """From so many on those that are over are forgotten."""
+    """Length of `requests` at which finished requests are removed."""
 
     slot: int = -1
     first: int = -1
-    """Its place in the memory of all, while it has a slot."""
+    """First element in the device memory of all adapters, while the adapter has a slot."""
 
     is_replaced: bool = False
-    """A newer version has its key."""
+    """Whether a newer version has the same key."""
 
     was_packed: bool = False
-    """This rank could load it at once, and can from then on."""
+    """Whether this rank has the whole shard in memory; stays True."""
 
     @property
     def is_running(self) -> bool:
-        """Whether a sequence with a row needs it: it stays where the model runs."""
+        """Whether a scheduled sequence uses the adapter, which then stays on the device."""
         return any(one.row >= 0 for request in self.requests for one in request.sequences)
 
 
 class AdapterManager:
-    """The caches of adapters: one on the host, one where the model runs.
+    """Two caches of adapters: one in host memory, one in device memory.
 
-    Both forget what was used least recently, never what a request uses. What a cache does
-    all ranks are told before the next step, so that they hold the same.
+    Both replace the least recently used adapter, never one that a request uses. All ranks are
+    told of each change before the next step, so that their caches are equal.
     """
 
     def __init__(
@@ -92,15 +92,15 @@ class AdapterManager:
         device_size: int,
         max_slots: int,
     ) -> None:
-        """``device_size`` elements of memory are there for adapters in use."""
+        """``device_size``: elements of device memory for adapters."""
         self._layout = layout
         self._config = config
         self._element_bytes = element_bytes
         self._allocator = CacheAllocator(device_size)
         self.is_open: Callable[[Request], bool] = lambda request: not request.is_finished
-        """Whether a request may still need its adapter; the engine knows better."""
+        """Whether a request may still need its adapter. The engine replaces this default."""
         self.is_packed: Callable[[int], bool] = lambda number: True
-        """Whether this rank could load an adapter at once; its store knows."""
+        """Whether this rank has a whole adapter in memory. The store replaces this default."""
         self._free_slots = list(range(max_slots - 1, -1, -1))
         self._folders = AdapterFolders(config.prefetch_dir)
         self._by_key: dict[Key, Adapter] = {}
@@ -109,17 +109,19 @@ class AdapterManager:
         """Both by number, the least recently used first."""
         self._host_bytes = 0
         self._finite: OrderedDict[object, None] = OrderedDict()
-        """Contents whose numbers need no second look, of any lane, the least recently used
-        first. Not those on the host alone: where it has room for few, they come again."""
+        """Contents whose values were checked, shared by all data-parallel ranks, the least
+        recently used first. A small host cache drops adapters that soon come again, so this
+        list is longer."""
         self._last_number = 0
         self.num_loaded = 0
-        """Times that an adapter was brought to where the model runs."""
+        """Copies of adapters to the device so far."""
         self._ops: list[AdapterOp] = []
         self._unsent: OrderedDict[int, deque[memoryview]] = OrderedDict()
-        """Pieces of adapters that ranks were not sent yet, by number."""
+        """Chunks of adapters that were not sent to the ranks yet, by number."""
 
     def of_another_lane(self) -> AdapterManager:
-        """One for ranks that hold what this one's hold; before anything is decided."""
+        """A manager with the same adapters for another data-parallel rank. Called before any
+        decision."""
         other = AdapterManager(
             self._layout,
             self._config,
@@ -135,17 +137,19 @@ class AdapterManager:
     # ---- requests ------------------------------------------------------------------------
 
     def enter(self, message: Submit, request: Request) -> int:
-        """The number of the adapter that a request asks for, kept until its end; 0 for none.
+        """The number of the adapter that a request asks for, in use until the request ends; 0
+        if the request asks for none.
 
         Raises:
-            RequestError: it is not cached and did not come along, or is unusable.
+            RequestError: the adapter is not cached and did not come with the request, or is
+                unusable.
         """
         if not request.has_adapter:
             return 0
         adapter = self.keep(message.adapter_id, message.adapter or {})
         if len(adapter.requests) >= adapter.most_requests:
             self._is_wanted(adapter)
-            # Twice those that are left: a request costs the same however many are open.
+            # Twice the rest: the cost a request is constant, however many are open.
             adapter.most_requests = max(_MANY, 2 * len(adapter.requests))
         adapter.requests.append(request)
         self._on_host.move_to_end(adapter.number)
@@ -154,13 +158,13 @@ class AdapterManager:
     def keep(
         self, task: int, given: dict[str, Any], made: list[OutgoingAdapter] | None = None
     ) -> Adapter:
-        """The adapter of a task id, or of the name in ``given``, which is cached from now on.
+        """The adapter of a task id, or of the name in ``given``; from now on it is cached.
 
-        What ranks get of weights in ``given`` is the one that was ``made``, by another lane,
-        or is added there.
+        ``made`` is the adapter's message if another data-parallel rank has built it; otherwise
+        the message is built here and appended to ``made``.
 
         Raises:
-            RequestError: as of `enter`.
+            RequestError: see `enter`.
         """
         key = _key(task, given)
         try:
@@ -169,7 +173,7 @@ class AdapterManager:
             raise RequestError(f"LoRA task {key}: {error}") from None
 
     def _find(self, key: Key, given: dict[str, Any], made: list[OutgoingAdapter]) -> Adapter:
-        """The adapter of a request: its own, the cached one, or that of a folder."""
+        """The adapter of a request: the one it brings, a cached one, or that of a folder."""
         cached = self._by_key.get(key)
         if "weights" in given or "config" in given:
             return self._from_request(key, given, cached, made)
@@ -216,26 +220,28 @@ class AdapterManager:
         source = self._folders.read(folder)
         size = self._checked_size(source)
         self._check_values(source, content)
-        # Who is refused for want of room asks again soon: nothing is read for that.
+        # A request that is refused for lack of room is soon repeated: read no weights for it.
         self._make_room(key, size)
         outgoing = self._outgoing(source)
         content = self._content_of_read(folder, source, content)
         return self._send(key, size, content, outgoing)
 
     def _send(self, key: Key, size: int, content: object, outgoing: OutgoingAdapter) -> Adapter:
-        """Keep an adapter that was checked, and let all ranks have it."""
+        """Cache an adapter that was checked, and queue its message to all ranks."""
         adapter = self._keep(key, size, content)
         self._ops.append((EXPECT, adapter.number, outgoing.rows))
         self._unsent[adapter.number] = deque(outgoing.pieces())
         return adapter
 
     def _outgoing(self, source: AdapterSource) -> OutgoingAdapter:
-        """What all ranks get of an adapter."""
+        """The message of an adapter to all ranks."""
         return OutgoingAdapter.of(source.matrices(self._layout), self._layout.dtype)
 
     def prefetch(self) -> Iterator[tuple[int, OutgoingAdapter]]:
-        """The adapters of all folders, as many as the host cache holds; no decision is to tell
-        other ranks of them. For the start."""
+        """At the start: the adapters of all folders, as many as the host cache holds.
+
+        Every rank gets these adapters from its caller, not by operations.
+        """
         for key, folder in self._folders.all():
             try:
                 content: object = self._folders.content(folder)
@@ -258,7 +264,7 @@ class AdapterManager:
     # ---- the host's cache ----------------------------------------------------------------
 
     def _keep(self, key: Key, size: int, content: object) -> Adapter:
-        """Keep a new adapter, or a new version of one, that was checked."""
+        """Cache a new adapter, or a new version of an adapter, that was checked."""
         self._make_room(key, size)
         self._retire(key)
         self._last_number += 1
@@ -269,19 +275,19 @@ class AdapterManager:
         return adapter
 
     def knows(self, message: Submit) -> bool:
-        """Whether it has an adapter of this id or name, of some version."""
+        """Whether an adapter with this id or name is cached, in any version."""
         return _key(message.adapter_id, message.adapter or {}) in self._by_key
 
     def digest_of(self, task: int) -> bytes:
-        """Of the weights that came with a request and are what this id means; empty if a
-        folder's are, or none."""
+        """The digest of the weights that came with a request for this task id; empty if the
+        cached adapter is from a folder, or there is none."""
         cached = self._by_key.get(task)
         content = b"" if cached is None else cached.content
         return content if isinstance(content, bytes) else b""
 
     def retire(self, task: int, given: dict[str, Any]) -> None:
-        """Serve no more requests by this id or name with what is cached: another version,
-        which found no room here, is what it means from now on."""
+        """Serve no more requests from the cached adapter of this id or name: a newer version
+        exists, for which this cache had no room."""
         self._retire(_key(task, given))
 
     def _retire(self, key: Key) -> None:
@@ -292,8 +298,8 @@ class AdapterManager:
                 self._drop(replaced)
 
     def _checked_size(self, source: AdapterSource) -> int:
-        """Elements of an adapter's share on a rank, if it can be sent and both caches could
-        hold it. Nothing is read for that."""
+        """Elements of an adapter's shard on a rank. Refuses an adapter that cannot be sent, or
+        that one of the caches could never hold. Reads no weights."""
         source.check(self._layout, self._config.max_adapter_size)
         num_sent = 0
         for module, layer, rank in source.ranks:
@@ -320,7 +326,7 @@ class AdapterManager:
         return size
 
     def _check_values(self, source: AdapterSource, content: object) -> None:
-        """Check that the model's type holds all numbers, which are read, with this content."""
+        """Check that all values are finite in the model's dtype, unless this content was."""
         if content not in self._finite:
             check_values(source.matrices(self._layout), self._layout.dtype)
         if content:
@@ -330,8 +336,8 @@ class AdapterManager:
                 self._finite.popitem(last=False)
 
     def _content_of_read(self, folder: Path, source: AdapterSource, content: object) -> object:
-        """The content of what was read of a folder with this one: none that comes again if
-        somebody wrote to it meanwhile. Then its numbers are those of nobody's look."""
+        """The content to record for weights that were read from a folder: ``content``, or a
+        unique value if the folder's files changed during the read."""
         if self._folders.is_still(folder, content):
             return content
         self._finite.pop(content, None)
@@ -339,7 +345,11 @@ class AdapterManager:
         return self._folders.unknown(folder)
 
     def _make_room(self, key: Key, size: int) -> None:
-        """Forget adapters until the host has room for another one, or none if it has not."""
+        """Drop adapters until the host has room for another adapter.
+
+        Raises:
+            RequestError: adapters in use fill the host cache; none is dropped then.
+        """
         limit = self._config.host_memory_bytes - size * self._element_bytes
         idle = [adapter for adapter in self._on_host.values() if not self._is_wanted(adapter)]
         num_used = self._host_bytes - sum(one.size for one in idle) * self._element_bytes
@@ -350,13 +360,13 @@ class AdapterManager:
                 "requests use. Try again later, or raise lora_cache_host_memory_bytes.",
                 ErrorKind.UNAVAILABLE,
             )
-        # What has the same key is replaced in any case: it goes before others.
+        # The new version replaces the adapter with the same key in any case: drop it first.
         for adapter in sorted(idle, key=lambda one: one.key != key):
             if self._host_bytes > limit or adapter.is_replaced:
                 self._drop(adapter)
 
     def _is_wanted(self, adapter: Adapter) -> bool:
-        """Whether a request needs it: then it stays on the host."""
+        """Whether an open request needs the adapter, which then stays on the host."""
         adapter.requests = [request for request in adapter.requests if self.is_open(request)]
         return bool(adapter.requests)
 
@@ -373,8 +383,8 @@ class AdapterManager:
     # ---- where the model runs ------------------------------------------------------------
 
     def is_ready(self, number: int) -> bool:
-        """Whether this rank could load an adapter without a wait, as it can ever after. 0 is
-        none."""
+        """Whether this rank has the whole adapter in memory, so that loading it takes no wait.
+        0 is no adapter."""
         if not number:
             return True
         adapter = self._on_host[number]
@@ -384,8 +394,8 @@ class AdapterManager:
         return adapter.was_packed
 
     def make_ready(self, number: int) -> bool:
-        """Bring an adapter to where the model runs; False if those of running sequences
-        leave no room. 0 is none."""
+        """Give an adapter a slot on the device; False if adapters of running sequences leave no
+        room. 0 is no adapter."""
         if not number:
             return True
         adapter = self._on_host[number]
@@ -400,8 +410,8 @@ class AdapterManager:
             if first is not None:
                 break
             if not other.is_running:
-                # What steps in flight read stays until they are through: the load that
-                # overwrites it comes after them.
+                # Steps in flight may still read this memory: the load that overwrites it runs
+                # after them.
                 self._unload(other)
                 first = self._allocator.take(adapter.size)
         if first is None:
@@ -424,7 +434,7 @@ class AdapterManager:
 
     @property
     def has_ops(self) -> bool:
-        """Whether ranks are to be told of anything."""
+        """Whether operations or chunks are waiting to be sent to the ranks."""
         return bool(self._ops or self._unsent)
 
     @property
@@ -433,8 +443,11 @@ class AdapterManager:
         return bool(self._unsent) and self._is_awaited(self._most_urgent())
 
     def take_ops(self, room: int | None = None) -> list[AdapterOp]:
-        """What ranks are to be told before the next step, and some pieces of adapters that
-        nobody can start with yet, of ``room`` bytes, or as many as go ahead of any step."""
+        """The operations that ranks carry out before the next step.
+
+        Chunks of adapters that no scheduled request needs yet are added, up to ``room`` bytes,
+        or up to `PIECE_BYTES`.
+        """
         ops, self._ops = self._ops, []
         room = PIECE_BYTES if room is None else room
         while self._unsent and room > 0:
@@ -448,20 +461,22 @@ class AdapterManager:
         return ops
 
     def _most_urgent(self) -> int:
-        """Of the adapters that are being sent, the first that a request waits for, or else the
-        first: after a restart there may be many that nobody needs yet."""
+        """Of the adapters being sent, the first that a request waits for, or else the first.
+
+        After a restart, many adapters are sent that no request needs yet.
+        """
         first = next(iter(self._unsent))
         return next(filter(self._is_awaited, self._unsent), first)
 
     def _is_awaited(self, number: int) -> bool:
         adapter = self._on_host[number]
-        # As a rule the first request is open, and the others need not be looked at.
+        # Usually the first request is open, and the others need no check.
         is_first_open = bool(adapter.requests) and self.is_open(adapter.requests[0])
         return is_first_open or self._is_wanted(adapter)
 
     @property
     def host_bytes(self) -> int:
-        """Room of the host's cache."""
+        """Bytes of the host cache in use."""
         return self._config.host_memory_bytes
 
     @property
@@ -471,16 +486,16 @@ class AdapterManager:
 
     @property
     def num_on_device(self) -> int:
-        """Adapters where the model runs."""
+        """Adapters in the device's memory."""
         return len(self._on_device)
 
     @property
     def num_used(self) -> int:
-        """Adapters of requests that are not over."""
+        """Adapters of unfinished requests."""
         return sum(self._is_wanted(adapter) for adapter in self._on_host.values())
 
 
 def _key(task: int, given: dict[str, Any]) -> Key:
-    """What an adapter is asked for by."""
+    """The key that a request names its adapter by."""
     name = given.get("name", "")
     return key_of(name) if name else task

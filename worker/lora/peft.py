@@ -1,4 +1,4 @@
-"""LoRA adapters as PEFT writes them: a JSON file, and matrices by the names of layers."""
+"""LoRA adapters in the format of PEFT: a JSON file, and matrices named by layer."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from trimaran.worker.lora.tensor_file import TensorFile
 
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
-# What a PEFT adapter calls a linear layer (the last word of its path, or the last two), and
-# the module that it is, or the two whose outputs it has one behind the other. Of Llama's MLP
-# the gate is h_to_4h and the up projection the gate.
+# PEFT's name of a linear layer (the last word of its path, or the last two words), and its
+# module, or the two modules whose outputs it concatenates. In Llama's MLP the gate projection
+# is h_to_4h and the up projection is gate.
 _PEFT_MODULES = {
     "gate_up_proj": "mlp_h_to_4h mlp_gate",
     "out_proj": "attn_dense",
@@ -66,12 +66,12 @@ _TYPES = {
     "use_rslora": JsonType.FLAG,
     "use_dora": JsonType.FLAG,
 }
-"""Of the keys that are read; those whose values are compared need none."""
+"""JSON types of the keys that are read; keys that are compared with one value need none."""
 
 _LAYER = re.compile("[0-9]{1,9}")
 _Shape = tuple[int, ...]
 _Found = dict[str, tuple[str, _Shape]]
-"""A layer's tensors, ``lora_A`` and ``lora_B``, by name and shape in the file."""
+"""The tensors ``lora_A`` and ``lora_B`` of a layer: name and shape in the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,20 +84,20 @@ class _Pair:
     b_key: str
     a_shape: _Shape
     b_shape: _Shape
-    """Of the part that is this module's."""
+    """Rows of ``lora_B`` that belong to this module."""
 
     first_row: int
     scale: float
 
 
 class PeftAdapter:
-    """A PEFT folder whose weights are read when they are needed, and then kept."""
+    """A PEFT folder; the weights are read at their first use and then kept."""
 
     def __init__(self, folder: Path) -> None:
-        """Read what the folder holds, but no weights.
+        """Read the configuration and the tensors' names and shapes, but no weights.
 
         Raises:
-            AdapterFormatError: no plain LoRA adapter of layers that are known.
+            AdapterFormatError: the folder holds no plain LoRA adapter of known layers.
         """
         self._weights = folder / PEFT_WEIGHTS
         config = _peft_config(folder)
@@ -168,7 +168,7 @@ class PeftAdapter:
         return [(pair.module, pair.layer, pair.a_shape[0]) for pair in self._pairs]
 
     def check(self, layout: AdapterLayout, max_rank: int) -> None:
-        """Raise `AdapterFormatError` unless a model of this layout can use all of it."""
+        """Raise `AdapterFormatError` unless a model of this layout can use every matrix."""
         places = [str(self._weights)] * len(self._pairs)
         check_modules(places, self.ranks, layout, max_rank)
         for pair in self._pairs:
@@ -184,10 +184,10 @@ class PeftAdapter:
                 )
 
     def matrices(self, layout: AdapterLayout | None = None) -> Iterator[Matrices]:
-        """The matrices by layer and module; the scaling is in the second ones.
+        """The matrices by layer and module; the second matrices include the scaling.
 
         Raises:
-            AdapterFormatError: the file cannot be read any more, or holds something else.
+            AdapterFormatError: the file cannot be read any more, or has changed.
         """
         if self._tensors is None:
             self._tensors = self._file.read()
@@ -238,7 +238,8 @@ def _check_types(path: Path, config: Any) -> None:
 
 
 def _scale(config: dict[str, Any], words: Sequence[str], rank: int) -> float:
-    """``alpha / rank``, or by its square root (rank-stabilised), with exceptions by layer."""
+    """``alpha / rank``, or ``alpha / sqrt(rank)`` (rank-stabilised), unless ``config`` has
+    other values for this layer."""
     alpha = float(config.get("lora_alpha", rank))
     for pattern, value in (config.get("alpha_pattern") or {}).items():
         if ".".join(words).endswith(pattern):

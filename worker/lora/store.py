@@ -1,4 +1,4 @@
-"""The adapters that a rank holds, and how they get into its model's linear layers."""
+"""The adapters in a rank's memory, and their use in the model's linear layers."""
 
 from __future__ import annotations
 
@@ -24,41 +24,42 @@ from trimaran.worker.steps.step_types import Int32Array, SchedulerOutput
 # Shapes: T tokens of the step, I inputs and O outputs of a linear layer, D adapter size.
 
 EXPECT, PIECE, DROP, LOAD = "expect", "piece", "drop", "load"
-"""What can be asked for ahead of a step: keep an adapter on the host that comes in pieces
-(number, its rows), of which one is here (number, bytes), forget it (number), bring it to where
-the model runs (number, slot, first element)."""
+"""An operation before a step: expect an adapter (number, rows), take a chunk of its weights
+(number, bytes), forget the adapter (number), or load the adapter to the device (number, slot,
+first element)."""
 
 
 def num_piece_bytes(ops: Iterable[Sequence[Any]]) -> int:
-    """Bytes of adapters themselves in what ranks are told of them."""
+    """Bytes of adapter weights in these operations."""
     return sum(len(op[2]) for op in ops if op[0] == PIECE)
 
 
 class Slots(Protocol):
-    """The adapters that the model's layers can use, by slot."""
+    """The adapters on the device, by slot, as the model's layers use them."""
 
     is_transposed: bool
-    """Whether the second matrices are turned around."""
+    """Whether second matrices are stored transposed."""
 
     def load(self, slot: int, first: int, adapter: PackedAdapter) -> None:
-        """Fill a slot; ``first`` is where the adapter lies in the memory of all."""
+        """Fill a slot; ``first`` is the adapter's first element in the device's memory."""
         ...
 
     def begin(self, slots_T: Int32Array, num_padded: int) -> None:
-        """The slots of the next step's tokens; with ``num_padded`` for a captured step."""
+        """Take in the slots of the next step's tokens; ``num_padded`` is a captured step's
+        size."""
         ...
 
     def begin_captured(self, num_tokens: int) -> None:
-        """The next step is launched for any slots of so many tokens."""
+        """Prepare the capture of a step of so many tokens with any slots."""
         ...
 
     def attach(self, linear: ParallelLinear, targets: Sequence[Target]) -> None:
-        """Let a layer add what adapters add to it."""
+        """Let a layer add the products of adapters to its output."""
         ...
 
 
 class AdapterStore:
-    """One rank's adapters. Rank 0 decides where each is kept; all ranks follow."""
+    """One rank's adapters. Rank 0 decides where each adapter is kept; all ranks follow."""
 
     def __init__(
         self,
@@ -77,7 +78,7 @@ class AdapterStore:
         self._rows = RowSlots(num_rows)
         self._arriving: dict[int, ArrivingAdapter] = {}
         self._on_host: dict[int, Future[PackedAdapter]] = {}
-        # Its thread is started by the first adapter.
+        # The first adapter starts the thread.
         self._packer = ThreadPoolExecutor(1, thread_name_prefix="adapters")
         self._slot_of: dict[int, int] = {}
         self._slots_T: Int32Array | None = None
@@ -85,12 +86,12 @@ class AdapterStore:
             slots.attach(linear, targets)
 
     def carry_out(self, ops: Iterable[Sequence[Any]]) -> None:
-        """Do what rank 0 has decided, in order, before the steps that it decides next."""
+        """Carry out rank 0's operations in order, before the next step."""
         for op in ops:
             self._carry_out(op)
 
     def begin_step(self, decision: SchedulerOutput) -> None:
-        """Let layers know the adapters of a step."""
+        """Give the layers the adapters of a step's tokens."""
         if self._rows.is_used:
             for row in decision.finished_rows:
                 self._rows.set(row, NO_SLOT)
@@ -102,15 +103,15 @@ class AdapterStore:
         self._state.is_active = self._is_always_active or self._state.has_tokens
 
     def prepare(self, num_padded: int) -> None:
-        """Group the step's tokens by adapter; with ``num_padded`` where a captured step of
-        so many tokens looks."""
+        """Group the step's tokens by adapter; with ``num_padded`` in the fixed memory that a
+        captured step of so many tokens reads."""
         if self._slots_T is not None:
             self._slots.begin(self._slots_T, num_padded)
 
     @contextmanager
     def captured(self, num_tokens: int) -> Iterator[None]:
-        """Meanwhile layers add adapters to a step of so many tokens, for which the memory
-        names them that `prepare` fills."""
+        """A context in which layers add adapters to a step of so many tokens, with the slots
+        that `prepare` leaves in fixed memory."""
         self._slots.begin_captured(num_tokens)
         self._state.has_tokens = self._state.is_active = True
         try:
@@ -120,32 +121,32 @@ class AdapterStore:
             self._state.is_active = self._is_always_active
 
     def put(self, number: int, source: CheckedSource) -> None:
-        """Keep this rank's share of an adapter that was checked; a thread cuts it out."""
+        """Pack this rank's shard of an adapter that was checked, in a thread."""
         self._on_host[number] = self._packer.submit(self._pack, source)
 
     def expect(self, number: int, rows: list[Row]) -> None:
-        """An adapter that was checked comes in pieces from now on."""
+        """Expect the chunks of an adapter that was checked."""
         self._arriving[number] = ArrivingAdapter(rows, self._dtype)
         self.take_piece(number, b"")
 
     def take_piece(self, number: int, piece: bytes | memoryview) -> None:
-        """The next piece; with the last one the adapter is put."""
+        """Take the next chunk; the last chunk starts the packing."""
         arriving = self._arriving[number]
         arriving.add(piece)
         if arriving.is_whole:
             self.put(number, self._arriving.pop(number))
 
     def wait_for(self, number: int) -> None:
-        """Wait until this rank's share of an adapter that was put is there."""
+        """Wait until this rank's shard of an adapter is packed."""
         self._on_host[number].result()
 
     def is_packed(self, number: int) -> bool:
-        """Whether this rank's share is there, so that to load it means no wait."""
+        """Whether this rank's shard is packed, so that loading it takes no wait."""
         found = self._on_host.get(number)
         return found is not None and found.done()
 
     def close(self) -> None:
-        """Pack no more."""
+        """Stop the thread that packs adapters."""
         self._packer.shutdown(wait=False, cancel_futures=True)
 
     def _pack(self, source: CheckedSource) -> PackedAdapter:
@@ -171,9 +172,9 @@ class AdapterStore:
 
 
 class HostSlots:
-    """Adapters on a CPU: where they lie is where they are used.
+    """Adapters on a CPU, used in the memory in which they were packed.
 
-    A token's result does not depend on the tokens beside it, as the product's does not.
+    A token's result does not depend on the tokens beside it: each product is row by row.
     """
 
     is_transposed = False
@@ -185,7 +186,7 @@ class HostSlots:
         self._groups: list[tuple[Tensor, dict[int, tuple[Tensor, Tensor]]]] = []
 
     def load(self, slot: int, first: int, adapter: PackedAdapter) -> None:
-        """Remember the matrices of a slot by target; ``first`` means nothing here."""
+        """Record the matrices of a slot by target; ``first`` is unused on a CPU."""
         self._matrices[slot] = {}
         for one in adapter.placed:
             inputs, outputs = one.shape
@@ -194,14 +195,14 @@ class HostSlots:
             self._matrices[slot][one.target] = a, b
 
     def begin(self, slots_T: Int32Array, num_padded: int) -> None:
-        """The tokens of the next step, by adapter; nothing is captured here."""
+        """Group the tokens of the next step by adapter; ``num_padded`` is unused on a CPU."""
         self._groups = [
             (torch.from_numpy(tokens.astype(np.int64)), self._matrices[slot])
             for slot, tokens in tokens_by_slot(slots_T)
         ]
 
     def begin_captured(self, num_tokens: int) -> None:
-        """There are no captured steps.
+        """Refuse: steps on a CPU are not captured.
 
         Raises:
             RuntimeError: always.
@@ -209,11 +210,11 @@ class HostSlots:
         raise RuntimeError("a step on the CPU is never captured")
 
     def attach(self, linear: ParallelLinear, targets: Sequence[Target]) -> None:
-        """Let a layer add what adapters add to it."""
+        """Let a layer add the products of adapters to its output."""
         linear.lora = _HostAddition(self, self._state, targets)
 
     def add(self, targets: Sequence[Target], x_TI: Tensor, output_TO: Tensor) -> None:
-        """Add to these targets, in place."""
+        """Add the adapters' products to the outputs of these targets, in place."""
         linear = self._ops.linear
         for tokens, matrices in self._groups:
             x = x_TI.index_select(0, tokens)

@@ -30,11 +30,11 @@ _DTYPES = {
 }
 _TOO_SHORT = "it ends before its last tensor does"
 _MAX_HEADER_BYTES = 100_000_000
-"""As much as the format allows for names and shapes."""
+"""Largest header that the format allows."""
 
 
 class StoredTensor(NamedTuple):
-    """What the file says of a tensor."""
+    """A tensor's entry in the header."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -43,18 +43,18 @@ class StoredTensor(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its numbers."""
+        """Bytes of the tensor's values."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 class TensorFile:
-    """A file whose names and shapes are read at once, and its numbers when they are needed."""
+    """A file whose header is read at construction, and whose values are read on demand."""
 
     def __init__(self, path: Path) -> None:
         """Read names and shapes.
 
         Raises:
-            AdapterFormatError: it cannot be read, or is no such file.
+            AdapterFormatError: the file cannot be read, or has another format.
         """
         self._path = path
         try:
@@ -65,10 +65,10 @@ class TensorFile:
             raise self._unreadable(str(error)) from None
 
     def read(self) -> dict[str, Tensor]:
-        """All tensors, in memory of ours.
+        """All tensors, copied to memory.
 
         Raises:
-            AdapterFormatError: the file is shorter than it says, or another one by now.
+            AdapterFormatError: the file is shorter than its header says, or was replaced.
         """
         try:
             with self._path.open("rb") as file:
@@ -101,7 +101,7 @@ class TensorFile:
                 "it does not begin with the names and shapes of tensors. Save the adapter "
                 "with safe_serialization=True"
             ) from None
-        # Only what is there is asked for: room for it is made before it is read.
+        # Read no more than the file has: memory for a read is allocated before the read.
         size = os.fstat(file.fileno()).st_size
         if any(each.begin + each.num_bytes > size for each in tensors.values()):
             raise self._unreadable(_TOO_SHORT)

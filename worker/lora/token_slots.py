@@ -13,7 +13,7 @@ NO_SLOT = -1
 
 
 class RowSlots:
-    """The adapter's slot of every row; `NO_SLOT` for a row without one."""
+    """The adapter slot of every row; `NO_SLOT` for a row without an adapter."""
 
     def __init__(self, num_rows: int) -> None:
         self._slots = np.full(num_rows, NO_SLOT, dtype=np.int32)
@@ -38,13 +38,13 @@ class RowSlots:
 
 
 def tokens_by_slot(slots_T: Int32Array) -> list[tuple[int, npt.NDArray[np.int64]]]:
-    """The slots in use, each with its tokens, ascending."""
+    """The slots in use, ascending, each with the indices of its tokens."""
     return [(int(slot), np.flatnonzero(slots_T == slot)) for slot in _used(slots_T)]
 
 
 def token_blocks(slots_T: Int32Array, block_size: int) -> tuple[Int32Array, Int32Array]:
-    """Blocks of tokens that share an adapter: tokens [G, M], -1 where there is none, and
-    each block's slot [G]."""
+    """Blocks of tokens that share an adapter: tokens [G, M], padded with -1, and each block's
+    slot [G]."""
     order = np.argsort(slots_T, kind="stable")
     order = order[np.searchsorted(slots_T[order], 0) :]
     used, counts = np.unique(slots_T[order], return_counts=True)

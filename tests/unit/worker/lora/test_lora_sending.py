@@ -79,5 +79,5 @@ def test_what_ranks_are_told_of_adapters_is_told_from_decisions():
     payload = encode_ops(ops)
 
     assert holds_ops(payload) and decode_ops(payload) == ops
-    with pytest.raises(ProtocolError, match="cannot decode what becomes of adapters in 2 b"):
+    with pytest.raises(ProtocolError, match="cannot decode adapter operations in 2 b"):
         decode_ops(b"\x81\xa1")
