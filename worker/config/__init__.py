@@ -1,4 +1,4 @@
-"""What an engine is, read and checked before any rank starts; free of torch.
+"""An engine's configuration, read and checked before any rank starts; free of torch.
 
 Owns engine limits, parallel sizes, pretrained configurations and model folders on disk.
 In: flags, `config.json` files and the headers of weight files.

@@ -1,4 +1,4 @@
-"""The weight files of a Hugging Face folder, and their quantization method; free of torch."""
+"""The weight files of a Hugging Face folder and their quantization method; free of torch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _FILES = {
     "quant_config.json": "awq",
     "hf_quant_config.json": "modelopt",
 }
-"""What a method writes beside config.json, where it writes nothing into it."""
+"""Files that a quantization method writes beside config.json if it adds no key there."""
 
 _ENDINGS = (
     (".g_idx", "gptq"),
@@ -42,14 +42,14 @@ _ENDINGS = (
     ("_blocks", "mxfp4"),
     (".weight_scale", "fp8"),
 )
-"""How tensors are called beside which no weight is a plain one; the surer signs first."""
+"""Endings of tensor names that only quantized weights have; the surest signs come first."""
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _REMEDY = "Name the checkpoint in bfloat16, float16 or float32"
 
 
 def refuse_quantized_folder(folder: Path, values: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` if config.json, or a file beside it, tells of quantized weights."""
+    """Raise `ConfigError` if config.json, or a file beside it, describes quantized weights."""
     for key in ("quantization_config", "compression_config"):
         if values.get(key):
             raise _refusal(f"{folder}/config.json", _described(values[key]), key)
@@ -61,7 +61,7 @@ def refuse_quantized_folder(folder: Path, values: Mapping[str, Any]) -> None:
 
 
 def refuse_quantized_tensors(folder: Path, entries: Mapping[str, TensorEntry]) -> None:
-    """Raise `ConfigError` if the names or types of tensors tell of quantized weights."""
+    """Raise `ConfigError` if the names or dtypes of tensors are those of quantized weights."""
     for ending, method in _ENDINGS:
         name = next((name for name in entries if name.endswith(ending)), None)
         if name is not None:
@@ -73,7 +73,7 @@ def refuse_quantized_tensors(folder: Path, entries: Mapping[str, TensorEntry]) -
 
 
 def _described(quantization: Any) -> str:
-    """The method's name, and its bits where they are said."""
+    """The method's name, and its bits if the configuration has them."""
     values = quantization if isinstance(quantization, dict) else {}
     nested = values.get("quantization")
     values = {**values, **(nested if isinstance(nested, dict) else {})}
@@ -105,17 +105,17 @@ def _refusal(source: str, described: str, sign: str) -> ConfigError:
 
 _LAYER_TENSOR = re.compile(r"(.*?\b(?:layers|h)\.)(\d+)(\..+\.(?:weight|bias))")
 _FORMATS = (("model", ".safetensors"), ("pytorch_model", ".bin"))
-"""How files begin and end; the first that is there is taken, as transformers does."""
+"""Stem and suffix of weight files; the first kind that exists is read, as in transformers."""
 
 _HEAD = "lm_head.weight"
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def find_weight_files(folder: Path) -> tuple[Path, ...]:
-    """The only file, or those that an index names, or else all that are numbered.
+    """The only file, or the files that an index names, or else all numbered files.
 
     Raises:
-        ConfigError: there is none, or the index names one that is not there.
+        ConfigError: the folder has no weight file, or the index names a missing file.
     """
     for stem, suffix in _FORMATS:
         files = _files_of(folder, stem, suffix)
@@ -127,7 +127,7 @@ def find_weight_files(folder: Path) -> tuple[Path, ...]:
 
 
 def stored_dtype(files: tuple[Path, ...]) -> str:
-    """The type of most numbers in the first file; float32 where its header does not tell."""
+    """The dtype of most values in the first file; float32 if its header does not tell."""
     sizes = dict.fromkeys(_DTYPES, 0)
     for file in files[:1]:
         entries = read_tensor_entries(file) if file.suffix == ".safetensors" else {}
@@ -138,7 +138,7 @@ def stored_dtype(files: tuple[Path, ...]) -> str:
 
 
 def tied_unless_stored(files: tuple[Path, ...]) -> dict[str, bool]:
-    """The key of the head, by whether one is stored; none where headers do not tell."""
+    """``tie_word_embeddings`` by whether a file stores a head; empty if headers do not tell."""
     if not files or any(file.suffix != ".safetensors" for file in files):
         return {}
     names = (name for file in files for name in read_tensor_entries(file))
@@ -146,9 +146,9 @@ def tied_unless_stored(files: tuple[Path, ...]) -> dict[str, bool]:
 
 
 def check_weight_files(folder: Path, files: tuple[Path, ...], config: PretrainedConfig) -> None:
-    """Refuse quantized weights, and weights that one layer has and another lacks.
+    """Refuse quantized weights, and tensors that some layers have and others lack.
 
-    Only safetensors files say what they hold without torch.
+    Only the tensors of safetensors files are known without torch.
     """
     entries: dict[str, TensorEntry] = {}
     for file in files:
@@ -158,7 +158,7 @@ def check_weight_files(folder: Path, files: tuple[Path, ...], config: Pretrained
     others = FAMILIES[config.architecture].ignored_parts
     names = {name for name in entries if not name.startswith(others)}
     if config.dense_layers:
-        # Their MLP has other tensors than the layers with experts.
+        # The dense layers' MLP has other tensors than the layers with experts.
         names = {name for name in names if ".mlp." not in name}
     _check_layers(folder, names, config.num_hidden_layers)
 
@@ -192,10 +192,10 @@ def _files_of(folder: Path, stem: str, suffix: str) -> tuple[Path, ...]:
 
 
 def refuse_lost_links(paths: Iterable[Path]) -> None:
-    """Say of the first link that leads nowhere where it leads.
+    """Refuse links whose targets are missing, such as those of an incomplete download cache.
 
     Raises:
-        ConfigError: there is one.
+        ConfigError: names the first such link and its target.
     """
     for path in paths:
         if path.is_symlink() and not path.exists():
@@ -225,11 +225,11 @@ def _no_weights(folder: Path) -> str:
 
 
 def _check_layers(folder: Path, names: set[str], num_layers: int) -> None:
-    """Refuse weights that a layer has and another lacks; no model is needed to see that."""
+    """Refuse tensors that some layers have and others lack; needs no model."""
     numbers_of: dict[tuple[str, str], set[int]] = {}
     for name in names:
         found = _LAYER_TENSOR.match(name)
-        # DeepSeek V3 has another kind of layer behind the last one.
+        # DeepSeek V3 has a layer of another kind after the last decoder layer.
         if found and int(found[2]) < num_layers:
             numbers_of.setdefault((found[1], found[3]), set()).add(int(found[2]))
     for (prefix, suffix), numbers in sorted(numbers_of.items()):

@@ -1,4 +1,4 @@
-"""Configurations of DeepSeek V2 and V3: latent attention, and the choice among experts."""
+"""Configurations of DeepSeek V2 and V3: latent attention, and expert routing."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ _SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
 def from_deepseek_v2(values: Mapping[str, Any]) -> dict[str, Any]:
-    """DeepSeek V2 and V2 Lite: the likeliest experts, maybe of the best groups alone."""
+    """DeepSeek V2 and V2 Lite: the experts of highest score, optionally of the best groups."""
     if values.get("norm_topk_prob"):
-        # The published code leaves the scaling out then, transformers the normalisation.
+        # With norm_topk_prob the published code drops the scaling, transformers the
+        # normalisation.
         raise ConfigError(
             "norm_topk_prob is true, which is not served for DeepSeek V2, as its own code and "
             "transformers mean different things by it. It must be false"
@@ -36,7 +37,7 @@ def from_deepseek_v2(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def from_deepseek_v3(values: Mapping[str, Any]) -> dict[str, Any]:
-    """DeepSeek V3 and R1: the experts of highest sigmoid plus a learned bias, of the best
+    """DeepSeek V3 and R1: the experts of highest sigmoid plus a learned bias, within the best
     groups."""
     is_interleaved = values.get("rope_interleave", True)
     return {
@@ -86,7 +87,7 @@ def _common(values: Mapping[str, Any], position_embedding_type: str) -> dict[str
 
 
 def _query_scale(head_size: int, scaling: Mapping[str, Any] | None) -> float:
-    """Scores are multiplied by the square of YaRN's scale too, where the checkpoint says so."""
+    """The factor of scores, with the square of YaRN's scale if the checkpoint asks for it."""
     weight = scaling.get("mscale_all_dim") if scaling else None
     if not scaling or not weight:
         return float(head_size)
@@ -94,7 +95,7 @@ def _query_scale(head_size: int, scaling: Mapping[str, Any] | None) -> float:
 
 
 def _experts(values: Mapping[str, Any], num_dense: int) -> dict[str, Any]:
-    """The sizes of experts, which all layers have but for the first ``num_dense``."""
+    """The sizes of experts, which all layers but the first ``num_dense`` have."""
     if values.get("moe_layer_freq", 1) != 1:
         raise ConfigError(
             f"moe_layer_freq is {values['moe_layer_freq']}, which is not served. It must be 1"
@@ -115,7 +116,7 @@ def _experts(values: Mapping[str, Any], num_dense: int) -> dict[str, Any]:
 
 
 def _choice(values: Mapping[str, Any], name: str, served: tuple[str, ...]) -> str:
-    """The value of a key, the first that is served if it is left out."""
+    """The value of a key; the first served value if the key is missing."""
     value = values.get(name) or served[0]
     if value not in served:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""What one engine is and may hold: the configuration that every rank of a group gets."""
+"""One engine's configuration, which every rank of its group receives."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ ALL_REDUCES = ("auto", "nccl", "peer", "fused")
 """Values of `EngineConfig.all_reduce`."""
 
 MAX_SEQS = 1 << 16
-"""Most sequences that an engine runs at once: it keeps a row of numbers for each."""
+"""Most sequences that an engine runs at once: host and device keep a row for each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
     """Sizes of the parallel axes; world size is ``tp_size * pp_size * dp_size``.
 
-    ``moe_tp_size * moe_ep_size`` is ``tp_size``, or with experts shared out over the lanes
-    ``tp_size * dp_size``.
+    ``moe_tp_size * moe_ep_size`` is ``tp_size``, or ``tp_size * dp_size`` if data-parallel
+    ranks share the experts.
     """
 
     tp_size: int = 1
@@ -30,10 +30,10 @@ class ParallelConfig:
     moe_tp_size: int = -1
     moe_ep_size: int = -1
     dp_size: int = 1
-    """Lanes: copies of the attention layers, each with requests of its own."""
+    """Data-parallel ranks: copies of the attention layers, each with its own requests."""
 
     pp_partition: tuple[int, ...] = ()
-    """Layers of each pipeline stage; none to share them out evenly."""
+    """Layers of each pipeline stage; empty for an even split."""
 
     def __post_init__(self) -> None:
         if self.world_size > MAX_RANKS:
@@ -45,12 +45,12 @@ class ParallelConfig:
 
     @property
     def expert_parts(self) -> int:
-        """Parts of the experts' ranks that share the experts out."""
+        """Groups of ranks that each hold a part of the experts."""
         return max(self.moe_ep_size, 1)
 
     @property
     def expert_lanes(self) -> int:
-        """Data-parallel ranks that share a layer's experts; 1 where each holds all of them."""
+        """Data-parallel ranks that share a layer's experts; 1 if each holds all of them."""
         num_ranks = self.tp_size * self.dp_size
         return self.dp_size if self.moe_tp_size * self.moe_ep_size == num_ranks else 1
 
@@ -62,16 +62,16 @@ class ParallelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Limits on what one engine step may hold."""
+    """Limits of one engine step."""
 
     max_num_batched_tokens: int = 8192
-    """Tokens one step may compute, prompt chunks and decodes together."""
+    """Tokens that one step may compute, prompt chunks and decodes together."""
 
     max_num_seqs: int = 256
     """Sequences that may hold KV blocks at once; rows on the device."""
 
     max_seq_len: int = 2048
-    """Prompt and output of a sequence together."""
+    """Prompt and output tokens of a sequence together."""
 
     max_input_len: int = 2048
     """Longest prompt."""
@@ -84,48 +84,48 @@ class SchedulerConfig:
     """``inflight_fused_batching`` or ``V1``."""
 
     enable_chunked_context: bool = True
-    """A prompt may be computed over several steps."""
+    """Whether a prompt may be computed over several steps."""
 
     max_beam_width: int = 1
-    """Most beams of a request."""
+    """Largest beam width of a request."""
 
     max_queue_size: int = 0
     """Requests that may wait; 0 means no limit."""
 
     level_queue_sizes: tuple[int, ...] = ()
-    """The same for each priority level, whose requests then wait in a queue of their own:
-    the first is that of priority -1, the next of -2 and so on."""
+    """The same for each priority level, which has its own queue: the first limit is for
+    priority -1, the next for -2 and so on."""
 
     expected_output_tokens: int = 1024
-    """Output after which a sequence is thought to end, until some ended. For
+    """Assumed output tokens of a sequence until enough sequences ended. For
     ``max_utilization``."""
 
     tokens_per_read: float = 0.0
-    """Prompt tokens that are computed in the time of reading the weights; known once the model
-    is. For ``max_utilization``, see `worker/scheduling/preemption.py`."""
+    """Prompt tokens that are computed in the time that reading the weights takes; set once
+    the model is known. For ``max_utilization``, see `worker/scheduling/preemption.py`."""
 
     depth: int = 0
-    """Steps in flight: 1 plain, 2 overlapped, in a pipeline one a stage or one more; 0 what
-    suits the device (GPU 2, CPU 1) and the stages."""
+    """Steps in flight: 1 without overlap, 2 overlapped, in a pipeline the number of stages or
+    one more; 0 chooses by device (GPU 2, CPU 1) and stages."""
 
     @property
     def has_queue_limits(self) -> bool:
-        """Whether a request may find its queue full."""
+        """Whether a request may be refused because its queue is full."""
         return bool(self.max_queue_size or self.level_queue_sizes)
 
     @property
     def is_v1(self) -> bool:
-        """Whether the strategy is static batching by its old name."""
+        """Whether ``batching_strategy`` is ``V1``, another name for static batching."""
         return self.batching.upper() == "V1"
 
     @property
     def is_static(self) -> bool:
-        """Whether a batch runs to its longest request before the next starts."""
+        """Whether a batch runs until its longest request ends before the next batch starts."""
         return self.policy == "static_batch" or self.is_v1
 
     @property
     def can_preempt(self) -> bool:
-        """Whether sequences start without a reservation of blocks, and may be paused."""
+        """Whether sequences start without a reservation of blocks, and may be preempted."""
         return self.policy == "max_utilization" and not self.is_static
 
     def __post_init__(self) -> None:
@@ -153,27 +153,27 @@ class CacheConfig:
     """How much KV cache there is and how it is reused."""
 
     tokens_per_block: int = 0
-    """0 means by device: 32, or on one Hopper GPU as many as `cache_sides` needs."""
+    """0 chooses by device: 32, or on one Hopper GPU the number that `cache_sides` needs."""
 
     max_tokens: int = 0
-    """Token capacity (``max_tokens_in_paged_kv_cache``); 0 means by memory fraction."""
+    """Capacity in tokens (``max_tokens_in_paged_kv_cache``); 0 means by memory fraction."""
 
     free_memory_fraction: float = 0.9
-    """Share of the memory left after the weights that the cache takes."""
+    """Fraction of the memory left after the weights that the cache takes."""
 
     enable_block_reuse: bool = True
-    """Finished prompts' blocks serve later requests with the same prefix."""
+    """Whether finished prompts' blocks serve later requests with the same prefix."""
 
     attention_windows: tuple[int, ...] = ()
-    """Tokens that a layer's queries see (``max_attention_window_size``), themselves included,
-    layer by layer and then again from the first; empty means all of them."""
+    """Window of each layer in tokens, the query's included (``max_attention_window_size``);
+    the list repeats from its first value. Empty means no windows."""
 
     num_sinks: int = 0
-    """First tokens that are seen whatever the window (``sink_token_length``)."""
+    """First tokens that every query sees, whatever the window (``sink_token_length``)."""
 
     host_bytes: int = 0
     """Host memory of each rank for evicted blocks (``kv_cache_host_memory_bytes``); without
-    reuse, of sequences that made room for others."""
+    block reuse, for the blocks of preempted sequences."""
 
     def __post_init__(self) -> None:
         if any(window < 1 for window in self.attention_windows):
@@ -194,7 +194,7 @@ class CacheConfig:
             )
 
     def check_use_of_host(self, scheduler: SchedulerConfig) -> None:
-        """Raise ConfigError if nothing would ever be kept on the host."""
+        """Raise ConfigError if no block would ever be copied to the host."""
         if self.host_bytes and not (self.enable_block_reuse or scheduler.can_preempt):
             raise ConfigError(
                 f"kv_cache_host_memory_bytes is {self.host_bytes} but blocks are not reused, "
@@ -206,8 +206,8 @@ class CacheConfig:
     def windows_of(
         self, own: tuple[int, ...], max_seq_len: int, num_layers: int
     ) -> tuple[int, ...]:
-        """Tokens back that each layer sees: the least of ``attention_windows``, taken in
-        turn, and the model's ``own``; 0 for all, and where no sequence is longer."""
+        """The window of each layer: the smaller of ``attention_windows``, repeated over the
+        layers, and the model's ``own``; 0 if no window is shorter than ``max_seq_len``."""
         given = self.attention_windows or (0,)
         windows = []
         for number in range(num_layers):
@@ -218,40 +218,41 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraConfig:
-    """How many adapters an engine keeps, and how large they may be."""
+    """How many adapters an engine caches, and how large an adapter may be."""
 
     max_adapter_size: int = 64
     """Largest rank of an adapter's matrices."""
 
     gpu_memory_fraction: float = 0.05
-    """Share of the memory left beside the model and the KV cache, for adapters in use; 0
-    serves none."""
+    """Fraction of the memory left after the model and the KV cache, for adapters in use; 0
+    disables adapters."""
 
     host_memory_bytes: int = 1 << 30
-    """A rank's memory for adapters that may be used again."""
+    """A rank's host memory for cached adapters."""
 
     prefetch_dir: str = ""
-    """A folder of adapters, each in a subfolder that is named by its task id, or by a name."""
+    """A folder with one subfolder an adapter, named by its task id or name."""
 
     has_graphs: bool = False
-    """Decode steps with adapters run from CUDA graphs too."""
+    """Whether decode steps with adapters run from CUDA graphs too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuidedConfig:
-    """Whether outputs can be made to follow a grammar, and by which tokenizer."""
+    """Whether guided decoding is served, and with which tokenizer."""
 
     backend: str = ""
-    """``xgrammar``, or empty: none is served."""
+    """``xgrammar``, or empty to serve no guides."""
 
     tokenizer_dir: str = ""
     """A Hugging Face folder; empty means the engine's own."""
 
     tokenizer_info_path: str = ""
-    """A JSON file with ``encoded_vocab``, ``tokenizer_str`` and ``stop_token_ids`` instead."""
+    """A JSON file with ``encoded_vocab``, ``tokenizer_str`` and ``stop_token_ids``, in place of
+    a tokenizer."""
 
     timeout_s: float = 30.0
-    """A guide that takes longer to be compiled is refused."""
+    """Time after which the compilation of a guide is refused."""
 
     def __post_init__(self) -> None:
         if self.timeout_s <= 0:
@@ -263,7 +264,7 @@ class GuidedConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """One model's engine."""
+    """The configuration of one model's engine."""
 
     model: str
     """Name of the served token-level model."""
@@ -275,7 +276,7 @@ class EngineConfig:
     """``auto`` (the folder's), ``float32``, ``float16`` or ``bfloat16``."""
 
     load_format: str = "auto"
-    """``auto``, or ``random``: weights made on the device, no files read."""
+    """``auto``, or ``random``: random weights made on the device, without reading files."""
 
     device: str = "auto"
     """``auto``, ``cpu`` or ``cuda``."""
@@ -287,31 +288,31 @@ class EngineConfig:
     """Local GPUs of the ranks, in rank order; empty means by local rank."""
 
     deterministic: bool = False
-    """A request's tokens do not depend on what else is in its batches."""
+    """Whether a request's tokens are independent of the other requests in its batches."""
 
     cuda_graphs: bool = True
-    """Decode steps on a GPU run from CUDA graphs."""
+    """Whether decode steps on a GPU run from CUDA graphs."""
 
     max_cuda_graphs: int = 0
-    """Graphs of decode steps at most, the smallest first; 0 means all sizes."""
+    """Most graphs of decode steps, the smallest sizes first; 0 captures all sizes."""
 
     prompt_graph_tokens: int | None = None
-    """Steps with prompts of up to so many tokens run from CUDA graphs too; None: as many as
-    have been found worth it, where such steps can be captured."""
+    """Largest step with prompts, in tokens, that runs from a CUDA graph; None: the size up to
+    which graphs were measured to be faster, where such steps can be captured."""
 
     collective_graphs: bool | None = None
-    """Steps in which several ranks meet run from CUDA graphs too; None: where these are on
-    one host."""
+    """Whether steps with collectives run from CUDA graphs; None: only if all ranks are on one
+    host."""
 
     first_layer_table: bool | None = None
-    """The first layer's queries, keys and values are looked up by token id, see
-    `worker/models/first_layer_table.py`; None: where that is worth its memory."""
+    """Whether the first layer's queries, keys and values are looked up by token id, see
+    `worker/models/first_layer_table.py`; None: where the gain is worth the memory."""
 
     all_reduce: str = "auto"
-    """Who sums over the GPUs of a tensor group: ``nccl``; ``peer``: our own kernels, which
-    read each other's memory, whatever is not too large for them; ``fused``: these, and in
-    steps of few tokens the norms behind the sums make them; or ``auto``: ``peer`` where it
-    can be, and where that is faster and can be too, ``fused``."""
+    """The all-reduce over the GPUs of a tensor group: ``nccl``; ``peer``: our kernels, which
+    read peers' memory, up to a size; ``fused``: these kernels, and in small steps kernels that
+    also compute the following norm; ``auto``: ``peer`` where possible, and ``fused`` where that
+    is possible and faster."""
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
@@ -374,22 +375,23 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileConfig:
-    """Which steps of every rank are traced, and where the files go."""
+    """Which steps every rank traces, and the folder of the traces."""
 
     MAX_STEPS: ClassVar[int] = 1000
 
     first: int
     last: int
-    """Traced as well."""
+    """The last traced step."""
 
     folder: str
 
     @classmethod
     def parse(cls, text: str, folder: str, folder_flag: str = "--log-dir") -> ProfileConfig:
-        """The meaning of ``steps=FIRST:LAST``; ``folder_flag`` is how one says the folder.
+        """Parse ``steps=FIRST:LAST``; ``folder_flag`` is the flag that errors name for the
+        folder.
 
         Raises:
-            ConfigError: the text means nothing, or more steps than a trace can hold.
+            ConfigError: the text has another form, or names more steps than a trace can hold.
         """
         found = re.fullmatch(r"steps=(\d+):(\d+)", text)
         if found is None:
@@ -416,29 +418,29 @@ class ProfileConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankConfig:
-    """What a rank needs beside its engine: whom to serve and how long to wait."""
+    """A rank's configuration beside its engine: front ends to connect to, and time limits."""
 
     engine: EngineConfig
     group: str
     incarnation: int = 0
     frontends: tuple[str, ...] = ()
-    """Addresses that rank 0 dials once the group is warm."""
+    """Addresses that rank 0 connects to once the group is warm."""
 
     start_method: str = ""
-    """How the group was started, for the log and the metrics: ``mpirun`` and the like."""
+    """The group's starter, for the log and the metrics: ``mpirun`` and the like."""
 
     participants: tuple[int, ...] = ()
-    """World ranks that run this engine, in order; empty means all of them. A rank that
-    runs no engine (the orchestrator's place in a job) is in no group's list."""
+    """World ranks that run this engine, in order; empty means all ranks. A rank without an
+    engine, such as the orchestrator's in a job, is in no group's list."""
 
     hang_timeout_s: float = 10.0
-    """A step, or a peer's silence, longer than this ends the group; 0 means never."""
+    """A step, or the silence of a peer, that lasts longer ends the group; 0 disables this."""
 
     start_timeout_s: float = 1800.0
     """Longest time from a rank's start to a loaded and warm model."""
 
     stats_period_ms: int = 100
-    """Least time between two `StatsReport`."""
+    """Shortest time between two `StatsReport`."""
 
     profile: ProfileConfig | None = None
     """Steps to trace; None for none."""

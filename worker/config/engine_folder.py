@@ -1,4 +1,4 @@
-"""Reads and checks a model folder and the origin of its weight files; free of torch."""
+"""Reads and checks a model folder, and what its weight files were cut for; free of torch."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ _OF_MODEL = (
     "parallel_residual", "num_input_norms", "num_experts", "moe_intermediate_size",
     "topk_method", "shared_expert_intermediate_size", "shared_expert_gate", "dense_layers",
 )  # fmt: skip
-"""On what names and shapes of weights and tables depend, and which rows of them are words."""
+"""Keys that determine names and shapes of weights and tables, and which rows are vocabulary."""
 
 _OF_RANKS = ("tp_size", "pp_size", "dp_size", "moe_ep_size")
 
 
 def origin_of(config: PretrainedConfig, mapping: RankMapping) -> dict[str, Any]:
-    """What the weights of a model depend on, by the keys of ``config.json``."""
+    """The configuration that a model's weights depend on, by the keys of ``config.json``."""
     values, sizes = config.to_dict(), asdict(mapping)
     layers = stage_sizes(config.num_hidden_layers, mapping.pp_size, mapping.pp_partition)
     return {
@@ -50,12 +50,12 @@ def origin_of(config: PretrainedConfig, mapping: RankMapping) -> dict[str, Any]:
 
 
 def check_origin(file: Path, said: str, wanted: dict[str, Any], source: str) -> None:
-    """Refuse a configuration that has other sizes than ``file`` was cut for.
+    """Refuse a configuration whose sizes differ from those that ``file`` was cut for.
 
-    ``said`` is what its header says, empty in folders of before.
+    ``said`` is the origin in the file's header, empty in files of older versions.
 
     Raises:
-        ConfigError: names the key, its value and the one that the file has.
+        ConfigError: names the key, its value, and the value in the file.
     """
     try:
         origin = dict(parse_json(said or "{}"))
@@ -78,16 +78,16 @@ _BUILD_AGAIN = "Build the folder again with `trimaran build`"
 
 
 class FolderKind(Enum):
-    """What a model folder holds."""
+    """The kinds of model folders."""
 
     ENGINE = "engine"
-    """One shard a rank, with the limits it was built for."""
+    """One shard a rank, with the limits that the engine was built for."""
 
     CHECKPOINT = "checkpoint"
-    """One shard a rank, no limits: the first half of a build in two steps."""
+    """One shard a rank, without limits: the result of the first of two build steps."""
 
     HUGGINGFACE = "huggingface"
-    """Whole tensors, to be sharded in memory."""
+    """Whole tensors, which ranks shard while loading."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,11 +100,11 @@ class RankMapping:
     moe_tp_size: int = 1
     moe_ep_size: int = 1
     dp_size: int = 1
-    """Data-parallel ranks that share the experts; 1 if each rank holds all of them. Such ranks
-    read the same shards."""
+    """Data-parallel ranks that share the experts; 1 if each rank holds all of them. Ranks with
+    the same weights read the same shards."""
 
     pp_partition: tuple[int, ...] = ()
-    """Layers of each pipeline stage; none where they are shared out evenly."""
+    """Layers of each pipeline stage; empty for an even split."""
 
     gpus_per_node: int = 8
 
@@ -116,12 +116,12 @@ class BuildConfig:
     max_batch_size: int = 2048
     max_input_len: int = 1024
     max_seq_len: int = 0
-    """Prompt and output together; 0 means the model's positions."""
+    """Prompt and output tokens together; 0 means the model's positions."""
 
     max_num_tokens: int = 8192
     max_beam_width: int = 1
     max_lora_rank: int = 64
-    """Largest size of a LoRA adapter."""
+    """Largest rank of a LoRA adapter."""
 
     gather_context_logits: bool = False
     gather_generation_logits: bool = False
@@ -146,7 +146,7 @@ class EngineFolder:
     kind: FolderKind
     config: PretrainedConfig
     mapping: RankMapping | None
-    """None for a Hugging Face folder, which serves any sizes."""
+    """None for a Hugging Face folder, which any parallel sizes can load."""
 
     build: BuildConfig
     weight_files: tuple[Path, ...]
@@ -156,7 +156,7 @@ class EngineFolder:
     def load(cls, path: str | Path, *, check_weights: bool = True) -> EngineFolder:
         """Read ``config.json`` and check it against the files that lie beside it.
 
-        ``check_weights=False`` leaves weight files alone, for weights made at random.
+        ``check_weights=False`` ignores weight files, for random weights.
         Raises `ConfigError` that names the file, the value and the remedy.
         """
         folder = Path(path)
@@ -175,7 +175,7 @@ class EngineFolder:
         if not (values.get("dtype") or values.get("torch_dtype")):
             values = {**values, "dtype": stored_dtype(files)}
         if "text_config" in values and "tie_word_embeddings" not in values:
-            # Transformers ties then, unless a head of its own is stored.
+            # Transformers ties the weights then, unless a file stores a head.
             values = {**values, **tied_unless_stored(files)}
         config = PretrainedConfig.from_huggingface(values, source)
         check_weight_files(folder, files, config)
@@ -218,14 +218,14 @@ class EngineFolder:
 
     @property
     def max_seq_len(self) -> int:
-        """Prompt and output together, never above the model's positions."""
+        """Prompt and output tokens together, at most the model's positions."""
         positions = self.config.max_position_embeddings
         return min(self.build.max_seq_len or positions, positions)
 
     def check_parallel(
         self, tp_size: int, pp_size: int, moe_ep_size: int = 1, expert_lanes: int = 1
     ) -> None:
-        """Refuse sizes that this folder's shards were not made for."""
+        """Refuse parallel sizes that differ from those of this folder's shards."""
         if self.mapping is None:
             check_shares(self.config, tp_size, pp_size, moe_ep_size)
             return
@@ -254,21 +254,21 @@ class EngineFolder:
 
     def shard_of(self, rank: int) -> Path:
         """The weight file of one rank of an engine or checkpoint folder."""
-        # Lanes that hold the same weights read the same files.
+        # Data-parallel ranks with the same weights read the same files.
         return self.weight_files[rank % len(self.weight_files)]
 
 
 def shard_path(folder: Path, rank: int) -> Path:
-    """Where one rank's weights lie."""
+    """The path of one rank's weights."""
     return folder / f"rank{rank}.safetensors"
 
 
 def check_shares(
     config: PretrainedConfig, tp_size: int, pp_size: int, moe_ep_size: int = 1
 ) -> None:
-    """Refuse parallel sizes that leave a rank without a head, a layer or as many experts.
+    """Refuse parallel sizes that leave a rank without a head or a layer, or experts uneven.
 
-    Heads and widths that the sizes do not divide are filled up with zeros.
+    Heads and widths that the sizes do not divide are padded with zeros.
     """
     for name, size in (("tp_size", tp_size), ("pp_size", pp_size)):
         if size < 1:
@@ -430,7 +430,7 @@ def _check_shards(
         entry = entry_of.get(file.name, {})
         found = {"bytes": file.stat().st_size, "header_sha256": header.checksum}
         for key, value in found.items():
-            # Folders of before have no checksums.
+            # Folders of older versions have no checksums.
             if entry.get(key, value) != value:
                 raise ConfigError(
                     f"{file}: has {key} {value}, but {source} tells of {entry[key]}: it "

@@ -9,22 +9,22 @@ from trimaran.comm.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsConfig:
-    """Whether and how experts move between expert-parallel ranks, by their loads."""
+    """Whether and how experts move between expert-parallel ranks to balance their loads."""
 
     rebalance_steps: int = 0
-    """Steps between two looks at the loads (``--moe-rebalance-steps``); 0 means never."""
+    """Steps between two rebalances (``--moe-rebalance-steps``); 0 disables them."""
 
     num_redundant: int = 0
-    """Places of a layer, over all ranks, for second copies of its busiest experts
+    """Expert slots of a layer, over all ranks, for second copies of its busiest experts
     (``--moe-redundant-experts``)."""
 
     def check(
         self, num_experts: int, num_parts: int, *, is_deterministic: bool = False
     ) -> None:
-        """Refuse what can have no effect with these experts in so many parts.
+        """Refuse settings without effect for this model's experts in ``num_parts`` parts.
 
         Raises:
-            ConfigError: says which and what to do.
+            ConfigError: names the flag, its value and the remedy.
         """
         flag, other = "--moe-rebalance-steps", "--moe-redundant-experts"
         steps, redundant = self.rebalance_steps, self.num_redundant

@@ -1,4 +1,4 @@
-"""The cores and the memory that this process may use, a container's limits included."""
+"""The cores and the memory that this process may use, limits of its container included."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import psutil
 _ROOT = Path("/sys/fs/cgroup")
 _MEMBERSHIP = Path("/proc/self/cgroup")
 _UNLIMITED = 1 << 60
-"""What version 1 has for no limit is about as much as this."""
+"""Version 1 of control groups reports no limit as a value above this."""
 
 
 def usable_cores(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> int:
-    """Cores that this process may run on, or the time of so many that it may have."""
+    """Cores that this process may run on, or its quota of CPU time in cores if that is less."""
     cores = float(len(os.sched_getaffinity(0)))
     for folder in _groups(root, membership, "cpu"):
         words = _words(folder / "cpu.max")
@@ -31,7 +31,7 @@ def usable_cores(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> int:
 
 
 def free_memory_bytes(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> int:
-    """Memory that this process could still take; what caches files counts as free."""
+    """Memory that this process can still allocate; the page cache counts as free."""
     free = int(psutil.virtual_memory().available)
     for folder in _groups(root, membership, "memory"):
         for limit, used in (("memory.max", "anon"), ("memory.limit_in_bytes", "total_rss")):
@@ -44,8 +44,8 @@ def free_memory_bytes(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> int
 def _groups(root: Path, membership: Path, controller: str) -> Iterator[Path]:
     """The folders of this process's control groups for a resource, up to the outermost.
 
-    Both versions are looked at. In a container the paths are those of the host, where only
-    the outermost folder is there.
+    Both versions are searched. In a container the paths are those of the host, and only the
+    outermost folder exists.
     """
     for line in _lines(membership):
         _, names, path = line.split(":", 2)
@@ -68,7 +68,7 @@ def _words(path: Path) -> list[str]:
 
 
 def _lines(path: Path) -> list[str]:
-    """The contents of a file that depends on the kernel's settings and may be absent."""
+    """The lines of a file that may be absent, depending on the kernel's settings."""
     try:
         return path.read_text(encoding="utf-8").splitlines()
     except OSError:

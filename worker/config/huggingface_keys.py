@@ -10,13 +10,13 @@ from trimaran.comm.errors import ConfigError
 from trimaran.comm.files.json_types import JsonType, check_types
 
 _LONGROPE_ONCE = ("su",)
-"""What Phi 3 called LongRoPE."""
+"""Names of LongRoPE in Phi 3's earlier configurations."""
 
 _STRETCHED = ("llama3", "yarn", "longrope", *_LONGROPE_ONCE)
-"""Scalings that begin at the length that was trained on."""
+"""Scalings that depend on the length of training."""
 
 _ACTIVATIONS = {
-    # Other ways to write the same formulas.
+    # Other names of the same formulas.
     "gelu_fast": "gelu_new",
     "gelu_accurate": "gelu_new",
     "gelu_python": "gelu",
@@ -31,7 +31,7 @@ def check_positive(name: str, value: Any) -> None:
 
 
 def head_size_of(hidden: int, heads: int) -> int:
-    """Dims of a head where heads share the hidden size out; raises `ConfigError`."""
+    """Dims of a head if the heads divide the hidden size evenly; raises `ConfigError`."""
     check_positive("the number of attention heads", heads)
     if hidden % heads:
         raise ConfigError(
@@ -41,7 +41,7 @@ def head_size_of(hidden: int, heads: int) -> int:
 
 
 def rope(values: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
-    """Rotary base and scaling, from either spelling; see `rotation`.
+    """Rotary base and scaling, under either key; see `rotation`.
 
     Only for families that rotate whole heads.
     """
@@ -56,10 +56,10 @@ def rope(values: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
 def partial_rope(
     values: Mapping[str, Any], share: float = 1.0
 ) -> tuple[float, dict[str, Any] | None, float]:
-    """Rotary base, scaling, and the share of a head's dims that is rotated.
+    """Rotary base, scaling, and the fraction of a head's dims that is rotated.
 
-    ``share`` is the share of a configuration that does not name it. Lengths that scalings
-    depend on are completed as transformers completes them.
+    ``share`` is the fraction if the configuration does not name it. Lengths that scalings
+    depend on are completed as in transformers.
     """
     scaling = rotation(values)
     base = float(scaling.pop("rope_theta", None) or values.get("rope_theta") or 10000.0)
@@ -72,8 +72,8 @@ def partial_rope(
 
 
 def rotation(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The dictionary of rotation with its ``rope_type``: ``rope_scaling``, as it was called
-    once, before ``rope_parameters``, as transformers has it where both are there."""
+    """The rotation's dictionary with its ``rope_type``: ``rope_scaling``, the older key, before
+    ``rope_parameters``, as in transformers if both exist."""
     older, newer = values.get("rope_scaling"), values.get("rope_parameters")
     if older and newer:
         _refuse_lost(values, older, newer)
@@ -91,7 +91,7 @@ def rotation(values: Mapping[str, Any]) -> dict[str, Any]:
 def _refuse_lost(
     values: Mapping[str, Any], older: Mapping[str, Any], newer: Mapping[str, Any]
 ) -> None:
-    """Refuse keys that ``rope_scaling`` would hide, because hiding them is never meant."""
+    """Refuse keys of ``rope_parameters`` that ``rope_scaling`` would hide: a likely mistake."""
     for key in ("rope_theta", "partial_rotary_factor"):
         if newer.get(key) and not (older.get(key) or values.get(key)):
             raise ConfigError(
@@ -101,7 +101,7 @@ def _refuse_lost(
 
 
 def _complete_lengths(values: Mapping[str, Any], scaling: dict[str, Any]) -> None:
-    """The length that was trained on stands outside, or within, or is the present one."""
+    """Complete the length of training: outside of the dictionary, in it, or today's length."""
     longest = values["max_position_embeddings"]
     trained = values.get("original_max_position_embeddings")
     trained = trained or scaling.get("original_max_position_embeddings") or longest
@@ -114,12 +114,12 @@ def _complete_lengths(values: Mapping[str, Any], scaling: dict[str, Any]) -> Non
 
 
 def yarn_scale(factor: float, weight: float) -> float:
-    """What YaRN multiplies by for contexts that are ``factor`` times as long."""
+    """YaRN's factor of attention for contexts that are ``factor`` times as long."""
     return 1.0 if factor <= 1.0 else 0.1 * weight * math.log(factor) + 1.0
 
 
 def activation_name(name: str) -> str:
-    """Our name of an activation."""
+    """The engine's name of an activation."""
     return _ACTIVATIONS.get(name, name)
 
 
@@ -146,12 +146,12 @@ _DEFAULTS: dict[str, Mapping[str, Any]] = {
         "q_lora_rank": 1536, "n_shared_experts": 1, "n_group": 8, "topk_group": 4,
     },
 }  # fmt: skip
-"""By ``model_type``: values of transformers' own configuration classes that differ from what
-the key's absence would mean in other families. A key that is null is not left out."""
+"""Defaults of transformers' configuration classes, by ``model_type``, where they differ from
+the common default. A key that is null counts as present."""
 
 
 def with_defaults(values: Mapping[str, Any], model_type: str) -> Mapping[str, Any]:
-    """``values`` with what they leave out."""
+    """``values`` with the defaults of missing keys."""
     return {**_DEFAULTS.get(model_type, {}), **values}
 
 
@@ -214,11 +214,11 @@ _NEVER_NULL = frozenset(
     "max_window_layers sliding_window_pattern rms_norm_eps layer_norm_eps layer_norm_epsilon "
     "n_embd n_head n_layer n_positions".split()
 )
-"""Keys without which transformers makes no model, or takes a default that null is not."""
+"""Keys that transformers requires, or whose default differs from null."""
 
 
 def check_huggingface_types(values: Mapping[str, Any], inside: str = "") -> None:
-    """Refuse keys whose values are of another JSON type; most may be null.
+    """Refuse keys whose values have the wrong JSON type; most keys may be null.
 
     Raises:
         ConfigError: names the key and its value.
@@ -233,7 +233,7 @@ def check_huggingface_types(values: Mapping[str, Any], inside: str = "") -> None
 
 
 def check_rope_types(values: Mapping[str, Any], inside: str) -> None:
-    """The same of a rotation's dictionary, which may hold one for each kind of layer.
+    """The same for a rotation's dictionary, which may hold a dictionary for each kind of layer.
 
     Raises:
         ConfigError: names the key and its value.

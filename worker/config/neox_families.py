@@ -1,4 +1,4 @@
-"""Configurations of GPT-NeoX and the families whose models are built like it."""
+"""Configurations of GPT-NeoX and of families with the same structure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trimaran.worker.config.huggingface_keys import (
 
 
 def from_gptj(values: Mapping[str, Any]) -> dict[str, Any]:
-    """GPT-J: the size of the rotated part is named."""
+    """GPT-J: the configuration names the dims of the rotated part."""
     heads, hidden = values["n_head"], values["n_embd"]
     rotary_size = values.get("rotary_dim", 64)
     check_positive("rotary_dim", rotary_size)
@@ -41,10 +41,10 @@ def from_gptj(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def from_gpt_neox(values: Mapping[str, Any]) -> dict[str, Any]:
-    """GPT-NeoX and Pythia: the share of the rotated part is named."""
+    """GPT-NeoX and Pythia: the configuration names the fraction of the rotated part."""
     heads, hidden = values["num_attention_heads"], values["hidden_size"]
     head_size = head_size_of(hidden, heads)
-    # Outside of the rotation's own dictionary it has names that no other family has.
+    # Outside of the rotation's dictionary the keys have names of this family alone.
     outside = {"rope_theta": values.get("rotary_emb_base"), "partial_rotary_factor": None}
     base, scaling, share = partial_rope({**values, **outside}, values.get("rotary_pct", 0.25))
     check_positive("rotary_pct times the head size", int(head_size * share))
@@ -70,7 +70,7 @@ def from_gpt_neox(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def from_falcon(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Falcon, of the older and of the newer decoder architecture."""
+    """Falcon, in the older and the newer decoder architecture."""
     heads, hidden = values["num_attention_heads"], values["hidden_size"]
     is_new = bool(values.get("new_decoder_architecture", False))
     is_parallel = is_new or bool(values.get("parallel_attn", True))
@@ -108,7 +108,7 @@ def from_falcon(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def from_phi(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Phi 1 and 2: half of each head is rotated unless the share is named."""
+    """Phi 1 and 2: half of each head is rotated unless the configuration names the fraction."""
     heads, hidden = values["num_attention_heads"], values["hidden_size"]
     head_size = head_size_of(hidden, heads)
     base, scaling, share = partial_rope(values, 0.5)

@@ -1,4 +1,4 @@
-"""Which sizes of the parallel axes make a layout, and how those not named follow; no torch."""
+"""The parallel layout that follows from flags and a folder; free of torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trimaran.worker.config.stages import stage_sizes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskedSizes:
-    """The sizes given by flags; a size left out is 0, or -1 for the two sizes of experts."""
+    """The sizes given by flags; 0 for a size left out, or -1 for the two sizes of experts."""
 
     world_size: int = 0
     tp_size: int = 0
@@ -21,34 +21,34 @@ class AskedSizes:
     moe_tp_size: int = -1
     moe_ep_size: int = -1
     pp_partition: tuple[int, ...] = ()
-    """Layers of each pipeline stage; none for even ones."""
+    """Layers of each pipeline stage; empty for an even split."""
 
     @property
     def names_axes(self) -> bool:
-        """Whether an axis beside the experts' is named."""
+        """Whether a flag names an axis other than the experts' axes."""
         return bool(self.tp_size or self.pp_size or self.dp_size or self.pp_partition)
 
     @property
     def names_experts(self) -> bool:
-        """Whether one of the experts' sizes is named."""
+        """Whether a flag names one of the experts' sizes."""
         return (self.moe_tp_size, self.moe_ep_size) != (-1, -1)
 
 
 def layout_of(asked: AskedSizes, folder: EngineFolder, num_named: int = 0) -> ParallelConfig:
-    """The layout in which ``folder`` runs: the sizes asked for, else those it was built for.
+    """The layout in which ``folder`` runs: the sizes of the flags, else those of its shards.
 
-    ``num_named`` counts the devices or ranks that are named for it, which a folder made for
-    no sizes takes as its world size.
+    ``num_named`` is the number of devices or ranks that flags list, which a Hugging Face
+    folder takes as its world size.
 
     Raises:
-        ConfigError: no layout has these sizes, or the folder has no such layout.
+        ConfigError: these sizes make no layout, or the folder's shards have another layout.
     """
     made_for = folder.mapping
     if made_for is None:
         layout = _free_layout(asked, num_named)
     else:
         layout = _made_layout(asked, folder, made_for)
-    # A folder that was made for other sizes is said first: a better product would not help.
+    # Check the folder's sizes first: correcting the product would not help.
     folder.check_parallel(
         layout.tp_size, layout.pp_size, layout.expert_parts, layout.expert_lanes
     )
@@ -58,7 +58,8 @@ def layout_of(asked: AskedSizes, folder: EngineFolder, num_named: int = 0) -> Pa
 
 
 def _free_layout(asked: AskedSizes, num_named: int) -> ParallelConfig:
-    """Layout of a folder that is cut at load: the tensor axis takes the remaining ranks."""
+    """Layout of a folder that is sharded while loading: the tensor axis takes all other
+    ranks."""
     pp_size, dp_size = asked.pp_size or len(asked.pp_partition) or 1, asked.dp_size or 1
     others = pp_size * dp_size
     world_size = asked.world_size or num_named
@@ -82,10 +83,10 @@ def _free_layout(asked: AskedSizes, num_named: int) -> ParallelConfig:
 def _made_layout(
     asked: AskedSizes, folder: EngineFolder, made_for: RankMapping
 ) -> ParallelConfig:
-    """Layout of a folder with a shard a rank: only data-parallel ranks can be added."""
+    """Layout of a folder with one shard a rank: only data-parallel ranks can be added."""
     tp_size, pp_size = asked.tp_size or made_for.tp_size, asked.pp_size or made_for.pp_size
     if asked.world_size and not asked.names_axes and asked.world_size != made_for.world_size:
-        # A number of ranks alone means tensor parallelism over all of them.
+        # A world size without other sizes means tensor parallelism over all ranks.
         folder.check_parallel(asked.world_size, 1)
     dp_size = asked.dp_size or made_for.dp_size
     if made_for.dp_size not in (1, dp_size):
@@ -130,13 +131,13 @@ def _check_world_size(layout: ParallelConfig, asked: int) -> None:
 def expert_sizes(
     moe_tp_size: int, moe_ep_size: int, tp_size: int, dp_size: int = 1
 ) -> tuple[int, int]:
-    """Ranks that cut each expert, and parts that share the experts out; -1 is the rest.
+    """Ranks that shard each expert, and parts that the experts are distributed to.
 
-    Their product is ``tp_size``, or with lanes ``tp_size * dp_size``: then the lanes share
-    the experts. A rest makes up ``tp_size`` if it can.
+    -1 stands for the rest. The product is ``tp_size``, or ``tp_size * dp_size`` if
+    data-parallel ranks share the experts; a rest completes ``tp_size`` if possible.
 
     Raises:
-        ConfigError: they make up neither.
+        ConfigError: the product is neither of the two.
     """
     if moe_tp_size == -1 and moe_ep_size == -1:
         return tp_size, 1

@@ -1,4 +1,4 @@
-"""What a decoder's checkpoint says of its shape, normalised from a Hugging Face config."""
+"""The sizes and constants of a decoder, normalised from a Hugging Face configuration."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class PretrainedConfig:
 
     architecture: str
     dtype: str
-    """``float32``, ``float16`` or ``bfloat16``: of the weights as they are stored."""
+    """Dtype of the stored weights: ``float32``, ``float16`` or ``bfloat16``."""
 
     logits_dtype: str = "float32"
     vocab_size: int
@@ -58,103 +58,103 @@ class PretrainedConfig:
     """``silu``, ``gelu_new`` (tanh form), ``gelu`` (exact) or ``relu``."""
 
     position_embedding_type: str
-    """``rope_gpt_neox`` (a head's halves turn against each other), ``rope_gptj`` (its
-    neighbours do), ``learned_absolute`` or ``alibi_with_scale`` (keys' scores rise with their
-    positions, and are scaled then)."""
+    """``rope_gpt_neox`` (rotates the halves of a head), ``rope_gptj`` (rotates neighbours),
+    ``learned_absolute`` or ``alibi_with_scale`` (adds a bias by the key's position, then
+    scales)."""
 
     rotary_base: float = 10000.0
     rotary_size: int = 0
-    """Dims of a head that are rotated, from its first on; 0 means all."""
+    """Dims of a head that are rotated, starting with the first; 0 means all."""
 
     rope_scaling: dict[str, Any] | None = None
-    """Hugging Face's dictionary with its ``rope_type``; None for plain rotation."""
+    """Hugging Face's dictionary with its ``rope_type``; None for unscaled rotation."""
 
     tie_word_embeddings: bool = False
     attn_bias: bool = False
-    """Query, key, value and output projections have biases."""
+    """Whether query, key, value and output projections have biases."""
 
     qkv_bias: bool = False
-    """Query, key and value projections have biases, whether or not the output's has."""
+    """Whether query, key and value projections have biases, independent of the output's."""
 
     qk_norm: bool = False
-    """Each query and key head is normalised before it is rotated."""
+    """Whether each query and key head is normalised before its rotation."""
 
     query_scale: float = 0.0
-    """Scores are divided by the root of this; 0 means the head size."""
+    """Scores are divided by the root of this number; 0 means the head size."""
 
     attn_divided_by_layer: bool = False
-    """Scores are divided by the number of their layer too, counted from 1."""
+    """Whether scores are also divided by the layer's number, counted from 1."""
 
     attn_soft_cap: float = 0.0
-    """Scores become ``cap * tanh(score / cap)``; 0 leaves them."""
+    """Scores become ``cap * tanh(score / cap)``; 0 disables the cap."""
 
     final_soft_cap: float = 0.0
-    """The same of logits."""
+    """The same cap for logits."""
 
     layer_windows: tuple[int, ...] = ()
-    """Tokens that each layer's queries look back at, themselves included, 0 meaning all; one
-    number a layer, or none."""
+    """Window of each layer in tokens, the query's included; 0 means no window. Empty if no
+    layer has a window."""
 
     local_rotary_base: float = 0.0
-    """Rotary base of the layers with a window, whose rotation is not scaled; 0 if they rotate
-    like the others."""
+    """Rotary base of the layers with a window, whose rotation is not scaled; 0 if all layers
+    have the same rotation."""
 
     norm_offset: float = 0.0
-    """Added to a Hugging Face folder's norm weights; an engine folder holds the sums."""
+    """Added to norm weights of a Hugging Face folder; an engine folder holds the sums."""
 
     kv_lora_rank: int = 0
-    """Dims of the latent vector that a token's keys and values come from, in all heads; 0
-    means that the cache holds keys and values themselves."""
+    """Dims of a token's latent vector, from which the keys and values of all heads are
+    computed; 0 if the cache holds keys and values."""
 
     q_lora_rank: int = 0
-    """Dims that queries come from; 0 means the hidden size."""
+    """Dims of the latent vector of queries; 0 if queries come from the hidden state."""
 
     qk_nope_head_dim: int = 0
-    """Dims of a query and key head that come from the latent vector and are not rotated."""
+    """Dims of a query and key head that come from the latent vector, without rotation."""
 
     qk_rope_head_dim: int = 0
-    """Dims behind them that are rotated; keys share them over all heads."""
+    """Rotated dims that follow; all heads share these dims of the key."""
 
     v_head_dim: int = 0
 
     mlp_bias: bool = False
     lm_head_bias: bool = False
     parallel_residual: bool = False
-    """Attention and MLP of a layer read the same residual and are added to it together."""
+    """Whether attention and MLP of a layer read the same residual and are added together."""
 
     num_input_norms: int = 2
-    """1 where attention and MLP of a layer read the output of one norm."""
+    """1 if attention and MLP of a layer read the output of the same norm."""
 
     num_experts: int = 0
-    """Experts in place of a layer's MLP; 0 means that there are none."""
+    """Experts of a layer, in place of its MLP; 0 for a dense model."""
 
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
     """Inner width of an expert."""
 
     norm_topk_prob: bool = True
-    """The scores of a token's experts are divided by their sum."""
+    """Whether the scores of a token's experts are divided by their sum."""
 
     scoring_func: str = "softmax"
-    """Of the router's numbers: over all experts, or ``sigmoid`` of each."""
+    """Scores of the router's logits: ``softmax`` over all experts, or ``sigmoid`` of each."""
 
     topk_method: str = "greedy"
-    """How experts are chosen: the best of all, with ``group_limited_greedy`` those of the
-    ``topk_group`` groups that have the best expert, with ``noaux_tc`` those of the groups
-    whose two best add up to most, after a learned bias was added to each score."""
+    """Selection of experts: ``greedy`` takes the best of all. ``group_limited_greedy`` takes
+    the best of the ``topk_group`` groups with the best experts. ``noaux_tc`` adds a learned
+    bias to scores, and ranks groups by the sum of their two best."""
 
     n_group: int = 1
-    """Groups of neighbours that the experts make up."""
+    """Groups of consecutive experts."""
 
     topk_group: int = 1
     routed_scaling_factor: float = 1.0
-    """What the scores of a token's experts are multiplied by in the end."""
+    """Factor of the final scores of a token's experts."""
 
     shared_expert_intermediate_size: int = 0
-    """Inner width of the expert of every token; 0 means that there is none."""
+    """Inner width of the shared expert; 0 if there is none."""
 
     shared_expert_gate: bool = True
-    """A router of its own says how much the expert of every token counts."""
+    """Whether a gate of its own weights the shared expert's output."""
 
     dense_layers: tuple[int, ...] = ()
     """Numbers of the layers that have an MLP of ``intermediate_size`` instead of experts."""
@@ -207,7 +207,7 @@ class PretrainedConfig:
         return self.rotary_size or self.head_size
 
     def window_of(self, number: int) -> int:
-        """Tokens that the queries of layer ``number`` look back at; 0 means all."""
+        """Window of layer ``number`` in tokens; 0 means no window."""
         return self.layer_windows[number] if self.layer_windows else 0
 
     def padded_vocab_size(self, tp_size: int) -> int:
@@ -224,7 +224,7 @@ class PretrainedConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], source: str) -> PretrainedConfig:
-        """The inverse of `to_dict`; keys of other owners are left out.
+        """The inverse of `to_dict`; ignores keys of other owners.
 
         ``source`` names the file in errors.
         """
@@ -279,7 +279,7 @@ def _architecture_of(values: Mapping[str, Any]) -> str:
     architecture = str(named[0])
     of_type = served.get(model_type, architecture)
     if architecture in FAMILIES and architecture != of_type:
-        # Transformers goes by the latter, most other programs by the former.
+        # Transformers goes by model_type, most other programs by architectures.
         raise ConfigError(
             f"architectures names {architecture}, but model_type is {model_type!r}, that of "
             f"{of_type}. Correct the one that is wrong in config.json"

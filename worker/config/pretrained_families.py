@@ -1,4 +1,4 @@
-"""Each served family's Hugging Face configuration, in the words of `PretrainedConfig`."""
+"""Each served family's Hugging Face configuration, converted to `PretrainedConfig`."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ PLAIN_ACTIVATIONS = ("gelu_new", "gelu_pytorch_tanh", "gelu", "relu")
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What is to be known of an architecture before any model of it is made."""
+    """Facts of an architecture that are needed before a model is built."""
 
     model_type: str
-    """Hugging Face's name, for a configuration that names no architecture."""
+    """Hugging Face's ``model_type``, for a configuration without ``architectures``."""
 
     convert: Callable[[Mapping[str, Any]], dict[str, Any]]
-    """From Hugging Face's keys to fields of `PretrainedConfig`; raises KeyError for a key
-    that is missing, and `ConfigError` for a value that is not served."""
+    """Converts Hugging Face's keys to fields of `PretrainedConfig`; raises KeyError for a
+    missing key, and `ConfigError` for a value that is not served."""
 
     activations: tuple[str, ...]
-    """Values of ``hidden_act`` that its MLP serves."""
+    """Activations that the family's MLP serves."""
 
     activation_key: str = "hidden_act"
-    """What Hugging Face calls it."""
+    """Hugging Face's key of the activation."""
 
     ignored_parts: tuple[str, ...] = ()
-    """Beginnings of the names of weights that belong to what is not served."""
+    """Prefixes of weight names whose part of the model is not served."""
 
     @property
     def is_gated(self) -> bool:
-        """Whether an MLP multiplies what it activates by a second product of its inputs."""
+        """Whether an MLP multiplies its activated product by a second product of its inputs."""
         return self.activations is not PLAIN_ACTIVATIONS
 
 
@@ -73,7 +73,7 @@ def _from_llama(values: Mapping[str, Any]) -> dict[str, Any]:
 def windows(values: Mapping[str, Any], sliding: Sequence[bool]) -> tuple[int, ...]:
     """Each layer's window, by ``layer_types`` or, where that is missing, by ``sliding``.
 
-    () if none has a window.
+    () if no layer has a window.
     """
     size = values.get("sliding_window")
     types = values.get("layer_types")
@@ -105,14 +105,14 @@ def _from_qwen2(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _switched_windows(values: Mapping[str, Any], sliding: Sequence[bool]) -> tuple[int, ...]:
-    """Windows of Qwen's models, which have them switched off unless they say otherwise."""
+    """Windows of Qwen's models, which are disabled unless the configuration enables them."""
     is_on = bool(values.get("use_sliding_window"))
     return windows(values if is_on else {**values, "sliding_window": None}, sliding)
 
 
 def _from_qwen3(values: Mapping[str, Any]) -> dict[str, Any]:
     attn_bias = bool(values.get("attention_bias", False))
-    # Its default is not the hidden size over the heads.
+    # The default is a constant, not the hidden size divided by the heads.
     head_size = values.get("head_dim") or 128
     changes = {"attn_bias": attn_bias, "qkv_bias": False, "qk_norm": True}
     return {**_from_qwen2(values), **changes, "head_size": head_size}
@@ -132,7 +132,7 @@ def _from_phi3(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_longrope(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Phi's scaling by its name of today; it was called ``su`` and ``yarn`` too."""
+    """Phi's scaling under its current name; earlier names are ``su`` and ``yarn``."""
     scaling = rotation(values)
     if scaling["rope_type"] not in ("su", "yarn"):
         return values
@@ -160,14 +160,14 @@ def _from_gemma2(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _from_gemma3(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Its rotations are given for each kind of layer, or once with a base for local ones."""
+    """Gemma 3: a rotation for each kind of layer, or one with another base for local layers."""
     if values.get("attn_logit_softcapping"):
         raise ConfigError(
             f"attn_logit_softcapping is {values['attn_logit_softcapping']}, which transformers "
             "leaves out of Gemma 3's attention. It must be null"
         )
     whole, local_base = _gemma3_rotations(values)
-    # Of a rotation that is given for each kind of layer transformers reads these nowhere else.
+    # With a rotation for each kind of layer, transformers reads these keys nowhere else.
     outside = {"rope_scaling": None, "original_max_position_embeddings": None}
     common = _from_gemma2({**values, **outside, "rope_parameters": whole})
     period = values.get("sliding_window_pattern", 6)
@@ -181,7 +181,7 @@ def _from_gemma3(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _gemma3_rotations(values: Mapping[str, Any]) -> tuple[dict[str, Any], float]:
-    """The rotation of layers that see everything, and the base of the others'."""
+    """The rotation of layers without a window, and the rotary base of layers with a window."""
     kinds, older = values.get("rope_parameters") or {}, values.get("rope_scaling") or {}
     if "rope_type" not in older and older.get("type", "default") != "default":
         raise ConfigError(
@@ -229,7 +229,7 @@ _OUTSIDE = (
 def text_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """The keys of the decoder of a model that also takes images; else ``values``.
 
-    Some may stand outside, and count there.
+    Some keys may also be at the top level, and count there.
     """
     inner = values.get("text_config")
     if not isinstance(inner, Mapping):
@@ -273,7 +273,7 @@ def _layers(common: Mapping[str, Any]) -> range:
 
 
 def _experts(values: Mapping[str, Any], inner: int) -> dict[str, Any]:
-    """What all mixtures of experts have, of this inner width."""
+    """The fields that all mixtures of experts set, with this inner width."""
     dense, every = values.get("mlp_only_layers") or (), values.get("decoder_sparse_step", 1)
     numbers = range(values["num_hidden_layers"])
     named = values.get("num_local_experts") or values["num_experts"]
@@ -349,4 +349,4 @@ FAMILIES: dict[str, Family] = {
     "FalconForCausalLM": Family("falcon", from_falcon, PLAIN_ACTIVATIONS, "activation"),
     "PhiForCausalLM": Family("phi", from_phi, PLAIN_ACTIVATIONS),
 }
-"""By architecture, as `config.json` names it."""
+"""By the architecture's name in `config.json`."""

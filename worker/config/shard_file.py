@@ -1,4 +1,4 @@
-"""The header of a safetensors file: names, types, shapes, checksums, and the file's length."""
+"""The header of a safetensors file: names, dtypes, shapes, checksums and the file's length."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trimaran.comm.files.input_files import parse_json, require_file
 
 CHECKSUM_CHARS = 64
 ORIGIN_KEY = "origin"
-"""Where a header's metadata says what the tensors were cut for."""
+"""Metadata key of the configuration that the tensors were cut for."""
 
 _READ_BYTES = 16 << 20
 _MAX_HEADER_BYTES = 100_000_000
@@ -26,32 +26,32 @@ class TensorEntry:
     """One tensor of a file as its header describes it."""
 
     dtype: str
-    """The format's own word: ``BF16``, ``F16``, ``F32`` and so on."""
+    """The format's name of the dtype: ``BF16``, ``F16``, ``F32`` and so on."""
 
     shape: tuple[int, ...]
     start: int
-    """Where its bytes begin in the file."""
+    """The tensor's first byte in the file."""
 
     num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class ShardHeader:
-    """What a file says of itself."""
+    """The contents of a file's header."""
 
     entries: dict[str, TensorEntry]
     checksums: dict[str, str]
-    """SHA-256 of each tensor's bytes in hexadecimal digits; none in files not built here."""
+    """SHA-256 of each tensor's bytes in hexadecimal; empty in files of other builders."""
 
     checksum: str
-    """The same of the header, and so of all that the file should hold."""
+    """SHA-256 of the header, which covers all tensors by their checksums."""
 
     origin: str
-    """What the tensors were cut for, as JSON; empty in files that do not say it."""
+    """The configuration that the tensors were cut for, as JSON; empty if unknown."""
 
 
 def checksum_key(name: str) -> str:
-    """Where a header's metadata has the checksum of a tensor."""
+    """The metadata key of a tensor's checksum."""
     return _CHECKSUM_PREFIX + name
 
 
@@ -61,9 +61,9 @@ def read_tensor_entries(path: Path) -> dict[str, TensorEntry]:
 
 
 def read_header(path: Path) -> ShardHeader:
-    """A file's header, after checking that the file ends where it should.
+    """A file's header, after a check of the file's length against it.
 
-    Reads no tensor. Raises `ConfigError` for a file that is absent, cut short or of another
+    Reads no tensor. Raises `ConfigError` for a file that is missing, truncated or of another
     format.
     """
     try:
@@ -104,7 +104,7 @@ def read_header(path: Path) -> ShardHeader:
 
 
 def checksum_of(path: Path, start: int, num_bytes: int) -> str:
-    """SHA-256 of a part of a file; of less if the file ends before.
+    """SHA-256 of a part of a file, up to the file's end.
 
     Raises:
         OSError: the file cannot be read.
@@ -129,7 +129,7 @@ def _entry(value: dict[str, Any], data_start: int) -> TensorEntry:
 def _parse_header(
     path: Path, header: bytes
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
-    """The tensors' values by name, and the file's metadata."""
+    """The tensors' values by name, and the metadata."""
     try:
         values = parse_json(header)
         metadata = dict(values.pop("__metadata__", None) or {})
@@ -142,7 +142,7 @@ def _parse_header(
 
 
 def _is_entry(value: dict[str, Any]) -> bool:
-    """Whether a header's value tells of a tensor."""
+    """Whether a header's value describes a tensor."""
     start, end = value["data_offsets"]
     sizes = [start, end, *value["shape"]]
     are_sizes = all(type(size) is int and 0 <= size < 1 << 63 for size in sizes)

@@ -11,13 +11,13 @@ _NUM_LAYERS = re.compile(r"0*[1-9][0-9]{0,8}")
 
 
 def stage_sizes(num_layers: int, pp_size: int, partition: Sequence[int] = ()) -> list[int]:
-    """Layers of each stage: those of ``partition``, or an even split.
+    """Layers of each stage: ``partition``, or an even split.
 
-    In an uneven split the first stages have one layer more.
+    In an uneven split each of the first stages has one layer more.
 
     Raises:
-        ConfigError: a stage would be empty, or ``partition`` has another number of stages
-            or of layers.
+        ConfigError: a stage would be empty, or ``partition`` has a wrong number of stages or of
+            layers.
     """
     if partition:
         _check_partition(num_layers, pp_size, partition)
@@ -32,10 +32,10 @@ def stage_sizes(num_layers: int, pp_size: int, partition: Sequence[int] = ()) ->
 
 
 def parse_partition(text: str) -> tuple[int, ...]:
-    """The numbers of ``14,12,14``.
+    """Parse ``14,12,14``.
 
     Raises:
-        ConfigError: ``text`` is no list of whole numbers of 1 or more.
+        ConfigError: ``text`` is not a list of whole numbers of 1 or more.
     """
     words = [word.strip() for word in text.split(",")] if "," in text else text.split()
     if not words or not all(map(_NUM_LAYERS.fullmatch, words)):
