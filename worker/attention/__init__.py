@@ -3,5 +3,5 @@
 Owns `AttentionBackend`, the interface of attention kernels, and `AttentionMetadata`.
 In: a step's queries, block tables and lengths.
 Out: attention outputs, and keys and values written to their slots.
-Kernels themselves are in `kernels/`.
+The kernels are in `kernels/`.
 """

@@ -1,4 +1,4 @@
-"""What attention needs of one step, and the interface that every attention backend serves."""
+"""The inputs of a step's attention, and the interface of attention backends."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVCacheSpec:
-    """A layer's cache entry for one token. Layers with equal specs share a pool of blocks."""
+    """A layer's cache entry of one token. Layers with equal specs share a pool of blocks."""
 
     num_kv_heads: int
     """Heads on this rank."""
@@ -33,10 +33,10 @@ class KVCacheSpec:
     head_size: int
     dtype: torch.dtype
     window: int = 0
-    """Tokens a query looks back at, itself included; 0 means all."""
+    """Window of the queries in tokens, the query's included; 0 means no window."""
 
     is_latent: bool = False
-    """A token has one vector a head, from which its key and its value come; not two."""
+    """Whether a token has one vector a head, which serves as key and value, instead of two."""
 
     def block_shape(self, block_size: int) -> tuple[int, int, int, int]:
         """A layer's block: keys and values (or latent vectors), tokens, heads, dims."""
@@ -45,13 +45,13 @@ class KVCacheSpec:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes a token takes in one layer."""
+        """Bytes of a token in one layer."""
         return math.prod(self.block_shape(1)) * self.dtype.itemsize
 
 
 @dataclass(slots=True, kw_only=True)
 class ForwardContext:
-    """What a layer may read of the step beside its input."""
+    """The step's data that a layer may read, in addition to its input."""
 
     attention: AttentionMetadata
 
@@ -60,24 +60,25 @@ class ForwardContext:
     [num_blocks, 1, B, 1, H]: a view of the pool of all layers, with the pool's strides."""
 
     wanted: Tensor | None = None
-    """int64, in the last stage: the tokens of which hidden states are wanted; None for all."""
+    """int64, in the last stage: the tokens whose hidden states are wanted; None for all."""
 
     wanted_attention: AttentionMetadata | None = None
-    """The tokens of ``wanted`` as decodes, each the last one of its sequence, where the last
-    layer need not make queries of the others; else None."""
+    """The tokens of ``wanted`` as decodes, each the last token of its sequence, if the last
+    layer can skip the queries of the other tokens; else None."""
 
     is_in_last_layer: bool = False
-    """Said by the model that runs."""
+    """Set by the model before each layer."""
 
     known_product: Tensor | None = None
-    """What a layer's attention would make first of its normalised input [T, E], where that
-    was looked up by token id; None where it is to be made. Said by the model that runs."""
+    """The query, key and value product of a layer's normalised input [T, E], if it was looked
+    up by token id; None if the layer computes it. Set by the model before each layer."""
 
     def narrow(self, x: Tensor) -> Tensor:
-        """Of values [T, ...] of all tokens, those [N, ...] that what is wanted depends on.
+        """Drop the rows of tokens that the wanted results do not depend on: [T, ...] to [N,
+        ...].
 
-        A layer asks once its keys and values are made: behind those of the last layer nothing
-        depends on the other tokens any more.
+        A layer calls this after it has stored its keys and values: in the last layer, no later
+        result depends on the other tokens.
         """
         if self.wanted is None or not self.is_in_last_layer:
             return x
@@ -85,13 +86,13 @@ class ForwardContext:
 
     @property
     def narrow_attention(self) -> AttentionMetadata | None:
-        """Where the wanted tokens stand, for a layer that makes queries of them alone once
-        it has stored all keys and values; None where it makes them of all tokens."""
+        """The wanted tokens as decodes, for a layer that computes only their queries after it
+        has stored all keys and values; None if it computes all queries."""
         return self.wanted_attention if self.is_in_last_layer else None
 
 
 def attention_spec(config: PretrainedConfig, number: int) -> AttentionSpec:
-    """What the queries of the model's layer ``number`` see, and how they are scored."""
+    """The window and the scoring of attention in the model's layer ``number``."""
     scale = (config.query_scale or config.head_size) ** -0.5
     return AttentionSpec(
         scale=scale / (number + 1) if config.attn_divided_by_layer else scale,
@@ -104,13 +105,13 @@ class AttentionBackend(Protocol):
     """Attention of one step's queries over a paged KV cache."""
 
     name: str
-    """What logs and metrics call it."""
+    """The backend's name in logs and metrics."""
 
     spec: AttentionSpec
 
     def limit(self, window: int, num_sinks: int) -> None:
-        """Let queries see ``window`` tokens back, themselves included, and the first
-        ``num_sinks`` of the sequence. Before the first step."""
+        """Restrict queries to a window of ``window`` tokens, the query's included, and the
+        first ``num_sinks`` tokens of the sequence. Called before the first step."""
         ...
 
     def forward(
@@ -134,13 +135,13 @@ class AttentionBackend(Protocol):
     ) -> Tensor:
         """Rotate queries and keys, write keys and values to their slots, then attend.
 
-        ``heads`` holds the N queries, then the K keys and K values of each token; what is
-        left of it is undefined. Returns [T, N, H].
+        ``heads`` holds the N queries, then the K keys and K values of each token, and is
+        overwritten. Returns [T, N, H].
         """
         ...
 
     def attend(
         self, query_TNH: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
-        """Attend to keys and values that are in their slots already. Returns [T, N, H]."""
+        """Attend to keys and values that were written earlier. Returns [T, N, H]."""
         ...

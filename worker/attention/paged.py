@@ -1,4 +1,4 @@
-"""Attention over the paged cache by the operators that were chosen for the device."""
+"""Attention over the paged cache with the operators of the device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trimaran.worker.layers.rotary import RotaryEmbedding
 
 
 class PagedAttention:
-    """Stores the step's keys and values, then attends; decodes and prompt chunks mix."""
+    """Writes the step's keys and values, then attends; decodes and prompt chunks mix."""
 
     def __init__(self, ops: Ops, spec: AttentionSpec) -> None:
         self._ops = ops
@@ -23,8 +23,8 @@ class PagedAttention:
         self.name = ops.backends["paged_attention"]
 
     def limit(self, window: int, num_sinks: int) -> None:
-        """Let queries see ``window`` tokens back, themselves included, and the first
-        ``num_sinks`` of the sequence. Before the first step."""
+        """Restrict queries to a window of ``window`` tokens, the query's included, and the
+        first ``num_sinks`` tokens of the sequence. Called before the first step."""
         self.spec = replace(self.spec, window=window, num_sinks=num_sinks)
 
     def forward(
@@ -48,7 +48,7 @@ class PagedAttention:
         metadata: AttentionMetadata,
     ) -> Tensor:
         """Rotate queries and keys, write keys and values to their slots, then attend."""
-        # Where a sequence's length chooses its angles, its position alone does not say which.
+        # If angles depend on a sequence's length, a position alone does not determine them.
         if not rotary.switch_at:
             output_TNH = self._ops.rotated_attention(
                 heads_TAH, rotary.cos_sin, kv_cache, metadata, self.spec, rotary.is_neox
@@ -62,7 +62,7 @@ class PagedAttention:
     def attend(
         self, query_TNH: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
-        """Attend to keys and values that are in their slots already. Returns [T, N, H]."""
+        """Attend to keys and values that were written earlier. Returns [T, N, H]."""
         return self._ops.paged_attention(query_TNH, kv_cache, metadata, self.spec)
 
     def attend_to_latents(
@@ -73,9 +73,9 @@ class PagedAttention:
         metadata: AttentionMetadata,
         heads: LatentHeads,
     ) -> Tensor:
-        """Attend to latent vectors that are in their slots already. Returns [T, N, V].
+        """Attend to latent vectors that were written earlier. Returns [T, N, V].
 
-        ``vectors`` are those of the step's own tokens, and their rotated keys.
+        ``vectors`` are those of the step's own tokens, with their rotated keys.
         """
         return self._ops.latent_attention(
             query_TNH, *vectors, kv_cache, metadata, self.spec, heads

@@ -18,18 +18,18 @@ from trimaran.worker.models.interfaces import CausalLM
 
 logger = logging.getLogger(__name__)
 
-# Shapes: L layers with experts of this rank's stage, X experts of a layer, W width of a row.
+# Shapes: L layers with experts in this rank's stage, X experts of a layer, W width of a row.
 
 _CHUNK_BYTES = 64 << 20
-"""Of matrices on their way at once."""
+"""Most bytes of matrices that are being sent at once."""
 
 
 class ExpertBalancer:
-    """The placement of each layer's experts, looked at every ``interval`` steps.
+    """The placement of each layer's experts, rebalanced every ``interval`` steps.
 
-    All ranks that share experts take part in the same steps, know the same loads and so come
-    to the same placements. Weights move within memory that stays where it is; maps change on
-    the device: CUDA graphs remain as they are.
+    All ranks that share experts rebalance after the same steps, with the same loads, and so
+    compute the same placements. Weights are copied within fixed memory, and maps change on the
+    device, so CUDA graphs stay valid.
     """
 
     def __init__(
@@ -40,9 +40,9 @@ class ExpertBalancer:
         num_redundant: int,
         interval: int,
     ) -> None:
-        """``num_redundant`` places of a layer, a multiple of the parts, are empty at first.
+        """``num_redundant`` slots of a layer, a multiple of the parts, are empty at first.
 
-        After the weights are loaded; before the memory for the KV cache is counted.
+        Call after loading the weights, and before sizing the KV cache.
         """
         self._mixtures = [mixtures[number] for number in loads.layers]
         self._loads = loads
@@ -71,12 +71,12 @@ class ExpertBalancer:
 
     @torch.inference_mode()
     def fill(self) -> None:
-        """Copy experts to empty places, as if all had as much to do. Collective."""
+        """Copy experts to empty slots, as if all loads were equal. Collective."""
         num_moves, *_ = self._arrange(np.ones_like(self._seen_LX))
         logger.info("copied %d experts to the redundant places", num_moves)
 
     def balance(self) -> None:
-        """Move what should be elsewhere, for the loads since the last time. Collective."""
+        """Move experts for the loads since the last rebalance. Collective."""
         num_moves, before, after = self._arrange(self._fresh_counts())
         if num_moves:
             logger.info(
@@ -88,8 +88,8 @@ class ExpertBalancer:
             )
 
     def _arrange(self, fresh_LX: IntArray) -> tuple[int, float, float]:
-        """Place every layer's experts for these loads. Returns how many were copied, and the
-        worst imbalance of a layer before and after. Collective."""
+        """Place every layer's experts for these loads. Returns the number of copied experts,
+        and the worst imbalance of a layer before and after. Collective."""
         num_moves, before, after = 0, 1.0, 1.0
         for place, mixture in enumerate(self._mixtures):
             now, tokens_X = self._placements[place], fresh_LX[place]
@@ -107,7 +107,8 @@ class ExpertBalancer:
         return num_moves, before, after
 
     def _fresh_counts(self) -> IntArray:
-        """Tokens of every expert since the last time from all lanes, equal on all ranks."""
+        """Tokens of every expert since the last rebalance, over all dp ranks. Equal on all
+        ranks."""
         counts_LX: IntArray = self._loads.counts_LX.cpu().numpy().copy()
         fresh_LX: IntArray = counts_LX - self._seen_LX
         self._seen_LX = counts_LX
@@ -120,16 +121,16 @@ class ExpertBalancer:
         return total_LX
 
     def _move(self, matrices: Tensor, moves: Sequence[Move]) -> None:
-        """Copy whole matrices between places, some rows of all of them at a time.
+        """Copy whole matrices between slots, a range of rows of all matrices at a time.
 
-        All rows are sent before any is overwritten: a place may be a source and a target.
+        All rows are sent before any is overwritten: a slot may be a source and a target.
         """
         num_parts = self._num_parts
         own_part = self._ranks.rank % num_parts
         num_rows, width = matrices.shape[1:]
         leaving = [move for move in moves if move.from_part == own_part]
         coming = [move for move in moves if move.to_part == own_part]
-        # In the order of the ranks that get them, and of those that sent them.
+        # Ordered by receiving rank, then by sending rank.
         sources = [
             move.from_place for move in sorted(leaving, key=lambda m: (m.to_part, m.to_place))
         ]
@@ -147,7 +148,7 @@ class ExpertBalancer:
                 matrices[targets, first : first + height] = found.view(-1, height, width)
 
     def _pairs(self, moves: Sequence[Move]) -> list[list[int]]:
-        """Matrices to send from rank to rank; both ranks cut experts alike."""
+        """Number of matrices from rank to rank; both ranks shard experts alike."""
         size, num_parts = self._ranks.size, self._num_parts
         pairs = [[0] * size for _ in range(size)]
         for move in moves:
@@ -157,7 +158,7 @@ class ExpertBalancer:
 
 
 def balance_experts(model: CausalLM, loads: ExpertLoads | None, config: ExpertsConfig) -> None:
-    """Let a model's experts be balanced from now on, if that is asked for. Collective over
+    """Balance a model's experts from now on, if the configuration asks for it. Collective over
     the ranks that share experts.
 
     ``config`` was checked against the model; a stage may still have no experts.

@@ -1,4 +1,4 @@
-"""How many tokens each expert got: counted where the model runs, read without a wait."""
+"""Tokens of each expert: counted on the model's device, read without a host wait."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from trimaran.kernels.routing import ExpertCounter
 from trimaran.worker.layers.experts import ExpertMLP
 from trimaran.worker.models.interfaces import CausalLM
 
-# Shapes: L layers with experts of this rank's stage, X experts of a layer.
+# Shapes: L layers with experts in this rank's stage, X experts of a layer.
 
 
 class Balances(Protocol):
     """The interface of an expert balancer."""
 
     def after_step(self) -> None:
-        """Count a step, and rebalance if it is time."""
+        """Count a step, and rebalance if the interval has passed."""
         ...
 
 
 class ExpertLoads:
-    """Counts of every expert of a stage's layers since the start, on the model's device.
+    """Tokens of every expert in a stage's layers since the start, on the model's device.
 
-    Counting is a part of the choice. Every rank of a tensor group counts the same; the first
-    one reports.
+    The routing kernel counts. All ranks of a tensor group have the same counts; the first rank
+    reports them.
     """
 
     def __init__(
         self, mixtures: dict[int, ExpertMLP], num_tokens: Tensor | None, last_layer: int
     ) -> None:
-        """``mixtures`` are by the number of their layer, of which the model's last is
-        ``last_layer``; ``num_tokens`` as in `ExpertCounter`."""
+        """``mixtures`` are by the number of their layer; ``last_layer`` is the number of the
+        model's last. ``num_tokens`` as in `ExpertCounter`."""
         self.layers = sorted(mixtures)
         first = mixtures[self.layers[0]].router.weight
         shape = (len(self.layers), first.shape[0])
@@ -44,7 +44,7 @@ class ExpertLoads:
         for counts, number in zip(self.counts_LX, self.layers, strict=True):
             mixtures[number].router.counter = ExpertCounter(counts, num_tokens)
         self._last = mixtures[last_layer].router if last_layer in mixtures else None
-        # Not None, as kernels without a counter are others, to be compiled first.
+        # Not None: kernels without a counter are other kernels, which would be compiled too.
         self._unread = ExpertCounter(torch.zeros_like(self.counts_LX[0]), num_tokens)
         is_gpu = first.device.type == "cuda"
         self._host_LX = torch.zeros(shape, dtype=torch.int64, pin_memory=is_gpu)
@@ -52,18 +52,18 @@ class ExpertLoads:
         if is_gpu:
             self._copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         self.balancer: Balances | None = None
-        """What acts upon the counts."""
+        """The balancer that uses the counts, if any."""
 
     @classmethod
     def of(cls, model: CausalLM, num_tokens: Tensor | None) -> ExpertLoads | None:
-        """Counts of a model's layers from now on; None if none of them has experts."""
+        """Count a model's layers from now on; None if no layer has experts."""
         mixtures = mixtures_of(model)
         last = model.config.num_hidden_layers - 1
         return cls(mixtures, num_tokens, last) if mixtures else None
 
     @contextmanager
     def nobody_in_last_layer(self) -> Iterator[None]:
-        """Meanwhile, tokens of the model's last layer stand for none and are not counted."""
+        """A context in which tokens in the model's last layer are not counted."""
         if self._last is None:
             yield
             return
@@ -74,11 +74,11 @@ class ExpertLoads:
             self._last.counter = counter
 
     def reset(self) -> None:
-        """Forget what was counted so far."""
+        """Set all counts to 0."""
         self.counts_LX.zero_()
 
     def after_step(self) -> None:
-        """Let the balancer act if it is time. Collective over the ranks that share experts."""
+        """Let the balancer rebalance if due. Collective over the ranks that share experts."""
         if self.balancer is not None:
             self.balancer.after_step()
 
@@ -89,20 +89,20 @@ class ExpertLoads:
             self._copied.record()
 
     def is_ready(self) -> bool:
-        """Whether `finish` would wait for nothing."""
+        """Whether `finish` would return without a wait."""
         return self._copied is None or bool(self._copied.query())  # type: ignore[no-untyped-call]
 
     def finish(self) -> ExpertReport:
-        """The counts whose copy was started last. Any thread may wait here."""
+        """The counts whose copy was started last. Any thread may call this and wait."""
         if self._copied is not None:
-            # Any other thread would wait on the first GPU, and take memory there.
+            # A new thread's current device is the first GPU, where it would take memory.
             torch.cuda.set_device(self.counts_LX.device)
             self._copied.synchronize()
         return ExpertReport(layers=self.layers, counts=self._host_LX.numpy().tobytes())
 
 
 def mixtures_of(model: CausalLM) -> dict[int, ExpertMLP]:
-    """A stage's mixtures by the number of their layer."""
+    """A stage's mixtures of experts by the number of their layer."""
     return {
         int(name.split(".")[1]): module
         for name, module in model.named_modules()

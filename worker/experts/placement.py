@@ -1,4 +1,4 @@
-"""Which part of the ranks holds which experts, and a better arrangement for what they do."""
+"""The placement of experts in the slots of ranks, and a better placement for given loads."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from numpy.typing import NDArray
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 
-# Shapes: X experts of a layer, P parts of the ranks, K places of a part.
+# Shapes: X experts of a layer, P parts of the ranks, K slots of a part.
 
 EMPTY = -1
 
 _WORTH = 0.95
-"""Experts move for an imbalance that falls below this share of what it is."""
+"""Experts move if the imbalance falls below this fraction of the current imbalance."""
 
 _ROUNDING = 1e-9
-"""Imbalances that differ by less are the same: sums of the same loads in another order."""
+"""Imbalances that differ by less are equal: rounding of the same loads in another order."""
 
 
 class Move(NamedTuple):
-    """A copy of an expert's matrices from one place to another."""
+    """A copy of an expert's matrices from one slot to another."""
 
     from_part: int
     from_place: int
@@ -33,19 +33,20 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The expert at each place of each part; some are empty, some experts are at several parts.
+    """The expert in each slot of each part; slots may be empty, experts may have several
+    copies.
 
-    Places are numbered through, part after part, as the routing wants them.
+    Slots are numbered part after part, as the routing kernel numbers them.
     """
 
     experts: IntArray
-    """[P, K]; `EMPTY` where there is none."""
+    """[P, K]; `EMPTY` for a slot without an expert."""
 
     num_experts: int
 
     @classmethod
     def initial(cls, num_experts: int, num_parts: int, num_redundant: int = 0) -> Placement:
-        """Every expert once, in their order, as ranks load them; redundant places are empty.
+        """Each expert once, in order, as ranks load them; redundant slots are empty.
 
         Both numbers are multiples of ``num_parts``.
         """
@@ -54,12 +55,12 @@ class Placement:
         return cls(np.concatenate([own, empty], axis=1), num_experts)
 
     def num_copies(self) -> IntArray:
-        """Places of each expert, [X]."""
+        """Copies of each expert, [X]."""
         held = self.experts[self.experts != EMPTY]
         return np.bincount(held, minlength=self.num_experts)
 
     def places(self) -> IntArray:
-        """Numbers of each expert's places, [X, P]; behind the last one its first again."""
+        """Slots of each expert, [X, P]; unused entries repeat the first slot."""
         num_parts = self.experts.shape[0]
         places = np.zeros((self.num_experts, num_parts), dtype=np.int64)
         for expert in range(self.num_experts):
@@ -69,26 +70,26 @@ class Placement:
         return places
 
     def loads(self, tokens_X: IntArray) -> FloatArray:
-        """What falls to each part, [P], if each expert's tokens are shared by its places."""
+        """Load of each part, [P], with each expert's tokens divided evenly over its copies."""
         shares_X = tokens_X / self.num_copies()
         padded = np.append(shares_X, 0.0)
         loads: FloatArray = padded[self.experts].sum(axis=1)
         return loads
 
     def imbalance(self, tokens_X: IntArray) -> float:
-        """The busiest part's load over the average; 1 without any load."""
+        """The busiest part's load divided by the average; 1 without any load."""
         loads_P = self.loads(tokens_X)
         mean = float(loads_P.mean())
         return float(loads_P.max()) / mean if mean else 1.0
 
     def balanced(self, tokens_X: IntArray) -> Placement:
-        """A placement for these loads, or this one unless the busiest part then has some 5 %
-        less to do; equal on all ranks that know the same.
+        """A placement for these loads; this one unless the other saves some 5 % of the busiest
+        part's load. Deterministic, so ranks with the same loads agree.
 
-        Places are given to whichever expert has most tokens a copy, one copy a part at most.
-        Copies go, the busiest first, to the part with the least to do that has room; what
-        stays at a part keeps its place there. Places that are empty then are filled, also
-        for even loads, unless the busiest part then has more to do.
+        Each further copy goes to the expert with the most tokens a copy, at most one copy a
+        part. Copies are assigned, the busiest first, to the least loaded part with a free slot.
+        An expert that stays at a part keeps its slot. Then empty slots are filled, also for
+        even loads, unless that raises the busiest part's load.
         """
         if not tokens_X.any():
             return self
@@ -105,8 +106,9 @@ class Placement:
         return best if is_worse else filled
 
     def _with_another_copy(self, tokens_X: IntArray) -> Placement | None:
-        """One more place filled, at the part with the least to do that has an empty one, with
-        whichever expert elsewhere has most tokens a copy; None if none can be."""
+        """This placement with one more filled slot: at the least loaded part with an empty
+        slot, the expert of another part with the most tokens a copy. None if no part has
+        room."""
         is_empty_PK = self.experts == EMPTY
         num_held_P = (~is_empty_PK).sum(axis=1)
         has_room_P = is_empty_PK.any(axis=1) & (num_held_P < self.num_experts)
@@ -120,9 +122,9 @@ class Placement:
         return Placement(experts, self.num_experts)
 
     def moves_to(self, other: Placement) -> list[Move]:
-        """The copies that make this placement the other; each source is a place of this one.
+        """The copies that turn this placement into the other; sources are slots of this one.
 
-        Of an expert at several parts, the sources take turns.
+        The copies of an expert that several parts hold are read from these parts in turn.
         """
         moves = []
         for part, place in np.argwhere(other.experts != self.experts).tolist():
@@ -152,7 +154,7 @@ def _spread(
     """Experts of each part."""
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     loads = np.zeros(num_parts)
-    # First copies first: there is a place for each of them.
+    # First copies first, because every expert needs a slot.
     order = np.argsort(-shares_X, kind="stable").tolist()
     for expert in order:
         for copy in range(int(copies_X[expert])):
@@ -174,7 +176,7 @@ def _spread(
 
 
 def _keep_places(now_PK: IntArray, parts: list[list[int]]) -> IntArray:
-    """The same parts, named and arranged so that as few experts as possible move."""
+    """The same parts, assigned and ordered so that as few experts as possible move."""
     num_parts, _ = now_PK.shape
     wanted = [set(part) for part in parts]
     overlaps = [

@@ -1,4 +1,4 @@
-"""What rank 0 tells front ends of the experts' loads, from all stages and lanes."""
+"""Reports of expert loads from rank 0 to front ends, over all stages and dp ranks."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from trimaran.comm.stages.pipeline import PipelineLinks
 from trimaran.worker.experts.loads import ExpertLoads
 
 ASK = b"experts"
-"""In the place of a decision: the first rank of each stage and lane tells its counts."""
+"""Sent in place of a decision: the first rank of each stage and dp rank answers with counts."""
 
 _PERIOD_S = 1.0
-"""Least time between two reports of an engine that is at work."""
+"""Shortest time between two reports of a busy engine."""
 
 _NOTHING = ExpertReport(layers=[], counts=b"")
 
 
 class ExpertReports:
-    """One rank's part in the reports: rank 0 asks and adds up, others answer.
+    """One rank's part in the reports: rank 0 asks and adds up, other ranks answer.
 
     A busy engine does not wait: a later report carries the requested counts.
     """
@@ -30,7 +30,7 @@ class ExpertReports:
     def __init__(
         self, loads: ExpertLoads | None, control: ControlPlane, links: PipelineLinks
     ) -> None:
-        """``loads`` are those of this rank's stage, None if that has no experts."""
+        """``loads`` are those of this rank's stage; None if no layer of it has experts."""
         self._loads = loads
         self._control = control
         self._writer, self._readers = links.report_writer, links.report_readers
@@ -38,7 +38,7 @@ class ExpertReports:
         self._next_s = 0.0
 
     def answer(self) -> None:
-        """Send the counts to rank 0, if this rank reports."""
+        """Send the counts to rank 0, if this rank is the one that reports."""
         loads = self._loads
         if self._writer is None:
             return
@@ -49,8 +49,8 @@ class ExpertReports:
         self._writer.post(lambda: encode(loads.finish()), is_ready=loads.is_ready())
 
     def report(self, *, is_idle: bool) -> ExpertReport | None:
-        """What there is to tell, if it is time: counts of some moments ago, or if nothing
-        runs those of now, which are waited for.
+        """The report, if one is due: the counts that were requested earlier, or if the engine
+        is idle the current counts, after a wait.
 
         Raises:
             PeerLostError: a rank did not answer.
@@ -97,7 +97,7 @@ class ExpertReports:
 
 
 def added_up(reports: list[ExpertReport]) -> ExpertReport:
-    """The counts of all layers that some report has; those of several lanes add up."""
+    """The counts of all layers in the reports; counts of several dp ranks add up."""
     rows: dict[int, NDArray[np.int64]] = {}
     for report in reports:
         counts = np.frombuffer(report.counts, "<i8").reshape(max(len(report.layers), 1), -1)

@@ -1,4 +1,4 @@
-"""DeepSeek V2 and V3: latent attention, and experts behind a few dense layers."""
+"""DeepSeek V2 and V3: latent attention, and experts in all but the first layers."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from trimaran.worker.parallel.tensor_parallel import Addend
 # head, L dims of a latent vector, R rotated dims of a key.
 
 _LATENT_NORM_EPSILON = 1e-6
-"""The epsilon of the norms inside the attention; the layer norms have their own."""
+"""Epsilon of the norms inside the attention; the layer norms have another epsilon."""
 
 _PREDICTED_LAYER = (
     "embed_tokens.weight", "enorm.weight", "hnorm.weight", "eh_proj.weight",
     "shared_head.norm.weight", "shared_head.head.weight",
 )  # fmt: skip
-"""What a layer that predicts further tokens has beside a decoder layer's weights."""
+"""Weights that only a layer for multi-token prediction has."""
 
 
 class LatentAttention(nn.Module):
@@ -42,9 +42,9 @@ class LatentAttention(nn.Module):
 
     The cache holds that vector, normalised, and one rotated key that all heads share. A head's
     key is ``key_up.T`` times the vector, so a score is the vector times ``key_up`` times the
-    query; its value is ``value_up`` times the vector, which is taken after the vectors were
-    summed up. So no head's keys and values are ever made: queries of N heads attend to one
-    key-value head of L + R dims.
+    query. A head's value is ``value_up`` times the vector, and is computed after the weighted
+    sum of vectors. The keys and values of heads are never computed: the queries of N heads
+    attend to one key-value head of L + R dims.
     Source: DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1.
     """
 
@@ -62,7 +62,7 @@ class LatentAttention(nn.Module):
         self._query_rank = config.q_lora_rank
         parts = {"q": config.q_lora_rank} if config.q_lora_rank else {}
         parts["kv"] = rank + config.qk_rope_head_dim
-        # Every rank needs the vectors whole.
+        # Every rank needs the whole vectors.
         self.down_proj = MergedColumnParallelLinear(
             context.alone(), hidden, parts, bias=config.attn_bias
         )
@@ -80,7 +80,7 @@ class LatentAttention(nn.Module):
             context, share.times(config.v_head_dim), hidden, bias=config.attn_bias
         )
         self._ops = context.ops
-        # Shared by all layers and owned by the model.
+        # All layers share this module, which the model owns.
         self._rotary = [rotary]
         spec = replace(attention_spec(config, number), latent_size=rank)
         self.backend = PagedAttention(context.ops, spec)
@@ -95,8 +95,8 @@ class LatentAttention(nn.Module):
     ) -> Addend:
         """Attend over this layer's cache. Collective over the tensor group.
 
-        Returns what is still to be added to the residual, if there is one; else None. The
-        residual is narrowed already, as the output is here.
+        Returns the output, or None if it is in the residual already. With an output, the
+        residual is narrowed already, as the output is.
         """
         metadata, rotary, query_rank = context.attention, self._rotary[0], self._query_rank
         vectors = self.down_proj.forward(hidden_TD)
@@ -135,7 +135,7 @@ class DeepseekLayer(ExpertLayer):
         rotary: RotaryEmbedding,
         number: int,
     ) -> nn.Module:
-        """What each layer begins with."""
+        """The attention of a layer."""
         return LatentAttention(config, context, rotary, number)
 
 
@@ -149,7 +149,7 @@ class DeepseekV2ForCausalLM(MixtralForCausalLM):
     projections = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}  # noqa: RUF012
 
     def make_shared(self) -> None:
-        """Make the angles of the rotated part of queries and keys."""
+        """Make the angles for the rotated dims of queries and keys."""
         config = self.config
         self.rotary = self.local_rotary = RotaryEmbedding(
             self.context,
@@ -161,7 +161,7 @@ class DeepseekV2ForCausalLM(MixtralForCausalLM):
         )
 
     def kv_cache_specs(self) -> list[KVCacheSpec]:
-        """One entry a layer of this stage, in order; every rank has all of a vector."""
+        """One entry a layer of this stage, in order; every rank caches whole vectors."""
         spec = KVCacheSpec(
             num_kv_heads=1,
             head_size=self.config.kv_lora_rank + self.config.qk_rope_head_dim,
@@ -171,7 +171,7 @@ class DeepseekV2ForCausalLM(MixtralForCausalLM):
         return [spec] * (self.stage.end - self.stage.first)
 
     def checkpoint_weights(self) -> dict[str, tuple[WeightTarget, ...]]:
-        """Every weight of the whole model by its Hugging Face name, and where it goes."""
+        """Each weight of the whole model by its Hugging Face name, and its parameter here."""
         weights = super().checkpoint_weights()
         for number in range(self.config.num_hidden_layers):
             layer = f"layers.{number}"
@@ -182,7 +182,7 @@ class DeepseekV2ForCausalLM(MixtralForCausalLM):
         return weights
 
     def layer_weights(self) -> list[tuple[str, str, str]]:
-        """(checkpoint name, parameter, shard) of one layer's weights but the MLP's."""
+        """(checkpoint name, parameter, shard) of one layer's weights except the MLP's."""
         linears = [
             ("kv_a_proj_with_mqa", "down_proj", "kv", self.config.attn_bias),
             ("o_proj", "o_proj", "", self.config.attn_bias),
@@ -211,7 +211,7 @@ class DeepseekV2ForCausalLM(MixtralForCausalLM):
 class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
     """DeepSeek V3, one pipeline stage of it.
 
-    The layer that predicts further tokens, behind the last one, is left out.
+    The layer for multi-token prediction, after the last layer, is not loaded.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """The first layer's queries, keys and values by token id: a look-up in place of a product.
 
-Before rotary positions they depend only on a token's embedding, so the table is computed once
-for the whole vocabulary (Graef, "Transformer tricks: Precomputing the first layer",
-arXiv:2402.13388). A step then has one norm and one product less.
+They depend only on a token's embedding until the rotary embedding, so the table is computed
+once for the whole vocabulary (Graef, "Transformer tricks: Precomputing the first layer",
+arXiv:2402.13388). Each step then saves a norm and a product.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from trimaran.worker.models.interfaces import CausalLM
 logger = logging.getLogger(__name__)
 
 MOST_SHARE = 0.02
-"""Largest part of a GPU's memory for a table that the configuration does not ask for. The table
-of an 8B Llama (1.6 GB) gains 0.2 %, about as much as that memory gains in a small KV cache."""
+"""Largest fraction of a GPU's memory for a table that the configuration does not ask for. The
+table of an 8B Llama (1.6 GB) gains 0.2 %, about as much as that memory as KV cache gains."""
 
 
 def uses_first_layer_table(
     config: EngineConfig, model: CausalLM, gpu_memory: tuple[int, int] | None
 ) -> bool:
-    """Whether this rank uses a table; stages without the first layer answer alike.
+    """Whether this rank uses a table; all stages give the same answer.
 
     ``gpu_memory``: free and total bytes of the rank's GPU; None on a CPU. Collective over
     the tensor group.
@@ -46,9 +46,9 @@ def uses_first_layer_table(
 
 
 def make_first_layer_table(model: CausalLM, most_tokens: int) -> None:
-    """Make the model's table, ``most_tokens`` rows at a time.
+    """Compute the model's table, ``most_tokens`` rows at a time.
 
-    A stage without the first layer makes none. Collective over the tensor group.
+    A stage without the first layer computes none. Collective over the tensor group.
     """
     project = model.first_projection()
     if project is None:
@@ -61,7 +61,7 @@ def make_first_layer_table(model: CausalLM, most_tokens: int) -> None:
 
 
 def _why_not(config: EngineConfig, model: CausalLM, gpu_memory: tuple[int, int] | None) -> str:
-    """Why this rank cannot use a table; empty if it can."""
+    """The reason why this rank cannot use a table; empty if it can."""
     if gpu_memory is None:
         return "the device is cpu"
     if config.deterministic:
@@ -78,7 +78,7 @@ def _why_not(config: EngineConfig, model: CausalLM, gpu_memory: tuple[int, int] 
     num_bytes = model.config.vocab_size * row.nbytes
     free, total = gpu_memory
     size = f"its table takes {num_bytes / 2**30:.2f} GiB"
-    # `torch.cat` holds the parts and the table at the same time.
+    # `torch.cat` needs memory for the parts and the table at the same time.
     if 2 * num_bytes > free:
         return f"{size}, and twice as much is needed of the {free / 2**30:.2f} GiB free"
     if not config.first_layer_table and num_bytes > MOST_SHARE * total:

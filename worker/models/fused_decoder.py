@@ -19,7 +19,8 @@ from trimaran.worker.layers.rotary import RotaryEmbedding
 
 
 class FusedLayers:
-    """Decoder layers in one call, or in one call between two sums over the tensor group."""
+    """Decoder layers in one call, or in one call between two all-reduces of the tensor
+    group."""
 
     def __init__(
         self, decoder: Decoder, context: LayerContext, biases: list[tuple[Tensor | None, ...]]
@@ -31,8 +32,8 @@ class FusedLayers:
     def forward(
         self, hidden_TD: Tensor, positions_T: Tensor, context: ForwardContext
     ) -> tuple[Tensor, Tensor]:
-        """The last layer's output and the residual that is still to be added to it, both of
-        the tokens that are wanted."""
+        """The last layer's output, and the residual that the final norm adds; of the wanted
+        tokens alone."""
         metadata = context.attention
         step = DecoderStep(
             positions_T,
@@ -55,7 +56,7 @@ class FusedLayers:
     def _run(
         self, halves: tuple[int, int], x_TD: Tensor, residual_TD: Tensor, step: DecoderStep
     ) -> None:
-        """Halves of layers, one after the other; see `Decoder.run`."""
+        """Run these halves of layers in order; see `Decoder.run`."""
         if self._tp.size == 1:
             self._decoder.run(halves, x_TD, residual_TD, step)
             return
@@ -73,10 +74,10 @@ def fuse_layers(
     layers: Sequence[nn.Module],
     rotary: RotaryEmbedding | None,
 ) -> FusedLayers | None:
-    """The layers as one operator; None where a method or the device has none for them,
-    as for a layer that does not see all tokens or has norms of its own.
+    """The layers as one operator; None if a quantization method or the device has no such
+    operator, or if a layer has windows or other parts than `_is_plain` allows.
 
-    Weights are read where they are: none may be replaced afterwards.
+    The operator reads the layers' own weights, so no weight may be replaced afterwards.
     """
     if config.parallel_residual:
         return None
@@ -97,7 +98,7 @@ def fuse_layers(
         activation=config.hidden_act,
         cos_sin=None if rotary is None else rotary.cos_sin,
     )
-    # With several ranks a row-parallel bias is added after the sum.
+    # With several ranks a row-parallel bias is added after the all-reduce.
     is_alone = context.tp.size == 1
     weights = [_weights_of(layer, with_row_biases=is_alone) for layer in layers]
     decoder = context.ops.fuse_decoder(shape, weights)
@@ -112,12 +113,12 @@ _ATTENTION_PARTS = {"qkv_proj", "o_proj"}
 
 
 def _is_plain(layer: Any) -> bool:
-    """Whether a layer consists of two norms and products with the weight as it is, with
-    plain attention between them, and of nothing else."""
+    """Whether a layer consists of two norms, unquantized products and plain attention, and of
+    nothing else."""
     attention = layer.attention
     if {name for name, _ in layer.named_children()} != _PARTS:
         return False
-    # Experts have no product of their own.
+    # Experts have no product in their place.
     if not hasattr(layer.mlp, "down_proj"):
         return False
     if {name for name, _ in attention.named_children()} != _ATTENTION_PARTS:

@@ -1,4 +1,4 @@
-"""Gemma 2 and Gemma 3 for text: norms behind attention and MLP, capped scores and logits."""
+"""Gemma 2 and Gemma 3 for text: norms after attention and MLP, capped scores and logits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trimaran.worker.parallel.tensor_parallel import Addend
 
 
 class GemmaLayer(LlamaLayer):
-    """One decoder layer, with a norm behind each part; the next norm adds the residual."""
+    """One decoder layer, with a norm after each part; the following norm adds the residual."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class GemmaLayer(LlamaLayer):
         kv_cache: Tensor,
         context: ForwardContext,
     ) -> tuple[Addend, Tensor]:
-        """Returns what is still to be added to the residual, and the residual."""
+        """Returns the output and the residual, not added yet."""
         normed, residual = self.normalise(hidden_TD, residual_TD, context)
         residual = context.narrow(residual)
         attended = self.attention.forward(normed, None, positions_T, kv_cache, context)
@@ -55,7 +55,7 @@ class Gemma2ForCausalLM(LlamaForCausalLM):
     layer_class = GemmaLayer
 
     def make_embedding(self, vocabulary: tuple[int, int, int]) -> VocabParallelEmbedding:
-        """Token vectors times the root of the hidden size."""
+        """Token embeddings, multiplied by the root of the hidden size."""
         return ScaledEmbedding(self.context, *vocabulary, scale=vocabulary[2] ** 0.5)
 
     def layer_norms(self) -> list[tuple[str, str]]:
@@ -70,10 +70,10 @@ class Gemma2ForCausalLM(LlamaForCausalLM):
 
 
 class Gemma3ForCausalLM(Gemma2ForCausalLM):
-    """Gemma 3, one pipeline stage of it; what differs is in its configuration."""
+    """Gemma 3, one pipeline stage of it; the differences are in its configuration."""
 
 
 class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):
-    """The decoder of a Gemma 3 that also takes images; what is for images is not read."""
+    """The decoder of a Gemma 3 with images; weights of the image encoder are not read."""
 
     outer_prefix = "language_model."

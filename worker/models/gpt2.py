@@ -1,4 +1,4 @@
-"""GPT-2: learned positions, layer norm, biases everywhere."""
+"""GPT-2: learned positions, layer norm, biases in all products."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class GPT2MLP(nn.Module):
 
 
 class GPT2Layer(nn.Module):
-    """One decoder layer; the residual is added by the next norm."""
+    """One decoder layer; the following norm adds the residual."""
 
     def __init__(self, config: PretrainedConfig, context: LayerContext, number: int) -> None:
         super().__init__()
@@ -105,9 +105,9 @@ class GPT2Layer(nn.Module):
         kv_cache: Tensor,
         context: ForwardContext,
     ) -> tuple[Tensor, Tensor]:
-        """Returns the MLP's output and the residual that is still to be added to it.
+        """Returns the MLP's output and the residual, not added yet.
 
-        ``positions_T`` are in the hidden states already.
+        ``positions_T`` is unused: `embed` has added the position embeddings.
         """
         normed, residual = self.attention_norm.forward(hidden_TD, residual_TD)
         attended = self.attention.forward(normed, kv_cache, context)
@@ -123,7 +123,7 @@ class GPT2LMHeadModel(CausalLM):
     adapter_modules = {**ATTENTION_ADAPTERS, **PLAIN_MLP_ADAPTERS}  # noqa: RUF012
 
     def make_embedding(self, vocabulary: tuple[int, int, int]) -> VocabParallelEmbedding:
-        """The token embedding; that of positions comes with it."""
+        """The token embedding; makes the position embedding as well."""
         self.embed_positions = PositionEmbedding(
             self.context, self.config.max_position_embeddings, self.config.hidden_size
         )
@@ -134,22 +134,22 @@ class GPT2LMHeadModel(CausalLM):
         return GPT2Layer(self.config, self.context, number)
 
     def make_norm(self) -> LayerNorm:
-        """The norm behind the last layer."""
+        """The norm after the last layer."""
         return LayerNorm(self.context, self.config.hidden_size, self.config.norm_epsilon)
 
     def embed(
         self, token_ids_T: Tensor, positions_T: Tensor, vectors_TD: Tensor | None
     ) -> Tensor:
-        """The tokens' vectors and those of their positions, added up [T, D]."""
+        """The sums of token and position embeddings [T, D]."""
         vectors_TD = super().embed(token_ids_T, positions_T, vectors_TD)
         return vectors_TD + self.embed_positions.forward(positions_T)
 
     def checkpoint_weights(self) -> dict[str, tuple[WeightTarget, ...]]:
-        """Every weight of the whole model by its Hugging Face name, and where it goes."""
+        """Each weight of the whole model by its Hugging Face name, and its parameter here."""
         is_tied = self.config.tie_word_embeddings
         embedding = [WeightTarget("embed_tokens.weight")]
         if is_tied:
-            # A last stage without the embedding holds a copy as its head.
+            # A last stage without the embedding holds a copy of it as its head.
             embedding.append(WeightTarget("lm_head.weight"))
         weights = {
             "wte.weight": tuple(embedding),

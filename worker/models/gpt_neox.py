@@ -1,4 +1,4 @@
-"""GPT-NeoX, GPT-J and Falcon: layer norm, rotary positions or ALiBi, a plain MLP."""
+"""GPT-NeoX, GPT-J and Falcon: layer norm, rotary positions or ALiBi, an MLP without a gate."""
 
 from __future__ import annotations
 
@@ -43,10 +43,11 @@ from trimaran.worker.parallel.partition import DimPartition, partition_heads
 
 
 def slopes(num_heads: int) -> list[float]:
-    """What each head's bias rises by from one position to the next.
+    """The slope of each head's bias: its increase from one position to the next.
 
-    A geometric sequence for a power of two; of other numbers the next lower power's, and then
-    every other one of the next higher power's. Source: https://arxiv.org/abs/2108.12409.
+    A geometric sequence for a power of two. For another number of heads: the slopes of the next
+    lower power, then every other slope of the next higher power. Source:
+    https://arxiv.org/abs/2108.12409.
     """
     power = 2 ** int(math.log2(num_heads))
     base, between = 2.0 ** (-8 / power), 2.0 ** (-4 / power)
@@ -57,10 +58,12 @@ def slopes(num_heads: int) -> list[float]:
 def falcon_bias(
     heads: DimPartition, head_size: int, num_positions: int, device: torch.device
 ) -> Tensor:
-    """float32 [N, P]: what the heads' scaled scores of the key at a position are raised by.
+    """float32 [N, P]: the bias that each head adds to the scaled scores of the key at a
+    position.
 
-    Slopes, positions and their product are bfloat16 in the checkpoints' own code, whatever
-    the model's dtype: rounded so, which far positions notice. The scores' scale is in it.
+    The checkpoints' own code computes slopes, positions and their product in bfloat16, whatever
+    the model's dtype. This function rounds alike, because the rounding changes the scores of
+    far positions. The bias includes the factor of scaled scores.
     """
     rounded = torch.tensor(slopes(heads.whole), device=device).bfloat16()
     mine = rounded.new_zeros(heads.size)
@@ -75,7 +78,7 @@ def falcon_bias(
 
 
 class NeoXAttention(nn.Module):
-    """Self-attention, up to its output projection.
+    """Self-attention up to, but without, its output projection.
 
     Positions are ``rotary`` or a bias [N, P] of the scores; the other is None.
     """
@@ -105,7 +108,7 @@ class NeoXAttention(nn.Module):
         if config.qk_norm:
             self.q_norm = LayerNorm(context, config.head_size, config.norm_epsilon)
             self.k_norm = LayerNorm(context, config.head_size, config.norm_epsilon)
-        # Shared by all layers and owned by the model.
+        # All layers share this module, which the model owns.
         self._rotary = [rotary]
         spec = AttentionSpec(scale=config.head_size**-0.5, position_bias=position_bias_NP)
         self.backend: AttentionBackend = PagedAttention(context.ops, spec)
@@ -113,7 +116,7 @@ class NeoXAttention(nn.Module):
     def attend(
         self, hidden_TD: Tensor, positions_T: Tensor, kv_cache: Tensor, context: ForwardContext
     ) -> Tensor:
-        """What the output projection gets [T, N * H], narrowed."""
+        """The attention's result [T, N * H], narrowed; the input of the output projection."""
         qkv = self.qkv_proj.forward(hidden_TD)
         heads_TAH = qkv.view(qkv.shape[0], -1, self.head_size)
         rotary, num_kv = self._rotary[0], self.qkv_proj.num_kv_heads
@@ -136,7 +139,7 @@ class NeoXAttention(nn.Module):
 
 
 class NeoXMLP(nn.Module):
-    """``act(up(x))``, and the layer that narrows it again."""
+    """``act(up(x))``; the layer applies the second product."""
 
     def __init__(self, config: PretrainedConfig, context: LayerContext) -> None:
         super().__init__()
@@ -150,12 +153,12 @@ class NeoXMLP(nn.Module):
         )
 
     def widen(self, hidden_TD: Tensor) -> Tensor:
-        """What the second product gets [T, F]."""
+        """The activated product [T, F]; the input of the second product."""
         return self.act.forward(self.up_proj.forward(hidden_TD))
 
 
 class NeoXLayer(nn.Module):
-    """One decoder layer; the residual is added by the next norm."""
+    """One decoder layer; the following norm adds the residual."""
 
     def __init__(
         self,
@@ -181,7 +184,7 @@ class NeoXLayer(nn.Module):
         kv_cache: Tensor,
         context: ForwardContext,
     ) -> tuple[Tensor, Tensor]:
-        """Returns what is still to be added to the residual, and the residual."""
+        """Returns the output and the residual, not added yet."""
         normed, residual = self.attention_norm.forward(hidden_TD, residual_TD)
         attended = self.attention.attend(normed, positions_T, kv_cache, context)
         normed, residual = context.narrow(normed), context.narrow(residual)
@@ -197,7 +200,7 @@ class NeoXLayer(nn.Module):
 
 
 class GPTNeoXForCausalLM(CausalLM):
-    """GPT-NeoX, one pipeline stage of it; the base of the families built like it."""
+    """GPT-NeoX, one pipeline stage of it; the base of families with the same structure."""
 
     ignored_weights: tuple[str, ...] = (
         ".attention.bias", ".attention.masked_bias", "rotary_emb.inv_freq",
@@ -209,7 +212,7 @@ class GPTNeoXForCausalLM(CausalLM):
         "norm": "final_layer_norm",
         "lm_head": "embed_out",
     }
-    """Checkpoint names of what is around the layers."""
+    """Checkpoint names of the weights outside of the layers."""
 
     layer_linears: ClassVar[tuple[tuple[str, str, str], ...]] = (
         ("attention.query_key_value", "attention.qkv_proj", "groups"),
@@ -226,12 +229,12 @@ class GPTNeoXForCausalLM(CausalLM):
     ) -> None:
         super().__init__(config, stage, context)
         if config.tie_word_embeddings:
-            # Some files hold the embedding a second time.
+            # Some files hold a second copy of the embedding.
             head_weight = f"{self.outer_names['lm_head']}.weight"
             self.ignored_weights = (*self.ignored_weights, head_weight)
 
     def make_shared(self) -> None:
-        """Make the angles of rotary positions, or the scores' bias in their place."""
+        """Make the angles of rotary positions, or the ALiBi bias instead."""
         config = self.config
         self.rotary: RotaryEmbedding | None = None
         self.position_bias: Tensor | None = None
@@ -255,11 +258,11 @@ class GPTNeoXForCausalLM(CausalLM):
         )
 
     def make_layer(self, number: int) -> nn.Module:
-        """A decoder layer; all are alike."""
+        """A decoder layer; all layers have the same structure."""
         return NeoXLayer(self.config, self.context, self.rotary, self.position_bias)
 
     def make_norm(self) -> LayerNorm:
-        """The norm behind the last layer."""
+        """The norm after the last layer."""
         return LayerNorm(self.context, self.config.hidden_size, self.config.norm_epsilon)
 
     def make_head(
@@ -270,11 +273,11 @@ class GPTNeoXForCausalLM(CausalLM):
         return head(self.context, *vocabulary, tied_to=tied_to)
 
     def checkpoint_weights(self) -> dict[str, tuple[WeightTarget, ...]]:
-        """Every weight of the whole model by its Hugging Face name, and where it goes."""
+        """Each weight of the whole model by its Hugging Face name, and its parameter here."""
         config, names = self.config, self.outer_names
         embedding = [WeightTarget("embed_tokens.weight")]
         if config.tie_word_embeddings:
-            # A last stage without the embedding holds a copy as its head.
+            # A last stage without the embedding holds a copy of it as its head.
             embedding.append(WeightTarget("lm_head.weight"))
         weights = {f"{names['embed_tokens']}.weight": tuple(embedding)}
         for kind in ("weight", "bias"):

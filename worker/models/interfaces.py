@@ -1,4 +1,4 @@
-"""What a model is to the engine, the weight loader and the builder."""
+"""The interface of a model for the engine, the weight loader and the builder."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class StageRange:
 
     @property
     def is_first(self) -> bool:
-        """Whether this stage embeds token ids."""
+        """Whether this stage computes the embeddings of token ids."""
         return self.first == 0
 
     @property
@@ -66,7 +66,7 @@ class StageRange:
     def of(
         cls, num_layers: int, pp_rank: int, pp_size: int, partition: Sequence[int] = ()
     ) -> StageRange:
-        """The layers of stage ``pp_rank``; see `stage_sizes` for how they are shared out."""
+        """The layers of stage ``pp_rank``; see `stage_sizes` for the split."""
         sizes = stage_sizes(num_layers, pp_size, partition)
         first = sum(sizes[:pp_rank])
         return cls(first, first + sizes[pp_rank], num_layers)
@@ -74,46 +74,47 @@ class StageRange:
 
 @dataclass(frozen=True, slots=True)
 class WeightTarget:
-    """Where a whole tensor of a Hugging Face checkpoint goes."""
+    """The parameter that a whole tensor of a Hugging Face checkpoint fills."""
 
     parameter: str
     """Name in the state dict of the stage that holds it."""
 
     shard: str = ""
-    """Part of a fused parameter: ``q``, ``gate`` and the like; ``*`` for all of them, one
-    after another."""
+    """Part of a fused parameter: ``q``, ``gate`` and the like; ``*`` for all parts, in
+    order."""
 
     is_transposed: bool = False
-    """The checkpoint holds [in, out]."""
+    """Whether the checkpoint holds the matrix as [in, out]."""
 
 
 class LoadsWeight(Protocol):
-    """A module that knows which part of a whole tensor is its rank's."""
+    """A module that copies its rank's shard of a whole tensor."""
 
     def weight_loader(self, parameter: nn.Parameter, loaded: Tensor, shard: str = "") -> None:
-        """Copy this rank's part of ``loaded``; raises `WeightShapeError`."""
+        """Copy this rank's shard of ``loaded``; raises `WeightShapeError`."""
         ...
 
 
 class CausalLM(nn.Module):
     """One rank's part of a decoder: embedding, a range of layers, and head.
 
-    Parameter names are those of the engine folder's shards; layers carry their number in
-    the whole model.
+    Parameter names are those of the engine folder's shards; layers have their number in the
+    whole model.
     """
 
     ignored_weights: tuple[str, ...] = ()
-    """Endings of checkpoint names that carry no weight."""
+    """Suffixes of checkpoint names that hold no weights."""
 
     name_prefix: str = ""
-    """What a checkpoint may put before the names of `checkpoint_weights`."""
+    """An optional prefix of the names of `checkpoint_weights`."""
 
     outer_prefix: str = ""
-    """What it may put before these again, of a decoder that is a part of a model."""
+    """Further optional prefixes, for a decoder inside a larger model."""
 
     adapter_modules: ClassVar[AdapterModules] = {}
-    """What adapters can add to, by the names of `lora.layout`: a linear layer's path in a
-    decoder layer, and the part of its output, ``*`` for all parts one after another."""
+    """The modules that adapters can change, by their names in `lora.layout`: the path of a
+    linear layer in a decoder layer, and a part of its output, or ``*`` for all parts in
+    order."""
 
     embed_tokens: VocabParallelEmbedding
     norm: RMSNorm | LayerNorm
@@ -130,7 +131,7 @@ class CausalLM(nn.Module):
         self.adapters = AdapterState()
         self._fused: FusedLayers | None = None
         self.first_layer_table: Tensor | None = None
-        """[V, E] of `first_projection`, if it is looked up."""
+        """[V, E] of `first_projection`, if the first layer's table is used."""
         vocabulary = (
             config.vocab_size,
             config.padded_vocab_size(context.tp.size),
@@ -143,17 +144,17 @@ class CausalLM(nn.Module):
         self.layers = nn.ModuleDict(
             {str(number): self.make_layer(number) for number in self.layer_numbers()}
         )
-        # Not by way of the dictionary in every step.
+        # A list, because steps would spend time in the dictionary's lookups.
         self._stack: list[tuple[int, Any]] = list(enumerate(self.layers.values()))
         if stage.is_last:
             self.norm = self.make_norm()
             tied_to = embedding if config.tie_word_embeddings else None
             self.lm_head = self.make_head(vocabulary, tied_to)
 
-    # ---- what a family is made of --------------------------------------------------------
+    # ---- defined by each family ----------------------------------------------------------
 
     def make_shared(self) -> None:
-        """Make what all layers share, such as the angles of rotary positions."""
+        """Make modules that all layers share, such as the angles of rotary positions."""
 
     def make_embedding(self, vocabulary: tuple[int, int, int]) -> VocabParallelEmbedding:
         """The token embedding of (real, padded) vocabulary size and hidden size."""
@@ -162,33 +163,33 @@ class CausalLM(nn.Module):
     def make_layer(self, number: int) -> nn.Module:
         """The decoder layer ``number`` of the whole model.
 
-        It is run as ``forward(hidden, residual, positions, kv_cache, context)`` and returns
-        what is still to be added to the residual, and the residual, both narrowed (see
-        `ForwardContext.narrow`).
+        Its ``forward(hidden, residual, positions, kv_cache, context)`` returns the output and
+        the residual, not added yet and both narrowed (see `ForwardContext.narrow`).
         """
         raise NotImplementedError
 
     def make_norm(self) -> RMSNorm | LayerNorm:
-        """The norm behind the last layer."""
+        """The norm after the last layer."""
         raise NotImplementedError
 
     def make_head(
         self, vocabulary: tuple[int, int, int], tied_to: VocabParallelEmbedding | None
     ) -> ParallelLMHead:
-        """The output matrix, of sizes as the embedding's; or that of ``tied_to``."""
+        """The output matrix, of the embedding's sizes; or ``tied_to`` as the output matrix."""
         return ParallelLMHead(self.context, *vocabulary, tied_to=tied_to)
 
     def embed(
         self, token_ids_T: Tensor, positions_T: Tensor, vectors_TD: Tensor | None
     ) -> Tensor:
-        """What the first layer gets [T, D]; ``vectors`` are those of the tokens, if known."""
+        """The first layer's input [T, D]; ``vectors`` are the tokens' embeddings, if known."""
         return self.embed_tokens.forward(token_ids_T) if vectors_TD is None else vectors_TD
 
     def first_projection(self) -> FirstProjection | None:
-        """What makes of token ids [T] what the first layer's attention begins with [T, E], if
-        nothing else has a part in that and attention takes it (`ForwardContext.known_product`).
+        """A function from token ids [T] to the first layer's query, key and value product [T,
+        E].
 
-        Collective over the tensor group.
+        None if the product depends on more than token ids, or if the attention cannot take it
+        as `ForwardContext.known_product`. Collective over the tensor group.
         """
         return None
 
@@ -201,11 +202,11 @@ class CausalLM(nn.Module):
         context: ForwardContext,
         hidden_TD: Tensor | None = None,
     ) -> Tensor:
-        """Run this stage. Returns hidden states [T, D] (or [N, D] of the tokens that are
-        wanted), normalised after the last layer.
+        """Run this stage. Returns hidden states [T, D], or [N, D] of the wanted tokens,
+        normalised after the last layer.
 
-        ``hidden_TD`` is the previous stage's result, and may be overwritten. The first stage
-        embeds ``token_ids_T``, unless it gets the tokens' vectors as ``hidden_TD``.
+        ``hidden_TD`` is the previous stage's result, and may be overwritten. In the first stage
+        it holds the tokens' embeddings, or is None to compute them from ``token_ids_T``.
         """
         known_TE: Tensor | None = None
         if self.stage.is_first:
@@ -232,11 +233,11 @@ class CausalLM(nn.Module):
 
     @contextmanager
     def few_layers(self) -> Iterator[None]:
-        """Meanwhile only one runs of all layers whose weights have the same shapes, and the
-        last layer of all, which may run otherwise (see `ForwardContext.narrow`).
+        """A context in which few layers run: one of each set of weight shapes, and the last.
 
-        It is the first one of them, but the second before the first of all, whose product may
-        be known.
+        The first layer of each set runs, except that layer 0 runs only if no other layer has
+        its shapes, because its product may be known. The last layer may run otherwise than the
+        others (see `ForwardContext.narrow`).
         """
         stack = self._stack
         kinds = {
@@ -269,11 +270,11 @@ class CausalLM(nn.Module):
         return [spec] * (self.stage.end - self.stage.first)
 
     def checkpoint_weights(self) -> dict[str, tuple[WeightTarget, ...]]:
-        """Every weight of the whole model by its Hugging Face name, and where it goes."""
+        """Each weight of the whole model by its Hugging Face name, and its parameter here."""
         raise NotImplementedError
 
     def process_weights_after_loading(self) -> None:
-        """Let every layer's method finish, once all weights are in place."""
+        """Let every layer's quantization method finish, once all weights are loaded."""
         for module in self.modules():
             if isinstance(module, ParallelLinear):
                 module.method.process_weights_after_loading(module)
@@ -282,17 +283,18 @@ class CausalLM(nn.Module):
 
     @property
     def fused(self) -> FusedLayers | None:
-        """The layers as one operator, unless adapters come between its parts."""
+        """The layers as one operator; None if there is no such operator or adapters are
+        used."""
         return None if self.adapters.is_active else self._fused
 
     @property
     def vocab_size_padded(self) -> int:
-        """Rows of the output matrix over all ranks."""
+        """Rows of the output matrix over all ranks, padding included."""
         return self.config.padded_vocab_size(self.context.tp.size)
 
     @property
     def switch_at(self) -> int:
-        """Tokens beyond which a sequence has other angles (`RotaryEmbedding`); 0 for none."""
+        """Tokens from which a sequence has other angles (`RotaryEmbedding`); 0 if none do."""
         rotary = getattr(self, "rotary", None)
         return 0 if rotary is None else int(rotary.switch_at)
 
@@ -303,7 +305,7 @@ class CausalLM(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device of the weights."""
         return self.context.device
 
     def backends(self) -> dict[str, str]:

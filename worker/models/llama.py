@@ -70,7 +70,7 @@ class LlamaAttention(nn.Module):
             self.q_norm = RMSNorm(context, *sizes)
             self.k_norm = RMSNorm(context, *sizes)
         self._ops = context.ops
-        # Shared by all layers and owned by the model.
+        # All layers share this module, which the model owns.
         self._rotary = [rotary]
         self.backend: AttentionBackend = PagedAttention(
             context.ops, attention_spec(config, number)
@@ -86,16 +86,16 @@ class LlamaAttention(nn.Module):
     ) -> Addend:
         """Attend over this layer's cache. Collective over the tensor group.
 
-        Returns what is still to be added to the residual, if there is one; else None. The
-        residual is narrowed already, as the output is here.
+        Returns the output, or None if it is in the residual already. With an output, the
+        residual is narrowed already, as the output is.
         """
         attention = context.narrow_attention if self.qkv_proj.is_separable else None
         is_narrow = attention is not None
         if attention is None:
             attention = context.attention
         else:
-            # In this order: a rotation reads positions early, so that a kernel which begins
-            # behind all others has to stand between them and the product before it.
+            # The rotation reads positions early, so a kernel that starts after all earlier ones
+            # have ended must run between the product and the kernels before it.
             narrow_positions = context.narrow(positions_T)
             self._store(hidden_TD, positions_T, kv_cache, context)
             hidden_TD, positions_T = context.narrow(hidden_TD), narrow_positions
@@ -115,13 +115,13 @@ class LlamaAttention(nn.Module):
         kv_cache: Tensor,
         context: ForwardContext,
     ) -> None:
-        """Write the keys and values of all tokens to their slots, without queries."""
+        """Write the keys and values of all tokens to their slots, without computing queries."""
         heads_TAH = self._heads(self.qkv_proj.keys_and_values(hidden_TD))
         slots_T = context.attention.slot_mapping
         self._rotary[0].forward(heads_TAH, positions_T, kv_cache, slots_T)
 
     def _heads(self, product: Tensor) -> Tensor:
-        """The heads of a product [T, A * H], queries and keys normalised where they are."""
+        """The heads of a product [T, A * H]; queries and keys are normalised in place."""
         heads_TAH = product.view(product.shape[0], -1, self.head_size)
         if self.has_head_norms:
             self._ops.norm_heads(
@@ -155,7 +155,7 @@ class LlamaMLP(nn.Module):
 
 
 class LlamaLayer(nn.Module):
-    """One decoder layer; the residual is added by the next norm."""
+    """One decoder layer; the following norm adds the residual."""
 
     def __init__(
         self,
@@ -178,13 +178,13 @@ class LlamaLayer(nn.Module):
         rotary: RotaryEmbedding,
         number: int,
     ) -> nn.Module:
-        """What each layer begins with."""
+        """The attention of a layer."""
         return LlamaAttention(config, context, rotary, number)
 
     def make_mlp(
         self, config: PretrainedConfig, context: LayerContext, number: int
     ) -> nn.Module:
-        """What comes behind the attention."""
+        """The MLP of a layer."""
         return LlamaMLP(config, context)
 
     def forward(
@@ -195,7 +195,7 @@ class LlamaLayer(nn.Module):
         kv_cache: Tensor,
         context: ForwardContext,
     ) -> tuple[Addend, Tensor]:
-        """Returns what is still to be added to the residual, or None, and the residual."""
+        """Returns the output, or None if it is in the residual, and the residual."""
         normed, residual = self.normalise(hidden_TD, residual_TD, context)
         residual = context.narrow(residual)
         attended = self.attention.forward(normed, residual, positions_T, kv_cache, context)
@@ -205,8 +205,8 @@ class LlamaLayer(nn.Module):
     def normalise(
         self, hidden_TD: Addend, residual_TD: Tensor | None, context: ForwardContext
     ) -> tuple[Tensor, Tensor]:
-        """What the attention gets, and the residual: one tensor where the attention needs
-        nothing, as its product is known."""
+        """The attention's input, and the residual. If the attention's product is known, both
+        are the same tensor, because the attention needs no input."""
         if context.known_product is None:
             return self.attention_norm.forward(hidden_TD, residual_TD)
         assert isinstance(hidden_TD, Tensor), "only the first layer's product is known"
@@ -214,7 +214,7 @@ class LlamaLayer(nn.Module):
 
 
 class LlamaForCausalLM(CausalLM):
-    """Llama, one pipeline stage of it; the base of the families built like it."""
+    """Llama, one pipeline stage of it; the base of families with the same structure."""
 
     layer_class: ClassVar[type[LlamaLayer]] = LlamaLayer
     layer_linears: ClassVar[tuple[tuple[str, str, str], ...]] = (
@@ -232,14 +232,15 @@ class LlamaForCausalLM(CausalLM):
     name_prefix = "model."
     adapter_modules: ClassVar[AdapterModules] = {
         **ATTENTION_ADAPTERS,
-        # The replaced converter's names: the gate is h_to_4h.
+        # Names of TensorRT-LLM's converter: the gate projection is h_to_4h.
         "mlp_h_to_4h": ("mlp.gate_up_proj", "gate"),
         "mlp_gate": ("mlp.gate_up_proj", "up"),
         "mlp_4h_to_h": ("mlp.down_proj", ""),
     }
 
     def make_shared(self) -> None:
-        """Make the angles of rotary positions: one kind or two."""
+        """Make the angles of rotary positions: one set, or a second set for layers with a
+        window."""
         config = self.config
         sizes = config.rotary_size or config.head_size, config.max_position_embeddings
         self.rotary = RotaryEmbedding(
@@ -275,7 +276,8 @@ class LlamaForCausalLM(CausalLM):
         )
 
     def first_projection(self) -> FirstProjection | None:
-        """Queries, keys and values, where the first layer's attention makes them at once."""
+        """The first layer's query, key and value product, if its attention computes all at
+        once."""
         attention = self.layers["0"].attention if self.stage.is_first else None
         return self._project_first if isinstance(attention, LlamaAttention) else None
 
@@ -292,12 +294,12 @@ class LlamaForCausalLM(CausalLM):
         return self.local_rotary if self.config.window_of(number) else self.rotary
 
     def checkpoint_weights(self) -> dict[str, tuple[WeightTarget, ...]]:
-        """Every weight of the whole model by its Hugging Face name, and where it goes."""
+        """Each weight of the whole model by its Hugging Face name, and its parameter here."""
         config = self.config
         is_tied = config.tie_word_embeddings
         embedding = [WeightTarget("embed_tokens.weight")]
         if is_tied:
-            # A last stage without the embedding holds a copy as its head.
+            # A last stage without the embedding holds a copy of it as its head.
             embedding.append(WeightTarget("lm_head.weight"))
         weights = {
             "embed_tokens.weight": tuple(embedding),
@@ -337,10 +339,10 @@ class LlamaForCausalLM(CausalLM):
 
 
 class MistralForCausalLM(LlamaForCausalLM):
-    """Mistral, one pipeline stage of it; what differs is in its configuration."""
+    """Mistral, one pipeline stage of it; the differences are in its configuration."""
 
 
 class Mistral3ForConditionalGeneration(MistralForCausalLM):
-    """The decoder of a Mistral 3 that also takes images; what is for images is not read."""
+    """The decoder of a Mistral 3 with images; weights of the image encoder are not read."""
 
     outer_prefix = "language_model."

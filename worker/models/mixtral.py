@@ -17,7 +17,7 @@ _NUM_ATTENTION_LINEARS = 4
 
 
 class ExpertLayer(LlamaLayer):
-    """A decoder layer with experts, unless it is one of the dense ones."""
+    """A decoder layer with experts, or a dense layer where the configuration says so."""
 
     def make_mlp(
         self, config: PretrainedConfig, context: LayerContext, number: int
@@ -29,25 +29,25 @@ class ExpertLayer(LlamaLayer):
 
 
 class MixtralForCausalLM(LlamaForCausalLM):
-    """Mixtral, one pipeline stage of it; the base of the families with experts."""
+    """Mixtral, one pipeline stage of it; the base of families with experts."""
 
     layer_class = ExpertLayer
     layer_linears = LlamaForCausalLM.layer_linears[:_NUM_ATTENTION_LINEARS]
     adapter_modules = ATTENTION_ADAPTERS
 
     block: ClassVar[str] = "block_sparse_moe"
-    """What the checkpoint calls a layer's mixture."""
+    """The checkpoint's name of a layer's mixture of experts."""
 
     projections: ClassVar[Mapping[str, str]] = {"w1": "gate", "w3": "up", "w2": "down"}
-    """What the checkpoint calls the matrices of an expert, and what they are."""
+    """The checkpoint's names of an expert's matrices, with their shards."""
 
     shared_block: ClassVar[str] = "shared_expert"
-    """What it calls the expert of every token, within the mixture."""
+    """The checkpoint's name of the shared expert, within the mixture."""
 
     def checkpoint_weights(self) -> dict[str, tuple[WeightTarget, ...]]:
-        """Every weight of the whole model by its Hugging Face name, and where it goes.
+        """Each weight of the whole model by its Hugging Face name, and its parameter here.
 
-        The experts that other ranks hold go nowhere.
+        Experts of other ranks have no parameter.
         """
         weights = super().checkpoint_weights()
         for number in range(self.config.num_hidden_layers):
@@ -59,7 +59,7 @@ class MixtralForCausalLM(LlamaForCausalLM):
         return weights
 
     def _dense_weights(self) -> dict[str, tuple[str, str]]:
-        """(parameter, shard) below the MLP by checkpoint name, of a dense layer."""
+        """(parameter, shard) of a dense layer's MLP weights, by checkpoint name."""
         linears = LlamaForCausalLM.layer_linears[_NUM_ATTENTION_LINEARS:]
         return {
             f"{name}.weight": (f"{target.removeprefix('mlp.')}.weight", shard)
@@ -67,7 +67,8 @@ class MixtralForCausalLM(LlamaForCausalLM):
         }
 
     def _expert_weights(self) -> dict[str, tuple[str, str]]:
-        """The same of a layer with experts; without a parameter where it is another rank's."""
+        """(parameter, shard) of a layer's expert weights; no parameter for other ranks'
+        experts."""
         config, block = self.config, self.block
         weights = {f"{block}.gate.weight": ("router.weight", "")}
         if config.topk_method == CORRECTED:

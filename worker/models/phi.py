@@ -1,4 +1,4 @@
-"""Phi 1 and 2, built like GPT-NeoX, and Phi 3 and 4, built like Llama."""
+"""Phi 1 and 2, with the structure of GPT-NeoX, and Phi 3 and 4, with that of Llama."""
 
 from __future__ import annotations
 

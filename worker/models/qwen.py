@@ -7,11 +7,11 @@ from trimaran.worker.models.mixtral import MixtralForCausalLM
 
 
 class Qwen3ForCausalLM(LlamaForCausalLM):
-    """Qwen3, one pipeline stage of it; what differs is in its configuration."""
+    """Qwen3, one pipeline stage of it; the differences are in its configuration."""
 
 
 class Qwen2ForCausalLM(LlamaForCausalLM):
-    """Qwen2, one pipeline stage of it; what differs is in its configuration."""
+    """Qwen2, one pipeline stage of it; the differences are in its configuration."""
 
 
 class Qwen2MoeForCausalLM(MixtralForCausalLM):
@@ -22,4 +22,4 @@ class Qwen2MoeForCausalLM(MixtralForCausalLM):
 
 
 class Qwen3MoeForCausalLM(Qwen2MoeForCausalLM):
-    """Qwen3-MoE, one pipeline stage of it: heads normalised as in Qwen 3."""
+    """Qwen3-MoE, one pipeline stage of it: normalised heads as in Qwen 3."""

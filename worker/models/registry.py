@@ -1,4 +1,4 @@
-"""Architectures by name, and the way from an engine's configuration to a loaded model."""
+"""Architectures by name, and the loading of a model from an engine's configuration."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ DTYPES = {
 
 
 def dtype_by_name(name: str) -> torch.dtype:
-    """The torch dtype of a configuration's word."""
+    """The torch dtype of this name."""
     if name not in DTYPES:
         raise ConfigError(f"dtype is {name!r} but must be one of auto, {', '.join(DTYPES)}.")
     return DTYPES[name]
@@ -99,11 +99,11 @@ def build_model(
     max_seq_len: int = 0,
     experts: ExpertRanks = ONE_PART,
 ) -> CausalLM:
-    """A rank's model with memory for its weights, but not the weights.
+    """A rank's model with memory for its weights, which are not loaded yet.
 
-    With a `ShardPosition` as ``tp`` it can be loaded and saved without peers. ``ops`` are
-    torch's unless given. ``max_seq_len`` is the longest sequence that will run, 0 for as long
-    as the model allows.
+    With a `ShardPosition` as ``tp`` the model can be loaded and saved without peers. ``ops``
+    are torch's unless given. ``max_seq_len`` is the longest sequence that will run, 0 for the
+    longest that the model allows.
     """
     if config.architecture not in MODELS:
         raise ConfigError(
@@ -130,10 +130,10 @@ def load_model(
     *,
     expert_ranks: TensorGroup | None = None,
 ) -> CausalLM:
-    """This rank's model, ready to run. Local: no rank waits for another.
+    """This rank's model, ready to run. Local: does not wait for other ranks.
 
-    The folder is an engine folder made for these parallel sizes, or a Hugging Face folder
-    that is sharded here. ``expert_ranks`` are those of all lanes where these share experts.
+    The folder is an engine folder of these parallel sizes, or a Hugging Face folder that is
+    sharded here. ``expert_ranks`` are the ranks of all data-parallel ranks that share experts.
     """
     start = time.monotonic()
     is_random = config.load_format == "random"
@@ -178,9 +178,9 @@ def load_model(
 
 
 def _limit_attention(model: CausalLM, cache: CacheConfig, max_seq_len: int) -> None:
-    """Let each layer see no more than its own window and that of ``cache``.
+    """Limit each layer's window to its own and that of ``cache``.
 
-    A window that no sequence outgrows is none, which faster kernels serve.
+    A window that no sequence exceeds is dropped, because faster kernels serve full attention.
     """
     served = cache.windows_of(model.config.layer_windows, max_seq_len, model.stage.num_layers)
     for number, layer in zip(model.layer_numbers(), model.layers.values(), strict=True):

@@ -1,4 +1,4 @@
-"""Weights on their way from files into a rank's model.
+"""Weights: read from files and copied into a rank's model.
 
 Owns checkpoint naming, memory-mapped files and parallel reads to the device.
 In: Hugging Face checkpoints, rank files of an engine folder, or a seed.

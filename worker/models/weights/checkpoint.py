@@ -1,4 +1,4 @@
-"""The files of a Hugging Face checkpoint, memory-mapped, and the weight each tensor fills."""
+"""The files of a Hugging Face checkpoint, memory-mapped, and the parameter of each tensor."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _DAMAGED = (
     OSError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError, LookupError, TypeError,
     AttributeError, AssertionError,
 )  # fmt: skip
-"""What reading raises where a file is not whole, or bytes of its list of tensors are wrong."""
+"""Errors of reading a file that is incomplete, or whose list of tensors is damaged."""
 
 _WORDS = {
     torch.float64: "F64",
@@ -33,15 +33,15 @@ _WORDS = {
 
 
 def is_safetensors(path: Path) -> bool:
-    """Whether a file is safetensors, so that its header tells where each tensor lies."""
+    """Whether a file is safetensors, whose header gives the position of each tensor."""
     return path.suffix == ".safetensors"
 
 
 def file_entries(path: Path) -> dict[str, TensorEntry]:
-    """The tensors of a file by name; where they lie is told of safetensors alone.
+    """The tensors of a file by name; only those of safetensors have positions.
 
     Raises:
-        ConfigError: the file is not whole, or of another format.
+        ConfigError: the file is incomplete, or of another format.
     """
     if is_safetensors(path):
         return read_tensor_entries(path)
@@ -58,7 +58,7 @@ def file_entries(path: Path) -> dict[str, TensorEntry]:
 
 @contextmanager
 def mapped_file(path: Path) -> Iterator[Callable[[str], Tensor]]:
-    """A function from names to tensors that are read when they are used, while this lasts.
+    """A function from names to tensors, whose data is read at first use while this is open.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -74,7 +74,7 @@ def mapped_file(path: Path) -> Iterator[Callable[[str], Tensor]]:
 
 
 def _unpickled(path: Path) -> dict[str, Tensor]:
-    """A file of `torch.save`; nothing in it is executed, and tensors are not read yet."""
+    """A file of `torch.save`, mapped; its pickled code is not executed."""
     try:
         require_file(path)
         values = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
@@ -106,14 +106,14 @@ def _unpickled(path: Path) -> dict[str, Tensor]:
 _MAX_NAMES = 5
 _HEAD = "lm_head.weight"
 _ROWS = 4096
-"""Rows of a matrix that are compared at once."""
+"""Rows of a matrix that are compared in one call."""
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A whole tensor and where it lies."""
+    """A whole tensor and its position in a file."""
 
     path: Path
     name: str
@@ -123,13 +123,12 @@ class StoredTensor:
 def find_tensors(model: CausalLM, files: Sequence[Path]) -> dict[str, StoredTensor]:
     """The tensors of a checkpoint by their names in ``model.checkpoint_weights()``.
 
-    Reads no tensor but a tied head that is stored beside its embedding. The result is the
+    Reads no tensor except a tied head that is stored beside its embedding. The result is the
     same for every rank's model.
 
     Raises:
-        ConfigError: tensors are missing or unexpected (all of them are named), or in two
-            files, or hold numbers that are not floats, or a tied head is another tensor than
-            the embedding.
+        ConfigError: tensors are missing or unexpected (the error names all), are in two files,
+            or hold integers; or a tied head differs from the embedding.
     """
     wanted = model.checkpoint_weights()
     found: dict[str, StoredTensor] = {}
@@ -159,7 +158,7 @@ def find_tensors(model: CausalLM, files: Sequence[Path]) -> dict[str, StoredTens
 
 
 def refuse_differences(path: Path, missing: list[str], unexpected: list[str]) -> None:
-    """Raise `ConfigError` with the names of tensors, if there are any."""
+    """Raise `ConfigError` with these names of tensors, if there are any."""
     if not missing and not unexpected:
         return
     parts = []
@@ -174,7 +173,7 @@ def refuse_differences(path: Path, missing: list[str], unexpected: list[str]) ->
 
 
 def _is_tied_head(model: CausalLM, key: str) -> bool:
-    # Around a decoder `tied` may be no more than a default: a head of its own is refused.
+    # In a decoder of a larger model, `tied` may be only a default: refuse a separate head.
     return key == _HEAD and model.config.tie_word_embeddings and not model.outer_prefix
 
 
@@ -192,7 +191,7 @@ def _embedding_of(wanted: Mapping[str, Sequence[WeightTarget]]) -> str:
 
 
 def _refuse_other_head(head: StoredTensor, embedding: StoredTensor) -> None:
-    """Transformers takes such a head for what it is, whatever ``tie_word_embeddings`` says."""
+    """Refuse a separate head, which transformers uses whatever ``tie_word_embeddings`` says."""
     first, second = head.entry, embedding.entry
     if (first.dtype, first.shape) == (second.dtype, second.shape):
         with mapped_file(head.path) as of_head, mapped_file(embedding.path) as of_embedding:

@@ -1,4 +1,4 @@
-"""Tensors of safetensors files into a device's memory, read and copied by several threads."""
+"""Reads tensors of safetensors files into a device's memory with several threads."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _DTYPES = {
 
 
 class _Staged(NamedTuple):
-    """A tensor on its way to the device."""
+    """A tensor that is being copied to the device."""
 
     name: str
     tensor: Tensor
@@ -41,7 +41,8 @@ class _Staged(NamedTuple):
 
 
 class _Stage:
-    """One thread's page-locked memory: two pieces, so that one is read while one is copied."""
+    """One thread's page-locked memory: two buffers, one being read while the other is
+    copied."""
 
     def __init__(self, device: torch.device, num_bytes: int) -> None:
         is_gpu = device.type == "cuda"
@@ -55,9 +56,9 @@ class _Stage:
     def load(
         self, file: int, start: int, target: Tensor, ready: torch.cuda.Event | None
     ) -> torch.cuda.Event | None:
-        """Fill ``target``, bytes on the device, from a file's place on; starts the copy.
+        """Fill ``target``, bytes on the device, from position ``start`` of a file.
 
-        ``ready`` is when the target's memory may be written.
+        Returns the copy's event. The target's memory may be written after ``ready``.
         """
         self._turn ^= 1
         copied = self._copied[self._turn]
@@ -81,11 +82,10 @@ class _Stage:
 class TensorReader:
     """Reads whole tensors into the memory of one device.
 
-    Threads read pieces of a file, which releases Python's lock, each into page-locked memory
-    of its own, from where the device fetches them meanwhile. A file that is in the page
-    cache arrives about as fast as the bus allows; one that is not is read with as many
-    requests at once as there are threads. At most ``max_ahead_bytes`` are on the device
-    beside what the caller keeps.
+    Threads read chunks of a file into page-locked buffers of their own, and the device copies
+    the chunks meanwhile; reading releases Python's lock. A file in the page cache arrives about
+    as fast as the bus allows. Another file is read with one request a thread at a time. At most
+    ``max_ahead_bytes`` are on the device in addition to the caller's tensors.
     """
 
     def __init__(
@@ -103,17 +103,17 @@ class TensorReader:
         self._local = local()
 
     def close(self) -> None:
-        """End the threads."""
+        """Stop the threads."""
         self._pool.shutdown(cancel_futures=True)
 
     def read(self, path: Path, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """The named tensors of a file, in the order of their places there.
+        """The named tensors of a file, in the order of their positions.
 
-        A tensor's values are there for what the current stream does next. Its memory is
-        used again once the caller has let go of it.
+        A tensor's values are ready for the current stream's next work. Its memory is reused
+        once the caller has dropped the tensor.
 
         Raises:
-            ConfigError: the file is not whole, or holds a type of number that is not known.
+            ConfigError: the file is incomplete, or holds values of an unknown dtype.
         """
         entries = read_tensor_entries(path)
         wanted = sorted((entries[name].start, name) for name in names)
@@ -147,7 +147,7 @@ class TensorReader:
         whole = torch.empty(entry.num_bytes, dtype=torch.uint8, device=self._device)
         ready: torch.cuda.Event | None = None
         if whole.is_cuda:
-            # The memory may be another tensor's that the current stream still reads.
+            # The current stream may still read another tensor in this memory.
             ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             ready.record()
         copies = []
@@ -180,7 +180,7 @@ class TensorReader:
 
 
 def _give_up(staged: Iterable[_Staged]) -> None:
-    """Let no thread read any more, so that the file can be closed."""
+    """Cancel or await all reads, so that the file can be closed."""
     copies = [copy for one in staged for copy in one.copies]
     for copy in reversed(copies):
         copy.cancel()

@@ -1,4 +1,4 @@
-"""Weights into a rank's model: from a whole checkpoint, from its shard file, or at random."""
+"""Loads a rank's weights: from a whole checkpoint, from its shard file, or random."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from trimaran.worker.models.weights.tensor_reader import TensorReader
 
 _RANDOM_STD = 0.02
 _WIDER = (torch.bfloat16, torch.float32, torch.float64)
-"""Types whose numbers may be beyond float16's."""
+"""Dtypes whose values may exceed the range of float16."""
 
 _WHOLE = ("embed_positions.", ".router.", ".attention.down_proj.")
-"""In names of weights that every rank holds whole."""
+"""Parts of names of weights that every rank holds whole."""
 
 
 def load_checkpoint(model: CausalLM, files: Sequence[Path]) -> None:
     """Fill a rank's model from the files of a Hugging Face checkpoint.
 
-    On the CPU files are memory-mapped: only what this rank keeps is copied. On a GPU what it
-    needs is read by several threads. Raises `ConfigError` that names every tensor that is
-    missing, unexpected or of another shape.
+    On the CPU files are memory-mapped, and only this rank's shards are copied. On a GPU several
+    threads read the tensors that this rank needs. Raises `ConfigError` that names every tensor
+    that is missing, unexpected or of another shape.
     """
     parameters = dict(model.named_parameters())
     everything = model.checkpoint_weights()
@@ -58,8 +58,8 @@ def load_checkpoint(model: CausalLM, files: Sequence[Path]) -> None:
 def load_shard(model: CausalLM, path: Path) -> None:
     """Fill a rank's model from its own file of an engine folder.
 
-    On the CPU, weights whose dtype is the model's stay memory-mapped: ranks that load the
-    same file share its pages, and nothing is read before it is used.
+    On the CPU, weights of the model's dtype stay memory-mapped: ranks that load the same file
+    share its pages, and pages are read at first use.
     """
     parameters = dict(model.named_parameters())
     entries = read_tensor_entries(path)
@@ -82,7 +82,7 @@ def load_shard(model: CausalLM, path: Path) -> None:
 
 
 def fill_random(model: CausalLM, seed: int = 0) -> None:
-    """Make weights on the model's device: small normal matrices, unit norms, no biases.
+    """Fill weights on the model's device: small normal matrices, unit norms, zero biases.
 
     The same seed gives the same weights on the same device and shard.
     """
@@ -93,7 +93,7 @@ def fill_random(model: CausalLM, seed: int = 0) -> None:
         elif parameter.dim() == 1:
             parameter.data.fill_(1.0)
         else:
-            # These are whole on every rank and so must agree.
+            # Every rank holds these weights whole, so their values must agree.
             is_whole = any(whole in name for whole in _WHOLE)
             ranks = context.expert_ranks if ".experts." in name else context.tp
             shard = "" if is_whole else f"@{ranks.rank}"
@@ -103,7 +103,7 @@ def fill_random(model: CausalLM, seed: int = 0) -> None:
 
 
 class _Files:
-    """Reads a rank's tensors: memory-mapped on the CPU, into its memory on a GPU."""
+    """Reads a rank's tensors: memory-mapped on the CPU, copied to memory on a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._reader = TensorReader(device) if device.type == "cuda" else None
@@ -135,9 +135,9 @@ def load_weight(
     tensor: Tensor,
     stored: StoredTensor,
 ) -> None:
-    """Copy this rank's part of a checkpoint's whole tensor into ``parameter``.
+    """Copy this rank's shard of a checkpoint's whole tensor into ``parameter``.
 
-    ``parameter`` is that of ``target``, or another one of its shape.
+    ``parameter`` is the parameter of ``target``, or another one of its shape.
 
     Raises:
         ConfigError: the tensor has another shape than the configuration implies.
@@ -161,10 +161,10 @@ def load_weight(
 
 
 def refuse_overflow(tensor: Tensor, dtype: torch.dtype, stored: StoredTensor) -> None:
-    """Refuse weights that would become infinite: float16 ends long before wider types do.
+    """Refuse weights that would become infinite in float16, whose range is small.
 
     Raises:
-        ConfigError: names the tensor and its largest number.
+        ConfigError: names the tensor and its largest value.
     """
     if dtype != torch.float16 or tensor.dtype not in _WIDER or not tensor.numel():
         return
