@@ -1,4 +1,4 @@
-"""A rank's KV cache: its blocks' bytes, the host's share of them, and who hands them out."""
+"""Makes a rank's KV cache: its memory on device and host, and its managers."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from trimaran.worker.models.interfaces import CausalLM
 logger = logging.getLogger(__name__)
 
 USUAL_BLOCK_SIZE = 32
-"""Tokens of a block where neither configuration nor device ask for another number."""
+"""Tokens of a block unless the configuration or the device asks for another number."""
 
 
 class CacheMaker:
-    """What a model's layers and the configuration say of its cache, before it has a size."""
+    """The properties of a model's KV cache, from its layers and the configuration."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class CacheMaker:
     ) -> None:
         self._limits = limits
         self._model = model
-        # What lies where differs from GPU to GPU, and all ranks have a sequence's blocks alike.
+        # Sides differ from GPU to GPU, but the blocks of a sequence are the same on all ranks.
         is_alone = topology.world_size == 1
         self._side_mask = memory_sides.mask_of(model.device) if is_alone else 0
         self.groups = _groups_of(model, self._side_mask)
@@ -42,31 +42,33 @@ class CacheMaker:
         """Tokens of a block."""
         self.config = replace(config, tokens_per_block=self.block_size)
         self.block_bytes = sum(group.block_bytes(self.block_size) for group in self.groups)
-        """The bytes of one block in every group together."""
+        """The bytes of one block, over all groups."""
 
     def _usual_block_size(self) -> int:
-        """As many tokens as let attention read on the near side of memory, if any do."""
+        """The block size with which attention reads from the near side of memory, if there is
+        one."""
         return self.groups[0].sided_block_size or USUAL_BLOCK_SIZE
 
     def find_sides(self) -> None:
-        """Find where the allocated blocks lie, if that is of use; graphs keep what is known."""
+        """Find the side of each allocated block, if sides are used. Before graphs are
+        captured."""
         for group in self.groups if self._side_mask else ():
             group.find_sides()
 
     @property
     def staged_bytes(self) -> int:
-        """Device memory for blocks on their way to the host."""
+        """Device memory for staging blocks on their way to the host."""
         return self._num_staged * self.block_bytes
 
     @property
     def _num_staged(self) -> int:
-        """Blocks on the way to the host at once: as many as a step's tokens overwrite."""
+        """Blocks that are staged at once: as many as a step's tokens overwrite."""
         if not self.config.host_bytes:
             return 0
         return -(-self._limits.max_num_batched_tokens // self.block_size)
 
     def host_slots(self) -> int:
-        """Blocks that this rank keeps in its host's memory."""
+        """Blocks in this rank's host memory."""
         num_bytes = self.config.host_bytes
         if 0 < num_bytes < self.block_bytes:
             raise ConfigError(
@@ -79,8 +81,8 @@ class CacheMaker:
     def make(
         self, runner: ModelRunner, num_blocks: int, num_slots: int, topology: ParallelLayout
     ) -> list[KVCacheManager]:
-        """Managers of so many blocks, and slots of the host, of each lane that this rank
-        decides for; and the host's memory for its own lane's."""
+        """For each dp rank that this rank schedules, a manager of so many blocks and host
+        slots; also the host memory of this rank's own dp rank."""
         if num_slots:
             self._keep_on_host(runner, num_slots)
         logger.info(
@@ -96,7 +98,7 @@ class CacheMaker:
         return managers
 
     def _keep_on_host(self, runner: ModelRunner, num_slots: int) -> None:
-        """Give each group of a runner the host's memory for evicted blocks."""
+        """Give each group of a runner its host memory for evicted blocks."""
         for group in self.groups:
             assert group.memory is not None
             begin = time.monotonic()

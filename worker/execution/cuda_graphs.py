@@ -1,4 +1,4 @@
-"""CUDA graphs of steps: which sizes are captured, their capture and their replay."""
+"""CUDA graphs of steps: the captured sizes, the capture and the replay."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ logger = logging.getLogger(__name__)
 
 
 def graph_sizes(max_num_seqs: int, max_graphs: int = 0) -> list[int]:
-    """Sequences of the steps that are captured, ascending; the last is ``max_num_seqs``.
+    """Numbers of sequences for which decode steps are captured; the last is ``max_num_seqs``.
 
-    Close together where a decode is short and padding would show: 1, 2, 4, then every 8 up
-    to 64, every 16 up to 256, every 32 beyond. ``max_graphs`` keeps the smallest; 0 all.
+    Dense where a decode is short and padding would show: 1, 2, 4, then multiples of 8 up to 64,
+    of 16 up to 256, and of 32. ``max_graphs`` keeps the smallest sizes; 0 keeps all.
     """
     sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, max_num_seqs + 32, 32)]
     sizes = [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
@@ -32,27 +32,27 @@ def graph_sizes(max_num_seqs: int, max_graphs: int = 0) -> list[int]:
 
 
 def prompt_graph_sizes(max_num_tokens: int) -> list[int]:
-    """Tokens of the steps with prompts that are captured, ascending; the last is given.
+    """Numbers of tokens for which steps with prompts are captured; the last is the maximum.
 
-    Multiples of 64 beyond the first, as products take rows by the 64.
+    Multiples of 64 after the first size, because matrix products have tiles of 64 rows.
     """
     sizes = [size for size in (16, 32, *range(64, max_num_tokens, 64)) if size < max_num_tokens]
     return [*sizes, max_num_tokens] if max_num_tokens else []
 
 
 class CudaGraphs:
-    """The captured sizes of one kind of step: of decodes, or of any sequences.
+    """The captured sizes of one kind of step: decodes, or any sequences.
 
-    A graph reads and writes the addresses that it saw at capture: inputs lie in fixed
-    memory, the KV cache is allocated before. All graphs share one memory pool, which is
-    safe because steps run one after another. Freed before communicators are.
+    A graph reads and writes the addresses of its capture, so inputs lie in fixed memory, and
+    the KV cache is allocated before. All graphs share one memory pool, which is safe because
+    steps run one after another. Close graphs before communicators.
     """
 
     def __init__(
         self, kind: str, sizes: list[int], forward: Callable[[int], Tensor], pool: Any
     ) -> None:
-        """``forward`` launches a step of so many tokens, in the fixed memory; ``kind`` names
-        such steps in the log, and ``pool`` is torch's name of the memory."""
+        """``forward`` launches a step of so many tokens in fixed memory. ``kind`` names such
+        steps in the log; ``pool`` is the handle of torch's memory pool."""
         self._kind = kind
         self.sizes = sizes
         self._forward = forward
@@ -64,22 +64,23 @@ class CudaGraphs:
         return len(self._graphs)
 
     def pick(self, num_tokens: int) -> int:
-        """The smallest captured size that holds ``num_tokens``; 0 if none does."""
+        """The smallest captured size that holds ``num_tokens``; 0 if all are smaller."""
         place = bisect_left(self.sizes, num_tokens)
         return self.sizes[place] if place < len(self.sizes) else 0
 
     @torch.inference_mode()
     def capture(self, device: torch.device) -> None:
-        """Capture all sizes, the largest first: the smaller ones then reuse its memory."""
+        """Capture all sizes, the largest first, so that smaller graphs reuse its memory."""
         start = time.monotonic()
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             for size in reversed(self.sizes):
-                # Outside of a graph first: kernels are compiled, handles made.
+                # Run once without a graph first, which compiles kernels and makes library
+                # handles.
                 self._forward(size)
                 graph = torch.cuda.CUDAGraph()
-                # Not `torch.cuda.graph`: it collects garbage before every capture.
+                # `torch.cuda.graph` is not used: it collects garbage before every capture.
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     self._outputs[size] = self._forward(size)
@@ -97,42 +98,42 @@ class CudaGraphs:
         )
 
     def replay(self, size: int) -> Tensor:
-        """Launch a captured step; what its forward returned, overwritten by the next."""
+        """Launch a captured step. Returns its output, which the next replay overwrites."""
         self._graphs[size].replay()
         return self._outputs[size]
 
     def close(self) -> None:
-        """Free the graphs; the device has finished them."""
+        """Free the graphs. The device must have finished them."""
         self._graphs.clear()
         self._outputs.clear()
 
 
 PROMPT_TOKENS = 1024
-"""Steps with prompts are captured up to here unless told otherwise: of more tokens a GPU
-takes longer than its host for the launches, with a model of 8B parameters."""
+"""Default size, in tokens, up to which steps with prompts are captured: for larger steps of
+an 8B model, a GPU takes longer than the host takes for the launches."""
 
 LONGEST_DECODE = 8192
-"""Tokens of a sequence that may decode in a graph of a step with prompts. The kernel of
-prompts reads a sequence by one block a key-value head, that of decodes by the whole GPU: at
-this length a layer's attention takes some 60 us longer, which is less than launches cost."""
+"""Longest sequence, in tokens, that may decode in a graph of a step with prompts. The prompt
+kernel reads a sequence with one block a key-value head, the decode kernel with the whole GPU.
+At this length a layer's attention takes some 60 us longer, less than the launches cost."""
 
 
 MOST_DECODES = 128
-"""Sequences that may decode in a graph of a step with prompts. By the kernel of prompts 64 of
-them take 10 us a layer longer, 256 take 31 and 768 take 83; with as many the device has more
-work than its host in any case. On an H200 of 8B parameters, prompts of 128 and 1,000 tokens
-beside 256 decodes lost 0.6 and 4 % in graphs, beside 768 6 %, and arrivals of 467 tokens
-beside some 20 had their first token after two thirds of the time."""
+"""Most sequences that may decode in a graph of a step with prompts. With the prompt kernel a
+layer takes 10 us longer for 64 sequences, 31 us for 256 and 83 us for 768, and the GPU is then
+busy for longer than the host anyway. Measured on an H200 with an 8B model: prompts of 128 and
+1,000 tokens beside 256 decodes lost 0.6 and 4 % in graphs, and 6 % beside 768. Prompts of 467
+tokens beside some 20 decodes had their first token in two thirds of the time."""
 
 
 def choose_graphs(
     config: EngineConfig, topology: ParallelLayout, device: torch.device
 ) -> tuple[list[int], list[int]]:
-    """Sizes of the decodes to capture, and of the steps with prompts; none where graphs are
-    off or have no place.
+    """The sizes of the decode steps and of the steps with prompts that are captured; empty if
+    graphs are off or not supported.
 
     Raises:
-        ConfigError: something is to be captured that cannot be.
+        ConfigError: a setting asks for graphs that cannot be captured.
     """
     launched = _why_decodes_are_launched(config, topology, device)
     most = _most_prompt_tokens(config, launched)
@@ -148,13 +149,13 @@ def choose_graphs(
     limits = config.scheduler
     sizes = graph_sizes(limits.max_num_seqs, config.max_cuda_graphs)
     if config.parallel.expert_lanes > 1:
-        # Of more tokens the host has to know how many go to each rank.
+        # In larger steps the host must know the number of tokens sent to each rank.
         sizes = [size for size in sizes if size <= MOST_TO_ALL]
     return sizes, prompt_graph_sizes(min(most, limits.max_num_batched_tokens))
 
 
 def suits_a_graph(decision: SchedulerOutput) -> bool:
-    """Whether a step's decodes are few enough, and short enough, to be served as prompts."""
+    """Whether a step's decodes are few and short enough for the prompt kernel."""
     computed = decision.num_computed_tokens[: decision.num_decodes]
     if not len(computed):
         return True
@@ -164,7 +165,7 @@ def suits_a_graph(decision: SchedulerOutput) -> bool:
 def _why_decodes_are_launched(
     config: EngineConfig, topology: ParallelLayout, device: torch.device
 ) -> str:
-    """Empty where decodes are captured."""
+    """The reason why decodes are not captured; empty if they are."""
     is_sharing = config.parallel.expert_lanes > 1
     if device.type != "cuda":
         return f"the device is {device.type}"
@@ -178,21 +179,21 @@ def _why_decodes_are_launched(
     ranks = topology.stage_ranks if is_sharing else topology.tp_ranks
     num_hosts = len({topology.hosts[rank] for rank in ranks}) if topology.hosts else 1
     if num_hosts > 1 and not config.collective_graphs:
-        # Sums over a network have not been tried from graphs: who wants them says so.
+        # Not tried: collectives over a network in graphs. The flag enables them.
         who = "lanes that share experts" if is_sharing else "a tensor group"
         return f"{who} on {num_hosts} hosts, without --collective-graphs"
     return ""
 
 
 def _most_prompt_tokens(config: EngineConfig, launched: str) -> int:
-    """Up to how many tokens steps with prompts are captured, where decodes are launched for
-    that reason."""
+    """The largest step with prompts that is captured, in tokens. ``launched`` is the reason
+    why decodes are not captured, if they are not."""
     reason = launched
     if not reason and config.deterministic:
-        # Decodes beside prompts get the kernel of prompts, as those that stand alone do not.
+        # Decodes beside prompts would run the prompt kernel, other decodes the decode kernel.
         reason = "tokens shall be deterministic"
     if not reason and config.parallel.expert_lanes > 1:
-        # All lanes' graphs must be of one size, and there are other sizes of decodes.
+        # The graphs of all dp ranks must have the same size, but decode sizes are others.
         reason = "lanes share experts"
     most = config.prompt_graph_tokens
     if most and reason:
@@ -201,6 +202,6 @@ def _most_prompt_tokens(config: EngineConfig, launched: str) -> int:
             "Serve without it."
         )
     if most is None:
-        # A given number of decode graphs asks for no graphs of another kind.
+        # A limit on decode graphs is taken to ask for few graphs, so none of this kind.
         return 0 if reason or config.max_cuda_graphs else PROMPT_TOKENS
     return most

@@ -1,4 +1,4 @@
-"""Runs one dp rank's part of a step, or helps the others in layers of shared experts."""
+"""Runs one dp rank's part of a step, and joins the other ranks in layers of shared experts."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class DataParallelRunner:
         self._readers: list[ResultReader | None] = [
             links.readers.get(topology.output_rank_of(rank)) for rank in range(topology.dp_size)
         ]
-        """On rank 0, by dp rank, the source of its results. Those of this process may be here
-        without a reader."""
+        """On rank 0, by dp rank, the reader of its results; None for a dp rank whose results
+        are in this process."""
 
     @property
     def model(self) -> CausalLM:
@@ -55,15 +55,15 @@ class DataParallelRunner:
 
     @property
     def loaded_step(self) -> int:
-        """The last step of this dp rank whose copies from the host cache are made."""
+        """The last step of this dp rank whose copies from the host cache are complete."""
         return self._runner.loaded_step
 
     def close(self) -> None:
-        """Free what must be freed before the tensor group's communicator."""
+        """Free the runner's resources. Before the tensor group's communicator is closed."""
         self._runner.close()
 
     def move_adapters(self, ops: list[Any]) -> None:
-        """Carry out the adapter operations of this dp rank, given those of all."""
+        """Carry out this dp rank's adapter operations; ``ops`` are those of all dp ranks."""
         self._runner.move_adapters(ops[self._dp_rank])
 
     def execute_model(self, decision: LaneDecisions) -> ModelRunnerOutput:
@@ -71,7 +71,7 @@ class DataParallelRunner:
         own = decision.lanes[self._dp_rank]
         if self._mixtures:
             most = max(lane.num_tokens for lane in decision.lanes if lane is not None)
-            # Ranks that run from a graph and ranks that do not exchange equally many tokens.
+            # All ranks must exchange the same number of tokens, whether they run graphs or not.
             self._bound.most_tokens = self._runner.graph_size(most) or most
         if own is None:
             outcome: ModelRunnerOutput | None = None
@@ -100,7 +100,7 @@ class DataParallelRunner:
 
 
 class DataParallelOutput:
-    """The sampled ids of all dp ranks in one step, maybe still on their way."""
+    """The sampled ids of all dp ranks in one step, possibly still on the device."""
 
     __slots__ = ("_outputs", "marks")
 
@@ -109,5 +109,5 @@ class DataParallelOutput:
         self.marks = marks
 
     def wait(self) -> SampledTokens:
-        """The sampled ids by dp rank. Called once; blocks until all of them are here."""
+        """The sampled ids by dp rank. Call once; waits until all are on the host."""
         return SampledTokens(token_ids=[], lanes=[each.wait() for each in self._outputs])

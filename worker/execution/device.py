@@ -1,4 +1,4 @@
-"""Which device a rank computes on."""
+"""Selects the device of a rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def select_device(config: EngineConfig, topology: ParallelLayout) -> torch.devic
     """The device of this rank: one GPU each, by ``gpu_device_ids`` or by local rank.
 
     Raises:
-        ConfigError: GPUs are asked for and there are none, or too few.
+        ConfigError: the host has no GPUs or too few.
     """
     if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")

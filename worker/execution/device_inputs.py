@@ -1,4 +1,4 @@
-"""The rows' state on a GPU, and one step's inputs made there from one packed copy."""
+"""The rows' state on a GPU, and a step's inputs, which kernels make from one packed copy."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from trimaran.worker.steps.step_types import Int32Array, SchedulerOutput, int32s
 _MIN_PACKED = 1 << 14
 
 _Segment = tuple[int, int, Int32Array]
-"""Row, place in it, and the ids that go there."""
+"""Row, position in it, and the ids to write there."""
 
 
 class _Staging:
-    """Pinned memory of one step in flight and its twin on the device.
+    """Pinned memory of one step in flight, and its copy on the device.
 
-    The copy runs on a stream of its own, so that it is made while the step before runs: in
-    between two kernels it would hold up the device for some 15 us. The interpreter's kernels
-    run on the CPU, where there is nothing to wait for.
+    The copy runs on its own stream, beside the preceding step: between two kernels of the main
+    stream it would delay the device by some 15 us. Triton's interpreter runs kernels on the
+    CPU, where nothing has to wait.
     """
 
     def __init__(self, device: torch.device, copies: torch.cuda.Stream | None) -> None:
@@ -37,7 +37,7 @@ class _Staging:
             self._read = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def reserve(self, count: int) -> None:
-        """Wait until the memory is free, and make it large enough."""
+        """Wait until the memory is free, and enlarge it if needed."""
         if self._copies is not None:
             self._copied.synchronize()
         if count > len(self.memory):
@@ -48,11 +48,12 @@ class _Staging:
             self.array = self.memory.numpy()
             self.twin = torch.empty(size, dtype=torch.int32, device=self.twin.device)
             if self._copies is not None:
-                # Kernels that are still to run may use what the twin's memory was before.
+                # Launched kernels may still use the memory of the old device buffer.
                 self._copies.wait_stream(torch.cuda.current_stream(self.twin.device))
 
     def send(self, count: int) -> Tensor:
-        """Start the copy of the first ``count``; the twin, for what the current stream runs."""
+        """Start the copy of the first ``count`` numbers. Returns the device buffer, which is
+        ready for later work of the current stream."""
         if self._copies is None:
             self.twin[:count].copy_(self.memory[:count])
             return self.twin
@@ -64,7 +65,7 @@ class _Staging:
         return self.twin
 
     def release(self) -> None:
-        """What the current stream has been given so far was the last to read the twin."""
+        """Mark the current stream's work so far as the last reader of the device buffer."""
         if self._copies is not None:
             self._read.record()
 
@@ -72,11 +73,10 @@ class _Staging:
 class DeviceInputs:
     """Token ids and block tables of every row on a GPU; see `InputBatch` for the CPU's.
 
-    A step sends one packed copy: which rows, how many tokens each has computed, and what
-    changed. Kernels make token ids, positions and slots of it, in memory that stays where
-    it is, so that a CUDA graph can read it. Steps run in order on one stream, so one such
-    memory serves all steps in flight. Entries that pad a step use a row and a block of
-    their own, which no sequence has.
+    A step sends one packed copy: the rows, the numbers of computed tokens, and changes. Kernels
+    make token ids, positions and slots from it, in fixed memory that CUDA graphs read. Steps
+    run in order on one stream, so this memory serves all steps in flight. Entries that pad a
+    step use a spare row and a spare block, which no sequence has.
     """
 
     def __init__(
@@ -89,8 +89,8 @@ class DeviceInputs:
         depth: int,
         switch_at: int = 0,
     ) -> None:
-        """``switch_at`` is as `InputBatch` has it."""
-        # Imported only now: a CPU needs no Triton.
+        """``switch_at``: see `InputBatch`."""
+        # Imported late, because a CPU needs no Triton.
         from trimaran.kernels.triton import inputs as triton_inputs
 
         self._kernels = triton_inputs
@@ -115,19 +115,19 @@ class DeviceInputs:
 
     @property
     def num_tokens(self) -> Tensor:
-        """int32 [1]: how many tokens of the step are no padding."""
+        """int32 [1]: the step's number of tokens without padding."""
         return self._target.narrow[6, :1]
 
     def use_spare_block(self, block: int) -> None:
-        """Where padding entries write; no sequence may have it."""
+        """Set the block that padding entries write to; no sequence may have it."""
         self.block_tables[-1].fill_(block)
 
     # ---- one step ------------------------------------------------------------------------
 
     def prepare(self, decision: SchedulerOutput, num_padded: int = 0) -> StepInputs:
-        """Enter what changed and make the step's inputs.
+        """Apply the decision's changes and make the step's inputs.
 
-        They are padded to ``num_padded`` tokens and as many entries, if that is more.
+        The step is padded to ``num_padded`` tokens and as many entries, if that is more.
         """
         num_entries, num_sampled = len(decision.rows), len(decision.sampled)
         num_updates, segments = len(decision.new_blocks), self._segments(decision)
@@ -169,12 +169,12 @@ class DeviceInputs:
             computed = decision.num_computed_tokens[decision.num_decodes :]
             inputs.has_past = bool(computed.any())
         if num_sampled == num_tokens:
-            # All tokens, in order; padding lies behind them.
+            # Without indices: the tokens come first, in order, then padding.
             inputs.logits_indices = None
         return inputs
 
     def pad(self, count: int) -> None:
-        """Make inputs of ``count`` padding entries and nothing else."""
+        """Make the inputs of a step of ``count`` padding entries alone."""
         self._ring[0].reserve(1)
         self._kernels.prepare(
             self._ring[0].twin, self.token_table, self.block_tables, self._target, 0, count,
@@ -182,7 +182,7 @@ class DeviceInputs:
         )  # fmt: skip
 
     def views(self, num_entries: int, num_tokens: int, num_sampled: int) -> StepInputs:
-        """The inputs of a step of these sizes, where every such step finds them."""
+        """The inputs of a step of these sizes, as views of the fixed memory."""
         wide, narrow = self._target.wide, self._target.narrow
         return StepInputs(
             token_ids=narrow[0, :num_tokens],
@@ -201,7 +201,8 @@ class DeviceInputs:
         )
 
     def _pack_entries(self, array: Int32Array, decision: SchedulerOutput) -> int:
-        """Rows, computed tokens, places of sampled entries, starts. Returns the tokens."""
+        """Pack rows, computed tokens, indices of sampled entries and starts. Returns the number
+        of tokens."""
         count = len(decision.rows)
         fields = array[: 3 * count].reshape(3, count)
         fields[0] = decision.rows
@@ -239,7 +240,7 @@ class DeviceInputs:
         return segments
 
     def write_sampled(self, inputs: StepInputs, token_ids_N: Tensor) -> None:
-        """Put sampled ids where the next step reads its inputs."""
+        """Write sampled ids to the token table, from which the next step reads."""
         self._kernels.store_ids(token_ids_N, inputs.sampled_slots, self.token_table)
 
     @property
@@ -261,7 +262,7 @@ def _pack_ids(
 def _pack_decode_ids(
     array: Int32Array, at_segments: int, at_ids: int, decision: SchedulerOutput
 ) -> None:
-    """One segment of one id for each decode."""
+    """One segment, with one id for each decode."""
     ids = decision.decode_ids
     count = len(ids)
     segments = array[at_segments : at_segments + 4 * count].reshape(count, 4)

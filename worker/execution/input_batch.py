@@ -1,4 +1,4 @@
-"""The sequences' state in fixed rows on the device, and one step's inputs made from it."""
+"""The state of sequences in fixed rows, and the inputs of a step made from it."""
 
 from __future__ import annotations
 
@@ -20,42 +20,42 @@ from trimaran.worker.steps.step_types import Int32Array, SchedulerOutput
 
 @dataclass(slots=True)
 class StepInputs:
-    """One step's inputs on the device, and what the host knows of them."""
+    """A step's inputs on the device, with sizes that the host knows."""
 
     token_ids: Tensor
     positions: Tensor
     query_start_loc: Tensor
     seq_lens: Tensor
     block_tables: list[Tensor]
-    """One [S, blocks of the longest] a KV group."""
+    """One tensor a KV group, [S, blocks of the longest sequence]."""
 
     slot_mappings: list[Tensor]
-    """One [T] a KV group."""
+    """One tensor a KV group, [T]."""
 
     logits_indices: Tensor | None
-    """Tokens whose logits are wanted; None means all."""
+    """Tokens whose logits are wanted; None for all."""
 
     sampled_slots: Tensor
-    """Where in the token table each sampled id belongs."""
+    """Index of each sampled id in the token table."""
 
     max_query_len: int
     max_seq_len: int
 
     rows: Tensor | None = None
-    """Row of ``block_tables`` of each sequence; None where sequence s has row s."""
+    """Row of each sequence in ``block_tables``; None if sequence s is in row s."""
 
     sampled_rows: Tensor | None = None
-    """int32 [N] on the device, where it is known there: the rows that sample."""
+    """int32 [N] on the device: the rows that sample. None if the device does not know them."""
 
     sampled_lengths: Tensor | None = None
-    """int32 [N] likewise: tokens before the sampled one."""
+    """int32 [N] on the device: tokens before each sampled token; None as above."""
 
     has_past: bool = True
     """See `AttentionMetadata`."""
 
 
 class _DecodeStep:
-    """A pure decode step on the CPU, whose inputs can be advanced where they are."""
+    """A pure decode step on the CPU, whose inputs can be advanced in place."""
 
     __slots__ = ("block_size", "host", "inputs")
 
@@ -80,11 +80,11 @@ class _DecodeStep:
 
 
 class InputBatch:
-    """Token ids and block tables of every row, kept where the model runs.
+    """Token ids and block tables of every row, kept on the device.
 
-    A step brings only changes. What is sampled is written into the token table on the
-    device, so the next step finds its input there before the host has seen it. The host
-    mirrors the block tables, to compute slots; on the CPU the mirror is the table.
+    A step brings changes alone. Sampled ids are written to the token table on the device, so
+    the next step reads them before they reach the host. The host mirrors the block tables, from
+    which it computes slots; on the CPU the mirror is the table itself.
     """
 
     def __init__(
@@ -98,8 +98,8 @@ class InputBatch:
         kernel: CpuSampling | None = None,
         switch_at: int = 0,
     ) -> None:
-        """Positions of sequences that enter with more than ``switch_at`` tokens are told
-        behind those of others, by so much; see `RotaryEmbedding`."""
+        """If a sequence enters with more than ``switch_at`` tokens, ``switch_at`` is added to
+        its positions; see `RotaryEmbedding`."""
         self.block_size = block_size
         self._switch_at = switch_at
         self._shifts = np.zeros(num_rows, dtype=np.int32)
@@ -108,7 +108,7 @@ class InputBatch:
         self.row_len = max_seq_len + 1
         self.max_blocks = -(-max_seq_len // block_size)
         self.num_prompt_tokens = np.zeros(num_rows, dtype=np.int64)
-        # numpy's zeros cost no memory until they are written.
+        # numpy's zeros take no memory until they are written.
         table = torch.from_numpy(np.zeros((num_rows, self.row_len), dtype=np.int32))
         self.token_table = table.to(device)
         self._flat_ids = self.token_table.view(-1)
@@ -120,10 +120,10 @@ class InputBatch:
         self._last_decode: _DecodeStep | None = None
 
     def use_spare_block(self, block: int) -> None:
-        """Nothing pads a step here."""
+        """Do nothing: steps are not padded here."""
 
     def _apply_changes(self, decision: SchedulerOutput) -> None:
-        """Enter new rows and new blocks."""
+        """Apply the decision's new rows and blocks."""
         for new in decision.new_rows:
             self.num_prompt_tokens[new.row] = new.num_prompt_tokens
             if self._switch_at:
@@ -144,7 +144,7 @@ class InputBatch:
                 self._send_blocks(groups, rows, indices, values)
 
     def _write_decode_ids(self, decision: SchedulerOutput) -> None:
-        """Note the tokens that decodes compute, which another rank has sampled."""
+        """Write the tokens of decodes that another rank has sampled."""
         count = len(decision.decode_ids)
         places = decision.rows[:count].astype(np.int64) * self.row_len
         places += decision.num_computed_tokens[:count]
@@ -160,7 +160,8 @@ class InputBatch:
         self.block_tables.view(-1).index_copy_(0, on_device[0], on_device[1].int())
 
     def prepare(self, decision: SchedulerOutput, num_padded: int = 0) -> StepInputs:
-        """Enter what changed, and compute the step's inputs; ``num_padded`` is for GPUs."""
+        """Apply the decision's changes and make the inputs; ``num_padded`` is unused on a
+        CPU."""
         self._apply_changes(decision)
         last = self._last_decode
         if last is not None and last.is_followed_by(decision):
@@ -173,12 +174,12 @@ class InputBatch:
         return inputs
 
     def _advance(self, last: _DecodeStep, decision: SchedulerOutput) -> StepInputs:
-        """The inputs of the step before, each sequence one token on, made in their place.
+        """The preceding step's inputs, advanced by one token a sequence, in place.
 
-        Ids that were sampled here are there already: `write_sampled` made them the next input.
+        Ids that were sampled here are in place already: `write_sampled` wrote them.
         """
         host, inputs = last.host, last.inputs
-        # Positions, places and slots alike: no block ends here.
+        # Positions, table indices and slots all advance by one, because no block ends here.
         host.wide += 1
         host.seq_lens += 1
         inputs.max_seq_len += 1
@@ -236,7 +237,7 @@ class InputBatch:
     def _expand(
         self, decision: SchedulerOutput, host: StepArrays, num_tokens: int
     ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-        """Row and position of every token of the step; fills ``query_start_loc``."""
+        """Row and position of each token of the step; fills ``query_start_loc``."""
         chunks = decision.num_scheduled_tokens
         host.query_start_loc[0] = 0
         np.cumsum(chunks, out=host.query_start_loc[1:])
@@ -259,7 +260,7 @@ class InputBatch:
         return self._staging.pinned_bytes
 
     def write_sampled(self, inputs: StepInputs, token_ids_N: Tensor) -> None:
-        """Put sampled ids where the next step reads its inputs."""
+        """Write sampled ids to the token table, from which the next step reads."""
         if self._kernel is not None:
             self._kernel.store(token_ids_N, inputs.sampled_slots, self._flat_ids)
         else:
@@ -269,5 +270,5 @@ class InputBatch:
 
 
 def shift_of(num_tokens: int, switch_at: int) -> int:
-    """What is added to the positions of a sequence that enters with so many tokens."""
+    """The number that is added to positions of a sequence that enters with so many tokens."""
     return switch_at if num_tokens > switch_at else 0

@@ -1,4 +1,4 @@
-"""Runs one decided step on this rank: inputs, the stage's layers, and what ends the step."""
+"""Runs one scheduled step on this rank: inputs, the stage's layers, and the stage's end."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from trimaran.worker.steps.step_times import DeviceClock
 from trimaran.worker.steps.step_types import SchedulerOutput
 
 _LEAST_SPARED = 1024
-"""Tokens of a step whose queries cost more than the launches that leaving them out takes."""
+"""Skipped queries of a step that save more time than the extra launches take."""
 
 
 class ModelRunner:
-    """The model, its KV cache and the rows on this rank's device.
+    """The model, its KV cache and its rows on this rank's device.
 
-    `execute_model` launches a step and does not wait for the device. A stage of a pipeline
-    gets its input from the stage before; the last one samples.
+    `execute_model` launches a step without waiting for the device. A pipeline stage receives
+    hidden states from the preceding stage; the last stage samples.
     """
 
     def __init__(
@@ -66,18 +66,18 @@ class ModelRunner:
         self._adapter_graphs: CudaGraphs | None = None
         self.adapters: AdapterStore | None = None
         self.expert_loads: ExpertLoads | None = None
-        """Set only for a model whose expert loads are counted."""
+        """None unless the model's expert loads are counted."""
 
         self.hosts: list[HostCopies] = []
-        """Each group's part of the host's memory, where blocks are kept there."""
+        """Each group's host memory, if blocks are kept there."""
         self._fixed_TD: Tensor | None = None
-        """Where graphs of a later stage find the hidden states of the stage before."""
+        """Fixed memory of a later stage's graphs for the preceding stage's hidden states."""
 
     def capture_graphs(
         self, sizes: list[int], prompt_sizes: list[int], *, has_adapters: bool
     ) -> None:
-        """Run decodes, and steps of few tokens with prompts, from CUDA graphs from now on;
-        and decodes with adapters if it ``has_adapters``."""
+        """From now on run decodes, and small steps with prompts, from CUDA graphs; also decodes
+        with adapters if the engine ``has_adapters``."""
         pool = torch.cuda.graph_pool_handle()
         self._graphs = CudaGraphs("sequences", sizes, self._launch_decode, pool)
         self._prompt_graphs = CudaGraphs("tokens", prompt_sizes, self._launch_prompts, pool)
@@ -100,12 +100,12 @@ class ModelRunner:
         self._lane_bound.most_tokens = 0
 
     def graph_size(self, num_tokens: int) -> int:
-        """The size of the graph that would hold so many tokens, one a sequence; 0 for none."""
+        """The size of the graph for so many decodes; 0 if no graph is large enough."""
         return 0 if self._graphs is None else self._graphs.pick(num_tokens)
 
     @property
     def num_graphs(self) -> int:
-        """Captured decode sizes."""
+        """Captured sizes of decode steps."""
         return 0 if self._graphs is None else len(self._graphs)
 
     @property
@@ -122,11 +122,12 @@ class ModelRunner:
 
     @property
     def loaded_step(self) -> int:
-        """The last step whose copies from the host are made, with all before it."""
+        """The last step whose copies from the host cache are complete, like those of all
+        earlier steps."""
         return min((host.done_step for host in self.hosts), default=0)
 
     def close(self) -> None:
-        """Free what must be freed before the tensor group's communicator."""
+        """Free graphs and host memory. Before the tensor group's communicator is closed."""
         if self.adapters is not None:
             self.adapters.close()
         for graphs in (self._graphs, self._prompt_graphs, self._adapter_graphs):
@@ -139,7 +140,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def move_adapters(self, ops: list[Any]) -> None:
-        """Carry out what becomes of adapters before the next step; see `lora.store`."""
+        """Carry out operations on adapters before the next step; see `lora.store`."""
         assert self.adapters is not None
         self.adapters.carry_out(ops)
 
@@ -164,21 +165,22 @@ class ModelRunner:
         return self.end.finish(hidden_TD, inputs, decision, marks)
 
     def run_alone(self, decision: SchedulerOutput) -> None:
-        """Run a step to its end before any stage begins another; while loading. Collective.
+        """Run a step to its end before any stage begins another step; while loading.
+        Collective.
 
-        A stage that begins early has its GPU wait for its input, while it loads kernels: that
-        waits for the GPU, and must not delay the rank that sends the input.
+        In a pipeline, a later stage's GPU waits for its input on the device. Loading a kernel
+        waits for the GPU, and would then delay the rank that sends the input.
         """
         self.execute_model(decision).wait()
         if not (self.model.stage.is_first and self.model.stage.is_last):
             self._links.all_gather(None)
 
     def _run_model(self, decision: SchedulerOutput) -> tuple[Tensor, StepInputs]:
-        """Hidden states of the step's tokens: a replayed graph's, or launched one by one."""
+        """Hidden states of the step's tokens, from a graph's replay or from single launches."""
         graphs = self._graphs_for(decision)
         size = 0
         if graphs is not None:
-            # Lanes that share experts run graphs of one size, that of the largest among them.
+            # Dp ranks that share experts all run the graph size of the largest step.
             size = graphs.pick(max(decision.num_tokens, self._lane_bound.most_tokens))
         if self.adapters is not None:
             self.adapters.prepare(size)
@@ -204,14 +206,14 @@ class ModelRunner:
     def _counting(
         self, wanted: Tensor | None, decision: SchedulerOutput
     ) -> AbstractContextManager[None]:
-        """Counts the experts of the tokens that a step goes on with, unless none is wanted."""
+        """Excludes the last layer from expert counts if the step wants no token's result."""
         is_narrow = wanted is not None
         if is_narrow and not len(decision.sampled) and self.expert_loads is not None:
             return self.expert_loads.nobody_in_last_layer()
         return nullcontext()
 
     def _graphs_for(self, decision: SchedulerOutput) -> CudaGraphs | None:
-        """The graphs that may hold this step. What only some steps have is in none."""
+        """The graphs for this kind of step; None for steps with features that graphs lack."""
         is_decode = decision.num_decodes == len(decision.rows)
         if self.model.adapters.has_tokens:
             return self._adapter_graphs if is_decode else None
@@ -221,25 +223,29 @@ class ModelRunner:
         return self._prompt_graphs if has_graph else None
 
     def _wanted(self, inputs: StepInputs) -> Tensor | None:
-        """The tokens behind which the step samples, if the last layer may leave the others
-        once it has their keys and values; else None.
+        """The tokens that the step samples after, if the last layer can skip the others once it
+        has stored their keys and values; else None.
 
-        Adapters are told by the place in the step, and lanes that share experts exchange what
-        they all know to be coming.
+        Adapters go by a token's index in the step, and dp ranks that share experts have agreed
+        on the number of tokens, so neither allows it.
         """
         wanted = inputs.logits_indices
         if wanted is None or self.end.needs_all:
             return None
         if self.model.adapters.has_tokens or self._lane_bound.most_tokens:
             return None
-        # A product needs rows even if no row samples: the end of the first sequence.
+        # A product needs a row even if no row samples: take the last token of the first
+        # sequence.
         return wanted if len(wanted) else inputs.query_start_loc[1:2].long() - 1
 
     def _wanted_attention(
         self, inputs: StepInputs, wanted: Tensor | None
     ) -> AttentionMetadata | None:
-        """The wanted tokens as decodes, where the last layer does well to make no queries of
-        the others: on a GPU that may round a token by what is beside it."""
+        """The wanted tokens as decodes, if it pays that the last layer skips the other queries.
+
+        Only on a GPU, and not in deterministic mode: a token's rounding may then depend on the
+        tokens beside it.
+        """
         if wanted is None or self._is_deterministic:
             return None
         rows, lengths = inputs.sampled_rows, inputs.sampled_lengths
@@ -277,22 +283,22 @@ class ModelRunner:
         return self.model.forward(inputs.token_ids, inputs.positions, context, hidden_TD)
 
     def _launch_decode(self, size: int) -> Tensor:
-        """A decode of ``size`` sequences, whatever rows the fixed memory names."""
+        """Launch a decode of ``size`` sequences, with the rows in fixed memory."""
         assert isinstance(self.inputs, DeviceInputs)
         self._lane_bound.most_tokens = size
         return self._forward(self.inputs.views(size, size, size), size, self._fixed(size))
 
     def _launch_adapters(self, size: int) -> Tensor:
-        """A decode of ``size`` sequences, with whatever adapters the fixed memory names."""
+        """Launch a decode of ``size`` sequences, with the rows and adapters in fixed memory."""
         assert self.adapters is not None
         with self.adapters.captured(size):
             return self._launch_decode(size)
 
     def _launch_prompts(self, size: int) -> Tensor:
-        """A step of ``size`` tokens, of any sequences that the fixed memory names.
+        """Launch a step of ``size`` tokens, with the sequences in fixed memory.
 
-        Where decodes end and prompts begin is not known here: the kernel for prompts, which
-        takes any number of queries a sequence, serves all.
+        The number of decodes is unknown at capture, so the prompt kernel, which takes any
+        number of queries a sequence, serves all sequences.
         """
         assert isinstance(self.inputs, DeviceInputs)
         self._lane_bound.most_tokens = size
@@ -301,14 +307,14 @@ class ModelRunner:
         return self._forward(inputs, 0, self._fixed(size))
 
     def _fixed(self, size: int) -> Tensor | None:
-        """Where a captured step finds the hidden states of the stage before, if there is one.
+        """The fixed memory of the preceding stage's hidden states, if there is such a stage.
 
-        A copy: layers may overwrite what they get.
+        Returns a copy, because layers may overwrite their input.
         """
         return None if self._fixed_TD is None else self._fixed_TD[:size].clone()
 
     def _copy_blocks(self, decision: SchedulerOutput) -> None:
-        """Make the step's block copies; all sources are read before any is written."""
+        """Make the step's block copies; all sources are read before any block is written."""
         for number, group in enumerate(self.groups):
             copies = decision.block_copies[decision.block_copies[:, 0] == number]
             if len(copies):

@@ -1,4 +1,4 @@
-"""Vectors that clients bring for tokens which the vocabulary does not have."""
+"""Prompt tables: embeddings that clients send for virtual tokens beyond the vocabulary."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _DTYPES = {"FP16": torch.float16, "BF16": torch.bfloat16, "FP32": torch.float32}
 
 @dataclass(frozen=True, slots=True)
 class PromptTable:
-    """[E, D] as it travels: token id V + e stands for entry e."""
+    """Embeddings [E, D] as sent by a client: token id V + e has entry e."""
 
     datatype: str
     """FP16, BF16 or FP32."""
@@ -33,7 +33,7 @@ class PromptTable:
 
     @classmethod
     def from_wire(cls, wire: dict[str, Any]) -> PromptTable:
-        """The table of a message of `to_wire`'s form."""
+        """The table of a message in `to_wire`'s form."""
         num_entries, hidden_size = wire["shape"]
         return cls(wire["dtype"], (num_entries, hidden_size), wire["data"])
 
@@ -42,13 +42,13 @@ class PromptTable:
         return {"dtype": self.datatype, "shape": list(self.shape), "data": self.data}
 
     def check(self, hidden_size: int, dtype: torch.dtype) -> None:
-        """Check that it fits a model of this type, of finite numbers alone.
+        """Check that the table fits a model of this hidden size and holds finite values alone.
 
-        Others would be left in blocks of the cache, whose next owner may read them with
+        Other values would stay in blocks of the KV cache, whose next owner may read them with
         weights of 0.
 
         Raises:
-            RequestError: names what does not, and what would.
+            RequestError: names the value and the limit.
         """
         if self.datatype not in _DTYPES:
             raise RequestError(
@@ -87,9 +87,9 @@ class PromptTable:
 
 
 class PromptTables:
-    """The rows whose prompts hold such tokens. A step without any of them costs nothing.
+    """The rows whose prompts hold virtual tokens. A step without such rows costs nothing.
 
-    Only prompts hold them, so that decodes run as ever.
+    Only prompts hold virtual tokens, so decodes are unchanged.
     """
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
@@ -99,11 +99,11 @@ class PromptTables:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no row has such tokens."""
+        """Whether no row has virtual tokens."""
         return not self._rows
 
     def enter(self, new: NewRow, dtype: torch.dtype) -> None:
-        """Send a row's vectors, one a token in order, to the device as ``dtype``."""
+        """Copy a row's embeddings, one a token in order, to the device as ``dtype``."""
         if new.prompt_table is None:
             return
         places = np.flatnonzero(new.token_ids >= self._vocab_size)
@@ -115,15 +115,15 @@ class PromptTables:
         self._rows[new.row] = places, vectors
 
     def leave(self, row: int) -> None:
-        """The row's occupant is gone."""
+        """Drop the table of the sequence that left this row."""
         self._rows.pop(row, None)
 
     def embed(
         self, decision: SchedulerOutput, token_ids_T: Tensor, embedding: VocabParallelEmbedding
     ) -> Tensor | None:
-        """The vectors [T, D] of a step's tokens; None where all are the vocabulary's.
+        """The embeddings [T, D] of a step's tokens; None if all tokens are in the vocabulary.
 
-        Collective over the tensor group; every rank comes to the same answer.
+        Collective over the tensor group; all ranks return the same.
         """
         starts = np.cumsum(decision.num_scheduled_tokens) - decision.num_scheduled_tokens
         indices, vectors = [], []

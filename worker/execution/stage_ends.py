@@ -1,4 +1,4 @@
-"""The end of a stage's step: sample and keep logits on the last stage, or pass states on."""
+"""The end of a stage's step: the last stage samples and keeps logits, others send states on."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from trimaran.worker.steps.step_types import KeptLogits, NewRow, SchedulerOutput
 # Shapes: T tokens of the step, N sampled rows, P tokens of a prompt, V vocabulary.
 
 _PIECE_BYTES = 32 << 20
-"""Logits of a prompt that are on the device at once, as float32."""
+"""Most logits of a prompt that are on the device at once, as float32."""
 
 
 @dataclass(slots=True)
@@ -44,10 +44,10 @@ class _Context:
 
 
 class LogitsRows:
-    """The rows whose logits are kept. A step without any of them costs nothing here.
+    """The rows whose logits are kept. A step without such rows costs nothing here.
 
-    Logits are computed on every rank, for their shards must be gathered; rank 0 of the
-    tensor group keeps them.
+    All ranks compute logits, because shards must be gathered; rank 0 of the tensor group keeps
+    them.
     """
 
     def __init__(self, max_rows: int, vocab_size: int, *, is_keeper: bool) -> None:
@@ -59,21 +59,21 @@ class LogitsRows:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no row wants logits."""
+        """Whether no row keeps logits."""
         return not self._context and not self._generation
 
     def enter(self, new: NewRow) -> None:
-        """Note what a row's new occupant wants."""
+        """Record which logits the sequence in a row asks for."""
         wants = new.sampling
         dtype: torch.dtype = getattr(torch, wants.get("logits_dtype", "float32"))
         if wants.get("return_generation_logits"):
             self._generation[new.row] = dtype
-        # What comes back with output has told its prompt's logits before.
+        # A sequence that resumes with output has sent the logits of its prompt before.
         if wants.get("return_context_logits") and len(new.token_ids) == new.num_prompt_tokens:
             self._context[new.row] = _Context(dtype)
 
     def leave(self, row: int) -> None:
-        """The row's occupant is gone."""
+        """Drop the logits of the sequence that left this row."""
         self._context.pop(row, None)
         self._generation.pop(row, None)
 
@@ -86,7 +86,7 @@ class LogitsRows:
     ) -> None:
         """Compute the logits of prompt tokens in this step. Collective over the group.
 
-        They are kept until the prompt is complete, which is when they go to ``kept``.
+        They are kept until the prompt is complete, and then go to ``kept``.
         """
         if not self._context:
             return
@@ -109,7 +109,7 @@ class LogitsRows:
     def keep_generation(
         self, decision: SchedulerOutput, logits_NV: Tensor, kept: KeptLogits
     ) -> None:
-        """Keep the logits from which this step samples, as the model left them."""
+        """Keep the logits from which this step samples, before they are processed."""
         if not self._generation or not self._is_keeper:
             return
         for index, row in enumerate(decision.rows[decision.sampled].tolist()):
@@ -119,10 +119,10 @@ class LogitsRows:
 
 
 def _to_host(logits: Tensor, dtype: torch.dtype) -> Tensor:
-    """A copy on the host, there once the device has come so far."""
+    """A copy on the host, complete once the device has reached it."""
     if not logits.is_cuda:
         return logits.to(dtype, copy=True)
-    # On the step's own stream: a copy that lagged behind would hold the device's memory.
+    # On the step's own stream: a later copy would hold the device's memory for longer.
     host = torch.empty(logits.shape, dtype=dtype, pin_memory=True)
     return host.copy_(logits.to(dtype), non_blocking=True)
 
@@ -131,19 +131,19 @@ def _to_host(logits: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class StageEnd(Protocol):
-    """Behind the layers of a stage."""
+    """What follows the layers of a pipeline stage."""
 
     @property
     def needs_all(self) -> bool:
-        """Whether it needs the hidden states of all tokens, and not just where it samples."""
+        """Whether the hidden states of all tokens are needed, rather than of sampled tokens."""
         ...
 
     def enter(self, new: NewRow) -> None:
-        """A row has a new occupant."""
+        """Take in the sequence that enters a row."""
         ...
 
     def leave(self, row: int) -> None:
-        """A row's occupant is gone."""
+        """Drop the sequence that left a row."""
         ...
 
     def finish(
@@ -153,7 +153,7 @@ class StageEnd(Protocol):
         decision: SchedulerOutput,
         marks: StepMarks,
     ) -> ModelRunnerOutput:
-        """End a step whose layers have run. Collective over the tensor group."""
+        """End a step after its layers. Collective over the tensor group."""
         ...
 
 
@@ -166,28 +166,28 @@ def stage_end(
     kernel: CpuSampling | None,
     links: PipelineLinks,
 ) -> StageEnd:
-    """What comes behind the layers of this rank's stage."""
+    """The end of this rank's stage."""
     if model.stage.is_last:
         return LastStage(model, inputs, vocab_size, tp, depth, kernel, links)
     return EarlierStage(links)
 
 
 class EarlierStage:
-    """Sends hidden states to the next stage. What they became there, rank 0 is told."""
+    """Sends hidden states to the next stage; the last stage sends the result to rank 0."""
 
     needs_all = True
 
     def __init__(self, links: PipelineLinks) -> None:
         assert links.next is not None, "an earlier stage has one behind it"
         self._next = links.next
-        # Of the only pipeline that this rank is in.
+        # Earlier stages are in one pipeline, so they have one reader at most.
         self._reader = next(iter(links.readers.values()), None)
 
     def enter(self, new: NewRow) -> None:
-        """Nothing of a row is needed here."""
+        """Do nothing: no row's data is needed here."""
 
     def leave(self, row: int) -> None:
-        """Nothing of a row is kept here."""
+        """Do nothing: no row's data is kept here."""
 
     def finish(
         self,
@@ -196,15 +196,15 @@ class EarlierStage:
         decision: SchedulerOutput,
         marks: StepMarks,
     ) -> ModelRunnerOutput:
-        """Hand the hidden states on."""
+        """Send the hidden states to the next stage."""
         self._next.send(hidden_TD)
         marks.end()
         return RemoteOutput(self._reader, decision.step, marks)
 
 
 class LastStage:
-    """Computes logits and samples. Ids stay on the device for the next step, and are the same
-    on every rank; in a pipeline tensor rank 0 tells rank 0 of them."""
+    """Computes logits and samples. Ids stay on the device for the next step, and are equal on
+    all ranks; in a pipeline, tensor rank 0 sends them to rank 0."""
 
     def __init__(
         self,
@@ -230,16 +230,16 @@ class LastStage:
 
     @property
     def needs_all(self) -> bool:
-        """Whether a row wants the logits of its prompt."""
+        """Whether a row keeps the logits of its prompt."""
         return not self._logits_rows.is_empty
 
     def enter(self, new: NewRow) -> None:
-        """Note what a row's new occupant asks of sampling."""
+        """Take in the sampling parameters of the sequence that enters a row."""
         self._sampling.enter(new)
         self._logits_rows.enter(new)
 
     def leave(self, row: int) -> None:
-        """Forget what a row asked."""
+        """Drop the sampling parameters of the sequence that left a row."""
         self._sampling.leave(row)
         self._logits_rows.leave(row)
 
@@ -250,11 +250,12 @@ class LastStage:
         decision: SchedulerOutput,
         marks: StepMarks,
     ) -> ModelRunnerOutput:
-        """Sample, and start what brings the ids to the host."""
+        """Sample, and start the copy of the ids to the host."""
         output = self._result(hidden_TD, inputs, decision, marks)
-        # Of steps that warm up, which have no number, rank 0 awaits its own lane's alone.
+        # Warm-up steps have no number; rank 0 awaits the results of its own dp rank's alone.
         if self._writer is not None and (decision.step or self._is_first_lane):
-            # A closure of this step's own: the writer may read it after the next has begun.
+            # The writer may call this after the next step began, so it holds this step's
+            # output.
             self._writer.post(
                 lambda: self._message(decision.step, output), is_ready=self._copier is None
             )
@@ -262,7 +263,7 @@ class LastStage:
 
     def _message(self, step: int, output: LocalOutput) -> bytes:
         if self._copier is not None:
-            # The writer's thread would wait on the first GPU, and take memory there.
+            # A new thread's current device is the first GPU, where it would take memory.
             torch.cuda.set_device(self._inputs.device)
         return encode_sampled(step, output.wait())
 
@@ -299,7 +300,7 @@ class LastStage:
         sampled = decision.sampled
         if inputs.logits_indices is not None:
             hidden_TD = hidden_TD.index_select(0, inputs.logits_indices)
-        # A GPU's draw takes the likeliest id along, in one pass.
+        # A GPU's sampling kernel finds the likeliest id in the same pass.
         is_gpu = inputs.sampled_rows is not None
         if is_gpu or self._sampling.has_wants:
             lengths = (decision.num_computed_tokens + decision.num_scheduled_tokens)[sampled]
@@ -322,15 +323,16 @@ class LastStage:
         return output
 
     def _likeliest(self, hidden_ND: Tensor) -> Tensor:
-        """The likeliest ids, without gathering logits. Collective over the tensor group."""
+        """The ids of highest logit, without gathering logits. Collective over the tensor
+        group."""
         if self._tp.size == 1:
             return self._sampling.likeliest(self._model.compute_logits(hidden_ND))
         logits_NS, first_id = self._shard_logits(hidden_ND)
         return argmax_over_shards(logits_NS, first_id, self._tp)
 
     def _sample_over_shards(self, hidden_ND: Tensor, batch: SamplingBatch) -> SamplerOutput:
-        """What GPUs sample without gathering the logits of plain rows. Collective."""
-        # Imported only now: a CPU needs no Triton.
+        """Sample from shards of the logits, where rows need no more. Collective."""
+        # Imported late, because a CPU needs no Triton.
         from trimaran.worker.sampling.device_sampler import sample_over_shards
 
         head, table = self._model.lm_head, self._inputs.token_table
@@ -338,8 +340,8 @@ class LastStage:
         return sample_over_shards(logits_NS, head.first_row, batch, table, self._tp)
 
     def _shard_logits(self, hidden_ND: Tensor) -> tuple[Tensor, int]:
-        """This rank's logits, and the first of the ids that they are of."""
+        """This rank's shard of the logits, and the first id in it."""
         head = self._model.lm_head
-        # The last shards may hold padding rows, which are no ids.
+        # The last shards may hold padding rows, which are not ids.
         num_real = min(max(head.vocab_size - head.first_row, 0), head.num_rows)
         return head.local_logits(hidden_ND)[:, :num_real], head.first_row

@@ -1,4 +1,4 @@
-"""The result of one step on its way to the host, and its message between pipeline stages."""
+"""The result of one step, and its message between pipeline stages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _Wire = list[Any]
 
 
 def encode_sampled(step: int, sampled: SampledTokens) -> bytes:
-    """The message of a step's result, which is on the host."""
+    """The message of a step's result. The result must be on the host."""
     log_probs, logits = sampled.log_probs, sampled.logits
     packed: bytes = msgpack.packb(
         [
@@ -40,7 +40,7 @@ def decode_sampled(payload: bytes, step: int) -> SampledTokens:
     """The result of ``step``.
 
     Raises:
-        ProtocolError: ``payload`` is not an encoded result, or that of another step.
+        ProtocolError: ``payload`` is no valid result, or the result of another step.
     """
     try:
         told, ids, log_probs, beams, logits = msgpack.unpackb(payload, strict_map_key=False)
@@ -90,18 +90,18 @@ def _from_wire(wire: _Wire) -> Tensor:
 
 
 class ModelRunnerOutput(Protocol):
-    """One step's result, maybe still on its way."""
+    """One step's result, possibly still on the device."""
 
     marks: StepMarks
     """The marks of this rank's part of the step."""
 
     def wait(self) -> SampledTokens:
-        """What was sampled, on the host. Once, and blocks until it is there."""
+        """The sampled ids on the host. Call once; waits until they are there."""
         ...
 
 
 class RemoteOutput:
-    """A step's result that the last pipeline stage tells rank 0; others are told nothing."""
+    """A step's result that the last stage sends to rank 0; other ranks get no ids."""
 
     __slots__ = ("_reader", "_step", "marks")
 
@@ -111,7 +111,7 @@ class RemoteOutput:
         self.marks = marks
 
     def wait(self) -> SampledTokens:
-        """What was sampled. Steps are waited for in order.
+        """The sampled ids. Call in order of steps.
 
         Raises:
             PeerLostError: the last stage missed its deadline.
@@ -134,7 +134,7 @@ class LocalOutput:
         marks: StepMarks,
         logits: KeptLogits | None = None,
     ) -> None:
-        """``told_ids`` of ``output`` were made before the end of the step was marked."""
+        """``told_ids`` of ``output`` were launched before the end of the step was marked."""
         self.marks = marks
         self._logits = logits
         self._token_ids = told_ids
@@ -147,7 +147,7 @@ class LocalOutput:
             )
 
     def wait(self) -> SampledTokens:
-        """The sampled ids on the host. Blocks until the device has them."""
+        """The sampled ids on the host. Waits until the device has copied them."""
         if self._event is not None:
             self._event.synchronize()
         return SampledTokens(
@@ -159,9 +159,9 @@ class LocalOutput:
 
 
 class Copier:
-    """Copies results to pinned memory on a stream of its own, which later steps wait not for.
+    """Copies results to pinned memory on its own stream, for which later steps do not wait.
 
-    Its memory is used in turn: a result must be read before ``depth`` more are started.
+    The memory is a ring: read a result before ``depth`` more copies are started.
     """
 
     def __init__(self, device: torch.device, max_ids: int, depth: int) -> None:
@@ -179,7 +179,7 @@ class Copier:
     def start(
         self, told_ids: Tensor, log_probs: Tensor | None, marks: StepMarks
     ) -> tuple[Tensor, Tensor | None, torch.cuda.Event]:
-        """Launch the copies behind the step's end; the event tells when they are over."""
+        """Launch the copies after the step's end; the event marks their completion."""
         self._turn = (self._turn + 1) % len(self._slots)
         ids_memory, log_probs_memory, event = self._slots[self._turn]
         marks.hold(self._stream)
@@ -193,7 +193,7 @@ class Copier:
 
 
 def _copy_back(source: Tensor, memory: Tensor, stream: torch.cuda.Stream) -> Tensor:
-    # The sampler's memory must not be reused before the copy has read it.
+    # Do not let torch reuse the sampler's memory before the copy has read it.
     source.record_stream(stream)
-    # In its own dtype: a conversion would be one more kernel.
+    # In the source's dtype: a conversion would launch another kernel.
     return memory.view(source.dtype)[: len(source)].copy_(source, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Made-up steps before the first request: to warm up, and to see what a step needs."""
+"""Synthetic steps before the first request, to warm up and to measure a step's memory."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from trimaran.worker.execution.model_runner import ModelRunner
 from trimaran.worker.steps.step_types import Int32Array, NewRow, SchedulerOutput, int32s
 
 _FILTERED = SamplingParams(top_p=0.9, seed=1).to_wire()
-"""Draws from logits as they are; on a CPU it sorts the whole vocabulary."""
+"""Samples from unprocessed logits; a CPU sorts the whole vocabulary for it."""
 
 _PLAIN = SamplingParams(top_p=1.0, seed=1).to_wire()
-"""Which several GPUs draw without gathering logits."""
+"""Several GPUs sample this without gathering logits."""
 
 _EDITED = SamplingParams(
     top_p=0.9,
@@ -28,19 +28,19 @@ _EDITED = SamplingParams(
     bad_words=((0, 0),),
     return_log_probs=True,
 ).to_wire()
-"""Uses every other kernel of sampling but that of guides, and the most memory."""
+"""Runs every other sampling kernel except those of guides, and takes the most memory."""
 
 _GUIDED = {**_EDITED, "guide_type": "json", "guide": "{}"}
-"""The same with a guide, which allows all ids here."""
+"""The same with a guide; its mask allows all ids."""
 
 
 _ROWS_APART, _TOKENS_APART = 8, 64
 _MOST_TOKENS = 8192
-"""Of steps up to here, that of 7,168 was the last to load a kernel for an 8B Llama's products;
-larger ones would each take their time."""
+"""Largest step that is run. For an 8B Llama, the step of 7,168 tokens was the last to load a
+kernel for products; larger steps take time to run."""
 
 _CHUNK = 256
-"""Tokens of a prompt of such steps, short ones: attention need not be timed."""
+"""Tokens of a prompt in these steps; short, because attention is not measured."""
 
 
 def _step(
@@ -51,7 +51,7 @@ def _step(
     *,
     are_new: bool = True,
 ) -> SchedulerOutput:
-    """A step whose rows all use the first blocks: what the step writes is never read."""
+    """A step whose rows all use the first blocks; the written KV is never read."""
     return SchedulerOutput(
         step=0,
         rows=int32s([new.row for new in rows]),
@@ -77,7 +77,7 @@ def _row(row: int, length: int, sampling: dict[str, Any]) -> NewRow:
 
 
 def run_small_steps(runner: ModelRunner, limits: SchedulerConfig) -> None:
-    """Run a prompt and a decode, so that the first request pays for no lazy start."""
+    """Run a prompt and a decode, so that the first request does not wait for lazy loading."""
     length = min(limits.max_seq_len - 1, limits.max_num_batched_tokens)
     length = max(1, min(length, 2 * runner.inputs.block_size))
     is_gpu = runner.inputs.device.type == "cuda"
@@ -94,12 +94,12 @@ def run_small_steps(runner: ModelRunner, limits: SchedulerConfig) -> None:
 
 
 def load_product_kernels(runner: ModelRunner, limits: SchedulerConfig) -> None:
-    """Run steps of all sizes, through few layers, so that none is the first of its size.
+    """Run steps of all sizes, through few layers, so that later steps load no kernels.
 
-    Torch's library has a kernel for every few rows of a product, and loads it at its first
-    use, for which it waits until the GPU has done what it was given: of an 8B Llama more than
-    a hundred steps would begin late. Rows go by the eight where they are sequences, by the 64
-    where they are tokens. Collective.
+    Torch's library has different kernels for different numbers of rows, and loads a kernel at
+    its first use, after waiting for the GPU's launched work. For an 8B Llama more than a
+    hundred steps would begin late. Sizes are multiples of 8 for sequences, and of 64 for
+    tokens. Collective.
     """
     rows = [_row(row, 1, _PLAIN) for row in range(limits.max_num_seqs)]
     with runner.model.few_layers():
@@ -121,11 +121,11 @@ def load_product_kernels(runner: ModelRunner, limits: SchedulerConfig) -> None:
 
 
 def peak_step_bytes(runner: ModelRunner, limits: SchedulerConfig) -> tuple[int, int]:
-    """Device memory that the largest steps take for a moment: all prompt, and all decode."""
+    """Device memory that the largest steps take temporarily: all prompts, and all decodes."""
     longest = min(limits.max_input_len, limits.max_num_batched_tokens, limits.max_seq_len - 1)
     num_full = min(limits.max_num_seqs, max(1, limits.max_num_batched_tokens // longest))
     prompts = [_row(row, longest, _EDITED) for row in range(num_full)]
-    # Behind a token each: attention to what was cached may take memory of its own.
+    # With a cached token each: attention to cached tokens may take memory of its own.
     past = int32s([min(1, longest - 1)] * num_full)
     prompt_bytes = _peak_bytes(runner, _step(prompts, past, longest - past))
     short = [_row(row, 1, _EDITED) for row in range(limits.max_num_seqs)]

@@ -1,4 +1,4 @@
-"""The paged KV cache: policy, ownership and memory of its blocks.
+"""The paged KV cache: ownership and memory of blocks, and the policy of their reuse.
 
 Owns block pools, prefix reuse, eviction, host offload and reservations.
 In: sequences that grow, fork, pause and end; content hashes; memory sizes.

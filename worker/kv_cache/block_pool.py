@@ -17,8 +17,8 @@ class BlockPool:
     content, partial ones, then by priority, then least recently released. Every call is
     O(1) a block.
 
-    With a ``host`` pool, content that is about to be lost moves there: `take_moves` tells
-    what to copy, before anything is written to the blocks handed out.
+    With a ``host`` pool, evicted content moves there: `take_moves` returns the copies to make
+    before the blocks are written.
     """
 
     def __init__(self, num_blocks: int, host: HostPool | None = None) -> None:
@@ -31,15 +31,17 @@ class BlockPool:
         self._hash_of: dict[int, BlockHash] = {}
         self._partial: set[int] = set()
         self.watched: Set[BlockHash] = frozenset()
-        """Content whose coming counts as a gain."""
+        """Content whose arrival counts as a gain."""
         self.num_gains = 0
-        """Times that watched content came, or a free block was held with its content."""
+        """Times that watched content arrived, or that a free block with watched content was
+        taken."""
 
     def place(self, sides: bytes) -> None:
-        """Say on which side of memory, 0 or 1, each block lies, before any is handed out.
+        """Set the side of memory, 0 or 1, of each block. Call before any block is handed out.
 
-        From then on a sequence's blocks lie on the side of its first one, as long as that has
-        some that are free and worth hardly more than those of the other.
+        From then on a sequence's blocks are taken from the side of its first block, as long as
+        that side has free blocks whose content is worth about as little as that of the other
+        side.
         """
         self._sides = sides
         self._free = FreeBlocks(sides)
@@ -50,9 +52,9 @@ class BlockPool:
         return len(self._free)
 
     def allocate(self, count: int, table: Sequence[int] = ()) -> list[int] | None:
-        """Take ``count`` blocks, or take nothing and return None if too few are free.
+        """Take ``count`` blocks; None, with nothing taken, if too few are free.
 
-        ``table``: the blocks of their sequence so far.
+        ``table``: the blocks of the sequence so far.
         """
         free = self._free
         if count > len(free):
@@ -75,17 +77,17 @@ class BlockPool:
         self.forget(block)
 
     def take_moves(self) -> list[tuple[int, int]]:
-        """Blocks whose content moves to the host, and the slots there; each is told once.
+        """Copies to the host as (block, slot); each is returned once.
 
-        No slot comes twice, as copies are made in any order: what was replaced there before
-        this call is not moved at all.
+        No slot comes twice, because copies run in any order: content that was replaced before
+        this call is not copied.
         """
         block_of = {slot: block for block, slot in self._moves}
         self._moves.clear()
         return [(block, slot) for slot, block in block_of.items()]
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Hold each block once more; a free one is taken with its content."""
+        """Add a reference to each block; a free block is taken with its content."""
         for block in blocks:
             if self._ref_counts[block] == 0:
                 self._free.remove(block)
@@ -93,7 +95,8 @@ class BlockPool:
             self._ref_counts[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Drop one hold on each block of a sequence, last first: tails are evicted first."""
+        """Drop one reference to each block of a sequence, last first: tails are evicted
+        first."""
         for block in reversed(blocks):
             count = self._ref_counts[block] - 1
             assert count >= 0, f"block {block} released more often than held"
@@ -103,9 +106,9 @@ class BlockPool:
                 self._free.add(block, has_content=has_content, is_partial=is_partial)
 
     def publish(self, block: int, block_hash: BlockHash, *, is_partial: bool = False) -> None:
-        """Make a block's content findable, unless another block already has it.
+        """Make a block's content findable, unless another block has the same content.
 
-        It is a full block, or with ``is_partial`` the last one of a sequence that ends.
+        The block is full, or with ``is_partial`` the last block of a sequence that ended.
         """
         if block_hash not in self._block_of and block not in self._hash_of:
             self._block_of[block_hash] = block
@@ -115,7 +118,7 @@ class BlockPool:
                 self._partial.add(block)
 
     def retain(self, block_hash: BlockHash, retention: Retention) -> None:
-        """Set how long the block with this content is kept once it is unreferenced."""
+        """Set the retention of the block with this content, for when it is unreferenced."""
         block = self._block_of.get(block_hash)
         if block is not None:
             self._free.retain(block, retention)
@@ -129,11 +132,11 @@ class BlockPool:
         return block in self._partial
 
     def is_shared(self, block: int) -> bool:
-        """Whether several sequences hold the block."""
+        """Whether several sequences reference the block."""
         return self._ref_counts[block] > 1
 
     def is_held(self, block: int) -> bool:
-        """Whether some sequence holds the block."""
+        """Whether a sequence references the block."""
         return self._ref_counts[block] > 0
 
     def forget(self, block: int) -> None:
@@ -145,7 +148,7 @@ class BlockPool:
             self._partial.discard(block)
 
     def drop(self, block_hash: BlockHash) -> None:
-        """Make content unfindable; the block that has it is as good as any other."""
+        """Make content unfindable, and its block the first to be evicted."""
         block = self._block_of.get(block_hash)
         if block is None:
             return
@@ -171,10 +174,10 @@ class BlockPool:
 
 
 class OwnContent:
-    """Names blocks where contents have no hashes, and forgets them when their owner has.
+    """Keys for the blocks of preempted sequences, if content has no hashes.
 
-    While a step is planned nothing leaves the host: its place may be read by copies of that
-    step, and would be written by others of it.
+    While a step is planned no host slot is freed: a copy of that step may read it, and another
+    copy of the step could then write it.
     """
 
     def __init__(self, pools: Sequence[BlockPool]) -> None:
@@ -184,17 +187,17 @@ class OwnContent:
         self._outdated: list[BlockHash] = []
 
     def begin_step(self) -> None:
-        """A step is being planned from now on."""
+        """Planning of a step begins."""
         self._is_planning = True
 
     def end_step(self) -> None:
-        """All of a step's copies are decided."""
+        """All copies of the step are planned."""
         self._is_planning = False
         outdated, self._outdated = self._outdated, []
         self.forget_stored(outdated)
 
     def name(self, blocks: SequenceBlocks, num_full: int) -> None:
-        """Give a sequence's full blocks names that no others have."""
+        """Give a sequence's full blocks unique keys."""
         if not blocks.hashes:
             self._num_owners += 1
             blocks.root = self._num_owners.to_bytes(8, "little")
@@ -202,7 +205,7 @@ class OwnContent:
             blocks.hashes.append(blocks.root + index.to_bytes(4, "little"))
 
     def forget(self, blocks: SequenceBlocks) -> None:
-        """A sequence will not come back for what it has named."""
+        """Drop the keys and content of a sequence that will not resume from them."""
         for pool in self._pools:
             for block_hash in blocks.hashes:
                 pool.drop(block_hash)
@@ -210,7 +213,7 @@ class OwnContent:
         blocks.hashes.clear()
 
     def forget_stored(self, hashes: Sequence[BlockHash]) -> None:
-        """Free what the host holds of these."""
+        """Free the host slots of this content."""
         if self._is_planning:
             self._outdated += hashes
             return

@@ -10,15 +10,15 @@ from itertools import chain
 from typing import NamedTuple
 
 DEFAULT_PRIORITY = 35
-"""The retention priority of content without a request's own; priorities are 0 to 100."""
+"""The default priority of retention; priorities are 0 to 100."""
 
 _FEW_ENDS = 1024
-"""So many outdated words are not worth looking for."""
+"""Outdated entries of `_ends` up to this number are not removed."""
 
 _LEEWAY = 8
-"""Content goes before older content of the other side, unless as many blocks as one part in so
-many of all came between. Whatever goes on from a prompt that many begin with is of its side:
-without an end to this, it would be kept in half of the memory alone."""
+"""A block of the wanted side is evicted before an older block of the other side, unless more
+than this fraction of all blocks was freed between the two. A prompt's prefix that many requests
+share lies on one side; without this limit, their blocks would keep to half of the memory."""
 
 
 class Retention(NamedTuple):
@@ -28,7 +28,7 @@ class Retention(NamedTuple):
     """Content of higher priority is evicted later."""
 
     duration_s: float = 0.0
-    """After so long the priority is the default one again; 0 means never."""
+    """Seconds until the default priority holds again; 0 means never."""
 
 
 class _Queue:
@@ -37,7 +37,7 @@ class _Queue:
     def __init__(self, sides: bytes) -> None:
         self._sides = sides
         self._of_side: tuple[OrderedDict[int, int], ...] = (OrderedDict(), OrderedDict())
-        """With how many had come before each."""
+        """Each block with the number of blocks that were added before it."""
         self._num_come = 0
 
     def __len__(self) -> int:
@@ -57,7 +57,7 @@ class _Queue:
         del self._of_side[self._sides[block]][block]
 
     def pop(self, side: int) -> int:
-        """The oldest block of a side, or of the other side if that side is empty."""
+        """The oldest block of a side; of the other side if that side is empty."""
         own = self._of_side[side] or self._of_side[1 - side]
         return own.popitem(last=False)[0]
 
@@ -71,11 +71,11 @@ class _Queue:
 
 
 class FreeBlocks:
-    """Free blocks: those without content first, then partial ones, which save little, then
-    by priority, then by age, in which the side that is asked for is given a start.
+    """Free blocks in order of eviction: blocks without content, partial blocks, which save
+    little, then by priority, then by age. By age, the wanted side has a head start.
 
-    A block's priority is told while it is free or before, and holds until its content is
-    forgotten or its time is over. Only priorities other than the default cost anything.
+    A block's priority may be set at any time, and holds until its content is dropped or its
+    duration ends. Only priorities other than the default cost time.
     """
 
     def __init__(self, sides: bytes, clock: Callable[[], float] = time.monotonic) -> None:
@@ -90,11 +90,11 @@ class FreeBlocks:
         """Free blocks with content, by a priority that is not the default."""
         self._num_ranked = 0
         self._kept: dict[int, tuple[int, int]] = {}
-        """Priority that is not the default, and the number of the word about it, of blocks
-        free or not."""
+        """The other than default priority of blocks, free or not, and the number of the entry
+        in `_ends`."""
         self._ends: list[tuple[float, int, int]] = []
-        """When a word ends, its number, its block; words may be outdated, some half of them
-        at most."""
+        """Heap of (time, entry's number, block) at which priorities end. Up to about half of
+        the entries may be outdated."""
         self._num_words = 0
 
     def __len__(self) -> int:
@@ -117,7 +117,7 @@ class FreeBlocks:
         return int(self._num_of_side[1] > self._num_of_side[0])
 
     def add(self, block: int, *, has_content: bool, is_partial: bool = False) -> None:
-        """Take in a block that was released last."""
+        """Add the block that was released last."""
         self._num_of_side[self._sides[block]] += 1
         if not has_content:
             self._blank.add(block)
@@ -128,7 +128,7 @@ class FreeBlocks:
             self._num_ranked += block in self._kept
 
     def remove(self, block: int) -> None:
-        """Take out a certain block, which keeps its priority."""
+        """Remove this block; its priority stays."""
         self._num_of_side[self._sides[block]] -= 1
         for queue in (self._blank, self._partial):
             if block in queue:
@@ -138,7 +138,8 @@ class FreeBlocks:
         self._num_ranked -= block in self._kept
 
     def pop(self, side: int = 0) -> int:
-        """Take out the next block, which keeps its priority; there must be one."""
+        """Remove and return the next block to evict; its priority stays. There must be a
+        block."""
         block = self._pop(side)
         self._num_of_side[self._sides[block]] -= 1
         return block
@@ -165,7 +166,7 @@ class FreeBlocks:
         return DEFAULT_PRIORITY if kept is None else kept[0]
 
     def retain(self, block: int, retention: Retention) -> None:
-        """Say how long a block's content is kept, from now on."""
+        """Set how long a block's content is kept, from now on."""
         if self._ends:
             self._end_overdue()
         self._num_words += 1
@@ -178,7 +179,7 @@ class FreeBlocks:
                 heapq.heapify(self._ends)
 
     def forget(self, block: int) -> None:
-        """The block's content is gone, and its priority with it."""
+        """Drop the priority of a block whose content is gone."""
         if block in self._kept:
             self._rank(block, DEFAULT_PRIORITY)
 
@@ -193,11 +194,11 @@ class FreeBlocks:
             self.add(block, has_content=True)
 
     def _has_free(self, block: int) -> bool:
-        """Whether a block with content is free."""
+        """Whether this block is free and has content."""
         return block in self._partial or block in self._queue(block)
 
     def _queue(self, block: int) -> _Queue:
-        """Where a free block with content is."""
+        """The queue of a free block with content."""
         kept = self._kept.get(block) if self._kept else None
         if kept is None:
             return self._usual
@@ -213,7 +214,7 @@ class FreeBlocks:
                 self._rank(end[2], DEFAULT_PRIORITY)
 
     def _holds(self, end: tuple[float, int, int]) -> bool:
-        """Whether a word is the last one about its block."""
+        """Whether an entry is the latest of its block."""
         _, word, block = end
         kept = self._kept.get(block)
         return kept is not None and kept[1] == word

@@ -1,4 +1,4 @@
-"""Copies of KV blocks between this rank's device and its host's memory, beside the steps."""
+"""Copies of KV blocks between this rank's device and host memory, concurrent with steps."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from trimaran.worker.kv_cache.host_memory import CudaLocks, HostMemory
 from trimaran.worker.steps.staging import to_device
 from trimaran.worker.steps.step_types import Int32Array, TransferKind
 
-# Shapes: S slots of the host, E elements of a block, P blocks of half a staging memory.
+# Shapes: S slots of the host, E elements of a block, P blocks of half a staging buffer.
 
 
 class HostCopies:
-    """One KV group's part of the host's memory, [S, E], and the copies to and from it.
+    """One KV group's host memory, [S, E], and the copies to and from it.
 
-    On a GPU they run on a stream of their own. What is evicted is about to be overwritten:
-    a step gathers it into staging memory first, and leaves the slow way to the host to the
-    copy stream. Blocks that a load overwrites need no such step, as that stream keeps order.
-    The device waits for copies only where the decision says so, or where moves come faster
-    than the host takes them; the host waits for nothing.
+    On a GPU the copies run on their own stream. A step soon overwrites evicted blocks, so it
+    first gathers them into a staging buffer; the copy stream then does the slow copy to the
+    host. Blocks that a load overwrites need no staging, because the copy stream runs in order.
+    The device waits for copies only where the decision says so, or if evictions come faster
+    than the host takes them; the host never waits.
     """
 
     def __init__(self, pool: Tensor, num_slots: int, num_staged: int) -> None:
-        """``pool`` [blocks, ...] is dense; ``num_staged`` blocks are staged at most."""
+        """``pool`` [blocks, ...] is dense; at most ``num_staged`` blocks are staged."""
         self._blocks = pool.view(pool.shape[0], -1)
         self._is_gpu = pool.device.type == "cuda"
         width = self._blocks.shape[1]
@@ -46,18 +46,18 @@ class HostCopies:
 
     @property
     def num_bytes(self) -> int:
-        """Host memory."""
+        """Bytes of host memory."""
         return self._host.nbytes
 
     @property
     def done_step(self) -> int:
-        """The last step whose loads are made, with all before it."""
+        """The last step whose loads are complete, like those of all earlier steps."""
         while self._is_gpu and self._loads and _is_over(self._loads[0][1]):
             self._done_step = self._loads.popleft()[0]
         return self._done_step
 
     def begin(self, step: int, transfers: Int32Array) -> None:
-        """Start a step's copies of this group, before anything else of the step."""
+        """Start a step's copies of this group, before any other work of the step."""
         kinds, pairs = transfers[:, 0], transfers[:, 2:]
         moves, loads = pairs[kinds == TransferKind.MOVE], pairs[kinds == TransferKind.LOAD]
         if not self._is_gpu:
@@ -67,7 +67,7 @@ class HostCopies:
             return
         is_direct = (moves[:, :1] == loads[:, 1]).any(1)
         self._move_staged(moves[~is_direct])
-        # What earlier steps do with these blocks comes first.
+        # Earlier steps' work on these blocks comes first.
         self._stream.wait_stream(torch.cuda.current_stream(self._blocks.device))
         with torch.cuda.stream(self._stream):
             for block, slot in moves[is_direct].tolist():
@@ -81,7 +81,7 @@ class HostCopies:
             self._last_loads[step] = event
 
     def wait(self, step: int) -> None:
-        """Let the device run what is launched next only after the loads of ``step``."""
+        """Let the device run later launches only after the loads of ``step``."""
         if not self._is_gpu:
             return
         stream = torch.cuda.current_stream(self._blocks.device)
@@ -89,7 +89,7 @@ class HostCopies:
             stream.wait_event(self._last_loads.pop(number))
 
     def close(self) -> None:
-        """Give the memory back; the device has finished."""
+        """Free the memory. The device must have finished all copies."""
         self._memory.close()
         del self._host, self._memory
 
@@ -119,7 +119,7 @@ def _is_over(event: torch.cuda.Event) -> bool:
 
 
 def begin_transfers(hosts: Sequence[HostCopies], step: int, transfers: Int32Array) -> None:
-    """Start a step's copies in all groups, and let the device wait for earlier ones."""
+    """Start a step's copies in all groups, and let the device wait for earlier loads."""
     kinds = transfers[:, 0]
     for group, host in enumerate(hosts):
         of_group = (transfers[:, 1] == group) & (kinds != TransferKind.WAIT)

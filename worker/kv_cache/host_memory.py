@@ -1,4 +1,4 @@
-"""Memory of the host for KV blocks: mapped in huge pages, touched and locked by threads."""
+"""Host memory for KV blocks: mapped in huge pages, touched and page-locked by threads."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ _PIECE_BYTES = 1 << 30
 """Bytes locked in one call: a single call for 512 GiB fails even with enough free memory."""
 
 _MAX_THREADS = 8
-"""More wait for the memory, and for the driver's lock."""
+"""More threads would wait for memory bandwidth and for the driver's lock."""
 
 _PORTABLE = 1
-"""``cudaHostRegisterPortable``: locked for every context of this process."""
+"""``cudaHostRegisterPortable``: locked for all CUDA contexts of this process."""
 
 
 class PageLocks(Protocol):
-    """What keeps pages where they are for a device's copies."""
+    """Page-locks memory for a device's copies."""
 
     def lock(self, address: int, num_bytes: int) -> int:
-        """Lock a range of whole pages; returns an error's number, or 0."""
+        """Lock a range of whole pages. Returns 0 or an error number."""
 
     def unlock(self, address: int) -> None:
-        """Let go of the range that begins here."""
+        """Unlock the range that begins at ``address``."""
 
 
 class CudaLocks:
-    """The locks of the CUDA driver. Any thread may ask for one."""
+    """Page locks of the CUDA driver. Any thread may call it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -46,7 +46,7 @@ class CudaLocks:
 
     def lock(self, address: int, num_bytes: int) -> int:
         """See `PageLocks`."""
-        # A new thread is on the first GPU, and would open a context there.
+        # A new thread's current device is the first GPU, where it would open a context.
         with torch.cuda.device(self._device):
             return int(self._cudart.cudaHostRegister(address, num_bytes, _PORTABLE))
 
@@ -57,14 +57,14 @@ class CudaLocks:
 
 
 class HostMemory:
-    """Rows of bytes in the host's memory, each of which is copied as a whole.
+    """Rows of bytes in host memory; each row is copied as a whole.
 
-    With ``locks`` all pages are touched and locked, in pieces of whole rows and pages, as no
-    copy may cross from one locked range to another. Several threads do it: one alone gets
-    some 2 GiB a second out of the kernel. They run where the thread that starts them may, so
-    that the pages come from that memory node. Without, pages come when they are written.
-    Memory that is not closed before it is forgotten stays locked; what is unlocked lives on
-    as long as a view of it.
+    With ``locks`` all pages are touched and locked, in ranges of whole rows and pages, because
+    no copy may cross from one locked range to another. Several threads do this, because the
+    kernel gives a single thread some 2 GiB a second. The threads have the CPU affinity of their
+    creator, so that pages come from its NUMA node. Without ``locks``, pages are allocated when
+    written. Memory that is dropped without `close` stays locked; unlocked memory lives as long
+    as a view of it.
     """
 
     def __init__(
@@ -92,13 +92,13 @@ class HostMemory:
         self._lock([(first, min(first + step, size)) for first in range(0, size, step)])
 
     def rows(self, dtype: torch.dtype) -> Tensor:
-        """All rows, [rows, elements], at first zeros."""
+        """All rows, [rows, elements], initially zeros."""
         num_rows, row_bytes = self._shape
         flat = torch.frombuffer(self._mapping, dtype=torch.uint8, count=num_rows * row_bytes)
         return flat.view(dtype).view(num_rows, -1)
 
     def close(self) -> None:
-        """Unlock all pages. No copy may be on its way."""
+        """Unlock all pages. No copy may be in flight."""
         if self._locks is not None and self._locked:
             with ThreadPoolExecutor(self._num_threads) as threads:
                 list(threads.map(self._locks.unlock, self._locked))
@@ -117,7 +117,7 @@ class HostMemory:
             return
         first, end = piece
         memory = np.frombuffer(self._mapping, np.uint8)
-        # NumPy does this without Python's lock.
+        # NumPy writes without Python's lock.
         memory[first : end : mmap.PAGESIZE] = 0
         address = memory.ctypes.data + first
         error = self._locks.lock(address, end - first)
@@ -128,7 +128,7 @@ class HostMemory:
 
 
 def _map(size: int) -> mmap.mmap:
-    """A private, zeroed mapping of so many bytes."""
+    """A private, zeroed mapping of ``size`` bytes."""
     try:
         mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
@@ -137,19 +137,20 @@ def _map(size: int) -> mmap.mmap:
             "it, or raise this process's limit of address space (ulimit -v) or the host's "
             "(vm.overcommit_memory)."
         ) from error
-    # A child process would be given copies of locked pages.
+    # A child process would get copies of locked pages.
     mapping.madvise(mmap.MADV_DONTFORK)
     try:
         mapping.madvise(mmap.MADV_HUGEPAGE)
     except OSError as error:
-        # This kernel has none.
+        # Kernels without transparent huge pages refuse this.
         if error.errno != errno.EINVAL:
             raise
     return mapping
 
 
 def _check_room(size: int) -> None:
-    """Locked pages cannot be swapped out: locking the last ones would wake the OOM killer."""
+    """Refuse more than the free memory: locked pages cannot be swapped, so the OOM killer would
+    act."""
     free = free_memory_bytes()
     if size > free:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""What a host's memory holds of the KV cache: content that was evicted from the device."""
+"""The host cache: content of KV blocks that was evicted from the device."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ BlockHash = bytes
 
 
 class HostPool:
-    """Slots for blocks in the host's memory, found by content.
+    """Slots for blocks in host memory, found by content.
 
-    The lowest priority, then the longest unused is replaced first; content of a priority
-    below the default is not worth a slot. Slots that are being read are pinned. Unless it
-    ``can_replace`` content, what comes when all slots are full has no place.
+    Content of the lowest priority is replaced first, then the least recently used. Content
+    below the default priority gets no slot. Slots that a copy reads are pinned. Unless the pool
+    ``can_replace`` content, new content gets no slot once all are used.
     """
 
     def __init__(self, num_slots: int, *, can_replace: bool = True) -> None:
         self.num_slots = num_slots
         self._can_replace = can_replace
         self.num_stored = 0
-        """Blocks that were moved here, over all time."""
+        """Blocks that were copied here since the start."""
         self.num_loaded = 0
-        """Blocks that were copied back, over all time."""
+        """Blocks that were copied back since the start."""
         self._slots = FreeBlocks(bytes(num_slots))
         self._slot_of: dict[BlockHash, int] = {}
         self._hash_of: dict[int, BlockHash] = {}
@@ -39,7 +39,8 @@ class HostPool:
         return self._slot_of.get(block_hash)
 
     def store(self, block_hash: BlockHash, priority: int) -> int | None:
-        """A slot to write this content to; None if it is there already, or has no place."""
+        """A slot to copy this content to; None if the content is here already or gets no
+        slot."""
         known = self._slot_of.get(block_hash)
         if known is not None:
             self._touch(known)
@@ -64,7 +65,7 @@ class HostPool:
         return slot
 
     def pin(self, slots: Iterable[int]) -> None:
-        """Keep what is in the slots until `unpin`: it is being copied to the device."""
+        """Keep the content of slots, which are being copied to the device, until `unpin`."""
         for slot in slots:
             count = self._pins.get(slot, 0)
             self._pins[slot] = count + 1
@@ -73,7 +74,7 @@ class HostPool:
             self.num_loaded += 1
 
     def unpin(self, slots: Iterable[int]) -> None:
-        """The copies are made."""
+        """The copies from these slots are complete."""
         for slot in slots:
             self._pins[slot] -= 1
             if not self._pins[slot]:
@@ -81,7 +82,7 @@ class HostPool:
                 self._slots.add(slot, has_content=True)
 
     def drop(self, block_hash: BlockHash) -> None:
-        """Forget this content, which is not pinned, if it is here."""
+        """Drop this content, if it is here. It must not be pinned."""
         slot = self._slot_of.pop(block_hash, None)
         if slot is not None:
             del self._hash_of[slot]
@@ -95,7 +96,7 @@ class HostPool:
             self._slots.add(slot, has_content=True)
 
     def check(self) -> None:
-        """Raise AssertionError unless every slot has one place. For tests."""
+        """Raise AssertionError unless every slot is in exactly one state. For tests."""
         assert {slot: h for h, slot in self._slot_of.items()} == self._hash_of
         free = set(self._slots)
         assert len(free) == len(self._slots)

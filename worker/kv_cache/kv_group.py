@@ -1,4 +1,4 @@
-"""Layers that keep KV alike, and their one pool of blocks on the device."""
+"""Layers with equal KV cache entries, and their pool of blocks on the device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trimaran.worker.attention.backend import KVCacheSpec
 
 
 class KVGroup:
-    """Layers with equal specs, and their one pool of blocks, block-major."""
+    """Layers with equal specs, and their block-major pool of blocks."""
 
     def __init__(self, spec: KVCacheSpec, layers: list[int], side_mask: int = 0) -> None:
         self.spec = spec
@@ -21,27 +21,28 @@ class KVGroup:
         self._side_mask = side_mask
         self.pool: Tensor | None = None
         self.memory: Tensor | None = None
-        """What ``pool`` is a view of, as it lies in memory."""
+        """The tensor that ``pool`` is a view of, with its dims in the order of memory."""
         self.sides: bytes | None = None
-        """The side of memory that each block of ``memory`` begins on, if sides are known."""
+        """The side of memory on which each block of ``memory`` begins, if sides are used."""
 
     @property
     def sided_block_size(self) -> int:
-        """Tokens of a block whose heads lie on one side of memory each; 0 if none do."""
+        """Tokens of a block whose heads each lie on one side of memory; 0 if there is no such
+        size."""
         count = piece_tokens(self.spec.head_size * self.spec.dtype.itemsize)
         return count if self._keys_go_first(count) is not None else 0
 
     def block_bytes(self, block_size: int) -> int:
-        """Bytes of one block over all layers of the group."""
+        """Bytes of a block, over all layers of the group."""
         return self.spec.token_bytes * block_size * len(self.layers)
 
     def allocate(self, num_blocks: int, block_size: int, device: torch.device) -> None:
-        """Make the pool [blocks + 1, layers, 2, B, K, H], 1 instead of 2 for latent vectors;
-        the last block is a spare one.
+        """Allocate the pool [blocks + 1, layers, 2, B, K, H], 1 instead of 2 for latent
+        vectors; the last block is a spare block.
 
-        On a GPU a head's tokens lie side by side in memory, one read for a kernel that
-        takes a head at a time; on a CPU a token's heads do. Where only that keeps heads on
-        one side of memory, a block's keys of all layers go before their values.
+        On a GPU the tokens of a head are adjacent in memory, because a kernel reads one head at
+        a time; on a CPU the heads of a token are. Where heads would otherwise cross sides of
+        memory, the keys of all layers come before their values.
         """
         num_kinds, _, heads, size = self.spec.block_shape(block_size)
         shape = [num_blocks + 1, len(self.layers), num_kinds, block_size, heads, size]
@@ -52,7 +53,7 @@ class KVGroup:
                 order[1:3] = 2, 1
         in_memory = [shape[dim] for dim in order]
         self.memory = torch.empty(in_memory, dtype=self.spec.dtype, device=device)
-        # Swaps of neighbours are undone by themselves.
+        # The order only swaps neighbours, so it is its own inverse.
         self.pool = self.memory.permute(order)
 
     def _keys_go_first(self, block_size: int) -> bool | None:
@@ -63,7 +64,7 @@ class KVGroup:
         return keys_go_first(len(self.layers), heads, head_bytes, self._side_mask)
 
     def find_sides(self) -> None:
-        """Find the side of memory that each block lies on, where heads lie on either."""
+        """Find the side of memory of each block, if heads lie on single sides."""
         assert self.pool is not None and self.memory is not None
         if self._keys_go_first(self.pool.shape[3]) is None:
             return
@@ -74,15 +75,15 @@ class KVGroup:
             memory_sides.forget(self.memory)
 
     def free(self) -> None:
-        """Let the pool go."""
+        """Free the pool."""
         if self.memory is not None:
             memory_sides.forget(self.memory)
         self.pool = self.memory = self.sides = None
 
 
 def group_layers(specs: Sequence[KVCacheSpec], side_mask: int = 0) -> list[KVGroup]:
-    """Layers by equal spec, in order of first appearance, for memory whose sides change by
-    ``side_mask``; 0 where sides are of no use."""
+    """Group layers by equal spec, in order of first appearance. ``side_mask``: address bits
+    that determine the side of memory; 0 if sides are not used."""
     groups: dict[KVCacheSpec, KVGroup] = {}
     for layer, spec in enumerate(specs):
         groups.setdefault(spec, KVGroup(spec, [], side_mask)).layers.append(layer)
@@ -90,7 +91,7 @@ def group_layers(specs: Sequence[KVCacheSpec], side_mask: int = 0) -> list[KVGro
 
 
 def layer_views(groups: list[KVGroup]) -> list[Tensor]:
-    """Each layer's part of its group's pool, in order of layers."""
+    """Each layer's view of its group's pool, in order of layers."""
     views: dict[int, Tensor] = {}
     for group in groups:
         assert group.pool is not None

@@ -1,4 +1,4 @@
-"""Which blocks each sequence has: prefix reuse, growth, forks and reservations."""
+"""Each sequence's blocks: prefix reuse, growth, forks and reservations."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ BlockCopy = tuple[int, int, int]
 
 
 class KVCacheManager:
-    """Hands out blocks of all KV groups together, so all tables of a sequence are as long.
+    """Hands out blocks of all KV groups together, so all tables of a sequence have equal
+    length.
 
-    A block is written by one sequence only and only until it is full. Full blocks are
-    shared by reference; a partial block that two sequences would write is copied. Blocks
-    that are reserved are never handed to anybody but their reserver.
+    A block is written by one sequence only, and only until it is full. Full blocks are shared
+    by reference; a partial block that two sequences would write is copied. Reserved blocks are
+    handed out to the sequence that reserved them alone.
 
-    With ``window``, no layer sees more than so many tokens back, ``num_sinks`` first ones
-    aside: a sequence holds no block that only earlier tokens are in. With ``host_slots``,
-    content that is evicted moves to the host, and comes back when it is wanted; without
-    ``enable_reuse`` that of sequences which make room for others, to them alone. With
-    ``is_reserving`` sequences have reservations. With ``switch_at``, those of more tokens
-    share no content with others.
+    With ``window``, the window of all layers in tokens, a sequence frees blocks outside of the
+    window, except those of the ``num_sinks`` first tokens. With ``host_slots``, evicted content
+    moves to the host, and is loaded when a sequence needs it. Without ``enable_reuse`` only a
+    preempted sequence's content moves there, for that sequence alone. With ``is_reserving``
+    sequences have reservations. Sequences of more than ``switch_at`` tokens share no content
+    with shorter ones.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class KVCacheManager:
     ) -> None:
         self.block_size = block_size
         self.switch_at = switch_at or _NEVER
-        """Tokens beyond which a sequence's keys are rotated otherwise, all of them."""
+        """Number of tokens above which all keys of a sequence have another rotation."""
         self.enable_reuse = enable_reuse
         self.window = Window(window, self.blocks_for(num_sinks), block_size)
         self.pools = [
@@ -61,22 +62,22 @@ class KVCacheManager:
             for num_blocks in blocks_per_group
         ]
         self.hosts = [pool.host for pool in self.pools if pool.host is not None]
-        # Who lets go of a block that others hold frees none, but would be owed one.
+        # A sequence that leaves a shared block behind would free none, but could take another.
         shares_held = not (window and is_reserving)
         self.prefixes = PrefixFinder(
             self.pools, block_size, self.window, shares_held=shares_held
         )
         self.num_blocks = min(blocks_per_group)
         self.num_reused_blocks = 0
-        """Blocks that did not have to be computed, over all sequences so far."""
+        """Blocks that were found in the cache, over all sequences so far."""
         self._num_reserved = 0
         self._loads: list[Transfer] = []
         self._own = OwnContent(self.pools)
         self._sources: list[tuple[int, int]] = []
-        """Groups and blocks that only the step being planned holds, as sources of copies."""
+        """(group, block) that only the planned step references, as sources of copies."""
 
     def place(self, sides_per_group: Sequence[bytes | None]) -> None:
-        """Say on which side of memory each block of a group lies, before any is handed out."""
+        """Set the side of memory of each group's blocks. Call before any is handed out."""
         for pool, sides in zip(self.pools, sides_per_group, strict=True):
             if sides is not None:
                 pool.place(sides)
@@ -88,17 +89,17 @@ class KVCacheManager:
 
     @property
     def num_available(self) -> int:
-        """Blocks that may be handed to a sequence without reservation."""
+        """Blocks that a sequence without a reservation may take."""
         return self.num_free - self._num_reserved
 
     @property
     def num_gains(self) -> int:
-        """A number that changes whenever more blocks of the content last given to `watch` may
-        be held than before."""
+        """A count that rises whenever more content of the sequence last given to `watch` may
+        have become referenced."""
         return sum(pool.num_gains for pool in self.pools)
 
     def watch(self, blocks: SequenceBlocks) -> None:
-        """Count in `num_gains` when content of this sequence comes."""
+        """Count in `num_gains` when content of this sequence arrives."""
         hashes = frozenset(blocks.hashes)
         for pool in self.pools:
             pool.watched = hashes
@@ -108,7 +109,8 @@ class KVCacheManager:
         return -(-num_tokens // self.block_size)
 
     def most_held(self, num_tokens: int, max_chunk: int) -> int:
-        """Blocks that a sequence of ``num_tokens`` holds at once, computed in such chunks."""
+        """Most blocks that a sequence of ``num_tokens`` holds at once, if computed in such
+        chunks."""
         num_blocks = self.blocks_for(num_tokens)
         if not self.window.num_tokens:
             return num_blocks
@@ -116,24 +118,25 @@ class KVCacheManager:
         return min(num_blocks, self.window.num_sinks + num_seen)
 
     def holds(self, num_sequences: int, num_tokens: int) -> bool:
-        """Whether so many sequences of ``num_tokens`` fit, whatever they share."""
+        """Whether ``num_sequences`` of ``num_tokens`` fit, without any sharing."""
         return num_sequences * self.blocks_for(num_tokens) <= self.num_blocks
 
     def begin_step(self) -> None:
-        """What was published until now is written before the next step starts."""
+        """Planning of a step begins: content published before is written before the step
+        starts."""
         self.prefixes.fresh.clear()
         self._own.begin_step()
 
     def end_step(self) -> None:
-        """The step is planned: nothing more is taken for it."""
+        """The step is planned, and takes no more blocks."""
         for group, block in self._sources:
             self.pools[group].release([block])
         self._sources.clear()
         self._own.end_step()
 
     def fit_to(self, blocks: SequenceBlocks, token_ids: array[int]) -> None:
-        """Let a sequence that is about to start share blocks only with those whose keys are
-        rotated as its own are, by its length."""
+        """Restrict a sequence that is about to start to content whose keys have its rotation,
+        which depends on its length."""
         if len(token_ids) > self.switch_at and not blocks.is_long:
             blocks.is_long = True
             blocks.root = hash_of(blocks.root, array("i"))
@@ -142,7 +145,7 @@ class KVCacheManager:
             self.extend_hashes(blocks, token_ids)
 
     def extend_hashes(self, blocks: SequenceBlocks, token_ids: array[int]) -> None:
-        """Hash the blocks that ``token_ids``, all known ids of the sequence, have filled."""
+        """Hash the full blocks among ``token_ids``, all known ids of the sequence."""
         if not self.enable_reuse:
             return
         size = self.block_size
@@ -155,7 +158,7 @@ class KVCacheManager:
     def _keep_ends(
         self, blocks: SequenceBlocks, token_ids: array[int], num_prompt: int, num_known: int
     ) -> None:
-        """Remember the block that the prompt ended in, and keep the partial last one."""
+        """Record the block in which the prompt ended, and publish the partial last block."""
         size = self.block_size
         num_full, rest = divmod(num_known, size)
         if num_full != blocks.num_published or num_full > len(blocks.hashes):
@@ -176,10 +179,11 @@ class KVCacheManager:
         self.prefixes.keep_end(parent, ids)
 
     def leave_behind(self, blocks: SequenceBlocks, position: int) -> None:
-        """Stop holding what no query from ``position`` on sees; it may still be found.
+        """Drop references to blocks that no query from ``position`` on sees; content stays
+        findable.
 
-        Their places in the tables keep the blocks' numbers, which hold some sequence's
-        values: finite, and never looked at.
+        The block tables keep these blocks' numbers. Kernels never use their values, which stay
+        finite whichever sequence writes them.
         """
         count = self.window.num_unseen(position)
         if count <= blocks.num_left:
@@ -188,7 +192,7 @@ class KVCacheManager:
         for pool, table in zip(self.pools, blocks.tables, strict=True):
             pool.release(table[first + blocks.num_left : first + count])
         if blocks.max_blocks:
-            # It may take as many again.
+            # The reservation still allows as many blocks.
             self._num_reserved += count - blocks.num_left
         blocks.num_left = count
 
@@ -197,8 +201,8 @@ class KVCacheManager:
     ) -> list[BlockCopy]:
         """Give a sequence without blocks the first ``num_tokens`` of ``parent``.
 
-        Full blocks are shared; of a partial one the child gets a copy, to be made before
-        the step. It may hold ``max_blocks`` from now on, if not 0; the caller has checked.
+        Full blocks are shared; the child gets a copy of a partial block, to be made before the
+        step. ``max_blocks``, if not 0, is the child's reservation; the caller has checked it.
         """
         num_full = num_tokens // self.block_size
         for pool, mine, theirs in zip(self.pools, child.tables, parent.tables, strict=True):
@@ -219,20 +223,21 @@ class KVCacheManager:
         ]
 
     def blocks_to_take(self, prefix: Prefix, num_blocks: int) -> int:
-        """Free blocks used up when a sequence of ``num_blocks`` starts with ``prefix``."""
+        """Free blocks that are taken when a sequence of ``num_blocks`` starts with
+        ``prefix``."""
         held = min(
             sum(map(pool.is_held, self.window.held(blocks, prefix.num_left)))
             for pool, blocks in zip(self.pools, prefix.shared, strict=True)
         )
-        # A block that is kept though it is copied cannot be the copy's place.
+        # If the source of a copy must stay, the copy takes a block of its own.
         return num_blocks - held + prefix.keeps_last
 
     def begin(self, blocks: SequenceBlocks, prefix: Prefix) -> tuple[int, list[BlockCopy]]:
-        """Give a sequence its prefix; the caller has seen that the blocks are available.
+        """Give a sequence its prefix; the caller has checked that the blocks are available.
 
-        Returns how many of its known tokens need not be computed, and the copies to make
-        before the step. At least one token is left to compute, for its logits; its block is
-        taken over from the free blocks, or copied if a sequence holds it.
+        Returns how many of its known tokens are cached, and the copies to make before the step.
+        At least one token is left to compute, for its logits; its block is taken from the free
+        blocks, or copied if a sequence references it.
         """
         copies: list[BlockCopy] = []
         for pool, table, shared in zip(self.pools, blocks.tables, prefix.shared, strict=True):
@@ -251,7 +256,7 @@ class KVCacheManager:
             taken = pool.allocate(1, blocks.tables[group])
             assert taken is not None, "a prefix was begun without room for its last block"
             copies.append((group, source, taken[0]))
-            # Forks that start in the same step would copy what was there before.
+            # Forks that start in the same step would copy the block's former content.
             self.prefixes.fresh.add((group, taken[0]))
             blocks.tables[group] += taken
         num_shared = len(prefix.shared[0])
@@ -266,17 +271,17 @@ class KVCacheManager:
         return prefix.num_cached(self.block_size), copies
 
     def _load(self, blocks: SequenceBlocks, prefix: Prefix) -> None:
-        """Take blocks for what the host has, and ask for the copies."""
+        """Take blocks for content in the host cache, and request the copies."""
         num_shared, left = len(prefix.shared[0]), self.window.left(prefix.num_left)
         wanted = [i for i in range(prefix.num_stored) if num_shared + i not in left]
         for group, slots in enumerate(prefix.stored):
             host, table = self.hosts[group], blocks.tables[group]
-            # First, so that what is evicted now does not take their slots.
+            # Pin first, so that content evicted below does not take these slots.
             host.pin([slots[i] for i in wanted])
             taken = self.pools[group].allocate(len(wanted), table)
             assert taken is not None, "a prefix was begun without room for what is loaded"
             places = dict(zip(wanted, taken, strict=True))
-            # Never looked at where it is left out: any block will do that is written.
+            # Blocks outside of the window are never read: any written block will do.
             filler = (taken or table or [0])[0]
             table += [places.get(i, filler) for i in range(len(slots))]
             blocks.load += [(group, slots[i], places[i]) for i in wanted]
@@ -284,17 +289,17 @@ class KVCacheManager:
         self.prefixes.under_way.update(blocks.hashes[num_shared : blocks.num_blocks])
 
     def loaded(self, blocks: SequenceBlocks) -> None:
-        """The copies from the host are made, or ordered before whatever comes next."""
+        """The copies from the host are complete, or ordered before later work."""
         for group, slot, _ in blocks.load:
             self.hosts[group].unpin([slot])
         blocks.load = []
         self.prefixes.under_way.difference_update(blocks.hashes[: blocks.num_blocks])
         if not self.enable_reuse:
-            # Their room on the host is for sequences that still wait.
+            # Free the host slots for sequences that still wait.
             self._own.forget_stored(blocks.hashes)
 
     def take_transfers(self) -> tuple[list[Transfer], list[Transfer]]:
-        """Moves to the host and loads from it, to be begun before the step; told once."""
+        """Copies to and from the host that start before the step; each is returned once."""
         moves = [
             (group, *move)
             for group, pool in enumerate(self.pools)
@@ -304,7 +309,8 @@ class KVCacheManager:
         return moves, loads
 
     def grow(self, blocks: SequenceBlocks, num_tokens: int) -> bool:
-        """Make room for ``num_tokens`` in all; False, with nothing taken, if there is none."""
+        """Give the sequence blocks for ``num_tokens`` in all; False, with nothing taken, if too
+        few are available."""
         count = self.blocks_for(num_tokens) - blocks.num_blocks
         if count <= 0:
             return True
@@ -319,7 +325,8 @@ class KVCacheManager:
         return True
 
     def reserve(self, blocks: SequenceBlocks, num_blocks: int) -> None:
-        """Promise that it can hold ``num_blocks`` at once; the caller has checked."""
+        """Reserve ``num_blocks`` to be held at once; the caller has checked that they are
+        free."""
         blocks.max_blocks = num_blocks
         self._num_reserved += max(0, num_blocks - blocks.num_held)
 
@@ -327,7 +334,7 @@ class KVCacheManager:
         """Make the full blocks among the first ``num_tokens`` findable.
 
         They are computed, or will be by the step that is being planned. Returns the number of
-        tokens at which there is something to do again, here or in `fit_to`.
+        tokens at which to call this again, or `fit_to`.
         """
         next_end = _NEVER
         if self.enable_reuse:
@@ -336,16 +343,16 @@ class KVCacheManager:
         return next_end if blocks.is_long else min(next_end, self.switch_at + 1)
 
     def keep(self, blocks: SequenceBlocks, num_tokens: int) -> None:
-        """Before `release`: what a sequence that makes room has computed can come back to it.
+        """Keep a preempted sequence's content for its resumption. Call before `release`.
 
-        Without reuse and with a host; not where its windows have moved on.
+        Only without reuse and with a host cache, and not after the window has moved.
         """
         if self.hosts and not self.enable_reuse and not blocks.num_left:
             self._own.name(blocks, num_tokens // self.block_size)
             self._publish(blocks, num_tokens)
 
     def forget(self, blocks: SequenceBlocks) -> None:
-        """What was kept for a sequence is of no use any more; it does nothing with reuse."""
+        """Drop the content that `keep` kept for a sequence. Does nothing with reuse."""
         if not self.enable_reuse and blocks.hashes:
             self._own.forget(blocks)
 
@@ -370,15 +377,15 @@ class KVCacheManager:
     def end(
         self, blocks: SequenceBlocks, token_ids: array[int], num_prompt: int, num_computed: int
     ) -> None:
-        """`release` a sequence of these ids, of which the first ``num_computed`` have KV, so
-        that its last block can be found though it is partial."""
+        """`release` a sequence of these ids, of which the first ``num_computed`` have KV, and
+        make its partial last block findable."""
         if self.enable_reuse:
             num_known = min(num_computed, len(token_ids))
             self._keep_ends(blocks, token_ids, num_prompt, num_known)
         self.release(blocks)
 
     def release(self, blocks: SequenceBlocks) -> None:
-        """Drop all blocks and the reservation; the hashes stay for the next `begin`."""
+        """Drop all blocks and the reservation; hashes stay for the next `begin`."""
         self._num_reserved -= max(0, blocks.max_blocks - blocks.num_held)
         for pool, table in zip(self.pools, blocks.tables, strict=True):
             pool.release(self.window.held(table, blocks.num_left))

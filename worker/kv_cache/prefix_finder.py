@@ -1,4 +1,4 @@
-"""Finds the cached blocks with which a new sequence can begin, attention windows included."""
+"""Finds the cached prefix of a new sequence, with attention windows."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from trimaran.worker.kv_cache.sequence_blocks import Prefix, SequenceBlocks, has
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The last so many tokens and the blocks of the first ones, its sinks.
+    """A window of tokens, and the blocks of the first tokens, the sinks.
 
-    Blocks behind the sinks that no query sees any more stay in a sequence's tables, which
-    are read by position, but are held no longer: ``num_left`` counts them.
+    Blocks after the sinks that left the window stay in a sequence's tables, which are indexed
+    by position, but are no longer referenced: ``num_left`` is their number.
     """
 
     num_tokens: int
-    """0 where some layer sees everything."""
+    """0 if a layer has no window."""
 
     num_sinks: int
-    """Blocks that are seen from everywhere."""
+    """Blocks of the sinks."""
 
     block_size: int
 
     def num_unseen(self, position: int) -> int:
-        """Blocks behind the sinks that no query from this position on sees."""
+        """Blocks after the sinks that no query from this position on sees."""
         return max(0, (position - self.num_tokens + 1) // self.block_size - self.num_sinks)
 
     def left(self, num_left: int) -> range:
-        """The places in a table of the ``num_left`` blocks that are held no more."""
+        """Indices in a table of the ``num_left`` blocks that left the window."""
         return range(self.num_sinks, self.num_sinks + num_left)
 
     def held(self, table: list[int], num_left: int) -> list[int]:
-        """The blocks of a table that are held."""
+        """The blocks of a table that are still referenced."""
         if not num_left:
             return table
         left = self.left(num_left)
@@ -43,8 +43,8 @@ class Window:
 
 
 class BlockEnds:
-    """Remembers one block for each beginning: the partial last one of a sequence that ended,
-    or the one that its prompt ended in. The oldest is forgotten first.
+    """Records one block for each parent: the partial last block of a sequence that ended, or
+    the block in which its prompt ended. The oldest entry is dropped first.
     """
 
     def __init__(self, most: int) -> None:
@@ -52,7 +52,7 @@ class BlockEnds:
         self._ids: dict[BlockHash, array[int]] = {}
 
     def put(self, parent: BlockHash, token_ids: array[int]) -> None:
-        """Remember the block with these ids, which stands behind ``parent``."""
+        """Record the block with these ids, which follows ``parent``."""
         self._ids.pop(parent, None)
         self._ids[parent] = token_ids
         if len(self._ids) > self._most:
@@ -63,8 +63,10 @@ class BlockEnds:
         self._ids.pop(parent, None)
 
     def match(self, parent: BlockHash, wanted: array[int]) -> tuple[BlockHash, int] | None:
-        """A block's hash, and how many of ``wanted`` it begins with: half of them at least,
-        as beginning with it has a price."""
+        """A block's hash, and how many of ``wanted`` ids it begins with.
+
+        At least half of the ids must match, because the block must be copied.
+        """
         ids = self._ids.get(parent)
         if ids is None:
             return None
@@ -77,16 +79,17 @@ class BlockEnds:
 
 
 class PrefixFinder:
-    """Looks for a sequence's first tokens in the pools of all KV groups; it takes nothing.
+    """Searches the pools of all KV groups for a sequence's first tokens; takes no blocks.
 
-    A step copies before it computes, and loads from the host take a while: it is told what
-    the step being planned fills and what is on its way, neither of which can be copied.
+    A step makes its copies before it computes, and loads from the host take time. So the finder
+    tracks the blocks that the planned step fills and the content being loaded; neither can be
+    the source of a copy.
     """
 
     def __init__(
         self, pools: list[BlockPool], block_size: int, window: Window, *, shares_held: bool
     ) -> None:
-        """Without ``shares_held`` a prefix ends at the first referenced block."""
+        """Without ``shares_held`` a prefix ends before the first referenced block."""
         self._pools = pools
         self._hosts = [pool.host for pool in pools if pool.host is not None]
         self._block_size = block_size
@@ -94,9 +97,9 @@ class PrefixFinder:
         self._shares_held = shares_held
         self._ends = BlockEnds(min(pool.num_blocks for pool in pools))
         self.fresh: set[tuple[int, int]] = set()
-        """Groups and blocks that the step being planned fills."""
+        """(group, block) that the planned step fills."""
         self.under_way: set[BlockHash] = set()
-        """Content that is being copied from the host."""
+        """Content that is being loaded from the host."""
 
     def find(
         self, blocks: SequenceBlocks, num_tokens: int, token_ids: array[int] | None = None
@@ -124,14 +127,14 @@ class PrefixFinder:
         return prefix._replace(num_left=num_left)
 
     def find_fork(self, parent: SequenceBlocks, num_tokens: int) -> Prefix:
-        """The same for a fork of ``parent``, which has computed ``num_tokens``."""
+        """The prefix of a fork of ``parent``, which has computed ``num_tokens``."""
         if parent.num_left:
             return self._split([[] for _ in parent.tables], num_tokens)
         num_blocks = -(-num_tokens // self._block_size)
         return self._split([table[:num_blocks] for table in parent.tables], num_tokens)
 
     def keep_end(self, parent: BlockHash, token_ids: array[int]) -> None:
-        """Let others begin within the block of these ids, which stands behind ``parent``."""
+        """Record that the block of these ids follows ``parent``, for later prefixes."""
         self._ends.put(parent, token_ids)
 
     def _is_free(self, blocks: list[int | None]) -> bool:
@@ -142,14 +145,14 @@ class PrefixFinder:
     def _split(self, found: list[list[int]], num_tokens: int) -> Prefix:
         num_shared = min(len(found[0]), (num_tokens - 1) // self._block_size)
         last = [blocks[num_shared] for blocks in found if len(blocks) > num_shared]
-        # A step copies before it computes: what it fills itself can be shared, not copied.
+        # A step copies before it computes: blocks that it fills can be shared, but not copied.
         if any(item in self.fresh for item in enumerate(last)):
             last = []
         num_last = num_tokens - 1 - num_shared * self._block_size if last else 0
         return Prefix([blocks[:num_shared] for blocks in found], last, num_last)
 
     def _add_stored(self, prefix: Prefix, hashes: list[BlockHash], num_tokens: int) -> Prefix:
-        """Behind what the device has, what the host has."""
+        """Extend a prefix on the device by content in the host cache."""
         first = len(prefix.shared[0])
         end = min((num_tokens - 1) // self._block_size, len(hashes))
         if first < end and hashes[first] in self.under_way:
@@ -165,7 +168,7 @@ class PrefixFinder:
         return prefix._replace(stored=stored)
 
     def _add_end(self, prefix: Prefix, blocks: SequenceBlocks, token_ids: array[int]) -> Prefix:
-        """Behind full blocks one whose first tokens are wanted."""
+        """Extend a prefix of full blocks by the first tokens of another block."""
         num_shared = len(prefix.shared[0])
         start = num_shared * self._block_size
         # One token is left to compute.

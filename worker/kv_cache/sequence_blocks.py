@@ -1,4 +1,4 @@
-"""One sequence's blocks, what it may begin with, and how long its content is kept."""
+"""One sequence's blocks, its prefix, and the retention of its content."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from trimaran.worker.kv_cache.free_blocks import Retention
 from trimaran.worker.kv_cache.host_pool import BlockHash
 
 Transfer = tuple[int, int, int]
-"""KV group, and of a move to the host a block and a slot, of a load a slot and a block."""
+"""KV group, then block and slot for a copy to the host, or slot and block for a load."""
 
 
 class RetentionPlan(NamedTuple):
-    """How long each block of one request is kept, by the place of its first token."""
+    """Retention of each block of a request, by the position of the block's first token."""
 
     ranges: tuple[tuple[int, int, Retention], ...]
-    """First token, end (exclusive), and what holds between."""
+    """First token, end (exclusive), and the retention of blocks in between."""
 
     output: Retention = Retention()
-    """For what is generated."""
+    """Retention of generated tokens."""
 
     num_prompt_tokens: int = 0
 
     def at(self, token: int) -> Retention:
-        """What holds for the block that begins with this token."""
+        """Retention of the block that begins with this token."""
         if token >= self.num_prompt_tokens:
             return self.output
         for first, end, retention in self.ranges:
@@ -41,7 +41,7 @@ def root_hash(cache_salt: bytes, adapter_id: int) -> BlockHash:
 
 
 def hash_of(parent: BlockHash, token_ids: array[int]) -> BlockHash:
-    """A block's hash, by what is before it and its own ids."""
+    """A block's hash, from its parent's hash and its own ids."""
     return blake2b(parent + token_ids.tobytes(), digest_size=16).digest()
 
 
@@ -56,19 +56,18 @@ class SequenceBlocks:
     def __init__(self, num_groups: int, root: BlockHash) -> None:
         self.root = root
         self.is_long = False
-        """Whether its keys are rotated as those of long sequences are; see
-        `KVCacheManager.fit_to`."""
+        """Whether its keys have the rotation of long sequences; see `KVCacheManager.fit_to`."""
         self.tables: list[list[int]] = [[] for _ in range(num_groups)]
         self.hashes: list[BlockHash] = []
         self.num_published = 0
         self.max_blocks = 0
-        """Blocks that a group reserved for it to hold at once; 0 means none."""
+        """Blocks a group that the sequence has reserved to hold at once; 0 means none."""
         self.num_left = 0
-        """Blocks behind the sinks that are in the tables, but held no more: no query sees
-        them again."""
+        """Blocks after the sinks that are in the tables but no longer referenced, because they
+        left the window."""
         self.retention: RetentionPlan | None = None
         self.load: list[Transfer] = []
-        """Copies from the host that are under way."""
+        """Copies from the host that are in flight."""
 
     @property
     def num_blocks(self) -> int:
@@ -76,44 +75,45 @@ class SequenceBlocks:
         return len(self.tables[0])
 
     def parent_of(self, index: int) -> BlockHash:
-        """The hash of what stands before a block."""
+        """The hash of the block before ``index``."""
         return self.hashes[index - 1] if index else self.root
 
     @property
     def num_held(self) -> int:
-        """Of these, those that are still held."""
+        """Blocks in each table that are still referenced."""
         return self.num_blocks - self.num_left
 
 
 class Prefix(NamedTuple):
-    """Blocks, a list a group, that hold the first tokens of a sequence about to start."""
+    """Cached blocks, a list a group, that hold the first tokens of a sequence about to
+    start."""
 
     shared: list[list[int]]
     last: list[int]
-    """A block, one a group, that is begun with but not shared, as it will be written: that
-    of the last token where the prefix covers all (it is computed again), or one that holds
-    the first few tokens of a block."""
+    """A block, one a group, that must be copied rather than shared, because the sequence
+    writes it: the block of the last token if the prefix covers all tokens (the last token is
+    computed again), or a block of which only the first tokens match."""
 
     num_last: int = 0
     """Tokens of ``last`` that need not be computed."""
 
     keeps_last: bool = False
-    """``last`` is copied although unreferenced: it holds more tokens than the prefix needs."""
+    """Whether ``last`` is copied although unreferenced: its other tokens stay cached."""
 
     stored: Sequence[list[int]] = ()
-    """Slots of the host that hold what follows, if any group has a host pool."""
+    """Host slots with the content that follows, if any group has a host pool."""
 
     num_left: int = 0
-    """Blocks behind the sinks that need not be held: no query will see them."""
+    """Blocks after the sinks that are not taken, because they are outside of the window."""
 
     is_under_way: bool = False
-    """What follows is just being copied from the host for another sequence."""
+    """Whether the following content is being loaded from the host for another sequence."""
 
     @property
     def num_stored(self) -> int:
-        """Blocks of each group to be copied from the host, or left out."""
+        """Blocks of each group that are loaded from the host, or outside of the window."""
         return len(self.stored[0]) if self.stored else 0
 
     def num_cached(self, block_size: int) -> int:
-        """Tokens that need not be computed."""
+        """Cached tokens of the prefix."""
         return (len(self.shared[0]) + self.num_stored) * block_size + self.num_last

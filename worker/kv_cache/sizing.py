@@ -13,7 +13,7 @@ from trimaran.worker.config.host_limits import free_memory_bytes
 logger = logging.getLogger(__name__)
 
 CPU_SHARE = 0.5
-"""Part of a CPU host's free memory for the cache; other processes need the rest."""
+"""Fraction of a CPU host's free memory for the cache; other processes need the rest."""
 
 CPU_MAX_BYTES = 4 << 30
 """Upper limit of a rank's cache on the CPU."""
@@ -33,10 +33,10 @@ def blocks_that_fit(
 ) -> int:
     """Blocks of this rank's cache, all KV groups together ``block_bytes`` each.
 
-    Limited by all rows at full length, and by ``max_tokens`` where set.
+    Limited by all rows at full length, and by ``max_tokens`` if set.
 
     Raises:
-        ConfigError: not even one block fits.
+        ConfigError: not a single block fits.
     """
     size = cache.tokens_per_block
     useful = scheduler.max_num_seqs * -(-scheduler.max_seq_len // size)
