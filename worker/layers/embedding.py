@@ -1,4 +1,4 @@
-"""Token embedding and output head, their rows cut over the ranks and padded to fit."""
+"""Token embedding and output head, with padded rows sharded over the ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trimaran.worker.parallel.tensor_parallel import split
 
 
 class _VocabParallel(nn.Module):
-    """Rows of a [vocabulary, hidden] matrix; padding rows are zero."""
+    """A shard of the rows of a [vocabulary, hidden] matrix; padding rows are zero."""
 
     def __init__(
         self, context: LayerContext, vocab_size: int, padded_size: int, hidden_size: int
@@ -25,7 +25,7 @@ class _VocabParallel(nn.Module):
         self._ops = context.ops
 
     def weight_loader(self, parameter: nn.Parameter, loaded: Tensor, shard: str = "") -> None:
-        """Copy this rank's rows of a whole [vocabulary, hidden], or of a [vocabulary]."""
+        """Copy this rank's rows of a whole [vocabulary, hidden] or [vocabulary] tensor."""
         check_shape(loaded, (self.vocab_size, *parameter.shape[1:]))
         mine = loaded[self.first_row : self.first_row + self.num_rows]
         parameter.data[len(mine) :].zero_()
@@ -33,17 +33,17 @@ class _VocabParallel(nn.Module):
 
 
 class VocabParallelEmbedding(_VocabParallel):
-    """Token ids to vectors; each rank looks up its rows and the ranks add up."""
+    """Token ids to embeddings; each rank looks up its rows, and an all-reduce adds them."""
 
     def forward(self, token_ids_T: Tensor) -> Tensor:
-        """The tokens' vectors [T, D], whole on every rank."""
+        """The tokens' embeddings [T, D], whole on every rank."""
         if self.tp.size == 1:
             return self._ops.embed(token_ids_T, self.weight)
         return self.tp.all_reduce(self._ops.embed(token_ids_T, self.weight, self.first_row))
 
 
 class ScaledEmbedding(VocabParallelEmbedding):
-    """Token vectors times a constant, which is rounded to their dtype."""
+    """Token embeddings times a constant, which is rounded to their dtype."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class ScaledEmbedding(VocabParallelEmbedding):
         self._scale = float(torch.tensor(scale, dtype=context.dtype))
 
     def forward(self, token_ids_T: Tensor) -> Tensor:
-        """The tokens' vectors [T, D], whole on every rank."""
+        """The tokens' embeddings [T, D], whole on every rank."""
         return super().forward(token_ids_T).mul_(self._scale)
 
 
@@ -75,7 +75,7 @@ class ParallelLMHead(_VocabParallel):
         tied_to: VocabParallelEmbedding | None = None,
         soft_cap: float = 0.0,
     ) -> None:
-        """Logits become ``cap * tanh(logit / cap)``; a cap of 0 leaves them."""
+        """Logits become ``cap * tanh(logit / cap)``; 0 disables the cap."""
         if tied_to is None:
             super().__init__(context, vocab_size, padded_size, hidden_size)
         else:
@@ -90,7 +90,8 @@ class ParallelLMHead(_VocabParallel):
         self._soft_cap = soft_cap
 
     def local_logits(self, hidden_ND: Tensor) -> Tensor:
-        """[N, local rows] from id ``first_row`` on, float32 or the GPU's dtype; zero padded."""
+        """[N, local rows], starting at id ``first_row``; float32 or a GPU's dtype, zero
+        padded."""
         weight = self._tied[0].weight if self._tied else self.weight
         logits = self._logits(hidden_ND, weight)
         if self._soft_cap:
@@ -106,14 +107,14 @@ class ParallelLMHead(_VocabParallel):
 
 
 class PositionEmbedding(nn.Module):
-    """Learned position vectors, whole on every rank."""
+    """Learned position embeddings, whole on every rank."""
 
     def __init__(self, context: LayerContext, num_positions: int, hidden_size: int) -> None:
         super().__init__()
         self.weight = context.empty(num_positions, hidden_size)
 
     def forward(self, positions_T: Tensor) -> Tensor:
-        """The positions' vectors [T, D]."""
+        """The positions' embeddings [T, D]."""
         return F.embedding(positions_T, self.weight)
 
     def weight_loader(self, parameter: nn.Parameter, loaded: Tensor, shard: str = "") -> None:

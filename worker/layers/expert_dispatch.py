@@ -1,4 +1,4 @@
-"""Tokens on their way to experts that the ranks of all lanes share, and back."""
+"""All-to-all dispatch of tokens to experts that data-parallel ranks share, and the way back."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor
 from trimaran.worker.layers.linear import LayerContext
 from trimaran.worker.parallel.tensor_parallel import MOST_TO_ALL
 
-# Shapes: T tokens of the step, S those that this rank sends, R those that it receives, D
+# Shapes: T tokens of the step, S tokens that this rank sends, R tokens that it receives, D
 # hidden size, C experts of a token, P parts of the experts' ranks, N ranks.
 
 _WORD = 4
-"""Bytes of a weight and of an expert's number."""
+"""Bytes of a weight and of an expert id."""
 
 _NOWHERE = -1
-"""An expert that no rank has."""
+"""The expert id of padding, which no rank has."""
 
 
 class RunsExperts(Protocol):
@@ -28,33 +28,32 @@ class RunsExperts(Protocol):
     gate_up: torch.nn.Parameter
 
     def forward(self, x_TD: Tensor, weights_TC: Tensor, ids_TC: Tensor) -> Tensor:
-        """What this rank adds to the weighted sum of each token's experts, [T, D]."""
+        """This rank's part of the weighted sum of each token's experts, [T, D]."""
         ...
 
 
 @dataclass(slots=True)
 class _Delivery:
-    """Tokens that were sent, and those that came."""
+    """Tokens that were sent and received."""
 
     rows: Tensor
-    """Each token that came as bytes: weights, numbers of experts, hidden state."""
+    """Each received token as bytes: weights, expert ids, hidden state."""
 
     tokens: list[Tensor]
-    """For each rank which of the S tokens it got, in order."""
+    """For each rank the indices of the S tokens that it got, in order."""
 
     counts: list[list[int]]
     """Tokens from each rank to each rank."""
 
 
 class ExpertDispatch:
-    """Sends each token to the ranks that hold one of its experts, and adds up what they find.
+    """Sends each token to the ranks that hold its experts, and adds up their results.
 
-    A token goes once to each rank of a part, however many of its experts are there; where
-    every lane has few, all go to all ranks, and sizes depend on nothing that a device knows.
-    Either way gives the same bits. Ranks of a tensor group hold the same tokens, so each of
-    them sends its share of these alone, and the others' rows of the result are zeros, for
-    the sum over the tensor group that follows. All ranks of all lanes call `forward` or
-    `help_others` once a layer, in the same order.
+    A token is sent once to each rank of a part, however many of its experts are there. If every
+    dp rank has few tokens, all tokens go to all ranks, so no size depends on device data. Both
+    ways give the same bits. The ranks of a tensor group hold the same tokens; each sends a
+    share of them and leaves zeros in other rows of the result, for the all-reduce that follows.
+    All ranks of all dp ranks call `forward` or `help_others` once a layer, in the same order.
     """
 
     def __init__(self, context: LayerContext, experts: RunsExperts, num_chosen: int) -> None:
@@ -66,7 +65,7 @@ class ExpertDispatch:
         self._num_chosen = num_chosen
 
     def forward(self, x_TD: Tensor, weights_TC: Tensor, ids_TC: Tensor) -> Tensor:
-        """What this rank adds to the weighted sums, [T, D]. Collective over all lanes."""
+        """This rank's part of the weighted sums, [T, D]. Collective over all dp ranks."""
         num_tokens, most = x_TD.shape[0], self._bound.most_tokens
         is_bounded = 0 < most <= MOST_TO_ALL
         share = -(-(most if is_bounded else num_tokens) // self._tp.size)
@@ -86,19 +85,20 @@ class ExpertDispatch:
         return output_TD
 
     def help_others(self) -> None:
-        """`forward` of a lane without tokens. Collective over all lanes."""
+        """Do the part of a dp rank without tokens in `forward`. Collective over all dp
+        ranks."""
         weight = self._experts.gate_up
         nothing = weight.new_empty((0, self._num_chosen))
         ids = nothing.to(torch.int32)
         self.forward(weight.new_empty((0, weight.shape[-1])), nothing.float(), ids)
 
     def _through_all(self, rows_S: Tensor, share: int, like: Tensor) -> Tensor:
-        """Float32 sums [S, D] of what all ranks find for ``share`` rows of each of them."""
+        """Float32 sums [S, D] of all ranks' results, where each rank sends ``share`` rows."""
         num_own, size = len(rows_S), self._ranks.size
         padded = rows_S.new_zeros((share, rows_S.shape[1]))
         padded[:num_own] = rows_S
         ids = slice(_WORD * self._num_chosen, 2 * _WORD * self._num_chosen)
-        # Bytes of `_NOWHERE` are all ones.
+        # All bytes of `_NOWHERE` are ones.
         padded[num_own:, ids] = _NOWHERE % 256
         found_RD = self._run(self._ranks.all_gather(padded, 0), like)
         returned = self._ranks.all_to_all(found_RD, [[share] * size] * size)
@@ -114,7 +114,7 @@ class ExpertDispatch:
             (len(rows_S), self._num_parts), dtype=torch.bool, device=rows_S.device
         ).scatter_(1, parts_SC, True)
         by_part = [column.nonzero().flatten() for column in is_needed_SP.unbind(1)]
-        # Rank r is of part r % P; the ranks of a part cut its experts between them.
+        # Rank r is in part r % P; the ranks of a part shard its experts.
         tokens = [by_part[rank % self._num_parts] for rank in range(self._ranks.size)]
         counts = self._share_counts([len(each) for each in tokens], rows_S.device)
         sent = rows_S.index_select(0, torch.cat(tokens))
@@ -126,7 +126,7 @@ class ExpertDispatch:
         return counts
 
     def _run(self, rows_R: Tensor, like: Tensor) -> Tensor:
-        """Partial sums [R, D] of the tokens that came."""
+        """Partial sums [R, D] of the received tokens."""
         if rows_R.shape[0] == 0:
             return like.new_empty((0, like.shape[1]))
         ends = [_WORD * self._num_chosen, 2 * _WORD * self._num_chosen]
@@ -138,7 +138,7 @@ class ExpertDispatch:
         )
 
     def _bring_back(self, found_RD: Tensor, delivery: _Delivery, num_sent: int) -> Tensor:
-        """Float32 sums [S, D] of what all ranks found, added in the order of the ranks."""
+        """Float32 sums [S, D] of all ranks' results, added in rank order."""
         back = [list(column) for column in zip(*delivery.counts, strict=True)]
         returned = self._ranks.all_to_all(found_RD, back)
         sums_SD = returned.new_zeros((num_sent, found_RD.shape[1]), dtype=torch.float32)

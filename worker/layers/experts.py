@@ -28,7 +28,7 @@ from trimaran.worker.parallel.tensor_parallel import PendingSum, can_wait, split
 
 
 class ExpertPlaces:
-    """A layer's map from experts to places, on the device and at an address that stays."""
+    """A layer's map from experts to slots, in fixed device memory."""
 
     def __init__(self, num_experts: int, num_parts: int, device: torch.device) -> None:
         shape = (num_experts, num_parts)
@@ -38,20 +38,20 @@ class ExpertPlaces:
         )
 
     def set(self, places_XP: NDArray[np.int64], copies_X: NDArray[np.int64]) -> None:
-        """Places of each expert, and how many of them count."""
+        """Set the slots of each expert, and the number of its copies."""
         self.table.places.copy_(torch.from_numpy(places_XP))
         self.table.num_copies.copy_(torch.from_numpy(copies_X))
 
 
-# Shapes: T tokens of the step, D hidden size, X experts of this rank (of the router: all), F
-# its part of an expert's inner width, E = 2 F, C experts of a token.
+# Shapes: T tokens of the step, D hidden size, X experts of this rank (all, in the router), F
+# this rank's part of an expert's inner width, E = 2 F, C experts of a token.
 
 CORRECTED = "noaux_tc"
-"""The method of choice that adds a learned bias to the scores."""
+"""The ``topk_method`` that adds a learned bias to scores."""
 
 
 def routing_of(config: PretrainedConfig) -> ExpertRouting:
-    """How a model chooses experts."""
+    """The routing parameters of a model."""
     has_groups = config.topk_method != "greedy"
     return ExpertRouting(
         num_chosen=config.num_experts_per_tok,
@@ -66,7 +66,7 @@ def routing_of(config: PretrainedConfig) -> ExpertRouting:
 
 
 def expert_numbers(config: PretrainedConfig, context: LayerContext) -> range:
-    """Numbers of the experts that a rank holds, whole or a part of each."""
+    """Ids of the experts that a rank holds, whole or sharded."""
     count = split("num_experts", config.num_experts, context.moe_ep_size)
     first = context.expert_ranks.rank % context.moe_ep_size * count
     return range(first, first + count)
@@ -91,19 +91,20 @@ class WholeLinear(nn.Module):
 
 
 class Router(WholeLinear):
-    """Scores of all experts for each token, and the choice among them.
+    """Scores of all experts for each token, and the choice of experts.
 
-    Sums are float32 and are not rounded: of many experts some would come out equal.
+    Sums are float32 and not rounded, because rounding would give some of many experts equal
+    scores.
     """
 
     def __init__(self, config: PretrainedConfig, context: LayerContext) -> None:
         super().__init__(context, config.hidden_size, config.num_experts)
         self._routing = routing_of(config)
         self.counter: ExpertCounter | None = None
-        """Where choices are counted."""
+        """Counts the choices, if set."""
 
         self.table: PlaceTable | None = None
-        """Where experts are; None where each is at the place of its number."""
+        """Slots of the experts; None if each expert's slot is its id."""
 
         self.correction_bias: nn.Parameter | None = None
         if config.topk_method == CORRECTED:
@@ -111,7 +112,7 @@ class Router(WholeLinear):
             self.correction_bias = nn.Parameter(values, requires_grad=False)
 
     def choose(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights [T, C] float32 and places [T, C] int32 of each token's experts."""
+        """Weights [T, C] float32 and slots [T, C] int32 of each token's experts."""
         logits_TX = self._ops.router_logits(x_TD, self.weight)
         return self._ops.choose_experts(
             logits_TX, self._routing, self.correction_bias, self.counter, self.table
@@ -119,11 +120,11 @@ class Router(WholeLinear):
 
 
 class Experts(nn.Module):
-    """The experts of this rank, or its part of each, one matrix after another.
+    """This rank's experts, or its shard of each, as stacked matrices.
 
-    The ranks of a tensor group, or of all lanes, form ``moe_ep_size`` parts: rank r holds the
-    experts of part ``r % moe_ep_size``, and of those the columns that are its share among
-    the ``moe_tp_size`` ranks of the part.
+    The ranks of a tensor group, or of all dp ranks, form ``moe_ep_size`` parts: rank r holds
+    experts of part ``r % moe_ep_size``. The ``moe_tp_size`` ranks of a part each hold a share
+    of the experts' columns.
     """
 
     def __init__(self, config: PretrainedConfig, context: LayerContext) -> None:
@@ -141,16 +142,16 @@ class Experts(nn.Module):
         self._ops = context.ops
 
     def forward(self, x_TD: Tensor, weights_TC: Tensor, ids_TC: Tensor) -> Tensor:
-        """What this rank adds to the weighted sum of each token's experts, [T, D]."""
+        """This rank's part of the weighted sum of each token's experts, [T, D]."""
         return self._ops.expert_mlp(
             x_TD, weights_TC, ids_TC, self.gate_up, self.down, self.first
         )
 
     def make_places(self, num_spare: int) -> None:
-        """Own the memory of the matrices, with so many places behind the last one."""
+        """Allocate the matrices with ``num_spare`` more slots after the last."""
         num_held = self.gate_up.shape[0]
         for parameter in (self.gate_up, self.down):
-            # What was loaded may be mapped from a file that must not be written.
+            # Loaded weights may be mapped from a file that must not be written.
             shape = (num_held + num_spare, *parameter.shape[1:])
             places = parameter.data.new_empty(shape)
             places[:num_held] = parameter.data
@@ -158,9 +159,9 @@ class Experts(nn.Module):
         self.first = self.first // num_held * (num_held + num_spare)
 
     def weight_loader(self, parameter: nn.Parameter, loaded: Tensor, shard: str = "") -> None:
-        """Copy this rank's part of one of its experts' whole matrices.
+        """Copy this rank's shard of a whole matrix of one of its experts.
 
-        ``shard`` is its number and ``gate``, ``up`` or ``down``, as in ``3.gate``.
+        ``shard`` is the expert's id and ``gate``, ``up`` or ``down``, as in ``3.gate``.
         """
         number, _, part = shard.partition(".")
         matrix = parameter.data[int(number) - self.first]
@@ -174,9 +175,9 @@ class Experts(nn.Module):
 
 
 class SharedExpert(nn.Module):
-    """An expert of every token, cut over all ranks.
+    """An expert that all tokens use, sharded over all ranks.
 
-    If it is gated, a router of its own says how much it counts.
+    If it is gated, a router of its own computes the weight of its output.
     """
 
     def __init__(self, config: PretrainedConfig, context: LayerContext) -> None:
@@ -191,9 +192,9 @@ class SharedExpert(nn.Module):
         self.router = WholeLinear(context, hidden, 1) if is_gated else None
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        """What this rank adds, [T, D]."""
+        """This rank's part of the output, [T, D]."""
         inner_TF = self.act.project(self.gate_up_proj, x_TD)
-        # Not summed over the ranks yet: that is done once, together with the other experts.
+        # No all-reduce here: one all-reduce sums this output and the routed experts' output.
         output_TD = self.down_proj.method.apply(self.down_proj, inner_TF, None)
         if self.router is None:
             return output_TD
@@ -201,7 +202,7 @@ class SharedExpert(nn.Module):
 
 
 class ExpertMLP(nn.Module):
-    """The weighted sum of each token's likeliest experts, and of the shared one if there is."""
+    """The weighted sum of each token's chosen experts, and of the shared expert if any."""
 
     def __init__(self, config: PretrainedConfig, context: LayerContext) -> None:
         super().__init__()
@@ -216,7 +217,7 @@ class ExpertMLP(nn.Module):
         self.shared_expert = SharedExpert(config, context) if has_shared else None
 
     def forward(self, hidden_TD: Tensor, residual_TD: Tensor) -> Tensor | PendingSum:
-        """[T, D] to what is still to be added to the residual. Collective over the group."""
+        """[T, D] to the output, not added to the residual yet. Collective over the group."""
         weights, ids = self.router.choose(hidden_TD)
         run = self.experts.forward if self._dispatch is None else self._dispatch.forward
         output_TD = run(hidden_TD, weights, ids)
@@ -227,17 +228,17 @@ class ExpertMLP(nn.Module):
         return self._tp.all_reduce(output_TD)
 
     def make_places(self, places: ExpertPlaces, num_spare: int) -> None:
-        """Let experts be where ``places`` says, with so many more places on each rank.
+        """Route by ``places``, and allocate ``num_spare`` more slots on each rank.
 
-        After the weights are loaded, and before graphs are captured.
+        Call after the weights are loaded, and before graphs are captured.
         """
         self.router.table = places.table
         self.experts.make_places(num_spare)
 
     def help_others(self) -> None:
-        """Run other data-parallel ranks' tokens in a step without tokens here.
+        """Compute other data-parallel ranks' tokens in a step without tokens here.
 
-        Collective over the lanes that share experts.
+        Collective over the dp ranks that share experts.
         """
         if self._dispatch is not None:
             self._dispatch.help_others()

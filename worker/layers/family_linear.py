@@ -1,4 +1,4 @@
-"""Linear layers of single families: grouped QKV, a joint sum, head matrices, a biased head."""
+"""Linear layers of single families: grouped QKV, a joint sum, head matrices, biased logits."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from trimaran.worker.parallel.partition import DimPartition
 
 
 class GroupedQKVParallelLinear(QKVParallelLinear):
-    """Also takes one tensor of all three, interleaved by key-value head.
+    """Also loads one tensor of all three projections, interleaved by key-value head.
 
-    Each group is the query heads that share a key-value head, then its key, then its value:
-    [K * (N / K + 2) * H, in] or the same without ``in``. With as many key-value heads as
-    query heads that is query, key and value of one head after another (GPT-NeoX), with one
-    key-value head all queries, then the key, then the value (Falcon).
+    Each group holds the query heads that share a key-value head, then its key, then its value:
+    [K * (N / K + 2) * H, in], or without ``in`` for a bias. In GPT-NeoX, with as many key-value
+    heads as query heads, a group is the query, key and value of a head. In Falcon, with one
+    key-value head, the only group holds all queries, then the key, then the value.
     """
 
     def __init__(
@@ -52,20 +52,20 @@ class GroupedQKVParallelLinear(QKVParallelLinear):
 
 
 def sum_of_products(*products: tuple[RowParallelLinear, Tensor]) -> Tensor:
-    """The sum [T, D] of ``layer.forward(x)`` of all (layer, x). Collective over the group."""
+    """The sum [T, D] of ``layer.forward(x)`` over (layer, x). Collective over the group."""
     first = products[0][0]
     if first.tp.size == 1:
         return _add_up([layer.forward(x_TE) for layer, x_TE in products])
     total_TD = first.tp.all_reduce(_add_up([_share(layer, x_TE) for layer, x_TE in products]))
     for layer, _ in products:
-        # After the sum: every rank holds the whole bias.
+        # After the all-reduce, because every rank holds the whole bias.
         if layer.bias is not None:
             total_TD += layer.bias
     return total_TD
 
 
 def _share(layer: RowParallelLinear, x_TE: Tensor) -> Tensor:
-    """This rank's addend of a layer's output, without the bias."""
+    """This rank's part of a layer's output, without the bias."""
     output_TD = layer.method.apply(layer, x_TE, None)
     return layer.lora.apply(x_TE, output_TD) if layer.lora.is_active else output_TD
 
@@ -83,8 +83,8 @@ def _add_up(outputs: list[Tensor]) -> Tensor:
 class HeadMatrices(nn.Module):
     """One matrix [E, D] a head: ``weight`` [N, E, D].
 
-    A whole checkpoint holds several of them in one tensor, a head behind the other: ``rows``
-    of a head's rows are these, transposed with ``is_transposed``.
+    A checkpoint holds several such matrices in one tensor, head by head: this matrix is the
+    range ``rows`` of each head's rows, transposed with ``is_transposed``.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class HeadMatrices(nn.Module):
         self.weight = context.empty(heads.size, *shape)
 
     def weight_loader(self, parameter: nn.Parameter, loaded: Tensor, shard: str = "") -> None:
-        """Copy this layer's rows of this rank's heads."""
+        """Copy this matrix's rows of this rank's heads."""
         check_shape(loaded, self._whole_shape)
         heads = loaded.view(-1, self._head_rows, self._whole_shape[1])
         ours = heads[:, self._rows.start : self._rows.stop]
@@ -116,7 +116,7 @@ class HeadMatrices(nn.Module):
 
 
 class BiasedLMHead(ParallelLMHead):
-    """Hidden states to logits plus a bias, which is cut like the rows of the weight."""
+    """Hidden states to logits plus a bias, which is sharded like the weight's rows."""
 
     def __init__(
         self,
@@ -131,5 +131,6 @@ class BiasedLMHead(ParallelLMHead):
         self.bias = context.empty(self.num_rows)
 
     def local_logits(self, hidden_ND: Tensor) -> Tensor:
-        """[N, local rows] from id ``first_row`` on, float32 or the GPU's dtype; zero padded."""
+        """[N, local rows], starting at id ``first_row``; float32 or a GPU's dtype, zero
+        padded."""
         return super().local_logits(hidden_ND).add_(self.bias)

@@ -1,4 +1,4 @@
-"""Linear layers cut over the tensor-parallel ranks, and how a whole weight finds its shard."""
+"""Linear layers sharded over tensor-parallel ranks, and the loading of their shards."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from trimaran.worker.parallel.tensor_parallel import (
 
 
 class LayerContext:
-    """What every layer of one model is built with."""
+    """Construction parameters that all layers of a model share."""
 
     def __init__(
         self,
@@ -40,9 +40,9 @@ class LayerContext:
         moe_ep_size: int = 1,
         expert_ranks: TensorGroup | None = None,
     ) -> None:
-        """``max_seq_len`` is the longest sequence that will run, 0 for the model's own;
-        experts are shared out over ``moe_ep_size`` parts of ``expert_ranks``, which are
-        those of all lanes, or None for ``tp`` alone."""
+        """``max_seq_len`` is the longest sequence that will run, 0 for the model's limit.
+        Experts are distributed to ``moe_ep_size`` parts of ``expert_ranks``, the ranks of all
+        dp ranks; None means ``tp`` alone."""
         self.tp = tp
         self.expert_ranks = expert_ranks or tp
         self.lane_bound = LaneBound()
@@ -54,13 +54,13 @@ class LayerContext:
         self.linear_method: LinearMethod = UnquantizedLinearMethod(ops)
 
     def alone(self) -> LayerContext:
-        """The same for layers that every rank holds and computes whole."""
+        """A context for layers that every rank holds and computes whole."""
         context = copy.copy(self)
         context.tp = ShardPosition()
         return context
 
     def empty(self, *shape: int) -> nn.Parameter:
-        """A parameter of this model's dtype and device, without contents."""
+        """A parameter of this model's dtype and device, uninitialised."""
         values = torch.empty(shape, dtype=self.dtype, device=self.device)
         return nn.Parameter(values, requires_grad=False)
 
@@ -104,31 +104,32 @@ class ParallelLinear(nn.Module):
         self.bias = context.empty(local_shape[0]) if bias else None
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        """The local part of ``x @ weight.T + bias``."""
+        """This rank's part of ``x @ weight.T + bias``."""
         output_TE = self.method.apply(self, x_TD, self.bias)
         if self.lora.is_active:
             output_TE = self.lora.apply(x_TD, output_TE)
         return output_TE
 
     def weight_loader(self, parameter: nn.Parameter, loaded: Tensor, shard: str = "") -> None:
-        """Copy this rank's part of a whole tensor; ``shard`` names a part of a fused one."""
+        """Copy this rank's shard of a whole tensor; ``shard`` names a part of a fused
+        weight."""
         raise NotImplementedError
 
     @property
     def output_parts(self) -> dict[str, OutputPart]:
-        """The parts that the outputs consist of, by name, in their order."""
+        """The parts of the outputs by name, in their order."""
         raise NotImplementedError
 
     @property
     def input_share(self) -> DimPartition:
-        """The inputs that this rank has."""
+        """The inputs of this rank."""
         raise NotImplementedError
 
 
 class MergedColumnParallelLinear(ParallelLinear):
-    """Several column-parallel layers with one input, stacked: each rank has a slice of each.
+    """Several column-parallel layers with one input, stacked: each rank has a shard of each.
 
-    ``parts`` names the whole output sizes, or this rank's shares of them, in their order.
+    ``parts`` are the whole output sizes, or this rank's shards of them, in order.
     """
 
     def __init__(
@@ -147,7 +148,7 @@ class MergedColumnParallelLinear(ParallelLinear):
     def _stack(
         self, parts: Mapping[str, int | DimPartition], in_features: int, tp: TensorGroup
     ) -> int:
-        """Note the parts that are stacked; the number of rows of all."""
+        """Record the stacked parts. Returns the number of rows of all."""
         self._in_features = in_features
         self._parts: dict[str, OutputPart] = {}
         offset = 0
@@ -157,9 +158,9 @@ class MergedColumnParallelLinear(ParallelLinear):
         return offset
 
     def weight_loader(self, parameter: nn.Parameter, loaded: Tensor, shard: str = "") -> None:
-        """Copy this rank's rows of the part ``shard``, a whole [out, in] or [out].
+        """Copy this rank's rows of the part ``shard``, a whole [out, in] or [out] tensor.
 
-        ``*`` is all parts, one after another as they are stacked here.
+        ``*`` means all parts, in the order in which they are stacked.
         """
         tail = (self._in_features,) if loaded.dim() == 2 else ()
         if shard == "*":
@@ -184,7 +185,7 @@ class MergedColumnParallelLinear(ParallelLinear):
 
 
 class ColumnParallelLinear(MergedColumnParallelLinear):
-    """A linear layer whose outputs are cut over the ranks."""
+    """A linear layer whose outputs are sharded over the ranks."""
 
     def __init__(
         self,
@@ -202,10 +203,10 @@ class ColumnParallelLinear(MergedColumnParallelLinear):
 
 
 class QKVParallelLinear(MergedColumnParallelLinear):
-    """Query, key and value projections in one product, cut by heads.
+    """Query, key and value projections in one product, sharded by heads.
 
     With fewer key-value heads than ranks, ranks that share a query group hold copies of its
-    key-value head. Where heads are not shared out evenly, some ranks have heads of zeros.
+    key-value head. If the ranks do not divide the heads, some ranks have heads of zeros.
     """
 
     def __init__(
@@ -224,7 +225,7 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         shares = partition_heads(num_heads, num_kv_heads, tp.rank, tp.size)
         self.num_heads, self.num_kv_heads = shares.queries.size, shares.keys.size
         self.output_share = shares.queries.times(head_size)
-        """What attention makes of this rank's query heads."""
+        """The outputs of this rank's query heads."""
         keys = shares.keys.times(head_size)
         rows = self._stack({"q": self.output_share, "k": keys, "v": keys}, hidden_size, tp)
         ParallelLinear.__init__(
@@ -234,20 +235,20 @@ class QKVParallelLinear(MergedColumnParallelLinear):
 
     @property
     def is_separable(self) -> bool:
-        """Whether `keys_and_values` is served."""
+        """Whether `keys_and_values` is supported."""
         return isinstance(self.method, UnquantizedLinearMethod) and not self.lora.is_active
 
     def keys_and_values(self, x_TD: Tensor) -> Tensor:
-        """What `forward` returns behind the queries [T, 2 * K * H], where it `is_separable`."""
+        """The keys and values of `forward` [T, 2 * K * H]; only if it `is_separable`."""
         first = self.output_share.size
         bias = None if self.bias is None else self.bias[first:]
         return self._linear(x_TD, self.weight[first:], bias)
 
 
 class RowParallelLinear(ParallelLinear):
-    """A linear layer whose inputs are cut over the ranks; the output is their sum.
+    """A linear layer whose inputs are sharded over the ranks, followed by an all-reduce.
 
-    ``in_features`` is the whole input size, or this rank's share of it.
+    ``in_features`` is the whole input size, or this rank's shard of it.
     """
 
     def __init__(
@@ -272,15 +273,15 @@ class RowParallelLinear(ParallelLinear):
         if self.tp.size == 1:
             return super().forward(x_TD)
         output_TE = self.tp.all_reduce(self._addend(x_TD))
-        # After the sum: every rank holds the whole bias.
+        # After the all-reduce, because every rank holds the whole bias.
         return output_TE if self.bias is None else output_TE.add_(self.bias)
 
     def add_to(self, residual_TD: Tensor | None, x_TD: Tensor) -> Addend:
-        """Add ``forward(x)`` to ``residual``, or return it where that is a pass of its own
-        or there is no residual.
+        """Add ``forward(x)`` to ``residual`` and return None, or return it unadded.
 
-        It may be returned as float32 parts [parts, T, E], which the next norm adds up, or as
-        what that norm has to sum over the ranks.
+        It is returned if the addition would be a pass of its own, or if there is no residual.
+        It may then be float32 parts [parts, T, E], which the next norm adds up, or a
+        `PendingSum`, whose all-reduce the next norm does.
         """
         if residual_TD is None or self.bias is not None:
             return self.forward(x_TD)
@@ -294,7 +295,7 @@ class RowParallelLinear(ParallelLinear):
         return PendingSum(self._addend(x_TD), self.tp)
 
     def _addend(self, x_TD: Tensor) -> Tensor:
-        """What this rank adds to ``x @ weight.T``."""
+        """This rank's part of ``x @ weight.T``, before the all-reduce."""
         output_TE = self.method.apply(self, x_TD, None)
         return self.lora.apply(x_TD, output_TE) if self.lora.is_active else output_TE
 
@@ -320,7 +321,7 @@ class RowParallelLinear(ParallelLinear):
 
 @dataclass(frozen=True, slots=True)
 class OutputPart:
-    """This rank's share of one of the weights that are stacked, and where it begins there."""
+    """This rank's shard of one of the stacked weights, and its first row there."""
 
     share: DimPartition
     offset: int
@@ -331,6 +332,6 @@ def _share_of(whole: int | DimPartition, tp: TensorGroup) -> DimPartition:
 
 
 def copy_share(loaded: Tensor, target: Tensor, share: DimPartition) -> None:
-    """Copy a rank's share of the rows of a whole tensor to ``target``; zeros fill it up."""
+    """Copy a rank's share of the rows of a whole tensor to ``target``, padded with zeros."""
     target[: share.count].copy_(loaded.narrow(0, share.first, share.count))
     target[share.count :].zero_()

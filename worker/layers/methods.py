@@ -1,4 +1,4 @@
-"""How a linear layer multiplies and what is added to it: quantization and LoRA methods."""
+"""Methods of linear layers: how they multiply (quantization), and LoRA."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trimaran.kernels.operators import Ops
 
 
 class LinearMethod(Protocol):
-    """A way to hold a linear layer's weight and to multiply by it."""
+    """How a linear layer stores its weight and multiplies by it."""
 
     name: str
 
@@ -22,7 +22,7 @@ class LinearMethod(Protocol):
         ...
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Called once when all weights are in place."""
+        """Called once when all weights are loaded."""
         ...
 
     def apply(self, layer: nn.Module, x_TD: Tensor, bias_E: Tensor | None) -> Tensor:
@@ -31,7 +31,7 @@ class LinearMethod(Protocol):
 
 
 class UnquantizedLinearMethod:
-    """The weight as it is, in the model's dtype."""
+    """A weight in the model's dtype."""
 
     name = "unquantized"
 
@@ -46,7 +46,7 @@ class UnquantizedLinearMethod:
         layer.register_parameter("weight", nn.Parameter(weight, requires_grad=False))
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def apply(self, layer: nn.Module, x_TD: Tensor, bias_E: Tensor | None) -> Tensor:
         """``x @ weight.T + bias``."""
@@ -54,7 +54,7 @@ class UnquantizedLinearMethod:
 
 
 class AdapterState:
-    """What the layers of a model know of adapters in the step that runs."""
+    """The adapters in the running step, as layers see them."""
 
     __slots__ = ("has_tokens", "is_active")
 
@@ -62,16 +62,16 @@ class AdapterState:
         self.has_tokens = False
         """Whether tokens of the step have adapters."""
         self.is_active = False
-        """Whether layers keep the places free where adapters add: also without such tokens
-        where a token's rounding may not depend on the tokens beside it."""
+        """Whether layers use the kernels that allow for adapters. In deterministic mode also in
+        steps without adapters, because other kernels may round a token otherwise."""
 
 
 class LoRAMethod(Protocol):
-    """What adapters add to a linear layer's output."""
+    """Adds the products of adapters to a linear layer's output."""
 
     @property
     def is_active(self) -> bool:
-        """False lets the layer skip the call."""
+        """Whether the layer must call `apply`."""
         ...
 
     def apply(self, x_TD: Tensor, output_TE: Tensor) -> Tensor:
@@ -80,10 +80,10 @@ class LoRAMethod(Protocol):
 
 
 class NoLoRA:
-    """No adapter on any token."""
+    """No adapters."""
 
     is_active = False
 
     def apply(self, x_TD: Tensor, output_TE: Tensor) -> Tensor:
-        """The output as it is."""
+        """The output, unchanged."""
         return output_TE

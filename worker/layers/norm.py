@@ -11,7 +11,7 @@ from trimaran.worker.parallel.tensor_parallel import Addend, PendingSum
 class RMSNorm(nn.Module):
     """Root-mean-square normalisation.
 
-    A whole checkpoint's weights are held with ``offset`` added, in the model's dtype.
+    A whole checkpoint's weights are stored with ``offset`` added, in the model's dtype.
     """
 
     def __init__(
@@ -24,10 +24,10 @@ class RMSNorm(nn.Module):
         self._ops = context.ops
 
     def forward(self, x_TD: Addend, residual_TD: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Normalise ``x + residual``. Returns it and the sum, kept in ``residual``.
+        """Normalise ``x + residual``. Returns the result and the sum, which is in ``residual``.
 
-        One of the two may be None: there is nothing to add, or nothing to add to. ``x`` may
-        also be float32 parts [parts, T, D] of a sum, or what is to be summed over the ranks.
+        One of the two may be None. ``x`` may also be float32 parts [parts, T, D] of a sum, or a
+        `PendingSum`, whose all-reduce is done here.
         """
         if isinstance(x_TD, PendingSum):
             assert residual_TD is not None, "a sum that waits is added to a residual"
@@ -45,7 +45,7 @@ class RMSNorm(nn.Module):
 
 
 def settle(x_TD: Addend, residual_TD: Tensor | None) -> Tensor:
-    """The sum that a norm would make of the two, as a tensor [T, D]."""
+    """The sum of the two that a norm would normalise, as a tensor [T, D]."""
     if isinstance(x_TD, PendingSum):
         assert residual_TD is not None, "a sum that waits is added to a residual"
         x_TD = x_TD.total(residual_TD)
@@ -67,14 +67,15 @@ class LayerNorm(nn.Module):
         self._ops = context.ops
 
     def forward(self, x_TD: Tensor, residual_TD: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Normalise ``x + residual``. Returns it and the sum, kept in ``residual``."""
+        """Normalise ``x + residual``. Returns the result and the sum, which is in
+        ``residual``."""
         if residual_TD is None:
             return self._ops.layer_norm(x_TD, self.weight, self.bias, self.eps), x_TD
         normed = self._ops.add_layer_norm(x_TD, residual_TD, self.weight, self.bias, self.eps)
         return normed, residual_TD
 
     def normalise_heads(self, heads_TNH: Tensor) -> None:
-        """Normalise each head in place; their size is that of the weight."""
+        """Normalise each head in place; the head size is that of the weight."""
         rows, _ = self.forward(heads_TNH.reshape(-1, heads_TNH.shape[2]), None)
         heads_TNH.copy_(rows.view(heads_TNH.shape))
 

@@ -1,4 +1,4 @@
-"""Rotary positions: their angles, plain or scaled for longer contexts, and who turns heads."""
+"""Rotary positions: their angles, plain or scaled for longer contexts, and the rotation."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from trimaran.worker.layers.linear import LayerContext
 class RotaryEmbedding(nn.Module):
     """Angles of every position, computed once in float32 and shared by all layers.
 
-    The first ``rotary_size`` dims of a head are rotated: its halves against each other
-    (``is_neox``, as GPT-NeoX and Llama do), or its neighbours (as GPT-J does).
+    The first ``rotary_size`` dims of a head are rotated: its halves against each other with
+    ``is_neox`` (GPT-NeoX, Llama), else neighbouring dims (GPT-J).
 
-    With LongRoPE, sequences of more than ``switch_at`` tokens have other angles: those of
-    position p are at ``switch_at + p``, and positions are told so. 0 if all have the same.
+    With LongRoPE, sequences of more than ``switch_at`` tokens have other angles. The angles of
+    their position p are in row ``switch_at + p``, and the runner shifts their positions
+    accordingly. 0 if all sequences have the same angles.
     """
 
     cos_sin: Tensor
@@ -40,8 +41,8 @@ class RotaryEmbedding(nn.Module):
         is_neox: bool = True,
         switch_at: int = 0,
     ) -> None:
-        """``switch_at`` is another rotation's of the model, whose layers get the same
-        positions."""
+        """``switch_at`` may also come from another rotation of the model, whose layers get the
+        same positions."""
         super().__init__()
         self.is_neox = is_neox
         self._ops = context.ops
@@ -70,7 +71,7 @@ class RotaryEmbedding(nn.Module):
         )
 
     def rotates_whole_heads(self, head_size: int) -> bool:
-        """Whether all dims of a head are rotated, its halves against each other."""
+        """Whether all dims of a head are rotated, as halves against each other."""
         return self.is_neox and self.cos_sin.shape[1] == head_size
 
 
@@ -79,11 +80,11 @@ def _angle_table(
 ) -> Tensor:
     """float32 [P, R]: cosines, then sines, of the angles of all positions, times ``factor``.
 
-    Each span holds a number of positions, counted from 0, and their frequencies [R / 2].
+    Each span has a number of positions, counted from 0, and frequencies [R / 2].
     """
     if device.type == "meta":
-        # A model on the meta device needs only the shape. To compute it, torch would
-        # import its compiler, which takes seconds.
+        # A model on the meta device needs the shape alone. To compute it, torch would import
+        # its compiler, which takes seconds.
         num_positions = sum(length for length, _ in spans)
         return torch.empty(num_positions, 2 * len(spans[0][1]), device=device)
     angles = torch.cat(
@@ -105,14 +106,14 @@ def inverse_frequencies(
     *,
     is_long: bool = False,
 ) -> Tensor:
-    """float32 [R / 2] radians per position, for a scaling as Hugging Face writes it.
+    """float32 [R / 2] radians per position, for a scaling in Hugging Face's format.
 
-    ``is_long`` asks for those of LongRoPE's long sequences.
+    ``is_long`` asks for the frequencies of LongRoPE's long sequences.
     """
     exponents = torch.arange(0, rotary_size, 2, dtype=torch.int64).float() / rotary_size
     plain = 1.0 / (base**exponents)
     kind = "default" if scaling is None else str(scaling.get("rope_type", "default"))
-    # Dynamic scaling begins behind the last position that is served.
+    # Dynamic scaling begins after the last position that is served.
     if scaling is None or kind in ("default", "dynamic"):
         return plain
     if scaling.get("partial_rotary_factor", 1.0) != 1.0:
@@ -135,7 +136,7 @@ def inverse_frequencies(
 
 
 def amplitude(scaling: Mapping[str, Any] | None) -> float:
-    """What cosines and sines are multiplied by: 1, except with YaRN and LongRoPE."""
+    """The factor of cosines and sines: 1, except with YaRN and LongRoPE."""
     kind = None if scaling is None else scaling.get("rope_type")
     if scaling is None or kind not in ("yarn", "longrope"):
         return 1.0
@@ -153,15 +154,15 @@ def amplitude(scaling: Mapping[str, Any] | None) -> float:
 
 
 def _yarn(plain: Tensor, size: int, base: float, scaling: Mapping[str, Any]) -> Tensor:
-    """Long waves divided by ``factor``, short ones kept, a ramp over dims between (YaRN).
+    """Low frequencies divided by ``factor``, high ones kept, a ramp in between (YaRN).
 
-    Source: https://arxiv.org/abs/2309.00071, with the bounds as Hugging Face rounds them.
+    Source: https://arxiv.org/abs/2309.00071, with bounds rounded as Hugging Face does.
     """
     factor = float(_required(scaling, "factor"))
     old_length = float(_required(scaling, "original_max_position_embeddings"))
 
     def dim_of(turns: float) -> float:
-        """The dim whose wave makes so many turns over the old length."""
+        """The dim whose wave makes ``turns`` rotations over the original length."""
         return size * math.log(old_length / (turns * 2 * math.pi)) / (2 * math.log(base))
 
     low = dim_of(float(scaling.get("beta_fast") or 32))
@@ -177,7 +178,7 @@ def _yarn(plain: Tensor, size: int, base: float, scaling: Mapping[str, Any]) -> 
 
 
 def _llama3(plain: Tensor, scaling: Mapping[str, Any]) -> Tensor:
-    """Long waves divided by ``factor``, short ones kept, a ramp between (Llama 3.1)."""
+    """Low frequencies divided by ``factor``, high ones kept, a ramp in between (Llama 3.1)."""
     factor = float(_required(scaling, "factor"))
     low = float(_required(scaling, "low_freq_factor"))
     high = float(_required(scaling, "high_freq_factor"))
@@ -188,14 +189,14 @@ def _llama3(plain: Tensor, scaling: Mapping[str, Any]) -> Tensor:
 
 
 def _short_length(scaling: Mapping[str, Any] | None) -> int:
-    """Tokens up to which LongRoPE's short factors hold; 0 for scalings that have one set."""
+    """Tokens up to which LongRoPE's short factors hold; 0 for scalings with one set."""
     if scaling is None or scaling.get("rope_type") != "longrope":
         return 0
     return int(_required(scaling, "original_max_position_embeddings"))
 
 
 def _longrope(plain: Tensor, scaling: Mapping[str, Any], *, is_long: bool) -> Tensor:
-    """Each dim's wave divided by a factor of its own (LongRoPE, Phi 3 and 4).
+    """Each frequency divided by its own factor (LongRoPE, Phi 3 and 4).
 
     Source: https://arxiv.org/abs/2402.13753.
     """

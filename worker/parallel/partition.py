@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _ALIGNMENT = 8
-"""Elements. Uneven partitions are multiples of it, so that rows of 16-bit numbers stay aligned
-for a GPU's wide loads."""
+"""Sizes of uneven partitions are multiples of this many elements, so that rows of 16-bit
+values stay aligned for a GPU's wide loads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +61,12 @@ def partition_heads(
     group = num_heads // num_kv_heads
     kv_size = -(-num_kv_heads // num_ranks)
     most_copies = min(group, kv_size * num_ranks // num_kv_heads)
-    # Among parts of equal length the fewest copies win: fewer parts stay empty.
+    # Among parts of equal length prefer the fewest copies, which leave fewer parts empty.
     copies = min(range(1, most_copies + 1), key=lambda count: (-(-group // count), count))
     if copies == 1:
         keys = _contiguous(num_kv_heads, rank, kv_size)
         return HeadPartition(queries=keys.times(group), keys=keys)
-    # Here a rank has one key-value head at most.
+    # Each rank has at most one key-value head here.
     number, part = divmod(rank, copies)
     if number >= num_kv_heads:
         number, part = num_kv_heads, 0
@@ -78,6 +78,6 @@ def partition_heads(
 
 
 def _contiguous(whole: int, rank: int, size: int) -> DimPartition:
-    """The ``rank``th part of ``size`` elements, cut at the end of the whole."""
+    """Part ``rank`` of ``size`` elements, cut at the end of the whole."""
     first = min(rank * size, whole)
     return DimPartition(whole, first, min(size, whole - first), size)

@@ -1,4 +1,4 @@
-"""Tensor groups of GPUs that sum through each other's memory, once they have shown they can."""
+"""All-reduce through peers' GPU memory, enabled for a tensor group after a check."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ from trimaran.worker.config.engine_config import EngineConfig
 logger = logging.getLogger(__name__)
 
 SLOT_BYTES = {2: 16 << 20, 4: 8 << 20, 8: 2 << 20}
-"""By ranks: the largest tensor that is summed through peers' memory."""
+"""By number of ranks: bytes of the largest tensor that is summed through peers' memory."""
 
 ONE_SHOT_BYTES = {2: 16 << 20, 4: 512 << 10, 8: 256 << 10}
-"""By ranks: up to here every rank reads all of it from all. Two ranks move no more that way."""
+"""By number of ranks: bytes up to which every rank reads all tensors whole (one-shot). With
+two ranks this moves no more bytes."""
 
 _TEXT_BYTES = 512
 _NUM_REPLAYS = 5
 _CHECKED = (1, 1000, 4096, 100_000)
-"""Elements of the tensors that are summed before the first request, beside the largest."""
+"""Elements of the tensors in the check before the first request, besides the largest."""
 
 
 def choose_sums(config: EngineConfig, group: TensorParallelGroup, device: torch.device) -> None:
-    """Let a tensor group sum as the configuration asks. Collective.
+    """Set a tensor group's all-reduce as the configuration asks. Collective.
 
     Raises:
-        ConfigError: sums through peers' memory are asked for and cannot be.
+        ConfigError: the configuration asks for peer-memory sums, which are not possible.
     """
     if group.size == 1:
         return
@@ -62,16 +63,16 @@ def choose_sums(config: EngineConfig, group: TensorParallelGroup, device: torch.
 def try_peer_sums(
     group: TensorParallelGroup, *, takes_any: bool, is_asked_for: bool = True
 ) -> str:
-    """Let a group of GPUs sum smaller tensors through each other's memory, or ``takes_any``,
-    and return why not, which is empty if it does. Collective; all ranks come to the same.
+    """Let a group of GPUs sum tensors through peers' memory, the smaller ones or ``takes_any``.
 
-    Sums are compared with NCCL's first, launched and from a CUDA graph. Unless that
-    ``is_asked_for``, it is tried only on GPUs that say that they can.
+    Returns the reason why not; empty if enabled. Collective; all ranks return the same. The
+    sums are first compared with NCCL's, launched and from a CUDA graph. Unless it
+    ``is_asked_for``, this is tried only on GPUs that report support.
 
-    A rank waits for the others inside a kernel, without a limit of its own. If one dies, the
-    others' watchdogs miss the step's end and the supervisor ends the group with SIGKILL: the
-    driver takes a killed process's kernels off the GPU, spinning or not, and memory that
-    others have mapped stays until they are gone, so no rank reads freed memory.
+    A kernel waits for the other ranks without a time limit. If a rank dies, the other ranks'
+    watchdogs see no end of the step, and the supervisor ends the group with SIGKILL. The driver
+    then removes the kernels from the GPU, even if they spin. Memory that other processes have
+    mapped stays until they end, so no rank reads freed memory.
     """
     if not isinstance(group, NcclGroup):
         return f"this group uses {group.transport_of(1)}"
@@ -103,7 +104,7 @@ def try_peer_sums(
 
 
 def _make_peer_sum(group: NcclGroup, slot_bytes: int, takes_any: bool) -> SumInPlace:
-    # Imported only now: a CPU needs no Triton.
+    # Imported late, because a CPU needs no Triton.
     from trimaran.kernels.triton.peer_sum import PeerSum, region_bytes
 
     memory = map_peer_memory(group, region_bytes(group.size, slot_bytes))
@@ -119,7 +120,7 @@ def _make_peer_sum(group: NcclGroup, slot_bytes: int, takes_any: bool) -> SumInP
 
 
 def first_problem(group: TensorParallelGroup, problem: str, device: torch.device) -> str:
-    """What the first rank with a problem says of it, the same on all; empty if none has one.
+    """The problem of the first rank that has one, equal on all ranks; empty if none has.
     Collective."""
     text = problem.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
     own = torch.tensor(list(text), dtype=torch.uint8, device=device)
@@ -129,9 +130,9 @@ def first_problem(group: TensorParallelGroup, problem: str, device: torch.device
 
 
 def check_sums(group: NcclGroup, peer_sum: SumInPlace) -> str:
-    """Compare sums of random numbers with those of what NCCL gathers. Collective.
+    """Compare sums of random numbers with sums of what NCCL gathers. Collective.
 
-    Returns what differs on this rank first; empty if nothing does.
+    Returns this rank's first difference; empty if there is none.
     """
     generator = torch.Generator(group.device).manual_seed(group.rank + 1)
     found: list[str] = []
@@ -155,7 +156,7 @@ def check_sums(group: NcclGroup, peer_sum: SumInPlace) -> str:
         graph.replay()
         found += _differences(once, expected, "a graph's first")
         found += _differences(x, sum_of_gathered(group, expected), "a graph's second")
-    # The graph is freed only when the device has finished it.
+    # Free the graph only after the device has finished it.
     torch.cuda.synchronize(group.device)
     return found[0] if found else ""
 
@@ -170,7 +171,7 @@ def sum_of_gathered(group: NcclGroup, x: Tensor) -> Tensor:
 
 
 def _differences(found: Tensor, expected: Tensor, what: str) -> list[str]:
-    """Text of the difference, if there is one. Never raises: the other ranks go on."""
+    """Text of the difference, if any. Never raises, because other ranks would wait."""
     if torch.equal(found, expected):
         return []
     difference = (found.float() - expected.float()).abs().max()

@@ -1,4 +1,4 @@
-"""Tensor groups of GPUs that sum together with the next norm, once they have shown they can."""
+"""All-reduce fused with the following norm, enabled for a tensor group after a check."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ logger = logging.getLogger(__name__)
 # Shapes: T tokens of the step, D hidden size, S parts of a product.
 
 MAX_ROWS = {2: 256, 4: 64, 8: 32}
-"""By ranks: the rows of a step that may be summed so. Each is sent to every rank, as twice its
-bytes; larger steps are summed by the kernels that read peers' memory."""
+"""By number of ranks: most rows of a step for the fused kernel. Each row is sent to every rank
+at twice its bytes; the peer-memory all-reduce serves larger steps."""
 
 FEW_ROWS = {2: 64, 4: 16}
-"""Likewise, rows for which this is the faster way: two GPUs need two thirds of the time for 64
-and as long for 192. On eight it was not measured."""
+"""By number of ranks: most rows for which the fused kernel is faster. Two GPUs need two thirds
+of the time for 64 rows, and equal time for 192. Eight GPUs were not measured."""
 
 _HOPPER = (9, 0)
 _EPS = 1e-5
@@ -41,24 +41,26 @@ _CHECKED = (
     (torch.bfloat16, 8192, 0),
     (torch.float32, 2048, 0),
 )
-"""Dtype, width and parts of what is summed before the first request, in all ways to cut a row:
-a thread does the work of two of the norm alone, or of one, on 16 bytes or on 32."""
+"""Dtype, width and parts of the sums in the check before the first request. They cover all
+divisions of a row: a thread does the work of one or two threads of the norm kernel, on 16 or
+32 bytes."""
 
 
 def choose_sums_and_norms(
     config: EngineConfig, group: TensorParallelGroup, device: torch.device
 ) -> None:
-    """Let a tensor group sum as the configuration asks, together with norms if it says so, or
-    leaves it open and that is the faster way. Collective.
+    """Set a tensor group's all-reduce as the configuration asks, fused with norms if it says so
+    or leaves the choice and that is faster. Collective.
 
     Raises:
-        ConfigError: what is asked for cannot be.
+        ConfigError: the requested all-reduce is not possible.
     """
     choose_sums(config, group, device)
     limits = {"auto": FEW_ROWS, "fused": MAX_ROWS}.get(config.all_reduce)
     if limits is None or not isinstance(group, NcclGroup) or group.peer_sum is None:
         return
-    # Rows have the same bits both ways, or their number would decide, where norms are exact.
+    # If norms are exact, rows have the same bits both ways; otherwise `auto` must not choose
+    # by the number of rows.
     reason = try_sum_norm(group, limits, is_exact=config.deterministic)
     if reason and config.all_reduce == "fused":
         raise ConfigError(
@@ -70,18 +72,19 @@ def choose_sums_and_norms(
 
 
 def try_sum_norm(group: NcclGroup, limits: Mapping[int, int], *, is_exact: bool = False) -> str:
-    """Let a group of GPUs of one host, which map each other's memory, sum steps of few tokens
-    together with the norms behind them, and return why not, which is empty if it does.
-    Collective; all ranks come to the same. ``limits`` are the tokens of a step by ranks.
+    """Let GPUs that map each other's memory sum small steps together with the following norm.
 
-    A rank waits for the others as in `peer_sums.try_peer_sums`. Sums and norms are compared
-    first, launched and from a CUDA graph; norms to the bit if it ``is_exact``, as they are
-    where Triton adds up a row in the order that it had when this was written.
+    Returns the reason why not; empty if enabled. Collective; all ranks return the same.
+    ``limits`` are the tokens of a step by number of ranks.
+
+    A kernel waits for other ranks as in `peer_sums.try_peer_sums`. Sums and norms are first
+    compared, launched and from a CUDA graph. With ``is_exact`` norms must be bit-identical,
+    which holds if Triton adds up a row in the order of the fused kernel.
     """
     problem = first_problem(group, _why_there_is_no_kernel(group, limits), group.device)
     if problem:
         return problem
-    # Imported only now: a CPU needs neither this nor Triton.
+    # Imported late, because a CPU needs neither this module nor Triton.
     from trimaran.kernels.cuda.sum_norm import SumNorm, region_bytes
 
     max_rows = limits[group.size]
@@ -91,10 +94,11 @@ def try_sum_norm(group: NcclGroup, limits: Mapping[int, int], *, is_exact: bool 
         addresses = memory.addresses
         sum_norm = SumNorm(addresses, group.rank, max_rows, group.device, memory)
         for dtype, width, _ in _CHECKED:
-            # No rank compiles, and may fail, while other ranks wait inside a kernel.
+            # Compile first: a rank whose compilation fails must not leave others inside a
+            # kernel.
             sum_norm.load(dtype, width)
     except (ConfigError, RuntimeError) as error:
-        # The latter: no compiler takes the source, or the driver not what one made of it.
+        # Either no compiler takes the source, or the driver refuses the compiled kernel.
         problem = str(error)
     problem = first_problem(group, problem, group.device)
     if sum_norm is not None and not problem:
@@ -123,10 +127,11 @@ def _why_there_is_no_kernel(group: NcclGroup, limits: Mapping[int, int]) -> str:
 def check_sum_norm(
     group: NcclGroup, sum_norm: SumNorm, max_rows: int, *, is_exact: bool = True
 ) -> str:
-    """Compare sums and norms of random numbers with sums of what NCCL gathers and the norm
-    alone, sums bit by bit, and norms too if it ``is_exact``. Collective.
+    """Compare sums and norms of random numbers with NCCL's gathered sums and the separate norm.
 
-    Returns what differs on this rank first; empty if nothing does.
+    Sums must be bit-identical, and norms too with ``is_exact``. Collective.
+
+    Returns this rank's first difference; empty if there is none.
     """
     generator = torch.Generator(group.device).manual_seed(group.rank + 1)
     found: list[str] = []
@@ -149,13 +154,13 @@ def check_sum_norm(
         graph.replay()
         for sample, normed, expected in zip(samples, outputs, all_expected, strict=True):
             found += _differences((normed, sample.residual), expected, "a graph", is_exact)
-    # The graph is freed only when the device has finished it.
+    # Free the graph only after the device has finished it.
     torch.cuda.synchronize(group.device)
     return found[0] if found else ""
 
 
 class _Sample:
-    """One rank's arguments of a sum with its norm: (parts or 0, rows, width) of numbers."""
+    """One rank's random arguments of a fused sum and norm: (parts or 0, rows, width)."""
 
     def __init__(
         self, sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device
@@ -172,12 +177,12 @@ class _Sample:
             tensor.normal_(generator=generator)
 
     def expected(self, group: NcclGroup) -> tuple[Tensor, Tensor]:
-        """What the norm and the residual will be. Collective."""
+        """The expected norm and residual. Collective."""
         from trimaran.kernels.triton.norm import rms_norm
 
         addend = self.x
         if addend.dim() == 3:
-            # In their order, as any kernel that adds up parts.
+            # In order, like any kernel that adds up parts.
             total = addend[0]
             for part in addend[1:]:
                 total = total + part
@@ -189,13 +194,13 @@ class _Sample:
 def _differences(
     found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], what: str, is_exact: bool
 ) -> list[str]:
-    """Text of the differences of norm and sum. Never raises: the other ranks go on."""
+    """Text of the differences of norm and sum. Never raises, because other ranks would wait."""
     texts = []
     for name, ours, theirs in zip(("norm", "sum"), found, expected, strict=True):
         if torch.equal(ours, theirs):
             continue
         difference = (ours.float() - theirs.float()).abs()
-        # Another order of the squares may change how a norm is rounded.
+        # Another order of the squares may change the rounding of a norm.
         is_rounding = difference <= (2 * torch.finfo(ours.dtype).eps + 1e-5) * theirs.abs()
         if name == "sum" or is_exact or not bool(is_rounding.all()):
             texts.append(f"the {name} of {what} differs by {difference.max():.3g}")

@@ -1,4 +1,4 @@
-"""The tensor-parallel group as layers see it, and outputs whose all-reduce is still due."""
+"""The tensor-parallel group as layers see it, and outputs whose all-reduce is pending."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from torch import Tensor
 from trimaran.comm.collectives.tensor_group import SumAndNorm
 
 MOST_TO_ALL = 128
-"""Up to so many tokens a data-parallel rank, an all-gather without counts serves all ranks."""
+"""Most tokens of a dp rank for which an all-gather without counts serves all ranks."""
 
 
 @dataclass(slots=True)
 class LaneBound:
-    """The largest data-parallel rank's token count, which the runner tells the layers."""
+    """The token count of the largest data-parallel rank, which the runner sets for the
+    layers."""
 
     most_tokens: int = 0
     """Over all data-parallel ranks; 0 if unknown."""
@@ -37,7 +38,7 @@ class TensorGroup(Protocol):
 
     @property
     def sum_norm(self) -> SumAndNorm | None:
-        """Sums what it takes together with the norm behind; None where nothing does."""
+        """The all-reduce fused with the following norm; None if there is none."""
         ...
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -49,15 +50,16 @@ class TensorGroup(Protocol):
         ...
 
     def all_to_all(self, rows: Tensor, counts: Sequence[Sequence[int]]) -> Tensor:
-        """Rows for each rank in, rows from each rank out; ``counts[i][j]`` from i to j."""
+        """Send each rank its rows, and return the rows received; ``counts[i][j]`` go from i to
+        j."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ShardPosition:
-    """A rank's place without peers: enough to hold and load its weights, not to run them.
+    """A rank's position, without peers: enough to hold and load weights, not to run a model.
 
-    With size 1 it also runs.
+    With size 1 the model also runs.
     """
 
     rank: int = 0
@@ -65,17 +67,17 @@ class ShardPosition:
     sum_norm: SumAndNorm | None = None
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Nothing to add for a single rank."""
+        """Return the tensor: a single rank has nothing to add."""
         self._refuse()
         return tensor
 
     def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
-        """Nothing to join for a single rank."""
+        """Return the tensor: a single rank has nothing to join."""
         self._refuse()
         return tensor
 
     def all_to_all(self, rows: Tensor, counts: Sequence[Sequence[int]]) -> Tensor:
-        """Nowhere to send to for a single rank."""
+        """Return the rows: a single rank has no peers."""
         self._refuse()
         return rows
 
@@ -88,9 +90,9 @@ class ShardPosition:
 
 @dataclass(frozen=True, slots=True)
 class ExpertRanks:
-    """The ranks that share a layer's experts, in so many parts.
+    """The ranks that share a layer's experts, divided into parts.
 
-    Those of a part cut its experts between them.
+    The ranks of a part shard its experts.
     """
 
     num_parts: int = 1
@@ -99,7 +101,7 @@ class ExpertRanks:
 
 
 ONE_PART = ExpertRanks()
-"""One tensor group, whose ranks cut every expert."""
+"""One tensor group, whose ranks shard every expert."""
 
 
 def split(name: str, value: int, size: int) -> int:
@@ -113,31 +115,33 @@ def split(name: str, value: int, size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PendingSum:
-    """What every rank of a group adds to a residual [T, D], for which `can_wait`."""
+    """A residual's addend [T, D] before the all-reduce, which a norm may do; see `can_wait`."""
 
     addend: Tensor
-    """This rank's, [T, D], or float32 parts [S, T, D] of it."""
+    """This rank's part: [T, D], or float32 parts [S, T, D] of it."""
 
     tp: TensorGroup
 
     def add_and_normalise(self, residual_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-        """Add the sum into ``residual``, and return that RMS-normalised. Collective."""
+        """Add the sum to ``residual`` in place; return the RMS-normalised result.
+        Collective."""
         assert self.tp.sum_norm is not None, "nothing sums together with a norm here"
         return self.tp.sum_norm(self.addend, residual_TD, weight_D, eps)
 
     def total(self, residual_TD: Tensor) -> Tensor:
-        """The sum [T, D], in the dtype of ``residual``, which stays as it is. Collective."""
+        """The sum [T, D], in the dtype of ``residual``, which is unchanged. Collective."""
         whole_TD = self.addend if self.addend.dim() == 2 else self.addend.sum(0)
         return self.tp.all_reduce(whole_TD.to(residual_TD.dtype))
 
 
 Addend = Tensor | PendingSum | None
-"""What is still to be added to a residual: a tensor [T, D] or its float32 parts [S, T, D], or a
-sum that waits; None where it has been added."""
+"""A layer's output that is not added to the residual: a tensor [T, D], its float32 parts
+[S, T, D], or a sum whose all-reduce is pending. None if it has been added."""
 
 
 def can_wait(tp: TensorGroup, residual_TD: Tensor | None) -> bool:
-    """Whether sums over ``tp`` can be left to the norm that adds them to ``residual``."""
+    """Whether all-reduces over ``tp`` can be left to the norm that adds them to
+    ``residual``."""
     if tp.size == 1 or residual_TD is None or tp.sum_norm is None:
         return False
     return tp.sum_norm.takes(residual_TD)

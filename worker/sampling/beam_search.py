@@ -1,4 +1,4 @@
-"""Beam search of one request: which hypotheses live on, which are finished, when it ends."""
+"""Beam search of one request: live and finished hypotheses, and the end of the search."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ Candidates = tuple[Sequence[int], Sequence[float]]
 
 STOP_WHEN_FULL = 1
 STOP_BY_BEST = 0
-"""Values of ``early_stopping``; any other searches on as long as anything could win."""
+"""Values of ``early_stopping``; with others the search goes on while a live hypothesis could
+still win."""
 
 Trail = tuple["Trail", Any] | None
-"""A note on the last id of a hypothesis, and the trail of its parent."""
+"""The note on a hypothesis's last id, and the trail of its parent."""
 
 _SCORE = attrgetter("score")
 
@@ -40,14 +41,15 @@ class Hypothesis:
     """The output's log probability, an end id included."""
 
     score: float
-    """What hypotheses are ranked by: ``cum_log_prob`` by the length to the length penalty."""
+    """The rank's key: ``cum_log_prob`` divided by the length to the power of the length
+    penalty."""
 
     reason: FinishReason = FinishReason.NOT_FINISHED
     trail: Trail = None
-    """What its ids were chosen from, where that is kept."""
+    """The logits that its ids were chosen from, if they are kept."""
 
     def notes(self) -> list[Any]:
-        """The notes of its trail, one an id."""
+        """The notes of its trail, one per id."""
         found, trail = [], self.trail
         while trail is not None:
             trail, note = trail
@@ -56,21 +58,20 @@ class Hypothesis:
 
 
 def num_candidates(params: SamplingParams) -> int:
-    """Next ids of each hypothesis that `BeamSearch` must see.
+    """Next ids of each hypothesis that `BeamSearch` needs.
 
-    Some of them end their hypothesis, and as many as the beam is wide must be left.
+    Some of them may end their hypothesis, and a beam width of them must remain.
     """
     ends = {word[-1] for word in params.stop_words if word} | {params.end_id}
     return params.beam_width * (1 + len(ends))
 
 
 class BeamSearch:
-    """The hypotheses of one request: those that grow, all equally long, and the finished.
+    """The hypotheses of one request: live ones, all of equal length, and finished ones.
 
-    The rules are those of transformers: of the likeliest continuations over all hypotheses,
-    those that end compete with the finished ones if they rank within the beam width, and
-    the best of the others live on. The cost of a token is O(width x candidates), and a copy
-    of the outputs.
+    The rules are those of transformers. Of the likeliest continuations over all hypotheses,
+    those that end compete with the finished ones if they rank within the beam width; the best
+    others live on. A token costs O(width x candidates), and a copy of the outputs.
     """
 
     def __init__(self, params: SamplingParams, max_tokens: int) -> None:
@@ -80,17 +81,17 @@ class BeamSearch:
         self.num_tokens = 0
         """Output tokens of every live hypothesis."""
         self.live = [Hypothesis(array("i"), array("f"), 0.0, 0.0)]
-        """Best first; at most as many as the beam is wide."""
+        """Finished hypotheses, best first; at most beam width."""
         self.finished: list[Hypothesis] = []
-        """Likewise."""
+        """Live hypotheses, likewise."""
         self.is_over = False
 
     def advance(self, candidates: Sequence[Candidates], notes: Sequence[Any] = ()) -> list[int]:
-        """Take in what may follow each live hypothesis.
+        """Extend the live hypotheses by their candidates.
 
-        ``notes``, one for each of them, are left on the trails of their children.
+        ``notes``, one for each live hypothesis, are added to the trails of its children.
 
-        Returns the place, among those that lived before, of each new one's parent.
+        Returns, for each new hypothesis, the index of its parent among the former ones.
         """
         width, before = self._params.beam_width, self.live
         ranked = self._rank(candidates)
@@ -122,7 +123,7 @@ class BeamSearch:
             live.append(new)
             parents.append(parent)
         if not ranked:
-            # Everything is masked: nothing can be added to what there is.
+            # All candidates are masked: no hypothesis can be extended.
             ended = [replace(old, reason=FinishReason.END_ID) for old in before]
         self.live = live
         self.finished = sorted([*self.finished, *ended], key=_SCORE, reverse=True)[:width]
@@ -130,13 +131,14 @@ class BeamSearch:
         return parents
 
     def best(self) -> list[Hypothesis]:
-        """The best so far, best first: of the finished and, until the end, the live ones."""
+        """The best hypotheses so far, best first: finished ones, and live ones during the
+        search."""
         found = self.finished if self.is_over else [*self.finished, *self.live]
         best = sorted(found, key=_SCORE, reverse=True)[: self._params.beam_width]
         return best[: self._params.num_return_sequences]
 
     def _rank(self, candidates: Sequence[Candidates]) -> list[tuple[float, int, int, float]]:
-        """The likeliest continuations: (rank's value, parent, id, log-probability)."""
+        """The likeliest continuations: (rank's key, parent, id, log-probability)."""
         rate = self._params.beam_search_diversity_rate
         found = [
             (parent.cum_log_prob + log_prob + rate * place, place, token_id, log_prob)
@@ -161,7 +163,7 @@ class BeamSearch:
         return float(num_tokens**self._params.length_penalty)
 
     def _is_settled(self) -> bool:
-        """Whether nothing that lives can, or needs to, beat what is finished."""
+        """Whether no live hypothesis can, or needs to, beat the finished ones."""
         params = self._params
         if len(self.finished) < params.beam_width:
             return False

@@ -1,4 +1,4 @@
-"""The likeliest ids of each row, in an order that every device agrees on."""
+"""The likeliest ids of each row, in an order that is the same on every device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LEAST_KEY = -(1 << 63)
 
 
 def argmax(logits_NV: Tensor) -> Tensor:
-    """The first of the likeliest ids of each row, int64 [N]."""
+    """The first of the ids of highest logit in each row, int64 [N]."""
     if logits_NV.device.type == "cpu":
         # numpy's is vectorised: about ten times as fast as torch's on this data.
         return torch.from_numpy(np.asarray(logits_NV.numpy().argmax(axis=-1)))
@@ -25,15 +25,15 @@ def argmax(logits_NV: Tensor) -> Tensor:
 
 
 def is_forbidden(logits_NV: Tensor, ids_N: Tensor) -> Tensor:
-    """Whether the ids chosen from these logits must not come, bool [N]: nothing else may."""
+    """Whether the chosen id of each row is forbidden, bool [N]; then every id is."""
     return logits_NV.gather(1, ids_N[:, None])[:, 0] == float("-inf")
 
 
 def argmax_over_shards(logits_NS: Tensor, first_id: int, tp: TensorParallelGroup) -> Tensor:
-    """`argmax` of logits whose vocabulary is cut over the ranks; the same on every rank.
+    """`argmax` of logits whose vocabulary is sharded over the ranks; the same on every rank.
 
-    ``logits_NS`` are this rank's, for the ids from ``first_id`` on; maybe none. Collective:
-    the ranks exchange 8 bytes a row, which order like (value, inverted id).
+    ``logits_NS`` are this rank's, starting at id ``first_id``; possibly empty. Collective: the
+    ranks exchange 8 bytes a row, which order like (value, inverted id).
     """
     if logits_NS.shape[1] == 0:
         best = torch.full((len(logits_NS), 1), LEAST_KEY, device=logits_NS.device)
@@ -50,9 +50,9 @@ def id_of_best_key(keys_N: Tensor, tp: TensorParallelGroup) -> Tensor:
 
 
 def largest(scaled_NV: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Each row's ``count`` largest values and their ids, descending; of equals the lower id.
+    """Each row's ``count`` largest values and their ids, descending; ties by the lower id.
 
-    So every device and every ``count`` gives the same order.
+    The order is the same on every device and for every ``count``.
     """
     vocab_size = scaled_NV.shape[1]
     if scaled_NV.device.type == "cpu":
@@ -67,8 +67,8 @@ def largest(scaled_NV: Tensor, count: int) -> tuple[Tensor, Tensor]:
 def _keys_of_largest(scaled_NV: Tensor, count: int) -> Tensor:
     """Sort keys of at least each row's ``count`` largest, padded with the least; on the CPU.
 
-    The ids are cut into groups. As many groups have their largest at or above the
-    ``count``-th largest of these, so no id below that can be among the row's ``count``.
+    The ids are divided into groups. For ``count`` groups the largest value is at least the
+    ``count``-th largest such value, so no id below that is among the row's ``count`` largest.
     """
     values = scaled_NV.numpy()
     num_rows, vocab_size = values.shape
@@ -94,7 +94,7 @@ def _all_keys(scaled_NV: Tensor) -> Tensor:
 
 
 def _sort_keys(values: Tensor, ids: Tensor) -> Tensor:
-    """int64 that order like (value, inverted id); all of a row are different."""
+    """int64 that order like (value, inverted id); all keys of a row are different."""
     bits = values.contiguous().view(torch.int32)
     order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return order.to(torch.int64).bitwise_left_shift_(32).bitwise_or_(_ID_BITS - ids)
@@ -106,7 +106,7 @@ def _by_keys(scaled_NV: Tensor, sort_keys: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _sorted_on_host(sort_keys: Tensor) -> Tensor:
-    """Descending rows, by numpy: its vectorised sort is many times as fast as torch's."""
+    """Descending rows, by numpy, whose vectorised sort is many times as fast as torch's."""
     inverted = np.invert(sort_keys.numpy())
     inverted.sort(axis=-1)
     return torch.from_numpy(np.invert(inverted, out=inverted))

@@ -1,4 +1,4 @@
-"""Sampling on a GPU: parameters and ids so far stay there, and the host waits for nothing."""
+"""Sampling on a GPU: parameters and ids so far stay on the device; the host never waits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from trimaran.worker.sampling.sampling_rows import FORBIDS, SamplingBatch, Want
 # Shapes: N sampled rows, V vocabulary, S a rank's shard of it, R rows, L longest sequence.
 
 EDITS = Want.BIAS | Want.PENALTY | Want.NGRAM | Want.BAD_WORDS | Want.MIN_TOKENS | Want.GUIDE
-"""What changes logits: of such rows a copy in float32, as penalties must not be rounded."""
+"""Processors that change logits. Such rows get a float32 copy, so that penalties are not
+rounded."""
 
 _EDITED_ROWS = 128
 """Rows that are copied at a time: a float32 copy of a large step would take much memory."""
@@ -32,10 +33,9 @@ _EDITED_ROWS = 128
 def sample(logits_NV: Tensor, batch: SamplingBatch, token_table_RL: Tensor) -> SamplerOutput:
     """Choose each row's next id, as `sampler.sample`.
 
-    The kernels find each row's parameters by its number; the host only launches those that
-    some row asks for. ``logits`` have any float dtype and are left as they are: rows that
-    want theirs changed are sampled from a copy of their own, so that the others, which one
-    launch serves as it would without them, are no slower for it.
+    The kernels find each row's parameters by its number; the host launches only the processors
+    that some row asks for. ``logits`` have any float dtype and are unchanged: rows with changed
+    logits are sampled from copies. One launch serves the other rows, which are no slower.
     """
     params = _params(batch, token_table_RL)
     entries = _edited(batch)
@@ -56,10 +56,10 @@ def sample_over_shards(
     token_table_RL: Tensor,
     tp: TensorParallelGroup,
 ) -> SamplerOutput:
-    """`sample` that gathers logits only of rows that want more than a plain draw. Collective.
+    """`sample` that gathers logits of rows with more than a plain draw alone. Collective.
 
-    ``logits_NS`` are this rank's, for the ids from ``first_id`` on, padding included. Of a
-    row that wants no more the ranks exchange 8 bytes, and its log-probability is 0.
+    ``logits_NS`` are this rank's, starting at id ``first_id``, padding included. For a plain
+    row the ranks exchange 8 bytes, and its log-probability is 0.
     """
     num_real = min(max(batch.state.vocab_size - first_id, 0), logits_NS.shape[1])
     mine_NS = logits_NS[:, :num_real]
@@ -81,7 +81,7 @@ def sample_over_shards(
 
 
 def _spread(values_n: Tensor | None, index_n: Tensor, count: int) -> Tensor | None:
-    """[``count``]: the values at their places, 0 at the others; None of None."""
+    """[``count``]: the values at these indices, 0 elsewhere; None for None."""
     if values_n is None or len(values_n) == count:
         return values_n
     return values_n.new_zeros(count).index_copy_(0, index_n, values_n)
@@ -90,7 +90,7 @@ def _spread(values_n: Tensor | None, index_n: Tensor, count: int) -> Tensor | No
 def _draw_over_shards(
     logits_NS: Tensor, first_id: int, batch: SamplingBatch, tp: TensorParallelGroup
 ) -> Tensor:
-    """Plain draws and likeliest ids, int64 [N], from a rank's logits; maybe of no ids."""
+    """Plain draws and likeliest ids, int64 [N], from a rank's logits, which may be empty."""
     state = batch.state.device_state
     assert state is not None
     assert batch.device_rows is not None
@@ -118,7 +118,8 @@ def _params(batch: SamplingBatch, token_table_RL: Tensor) -> Tensor:
 
 
 def _edited(batch: SamplingBatch) -> npt.NDArray[np.int64]:
-    """Entries that are sampled from a copy; with them all beams, which stay in order so."""
+    """Entries that are sampled from copies; with them all beams, so that beams stay in
+    order."""
     if not batch.all_wants & EDITS:
         return np.empty(0, dtype=np.int64)
     return batch.rows_wanting(EDITS | Want.BEAM)
@@ -131,10 +132,10 @@ def _sample_edited(
     entries: npt.NDArray[np.int64],
     params_RW: Tensor,
 ) -> SamplerOutput:
-    """Ids and beams of a batch of which ``entries`` are sampled from copies."""
+    """Ids and beams of a batch, of which ``entries`` are sampled from copies."""
     count = len(entries)
     guided = np.flatnonzero(batch.wants[entries] & np.uint32(Want.GUIDE))
-    # One copy to the device for both: between two kernels each holds it up for a while.
+    # One copy to the device for both: each would delay the device between two kernels.
     sent = batch.index(np.concatenate((entries, guided % _EDITED_ROWS)))
     index, masked = sent[:count], sent[count:]
     if count < len(batch.rows):
@@ -174,9 +175,9 @@ def _beams(logits_NV: Tensor, batch: SamplingBatch) -> list[BeamCandidates]:
 
 
 def _edit(logits_NV: Tensor, part: SamplingBatch, table_RL: Tensor, masked_M: Tensor) -> None:
-    """Apply what the rows ask for, in the order of `sampler.PROCESSORS`.
+    """Apply the rows' processors, in the order of `sampler.PROCESSORS`.
 
-    ``masked`` is int64, on the device: the entries that the part's masks are of.
+    ``masked`` is int64, on the device: the entries with guides.
     """
     state, rows_N, lengths_N = part.state.device_state, part.device_rows, part.device_lengths
     assert state is not None

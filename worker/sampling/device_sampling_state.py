@@ -16,7 +16,8 @@ from trimaran.worker.steps.step_types import NewRow
 
 
 def bad_words_table(words: Sequence[tuple[int, ...]]) -> npt.NDArray[np.int32]:
-    """[W, H]: each word's last id, then those before it, -1 in front of shorter ones."""
+    """int32 [W, H]: each word's last id, then the ids before it, shorter words padded with
+    -1."""
     by_length: dict[int, list[tuple[int, ...]]] = {}
     for word in words:
         if word:
@@ -36,7 +37,7 @@ _INT32_MAX = (1 << 31) - 1
 
 
 class DeviceSamplingState:
-    """What a GPU's kernels need of every row, by the columns of `sampling_state`."""
+    """The state of every row for a GPU's kernels, by the columns of `sampling_state`."""
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
         self._tensor = torch.zeros(
@@ -48,7 +49,8 @@ class DeviceSamplingState:
         self._counts: Tensor | None = None
 
     def enter(self, new: NewRow, params: SamplingParams) -> None:
-        """Note a row's new occupant; 0 as temperature asks for the likeliest id."""
+        """Record the parameters of a row's sequence; temperature 0 asks for the likeliest
+        id."""
         words = np.zeros(sampling_state.WIDTH, dtype=np.int32)
         floats = words.view(np.float32)
         words[: sampling_state.SEQUENCE].view(np.uint64)[0] = params.seed
@@ -74,13 +76,13 @@ class DeviceSamplingState:
             self.bad_words[new.row] = to_device(table, self._tensor.device)
 
     def counts(self, size: int) -> Tensor:
-        """int32 zeros for at least ``size`` numbers, to be left as zeros."""
+        """int32 zeros for at least ``size`` numbers; the user must leave them as zeros."""
         if self._counts is None or len(self._counts) < size:
             self._counts = torch.zeros(size, dtype=torch.int32, device=self._tensor.device)
         return self._counts
 
     def tensor(self) -> Tensor:
-        """int32 [R, WIDTH]; sends what was noted since the last call."""
+        """int32 [R, WIDTH]; sends the changes since the last call."""
         if self._entered:
             rows = np.fromiter(self._entered, dtype=np.int64)
             values = np.stack(list(self._entered.values()))

@@ -63,7 +63,7 @@ def with_resets(
     prompts = params_RW[rows, sampling_state.NUM_PROMPT][:, None]
     tokens = token_table_RL[:, :longest].index_select(0, rows)
     is_reset = (tokens == resets) & (places >= prompts) & (places < lengths)
-    # Where the last of them ends; the prompt's end if there is none.
+    # Where the last reset id is; the prompt's end if there is none.
     starts = torch.where(is_reset, places + 1, prompts).amax(dim=1, keepdim=True)
     steps = (lengths - starts)[:, 0]
     decayed = floats[:, TOP_P] * floats[:, TOP_P_DECAY] ** steps
@@ -83,10 +83,10 @@ _FEW = 256
 
 
 def draw(logits_NV: Tensor, batch: SamplingBatch, entries: Entries) -> Tensor:
-    """Sample the rows ``entries`` of the batch, whose logits these are. int64 [N].
+    """Sample the rows ``entries`` of the batch, which these logits belong to. int64 [N].
 
-    Rows without a filter, with top-k, and with other filters go separate ways, so that
-    none pays for another's. The CPU's kernel does the same row by row.
+    Rows without a filter, with top-k, and with other filters take separate paths, so that no
+    row is slower for another's filter. The CPU's kernel does the same row by row.
     """
     params = _Params(batch, entries)
     kernel = batch.state.kernel
@@ -114,7 +114,7 @@ def draw(logits_NV: Tensor, batch: SamplingBatch, entries: Entries) -> Tensor:
 
 
 class _Params:
-    """Sampling parameters of rows that draw, on the host, and how to get them over."""
+    """Sampling parameters of rows that draw, on the host, and their copies on the device."""
 
     def __init__(self, batch: SamplingBatch, entries: Entries) -> None:
         self._batch = batch
@@ -131,11 +131,11 @@ class _Params:
             decayed = np.maximum(
                 self.floats[:, TOP_P] * decay**steps, self.floats[:, TOP_P_MIN]
             )
-            # The least is none of a row whose top-p does not decay, or has not yet.
+            # The minimum applies to rows whose top-p has decayed already, and to no others.
             np.copyto(self.floats[:, TOP_P], decayed, where=(decay != 1) & (steps > 0))
 
     def of(self, rows: Entries) -> _Params:
-        """Those of some of the rows."""
+        """The parameters of some of the rows."""
         return _Params(self._batch, self._entries[rows])
 
     def host_keys(self) -> npt.NDArray[np.int32]:
@@ -143,7 +143,7 @@ class _Params:
         return self._batch.keys(self._entries)
 
     def keys(self, device: torch.device) -> Tensor:
-        """The same on the device."""
+        """The noise's keys on the device."""
         return to_device(self.host_keys(), device)
 
     def tempered(self, logits_NK: Tensor) -> Tensor:
@@ -176,7 +176,7 @@ def _draw_top_p(logits_NV: Tensor, params: _Params) -> Tensor:
     num_rows, vocab_size = logits_NV.shape
     if logits_NV.device.type != "cpu" or vocab_size < 4 * _FEW:
         return _draw_sorted(logits_NV, params)
-    # The host may look at the mass, which it must not do on a GPU.
+    # Looking at the mass makes the host wait, so this is for the CPU alone.
     logits, ids = largest(logits_NV, _FEW)
     values = params.tempered(logits)
     mass = _relative_mass(values)
@@ -204,7 +204,8 @@ def _draw_sorted(logits_NV: Tensor, params: _Params) -> Tensor:
 
 
 def _relative_mass(values_NK: Tensor) -> Tensor:
-    """Probabilities relative to the likeliest id's; float64, for sums as good as exact."""
+    """Probabilities relative to the likeliest id's, in float64, so that sums are nearly
+    exact."""
     return (values_NK - values_NK[:, :1]).double().exp_()
 
 
@@ -221,7 +222,7 @@ def _draw_from(
     if (params.floats[:, TOP_P] < 1).any():
         top_p = to_device(params.floats[:, TOP_P].astype(np.float64), device)[:, None]
         is_beyond = mass_NK.cumsum(dim=-1).sub_(mass_NK) >= top_p * total_N1
-        # A row without top-p keeps all, however its sum was rounded.
+        # A row without top-p keeps all ids, however its sum was rounded.
         is_beyond &= top_p < 1
         is_out_NK = is_beyond if is_out_NK is None else is_out_NK | is_beyond
     if (params.floats[:, MIN_P] > 0).any():
@@ -230,7 +231,7 @@ def _draw_from(
         is_out_NK = is_small if is_out_NK is None else is_out_NK | is_small
     noisy = gumbel(params.keys(device), ids_NK).add_(values_NK)
     if is_out_NK is not None:
-        # The likeliest stays whatever the parameters are.
+        # The likeliest id stays whatever the parameters are.
         is_out_NK[:, 0] = False
         noisy.masked_fill_(is_out_NK, float("-inf"))
     return ids_NK.gather(1, noisy.argmax(dim=-1, keepdim=True))[:, 0]

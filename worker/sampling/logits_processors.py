@@ -1,4 +1,4 @@
-"""What changes logits before an id is chosen, each for the rows that ask for it."""
+"""Logits processors, each of which changes the rows that ask for it."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from trimaran.worker.sampling.sampling_rows import (
 )
 from trimaran.worker.steps.staging import to_device
 
-# Shapes: N sampled rows, n of them concerned, V vocabulary, R rows, L longest sequence.
+# Shapes: N sampled rows, n of them changed, V vocabulary, R rows, L longest sequence.
 
 _NEVER = float("-inf")
 
 _NO_ID = -2
-"""What no word has at a place: -1 there stands for any id."""
+"""Stands for a position before a word's first id, where any id matches."""
 
 
 def add_bias(logits_NV: Tensor, batch: SamplingBatch, token_table_RL: Tensor) -> None:
@@ -68,7 +68,7 @@ def _history(
     places = torch.arange(longest, device=token_table_RL.device)
     is_known = places < ends[:, None]
     tokens = token_table_RL[:, :longest].index_select(0, device_rows).long()
-    # A prompt table's ids are no ids of the vocabulary, and are not penalised.
+    # Ids of a prompt table are not in the vocabulary, and are not penalised.
     is_known &= tokens < batch.state.vocab_size
     tokens.masked_fill_(~is_known, 0)
     return tokens, is_known, is_known & (places >= prompts[:, None])
@@ -81,7 +81,7 @@ def forbid_early_end(logits_NV: Tensor, batch: SamplingBatch, token_table_RL: Te
     is_early = batch.num_outputs(entries) < params[:, MIN_TOKENS]
     if is_early.any():
         places = batch.index(np.stack((entries[is_early], params[is_early, END_ID])))
-        # A tensor: a scalar would be copied to the device, and waited for.
+        # A tensor: a scalar would be copied to the device with a wait of the host.
         never = logits_NV.new_full((1,), _NEVER)
         logits_NV.index_put_((places[0], places[1]), never)
 
@@ -93,7 +93,7 @@ def forbid_bad_words(logits_NV: Tensor, batch: SamplingBatch, token_table_RL: Te
         words = batch.state.bad_words[row]
         last_W, before_WH, longest = words[:, 0].long(), words[:, 1:], words.shape[1] - 1
         end_H = token_table_RL[row, max(length - longest, 0) : length]
-        # Of a word that is longer than the sequence no first id is found.
+        # The first id of a word that is longer than the sequence never matches.
         end_H = F.pad(end_H, (longest - len(end_H), 0), value=_NO_ID)
         is_bad_W = ((before_WH == end_H) | (before_WH < 0)).all(dim=1)
         penalty_W = torch.where(is_bad_W, _NEVER, 0.0)
@@ -103,7 +103,7 @@ def forbid_bad_words(logits_NV: Tensor, batch: SamplingBatch, token_table_RL: Te
 def forbid_repeated_ngrams(
     logits_NV: Tensor, batch: SamplingBatch, token_table_RL: Tensor
 ) -> None:
-    """Mask every id that would complete an n-gram which the sequence already holds."""
+    """Mask every id that would complete an n-gram of the sequence a second time."""
     for entry in batch.rows_wanting(Want.NGRAM):
         row, length = int(batch.rows[entry]), int(batch.lengths[entry])
         size = int(batch.state.int_params[row, NGRAM])
@@ -120,7 +120,7 @@ def forbid_repeated_ngrams(
 
 
 def apply_masks(logits_NV: Tensor, batch: SamplingBatch, token_table_RL: Tensor) -> None:
-    """Mask what may not come next in the rows that follow a guide."""
+    """Mask the ids that a row's guide does not allow next."""
     assert batch.masks is not None, "a guided row was sampled without its mask"
     index = batch.index(batch.rows_wanting(Want.GUIDE))
     bits = torch.arange(32, dtype=torch.int32, device=logits_NV.device)

@@ -1,4 +1,4 @@
-"""Sampling noise that depends only on what it is for: counter-based, the same everywhere."""
+"""Counter-based sampling noise that depends on its key alone, equal on every device."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def noise_keys(
 
 
 def _signed(value: int) -> int:
-    """A 32-bit pattern as the int32 that torch's scalars want."""
+    """A 32-bit pattern as the int32 that torch's scalars need."""
     return value - (1 << 32) if value >= 1 << 31 else value
 
 
@@ -60,8 +60,8 @@ def hash_bits(keys_N2: Tensor, token_ids: Tensor) -> Tensor:
 def gumbel(keys_N2: Tensor, token_ids: Tensor) -> Tensor:
     """float32 [N, K]: standard Gumbel noise, so that argmax(logits + noise) samples softmax.
 
-    ``-log(E)`` with E exponential: small E decide who wins, so E is made from a uniform
-    number that is fine-grained near 0.
+    ``-log(E)`` with E exponential: small E decide the argmax, so E is made from a uniform
+    number with a fine resolution near 0.
     """
     bits = hash_bits(keys_N2, token_ids).bitwise_and_(0x7FFFFFFF)
     uniform = bits.to(torch.float32).add_(0.5).mul_(2.0**-31).clamp_(max=1.0 - 2.0**-24)

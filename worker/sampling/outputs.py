@@ -17,7 +17,7 @@ from trimaran.worker.steps.step_types import NO_ID
 # Shapes: N sampled rows, V vocabulary, n rows that are beams, K candidates of each.
 
 _ROWS = 32
-"""Rows that are ranked at a time: with 128,000 ids one of them takes 3 MB meanwhile."""
+"""Rows that are ranked at a time: with 128,000 ids each of them takes 3 MB temporarily."""
 
 
 @dataclass(slots=True)
@@ -37,12 +37,12 @@ class BeamCandidates:
         return BeamCandidates(_to_host(self.token_ids), _to_host(self.log_probs))
 
     def to_lists(self) -> list[tuple[list[int], list[float]]]:
-        """Ids and log-probabilities of each beam; they are on the host."""
+        """Ids and log-probabilities of each beam; the tensors must be on the host."""
         return list(zip(self.token_ids.tolist(), self.log_probs.tolist(), strict=True))
 
 
 def beam_candidates(logits_NV: Tensor, batch: SamplingBatch) -> BeamCandidates:
-    """Of the batch's rows that are beams, from logits that all processors have seen."""
+    """The candidates of the batch's beams, from fully processed logits."""
     entries = batch.rows_wanting(Want.BEAM)
     starts = range(0, len(entries), _ROWS)
     found = joined(
@@ -60,7 +60,7 @@ def _candidates(
     if len(entries) < len(batch.rows):
         logits = logits_NV.index_select(0, batch.index(entries))
     temperature = batch.state.float_params[rows, TEMPERATURE, None]
-    # Nothing is drawn: 0, which asks for that, changes nothing here.
+    # Temperature 0 asks for no draw, and must not change logits here.
     temperature = np.where(temperature > 0, temperature, np.float32(1))
     if (temperature != 1).any():
         logits = logits.float() / to_device(temperature, logits_NV.device)
@@ -71,10 +71,10 @@ def _candidates(
 
 
 def joined(parts: list[BeamCandidates]) -> BeamCandidates | None:
-    """Those of several parts of a step, in order; None for none."""
+    """The candidates of several parts of a step, in order; None if there are none."""
     if len(parts) < 2:
         return parts[0] if parts else None
-    # Parts may hold beams of different widths; what is missing is masked.
+    # Parts may hold beams of different widths: pad with masked candidates.
     count = max(part.token_ids.shape[1] for part in parts)
     ids = [_padded(part.token_ids, count, 0) for part in parts]
     log_probs = [_padded(part.log_probs, count, -np.inf) for part in parts]
@@ -100,11 +100,11 @@ class SamplerOutput:
     """Candidates of the beam rows; `token_ids` has no meaning in these rows."""
 
     is_stuck: Tensor | None = None
-    """bool [N]: whether every id is forbidden, so that the row's means nothing; None: no row
-    has any that is forbidden."""
+    """bool [N]: whether every id is forbidden, which makes the row's id meaningless; None if no
+    row forbids ids."""
 
     def told_ids(self) -> Tensor:
-        """The ids as the host is told them: `NO_ID` where none may come."""
+        """The ids for the host: `NO_ID` where every id is forbidden."""
         if self.is_stuck is None:
             return self.token_ids
         return self.token_ids.masked_fill(self.is_stuck, NO_ID)

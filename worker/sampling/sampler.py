@@ -1,4 +1,4 @@
-"""From logits to the next token ids: row-wise processors, then the likeliest or a draw."""
+"""From logits to the next token ids: row-wise processors, then argmax or a random draw."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ PROCESSORS: tuple[tuple[Want, Processor], ...] = (
     (Want.MIN_TOKENS, logits_processors.forbid_early_end),
     (Want.GUIDE, logits_processors.apply_masks),
 )
-"""In order of application; each touches only the rows that ask for it."""
+"""In order of application; each changes only the rows that ask for it."""
 
 
 def sample(logits_NV: Tensor, batch: SamplingBatch, token_table_RL: Tensor) -> SamplerOutput:
     """Choose each row's next id. A row's result does not depend on the other rows.
 
-    ``logits_NV`` is float32, on a GPU maybe the model's dtype, and may be overwritten.
+    ``logits_NV`` is float32, on a GPU possibly the model's dtype, and may be overwritten.
     ``token_table_RL`` holds every row's ids so far, those sampled by steps in flight included.
     """
     wants = batch.all_wants
     if wants & Want.RESET:
         batch.token_table = token_table_RL
     if batch.device_rows is not None:
-        # The import waits for the first GPU step, because a CPU has no Triton.
+        # Imported at the first GPU step, because a CPU has no Triton.
         from trimaran.worker.sampling import device_sampler
 
         return device_sampler.sample(logits_NV, batch, token_table_RL)

@@ -1,4 +1,4 @@
-"""Every row's sampling parameters, and what the rows of one step ask for."""
+"""Every row's sampling parameters, and the processors that the rows of one step need."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trimaran.worker.steps.step_types import Int32Array, NewRow
 
 
 class Want(IntFlag):
-    """What a row asks of the sampler beyond the likeliest id."""
+    """A row's needs beyond the likeliest id."""
 
     RANDOM = 1
     PENALTY = 2
@@ -31,15 +31,15 @@ class Want(IntFlag):
     BIAS = 32
     LOG_PROBS = 64
     FILTER = 128
-    """Of a random row: top-k, top-p or min-p."""
+    """Top-k, top-p or min-p of a random row."""
     LOGITS = 256
-    """They are returned: they must be whole, and in memory before an id is chosen."""
+    """Its logits are returned: they must be whole, and computed before an id is chosen."""
     GUIDE = 512
-    """Only what the step's masks allow may come."""
+    """The ids are restricted to the step's masks."""
     BEAM = 1024
-    """Its likeliest ids, of which the host selects."""
+    """Its likeliest ids, among which the host selects."""
     RESET = 2048
-    """An id of the output makes its decayed top-p whole again."""
+    """An id of the output resets its decayed top-p."""
 
 
 # Columns of the float and integer parameters.
@@ -49,7 +49,7 @@ class Want(IntFlag):
 TOP_K, MIN_TOKENS, END_ID, NGRAM, RESET = range(5)
 
 FORBIDS = Want.BIAS | Want.NGRAM | Want.BAD_WORDS | Want.GUIDE
-"""What may forbid ids, and so, alone or with another, all of them."""
+"""Needs that may forbid ids, and alone or together all of them."""
 
 
 def wants_of(params: SamplingParams) -> Want:
@@ -85,7 +85,7 @@ def wants_of(params: SamplingParams) -> Want:
 
 @dataclass(slots=True)
 class SamplingBatch:
-    """What the sampled rows of one step ask for. Arrays are on the host, [N, ...]."""
+    """The needs of one step's sampled rows. Arrays are on the host, [N, ...]."""
 
     rows: Int32Array
     lengths: Int32Array
@@ -106,29 +106,29 @@ class SamplingBatch:
     """[R, L]: every row's ids so far, if some row asks for `Want.RESET`."""
 
     masks: Tensor | None = None
-    """int32 [n, ceil(V / 32)] on the device: what may come in each row that has a guide."""
+    """int32 [n, ceil(V / 32)] on the device: the allowed ids of each row with a guide."""
 
     def rows_wanting(self, want: Want) -> npt.NDArray[np.int64]:
         """Entries that ask for ``want``, ascending."""
         return np.flatnonzero(self.wants & np.uint32(want))
 
     def beyond_plain(self) -> npt.NDArray[np.int64]:
-        """Entries that ask for more than the likeliest id or a draw from all, ascending."""
+        """Entries that need more than the likeliest id or a plain draw, ascending."""
         return np.flatnonzero(self.wants & ~np.uint32(Want.RANDOM))
 
     @property
     def is_mostly_plain(self) -> bool:
-        """Whether few enough ask for more to be sampled by themselves, from logits that are
-        gathered for them; none of those of which the logits are to be kept."""
+        """Whether it pays to gather logits of the rows that need more than a plain draw, alone.
+        False if logits of a row are to be kept."""
         if not self.all_wants & ~Want.RANDOM:
             return True
         is_kept = self.all_wants & Want.LOGITS
         return not is_kept and 2 * len(self.beyond_plain()) <= len(self.rows)
 
     def at(self, entries: npt.NDArray[np.int64], index_n: Tensor) -> SamplingBatch:
-        """These entries alone, on a GPU; ``index`` is the same on the device.
+        """A batch of these entries, on a GPU; ``index`` holds the entries on the device.
 
-        They are ascending. Those that have a guide leave none out in between that has one.
+        They are ascending, and contain a contiguous range of the entries with guides.
         """
         assert self.device_rows is not None
         assert self.device_lengths is not None
@@ -148,9 +148,9 @@ class SamplingBatch:
         )
 
     def without(self, entries: npt.NDArray[np.int64], index_n: Tensor) -> SamplingBatch:
-        """On a GPU: the batch with row -1, which asks for nothing, in place of these entries'.
+        """On a GPU: the batch with row -1, which needs nothing, in place of these entries.
 
-        What is left in it has no guide.
+        No guide may be left in the batch.
         """
         assert self.device_rows is not None
         wants = self.wants.copy()
@@ -206,35 +206,36 @@ class SamplingRows:
         self.vocab_size = vocab_size
         self.device = device
         self.kernel = kernel
-        """What chooses ids on this CPU; None means torch."""
+        """The kernel that samples on a CPU; None means torch."""
         self.float_params = np.zeros((num_rows, 8), dtype=np.float32)
         self.int_params = np.zeros((num_rows, 5), dtype=np.int64)
         self.seeds = np.zeros(num_rows, dtype=np.uint64)
         self.sequence_indices = np.zeros(num_rows, dtype=np.uint64)
         self.num_prompt = np.zeros(num_rows, dtype=np.int64)
         self.num_candidates = np.zeros(num_rows, dtype=np.int64)
-        """Of rows that are beams: how many of their likeliest ids the host wants."""
+        """Of rows that are beams: the number of likeliest ids that the host needs."""
         self.bad_words: dict[int, Tensor] = {}
-        """Of rows that have any, on the CPU; see `logits_processors.forbid_bad_words`."""
+        """On the CPU, the bad words of rows that have any; see
+        `logits_processors.forbid_bad_words`."""
         self.biases: dict[int, Tensor] = {}
         self.has_wants = False
-        """Whether any row asks for more than the likeliest id."""
+        """Whether any row needs more than the likeliest id."""
         self._wants = np.zeros(num_rows, dtype=np.uint32)
         self.device_state: DeviceSamplingState | None = None
         if device.type == "cuda":
             self.device_state = DeviceSamplingState(num_rows, device)
 
     def likeliest(self, logits_NV: Tensor) -> Tensor:
-        """The first of the likeliest ids of each row, int64 [N]."""
+        """The first of the ids of highest logit in each row, int64 [N]."""
         return argmax(logits_NV) if self.kernel is None else self.kernel.argmax(logits_NV)
 
     def leave(self, row: int) -> None:
-        """The row's occupant is gone."""
+        """Clear the parameters of a row whose sequence left."""
         self._wants[row] = 0
         self.has_wants = bool(self._wants.any())
 
     def enter(self, new: NewRow) -> None:
-        """Set a row's parameters from its new occupant's."""
+        """Set a row's parameters from those of its new sequence."""
         params, row = SamplingParams.from_wire(new.sampling), new.row
         self._wants[row] = wants_of(params)
         self.has_wants = bool(self._wants.any())
@@ -278,9 +279,10 @@ class SamplingRows:
         device_rows: Tensor | None = None,
         device_lengths: Tensor | None = None,
     ) -> SamplingBatch:
-        """What one step's sampled ``rows``, ``lengths`` tokens long, ask for.
+        """The needs of one step's sampled ``rows``, whose sequences are ``lengths`` tokens
+        long.
 
-        The last two are the same where the device knows them already.
+        The last two arguments are the same arrays on the device, if they are there already.
         """
         wants = self._wants[rows]
         all_wants = int(np.bitwise_or.reduce(wants))

@@ -26,12 +26,12 @@ from trimaran.comm.transport.sockets import Address
 logger = logging.getLogger(__name__)
 
 MAX_UNSENT_BYTES = 64 << 20
-"""A front end that leaves more than this unread is dropped; its requests are cancelled."""
+"""Bytes that a front end may leave unread; beyond, it is dropped and its requests end."""
 
 _RECEIVE_BYTES = 256 << 10
 _MAX_RECEIVES = 16
 _SELECT_END = 1024
-"""Descriptors from here on only `epoll` takes, whose timeouts are in whole milliseconds."""
+"""File descriptors from this number on need `epoll`, whose timeouts are in milliseconds."""
 
 _FIRST_REDIAL_S = 0.05
 _LAST_REDIAL_S = 1.0
@@ -40,14 +40,14 @@ _HELLO_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A message from one connection, or with None the news that the connection is lost."""
+    """A message from a connection; None means that the connection is lost."""
 
     source: int
     message: Message | None
 
 
 class _Connection:
-    """One dialled front end; ``source`` is new for every dial."""
+    """A connection to a front end; ``source`` is a new number for every attempt."""
 
     def __init__(self, source: int, address: Address, hello: bytes) -> None:
         self.source = source
@@ -67,7 +67,7 @@ class _Connection:
             raise OSError(code, os.strerror(code))
 
     def flush(self) -> None:
-        """Send what the socket takes now."""
+        """Send as much as the socket takes now."""
         while self.unsent:
             try:
                 sent = self.sock.send(self.unsent)
@@ -76,9 +76,10 @@ class _Connection:
             del self.unsent[:sent]
 
     def receive(self) -> list[Message]:
-        """What has come, up to a limit; raises OSError when the front end has closed."""
+        """The received messages, up to a limit; raises OSError when the front end has
+        closed."""
         messages: list[Message] = []
-        # A bound, so that a flood of requests cannot hold up the next step.
+        # A limit, so that a flood of requests cannot delay the next step.
         for _ in range(_MAX_RECEIVES):
             try:
                 data = self.sock.recv(_RECEIVE_BYTES)
@@ -86,7 +87,8 @@ class _Connection:
                 break
             if not data:
                 if messages:
-                    # Its last words first: why it refused. The end is there at the next look.
+                    # Return the front end's last messages, such as a refusal; the next call
+                    # finds the end.
                     break
                 raise ConnectionResetError("connection closed by the front end")
             messages += self.inbox.feed(data)
@@ -94,7 +96,7 @@ class _Connection:
 
 
 class _Peer:
-    """One front end's address and when to dial it next."""
+    """A front end's address, and when to connect to it next."""
 
     def __init__(self, address: Address) -> None:
         self.address = address
@@ -104,10 +106,10 @@ class _Peer:
 
 
 class FrontendLinks:
-    """All front ends of the run. One thread only; no call blocks except `poll` when told to.
+    """All front ends of the run. One thread only; only `poll` may block, if asked to.
 
-    A lost connection is dialled again until the links are closed. A front end that
-    reads slowly costs memory up to `MAX_UNSENT_BYTES`, never time.
+    Lost connections are opened again until the links are closed. A front end that reads slowly
+    costs memory up to `MAX_UNSENT_BYTES`, never time.
     """
 
     def __init__(self, addresses: tuple[str, ...], hello: EngineHello, wake_fd: int) -> None:
@@ -121,10 +123,10 @@ class FrontendLinks:
         self._epoll.register(wake_fd, select.EPOLLIN)
 
     def poll(self, is_busy: bool, wait_s: float = 0.0) -> list[Arrival]:
-        """What has come from the front ends.
+        """The messages that have arrived from front ends.
 
-        With ``is_busy`` this waits ``wait_s`` at most; else it sleeps in the kernel until
-        something comes, the wake descriptor becomes readable or a front end is to be dialled.
+        With ``is_busy`` this waits at most ``wait_s``. Otherwise it sleeps until a message
+        arrives, the wake descriptor becomes readable or a connection attempt is due.
 
         Raises:
             ProtocolError: a front end refused this engine.
@@ -137,20 +139,20 @@ class FrontendLinks:
             if wait_s and not arrivals:
                 self._await(wait_s)
         for fd, events in self._epoll.poll(timeout):
-            # A descriptor whose connection was lost earlier in this round is skipped.
+            # Skip a descriptor whose connection was lost earlier in this round.
             if fd in self._by_fd:
                 arrivals += self._serve(self._by_fd[fd], events)
         return arrivals + self._take_lost()
 
     def _await(self, wait_s: float) -> None:
-        """Until something comes, or ``wait_s`` are over, to some 0.1 ms."""
+        """Wait until a message arrives, at most ``wait_s``, to about 0.1 ms."""
         if self._epoll.fileno() < _SELECT_END:
             select.select([self._epoll], [], [], wait_s)
         else:
             self._epoll.poll(wait_s)
 
     def send(self, source: int, message: Message) -> None:
-        """Queue a message; one to a connection that is gone is dropped."""
+        """Queue a message; messages to a lost connection are dropped."""
         connection = self._by_source.get(source)
         if connection is None:
             return
@@ -160,23 +162,23 @@ class FrontendLinks:
             self._flush(connection)
 
     def send_all(self, message: Message, but: int | None = None) -> None:
-        """Queue a message for every open front end, ``but`` one."""
+        """Queue a message for every open front end except ``but``."""
         for connection in list(self._by_source.values()):
             if connection.source != but:
                 self.send(connection.source, message)
 
     def is_local(self, source: int) -> bool:
-        """Whether this front end is on this host; one that is gone is not."""
+        """Whether this front end is on this host; False if its connection is lost."""
         connection = self._by_source.get(source)
         return connection is not None and bool(connection.address.path)
 
     def num_unsent(self, source: int) -> int:
-        """Bytes that this front end has not taken yet."""
+        """Bytes that this front end has not read yet."""
         connection = self._by_source.get(source)
         return 0 if connection is None else len(connection.unsent)
 
     def is_open(self, source: int) -> bool:
-        """Whether this front end is still there."""
+        """Whether this front end is still connected."""
         return source in self._by_source
 
     @property
@@ -185,7 +187,7 @@ class FrontendLinks:
         return len(self._by_source)
 
     def close(self) -> None:
-        """Give each socket one last chance to take what is unsent, then close all."""
+        """Let each socket take unsent bytes once more, then close all."""
         for peer in self._peers:
             if peer.connection is not None:
                 self._close(peer, peer.connection)
@@ -194,7 +196,8 @@ class FrontendLinks:
     # ---- one connection -----------------------------------------------------------------
 
     def _dial(self) -> float | None:
-        """Dial the front ends that are due; seconds until the next is (None: none waits)."""
+        """Connect to the front ends that are due; seconds until the next is due, None if
+        none."""
         now = time.monotonic()
         waits = []
         for peer in self._peers:
@@ -279,7 +282,7 @@ class FrontendLinks:
         self._watch(connection)
 
     def _watch(self, connection: _Connection) -> None:
-        """Ask for room to write only while something waits to be written."""
+        """Ask for write events only while bytes wait to be written."""
         wanted = select.EPOLLIN | (select.EPOLLOUT if connection.unsent else 0)
         self._epoll.modify(connection.sock, wanted)
 

@@ -1,4 +1,4 @@
-"""Messages of a step to the front ends; large logits are written aside, within limits."""
+"""A step's messages to the front ends; large logits are written in a thread, within limits."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from trimaran.comm.messages.messages import Message, StepOutput, Submit
 from trimaran.worker.serving.frontend_link import MAX_UNSENT_BYTES, FrontendLinks
 
 _ASIDE_BYTES = 8 << 20
-"""Payloads from here on take longer to write than a step may wait."""
+"""Payloads of this size take longer to write than a step may wait."""
 
 
 class Outbox:
     """Sends each front end its messages in order. One thread calls it.
 
-    While a large payload is being written, later messages to that front end wait for it;
-    steps and other front ends do not.
+    While a large payload is being written, later messages to that front end wait; steps and
+    other front ends do not.
     """
 
     def __init__(self, links: FrontendLinks) -> None:
@@ -33,11 +33,11 @@ class Outbox:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether `flush` has something to send yet."""
+        """Whether messages wait for `flush`."""
         return bool(self._waiting)
 
     def send(self, source: int, message: Message) -> None:
-        """Send a message, or queue it behind what is being written."""
+        """Send a message, or queue it behind a payload that is being written."""
         writing: Future[None] | None = None
         if isinstance(message, StepOutput) and message.extras:
             sender = self._bulk if self._links.is_local(source) else None
@@ -51,31 +51,31 @@ class Outbox:
             self._waiting.setdefault(source, deque()).append((message, writing))
 
     def flush(self) -> None:
-        """Send what is ready."""
+        """Send the messages that are ready."""
         for source, queue in list(self._waiting.items()):
             for message in _take_ready(queue):
                 self._links.send(source, message)
                 if not self._links.is_open(source):
-                    # The payload has no reader left.
+                    # No front end will read this payload.
                     self._bulk.drop(source)
             if not queue:
                 del self._waiting[source]
 
     def release(self, source: int, numbers: list[int]) -> None:
-        """A front end needs these payloads no more."""
+        """A front end has read these payloads."""
         self._bulk.release(source, numbers)
 
     def drop(self, source: int) -> None:
-        """A front end is gone."""
+        """A front end is lost."""
         self._bulk.drop(source)
 
     @property
     def num_held(self) -> int:
-        """Payloads that no front end gave back."""
+        """Payloads that front ends have not released."""
         return self._bulk.num_held
 
     def close(self) -> None:
-        """Wait for what is being written."""
+        """Wait until all payloads are written."""
         self._writer.shutdown()
 
 
@@ -93,25 +93,26 @@ def _take_ready(
 
 
 MAX_BACKLOG_BYTES = MAX_UNSENT_BYTES - (16 << 20)
-"""Of what a front end has not read yet, from here on no more logits; the rest is for others'
-tokens, until it has."""
+"""Unread bytes of a front end up to which it is sent logits; the rest is left for the tokens of
+other requests."""
 
 _ITEM_BYTES = {"float16": 2}
-"""Of types other than float32."""
+"""Bytes of a logit of each dtype other than float32."""
 
 
 def check_remote_logits(message: Submit, vocab_size: int, max_seq_len: int) -> None:
-    """Refuse logits that are too large for one message to another host: it would be dropped,
-    as one that reads nothing, and all of its requests with it.
+    """Refuse logits that are too large for one message to another host.
+
+    The connection would be dropped for its unread bytes, and with it all of its requests.
 
     Raises:
-        RequestError: names the bytes, the limit and what would be less.
+        RequestError: names the bytes, the limit and the remedy.
     """
     sampling, num_prompt = message.sampling, len(message.prompt_ids) // 4
     count, width = sampling.get("num_return_sequences", 1), sampling.get("beam_width", 1)
     num_rows = 0
     if sampling.get("return_context_logits"):
-        # The sequences of a request may all begin in one step; beams share their prompt.
+        # All sequences of a request may begin in one step; beams share their prompt.
         num_rows = num_prompt * (count if width == 1 else 1)
     if sampling.get("return_generation_logits"):
         is_whole = width > 1 and not message.streaming
@@ -128,10 +129,10 @@ def check_remote_logits(message: Submit, vocab_size: int, max_seq_len: int) -> N
 
 
 def fit_logits(output: StepOutput, num_unsent: int) -> tuple[StepOutput, list[int]]:
-    """A step for a front end on another host that has left ``num_unsent`` bytes unread.
+    """Fit a step's message to a front end on another host with ``num_unsent`` unread bytes.
 
-    Returns what of it can be sent, and the requests that are told nothing more, for whose
-    logits there is no room: those of the first rows have it first.
+    Returns the message, and the requests that must fail because their logits do not fit. The
+    first rows have precedence.
     """
     room = MAX_BACKLOG_BYTES - num_unsent
     ids = np.frombuffer(output.request_ids, "<u8")
@@ -147,7 +148,7 @@ def fit_logits(output: StepOutput, num_unsent: int) -> tuple[StepOutput, list[in
 
 
 def too_slow(num_unsent: int) -> str:
-    """Why such a request fails."""
+    """The error text of such a request."""
     return (
         f"the front end, on another host than rank 0, has left {num_unsent} bytes unread, and "
         f"takes logits up to {MAX_BACKLOG_BYTES}: those of all requests at once come faster "
@@ -157,7 +158,7 @@ def too_slow(num_unsent: int) -> str:
 
 
 def _without(output: StepOutput, request_ids: list[int]) -> StepOutput:
-    """The rows of all other requests."""
+    """The rows of all requests but these."""
     ids, counts = (
         np.frombuffer(output.request_ids, "<u8"),
         np.frombuffer(output.num_tokens, "<u2"),

@@ -18,12 +18,12 @@ _PCI_DEVICES = Path("/sys/bus/pci/devices")
 
 
 def pin_near(device: torch.device) -> None:
-    """Keep this thread, and those it will start, on the processors near a rank's GPU.
+    """Pin this thread, and the threads that it starts, to the CPUs near a rank's GPU.
 
-    Pinned to all of them, not to one: the kernel moves the thread away from a neighbour that
-    is busy, but never across the link between sockets, where each access to the GPU and to
-    page-locked memory would take longer. What the operator or the job has allowed is never
-    widened. A CPU rank is left where it is.
+    The set holds all near CPUs, so that the kernel can move the thread away from a busy
+    neighbour. Crossing the link between sockets would slow each access to the GPU and to
+    page-locked memory. The CPUs that the operator or the job allows are never widened. Ranks
+    without a GPU are not pinned.
     """
     if device.type != "cuda":
         return
@@ -44,12 +44,12 @@ def pin_near(device: torch.device) -> None:
 
 
 def pci_place(domain: int, bus: int, device: int) -> str:
-    """A GPU's address on the bus, as the kernel writes it."""
+    """A GPU's PCI address in the kernel's notation."""
     return f"{domain:04x}:{bus:02x}:{device:02x}.0"
 
 
 def near_cpus(place: str, folder: Path = _PCI_DEVICES) -> set[int]:
-    """The processors of the memory node that a PCI device belongs to; empty if unknown."""
+    """The CPUs of a PCI device's NUMA node; empty if unknown."""
     try:
         text = (folder / place / "local_cpulist").read_text()
     except OSError:
@@ -63,7 +63,7 @@ def near_cpus(place: str, folder: Path = _PCI_DEVICES) -> set[int]:
 
 
 def ranges(cpus: set[int]) -> str:
-    """Processor numbers as the kernel writes them: ``0-3,8``."""
+    """CPU numbers in the kernel's notation: ``0-3,8``."""
     parts: list[list[int]] = []
     for cpu in sorted(cpus):
         if parts and parts[-1][1] == cpu - 1:
@@ -74,18 +74,18 @@ def ranges(cpus: set[int]) -> str:
 
 
 BUSY_PERIOD_S = 60.0
-"""An engine that never rests looks this often: what a step makes holds no cycles, so that
-little can have gathered."""
+"""Seconds between collections of an engine that is never idle; steps make no reference
+cycles, so little garbage gathers."""
 
 IDLE_PERIOD_S = 1.0
 
 
 class GarbageCollection:
-    """Python's collector, off but for moments that are chosen.
+    """Python's garbage collector, run at chosen moments alone.
 
-    Left to itself it runs in the middle of steps and looks at every queued request: 5 ms
-    with a thousand of them. (What a loaded engine consists of is frozen and never looked at.)
-    Use as a context manager: afterwards the collector is as it was.
+    Otherwise it runs in the middle of steps and visits every queued request: 5 ms with a
+    thousand requests. (Objects of a loaded engine are frozen and never visited.) Use as a
+    context manager, which restores the collector's state.
     """
 
     def __init__(self) -> None:
@@ -102,11 +102,11 @@ class GarbageCollection:
             gc.enable()
 
     def after_step(self) -> None:
-        """Collect if it has been long."""
+        """Collect if the period has passed."""
         self._collect(BUSY_PERIOD_S)
 
     def at_rest(self) -> None:
-        """There is no work: collect, unless that was done a moment ago."""
+        """The engine is idle: collect, unless that was done just before."""
         self._collect(IDLE_PERIOD_S)
 
     def _collect(self, period_s: float) -> None:
@@ -117,12 +117,12 @@ class GarbageCollection:
 
 
 def watch_compilations() -> None:
-    """From now on log each Triton kernel that is made ready, of this process.
+    """From now on log each Triton kernel that this process compiles or loads.
 
-    The warm-up has run every kernel that it knows of. One that is compiled later has kept a
-    step waiting, once: the next start finds it in Triton's cache.
+    The warm-up runs all kernels that it knows. A kernel that is compiled later delays one step;
+    the next start finds it in Triton's cache.
     """
-    # Imported only now: a CPU needs no Triton.
+    # Imported late, because a CPU needs no Triton.
     from triton import knobs
 
     knobs.compilation.listener = _log
@@ -137,8 +137,8 @@ def _log(*, metadata: dict[str, Any], times: Any, cache_hit: bool, **_: object) 
 
 
 class StartTimes:
-    """Stages in their order, each from the end of the one before; the first from the start
-    of the process, so that the interpreter's own start counts."""
+    """The durations of a start's stages, in order. The first stage begins with the process, so
+    that it includes the interpreter's start."""
 
     def __init__(self) -> None:
         self._last = time.monotonic() - (time.time() - psutil.Process().create_time())
@@ -146,7 +146,7 @@ class StartTimes:
         self._stages: list[tuple[str, float]] = []
 
     def end(self, stage: str) -> None:
-        """The stage is over."""
+        """End a stage; the next begins."""
         now = time.monotonic()
         self._stages.append((stage, now - self._last))
         self._last = now

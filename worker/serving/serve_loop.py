@@ -1,4 +1,4 @@
-"""The loops of a loaded group: rank 0 serves the front ends, the others follow it."""
+"""The loops of a loaded group: rank 0 serves front ends, other ranks follow its decisions."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _WRITING_S = 0.001
-"""Between two looks at what is being written, where nothing else is to do."""
+"""Seconds between checks of payloads that are being written, if the engine is idle."""
 
 
 def describe_decision(payload: bytes) -> str:
-    """A step's decision for the log: sizes and rows, no token ids."""
+    """A step's decision for the log: sizes and rows, without token ids."""
     if not payload:
         return "the first step"
     if payload == ASK:
-        return "a question for the experts' loads"
+        return "a request for the experts' loads"
     if holds_ops(payload):
         return f"{len(payload)} bytes of adapters"
     try:
@@ -69,9 +69,9 @@ def _describe(decision: SchedulerOutput) -> str:
 
 
 class LeaderLoop:
-    """Rank 0: requests in, one engine step, tokens out, until told to shut down.
+    """Rank 0: takes requests, steps the engine and sends tokens until shutdown.
 
-    Without work it sleeps in the kernel on the front ends' and the supervisor's sockets.
+    When idle it sleeps in the kernel on the sockets of the front ends and the supervisor.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class LeaderLoop:
         self._outbox = Outbox(links)
 
     def run(self) -> None:
-        """Serve until the supervisor says shutdown."""
+        """Serve until the supervisor commands a shutdown."""
         with self._garbage:
             self._run()
         self._outbox.close()
@@ -109,7 +109,7 @@ class LeaderLoop:
             times.enter(Part.RECEIVE if is_busy else Part.IDLE)
             if self._outbox.is_waiting:
                 self._outbox.flush()
-            # What is being written is looked after even if nothing else happens.
+            # Flush written payloads even if nothing else happens.
             wait_s = 0.0 if is_busy or not self._outbox.is_waiting else _WRITING_S
             arrivals = self._links.poll(is_busy=is_busy or wait_s > 0, wait_s=wait_s)
             times.enter(Part.RECEIVE)
@@ -118,7 +118,7 @@ class LeaderLoop:
             if self._engine.has_work:
                 self._await_newcomers()
                 self._step()
-            # Before the next poll, which sleeps for as long as nothing comes.
+            # Before the next poll, which may sleep indefinitely.
             if self._was_busy and not self._engine.has_work:
                 self._rest()
             if self._links.num_open != self._num_open:
@@ -126,7 +126,7 @@ class LeaderLoop:
                 self._report_stats()
 
     def _await_newcomers(self) -> None:
-        """Take requests along that come while the device is busy anyway."""
+        """Take in requests that arrive while the device is busy anyway."""
         times = self._engine.times
         while (wait_s := self._engine.spare_s) > 0:
             times.enter(Part.WAIT)
@@ -174,7 +174,7 @@ class LeaderLoop:
             failed = RequestFailed(
                 request_id=message.request_id, kind=error.kind.name, text=str(error)
             )
-        # Also of a request that failed afterwards.
+        # Also if the request failed afterwards.
         self._tell_of_adapters()
         if failed is not None:
             self._links.send(source, failed)
@@ -202,8 +202,8 @@ class LeaderLoop:
             self._report_stats()
 
     def _send(self, source: int, message: Message) -> None:
-        """Send one message of a step; requests for whose logits a link is too slow fail, so
-        that all others of that front end go on."""
+        """Send one message of a step. Requests whose logits exceed the link's limit fail, so
+        that the front end's other requests go on."""
         failed: list[int] = []
         num_unsent = self._links.num_unsent(source)
         if (
@@ -241,7 +241,8 @@ class LeaderLoop:
 
 
 def follow(engine: Engine, control: ControlPlane, watchdog: Watchdog) -> None:
-    """Every other rank: carry out rank 0's decisions until it closes the control plane."""
+    """The loop of other ranks: carry out rank 0's decisions until it closes the control
+    plane."""
 
     def describe() -> str:
         return describe_decision(control.last_decision)

@@ -1,4 +1,4 @@
-"""One engine step as data, free of any policy.
+"""The data of one engine step, free of any policy.
 
 Owns `SchedulerOutput`, the decision sent to every rank, and `SampledTokens`, its result.
 In: arrays that the scheduler fills, and times that the loop measures.

@@ -1,4 +1,4 @@
-"""Host memory in which a step's integer inputs are packed, and its one copy to the device."""
+"""Host memory that packs a step's integer inputs, and their single copy to the device."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _NARROW = ("query_start_loc", "seq_lens", "rows")
 
 
 class StepArrays:
-    """The packed arrays of one shape of step, as views of one piece of memory.
+    """The packed arrays of one shape of step, as views of one buffer.
 
     int64: ``positions`` [T], ``token_places`` [T], ``slots`` [groups, T],
     ``sampled_places`` [N], ``logits_indices`` [N]. int32: ``query_start_loc`` [S + 1],
-    ``seq_lens`` [S], ``rows`` [S]. ``wide`` is all of int64 at once.
+    ``seq_lens`` [S], ``rows`` [S]. ``wide`` is the whole int64 part.
     """
 
     wide: npt.NDArray[np.int64]
@@ -53,7 +53,7 @@ def _sizes(shape: Shape) -> dict[str, int]:
 
 
 def num_bytes(shape: Shape) -> int:
-    """Memory that one step of this shape packs."""
+    """Bytes that a step of this shape packs."""
     sizes = _sizes(shape)
     return sum(8 * sizes[name] for name in _WIDE) + sum(4 * sizes[name] for name in _NARROW)
 
@@ -72,7 +72,7 @@ def _views(memory: Tensor, shape: Shape) -> dict[str, Tensor]:
 
 
 class _Slot:
-    """One step's staging memory; on a GPU with its device twin and the event of its copy."""
+    """One step's staging buffer; on a GPU with a device buffer and the event of the copy."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -83,7 +83,7 @@ class _Slot:
         self._known: dict[Shape, tuple[StepArrays, Mapping[str, Tensor]]] = {}
 
     def views(self, shape: Shape) -> tuple[StepArrays, Mapping[str, Tensor]]:
-        """Views for the host to fill and for the device to read."""
+        """Views for the host to fill, and for the device to read."""
         known = self._known.get(shape)
         if known is not None:
             return known
@@ -97,7 +97,7 @@ class _Slot:
         num_wide = sum(_sizes(shape)[name] for name in _WIDE)
         arrays.wide = self.host[: 8 * num_wide].view(torch.int64).numpy()
         made = arrays, host_views if self.is_cpu else _views(self.twin, shape)
-        # Decode steps repeat their shapes, so theirs are worth keeping; prompts' are not.
+        # Decode steps repeat their shapes, so views of theirs are cached; prompts' are not.
         if shape[0] == shape[1]:
             self._known[shape] = made
         return made
@@ -118,10 +118,10 @@ class _Slot:
 
 
 class StagingRing:
-    """As many pieces of staging memory as steps may be in flight, used in turn.
+    """A ring of as many staging buffers as steps may be in flight.
 
-    A piece is not written again before its copy is over, so the host never races a copy.
-    On the CPU the device reads the memory itself: steps run to their end before the next.
+    A buffer is written again only after its copy has finished, so the host never races a copy.
+    On the CPU the step reads the buffer itself, and ends before the next step is packed.
     """
 
     def __init__(self, device: torch.device, num_slots: int) -> None:
@@ -130,7 +130,8 @@ class StagingRing:
         self._size = 0
 
     def next(self, *shape: int) -> tuple[StepArrays, Mapping[str, Tensor]]:
-        """Arrays to fill before `send`, and the device tensors that will hold the same."""
+        """Arrays to fill before `send`, and the device tensors that will hold the same
+        values."""
         self._current = (self._current + 1) % len(self._slots)
         slot = self._slots[self._current]
         if slot.copied is not None:
@@ -141,7 +142,7 @@ class StagingRing:
         return slot.views(key)
 
     def send(self) -> None:
-        """Start the copy of what `next` handed out."""
+        """Start the copy of the buffer that `next` returned."""
         self._slots[self._current].send(self._size)
 
     @property
@@ -151,20 +152,20 @@ class StagingRing:
 
 
 _MOST_PAGEABLE = 1 << 16
-"""Bytes up to which CUDA takes what is to be copied along with the call. For more of pageable
-memory it may have the host wait until the stream has come as far as the copy."""
+"""Bytes up to which CUDA takes the data of a copy along with the call. For more pageable memory
+the host may wait until the stream has reached the copy."""
 
 
 def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
     """A small array on the device: shared memory on the CPU, a copy elsewhere.
 
-    The host never waits. An array that cannot be written, as a message brings it, is
-    copied on the CPU: torch warns of others.
+    The host never waits. A read-only array, such as a message's, is copied on the CPU, because
+    torch warns of read-only memory.
     """
     tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
     if device.type == "cpu":
         return tensor
     if tensor.nbytes > _MOST_PAGEABLE:
-        # From a pool, which takes the memory back once the copy is made.
+        # From a pool, which reuses the memory once the copy has finished.
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Where the time of steps goes: seconds by part, of the host's loop and of the device."""
+"""Durations of steps: seconds by part, of the host's loop and of the device."""
 
 from __future__ import annotations
 
@@ -12,44 +12,45 @@ import torch
 
 
 class Part(IntEnum):
-    """What the loop of rank 0 is doing; each moment belongs to exactly one part."""
+    """A part of rank 0's loop; each moment belongs to exactly one part."""
 
     IDLE = 0
     """Asleep, without work."""
     RECEIVE = 1
-    """Reading and checking what front ends sent."""
+    """Reading and checking messages of front ends."""
     SCHEDULE = 2
     """Deciding the next step."""
     LAUNCH = 3
-    """Sending the decision, making inputs, launching kernels; on a CPU running them."""
+    """Sending the decision, making inputs, launching kernels; on a CPU running the step."""
     WAIT = 4
     """Waiting for sampled ids."""
     EMIT = 5
-    """Taking in sampled ids and writing messages."""
+    """Updating sequences from sampled ids and writing messages."""
 
 
 class StepMarks(Protocol):
     """Three moments of one step on its device."""
 
     def sampling(self) -> None:
-        """The model has run: what follows is sampling."""
+        """The model has run; sampling begins."""
         ...
 
     def end(self) -> None:
-        """The step is over."""
+        """The step has ended."""
         ...
 
     def hold(self, stream: torch.cuda.Stream) -> None:
-        """Have ``stream`` wait until the step is over."""
+        """Let ``stream`` wait until the step has ended."""
         ...
 
     def seconds(self) -> tuple[float, float] | None:
-        """Time in the model and in the sampler; None while the device is not there yet."""
+        """Time in the model and in the sampler; None while the device has not ended the
+        step."""
         ...
 
 
 class CpuMarks:
-    """Moments on the clock of the host, which runs the step itself."""
+    """Times on the host's clock; the host runs the step itself."""
 
     __slots__ = ("_begin", "_end", "_sampling")
 
@@ -59,15 +60,15 @@ class CpuMarks:
         self._end = self._begin
 
     def sampling(self) -> None:
-        """The model has run: what follows is sampling."""
+        """The model has run; sampling begins."""
         self._sampling = time.perf_counter()
 
     def end(self) -> None:
-        """The step is over."""
+        """The step has ended."""
         self._end = time.perf_counter()
 
     def hold(self, stream: torch.cuda.Stream) -> None:
-        """The host has run the step itself: it is over."""
+        """Do nothing: the host has run the step, so it has ended."""
 
     def seconds(self) -> tuple[float, float]:
         """Time in the model and in the sampler."""
@@ -76,16 +77,16 @@ class CpuMarks:
 
 
 class CudaMarks:
-    """Moments on the clock of a GPU: events, which the host asks about but never awaits.
+    """Times on a GPU's clock: events, which the host queries but never awaits.
 
-    Each keeps the GPU for 2 to 3 us, so a step that is launched while the one before it runs
-    begins with that one's end.
+    An event takes 2 to 3 us on the GPU, so a step that is launched while the preceding step
+    runs uses that step's end as its begin.
     """
 
     __slots__ = ("_begin", "_end", "_is_end_shared", "_sampling", "_unused")
 
     def __init__(self, unused: list[torch.cuda.Event], begin: torch.cuda.Event | None) -> None:
-        """``unused`` events are taken from, and come back to, where they are not ``begin``."""
+        """``unused`` events are taken from this list and returned to it, except ``begin``."""
         self._unused = unused
         self._is_end_shared = False
         self._sampling: torch.cuda.Event | None = None
@@ -93,34 +94,35 @@ class CudaMarks:
         self._begin = self._record() if begin is None else begin
 
     def sampling(self) -> None:
-        """The model has run: what follows is sampling."""
+        """The model has run; sampling begins."""
         self._sampling = self._record()
 
     def end(self) -> None:
-        """The step is over."""
+        """The step has ended."""
         self._end = self._record()
 
     def hold(self, stream: torch.cuda.Stream) -> None:
-        """Have ``stream`` wait until the step is over."""
+        """Let ``stream`` wait until the step has ended."""
         assert self._end is not None
         stream.wait_event(self._end)
 
     def coming_end(self) -> torch.cuda.Event | None:
-        """The end that the device has still to reach, for the step behind this one to begin
-        with; None if it has."""
+        """The step's end if the device has not reached it, as the begin of the next step; else
+        None."""
         if self._end is None or self._end.query():  # type: ignore[no-untyped-call]
             return None
         self._is_end_shared = True
         return self._end
 
     def seconds(self) -> tuple[float, float] | None:
-        """Time in the model and in the sampler, once; None while the device is not there."""
+        """Time in the model and in the sampler, once; None while the device has not ended
+        it."""
         begin, end = self._begin, self._end
         if end is None or not end.query():  # type: ignore[no-untyped-call]
             return None
         middle = self._sampling or end
         times = begin.elapsed_time(middle) / 1e3, middle.elapsed_time(end) / 1e3
-        # Making events costs more than recording them, so they are used again.
+        # Creating events costs more than recording them, so they are reused.
         self._unused.append(begin)
         if self._sampling is not None:
             self._unused.append(self._sampling)
@@ -139,7 +141,7 @@ class CudaMarks:
 
 
 class DeviceClock:
-    """Hands out marks for steps on one device, which are launched in turn."""
+    """Creates the marks of steps on one device, which are launched in order."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_gpu = device.type == "cuda"
@@ -156,15 +158,15 @@ class DeviceClock:
 
 
 class StepTimes:
-    """Seconds of each part, summed since the start; microseconds of cost a step.
+    """Seconds of each part, summed since the start. Costs microseconds a step.
 
-    The loop says what it enters; what it leaves is charged up to that moment, so the parts
-    add up to the time that has passed. A device's seconds come later than the host's.
+    The loop enters parts, and each part is charged until the next begins, so the parts add up
+    to the elapsed time. A device's seconds arrive later than the host's.
     """
 
     def __init__(self) -> None:
         self.on_enter: Callable[[Part], None] | None = None
-        """Called with every part that is entered while a trace is recorded."""
+        """Called with each part that is entered while a trace is recorded."""
         self._seconds = [0.0] * len(Part)
         self._part = Part.IDLE
         self._since = time.perf_counter()
@@ -173,7 +175,7 @@ class StepTimes:
         self._marks: deque[StepMarks] = deque()
 
     def enter(self, part: Part) -> float:
-        """From now on the time belongs to ``part``. Returns the time, in seconds."""
+        """From now on charge ``part``. Returns the time, in seconds."""
         now = time.perf_counter()
         self._seconds[self._part] += now - self._since
         self._part, self._since = part, now
@@ -187,7 +189,7 @@ class StepTimes:
         self._marks.append(marks)
 
     def collect(self) -> None:
-        """Count the steps that the device has ended since."""
+        """Count the steps that the device has ended since the last call."""
         while self._marks:
             times = self._marks[0].seconds()
             if times is None:

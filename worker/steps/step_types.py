@@ -1,4 +1,4 @@
-"""One engine step as data: what is decided for it and what comes back."""
+"""The data of one engine step: the decision and the result."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ def int32s(values: Sequence[Any], num_columns: int = 0) -> Int32Array:
 
 
 class TransferKind(IntEnum):
-    """Copies of KV blocks between device and host, which run beside the steps."""
+    """Copies of KV blocks between device and host, concurrent with steps."""
 
     MOVE = 0
-    """From a block to a slot of the host: what earlier steps wrote, begun before the loads."""
+    """From a block, as earlier steps wrote it, to a host slot; starts before the loads."""
     LOAD = 1
-    """From a slot of the host to a block."""
+    """From a host slot to a block."""
     WAIT = 2
-    """The step does not run before all loads up to those of a certain step are made."""
+    """The step waits for all loads of the named step and of earlier steps."""
 
 
 @dataclass(slots=True, kw_only=True)
 class NewRow:
-    """A row's occupant, sent once: a new sequence, or one that comes back.
+    """The sequence in a row, sent once: a new sequence, or one that resumes.
 
     ``token_ids`` holds the prompt and the output known so far. A preempted or replayed
     sequence differs from a new one only in having output.
@@ -69,12 +69,12 @@ class NewRow:
 
     adapter_id: int = 0
     prompt_table: dict[str, Any] | None = None
-    """`PromptTable.to_wire()`, if ids beyond the vocabulary stand in the prompt."""
+    """`PromptTable.to_wire()`, if the prompt holds virtual tokens."""
 
 
 @dataclass(slots=True, kw_only=True)
 class TokenWrite:
-    """Ids that a row goes on with from a place on, chosen by the host."""
+    """Ids that the host writes to a row's token table, from a position on."""
 
     row: int
     start: int
@@ -83,7 +83,7 @@ class TokenWrite:
 
 @dataclass(slots=True, kw_only=True)
 class SchedulerOutput:
-    """The decision of one step: flat arrays that hold only what changed.
+    """The decision of one step: flat arrays that hold changes alone.
 
     Entry i of the three parallel arrays schedules ``num_scheduled_tokens[i]`` tokens of
     the sequence in ``rows[i]``, after the ``num_computed_tokens[i]`` that have KV already.
@@ -106,23 +106,23 @@ class SchedulerOutput:
 
     finished_rows: Int32Array
     transfers: Int32Array = field(default_factory=lambda: int32s((), 4))
-    """[n, 4]: `TransferKind`, KV group, from, to; of a wait the last three are the step, twice
-    nothing."""
+    """[n, 4]: `TransferKind`, KV group, from, to; a wait has the step in the second column and
+    zeros in the others."""
 
     new_rows: list[NewRow] = field(default_factory=list)
     masks: Int32Array = field(default_factory=lambda: int32s(()))
-    """[m * ceil(V / 32)]: one after the other, in order of ``sampled``, what may come next
-    in each of the m sampled rows that follow a guide; see `guided.guide`."""
+    """[m * ceil(V / 32)]: the allowed next ids of the m sampled rows with guides, concatenated
+    in order of ``sampled``; see `guided.guide`."""
 
     token_writes: list[TokenWrite] = field(default_factory=list)
-    """Made with the new rows."""
+    """Written to the token tables together with the new rows."""
 
     num_decodes: int = 0
-    """How many leading entries compute one token of output; all others stand behind them."""
+    """Leading entries that compute one token of output each; other entries follow."""
 
     decode_ids: Int32Array = field(default_factory=lambda: int32s(()))
-    """[num_decodes]: the tokens that these compute, or nothing: then every rank that needs
-    them has sampled them. The first stage of a pipeline has not."""
+    """[num_decodes]: the tokens that decodes compute; empty if every rank that needs them has
+    sampled them. The first stage of a pipeline has not."""
 
     @property
     def num_tokens(self) -> int:
@@ -197,38 +197,39 @@ class SchedulerOutput:
 
 
 NO_ID = -2
-"""Stands for a sampled id where every id is forbidden; -1 is the end id of who has none."""
+"""Stands for a sampled id if every id is forbidden; -1 is taken as the end id of requests that
+have none."""
 
 
 @dataclass(slots=True)
 class KeptLogits:
-    """One step's logits that clients want, by index into the step's ``sampled``.
+    """One step's logits that clients ask for, by index into the step's ``sampled``.
 
     The tensors are on the host once the step's result is.
     """
 
     context: dict[int, list[Tensor]] = field(default_factory=dict)
-    """[P, V] in pieces, of prompts whose first new token the step samples."""
+    """[P, V] in parts, for prompts whose first new token the step samples."""
 
     generation: dict[int, Tensor] = field(default_factory=dict)
-    """[V], what the sampled token was chosen from, before penalties and masks."""
+    """[V], from which the token was sampled, before penalties and masks."""
 
 
 @dataclass(slots=True, kw_only=True)
 class SampledTokens:
-    """What one step sampled, on the host: entry i belongs to ``sampled[i]``."""
+    """One step's sampled ids, on the host: entry i belongs to ``sampled[i]``."""
 
     token_ids: list[int]
-    """`NO_ID` of a row in which none may come."""
+    """`NO_ID` in a row in which every id is forbidden."""
 
     log_probs: list[float] | None = None
     """Log-probability of each id under the model; only if some request asked."""
 
     logits: KeptLogits | None = None
-    """Likewise."""
+    """Logits that requests asked for; None if there are none."""
 
     beams: list[tuple[list[int], list[float]]] = field(default_factory=list)
     """The likeliest ids of each sampled beam, in order, and their log-probabilities."""
 
     lanes: list[SampledTokens] = field(default_factory=list)
-    """In a data-parallel engine what each lane of the step sampled, and nothing else is set."""
+    """With data parallelism, the result of each dp rank; all other fields are unset then."""

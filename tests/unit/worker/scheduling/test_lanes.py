@@ -222,6 +222,6 @@ def test_decisions_survive_the_way_to_other_ranks():
     assert [None if lane is None else lane.encode() for lane in found.lanes] == [
         decision.lanes[0].encode(), decision.lanes[1].encode(), None,
     ]  # fmt: skip
-    with pytest.raises(ProtocolError, match="cannot decode the lanes' decisions of 3 bytes"):
+    with pytest.raises(ProtocolError, match="cannot decode the dp ranks' decisions of 3 bytes"):
         LaneDecisions.decode(b"abc")
     assert isinstance(found.lanes[0], SchedulerOutput)
