@@ -3,5 +3,5 @@
 Owns the plan of a build, parallel writing, its journal and checksums.
 In: a Hugging Face checkpoint, parallel sizes and limits.
 Out: an engine folder that appears whole or not at all.
-The worker's weight loader cuts the weights, so a folder and a load agree.
+The worker's weight loader shards the weights, so a folder equals a load with the same sizes.
 """

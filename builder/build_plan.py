@@ -1,4 +1,4 @@
-"""What a build makes: every rank's tensors, grouped by layer, and what each is made of."""
+"""The plan of a build: every rank's tensors by layer, and the checkpoint's tensors for each."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _META = torch.device("meta")
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A whole tensor of the checkpoint that goes into a rank's tensor."""
+    """A whole tensor of the checkpoint that fills a part of a rank's tensor."""
 
     stored: StoredTensor
     target: WeightTarget
@@ -34,19 +34,20 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What is made at a time: one layer for all ranks, or one tensor outside the layers."""
+    """Tensors that are made together: one layer for all ranks, or one tensor outside the
+    layers."""
 
     name: str
     places: tuple[tuple[int, str], ...]
-    """Ranks and names of tensors."""
+    """(rank, name) of each tensor."""
 
     num_bytes: int
 
 
 class RankPlan:
-    """One rank's tensors: their places in its file and the parts they are made of.
+    """One rank's tensors: their positions in its file, and the parts that fill them.
 
-    Its model has shapes but no memory.
+    The rank's model has shapes but no memory.
     """
 
     def __init__(
@@ -64,10 +65,10 @@ class RankPlan:
             assert parts, f"no weight of the checkpoint goes into {name}"
 
     def check_shapes(self, checked: set[str]) -> None:
-        """Load every part that is not among ``checked`` without its contents, and add it.
+        """Load every part that is not among ``checked`` without its data, and add it to them.
 
         Raises:
-            ConfigError: a tensor has another shape than the configuration implies.
+            ConfigError: a tensor's shape differs from that in the configuration.
         """
         for name, parts in self.parts.items():
             for part in parts:
@@ -79,10 +80,10 @@ class RankPlan:
 
 
 class BuildPlan:
-    """All ranks' plans, checked against the files' headers before anything is written.
+    """All ranks' plans, checked against the files' headers before any file is written.
 
     Raises:
-        ConfigError: the checkpoint lacks a tensor, or has one too many or of another shape.
+        ConfigError: a tensor is missing, unexpected or of another shape.
     """
 
     def __init__(
@@ -104,12 +105,12 @@ class BuildPlan:
 
     @property
     def num_bytes(self) -> int:
-        """Of all files."""
+        """Bytes of all files."""
         return sum(rank.layout.num_bytes for rank in self.ranks)
 
     @property
     def largest_tensor_bytes(self) -> int:
-        """Of one rank's tensor, which is made in memory."""
+        """Bytes of the largest tensor of a rank, which is made in memory."""
         return max(each.nbytes for rank in self.ranks for each in rank.parameters.values())
 
 
@@ -135,7 +136,7 @@ def _model_of(rank: int, config: PretrainedConfig, mapping: RankMapping) -> Caus
 
 
 def _units(ranks: Sequence[RankPlan]) -> list[Unit]:
-    """The largest first, so that the last to be finished are short ones."""
+    """All units, the largest first, so that the last ones to finish are short."""
     places: dict[str, list[tuple[int, str]]] = {}
     sizes: dict[str, int] = {}
     for number, rank in enumerate(ranks):

@@ -1,4 +1,4 @@
-"""``trimaran build``: a checkpoint in, an engine folder out."""
+"""``trimaran build``: makes an engine folder from a checkpoint."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _FOREIGN = (*CONVERT_FLAGS, *BUILD_FLAGS, *PLUGIN_FLAGS)
 
 
 def add_arguments(parser: FlagSink) -> None:
-    """The flags of ``trimaran build``."""
+    """Declare the flags of ``trimaran build``."""
     what = "a Hugging Face folder, or the result of `convert`"
     add_checkpoint_flags(parser, what, "engine_outputs")
     add_model_flags(parser)
@@ -110,7 +110,7 @@ def _size(
     config: PretrainedConfig,
     mapping: RankMapping,
 ) -> int:
-    """Bytes of the weight files, which are checked without being written."""
+    """Bytes of the weight files, after checks but without writing them."""
     if args.save_config_only:
         return 0
     if source.kind is FolderKind.CHECKPOINT:

@@ -1,4 +1,4 @@
-"""The contents of the ``config.json`` that a build writes."""
+"""The values of the ``config.json`` that a build writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``trimaran convert``: the first of two steps, weights cut and converted but no limits set."""
+"""``trimaran convert``: the first of two build steps, which shards weights without limits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from trimaran.worker.config.engine_folder import EngineFolder, FolderKind
 
 
 def add_arguments(parser: FlagSink) -> None:
-    """The flags of ``trimaran convert``."""
+    """Declare the flags of ``trimaran convert``."""
     add_checkpoint_flags(parser, "a Hugging Face folder", "tllm_checkpoint")
     add_model_flags(parser)
     add_foreign_flags(parser, CONVERT_FLAGS)

@@ -1,4 +1,4 @@
-"""``trimaran convert-lora``: a PEFT adapter in, the two files in that requests carry it out."""
+"""``trimaran convert-lora``: converts a PEFT adapter to the two files that requests carry."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _TYPES = ("float16", "float32")
 
 
 def add_arguments(parser: FlagSink) -> None:
-    """The flags of ``trimaran convert-lora``."""
+    """Declare the flags of ``trimaran convert-lora``."""
     parser.add_argument("-i", "--in-file", "--input", type=Path, required=True, metavar="DIR",
                         help="a PEFT folder: adapter_config.json and its weights")  # fmt: skip
     parser.add_argument("-o", "--out-dir", "--output", type=Path, required=True, metavar="DIR",

@@ -1,4 +1,4 @@
-"""Flags of TensorRT-LLM's build tools that do nothing here or are not served."""
+"""Flags of TensorRT-LLM's build tools that have no effect here or are not served."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class FlagSink(Protocol):
     """The part of the command's parser that declares flags."""
 
     def add_argument(self, *names: str, **options: Any) -> Any:
-        """As `argparse.ArgumentParser.add_argument`."""
+        """See `argparse.ArgumentParser.add_argument`."""
         ...
 
     def hide(self, *dests: str) -> None:
@@ -25,9 +25,9 @@ class FlagSink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ForeignFlag:
-    """A flag by name: harmless with the values of ``neutral``, refused with any other.
+    """A flag that is ignored with the values of ``neutral``, and refused with any other value.
 
-    Without a ``refusal`` every value is harmless.
+    Without a ``refusal`` every value is ignored.
     """
 
     name: str
@@ -36,7 +36,7 @@ class ForeignFlag:
 
     @property
     def dest(self) -> str:
-        """The attribute that holds its value after parsing."""
+        """The attribute that holds the parsed value."""
         return self.name[2:].replace("-", "_")
 
 
@@ -86,7 +86,7 @@ BUILD_FLAGS = (
     *_refused("auto_parallel", "name --tp-size and --pp-size; it must be 1", ("1",)),
     *_refused("use_fp8_context_fmha", "FP8 attention is not served; it must be disable"),
     *_ignored(
-        # Requests may bring tables of any size, and ask for logits of any engine.
+        # Requests may bring tables of any size, and ask any engine for logits.
         "max_prompt_embedding_table_size gather_context_logits gather_generation_logits "
         "gather_all_token_logits "
         "opt_num_tokens max_encoder_input_len lora_target_modules strip_plan weight_sparsity "
@@ -103,11 +103,11 @@ PLUGIN_FLAGS = _ignored(
     "paged_state use_fused_mlp pp_reduce_scatter manage_weights low_latency_gemm_plugin "
     "gemm_swiglu_plugin fp8_rowwise_gemm_plugin"
 )
-"""Their values are also kept in the engine folder's ``plugin_config``."""
+"""Flags whose values are also recorded in the engine folder's ``plugin_config``."""
 
 
 def add_foreign_flags(parser: FlagSink, flags: Iterable[ForeignFlag]) -> None:
-    """Declare flags; each may stand alone or have a value."""
+    """Declare flags, each with an optional value."""
     for flag in flags:
         text = flag.refusal or "accepted, without effect"
         parser.add_argument(flag.name, nargs="*", metavar="X", help=text)
@@ -115,9 +115,10 @@ def add_foreign_flags(parser: FlagSink, flags: Iterable[ForeignFlag]) -> None:
 
 
 def check_foreign_flags(args: argparse.Namespace, flags: Iterable[ForeignFlag]) -> list[str]:
-    """Refuse what asks for something that is not served; returns the given harmless flags.
+    """Refuse flags that ask for unsupported features. Returns the ignored flags that were
+    given.
 
-    Raises `ConfigError` with the flag, its value and what to do.
+    Raises `ConfigError` with the flag, its value and the remedy.
     """
     harmless = []
     for flag in flags:
@@ -140,6 +141,6 @@ def plugin_values(args: argparse.Namespace) -> dict[str, str]:
 
 
 def say_harmless(flags: list[str]) -> None:
-    """One line for all flags that were accepted and do nothing."""
+    """Print one line about all flags that were accepted and ignored."""
     if flags:
         print(f"trimaran: accepted without effect: {', '.join(flags)}", file=sys.stderr)

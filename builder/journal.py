@@ -1,4 +1,4 @@
-"""What an unfinished build has done, so that the next one with the same settings goes on."""
+"""The record of an unfinished build, from which the next build with equal settings goes on."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any
 JOURNAL_FILE = "journal.jsonl"
 
 Checksums = dict[str, dict[str, str]]
-"""SHA-256 of a unit's tensors by rank number, as JSON has it, and name."""
+"""SHA-256 of a unit's tensors by name and by rank, whose number is a string in JSON."""
 
 
 class Journal:
-    """A line for the build, and one for each unit that is written, with its checksums.
+    """A line for the build, and a line with checksums for each unit that was written.
 
-    A unit whose line is there may still not be, after a loss of power; its checksums tell.
+    After a loss of power a recorded unit may be missing; its checksums reveal that.
     """
 
     def __init__(self, folder: Path, build: dict[str, Any]) -> None:
-        """Read the journal of ``folder``; of another build, the folder is emptied first.
+        """Read the journal of ``folder``; first empty the folder if it is of another build.
 
-        ``build`` holds all that the result depends on, as values of JSON.
+        ``build`` holds all values that the result depends on, as JSON values.
         """
         self._path = folder / JOURNAL_FILE
         lines = _lines_of(self._path)
@@ -32,7 +32,7 @@ class Journal:
         self.finished: dict[str, Checksums] = {
             line["unit"]: line["checksums"] for line in lines[1:]
         }
-        # Written anew: the last line may have been cut short.
+        # Rewrite the journal: its last line may have been cut short.
         written = self._path.with_suffix(".new")
         with written.open("w", encoding="utf-8") as file:
             file.writelines(json.dumps(line) + "\n" for line in lines or [{"build": build}])
@@ -40,7 +40,7 @@ class Journal:
         self._file = self._path.open("a", encoding="utf-8")
 
     def add(self, unit: str, checksums: Checksums) -> None:
-        """A unit is written."""
+        """Record that a unit was written."""
         if self.finished.get(unit) != checksums:
             self.finished[unit] = checksums
             self._append({"unit": unit, "checksums": checksums})
@@ -57,7 +57,7 @@ class Journal:
 
 
 def has_finished_units(folder: Path) -> bool:
-    """Whether a later build could go on with what is in the folder."""
+    """Whether a later build could go on with the folder's contents."""
     return len(_lines_of(folder / JOURNAL_FILE)) > 1
 
 
@@ -71,7 +71,7 @@ def empty(folder: Path) -> None:
 
 
 def _lines_of(path: Path) -> list[dict[str, Any]]:
-    """The lines that were written whole."""
+    """All complete lines."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):

@@ -1,4 +1,4 @@
-"""An output folder that appears whole or not at all."""
+"""Output folders that appear whole or not at all."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ _LOCK_WAIT_S = 1.0
 _POLL_S = 0.02
 _INSIDE = ".partial"
 _OF_MOUNTS = {_INSIDE, "lost+found"}
-"""Entries that a mount point may hold and still count as empty."""
+"""Entries of a mount point that still counts as empty."""
 
 
 @contextmanager
 def replaced_folder(output: Path) -> Iterator[Path]:
-    """Give a folder beside ``output`` to write to, and put it in place at the end.
+    """A folder beside ``output`` to write to, which takes the place of ``output`` at the end.
 
-    Where ``output`` is a link it is what that leads to, and where it is a mount point, which
-    nothing can be put in the place of, the folder is inside and its files are moved out. All is
-    on the disk before it has its name, so that a loss of power leaves no folder half written.
+    A link is followed. A mount point cannot be replaced, so the new folder is inside it, and
+    its files are moved out. All data is on the disk before the folder gets its name, so a loss
+    of power leaves no half-written folder.
 
-    It may hold what an interrupted build left. An earlier engine or checkpoint folder of that
-    name is replaced; processes with open files keep them. After an error ``output`` is as it
-    was, and the other folder is kept if the build can go on with what is in there.
+    The new folder may hold files of an interrupted build. An earlier engine or checkpoint
+    folder of the same name is replaced; processes with open files keep them. After an error
+    ``output`` is unchanged, and the new folder is kept if another build can go on from it.
     """
     output = Path(os.path.realpath(output))
     check_replaceable(output)
@@ -49,14 +49,14 @@ def replaced_folder(output: Path) -> Iterator[Path]:
     try:
         yield partial
         _sync_files(partial)
-        # Stopped between two steps, this would leave neither the old output nor the new.
+        # A stop between these two renames would leave neither the old output nor the new.
         ignore_stops()
         (partial / JOURNAL_FILE).unlink(missing_ok=True)
         (_move_out if is_mount else _put_in_place)(partial, output)
     except OSError as error:
         raise _cannot_write(output, error, _kept(partial)) from None
     except ConfigError as error:
-        # Of a disk that is still too small, or a checkpoint that cannot be read just now.
+        # For example, the disk is too small, or a checkpoint cannot be read at the moment.
         raise ConfigError(f"{error}{_kept(partial)}") from None
     except WorkerLostError as error:
         _kept(partial)
@@ -74,7 +74,7 @@ def replaced_folder(output: Path) -> Iterator[Path]:
 
 
 def _kept(partial: Path) -> str:
-    """Remove what no build could go on with, or say where the rest is."""
+    """Remove contents that no build could go on from; otherwise say where they are."""
     if not has_finished_units(partial):
         shutil.rmtree(partial, ignore_errors=True)
         return ""
@@ -86,7 +86,7 @@ def _kept(partial: Path) -> str:
 
 
 def check_replaceable(output: Path) -> None:
-    """Refuse a place that holds anything but an earlier output of ours."""
+    """Refuse a path that holds anything but an earlier output of these commands."""
     output = Path(os.path.realpath(output))
     if not output.exists():
         return
@@ -112,9 +112,9 @@ def _is_ours(folder: Path, names: set[str]) -> bool:
 
 
 def _locked(partial: Path, output: Path) -> int:
-    """A file descriptor of the folder, which no other process has locked.
+    """A file descriptor of the folder, locked against other processes.
 
-    The processes of a build that was just killed may have it for a moment longer.
+    The processes of a build that was just killed may hold the lock for a moment longer.
     """
     deadline = time.monotonic() + _LOCK_WAIT_S
     while True:
@@ -125,7 +125,7 @@ def _locked(partial: Path, output: Path) -> int:
             if os.path.samestat(os.fstat(lock), os.stat(partial)):
                 return lock
         except FileNotFoundError:
-            pass  # Another build has just put it in place: what is locked is its output.
+            pass  # Another build has just renamed the folder: the lock is on its output.
         except BlockingIOError:
             if time.monotonic() > deadline:
                 os.close(lock)
@@ -147,7 +147,7 @@ def _cannot_write(output: Path, error: OSError, kept: str = "") -> ConfigError:
 
 
 def check_space(folder: Path, num_bytes: int) -> None:
-    """Refuse to begin where files of ``num_bytes`` in all, some of them there, cannot end.
+    """Refuse to begin if the disk cannot hold ``num_bytes`` of files, existing ones included.
 
     Raises:
         ConfigError: the disk is too full.
@@ -162,7 +162,7 @@ def check_space(folder: Path, num_bytes: int) -> None:
 
 
 def _sync_files(folder: Path) -> None:
-    """Wait until the disk has a folder's files, and their names."""
+    """Wait until the disk has the folder's files and their names."""
     files = {path: path.stat().st_size for path in sorted(folder.iterdir())}
     num_done = 0
     with ProgressBar(sum(files.values())) as progress:
@@ -178,7 +178,7 @@ def _sync(path: Path) -> None:
     try:
         os.fsync(file)
     except OSError as error:
-        # What some file systems say of folders, which they write at once or cannot wait for.
+        # Some file systems refuse this for folders, whose changes they write at once.
         if error.errno != errno.EINVAL or not path.is_dir():
             raise
     finally:
@@ -196,7 +196,7 @@ def _put_in_place(partial: Path, output: Path) -> None:
 
 
 def _move_out(partial: Path, output: Path) -> None:
-    """Put files in place one after another: without config.json there is no engine folder."""
+    """Move the files one after another, config.json last: without it there is no engine."""
     (output / CONFIG_FILE).unlink(missing_ok=True)
     for path in output.glob("rank*.safetensors"):
         path.unlink()
@@ -209,7 +209,7 @@ def _move_out(partial: Path, output: Path) -> None:
 
 
 def say_done(command: str, output: Path, mapping: RankMapping, began: float) -> None:
-    """One line with what was written and how long it took since ``began``."""
+    """Print one line about the output and the seconds since ``began``."""
     num_bytes = sum(path.stat().st_size for path in output.iterdir())
     print(
         f"trimaran {command}: wrote {output}: {mapping.world_size} rank(s) (tp "

@@ -25,12 +25,12 @@ Say = Callable[[int], None]
 
 
 class WorkerLostError(TrimaranError):
-    """A process of the build ended before its task did."""
+    """A process of the build ended during its task."""
 
 
 @dataclass(slots=True)
 class _Worker:
-    """A process, the way to it, and whether it has a task."""
+    """A process, the connection to it, and whether it has a task."""
 
     process: BaseProcess
     connection: Connection
@@ -38,10 +38,10 @@ class _Worker:
 
 
 class ForkedWorkers(Generic[Task, Result]):
-    """Processes that each call ``job(task, say)``; ``say`` adds to what `num_done` counts.
+    """Processes that each call ``job(task, say)``; ``say`` adds to `num_done`.
 
-    They are forked, so ``job`` is theirs without being sent; tasks and results are sent. With
-    one worker the job runs in this process; others call ``prepare`` before their first.
+    The processes are forked, so ``job`` need not be pickled; tasks and results are. With one
+    worker the job runs in this process; other workers call ``prepare`` before their first task.
     """
 
     def __init__(
@@ -53,18 +53,18 @@ class ForkedWorkers(Generic[Task, Result]):
         self._job = job
         self._prepare = prepare
         self._num_workers = num_workers
-        # Without a lock: each worker counts in a place of its own, and a killed one holds none.
+        # Without a lock: each worker has its own counter, and a killed worker holds no lock.
         self._counts = multiprocessing.get_context("fork").RawArray("q", max(num_workers, 1))
 
     @property
     def num_done(self) -> int:
-        """What the jobs have said so far, in all."""
+        """The sum that the jobs have reported so far."""
         return sum(self._counts)
 
     def run(self, tasks: Sequence[Task]) -> Generator[Result | None, None, None]:
-        """The tasks' results as they come, and every now and then None.
+        """The results as they arrive, and None from time to time.
 
-        Raises whatever ends a task; the other processes are ended then, in mid-task.
+        Raises the exception of a task; the other processes are then killed during their tasks.
         """
         if self._num_workers <= 1:
             say = self._counter(0)
@@ -113,11 +113,11 @@ class ForkedWorkers(Generic[Task, Result]):
     def _start(self, number: int) -> _Worker:
         context = multiprocessing.get_context("fork")
         here, there = context.Pipe()
-        # Its own end of the pipe alone must stay open in the worker, so that its death shows.
+        # Leave only its own end of the pipe open in the worker, so that its death is seen.
         process = context.Process(
             target=self._serve, args=(number, there, here, os.getpid()), daemon=True
         )
-        # A signal to the whole group must not find the parent's handlers in the worker.
+        # A signal to the whole group must not run the parent's handlers in the worker.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             process.start()
@@ -127,7 +127,7 @@ class ForkedWorkers(Generic[Task, Result]):
         return _Worker(process, here)
 
     def _serve(self, number: int, there: Connection, here: Connection, parent: int) -> None:
-        """What a worker does until its parent lets go of the connection."""
+        """The loop of a worker, until its parent closes the connection."""
         here.close()
         for stop in STOP_SIGNALS:
             signal.signal(stop, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""A progress bar on a terminal for work that takes over a second."""
+"""A progress bar on a terminal for work that takes more than a second."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _DELAY_S = 1.0
 
 
 class ProgressBar:
-    """Counts bytes or steps; shows nothing for the first second, or without a terminal."""
+    """Counts bytes or steps; prints nothing in the first second, or without a terminal."""
 
     def __init__(self, total: int, *, counts_bytes: bool = True) -> None:
         self._began = time.monotonic()

@@ -1,4 +1,4 @@
-"""From flags and a checkpoint to the parallel sizes, the dtype and the limits of a build."""
+"""The parallel sizes, the dtype and the limits of a build, from flags and a checkpoint."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _OVERRIDES = {
 
 
 def load_source(path: Path) -> EngineFolder:
-    """The checkpoint: a Hugging Face folder, or one made by ``trimaran convert``."""
+    """The checkpoint: a Hugging Face folder, or a folder made by ``trimaran convert``."""
     source = EngineFolder.load(path)
     if source.kind is FolderKind.ENGINE:
         raise ConfigError(
@@ -84,7 +84,7 @@ def rank_mapping(args: argparse.Namespace, source: EngineFolder) -> RankMapping:
         dp_size=lanes,
         moe_tp_size=layout.moe_tp_size,
         moe_ep_size=layout.moe_ep_size,
-        # Named also where it is even: the folder then says itself what its files hold.
+        # Recorded even if the split is even, so that the folder describes its files completely.
         pp_partition=tuple(
             stage_sizes(source.config.num_hidden_layers, pp_size, layout.pp_partition)
         ),
@@ -93,7 +93,7 @@ def rank_mapping(args: argparse.Namespace, source: EngineFolder) -> RankMapping:
 
 
 def pretrained_config(args: argparse.Namespace, source: EngineFolder) -> PretrainedConfig:
-    """The model's configuration with the types that the flags ask for."""
+    """The model's configuration, with the dtypes of the flags."""
     config = source.config
     for flag, name in _OVERRIDES.items():
         value = getattr(args, flag, None)
@@ -112,14 +112,14 @@ def pretrained_config(args: argparse.Namespace, source: EngineFolder) -> Pretrai
 
 
 def _number(value: float) -> str:
-    """A flag's number as it was written: sizes are whole, a rotary base need not be."""
+    """A flag's number as it was written: sizes are whole, a rotary base may not be."""
     return str(int(value)) if float(value).is_integer() else str(value)
 
 
 def build_config(
     args: argparse.Namespace, config: PretrainedConfig, plugins: dict[str, str]
 ) -> BuildConfig:
-    """The limits: from the flags, else from ``--build-config``, else the usual ones."""
+    """The limits: from the flags, else from ``--build-config``, else the defaults."""
     filed = _build_config_file(args.build_config)
     given = {name: filed[name] for name in _LIMITS if filed.get(name) is not None}
     given.update({name: v for name in _LIMITS if (v := getattr(args, name)) is not None})
@@ -216,7 +216,7 @@ def _filed_tokens_per_block(values: dict[str, Any]) -> int:
 
 
 def add_checkpoint_flags(parser: FlagSink, what: str, default_output: str) -> None:
-    """Where the checkpoint is, which is ``what``, and where the result goes."""
+    """Flags of the checkpoint's folder, described by ``what``, and of the output folder."""
     parser.add_argument("--checkpoint", "--checkpoint-dir", "--model-dir", type=Path,
                         required=True, metavar="DIR", help=what)  # fmt: skip
     parser.add_argument("--output", "--output-dir", type=Path, default=Path(default_output),
@@ -224,7 +224,7 @@ def add_checkpoint_flags(parser: FlagSink, what: str, default_output: str) -> No
 
 
 def add_model_flags(parser: FlagSink) -> None:
-    """Flags of both steps: what is cut, for how many ranks, in which type."""
+    """Flags of both build steps: model, number of ranks and dtype."""
     number = positive
     parser.add_argument("--tp-size", type=number, metavar="N", help="ranks that share a layer")
     parser.add_argument("--pp-size", type=number, metavar="N", help="pipeline stages")

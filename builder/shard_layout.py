@@ -1,4 +1,4 @@
-"""Where each tensor of a rank lies in its weight file, and the header that says so."""
+"""The position of each tensor in a rank's weight file, and the file's header."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ _WORDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
 class ShardLayout:
-    """A safetensors file that is known whole before any of its tensors is made.
+    """A safetensors file whose layout is known before any of its tensors is made.
 
-    Its header holds a checksum of every tensor, and has the same length whatever they are.
+    The header holds a checksum of every tensor, and its length does not depend on them.
     """
 
     def __init__(
         self, parameters: Mapping[str, nn.Parameter], origin: Mapping[str, Any]
     ) -> None:
-        """``origin`` says what the tensors were cut for: `worker/config/engine_folder.py`."""
+        """``origin`` describes what the tensors were cut for:
+        `worker/config/engine_folder.py`."""
         self._origin = json.dumps(origin)
         self.dtypes = {name: each.dtype for name, each in parameters.items()}
-        # The widest numbers first, so that every tensor is aligned.
+        # The widest dtypes first, so that every tensor is aligned.
         names = sorted(parameters, key=lambda name: (-parameters[name].itemsize, name))
         self._ends: dict[str, int] = {}
         end = 0
@@ -53,11 +54,11 @@ class ShardLayout:
 
     @property
     def header_bytes(self) -> int:
-        """Length of the header, and where the tensors begin."""
+        """Length of the header; the tensors begin there."""
         return len(self.header(dict.fromkeys(self._ends, "0" * CHECKSUM_CHARS)))
 
     def header(self, checksums: Mapping[str, str]) -> bytes:
-        """The beginning of the file, given the checksum of each tensor."""
+        """The header's bytes, given the checksum of each tensor."""
         metadata = {"format": "pt", ORIGIN_KEY: self._origin}
         metadata |= {checksum_key(name): checksums[name] for name in self._ends}
         values: dict[str, object] = {"__metadata__": metadata}

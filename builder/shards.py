@@ -29,10 +29,10 @@ from trimaran.worker.config.pretrained_config import PretrainedConfig
 from trimaran.worker.config.shard_file import read_header
 
 _BYTES_OF_A_WORKER = 64 << 20
-"""Smaller models are built sooner by fewer processes."""
+"""Bytes per process: smaller models are built faster by fewer processes."""
 
 _MEMORY_SHARE = 0.5
-"""Of the memory that is free, for the tensors that are being made."""
+"""Fraction of the free memory for tensors that are being made."""
 
 
 def write_shards(
@@ -42,11 +42,11 @@ def write_shards(
     output: Path,
     num_workers: int | None = None,
 ) -> ShardTable:
-    """Cut a Hugging Face folder's weights for every rank; returns the table of files.
+    """Shard a Hugging Face folder's weights for every rank; returns the table of files.
 
-    Each process has one tensor of one rank in memory at a time, in ``config.dtype``. What
-    ``output`` holds of an interrupted build with the same result is taken over, once its
-    checksums are found to be right.
+    Each process has one tensor of one rank in memory at a time, in ``config.dtype``. Files of
+    an interrupted build with the same result are kept in ``output`` if their checksums are
+    right.
 
     Raises:
         ConfigError: the checkpoint does not fit its configuration, or the disk is too small.
@@ -78,11 +78,11 @@ def _write_units(
             return unit.name, expected
         return unit.name, writer.make(unit, say)
 
-    # There are as many processes as cores: torch needs no threads in them.
+    # There is a process for each core, so torch needs no threads in them.
     workers = ForkedWorkers(job, num_workers, prepare=lambda: torch.set_num_threads(1))
     num_done = 0
     with ProgressBar(plan.num_bytes) as progress:
-        # Closed before the remains are inspected: its processes write to the files.
+        # Close the workers before inspecting the rest, because they write to the files.
         with closing(workers.run(range(len(plan.units)))) as results:
             for result in results:
                 if result is not None:
@@ -92,7 +92,7 @@ def _write_units(
 
 
 def check_shards(source: EngineFolder, config: PretrainedConfig, mapping: RankMapping) -> int:
-    """Find what `write_shards` would refuse, without writing; returns the bytes of all files.
+    """Check for all refusals of `write_shards` without writing; returns the bytes of all files.
 
     Raises:
         ConfigError: the checkpoint does not fit its configuration.
@@ -103,7 +103,7 @@ def check_shards(source: EngineFolder, config: PretrainedConfig, mapping: RankMa
 def take_shards(source: EngineFolder, output: Path) -> ShardTable:
     """Put a checkpoint folder's files into ``output``; returns the table of files.
 
-    They are linked where the file system can, so that no weight is on disk twice.
+    The files are linked if the file system can, so that no weight is on disk twice.
     """
     empty(output)
     sizes = [path.stat().st_size for path in source.weight_files]
@@ -112,7 +112,7 @@ def take_shards(source: EngineFolder, output: Path) -> ShardTable:
             progress.show(sum(sizes[:number]), f"taking {path.name}")
             target = output / path.name
             try:
-                # A link is replaced by its file, so that the folder holds the weights.
+                # Follow a link to its file, so that the folder holds the weights.
                 target.hardlink_to(path.resolve())
             except OSError:  # another file system, or one without links
                 shutil.copyfile(path, target)
@@ -122,7 +122,7 @@ def take_shards(source: EngineFolder, output: Path) -> ShardTable:
 def _identity(
     source: EngineFolder, config: PretrainedConfig, mapping: RankMapping
 ) -> dict[str, Any]:
-    """All that the weight files depend on."""
+    """All values that the weight files depend on."""
     files = [[str(path.resolve()), *_stamp(path)] for path in source.weight_files]
     return {
         "format_version": FORMAT_VERSION,
@@ -138,7 +138,7 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 
 def _num_workers(plan: BuildPlan) -> int:
-    """As many as there are cores, work and memory for."""
+    """Number of processes: limited by the cores, the work and the memory."""
     by_memory = free_memory_bytes() * _MEMORY_SHARE // plan.largest_tensor_bytes
     return max(
         1,
@@ -151,7 +151,7 @@ def _num_workers(plan: BuildPlan) -> int:
 
 
 def _make_file(path: Path, num_bytes: int) -> None:
-    """A file of that length, with the contents that it has."""
+    """Give a file this length; its contents stay."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
     try:
         os.ftruncate(file, num_bytes)
@@ -160,7 +160,7 @@ def _make_file(path: Path, num_bytes: int) -> None:
 
 
 def _write_headers(plan: BuildPlan, paths: list[Path], journal: Journal) -> None:
-    """The last thing written: a file without one is no weight file."""
+    """Write all headers, last: a file without a header is no weight file."""
     for number, (path, rank) in enumerate(zip(paths, plan.ranks, strict=True)):
         checksums: dict[str, str] = {}
         for of_unit in journal.finished.values():

@@ -1,4 +1,4 @@
-"""Signals that stop a builder command, and its message and exit code then."""
+"""Stops of builder commands by signals, with a message and an exit code."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StoppedError(KeyboardInterrupt):
-    """A signal asks the command to stop. Code that has written files sets ``left``."""
+    """A signal stops the command. Code that has written files sets ``left``."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -20,7 +20,7 @@ class StoppedError(KeyboardInterrupt):
 
 
 def run_stoppable(command: str, work: Callable[[], int]) -> int:
-    """Do the work; returns its exit code, or that of a process which the signal ended."""
+    """Do the work; returns its exit code, or that of a process that the signal ended."""
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     for number, handler in before.items():
         # Signals ignored before, as under nohup, stay ignored.
@@ -38,7 +38,7 @@ def run_stoppable(command: str, work: Callable[[], int]) -> int:
 
 
 def ignore_stops() -> None:
-    """Ignore further stops, so that the work of `run_stoppable` ends first."""
+    """Ignore further signals, so that `run_stoppable` can end its work."""
     for number in STOP_SIGNALS:
         if signal.getsignal(number) is _stop:
             signal.signal(number, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""Makes the tensors of one unit from a checkpoint and writes them to the ranks' files."""
+"""Makes the tensors of a unit from a checkpoint and writes them to the ranks' files."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from trimaran.worker.models.weights.weight_loader import load_weight, refuse_ove
 class UnitWriter:
     """Writes units one after another; each process of a build has its own.
 
-    In memory are one tensor of one rank, and the pages of the checkpoint's files that the
-    unit is made of, which the system may take back.
+    Memory holds one tensor of one rank, and mapped pages of the checkpoint's files for the
+    unit, which the system may evict.
     """
 
     def __init__(self, plan: BuildPlan, paths: Sequence[Path]) -> None:
@@ -32,7 +32,7 @@ class UnitWriter:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def make(self, unit: Unit, say: Callable[[int], None]) -> Checksums:
-        """Write a unit's tensors; ``say`` gets the bytes of each that is done.
+        """Write a unit's tensors; ``say`` gets the bytes of each finished tensor.
 
         Raises:
             ConfigError: the checkpoint cannot be read.
@@ -54,7 +54,7 @@ class UnitWriter:
         return checksums
 
     def is_intact(self, unit: Unit, expected: Checksums) -> bool:
-        """Whether the files hold the unit as it was once written."""
+        """Whether the files hold the unit with these checksums."""
         for rank, name in unit.places:
             entry = self._plan.ranks[rank].layout.entries[name]
             found = checksum_of(self._paths[rank], entry.start, entry.num_bytes)
@@ -63,25 +63,25 @@ class UnitWriter:
         return True
 
     def _filled(self, rank: int, name: str, checkpoint: _Checkpoint) -> Tensor:
-        """A rank's tensor, in memory that the next one uses again."""
+        """A rank's tensor, in memory that the next tensor reuses."""
         plan = self._plan.ranks[rank]
         shape = plan.parameters[name]
         if self._memory.numel() < shape.nbytes:
             self._memory = torch.empty(shape.nbytes, dtype=torch.uint8)
         tensor = self._memory[: shape.nbytes].view(shape.dtype).view(shape.shape)
-        # What no part fills is padding.
+        # Rows that no part fills are padding.
         parameter = nn.Parameter(tensor.zero_(), requires_grad=False)
         for part in plan.parts[name]:
             whole = checkpoint.tensor(part)
             load_weight(plan.model, parameter, part.target, whole, part.stored)
-        # The whole tensors, which every rank reads, are looked through only when it matters.
+        # Search whole tensors, which every rank reads, only if the result is not finite.
         if not tensor.isfinite().all():
             for part in plan.parts[name]:
                 refuse_overflow(checkpoint.tensor(part), tensor.dtype, part.stored)
         return tensor
 
     def _read_ahead(self, unit: Unit) -> None:
-        """Let the system read what a unit needs while its first tensors are made."""
+        """Let the system read the unit's further tensors while the first ones are made."""
         stored = {
             part.stored.name: part.stored
             for rank, name in unit.places
@@ -92,14 +92,14 @@ class UnitWriter:
 
 
 class _Checkpoint:
-    """A checkpoint's files, memory-mapped as they are needed and let go together."""
+    """A checkpoint's files, memory-mapped at first use and closed together."""
 
     def __init__(self) -> None:
         self._stack = ExitStack()
         self._files: dict[Path, Callable[[str], Tensor]] = {}
 
     def tensor(self, part: Part) -> Tensor:
-        """A whole tensor, read when it is used."""
+        """A whole tensor, whose data is read at first use."""
         path, name = part.stored.path, part.stored.name
         if path not in self._files:
             self._files[path] = self._stack.enter_context(mapped_file(path))
@@ -123,7 +123,7 @@ def _opened(path: Path, flags: int) -> Iterator[int]:
 
 
 def _read_soon(path: Path, entries: Sequence[TensorEntry]) -> None:
-    """Raises ConfigError where the file is there no more."""
+    """Ask the system to read these tensors; raises ConfigError if the file is gone."""
     try:
         with _opened(path, os.O_RDONLY) as file:
             for each in entries:

@@ -1,4 +1,5 @@
-"""``trimaran verify``: an engine folder's weights against the checksums of their build."""
+"""``trimaran verify``: checks an engine folder's weights against the checksums of their
+build."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ _MAX_NAMES = 5
 
 
 def add_arguments(parser: FlagSink) -> None:
-    """The flags of ``trimaran verify``."""
+    """Declare the flags of ``trimaran verify``."""
     parser.add_argument("--engine", "--engine-dir", type=Path, required=True, metavar="DIR",
                         help="a folder made by `build` or `convert`")  # fmt: skip
     parser.add_argument("--workers", type=workers, metavar="N",
@@ -30,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     """Verify one folder. Returns the exit code.
 
     Raises:
-        ConfigError: tensors are not as they were built, or no checksums tell.
+        ConfigError: tensors differ from the build, or there are no checksums.
     """
     began = time.monotonic()
     folder = EngineFolder.load(args.engine)
@@ -66,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
 def _broken(
     files: tuple[Path, ...], headers: list[ShardHeader], num_workers: int | None
 ) -> list[tuple[Path, str]]:
-    """Tensors with other checksums than their headers have."""
+    """Tensors whose checksums differ from those in their headers."""
     tasks = [(number, name) for number, each in enumerate(headers) for name in each.entries]
 
     def job(task: tuple[int, str], say: Say) -> tuple[int, str, bool]:

@@ -17,10 +17,11 @@ from trimaran.comm.topology import ParallelLayout
 SPIN_S = 0.0005
 FIRST_SLEEP_S = 0.00005
 BUSY_SLEEP_S = 0.001
-"""Longest sleep of a waiter that expects something soon."""
+"""Longest sleep of a waiter that expects an event soon."""
 
 _SHORTEST, _LONGEST = 0.8, 0.88
-"""Parts of the hang timeout: a waiting rank reports the missing one before its own watchdog."""
+"""Fractions of the hang timeout: a waiting rank reports the missing rank before its own
+watchdog acts."""
 
 logger = logging.getLogger(__name__)
 _LONGEST_PERIOD_S = 1.0
@@ -39,7 +40,7 @@ class Backoff:
         self._sleep_s = FIRST_SLEEP_S
 
     def pause(self) -> None:
-        """Give the core away once."""
+        """Yield the core once."""
         if time.monotonic() < self._spin_until:
             os.sched_yield()
             return
@@ -72,16 +73,16 @@ class StepTimeouts:
     """
 
     hidden_s: float
-    """For the hidden states of the stage before."""
+    """For the hidden states of the preceding stage."""
 
     tensor_s: float
-    """For collectives of the tensor group, whose ranks wait for hidden states before."""
+    """For collectives of the tensor group, whose ranks wait for hidden states first."""
 
     experts_s: float
-    """For the expert all-to-all, whose ranks wait for their tensor groups before."""
+    """For the expert all-to-all, whose ranks wait for their tensor groups first."""
 
     results_s: float
-    """On rank 0 for the results of the last stage, after all of these waits."""
+    """On rank 0 for the results of the last stage; longer than all waits above."""
 
     @classmethod
     def of(cls, topology: ParallelLayout, hang_timeout_s: float) -> StepTimeouts:
@@ -98,8 +99,8 @@ class StepTimeouts:
 class Watchdog:
     """A thread that ends the job when one activity of the main thread takes too long.
 
-    `watch` and `pause` only store two values, so they belong around every step. The
-    thread looks about four times per hang timeout, at most once a second: a hang is
+    `watch` and `pause` only store two values, so they can be called around every step. The
+    thread checks about four times per hang timeout, at least once a second, so a hang is
     noticed up to a quarter late.
     """
 
@@ -119,7 +120,7 @@ class Watchdog:
         self._deadline = time.monotonic() + limit
 
     def pause(self) -> None:
-        """No activity runs that could hang."""
+        """Nothing runs that could hang."""
         self._deadline = float("inf")
 
     def stop(self) -> None:

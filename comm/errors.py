@@ -1,4 +1,4 @@
-"""The error tree by who must act: operator, client, or developer; and each kind on the wire."""
+"""The error tree by who must act: operator, client or developer; and each kind on the wire."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ErrorKind(Enum):
 
 
 class TrimaranError(Exception):
-    """Base class. Anything else that escapes is a bug."""
+    """Base class. Any other exception that escapes is a bug."""
 
 
 class ConfigError(TrimaranError, ValueError):
@@ -45,7 +45,7 @@ class RequestError(TrimaranError):
 
 
 class RefusedError(RequestError):
-    """The request was refused for want of room before it began; it may be sent again."""
+    """The request was refused for lack of room before it began; the client may repeat it."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, ErrorKind.UNAVAILABLE)
@@ -59,7 +59,7 @@ class EngineDeadError(RequestError):
 
 
 class ProtocolError(TrimaranError):
-    """A peer process sent what this protocol version does not allow."""
+    """A peer process sent a message that this protocol version does not allow."""
 
 
 class PeerLostError(TrimaranError):

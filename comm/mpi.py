@@ -118,7 +118,7 @@ class World:
         return tuple(r for r in range(self.size) if self.hosts[r] == self.hosts[rank])
 
     def duplicate(self) -> Comm:
-        """A communicator of its own for one purpose. Collective."""
+        """A communicator for a single purpose. Collective."""
         return self.comm.Dup()
 
     def subgroup(self, ranks: tuple[int, ...], *, is_apart: bool = False) -> World:
@@ -240,7 +240,7 @@ def die_with_parent() -> None:
 
 
 def finalize() -> None:
-    """Leave MPI. Collective; waits for the others."""
+    """Leave MPI. Collective; waits for the other ranks."""
     if not MPI.Is_finalized():
         MPI.Finalize()
 

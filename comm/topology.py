@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from trimaran.comm.errors import ConfigError
 
 MAX_RANKS = 4096
-"""Most ranks of a server: each is a process that its supervisor and its rank 0 talk to."""
+"""Most ranks of a server: supervisor and rank 0 have a connection to each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Coord:
 class ParallelLayout:
     """Sizes of the parallel axes as seen from one rank.
 
-    Ranks of one tensor group are neighbours, and so are those of one data-parallel lane:
+    Ranks of one tensor group are neighbours, and so are the ranks of one data-parallel rank:
     rank = (dp * pp_size + pp) * tp_size + tp.
     """
 
@@ -31,10 +31,10 @@ class ParallelLayout:
     tp_size: int = 1
     pp_size: int = 1
     dp_size: int = 1
-    """Data-parallel lanes: copies of the attention layers, each with requests of its own."""
+    """Data-parallel ranks: copies of the attention layers, each with its own requests."""
 
     hosts: tuple[str, ...] = ()
-    """Host of every rank; empty means that all share one."""
+    """Host of every rank; empty means that all ranks share a host."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
@@ -54,7 +54,7 @@ class ParallelLayout:
 
     @property
     def lane_size(self) -> int:
-        """Ranks of a data-parallel lane."""
+        """Ranks of one data-parallel rank."""
         return self.tp_size * self.pp_size
 
     @property
@@ -74,12 +74,12 @@ class ParallelLayout:
 
     @property
     def dp_rank(self) -> int:
-        """Data-parallel rank: the lane."""
+        """Data-parallel rank."""
         return self.coord.dp
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank schedules and speaks to the front ends."""
+        """Whether this rank schedules and serves the front ends."""
         return self.rank == 0
 
     @property
@@ -96,7 +96,8 @@ class ParallelLayout:
 
     @property
     def stage_ranks(self) -> tuple[int, ...]:
-        """The ranks that hold this rank's layers in every lane, in order of lanes."""
+        """The ranks that hold this rank's layers in every data-parallel rank, in their
+        order."""
         first = self.pp_rank * self.tp_size
         return tuple(
             lane + first + tp
@@ -105,7 +106,7 @@ class ParallelLayout:
         )
 
     def output_rank_of(self, lane: int) -> int:
-        """The rank that sends a lane's tokens to rank 0: the first of its last stage."""
+        """The rank that sends a dp rank's tokens to rank 0: the first of its last stage."""
         return (lane + 1) * self.lane_size - self.tp_size
 
     @property

@@ -1,4 +1,4 @@
-"""One rank of a worker group, from its start to an orderly or a loud end."""
+"""One rank of a worker group, from its start to an orderly end or a reported failure."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ logger = logging.getLogger(__name__)
 
 FINALIZE_TIMEOUT_S = 10.0
 NEVER_S = 1e6
-"""Without a hang timeout: 11 days, about as long as a socket can be told to wait."""
+"""Seconds used without a hang timeout: 11 days, near the longest timeout of a socket."""
 PING_SHARE = 1.5
-"""Of the hang timeout: by then the supervisor has given up a rank that it cannot reach."""
+"""Multiple of the hang timeout after which the supervisor gives up an unreachable rank."""
 CONFIG_ERROR_CODE = 2
 FAILURE_CODE = 1
 
 
 class RankProcess:
-    """The parts of this process, in the order in which they come up.
+    """The parts of this process, in the order of their start.
 
-    Whatever goes wrong ends in `fail`, which tells the supervisor and aborts every rank:
-    a group with a rank missing would only hang.
+    Any error ends in `fail`, which reports to the supervisor and aborts every rank, because a
+    group with a missing rank would hang.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class RankProcess:
         self._times = StartTimes()
 
     def run(self) -> None:
-        """Start, load, serve, end. Returns after MPI is finalised."""
+        """Start, load, serve and end. Returns after MPI is finalised."""
         env = ChildEnv.from_environ(mpi.job_environ(os.environ))
         rank, size = mpi.MPI.COMM_WORLD.Get_rank(), mpi.MPI.COMM_WORLD.Get_size()
         setup_logging(
@@ -95,7 +95,7 @@ class RankProcess:
         self._end(engine)
 
     def fail(self, error: BaseException) -> None:
-        """Log and report why this rank cannot go on, then abort all ranks."""
+        """Log and report the error, then abort all ranks."""
         is_config_error = isinstance(error, ConfigError)
         if is_config_error:
             text = str(error)
@@ -109,14 +109,14 @@ class RankProcess:
             sys.exit(code)
         mpi.abort(code)
 
-    # ---- the stages of a life -----------------------------------------------------------
+    # ---- stages of the process ----------------------------------------------------------
 
     def _load(self, world: mpi.World, config: RankConfig) -> tuple[Engine, ParallelLayout]:
-        """Everything up to a warm engine. Collective."""
+        """Load everything up to a warm engine. Collective."""
         link = self._require_link()
         link.state("loading", "connecting the ranks")
-        # torch is imported only now: MPI and the supervisor have known us for a second.
-        # All of it stays, yet looking for garbage amid it would be a quarter of the time.
+        # torch is imported late, after MPI and the supervisor are connected. Its objects stay,
+        # so the garbage collector, which would take a quarter of the import's time, is off.
         with GarbageCollection():
             import torch
 
@@ -132,7 +132,7 @@ class RankProcess:
         device = select_device(config.engine, topology)
         self._device = str(device)
         if device.type == "cuda":
-            # Kernels are launched on the current device, whatever their tensors say.
+            # Kernels are launched on the current device, whichever device holds their tensors.
             torch.cuda.set_device(device)
             pin_near(device)
         self._control = connect_control(world, self._hang_timeout_s)
@@ -155,7 +155,7 @@ class RankProcess:
         topology: ParallelLayout,
         device: torch.device,
     ) -> tuple[TensorParallelGroup, PipelineLinks]:
-        """This rank's tensor group, and its ties to ranks outside of it. Collective."""
+        """This rank's tensor group, and its links to ranks outside of it. Collective."""
         from trimaran.comm.collectives.connect import connect_group
         from trimaran.comm.stages.pipeline import PipelineLinks
 
@@ -210,7 +210,7 @@ class RankProcess:
         self._leave()
 
     def _end(self, engine: Engine) -> None:
-        """Leave in order: the followers' loops first, the supervisor's connection last."""
+        """Shut down in order: first the followers' loops, last the supervisor's connection."""
         watchdog = self._watchdog
         assert watchdog is not None and self._control is not None and self._group is not None
         watchdog.watch(lambda: "shutting down", FINALIZE_TIMEOUT_S)
@@ -228,7 +228,7 @@ class RankProcess:
         watchdog.watch(lambda: "leaving MPI", FINALIZE_TIMEOUT_S)
         is_spawned = mpi.is_spawned()
         if is_spawned:
-            # MPI_Finalize would wait for the orchestrator, which lives on.
+            # MPI_Finalize would wait for the orchestrator, which goes on running.
             mpi.World.discover().barrier(FINALIZE_TIMEOUT_S, "end")
         else:
             mpi.finalize()
@@ -246,7 +246,7 @@ class RankProcess:
         return self._link
 
     def _facts(self, engine: Engine, config: RankConfig) -> dict[str, Any]:
-        """What the front ends and the metrics are told about this group."""
+        """Facts about this group for the front ends and the metrics."""
         assert self._control is not None and self._group is not None
         assert self._links is not None
         facts = dict(engine.facts())
@@ -271,13 +271,13 @@ class RankProcess:
             self._link.state("failed", text, is_config_error=is_config_error)
 
     def _abort_hung(self) -> None:
-        """Called by the watchdog's thread, which has logged where the main thread is."""
+        """Called by the watchdog's thread, which has logged the main thread's stack."""
         self._report_failure("a step or the start took too long; the log has the stacks", False)
         mpi.abort(FAILURE_CODE)
 
 
 def _topology(world: mpi.World, parallel: ParallelConfig) -> ParallelLayout:
-    """Where this rank is; the leader says which tensor groups the network slows down."""
+    """The layout as seen from this rank; rank 0 warns of tensor groups that span hosts."""
     from trimaran.comm.topology import ParallelLayout
 
     topology = ParallelLayout(
@@ -300,7 +300,7 @@ def _topology(world: mpi.World, parallel: ParallelConfig) -> ParallelLayout:
 
 def main() -> None:
     """Entry of ``trimaran-rank``, which mpirun or srun starts for the supervisor."""
-    # The supervisor drains and then tells us; a signal to the whole job must not cut in.
+    # The supervisor drains first and then ends this process; a signal to the job must not.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if LOG_PIPE in os.environ:

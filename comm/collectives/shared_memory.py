@@ -23,12 +23,13 @@ from trimaran.comm.transport.shared_memory import (
 )
 
 SLOT_BYTES = 1 << 20
-"""Largest piece of a tensor that one round moves; longer ones take several rounds."""
+"""Bytes of the largest chunk that one round moves; longer tensors take several rounds."""
 
 ONE_SHOT_BYTES = 64 << 10
-"""Up to here every rank adds up everything; beyond, each adds a part and they exchange."""
+"""Bytes up to which every rank adds up everything; beyond, each rank adds a part and they
+exchange parts."""
 
-# Looks before sleeping: about 0.3 ms on a free core, far over the usual wait of a few us.
+# Checks before sleeping: about 0.3 ms on a free core, far over the usual wait of a few us.
 _SPINS = 1000
 _LONGEST_SLEEP_S = 0.001
 _MAX_CACHED_VIEWS = 1024
@@ -37,10 +38,10 @@ _MAX_CACHED_VIEWS = 1024
 class SharedMemoryGroup(TensorParallelGroup):
     """Ranks that copy into their own slots, raise a flag and read the others' slots.
 
-    A rank's line holds its flag, which counts the phases that it has finished, and
-    whether a rank sleeps until that flag moves. Each rank has two slots, used
-    in turn: a slot is written again only when every rank has entered the operation
-    after the one that read it. Sums run in rank order, so every rank gets the same bits.
+    A rank's cache line holds its flag, which counts the phases that the rank has finished, and
+    whether a rank sleeps until the flag changes. Each rank has two slots, used in turn. A slot
+    is written again only when every rank has entered the operation after the one that read the
+    slot. Sums run in rank order, so every rank gets the same bits.
     """
 
     def __init__(self, world: World, segment: SharedSegment, timeout_s: float) -> None:
@@ -152,7 +153,8 @@ class SharedMemoryGroup(TensorParallelGroup):
             piece[rank * part : (rank + 1) * part] = view[rank * part : (rank + 1) * part]
 
     def _exchange(self, piece: torch.Tensor, is_source: bool = True) -> list[torch.Tensor]:
-        """Show ``piece`` to all; the views of every rank's piece, good until the next call.
+        """Show ``piece`` to all ranks; returns views of all ranks' pieces, valid until the next
+        call.
 
         Without ``is_source`` this rank shows nothing.
         """
@@ -166,7 +168,8 @@ class SharedMemoryGroup(TensorParallelGroup):
         return views
 
     def _enter(self) -> None:
-        """Begin an operation: its slots are free once all have entered the last one."""
+        """Begin an operation: this rank's slots are free once all ranks have entered the last
+        one."""
         self._wait(self._entry_of_last, "entry")
         self._entry_of_last = self._count + 1
         self._turn ^= 1
@@ -175,7 +178,7 @@ class SharedMemoryGroup(TensorParallelGroup):
         self._count += 1
         fence()
         self._flags[self.rank] = self._count
-        # A sleeper that this look misses wakes by itself after `_LONGEST_SLEEP_S`.
+        # A sleeper that misses this wake-up wakes by itself after `_LONGEST_SLEEP_S`.
         if self._sleepers[self.rank]:
             self._sleepers[self.rank] = 0
             self._futexes[self.rank].wake()
@@ -281,7 +284,7 @@ class AllToAllWindows:
         return self._held_at[rank], self._taken_at[rank], self._table[rank][rank]
 
     def sent(self, start: int, length: int) -> Iterator[tuple[int, int, int]]:
-        """Each piece that this rank shows in a window: source offset, offset in the window,
+        """Each range that this rank shows in a window: source offset, offset in the window,
         size."""
         for other in range(len(self._table)):
             found = self._overlap(self._rank, other, start, length)
@@ -290,7 +293,7 @@ class AllToAllWindows:
                 yield self._held_at[other] + offset, place, size
 
     def received(self, start: int, length: int) -> Iterator[tuple[int, int, int, int]]:
-        """Each piece for this rank in a window: source rank, offset in the window, target
+        """Each range for this rank in a window: source rank, offset in the window, target
         offset, size."""
         for other in range(len(self._table)):
             found = self._overlap(other, self._rank, start, length)

@@ -10,7 +10,7 @@ import torch
 
 
 class SumAndNorm(Protocol):
-    """An all-reduce fused with the residual addition and the RMS norm behind it."""
+    """An all-reduce fused with the residual addition and the RMS norm that follow."""
 
     def takes(self, residual_TD: torch.Tensor) -> bool:
         """Whether the fused kernel serves such a residual; the same on all ranks."""
@@ -95,7 +95,7 @@ class TensorParallelGroup(ABC):
 
 
 class SingleRankGroup(TensorParallelGroup):
-    """A group of one: nothing moves."""
+    """A group of one rank: no data moves."""
 
     rank = 0
     size = 1

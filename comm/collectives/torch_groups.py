@@ -32,9 +32,9 @@ _NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 class ProcessGroup(TensorParallelGroup):
     """A tensor group as a process group of torch.distributed.
 
-    A process may be in several such groups. They are cut from a default group of all ranks
-    of the root world, which the first of them makes and the last one ends, and over which
-    nothing is sent.
+    A process may be in several such groups. They are subgroups of a default group of all ranks
+    of the root world. The first group creates the default group, the last one destroys it, and
+    no data is sent over it.
     """
 
     transport = ""
@@ -46,7 +46,7 @@ class ProcessGroup(TensorParallelGroup):
         self.timeout_s = timeout_s
         limit = timedelta(seconds=timeout_s)
         _join_default_group(world.root, backend, limit, connect_s)
-        # Only members call this: other groups of the same world are made side by side.
+        # Only members call this: other groups of the same world connect at the same time.
         self.handle: Any = dist.new_group(
             list(world.root_ranks), limit, backend, use_local_synchronization=True
         )
@@ -95,11 +95,11 @@ class ProcessGroup(TensorParallelGroup):
         return self.transport
 
     def close(self) -> None:
-        """Leave the group, and torch.distributed with the last one. Collective.
+        """Leave the group; the last one also leaves torch.distributed. Collective.
 
-        Connections end with the last one's. Torch names a group by its ranks and by how many
-        groups there are, so after the end of one the next would get its name, and find the
-        addresses, or the key of NCCL, that it had left in the store.
+        All connections close with the last group. Torch names a group by its ranks and the
+        number of groups, so a group made after the end of another would get the same name, and
+        find the old addresses, or NCCL's old key, in the store.
         """
         _leave_default_group()
 
@@ -115,7 +115,7 @@ class ProcessGroup(TensorParallelGroup):
 class GlooGroup(ProcessGroup):
     """CPU ranks on several hosts, over TCP. 16-bit floats travel as float32.
 
-    The group's own limit is that of its first day: each wait is given ``timeout_s`` of now.
+    gloo's own limit is fixed when connecting, so each wait is given the current ``timeout_s``.
     """
 
     transport = "gloo"
@@ -142,14 +142,15 @@ class GlooGroup(ProcessGroup):
 
 
 class SumInPlace(Protocol):
-    """Another way to sum some tensors over the ranks of a group."""
+    """Another all-reduce, for tensors that it takes."""
 
     def takes(self, tensor: torch.Tensor) -> bool:
         """Whether it can sum a tensor; the same on all ranks."""
         ...
 
     def way_of(self, num_bytes: int) -> str:
-        """How a tensor of that size is summed, for the log; empty if it is not taken."""
+        """Name of the kernel for a tensor of that size, for the log; empty if it is not
+        taken."""
         ...
 
     def __call__(self, tensor: torch.Tensor) -> None:
@@ -174,7 +175,7 @@ class NcclGroup(ProcessGroup):
         self.device = device
         self.num_hosts = len(set(world.hosts))
         super().__init__(world, "nccl", timeout_s, connect_timeout_s)
-        # Connects the GPUs now: a graph could not capture that.
+        # Connect the GPUs now, because a graph cannot capture that.
         self.barrier()
 
     def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
@@ -193,12 +194,13 @@ class NcclGroup(ProcessGroup):
         return super().all_reduce(tensor)
 
     def transport_of(self, num_bytes: int) -> str:
-        """NCCL, but for what ranks sum themselves."""
+        """NCCL, except for sizes of the peer-memory all-reduce."""
         way = "" if self.peer_sum is None else self.peer_sum.way_of(num_bytes)
         return f"peer {way}" if way else self.transport
 
     def transports(self) -> dict[str, str]:
-        """Every collective and what carries it; that with norms is there where it is made."""
+        """The transport of every collective; the fused all-reduce and norm only if it is
+        used."""
         with_norms = {} if self.sum_norm is None else {"sum_norm": "peer push"}
         return {**super().transports(), **with_norms}
 
@@ -208,25 +210,25 @@ class NcclGroup(ProcessGroup):
         torch.cuda.synchronize(self.device)
 
     def close(self) -> None:
-        """Leave the group. Collective; all graphs that hold its sums are gone."""
+        """Leave the group. Collective. All graphs with its collectives must be freed before."""
         memory = [way for way in (self.peer_sum, self.sum_norm) if way is not None]
         self.peer_sum = self.sum_norm = None
         if memory:
-            # By NCCL: a rank that arrives here reads no peer's memory any more.
+            # By NCCL: a rank that arrives here no longer reads peers' memory.
             self.barrier()
         del memory
         super().close()
 
 
 _num_groups = 0
-"""Process groups of this process beside the default one."""
+"""Process groups of this process besides the default group."""
 
 
 def _join_default_group(root: World, backend: str, limit: timedelta, connect_s: float) -> None:
-    """Make the group that others are cut from, unless it is there. Collective over ``root``."""
+    """Make the default group, unless it exists. Collective over ``root``."""
     global _num_groups
     if not _num_groups:
-        # Without a device it connects no GPUs.
+        # Without a device no GPUs are connected.
         dist.init_process_group(
             backend,
             store=connect_store(root, connect_s),
@@ -294,7 +296,7 @@ def map_peer_memory(group: NcclGroup, num_bytes: int) -> PeerMemory:
     Raises:
         ConfigError: these GPUs cannot map each other's memory.
     """
-    # Imported only now: it takes a second, and only GPUs need it.
+    # Imported late: the import takes a second, and only GPUs need it.
     from torch.distributed import _symmetric_memory
 
     symmetric: Any = _symmetric_memory
@@ -311,14 +313,14 @@ def map_peer_memory(group: NcclGroup, num_bytes: int) -> PeerMemory:
     bases = [int(address) for address in handle.buffer_ptrs]
     # Regions of one size begin at the same offset of torch's allocations.
     offset = own.data_ptr() - bases[group.rank]
-    # No rank reads before all regions are zero.
+    # No rank may read before all regions are zero.
     group.barrier()
     return PeerMemory(own, [base + offset for base in bases], handle)
 
 
 def why_memory_is_apart(group: NcclGroup) -> str:
-    """Why the GPUs of ``group`` should not map each other's memory, as far as the driver
-    tells in advance; empty where this rank sees no reason. Collective.
+    """The driver's reason against mapping the memory of the GPUs of ``group``; empty if this
+    rank sees none. Collective.
 
     Peer access alone is not enough: between cards on PCI Express the driver may report it
     although it does not work, and a kernel that waits for a flag there never ends. Native

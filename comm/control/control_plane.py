@@ -21,7 +21,7 @@ class _Kind(IntEnum):
 
     DECISION = 0
     IDLE = 1
-    """No decision follows until there is work again: followers wait without a time limit."""
+    """The engine is idle: followers wait for the next decision without a time limit."""
     ALIVE = 2
     """Work is outstanding but this step has no decision."""
     CLOSE = 3
@@ -35,7 +35,8 @@ class ControlPlane(Protocol):
     """
 
     last_decision: bytes
-    """The decision that was sent or received last, for the log of a failure; empty at first."""
+    """The last decision that was sent or received, for the log of a failure; initially
+    empty."""
 
     def broadcast(self, payload: bytes) -> None:
         """Rank 0: send one decision to all."""
@@ -168,7 +169,7 @@ class Leader:
 
 
 class Follower:
-    """Another rank's end: reads its host's ring, or as first rank of a host feeds it."""
+    """Another rank's end: reads its host's ring, or as the first rank of a host writes it."""
 
     transport = ""
 

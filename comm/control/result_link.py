@@ -47,7 +47,7 @@ class _Source(Protocol):
         ...
 
     def has_message(self) -> bool:
-        """Whether a message has begun to come."""
+        """Whether a message has begun to arrive."""
         ...
 
     def close(self) -> None:
@@ -185,7 +185,7 @@ class _SocketSink:
         self._sock = sock
 
     def has_room(self, num_bytes: int) -> bool:
-        """Whether the message is small: few are under way, so that a small one fits."""
+        """Whether the message is small: few are in flight, so a small message fits."""
         return num_bytes <= _SMALL_BYTES
 
     def write(self, payload: bytes, timeout_s: float) -> None:

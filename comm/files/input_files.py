@@ -22,7 +22,7 @@ _KINDS = {
 }
 
 _TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json")
-"""Older tokenizers have the second file; where both name a token, the first counts."""
+"""Older tokenizers have the second file; if both name a token, the first file counts."""
 
 
 class NoFileError(OSError):
@@ -39,7 +39,7 @@ def require_file(path: str | os.PathLike[str]) -> None:
     """Refuse a path whose reading may never end, such as a FIFO without a writer.
 
     Raises:
-        OSError: the path does not exist; `NoFileError`: it is no file. Folders pass.
+        OSError: the path does not exist; `NoFileError`: the path is no file. Folders pass.
     """
     kind = _KINDS.get(stat.S_IFMT(os.stat(path).st_mode))
     if kind is not None:
@@ -50,8 +50,8 @@ def read_text(path: str | os.PathLike[str]) -> str:
     """The text of a file in UTF-8.
 
     Raises:
-        OSError: as for `require_file`, or it cannot be read.
-        UnicodeDecodeError: it is no such text.
+        OSError: see `require_file`, or the file cannot be read.
+        UnicodeDecodeError: the text is not UTF-8.
     """
     require_file(path)
     with open(path, encoding=UTF8) as file:
@@ -62,7 +62,7 @@ def parse_json(text: str | bytes) -> Any:
     """The value of a JSON text.
 
     Raises:
-        ValueError: it is none, or nested deeper than can be read.
+        ValueError: the text is no JSON, or nested too deep to be read.
     """
     try:
         return json.loads(text)

@@ -11,7 +11,7 @@ from typing import Any
 from trimaran.comm.errors import ConfigError
 
 _BITS_OF_WHOLE = 32
-"""Torch has 64, but products of sizes have to fit as well."""
+"""Torch has 64 bits, but products of sizes must fit as well."""
 
 
 def _is_whole(value: Any) -> bool:
@@ -20,7 +20,7 @@ def _is_whole(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    # Python's `json` reads NaN and Infinity, and 1e999 as the latter.
+    # Python's `json` reads NaN and Infinity, and 1e999 as Infinity.
     return _is_whole(value) or (isinstance(value, float) and math.isfinite(value))
 
 
@@ -84,10 +84,10 @@ def check_types(
     inside: str = "",
     may_be_null: bool = True,
 ) -> None:
-    """Refuse values of another type than their key's; keys without one may be anything.
+    """Refuse values whose type is not that of their key; unlisted keys may have any value.
 
     Raises:
-        ConfigError: names the key, behind ``inside`` if it is an object's, and its value.
+        ConfigError: names the key, prefixed by ``inside``, and its value.
     """
     for key, value in values.items():
         wanted = types.get(key)
@@ -111,11 +111,11 @@ def check_field_types(owner: type, values: Mapping[str, Any], *, inside: str = "
     """Refuse values of other types than the fields of their names.
 
     Raises:
-        ConfigError: names the key, behind ``inside``, and its value.
+        ConfigError: names the key, prefixed by ``inside``, and its value.
     """
     types: dict[str, JsonType] = {}
     for field in fields(owner):
-        # Annotations are text, as in all of our modules.
+        # Annotations are strings, because all modules import `annotations` from `__future__`.
         annotation = str(field.type)
         types[field.name] = _TYPE_OF_ANNOTATION[annotation.removesuffix(_OR_NULL)]
         if annotation.endswith(_OR_NULL) and values.get(field.name) is None:

@@ -1,4 +1,4 @@
-"""Large payloads between processes of one host, in nameless shared memory beside a message."""
+"""Large payloads between processes of one host, in anonymous shared memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trimaran.comm.errors import ProtocolError
 from trimaran.comm.messages.messages import StepOutput
 
 INLINE_BYTES = 64 << 10
-"""Payloads up to here go into the message itself."""
+"""Bytes up to which payloads are part of the message itself."""
 
 _MAPPED_BYTES = 16 << 20
 _POPULATED = mmap.MAP_SHARED | mmap.MAP_POPULATE
@@ -31,15 +31,15 @@ MAX_REMOTE_BYTES = 32 << 20
 
 
 class BulkSender:
-    """The sending end. Memory is held until its receiver releases it, or is gone.
+    """The sending end. Memory is kept until its receiver releases it or is lost.
 
-    No name in a file system: the kernel frees the memory with the last process that has it,
-    however that ends.
+    The memory has no name in a file system: the kernel frees it with the last process that maps
+    it, however that process ends.
     """
 
     def __init__(self) -> None:
         self._held: dict[Hashable, dict[int, int]] = defaultdict(dict)
-        # Some payloads are written by a thread beside the others.
+        # A thread writes some payloads while the main thread writes others.
         self._numbers = itertools.count(1)
 
     @property
@@ -48,10 +48,11 @@ class BulkSender:
         return sum(map(len, self._held.values()))
 
     def put(self, receiver: Hashable, parts: Iterable[memoryview]) -> Handle:
-        """Write the parts one after another into new memory; what `open_bulk` needs.
+        """Write the parts one after another into new memory; returns the handle for
+        `open_bulk`.
 
         Raises:
-            OSError: the host has no memory left for them.
+            OSError: the host has no memory left.
         """
         fd = os.memfd_create("trimaran-bulk", os.MFD_CLOEXEC)
         num_bytes = 0
@@ -76,17 +77,17 @@ class BulkSender:
                 os.close(held.pop(number))
 
     def drop(self, receiver: Hashable) -> None:
-        """The receiver is gone."""
+        """The receiver is lost: free its payloads."""
         for fd in self._held.pop(receiver, {}).values():
             os.close(fd)
 
 
 def open_bulk(handle: Handle) -> memoryview:
-    """A read-only payload: a large one is mapped, which takes a descriptor for as long as
-    the view lives; a small one is copied.
+    """A read-only view of a payload. A large payload is mapped, and takes a file descriptor
+    while the view lives; a small payload is copied.
 
     Raises:
-        ProtocolError: the memory cannot be opened, or is shorter.
+        ProtocolError: the memory cannot be opened, or is too short.
     """
     pid, fd, num_bytes, _ = handle
     path = f"/proc/{pid}/fd/{fd}"
@@ -122,7 +123,7 @@ def bulky_bytes(output: StepOutput) -> int:
 
 
 def pack(output: StepOutput, receiver: Hashable, sender: BulkSender | None) -> None:
-    """Move large extras out of the message, into memory; without ``sender`` they stay."""
+    """Move large extras from the message to shared memory; without ``sender`` they stay."""
     lists = [
         (extras, name) for extras in output.extras.values() for name in BULKY if name in extras
     ]
@@ -151,7 +152,7 @@ def unpack(output: StepOutput) -> dict[int, dict[str, Any]]:
             if name in extras:
                 ((start, *lengths),) = extras[name]
                 if name == "context_logits":
-                    # The pieces of a prompt lie side by side: no need to join them later.
+                    # The chunks of a prompt are contiguous, so they need not be joined later.
                     lengths = [sum(lengths)]
                 extras[name] = items = []
                 for length in lengths:

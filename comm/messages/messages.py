@@ -21,13 +21,14 @@ from trimaran.comm.transport.sockets import FrameCutter, frame
 
 PROTOCOL_VERSION = 3
 MAX_FRAME_BYTES = (1 << 31) - 1
-"""As much as a client can send at once: an adapter's weights may take it all."""
+"""The largest request that a client can send: an adapter's weights may need all of it."""
 
 
 class FinishReason(IntEnum):
-    """Why a sequence ended; the numbers of the executor that clients know.
+    """Why a sequence ended; the numbers are those of TensorRT-LLM's executor.
 
-    Its 4 is a time limit for running, which no client of the backend can set.
+    Number 4 is a time limit for running, which no client of Triton's TensorRT-LLM backend can
+    set.
     """
 
     NOT_FINISHED = 0
@@ -101,7 +102,7 @@ class Submit(Message):
     priority: int = 0
     """Higher runs first."""
     adapter_id: int = 0
-    """LoRA task id; 0 without an ``adapter`` means none."""
+    """LoRA task id; 0 without an ``adapter`` means no adapter."""
     embeddings: dict[str, Any] | None = None
     """Prompt table: dtype, shape, data (bytes or a shared-memory descriptor)."""
     requested_outputs: tuple[str, ...] = ()
@@ -112,8 +113,8 @@ class Submit(Message):
     arrival_ns: int = 0
     """Monotonic clock of the front end's host, nanoseconds."""
     retention: dict[str, Any] | None = None
-    """How long KV blocks are kept: ``ranges`` of prompt tokens, each a start, an end, a
-    priority and milliseconds or -1, and the last two for the ``output``."""
+    """Retention of KV blocks: ``ranges`` of prompt tokens, each (start, end, priority,
+    milliseconds or -1), and (priority, milliseconds) for the ``output``."""
     adapter: dict[str, Any] | None = None
     """The LoRA adapter of the request: ``weights`` and ``config``, each with ``datatype``,
     ``shape`` and ``data``, and their ``digest``; or the ``name`` of an adapter instead of an
@@ -249,7 +250,7 @@ class AdapterTaken(Message):
 
 @dataclass(slots=True, kw_only=True)
 class Ask(Message):
-    """Either way between two front ends: a question, or something to do."""
+    """Either way between two front ends: a question or a command."""
 
     number: ClassVar[int] = 11
     ask_id: int
@@ -260,7 +261,7 @@ class Ask(Message):
 
 @dataclass(slots=True, kw_only=True)
 class Answer(Message):
-    """The answer to the `Ask` of this number; an ``error`` means that nothing was done."""
+    """The answer to the `Ask` with this number; an ``error`` means that nothing was done."""
 
     number: ClassVar[int] = 12
     ask_id: int
@@ -336,7 +337,7 @@ class ChildHello(Message):
 
 @dataclass(slots=True, kw_only=True)
 class ChildConfig(Message):
-    """Supervisor to child, the answer to `ChildHello`: all it needs to start."""
+    """Supervisor to child, the answer to `ChildHello`: the child's configuration."""
 
     number: ClassVar[int] = 21
     protocol_version: int = PROTOCOL_VERSION
@@ -354,7 +355,7 @@ class ChildState(Message):
     text: str = ""
     """Text for operators: progress, or the failure and its remedy."""
     is_config_error: bool = False
-    """A restart cannot help."""
+    """Whether a restart cannot help."""
     facts: dict[str, Any] = field(default_factory=dict)
 
 
@@ -397,7 +398,7 @@ _FIELDS: dict[type[Message], tuple[str, ...]] = {
 def encode(message: Message) -> bytes:
     """A whole frame, length included."""
     names = _FIELDS[type(message)]
-    # Clients' texts need not be UTF-8: their bytes go as they came.
+    # Clients' texts need not be UTF-8: their bytes are passed on unchanged.
     body: bytes = msgpack.packb(
         [message.number, *(getattr(message, name) for name in names)],
         use_bin_type=True,

@@ -1,4 +1,4 @@
-"""What a client asked of sampling: every field that the served interfaces know."""
+"""The sampling parameters of a request: every field that the served interfaces know."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 MIN_TEMPERATURE = 1e-5
-"""A lower one that is not 0 would leave nothing but the largest logit in float32."""
+"""A smaller temperature, other than 0, would leave only the largest logit in float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ class SamplingParams:
     return_context_logits: bool = False
     return_generation_logits: bool = False
     logits_dtype: str = "float32"
-    """Of the logits that are returned: float32 or float16."""
+    """Dtype of returned logits: float32 or float16."""
 
     return_perf_metrics: bool = False
     guide_type: str = ""
@@ -73,7 +73,7 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the likeliest id is always taken."""
+        """Whether the id of highest logit is always taken."""
         has_filter = self.top_k > 0 or self.top_p > 0 or self.min_p > 0
         return self.temperature == 0 or self.top_k == 1 or not has_filter
 
@@ -86,7 +86,7 @@ class SamplingParams:
         }
 
     def to_wire(self) -> dict[str, Any]:
-        """Only what differs from the defaults, for msgpack."""
+        """The fields that differ from their defaults, for msgpack."""
         return self.changed_fields()
 
     @classmethod

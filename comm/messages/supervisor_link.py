@@ -63,7 +63,7 @@ class SupervisorLink:
 
         Raises:
             OSError: the supervisor does not listen.
-            ProtocolError: it speaks another version or refuses this child.
+            ProtocolError: the supervisor speaks another version or refuses this child.
         """
         sock = Address.parse(env.supervisor).connect(CONNECT_TIMEOUT_S)
         hello = ChildHello(

@@ -16,18 +16,18 @@ from trimaran.comm.stages.stage_links import HiddenShape, StageReceiver, StageSe
 from trimaran.comm.topology import ParallelLayout
 
 _EXTRA_SLOTS = 2
-"""Slots of a link between stages beside one a stage: one more step may be in flight, and the
-slot that is being read is not free yet."""
+"""Slots of a link in addition to one a stage: one more step may be in flight, and the slot that
+is being read is not free yet."""
 
 
 def connect_stages(
     stages: World, shape: HiddenShape, device: torch.device, timeout_s: float
 ) -> tuple[StageReceiver | None, StageSender | None]:
-    """This rank's ends to the stage before and to the next one.
+    """This rank's links to the preceding and the next stage.
 
-    Collective over the world that ``stages`` is cut from, each rank with its own: the ranks of
-    one pipeline, first stage first. GPUs of one host that map each other's memory use it,
-    other GPUs NCCL; CPU ranks of one host use shared memory, of several hosts gloo.
+    Collective over the world that ``stages`` is a part of; each rank passes the ranks of its
+    own pipeline, first stage first. GPUs of one host that map each other's memory use it, other
+    GPUs NCCL; CPU ranks of one host use shared memory, of several hosts gloo.
     """
     is_one_host = len(set(stages.hosts)) == 1
     if device.type == "cuda":
@@ -42,7 +42,7 @@ def connect_stages(
 
 
 class PipelineLinks:
-    """The links of one rank to the stages before and behind it, and those for results.
+    """The links of one rank to its neighbouring stages, and for results.
 
     Decisions come over the control plane. Hidden states go from each rank of a stage to the
     rank of the same tensor position in the next stage. Sampled tokens go from tensor rank 0
@@ -57,11 +57,11 @@ class PipelineLinks:
         """On rank 0, by the rank that sends results."""
         self.report_writer: ResultWriter | None = None
         self.report_readers: dict[int, ResultReader] = {}
-        """The same for occasional reports of the first rank of each stage and lane."""
+        """The same for occasional reports of the first rank of each stage and dp rank."""
         self.expert_ranks: TensorParallelGroup | None = None
-        """The ranks of all lanes that share this rank's layers, where they share experts."""
+        """The ranks of all dp ranks that hold this rank's layers, if they share experts."""
         self.is_first_lane = True
-        """Whether this rank belongs to the data-parallel lane of rank 0."""
+        """Whether this rank belongs to dp rank 0."""
         self._world: World | None = None
         self._timeout_s = float("inf")
 
@@ -101,7 +101,7 @@ class PipelineLinks:
             self.next.peer = topology.rank + topology.tp_size
 
     def open_reports(self, topology: ParallelLayout) -> None:
-        """Connect the first ranks of all other stages and lanes to rank 0, for reports.
+        """Connect the first ranks of all other stages and dp ranks to rank 0, for reports.
 
         Collective over the world.
         """
@@ -115,7 +115,7 @@ class PipelineLinks:
         """Every rank's ``value``, in order of ranks. Collective over the world; while loading.
 
         Raises:
-            PeerLostError: a rank did not come in time.
+            PeerLostError: a rank did not arrive in time.
         """
         if self._world is None:
             return [value]
@@ -124,11 +124,11 @@ class PipelineLinks:
         return values
 
     def minimum(self, value: int) -> int:
-        """The least of all ranks' values; see `all_gather`."""
+        """The smallest of all ranks' values; see `all_gather`."""
         return int(min(self.all_gather(value)))
 
     def set_timeouts(self, waits: StepTimeouts) -> None:
-        """The longest waits for other ranks from now on."""
+        """Set the longest waits for other ranks."""
         self._timeout_s = waits.results_s
         readers = [*self.readers.values(), *self.report_readers.values()]
         for end in [self.next, self.writer, self.report_writer, *readers]:
@@ -149,7 +149,7 @@ class PipelineLinks:
         return {**names, "results": "+".join(told)} if told else names
 
     def close(self) -> None:
-        """Free the ends of this rank. Collective over lanes that share experts."""
+        """Free this rank's ends. Collective over dp ranks that share experts."""
         if self.expert_ranks is not None:
             self.expert_ranks.close()
         readers = [*self.readers.values(), *self.report_readers.values()]

@@ -29,7 +29,7 @@ _SPIN_S = 0.0001
 
 
 _LONGEST_SLEEP_S = 0.001
-"""A sleeper that misses a wake-up looks again after this time."""
+"""A sleeper that misses a wake-up checks again after this time."""
 
 
 SENT, FREED = 0, 1
@@ -72,7 +72,7 @@ class StepCounts:
         """Wait until the slot of the next step is free.
 
         Raises:
-            PeerLostError: the next stage took nothing in the sender's time.
+            PeerLostError: the next stage took no step within the sender's timeout.
         """
         if not self.wait_for(FREED, num_sent - num_slots + 1, sender.timeout_s):
             raise PeerLostError(f"{took_nothing(sender)} while {num_slots} waited")
@@ -81,14 +81,14 @@ class StepCounts:
         """Wait until the next step was sent.
 
         Raises:
-            PeerLostError: the stage before sent nothing in the receiver's time.
+            PeerLostError: the preceding stage sent no step within the receiver's timeout.
         """
         if not self.wait_for(SENT, num_received + 1, receiver.timeout_s):
             raise PeerLostError(sent_nothing(receiver))
 
 
 def _slots_of(segment: SharedSegment, shape: HiddenShape) -> Tensor:
-    """The slots of a segment, behind its counts, [slots, max tokens, D].
+    """The slots of a segment, after its counts, [slots, max tokens, D].
 
     The kernel allocates pages at their first write: an engine that only decodes does not pay
     for slots of prompt size.
@@ -158,7 +158,7 @@ def connect_shared(
 def share_with_neighbours(
     stages: World, num_bytes: int
 ) -> tuple[SharedSegment | None, SharedSegment | None]:
-    """Memory shared with the stage before, and with the next one; zeroed, all on one host.
+    """Memory shared with the preceding stage, and with the next; zeroed, all on one host.
 
     Collective over ``stages``.
     """

@@ -1,4 +1,4 @@
-"""The two ends of a link between pipeline stages: what every transport implements."""
+"""The two ends of a link between pipeline stages: the interface of every transport."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import Tensor
 class StageSender(ABC):
     """The sending end of a stage.
 
-    There are slots for as many steps as can be in flight, so that a sender does not wait
-    for the next stage; steps use the slots in turn.
+    There are slots for as many steps as can be in flight, used in turn, so that a sender does
+    not wait for the next stage.
     """
 
     transport = ""
@@ -32,16 +32,16 @@ class StageSender(ABC):
         On a GPU: by kernels that are launched afterwards on the current stream.
 
         Raises:
-            PeerLostError: the next stage took nothing for ``timeout_s``.
+            PeerLostError: the next stage took no step for ``timeout_s``.
         """
 
     def close(self) -> None:
-        """Free what this end holds."""
+        """Free the resources of this end."""
         return
 
 
 class StageReceiver(ABC):
-    """The receiving end of a stage: steps come in the order in which they were sent."""
+    """The receiving end of a stage: steps arrive in the order in which they were sent."""
 
     transport = ""
     timeout_s: float
@@ -55,17 +55,17 @@ class StageReceiver(ABC):
         Waits for them; on a GPU the current stream waits.
 
         Raises:
-            PeerLostError: the stage before sent nothing for ``timeout_s``.
+            PeerLostError: the preceding stage sent no step for ``timeout_s``.
         """
 
     def close(self) -> None:
-        """Free what this end holds."""
+        """Free the resources of this end."""
         return
 
 
 @dataclass(frozen=True, slots=True)
 class HiddenShape:
-    """The shape of a link: ``max_tokens`` vectors a step, ``num_slots`` steps at once."""
+    """The shape of a link: up to ``max_tokens`` vectors a step, ``num_slots`` steps at once."""
 
     max_tokens: int
     hidden_size: int
@@ -89,7 +89,7 @@ def took_nothing(sender: StageSender) -> str:
 
 
 def sent_nothing(receiver: StageReceiver) -> str:
-    """An error text that names the stage before."""
+    """An error text that names the preceding stage."""
     return (
         f"rank {receiver.peer}, the stage before, sent no hidden states for "
         f"{receiver.timeout_s:.3g} s"

@@ -118,8 +118,8 @@ def connect_gloo(
 # ---- GPUs -------------------------------------------------------------------------------
 
 _MAX_BLOCKS = 8
-"""Thread blocks of a transfer. More would not speed up a step noticeably, and each occupies a
-multiprocessor of the GPU that other kernels are sized for."""
+"""Thread blocks of a transfer. More would not noticeably speed up a step, and each occupies a
+multiprocessor that other kernels need."""
 
 
 class _NcclPairs:
@@ -144,7 +144,7 @@ class _NcclPairs:
         self.timeout_s = timeout_s
 
     def send(self, hidden: Tensor, rank: int) -> Any:
-        """Enqueue a transfer behind the current stream; the handle to wait for it."""
+        """Enqueue a transfer after the current stream's work; returns its handle."""
         what = f"the next pipeline stage takes no hidden states on {self.device}"
         return _guarded(what, lambda: self._group.send([hidden], rank, _TAG))
 
@@ -163,7 +163,7 @@ class _NcclPairs:
 class NcclSender(StageSender):
     """Enqueues the transfer beside the computation; the host does not wait.
 
-    A transfer runs on a stream of its own, behind the copy into its slot.
+    A transfer runs on its own stream, after the copy to its slot.
     """
 
     transport = "nccl"
@@ -177,7 +177,7 @@ class NcclSender(StageSender):
         """Hand on a step's hidden states; see `StageSender.send`."""
         place, memory, work = self._slots.next()
         if work is not None:
-            # The device waits, and only if the next stage is all slots behind.
+            # Only the device waits, and only if the next stage is all slots behind.
             work.wait()
         slot = memory[: len(hidden_TD)].copy_(hidden_TD)
         self._slots.keep(place, self._pairs.send(slot, self._pairs.rank + 1))
@@ -188,18 +188,18 @@ class NcclSender(StageSender):
 
 
 class NcclReceiver(StageReceiver):
-    """Enqueues the transfer behind all steps before.
+    """Enqueues the transfer after all earlier steps.
 
-    Not beside them: a transfer that waits for its sender occupies multiprocessors of the
-    GPU, and a kernel with one block for each would take twice as long. Sent data already lies
-    in NCCL's buffers on this GPU, so that the transfer is short when it is due.
+    A concurrent transfer that waits for its sender would occupy multiprocessors of the GPU, and
+    a kernel with one block for each multiprocessor would take twice as long. Sent data is
+    already in NCCL's buffers on this GPU, so the transfer is short when it runs.
     """
 
     transport = "nccl"
 
     def __init__(self, pairs: _NcclPairs) -> None:
         self._pairs = pairs
-        # Its readers run on the stream that the next transfer waits for.
+        # The readers of the buffer run on the stream that the next transfer waits for.
         self._slot = pairs.shape.empty(pairs.device, 1)[0]
         self.timeout_s = pairs.timeout_s
 
@@ -221,8 +221,8 @@ def connect_nccl(
     pairs = _NcclPairs(stages, shape, device, timeout_s)
     receiver = None if stages.rank == 0 else NcclReceiver(pairs)
     sender = None if stages.rank == stages.size - 1 else NcclSender(pairs)
-    # NCCL connects a pair at its first transfer: here, not in a step. Receive first, as the
-    # stage before sends first.
+    # NCCL connects a pair at its first transfer, so make one here rather than in a step.
+    # Receive first, because the preceding stage sends first.
     if receiver is not None:
         receiver.receive(1)
     if sender is not None:

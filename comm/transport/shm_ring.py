@@ -18,7 +18,7 @@ from trimaran.comm.transport.shared_memory import (
 SLOT_BYTES = 16 << 10
 NUM_SLOTS = 64
 SPIN_S = 0.0001
-"""How long a reader polls before it sleeps; longer polling takes a core from its peers."""
+"""Seconds that a reader polls before it sleeps; longer polling takes a core from its peers."""
 
 _MAX_SLEEP_S = 3600.0
 _HAS_MORE = 1 << 63
@@ -144,7 +144,7 @@ class RingReader(ShmRing):
     def read(self, timeout_s: float | None = None) -> bytes | None:
         """The next message; None if none begins within ``timeout_s`` (None: no limit).
 
-        Looks for `SPIN_S`, then sleeps in the kernel.
+        Polls for `SPIN_S`, then sleeps in the kernel.
 
         Raises:
             PeerLostError: the writer stopped in the middle of a message.

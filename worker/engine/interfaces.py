@@ -1,4 +1,4 @@
-"""What the engine steps: a scheduler, its adapters and a runner, of one dp rank or of all.
+"""The interfaces of scheduler, adapters and runner, of one dp rank or of all.
 
 `Scheduler`, `AdapterManager` and `ModelRunner` serve these interfaces without data parallelism.
 With several dp ranks the classes of `scheduling.data_parallel` and of
@@ -46,7 +46,8 @@ class StepRunner(Protocol):
 
     @property
     def loaded_step(self) -> int:
-        """The last step whose copies from the host cache are made, with all before it."""
+        """The last step whose copies from the host are complete, like those of all earlier
+        steps."""
         ...
 
     def move_adapters(self, ops: list[Any]) -> None:
@@ -58,7 +59,7 @@ class StepRunner(Protocol):
         ...
 
     def close(self) -> None:
-        """Free what must be freed before the tensor group's communicator."""
+        """Free the runner's resources. Before the tensor group's communicator is closed."""
         ...
 
 
@@ -67,7 +68,7 @@ class EngineStep(Protocol):
 
     @property
     def decision(self) -> SchedulerOutput | LaneDecisions:
-        """What all ranks carry out."""
+        """The decision that all ranks carry out."""
         ...
 
     @property
@@ -207,7 +208,7 @@ class StepAdapters(Protocol):
         ...
 
     def keep(self, task: int, given: dict[str, Any]) -> object:
-        """Cache an adapter; the result is of no use to the engine."""
+        """Cache an adapter; the engine ignores the result."""
         ...
 
 
@@ -223,7 +224,7 @@ class EngineParts(NamedTuple):
 def engine_parts(
     loaded: LoadedEngine, topology: ParallelLayout, links: PipelineLinks
 ) -> EngineParts:
-    """The parts of a loaded engine. One dp rank needs no layer for several in between."""
+    """The parts of a loaded engine. A single dp rank needs no wrapper for several ranks."""
     num_micro_batches = loaded.depth if topology.pp_size > 1 else 0
     schedulers = [
         Scheduler(loaded.limits, cache, adapters, num_micro_batches)

@@ -57,14 +57,14 @@ class LoadedEngine:
 
     runner: ModelRunner
     caches: list[KVCacheManager]
-    """Of each dp rank that this process schedules, its own first."""
+    """The caches of each dp rank that this process schedules, its own first."""
 
     limits: SchedulerConfig
-    """The configured ones, lowered to those of the model."""
+    """The configured limits, lowered to those of the model."""
 
     vocab_size: int
     adapters: list[AdapterManager]
-    """As ``caches``."""
+    """The managers of each dp rank, like ``caches``."""
 
     sampling_backend: str
     stages: str
@@ -74,7 +74,7 @@ class LoadedEngine:
     """None for a model without experts."""
 
     def facts(self, topology: ParallelLayout) -> dict[str, Any]:
-        """For front ends, logs and metrics."""
+        """Facts for front ends, logs and metrics."""
         model, limits, cache = self.runner.model, self.limits, self.caches[0]
         return {
             "max_batch_size": limits.max_num_seqs * topology.dp_size,
@@ -151,7 +151,7 @@ def load_engine(
     num_blocks = _agreed(mine, tp, device, links)
     runner = make_runner(num_blocks)
     maker.find_sides()
-    # Before graphs are captured: they hold what the layers do.
+    # Before graphs are captured, because they record the layers' adapter kernels.
     budget = adapter_bytes(config.lora, topology, device, step_bytes)
     budget, is_leader = _agreed(budget, tp, device, links), topology.rank == 0
     adapters = load_adapters(config, runner, limits, budget, links, is_leader=is_leader)
@@ -233,8 +233,8 @@ def _stage_sizes(model: CausalLM, topology: ParallelLayout, links: PipelineLinks
 def _sampling_kernel(model: CausalLM, device: torch.device) -> CpuSampling | None:
     if device.type != "cpu" or model.backends()["linear"] == "torch":
         return None
-    # Our kernels have threads of their own. Torch's would spin beside them after every
-    # larger operation of the sampler, and the step would wait for the cores.
+    # Our kernels have their own threads. Torch's threads would spin after every larger
+    # operation of the sampler, and the step would wait for cores.
     torch.set_num_threads(1)
     return CpuSampling(load_library())
 
@@ -252,14 +252,14 @@ def _first_steps(
     cache is freed. Collective over the stages, which run steps together.
     """
     if not config.deterministic:
-        # Before memory is shared out: kernels take some.
+        # Before memory is divided, because kernels take some.
         load_product_kernels(runner, limits)
     prompt_bytes, decode_bytes = peak_step_bytes(runner, limits)
     step_bytes = max(prompt_bytes, decode_bytes)
     for group in runner.groups:
         group.free()
     if graphs:
-        # The graphs keep the memory of their largest steps for themselves.
+        # Each graph keeps the memory of its largest step.
         share = max(prompts, default=0) / limits.max_num_batched_tokens
         step_bytes += max(decode_bytes, int(share * prompt_bytes))
     return step_bytes
@@ -307,8 +307,8 @@ def adapter_bytes(
     device: torch.device,
     step_bytes: int,
 ) -> int:
-    """Device memory of this rank for adapters in use: the configured share of the memory that
-    the model, the KV cache and the ``step_bytes`` of a step leave."""
+    """Device memory of this rank for adapters in use: the configured fraction of the memory
+    that the model, the KV cache and a step (``step_bytes``) leave."""
     left = max(0, free_bytes(device, len(topology.local_ranks)) - step_bytes)
     return int(left * config.gpu_memory_fraction)
 
@@ -336,7 +336,7 @@ def load_adapters(
     is_gpu = model.device.type == "cuda"
     slots: Slots
     if is_gpu:
-        # Imported only now: a CPU needs no Triton.
+        # Imported late, because a CPU needs no Triton.
         from trimaran.worker.lora.device_slots import DeviceSlots
 
         memory = torch.empty(size, dtype=model.dtype, device=model.device)
@@ -361,7 +361,7 @@ def load_adapters(
         store.expect(number, rows)
         for piece in pieces:
             store.take_piece(number, piece)
-        # The shares that are cut out of it are much smaller than the whole.
+        # The packed shards are much smaller than the whole adapter.
         store.wait_for(number)
     if manager.num_on_host:
         logger.info("%d LoRA adapters of %s", manager.num_on_host, lora.prefetch_dir)

@@ -1,4 +1,4 @@
-"""What the engine sends to front ends: each step's outputs, and gauges."""
+"""The engine's messages to front ends: each step's outputs, and gauges."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 class StepDetails:
-    """One step's outputs beside ids, by sequence."""
+    """One step's outputs other than ids, by sequence."""
 
     def __init__(self, sequences: list[Sequence], sampled: SampledTokens) -> None:
         """``sequences`` are the sampled ones."""
@@ -93,14 +93,14 @@ class StepDetails:
 
     @classmethod
     def of(cls, sequences: list[Sequence], sampled: SampledTokens) -> StepDetails | None:
-        """The details, or None where there are none."""
+        """The details, or None if there are none."""
         if sampled.log_probs is None and sampled.logits is None:
             return None
         return cls(sequences, sampled)
 
 
 def _extras(sequence: Sequence, details: StepDetails | None, has_token: bool) -> dict[str, Any]:
-    """Outputs beside ids. Lists have one item per token, so front ends can join steps."""
+    """Outputs other than ids. Lists have one item per token, so front ends can join steps."""
     sampling = sequence.request.sampling
     extras: dict[str, Any] = {}
     if sequence.figures is not None:
@@ -147,7 +147,7 @@ class EngineStats:
         self._num_active = 0
 
     def record(self, step: EngineStep) -> None:
-        """Note a step that was just scheduled."""
+        """Record a step that was just scheduled."""
         self._last = step
         self._num_active = self._scheduler.num_active
 

@@ -14,7 +14,7 @@ _RECENT_S = 2.0
 """If no request came for this long, planning does not wait for one."""
 
 _DRIFT = 0.1
-"""Share of a change for the worse that an estimate follows at once."""
+"""Fraction of a change for the worse that an estimate follows at once."""
 
 _MIN_PROMPT_TOKENS = 128
 """Steps with fewer prompt tokens say little about the cost of a prompt token."""
