@@ -1,4 +1,4 @@
-"""Files that a command writes: checked before it begins, and never left half written."""
+"""Files that a command writes: checked before the command begins, and never half written."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def check_replaceable(flag: str, path: str | os.PathLike[str]) -> None:
 
 
 def make_folder(flag: str, path: str | os.PathLike[str]) -> None:
-    """Make the folder that ``flag`` names, if it is not there.
+    """Make the folder that ``flag`` names, if it does not exist.
 
     Raises:
         ConfigError: the folder cannot be made; says why.
