@@ -1,4 +1,6 @@
-"""What a kernel needs to add LoRA adapters to a product, and the same sum by plain torch."""
+"""Inputs of the kernels that add LoRA adapters to a product, and the same sum in plain
+torch.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class AdapterTables:
-    """All adapters that the model can use: one piece of memory, and what lies where."""
+    """All loaded adapters: one buffer, and the offsets of the matrices in it."""
 
     data: Tensor
     """The matrices, in the model's dtype."""
@@ -28,7 +30,7 @@ class AdapterBlocks:
     """The tokens of one step that have adapters."""
 
     tokens: Tensor
-    """int32 [G, M]; -1 where a block has no more."""
+    """int32 [G, M]; padded with -1."""
 
     slots: Tensor
     """int32 [G]: each block's adapter; -1 for a block without tokens."""
@@ -47,9 +49,9 @@ def add_adapters(
 ) -> None:
     """Add ``(x @ a.T) @ b`` of each token's adapter to a product, in place.
 
-    The product's outputs are targets with numbers from ``first_target`` on, of these
-    ``sizes`` one behind the other. Sums are float32; ``x @ a.T`` and the output are each
-    rounded once to the dtype of ``x``.
+    The product's outputs are the targets from number ``first_target`` on, concatenated, with
+    these ``sizes``. Sums are float32; ``x @ a.T`` and the output are each rounded once to the
+    dtype of ``x``.
     """
     for tokens, slot in zip(blocks.tokens, blocks.slots.tolist(), strict=True):
         if slot < 0:

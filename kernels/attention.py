@@ -1,4 +1,4 @@
-"""What attention kernels are told: where a step's tokens stand, and which keys they see."""
+"""Inputs of attention kernels: the positions of a step's tokens, and the keys they see."""
 
 from __future__ import annotations
 
@@ -14,27 +14,29 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
-    """Which keys a query sees, and how its scores are formed. The same for all of a layer."""
+    """Which keys a query sees, and the form of its scores. Equal for all tokens of a layer."""
 
     scale: float
     """Factor of the products of queries and keys."""
 
     window: int = 0
-    """Tokens a query looks back at, itself included; 0 means all."""
+    """Keys that a query sees, its own token the last; 0 means all."""
 
     num_sinks: int = 0
-    """First tokens of a sequence that are seen whatever the window."""
+    """Sinks: first tokens of a sequence that every query sees, regardless of the window."""
 
     soft_cap: float = 0.0
-    """Scores become ``cap * tanh(score / cap)``; 0 leaves them."""
+    """Scores become ``cap * tanh(score / cap)``; 0 disables the cap."""
 
     latent_size: int = 0
-    """The cache holds one latent vector a token, a key whose first dims, so many, are its
-    value; 0 means that it holds keys and values apart."""
+    """The cache holds one latent vector for each token, a key whose first dims, this many,
+    are the value; 0 means that keys and values are separate.
+    """
 
     position_bias: Tensor | None = field(default=None, repr=False)
-    """float32 [N, P], dense in P: what a head's scores of the key at a position are raised by
-    after ``scale``; None for nothing. P is no less than the tokens of any sequence."""
+    """float32 [N, P], dense in P: added to a head's scores of the key at a position after
+    ``scale``; None for no bias. P is at least the tokens of any sequence.
+    """
 
     def __post_init__(self) -> None:
         if self.position_bias is not None and (self.soft_cap or self.latent_size):
@@ -46,27 +48,29 @@ class AttentionSpec:
             raise ValueError(
                 f"attention takes window ({self.window}), num_sinks ({self.num_sinks}), "
                 f"soft_cap ({self.soft_cap}) and latent_size ({self.latent_size}) from 0 on. "
-                "Set what is not wanted to 0."
+                "Set unused fields to 0."
             )
 
 
 @dataclass(frozen=True, slots=True)
 class LatentHeads:
-    """What makes keys and values of latent vectors of L dims, for N heads of this rank."""
+    """The projections from latent vectors of L dims to keys and values, for N heads of this
+    rank.
+    """
 
     key_up: Tensor
-    """[N, L, P]: a head's key, but for its rotated dims, is the vector times this."""
+    """[N, L, P]: the vector times this is a head's key without its rotated dims."""
 
     value_up: Tensor
-    """[N, V, L]: a head's value is this times the vector."""
+    """[N, V, L]: this times the vector is a head's value."""
 
 
 @dataclass(slots=True, kw_only=True)
 class AttentionMetadata:
-    """Where the tokens of one step stand in their sequences and in the KV cache.
+    """The positions of one step's tokens in their sequences and in the KV cache.
 
-    Tensors are on the model's device; the integers are upper bounds known to the host, so
-    that no kernel waits for the device.
+    Tensors are on the model's device. The integers are upper bounds known to the host, so that
+    no kernel waits for the device.
     """
 
     query_start_loc: Tensor
@@ -80,34 +84,37 @@ class AttentionMetadata:
     length are ignored."""
 
     slot_mapping: Tensor
-    """int64 [T]: ``block * B + offset`` that each token's KV goes to."""
+    """int64 [T]: ``block * B + offset``, the slot of each token's KV."""
 
     max_query_len: int
     max_seq_len: int
 
     num_decodes: int = 0
-    """How many leading sequences have exactly one query token. 0 is always right; the
-    true number lets a kernel treat decodes and prompt chunks apart."""
+    """Number of leading sequences with exactly one query token. 0 is always valid; the exact
+    number lets a kernel treat decodes and prompt chunks separately.
+    """
 
     has_past: bool = True
-    """Whether a sequence behind the decodes may have tokens from before this step. True is
-    always right."""
+    """Whether a sequence behind the decodes may have tokens from earlier steps. True is
+    always valid.
+    """
 
     rows: Tensor | None = None
     """int32 [S]: sequence s has the blocks ``block_tables[rows[s]]``; None: row s."""
 
     plans: dict[tuple[Any, ...], Any] = field(default_factory=dict)
-    """What kernels made of this step for the layers behind the first, by their settings."""
+    """Plans that kernels made for this step, by their settings; later layers reuse them."""
 
     def parts(self) -> list[tuple[slice, AttentionMetadata]]:
-        """The decodes, and the chunks of prompts behind them, where there are any of these;
-        each with its tokens. Padding behind the last sequence goes with the last part."""
+        """The decodes, and the prompt chunks behind them, without empty parts; each with its
+        tokens. Padding behind the last sequence belongs to the last part.
+        """
         num_decodes, num_sequences = self.num_decodes, self.seq_lens.shape[0]
         ends = sorted({0, num_decodes, num_sequences})
         return [self._part(first, end) for first, end in pairwise(ends)]
 
     def _part(self, first: int, end: int) -> tuple[slice, AttentionMetadata]:
-        # Each sequence before the first is a decode, which has one token.
+        # Each sequence before the first prompt chunk is a decode, with one token.
         is_decode = end <= self.num_decodes
         tokens = slice(first, None if end == self.seq_lens.shape[0] else end)
         part = AttentionMetadata(

@@ -1,4 +1,4 @@
-"""Compiles the CPU kernels once a machine, and says why where it cannot."""
+"""Compiles the CPU kernels once for each machine; errors name the cause."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ logger = logging.getLogger(__name__)
 SOURCES = Path(__file__).parent / "cpu" / "csrc"
 NEEDED_FEATURES = ("avx2", "fma", "f16c")
 AVX512_FEATURES = ("avx512f", "avx512bw", "avx512vl", "avx512dq")
-"""Used where the processor has all of them."""
+"""Instruction sets used if the processor has all of them."""
 USED_FEATURES = {
     "avx512_bf16": "avx512bf16",
     "amx_tile": "amx-tile",
     "amx_bf16": "amx-bf16",
 }
-"""Used beside those where the processor has them: its word and the compiler's."""
+"""Additional instruction sets used if the processor has them: its name and the compiler's."""
 
 _COMPILERS = ("g++", "c++", "clang++")
 _TIMEOUT_S = 300
 
 
 class KernelsUnavailableError(RuntimeError):
-    """This machine cannot compile or run the CPU kernels; the text says why."""
+    """This machine cannot compile or run the CPU kernels; the text names the cause."""
 
 
 def load_library() -> ctypes.CDLL:
@@ -61,7 +61,7 @@ def load_library() -> ctypes.CDLL:
 
 
 def cpu_features() -> frozenset[str]:
-    """The processor's features by the kernel's names; empty where they cannot be read."""
+    """The processor's features by the kernels' names; empty if they cannot be read."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="ascii").splitlines():
             if line.startswith("flags"):
@@ -72,7 +72,7 @@ def cpu_features() -> frozenset[str]:
 
 
 def has_avx512() -> bool:
-    """Whether the kernels use AVX-512, of which the processor needs several parts."""
+    """Whether the kernels use AVX-512; they need several of its extensions."""
     return cpu_features().issuperset(AVX512_FEATURES)
 
 
@@ -97,12 +97,12 @@ def _compiler() -> str:
 
 
 def cache_folder() -> Path:
-    """Where compiled kernels are kept: the user's cache, or a new folder a process."""
+    """The folder of compiled kernels: the user's cache, or a new folder for each process."""
     named = os.environ.get("XDG_CACHE_HOME")
     try:
         return _writable_folder(Path(named) if named else Path.home() / ".cache")
     except RuntimeError:
-        # The user has no name, as in a container that was started with a number alone.
+        # The user has no name, as in a container that was started with a numeric user id.
         return _own_folder("no home folder")
 
 
@@ -120,7 +120,7 @@ def _writable_folder(root: Path) -> Path:
 
 @functools.cache
 def _own_folder(reason: str) -> Path:
-    """A folder that goes with this process."""
+    """A folder that is deleted when this process ends."""
     logger.warning("%s: kernels are compiled at every start", reason)
     folder = Path(tempfile.mkdtemp(prefix="trimaran-kernels-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Begins to compile a model's slowest kernels before they are asked for, side by side."""
+"""Starts to compile a model's slowest kernels in parallel, before their first use."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from trimaran.kernels.tables.product_table import ProductTable
 def compile_ahead(
     device: torch.device, dtype: torch.dtype, hidden_size: int, vocab_size: int
 ) -> None:
-    """Begin to compile what a model of these sizes uses on a GPU; returns at once.
+    """Start to compile the kernels that a model of these sizes uses on a GPU; returns at once.
 
-    That is the attention of CUDA C++, the products that were measured and read or write
-    ``hidden_size``, and the kernel of sampling that takes Triton the longest.
+    These are the CUDA C++ attention kernels, the measured products that read or write
+    ``hidden_size``, and the sampling kernel that Triton compiles the longest.
     """
     if importlib.util.find_spec("triton") is None:
         return
@@ -35,7 +35,7 @@ def compile_ahead(
         jobs.append(partial(load_cubin, "attention_decode", "sm_90a"))
         for head_size in cuda_attention.HEAD_SIZES:
             jobs.append(partial(cuda_attention.compile_prefill, dtype, head_size))
-    # Logits as the model leaves them, and the copies that penalties edit.
+    # The dtype of the model's logits, and of the copies that penalties edit.
     for logits_dtype in (dtype, torch.float32):
         jobs.append(partial(compile_filters, device, logits_dtype, vocab_size))
     if can_multiply(device, dtype):
@@ -52,10 +52,10 @@ def compile_ahead(
 
 
 def run_beside(jobs: Iterable[Callable[[], object]]) -> None:
-    """Run jobs in threads of their own, in their order; returns at once.
+    """Run jobs in order, in threads; returns at once.
 
-    For jobs that leave a cache filled. A later request for a kernel waits for it there, or
-    meets there the error that a job ended with.
+    For jobs that fill a cache. A later request for a kernel waits for it there, or raises the
+    error that the job ended with.
     """
     pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="compile")
     for job in jobs:

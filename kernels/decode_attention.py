@@ -23,7 +23,7 @@ class DecodeAttention(Protocol):
 
     @property
     def backend(self) -> str:
-        """What logs and metrics call it."""
+        """The name in logs and metrics."""
         ...
 
     def __call__(
@@ -47,9 +47,10 @@ class DecodeAttention(Protocol):
         *,
         is_fixed: bool = False,
     ) -> Tensor | None:
-        """`Ops.rope_and_cache`, by the halves of heads, and then the attention of a
-        step of decodes alone, [S, N, H]; None, and nothing done, where that is not one
-        kernel here."""
+        """`Ops.rope_and_cache` with rotation by halves of heads, then the attention of a
+        step of decodes alone, [S, N, H], in one kernel; None, without effect, where no such
+        kernel applies.
+        """
         ...
 
 
@@ -64,14 +65,14 @@ class TritonDecodes:
 
 
 class HopperDecodes:
-    """Our CUDA C++ kernels, and Triton's for what those do not take.
+    """Our CUDA C++ kernels, and Triton's for unsupported shapes.
 
-    Which of them serves a layer depends on its shape and spec alone, never on the batch. On
-    an H200, in microseconds a layer of the 8B shape (32 heads of 128 that share 8, bf16) in a
-    CUDA graph, the former and Triton's: 1 sequence of 256 tokens 4.3 and 7.2, 64 of them 18
-    and 23, 256 of them 64 and 74, 256 of 1,024 247 and 263, 768 of 1,500 1,063 and 1,079, one
-    of 20,000 27 and 41, and that beside 255 of 128 57 and 65. 256 of 150 take 41, whose bytes
-    take 37 at 4.3 TB/s.
+    The layer's shape and spec alone determine which kernel serves it, never the batch. Times on
+    an H200 in microseconds a layer, 8B shape (32 heads of 128 that share 8, bf16), in a CUDA
+    graph, CUDA C++ and Triton: 1 sequence of 256 tokens 4.3 and 7.2, 64 of them 18 and 23, 256
+    of them 64 and 74, 256 of 1,024 247 and 263, 768 of 1,500 1,063 and 1,079, one of 20,000 27
+    and 41, the same beside 255 of 128 57 and 65. 256 of 150 take 41; their bytes take 37 at 4.3
+    TB/s.
     """
 
     backend = "cuda"
@@ -108,7 +109,7 @@ class HopperDecodes:
         *,
         is_fixed: bool = False,
     ) -> Tensor | None:
-        """Rotate, store and attend in one kernel, which spares a launch a layer."""
+        """Rotate, store and attend in one kernel, which saves a launch for each layer."""
         query_SNH = heads_SAH[:, : -2 * kv_cache.shape[3]]
         if not cuda_decode.rotates(query_SNH, kv_cache, cos_sin_PR):
             return None
@@ -123,7 +124,7 @@ class HopperDecodes:
 
 
 def select_decode_attention(device: torch.device, dtype: torch.dtype) -> DecodeAttention:
-    """The fastest that was measured for this device and dtype."""
+    """The fastest kernels measured for this device and dtype."""
     if device.type != "cuda" or dtype not in cuda_decode.DTYPES:
         return TritonDecodes()
     if torch.cuda.get_device_capability(device) != (9, 0):

@@ -34,9 +34,10 @@ def select_ops(
     except KernelsUnavailableError as error:
         if deterministic:
             raise ConfigError(
-                f"--deterministic is set but the CPU's kernels are not to be had ({error}), "
-                "and torch, which would serve all operators, rounds a token's products by how "
-                "many tokens there are. Provide the kernels, or serve without it."
+                f"--deterministic is set but the CPU's kernels are not available ({error}), "
+                "and torch, which would serve all operators, rounds a token's products "
+                "depending on the number of tokens. Provide the kernels, or serve without "
+                "--deterministic."
             ) from error
         logger.warning("torch serves all operators, several times slower: %s", error)
         return TorchOps()

@@ -1,4 +1,4 @@
-"""A mixture of experts on a GPU, by whichever grouped products were measured best there."""
+"""A mixture of experts on a GPU, by the grouped products measured as fastest."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _Key = tuple[GroupedShape, GroupedKind, int]
 
 
 class MeasuredExperts:
-    """The weighted sums of each token's experts, cut as a table says.
+    """The weighted sums of each token's experts, by the measured tables.
 
-    Where it names our Hopper kernel, bf16 or float16, what an expert gives is rounded to it
-    before it is weighed. Where it has nothing, Triton multiplies.
+    With our Hopper kernel, bf16 or float16, an expert's output is rounded to that dtype before
+    it is weighted. Triton serves shapes without a table entry.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, table: GroupedTable) -> None:
@@ -79,7 +79,7 @@ class MeasuredExperts:
 
 
 class FixedExperts:
-    """The same by Triton; a token's result does not depend on the tokens beside it."""
+    """Triton's version; a token's result does not depend on the other tokens."""
 
     backend = "triton"
 
@@ -115,7 +115,7 @@ def select_experts(
 
 
 def _has_compiler() -> bool:
-    """Whether CUDA C++ can be built; where not, the choice of products logs the reason."""
+    """Whether CUDA C++ can be built; if not, the choice of products logs the reason."""
     try:
         check_compiler()
     except KernelsUnavailableError:

@@ -1,4 +1,4 @@
-"""Paged attention on a GPU: each part of a step by the kernel that is made for it."""
+"""Paged attention on a GPU: decodes and prompt chunks by separate kernels."""
 
 from __future__ import annotations
 
@@ -27,9 +27,8 @@ def paged_attention(
     """Causal attention of each sequence's last tokens; see `Ops.paged_attention`.
 
     A step of decodes alone is safe under CUDA graph capture. With ``is_deterministic`` a
-    sequence's result does not depend on the sequences beside it. ``decodes`` serves the
-    leading decodes, ``prompts`` what is behind them; with latent vectors kernels of their own
-    do.
+    sequence's result does not depend on the other sequences. ``decodes`` serves the leading
+    decodes, ``prompts`` the sequences behind them; latent vectors have separate kernels.
     """
     num_decodes, (num_tokens, num_heads, head_size) = metadata.num_decodes, query_TNH.shape
     output = query_TNH.new_empty((num_tokens, num_heads, spec.latent_size or head_size))

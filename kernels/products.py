@@ -39,11 +39,11 @@ _MAX_TILES = 64
 
 
 def num_parts(num_rows: int, outputs: int, inner: int) -> int:
-    """In how many parts a product of some rows with a weight [outputs, inner] is fastest.
+    """The number of parts in which a product with a weight [outputs, inner] is fastest.
 
-    A product of few tiles of outputs keeps few processors of a GPU busy, and library kernels
-    that cut it add the parts in a launch of their own. Measured on an H200 for outputs 4,096
-    and inner widths 4,096 and 14,336 (one row to 256: 5 to 25 % faster than whole).
+    A product of few output tiles keeps few multiprocessors busy, and library kernels that split
+    it add the parts in a separate launch. Measured on an H200 for outputs 4,096 and inner
+    widths 4,096 and 14,336 (1 to 256 rows: 5 to 25 % faster than unsplit).
     """
     tiles = -(-outputs // _TILE) * -(-num_rows // _TILE)
     parts = 1 if tiles > _MAX_TILES else 4 if num_rows <= 64 else 2
@@ -96,7 +96,7 @@ class TorchProducts:
         return add_linear(x, weight, residual)
 
     def linear_parts(self, x: Tensor, weight: Tensor) -> Tensor:
-        """``x @ weight.T``, in one."""
+        """``x @ weight.T``, complete."""
         return F.linear(x, weight)
 
     def gated_linear(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -112,8 +112,8 @@ class HopperProducts:
     """Products with weights of one dtype on one Hopper GPU, by our kernel or by torch.
 
     With ``is_deterministic`` a row's result depends neither on the other rows nor on their
-    number: our kernel multiplies, with a split that the weight alone decides. ``table`` is
-    the device's unless one is given.
+    number: our kernel multiplies, with a split that depends on the weight alone. ``table`` is
+    the device's table by default.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class HopperProducts:
         return output_TE if bias_E is None else output_TE + bias_E
 
     def add_linear(self, x_TD: Tensor, weight_ED: Tensor, residual_TE: Tensor) -> Tensor | None:
-        """Torch adds its product into ``residual``, or it is returned, maybe in parts."""
+        """Add the product into ``residual``, or return it, maybe in parts."""
         product = self._own_product(x_TD, weight_ED)
         return add_linear(x_TD, weight_ED, residual_TE) if product is None else product
 
@@ -150,11 +150,12 @@ class HopperProducts:
         return self.linear(x_TD, weight_ED) if product is None else product
 
     def _own_product(self, x_TD: Tensor, weight_ED: Tensor) -> Tensor | None:
-        """The product that waits to be added to something, maybe in parts; None where torch
-        is the fastest to make it whole."""
+        """The product that is still to be added to another tensor, maybe in parts; None if
+        torch is the fastest for the complete product.
+        """
         kernel = self._kernel(x_TD, weight_ED, "plain" if self._is_deterministic else "parts")
         if kernel is None:
-            # Added up within clusters.
+            # The parts are added within clusters.
             kernel = self._kernel(x_TD, weight_ED, "plain")
         if kernel is not None:
             return kernel(x_TD, weight_ED)
@@ -178,12 +179,12 @@ class HopperProducts:
         """``x @ weight.T`` as float32 [T, E], never rounded to the weights' dtype."""
         if not self._is_deterministic:
             return float_product(x_TD, weight_ED)
-        # Only parts of a product are float32, and there is one: the split is never more.
+        # Float32 output is that of a single part: the split is never more.
         rows = 64 if x_TD.shape[0] <= 64 else 128
         return self._made(GemmShape(rows, 128), "parts")(x_TD, weight_ED)[0]
 
     def _streams(self, x_TD: Tensor, weight_ED: Tensor, *, is_gated: bool) -> bool:
-        """Whether the product of so few rows is Triton's."""
+        """Whether Triton serves the product of so few rows."""
         if self._is_deterministic:
             return False
         return can_stream(x_TD.shape[0], weight_ED, is_gated=is_gated)
@@ -208,7 +209,7 @@ class HopperProducts:
         return kernel
 
     def _compile(self, outputs: int, inner: int, kind: Kind) -> None:
-        """Compile all that the table has for a weight, side by side, when it is first seen."""
+        """Compile all measured kernels for a weight in parallel, at its first use."""
         if (outputs, inner, kind) in self._compiled:
             return
         self._compiled.add((outputs, inner, kind))
@@ -219,7 +220,7 @@ class HopperProducts:
 
 
 def float_product(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
-    """``x @ weight.T`` as float32 on a GPU: of few rows by Triton, of more by torch."""
+    """``x @ weight.T`` as float32 on a GPU: few rows by Triton, more by torch."""
     if 0 < x_TD.shape[0] <= MAX_DOT_ROWS and x_TD.stride(-1) == 1:
         return row_products(x_TD, weight_ED)
     if x_TD.dtype == torch.float32:
@@ -230,7 +231,7 @@ def float_product(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
 def select_products(
     device: torch.device, dtype: torch.dtype, is_deterministic: bool = False
 ) -> Products:
-    """The fastest products of a GPU; `ConfigError` where it has no deterministic ones."""
+    """The fastest products of a GPU; `ConfigError` if deterministic ones are not available."""
     reason = _refusal(device, dtype)
     if reason is None:
         return HopperProducts(device, dtype, is_deterministic)

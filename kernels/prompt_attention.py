@@ -23,7 +23,7 @@ class PromptAttention(Protocol):
 
     @property
     def backend(self) -> str:
-        """What logs and metrics call it."""
+        """The name in logs and metrics."""
         ...
 
     def __call__(
@@ -44,13 +44,13 @@ class TritonPrompts:
 
 
 class HopperPrompts:
-    """Our CUDA C++ kernels, and Triton's for what those do not take.
+    """Our CUDA C++ kernels, and Triton's for unsupported shapes.
 
-    Which of them serves a layer depends on its shape and spec alone, never on the batch. On
-    an H200 the former reach 558 and 621 TFLOP/s for 4 prompts of 2,048 and one of 8,192
-    tokens of the 8B shape (32 heads of 128 that share 8, bf16), Triton 303 and 333, and
-    cuDNN's dense attention through torch, which takes neither prompts of different lengths
-    nor blocks, 517 and 560.
+    The layer's shape and spec alone determine which kernel serves it, never the batch. On an
+    H200 the CUDA C++ kernels reach 558 and 621 TFLOP/s for 4 prompts of 2,048 and one of 8,192
+    tokens of the 8B shape (32 heads of 128 that share 8, bf16), Triton's 303 and 333. cuDNN's
+    dense attention through torch, which supports neither prompts of different lengths nor
+    blocks, reaches 517 and 560.
     """
 
     backend = "cuda"
@@ -79,7 +79,7 @@ class HopperPrompts:
 
 
 def select_prompt_attention(device: torch.device, dtype: torch.dtype) -> PromptAttention:
-    """The fastest that was measured for this device and dtype."""
+    """The fastest kernels measured for this device and dtype."""
     if device.type != "cuda" or dtype not in cuda_attention.DTYPES:
         return TritonPrompts()
     if torch.cuda.get_device_capability(device) != (9, 0):

@@ -355,7 +355,7 @@ def _gather_kv(
     keys = gathered[:, :, 0].flatten(1, 2).float()
     values = gathered[:, :, -1].flatten(1, 2).float()
     tokens = torch.arange(keys.shape[1], device=kv_cache.device)
-    # Unowned blocks and other sequences' blocks may hold NaN, which a zero weight keeps.
+    # Blocks without an owner and other sequences' blocks may hold NaN; zero times NaN is NaN.
     is_outside = tokens >= seq_lens[:, None]
     if spec.window > 0:
         is_past = tokens <= past_S[:, None] - spec.window
@@ -379,7 +379,7 @@ def _attend(
         scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
     tokens = torch.arange(key_SLKH.shape[1], device=scores.device)
     if spec.position_bias is not None:
-        # The last block may go on behind the last position.
+        # The last block may extend beyond the last position.
         places = tokens.clamp(max=spec.position_bias.shape[1] - 1)
         scores += spec.position_bias[:, places].view(*scores.shape[2:])
     is_hidden = tokens > position_SQ[:, :, None]

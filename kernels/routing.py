@@ -1,4 +1,4 @@
-"""How a router's numbers become a choice of experts and their weights."""
+"""From router logits to a choice of experts and their weights."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ Scoring = Literal["softmax", "sigmoid"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertRouting:
-    """The rule of one model; `Ops.choose_experts` says what it computes.
+    """The routing rule of one model; `Ops.choose_experts` defines the result.
 
-    Experts are ``num_groups`` groups of neighbours, all of a size. Where that is more than
-    one, a token chooses among the experts of its ``num_chosen_groups`` best groups alone: the
-    best by the sum of their ``num_ranked`` best experts.
+    Experts form ``num_groups`` groups of neighbours of equal size. With more than one group, a
+    token chooses among the experts of its ``num_chosen_groups`` best groups only. A group's
+    score is the sum of its ``num_ranked`` best experts.
     """
 
     num_chosen: int
     """Experts of a token."""
 
     scoring: Scoring = "softmax"
-    """Over all experts, or a sigmoid of each."""
+    """Softmax over all experts, or a sigmoid of each."""
 
     is_normalised: bool = True
     """A token's weights are divided by their sum."""
 
     scaling: float = 1.0
-    """What weights are multiplied by in the end."""
+    """Factor of the final weights."""
 
     num_groups: int = 1
     num_chosen_groups: int = 1
@@ -39,22 +39,23 @@ class ExpertRouting:
 
 @dataclass(frozen=True, slots=True)
 class ExpertCounter:
-    """Where a layer's choices are counted."""
+    """Counters of a layer's choices."""
 
     counts: Tensor
     """int64 [X], tokens of each expert so far."""
 
     num_tokens: Tensor | None = None
-    """int32 [1], where the choices are made: how many of a step's tokens are real, behind
-    which stand those that pad it; None if none ever do."""
+    """int32 [1], on the device of the choices: the number of a step's tokens without the
+    padding behind them; None if there is never padding.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class PlaceTable:
-    """Where a layer's experts are, some at several places."""
+    """The slots of a layer's experts, some in several slots."""
 
     places: Tensor
-    """int32 [X, P], the numbers of each expert's places."""
+    """int32 [X, P], the slots of each expert."""
 
     num_copies: Tensor
-    """int32 [X], how many of those count, from the first on."""
+    """int32 [X], the number of valid slots, which come first."""

@@ -1,12 +1,14 @@
-"""A row's sampling parameters in a GPU's memory: int32 words, floats by their bits."""
+"""A row's sampling parameters in a GPU's memory: int32 words; floats are stored as their
+bits.
+"""
 
 from __future__ import annotations
 
-# Columns. The seed's 64 bits are its first two.
+# Columns. The seed's 64 bits occupy the first two.
 (
     SEED, SEED_HIGH, SEQUENCE, NUM_PROMPT, TEMPERATURE, TOP_K, TOP_P, MIN_P, TOP_P_DECAY,
     TOP_P_MIN, REPETITION, PRESENCE, FREQUENCY, MIN_TOKENS, END_ID, NGRAM,
 ) = range(16)  # fmt: skip
 
 WIDTH = 16
-"""Words of a row. Temperature 0 means the likeliest id, whatever the filters are."""
+"""Words of a row. Temperature 0 means greedy, whatever the filters are."""

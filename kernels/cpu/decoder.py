@@ -1,4 +1,4 @@
-"""Whole decoder layers as one operator: what such an operator needs and the CPU's version."""
+"""Whole decoder layers as one operator: its inputs, and the CPU's version."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trimaran.kernels.cpu.kernel import DTYPE_CODES, Kernel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderShape:
-    """Sizes on this rank, and what the layers are made of."""
+    """Sizes on this rank, and the kinds of a layer's parts."""
 
     hidden: int
     inner: int
@@ -35,9 +35,9 @@ class DecoderShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
-    """One layer's weights on this rank. Without its bias a norm is one of root mean squares.
+    """One layer's weights on this rank. A norm without bias is a root-mean-square norm.
 
-    The order of the fields is that of the kernels' struct.
+    The order of the fields matches the kernels' struct.
     """
 
     attention_norm: Tensor
@@ -54,7 +54,7 @@ class LayerWeights:
     down_bias: Tensor | None
 
     def tensors(self) -> list[Tensor | None]:
-        """All of them, in order."""
+        """All tensors, in order."""
         return [getattr(self, name) for name in self.__slots__]
 
 
@@ -76,17 +76,17 @@ class Decoder(Protocol):
     def run(
         self, halves: tuple[int, int], x_TD: Tensor, residual_TD: Tensor, step: DecoderStep
     ) -> None:
-        """Run the halves ``[first, end)`` of the layers: 2 n is the attention of layer n,
-        2 n + 1 its MLP.
+        """Run the halves ``[first, end)`` of the layers: 2 n is the attention of layer n, 2 n +
+        1 its MLP.
 
-        ``x`` goes in as what is still to be added to ``residual`` and comes out as the
-        same after the last half. Before half 0, ``residual`` holds nothing.
+        ``x`` is the addend of ``residual`` on entry, and again after the last half. Before half
+        0, ``residual`` is uninitialised.
         """
         ...
 
 
 class CpuDecoder:
-    """Layers by the CPU kernels, bit for bit what they give one by one."""
+    """Layers by the CPU kernels, bit for bit equal to single operators."""
 
     def __init__(
         self,

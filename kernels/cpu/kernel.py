@@ -1,4 +1,4 @@
-"""How Python calls a compiled CPU kernel."""
+"""Calls from Python to a compiled CPU kernel."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import struct
 import torch
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""The kernels' numbers for the dtypes they have."""
+"""The kernels' numbers of supported dtypes."""
 
 
 class Kernel:
     """A C function that takes one struct of 8-byte fields.
 
-    Fields are packed into memory that is kept for the next call: several times cheaper than
-    passing them one by one. So a kernel has one caller at a time.
+    Fields are packed into memory that is reused by the next call: several times cheaper than
+    passing them one by one. A kernel therefore has one caller at a time.
     """
 
     def __init__(self, library: ctypes.CDLL, name: str, layout: str) -> None:

@@ -16,7 +16,7 @@ from trimaran.kernels.cpu.kernel import Kernel
 
 
 class CpuSampling:
-    """One id for each row of logits, rows shared out to the kernels' threads.
+    """One id for each row of logits, rows distributed over the kernels' threads.
 
     ``logits_NV`` is float32 and contiguous in its last dim. Its twins in torch are
     `trimaran.worker.sampling.candidates.argmax` and `trimaran.worker.sampling.draw.draw`.
@@ -24,7 +24,7 @@ class CpuSampling:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.name = "avx512" if has_avx512() else "avx2"
-        """What logs and metrics call it."""
+        """The name in logs and metrics."""
         self._argmax = Kernel(library, "trimaran_argmax", "5q")
         self._sample = Kernel(library, "trimaran_sample", "8q")
         self._store = Kernel(library, "trimaran_store_ids", "4q")
@@ -48,7 +48,7 @@ class CpuSampling:
         """One random id a row, int64 [N].
 
         ``params_N3`` holds temperature (above 0), top-p (1: all) and min-p (0: all);
-        ``top_k_N`` 0 keeps all; ``keys_N2`` is the noise's. Arrays are contiguous.
+        ``top_k_N`` 0 keeps all; ``keys_N2`` holds the noise keys. Arrays are contiguous.
         """
         rows, vocab_size = logits_NV.shape
         ids = torch.empty(rows, dtype=torch.int64)

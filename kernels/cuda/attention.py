@@ -1,4 +1,4 @@
-"""Attention of prompts on Hopper by our CUDA C++ kernels: what they take, and their launch."""
+"""Attention of prompts on Hopper by our CUDA C++ kernels: supported inputs, and the launch."""
 
 from __future__ import annotations
 
@@ -80,9 +80,9 @@ def prefill(
 ) -> None:
     """Attention of all sequences behind the leading decodes, into their tokens' ``output``.
 
-    Takes what `refusal` does not refuse, and ``output`` [T, N, H] contiguous. ``kv_cache``
+    Supports inputs without a `refusal`, and ``output`` [T, N, H] contiguous. ``kv_cache``
     [blocks, 2, B, K, H] may have any strides. A sequence's result does not depend on the
-    others. The plan of the first layer of a step serves the others.
+    others. All layers of a step share the plan that the first layer makes.
     """
     num_tokens, num_heads, head_size = query_TNH.shape
     num_kv_heads = kv_cache.shape[3]
@@ -110,8 +110,10 @@ _cache_maps: dict[tuple[object, ...], tuple[TensorMap, tuple[int, ...]]] = {}
 
 
 def _cache_map(kv_cache: Tensor) -> tuple[TensorMap, tuple[int, ...]]:
-    """A map of `_pieces`, for copies of one; and how many of them are from block to block, from
-    keys to values and from head to head. Kept: caches live long."""
+    """A tensor map of `_pieces`, for copies of one piece, and the numbers of pieces from
+    block to block, from keys to values and from head to head. Cached, since caches live
+    long.
+    """
     key = (kv_cache.data_ptr(), kv_cache.shape, kv_cache.stride(), kv_cache.dtype)
     found = _cache_maps.get(key)
     if found is None:
@@ -125,8 +127,9 @@ def _cache_map(kv_cache: Tensor) -> tuple[TensorMap, tuple[int, ...]]:
 
 
 def _pieces(kv_cache: Tensor) -> Tensor:
-    """[pieces, B / 8, H / 64, 8, 64]: all places where a head's keys or values of a block may
-    begin, by groups of 8 tokens, panels of 64 dims and tokens."""
+    """[pieces, B / 8, H / 64, 8, 64]: every address at which a head's keys or values of a
+    block may begin, by groups of 8 tokens, panels of 64 dims and tokens.
+    """
     blocks, halves, size, heads, width = kv_cache.shape
     block, half, token, head, _ = kv_cache.stride()
     step = math.gcd(block, half, head)
@@ -140,7 +143,7 @@ def _pieces(kv_cache: Tensor) -> Tensor:
 def _plan(
     metadata: AttentionMetadata, num_tokens: int, step: int, stream: int, kernel: CudaKernel
 ) -> Tensor:
-    """The tiles of a step, each of ``step`` queries, as the kernel's source describes them."""
+    """The tiles of a step, each of ``step`` queries, in the layout of the kernel's plan."""
     first = metadata.num_decodes
     key = ("cuda_prefill", first, step)
     plan: Tensor | None = metadata.plans.get(key)
@@ -162,7 +165,7 @@ def _plan(
 
 
 def load(device: torch.device, dtype: torch.dtype) -> None:
-    """Compile and load the kernels, or raise `KernelsUnavailableError`, which says why not."""
+    """Compile and load the kernels, or raise `KernelsUnavailableError` with the cause."""
     torch.empty(0, device=device)  # opens the device's context
     for head_size in HEAD_SIZES:
         _kernel(device, dtype, head_size, False)
@@ -173,7 +176,8 @@ def compile_prefill(dtype: torch.dtype, head_size: int, has_window: bool = False
     """The kernels for one dtype of `DTYPES` and head size."""
     defines = [f"PREFILL_HEAD={head_size}", f"PREFILL_BF16={int(dtype == torch.bfloat16)}"]
     if has_window:
-        # Apart: with the code for windows, the loop without them runs a tenth slower.
+        # Separate kernels: with the code for windows, the loop without windows is a tenth
+        # slower.
         defines.append("WINDOW")
     return load_cubin("attention_prefill", "sm_90a", tuple(defines))
 
@@ -208,7 +212,7 @@ _MOST_MAPS = 8192
 
 
 def _map(tensor: Tensor, dims: tuple[int, ...], box: tuple[int, ...]) -> TensorMap:
-    """`tensor_map`, which depends on the place and the strides alone: these come back."""
+    """`tensor_map`, cached by address and strides: the allocator reuses addresses."""
     key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, box)
     found = _maps.get(key)
     if found is None:

@@ -1,4 +1,4 @@
-"""Compiles CUDA C++ kernels once a machine by NVRTC, which torch brings along."""
+"""Compiles CUDA C++ kernels once for each machine by NVRTC, which torch installs."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _OPTIONS = ("-std=c++17", "-default-device", "-w")
 def load_cubin(name: str, architecture: str, defines: tuple[str, ...] = ()) -> bytes:
     """Machine code of ``cuda/<name>.cu``, from the user's cache or compiled now (some seconds).
 
-    ``architecture`` is one of NVRTC's, as "sm_90a"; ``defines`` are macros, as "TILE=64".
-    The file's name holds a hash of the sources, the compiler's version and the options.
-    Needs neither a GPU nor a toolkit.
+    ``architecture`` is an NVRTC name, such as "sm_90a"; ``defines`` are macros, such as
+    "TILE=64". The file's name holds a hash of the sources, the compiler's version and the
+    options. Needs neither a GPU nor a toolkit.
     """
     library = _nvrtc()
     version = _version(library)
@@ -50,7 +50,7 @@ def load_cubin(name: str, architecture: str, defines: tuple[str, ...] = ()) -> b
 
 
 def check_compiler() -> None:
-    """Raise `KernelsUnavailableError` where NVRTC is not found."""
+    """Raise `KernelsUnavailableError` if NVRTC is not found."""
     _nvrtc()
 
 
@@ -76,7 +76,7 @@ def _compile(library: ctypes.CDLL, name: str, options: list[str]) -> bytes:
             last_lines = "\n".join(log.splitlines()[-10:])
             raise KernelsUnavailableError(f"NVRTC refuses {source.name}:\n{last_lines}")
         for line in log.splitlines():
-            # Another version of the assembler may let products wait for each other.
+            # Another version of the assembler may serialise products.
             if "Performance Loss" in line:
                 logger.warning("%s is slower than it can be: %s", source.name, line.strip())
         return _text(library, "nvrtcGetCUBIN", program)
@@ -104,11 +104,11 @@ def _version(library: ctypes.CDLL) -> str:
 
 
 def _nvrtc() -> ctypes.CDLL:
-    """The library that torch's own packages, a toolkit or the system's folders hold."""
+    """The library from torch's own packages, a toolkit or the system's folders."""
     tried = []
     for path in _candidates():
         try:
-            # NVRTC looks for its other half by name alone, so it is loaded first.
+            # NVRTC loads its builtins library by name alone, so that library is loaded first.
             for builtins in sorted(Path(path).parent.glob("libnvrtc-builtins.so*")):
                 ctypes.CDLL(str(builtins))
             return ctypes.CDLL(path)

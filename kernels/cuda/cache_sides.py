@@ -1,8 +1,9 @@
-"""How a cache of keys and values lies on the two sides of a GPU's memory.
+"""The layout of a KV cache on the two partitions of a GPU's L2 cache.
 
-Heads whose tokens of a block fill one piece of a side lie on either side in turn. So where the
-blocks of a sequence begin on the same side, and keys and values lie alike, all that a head has
-of a sequence lies on one side, and processors there can read it.
+If a head's tokens of a block fill exactly one stripe of a partition, the heads alternate
+between the partitions. If in addition the blocks of a sequence begin on the same partition, and
+keys and values have the same layout, all KV of a head and sequence lies on one partition, and
+the multiprocessors there can read it.
 """
 
 from __future__ import annotations
@@ -21,17 +22,19 @@ from trimaran.kernels.cuda.memory_sides import (
 
 
 def piece_tokens(head_bytes: int) -> int:
-    """Tokens of a block whose heads, of so many bytes a token, fill a piece each."""
+    """Tokens of a block whose heads, of this many bytes a token, fill one stripe each."""
     return SIDE_BYTES // head_bytes
 
 
 def keys_go_first(
     num_layers: int, num_heads: int, block_head_bytes: int, mask: int
 ) -> bool | None:
-    """Whether in a block the keys of all layers go before their values, or layer by layer.
+    """Whether a block stores the keys of all layers before their values (True), or layer by
+    layer.
 
-    ``num_heads`` key-value heads of ``block_head_bytes`` each, in memory whose sides change by
-    ``mask``, 0 for memory without sides. None where neither leaves each head on one side.
+    ``num_heads`` key-value heads of ``block_head_bytes`` each, in memory whose partition
+    alternates by ``mask``; 0 for memory without partitions. None if neither order keeps each
+    head on one partition.
     """
     half = num_heads * block_head_bytes
     block = 2 * num_layers * half
@@ -44,8 +47,9 @@ def keys_go_first(
 
 
 def block_sides(memory: Tensor, sides: MemorySides) -> bytes | None:
-    """Of each block [blocks, ...] 0 or 1, the side that it begins on; None where its layers do
-    not all lie as its beginning does."""
+    """For each block [blocks, ...] the partition of its first byte, 0 or 1; None if its
+    layers do not all have the layout of the first one.
+    """
     num_bytes = memory[0].nbytes
     if num_bytes.bit_count() != 1 or num_bytes > PAGE_BYTES or memory.data_ptr() % num_bytes:
         return None
@@ -54,7 +58,9 @@ def block_sides(memory: Tensor, sides: MemorySides) -> bytes | None:
 
 
 def sides_of_heads(kv_cache: Tensor) -> MemorySides | None:
-    """The sides of a layer's cache [blocks, 2, B, K, H] whose heads lie on them in turn."""
+    """The partitions of a layer's cache [blocks, 2, B, K, H], if its heads alternate between
+    them.
+    """
     sides = sides_of(kv_cache)
     if sides is None:
         return None
@@ -69,8 +75,8 @@ def _fits(kv_cache: Tensor, mask: int) -> bool:
     block, half, token, head = (size * stride for stride in kv_cache.stride()[:4])
     is_dense = token * kv_cache.shape[2] == head == SIDE_BYTES
     is_even = not (kv_cache.shape[3] % 2 or kv_cache.data_ptr() % (2 * head))
-    # Keys and values differ by one bit of their addresses: a power of two, which carries
-    # nothing where it is added to what has no such bit yet.
+    # Keys and values differ by one bit of their addresses, which is clear in the keys' address:
+    # the addition then carries into no other bit.
     is_bit = half.bit_count() == 1 and head * kv_cache.shape[3] <= half <= PAGE_BYTES // 2
     is_clear = not (kv_cache.data_ptr() & half or block % (2 * half))
     return is_dense and is_even and is_bit and is_clear and not changes(half, mask)

@@ -1,4 +1,4 @@
-"""Attention of decodes on Hopper by our CUDA C++ kernels: what they take, and their launch."""
+"""Attention of decodes on Hopper by our CUDA C++ kernels: supported inputs, and the launch."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def refusal(query_SNH: Tensor, kv_cache: Tensor, spec: AttentionSpec) -> str | N
 
 
 def rotates(query_SNH: Tensor, kv_cache: Tensor, cos_sin_PH: Tensor) -> bool:
-    """Whether `decode` takes such angles beside what `refusal` does not refuse."""
+    """Whether `decode` supports these angles, for inputs without a `refusal`."""
     _, num_heads, head_size = query_SNH.shape
     is_whole = cos_sin_PH.shape[1] == head_size and cos_sin_PH.dtype == torch.float32
     is_dense = cos_sin_PH.is_contiguous() and cos_sin_PH.data_ptr() % 16 == 0
@@ -97,15 +97,15 @@ def decode(
 ) -> None:
     """Attention of the first S sequences of a step, one query each, into ``output``.
 
-    Takes what `refusal` does not refuse, and ``output`` [S, N, H] contiguous. With
-    ``is_fixed`` a sequence's result does not depend on the others. The number of sequences
-    alone decides what is launched: safe under CUDA graph capture, and a replay may have any
-    lengths that fit the block table.
+    Supports inputs without a `refusal`, and ``output`` [S, N, H] contiguous. With ``is_fixed``
+    a sequence's result does not depend on the others. The launch depends on the number of
+    sequences alone: safe under CUDA graph capture, and a replay may have any lengths that fit
+    the block table.
 
-    With ``cos_sin``, which `rotates` must allow, queries are followed in memory by the K
-    keys and the K values of the same token, which is the last of its sequence: queries and
-    keys are rotated as `Ops.rope_and_cache` rotates whole heads by their halves, on the
-    way, and keys and values go to their slots.
+    With ``cos_sin``, which `rotates` must allow, queries are followed in memory by the K keys
+    and the K values of the same token, the last of its sequence. The kernel rotates queries and
+    keys as `Ops.rope_and_cache` rotates whole heads by halves, and stores keys and values at
+    their slots.
     """
     num_sequences, num_heads, head_size = query_SNH.shape
     num_kv_heads = kv_cache.shape[3]
@@ -143,7 +143,9 @@ def decode(
 
 
 def _read_by_sides(arguments: _Arguments, plan: SharePlan, sides: MemorySides) -> None:
-    """Let blocks choose the heads that lie near them, in as many layers as the plan allows."""
+    """Let thread blocks read the heads of their own L2 partition, in as many layers as the
+    plan has counters for.
+    """
     if plan.num_launches < len(plan.readers):
         arguments.page_sides = sides.page_bits.data_ptr()
         arguments.readers = plan.readers[plan.num_launches].data_ptr()
@@ -155,7 +157,7 @@ def _read_by_sides(arguments: _Arguments, plan: SharePlan, sides: MemorySides) -
 
 
 def load(device: torch.device, dtype: torch.dtype) -> None:
-    """Compile and load the kernels, or raise `KernelsUnavailableError`, which says why not."""
+    """Compile and load the kernels, or raise `KernelsUnavailableError` with the cause."""
     torch.empty(0, device=device)  # opens the device's context
     for head_size in _SHARED_BYTES:
         _kernel(device, dtype, head_size)
@@ -185,13 +187,15 @@ _MOST_MAPS = 4096
 
 
 def _cache_maps(kv_cache: Tensor) -> tuple[TensorMap, TensorMap]:
-    """A layer's cache for copies of one head's block, and of a few tokens. Caches live long."""
+    """Tensor maps of a layer's cache, for one head's block and for a few tokens. Cached,
+    since caches live long.
+    """
     key = (kv_cache.data_ptr(), kv_cache.shape, kv_cache.stride(), kv_cache.dtype)
     found = _maps.get(key)
     if found is None:
         if len(_maps) >= _MOST_MAPS:
             _maps.clear()
-        # A block's keys and its values are halves, all one stride apart.
+        # A block's keys and its values are halves at one constant stride.
         blocks, _, size, heads, width = kv_cache.shape
         block_stride, half_stride, *strides = kv_cache.stride()
         num_halves = (blocks - 1) * (block_stride // half_stride) + 2
@@ -201,7 +205,7 @@ def _cache_maps(kv_cache: Tensor) -> tuple[TensorMap, TensorMap]:
             (half_stride, strides[1], strides[0], _PANEL, 1),
         )
         dims = (4, 3, 2, 1, 0)
-        # Reads of more than was asked for cost 5 % where everything is read once.
+        # L2 promotion costs 5 % where every byte is read once.
         found = _maps[key] = (
             tensor_map(halves, dims, (_PANEL, panels, size, 1, 1), promotes=False),
             tensor_map(halves, dims, (_PANEL, panels, _FEW, 1, 1), promotes=False),

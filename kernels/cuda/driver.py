@@ -1,4 +1,4 @@
-"""Compiled CUDA kernels, launched through the driver, and tensors as its copies see them."""
+"""Launches of compiled CUDA kernels through the driver, and tensor maps for their copies."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ class CudaKernel:
         )
 
     def launch(self, num_blocks: int, stream: int, *arguments: ctypes.Structure) -> None:
-        """Run on ``stream`` (torch's number of it); ``arguments`` as the kernel declares them.
+        """Run on ``stream`` (torch's integer handle); ``arguments`` as the kernel declares
+        them.
 
         May be captured in a graph.
         """
@@ -65,11 +66,11 @@ class CudaKernel:
         _call("cuLaunchKernelEx", ctypes.byref(self._launch), self._handle, addresses, None)
 
     def max_clusters(self, cluster: int) -> int:
-        """How many clusters of so many blocks the device runs at once."""
+        """Number of clusters of this many blocks that the device runs at once."""
         count, function = ctypes.c_int(), ctypes.c_void_p()
         probe = _Launch.from_buffer_copy(self._launch)
         probe.grid[0], probe.num_attributes = cluster, 1
-        # Unlike launches, this asks for the device's context on this thread.
+        # Unlike launches, this call needs the device's context on this thread.
         torch.cuda.set_device(torch.cuda.current_device())
         _call("cuKernelGetFunction", ctypes.byref(function), self._handle)
         _call(
@@ -99,10 +100,10 @@ class CudaModule:
         cluster: int = 1,
         overlaps: bool = False,
     ) -> CudaKernel:
-        """The kernel ``name``, with so much dynamic shared memory a block.
+        """The kernel ``name``, with this much dynamic shared memory a block.
 
-        ``cluster`` blocks run together. With ``overlaps`` a launch begins while the kernel
-        before it ends, for which it has to wait itself (programmatic dependent launch).
+        ``cluster`` blocks run together. With ``overlaps`` the kernel starts before the
+        preceding kernel has ended, and has to wait for it (programmatic dependent launch).
         """
         handle = ctypes.c_void_p()
         _call("cuLibraryGetKernel", ctypes.byref(handle), self._library, name.encode())
@@ -115,7 +116,7 @@ class CudaModule:
 
 
 class TensorMap(ctypes.Structure):
-    """What a kernel takes as a tensor of boxes; its first 128 bytes are the driver's."""
+    """A tensor map argument of a kernel; its first 128 bytes are the driver's CUtensorMap."""
 
     _fields_ = (("words", ctypes.c_uint64 * (_MAP_BYTES // 8)),)
 
@@ -126,8 +127,8 @@ def tensor_map(
     """``tensor`` for copies of ``box`` elements in each of its ``dims``, the fastest first.
 
     The first dim must have stride 1 and 64 elements in the box, which lie in shared memory in
-    swizzled rows of 128 bytes. What lies outside the tensor is read as 0. With ``promotes``
-    the second-level cache reads 256 bytes at a time.
+    swizzled rows of 128 bytes. Elements outside the tensor are read as 0. With ``promotes`` the
+    L2 cache reads 256 bytes at a time.
     """
     sizes = (ctypes.c_uint64 * len(dims))(*(tensor.shape[dim] for dim in dims))
     strides = (ctypes.c_uint64 * (len(dims) - 1))(
@@ -145,7 +146,7 @@ def tensor_map(
 
 
 class MapCache:
-    """Maps of tensors, kept by where they lie: the allocator hands out addresses again."""
+    """Tensor maps, cached by address: the allocator reuses addresses."""
 
     _MAX_MAPS = 4096
 
@@ -172,7 +173,7 @@ def _driver() -> ctypes.CDLL:
         raise KernelsUnavailableError(
             f"the driver of NVIDIA GPUs is missing: {error}"
         ) from None
-    # Torch may not have used it yet.
+    # Torch may not have used the device yet.
     if code := library.cuInit(0):
         raise KernelsUnavailableError(f"the driver of NVIDIA GPUs does not start: code {code}")
     return library

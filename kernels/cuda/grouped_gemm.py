@@ -1,4 +1,4 @@
-"""Products of rows with the matrices of their experts, by our own Hopper kernel."""
+"""Products of rows with the matrices of their experts, by our Hopper kernel."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NARROW, _WIDE = 16, 64
 """Rows of x in a copy."""
 
 _EIGHT = 8
-"""Gate rows that are copied next to as many up rows; outputs are stored by the eight."""
+"""Gate rows are copied next to as many up rows; outputs are stored in groups of eight."""
 
 
 class _Arguments(ctypes.Structure):
@@ -41,11 +41,11 @@ class _Arguments(ctypes.Structure):
 
 
 class GroupedGemm:
-    """Grouped products of one kind, cut in one way on one device.
+    """Grouped products of one kind, with one tile shape on one device.
 
-    bf16 or float16 with sums in float32; D and F multiples of 8. Safe under graph capture:
-    what is launched depends on the number of rows alone, and the device looks up how many
-    each expert has. A row's result does not depend on the other rows.
+    bf16 or float16 with sums in float32; D and F multiples of 8. Safe under graph capture: the
+    launch depends on the number of rows alone, and the device reads the rows of each expert. A
+    row's result does not depend on the other rows.
     """
 
     def __init__(
@@ -76,20 +76,20 @@ class GroupedGemm:
     def __call__(self, x_ND: Tensor, weights_XED: Tensor, totals_X: Tensor) -> Tensor:
         """[N, E]; or [N, E / 2] of ``silu(gate) * up``, with gate rows above up rows.
 
-        ``x`` and the weights are contiguous, at least one row; ``totals`` are int32, each
-        expert's rows. Rows behind all of theirs are left as they are.
+        ``x`` and the weights are contiguous, with at least one row; ``totals`` are int32, the
+        rows of each expert. Rows beyond their sum are left unchanged.
         """
         shape, (num_experts, outputs, inner) = self._shape, weights_XED.shape
         num_rows, is_gated = x_ND.shape[0], self._kind == "gated"
         columns = outputs // 2 if is_gated else outputs
         if inner % _EIGHT or columns % _EIGHT:
             raise ValueError(
-                f"grouped products of {columns} outputs and an inner dimension of {inner} are "
-                f"not cut by the {_EIGHT}: let Triton multiply"
+                "grouped products take outputs and an inner dimension that are multiples of "
+                f"{_EIGHT}, not {columns} and {inner}: let Triton multiply"
             )
         out = x_ND.new_empty((num_rows, columns))
         column_tiles = -(-outputs // shape.weights)
-        # Each expert with rows has one group of runs at most that is not full.
+        # Each expert with rows has at most one group of runs that is not full.
         most = num_rows // (shape.rows * shape.sharing) + min(num_experts, num_rows)
         clusters = min(most * column_tiles, self._max_clusters)
         is_read_once = num_rows <= shape.rows * shape.sharing * num_experts

@@ -1,4 +1,4 @@
-"""Products of few to some hundred rows by our own Hopper kernel, plain or as SwiGLU."""
+"""Products of a few to some hundred rows by our Hopper kernel, plain or as SwiGLU."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class _Arguments(ctypes.Structure):
 
 
 class HopperGemm:
-    """Products of one kind, cut in one way on one device.
+    """Products of one kind, with one tile shape on one device.
 
-    bf16 or float16 with sums in float32; D a multiple of 8, the weight contiguous, at least
-    one row. Safe under graph capture. A row's result depends on neither the other
-    rows nor their number, and is the same for all shapes of equal ``split``.
+    bf16 or float16 with sums in float32; D a multiple of 8, the weight contiguous, at least one
+    row. Safe under graph capture. A row's result depends on neither the other rows nor their
+    number, and is equal for all shapes of equal ``split``.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class HopperGemm:
         # The tiles that blocks share: `sharing` times as wide, or as high.
         wide, high = (1, shape.sharing) if shape.shares_weights else (shape.sharing, 1)
         row_groups = -(-num_rows // (shape.rows * high))
-        # The least slices that hold all rows; the kernel's products of others go nowhere.
+        # The fewest slices that hold all rows; products of padding rows are not stored.
         slice_rows = -(-min(num_rows, shape.rows) // wide // 8) * 8
         slice_columns = tile_columns // high
         groups = row_groups * -(-num_columns // (tile_columns * wide))
@@ -123,7 +123,7 @@ def can_multiply(device: torch.device, dtype: torch.dtype) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def compile_gemm(shape: GemmShape, dtype: torch.dtype, kind: Kind) -> bytes:
-    """The kernel for this shape; a split's number and ``most_early`` are told at the launch."""
+    """The kernel for this shape; a split's number and ``most_early`` are launch arguments."""
     defines = [
         f"GEMM_MI={shape.rows // 64 // shape.warpgroups}",
         f"GEMM_WARPGROUPS={shape.warpgroups}",
@@ -145,7 +145,7 @@ _MAX_MAPS = 8192
 
 
 def _tiles(matrix: Tensor, box_rows: int) -> TensorMap:
-    """A map of ``box_rows`` x 64 tiles, kept: the allocator hands out addresses again."""
+    """A tensor map of ``box_rows`` x 64 tiles, cached: the allocator reuses addresses."""
     rows, columns = matrix.shape
     is_half = matrix.dtype == torch.float16
     key = (matrix.data_ptr(), rows, columns, matrix.stride(0), box_rows, is_half)

@@ -1,15 +1,15 @@
-"""The two sides of a GPU's memory: which addresses lie near which processors.
+"""The two L2 partitions of a Hopper GPU: which addresses are near which multiprocessors.
 
-The second-level cache of a Hopper GPU has two halves. Each holds the memory that is attached
-to it and serves the processors on its side; what these ask of the other half comes by way of
-it. So a kernel whose processors read what lies on their own side takes less power, and a little
-less time. Nothing documents where an address lies, so it is measured: an atomic operation is
-done where its address belongs, and takes half as long from there.
+The L2 cache of a Hopper GPU has two partitions. Each caches the memory attached to it and
+serves the multiprocessors near it; their reads of the other partition's memory pass through
+their own. A kernel whose multiprocessors read only near memory takes less power, and slightly
+less time. The mapping is undocumented, so it is measured: an atomic operation runs in the
+partition of its address, and takes half as long from a near multiprocessor.
 
-Within a page of 2 MiB the side is the parity of some bits of the address, a mask that differs
-from model to model (0xAB000 on an H200, 0xB3000 on an H100 with 80 GB) but has 4 KiB as its
-lowest bit on either. That reductions save a tenth of their power so was shown by A. Demeure
-(github.com/ademeure/QuickRunCUDA, tests/side_aware.cu).
+Within a page of 2 MiB the partition is the parity of some bits of the address. The mask of
+these bits differs between models (0xAB000 on an H200, 0xB3000 on an H100 with 80 GB), but has 4
+KiB as its lowest bit on both. A. Demeure showed that reductions save a tenth of their power
+this way (github.com/ademeure/QuickRunCUDA, tests/side_aware.cu).
 """
 
 from __future__ import annotations
@@ -31,52 +31,54 @@ from trimaran.kernels.cuda.driver import CudaKernel, CudaModule
 logger = logging.getLogger(__name__)
 
 SIDE_BYTES = 4096
-"""So much lies on one side before the other one's turn: a mask's lowest bit."""
+"""Size of a stripe, after which the partition alternates: a mask's lowest bit."""
 
 PAGE_BYTES = 2 << 20
 
 MAX_PROCESSORS = 256
 
 _SOURCE = "memory_sides"
-_UNUSED = "the sides of memory are not used: %s"
+_UNUSED = "the L2 partitions are not used: %s"
 _WHOLE_PROCESSOR_BYTES = 200_000
 _SAMPLED = 400
 _REPEATS, _PAGE_REPEATS = 8, 3
 _LEAST_CLARITY = 0.4
-"""Of the median distance between near and far: what is nearer the middle is unclear."""
+"""Share of the median distance between near and far; measurements closer to the middle are
+ambiguous.
+"""
 
 _LEAST_BYTES = 64 << 20
 
 
 def changes(address: int, mask: int) -> bool:
-    """Whether an address within its page lies on the other side than the page's start."""
+    """Whether an address within its page lies on another partition than the page's start."""
     return bool((address & mask).bit_count() % 2)
 
 
 @dataclass(frozen=True, slots=True)
 class MemorySides:
-    """Where the addresses of one allocation lie, and where the processors."""
+    """The partitions of one allocation's addresses, and of the multiprocessors."""
 
     mask: int
-    """Bits of an address within its page whose parity says the side."""
+    """Bits of an address within its page whose parity determines the partition."""
 
     first_page: int
     """The page in which the allocation begins, counted from address 0."""
 
     pages: bytes
-    """Of each page 0 or 1: with the parity of an address within it, the side."""
+    """For each page 0 or 1: exclusive or with the parity of an address gives the partition."""
 
     page_bits: Tensor
-    """The same as int32 [pages / 32], on the device: a bit a page, from the lowest on."""
+    """The same as int32 [pages / 32], on the device: one bit a page, lowest bit first."""
 
     processor_sides: tuple[int, ...]
-    """Bits of `MAX_PROCESSORS` processors by their number, 32 a word."""
+    """The partitions of `MAX_PROCESSORS` multiprocessors by number, 32 bits a word."""
 
     fitting: dict[int, bool] = field(default_factory=dict)
-    """What `cache_sides` found of the parts that begin at these addresses."""
+    """Whether `partitions_of_heads` supports the caches that begin at these addresses."""
 
     def side(self, address: int) -> int:
-        """0 or 1; the address lies in the allocation."""
+        """The partition, 0 or 1, of an address in the allocation."""
         return self.pages[address // PAGE_BYTES - self.first_page] ^ changes(address, self.mask)
 
 
@@ -92,10 +94,9 @@ _known: dict[int, MemorySides] = {}
 
 @lru_cache
 def mask_of(device: torch.device) -> int:
-    """Bits of an address within its page whose parity says the side, measured once.
+    """Bits of an address within its page whose parity determines the partition, measured once.
 
-    0 where the device's memory has no sides that this module knows of; on a Hopper GPU with
-    the reason in the log.
+    0 if the device has no known partitions; on a Hopper GPU the log has the reason.
     """
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return 0
@@ -108,11 +109,11 @@ def mask_of(device: torch.device) -> int:
 
 
 def measure(memory: Tensor) -> MemorySides | None:
-    """Find the sides of an allocation on a Hopper GPU, which `sides_of` knows from then on.
+    """Measure an allocation on a Hopper GPU; `partitions_of` then returns the result.
 
     ``memory`` is contiguous and keeps its contents; some tenths of a second for 100 GiB. None
-    for little of it, and, with the reason in the log, where what is measured does not fit what
-    is known of sides.
+    for a small allocation, or if the measurements contradict the known mapping; the log then
+    has the reason.
     """
     forget(memory)
     mask = mask_of(memory.device)
@@ -126,7 +127,7 @@ def measure(memory: Tensor) -> MemorySides | None:
         return None
     _known[memory.untyped_storage().data_ptr()] = sides
     logger.info(
-        "memory has two sides, by the bits %#x of an address: %.1f GiB measured in %.2f s",
+        "L2 has two partitions, by the bits %#x of an address: %.1f GiB measured in %.2f s",
         mask,
         memory.nbytes / 2**30,
         time.monotonic() - begin,
@@ -135,24 +136,24 @@ def measure(memory: Tensor) -> MemorySides | None:
 
 
 def forget(memory: Tensor) -> None:
-    """Before an allocation is given back: its addresses may come to lie elsewhere."""
+    """Forget an allocation before it is freed: its addresses may be reused."""
     _known.pop(memory.untyped_storage().data_ptr(), None)
 
 
 def sides_of(tensor: Tensor) -> MemorySides | None:
-    """Of the allocation that ``tensor`` is a view of, if it was measured."""
+    """The partitions of the allocation that ``tensor`` is a view of; None if not measured."""
     return _known.get(tensor.untyped_storage().data_ptr())
 
 
 class _Survey:
-    """The measurements of one allocation. Side 0 is that of its first whole page's start.
+    """The measurements of one allocation. Partition 0 is that of its first whole page's start.
 
-    Raises `KernelsUnavailableError` where anything is unclear.
+    Raises `KernelsUnavailableError` if a measurement is ambiguous.
     """
 
     def __init__(self, memory: Tensor) -> None:
         self._begin = memory.data_ptr()
-        # The kernel may ask for the word behind an address.
+        # The kernel may read the word behind an address.
         self._end = self._begin + memory.nbytes - 8
         self._device = memory.device
         properties = torch.cuda.get_device_properties(memory.device)
@@ -163,17 +164,19 @@ class _Survey:
         self._processors = self._of_processors(self._page)
 
     def mask(self) -> int:
-        """Bits of an address within its page that change the side."""
+        """Bits of an address within its page that change the partition."""
         bits = [1 << bit for bit in range(3, PAGE_BYTES.bit_length() - 1)]
         asked = [self._page, *(self._page + bit for bit in bits)]
         first, *others = self._of(asked, _REPEATS).tolist()
         mask = sum(bit for bit, side in zip(bits, others, strict=True) if side != first)
         if mask & -mask != SIDE_BYTES:
-            raise KernelsUnavailableError(f"sides change by the bits {mask:#x} of an address")
+            raise KernelsUnavailableError(
+                f"partitions change by the bits {mask:#x} of an address"
+            )
         return mask
 
     def sides(self, mask: int) -> MemorySides:
-        """Where all of the allocation lies, if sides change by ``mask`` there."""
+        """The partitions of the whole allocation, if they alternate by ``mask``."""
         first, end = self._begin // PAGE_BYTES, -(-self._end // PAGE_BYTES)
         starts = [max(self._begin, page * PAGE_BYTES) for page in range(first, end)]
         found = self._of(starts, _PAGE_REPEATS).tolist()
@@ -194,34 +197,38 @@ class _Survey:
         return sides
 
     def _of_processors(self, page: int) -> Tensor:
-        """bool [processors]: the first singular vector of times tells who is near whom."""
+        """bool [processors]: the first singular vector of latencies separates the
+        partitions.
+        """
         addresses = [page, *self._drawn(page, page + PAGE_BYTES)]
         cycles = self._cycles(addresses, _REPEATS).double().cpu()
         if not bool(cycles.all()):
-            raise KernelsUnavailableError("not every processor had a block")
+            raise KernelsUnavailableError("a multiprocessor had no thread block")
         cycles -= cycles.mean(1, keepdim=True)
         cycles -= cycles.mean(0, keepdim=True)
         left, _, right = torch.linalg.svd(cycles, full_matrices=False)
         _check_clear(left[:, 0], "processors")
         _check_clear(right[0], "addresses")
-        # Far takes longer: the product of both signs is positive.
+        # Far accesses take longer: the product of both signs is positive.
         far: Tensor = left[:, 0] * right[0, 0] > 0
         return far
 
     def _check(self, sides: MemorySides) -> None:
-        """That what was found says where any address lies."""
+        """Check the mapping at random addresses."""
         addresses = self._drawn(self._begin, self._end)
         found = self._of(addresses, _PAGE_REPEATS).tolist()
         for address, side in zip(addresses, found, strict=True):
             if side != sides.side(address):
-                raise KernelsUnavailableError(f"address {address:#x} is not where it should be")
+                raise KernelsUnavailableError(
+                    f"address {address:#x} contradicts the partitions found"
+                )
 
     def _drawn(self, begin: int, end: int) -> list[int]:
         draw = random.Random(0)
         return [draw.randrange(begin // 8, end // 8) * 8 for _ in range(_SAMPLED)]
 
     def _of(self, addresses: list[int], repeats: int) -> Tensor:
-        """bool [addresses]: the side of each, which it is nearer to."""
+        """bool [addresses]: the partition that each address is nearer to."""
         cycles = self._cycles(addresses, repeats).float()
         of_one = self._processors.to(self._device)
         later = (cycles[~of_one].mean(0) - cycles[of_one].mean(0)).cpu()
@@ -229,7 +236,9 @@ class _Survey:
         return later > 0
 
     def _cycles(self, addresses: list[int], repeats: int) -> Tensor:
-        """int32 [processors, addresses]: how long each waits for each address."""
+        """int32 [processors, addresses]: the latency of each address from each
+        multiprocessor.
+        """
         count = len(addresses)
         asked = torch.tensor(addresses, device=self._device)
         cycles = torch.zeros(
@@ -244,11 +253,11 @@ class _Survey:
 def _check_clear(values: Tensor, what: str) -> None:
     distances = values.abs()
     if float(distances.min()) < _LEAST_CLARITY * float(distances.median()):
-        raise KernelsUnavailableError(f"the sides of {what} are unclear")
+        raise KernelsUnavailableError(f"the partitions of {what} are ambiguous")
 
 
 def _words(bits: list[bool]) -> tuple[int, ...]:
-    """32 bits a word, from the lowest on."""
+    """32 bits a word, lowest bit first."""
     return tuple(
         sum(bit << place for place, bit in enumerate(bits[first : first + 32]))
         for first in range(0, len(bits), 32)
@@ -258,5 +267,5 @@ def _words(bits: list[bool]) -> tuple[int, ...]:
 @lru_cache
 def _kernel(device: torch.device) -> CudaKernel:
     module = CudaModule(load_cubin(_SOURCE, "sm_90a"))
-    # With so much shared memory each block has a processor of its own.
+    # This much shared memory lets a single block run on each multiprocessor.
     return module.kernel(_SOURCE, device, num_threads=32, shared_bytes=_WHOLE_PROCESSOR_BYTES)

@@ -15,7 +15,7 @@ from trimaran.kernels.triton.norm import norm_warps
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_ROWS = 256
-"""Rows of a launch at most: their blocks run at once, since they wait for other ranks'."""
+"""Most rows of a launch: their blocks must run at once, because they wait for other ranks."""
 
 _ROW_BYTES = 16 << 10
 _ROW_WORDS = _ROW_BYTES // 4
@@ -26,11 +26,12 @@ _MAX_THREADS = 512
 
 
 class SumNorm:
-    """Sums rows over the ranks, adds the sums to the residual and normalises that.
+    """Sums rows over the ranks, adds the sums to the residual and normalises the result.
 
-    Sums are those of `PeerSum` and norms those of `triton_norm.rms_norm`, bit by bit, so all
-    ranks get the same. Rows depend neither on each other nor on their number. Safe under
-    graph capture: what changes from call to call lies in memory. Collective, on one stream.
+    Sums equal those of `PeerSum` and norms those of `triton_norm.rms_norm`, bit by bit, so all
+    ranks get equal results. Rows depend neither on each other nor on their number. Safe under
+    graph capture: values that change from call to call lie in memory. Collective, on one
+    stream.
     """
 
     def __init__(
@@ -41,11 +42,11 @@ class SumNorm:
         device: torch.device,
         memory: object = None,
     ) -> None:
-        """For up to ``max_rows`` rows, of which `MAX_ROWS` is the limit.
+        """For up to ``max_rows`` rows, at most `MAX_ROWS`.
 
-        ``addresses`` are where each rank's region (see `region_bytes`) is mapped here, as
-        multiples of 16; all of it is zero before any rank's first call. ``memory`` is what
-        keeps the regions mapped.
+        ``addresses`` are the addresses of each rank's region (see `region_bytes`) as mapped
+        here, multiples of 16; regions are zero before any rank's first call. ``memory`` keeps
+        the regions mapped.
         """
         if max_rows > MAX_ROWS:
             raise ValueError(f"max_rows is {max_rows} and may be {MAX_ROWS}: ask for fewer")
@@ -57,7 +58,7 @@ class SumNorm:
         self._kernels: dict[tuple[torch.dtype, int], CudaKernel] = {}
 
     def takes(self, residual_TD: Tensor) -> bool:
-        """Whether it can add sums to this residual."""
+        """Whether this object can add sums to this residual."""
         rows, width = residual_TD.shape
         size, padded = residual_TD.element_size(), _padded(width)
         return (
@@ -70,16 +71,19 @@ class SumNorm:
         )
 
     def __call__(self, x: Tensor, residual_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-        """Add the ranks' sum of ``x`` into ``residual``, which it takes, and normalise that.
+        """Add the ranks' sum of ``x`` into ``residual`` and normalise the result.
 
-        ``x`` is this rank's addend [T, D] in the residual's dtype, or float32 parts [S, T, D]
-        of it, which are added up and rounded first, as an addend that is not in parts was.
+        `takes` must allow ``residual``. ``x`` is this rank's addend [T, D] in the residual's
+        dtype, or float32 parts [S, T, D] of the addend, which are added up and rounded first,
+        like an addend without parts.
         """
         rows, width = residual_TD.shape
         if not _has_whole_rows(x):
             x = x.clone(memory_format=torch.contiguous_format)
         if x.dtype != (residual_TD.dtype if x.dim() == 2 else torch.float32):
-            raise ValueError(f"an addend of {x.dim()} dims is {x.dtype}: round or part it")
+            raise ValueError(
+                f"an addend of {x.dim()} dims is {x.dtype}: round it, or pass float32 parts"
+            )
         for tensor in (x, residual_TD, weight_D):
             if tensor.data_ptr() % _ALIGNMENT:
                 raise ValueError(
@@ -99,8 +103,9 @@ class SumNorm:
         return output
 
     def load(self, dtype: torch.dtype, width: int) -> CudaKernel:
-        """The kernel for such rows, compiled and loaded when it is first asked for, or
-        `KernelsUnavailableError`, which says why not."""
+        """The kernel for such rows, compiled and loaded at its first use;
+        `KernelsUnavailableError` with the cause if that fails.
+        """
         key = dtype, _padded(width)
         kernel = self._kernels.get(key)
         if kernel is None:
@@ -120,9 +125,9 @@ def compile_sum_norm(num_ranks: int, dtype: torch.dtype, padded: int) -> bytes:
 
 
 def macros(num_ranks: int, dtype: torch.dtype, padded: int) -> tuple[str, ...]:
-    """What the source is compiled with for such rows."""
+    """The macros of the source for such rows."""
     chunks = padded * dtype.itemsize // (num_threads(dtype, padded) * _ALIGNMENT)
-    # Of a thread of the norm alone: the order of its sums depends on them.
+    # Threads of the norm alone: the order of its sums depends on them.
     values = padded // (32 * norm_warps(padded))
     defines = (
         f"ELEMENT_BYTES={dtype.itemsize}", f"ROW_CHUNKS={chunks}", f"NORM_VALUES={values}",
@@ -137,7 +142,7 @@ def num_threads(dtype: torch.dtype, padded: int) -> int:
 
 
 def region_bytes(num_ranks: int, max_rows: int) -> int:
-    """Bytes of one rank's region: of two slots, each with all ranks' rows."""
+    """Bytes of one rank's region: two slots, each with rows of all ranks."""
     return 2 * num_ranks * max_rows * _ROW_WORDS * _WORD_BYTES
 
 
@@ -151,7 +156,7 @@ def _has_whole_rows(x: Tensor) -> bool:
 
 
 def _arguments_of(num_ranks: int) -> type[ctypes.Structure]:
-    """What the kernel of a group of so many ranks takes."""
+    """The kernel's argument struct for a group of this many ranks."""
     found = _structures.get(num_ranks)
     if found is None:
         fields = (

@@ -1,4 +1,4 @@
-"""How grouped products are cut, by our Hopper kernel or by Triton's, and what is best."""
+"""Tile shapes of grouped products, for our Hopper kernel or Triton's, and the measured best."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Literal, cast
 from trimaran.kernels.tables.product_table import INNER_STEP, TABLES
 
 _SHARED_BYTES = 232_448
-"""Shared memory that a block can have."""
+"""Shared memory available to a block."""
 
 _PLAN_BYTES, _BARRIER_BYTES, _ALIGNMENT = 8, 256, 1024
-"""Of each expert, of all barriers, and of the tiles behind them."""
+"""Shared memory for each expert, for all barriers, and for alignment of the tiles."""
 
 EXPERT_LIMITS = (64, 256, 512)
 """Numbers of experts that the kernel is built for."""
@@ -24,10 +24,10 @@ GroupedKind = Literal["plain", "gated"]
 
 @dataclass(frozen=True, slots=True)
 class GroupedShape:
-    """How one launch cuts a grouped product; see ``cuda/grouped_gemm.cu``.
+    """Tile shape of one launch of a grouped product; see ``cuda/grouped_gemm.cu``.
 
-    ``weights`` rows of an expert's matrix, 64, 128 or 256, and up to ``rows`` rows of x, a
-    multiple of 16, fall to a block at a time; ``sharing`` blocks share the weights.
+    A block takes ``weights`` rows of an expert's matrix, 64, 128 or 256, and up to ``rows``
+    rows of x, a multiple of 16, at a time; ``sharing`` blocks share the weights.
     """
 
     weights: int
@@ -35,7 +35,7 @@ class GroupedShape:
     sharing: int = 1
 
     def check(self, num_experts: int) -> None:
-        """Raise ValueError unless the kernel can be built so."""
+        """Raise ValueError unless the kernel can be built with this shape."""
         most = 192 if self.weights == 256 else 256
         if self.weights not in (64, 128, 256) or not 16 <= self.rows <= most or self.rows % 16:
             raise ValueError(
@@ -58,7 +58,7 @@ class GroupedShape:
         return 2 * INNER_STEP * (self.weights + self.rows)
 
     def stages(self, num_experts: int) -> int:
-        """As many as fit beside the plan."""
+        """As many stages as fit beside the plan."""
         plan = _PLAN_BYTES * expert_limit(num_experts) + _BARRIER_BYTES
         taken = -(-plan // _ALIGNMENT) * _ALIGNMENT
         return min(16, (_SHARED_BYTES - taken) // self.stage_bytes)
@@ -66,8 +66,9 @@ class GroupedShape:
 
 @dataclass(frozen=True, slots=True)
 class TritonCut:
-    """How Triton's kernel cuts a grouped product: ``rows`` x ``columns`` of it fall to a
-    program, which goes over the inner dimension by ``step``."""
+    """Tile shape of Triton's grouped product: a program computes ``rows`` x ``columns`` of
+    the output, over the inner dimension in steps of ``step``.
+    """
 
     rows: int
     columns: int
@@ -80,18 +81,17 @@ Cut = GroupedShape | TritonCut
 
 
 def expert_limit(num_experts: int) -> int:
-    """The number of experts that the kernel for so many is built for."""
+    """The number of experts that the kernel for at least this many is built for."""
     return next(limit for limit in EXPERT_LIMITS if num_experts <= limit)
 
 
 class GroupedTable:
-    """Measured choices for one device: for each stack of weights, the best by rows in all.
+    """Measured choices for one device: for each stack of weights, the best by total rows.
 
-    For stacks that were not measured, and above the last entry, Triton multiplies and cuts as
-    it thinks best. A file maps ``experts x outputs x inner kind`` to a list of ``[most rows,
-    cut]``, tokens times experts of a token, where a cut is null, the numbers of a
-    `GroupedShape` or those of a `TritonCut`, and is written by
-    ``benchmarks/tune_experts.py``.
+    For unmeasured stacks, and above the last entry, Triton multiplies with its default tiles. A
+    file maps ``experts x outputs x inner kind`` to a list of ``[most rows, cut]``. Rows are
+    tokens times experts of a token; a cut is null, the numbers of a `GroupedShape` or those of
+    a `TritonCut`. ``benchmarks/tune_experts.py`` writes the file.
     """
 
     def __init__(self, entries: dict[str, list[tuple[int, list[int] | None]]]) -> None:
@@ -103,7 +103,7 @@ class GroupedTable:
 
     @classmethod
     def of_device(cls, name: str) -> GroupedTable:
-        """The table of a GPU by its name; an empty one if it was not measured."""
+        """The table of a GPU by its name; an empty table if the GPU was not measured."""
         path = TABLES / f"{name.lower().replace(' ', '_')}_experts.json"
         if not path.exists():
             return cls({})
@@ -118,8 +118,9 @@ class GroupedTable:
         return self._choices[name][bisect_left(bounds, rows)]
 
     def kernels(self, hidden_size: int) -> list[tuple[GroupedShape, GroupedKind, int]]:
-        """Our kernel's cuts for weights that read or write ``hidden_size``, the widest first,
-        with kind and number of experts."""
+        """Our kernel's tile shapes for weights that read or write ``hidden_size``, the
+        widest first, with kind and number of experts.
+        """
         found = set()
         for name, choices in self._choices.items():
             sizes, _, kind = name.partition(" ")
@@ -131,7 +132,7 @@ class GroupedTable:
 
     @property
     def has_kernels(self) -> bool:
-        """Whether our kernel is the choice for anything."""
+        """Whether any entry chooses our kernel."""
         every = (cut for choices in self._choices.values() for cut in choices)
         return any(isinstance(cut, GroupedShape) for cut in every)
 
@@ -145,6 +146,6 @@ def _cut_of(numbers: list[int] | None) -> Cut | None:
 
 
 def stack_name(shape: tuple[int, int, int], kind: GroupedKind) -> str:
-    """What a table calls weights of this shape [experts, outputs, inner]."""
+    """The table's key for weights of this shape [experts, outputs, inner]."""
     experts, outputs, inner = shape
     return f"{experts}x{outputs}x{inner} {kind}"

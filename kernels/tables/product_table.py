@@ -1,4 +1,4 @@
-"""How our Hopper kernel cuts a product, and the measured choice of a cut for each product."""
+"""Tile shapes of our Hopper product kernel, and the measured choice for each product."""
 
 from __future__ import annotations
 
@@ -11,30 +11,29 @@ from typing import Literal, cast
 TABLES = Path(__file__).parent
 
 INNER_STEP = 64
-"""Of the inner dimension, what one stage of the kernel's ring holds."""
+"""Elements of the inner dimension in one stage of the kernel's ring."""
 
 _SHARED_BYTES = 230_400
-"""Dynamic shared memory that a block can have beside its barriers."""
+"""Dynamic shared memory available to a block beside its barriers."""
 
 _EARLY_BYTES = 64 << 10
-"""Of weights under way to a block keep memory as busy as can be, and its queue short."""
+"""Bytes of weights in flight to a block that saturate memory with a short queue."""
 
 Kind = Literal["plain", "gated", "parts"]
-"""``x @ weight.T``; SwiGLU of it; or float32 parts of it that are still to be added up."""
+"""``x @ weight.T``; SwiGLU of the product; or float32 parts that are still to be added up."""
 
 
 @dataclass(frozen=True, slots=True)
 class GemmShape:
-    """How one launch cuts a product; see ``cuda/gemm.cu``.
+    """Tile shape of one launch of a product; see ``cuda/gemm.cu``.
 
-    ``rows`` x ``columns`` of the product fall to a block at a time: 64, 128, 192 or 256, and
-    a multiple of 16 up to 256. ``split`` blocks share the inner dimension, ``sharing`` blocks
-    rows of x, or of the weight with ``shares_weights``; at most 8 blocks in all make a
-    cluster, to which blocks of parts do not count.
-    The ring has ``most_stages`` at most: a shorter one leaves room for the next kernel's
-    blocks, which then begin to read while this one runs. Before rows of x are there, a block
-    has ``most_early`` tiles of weights under way at a time (0: `_EARLY_BYTES` of them): more
-    only lengthen the queue in which the kernel that makes the rows waits for memory.
+    A block computes ``rows`` x ``columns`` of the product at a time: 64, 128, 192 or 256, and a
+    multiple of 16 up to 256. ``split`` blocks share the inner dimension; ``sharing`` blocks
+    share rows of x, or of the weight with ``shares_weights``. A cluster has at most 8 blocks in
+    all; blocks of parts do not count. The ring has at most ``most_stages``: a shorter ring
+    leaves room for the next kernel's blocks, which then begin to read while this kernel runs.
+    Before the rows of x are ready, a block has ``most_early`` tiles of weights in flight (0:
+    `_EARLY_BYTES`): more would lengthen the memory queue of the kernel that writes the rows.
     """
 
     rows: int
@@ -46,7 +45,7 @@ class GemmShape:
     shares_weights: bool = False
 
     def check(self, kind: Kind) -> None:
-        """Raise ValueError unless the kernel can make a product of this kind."""
+        """Raise ValueError unless the kernel supports this shape for a product of this kind."""
         if self.shares_weights:
             self._check_slices(kind)
         ring, bytes_needed = self.stages * self.stage_bytes, self._exchanged_bytes(kind)
@@ -64,7 +63,10 @@ class GemmShape:
                 "or more, and a multiple of 8 columns for each"
             )
         if kind != "parts" and self.split > 1:
-            raise ValueError(f"{self} adds up in clusters: let it share rows of x")
+            raise ValueError(
+                f"{self} adds up in clusters, which must share rows of x: set "
+                "shares_weights to false"
+            )
 
     def cluster(self, kind: Kind) -> int:
         """Blocks of a cluster."""
@@ -90,21 +92,21 @@ class GemmShape:
 
     @property
     def stages(self) -> int:
-        """As many as fit and may be."""
+        """As many stages as fit and are allowed."""
         return min(self.most_stages, _SHARED_BYTES // self.stage_bytes)
 
     @property
     def early_tiles(self) -> int:
-        """Tiles of weights under way at a time before rows of x are there."""
+        """Tiles of weights in flight before the rows of x are ready."""
         return self.most_early or _EARLY_BYTES // (2 * INNER_STEP * self.columns)
 
 
 Choice = GemmShape | None
-"""How our kernel cuts a product; None leaves it to torch."""
+"""The tile shape of a product; None means torch."""
 
 
 def _shape(numbers: list[int]) -> GemmShape:
-    """The fields that a table names, and the usual ones."""
+    """The fields of a table's entry, and their defaults."""
     usual = (0, 0, 1, 1, 16, 0, 0)
     rows, columns, split, sharing, stages, early, shares = (*numbers, *usual[len(numbers) :])
     return GemmShape(rows, columns, split, sharing, stages, early, bool(shares))
@@ -113,10 +115,9 @@ def _shape(numbers: list[int]) -> GemmShape:
 class ProductTable:
     """Measured choices for one device: for each weight, the best up to a number of rows.
 
-    Above the last entry, and for weights that were not measured, torch multiplies. A file
-    maps ``outputs x inner kind`` to a list of ``[most rows, null or the fields of a
-    `GemmShape`]``, of which all behind the fourth may be left out, and is written by
-    ``benchmarks/tune_products.py``.
+    Above the last entry, and for unmeasured weights, torch multiplies. A file maps ``outputs x
+    inner kind`` to a list of ``[most rows, null or the fields of a `GemmShape`]``; all fields
+    behind the fourth are optional. ``benchmarks/tune_products.py`` writes the file.
     """
 
     def __init__(self, entries: dict[str, list[tuple[int, list[int] | None]]]) -> None:
@@ -131,7 +132,7 @@ class ProductTable:
 
     @classmethod
     def of_device(cls, name: str) -> ProductTable:
-        """The table of a GPU by its name; an empty one if it was not measured."""
+        """The table of a GPU by its name; an empty table if the GPU was not measured."""
         path = TABLES / f"{name.lower().replace(' ', '_')}.json"
         if not path.exists():
             return cls({})
@@ -146,20 +147,20 @@ class ProductTable:
         return self._choices[key][bisect_left(bounds, num_rows)]
 
     def weights(self) -> list[tuple[int, int, Kind]]:
-        """Outputs, inner width and kind of the products that were measured."""
+        """Outputs, inner width and kind of the measured products."""
         return list(self._choices)
 
     def choices(self, outputs: int, inner: int, kind: Kind) -> list[GemmShape]:
-        """All of our kernel's cuts for a weight."""
+        """All of our kernel's tile shapes for a weight."""
         found = self._choices.get((outputs, inner, kind), [])
         return list(dict.fromkeys(choice for choice in found if choice is not None))
 
 
 def fixed_choice(num_rows: int, outputs: int, inner: int) -> GemmShape:
-    """A cut whose split depends on the weight alone, for any number of rows.
+    """A tile shape whose split depends on the weight alone, for any number of rows.
 
-    The split makes one row's product use most of the GPU; the order of its sums is the same
-    for all cuts of equal split.
+    The split lets one row's product use most of the GPU. The order of the sums is equal for all
+    tile shapes of equal split.
     """
     split = 1
     while split < 8 and outputs * split < 96 * 128 and 2 * split * INNER_STEP <= inner:

@@ -1,4 +1,4 @@
-"""Activations on a GPU, and the look-up of tokens' vectors."""
+"""Activations on a GPU, and the embedding lookup."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from trimaran.kernels.triton.launch import Launcher, num_tiles
 
 _TILE = 1024
 _VECTOR_TILE = 2048
-"""Of vectors that are looked up: 8,192 of 6,144 values take 51 us on an H200, by tiles of 1,024
-60, and few take as long by either."""
+"""Tile of the lookup: 8,192 vectors of 6,144 values take 51 us on an H200, by tiles of 1,024
+60; few vectors take equally long.
+"""
 
 _CODES = {"silu": 0, "gelu_new": 1, "gelu_pytorch_tanh": 1, "gelu": 2, "relu": 3}
 
@@ -42,7 +43,7 @@ def _gated_kernel(  # type: ignore[no-untyped-def]
     gate_up, output, row_stride, width, TILE: tl.constexpr, CODE: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Program (t, i) makes the i-th tile of row t."""
+    """Program (t, i) computes the i-th tile of row t."""
     row = tl.program_id(0).to(tl.int64)
     dims = tl.program_id(1) * TILE + tl.arange(0, TILE)
     is_dim = dims < width
@@ -79,7 +80,8 @@ def _embed_kernel(  # type: ignore[no-untyped-def]
     token = tl.program_id(0).to(tl.int64)
     dims = tl.program_id(1) * TILE + tl.arange(0, TILE)
     if OVERLAPS:
-        # In this order: whatever begins early behind it finds the step's integers complete.
+        # In this order: kernels that begin early behind this one find the step's integers
+        # complete.
         gdc_wait()
         gdc_launch_dependents()
     row = tl.load(ids + token).to(tl.int64) - first_row
@@ -96,8 +98,8 @@ _embed = Launcher(_embed_kernel)
 def gated_activation(gate_up_TE: Tensor, name: str) -> Tensor:
     """``act(gate) * up`` of the halves of the last dim, in float32, rounded once.
 
-    The last dim is contiguous, rows have any stride. ``name`` is ``silu`` or one of those of
-    `activation`. Safe under CUDA graph capture, as all of this file.
+    The last dim is contiguous, rows have any stride. ``name`` is ``silu`` or a name that
+    `activation` takes. Safe under CUDA graph capture, as all of this file.
     """
     rows, width = gate_up_TE.shape[0], gate_up_TE.shape[1] // 2
     output = torch.empty((rows, width), dtype=gate_up_TE.dtype, device=gate_up_TE.device)
@@ -123,8 +125,8 @@ def activation(x_TD: Tensor, name: str) -> Tensor:
 def embed(ids_T: Tensor, table_VD: Tensor, first_row: int | None = None) -> Tensor:
     """The rows ``ids`` of a contiguous table, or ``ids - first_row``; zeros for others.
 
-    No kernel behind it begins before those in front of it have ended: they may read at once
-    what these wrote, as the step's integers.
+    Kernels behind this one begin only after the preceding kernels have ended: they may at once
+    read the preceding kernels' results, such as the step's integers.
     """
     tokens, (num_rows, width) = ids_T.shape[0], table_VD.shape
     output = torch.empty((tokens, width), dtype=table_VD.dtype, device=table_VD.device)

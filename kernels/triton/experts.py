@@ -1,4 +1,4 @@
-"""A mixture of experts on a GPU: sort by expert, grouped products, and no wait."""
+"""A mixture of experts on a GPU: sort by expert, grouped products, without host sync."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from triton.language.extra.cuda import (  # type: ignore[import-not-found,import
 from trimaran.kernels.tables.grouped_table import TritonCut
 from trimaran.kernels.triton.launch import Launcher, num_tiles, padded_size
 
-# Shapes: T tokens, D hidden size, X experts of this rank, C experts of a token, N = T C
-# chosen places (token t's c-th choice is place t C + c), F inner width, E = 2 F.
+# Shapes: T tokens, D hidden size, X experts of this rank, C experts of a token, N = T C choices
+# (token t's c-th choice is number t C + c), F inner width, E = 2 F.
 
 _SORT_VALUES = 16384
-"""Places times experts that a program of the sort looks at."""
+"""Choices times experts that a program of the sort processes."""
 
 _COUNTED = 16
 _SUM_TILE = 1024
 FIXED_ROWS = 64
-"""The height of tiles for all numbers of places, where the sums' order may not change."""
+"""The height of tiles for any number of choices, if the order of sums must not change."""
 
 _GROUP = 8
-"""Tiles of rows that go over the same columns at about the same time, for the cache."""
+"""Tiles of rows that process the same columns at about the same time, for the cache."""
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _owned(  # type: ignore[no-untyped-def]
     ids, places, num_places, first_expert, EXPERTS: tl.constexpr, PADDED: tl.constexpr
 ):
-    """[places, experts]: 1 where a place's expert is this one of this rank's."""
+    """[choices, experts]: 1 where a choice is this expert of this rank."""
     owners = tl.load(ids + places, mask=places < num_places, other=-1) - first_expert
     experts = tl.arange(0, PADDED)[None, :]
     return ((owners[:, None] == experts) & (experts < EXPERTS)).to(tl.int32)
@@ -46,7 +46,7 @@ def _count_kernel(  # type: ignore[no-untyped-def]
     ids, counts, num_places, first_expert, EXPERTS: tl.constexpr, PADDED: tl.constexpr,
     BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Program b counts how often each expert was chosen in the b-th block of places."""
+    """Program b counts how often each expert was chosen in the b-th block of choices."""
     block = tl.program_id(0)
     places = block * BLOCK + tl.arange(0, BLOCK)
     if OVERLAPS:
@@ -63,9 +63,9 @@ def _sort_kernel(  # type: ignore[no-untyped-def]
     PADDED: tl.constexpr, BLOCK: tl.constexpr, COUNTED: tl.constexpr, IS_ALONE: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Program b writes the b-th block's places where they are due in the order by expert.
+    """Program b writes the sorted positions of the b-th block's choices.
 
-    An only program counts for itself.
+    A single program counts for itself.
     """
     block = tl.program_id(0)
     experts = tl.arange(0, PADDED)
@@ -97,8 +97,9 @@ def _sort_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _find_tile(counts, tile, PADDED: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A tile's expert, its first row among the expert's, how many those are, and how many
-    rows are before theirs."""
+    """A tile's expert, its first row among the expert's, their number, and the number of
+    rows before the expert's.
+    """
     experts = tl.arange(0, PADDED)
     tiles = (counts + ROWS - 1) // ROWS
     is_before = tl.cumsum(tiles, axis=0) <= tile
@@ -111,7 +112,9 @@ def _find_tile(counts, tile, PADDED: tl.constexpr, ROWS: tl.constexpr):  # type:
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _load(places, is_inside, IS_EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The values there; with ``IS_EVEN`` all of them are inside, else zero outside."""
+    """The values at these addresses; with ``IS_EVEN`` all of them are valid, else zero
+    outside.
+    """
     if IS_EVEN:
         values = tl.load(places)
     else:
@@ -126,11 +129,11 @@ def _experts_kernel(  # type: ignore[no-untyped-def]
     IS_GATED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
     GROUP: tl.constexpr, IS_EVEN: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """A program makes ``COLUMNS`` outputs of up to ``ROWS`` places of one expert.
+    """A program computes ``COLUMNS`` outputs of up to ``ROWS`` choices of one expert.
 
-    ``IS_GATED``: from the places' tokens, SwiGLU, in the order by expert. Else: from rows in
-    that order, times the places' shares, each at its place. Programs behind the last tile,
-    whose number only the device knows, end at once.
+    ``IS_GATED``: from the choices' tokens, SwiGLU, in the order by expert. Else: from rows in
+    that order, times the choices' weights, each stored at its choice. Programs behind the last
+    tile, whose number only the device knows, end at once.
     """
     NUM_COLUMNS: tl.constexpr = (OUTPUTS + COLUMNS - 1) // COLUMNS
     if OVERLAPS:
@@ -182,7 +185,7 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
     parts, ids, output, first_expert, WIDTH: tl.constexpr, EXPERTS: tl.constexpr,
     CHOSEN: tl.constexpr, TILE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Program (t, i) adds up the i-th tile of what token t's experts of this rank gave."""
+    """Program (t, i) adds up the i-th tile of the outputs of token t's experts on this rank."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
     is_column = columns < WIDTH
@@ -206,9 +209,9 @@ _sum = Launcher(_sum_kernel)
 
 
 def likely_cut(average: int, dtype: torch.dtype) -> TritonCut:
-    """Tiles about as high as an expert has rows on ``average``, from 16 to 128."""
+    """The tile height close to an expert's ``average`` number of rows, from 16 to 128."""
     rows = min(max(padded_size(average), 16), 128)
-    # Float32 values take twice the room.
+    # Float32 values take twice the memory.
     share = dtype.itemsize // 2
     if rows <= 32:
         return TritonCut(rows, 64, 128 // share, 4, 3)
@@ -216,16 +219,16 @@ def likely_cut(average: int, dtype: torch.dtype) -> TritonCut:
 
 
 class SortedPlaces(NamedTuple):
-    """Places by expert: which comes where, and how many each expert has."""
+    """Choices sorted by expert: their order, and the number of each expert's choices."""
 
     order: Tensor
-    """[N]; behind those of this rank's experts nothing was written."""
+    """[N]; entries behind those of this rank's experts are uninitialised."""
 
     totals: Tensor
     """[X], padded to a power of two with zeros."""
 
     positions: Tensor
-    """[T, C]: where each place is in that order, -1 if its expert is another rank's."""
+    """[T, C]: the position of each choice in that order, -1 for an expert of another rank."""
 
 
 def expert_mlp(
@@ -239,10 +242,10 @@ def expert_mlp(
 ) -> Tensor:
     """The weighted sum of each token's experts; see `Ops.expert_mlp`.
 
-    Rows of ``x`` are contiguous, all else is whole. The host learns nothing of the choice, so
-    it is safe under CUDA graph capture: grids depend on the number of tokens alone.
-    ``cuts`` are those of the two products; with the same ones for any number of tokens, a
-    token's result does not depend on the tokens beside it.
+    Rows of ``x`` are contiguous, all other tensors are fully contiguous. The host does not read
+    the choices: grids depend on the number of tokens alone, so this is safe under CUDA graph
+    capture. ``cuts`` are the tile shapes of the two products; with equal cuts for any number of
+    tokens, a token's result does not depend on the other tokens.
     """
     (num_tokens, hidden), num_chosen = x_TD.shape, ids_TC.shape[1]
     num_experts, _, inner = down_XDF.shape
@@ -266,7 +269,7 @@ def expert_mlp(
 
 
 def sort_places(ids_TC: Tensor, num_experts: int, first_expert: int) -> SortedPlaces:
-    """The places of this rank's experts in the order of the experts."""
+    """The choices of this rank's experts in the order of the experts."""
     places, padded = ids_TC.numel(), padded_size(num_experts)
     block = min(padded_size(max(places, 16)), max(_SORT_VALUES // padded, 16))
     num_blocks = num_tiles(places, block)
@@ -277,15 +280,16 @@ def sort_places(ids_TC: Tensor, num_experts: int, first_expert: int) -> SortedPl
     if not is_alone:
         _count((num_blocks, 1), (ids_TC, counts, places, first_expert), constants)
     args = (ids_TC, counts, order, totals, positions, places, num_blocks, first_expert)
-    # A thread that looked at more than 32 values would not have the registers.
+    # More than 32 values a thread would not fit in the registers.
     num_warps = min(max(block * padded // 512, 4), 16)
     _sort((num_blocks, 1), args, (*constants, _COUNTED, is_alone), num_warps)
     return SortedPlaces(order, totals, positions.view(ids_TC.shape))
 
 
 def _split(sizes: list[int], device: torch.device) -> list[Tensor]:
-    """Pieces of one int32 tensor, each on 16 bytes: a kernel is compiled apart for others, and
-    where they lay would depend on the number of tokens."""
+    """Views of one int32 tensor, each aligned to 16 bytes. Triton compiles unaligned
+    pointers separately, and alignment would otherwise depend on the number of tokens.
+    """
     whole = [-(-size // 4) * 4 for size in sizes]
     memory = torch.empty(sum(whole), dtype=torch.int32, device=device)
     pieces = torch.split(memory, whole)
@@ -305,7 +309,7 @@ def _products(
     x, matrices, output = operands
     (num_places, outputs), num_experts = output.shape, matrices.shape[0]
     inner, num_chosen = matrices.shape[2], weights_TC.shape[1]
-    # Each expert with rows has one tile at most that is not full.
+    # Each expert with rows has at most one tile that is not full.
     tiles = num_places // cut.rows + min(num_experts, num_places)
     is_even = inner % cut.step == 0 and outputs % cut.columns == 0
     args = (

@@ -1,4 +1,4 @@
-"""A mixture of experts for so few tokens that each choice reads a matrix of its own."""
+"""A mixture of experts for few tokens: each choice reads its expert's matrix separately."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from triton.language.extra.cuda import (  # type: ignore[import-not-found,import
 from trimaran.kernels.triton.launch import Launcher, num_tiles, padded_size
 from trimaran.kernels.triton.skinny import prefetch
 
-# Shapes: T tokens, D hidden size, X experts of this rank, C experts of a token, N = T C
-# chosen places (token t's c-th choice is place t C + c), F inner width, E = 2 F.
+# Shapes: T tokens, D hidden size, X experts of this rank, C experts of a token, N = T C choices
+# (token t's c-th choice is number t C + c), F inner width, E = 2 F.
 
 _SPREAD = 3
-"""Experts a choice from which on tokens seldom share one, whose matrices sorted places would
-read once."""
+"""Experts for each choice above which tokens seldom share an expert; sorted choices would
+read a shared matrix once.
+"""
 
 _ROWS = 16
-"""The least that the matrix units take at once; one of them is a token's."""
+"""The minimum rows of the matrix units; one of them is a token's."""
 
 _GATED_COLUMNS, _GATED_STAGES = 32, 3
 _COLUMNS, _STEP, _STAGES, _AHEAD = 64, 128, 8, 4
@@ -35,12 +36,12 @@ def _gated_kernel(  # type: ignore[no-untyped-def]
     OUTPUTS: tl.constexpr, EXPERTS: tl.constexpr, CHOSEN: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, STEP: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, p) makes the i-th ``COLUMNS`` values of SwiGLU of place p's token."""
+    """Program (i, p) computes the i-th ``COLUMNS`` values of SwiGLU of choice p's token."""
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     place = tl.program_id(1)
     if OVERLAPS:
         gdc_wait()
-        # Only now: the kernel behind reads the choice before it waits.
+        # Only here: the following kernel reads the choices before it waits.
         gdc_launch_dependents()
     expert = tl.load(ids + place) - first_expert
     if (expert >= 0) & (expert < EXPERTS):
@@ -65,7 +66,7 @@ def _gated_kernel(  # type: ignore[no-untyped-def]
 def _owned(  # type: ignore[no-untyped-def]
     ids, first_expert, EXPERTS: tl.constexpr, CHOSEN: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """A token's experts as this rank numbers them, and 1 for each that it holds."""
+    """A token's experts as this rank numbers them, and 1 for each expert that this rank has."""
     choices = tl.arange(0, PADDED)
     own = tl.load(ids + choices, mask=choices < CHOSEN, other=-1) - first_expert
     is_own = (choices < CHOSEN) & (own >= 0) & (own < EXPERTS)
@@ -78,17 +79,17 @@ def _down_kernel(  # type: ignore[no-untyped-def]
     EXPERTS: tl.constexpr, CHOSEN: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, STEP: tl.constexpr, AHEAD: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, t C + s) makes the s-th part of token t's i-th ``COLUMNS`` outputs.
+    """Program (i, t C + s) computes the s-th part of token t's i-th ``COLUMNS`` outputs.
 
-    A token has as many parts as choices; those of other ranks' experts go to this rank's, each
-    of which has its inner dimension cut into equally many. So half as many experts take half
-    as long.
+    A token has as many parts as choices. Parts of other ranks' experts are used for this
+    rank's: each of its experts has the inner dimension split into equally many. Half as many
+    experts therefore take half as long.
     """
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     token, slot = tl.program_id(1) // CHOSEN, tl.program_id(1) % CHOSEN
     if OVERLAPS:
         gdc_launch_dependents()
-    # Chosen before the kernel in front let this one begin, see there.
+    # The choices were complete before the preceding kernel let this one begin.
     own, is_own = _owned(ids + token * CHOSEN, first_expert, EXPERTS, CHOSEN, PADDED)
     num_own = tl.sum(is_own)
     cuts = CHOSEN // tl.maximum(num_own, 1)
@@ -101,7 +102,7 @@ def _down_kernel(  # type: ignore[no-untyped-def]
     line = weight + (expert.to(tl.int64) * OUTPUTS + columns)[:, None] * INNER + begin
     if OVERLAPS:
         if is_used & (begin + 64 * AHEAD <= INNER):
-            # A line of memory holds 64 values.
+            # A cache line holds 64 values.
             prefetch(line + 64 * tl.arange(0, AHEAD)[None, :])
         gdc_wait()
     if is_used:
@@ -149,9 +150,9 @@ _sum = Launcher(_sum_kernel)
 
 
 def can_stream(num_tokens: int, num_chosen: int, gate_up_XED: Tensor) -> bool:
-    """Whether the experts of some tokens are served here, and faster than sorted.
+    """Whether the experts of a number of tokens are supported here, and faster than sorted.
 
-    Measured on an H200 in a CUDA graph, in microseconds and beside the sorted products of
+    Measured on an H200 in a CUDA graph, in microseconds, against the sorted products of
     `kernels.experts`. One token of Mixtral's shape: two experts of a rank 172 and 179, halves
     of two 90 and 102, one of two 89 and 118. Six of 64 experts of 2,048 x 1,408: one token 34
     and 45, two 59 and 64, three 84 and 88, four 106 and 106. Two tokens of Mixtral: 326 and
@@ -173,9 +174,10 @@ def stream_experts(
 ) -> Tensor:
     """The weighted sum of each token's experts; see `Ops.expert_mlp`.
 
-    bf16 or float16, sums in float32, for what `can_stream`. Rows of ``x`` are contiguous, all
-    else is whole. Nothing is sorted: a program looks up its place's expert, and ends at once
-    if that is another rank's. Safe under CUDA graph capture.
+    bf16 or float16, sums in float32, for shapes that `can_stream` allows. Rows of ``x`` are
+    contiguous, all other tensors are fully contiguous. Nothing is sorted: a program looks up
+    its choice's expert, and ends at once if that expert is another rank's. Safe under CUDA
+    graph capture.
     """
     (num_tokens, hidden), num_chosen = x_TD.shape, ids_TC.shape[1]
     num_experts, _, inner = down_XDF.shape

@@ -1,10 +1,9 @@
-"""Top-k, top-p and min-p on a GPU without sorting a vocabulary, nor asking the host.
+"""Top-k, top-p and min-p on a GPU without sorting a vocabulary and without host sync.
 
-A row with top-k lists the ids that can be among its best, found by the maxima of groups of
-ids, and sorts only these. A row with other filters draws from all ids first. All that a
-filter leaves stands before all that it drops, in the order of descending logits: a draw that
-fails rules itself out and all behind it, and the next is drawn from those before it, from a
-list again if they are few.
+A row with top-k lists the ids that can be among its k best, found by the maxima of groups of
+ids, and sorts only these. A row with other filters first draws from all ids. In the order of
+descending logits, a filter keeps a prefix: a rejected draw excludes itself and all ids behind
+it. The next draw is made from the ids before it, from a list again if they are few.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ _TOP_P_MIN = tl.constexpr(sampling_state.TOP_P_MIN)
 _TILE = 4096
 _GROUP = tl.constexpr(64)
 _LIST = 512
-"""Ids that a row's list holds; a row with more to list counts over its vocabulary."""
+"""Ids that a row's list holds; a row with more candidates counts over its vocabulary."""
 
 _WARPS = 8
-"""Of a row's one program, in which draws that fail are repeated."""
+"""Tile of the single program of a row, which repeats rejected draws."""
 
 _LEAST_KEY = tl.constexpr(-(1 << 31))
 _NO_ID = tl.constexpr(0x7FFFFFFF)
@@ -82,8 +81,9 @@ def _survey_kernel(  # type: ignore[no-untyped-def]
     logits, rows, lengths, state, output, maxima, masses, row_stride, vocab_size, num_tiles,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Of one tile of one row: the maxima of its groups and, relative to the largest of these,
-    its mass and that of its ids before the one drawn."""
+    """Of one tile of one row: the maxima of its groups and, relative to the largest of
+    these, its mass and the mass of its ids before the drawn id.
+    """
     entry, tile = tl.program_id(0), tl.program_id(1)
     row = tl.load(rows + entry)
     own = state + tl.maximum(row, 0).to(tl.int64) * _WIDTH
@@ -135,7 +135,7 @@ def _count(source, vocab_size, num_tiles, low, high, end_id, TILE: tl.constexpr)
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _end_of_top_k(source, vocab_size, num_tiles, top_k, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The bound before which exactly ``top_k`` ids stand, by bisection: its logit and id."""
+    """The bound before which exactly ``top_k`` ids come, by bisection: its logit and id."""
     low = tl.full([], _LEAST_KEY, tl.int64)
     high = -low
     while high - low > 1:
@@ -145,7 +145,7 @@ def _end_of_top_k(source, vocab_size, num_tiles, top_k, TILE: tl.constexpr):  # 
         else:
             high = middle
     missing = top_k - _count(source, vocab_size, num_tiles, high, 1 << 32, _NO_ID, TILE)
-    # The lowest ids of those that are equal.
+    # The lowest ids among equal logits.
     first, end = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32) + vocab_size
     while end - first > 1:
         middle_id = (first + end) >> 1
@@ -158,11 +158,11 @@ def _end_of_top_k(source, vocab_size, num_tiles, top_k, TILE: tl.constexpr):  # 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _floor_of_top_k(keys, is_group, num_groups, top_k):  # type: ignore[no-untyped-def]
-    """A sort key that at least ``top_k`` groups' maxima reach, and not many more."""
+    """A sort key that at least ``top_k`` group maxima reach, and not many more."""
     low = tl.full([], _LEAST_KEY, tl.int64)
     high = tl.max(keys, 0).to(tl.int64) + 1
     reaching = tl.full([], 0, tl.int32) + num_groups
-    # A floor that is a little too low costs less than one more round.
+    # A slightly low floor costs less than one more round.
     while (high - low > 1) & (reaching > top_k + (top_k >> 3)):
         middle = (low + high) >> 1
         count = tl.sum(((keys.to(tl.int64) >= middle) & is_group).to(tl.int32), 0)
@@ -180,13 +180,13 @@ def _list_from(  # type: ignore[no-untyped-def]
 ):
     """List all ids whose sort key is at least ``low``, found by their groups' maxima ``keys``.
 
-    Writes (sort key, inverted id) as int64. Returns how many there are, or some number
-    above ``LIST`` if they are more than that.
+    Writes (sort key, inverted id) as int64. Returns their number, or any number above ``LIST``
+    if there are more than that.
     """
     is_found = ((keys.to(tl.int64) >= low) & is_group).to(tl.int32)
     tl.store(groups_found + tl.cumsum(is_found, 0) - 1, groups, mask=is_found > 0)
     num_found = tl.sum(is_found, 0)
-    # What was stored by some threads is loaded by others.
+    # Other threads load what some threads stored.
     tl.debug_barrier()
     num_listed = tl.full([], 0, tl.int32)
     if num_found > LIST:
@@ -211,9 +211,9 @@ def _draw_from_list(  # type: ignore[no-untyped-def]
     listed, num_listed, temperature, top_k, top_p, min_p, first_key, second_key, total,
     LIST: tl.constexpr,
 ):  # fmt: skip
-    """Top-k, then top-p over the mass of what is left, then min-p, and the draw.
+    """Top-k, then top-p over the remaining mass, then min-p, and the draw.
 
-    Without top-k top-p is over ``total``, the mass relative to the likeliest of all ids.
+    Without top-k, top-p is over ``total``, the mass relative to the likeliest of all ids.
     """
     rank = tl.arange(0, LIST)
     worst = tl.full([], -(1 << 63), tl.int64)
@@ -229,7 +229,7 @@ def _draw_from_list(  # type: ignore[no-untyped-def]
     before = tl.cumsum(mass, 0) - mass
     most = tl.where(top_p < 1.0, top_p.to(tl.float64) * total, float("inf"))
     is_left = (before < most) & (mass >= min_p.to(tl.float64))
-    # The likeliest stays whatever the parameters are.
+    # The likeliest id stays whatever the parameters are.
     is_in = is_in & (is_left | (rank == 0))
     score = tempered + triton_race.gumbel(ids, first_key, second_key)
     score = tl.where(is_in, score, float("-inf"))
@@ -259,7 +259,7 @@ def _settle(  # type: ignore[no-untyped-def]
                 )
                 is_done = (mass < top_p.to(tl.float64) * total).to(tl.int32)
         else:
-            # Nothing stands before the likeliest: it stays whatever the parameters are.
+            # No id comes before the likeliest, which stays whatever the parameters are.
             is_done = tl.full([], 1, tl.int32)
     return winner
 
@@ -288,7 +288,7 @@ def _filter_row(  # type: ignore[no-untyped-def]
     source, own, length, winner, maxima, masses, groups_found, listed, vocab_size, num_tiles,
     GROUPS: tl.constexpr, LIST: tl.constexpr, TILE: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """The draw that a row's filters ask for; ``winner`` is one from all ids."""
+    """The draw with a row's filters; ``winner`` is one from all ids."""
     temperature, top_k, top_p, min_p = _filters_of(own, length, vocab_size)
     groups, num_groups = tl.arange(0, GROUPS), num_tiles * (TILE // _GROUP)
     is_group = groups < num_groups
@@ -304,7 +304,7 @@ def _filter_row(  # type: ignore[no-untyped-def]
         is_settled, total = _check_draw(
             masses, highest, num_tiles, temperature, top_p, min_p, bound, top, PADDED, GROUPS
         )
-        # All behind the least likely id that min-p keeps are out as well.
+        # All ids behind the least likely one that min-p keeps are excluded as well.
         least = top + temperature * tl.log(tl.maximum(min_p, 1e-37))
         least -= 1e-5 * (tl.abs(least) + tl.abs(top))
         least = tl.where(min_p > 0.0, least, bound)
@@ -340,7 +340,7 @@ def _filter_kernel(  # type: ignore[no-untyped-def]
     vocab_size, num_tiles, GROUPS: tl.constexpr, LIST: tl.constexpr, TILE: tl.constexpr,
     PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Replace one row's draw from all ids by the one that its filters ask for."""
+    """Replace one row's draw from all ids by the draw with its filters."""
     entry = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + entry)
     own = state + tl.maximum(row, 0).to(tl.int64) * _WIDTH
@@ -360,10 +360,10 @@ def _filter_kernel(  # type: ignore[no-untyped-def]
 def keep_to_filters(
     logits_NV: Tensor, rows_N: Tensor, lengths_N: Tensor, state: Tensor, output_N: Tensor
 ) -> None:
-    """Where a row's state has top-k, top-p or min-p, replace its draw in ``output``.
+    """Replace the draws in ``output`` of rows whose state has top-k, top-p or min-p.
 
-    ``output`` holds draws from all ids (of rows with top-k anything in the vocabulary); the
-    other arguments are those of `triton_sampling.draw`. The twin is `draw.draw`.
+    ``output`` holds draws from all ids (any value for rows with top-k); the other arguments are
+    those of `triton_sampling.draw`. The twin is `draw.draw`.
     """
     count, vocab_size = logits_NV.shape
     device = logits_NV.device
@@ -384,7 +384,7 @@ def keep_to_filters(
 
 
 def compile_filters(device: torch.device, logits_dtype: torch.dtype, vocab_size: int) -> None:
-    """Compile the kernel that takes Triton the longest, some seconds, without launching it.
+    """Compile the kernel that takes Triton the longest, some seconds, without a launch.
 
     Safe in a thread beside others. The kernel is the one that `keep_to_filters` launches for
     dense logits [N, V] of this dtype.

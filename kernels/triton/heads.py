@@ -16,7 +16,7 @@ from trimaran.kernels.triton.launch import Launcher, num_tiles, padded_size
 # Shapes: T tokens, N heads, H dims of a head, D of them that are multiplied, E outputs.
 
 _FEW, _MANY = 16, 128
-"""Rows of a tile: of a step with few tokens, and of others."""
+"""Rows of a tile: for a step with few tokens, and for others."""
 
 _COLUMNS, _STEP = 64, 64
 
@@ -30,7 +30,8 @@ def _head_linear_kernel(  # type: ignore[no-untyped-def]
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Program (i, j): i counts tiles of rows, and heads fastest; j tiles of outputs. The
-    last j moves the dims that are not multiplied, if there are any."""
+    last j copies the dims that are not multiplied, if there are any.
+    """
     head, column = tl.program_id(0) % num_heads, tl.program_id(1) * COLUMNS
     rows = tl.program_id(0) // num_heads * ROWS + tl.arange(0, ROWS)
     is_row = (rows < num_tokens)[:, None]

@@ -1,4 +1,4 @@
-"""One step's integer inputs on a GPU: made from the rows' state where it lies."""
+"""One step's integer inputs on a GPU, computed from the rows' state on the device."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     max_blocks, spare_row, wide_stride, narrow_stride, shifts, BLOCK: tl.constexpr,
     TILE: tl.constexpr, HAS_SHIFTS: tl.constexpr,
 ):  # fmt: skip
-    """Program (s, t) makes the t-th tile of entry s's tokens; see `prepare`."""
+    """Program (s, t) computes the t-th tile of entry s's tokens; see `prepare`."""
     entry, tile = tl.program_id(0), tl.program_id(1)
     is_real = entry < num_entries
     row = tl.load(packed + entry, mask=is_real, other=spare_row)
     computed = tl.load(packed + num_entries + entry, mask=is_real, other=0)
     sampled = tl.load(packed + 2 * num_entries + entry, mask=is_real, other=-1)
     starts = packed + 3 * num_entries + entry
-    # Padding entries stand behind the real ones, with one token each while there are any.
+    # Padding entries stand behind the real ones, with one token each as long as tokens remain.
     padding = num_tokens + entry - num_entries
     first = tl.load(starts, mask=is_real, other=0)
     first = tl.where(is_real, first, tl.minimum(padding, num_padded))
@@ -113,28 +113,29 @@ _store = Launcher(_store_kernel)
 
 @dataclass(slots=True)
 class StepTensors:
-    """Where `prepare` writes: memory that stays where it is, as CUDA graphs need.
+    """The outputs of `prepare`: buffers at fixed addresses, as CUDA graphs need.
 
     Entries, tokens and sampled entries share the leading size, the largest of a step.
     """
 
     wide: Tensor
-    """int64 [4, size]: positions, slots, token of each sampled entry, its id's place."""
+    """int64 [4, size]: positions, slots, token of each sampled entry, index of its id."""
 
     narrow: Tensor
-    """int32 [7, size]: token ids, rows, sequence lengths, query starts, rows and
-    lengths of the sampled entries; the last row's first is the number of tokens that are
-    no padding."""
+    """int32 [7, size]: token ids, rows, sequence lengths, query starts, rows and lengths of
+    the sampled entries; the first element of the last row is the number of tokens without
+    padding.
+    """
 
     block_size: int
 
     shifts: Tensor | None = None
-    """int32 [R]: what is added to the positions of each row's tokens; None for nothing."""
+    """int32 [R]: added to the positions of each row's tokens; None for nothing."""
 
     @classmethod
     def allocate(cls, size: int, block_size: int, device: torch.device) -> StepTensors:
         """For steps of at most ``size`` tokens, entries and padding entries."""
-        # Every row starts at a full line of the cache: kernels then load it whole.
+        # Every row starts at a cache line: kernels then load whole lines.
         size = -(-(size + 1) // 64) * 64
         wide = torch.zeros((4, size), dtype=torch.int64, device=device)
         narrow = torch.zeros((7, size), dtype=torch.int32, device=device)
@@ -151,11 +152,12 @@ def enter(
     num_segments: int,
     longest: int,
 ) -> None:
-    """Write new block ids and rows' token ids that come from the host.
+    """Write new block ids and rows' token ids from the host.
 
-    ``packed`` is int32: from ``places_at`` on the places in ``block_tables`` of
-    ``num_updates`` blocks, then their ids; from ``segments_at`` on a (row, place in the row,
-    offset in ``packed``, length) a segment of token ids, the longest having ``longest``.
+    ``packed`` is int32. From ``places_at`` on it has the indices in ``block_tables`` of
+    ``num_updates`` blocks, then their ids. From ``segments_at`` on it has (row, index in the
+    row, offset in ``packed``, length) for each segment of token ids, of at most ``longest``
+    ids.
     """
     tiles = triton.cdiv(max(num_updates, longest, 1), _TILE)
     _enter_kernel[(1 + num_segments, tiles)](
@@ -176,10 +178,10 @@ def prepare(
 ) -> None:
     """Fill ``target`` for one step of ``num_entries`` entries.
 
-    ``packed`` is int32: rows [S], computed tokens [S], place among the sampled entries or
-    -1 [S], query starts [S + 1]. Entries from ``num_entries`` to ``num_padded`` are padding:
-    one token each, at position 0 of the last row, which no sequence has, until there are
-    ``num_padded`` tokens; those behind have none.
+    ``packed`` is int32: rows [S], computed tokens [S], index among the sampled entries or -1
+    [S], query starts [S + 1]. Entries from ``num_entries`` to ``num_padded`` are padding: one
+    token each, at position 0 of the last row, which no sequence has, until there are
+    ``num_padded`` tokens; later entries have none.
     """
     shifts = target.shifts
     grid = (num_padded, triton.cdiv(max_query_len, _TILE))
@@ -193,6 +195,6 @@ def prepare(
 
 
 def store_ids(ids_N: Tensor, places_N: Tensor, table_RL: Tensor) -> None:
-    """Write sampled ids to their places in the token table."""
+    """Write sampled ids into the token table."""
     count = ids_N.shape[0]
     _store((num_tiles(count, _TILE), 1), (ids_N, places_N, table_RL, count), (_TILE,))

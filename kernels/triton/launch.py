@@ -1,4 +1,4 @@
-"""Quick launches of Triton kernels, which may begin before their predecessor has ended."""
+"""Fast launches of Triton kernels, which may begin before their predecessor has ended."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ def can_overlap(device: int) -> bool:
     """Whether kernels on a GPU may begin before their predecessor has ended.
 
     With programmatic dependent launch (CUDA 12, Hopper and later) a kernel may at once read
-    what no kernel of the step writes, and must call ``gdc_wait`` before it touches anything
-    else. Over a chain of kernels that suffices, since each waits before it ends.
+    what no kernel of the step writes, and must call ``gdc_wait`` before it accesses other
+    memory. In a chain of kernels that covers all predecessors, since each kernel waits before
+    it ends.
     """
     if device < 0 or os.environ.get("TRITON_INTERPRET") == "1":
         return False
@@ -26,21 +27,24 @@ def can_overlap(device: int) -> bool:
 
 
 def padded_size(size: int) -> int:
-    """The least power of two that is not below ``size``. Triton's own takes the host longer."""
+    """The smallest power of two that is at least ``size``. Triton's own function takes the
+    host longer.
+    """
     return 1 << (size - 1).bit_length()
 
 
 def num_tiles(size: int, tile: int) -> int:
-    """How many tiles cover ``size``."""
+    """The number of tiles that cover ``size``."""
     return -(-size // tile)
 
 
 class Launcher:
     """Launches one Triton kernel.
 
-    Triton looks at every argument to find the compiled form, which takes the host three
-    times as long as the launch; here one look-up by what Triton compiles apart does.
-    The kernel has OVERLAPS as its last constant, true where it may overlap others.
+    Triton inspects every argument to find the compiled variant, which takes the host three
+    times as long as the launch. This class does one lookup by the properties that Triton
+    specialises on. The kernel has OVERLAPS as its last constant, true where it may overlap
+    others.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -55,15 +59,17 @@ class Launcher:
         num_warps: int = 4,
         num_stages: int = 3,
     ) -> None:
-        """Launch on the current stream of the first argument's device, the current one.
+        """Launch on the current stream of the first argument's device, which is the current
+        device.
 
-        ``args`` are tensors, whole numbers and floats in the kernel's order, its
-        ``constants`` follow.
+        ``args`` are tensors, integers and floats in the kernel's order, followed by its
+        ``constants``.
         """
         device = args[0].get_device()
         key: list[Any] = [device, num_warps, num_stages, constants]
         for arg in args:
-            # Tensors last: to learn that something is none takes Python the longest.
+            # Tensors are recognised by exclusion: isinstance with Tensor is slow for other
+            # types.
             if isinstance(arg, int):
                 key.append(_kind(arg))
             elif not isinstance(arg, float):
@@ -85,7 +91,7 @@ class Launcher:
         args: tuple[Any, ...],
         constants: tuple[Any, ...],
     ) -> None:
-        """Launch through Triton, which compiles where needed, and keep what it launched."""
+        """Launch through Triton, which compiles if needed, and keep the compiled variant."""
         device, num_warps, num_stages = key[:3]
         options = {"num_warps": num_warps, "num_stages": num_stages}
         overlaps = can_overlap(device)
@@ -93,12 +99,14 @@ class Launcher:
         if overlaps:
             options["launch_pdl"] = True
         kernel = self._kernel[grid](*args, *constants, **options)
-        # The interpreter compiles nothing.
+        # The interpreter has no compiled variant.
         if kernel is not None:
             self._compiled[key] = (kernel, constants)
 
 
 def _kind(value: int) -> int:
-    """What Triton compiles apart: 1, multiples of 16 and others, of 32 bits or of 64."""
+    """Triton's specialisation of an integer: 1, multiples of 16 and others, of 32 or 64
+    bits.
+    """
     kind = 2 if value == 1 else 0 if value & 15 == 0 else 1
     return kind if -_INT32_END <= value < _INT32_END else kind + 3

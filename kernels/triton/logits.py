@@ -41,7 +41,7 @@ def _penalties_of(own):  # type: ignore[no-untyped-def]
 def _count_kernel(  # type: ignore[no-untyped-def]
     rows, lengths, state, table, counts, table_stride, vocab_size, TILE: tl.constexpr
 ):
-    """Count how often each id is in the output; of the prompt's note that they are there."""
+    """Count each id of the output; for ids of the prompt only mark their presence."""
     entry = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + entry).to(tl.int64)
     own = state + row * _WIDTH
@@ -61,7 +61,7 @@ def _count_kernel(  # type: ignore[no-untyped-def]
 def _penalise_kernel(  # type: ignore[no-untyped-def]
     logits, rows, lengths, state, table, counts, table_stride, vocab_size, TILE: tl.constexpr
 ):
-    """Apply the penalties to every id counted, once, and leave its count 0 again."""
+    """Apply the penalties to every counted id, once, and reset its count to 0."""
     entry = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + entry).to(tl.int64)
     repetition, presence, frequency, has_any = _penalties_of(state + row * _WIDTH)
@@ -69,7 +69,7 @@ def _penalise_kernel(  # type: ignore[no-untyped-def]
     is_known = places < tl.where(has_any, tl.load(lengths + entry), 0)
     ids = tl.load(table + row * table_stride + places, mask=is_known, other=-1)
     is_known = is_known & (ids >= 0) & (ids < vocab_size)
-    # Of all places with one id, the first to take its count applies it.
+    # Of all positions with one id, the first to read its count applies the penalty.
     place = entry * vocab_size + ids
     count = tl.atomic_xchg(counts + place, 0, mask=is_known, sem="relaxed")
     is_mine = is_known & (count != 0)
@@ -85,7 +85,7 @@ def _penalise_kernel(  # type: ignore[no-untyped-def]
 def _forbid_kernel(  # type: ignore[no-untyped-def]
     logits, rows, lengths, state, table, table_stride, vocab_size, TILE: tl.constexpr
 ):
-    """Mask what would repeat an n-gram, and the end id while there are too few tokens."""
+    """Mask ids that would repeat an n-gram, and the end id while there are too few tokens."""
     entry = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + entry).to(tl.int64)
     own, tokens = state + row * _WIDTH, table + row * table_stride
@@ -113,7 +113,7 @@ def _bad_words_kernel(  # type: ignore[no-untyped-def]
     logits, rows, lengths, table, words, entry, num_words, num_before, table_stride,
     vocab_size, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Mask the last ids of one row's bad words whose other ids the sequence ends with."""
+    """Mask the last id of one row's bad words whose other ids end the sequence."""
     row = tl.load(rows + entry).to(tl.int64)
     length = tl.load(lengths + entry)
     numbers = tl.program_id(0) * TILE + tl.arange(0, TILE)
@@ -142,7 +142,7 @@ def penalise(
     """Repetition, presence and frequency penalties on float32 ``logits``, in place.
 
     ``table`` holds the rows' ids, ``longest`` is the largest of ``lengths``. ``counts`` is
-    int32 for N * V numbers, all 0, and is so again. The twin is
+    int32 for N * V numbers, all 0 before and after. The twin is
     `logits_processors.apply_penalties`; all logits of this file are contiguous.
     """
     count, vocab_size = logits_NV.shape
@@ -181,10 +181,10 @@ def forbid_bad_words(
     words_WH: Tensor,
     entry: int,
 ) -> None:
-    """Mask what would complete a bad word in one row of float32 ``logits``, in place.
+    """Mask ids that would complete a bad word in one row of float32 ``logits``, in place.
 
-    ``words`` is int32: each word's last id, then those before it, with -1 in front of
-    shorter ones. The twin is `logits_processors.forbid_bad_words`.
+    ``words`` is int32: each word's last id, then those before it, with -1 in front of shorter
+    ones. The twin is `logits_processors.forbid_bad_words`.
     """
     num_words, width = words_WH.shape
     _bad_words_kernel[(triton.cdiv(num_words, 64),)](
@@ -211,7 +211,7 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
 def _log_prob_kernel(  # type: ignore[no-untyped-def]
     logits, ids, largest, sums, output, row_stride, num_tiles, PADDED: tl.constexpr
 ):
-    """The chosen id's logit less the logarithm of the row's sum."""
+    """The chosen id's logit minus the logarithm of the row's sum."""
     entry, tiles = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
     at, is_tile = entry * num_tiles + tiles, tiles < num_tiles
     tops = tl.load(largest + at, mask=is_tile, other=-3e38)
@@ -243,7 +243,8 @@ def log_probs(logits_NV: Tensor, ids_N: Tensor) -> Tensor:
 _WORDS = 128
 
 
-# Both may start anywhere in what was sent; a kernel of its own for some places is not worth it.
+# Both may start at any offset of the transfer; separate kernels for aligned ones are not
+# worthwhile.
 @triton.jit(do_not_specialize=["entries", "masks"])  # type: ignore[untyped-decorator,unused-ignore]
 def _mask_kernel(  # type: ignore[no-untyped-def]
     logits, entries, masks, vocab_size, num_words, row_stride, WORDS: tl.constexpr
@@ -262,10 +263,10 @@ def _mask_kernel(  # type: ignore[no-untyped-def]
 
 
 def apply_masks(logits_NV: Tensor, entries_M: Tensor, masks_MW: Tensor) -> None:
-    """Mask what may not come in float32 ``logits``, in place.
+    """Mask forbidden ids in float32 ``logits``, in place.
 
-    Row ``entries[m]`` (int64) keeps id i if bit i % 32 of ``masks[m, i // 32]`` (int32) is
-    set. The twin is `logits_processors.apply_masks`.
+    Row ``entries[m]`` (int64) keeps id i if bit i % 32 of ``masks[m, i // 32]`` (int32) is set.
+    The twin is `logits_processors.apply_masks`.
     """
     num_words = masks_MW.shape[1]
     _mask_kernel[(len(entries_M), triton.cdiv(num_words, _WORDS))](

@@ -17,16 +17,16 @@ from trimaran.kernels.adapters import AdapterBlocks, AdapterTables
 from trimaran.kernels.triton.launch import Launcher, num_tiles, padded_size
 
 # Shapes: T tokens of the step, I inputs and O outputs, G blocks of M tokens that share an
-# adapter, P targets of the product, C pieces of the inputs, D adapter size.
+# adapter, P targets of the product, C chunks of the inputs, D adapter size.
 
 _MIN_RANK = 16
-"""Least size of a product's side on tensor cores."""
+"""Smallest dim of a product on tensor cores."""
 
 _TILE_I = 128
 _TILE_O = 256
 _MAX_SUMS = 64 * 128
 _MAX_PIECES = 8
-"""The inputs are cut, so that few tokens keep many processors busy."""
+"""Inputs of a chunk; chunks let few tokens keep many multiprocessors busy."""
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
@@ -35,7 +35,7 @@ def _shrink_kernel(  # type: ignore[no-untyped-def]
     num_parts, piece_width, M: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Program (g * P + p, c): a piece of ``x @ a.T`` of block g for target p."""
+    """Program (g * P + p, c): a chunk of ``x @ a.T`` of block g for target p."""
     block = tl.program_id(0) // num_parts
     part = tl.program_id(0) % num_parts
     piece = tl.program_id(1)
@@ -144,7 +144,7 @@ def add_adapters(
         (block_size, rank, _TILE_I),
     )  # fmt: skip
     size_0, size_1, size_2 = (*sizes, 0, 0)[:3]
-    # A tile is at most so large that a block's sums stay in registers.
+    # The tile is small enough that a block's sums stay in registers.
     tile = _TILE_O if block_size * _TILE_O <= _MAX_SUMS else _MAX_SUMS // block_size
     num_outputs = sum(num_tiles(size, tile) for size in sizes)
     _expand(

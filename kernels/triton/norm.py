@@ -19,13 +19,15 @@ _RESIDENT_WARPS = 132 * 64
 """Warps that the largest GPU runs at once."""
 
 _MANY_TURNS = 3
-"""Rows of each program from which programs take several: a row that is loaded while another is
-normalised spares its wait. 8,192 rows of 4,096 take 40 us on an H200, of 59 by one each."""
+"""Rows for each program from which programs take several: loading a row while another is
+normalised hides its latency. 8,192 rows of 4,096 take 40 us on an H200, instead of 59 with
+one row a program.
+"""
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _added(value, held, place, is_dim):  # type: ignore[no-untyped-def]
-    """``value`` and the residual, whose sum is kept in its place, as it is kept."""
+    """Add ``value`` into the residual; returns the sum, rounded as stored."""
     rounded = (value + held.to(tl.float32)).to(held.dtype)
     tl.store(place, rounded, mask=is_dim)
     return rounded.to(tl.float32)
@@ -77,7 +79,9 @@ def _norm_rows_kernel(  # type: ignore[no-untyped-def]
     x, residual, weight, output, num_rows, x_stride, residual_stride, width, eps,
     PADDED: tl.constexpr, HAS_RESIDUAL: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Programs normalise many rows in turn, and load the next while they have one."""
+    """Each program normalises several rows in turn, and loads the next while it normalises
+    one.
+    """
     first, step = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     dims = tl.arange(0, PADDED)
     is_dim = dims < width
@@ -140,7 +144,7 @@ _norm_heads = Launcher(_norm_heads_kernel)
 def rms_norm(
     x_TD: Tensor, weight_D: Tensor, eps: float, residual_TD: Tensor | None = None
 ) -> Tensor:
-    """Root-mean-square normalisation of ``x``, or of ``residual`` after adding ``x`` to it.
+    """Root-mean-square normalisation of ``x``, or of ``residual`` after adding ``x``.
 
     The last dim is contiguous, rows have any stride. bf16, float16 or float32, rounded once.
     With a residual, ``x`` may be float32 parts [parts, T, D], whose sum is added. Safe under
@@ -155,7 +159,7 @@ def norm_heads(
     """Root-mean-square normalisation of each query and key head in place.
 
     ``heads`` is a view of the product: queries, then ``num_kv`` keys and as many values,
-    contiguous but for the stride of tokens.
+    contiguous except for the stride of tokens.
     """
     tokens, all_heads, head_size = heads_TAH.shape
     num_heads = all_heads - num_kv
@@ -206,9 +210,10 @@ def _normalise(
 
 
 def norm_warps(padded: int) -> int:
-    """Warps of a row's norm, of whose width ``padded`` is the next power of two.
+    """Warps of a row's norm; ``padded`` is the next power of two of its width.
 
-    They set the order of the sums, so they depend on the width alone. Four values a thread:
-    all of a row's loads are in flight at once, also where parts are added up.
+    The number of warps determines the order of the sums, so it depends on the width alone. With
+    four values a thread, all loads of a row are in flight at once, also where parts are added
+    up.
     """
     return min(max(padded // 128, 1), 32)

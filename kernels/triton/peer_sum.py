@@ -1,4 +1,4 @@
-"""Sums over the ranks of a tensor group in one launch, through memory that all of them map."""
+"""Sums over the ranks of a tensor group in one launch, through memory that all ranks map."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from triton.language.extra.cuda import (  # type: ignore[import-not-found,import
 
 from trimaran.kernels.triton.launch import Launcher, num_tiles
 
-# Each rank has a region that all ranks map: flags, one a program and rank, and behind them
-# two slots of equal size, used in turn. A program copies its part of the tensor into its own
-# slot, raises its flag at every rank and waits for theirs; then it reads the others' slots.
-# A slot is written again two calls later. By then every rank has begun the call in between,
-# since each waits for a flag of all others in every call, and so has ended this one.
+# Each rank has a region that all ranks map: flags, one for each program and rank, and behind
+# them two slots of equal size, which alternate. A program copies its part of the tensor into
+# its own slot, raises its flag at every rank and waits for theirs; then it reads the others'
+# slots. A slot is written again two calls later. By then every rank has begun the call in
+# between, since each waits for a flag of all others in every call, and so has ended this one.
 
 NUM_PROGRAMS = 128
-"""Programs of a launch, those without a part included: they count the calls too. All of them
-must run at once beside whatever else does, since they wait for each other's ranks."""
+"""Programs of a launch, including those without a part: they count the calls too. All of
+them must run at the same time, since they wait for the same programs of other ranks.
+"""
 
 TILE = 4096
 """Elements that a program has in flight from each rank."""
@@ -33,12 +34,11 @@ WARPS = 8
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _meet(peers, own, count, rank, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Wait until the same program of every other rank has come here: a barrier for memory as
-    well."""
+    """Wait until the same program of every other rank has arrived: also a memory barrier."""
     place = tl.program_id(0) * SIZE
-    # All threads have written before one of them says so.
+    # All threads have written before one of them raises the flag.
     tl.debug_barrier()
-    # Each begins with another: a link is not asked by all at once.
+    # Each rank begins with another peer, so that not all ranks read one peer at once.
     for step in tl.static_range(1, SIZE):
         theirs = tl.load(peers + (rank + step) % SIZE).to(tl.pointer_type(tl.int64))
         tl.atomic_xchg(theirs + place + rank, count, sem="release", scope="sys")
@@ -96,7 +96,9 @@ def _two_shot_kernel(  # type: ignore[no-untyped-def]
     x, peers, calls, rank, num_elements, part, num_active, header, slot_bytes,
     SIZE: tl.constexpr, TILE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Each rank sums a share, of which program p has ``part`` elements; then all are read."""
+    """Each rank sums a share, of which program p has ``part`` elements; then all shares are
+    read.
+    """
     if OVERLAPS:
         gdc_launch_dependents()
         gdc_wait()
@@ -137,13 +139,14 @@ _two_shot = Launcher(_two_shot_kernel)
 
 
 class PeerSum:
-    """Sums tensors of up to ``slot_bytes`` over the ranks, in place; larger ones in pieces,
-    if it ``takes_any``.
+    """Sums tensors of up to ``slot_bytes`` over the ranks, in place; larger ones in chunks, if
+    ``takes_any``.
 
-    In one shot every rank adds up everything; in two each adds up a share and all read the
-    shares. Float types; added in float32 in rank order and rounded once, so all ranks get
-    the same bits, which depend on neither way nor size. Safe under graph capture: what
-    changes from call to call lies in memory. Collective, on one stream.
+    In the one-shot algorithm every rank adds up everything; in the two-shot algorithm each rank
+    adds up a share and all ranks read the shares. Float types; added in float32 in rank order
+    and rounded once, so all ranks get equal bits, regardless of algorithm and size. Safe under
+    graph capture: values that change from call to call lie in memory. Collective, on one
+    stream.
     """
 
     def __init__(
@@ -158,9 +161,10 @@ class PeerSum:
         takes_any: bool = False,
         num_programs: int = NUM_PROGRAMS,
     ) -> None:
-        """``addresses`` are where each rank's region (see `region_bytes`) is mapped here, as
-        multiples of 16; all of it is zero before any rank's first call. ``memory`` is what
-        keeps the regions mapped."""
+        """``addresses`` are the addresses of each rank's region (see `region_bytes`) as
+        mapped here, multiples of 16; regions are zero before any rank's first call.
+        ``memory`` keeps the regions mapped.
+        """
         self._memory = memory
         self._takes_any = takes_any
         self._num_programs = num_programs
@@ -172,12 +176,12 @@ class PeerSum:
         self._calls = torch.zeros(NUM_PROGRAMS, dtype=torch.int64, device=device)
 
     def takes(self, tensor: Tensor) -> bool:
-        """Whether it can sum this tensor."""
+        """Whether this object can sum this tensor."""
         num_bytes = tensor.numel() * tensor.element_size()
         return tensor.is_floating_point() and num_bytes > 0 and bool(self.way_of(num_bytes))
 
     def way_of(self, num_bytes: int) -> str:
-        """``one-shot`` or ``two-shot``; empty for what is too large."""
+        """``one-shot`` or ``two-shot``; empty if the tensor is too large."""
         if num_bytes > self._slot_bytes and not self._takes_any:
             return ""
         return "one-shot" if num_bytes <= self._one_shot_bytes else "two-shot"
@@ -197,7 +201,7 @@ class PeerSum:
         is_one_shot = self.way_of(count * tensor.element_size()) == "one-shot"
         share = count if is_one_shot else num_tiles(count, self.size)
         num_active = min(self._num_programs, num_tiles(share, TILE))
-        # Whole lines of a cache for each program.
+        # Whole cache lines for each program.
         part = 64 * num_tiles(num_tiles(share, num_active), 64)
         kernel = _one_shot if is_one_shot else _two_shot
         args: tuple[Any, ...] = (

@@ -1,4 +1,4 @@
-"""Rows of tokens to the places of their experts and back, on a GPU."""
+"""MoE permutation on a GPU: rows of tokens to rows of their experts, and back."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
     parts, positions, shares, output, WIDTH: tl.constexpr, CHOSEN: tl.constexpr,
     TILE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Program (t, i) adds up the i-th tile of what token t's experts of this rank gave."""
+    """Program (t, i) adds up the i-th tile of the outputs of token t's experts on this rank."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
     is_column = columns < WIDTH
@@ -64,7 +64,7 @@ _gather = Launcher(_gather_kernel)
 
 
 def spread_rows(x_TD: Tensor, positions_TC: Tensor) -> Tensor:
-    """Each token's row at all of its positions, [N, D]; nothing where none is.
+    """Each token's row at all of its positions, [N, D]; other rows are uninitialised.
 
     Rows of ``x`` are contiguous; positions are int32, negative for experts of other ranks.
     """

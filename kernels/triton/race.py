@@ -1,8 +1,8 @@
-"""A draw as a race between token ids, and the keyed noise that decides it, for Triton kernels.
+"""Gumbel-max sampling in Triton: a draw by an argmax over keyed noise.
 
-The winner of argmax(logit / temperature + Gumbel noise) is a draw from the softmax. Exact
-scores cost several logarithms an id, so all ids get a cheap upper bound of theirs first and
-only those that can win an exact one.
+argmax(logit / temperature + Gumbel noise) is a draw from the softmax. An exact score costs
+several logarithms for each id. All ids therefore first get a cheap upper bound of their score,
+and only ids that can win get an exact score.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ _NO_ID = tl.constexpr(0x7FFFFFFF)
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def load_float(word):  # type: ignore[no-untyped-def]
-    """The float32 of which a state's word holds the bits."""
+    """The float32 with the bits of a state's word."""
     return tl.load(word).to(tl.float32, bitcast=True)
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _minus_log2(x):  # type: ignore[no-untyped-def]
-    """One instruction, good to 2**-22; the sign is part of the one that adds it."""
+    """One instruction, accurate to 2**-22; the sign is folded into the instruction that adds
+    it.
+    """
     if _IS_COMPILED:
         return tl.inline_asm_elementwise(
             "lg2.approx.ftz.f32 $0, $1; neg.f32 $0, $0;", "=f,f", [x], dtype=tl.float32,
@@ -42,7 +44,7 @@ def _minus_log2(x):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _opaque(x):  # type: ignore[no-untyped-def]
-    """``x``, which the compiler cannot take apart."""
+    """``x``, opaque to the compiler."""
     if _IS_COMPILED:
         return tl.inline_asm_elementwise(
             "mov.b32 $0, $1;", "=r,r", [x], dtype=tl.uint32, is_pure=True, pack=1
@@ -62,8 +64,8 @@ def _mix(x):  # type: ignore[no-untyped-def]
 def noise_keys(own, length):  # type: ignore[no-untyped-def]
     """The two words of `noise.noise_keys` for a row's state, as blocks of one element.
 
-    The first is folded as `_hash` would fold it with every id, behind the compiler's back: it
-    would find that this is the same as to fold it there.
+    The first word is pre-folded as `_hash` would fold it with every id. The value is made
+    opaque: the compiler would otherwise move the folding back into `_hash`.
     """
     golden = tl.full([1], 0x9E3779B97F4A7C15, tl.uint64)
     at = tl.arange(0, 1)
@@ -80,7 +82,7 @@ def noise_keys(own, length):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _hash(ids, first_key, second_key):  # type: ignore[no-untyped-def]
-    """`noise.hash_bits`; folding is linear, so the key's part of it is done beforehand."""
+    """`noise.hash_bits`; folding is linear, so the key's part is pre-folded."""
     x = ids.to(tl.uint32) * 0x9E3779B1
     x = (x ^ (x >> 16) ^ first_key) * 0x7FEB352D
     x = ((x ^ (x >> 15)) ^ second_key) * 0x846CA68B
@@ -94,7 +96,8 @@ def gumbel(ids, first_key, second_key):  # type: ignore[no-untyped-def]
     uniform = tl.minimum(
         (bits.to(tl.float32) + 0.5) * 4.656612873077393e-10, 1.0 - 5.9604645e-8
     )
-    # -log(1 - u), mended where the subtraction rounds: by the ratio of u to what was taken.
+    # -log(1 - u), corrected where the subtraction rounds: by the ratio of u to the value
+    # subtracted.
     rest = 1.0 - uniform
     taken = tl.where(rest == 1.0, 1.0, 1.0 - rest)
     waits = tl.where(rest == 1.0, uniform, -tl.log(rest) * (uniform / taken))
@@ -138,8 +141,10 @@ def _exact_race(  # type: ignore[no-untyped-def]
     source, vocab_size, first, last, temperature, first_key, second_key, bound, bound_id,
     TILE: tl.constexpr, FIRST_ID: tl.constexpr,
 ):  # fmt: skip
-    """`race` without bounds of scores. One program of a launch now and then: the larger its
-    steps, the shorter all wait for it; larger ones yet would cost `race` registers."""
+    """`gumbel_argmax` without bounds of scores. Rarely one program of a launch runs this:
+    larger steps shorten the wait of all others, but still larger ones would cost
+    `gumbel_argmax` registers.
+    """
     STEP: tl.constexpr = TILE // 2
     top = tl.full([], float("-inf"), tl.float32)
     winner = tl.full([], 0, tl.int32) + first * TILE
@@ -160,7 +165,9 @@ def _exact_lanes(  # type: ignore[no-untyped-def]
     source, vocab_size, tiles, temperature, first_key, second_key, bound, bound_id,
     TILE: tl.constexpr, FIRST_ID: tl.constexpr,
 ):  # fmt: skip
-    """`_exact_race` of each lane's ids in its own one of ``tiles``, an id a lane at a time."""
+    """`_exact_argmax` of each lane's ids in its own one of ``tiles``, one id a lane at a
+    time.
+    """
     lanes = tl.arange(0, TILE // _LANE)
     top = tl.full([], float("-inf"), tl.float32)
     winner = tl.full([], 0, tl.int32) + tl.min(tiles, 0) * TILE
@@ -182,13 +189,13 @@ def race(  # type: ignore[no-untyped-def]
     source, vocab_size, first, last, temperature, first_key, second_key, bound, bound_id,
     IS_BOUNDED: tl.constexpr, TILE: tl.constexpr, FIRST_ID: tl.constexpr = 0,
 ):  # fmt: skip
-    """The best score of tiles ``first`` to ``last``, and its place among the logits.
+    """The best score of tiles ``first`` to ``last``, and the index of its logit.
 
-    ``source`` holds the logits of the ids from ``FIRST_ID`` on. With ``IS_BOUNDED``, and then
-    from id 0 on, only ids before (bound, bound_id) run. An exponential wait -log(1 - u) is at
-    least u, so logit / temperature - log(u) is at most too large. A lane keeps its best bound
-    and its second: if only the best of several can win, exact scores of these decide, and of
-    all ids where some second could win as well.
+    ``source`` holds the logits of the ids from ``FIRST_ID`` on. With ``IS_BOUNDED``, which
+    requires id 0 as the first, only ids before (bound, bound_id) compete. An exponential wait
+    -log(1 - u) is at least u, so logit / temperature - log(u) is an upper bound. A lane keeps
+    its best and its second-best bound. If only the lanes' best ids can win, they get exact
+    scores; if some second-best id could win as well, all ids do.
     """
     lanes = tl.arange(0, TILE // _LANE)
     in_tile = lanes[:, None] * _LANE + tl.arange(0, _LANE)[None, :]
@@ -218,7 +225,8 @@ def race(  # type: ignore[no-untyped-def]
         exact = tl.where(is_before(x, ids, bound, bound_id), exact, float("-inf"))
     score = tl.max(exact, 0)
     winner = tl.min(tl.where(exact == score, ids, _NO_ID), 0)
-    # Which other ids could reach that, rounding of the bound and of its scale included?
+    # Whether other ids could reach that score, including rounding of the bound and of its
+    # scale.
     needed = score * 1.4426950408889634 - 31.0
     needed -= 1e-4 + 1e-6 * (tl.abs(needed) + 64.0)
     rivals = tl.maximum(tl.where(lanes == lane, float("-inf"), best), second)

@@ -1,4 +1,4 @@
-"""Rotation of query and key heads on a GPU, and the way of keys and values to their slots."""
+"""Rotation of query and key heads on a GPU, and storing keys and values at their slots."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _rope_and_cache_kernel(  # type: ignore[no-untyped-def]
     HEAD_SIZE: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr, REST: tl.constexpr,
     HEADS: tl.constexpr, IS_NEOX: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Program (t, g) takes the g-th ``HEADS`` heads of token t, whatever they are."""
+    """Program (t, g) handles the g-th ``HEADS`` heads of token t, of any kind."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     pairs = tl.arange(0, PADDED)
@@ -42,7 +42,7 @@ def _rope_and_cache_kernel(  # type: ignore[no-untyped-def]
     if OVERLAPS:
         gdc_wait()
     element = heads.dtype.element_ty
-    # Heads are asked for before their angles, whose place is known only with the position.
+    # Heads are loaded before their angles, whose address is known only with the position.
     is_pair = (pairs < HALF)[None, :]
     dims = tl.arange(0, 2 * PADDED)[None, :]
     is_dim = dims < 2 * HALF
@@ -112,13 +112,14 @@ def rope_and_cache(
 ) -> None:
     """Rotate query and key heads in place and store keys and values at their slots.
 
-    ``heads`` is a view of the product: queries, then keys, then values, contiguous but for
+    ``heads`` is a view of the product: queries, then keys, then values, contiguous except for
     the stride of tokens. ``kv_cache`` is [blocks, 2, B, K, H] with any strides but the last,
-    which is 1. The first R dims of a head are rotated: its halves (``is_neox``), or its
-    pairs of neighbours. Safe under CUDA graph capture.
+    which is 1. The first R dims of a head are rotated: by halves (``is_neox``), or by pairs of
+    neighbours. Safe under CUDA graph capture.
 
-    Positions and slots are read before the preceding kernel has ended: one between it and
-    their writer must let none begin before it has waited for that, as the embedding does.
+    Positions and slots are read before the preceding kernel has ended. A kernel between this
+    one and their writer must let its successor begin only after it has waited for the writer,
+    as the embedding does.
     """
     tokens, all_heads, head_size = heads_TAH.shape
     num_kv, half = kv_cache.shape[3], cos_sin_PR.shape[1] // 2

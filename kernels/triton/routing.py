@@ -51,9 +51,9 @@ def _leave_best_groups(  # type: ignore[no-untyped-def]
 def _places_of(  # type: ignore[no-untyped-def]
     chosen, choices, source, table, num_copies, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Places of the chosen experts; see `Ops.choose_experts`."""
+    """Slots of the chosen experts; see `Ops.choose_experts`."""
     bits = tl.load(source).to(tl.float32).to(tl.uint32, bitcast=True) & 0x7FFFFFFF
-    # Unsigned: with the choice added, a drawn number may be above the signed ones.
+    # Unsigned: drawn number plus choice may exceed the signed range.
     copies = (bits + choices.to(tl.uint32)) % tl.load(num_copies + chosen).to(tl.uint32)
     return tl.load(table + chosen * PARTS + copies.to(tl.int32))
 
@@ -68,7 +68,7 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
     PADDED_GROUPS: tl.constexpr, CHOSEN_GROUPS: tl.constexpr, RANKED: tl.constexpr,
     PARTS: tl.constexpr, ROWS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Program i chooses the experts of the i-th ``ROWS`` tokens; 0 ``PARTS``: no places."""
+    """Program i chooses the experts of the i-th ``ROWS`` tokens; ``PARTS`` 0: no table."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row = (rows < num_rows)[:, None]
     experts = tl.arange(0, PADDED)[None, :]
@@ -77,7 +77,7 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
     if OVERLAPS:
         gdc_launch_dependents()
         gdc_wait()
-    # A row behind the last one repeats it, so that no sum is of nothing.
+    # A row behind the last one repeats it, so that no sum is empty.
     source = logits + tl.minimum(rows, num_rows - 1)[:, None] * row_stride
     values = tl.load(source + experts, mask=is_expert, other=float("-inf")).to(tl.float32)
     if IS_SOFTMAX:
@@ -101,7 +101,7 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
     is_counted = (rows < num_counted)[:, None]
     found = tl.zeros((ROWS, PADDED), tl.int32)
     for choice in tl.static_range(CHOSEN):
-        # Not beyond the last one where all are NaN: others count and look up by these.
+        # At most the last expert even if all are NaN: the result is used as an index.
         expert = tl.minimum(tl.argmax(ranked, axis=1), EXPERTS - 1)[:, None]
         share = tl.sum(tl.where(experts == expert, scores, 0.0), axis=1)
         shares = tl.where(choices == choice, share[:, None], shares)
@@ -133,8 +133,8 @@ def choose_experts(
 ) -> tuple[Tensor, Tensor]:
     """Each token's experts; see `Ops.choose_experts`. Safe under CUDA graph capture.
 
-    Rows of ``logits`` are contiguous, ``bias`` and ``table`` are whole. Of equal experts the
-    first comes first.
+    Rows of ``logits``, ``bias`` and ``table`` are contiguous. Among equal experts the first
+    wins.
     """
     (rows, experts), num_chosen = logits_TX.shape, routing.num_chosen
     weights = torch.empty((rows, num_chosen), dtype=torch.float32, device=logits_TX.device)
@@ -142,7 +142,7 @@ def choose_experts(
     if not rows:
         return weights, ids
     num_tokens = None if counter is None else counter.num_tokens
-    # A pointer has to be given where none is read.
+    # Unread, but Triton needs a pointer.
     args = (
         logits_TX, weights if bias_X is None else bias_X, weights, ids,
         ids if counter is None else counter.counts,
@@ -158,7 +158,7 @@ def choose_experts(
         padded_size(groups), routing.num_chosen_groups, routing.num_ranked,
         0 if table is None else table.places.shape[1], _ROWS,
     )  # fmt: skip
-    # Of many experts a warp looks at those of one token.
+    # With many experts a warp handles one token.
     num_warps = 1 if experts <= _FEW else _ROWS
     _choose((num_tiles(rows, _ROWS), 1), args, constants, num_warps=num_warps)
     return weights, ids

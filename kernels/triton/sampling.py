@@ -1,4 +1,4 @@
-"""From logits to ids on a GPU: the likeliest or a draw, from all ids or from a row's best."""
+"""From logits to ids on a GPU: greedy or a draw, from all ids or with a row's filters."""
 
 from __future__ import annotations
 
@@ -23,15 +23,17 @@ _TOP_K = tl.constexpr(sampling_state.TOP_K)
 _TEMPERATURE = tl.constexpr(sampling_state.TEMPERATURE)
 
 _TILE = 2048
-"""Ids that one program looks at in one go."""
+"""Ids that one program processes at once."""
 
 _PROGRAMS = 132 * 16
-"""Programs that the largest GPU runs at once, twice: few rows are cut into about as many parts,
-so that one that ends late, or must be exact, holds the others up for little."""
+"""Twice the programs that the largest GPU runs at once. Few rows are split into about this
+many parts, so that a slow part, or an exact one, delays the others little.
+"""
 
 _MOST_TILES = 6
-"""Tiles of a part where there are more programs than that. On an H200 64 rows of 128,256 take
-17 us, of 22 with parts of 7, and 256 rows 41, of 44 with parts of 8."""
+"""Tiles of a part if there are more programs than that. On an H200 64 rows of 128,256 take
+17 us, instead of 22 with parts of 7; 256 rows take 41, instead of 44 with parts of 8.
+"""
 
 
 @triton.jit(do_not_specialize=["num_parts", "tiles_each", "has_filters"])  # type: ignore[untyped-decorator,unused-ignore]
@@ -40,7 +42,7 @@ def _race_kernel(  # type: ignore[no-untyped-def]
     tiles_each, has_filters, TILE: tl.constexpr, FIRST_ID: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """The best place in one part of one row, and its score."""
+    """The index of the best score in one part of one row, and the score."""
     entry, part = tl.program_id(0), tl.program_id(1)
     if OVERLAPS:
         gdc_launch_dependents()
@@ -51,7 +53,7 @@ def _race_kernel(  # type: ignore[no-untyped-def]
     first = part * tiles_each
     last = tl.minimum(first + tiles_each, num_tiles)
     source = logits + entry.to(tl.int64) * row_stride
-    # With top-k it is drawn from a short list instead.
+    # With top-k the draw is made from a short list instead.
     top_k = tl.load(own + _TOP_K)
     if (row < 0) | ((has_filters > 0) & (top_k > 0) & (top_k < vocab_size)):
         score, winner = float("-inf"), 0
@@ -73,7 +75,7 @@ def _finish_kernel(  # type: ignore[no-untyped-def]
     scores, winners, output, num_parts, vocab_size, first_id, IS_SHARD: tl.constexpr,
     PADDED: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """The best of a row's parts; of equal scores the first part's. Of a shard its key."""
+    """The best of a row's parts; on equal scores the first part's. For a shard its key."""
     entry, parts = tl.program_id(0), tl.arange(0, PADDED)
     if OVERLAPS:
         gdc_launch_dependents()
@@ -83,10 +85,10 @@ def _finish_kernel(  # type: ignore[no-untyped-def]
     winner = tl.load(winners + entry * num_parts + parts, mask=is_part, other=0x7FFFFFFF)
     top = tl.max(score, 0)
     best = tl.min(tl.where(score == top, winner, 0x7FFFFFFF), 0)
-    # Logits that are no numbers must not lead out of the vocabulary.
+    # NaN logits must not produce an id outside of the vocabulary.
     best = tl.minimum(best, vocab_size - 1)
     if IS_SHARD:
-        # Both zeros are one.
+        # Both zeros compare equal.
         bits = (top + 0.0).to(tl.int32, bitcast=True)
         order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
         tl.store(output + entry, (order << 32) | (0x7FFFFFFF - (best + first_id)).to(tl.int64))
@@ -108,12 +110,11 @@ def draw(
 ) -> Tensor:
     """Each row's likeliest id, or a draw from its softmax; int64 [N].
 
-    ``state`` is int32 [R, WIDTH], see `sampling_state`; ``rows`` and ``lengths`` are int32,
-    the lengths being tokens before the sampled one. Of an entry whose row is -1 no logits are
-    read, and its id means nothing. Logits of any float dtype and row stride; of equal ones the
-    lowest id wins. Rows' top-k, top-p and min-p count only with ``has_filters``. The twins are
-    `candidates.argmax` and `draw.draw`. Nothing waits for the device, so that a CUDA graph can
-    hold it.
+    ``state`` is int32 [R, WIDTH], see `sampling_state`; ``rows`` and ``lengths`` are int32, the
+    lengths being tokens before the sampled one. An entry with row -1 reads no logits, and its
+    id is undefined. Logits of any float dtype and row stride; on ties the lowest id wins. Rows'
+    top-k, top-p and min-p count only with ``has_filters``. The twins are `candidates.argmax`
+    and `draw.draw`. Without host sync, so that a CUDA graph can hold it.
     """
     vocab_size = logits_NV.shape[1]
     scores, winners, tiles = _race(logits_NV, rows_N, lengths_N, state, has_filters, 0)
@@ -126,11 +127,12 @@ def draw(
 def best_keys(
     logits_NS: Tensor, first_id: int, rows_N: Tensor, lengths_N: Tensor, state: Tensor
 ) -> Tensor:
-    """`draw` from a shard of the vocabulary, as keys of which the largest shard's is the draw.
+    """`draw` from a shard of the vocabulary, as keys; the largest key over all shards is the
+    draw.
 
     ``logits_NS`` are those of the ids from ``first_id`` on. A key, int64 [N], orders like
-    (score, inverted id), and its low 31 bits are the inverted id. Filters do not count. The
-    twin is `candidates.argmax_over_shards`.
+    (score, inverted id), and its low 31 bits are the inverted id. Filters are ignored. The twin
+    is `candidates.argmax_over_shards`.
     """
     scores, winners, tiles = _race(logits_NS, rows_N, lengths_N, state, False, first_id)
     return _finish(scores, winners, tiles, logits_NS.shape[1], first_id)

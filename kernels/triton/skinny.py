@@ -1,4 +1,4 @@
-"""Products of at most 16 rows on a GPU: the weight is read once, from before it is due."""
+"""Products of at most 16 rows on a GPU: the weight is read once, and prefetched early."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from trimaran.kernels.triton.launch import Launcher, padded_size
 # Shapes: T tokens, D inner width, E outputs, F = E / 2 with gate and up, S parts.
 
 MAX_ROWS = 16
-"""Rows that the matrix units take at once here; fewer are filled up to it."""
+"""The row count of the matrix units; fewer rows are padded to it."""
 
 MAX_DOT_ROWS = 2
-"""Of a router: every row reads all of its weight."""
+"""Limit for a router: every row reads the whole weight."""
 
 MIN_BYTES = 16 << 20
-"""Below, a weight is read in less time than launches take, and nothing is gained."""
+"""A smaller weight is read in less time than launches take."""
 
 _COLUMNS, _STEP, _PARTS, _AHEAD = 64, 128, 2, 4
 _GATED_COLUMNS, _GATED_STEP, _GATED_AHEAD = 64, 128, 2
@@ -30,7 +30,7 @@ _GATED_COLUMNS, _GATED_STEP, _GATED_AHEAD = 64, 128, 2
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def prefetch(places):  # type: ignore[no-untyped-def]
-    """Ask for the lines at these places without waiting for them."""
+    """Prefetch the cache lines at these addresses without waiting."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [places], dtype=tl.int32,
         is_pure=False, pack=1,
@@ -43,9 +43,9 @@ def _skinny_kernel(  # type: ignore[no-untyped-def]
     OUTPUTS: tl.constexpr, PARTS: tl.constexpr, IS_GATED: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, STEP: tl.constexpr, AHEAD: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, s) makes the i-th ``COLUMNS`` outputs of all rows from the s-th part of D.
+    """Program (i, s) computes the i-th ``COLUMNS`` outputs of all rows from the s-th part of D.
 
-    Before the rows are there it asks for the first ``AHEAD`` lines of each weight row.
+    Before the rows are ready it prefetches the first ``AHEAD`` lines of each weight row.
     """
     SHARE: tl.constexpr = INNER // PARTS
     part = tl.program_id(1)
@@ -56,7 +56,7 @@ def _skinny_kernel(  # type: ignore[no-untyped-def]
     source = line + inner[None, :]
     if OVERLAPS:
         gdc_launch_dependents()
-        # A line of memory holds 64 values.
+        # A cache line holds 64 values.
         ahead = line + part * SHARE + 64 * tl.arange(0, AHEAD)[None, :]
         prefetch(ahead)
         if IS_GATED:
@@ -82,7 +82,7 @@ def _dots_kernel(  # type: ignore[no-untyped-def]
     x, weight, output, x_stride, OUTPUTS: tl.constexpr, INNER: tl.constexpr,
     PADDED: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Program (t, e) makes the e-th output of row t, by one read of all of either."""
+    """Program (t, e) computes the e-th output of row t, reading row and weight once."""
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1)
     inner = tl.arange(0, PADDED)
     is_inner = inner < INNER
@@ -101,13 +101,14 @@ _dots = Launcher(_dots_kernel)
 
 
 def can_stream(num_rows: int, weight_ED: Tensor, *, is_gated: bool) -> bool:
-    """Whether a product of some rows with a weight is served here, and faster than by torch.
+    """Whether a product of a number of rows with a weight is supported here, and faster than
+    torch.
 
-    Measured on an H200 against cuBLAS in a CUDA graph behind a norm, 8B shape, one row and
-    16: output projection in parts 10.4 and 10.9 us against 14.6 and 14.9, down projection
-    29.6 and 31.3 against 33.2 and 35.8, gate and up with SwiGLU 59.7 and 57.9 against 61.2
-    and 68.6. Our Hopper kernel is faster still, once its cuts are measured: a layer's
-    products and norms of one row take 107.0 us, with these 109.9.
+    Measured on an H200 against cuBLAS in a CUDA graph behind a norm, 8B shape, 1 and 16 rows:
+    output projection in parts 10.4 and 10.9 us against 14.6 and 14.9, down projection 29.6 and
+    31.3 against 33.2 and 35.8, gate and up with SwiGLU 59.7 and 57.9 against 61.2 and 68.6. Our
+    Hopper kernel is still faster once its tile shapes are measured: a layer's products and
+    norms of one row take 107.0 us, with these kernels 109.9.
     """
     outputs, inner = weight_ED.shape
     columns, step = _COLUMNS, _STEP * _PARTS
@@ -120,8 +121,8 @@ def can_stream(num_rows: int, weight_ED: Tensor, *, is_gated: bool) -> bool:
 def stream_parts(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     """Float32 [S, T, E] whose sum over S is ``x @ weight.T``.
 
-    bf16 or float16, ``x`` with contiguous rows, the weight contiguous, shapes for which
-    `can_stream`. Safe under CUDA graph capture.
+    bf16 or float16, ``x`` with contiguous rows, the weight contiguous, shapes that `can_stream`
+    allows. Safe under CUDA graph capture.
     """
     (rows, inner), outputs = x_TD.shape, weight_ED.shape[0]
     shape = (_PARTS, rows, outputs)
@@ -143,7 +144,8 @@ def stream_gated(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
 
 
 def row_products(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
-    """``x @ weight.T`` as float32 [T, E], for a router's few outputs of `MAX_DOT_ROWS`.
+    """``x @ weight.T`` as float32 [T, E], for a router's few outputs and at most `MAX_DOT_ROWS`
+    rows.
 
     ``x`` with contiguous rows, the weight contiguous. Safe under CUDA graph capture.
     """

@@ -30,7 +30,8 @@ bool amx_is_usable() {
 }
 
 void amx_begin() {
-  // Not on the stack: GCC 12 takes the instruction to read 8 bytes, and drops stores to others.
+  // Static, not on the stack: GCC 12 assumes that the instruction reads 8 bytes, and drops
+  // stores to the others.
   alignas(64) static const struct {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
     uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};

@@ -1,5 +1,4 @@
-// Products of bf16 matrices by tile instructions, where the compiler and the processor have
-// them.
+// Products of bf16 matrices by tile instructions, if compiler and processor support them.
 #pragma once
 
 #include "vec.h"
@@ -12,7 +11,7 @@
 
 namespace trimaran {
 
-// Whether this process may use tiles; asks the kernel for them the first time.
+// Whether this process may use tiles; requests permission from Linux the first time.
 bool amx_is_usable();
 
 #if HAS_AMX
@@ -24,7 +23,7 @@ struct AmxInput {
   long rows, k;
 };
 
-// Elements that amx_pack writes for so many rows.
+// Elements that amx_pack writes for this many rows.
 long amx_packed_size(long rows, long k);
 
 // Packs 16 rows of x (fewer at the end, then zeros): 32 elements of k at a time become 16

@@ -64,11 +64,11 @@ struct AttentionArgs {
   const int32_t *query_start_loc, *seq_lens, *block_tables;
   long sequences, heads, kv_heads, head_size, block_size;
   long query_stride, block_stride, table_stride;
-  // Tokens a query looks back at, itself included (0: all), and first ones seen anyway.
+  // Tokens that a query sees, its own the last (0: all), and sinks, which it sees in any case.
   long window, num_sinks;
   // Dims of a key, from the first on, that are its value (0: values lie behind the keys).
   long latent_size;
-  // What a head's scores of the key at a position are raised by, [heads, bias_stride]; or null.
+  // Added to a head's scores of the key at a position, [heads, bias_stride]; or null.
   const float* position_bias;
   long bias_stride;
   double scale, soft_cap;  // a cap of 0 leaves scores as they are

@@ -1,8 +1,8 @@
 // Causal attention over a paged cache: decodes and prompt chunks in one call.
 //
-// A piece of work is one query of a sequence against several key-value heads, or a few
-// against one. Scores are kept whole, so softmax is exact, and each query's result depends
-// on its own keys only.
+// A work item is one query of a sequence against several key-value heads, or a few queries
+// against one head. All scores of a query are stored, so softmax is exact, and each query's
+// result depends on its own keys only.
 #include <algorithm>
 #include <cmath>
 #include <type_traits>
@@ -37,8 +37,8 @@ class Attention {
   void run() const {
     std::vector<Piece> pieces;
     int queries = std::max(1l, kRowsOfPiece / group_);
-    // A decode takes all heads at once, as they lie side by side in memory, unless that
-    // leaves threads without work.
+    // A decode takes all heads at once, since they are adjacent in memory, unless that leaves
+    // threads idle.
     long shares = (2 * Pool::get().size() + a_.sequences - 1) / a_.sequences;
     int together = std::max(1l, a_.kv_heads / shares);
     for (int s = 0; s < a_.sequences; ++s) {
@@ -53,7 +53,7 @@ class Attention {
   }
 
  private:
-  // One piece's place in the batch and its memory: for each head its rows, which are its
+  // One work item's position in the batch and its memory: for each head its rows, which are its
   // queries times the query heads of its group.
   struct Scratch {
     std::vector<T> query;
@@ -87,7 +87,7 @@ class Attention {
     for (long row = 0; row < rows; ++row) {
       float factor = softmax(s.scores.data() + row * s.stride, s.past + row % s.rows / group_,
                              s.stride, bias_of(head_of(piece, s, row)));
-      // Kept where the row's sum goes last: behind its output.
+      // Stored behind the row's output.
       s.output[row * padded_size() + padded_size() - 16] = factor;
     }
     each_block(piece, s, value_offset_, [&](const T* value, long first, long count, long ahead) {
@@ -96,7 +96,7 @@ class Attention {
     for (long row = 0; row < rows; ++row) finish(piece, s, row);
   }
 
-  // The first token that the query at a position sees, but for the sinks.
+  // The first token that the query at a position sees, apart from the sinks.
   long window_start(long position) const {
     return a_.window > 0 ? std::max(0l, position + 1 - a_.window) : 0;
   }
@@ -119,7 +119,7 @@ class Attention {
     return a_.position_bias ? a_.position_bias + head * a_.bias_stride : nullptr;
   }
 
-  // Calls body(memory, first token, tokens) for each block of keys that is seen, or of values
+  // Calls body(memory, first token, tokens) for each visible block of keys, or of values
   // further on.
   template <class F>
   void each_block(const Piece& piece, const Scratch& s, long offset, F&& body) const {
@@ -137,7 +137,7 @@ class Attention {
     }
   }
 
-  // Blocks lie anywhere, which the hardware does not foresee: ask for one ahead.
+  // Blocks are scattered, which hardware prefetching cannot predict: prefetch the next one.
   INLINE void fetch(const T* row) const {
     for (long byte = 0; byte < size_ * (long)sizeof(T); byte += 64)
       _mm_prefetch((const char*)row + byte, _MM_HINT_T0);
@@ -171,10 +171,10 @@ class Attention {
         scores[r * stride + t] = dot(query + r * size_, key + t * token_stride_, size_);
   }
 
-  // The first n of 16 lanes, which n may be far out of.
+  // The first n of 16 lanes; n may be negative or above 16.
   static INLINE __mmask16 lanes(long n) { return n >= 16 ? 0xffff : n > 0 ? mask_of(n) : 0; }
 
-  // Which of the tokens i to i + 15 a query sees whose own are [start, keys).
+  // Which of the tokens i to i + 15 are visible to a query that sees [start, keys).
   INLINE __mmask16 seen(long i, long start, long keys) const {
     if (i >= start && i + 16 <= keys) return 0xffff;
     __mmask16 hidden = lanes(start - i) & ~lanes(a_.num_sinks - i);
@@ -189,8 +189,8 @@ class Attention {
     return _mm512_mul_ps(tanh, _mm512_set1_ps((float)a_.soft_cap));
   }
 
-  // Scores of the query at a position become weights, zero for what it does not see; returns
-  // what they sum to, inverted. `bias` is added to them, unless it is null.
+  // Turns the scores of the query at a position into weights, zero for hidden keys; returns the
+  // inverse of their sum. `bias` is added to the scores, unless it is null.
   float softmax(float* scores, long position, long stride, const float* bias) const {
     __m512 scale = _mm512_set1_ps((float)a_.scale);
     __m512 top = _mm512_set1_ps(-INFINITY);

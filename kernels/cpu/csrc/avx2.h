@@ -1,6 +1,6 @@
-// The AVX-512 operations that these kernels use, for processors that have AVX2 alone: each is
-// made of two of AVX2's, under the name of the intrinsic that it stands for. Only what is
-// used is here, and as far as it is used: see the remarks.
+// The AVX-512 operations that these kernels use, for processors that have AVX2 alone. Each
+// consists of two AVX2 operations, under the name of the AVX-512 intrinsic. Only the operations
+// in use are implemented; comments state their limits.
 #pragma once
 
 #include <immintrin.h>
@@ -22,7 +22,7 @@ struct Ints {
   __m256i lo, hi;
 };
 
-// All bits of the lanes that a mask names.
+// All bits of the lanes in a mask.
 AVX2_INLINE __m256i half_of(uint32_t mask) {
   const __m256i bits = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
   return _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32((int)mask), bits), bits);
@@ -92,7 +92,7 @@ AVX2_INLINE Floats castps128_ps512(__m128 v) {
   return {_mm256_castps128_ps256(v), _mm256_setzero_ps()};
 }
 AVX2_INLINE float cvtss_f32(Floats v) { return _mm256_cvtss_f32(v.lo); }
-// Only the upper half is ever asked for.
+// Callers use only the upper half.
 AVX2_INLINE __m256d extractf64x4_pd(Doubles v, int) { return v.hi; }
 
 AVX2_INLINE Doubles cvtps_pd(__m256 v) {
@@ -103,7 +103,7 @@ AVX2_INLINE Ints cvtepu16_epi32(__m256i v) {
   return {_mm256_cvtepu16_epi32(_mm256_castsi256_si128(v)),
           _mm256_cvtepu16_epi32(_mm256_extracti128_si256(v, 1))};
 }
-// Of values that 16 bits hold.
+// Of values that fit in 16 bits.
 AVX2_INLINE __m256i cvtepi32_epi16(Ints v) {
   return _mm256_permute4x64_epi64(_mm256_packus_epi32(v.lo, v.hi), 0xd8);
 }
@@ -111,7 +111,7 @@ AVX2_INLINE Floats cvtph_ps(__m256i v) {
   return {_mm256_cvtph_ps(_mm256_castsi256_si128(v)),
           _mm256_cvtph_ps(_mm256_extracti128_si256(v, 1))};
 }
-// To the nearest, as everywhere here.
+// Rounds to nearest; other modes are not used.
 AVX2_INLINE __m256i cvtps_ph(Floats v, int) {
   return _mm256_set_m128i(_mm256_cvtps_ph(v.hi, _MM_FROUND_TO_NEAREST_INT),
                           _mm256_cvtps_ph(v.lo, _MM_FROUND_TO_NEAREST_INT));
@@ -186,7 +186,7 @@ AVX2_INLINE void mask_storeu_ps(float* p, __mmask16 m, Floats v) {
   _mm256_maskstore_ps(p, lanes.lo, v.lo);
   _mm256_maskstore_ps(p + 8, lanes.hi, v.hi);
 }
-// AVX2 masks no words of 16 bits: those at a row's end go one by one.
+// AVX2 has no masked stores of 16-bit words: words at a row's end are stored one by one.
 AVX2_INLINE __m256i maskz_loadu_epi16(__mmask16 m, const void* p) {
   if (m == 0xffff) return _mm256_loadu_si256((const __m256i*)p);
   alignas(32) uint16_t words[16] = {};
@@ -219,7 +219,7 @@ AVX2_INLINE double reduce_add_pd(Doubles v) {
 
 #undef AVX2_INLINE
 
-// Some compilers have these as macros.
+// Some compilers define these as macros.
 #undef _mm512_slli_epi32
 #undef _mm512_srli_epi32
 #undef _mm512_srai_epi32

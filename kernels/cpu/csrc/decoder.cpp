@@ -1,5 +1,5 @@
-// Whole decoder layers in one call: the same kernels in the same order as one by one, without
-// a way back to the caller after each.
+// Whole decoder layers in one call: the same kernels in the same order as single calls, without
+// returning to the caller after each.
 #include <algorithm>
 #include <cstring>
 #include <vector>
@@ -39,7 +39,7 @@ class Decoder {
  private:
   void attention(const DecoderLayer& layer, bool is_first) {
     if (is_first) {
-      // Nothing to add yet: the input is the residual.
+      // No addend yet: the input is the residual.
       std::memcpy(a_.residual, a_.x, a_.rows * a_.hidden * item_);
       norm(a_.x, nullptr, layer.attention_norm, layer.attention_norm_bias);
     } else {

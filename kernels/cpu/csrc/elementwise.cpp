@@ -1,4 +1,4 @@
-// What happens to each token apart: normalisation, activation, rotation, storing its KV.
+// Operators on each token: normalisation, activation, rotation, storing KV.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -124,7 +124,7 @@ void write_token(const WriteKvArgs& a, long token) {
   std::memcpy(value, (const T*)a.value + token * a.value_stride, a.width * sizeof(T));
 }
 
-// Calls body with a null pointer of the type that a code names.
+// Calls body with a null pointer of the type of a dtype code.
 template <class F>
 void with_type(long dtype, F&& body) {
   switch (dtype) {

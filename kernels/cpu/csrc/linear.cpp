@@ -1,8 +1,8 @@
-// y = x @ w.T + bias over weights as they lie in memory, [outputs, k] row by row.
+// y = x @ w.T + bias over weights in their memory layout, [outputs, k] row by row.
 //
-// One to six rows of x meet four or eight rows of w at a time. Few rows: the weights pass
-// once through the caches and memory is the limit. Many: a block of weights stays in the
-// second-level cache while all rows pass.
+// One to six rows of x meet four or eight rows of w at a time. Few rows: the weights pass once
+// through the caches and memory is the limit. Many: a block of weights stays in the L2 cache
+// while all rows pass.
 #include <algorithm>
 
 #include "api.h"
@@ -15,7 +15,7 @@ namespace {
 
 constexpr int kMaxRows = kMaxSums / 4;
 constexpr long kFewRows = 32;
-// With few multiplications a row, the hardware's own prefetching is enough.
+// With few multiplications a row, hardware prefetching is enough.
 constexpr long kRowsAhead = 8;
 
 template <class T, class Out>
@@ -73,7 +73,7 @@ struct Linear {
 
   void block(long first, long end) const {
     long passes = (rows + kMaxRows - 1) / kMaxRows;
-    // Few rows fit beside a few weights in the first-level cache.
+    // A few rows fit beside a few weights in the L1 cache.
     long width = rows <= kFewRows ? 8 : end - first;
     for (long n = first; n < end; n += width)
       for (long pass = 0; pass < passes; ++pass) {
@@ -85,7 +85,7 @@ struct Linear {
   // Outputs from `start` on.
   void run(long start) const {
     Pool& pool = Pool::get();
-    // Pieces of about 64 KiB of weights, and no fewer than the threads can share.
+    // Work items of about 64 KiB of weights, and at least as many items as threads.
     long width = std::max(8l, 65536 / (long)(k * sizeof(T)) / 8 * 8);
     long share = ((outputs - start + pool.size() - 1) / pool.size() + 7) / 8 * 8;
     width = std::min(width, share);

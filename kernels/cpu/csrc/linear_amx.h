@@ -1,7 +1,7 @@
 // y = x @ w.T + bias for bf16 by tile products: 32 outputs of 32 rows at a time.
 //
-// The weights are the first operand as they lie in memory; x is packed. An output's sum over
-// k has one order whatever is computed beside it.
+// The weights are the first operand in their memory layout; x is packed. The order of an
+// output's sum over k does not depend on the other outputs or rows.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@ namespace trimaran {
 
 #if HAS_AMX
 
-// Whether the shape fits: the tail of the outputs that fills no tile is left to others.
+// Whether the shape fits: the tail of the outputs that fills no tile is computed elsewhere.
 inline bool amx_fits(const LinearArgs& a) {
   return a.dtype == kBfloat16 && a.k % 32 == 0 && a.outputs >= 16 && amx_is_usable();
 }
@@ -58,7 +58,7 @@ inline long amx_linear(const LinearArgs& a) {
   });
   AmxInput x{packed.data(), a.rows, a.k};
   long outputs = a.outputs / 16 * 16;
-  // Pieces of about 64 KiB of weights, and no fewer than the threads can share.
+  // Work items of about 64 KiB of weights, and at least as many items as threads.
   long width = std::max(32l, 32768 / a.k / 32 * 32);
   long share = ((outputs + pool.size() - 1) / pool.size() + 31) / 32 * 32;
   width = std::min(width, share);

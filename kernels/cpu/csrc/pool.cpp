@@ -76,14 +76,14 @@ void Pool::run(Work work, void* arg, long count) {
 void Pool::run_batch(long first, long count) {
   first_ = first;
   done_.store(0, std::memory_order_relaxed);
-  // Against a worker that counts itself asleep before it looks at the ticket.
+  // Pairs with the worker, which counts itself asleep before it checks the ticket.
   ticket_.store(++calls_ << 32 | (uint64_t)count << 16, std::memory_order_seq_cst);
   if (sleeping_.load(std::memory_order_seq_cst) > 0) {
     std::lock_guard<std::mutex> lock(mutex_);
     wake_.notify_all();
   }
   take_pieces();
-  // Another process may hold the worker's core: let it go rather than spin against it.
+  // Another process may run on the worker's core: yield instead of spinning.
   for (int spins = 0; done_.load(std::memory_order_acquire) < count; ++spins) {
     if (spins < kSpins)
       _mm_pause();

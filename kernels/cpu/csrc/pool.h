@@ -1,4 +1,4 @@
-// A pool of threads that share one kernel call's work by taking numbered pieces.
+// A thread pool for one kernel call at a time; threads take numbered work items.
 #pragma once
 
 #include <atomic>
@@ -10,13 +10,12 @@
 
 namespace trimaran {
 
-// Runs `work(arg, piece)` for pieces 0 to count - 1 on all threads; returns when all are
-// done. One caller at a time.
+// Runs `work(arg, item)` for items 0 to count - 1 on all threads; returns when all are done.
+// One caller at a time.
 //
-// The caller waits for pieces, not for threads: a worker that sleeps, or whose core another
-// process holds, is left out. Workers spin for a short while after a call, since the next one
-// of a model's step comes within microseconds, and then sleep in the kernel: an idle engine
-// takes no CPU time.
+// The caller waits for items, not for threads: a sleeping or preempted worker does not delay
+// the call. Workers spin for a short while after a call, since the next call of a model's step
+// comes within microseconds, and then sleep in the kernel: an idle engine takes no CPU time.
 class Pool {
  public:
   using Work = void (*)(void* arg, long piece);
@@ -47,13 +46,14 @@ class Pool {
   std::condition_variable wake_;
   std::atomic<int> sleeping_{0};
   std::atomic<bool> stop_{false};
-  // Read by whoever holds a piece: the call cannot end, nor these change, before it is done.
+  // Read by threads that hold an item: the call cannot end, nor these change, before that item
+  // is done.
   Work work_ = nullptr;
   void* arg_ = nullptr;
   long first_ = 0;
   uint64_t calls_ = 0;
-  // The call's number (32 bits), its pieces (16) and the next one to take (16), in one word:
-  // a thread that comes late sees from it alone that there is nothing left for it.
+  // The call's number (32 bits), its number of items (16) and the next item (16), in one word:
+  // a late thread sees from this word alone that no work is left.
   alignas(64) std::atomic<uint64_t> ticket_{0};
   alignas(64) std::atomic<long> done_{0};
 };

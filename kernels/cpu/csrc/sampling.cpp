@@ -1,4 +1,4 @@
-// Choosing a token id for each row of logits, a row a piece of work.
+// Choosing a token id for each row of logits; a row is one work item.
 #include "sampling.h"
 
 #include <algorithm>
@@ -90,7 +90,7 @@ class Row {
   INLINE __mmask16 mask_at(long i) const {
     return vocab_ - i < 16 ? mask_of(vocab_ - i) : (__mmask16)0xffff;
   }
-  // Orders like (logit, inverted id); all of a row are different.
+  // Orders like (logit, inverted id); all keys of a row differ.
   INLINE static int64_t key_of(float logit, uint32_t id) {
     return (int64_t)((uint64_t)(uint32_t)order_of(logit) << 32 | (kIdBits - id));
   }
@@ -122,7 +122,7 @@ class Row {
     return best_id;
   }
 
-  // At least `count` ids are at or above the count-th largest of the groups' largest.
+  // At least `count` ids are at or above the count-th largest of the group maxima.
   int32_t bound_of(long count) {
     long depth = std::min({kMaxDepth, vocab_ / (2 * count), vocab_ / 16});
     long groups = vocab_ / depth / 16;  // of 16 lanes
@@ -138,7 +138,7 @@ class Row {
     return *place;
   }
 
-  // Fills candidates_ with the `count` largest, descending; of equals the lower id first.
+  // Fills candidates_ with the `count` largest, descending; on ties the lower id first.
   void find_largest(long count) {
     keys_.clear();
     bool has_few = count >= 1 && 4 * count + 64 <= vocab_;
@@ -171,7 +171,7 @@ class Row {
       std::nth_element(first, middle, end, std::greater<int64_t>());
       double upper = 0;
       for (auto it = first; it != middle; ++it) upper += mass(*it);
-      // The first id below the middle is the most massive of its half.
+      // The first id below the middle has the largest mass of its half.
       if (before + upper >= top_p_ * total || mass(*middle) < min_p_) {
         end = middle;
       } else {
@@ -218,7 +218,7 @@ class Row {
     return _mm512_reduce_add_pd(_mm512_add_pd(low, high));
   }
 
-  // Cuts the tail by top-p of `total` and by min-p; the likeliest always stays.
+  // Cuts the tail by top-p of `total` and by min-p; the likeliest id always stays.
   long draw_candidates(double total) const {
     double before = 0;
     float best = -INFINITY;

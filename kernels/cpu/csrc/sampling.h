@@ -5,7 +5,7 @@
 
 extern "C" {
 
-// The first of the largest of each row.
+// The first index of each row's largest value.
 struct ArgmaxArgs {
   const float* logits;
   int64_t* ids;

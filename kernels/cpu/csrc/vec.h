@@ -1,7 +1,7 @@
 // Vectors of 16 floats over the three weight types, and the dot products built from them.
 //
 // Every sum over K runs through one accumulator per output, in order, and ends in one fixed
-// tree. So an output's bits never depend on how many rows or outputs are computed beside it.
+// tree. An output's bits therefore never depend on the number of rows or outputs beside it.
 #pragma once
 
 #include <immintrin.h>
@@ -28,7 +28,7 @@ struct f16 {
   uint16_t bits;
 };
 
-// Sums of 16 floats that the registers hold beside what is added to them.
+// Accumulators of 16 floats that fit in the registers beside their operands.
 constexpr int kMaxSums = HAS_AVX512 ? 24 : 8;
 
 INLINE __mmask16 mask_of(long count) { return (__mmask16)((1u << count) - 1); }
@@ -76,7 +76,7 @@ INLINE void store4(T* p, __m128 v) {
   _mm_storel_epi64((__m128i*)p, _mm256_castsi256_si128(to_bits(_mm512_castps128_ps512(v), p)));
 }
 
-// Rounds to the type and back: what a value becomes when it is stored.
+// Rounds to the type and back: the value after storing.
 INLINE __m512 rounded(__m512 v, const float*) { return v; }
 template <class T>
 INLINE __m512 rounded(__m512 v, const T* p) {
@@ -125,8 +125,8 @@ struct Step<bf16> {
 };
 #endif
 
-// Dot products of R rows of x with 4 * Q rows of w: sums[r][q] holds four of them.
-// `ahead` elements further on, w is fetched into the cache; 0 fetches nothing.
+// Dot products of R rows of x with 4 * Q rows of w: sums[r][q] holds four of them. w is
+// prefetched `ahead` elements in advance; 0 disables prefetching.
 template <class T, int R, int Q>
 INLINE void dot_tile(const T* x, long x_stride, const T* w, long w_stride, long k,
                      __m128 sums[R][Q], long ahead = 0) {

@@ -5,8 +5,9 @@
 
 namespace {
 
-// Copies the tiles of keys or values of one item; lane l the l-th block. Its tokens come in
-// groups of 8, each with all its panels: so every block is one copy, however short.
+// Copies the tiles of keys or values of one work item; lane l copies the l-th block. Tokens are
+// stored in groups of 8, each with all its panels, so that every block is one copy, however
+// short.
 template <int HEAD>
 struct CacheReader {
     using S = Shape<HEAD>;
@@ -50,7 +51,7 @@ __device__ void produce(u32 base, Item* items, const TensorMap* queries,
     Rings<HEAD> rings(base);
     int item = blockIdx.x;
     while (item < num_tiles * arguments.kv_heads) {
-        // One head after another: what runs at a time shares keys and values in the L2 cache.
+        // Heads in order: concurrent blocks share keys and values in the L2 cache.
         const int kv_head = item / num_tiles;
         const Tile tile = arguments.tiles[1 + item - kv_head * num_tiles];
         int next = 0;
@@ -87,7 +88,7 @@ __device__ void produce(u32 base, Item* items, const TensorMap* queries,
     if (lane == 0) {
         items[rings.queries.slot()].kv_head = -1;
         barrier_arrive(rings.queries.full());
-        // The last block leaves the counters as the next launch needs them.
+        // The last block resets the counters for the next launch.
         __threadfence();
         if (atomicAdd(&arguments.tiles[0].row, 1) == static_cast<int>(gridDim.x) - 1) {
             arguments.tiles[0].position = 0;

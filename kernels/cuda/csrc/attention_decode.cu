@@ -1,15 +1,16 @@
 // Attention of one query a sequence over a paged cache of keys and values.
 //
-// All keys are shared out over the blocks: a share holds whole sequences, or also the end of
-// one and the beginning of another; what a share has of a sequence is a piece. One warp walks
-// the pieces and copies their queries and tiles to shared memory as far ahead as there is room,
-// from sequence to sequence and while others multiply; with each tile it says what to do with
-// it, so that the others never wait for global memory. Each of four warps takes 16 keys of a
-// tile with a softmax of its own, and at a piece's end they weigh what they have. The pieces of
-// a sequence that is cut are weighed by whoever is done last, in their order.
+// The keys of all sequences are distributed over the thread blocks as work items. An item holds
+// whole sequences, or also the end of one and the beginning of another; the part of a sequence
+// in an item is a split. One warp walks the splits and copies their queries and tiles to shared
+// memory as far ahead as there is room, across sequences, while the other warps multiply. With
+// each tile it passes a descriptor, so that the other warps never wait for global memory. Each
+// of four warps takes 16 keys of a tile with a softmax of its own, and the warps combine their
+// results at a split's end. The warp that finishes last combines the splits of a sequence, in
+// their order.
 //
-// Where it is known which side of memory heads lie on (`cache_sides.py`), blocks take those that
-// lie near them, which takes less power and time.
+// If the L2 partition of each head is known (`kv_cache_partitions.py`), thread blocks read the
+// heads of their own partition, which takes less power and time.
 
 #include "decode_pieces.cuh"
 #include "decode_products.cuh"
@@ -27,7 +28,7 @@ __device__ __forceinline__ void copy_bytes(u32 to, const void* from, int count, 
 
 // ---- The warp that copies.
 
-// Lane l has the l-th box of a tile: a block's keys or values, one piece of memory.
+// Lane l has the l-th box of a tile: a block's keys or values, contiguous in memory.
 template <int HEAD>
 struct Copier {
     using S = Shape<HEAD>;
@@ -38,7 +39,7 @@ struct Copier {
     Ring<S::STAGES> ring;
     int lane;
     bool has_waited;
-    int kv_head;  // of the piece
+    int kv_head;  // of the split
 
     __device__ __forceinline__ int is_value() const { return lane % 2; }
     __device__ __forceinline__ int index() const { return lane / 2; }
@@ -49,13 +50,13 @@ struct Copier {
         return own < end && own < key + KEYS ? __ldcg(table + (own >> a.block_shift)) : -1;
     }
 
-    // Bytes that are copied for so many rows: a short tile's last box may hold more.
+    // Bytes copied for a number of rows: a short tile's last box may hold more.
     __device__ __forceinline__ int bytes_of(int rows) const {
         const int whole = rows >> a.block_shift << a.block_shift;
         return (whole + (rows - whole + FEW - 1) / FEW * FEW) * ROW_BYTES * S::PANELS * 2;
     }
 
-    // Waits for room, says what comes and how many bytes it will be.
+    // Waits for a free slot, and announces the tile and its number of bytes.
     __device__ __forceinline__ void announce(const Tile& tile, int bytes) {
         barrier_wait(ring.empty(), ring.parity ^ 1);
         if (lane == 0) {
@@ -83,7 +84,7 @@ struct Copier {
         }
     }
 
-    // Rows of the step's token that a sequence attends with, to beside the tile in a slot.
+    // Rows of the step's token that a sequence attends with, copied beside the tile in a slot.
     __device__ __forceinline__ void copy_rows(int sequence, int head, int count, u32 slot,
                                               int to_row) {
         const char* token = static_cast<const char*>(a.query) + 2 * sequence * a.query_stride;
@@ -113,7 +114,7 @@ struct Copier {
         __syncwarp();
     }
 
-    // A tile in which the piece begins has the angles already.
+    // A tile in which the split begins has the angles already.
     __device__ __forceinline__ int newest_bytes(bool begins) const {
         return 2 * HEAD * 2 + (begins ? 0 : HEAD * 4);
     }
@@ -128,7 +129,7 @@ struct Copier {
         __syncwarp();
     }
 
-    // Where the key of a tile's row is in the cache.
+    // The slot in the cache of the key of a tile's row.
     __device__ __forceinline__ long long place_in_cache(int block, int row) const {
         const int own = __shfl_sync(~0u, block, (row >> a.block_shift) * 2);
         const int token = row & ((1 << a.block_shift) - 1);
@@ -145,7 +146,7 @@ struct Copier {
         return block_at(a.tables + piece.row * a.table_stride, piece.start, piece.end);
     }
 
-    // `flags` are those of the piece's last tile.
+    // `flags` are those of the split's last tile.
     __device__ __forceinline__ void copy_piece(const Piece& piece, int block, Tile tile,
                                                int flags, bool all_read) {
         const int* table = a.tables + piece.row * a.table_stride;
@@ -158,12 +159,12 @@ struct Copier {
             const int next = block_at(table, key + KEYS, piece.end);
             const bool begins = i == 0, ends = i == tiles - 1;
             const bool has_row = has_newest && ends && rows > 0 && a.angles;
-            // From the kernel in front are queries and the newest token's key and value.
+            // Queries and the newest token's key and value come from the preceding kernel.
             if (!has_waited && (i == S::STAGES || (has_newest && ends))) {
                 wait_once();
                 if (!begins) copy_query(piece, begin);
             }
-            // Before the first query is there nothing is read from the ring.
+            // The ring is not read before the first query arrives.
             if (all_read && has_waited && tiles > LONG_TILES && i >= S::FEW_STAGES)
                 ring.wait_for_room(S::FEW_STAGES);
             if (has_row) tile.newest = place_in_cache(block, rows - 1);
@@ -183,8 +184,8 @@ struct Copier {
         }
     }
 
-    // Of two neighbouring heads the one that lies on this side of memory, where all blocks of the
-    // sequence lie as its first one does.
+    // Of two neighbouring heads the one on this block's L2 partition. All blocks of the
+    // sequence are on the partition of the first one.
     __device__ __forceinline__ int head_of(const Place& place, int first_block) const {
         if (place.side < 0) return place.head;
         const u64 address = reinterpret_cast<u64>(a.cache) +
@@ -202,7 +203,7 @@ struct Copier {
         return __ldcg(a.tables + piece.row * a.table_stride);
     }
 
-    // What comes next is asked for a piece ahead: each answer takes as long as a tile.
+    // Requested a split ahead: each answer takes as long as a tile.
     __device__ void copy(const Place& place) {
         Walk walk{a, place.program, place.programs};
         if (walk.is_over()) {
@@ -221,7 +222,7 @@ struct Copier {
             const int sequence_of_next = first_of_sequence(next);
             const bool is_final = walk.number + walk.stride >= walk.end;
             is_cut = piece.count > 1 || (is_cut && walk.is_share);
-            // Only the first and the last sequence of a share can have pieces elsewhere.
+            // Only the first and the last sequence of an item can have splits in other items.
             const bool finishes = is_cut && (is_final || !walk.is_share);
             const int first_cut = walk.is_share ? first : walk.number;
             const int heads = kv_head | (walk.is_share ? first_head : kv_head) << 16;

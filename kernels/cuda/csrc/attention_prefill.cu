@@ -1,8 +1,9 @@
 // Causal attention of many queries a sequence over a paged cache of keys and values.
 //
-// The plan is that of FlashAttention 3 (Shah et al., 2024): one warp copies tiles to shared
-// memory, two warpgroups multiply; within a warpgroup the scores of the next keys are computed
-// while the softmax of these runs, and the two warpgroups take turns at the tensor cores.
+// The design follows FlashAttention 3 (Shah et al., 2024): one warp copies tiles to shared
+// memory, two warpgroups multiply. Within a warpgroup the scores of the next keys are computed
+// while the softmax of the current keys runs, and the two warpgroups alternate at the tensor
+// cores.
 //
 // A tile is 128 rows: `step` consecutive queries of one sequence times the `group` heads that
 // share a key-value head. 128 keys are one step of its loop, from the last to the first.
@@ -20,7 +21,7 @@ __device__ __forceinline__ void prefill(const TensorMap* queries, const TensorMa
                                         const Arguments& arguments) {
     using S = Shape<HEAD>;
     extern __shared__ unsigned char memory[];
-    // Swizzles and barriers of copies want tiles at multiples of 1,024 bytes.
+    // Swizzles and barriers of copies need tiles at multiples of 1,024 bytes.
     const u32 start = shared_address(memory);
     const u32 base = (start + 1023) & ~1023u;
     Item* items = reinterpret_cast<Item*>(memory + (base - start) + S::ITEMS);

@@ -52,7 +52,7 @@ struct Consumer {
         products_commit();
     }
 
-    // Scores become exp2(scaled score - largest so far); factor is what earlier ones shrink by.
+    // Scores become exp2(scaled score - running maximum); factor rescales earlier sums.
     __device__ __forceinline__ void soften(float (&scores)[KEYS / 2], float (&factor)[2]) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -113,8 +113,8 @@ struct Consumer {
         }
     }
 
-    // Zeroes rows of the current values where the cache holds anything at all, NaN too. Both
-    // warpgroups do; neither waits for the other.
+    // Zeroes rows of the current values where the cache may hold anything, including NaN. Both
+    // warpgroups do this; neither waits for the other.
     __device__ __forceinline__ void clear_values(int first, int behind) {
         const u32 values = base + S::VALUES + rings.values.slot() * S::TILE_BYTES;
         rings.values.wait_full();
@@ -130,8 +130,8 @@ struct Consumer {
         named_wait(OWN + warpgroup, WARPGROUP);
     }
 
-    // Zeroes the values that no query of the tile sees, in front of its first one's window:
-    // their blocks may be others'.
+    // Zeroes the values in front of the first query's window, which no query of the tile sees:
+    // their blocks may belong to other sequences.
     __device__ __forceinline__ void clear_past(const Tile& tile, int first_key,
                                                const Arguments& arguments) {
         const int window = tile.position + 1 - arguments.window - first_key;
@@ -139,7 +139,7 @@ struct Consumer {
         if (first < behind) clear_values(first, behind);
     }
 
-    // One step of the loop behind the first: its scores, and the output of the step before.
+    // One step of the loop behind the first: its scores, and the output of the preceding step.
     template <bool IS_HIDING>
     __device__ __forceinline__ void step(const int (&positions)[2], int first_key,
                                          const Arguments& arguments) {
@@ -160,8 +160,8 @@ struct Consumer {
         if (IS_HIDING) hide(scores, positions, first_key);
         if (IS_HIDING && HAS_WINDOW) hide_past(scores, positions, first_key, arguments);
         soften(scores, factor);
-        // Sums are never negative, and nothing is stored. But the assembler moves no sum, and
-        // so no exponential, behind the wait that they are to fill.
+        // Sums are never negative, so the branch is never taken. It keeps the assembler from
+        // moving sums, and with them exponentials, behind the wait that they should fill.
         asm volatile(
             "{\n.reg .pred no;\nsetp.lt.f32 no, %0, 0f00000000;\n@no st.shared.f32 [%1], %0;"
             "\n}\n" ::"f"(total[0] + total[1]),
@@ -282,7 +282,7 @@ struct Consumer {
                        ((item.tile.token + query) * arguments.output_stride + head * HEAD) * 2;
             *reinterpret_cast<uint4*>(to + unit * 16) = values;
         }
-        // The next queries come here by a copy.
+        // A copy writes the next queries here.
         fence_shared_for_async();
         __syncwarp();
     }

@@ -19,7 +19,7 @@ constexpr int CONSUMER_WARPS = CONSUMERS * 4;
 constexpr int QUERY_SLOTS = 2;
 constexpr int PANEL = 64;  // columns of 2 bytes in the 128 bytes that a swizzle covers
 constexpr int PANEL_BYTES = ROWS * PANEL * 2;
-constexpr int GROUP = 8;  // tokens whose keys or values lie together, panel by panel
+constexpr int GROUP = 8;  // tokens whose keys or values are contiguous, panel by panel
 constexpr int GROUP_BYTES = GROUP * PANEL * 2;  // of a panel
 
 // Named barriers; 0 is the block's own.
@@ -29,8 +29,8 @@ constexpr int OWN = 3;   // and 4: the warps of one warpgroup
 // One tile of the plan.
 struct Tile {
     int token;        // its first query among the step's tokens
-    int num_queries;  // that are the sequence's, in the lower half; in the upper one how many
-                      // keys of the sequence follow the tile's last one, at most KEYS
+    int num_queries;  // the sequence's in the lower half; in the upper half how many
+                      // keys of the sequence follow the tile's last key, at most KEYS
     int position;     // of its first query in the sequence
     int row;          // of the block table
 };
@@ -38,8 +38,8 @@ struct Tile {
 struct Arguments {
     void* output;
     const int* tables;
-    // The first holds the number of the others in `token` and in its last two fields the next
-    // item and how many blocks are done: both are 0 before and after a launch.
+    // The first entry holds the number of the others in `token`, and in its last two fields the
+    // next item and the number of finished blocks: both are 0 before and after a launch.
     Tile* tiles;
     long long output_stride;
     long long table_stride;
@@ -49,7 +49,8 @@ struct Arguments {
     int block_shift;
     int window;
     int num_sinks;
-    // From block to block, from keys to values and from head to head, in pieces of the cache.
+    // Strides from block to block, from keys to values and from head to head, in pieces of the
+    // cache.
     int block_pieces, half_pieces, head_pieces;
 };
 
@@ -70,7 +71,7 @@ struct Shape {
     static constexpr int ITEMS = BARRIERS + 8 * (2 * QUERY_SLOTS + 4 * STAGES);
 };
 
-// The addresses of a ring's barriers and where this thread stands in it.
+// The addresses of a ring's barriers, and this thread's position in the ring.
 template <int SLOTS>
 struct Ring {
     u32 barriers;
@@ -116,11 +117,11 @@ struct Rings {
     }
 };
 
-// The steps of a tile's loop, from the last to the first; there is always one.
+// The steps of a tile's loop, from the last to the first; at least one.
 struct Steps {
     int last;   // of the keys that the tile's last query sees
     int low;    // of the first key in the window of the first query
-    int sinks;  // how many in front of that have sinks
+    int sinks;  // of the tokens before that, the number that holds sinks
 
     __device__ __forceinline__ Steps(const Tile& tile, const Arguments& arguments)
         : last((tile.position + (tile.num_queries & 0xFFFF) - 1) / KEYS), low(0), sinks(0) {
@@ -130,13 +131,13 @@ struct Steps {
         }
     }
 
-    // The step behind this one; negative behind the last of all.
+    // The following step; negative behind the last one.
     __device__ __forceinline__ int next(int step) const {
         return (HAS_WINDOW && step == low ? sinks : step) - 1;
     }
 };
 
-// Keys of the tile's sequence, or some that no step reaches.
+// Keys of the tile's sequence, or keys that no step reaches.
 __device__ __forceinline__ int num_keys(const Tile& tile) {
     return tile.position + (tile.num_queries & 0xFFFF) + (tile.num_queries >> 16);
 }

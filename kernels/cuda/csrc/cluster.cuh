@@ -1,5 +1,5 @@
-// Blocks that run together: copies into several of them, barriers and loads across them; and
-// kernels that overlap with the one before.
+// Thread block clusters: copies into several blocks, barriers and loads across them; and
+// kernels that overlap with the preceding one.
 #pragma once
 
 #include "hopper.cuh"
@@ -15,7 +15,7 @@ __device__ __forceinline__ void copy_box_2d(u32 to, const TensorMap* map, u32 ba
         : "memory");
 }
 
-// Into every block of the cluster that `mask` names, at the same addresses there.
+// Into every block of the cluster in `mask`, at the same shared addresses.
 __device__ __forceinline__ void copy_box_to(u32 to, const TensorMap* map, u32 barrier, int x,
                                             int y, unsigned short mask, u64 policy) {
     asm volatile(
@@ -38,8 +38,8 @@ __device__ __forceinline__ void fence_barriers() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// All threads of all blocks of the cluster get here. Orders no ordinary stores: what one
-// block writes for another goes by `send_bytes`.
+// Barrier of all threads of all blocks of the cluster. Does not order ordinary stores: data for
+// another block goes through `send_bytes`.
 __device__ __forceinline__ void cluster_sync() {
     asm volatile(
         "barrier.cluster.arrive.relaxed.aligned;\n"
@@ -47,7 +47,7 @@ __device__ __forceinline__ void cluster_sync() {
             : "memory");
 }
 
-// Arrives at the barrier that has this address in block `rank` of the cluster.
+// Arrives at the barrier with this address in block `rank` of the cluster.
 __device__ __forceinline__ void barrier_arrive_at(u32 barrier, u32 rank) {
     asm volatile(
         "{\n.reg .b32 there;\n"
@@ -57,7 +57,7 @@ __device__ __forceinline__ void barrier_arrive_at(u32 barrier, u32 rank) {
         : "memory");
 }
 
-// An address of this block as block `rank` of the cluster has it.
+// The address in block `rank` of the cluster that corresponds to an address of this block.
 __device__ __forceinline__ u32 address_at(u32 address, u32 rank) {
     u32 there;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
@@ -75,7 +75,7 @@ __device__ __forceinline__ void send_bytes(u32 there, u32 from, u32 bytes, u32 b
 
 // ---- Programmatic dependent launch.
 
-// What kernels before this one have written may be read, and what they read be written.
+// After this, results of preceding kernels may be read, and their inputs overwritten.
 __device__ __forceinline__ void wait_for_previous_kernels() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
 }

@@ -1,4 +1,4 @@
-// What the warps of a decode's attention share: pieces of sequences, and a ring of tiles.
+// Shared by the warps of a decode's attention: splits of sequences, and a ring of tiles.
 #pragma once
 
 #include "hopper.cuh"
@@ -15,11 +15,12 @@ constexpr int MAX_GROUP = 8;
 constexpr int EXCHANGED = 4;  // queries of a group that warps weigh at once
 constexpr int FEW = 8;  // tokens of the smaller box
 constexpr int STAGE_BYTES_OF_ALL = 98304;
-// So much is under way within a long piece while all blocks read: more only lengthens the queue
-// for memory, and by that all waits. Short ones need it all, so that their ends hold nothing up.
+// Bytes in flight within a long split while all thread blocks read: more would only lengthen
+// the memory queue, and with it every wait. Short splits use the whole ring, so that their ends
+// cause no stall.
 constexpr int STAGE_BYTES_OF_FEW = 65536;
 constexpr int LONG_TILES = 10;
-constexpr int PAGE_SHIFT = 21;  // pages of memory that change the side
+constexpr int PAGE_SHIFT = 21;  // stripes of a page that change the partition
 
 // Named barriers; 0 is the block's own.
 constexpr int IS_FREE = 1;   // what the warps exchange has been read
@@ -31,8 +32,8 @@ struct alignas(16) Piece {
     int sequence;
     int row;         // of the block table
     int start, end;  // its keys
-    int first;       // piece of the sequence
-    int count;       // of pieces of the sequence
+    int first;  // split of the sequence
+    int count;  // of splits of the sequence
     int length;      // of the sequence
     int unused;
 };
@@ -41,27 +42,27 @@ struct Arguments {
     void* output;
     const void* query;
     const int* tables;
-    // The numbers of shares and of pieces, each share's first piece, the number of pieces.
+    // The numbers of items and of splits, each item's first split, the number of splits.
     const int* shares;
     const Piece* pieces;
-    int* counters;    // [S, K]: pieces done; zero before and after a launch
-    float* partial;   // [pieces, N, H]
-    float* log_sums;  // [pieces, N]: base 2
+    int* counters;  // [S, K]: splits done; zero before and after a launch
+    float* partial;  // [splits, N, H]
+    float* log_sums;  // [splits, N]: base 2
     long long query_stride, output_stride, table_stride;
     float scale_log2;
     int group, kv_heads, block_shift;
-    // Whether shares, pieces and tables were complete before the kernel in front began.
+    // Whether items, splits and tables were complete before the preceding kernel began.
     int has_old_plan;
     int halves_per_block;
-    // [positions, HEAD], cosines and then sines; or null where queries and keys come rotated,
-    // and all of the latter in the cache. Where it is given, queries are followed by the
-    // tokens' keys and then their values, and groups are of 4 at most.
+    // [positions, HEAD], cosines and then sines; or null if queries and keys are already
+    // rotated, and all keys are in the cache. With angles, queries are followed by the tokens'
+    // keys and then their values, and groups have at most 4 queries.
     const float* angles;
     char* cache;
     long long cache_block_stride, cache_half_stride, cache_token_stride, cache_head_stride;
-    // What `memory_sides.MemorySides` says of the cache; no pages where any block reads any head.
+    // `l2_partitions.L2Partitions` of the cache; no pages if any block may read any head.
     const u32* page_sides;
-    // Of each side the number of thread blocks that read there, zero before a launch.
+    // For each partition the number of thread blocks that read it, zero before a launch.
     int* readers;
     long long first_page;
     int num_pages;
@@ -69,23 +70,23 @@ struct Arguments {
     u32 processor_sides[8];
 };
 
-// What the warp that copies says of a tile in the ring.
+// The copying warp's descriptor of a tile in the ring.
 struct alignas(16) Tile {
     int rows_and_flags;  // of keys, in the lowest byte
     int sequence;
-    int number, count;  // of the piece, and of pieces of the sequence
-    int first_cut;      // with FINISHES: the other piece of this block that may be cut
-    int heads;          // key-value heads of the piece, and of that other one above 16 bits
-    long long newest;  // with HAS_NEWEST: where the last row's key goes in the cache
+    int number, count;  // of the split, and of splits of the sequence
+    int first_cut;  // with FINISHES: the other split of this block that may be cut
+    int heads;  // key-value heads of the split, and of that other split above 16 bits
+    long long newest;  // with HAS_NEWEST: the slot of the last row's key in the cache
 };
 
-constexpr int BEGINS = 256;       // a piece
-constexpr int ENDS = 512;         // a piece
-constexpr int FINISHES = 1024;    // cut pieces have ended
-constexpr int IS_FINAL = 2048;    // nothing comes behind
+constexpr int BEGINS = 256;  // a split
+constexpr int ENDS = 512;  // a split
+constexpr int FINISHES = 1024;  // cut splits have ended
+constexpr int IS_FINAL = 2048;  // this is the last tile
 constexpr int HAS_NEWEST = 4096;  // the last row is not in the cache yet
 
-// Rows of HEAD numbers beside a tile: the queries of a piece that begins there, the key and
+// Rows of HEAD numbers beside a tile: the queries of a split that begins there, the key and
 // value of a token that is not in the cache yet, and the cosines and sines of either.
 constexpr int KEY_ROW = 4, VALUE_ROW = 5, ANGLE_ROWS = 6;
 
@@ -105,7 +106,7 @@ struct Shape {
     static constexpr int FLAGS = BARRIERS + 16 * STAGES;
 };
 
-// The addresses of the ring's barriers and where this thread stands in it.
+// The addresses of the ring's barriers, and this thread's position in the ring.
 template <int STAGES>
 struct Ring {
     u32 barriers;
@@ -113,7 +114,7 @@ struct Ring {
 
     __device__ __forceinline__ u32 full() const { return barriers + slot * 8; }
     __device__ __forceinline__ u32 empty() const { return barriers + (STAGES + slot) * 8; }
-    // Waits until what came so many tiles before the next has been read.
+    // Waits until the slot of the tile this many before the next one has been read.
     __device__ __forceinline__ void wait_for_room(u32 tiles) const {
         const bool is_behind = slot >= tiles;
         const u32 there = slot + (is_behind ? 0 : STAGES) - tiles;
@@ -138,7 +139,7 @@ __device__ __forceinline__ Piece read_piece(const Piece* piece) {
     return {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
 }
 
-// The pieces of a block: a share; or, where every share is one piece, several in turn.
+// The splits of a thread block: one item; or, if every item is one split, several in turn.
 struct Walk {
     int number, end, stride;
     bool is_share;
@@ -155,27 +156,27 @@ struct Walk {
 
     __device__ __forceinline__ bool is_over() const { return number >= end; }
 
-    // Whether at least half of all blocks have a piece in this one's turn.
+    // Whether at least half of all thread blocks have a split in this round.
     __device__ __forceinline__ bool all_read() const {
         return is_share || (end - number / stride * stride) * 2 >= stride;
     }
 
-    // The piece so many steps ahead, or the last one.
+    // The split this many steps ahead, or the last one.
     __device__ __forceinline__ Piece ahead(const Arguments& a, int steps) const {
         const int at = number + steps * stride;
         return read_piece(a.pieces + (at < end ? at : number));
     }
 };
 
-// What falls to a thread block: the pieces of a program, and of each a key-value head; or,
-// where memory has two sides, of each two heads the one that lies on this side.
+// The work of a thread block: the splits of a program, and for each split a key-value head; or,
+// with L2 partitions, of each two heads the one on this block's partition.
 struct Place {
     int side;  // -1: any
     int head, program, programs;
 };
 
-// Thread blocks on one side's processors read there, as long as that side has something left.
-// Correct whatever the sides are: each number of a side is given out once. Called by a warp.
+// Thread blocks take numbers of their own partition as long as it has any left. Correct for any
+// mapping: each number of a partition is given out once. Called by a warp.
 __device__ __forceinline__ Place find_place(const Arguments& a) {
     const int blocks = gridDim.x, index = blockIdx.x;
     if (!a.page_sides) return {-1, index % a.kv_heads, index / a.kv_heads, blocks / a.kv_heads};

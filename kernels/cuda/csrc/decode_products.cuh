@@ -1,12 +1,12 @@
-// The warps of a decode's attention that multiply: each takes 16 keys of a tile.
+// The multiplying warps of a decode's attention: each takes 16 keys of a tile.
 #pragma once
 
 #include "decode_pieces.cuh"
 
 namespace {
 
-// How far above the largest weight, as a power of two, later ones may be: far below what float16
-// holds.
+// How far above the reference weight, as a power of two, later weights may be: far below the
+// range of float16.
 constexpr float SLACK = 8;
 
 // Four 8x8 matrices of 2 bytes to a warp's registers; lane l names row l % 8 of matrix l / 8.
@@ -62,8 +62,8 @@ __device__ __forceinline__ float2 unpack(u32 pair) {
     }
 }
 
-// Two pairs of numbers that are half a head apart, rotated. In the order of operations of the
-// kernel that rotates prompts, so that a token's key does not depend on which of them made it.
+// Two pairs of numbers that are half a head apart, rotated, in the order of operations of the
+// kernel that rotates prompts: a token's key is the same whichever kernel made it.
 template <bool IS_BF16>
 __device__ __forceinline__ void rotate(u32& near, u32& far, float2 cosine, float2 sine) {
     const float2 left = unpack<IS_BF16>(near), right = unpack<IS_BF16>(far);
@@ -86,15 +86,15 @@ __device__ __forceinline__ float sum_of_column(float x) {
     return x;
 }
 
-// Where 16 bytes of a token lie in a tile of keys or values.
+// The offset of 16 bytes of a token in a tile of keys or values.
 template <int HEAD>
 __device__ __forceinline__ u32 place_of(int token, int chunk) {
     const int row = token * Shape<HEAD>::PANELS + chunk / 8;
     return row * ROW_BYTES + ((chunk % 8) ^ (row % 8)) * 16;
 }
 
-// Keys are the rows of the first product and head dims those of the second, so that the
-// queries of a group, 8 at most, fill the columns of both.
+// Keys are the rows of the first product and head dims those of the second, so that the queries
+// of a group, at most 8, fill the columns of both.
 template <bool IS_BF16, int HEAD>
 struct Multiplier {
     using S = Shape<HEAD>;
@@ -131,8 +131,8 @@ struct Multiplier {
             }
     }
 
-    // The newest token's key, rotated, and its value to their row of the tile, where what was
-    // read is not theirs yet, and to the cache.
+    // Stores the newest token's rotated key and its value into their row of the tile, whose
+    // contents are stale, and into the cache.
     __device__ __forceinline__ void place_newest(const Tile& tile, int row) {
         const u32 keys = shared + ring.slot * 2 * S::TILE_BYTES;
         if (lane < HEAD / 4) {
@@ -182,7 +182,7 @@ struct Multiplier {
         total[0] = total[1] = 0;
     }
 
-    // Values behind the sequence's end may be anything, also what is not a number.
+    // Values behind the sequence's end may be anything, including NaN.
     __device__ __forceinline__ void clear_values(u32 values, int valid) {
         constexpr int CHUNKS = 2 * HEAD / 16;
         for (int i = lane; i < (WARP_KEYS - valid) * CHUNKS; i += 32) {
@@ -222,8 +222,8 @@ struct Multiplier {
         }
     }
 
-    // Weights are told beside the largest so far. A larger one that is not much larger may stay
-    // above it: to weigh all sums again takes more instructions than to weigh 16 keys.
+    // Weights are relative to a reference maximum. A slightly larger maximum does not replace
+    // it: rescaling all sums takes more instructions than weighing 16 keys.
     __device__ __forceinline__ void raise(const float (&most)[2]) {
         float decay[2];
 #pragma unroll
@@ -265,7 +265,7 @@ struct Multiplier {
                    transposed(pack<IS_BF16>(scores[2], scores[3])), keys + S::TILE_BYTES);
     }
 
-    // What the warps have of a piece, weighed: the output, or a partial result.
+    // Combines the warps' results of a split: the output, or a partial result.
     __device__ void end(const Tile& tile) {
         total[0] = sum_of_column(total[0]);
         total[1] = sum_of_column(total[1]);
@@ -332,7 +332,8 @@ struct Multiplier {
             make_uint2(pack<IS_BF16>(value.x, value.y), pack<IS_BF16>(value.z, value.w));
     }
 
-    // Counts two pieces, of these `heads`, as done; whoever is the last of a sequence weighs all of its pieces.
+    // Counts two splits, of these `heads`, as done; the last warp of a sequence combines all of
+    // its splits.
     __device__ void finish(int first, int last, int heads) {
         int* flags = reinterpret_cast<int*>(memory + S::FLAGS);
         __threadfence();
@@ -367,7 +368,7 @@ struct Multiplier {
         for (int i = lane; i < piece.count; i += 32)
             most = fmaxf(most, __ldcg(log_sums + static_cast<long long>(i) * heads));
         for (int i = 16; i > 0; i /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, i));
-        // With heads of 64, a lane's four columns are another's too.
+        // With heads of 64, two lanes share four columns.
         const int column = lane * 4 % HEAD;
         const float* partial =
             a.partial + (static_cast<long long>(piece.first) * heads + head) * HEAD + column;
@@ -396,7 +397,7 @@ struct Multiplier {
               make_float4(value.x * scale, value.y * scale, value.z * scale, value.w * scale));
     }
 
-    // All that comes through the ring.
+    // Processes all tiles of the ring.
     __device__ void take_all() {
         for (int flags = 0; !(flags & IS_FINAL); ring.next()) {
             barrier_wait(ring.full(), ring.parity);

@@ -1,24 +1,26 @@
-// out = x @ w.T for few to some hundred rows of x, or SwiGLU of it, on Hopper.
+// out = x @ w.T for a few to some hundred rows of x, or SwiGLU of the product, on Hopper.
 //
 // A block multiplies GEMM_MI x GEMM_WARPGROUPS x 64 rows of x with 16 x GEMM_CHUNKS rows of w.
-// One thread copies tiles through a ring of GEMM_STAGES in shared memory; the warpgroups multiply.
-// The blocks of a cluster share work in two ways: `split` of them take a part of the inner
-// dimension each and add up through shared memory in a fixed order; `sharing` of them take
-// neighbouring rows of w and send each other slices of the same rows of x, or the other way round.
-// Weights do not depend on the kernel before: the ring fills with them before it has finished.
+// One thread copies tiles through a ring of GEMM_STAGES in shared memory; the warpgroups
+// multiply. The blocks of a cluster share work in two ways. `split` blocks take a part of the
+// inner dimension each and add up through shared memory in a fixed order. `sharing` blocks take
+// neighbouring rows of w and send each other slices of the same rows of x, or the other way
+// round. Weights do not depend on the preceding kernel: the ring fills with them before that
+// kernel has finished.
 //
 // GEMM_SPLIT: 1 for `split` above 1 in a cluster, which then has one group of tiles.
 // GEMM_PARTS: the parts of the inner dimension are not added up: out is float32 [split, rows,
-// pitch], and its parts are work of their own rather than blocks of a cluster.
-// GEMM_SHARES_WEIGHTS: 1 where the blocks that share work have neighbouring rows of x.
-// GEMM_GATED: w holds gate rows above as many up rows; out = silu(x @ gate.T) * (x @ up.T).
-// GEMM_FLOAT16: float16 instead of bfloat16.
+// pitch], and its parts are separate work rather than blocks of a cluster. GEMM_SHARES_WEIGHTS:
+// 1 where the blocks that share work have neighbouring rows of x. GEMM_GATED: w holds gate rows
+// above as many up rows; out = silu(x @ gate.T) * (x @ up.T). GEMM_FLOAT16: float16 instead of
+// bfloat16.
 #include "gemm_sums.cuh"
 #include "wide_product.cuh"
 
 namespace {
 
-// A tile's rows of w from `first` on, or this block's slice of them for all that share them.
+// A tile's rows of w from `first` on, or this block's slice of them for all blocks that share
+// them.
 __device__ __forceinline__ void copy_columns(const Arguments& args, const Place& place, u32 to,
                                              u32 barrier, const TensorMap* map, int step,
                                              int first) {
@@ -54,9 +56,9 @@ __device__ __forceinline__ void copy_rows(const Arguments& args, const Ring& rin
     }
 }
 
-// One thread copies weights. Those of the first stages go ahead of the kernels before, and no
-// more of them at a time than keep memory busy: whatever these kernels still read would queue
-// behind them.
+// One thread copies weights. Weights of the first stages are requested before the preceding
+// kernels end, limited to what saturates memory: reads of those kernels would queue behind
+// more.
 __device__ __forceinline__ void copy_all_weights(const Arguments& args, const Place& place,
                                                  Ring ring, u32 landed, const TensorMap* map) {
     int group = place.cluster;
@@ -84,13 +86,13 @@ __device__ __forceinline__ void copy_all_weights(const Arguments& args, const Pl
         }
         ahead = 0;
     }
-    // Neighbours may reach into this block's shared memory until all stages are released.
+    // Neighbours may write to this block's shared memory until all stages are released.
     for (int n = 0; n < GEMM_STAGES; ++n, ring.advance()) {
         barrier_wait(ring.released(), ring.parity ^ 1);
     }
 }
 
-// Another copies rows of x, as soon as the kernel before has made them.
+// A second thread copies rows of x, as soon as the preceding kernel has written them.
 __device__ __forceinline__ void copy_all_rows(const Arguments& args, const Place& place,
                                               Ring ring, const TensorMap* map) {
     const u32 bytes = args.slice * (kSharesWeights ? 1 : args.sharing) * kRowBytes;
@@ -105,7 +107,7 @@ __device__ __forceinline__ void copy_all_rows(const Arguments& args, const Place
     }
 }
 
-// Tells every block that sends to this one that a stage has been read.
+// Signals to every block that sends to this one that a stage has been read.
 __device__ __forceinline__ void release(const Arguments& args, const Place& place,
                                         u32 barrier) {
     const int lane = threadIdx.x % 128;
@@ -165,7 +167,7 @@ extern "C" __global__ void __launch_bounds__(kMultipliers + 128, 1)
             barrier_init(ring.full + 8 * n, 2);
             barrier_init(ring.empty + 8 * n, GEMM_WARPGROUPS * args.sharing);
         }
-        // Of sums that come; and of weights that went ahead.
+        // Barriers of incoming sums, and of weights requested early.
         for (int n = 2 * GEMM_STAGES; n <= 3 * GEMM_STAGES; ++n) {
             barrier_init(shared_address(barriers + n), 1);
         }

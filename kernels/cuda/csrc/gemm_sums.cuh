@@ -1,4 +1,4 @@
-// What becomes of a tile's sums: they are stored, gated, added to those of other blocks of the
+// The epilogue of a tile: sums are stored, gated, added to those of other blocks of the
 // cluster, or stored as a part.
 #pragma once
 
@@ -50,9 +50,9 @@ __device__ __forceinline__ void store_tile(const Arguments& args, int row_tile,
 #elif GEMM_SPLIT
 constexpr int kUp = kIsGated ? 2 : 1;  // sums of the product for a result
 
-// The sums that pass between the parts of a tile: each part adds up those of a run of column
-// tiles of eight. A block holds `rows` rows of the sums for one part; its pitch spreads rows
-// over the banks. The sums made here lie in front, those received behind them.
+// The sums that pass between the parts of a tile: each part adds up a run of column tiles of
+// eight. A block holds `rows` rows of the sums for one part; its pitch spreads rows over the
+// banks. Own sums lie in front, received sums behind them.
 struct Exchange {
     u32 base, arrived;
     int rows, pitch, split, part;
@@ -67,7 +67,7 @@ struct Exchange {
     __device__ int first_tile(int owner) const { return kOutColumns / 8 * owner / split; }
     __device__ u32 block_bytes() const { return 4 * rows * pitch; }
     __device__ u32 made_for(int owner) const { return base + owner * block_bytes(); }
-    // Where `owner` finds what part `from` made.
+    // The address at `owner` of the sums of part `from`.
     __device__ u32 found(int owner, int from) const {
         if (from == owner) return made_for(owner);
         return base + (split + from - (from > owner)) * block_bytes();
@@ -84,7 +84,7 @@ __device__ __forceinline__ void write_sums(const Exchange& exchange,
         const int row = (threadIdx.x / 128 * GEMM_MI + i) * 64 + warp * 16 + 8 * (half % 2) +
                         lane / 4;
         if (row >= exchange.rows) continue;
-        // Divisions are dear: once for each owner, not for each tile.
+        // Divisions are expensive: one for each owner, not for each tile.
         int owner = 0, next = exchange.first_tile(1), count = next;
         u32 target = exchange.base + 4 * row * exchange.pitch + 8 * (lane % 4);
         u32 owner_target = target;
@@ -125,7 +125,7 @@ __device__ __forceinline__ float4 add_parts(const Exchange& exchange, u32 within
     return total;
 }
 
-// Adds up and stores the columns that fall to this part.
+// Adds up and stores this part's columns.
 __device__ __forceinline__ void store_sums(const Arguments& args, const Exchange& exchange,
                                            const Tile& tile) {
     const int first = exchange.first_tile(exchange.part);
@@ -148,19 +148,19 @@ __device__ __forceinline__ void store_sums(const Arguments& args, const Exchange
     }
 }
 
-// Adds up the parts' sums through shared memory: every block those of some columns.
+// Adds up the parts' sums through shared memory: every block adds some columns.
 __device__ __forceinline__ void reduce_tile(const Arguments& args, const Place& place,
                                             const Exchange& exchange,
                                             const float (&sums)[GEMM_MI][kSums],
                                             const Tile& tile) {
     const u32 bytes = exchange.block_bytes();
     if (threadIdx.x == 0) barrier_arrive_expect(exchange.arrived, (args.split - 1) * bytes);
-    // The ring has been read: sums may take its place.
+    // The ring has been read: sums may overwrite it.
     named_wait(1, kMultipliers);
     write_sums(exchange, sums);
     fence_shared_for_async();
     named_wait(1, kMultipliers);
-    // The other blocks have read theirs too, and may be sent sums.
+    // The other blocks have read their rings too, and can receive sums.
     cluster_sync();
     const int owner = threadIdx.x;
     if (owner < args.split && owner != place.part) {
@@ -171,7 +171,7 @@ __device__ __forceinline__ void reduce_tile(const Arguments& args, const Place& 
     __syncwarp();
     barrier_wait(exchange.arrived, 0);
     store_sums(args, exchange, tile);
-    // What was sent from here has come where it goes.
+    // This block's sums have arrived at their owners.
     cluster_sync();
 }
 #else

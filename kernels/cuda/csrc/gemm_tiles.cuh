@@ -1,4 +1,4 @@
-// What the blocks of a launch of gemm.cu multiply, and the sizes of their tiles.
+// The work of the blocks of gemm.cu, and the sizes of their tiles.
 #pragma once
 
 #include "tile_ring.cuh"
@@ -12,8 +12,9 @@ constexpr int kTileW = kColumns * kRowBytes;
 constexpr int kStageBytes = kTileX + kTileW;
 constexpr int kSums = kColumns / 2;
 constexpr int kMultipliers = 128 * GEMM_WARPGROUPS;
-// Registers a thread: most of the file go from the copying warpgroup to the multiplying ones.
-// Not where sums are few: a block that takes half of the file leaves room for the next kernel's.
+// Registers a thread: the copying warpgroup gives most of its registers to the multiplying
+// ones. Not with few sums: a block that takes half of the register file leaves room for the
+// next kernel's.
 constexpr bool kMovesRegisters = GEMM_WARPGROUPS > 1 && GEMM_MI * kSums > 64;
 constexpr int kCopyRegisters = GEMM_WARPGROUPS == 2 ? 40 : 32;
 constexpr int kMultiplyRegisters = GEMM_WARPGROUPS == 2 ? 232 : 160;
@@ -34,15 +35,15 @@ struct Arguments {
     int groups;      // of tiles for a cluster: row groups x those of columns (x parts)
     int split;       // blocks of a cluster, or parts, that share the inner dimension
     int sharing;     // blocks of a cluster that share rows of x, or of w
-    int slice;       // rows of x that a block copies; rows beyond them are not read
-    int slice_w;     // rows of w that a block copies where these are shared
-    int most_early;  // tiles of weights under way at a time before rows of x are there
+    int slice;  // rows of x that a block copies; rows beyond them are not read
+    int slice_w;  // rows of w that a block copies if these are shared
+    int most_early;  // tiles of weights in flight before the rows of x are ready
     u64 hint_w;      // cache policy of weights
 };
 
 namespace {
 
-// Where a block stands in its cluster, and the cluster among others.
+// The position of a block in its cluster, and of the cluster among all.
 struct Place {
     int part, neighbour, cluster, num_clusters;
 
@@ -56,9 +57,9 @@ struct Place {
     }
 };
 
-// The tile of a group that falls to a block, and its part of the inner dimension. Rows go in
-// bands that stay in the cache while all weights pass; within a band, blocks that run together
-// have the same weights.
+// The tile of a group for a block, and its part of the inner dimension. Rows are processed in
+// bands that stay in the cache while all weights pass; within a band, concurrent blocks have
+// the same weights.
 struct Tile {
     int row, column, part, first_step, num_steps;
 

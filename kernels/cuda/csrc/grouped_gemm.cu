@@ -1,16 +1,17 @@
-// out = x @ w[expert].T for rows of x that lie in the order of their experts, or SwiGLU of it, on
-// Hopper. Only the device knows how many rows each expert has.
+// out = x @ w[expert].T for rows of x in the order of their experts, or SwiGLU of the product,
+// on Hopper. Only the device knows the number of rows of each expert.
 //
-// A block multiplies GROUPED_MI x GROUPED_WARPGROUPS x 64 rows of a matrix of weights with a run
-// of up to 16 x GEMM_CHUNKS rows of x. Rows of x are the instruction's columns, of which it takes
-// any multiple of 16, so that few rows cost little; results are transposed on their way out.
-// One thread copies tiles through a ring of GEMM_STAGES in shared memory; the warpgroups multiply.
-// The `sharing` blocks of a cluster send each other slices of the same tile of weights.
+// A block multiplies GROUPED_MI x GROUPED_WARPGROUPS x 64 rows of a matrix of weights with a
+// run of up to 16 x GEMM_CHUNKS rows of x. Rows of x are the instruction's columns, whose
+// number can be any multiple of 16, so that few rows cost little; results are transposed before
+// they are stored. One thread copies tiles through a ring of GEMM_STAGES in shared memory; the
+// warpgroups multiply. The `sharing` blocks of a cluster send each other slices of the same
+// tile of weights.
 //
-// GROUPED_EXPERTS: no fewer than there are experts.
-// GEMM_GATED: w[expert] holds gate rows above as many up rows; out = silu(x @ gate.T) *
-// (x @ up.T). Copies put 8 gate rows and their 8 up rows next to each other: one thread gets both.
-// GEMM_FLOAT16: float16 instead of bfloat16.
+// GROUPED_EXPERTS: at least the number of experts. GEMM_GATED: w[expert] holds gate rows above
+// as many up rows; out = silu(x @ gate.T) * (x @ up.T). Copies put 8 gate rows and their 8 up
+// rows next to each other, so that one thread gets both. GEMM_FLOAT16: float16 instead of
+// bfloat16.
 #include "grouped_tiles.cuh"
 #include "results.cuh"
 #include "wide_product.cuh"
@@ -77,7 +78,7 @@ PRODUCT_OF(15)
 PRODUCT_OF(16)
 #endif
 
-// A box of weights into every block of the cluster that `mask` names.
+// A box of weights into every block of the cluster in `mask`.
 __device__ __forceinline__ void copy_weights_to(u32 to, const TensorMap* map, u32 barrier, int x,
                                                 int row, int expert, unsigned short mask,
                                                 u64 policy) {
@@ -116,7 +117,7 @@ __device__ __forceinline__ void copy_weights(u32 to, const TensorMap* map, u32 b
 #endif
 }
 
-// The maps of x: boxes of 64 rows, and of 16 for what is left of a run.
+// The tensor maps of x: boxes of 64 rows, and of 16 for the rest of a run.
 struct RowMaps {
     const TensorMap *narrow, *wide;
 };
@@ -149,7 +150,7 @@ __device__ __forceinline__ void fill_stage(const Arguments& args, const Ring& ri
     }
 }
 
-// The copying warpgroup's work: one thread of it keeps the ring full.
+// The copying warpgroup: one of its threads keeps the ring full.
 __device__ __forceinline__ void fill_ring(const Arguments& args, const Plan& plan, Ring ring,
                                           const TensorMap* map_w, const RowMaps& maps_x) {
     const int neighbour = args.sharing > 1 ? static_cast<int>(cluster_rank()) : 0;
@@ -162,13 +163,13 @@ __device__ __forceinline__ void fill_ring(const Arguments& args, const Plan& pla
             fill_stage(args, ring, map_w, maps_x, work, step, neighbour);
         }
     }
-    // Neighbours may reach into this block's shared memory until all stages are released.
+    // Neighbours may write to this block's shared memory until all stages are released.
     for (int n = 0; n < GEMM_STAGES; ++n, ring.advance()) {
         barrier_wait(ring.released(), ring.parity ^ 1);
     }
 }
 
-// Tells every block that sends to this one that a stage has been read.
+// Signals to every block that sends to this one that a stage has been read.
 __device__ __forceinline__ void release(const Arguments& args, u32 barrier) {
     const int lane = threadIdx.x % 128;
     if (args.sharing == 1) {
@@ -178,7 +179,7 @@ __device__ __forceinline__ void release(const Arguments& args, u32 barrier) {
     }
 }
 
-// Two neighbouring rows' results of 8 columns, of the eight rows `tile`: lane l has those of
+// Results of two neighbouring rows, in 8 columns, of the eight rows `tile`: lane l has those of
 // column l / 4.
 template <int SUMS>
 __device__ __forceinline__ u32 result(const float (&sums)[SUMS], int tile, int half) {
@@ -252,7 +253,7 @@ __device__ __forceinline__ void make_run(const Arguments& args, const Work& work
     store_run<CHUNKS>(args, work, sums);
 }
 
-// The instruction that is just wide enough.
+// The narrowest instruction that is wide enough.
 template <int CHUNKS>
 __device__ __forceinline__ void make_fitting_run(const Arguments& args, const Work& work,
                                                  Ring& ring,
@@ -277,7 +278,8 @@ extern "C" __global__ void __launch_bounds__(kMultipliers + 128, 1)
     extern __shared__ __align__(1024) unsigned char memory[];
     __shared__ __align__(8) u64 barriers[2 * GEMM_STAGES];
     __shared__ Plan plan;
-    // The compiler lets it begin at a multiple of its alignment, behind what is declared here.
+    // The compiler may place this array behind other shared variables, at a multiple of its
+    // alignment.
     Ring ring{shared_address(memory), shared_address(barriers),
               shared_address(barriers + GEMM_STAGES)};
     if (threadIdx.x == kMultipliers) {

@@ -1,4 +1,4 @@
-// What the blocks of a launch of grouped_gemm.cu multiply, and the sizes of their tiles.
+// The work of the blocks of grouped_gemm.cu, and the sizes of their tiles.
 #pragma once
 
 #include "tile_ring.cuh"
@@ -11,7 +11,8 @@ constexpr int kTileW = kWeights * kRowBytes;
 constexpr int kTileX = kMostRows * kRowBytes;
 constexpr int kStageBytes = kTileW + kTileX;
 constexpr int kMultipliers = 128 * GROUPED_WARPGROUPS;
-// Registers a thread: most of the file go from the copying warpgroup to the multiplying ones.
+// Registers a thread: the copying warpgroup gives most of its registers to the multiplying
+// ones.
 constexpr int kCopyRegisters = 40;
 constexpr int kMultiplyRegisters = 232;
 constexpr int kOutColumns = kIsGated ? kWeights / 2 : kWeights;
@@ -22,7 +23,7 @@ using Ring = TileRing<kStageBytes, kTileW, 0>;
 
 struct Arguments {
     u32* out;           // [rows, columns], two values a word
-    const int* totals;  // rows of each expert, whose rows lie one expert after another
+    const int* totals;  // rows of each expert; x holds the experts' rows in order
     int experts;
     int columns;        // of out, a multiple of 8
     int column_tiles;   // of an expert's matrix
@@ -33,8 +34,8 @@ struct Arguments {
 
 namespace {
 
-// Where each expert's rows and groups of work end. A group is a tile of weights and as many runs
-// of rows as a cluster has blocks.
+// The ends of each expert's rows and groups of work. A group is a tile of weights and as many
+// runs of rows as a cluster has blocks.
 struct Plan {
     int row_end[GROUPED_EXPERTS];
     int group_end[GROUPED_EXPERTS];
@@ -45,7 +46,7 @@ __device__ __forceinline__ int group_runs(const Arguments& args, int rows) {
     return (rows + most - 1) / most;
 }
 
-// Made by one warp; the others wait for it.
+// Computed by one warp; the others wait.
 __device__ __forceinline__ void make_plan(const Arguments& args, Plan& plan) {
     const int lane = threadIdx.x % 32;
     int rows = 0, groups = 0;
@@ -71,10 +72,10 @@ __device__ __forceinline__ void make_plan(const Arguments& args, Plan& plan) {
     }
 }
 
-// What a block does of a group: a tile of an expert's weights, and a run of its rows, which may
-// be empty. An expert's runs are equally long, so that little of a tile is padding. Runs go in
-// bands that stay in the cache while all weights pass; within a band, clusters that run together
-// have the same weights.
+// A block's work in a group: a tile of an expert's weights, and a run of its rows, which may be
+// empty. An expert's runs are equally long, so that little of a tile is padding. Runs are
+// processed in bands that stay in the cache while all weights pass; within a band, concurrent
+// clusters have the same weights.
 struct Work {
     int expert, column, first_row, rows, chunks;
 

@@ -1,5 +1,5 @@
-// What Hopper offers beyond plain CUDA C++: barriers of transactions, tiled copies, products of
-// warpgroups. No header is included, so that NVRTC compiles this without any folder of headers.
+// Hopper features beyond plain CUDA C++: transaction barriers, tensor-map copies, warpgroup
+// products. No header is included, so that NVRTC compiles this without any include folder.
 #pragma once
 
 using u32 = unsigned int;
@@ -44,7 +44,8 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
     }
 }
 
-// Named barriers of some warps of the block; `threads` counts those that wait and that pass.
+// Named barriers of some warps of the block; `threads` counts the threads that wait and those
+// that only arrive.
 __device__ __forceinline__ void named_wait(int name, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory");
 }
@@ -53,15 +54,14 @@ __device__ __forceinline__ void named_pass(int name, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(name), "r"(threads) : "memory");
 }
 
-// Orders this thread's own accesses to shared memory before those of copies and products.
+// Orders this thread's own shared memory accesses before those of copies and products.
 __device__ __forceinline__ void fence_shared_for_async() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 // ---- Copies of a box of a tensor to shared memory, which count as bytes of a barrier.
 
-// How long the second-level cache keeps what a copy reads, as `createpolicy` encodes it:
-// evicted before all else, in turn, and after all else.
+// L2 eviction policies of copies, as `createpolicy` encodes them: evict first, normal, last.
 constexpr u64 kReadOnce = 0x12F0000000000000ull;
 constexpr u64 kReadAgain = 0x1000000000000000ull;
 constexpr u64 kReadByAll = 0x14F0000000000000ull;
@@ -88,7 +88,7 @@ __device__ __forceinline__ void copy_box_5d(u32 to, const TensorMap* map, u32 ba
         : "memory");
 }
 
-// ---- Registers of a warpgroup: one role gives what another takes.
+// ---- Registers of a warpgroup: one role releases registers that another role takes.
 
 template <int COUNT>
 __device__ __forceinline__ void give_registers() {
@@ -102,9 +102,9 @@ __device__ __forceinline__ void take_registers() {
 
 // ---- Products of a warpgroup: 64 rows, 16 of the summed dim, both operands of 2 bytes.
 
-// An operand in shared memory in rows of 128 swizzled bytes; groups of 8 rows lie
-// `row_group_bytes` apart. `next_panel_bytes`: from one 64 columns to the next, for operands that
-// are read across their rows.
+// An operand in shared memory in rows of 128 swizzled bytes; groups of 8 rows are
+// `row_group_bytes` apart. `next_panel_bytes`: from one panel of 64 columns to the next, for
+// transposed operands.
 __device__ __forceinline__ u64 operand(u32 address, u32 next_panel_bytes,
                                        u32 row_group_bytes = 1024) {
     constexpr u64 swizzled_128 = 1ull << 62;

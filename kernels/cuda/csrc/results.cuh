@@ -1,10 +1,10 @@
-// What becomes of sums before they are stored: SwiGLU, and words that change lanes.
+// Sums before they are stored: SwiGLU, and words that change lanes.
 #pragma once
 
 #include "hopper.cuh"
 
-// silu(gate) * up, by the approximate exponential and reciprocal: each is off by two units of
-// float32 at most, and a division that is rounded takes ten times as long.
+// silu(gate) * up, by the approximate exponential and reciprocal: each is off by at most two
+// units in the last place of float32, and an exactly rounded division takes ten times as long.
 __device__ __forceinline__ float gated(float gate, float up) {
     constexpr float kLog2E = 1.44269504f;
     return gate * reciprocal_fast(1.0f + exp2_fast(-kLog2E * gate)) * up;

@@ -1,37 +1,37 @@
-// residual += the sum of x over the ranks of a tensor group; output = RMS norm of it, a block a
-// row, in one launch on every rank.
+// residual += the sum of x over the ranks of a tensor group; output = RMS norm of residual, one
+// block a row, in one launch on every rank.
 //
-// Each rank has a region that all ranks map: two slots, in each a place for the rows of every
-// rank. Block t pushes its rank's row t into its place at every other rank, as words of 8
-// bytes: 4 bytes of the row, and the epoch, which counts the launches that had a row t. Then
-// each thread looks at its own rank's region until all of its words carry the epoch. A word
-// arrives whole, so nothing else has to say that it is there: a row crosses the link once, and
-// there is no fence, flag or barrier to wait for. (NCCL's protocol LL sends such words.)
+// Each rank has a region that all ranks map: two slots, each with the rows of every rank. Block
+// t pushes its rank's row t to every other rank, as words of 8 bytes: 4 bytes of the row, and
+// the epoch, which counts the launches that had a row t. Each thread then polls its own rank's
+// region until all of its words carry the epoch. A word arrives whole, so a row crosses the
+// link once, without a fence, flag or barrier. (NCCL's protocol LL uses such words.)
 //
 // Row t is a channel of its own, with its own words and its own epoch. Launches of t rows or
-// fewer leave both alone on all ranks alike, so the number of rows may change at will.
+// fewer leave both unchanged on all ranks, so the number of rows may change from launch to
+// launch.
 //
-// Two slots, used in turn by the epoch's parity, suffice. Rank A pushes row t of epoch e + 2
-// over that of epoch e in rank B's region. It does so behind wait_for_previous_kernels, so its
-// own launch of epoch e + 1 has ended, and that one had seen B's words of e + 1. Those B had
-// pushed behind its own wait, when its launch of epoch e had ended, and all reading of epoch e
-// with it. A kernel that begins before its predecessor has ended changes nothing in this: until
-// it has waited it touches neither the region nor the epoch. (A wait is for all kernels before,
-// since each of them has waited before it ended.)
+// Two slots, alternating by the epoch's parity, suffice. Rank A pushes row t of epoch e + 2
+// over that of epoch e in rank B's region. A does so after wait_for_previous_kernels, so A's
+// own launch of epoch e + 1 has ended, and that launch had seen B's words of e + 1. B had
+// pushed these words after its own wait, when B's launch of epoch e, and all its reads of epoch
+// e, had ended. Kernels that begin before their predecessor has ended do not change this
+// argument: before their wait they touch neither the region nor the epoch. (A wait covers all
+// earlier kernels, since each of them has waited before it ended.)
 //
-// Epochs go round after 2^32 launches, which takes days. A stale word could be mistaken only if
-// its place had not been written for just so many launches of its row; but every launch of a
-// row writes all words that the next ones of equal width read, so what is found is two epochs
-// old, or from before the first launch of that width: zero, or the check at the start.
+// Epochs wrap around after 2^32 launches, which takes days. A stale word could be mistaken only
+// if it had not been written for exactly that many launches of its row. But every launch of a
+// row writes all words that later launches of equal width read. The word found is therefore two
+// epochs old, or older than the first launch of that width: zero, or the check at the start.
 //
-// Of row t, thread i has the 16 bytes of chunk i + c * threads for each c below ROW_CHUNKS.
-// Triton's kernel of the norm gives a thread NORM_VALUES elements, its next thread those behind:
-// a chunk is what one or several neighbours among its threads have, whose work is done here by
-// one. Each of them is a share, whose squares are added up by themselves and then with the
-// others' in Triton's order: the norm is the same to the bit.
+// Thread i has the 16 bytes of chunk i + c * threads of row t for each c below ROW_CHUNKS.
+// Triton's norm kernel gives a thread NORM_VALUES elements, and the next thread the following
+// ones: a chunk holds the elements of one or several neighbouring Triton threads. The squares
+// of each Triton thread are summed separately and then combined in Triton's order: the norm is
+// equal bit by bit.
 //
-// ELEMENT_BYTES: 2 for bfloat16, or with ELEMENT_FLOAT16 for float16; 4 for float32.
-// RANKS: the size of the group.
+// ELEMENT_BYTES: 2 for bfloat16, or with ELEMENT_FLOAT16 for float16; 4 for float32. RANKS: the
+// size of the group.
 #ifndef SUM_NORM_PRIMITIVES
 #include "cluster.cuh"
 #endif
@@ -52,23 +52,23 @@ struct alignas(16) Quad {
 };
 
 struct Arguments {
-    u64 regions[RANKS];  // where each rank's region is mapped here
-    const void* x;       // [rows, width]; or float32 [parts, rows, width], which are added up
+    u64 regions[RANKS];  // address of each rank's region as mapped here
+    const void* x;  // [rows, width]; or float32 [parts, rows, width], which are added up
     void* residual;
     const void* weight;
     void* output;
     u32* launches;  // of each row, so far
     long long part_stride, x_stride, residual_stride;  // in elements
-    int parts;                                         // 0: x is no float32 parts
+    int parts;  // 0: x has no float32 parts
     int width;                                         // a multiple of the chunk
     int rank;
-    int max_rows;   // of a place
+    int max_rows;  // of one rank's rows in a slot
     int row_words;  // of a row in it
     float eps;
 };
 
 #ifndef SUM_NORM_PRIMITIVES
-// ---- What differs where the source is compiled for a test on a CPU.
+// ---- Differences when the source is compiled for a test on a CPU.
 
 __device__ __forceinline__ void store_words(u64* place, u64 first, u64 second) {
     asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(place), "l"(first),
@@ -109,8 +109,8 @@ __device__ __forceinline__ void unpack_pair(u32 pair, float& low, float& high) {
 #endif
 }
 
-// 1 / sqrt(sum / count + eps), by the approximations that Triton takes. The addition names no
-// rounding, as Triton's does not: the assembler then fuses it with the division's last product.
+// 1 / sqrt(sum / count + eps), by Triton's approximations. The addition specifies no rounding,
+// as in Triton: the assembler then fuses it with the division's last product.
 __device__ __forceinline__ float inverse_root(float sum, float count, float eps) {
     float mean, padded, root;
     asm("div.full.f32 %0, %1, %2;" : "=f"(mean) : "f"(sum), "f"(count));
@@ -126,7 +126,7 @@ __device__ __forceinline__ float* shared_sums() {
 }
 #endif
 
-// ---- Chunks of a row, as they lie in memory and as numbers.
+// ---- Chunks of a row, in memory and as numbers.
 
 __device__ __forceinline__ void unpack(const Quad& chunk, float* values) {
 #pragma unroll
@@ -149,7 +149,7 @@ __device__ __forceinline__ Quad pack(const float* values) {
     return chunk;
 }
 
-// Where this thread's chunks are, in elements; those beyond the width are zeros.
+// The offsets of this thread's chunks, in elements; chunks beyond the width are zeros.
 struct Places {
     int width;
 
@@ -170,15 +170,14 @@ struct Places {
         *reinterpret_cast<Quad*>(static_cast<char*>(row) + ELEMENT_BYTES * dim(chunk)) = values;
     }
 
-    // Where two of the chunk's four words are in a row of a region: as neighbours of what the
-    // next thread has there.
+    // The offset of two of the chunk's four words in a row of a region: adjacent to those of
+    // the next thread.
     __device__ __forceinline__ int word(int chunk, int half) const {
         return 2 * ((2 * chunk + half) * blockDim.x + threadIdx.x);
     }
 };
 
-// A row of float32 parts, added up. PARTS: their number, of which all are read at once then; or
-// 0 for any.
+// A row of float32 parts, added up. PARTS: their number, all read at once; or 0 for any number.
 template <int PARTS>
 __device__ __forceinline__ void add_parts(const Arguments& args, const Places& places,
                                           const float* row, float (&sums)[kElements]) {
@@ -202,7 +201,7 @@ __device__ __forceinline__ void add_parts(const Arguments& args, const Places& p
     }
 }
 
-// This rank's addend, rounded as its product would be if it were not in parts.
+// This rank's addend, rounded as the product without parts would be.
 __device__ __forceinline__ void load_addend(const Arguments& args, const Places& places,
                                             long long row, Quad (&own)[ROW_CHUNKS]) {
     if (args.parts == 0) {
@@ -234,7 +233,7 @@ __device__ __forceinline__ void push(u64* row, const Places& places, u32 epoch,
     }
 }
 
-// What another rank pushed, once it is all there.
+// Another rank's row, once all of its words have arrived.
 __device__ __forceinline__ void await(const u64* row, const Places& places, u32 epoch,
                                       Quad (&found)[ROW_CHUNKS]) {
     bool is_there;
@@ -268,14 +267,14 @@ __device__ __forceinline__ void add(const Quad (&row)[ROW_CHUNKS], float (&total
     }
 }
 
-// The sum over the ranks in their order, in float32, of which `own` is this rank's addend.
+// The sum over the ranks in their order, in float32; `own` is this rank's addend.
 __device__ __forceinline__ void sum_ranks(const Arguments& args, const Places& places,
                                           int row, u32 epoch, const Quad (&own)[ROW_CHUNKS],
                                           float (&total)[kElements]) {
     const long long place = static_cast<long long>(args.max_rows) * args.row_words;
     const long long slot =
         (epoch & 1) * RANKS * place + static_cast<long long>(row) * args.row_words;
-    // Each begins with another: a link is not used by all at once.
+    // Each rank begins with another peer, so that not all ranks use one link at once.
 #pragma unroll
     for (int step = 1; step < RANKS; ++step) {
         const int to = (args.rank + step) % RANKS;
@@ -295,7 +294,7 @@ __device__ __forceinline__ void sum_ranks(const Arguments& args, const Places& p
     }
 }
 
-// The sum rounded as one apart would be, and added to the residual, rounded again.
+// The sum rounded as by a separate kernel, and added to the residual, rounded again.
 __device__ __forceinline__ void add_to_residual(const Quad (&before)[ROW_CHUNKS],
                                                 float (&values)[kElements],
                                                 Quad (&after)[ROW_CHUNKS]) {
@@ -311,7 +310,7 @@ __device__ __forceinline__ void add_to_residual(const Quad (&before)[ROW_CHUNKS]
     }
 }
 
-// ---- The sum of the squares of a row, as Triton adds it up.
+// ---- The sum of the squares of a row, in Triton's order.
 
 __device__ __forceinline__ float sum_of_squares(const float* share) {
     float sum = fmaf(share[0], share[0], share[1] * share[1]);
@@ -324,10 +323,11 @@ __device__ __forceinline__ float from_lane(float value, int far) {
     return __shfl_xor_sync(0xffffffffu, value, far);
 }
 
-// Triton's warps add up their threads', first those 16 apart, last neighbours; then one of them
-// adds up the warps' likewise. All threads have come here when one of them returns.
+// Triton's warps add up their threads' sums, first those 16 apart, last neighbours; then one
+// warp adds up the warps' sums in the same way. When one thread returns, all threads have
+// arrived here.
 __device__ __forceinline__ float add_over_row(const float (&values)[kElements]) {
-    constexpr int kLanes = 32 / kShares;  // which do the work of one of Triton's warps
+    constexpr int kLanes = 32 / kShares;  // that do the work of one of Triton's warps
     constexpr int kSums = kShares * ROW_CHUNKS;
     float own[kSums];
 #pragma unroll

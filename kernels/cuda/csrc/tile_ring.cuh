@@ -1,5 +1,5 @@
-// What gemm.cu and grouped_gemm.cu have in common: the types of a launch, how wide a tile is, and
-// the ring that feeds a block.
+// Shared by gemm.cu and grouped_gemm.cu: the types of a launch, the width of a tile, and the
+// ring of tiles.
 #pragma once
 
 #include "cluster.cuh"
@@ -19,8 +19,8 @@ constexpr bool kIsGated = true;
 constexpr bool kIsGated = false;
 #endif
 
-// GEMM_STAGES stages of shared memory, each with a tile of x and one of w at these offsets, their
-// barriers, and where this thread stands among them.
+// GEMM_STAGES stages of shared memory, each with a tile of x and one of w at these offsets,
+// their barriers, and this thread's position in the ring.
 template <int STAGE_BYTES, int X_OFFSET, int W_OFFSET>
 struct TileRing {
     u32 tiles, full, empty;

@@ -20,12 +20,12 @@ from trimaran.kernels.triton.attention.scores import (
 )
 
 # Shapes: S sequences, N query heads, K key-value heads, G = N / K, H head size, B tokens of a
-# block, I pieces of all sequences.
+# block, I splits of all sequences.
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
-    """How one program works."""
+    """Launch parameters of the kernel."""
 
     tile: int = 64
     """Keys in one step of the loop."""
@@ -39,7 +39,9 @@ def merge_pieces(  # type: ignore[no-untyped-def]
     partial, log_sums, first_piece, num_pieces, heads, is_head, NUM_HEADS: tl.constexpr,
     HEAD: tl.constexpr, HEAD_PADDED: tl.constexpr, GROUP_PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Weighs the results of a sequence's pieces by their sums, in the pieces' order."""
+    """Combines the partial results of a sequence's splits by their sums of weights, in
+    order.
+    """
     dims = tl.arange(0, HEAD_PADDED)
     top = tl.full([GROUP_PADDED], float("-inf"), tl.float32)
     total = tl.zeros([GROUP_PADDED], tl.float32)
@@ -47,7 +49,7 @@ def merge_pieces(  # type: ignore[no-untyped-def]
     mask = is_head[:, None] & (dims < HEAD)[None, :]
     for piece in range(first_piece, first_piece + num_pieces):
         place = piece * NUM_HEADS + heads
-        # Written by other multiprocessors: past the first-level cache.
+        # Other multiprocessors wrote these: bypass the L1 cache.
         log_sum = tl.load(log_sums + place, mask=is_head, other=0.0, cache_modifier=".cg")
         value = tl.load(
             partial + place[:, None] * HEAD + dims[None, :], mask=mask, other=0.0,
@@ -66,7 +68,7 @@ def put_piece(  # type: ignore[no-untyped-def]
     partial, log_sums, counter, piece, heads, num_pieces, is_head, mask, top, total, result,
     NUM_HEADS: tl.constexpr, HEAD: tl.constexpr, HEAD_PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Stores a partial result and counts it; whether all of the sequence are there now."""
+    """Stores a partial result and counts it; whether all splits of the sequence are done."""
     place = piece * NUM_HEADS + heads
     dims = tl.arange(0, HEAD_PADDED)
     tl.store(partial + place[:, None] * HEAD + dims[None, :], result, mask=mask)
@@ -81,7 +83,7 @@ def put_piece(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def read_piece(pieces, piece):  # type: ignore[no-untyped-def]
-    """What `DecodePlan` says of a piece, in its order."""
+    """The fields of a split, in the order of `DecodePlan`."""
     at = pieces + (1 + piece) * 8
     sequence, row = tl.load(at).to(tl.int64), tl.load(at + 1).to(tl.int64)
     start, end, first_piece = tl.load(at + 2), tl.load(at + 3), tl.load(at + 4)
@@ -97,10 +99,10 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr, TILE: tl.constexpr, SINKS: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One piece of a sequence's keys for the query heads of one key-value head.
+    """One split of a sequence's keys for the query heads of one key-value head.
 
-    A sequence's only piece writes to ``output`` [S, N, H]. Of several, each writes a
-    partial result, and the one that is done last weighs them all.
+    The only split of a sequence writes to ``output`` [S, N, H]. Of several splits each writes a
+    partial result, and the last one to finish combines them.
     """
     kv_head = tl.program_id(0) % KV_HEADS
     group, dims = tl.arange(0, GROUP_PADDED), tl.arange(0, HEAD_PADDED)
@@ -164,9 +166,9 @@ def decode(
     """Attention of the first S sequences of a step, one query each, into ``output``.
 
     ``kv_cache`` [blocks, 2, B, K, H] may have any strides but 1 in its last dim. With
-    ``is_fixed`` a sequence's result does not depend on the others. The number of sequences
-    alone decides what is launched: safe under CUDA graph capture, and a replay may have
-    any lengths up to those of the block table.
+    ``is_fixed`` a sequence's result does not depend on the others. The launch depends on the
+    number of sequences alone: safe under CUDA graph capture, and a replay may have any lengths
+    up to those of the block table.
     """
     num_sequences, num_heads, head_size = query_SNH.shape
     num_kv_heads = kv_cache.shape[3]

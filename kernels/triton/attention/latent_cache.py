@@ -1,4 +1,4 @@
-"""Rotation of queries and of the key that they share, and latent vectors to their slots."""
+"""Rotation of latent attention's queries and shared key, and storing latent vectors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _turn(  # type: ignore[no-untyped-def]
     source, target, cos, sin, mask, HALF: tl.constexpr, PADDED: tl.constexpr,
     IS_NEOX: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Rotate rows of 2 HALF values, and store them where they came from and at target."""
+    """Rotate rows of 2 HALF values in place, and store a copy at target."""
     pairs, dims = tl.arange(0, PADDED)[None, :], tl.arange(0, 2 * PADDED)[None, :]
     is_pair, is_dim = mask & (pairs < HALF), mask & (dims < 2 * HALF)
     element = source.dtype.element_ty
@@ -51,8 +51,9 @@ def _rope_and_cache_latent_kernel(  # type: ignore[no-untyped-def]
     HALF: tl.constexpr, PADDED: tl.constexpr, HEADS: tl.constexpr, IS_NEOX: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Program (t, 0) takes the latent vector and the key of token t, (t, g + 1) the g-th
-    ``HEADS`` query heads."""
+    """Program (t, 0) handles the latent vector and the key of token t; program (t, g + 1)
+    the g-th ``HEADS`` query heads.
+    """
     token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if OVERLAPS:
         gdc_launch_dependents()

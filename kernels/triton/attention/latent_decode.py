@@ -13,16 +13,16 @@ from trimaran.kernels.triton.attention.decode import merge_pieces, put_piece, re
 from trimaran.kernels.triton.attention.plan import DecodePlan, plan_decodes
 from trimaran.kernels.triton.attention.scores import score_factors, softmax_weights
 
-# Shapes: S sequences, N query heads, L dims of a latent vector, R of the rotated key behind
-# it, H = L + R, B tokens of a block, I pieces of all sequences.
+# Shapes: S sequences, N query heads, L dims of a latent vector, R of the rotated key behind it,
+# H = L + R, B tokens of a block, I splits of all sequences.
 
 
 @dataclass(frozen=True, slots=True)
 class LatentDecodeConfig:
-    """How one program works."""
+    """Launch parameters of the kernel."""
 
     heads: int
-    """Query heads that read the same vectors once."""
+    """Query heads that share one read of the vectors."""
 
     tile: int
     """Vectors in one step of the loop."""
@@ -32,13 +32,12 @@ class LatentDecodeConfig:
 
     @classmethod
     def of(cls, num_heads: int, itemsize: int) -> LatentDecodeConfig:
-        """What fits a multiprocessor's memory with vectors of 576 dims."""
+        """The largest tiles that fit a multiprocessor's memory with vectors of 576 dims."""
         heads = min(max(16, triton.next_power_of_2(num_heads)), 64)
         if itemsize > 2:
             return cls(16, 16, 4)
-        # Blocks are looked up in front of vectors: with fewer stages none of these would be
-        # on their way while others are multiplied. Rows of 64 are multiplied by another
-        # instruction, which has one tile more.
+        # Blocks are looked up ahead of vectors: with fewer stages no vectors would be in flight
+        # during a product. Tiles of 64 rows use another instruction, and have one stage more.
         return cls(heads, 64, 8, 2 if heads == 64 else 5)
 
 
@@ -48,7 +47,7 @@ def load_vectors(  # type: ignore[no-untyped-def]
     LATENT: tl.constexpr, LATENT_PADDED: tl.constexpr, ROTATED: tl.constexpr,
     ROTATED_PADDED: tl.constexpr,
 ):  # fmt: skip
-    """A tile of latent vectors and of the rotated keys behind them; zero where none is."""
+    """A tile of latent vectors and of the rotated keys behind them; zero for masked keys."""
     dims, behind = tl.arange(0, LATENT_PADDED), tl.arange(0, ROTATED_PADDED)
     blocks = tl.load(table + keys // BLOCK, mask=is_key, other=0).to(tl.int64)
     place = cache + (blocks * block_stride + keys % BLOCK * token_stride)[:, None]
@@ -63,7 +62,7 @@ def load_queries(  # type: ignore[no-untyped-def]
     place, is_row, LATENT: tl.constexpr, LATENT_PADDED: tl.constexpr, ROTATED: tl.constexpr,
     ROTATED_PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Rows of queries, the dims for latent vectors and those for rotated keys."""
+    """Rows of queries: the dims for latent vectors and those for rotated keys."""
     dims, behind = tl.arange(0, LATENT_PADDED)[None, :], tl.arange(0, ROTATED_PADDED)[None, :]
     near = tl.load(place[:, None] + dims, mask=is_row[:, None] & (dims < LATENT), other=0.0)
     is_rotated = is_row[:, None] & (behind < ROTATED)
@@ -95,9 +94,10 @@ def _latent_decode_kernel(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr, TILE: tl.constexpr, SINKS: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One piece of a sequence's vectors for HEADS query heads.
+    """One split of a sequence's vectors for HEADS query heads.
 
-    Pieces and their results are those of the attention with keys and values apart.
+    Splits and partial results have the same layout as in attention with separate keys and
+    values.
     """
     GROUPS: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
     group, dims = tl.program_id(0) % GROUPS, tl.arange(0, LATENT_PADDED)
@@ -159,8 +159,8 @@ def decode(
     """Attention of the first S sequences of a step, one query each, into ``output``.
 
     ``kv_cache`` is [blocks, 1, B, 1, H], its last dim and a query's heads contiguous. With
-    ``is_fixed`` a sequence's result does not depend on the others. The number of sequences
-    alone decides what is launched, as in `triton_attention_decode`.
+    ``is_fixed`` a sequence's result does not depend on the others. The launch depends on the
+    number of sequences alone, as in `triton_attention_decode`.
     """
     num_sequences, num_heads, size = query_SNH.shape
     latent = spec.latent_size

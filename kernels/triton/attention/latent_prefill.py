@@ -28,7 +28,7 @@ from trimaran.kernels.triton.attention.scores import score_factors
 
 @dataclass(frozen=True, slots=True)
 class LatentPrefillConfig:
-    """How one program works."""
+    """Launch parameters of the kernel."""
 
     rows: int
     """One a query and head."""
@@ -44,7 +44,9 @@ class LatentPrefillConfig:
 
     @classmethod
     def of(cls, num_heads: int, itemsize: int) -> LatentPrefillConfig:
-        """What fits a multiprocessor's memory and registers with vectors of 576 dims."""
+        """The largest tiles that fit a multiprocessor's memory and registers with vectors of
+        576 dims.
+        """
         rows = 64 if itemsize == 2 else 16
         heads = min(triton.next_power_of_2(num_heads), rows)
         return cls(rows, heads, 64 if itemsize == 2 else 16, 8 if itemsize == 2 else 4)
@@ -61,8 +63,9 @@ def _latent_prefill_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """One tile of a sequence's queries, for HEADS of the heads.
 
-    With IS_PAST it sees what was cached before the step alone, and says what the weights
-    summed up to: minus infinity, and nothing else, where there was nothing.
+    With IS_PAST, queries see only keys cached before the step. The kernel then also stores the
+    logarithm of the sum of weights; minus infinity, and no output, for a sequence without such
+    keys.
     """
     GROUPS: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
     group, tile = tl.program_id(0) % GROUPS, tl.program_id(0) // GROUPS
@@ -90,7 +93,7 @@ def _latent_prefill_kernel(  # type: ignore[no-untyped-def]
     sink_end: tl.constexpr = (SINKS + TILE - 1) // TILE * TILE
     skipped = 0
     if WINDOW > 0:
-        # In whole tiles, and but for those of the sinks.
+        # Rounded to whole tiles, apart from those of the sinks.
         in_front = tl.maximum(past + start - WINDOW + 1, 0) // TILE * TILE
         skipped = tl.maximum(in_front - sink_end, 0)
     for at in range(0, end - skipped, TILE):
@@ -127,8 +130,8 @@ def prefill(
 
     ``kv_cache`` is [blocks, 1, B, 1, H], its last dim and a query's heads contiguous. A
     sequence's result does not depend on the others. With ``log_sums``, float32, queries see
-    only what was cached before the step, and the base 2 logarithms of what their weights sum
-    up to go there: minus infinity where they see nothing, and ``output`` is left as it was.
+    only keys cached before the step, and ``log_sums`` gets the base 2 logarithms of the sums of
+    weights. A query without such keys gets minus infinity, and its ``output`` is unchanged.
     """
     num_tokens, num_heads, size = query_TNH.shape
     latent = spec.latent_size

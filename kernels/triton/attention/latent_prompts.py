@@ -1,4 +1,4 @@
-"""Attention of prompts over keys and values made of their latent vectors: Triton kernel."""
+"""Attention of prompts over keys and values expanded from latent vectors: Triton kernel."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trimaran.kernels.triton.heads import head_linear
 
 @dataclass(frozen=True, slots=True)
 class PromptsConfig:
-    """How one program works."""
+    """Launch parameters of the kernel."""
 
     tile_m: int = 128
     """Queries."""
@@ -74,8 +74,8 @@ def _prompts_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """One tile of a sequence's queries of one head, over the step's tokens of the sequence.
 
-    With HAS_PAST it goes on from what queries saw in the cache: a result, and the logarithm
-    of what its weights summed up to.
+    With HAS_PAST the softmax continues from the result over cached keys: an output, and the
+    logarithm of its sum of weights.
     """
     head, tile = tl.program_id(0) % NUM_HEADS, tl.program_id(0) // NUM_HEADS
     if tile >= tl.load(tiles):
@@ -101,7 +101,7 @@ def _prompts_kernel(  # type: ignore[no-untyped-def]
         acc = tl.load(past_output + rows * VALUE + dims, mask=mask, other=0.0).to(tl.float32)
     end = tl.minimum(start + TILE_M, num_queries)
     sources = keys + head * PLAIN, rotated, values + head * VALUE
-    # Keys in front of this one are seen by all queries of the tile.
+    # All queries of the tile see the keys before this one.
     masked_from = start // TILE_N * TILE_N
     for at in range(0, masked_from, TILE_N):
         top, total, acc = _step(
@@ -130,10 +130,10 @@ def attend_prompts(
     """Attention of all sequences behind the leading decodes, into their tokens' ``output``.
 
     The step's own tokens get keys and values of each head, which takes a third of the
-    operations of an attention over latent vectors; what was cached before is seen as latent
-    vectors, where the metadata says that there may be some. Windows are not served.
-    ``query`` and ``output`` are contiguous. A sequence's result depends on how its prompt is
-    cut into steps, by rounding.
+    operations of attention over latent vectors. Tokens cached before the step are attended as
+    latent vectors, if the metadata allows for any. Windows are not supported. ``query`` and
+    ``output`` are contiguous. A sequence's result depends, by rounding, on how its prompt is
+    split into steps.
     """
     num_heads, plain = heads.key_up.shape[0], heads.key_up.shape[2]
     vectors_TNL = latent_TL.unsqueeze(1).expand(-1, num_heads, -1)
@@ -144,7 +144,7 @@ def attend_prompts(
         absorbed = head_linear(query_TNH, heads.key_up)
         shape = query_TNH.shape[:2]
         log_sums_TN = torch.empty(shape, dtype=torch.float32, device=query_TNH.device)
-        # Zeros where there is no past: what follows multiplies all of it.
+        # Zeros without cached keys: the kernel multiplies all of them.
         past_TNL = absorbed.new_zeros((*shape, spec.latent_size))
         prefill(absorbed, kv_cache, metadata, spec, past_TNL, log_sums_TN)
         past_TNV = head_linear(past_TNL, heads.value_up)
@@ -173,8 +173,9 @@ def attend_step(
     spec: AttentionSpec,
     heads: LatentHeads,
 ) -> Tensor:
-    """The attention of a step with prompts, [T, N, V]; that of its leading decodes is over
-    latent vectors."""
+    """The attention of a step with prompts, [T, N, V]; its leading decodes attend to latent
+    vectors.
+    """
     output_TNV = query_TNH.new_empty((*query_TNH.shape[:2], heads.value_up.shape[1]))
     num_decodes = metadata.num_decodes
     if num_decodes:

@@ -1,4 +1,4 @@
-"""How a step's decodes are cut into pieces of about equal length, decided on the device."""
+"""Splits of a step's decodes into parts of about equal length, planned on the device."""
 
 from __future__ import annotations
 
@@ -12,45 +12,47 @@ from torch import Tensor
 
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
 
-# Shapes: S sequences, K key-value heads, N query heads, H head size, I pieces at most.
+# Shapes: S sequences, K key-value heads, N query heads, H head size, I splits at most.
 
 TILE = 32
-"""Pieces are whole tiles of keys, but for a sequence's last."""
+"""A split is a multiple of this many keys, except for a sequence's last one."""
 
 MIN_PIECE = 128
-"""Keys of the smallest piece: below, starting a program costs more than its reads."""
+"""Keys of the smallest split: below, starting a program costs more than its reads."""
 
 FIXED_PIECE = 256
-"""Keys of a piece where results must not depend on the batch."""
+"""Keys of a split if results must not depend on the batch."""
 
 MAX_FIXED_PIECES = 16
-"""A longer sequence has larger pieces then: each takes memory for its result."""
+"""A longer sequence then has larger splits, which limits memory for partial results."""
 
 PROGRAMS_PER_SM = 3
-"""Programs that a multiprocessor is given in turn, so that few are idle at the end."""
+"""Programs on each multiprocessor over time, so that few are idle at the end."""
 
 _WRITERS = 16
 
 
 @dataclass(slots=True)
 class DecodePlan:
-    """The pieces of one step's decodes, the same for all layers, and their workspace."""
+    """The splits of one step's decodes, shared by all layers, and their workspace."""
 
     pieces: Tensor
-    """int32 [1 + I, 8]: the number of pieces; then each one's sequence, row, first and end
-    key, first piece and number of pieces of the sequence, keys left out behind the sinks."""
+    """int32 [1 + I, 8]: the number of splits; then for each split its sequence, row, first
+    and end key, first split and number of splits of the sequence, keys skipped behind the
+    sinks.
+    """
 
     counters: Tensor
-    """int32 [S, K]: pieces done. Zero between launches."""
+    """int32 [S, K]: finished splits. Zero between launches."""
 
     partial: Tensor
-    """float32 [I, N, H]: a piece's result."""
+    """float32 [I, N, H]: a split's partial result."""
 
     log_sums: Tensor
-    """float32 [I, N]: base 2 logarithm of the sum of a piece's weights."""
+    """float32 [I, N]: base 2 logarithm of the sum of a split's weights."""
 
     num_programs: int
-    """Programs a key-value head: one a piece, or fewer that take several in turn."""
+    """Programs a key-value head: one a split, or fewer that take several in turn."""
 
 
 @triton.jit(do_not_specialize=["num_sequences", "target"])  # type: ignore[untyped-decorator,unused-ignore]
@@ -60,7 +62,7 @@ def _plan_kernel(  # type: ignore[no-untyped-def]
     FIXED: tl.constexpr, MAX_PIECES: tl.constexpr, MIN: tl.constexpr, HAS_ROWS: tl.constexpr,
     SPAN: tl.constexpr, WRITERS: tl.constexpr,
 ):  # fmt: skip
-    """Each program finds all pieces and writes every WRITERS-th of each sequence."""
+    """Each program computes all splits and writes every WRITERS-th of each sequence."""
     writer = tl.program_id(0)
     sequences = tl.arange(0, SPAN)
     is_sequence = sequences < num_sequences
@@ -80,7 +82,7 @@ def _plan_kernel(  # type: ignore[no-untyped-def]
         number = tl.maximum((seen + wanted - 1) // wanted, 1)
         each = (seen + number - 1) // number
         size = tl.maximum((each + TILE - 1) // TILE, 1) * TILE
-    # A sequence of no tokens still has a piece, which writes zeros.
+    # A sequence without tokens still has a split, which writes zeros.
     num_pieces = tl.maximum((seen + size - 1) // size, 1)
     num_pieces = tl.where(is_sequence, num_pieces, 0)
     first_piece = tl.cumsum(num_pieces) - num_pieces
@@ -102,7 +104,7 @@ def _plan_kernel(  # type: ignore[no-untyped-def]
 
 @lru_cache(maxsize=8)
 def num_processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; those of an H200 where kernels are interpreted."""
+    """Multiprocessors of the GPU; those of an H200 in Triton's interpreter."""
     if device.type != "cuda":
         return 132
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -115,12 +117,11 @@ def plan_decodes(
     num_sequences: int,
     is_fixed: bool,
 ) -> DecodePlan:
-    """Cut the first ``num_sequences`` sequences, each with one query, into pieces.
+    """Plan the splits of the first ``num_sequences`` sequences, each with one query.
 
     ``heads`` are the numbers of query and of key-value heads and the head size. Without
-    ``is_fixed`` the pieces share out what the step reads, so a long sequence beside short
-    ones gets more programs. Nothing depends on the lengths but what is on the device: safe
-    under CUDA graph capture.
+    ``is_fixed`` the splits divide all keys of the step, so a long sequence beside short ones
+    gets more programs. Lengths are read on the device alone: safe under CUDA graph capture.
     """
     num_heads, num_kv_heads, head_size = heads
     device = metadata.seq_lens.device

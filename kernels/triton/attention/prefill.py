@@ -26,10 +26,10 @@ _WRITERS = 16
 
 @dataclass(frozen=True, slots=True)
 class PrefillConfig:
-    """How one program works."""
+    """Launch parameters of the kernel."""
 
     tile_m: int
-    """Rows of queries, one a query and head of the group."""
+    """Rows of queries; a row is one query and head of the group."""
 
     tile_n: int
     """Keys in one step of the loop."""
@@ -39,7 +39,9 @@ class PrefillConfig:
 
     @classmethod
     def of(cls, head_size: int, itemsize: int) -> PrefillConfig:
-        """The fastest on an H200 at prompts of 2,048 tokens on; wide heads have to fit."""
+        """The fastest on an H200 for prompts of at least 2,048 tokens; wide heads are
+        limited by memory.
+        """
         if itemsize > 2:
             return cls(32, 32, 4)
         return cls(128, 128, 8) if head_size <= 128 else cls(64, 64, 4)
@@ -74,7 +76,9 @@ def _tiles_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def find_tile(tile, tiles, query_start_loc, seq_lens):  # type: ignore[no-untyped-def]
-    """A tile's sequence: its first token, queries, the tile's first, past keys and row."""
+    """A tile's sequence: its first token and queries, the tile's first query, past keys and
+    row.
+    """
     at = tiles + (1 + tile) * 4
     sequence, row, start_query = tl.load(at), tl.load(at + 1), tl.load(at + 2)
     first = tl.load(query_start_loc + sequence)
@@ -94,17 +98,21 @@ def sees(positions, keys, end, WINDOW: tl.constexpr, SINKS: tl.constexpr):  # ty
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _num_hidden(position, sink_end, WINDOW: tl.constexpr, TILE_N: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Keys that no query from a position on sees: whole tiles, but for those of the sinks."""
+    """The keys that no query from a position on sees, rounded to whole tiles, apart from the
+    sinks.
+    """
     in_front = tl.maximum(position - WINDOW + 1, 0) // TILE_N * TILE_N
     return tl.maximum(in_front - sink_end, 0)
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _is_of_sequence(keys, position, end, WINDOW: tl.constexpr, SINKS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Which keys any query from a position on sees: blocks of the others have new owners."""
+    """Which keys any query from a position on sees: blocks of the others may have new
+    owners.
+    """
     is_key = keys < end
     if WINDOW > 0:
-        # Of what a new owner writes, a weight of zero would keep NaN.
+        # A new owner's values may be NaN, which a weight of zero would keep.
         is_key = is_key & ((keys > position - WINDOW) | (keys < SINKS))
     return is_key
 
@@ -114,7 +122,7 @@ def _load_tile(  # type: ignore[no-untyped-def]
     cache, table, keys, is_key, is_dim, block_stride, value_offset, token_stride,
     BLOCK: tl.constexpr, HAS_END: tl.constexpr, IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """A tile of keys and their values; zero where HAS_END and no key is, or no dim."""
+    """A tile of keys and their values; with HAS_END zero beyond the last key or dim."""
     if HAS_END:
         blocks = tl.load(table + keys // BLOCK, mask=is_key, other=0).to(tl.int64)
         mask = is_key[:, None] & is_dim[None, :]
@@ -158,7 +166,7 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     from_cache = cache + kv_head * head_stride + dims[None, :]
     end = past + tl.minimum(start + step, num_queries)
     sink_end: tl.constexpr = (SINKS + TILE_N - 1) // TILE_N * TILE_N
-    # Keys in front of this one are seen by all queries of the tile.
+    # All queries of the tile see the keys before this one.
     masked_from = (past + start + 1) // TILE_N * TILE_N
     skipped = 0
     if WINDOW > 0:
@@ -192,10 +200,10 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
 
 
 def plan_tiles(metadata: AttentionMetadata, num_tokens: int, step: int) -> tuple[Tensor, int]:
-    """All tiles of ``step`` queries behind the leading decodes, and how many there can be.
+    """All tiles of ``step`` queries behind the leading decodes, and their maximum number.
 
-    int32 [1 + I, 4]: their number; then each one's sequence, row and first query; one unused.
-    Made once a step.
+    int32 [1 + I, 4]: their number; then for each tile its sequence, row and first query; one
+    unused. Computed once a step.
     """
     first = metadata.num_decodes
     num_sequences = metadata.seq_lens.shape[0] - first
@@ -216,7 +224,7 @@ def plan_tiles(metadata: AttentionMetadata, num_tokens: int, step: int) -> tuple
 
 
 def prompt_tables(metadata: AttentionMetadata) -> Tensor:
-    """The block tables that a tile's row is counted in."""
+    """The block tables that a tile's row indexes."""
     tables = metadata.block_tables
     return tables if metadata.rows is not None else tables[metadata.num_decodes :]
 

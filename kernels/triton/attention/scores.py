@@ -1,4 +1,4 @@
-"""The step that all Triton attention shares: scores of a tile of keys, and running softmax."""
+"""Shared by all Triton attention: scores of a tile of keys, and the running softmax."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ LOG2 = tl.constexpr(LOG2_E)
 
 
 def score_factors(spec: AttentionSpec) -> tuple[float, float]:
-    """The factor of products, and the cap, that `softmax_step` takes: for powers of two."""
+    """The factor of products, and the cap, in the form of `softmax_step`, for powers of two."""
     if spec.soft_cap > 0:
         return 2 * LOG2_E * spec.scale / spec.soft_cap, spec.soft_cap * LOG2_E
     return spec.scale * LOG2_E, 0.0
 
 
 def bias_of(spec: AttentionSpec, unused: Tensor) -> tuple[Tensor, int]:
-    """The bias that `load_bias` takes, and its stride; ``unused`` where there is none."""
+    """The bias in the form of `load_bias`, and its stride; ``unused`` without a bias."""
     bias = spec.position_bias
     return (unused, 0) if bias is None else (bias, bias.stride(0))
 
@@ -29,8 +29,9 @@ def bias_of(spec: AttentionSpec, unused: Tensor) -> tuple[Tensor, int]:
 def softmax_weights(  # type: ignore[no-untyped-def]
     scores, is_seen, scale, cap, top, total, HAS_CAP: tl.constexpr, IS_MASKED: tl.constexpr,
 ):  # fmt: skip
-    """What products of queries and a tile of keys weigh, beside what was before them: the
-    weights, the new maximum and sum, in powers of two, and the factor of former sums."""
+    """One online softmax step over a tile of keys: the weights, the new maximum and sum, in
+    powers of two, and the factor of earlier sums.
+    """
     if HAS_CAP:
         # cap * tanh(x / cap) by one exponential of 2 x, which may overflow to infinity.
         scores = cap - 2 * cap / (1 + tl.exp2(scores * scale))
@@ -40,7 +41,7 @@ def softmax_weights(  # type: ignore[no-untyped-def]
     new_top = tl.maximum(top, tl.max(scores, 1) * scale)
     shift = new_top
     if IS_MASKED:
-        # A row may have seen no key yet: keep its exponents finite.
+        # A row may not have seen any key yet: keep its exponents finite.
         shift = tl.where(new_top == float("-inf"), 0.0, new_top)
     weights = tl.exp2(scores * scale - shift[:, None])
     decay = tl.exp2(top - shift)
@@ -49,7 +50,7 @@ def softmax_weights(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def bias_rows(bias, stride, kv_head, heads, is_head, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where the biases of rows of heads begin: of each row, or of all as one."""
+    """The offsets of the biases of rows of heads; of each row, or one for all."""
     if GROUP == 1:
         first = tl.zeros([1, 1], tl.int32) + kv_head
     else:
@@ -59,7 +60,7 @@ def bias_rows(bias, stride, kv_head, heads, is_head, GROUP: tl.constexpr):  # ty
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def load_bias(rows, keys, is_key, HAS_BIAS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What `softmax_step` adds to the scores of a tile of keys, for powers of two."""
+    """The bias that `softmax_step` adds to the scores of a tile of keys, for powers of two."""
     raised = 0.0
     if HAS_BIAS:
         raised = tl.load(rows + keys[None, :], mask=is_key[None, :], other=0.0) * LOG2

@@ -1,4 +1,4 @@
-"""How the keys of a step's decodes are shared out evenly over programs, on the device."""
+"""Distribution of the keys of a step's decodes evenly over programs, planned on the device."""
 
 from __future__ import annotations
 
@@ -16,79 +16,84 @@ from triton.language.extra.cuda import (  # type: ignore[import-not-found,import
 from trimaran.kernels.attention import AttentionMetadata
 from trimaran.kernels.triton.launch import Launcher, padded_size
 
-# Shapes: S sequences, K key-value heads, N query heads, H head size, I pieces at most, R shares
-# at most.
+# Shapes: S sequences, K key-value heads, N query heads, H head size, I splits at most, R work
+# items at most.
 
 MIN_KEYS = 256
-"""Keys of the smallest share: below, weighing pieces takes longer than reading them."""
+"""Keys of the smallest work item: below, combining splits takes longer than reading them."""
 
 FIXED_KEYS = 512
-"""Keys of a piece where results must not depend on the batch."""
+"""Keys of a split if results must not depend on the batch."""
 
 MAX_FIXED_PIECES = 8
-"""A longer sequence has larger pieces then."""
+"""A longer sequence then has larger splits."""
 
 PIECE_COST = 32
-"""Keys that could be read in the time that ending a sequence takes."""
+"""Cost of ending a sequence, in keys read in the same time."""
 
 CUT_COST = 400
-"""Keys that could be read in the time that weighing the pieces of sequences takes, where a
-program has one sequence or none."""
+"""Cost of combining the splits of sequences, in keys read in the same time, if a program has
+at most one sequence.
+"""
 
 CUT_COST_OF_MANY = 1800
-"""The same where programs take several in turn: the last ones have memory to themselves, and
-read several times as fast."""
+"""The same cost if programs take several sequences in turn: the last programs have memory
+bandwidth to themselves, and read several times as fast.
+"""
 
 MAX_LAYERS = 512
-"""Launches of one plan whose programs choose what to read by where they run."""
+"""Launches of one plan whose programs choose their reads by L2 partition."""
 
 _WRITERS = 16
 
 _SPAN_OF_ONE_WARP = 256
-"""One warp adds up so many sequences faster than several, which wait for each other."""
+"""Up to this many sequences, one warp sums faster than several, which wait for each other."""
 
 
 @dataclass(slots=True)
 class SharePlan:
-    """The pieces of one step's decodes, the same for all layers, and their workspace.
+    """The splits of one step's decodes, shared by all layers, and their workspace.
 
-    A share is one whole sequence; or, where that leaves programs idle for longer than it
-    takes to weigh pieces, all sequences, in units of keys, are shared out in order and evenly,
-    so that a share holds the end of one sequence, some whole ones and the beginning of
-    another. What a share has of a sequence is a piece.
+    A work item is one whole sequence, unless that leaves programs idle for longer than
+    combining splits takes. Then all sequences, in units of keys, are divided in order and
+    evenly (a stream-K decomposition): an item holds the end of one sequence, some whole
+    sequences and the beginning of another. The part of a sequence in an item is a split.
     """
 
     shares: Tensor
-    """int32 [R + 3]: the numbers of shares and of pieces, each share's first piece, and the
-    number of pieces again."""
+    """int32 [R + 3]: the numbers of items and of splits, each item's first split, and the
+    number of splits again.
+    """
 
     pieces: Tensor
-    """int32 [I, 8]: sequence, row, first and end key, first piece, number of pieces and
-    length of the sequence; one unused."""
+    """int32 [I, 8]: sequence, row, first and end key, first split, number of splits and
+    length of the sequence; one unused.
+    """
 
     counters: Tensor
-    """int32 [S, K]: pieces done. Zero between launches."""
+    """int32 [S, K]: finished splits. Zero between launches."""
 
     partial: Tensor
-    """float32 [I, N, H]: a piece's result."""
+    """float32 [I, N, H]: a split's partial result."""
 
     log_sums: Tensor
-    """float32 [I, N]: base 2 logarithm of the sum of a piece's weights."""
+    """float32 [I, N]: base 2 logarithm of the sum of a split's weights."""
 
     readers: Tensor
-    """int32 [`MAX_LAYERS`, 2]: for each launch, programs that read on either side of memory.
-    Zero before it."""
+    """int32 [`MAX_LAYERS`, 2]: for each launch, the programs that read each L2 partition.
+    Zero before the launch.
+    """
 
     num_programs: int
-    """Programs a key-value head: one a share, or fewer that take several in turn."""
+    """Programs a key-value head: one an item, or fewer that take several in turn."""
 
     num_launches: int = 0
-    """That used ``readers``, so far."""
+    """Launches that have used ``readers``."""
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _put(at, mask, sequence, row, begin, end, first_piece, num_pieces, length):  # type: ignore[no-untyped-def]
-    """Writes pieces in the order that `SharePlan` gives."""
+    """Writes splits in the layout of `WorkPlan.splits`."""
     tl.store(at, sequence, mask=mask)
     tl.store(at + 1, row, mask=mask)
     tl.store(at + 2, begin, mask=mask)
@@ -100,7 +105,7 @@ def _put(at, mask, sequence, row, begin, end, first_piece, num_pieces, length): 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _put_totals(shares, all_pieces, last_shares, IS_FIXED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Writes the numbers that stand before and behind each share's first piece."""
+    """Writes the numbers before and behind each item's first split."""
     last = all_pieces - 1 if IS_FIXED else tl.max(last_shares)
     tl.store(shares, last + 1)
     tl.store(shares + 1, all_pieces)
@@ -112,7 +117,7 @@ def _clear(  # type: ignore[no-untyped-def]
     counters, readers, writer, sequences, is_sequence,
     KV_HEADS: tl.constexpr, READERS: tl.constexpr, WRITERS: tl.constexpr,
 ):  # fmt: skip
-    """Zeroes what the launches of a plan count."""
+    """Zeroes the counters of a plan's launches."""
     own = writer * (READERS // WRITERS) + tl.arange(0, READERS // WRITERS)
     tl.store(readers + own, 0)
     if writer == 0:
@@ -122,7 +127,7 @@ def _clear(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _longest(cost, is_sequence, num_sequences, turns):  # type: ignore[no-untyped-def]
-    """Roughly what the program with most takes of whole sequences, so many in turn.
+    """An estimate of the largest load of a program with whole sequences, this many in turn.
 
     Of some dozens of sums of independent lengths, the largest is two deviations above the mean.
     """
@@ -137,7 +142,7 @@ def _longest(cost, is_sequence, num_sequences, turns):  # type: ignore[no-untype
 def _last_unit_before(  # type: ignore[no-untyped-def]
     seq_lens, sequences, is_sequence, place, COST: tl.constexpr, UNIT: tl.constexpr
 ):
-    """Where the last unit begins of the sequence in front of each."""
+    """The position of the last unit of the preceding sequence, for each sequence."""
     has_former = is_sequence & (sequences > 0)
     former = tl.load(seq_lens + sequences - 1, mask=has_former, other=0)
     return place - COST - former + tl.maximum((former + UNIT - 1) // UNIT - 1, 0) * UNIT
@@ -151,16 +156,16 @@ def _shares_kernel(  # type: ignore[no-untyped-def]
     MAX_PIECES: tl.constexpr, IS_FIXED: tl.constexpr, HAS_ROWS: tl.constexpr,
     READERS: tl.constexpr, SPAN: tl.constexpr, WRITERS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Each program finds all pieces and writes every WRITERS-th of each sequence.
+    """Each program computes all splits and writes every WRITERS-th of each sequence.
 
-    Sequences lie on one ruler, each as long as its keys and COST. That is cut into equal
-    shares; a unit of keys belongs to the share in which it begins.
+    Sequences lie on one ruler, each as long as its keys plus COST. The ruler is divided into
+    equal items; a unit of keys belongs to the item in which it begins.
     """
     writer = tl.program_id(0)
     sequences = tl.arange(0, SPAN)
     is_sequence = sequences < num_sequences
     if OVERLAPS:
-        # Lengths are there; what is written may lie where the kernel in front still reads.
+        # Lengths are complete, but the preceding kernel may still read the output buffers.
         gdc_launch_dependents()
     length = tl.load(seq_lens + sequences, mask=is_sequence, other=0)
     row = tl.load(rows + sequences, mask=is_sequence, other=0) if HAS_ROWS else sequences
@@ -217,14 +222,14 @@ def share_out(
     *,
     is_fixed: bool,
 ) -> SharePlan:
-    """Share out the first ``num_sequences`` sequences, each with one query.
+    """Distribute the first ``num_sequences`` sequences, each with one query, over programs.
 
     ``heads`` are the numbers of query and of key-value heads and the head size;
-    ``num_programs`` run at once on the device; ``unit`` keys stay together. With
-    ``is_fixed``, how a sequence is cut depends on its length alone. What is launched depends
-    on the number of sequences alone, and lengths are read on the device: safe under CUDA
-    graph capture. They, and rows, are read while the kernel in front of this still runs: the
-    embedding, or one behind it, which lets none begin before they are complete.
+    ``num_programs`` run at once on the device; ``unit`` keys stay together. With ``is_fixed``,
+    a sequence's splits depend on its length alone. The launch depends on the number of
+    sequences alone, and lengths are read on the device: safe under CUDA graph capture. Lengths
+    and rows are read while the preceding kernel still runs. A preceding kernel, such as the
+    embedding, must therefore let this one begin only once they are complete.
     """
     num_heads, num_kv_heads, head_size = heads
     device = metadata.seq_lens.device

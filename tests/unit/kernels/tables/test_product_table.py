@@ -82,7 +82,7 @@ def test_blocks_that_share_weights_take_whole_slices_of_them():
         GemmShape(128, 112, 1, 2, shares_weights=True).check("gated")
     with pytest.raises(ValueError, match="shares 128 columns among 1 blocks"):
         GemmShape(128, 128, shares_weights=True).check("plain")
-    with pytest.raises(ValueError, match="adds up in clusters: let it share rows of x"):
+    with pytest.raises(ValueError, match="adds up in clusters, which must share rows of x"):
         GemmShape(128, 128, 2, 2, shares_weights=True).check("plain")
 
 
