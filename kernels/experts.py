@@ -17,7 +17,7 @@ from trimaran.kernels.tables.grouped_table import (
 )
 from trimaran.kernels.triton import experts as triton_experts
 from trimaran.kernels.triton.few_experts import can_stream, stream_experts
-from trimaran.kernels.triton.places import gather_rows, spread_rows
+from trimaran.kernels.triton.permutation import permute_rows, unpermute_rows
 
 # Shapes: T tokens, D hidden size, X experts of this rank, C experts of a token, F inner
 # width, E = 2 F.
@@ -65,9 +65,9 @@ class MeasuredExperts:
         _, totals, positions_TC = triton_experts.sort_places(ids_TC, num_experts, first_expert)
         make_inner = self._kernel(gated, "gated", num_experts)
         make_parts = self._kernel(plain, "plain", num_experts)
-        inner_NF = make_inner(spread_rows(x_TD, positions_TC), gate_up_XED, totals)
+        inner_NF = make_inner(permute_rows(x_TD, positions_TC), gate_up_XED, totals)
         parts_ND = make_parts(inner_NF, down_XDF, totals)
-        return gather_rows(parts_ND, positions_TC, weights_TC)
+        return unpermute_rows(parts_ND, positions_TC, weights_TC)
 
     def _kernel(self, cut: GroupedShape, kind: GroupedKind, num_experts: int) -> GroupedGemm:
         key = (cut, kind, num_experts)

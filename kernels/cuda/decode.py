@@ -11,10 +11,10 @@ from torch import Tensor
 
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
 from trimaran.kernels.cuda.build import load_cubin
-from trimaran.kernels.cuda.cache_sides import sides_of_heads
 from trimaran.kernels.cuda.driver import CudaKernel, CudaModule, TensorMap, tensor_map
-from trimaran.kernels.cuda.memory_sides import MemorySides
-from trimaran.kernels.triton.attention.shares import SharePlan, share_out
+from trimaran.kernels.cuda.kv_cache_partitions import partitions_of_heads
+from trimaran.kernels.cuda.l2_partitions import L2Partitions
+from trimaran.kernels.triton.attention.work_items import WorkPlan, plan_work
 
 # Shapes: S sequences, N query heads, K key-value heads, H head size, B tokens of a block.
 
@@ -34,7 +34,7 @@ _MAX_ROTATED_GROUP = 4
 class _Arguments(ctypes.Structure):
     _fields_ = (
         ("output", ctypes.c_void_p), ("query", ctypes.c_void_p), ("tables", ctypes.c_void_p),
-        ("shares", ctypes.c_void_p), ("pieces", ctypes.c_void_p),
+        ("items", ctypes.c_void_p), ("splits", ctypes.c_void_p),
         ("counters", ctypes.c_void_p), ("partial", ctypes.c_void_p),
         ("log_sums", ctypes.c_void_p),
         ("query_stride", ctypes.c_longlong), ("output_stride", ctypes.c_longlong),
@@ -43,9 +43,9 @@ class _Arguments(ctypes.Structure):
         ("has_old_plan", ctypes.c_int), ("halves_per_block", ctypes.c_int),
         ("angles", ctypes.c_void_p), ("cache", ctypes.c_void_p),
         ("cache_strides", ctypes.c_longlong * 4),
-        ("page_sides", ctypes.c_void_p), ("readers", ctypes.c_void_p),
+        ("page_partitions", ctypes.c_void_p), ("readers", ctypes.c_void_p),
         ("first_page", ctypes.c_longlong), ("num_pages", ctypes.c_int),
-        ("side_mask", ctypes.c_uint), ("processor_sides", ctypes.c_uint * 8),
+        ("partition_mask", ctypes.c_uint), ("processor_partitions", ctypes.c_uint * 8),
     )  # fmt: skip
 
 
@@ -110,22 +110,22 @@ def decode(
     num_sequences, num_heads, head_size = query_SNH.shape
     num_kv_heads = kv_cache.shape[3]
     device = query_SNH.device
-    sides = sides_of_heads(kv_cache)
+    partitions = partitions_of_heads(kv_cache)
     key = ("cuda_decode", num_heads, num_kv_heads, is_fixed)
-    plan: SharePlan | None = metadata.plans.get(key)
+    plan: WorkPlan | None = metadata.plans.get(key)
     has_old_plan = plan is not None
     if plan is None:
         heads = (num_heads, num_kv_heads, head_size)
         num_programs = _num_processors(device) * _PROGRAMS_PER_SM
         unit = max(_UNIT, kv_cache.shape[2])
-        plan = share_out(
+        plan = plan_work(
             metadata, heads, num_sequences, num_programs, unit, is_fixed=is_fixed
         )  # fmt: skip
         metadata.plans[key] = plan
     tables = metadata.block_tables
     arguments = _Arguments(
         output_SNH.data_ptr(), query_SNH.data_ptr(), tables.data_ptr(),
-        plan.shares.data_ptr(), plan.pieces.data_ptr(), plan.counters.data_ptr(),
+        plan.items.data_ptr(), plan.splits.data_ptr(), plan.counters.data_ptr(),
         plan.partial.data_ptr(), plan.log_sums.data_ptr(), query_SNH.stride(0),
         output_SNH.stride(0), tables.stride(0), spec.scale * math.log2(math.e),
         num_heads // num_kv_heads, num_kv_heads, kv_cache.shape[2].bit_length() - 1,
@@ -133,8 +133,8 @@ def decode(
         None if cos_sin_PH is None else cos_sin_PH.data_ptr(), kv_cache.data_ptr(),
         kv_cache.stride()[:4],
     )  # fmt: skip
-    if sides is not None:
-        _read_by_sides(arguments, plan, sides)
+    if partitions is not None:
+        _read_by_partitions(arguments, plan, partitions)
     kernel = _kernel(device, query_SNH.dtype, head_size)
     stream = torch.cuda.current_stream(device).cuda_stream
     kernel.launch(
@@ -142,17 +142,19 @@ def decode(
     )  # fmt: skip
 
 
-def _read_by_sides(arguments: _Arguments, plan: SharePlan, sides: MemorySides) -> None:
+def _read_by_partitions(
+    arguments: _Arguments, plan: WorkPlan, partitions: L2Partitions
+) -> None:
     """Let thread blocks read the heads of their own L2 partition, in as many layers as the
     plan has counters for.
     """
     if plan.num_launches < len(plan.readers):
-        arguments.page_sides = sides.page_bits.data_ptr()
+        arguments.page_partitions = partitions.page_bits.data_ptr()
         arguments.readers = plan.readers[plan.num_launches].data_ptr()
-        arguments.first_page = sides.first_page
-        arguments.num_pages = 32 * len(sides.page_bits)
-        arguments.side_mask = sides.mask
-        arguments.processor_sides = sides.processor_sides
+        arguments.first_page = partitions.first_page
+        arguments.num_pages = 32 * len(partitions.page_bits)
+        arguments.partition_mask = partitions.mask
+        arguments.processor_partitions = partitions.processor_partitions
         plan.num_launches += 1
 
 

@@ -14,7 +14,7 @@ import triton.language as tl  # type: ignore[import-not-found,import-untyped,unu
 from torch import Tensor
 
 from trimaran.kernels import sampling_state
-from trimaran.kernels.triton import race as triton_race
+from trimaran.kernels.triton import gumbel as triton_gumbel
 
 # Shapes: N sampled rows, V vocabulary, R rows.
 
@@ -59,16 +59,16 @@ def _load_row(source, ids, vocab_size):  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _filters_of(own, length, vocab_size):  # type: ignore[no-untyped-def]
     """Temperature, top-k (0: none), top-p of this position and min-p of a row's state."""
-    temperature = triton_race.load_float(own + _TEMPERATURE)
+    temperature = triton_gumbel.load_float(own + _TEMPERATURE)
     top_k = tl.load(own + _TOP_K)
     top_k = tl.where(top_k < vocab_size, top_k, 0)
-    top_p = triton_race.load_float(own + _TOP_P)
-    decay = triton_race.load_float(own + _TOP_P_DECAY)
+    top_p = triton_gumbel.load_float(own + _TOP_P)
+    decay = triton_gumbel.load_float(own + _TOP_P_DECAY)
     num_outputs = length - tl.load(own + _NUM_PROMPT)
     if (decay != 1.0) & (num_outputs > 0):
         decayed = top_p * tl.exp2(num_outputs.to(tl.float32) * tl.log2(decay))
-        top_p = tl.maximum(decayed, triton_race.load_float(own + _TOP_P_MIN))
-    return temperature, top_k, top_p, triton_race.load_float(own + _MIN_P)
+        top_p = tl.maximum(decayed, triton_gumbel.load_float(own + _TOP_P_MIN))
+    return temperature, top_k, top_p, triton_gumbel.load_float(own + _MIN_P)
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
@@ -101,7 +101,7 @@ def _survey_kernel(  # type: ignore[no-untyped-def]
             mass = tl.exp2((x - top) * (1.4426950408889634 / temperature))
             drawn = tl.load(output + entry).to(tl.int32)
             bound = tl.load(logits + entry.to(tl.int64) * row_stride + drawn).to(tl.float32)
-            before = tl.where(triton_race.is_before(x, ids, bound, drawn), mass, 0.0)
+            before = tl.where(triton_gumbel.is_before(x, ids, bound, drawn), mass, 0.0)
             tl.store(masses + 2 * place, tl.sum(mass))
             tl.store(masses + 2 * place + 1, tl.sum(before))
 
@@ -116,7 +116,7 @@ def _mass_before(  # type: ignore[no-untyped-def]
     for tile in range(num_tiles):
         ids = tile * TILE + tl.arange(0, TILE)
         x = _load_row(source, ids, vocab_size)
-        is_in = triton_race.is_before(x, ids, bound, bound_id)
+        is_in = triton_gumbel.is_before(x, ids, bound, bound_id)
         sums += tl.where(is_in, tl.exp2((x - top) * scale), 0.0)
     return tl.sum(sums.to(tl.float64), 0)
 
@@ -231,7 +231,7 @@ def _draw_from_list(  # type: ignore[no-untyped-def]
     is_left = (before < most) & (mass >= min_p.to(tl.float64))
     # The likeliest id stays whatever the parameters are.
     is_in = is_in & (is_left | (rank == 0))
-    score = tempered + triton_race.gumbel(ids, first_key, second_key)
+    score = tempered + triton_gumbel.gumbel(ids, first_key, second_key)
     score = tl.where(is_in, score, float("-inf"))
     return tl.min(tl.where(score == tl.max(score, 0), ids, _NO_ID), 0)
 
@@ -244,7 +244,7 @@ def _settle(  # type: ignore[no-untyped-def]
     """Draw from the ids before (bound, winner) until one passes top-p and min-p."""
     is_done = tl.full([], 0, tl.int32)
     while is_done == 0:
-        score, drawn = triton_race.race(
+        score, drawn = triton_gumbel.gumbel_argmax(
             source, vocab_size, 0, num_tiles, temperature, first_key, second_key, bound, winner,
             True, TILE,
         )  # fmt: skip
@@ -312,7 +312,7 @@ def _filter_row(  # type: ignore[no-untyped-def]
         bound = tl.maximum(bound, least)
         low = _sort_key(bound).to(tl.int64)
     if is_settled == 0:
-        first_key, second_key = triton_race.noise_keys(own, length)
+        first_key, second_key = triton_gumbel.noise_keys(own, length)
         num_listed = _list_from(
             source, vocab_size, groups, keys, is_group, groups_found, listed, low, LIST
         )

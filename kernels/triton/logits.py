@@ -8,7 +8,7 @@ import triton.language as tl  # type: ignore[import-not-found,import-untyped,unu
 from torch import Tensor
 
 from trimaran.kernels import sampling_state
-from trimaran.kernels.triton.race import load_float
+from trimaran.kernels.triton.gumbel import load_float
 
 # Shapes: N sampled rows, V vocabulary, R rows, L longest sequence, W bad words, H ids before
 # the last one of the longest of these.

@@ -13,7 +13,7 @@ from triton.language.extra.cuda import (  # type: ignore[import-not-found,import
 
 from trimaran.kernels import sampling_state
 from trimaran.kernels.triton import filters as triton_filters
-from trimaran.kernels.triton import race as triton_race
+from trimaran.kernels.triton import gumbel as triton_gumbel
 from trimaran.kernels.triton.launch import Launcher, num_tiles, padded_size
 
 # Shapes: N sampled rows, V vocabulary, S a rank's shard of it, R rows, P parts of it.
@@ -49,7 +49,7 @@ def _race_kernel(  # type: ignore[no-untyped-def]
         gdc_wait()
     row = tl.load(rows + entry)
     own = state + tl.maximum(row, 0).to(tl.int64) * _WIDTH
-    temperature = triton_race.load_float(own + _TEMPERATURE)
+    temperature = triton_gumbel.load_float(own + _TEMPERATURE)
     first = part * tiles_each
     last = tl.minimum(first + tiles_each, num_tiles)
     source = logits + entry.to(tl.int64) * row_stride
@@ -59,13 +59,13 @@ def _race_kernel(  # type: ignore[no-untyped-def]
         score, winner = float("-inf"), 0
     elif temperature > 0.0:
         length = tl.load(lengths + entry)
-        first_key, second_key = triton_race.noise_keys(own, length)
-        score, winner = triton_race.race(
+        first_key, second_key = triton_gumbel.noise_keys(own, length)
+        score, winner = triton_gumbel.gumbel_argmax(
             source, vocab_size, first, last, temperature, first_key, second_key, 0.0, 0, False,
             TILE, FIRST_ID,
         )  # fmt: skip
     else:
-        score, winner = triton_race.likeliest(source, vocab_size, first, last, TILE)
+        score, winner = triton_gumbel.likeliest(source, vocab_size, first, last, TILE)
     tl.store(scores + entry * num_parts + part, score)
     tl.store(winners + entry * num_parts + part, winner)
 

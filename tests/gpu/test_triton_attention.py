@@ -15,7 +15,7 @@ import torch
 from trimaran.kernels import reference
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
 from trimaran.kernels.paged_attention import paged_attention
-from trimaran.kernels.triton.attention.shares import MIN_KEYS, PIECE_COST, share_out
+from trimaran.kernels.triton.attention.work_items import MIN_KEYS, SPLIT_COST, plan_work
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if IS_INTERPRETED else "cuda")
@@ -197,10 +197,10 @@ def test_a_long_sequence_beside_short_ones_is_cut_finer():
     metadata = batch.metadata()
     paged_attention(batch.query, batch.cache, metadata, AttentionSpec(scale=batch.scale))
     (plan,) = metadata.plans.values()
-    pieces = plan.pieces[1 : 1 + int(plan.pieces[0, 0])]
-    assert pieces[:, 0].bincount().tolist()[1:] == [1, 1]
-    assert int((pieces[:, 0] == 0).sum()) >= 8
-    assert int((pieces[:, 3] - pieces[:, 2]).sum()) == 2001 + 4 + 4
+    splits = plan.splits[1 : 1 + int(plan.splits[0, 0])]
+    assert splits[:, 0].bincount().tolist()[1:] == [1, 1]
+    assert int((splits[:, 0] == 0).sum()) >= 8
+    assert int((splits[:, 3] - splits[:, 2]).sum()) == 2001 + 4 + 4
     assert int(plan.counters.abs().max()) == 0
 
 
@@ -218,7 +218,7 @@ def test_a_plan_serves_all_layers_of_a_step():
 @pytest.mark.parametrize(
     "lengths", [[1], [64], [65], [5000], [3] * 40, [700, 1, 64, 129, 4000, 2], [256] * 70]
 )
-def test_every_key_is_in_one_piece_and_every_piece_in_one_share(lengths, is_fixed):
+def test_every_key_is_in_one_split_and_every_split_in_one_share(lengths, is_fixed):
     lens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
     metadata = AttentionMetadata(
         query_start_loc=torch.arange(len(lengths) + 1, device=DEVICE).int(),
@@ -229,16 +229,16 @@ def test_every_key_is_in_one_piece_and_every_piece_in_one_share(lengths, is_fixe
         max_seq_len=max(lengths),
         num_decodes=len(lengths),
     )
-    plan = share_out(metadata, (8, 2, 16), len(lengths), 40, 32, is_fixed=is_fixed)
-    num_shares, num_pieces = plan.shares[:2].tolist()
-    firsts = plan.shares[2 : 3 + num_shares].tolist()
-    assert firsts[-1] == num_pieces
+    plan = plan_work(metadata, (8, 2, 16), len(lengths), 40, 32, is_fixed=is_fixed)
+    num_items, num_splits = plan.items[:2].tolist()
+    firsts = plan.items[2 : 3 + num_items].tolist()
+    assert firsts[-1] == num_splits
     assert firsts[0] == 0
     assert all(first < end for first, end in itertools.pairwise(firsts))
     covered = dict.fromkeys(range(len(lengths)), 0)
-    keys = [0] * num_shares
+    keys = [0] * num_items
     for number in range(firsts[-1]):
-        sequence, row, start, end, head, count, *_ = plan.pieces[number].tolist()
+        sequence, row, start, end, head, count, *_ = plan.splits[number].tolist()
         assert row == sequence
         assert start == covered[sequence]
         assert start % 32 == 0
@@ -249,24 +249,24 @@ def test_every_key_is_in_one_piece_and_every_piece_in_one_share(lengths, is_fixe
     assert int(plan.counters.abs().max()) == 0
     is_whole = firsts[-1] == len(lengths)
     if not is_fixed and not is_whole:
-        assert num_shares <= 20
-        even = max(sum(lengths) + PIECE_COST * len(lengths), 20 * MIN_KEYS) / 20
+        assert num_items <= 20
+        even = max(sum(lengths) + SPLIT_COST * len(lengths), 20 * MIN_KEYS) / 20
         assert max(keys) <= even + 32
 
 
 def test_sequences_are_cut_only_where_that_pays():
-    def num_pieces(lengths):
+    def num_splits(lengths):
         lens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
         batch = Batch(torch.float16, [(0, 1)] * len(lengths))
         metadata = batch.metadata()
         metadata.seq_lens = lens
-        plan = share_out(metadata, (8, 2, 16), len(lengths), 40, 32, is_fixed=False)
-        return int(plan.shares[1])
+        plan = plan_work(metadata, (8, 2, 16), len(lengths), 40, 32, is_fixed=False)
+        return int(plan.items[1])
 
-    assert num_pieces([256] * 40) == 40
-    assert num_pieces([256]) == 1
-    assert num_pieces([5000]) == 20
-    assert num_pieces([1500] * 21) == 21
-    assert num_pieces([2500] * 21) > 21
-    assert num_pieces([4000, 4000, 200] * 14) > 42
-    assert num_pieces([9000] + [100] * 39) > 45
+    assert num_splits([256] * 40) == 40
+    assert num_splits([256]) == 1
+    assert num_splits([5000]) == 20
+    assert num_splits([1500] * 21) == 21
+    assert num_splits([2500] * 21) > 21
+    assert num_splits([4000, 4000, 200] * 14) > 42
+    assert num_splits([9000] + [100] * 39) > 45

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.topology import ParallelLayout
-from trimaran.kernels.cuda import memory_sides
+from trimaran.kernels.cuda import l2_partitions
 from trimaran.worker.config.engine_config import CacheConfig, SchedulerConfig
 from trimaran.worker.execution.model_runner import ModelRunner
 from trimaran.worker.kv_cache.host_copies import HostCopies
@@ -36,7 +36,7 @@ class CacheMaker:
         self._model = model
         # Sides differ from GPU to GPU, but the blocks of a sequence are the same on all ranks.
         is_alone = topology.world_size == 1
-        self._side_mask = memory_sides.mask_of(model.device) if is_alone else 0
+        self._side_mask = l2_partitions.mask_of(model.device) if is_alone else 0
         self.groups = _groups_of(model, self._side_mask)
         self.block_size = config.tokens_per_block or self._usual_block_size()
         """Tokens of a block."""

@@ -7,8 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from trimaran.kernels.cuda import memory_sides
-from trimaran.kernels.cuda.cache_sides import block_sides, keys_go_first, piece_tokens
+from trimaran.kernels.cuda import l2_partitions
+from trimaran.kernels.cuda.kv_cache_partitions import (
+    block_partitions,
+    keys_go_first,
+    stripe_tokens,
+)
 from trimaran.worker.attention.backend import KVCacheSpec
 
 
@@ -29,7 +33,7 @@ class KVGroup:
     def sided_block_size(self) -> int:
         """Tokens of a block whose heads each lie on one side of memory; 0 if there is no such
         size."""
-        count = piece_tokens(self.spec.head_size * self.spec.dtype.itemsize)
+        count = stripe_tokens(self.spec.head_size * self.spec.dtype.itemsize)
         return count if self._keys_go_first(count) is not None else 0
 
     def block_bytes(self, block_size: int) -> int:
@@ -68,16 +72,16 @@ class KVGroup:
         assert self.pool is not None and self.memory is not None
         if self._keys_go_first(self.pool.shape[3]) is None:
             return
-        sides = memory_sides.measure(self.memory)
+        sides = l2_partitions.measure(self.memory)
         if sides is not None:
-            self.sides = block_sides(self.memory[:-1], sides)
+            self.sides = block_partitions(self.memory[:-1], sides)
         if self.sides is None:
-            memory_sides.forget(self.memory)
+            l2_partitions.forget(self.memory)
 
     def free(self) -> None:
         """Free the pool."""
         if self.memory is not None:
-            memory_sides.forget(self.memory)
+            l2_partitions.forget(self.memory)
         self.pool = self.memory = self.sides = None
 
 

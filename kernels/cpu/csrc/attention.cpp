@@ -16,10 +16,10 @@ namespace trimaran {
 namespace {
 
 constexpr int kMaxRows = kMaxSums / 4;
-constexpr int kRowsOfPiece = 24;
+constexpr int kRowsOfItem = 24;
 constexpr int kMaxVectors = 4;
 
-struct Piece {
+struct WorkItem {
   int sequence, first_head, num_heads, first_query, num_queries;
 };
 
@@ -35,8 +35,8 @@ class Attention {
         value_offset_(a.latent_size > 0 ? 0 : a.block_size * token_stride_) {}
 
   void run() const {
-    std::vector<Piece> pieces;
-    int queries = std::max(1l, kRowsOfPiece / group_);
+    std::vector<WorkItem> items;
+    int queries = std::max(1l, kRowsOfItem / group_);
     // A decode takes all heads at once, since they are adjacent in memory, unless that leaves
     // threads idle.
     long shares = (2 * Pool::get().size() + a_.sequences - 1) / a_.sequences;
@@ -46,10 +46,10 @@ class Attention {
       int heads = count == 1 ? together : 1;
       for (int q = 0; q < count; q += queries)
         for (int h = 0; h < a_.kv_heads; h += heads)
-          pieces.push_back({s, h, std::min<int>(heads, a_.kv_heads - h), q,
+          items.push_back({s, h, std::min<int>(heads, a_.kv_heads - h), q,
                             std::min(queries, count - q)});
     }
-    Pool::get().each(pieces.size(), [&](long i) { attend(pieces[i]); });
+    Pool::get().each(items.size(), [&](long i) { attend(items[i]); });
   }
 
  private:
@@ -63,37 +63,37 @@ class Attention {
     long sink_end, first_seen;
   };
 
-  void attend(const Piece& piece) const {
+  void attend(const WorkItem& item) const {
     thread_local Scratch scratch;
     Scratch& s = scratch;
-    const int32_t* starts = a_.query_start_loc + piece.sequence;
-    s.rows = piece.num_queries * group_;
-    s.first_token = starts[0] + piece.first_query;
-    s.past = a_.seq_lens[piece.sequence] - (starts[1] - starts[0]) + piece.first_query;
-    s.keys = s.past + piece.num_queries;
+    const int32_t* starts = a_.query_start_loc + item.sequence;
+    s.rows = item.num_queries * group_;
+    s.first_token = starts[0] + item.first_query;
+    s.past = a_.seq_lens[item.sequence] - (starts[1] - starts[0]) + item.first_query;
+    s.keys = s.past + item.num_queries;
     s.stride = (s.keys + 15) / 16 * 16;
     s.first_seen = window_start(s.past) / a_.block_size * a_.block_size;
     s.sink_end = (a_.num_sinks + a_.block_size - 1) / a_.block_size * a_.block_size;
-    long rows = piece.num_heads * s.rows;
+    long rows = item.num_heads * s.rows;
     s.query.resize(rows * size_);
     s.scores.resize(rows * s.stride);
     s.output.assign(rows * padded_size(), 0.0f);
     for (long row = 0; row < rows; ++row)
-      std::copy_n((const T*)a_.query + place(piece, s, row, a_.query_stride, size_), size_,
+      std::copy_n((const T*)a_.query + place(item, s, row, a_.query_stride, size_), size_,
                   s.query.data() + row * size_);
-    each_block(piece, s, 0, [&](const T* key, long first, long count, long ahead) {
-      score_block(piece, s, key, first, count, ahead);
+    each_block(item, s, 0, [&](const T* key, long first, long count, long ahead) {
+      score_block(item, s, key, first, count, ahead);
     });
     for (long row = 0; row < rows; ++row) {
       float factor = softmax(s.scores.data() + row * s.stride, s.past + row % s.rows / group_,
-                             s.stride, bias_of(head_of(piece, s, row)));
+                             s.stride, bias_of(head_of(item, s, row)));
       // Stored behind the row's output.
       s.output[row * padded_size() + padded_size() - 16] = factor;
     }
-    each_block(piece, s, value_offset_, [&](const T* value, long first, long count, long ahead) {
-      mix_block(piece, s, value, first, count, ahead);
+    each_block(item, s, value_offset_, [&](const T* value, long first, long count, long ahead) {
+      mix_block(item, s, value, first, count, ahead);
     });
-    for (long row = 0; row < rows; ++row) finish(piece, s, row);
+    for (long row = 0; row < rows; ++row) finish(item, s, row);
   }
 
   // The first token that the query at a position sees, apart from the sinks.
@@ -105,14 +105,14 @@ class Attention {
   long padded_size() const { return (value_size_ + 15) / 16 * 16 + 16; }
 
   // Where a row's query, or its output, starts among those of all tokens.
-  long place(const Piece& piece, const Scratch& s, long row, long token_stride,
+  long place(const WorkItem& item, const Scratch& s, long row, long token_stride,
              long size) const {
-    long head = head_of(piece, s, row);
+    long head = head_of(item, s, row);
     return (s.first_token + row % s.rows / group_) * token_stride + head * size;
   }
 
-  long head_of(const Piece& piece, const Scratch& s, long row) const {
-    return (piece.first_head + row / s.rows) * group_ + row % group_;
+  long head_of(const WorkItem& item, const Scratch& s, long row) const {
+    return (item.first_head + row / s.rows) * group_ + row % group_;
   }
 
   const float* bias_of(long head) const {
@@ -122,9 +122,9 @@ class Attention {
   // Calls body(memory, first token, tokens) for each visible block of keys, or of values
   // further on.
   template <class F>
-  void each_block(const Piece& piece, const Scratch& s, long offset, F&& body) const {
-    const int32_t* table = a_.block_tables + piece.sequence * a_.table_stride;
-    offset += piece.first_head * size_;
+  void each_block(const WorkItem& item, const Scratch& s, long offset, F&& body) const {
+    const int32_t* table = a_.block_tables + item.sequence * a_.table_stride;
+    offset += item.first_head * size_;
     auto at = [&](long block) { return (const T*)a_.cache + table[block] * a_.block_stride; };
     long next;
     for (long first = s.sink_end > 0 ? 0 : s.first_seen; first < s.keys; first = next) {
@@ -143,9 +143,9 @@ class Attention {
       _mm_prefetch((const char*)row + byte, _MM_HINT_T0);
   }
 
-  void score_block(const Piece& piece, Scratch& s, const T* key, long first,
+  void score_block(const WorkItem& item, Scratch& s, const T* key, long first,
                    long count, long ahead) const {
-    for (long head = 0; head < piece.num_heads; ++head)
+    for (long head = 0; head < item.num_heads; ++head)
       for (long row = 0; row < s.rows; row += kMaxRows) {
         long at = head * s.rows + row;
         const T* query = s.query.data() + at * size_;
@@ -215,9 +215,9 @@ class Attention {
     return 1.0f / sum1(sum);
   }
 
-  void mix_block(const Piece& piece, Scratch& s, const T* value, long first,
+  void mix_block(const WorkItem& item, Scratch& s, const T* value, long first,
                  long count, long ahead) const {
-    for (long head = 0; head < piece.num_heads; ++head)
+    for (long head = 0; head < item.num_heads; ++head)
       for (long row = 0; row < s.rows; row += kMaxRows)
         for (long dim = 0; dim < value_size_; dim += 16 * kMaxVectors) {
           long at = head * s.rows + row;
@@ -265,10 +265,10 @@ class Attention {
   }
 
   // Divides a row by its sum of weights and writes it out.
-  void finish(const Piece& piece, const Scratch& s, long row) const {
+  void finish(const WorkItem& item, const Scratch& s, long row) const {
     const float* sums = s.output.data() + row * padded_size();
     __m512 factor = _mm512_set1_ps(sums[padded_size() - 16]);
-    T* y = (T*)a_.output + place(piece, s, row, a_.heads * value_size_, value_size_);
+    T* y = (T*)a_.output + place(item, s, row, a_.heads * value_size_, value_size_);
     for (long i = 0; i < value_size_; i += 16) {
       long left = value_size_ - i;
       __mmask16 m = left >= 16 ? (__mmask16)0xffff : mask_of(left);

@@ -11,14 +11,14 @@ namespace trimaran {
 namespace {
 
 // Below this many elements a second thread costs more than it saves.
-constexpr long kElementsOfPiece = 16384;
+constexpr long kElementsOfItem = 16384;
 
 template <class F>
 void each_row(long rows, long width, F&& body) {
-  long step = std::max(1l, kElementsOfPiece / std::max(1l, width));
-  Pool::get().each((rows + step - 1) / step, [&](long piece) {
-    long end = std::min(rows, (piece + 1) * step);
-    for (long row = piece * step; row < end; ++row) body(row);
+  long step = std::max(1l, kElementsOfItem / std::max(1l, width));
+  Pool::get().each((rows + step - 1) / step, [&](long item) {
+    long end = std::min(rows, (item + 1) * step);
+    for (long row = item * step; row < end; ++row) body(row);
   });
 }
 

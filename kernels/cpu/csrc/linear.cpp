@@ -89,8 +89,8 @@ struct Linear {
     long width = std::max(8l, 65536 / (long)(k * sizeof(T)) / 8 * 8);
     long share = ((outputs - start + pool.size() - 1) / pool.size() + 7) / 8 * 8;
     width = std::min(width, share);
-    pool.each((outputs - start + width - 1) / width, [&](long piece) {
-      long first = start + piece * width;
+    pool.each((outputs - start + width - 1) / width, [&](long item) {
+      long first = start + item * width;
       block(first, std::min(first + width, outputs));
     });
   }

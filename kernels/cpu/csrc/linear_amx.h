@@ -62,8 +62,8 @@ inline long amx_linear(const LinearArgs& a) {
   long width = std::max(32l, 32768 / a.k / 32 * 32);
   long share = ((outputs + pool.size() - 1) / pool.size() + 31) / 32 * 32;
   width = std::min(width, share);
-  pool.each((outputs + width - 1) / width, [&](long piece) {
-    long first = piece * width, end = std::min(first + width, outputs);
+  pool.each((outputs + width - 1) / width, [&](long item) {
+    long first = item * width, end = std::min(first + width, outputs);
     amx_begin();
     if (a.float_output)
       amx_outputs<float>(a, x, first, end);

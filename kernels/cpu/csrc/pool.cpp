@@ -13,7 +13,7 @@ namespace {
 constexpr int kSpins = 1000;
 constexpr uint64_t kField = 0xffff;
 
-bool has_piece(uint64_t ticket) { return (ticket & kField) < (ticket >> 16 & kField); }
+bool has_item(uint64_t ticket) { return (ticket & kField) < (ticket >> 16 & kField); }
 
 }  // namespace
 
@@ -36,9 +36,9 @@ void Pool::resize(int num_threads) {
   for (int i = 1; i < num_threads; ++i) workers_.emplace_back([this] { serve(); });
 }
 
-void Pool::take_pieces() {
+void Pool::take_items() {
   uint64_t ticket = ticket_.load(std::memory_order_acquire);
-  while (has_piece(ticket)) {
+  while (has_item(ticket)) {
     if (!ticket_.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel)) continue;
     work_(arg_, first_ + (long)(ticket & kField));
     done_.fetch_add(1, std::memory_order_release);
@@ -48,23 +48,23 @@ void Pool::take_pieces() {
 
 void Pool::serve() {
   while (!stop_.load(std::memory_order_relaxed)) {
-    take_pieces();
+    take_items();
     int spins = 0;
-    while (!has_piece(ticket_.load(std::memory_order_relaxed)) && spins < kSpins) {
+    while (!has_item(ticket_.load(std::memory_order_relaxed)) && spins < kSpins) {
       _mm_pause();
       ++spins;
     }
     if (spins < kSpins) continue;
     std::unique_lock<std::mutex> lock(mutex_);
     sleeping_.fetch_add(1);
-    wake_.wait(lock, [&] { return stop_.load() || has_piece(ticket_.load()); });
+    wake_.wait(lock, [&] { return stop_.load() || has_item(ticket_.load()); });
     sleeping_.fetch_sub(1);
   }
 }
 
 void Pool::run(Work work, void* arg, long count) {
   if (num_threads_ == 1 || count == 1) {
-    for (long piece = 0; piece < count; ++piece) work(arg, piece);
+    for (long item = 0; item < count; ++item) work(arg, item);
     return;
   }
   work_ = work;
@@ -82,7 +82,7 @@ void Pool::run_batch(long first, long count) {
     std::lock_guard<std::mutex> lock(mutex_);
     wake_.notify_all();
   }
-  take_pieces();
+  take_items();
   // Another process may run on the worker's core: yield instead of spinning.
   for (int spins = 0; done_.load(std::memory_order_acquire) < count; ++spins) {
     if (spins < kSpins)

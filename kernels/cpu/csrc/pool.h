@@ -18,7 +18,7 @@ namespace trimaran {
 // comes within microseconds, and then sleep in the kernel: an idle engine takes no CPU time.
 class Pool {
  public:
-  using Work = void (*)(void* arg, long piece);
+  using Work = void (*)(void* arg, long item);
 
   static Pool& get();
 
@@ -30,14 +30,14 @@ class Pool {
 
   template <class F>
   void each(long count, F&& body) {
-    run([](void* arg, long piece) { (*static_cast<F*>(arg))(piece); }, &body, count);
+    run([](void* arg, long item) { (*static_cast<F*>(arg))(item); }, &body, count);
   }
 
  private:
   Pool() = default;
   ~Pool() { resize(1); }
   void serve();
-  void take_pieces();
+  void take_items();
   void run_batch(long first, long count);
 
   int num_threads_ = 1;

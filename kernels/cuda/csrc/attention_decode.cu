@@ -12,7 +12,7 @@
 // If the L2 partition of each head is known (`kv_cache_partitions.py`), thread blocks read the
 // heads of their own partition, which takes less power and time.
 
-#include "decode_pieces.cuh"
+#include "decode_splits.cuh"
 #include "decode_products.cuh"
 
 namespace {
@@ -92,8 +92,8 @@ struct Copier {
                    ring.barriers + slot * 8);
     }
 
-    __device__ __forceinline__ void copy_angles(const Piece& piece, u32 slot) {
-        const int position = max(piece.length - 1, 0);
+    __device__ __forceinline__ void copy_angles(const Split& split, u32 slot) {
+        const int position = max(split.length - 1, 0);
         copy_bytes(beside(slot, ANGLE_ROWS), a.angles + static_cast<long long>(position) * HEAD,
                    HEAD * 4, ring.barriers + slot * 8);
     }
@@ -106,10 +106,10 @@ struct Copier {
         return a.group * HEAD * 2 + (a.angles ? HEAD * 4 : 0);
     }
 
-    __device__ __forceinline__ void copy_query(const Piece& piece, u32 slot) {
+    __device__ __forceinline__ void copy_query(const Split& split, u32 slot) {
         if (lane == 0) {
-            copy_rows(piece.sequence, kv_head * a.group, a.group, slot, 0);
-            if (a.angles) copy_angles(piece, slot);
+            copy_rows(split.sequence, kv_head * a.group, a.group, slot, 0);
+            if (a.angles) copy_angles(split, slot);
         }
         __syncwarp();
     }
@@ -119,12 +119,12 @@ struct Copier {
         return 2 * HEAD * 2 + (begins ? 0 : HEAD * 4);
     }
 
-    __device__ __forceinline__ void copy_newest(const Piece& piece, bool begins) {
+    __device__ __forceinline__ void copy_newest(const Split& split, bool begins) {
         if (lane == 0) {
             const int key = a.kv_heads * a.group + kv_head;
-            copy_rows(piece.sequence, key, 1, ring.slot, KEY_ROW);
-            copy_rows(piece.sequence, key + a.kv_heads, 1, ring.slot, VALUE_ROW);
-            if (!begins) copy_angles(piece, ring.slot);
+            copy_rows(split.sequence, key, 1, ring.slot, KEY_ROW);
+            copy_rows(split.sequence, key + a.kv_heads, 1, ring.slot, VALUE_ROW);
+            if (!begins) copy_angles(split, ring.slot);
         }
         __syncwarp();
     }
@@ -142,27 +142,27 @@ struct Copier {
         has_waited = true;
     }
 
-    __device__ __forceinline__ int first_block_of(const Piece& piece) const {
-        return block_at(a.tables + piece.row * a.table_stride, piece.start, piece.end);
+    __device__ __forceinline__ int first_block_of(const Split& split) const {
+        return block_at(a.tables + split.row * a.table_stride, split.start, split.end);
     }
 
     // `flags` are those of the split's last tile.
-    __device__ __forceinline__ void copy_piece(const Piece& piece, int block, Tile tile,
+    __device__ __forceinline__ void copy_split(const Split& split, int block, Tile tile,
                                                int flags, bool all_read) {
-        const int* table = a.tables + piece.row * a.table_stride;
-        const bool has_newest = tile.number == piece.first + piece.count - 1;
-        const int tiles = tiles_of(piece);
+        const int* table = a.tables + split.row * a.table_stride;
+        const bool has_newest = tile.number == split.first + split.count - 1;
+        const int tiles = tiles_of(split);
         const u32 begin = ring.slot;
         for (int i = 0; i < tiles; ++i) {
-            const int key = piece.start + i * KEYS;
-            const int rows = min(KEYS, piece.end - key);
-            const int next = block_at(table, key + KEYS, piece.end);
+            const int key = split.start + i * KEYS;
+            const int rows = min(KEYS, split.end - key);
+            const int next = block_at(table, key + KEYS, split.end);
             const bool begins = i == 0, ends = i == tiles - 1;
             const bool has_row = has_newest && ends && rows > 0 && a.angles;
             // Queries and the newest token's key and value come from the preceding kernel.
             if (!has_waited && (i == S::STAGES || (has_newest && ends))) {
                 wait_once();
-                if (!begins) copy_query(piece, begin);
+                if (!begins) copy_query(split, begin);
             }
             // The ring is not read before the first query arrives.
             if (all_read && has_waited && tiles > LONG_TILES && i >= S::FEW_STAGES)
@@ -172,35 +172,35 @@ struct Copier {
                                   (has_row ? HAS_NEWEST : 0);
             announce(tile, bytes_of(rows) + (begins ? query_bytes() : 0) +
                                (has_row ? newest_bytes(begins) : 0));
-            if (begins && has_waited) copy_query(piece, begin);
-            if (has_row) copy_newest(piece, begins);
+            if (begins && has_waited) copy_query(split, begin);
+            if (has_row) copy_newest(split, begins);
             copy_boxes(block, rows);
             ring.next();
             block = next;
         }
         if (!has_waited) {
             wait_once();
-            copy_query(piece, begin);
+            copy_query(split, begin);
         }
     }
 
     // Of two neighbouring heads the one on this block's L2 partition. All blocks of the
     // sequence are on the partition of the first one.
     __device__ __forceinline__ int head_of(const Place& place, int first_block) const {
-        if (place.side < 0) return place.head;
+        if (place.partition < 0) return place.head;
         const u64 address = reinterpret_cast<u64>(a.cache) +
                             2 * (first_block * a.cache_block_stride +
                                  place.head * a.cache_head_stride);
         // A sequence without keys may have any block.
         const long long asked = static_cast<long long>(address >> PAGE_SHIFT) - a.first_page;
         const int page = asked >= 0 && asked < a.num_pages ? static_cast<int>(asked) : 0;
-        const u32 of_page = __ldg(a.page_sides + page / 32) >> page % 32;
-        return place.head + ((__popc(static_cast<u32>(address) & a.side_mask) + of_page +
-                              place.side) & 1);
+        const u32 of_page = __ldg(a.page_partitions + page / 32) >> page % 32;
+        return place.head + ((__popc(static_cast<u32>(address) & a.partition_mask) + of_page +
+                              place.partition) & 1);
     }
 
-    __device__ __forceinline__ int first_of_sequence(const Piece& piece) const {
-        return __ldcg(a.tables + piece.row * a.table_stride);
+    __device__ __forceinline__ int first_of_sequence(const Split& split) const {
+        return __ldcg(a.tables + split.row * a.table_stride);
     }
 
     // Requested a split ahead: each answer takes as long as a tile.
@@ -212,26 +212,26 @@ struct Copier {
         }
         const int first = walk.number;
         bool is_cut = false;
-        Piece piece = walk.ahead(a, 0), next = walk.ahead(a, 1);
-        int block = first_block_of(piece);
-        kv_head = head_of(place, first_of_sequence(piece));
+        Split split = walk.ahead(a, 0), next = walk.ahead(a, 1);
+        int block = first_block_of(split);
+        kv_head = head_of(place, first_of_sequence(split));
         const int first_head = kv_head;
         for (; !walk.is_over(); walk.number += walk.stride) {
-            const Piece after = walk.ahead(a, 2);
+            const Split after = walk.ahead(a, 2);
             const int first_of_next = first_block_of(next);
             const int sequence_of_next = first_of_sequence(next);
             const bool is_final = walk.number + walk.stride >= walk.end;
-            is_cut = piece.count > 1 || (is_cut && walk.is_share);
+            is_cut = split.count > 1 || (is_cut && walk.is_item);
             // Only the first and the last sequence of an item can have splits in other items.
-            const bool finishes = is_cut && (is_final || !walk.is_share);
-            const int first_cut = walk.is_share ? first : walk.number;
-            const int heads = kv_head | (walk.is_share ? first_head : kv_head) << 16;
-            copy_piece(piece, block,
-                       {0, piece.sequence, walk.number, piece.count, first_cut, heads, 0},
+            const bool finishes = is_cut && (is_final || !walk.is_item);
+            const int first_cut = walk.is_item ? first : walk.number;
+            const int heads = kv_head | (walk.is_item ? first_head : kv_head) << 16;
+            copy_split(split, block,
+                       {0, split.sequence, walk.number, split.count, first_cut, heads, 0},
                        (finishes ? FINISHES : 0) | (is_final ? IS_FINAL : 0), walk.all_read());
             block = first_of_next;
             kv_head = head_of(place, sequence_of_next);
-            piece = next;
+            split = next;
             next = after;
         }
     }

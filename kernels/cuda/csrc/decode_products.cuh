@@ -1,7 +1,7 @@
 // The multiplying warps of a decode's attention: each takes 16 keys of a tile.
 #pragma once
 
-#include "decode_pieces.cuh"
+#include "decode_splits.cuh"
 
 namespace {
 
@@ -340,12 +340,12 @@ struct Multiplier {
         named_wait(IS_FREE, CONSUMERS);
         if (warp < 2 && lane == 0) {
             const int number = warp == 0 ? first : last;
-            const Piece piece = read_piece(a.pieces + number);
+            const Split split = read_split(a.splits + number);
             int is_last = 0;
-            if (piece.count > 1 && (warp == 0 || first != last)) {
-                int* counter = a.counters + piece.sequence * a.kv_heads +
+            if (split.count > 1 && (warp == 0 || first != last)) {
+                int* counter = a.counters + split.sequence * a.kv_heads +
                                (warp == 0 ? heads >> 16 : heads & 0xFFFF);
-                is_last = atomicAdd(counter, 1) == piece.count - 1;
+                is_last = atomicAdd(counter, 1) == split.count - 1;
                 if (is_last) *counter = 0;
             }
             flags[warp] = is_last;
@@ -354,28 +354,28 @@ struct Multiplier {
         named_wait(IS_THERE, CONSUMERS);
         for (int i = 0; i < 2; ++i) {
             if (flags[i] == 0) continue;
-            const Piece piece = read_piece(a.pieces + (i == 0 ? first : last));
+            const Split split = read_split(a.splits + (i == 0 ? first : last));
             const int head = i == 0 ? heads >> 16 : heads & 0xFFFF;
             for (int row = warp; row < a.group; row += CONSUMER_WARPS)
-                weigh_pieces(piece, head * a.group + row);
+                weigh_splits(split, head * a.group + row);
         }
     }
 
-    __device__ __forceinline__ void weigh_pieces(const Piece& piece, int head) {
+    __device__ __forceinline__ void weigh_splits(const Split& split, int head) {
         const int heads = a.kv_heads * a.group;
-        const float* log_sums = a.log_sums + static_cast<long long>(piece.first) * heads + head;
+        const float* log_sums = a.log_sums + static_cast<long long>(split.first) * heads + head;
         float most = minus_infinity();
-        for (int i = lane; i < piece.count; i += 32)
+        for (int i = lane; i < split.count; i += 32)
             most = fmaxf(most, __ldcg(log_sums + static_cast<long long>(i) * heads));
         for (int i = 16; i > 0; i /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, i));
         // With heads of 64, two lanes share four columns.
         const int column = lane * 4 % HEAD;
         const float* partial =
-            a.partial + (static_cast<long long>(piece.first) * heads + head) * HEAD + column;
+            a.partial + (static_cast<long long>(split.first) * heads + head) * HEAD + column;
         float4 value = make_float4(0, 0, 0, 0);
         float all = 0;
-        for (int base = 0; base < piece.count; base += 32) {
-            const int number = min(32, piece.count - base);
+        for (int base = 0; base < split.count; base += 32) {
+            const int number = min(32, split.count - base);
             float own = 0;
             if (lane < number)
                 own = exp2_fast(__ldcg(log_sums + static_cast<long long>(base + lane) * heads) -
@@ -393,7 +393,7 @@ struct Multiplier {
             }
         }
         const float scale = 1 / all;
-        store(piece.sequence, head * HEAD + column,
+        store(split.sequence, head * HEAD + column,
               make_float4(value.x * scale, value.y * scale, value.z * scale, value.w * scale));
     }
 

@@ -35,8 +35,8 @@ class DecodeConfig:
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def merge_pieces(  # type: ignore[no-untyped-def]
-    partial, log_sums, first_piece, num_pieces, heads, is_head, NUM_HEADS: tl.constexpr,
+def merge_splits(  # type: ignore[no-untyped-def]
+    partial, log_sums, first_split, num_splits, heads, is_head, NUM_HEADS: tl.constexpr,
     HEAD: tl.constexpr, HEAD_PADDED: tl.constexpr, GROUP_PADDED: tl.constexpr,
 ):  # fmt: skip
     """Combines the partial results of a sequence's splits by their sums of weights, in
@@ -47,8 +47,8 @@ def merge_pieces(  # type: ignore[no-untyped-def]
     total = tl.zeros([GROUP_PADDED], tl.float32)
     acc = tl.zeros([GROUP_PADDED, HEAD_PADDED], tl.float32)
     mask = is_head[:, None] & (dims < HEAD)[None, :]
-    for piece in range(first_piece, first_piece + num_pieces):
-        place = piece * NUM_HEADS + heads
+    for split in range(first_split, first_split + num_splits):
+        place = split * NUM_HEADS + heads
         # Other multiprocessors wrote these: bypass the L1 cache.
         log_sum = tl.load(log_sums + place, mask=is_head, other=0.0, cache_modifier=".cg")
         value = tl.load(
@@ -64,35 +64,35 @@ def merge_pieces(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def put_piece(  # type: ignore[no-untyped-def]
-    partial, log_sums, counter, piece, heads, num_pieces, is_head, mask, top, total, result,
+def put_split(  # type: ignore[no-untyped-def]
+    partial, log_sums, counter, split, heads, num_splits, is_head, mask, top, total, result,
     NUM_HEADS: tl.constexpr, HEAD: tl.constexpr, HEAD_PADDED: tl.constexpr,
 ):  # fmt: skip
     """Stores a partial result and counts it; whether all splits of the sequence are done."""
-    place = piece * NUM_HEADS + heads
+    place = split * NUM_HEADS + heads
     dims = tl.arange(0, HEAD_PADDED)
     tl.store(partial + place[:, None] * HEAD + dims[None, :], result, mask=mask)
     tl.store(log_sums + place, top + tl.log2(total), mask=is_head)
     # All threads' stores come before the count.
     tl.debug_barrier()
-    is_last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_pieces - 1
+    is_last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_splits - 1
     if is_last:
         tl.store(counter, 0)
     return is_last
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def read_piece(pieces, piece):  # type: ignore[no-untyped-def]
+def read_split(splits, split):  # type: ignore[no-untyped-def]
     """The fields of a split, in the order of `DecodePlan`."""
-    at = pieces + (1 + piece) * 8
+    at = splits + (1 + split) * 8
     sequence, row = tl.load(at).to(tl.int64), tl.load(at + 1).to(tl.int64)
-    start, end, first_piece = tl.load(at + 2), tl.load(at + 3), tl.load(at + 4)
-    return sequence, row, start, end, first_piece, tl.load(at + 5), tl.load(at + 6)
+    start, end, first_split = tl.load(at + 2), tl.load(at + 3), tl.load(at + 4)
+    return sequence, row, start, end, first_split, tl.load(at + 5), tl.load(at + 6)
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _decode_kernel(  # type: ignore[no-untyped-def]
-    query, cache, output, pieces, counters, partial, log_sums, tables, bias, scale, cap,
+    query, cache, output, splits, counters, partial, log_sums, tables, bias, scale, cap,
     bias_stride, query_stride, output_stride, table_stride, block_stride, value_offset,
     token_stride, head_stride, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     GROUP_PADDED: tl.constexpr, HEAD: tl.constexpr, HEAD_PADDED: tl.constexpr,
@@ -113,8 +113,8 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     from_bias = bias_rows(bias, bias_stride, kv_head, heads, is_head, GROUP)
     keys_of_head = cache + kv_head * head_stride + dims[None, :]
     first, step = tl.program_id(0) // KV_HEADS, tl.num_programs(0) // KV_HEADS
-    for piece in range(first, tl.load(pieces), step):
-        sequence, row, start, end, first_piece, num_pieces, skipped = read_piece(pieces, piece)
+    for split in range(first, tl.load(splits), step):
+        sequence, row, start, end, first_split, num_splits, skipped = read_split(splits, split)
         q = tl.load(query + sequence * query_stride + from_head, mask=head_mask, other=0.0)
         top = tl.full([GROUP_PADDED], float("-inf"), tl.float32)
         total = tl.zeros([GROUP_PADDED], tl.float32)
@@ -137,17 +137,17 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
             )  # fmt: skip
         to_output = output + sequence * output_stride + from_head
         result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-        if num_pieces == 1:
+        if num_splits == 1:
             tl.store(to_output, result.to(output.dtype.element_ty), mask=head_mask)
         else:
-            is_last = put_piece(
-                partial, log_sums, counters + sequence * KV_HEADS + kv_head, piece, heads,
-                num_pieces, is_head, head_mask, top, total, result, KV_HEADS * GROUP, HEAD,
+            is_last = put_split(
+                partial, log_sums, counters + sequence * KV_HEADS + kv_head, split, heads,
+                num_splits, is_head, head_mask, top, total, result, KV_HEADS * GROUP, HEAD,
                 HEAD_PADDED,
             )  # fmt: skip
             if is_last:
-                result = merge_pieces(
-                    partial, log_sums, first_piece, num_pieces, heads, is_head,
+                result = merge_splits(
+                    partial, log_sums, first_split, num_splits, heads, is_head,
                     KV_HEADS * GROUP, HEAD, HEAD_PADDED, GROUP_PADDED,
                 )  # fmt: skip
                 tl.store(to_output, result.to(output.dtype.element_ty), mask=head_mask)
@@ -184,7 +184,7 @@ def decode(
     group = num_heads // num_kv_heads
     strides = kv_cache.stride()
     _decode_kernel[(plan.num_programs * num_kv_heads,)](
-        query_SNH, kv_cache, output_SNH, plan.pieces, plan.counters, plan.partial,
+        query_SNH, kv_cache, output_SNH, plan.splits, plan.counters, plan.partial,
         plan.log_sums, metadata.block_tables, bias, scale, cap, bias_stride,
         query_SNH.stride(0),
         output_SNH.stride(0), metadata.block_tables.stride(0),

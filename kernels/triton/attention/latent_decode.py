@@ -9,7 +9,7 @@ import triton.language as tl  # type: ignore[import-not-found,import-untyped,unu
 from torch import Tensor
 
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
-from trimaran.kernels.triton.attention.decode import merge_pieces, put_piece, read_piece
+from trimaran.kernels.triton.attention.decode import merge_splits, put_split, read_split
 from trimaran.kernels.triton.attention.plan import DecodePlan, plan_decodes
 from trimaran.kernels.triton.attention.scores import score_factors, softmax_weights
 
@@ -87,7 +87,7 @@ def latent_step(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _latent_decode_kernel(  # type: ignore[no-untyped-def]
-    query, cache, output, pieces, counters, partial, log_sums, tables, scale, cap,
+    query, cache, output, splits, counters, partial, log_sums, tables, scale, cap,
     query_stride, output_stride, table_stride, block_stride, token_stride,
     NUM_HEADS: tl.constexpr, HEADS: tl.constexpr, LATENT: tl.constexpr,
     LATENT_PADDED: tl.constexpr, ROTATED: tl.constexpr, ROTATED_PADDED: tl.constexpr,
@@ -105,8 +105,8 @@ def _latent_decode_kernel(  # type: ignore[no-untyped-def]
     is_head = heads < NUM_HEADS
     mask = is_head[:, None] & (dims < LATENT)[None, :]
     first, step = tl.program_id(0) // GROUPS, tl.num_programs(0) // GROUPS
-    for piece in range(first, tl.load(pieces), step):
-        sequence, row, start, end, first_piece, num_pieces, skipped = read_piece(pieces, piece)
+    for split in range(first, tl.load(splits), step):
+        sequence, row, start, end, first_split, num_splits, skipped = read_split(splits, split)
         near, far = load_queries(
             query + sequence * query_stride + heads * (LATENT + ROTATED), is_head, LATENT,
             LATENT_PADDED, ROTATED, ROTATED_PADDED,
@@ -130,17 +130,17 @@ def _latent_decode_kernel(  # type: ignore[no-untyped-def]
             )  # fmt: skip
         place = output + sequence * output_stride + heads[:, None] * LATENT + dims[None, :]
         result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-        if num_pieces == 1:
+        if num_splits == 1:
             tl.store(place, result.to(output.dtype.element_ty), mask=mask)
         else:
-            is_last = put_piece(
-                partial, log_sums, counters + sequence * GROUPS + group, piece, heads,
-                num_pieces, is_head, mask, top, total, result, NUM_HEADS, LATENT,
+            is_last = put_split(
+                partial, log_sums, counters + sequence * GROUPS + group, split, heads,
+                num_splits, is_head, mask, top, total, result, NUM_HEADS, LATENT,
                 LATENT_PADDED,
             )  # fmt: skip
             if is_last:
-                result = merge_pieces(
-                    partial, log_sums, first_piece, num_pieces, heads, is_head, NUM_HEADS,
+                result = merge_splits(
+                    partial, log_sums, first_split, num_splits, heads, is_head, NUM_HEADS,
                     LATENT, LATENT_PADDED, HEADS,
                 )  # fmt: skip
                 tl.store(place, result.to(output.dtype.element_ty), mask=mask)
@@ -174,7 +174,7 @@ def decode(
         metadata.plans[key] = plan
     scale, cap = score_factors(spec)
     _latent_decode_kernel[(plan.num_programs * groups,)](
-        query_SNH, kv_cache, output_SNL, plan.pieces, plan.counters, plan.partial,
+        query_SNH, kv_cache, output_SNL, plan.splits, plan.counters, plan.partial,
         plan.log_sums, metadata.block_tables, scale, cap, query_SNH.stride(0),
         output_SNL.stride(0), metadata.block_tables.stride(0), kv_cache.stride(0),
         kv_cache.stride(2), NUM_HEADS=num_heads, HEADS=config.heads, LATENT=latent,

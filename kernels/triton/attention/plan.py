@@ -17,13 +17,13 @@ from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
 TILE = 32
 """A split is a multiple of this many keys, except for a sequence's last one."""
 
-MIN_PIECE = 128
+MIN_SPLIT = 128
 """Keys of the smallest split: below, starting a program costs more than its reads."""
 
-FIXED_PIECE = 256
+FIXED_SPLIT = 256
 """Keys of a split if results must not depend on the batch."""
 
-MAX_FIXED_PIECES = 16
+MAX_FIXED_SPLITS = 16
 """A longer sequence then has larger splits, which limits memory for partial results."""
 
 PROGRAMS_PER_SM = 3
@@ -36,7 +36,7 @@ _WRITERS = 16
 class DecodePlan:
     """The splits of one step's decodes, shared by all layers, and their workspace."""
 
-    pieces: Tensor
+    splits: Tensor
     """int32 [1 + I, 8]: the number of splits; then for each split its sequence, row, first
     and end key, first split and number of splits of the sequence, keys skipped behind the
     sinks.
@@ -57,9 +57,9 @@ class DecodePlan:
 
 @triton.jit(do_not_specialize=["num_sequences", "target"])  # type: ignore[untyped-decorator,unused-ignore]
 def _plan_kernel(  # type: ignore[no-untyped-def]
-    seq_lens, rows, pieces, counters, num_sequences, target,
+    seq_lens, rows, splits, counters, num_sequences, target,
     KV_HEADS: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, TILE: tl.constexpr,
-    FIXED: tl.constexpr, MAX_PIECES: tl.constexpr, MIN: tl.constexpr, HAS_ROWS: tl.constexpr,
+    FIXED: tl.constexpr, MAX_SPLITS: tl.constexpr, MIN: tl.constexpr, HAS_ROWS: tl.constexpr,
     SPAN: tl.constexpr, WRITERS: tl.constexpr,
 ):  # fmt: skip
     """Each program computes all splits and writes every WRITERS-th of each sequence."""
@@ -75,7 +75,7 @@ def _plan_kernel(  # type: ignore[no-untyped-def]
         skipped = tl.maximum(length - WINDOW - SINKS, 0)
     seen = length - skipped
     if FIXED > 0:
-        size = tl.maximum((seen + MAX_PIECES - 1) // MAX_PIECES, FIXED)
+        size = tl.maximum((seen + MAX_SPLITS - 1) // MAX_SPLITS, FIXED)
         size = (size + TILE - 1) // TILE * TILE
     else:
         wanted = tl.maximum((tl.sum(seen) + target - 1) // target, MIN)
@@ -83,21 +83,21 @@ def _plan_kernel(  # type: ignore[no-untyped-def]
         each = (seen + number - 1) // number
         size = tl.maximum((each + TILE - 1) // TILE, 1) * TILE
     # A sequence without tokens still has a split, which writes zeros.
-    num_pieces = tl.maximum((seen + size - 1) // size, 1)
-    num_pieces = tl.where(is_sequence, num_pieces, 0)
-    first_piece = tl.cumsum(num_pieces) - num_pieces
-    for number in range(writer, tl.max(num_pieces), WRITERS):
-        is_piece = number < num_pieces
-        at = pieces + (1 + first_piece + number) * 8
-        tl.store(at, sequences, mask=is_piece)
-        tl.store(at + 1, row, mask=is_piece)
-        tl.store(at + 2, number * size, mask=is_piece)
-        tl.store(at + 3, tl.minimum((number + 1) * size, seen), mask=is_piece)
-        tl.store(at + 4, first_piece, mask=is_piece)
-        tl.store(at + 5, num_pieces, mask=is_piece)
-        tl.store(at + 6, skipped, mask=is_piece)
+    num_splits = tl.maximum((seen + size - 1) // size, 1)
+    num_splits = tl.where(is_sequence, num_splits, 0)
+    first_split = tl.cumsum(num_splits) - num_splits
+    for number in range(writer, tl.max(num_splits), WRITERS):
+        is_split = number < num_splits
+        at = splits + (1 + first_split + number) * 8
+        tl.store(at, sequences, mask=is_split)
+        tl.store(at + 1, row, mask=is_split)
+        tl.store(at + 2, number * size, mask=is_split)
+        tl.store(at + 3, tl.minimum((number + 1) * size, seen), mask=is_split)
+        tl.store(at + 4, first_split, mask=is_split)
+        tl.store(at + 5, num_splits, mask=is_split)
+        tl.store(at + 6, skipped, mask=is_split)
     if writer == 0:
-        tl.store(pieces, tl.sum(num_pieces))
+        tl.store(splits, tl.sum(num_splits))
         for head in range(KV_HEADS):
             tl.store(counters + sequences * KV_HEADS + head, 0, mask=is_sequence)
 
@@ -130,11 +130,11 @@ def plan_decodes(
     most = num_sequences + target
     num_programs = most
     if is_fixed:
-        pieces = triton.cdiv(metadata.max_seq_len, FIXED_PIECE)
-        most = num_sequences * min(pieces, MAX_FIXED_PIECES)
+        splits = triton.cdiv(metadata.max_seq_len, FIXED_SPLIT)
+        most = num_sequences * min(splits, MAX_FIXED_SPLITS)
         num_programs = min(most, 4 * target)
     plan = DecodePlan(
-        pieces=torch.empty((1 + most, 8), dtype=torch.int32, device=device),
+        splits=torch.empty((1 + most, 8), dtype=torch.int32, device=device),
         counters=torch.empty((num_sequences, num_kv_heads), dtype=torch.int32, device=device),
         partial=torch.empty((most, num_heads, head_size), device=device, dtype=torch.float32),
         log_sums=torch.empty((most, num_heads), device=device, dtype=torch.float32),
@@ -142,10 +142,10 @@ def plan_decodes(
     )
     has_rows = metadata.rows is not None
     _plan_kernel[(_WRITERS,)](
-        metadata.seq_lens, metadata.rows if has_rows else metadata.seq_lens, plan.pieces,
+        metadata.seq_lens, metadata.rows if has_rows else metadata.seq_lens, plan.splits,
         plan.counters, num_sequences, target, KV_HEADS=num_kv_heads, WINDOW=spec.window,
-        SINKS=spec.num_sinks, TILE=TILE, FIXED=FIXED_PIECE if is_fixed else 0,
-        MAX_PIECES=MAX_FIXED_PIECES, MIN=MIN_PIECE, HAS_ROWS=has_rows,
+        SINKS=spec.num_sinks, TILE=TILE, FIXED=FIXED_SPLIT if is_fixed else 0,
+        MAX_SPLITS=MAX_FIXED_SPLITS, MIN=MIN_SPLIT, HAS_ROWS=has_rows,
         SPAN=max(16, triton.next_power_of_2(num_sequences)), WRITERS=_WRITERS,
     )  # fmt: skip
     return plan

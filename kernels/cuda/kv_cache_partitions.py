@@ -10,20 +10,20 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from trimaran.kernels.cuda.memory_sides import (
+from trimaran.kernels.cuda.l2_partitions import (
     PAGE_BYTES,
-    SIDE_BYTES,
-    MemorySides,
+    STRIPE_BYTES,
+    L2Partitions,
     changes,
-    sides_of,
+    partitions_of,
 )
 
 # Shapes: B tokens of a block, K key-value heads, H head size.
 
 
-def piece_tokens(head_bytes: int) -> int:
+def stripe_tokens(head_bytes: int) -> int:
     """Tokens of a block whose heads, of this many bytes a token, fill one stripe each."""
-    return SIDE_BYTES // head_bytes
+    return STRIPE_BYTES // head_bytes
 
 
 def keys_go_first(
@@ -38,7 +38,7 @@ def keys_go_first(
     """
     half = num_heads * block_head_bytes
     block = 2 * num_layers * half
-    if not mask or block_head_bytes != SIDE_BYTES or num_heads % 2 or block > PAGE_BYTES:
+    if not mask or block_head_bytes != STRIPE_BYTES or num_heads % 2 or block > PAGE_BYTES:
         return None
     if block.bit_count() != 1:
         return None
@@ -46,7 +46,7 @@ def keys_go_first(
     return next((first for first, apart in orders.items() if not changes(apart, mask)), None)
 
 
-def block_sides(memory: Tensor, sides: MemorySides) -> bytes | None:
+def block_partitions(memory: Tensor, partitions: L2Partitions) -> bytes | None:
     """For each block [blocks, ...] the partition of its first byte, 0 or 1; None if its
     layers do not all have the layout of the first one.
     """
@@ -54,26 +54,28 @@ def block_sides(memory: Tensor, sides: MemorySides) -> bytes | None:
     if num_bytes.bit_count() != 1 or num_bytes > PAGE_BYTES or memory.data_ptr() % num_bytes:
         return None
     first = memory.data_ptr()
-    return bytes(sides.side(first + block * num_bytes) for block in range(len(memory)))
+    return bytes(
+        partitions.partition(first + block * num_bytes) for block in range(len(memory))
+    )
 
 
-def sides_of_heads(kv_cache: Tensor) -> MemorySides | None:
+def partitions_of_heads(kv_cache: Tensor) -> L2Partitions | None:
     """The partitions of a layer's cache [blocks, 2, B, K, H], if its heads alternate between
     them.
     """
-    sides = sides_of(kv_cache)
-    if sides is None:
+    partitions = partitions_of(kv_cache)
+    if partitions is None:
         return None
     address = kv_cache.data_ptr()
-    if address not in sides.fitting:
-        sides.fitting[address] = _fits(kv_cache, sides.mask)
-    return sides if sides.fitting[address] else None
+    if address not in partitions.fitting:
+        partitions.fitting[address] = _fits(kv_cache, partitions.mask)
+    return partitions if partitions.fitting[address] else None
 
 
 def _fits(kv_cache: Tensor, mask: int) -> bool:
     size = kv_cache.element_size()
     block, half, token, head = (size * stride for stride in kv_cache.stride()[:4])
-    is_dense = token * kv_cache.shape[2] == head == SIDE_BYTES
+    is_dense = token * kv_cache.shape[2] == head == STRIPE_BYTES
     is_even = not (kv_cache.shape[3] % 2 or kv_cache.data_ptr() % (2 * head))
     # Keys and values differ by one bit of their addresses, which is clear in the keys' address:
     # the addition then carries into no other bit.

@@ -1,4 +1,4 @@
-"""The sides of memory, and attention of decodes that reads on the near one."""
+"""The L2 partitions, and attention of decodes that reads the near one."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ import torch
 
 from tests.gpu.test_cuda_decode import LENGTHS, Step
 from trimaran.kernels.cuda import decode as cuda_decode
-from trimaran.kernels.cuda import memory_sides
-from trimaran.kernels.cuda.cache_sides import block_sides, keys_go_first, sides_of_heads
+from trimaran.kernels.cuda import l2_partitions
+from trimaran.kernels.cuda.kv_cache_partitions import (
+    block_partitions,
+    keys_go_first,
+    partitions_of_heads,
+)
 from trimaran.kernels.decode_attention import HopperDecodes
 from trimaran.kernels.triton import rotary as triton_rotary
-from trimaran.kernels.triton.attention import shares as triton_attention_shares
+from trimaran.kernels.triton.attention import work_items
 
 pytestmark = pytest.mark.gpu
 
@@ -28,19 +32,19 @@ SHAPES = [
 
 
 def moved_to_measured_memory(step):
-    """The step's cache in an allocation whose sides are known."""
+    """The step's cache in an allocation whose L2 partitions are known."""
     blocks, _, size, heads, width = step.cache.shape
     count = max(blocks, (80 << 20) // (LAYERS * 4 * size * heads * width))
     shape = [count, LAYERS, 2, heads, size, width]
-    mask = memory_sides.mask_of(DEVICE)
+    mask = l2_partitions.mask_of(DEVICE)
     goes_first = keys_go_first(LAYERS, heads, 2 * size * width, mask)
     if goes_first:
         shape[1:3] = 2, LAYERS
-    page = memory_sides.PAGE_BYTES
+    page = l2_partitions.PAGE_BYTES
     room = torch.zeros(2 * math.prod(shape) + page, dtype=torch.uint8, device=DEVICE)
     first = -room.data_ptr() % page
     memory = room[first : first + 2 * math.prod(shape)].view(step.query.dtype).view(shape)
-    assert memory_sides.measure(memory) is not None
+    assert l2_partitions.measure(memory) is not None
     step.memory = memory
     cache = (memory[:, :, 1] if goes_first else memory[:, 1]).transpose(2, 3)
     cache[:blocks] = step.cache
@@ -53,34 +57,40 @@ def plan_of(metadata):
     return plan
 
 
-def test_every_processor_and_every_address_has_a_side():
+def test_every_processor_and_every_address_has_a_partition():
     memory = torch.randint(1 << 20, (200 << 20,), dtype=torch.int32, device=DEVICE)
     before = memory.clone()
-    sides = memory_sides.measure(memory)
-    assert sides is not None
+    partitions = l2_partitions.measure(memory)
+    assert partitions is not None
     assert memory.equal(before)
     count = torch.cuda.get_device_properties(DEVICE).multi_processor_count
-    of_one = sum(word.bit_count() for word in sides.processor_sides)
+    of_one = sum(word.bit_count() for word in partitions.processor_partitions)
     assert count / 3 < of_one < count * 2 / 3
-    assert sides.side(memory.data_ptr()) != sides.side(memory.data_ptr() + 4096)
-    assert memory_sides.sides_of(memory[5:]) is sides
-    again = memory_sides.measure(memory)
-    assert (again.pages, again.processor_sides) == (sides.pages, sides.processor_sides)
-    memory_sides.forget(memory)
-    assert memory_sides.sides_of(memory) is None
+    assert partitions.partition(memory.data_ptr()) != partitions.partition(
+        memory.data_ptr() + 4096
+    )
+    assert l2_partitions.partitions_of(memory[5:]) is partitions
+    again = l2_partitions.measure(memory)
+    assert (again.pages, again.processor_partitions) == (
+        partitions.pages,
+        partitions.processor_partitions,
+    )
+    l2_partitions.forget(memory)
+    assert l2_partitions.partitions_of(memory) is None
 
 
-def test_a_head_lies_on_one_side_in_blocks_that_begin_on_one():
+def test_a_head_lies_on_one_partition_in_blocks_that_begin_on_one():
     step = moved_to_measured_memory(Step(torch.bfloat16, [300] * 40, **SHAPES[0]))
-    sides = sides_of_heads(step.cache)
-    assert sides is not None
-    of_blocks = block_sides(step.memory, sides)
+    partitions = partitions_of_heads(step.cache)
+    assert partitions is not None
+    of_blocks = block_partitions(step.memory, partitions)
     assert 0.3 < sum(of_blocks) / len(of_blocks) < 0.7
     for head in range(8):
         places = step.cache[:, :, :, head]
         stride, half = (2 * step.cache.stride(dim) for dim in (0, 1))
         found = {
-            sides.side(places.data_ptr() + block * stride + kind * half + byte) ^ begin
+            partitions.partition(places.data_ptr() + block * stride + kind * half + byte)
+            ^ begin
             for block, begin in enumerate(of_blocks)
             for kind in (0, 1)
             for byte in (0, 4095)
@@ -111,7 +121,7 @@ def test_a_result_is_the_same_every_time_and_for_every_layer_of_a_step():
     step = moved_to_measured_memory(Step(torch.bfloat16, [700, 3, 9000, 250] * 9, **SHAPES[0]))
     metadata = step.metadata()
     first = step.run(metadata)
-    for _ in range(triton_attention_shares.MAX_LAYERS + 5):
+    for _ in range(work_items.MAX_LAYERS + 5):
         assert step.run(metadata).equal(first)
     assert step.run().equal(first)
 

@@ -19,8 +19,8 @@ _TILE = 1024
 
 
 @triton.jit(do_not_specialize=["x_stride"])  # type: ignore[untyped-decorator,unused-ignore]
-def _spread_kernel(  # type: ignore[no-untyped-def]
-    x, positions, spread, x_stride, WIDTH: tl.constexpr, CHOSEN: tl.constexpr,
+def _permute_kernel(  # type: ignore[no-untyped-def]
+    x, positions, permuted, x_stride, WIDTH: tl.constexpr, CHOSEN: tl.constexpr,
     TILE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Program (t, i) copies the i-th tile of token t to the rows of its experts."""
@@ -33,11 +33,13 @@ def _spread_kernel(  # type: ignore[no-untyped-def]
     values = tl.load(x + token * x_stride + columns, mask=is_column)
     for place in tl.static_range(CHOSEN):
         position = tl.load(positions + token * CHOSEN + place).to(tl.int64)
-        tl.store(spread + position * WIDTH + columns, values, mask=is_column & (position >= 0))
+        tl.store(
+            permuted + position * WIDTH + columns, values, mask=is_column & (position >= 0)
+        )
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _gather_kernel(  # type: ignore[no-untyped-def]
+def _unpermute_kernel(  # type: ignore[no-untyped-def]
     parts, positions, shares, output, WIDTH: tl.constexpr, CHOSEN: tl.constexpr,
     TILE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
@@ -59,28 +61,30 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
     tl.store(target, total.to(output.dtype.element_ty), mask=is_column)
 
 
-_spread = Launcher(_spread_kernel)
-_gather = Launcher(_gather_kernel)
+_permute = Launcher(_permute_kernel)
+_unpermute = Launcher(_unpermute_kernel)
 
 
-def spread_rows(x_TD: Tensor, positions_TC: Tensor) -> Tensor:
+def permute_rows(x_TD: Tensor, positions_TC: Tensor) -> Tensor:
     """Each token's row at all of its positions, [N, D]; other rows are uninitialised.
 
     Rows of ``x`` are contiguous; positions are int32, negative for experts of other ranks.
     """
     (num_tokens, width), num_chosen = x_TD.shape, positions_TC.shape[1]
-    spread = torch.empty((num_tokens * num_chosen, width), dtype=x_TD.dtype, device=x_TD.device)
+    permuted = torch.empty(
+        (num_tokens * num_chosen, width), dtype=x_TD.dtype, device=x_TD.device
+    )
     tile = min(padded_size(width), _TILE)
-    args = (x_TD, positions_TC, spread, x_TD.stride(0))
-    _spread((num_tokens, num_tiles(width, tile)), args, (width, num_chosen, tile))
-    return spread
+    args = (x_TD, positions_TC, permuted, x_TD.stride(0))
+    _permute((num_tokens, num_tiles(width, tile)), args, (width, num_chosen, tile))
+    return permuted
 
 
-def gather_rows(parts_ND: Tensor, positions_TC: Tensor, weights_TC: Tensor) -> Tensor:
+def unpermute_rows(parts_ND: Tensor, positions_TC: Tensor, weights_TC: Tensor) -> Tensor:
     """The weighted sum of the rows at each token's positions, in float32, rounded once."""
     (num_tokens, num_chosen), width = positions_TC.shape, parts_ND.shape[1]
     output = torch.empty((num_tokens, width), dtype=parts_ND.dtype, device=parts_ND.device)
     tile = min(padded_size(width), _TILE)
     args = (parts_ND, positions_TC, weights_TC, output)
-    _gather((num_tokens, num_tiles(width, tile)), args, (width, num_chosen, tile))
+    _unpermute((num_tokens, num_tiles(width, tile)), args, (width, num_chosen, tile))
     return output

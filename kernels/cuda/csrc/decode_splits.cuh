@@ -28,7 +28,7 @@ constexpr int IS_THERE = 2;  // it has been written
 
 __device__ __forceinline__ float minus_infinity() { return __int_as_float(0xFF800000); }
 
-struct alignas(16) Piece {
+struct alignas(16) Split {
     int sequence;
     int row;         // of the block table
     int start, end;  // its keys
@@ -43,8 +43,8 @@ struct Arguments {
     const void* query;
     const int* tables;
     // The numbers of items and of splits, each item's first split, the number of splits.
-    const int* shares;
-    const Piece* pieces;
+    const int* items;
+    const Split* splits;
     int* counters;  // [S, K]: splits done; zero before and after a launch
     float* partial;  // [splits, N, H]
     float* log_sums;  // [splits, N]: base 2
@@ -61,13 +61,13 @@ struct Arguments {
     char* cache;
     long long cache_block_stride, cache_half_stride, cache_token_stride, cache_head_stride;
     // `l2_partitions.L2Partitions` of the cache; no pages if any block may read any head.
-    const u32* page_sides;
+    const u32* page_partitions;
     // For each partition the number of thread blocks that read it, zero before a launch.
     int* readers;
     long long first_page;
     int num_pages;
-    u32 side_mask;
-    u32 processor_sides[8];
+    u32 partition_mask;
+    u32 processor_partitions[8];
 };
 
 // The copying warp's descriptor of a tile in the ring.
@@ -133,8 +133,8 @@ __device__ __forceinline__ void wait_for_kernel_in_front() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
-__device__ __forceinline__ Piece read_piece(const Piece* piece) {
-    const int4* words = reinterpret_cast<const int4*>(piece);
+__device__ __forceinline__ Split read_split(const Split* split) {
+    const int4* words = reinterpret_cast<const int4*>(split);
     const int4 a = __ldcg(words), b = __ldcg(words + 1);
     return {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
 }
@@ -142,36 +142,36 @@ __device__ __forceinline__ Piece read_piece(const Piece* piece) {
 // The splits of a thread block: one item; or, if every item is one split, several in turn.
 struct Walk {
     int number, end, stride;
-    bool is_share;
+    bool is_item;
 
     __device__ __forceinline__ Walk(const Arguments& a, int program, int programs) {
-        const int shares = __ldcg(a.shares), pieces = __ldcg(a.shares + 1);
-        const int first = __ldcg(a.shares + 2 + program);
-        const int behind = __ldcg(a.shares + 3 + program);
-        is_share = shares != pieces;
-        number = is_share ? first : program;
-        end = program >= shares ? number : is_share ? behind : pieces;
-        stride = is_share ? 1 : programs;
+        const int items = __ldcg(a.items), splits = __ldcg(a.items + 1);
+        const int first = __ldcg(a.items + 2 + program);
+        const int behind = __ldcg(a.items + 3 + program);
+        is_item = items != splits;
+        number = is_item ? first : program;
+        end = program >= items ? number : is_item ? behind : splits;
+        stride = is_item ? 1 : programs;
     }
 
     __device__ __forceinline__ bool is_over() const { return number >= end; }
 
     // Whether at least half of all thread blocks have a split in this round.
     __device__ __forceinline__ bool all_read() const {
-        return is_share || (end - number / stride * stride) * 2 >= stride;
+        return is_item || (end - number / stride * stride) * 2 >= stride;
     }
 
     // The split this many steps ahead, or the last one.
-    __device__ __forceinline__ Piece ahead(const Arguments& a, int steps) const {
+    __device__ __forceinline__ Split ahead(const Arguments& a, int steps) const {
         const int at = number + steps * stride;
-        return read_piece(a.pieces + (at < end ? at : number));
+        return read_split(a.splits + (at < end ? at : number));
     }
 };
 
 // The work of a thread block: the splits of a program, and for each split a key-value head; or,
 // with L2 partitions, of each two heads the one on this block's partition.
 struct Place {
-    int side;  // -1: any
+    int partition;  // -1: any
     int head, program, programs;
 };
 
@@ -179,25 +179,26 @@ struct Place {
 // mapping: each number of a partition is given out once. Called by a warp.
 __device__ __forceinline__ Place find_place(const Arguments& a) {
     const int blocks = gridDim.x, index = blockIdx.x;
-    if (!a.page_sides) return {-1, index % a.kv_heads, index / a.kv_heads, blocks / a.kv_heads};
+    if (!a.page_partitions)
+        return {-1, index % a.kv_heads, index / a.kv_heads, blocks / a.kv_heads};
     u32 processor;
     asm volatile("mov.u32 %0, %%smid;" : "=r"(processor));
-    int side = a.processor_sides[processor / 32 % 8] >> processor % 32 & 1, number = 0;
+    int partition = a.processor_partitions[processor / 32 % 8] >> processor % 32 & 1, number = 0;
     if (threadIdx.x % 32 == 0) {
-        number = atomicAdd(a.readers + side, 1);
+        number = atomicAdd(a.readers + partition, 1);
         if (number >= blocks / 2) {
-            side ^= 1;
-            number = atomicAdd(a.readers + side, 1);
+            partition ^= 1;
+            number = atomicAdd(a.readers + partition, 1);
         }
     }
-    side = __shfl_sync(~0u, side, 0);
+    partition = __shfl_sync(~0u, partition, 0);
     number = __shfl_sync(~0u, number, 0);
     const int pairs = a.kv_heads / 2;
-    return {side, number % pairs * 2, number / pairs, blocks / a.kv_heads};
+    return {partition, number % pairs * 2, number / pairs, blocks / a.kv_heads};
 }
 
-__device__ __forceinline__ int tiles_of(const Piece& piece) {
-    return max(1, (piece.end - piece.start + KEYS - 1) / KEYS);
+__device__ __forceinline__ int tiles_of(const Split& split) {
+    return max(1, (split.end - split.start + KEYS - 1) / KEYS);
 }
 
 }  // namespace

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from trimaran.kernels.triton.experts import sort_places
-from trimaran.kernels.triton.places import gather_rows, spread_rows
+from trimaran.kernels.triton.permutation import permute_rows, unpermute_rows
 
 
 @pytest.mark.parametrize(("tokens", "chosen", "width"), [(1, 2, 40), (50, 4, 1100)])
@@ -18,11 +18,11 @@ def test_rows_lie_by_expert_and_come_back_weighed(tokens, chosen, width):
     # This rank has the experts 2 to 5.
     order, totals, positions = sort_places(ids, 4, 2)
 
-    spread = spread_rows(x, positions)
-    gathered = gather_rows(spread, positions, weights)
+    permuted = permute_rows(x, positions)
+    gathered = unpermute_rows(permuted, positions, weights)
 
     num_here = int(totals.sum())
-    assert spread[:num_here].equal(x[order[:num_here].long() // chosen])
+    assert permuted[:num_here].equal(x[order[:num_here].long() // chosen])
     is_here = ((ids >= 2) & (ids < 6)).float()
     expected = x * (weights * is_here).sum(1, keepdim=True)
     torch.testing.assert_close(gathered, expected)

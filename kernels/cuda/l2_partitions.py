@@ -30,14 +30,14 @@ from trimaran.kernels.cuda.driver import CudaKernel, CudaModule
 
 logger = logging.getLogger(__name__)
 
-SIDE_BYTES = 4096
+STRIPE_BYTES = 4096
 """Size of a stripe, after which the partition alternates: a mask's lowest bit."""
 
 PAGE_BYTES = 2 << 20
 
 MAX_PROCESSORS = 256
 
-_SOURCE = "memory_sides"
+_SOURCE = "l2_latency"
 _UNUSED = "the L2 partitions are not used: %s"
 _WHOLE_PROCESSOR_BYTES = 200_000
 _SAMPLED = 400
@@ -56,7 +56,7 @@ def changes(address: int, mask: int) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class MemorySides:
+class L2Partitions:
     """The partitions of one allocation's addresses, and of the multiprocessors."""
 
     mask: int
@@ -71,13 +71,13 @@ class MemorySides:
     page_bits: Tensor
     """The same as int32 [pages / 32], on the device: one bit a page, lowest bit first."""
 
-    processor_sides: tuple[int, ...]
+    processor_partitions: tuple[int, ...]
     """The partitions of `MAX_PROCESSORS` multiprocessors by number, 32 bits a word."""
 
     fitting: dict[int, bool] = field(default_factory=dict)
     """Whether `partitions_of_heads` supports the caches that begin at these addresses."""
 
-    def side(self, address: int) -> int:
+    def partition(self, address: int) -> int:
         """The partition, 0 or 1, of an address in the allocation."""
         return self.pages[address // PAGE_BYTES - self.first_page] ^ changes(address, self.mask)
 
@@ -89,7 +89,7 @@ class _Arguments(ctypes.Structure):
     )  # fmt: skip
 
 
-_known: dict[int, MemorySides] = {}
+_known: dict[int, L2Partitions] = {}
 
 
 @lru_cache
@@ -108,7 +108,7 @@ def mask_of(device: torch.device) -> int:
         return 0
 
 
-def measure(memory: Tensor) -> MemorySides | None:
+def measure(memory: Tensor) -> L2Partitions | None:
     """Measure an allocation on a Hopper GPU; `partitions_of` then returns the result.
 
     ``memory`` is contiguous and keeps its contents; some tenths of a second for 100 GiB. None
@@ -121,18 +121,18 @@ def measure(memory: Tensor) -> MemorySides | None:
         return None
     begin = time.monotonic()
     try:
-        sides = _Survey(memory).sides(mask)
+        partitions = _Survey(memory).partitions(mask)
     except KernelsUnavailableError as error:
         logger.warning(_UNUSED, error)
         return None
-    _known[memory.untyped_storage().data_ptr()] = sides
+    _known[memory.untyped_storage().data_ptr()] = partitions
     logger.info(
         "L2 has two partitions, by the bits %#x of an address: %.1f GiB measured in %.2f s",
         mask,
         memory.nbytes / 2**30,
         time.monotonic() - begin,
     )
-    return sides
+    return partitions
 
 
 def forget(memory: Tensor) -> None:
@@ -140,7 +140,7 @@ def forget(memory: Tensor) -> None:
     _known.pop(memory.untyped_storage().data_ptr(), None)
 
 
-def sides_of(tensor: Tensor) -> MemorySides | None:
+def partitions_of(tensor: Tensor) -> L2Partitions | None:
     """The partitions of the allocation that ``tensor`` is a view of; None if not measured."""
     return _known.get(tensor.untyped_storage().data_ptr())
 
@@ -168,33 +168,38 @@ class _Survey:
         bits = [1 << bit for bit in range(3, PAGE_BYTES.bit_length() - 1)]
         asked = [self._page, *(self._page + bit for bit in bits)]
         first, *others = self._of(asked, _REPEATS).tolist()
-        mask = sum(bit for bit, side in zip(bits, others, strict=True) if side != first)
-        if mask & -mask != SIDE_BYTES:
+        mask = sum(
+            bit for bit, partition in zip(bits, others, strict=True) if partition != first
+        )
+        if mask & -mask != STRIPE_BYTES:
             raise KernelsUnavailableError(
                 f"partitions change by the bits {mask:#x} of an address"
             )
         return mask
 
-    def sides(self, mask: int) -> MemorySides:
+    def partitions(self, mask: int) -> L2Partitions:
         """The partitions of the whole allocation, if they alternate by ``mask``."""
         first, end = self._begin // PAGE_BYTES, -(-self._end // PAGE_BYTES)
         starts = [max(self._begin, page * PAGE_BYTES) for page in range(first, end)]
         found = self._of(starts, _PAGE_REPEATS).tolist()
-        pages = [side ^ changes(start, mask) for side, start in zip(found, starts, strict=True)]
+        pages = [
+            partition ^ changes(start, mask)
+            for partition, start in zip(found, starts, strict=True)
+        ]
         words = torch.tensor(_words(pages), dtype=torch.int64)
-        sides = MemorySides(
+        partitions = L2Partitions(
             mask=mask,
             first_page=first,
             pages=bytes(pages),
             page_bits=torch.where(words >= 1 << 31, words - (1 << 32), words)
             .to(torch.int32)
             .to(self._device),
-            processor_sides=_words(
+            processor_partitions=_words(
                 [*self._processors.tolist(), *[False] * (MAX_PROCESSORS - self._num_processors)]
             ),
         )
-        self._check(sides)
-        return sides
+        self._check(partitions)
+        return partitions
 
     def _of_processors(self, page: int) -> Tensor:
         """bool [processors]: the first singular vector of latencies separates the
@@ -213,12 +218,12 @@ class _Survey:
         far: Tensor = left[:, 0] * right[0, 0] > 0
         return far
 
-    def _check(self, sides: MemorySides) -> None:
+    def _check(self, partitions: L2Partitions) -> None:
         """Check the mapping at random addresses."""
         addresses = self._drawn(self._begin, self._end)
         found = self._of(addresses, _PAGE_REPEATS).tolist()
-        for address, side in zip(addresses, found, strict=True):
-            if side != sides.side(address):
+        for address, partition in zip(addresses, found, strict=True):
+            if partition != partitions.partition(address):
                 raise KernelsUnavailableError(
                     f"address {address:#x} contradicts the partitions found"
                 )

@@ -137,7 +137,7 @@ def likeliest(source, vocab_size, first, last, TILE: tl.constexpr):  # type: ign
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _exact_race(  # type: ignore[no-untyped-def]
+def _exact_argmax(  # type: ignore[no-untyped-def]
     source, vocab_size, first, last, temperature, first_key, second_key, bound, bound_id,
     TILE: tl.constexpr, FIRST_ID: tl.constexpr,
 ):  # fmt: skip
@@ -185,7 +185,7 @@ def _exact_lanes(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def race(  # type: ignore[no-untyped-def]
+def gumbel_argmax(  # type: ignore[no-untyped-def]
     source, vocab_size, first, last, temperature, first_key, second_key, bound, bound_id,
     IS_BOUNDED: tl.constexpr, TILE: tl.constexpr, FIRST_ID: tl.constexpr = 0,
 ):  # fmt: skip
@@ -235,7 +235,7 @@ def race(  # type: ignore[no-untyped-def]
         if IS_BOUNDED:
             edge, edge_id = bound, bound_id
         if tl.max(second, 0) >= needed:
-            score, winner = _exact_race(
+            score, winner = _exact_argmax(
                 source, vocab_size, first, last, temperature, first_key, second_key, edge,
                 edge_id, TILE, FIRST_ID,
             )  # fmt: skip

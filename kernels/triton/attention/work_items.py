@@ -25,10 +25,10 @@ MIN_KEYS = 256
 FIXED_KEYS = 512
 """Keys of a split if results must not depend on the batch."""
 
-MAX_FIXED_PIECES = 8
+MAX_FIXED_SPLITS = 8
 """A longer sequence then has larger splits."""
 
-PIECE_COST = 32
+SPLIT_COST = 32
 """Cost of ending a sequence, in keys read in the same time."""
 
 CUT_COST = 400
@@ -51,7 +51,7 @@ _SPAN_OF_ONE_WARP = 256
 
 
 @dataclass(slots=True)
-class SharePlan:
+class WorkPlan:
     """The splits of one step's decodes, shared by all layers, and their workspace.
 
     A work item is one whole sequence, unless that leaves programs idle for longer than
@@ -60,12 +60,12 @@ class SharePlan:
     sequences and the beginning of another. The part of a sequence in an item is a split.
     """
 
-    shares: Tensor
+    items: Tensor
     """int32 [R + 3]: the numbers of items and of splits, each item's first split, and the
     number of splits again.
     """
 
-    pieces: Tensor
+    splits: Tensor
     """int32 [I, 8]: sequence, row, first and end key, first split, number of splits and
     length of the sequence; one unused.
     """
@@ -92,24 +92,24 @@ class SharePlan:
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _put(at, mask, sequence, row, begin, end, first_piece, num_pieces, length):  # type: ignore[no-untyped-def]
+def _put(at, mask, sequence, row, begin, end, first_split, num_splits, length):  # type: ignore[no-untyped-def]
     """Writes splits in the layout of `WorkPlan.splits`."""
     tl.store(at, sequence, mask=mask)
     tl.store(at + 1, row, mask=mask)
     tl.store(at + 2, begin, mask=mask)
     tl.store(at + 3, end, mask=mask)
-    tl.store(at + 4, first_piece, mask=mask)
-    tl.store(at + 5, num_pieces, mask=mask)
+    tl.store(at + 4, first_split, mask=mask)
+    tl.store(at + 5, num_splits, mask=mask)
     tl.store(at + 6, length, mask=mask)
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _put_totals(shares, all_pieces, last_shares, IS_FIXED: tl.constexpr):  # type: ignore[no-untyped-def]
+def _put_totals(items, all_splits, last_items, IS_FIXED: tl.constexpr):  # type: ignore[no-untyped-def]
     """Writes the numbers before and behind each item's first split."""
-    last = all_pieces - 1 if IS_FIXED else tl.max(last_shares)
-    tl.store(shares, last + 1)
-    tl.store(shares + 1, all_pieces)
-    tl.store(shares + 3 + last, all_pieces)
+    last = all_splits - 1 if IS_FIXED else tl.max(last_items)
+    tl.store(items, last + 1)
+    tl.store(items + 1, all_splits)
+    tl.store(items + 3 + last, all_splits)
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
@@ -149,11 +149,11 @@ def _last_unit_before(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["num_sequences", "num_shares"])  # type: ignore[untyped-decorator,unused-ignore]
-def _shares_kernel(  # type: ignore[no-untyped-def]
-    seq_lens, rows, shares, pieces, counters, readers, num_sequences, num_shares,
+def _items_kernel(  # type: ignore[no-untyped-def]
+    seq_lens, rows, items, splits, counters, readers, num_sequences, num_items,
     KV_HEADS: tl.constexpr, UNIT: tl.constexpr, MIN_KEYS: tl.constexpr, COST: tl.constexpr,
     CUT_COST: tl.constexpr, CUT_COST_OF_MANY: tl.constexpr, FIXED_KEYS: tl.constexpr,
-    MAX_PIECES: tl.constexpr, IS_FIXED: tl.constexpr, HAS_ROWS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr, IS_FIXED: tl.constexpr, HAS_ROWS: tl.constexpr,
     READERS: tl.constexpr, SPAN: tl.constexpr, WRITERS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Each program computes all splits and writes every WRITERS-th of each sequence.
@@ -174,46 +174,46 @@ def _shares_kernel(  # type: ignore[no-untyped-def]
     place = tl.cumsum(cost) - cost
     is_whole = tl.sum(cost) < 0
     if IS_FIXED:
-        size = tl.maximum((length + MAX_PIECES - 1) // MAX_PIECES, FIXED_KEYS)
+        size = tl.maximum((length + MAX_SPLITS - 1) // MAX_SPLITS, FIXED_KEYS)
         size = (size + UNIT - 1) // UNIT * UNIT
-        first_share, last_share = tl.zeros_like(length), last_unit * UNIT // size
-        place = first_share
+        first_item, last_item = tl.zeros_like(length), last_unit * UNIT // size
+        place = first_item
     else:
-        size = tl.maximum((tl.sum(cost) + num_shares - 1) // num_shares, MIN_KEYS)
-        turns = (num_sequences + num_shares - 1) // num_shares
+        size = tl.maximum((tl.sum(cost) + num_items - 1) // num_items, MIN_KEYS)
+        turns = (num_sequences + num_items - 1) // num_items
         cut_cost = tl.where(turns > 1, CUT_COST_OF_MANY, CUT_COST)
         is_whole = _longest(cost, is_sequence, num_sequences, turns) <= size + cut_cost
-        first_share = tl.where(is_whole, sequences, place // size)
-        last_share = tl.where(is_whole, sequences, (place + last_unit * UNIT) // size)
-    num_pieces = tl.where(is_sequence, last_share - first_share + 1, 0)
-    first_piece = tl.cumsum(num_pieces) - num_pieces
+        first_item = tl.where(is_whole, sequences, place // size)
+        last_item = tl.where(is_whole, sequences, (place + last_unit * UNIT) // size)
+    num_splits = tl.where(is_sequence, last_item - first_item + 1, 0)
+    first_split = tl.cumsum(num_splits) - num_splits
     before = _last_unit_before(seq_lens, sequences, is_sequence, place, COST, UNIT)
     if OVERLAPS:
         gdc_wait()
-    for number in range(writer, tl.max(num_pieces), WRITERS):
-        is_piece = number < num_pieces
-        share = first_share + number
-        begin = tl.maximum((share * size - place + UNIT - 1) // UNIT * UNIT, 0)
-        end = tl.minimum(((share + 1) * size - place + UNIT - 1) // UNIT * UNIT, length)
+    for number in range(writer, tl.max(num_splits), WRITERS):
+        is_split = number < num_splits
+        item = first_item + number
+        begin = tl.maximum((item * size - place + UNIT - 1) // UNIT * UNIT, 0)
+        end = tl.minimum(((item + 1) * size - place + UNIT - 1) // UNIT * UNIT, length)
         begin, end = tl.where(is_whole, 0, begin), tl.where(is_whole, length, end)
         _put(
-            pieces + (first_piece + number) * 8, is_piece, sequences, row, begin, end,
-            first_piece, num_pieces, length,
+            splits + (first_split + number) * 8, is_split, sequences, row, begin, end,
+            first_split, num_splits, length,
         )  # fmt: skip
         if IS_FIXED:
-            tl.store(shares + 2 + first_piece + number, first_piece + number, mask=is_piece)
+            tl.store(items + 2 + first_split + number, first_split + number, mask=is_split)
         else:
-            begins = is_whole | (number > 0) | (sequences == 0) | (before < share * size)
-            tl.store(shares + 2 + share, first_piece + number, mask=is_piece & begins)
+            begins = is_whole | (number > 0) | (sequences == 0) | (before < item * size)
+            tl.store(items + 2 + item, first_split + number, mask=is_split & begins)
     _clear(counters, readers, writer, sequences, is_sequence, KV_HEADS, READERS, WRITERS)
     if writer == 0:
-        _put_totals(shares, tl.sum(num_pieces), tl.where(is_sequence, last_share, 0), IS_FIXED)
+        _put_totals(items, tl.sum(num_splits), tl.where(is_sequence, last_item, 0), IS_FIXED)
 
 
-_shares = Launcher(_shares_kernel)
+_items = Launcher(_items_kernel)
 
 
-def share_out(
+def plan_work(
     metadata: AttentionMetadata,
     heads: tuple[int, int, int],
     num_sequences: int,
@@ -221,7 +221,7 @@ def share_out(
     unit: int,
     *,
     is_fixed: bool,
-) -> SharePlan:
+) -> WorkPlan:
     """Distribute the first ``num_sequences`` sequences, each with one query, over programs.
 
     ``heads`` are the numbers of query and of key-value heads and the head size;
@@ -233,16 +233,14 @@ def share_out(
     """
     num_heads, num_kv_heads, head_size = heads
     device = metadata.seq_lens.device
-    num_shares = max(1, num_programs // num_kv_heads)
-    num_programs, most = num_shares, num_sequences + num_shares
+    num_items = max(1, num_programs // num_kv_heads)
+    num_programs, most = num_items, num_sequences + num_items
     if is_fixed:
-        most = num_shares = num_sequences * MAX_FIXED_PIECES
+        most = num_items = num_sequences * MAX_FIXED_SPLITS
         num_programs = min(num_programs, most)
-    plan = SharePlan(
-        shares=torch.empty(
-            max(num_shares, num_sequences) + 3, dtype=torch.int32, device=device
-        ),
-        pieces=torch.empty((most, 8), dtype=torch.int32, device=device),
+    plan = WorkPlan(
+        items=torch.empty(max(num_items, num_sequences) + 3, dtype=torch.int32, device=device),
+        splits=torch.empty((most, 8), dtype=torch.int32, device=device),
         counters=torch.empty((num_sequences, num_kv_heads), dtype=torch.int32, device=device),
         partial=torch.empty((most, num_heads, head_size), device=device, dtype=torch.float32),
         log_sums=torch.empty((most, num_heads), device=device, dtype=torch.float32),
@@ -251,13 +249,13 @@ def share_out(
     )
     has_rows = metadata.rows is not None
     args = (
-        metadata.seq_lens, metadata.rows if has_rows else metadata.seq_lens, plan.shares,
-        plan.pieces, plan.counters, plan.readers, num_sequences, num_shares,
+        metadata.seq_lens, metadata.rows if has_rows else metadata.seq_lens, plan.items,
+        plan.splits, plan.counters, plan.readers, num_sequences, num_items,
     )  # fmt: skip
     span = max(16, padded_size(num_sequences))
     constants = (
-        num_kv_heads, unit, MIN_KEYS, PIECE_COST, CUT_COST, CUT_COST_OF_MANY, FIXED_KEYS,
-        MAX_FIXED_PIECES, is_fixed, has_rows, 2 * MAX_LAYERS, span, _WRITERS,
+        num_kv_heads, unit, MIN_KEYS, SPLIT_COST, CUT_COST, CUT_COST_OF_MANY, FIXED_KEYS,
+        MAX_FIXED_SPLITS, is_fixed, has_rows, 2 * MAX_LAYERS, span, _WRITERS,
     )  # fmt: skip
-    _shares((_WRITERS, 1), args, constants, 1 if span <= _SPAN_OF_ONE_WARP else 4)
+    _items((_WRITERS, 1), args, constants, 1 if span <= _SPAN_OF_ONE_WARP else 4)
     return plan

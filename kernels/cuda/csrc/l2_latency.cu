@@ -24,7 +24,7 @@ struct Arguments {
 // One block on each multiprocessor. An atomic operation runs at its address's L2 partition,
 // while a read may hit a copy in the near one. Adding zero leaves memory unchanged, even under
 // concurrent writes.
-extern "C" __global__ void memory_sides(const __grid_constant__ Arguments a) {
+extern "C" __global__ void l2_latency(const __grid_constant__ Arguments a) {
     u32 processor;
     asm volatile("mov.u32 %0, %%smid;" : "=r"(processor));
     if (threadIdx.x) return;
