@@ -10,7 +10,7 @@ from trimaran.worker.config.engine_config import EngineConfig, ProfileConfig
 
 @dataclass(frozen=True, slots=True)
 class HostSlots:
-    """A host and how many ranks of a group run there."""
+    """A host and the number of a group's ranks there."""
 
     host: str
     num_ranks: int
@@ -25,18 +25,19 @@ class GroupConfig:
     engine: EngineConfig
     stats_period_ms: int = 100
     instance: int = 0
-    """Which of the model's data-parallel replicas this is."""
+    """The number of the model's data-parallel replica."""
 
     generation: int = 1
     """Counts the loads of the model in this server."""
 
     launch: str = "mpirun"
     """``mpirun``, ``srun``, ``spawn`` (by the orchestrator), ``prestarted`` (a part of one
-    job's ranks), ``job`` (the MPI job that this process is a task of) or ``none`` (one
-    plain process)."""
+    job's ranks), ``job`` (the MPI job that this process is a task of) or ``none`` (one plain
+    process).
+    """
 
     hosts: tuple[HostSlots, ...] = ()
-    """Where the ranks run, in order; empty means this host, or where the job puts them."""
+    """The hosts of the ranks, in order; empty means this host, or the job's own placement."""
 
     participants: tuple[int, ...] = ()
     """World ranks of a prestarted group."""
@@ -55,14 +56,15 @@ class MpiConfig:
     """How ranks are started."""
 
     kind: str = "auto"
-    """``auto``, ``openmpi`` or ``mpich``: whose mpirun; ``job``: the MPI job that this
-    process is a task of; ``none``: one rank without mpirun."""
+    """``auto``, ``openmpi`` or ``mpich``: the MPI whose mpirun is used; ``job``: the MPI job
+    that this process is a task of; ``none``: one rank without mpirun.
+    """
 
     mpirun: str = ""
-    """Path of mpirun; empty means look beside the interpreter, then on PATH."""
+    """Path of mpirun; empty means search beside the interpreter, then on PATH."""
 
     oversubscribe: bool = False
-    """More ranks than slots, also where that is not needed on the CPU."""
+    """Allow more ranks than slots, even where the CPU does not need that."""
 
     rsh_agent: str = ""
     """The program that starts mpirun's daemons on other hosts; empty means ssh or rsh."""
@@ -84,12 +86,12 @@ class RestartPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogConfig:
-    """Where log lines go and what they look like."""
+    """The destinations and the format of log lines."""
 
     format: str = "text"
     level: str = "INFO"
     file: str = ""
-    """Every line goes there too; empty means stderr alone."""
+    """Every line goes to this file too; empty means stderr alone."""
 
     dir: str = ""
     """Folder of one log file a process; empty means none."""
@@ -97,28 +99,30 @@ class LogConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
-    """Everything that the supervisor needs to know."""
+    """The resolved configuration of the supervisor."""
 
     advertise_address: str = ""
-    """Where ranks of other hosts reach the supervisor; empty without such ranks."""
+    """The address at which ranks of other hosts reach the supervisor; empty without such
+    ranks.
+    """
 
     frontend: FrontendConfig
     groups: tuple[GroupConfig, ...]
-    """The groups to start with; others come when models are loaded while serving."""
+    """The groups to start with; other groups are added when models are loaded while serving."""
 
     world_size: int = 0
     """Ranks of the one MPI job that prestarted groups share, with the idle rank 0; 0 without
     such groups."""
 
     world_hosts: tuple[HostSlots, ...] = ()
-    """Where mpirun puts the ranks of that job, in order; empty means this host."""
+    """The hosts of that job's ranks, in order; empty means this host."""
 
     mpi: MpiConfig = field(default_factory=MpiConfig)
     restart: RestartPolicy = field(default_factory=RestartPolicy)
     log: LogConfig = field(default_factory=LogConfig)
     hang_timeout_s: float = 10.0
     exit_timeout_s: float = 30.0
-    """Longest drain."""
+    """Longest drain, in seconds."""
 
     connect_timeout_s: float = 120.0
     """A started process reports to the supervisor within this time."""
@@ -133,7 +137,7 @@ class ServeConfig:
     """Steps that every rank traces; None for none."""
 
     ensemble: str = ""
-    """Text-level model of the example request; empty means none is served."""
+    """Text-level model of the example request; empty if none is served."""
 
     notes: tuple[str, ...] = ()
     """Settings without effect, and the reason for the way of starting groups, for the log."""

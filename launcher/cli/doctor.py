@@ -1,4 +1,4 @@
-"""`trimaran doctor`: examines whether `trimaran serve` can work on this machine."""
+"""`trimaran doctor`: checks whether `trimaran serve` can work on this machine."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _OF_MACHINE = frozenset((
     "model_repo", "config", "mpirun", "http_port", "grpc_port", "metrics_port", "http_address",
     "grpc_address", "metrics_address", "allow_http", "allow_grpc", "allow_metrics",
 ))  # fmt: skip
-"""Flags that say something without a repository."""
+"""Flags that can be checked without a repository."""
 
 _MARKS = {"ok": "ok  ", "note": "note", "bad": "BAD "}
 
@@ -57,7 +57,7 @@ class Finding:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of `trimaran doctor`: those of `trimaran serve`, whose start it examines."""
+    """Flags of `trimaran doctor`: those of `trimaran serve`, whose start is checked."""
     serve_flags.add_arguments(parser)
     parser.usage = "%(prog)s [--model-repo DIR] [flags of trimaran serve]"
     if isinstance(parser, FlagParser):
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the report; 0 if `trimaran serve` can work here, else 1.
 
     Raises:
-        ConfigError: flags about models without a repository, which no report would show.
+        ConfigError: flags about models without a repository; the report could not cover them.
     """
     if not args.model_repo:
         _refuse_flags_of_models(args)
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
             findings.append(finding)
     num_bad = sum(finding.grade == "bad" for finding in findings)
     if num_bad:
-        print(f"\n{num_bad} thing(s) to mend before `trimaran serve` can work here.")
+        print(f"\n{num_bad} problem(s) to fix before `trimaran serve` can work here.")
         return 1
     print("\n`trimaran serve` can work here.")
     return 0
@@ -104,8 +104,8 @@ def _refuse_flags_of_models(args: argparse.Namespace) -> None:
     ]
     if given:
         raise ConfigError(
-            f"{', '.join(given)} cannot be examined without models: only this machine is "
-            "looked at. Add --model-repo DIR, or leave out what is about models."
+            f"{', '.join(given)} cannot be checked without models: only this machine is "
+            "checked. Add --model-repo DIR, or leave out flags about models."
         )
 
 
@@ -209,7 +209,7 @@ def _ports(args: argparse.Namespace) -> Iterator[Finding]:
             return f"{endpoint.port} is free"
 
         for finding in _tried(f"{name} port", examine):
-            # Another port mends this without touching the machine.
+            # Another port solves this without a change to the machine.
             grade = "note" if finding.grade == "bad" else finding.grade
             yield Finding(grade, finding.subject, finding.text)
 

@@ -11,7 +11,7 @@ from trimaran.comm.errors import ConfigError
 from trimaran.comm.files.input_files import UTF8, require_file
 from trimaran.comm.files.output_files import replace_text
 
-# Substituted without being given too: the documented default is "no limit".
+# Substituted without a given value too: the documented default is "no limit".
 DEFAULTS = {"max_queue_size": "0", "max_queue_delay_microseconds": "0"}
 
 
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     path = Path(args.file_path)
     try:
         if args.in_place:
-            # Replacing a pipe by a file would be of no use to its reader.
+            # Replacing a pipe by a file would hide the output from the pipe's reader.
             require_file(path)
         text = path.read_text(encoding=UTF8)
     except (OSError, UnicodeDecodeError) as error:

@@ -28,8 +28,8 @@ DEFAULTS = {
     "postprocessing_instance_count": "1",
     "bls_instance_count": "1",
 }
-# The scripts of Triton's TensorRT-LLM backend, by their documented paths, and the command
-# that stands for each.
+# The scripts of Triton's TensorRT-LLM backend, by their documented paths, and the command that
+# replaces each.
 SCRIPTS = {
     "scripts/launch_triton_server.py": ("serve",),
     "tools/fill_template.py": ("fill-template",),
@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print_what_is_left(root: Path, names: list[str]) -> None:
-    """Name what must be filled before the repository can be served."""
+    """List the placeholders to fill before the repository can be served."""
     for name in names:
         path = root / name / "config.pbtxt"
         left = placeholder_names(open_placeholders(path.read_text(encoding="utf-8")))

@@ -89,7 +89,7 @@ SUBCOMMANDS: dict[str, Subcommand] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Returns the exit code: 2 for what the operator must change."""
+    """Run one command. Returns the exit code: 2 for an operator's mistake."""
     words = list(sys.argv[1:] if argv is None else argv)
     _open_standard_streams()
     try:
@@ -99,12 +99,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"trimaran: error: {error}", file=sys.stderr)
         return EXIT_CONFIG
     except ReaderGoneError:
-        return EXIT_FAILURE  # as other programs end in a pipe: without a word
+        return EXIT_FAILURE  # silent, like other programs whose pipe has closed
     except TrimaranError as error:
         print(f"trimaran: error: {error}", file=sys.stderr)
         return EXIT_FAILURE
     except OSError as error:
-        # Wherever a path is looked at first: no file system has such a file.
+        # A null byte in a path, whichever function uses the path first.
         if error.errno != errno.ENAMETOOLONG:
             raise
         print(f"trimaran: error: {error.filename}: {error.strerror}", file=sys.stderr)
@@ -115,11 +115,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _open_standard_streams() -> None:
     """Open standard streams that were closed at the start on /dev/null: otherwise a socket
-    would get their descriptor and our output. File names that are no UTF-8 can be printed."""
+    would get their descriptor and our output. File names that are not UTF-8 can be printed.
+    """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
-    # Only in the locales C and POSIX Python lets them through by itself.
+    # Python does this by itself only in the locales C and POSIX.
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")
 
@@ -183,7 +184,7 @@ class ReaderGoneError(OutputError):
 
 
 class _Watched:
-    """A stream that keeps its first error, to tell it from errors of other files."""
+    """A stream that keeps its first error, to distinguish it from errors of other files."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -213,11 +214,11 @@ class _Watched:
 def watched_output() -> Iterator[None]:
     """Run a command; all that it printed is written when this ends.
 
-    A failure that the command has dealt with itself is no failure here.
+    A failure that the command has handled is not raised again.
 
     Raises:
-        OutputError: standard output cannot be written, on a full disk for one.
-        ReaderGoneError: it is a pipe whose reader is gone.
+        OutputError: standard output cannot be written, for example on a full disk.
+        ReaderGoneError: standard output is a pipe whose reader is gone.
     """
     stream = sys.stdout
     watched = _Watched(stream)
@@ -226,7 +227,7 @@ def watched_output() -> Iterator[None]:
         try:
             yield
         except SystemExit:
-            if watched.error is not None:  # argparse goes on where its help is not written
+            if watched.error is not None:  # argparse ignores an error in writing its help
                 raise watched.error from None
             watched.flush()
             raise
@@ -243,7 +244,9 @@ def watched_output() -> Iterator[None]:
 
 
 def _drop_the_rest(stream: TextIO) -> None:
-    """Write what is left, or redirect it so that the interpreter's exit does not fail."""
+    """Write the remaining output, or redirect it so that the interpreter's exit does not
+    fail.
+    """
     try:
         stream.flush()
     except OSError:

@@ -26,10 +26,10 @@ logger = logging.getLogger(__name__)
 def run(args: argparse.Namespace) -> int:
     """Serve until told to stop; the exit code.
 
-    0 after a drain, 1 when serving failed, 2 when the configuration is at fault.
+    0 after a drain, 1 when serving failed, 2 for a faulty configuration.
     """
     setup_logging("supervisor", log_format=args.log_format)
-    # The front end logs settings of the repository without effect; once is enough.
+    # The front end logs ineffective settings of the repository; logging them once is enough.
     repository_log = logging.getLogger("trimaran.server")
     level = repository_log.level
     repository_log.setLevel(logging.ERROR)
@@ -63,7 +63,7 @@ def _serve(args: argparse.Namespace) -> int:
     except ConfigError as error:
         if job is None:
             raise
-        # Said before the abort, which may end this task too.
+        # Logged before the abort, which may end this task too.
         print(f"trimaran: error: {error}", file=sys.stderr, flush=True)
         abort_job()
         return EXIT_CONFIG

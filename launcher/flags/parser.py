@@ -15,7 +15,7 @@ from trimaran.comm.errors import ConfigError
 class FlagParser(argparse.ArgumentParser):
     """Flags may be written with ``_`` or ``-`` and may come from a YAML file.
 
-    An error is one line on stderr and exit code 2. Flags named by `hide` are left out of
+    An error is one line on stderr and exit code 2. Flags hidden by `hide` are omitted from
     ``--help`` and appear in ``--help-all``.
     """
 
@@ -27,16 +27,17 @@ class FlagParser(argparse.ArgumentParser):
         self._single: dict[str, str] = {}
 
     def hide(self, *dests: str) -> None:
-        """Leave the flags of these destinations out of the short help."""
+        """Omit the flags of these destinations from the short help."""
         self._hidden.update(dests)
 
     def take_flags(self, *options: str) -> None:
-        """The value of each of these may be a flag itself, as in ``--sbatch --exclusive``."""
+        """The values of these flags may be flags themselves, as in ``--sbatch --exclusive``."""
         self._flag_takers.update(options)
 
     def take_one(self, dest: str, remedy: str) -> None:
-        """A command line may give the flag of this destination one value, and no second one
-        in its place; it may overrule a run file's."""
+        """A command line may give the flag of this destination one value, and not replace it
+        by a second one; the value overrides a run file's.
+        """
         self._single[dest] = remedy
 
     def error(self, message: str) -> NoReturn:
@@ -60,7 +61,7 @@ class FlagParser(argparse.ArgumentParser):
         return self.parse_args(own)
 
     def parse_words(self, argv: Sequence[str]) -> argparse.Namespace:
-        """Parse ``argv`` alone, whatever file it names."""
+        """Parse ``argv`` alone, ignoring ``--config``."""
         return self.parse_args(self._words(argv))
 
     def format_help(self) -> str:
@@ -77,7 +78,7 @@ class FlagParser(argparse.ArgumentParser):
         return text + ("\nAll flags: --help-all\n" if self._hidden else "")
 
     def _respell(self, word: str) -> str:
-        """The declared spelling of a long flag, whichever of ``_`` and ``-`` it uses."""
+        """The declared spelling of a long flag, written with ``_`` or ``-``."""
         if not word.startswith("--"):
             return word
         name, equals, value = word.partition("=")
@@ -87,7 +88,7 @@ class FlagParser(argparse.ArgumentParser):
         return self._with_flag_values([self._respell(word) for word in argv])
 
     def _with_flag_values(self, words: Sequence[str]) -> list[str]:
-        """The words, values that argparse would take for flags joined to the flags before."""
+        """The words, with values that look like flags joined to the preceding flag."""
         joined: list[str] = []
         for word in words:
             if joined and joined[-1] in self._flag_takers:
@@ -124,8 +125,8 @@ class FlagParser(argparse.ArgumentParser):
         return [self, *(parser for group in groups for parser in group.choices.values())]
 
     def _file_flags(self, path: Path) -> list[str]:
-        """The flags that a YAML file of ``name: value`` lines stands for."""
-        import yaml  # only users of run files pay for its import
+        """The flags of a YAML file of ``name: value`` lines."""
+        import yaml  # imported only if a run file is used
 
         try:
             values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}

@@ -1,4 +1,4 @@
-"""Flags of tritonserver beside the ones that Trimaran shares: served, idle, or refused."""
+"""Flags of tritonserver that Trimaran does not share: served, idle, or refused."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _IDLE = {
     "vertex-ai-thread-count": "the port is not opened",
     "vertex-ai-default-model": "the port is not opened",
 }
-"""Why a flag changes nothing, whatever its value."""
+"""The reason why a flag has no effect, whatever its value."""
 
 _OTHERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "exit-on-error": (
@@ -101,7 +101,7 @@ _OTHERS: dict[str, tuple[str, tuple[str, ...]]] = {
         "Vertex AI's paths are not served: clients call those of --http-port; it must be "
         "false", _NO),
 }  # fmt: skip
-"""What to do instead, and the values that ask for what is the case anyway."""
+"""The remedy, and the values that match Trimaran's behaviour anyway."""
 
 _REFUSED = tuple(ForeignFlag(f"--{name}", *each) for name, each in _OTHERS.items())
 
@@ -122,11 +122,11 @@ GRPC_OPTIONS = {
     "grpc-max-connection-age-grace": (
         "grpc.max_connection_age_grace_ms", "MS", "for the calls of one that is (no limit)"),
 }  # fmt: skip
-"""gRPC's own name of what a flag sets, and what its help says."""
+"""gRPC's own name of the setting, and the flag's help."""
 
 
 def add_triton_flags(parser: argparse.ArgumentParser) -> None:
-    """Declare these flags, all of them out of the short help."""
+    """Declare these flags, all of them omitted from the short help."""
     add = parser.add_argument
     for name, (_, metavar, text) in GRPC_OPTIONS.items():
         kind = boolean if metavar == "BOOL" else count
@@ -142,7 +142,7 @@ def add_triton_flags(parser: argparse.ArgumentParser) -> None:
     for name, why in _IDLE.items():
         add(f"--{name}", metavar="VALUE", help=f"accepted without effect: {why}")
     for flag in _REFUSED:
-        # Given twice, both count.
+        # If both forms are given, both count.
         add(flag.name, nargs="*", action="extend", metavar="VALUE", help=flag.refusal)
     if isinstance(parser, FlagParser):
         served = ("allow_cpu_metrics", "allow_gpu_metrics", "metrics_interval_ms",
@@ -152,22 +152,22 @@ def add_triton_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def check_triton_flags(args: argparse.Namespace) -> None:
-    """Refuse what asks for something that is not served.
+    """Refuse flags of unsupported features.
 
     Raises:
-        ConfigError: names the flag, its value and what to do instead.
+        ConfigError: names the flag, its value and the remedy.
     """
     check_foreign_flags(args, _REFUSED)
 
 
 def grpc_options(args: argparse.Namespace) -> dict[str, int]:
-    """What was asked of gRPC, by its own names."""
+    """The requested gRPC settings, by gRPC's own names."""
     values = {option: getattr(args, _dest(name)) for name, (option, *_) in GRPC_OPTIONS.items()}
     return {option: int(value) for option, value in values.items() if value is not None}
 
 
 def idle_notes(args: argparse.Namespace) -> Iterator[str]:
-    """The flags that were given and change nothing, for the log."""
+    """The given flags without effect, for the log."""
     for name, why in _IDLE.items():
         if getattr(args, _dest(name)) is not None:
             yield f"--{name} has no effect: {why}"

@@ -97,7 +97,7 @@ def show(hosts: Sequence[Host], groups: Iterable[GroupConfig]) -> str:
 
 
 def with_devices(group: GroupConfig, devices: Sequence[str]) -> GroupConfig:
-    """The group on these devices, one a rank; MIG slices are all that their ranks see.
+    """The group on these devices, one a rank; ranks see only their MIG slices.
 
     Raises:
         ConfigError: a MIG slice for one of several ranks.
@@ -131,7 +131,7 @@ def _placed(entry: PendingGroup, placements: Iterable[RankPlacement]) -> GroupCo
 def _in_the_way(
     pending: Sequence[PendingGroup], hosts: Sequence[Host], running: Sequence[GroupConfig]
 ) -> tuple[str, ...]:
-    """Running groups without which there is room: the same models' if that is enough."""
+    """Running groups that must end to make room: preferably of the same models."""
     models = {entry.group.model for entry in pending}
     others = [group for group in running if group.model not in models]
     requests = [entry.request for entry in pending]
@@ -155,7 +155,7 @@ def needed_world_size(pending: Sequence[PendingGroup]) -> int:
 
 
 def world_hosts(world_size: int, hosts: Sequence[Host]) -> tuple[HostSlots, ...]:
-    """How mpirun spreads a job over ``hosts``: each is filled before the next.
+    """mpirun's distribution of a job over ``hosts``: each is filled before the next.
 
     Raises:
         ConfigError: they have too few slots.
@@ -183,11 +183,11 @@ def place_participants(
 ) -> list[GroupConfig]:
     """The pending groups with their devices, on the ranks that they name.
 
-    ``hosts`` is where the job's ranks are, as far as that is known: with ``is_one_host``
-    the only host, else those of `world_hosts`, or none.
+    ``hosts`` are the hosts of the job's ranks, if known: with ``is_one_host`` the only host,
+    else those of `world_hosts`, or none.
 
     Raises:
-        ConfigError: ranks or devices are missing, doubled or not there.
+        ConfigError: ranks or devices are missing, doubled or out of range.
     """
     owners: dict[int, str] = {}
     for entry in pending:

@@ -24,7 +24,7 @@ _SLOTS = re.compile(r"0*[1-9][0-9]{0,8}")
 
 _SSH_TIMEOUT_S = 30.0
 _OTHER_AGENTS = ("OMPI_MCA_plm_rsh_agent", "PRTE_MCA_plm_ssh_agent", "HYDRA_LAUNCHER_EXEC")
-"""Variables that have mpirun start its daemons by a program of the operator's."""
+"""Variables that name the operator's own program to start mpirun's daemons."""
 
 
 def named_hosts(args: argparse.Namespace, device: str) -> tuple[Host, ...]:
@@ -34,7 +34,7 @@ def named_hosts(args: argparse.Namespace, device: str) -> tuple[Host, ...]:
     slot for each mention, as with mpirun.
 
     Raises:
-        ConfigError: an entry is no host.
+        ConfigError: an entry is malformed.
     """
     if args.hosts and args.hostfile:
         raise ConfigError("--hosts and --hostfile name the hosts twice: leave out one")
@@ -61,13 +61,13 @@ def allocated_hosts(environ: Mapping[str, str], device: str) -> tuple[Host, ...]
     """The hosts of this process's Slurm allocation; none if it has only this host.
 
     Raises:
-        ConfigError: Slurm does not say which they are.
+        ConfigError: Slurm does not name them.
     """
     if environ.get("SLURM_JOB_NUM_NODES", "1") == "1":
         return ()
     nodes = environ.get("SLURM_JOB_NODELIST", "")
     names = _expand(nodes)
-    # Steps that overlap may have as many tasks as CPUs, whatever the job's own number.
+    # Overlapping steps may have as many tasks as CPUs, whatever the job's own number.
     slots = _per_node(environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
     if len(slots) != len(names):
         raise ConfigError(
@@ -137,7 +137,7 @@ def _expand(nodes: str) -> list[str]:
 
 
 def _per_node(text: str) -> list[int]:
-    """Slurm's form of one number a node: ``4(x2),2`` is 4, 4, 2."""
+    """Slurm's list of numbers for nodes: ``4(x2),2`` is 4, 4, 2."""
     numbers: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
         numbers += [int(count)] * int(times or 1)
@@ -145,14 +145,14 @@ def _per_node(text: str) -> list[int]:
 
 
 def check_host_names(config: ServeConfig, environ: Mapping[str, str] = os.environ) -> None:
-    """Refuse an advertised address, and hosts of ranks, that no name service knows.
+    """Refuse an advertised address, and hosts of ranks, that cannot be resolved.
 
     Raises:
         ConfigError: names the host and the flag.
     """
     if config.advertise_address:
         _check_advertised(config.advertise_address)
-    # In a Slurm job the daemons are a step: Slurm knows the nodes, whatever names resolve.
+    # In a Slurm job the daemons are a step: Slurm knows the nodes, even unresolvable ones.
     if "SLURM_JOB_ID" in environ or any(name in environ for name in _OTHER_AGENTS):
         return
     hosts = [entry.host for group in config.groups for entry in group.hosts]
@@ -161,7 +161,7 @@ def check_host_names(config: ServeConfig, environ: Mapping[str, str] = os.enviro
 
 
 def _check_advertised(address: str) -> None:
-    # The listeners for other hosts are IPv4's.
+    # The listeners for other hosts use IPv4.
     reason = _unknown(address, socket.AF_INET)
     if reason:
         raise ConfigError(
@@ -173,7 +173,7 @@ def _check_advertised(address: str) -> None:
 
 def _check_hosts(hosts: Iterable[str], agent: Sequence[str]) -> None:
     if os.path.basename(agent[0]) != "ssh":
-        return  # another program than ssh may resolve names in its own way
+        return  # another program than ssh may resolve names differently
     for host in hosts:
         reason = "" if is_this_host(host) else _unknown(host)
         if reason and not _ssh_knows(agent, host):
@@ -185,7 +185,7 @@ def _check_hosts(hosts: Iterable[str], agent: Sequence[str]) -> None:
 
 
 def _unknown(name: str, family: int = socket.AF_UNSPEC) -> str:
-    """Why no address is found for a host; empty if one is."""
+    """The reason why a host cannot be resolved; empty if it can."""
     try:
         socket.getaddrinfo(name, None, family, socket.SOCK_STREAM)
     except socket.gaierror as error:
@@ -196,7 +196,7 @@ def _unknown(name: str, family: int = socket.AF_UNSPEC) -> str:
 
 
 def _ssh_knows(agent: Sequence[str], host: str) -> bool:
-    """Whether ssh's own configuration gives the name an address, or another way there."""
+    """Whether ssh's own configuration gives the name an address or a proxy."""
     if shutil.which(agent[0]) is None:
         return False
     try:
@@ -223,7 +223,7 @@ def num_visible_gpus() -> int:
     if chosen is None or not present:
         return present
     words = [word for word in chosen.split(",") if word.strip()]
-    # CUDA stops at the first entry that is no device: "-1" hides all of them.
+    # CUDA stops at the first invalid entry: "-1" hides all devices.
     named = next((n for n, word in enumerate(words) if word.strip() == "-1"), len(words))
     return named if any(word.startswith("MIG") for word in words) else min(named, present)
 

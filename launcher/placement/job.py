@@ -34,7 +34,7 @@ class Job:
 
 
 def current_job(environ: Mapping[str, str]) -> Job | None:
-    """The job that this process is a task of; None outside of one, or in one of one task.
+    """The job that this process is a task of; None outside of a job, or in a job of one task.
 
     Raises:
         ConfigError: a Slurm step of several tasks that no MPI joins.
@@ -53,7 +53,7 @@ def current_job(environ: Mapping[str, str]) -> Job | None:
 
 
 def rank_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a rank inside the job; it gets the rest from rank 0."""
+    """The environment of a rank inside the job; the other settings come from rank 0."""
     ours = {"OMPI_MCA_mpi_yield_when_idle": "1", **TRANSPORTS}
     return {**ours, **environ, JOB: "1", "PYTHONSAFEPATH": "1"}
 
@@ -76,14 +76,14 @@ def abort_job() -> None:
             stdin=subprocess.DEVNULL,
         )
     except subprocess.TimeoutExpired:
-        pass  # the job's starter has means of its own
+        pass  # the job's starter has its own means
 
 
 def own_address() -> str:
     """An address of this host that other hosts can reach.
 
     Raises:
-        ConfigError: none is found.
+        ConfigError: no address is found.
     """
     try:
         address = socket.gethostbyname(socket.gethostname())
@@ -93,7 +93,7 @@ def own_address() -> str:
         pass
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         try:
-            sock.connect(("192.0.2.1", 9))  # sends nothing: the kernel chooses the route
+            sock.connect(("192.0.2.1", 9))  # sends no packet: the kernel only chooses the route
             return str(sock.getsockname()[0])
         except OSError:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Chooses how worker groups are started here, and says why."""
+"""Chooses the way of starting worker groups here, with a reason for the log."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FIRST_WITH_ULFM = 5
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How every group of a server is started."""
+    """The way of starting every group of a server, and the reason."""
 
     kind: str
     """As in `GroupConfig.launch`."""
@@ -35,9 +35,9 @@ def choose_launch(
     find_mpi: Callable[[], Mpi],
     environ: Mapping[str, str] = os.environ,
 ) -> Launch:
-    """The way that ``--worker-launch`` asks for, or the best that works here.
+    """The way that ``--worker-launch`` requests, or the best that works here.
 
-    ``hosts`` are those that the operator named. ``find_mpi`` is asked only where the answer
+    ``hosts`` are those that the operator named. ``find_mpi`` is called only if the answer
     depends on the MPI.
 
     Raises:
@@ -93,12 +93,14 @@ class _Place:
     environ: Mapping[str, str]
 
     def obstacle(self, kind: str) -> str:
-        """Why ``spawn``, ``srun`` or ``mpirun`` cannot start groups; empty if it can."""
+        """The reason why ``spawn``, ``srun`` or ``mpirun`` cannot start groups; empty if it
+        can.
+        """
         if kind == "spawn":
             return self._no_spawn()
         if kind == "srun":
             return self._no_srun()
-        # Whether there is an mpirun is checked where it is looked for.
+        # mpirun's existence is checked by `find_mpi`.
         return ""
 
     def _no_spawn(self) -> str:

@@ -1,4 +1,4 @@
-"""The placement algorithm: a host and a device for every rank of all groups, or why not."""
+"""The placement algorithm: a host and a device for every rank of all groups, or an error."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class Host:
 
     name: str
     num_slots: int | None = None
-    """Ranks at most; None means as many as wanted."""
+    """Most ranks; None means no limit."""
 
     num_gpus: int | None = None
-    """GPUs that ranks see there; None means that they are not counted."""
+    """GPUs visible to ranks there; None means that GPUs are not counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,27 +28,27 @@ class PlacementRequest:
     name: str
     num_ranks: int
     devices: tuple[str, ...] = ()
-    """GPUs by name, one a rank; empty means that any will do."""
+    """GPUs by name, one a rank; empty means any."""
 
     needs_gpus: bool = False
-    """Every rank needs a GPU; those not named are chosen."""
+    """Every rank needs a GPU; unnamed GPUs are chosen."""
 
     num_nodes: int = 1
-    """Hosts that the ranks are spread over evenly; 0: as many as it takes, in order."""
+    """Hosts over which the ranks are evenly distributed; 0: as many as needed, in order."""
 
     num_together: int = 1
-    """Ranks of a tensor group: neighbours that are kept on one host if there is a way."""
+    """Ranks of a tensor group: neighbours that are kept on one host if possible."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlacement:
-    """The place of one rank."""
+    """The host and the device of one rank."""
 
     group: str
     rank: int
     host: str
     device: str = ""
-    """GPU number or MIG UUID; empty without one."""
+    """GPU number or MIG UUID; empty without a device."""
 
 
 class PlacementError(ConfigError):
@@ -67,11 +67,11 @@ def place(
     """A placement of every rank, beside those ``taken``. Groups that name devices go first.
 
     Raises:
-        PlacementError: says what is missing, and shows all placements.
+        PlacementError: names the missing resource, and shows all placements.
     """
     placements = list(taken)
     num_taken = len(placements)
-    # The largest first: small groups fit into what large ones leave.
+    # The largest first: small groups fit into the remaining room.
     for request in sorted(
         requests, key=lambda request: (not request.devices, -request.num_ranks)
     ):
@@ -119,7 +119,7 @@ def _placements_for(
 def _room(
     request: PlacementRequest, host: Host, placements: Sequence[RankPlacement], start: int
 ) -> int:
-    """How many of the requested ranks, from ``start`` on, fit on the host."""
+    """The number of requested ranks, from ``start`` on, that fit on the host."""
     used = [placed for placed in placements if placed.host == host.name]
     slots = request.num_ranks if host.num_slots is None else host.num_slots - len(used)
     if request.devices:
@@ -137,7 +137,7 @@ def _room(
 
 
 def _exists(device: str, host: Host, request: PlacementRequest) -> bool:
-    # The number of GPUs says nothing of MIG slices, nor of GPUs that a CPU does not use.
+    # GPU numbers do not count MIG slices, nor GPUs of a host that serves on the CPU.
     if not device.isdigit() or not request.needs_gpus or host.num_gpus is None:
         return True
     return int(device) < host.num_gpus

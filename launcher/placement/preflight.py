@@ -51,7 +51,7 @@ def check(config: ServeConfig) -> None:
     """Every check of this machine.
 
     Raises:
-        ConfigError: serving cannot work; says why and what to do.
+        ConfigError: serving cannot work; names the cause and the remedy.
     """
     check_ports(endpoints(config.frontend))
     check_host_names(config)
@@ -70,7 +70,7 @@ def check_groups(groups: Sequence[GroupConfig]) -> None:
 
 
 def check_ports(wanted: Iterable[Endpoint]) -> None:
-    """Refuse a port named twice, held by another process, or not ours to open."""
+    """Refuse a port that is named twice, in use, or not permitted for this user."""
     seen: dict[int, Endpoint] = {}
     for endpoint in wanted:
         twin = seen.setdefault(endpoint.port, endpoint)
@@ -83,7 +83,7 @@ def check_ports(wanted: Iterable[Endpoint]) -> None:
 
 
 def check_gpus(world_size: int, gpu_ids: tuple[int, ...]) -> None:
-    """Refuse more ranks than GPUs, or GPUs that are not there."""
+    """Refuse more ranks than GPUs, or GPUs that do not exist."""
     present = num_visible_gpus()
     if any(gpu >= present for gpu in gpu_ids):
         raise ConfigError(
@@ -113,7 +113,7 @@ def check_shared_memory(num_ranks: int, folder: str = SHARED_MEMORY) -> None:
 
 
 def check_host_memory(groups: Sequence[GroupConfig]) -> None:
-    """Refuse more memory for KV blocks on the host than this machine has free."""
+    """Refuse more host memory for KV blocks than this machine has free."""
     # In an allocation of several hosts the ranks may be elsewhere.
     if int(os.environ.get("SLURM_JOB_NUM_NODES", "1")) > 1:
         return
@@ -144,7 +144,7 @@ def _check_free(endpoint: Endpoint) -> None:
             flags=socket.AI_PASSIVE,
         )  # fmt: skip
     except (socket.gaierror, UnicodeError) as error:
-        # A UnicodeError for what cannot be a host's name.
+        # A UnicodeError means that the text cannot be a host's name.
         reason = error.strerror if isinstance(error, OSError) else "this is no host's name"
         raise ConfigError(
             f"--{endpoint.name}-address {endpoint.address}: {reason}. Name an address "
@@ -152,11 +152,11 @@ def _check_free(endpoint: Endpoint) -> None:
         ) from None
     family, kind, protocol, _, where = infos[0]
     with socket.socket(family, kind, protocol) as sock:
-        # Ports in TIME_WAIT are free: the servers set this option too.
+        # Ports in TIME_WAIT count as free: the servers set this option too.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             sock.bind(where)
-            # Another socket with the same option lets the bind pass, not the listen.
+            # With this option on another socket, the bind succeeds and the listen fails.
             sock.listen(1)
         except OSError as error:
             raise ConfigError(_bind_failure(endpoint, error)) from None
@@ -177,7 +177,7 @@ def _bind_failure(endpoint: Endpoint, error: OSError) -> str:
 
 
 def _holder(port: int) -> str:
-    """The program that listens on ``port``, as far as this user may see it."""
+    """The program that listens on ``port``, if this user may see it."""
     try:
         for connection in psutil.net_connections("tcp"):
             local = connection.laddr

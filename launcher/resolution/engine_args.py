@@ -46,7 +46,7 @@ _OVERLAPS = {
     "enable_overlap_scheduler": True,
     "disable_overlap_scheduler": False,
 }
-"""Old and newer names, and the value of each that asks for overlapped steps."""
+"""Old and newer names, and the value of each that requests overlapped steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ class EngineFlags:
     tokens_per_block: int | None = None
     expected_output_tokens: int = 1024
     depth: int | None = None
-    """None: what the model's keys ask for, or else what suits the device and the stages."""
+    """None: the value of the model's keys, or else the best for the device and the stages."""
 
     num_threads: int | None = None
     deterministic: bool = False
@@ -78,13 +78,13 @@ class EngineFlags:
 def engine_config(
     model: RepositoryModel, flags: EngineFlags, num_named: int = 0
 ) -> EngineConfig:
-    """One model's engine, on no GPUs in particular.
+    """One model's engine, not yet placed on GPUs.
 
-    ``num_named`` is the number of devices or ranks that config.pbtxt names for it: it sets
-    the world size of a folder that was made for none.
+    ``num_named`` is the number of devices or ranks that config.pbtxt names: it sets the world
+    size of a folder that was built for no particular one.
 
     Raises:
-        ConfigError: the folder is unusable, or a key and a flag do not go together.
+        ConfigError: the folder is unusable, or a key and a flag contradict each other.
     """
     engine_dir = _engine_dir(model)
     folder = EngineFolder.load(engine_dir, check_weights=flags.load_format != "random")
@@ -153,7 +153,7 @@ def _guided(model: RepositoryModel, engine_dir: str, timeout_s: float) -> Guided
 
 
 def _has_tokenizer(folder: str) -> bool:
-    """Whether a folder has any of the files that tokenizers are kept in."""
+    """Whether a folder has any tokenizer file."""
     beginnings = ("tokenizer", "vocab", "spiece")
     return any(name.startswith(beginnings) for name in os.listdir(folder))
 
@@ -218,7 +218,7 @@ def _scheduler(
 
 
 def _max_beam_width(model: RepositoryModel, folder: EngineFolder) -> int:
-    """That of config.pbtxt, or else the one that the folder was built for."""
+    """The value of config.pbtxt, or else the one that the folder was built for."""
     built = folder.build.max_beam_width
     width = model.parameters.get_int("max_beam_width") or built
     if folder.kind is FolderKind.ENGINE and width > built:
@@ -248,7 +248,7 @@ def _choice(model: RepositoryModel, key: str, known: dict[str, str], default: st
 
 
 def threads_of_a_rank(device: str, num_ranks: int) -> int:
-    """CPU threads of each of this host's ranks: the cores, shared out."""
+    """CPU threads of each of this host's ranks: the cores divided by the ranks."""
     if device != "cpu":
         return 1
     return max(1, usable_cores() // num_ranks)
@@ -257,10 +257,10 @@ def threads_of_a_rank(device: str, num_ranks: int) -> int:
 def lora_config(
     model: RepositoryModel, folder: EngineFolder, *, has_graphs: bool
 ) -> LoraConfig:
-    """The caches of adapters, whose sizes a folder that was built limits.
+    """The caches of adapters, whose sizes a built folder limits.
 
     Raises:
-        ConfigError: the folder of adapters is none, or a size is over the engine's limit.
+        ConfigError: the adapter folder does not exist, or a size is over the engine's limit.
     """
     values, usual = model.parameters, LoraConfig()
     largest = values.get_int("lora_cache_max_adapter_size")
@@ -294,7 +294,7 @@ def cache_config(
     """The KV cache of one model.
 
     Raises:
-        ConfigError: a value means nothing, or two do not go together.
+        ConfigError: a value is invalid, or two contradict each other.
     """
     values = model.parameters
     fraction = values.get_float("kv_cache_free_gpu_mem_fraction")
@@ -329,11 +329,11 @@ def cache_config(
 
 
 def steps_in_flight(model: RepositoryModel, depth: int | None, num_stages: int) -> int:
-    """``depth``, unless the model's keys ask for steps one after another; 0 where neither
-    says any, for what suits the device.
+    """``depth``, unless the model's keys request sequential steps; 0 if neither sets it, for
+    the device's default.
 
     Raises:
-        ConfigError: two keys contradict each other, or a pipeline gains nothing from so many.
+        ConfigError: two keys contradict each other, or the depth is useless for this pipeline.
     """
     most = num_stages + 1
     if depth is not None and depth > most:

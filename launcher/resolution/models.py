@@ -29,7 +29,7 @@ _GPU = re.compile(r"0*[0-9]{1,9}")
 _RANK = re.compile(r"0*[1-9][0-9]{0,8}")
 _T = TypeVar("_T")
 MAX_INSTANCES = 1024
-"""Most instances of a model, each a worker group; a mistyped count must not fill the memory."""
+"""Most instances of a model, each a worker group; protects memory from a mistyped count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +40,14 @@ class StartModels:
     """Token-level models, whose groups start with the server."""
 
     text: str
-    """The model that the example request names: an ensemble, else a BLS model, else none."""
+    """The model of the example request: an ensemble, else a BLS model, else none."""
 
 
 def start_models(args: argparse.Namespace) -> StartModels:
-    """The models that these flags start with. Others of the repository are not read.
+    """The models to start with by these flags. Other models of the repository are not read.
 
     Raises:
-        ConfigError: a model is unusable or not there, or there are more than a server runs.
+        ConfigError: a model is unusable or missing, or there are more than a server runs.
     """
     is_explicit = args.model_control_mode == "explicit"
     names = None
@@ -73,7 +73,7 @@ def _check_names(root: Path, python: PythonModels) -> None:
 
 
 def _with_steps(root: Path, names: Sequence[str]) -> set[str]:
-    """The named models with those that they run: loading one loads all."""
+    """The named models and their steps: loading a model loads its steps."""
     folders = model_folders(root)
     found: set[str] = set()
     waiting = list(names)
@@ -136,7 +136,7 @@ def _no_token_model(repository: ModelRepository) -> str:
 def _text(repository: ModelRepository) -> str:
     for role in (Role.ENSEMBLE, Role.BLS):
         for model in repository.of_role(role):
-            # An ensemble may be of anything.
+            # An ensemble may consist of any models.
             if {"text_input", "max_tokens"} <= {tensor.name for tensor in model.config.input}:
                 return model.name
     return ""
@@ -148,20 +148,20 @@ class Instance:
 
     number: int
     devices: tuple[str, ...] = ()
-    """GPU numbers or MIG UUIDs, one a rank; empty means that none are named."""
+    """GPU numbers or MIG UUIDs, one a rank; empty means unnamed."""
 
     participants: tuple[int, ...] = ()
-    """World ranks that run it; empty means that none are named."""
+    """World ranks of the replica; empty means unnamed."""
 
 
 def instances_of(
     model: RepositoryModel, *, needs_devices: bool = False
 ) -> tuple[Instance, ...]:
-    """Every replica that ``instance_group``, ``gpu_device_ids`` and ``participant_ids`` ask
-    for. With ``needs_devices`` several replicas must name theirs.
+    """Every replica that ``instance_group``, ``gpu_device_ids`` and ``participant_ids``
+    request. With ``needs_devices`` several replicas must name theirs.
 
     Raises:
-        ConfigError: the three contradict each other, or ask for too many.
+        ConfigError: the three contradict each other, or request too many.
     """
     count = _count(model)
     devices = _devices(model, count)
@@ -179,7 +179,7 @@ def instances_of(
 
 def _count(model: RepositoryModel) -> int:
     groups = model.config.instance_group
-    # A group that names GPUs means so many instances on each of them.
+    # A group that names GPUs means this number of instances on each of them.
     count = sum(max(1, group.count) * max(1, len(group.gpus)) for group in groups) or 1
     if count > MAX_INSTANCES:
         raise ConfigError(
@@ -257,7 +257,7 @@ def _lists(model: RepositoryModel, key: str) -> list[list[str]]:
 def _one_each(
     model: RepositoryModel, key: str, lists: list[tuple[_T, ...]], count: int
 ) -> list[tuple[_T, ...]]:
-    """One list for every instance; empty ones where none is given."""
+    """One list for every instance; empty lists if the key is not set."""
     if not lists:
         return [()] * count
     if len(lists) < count:

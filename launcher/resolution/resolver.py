@@ -58,15 +58,15 @@ def group_name(model: str, instance: int, generation: int) -> str:
 class Resolver:
     """Turns models into groups, at the start and for loads while serving.
 
-    Holds the flags and no state: the answer depends on the arguments and the files alone.
-    Reads configurations, never weights.
+    Holds the flags and no state: results depend on the arguments and the files alone. Reads
+    configurations, never weights.
     """
 
     def __init__(self, args: argparse.Namespace, job: Job | None = None) -> None:
         """``job`` is the MPI job that this process is the first task of, if any.
 
         Raises:
-            ConfigError: flags that do not go together.
+            ConfigError: flags contradict each other.
         """
         settings.check_flags(args, job)
         self._args = args
@@ -81,7 +81,7 @@ class Resolver:
         """The MPI that starts groups.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: no MPI is found.
         """
         return find_mpi(settings.mpi_config(self._args, self._job))
 
@@ -94,7 +94,7 @@ class Resolver:
         """The configuration to start with.
 
         Raises:
-            ConfigError: the operator must change something.
+            ConfigError: the operator must change the configuration.
         """
         args, job = self._args, self._job
         models = start_models(args)
@@ -125,7 +125,7 @@ class Resolver:
     def groups_of(
         self, model: RepositoryModel, generation: int, running: Sequence[GroupConfig]
     ) -> tuple[GroupConfig, ...]:
-        """The groups that serve ``model``, beside those that run already.
+        """The groups that serve ``model``, beside the running ones.
 
         Raises:
             PlacementConflict: only running groups are in the way.
@@ -163,7 +163,7 @@ class Resolver:
             PendingGroup(
                 self._group(model, instance, generation),
                 instance.devices,
-                # In leader mode the ranks fill the hosts in order, as mpirun does by itself.
+                # In leader mode the ranks fill the hosts in order, as mpirun does.
                 num_nodes if self._args.multi_model else 0,
             )
             for instance in instances_of(model, needs_devices=self._device == "cuda")
@@ -245,14 +245,14 @@ class Resolver:
     def _with_threads(self, group: GroupConfig, ranks_on: Mapping[str, int]) -> GroupConfig:
         if self._flags.num_threads is not None:
             return group
-        # Other hosts are taken to have as many cores as this one.
+        # Other hosts are assumed to have as many cores as this one.
         most = max(ranks_on[placed.host] for placed in placements_of([group]))
         threads = threads_of_a_rank(group.engine.device, most)
         return dataclasses.replace(
             group, engine=dataclasses.replace(group.engine, num_threads=threads)
         )
 
-    # ---- places -------------------------------------------------------------------------
+    # ---- placement ----------------------------------------------------------------------
 
     @cached_property
     def _hosts(self) -> tuple[Host, ...]:
@@ -289,7 +289,7 @@ class Resolver:
         return "" if is_one_host else own_address()
 
     def _notes(self, models: Iterable[RepositoryModel]) -> list[str]:
-        """How groups start, and which keys of their models change nothing here."""
+        """The way of starting groups, and the models' keys without effect here."""
         found = []
         if self._args.multi_model:
             found.append(f"groups are started by {self.launch.kind}: {self.launch.why}")

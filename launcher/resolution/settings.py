@@ -44,7 +44,7 @@ MAX_FRONTENDS = 64
 
 
 def check_flags(args: argparse.Namespace, job: Job | None) -> None:
-    """Refuse flags that do not go together, or that this version does not serve.
+    """Refuse flags that contradict each other, or that this version does not support.
 
     Raises:
         ConfigError: names the flags and the remedy.
@@ -55,7 +55,7 @@ def check_flags(args: argparse.Namespace, job: Job | None) -> None:
     if args.no_mpi and (args.mpirun or args.mpi != "auto"):
         raise ConfigError("--no-mpi goes together with neither --mpi nor --mpirun")
     if args.oversubscribe and (args.no_mpi or job is not None):
-        why = "--no-mpi starts none" if args.no_mpi else "somebody else's job has its ranks"
+        why = "--no-mpi starts none" if args.no_mpi else "the outer MPI job has ranks"
         raise ConfigError(f"--oversubscribe is for our mpirun, but {why}. Leave it out.")
     if args.mpi == "job" and args.mpirun:
         raise ConfigError("--mpi job starts no mpirun of its own: leave out --mpirun")
@@ -147,7 +147,7 @@ def _check_model_control(args: argparse.Namespace) -> None:
 
 
 def apply_environment(args: argparse.Namespace, environ: Mapping[str, str]) -> None:
-    """Take the variables that stand for flags in Triton's TensorRT-LLM backend."""
+    """Read the environment variables that replace flags in Triton's TensorRT-LLM backend."""
     if environ.get("TRTLLM_ORCHESTRATOR") == "1":
         args.multi_model = True
         if environ.get("TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES") == "0":
@@ -159,7 +159,7 @@ def apply_environment(args: argparse.Namespace, environ: Mapping[str, str]) -> N
 
 
 def job_of(args: argparse.Namespace) -> Job | None:
-    """The MPI job that this process is a task of, unless the flags ask for another way.
+    """The MPI job that this process is a task of, unless the flags request another way.
 
     Raises:
         ConfigError: ``--mpi job`` outside of a job.
@@ -204,7 +204,7 @@ def engine_flags(args: argparse.Namespace) -> EngineFlags:
 
 def _sizes(args: argparse.Namespace) -> AskedSizes:
     return AskedSizes(
-        # --world-size is that of a group in leader mode, of the whole job in orchestrator mode.
+        # In leader mode --world-size is that of a group, in orchestrator mode of the whole job.
         world_size=0 if args.multi_model else args.world_size or 0,
         tp_size=args.tp_size or 0,
         pp_size=args.pp_size or 0,
@@ -265,7 +265,7 @@ def _metrics_config(args: argparse.Namespace) -> dict[str, str]:
 
 
 def mpi_config(args: argparse.Namespace, job: Job | None) -> MpiConfig:
-    """How ranks are started."""
+    """The way of starting ranks."""
     return MpiConfig(
         kind="none" if args.no_mpi else "job" if job is not None else args.mpi,
         mpirun=args.mpirun,
@@ -275,8 +275,8 @@ def mpi_config(args: argparse.Namespace, job: Job | None) -> MpiConfig:
 
 
 def restart_policy(args: argparse.Namespace, job: Job | None) -> RestartPolicy:
-    """How often groups that died are started again."""
-    # Ranks of an outer MPI job cannot be started again from here.
+    """The restart policy of dead groups."""
+    # Ranks of an outer MPI job cannot be restarted from here.
     may_restart = args.restart == "on-failure" and job is None
     return RestartPolicy(
         max_restarts=args.max_restarts if may_restart else 0, window_s=args.restart_window
@@ -284,7 +284,7 @@ def restart_policy(args: argparse.Namespace, job: Job | None) -> RestartPolicy:
 
 
 def log_config(args: argparse.Namespace) -> LogConfig:
-    """Where log lines go."""
+    """The destinations of log lines."""
     is_verbose = args.log or args.log_verbose > 0
     kinds = {kind: getattr(args, kind) for kind in LOG_KINDS}
     return LogConfig(
@@ -296,7 +296,7 @@ def log_config(args: argparse.Namespace) -> LogConfig:
 
 
 def profile_config(args: argparse.Namespace) -> ProfileConfig | None:
-    """The steps to trace, written beside the logs; None for none."""
+    """The steps to trace, written beside the logs; None for no trace."""
     return ProfileConfig.parse(args.profile, _log_dir(args.log_dir)) if args.profile else None
 
 
@@ -311,7 +311,7 @@ def notes(args: argparse.Namespace) -> tuple[str, ...]:
 
 
 def ready_file(args: argparse.Namespace) -> str:
-    """Where the endpoints are written once serving; raises ConfigError if they cannot be."""
+    """The path of the ready file; raises ConfigError if it cannot be written."""
     if not args.ready_file:
         return ""
     path: str = os.path.abspath(args.ready_file)

@@ -30,7 +30,7 @@ def describe_signal(number: int) -> str:
 
 
 class Children:
-    """The direct children of this process. Reaps them, and every orphan it is given."""
+    """The direct children of this process. Reaps them, and every orphan reparented here."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, log_fd: int) -> None:
         self._loop = loop
@@ -56,9 +56,9 @@ class Children:
         *,
         inherit_fds: bool = False,
     ) -> int:
-        """Start a child in a session of its own; its pid.
+        """Start a child in its own session; returns its pid.
 
-        It is killed when this process dies. Output goes to the log. ``on_exit`` gets the
+        The child is killed when this process dies. Output goes to the log. ``on_exit`` gets the
         wait status. ``inherit_fds`` lets a rank reach the daemon of the outer MPI job.
 
         Raises:
@@ -79,7 +79,9 @@ class Children:
         return process.pid
 
     def close(self) -> None:
-        """Reap no more. Before the loop closes: a child may end while it is half closed."""
+        """Stop reaping. Called before the loop closes: a child may end while the loop is
+        half closed.
+        """
         self._loop.remove_signal_handler(signal.SIGCHLD)
 
     def _reap(self) -> None:

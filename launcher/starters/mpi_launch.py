@@ -26,20 +26,22 @@ _KEEPALIVE = {
     "PRTE_MCA_oob_tcp_keepalive_intvl": "2",
     "PRTE_MCA_oob_tcp_keepalive_probes": "3",
 }
-"""Seconds and count after which a daemon of mpirun ends itself, and its ranks, when the host
-of mpirun is lost. Before the ranks notice: what they then say would keep the daemon waiting
-for an answer, as long as TCP does."""
+"""Seconds and count after which a daemon of mpirun ends itself and its ranks when mpirun's
+host is lost. This must precede the ranks' own detection: their reports would keep the daemon
+waiting for an answer until TCP's timeout.
+"""
 
 TRANSPORTS = {"OMPI_MCA_btl": "^ofi"}
-"""Leaves out the one-sided transport over libfabric, which Trimaran does not use and which
-sleeps for a second in every start (Open MPI 5.0). An operator's own choice stands."""
+"""Excludes the one-sided transport over libfabric, which Trimaran does not use and which
+sleeps for a second in every start (Open MPI 5.0). An operator's own choice is kept.
+"""
 
 _PROBE_TIMEOUT_S = 60.0
 _LIBRARY_PROBE = (
     "import mpi4py; mpi4py.rc.initialize = False; "
     "from mpi4py import MPI; print(MPI.Get_library_version())"
 )
-# mpirun reads the first pair of names, the prte of a rank that spawns the second.
+# mpirun reads the first pair of names; the prte of a rank that spawns reads the second.
 _ROOT_ENV = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -72,10 +74,10 @@ class Mpi:
 
 
 def find_mpi(config: MpiConfig) -> Mpi:
-    """The starter that ``config`` asks for.
+    """The starter that ``config`` requests.
 
     Raises:
-        ConfigError: there is none, or the one that was named is no MPI that we know.
+        ConfigError: no MPI is found, or the named one is unknown.
     """
     if config.mpirun:
         path = shutil.which(config.mpirun)
@@ -104,7 +106,7 @@ def identify(mpirun: str) -> Mpi:
     """Identify an mpirun by its ``--version``.
 
     Raises:
-        ConfigError: it does not run, or is neither Open MPI nor MPICH.
+        ConfigError: the program does not run, or is neither Open MPI nor MPICH.
     """
     try:
         done = subprocess.run(
@@ -137,7 +139,7 @@ def check_library(mpi: Mpi) -> str:
     """Compare mpi4py's library with ``mpi``; return the library's own version line.
 
     Raises:
-        ConfigError: they differ, so that every rank would be alone in a world of size 1.
+        ConfigError: they differ, so that every rank would have a world of size 1.
     """
     library = library_version()
     kind, major = parse_library(library)
@@ -154,7 +156,7 @@ def library_version() -> str:
     """The version line of the library that mpi4py loads in a rank.
 
     Raises:
-        ConfigError: it loads none.
+        ConfigError: no library is loaded.
     """
     done = subprocess.run(
         [sys.executable, "-c", _LIBRARY_PROBE],
@@ -192,15 +194,15 @@ def compose(
 ) -> list[str]:
     """The command line that starts ``world_size`` ranks of ``command``.
 
-    ``forward`` names variables that ranks on other hosts need too; their values stay out
-    of the command line, where every user of the machine could read them. ``hosts`` are
-    filled in order; ``rsh_agent`` starts mpirun's daemons there.
+    ``forward`` names variables that ranks on other hosts need too; their values are not part of
+    the command line, which every user of the machine can read. ``hosts`` are filled in order;
+    ``rsh_agent`` starts mpirun's daemons there.
     """
-    # Daemons on other hosts are started by its path: their shells have another PATH.
+    # Daemons on other hosts are started by its path: remote shells have another PATH.
     words = [os.path.abspath(mpi.mpirun) if hosts else mpi.mpirun]
     where = ",".join(f"{host.host}:{host.num_ranks}" for host in hosts)
     if mpi.kind == MPICH:
-        # Hydra allows root and oversubscription by itself.
+        # Hydra allows root and oversubscription by default.
         words += ["-hosts", where] if where else []
         words += ["-launcher", "rsh", "-launcher-exec", rsh_agent] if rsh_agent else []
         return [*words, "-genvall", "-bind-to", "none", "-n", str(world_size), *command]
@@ -224,9 +226,9 @@ def compose(
 
 
 def starter_env(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment that mpirun, or a singleton, is started with."""
+    """The environment of mpirun, or of a singleton."""
     env = with_home(without_job(environ))
-    # A singleton that spawns looks for its own MPI's programs on PATH.
+    # A singleton that spawns searches PATH for its own MPI's programs.
     scripts = sysconfig.get_path("scripts")
     paths = [p for p in env.get("PATH", os.defpath).split(os.pathsep) if p != scripts]
     env["PATH"] = os.pathsep.join([scripts, *paths])
@@ -234,25 +236,26 @@ def starter_env(environ: Mapping[str, str]) -> dict[str, str]:
         env.update(_ROOT_ENV)
     env["OMPI_MCA_mpi_yield_when_idle"] = "1"
     if not any(shutil.which(name, path=env["PATH"]) for name in ("ssh", "rsh")):
-        # Open MPI 4 refuses to start even local ranks where it finds neither.
+        # Open MPI 4 refuses to start even local ranks if it finds neither.
         env.setdefault("OMPI_MCA_plm_rsh_agent", shutil.which("sh") or "sh")
     return {**_KEEPALIVE, **TRANSPORTS, **env}
 
 
 def without_job(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment without what an outer MPI job put there."""
+    """The environment without the variables of an outer MPI job."""
     return {k: v for k, v in environ.items() if not k.startswith(_JOB_PREFIXES)}
 
 
 def with_home(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment with HOME: Open MPI needs it even for --version, and a system
-    service has none."""
+    """The environment with HOME: Open MPI needs HOME even for --version, and a system
+    service has none.
+    """
     if environ.get("HOME"):
         return dict(environ)
     try:
         home = str(Path.home())
     except RuntimeError:
-        # The user is unknown here, as in a container that runs under a bare number.
+        # The user is unknown here, as in a container that runs under a numeric id.
         home = tempfile.gettempdir()
     return {**environ, "HOME": home}
 
@@ -261,16 +264,16 @@ def exit_signal(mpi: Mpi | None, exit_code: int) -> int:
     """The signal that killed the first rank, from mpirun's ``exit_code``; 0 for none."""
     if exit_code > 128:
         return exit_code - 128 if exit_code - 128 < 65 else 0
-    # Hydra passes on the bare number: only the signals that kill by accident are taken
-    # for one, since a small number may also be a rank's own exit code.
+    # Hydra reports the bare number. Only signals that kill by accident count, since a small
+    # number may also be a rank's own exit code.
     is_bare = mpi is not None and mpi.kind == MPICH and exit_code in (4, 6, 7, 8, 9, 11, 15)
     return exit_code if is_bare else 0
 
 
 def num_slots() -> int:
-    """Ranks that mpirun starts on this host without being told to oversubscribe, at least.
+    """The least number of ranks that mpirun starts on this host without oversubscription.
 
-    Open MPI counts physical cores, at most one for each CPU that we may use.
+    Open MPI counts physical cores, at most one for each CPU that this process may use.
     """
     import psutil
 
@@ -296,7 +299,7 @@ def mpi_settings() -> dict[str, str]:
         # Without this, the death of one spawned rank ends the orchestrator and every group.
         "OMPI_MCA_mpi_ft_enable": "1",
         "OMPI_MCA_mca_base_param_file_path": str(Path(__file__).parent / "mca"),
-        # Groups are placed by us; MPI would count cores, and bind the groups to the same.
+        # Trimaran places groups; MPI would bind all groups to the same cores.
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
         "PRTE_MCA_hwloc_default_binding_policy": "none",
     }

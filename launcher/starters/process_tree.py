@@ -20,7 +20,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def adopt_orphans() -> None:
     """Make this process the parent of every descendant whose own parent dies.
 
-    The tree below it is then complete: nothing that it started can leave it.
+    The tree below this process is then complete: no descendant can leave it.
     """
     if _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
@@ -31,7 +31,7 @@ def die_with(parent: int) -> Callable[[], None]:
 
     def prepare() -> None:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # it died before the call above
+        if os.getppid() != parent:  # the parent died before the call above
             os._exit(1)
 
     return prepare
@@ -55,7 +55,7 @@ def tagged(root: int, tag: str) -> list[int]:
 
 
 def incarnations(root: int, tag: str) -> dict[int, int]:
-    """The processes of `tagged`, each with the incarnation it belongs to; -1 if unknown."""
+    """The processes of `tagged`, each with its incarnation; -1 if unknown."""
     wanted, said = f"{GROUP}={tag}".encode(), f"{INCARNATION}=".encode()
     found: dict[int, int] = {}
     for pid in descendants(root):
@@ -75,13 +75,13 @@ def kill_tagged(root: int, tag: str, spare: int = 0) -> list[int]:
 
 
 def send(pid: int, signal_number: int) -> None:
-    """Signal a process that may be gone by now."""
+    """Signal a process that may have ended."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, signal_number)
 
 
 def kill_descendants(root: int) -> list[int]:
-    """Kill the processes of `descendants`; their pids, empty when all are gone."""
+    """Kill the processes of `descendants`; returns their pids, empty when all have ended."""
     found = descendants(root)
     for pid in found:
         send(pid, signal.SIGKILL)
@@ -89,7 +89,7 @@ def kill_descendants(root: int) -> list[int]:
 
 
 def kill_and_reap_all(timeout_s: float = 5.0) -> list[int]:
-    """End every process below this one; those left after ``timeout_s``. Blocks."""
+    """End every process below this one; kill the remaining ones after ``timeout_s``. Blocks."""
     deadline = time.monotonic() + timeout_s
     left = kill_descendants(os.getpid())
     while left and time.monotonic() < deadline:
@@ -102,7 +102,7 @@ def kill_and_reap_all(timeout_s: float = 5.0) -> list[int]:
 
 
 def _environ(pid: int) -> list[bytes]:
-    """The variables with which a process was started; none if it is gone or not ours."""
+    """The environment with which a process was started; empty if it is gone or not readable."""
     try:
         return Path("/proc", str(pid), "environ").read_bytes().split(b"\0")
     except OSError:
@@ -110,7 +110,7 @@ def _environ(pid: int) -> list[bytes]:
 
 
 def _children_of_all() -> dict[int, list[int]]:
-    """Every parent's living children; zombies are gone but for their exit code."""
+    """Every parent's living children, without zombies."""
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
         if not entry.isdigit():

@@ -12,11 +12,11 @@ from trimaran.launcher.starters.process_tree import descendants, incarnations, s
 
 _LOOK_S = 0.25
 _READ_S = 0.1
-"""Time for the end of a connected rank to be read from its connection, which says more."""
+"""Time for reading the end of a connected rank from its connection, which has more details."""
 
 
 class ProcessWatch:
-    """Watches processes through descriptors, so that no other process can be mistaken."""
+    """Watches processes by pidfd, so that a reused pid is never mistaken."""
 
     def __init__(self, on_end: Callable[[str], None]) -> None:
         self._on_end = on_end
@@ -30,7 +30,7 @@ class ProcessWatch:
                 name = Path(f"/proc/{pid}/comm").read_text(encoding="utf-8").strip()
                 fd = os.pidfd_open(pid)
             except OSError:
-                continue  # it has ended, or this kernel cannot; the heartbeat remains
+                continue  # it has ended, or there is no pidfd; the heartbeat remains
             self._fds.append(fd)
             loop.add_reader(fd, self._end, fd, f"{name} (pid {pid})")
 
@@ -48,14 +48,14 @@ class ProcessWatch:
 
 
 class RankWatch:
-    """Finds the ranks of one group as they come into being, and watches them.
+    """Finds the ranks of one group as they start, and watches them.
 
     Spawned ranks have no starter that reports their death. A rank that dies before MPI_Init
     leaves MPI_Comm_spawn waiting for ever; a rank that dies before it has connected closes no
     connection.
 
-    A daemon that outlives its orchestrator for a moment may still start ranks of an earlier
-    incarnation after its end: those are killed.
+    A daemon that briefly outlives its orchestrator may still start ranks of an earlier
+    incarnation: those are killed.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class RankWatch:
         was_complete = len(self._seen) >= self._num_ranks
         self._ends.watch(found - self._seen)
         self._seen |= found
-        # Once more after the last one: a process can end before it is watched.
+        # One more look after the last one: a process can end before it is watched.
         if not was_complete:
             self._later(_LOOK_S, self._look)
 

@@ -14,7 +14,7 @@ from trimaran.comm.errors import ConfigError
 _PREFIX = "trimaran-"
 _LOCK = "lock"
 _LONGEST_SOCKET_PATH = 107
-"""Bytes that the kernel takes as the address of a Unix socket."""
+"""Limit of the kernel on the path of a Unix socket, in bytes."""
 
 _LONGEST_NAME = len("/frontend-000.sock")
 
@@ -47,7 +47,7 @@ class RunDir:
         return f"unix:{self.path / name}.sock"
 
     def remove(self) -> None:
-        """Delete the folder. May be called twice."""
+        """Delete the folder. Idempotent."""
         if self._lock >= 0:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
@@ -55,9 +55,9 @@ class RunDir:
 
 
 def _base() -> tuple[Path, str]:
-    """The folder below which runs have theirs, and the variable that names another."""
-    # A batch job and `su` take XDG_RUNTIME_DIR along, to where there is no such folder or it
-    # is another user's.
+    """The parent folder of runs, and the variable that overrides it."""
+    # A batch job and `su` keep XDG_RUNTIME_DIR, although the folder may not exist there or
+    # belong to another user.
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     if runtime and os.access(runtime, os.W_OK | os.X_OK):
         return Path(runtime), "XDG_RUNTIME_DIR"
@@ -75,7 +75,7 @@ def _locked_folder(base: Path) -> tuple[Path, int]:
                 return path, lock
         except (BlockingIOError, FileNotFoundError):
             pass
-        # Another server has swept it in the moment before it was locked.
+        # Another server deleted the folder before it was locked.
         os.close(lock)
 
 
@@ -87,7 +87,7 @@ def _sweep(base: Path) -> None:
                 continue
             lock = os.open(folder / _LOCK, os.O_RDWR)
         except OSError:
-            # No lock yet, as its owner is just making it, or no permission.
+            # Not locked yet by its owner, or no permission.
             continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -106,7 +106,7 @@ class MpiSessionDirs:
     """
 
     def __init__(self, run_dir: RunDir) -> None:
-        """May raise ConfigError: /dev/shm takes no files."""
+        """May raise ConfigError: /dev/shm cannot be written."""
         self._disk = run_dir.path / "mpi"
         self._memory = RunDir(_SHARED_MEMORY)
 
@@ -114,14 +114,14 @@ class MpiSessionDirs:
         """The variables for a group's MPI; ``is_here_alone``: all its ranks are on this host.
 
         The base of session folders does not reach the processes of other hosts. Segments on
-        another host could not be deleted, so groups of several hosts use none: MPI starts
-        their ranks and carries control messages between hosts, over TCP.
+        another host could not be deleted, so groups of several hosts use none: MPI starts their
+        ranks and carries control messages between hosts, over TCP.
         """
         disk, memory = map(str, self._folders(tag))
-        # Open MPI 4 passes such a variable on to ranks, which take it for a contradiction.
+        # Open MPI 4 passes such a variable on to ranks, which then report a conflict.
         sessions = {"PRTE_MCA_prte_local_tmpdir_base": disk}
         segments = {
-            # Where Open MPI 4 and a singleton have their folders.
+            # The folders of Open MPI 4 and of a singleton.
             "TMPDIR": disk,
             "OMPI_MCA_btl_sm_backing_directory": memory,
             "OMPI_MCA_btl_vader_backing_directory": memory,
@@ -131,12 +131,12 @@ class MpiSessionDirs:
         return {**sessions, _TRANSPORTS: os.environ.get(_TRANSPORTS, "self,tcp")}
 
     def prepare(self, tag: str) -> None:
-        """Make the folders of a group that is about to be started."""
+        """Create the folders of a group before its start."""
         for folder in self._folders(tag):
             folder.mkdir(parents=True, exist_ok=True)
 
     def clear(self, tag: str) -> None:
-        """Delete the folders of a group, none of whose processes lives."""
+        """Delete the folders of a group without living processes."""
         for folder in self._folders(tag):
             shutil.rmtree(folder, ignore_errors=True)
 

@@ -15,8 +15,8 @@ from trimaran.launcher.starters.process_tree import kill_tagged, send, tagged
 from trimaran.launcher.starters.run_dir import MpiSessionDirs
 from trimaran.launcher.starters.starter import GroupSpec, StarterEvents
 
-# Variables by which options of the batch script reach its steps: a group's step has options
-# of its own, and each of its ranks sees all GPUs of the job on its node and takes its own.
+# Variables that pass options of the batch script to its steps. A group's step has its own
+# options, and each of its ranks sees all GPUs of the job on its node and selects its own.
 _JOB_OPTIONS = (
     "SLURM_CPU_BIND", "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_TASKS_PER_NODE",
     "SLURM_DISTRIBUTION", "SLURM_MPI_TYPE", "SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK",
@@ -25,10 +25,10 @@ _JOB_OPTIONS = (
 )  # fmt: skip
 
 _SRUN_END_S = 4.0
-"""srun ends its step in this time, ranks that are stopped included, or is killed."""
+"""Time for srun to end its step, including stopped ranks, before srun is killed."""
 
 _HELPER_END_S = 3.0
-"""srun's second process outlives it for so long at most: it ends the step of a dead srun."""
+"""Longest life of srun's second process, which ends the step of a dead srun."""
 
 
 @cache
@@ -36,7 +36,7 @@ def plugin() -> str:
     """Slurm's MPI plug-in that joins ranks of the library which mpi4py loads.
 
     Raises:
-        ConfigError: it loads none.
+        ConfigError: no library is loaded.
     """
     kind, _ = parse_library(library_version())
     return "pmi2" if kind == MPICH else "pmix"
@@ -51,9 +51,9 @@ def compose_srun(
 ) -> list[str]:
     """The command line of a step of ``world_size`` ranks of ``command``.
 
-    The step shares what the job has with the other groups' steps, and ends when one of its
-    ranks dies. Variables reach the ranks as Slurm passes them on by itself, but for those
-    of ``env``, which Slurm would set otherwise: the devices that a rank sees.
+    The step shares the job's resources with the other groups' steps, and ends when one of its
+    ranks dies. Slurm passes the environment to the ranks, except for ``env``, which Slurm would
+    set differently: the devices that a rank sees.
     """
     command = [*(["env", *(f"{k}={v}" for k, v in env.items())] if env else []), *command]
     words = [
@@ -71,7 +71,7 @@ def compose_srun(
 
 
 def step_env(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a group's srun, without what the job says for other steps."""
+    """The environment of a group's srun, without the job's settings for steps."""
     return {k: v for k, v in environ.items() if not k.startswith(_JOB_OPTIONS)}
 
 
@@ -90,9 +90,9 @@ class StepStarter(CommandStarter):
         super().start(incarnation, events)
 
     def kill(self, *, spare_own: bool = False) -> bool:
-        """See `starters.Starter`: terminate the step, and kill an srun that does not.
+        """See `starters.Starter`: terminate the step, and kill an srun that does not end.
 
-        With ``spare_own`` there is nothing to do: srun itself ends a step that lost a rank.
+        With ``spare_own`` nothing is done: srun itself ends a step that lost a rank.
         """
         left = tagged(os.getpid(), self._spec.tag)
         if spare_own or not left:

@@ -1,4 +1,4 @@
-"""Groups that the orchestrator spawns: what the supervisor asks of it and hears from it."""
+"""Groups that the orchestrator spawns: commands to the orchestrator, and its events."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class SpawnClient:
         self._started: dict[tuple[str, int], StarterEvents] = {}
 
     def start(self, command: Command, events: StarterEvents) -> None:
-        """Have a group spawned: now, or as soon as the orchestrator is up."""
+        """Request the spawn of a group: now, or as soon as the orchestrator is up."""
         self._started[_key(command.arguments)] = events
         if self._is_up:
             self._send(command)
@@ -59,7 +59,7 @@ class SpawnClient:
                 events.on_starter_lost("its orchestrator died")
 
     def give_up(self, why: str) -> None:
-        """The orchestrator never came up: fail every group that waits for it."""
+        """The orchestrator never started: fail every group that waits for it."""
         for events in list(self._started.values()):
             events.on_failure(why)
 

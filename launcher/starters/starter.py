@@ -24,7 +24,7 @@ class EngineSpec:
     generation: int = 1
     start_method: str = ""
     ranks: tuple[int, ...]
-    """Which ranks of the process group run it, in order."""
+    """The ranks of the process group that run the engine, in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,8 @@ class GroupSpec:
     world_size: int
     command: Sequence[str]
     """Starts the whole group (mpirun, srun, the only process itself), or with an
-    orchestrator one rank of it."""
+    orchestrator one rank.
+    """
 
     env: Mapping[str, str]
     make_config: Callable[[int, int], dict[str, Any]]
@@ -60,7 +61,7 @@ class GroupSpec:
     connect_timeout_s: float
     startup_timeout_s: float
     hang_timeout_s: float
-    """A ready process has hung after so long a silence; 0 means never."""
+    """The silence after which a ready process counts as hung; 0 means never."""
 
     @property
     def title(self) -> str:
@@ -92,10 +93,10 @@ class StarterEvents:
     """The callbacks of a starter. Never called from within `Starter.start`."""
 
     on_exit: Callable[[], None]
-    """Its own process has ended; `Starter.status` says how."""
+    """The starter's own process has ended; `Starter.status` has the result."""
 
     on_failure: Callable[[str], None]
-    """The processes could not be started, or one of them died; the text says which."""
+    """The processes could not be started, or one of them died; the text names which."""
 
     on_starter_lost: Callable[[str], None]
     """The process that started them died, and they die with it; it is started again."""
@@ -106,11 +107,13 @@ class Starter(Protocol):
 
     @property
     def pid(self) -> int:
-        """Its own process below this one, from start to end; 0 if it has none."""
+        """The starter's own process below this one, from start to end; 0 if it has none."""
 
     @property
     def status(self) -> int | None:
-        """The wait status of its own process; None while that runs or if it has none."""
+        """The wait status of the starter's own process; None while it runs or if there is
+        none.
+        """
 
     @property
     def is_over(self) -> bool:
@@ -128,12 +131,12 @@ class Starter(Protocol):
         """
 
     def kill(self, *, spare_own: bool = False) -> bool:
-        """Kill the group's processes of this moment; whether there were any.
+        """Kill the group's current processes; whether there were any.
 
         Called again until it returns False.
 
         Ranks on other hosts are out of reach: they end as their connections close. With
-        ``spare_own`` the starter's own process lives on, to say how the first rank died.
+        ``spare_own`` the starter's own process lives on, to report how the first rank died.
         """
 
     def release(self) -> None:

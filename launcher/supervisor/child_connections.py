@@ -33,7 +33,7 @@ class ChildConnection:
     def __init__(self, hello: ChildHello, transport: asyncio.Transport) -> None:
         self.hello = hello
         self.num_unanswered = 0
-        """Pings sent since the child was last heard."""
+        """Pings sent since the child's last message."""
 
         self._transport = transport
 
@@ -53,12 +53,12 @@ class ChildConnection:
             self._transport.write(encode(message))
 
     def ping(self) -> None:
-        """Ask for a sign of life."""
+        """Send a ping."""
         self.num_unanswered += 1
         self.send(Ping(payload=self.num_unanswered))
 
     def close(self) -> None:
-        """Close this end, at which the child exits."""
+        """Close this end; the child exits then."""
         self._transport.abort()
 
 
@@ -74,7 +74,7 @@ class ConnectionEvents:
 
 
 class _ChildProtocol(asyncio.Protocol):
-    """Reads one socket. A peer that does not show the token of this run is disconnected."""
+    """Reads one socket. A peer without the token of this run is disconnected."""
 
     def __init__(self, token: str, events: ConnectionEvents) -> None:
         self._token = token
@@ -83,7 +83,7 @@ class _ChildProtocol(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._connection: ChildConnection | None = None
-        """None until the child has said hello."""
+        """None until the child has sent its greeting."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -138,7 +138,9 @@ class _ChildProtocol(asyncio.Protocol):
 
 
 async def listen(sock: socket.socket, token: str, events: ConnectionEvents) -> asyncio.Server:
-    """Accept children's connections on a listening socket, which belongs to the server now."""
+    """Accept children's connections on a listening socket, which the server owns from now
+    on.
+    """
     loop = asyncio.get_running_loop()
     sock.setblocking(False)
     if sock.family == socket.AF_UNIX:

@@ -31,22 +31,24 @@ _NOTICE_S = 0.3
 """Within this time the starter has noticed a death and knows which process died first."""
 
 _STARTER_END_S = 2.0
-"""The starter is given this time to end after its last process."""
+"""Time for the starter to end after its last process."""
 
 _MAX_PINGS = 4
-"""Unanswered pings that make up ``hang_timeout_s``. Counted, not timed: when this process
-was suspended, no child is taken for hung."""
+"""Unanswered pings that make up ``hang_timeout_s``. Counted, not timed: after a suspension
+of this process, no child counts as hung.
+"""
 
 _LOADING_PATIENCE = 6
-"""A loading process may be silent so many times as long as a serving one: code that does
-not let other threads run, such as an import, is no hang."""
+"""Factor of the silence allowed to a loading process: code that holds the interpreter, such
+as an import, is not a hang.
+"""
 
 _READ_S = 0.05
 _KILL_PERIOD_S = 0.05
 
 
 class GroupState(Enum):
-    """Where a group stands."""
+    """The state of a group."""
 
     DOWN = "down"
     STARTING = "starting"
@@ -55,17 +57,17 @@ class GroupState(Enum):
     """A process ended; the rest is being ended."""
 
     STOPPING = "stopping"
-    """Told to end in order."""
+    """The group was commanded to end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a group died."""
+    """The cause of a group's death."""
 
     text: str
     is_config_error: bool = False
     is_final: bool = False
-    """Starting it again cannot help."""
+    """A restart cannot help."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,17 +80,19 @@ class GroupEvents:
     on_ready: Callable[[Group], None]
     on_drained: Callable[[Group, dict[str, Any]], None]
     on_failure: Callable[[Group, Failure], None]
-    """All its processes are gone."""
+    """All its processes have ended."""
 
     on_stopped: Callable[[Group], None]
-    """All its processes are gone, as they were told."""
+    """All its processes have ended, as commanded."""
 
     on_down: Callable[[Group], None]
-    """The group serves no more: a process is gone, and the rest is being ended."""
+    """The group no longer serves: a process is gone, and the rest is being ended."""
 
 
 class Group:
-    """Starts its processes, follows their states, finds out why one died, ends the rest."""
+    """Starts its processes, follows their states, determines the cause of a death, ends the
+    rest.
+    """
 
     def __init__(self, spec: GroupSpec, starter: Starter, events: GroupEvents) -> None:
         self.spec = spec
@@ -96,7 +100,7 @@ class Group:
         self.incarnation = -1
         self.was_ready = False
         self.fault = ""
-        """Why it died last."""
+        """The cause of the last death."""
 
         self.fault_time = 0.0
         self._starter = starter
@@ -120,7 +124,7 @@ class Group:
         try:
             self._starter.start(self.incarnation, events)
         except OSError as error:
-            # A restart may help: memory, room on a disk or a program may be back by then.
+            # A restart may help: memory, disk space or a program may be available again.
             what = error.filename or spec.command[0]
             self._die(Failure(f"{what}: {error.strerror}", is_final=not self.was_ready))
             return
@@ -135,15 +139,15 @@ class Group:
             connection.send(command)
 
     def stop(self) -> None:
-        """Tell every process to end in order; `kill` what does not. May be called twice."""
+        """Command every process to end; `kill` those that do not. Idempotent."""
         if self.state in (GroupState.DOWN, GroupState.DYING, GroupState.STOPPING):
             return
         is_loading = self.state is GroupState.STARTING and bool(self.spec.engines)
         self.state = GroupState.STOPPING
         self._cancel_timers()
         if is_loading or len(self._connections) < self.spec.world_size:
-            # Loading ranks do not listen and have nothing to finish; a process that has not
-            # connected cannot be told.
+            # Loading ranks do not listen and have no requests to finish; a process that has not
+            # connected cannot be reached.
             self.kill()
         else:
             self.send(Command(verb="shutdown"))
@@ -152,8 +156,8 @@ class Group:
         """Kill every process of the group now; `on_stopped` or `on_failure` follows."""
         connections = list(self._connections.values())
         self._finish_when_gone()
-        # Processes of other hosts cannot be killed from here: they end when this closes. Those
-        # of this host are dead by now, so none logs a lost supervisor.
+        # Processes of other hosts cannot be killed from here: they end when the connection
+        # closes. Those of this host are dead by now, so none logs a lost supervisor.
         for connection in connections:
             connection.close()
 
@@ -232,13 +236,13 @@ class Group:
         if self.state is GroupState.STOPPING:
             self._left.add(connection.rank)
             if len(self._left) == self.spec.world_size and self._starter.is_over:
-                # No exit of a starter will report that the last process is gone.
+                # The starter will not report an exit of the last process.
                 self._after(_NOTICE_S, self.kill)
             return
         if self._lost is None and self._failure is None:
             self._lost = connection
             self._events.on_down(self)
-            # The starter's exit code says how the process died, once the starter has ended.
+            # The starter's exit code tells how the process died, once the starter has ended.
             self._after(_NOTICE_S, self._end_the_others)
 
     # ---- endings ------------------------------------------------------------------------
@@ -279,7 +283,7 @@ class Group:
     def _end_the_others(self) -> None:
         """Kill the rest of the group: ranks ignore the signal that mpirun sends."""
         if self._starter.status is None:
-            # The starter lives on for a moment: its exit code says how a rank died.
+            # The starter lives on for a moment: its exit code tells how a rank died.
             self._starter.kill(spare_own=True)
             self._after(_STARTER_END_S if self._starter.pid else _READ_S, self._conclude)
 
@@ -357,7 +361,7 @@ class Group:
         self._die(Failure(text, is_final=is_final))
 
     def _fate(self, status: int | None) -> str:
-        """How the first process died, from mpirun's exit code."""
+        """The cause of the first death, from mpirun's exit code."""
         if status is None:
             return "died"
         code = os.WEXITSTATUS(status)
@@ -405,7 +409,7 @@ class Group:
         else:
             self._events.on_failure(self, self._failure)
 
-    # ---- words --------------------------------------------------------------------------
+    # ---- texts --------------------------------------------------------------------------
 
     def _process(self, connection: ChildConnection) -> str:
         host = connection.hello.host

@@ -23,7 +23,7 @@ from trimaran.server.repository.model_repository import RepositoryModel, reposit
 logger = logging.getLogger(__name__)
 
 _STOP_GRACE_S = 5.0
-"""A group that was told to end is killed after this time."""
+"""Time after which a group that was commanded to end is killed."""
 
 
 class GroupResolver(Protocol):
@@ -32,7 +32,7 @@ class GroupResolver(Protocol):
     def groups_of(
         self, model: RepositoryModel, generation: int, running: Sequence[GroupConfig]
     ) -> tuple[GroupConfig, ...]:
-        """The groups of a model beside those that run.
+        """The groups of a model beside the running ones.
 
         Raises:
             ConfigError: the model cannot be served; with ``groups`` if those are in the way.
@@ -49,7 +49,7 @@ class GroupControl:
         self._stopping: list[tuple[ChildConnection, int, list[Group]]] = []
 
     def handle(self, connection: ChildConnection, request: ChildRequest) -> None:
-        """Answer one request, now or once it is done."""
+        """Answer one request, immediately or once it is done."""
         arguments = request.arguments
         try:
             if request.verb == "start_groups":
@@ -87,7 +87,7 @@ class GroupControl:
         self._loading.discard(group)
 
     def on_stopped(self, group: Group) -> None:
-        """A group has ended as commanded: forget it if its unloading was requested."""
+        """A group has ended as commanded: forget it if it was being unloaded."""
         for entry in list(self._stopping):
             connection, request_id, groups = entry
             if group not in groups:
@@ -101,7 +101,7 @@ class GroupControl:
                 self._reply(connection, request_id)
 
     def is_stopping(self, group: Group) -> bool:
-        """Whether a group was asked to end while the server goes on."""
+        """Whether a group was commanded to end while the server goes on."""
         return any(group in groups for _, _, groups in self._stopping)
 
     def on_new_frontend(self, connection: ChildConnection) -> None:
@@ -138,7 +138,7 @@ class GroupControl:
         for group in self._table.add(configs):
             self._loading.add(group)
             group.start()
-            # A group that could not be started has failed and is forgotten by now.
+            # A group that could not be started has already been forgotten.
             if group.state is not GroupState.DOWN:
                 self._table.tell(group)
         return {"groups": [config.name for config in configs]}

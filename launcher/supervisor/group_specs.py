@@ -62,22 +62,24 @@ class Programs:
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """Where children of this host, and of others, reach the supervisor and the front ends."""
+    """The addresses of the supervisor and the front ends for children of this host, and of
+    others.
+    """
 
     token: str
     supervisor: str
     frontends: tuple[str, ...]
     far_supervisor: str = ""
-    """Over TCP; empty if nothing runs on another host."""
+    """Over TCP; empty if all processes run on this host."""
 
     far_frontends: tuple[str, ...] = ()
-    """One a front end, or none at all."""
+    """One address for each front end; may be empty."""
 
     between_frontends: str = ""
-    """Where the first front end expects the others."""
+    """The address at which the first front end expects the others."""
 
     def engine_listen(self, index: int) -> tuple[str, ...]:
-        """Where a front end expects engines."""
+        """The addresses at which a front end expects engines."""
         ports = (f"tcp:0.0.0.0:{far.rpartition(':')[2]}" for far in self.far_frontends)
         return (self.frontends[index], *list(ports)[index : index + 1])
 
@@ -100,7 +102,7 @@ class SpecMaker:
         self._session_dirs = session_dirs
 
     def frontends(self, remembered: Mapping[str, Any]) -> list[GroupSpec]:
-        """All front ends; ``remembered["state"]`` goes to every incarnation of the first."""
+        """All front ends; every incarnation of the first one gets ``remembered["state"]``."""
         count = self._config.frontend.num_frontends
         return [self._frontend(index, remembered) for index in range(count)]
 
@@ -109,8 +111,8 @@ class SpecMaker:
         env = {
             **starter_env(os.environ),
             **self._child_env(FRONTEND, name),
-            # The front end forks only to run other programs: tokenizers' own threads stay, and
-            # gRPC has nothing to prepare, of which it would log a line each time.
+            # The front end forks only to run other programs: tokenizer threads stay enabled,
+            # and gRPC's fork handlers, which log a line each time, are disabled.
             "TOKENIZERS_PARALLELISM": "false",
             "GRPC_ENABLE_FORK_SUPPORT": "0",
         }
@@ -144,14 +146,14 @@ class SpecMaker:
         return self._spec(ORCHESTRATOR, ORCHESTRATOR, programs, env, make_config)
 
     def workers(self, group: GroupConfig) -> GroupSpec:
-        """One engine's ranks, started for it alone."""
+        """One engine's ranks, started for this engine alone."""
         is_job = group.launch == "job"
         ours = {**self._rank_env(group, group.name, bool(group.hosts)), **group.env}
         base = rank_environ(os.environ) if is_job else starter_env(os.environ)
         if group.launch == "srun":
             base = step_env(base)
         files = self._session_env(group.launch, group.name, group.hosts)
-        # A spawned rank inherits the rest from the orchestrator.
+        # A spawned rank inherits the other variables from the orchestrator.
         env = {**files, **ours} if group.launch == "spawn" else {**base, **files, **ours}
 
         def make_config(incarnation: int, rank: int) -> dict[str, Any]:
@@ -169,7 +171,7 @@ class SpecMaker:
         )
 
     def prestarted(self, groups: Sequence[GroupConfig]) -> GroupSpec:
-        """All ranks of one job; each engine takes the ranks that it names.
+        """All ranks of one job; each engine uses the ranks that it names.
 
         Rank 0 runs no engine: Triton's TensorRT-LLM backend has its orchestrator there, and
         ``participant_ids`` mean the same ranks.
@@ -266,7 +268,7 @@ class SpecMaker:
 
     def _rank_config(self, group: GroupConfig, incarnation: int) -> RankConfig:
         addresses = self._addresses
-        # With mpirun, rank 0 of a leader group is on this host, also in a job of several.
+        # With mpirun, rank 0 of a leader group is on this host, also in a job of several hosts.
         is_elsewhere = group.hosts or group.participants or group.launch == "srun"
         is_far = bool(addresses.far_frontends and is_elsewhere)
         return RankConfig(
@@ -287,7 +289,7 @@ class SpecMaker:
 
     def _rank_env(self, group: GroupConfig, name: str, is_far: bool) -> dict[str, str]:
         address = self._addresses.far_supervisor if is_far else ""
-        # Ranks that a job has put on other hosts learn the address from rank 0.
+        # Ranks that a job has put on other hosts get the address from rank 0.
         if not address and self._config.advertise_address:
             address = self._addresses.far_supervisor
         return {
@@ -299,7 +301,7 @@ class SpecMaker:
         """The session directories of the MPI that starts a group; none in an outer job."""
         if launch not in ("mpirun", "prestarted", "spawn", "none"):
             return {}
-        # Without --host, mpirun spreads over the nodes of the allocation that it is in.
+        # Without --host, mpirun uses all nodes of the allocation that it runs in.
         is_alone = not hosts and os.environ.get("SLURM_JOB_NUM_NODES", "1") == "1"
         return self._session_dirs.env(group_tag(RANK, name), is_here_alone=is_alone)
 

@@ -18,7 +18,7 @@ from trimaran.launcher.supervisor.group import Group, GroupEvents, GroupState
 from trimaran.launcher.supervisor.group_specs import PRESTARTED, SpecMaker
 
 _MOST_DOUBLINGS = 64
-"""Beyond the longest pause in any case; keeps the power within a float."""
+"""Exponent above the longest pause in any case; keeps the power within a float."""
 
 _STATE_WORDS = {
     GroupState.DOWN: "down",
@@ -55,7 +55,7 @@ class RestartBudget:
 class GroupTable:
     """The front ends, the orchestrator if one is needed, and the worker groups.
 
-    Groups come and go while the server runs; each has a restart budget of its own.
+    Groups are added and removed while the server runs; each has a restart budget of its own.
     """
 
     def __init__(
@@ -72,7 +72,9 @@ class GroupTable:
         self._events = events
         self._policy = policy
         self.remembered: dict[str, Any] = {"state": b"", "groups": None}
-        """State that a front end leaves to its next incarnation; ``groups``: those it uses."""
+        """The state that a front end saves for its next incarnation; ``groups``: those it
+        uses.
+        """
 
         self.spawn_client = SpawnClient(self._send_to_orchestrator)
         self.frontends = [
@@ -82,7 +84,7 @@ class GroupTable:
         self.orchestrator: Group | None = None
         self.workers: dict[str, Group] = {}
         self.configs: dict[str, GroupConfig] = {}
-        """Every engine's group, by name; those of one job share a process group."""
+        """Every engine's group, by name; groups of one job share a process group."""
 
         self._budgets: dict[str, RestartBudget] = {}
         self._failed: set[str] = set()
@@ -113,7 +115,7 @@ class GroupTable:
         return added
 
     def remove(self, group: Group) -> None:
-        """Forget a group whose processes are gone."""
+        """Forget a group without living processes."""
         if group is self.orchestrator:
             self.orchestrator = None
         else:
@@ -147,15 +149,15 @@ class GroupTable:
         return self._budgets.setdefault(group.spec.tag, RestartBudget(self._policy))
 
     def mark_failed(self, group: Group) -> None:
-        """Note that a group will not be started again."""
+        """Record that a group will not be restarted."""
         self._failed.add(group.spec.tag)
 
     def has_failed(self, group: Group) -> bool:
-        """Whether a group will not be started again."""
+        """Whether a group will not be restarted."""
         return group.spec.tag in self._failed
 
     def note_restart(self, group: Group, delay_s: float) -> None:
-        """Note when a dead group is started again; 0 once it is."""
+        """Record when a dead group will be restarted; 0 once it is."""
         self._restart_in_s[group.spec.tag] = delay_s
 
     @property

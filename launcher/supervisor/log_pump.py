@@ -1,4 +1,4 @@
-"""Carries every process's log lines to stderr and the log file without ever blocking."""
+"""Copies every process's log lines to stderr and the log file without ever blocking."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ logger = logging.getLogger(__name__)
 class LogPump:
     """A pipe that children write to, copied to all sinks.
 
-    A sink that fails (disk full, reader gone) loses lines; a sink that stalls is buffered
-    up to a limit and then loses lines. Neither stops a process that logs. The first
-    failure of each sink is logged to the others.
+    A sink that fails (disk full, reader gone) loses lines; a sink that stalls is buffered up to
+    a limit and then loses lines. Neither blocks a process that logs. The first failure of each
+    sink is logged to the others.
     """
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, sinks: dict[str, int], stdout: int
     ) -> None:
         """``sinks`` are descriptors by the names that log lines give them; ``stdout`` is the
-        descriptor of `show`."""
+        descriptor of `show`.
+        """
         self._loop = loop
         self._sinks = [_Sink(title, fd) for title, fd in sinks.items()]
         self._stdout = _Sink("stdout", stdout)
@@ -39,12 +40,12 @@ class LogPump:
         try:
             fcntl.fcntl(self._read_fd, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         except OSError:
-            pass  # over the user's limit: the usual 64 KiB will do
+            pass  # over the user's limit: the default of 64 KiB suffices
         self._retry: asyncio.TimerHandle | None = None
         loop.add_reader(self._read_fd, self._on_readable)
 
     def write(self, text: str) -> int:
-        """Lines of this process; with `flush`, what a logging stream needs."""
+        """Write lines of this process; with `flush`, the interface of a logging stream."""
         self._copy(text.encode("utf-8", "replace"))
         return len(text)
 
@@ -54,10 +55,10 @@ class LogPump:
         self._drain()
 
     def flush(self) -> None:
-        """Nothing to do: `write` already tried."""
+        """Without effect: `write` has already tried."""
 
     def close(self, timeout_s: float = 0.5) -> None:
-        """Copy the remaining lines, as far as the sinks take them within ``timeout_s``."""
+        """Copy the remaining lines, as far as the sinks accept them within ``timeout_s``."""
         self._loop.remove_reader(self._read_fd)
         if self._retry is not None:
             self._retry.cancel()
@@ -111,7 +112,7 @@ class _Sink:
             self._pending += data
 
     def drain(self) -> bool:
-        """Write what the sink takes without blocking; whether nothing is left."""
+        """Write without blocking; whether no bytes are left."""
         try:
             # A pipe or terminal that is ready takes this many bytes at once.
             while self._pending and select.select([], [self._fd], [], 0)[1]:
@@ -124,7 +125,7 @@ class _Sink:
     def tell(self) -> None:
         """Log the first failure."""
         if self._failure and not self._is_told:
-            # Before the line, which comes back here.
+            # Before the line, which arrives here again.
             self._is_told = True
             logger.warning(
                 "%s lacks lines from here on, of which some cannot be written: %s",

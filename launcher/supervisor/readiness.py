@@ -18,14 +18,14 @@ _TITLES = {"http": "HTTP", "grpc": "gRPC", "metrics": "Metrics"}
 
 
 def announce(config: ServeConfig, show: Callable[[str], None]) -> None:
-    """``show`` the last lines of a start and write the ready file, if one is wanted.
+    """``show`` the last lines of a start and write the ready file, if configured.
 
     A file that cannot be written is logged; the server goes on.
     """
     show("\n".join(endpoint_lines(config)) + "\n")
     if not config.ready_file:
         return
-    # Written whole or not at all: other programs wait for the file.
+    # Written atomically: other programs wait for the file.
     part = Path(f"{config.ready_file}.part")
     try:
         part.write_text(json.dumps(endpoint_urls(config), indent=1) + "\n", encoding="utf-8")
@@ -58,7 +58,7 @@ def endpoint_urls(config: ServeConfig) -> dict[str, str]:
 
 
 def endpoint_lines(config: ServeConfig) -> list[str]:
-    """The open endpoints, and the curl line where a text-level model is served."""
+    """The open endpoints, and the curl line if a text-level model is served."""
     lines = ["Ready."]
     for endpoint in endpoints(config.frontend):
         host = _reachable(endpoint.address)

@@ -43,7 +43,7 @@ class Shutdown:
         self.forced = asyncio.Event()
         self.last_signal = 0
         for number in _SIGNALS:
-            # `nohup` asks for SIGHUP to be ignored.
+            # `nohup` sets SIGHUP to be ignored.
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 loop.add_signal_handler(number, self._on_signal, number)
 
@@ -78,7 +78,7 @@ def run(config: ServeConfig, serve: Callable[[Runtime], Coroutine[Any, Any, int]
     Every process below this one is ended before this returns.
 
     Raises:
-        ConfigError: a folder or the log file cannot be made.
+        ConfigError: a folder or the log file cannot be created.
     """
     adopt_orphans()
     _allow_many_connections()
@@ -91,10 +91,10 @@ async def _run(
     serve: Callable[[Runtime], Coroutine[Any, Any, int]],
     cleanup: contextlib.ExitStack,
 ) -> int:
-    """``cleanup`` is done once the loop has ended."""
+    """``cleanup`` runs once the loop has ended."""
     loop = asyncio.get_running_loop()
     shutdown = Shutdown(loop)
-    # Not before the signals are caught: an uncaught signal would leave the folders behind.
+    # After the signals are caught: an uncaught signal would leave the folders behind.
     run_dir = RunDir()
     cleanup.callback(run_dir.remove)
     session_dirs = MpiSessionDirs(run_dir)
@@ -113,10 +113,10 @@ async def _run(
 
 
 class ChildSockets:
-    """The sockets on which children are expected, and the addresses that lead there."""
+    """The sockets on which children are expected, and their addresses."""
 
     def __init__(self, config: ServeConfig, run_dir: RunDir) -> None:
-        """TCP sockets beside Unix ones where ranks of other hosts are expected."""
+        """TCP sockets in addition to Unix ones if ranks of other hosts are expected."""
         near = run_dir.socket("supervisor")
         self.listeners = [Address.parse(near).listen()]
         indices = range(config.frontend.num_frontends)
@@ -132,7 +132,7 @@ class ChildSockets:
             return
         self.listeners.append(Address(host="0.0.0.0").listen())
         port = self.listeners[-1].getsockname()[1]
-        # Held, but not listened on: every incarnation of a front end opens its port.
+        # Bound without a listener: every incarnation of a front end opens the port.
         self._held = [_held_socket() for _ in indices]
         self.addresses = dataclasses.replace(
             self.addresses,
@@ -155,7 +155,7 @@ def _log_sinks(path: str) -> dict[str, int]:
 
 
 def _allow_many_connections() -> None:
-    """Let the front end, which inherits this limit, hold as many sockets as it may."""
+    """Raise the limit on open files for the front end, which inherits it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_OPEN_FILES)
     if soft < wanted:
@@ -170,15 +170,16 @@ def _end_all() -> None:
 
 
 def _hold_signals() -> None:
-    """Block signals during the clean-up, so that none cuts it short or changes the exit code.
+    """Block signals during the clean-up, so that none interrupts it or changes the exit code.
 
-    Other handlers would not do: the closing loop has moments without a complete one."""
+    Ignoring handlers would not do: the closing loop has moments without a complete handler.
+    """
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
 
 
 def _log_through(stream: Any) -> None:
     """Send this process's log lines to another stream."""
-    # The first handler alone: a file of this process's own stays as it is.
+    # The first handler alone: a log file of this process stays unchanged.
     for handler in logging.getLogger().handlers[:1]:
         if isinstance(handler, logging.StreamHandler):
             handler.setStream(stream)

@@ -29,7 +29,7 @@ _DRAIN_MARGIN_S = 2.0
 """Added to the drain for a front end that hangs; others end their drain in time."""
 
 _LAST_WORDS_S = 2.0
-"""Longest drain after a failure: nothing can finish, but clients should get an answer."""
+"""Longest drain after a failure: no request can finish, but clients should get an answer."""
 
 _SHUTDOWN_GRACE_S = 3.0
 _FORCED_POLL_S = 0.05
@@ -44,11 +44,11 @@ def supervise(
 ) -> int:
     """Run one server until a signal or a failure ends it; the exit code.
 
-    ``mpi`` starts the groups that need an mpirun. ``resolver`` makes groups of the models
-    that are loaded while serving.
+    ``mpi`` starts the groups that need an mpirun. ``resolver`` makes groups of models that are
+    loaded while serving.
 
     Raises:
-        ConfigError: a folder or the log file cannot be made.
+        ConfigError: a folder or the log file cannot be created.
     """
 
     async def serve(runtime: Runtime) -> int:
@@ -56,15 +56,16 @@ def supervise(
         maker = SpecMaker(config, mpi, programs, sockets.addresses, runtime.session_dirs)
         return await Supervisor(config, maker, runtime, resolver).run(sockets)
 
-    withdraw(config)  # a server that was killed has left it
+    withdraw(config)  # left by a server that was killed
     return run(config, serve)
 
 
 class Supervisor:
-    """Runs one server from start to end. One thread; knows nothing of MPI or tensors.
+    """Runs one server from start to end. One thread; free of MPI and tensors.
 
-    Every process of the server is below this one, and none outlives it: each holds a
-    connection to it and exits when that closes, and direct children are killed with it.
+    Every process of the server is below this one, and none outlives it: each holds a connection
+    to this process and exits when the connection closes, and direct children are killed with
+    it.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Supervisor:
         runtime: Runtime,
         resolver: GroupResolver | None,
     ) -> None:
-        """``resolver`` makes groups of the models that are loaded while serving."""
+        """``resolver`` makes groups of models that are loaded while serving."""
         self._config = config
         self._shutdown = runtime.shutdown
         self._show = runtime.log.show
@@ -191,7 +192,7 @@ class Supervisor:
         if self._is_ending:
             logger.error("%s: %s", group.spec.title, failure.text)
             if group in self._draining:
-                # Its unfinished requests are unknown.
+                # The number of its unfinished requests is unknown.
                 self._was_cut_short = True
             self._table.mark_failed(group)
             self._table.tell(group)
@@ -231,7 +232,7 @@ class Supervisor:
         )
 
     def _restart(self, group: Group) -> None:
-        is_known = group in list(self._table)  # else it was stopped meanwhile
+        is_known = group in list(self._table)  # otherwise the group was stopped meanwhile
         if is_known and not self._is_ending and not self._control.is_stopping(group):
             self._table.note_restart(group, 0.0)
             group.start()
@@ -285,13 +286,13 @@ class Supervisor:
         if self._failure is not None and not any(group.is_serving for group in workers):
             timeout_s = min(timeout_s, _LAST_WORDS_S)
         self._drained.clear()
-        # Also to a front end that is still loading, which has nothing to finish. Before all
+        # Also to a front end that is still loading, which has no requests to finish. Before all
         # else, so that requests that fail from now on count as cut short.
         for frontend in self._table.frontends:
             frontend.send(Command(verb="drain", arguments={"timeout_s": timeout_s}))
         for worker in workers:
             if worker.state is GroupState.DOWN and not self._table.has_failed(worker):
-                # Its requests would wait out the drain for a restart that is not made.
+                # Its requests would wait for a restart until the drain ends.
                 self._table.mark_failed(worker)
                 self._table.tell(worker)
         self._draining = {g for g in self._table.frontends if g.state is GroupState.READY}
@@ -305,7 +306,7 @@ class Supervisor:
                 logger.error("%s: not drained after %g s", late, timeout_s + _DRAIN_MARGIN_S)
 
     def _note_drained(self, group: Group) -> None:
-        """A front end has nothing left to finish."""
+        """A front end has no running requests left."""
         self._draining.discard(group)
         if not self._draining:
             self._drained.set()

@@ -250,7 +250,7 @@ def test_what_the_script_sets_is_not_set_again_behind_it(
     capsys: pytest.CaptureFixture[str], flag: str, remedy: str
 ):
     assert main(["slurm", "render", "--model-repo", "/repo", "--serve-flags", flag]) == 2
-    assert f"would overrule what the script sets. {remedy}." in capsys.readouterr().err
+    assert f"would overrule the script's value. {remedy}." in capsys.readouterr().err
 
 
 def test_ranks_of_an_orchestrator_that_spawns_none_are_numbered_by_its_own_flags(

@@ -27,7 +27,7 @@ def test_a_wrong_mpirun_is_bad_and_code_1(capsys, free_port):
     assert cli.main(["doctor", "--mpirun", "/bin/true", *ports(free_port)]) == 1
     report = capsys.readouterr().out
     assert "BAD  MPI            /bin/true is neither Open MPI nor MPICH" in report
-    assert report.endswith("1 thing(s) to mend before `trimaran serve` can work here.\n")
+    assert report.endswith("1 problem(s) to fix before `trimaran serve` can work here.\n")
 
 
 def test_a_busy_port_is_a_note_since_another_would_do(capsys):
@@ -58,7 +58,7 @@ def test_flags_about_models_need_a_repository(capsys, flags, named):
     assert cli.main(["doctor", *flags]) == 2
     said = capsys.readouterr()
     assert said.out == ""
-    assert f"error: {named} cannot be examined without models" in said.err
+    assert f"error: {named} cannot be checked without models" in said.err
     assert "Add --model-repo DIR" in said.err
 
 
