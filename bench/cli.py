@@ -15,13 +15,13 @@ from trimaran.comm.files.output_files import check_writable
 
 
 class _Command(NamedTuple):
-    """A sub-command that is not a plain benchmark's."""
+    """A sub-command other than the plain benchmark."""
 
     module: str
     function: str
     summary: str
     example: str
-    """Behind ``trimaran bench``."""
+    """An example, without ``trimaran bench``."""
 
 
 _COMMANDS = {
@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run what was asked for. Returns the exit code."""
+    """Run the chosen sub-command. Returns the exit code."""
     if args.workload not in _COMMANDS:
         return bench.run(args)
     if args.workload != "serve":
@@ -83,6 +83,6 @@ def run(args: argparse.Namespace) -> int:
     for name in ("output", "plot"):
         if getattr(args, name, None):
             check_writable(f"--{name}", getattr(args, name))
-    # Imported only now: a client's machine may have no torch.
+    # Imported only here: a client's machine may not have torch.
     command = _COMMANDS[args.workload]
     return int(getattr(importlib.import_module(command.module), command.function)(args))

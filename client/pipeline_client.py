@@ -1,4 +1,6 @@
-"""`trimaran client pipeline`: texts made step by step and by the text models, compared."""
+"""`trimaran client pipeline`: compares texts made step by step with those of the text
+models.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ _BLS = "tensorrt_llm_bls"
 _TOKENS_PER_WORD = 1.3
 _WARM_UP = 10
 _FLAGS = ("return_log_probs", "return_context_logits", "return_generation_logits")
-# Inputs of the text models, their types, and what the token model calls them.
+# Inputs of the text models, their types, and the token model's names for them.
 _INPUTS: dict[str, tuple[Any, str]] = {
     "beam_width": (np.int32, "beam_width"),
     "top_k": (np.int32, "runtime_top_k"),
@@ -49,7 +51,7 @@ class Prompt:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of the replaced script."""
+    """The flags of the script of Triton's TensorRT-LLM backend."""
     parser.add_argument("-v", "--verbose", action="store_true", help="print every message")
     parser.add_argument(
         "-u", "--url", metavar="HOST:PORT", help="localhost:8000 for http, 8001 for grpc"
@@ -87,10 +89,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compare all prompts, then time the text model. Returns 1 if the server refuses one.
+    """Compare all prompts, then time the text model. Returns 1 if the server refuses a prompt.
 
     Raises:
-        ConfigError: flags do not go together, or the data set holds no short prompt.
+        ConfigError: flags contradict each other, or the data set holds no short prompt.
         MismatchError: two ways to a text differ.
     """
     if args.test_llmapi:
@@ -120,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _prompts(path: str, max_input_len: int) -> list[Prompt]:
-    """Those whose words are thought to be few enough tokens."""
+    """The records whose estimated number of tokens is within the limit."""
     found = []
     for record in read_dataset(path):
         text = record["input"] + " " + record["instruction"]
@@ -157,7 +159,7 @@ def _besides(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _holds(dtype: Any, value: Any) -> bool:
-    """Whether it is a number of this type, rounded where that is a type of fractions."""
+    """Whether a value is a number of this type; rounded for floating-point types."""
     if not isinstance(value, (int, float)):
         return False
     if isinstance(value, bool) and dtype is not np.bool_:

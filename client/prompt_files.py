@@ -41,7 +41,7 @@ def prompt_table(path: str, task: int, dtype: str) -> list[Any]:
     """The tensors of one task's prompt table.
 
     Raises:
-        ConfigError: no table, or no such task in it.
+        ConfigError: not a table, or the table lacks the task.
     """
     table = _array("--prompt-embedding-table-path", Path(path))
     if table.ndim not in (2, 3):
@@ -63,7 +63,7 @@ def lora(args: argparse.Namespace, num_rows: int = 1) -> list[Any]:
     """The tensors of an adapter: its name, or its id, and its weights when a folder is given.
 
     Raises:
-        ConfigError: a folder without an id or without the two files, or a name beside them.
+        ConfigError: a folder without an id or without the two files, or both folder and name.
     """
     path, task_id = args.lora_path, args.lora_task_id
     if args.lora_name is not None and not (path is None and task_id is None):
@@ -109,10 +109,10 @@ def _text(flag: str, path: str) -> str:
 
 def _array(flag: str, path: Path) -> np.ndarray[Any, Any]:
     try:
-        # Opened here: numpy leaves what it cannot read open.
+        # Opened here: numpy does not close a file that it cannot read.
         with path.open("rb") as file:
             array: np.ndarray[Any, Any] = np.load(file)
-    except Exception as error:  # numpy lets out what parsers say of a damaged header
+    except Exception as error:  # numpy lets errors of its header parser through
         raise ConfigError(f"{flag}: {path} cannot be read: {error}") from error
     if not isinstance(array, np.ndarray) or array.dtype.kind not in "fiu":
         what = f"an array of {array.dtype}" if isinstance(array, np.ndarray) else "no array"
@@ -128,7 +128,7 @@ def read_dataset(path: str) -> list[dict[str, str]]:
     """The records of a dataset file.
 
     Raises:
-        ConfigError: names the file and what is wrong.
+        ConfigError: names the file and the fault.
     """
     try:
         records: Any = parse_json(Path(path).read_text(encoding=UTF8))

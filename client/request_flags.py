@@ -1,4 +1,4 @@
-"""Flags that the clients share, and the short form of their help."""
+"""Flags that the clients share, and their short help."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 def hide(parser: argparse.ArgumentParser, *dests: str) -> None:
-    """Leave these flags out of the short help, where the parser knows a longer one."""
+    """Omit these flags from the short help, if the parser has a longer one."""
     hide_flags: Callable[..., None] | None = getattr(parser, "hide", None)
     if hide_flags is not None:
         hide_flags(*dests)
@@ -18,14 +18,14 @@ DEFAULT_URLS = {"http": "localhost:8000", "grpc": "localhost:8001"}
 
 
 def add_protocol(parser: argparse.ArgumentParser) -> None:
-    """By what to ask, of `DEFAULT_URLS`."""
+    """The protocol and the address, with defaults in `DEFAULT_URLS`."""
     parser.add_argument(
         "-i", "--protocol", choices=tuple(DEFAULT_URLS), default="http", help="(http)"
     )
 
 
 def add_concurrency(parser: argparse.ArgumentParser) -> None:
-    """How many requests to have open at once."""
+    """The number of concurrent requests."""
     parser.add_argument(
         "-c", "--concurrency", type=int, default=128, metavar="N",
         help="requests in flight (128)",
@@ -38,7 +38,7 @@ _DTYPES = ("float16", "float32", "bfloat16")
 def add_sampling(
     group: _ArgumentGroup, *, top_k: int | None = None, top_p: float | None = None
 ) -> None:
-    """How ids are chosen. What is None is not sent, so that the server's default holds."""
+    """Sampling flags. None is not sent, so that the server's default applies."""
     add = group.add_argument
     add("-n", "--num-return-sequences", type=int, metavar="N", help="answers to each prompt")
     add("-b", "--beam-width", type=int, default=1, metavar="N", help="beams of a search (1)")
@@ -64,7 +64,7 @@ def add_sampling(
 
 
 def add_outputs(group: _ArgumentGroup) -> None:
-    """What is asked for beside the output itself."""
+    """Flags of additional outputs."""
     add = group.add_argument
     add("--exclude-input-in-output", action="store_true", help="the answer lacks the prompt")
     add("--return-log-probs", action="store_true", help="ask for log-probabilities")
@@ -77,7 +77,7 @@ def add_outputs(group: _ArgumentGroup) -> None:
 
 
 def add_adapters(group: _ArgumentGroup) -> None:
-    """A LoRA adapter, which is sent or which the server has, and the type of what is sent."""
+    """A LoRA adapter, sent or known to the server, and the dtype of sent weights."""
     add = group.add_argument
     add(
         "--lora-path", metavar="DIR",

@@ -1,4 +1,4 @@
-"""Requests over HTTP or gRPC, each answered to its end, from any thread."""
+"""Requests over HTTP or gRPC, each answered completely, from any thread."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Outputs = dict[str, Array]
 
 
 class StepClient(Protocol):
-    """Runs models by their names."""
+    """Calls models by their names."""
 
     def ask(self, model: str, inputs: Mapping[str, Array]) -> list[Outputs]:
-        """The outputs of every response to one request. Blocks; for any thread.
+        """The outputs of every response to one request. Blocks; thread safe.
 
         Raises:
-            ServerError: the server refused or failed it, or is gone.
+            ServerError: the server refused or failed the request, or is gone.
         """
         ...
 
@@ -53,7 +53,7 @@ class HttpSteps:
 
 
 class GrpcSteps:
-    """A gRPC stream for each request, which models of either sort answer."""
+    """A gRPC stream for each request; decoupled and other models answer it."""
 
     def __init__(self, url: str, *, verbose: bool = False) -> None:
         self._flags = argparse.Namespace(url=url, verbose=verbose)

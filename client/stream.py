@@ -36,7 +36,7 @@ class Response:
 
 
 class InferStream:
-    """A stream to one server. Use as a context manager; closing it cancels what still runs."""
+    """A stream to one server. Use as a context manager; closing cancels running requests."""
 
     def __init__(self, client: Any, timeout_s: float | None, compression: str | None) -> None:
         self._client = client
@@ -63,7 +63,7 @@ class InferStream:
         request_id: str = "",
         outputs: list[str] | None = None,
     ) -> None:
-        """Send one request; ``outputs`` limits what comes back.
+        """Send one request; ``outputs`` limits the returned outputs.
 
         Raises:
             ServerError: the server cannot be reached, or the stream broke.
@@ -75,14 +75,14 @@ class InferStream:
                 inputs,
                 outputs=wanted or None,
                 request_id=request_id,
-                # Without it a final flag that follows the last data would never arrive.
+                # Without this option a final flag after the last data would not be sent.
                 enable_empty_final_response=True,
             )
         except InferenceServerException as error:
             raise self._what_broke(error) from error
 
     def receive(self, timeout_s: float | None = None) -> Response | None:
-        """The next response, or None when none came in time. Blocks.
+        """The next response, or None if none arrives in time. Blocks.
 
         Raises:
             ServerError: the server refused or failed a request, or is gone.
@@ -97,7 +97,9 @@ class InferStream:
         return item
 
     def _what_broke(self, error: InferenceServerException) -> TrimaranError:
-        """Why the stream takes no more requests: the error itself says only that."""
+        """The reason why the stream takes no more requests; the raised error does not have
+        it.
+        """
         while not self._responses.empty():
             item = self._responses.get()
             if isinstance(item, TrimaranError):
@@ -105,13 +107,13 @@ class InferStream:
         return ServerError(error.message())
 
     def cancel(self) -> None:
-        """Cancel the call, with everything that it still runs."""
+        """Cancel the call with all its running requests."""
         self._client.stop_stream(cancel_requests=True)
 
     def _take(self, result: Any, error: InferenceServerException | None) -> None:
         if error is None:
             parameters = result.get_response().parameters
-            # A server that sends no flag answers every request once.
+            # A server without final flags answers every request once.
             is_final = (
                 "triton_final_response" not in parameters
                 or parameters["triton_final_response"].bool_param
@@ -173,15 +175,15 @@ def check_names(args: argparse.Namespace) -> None:
 
 
 def check_url(url: str) -> None:
-    """Refuse what is no ``HOST:PORT``; raises ConfigError."""
+    """Refuse a URL that is not ``HOST:PORT``; raises ConfigError."""
     host, _, port = url.rpartition(":")
-    # gRPC reads an IPv6 address without brackets to its end, and asks at port 443 of it.
+    # gRPC reads an IPv6 address without brackets to its end, and connects to port 443 of it.
     is_host = ":" not in host or (host.startswith("[") and host.endswith("]"))
     if not host or not is_host or not port.isdecimal():
         raise ConfigError(
             f"--url is {url!r} but must be HOST:PORT, as in localhost:8001 or [::1]:8001"
         )
-    # gRPC would go on with what is left of a division by 65536: another port, and server.
+    # gRPC would use the port modulo 65536: another port, and server.
     if int(port) not in range(1, _MAX_PORT + 1):
         raise ConfigError(f"--url is {url!r} but ports go from 1 to {_MAX_PORT}")
 

@@ -1,4 +1,4 @@
-"""Arrays to input tensors of a gRPC request, and a response's outputs back to arrays."""
+"""Conversion of arrays to input tensors of a gRPC request, and of outputs to arrays."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def row(name: str, value: Any, dtype: Any, num_rows: int = 1) -> Any:
 
 
 def present(tensors: Sequence[Any]) -> list[Any]:
-    """The tensors that are to be sent: those without a value are not."""
+    """The tensors to send: those with a value."""
     return [each for each in tensors if each is not None]
 
 
@@ -54,7 +54,7 @@ def outputs_of(result: Any) -> dict[str, Array]:
 
 def _as_numbers(name: str, values: Any, dtype: np.dtype[Any]) -> Array:
     try:
-        # Between arrays numpy cuts fractions and high bits, and makes large numbers infinite.
+        # numpy casts between arrays truncate fractions and high bits, and overflow to infinity.
         with np.errstate(over="ignore", invalid="ignore"):
             array = np.asarray(values, dtype=dtype)
     except OverflowError:
@@ -70,7 +70,7 @@ def _as_numbers(name: str, values: Any, dtype: np.dtype[Any]) -> Array:
 
 
 def _refusal(name: str, values: Any, dtype: np.dtype[Any]) -> ConfigError:
-    """Names the first of the values that ``dtype`` does not hold."""
+    """Names the first value outside of the range of ``dtype``."""
     given = np.asarray(values, dtype=object).flat
     least: float
     most: float
@@ -110,7 +110,7 @@ _METRICS = (
 
 
 def print_extra(args: argparse.Namespace, outputs: Mapping[str, Array]) -> None:
-    """Print those of `request_flags.add_outputs` that were asked for and have come."""
+    """Print the outputs of `request_flags.add_outputs` that were requested and returned."""
     log_probs = _LOG_PROBS if args.return_log_probs else ()
     logits = [name for name in _LOGITS if getattr(args, f"return_{name}")]
     metrics = _METRICS if args.return_perf_metrics else ()

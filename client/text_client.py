@@ -29,7 +29,7 @@ class Texts:
     """The last value of every other output."""
 
     def take(self, outputs: dict[str, Array]) -> str:
-        """Add one response. Returns the text that it brought first."""
+        """Add one response. Returns its new text of the first sequence's first beam."""
         self.last |= {
             name: array
             for name, array in outputs.items()
@@ -50,7 +50,7 @@ class Texts:
         return self.by_place.get((batch, 0, 0), "")
 
     def labelled(self) -> Iterator[tuple[str, str]]:
-        """Every text with its place, as far as places differ."""
+        """Every text with its position, in the dimensions that differ."""
         places = sorted(self.by_place)
         names = ("batch", "sequence", "beam")
         differing = [axis for axis in range(3) if len({place[axis] for place in places}) > 1]
@@ -60,7 +60,7 @@ class Texts:
 
 
 def _index(outputs: dict[str, Array], name: str) -> int:
-    """The index that a response carries; one that is absent means 0."""
+    """The index that a response carries; a missing index means 0."""
     return int(outputs[name].flat[0]) if name in outputs else 0
 
 
@@ -189,7 +189,7 @@ def _all_texts(args: argparse.Namespace, prompts: list[str]) -> list[str]:
 
 
 def _texts(argument: str) -> list[str]:
-    """The texts of an argument: it is tried as a JSON list first."""
+    """The texts of an argument: a JSON list, or else one text."""
     try:
         value = parse_json(argument)
     except ValueError:
@@ -203,7 +203,7 @@ def _exchange(
     args: argparse.Namespace, stream: InferStream, prompts: list[str], seed: str
 ) -> Texts:
     """Run one request to its end."""
-    # With several beams or accumulated tokens a response replaces what came before.
+    # With several beams or accumulated tokens a response replaces earlier text.
     is_whole = args.overwrite_output_text or args.beam_width > 1
     texts = Texts(is_appended=args.streaming and not is_whole)
     is_single = len(prompts) == 1 and (args.num_return_sequences or 1) == 1

@@ -22,12 +22,12 @@ from trimaran.client.token_request import Prompt, request_inputs, seed_name, sto
 from trimaran.comm.errors import ConfigError
 
 _MAX_STOP_MS = (1 << 31) - 1
-"""Some weeks: what clocks of the system can wait for."""
+"""Some weeks: the limit of the system's timers."""
 
 
 @dataclass(slots=True)
 class Answer:
-    """What has come of one request: ids by (sequence, beam), and the other outputs."""
+    """The result of one request: ids by (sequence, beam), and the other outputs."""
 
     is_streaming: bool
     ids: dict[tuple[int, int], list[int]] = field(default_factory=lambda: defaultdict(list))
@@ -47,7 +47,8 @@ class Answer:
         fresh: list[int] = []
         for beam, (row, length) in enumerate(zip(rows, lengths, strict=True)):
             ids = row[: int(length)].tolist()
-            # With several beams every response has the whole beams, for they may change.
+            # With several beams every response has all ids of the beams, because beams may
+            # change.
             if self.is_streaming and len(rows) == 1:
                 self.ids[sequence, beam] += ids
             else:
@@ -106,7 +107,7 @@ def _exchange(args: argparse.Namespace, client: Any, prompt: Prompt, answer: Ans
 
 
 def _receive_until_stop(args: argparse.Namespace, stream: InferStream, answer: Answer) -> bool:
-    """Receive until the moment to stop. False if the request ended before it."""
+    """Receive until it is time to stop. False if the request ended earlier."""
     deadline = time.monotonic() + args.stop_after_ms / 1000
     while (left := deadline - time.monotonic()) > 0:
         response = stream.receive(left)
@@ -129,7 +130,7 @@ def _receive_all(
         _take(args, answer, response)
         num_finals -= response.is_final
         if was_stopped and response.is_final and not response.outputs:
-            # The stop request and a request that it ended both end without outputs.
+            # The stop request and the request that it ended both end without outputs.
             print("Got cancellation response from server")
             was_stopped = False
         elif response.is_final and not num_finals:

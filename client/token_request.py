@@ -23,7 +23,7 @@ _DEFAULT_IDS = (28524, 287, 5093, 12, 23316, 4881, 11, 30022, 263, 8776, 355, 25
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What a request starts from, and what tells its end."""
+    """The prompt's ids and the end ids of a request."""
 
     ids: list[int]
     end_id: int
@@ -59,7 +59,7 @@ class Prompt:
 
 
 def request_inputs(args: argparse.Namespace, prompt: Prompt, seed_name: str) -> list[Any]:
-    """The input tensors. ``seed_name`` is what the served model calls the seed."""
+    """The input tensors. ``seed_name`` is the served model's name of the seed."""
     inputs = [
         tensor("input_ids", [prompt.ids], np.int32),
         row("input_lengths", len(prompt.ids), np.int32),
@@ -88,7 +88,7 @@ def request_inputs(args: argparse.Namespace, prompt: Prompt, seed_name: str) -> 
 
 
 def flag_tensors(args: argparse.Namespace, num_rows: int = 1) -> list[Any]:
-    """Tensors of the flags that ask for more, or less, in the answer."""
+    """Tensors of the flags that add outputs to the answer, or limit it."""
     names = (
         "exclude_input_in_output", "return_log_probs", "return_context_logits",
         "return_generation_logits", "return_perf_metrics",
@@ -97,7 +97,7 @@ def flag_tensors(args: argparse.Namespace, num_rows: int = 1) -> list[Any]:
 
 
 def stop_inputs() -> list[Any]:
-    """The tensors of a request that stops the one with the same id."""
+    """The tensors of a request that stops the request with the same id."""
     return [
         tensor("input_ids", [[0]], np.int32),
         row("input_lengths", 0, np.int32),
@@ -107,7 +107,7 @@ def stop_inputs() -> list[Any]:
 
 
 def seed_name(client: Any, model: str, seed: int | None) -> str:
-    """What the model calls its seed; older and newer repositories differ."""
+    """The model's name of the seed; older and newer repositories differ."""
     if seed is None:
         return "random_seed"
     try:

@@ -1,4 +1,4 @@
-"""The tokenizer that a client encodes prompts and decodes answers with."""
+"""The tokenizer of a client, for prompts and answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Vocabulary:
         """Load the folder.
 
         Raises:
-            ConfigError: it is no folder, or holds no tokenizer.
+            ConfigError: the folder does not exist, or holds no tokenizer.
         """
         self._folder = Path(folder)
         if not self._folder.is_dir():
@@ -51,7 +51,7 @@ class Vocabulary:
             raise ConfigError(f"{path} cannot be read: {error}") from error
 
     def _load_slow(self) -> Any:
-        """A folder in an older format, converted in memory."""
+        """A tokenizer in an older format, converted in memory."""
         from transformers import AutoTokenizer
 
         try:
@@ -61,7 +61,7 @@ class Vocabulary:
             raise ConfigError(f"--tokenizer-dir {self._folder}: {error}") from error
 
     def _special_id(self, name: str) -> int | None:
-        """The id of the token that the folder's settings call ``name``."""
+        """The id of the token with the role ``name`` in the folder's settings."""
         text = self._tokens.get(name)
         number: int | None = None if text is None else self._tokenizer.token_to_id(text)
         return number

@@ -24,7 +24,7 @@ from trimaran.kernels.decode_attention import DecodeAttention, select_decode_att
 from trimaran.kernels.prompt_attention import PromptAttention, select_prompt_attention
 
 Attend = Callable[[Tensor, Tensor, AttentionMetadata], Tensor | None]
-"""Of all heads of a product, over a layer's cache."""
+"""Shapes of the heads in a product's output, and of a layer's cache."""
 
 _SPEC = AttentionSpec(scale=HEAD_SIZE**-0.5)
 _DRAW = random.Random(1)
@@ -39,10 +39,10 @@ DECODES = {
     "1 of 20000": [20_000],
     "1 of 20000, 255 of 128": [20_000] + [128] * 255,
 }
-"""Lengths of the sequences, one query each."""
+"""Cached lengths of the sequences of decode cases, one query each."""
 
 ROTATED = ("1 of 256", "64 of 256", "256 of 150")
-"""Of these, whose queries and keys are also rotated on the way, where that is one kernel."""
+"""Lengths for which rotation is timed too, if one kernel rotates and attends."""
 
 PROMPTS = {
     "4 x 2048": [(0, 2048)] * 4,
@@ -55,7 +55,7 @@ PROMPTS = {
 
 
 def cases(device: torch.device, dtype: torch.dtype) -> list[KernelCase]:
-    """Decodes and prompts of many lengths."""
+    """Decodes and prompts of several lengths."""
     decodes = [_decode(device, dtype, name) for name in DECODES]
     attend = select_decode_attention(device, dtype)
     if attend.backend == "cuda":
@@ -125,12 +125,12 @@ def _flops(lengths: Lengths) -> int:
 
 
 def _run(inputs: PagedInputs, attend: Attend) -> Callable[[], object]:
-    """One layer's launch, by the plan of the step's first."""
+    """One layer's launch, with the plan of the step's first layer."""
     return in_turn(lambda layer: attend(inputs.heads, layer, inputs.metadata), inputs.layers)
 
 
 def _of_queries(attend: PromptAttention | DecodeAttention) -> Attend:
-    """Of the queries among a product's heads, whose keys are in the cache."""
+    """Attention of queries in a product's output, whose keys are cached."""
 
     def run(heads: Tensor, layer: Tensor, metadata: AttentionMetadata) -> Tensor:
         query = heads[:, :HEADS]
@@ -144,7 +144,7 @@ def _of_queries(attend: PromptAttention | DecodeAttention) -> Attend:
 def _dense_peer(
     device: torch.device, dtype: torch.dtype, lengths: Lengths
 ) -> Callable[[], object]:
-    """Torch's attention of prompts of one length, whose keys and values are dense."""
+    """Torch's attention of prompts of one length, with dense keys and values."""
     count, size = len(lengths), lengths[0][1]
 
     def random_heads(heads: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""What is done to each token apart, in the shapes of an 8B Llama."""
+"""Elementwise operators in the shapes of an 8B Llama."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HIDDEN, _INNER, _VOCAB = 4096, 14336, 128256
 _HEADS, _KV_HEADS, _HEAD_SIZE, _BLOCK = 32, 8, 128, 32
 _EPS = 1e-5
 _CACHE_BYTES = 200 << 20
-"""What the inputs of a case together exceed: several times the largest L2."""
+"""Least total size of a case's inputs: several times the largest L2."""
 
 
 def cases(device: torch.device, dtype: torch.dtype) -> list[KernelCase]:
@@ -49,7 +49,7 @@ def _norm(device: torch.device, dtype: torch.dtype, rows: int) -> KernelCase:
 
 def _norm_with_residual(device: torch.device, dtype: torch.dtype, rows: int) -> KernelCase:
     num_bytes = 4 * rows * _HIDDEN * dtype.itemsize
-    # Zeros are added, or the residuals would grow with every call.
+    # Adding zeros keeps the residuals constant over calls.
     sets = [
         (torch.zeros(rows, _HIDDEN, dtype=dtype, device=device), residual)
         for residual in (_random(device, dtype, rows, _HIDDEN) for _ in _copies(num_bytes))
@@ -88,7 +88,7 @@ def _silu_and_mul(device: torch.device, dtype: torch.dtype, rows: int) -> Kernel
 def _rope_and_cache(device: torch.device, dtype: torch.dtype, rows: int) -> KernelCase:
     heads = _HEADS + 2 * _KV_HEADS
     num_read = rows * heads * _HEAD_SIZE
-    # Queries and keys go back in place, keys and values to the cache.
+    # Queries and keys are written in place, keys and values to the cache.
     num_written = rows * (_HEADS + 3 * _KV_HEADS) * _HEAD_SIZE
     num_bytes = (num_read + num_written) * dtype.itemsize + rows * _HEAD_SIZE * 4
     sets = [_random(device, dtype, rows, heads, _HEAD_SIZE) for _ in _copies(num_bytes)]

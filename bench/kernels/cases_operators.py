@@ -23,7 +23,7 @@ _BLOCK = 32
 
 MakeInputs = Callable[[], tuple[Tensor, ...]]
 RunOperator = Callable[..., object]
-"""An operator, with the operators to use and then its inputs."""
+"""A function of the operators to use and then its inputs."""
 
 
 @functools.cache
@@ -57,7 +57,7 @@ def _case(
 def cases(
     shape: ModelShape, device: torch.device, dtype: torch.dtype, rows: list[int], context: int
 ) -> Iterator[KernelCase]:
-    """All operators of a layer for each number of rows, each when it is asked for."""
+    """All operators of a layer for each number of rows, created lazily."""
     for count in rows:
         yield from _products(shape, device, dtype, count)
         yield from _element_wise(shape, device, dtype, count)
@@ -118,7 +118,7 @@ def _experts(
     moved = 3 * read * hidden * inner + 2 * rows * hidden
     flops = 6.0 * rows * chosen * hidden * inner
     size = f"{rows} x {hidden} x {inner}, {chosen} of {experts}"
-    # Torch's own waits for the device, which no graph of launches can hold.
+    # Torch's own version syncs with the device, which a CUDA graph cannot capture.
     has_peer = device.type == "cpu"
     work = (moved * dtype.itemsize, flops)
     return _case(("expert_mlp", size), work, make, run, has_peer=has_peer)
@@ -176,7 +176,7 @@ def _attention(
     metadata: AttentionMetadata,
     work: tuple[str, str, float],
 ) -> KernelCase:
-    """``work`` is the case's name, its size and its pairs of queries and keys."""
+    """``work`` has the case's name, its size and its pairs of queries and keys."""
     name, size, pairs = work
     tokens = len(metadata.slot_mapping)
     keys = float(metadata.seq_lens.sum())
@@ -189,7 +189,7 @@ def _attention(
         size = (blocks, 2, _BLOCK, shape.kv_heads, shape.head_size)
         cache = torch.randn(size, device=device, dtype=dtype)
         if device.type == "cuda":
-            # The keys of a head lie side by side in a block, as the engine has them.
+            # The keys of a head are contiguous in a block, as in the engine.
             cache = cache.transpose(2, 3).contiguous().transpose(2, 3)
         return query, cache
 
@@ -199,7 +199,7 @@ def _attention(
 
     moved = 2 * shape.kv_width * keys + 2 * tokens * shape.query_width
     flops = 4 * shape.query_width * pairs
-    # Torch's own waits for the device, which no graph of launches can hold.
+    # Torch's own version syncs with the device, which a CUDA graph cannot capture.
     has_peer = device.type == "cpu"
     work_done = (moved * dtype.itemsize, flops)
     return _case((name, size), work_done, make, run, has_peer=has_peer)

@@ -1,4 +1,4 @@
-"""Sampling from the vocabulary of an 8B Llama, by what the rows ask for."""
+"""Sampling from the vocabulary of an 8B Llama, by the rows' sampling parameters."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SPREAD = 2.0
 """Standard deviation of the logits: thousands of ids hold the mass."""
 
 _CACHE_BYTES = 200 << 20
-"""What the logits of a case together exceed: several times the largest L2."""
+"""Least total size of a case's logits: several times the largest L2."""
 
 
 def cases(device: torch.device, dtype: torch.dtype) -> list[KernelCase]:
@@ -77,7 +77,7 @@ def _likeliest(x: Tensor) -> Tensor:
 
 
 def _plain(x: Tensor) -> Tensor:
-    """A draw from the softmax without any filter: what torch needs at least."""
+    """A draw from the softmax without any filter: the least work for torch."""
     return (x.float().softmax(dim=-1) / torch.empty_like(x).exponential_()).argmax(dim=-1)
 
 

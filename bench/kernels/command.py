@@ -1,4 +1,4 @@
-"""`trimaran bench kernels`: every kernel against its own roofline, and beside libraries'."""
+"""`trimaran bench kernels`: every kernel against its own roofline, and other libraries."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trimaran.worker.models.registry import dtype_by_name
 
 _NO_MEMORY = "can't allocate memory"
 _CALLS = 32
-"""In turn, so that the inputs of one call have left the caches when they come again."""
+"""Sets of inputs that alternate, so that the caches hold none of the next call's inputs."""
 
 
 def run_kernels(args: argparse.Namespace) -> int:
@@ -71,7 +71,7 @@ def _times(
     device: torch.device,
     without: Container[LibraryKernel],
 ) -> dict[str, Any]:
-    """The fields of a result line that were measured: ours, and every peer's."""
+    """The measured fields of a result line: ours, and every library's."""
     ours = seconds_a_call([case.run] * _CALLS, device)
     theirs = seconds_a_call([case.peer] * _CALLS, device) if case.peer else None
     share = 100 * case.limit_s(limits.bandwidth, limits.flops) / ours
@@ -112,7 +112,7 @@ def _check(args: argparse.Namespace, device: torch.device) -> None:
 def _within_memory(
     args: argparse.Namespace, cases: Iterator[KernelCase]
 ) -> Iterator[KernelCase]:
-    """The cases, each with its inputs, which are made when it is asked for.
+    """The cases, each created with its inputs when it is reached.
 
     Raises:
         ConfigError: the device's memory does not hold them.
@@ -120,7 +120,7 @@ def _within_memory(
     try:
         yield from cases
     except RuntimeError as error:
-        # Of the host's memory torch raises no error of its own kind.
+        # Torch has no error type of its own for the host's memory.
         if not isinstance(error, torch.OutOfMemoryError) and _NO_MEMORY not in str(error):
             raise
         raise ConfigError(
@@ -136,6 +136,6 @@ def _cases(
         if area == "operators":
             yield from cases_operators.cases(shape, device, dtype, args.rows, args.context)
         else:
-            # Imported only where asked for: these modules hold GPU kernels.
+            # Imported only if requested: these modules hold GPU kernels.
             module = importlib.import_module(f"trimaran.bench.kernels.cases_{area}")
             yield from module.cases(device, dtype)

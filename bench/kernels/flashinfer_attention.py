@@ -1,4 +1,4 @@
-"""FlashInfer's attention over our paged cache, without a copy, where it is installed."""
+"""FlashInfer's attention over our paged cache, without a copy, if it is installed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trimaran.bench.kernels.paged_inputs import BLOCK, HEAD_SIZE, HEADS, KV_HEAD
 from trimaran.kernels.attention import AttentionSpec
 
 _WORKSPACE_BYTES = 512 << 20
-"""For the parts of split sequences."""
+"""Workspace for partial results of split sequences."""
 
 
 def of_decodes(inputs: PagedInputs, spec: AttentionSpec) -> tuple[LibraryKernel, ...]:
@@ -42,7 +42,7 @@ def of_decodes(inputs: PagedInputs, spec: AttentionSpec) -> tuple[LibraryKernel,
 
 
 def of_prompts(inputs: PagedInputs, spec: AttentionSpec) -> tuple[LibraryKernel, ...]:
-    """Several queries a sequence, its last tokens; on Hopper by its kernels for it as well."""
+    """Several queries a sequence, its last tokens; on Hopper also by the Hopper kernels."""
     if not _serves(inputs):
         return ()
     import flashinfer
@@ -65,7 +65,7 @@ def of_prompts(inputs: PagedInputs, spec: AttentionSpec) -> tuple[LibraryKernel,
 
 
 def pages(inputs: PagedInputs) -> tuple[Tensor, Tensor, Tensor]:
-    """Where each sequence's blocks begin, the blocks, and the tokens in each last one."""
+    """The block offsets of each sequence, the blocks, and the tokens in each last block."""
     lens = inputs.metadata.seq_lens.cpu()
     tables = inputs.metadata.block_tables.cpu()
     counts = (lens + BLOCK - 1) // BLOCK
@@ -81,7 +81,7 @@ def _serves(inputs: PagedInputs) -> bool:
 
 @functools.cache
 def _workspace(device: torch.device) -> Tensor:
-    """One for all: kernels run one after the other."""
+    """One workspace for all: kernels run one after another."""
     return torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
 
@@ -91,7 +91,7 @@ def _planned(inputs: PagedInputs, spec: AttentionSpec) -> dict[str, Any]:
 
 
 def _kernel(backend: str, wrapper: Any, inputs: PagedInputs) -> LibraryKernel:
-    """Its plan is made; a launch does nothing else on the host, so that graphs take it."""
+    """With the plan made, a launch needs no host work, so that graphs can capture it."""
     query = inputs.query
 
     def run(layer: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""One timed call of a kernel, and what the machine must at least do for it."""
+"""One timed call of a kernel, and the least bytes and operations of the machine."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ class KernelCase:
     shape: str
     dtype: str
     run: Callable[[], object]
-    """One launch; each call takes other inputs, so that none is found in a cache."""
+    """One launch; each call uses other inputs, so that none is in a cache."""
 
     num_bytes: int
     """Every input read once and every output written once."""
 
     flops: int = 0
     peer: Callable[[], object] | None = None
-    """The same by torch, where it has it."""
+    """The same operator in torch, if torch has it."""
 
     libraries: tuple[LibraryKernel, ...] = ()
-    """The same by other libraries, of those that are installed, on the same inputs."""
+    """The same operator in other libraries that are installed, on the same inputs."""
 
     def limit_s(self, bytes_per_s: float, flops_per_s: float) -> float:
         """The least time by the machine's two ceilings."""
@@ -40,6 +40,6 @@ class KernelCase:
 def in_turn(
     function: Callable[[Inputs], object], sets: Sequence[Inputs]
 ) -> Callable[[], object]:
-    """A call without arguments that takes the sets of inputs one after the other."""
+    """A call without arguments that cycles through the sets of inputs."""
     turns = itertools.cycle(sets)
     return lambda: function(next(turns))

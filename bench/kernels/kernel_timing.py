@@ -1,4 +1,4 @@
-"""Times one operator on a device: inputs in turn, host out of the way, the median told."""
+"""Times one operator on a device: alternating inputs, no host work, median reported."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import TypeVar
 import torch
 
 _CACHE_BYTES = 256e6
-"""Inputs in turn take at least this much together: more than the last cache."""
+"""Least total bytes of alternating inputs: more than the last-level cache."""
 
 _CALLS = 24
 _REPEATS = 7
 _HOST_S = 3.5
-"""Calls on a CPU fill this time at most, or one call each for warm-up and measurement."""
+"""Most time for calls on a CPU; at least one call each for warm-up and measurement."""
 
 _COLLECTIVE_CALLS, _COLLECTIVE_REPLAYS = 40, 20
 
@@ -29,13 +29,13 @@ def rotated(make: Callable[[], Inputs], num_bytes: float) -> list[Inputs]:
 
 
 def seconds_a_call(calls: Sequence[Callable[[], object]], device: torch.device) -> float:
-    """Median time of one of ``calls``, which are made in turn.
+    """Median time of one of ``calls``, which alternate.
 
-    On a GPU they are replayed from a CUDA graph, so that the host's launches do not show.
+    On a GPU they are replayed from a CUDA graph, so that the host's launches are not measured.
     """
     if device.type != "cuda":
         return _on_host(calls)
-    # Inputs were made on another stream, and their memory may be used again on it.
+    # Inputs were created on another stream, which may reuse their memory.
     torch.cuda.synchronize(device)
     stream = _stream(device)
     with torch.inference_mode(), torch.cuda.stream(stream):
@@ -61,7 +61,7 @@ def microseconds_of_collective(
 ) -> float:
     """Median time of one call that all ranks make, from a graph of many on the current device.
 
-    ``refresh`` comes before each replay, untimed: sums of sums would leave a type's range.
+    ``refresh`` runs before each replay, untimed: sums of sums would overflow.
     """
     call()
     graph = torch.cuda.CUDAGraph()
@@ -80,8 +80,8 @@ def microseconds_of_collective(
 
 
 def captured(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """A graph of what one call launches, after a first call; it was replayed once."""
-    # Inputs were made on another stream.
+    """A graph of one call's launches, captured after a first call and replayed once."""
+    # Inputs were created on another stream.
     torch.cuda.synchronize()
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call, unused-ignore]
     with torch.cuda.stream(stream):
@@ -94,7 +94,7 @@ def captured(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
 
 
 def replays_s(graph: torch.cuda.CUDAGraph, count: int = 1) -> float:
-    """Mean time of some replays, one behind the other."""
+    """Mean time of some consecutive replays."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     begin.record()
     for _ in range(count):
@@ -106,12 +106,12 @@ def replays_s(graph: torch.cuda.CUDAGraph, count: int = 1) -> float:
 
 @functools.cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all: freed memory serves its own stream alone."""
+    """One stream for all: freed memory is reused on its own stream alone."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call, no-any-return, unused-ignore]
 
 
 def _on_host(calls: Sequence[Callable[[], object]]) -> float:
-    """Median of some rounds behind one that does not count; slow calls have short rounds."""
+    """Median of some rounds after a warm-up round; slow calls have short rounds."""
     times: list[float] = []
     with torch.inference_mode():
         _round_s(calls)
@@ -122,7 +122,7 @@ def _on_host(calls: Sequence[Callable[[], object]]) -> float:
 
 
 def _round_s(calls: Sequence[Callable[[], object]]) -> float:
-    """Mean time of the calls in turn, or of the first ones that fill their time."""
+    """Mean time of alternating calls, or of as many as fit in the time."""
     times: list[float] = []
     begin = last = time.perf_counter()
     for call in calls:

@@ -1,4 +1,4 @@
-"""Kernels of other libraries on a case's inputs: held against ours, then timed beside it."""
+"""Other libraries' kernels on a case's inputs: compared with ours, then timed."""
 
 from __future__ import annotations
 
@@ -12,49 +12,52 @@ import torch
 from torch import Tensor
 
 LIBRARIES = ("flashinfer",)
-"""Optional ones, by the names of their packages; torch is none of them."""
+"""Optional libraries, by the names of their packages; torch is not one of them."""
 
 _MOST_DIFFERENCE = 0.05
-"""Of a head's output, as a share of its length: rounding to 16 bits makes less than 0.01."""
+"""Largest deviation of a head's output, relative to its norm: rounding to 16 bits makes less
+than 0.01.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class LibraryKernel:
-    """One of a library's ways to a case's outputs."""
+    """A library's kernel for a case."""
 
     library: str
     backend: str
-    """Which of the library's kernels, in its own words."""
+    """The library's name of the kernel."""
 
     run: Callable[[], object]
-    """One launch; takes the case's inputs in the order in which the case takes them."""
+    """One launch; takes the case's inputs in the case's order."""
 
 
 Differences = dict[LibraryKernel, float]
 
 
 def installed() -> list[str]:
-    """Those of the libraries that can be imported here."""
+    """The kernels of the libraries that can be imported here."""
     return [name for name in LIBRARIES if importlib.util.find_spec(name) is not None]
 
 
 def differing(run: Callable[[], object], kernels: tuple[LibraryKernel, ...]) -> Differences:
-    """The kernels whose first outputs are not a case's first, and how far off each is.
+    """The kernels whose first outputs differ from the case's, and by how much.
 
-    What computes something else is no peer, however fast it is. Nothing of the case may have
-    been launched before.
+    A kernel with another result is not comparable. The case must not have been launched before.
     """
     if not kernels:
         return {}
     with torch.inference_mode():
         ours = run()
         shares = {kernel: _difference(ours, kernel.run()) for kernel in kernels}
-    # Not a number is no agreement either.
+    # NaN is no agreement either.
     return {kernel: share for kernel, share in shares.items() if not share <= _MOST_DIFFERENCE}
 
 
 def fields(times_s: dict[LibraryKernel, float]) -> dict[str, Any]:
-    """A result line's: of each library its fastest kernel, and the microseconds of all."""
+    """The fields of a result line: each library's fastest kernel, and the microseconds of
+    all.
+    """
     found: dict[str, Any] = {}
     for library in dict.fromkeys(kernel.library for kernel in times_s):
         backends_us = {
@@ -71,7 +74,7 @@ def fields(times_s: dict[LibraryKernel, float]) -> dict[str, Any]:
 
 
 def _difference(ours: object, theirs: object) -> float:
-    """The largest of any head's of any token."""
+    """The largest deviation over all heads and tokens."""
     assert isinstance(ours, Tensor) and isinstance(theirs, Tensor)
     ours, theirs = ours.float(), theirs.float().view_as(ours)
     return float(((theirs - ours).norm(dim=-1) / ours.norm(dim=-1)).max())

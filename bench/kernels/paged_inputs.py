@@ -1,4 +1,4 @@
-"""What attention over a paged cache is timed on: one step's heads, and layers in turn."""
+"""Inputs of timed attention over a paged cache: one step's heads, and alternating layers."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from trimaran.kernels.attention import AttentionMetadata
 # B tokens of a block, H head size, M blocks of the cache.
 
 HEADS, KV_HEADS, HEAD_SIZE, BLOCK = 32, 8, 128, 32
-"""Of an 8B Llama's layer."""
+"""Sizes of an 8B Llama's layer."""
 
 _CACHE_BYTES = 200 << 20
-"""What the caches of a case together exceed: several times the largest L2."""
+"""Least total size of a case's caches: several times the largest L2."""
 
 Lengths = list[tuple[int, int]]
 """Cached tokens and queries of each sequence."""
@@ -24,19 +24,19 @@ Lengths = list[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class PagedInputs:
-    """One step over a cache of several layers, whose blocks lie in any order."""
+    """One step over a cache of several layers, whose blocks are in random order."""
 
     heads: Tensor
-    """[T, A, H], a product's: queries, keys and values."""
+    """[T, A, H], output of a product: queries, keys and values."""
 
     layers: list[Tensor]
-    """[M, 2, B, K, H] each, in memory a head's tokens side by side."""
+    """[M, 2, B, K, H] each; a head's tokens are contiguous in memory."""
 
     metadata: AttentionMetadata
 
     @property
     def query(self) -> Tensor:
-        """[T, N, H], where they lie among the heads."""
+        """[T, N, H], a view of the heads."""
         return self.heads[:, :HEADS]
 
 

@@ -1,4 +1,4 @@
-"""What this machine's device sustains, measured before a benchmark is held against it."""
+"""The rates that this machine's device sustains, measured before a benchmark."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from trimaran.bench.limits.roofline import Ceilings, ModelShape
 
 _ROWS = 8192
 _USABLE = 0.9
-"""Share of a device's memory that engines are given."""
+"""Share of a device's memory for engines."""
 
 
 def measure(
     shape: ModelShape, device: torch.device, dtype: torch.dtype, seconds: float
 ) -> Ceilings:
-    """Run the layer's own products for ``seconds``, then copies; the rates that held.
+    """Run the layer's own products for ``seconds``, then copies; returns the sustained rates.
 
-    A card that is pushed lowers its clock: a short burst would give a ceiling that no
-    longer run can reach.
+    A GPU under load lowers its clock: a short burst would give a ceiling that no longer run can
+    reach.
     """
     with torch.inference_mode():
         flops = _product_rate(shape, device, dtype, seconds)
@@ -37,7 +37,9 @@ def measure(
 def measure_all(
     shape: ModelShape, ranks: Ranks, dtype: torch.dtype, seconds: float
 ) -> Ceilings:
-    """What the devices of all ranks sustain together, all at work at once. Collective."""
+    """The sum of the rates that the devices of all ranks sustain at the same time.
+    Collective.
+    """
     ranks.barrier()
     every = ranks.of_all(measure(shape, ranks.device, dtype, seconds))
     memories = [each.memory for each in every]
@@ -57,7 +59,7 @@ def _product_rate(
     sizes = (
         (shape.hidden, shape.query_width + 2 * shape.kv_width),
         (shape.query_width, shape.hidden),
-        # The experts of a token as one MLP: a narrow one alone would flatter the figures.
+        # The experts of a token as one MLP: the rate of a narrow expert alone would be lower.
         (shape.hidden, (shape.mlp_matrices - 1) * shape.mlp_width),
         (shape.mlp_width, shape.hidden),
     )

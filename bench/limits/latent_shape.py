@@ -41,12 +41,12 @@ class LatentShape(ModelShape):
 
     @property
     def vector(self) -> int:
-        """Numbers that the cache holds of a token in a layer."""
+        """Elements of the cache for one token in one layer."""
         return self.latent + self.rotated
 
     @property
     def kv_width(self) -> int:
-        """Half of what the cache holds, which is keys and values at once."""
+        """Half of the cache, which is keys and values at once."""
         return self.vector // 2
 
     @property
@@ -55,7 +55,9 @@ class LatentShape(ModelShape):
         return self.layers * self.vector * self.value_bytes
 
     def _products(self) -> list[tuple[int, int]]:
-        """(inputs, outputs) of the products of a layer's attention but for those of heads."""
+        """(inputs, outputs) of the products of a layer's attention, without those of single
+        heads.
+        """
         queries = [(self.hidden, self.query_width)]
         if self.query_rank:
             queries = [(self.hidden, self.query_rank), (self.query_rank, self.query_width)]
@@ -67,11 +69,13 @@ class LatentShape(ModelShape):
         return products + self.heads * self.latent * self._up_width()
 
     def _up_width(self) -> int:
-        """Key and value dims that a head has of the latent vector."""
+        """Key and value dims that a head derives from the latent vector."""
         return self.head_size - self.rotated + self.value_size
 
     def _attention(self, tokens: float, read_tokens: float, pairs: float) -> Work:
-        """Queries go down to the vectors, or vectors up to keys: whichever takes less."""
+        """Queries projected to the latent dims, or vectors expanded to keys: the cheaper
+        way.
+        """
         ups = 2 * self.heads * self.latent * self._up_width()
         over_vectors = ups * tokens + 2 * self.heads * (self.vector + self.latent) * pairs
         made = self.head_size + self.value_size

@@ -1,4 +1,4 @@
-"""The ranks that run one measured engine: this process alone, or a job that mpirun started."""
+"""The ranks that run one measured engine: this process alone, or a job of mpirun."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SILENCE_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This rank's place among them, and what connects it with the others."""
+    """This rank's coordinates, and its connections to the other ranks."""
 
     topology: ParallelLayout
     device: torch.device
@@ -39,11 +39,11 @@ class Ranks:
     group: TensorParallelGroup
     links: PipelineLinks = field(default_factory=PipelineLinks)
     world: World | None = None
-    """None for a process that is alone, which needs no MPI."""
+    """None for a single process, which needs no MPI."""
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank submits the requests and tells the results."""
+        """Whether this rank submits the requests and reports the results."""
         return self.topology.is_leader
 
     def of_all(self, value: Any) -> list[Any]:
@@ -94,7 +94,7 @@ def connected(config: EngineConfig) -> Iterator[Ranks]:
         links.close()
         group.close()
     except BaseException as error:
-        # The others wait for this rank, and would do so for ever.
+        # The others would wait for this rank for ever.
         if isinstance(error, TrimaranError):
             print(f"trimaran: rank {world.rank}: {error}", file=sys.stderr)
         else:
@@ -119,8 +119,9 @@ def _place(parallel: ParallelConfig, world: World) -> ParallelLayout:
 
 
 def memory_of(engine: Engine) -> dict[str, float]:
-    """GB of this rank: weights, KV cache, and all that is in use: the most that was so far
-    of a GPU's memory, or what the process has now."""
+    """GB of this rank: weights, KV cache, and the total in use: the peak of a GPU's memory,
+    or the current memory of the process.
+    """
     weights = sum(each.numel() * each.element_size() for each in _tensors(engine))
     pools = [group.memory for group in engine.runner.groups if group.memory is not None]
     if engine.device.type == "cuda":

@@ -1,4 +1,4 @@
-"""What a machine could do at most: every operator of a step at its own roofline, in turn."""
+"""The upper limit of a machine: every operator of a step at its own roofline, in sequence."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from trimaran.worker.config.pretrained_config import PretrainedConfig
 from trimaran.worker.config.pretrained_families import FAMILIES
 
 _STEP_TOKENS = 8192
-"""Prompts are computed in steps of about this size."""
+"""Approximate tokens of a prompt step."""
 
 _WORKSPACE_BYTES = 3e9
-"""Of a device's usable memory, beside weights and KV cache: activations, graphs, the
-context."""
+"""Share of usable memory for activations, graphs and the context, beside weights and KV
+cache.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ceilings:
-    """What one device sustains."""
+    """The rates that one device sustains."""
 
     flops: float
     """Floating-point operations a second of matrix products in the weights' dtype."""
@@ -27,10 +28,10 @@ class Ceilings:
     """Bytes a second of a device-to-device copy, read and written."""
 
     memory: float
-    """Bytes that weights, KV cache and workspace may take."""
+    """Bytes available to weights, KV cache and workspace."""
 
     devices: int = 1
-    """How many work together: the other figures are their sums."""
+    """Number of devices; the other figures are their sums."""
 
     def __str__(self) -> str:
         return f"{self.flops / 1e12:.4g} TFLOP/s, {self.bandwidth / 1e12:.3g} TB/s"
@@ -38,14 +39,14 @@ class Ceilings:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What an operator moves and computes."""
+    """Bytes and operations of an operator."""
 
     bytes: float
     flops: float
 
 
 def product(rows: float, inputs: int, outputs: int, value: float, weights: float) -> Work:
-    """A product of ``rows`` by a matrix; ``weights`` is 1 where the matrix is read."""
+    """A product of ``rows`` by a matrix; ``weights`` is 1 if the matrix is read."""
     moved = weights * inputs * outputs + rows * (inputs + outputs)
     return Work(moved * value, 2 * rows * inputs * outputs)
 
@@ -68,32 +69,32 @@ class ModelShape:
     """Experts of a token."""
 
     shared: int = 0
-    """Inner width of the expert of every token; 0 where there is none."""
+    """Inner width of the shared expert; 0 without one."""
 
     dense_layers: int = 0
     """Layers with an MLP in place of experts."""
 
     dense_inner: int = 0
     mlp_matrices: int = 3
-    """Of an MLP or an expert: 2 where it is not gated."""
+    """Matrices from the hidden size: 2 for a gated MLP or expert, else 1."""
 
     is_tied: bool = False
     value_bytes: float = 2.0
-    """Of weights, activations and KV cache."""
+    """Bytes of an element of weights, activations and KV cache."""
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> ModelShape:
-        """Of a model; of latent attention see `latent_shape`."""
+        """The sizes of a model; for latent attention see `latent_shape`."""
         return cls(kv_heads=config.num_key_value_heads, **common_sizes(config))
 
     @property
     def query_width(self) -> int:
-        """Query heads side by side."""
+        """Total width of the query heads."""
         return self.heads * self.head_size
 
     @property
     def kv_width(self) -> int:
-        """Key heads, or value heads, side by side."""
+        """Total width of the key heads, or of the value heads."""
         return self.kv_heads * self.head_size
 
     @property
@@ -108,7 +109,7 @@ class ModelShape:
 
     @property
     def expert_bytes(self) -> float:
-        """The weights of all experts, which ranks may share out; 0 for a plain MLP."""
+        """The weights of all experts, which ranks may divide; 0 for a plain MLP."""
         if self.experts == 1:
             return 0.0
         mixed = self.layers - self.dense_layers
@@ -130,12 +131,12 @@ class ModelShape:
     def step_work(
         self, tokens: float, read_tokens: float, pairs: float, logits: float
     ) -> list[tuple[int, Work]]:
-        """(how often, work) of each operator of one step over ``tokens`` new tokens.
+        """(count, work) of each operator of one step over ``tokens`` new tokens.
 
         ``read_tokens`` are tokens whose KV is read, ``pairs`` queries times keys.
         """
         value, mixed = self.value_bytes, self.layers - self.dense_layers
-        # Of experts drawn at random, those that some token has are read.
+        # Experts are drawn at random; an expert is read if some token has chosen it.
         read = self.experts * (1 - (1 - self.chosen / self.experts) ** tokens)
         work = [
             *((self.layers, product(tokens, *each, value, 1)) for each in self._products()),
@@ -150,7 +151,9 @@ class ModelShape:
         return [*work, (1, Work(moved, 2 * logits * self.hidden * self.vocab))]
 
     def _products(self) -> list[tuple[int, int]]:
-        """(inputs, outputs) of the products of a layer's attention but for those of heads."""
+        """(inputs, outputs) of the products of a layer's attention, without those of single
+        heads.
+        """
         queries, keys = self.query_width, self.kv_width
         return [(self.hidden, queries + 2 * keys), (queries, self.hidden)]
 
@@ -163,9 +166,9 @@ class ModelShape:
         return Work(moved, 4 * self.query_width * pairs)
 
     def _mlp(self, tokens: float, inner: float, read: float, chosen: float) -> Work:
-        """MLPs ``inner`` wide, of which ``read`` are read and a token has ``chosen``.
+        """MLPs of width ``inner``: ``read`` of them are read, and a token has ``chosen``.
 
-        Between their products inner values need not leave the chip twice.
+        Inner values between the products can stay on the chip.
         """
         width, matrices = chosen * inner, self.mlp_matrices
         moved = matrices * read * self.hidden * inner + 2 * tokens * (self.hidden + width)
@@ -174,7 +177,7 @@ class ModelShape:
 
 
 def common_sizes(config: PretrainedConfig) -> dict[str, Any]:
-    """The fields of a `ModelShape` that do not depend on what its cache holds."""
+    """The fields of a `ModelShape` that do not depend on the cache's layout."""
     is_mixture = config.num_experts > 0
     return {
         "layers": config.num_hidden_layers,
@@ -207,7 +210,7 @@ def decode_step_s(shape: ModelShape, at: Ceilings, batch: float, context: float)
 
 
 def prompt_s(shape: ModelShape, at: Ceilings, length: int) -> float:
-    """Seconds for one prompt, its share of a step that several prompts fill."""
+    """Seconds for one prompt, as its share of a step that several prompts fill."""
     tokens = max(length, _STEP_TOKENS)
     pairs = tokens * (length / 2 + 0.5)
     return _seconds(shape.step_work(tokens, 0, pairs, tokens / length), at) * length / tokens

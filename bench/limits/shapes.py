@@ -75,7 +75,7 @@ def shape_config(name: str, dtype: str, max_seq_len: int) -> dict[str, Any]:
     """A Hugging Face configuration of this shape.
 
     Raises:
-        ConfigError: no shape has this name.
+        ConfigError: the shape is unknown.
     """
     if name not in SHAPES:
         raise ConfigError(f"no shape is called {name!r}; there are {', '.join(SHAPES)}")
@@ -85,5 +85,5 @@ def shape_config(name: str, dtype: str, max_seq_len: int) -> dict[str, Any]:
 def pretrained_config(
     name: str, dtype: str = "bfloat16", max_seq_len: int = 4096
 ) -> PretrainedConfig:
-    """The same as engines read it; raises ConfigError."""
+    """The shape as engines read it; raises ConfigError."""
     return PretrainedConfig.from_huggingface(shape_config(name, dtype, max_seq_len), name)

@@ -26,19 +26,19 @@ _SOURCE = "bench"
 
 @dataclass(slots=True)
 class OfflineRun:
-    """What one run took."""
+    """The measurements of one run."""
 
     seconds: float = 0.0
     num_tokens: int = 0
     first_token_s: list[float] = field(default_factory=list)
-    """One a request, from the start of the run."""
+    """Seconds of each request from the start of the run."""
 
     steps_s: list[float] = field(default_factory=list)
     num_paused: int = 0
-    """Sequences that made room for others."""
+    """Number of preempted sequences."""
 
     num_recomputed: int = 0
-    """Tokens of theirs that were computed again."""
+    """Tokens of preempted sequences that were computed again."""
 
     @property
     def out_tok_s(self) -> float:
@@ -51,7 +51,7 @@ def random_checkpoint(config: dict[str, object]) -> Iterator[str]:
     """A folder that holds a configuration and no weights."""
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="trimaran-bench-"))
-        # As a server's folder: the next server deletes those whose owner was killed.
+        # Placed like a server's folder: the next server deletes folders whose owner was killed.
         lock = stack.enter_context(Path(folder, "lock").open("w"))
         fcntl.flock(lock, fcntl.LOCK_EX)
         Path(folder, "config.json").write_text(json.dumps(config), encoding="utf-8")
@@ -61,7 +61,7 @@ def random_checkpoint(config: dict[str, object]) -> Iterator[str]:
 def load_engine(
     config: EngineConfig, ranks: Ranks, profile: ProfileConfig | None = None
 ) -> Engine:
-    """This rank's part of an engine that is ready; traces the steps of ``profile``."""
+    """This rank's part of a ready engine; traces the steps of ``profile``."""
     rank = RankConfig(engine=config, group=_SOURCE, profile=profile)
     engine = Engine.load(rank, ranks.topology, ranks.control, ranks.group, ranks.links)
     ranks.barrier()
@@ -78,7 +78,7 @@ class OfflineDriver:
         self._next_id = 1
 
     def run(self, load: Load) -> OfflineRun:
-        """Submit all requests at once, and step until none is left.
+        """Submit all requests at once, and step until all have ended.
 
         Raises:
             RuntimeError: a request was refused, or tokens are missing.

@@ -1,4 +1,4 @@
-"""The flags that offline benchmarks share, and the engine that they describe."""
+"""The flags of offline benchmarks, and the engine that they describe."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trimaran.worker.config.parallel_sizes import expert_sizes
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Model, engine, rules of the measurement and where results go."""
+    """Model, engine, rules of the measurement and destinations of results."""
     model = parser.add_mutually_exclusive_group()
     model.add_argument(
         "--shape", choices=sorted(SHAPES), default="tiny", help="random weights (default tiny)"
@@ -31,12 +31,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--model", metavar="DIR", help="an engine folder or a checkpoint")
     add = parser.add_argument
     add("--load", action="append", metavar="ISL/OSLxN", help="N requests at once; repeat")
-    add("--runs", type=positive, default=3, metavar="N", help="the median of N is told (3)")
-    # What stood before the sub-command holds unless it is named again.
+    add("--runs", type=positive, default=3, metavar="N", help="the median of N is reported (3)")
+    # A value before the sub-command applies unless it is given again.
     default = argparse.SUPPRESS
     add("--temperature", type=amount, default=default, metavar="T", help="0: greedy (1)")
     _add_engine(parser)
-    ceiling = "how long ceilings are measured; 0: no limit is told (12)"
+    ceiling = "how long ceilings are measured; 0: no limit is reported (12)"
     add("--ceiling-seconds", type=seconds, default=12.0, metavar="S", help=ceiling)
     add("--output", metavar="FILE", help="append results as JSON lines")
     add("--profile", default="", metavar="steps=A:B", help="trace these steps of the engine")
@@ -90,13 +90,17 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         type=amount,
         default=0.0,
         metavar="GIB",
-        help="a rank's host memory for the KV cache of who makes room (0)",
+        help="a rank's host memory for the KV cache of preempted sequences (0)",
     )
-    add("--deterministic", action="store_true", help="kernels that do not see the batch")
+    add(
+        "--deterministic",
+        action="store_true",
+        help="kernels whose results do not depend on the batch",
+    )
 
 
 def add_peer(parser: argparse.ArgumentParser) -> None:
-    """Other engines on the same work."""
+    """Flags of other engines on the same work."""
     parser.add_argument(
         "--peer", action="append", choices=("transformers", "vllm"), metavar="NAME",
         help="run it on the same loads too, before ours: transformers, vllm",
@@ -136,7 +140,9 @@ def profile_config(args: argparse.Namespace) -> ProfileConfig | None:
 
 
 def engine_config(args: argparse.Namespace, folder: str, loads: list[Load]) -> EngineConfig:
-    """An engine for these loads: no reuse, nothing reserved, no more rows than are used."""
+    """An engine for these loads: no prefix reuse, no reserve, and only as many rows as
+    needed.
+    """
     longest = max(load.isl + load.osl for load in loads)
     num_seqs = min(args.max_num_seqs, max(load.requests for load in loads))
     return EngineConfig(

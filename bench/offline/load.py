@@ -1,4 +1,4 @@
-"""How many random requests of which lengths a benchmark sends."""
+"""A load of random requests: number and lengths."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Load:
 
     @classmethod
     def parse(cls, text: str, temperature: float) -> Load:
-        """From ``ISL/OSLxREQUESTS``; raises ConfigError."""
+        """Parse ``ISL/OSLxREQUESTS``; raises ConfigError."""
         try:
             lengths, requests = text.split("x")
             isl, osl = lengths.split("/")

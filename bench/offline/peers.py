@@ -1,4 +1,4 @@
-"""Other engines on the same loads, each in a process of its own, so that memory comes back."""
+"""Other engines on the same loads, each in its own process, so that memory is freed."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from trimaran.comm.errors import ConfigError
 
 Prompts = list[list[int]]
 Generate = Callable[[Prompts, int], int]
-"""Generates that many tokens for each prompt; returns how many came in all."""
+"""Generates a number of tokens for each prompt; returns how many were generated in all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerRun:
-    """What a peer is to do: the rules of our own runs."""
+    """The work of a peer: the rules of our own runs."""
 
     model: str
     """A folder with ``config.json``, and weights unless they are random."""
@@ -44,7 +44,7 @@ class PeerRun:
 
 
 def check_installed(name: str) -> None:
-    """Raises ConfigError where this peer cannot be imported."""
+    """Raises ConfigError if this peer cannot be imported."""
     if importlib.util.find_spec(name) is None:
         raise ConfigError(
             f"--peer {name}: the package {name} is not installed beside Trimaran. Install it, "
@@ -56,7 +56,7 @@ def run_peer(name: str, work: PeerRun) -> list[list[float]]:
     """Output tokens a second, of each load and run.
 
     Raises:
-        ConfigError: the peer failed; its own words are included.
+        ConfigError: the peer failed; its own message is included.
     """
     check_installed(name)
     command = [sys.executable, "-m", "trimaran.bench.offline.peers", name]
@@ -66,7 +66,7 @@ def run_peer(name: str, work: PeerRun) -> list[list[float]]:
         log.seek(0)
         lines, said = out.read().splitlines(), log.read().splitlines()
     if code != 0 or not lines:
-        # An engine in a process of its own says why above what its caller says.
+        # An engine with a process of its own reports the cause before its caller's error.
         words = "\n".join(said[-80:])
         raise ConfigError(f"--peer {name} ended with {code}: {words}")
     rates: list[list[float]] = json.loads(lines[-1])
@@ -74,7 +74,7 @@ def run_peer(name: str, work: PeerRun) -> list[list[float]]:
 
 
 def _run_group(command: list[str], line: str, out: IO[str], log: IO[str]) -> int:
-    """Run a command that is told a line, in a process group that is gone afterwards.
+    """Run a command with one line of input, in a process group that is killed afterwards.
 
     Its output goes to files: a pipe would stay open as long as any process that it started.
     """
@@ -91,7 +91,7 @@ def _run_group(command: list[str], line: str, out: IO[str], log: IO[str]) -> int
             with contextlib.suppress(BrokenPipeError):
                 process.stdin.write(f"{line}\n")
                 process.stdin.flush()
-            # Not collected yet, so that the group's number stays its own.
+            # Not reaped yet, so that the group's id is not reused.
             os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         finally:
             os.killpg(process.pid, signal.SIGKILL)
@@ -100,7 +100,7 @@ def _run_group(command: list[str], line: str, out: IO[str], log: IO[str]) -> int
 
 
 def _wait_until_gone(group: int, timeout_s: float = 10.0) -> None:
-    """What its processes hold of the device comes back as they end."""
+    """Device memory is freed only as the processes end."""
     deadline = time.monotonic() + timeout_s
     with contextlib.suppress(ProcessLookupError):
         while time.monotonic() < deadline:
@@ -112,7 +112,7 @@ def main() -> None:
     """Read the work from stdin's first line; the last line of stdout is the result."""
     name, fields = sys.argv[1], json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    # Engines write to stdout, from processes of theirs even after the result.
+    # Engines write to stdout, from their processes even after the result.
     result = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     loads = [Load(**load) for load in fields.pop("loads")]
@@ -127,7 +127,9 @@ def main() -> None:
 
 
 def _end_with_parent() -> None:
-    """The caller holds stdin open; once it is gone, nothing of this group may stay."""
+    """The caller holds stdin open; when the caller is gone, the whole process group must
+    end.
+    """
     os.read(0, 1)
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
@@ -196,7 +198,7 @@ def _transformers(work: PeerRun) -> Generate:
 
 
 def _vllm(work: PeerRun) -> Generate:
-    """Its offline engine with its defaults, but for the rules of ours."""
+    """vLLM's offline engine with its defaults, except for the rules of our runs."""
     import vllm
     from vllm.platforms import current_platform
 

@@ -42,7 +42,7 @@ from trimaran.worker.engine.engine import Engine
 from trimaran.worker.models.registry import dtype_by_name
 
 _LEAST_STEPS = 3
-"""Steps of a request up to the first that only decodes and follows another such."""
+"""Steps of a request up to the first decode-only step that follows another one."""
 
 Facts = dict[str, Any]
 
@@ -64,7 +64,7 @@ def run_latency(args: argparse.Namespace) -> int:
         if load.osl < _LEAST_STEPS:
             raise ConfigError(
                 f"--load {load}: {load.osl} new tokens have no time between them that can be "
-                f"told. Ask for {_LEAST_STEPS} or more."
+                f"measured. Ask for {_LEAST_STEPS} or more."
             )
     with _subject(args, loads) as subject:
         for load in loads:
@@ -100,7 +100,7 @@ def token_times(runs: list[OfflineRun]) -> dict[str, float]:
 
 
 class _Subject:
-    """What is measured: an engine, its shape, and what its device can do."""
+    """The measured engine, its shape, and the rates of its device."""
 
     def __init__(
         self, args: argparse.Namespace, loads: list[Load], engine: Engine, ranks: Ranks
@@ -112,7 +112,7 @@ class _Subject:
         self.limits: Ceilings | None = None
         self.peers: dict[str, list[list[float]]] = {}
         self.memory: list[dict[str, float]] = []
-        """Of each rank: what fills its memory, in GB."""
+        """The parts of each rank's memory, in GB."""
         self.dtype = facts["dtype"]
         self.engine = engine
         self.driver = OfflineDriver(engine, ranks.control, facts["vocab_size"])
@@ -128,7 +128,7 @@ class _Subject:
         return f"{self.name} in {self.dtype} on {self.device_name}{ranks}"
 
     def facts(self, load: Load, runs: list[OfflineRun]) -> Facts:
-        """The figures of one load on our engine."""
+        """The results of one load on our engine."""
         steps_s = np.concatenate([run.steps_s for run in runs])
         return {
             **self.figures(load, [run.out_tok_s for run in runs]),
@@ -140,7 +140,7 @@ class _Subject:
         }
 
     def figures(self, load: Load, rates: list[float], engine: str = "trimaran") -> Facts:
-        """What any engine's runs are told by, with the share of the limit."""
+        """The summary of any engine's runs, with the share of the limit."""
         median = statistics.median(rates)
         facts: dict[str, Any] = {
             "benchmark": "throughput",
@@ -169,7 +169,9 @@ class _Subject:
 
 @contextlib.contextmanager
 def _subject(args: argparse.Namespace, loads: list[Load]) -> Iterator[_Subject | None]:
-    """What is measured, on the rank that measures; the others run its steps and get None."""
+    """The measured engine, on the rank that measures; other ranks run its steps and get
+    None.
+    """
     profile = profile_config(args)
     for name in _peer_names(args):
         check_installed(name)
@@ -202,7 +204,7 @@ def _subject(args: argparse.Namespace, loads: list[Load]) -> Iterator[_Subject |
 def _limits(
     args: argparse.Namespace, ranks: Ranks, shape: ModelShape, dtype: str
 ) -> Ceilings | None:
-    """What the devices sustain, measured on all of them at once. Collective."""
+    """The rates that all devices sustain at the same time. Collective."""
     if args.ceiling_seconds <= 0:
         return None
     limits = ceilings.measure_all(shape, ranks, dtype_by_name(dtype), args.ceiling_seconds)
@@ -221,7 +223,7 @@ def _peer_names(args: argparse.Namespace) -> list[str]:
 def _peers(
     args: argparse.Namespace, folder: str, config: PretrainedConfig, loads: list[Load]
 ) -> dict[str, list[list[float]]]:
-    """The rates of each peer, before our own engine takes the device's memory."""
+    """The rates of each peer, measured before our own engine takes the device's memory."""
     found = {}
     for name in _peer_names(args):
         print(f"{name} is measured first", flush=True)
@@ -253,7 +255,7 @@ def _device_of(args: argparse.Namespace) -> str:
 def _folder(
     args: argparse.Namespace, loads: list[Load]
 ) -> Iterator[tuple[str, PretrainedConfig]]:
-    """The folder that the engine loads, and what it says of the model."""
+    """The folder that the engine loads, and its configuration."""
     if args.model:
         config = EngineFolder.load(args.model).config
         yield args.model, config if args.dtype == "auto" else replace(config, dtype=args.dtype)
@@ -265,7 +267,9 @@ def _folder(
 
 
 def _memory_fraction(args: argparse.Namespace, shape: ModelShape, ranks: Ranks) -> float:
-    """The share of what the weights leave that leaves ``--gpu-memory`` of the card in use."""
+    """The share of the memory beside the weights with which ``--gpu-memory`` of the card is
+    in use.
+    """
     if not 0 < args.gpu_memory <= 1:
         raise ConfigError(f"--gpu-memory is {args.gpu_memory} but must be above 0, at most 1")
     if ranks.device.type != "cuda":
@@ -282,14 +286,16 @@ def _memory_fraction(args: argparse.Namespace, shape: ModelShape, ranks: Ranks) 
 
 
 def rank_weight_bytes(shape: ModelShape, parallel: ParallelConfig) -> float:
-    """A rank's part of the weights: each lane holds all but the experts that lanes share."""
+    """A rank's part of the weights: data-parallel ranks hold all weights except the experts
+    that they divide.
+    """
     num_ranks = parallel.tp_size * parallel.pp_size
     common = shape.weight_bytes - shape.expert_bytes
     return (common + shape.expert_bytes / parallel.expert_lanes) / num_ranks
 
 
 def _runs(driver: OfflineDriver, load: Load, count: int) -> list[OfflineRun]:
-    # What is compiled or allocated at first use is not what is measured.
+    # First use compiles and allocates, which is not measured.
     short = Load(
         isl=load.isl,
         osl=min(load.osl, 16),

@@ -1,7 +1,6 @@
-"""Result lines and what is made of them.
+"""Result lines, and the tables and plots made from them.
 
-Owns the form of a result: measurement, device, versions, commit and command.
-In: figures of a benchmark; files of result lines.
-Out: lines appended to a file; Markdown tables and SVG plots.
-Nothing here measures.
+Owns the form of a result: measurement, device, versions, commit and command. In: results of a
+benchmark; files of result lines. Out: lines appended to a file; Markdown tables and SVG plots.
+This package measures nothing.
 """

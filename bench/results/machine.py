@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 
 def surroundings(metrics_url: str | None) -> dict[str, Any]:
-    """What a figure depends on: this machine, versions, and what the engine says of itself."""
+    """The conditions of a measurement: this machine, versions, and the engine's own facts."""
     packages = ("trimaran", "tritonclient", "aiohttp", "grpcio", "numpy")
     return {
         "client_host": {
@@ -34,7 +34,7 @@ def engine_info(metrics_url: str) -> dict[str, list[dict[str, str]]]:
     """The labels of every ``*_info`` metric of the server.
 
     Raises:
-        OSError: nothing answers there.
+        OSError: no server answers there.
     """
     with urllib.request.urlopen(metrics_url, timeout=10) as reply:
         families = text_string_to_metric_families(reply.read().decode())
@@ -54,7 +54,7 @@ def cpu_model() -> str:
 
 
 def gpus() -> list[str]:
-    """The names of this host's GPUs, which are not touched."""
+    """The names of this host's GPUs, without using them."""
     try:
         listing = subprocess.run(
             ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],

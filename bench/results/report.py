@@ -47,7 +47,7 @@ _TIME_STARTS = ("ttft_ms_", "itl_ms_", "e2e_ms_")
 
 
 def check_line(line: Line, path: str) -> None:
-    """Refuse a line of one of the benchmarks that no table can be made of.
+    """Refuse a malformed line of a benchmark.
 
     Raises:
         ConfigError: names the file, the key and its value.
@@ -76,7 +76,7 @@ def check_line(line: Line, path: str) -> None:
 
 
 def _check_printable(values: dict[str, Any]) -> None:
-    """A line break would end a table's row, and half a surrogate pair cannot be written."""
+    """A line break would end a table's row, and an unpaired surrogate cannot be written."""
     for name, value in values.items():
         if isinstance(value, str) and not value.isprintable():
             raise ConfigError(f"{name} is {value!r} but must be a text that can be printed")
@@ -87,7 +87,9 @@ _MEASURED = (
     "shape", "device", "gpus", "dtype", "isl", "osl", "requests", "protocol", "request_rate",
     "concurrency", "operator", "size",
 )  # fmt: skip
-"""What tells measurements of one benchmark apart, beside the engine and the layout."""
+"""The fields that distinguish measurements of one benchmark, beside the engine and the
+layout.
+"""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -100,7 +102,7 @@ def run_report(args: argparse.Namespace) -> int:
     """Print a table of each benchmark; of equal measurements the last line counts.
 
     Raises:
-        ConfigError: the files hold nothing to tell, or nothing to draw.
+        ConfigError: the files hold no results, or none that can be plotted.
     """
     by_kind = _lines_by_kind(args.files)
     tables = [row for kind, own in by_kind.items() for row in (*_KINDS[kind][0](own), "")]
@@ -116,10 +118,10 @@ def run_report(args: argparse.Namespace) -> int:
 
 
 def _chart(path: str, by_kind: dict[str, list[Line]]) -> str:
-    """One chart of all lines: in percent of the limit, or beside a server's in tokens a second.
+    """One chart of all lines: in percent of the limit, or with a server's in tokens a second.
 
     Raises:
-        ConfigError: they have nothing in common that can be drawn.
+        ConfigError: the lines share no unit that can be plotted.
     """
     in_percent = "serve" not in by_kind
     if not in_percent and "kernels" in by_kind:
@@ -140,10 +142,10 @@ def _chart(path: str, by_kind: dict[str, list[Line]]) -> str:
 
 
 def _lines_by_kind(files: list[str]) -> dict[str, list[Line]]:
-    """The lines of each benchmark that has some, checked; of equal measurements the last.
+    """The checked lines of each benchmark; of equal measurements the last.
 
     Raises:
-        ConfigError: there are none, or one lacks a key or has a value of another type.
+        ConfigError: no lines, or a line lacks a key or has a value of another type.
     """
     found: dict[str, dict[str, Line]] = {kind: {} for kind in _KINDS}
     for path in files:
@@ -172,14 +174,14 @@ def _load_of(line: Line) -> tuple[Any, ...]:
 
 
 def layout_of(line: Line) -> str:
-    """A word for how the ranks share the work, as ``tp2ep2``; empty for one alone."""
+    """The layout of the ranks as a word, such as ``tp2ep2``; empty for one rank."""
     axes = {"tp": "tp_size", "pp": "pp_size", "dp": "dp_size", "ep": "moe_ep_size"}
     sizes = {axis: line.get(name, 1) for axis, name in axes.items()}
     return "".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1)
 
 
 def _models(lines: list[Line]) -> list[str]:
-    """What was measured by each line, and on which device where there are several."""
+    """The measurement of each line, and the device if there are several."""
     has_several = len({line.get("device") for line in lines}) > 1
     return [
         ", ".join(

@@ -1,4 +1,4 @@
-"""One line of a result file: what was measured, on what, by which command."""
+"""One line of a result file: the measurement, the machine, the versions, the command."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     import torch
 
 COMMIT = "TRIMARAN_COMMIT"
-"""Names the commit where the sources lie outside of their repository."""
+"""Variable with the commit, for sources outside of their repository."""
 
 
 CEILINGS = frozenset({"ceiling_tflops", "ceiling_tb_s", "ceiling_gb"})
-"""What a line says of the machine's limits."""
+"""The fields of the machine's limits in a line."""
 
 
 def environment(device: torch.device, ceilings: Ceilings | None) -> dict[str, Any]:
     """The machine, the versions, the commit and the command."""
-    # Imported only now: where a server is asked from, there may be none.
+    # Imported only here: a client's machine may lack the server's packages.
     import torch
 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
@@ -39,7 +39,7 @@ def environment(device: torch.device, ceilings: Ceilings | None) -> dict[str, An
 
 
 def surroundings(gpu: str | None, ceilings: Ceilings | None) -> dict[str, Any]:
-    """The same, of a GPU of this name, which is not touched; without one, of the CPU."""
+    """The same for a GPU of this name, without using it; without a name, for the CPU."""
     facts: dict[str, Any] = {
         "device": gpu or cpu_model(),
         "torch": _version("torch"),
@@ -50,7 +50,7 @@ def surroundings(gpu: str | None, ceilings: Ceilings | None) -> dict[str, Any]:
     if not gpu:
         facts["load_average"] = round(os.getloadavg()[0], 2)
     if ceilings is not None:
-        # By digits, not decimals: a core of a CPU has some thousandths of these units.
+        # Significant digits, not decimals: a CPU core has some thousandths of these units.
         facts["ceiling_tflops"] = float(f"{ceilings.flops / 1e12:.6g}")
         facts["ceiling_tb_s"] = float(f"{ceilings.bandwidth / 1e12:.5g}")
         facts["ceiling_gb"] = round(ceilings.memory / 1e9, 1)
@@ -68,7 +68,7 @@ def ceilings_in(facts: Mapping[str, Any]) -> Ceilings:
 
 
 def command() -> str:
-    """The command line of this process, with that of MPI before it where it is a rank."""
+    """The command line of this process, with MPI's command before it on a rank."""
     script = Path(sys.argv[0])
     words = ["trimaran"]
     if script.parent.name == "benchmarks":
@@ -79,7 +79,7 @@ def command() -> str:
 
 
 def commit() -> str:
-    """The sources' commit, marked where files differ from it; ``unknown`` without git."""
+    """The sources' commit, marked if files differ from it; ``unknown`` without git."""
     if os.environ.get(COMMIT):
         return os.environ[COMMIT]
     here = Path(__file__).parent
@@ -90,19 +90,19 @@ def commit() -> str:
 
 
 def append(path: str, result: dict[str, Any]) -> None:
-    """Add one JSON object to a file of such lines.
+    """Append one JSON object to a file of such lines.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: the file cannot be written.
     """
     with writing("--output", path), open(path, "a", encoding="utf-8") as file:
-        # What a kill or a full disk cut short would make both lines unreadable.
+        # Appended to a line cut short by a kill or a full disk, both lines would be unreadable.
         begin = "\n" if _is_cut_short(Path(path)) else ""
         file.write(begin + json.dumps(result) + "\n")
 
 
 def _is_cut_short(path: Path) -> bool:
-    """Whether a file's last line has no end. What is no file, as a pipe, has no lines."""
+    """Whether a file's last line lacks its newline. Pipes have no last line."""
     if not path.is_file() or not path.stat().st_size or not os.access(path, os.R_OK):
         return False
     with path.open("rb") as file:
@@ -114,7 +114,7 @@ def read(paths: Sequence[str]) -> list[dict[str, Any]]:
     """The lines of result files.
 
     Raises:
-        ConfigError: a file cannot be read or holds something else.
+        ConfigError: a file cannot be read or is malformed.
     """
     lines = []
     for path in paths:

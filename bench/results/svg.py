@@ -1,4 +1,4 @@
-"""A bar chart as SVG, which a browser opens and a page embeds as it is."""
+"""A bar chart as SVG, for browsers and for embedding in pages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _BAR, _GAP, _TOP = 15, 10, 58
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """One bar: whose it is, how long, and what stands beside it."""
+    """One bar: its owner, its length, and its label."""
 
     series: str
     value: float
@@ -22,7 +22,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Bars side by side under one label."""
+    """Adjacent bars under one label."""
 
     label: str
     bars: Sequence[Bar]

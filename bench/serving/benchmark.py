@@ -41,17 +41,17 @@ _MOST_OF_INT32 = 2**31 - 1
 _LEAST_RATE = 1e-6
 _FILES = ("json", "op_stats_csv", "dump_perfetto_trace")
 _MOST_MADE = 1 << 24
-"""Requests, and tokens of a prompt, that are made in memory."""
+"""Limits on requests, and on tokens of a prompt, which are created in memory."""
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the benchmark. Returns 1 if a request failed or the figures regressed.
+    """Run the benchmark. Returns 1 if a request failed or the results regressed.
 
     Raises:
-        KeyboardInterrupt: at a Ctrl-C, once what came until then is told.
+        KeyboardInterrupt: at a Ctrl-C, after the partial results are reported.
     """
     check(args)
-    # What may fail does so before the load, not in place of its figures.
+    # Checked before the load, so that an error does not lose results.
     around = _surroundings(args) if args.json else {}
     expected_ms = _expected_ms(args)
     url = args.url or DEFAULT_URLS[args.protocol]
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Refuse flags that do not go together; raises ConfigError."""
+    """Refuse flags that contradict each other; raises ConfigError."""
     if args.test_llmapi:
         raise ConfigError("--test-llmapi: this version does not serve the llmapi model")
     if args.url:
@@ -126,12 +126,12 @@ def check(args: argparse.Namespace) -> None:
 
 
 def _check_times(args: argparse.Namespace) -> None:
-    """Refuse paces that nothing can be sent at, and times that nothing can take."""
+    """Refuse paces that cannot be sent, and timeouts that cannot be met."""
     rate, timeout_s = args.request_rate, args.stream_timeout
     if rate != UNPACED and not _LEAST_RATE <= rate < math.inf:
         raise ConfigError(
             f"--request-rate is {rate:g} but must be a number of {_LEAST_RATE:g} or more, or "
-            f"{UNPACED} for requests that wait for nothing but their turn"
+            f"{UNPACED} for requests that are sent without pauses"
         )
     if timeout_s is not None and not 0 < timeout_s < math.inf:
         raise ConfigError(
@@ -144,7 +144,7 @@ def _check_times(args: argparse.Namespace) -> None:
 
 
 def _check_sizes(args: argparse.Namespace) -> None:
-    """Refuse what a tensor does not hold, and prompts that the memory would not."""
+    """Refuse values that do not fit in a tensor, and prompts that do not fit in memory."""
     for name in ("output_len", "vocab_size", "output_mean", "output_stdev",
                  "op_tokens_per_word"):  # fmt: skip
         value = getattr(args, name, None)
@@ -178,9 +178,9 @@ def _items(args: argparse.Namespace, workload: Workload) -> list[Item]:
 def measure(
     args: argparse.Namespace, url: str, warmup: list[Item], plan: list[tuple[Item, float]]
 ) -> Run:
-    """Send the warm-up, then each item when it is due, from as many processes as asked.
+    """Send the warm-up, then each item when it is due, from as many processes as requested.
 
-    A Ctrl-C stops it once the warm-up is over; the run has what came until then.
+    A Ctrl-C after the warm-up stops the load; the run has the results so far.
     """
     print("[INFO] Warm up for benchmarking.")
     if args.load_processes == 1:
@@ -238,7 +238,7 @@ async def _target(args: argparse.Namespace, url: str) -> Target:
 
 
 class _Progress:
-    """A bar on a terminal, nothing elsewhere."""
+    """A progress bar on a terminal; no output elsewhere."""
 
     def __init__(self, total: int) -> None:
         self._bar: Any = None
@@ -265,7 +265,9 @@ class _Progress:
 
 
 def _tell_interrupted(args: argparse.Namespace, done: Run) -> None:
-    """What came before a Ctrl-C. No file gets it, in which it would pass for all."""
+    """Report the results before a Ctrl-C. They are not written to files, where they would
+    count as complete.
+    """
     came = len(done.records)
     asked = came + done.num_left
     print(f"[INFO] Interrupted: figures of the {came} of {asked} requests that ended.")
@@ -294,7 +296,7 @@ def _surroundings(args: argparse.Namespace) -> dict[str, Any]:
 def _write_files(
     args: argparse.Namespace, writers: Mapping[str, Callable[[str], None]]
 ) -> None:
-    """Write every file that a flag names; one that cannot be written keeps no other back."""
+    """Write every file that a flag names; a failed file does not prevent the others."""
     problems: list[ConfigError] = []
     for name, write in writers.items():
         path = getattr(args, name)
@@ -320,7 +322,7 @@ def _write_json(path: str, facts: dict[str, Any], values: dict[str, float]) -> N
 
 
 def _expected_ms(args: argparse.Namespace) -> float | None:
-    """The latency that the figures are held against, if any."""
+    """The reference latency, if any."""
     if not args.check_perf_json:
         return None
     try:

@@ -19,7 +19,7 @@ SubCommands = argparse._SubParsersAction  # argparse has no public name for it
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> SubCommands[argparse.ArgumentParser]:
-    """Global flags, which come before the sub-command, and the sub-commands: returned."""
+    """Add global flags, which come before the sub-command, and return the sub-commands."""
     parser.add_argument("-u", "--url", metavar="HOST:PORT", help="default: by protocol")
     add_protocol(parser)
     parser.add_argument(
@@ -52,8 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> SubCommands[argparse.Argum
 def refuse_given(
     args: argparse.Namespace, where: str, *, names: Collection[str] = (), but: str = ""
 ) -> None:
-    """Refuse flags of the plain benchmark that were given where they have no effect: those of
-    ``names``, or without names all but ``but``.
+    """Refuse flags of the plain benchmark that have no effect here: those of ``names``, or
+    without names all but ``but``.
 
     Raises:
         ConfigError: names the flag, and ``where`` it has no effect.
@@ -135,14 +135,14 @@ def _add_results(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=50,
         metavar="MS",
-        help="so much slower is let pass (50)",
+        help="slowdown that passes (50)",
     )
     parser.add_argument(
         "--check-perf-rtol",
         type=float,
         default=0.05,
         metavar="RATE",
-        help="and this share more (0.05)",
+        help="relative slowdown that passes in addition (0.05)",
     )
 
 
@@ -199,7 +199,7 @@ def add_flags(parser: argparse.ArgumentParser, plain: argparse.ArgumentParser) -
     for action in plain._actions:
         if action.option_strings and action.dest not in _NOT_COPIED:
             own = copy.copy(action)
-            # What stood before the sub-command holds unless it is named again.
+            # A value before the sub-command applies unless it is given again.
             own.default = argparse.SUPPRESS
             parser._add_action(own)
     add = parser.add_argument
@@ -211,7 +211,7 @@ def add_flags(parser: argparse.ArgumentParser, plain: argparse.ArgumentParser) -
         type=positive,
         default=1,
         metavar="N",
-        help="of each point; the median is told (1)",
+        help="of each point; the median is reported (1)",
     )
     add("--gpus", type=positive, default=1, metavar="N", help="of the server (default 1)")
     add("--shape", choices=sorted(SHAPES), help="of the served model, for the limit")

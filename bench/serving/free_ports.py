@@ -1,4 +1,4 @@
-"""Ports for the servers of benchmarks and tests, of which several may run on one machine."""
+"""Ports for the servers of benchmarks and tests, several of which may run on one machine."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _LEAST_PORTS = 1000
 _USUAL = range(20_000, 32_000)
 
 _given: set[int] = set()
-"""To this process. What it has locked itself it could lock again."""
+"""Ports given out by this process. A process could lock its own locked ports again."""
 
 
 def free_ports(count: int) -> list[int]:
     """Ports without a listener, which no other caller of this function is about to use.
 
-    A server binds its ports seconds after they were chosen for it. So a port is given once
-    only to all processes of this user that ask here, for as long as the one that asked
-    lives, and none is given that the kernel may hand to a connection meanwhile.
+    A server binds its ports seconds after they were chosen. A port is therefore given only once
+    to all processes of this user that call this function, for as long as the caller's process
+    lives. Ports of the kernel's ephemeral range are excluded.
 
     Raises:
-        OSError: there are not so many.
+        OSError: too few ports are free.
     """
     free: list[int] = []
     candidates = _candidates()
@@ -45,7 +45,7 @@ def free_ports(count: int) -> list[int]:
 
 @functools.cache
 def _candidates() -> range:
-    """Ports without privilege that connections do not get, or if these are few the usual."""
+    """Unprivileged ports outside the ephemeral range, or the usual range if these are few."""
     try:
         first, last = map(int, _RANGE_FILE.read_text(encoding="ascii").split())
     except OSError:
@@ -72,6 +72,8 @@ def _lock(port: int) -> bool:
 
 @functools.cache
 def _lock_file() -> int:
-    """Open until this process ends: to close it once would unlock all its ports."""
+    """Open until this process ends: closing any descriptor of the file would unlock all its
+    ports.
+    """
     path = Path(tempfile.gettempdir(), f"trimaran-ports-{os.getuid()}")
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)

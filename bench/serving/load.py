@@ -1,4 +1,4 @@
-"""Sends a workload to a target, notes when tokens come, and ends early at Ctrl-C."""
+"""Sends a workload to a target, records the times of tokens, and ends early at Ctrl-C."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from trimaran.bench.serving.workload import Item
 
 @contextlib.contextmanager
 def at_first_interrupt(stop: Callable[[], object]) -> Iterator[None]:
-    """Call ``stop`` at a Ctrl-C; another one has the effect that it has elsewhere.
+    """Call ``stop`` at a Ctrl-C; a second one has its normal effect.
 
-    Of the main thread alone. Where the signal is ignored, as behind nohup, it stays so.
+    Main thread only. An ignored signal, as behind nohup, stays ignored.
     """
     before = signal.getsignal(signal.SIGINT)
     if before is signal.SIG_IGN:
@@ -37,42 +37,46 @@ def at_first_interrupt(stop: Callable[[], object]) -> Iterator[None]:
 
 @dataclass(slots=True)
 class Record:
-    """What happened to one request. Times are in seconds of one monotonic clock."""
+    """The times of one request. Times are in seconds of one monotonic clock."""
 
     item: Item
     due_s: float
-    """When it should have been sent. Latencies count from here, so that a request that
-    waited for a free connection does not look fast."""
+    """When the request was due. Latencies count from here, so that a request that waited for
+    a free connection does not look fast.
+    """
     sent_s: float = 0.0
-    """When it was sent, from which on it was in flight."""
+    """When the request was sent; from then on it was in flight."""
     arrivals: list[tuple[float, int]] = field(default_factory=list)
     """Time and number of generated tokens of each response."""
     is_stream: bool = False
-    """Whether the first response is the first token's, rather than that of all."""
+    """Whether the first response is the first token's, rather than that of all tokens."""
     end_s: float = 0.0
     error: str = ""
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens that came."""
+        """Number of received tokens."""
         return sum(count for _, count in self.arrivals)
 
 
 Prepared = Callable[[Record], Awaitable[None]]
-"""A request whose message is made: sends it, and adds each response to ``record.arrivals``.
-Raises ServerError where it is refused or fails."""
+"""A prepared request: sends its message, and adds each response to ``record.arrivals``.
+Raises ServerError if the request is refused or fails.
+"""
 
 
 class Target(Protocol):
-    """Where requests go."""
+    """The protocol and address of requests."""
 
     async def connect(self, count: int) -> None:
-        """Open the connections that so many requests in flight take, for the first ones not to
-        wait for them. What cannot be opened is told by the request that needs it."""
+        """Open the connections for this many requests in flight, so that the first requests
+        need not wait for them. A connection that cannot be opened is reported by the request
+        that needs it.
+        """
         ...
 
     def prepare(self, item: Item) -> Prepared:
-        """Make one request's message, before it is due."""
+        """Create one request's message, before it is due."""
         ...
 
     async def close(self) -> None:
@@ -82,7 +86,7 @@ class Target(Protocol):
 
 @dataclass(slots=True)
 class Run:
-    """All records of a run, with its length, which is that to the last answer's end."""
+    """All records of a run, with its duration up to the last answer's end."""
 
     records: list[Record]
     elapsed_s: float
@@ -91,7 +95,7 @@ class Run:
 
     @classmethod
     def of(cls, records: list[Record], begin: float, num_planned: int) -> Run:
-        """Those of ``num_planned`` requests that ended, from ``begin`` on their clock."""
+        """The ended requests of ``num_planned``, from ``begin`` on their clock."""
         end = max((record.end_s for record in records), default=begin)
         return cls(records, end - begin, num_planned - len(records))
 
@@ -106,12 +110,14 @@ class LoadGenerator:
         self._is_stopped = False
 
     def stop(self) -> None:
-        """Send no more and give up what has no answer yet, so that `run` returns."""
+        """Send no more requests and drop the unanswered ones, so that `run` returns."""
         if self._sending is not None:
             self._is_stopped = self._sending.cancel()
 
     async def warm_up(self, items: Sequence[Item], num_planned: int) -> None:
-        """Send what counts nowhere, then connect for a plan of so many requests."""
+        """Send the warm-up, which is not counted, then connect for a plan of this many
+        requests.
+        """
         await self.run([(item, 0.0) for item in items])
         await self._target.connect(min(self._concurrency, num_planned))
 
@@ -122,8 +128,8 @@ class LoadGenerator:
         *,
         begin: float | None = None,
     ) -> Run:
-        """Send each item, some seconds after the start, once fewer than the allowed number
-        are in flight. Returns when all are done, or at `stop`.
+        """Send each item, some seconds after the start, once fewer than the allowed number are
+        in flight. Returns when all are done, or at `stop`.
 
         The start is now, or ``begin`` on the monotonic clock.
         """

@@ -1,4 +1,4 @@
-"""A load from several processes at once, where one could not read answers fast enough."""
+"""A load from several processes at once, for rates that one process cannot read."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from trimaran.comm.errors import ConfigError, TrimaranError
 
 Plan = Sequence[tuple[Item, float]]
 MakeTarget = Callable[[], Awaitable[Target]]
-"""Connects; it is sent to the processes, so it has to be picklable."""
+"""Creates a connected target; sent to the processes, so it has to be picklable."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """What one process sends, and how many requests at once."""
+    """The share of one process, and its number of concurrent requests."""
 
     warmup: Sequence[Item]
     plan: Plan
@@ -36,7 +36,7 @@ class _Share:
 
 
 _START_S = 0.1
-"""From the last process's word that it is ready to the moment that delays count from."""
+"""From the last process's ready message to the moment that delays count from."""
 
 
 class LoadProcessLostError(TrimaranError):
@@ -50,15 +50,15 @@ def run_in_processes(
     concurrency: int,
     num_processes: int,
 ) -> Run:
-    """Deal the plan out by the share that each has of the concurrency; the run of all.
+    """Divide the plan in proportion to the concurrency of each process; returns the merged run.
 
-    It begins once all processes have connected and the warm-up, dealt out too, is answered.
-    Times of all processes are on one clock, the host's monotonic one. A Ctrl-C once it has
-    begun stops it.
+    The run begins once all processes have connected and the warm-up, divided too, is answered.
+    Times of all processes are on one clock, the host's monotonic one. A Ctrl-C after the begin
+    stops the run.
 
     Raises:
         ConfigError: a process cannot connect.
-        LoadProcessLostError: one was ended.
+        LoadProcessLostError: a process was killed.
     """
     with ExitStack() as stack:
         processes = []
@@ -84,9 +84,11 @@ def run_in_processes(
 
 
 class _Process:
-    """Sends a share of the load; it says that it is ready, gets the begin, and says what came.
+    """Sends a share of the load: reports that it is ready, receives the begin, and returns
+    records.
 
-    Any word after the begin stops it. Use as a context manager, which ends it.
+    Any message after the begin stops the load. Use as a context manager, which ends the
+    process.
     """
 
     def __init__(self, make_target: MakeTarget, share: _Share) -> None:
@@ -97,15 +99,15 @@ class _Process:
         )
 
     def __enter__(self) -> _Process:
-        # Ctrl-C goes to all: who started the processes ends them, without their tracebacks. The
-        # first start of the tracker would let the signal through again.
+        # Ctrl-C reaches all processes: the parent ends the others, without their tracebacks.
+        # The resource tracker's first start would unblock the signal again.
         resource_tracker.ensure_running()
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             self._process.start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        # Its own end alone must stay open, so that its death shows.
+        # Only the process's own end may stay open, so that its death is noticed.
         self._there.close()
         return self
 
@@ -115,20 +117,20 @@ class _Process:
         self._connection.close()
 
     def send(self, begin: float) -> None:
-        """Let it begin then."""
+        """Start the load at this time."""
         try:
             self._connection.send(begin)
         except ConnectionError:
             raise self._lost() from None
 
     def stop(self) -> None:
-        """Let it send no more, and say what came."""
-        # One that is lost, or has just ended, is told by `receive`.
+        """Stop the load, and request its records."""
+        # `receive` reports a lost process.
         with suppress(OSError):
             self._connection.send(None)
 
     def receive(self) -> Any:
-        """What it says next."""
+        """The next message of the process."""
         try:
             said = self._connection.recv()
         except (EOFError, ConnectionError):
@@ -146,7 +148,7 @@ class _Process:
 
 
 def _serve(connection: Connection, make_target: MakeTarget, share: _Share) -> None:
-    """What a process does."""
+    """The main function of a process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     _end_with_parent()
@@ -155,15 +157,15 @@ def _serve(connection: Connection, make_target: MakeTarget, share: _Share) -> No
         said = uvloop.run(_send(connection, make_target, share))
     except ConfigError as error:
         said = error
-    # uvloop leaves what it watched non-blocking, which takes no long list of records.
+    # uvloop leaves the socket non-blocking, which cannot take long messages.
     os.set_blocking(connection.fileno(), True)
-    # The parent process may be gone; the connection then ends, which stopped the load.
+    # The parent process may be gone; the connection then closed, which stopped the load.
     with suppress(ConnectionError):
         connection.send(said)
 
 
 def _end_with_parent() -> None:
-    """Send no more once the parent process is gone, by a signal for example."""
+    """Stop the load when the parent process is gone, for example killed."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 

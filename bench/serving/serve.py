@@ -62,11 +62,11 @@ def _refuse_sweep(args: argparse.Namespace) -> None:
     for name in ("rates", "concurrencies", "output", "runs", "gpus", "shape", "ceilings_of"):
         if getattr(args, name) != defaults.get(name):
             flag = name.replace("_", "-")
-            raise ConfigError(f"--{flag} belongs to a sweep: name what to send with --load")
+            raise ConfigError(f"--{flag} belongs to a sweep: add --load")
 
 
 def _refuse_plain(args: argparse.Namespace) -> None:
-    """Refuse what a sweep replaces, and files and limits of a single run."""
+    """Refuse flags that a sweep replaces, and files and limits of a single run."""
     if args.input_len is not None or args.output_len is not None:
         raise ConfigError("--load names the lengths: drop --input-len and --output-len")
     for name, given in (("request_rate", args.rates), ("concurrency", args.concurrencies)):
@@ -103,7 +103,7 @@ def _sweep(args: argparse.Namespace, load: Load) -> list[argparse.Namespace]:
 
 
 def _measure(point: argparse.Namespace) -> tuple[list[dict[str, float]], Run | None]:
-    """The figures of each run of a point, and the run that a Ctrl-C stopped, if any."""
+    """The results of each run of a point, and the run that a Ctrl-C stopped, if any."""
     runs: list[dict[str, float]] = []
     for turn in range(point.runs):
         done = _run_once(point, turn)
@@ -114,13 +114,15 @@ def _measure(point: argparse.Namespace) -> tuple[list[dict[str, float]], Run | N
 
 
 def _run_once(point: argparse.Namespace, turn: int) -> Run:
-    """One run, by requests that no earlier one sent; an output that ends early is a failure."""
+    """One run with requests that no earlier run sent; an output that ends early is a
+    failure.
+    """
     workload = Workload(point.vocab_size, point.seed + turn)
     items = workload.fixed(point.num_requests, point.input_len, point.output_len)
     delays = workload.delays(len(items), point.request_rate, point.time_delay_dist)
     warmup = workload.strangers(items[: point.warmup])
     url = point.url or DEFAULT_URLS[point.protocol]
-    # One line a point is told, not the plain benchmark's progress.
+    # One line a point is printed, not the plain benchmark's progress.
     with contextlib.redirect_stdout(io.StringIO()):
         done = bench.measure(point, url, warmup, list(zip(items, delays, strict=True)))
     for record in done.records:
@@ -138,7 +140,7 @@ def _run_once(point: argparse.Namespace, turn: int) -> Run:
 def _tell_interrupted(
     load: Load, point: argparse.Namespace, runs: list[dict[str, float]], stopped: Run
 ) -> None:
-    """What is known of a point: by its runs that are whole, else by the one that is not."""
+    """The results of a point: from its complete runs, else from the interrupted one."""
     what = f"{len(runs)} of {point.runs} runs"
     if not runs:
         what = f"{len(stopped.records)} of {load.requests} requests"
@@ -189,7 +191,7 @@ def _print(load: Load, point: dict[str, Any]) -> None:
 
 
 def _facts(args: argparse.Namespace) -> dict[str, Any]:
-    """The server's machine, which is taken to be this one, and its ceilings."""
+    """The server's machine, assumed to be this one, and its ceilings."""
     if args.ceilings_of and not args.shape:
         raise ConfigError("--ceilings-of gives a limit only with the model's --shape")
     gpus = machine.gpus()
@@ -226,7 +228,7 @@ def _known_ceilings(path: str, num_gpus: int) -> dict[str, float]:
 def _limit(
     args: argparse.Namespace, load: Load, point: dict[str, Any], facts: dict[str, Any]
 ) -> dict[str, Any]:
-    """The limit of requests that arrive at once; arrivals bound those that are paced."""
+    """The limit for requests that arrive at once; the arrival rate limits paced requests."""
     if not args.ceilings_of or point["request_rate"] > 0:
         return {"limit_tok_s": None, "limit_pct": None}
     shape = shape_of(pretrained_config(args.shape))

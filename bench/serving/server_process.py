@@ -18,7 +18,7 @@ from trimaran.bench.serving.free_ports import free_ports
 from trimaran.comm.errors import TrimaranError
 
 BIN = Path(sys.executable).parent
-"""Where `trimaran` stands."""
+"""The path of `trimaran`."""
 _TEMPLATE = {
     "triton_backend": "tensorrtllm",
     "triton_max_batch_size": 64,
@@ -32,12 +32,12 @@ _END_S = 60.0
 
 
 class ServerFailedError(TrimaranError):
-    """A server that did not become ready. The message ends with its log's end."""
+    """A server that did not become ready. The message ends with the end of its log."""
 
 
 @dataclass(frozen=True)
 class ServerProcess:
-    """A server that takes requests, on ports of its own."""
+    """A server that takes requests, with its ports."""
 
     process: subprocess.Popen[bytes]
     http: int
@@ -45,10 +45,10 @@ class ServerProcess:
     metrics: int
     log: Path
     ready_s: float
-    """From its start until it took requests."""
+    """Seconds from the start until it took requests."""
 
     def address(self, protocol: str) -> str:
-        """Where ``http`` or ``grpc`` is answered."""
+        """The address of ``http`` or ``grpc``."""
         return f"127.0.0.1:{self.grpc if protocol == 'grpc' else self.http}"
 
 
@@ -61,7 +61,7 @@ def write_repository(folder: Path, models: Sequence[str] = (), **values: object)
 
 
 def write_random_model(folder: Path, config: Mapping[str, Any]) -> None:
-    """A model of which only the configuration is on disk, for ``--load-format random``."""
+    """A model with only a configuration on disk, for ``--load-format random``."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
@@ -75,7 +75,7 @@ def serving(
     longest_s: float = 300.0,
     env: Mapping[str, str] | None = None,
 ) -> Iterator[ServerProcess]:
-    """A server that is ready, and that is gone after the block, however that ends.
+    """A ready server within a context, which ends it in any case.
 
     Raises:
         ServerFailedError: it ended, or was not ready after ``longest_s``.

@@ -1,4 +1,4 @@
-"""The result of a benchmark: figures, the table, and the JSON file that records them."""
+"""The result of a benchmark: the table, and the JSON file."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def figures(run: Run) -> dict[str, float]:
 
 
 def _first_tokens(records: Sequence[Record]) -> list[float]:
-    """Only of streams: a single response says nothing of its first token."""
+    """Streams only: a single response does not show the time of its first token."""
     return [
         1000 * (record.arrivals[0][0] - record.due_s)
         for record in records
@@ -47,7 +47,7 @@ def _first_tokens(records: Sequence[Record]) -> list[float]:
 
 
 def _inter_token(records: Sequence[Record]) -> list[float]:
-    """The gap before a response, shared out evenly over the tokens that it brought."""
+    """The gap before a response, divided evenly among its tokens."""
     gaps = []
     for record in records:
         for (before, _), (now, count) in zip(
@@ -66,7 +66,7 @@ def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
 
 
 def table(values: dict[str, float]) -> Table:
-    """The rows that users of the replaced benchmark know, then those of streaming."""
+    """The rows of the benchmark of Triton's TensorRT-LLM backend, then those of streaming."""
     rows = [
         ("Requests/Sec", "requests_per_s"),
         ("OP tokens/sec", "output_tokens_per_s"),

@@ -1,4 +1,4 @@
-"""The two ways to the token-level models: HTTP generate endpoints and gRPC."""
+"""The two protocols of token-level models: HTTP generate endpoints and gRPC."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _OWN_CONNECTION = [
     ("grpc.max_receive_message_length", -1),
 ]
 _CONFIG_S = 30.0
-"""Longest wait for what a model is, which is known without computing."""
+"""Longest wait for a model's configuration, which needs no computation."""
 
 _CONFIG_TIMEOUT = aiohttp.ClientTimeout(total=_CONFIG_S)
 _SHOWN_CHARS = 80
@@ -44,20 +44,20 @@ _HTTP_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=30)
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What its configuration says of a token-level model's answers."""
+    """The properties of a token-level model's answers, by its configuration."""
 
     is_decoupled: bool
     excludes_input: bool
-    """Answers that are no streams lack the prompt, whether or not a request asks for that."""
+    """Non-streaming answers exclude the prompt, whether or not a request sets that."""
 
     @classmethod
     def of(cls, is_decoupled: bool, exclude_input: str) -> ServedModel:
-        """By the text of its parameter ``exclude_input_in_output``."""
+        """The value of the parameter ``exclude_input_in_output``."""
         return cls(is_decoupled, exclude_input in _TRUE)
 
 
 class TokenModels:
-    """The models that take turns, and what every request asks of them."""
+    """The models, which alternate, and the parameters of every request."""
 
     def __init__(
         self,
@@ -76,11 +76,11 @@ class TokenModels:
             self.sampling = {"temperature": temperature, "runtime_top_p": 1.0}
 
     def next(self) -> tuple[str, ServedModel]:
-        """The model whose turn it is."""
+        """The next model."""
         return next(self._turns)
 
     def streams(self, model: ServedModel) -> bool:
-        """Whether a model is asked for a response a step."""
+        """Whether a model is asked for a response for each step."""
         return model.is_decoupled and self._is_streaming
 
     def hidden(self, model: ServedModel, item: Item) -> int:
@@ -112,7 +112,7 @@ class HttpTarget:
             await reply.read()
 
     def prepare(self, item: Item) -> Prepared:
-        """Make one request's body."""
+        """Create one request's body."""
         name, model = self._models.next()
         body: dict[str, Any] = {
             "input_ids": item.ids,
@@ -151,7 +151,7 @@ class GrpcTarget:
     """``ModelStreamInfer`` of decoupled models, ``ModelInfer`` of the others."""
 
     def __init__(self, url: str, models: TokenModels) -> None:
-        # Several connections: one would take all streams to one of several front ends.
+        # Several connections: all streams of one would go to one of several front ends.
         self._clients = [
             grpcclient.InferenceServerClient(url, channel_args=_OWN_CONNECTION)
             for _ in range(_NUM_CHANNELS)
@@ -161,12 +161,12 @@ class GrpcTarget:
         self.stream_timeout_s: float | None = None
 
     async def connect(self, count: int) -> None:
-        """Open its connections, of which ``count`` streams may take fewer."""
+        """Open its connections, maybe fewer than ``count`` streams."""
         looks = (client.is_server_live() for client in self._clients[:count])
         await asyncio.gather(*looks, return_exceptions=True)
 
     def prepare(self, item: Item) -> Prepared:
-        """Make one request's tensors."""
+        """Create one request's tensors."""
         name, model = self._models.next()
         inputs = [
             tensor("input_ids", [item.ids], np.int32),
@@ -206,7 +206,7 @@ class GrpcTarget:
 
 
 async def model_over_http(url: str, name: str) -> ServedModel:
-    """What a server says of a model.
+    """The properties of a model.
 
     Raises:
         ConfigError: no server, no such model, or a server of another kind.
@@ -242,7 +242,7 @@ async def model_over_http(url: str, name: str) -> ServedModel:
 
 
 async def model_over_grpc(url: str, name: str) -> ServedModel:
-    """What a server says of a model.
+    """The properties of a model.
 
     Raises:
         ConfigError: no server, or no such model.

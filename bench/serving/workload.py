@@ -1,4 +1,4 @@
-"""The requests of a benchmark: prompts, lengths and the moments at which they are sent."""
+"""The requests of a benchmark: prompts, lengths and the times at which they are due."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Item:
 
 
 class Workload:
-    """Makes items. The same seed makes the same ones."""
+    """Creates items. The same seed creates the same items."""
 
     def __init__(self, vocab_size: int, seed: int = SEED) -> None:
         self._random = np.random.default_rng(seed)
@@ -48,7 +48,7 @@ class Workload:
         input_mean_std: tuple[float, float],
         output_mean_std: tuple[float, float],
     ) -> list[Item]:
-        """Random prompts whose lengths are normally distributed, 1 token at least."""
+        """Random prompts whose lengths are normally distributed, at least 1 token."""
         inputs = self._random.normal(*input_mean_std, count)
         outputs = self._random.normal(*output_mean_std, count)
         return self._items(inputs, outputs)
@@ -57,7 +57,7 @@ class Workload:
         """Random prompts whose lengths follow the two tables of ``key``.
 
         Raises:
-            ConfigError: no such tables.
+            ConfigError: the key is unknown.
         """
         if f"{key}_ip" not in HISTOGRAMS:
             names = sorted({name[:-3] for name in HISTOGRAMS})
@@ -72,7 +72,7 @@ class Workload:
         """The first prompts of a file, a JSON list of objects with input, instruction, output.
 
         Raises:
-            ConfigError: the file is not such a list.
+            ConfigError: the file is malformed.
         """
         items = []
         num_tokens = num_words = 0
@@ -87,7 +87,7 @@ class Workload:
         return items
 
     def strangers(self, items: Sequence[Item]) -> list[Item]:
-        """Random prompts as long as these, which no cache of prefixes has seen."""
+        """Random prompts of the same lengths, which no prefix cache has seen."""
         return [Item(self._ids(len(item.ids)), item.output_len) for item in items]
 
     def delays(self, count: int, rate: float, distribution: str) -> list[float]:
@@ -122,7 +122,7 @@ def within(items: Sequence[Item], max_input_len: int | None) -> list[Item]:
     """The items whose prompts are short enough.
 
     Raises:
-        ConfigError: none is.
+        ConfigError: all prompts are too long.
     """
     kept = [item for item in items if max_input_len is None or len(item.ids) <= max_input_len]
     if not kept:
