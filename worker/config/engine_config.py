@@ -153,7 +153,9 @@ class CacheConfig:
     """How much KV cache there is and how it is reused."""
 
     tokens_per_block: int = 0
-    """0 chooses by device: 32, or on one Hopper GPU the number that `kv_cache_partitions` needs."""
+    """0 chooses by device: 32, or on one Hopper GPU the number that `kv_cache_partitions`
+    needs.
+    """
 
     max_tokens: int = 0
     """Capacity in tokens (``max_tokens_in_paged_kv_cache``); 0 means by memory fraction."""
