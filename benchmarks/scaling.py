@@ -3,7 +3,7 @@
     .venv/bin/python benchmarks/scaling.py --json benchmarks/results/scaling_cpu.jsonl
 
 Each layout is a word such as ``tp2``, ``pp2``, ``tp2pp2``, ``tp4ep2`` or ``dp2ep2``: ranks of
-a tensor group, stages, parts that share experts out, lanes. Each is a job of its own: a
+a tensor group, stages, parts that share experts out, dp ranks. Each is a job of its own: a
 `trimaran bench throughput` over as many ranks, started by mpirun, with weights made at
 random. The limit is that of all its devices together, measured while all of them work, as if
 nothing had to travel between them. Lines of earlier runs (``--known``) stand in the table and

@@ -82,7 +82,7 @@ def _arguments() -> argparse.Namespace:
     add("--seed", type=int, default=1)
     add("--faults", default="", help="comma list of kinds (default: all)")
     add("--gpus", type=int, default=0, choices=(0, 2, 4), help="0: on the CPU (%(default)s)")
-    add("--layouts", action="store_true", help="on the CPU: pipeline stages, and lanes")
+    add("--layouts", action="store_true", help="on the CPU: pipeline stages, and dp ranks")
     add("--leader", action="store_true", help="leader mode, with the first model alone")
     add("--shared-shm", action="store_true", help="use the machine's /dev/shm: needs no root")
     add("--json", type=Path, help="write the account there")

@@ -63,25 +63,25 @@ def rank_mapping(args: argparse.Namespace, source: EngineFolder) -> RankMapping:
         pp_partition=parse_partition(args.pp_partition) if args.pp_partition else (),
     )
     layout = layout_of(asked, source)
-    tp_size, pp_size, lanes = layout.tp_size, layout.pp_size, layout.expert_lanes
+    tp_size, pp_size, expert_dp_size = layout.tp_size, layout.pp_size, layout.expert_dp_size
     check_shares(source.config, tp_size, pp_size, layout.expert_parts)
-    if layout.dp_size != lanes:
+    if layout.dp_size != expert_dp_size:
         raise ConfigError(
-            f"--dp-size is {layout.dp_size} but each lane holds all experts, or the model has "
-            "none, so that lanes read the same files. Build without it, and serve with "
-            f"--dp-size {layout.dp_size}; or share the experts over the lanes (--moe-ep-size)."
+            f"--dp-size is {layout.dp_size} but each dp rank holds all experts, or the model "
+            "has none, so dp ranks read the same files. Build without it, and serve with "
+            f"--dp-size {layout.dp_size}; or share the experts over dp ranks (--moe-ep-size)."
         )
-    world_size = tp_size * pp_size * lanes
+    world_size = tp_size * pp_size * expert_dp_size
     if args.world_size is not None and args.world_size != world_size:
         raise ConfigError(
             f"--world-size is {args.world_size} but --tp-size {tp_size} times --pp-size "
-            f"{pp_size} times --dp-size {lanes} is {world_size}. Correct one of them."
+            f"{pp_size} times --dp-size {expert_dp_size} is {world_size}. Correct one of them."
         )
     return RankMapping(
         world_size=world_size,
         tp_size=tp_size,
         pp_size=pp_size,
-        dp_size=lanes,
+        dp_size=expert_dp_size,
         moe_tp_size=layout.moe_tp_size,
         moe_ep_size=layout.moe_ep_size,
         # Recorded even if the split is even, so that the folder describes its files completely.
@@ -231,7 +231,7 @@ def add_model_flags(parser: FlagSink) -> None:
     parser.add_argument("--pp-partition", metavar="N,N,...",
                         help="layers of each stage (as even as can be)")  # fmt: skip
     parser.add_argument("--dp-size", type=number, metavar="N",
-                        help="lanes that share the experts")  # fmt: skip
+                        help="dp ranks that share the experts")  # fmt: skip
     parser.add_argument("--moe-tp-size", type=int, default=-1, metavar="N",
                         help="ranks that share an expert")  # fmt: skip
     parser.add_argument("--moe-ep-size", type=int, default=-1, metavar="N",

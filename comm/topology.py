@@ -50,10 +50,10 @@ class ParallelLayout:
     @property
     def world_size(self) -> int:
         """Ranks of the group."""
-        return self.lane_size * self.dp_size
+        return self.num_ranks_per_dp * self.dp_size
 
     @property
-    def lane_size(self) -> int:
+    def num_ranks_per_dp(self) -> int:
         """Ranks of one data-parallel rank."""
         return self.tp_size * self.pp_size
 
@@ -91,8 +91,8 @@ class ParallelLayout:
     @property
     def pp_ranks(self) -> tuple[int, ...]:
         """The ranks of this rank's pipeline, first stage first."""
-        first = self.dp_rank * self.lane_size
-        return tuple(range(first + self.tp_rank, first + self.lane_size, self.tp_size))
+        first = self.dp_rank * self.num_ranks_per_dp
+        return tuple(range(first + self.tp_rank, first + self.num_ranks_per_dp, self.tp_size))
 
     @property
     def stage_ranks(self) -> tuple[int, ...]:
@@ -100,14 +100,14 @@ class ParallelLayout:
         order."""
         first = self.pp_rank * self.tp_size
         return tuple(
-            lane + first + tp
-            for lane in range(0, self.world_size, self.lane_size)
+            dp_rank + first + tp
+            for dp_rank in range(0, self.world_size, self.num_ranks_per_dp)
             for tp in range(self.tp_size)
         )
 
-    def output_rank_of(self, lane: int) -> int:
+    def output_rank_of(self, dp_rank: int) -> int:
         """The rank that sends a dp rank's tokens to rank 0: the first of its last stage."""
-        return (lane + 1) * self.lane_size - self.tp_size
+        return (dp_rank + 1) * self.num_ranks_per_dp - self.tp_size
 
     @property
     def local_ranks(self) -> tuple[int, ...]:

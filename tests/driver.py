@@ -180,7 +180,7 @@ class Ranks:
         self.group = connect_group(world.subgroup(layout.tp_ranks), device, timeout_s)
         self.control = connect_control(world, timeout_s)
         self.links = PipelineLinks.connect(world, layout, timeout_s)
-        if parallel.expert_lanes > 1:
+        if parallel.expert_dp_size > 1:
             stage = world.subgroup(layout.stage_ranks)
             self.links.expert_ranks = connect_group(stage, device, timeout_s)
         self.ties = (layout, self.control, self.group, self.links)

@@ -164,7 +164,7 @@ class RankProcess:
         links = PipelineLinks.connect(world, topology, timeout_s)
         if links.writer is not None:
             links.writer.on_failure = self.fail
-        if config.engine.parallel.expert_lanes > 1:
+        if config.engine.parallel.expert_dp_size > 1:
             stage_world = world.subgroup(topology.stage_ranks)
             links.expert_ranks = connect_group(stage_world, device, timeout_s)
         return group, links

@@ -86,7 +86,7 @@ def connected(config: EngineConfig) -> Iterator[Ranks]:
         control = connect_control(world, _SILENCE_S)
         group = connect_group(world.subgroup(topology.tp_ranks), device, _SILENCE_S)
         links = PipelineLinks.connect(world, topology, _SILENCE_S)
-        if parallel.expert_lanes > 1:
+        if parallel.expert_dp_size > 1:
             stage_world = world.subgroup(topology.stage_ranks)
             links.expert_ranks = connect_group(stage_world, device, _SILENCE_S)
         yield Ranks(topology, device, control, group, links, world)

@@ -291,7 +291,7 @@ def rank_weight_bytes(shape: ModelShape, parallel: ParallelConfig) -> float:
     """
     num_ranks = parallel.tp_size * parallel.pp_size
     common = shape.weight_bytes - shape.expert_bytes
-    return (common + shape.expert_bytes / parallel.expert_lanes) / num_ranks
+    return (common + shape.expert_bytes / parallel.expert_dp_size) / num_ranks
 
 
 def _runs(driver: OfflineDriver, load: Load, count: int) -> list[OfflineRun]:

@@ -60,7 +60,7 @@ class PipelineLinks:
         """The same for occasional reports of the first rank of each stage and dp rank."""
         self.expert_ranks: TensorParallelGroup | None = None
         """The ranks of all dp ranks that hold this rank's layers, if they share experts."""
-        self.is_first_lane = True
+        self.is_first_dp_rank = True
         """Whether this rank belongs to dp rank 0."""
         self._world: World | None = None
         self._timeout_s = float("inf")
@@ -71,11 +71,13 @@ class PipelineLinks:
         links = cls()
         if world.size > 1:
             links._world = world
-            output_ranks = [topology.output_rank_of(lane) for lane in range(topology.dp_size)]
+            output_ranks = [
+                topology.output_rank_of(dp_rank) for dp_rank in range(topology.dp_size)
+            ]
             output_ranks = [rank for rank in output_ranks if rank > 0]
             links.writer, links.readers = connect_results(world, output_ranks, timeout_s)
         links._timeout_s = timeout_s
-        links.is_first_lane = topology.dp_rank == 0
+        links.is_first_dp_rank = topology.dp_rank == 0
         return links
 
     def open(

@@ -297,7 +297,7 @@ def _add_size_flags(parser: argparse.ArgumentParser) -> None:
     axes = {
         "tp": "ranks that cut each layer",
         "pp": "stages of layers one after another",
-        "dp": "lanes: copies of the attention layers, with requests of their own",
+        "dp": "data-parallel (dp) ranks: copies of attention, with requests of their own",
     }
     for name, what in axes.items():
         add(f"--{name}-size", type=positive, metavar="N", help=f"{what} (the folder's)")
@@ -306,7 +306,7 @@ def _add_size_flags(parser: argparse.ArgumentParser) -> None:
     sizes = {"tp": "ranks that cut each expert", "ep": "parts that share the experts out"}
     for name, what in sizes.items():
         add(f"--moe-{name}-size", type=int, default=-1, metavar="N",
-            help=f"{what}, in each tensor group or over all lanes (the folder's)")  # fmt: skip
+            help=f"{what}, per tensor group or over all dp ranks (the folder's)")  # fmt: skip
     add("--moe-rebalance-steps", type=positive, default=0, metavar="N",
         help="every N steps, experts change ranks by their loads (never)")  # fmt: skip
     add("--moe-redundant-experts", type=positive, default=0, metavar="N",

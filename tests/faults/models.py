@@ -23,24 +23,24 @@ class Model:
     tp_size: int = 1
     num_replicas: int = 1
     pp_size: int = 1
-    num_lanes: int = 1
-    """Lanes that share the experts out, of a model that has some."""
+    num_dp_ranks: int = 1
+    """Data-parallel ranks that share the experts out, of a model that has some."""
     num_nodes: int = 1
 
     @property
     def num_ranks(self) -> int:
         """Ranks of all its groups."""
-        return self.tp_size * self.pp_size * self.num_lanes * self.num_replicas
+        return self.tp_size * self.pp_size * self.num_dp_ranks * self.num_replicas
 
     @property
     def layout(self) -> tuple[str, ...]:
         """The flags that build it so."""
         flags = ("--tp-size", str(self.tp_size), "--pp-size", str(self.pp_size))
-        if self.num_lanes == 1:
+        if self.num_dp_ranks == 1:
             return flags
-        lanes = str(self.num_lanes)
-        experts = ("--moe-tp-size", str(self.tp_size), "--moe-ep-size", lanes)
-        return (*flags, "--dp-size", lanes, *experts)
+        dp_ranks = str(self.num_dp_ranks)
+        experts = ("--moe-tp-size", str(self.tp_size), "--moe-ep-size", dp_ranks)
+        return (*flags, "--dp-size", dp_ranks, *experts)
 
 
 THREE_MODELS = (
@@ -49,7 +49,7 @@ THREE_MODELS = (
     Model("twins", "draft", num_replicas=2),
 )
 
-LAYOUTS = (Model("stages", "base", pp_size=2), Model("lanes", "moe", num_lanes=2))
+LAYOUTS = (Model("stages", "base", pp_size=2), Model("dp", "moe", num_dp_ranks=2))
 
 
 TWO_GPUS = (Model("first", "base"), Model("second", "draft"))

@@ -83,7 +83,7 @@ class Soak:
                 m.name: {
                     "tp": m.tp_size,
                     "pp": m.pp_size,
-                    "dp": m.num_lanes,
+                    "dp": m.num_dp_ranks,
                     "replicas": m.num_replicas,
                 }
                 for m in self.models

@@ -11,7 +11,7 @@ from soak_run import Soak
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "models", [THREE_MODELS, LAYOUTS], ids=["ranks and replicas", "stages and lanes"]
+    "models", [THREE_MODELS, LAYOUTS], ids=["ranks and replicas", "stages and dp ranks"]
 )
 def test_models_keep_their_promises_under_random_kills(
     models: tuple[Model, ...], tmp_path: Path

@@ -1,4 +1,4 @@
-"""One worker group over two hosts: a stage or a lane on each, and what a partition does."""
+"""One worker group over two hosts: a stage or a dp rank on each, and what a partition does."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from models import Case, Model, build_repository, make_cases, with_answers
 NAME = "wide"
 ALONE = (Model(NAME, "base"),)
 EXPERTS_ALONE = (Model(NAME, "moe"),)
-EXPERTS = (Model(NAME, "moe", num_lanes=2, num_nodes=2),)
+EXPERTS = (Model(NAME, "moe", num_dp_ranks=2, num_nodes=2),)
 WIDE = (Model(NAME, "base", tp_size=2, pp_size=2, num_nodes=2),)
 HANG_TIMEOUT_S = 4.0
 NOTICED_S = 2 * HANG_TIMEOUT_S
@@ -152,9 +152,9 @@ def test_stages_on_two_hosts_answer_as_one_rank(repository, cases, lab, tmp_path
 
 
 @pytest.mark.timeout(300)
-def test_lanes_on_two_hosts_share_experts_and_notice_a_partition(lab, tmp_path):
+def test_dp_ranks_on_two_hosts_share_experts_and_notice_a_partition(lab, tmp_path):
     cases = cases_of(EXPERTS_ALONE, tmp_path / "alone")
-    repository = build_repository(tmp_path / "lanes", EXPERTS)
+    repository = build_repository(tmp_path / "dp", EXPERTS)
     fields = {"world_size": 2, "slots": 1}
     with serve(repository, lab, tmp_path, "--max-restarts", "100", **fields) as server:
         assert [len(server.on_host(name, "rank")) for name in lab.hosts] == [1, 1]
@@ -198,11 +198,11 @@ def test_a_request_goes_on_when_a_partition_is_mended(repository, cases, lab, tm
 
 @pytest.mark.timeout(300)
 def test_ranks_that_reach_the_supervisor_and_not_each_other_are_named(tmp_path):
-    stages = Model(NAME, "moe", pp_size=2, num_lanes=2, num_nodes=2)
+    stages = Model(NAME, "moe", pp_size=2, num_dp_ranks=2, num_nodes=2)
     repository = build_repository(tmp_path / "stages", (stages,))
     case = Case(NAME, (0, 547, 1319), 900)
     with HostsLab(num_hosts=3) as lab:
-        # A lane on each of the hosts that are not the supervisor's.
+        # A dp rank on each of the hosts that are not the supervisor's.
         flags = ("--restart", "never", "--hosts", "two:2,three:2")
         with serve(repository, lab, tmp_path, *flags, has_hosts=False) as server:
             assert [len(server.on_host(name, "rank")) for name in lab.hosts] == [0, 2, 2]

@@ -18,7 +18,7 @@ from trimaran.worker.experts.loads import ExpertLoads
 from trimaran.worker.layers.linear import LayerContext
 from trimaran.worker.parallel.tensor_parallel import ExpertRanks, ShardPosition
 
-# Tensor ranks of a lane, and parts of the experts' ranks.
+# Tensor ranks of a dp rank, and parts of the experts' ranks.
 LAYOUTS = [(1, 2)] if NUM_RANKS == 2 else [(1, NUM_RANKS), (2, NUM_RANKS), (2, 2)]
 
 
@@ -64,7 +64,7 @@ def test_logits_stay_those_of_transformers_while_experts_move(
 
 
 @pytest.mark.parametrize(("tp_size", "num_parts"), LAYOUTS)
-def test_lanes_share_what_their_tokens_have_to_do(tp_size, num_parts, world, tmp_path):
+def test_dp_ranks_share_what_their_tokens_have_to_do(tp_size, num_parts, world, tmp_path):
     config = CONFIGS["mixtral"]
     config.num_local_experts = 8
     config.save_pretrained(tmp_path)
@@ -82,7 +82,7 @@ def test_lanes_share_what_their_tokens_have_to_do(tp_size, num_parts, world, tmp
 
     for step in range(3):
         generator = torch.Generator().manual_seed(10 * step + layout.dp_rank)
-        # Lanes differ in what they have, and tokens of a lane are alike.
+        # Data-parallel ranks differ in what they have, and tokens of a dp rank are alike.
         x = torch.randn(1, pretrained.hidden_size, generator=generator).repeat(20, 1)
         x += 0.3 * torch.randn(x.shape, generator=generator)
 

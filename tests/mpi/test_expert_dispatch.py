@@ -1,4 +1,4 @@
-"""Experts that several lanes share: each lane's result is that of all experts on one rank."""
+"""Experts that dp ranks share: each dp rank's result is that of all experts on one rank."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SPEC.loader.exec_module(models)
 CONFIGS = models.expert_configs()
 CPU = torch.device("cpu")
 NUM_RANKS = MPI.COMM_WORLD.Get_size()
-# Tensor ranks of a lane, and parts of the experts' ranks.
+# Tensor ranks of a dp rank, and parts of the experts' ranks.
 LAYOUTS = [(1, 2)] if NUM_RANKS == 2 else [(1, NUM_RANKS), (1, 2), (2, NUM_RANKS), (2, 2)]
 
 
@@ -70,13 +70,13 @@ def make_layer(config, dtype, tp, num_parts=1, ranks=None) -> ExpertMLP:
 
 
 def tell_bound(layer, most_tokens):
-    """Let all lanes know that none has more tokens in what follows; 0: not known."""
+    """Let all dp ranks know that none has more tokens in what follows; 0: not known."""
     layer._dispatch._bound.most_tokens = most_tokens
 
 
 @pytest.fixture(params=["one_host", "two_hosts"])
 def groups_of(request, world, two_host_world):
-    """Makes the tensor group and the ranks of all lanes, over shared memory or gloo."""
+    """Makes the tensor group and the ranks of all dp ranks, over shared memory or gloo."""
     chosen = world if request.param == "one_host" else two_host_world
     made = []
 
@@ -99,7 +99,7 @@ def groups_of(request, world, two_host_world):
     [("mixtral", torch.bfloat16), ("qwen2-moe", torch.float32), ("deepseek3", torch.float32)],
 )
 @pytest.mark.parametrize(("tp_size", "num_parts"), LAYOUTS)
-def test_lanes_that_share_experts_get_what_one_rank_with_all_of_them_computes(
+def test_dp_ranks_that_share_experts_get_what_one_rank_with_all_of_them_computes(
     name, dtype, tp_size, num_parts, groups_of, tmp_path
 ):
     (CONFIGS | models.latent_configs())[name].save_pretrained(tmp_path)
@@ -129,7 +129,7 @@ def test_lanes_that_share_experts_get_what_one_rank_with_all_of_them_computes(
             tell_bound(layer, 0)
 
 
-def test_a_lane_gets_the_same_bits_whatever_the_others_compute(world, groups_of, tmp_path):
+def test_a_dp_rank_gets_the_same_bits_whatever_the_others_compute(world, groups_of, tmp_path):
     CONFIGS["mixtral"].save_pretrained(tmp_path)
     models.edit_config(tmp_path, num_local_experts=8)
     config = EngineFolder.load(tmp_path, check_weights=False).config

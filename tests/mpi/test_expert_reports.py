@@ -1,13 +1,13 @@
-"""Rank 0 reports the tokens of every expert, whichever stage or lane has counted them."""
+"""Rank 0 reports the tokens of every expert, whichever stage or dp rank has counted them."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from tests.mpi.test_lanes import NUM_RANKS, PROMPTS, Lanes, models, single  # noqa: F401
+from tests.mpi.test_data_parallel import NUM_RANKS, PROMPTS, DataParallelRanks, models, single  # noqa: F401
 
-# Tensor ranks, stages and parts of the experts' ranks; the other ranks are lanes.
+# Tensor ranks, stages and parts of the experts' ranks; the other ranks are dp ranks.
 LAYOUTS = [("qwen2-moe", 1, 2, 1), ("mixtral", 1, 1, 2)]
 if NUM_RANKS == 4:
     LAYOUTS = [("qwen2-moe", 1, 2, 2)]
@@ -29,20 +29,20 @@ def serve(driver) -> dict[int, list[int]]:
 
 
 @pytest.mark.parametrize(("name", "tp_size", "pp_size", "moe_ep_size"), LAYOUTS)
-def test_counts_of_all_stages_and_lanes_are_those_of_one_rank(
+def test_counts_of_all_stages_and_dp_ranks_are_those_of_one_rank(
     name, tp_size, pp_size, moe_ep_size, world, models  # noqa: F811
 ):  # fmt: skip
     folder = models[0][name]
 
-    counts = Lanes(world, folder, tp_size, pp_size, moe_ep_size).drive(serve)
+    counts = DataParallelRanks(world, folder, tp_size, pp_size, moe_ep_size).drive(serve)
 
     if world.rank == 0:
         expected = single(folder, serve)
         first, *_, last = expected
         assert sum(expected[last]) < sum(expected[first])
         if moe_ep_size > 1:
-            # Lanes that share experts take all tokens through the last layer, one rank alone
-            # those that it samples.
+            # Dp ranks that share experts run all tokens through the last layer, one rank only
+            # the tokens that it samples after.
             assert sum(counts[last]) == sum(counts[first])
             expected[last] = counts[last]
         assert counts == expected

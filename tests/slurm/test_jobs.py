@@ -137,7 +137,7 @@ def test_a_pipeline_over_two_nodes(
     assert alone.ask(200) == answer
 
 
-def test_lanes_over_two_nodes_come_back_after_a_death(
+def test_dp_ranks_over_two_nodes_come_back_after_a_death(
     submit, build_engine: Callable[..., Path], make_repository
 ):
     sizes = ("--dp-size", "2", "--moe-ep-size", "2", "--max-num-tokens", "1024")

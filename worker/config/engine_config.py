@@ -49,7 +49,7 @@ class ParallelConfig:
         return max(self.moe_ep_size, 1)
 
     @property
-    def expert_lanes(self) -> int:
+    def expert_dp_size(self) -> int:
         """Data-parallel ranks that share a layer's experts; 1 if each holds all of them."""
         num_ranks = self.tp_size * self.dp_size
         return self.dp_size if self.moe_tp_size * self.moe_ep_size == num_ranks else 1

@@ -223,7 +223,7 @@ class EngineFolder:
         return min(self.build.max_seq_len or positions, positions)
 
     def check_parallel(
-        self, tp_size: int, pp_size: int, moe_ep_size: int = 1, expert_lanes: int = 1
+        self, tp_size: int, pp_size: int, moe_ep_size: int = 1, expert_dp_size: int = 1
     ) -> None:
         """Refuse parallel sizes that differ from those of this folder's shards."""
         if self.mapping is None:
@@ -231,11 +231,13 @@ class EngineFolder:
             return
         made_for = self.mapping
         if (made_for.tp_size, made_for.pp_size) != (tp_size, pp_size):
-            lanes = f" in each of {made_for.dp_size} lanes" if made_for.dp_size > 1 else ""
+            in_dp_ranks = (
+                f" in each of {made_for.dp_size} dp ranks" if made_for.dp_size > 1 else ""
+            )
             raise ConfigError(
                 f"{self.path}: built for tp_size {made_for.tp_size} and pp_size "
-                f"{made_for.pp_size}{lanes} (world size {made_for.world_size}), but asked to "
-                f"run with tp_size {tp_size} and pp_size {pp_size} (world size "
+                f"{made_for.pp_size}{in_dp_ranks} (world size {made_for.world_size}), "
+                f"but asked to run with tp_size {tp_size} and pp_size {pp_size} (world size "
                 f"{tp_size * pp_size}). Start {made_for.world_size} ranks, or build again "
                 f"with --tp-size {tp_size} --pp-size {pp_size}."
             )
@@ -245,11 +247,11 @@ class EngineFolder:
                 f"with {moe_ep_size}. Leave the sizes of experts out, or build again with "
                 f"--moe-ep-size {moe_ep_size}."
             )
-        if made_for.dp_size != expert_lanes:
+        if made_for.dp_size != expert_dp_size:
             raise ConfigError(
-                f"{self.path}: built for experts shared over {made_for.dp_size} lane(s), but "
-                f"asked to share them over {expert_lanes}. Serve it with --dp-size "
-                f"{made_for.dp_size}, or build again for other lanes and sizes of experts."
+                f"{self.path}: built for experts shared over {made_for.dp_size} dp rank(s), "
+                f"but asked to share them over {expert_dp_size}. Serve it with --dp-size "
+                f"{made_for.dp_size}, or build again for other dp ranks and sizes of experts."
             )
 
     def shard_of(self, rank: int) -> Path:

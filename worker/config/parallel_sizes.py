@@ -50,7 +50,7 @@ def layout_of(asked: AskedSizes, folder: EngineFolder, num_named: int = 0) -> Pa
         layout = _made_layout(asked, folder, made_for)
     # Check the folder's sizes first: correcting the product would not help.
     folder.check_parallel(
-        layout.tp_size, layout.pp_size, layout.expert_parts, layout.expert_lanes
+        layout.tp_size, layout.pp_size, layout.expert_parts, layout.expert_dp_size
     )
     _check_world_size(layout, asked.world_size)
     _check_stages(asked.pp_partition, layout, folder)
@@ -91,7 +91,7 @@ def _made_layout(
     dp_size = asked.dp_size or made_for.dp_size
     if made_for.dp_size not in (1, dp_size):
         raise ConfigError(
-            f"{folder.path}: built for experts shared over {made_for.dp_size} lane(s), but "
+            f"{folder.path}: built for experts shared over {made_for.dp_size} dp rank(s), but "
             f"asked to run with dp_size {dp_size}. Serve it with --dp-size "
             f"{made_for.dp_size}, or build again with --dp-size {dp_size}."
         )
@@ -153,8 +153,9 @@ def expert_sizes(
             return cut, shared
     sizes = {"--moe-tp-size": moe_tp_size, "--moe-ep-size": moe_ep_size}
     named = [f"{flag} ({size})" for flag, size in sizes.items() if size != -1]
-    lanes = f", or that times --dp-size ({tp_size * dp_size})" if dp_size > 1 else ""
+    or_dp_size = f", or that times --dp-size ({tp_size * dp_size})" if dp_size > 1 else ""
     raise ConfigError(
         f"{' times '.join(named)} must {'be' if len(named) > 1 else 'divide'} --tp-size "
-        f"({tp_size}){lanes}. Leave {'both' if len(named) > 1 else 'it'} out, or correct one."
+        f"({tp_size}){or_dp_size}. Leave {'both' if len(named) > 1 else 'it'} out, or "
+        "correct one."
     )

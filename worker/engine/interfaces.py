@@ -27,7 +27,7 @@ from trimaran.worker.scheduling.preemption import PreemptionCounts
 from trimaran.worker.scheduling.resources import SwapIns
 from trimaran.worker.scheduling.scheduler import Emission, Scheduler
 from trimaran.worker.scheduling.step_plan import ScheduledStep
-from trimaran.worker.steps.lane_decisions import LaneDecisions
+from trimaran.worker.steps.data_parallel_decisions import DataParallelDecisions
 from trimaran.worker.steps.step_types import SampledTokens, SchedulerOutput
 
 
@@ -67,7 +67,7 @@ class EngineStep(Protocol):
     """A scheduled step: the decision for the ranks, and the sequences in it."""
 
     @property
-    def decision(self) -> SchedulerOutput | LaneDecisions:
+    def decision(self) -> SchedulerOutput | DataParallelDecisions:
         """The decision that all ranks carry out."""
         ...
 
@@ -218,7 +218,7 @@ class EngineParts(NamedTuple):
     runner: StepRunner
     scheduler: StepScheduler
     adapters: StepAdapters
-    decode: Callable[[bytes], SchedulerOutput | LaneDecisions]
+    decode: Callable[[bytes], SchedulerOutput | DataParallelDecisions]
 
 
 def engine_parts(
@@ -238,5 +238,5 @@ def engine_parts(
         DataParallelRunner(loaded.runner, topology, links),
         DataParallelScheduler(schedulers),
         DataParallelAdapters(loaded.adapters),
-        LaneDecisions.decode,
+        DataParallelDecisions.decode,
     )

@@ -158,7 +158,7 @@ def load_engine(
     _warm_up(runner, limits, sizes, prompt_sizes, has_adapters=config.lora.has_graphs)
     num_slots = _agreed(maker.host_slots(), tp, device, links)
     caches = maker.make(runner, num_blocks, num_slots, topology)
-    managers = [adapters, *(adapters.of_another_lane() for _ in caches[1:])]
+    managers = [adapters, *(adapters.for_other_dp_rank() for _ in caches[1:])]
     backend = "torch" if kernel is None else kernel.name
     return LoadedEngine(
         config, device, depth, runner, caches, limits, model.config.vocab_size, managers,

@@ -91,8 +91,8 @@ class CacheMaker:
             self.block_size,
             num_blocks * self.block_bytes / 2**30,
         )
-        num_lanes = topology.dp_size if topology.is_leader else 1
-        managers = [self._manager(num_blocks, num_slots) for _ in range(num_lanes)]
+        num_dp_ranks = topology.dp_size if topology.is_leader else 1
+        managers = [self._manager(num_blocks, num_slots) for _ in range(num_dp_ranks)]
         for manager in managers:
             manager.place([group.sides for group in self.groups])
         return managers

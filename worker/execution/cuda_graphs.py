@@ -148,7 +148,7 @@ def choose_graphs(
         return [], []
     limits = config.scheduler
     sizes = graph_sizes(limits.max_num_seqs, config.max_cuda_graphs)
-    if config.parallel.expert_lanes > 1:
+    if config.parallel.expert_dp_size > 1:
         # In larger steps the host must know the number of tokens sent to each rank.
         sizes = [size for size in sizes if size <= MOST_TO_ALL]
     return sizes, prompt_graph_sizes(min(most, limits.max_num_batched_tokens))
@@ -166,7 +166,7 @@ def _why_decodes_are_launched(
     config: EngineConfig, topology: ParallelLayout, device: torch.device
 ) -> str:
     """The reason why decodes are not captured; empty if they are."""
-    is_sharing = config.parallel.expert_lanes > 1
+    is_sharing = config.parallel.expert_dp_size > 1
     if device.type != "cuda":
         return f"the device is {device.type}"
     if not config.cuda_graphs:
@@ -174,13 +174,13 @@ def _why_decodes_are_launched(
     if topology.tp_size == 1 and not is_sharing:
         return ""
     if config.collective_graphs is False:
-        who = "lanes share experts" if is_sharing else f"tp_size is {topology.tp_size}"
+        who = "dp ranks share experts" if is_sharing else f"tp_size is {topology.tp_size}"
         return f"{who}, with --no-collective-graphs"
     ranks = topology.stage_ranks if is_sharing else topology.tp_ranks
     num_hosts = len({topology.hosts[rank] for rank in ranks}) if topology.hosts else 1
     if num_hosts > 1 and not config.collective_graphs:
         # Not tried: collectives over a network in graphs. The flag enables them.
-        who = "lanes that share experts" if is_sharing else "a tensor group"
+        who = "dp ranks that share experts" if is_sharing else "a tensor group"
         return f"{who} on {num_hosts} hosts, without --collective-graphs"
     return ""
 
@@ -192,9 +192,9 @@ def _most_prompt_tokens(config: EngineConfig, launched: str) -> int:
     if not reason and config.deterministic:
         # Decodes beside prompts would run the prompt kernel, other decodes the decode kernel.
         reason = "tokens shall be deterministic"
-    if not reason and config.parallel.expert_lanes > 1:
+    if not reason and config.parallel.expert_dp_size > 1:
         # The graphs of all dp ranks must have the same size, but decode sizes are others.
-        reason = "lanes share experts"
+        reason = "dp ranks share experts"
     most = config.prompt_graph_tokens
     if most and reason:
         raise ConfigError(

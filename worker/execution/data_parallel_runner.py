@@ -14,7 +14,7 @@ from trimaran.worker.execution.step_result import ModelRunnerOutput, RemoteOutpu
 from trimaran.worker.kv_cache.kv_group import KVGroup
 from trimaran.worker.layers.experts import ExpertMLP
 from trimaran.worker.models.interfaces import CausalLM
-from trimaran.worker.steps.lane_decisions import LaneDecisions
+from trimaran.worker.steps.data_parallel_decisions import DataParallelDecisions
 from trimaran.worker.steps.step_times import DeviceClock, StepMarks
 from trimaran.worker.steps.step_types import SampledTokens
 
@@ -35,7 +35,7 @@ class DataParallelRunner:
         if links.expert_ranks is not None:
             modules = runner.model.modules()
             self._mixtures = [each for each in modules if isinstance(each, ExpertMLP)]
-        self._bound = runner.model.context.lane_bound
+        self._bound = runner.model.context.tokens_across_dp
         self._clock = DeviceClock(runner.inputs.device)
         self._readers: list[ResultReader | None] = [
             links.readers.get(topology.output_rank_of(rank)) for rank in range(topology.dp_size)
@@ -66,11 +66,11 @@ class DataParallelRunner:
         """Carry out this dp rank's adapter operations; ``ops`` are those of all dp ranks."""
         self._runner.move_adapters(ops[self._dp_rank])
 
-    def execute_model(self, decision: LaneDecisions) -> ModelRunnerOutput:
+    def execute_model(self, decision: DataParallelDecisions) -> ModelRunnerOutput:
         """Launch one step. Collective over all dp ranks that share experts."""
-        own = decision.lanes[self._dp_rank]
+        own = decision.by_dp_rank[self._dp_rank]
         if self._mixtures:
-            most = max(lane.num_tokens for lane in decision.lanes if lane is not None)
+            most = max(rank.num_tokens for rank in decision.by_dp_rank if rank is not None)
             # All ranks must exchange the same number of tokens, whether they run graphs or not.
             self._bound.most_tokens = self._runner.graph_size(most) or most
         if own is None:
@@ -80,7 +80,7 @@ class DataParallelRunner:
             outcome = self._runner.execute_model(own)
             marks = outcome.marks
         outputs: list[ModelRunnerOutput] = []
-        for rank, one in enumerate(decision.lanes):
+        for rank, one in enumerate(decision.by_dp_rank):
             if one is None:
                 continue
             is_here = rank == self._dp_rank and self._readers[rank] is None
@@ -110,4 +110,4 @@ class DataParallelOutput:
 
     def wait(self) -> SampledTokens:
         """The sampled ids by dp rank. Call once; waits until all are on the host."""
-        return SampledTokens(token_ids=[], lanes=[each.wait() for each in self._outputs])
+        return SampledTokens(token_ids=[], by_dp_rank=[each.wait() for each in self._outputs])

@@ -56,7 +56,7 @@ class ModelRunner:
         self._links = links = links or PipelineLinks()
         self.end = stage_end(model, inputs, vocab_size, tp, depth, kernel, links)
         self._previous = links.previous
-        self._lane_bound = model.context.lane_bound
+        self._tokens_across_dp = model.context.tokens_across_dp
         self._prompt_tables = PromptTables(vocab_size, inputs.device)
         self._kv_caches = layer_views(groups)
         self._clock = DeviceClock(inputs.device)
@@ -97,7 +97,7 @@ class ModelRunner:
         for graphs in (self._graphs, self._prompt_graphs, self._adapter_graphs):
             if graphs.sizes:
                 graphs.capture(self.inputs.device)
-        self._lane_bound.most_tokens = 0
+        self._tokens_across_dp.most_tokens = 0
 
     def graph_size(self, num_tokens: int) -> int:
         """The size of the graph for so many decodes; 0 if no graph is large enough."""
@@ -180,8 +180,8 @@ class ModelRunner:
         graphs = self._graphs_for(decision)
         size = 0
         if graphs is not None:
-            # Dp ranks that share experts all run the graph size of the largest step.
-            size = graphs.pick(max(decision.num_tokens, self._lane_bound.most_tokens))
+            # Data-parallel ranks that share experts all run the graph size of the largest step.
+            size = graphs.pick(max(decision.num_tokens, self._tokens_across_dp.most_tokens))
         if self.adapters is not None:
             self.adapters.prepare(size)
         inputs = self.inputs.prepare(decision, size)
@@ -232,7 +232,7 @@ class ModelRunner:
         wanted = inputs.logits_indices
         if wanted is None or self.end.needs_all:
             return None
-        if self.model.adapters.has_tokens or self._lane_bound.most_tokens:
+        if self.model.adapters.has_tokens or self._tokens_across_dp.most_tokens:
             return None
         # A product needs a row even if no row samples: take the last token of the first
         # sequence.
@@ -285,7 +285,7 @@ class ModelRunner:
     def _launch_decode(self, size: int) -> Tensor:
         """Launch a decode of ``size`` sequences, with the rows in fixed memory."""
         assert isinstance(self.inputs, DeviceInputs)
-        self._lane_bound.most_tokens = size
+        self._tokens_across_dp.most_tokens = size
         return self._forward(self.inputs.views(size, size, size), size, self._fixed(size))
 
     def _launch_adapters(self, size: int) -> Tensor:
@@ -301,7 +301,7 @@ class ModelRunner:
         number of queries a sequence, serves all sequences.
         """
         assert isinstance(self.inputs, DeviceInputs)
-        self._lane_bound.most_tokens = size
+        self._tokens_across_dp.most_tokens = size
         inputs = self.inputs.views(size, size, size)
         inputs.max_query_len = size
         return self._forward(inputs, 0, self._fixed(size))

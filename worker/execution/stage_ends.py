@@ -221,7 +221,7 @@ class LastStage:
         self._inputs = inputs
         self._tp = tp
         self._writer = links.writer
-        self._is_first_lane = links.is_first_lane
+        self._is_first_dp_rank = links.is_first_dp_rank
         self._sampling = SamplingRows(num_rows, vocab_size, inputs.device, kernel)
         self._logits_rows = LogitsRows(num_rows, vocab_size, is_keeper=tp.rank == 0)
         self._copier: Copier | None = None
@@ -253,7 +253,7 @@ class LastStage:
         """Sample, and start the copy of the ids to the host."""
         output = self._result(hidden_TD, inputs, decision, marks)
         # Warm-up steps have no number; rank 0 awaits the results of its own dp rank's alone.
-        if self._writer is not None and (decision.step or self._is_first_lane):
+        if self._writer is not None and (decision.step or self._is_first_dp_rank):
             # The writer may call this after the next step began, so it holds this step's
             # output.
             self._writer.post(

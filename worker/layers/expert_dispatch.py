@@ -60,7 +60,7 @@ class ExpertDispatch:
         self._ranks = context.expert_ranks
         self._tp = context.tp
         self._num_parts = context.moe_ep_size
-        self._bound = context.lane_bound
+        self._bound = context.tokens_across_dp
         self._experts = experts
         self._num_chosen = num_chosen
 

@@ -19,10 +19,10 @@ from trimaran.worker.layers.methods import (
 from trimaran.worker.parallel.partition import DimPartition, even_partition, partition_heads
 from trimaran.worker.parallel.tensor_parallel import (
     Addend,
-    LaneBound,
     PendingSum,
     ShardPosition,
     TensorGroup,
+    TokensAcrossDP,
     can_wait,
 )
 
@@ -45,7 +45,7 @@ class LayerContext:
         dp ranks; None means ``tp`` alone."""
         self.tp = tp
         self.expert_ranks = expert_ranks or tp
-        self.lane_bound = LaneBound()
+        self.tokens_across_dp = TokensAcrossDP()
         self.moe_ep_size = moe_ep_size
         self.ops = ops
         self.dtype = dtype

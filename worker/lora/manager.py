@@ -119,7 +119,7 @@ class AdapterManager:
         self._unsent: OrderedDict[int, deque[memoryview]] = OrderedDict()
         """Chunks of adapters that were not sent to the ranks yet, by number."""
 
-    def of_another_lane(self) -> AdapterManager:
+    def for_other_dp_rank(self) -> AdapterManager:
         """A manager with the same adapters for another data-parallel rank. Called before any
         decision."""
         other = AdapterManager(

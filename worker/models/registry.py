@@ -140,7 +140,7 @@ def load_model(
     folder = EngineFolder.load(config.engine_dir, check_weights=not is_random)
     parallel = config.parallel
     folder.check_parallel(
-        layout.tp_size, layout.pp_size, parallel.expert_parts, parallel.expert_lanes
+        layout.tp_size, layout.pp_size, parallel.expert_parts, parallel.expert_dp_size
     )
     dtype = dtype_by_name(folder.config.dtype if config.dtype == "auto" else config.dtype)
     num_layers = folder.config.num_hidden_layers

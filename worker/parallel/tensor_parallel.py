@@ -15,7 +15,7 @@ MOST_TO_ALL = 128
 
 
 @dataclass(slots=True)
-class LaneBound:
+class TokensAcrossDP:
     """The token count of the largest data-parallel rank, which the runner sets for the
     layers."""
 

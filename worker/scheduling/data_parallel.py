@@ -25,7 +25,7 @@ from trimaran.worker.scheduling.resources import SwapIns
 from trimaran.worker.scheduling.scheduler import Emission, Scheduler
 from trimaran.worker.scheduling.step_plan import ScheduledStep
 from trimaran.worker.scheduling.waiting_queue import check_queue
-from trimaran.worker.steps.lane_decisions import LaneDecisions
+from trimaran.worker.steps.data_parallel_decisions import DataParallelDecisions
 from trimaran.worker.steps.step_types import SampledTokens
 
 _SLACK = 2
@@ -37,7 +37,7 @@ prompt is in its prefix cache."""
 class DataParallelStep:
     """One step of all dp ranks: the decisions, and the sequences of each rank's decision."""
 
-    decision: LaneDecisions
+    decision: DataParallelDecisions
     ranks: list[ScheduledStep | None]
 
     @property
@@ -63,7 +63,7 @@ class DataParallelStep:
     def parts(self, sampled: SampledTokens) -> list[tuple[ScheduledStep, SampledTokens]]:
         """The step of each dp rank that has one, with its sampled ids."""
         steps = [step for step in self.ranks if step is not None]
-        return list(zip(steps, sampled.lanes, strict=True))
+        return list(zip(steps, sampled.by_dp_rank, strict=True))
 
 
 class DataParallelScheduler:
@@ -208,7 +208,7 @@ class DataParallelScheduler:
             if step is not None:
                 step.dp_rank = number
         decisions = [None if step is None else step.decision for step in steps]
-        return DataParallelStep(LaneDecisions(self.step, decisions), steps)
+        return DataParallelStep(DataParallelDecisions(self.step, decisions), steps)
 
     def update_from_output(
         self,

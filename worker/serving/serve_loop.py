@@ -26,7 +26,7 @@ from trimaran.worker.lora.adapter_messages import holds_ops
 from trimaran.worker.serving.frontend_link import Arrival, FrontendLinks
 from trimaran.worker.serving.outbox import Outbox, check_remote_logits, fit_logits, too_slow
 from trimaran.worker.serving.rank_process import GarbageCollection
-from trimaran.worker.steps.lane_decisions import LaneDecisions
+from trimaran.worker.steps.data_parallel_decisions import DataParallelDecisions
 from trimaran.worker.steps.step_times import Part
 from trimaran.worker.steps.step_types import SchedulerOutput
 
@@ -48,16 +48,16 @@ def describe_decision(payload: bytes) -> str:
     if holds_ops(payload):
         return f"{len(payload)} bytes of adapters"
     try:
-        if LaneDecisions.is_encoded(payload):
-            return _describe_lanes(LaneDecisions.decode(payload))
+        if DataParallelDecisions.is_encoded(payload):
+            return _describe_dp_ranks(DataParallelDecisions.decode(payload))
         return _describe(SchedulerOutput.decode(payload))
     except ProtocolError:
         return f"an undecodable decision of {len(payload)} bytes"
 
 
-def _describe_lanes(decisions: LaneDecisions) -> str:
-    lanes = ["idle" if each is None else _describe(each) for each in decisions.lanes]
-    return "; ".join(f"lane {number}: {text}" for number, text in enumerate(lanes))
+def _describe_dp_ranks(decisions: DataParallelDecisions) -> str:
+    dp_ranks = ["idle" if each is None else _describe(each) for each in decisions.by_dp_rank]
+    return "; ".join(f"dp rank {number}: {text}" for number, text in enumerate(dp_ranks))
 
 
 def _describe(decision: SchedulerOutput) -> str:

@@ -231,5 +231,5 @@ class SampledTokens:
     beams: list[tuple[list[int], list[float]]] = field(default_factory=list)
     """The likeliest ids of each sampled beam, in order, and their log-probabilities."""
 
-    lanes: list[SampledTokens] = field(default_factory=list)
+    by_dp_rank: list[SampledTokens] = field(default_factory=list)
     """With data parallelism, the result of each dp rank; all other fields are unset then."""

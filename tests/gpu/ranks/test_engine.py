@@ -56,7 +56,7 @@ LAYOUTS = [
     ("mixtral", SIZE, 1, 1, SIZE),
     ("mixtral", 1, 1, SIZE, SIZE),
 ]
-"""Model, ranks of a tensor group, stages, lanes, parts that share the experts out."""
+"""Model, ranks of a tensor group, stages, dp ranks, parts that share the experts out."""
 if SIZE == 4:
     LAYOUTS += [
         ("llama", 2, 2, 1, 1),

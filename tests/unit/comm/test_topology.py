@@ -24,7 +24,7 @@ def test_every_rank_has_its_own_coordinates():
     assert coords == [Coord(pp=pp, tp=tp) for pp in range(3) for tp in range(2)]
 
 
-def test_a_lane_is_a_pipeline_of_tensor_groups_and_stages_go_through_all_lanes():
+def test_a_dp_rank_is_a_pipeline_of_tensor_groups_and_stages_go_through_all_dp_ranks():
     layout = ParallelLayout(rank=10, tp_size=2, pp_size=2, dp_size=3)
 
     assert layout.coord == Coord(pp=1, tp=0, dp=2)

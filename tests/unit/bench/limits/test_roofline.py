@@ -68,9 +68,9 @@ def test_every_device_keeps_room_for_its_own_workspace():
     ]
 
 
-def test_lanes_hold_weights_of_their_own_but_for_the_experts_that_they_share():
+def test_dp_ranks_hold_weights_of_their_own_but_for_the_experts_that_they_share():
     shape = shape_of(pretrained_config("mixtral"))
-    alone, lanes, shared = (
+    alone, dp_ranks, shared = (
         rank_weight_bytes(shape, parallel)
         for parallel in (
             ParallelConfig(),
@@ -78,7 +78,7 @@ def test_lanes_hold_weights_of_their_own_but_for_the_experts_that_they_share():
             ParallelConfig(dp_size=2, moe_tp_size=1, moe_ep_size=2),
         )
     )
-    assert alone == lanes == shape.weight_bytes
+    assert alone == dp_ranks == shape.weight_bytes
     assert shared == pytest.approx(shape.weight_bytes - shape.expert_bytes / 2)
     assert rank_weight_bytes(SHAPE, ParallelConfig(tp_size=2)) == SHAPE.weight_bytes / 2
 

@@ -33,7 +33,7 @@ def mixture(tmp_path):
 def sizes_of(layout):
     return (
         layout.tp_size, layout.pp_size, layout.dp_size, layout.moe_tp_size, layout.moe_ep_size,
-        layout.expert_lanes,
+        layout.expert_dp_size,
     )  # fmt: skip
 
 
@@ -81,7 +81,7 @@ def test_products_that_make_no_layout_are_refused_with_their_values(mixture, ask
         layout_of(AskedSizes(**asked), mixture)
 
 
-def test_an_engine_folder_takes_lanes_beside_the_sizes_it_was_made_for(tmp_path):
+def test_an_engine_folder_takes_dp_ranks_beside_the_sizes_it_was_made_for(tmp_path):
     folder = EngineFolder.load(write_engine(tmp_path / "e", tp_size=2), check_weights=False)
 
     assert sizes_of(layout_of(AskedSizes(dp_size=3), folder))[:3] == (2, 1, 3)
@@ -97,7 +97,7 @@ def test_an_engine_folder_takes_lanes_beside_the_sizes_it_was_made_for(tmp_path)
             layout_of(asked, folder)
 
 
-def test_a_folder_whose_lanes_share_experts_runs_with_these_lanes_alone(tmp_path):
+def test_a_folder_whose_dp_ranks_share_experts_runs_with_these_dp_ranks_alone(tmp_path):
     path = write_engine(tmp_path / "e", tp_size=1)
     values = json.loads((path / "config.json").read_text())
     pretrained = values["pretrained_config"]
@@ -109,10 +109,12 @@ def test_a_folder_whose_lanes_share_experts_runs_with_these_lanes_alone(tmp_path
 
     assert sizes_of(layout_of(AskedSizes(), folder)) == (1, 1, 2, 1, 2, 2)
     for dp_size in (1, 4):
-        words = rf"built for experts shared over 2 lane\(s\), but .* with dp_size {dp_size}\."
+        words = (
+            rf"built for experts shared over 2 dp rank\(s\), but .* with dp_size {dp_size}\."
+        )
         with pytest.raises(ConfigError, match=words):
             layout_of(AskedSizes(dp_size=dp_size), folder)
-    with pytest.raises(ConfigError, match=r"pp_size 1 in each of 2 lanes \(world size 2\)"):
+    with pytest.raises(ConfigError, match=r"pp_size 1 in each of 2 dp ranks \(world size 2\)"):
         layout_of(AskedSizes(world_size=3), folder)
 
 

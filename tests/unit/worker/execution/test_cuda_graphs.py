@@ -95,7 +95,7 @@ def choose(ranks, **changes):
     return tuple(max(sizes, default=0) for sizes in found)
 
 
-LANES = {"dp_size": 2, "moe_ep_size": 2}
+DP_RANKS = {"dp_size": 2, "moe_ep_size": 2}
 """They share experts."""
 
 
@@ -106,16 +106,16 @@ LANES = {"dp_size": 2, "moe_ep_size": 2}
         ({"tp_size": 2}, {}, (200, 1024)),
         ({"pp_size": 2}, {}, (200, 1024)),
         ({"dp_size": 2}, {}, (200, 1024)),
-        (LANES, {}, (128, 0)),
+        (DP_RANKS, {}, (128, 0)),
         ({"tp_size": 2, "hosts": ("a", "a")}, {}, (200, 1024)),
         ({"tp_size": 2, "hosts": ("a", "b")}, {}, (0, 0)),
         ({"tp_size": 2, "hosts": ("a", "b")}, {"collective_graphs": True}, (200, 1024)),
         ({"pp_size": 2, "hosts": ("a", "b")}, {}, (200, 1024)),
         ({"dp_size": 2, "hosts": ("a", "b")}, {}, (200, 1024)),
-        ({**LANES, "hosts": ("a", "b")}, {}, (0, 0)),
+        ({**DP_RANKS, "hosts": ("a", "b")}, {}, (0, 0)),
         ({}, {"collective_graphs": False}, (200, 1024)),
         ({"tp_size": 2}, {"collective_graphs": False}, (0, 0)),
-        (LANES, {"collective_graphs": False}, (0, 0)),
+        (DP_RANKS, {"collective_graphs": False}, (0, 0)),
         ({"tp_size": 2}, {"deterministic": True}, (200, 0)),
         ({"tp_size": 2}, {"cuda_graphs": False}, (0, 0)),
         ({}, {"max_cuda_graphs": 3}, (4, 0)),
@@ -132,7 +132,7 @@ def test_by_default_steps_are_captured_wherever_they_can_be(ranks, changes, expe
 @pytest.mark.parametrize(
     ("ranks", "changes", "complaint"),
     [
-        (LANES, {}, "is 48 but lanes share experts: such steps are not captured then"),
+        (DP_RANKS, {}, "is 48 but dp ranks share experts: such steps are not captured then"),
         ({}, {"deterministic": True}, "is 48 but tokens shall be deterministic"),
         ({}, {"cuda_graphs": False}, "is 48 but cuda_graph_mode is false"),
         (

@@ -337,10 +337,10 @@ def test_numbers_are_looked_at_once_for_each_version(
 
     monkeypatch.setattr(manager, "check_values", count)
     driver = make_engine()
-    lanes = [driver.engine._adapters, driver.engine._adapters.of_another_lane()]
+    dp_ranks = [driver.engine._adapters, driver.engine._adapters.for_other_dp_rank()]
     for _ in range(3):
-        for lane in lanes:
-            lane.keep(7, on_the_wire(adapter))
+        for rank in dp_ranks:
+            rank.keep(7, on_the_wire(adapter))
     assert num_looks == 1
 
     size = sum(one.a.nbytes + one.b.nbytes for one in adapter)

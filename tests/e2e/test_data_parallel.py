@@ -1,4 +1,4 @@
-"""A server whose engine has data-parallel lanes that share experts: transformers' ids."""
+"""A server whose engine has data-parallel ranks that share experts: transformers' ids."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROMPTS = [list(range(10, 10 + length)) for length in (1, 2, 16, 17, 33, 90, 300
 
 @pytest.fixture(scope="module")
 def sharing_experts(build_engine, make_repository, tmp_path_factory) -> Iterator[Served]:
-    """Two lanes of the demo model with experts, which share these out, in float32."""
+    """Two dp ranks of the demo model with experts, which share these out, in float32."""
     engine = build_engine(
         DEMO_MOE, "--dp-size", "2", "--moe-ep-size", "2", "--dtype", "float32",
         "--max-num-tokens", "128", "--max-batch-size", "8", "--max-input-len", "400",
@@ -44,13 +44,13 @@ def ask_all(server: Served) -> list[list[int]]:
         return list(pool.map(ask, PROMPTS))
 
 
-def test_lanes_that_share_experts_stream_the_ids_of_transformers(sharing_experts: Served):
+def test_dp_ranks_that_share_experts_stream_the_ids_of_transformers(sharing_experts: Served):
     answers = ask_all(sharing_experts)
 
     assert wrong_answers(DEMO_MOE, PROMPTS, answers, NUM_NEW) == {}
 
 
-def test_the_metrics_say_that_there_are_lanes(sharing_experts: Served):
+def test_the_metrics_say_that_there_are_dp_ranks(sharing_experts: Served):
     ((start, _),) = sharing_experts.samples("trimaran_start_method_info")
     transports = {
         labels["collective"]: labels["transport"]
@@ -61,7 +61,7 @@ def test_the_metrics_say_that_there_are_lanes(sharing_experts: Served):
     assert transports["expert_all_to_all"] == "shared_memory"
 
 
-def test_a_world_size_that_lanes_do_not_make_up_is_refused_before_anything_starts(
+def test_a_world_size_that_dp_ranks_do_not_make_up_is_refused_before_anything_starts(
     make_repository,
 ):
     repository = make_repository(DEMO_MODEL)

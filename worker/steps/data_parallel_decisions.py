@@ -14,7 +14,7 @@ _FIRST_BYTE = 0x92
 
 
 @dataclass(slots=True)
-class LaneDecisions:
+class DataParallelDecisions:
     """The decisions of one step, which all dp ranks run together.
 
     A dp rank without a decision computes no token of its own. Each dp rank counts its own
@@ -22,11 +22,11 @@ class LaneDecisions:
     """
 
     step: int
-    lanes: list[SchedulerOutput | None]
+    by_dp_rank: list[SchedulerOutput | None]
 
     def encode(self) -> bytes:
         """A msgpack list: the step, and each dp rank's encoded decision or nothing."""
-        decisions = [None if lane is None else lane.encode() for lane in self.lanes]
+        decisions = [None if rank is None else rank.encode() for rank in self.by_dp_rank]
         packed: bytes = msgpack.packb([self.step, decisions])
         return packed
 
@@ -36,10 +36,10 @@ class LaneDecisions:
         return payload[:1] == bytes([_FIRST_BYTE])
 
     @classmethod
-    def decode(cls, payload: bytes) -> LaneDecisions:
+    def decode(cls, payload: bytes) -> DataParallelDecisions:
         """The inverse of `encode`.
 
-        ProtocolError: ``payload`` holds no encoded decisions.
+        Raises:
             ProtocolError: ``payload`` holds no encoded decisions.
         """
         try:
@@ -48,5 +48,5 @@ class LaneDecisions:
             raise ProtocolError(
                 f"cannot decode the dp ranks' decisions of {len(payload)} bytes: {error}"
             ) from error
-        lanes = [None if raw is None else SchedulerOutput.decode(raw) for raw in decisions]
-        return cls(step, lanes)
+        dp_ranks = [None if raw is None else SchedulerOutput.decode(raw) for raw in decisions]
+        return cls(step, dp_ranks)

@@ -1,4 +1,4 @@
-"""Adapters of data-parallel lanes, of which some have no room for another one."""
+"""Adapters of data-parallel ranks, of which some have no room for another one."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from trimaran.worker.requests.request import Request
 from trimaran.worker.scheduling.data_parallel import DataParallelAdapters
 
 
-class Lanes:
-    """The adapters of two lanes, each of which has room for two; requests go on until they
+class DataParallelRanks:
+    """The adapters of two dp ranks, each of which has room for two; requests go on until they
     are ended."""
 
     def __init__(self, make_engine, model_folder, prefetch_dir) -> None:
@@ -31,12 +31,12 @@ class Lanes:
         self.folder = prefetch_dir
         lora = LoraConfig(prefetch_dir=str(prefetch_dir), host_memory_bytes=int(2.9 * size))
         engine = make_engine(lora=lora).engine
-        self.managers = [engine._adapters, engine._adapters.of_another_lane()]
+        self.managers = [engine._adapters, engine._adapters.for_other_dp_rank()]
         self.adapters = DataParallelAdapters(self.managers)
         self.open: list[Request] = []
         self.adapters.is_open = lambda request: request in self.open
 
-    def ask(self, task, lane, weights=None, name="") -> Request:
+    def ask(self, task, rank, weights=None, name="") -> Request:
         """A request with an adapter that ``weights`` name if it comes along, or of a folder."""
         request = Request(
             source="client",
@@ -44,7 +44,7 @@ class Lanes:
             number=0,
             prompt_ids=array("i", [1]),
             sampling=SamplingParams(),
-            dp_rank=lane,
+            dp_rank=rank,
             has_adapter=True,
         )
         # As front ends send one: of an id alone they say nothing more.
@@ -61,90 +61,92 @@ class Lanes:
         """What the adapter of a request consists of."""
         return self.managers[request.dp_rank]._on_host[request.adapter_id].content
 
-    def fill(self, lane) -> None:
-        """Let requests of one lane use all of its adapters."""
+    def fill(self, rank) -> None:
+        """Let requests of one dp rank use all of its adapters."""
         for task in (1, 2):
-            self.ask(task, lane, weights=task)
+            self.ask(task, rank, weights=task)
 
 
 @pytest.fixture
-def lanes(make_engine, model_folder, tmp_path):
-    return Lanes(make_engine, model_folder, tmp_path)
+def dp_ranks(make_engine, model_folder, tmp_path):
+    return DataParallelRanks(make_engine, model_folder, tmp_path)
 
 
 @pytest.mark.parametrize("full", [0, 1])
-def test_an_adapter_is_served_where_there_is_room_for_it(lanes, full):
-    lanes.fill(full)
+def test_an_adapter_is_served_where_there_is_room_for_it(dp_ranks, full):
+    dp_ranks.fill(full)
 
-    brought = [lanes.ask(3, lane, weights=3) for lane in (0, 1)]
-    named = [lanes.ask(3, lane) for lane in (0, 1)]
+    brought = [dp_ranks.ask(3, rank, weights=3) for rank in (0, 1)]
+    named = [dp_ranks.ask(3, rank) for rank in (0, 1)]
 
     assert {request.dp_rank for request in (*brought, *named)} == {1 - full}
     # Those that are known everywhere go where they were sent.
-    assert lanes.ask(1, full).dp_rank == full
+    assert dp_ranks.ask(1, full).dp_rank == full
 
 
-def test_an_adapter_of_a_folder_that_is_gone_is_served_by_the_lane_that_has_it(lanes):
-    lanes.fill(0)
-    write_peft(lanes.folder / "a", lanes.weights[3], alpha=4.0)
+def test_an_adapter_of_a_folder_that_is_gone_is_served_by_the_dp_rank_that_has_it(dp_ranks):
+    dp_ranks.fill(0)
+    write_peft(dp_ranks.folder / "a", dp_ranks.weights[3], alpha=4.0)
 
-    first = lanes.ask(0, 0, name="a")
-    shutil.rmtree(lanes.folder / "a")
-    second = lanes.ask(0, 0, name="a")
+    first = dp_ranks.ask(0, 0, name="a")
+    shutil.rmtree(dp_ranks.folder / "a")
+    second = dp_ranks.ask(0, 0, name="a")
 
     assert first.dp_rank == second.dp_rank == 1
-    assert lanes.weights_of(first) == lanes.weights_of(second)
+    assert dp_ranks.weights_of(first) == dp_ranks.weights_of(second)
     with pytest.raises(RequestError, match="no LoRA adapter is named 'b'"):
-        lanes.ask(0, 0, name="b")
+        dp_ranks.ask(0, 0, name="b")
 
 
-def test_an_adapter_of_a_folder_that_is_refused_is_read_once_for_all_lanes(lanes, monkeypatch):
-    spoiled = [dataclasses.replace(one, a=one.a * torch.nan) for one in lanes.weights[3]]
-    write_peft(lanes.folder / "a", spoiled, alpha=4.0)
+def test_an_adapter_of_a_folder_that_is_refused_is_read_once_for_all_dp_ranks(
+    dp_ranks, monkeypatch
+):
+    spoiled = [dataclasses.replace(one, a=one.a * torch.nan) for one in dp_ranks.weights[3]]
+    write_peft(dp_ranks.folder / "a", spoiled, alpha=4.0)
     reads, read = [], TensorFile.read
     monkeypatch.setattr(TensorFile, "read", lambda file: reads.append(file) or read(file))
 
     with pytest.raises(RequestError, match="holds nan"):
-        lanes.ask(0, 0, name="a")
+        dp_ranks.ask(0, 0, name="a")
 
     assert len(reads) == 1
 
 
-def test_an_adapter_is_converted_once_for_all_lanes(lanes, monkeypatch):
+def test_an_adapter_is_converted_once_for_all_dp_ranks(dp_ranks, monkeypatch):
     converted, of = [], OutgoingAdapter.of
     monkeypatch.setattr(OutgoingAdapter, "of", lambda *args: converted.append(1) or of(*args))
 
-    lanes.ask(3, 0, weights=3)
+    dp_ranks.ask(3, 0, weights=3)
 
     assert len(converted) == 1
-    ops = lanes.adapters.take_ops()
+    ops = dp_ranks.adapters.take_ops()
     pieces = [[bytes(op[2]) for op in each if op[0] == PIECE] for each in ops]
     assert pieces[0] == pieces[1] != []
 
 
-def test_an_id_means_its_newest_weights_in_a_lane_without_room_too(lanes):
-    lanes.fill(0)
-    old = lanes.ask(1, 0)
+def test_an_id_means_its_newest_weights_in_a_dp_rank_without_room_too(dp_ranks):
+    dp_ranks.fill(0)
+    old = dp_ranks.ask(1, 0)
 
-    new = lanes.ask(1, 0, weights=3)
-    later = lanes.ask(1, 0)
+    new = dp_ranks.ask(1, 0, weights=3)
+    later = dp_ranks.ask(1, 0)
 
     assert old.dp_rank == 0 and new.dp_rank == later.dp_rank == 1
-    assert lanes.weights_of(new) == lanes.weights_of(later) != lanes.weights_of(old)
-    assert lanes.weights_of(later) == on_the_wire(lanes.weights[3])["digest"]
-    lanes.open.clear()
+    assert dp_ranks.weights_of(new) == dp_ranks.weights_of(later) != dp_ranks.weights_of(old)
+    assert dp_ranks.weights_of(later) == on_the_wire(dp_ranks.weights[3])["digest"]
+    dp_ranks.open.clear()
     # Nobody needs the old one any more, and there is room again.
-    assert lanes.ask(4, 0, weights=4).dp_rank == 0
+    assert dp_ranks.ask(4, 0, weights=4).dp_rank == 0
 
 
-def test_an_adapter_that_no_lane_has_room_for_is_refused_and_changes_nothing(lanes):
-    lanes.fill(0)
-    lanes.fill(1)
+def test_an_adapter_that_no_dp_rank_has_room_for_is_refused_and_changes_nothing(dp_ranks):
+    dp_ranks.fill(0)
+    dp_ranks.fill(1)
 
     with pytest.raises(RequestError, match="is full of adapters that running") as caught:
-        lanes.ask(1, 1, weights=3)
+        dp_ranks.ask(1, 1, weights=3)
 
     assert caught.value.kind is ErrorKind.UNAVAILABLE
-    assert lanes.ask(1, 1).dp_rank == 1
+    assert dp_ranks.ask(1, 1).dp_rank == 1
     with pytest.raises(RequestError, match="LoRA task 4 not found in cache"):
-        lanes.ask(4, 0)
+        dp_ranks.ask(4, 0)

@@ -1,4 +1,4 @@
-"""Requests with all features, drawn at random, over data-parallel lanes; a third are killed."""
+"""Requests with all features, drawn at random, over data-parallel ranks; a third are killed."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def test_every_feature_at_once_gives_what_one_rank_gives_alone(world):
     engine = driver.engine
     if world.rank == 0:
         assert not engine._requests and not engine.scheduler.has_requests
-        for lane in engine.scheduler.ranks:
-            lane.cache.check([])
-            assert lane.cache.num_free == lane.cache.num_blocks
-            assert len(lane.rows.free) == lane.config.max_num_seqs
-        assert [lane.num_used for lane in engine._adapters.ranks] == [0, 0]
+        for rank in engine.scheduler.ranks:
+            rank.cache.check([])
+            assert rank.cache.num_free == rank.cache.num_blocks
+            assert len(rank.rows.free) == rank.config.max_num_seqs
+        assert [rank.num_used for rank in engine._adapters.ranks] == [0, 0]
         alone = make_engine(1, 1024)
         whole = [request for request in range(1, NUM_REQUESTS + 1) if request not in killed]
         for request in rng.sample(whole, NUM_ALONE):

@@ -1,4 +1,4 @@
-"""Data-parallel lanes give every request the tokens of one rank, and share experts or not."""
+"""Data-parallel ranks give every request the tokens of one rank, and share experts or not."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ MODELS = {
         )
     ),
 }  # fmt: skip
-# Tensor ranks, stages and parts of the experts' ranks; the other ranks are lanes.
+# Tensor ranks, stages and parts of the experts' ranks; the other ranks are dp ranks.
 LAYOUTS = {
     2: [("mixtral", 1, 1, 2), ("qwen2-moe", 1, 1, 2), ("llama", 1, 1, 1)],
     4: [("mixtral", 1, 1, 4), ("qwen2-moe", 2, 1, 4), ("qwen2-moe", 1, 2, 2),
@@ -94,12 +94,12 @@ def engine_config(folder, parallel=None, **changes) -> EngineConfig:
     )
 
 
-class Lanes(Ranks):
+class DataParallelRanks(Ranks):
     """An engine over all ranks of the run, driven from rank 0."""
 
     def __init__(self, world, folder, tp_size, pp_size, moe_ep_size, **changes) -> None:
         dp_size = world.size // (tp_size * pp_size)
-        # Experts stay inside a lane where one part is asked for.
+        # Experts stay inside a dp rank where one part is asked for.
         num_ranks = tp_size if moe_ep_size == 1 else tp_size * dp_size
         parallel = ParallelConfig(
             tp_size=tp_size,
@@ -133,20 +133,20 @@ def greedy(theirs):
 
 
 @pytest.mark.parametrize(("name", "tp_size", "pp_size", "moe_ep_size"), LAYOUTS[NUM_RANKS])
-def test_lanes_give_the_tokens_of_transformers(
+def test_dp_ranks_give_the_tokens_of_transformers(
     world, models, name, tp_size, pp_size, moe_ep_size
 ):
     folders, theirs = models
-    lanes = Lanes(world, folders[name], tp_size, pp_size, moe_ep_size)
+    dp_ranks = DataParallelRanks(world, folders[name], tp_size, pp_size, moe_ep_size)
 
     def drive(driver):
         requests = [driver.submit(prompt, max_tokens=12) for prompt in PROMPTS]
-        lanes = driver.engine.scheduler.ranks
-        used = {number for number, lane in enumerate(lanes) if lane.has_requests}
+        dp_ranks = driver.engine.scheduler.ranks
+        used = {number for number, rank in enumerate(dp_ranks) if rank.has_requests}
         driver.run()
         return used, [driver.outputs(request) for request in requests]
 
-    found = lanes.drive(drive)
+    found = dp_ranks.drive(drive)
 
     if world.rank == 0:
         used, outputs = found
@@ -155,17 +155,17 @@ def test_lanes_give_the_tokens_of_transformers(
 
 
 @pytest.mark.parametrize("name", ["mixtral", "llama"])
-def test_whatever_requests_ask_lanes_give_the_tokens_of_one_rank(world, models, name):
+def test_whatever_requests_ask_dp_ranks_give_the_tokens_of_one_rank(world, models, name):
     folder = models[0][name]
     moe_ep_size = 1 if name == "llama" else world.size
 
-    outputs = Lanes(world, folder, 1, 1, moe_ep_size).drive(serve_all)
+    outputs = DataParallelRanks(world, folder, 1, 1, moe_ep_size).drive(serve_all)
 
     if world.rank == 0:
         assert outputs == single(folder, serve_all)
 
 
-def test_adapters_prefixes_on_the_host_and_pauses_work_in_lanes(world, models):
+def test_adapters_prefixes_on_the_host_and_pauses_work_in_dp_ranks(world, models):
     folder = models[0]["llama"]
     adapters = {task: make_adapter(folder, seed=task) for task in (5, 9)}
     small = {"max_tokens": 144, "host_bytes": 4 << 20}
@@ -182,14 +182,14 @@ def test_adapters_prefixes_on_the_host_and_pauses_work_in_lanes(world, models):
         driver.run()
         return [driver.outputs(request) for request in requests]
 
-    outputs = Lanes(world, folder, 1, 1, 1, **small).drive(drive)
+    outputs = DataParallelRanks(world, folder, 1, 1, 1, **small).drive(drive)
 
     if world.rank == 0:
         assert outputs == single(folder, drive, **small)
 
 
 @pytest.mark.parametrize("is_running", [True, False])
-def test_adapters_of_idle_lanes_come_in_pieces_while_any_lane_runs(
+def test_adapters_of_idle_dp_ranks_come_in_pieces_while_any_dp_rank_runs(
     world, models, monkeypatch, is_running
 ):
     for module in ("lora.adapter_messages", "lora.manager", "scheduling.data_parallel"):
@@ -210,7 +210,7 @@ def test_adapters_of_idle_lanes_come_in_pieces_while_any_lane_runs(
         requests = [driver.submit(PROMPTS[0], max_tokens=95)] if is_running else []
         if is_running:
             driver.step()
-        # One comes to each of the other lanes.
+        # One comes to each of the other dp ranks.
         for task, one in adapters.items():
             given = {"adapter_id": task, "adapter": on_the_wire(one)}
             requests.append(driver.submit(PROMPTS[1], max_tokens=12, **given))
@@ -222,7 +222,9 @@ def test_adapters_of_idle_lanes_come_in_pieces_while_any_lane_runs(
         return [driver.outputs(request) for request in requests]
 
     sizes = []
-    outputs = Lanes(world, folder, 1, 1, 1).drive(lambda driver: drive(driver, sizes))
+    outputs = DataParallelRanks(world, folder, 1, 1, 1).drive(
+        lambda driver: drive(driver, sizes)
+    )
 
     if world.rank == 0:
         num_at_once = sum(each > 6000 for each in sizes)
@@ -231,18 +233,18 @@ def test_adapters_of_idle_lanes_come_in_pieces_while_any_lane_runs(
         assert outputs == single(folder, lambda driver: drive(driver, []))
 
 
-def test_cancelled_requests_leave_nothing_behind_in_any_lane(world, models):
+def test_cancelled_requests_leave_nothing_behind_in_any_dp_rank(world, models):
     def drive(driver):
         requests = [driver.submit(prompt, max_tokens=25) for prompt in PROMPTS * 2]
         for request in requests[:6]:
             driver.step()
             driver.engine.cancel("client", [request])
         driver.run()
-        caches = [lane.cache for lane in driver.engine.scheduler.ranks]
+        caches = [rank.cache for rank in driver.engine.scheduler.ranks]
         reasons = [driver.reasons[request, 0] for request in requests]
         return reasons, [cache.num_free for cache in caches], [c.num_blocks for c in caches]
 
-    found = Lanes(world, models[0]["mixtral"], 1, 1, world.size).drive(drive)
+    found = DataParallelRanks(world, models[0]["mixtral"], 1, 1, world.size).drive(drive)
 
     if world.rank == 0:
         reasons, free, blocks = found
@@ -250,12 +252,12 @@ def test_cancelled_requests_leave_nothing_behind_in_any_lane(world, models):
         assert free == blocks
 
 
-def test_lanes_on_two_hosts_share_experts(two_host_world, models):
+def test_dp_ranks_on_two_hosts_share_experts(two_host_world, models):
     folders, theirs = models
-    lanes = Lanes(two_host_world, folders["mixtral"], 1, 1, two_host_world.size)
+    dp_ranks = DataParallelRanks(two_host_world, folders["mixtral"], 1, 1, two_host_world.size)
 
-    transports = lanes.links.transports()
-    outputs = lanes.drive(lambda driver: driver.serve(PROMPTS))
+    transports = dp_ranks.links.transports()
+    outputs = dp_ranks.drive(lambda driver: driver.serve(PROMPTS))
 
     assert transports["expert_all_to_all"] == "gloo"
     if two_host_world.rank == 0:

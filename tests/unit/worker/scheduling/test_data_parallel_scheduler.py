@@ -1,4 +1,4 @@
-"""Which lane a request gets, and what the lanes of one step decide and take in."""
+"""Which dp rank a request gets, and what the dp ranks of one step decide and take in."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from trimaran.worker.kv_cache.manager import KVCacheManager
 from trimaran.worker.requests.request import Request
 from trimaran.worker.scheduling.data_parallel import DataParallelScheduler
 from trimaran.worker.scheduling.scheduler import Scheduler
-from trimaran.worker.steps.lane_decisions import LaneDecisions
+from trimaran.worker.steps.data_parallel_decisions import DataParallelDecisions
 from trimaran.worker.steps.step_types import SampledTokens, SchedulerOutput
 
 BLOCK = 4
 
 
 class Planner:
-    """Lanes whose steps are answered with made-up ids."""
+    """Data-parallel ranks whose steps are answered with made-up ids."""
 
-    def __init__(self, num_lanes=2, num_blocks=64, **limits):
+    def __init__(self, num_dp_ranks=2, num_blocks=64, **limits):
         values = {
             "max_num_batched_tokens": 32, "max_num_seqs": 8, "max_seq_len": 256,
             "max_input_len": 255, "policy": "max_utilization", **limits,
         }  # fmt: skip
         config = SchedulerConfig(**values)
         caches = [
-            KVCacheManager([num_blocks], BLOCK, enable_reuse=True) for _ in range(num_lanes)
+            KVCacheManager([num_blocks], BLOCK, enable_reuse=True) for _ in range(num_dp_ranks)
         ]
         self.scheduler = DataParallelScheduler([Scheduler(config, cache) for cache in caches])
         self.count = 0
@@ -63,10 +63,10 @@ class Planner:
         step = self.scheduler.schedule()
         sampled = SampledTokens(
             token_ids=[],
-            lanes=[
-                SampledTokens(token_ids=[token_id] * len(lane.sampled))
-                for lane in step.ranks
-                if lane is not None
+            by_dp_rank=[
+                SampledTokens(token_ids=[token_id] * len(rank.sampled))
+                for rank in step.ranks
+                if rank is not None
             ],
         )
         emitted = []
@@ -76,15 +76,15 @@ class Planner:
         return [(s.request.number, reason) for s, _, reason in emitted if reason]
 
 
-def test_requests_go_to_the_lane_with_the_fewest():
-    planner = Planner(num_lanes=3)
+def test_requests_go_to_the_dp_rank_with_the_fewest():
+    planner = Planner(num_dp_ranks=3)
 
-    lanes = [planner.add().dp_rank for _ in range(6)]
+    dp_ranks = [planner.add().dp_rank for _ in range(6)]
 
-    assert lanes == [0, 1, 2, 0, 1, 2]
+    assert dp_ranks == [0, 1, 2, 0, 1, 2]
 
 
-def test_a_prompt_goes_where_the_cache_has_it_unless_that_lane_is_busier():
+def test_a_prompt_goes_where_the_cache_has_it_unless_that_dp_rank_is_busier():
     planner = Planner()
     prompt = list(range(20))
     first = planner.add(prompt=prompt)
@@ -95,7 +95,7 @@ def test_a_prompt_goes_where_the_cache_has_it_unless_that_lane_is_busier():
     again = [planner.add(prompt=[*prompt, number]).dp_rank for number in range(4)]
 
     assert first.dp_rank == 0
-    # Two more than the other lane has are not too many.
+    # Two more than the other dp rank has are not too many.
     assert again == [0, 0, 0, 1]
 
 
@@ -111,7 +111,7 @@ def test_a_prompt_with_an_adapter_goes_nowhere_for_what_was_computed_without():
     assert planner.check(prompt=prompt, has_adapter=True).dp_rank == 1
 
 
-def test_each_lane_has_a_step_of_its_own_and_idle_ones_have_none():
+def test_each_dp_rank_has_a_step_of_its_own_and_idle_ones_have_none():
     planner = Planner()
     planner.add(8)
 
@@ -120,14 +120,14 @@ def test_each_lane_has_a_step_of_its_own_and_idle_ones_have_none():
     planner.add(5)
     both = planner.scheduler.schedule()
 
-    assert [lane is None for lane in alone.ranks] == [False, True]
+    assert [rank is None for rank in alone.ranks] == [False, True]
     assert alone.num_context_tokens == 8
     assert (both.num_scheduled, both.num_context_tokens) == (3, 11)
-    assert [lane.decision.step for lane in both.ranks] == [2, 1]
+    assert [rank.decision.step for rank in both.ranks] == [2, 1]
     assert both.decision.step == 2
 
 
-def test_lanes_take_in_their_own_results_and_tell_of_every_end():
+def test_dp_ranks_take_in_their_own_results_and_tell_of_every_end():
     planner = Planner()
     ends = []
     for _ in range(3):
@@ -137,10 +137,10 @@ def test_lanes_take_in_their_own_results_and_tell_of_every_end():
 
     assert sorted(ends) == [(number, FinishReason.LENGTH) for number in range(3)]
     assert not planner.scheduler.running
-    assert all(lane.cache.num_free == 64 for lane in planner.scheduler.ranks)
+    assert all(rank.cache.num_free == 64 for rank in planner.scheduler.ranks)
 
 
-def test_a_cancelled_request_ends_in_its_lane():
+def test_a_cancelled_request_ends_in_its_dp_rank():
     planner = Planner()
     requests = [planner.add() for _ in range(4)]
     planner.step()
@@ -172,7 +172,7 @@ class CountedKey(tuple):
 
 @pytest.mark.parametrize("limits", [{"max_queue_size": 999}, {"level_queue_sizes": (999, 99)}])
 def test_a_request_is_checked_with_few_looks_however_many_wait(limits):
-    planner = Planner(num_lanes=3, max_num_seqs=1, **limits)
+    planner = Planner(num_dp_ranks=3, max_num_seqs=1, **limits)
     for number in range(300):
         planner.add(priority=-1 - number % 10 // 9)
     for sequence in planner.scheduler.waiting:
@@ -181,11 +181,11 @@ def test_a_request_is_checked_with_few_looks_however_many_wait(limits):
     CountedKey.num_looks = 0
     planner.check(priority=-1)
 
-    # Two binary searches in each lane.
+    # Two binary searches in each dp rank.
     assert CountedKey.num_looks <= 3 * 2 * 8
 
 
-def test_requests_that_come_later_have_their_places_in_lanes_and_queues():
+def test_requests_that_come_later_have_their_places_in_dp_ranks_and_queues():
     planner = Planner(max_num_seqs=1, level_queue_sizes=(2, 1))
     requests = []
     for priority in (-1, -1, -2, -1, -1):
@@ -208,20 +208,20 @@ def test_requests_that_come_later_have_their_places_in_lanes_and_queues():
 
 
 def test_decisions_survive_the_way_to_other_ranks():
-    planner = Planner(num_lanes=3)
+    planner = Planner(num_dp_ranks=3)
     planner.add(7)
     planner.add(5)
     decision = planner.scheduler.schedule().decision
 
     payload = decision.encode()
-    found = LaneDecisions.decode(payload)
+    found = DataParallelDecisions.decode(payload)
 
-    assert LaneDecisions.is_encoded(payload)
-    assert not LaneDecisions.is_encoded(decision.lanes[0].encode())
+    assert DataParallelDecisions.is_encoded(payload)
+    assert not DataParallelDecisions.is_encoded(decision.by_dp_rank[0].encode())
     assert found.step == decision.step
-    assert [None if lane is None else lane.encode() for lane in found.lanes] == [
-        decision.lanes[0].encode(), decision.lanes[1].encode(), None,
+    assert [None if rank is None else rank.encode() for rank in found.by_dp_rank] == [
+        decision.by_dp_rank[0].encode(), decision.by_dp_rank[1].encode(), None,
     ]  # fmt: skip
     with pytest.raises(ProtocolError, match="cannot decode the dp ranks' decisions of 3 bytes"):
-        LaneDecisions.decode(b"abc")
-    assert isinstance(found.lanes[0], SchedulerOutput)
+        DataParallelDecisions.decode(b"abc")
+    assert isinstance(found.by_dp_rank[0], SchedulerOutput)

@@ -1,4 +1,4 @@
-"""Ranks of a later stage and of another lane die or hang, with streams in flight."""
+"""Ranks of a later stage and of another dp rank die or hang, with streams in flight."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from leftovers import left_over
 from models import LAYOUTS, Case, Model, build_repository, make_cases, with_answers
 from token_stream import TokenStream
 
-STAGES, LANES = LAYOUTS
+STAGES, DP_RANKS = LAYOUTS
 HANG_TIMEOUT_S = 5.0
 NOTICED_S = 2 * HANG_TIMEOUT_S
 READY_S, GONE_S = 120.0, 30.0
@@ -27,7 +27,8 @@ EXACT = ("--dtype", "float32", "--num-threads", "1")
 # A short window: the pause before a restart does not grow from test to test.
 RESTARTS = ("--max-restarts", "99", "--restart-window", "5")
 EXPLICIT = (
-    "--model-control-mode", "explicit", "--load-model", STAGES.name, "--load-model", LANES.name
+    "--model-control-mode", "explicit",
+    "--load-model", STAGES.name, "--load-model", DP_RANKS.name,
 )  # fmt: skip
 STARTS = {
     "leader": (),
@@ -44,7 +45,7 @@ pytestmark = pytest.mark.timeout(600)
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of repositories: of each model alone, and of both."""
     folder = tmp_path_factory.mktemp("layouts")
-    for models in ((STAGES,), (LANES,), LAYOUTS):
+    for models in ((STAGES,), (DP_RANKS,), LAYOUTS):
         build_repository(folder / "-".join(model.name for model in models), models)
     return folder
 
@@ -52,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Case]]:
     """Long requests for each model, and what one rank answers."""
-    alone = tuple(replace(model, pp_size=1, num_lanes=1) for model in LAYOUTS)
+    alone = tuple(replace(model, pp_size=1, num_dp_ranks=1) for model in LAYOUTS)
     asked = [
         replace(case, prompt=case.prompt[:100], num_tokens=NUM_TOKENS)
         for case in make_cases(alone, NUM_STREAMS, longest=100)
@@ -106,7 +107,7 @@ def serve(
 
 
 def streams_of(server: ChaosServer, cases: list[Case]) -> list[TokenStream]:
-    """Streams that are under way side by side, so that every stage and lane has some."""
+    """Streams that are under way side by side, so that every stage and dp rank has some."""
     return [TokenStream(server, c.model, c.prompt, c.num_tokens) for c in cases]
 
 
