@@ -9,7 +9,7 @@ from torch import Tensor
 
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec, LatentHeads
 from trimaran.kernels.cpu.decoder import Decoder, DecoderShape, LayerWeights
-from trimaran.kernels.routing import ExpertCounter, ExpertRouting, PlaceTable
+from trimaran.kernels.routing import ExpertCounter, ExpertRouting, ExpertSlotTable
 
 
 class Ops(Protocol):
@@ -132,7 +132,7 @@ class Ops(Protocol):
         routing: ExpertRouting,
         bias: Tensor | None = None,
         counter: ExpertCounter | None = None,
-        table: PlaceTable | None = None,
+        table: ExpertSlotTable | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Each token's experts: weights [T, C] float32 and ids [T, C] int32, best first.
 
@@ -141,7 +141,7 @@ class Ops(Protocol):
         the groups that ``routing`` leaves. The weights are the scores without ``bias``,
         normalised and scaled as ``routing`` says. ``counter`` counts the chosen experts.
 
-        With a ``table``, ids are the places of the experts. A token draws a number from its
+        With a ``table``, ids are the slots of the experts. A token draws a number from its
         first logit, and choice k takes copy ``drawn + k``, modulo the copies of the expert:
         the token's experts then lie on different ranks where the table allows.
         """

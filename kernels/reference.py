@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec, LatentHeads
-from trimaran.kernels.routing import ExpertCounter, ExpertRouting, PlaceTable
+from trimaran.kernels.routing import ExpertCounter, ExpertRouting, ExpertSlotTable
 
 # Shapes: T tokens, D and E widths, S sequences, M blocks of the longest sequence, Q queries
 # of the longest sequence, L its tokens, B tokens of a block, N query heads, K key-value
@@ -136,7 +136,7 @@ def choose_experts(
     routing: ExpertRouting,
     bias_X: Tensor | None = None,
     counter: ExpertCounter | None = None,
-    table: PlaceTable | None = None,
+    table: ExpertSlotTable | None = None,
 ) -> tuple[Tensor, Tensor]:
     values = logits_TX.float()
     is_softmax = routing.scoring == "softmax"
@@ -151,16 +151,16 @@ def choose_experts(
     if counter is not None:
         _count(ids, counter)
     if table is not None:
-        ids = _places_of(ids, values, table)
+        ids = _slots_of(ids, values, table)
     return weights * routing.scaling, ids.to(torch.int32)
 
 
-def _places_of(ids_TC: Tensor, logits_TX: Tensor, table: PlaceTable) -> Tensor:
+def _slots_of(ids_TC: Tensor, logits_TX: Tensor, table: ExpertSlotTable) -> Tensor:
     # The last bits of a logit serve as random bits that do not depend on the token's row.
     drawn_T1 = logits_TX[:, :1].contiguous().view(torch.int32) & _POSITIVE
     choices_C = torch.arange(ids_TC.shape[1], device=ids_TC.device)
     copies_TC = (drawn_T1.long() + choices_C) % table.num_copies[ids_TC]
-    return table.places[ids_TC, copies_TC]
+    return table.slots[ids_TC, copies_TC]
 
 
 def _count(ids_TC: Tensor, counter: ExpertCounter) -> None:

@@ -51,10 +51,10 @@ class ExpertCounter:
 
 
 @dataclass(frozen=True, slots=True)
-class PlaceTable:
-    """The slots of a layer's experts, some in several slots."""
+class ExpertSlotTable:
+    """The slots of a layer's experts, some of which have several copies."""
 
-    places: Tensor
+    slots: Tensor
     """int32 [X, P], the slots of each expert."""
 
     num_copies: Tensor

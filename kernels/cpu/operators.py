@@ -13,7 +13,7 @@ from trimaran.kernels.attention import AttentionMetadata, AttentionSpec, LatentH
 from trimaran.kernels.build import cpu_features, has_avx512
 from trimaran.kernels.cpu.decoder import CpuDecoder, Decoder, DecoderShape, LayerWeights
 from trimaran.kernels.cpu.kernel import DTYPE_CODES, Kernel
-from trimaran.kernels.routing import ExpertCounter, ExpertRouting, PlaceTable
+from trimaran.kernels.routing import ExpertCounter, ExpertRouting, ExpertSlotTable
 
 # Shapes: T tokens, D and E widths, N query heads, K key-value heads, H head size.
 
@@ -186,7 +186,7 @@ class CpuOps:
         routing: ExpertRouting,
         bias: Tensor | None = None,
         counter: ExpertCounter | None = None,
-        table: PlaceTable | None = None,
+        table: ExpertSlotTable | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Torch computes the result."""
         return reference.choose_experts(logits, routing, bias, counter, table)

@@ -12,7 +12,7 @@ from triton.language.extra.cuda import (  # type: ignore[import-not-found,import
 )
 
 from trimaran.kernels.reference import WEIGHT_EPSILON
-from trimaran.kernels.routing import ExpertCounter, ExpertRouting, PlaceTable
+from trimaran.kernels.routing import ExpertCounter, ExpertRouting, ExpertSlotTable
 from trimaran.kernels.triton.launch import Launcher, num_tiles, padded_size
 
 # Shapes: T tokens, X experts, C experts of a token.
@@ -48,7 +48,7 @@ def _leave_best_groups(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _places_of(  # type: ignore[no-untyped-def]
+def _slots_of(  # type: ignore[no-untyped-def]
     chosen, choices, source, table, num_copies, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Slots of the chosen experts; see `Ops.choose_experts`."""
@@ -111,7 +111,7 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
     if IS_NORMALISED:
         shares = shares / (tl.sum(shares, axis=1) + EPSILON)[:, None]
     if PARTS:
-        chosen = _places_of(chosen, choices, source, table, num_copies, PARTS)
+        chosen = _slots_of(chosen, choices, source, table, num_copies, PARTS)
     target = rows[:, None] * CHOSEN + choices
     is_target = is_row & (choices < CHOSEN)
     tl.store(weights + target, shares * SCALING, mask=is_target)
@@ -129,7 +129,7 @@ def choose_experts(
     routing: ExpertRouting,
     bias_X: Tensor | None = None,
     counter: ExpertCounter | None = None,
-    table: PlaceTable | None = None,
+    table: ExpertSlotTable | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Each token's experts; see `Ops.choose_experts`. Safe under CUDA graph capture.
 
@@ -147,7 +147,7 @@ def choose_experts(
         logits_TX, weights if bias_X is None else bias_X, weights, ids,
         ids if counter is None else counter.counts,
         ids if num_tokens is None else num_tokens,
-        ids if table is None else table.places, ids if table is None else table.num_copies,
+        ids if table is None else table.slots, ids if table is None else table.num_copies,
         logits_TX.stride(0), rows,
     )  # fmt: skip
     groups = routing.num_groups
@@ -156,7 +156,7 @@ def choose_experts(
         num_chosen, padded_size(num_chosen), routing.scoring == "softmax",
         bias_X is not None, routing.is_normalised, routing.scaling, WEIGHT_EPSILON, groups,
         padded_size(groups), routing.num_chosen_groups, routing.num_ranked,
-        0 if table is None else table.places.shape[1], _ROWS,
+        0 if table is None else table.slots.shape[1], _ROWS,
     )  # fmt: skip
     # With many experts a warp handles one token.
     num_warps = 1 if experts <= _FEW else _ROWS

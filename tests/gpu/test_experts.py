@@ -7,7 +7,7 @@ import torch
 
 from trimaran.kernels import reference
 from trimaran.kernels.products import select_products
-from trimaran.kernels.routing import ExpertCounter, ExpertRouting, PlaceTable
+from trimaran.kernels.routing import ExpertCounter, ExpertRouting, ExpertSlotTable
 from trimaran.kernels.triton import experts as triton_experts
 from trimaran.kernels.triton import routing as triton_routing
 from trimaran.kernels.triton.few_experts import can_stream, stream_experts
@@ -159,7 +159,7 @@ def test_a_graph_counts_what_is_chosen_but_not_for_its_padding():
 )
 def test_a_graph_follows_experts_that_change_places(tokens, experts, chosen, parts):
     logits = torch.randn(tokens, experts, device=DEVICE)
-    table = PlaceTable(
+    table = ExpertSlotTable(
         torch.zeros(experts, parts, dtype=torch.int32, device=DEVICE),
         torch.ones(experts, dtype=torch.int32, device=DEVICE),
     )
@@ -167,14 +167,14 @@ def test_a_graph_follows_experts_that_change_places(tokens, experts, chosen, par
     triton_routing.choose_experts(logits, routing, None, None, table)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        _, places = triton_routing.choose_experts(logits, routing, None, None, table)
+        _, slots = triton_routing.choose_experts(logits, routing, None, None, table)
     for copies in range(1, parts + 1):
-        table.places.copy_(torch.randperm(experts * parts).view(experts, parts))
+        table.slots.copy_(torch.randperm(experts * parts).view(experts, parts))
         table.num_copies.copy_(torch.randint(1, copies + 1, (experts,)))
         logits.normal_()
         graph.replay()
         expected = reference.choose_experts(logits, routing, None, None, table)
-        assert places.equal(expected[1])
+        assert slots.equal(expected[1])
 
 
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])

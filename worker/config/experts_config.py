@@ -33,7 +33,7 @@ class ExpertsConfig:
         if not steps:
             raise ConfigError(
                 f"{other} is {redundant} but {flag} is 0, so that no expert would get a second "
-                f"place. Set {flag}, or leave {other} out."
+                f"slot. Set {flag}, or leave {other} out."
             )
         if num_parts == 1 or not num_experts:
             what = (

@@ -12,7 +12,7 @@ from torch import Tensor
 from trimaran.worker.config.experts_config import ExpertsConfig
 from trimaran.worker.experts.loads import ExpertLoads, mixtures_of
 from trimaran.worker.experts.placement import IntArray, Move, Placement
-from trimaran.worker.layers.experts import ExpertMLP, ExpertPlaces
+from trimaran.worker.layers.experts import ExpertMLP, ExpertSlots
 from trimaran.worker.layers.linear import LayerContext
 from trimaran.worker.models.interfaces import CausalLM
 
@@ -54,12 +54,12 @@ class ExpertBalancer:
         num_experts = loads.counts_LX.shape[1]
         start = Placement.initial(num_experts, self._num_parts, num_redundant)
         self._placements = [start for _ in self._mixtures]
-        self._places = []
+        self._slots = []
         for mixture in self._mixtures:
-            places = ExpertPlaces(num_experts, self._num_parts, context.device)
-            places.set(start.places(), start.num_copies())
-            mixture.make_places(places, num_redundant // self._num_parts)
-            self._places.append(places)
+            slots = ExpertSlots(num_experts, self._num_parts, context.device)
+            slots.set(start.slots(), start.num_copies())
+            mixture.make_slots(slots, num_redundant // self._num_parts)
+            self._slots.append(slots)
         self._seen_LX: IntArray = np.zeros(tuple(loads.counts_LX.shape), dtype=np.int64)
 
     @torch.inference_mode()
@@ -73,7 +73,7 @@ class ExpertBalancer:
     def fill(self) -> None:
         """Copy experts to empty slots, as if all loads were equal. Collective."""
         num_moves, *_ = self._arrange(np.ones_like(self._seen_LX))
-        logger.info("copied %d experts to the redundant places", num_moves)
+        logger.info("copied %d experts to the redundant slots", num_moves)
 
     def balance(self) -> None:
         """Move experts for the loads since the last rebalance. Collective."""
@@ -91,8 +91,8 @@ class ExpertBalancer:
         """Place every layer's experts for these loads. Returns the number of copied experts,
         and the worst imbalance of a layer before and after. Collective."""
         num_moves, before, after = 0, 1.0, 1.0
-        for place, mixture in enumerate(self._mixtures):
-            now, tokens_X = self._placements[place], fresh_LX[place]
+        for index, mixture in enumerate(self._mixtures):
+            now, tokens_X = self._placements[index], fresh_LX[index]
             new = now.balanced(tokens_X)
             before = max(before, now.imbalance(tokens_X))
             after = max(after, new.imbalance(tokens_X))
@@ -102,8 +102,8 @@ class ExpertBalancer:
             num_moves += len(moves)
             for matrices in (mixture.experts.gate_up, mixture.experts.down):
                 self._move(matrices.data, moves)
-            self._places[place].set(new.places(), new.num_copies())
-            self._placements[place] = new
+            self._slots[index].set(new.slots(), new.num_copies())
+            self._placements[index] = new
         return num_moves, before, after
 
     def _fresh_counts(self) -> IntArray:
@@ -132,10 +132,10 @@ class ExpertBalancer:
         coming = [move for move in moves if move.to_part == own_part]
         # Ordered by receiving rank, then by sending rank.
         sources = [
-            move.from_place for move in sorted(leaving, key=lambda m: (m.to_part, m.to_place))
+            move.from_slot for move in sorted(leaving, key=lambda m: (m.to_part, m.to_slot))
         ]
         targets = [
-            move.to_place for move in sorted(coming, key=lambda m: (m.from_part, m.to_place))
+            move.to_slot for move in sorted(coming, key=lambda m: (m.from_part, m.to_slot))
         ]
         pairs = self._pairs(moves)
         step = max(1, _CHUNK_BYTES // (len(moves) * width * matrices.element_size()))

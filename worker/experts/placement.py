@@ -26,9 +26,9 @@ class Move(NamedTuple):
     """A copy of an expert's matrices from one slot to another."""
 
     from_part: int
-    from_place: int
+    from_slot: int
     to_part: int
-    to_place: int
+    to_slot: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +59,15 @@ class Placement:
         held = self.experts[self.experts != EMPTY]
         return np.bincount(held, minlength=self.num_experts)
 
-    def places(self) -> IntArray:
+    def slots(self) -> IntArray:
         """Slots of each expert, [X, P]; unused entries repeat the first slot."""
         num_parts = self.experts.shape[0]
-        places = np.zeros((self.num_experts, num_parts), dtype=np.int64)
+        slots = np.zeros((self.num_experts, num_parts), dtype=np.int64)
         for expert in range(self.num_experts):
             found = np.flatnonzero(self.experts.ravel() == expert)
-            places[expert] = found[0]
-            places[expert, : len(found)] = found
-        return places
+            slots[expert] = found[0]
+            slots[expert, : len(found)] = found
+        return slots
 
     def loads(self, tokens_X: IntArray) -> FloatArray:
         """Load of each part, [P], with each expert's tokens divided evenly over its copies."""
@@ -93,10 +93,10 @@ class Placement:
         """
         if not tokens_X.any():
             return self
-        num_parts, num_places = self.experts.shape
-        copies_X = _copies(tokens_X, num_parts, num_parts * num_places)
-        parts = _spread(tokens_X / copies_X, copies_X, num_parts, num_places)
-        new = Placement(_keep_places(self.experts, parts), self.num_experts)
+        num_parts, num_slots = self.experts.shape
+        copies_X = _copies(tokens_X, num_parts, num_parts * num_slots)
+        parts = _spread(tokens_X / copies_X, copies_X, num_parts, num_slots)
+        new = Placement(_keep_slots(self.experts, parts), self.num_experts)
         is_worth = new.imbalance(tokens_X) < _WORTH * self.imbalance(tokens_X)
         best = new if is_worth else self
         filled = best
@@ -127,19 +127,19 @@ class Placement:
         The copies of an expert that several parts hold are read from these parts in turn.
         """
         moves = []
-        for part, place in np.argwhere(other.experts != self.experts).tolist():
-            expert = other.experts[part, place]
+        for part, slot in np.argwhere(other.experts != self.experts).tolist():
+            expert = other.experts[part, slot]
             if expert == EMPTY:
                 continue
             sources = np.argwhere(self.experts == expert)
-            from_part, from_place = sources[(part + place) % len(sources)].tolist()
-            moves.append(Move(from_part, from_place, part, place))
+            from_part, from_slot = sources[(part + slot) % len(sources)].tolist()
+            moves.append(Move(from_part, from_slot, part, slot))
         return moves
 
 
-def _copies(tokens_X: IntArray, num_parts: int, num_places: int) -> IntArray:
+def _copies(tokens_X: IntArray, num_parts: int, num_slots: int) -> IntArray:
     copies = np.ones(len(tokens_X), dtype=np.int64)
-    for _ in range(num_places - len(tokens_X)):
+    for _ in range(num_slots - len(tokens_X)):
         shares = np.where(copies < num_parts, tokens_X / copies, 0.0)
         busiest = int(shares.argmax())
         if shares[busiest] <= 0:
@@ -149,7 +149,7 @@ def _copies(tokens_X: IntArray, num_parts: int, num_places: int) -> IntArray:
 
 
 def _spread(
-    shares_X: FloatArray, copies_X: IntArray, num_parts: int, num_places: int
+    shares_X: FloatArray, copies_X: IntArray, num_parts: int, num_slots: int
 ) -> list[list[int]]:
     """Experts of each part."""
     parts: list[list[int]] = [[] for _ in range(num_parts)]
@@ -158,14 +158,14 @@ def _spread(
     order = np.argsort(-shares_X, kind="stable").tolist()
     for expert in order:
         for copy in range(int(copies_X[expert])):
-            left = num_parts * num_places - sum(map(len, parts))
+            left = num_parts * num_slots - sum(map(len, parts))
             needed = len(shares_X) - len(set().union(*parts))
             if copy and left <= needed:
                 break
             fits = [
                 part
                 for part in range(num_parts)
-                if len(parts[part]) < num_places and expert not in parts[part]
+                if len(parts[part]) < num_slots and expert not in parts[part]
             ]
             if not fits:
                 break
@@ -175,7 +175,7 @@ def _spread(
     return parts
 
 
-def _keep_places(now_PK: IntArray, parts: list[list[int]]) -> IntArray:
+def _keep_slots(now_PK: IntArray, parts: list[list[int]]) -> IntArray:
     """The same parts, assigned and ordered so that as few experts as possible move."""
     num_parts, _ = now_PK.shape
     wanted = [set(part) for part in parts]

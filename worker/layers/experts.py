@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from trimaran.kernels.reference import sigmoid
-from trimaran.kernels.routing import ExpertCounter, ExpertRouting, PlaceTable, Scoring
+from trimaran.kernels.routing import ExpertCounter, ExpertRouting, ExpertSlotTable, Scoring
 from trimaran.worker.config.pretrained_config import PretrainedConfig
 from trimaran.worker.layers.activation import GatedActivation
 from trimaran.worker.layers.expert_dispatch import ExpertDispatch
@@ -27,19 +27,19 @@ from trimaran.worker.parallel.tensor_parallel import PendingSum, can_wait, split
 # Shapes: X experts, P parts of the ranks.
 
 
-class ExpertPlaces:
+class ExpertSlots:
     """A layer's map from experts to slots, in fixed device memory."""
 
     def __init__(self, num_experts: int, num_parts: int, device: torch.device) -> None:
         shape = (num_experts, num_parts)
-        self.table = PlaceTable(
+        self.table = ExpertSlotTable(
             torch.zeros(shape, dtype=torch.int32, device=device),
             torch.ones(num_experts, dtype=torch.int32, device=device),
         )
 
-    def set(self, places_XP: NDArray[np.int64], copies_X: NDArray[np.int64]) -> None:
+    def set(self, slots_XP: NDArray[np.int64], copies_X: NDArray[np.int64]) -> None:
         """Set the slots of each expert, and the number of its copies."""
-        self.table.places.copy_(torch.from_numpy(places_XP))
+        self.table.slots.copy_(torch.from_numpy(slots_XP))
         self.table.num_copies.copy_(torch.from_numpy(copies_X))
 
 
@@ -103,7 +103,7 @@ class Router(WholeLinear):
         self.counter: ExpertCounter | None = None
         """Counts the choices, if set."""
 
-        self.table: PlaceTable | None = None
+        self.table: ExpertSlotTable | None = None
         """Slots of the experts; None if each expert's slot is its id."""
 
         self.correction_bias: nn.Parameter | None = None
@@ -147,15 +147,15 @@ class Experts(nn.Module):
             x_TD, weights_TC, ids_TC, self.gate_up, self.down, self.first
         )
 
-    def make_places(self, num_spare: int) -> None:
+    def make_slots(self, num_spare: int) -> None:
         """Allocate the matrices with ``num_spare`` more slots after the last."""
         num_held = self.gate_up.shape[0]
         for parameter in (self.gate_up, self.down):
             # Loaded weights may be mapped from a file that must not be written.
             shape = (num_held + num_spare, *parameter.shape[1:])
-            places = parameter.data.new_empty(shape)
-            places[:num_held] = parameter.data
-            parameter.data = places
+            slots = parameter.data.new_empty(shape)
+            slots[:num_held] = parameter.data
+            parameter.data = slots
         self.first = self.first // num_held * (num_held + num_spare)
 
     def weight_loader(self, parameter: nn.Parameter, loaded: Tensor, shard: str = "") -> None:
@@ -227,13 +227,13 @@ class ExpertMLP(nn.Module):
             return PendingSum(output_TD, self._tp)
         return self._tp.all_reduce(output_TD)
 
-    def make_places(self, places: ExpertPlaces, num_spare: int) -> None:
-        """Route by ``places``, and allocate ``num_spare`` more slots on each rank.
+    def make_slots(self, slots: ExpertSlots, num_spare: int) -> None:
+        """Route by ``slots``, and allocate ``num_spare`` more slots on each rank.
 
         Call after the weights are loaded, and before graphs are captured.
         """
-        self.router.table = places.table
-        self.experts.make_places(num_spare)
+        self.router.table = slots.table
+        self.experts.make_slots(num_spare)
 
     def help_others(self) -> None:
         """Compute other data-parallel ranks' tokens in a step without tokens here.

@@ -9,7 +9,7 @@ import torch
 
 from trimaran.kernels.build import load_library
 from trimaran.kernels.cpu.operators import CpuOps
-from trimaran.kernels.routing import ExpertCounter, ExpertRouting, PlaceTable
+from trimaran.kernels.routing import ExpertCounter, ExpertRouting, ExpertSlotTable
 from trimaran.kernels.torch_ops import TorchOps
 from trimaran.kernels.triton import routing as triton_routing
 
@@ -54,12 +54,12 @@ def expected(logits: list[float], routing: ExpertRouting, bias: list[float]):
     return {expert: scores[expert] / total * routing.scaling for expert in chosen}
 
 
-def table_of(experts: int, parts: int) -> PlaceTable:
-    """Places in no order; of three neighbours one is at all parts, the next at a single one."""
+def table_of(experts: int, parts: int) -> ExpertSlotTable:
+    """Slots in no order; of three neighbours one is at all parts, the next at a single one."""
     generator = torch.Generator().manual_seed(parts)
-    places = torch.randperm(experts * parts, generator=generator).view(experts, parts)
+    slots = torch.randperm(experts * parts, generator=generator).view(experts, parts)
     copies = torch.tensor([(parts, 1, max(parts - 1, 1))[x % 3] for x in range(experts)])
-    return PlaceTable(places.int(), copies.int())
+    return ExpertSlotTable(slots.int(), copies.int())
 
 
 @pytest.mark.parametrize("routing", ROUTINGS.values(), ids=ROUTINGS)
@@ -128,23 +128,23 @@ def test_choices_take_copies_in_turn_from_the_one_that_a_token_draws(
     logits, table = drawn(tokens, experts), table_of(experts, parts)
     weights, ids = TorchOps().choose_experts(logits, routing)
 
-    weights_too, places = choose(logits, routing, None, None, table)
+    weights_too, slots = choose(logits, routing, None, None, table)
 
     torch.testing.assert_close(weights_too, weights)
-    assert places.dtype == torch.int32
+    assert slots.dtype == torch.int32
     for row, (first, *_) in enumerate(logits.tolist()):
         (bits,) = struct.unpack("<I", struct.pack("<f", first))
         for choice, expert in enumerate(ids[row].tolist()):
             copy = ((bits & 0x7FFFFFFF) + choice) % int(table.num_copies[expert])
-            assert places[row, choice] == table.places[expert, copy]
+            assert slots[row, choice] == table.slots[expert, copy]
 
 
 @every_choice
 @pytest.mark.parametrize("parts", [2, 3, 5])
 def test_where_every_part_has_all_experts_a_tokens_first_ones_are_all_apart(choose, parts):
     experts = 20
-    places = torch.arange(parts) * experts + torch.arange(experts).unsqueeze(1)
-    table = PlaceTable(places.int(), torch.full((experts,), parts, dtype=torch.int32))
+    slots = torch.arange(parts) * experts + torch.arange(experts).unsqueeze(1)
+    table = ExpertSlotTable(slots.int(), torch.full((experts,), parts, dtype=torch.int32))
 
     _, ids = choose(drawn(40, experts), ROUTINGS["two best of a group"], None, None, table)
 
@@ -179,17 +179,17 @@ def test_a_tokens_weights_on_the_cpu_are_those_that_it_has_alone(routing, expert
 
 
 @every_choice
-def test_what_is_counted_is_experts_not_places(choose):
+def test_what_is_counted_is_experts_not_slots(choose):
     logits, table = drawn(11, 20), table_of(20, 4)
     routing, counts = ROUTINGS["mixtral"], torch.zeros(20, dtype=torch.int64)
     _, ids = TorchOps().choose_experts(logits, routing)
 
     counter = ExpertCounter(counts, torch.tensor([6], dtype=torch.int32))
-    _, places = choose(logits, routing, None, counter, table)
+    _, slots = choose(logits, routing, None, counter, table)
 
     assert counts.equal(ids[:6].flatten().bincount(minlength=20))
     # Those that pad the step are somewhere, too.
-    assert places.equal(choose(logits, routing, None, None, table)[1])
+    assert slots.equal(choose(logits, routing, None, None, table)[1])
 
 
 @every_choice
@@ -199,7 +199,7 @@ def test_the_largest_number_that_a_token_can_draw_is_counted_on_from(choose):
     logits[:, 0] = torch.tensor([0x7FFFFFFF], dtype=torch.int32).view(torch.float32)
     _, ids = choose(logits, routing)
 
-    _, places = choose(logits, routing, None, None, table)
+    _, slots = choose(logits, routing, None, None, table)
 
     copies = (0x7FFFFFFF + torch.arange(routing.num_chosen)) % table.num_copies[ids.long()]
-    assert places.equal(table.places[ids.long(), copies])
+    assert slots.equal(table.slots[ids.long(), copies])

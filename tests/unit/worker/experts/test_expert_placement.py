@@ -20,7 +20,7 @@ def applied(old: Placement, new: Placement) -> np.ndarray:
     """What is at each place once the moves are made, all at once."""
     now = old.experts.copy()
     for move in old.moves_to(new):
-        now[move.to_part, move.to_place] = old.experts[move.from_part, move.from_place]
+        now[move.to_part, move.to_slot] = old.experts[move.from_part, move.from_slot]
     return np.where(new.experts == EMPTY, EMPTY, now)
 
 
@@ -28,7 +28,7 @@ def test_experts_begin_in_their_order_and_redundant_places_empty():
     placement = Placement.initial(4, 2, 2)
 
     assert placement.experts.tolist() == [[0, 1, EMPTY], [2, 3, EMPTY]]
-    assert placement.places().tolist() == [[0, 0], [1, 1], [3, 3], [4, 4]]
+    assert placement.slots().tolist() == [[0, 0], [1, 1], [3, 3], [4, 4]]
     assert placement.loads(np.array([1, 2, 3, 4])).tolist() == [3, 7]
 
 
@@ -40,7 +40,7 @@ def test_hot_experts_are_parted():
 
     assert placement.imbalance(tokens) == pytest.approx(20 / 11)
     assert new.imbalance(tokens) == 1.0
-    # One pair changes places; the others stay where they are.
+    # One pair changes slots; the others stay where they are.
     assert len(placement.moves_to(new)) == 2
 
 
