@@ -17,7 +17,7 @@ from trimaran.worker.config.engine_folder import (
     EngineFolder,
     FolderKind,
     RankMapping,
-    check_shares,
+    check_parallel_sizes,
 )
 from trimaran.worker.config.parallel_sizes import AskedSizes, layout_of
 from trimaran.worker.config.pretrained_config import DTYPES, PretrainedConfig
@@ -64,7 +64,7 @@ def rank_mapping(args: argparse.Namespace, source: EngineFolder) -> RankMapping:
     )
     layout = layout_of(asked, source)
     tp_size, pp_size, expert_dp_size = layout.tp_size, layout.pp_size, layout.expert_dp_size
-    check_shares(source.config, tp_size, pp_size, layout.expert_parts)
+    check_parallel_sizes(source.config, tp_size, pp_size, layout.expert_parts)
     if layout.dp_size != expert_dp_size:
         raise ConfigError(
             f"--dp-size is {layout.dp_size} but each dp rank holds all experts, or the model "

@@ -310,7 +310,7 @@ def _add_size_flags(parser: argparse.ArgumentParser) -> None:
     add("--moe-rebalance-steps", type=positive, default=0, metavar="N",
         help="every N steps, experts change ranks by their loads (never)")  # fmt: skip
     add("--moe-redundant-experts", type=positive, default=0, metavar="N",
-        help="expert slots of a layer for second copies of its busiest experts (none)")  # fmt: skip
+        help="slots of a layer for second copies of its busiest experts (none)")  # fmt: skip
 
 
 def _add_process_flags(parser: argparse.ArgumentParser) -> None:

@@ -227,7 +227,7 @@ class EngineFolder:
     ) -> None:
         """Refuse parallel sizes that differ from those of this folder's shards."""
         if self.mapping is None:
-            check_shares(self.config, tp_size, pp_size, moe_ep_size)
+            check_parallel_sizes(self.config, tp_size, pp_size, moe_ep_size)
             return
         made_for = self.mapping
         if (made_for.tp_size, made_for.pp_size) != (tp_size, pp_size):
@@ -265,7 +265,7 @@ def shard_path(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank}.safetensors"
 
 
-def check_shares(
+def check_parallel_sizes(
     config: PretrainedConfig, tp_size: int, pp_size: int, moe_ep_size: int = 1
 ) -> None:
     """Refuse parallel sizes that leave a rank without a head or a layer, or experts uneven.

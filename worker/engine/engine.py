@@ -242,7 +242,7 @@ class Engine:
         except Exception:
             logger.exception("adapter %d cannot be kept", message.adapter_id)
 
-    def take_taken(self) -> list[AdapterTaken]:
+    def take_new_adapters(self) -> list[AdapterTaken]:
         """Adapters that came since the last call, for all front ends."""
         taken, self._taken = self._taken, []
         return taken

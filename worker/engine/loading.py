@@ -124,7 +124,7 @@ def load_engine(
     model = load_model(config, topology, tp, device, expert_ranks=links.expert_ranks)
     kernel = _sampling_kernel(model, device)
     limits = _limits(config.scheduler, model)
-    _choose_first_table(config, model, tp, links)
+    _make_first_layer_table_if_used(config, model, tp, links)
     maker = CacheMaker(config.cache, limits, model, topology)
     inputs = _make_inputs(limits, maker.block_size, device, depth, kernel, model.switch_at)
     expert_loads = _count_experts(config, model, inputs)
@@ -173,7 +173,7 @@ def _depth(config: EngineConfig, topology: ParallelLayout, device: torch.device)
     return config.scheduler.depth or max(default, topology.pp_size)
 
 
-def _choose_first_table(
+def _make_first_layer_table_if_used(
     config: EngineConfig, model: CausalLM, tp: TensorParallelGroup, links: PipelineLinks
 ) -> None:
     """Let the model look up its first product if all ranks can and should. Collective."""

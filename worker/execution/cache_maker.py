@@ -94,7 +94,7 @@ class CacheMaker:
         num_dp_ranks = topology.dp_size if topology.is_leader else 1
         managers = [self._manager(num_blocks, num_slots) for _ in range(num_dp_ranks)]
         for manager in managers:
-            manager.place([group.sides for group in self.groups])
+            manager.set_sides([group.sides for group in self.groups])
         return managers
 
     def _keep_on_host(self, runner: ModelRunner, num_slots: int) -> None:

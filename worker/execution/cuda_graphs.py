@@ -154,7 +154,7 @@ def choose_graphs(
     return sizes, prompt_graph_sizes(min(most, limits.max_num_batched_tokens))
 
 
-def suits_a_graph(decision: SchedulerOutput) -> bool:
+def fits_prompt_graph(decision: SchedulerOutput) -> bool:
     """Whether a step's decodes are few and short enough for the prompt kernel."""
     computed = decision.num_computed_tokens[: decision.num_decodes]
     if not len(computed):

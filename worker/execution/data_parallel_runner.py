@@ -75,7 +75,7 @@ class DataParallelRunner:
             self._bound.most_tokens = self._runner.graph_size(most) or most
         if own is None:
             outcome: ModelRunnerOutput | None = None
-            marks = self._help_others()
+            marks = self._run_without_tokens()
         else:
             outcome = self._runner.execute_model(own)
             marks = outcome.marks
@@ -91,10 +91,10 @@ class DataParallelRunner:
         return DataParallelOutput(outputs, marks)
 
     @torch.inference_mode()
-    def _help_others(self) -> StepMarks:
+    def _run_without_tokens(self) -> StepMarks:
         marks = self._clock.begin()
         for mixture in self._mixtures:
-            mixture.help_others()
+            mixture.forward_without_tokens()
         marks.end()
         return marks
 

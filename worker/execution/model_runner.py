@@ -12,7 +12,7 @@ from trimaran.comm.collectives.tensor_group import TensorParallelGroup
 from trimaran.comm.stages.pipeline import PipelineLinks
 from trimaran.kernels.cpu.sampling import CpuSampling
 from trimaran.worker.attention.backend import AttentionMetadata, ForwardContext
-from trimaran.worker.execution.cuda_graphs import CudaGraphs, suits_a_graph
+from trimaran.worker.execution.cuda_graphs import CudaGraphs, fits_prompt_graph
 from trimaran.worker.execution.device_inputs import DeviceInputs
 from trimaran.worker.execution.input_batch import InputBatch, StepInputs
 from trimaran.worker.execution.prompt_tables import PromptTables
@@ -209,7 +209,7 @@ class ModelRunner:
         """Excludes the last layer from expert counts if the step wants no token's result."""
         is_narrow = wanted is not None
         if is_narrow and not len(decision.sampled) and self.expert_loads is not None:
-            return self.expert_loads.nobody_in_last_layer()
+            return self.expert_loads.skip_last_layer()
         return nullcontext()
 
     def _graphs_for(self, decision: SchedulerOutput) -> CudaGraphs | None:
@@ -219,7 +219,7 @@ class ModelRunner:
             return self._adapter_graphs if is_decode else None
         if is_decode:
             return self._graphs
-        has_graph = self._prompt_tables.is_empty and suits_a_graph(decision)
+        has_graph = self._prompt_tables.is_empty and fits_prompt_graph(decision)
         return self._prompt_graphs if has_graph else None
 
     def _wanted(self, inputs: StepInputs) -> Tensor | None:

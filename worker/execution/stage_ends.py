@@ -286,9 +286,9 @@ class LastStage:
             return LocalOutput(SamplerOutput(nothing), nothing, None, marks)
         marks.sampling()
         sampled = self._sample(hidden_TD, inputs, decision, kept)
-        told_ids = sampled.told_ids()
+        ids_for_host = sampled.ids_for_host()
         marks.end()
-        return LocalOutput(sampled, told_ids, self._copier, marks, kept)
+        return LocalOutput(sampled, ids_for_host, self._copier, marks, kept)
 
     def _sample(
         self,

@@ -129,21 +129,21 @@ class LocalOutput:
     def __init__(
         self,
         output: SamplerOutput,
-        told_ids: Tensor,
+        ids_for_host: Tensor,
         copier: Copier | None,
         marks: StepMarks,
         logits: KeptLogits | None = None,
     ) -> None:
-        """``told_ids`` of ``output`` were launched before the end of the step was marked."""
+        """``ids_for_host`` were launched before the end of the step was marked."""
         self.marks = marks
         self._logits = logits
-        self._token_ids = told_ids
+        self._token_ids = ids_for_host
         self._log_probs = output.log_probs
         self._beams = None if output.beams is None else output.beams.to_host()
         self._event: torch.cuda.Event | None = None
         if copier is not None:
             self._token_ids, self._log_probs, self._event = copier.start(
-                told_ids, output.log_probs, marks
+                ids_for_host, output.log_probs, marks
             )
 
     def wait(self) -> SampledTokens:
@@ -177,14 +177,14 @@ class Copier:
         self._turn = 0
 
     def start(
-        self, told_ids: Tensor, log_probs: Tensor | None, marks: StepMarks
+        self, ids_for_host: Tensor, log_probs: Tensor | None, marks: StepMarks
     ) -> tuple[Tensor, Tensor | None, torch.cuda.Event]:
         """Launch the copies after the step's end; the event marks their completion."""
         self._turn = (self._turn + 1) % len(self._slots)
         ids_memory, log_probs_memory, event = self._slots[self._turn]
         marks.hold(self._stream)
         with torch.cuda.stream(self._stream):
-            copied_ids = _copy_back(told_ids, ids_memory, self._stream)
+            copied_ids = _copy_back(ids_for_host, ids_memory, self._stream)
             copied = None
             if log_probs is not None:
                 copied = _copy_back(log_probs, log_probs_memory, self._stream)

@@ -102,7 +102,7 @@ def load_product_kernels(runner: ModelRunner, limits: SchedulerConfig) -> None:
     tokens. Collective.
     """
     rows = [_row(row, 1, _PLAIN) for row in range(limits.max_num_seqs)]
-    with runner.model.few_layers():
+    with runner.model.one_layer_per_shape():
         ones = int32s([1] * len(rows))
         runner.run_alone(_step(rows, ones, ones))
         for count in range(_ROWS_APART, len(rows), _ROWS_APART):

@@ -62,7 +62,7 @@ class ExpertLoads:
         return cls(mixtures, num_tokens, last) if mixtures else None
 
     @contextmanager
-    def nobody_in_last_layer(self) -> Iterator[None]:
+    def skip_last_layer(self) -> Iterator[None]:
         """A context in which tokens in the model's last layer are not counted."""
         if self._last is None:
             yield

@@ -24,7 +24,7 @@ class BlockPool:
     def __init__(self, num_blocks: int, host: HostPool | None = None) -> None:
         self.num_blocks = num_blocks
         self.host = host
-        self.place(bytes(num_blocks))
+        self.set_sides(bytes(num_blocks))
         self._moves: list[tuple[int, int]] = []
         self._ref_counts = [0] * num_blocks
         self._block_of: dict[BlockHash, int] = {}
@@ -36,7 +36,7 @@ class BlockPool:
         """Times that watched content arrived, or that a free block with watched content was
         taken."""
 
-    def place(self, sides: bytes) -> None:
+    def set_sides(self, sides: bytes) -> None:
         """Set the side of memory, 0 or 1, of each block. Call before any block is handed out.
 
         From then on a sequence's blocks are taken from the side of its first block, as long as
@@ -173,7 +173,7 @@ class BlockPool:
         assert {b: h for h, b in self._block_of.items()} == self._hash_of
 
 
-class OwnContent:
+class SwapKeys:
     """Keys for the blocks of preempted sequences, if content has no hashes.
 
     While a step is planned no host slot is freed: a copy of that step may read it, and another

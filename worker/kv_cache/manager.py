@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from trimaran.worker.kv_cache.block_pool import BlockPool, OwnContent
+from trimaran.worker.kv_cache.block_pool import BlockPool, SwapKeys
 from trimaran.worker.kv_cache.host_pool import HostPool
 from trimaran.worker.kv_cache.prefix_finder import PrefixFinder, Window
 from trimaran.worker.kv_cache.sequence_blocks import (
@@ -72,15 +72,15 @@ class KVCacheManager:
         """Blocks that were found in the cache, over all sequences so far."""
         self._num_reserved = 0
         self._loads: list[Transfer] = []
-        self._own = OwnContent(self.pools)
+        self._swap_keys = SwapKeys(self.pools)
         self._sources: list[tuple[int, int]] = []
         """(group, block) that only the planned step references, as sources of copies."""
 
-    def place(self, sides_per_group: Sequence[bytes | None]) -> None:
+    def set_sides(self, sides_per_group: Sequence[bytes | None]) -> None:
         """Set the side of memory of each group's blocks. Call before any is handed out."""
         for pool, sides in zip(self.pools, sides_per_group, strict=True):
             if sides is not None:
-                pool.place(sides)
+                pool.set_sides(sides)
 
     @property
     def num_free(self) -> int:
@@ -125,16 +125,16 @@ class KVCacheManager:
         """Planning of a step begins: content published before is written before the step
         starts."""
         self.prefixes.fresh.clear()
-        self._own.begin_step()
+        self._swap_keys.begin_step()
 
     def end_step(self) -> None:
         """The step is planned, and takes no more blocks."""
         for group, block in self._sources:
             self.pools[group].release([block])
         self._sources.clear()
-        self._own.end_step()
+        self._swap_keys.end_step()
 
-    def fit_to(self, blocks: SequenceBlocks, token_ids: array[int]) -> None:
+    def separate_long_contexts(self, blocks: SequenceBlocks, token_ids: array[int]) -> None:
         """Restrict a sequence that is about to start to content whose keys have its rotation,
         which depends on its length."""
         if len(token_ids) > self.switch_at and not blocks.is_long:
@@ -178,23 +178,23 @@ class KVCacheManager:
                 pool.retain(block_hash, blocks.retention.at(num_full * size))
         self.prefixes.keep_end(parent, ids)
 
-    def leave_behind(self, blocks: SequenceBlocks, position: int) -> None:
+    def free_outside_window(self, blocks: SequenceBlocks, position: int) -> None:
         """Drop references to blocks that no query from ``position`` on sees; content stays
         findable.
 
         The block tables keep these blocks' numbers. Kernels never use their values, which stay
         finite whichever sequence writes them.
         """
-        count = self.window.num_unseen(position)
-        if count <= blocks.num_left:
+        count = self.window.num_skipped_at(position)
+        if count <= blocks.num_skipped:
             return
         first = self.window.num_sinks
         for pool, table in zip(self.pools, blocks.tables, strict=True):
-            pool.release(table[first + blocks.num_left : first + count])
+            pool.release(table[first + blocks.num_skipped : first + count])
         if blocks.max_blocks:
             # The reservation still allows as many blocks.
-            self._num_reserved += count - blocks.num_left
-        blocks.num_left = count
+            self._num_reserved += count - blocks.num_skipped
+        blocks.num_skipped = count
 
     def fork(
         self, child: SequenceBlocks, parent: SequenceBlocks, num_tokens: int, max_blocks: int
@@ -207,9 +207,9 @@ class KVCacheManager:
         num_full = num_tokens // self.block_size
         for pool, mine, theirs in zip(self.pools, child.tables, parent.tables, strict=True):
             shared = theirs[:num_full]
-            pool.share(self.window.held(shared, parent.num_left))
+            pool.share(self.window.held(shared, parent.num_skipped))
             mine += shared
-        child.num_left = parent.num_left
+        child.num_skipped = parent.num_skipped
         if max_blocks:
             self.reserve(child, max_blocks)
         has_room = self.grow(child, num_tokens)
@@ -226,7 +226,7 @@ class KVCacheManager:
         """Free blocks that are taken when a sequence of ``num_blocks`` starts with
         ``prefix``."""
         held = min(
-            sum(map(pool.is_held, self.window.held(blocks, prefix.num_left)))
+            sum(map(pool.is_held, self.window.held(blocks, prefix.num_skipped)))
             for pool, blocks in zip(self.pools, prefix.shared, strict=True)
         )
         # If the source of a copy must stay, the copy takes a block of its own.
@@ -241,7 +241,7 @@ class KVCacheManager:
         """
         copies: list[BlockCopy] = []
         for pool, table, shared in zip(self.pools, blocks.tables, prefix.shared, strict=True):
-            pool.share(self.window.held(shared, prefix.num_left))
+            pool.share(self.window.held(shared, prefix.num_skipped))
             table += shared
         for group, source in enumerate(prefix.last):
             pool = self.pools[group]
@@ -263,7 +263,7 @@ class KVCacheManager:
         blocks.num_published = num_shared
         if prefix.num_stored:
             self._load(blocks, prefix)
-        blocks.num_left = prefix.num_left
+        blocks.num_skipped = prefix.num_skipped
         for index in range(num_shared):
             self._retain(blocks, index)
         if self.enable_reuse:
@@ -272,7 +272,7 @@ class KVCacheManager:
 
     def _load(self, blocks: SequenceBlocks, prefix: Prefix) -> None:
         """Take blocks for content in the host cache, and request the copies."""
-        num_shared, left = len(prefix.shared[0]), self.window.left(prefix.num_left)
+        num_shared, left = len(prefix.shared[0]), self.window.skipped(prefix.num_skipped)
         wanted = [i for i in range(prefix.num_stored) if num_shared + i not in left]
         for group, slots in enumerate(prefix.stored):
             host, table = self.hosts[group], blocks.tables[group]
@@ -296,7 +296,7 @@ class KVCacheManager:
         self.prefixes.under_way.difference_update(blocks.hashes[: blocks.num_blocks])
         if not self.enable_reuse:
             # Free the host slots for sequences that still wait.
-            self._own.forget_stored(blocks.hashes)
+            self._swap_keys.forget_stored(blocks.hashes)
 
     def take_transfers(self) -> tuple[list[Transfer], list[Transfer]]:
         """Copies to and from the host that start before the step; each is returned once."""
@@ -334,7 +334,7 @@ class KVCacheManager:
         """Make the full blocks among the first ``num_tokens`` findable.
 
         They are computed, or will be by the step that is being planned. Returns the number of
-        tokens at which to call this again, or `fit_to`.
+        tokens at which to call this again, or `separate_long_contexts`.
         """
         next_end = _NEVER
         if self.enable_reuse:
@@ -347,18 +347,18 @@ class KVCacheManager:
 
         Only without reuse and with a host cache, and not after the window has moved.
         """
-        if self.hosts and not self.enable_reuse and not blocks.num_left:
-            self._own.name(blocks, num_tokens // self.block_size)
+        if self.hosts and not self.enable_reuse and not blocks.num_skipped:
+            self._swap_keys.name(blocks, num_tokens // self.block_size)
             self._publish(blocks, num_tokens)
 
     def forget(self, blocks: SequenceBlocks) -> None:
         """Drop the content that `keep` kept for a sequence. Does nothing with reuse."""
         if not self.enable_reuse and blocks.hashes:
-            self._own.forget(blocks)
+            self._swap_keys.forget(blocks)
 
     def _publish(self, blocks: SequenceBlocks, num_tokens: int) -> None:
         end = min(num_tokens // self.block_size, len(blocks.hashes))
-        left = self.window.left(blocks.num_left)
+        left = self.window.skipped(blocks.num_skipped)
         for index in range(blocks.num_published, end):
             if index in left:
                 continue
@@ -388,17 +388,17 @@ class KVCacheManager:
         """Drop all blocks and the reservation; hashes stay for the next `begin`."""
         self._num_reserved -= max(0, blocks.max_blocks - blocks.num_held)
         for pool, table in zip(self.pools, blocks.tables, strict=True):
-            pool.release(self.window.held(table, blocks.num_left))
+            pool.release(self.window.held(table, blocks.num_skipped))
             table.clear()
         blocks.num_published = 0
         blocks.max_blocks = 0
-        blocks.num_left = 0
+        blocks.num_skipped = 0
 
     def check(self, holders: Sequence[SequenceBlocks]) -> None:
         """Raise AssertionError unless ``holders`` explain all blocks. For tests."""
         for group, pool in enumerate(self.pools):
             sources = [[block] for number, block in self._sources if number == group]
-            held = [self.window.held(b.tables[group], b.num_left) for b in holders]
+            held = [self.window.held(b.tables[group], b.num_skipped) for b in holders]
             pool.check([*held, *sources])
         for blocks in holders:
             assert len({len(table) for table in blocks.tables}) == 1

@@ -15,7 +15,7 @@ class Window:
     """A window of tokens, and the blocks of the first tokens, the sinks.
 
     Blocks after the sinks that left the window stay in a sequence's tables, which are indexed
-    by position, but are no longer referenced: ``num_left`` is their number.
+    by position, but are no longer referenced: ``num_skipped`` is their number.
     """
 
     num_tokens: int
@@ -26,23 +26,23 @@ class Window:
 
     block_size: int
 
-    def num_unseen(self, position: int) -> int:
+    def num_skipped_at(self, position: int) -> int:
         """Blocks after the sinks that no query from this position on sees."""
         return max(0, (position - self.num_tokens + 1) // self.block_size - self.num_sinks)
 
-    def left(self, num_left: int) -> range:
-        """Indices in a table of the ``num_left`` blocks that left the window."""
-        return range(self.num_sinks, self.num_sinks + num_left)
+    def skipped(self, num_skipped: int) -> range:
+        """Indices in a table of the ``num_skipped`` blocks that left the window."""
+        return range(self.num_sinks, self.num_sinks + num_skipped)
 
-    def held(self, table: list[int], num_left: int) -> list[int]:
+    def held(self, table: list[int], num_skipped: int) -> list[int]:
         """The blocks of a table that are still referenced."""
-        if not num_left:
+        if not num_skipped:
             return table
-        left = self.left(num_left)
+        left = self.skipped(num_skipped)
         return table[: left.start] + table[left.stop :]
 
 
-class BlockEnds:
+class PartialBlocks:
     """Records one block for each parent: the partial last block of a sequence that ended, or
     the block in which its prompt ended. The oldest entry is dropped first.
     """
@@ -95,7 +95,7 @@ class PrefixFinder:
         self._block_size = block_size
         self._window = window
         self._shares_held = shares_held
-        self._ends = BlockEnds(min(pool.num_blocks for pool in pools))
+        self._ends = PartialBlocks(min(pool.num_blocks for pool in pools))
         self.fresh: set[tuple[int, int]] = set()
         """(group, block) that the planned step fills."""
         self.under_way: set[BlockHash] = set()
@@ -123,12 +123,12 @@ class PrefixFinder:
             prefix = self._add_end(prefix, blocks, token_ids)
         if not self._window.num_tokens:
             return prefix
-        num_left = self._window.num_unseen(prefix.num_cached(self._block_size))
-        return prefix._replace(num_left=num_left)
+        num_skipped = self._window.num_skipped_at(prefix.num_cached(self._block_size))
+        return prefix._replace(num_skipped=num_skipped)
 
     def find_fork(self, parent: SequenceBlocks, num_tokens: int) -> Prefix:
         """The prefix of a fork of ``parent``, which has computed ``num_tokens``."""
-        if parent.num_left:
+        if parent.num_skipped:
             return self._split([[] for _ in parent.tables], num_tokens)
         num_blocks = -(-num_tokens // self._block_size)
         return self._split([table[:num_blocks] for table in parent.tables], num_tokens)

@@ -49,20 +49,28 @@ class SequenceBlocks:
     """One sequence's blocks: a block table a KV group, and the hashes of its full blocks."""
 
     __slots__ = (
-        "hashes", "is_long", "load", "max_blocks", "num_left", "num_published", "retention",
-        "root", "tables",
+        "hashes",
+        "is_long",
+        "load",
+        "max_blocks",
+        "num_published",
+        "num_skipped",
+        "retention",
+        "root",
+        "tables",
     )  # fmt: skip
 
     def __init__(self, num_groups: int, root: BlockHash) -> None:
         self.root = root
         self.is_long = False
-        """Whether its keys have the rotation of long sequences; see `KVCacheManager.fit_to`."""
+        """Whether its keys have the rotation of long sequences; see
+        `KVCacheManager.separate_long_contexts`."""
         self.tables: list[list[int]] = [[] for _ in range(num_groups)]
         self.hashes: list[BlockHash] = []
         self.num_published = 0
         self.max_blocks = 0
         """Blocks a group that the sequence has reserved to hold at once; 0 means none."""
-        self.num_left = 0
+        self.num_skipped = 0
         """Blocks after the sinks that are in the tables but no longer referenced, because they
         left the window."""
         self.retention: RetentionPlan | None = None
@@ -81,7 +89,7 @@ class SequenceBlocks:
     @property
     def num_held(self) -> int:
         """Blocks in each table that are still referenced."""
-        return self.num_blocks - self.num_left
+        return self.num_blocks - self.num_skipped
 
 
 class Prefix(NamedTuple):
@@ -103,7 +111,7 @@ class Prefix(NamedTuple):
     stored: Sequence[list[int]] = ()
     """Host slots with the content that follows, if any group has a host pool."""
 
-    num_left: int = 0
+    num_skipped: int = 0
     """Blocks after the sinks that are not taken, because they are outside of the window."""
 
     is_under_way: bool = False

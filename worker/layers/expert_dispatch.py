@@ -53,7 +53,8 @@ class ExpertDispatch:
     dp rank has few tokens, all tokens go to all ranks, so no size depends on device data. Both
     ways give the same bits. The ranks of a tensor group hold the same tokens; each sends a
     share of them and leaves zeros in other rows of the result, for the all-reduce that follows.
-    All ranks of all dp ranks call `forward` or `help_others` once a layer, in the same order.
+    All ranks of all dp ranks call `forward` or `forward_without_tokens` once a layer, in the
+    same order.
     """
 
     def __init__(self, context: LayerContext, experts: RunsExperts, num_chosen: int) -> None:
@@ -84,7 +85,7 @@ class ExpertDispatch:
         output_TD[own] = sums_SD
         return output_TD
 
-    def help_others(self) -> None:
+    def forward_without_tokens(self) -> None:
         """Do the part of a dp rank without tokens in `forward`. Collective over all dp
         ranks."""
         weight = self._experts.gate_up

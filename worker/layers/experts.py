@@ -235,10 +235,10 @@ class ExpertMLP(nn.Module):
         self.router.table = slots.table
         self.experts.make_slots(num_spare)
 
-    def help_others(self) -> None:
+    def forward_without_tokens(self) -> None:
         """Compute other data-parallel ranks' tokens in a step without tokens here.
 
         Collective over the dp ranks that share experts.
         """
         if self._dispatch is not None:
-            self._dispatch.help_others()
+            self._dispatch.forward_without_tokens()

@@ -44,7 +44,7 @@ class RMSNorm(nn.Module):
         parameter.data.copy_(loaded.float() + self.offset if self.offset else loaded)
 
 
-def settle(x_TD: Addend, residual_TD: Tensor | None) -> Tensor:
+def add_residual(x_TD: Addend, residual_TD: Tensor | None) -> Tensor:
     """The sum of the two that a norm would normalise, as a tensor [T, D]."""
     if isinstance(x_TD, PendingSum):
         assert residual_TD is not None, "a sum that waits is added to a residual"

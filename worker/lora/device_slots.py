@@ -64,9 +64,9 @@ class DeviceSlots:
         size = len(adapter.data)
         self._tables.data.narrow(0, first, size).copy_(adapter.data, non_blocking=True)
         places = np.zeros(self._tables.places.shape[1:], dtype=np.int64)
-        for one in adapter.placed:
+        for one in adapter.matrices:
             places[one.target] = one.rank, first + one.a, first + one.b
-        self._ranks[slot] = max((one.rank for one in adapter.placed), default=1)
+        self._ranks[slot] = max((one.rank for one in adapter.matrices), default=1)
         self._tables.places[slot].copy_(self._send(places))
 
     def begin(self, slots_T: Int32Array, num_padded: int) -> None:

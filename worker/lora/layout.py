@@ -55,7 +55,7 @@ class Matrices:
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class PackedMatrices:
     """This rank's shard of two matrices, and where it lies in the adapter's memory."""
 
     target: int
@@ -77,7 +77,7 @@ class PackedAdapter:
     """This rank's shard of one adapter: one flat tensor."""
 
     data: Tensor
-    placed: tuple[Placed, ...]
+    matrices: tuple[PackedMatrices, ...]
 
 
 Sizes = dict[tuple[int, int], tuple[tuple[int, int], list[tuple[int, int]]]]
@@ -200,7 +200,7 @@ class AdapterLayout:
                 b_rows = b.view(rank, -1).t() if is_transposed else b.view(-1, rank)
                 copy_share(rows, b_rows, outputs)
                 shape = inputs.size, outputs.size
-                placed.append(Placed(target.index, rank, shape, place, at_b))
+                placed.append(PackedMatrices(target.index, rank, shape, place, at_b))
                 place = at_b + _padded(b.numel())
         return PackedAdapter(data, tuple(placed))
 

@@ -188,7 +188,7 @@ class HostSlots:
     def load(self, slot: int, first: int, adapter: PackedAdapter) -> None:
         """Record the matrices of a slot by target; ``first`` is unused on a CPU."""
         self._matrices[slot] = {}
-        for one in adapter.placed:
+        for one in adapter.matrices:
             inputs, outputs = one.shape
             a = adapter.data.narrow(0, one.a, one.rank * inputs).view(one.rank, inputs)
             b = adapter.data.narrow(0, one.b, one.rank * outputs).view(outputs, one.rank)

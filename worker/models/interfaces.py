@@ -16,7 +16,7 @@ from trimaran.worker.config.stages import stage_sizes
 from trimaran.worker.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from trimaran.worker.layers.linear import LayerContext, ParallelLinear
 from trimaran.worker.layers.methods import AdapterState
-from trimaran.worker.layers.norm import LayerNorm, RMSNorm, settle
+from trimaran.worker.layers.norm import LayerNorm, RMSNorm, add_residual
 from trimaran.worker.models.fused_decoder import FusedLayers, fuse_layers
 from trimaran.worker.parallel.partition import partition_heads
 
@@ -229,10 +229,10 @@ class CausalLM(nn.Module):
                 )
         if self.stage.is_last:
             return self.norm.forward(hidden, residual)[0]
-        return settle(hidden, residual)
+        return add_residual(hidden, residual)
 
     @contextmanager
-    def few_layers(self) -> Iterator[None]:
+    def one_layer_per_shape(self) -> Iterator[None]:
         """A context in which few layers run: one of each set of weight shapes, and the last.
 
         The first layer of each set runs, except that layer 0 runs only if no other layer has

@@ -103,7 +103,7 @@ class SamplerOutput:
     """bool [N]: whether every id is forbidden, which makes the row's id meaningless; None if no
     row forbids ids."""
 
-    def told_ids(self) -> Tensor:
+    def ids_for_host(self) -> Tensor:
         """The ids for the host: `NO_ID` where every id is forbidden."""
         if self.is_stuck is None:
             return self.token_ids

@@ -187,7 +187,7 @@ class BeamGroup:
         # The reservation of a beam without blocks.
         cache.release(blocks)
         # Blocks that the window has left need no reservation.
-        max_blocks = max(0, self._max_blocks - source.num_left)
+        max_blocks = max(0, self._max_blocks - source.num_skipped)
         return cache.fork(blocks, source, num_tokens, max_blocks)
 
     # ---- output --------------------------------------------------------------------------

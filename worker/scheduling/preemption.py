@@ -118,7 +118,7 @@ class ResumeRotation:
                 sequence.key[0] >= first.key[0]
                 and sequence.max_len - len(sequence.token_ids) > _TURN_STEPS
                 and sequence.is_alone
-                and not sequence.blocks.num_left
+                and not sequence.blocks.num_skipped
             ):
                 best, most = sequence, count
         return best

@@ -262,7 +262,7 @@ class Scheduler:
             budget = plan.budget_for(sequence, num_running - 1, num_later)
             chunk = self._chunk(sequence, missing, budget - num_later)
         if self.cache.window.num_tokens and sequence.is_alone:
-            self.cache.leave_behind(sequence.blocks, start)
+            self.cache.free_outside_window(sequence.blocks, start)
         if self._make_room(sequence, start + chunk, plan):
             self._advance(sequence, chunk, chunk == missing, plan)
 
@@ -327,7 +327,7 @@ class Scheduler:
         """Start one sequence with its first chunk, or return False and change nothing."""
         cache, blocks, beams = self.cache, sequence.blocks, sequence.beams
         reserves = self.policy.reserves_output
-        cache.fit_to(blocks, sequence.token_ids)
+        cache.separate_long_contexts(blocks, sequence.token_ids)
         if beams is not None and len(self.rows.free) < beams.width:
             return False
         allocation = self._capacity.find(

@@ -180,7 +180,7 @@ class LeaderLoop:
             self._links.send(source, failed)
 
     def _tell_of_adapters(self) -> None:
-        for taken in self._engine.take_taken():
+        for taken in self._engine.take_new_adapters():
             self._links.send_all(taken)
 
     def _check_logits(self, source: int, message: Submit) -> None:

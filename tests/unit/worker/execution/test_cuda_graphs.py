@@ -20,9 +20,9 @@ from trimaran.worker.execution.cuda_graphs import (
     LONGEST_DECODE,
     MOST_DECODES,
     choose_graphs,
+    fits_prompt_graph,
     graph_sizes,
     prompt_graph_sizes,
-    suits_a_graph,
 )
 from trimaran.worker.steps.step_types import SchedulerOutput, int32s
 
@@ -183,4 +183,4 @@ def test_long_and_many_decodes_beside_prompts_keep_the_kernel_of_decodes(
         new_rows=[],
         num_decodes=num_decodes,
     )
-    assert suits_a_graph(step) is expected
+    assert fits_prompt_graph(step) is expected

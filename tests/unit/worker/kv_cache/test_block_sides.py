@@ -15,7 +15,7 @@ SIDES = bytes([0, 1, 1, 0, 1, 0, 0, 1, 1, 0])
 
 def placed_pool() -> BlockPool:
     pool = BlockPool(len(SIDES))
-    pool.place(SIDES)
+    pool.set_sides(SIDES)
     return pool
 
 
@@ -64,7 +64,7 @@ def test_no_content_is_evicted_for_a_side_while_blocks_without_are_free():
 def filled_pool() -> BlockPool:
     """Blocks of either side in turn, whose content goes from the first one on."""
     pool = BlockPool(64)
-    pool.place(bytes(range(2)) * 32)
+    pool.set_sides(bytes(range(2)) * 32)
     blocks = pool.allocate(64)
     for block in blocks:
         pool.publish(block, bytes([block]))
@@ -90,7 +90,7 @@ def test_content_of_the_other_side_goes_first_once_it_is_much_older(priority):
 
 def test_a_sequence_keeps_to_the_side_where_it_began_for_want_of_others():
     pool = BlockPool(8)
-    pool.place(bytes([0, 0, 0, 0, 0, 1, 1, 1]))
+    pool.set_sides(bytes([0, 0, 0, 0, 0, 1, 1, 1]))
     blocks = [*pool.allocate(1, [5]), *pool.allocate(5, [0]), *pool.allocate(1, [5])]
     for block in blocks:
         pool.publish(block, bytes([block]))
@@ -116,7 +116,7 @@ def test_content_behind_a_common_beginning_may_fill_both_sides(is_placed):
     manager = KVCacheManager([num_blocks], size, enable_reuse=True)
     if is_placed:
         draw = random.Random(5)
-        manager.place([bytes(draw.randrange(2) for _ in range(num_blocks))])
+        manager.set_sides([bytes(draw.randrange(2) for _ in range(num_blocks))])
     for number in range(40):
         converse(manager, array("i", [number] * 10 * size))
     # In 310 blocks; all of them begin with 10 on one side.
@@ -132,7 +132,7 @@ def test_sequences_that_come_and_go_stay_on_their_sides(enable_reuse):
     draw = random.Random(3)
     sides = bytes(draw.randrange(2) for _ in range(400))
     manager = KVCacheManager([400], 16, enable_reuse=enable_reuse)
-    manager.place([sides])
+    manager.set_sides([sides])
     running: list[SequenceBlocks] = []
     for _ in range(2000):
         if len(running) < 12:

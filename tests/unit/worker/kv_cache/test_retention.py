@@ -174,7 +174,7 @@ def test_a_window_lets_go_of_all_but_the_sinks_and_what_is_seen():
     ids = array("i", range(24))
     blocks, _, _ = start(manager, ids)
 
-    manager.leave_behind(blocks, 23)
+    manager.free_outside_window(blocks, 23)
 
     # Token 23 sees 18 to 23, which begin in block 4.
     assert (blocks.num_held, manager.num_free) == (3, 5)
@@ -189,7 +189,7 @@ def test_a_reservation_of_a_windowed_sequence_is_for_what_it_holds_at_once():
     assert manager.most_held(1000, 1) == 3
     manager.reserve(blocks, 3)
     for length in range(1, 200):
-        manager.leave_behind(blocks, length - 1)
+        manager.free_outside_window(blocks, length - 1)
         assert manager.grow(blocks, length)
         assert manager.num_available == 1
         manager.check([blocks])
@@ -221,7 +221,7 @@ def test_every_block_and_slot_has_one_place_over_random_histories(window):
                 plan = RetentionPlan(((0, 8, Retention(rng.choice([0, 35, 90]))),))
                 live.append(start(manager, ids, plan)[0])
         for blocks in live:
-            manager.leave_behind(blocks, blocks.num_published * SIZE) if window else None
+            manager.free_outside_window(blocks, blocks.num_published * SIZE) if window else None
         manager.take_transfers()
         manager.check(live)
 

@@ -131,10 +131,10 @@ def test_front_ends_hear_which_weights_an_id_means(make_engine, adapters, prompt
         driver.submit(
             prompt, max_tokens=1, adapter_id=5, adapter=second, guide_type="json"
         )  # fmt: skip
-    told = [(taken.adapter_id, taken.digest) for taken in driver.engine.take_taken()]
+    told = [(taken.adapter_id, taken.digest) for taken in driver.engine.take_new_adapters()]
 
     assert told == [(5, b"5"), (5, b"9")]
-    assert driver.engine.take_taken() == []
+    assert driver.engine.take_new_adapters() == []
 
 
 def test_what_a_front_end_remembers_replaces_nothing_that_a_request_brought_since(
@@ -143,11 +143,11 @@ def test_what_a_front_end_remembers_replaces_nothing_that_a_request_brought_sinc
     driver, prompt = make_engine(), prompt_of(20)
     old, new = ({**on_the_wire(adapters[task]), "digest": b"%d" % task} for task in (5, 9))
     driver.submit(prompt, max_tokens=1, adapter_id=5, adapter=new)
-    driver.engine.take_taken()
+    driver.engine.take_new_adapters()
     driver.engine.keep_adapter(KeepAdapter(adapter_id=5, adapter=old, is_remembered=True))
     driver.engine.keep_adapter(KeepAdapter(adapter_id=9, adapter=old, is_remembered=True))
 
-    told = [(taken.adapter_id, taken.digest) for taken in driver.engine.take_taken()]
+    told = [(taken.adapter_id, taken.digest) for taken in driver.engine.take_new_adapters()]
     assert told == [(5, b"9")]
     five, nine = (driver.submit(prompt, max_tokens=LENGTH, adapter_id=task) for task in (5, 9))
     driver.run()

@@ -389,7 +389,7 @@ def test_what_is_sent_is_what_the_model_would_hold(make_engine, adapter, dtype):
             layout.pack(one.matrices(layout), size, dtype, is_transposed=is_transposed)
             for one in (arrived, tensors)
         )
-        assert torch.equal(packed.data, expected.data) and packed.placed == expected.placed
+        assert torch.equal(packed.data, expected.data) and packed.matrices == expected.matrices
 
 
 def test_arrays_of_either_order_are_read_as_they_were_saved(make_engine, adapter, tmp_path):

@@ -10,7 +10,7 @@ from tests.unit.worker.models.paged_run import PagedRun, logits_alone_and_beside
 from trimaran.comm.errors import ConfigError
 from trimaran.kernels.build import load_library
 from trimaran.kernels.cpu.operators import CpuOps
-from trimaran.worker.config.engine_folder import EngineFolder, check_shares
+from trimaran.worker.config.engine_folder import EngineFolder, check_parallel_sizes
 from trimaran.worker.parallel.tensor_parallel import ExpertRanks, ShardPosition
 
 CONFIGS = models.expert_configs()
@@ -90,4 +90,4 @@ def test_experts_that_cannot_be_shared_out_are_refused(tmp_path, name, tp, ep, w
     folder = EngineFolder.load(tmp_path, check_weights=False)
 
     with pytest.raises(ConfigError, match=words):
-        check_shares(folder.config, tp, 1, ep)
+        check_parallel_sizes(folder.config, tp, 1, ep)

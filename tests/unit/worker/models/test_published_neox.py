@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoConfig
 
 from trimaran.comm.errors import ConfigError
-from trimaran.worker.config.engine_folder import check_shares
+from trimaran.worker.config.engine_folder import check_parallel_sizes
 from trimaran.worker.config.pretrained_config import PretrainedConfig
 
 _COMMON = {"bos_token_id": 3, "eos_token_id": 7, "torch_dtype": "bfloat16"}
@@ -99,8 +99,8 @@ def test_what_sets_the_families_apart_is_read():
 
 def test_more_ranks_than_heads_are_refused():
     falcon = config_of(PUBLISHED["falcon 7B"])
-    check_shares(falcon, 2, 1)
+    check_parallel_sizes(falcon, 2, 1)
     with pytest.raises(
         ConfigError, match=r"tp_size \(72\) is above num_attention_heads \(71\)"
     ):
-        check_shares(falcon, 72, 1)
+        check_parallel_sizes(falcon, 72, 1)

@@ -126,7 +126,7 @@ def test_rows_that_forbid_every_id_are_told_apart():
     stuck = [each.get("bad_words") == never for each in fields]
     for sampled in steps.both(torch.randn(len(fields), VOCAB)):
         assert sampled.is_stuck.tolist() == stuck
-        assert (sampled.told_ids() == NO_ID).tolist() == stuck
+        assert (sampled.ids_for_host() == NO_ID).tolist() == stuck
         assert ((sampled.token_ids >= 0) & (sampled.token_ids < VOCAB)).all()
 
 

@@ -1,4 +1,4 @@
-"""How sequences that were paused for want of blocks come back."""
+"""Sequences that were preempted for lack of blocks resume."""
 
 from __future__ import annotations
 

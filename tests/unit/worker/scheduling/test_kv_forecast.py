@@ -1,4 +1,4 @@
-"""Admission by the peak that is foretold for the KV cache."""
+"""Admission by the forecast peak of the KV cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who runs and who is paused take turns, where the host keeps what was computed."""
+"""Running and preempted sequences take turns, if the host cache keeps computed content."""
 
 from __future__ import annotations
 

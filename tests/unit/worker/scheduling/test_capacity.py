@@ -1,4 +1,4 @@
-"""Who waits for room: found as soon as it is there, and not looked up at every step before."""
+"""A waiting sequence is admitted as soon as blocks suffice, without a look-up in each step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sequences whose prefix is on its way from the host, step by step, without a model."""
+"""Sequences whose prefix is being copied from the host, step by step, without a model."""
 
 from array import array
 
