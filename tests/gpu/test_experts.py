@@ -157,7 +157,7 @@ def test_a_graph_counts_what_is_chosen_but_not_for_its_padding():
 @pytest.mark.parametrize(
     ("tokens", "experts", "chosen", "parts"), [(1, 8, 2, 2), (48, 60, 4, 3), (9, 256, 8, 8)]
 )
-def test_a_graph_follows_experts_that_change_places(tokens, experts, chosen, parts):
+def test_a_graph_follows_experts_that_change_slots(tokens, experts, chosen, parts):
     logits = torch.randn(tokens, experts, device=DEVICE)
     table = ExpertSlotTable(
         torch.zeros(experts, parts, dtype=torch.int32, device=DEVICE),

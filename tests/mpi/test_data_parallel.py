@@ -165,7 +165,7 @@ def test_whatever_requests_ask_dp_ranks_give_the_tokens_of_one_rank(world, model
         assert outputs == single(folder, serve_all)
 
 
-def test_adapters_prefixes_on_the_host_and_pauses_work_in_dp_ranks(world, models):
+def test_adapters_host_prefixes_and_preemption_work_in_dp_ranks(world, models):
     folder = models[0]["llama"]
     adapters = {task: make_adapter(folder, seed=task) for task in (5, 9)}
     small = {"max_tokens": 144, "host_bytes": 4 << 20}

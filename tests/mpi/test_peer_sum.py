@@ -114,7 +114,7 @@ def test_all_ranks_hear_of_the_problem_of_one(world):
 
 
 @pytest.mark.parametrize("asked", ["auto", "nccl", "peer", "fused"])
-def test_where_peers_cannot_sum_only_who_asks_for_it_is_refused(world, asked):
+def test_without_peer_sums_only_an_explicit_choice_of_them_is_refused(world, asked):
     if HAS_GPUS:
         return
     group = connect_group(world, torch.device("cpu"), 20.0)

@@ -236,7 +236,7 @@ def test_the_limits_come_from_flags_before_the_file_before_the_defaults(
     assert build.tokens_per_block == 16
 
 
-def test_an_engine_holds_no_tokens_per_block_that_nobody_gave(llama, trimaran, tmp_path):
+def test_an_engine_holds_no_tokens_per_block_unless_given(llama, trimaran, tmp_path):
     output = tmp_path / "engine"
     build = ("build", "--checkpoint", llama().folder, "--output", output)
     assert trimaran(*build).code == 0

@@ -11,7 +11,9 @@ from trimaran.comm.topology import ParallelLayout
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 3, 2), (1, 16, 1)])
-def test_who_waits_for_a_waiting_rank_waits_longer_and_all_less_than_the_watchdog(sizes):
+def test_a_rank_that_waits_for_a_waiting_rank_waits_longer_and_all_less_than_the_watchdog(
+    sizes,
+):
     tp_size, pp_size, dp_size = sizes
     layouts = [
         ParallelLayout(rank=rank, tp_size=tp_size, pp_size=pp_size, dp_size=dp_size)

@@ -110,7 +110,7 @@ def test_a_cache_that_cannot_be_written_costs_a_compilation_and_says_so(
     assert os.path.isfile(tmp_path / "trimaran")
 
 
-def test_a_user_whom_nobody_knows_has_a_folder_for_the_process(tmp_path, monkeypatch, caplog):
+def test_a_user_without_an_entry_has_a_folder_for_the_process(tmp_path, monkeypatch, caplog):
     def unknown(number):
         raise KeyError(f"getpwuid(): uid not found: {number}")
 

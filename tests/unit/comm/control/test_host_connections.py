@@ -36,7 +36,9 @@ def dial(listener):
         sock.close()
 
 
-def test_who_is_silent_or_shows_another_token_is_hung_up_on(listener, dial, monkeypatch):
+def test_a_peer_that_is_silent_or_shows_another_token_is_disconnected(
+    listener, dial, monkeypatch
+):
     monkeypatch.setattr(host_lines, "_GREETING_TIMEOUT_S", 0.05)
     silent = dial(b"")
     stranger = dial(struct.pack("<16sI", b"guessed", 3))

@@ -74,7 +74,7 @@ LANE, TILE = 8, 2048
 
 @pytest.mark.parametrize("distance", [2 * LANE, TILE + LANE, TILE, 3 * TILE])
 @pytest.mark.parametrize("is_first", [True, False])
-def test_the_best_score_wins_whoever_has_the_best_bound(distance, is_first, monkeypatch):
+def test_the_best_score_wins_whichever_id_has_the_best_bound(distance, is_first, monkeypatch):
     monkeypatch.setattr(triton_sampling, "_PROGRAMS", 1)  # one takes all tiles
     vocab_size = 4 * TILE + 100
     sampled = Sampled([SamplingParams(top_p=1.0, seed=11)])

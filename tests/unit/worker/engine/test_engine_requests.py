@@ -218,7 +218,7 @@ def test_a_cancelled_request_leaves_nothing_after_a_step(make_engine, depth):
     driver.check_idle()
 
 
-def test_a_name_stops_its_requests_whoever_submitted_them_and_no_others(make_engine):
+def test_a_client_id_stops_its_requests_of_all_sources_and_no_others(make_engine):
     driver = make_engine()
     ids = [
         driver.submit([1, 2, 3], source=source, max_tokens=20, client_request_id=name)
@@ -405,7 +405,7 @@ def test_facts_name_limits_and_backends(make_engine):
     assert facts["backends"]["sampling"] == facts["backends"]["linear"]
 
 
-def test_blocks_have_32_tokens_on_a_cpu_where_nobody_says_how_many(make_engine):
+def test_blocks_have_32_tokens_on_a_cpu_by_default(make_engine):
     assert make_engine(tokens_per_block=0).engine.stats()["kv_tokens_per_block"] == 32
 
 

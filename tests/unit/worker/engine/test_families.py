@@ -76,7 +76,7 @@ def test_a_narrower_window_of_the_cache_comes_before_the_models_own(make_engine)
 
 
 @pytest.mark.parametrize("checkpoint", ["deepseek3"], indirect=True)
-def test_latent_vectors_survive_pauses_and_the_way_to_the_host_and_back(
+def test_latent_vectors_survive_preemption_and_copies_to_the_host_and_back(
     make_engine, checkpoint
 ):
     # Three sequences of up to 46 tokens in a cache of 100.

@@ -63,7 +63,7 @@ def test_a_table_is_made_where_it_is_worth_its_memory(model_of, memory, changes,
         (models.gpt2_config(), (TABLE, TABLE), {}, "GPT2LMHeadModel begins with no product"),
     ],
 )
-def test_who_asks_for_a_table_hears_why_there_is_none(
+def test_a_table_that_is_asked_for_and_cannot_be_made_is_refused_with_the_reason(
     model_of, config, memory, changes, complaint
 ):
     with pytest.raises(

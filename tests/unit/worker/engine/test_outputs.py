@@ -74,7 +74,7 @@ def test_logits_come_as_float16_where_asked(make_engine):
     np.testing.assert_array_equal(found, expected)
 
 
-def test_a_paused_request_tells_each_logit_once(make_engine):
+def test_a_preempted_request_returns_each_logit_once(make_engine):
     # Blocks for little more than one of the two: one is paused, and comes back.
     driver = make_engine(max_tokens=96, expected_output_tokens=1, max_num_seqs=2)
     values = {
@@ -96,7 +96,7 @@ def test_a_paused_request_tells_each_logit_once(make_engine):
         assert logits.argmax(axis=1).tolist() == driver.output(request_id)
 
 
-def test_a_replayed_request_tells_what_clients_lack(make_engine):
+def test_a_replayed_request_returns_what_clients_lack(make_engine):
     driver = make_engine()
     values = {
         "max_tokens": 8,
@@ -127,7 +127,7 @@ def test_a_replayed_request_tells_what_clients_lack(make_engine):
     "output:first_token_time_ns",
     "output:last_token_time_ns",
 )
-def test_figures_tell_what_was_reused_and_when(make_engine):
+def test_figures_count_reused_blocks_and_times(make_engine):
     driver = make_engine(max_num_seqs=1)
     prompt = PROMPT[:33]
     first = driver.submit(prompt, max_tokens=4, return_perf_metrics=True)

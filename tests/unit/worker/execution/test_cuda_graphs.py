@@ -143,12 +143,12 @@ def test_by_default_steps_are_captured_wherever_they_can_be(ranks, changes, expe
         ({"tp_size": 2, "hosts": ("a", "b")}, {}, "is 48 but a tensor group on 2 hosts, with"),
     ],
 )
-def test_who_asks_for_prompts_in_graphs_hears_why_they_cannot_be(ranks, changes, complaint):
+def test_prompts_that_cannot_be_captured_are_refused_with_the_reason(ranks, changes, complaint):
     with pytest.raises(ConfigError, match=complaint):
         choose(layout(**ranks), prompt_graph_tokens=48, **changes)
 
 
-def test_who_asks_for_adapters_in_graphs_hears_why_they_cannot_be():
+def test_adapters_that_cannot_be_captured_are_refused_with_the_reason():
     lora = LoraConfig(has_graphs=True)
     assert choose(layout(tp_size=2), lora=lora) == (200, 1024)
     with pytest.raises(

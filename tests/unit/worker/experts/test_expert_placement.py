@@ -24,7 +24,7 @@ def applied(old: Placement, new: Placement) -> np.ndarray:
     return np.where(new.experts == EMPTY, EMPTY, now)
 
 
-def test_experts_begin_in_their_order_and_redundant_places_empty():
+def test_experts_begin_in_order_and_redundant_slots_are_empty():
     placement = Placement.initial(4, 2, 2)
 
     assert placement.experts.tolist() == [[0, 1, EMPTY], [2, 3, EMPTY]]
@@ -44,7 +44,7 @@ def test_hot_experts_are_parted():
     assert len(placement.moves_to(new)) == 2
 
 
-def test_a_redundant_place_takes_a_copy_of_the_busiest_expert():
+def test_a_redundant_slot_takes_a_copy_of_the_busiest_expert():
     placement = Placement.initial(4, 2, 2)
     tokens = np.array([100, 1, 1, 0])
 
@@ -74,7 +74,7 @@ def test_a_layer_without_load_stays_as_it_is():
     ],
     ids=["even", "nearly even", "uneven", "with gaps", "one token"],
 )
-def test_with_as_many_places_as_experts_every_part_comes_to_have_all(num_parts, loads):
+def test_with_as_many_slots_as_experts_every_part_gets_all(num_parts, loads):
     tokens = loads(np.random.default_rng(num_parts))
     placement = Placement.initial(8, num_parts, 8 * (num_parts - 1))
 
@@ -87,7 +87,7 @@ def test_with_as_many_places_as_experts_every_part_comes_to_have_all(num_parts, 
     assert new.balanced(tokens[::-1].copy()) is new
 
 
-def test_even_loads_fill_empty_places_and_move_nothing_else():
+def test_even_loads_fill_empty_slots_and_move_nothing_else():
     placement = Placement.initial(8, 2, 4)
 
     new = placement.balanced(np.full(8, 50))
@@ -97,7 +97,7 @@ def test_even_loads_fill_empty_places_and_move_nothing_else():
     assert len(placement.moves_to(new)) == 4
 
 
-def test_places_stay_empty_where_copies_would_give_the_busiest_part_more_to_do():
+def test_slots_stay_empty_if_copies_would_raise_the_busiest_parts_load():
     placement = Placement.initial(4, 2, 2)
     # Equal sums of one large and one small, or of two alike: copies would make them unequal.
     tokens = np.array([20, 1, 11, 10])

@@ -236,7 +236,7 @@ def test_guides_are_refused_where_they_are_not_served():
         submit(plain, "regex")
 
 
-def test_requests_whose_guides_are_compiled_have_places_in_the_queue_and_the_gauges():
+def test_requests_whose_guides_are_being_compiled_count_in_the_queue_and_the_gauges():
     driver = make_engine(max_queue_size=3)
     requests = [submit(driver, "regex", seed=seed) for seed in range(18)]
     # No grammar either, but that is known later.

@@ -164,7 +164,7 @@ def test_a_slow_guide_within_the_limit_is_followed_and_remembered(serve):
     assert time.monotonic() - ended < (ended - started) / 2
 
 
-def test_a_guide_that_several_wait_for_is_compiled_once_for_those_who_stay(compiler):
+def test_a_guide_of_several_requests_is_compiled_once_for_those_not_cancelled(compiler):
     futures = [compiler.submit("choice", texts(9000)) for _ in range(8)]
     for future in futures[::2]:
         assert future.cancel()
@@ -174,7 +174,7 @@ def test_a_guide_that_several_wait_for_is_compiled_once_for_those_who_stay(compi
     assert len(grammars) == 1
 
 
-def test_a_guide_that_nobody_wants_any_more_ends_at_once(compiler, processes):
+def test_a_guide_of_cancelled_requests_ends_at_once(compiler, processes):
     futures = [compiler.submit("json_schema", minutes(number)) for number in range(2)]
     wait_until(lambda: len(processes.copies()) == 2)
 

@@ -67,7 +67,7 @@ def test_a_host_memory_that_nothing_would_be_kept_in_is_refused(make_engine, pol
     ids=str,
 )
 @pytest.mark.parametrize("enable_block_reuse", [False, True])
-def test_who_was_paused_goes_on_with_its_own_blocks(
+def test_a_preempted_sequence_resumes_with_its_own_blocks(
     make_engine, prompt_of, changes, enable_block_reuse
 ):
     prompts = [prompt_of(20 + seed, seed) for seed in range(6)]
@@ -113,7 +113,7 @@ def test_a_slot_that_is_replaced_twice_in_a_step_gets_what_came_last_alone():
     assert pool.take_moves() == []
 
 
-def test_no_step_writes_a_place_twice(make_engine, prompt_of):
+def test_no_step_writes_a_block_or_slot_twice(make_engine, prompt_of):
     prompts = [prompt_of(100, seed) for seed in range(4)]
     host_bytes = 3 * 16 * 2 * 2 * 2 * 8 * 4
     driver = make_engine(max_tokens=208, host_bytes=host_bytes, max_num_batched_tokens=256)

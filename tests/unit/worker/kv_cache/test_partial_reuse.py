@@ -59,7 +59,7 @@ def test_a_partial_block_is_begun_with_where_it_saves_half_of_one(ids, num_cache
     manager.check([])
 
 
-def test_whoever_takes_it_over_writes_to_it_so_nobody_else_finds_it():
+def test_a_partial_block_that_a_sequence_takes_over_is_no_longer_found():
     manager = KVCacheManager([8], SIZE, enable_reuse=True)
     ids = ids_of(range(20))
     ended(manager, ids)
@@ -161,7 +161,7 @@ def test_a_request_of_one_token_leaves_no_block_held(make_engine, prompt_of):
 
 
 @pytest.mark.parametrize("policy", ["max_utilization", "guaranteed_no_evict"])
-def test_who_needs_the_whole_cache_starts_though_a_part_of_a_full_block_is_cached(policy):
+def test_a_sequence_that_needs_the_whole_cache_starts_beside_a_matching_partial_block(policy):
     num_blocks = 8
     planner = Planner(num_blocks=num_blocks, policy=policy)
     # Its prompt ends in a block that its output fills.

@@ -207,7 +207,7 @@ def test_a_cached_prefix_is_held_only_where_it_is_seen():
 
 
 @pytest.mark.parametrize("window", [0, 6])
-def test_every_block_and_slot_has_one_place_over_random_histories(window):
+def test_every_block_and_slot_is_in_one_state_over_random_histories(window):
     rng = random.Random(window)
     manager = KVCacheManager([12], SIZE, enable_reuse=True, host_slots=5, window=window)
     live = []

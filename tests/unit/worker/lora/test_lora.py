@@ -343,7 +343,7 @@ def test_a_step_costs_the_same_however_many_wait_for_an_adapter(make_engine, ada
     driver.check_idle()
 
 
-def test_who_waited_for_an_adapter_comes_before_later_ones_and_after_urgent_ones(
+def test_a_request_that_waited_for_an_adapter_precedes_later_ones_and_follows_urgent_ones(
     make_engine, adapters
 ):
     driver = make_engine(max_num_seqs=2)
@@ -369,7 +369,7 @@ def test_who_waited_for_an_adapter_comes_before_later_ones_and_after_urgent_ones
     driver.check_idle()
 
 
-def test_prompts_leave_nothing_to_those_who_wait_for_an_adapter(make_engine, adapters):
+def test_prompts_leave_no_budget_to_requests_that_wait_for_an_adapter(make_engine, adapters):
     driver = make_engine()
     is_there = False
     driver.engine._adapters.is_packed = lambda number: is_there
@@ -388,7 +388,7 @@ def test_prompts_leave_nothing_to_those_who_wait_for_an_adapter(make_engine, ada
     driver.check_idle()
 
 
-def test_adapters_take_turns_where_the_model_runs_and_paused_requests_go_on(
+def test_adapters_take_turns_on_the_device_and_preempted_requests_resume(
     make_engine, model_folder, prompt_of
 ):
     adapters = {task: make_adapter(model_folder, seed=task) for task in range(1, 6)}

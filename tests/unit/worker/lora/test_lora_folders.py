@@ -332,7 +332,7 @@ def test_nothing_is_read_of_an_adapter_that_finds_no_room(
     driver.check_idle()
 
 
-def test_what_a_request_waits_for_is_sent_before_what_nobody_does(
+def test_an_adapter_that_a_request_waits_for_is_sent_before_others(
     make_engine, model_folder, adapter, prompt_of, monkeypatch
 ):
     for module in (sent, manager):

@@ -105,7 +105,7 @@ def test_an_architecture_is_that_of_a_model_type_that_only_its_publisher_knows()
     assert config_of({**PUBLISHED["qwen 3 8B"], "model_type": "mine"}).qk_norm
 
 
-def test_the_old_length_of_a_phi_3_is_outside_even_where_nobody_says_it():
+def test_the_old_length_of_a_phi_3_is_at_the_top_level_or_a_default():
     values = {**PUBLISHED["phi 3 mini 128k"]}
     del values["original_max_position_embeddings"]
     inside = {**values["rope_scaling"], "original_max_position_embeddings": 2048}

@@ -38,7 +38,7 @@ def config(all_reduce, **changes):
 
 @pytest.mark.parametrize("is_exact", [False, True])
 @pytest.mark.parametrize("asked", ALL_REDUCES)
-def test_who_asks_gets_larger_steps_and_by_itself_only_what_is_faster(
+def test_fused_sums_take_larger_steps_if_asked_for_and_only_faster_ones_by_default(
     monkeypatch, asked, is_exact
 ):
     tried = []
@@ -55,7 +55,7 @@ def test_who_asks_gets_larger_steps_and_by_itself_only_what_is_faster(
     assert all(most <= MAX_ROWS[size] for size, most in FEW_ROWS.items())
 
 
-def test_where_norms_cannot_sum_only_who_asks_for_it_is_refused(caplog):
+def test_without_fused_sums_only_an_explicit_choice_of_them_is_refused(caplog):
     caplog.set_level("INFO")
     group = Ranks(3)
     reason = "the group has 3 ranks and may have 2, 4"

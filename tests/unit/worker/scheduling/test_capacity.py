@@ -45,7 +45,9 @@ def test_a_prompt_that_waits_is_looked_up_only_once_there_may_be_room(monkeypatc
 @pytest.mark.matrix(keep=3)
 @pytest.mark.parametrize("policy", ["guaranteed_no_evict", "max_utilization"])
 @pytest.mark.parametrize("seed", range(4))
-def test_who_waits_gets_the_place_that_a_look_at_every_step_finds(monkeypatch, policy, seed):
+def test_a_waiting_sequence_starts_in_the_step_that_a_look_up_in_every_step_finds(
+    monkeypatch, policy, seed
+):
     rng = random.Random(seed)
     find, answers = CapacityCheck.find, []
 

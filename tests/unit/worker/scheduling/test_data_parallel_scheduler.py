@@ -185,7 +185,7 @@ def test_a_request_is_checked_with_few_looks_however_many_wait(limits):
     assert CountedKey.num_looks <= 3 * 2 * 8
 
 
-def test_requests_that_come_later_have_their_places_in_dp_ranks_and_queues():
+def test_expected_requests_count_in_their_dp_ranks_and_queues():
     planner = Planner(max_num_seqs=1, level_queue_sizes=(2, 1))
     requests = []
     for priority in (-1, -1, -2, -1, -1):

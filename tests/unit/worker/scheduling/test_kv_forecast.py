@@ -45,7 +45,7 @@ def test_what_ended_long_ago_counts_no_more():
     assert forecast.expected(np.array([10_000.0]))[0] == pytest.approx(10, rel=0.05)
 
 
-def test_no_sequence_is_paused_once_outputs_are_known_to_be_long():
+def test_no_sequence_is_preempted_once_outputs_are_known_to_be_long():
     planner = Planner(num_blocks=16, enable_reuse=False)
     for _ in range(8):
         planner.add(BLOCK, max_tokens=6 * BLOCK)
@@ -70,7 +70,7 @@ def test_more_than_two_whole_lengths_run_at_once_where_outputs_end_early():
     assert len(planner.scheduler.running) > 2
 
 
-def test_a_cache_that_holds_all_at_their_limits_keeps_nobody_waiting():
+def test_a_cache_that_holds_all_at_their_limits_starts_all():
     planner = Planner(num_blocks=8 * 6, enable_reuse=False, expected_output_tokens=4)
     for _ in range(8):
         planner.add(BLOCK, max_tokens=5 * BLOCK)
@@ -81,7 +81,7 @@ def test_a_cache_that_holds_all_at_their_limits_keeps_nobody_waiting():
     assert not finish_all(planner)
 
 
-def test_a_burst_is_foretold_as_if_each_newcomer_came_alone_but_looked_at_once(monkeypatch):
+def test_a_burst_is_forecast_as_if_each_newcomer_came_alone_but_in_one_pass(monkeypatch):
     has_room, foretell = KVForecast.has_room, KVForecast._forecast
     num_looked_at, answers = 0, []
 
@@ -121,7 +121,7 @@ def test_a_burst_is_foretold_as_if_each_newcomer_came_alone_but_looked_at_once(m
 
 
 @pytest.mark.parametrize(("tokens_per_read", "num_started"), [(0, 4), (1000, 6), (2, 4)])
-def test_who_must_make_room_later_starts_where_that_costs_less_than_few_rows(
+def test_a_sequence_that_will_be_preempted_starts_where_that_costs_less_than_few_rows(
     tokens_per_read, num_started
 ):
     planner = Planner(
@@ -148,7 +148,7 @@ def test_who_must_make_room_later_starts_where_that_costs_less_than_few_rows(
     assert planner.scheduler.step - before < 2 * 5 * BLOCK + 4
 
 
-def test_nobody_starts_for_the_few_steps_until_blocks_run_out():
+def test_no_sequence_starts_for_the_few_steps_until_blocks_run_out():
     planner = Planner(num_blocks=24, enable_reuse=False, tokens_per_read=10)
     for _ in range(40):
         planner.add(4 * BLOCK, max_tokens=2 * BLOCK)

@@ -131,7 +131,7 @@ def sampled_rows(step):
     return [row for row, sequence in pairs if sequence.row == row and sequence.num_pending]
 
 
-def test_if_all_that_a_step_would_take_make_room_it_takes_others():
+def test_if_all_sequences_of_a_step_are_preempted_it_takes_others():
     planner = staged(2, policy="static_batch")
     # Beyond so many tokens a sequence starts anew, in a batch of its own.
     planner.cache.switch_at = 4

@@ -10,7 +10,7 @@ LIMITS = {
 }  # fmt: skip
 
 
-def test_who_was_paused_comes_back_in_parts_beside_others():
+def test_a_preempted_sequence_resumes_in_chunks_beside_others():
     planner = Planner(**LIMITS)
     for num_prompt, count in ((480, 300), (478, 60), (560, 150)):
         planner.add(num_prompt, max_tokens=count)
@@ -27,7 +27,7 @@ def test_who_was_paused_comes_back_in_parts_beside_others():
     assert len(planner.ended) == 3
 
 
-def test_whole_prompts_come_back_whole():
+def test_without_chunked_prefill_a_preempted_sequence_resumes_whole():
     planner = Planner(**LIMITS, enable_chunked_context=False)
     for num_prompt, count in ((480, 300), (478, 60), (560, 150)):
         planner.add(num_prompt, max_tokens=count)
@@ -39,7 +39,7 @@ def test_whole_prompts_come_back_whole():
     assert sorted(counts)[-3] == 1
 
 
-def test_who_was_paused_first_comes_back_first_and_is_not_the_next_to_be_paused():
+def test_the_first_preempted_sequence_resumes_first_and_is_not_preempted_next():
     planner = Planner(num_blocks=24, enable_reuse=False, max_num_seqs=6)
     for _ in range(6):
         planner.add(2 * BLOCK, max_tokens=3 * BLOCK)

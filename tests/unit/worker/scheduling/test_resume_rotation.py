@@ -37,7 +37,7 @@ def serve(priorities=(0,) * NUM_REQUESTS, **limits):
 
 
 @pytest.mark.parametrize("enable_reuse", [False, True])
-def test_all_end_together_and_nobody_is_paused_for_long(enable_reuse):
+def test_all_end_together_and_none_is_preempted_for_long(enable_reuse):
     alone, longest_alone, _ = serve(enable_reuse=enable_reuse)
     ends, longest, scheduler = serve(enable_reuse=enable_reuse, host_slots=1000)
 
@@ -47,7 +47,7 @@ def test_all_end_together_and_nobody_is_paused_for_long(enable_reuse):
     assert scheduler.cache.hosts[0].num_loaded > 0
 
 
-def test_a_host_without_room_for_who_is_paused_lets_nobody_take_turns():
+def test_a_host_without_room_for_preempted_sequences_allows_no_rotation():
     _, longest_alone, alone = serve()
     _, longest, scheduler = serve(host_slots=8)
 
@@ -56,7 +56,7 @@ def test_a_host_without_room_for_who_is_paused_lets_nobody_take_turns():
     assert scheduler.preemptions.num_tokens < alone.preemptions.num_tokens
 
 
-def test_nobody_makes_room_for_a_lower_priority():
+def test_no_sequence_is_preempted_for_a_lower_priority():
     priorities = (1,) * 6 + (0,) * 6
     ends, _, scheduler = serve(priorities, host_slots=1000, num_blocks=8 * 250)
 

@@ -184,7 +184,7 @@ def test_out_of_blocks_the_last_admitted_is_preempted_and_comes_back():
     planner.check_empty()
 
 
-def test_nobody_is_admitted_in_a_step_that_preempts():
+def test_no_sequence_is_admitted_in_a_step_that_preempts():
     planner = Planner(num_blocks=5, enable_reuse=False)
     planner.add(6, max_tokens=7)
     planner.add(6, max_tokens=7)

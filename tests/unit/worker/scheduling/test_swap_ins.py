@@ -75,7 +75,7 @@ def planner(request):
     return planner
 
 
-def test_others_run_until_the_copies_are_made(planner):
+def test_other_sequences_run_until_the_copies_are_made(planner):
     busy = planner.add(range(5), max_tokens=20)
     planner.step()
     waiting = planner.add(FIRST)
@@ -98,7 +98,7 @@ def test_others_run_until_the_copies_are_made(planner):
     planner.check_empty()
 
 
-def test_the_device_waits_where_nothing_else_runs(planner):
+def test_the_device_waits_if_no_other_sequence_runs(planner):
     request = planner.add(FIRST)
 
     transfers = planner.step()
@@ -145,7 +145,7 @@ def test_blocks_of_a_cancelled_load_are_kept_until_it_is_over(planner):
     planner.check_empty()
 
 
-def test_all_ends_where_everybody_is_cancelled(planner):
+def test_all_ends_if_all_requests_are_cancelled(planner):
     busy = planner.add(range(5), max_tokens=20)
     planner.step()
     waiting = planner.add(FIRST)

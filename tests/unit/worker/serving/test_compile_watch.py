@@ -30,7 +30,7 @@ make(64)
 """
 
 
-def test_a_kernel_that_keeps_a_step_waiting_is_named(tmp_path):
+def test_a_kernel_that_delays_a_step_is_named(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     env = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path / "cache")}
