@@ -1,4 +1,4 @@
-"""A small Llama with strong opinions, and engines on it that tests drive by hand."""
+"""A small Llama with clear preferences among ids, and engines on it that tests step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the KV blocks of a device would hold after each step, by the decisions alone."""
+"""The content of a device's KV blocks after each step, computed from decisions alone."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ class _Row:
 
 
 class DeviceMemory:
-    """Carries steps out as a rank does, and checks that each finds what it attends to.
+    """Carries out steps like a rank, and checks that each token finds the KV it attends to.
 
-    The KV of a token is known by all ids up to it, so that a block which was handed to others
-    too early, copied too late or found under a wrong hash is noticed. Loads from the host end
-    when they must, or when `finish_loads` says so.
+    The KV of a token is identified by all ids up to it. So a block that was handed out too
+    early, copied too late or found under a wrong hash is noticed. Loads from the host end when
+    they must, or at `finish_loads`.
     """
 
     def __init__(self, cache: KVCacheManager) -> None:
         self._cache = cache
         self._rows: dict[int, _Row] = {}
         self._blocks: dict[Place, dict[int, int]] = {}
-        """By place in the block the KV that stands there."""
+        """KV by position in the block."""
         self._slots: dict[Place, dict[int, int]] = {}
         self._loads: list[tuple[int, Place, Place]] = []
-        """Step, slot and block of the loads that are under way."""
+        """Step, slot and block of the loads in flight."""
 
     def finish_loads(self, step: int) -> None:
-        """The loads of all steps up to this one are made."""
+        """The loads of all steps up to this one are complete."""
         for started, slot, block in self._loads:
             if started <= step:
                 self._blocks[block] = dict(self._slots[slot])
         self._loads = [load for load in self._loads if load[0] > step]
 
     def execute(self, step: ScheduledStep, running: list[Sequence]) -> None:
-        """Carry out a step, which ``running`` sequences have their rows in.
+        """Carry out a step, in whose rows the ``running`` sequences are.
 
         Raises:
-            AssertionError: a token would attend to something else than the ids before it.
+            AssertionError: a token would attend to other content than the ids before it.
         """
         decision = step.decision
         self._transfer(decision.step, decision.transfers.tolist())
@@ -79,7 +79,7 @@ class DeviceMemory:
             self._read(*entry)
 
     def sampled(self, row: int, num_known: int, token_id: int) -> None:
-        """A row goes on with an id of the device's own choice, behind ``num_known`` ones."""
+        """A row goes on with an id that the device sampled, after ``num_known`` ids."""
         self._rows[row].token_ids[num_known:] = [token_id]
 
     def _transfer(self, step: int, transfers: list[list[int]]) -> None:
@@ -129,5 +129,5 @@ def rows_of(sequence: Sequence) -> list[int]:
 
 
 def _root(sequence: Sequence) -> int:
-    """What the KV of a sequence depends on beside its ids."""
+    """The part of a sequence's KV identity besides its ids."""
     return hash((sequence.request.cache_salt, sequence.blocks.is_long))

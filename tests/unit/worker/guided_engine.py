@@ -1,4 +1,4 @@
-"""An engine that serves guides, and whether texts follow them."""
+"""An engine that serves guides, and a check that texts follow them."""
 
 from __future__ import annotations
 

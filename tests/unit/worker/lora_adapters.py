@@ -1,4 +1,4 @@
-"""Adapters with strong opinions for the small Llama, and transformers with them merged in."""
+"""Adapters with large effects on the small Llama, and transformers with them merged in."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LINEARS = {
 
 
 def make_adapter(folder, seed, rank=4, modules=tuple(LINEARS)) -> list[Matrices]:
-    """Random matrices for the model in ``folder``, unlike those of another seed."""
+    """Random matrices for the model in ``folder``, different for each seed."""
     model = LlamaForCausalLM.from_pretrained(folder)
     generator = torch.Generator().manual_seed(seed)
     return [
@@ -41,7 +41,7 @@ def make_adapter(folder, seed, rank=4, modules=tuple(LINEARS)) -> list[Matrices]
 
 
 def on_the_wire(adapter: list[Matrices]) -> dict:
-    """What a request says of an adapter that comes with it."""
+    """The fields of a request that brings this adapter."""
     return tensors_on_the_wire(to_tensors(adapter))
 
 
@@ -68,7 +68,7 @@ def merged(folder, adapter: list[Matrices]) -> LlamaForCausalLM:
 
 
 def greedy(model: LlamaForCausalLM, prompt: list[int], length: int) -> list[int]:
-    """What transformers generate."""
+    """The greedy output of transformers."""
     ids = torch.tensor([prompt])
     output = model.generate(
         ids,
@@ -82,7 +82,7 @@ def greedy(model: LlamaForCausalLM, prompt: list[int], length: int) -> list[int]
 
 
 def write_peft(folder, adapter: list[Matrices], alpha: float) -> None:
-    """A PEFT folder of the adapter, whose second matrices wait for their scaling."""
+    """A PEFT folder of the adapter, whose second matrices are not scaled yet."""
     folder.mkdir(parents=True, exist_ok=True)
     rank = len(adapter[0].a)
     tensors = {}

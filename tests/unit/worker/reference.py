@@ -1,4 +1,4 @@
-"""What a request must return, by its definition: logits of transformers, in float64, slowly."""
+"""A request's result by its definition: logits of transformers, in float64, slowly."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 SLACK = 2e-4
-"""Of logits in float32, by which two engines may differ."""
+"""Tolerance of float32 logits, by which two engines may differ."""
 
 
 def changed(logits, prompt, output, fields):
@@ -30,7 +30,7 @@ def changed(logits, prompt, output, fields):
 
 
 def forbidden(sequence, fields):
-    """Ids that would complete a bad word, or an n-gram that was there before."""
+    """Ids that would complete a bad word, or repeat an n-gram."""
     size = fields.get("no_repeat_ngram_size", 0)
     grams = zip(*(sequence[start:] for start in range(size)), strict=False)
     words = [*fields.get("bad_words", ()), *grams]
@@ -41,7 +41,7 @@ def forbidden(sequence, fields):
 
 
 def possible(logits, output, fields):
-    """Which ids may be chosen, those on the border included."""
+    """Which ids may be chosen, borderline ids included."""
     is_filtered = any(fields.get(name, 0) > 0 for name in ("top_k", "top_p", "min_p"))
     temperature = fields.get("temperature", 1.0)
     is_likely = logits >= logits.max() - SLACK
@@ -69,7 +69,7 @@ def top_p_after(output, fields):
 
 
 def end_of(output, fields):
-    """The name of the reason for which an output with these ids has ended, or none."""
+    """The name of the reason why an output of these ids has ended, or None."""
     for word in fields.get("stop_words", ()):
         if tuple(output[-len(word) :]) == word:
             return "STOP_WORDS"
@@ -77,7 +77,7 @@ def end_of(output, fields):
 
 
 def logits_of(model, prompt, output):
-    """float64 [len(output) + 1, V]: what each id of the output, and the next, comes from."""
+    """float64 [len(output) + 1, V]: the logits of each id of the output, and of the next."""
     with torch.inference_mode():
         logits = model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 :]
     return logits.double().numpy()
@@ -89,7 +89,7 @@ def log_softmax(logits):
 
 
 def check(model, prompt, fields, output, reason):
-    """Fail unless the output may come of this request, each id and the end."""
+    """Fail unless the output is possible for this request, each id and the end."""
     rows = logits_of(model, prompt, output)
     end_id = fields.get("end_id", -1)
     ids = [*output, end_id] if reason == "END_ID" else output
@@ -104,7 +104,7 @@ def check(model, prompt, fields, output, reason):
 
 
 def beams(model, prompt, fields):
-    """Outputs and scores of a beam search, and by how much the closest decision was made."""
+    """Outputs and scores of a beam search, and the margin of the closest decision."""
     width, margin, step = fields["beam_width"], np.inf, 0
     live, ended = [([], 0.0)], []
     while live:
@@ -132,6 +132,6 @@ def beams(model, prompt, fields):
 
 
 def continuations(model, prompt, output, fields):
-    """Log-probabilities of what may follow a hypothesis."""
+    """Log-probabilities of the next ids of a hypothesis."""
     logits = changed(logits_of(model, prompt, output)[-1], prompt, output, fields)
     return log_softmax(logits / (fields.get("temperature", 1.0) or 1.0))

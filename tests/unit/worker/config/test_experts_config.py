@@ -1,4 +1,4 @@
-"""What can move experts, and what is refused because it could not."""
+"""Settings that move experts, and the refusal of settings without effect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A container's limits are what a process may use, not what its host has."""
+"""A process may use what its container's limits allow, not all that the host has."""
 
 from __future__ import annotations
 

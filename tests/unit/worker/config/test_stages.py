@@ -1,4 +1,4 @@
-"""Layers are shared out over pipeline stages, evenly or as a list says."""
+"""Layers are split over pipeline stages, evenly or by a list."""
 
 from __future__ import annotations
 

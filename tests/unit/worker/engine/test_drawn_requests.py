@@ -1,4 +1,4 @@
-"""Requests of drawn parameters, many at once: each gets what its definition says."""
+"""Many requests with random parameters at once: each gets what its parameters define."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TASKS = (5, 9)
 
 @pytest.fixture(scope="module")
 def models(model_folder):
-    """By LoRA task, 0 for none: the model of transformers, and what a request brings."""
+    """By LoRA task, 0 for none: transformers' model, and the request's adapter fields."""
     adapters = {task: make_adapter(model_folder, seed=task) for task in TASKS}
     found = {
         task: (
@@ -31,7 +31,7 @@ def models(model_folder):
 
 
 def draw(rng):
-    """A prompt and sampling parameters, of which any may stand together."""
+    """A prompt and sampling parameters, any of which may be combined."""
     prefix = [rng.randrange(9)] * 16 if rng.random() < 0.5 else []
     prompt = prefix + [rng.randrange(VOCAB) for _ in range(rng.choice([1, 15, 16, 40]))]
     fields = {"max_tokens": rng.choice([1, 5, 12])}
@@ -71,7 +71,7 @@ def draw(rng):
 
 
 def check_beams(driver, request, model, prompt, fields):
-    """A search that two engines in float32 must decide alike found what it had to find."""
+    """A search that is unambiguous in float32 finds the expected beams."""
     expected, margin = reference.beams(model, prompt, fields)
     if margin < 1e-3:
         return
@@ -82,7 +82,7 @@ def check_beams(driver, request, model, prompt, fields):
 
 
 def check_sequences(driver, request, model, prompt, fields):
-    """Every sequence may come of the request; log-probabilities are the model's own."""
+    """Every sequence is possible for the request; log-probabilities are the model's."""
     for index in range(fields.get("num_return_sequences", 1)):
         output = driver.output(request, index)
         reference.check(model, prompt, fields, output, driver.reasons[request, index].name)

@@ -1,4 +1,4 @@
-"""However an engine gets there, a request's tokens are the same."""
+"""A request's tokens do not depend on how the engine schedules its steps."""
 
 import random
 
@@ -93,8 +93,8 @@ def test_a_prefix_hit_changes_no_token(make_engine, prompt_of, expected, depth):
     driver.run()
 
     assert {key: driver.output(request) for key, request in requests.items()} == expected
-    # Whole blocks of 16, 17, 40 and 100 tokens, for two requests each; but the block of
-    # the first 16 is taken over by one of them. And the blocks that 15, 40 and 100 end in.
+    # Whole blocks of 16, 17, 40 and 100 tokens, for two requests each, except that one request
+    # takes over the block of the first 16. Also the blocks in which 15, 40 and 100 tokens end.
     num_whole, num_ends = 2 * (1 + 1 + 2 + 6) - 1, 2 * 3
     reused = driver.engine.stats()["kv_reused_blocks"] - reused_before
     assert reused == num_whole + num_ends

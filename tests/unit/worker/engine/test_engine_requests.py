@@ -106,7 +106,7 @@ def test_what_is_no_whole_number_is_refused_where_one_belongs(make_engine, name)
     driver = make_engine(max_beam_width=4)
     good = driver.submit([1, 2, 3], max_tokens=4)
 
-    # What equals the default is not sent: True for 1.
+    # Values that equal the default are not sent: True for 1.
     values = [v for v in _NO_WHOLES if v != getattr(SamplingParams(), name, None)]
 
     refused = [(_refusal(driver, **{name: value}), value) for value in values]
@@ -148,7 +148,7 @@ def test_a_fault_of_our_own_at_one_request_fails_it_alone(make_engine, caplog):
     driver = make_engine()
     good = driver.submit([1, 2, 3], max_tokens=4)
 
-    # No front end sends a text here; that the checks raise TypeError of it is the point.
+    # No front end sends a text here; the test needs a TypeError in the checks.
     with pytest.raises(RequestError, match=r"failed on this request \(TypeError") as caught:
         driver.submit([5, 6], temperature="hot")
     driver.run()

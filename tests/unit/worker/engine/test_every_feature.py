@@ -27,7 +27,7 @@ TASKS = (5, 9, 11)
 
 
 def make_adapters():
-    """What requests bring of each LoRA task; ranks and modules differ."""
+    """The adapter fields of each LoRA task's requests; ranks and modules differ."""
     modules = {5: ("attn_q", "attn_v"), 9: ("mlp_gate", "attn_dense"), 11: ("attn_k",)}
     return {
         task: on_the_wire(make_adapter(MODEL, seed=task, rank=rank, modules=modules[task]))
@@ -67,7 +67,7 @@ def make_engine(depth, max_tokens, parallel=None, ties=(), device="cpu"):
 
 
 def draw(rng: random.Random, adapters) -> dict:
-    """A request: its prompt, and features that may stand together."""
+    """A request: its prompt, and features that may be combined."""
     prefix = [rng.randrange(2, 40)] * 24 if rng.random() < 0.5 else []
     prompt = prefix + [rng.randrange(2, VOCAB) for _ in range(rng.randrange(1, 30))]
     fields = {"prompt": prompt, "max_tokens": rng.randrange(1, 8), "seed": rng.randrange(99)}
@@ -116,7 +116,7 @@ def draw(rng: random.Random, adapters) -> dict:
 
 
 def outputs_of(driver: Driver, request: int, fields: dict) -> list:
-    """All ids that came of a request."""
+    """All ids of a request."""
     if fields.get("beam_width", 1) > 1:
         return driver.extras[request, 0][-1]["beams"]["ids"]
     count = fields.get("num_return_sequences", 1)
@@ -124,7 +124,7 @@ def outputs_of(driver: Driver, request: int, fields: dict) -> list:
 
 
 def kill(driver: Driver, rng: random.Random, request: int, source: str) -> None:
-    """End one request in one of the ways that there are."""
+    """End one request in one of the possible ways."""
     way = rng.randrange(3)
     if way == 0:
         driver.engine.cancel(source, [request])
@@ -135,7 +135,7 @@ def kill(driver: Driver, rng: random.Random, request: int, source: str) -> None:
 
 
 def run_all(driver: Driver, asked: list[dict], rng: random.Random) -> set[int]:
-    """Serve all, some dozens at a time; the requests that were killed."""
+    """Serve all, some dozens at a time; returns the requests that were killed."""
     killed, alive = set(), {}
     for number, fields in enumerate(asked, 1):
         source = f"client {number}"

@@ -1,4 +1,4 @@
-"""Model families through the engine: chunked, side by side, and again from the cache."""
+"""Model families in the engine: chunked, batched, and from the prefix cache."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def checkpoint(request, tmp_path_factory):
 
 @pytest.fixture
 def model_folder(checkpoint, tmp_path):
-    """The engine folder that is built of it."""
+    """The engine folder that is built from it."""
     output = tmp_path / "engine"
     assert main(["build", "--checkpoint", str(checkpoint[0]), "--output", str(output)]) == 0
     return output
@@ -52,7 +52,7 @@ def test_a_built_engine_gives_the_tokens_of_transformers(make_engine, checkpoint
 
 @pytest.mark.parametrize("checkpoint", ["mistral"], indirect=True)
 def test_a_window_of_all_layers_bounds_what_a_sequence_holds(make_engine, checkpoint):
-    # 85 tokens of 4 a block in 8 blocks, of which a window of 11 holds 4 beside a chunk.
+    # 85 tokens in blocks of 4 with 8 blocks; a window of 11 holds 4 blocks beside a chunk.
     driver = make_engine(
         max_num_batched_tokens=8, max_num_seqs=2, tokens_per_block=4, max_tokens=32
     )
@@ -71,7 +71,7 @@ def test_a_narrower_window_of_the_cache_comes_before_the_models_own(make_engine)
 
     assert windows() == [9, 9, 0, 9, 9, 0]
     assert windows(attention_windows=(5, 50)) == [5, 9, 5, 9, 5, 50]
-    # What no sequence outgrows is no window.
+    # A window that no sequence exceeds is none.
     assert windows(max_seq_len=9, max_input_len=8) == [0] * 6
 
 
@@ -117,7 +117,7 @@ def test_steps_made_up_to_load_kernels_run_few_layers_and_leave_nothing(
 
     load_product_kernels(engine.runner, engine.scheduler.config)
 
-    # The first layer is dense, the others have experts, and the last may leave tokens out.
+    # The first layer is dense, the others have experts, and the last may skip tokens.
     assert set(ran) == {0, 1, len(layers) - 1}
     prompts = models.prompts(3, 22, 61)
     expected = models.reference_greedy(checkpoint[1], prompts, NUM_TOKENS)

@@ -1,4 +1,4 @@
-"""What a request is told beside its ids: logits of prompt and output, figures."""
+"""A request's outputs besides ids: logits of prompt and output, and figures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PROMPT = list(range(3, 40))
 
 
 def _logits(driver, request_id, name, dtype=np.float32):
-    """[tokens, vocabulary], all that came."""
+    """[tokens, vocabulary], all that arrived."""
     raw = [item for e in driver.extras[request_id, 0] for item in e.get(name, ())]
     return np.frombuffer(b"".join(raw), dtype).reshape(-1, VOCAB)
 
@@ -75,7 +75,7 @@ def test_logits_come_as_float16_where_asked(make_engine):
 
 
 def test_a_preempted_request_returns_each_logit_once(make_engine):
-    # Blocks for little more than one of the two: one is paused, and comes back.
+    # Blocks for little more than one of two requests: one is preempted and resumes.
     driver = make_engine(max_tokens=96, expected_output_tokens=1, max_num_seqs=2)
     values = {
         "max_tokens": 30,

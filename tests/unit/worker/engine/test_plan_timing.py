@@ -1,4 +1,4 @@
-"""How long a plan can wait for newcomers."""
+"""How long planning can wait for new requests."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from trimaran.worker.engine.plan_timing import PlanTiming
 def after_steps(
     step_s: float, plan_s: float, *, count: int = 20, num_prompt_tokens: int = 0
 ) -> tuple[PlanTiming, float]:
-    """A device that has run steps of ``step_s``, two in flight; and the time now."""
+    """A device that has run steps of ``step_s``, two in flight; and the current time."""
     timing = PlanTiming(is_overlapped=True)
     now = 100.0
     timing.submitted(now)

@@ -39,7 +39,7 @@ def test_the_steps_asked_for_are_in_the_trace_and_no_others(traced, tmp_path, pr
     driver.run()
     driver.engine.shutdown()
     launches = spans(tmp_path / "traces").count("engine: launch")
-    # What is in flight when the last one's ids arrive has been launched as well.
+    # Steps in flight when the last step's ids arrive were launched as well.
     assert launches == 3 + depth - 1
 
 

@@ -1,4 +1,4 @@
-"""Which steps are captured, and that what cannot be captured is refused."""
+"""Which steps are captured, and refusals of settings that cannot be."""
 
 import pytest
 import torch
@@ -73,7 +73,7 @@ def test_what_only_gpus_sum_is_refused_on_the_cpu(changes, complaint):
 
 
 def layout(tp_size=1, dp_size=1, moe_ep_size=-1, pp_size=1, hosts=()):
-    """What an engine is told of its ranks, and what a rank knows of them."""
+    """An engine's parallel configuration, and the layout as a rank sees it."""
     sizes = {"tp_size": tp_size, "pp_size": pp_size, "dp_size": dp_size}
     experts = expert_sizes(-1, moe_ep_size, tp_size, dp_size)
     parallel = ParallelConfig(**sizes, moe_tp_size=experts[0], moe_ep_size=experts[1])
@@ -96,7 +96,7 @@ def choose(ranks, **changes):
 
 
 DP_RANKS = {"dp_size": 2, "moe_ep_size": 2}
-"""They share experts."""
+"""Data-parallel ranks that share experts."""
 
 
 @pytest.mark.parametrize(

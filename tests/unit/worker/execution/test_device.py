@@ -1,4 +1,4 @@
-"""A rank's device, and refusals of devices that are not there."""
+"""A rank's device, and refusals of devices that do not exist."""
 
 from __future__ import annotations
 

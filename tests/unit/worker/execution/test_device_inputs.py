@@ -1,4 +1,4 @@
-"""A step's inputs made by the GPU's kernels: those that the CPU makes of the same decision."""
+"""A step's inputs made by the GPU's kernels equal those that the CPU makes."""
 
 from __future__ import annotations
 

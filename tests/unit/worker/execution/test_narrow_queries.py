@@ -1,4 +1,4 @@
-"""Steps with long prompts as a GPU runs them, in Triton's interpreter: those of the CPU."""
+"""Steps with long prompts on a GPU, in Triton's interpreter, equal those on the CPU."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def make_runner(folder, inputs, ops):
 
 @pytest.fixture
 def runners(tmp_path):
-    """The CPU's, which makes queries of all tokens, and one with a GPU's kernels."""
+    """A CPU's runner, which computes all queries, and a runner with a GPU's kernels."""
     models.save_huggingface(tmp_path, models.llama_config())
     sizes = NUM_ROWS, MAX_LEN
     cpu = make_runner(tmp_path, InputBatch(*sizes, BLOCK, 1, CPU, 1), None)
@@ -105,7 +105,7 @@ def test_tokens_and_caches_are_those_of_all_queries(runners, steps, monkeypatch)
 
     assert found[0] == found[1]
     assert any(found[0])
-    # By the one with the kernels of a GPU, in its last layer.
+    # By the runner with a GPU's kernels, in its last layer.
     assert num_narrow > 0
     caches = [runner.groups[0].pool[:-1] for runner in runners]
     torch.testing.assert_close(*caches, atol=2e-5, rtol=1e-4, equal_nan=True)

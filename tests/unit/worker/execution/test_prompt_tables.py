@@ -1,4 +1,4 @@
-"""Prompts with tokens whose vectors the client brings."""
+"""Prompts with virtual tokens, whose embeddings the client sends."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_tokens_beyond_the_vocabulary_have_the_tables_vectors(
 ):
     driver = make_engine(max_num_batched_tokens=tokens_a_step, max_num_seqs=4, depth=2)
     tables = [_table(seed) for seed in (0, 1)]
-    # Salts keep their caches apart, as front ends make them.
+    # Salts separate the caches, as front ends do.
     asked = [
         driver.submit(PROMPT, max_tokens=8, embeddings=_wire(t), cache_salt=bytes([n]))
         for n, t in enumerate(tables)

@@ -1,4 +1,4 @@
-"""Where experts are, and where they should be for what they have to do."""
+"""The placement of experts, and the placement that their loads call for."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trimaran.worker.experts.placement import EMPTY, Placement
 
 
 def check(placement: Placement) -> None:
-    """Every expert is somewhere, and nowhere twice at one part."""
+    """Every expert has a slot, and no two at one part."""
     assert (placement.num_copies() >= 1).all()
     for part in placement.experts:
         held = part[part != EMPTY]
@@ -17,7 +17,7 @@ def check(placement: Placement) -> None:
 
 
 def applied(old: Placement, new: Placement) -> np.ndarray:
-    """What is at each place once the moves are made, all at once."""
+    """The expert in each slot after all moves, made at once."""
     now = old.experts.copy()
     for move in old.moves_to(new):
         now[move.to_part, move.to_slot] = old.experts[move.from_part, move.from_slot]
@@ -40,7 +40,7 @@ def test_hot_experts_are_parted():
 
     assert placement.imbalance(tokens) == pytest.approx(20 / 11)
     assert new.imbalance(tokens) == 1.0
-    # One pair changes slots; the others stay where they are.
+    # One pair of experts is exchanged; the others stay in their slots.
     assert len(placement.moves_to(new)) == 2
 
 
@@ -68,7 +68,7 @@ def test_a_layer_without_load_stays_as_it_is():
         lambda draw: np.full(8, 100),
         lambda draw: draw.integers(990, 1010, 8),
         lambda draw: (draw.pareto(1.0, 8) * 100).astype(np.int64) + 1,
-        # Some that no token chose yet.
+        # Some experts that no token chose yet.
         lambda draw: draw.permutation([7, 0, 0, 3, 1, 0, 0, 5]),
         lambda draw: draw.permutation([1, 1, 0, 0, 0, 0, 0, 0]),
     ],
@@ -83,7 +83,7 @@ def test_with_as_many_slots_as_experts_every_part_gets_all(num_parts, loads):
     assert [sorted(part) for part in new.experts.tolist()] == [list(range(8))] * num_parts
     assert len(placement.moves_to(new)) >= 8 * (num_parts - 1)
     assert new.imbalance(tokens) == pytest.approx(1.0)
-    # And then nothing ever moves again.
+    # From then on no expert moves.
     assert new.balanced(tokens[::-1].copy()) is new
 
 
@@ -99,7 +99,7 @@ def test_even_loads_fill_empty_slots_and_move_nothing_else():
 
 def test_slots_stay_empty_if_copies_would_raise_the_busiest_parts_load():
     placement = Placement.initial(4, 2, 2)
-    # Equal sums of one large and one small, or of two alike: copies would make them unequal.
+    # Equal sums of one large and one small load, or of two equal ones: copies unbalance them.
     tokens = np.array([20, 1, 11, 10])
 
     assert placement.imbalance(tokens) == 1.0

@@ -1,4 +1,4 @@
-"""Outputs that follow a guide: whatever is sampled, alone or among others, early or late."""
+"""Sampled outputs follow their guides, alone or in a batch, at any depth."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_a_replayed_request_whose_output_completes_its_guide_ends(driver):
 def test_without_an_end_id_an_output_goes_on_as_long_as_anything_can_follow(
     driver, kind, guide, expected
 ):
-    # Not even the tokenizer's own end id comes, however likely it is.
+    # Even the tokenizer's own end id is masked, however likely it is.
     bias = np.zeros(TOKENIZER.get_vocab_size(), dtype="<f4")
     bias[END] = 100.0
 
@@ -239,7 +239,7 @@ def test_guides_are_refused_where_they_are_not_served():
 def test_requests_whose_guides_are_being_compiled_count_in_the_queue_and_the_gauges():
     driver = make_engine(max_queue_size=3)
     requests = [submit(driver, "regex", seed=seed) for seed in range(18)]
-    # No grammar either, but that is known later.
+    # This is no grammar either, but that is known only after compiling.
     wrong = submit(driver, "regex", "(")
 
     assert driver.engine.stats()["active_requests"] == 19
@@ -256,7 +256,7 @@ def test_requests_whose_guides_are_being_compiled_count_in_the_queue_and_the_gau
 
 
 class ComparedRequest(Request):
-    """Counts how often it is compared with another."""
+    """Counts its comparisons with other requests."""
 
     num_comparisons = 0
     __hash__ = Request.__hash__
@@ -347,7 +347,7 @@ def test_the_gpu_masks_as_the_cpu_does():
 
 
 def test_a_backend_that_lacks_a_package_of_its_own_is_refused_with_the_cause(monkeypatch):
-    # As python takes a module that is not there.
+    # Python treats None in sys.modules as a missing module.
     monkeypatch.setitem(sys.modules, "pydantic", None)
     for name in [name for name in sys.modules if name.partition(".")[0] == "xgrammar"]:
         monkeypatch.delitem(sys.modules, name)

@@ -1,4 +1,4 @@
-"""Guides that cannot be followed, in whole or in part, and those that look like it."""
+"""Guides that cannot be followed, in whole or in part, and guides that only look so."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def test_schemas_with_notes_and_keywords_that_are_followed_are_served(driver, sc
 
 @pytest.mark.parametrize("limits", [{"minLength": 2, "maxLength": 4}, {"maxLength": 600}])
 def test_a_string_with_a_length_has_no_control_characters_as_they_are(driver, limits):
-    # As likely as can be.
+    # With a bias that makes control characters as likely as possible.
     bias = np.zeros(TOKENIZER.get_vocab_size(), dtype="<f4")
     bias[ids("\x01") + ids("\x1f") + ids("\t")] = 100.0
     schema = json.dumps({"type": "string", **limits})

@@ -1,4 +1,4 @@
-"""Guides that take long or much to be compiled: others go on, and nothing is left of them."""
+"""Guides that take long, or much memory, to compile: others go on, and nothing is left."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from trimaran.worker.guided.trials import Trials
 
 NUM_IDS = 4096
 LEFT_TO_SLOW_S = 2.0
-"""Of work: after that a guide is compiled where it may take all its time."""
+"""Seconds of work after which a guide is compiled by the threads for slow guides."""
 
 PATIENT_S = 250.0
-"""For a machine that has much else to do."""
+"""Seconds, for a machine with other work."""
 
 
 def minutes(number: int) -> str:
-    """A schema that takes half a minute or more, of which no two are alike."""
+    """A schema that takes half a minute or more; each number gives another schema."""
     lengths = range(10 + number, 310 + number)
     properties = {f"of {most}": {"type": "string", "maxLength": most} for most in lengths}
     return json.dumps({"type": "object", "properties": properties})
 
 
 def texts(count: int) -> str:
-    """A choice of so many texts: some 3 s for 9000."""
+    """A choice of ``count`` texts: some 3 s for 9000."""
     return json.dumps([f"value number {place * 7919 % 1000003}" for place in range(count)])
 
 
 @pytest.fixture
 def serve():
-    """A function that makes a driver whose guides may take so long."""
+    """A function that makes a driver with this guide timeout."""
     drivers = []
 
     def make(timeout_s=30.0):
@@ -71,7 +71,7 @@ def compiler(processes):
 
 
 class Processes:
-    """Those below this one that were started since: copies of one, which try guides."""
+    """Child processes since the start of the test: the forking one and its children."""
 
     def __init__(self) -> None:
         self._others = self._all()
@@ -84,7 +84,7 @@ class Processes:
         return [p for p in self._all() if p not in self._others and p not in direct]
 
     def at_work(self) -> list[psutil.Process]:
-        """Copies that have compiled for long, however little they get of a busy machine."""
+        """Children that have compiled for long, by CPU time rather than wall time."""
         return [p for p in self.copies() if seconds_of_work(p) > LEFT_TO_SLOW_S]
 
     def kill_all(self) -> None:
@@ -190,7 +190,7 @@ def test_a_guide_that_is_given_up_as_it_begins_leaves_no_traceback(processes, ca
     trials = Trials(library.to_text())
     trials.run("regex", "ready", PATIENT_S, lambda: True)
     connection, _ = trials._take()
-    # As it is where the copy has its task, and has not seen yet that the other end is closed.
+    # The child has its task, and has not noticed yet that the other end is closed.
     with socket.socket(fileno=os.dup(connection.fileno())) as ours:
         ours.shutdown(socket.SHUT_RD)
 
@@ -203,7 +203,7 @@ def test_a_guide_that_is_given_up_as_it_begins_leaves_no_traceback(processes, ca
 
 
 def test_processes_that_end_are_replaced(compiler, processes):
-    # All of them, then the one that tries a guide, which may be why it ended.
+    # All of them, then the one that compiles a guide, whose guide may be the reason.
     processes.kill_all()
     slow = compiler.submit("json_schema", minutes(0))
     wait_until(processes.at_work)

@@ -1,4 +1,4 @@
-"""A sequence's blocks lie on one side of memory as long as that costs nothing else."""
+"""A sequence's blocks lie on one side of memory as long as that costs no content."""
 
 import random
 from array import array
@@ -62,7 +62,7 @@ def test_no_content_is_evicted_for_a_side_while_blocks_without_are_free():
 
 
 def filled_pool() -> BlockPool:
-    """Blocks of either side in turn, whose content goes from the first one on."""
+    """Blocks that alternate between sides, with content that was freed in their order."""
     pool = BlockPool(64)
     pool.set_sides(bytes(range(2)) * 32)
     blocks = pool.allocate(64)
@@ -83,7 +83,7 @@ def test_content_of_the_other_side_goes_first_once_it_is_much_older(priority):
     pool = filled_pool()
     for block in range(64):
         pool.retain(bytes([block]), Retention(priority))
-    # It is older by an eighth of all blocks then.
+    # The content is older by an eighth of all blocks then.
     assert pool.allocate(8, [0]) == [0, 2, 4, 6, 8, 1, 10, 3]
     assert pool.allocate(2, [0]) == [12, 5]
 
@@ -95,12 +95,12 @@ def test_a_sequence_keeps_to_the_side_where_it_began_for_want_of_others():
     for block in blocks:
         pool.publish(block, bytes([block]))
     pool.release(blocks[5::-1])
-    # More are free on side 0, but the only one without content lies on side 1.
+    # Side 0 has more free blocks, but the only block without content is on side 1.
     assert pool.allocate(2) == [7, 5]
 
 
 def converse(manager: KVCacheManager, ids: array) -> int:
-    """One sequence of these ids from its start to its end; how many were found."""
+    """Run one sequence of these ids from start to end; returns its cached tokens."""
     blocks = SequenceBlocks(1, root_hash(b"", 0))
     manager.extend_hashes(blocks, ids)
     num_found, _ = manager.begin(blocks, manager.prefixes.find(blocks, len(ids)))
@@ -119,7 +119,7 @@ def test_content_behind_a_common_beginning_may_fill_both_sides(is_placed):
         manager.set_sides([bytes(draw.randrange(2) for _ in range(num_blocks))])
     for number in range(40):
         converse(manager, array("i", [number] * 10 * size))
-    # In 310 blocks; all of them begin with 10 on one side.
+    # In 310 blocks; all sequences begin with the same 10 blocks on one side.
     chats = [array("i", [100] * 10 * size + [number] * 10 * size) for number in range(30)]
     for _ in range(2):
         for ids in chats:

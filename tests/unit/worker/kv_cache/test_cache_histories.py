@@ -1,4 +1,4 @@
-"""Random histories of all that sequences do: no block is lost, none holds another's KV."""
+"""Random histories of sequences: no block is lost, and none holds another sequence's KV."""
 
 import random
 from array import array
@@ -20,13 +20,13 @@ from trimaran.worker.scheduling.step_plan import ScheduledStep
 from trimaran.worker.steps.step_types import NO_ID
 
 NUM_REQUESTS, END = 40, 8
-# Behind the first ones those that led to what was wrong once.
+# After the first seeds, those of histories that failed once.
 SEEDS = [*range(24), 219, 220, 354, 398, 529, 530, 704, 739]
 POLICIES = ["max_utilization", "max_utilization", "guaranteed_no_evict", "static_batch"]
 
 
 class History:
-    """A scheduler and a cache of random sizes, and requests that come and go."""
+    """A scheduler and a cache of random sizes, with requests that arrive and end."""
 
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
@@ -53,7 +53,7 @@ class History:
             is_reserving=not config.can_preempt,
             switch_at=0 if window else rng.choice([0, 20]),
         )
-        # Of a history of its own: others go on as they went before there were sides.
+        # A separate generator, so that other draws of a seed stay as they were.
         draw = random.Random(seed)
         if draw.random() < 0.5:
             share = draw.choice([0.1, 0.5, 1.0])
@@ -129,7 +129,7 @@ class History:
             self.in_flight.append((step, *self.sample(step)))
         ends = scheduler.take_ended()
         self.note(ends)
-        # An engine that waits for nothing has something to do.
+        # An engine that waits for nothing must have work.
         assert self.in_flight or ends or not scheduler.has_requests, "nothing can start"
         if self.in_flight and (step is None or len(self.in_flight) >= self.depth):
             emissions = scheduler.update_from_output(*self.in_flight.pop(0))
@@ -138,7 +138,7 @@ class History:
             self.check()
 
     def sample(self, step: ScheduledStep) -> tuple[list[int], list[Candidates]]:
-        """Made-up ids of a step's sequences, and candidates of its beams."""
+        """Random ids of a step's sequences, and candidates of its beams."""
         rng, decision = self.rng, step.decision
         ids, candidates = [], []
         for sequence, entry in zip(step.sampled, decision.sampled.tolist(), strict=True):

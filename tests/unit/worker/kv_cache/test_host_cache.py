@@ -1,4 +1,4 @@
-"""KV blocks that were evicted come back from the host with the same tokens."""
+"""KV blocks that were evicted to the host and loaded again give the same tokens."""
 
 import pytest
 
@@ -93,7 +93,7 @@ def test_a_preempted_sequence_resumes_with_its_own_blocks(
     if not enable_block_reuse:
         assert host.num_used == 0
         if "host_bytes" not in changes:
-            # What was not full, of each, and what was on its way when it was paused.
+            # The partial block of each sequence, and the tokens in flight at its preemption.
             assert scheduler.preemptions.num_tokens < 18 * scheduler.preemptions.num_sequences
 
 
@@ -101,7 +101,7 @@ def test_a_slot_that_is_replaced_twice_in_a_step_gets_what_came_last_alone():
     pool = BlockPool(4, HostPool(2))
     for block in pool.allocate(4):
         pool.publish(block, bytes([block]))
-    # It keeps its slot, so that all others have one among them.
+    # This content keeps its slot, so that all others share one slot.
     pool.retain(bytes([0]), Retention(80))
     pool.release([3, 2, 1, 0])
 

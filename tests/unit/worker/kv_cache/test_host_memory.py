@@ -1,4 +1,4 @@
-"""The host's memory for KV blocks: what is locked, how it ends, and what is refused."""
+"""Host memory for KV blocks: locking, freeing and refusals."""
 
 import gc
 import mmap
@@ -17,7 +17,8 @@ PAGE = mmap.PAGESIZE
 
 
 class Locks:
-    """Holds ranges as the driver does: whole pages, none twice, of the ``room`` first calls."""
+    """Locks ranges like the driver: whole pages, none twice; the first ``room`` calls
+    succeed."""
 
     def __init__(self, room=1000):
         self.room = room
@@ -41,7 +42,7 @@ class Locks:
 
 
 def resident_bytes(address, num_bytes):
-    """Bytes of a range that the kernel has given pages for."""
+    """Bytes of a range for which the kernel has allocated pages."""
     with open("/proc/self/pagemap", "rb") as pages:
         pages.seek(address // PAGE * 8)
         entries = memoryview(pages.read(num_bytes // PAGE * 8)).cast("Q")

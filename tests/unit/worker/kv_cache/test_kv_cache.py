@@ -1,4 +1,4 @@
-"""Blocks of the KV cache are never lost, never held by two writers, and found by content."""
+"""Blocks of the KV cache are never lost, have one writer, and are found by content."""
 
 import random
 from array import array

@@ -1,4 +1,4 @@
-"""The last, partial block of a sequence serves others that begin alike."""
+"""The partial last block of a sequence serves sequences with the same first tokens."""
 
 from array import array
 
@@ -12,7 +12,7 @@ SIZE = 8
 
 
 def start(manager, ids):
-    """Admit a sequence and give it all its blocks; it and how many tokens were cached."""
+    """Admit a sequence and give it all its blocks; returns it and its cached tokens."""
     manager.begin_step()
     blocks = start_of(manager, ids)
     num_cached, _ = manager.begin(blocks, manager.prefixes.find(blocks, len(ids), ids))
@@ -76,7 +76,7 @@ def test_partial_blocks_give_way_to_full_ones():
     ended(manager, older)
     ended(manager, newer)
 
-    # One block never had content, and the partial one goes next.
+    # One block never had content; the partial block is evicted next.
     other = SequenceBlocks(1, root_hash(b"", 0))
     assert manager.grow(other, 2 * SIZE)
     manager.release(other)
@@ -137,8 +137,8 @@ def test_a_fork_copies_no_block_that_its_parent_gets_as_a_copy_in_the_same_step(
     driver.submit(prompt, max_tokens=100)
     for _ in range(75):
         driver.step()
-    # Paused when the first request takes the last block. When that one ends, the parent comes
-    # back with a copy of its first block, and the fork, which had no row, starts beside it.
+    # The fork's parent is preempted when the first request takes the last block. When that
+    # request ends, the parent resumes with a copy of its first block, and the fork starts.
     request = driver.submit(prompt, max_tokens=30, num_return_sequences=2)
     driver.run()
 

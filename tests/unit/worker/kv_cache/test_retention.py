@@ -1,4 +1,4 @@
-"""What is evicted first, what moves to the host, and what a window lets go of."""
+"""The order of eviction, the content that moves to the host, and windows."""
 
 import random
 import tracemalloc
@@ -34,7 +34,7 @@ def drain(free: FreeBlocks) -> list[int]:
 
 
 def start(manager: KVCacheManager, ids: array, retention=None):
-    """Admit a sequence whose loads are over at once, with all blocks, computed."""
+    """Admit a sequence with complete loads, all blocks and computed tokens."""
     manager.begin_step()
     blocks = SequenceBlocks(len(manager.pools), root_hash(b"", 0))
     blocks.retention = retention
@@ -128,7 +128,7 @@ def test_ranges_of_a_prompt_and_its_output_are_kept_apart():
 
     manager.release(start(manager, array("i", range(100, 116)))[0])
 
-    # Gone are the output's blocks, and then the later half of the prompt.
+    # Evicted are the output's blocks, and then the later half of the prompt.
     assert start(manager, ids)[1] == 8
 
 
@@ -176,7 +176,7 @@ def test_a_window_lets_go_of_all_but_the_sinks_and_what_is_seen():
 
     manager.free_outside_window(blocks, 23)
 
-    # Token 23 sees 18 to 23, which begin in block 4.
+    # Token 23 sees tokens 18 to 23, which begin in block 4.
     assert (blocks.num_held, manager.num_free) == (3, 5)
     manager.check([blocks])
     manager.release(blocks)
@@ -240,8 +240,8 @@ def test_a_request_decides_how_long_its_prompt_stays(make_engine, prompt_of, pri
     driver.submit(first, max_tokens=2)
     driver.run()
 
-    # There is room for two prompts and a little: the third took the place of the second,
-    # or of the first if that is worth less.
+    # The cache has room for two prompts and a little: the third evicts the second prompt's
+    # blocks, or the first's if they have a lower priority.
     found = driver.engine.stats()["kv_reused_blocks"] - reused
     assert found == (1 if priority == 10 else 5)
 

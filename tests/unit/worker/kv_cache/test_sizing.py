@@ -1,4 +1,4 @@
-"""The KV cache takes what memory, a token count and the rows allow, whichever is least."""
+"""The KV cache takes the least of what memory, a token count and the rows allow."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Layers that see a window of tokens, and the first ones, against transformers with a mask."""
+"""Layers with attention windows and sinks, against transformers with a mask."""
 
 import pytest
 import torch
@@ -72,7 +72,7 @@ def test_tokens_are_those_of_transformers_with_the_same_masks(
     assert [driver.output(number) for number in ids] == expected
     driver.check_idle()
 
-    # Again, from what is cached now.
+    # Again, from the prefix cache.
     ids = [driver.submit(prompt, max_tokens=NUM_TOKENS) for prompt in prompts]
     driver.run()
     assert [driver.output(number) for number in ids] == expected
@@ -82,7 +82,7 @@ def test_tokens_are_those_of_transformers_with_the_same_masks(
 
 @pytest.mark.parametrize("policy", ["max_utilization", "guaranteed_no_evict"])
 def test_a_window_bounds_what_a_sequence_holds(make_engine, prompt_of, reference, policy):
-    # 112 tokens of 16 a block in 5 blocks, more than once.
+    # Sequences of 112 tokens, in blocks of 16 with 5 blocks, more than once.
     small = {"max_tokens": 80, "max_num_batched_tokens": 16, "policy": policy}
     driver = make_engine(attention_windows=(17,), num_sinks=2, **small)
     prompts = [prompt_of(72, seed=seed) for seed in range(3)]
@@ -102,7 +102,7 @@ def test_beams_behind_a_cached_prompt_are_promised_no_more_than_they_can_hold(
     window = {"attention_windows": (16,), "max_beam_width": 2}
     prompt = prompt_of(65)
     fields = {"max_tokens": 16, "beam_width": 2, "num_return_sequences": 2}
-    # The prompt's blocks but one are behind the window, and the promise is the whole cache.
+    # All blocks of the prompt but one left the window; the reservation is the whole cache.
     driver = make_engine(policy="guaranteed_no_evict", max_tokens=96, **window)
     driver.submit(prompt, max_tokens=1)
     driver.run()

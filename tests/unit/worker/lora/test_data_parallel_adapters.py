@@ -1,4 +1,4 @@
-"""Adapters of data-parallel ranks, of which some have no room for another one."""
+"""Adapters of data-parallel ranks, some of which have no room for another adapter."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from trimaran.worker.scheduling.data_parallel import DataParallelAdapters
 
 
 class DataParallelRanks:
-    """The adapters of two dp ranks, each of which has room for two; requests go on until they
-    are ended."""
+    """The adapters of two dp ranks with room for two each; requests stay open until the test
+    ends them."""
 
     def __init__(self, make_engine, model_folder, prefetch_dir) -> None:
         self.weights = {task: make_adapter(model_folder, seed=task) for task in range(5)}
@@ -37,7 +37,8 @@ class DataParallelRanks:
         self.adapters.is_open = lambda request: request in self.open
 
     def ask(self, task, rank, weights=None, name="") -> Request:
-        """A request with an adapter that ``weights`` name if it comes along, or of a folder."""
+        """A request with an adapter: a known one, one that ``weights`` bring, or of a
+        folder."""
         request = Request(
             source="client",
             request_id=0,
@@ -47,7 +48,7 @@ class DataParallelRanks:
             dp_rank=rank,
             has_adapter=True,
         )
-        # As front ends send one: of an id alone they say nothing more.
+        # As front ends send it: a task id alone has no further fields.
         adapter = {} if weights is None else on_the_wire(self.weights[weights])
         adapter = {"name": name} if name else adapter
         message = Submit(
@@ -58,7 +59,7 @@ class DataParallelRanks:
         return request
 
     def weights_of(self, request: Request) -> object:
-        """What the adapter of a request consists of."""
+        """The content of a request's adapter."""
         return self.managers[request.dp_rank]._on_host[request.adapter_id].content
 
     def fill(self, rank) -> None:
@@ -80,7 +81,7 @@ def test_an_adapter_is_served_where_there_is_room_for_it(dp_ranks, full):
     named = [dp_ranks.ask(3, rank) for rank in (0, 1)]
 
     assert {request.dp_rank for request in (*brought, *named)} == {1 - full}
-    # Those that are known everywhere go where they were sent.
+    # Adapters that all dp ranks have are served where the request was sent.
     assert dp_ranks.ask(1, full).dp_rank == full
 
 
@@ -135,7 +136,7 @@ def test_an_id_means_its_newest_weights_in_a_dp_rank_without_room_too(dp_ranks):
     assert dp_ranks.weights_of(new) == dp_ranks.weights_of(later) != dp_ranks.weights_of(old)
     assert dp_ranks.weights_of(later) == on_the_wire(dp_ranks.weights[3])["digest"]
     dp_ranks.open.clear()
-    # Nobody needs the old one any more, and there is room again.
+    # No request needs the old adapter any more, so there is room again.
     assert dp_ranks.ask(4, 0, weights=4).dp_rank == 0
 
 

@@ -1,4 +1,4 @@
-"""Requests with adapters at the engine: whose tokens they get, and which adapters are kept."""
+"""Requests with adapters in the engine: their tokens, and which adapters stay cached."""
 
 import pytest
 import torch
@@ -31,8 +31,8 @@ def references(model_folder, adapters):
 
 
 def use_gpu_kernels(driver):
-    """Let the engine keep adapters as on a GPU, and add them by its kernels: to prompts as
-    they are launched, and to steps that decode as if they were captured."""
+    """Let the engine store adapters as on a GPU and apply them with its kernels: launched for
+    prompts, and as if captured for decodes."""
     runner, manager = driver.engine.runner, driver.engine._adapters
     memory = torch.empty(manager._allocator.size, dtype=torch.float32)
     slots = DeviceSlots(
@@ -53,7 +53,7 @@ def use_gpu_kernels(driver):
 
 
 def submit(driver, adapters, prompt, task, **fields):
-    """A request that brings its adapter along."""
+    """A request that brings its adapter."""
     adapter = on_the_wire(adapters[task]) if task else None
     return driver.submit(prompt, max_tokens=LENGTH, adapter_id=task, adapter=adapter, **fields)
 
@@ -73,7 +73,7 @@ def test_each_request_of_a_mixed_batch_gets_what_its_merged_weights_give(
     driver = make_engine(**changes)
     if has_gpu_kernels:
         use_gpu_kernels(driver)
-    # The interpreter takes its time.
+    # Triton's interpreter is slow.
     prompts = [prompt_of(10 + 9 * seed, seed) for seed in range(1 if has_gpu_kernels else 3)]
     asked = [(p, task) for p in prompts for task in (0, 5, 9)]
 
@@ -126,7 +126,7 @@ def test_front_ends_hear_which_weights_an_id_means(make_engine, adapters, prompt
     broken = {**second, "config": {**second["config"], "shape": [-1]}}
     with pytest.raises(RequestError):
         driver.submit(prompt, max_tokens=1, adapter_id=5, adapter=broken)
-    # What was taken stays, although its request fails for another reason.
+    # The adapter stays, although its request fails for another reason.
     with pytest.raises(RequestError, match="guided_decoding_backend"):
         driver.submit(
             prompt, max_tokens=1, adapter_id=5, adapter=second, guide_type="json"
@@ -169,7 +169,7 @@ def test_other_weights_under_the_same_id_are_another_adapter(
 
     assert driver.output(first) == greedy(references[5], prompt, LENGTH)
     for request in (second, third):
-        # No KV block of the first one's prompt was taken.
+        # The second prompt took no KV block of the first.
         assert driver.output(request) == greedy(references[9], prompt, LENGTH)
 
 
@@ -233,7 +233,7 @@ def test_other_weights_take_the_room_of_those_that_they_replace(
     )
     driver.run()
 
-    # The other one was used less recently, but is still there.
+    # The other adapter was used less recently, but is still cached.
     driver.submit(prompt_of(10), max_tokens=LENGTH, adapter_id=1)
     driver.run()
     driver.check_idle()
@@ -260,7 +260,7 @@ def test_a_request_costs_the_same_however_many_of_its_adapter_are_open(make_engi
         submitted = driver.submit([1, 2], max_tokens=1, adapter_id=5)
         driver.engine.cancel("client", [submitted])
     (adapter,) = manager._on_host.values()
-    # Those that are over are forgotten.
+    # Finished requests are removed.
     assert len(adapter.requests) < 2000
 
 
@@ -364,7 +364,7 @@ def test_a_request_that_waited_for_an_adapter_precedes_later_ones_and_follows_ur
 
     assert len(driver.output(first)) == 30
     order = [request for request, _ in driver.reasons if request in asked]
-    # The urgent ones, then the others, each as they came.
+    # The urgent requests, then the others, each in order of arrival.
     assert order == [asked[3], asked[4], asked[5], asked[0], asked[1], asked[2]]
     driver.check_idle()
 

@@ -1,4 +1,4 @@
-"""Adapters together with what else a request can ask for: beams, sequences, logits."""
+"""Adapters combined with other features: beams, sequences, logits."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Folders of adapters that somebody writes to while they are read, and files that are none."""
+"""Folders of adapters that are written while they are read, and files that are no adapters."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_weights_that_change_between_their_names_and_their_numbers_are_refused(
     (tmp_path / PEFT).write_bytes(whole)
     first = list(found.matrices())
     (tmp_path / PEFT).unlink()
-    # What was checked is what is used.
+    # The adapter that was checked is the adapter that is used.
     for one, other in zip(first, found.matrices(), strict=True):
         assert torch.equal(one.a, other.a) and torch.equal(one.b, other.b)
 
@@ -282,7 +282,7 @@ def test_others_run_on_while_an_adapter_is_sent_in_pieces(
     running = driver.submit([1], max_tokens=100)
     driver.step()
     for name in "ba":
-        # The second takes the place of the first, of which some pieces were sent.
+        # The second adapter replaces the first, of which some chunks were sent.
         last = driver.submit(prompt_of(20), max_tokens=LENGTH, **given[name])
         for _ in range(4):
             driver.step()
@@ -295,7 +295,7 @@ def test_others_run_on_while_an_adapter_is_sent_in_pieces(
     assert len(driver.output(running)) == 100
     expected = greedy(merged(model_folder, adapter), prompt_of(20), LENGTH)
     assert driver.output(last) == expected
-    # Where nothing runs it comes at once.
+    # With no other work it arrives at once.
     alone = driver.submit(prompt_of(20), max_tokens=LENGTH, **given["b"])
     driver.step()
     assert pieces[-1] == size and len(driver.output(alone)) == 1
@@ -317,7 +317,7 @@ def test_nothing_is_read_of_an_adapter_that_finds_no_room(
     other = {"adapter": {"name": "b"}}
     if place == "request":
         other = {"adapter_id": 5, "adapter": on_the_wire(adapter)}
-    # From now on its numbers need no second look.
+    # From now on its values need no second check.
     driver.submit([1], max_tokens=1, **other)
     driver.run()
     running = driver.submit([1], max_tokens=LENGTH, adapter={"name": "a"})
@@ -350,7 +350,7 @@ def test_an_adapter_that_a_request_waits_for_is_sent_before_others(
     given = {task: {**on_the_wire(adapter), "digest": b"%d" % task} for task in range(1, 6)}
     running = driver.submit([1], max_tokens=125)
     driver.step()
-    # Such as a front end tells an engine that was gone.
+    # For example, a front end tells an engine that was restarted.
     for task in (1, 2, 3):
         driver.engine.keep_adapter(KeepAdapter(adapter_id=task, adapter=given[task]))
     gone = driver.submit([1], max_tokens=1, adapter_id=4, adapter=given[4])
@@ -429,14 +429,14 @@ def test_weights_are_read_of_those_alone_that_the_host_has_room_for(
     driver = make_engine(lora=lora)
 
     assert driver.engine._adapters.num_on_host == 2
-    # Rows of the two files are as long as the longest, and their configs are small.
+    # Rows of the two files are as long as the longest row, and their configs are small.
     assert 2 * size <= num_bytes < 4 * size
 
 
 def test_an_array_that_memory_cannot_hold_is_refused_and_left_out_at_the_start(
     make_engine, adapter, tmp_path, monkeypatch
 ):
-    """A file with holes may say so."""
+    """A sparse file may claim any size."""
     for name in ("bad", "good"):
         write(tmp_path / name, adapter, ARRAYS)
     read = np.fromfile

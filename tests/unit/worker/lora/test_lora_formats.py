@@ -1,4 +1,4 @@
-"""Adapters as they come: PEFT's folders, the converter's files, and what is wrong with some."""
+"""Formats of adapters: PEFT's folders, the converter's files, and invalid ones."""
 
 import dataclasses
 import json
@@ -143,7 +143,7 @@ def test_the_converters_files_are_read_back(adapter, tmp_path, name):
 def test_an_adapter_that_does_not_fit_is_refused_by_row(make_engine, adapter, row, text):
     driver = make_engine()
     tensors = to_tensors(adapter)
-    # In the place of what stands first, or of itself.
+    # In place of the first row, or of the row itself.
     tensors.config_N3[4 if row[0] == 5 else 0] = row
 
     with pytest.raises(RequestError, match=f"LoRA task 7: .*{text}"):
@@ -188,7 +188,7 @@ def test_tensors_of_half_a_number_are_refused_and_end_nothing(make_engine, adapt
     with pytest.raises(RequestError, match="lora_weights or lora_config: buffer size must be"):
         driver.submit([1, 2], adapter_id=7, adapter=message)
     driver.engine.keep_adapter(KeepAdapter(adapter_id=7, adapter=message))
-    # What no front end sends.
+    # No front end sends this.
     driver.engine.keep_adapter(KeepAdapter(adapter_id=7, adapter={"weights": 1, "config": 2}))
     driver.run()
 
@@ -349,7 +349,7 @@ def test_numbers_are_looked_at_once_for_each_version(
     few = LoraConfig(prefetch_dir=str(tmp_path), host_memory_bytes=int(1.9 * size))
     driver, num_looks = make_engine(lora=few), 0
     for name in ("b", "a", "b", "a"):
-        # Each makes room for the other.
+        # Each adapter replaces the other.
         driver.submit([1, 2], max_tokens=1, adapter={"name": name})
         driver.run()
     assert num_looks == 1 and driver.engine._adapters.num_on_host == 1

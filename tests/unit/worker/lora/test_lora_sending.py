@@ -1,4 +1,4 @@
-"""Adapters on their way from rank 0, in an engine that does something else or nothing."""
+"""Adapters sent from rank 0, in an idle or a busy engine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def adapter(model_folder):
 
 
 def given(adapter, task):
-    """An adapter as the wire has it, unlike that of another task."""
+    """An adapter in wire form, different for each task."""
     return {**on_the_wire(adapter), "digest": b"%d" % task}
 
 
@@ -44,7 +44,7 @@ def test_an_idle_engine_passes_on_what_it_is_told_of(make_engine, adapter):
     store = driver.engine.runner.adapters
     for number in driver.engine._adapters._on_host:
         store.wait_for(number)
-    # In pieces: requests that come meanwhile do not wait for all of them.
+    # In chunks: requests that arrive meanwhile do not wait for all of them.
     size = sum(one.a.nbytes + one.b.nbytes for one in adapter)
     assert driver.num_steps > 2 * size // (2 * PIECE_BYTES)
     assert driver.engine.scheduler.step == 0

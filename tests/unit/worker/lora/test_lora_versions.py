@@ -61,7 +61,7 @@ def test_what_is_written_after_a_folder_was_looked_up_is_checked_and_not_taken_f
         patches.setattr(AdapterFolders, "read", rewrite)
         with pytest.raises(RequestError, match="holds nan") if is_known else nullcontext():
             ask(0, adapter={"name": "a"})
-    # As it was when it was looked up, the time included.
+    # As it was at the look-up, its time included.
     aside.replace(tmp_path / "a" / PEFT)
     with nullcontext() if is_known else pytest.raises(RequestError, match="holds nan"):
         ask(0, adapter={"name": "a"})

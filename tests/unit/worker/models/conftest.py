@@ -1,4 +1,4 @@
-"""What the tests of models share: the operators that they run with."""
+"""The operators with which the tests of models run."""
 
 from __future__ import annotations
 

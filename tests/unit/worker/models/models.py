@@ -1,4 +1,4 @@
-"""Small random models of transformers, and ours run over a paged cache beside them."""
+"""Small random models of transformers, and our models run over a paged cache."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ _ODD: dict[str, Any] = {
     "eos_token_id": None, "pad_token_id": None, "rms_norm_eps": 1e-5,
     "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
 }  # fmt: skip
-"""Heads that are no power of two, whose sizes do not add up to the hidden size."""
+"""Head counts that are no power of two, and sizes that do not add up to the hidden size."""
 
 _GEMMA2 = {
     "query_pre_attn_scalar": 14, "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.5,
@@ -148,7 +148,7 @@ _ODD_DENSE = {
 
 
 def longrope_config() -> Phi3Config:
-    """A Phi 3 stretched from 32 positions to 128, whose rotated dims have factors each."""
+    """A Phi 3 stretched from 32 positions to 128, with a factor for each rotated dim."""
     values = {"rope_type": "longrope", "rope_theta": 5000.0, "partial_rotary_factor": 0.6}
     values["short_factor"] = [1.0, 1.1, 1.2, 1.3, 1.4, 1.5]
     values["long_factor"] = [1.5, 2.0, 2.5, 3.0, 3.5, 4.0]
@@ -157,7 +157,8 @@ def longrope_config() -> Phi3Config:
 
 
 def two_rotations_config() -> Gemma3TextConfig:
-    """A Gemma 3 whose layers without windows are stretched so; the others' are not."""
+    """A Gemma 3 whose layers without windows have a scaled rotation, and the others a plain
+    one."""
     long = {"rope_type": "longrope", "rope_theta": 5000.0}
     long["original_max_position_embeddings"] = 32
     long["short_factor"] = [1.0 + 0.1 * number for number in range(10)]
@@ -168,7 +169,7 @@ def two_rotations_config() -> Gemma3TextConfig:
 
 
 def dense_configs() -> dict[str, Any]:
-    """Families beside Llama and GPT-2, each with what sets it apart."""
+    """Families besides Llama and GPT-2, each with its special features."""
     return {name: kind(**{**_ODD, **changes}) for name, (kind, changes) in _ODD_DENSE.items()}
 
 
@@ -254,7 +255,7 @@ def _rotated(share: float, **changes: Any) -> dict[str, Any]:
 
 
 def parallel_configs() -> dict[str, Any]:
-    """The families whose attention and MLP are beside each other, and their other forms."""
+    """The families whose attention and MLP are parallel, and their other forms."""
     is_new = {"new_decoder_architecture": True, "num_kv_heads": 2}
     after = {"use_parallel_residual": False, "tie_word_embeddings": True}
     linear = _rotated(0.5, rope_type="linear", factor=2.0)
@@ -319,7 +320,7 @@ def save_huggingface(
             torch.nn.init.normal_(buffer, 0.0, 0.2)
     model = model.to(dtype)
     model.save_pretrained(folder, max_shard_size=file_size)
-    # Reloaded, so that both sides have what the files say.
+    # Reloaded, so that both models have the values of the files.
     return load_huggingface(folder, config, dtype=dtype)
 
 
@@ -350,7 +351,7 @@ def load_ours(
 ) -> CausalLM:
     """Our model of a Hugging Face folder; by plain torch unless ``ops`` are given.
 
-    ``is_finished=False`` leaves out what is done once weights are in place.
+    ``is_finished=False`` skips the processing after the weights are loaded.
     """
     found = EngineFolder.load(folder)
     stage = StageRange.of(found.config.num_hidden_layers, 0, 1)
@@ -371,10 +372,10 @@ def load_ours(
 
 
 def reference_greedy(model: Any, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
-    """What transformers continues each prompt with, one at a time and without its cache.
+    """Transformers' continuation of each prompt, one at a time and without a cache.
 
-    Where a sequence outgrows LongRoPE's short factors, `generate` of transformers 5.17 drops
-    the cache but goes on with the last token alone, as if nothing stood before it.
+    Where a sequence exceeds LongRoPE's short factors, `generate` of transformers 5.17 drops
+    the cache but goes on with the last token alone, as if it had no context.
     """
     outputs = []
     for prompt in prompts:

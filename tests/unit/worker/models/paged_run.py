@@ -14,7 +14,7 @@ BLOCK = 4
 
 
 class PagedRun:
-    """A few sequences on one model, with their blocks dealt out in mixed order."""
+    """A few sequences on one model, with their blocks in mixed order."""
 
     def __init__(self, model: CausalLM, num_sequences: int, max_len: int = 64) -> None:
         self.model = model
@@ -27,7 +27,7 @@ class PagedRun:
         spec = model.kv_cache_specs()[0]
         layers = len(model.kv_cache_specs())
         shape = (order.numel(), layers, *spec.block_shape(BLOCK))
-        # NaN: whatever a layer reads that nobody wrote must not matter.
+        # NaN: content that no step wrote must not matter.
         pool = torch.full(shape, float("nan"), dtype=spec.dtype)
         self.caches = [pool[:, layer] for layer in range(layers)]
 
@@ -39,9 +39,9 @@ class PagedRun:
         wanted: Tensor | None = None,
         makes_all_queries: bool = True,
     ) -> Tensor:
-        """Run one step that gives each sequence a chunk of tokens; its hidden states, or those
-        of the tokens that are wanted, of which the last layer may make queries alone if each
-        is the last one of its chunk."""
+        """Run one step that gives each sequence a chunk of tokens. Returns its hidden states,
+        or those of the wanted tokens; if each of these is the last of its chunk, the last layer
+        may compute their queries alone."""
         tokens, positions, slots, starts = [], [], [], [0]
         for sequence, ids in chunks.items():
             first = self.lengths[sequence]

@@ -26,7 +26,7 @@ CONFIGS = {
 }
 RANK, ALPHA = 4, 8.0
 FUSED = "query_key_value"
-"""Its rows lie in another order in every architecture: such adapters are refused."""
+"""A part whose rows have another order in every architecture: such adapters are refused."""
 NOT_ADAPTED = (
     ".q_proj",
     ".kv_a_proj_with_mqa",
@@ -35,11 +35,11 @@ NOT_ADAPTED = (
     ".up_proj",
     ".down_proj",
 )
-"""Of DeepSeek, which takes adapters of its output projection alone."""
+"""A part of DeepSeek, which takes adapters of its output projection alone."""
 
 
 def adapted(theirs, folder, *, with_fused):
-    """The model with a random adapter merged in, which is written as PEFT does."""
+    """The model with a random adapter merged in, which is also written as PEFT does."""
     merged, tensors = copy.deepcopy(theirs), {}
     generator = torch.Generator().manual_seed(1)
     for name, linear in merged.named_modules():

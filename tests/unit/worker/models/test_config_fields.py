@@ -1,4 +1,4 @@
-"""Every key of transformers' configurations is honoured, refused, or known to do nothing."""
+"""Every key of transformers' configurations is honoured, refused, or known to be unused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def values_of(name):
 
 
 def config_of(values):
-    """What we make of it, but for ids of tokens, which requests name."""
+    """Our configuration, without token ids, which requests name."""
     config = PretrainedConfig.from_huggingface(values, "config.json")
     return replace(config, bos_token_id=None, eos_token_ids=(), pad_token_id=None)
 
@@ -59,7 +59,7 @@ def test_a_key_that_is_left_out_means_what_it_does_to_transformers(name):
         try:
             theirs = AutoConfig.for_model(**json.loads(json.dumps(left))).to_dict()
         except StrictDataclassError:
-            # Their default does not go with the other sizes.
+            # Their default does not fit the other sizes.
             continue
         assert ours == config_of({**theirs, "architectures": whole["architectures"]}), key
 

@@ -1,4 +1,4 @@
-"""What is DeepSeek's own: the compressed cache, matrices of heads, a layer left out."""
+"""Features of DeepSeek alone: the compressed cache, head matrices, a skipped layer."""
 
 from __future__ import annotations
 
@@ -96,5 +96,5 @@ def test_logits_in_bfloat16_are_within_rounding_of_float32(name, tmp_path):
 
     expected = theirs(torch.tensor([prompt])).logits[0].detach().float()
     exact = theirs.float()(torch.tensor([prompt])).logits[0].detach()
-    # Queries are rounded once more, behind their product with a head's matrix.
+    # Queries are rounded once more, after their product with a head's matrix.
     assert (logits - exact).abs().mean() <= 1.5 * (expected - exact).abs().mean()

@@ -1,4 +1,4 @@
-"""Models whose first product is looked up by token id: the states of those that make it."""
+"""Models with a first-layer table have the same hidden states as models without."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OTHERS = {
 
 
 def load_pair(folder, config):
-    """One model that makes its first product, and one that looks it up."""
+    """One model that computes its first product, and one that looks it up."""
     models.save_huggingface(folder, config)
     made, looked_up = (models.load_ours(folder, ops=TorchOps()) for _ in range(2))
     make_first_layer_table(looked_up, 64)
@@ -47,7 +47,7 @@ def test_states_are_those_of_a_model_that_makes_the_product(name, tmp_path):
     runs = [PagedRun(model, 2) for model in (made, looked_up)]
     for chunks in steps:
         expected, found = (run.hidden(chunks) for run in runs)
-        # Of more rows than the step's, which torch may add up in another order.
+        # In a batch of more rows than the step's, which torch may add up in another order.
         torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
 
 

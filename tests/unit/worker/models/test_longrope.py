@@ -1,4 +1,4 @@
-"""LongRoPE by each sequence's own length, as transformers chooses it, whatever runs beside."""
+"""LongRoPE by each sequence's own length, as in transformers, in any batch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def checkpoint(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(checkpoint):
-    """Prompts on both sides of the switch, and what transformers goes on with over it."""
+    """Prompts shorter and longer than the switch, and transformers' continuations over it."""
     prompts = models.prompts(*LENGTHS)
     return prompts, models.reference_greedy(checkpoint[1], prompts, NUM_TOKENS)
 
@@ -45,7 +45,7 @@ def model_folder(checkpoint):
         {"policy": "guaranteed_no_evict", "depth": 2},
         {"policy": "static_batch"},
         {"enable_block_reuse": False},
-        # So few blocks that sequences are paused.
+        # So few blocks that sequences are preempted.
         {"max_tokens": 160, "max_num_batched_tokens": 20},
     ],
     ids=str,

@@ -90,16 +90,16 @@ def test_hidden_states_of_wanted_tokens_are_theirs_among_all(pair, makes_all_que
 
     found = narrow.hidden(chunks, wanted=wanted, makes_all_queries=makes_all_queries)
 
-    # With their products of fewer rows, which torch may add up in another order.
+    # With products of fewer rows, which torch may add up in another order.
     torch.testing.assert_close(found, whole.hidden(chunks)[wanted], atol=2e-6, rtol=1e-5)
-    # What comes next depends on the keys and values of all tokens of all layers.
+    # Further tokens depend on the keys and values of all tokens of all layers.
     following = {0: [3], 1: [5], 2: [8]}
     torch.testing.assert_close(
         narrow.hidden(following), whole.hidden(following), atol=2e-6, rtol=1e-5
     )
 
 
-# Weights of the output product and of the MLP. What is added in place is not counted.
+# Weights of the output projection and of the MLP. Additions in place are not counted.
 _BEHIND_ATTENTION = {"llama-biases": 64 * 8 * 16 + 3 * 64 * 96, "gpt2": 64 * 64 + 2 * 64 * 96}
 
 
@@ -137,7 +137,7 @@ def test_the_last_layer_makes_queries_of_wanted_tokens_alone(tmp_path):
 
     saved = operations(makes_all_queries=True) - operations(makes_all_queries=False)
 
-    # The wanted token's keys and values are made twice.
+    # The wanted token's keys and values are computed twice.
     queries, keys_and_values = 8 * 16, 2 * 4 * 16
     assert saved == 2 * 64 * (29 * queries - keys_and_values)
 
@@ -159,7 +159,7 @@ def test_logits_in_half_precision_are_within_rounding_of_float32(name, dtype, tm
 
     expected = theirs(torch.tensor([prompt])).logits[0].detach().float()
     exact = theirs.float()(torch.tensor([prompt])).logits[0].detach()
-    # No worse than transformers itself rounds.
+    # No worse than the rounding of transformers itself.
     error = (logits - exact).abs().max()
     assert error <= 1.5 * (expected - exact).abs().max()
 

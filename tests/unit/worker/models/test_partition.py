@@ -1,4 +1,4 @@
-"""Heads and widths that the ranks do not divide: who gets what, and that nothing is lost."""
+"""Heads and widths that the ranks do not divide: each rank's share, and that none is lost."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_every_head_is_on_one_rank_beside_its_key_value_head(num_heads, num_kv_h
     for share in shares:
         queries, keys = share.queries, share.keys
         assert (queries.size, keys.size) == (shares[0].queries.size, shares[0].keys.size)
-        # A rank's heads are grouped evenly, those of zeros among them.
+        # A rank's heads are grouped evenly, heads of zeros included.
         local_group = queries.size // keys.size
         assert local_group * keys.size == queries.size
         for place in range(queries.count):
@@ -43,7 +43,7 @@ def test_every_head_is_on_one_rank_beside_its_key_value_head(num_heads, num_kv_h
             assert place // local_group < keys.count
             found.append(head)
     assert sorted(found) == list(range(num_heads))
-    # No more key-value heads on a rank than there must be.
+    # As few key-value heads on a rank as possible.
     assert shares[0].keys.size == -(-num_kv_heads // size)
 
 

@@ -1,4 +1,4 @@
-"""Configurations as published checkpoints spell them, and what of them is refused."""
+"""Published configurations of checkpoints, and refusals."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_published_configuration_means_what_it_does_to_transformers(values):
 
     ours = config_of(values)
 
-    # As transformers writes it today, with all defaults and layer types spelled out.
+    # As transformers writes it today, with all defaults and layer types.
     assert ours == config_of({**theirs, "architectures": values["architectures"]})
     assert ours.eos_token_ids == (7, 8) and ours.dtype == "bfloat16"
 

@@ -1,4 +1,4 @@
-"""Configurations of DeepSeek as published checkpoints spell them, and what is refused."""
+"""Published configurations of DeepSeek, and refusals."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_published_configuration_means_what_it_does_to_transformers(values):
 
     ours = config_of(values)
 
-    # As transformers writes it today, with all defaults spelled out.
+    # As transformers writes it today, with all defaults.
     assert ours == config_of({**theirs, "architectures": values["architectures"]})
     assert PretrainedConfig.from_dict(ours.to_dict(), "config.json") == ours
 

@@ -1,4 +1,4 @@
-"""Tensors of a file read by several threads, here into the host's own memory."""
+"""Tensors of a file, read by several threads into host memory."""
 
 import json
 import struct

@@ -1,4 +1,4 @@
-"""Whole checkpoints, shards and random weights as they reach a rank's model."""
+"""Whole checkpoints, shards and random weights in a rank's model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who sums together with norms: by what is asked for, and where that cannot be."""
+"""When all-reduces are fused with norms: by configuration, and where possible."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 class Ranks(NcclGroup):
-    """So many ranks that sum through peers' memory; the others are what this one is."""
+    """A group of this size that sums through peers' memory; all ranks answer like this one."""
 
     def __init__(self, size):
         self.size, self.rank, self.device = size, 0, CPU

@@ -1,4 +1,4 @@
-"""Beam search: the sequences and scores of transformers, however the engine gets there."""
+"""Beam search: the sequences and scores of transformers, however steps are scheduled."""
 
 import gc
 import random
@@ -27,7 +27,7 @@ def make(make_engine):
 
 
 def generate(reference, prompt, width, max_tokens, **fields):
-    """Outputs of transformers, their end cut off, and their scores."""
+    """Outputs of transformers, without their end, and their scores."""
     end = fields.pop("eos_token_id", None)
     ids = torch.tensor([prompt])
     with torch.inference_mode():
@@ -52,7 +52,7 @@ def generate(reference, prompt, width, max_tokens, **fields):
 
 
 def beams_of(driver, request):
-    """What the engine said last of a request's beams."""
+    """The last message about a request's beams."""
     beams = driver.extras[request, 0][-1]["beams"]
     return [np.frombuffer(ids, dtype=np.int32).tolist() for ids in beams["ids"]], beams
 
@@ -300,7 +300,7 @@ def check_blocks(driver):
 
 @pytest.mark.parametrize("width", [1, 4])
 def test_a_stream_goes_on_at_every_step_beside_a_long_prompt(make, prompt_of, width):
-    # A part of the prompt that leaves one token ends with a block: nothing more is left over.
+    # A chunk of the prompt that would leave one token ends with a block: none is left over.
     driver = make(max_num_batched_tokens=17, tokens_per_block=4)
     before = driver.submit(prompt_of(110), max_tokens=2)
     driver.step()

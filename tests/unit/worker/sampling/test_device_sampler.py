@@ -1,4 +1,4 @@
-"""Sampling as a GPU does it, in Triton's interpreter: ids and log-probabilities of the CPU."""
+"""A GPU's sampling, in Triton's interpreter: the ids and log-probabilities of the CPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VOCAB = 300
 
 
 class Steps:
-    """Rows that were entered once for the CPU's sampler and once for the kernels."""
+    """Rows that are entered into the CPU's sampler and into that of the kernels."""
 
     def __init__(self, params, lengths, num_ids=VOCAB):
         rng = np.random.default_rng(len(params))
@@ -46,7 +46,7 @@ class Steps:
         return rows
 
     def over_shards(self, logits, masks):
-        """What a tensor group samples, of one rank: the whole vocabulary is its shard."""
+        """The result of a tensor group with one rank, whose shard is the whole vocabulary."""
         device = torch.from_numpy(self.order), torch.from_numpy(self.lengths)
         batch = self.on_device.batch(self.order, self.lengths, *device)
         batch.masks = masks
@@ -54,7 +54,7 @@ class Steps:
         return device_sampler.sample_over_shards(logits, 0, batch, self.table, group)
 
     def both(self, logits, masks=None):
-        """What the CPU samples, and what the kernels do."""
+        """The results of the CPU and of the kernels."""
         device = torch.from_numpy(self.order), torch.from_numpy(self.lengths)
         batch = self.on_cpu.batch(self.order, self.lengths)
         batch.masks = masks
@@ -110,7 +110,7 @@ def test_bad_words_end_with_what_was_sampled():
         assert (sampled.token_ids[0] == 20) == (likely in (11, 12, 13, 20))
 
 
-# Of such rows the masses are of no numbers, of which the interpreter warns.
+# The probabilities of such rows are NaN, of which the interpreter warns.
 @pytest.mark.filterwarnings("ignore:invalid value encountered in subtract")
 def test_rows_that_forbid_every_id_are_told_apart():
     never = tuple((token_id,) for token_id in range(VOCAB))
@@ -183,7 +183,7 @@ def test_beams_of_any_width_have_the_candidates_of_the_cpu(monkeypatch):
 
 
 def masked(vocab_size, allowed):
-    """int32 [n, W]: of each row the ids that may come."""
+    """int32 [n, W]: the allowed ids of each row."""
     masks = np.zeros((len(allowed), -(-vocab_size // 32) * 32), dtype=np.uint8)
     for row, ids in enumerate(allowed):
         masks[row, ids] = 1

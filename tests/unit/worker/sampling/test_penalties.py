@@ -1,4 +1,4 @@
-"""Penalties and masks of greedy requests: the tokens that transformers gives under the same."""
+"""Penalties and masks of greedy requests: the tokens of transformers with the same settings."""
 
 import pytest
 import torch

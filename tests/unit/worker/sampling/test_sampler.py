@@ -91,7 +91,7 @@ def tempered(temperature):
         ({"top_k": 3}, kept([1, 4, 3])),
         ({"top_p": 0.49}, kept([1, 4])),
         ({"top_p": 0.51}, kept([1, 4, 3])),
-        # After top-k the three left have 0.476, 0.317 and 0.206 of the mass.
+        # The three ids left after top-k have 0.476, 0.317 and 0.206 of the mass.
         ({"top_k": 3, "top_p": 0.7}, kept([1, 4])),
         ({"min_p": 0.35}, kept([1, 4, 3, 6])),
         ({"top_k": 5, "min_p": 0.5}, kept([1, 4])),
@@ -101,7 +101,7 @@ def tempered(temperature):
 def test_draws_follow_the_filtered_softmax(fields, probabilities):
     ids = repeated(LOGITS, SamplingParams(**fields), 50_000)
 
-    # 7 degrees of freedom at most: above 24.3 once in 1,000 sets of right draws.
+    # At most 7 degrees of freedom: above 24.3 once in 1,000 correct sets.
     assert chi_square(ids, probabilities) < 24.3
 
 
@@ -203,7 +203,7 @@ def test_top_p_decays_with_every_token_down_to_its_least(num_outputs, left):
 
 
 def test_the_least_top_p_is_of_rows_whose_top_p_decays_alone():
-    # Of neither kind does a least of 1 make the top-p whole.
+    # In neither row does a least top-p of 1 raise the top-p.
     params = [SamplingParams(top_p=0.25, top_p_min=1.0, seed=seed) for seed in range(300)]
     params += [
         SamplingParams(top_p=0.49, top_p_decay=0.5, top_p_min=1.0, seed=seed)

@@ -1,4 +1,4 @@
-"""Every field of a request's sampling reaches what it is for: without it the answer differs."""
+"""Every sampling field of a request takes effect: without it the answer differs."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ BEAMS = {"beam_width": 4, "num_return_sequences": 4, "end_id": 53, "length_penal
 BIAS = np.where(np.arange(VOCAB) % 2, 0.0, 3.0).astype("<f4").tobytes()
 LOGITS = {"return_generation_logits": True}
 
-# What the request has besides, and the field's value.
+# The request's other fields, and the tested field's value.
 EFFECTS = {
     "max_tokens": ({}, 7),
     "end_id": ({}, 86),
@@ -71,7 +71,7 @@ def test_every_processor_serves_a_field_of_the_table():
 
 @pytest.fixture(scope="module")
 def said():
-    """What an engine said under a set of fields, run once."""
+    """The engine's answers by fields, each run once."""
     return {}
 
 

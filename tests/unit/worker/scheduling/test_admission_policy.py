@@ -1,4 +1,4 @@
-"""An admission policy of one's own, named by its import path."""
+"""A custom admission policy, named by its import path."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def test_blocks_that_another_one_began_with_meanwhile_count_as_shared():
     planner.step()
     waiting = planner.add(prompt=[*prefix, 2], max_tokens=4 * BLOCK)
     planner.step()
-    # It is more urgent, fits, and holds from now on what the other one shares.
+    # This sequence is more urgent, fits, and shares blocks with the other one from now on.
     planner.add(prompt=[*prefix, 3], max_tokens=4, priority=1)
     planner.step()
     assert not waiting.sequences[0].num_computed_tokens

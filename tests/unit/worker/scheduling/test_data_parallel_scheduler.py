@@ -1,4 +1,4 @@
-"""Which dp rank a request gets, and what the dp ranks of one step decide and take in."""
+"""The dp rank of a request, and the decisions and results of the dp ranks in a step."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Planner:
         return request
 
     def step(self, token_id=500):
-        """Plan and answer one step; who ended."""
+        """Plan and answer one step; returns the requests that ended."""
         step = self.scheduler.schedule()
         sampled = SampledTokens(
             token_ids=[],
@@ -95,7 +95,7 @@ def test_a_prompt_goes_where_the_cache_has_it_unless_that_dp_rank_is_busier():
     again = [planner.add(prompt=[*prompt, number]).dp_rank for number in range(4)]
 
     assert first.dp_rank == 0
-    # Two more than the other dp rank has are not too many.
+    # Two more sequences than the other dp rank has are not too many.
     assert again == [0, 0, 0, 1]
 
 
@@ -161,7 +161,7 @@ def test_queues_count_together():
 
 
 class CountedKey(tuple):
-    """A sequence's place in its queue, whose comparisons are counted."""
+    """A sequence's key, whose comparisons are counted."""
 
     num_looks = 0
 

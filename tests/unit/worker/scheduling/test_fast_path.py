@@ -10,7 +10,7 @@ import pytest
 from tests.unit.worker.scheduling.test_scheduler import Planner
 from trimaran.worker.scheduling.step_plan import StepPlan
 
-# Not `capacity`: the test itself changes it.
+# Without `capacity`, which the test itself changes.
 STATE = (
     "row", "num_computed_tokens", "num_computed_before", "num_pending", "last_step",
     "publish_at", "status", "is_preempted", "key",
@@ -18,7 +18,7 @@ STATE = (
 
 
 def run(monkeypatch, seed, *, is_fast, **limits):
-    """Decisions and sequences' states of a drawn history, and how many decodes went fast."""
+    """Decisions and states of a random history, and the number of decodes by the fast path."""
     rng = random.Random(seed)
     planner = Planner(
         num_blocks=rng.choice([14, 24, 64]), host_slots=rng.choice([0, 20]),

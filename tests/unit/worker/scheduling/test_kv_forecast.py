@@ -12,7 +12,7 @@ from trimaran.worker.scheduling.preemption import tokens_per_read
 
 
 def finish_all(planner):
-    """Steps until nothing is left; the numbers of the requests that were paused."""
+    """Run all steps; returns the numbers of the requests that were preempted."""
     paused = set()
     while planner.scheduler.has_requests:
         planner.step()
@@ -116,7 +116,7 @@ def test_a_burst_is_forecast_as_if_each_newcomer_came_alone_but_in_one_pass(monk
     num_started = len(planner.scheduler.running)
     assert 50 < num_started < 400
     assert answers == [(True, True)] * (num_started - 1) + [(False, False)]
-    # As a newcomer, and then as one that has joined the others.
+    # Once as a newcomer, and once among the running sequences.
     assert num_looked_at <= 2 * num_started
 
 

@@ -1,4 +1,4 @@
-"""Steps of a pipeline hold disjoint sequences, in even shares, and bring their ids."""
+"""Steps of a pipeline hold disjoint sequences, in even shares, and carry the ids."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def sampled_rows(step):
 
 def test_if_all_sequences_of_a_step_are_preempted_it_takes_others():
     planner = staged(2, policy="static_batch")
-    # Beyond so many tokens a sequence starts anew, in a batch of its own.
+    # Above this number of tokens a sequence is recomputed, in a batch of its own.
     planner.cache.switch_at = 4
     planner.add(4)
     planner.add(2)

@@ -11,8 +11,8 @@ ROOM = 9 * 250
 
 
 def serve(priorities=(0,) * NUM_REQUESTS, **limits):
-    """Requests that cannot all run to their end at once; the steps at which they ended, and
-    the most steps that one was paused."""
+    """Serve requests that cannot all run to their end at once. Returns the steps at which they
+    ended, and the longest preemption in steps."""
     planner = Planner(
         num_blocks=limits.pop("num_blocks", ROOM),
         max_num_seqs=NUM_REQUESTS,

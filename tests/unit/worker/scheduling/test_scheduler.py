@@ -1,4 +1,4 @@
-"""What the scheduler decides, step by step, without a model."""
+"""The scheduler's decisions, step by step, without a model."""
 
 from array import array
 
@@ -212,7 +212,7 @@ def test_short_prompts_start_beside_a_huge_one_which_keeps_half_of_each_step():
     assert planner.step() == {0: 32}
     shorts = [planner.add(6, max_tokens=30).number for _ in range(3)]
 
-    # 16 of 32 tokens for two short prompts, and the rest is whole blocks of the huge one's.
+    # 16 of 32 tokens for two short prompts; the rest is whole blocks of the huge prompt.
     assert planner.step() == {0: 20, 1: 6, 2: 6}
     first = planner.step()
     assert first[0] >= 16 and first[3] == 6 and first[1] == first[2] == 1
@@ -220,7 +220,7 @@ def test_short_prompts_start_beside_a_huge_one_which_keeps_half_of_each_step():
     while huge.number not in planner.ended:
         scheduled = planner.step()
         num_steps += 1
-        # Decodes behind it in the queue go on in every step.
+        # Decodes after it in the queue go on in every step.
         assert all(scheduled[number] == 1 for number in shorts)
     assert num_steps < 2 * 200 / 32 + 2
 
@@ -239,7 +239,7 @@ def test_a_huge_prompt_has_whole_steps_while_those_behind_it_cannot_start():
     planner.step()
     planner.add(6, max_tokens=100)
     scheduled = [planner.step() for _ in range(3)]
-    # Its blocks are found missing once; then nothing is kept free for some steps.
+    # Its blocks are found missing once; then no budget is left free for some steps.
     assert sum(step[0] for step in scheduled) >= 68 - 16
     assert all(step.keys() == {0} for step in scheduled)
 

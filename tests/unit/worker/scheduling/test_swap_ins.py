@@ -66,7 +66,7 @@ class Planner:
 
 @pytest.fixture(params=["max_utilization", "guaranteed_no_evict"])
 def planner(request):
-    """A planner whose host holds the first prompt, and whose device later ones."""
+    """A planner with the first prompt in its host cache, and later ones on the device."""
     planner = Planner(policy=request.param)
     for prompt in PROMPTS:
         planner.add(prompt)
@@ -138,7 +138,7 @@ def test_blocks_of_a_cancelled_load_are_kept_until_it_is_over(planner):
     assert planner.cache.num_free == num_free
     planner.scheduler.swap_ins.done_step = load_step
 
-    # Other ranks' copies may still be on their way: they are told to wait.
+    # Copies of other ranks may still be in flight: they are told to wait.
     assert planner.step()[TransferKind.WAIT] == [[load_step, 0, 0]]
     assert planner.cache.num_free > num_free
     planner.run()
@@ -163,7 +163,7 @@ def test_a_sibling_takes_nothing_from_its_parent_that_is_on_its_way():
     planner = Planner(num_blocks=13, max_num_seqs=2, expected_output_tokens=1)
     urgent = planner.add(range(5), max_tokens=40, priority=1)
     twins = planner.add(FIRST, max_tokens=20, num_return_sequences=2)
-    # The parent has its row first, is paused for want of blocks, and comes back.
+    # The parent has its row first, is preempted for lack of blocks, and resumes.
     while not urgent.is_finished:
         planner.step()
     assert planner.scheduler.preemptions.num_sequences > 0

@@ -1,4 +1,4 @@
-"""The processors near a GPU."""
+"""The CPUs near a GPU."""
 
 import os
 

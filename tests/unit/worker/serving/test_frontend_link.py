@@ -72,7 +72,7 @@ class Frontend:
 
 
 class StoppedEngine:
-    """Notes what it was to stop."""
+    """Records the requests that it was told to stop."""
 
     def __init__(self) -> None:
         self.stopped: list[str] = []
@@ -124,7 +124,7 @@ def poll_for(links: FrontendLinks, count: int) -> list[Arrival]:
 
 
 def open_link(frontend: Frontend, links: FrontendLinks) -> int:
-    """Greet; the source of the open connection."""
+    """Connect; returns the source of the open connection."""
     frontend.accept(links, FrontendHello())
     frontend.send(Cancel(request_ids=[0]))
     (arrival,) = poll_for(links, 1)
@@ -167,7 +167,7 @@ def test_a_stop_is_passed_on_to_the_other_front_ends(frontend, links, tmp_path, 
 
     assert engine.stopped == ["a"]
     assert another.receive() == Stop(client_request_id="a")
-    # Who was asked knows of its own.
+    # The front end that asked knows its own requests.
     assert [type(each.receive()) for each in (another, frontend)] == [Ping, Ping]
     links.close()
     another.close()
@@ -320,6 +320,6 @@ def test_outputs_queued_before_the_close_still_arrive(frontend, links):
 
 
 def _rest_of(sock: socket.socket):
-    """What still comes until the other end closes."""
+    """The bytes until the other end closes."""
     while data := sock.recv(4096):
         yield data

@@ -1,4 +1,4 @@
-"""When the engine's process looks for garbage."""
+"""When the engine's process collects garbage."""
 
 import gc
 import weakref

@@ -40,7 +40,7 @@ def links(frontends, wake_fd):
 
 
 def step(number: int, num_bytes: int) -> Message:
-    """A step that says logits of so many bytes."""
+    """A step's message with logits of ``num_bytes``."""
     message = output(0)
     message.step = number
     if num_bytes:
@@ -49,7 +49,7 @@ def step(number: int, num_bytes: int) -> Message:
 
 
 def deliver(links: FrontendLinks, outbox: Outbox) -> None:
-    """Flush until nothing waits."""
+    """Flush until no message waits."""
     deadline = time.monotonic() + 60
     while outbox.is_waiting and time.monotonic() < deadline:
         outbox.flush()
@@ -63,7 +63,7 @@ def test_messages_keep_their_order_behind_what_is_being_written(frontends, links
     for number, num_bytes in enumerate((0, LARGE, 0, LARGE, 100), 1):
         outbox.send(first, step(number, num_bytes))
     outbox.send(second, step(9, 0))
-    # The other front end waits for nothing.
+    # The other front end does not wait.
     assert frontends[1].receive().step == 9
     deliver(links, outbox)
 

@@ -1,4 +1,4 @@
-"""Logits for a front end on another host: those that its link cannot take cost no others."""
+"""Logits for a front end on another host: too many of them fail no other request."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def submit(num_prompt=3, streaming=False, request_id=1, **sampling) -> Submit:
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory):
-    """A Llama with many ids and little else."""
+    """A Llama with a large vocabulary and little else."""
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
     config = LlamaConfig(vocab_size=VOCAB, eos_token_id=None, **sizes, **heads)
@@ -72,7 +72,7 @@ def test_a_search_whose_logits_fit_no_message_is_refused_on_another_host(
 @pytest.mark.parametrize(
     ("most", "fields"),
     [
-        # Told at once: a prompt's logits, of all sequences.
+        # Sent at once: a prompt's logits, of all sequences.
         (64, {"return_context_logits": True}),
         (16, {"return_context_logits": True, "num_return_sequences": 4}),
         (128, {"return_context_logits": True, "logits_dtype": "float16"}),
@@ -89,14 +89,14 @@ def test_a_prompt_may_be_as_long_as_its_logits_fit(most, fields):
 def test_what_is_told_step_by_step_has_no_limit_of_tokens():
     for fields in ({"return_generation_logits": True}, {**BEAMS, "streaming": True}):
         check_remote_logits(submit(max_tokens=2000, **fields), VOCAB, 2048)
-    # No more tokens come than there is room for.
+    # No more tokens are generated than there is room for.
     check_remote_logits(submit(100, max_tokens=2000, **BEAMS), VOCAB, 116)
     with pytest.raises(RequestError, match="logits of 68 tokens"):
         check_remote_logits(submit(100, max_tokens=2000, **BEAMS), VOCAB, 117)
 
 
 class Told:
-    """What a front end was told, by request."""
+    """The messages that a front end received, by request."""
 
     def __init__(self, messages: list[Message]) -> None:
         self.num_tokens: dict[int, int] = defaultdict(int)
@@ -121,14 +121,14 @@ class Told:
 
 
 def serve_unread(loop: LeaderLoop, links: FrontendLinks, frontend: Frontend) -> list[Message]:
-    """Run all requests while nobody reads; then what there is to be read."""
+    """Run all requests while the front end reads nothing; then return its messages."""
     while loop._engine.has_work:
         loop._step()
         links.poll(is_busy=True)
     messages: list[Message] = []
 
     def read() -> None:
-        # The last word is a step of its own.
+        # The last message is a step of its own.
         while not (
             messages and isinstance(messages[-1], RequestFailed) and not messages[-1].text
         ):

@@ -1,4 +1,4 @@
-"""Where the time of steps goes."""
+"""Durations of the parts of steps."""
 
 import time
 
@@ -33,7 +33,7 @@ def test_time_asleep_is_in_no_part():
 
 
 class Unfinished:
-    """A step that a device still works on, until told otherwise."""
+    """A step that a device still runs, until told otherwise."""
 
     def __init__(self) -> None:
         self.result: tuple[float, float] | None = None
