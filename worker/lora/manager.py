@@ -383,8 +383,7 @@ class AdapterManager:
     # ---- where the model runs ------------------------------------------------------------
 
     def is_ready(self, number: int) -> bool:
-        """Whether this rank has the whole adapter in memory, so that loading it takes no wait.
-        0 is no adapter."""
+        """Whether this rank can load the adapter without a wait; 0 is no adapter."""
         if not number:
             return True
         adapter = self._on_host[number]
@@ -443,11 +442,8 @@ class AdapterManager:
         return bool(self._unsent) and self._is_awaited(self._most_urgent())
 
     def take_ops(self, room: int | None = None) -> list[AdapterOp]:
-        """The operations that ranks carry out before the next step.
-
-        Chunks of adapters that no scheduled request needs yet are added, up to ``room`` bytes,
-        or up to `PIECE_BYTES`.
-        """
+        """The operations that ranks carry out before the next step, with chunks of adapters
+        that no scheduled request needs yet, up to ``room`` or `PIECE_BYTES` bytes."""
         ops, self._ops = self._ops, []
         room = PIECE_BYTES if room is None else room
         while self._unsent and room > 0:
