@@ -150,7 +150,7 @@ def load_engine(
     mine = blocks_that_fit(maker.config, limits, maker.block_bytes, available)
     num_blocks = _agreed(mine, tp, device, links)
     runner = make_runner(num_blocks)
-    maker.find_sides()
+    maker.find_partitions()
     # Before graphs are captured, because they record the layers' adapter kernels.
     budget = adapter_bytes(config.lora, topology, device, step_bytes)
     budget, is_leader = _agreed(budget, tp, device, links), topology.rank == 0

@@ -34,10 +34,10 @@ class CacheMaker:
     ) -> None:
         self._limits = limits
         self._model = model
-        # Sides differ from GPU to GPU, but the blocks of a sequence are the same on all ranks.
+        # Partitions differ between GPUs, but the blocks of a sequence are equal on all ranks.
         is_alone = topology.world_size == 1
-        self._side_mask = l2_partitions.mask_of(model.device) if is_alone else 0
-        self.groups = _groups_of(model, self._side_mask)
+        self._partition_mask = l2_partitions.mask_of(model.device) if is_alone else 0
+        self.groups = _groups_of(model, self._partition_mask)
         self.block_size = config.tokens_per_block or self._usual_block_size()
         """Tokens of a block."""
         self.config = replace(config, tokens_per_block=self.block_size)
@@ -45,15 +45,15 @@ class CacheMaker:
         """The bytes of one block, over all groups."""
 
     def _usual_block_size(self) -> int:
-        """The block size with which attention reads from the near side of memory, if there is
+        """The block size with which attention reads from the near L2 partition, if there is
         one."""
-        return self.groups[0].sided_block_size or USUAL_BLOCK_SIZE
+        return self.groups[0].partitioned_block_size or USUAL_BLOCK_SIZE
 
-    def find_sides(self) -> None:
-        """Find the side of each allocated block, if sides are used. Before graphs are
+    def find_partitions(self) -> None:
+        """Find the partition of each allocated block, if partitions are used. Before graphs are
         captured."""
-        for group in self.groups if self._side_mask else ():
-            group.find_sides()
+        for group in self.groups if self._partition_mask else ():
+            group.find_partitions()
 
     @property
     def staged_bytes(self) -> int:
@@ -94,7 +94,7 @@ class CacheMaker:
         num_dp_ranks = topology.dp_size if topology.is_leader else 1
         managers = [self._manager(num_blocks, num_slots) for _ in range(num_dp_ranks)]
         for manager in managers:
-            manager.set_sides([group.sides for group in self.groups])
+            manager.set_partitions([group.partitions for group in self.groups])
         return managers
 
     def _keep_on_host(self, runner: ModelRunner, num_slots: int) -> None:
@@ -135,8 +135,8 @@ class CacheMaker:
         )
 
 
-def _groups_of(model: CausalLM, side_mask: int) -> list[KVGroup]:
-    groups = group_layers(model.kv_cache_specs(), side_mask)
+def _groups_of(model: CausalLM, partition_mask: int) -> list[KVGroup]:
+    groups = group_layers(model.kv_cache_specs(), partition_mask)
     if len(groups) != 1:
         raise ConfigError(
             f"the model's layers need {len(groups)} kinds of KV cache but one is served. "

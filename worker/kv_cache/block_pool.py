@@ -24,7 +24,7 @@ class BlockPool:
     def __init__(self, num_blocks: int, host: HostPool | None = None) -> None:
         self.num_blocks = num_blocks
         self.host = host
-        self.set_sides(bytes(num_blocks))
+        self.set_partitions(bytes(num_blocks))
         self._moves: list[tuple[int, int]] = []
         self._ref_counts = [0] * num_blocks
         self._block_of: dict[BlockHash, int] = {}
@@ -36,15 +36,15 @@ class BlockPool:
         """Times that watched content arrived, or that a free block with watched content was
         taken."""
 
-    def set_sides(self, sides: bytes) -> None:
-        """Set the side of memory, 0 or 1, of each block. Call before any block is handed out.
+    def set_partitions(self, partitions: bytes) -> None:
+        """Set the L2 partition, 0 or 1, of each block. Call before any block is handed out.
 
-        From then on a sequence's blocks are taken from the side of its first block, as long as
-        that side has free blocks whose content is worth about as little as that of the other
-        side.
+        From then on a sequence's blocks are taken from the partition of its first block, as
+        long as that partition has free blocks whose content is worth about as little as that
+        of the other partition.
         """
-        self._sides = sides
-        self._free = FreeBlocks(sides)
+        self._partitions = partitions
+        self._free = FreeBlocks(partitions)
 
     @property
     def num_free(self) -> int:
@@ -62,7 +62,9 @@ class BlockPool:
         blocks: list[int] = []
         for _ in range(count):
             first = table or blocks
-            blocks.append(free.pop(self._sides[first[0]] if first else free.freer_side))
+            blocks.append(
+                free.pop(self._partitions[first[0]] if first else free.freer_partition)
+            )
         for block in blocks:
             if block in self._hash_of:
                 self._evict(block)

@@ -16,9 +16,10 @@ _FEW_ENDS = 1024
 """Outdated entries of `_ends` up to this number are not removed."""
 
 _LEEWAY = 8
-"""A block of the wanted side is evicted before an older block of the other side, unless more
-than this fraction of all blocks was freed between the two. A prompt's prefix that many requests
-share lies on one side; without this limit, their blocks would keep to half of the memory."""
+"""A block of the wanted partition is evicted before an older block of the other partition,
+unless more than this fraction of all blocks was freed between the two. A prompt's prefix that many
+requests share lies in one partition; without this limit, their blocks would keep to half of the
+memory."""
 
 
 class Retention(NamedTuple):
@@ -32,60 +33,60 @@ class Retention(NamedTuple):
 
 
 class _Queue:
-    """Blocks in order of arrival, a queue for each side of memory."""
+    """Blocks in order of arrival, a queue for each L2 partition."""
 
-    def __init__(self, sides: bytes) -> None:
-        self._sides = sides
-        self._of_side: tuple[OrderedDict[int, int], ...] = (OrderedDict(), OrderedDict())
+    def __init__(self, partitions: bytes) -> None:
+        self._partitions = partitions
+        self._of_partition: tuple[OrderedDict[int, int], ...] = (OrderedDict(), OrderedDict())
         """Each block with the number of blocks that were added before it."""
         self._num_come = 0
 
     def __len__(self) -> int:
-        return len(self._of_side[0]) + len(self._of_side[1])
+        return len(self._of_partition[0]) + len(self._of_partition[1])
 
     def __contains__(self, block: int) -> bool:
-        return block in self._of_side[self._sides[block]]
+        return block in self._of_partition[self._partitions[block]]
 
     def __iter__(self) -> Iterator[int]:
-        return chain(*self._of_side)
+        return chain(*self._of_partition)
 
     def add(self, block: int) -> None:
-        self._of_side[self._sides[block]][block] = self._num_come
+        self._of_partition[self._partitions[block]][block] = self._num_come
         self._num_come += 1
 
     def remove(self, block: int) -> None:
-        del self._of_side[self._sides[block]][block]
+        del self._of_partition[self._partitions[block]][block]
 
-    def pop(self, side: int) -> int:
-        """The oldest block of a side; of the other side if that side is empty."""
-        own = self._of_side[side] or self._of_side[1 - side]
+    def pop(self, partition: int) -> int:
+        """The oldest block of a partition; of the other one if that partition is empty."""
+        own = self._of_partition[partition] or self._of_partition[1 - partition]
         return own.popitem(last=False)[0]
 
-    def pop_old(self, side: int) -> int:
-        """As `pop`, unless the other side's oldest block arrived much earlier."""
-        own, other = self._of_side[side], self._of_side[1 - side]
+    def pop_old(self, partition: int) -> int:
+        """As `pop`, unless the other partition's oldest block arrived much earlier."""
+        own, other = self._of_partition[partition], self._of_partition[1 - partition]
         if own and other:
             lead = next(iter(own.values())) - next(iter(other.values()))
-            side = 1 - side if lead > len(self._sides) // _LEEWAY else side
-        return self.pop(side)
+            partition = 1 - partition if lead > len(self._partitions) // _LEEWAY else partition
+        return self.pop(partition)
 
 
 class FreeBlocks:
     """Free blocks in order of eviction: blocks without content, partial blocks, which save
-    little, then by priority, then by age. By age, the wanted side has a head start.
+    little, then by priority, then by age. By age, the wanted partition has a head start.
 
     A block's priority may be set at any time, and holds until its content is dropped or its
     duration ends. Only priorities other than the default cost time.
     """
 
-    def __init__(self, sides: bytes, clock: Callable[[], float] = time.monotonic) -> None:
-        """``sides`` gives the side of memory, 0 or 1, of every block."""
+    def __init__(self, partitions: bytes, clock: Callable[[], float] = time.monotonic) -> None:
+        """``partitions`` gives the L2 partition, 0 or 1, of every block."""
         self._clock = clock
-        self._sides = sides
-        self._blank, self._partial, self._usual = (_Queue(sides) for _ in range(3))
-        for block in range(len(sides)):
+        self._partitions = partitions
+        self._blank, self._partial, self._usual = (_Queue(partitions) for _ in range(3))
+        for block in range(len(partitions)):
             self._blank.add(block)
-        self._num_of_side = [sides.count(0), sides.count(1)]
+        self._num_of_partition = [partitions.count(0), partitions.count(1)]
         self._ranked: dict[int, _Queue] = {}
         """Free blocks with content, by a priority that is not the default."""
         self._num_ranked = 0
@@ -112,13 +113,13 @@ class FreeBlocks:
             yield from queue
 
     @property
-    def freer_side(self) -> int:
-        """The side with the most free blocks."""
-        return int(self._num_of_side[1] > self._num_of_side[0])
+    def freer_partition(self) -> int:
+        """The partition with the most free blocks."""
+        return int(self._num_of_partition[1] > self._num_of_partition[0])
 
     def add(self, block: int, *, has_content: bool, is_partial: bool = False) -> None:
         """Add the block that was released last."""
-        self._num_of_side[self._sides[block]] += 1
+        self._num_of_partition[self._partitions[block]] += 1
         if not has_content:
             self._blank.add(block)
         elif is_partial and block not in self._kept:
@@ -129,7 +130,7 @@ class FreeBlocks:
 
     def remove(self, block: int) -> None:
         """Remove this block; its priority stays."""
-        self._num_of_side[self._sides[block]] -= 1
+        self._num_of_partition[self._partitions[block]] -= 1
         for queue in (self._blank, self._partial):
             if block in queue:
                 queue.remove(block)
@@ -137,28 +138,28 @@ class FreeBlocks:
         self._queue(block).remove(block)
         self._num_ranked -= block in self._kept
 
-    def pop(self, side: int = 0) -> int:
+    def pop(self, partition: int = 0) -> int:
         """Remove and return the next block to evict; its priority stays. There must be a
         block."""
-        block = self._pop(side)
-        self._num_of_side[self._sides[block]] -= 1
+        block = self._pop(partition)
+        self._num_of_partition[self._partitions[block]] -= 1
         return block
 
-    def _pop(self, side: int) -> int:
+    def _pop(self, partition: int) -> int:
         if self._blank:
-            return self._blank.pop(side)
+            return self._blank.pop(partition)
         if self._partial:
-            return self._partial.pop_old(side)
+            return self._partial.pop_old(partition)
         if self._ends:
             self._end_overdue()
         if not self._num_ranked:
-            return self._usual.pop_old(side)
+            return self._usual.pop_old(partition)
         queues = [item for item in self._ranked.items() if item[1]]
         if self._usual:
             queues.append((DEFAULT_PRIORITY, self._usual))
         priority, queue = min(queues, key=lambda item: item[0])
         self._num_ranked -= priority != DEFAULT_PRIORITY
-        return queue.pop_old(side)
+        return queue.pop_old(partition)
 
     def priority_of(self, block: int) -> int:
         """The priority of a block's content."""
@@ -203,7 +204,7 @@ class FreeBlocks:
         if kept is None:
             return self._usual
         if kept[0] not in self._ranked:
-            self._ranked[kept[0]] = _Queue(self._sides)
+            self._ranked[kept[0]] = _Queue(self._partitions)
         return self._ranked[kept[0]]
 
     def _end_overdue(self) -> None:

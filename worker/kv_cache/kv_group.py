@@ -19,19 +19,19 @@ from trimaran.worker.attention.backend import KVCacheSpec
 class KVGroup:
     """Layers with equal specs, and their block-major pool of blocks."""
 
-    def __init__(self, spec: KVCacheSpec, layers: list[int], side_mask: int = 0) -> None:
+    def __init__(self, spec: KVCacheSpec, layers: list[int], partition_mask: int = 0) -> None:
         self.spec = spec
         self.layers = layers
-        self._side_mask = side_mask
+        self._partition_mask = partition_mask
         self.pool: Tensor | None = None
         self.memory: Tensor | None = None
         """The tensor that ``pool`` is a view of, with its dims in the order of memory."""
-        self.sides: bytes | None = None
-        """The side of memory on which each block of ``memory`` begins, if sides are used."""
+        self.partitions: bytes | None = None
+        """The L2 partition in which each block of ``memory`` begins, if partitions are used."""
 
     @property
-    def sided_block_size(self) -> int:
-        """Tokens of a block whose heads each lie on one side of memory; 0 if there is no such
+    def partitioned_block_size(self) -> int:
+        """Tokens of a block whose heads each lie in one L2 partition; 0 if there is no such
         size."""
         count = stripe_tokens(self.spec.head_size * self.spec.dtype.itemsize)
         return count if self._keys_go_first(count) is not None else 0
@@ -45,8 +45,8 @@ class KVGroup:
         vectors; the last block is a spare block.
 
         On a GPU the tokens of a head are adjacent in memory, because a kernel reads one head at
-        a time; on a CPU the heads of a token are. Where heads would otherwise cross sides of
-        memory, the keys of all layers come before their values.
+        a time; on a CPU the heads of a token are. Where heads would otherwise cross L2
+        partitions, the keys of all layers come before their values.
         """
         num_kinds, _, heads, size = self.spec.block_shape(block_size)
         shape = [num_blocks + 1, len(self.layers), num_kinds, block_size, heads, size]
@@ -65,32 +65,34 @@ class KVGroup:
         if num_kinds != 2:
             return None
         head_bytes = block_size * size * self.spec.dtype.itemsize
-        return keys_go_first(len(self.layers), heads, head_bytes, self._side_mask)
+        return keys_go_first(len(self.layers), heads, head_bytes, self._partition_mask)
 
-    def find_sides(self) -> None:
-        """Find the side of memory of each block, if heads lie on single sides."""
+    def find_partitions(self) -> None:
+        """Find the L2 partition of each block, if heads lie in single partitions."""
         assert self.pool is not None and self.memory is not None
         if self._keys_go_first(self.pool.shape[3]) is None:
             return
-        sides = l2_partitions.measure(self.memory)
-        if sides is not None:
-            self.sides = block_partitions(self.memory[:-1], sides)
-        if self.sides is None:
+        partitions = l2_partitions.measure(self.memory)
+        if partitions is not None:
+            self.partitions = block_partitions(self.memory[:-1], partitions)
+        if self.partitions is None:
             l2_partitions.forget(self.memory)
 
     def free(self) -> None:
         """Free the pool."""
         if self.memory is not None:
             l2_partitions.forget(self.memory)
-        self.pool = self.memory = self.sides = None
+        self.pool = self.memory = self.partitions = None
 
 
-def group_layers(specs: Sequence[KVCacheSpec], side_mask: int = 0) -> list[KVGroup]:
-    """Group layers by equal spec, in order of first appearance. ``side_mask``: address bits
-    that determine the side of memory; 0 if sides are not used."""
+def group_layers(specs: Sequence[KVCacheSpec], partition_mask: int = 0) -> list[KVGroup]:
+    """Group layers by equal spec, in order of first appearance.
+
+    ``partition_mask``: address bits that determine the L2 partition; 0 if they are not used.
+    """
     groups: dict[KVCacheSpec, KVGroup] = {}
     for layer, spec in enumerate(specs):
-        groups.setdefault(spec, KVGroup(spec, [], side_mask)).layers.append(layer)
+        groups.setdefault(spec, KVGroup(spec, [], partition_mask)).layers.append(layer)
     return list(groups.values())
 
 

@@ -76,11 +76,11 @@ class KVCacheManager:
         self._sources: list[tuple[int, int]] = []
         """(group, block) that only the planned step references, as sources of copies."""
 
-    def set_sides(self, sides_per_group: Sequence[bytes | None]) -> None:
-        """Set the side of memory of each group's blocks. Call before any is handed out."""
-        for pool, sides in zip(self.pools, sides_per_group, strict=True):
-            if sides is not None:
-                pool.set_sides(sides)
+    def set_partitions(self, partitions_per_group: Sequence[bytes | None]) -> None:
+        """Set the L2 partition of each group's blocks. Call before any is handed out."""
+        for pool, partitions in zip(self.pools, partitions_per_group, strict=True):
+            if partitions is not None:
+                pool.set_partitions(partitions)
 
     @property
     def num_free(self) -> int:

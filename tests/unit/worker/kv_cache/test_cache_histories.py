@@ -57,7 +57,7 @@ class History:
         draw = random.Random(seed)
         if draw.random() < 0.5:
             share = draw.choice([0.1, 0.5, 1.0])
-            self.cache.set_sides(
+            self.cache.set_partitions(
                 [
                     bytes(draw.random() < share for _ in range(pool.num_blocks))
                     for pool in self.cache.pools

@@ -196,7 +196,9 @@ def test_invariants_hold_over_random_histories():
 
 def run_history(rng: random.Random) -> None:
     manager = KVCacheManager([20, 24], SIZE, enable_reuse=True)
-    manager.set_sides([bytes(rng.randrange(2) for _ in range(count)) for count in (20, 24)])
+    manager.set_partitions(
+        [bytes(rng.randrange(2) for _ in range(count)) for count in (20, 24)]
+    )
     live: list[tuple[SequenceBlocks, array]] = []
     for _ in range(150):
         action = rng.random()

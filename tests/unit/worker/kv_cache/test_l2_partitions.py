@@ -1,4 +1,4 @@
-"""A sequence's blocks lie on one side of memory as long as that costs no content."""
+"""A sequence's blocks lie in one L2 partition as long as that costs no content."""
 
 import random
 from array import array
@@ -10,61 +10,61 @@ from trimaran.worker.kv_cache.free_blocks import Retention
 from trimaran.worker.kv_cache.manager import KVCacheManager
 from trimaran.worker.kv_cache.sequence_blocks import SequenceBlocks, root_hash
 
-SIDES = bytes([0, 1, 1, 0, 1, 0, 0, 1, 1, 0])
+PARTITIONS = bytes([0, 1, 1, 0, 1, 0, 0, 1, 1, 0])
 
 
 def placed_pool() -> BlockPool:
-    pool = BlockPool(len(SIDES))
-    pool.set_sides(SIDES)
+    pool = BlockPool(len(PARTITIONS))
+    pool.set_partitions(PARTITIONS)
     return pool
 
 
-def sides_of(blocks: list[int]) -> set[int]:
-    return {SIDES[block] for block in blocks}
+def partitions_of(blocks: list[int]) -> set[int]:
+    return {PARTITIONS[block] for block in blocks}
 
 
-def test_a_sequence_grows_on_the_side_of_its_first_block():
+def test_a_sequence_grows_on_the_partition_of_its_first_block():
     pool = placed_pool()
     first, second = pool.allocate(1), pool.allocate(1)
-    assert sides_of(first) != sides_of(second)
+    assert partitions_of(first) != partitions_of(second)
     for _ in range(4):
         first += pool.allocate(1, first)
         second += pool.allocate(1, second)
-    assert len(sides_of(first)) == len(sides_of(second)) == 1
+    assert len(partitions_of(first)) == len(partitions_of(second)) == 1
     assert pool.num_free == 0
 
 
-def test_a_sequence_begins_on_the_side_with_more_free_blocks():
+def test_a_sequence_begins_on_the_partition_with_more_free_blocks():
     pool = placed_pool()
     held = pool.allocate(2)
-    assert sides_of(pool.allocate(1)).isdisjoint(sides_of(held))
+    assert partitions_of(pool.allocate(1)).isdisjoint(partitions_of(held))
     pool.release(held)
-    assert sides_of(pool.allocate(1)) == sides_of(held)
+    assert partitions_of(pool.allocate(1)) == partitions_of(held)
 
 
-def test_blocks_of_the_other_side_are_taken_when_none_is_left():
+def test_blocks_of_the_other_partition_are_taken_when_none_is_left():
     pool = placed_pool()
     blocks = pool.allocate(7)
-    assert [SIDES[block] for block in blocks].count(SIDES[blocks[0]]) == 5
+    assert [PARTITIONS[block] for block in blocks].count(PARTITIONS[blocks[0]]) == 5
     assert pool.allocate(4, blocks) is None
     assert len(pool.allocate(3, blocks)) == 3
 
 
-def test_no_content_is_evicted_for_a_side_while_blocks_without_are_free():
+def test_no_content_is_evicted_for_a_partition_while_blocks_without_are_free():
     pool = placed_pool()
     blocks = pool.allocate(5)
     for block in blocks:
         pool.publish(block, bytes([block]))
     pool.release(blocks)
     taken = pool.allocate(5, blocks)
-    assert sides_of(taken).isdisjoint(sides_of(blocks))
+    assert partitions_of(taken).isdisjoint(partitions_of(blocks))
     assert all(pool.lookup(bytes([block])) == block for block in blocks)
 
 
 def filled_pool() -> BlockPool:
-    """Blocks that alternate between sides, with content that was freed in their order."""
+    """Blocks that alternate between partitions, with content that was freed in their order."""
     pool = BlockPool(64)
-    pool.set_sides(bytes(range(2)) * 32)
+    pool.set_partitions(bytes(range(2)) * 32)
     blocks = pool.allocate(64)
     for block in blocks:
         pool.publish(block, bytes([block]))
@@ -72,14 +72,14 @@ def filled_pool() -> BlockPool:
     return pool
 
 
-def test_of_equal_priority_the_oldest_content_of_the_side_goes_first():
+def test_of_equal_priority_the_oldest_content_of_the_partition_goes_first():
     pool = filled_pool()
     assert pool.allocate(4, [1]) == [1, 3, 5, 7]
     assert pool.allocate(3, [0]) == [0, 2, 4]
 
 
 @pytest.mark.parametrize("priority", [35, 60])
-def test_content_of_the_other_side_goes_first_once_it_is_much_older(priority):
+def test_content_of_the_other_partition_goes_first_once_it_is_much_older(priority):
     pool = filled_pool()
     for block in range(64):
         pool.retain(bytes([block]), Retention(priority))
@@ -88,14 +88,14 @@ def test_content_of_the_other_side_goes_first_once_it_is_much_older(priority):
     assert pool.allocate(2, [0]) == [12, 5]
 
 
-def test_a_sequence_keeps_to_the_side_where_it_began_for_want_of_others():
+def test_a_sequence_keeps_to_the_partition_where_it_began_for_want_of_others():
     pool = BlockPool(8)
-    pool.set_sides(bytes([0, 0, 0, 0, 0, 1, 1, 1]))
+    pool.set_partitions(bytes([0, 0, 0, 0, 0, 1, 1, 1]))
     blocks = [*pool.allocate(1, [5]), *pool.allocate(5, [0]), *pool.allocate(1, [5])]
     for block in blocks:
         pool.publish(block, bytes([block]))
     pool.release(blocks[5::-1])
-    # Side 0 has more free blocks, but the only block without content is on side 1.
+    # Partition 0 has more free blocks, but the only block without content is in partition 1.
     assert pool.allocate(2) == [7, 5]
 
 
@@ -111,15 +111,15 @@ def converse(manager: KVCacheManager, ids: array) -> int:
 
 
 @pytest.mark.parametrize("is_placed", [False, True])
-def test_content_behind_a_common_beginning_may_fill_both_sides(is_placed):
+def test_content_behind_a_common_beginning_may_fill_both_partitions(is_placed):
     size, num_blocks = 4, 400
     manager = KVCacheManager([num_blocks], size, enable_reuse=True)
     if is_placed:
         draw = random.Random(5)
-        manager.set_sides([bytes(draw.randrange(2) for _ in range(num_blocks))])
+        manager.set_partitions([bytes(draw.randrange(2) for _ in range(num_blocks))])
     for number in range(40):
         converse(manager, array("i", [number] * 10 * size))
-    # In 310 blocks; all sequences begin with the same 10 blocks on one side.
+    # In 310 blocks; all sequences begin with the same 10 blocks in one partition.
     chats = [array("i", [100] * 10 * size + [number] * 10 * size) for number in range(30)]
     for _ in range(2):
         for ids in chats:
@@ -128,11 +128,11 @@ def test_content_behind_a_common_beginning_may_fill_both_sides(is_placed):
 
 
 @pytest.mark.parametrize("enable_reuse", [False, True])
-def test_sequences_that_come_and_go_stay_on_their_sides(enable_reuse):
+def test_sequences_that_come_and_go_stay_on_their_partitions(enable_reuse):
     draw = random.Random(3)
-    sides = bytes(draw.randrange(2) for _ in range(400))
+    partitions = bytes(draw.randrange(2) for _ in range(400))
     manager = KVCacheManager([400], 16, enable_reuse=enable_reuse)
-    manager.set_sides([sides])
+    manager.set_partitions([partitions])
     running: list[SequenceBlocks] = []
     for _ in range(2000):
         if len(running) < 12:
@@ -141,7 +141,7 @@ def test_sequences_that_come_and_go_stay_on_their_sides(enable_reuse):
         for blocks in draw.sample(running, len(running) // 2):
             assert manager.grow(blocks, blocks.num_blocks * 16 + 1)
         for blocks in running:
-            assert len({sides[block] for block in blocks.tables[0]}) == 1
+            assert len({partitions[block] for block in blocks.tables[0]}) == 1
         for blocks in [each for each in running if each.num_blocks > 15]:
             manager.release(blocks)
             running.remove(blocks)
