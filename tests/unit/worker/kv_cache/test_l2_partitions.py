@@ -23,7 +23,7 @@ def partitions_of(blocks: list[int]) -> set[int]:
     return {PARTITIONS[block] for block in blocks}
 
 
-def test_a_sequence_grows_on_the_partition_of_its_first_block():
+def test_a_sequence_grows_in_the_partition_of_its_first_block():
     pool = placed_pool()
     first, second = pool.allocate(1), pool.allocate(1)
     assert partitions_of(first) != partitions_of(second)
@@ -34,7 +34,7 @@ def test_a_sequence_grows_on_the_partition_of_its_first_block():
     assert pool.num_free == 0
 
 
-def test_a_sequence_begins_on_the_partition_with_more_free_blocks():
+def test_a_sequence_begins_in_the_partition_with_more_free_blocks():
     pool = placed_pool()
     held = pool.allocate(2)
     assert partitions_of(pool.allocate(1)).isdisjoint(partitions_of(held))
@@ -128,7 +128,7 @@ def test_content_behind_a_common_beginning_may_fill_both_partitions(is_placed):
 
 
 @pytest.mark.parametrize("enable_reuse", [False, True])
-def test_sequences_that_come_and_go_stay_on_their_partitions(enable_reuse):
+def test_sequences_that_come_and_go_stay_in_their_partitions(enable_reuse):
     draw = random.Random(3)
     partitions = bytes(draw.randrange(2) for _ in range(400))
     manager = KVCacheManager([400], 16, enable_reuse=enable_reuse)
