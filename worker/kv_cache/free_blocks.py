@@ -17,9 +17,9 @@ _FEW_ENDS = 1024
 
 _LEEWAY = 8
 """A block of the wanted partition is evicted before an older block of the other partition,
-unless more than one in so many of all blocks was freed between the two. A prompt's prefix that
-many requests share lies in one partition; without this limit, their blocks would keep to half of
-the memory."""
+unless more than one in so many of all blocks was freed between the two. A prefix that many
+requests share lies in one partition; without this limit, their blocks would keep to half of the
+memory."""
 
 
 class Retention(NamedTuple):
