@@ -28,7 +28,7 @@ class Range(NamedTuple):
     """One condition on a value."""
 
     is_valid: Callable[[Any, int], bool]
-    """Of the value and the vocabulary size."""
+    """The condition, given the value and the vocabulary size."""
 
     allowed: str
     """As refusals say it; ``{vocab_size}`` stands for the vocabulary size."""

@@ -70,7 +70,7 @@ class SharedSegment:
 
     @property
     def handle(self) -> tuple[int, int, int]:
-        """What `attach` needs: process id, descriptor and size."""
+        """The argument of `attach`: process id, descriptor and size."""
         return (os.getpid(), self._fd, self.num_bytes)
 
     def words(self) -> memoryview:

@@ -154,7 +154,7 @@ class EngineFolder:
 
     @classmethod
     def load(cls, path: str | Path, *, check_weights: bool = True) -> EngineFolder:
-        """Read ``config.json`` and check it against the files that lie beside it.
+        """Read ``config.json`` and check it against the folder's files.
 
         ``check_weights=False`` ignores weight files, for random weights.
         Raises `ConfigError` that names the file, the value and the remedy.

@@ -117,7 +117,7 @@ def _blocks(packed: Tensor, num_blocks: int, size: int, max_rank: int) -> Adapte
 
 
 class _DeviceAddition:
-    """What `DeviceSlots` add to one linear layer."""
+    """Adds the products of `DeviceSlots` to one linear layer's output."""
 
     def __init__(
         self, slots: DeviceSlots, state: AdapterState, targets: Sequence[Target]

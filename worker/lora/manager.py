@@ -380,7 +380,7 @@ class AdapterManager:
         self._unsent.pop(adapter.number, None)
         self._ops.append((DROP, adapter.number))
 
-    # ---- where the model runs ------------------------------------------------------------
+    # ---- the device's memory --------------------------------------------------------------
 
     def is_ready(self, number: int) -> bool:
         """Whether this rank can load the adapter without a wait; 0 is no adapter."""
@@ -429,7 +429,7 @@ class AdapterManager:
         adapter.slot = adapter.first = -1
         del self._on_device[adapter.number]
 
-    # ---- what others are told ------------------------------------------------------------
+    # ---- operations that ranks carry out --------------------------------------------------
 
     @property
     def has_ops(self) -> bool:
@@ -457,7 +457,7 @@ class AdapterManager:
         return ops
 
     def _most_urgent(self) -> int:
-        """Of the adapters being sent, the first that a request waits for, or else the first.
+        """The first adapter being sent that a request waits for, or else the first.
 
         After a restart, many adapters are sent that no request needs yet.
         """

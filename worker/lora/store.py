@@ -228,7 +228,7 @@ class HostSlots:
 
 
 class _HostAddition:
-    """What `HostSlots` add to one linear layer."""
+    """Adds the products of `HostSlots` to one linear layer's output."""
 
     def __init__(
         self, slots: HostSlots, state: AdapterState, targets: Sequence[Target]

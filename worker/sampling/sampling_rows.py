@@ -213,7 +213,7 @@ class SamplingRows:
         self.sequence_indices = np.zeros(num_rows, dtype=np.uint64)
         self.num_prompt = np.zeros(num_rows, dtype=np.int64)
         self.num_candidates = np.zeros(num_rows, dtype=np.int64)
-        """Of rows that are beams: the number of likeliest ids that the host needs."""
+        """The number of likeliest ids that the host needs, for rows that are beams."""
         self.bad_words: dict[int, Tensor] = {}
         """On the CPU, the bad words of rows that have any; see
         `logits_processors.forbid_bad_words`."""
