@@ -63,9 +63,8 @@ def _latent_prefill_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """One tile of a sequence's queries, for HEADS of the heads.
 
-    With IS_PAST, queries see only keys cached before the step. The kernel then also stores the
-    logarithm of the sum of weights; minus infinity, and no output, for a sequence without such
-    keys.
+    With IS_PAST, queries see only keys cached before the step. The logarithm of the sum of
+    weights is then stored too; minus infinity, and no output, without such keys.
     """
     GROUPS: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
     group, tile = tl.program_id(0) % GROUPS, tl.program_id(0) // GROUPS
