@@ -1,4 +1,4 @@
-"""How `max_utilization` admits: a scheduler alone, under loads of made-up output lengths."""
+"""The cost of `max_utilization` admission: a scheduler alone, with synthetic output lengths."""
 
 from __future__ import annotations
 
@@ -20,30 +20,33 @@ BLOCK_SIZE = 32
 NUM_ROWS = 1024
 END_ID, OTHER_ID = 7, 99
 WIDE, NARROW, BESIDE_MIXTURE = 28_125, 4_000, 9_648
-"""Blocks: what an H200 has beside the 8B shape's weights, what a smaller GPU has, and an H200
-beside those of Mixtral 8x7B."""
+"""KV blocks: of an H200 beside the 8B shape's weights, of a smaller GPU, and of an H200
+beside those of Mixtral 8x7B.
+"""
 
 _CACHED_TOKEN_S = 131_072 / 4.2e12
 
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """What a step costs on an H200 in bfloat16: to weigh steps, not to predict them."""
+    """The cost of a step on an H200 in bfloat16, to weigh steps, not to predict times."""
 
     fixed_s: float
-    """Of any step: the weights, for the most part."""
+    """Constant cost of a step: mostly reading the weights."""
 
     row_s: float
-    """More for each token of a step of few, while weights are read."""
+    """Additional cost of each token in a step of few tokens, while weights are read."""
 
     token_s: float
-    """For each token of a step of many."""
+    """Cost of each token in a step of many tokens."""
 
     tokens_per_read: float
-    """As the engine tells its scheduler."""
+    """The form of the cost that the engine gives its scheduler."""
 
     def seconds(self, tokens: int, cached: int) -> float:
-        """Of a step of so many tokens whose sequences have so many in the cache."""
+        """The cost of a step with a number of tokens whose sequences have a number of cached
+        tokens.
+        """
         products = max(self.fixed_s + tokens * self.row_s, tokens * self.token_s)
         return products + cached * _CACHED_TOKEN_S
 
@@ -54,11 +57,11 @@ MIXTURE = StepCost(22.4e-3, 27e-6, 43e-6, 571.0)
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Requests that are all there at first."""
+    """Requests that all arrive at the start."""
 
     prompt: int
     output: Callable[[random.Random], float]
-    """Draws how long an output is; one shorter than ``max_tokens`` ends by its end id."""
+    """Draws the length of an output; shorter outputs than ``max_tokens`` end by an end id."""
 
     max_tokens: int
     count: int
@@ -81,7 +84,7 @@ LOADS = {
     ),
     "about 3,000 of 8,000 x 128": Load(128, lambda r: r.gauss(3000, 500), 8_000, 128, NARROW),
 }
-"""Tokens of prompt and output, or of an output and the limit that the client sets."""
+"""Tokens of prompt and output, or of an output and the client's limit."""
 
 
 def make_scheduler(
@@ -104,7 +107,7 @@ def make_scheduler(
 
 
 def queue(scheduler: Scheduler, load: Load) -> list[int]:
-    """Queue all requests; how long each sequence gets."""
+    """Queue all requests; returns the length of each sequence."""
     rng = random.Random(1)
     lengths = []
     for number in range(load.count):
@@ -126,7 +129,7 @@ def run(scheduler: Scheduler, lengths: list[int], cost: StepCost) -> tuple[int, 
     in_flight: deque[ScheduledStep] = deque()
     seconds, begin = 0.0, scheduler.step
     while scheduler.has_requests or in_flight:
-        # What the host has is there by the next step.
+        # The host's results are known by the next step.
         scheduler.swap_ins.done_step = scheduler.step
         step = scheduler.schedule()
         if step is not None:
@@ -146,7 +149,7 @@ def run(scheduler: Scheduler, lengths: list[int], cost: StepCost) -> tuple[int, 
 
 
 def main() -> None:
-    """Print what each load costs under each first guess, and when it comes again."""
+    """Print the cost of each load under each initial guess, for first and repeated loads."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--expected", type=int, nargs="+", default=[1, 256, 1024, 4096],
                         metavar="N", help="values of --expected-output-tokens")  # fmt: skip

@@ -78,13 +78,13 @@ def timed_build(checkpoint: Path, output: Path, flags: list[str]) -> tuple[float
 
 
 def _cpu_seconds() -> float:
-    """Of all processes that this one has waited for."""
+    """Peak memory of all ended child processes."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def _memory_of(pid: int) -> tuple[int, int]:
-    """Anonymous and file-backed bytes of a process and all below it, each for itself."""
+    """Anonymous and file-backed bytes of a process and its descendants."""
     anonymous = files = 0
     try:
         processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
@@ -127,7 +127,7 @@ def write_checkpoint(values: dict[str, object], folder: Path) -> None:
 
 
 def checkpoint_shapes(model: CausalLM) -> dict[str, tuple[int, ...]]:
-    """The shapes of a checkpoint's tensors by name: those that the layers ask for."""
+    """The shapes of a checkpoint's tensors by name, from the layers' own tables."""
     parameters = dict(model.named_parameters())
     shapes = {}
     for key, targets in model.checkpoint_weights().items():
@@ -165,7 +165,7 @@ def _files_of(
 
 
 def _random(shape: tuple[int, ...], block: Tensor) -> Tensor:
-    """Numbers of the block over and over, which are drawn once: a draw takes minutes."""
+    """Repeated copies of a block that is drawn once: a full draw takes minutes."""
     count = torch.Size(shape).numel()
     tensor = torch.empty(count, dtype=block.dtype)
     for start in range(0, count, BLOCK):

@@ -29,7 +29,7 @@ BLOCK = 32
 
 
 def make_model(args: argparse.Namespace, ops: Ops) -> CausalLM:
-    """A random Llama of the sizes that were asked for."""
+    """A random Llama of the requested sizes."""
     config = PretrainedConfig(
         architecture="LlamaForCausalLM",
         dtype=args.dtype,
@@ -100,7 +100,7 @@ def least_ms(step: Callable[[], object], seconds: float) -> float:
 
 
 def read_gb_s(num_bytes: int, threads: int) -> float:
-    """Best rate at which torch sums up memory of this size: a machine's practical limit."""
+    """Best rate at which torch sums memory of this size: the practical limit of a machine."""
     torch.set_num_threads(threads)
     memory = torch.ones(num_bytes // 4)
     return num_bytes / least_ms(memory.sum, 0.5) / 1e6

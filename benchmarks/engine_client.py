@@ -37,7 +37,7 @@ FACTS = {"vocab_size": 32000, "tokens_per_block": 32, "max_blocks": 8192, "reuse
 
 
 class Encoder(EngineLink):
-    """A connection that encodes what it is to send, and drops it."""
+    """A connection that encodes outgoing messages and drops them."""
 
     def send(self, message: Message) -> None:
         """Encode a message."""
@@ -45,7 +45,7 @@ class Encoder(EngineLink):
 
 
 def build(num_groups: int) -> tuple[EngineClient, ModelEngines, dict[str, Encoder]]:
-    """A model of so many groups, all up."""
+    """A model with this many groups, all up."""
     client = EngineClient(FrontendConfig(model_repository=""), Metrics())
     engines = client.add_model("m", "1", 1, [f"g{index}" for index in range(num_groups)])
     links = {}

@@ -35,13 +35,13 @@ from trimaran.worker.engine.engine import Engine
 
 SOURCE = "stress"
 _SLOWER = 1.25
-"""The last third's seconds a token over the first's that still count as steady."""
+"""Largest ratio of the last third's seconds a token to the first's that counts as steady."""
 _CANCELLED = 0.1
 
 
 @dataclass(slots=True)
 class Stream:
-    """What a request is due, and what came."""
+    """The expected and the received tokens of a request."""
 
     due: int
     cancel_after: int
@@ -52,7 +52,7 @@ class Stream:
 
 @dataclass(slots=True)
 class Window:
-    """What happened in one part of the time."""
+    """The events of one part of the run."""
 
     tokens: int = 0
     steps_s: list[float] = field(default_factory=list)
@@ -86,7 +86,7 @@ class Stress:
         self.num_paused = 0
 
     def submit(self) -> None:
-        """One request of random lengths; one in ten will be cancelled on its way."""
+        """One request of random lengths; one in ten is cancelled early."""
         random = self._random
         isl = int(random.integers(1, self._limits.max_input_len + 1))
         osl = int(random.integers(1, self._limits.max_seq_len - isl + 1))
@@ -117,8 +117,9 @@ class Stress:
     def run(
         self, outstanding: int, seconds: float, drain_s: float, num_windows: int
     ) -> list[Window]:
-        """Keep ``outstanding`` requests for ``seconds``, let them end for ``drain_s`` more, and
-        cancel all that are left at once."""
+        """Keep ``outstanding`` requests for ``seconds``, wait ``drain_s`` more for their
+        end, and then cancel the rest at once.
+        """
         windows = [Window() for _ in range(num_windows)]
         for _ in range(outstanding):
             self.submit()
@@ -189,7 +190,7 @@ class Stress:
             self.problems.append(f"request {number}: {stream.num_tokens} of {stream.due}")
 
     def check_empty(self) -> None:
-        """Note what is left over once the engine has no work."""
+        """Record leftovers once the engine has no work."""
         scheduler, cache = self._engine.scheduler, self._engine.scheduler.cache
         if self._streams:
             self.problems.append(f"{len(self._streams)} streams never ended")
@@ -224,7 +225,7 @@ def make_engine(args: argparse.Namespace, folder: str) -> tuple[Engine, Schedule
 
 
 def main() -> int:
-    """Run, print what happened a window, and judge."""
+    """Run, print the events of each window, and judge."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=_Raw)
     add = parser.add_argument
     add("--shape", choices=sorted(SHAPES), default="tiny")

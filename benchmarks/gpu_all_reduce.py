@@ -31,10 +31,10 @@ Sum = Callable[[torch.Tensor], object]
 
 
 def ways_of(group: NcclGroup) -> dict[str, tuple[int, Sum]]:
-    """By name: the largest size in bytes, and what sums a tensor in place."""
+    """By name: the largest size in bytes, and the function that sums a tensor in place."""
     memory = map_peer_memory(group, region_bytes(group.size, MOST_BYTES))
     ways: dict[str, tuple[int, Sum]] = {"nccl": (MOST_BYTES, group.all_reduce)}
-    # One set of counters a region, so two ways need two.
+    # One set of counters a region, so two algorithms need two regions.
     again = map_peer_memory(group, region_bytes(group.size, MOST_BYTES))
     for name, own, one_shot in (("one-shot", memory, MOST_BYTES), ("two-shot", again, 0)):
         sums = PeerSum(own.addresses, group.rank, MOST_BYTES, one_shot, group.device, own)
@@ -75,7 +75,7 @@ def _microseconds(call: Sum, x: torch.Tensor) -> float:
 def _print_table(
     world: mpi.World, device: torch.device, ways: dict[str, tuple[int, Sum]], path: str | None
 ) -> None:
-    """A row a size, and a JSON line each at ``path``; by rank 0."""
+    """A row for each size, and a JSON line each at ``path``; by rank 0."""
     if world.rank == 0:
         print(f"{'KiB':>8}  " + "  ".join(f"{name:>14}" for name in ways))
     for num_bytes in SIZES:

@@ -69,7 +69,7 @@ def make_pool() -> Tensor:
 
 
 def in_layout(pool: Tensor, name: str) -> Tensor:
-    """``pool`` as [layers, blocks, 2, tokens, heads, size], so ordered in memory."""
+    """``pool`` as [layers, blocks, 2, tokens, heads, size], in this memory order."""
     dims = (LAYERS, pool.numel() // (LAYERS * BLOCK * TOKEN_BYTES // 2), 2, BLOCK, KV_HEADS)
     order = LAYOUTS[name]
     shape = [(*dims, SIZE)[dim] for dim in order]

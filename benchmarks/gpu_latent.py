@@ -48,7 +48,7 @@ def make_cache() -> Tensor:
 
 
 def metadata_of(past: int, queries: int, count: int) -> AttentionMetadata:
-    """``count`` sequences alike, whose blocks lie anywhere."""
+    """``count`` sequences of equal length, with scattered blocks."""
     most = -(-(past + queries) // BLOCK)
     wanted = torch.arange(count * most, device=DEVICE) % NUM_BLOCKS
     order = torch.randperm(NUM_BLOCKS, device=DEVICE).int()
@@ -125,7 +125,7 @@ def prompts(cache: Tensor, heads: int) -> None:
 
 
 def prefill_configs(cache: Tensor, heads: int, configs: list[LatentPrefillConfig]) -> None:
-    """Print the kernel of chunks over vectors, however a program works."""
+    """Print the kernel of chunks over vectors, for each launch configuration."""
     for count, past, queries in PROMPTS[1:3]:
         metadata, tokens = metadata_of(past, queries, count), count * queries
         query, output = random(tokens, heads, LATENT + ROTATED), random(tokens, heads, LATENT)
@@ -151,7 +151,7 @@ def _decode_configs(heads: int) -> Iterator[LatentDecodeConfig]:
     yield LatentDecodeConfig(16, 32, 4, 5)
     for together in (16, 32, 64):
         for tile, stages in ((32, 2), (32, 5), (64, 2), (64, 5)):
-            # Two buffers of 64 vectors are all that fits beside 64 queries.
+            # Two buffers of 64 vectors are the most that fit beside 64 queries.
             if together <= heads and (together, tile, stages) != (64, 64, 5):
                 yield LatentDecodeConfig(together, tile, 8, stages)
 

@@ -35,14 +35,14 @@ EPS = 1e-5
 def times_of(
     group: NcclGroup, sums: PeerSum, fused: SumNorm, shape: tuple[int, int]
 ) -> dict[str, float]:
-    """Microseconds by way, for [tokens, width] in bf16."""
+    """Microseconds by implementation, for [tokens, width] in bf16."""
 
     def draw(*sizes: int) -> torch.Tensor:
         return torch.randn(sizes, device=group.device)
 
     x, weight, residual = (draw(*each).bfloat16() for each in (shape, shape[1:], shape))
     parts = draw(4, *shape)
-    # Sums of sums, in place, would leave the range of the type.
+    # Repeated sums in place would overflow the type.
     noughts = torch.zeros_like(x)
 
     def apart() -> None:

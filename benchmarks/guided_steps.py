@@ -55,7 +55,7 @@ _Raw = argparse.RawDescriptionHelpFormatter
 
 
 def vocabulary(size: int) -> list[str]:
-    """So many different strings of printable characters, the shortest first."""
+    """This many different strings of printable characters, the shortest first."""
     letters = [chr(code) for code in range(33, 127)]
     words = (
         "".join(word)
@@ -127,7 +127,7 @@ class Mixes:
         self._next_id += 1
 
     def _tokens_below(self, end: int) -> int:
-        """One step; the tokens that came of requests before ``end``."""
+        """One step; returns the tokens of requests before ``end``."""
         total = 0
         for _, message in self._engine.step().messages:
             if isinstance(message, RequestFailed):
@@ -158,7 +158,7 @@ def engine_config(args: argparse.Namespace, checkpoint: str, info: Path) -> Engi
 
 
 def _longest(num_steps: int) -> int:
-    """Tokens of which no request comes to an end while it is measured."""
+    """Output tokens that no request reaches while it is measured."""
     return _WARM_STEPS + num_steps + 16
 
 
@@ -173,7 +173,7 @@ def lines(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     mixes = Mixes(engine, vocab_size)
     found: dict[tuple[int, int], list[dict[str, float]]] = {pair: [] for pair in args.mixes}
     for pair in args.mixes:
-        # Compiles what this mix needs, the schema's grammar among it.
+        # Compiles the kernels and the grammar that this mix needs.
         mixes.measure(*pair, 1)
     for pair in [*args.mixes] * args.repeats:
         found[pair].append(mixes.measure(*pair, args.steps))

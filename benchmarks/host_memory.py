@@ -28,7 +28,9 @@ Close = Callable[[], None]
 
 
 def torchs(num_rows: int, row_bytes: int) -> tuple[Tensor, Close]:
-    """Memory of torch's allocator of pinned memory, which keeps it until it is emptied."""
+    """Memory of torch's allocator of pinned memory, which keeps it until the cache is
+    emptied.
+    """
     rows = torch.empty((num_rows, row_bytes), dtype=torch.uint8, pin_memory=True)
     return rows, torch._C._host_emptyCache  # type: ignore[attr-defined]
 
@@ -40,7 +42,7 @@ def registered(num_rows: int, row_bytes: int) -> tuple[Tensor, Close]:
     error = locks.lock(rows.data_ptr(), rows.nbytes)
     if error:
         raise RuntimeError(f"CUDA error {error}")
-    # Which keeps the rows until then.
+    # The allocator keeps the rows until then.
     return rows, lambda: locks.unlock(rows.data_ptr())
 
 
@@ -52,7 +54,7 @@ def mapped(num_rows: int, row_bytes: int, threads: int, piece: int) -> tuple[Ten
 
 
 def copy_speeds(host: Tensor, copied_bytes: int) -> dict[str, float]:
-    """GB/s of copies of whole rows each way, and the microseconds of starting one."""
+    """GB/s of copies of whole rows in each direction, and the microseconds to start one."""
     num_rows = min(len(host), max(1, copied_bytes // host.shape[1]))
     step = len(host) // num_rows
     device = torch.ones((min(num_rows, 256), host.shape[1]), dtype=torch.uint8, device="cuda")
@@ -85,7 +87,7 @@ def huge_gib() -> float:
 
 
 def measure(make: Callable[[], tuple[Tensor, Close]], copied_bytes: int) -> dict[str, Any]:
-    """One kind of memory, from nothing to nothing."""
+    """Allocate, measure and free one kind of memory."""
     begin = time.monotonic()
     rows, close = make()
     facts: dict[str, Any] = {"bytes": rows.nbytes, "seconds": time.monotonic() - begin}
@@ -129,7 +131,7 @@ def main() -> None:
             )
     lines = []
     for number in range(args.rounds):
-        # The newest first, then last: each is once the first.
+        # In reversed order: each kind is first once.
         for name in list(kinds)[:: 1 if number % 2 else -1]:
             facts = measure(kinds[name], int(args.copied_gib * 2**30))
             lines.append({"round": number + 1, "memory": name, **facts})

@@ -1,4 +1,4 @@
-"""What the host pays a step without a model: planning, taking in ids, telling front ends."""
+"""Host time of a step without a model: planning, processing ids, messages to front ends."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """An engine without a model: every running request gets a token each step, at a steady pace.
 
-Started by `streaming.py` in place of a rank. The pause between steps comes in milliseconds
-from the environment variable NULL_ENGINE_STEP_MS.
+`streaming.py` starts it in place of a rank. The environment variable NULL_ENGINE_STEP_MS sets
+the pause between steps in milliseconds.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FACTS = {
 
 
 class NullEngine:
-    """The requests of all front ends, and how many tokens each has still to get."""
+    """The requests of all front ends, and their numbers of remaining tokens."""
 
     def __init__(self, links: FrontendLinks) -> None:
         self._links = links
@@ -43,7 +43,7 @@ class NullEngine:
         self._step = 0
 
     def take(self) -> None:
-        """Take what has come; sleeps while nothing runs."""
+        """Receive messages; sleeps while no request runs."""
         for arrival in self._links.poll(is_busy=any(self._left.values())):
             requests = self._left.setdefault(arrival.source, {})
             message = arrival.message
@@ -57,7 +57,7 @@ class NullEngine:
                     requests.pop(request_id, None)
 
     def step(self) -> None:
-        """One token for everybody."""
+        """Send one token to every request."""
         self._step += 1
         for source, requests in self._left.items():
             if requests:
@@ -85,7 +85,7 @@ class NullEngine:
 
 
 def main() -> None:
-    """Serve until the supervisor says shutdown."""
+    """Serve until the supervisor's shutdown command."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     env = ChildEnv.from_environ()
@@ -110,7 +110,7 @@ def main() -> None:
             time.sleep(min(due - now, 0.001))
         else:
             engine.step()
-            # A step that is late is not made up for.
+            # A late step is not made up for.
             due = max(due + pause_s, now)
     links.close()
     link.close()

@@ -45,12 +45,12 @@ _TEMPERATURE = ("--temperature", "1.0")
 _WARMUP = 160
 """Requests that warm a protocol up: full steps of prompts, then decodes of many."""
 _DRAIN_S = 12.0
-"""What a point takes beside its arrivals: starts, its own warm-up, the last answers."""
+"""Time of a point beside its arrivals: start, warm-up, last answers."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """Requests of one length, all at once (rate -1) or so many a second."""
+    """Requests of one length, all at once (rate -1) or at this rate a second."""
 
     isl: int
     osl: int
@@ -59,16 +59,16 @@ class Point:
     concurrency: int = 500
     load_processes: int = 6
     needs_s: float = 0.0
-    """What the 8B shape takes on one H200 where requests come at once."""
+    """The duration of the point for the 8B shape on one H200, if requests come at once."""
 
     @property
     def name(self) -> str:
-        """How ``--points`` selects it."""
+        """The name by which ``--points`` selects the point."""
         arrivals = f"@{self.rate:g}" if self.rate > 0 else f"x{self.requests}"
         return f"{self.isl}/{self.osl}{arrivals}"
 
     def seconds(self, requests: int, runs: int) -> float:
-        """The time that it is given with so many requests in each of its runs."""
+        """The time limit of the point with this many requests in each run."""
         longest = requests / self.rate + _DRAIN_S if self.rate > 0 else self.needs_s
         return runs * longest
 
@@ -85,7 +85,7 @@ POINTS = (
 
 
 class Sweep:
-    """Sends points to a server, and keeps the names of those that failed or had no time."""
+    """Sends points to a server, and records the names of failed and skipped points."""
 
     def __init__(self, server: ServerProcess, folder: Path, args: argparse.Namespace) -> None:
         self._server = server
@@ -97,7 +97,7 @@ class Sweep:
         self.left_out: list[str] = []
 
     def run(self, protocol: str, points: Sequence[Point]) -> None:
-        """A protocol's points in turn, after a warm-up that counts nowhere."""
+        """A protocol's points in turn, after a warm-up that is not counted."""
         count = str(self._num_requests(_WARMUP))
         words = ["--input-len", "467", "--output-len", "24", "-c", count]
         words += ["--num-requests", count, "--warmup", "0"]
@@ -134,7 +134,9 @@ class Sweep:
                 results.append(self._args.json, line)
 
     def _bench(self, protocol: str, name: str, words: list[str]) -> list[str]:
-        """What one `trimaran bench serve` printed; nothing, and the name kept, if it failed."""
+        """The output of one `trimaran bench serve`; empty, with the name recorded, if it
+        failed.
+        """
         command = [str(BIN / "trimaran"), "bench", "serve", "-i", protocol]
         command += ["-u", self._server.address(protocol), *self._shape, *_TEMPERATURE, *words]
         with subprocess.Popen(
@@ -189,7 +191,7 @@ def measure(folder: Path, args: argparse.Namespace, passed: list[str]) -> int:
 
 
 def main() -> int:
-    """Measure what the flags name."""
+    """Measure the points that the flags name."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=_Raw, allow_abbrev=False
     )
@@ -210,7 +212,7 @@ def main() -> int:
         if count is not None and count < 1:
             parser.error(f"--{name} is {count} but must be 1 or more")
     args.deadline = time.monotonic() + args.seconds
-    # A signal ends the server too: it leaves through every block.
+    # A signal ends the server too: the exception leaves every context.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with tempfile.TemporaryDirectory(prefix="trimaran-online-") as folder:
         try:

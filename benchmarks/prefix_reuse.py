@@ -28,7 +28,7 @@ _Raw = argparse.RawDescriptionHelpFormatter
 
 
 def first_token(args: argparse.Namespace, prefix: int, suffix: int) -> tuple[float, int]:
-    """Milliseconds to the first token of one prompt, and blocks that it reused."""
+    """Milliseconds to the first token of one prompt, and the blocks that it reused."""
     ids = np.concatenate(
         [
             np.random.default_rng((1, prefix)).integers(0, args.vocab_size, args.prefix),
@@ -57,7 +57,7 @@ def first_token(args: argparse.Namespace, prefix: int, suffix: int) -> tuple[flo
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Uncached prompts, then cached ones; a first one of its own is not counted."""
+    """Uncached prompts, then cached ones; a first uncached prompt is not counted."""
     first_token(args, 0, 0)
     uncached = [first_token(args, 1 + number, 0) for number in range(args.uncached)]
     cached = [first_token(args, 1, 1 + number) for number in range(args.cached)]
@@ -80,7 +80,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Ask, print and write one line."""
+    """Send requests, print and write one line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=_Raw)
     add = parser.add_argument
     add("--url", default="localhost:8000", metavar="HOST:PORT", help="of HTTP")

@@ -1,4 +1,4 @@
-"""A product of a layer, and the cuts of it that are likely to be fast on an H200."""
+"""A product of a layer, and tile shapes that are likely to be fast on an H200."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from dataclasses import dataclass, replace
 from trimaran.kernels.tables.product_table import GemmShape, Kind
 
 SUSTAINED_ROWS = 512
-"""From here on a card is pushed, whatever the cut."""
+"""Rows from which a GPU is under full load, whatever the tile shape."""
 
 _FLOPS_S, COPIED_BYTES_S = 674e12, 4.25e12
-"""What one H200 sustains: the limit beside which times are told."""
+"""The rates that one H200 sustains, as the limit beside times."""
 
 _HALF_RING = 113_664
-"""Bytes of a ring that leaves room for another block as large."""
+"""Bytes of a ring that leaves room for another block of the same size."""
 
 _MOST_HALF_COLUMNS = 128
-"""Wider tiles of more than 64 rows take all registers of a processor."""
+"""Wider tiles of more than 64 rows take all registers of a multiprocessor."""
 
-# What a step of a block costs at least, by resource: to rank cuts, not to predict them.
+# The least cost of a block's step, by resource: to rank tile shapes, not to predict times.
 _CLUSTERS = {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15}
 _FLOPS = 790e12 / 132
 _CACHE_BYTES_S = 11e12 / 132
@@ -41,7 +41,7 @@ class Product:
         return f"{self.outputs}x{self.inner} {self.kind}"
 
     def estimate_s(self, rows: int, cut: GemmShape) -> float:
-        """Roughly how long a cut takes."""
+        """An estimate of a tile shape's time."""
         wide, high = (1, cut.sharing) if cut.shares_weights else (cut.sharing, 1)
         groups = -(-rows // (cut.rows * high)) * -(-self.outputs // (cut.columns * wide))
         if self.kind == "parts":
@@ -49,7 +49,7 @@ class Product:
         exact_rounds = groups / _CLUSTERS[cut.cluster(self.kind)]
         rounds: float = math.ceil(exact_rounds)
         if rows >= SUSTAINED_ROWS:
-            # Idle processors leave their power to the others.
+            # Idle multiprocessors leave their power to the others.
             rounds = (rounds + exact_rounds) / 2
         steps = -(-self.inner // 64 // cut.split)
         used = max(min(rows, cut.rows), 8)
@@ -63,7 +63,9 @@ class Product:
         return max(busy_s, read_s) + sums_s + 0.1 * (busy_s + rounds * steps * copy_s)
 
     def likely_cuts(self, rows: int, count: int) -> list[GemmShape]:
-        """The cuts with the least estimates, at most two of equal tiles, and shorter rings."""
+        """The tile shapes with the least estimates, at most two of equal tiles, and shorter
+        rings.
+        """
         found: list[GemmShape] = []
         if not count:
             return found
@@ -76,14 +78,14 @@ class Product:
         return [*found, *(cut for each in found[:3] for cut in self._shorter(each))]
 
     def limit_s(self, rows: int) -> float:
-        """The least time that moving its bytes or its arithmetic takes."""
+        """The least time for its bytes or its arithmetic."""
         made = self.outputs // 2 if self.kind == "gated" else self.outputs
         moved = 2 * (self.outputs * self.inner + rows * (self.inner + made))
         operations = 2 * rows * self.outputs * self.inner
         return max(moved / COPIED_BYTES_S, operations / _FLOPS_S)
 
     def _shorter(self, cut: GemmShape) -> Iterator[GemmShape]:
-        """The cut with a ring that leaves room for another block, where registers do."""
+        """The tile shape with a ring that leaves room for another block, if registers do."""
         stages = _HALF_RING // cut.stage_bytes
         is_light = cut.rows == 64 or (cut.rows == 128 and cut.columns <= _MOST_HALF_COLUMNS)
         shorter = replace(cut, most_stages=stages)

@@ -77,7 +77,7 @@ def ask(port: int, ids: list[int], num_tokens: int) -> list[int]:
 
 
 def reused_blocks(port: int) -> tuple[float, float]:
-    """Blocks that the engines did not compute so far, and tokens a block."""
+    """Blocks that the engines reused so far, and tokens a block."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as response:
         text = response.read().decode()
 

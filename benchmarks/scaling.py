@@ -39,11 +39,11 @@ COMMAND = (
 )
 Line = dict[str, Any]
 _GRACE_S = 10.0
-"""Ranks have this long to end once they are told to."""
+"""Time for ranks to end after the signal."""
 
 
 def sizes_of(layout: str) -> dict[str, int]:
-    """The sizes that a layout's word names, 1 for the others; raises ConfigError."""
+    """The sizes in a layout's name, 1 for the others; raises ConfigError."""
     found = re.fullmatch(r"((?:tp|pp|dp|ep)\d+)+", layout)
     named = re.findall(r"(tp|pp|dp|ep)(\d+)", layout)
     if found is None or len(dict(named)) < len(named) or "0" in dict(named).values():
@@ -64,9 +64,9 @@ def command_of(layout: str, passed: list[str], output: str) -> list[str]:
 
 
 def measure(layout: str, passed: list[str], timeout_s: float) -> tuple[list[Line], str]:
-    """The result lines of one layout's job, a load each, and what went wrong with it.
+    """The result lines of one layout's job, one for each load, and its error.
 
-    A job that fails at a later load, or takes too long, keeps the lines that it wrote.
+    A job that fails at a later load, or takes too long, keeps its earlier lines.
     """
     with tempfile.TemporaryDirectory(prefix="trimaran-scaling-") as folder:
         output = Path(folder, "lines.jsonl")
@@ -78,7 +78,7 @@ def measure(layout: str, passed: list[str], timeout_s: float) -> tuple[list[Line
 
 
 def _run(command: list[str], timeout_s: float) -> str:
-    """What went wrong, if anything; the job's output is shown as it comes."""
+    """The error, if any; the job's output is shown as it comes."""
     env = {**starter_env(os.environ), "PYTHONSAFEPATH": "1"}
     with subprocess.Popen(command, env=env) as job:
         try:
@@ -94,7 +94,9 @@ def _run(command: list[str], timeout_s: float) -> str:
 
 
 def known_lines(paths: list[str]) -> list[Line]:
-    """The lines of earlier runs, of one shape; of equal ones the last; raises ConfigError."""
+    """The lines of earlier runs, of one shape; among equal lines the last; raises
+    ConfigError.
+    """
     lines = [line for line in results.read(paths) if "layout" in line]
     if len(shapes := {line["shape"] for line in lines}) > 1:
         raise ConfigError(f"--known: one chart holds one shape, not {', '.join(shapes)}")

@@ -95,7 +95,7 @@ def compare(
         for number in range(args.rounds + 1):
             for mode in random.sample(list(MODES), len(MODES)):
                 servers[mode].ask(concurrency, folder)
-            if number == 0:  # everybody's first round is a warm-up
+            if number == 0:  # every server's first round is a warm-up
                 for server in servers.values():
                     server.rates.clear()
                     server.cpu_ms.clear()

@@ -19,7 +19,7 @@ from pathlib import Path
 
 _TESTS = Path(__file__).resolve().parents[1] / "tests"
 sys.path[:0] = [str(_TESTS / "faults"), str(_TESTS / "e2e")]
-# Behind all others: it holds folders of common names.
+# After all others: it holds folders with common names.
 sys.path.append(str(_TESTS.parent))
 
 from models import (  # noqa: E402
@@ -35,7 +35,7 @@ from soak_run import Soak  # noqa: E402
 
 
 def main() -> int:
-    """Run the soak, print its account, write it as JSON; 0 if nothing was wrong."""
+    """Run the soak, print the report, write it as JSON; 0 without problems."""
     args = _arguments()
     on_cpu = LAYOUTS if args.layouts else THREE_MODELS
     models = {0: on_cpu, 2: TWO_GPUS, 4: FOUR_GPUS}[args.gpus]

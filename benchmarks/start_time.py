@@ -1,4 +1,4 @@
-"""How long `trimaran serve` takes to be ready, the first time on a machine and after that.
+"""The start time of `trimaran serve`, the first time on a machine and after that.
 
     python benchmarks/start_time.py --shape llama8b --json benchmarks/results/start.jsonl
 
@@ -113,7 +113,7 @@ class Start:
         return time.monotonic() - begin
 
     def lines(self) -> list[str]:
-        """What the log says of the start's stages."""
+        """The times of the start's stages, from the log."""
         words = (
             r"(ready after .* s \(.*|weights ready: .*|KV cache on the host: .*|captured .*"
             r"|kernel .* compiled .*)"

@@ -37,7 +37,7 @@ class Job:
     num_gpus: int
     command: tuple[str, ...]
     output: str
-    """That flag."""
+    """The flag for result lines."""
 
 
 def _script(name: str, num_gpus: int, *flags: str) -> Job:
@@ -101,15 +101,15 @@ class Running:
                 [*job.command, job.output, str(own / f"{name}.jsonl")],
                 stdout=log, stderr=subprocess.STDOUT, env=env, start_new_session=True,
             )  # fmt: skip
-        # All that it starts inherits them.
+        # All its processes inherit them.
         os.sched_setaffinity(self._process.pid, cores)
 
     def code(self) -> int | None:
-        """How it ended, if it has."""
+        """The exit code, if the job has ended."""
         return self._process.poll()
 
     def end(self) -> None:
-        """End it, and whatever it started."""
+        """End the job and all its processes."""
         for number, seconds in ((signal.SIGTERM, _GRACE_S), (signal.SIGKILL, _GRACE_S)):
             with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
                 os.killpg(self._process.pid, number)
@@ -135,7 +135,7 @@ class Host:
         self.failed: list[str] = []
 
     def run(self, names: list[str], seconds: float) -> None:
-        """Run the jobs, for so long at most."""
+        """Run the jobs within the time limit."""
         waiting = list(names)
         try:
             while waiting or self._running:
@@ -153,7 +153,7 @@ class Host:
                 self._fail(name, "was left out")
 
     def _start(self, name: str) -> bool:
-        """Start a job if it finds its GPUs free."""
+        """Start a job if enough GPUs are free."""
         count = JOBS[name].num_gpus
         if count > len(self._free):
             return False
@@ -164,7 +164,7 @@ class Host:
         return True
 
     def _reap(self) -> None:
-        """Take the GPUs of those that have ended."""
+        """Free the GPUs of ended jobs."""
         for job in [job for job in self._running if job.code() is not None]:
             self._running.remove(job)
             self._free |= set(job.gpus)
@@ -181,7 +181,7 @@ class Host:
 
 
 def main() -> int:
-    """Run what was chosen."""
+    """Run the chosen jobs."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

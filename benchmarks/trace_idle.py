@@ -33,7 +33,7 @@ def read_work(path: Path) -> list[Work]:
 
 
 def gaps_of(work: list[Work]) -> list[tuple[float, Work, Work]]:
-    """Each time in which nothing ran, with what ended and what began it."""
+    """Each idle period, with the kernels before and after it."""
     gaps = []
     last = work[0]
     for one in work[1:]:

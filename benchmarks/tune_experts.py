@@ -44,13 +44,13 @@ DTYPE = torch.bfloat16
 NUM_LAYERS = 3
 TOKENS = [1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 512, 1024, 2048, 4096, 8192]
 SUSTAINED_TOKENS = 512
-"""From so many tokens on the clock falls under load, and means over some time count."""
+"""Tokens from which the clock falls under load, so that means over some time count."""
 
 _MEMORY_BYTES_S = 4.28e12
 _FLOPS = 680e12
 
 Pair = tuple[Cut, Cut]
-"""Cuts of the gated and of the plain product."""
+"""Tile shapes of the gated and of the plain product."""
 
 
 class Shape(NamedTuple):
@@ -61,7 +61,7 @@ class Shape(NamedTuple):
     hidden: int
     inner: int
     parts: int = 1
-    """As many times ``experts`` there are, shared out over ranks; here are the first."""
+    """Factor of ``experts`` for the total, which ranks divide; the first ones are here."""
 
 
 class Mixtures:
@@ -80,8 +80,9 @@ class Mixtures:
         )
 
     def time_us(self, tokens: int, cuts: Pair | None) -> float:
-        """Median time of a layer's experts with these cuts, or its mean under load; without
-        cuts those that Triton thinks best."""
+        """Median time of a layer's experts with these tile shapes, or its mean under load;
+        without tile shapes, those of Triton.
+        """
         rows = tokens * self.shape.chosen
         entries = {} if cuts is None else {
             name: [(rows, list(astuple(cut)))]
@@ -120,7 +121,7 @@ class Mixtures:
 
 
 def likely_cuts(tokens: int, shape: Shape, kind: GroupedKind) -> Iterator[Cut]:
-    """Cuts worth a measurement: an expert's rows in one run where that is possible."""
+    """Tile shapes worth a measurement: an expert's rows in one run where possible."""
     average = -(-tokens * shape.chosen // (shape.experts * shape.parts))
     if average <= 64:
         rows = next(rows for rows in (16, 32, 64, 96) if average + 8 <= rows or rows == 96)
@@ -147,7 +148,7 @@ def likely_cuts(tokens: int, shape: Shape, kind: GroupedKind) -> Iterator[Cut]:
 
 
 def tune(mixtures: Mixtures, tokens: int) -> Pair | None:
-    """The best pair of cuts for a number of tokens; None if Triton's own is."""
+    """The best pair of tile shapes for a number of tokens; None if Triton's default is."""
     shape = mixtures.shape
     best: Pair | None = None
     best_us = first_us = mixtures.time_us(tokens, None)
@@ -183,7 +184,7 @@ def tune(mixtures: Mixtures, tokens: int) -> Pair | None:
 
 
 def compile_all(shape: Shape, token_counts: list[int]) -> None:
-    """Compile side by side whatever will be timed."""
+    """Compile all timed kernels in parallel."""
     kinds: tuple[GroupedKind, ...] = ("gated", "plain")
     jobs = {
         (cut, kind)
@@ -204,7 +205,7 @@ def _drawn(*shape: int) -> Tensor:
 
 
 def main() -> None:
-    """See the module's text."""
+    """See the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--experts", type=int, default=8, help="of this rank")

@@ -72,7 +72,7 @@ ROWS = [
 ]
 LOGITS_ROWS = 1024
 NUM_LAYERS = 6
-"""Layers of a chain, each with weights of its own."""
+"""Layers of a chain, each with its own weights."""
 
 HEAD_SIZE, BLOCK_TOKENS = 128, 32
 
@@ -80,7 +80,9 @@ _WARM_S = 5.0
 """In the first seconds of load a layer of 500 rows takes 3 % less than later."""
 
 _EARLY_TILES = (1, 2, 3, 5, 8)
-"""Tried with the best cut of a product: weights under way before its rows are there."""
+"""Values tried with the best tile shape: bytes of weights in flight before the rows are
+ready.
+"""
 
 
 class Sizes:
@@ -102,15 +104,15 @@ class Sizes:
         self.logits = Product(args.vocabulary // ranks, hidden, "plain")
 
     def products(self, rows: int) -> list[Product]:
-        """Those of a step with so many rows."""
+        """The products of a step with this many rows."""
         return [*self.of_layer, self.logits] if rows <= LOGITS_ROWS else self.of_layer
 
     def tuned(self, rows: int) -> list[Product]:
-        """Those of them that are asked for."""
+        """The requested ones of these products."""
         return [product for product in self.products(rows) if product.kind in self._kinds]
 
     def limit_us(self, rows: int) -> float:
-        """Of a layer, with its share of the logits."""
+        """The time of a layer, with its share of the logits."""
         limit_s = sum(product.limit_s(rows) for product in self.of_layer)
         if rows <= LOGITS_ROWS:
             limit_s += self.logits.limit_s(rows) / NUM_LAYERS
@@ -143,7 +145,7 @@ class Decodes:
         self._attend = HopperDecodes(DEVICE, DTYPE)
 
     def step(self) -> AttentionMetadata:
-        """A new step's, whose layers share a plan."""
+        """The metadata of a new step, whose layers share a plan."""
         return self._metadata()
 
     def __call__(self, heads: Tensor, layer: int, step: AttentionMetadata) -> Tensor:
@@ -178,7 +180,7 @@ class Layers:
         return self.timed_us(rows, HopperProducts(DEVICE, DTYPE, table=ProductTable(table)))
 
     def warm(self, rows: int, choices: dict[Product, Choice]) -> None:
-        """Run until the card is as warm as under load, where it will be timed so."""
+        """Run until the GPU is as warm as under load, where it is timed."""
         ends = time.monotonic() + (_WARM_S if rows >= self._sustained_rows else 0.0)
         self.time_us(rows, choices)
         while time.monotonic() < ends:
@@ -213,7 +215,7 @@ class Layers:
             if decodes is not None and step is not None:
                 attended = decodes(heads, layer, step)
             else:
-                # It reads heads too, and leaves as much as queries are.
+                # The stand-in reads heads too, and returns as much as the queries.
                 attended = triton_norm.rms_norm(heads[:, : out.shape[1]], scale, 1e-5)
             change = self._added(products, attended, out, residual)
             gated = products.gated_linear(self._norm(residual, residual, change), gate_up)
@@ -251,14 +253,14 @@ def _as_list(cut: Choice) -> list[int] | None:
 
 
 class Candidates:
-    """What is tried for a product: the likeliest cuts, and some that are asked for."""
+    """The candidates for a product: the likeliest tile shapes, and requested ones."""
 
     def __init__(self, num_cuts: int, also: dict[str, list[list[int]]]) -> None:
         self._num_cuts = num_cuts
         self._also = also
 
     def cuts(self, product: Product, rows: int) -> list[GemmShape]:
-        """Each once; ValueError where one that is asked for cannot be."""
+        """Each candidate once; ValueError if a requested one is impossible."""
         asked = [GemmShape(*cut) for cut in self._also.get(product.name, ())]
         for cut in asked:
             cut.check(product.kind)
@@ -268,7 +270,7 @@ class Candidates:
 def tune(
     layers: Layers, rows: int, table: ProductTable, candidates: Candidates
 ) -> dict[Product, Choice]:
-    """The best cut of each product for a number of rows, beginning with the table's."""
+    """The best tile shape of each product for a number of rows, starting from the table's."""
     products = layers.sizes.products(rows)
     best = {
         product: table.pick(rows, product.outputs, product.inner, product.kind)
@@ -300,8 +302,10 @@ def _best_of(
     product: Product,
     cuts: Sequence[Choice],
 ) -> tuple[dict[Product, Choice], float]:
-    """The best choices and their time, with one of these cuts for a product or as they were."""
-    # A card that became warmer since would make all of them look worse.
+    """The best choices and their time, with one of these tile shapes for a product or
+    unchanged.
+    """
+    # A GPU that became warmer would make all of them look worse.
     best_us = layers.time_us(rows, best)
     for cut in cuts:
         trial = {**best, product: cut}
@@ -315,7 +319,7 @@ def _best_of(
 
 
 def compile_all(sizes: Sizes, row_counts: list[int], candidates: Candidates) -> int:
-    """Compile side by side whatever will be timed, and say how many that are."""
+    """Compile all timed kernels in parallel; returns their number."""
     jobs = {
         (cut, product.kind)
         for rows in row_counts
@@ -328,7 +332,7 @@ def compile_all(sizes: Sizes, row_counts: list[int], candidates: Candidates) -> 
 
 
 def flags() -> argparse.ArgumentParser:
-    """What can be asked for."""
+    """The candidates of each product."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--hidden", type=int, default=4096)
@@ -352,7 +356,7 @@ def flags() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    """See the module's text."""
+    """See the module's docstring."""
     args = flags().parse_args()
     if not (args.compile_only or torch.cuda.is_available()):
         raise SystemExit("torch finds no GPU here: run this on a machine with one")
@@ -369,7 +373,7 @@ def main() -> None:
             steps = dict(entries.get(product.name, ()))
             steps[rows] = _as_list(cut)
             entries[product.name] = [[most, steps[most]] for most in sorted(steps)]
-        # Where torch is always best nothing needs to be said.
+        # Where torch is always best the table needs no entry.
         kept = {key: steps for key, steps in entries.items() if any(cut for _, cut in steps)}
         lines = [f'"{key}": {json.dumps(steps)}' for key, steps in sorted(kept.items())]
         args.output.write_text("{\n" + ",\n".join(lines) + "\n}\n")

@@ -27,10 +27,10 @@ class Split:
 
     train: list[str]
     choose: list[str]
-    """Decides where training stops and which candidate is kept."""
+    """Decides when training stops and which candidate is kept."""
 
     report: list[str]
-    """Decides nothing: the published figures come from it."""
+    """Used for the published figures only."""
 
 
 def split_text(text: str) -> Split:

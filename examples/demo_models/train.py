@@ -1,4 +1,4 @@
-"""Trains the demo models: a small sweep, of which the best by held-out loss stay."""
+"""Trains the demo models: a small sweep; the best candidates by held-out loss are kept."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class Corpus:
-    """What one candidate trains on and is judged by."""
+    """The data of one candidate, for training and evaluation."""
 
     stream: np.ndarray
     bytes_per_token: float
@@ -127,7 +127,7 @@ def make_optimizers(model: Decoder, recipe: Recipe) -> list[torch.optim.Optimize
 
 
 def learning_rate(recipe: Recipe, step: int, num_steps: int) -> float:
-    """Linear warm-up, then a cosine down to nothing."""
+    """Linear warm-up, then cosine decay to zero."""
     warmup = max(1, int(WARMUP_SHARE * num_steps))
     if step < warmup:
         return recipe.learning_rate * (step + 1) / warmup
