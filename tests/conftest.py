@@ -30,13 +30,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Report only where it is asked for; processes that run side by side keep their files
-    apart."""
+    """Report only on request; parallel processes keep separate files."""
     is_worker = hasattr(config, "workerinput")
     is_rank = "OMPI_COMM_WORLD_RANK" in os.environ and config.option.basetemp is None
     if is_worker or is_rank:
-        # Ranks that end at once would clean pytest's common folder under each other's feet;
-        # the folder that pytest-xdist gives a worker is too long for paths of Unix sockets.
+        # Ranks that end together would clean pytest's common folder concurrently; the folder
+        # that pytest-xdist gives a worker is too long for paths of Unix sockets.
         config.option.basetemp = tempfile.mkdtemp(prefix="pytest-")
         config.add_cleanup(lambda: shutil.rmtree(config.option.basetemp, ignore_errors=True))
     path = config.getoption("--features-report")
@@ -47,7 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave each test marked `matrix` the cases that it keeps, spread over all of them."""
+    """Keep only the selected cases of each test marked `matrix`, spread over all of them."""
     if config.getoption("--all-cases"):
         return
     matrices: dict[str, list[pytest.Item]] = {}

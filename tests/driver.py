@@ -34,7 +34,7 @@ from trimaran.worker.engine.engine import Engine
 
 
 class Driver:
-    """An engine and what it has said, by request."""
+    """An engine and its messages, by request."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Driver:
         self.reasons: dict[tuple[int, int], FinishReason] = {}
         self.extras: dict[tuple[int, int], list[dict]] = defaultdict(list)
         self.failed: dict[int, str] | None = None
-        """Why requests failed, for a test that expects some to; else none may."""
+        """Errors of requests, for a test that expects some; otherwise errors fail the test."""
         self.num_steps = 0
         self._num_idle = 0
         """Steps in which no request ran or could start."""
@@ -75,7 +75,7 @@ class Driver:
         return self._last_id
 
     def step(self) -> None:
-        """One engine step; what it says is filed."""
+        """One engine step; its messages are recorded."""
         scheduler = self.engine.scheduler
         self.num_steps += 1
         self._num_idle += not (scheduler.running or scheduler.waiting)
@@ -89,7 +89,7 @@ class Driver:
     def run(self, max_steps: int = 2000) -> None:
         """Step until there is no work."""
         while self.engine.has_work:
-            # How often nothing can be done until a guide is compiled depends on the machine.
+            # The number of idle steps until a guide is compiled depends on the machine.
             assert self.num_steps - self._num_idle < max_steps, (
                 "the engine does not come to an end"
             )
@@ -126,13 +126,15 @@ class Driver:
         return [ids for (number, _), ids in sorted(self.tokens.items()) if number == request_id]
 
     def told(self, request_id: int, name: str) -> list[Any]:
-        """What a request was told under this name over all steps."""
+        """The messages of a request under this name, over all steps."""
         return [each for extras in self.extras[request_id, 0] for each in extras.get(name, ())]
 
     def serve(
         self, prompts: Iterable[Any], samplings: Iterable[dict[str, Any]] = ({},)
     ) -> list[list[list[int]]]:
-        """What comes of all prompts under all samplings, asked together for 12 tokens each."""
+        """The results of all prompts under all samplings, submitted together for 12 tokens
+        each.
+        """
         samplings = list(samplings)
         requests = [
             self.submit(prompt, **{"max_tokens": 12, **sampling})
@@ -143,7 +145,7 @@ class Driver:
         return [self.outputs(request) for request in requests]
 
     def check_idle(self) -> None:
-        """Nothing is left of any request."""
+        """Check that no state of any request is left."""
         scheduler = self.engine.scheduler
         cache = scheduler.cache
         assert not scheduler.running and not scheduler.waiting
@@ -155,7 +157,9 @@ class Driver:
 
 
 class Ranks:
-    """What ties the ranks of a run together as ``parallel`` says; see `run`. Collective."""
+    """The objects that connect the ranks of a run as ``parallel`` defines; see `run`.
+    Collective.
+    """
 
     def __init__(
         self,
@@ -186,7 +190,7 @@ class Ranks:
         self.ties = (layout, self.control, self.group, self.links)
 
     def run(self, driver: Driver, drive: Callable[[Driver], Any]) -> Any:
-        """What ``drive`` returns on rank 0, while the other ranks follow. Ends the engine."""
+        """The result of ``drive`` on rank 0, while the other ranks follow. Ends the engine."""
         result = None
         if self._world.rank == 0:
             result = drive(driver)

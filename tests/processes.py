@@ -1,4 +1,4 @@
-"""What processes are that may end while a test looks at them."""
+"""Queries of processes that may end while a test looks at them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import psutil
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Whether it runs: zombies do not."""
+    """Whether the process runs; zombies do not."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False

@@ -73,12 +73,12 @@ class Bench:
         )
 
     def succeed(self, command: str) -> None:
-        """Run a command line that must end well."""
+        """Run a command line that must succeed."""
         done = self.run(command)
         assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
 
     def env(self) -> dict[str, str]:
-        """That of a shell which has activated the virtual environment."""
+        """The PATH of a shell with an activated virtual environment."""
         env = command_env()
         return {**env, "PATH": f"{BIN}:{env['PATH']}"}
 
@@ -109,7 +109,7 @@ class Launched(Served):
 
 @pytest.fixture(scope="session")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    """The model, an adapter, the scripts and a repository that nobody filled, in a folder."""
+    """The model, an adapter, the scripts and an unfilled repository, in a folder."""
     bench = Bench(tmp_path_factory.mktemp("documented"))
     os.symlink(DEMO_MODEL, bench.folder / "model")
     (bench.folder / "peft").mkdir()
@@ -136,7 +136,7 @@ def decoupled(bench: Bench) -> Iterator[Served]:
 
 @pytest.fixture(scope="session")
 def plain(bench: Bench) -> Iterator[Served]:
-    """Two pipeline stages, with one response a request, which lacks the prompt."""
+    """Two pipeline stages, with one response a request, without the prompt."""
     filled = {"decoupled": "False", "besides": PLAIN}
     with _launched(bench, "plain", "--pp_size 2", **filled) as server:
         yield server

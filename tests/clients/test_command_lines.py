@@ -27,7 +27,7 @@ def asked(**besides):
     return f"'{json.dumps({**ASKED, **besides})}'"
 
 
-# A command line, its exit code, and what stands in its output, in this order.
+# A command line, its exit code, and texts of its output in order.
 DECOUPLED = {
     "curl, ensemble": (ENSEMBLE + asked(), 0, [r'"model_name":"ensemble"', '"text_out']),
     "curl, BLS": (BLS + asked(), 0, [r'"text_output":"It was a dark and ']),

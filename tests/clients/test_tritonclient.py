@@ -38,7 +38,7 @@ def run(server, kind, use):
 
 
 async def got(result):
-    """What a call of either sort returns."""
+    """The result of a call of either kind."""
     return await result if inspect.isawaitable(result) else result
 
 
@@ -169,7 +169,7 @@ def test_many_requests_side_by_side_are_not_mixed_up(plain, kind):
 
 
 def _infer_alone(server, kind, values):
-    # The blocking HTTP client may be used by the thread that made it alone.
+    # The blocking HTTP client may be used only by the thread that created it.
     port = server.http_port if kind == "http" else server.grpc_port
     with CLIENTS[kind].InferenceServerClient(f"localhost:{port}") as client:
         return client.infer("ensemble", values)

@@ -79,7 +79,7 @@ class Browser:
             await asyncio.sleep(0.1)
 
     async def screenshot(self, path: Path) -> None:
-        """Write what is seen as a PNG."""
+        """Write a screenshot as PNG."""
         answer = await self.send("Page.captureScreenshot", format="png")
         path.write_bytes(base64.b64decode(answer["data"]))
 

@@ -21,8 +21,8 @@ import psutil
 BIN = Path(sys.executable).parent
 USER_ID = 1000
 _START_TIMEOUT_S = 20.0
-# It waits for its network, then becomes the container's command as process 1. The files of
-# this machine may belong to root alone, so that reading them is all that is left of root.
+# It waits for its network, then becomes the container's command as process 1. The files of this
+# machine may belong to root alone, so the only remaining privilege of root is reading them.
 _BOOT = """
 set -e
 read -r go
@@ -91,7 +91,7 @@ class Pod:
 
 
 class Pods:
-    """A network of pods. Needs root. Nothing of it outlives the block."""
+    """A network of pods. Needs root. All of it ends with the block."""
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="pods-", dir="/var/tmp"))
@@ -120,7 +120,7 @@ class Pods:
 
     def __exit__(self, *_: object) -> None:
         for pod in self._pods:
-            # Its change of user made the kernel forget that it dies with unshare.
+            # The change of user resets the signal at the parent's death.
             with contextlib.suppress(psutil.NoSuchProcess):
                 pod.first.kill()
             pod.power.wait()

@@ -34,7 +34,7 @@ HOST_METRICS = DEPLOY.parent / "server" / "metrics" / "host_metrics.py"
 
 
 def of_gpus(text: str) -> bool:
-    """Whether it asks for what only a machine with a GPU has."""
+    """Whether the query needs a machine with a GPU."""
     return "nv_gpu_" in text
 
 

@@ -107,7 +107,7 @@ def test_the_pod_of_the_stateful_set_serves_and_drains(
     assert pod.probe(container["livenessProbe"], ports) == 200
     assert psutil.Process(pod.pid).uids().real == USER_ID
 
-    # Process 1 inherits orphans: mpirun's ranks, killed with nobody else to bury them.
+    # Process 1 inherits orphans: mpirun's killed ranks, which no other process reaps.
     next(p for p in pod.processes() if p.name() in ("mpirun", "prterun")).kill()
     wait_for(lambda: pod.probe(container["readinessProbe"], ports) != 200)
     assert pod.probe(container["livenessProbe"], ports) == 200

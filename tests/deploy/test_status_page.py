@@ -70,7 +70,7 @@ def test_the_page_lives_in_chromium(chromium: str, server: Served, tmp_path: Pat
         )
         assert await browser.evaluate("window.isTheSamePage")
         assert await browser.evaluate("!document.getElementById('stale').innerText")
-        # Nothing came from elsewhere.
+        # No resource came from another host.
         hosts = await browser.evaluate(
             "[...new Set(performance.getEntriesByType('resource')"
             ".map(entry => new URL(entry.name).host))]"

@@ -19,14 +19,14 @@ from token_stream import TokenStream
 from waiting import started
 
 LOG_CHARACTERS = 20_000
-"""The end of a log that is shown with a failure."""
+"""Log lines that are shown with a failure."""
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Show beside a failure what the servers of the test have logged by then."""
+    """Show the current logs of the test's servers beside a failure."""
     report = yield
     if report.failed:
         for each in started:
@@ -142,7 +142,7 @@ def exact_server(
 ) -> Iterator[Served]:
     """The demo model on two ranks in float32, in leader mode, for tests that kill parts of it.
 
-    Who asks for it asks for `leader_tokens` too: the last test of its faults ends it.
+    Tests with this fixture also use `leader_tokens`: the last fault test ends the server.
     """
     log = tmp_path_factory.mktemp("log") / "serve.log"
     # A short window: the pause before a restart does not grow from test to test.
@@ -154,5 +154,7 @@ def exact_server(
 
 @pytest.fixture(scope="session")
 def leader_tokens(exact_server: Served) -> list[int]:
-    """What the model ``pair`` says in leader mode, in float32 and with nothing beside it."""
+    """The answer of the model ``pair`` in leader mode, in float32 and without other
+    requests.
+    """
     return TokenStream(exact_server, "tensorrt_llm", PROMPTS[PAIR], NUM_TOKENS).finish()

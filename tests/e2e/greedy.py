@@ -1,4 +1,4 @@
-"""What transformers says greedily, told from the answers in one pass over each."""
+"""The greedy output of transformers, checked by one pass over each answer."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ def wrong_answers(
     answers: Sequence[Sequence[int]],
     num_new: int,
 ) -> dict[int, str]:
-    """By number of the prompt, the answers that are not transformers' ``num_new`` greedy ids.
+    """By number of the prompt, the answers that differ from transformers' ``num_new`` greedy
+    ids.
 
-    An answer is the greedy one if each of its ids is the likeliest behind the prompt and the
-    ids before it. One pass over prompt and answer shows that for all of them, in float32.
+    An answer is greedy if each of its ids is the likeliest after the prompt and the ids before
+    it. One pass over prompt and answer checks all ids, in float32.
     """
     model = _model(checkpoint)
     wrong = {}

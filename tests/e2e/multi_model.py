@@ -40,11 +40,11 @@ class MultiModel(Served):
     """A server of both models, each with as many ranks as its engine was built for."""
 
     def stream(self, model: str) -> TokenStream:
-        """A long greedy stream that is under way."""
+        """A long greedy stream that is running."""
         return TokenStream(self, model, PROMPTS[model], NUM_TOKENS)
 
     def is_model_ready(self, model: str) -> bool:
-        """What the readiness route of one model says now."""
+        """The current answer of the readiness route of one model."""
         try:
             with urllib.request.urlopen(self.url(f"/v2/models/{model}/ready"), timeout=120):
                 return True

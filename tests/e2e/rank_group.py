@@ -45,9 +45,9 @@ START_TIMEOUT_S = 180.0
 
 
 class Connection:
-    """One accepted connection; a thread collects what comes.
+    """One accepted connection; a thread collects its messages.
 
-    ``told`` is what a failed wait for a message ends with, asked then.
+    A failed wait ends with the text that ``told`` returns then.
     """
 
     def __init__(self, sock, told: Callable[[], str]) -> None:
@@ -96,7 +96,7 @@ class Connection:
 
 
 class RankGroup:
-    """Ranks of one model. Use as a context manager: nothing of it outlives the block."""
+    """Ranks of one model. A context manager: all its processes end with the block."""
 
     def __init__(self, folder: Path, world_size: int, **changes: object) -> None:
         self.world_size = world_size
@@ -177,7 +177,7 @@ class RankGroup:
         self._session_dirs.remove()
         self._run_dir.remove()
 
-    # ---- what tests ask and do ----------------------------------------------------------
+    # ---- actions of tests ---------------------------------------------------------------
 
     def wait_ready(self) -> Connection:
         """Every rank is ready and rank 0 has dialled in: its connection."""
@@ -196,7 +196,7 @@ class RankGroup:
         self.wait_until(has_come, f"state {state} of ranks {wanted}")
 
     def wait_until(self, is_done: Callable[[], bool], what: str) -> None:
-        """Wait for what ranks do; fail with their log, at once if mpirun has ended."""
+        """Wait for an effect of ranks; fail with their log, at once if mpirun has ended."""
 
         def ended() -> str:
             code = self.process.poll()

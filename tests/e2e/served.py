@@ -57,7 +57,7 @@ def init_repo(*args: str) -> None:
 
 @dataclass
 class Served:
-    """One running server. Use as a context manager: nothing of it outlives the block."""
+    """One running server. A context manager: all its processes end with the block."""
 
     repository: Path
     world_size: int = 1
@@ -67,7 +67,7 @@ class Served:
     grpc_port: int = 0
     metrics_port: int = 0
     address: str = "127.0.0.1"
-    """Where its ports are reached from here."""
+    """The address of its ports from here."""
 
     process: subprocess.Popen[bytes] = field(init=False)
     seen: dict[int, psutil.Process] = field(default_factory=dict)
@@ -111,7 +111,7 @@ class Served:
         self.remember_tree()
 
     def wait_log(self, text: str, count: int = 1, timeout_s: float = 120) -> None:
-        """Wait until the log holds ``text`` so many times."""
+        """Wait until the log holds ``text`` this many times."""
         self.wait_until(
             lambda: self.log().count(text) >= count, f"{count} x {text!r} in the log", timeout_s
         )
@@ -119,7 +119,7 @@ class Served:
     def wait_until(
         self, is_done: Callable[[], bool], what: str, timeout_s: float = 120
     ) -> None:
-        """Wait for what the server does; fail with its log, at once if it has ended."""
+        """Wait for an effect of the server; fail with its log, at once if it has ended."""
 
         def ended() -> str:
             code = self.process.poll()
@@ -188,7 +188,7 @@ class Served:
         return [json.loads(event[len("data: ") :]) for event in text.split("\n\n") if event]
 
     def remember_tree(self) -> dict[int, psutil.Process]:
-        """Note every process of the tree, to look for orphans later."""
+        """Record every process of the tree, to find orphans later."""
         with contextlib.suppress(psutil.NoSuchProcess):
             root = psutil.Process(self.process.pid)
             for process in [root, *root.children(recursive=True)]:
@@ -234,7 +234,7 @@ class Served:
             self.kill()
 
     def kill(self) -> None:
-        """Kill whatever is left of the tree, by pid."""
+        """Kill the remaining processes of the tree, by pid."""
         self.remember_tree()
         for process in self.survivors():
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -244,7 +244,7 @@ class Served:
 
 
 class InJob(Served):
-    """A server whose tasks are started by somebody else's mpirun."""
+    """A server whose tasks are started by a separate mpirun."""
 
     def start(self) -> None:
         """Every task runs the same command line."""

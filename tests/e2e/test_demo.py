@@ -1,4 +1,4 @@
-"""What a newcomer sees: the demo repository through the generate routes."""
+"""The demo repository through the generate routes, as in the first steps of the README."""
 
 from __future__ import annotations
 

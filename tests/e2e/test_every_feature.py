@@ -103,7 +103,7 @@ async def run_all(url: str) -> list[str]:
 
 
 def num_bulk_files(server) -> int:
-    """Payloads beside messages that no front end gave back, of all processes."""
+    """Payloads beside messages that no front end has released, of all processes."""
     count = 0
     for pid in server.remember_tree():
         folder = f"/proc/{pid}/fd"

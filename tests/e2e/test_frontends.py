@@ -151,7 +151,7 @@ def test_a_users_own_model_runs_at_every_front_end(server: Several) -> None:
     expected = server.call(0, "POST", GENERATE, whole)[1]["text_output"]
     assert answers == [expected] * NUM_FRONTENDS
     server.wait_until(lambda: not processes(), "end of the processes of the model")
-    # Lines of ours alone: libraries have nothing to say of a process that is started.
+    # Only lines of Trimaran: libraries log nothing when a process starts.
     lines = server.log()[log_start:].splitlines()
     assert [line for line in lines if not re.match(r"\d{4}-\d\d-\d\dT", line)] == []
 
@@ -229,7 +229,7 @@ def test_a_front_end_that_dies_takes_nothing_with_it_but_its_connections(
     assert answer == server.call(2, "POST", GENERATE, PROMPT)
     # The stream and these two; what the dead one had counted stays.
     assert server.succeeded(index) == before + 3
-    # Those that lived on follow a first front end that is new.
+    # The surviving front ends follow a new first front end.
     server.call(index, "POST", "/v2/logging", {"log_error": False})
     settings = [server.call(i, "GET", "/v2/logging")[1] for i in range(NUM_FRONTENDS)]
     server.call(index, "POST", "/v2/logging", {"log_error": True})

@@ -148,7 +148,7 @@ def test_all_processes_together_idle_below_two_percent_of_a_core(decoupled_serve
         return total
 
     shares = []
-    # What else may run once, as a look for garbage, does not run in all of them.
+    # Other threads, such as the garbage collector, do not run in every interval.
     while len(shares) < 3 and min(shares, default=1.0) >= 0.02:
         before, started = cpu_s(), time.monotonic()
         time.sleep(5)

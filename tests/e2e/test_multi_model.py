@@ -1,4 +1,4 @@
-"""Several models in one server: what happens to one of them does not touch the others."""
+"""Several models in one server: an event of one model does not affect the others."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def server(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture(scope="module")
 def undisturbed(server: MultiModel) -> dict[str, list[int]]:
-    """The tokens of both streams when nothing dies."""
+    """The tokens of both streams without a fault."""
     streams = {model: server.stream(model) for model in WORLD_SIZES}
     return {model: stream.finish() for model, stream in streams.items()}
 

@@ -90,7 +90,7 @@ def server(exact_server: Served, leader_tokens: list[int]) -> Served:
 
 @pytest.fixture(scope="module")
 def undisturbed(server: Served) -> str:
-    """What the stream of these tests says when nothing dies."""
+    """The text of these tests' stream without a fault."""
     return Stream(server).finish()
 
 

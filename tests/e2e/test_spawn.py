@@ -1,4 +1,4 @@
-"""Groups that an orchestrator spawns through MPI: what they give, and what they survive."""
+"""Groups that an orchestrator spawns through MPI: results and survived faults."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def server(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture(scope="module")
 def undisturbed(server: MultiModel) -> dict[str, list[int]]:
-    """The tokens of both streams when nothing dies."""
+    """The tokens of both streams without a fault."""
     streams = {model: server.stream(model) for model in WORLD_SIZES}
     return {model: stream.finish() for model, stream in streams.items()}
 
@@ -121,12 +121,12 @@ def _spawn_again(server: MultiModel) -> None:
 
 
 def _more_than(before: dict[str, int], server: MultiModel) -> dict[str, int]:
-    """What a server holds more of."""
+    """The resources that a server holds in addition."""
     return {what: count for what, count in _held(server).items() if count > before[what]}
 
 
 def _held(server: MultiModel) -> dict[str, int]:
-    """What a server holds: files open in its lasting processes, processes, segments."""
+    """The resources of a server: open files of its lasting processes, processes, segments."""
     lasting = {**server.processes(ORCHESTRATOR), **server.processes(FRONTEND)}
     supervisor = psutil.Process(server.process.pid)
     counts = {name: process.num_fds() for name, process in lasting.items()}

@@ -27,7 +27,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 def _answers(server: Served, options: dict[str, Any], model: str) -> dict[str, Any]:
-    """What a model says, without what names it."""
+    """The answer of a model, without its names."""
     _, reply = server.post(f"/v2/models/{model}/generate", {**ASKED, **options})
     own = {"model_name", "model_version", "sequence_id", "sequence_start", "sequence_end"}
     found = {name: value for name, value in reply.items() if name not in own}

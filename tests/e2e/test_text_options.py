@@ -1,4 +1,4 @@
-"""What the options of a text request do to the text, with the demo model and real ranks."""
+"""The effects of text options on the text, with the demo model and real ranks."""
 
 from __future__ import annotations
 

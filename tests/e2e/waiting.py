@@ -1,4 +1,4 @@
-"""Waits that say, when they fail, what did not happen and what the log holds by then."""
+"""Waits whose failures name the missing event and the log so far."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ POLL_S = 0.02
 
 
 class Logging(Protocol):
-    """Something that a test has started."""
+    """A process that a test has started."""
 
     process: subprocess.Popen[bytes]
     log_path: Path
 
     def log(self) -> str:
-        """What it and its children have written so far."""
+        """The output of the process and its children so far."""
 
 
 started: list[Logging] = []
-"""All that still runs, or has ended in the test that runs: a failure is told with its logs."""
+"""All processes that still run or ended during the current test; a failure shows their logs."""
 
 
 def wait_until(
@@ -35,15 +35,15 @@ def wait_until(
 ) -> None:
     """Return once ``is_done``.
 
-    ``ended`` says how what is waited for came to its end, and nothing while it lives;
-    ``told`` is asked at a failure and not before.
+    ``ended`` returns how the awaited process ended, and None while it lives; ``told`` is called
+    only at a failure.
 
     Raises:
-        AssertionError: the time is over, or what is waited for has ended.
+        AssertionError: the time is over, or the awaited process has ended.
     """
     deadline = time.monotonic() + timeout_s
     while not is_done():
-        # Its last deed may have been what is waited for.
+        # The event may have been the last action of the process.
         if (end := ended()) and not is_done():
             raise AssertionError(f"{what}: {end} before\n{told()}")
         if time.monotonic() > deadline:

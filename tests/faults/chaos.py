@@ -1,4 +1,4 @@
-"""Faults at random: which process, how, and when the model served again."""
+"""Random faults: the process, the kind of fault, and the time until the model served again."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KILL, SEGFAULT, STOP = signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP
 _POLL_S = 0.05
 _SLOW_POLL_S = 0.25
 _STABLE_S = 1.0
-"""A group that is up for so long is not just about to be seen as lost."""
+"""A group that has been up for this time is not about to be detected as lost."""
 
 
 @dataclass
@@ -106,7 +106,7 @@ class Chaos:
             self.problems.append(f"the chaos itself failed: {type(error).__name__}: {error}")
 
     def inject(self, kind: str = "", model: str = "") -> Disturbance | None:
-        """One fault, at random where not named, and the wait for the end of its effects."""
+        """One fault, random where not specified, and the wait for the end of its effects."""
         choices = self._choices(kind, model)
         if not choices:
             return None
@@ -145,13 +145,13 @@ class Chaos:
         return found
 
     def _touched(self, victims: list[Member]) -> tuple[str, ...]:
-        """The models that may notice: those of a group's processes, else all."""
+        """The models that may be affected: those of a group's processes, else all."""
         if victims[0].role in _GROUP_ROLES:
             return (model_of(victims[0].group),)
         return tuple(model.name for model in self.models)
 
     def _strike_again(self, group: str) -> None:
-        """Kill one more process of the group, whatever its return has come to."""
+        """Kill one more process of the group, whatever its state of recovery."""
         victims = [
             m for m in self.server.members() if m.group == group and m.role in _GROUP_ROLES
         ]

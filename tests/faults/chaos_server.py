@@ -1,4 +1,4 @@
-"""A server under test whose every process and every left-over can be found from outside."""
+"""A server under test whose processes and leftovers can all be found from outside."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class Member:
 class ChaosServer(Served):
     """A server with a mark in its environment and its own /dev/shm and temporary folder.
 
-    Whatever carries the mark, lies in the two folders, or listens on its ports after the
-    end has been left over.
+    Leftovers are processes with the mark, files in the two folders, and listeners on its ports
+    after the end.
     """
 
     multi_model: bool = True
@@ -88,12 +88,12 @@ class ChaosServer(Served):
             )
 
     def end(self, timeout_s: float = 60) -> int:
-        """SIGTERM and the exit code. What is left over stays, to be looked at."""
+        """SIGTERM and the exit code. Leftovers stay, for inspection."""
         self.process.terminate()
         return self.process.wait(timeout_s)
 
     def kill(self) -> None:
-        """End what is left of the server, and of its namespace and folder."""
+        """End the remaining processes of the server, and its namespace and folder."""
         for member in self.members():
             with contextlib.suppress(psutil.NoSuchProcess):
                 member.process.kill()
@@ -120,7 +120,7 @@ class ChaosServer(Served):
         return False
 
     def is_live(self) -> bool:
-        """Whether the front end answers that it lives."""
+        """Whether the front end answers that it is live."""
         with contextlib.suppress(OSError):
             url = self.url("/v2/health/live")
             with urllib.request.urlopen(url, timeout=5) as reply:
@@ -146,10 +146,10 @@ def _marked(mark: str) -> Iterator[Member]:
 
 
 def member_of(process: psutil.Process) -> Member:
-    """What a living process is to the server.
+    """The role of a living process in the server.
 
     Raises:
-        psutil.Error: it is gone.
+        psutil.Error: the process has ended.
     """
     group = process.environ().get("TRIMARAN_GROUP", "")
     return Member(process.pid, _role(process.cmdline()), group, process)

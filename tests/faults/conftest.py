@@ -1,4 +1,4 @@
-"""What the fault tests share: the harness of the end-to-end tests."""
+"""Shared by the fault tests: the harness of the end-to-end tests."""
 
 from __future__ import annotations
 

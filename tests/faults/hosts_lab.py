@@ -64,9 +64,9 @@ class LabHost:
 class HostsLab:
     """Hosts ``one``, ``two``, ... that reach each other by ssh. Needs root and openssh-server.
 
-    They share the file system, /tmp and /dev/shm excepted, and nothing else: a process of
-    one sees no process of another, so nothing works here that needs to be one machine. Use
-    as a context manager: nothing of it outlives the block.
+    They share the file system except /tmp and /dev/shm. A process of one host sees no process
+    of another, so features that need a single machine fail here. A context manager: all of it
+    ends with the block.
     """
 
     num_hosts: int = 2
@@ -101,7 +101,7 @@ class HostsLab:
 
     @property
     def agent(self) -> Path:
-        """What mpirun runs in place of ssh."""
+        """The program that mpirun runs in place of ssh."""
         return self.folder / "ssh"
 
     def command(self, name: str, words: Sequence[str]) -> list[str]:
@@ -112,7 +112,7 @@ class HostsLab:
         ]  # fmt: skip
 
     def cut(self, name: str) -> None:
-        """Take the host's link down: packets vanish, and nobody is told."""
+        """Take the host's link down: packets are dropped without an error."""
         _ip("link", "set", self.hosts[name].cable, "down")
 
     def mend(self, name: str) -> None:
@@ -126,7 +126,7 @@ class HostsLab:
             _run(*inside, "route", "add", "blackhole", f"{self.hosts[lost].address}/32")
 
     def power_off(self, name: str) -> None:
-        """End a host and all that runs on it in one moment; its peers are told nothing."""
+        """End a host and all its processes at once; its peers are not informed."""
         self.cut(name)
         self.hosts[name].power.kill()
         self.hosts[name].power.wait()

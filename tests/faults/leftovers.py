@@ -1,4 +1,4 @@
-"""What a server holds now, and what is left of it after its end."""
+"""The resources of a running server, and its leftovers after the end."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Holdings:
     """KV blocks in use by all models."""
 
     def growth(self, before: Holdings) -> list[str]:
-        """What is held now and was not before. Memory is for people to judge."""
+        """The resources held now and not before. Memory is reported for human judgement."""
         grown = []
         if self.processes != before.processes:
             grown.append(f"processes {before.processes} -> {self.processes}")
@@ -54,7 +54,7 @@ class Holdings:
 
 
 def holdings(server: ChaosServer) -> Holdings:
-    """What the server holds at this moment."""
+    """The resources that the server holds at this moment."""
     members = server.members()
     fds, threads, rss_mb = {}, {}, {}
     for member in members:
@@ -98,7 +98,7 @@ def _cpu_times(server: ChaosServer) -> dict[int, tuple[str, float]]:
 def settled(
     server: ChaosServer, is_settled: Callable[[Holdings], bool], timeout_s: float = 30.0
 ) -> Holdings:
-    """The holdings once they are as wanted, or as they are after the time is over."""
+    """The resources once they are as wanted, or as they are after the time is over."""
     deadline = time.monotonic() + timeout_s
     while True:
         now = holdings(server)
@@ -108,7 +108,7 @@ def settled(
 
 
 def left_over(server: ChaosServer) -> list[str]:
-    """What an ended server has left: processes, shared memory, files, open ports."""
+    """Leftovers of an ended server: processes, shared memory, files, open ports."""
     found = [f"process {m.pid} ({m.role}, {m.group})" for m in server.members()]
     found += [f"/dev/shm/{name}" for name in server.shm_files()]
     found += [f"temporary {path}" for path in server.temporary_files()]

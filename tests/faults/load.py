@@ -66,7 +66,7 @@ class RetryableError(Exception):
 
 
 class FailedError(Exception):
-    """The server answered with an error that names no way on, or broke the protocol."""
+    """The server answered with an error without a remedy, or broke the protocol."""
 
 
 @dataclass
@@ -124,7 +124,7 @@ class Load:
         except _CONNECTION_ERRORS as error:
             outcome.kind, outcome.text = LOST, f"{type(error).__name__}: {error}"
         except Exception as error:
-            # Whatever a client library raises is an outcome of this request.
+            # Every exception of a client library is an outcome of this request.
             outcome.kind, outcome.text = FAILED, f"{type(error).__name__}: {error}"
         outcome.end_s = time.monotonic()
         return outcome

@@ -52,7 +52,7 @@ class PrivateShm:
 
 
 class SharedShm:
-    """The machine's, where nobody else may start anything meanwhile."""
+    """The machine's /dev/shm, if no other program is started meanwhile."""
 
     def __init__(self) -> None:
         self._before = set(os.listdir("/dev/shm"))

@@ -27,7 +27,7 @@ _SLACK_S = 1.0
 
 @dataclass
 class Soak:
-    """What one soak runs on."""
+    """The resources of one soak."""
 
     repository: Path
     models: tuple[Model, ...]
@@ -54,7 +54,7 @@ class Soak:
         with server:
             self._when_idle(server, lambda now: True)
             cases = with_answers(cases, server)
-            # A front end and a second of load, then what is held is what stays.
+            # A front end and a second of load; the resources held then are the baseline.
             self._with_load(server, cases, seconds=5.0, chaos=None)
             before = self._when_idle(server, lambda now: now.used_blocks == 0)
             idle = idle_cpu(server, _IDLE_S)
@@ -147,7 +147,9 @@ class Soak:
 
 
 def judge(outcomes: Sequence[Outcome], disturbances: Sequence[Disturbance]) -> list[str]:
-    """What the promise forbids: wrong, late or failed requests, and any ado when untouched."""
+    """Violations of the promise: wrong, late or failed requests, and any error of an
+    untouched model.
+    """
     found: Counter[str] = Counter()
     for outcome in outcomes:
         if outcome.kind in (RIGHT, CANCELLED):

@@ -67,10 +67,10 @@ def wait_until(is_so: Callable[[], bool], timeout_s: float, what: str) -> float:
 
 @contextlib.contextmanager
 def disturbed(server: HostsServer, cases: list[Case], kind: str) -> Iterator[Disturbance]:
-    """Clients ask both models while the block disturbs the model on host two.
+    """Clients send requests to both models while the block disturbs the model on host two.
 
-    The block is followed by the wait for its return. Then no request may have ended other
-    than promised, and both models must have answered meanwhile.
+    After the block the model's return is awaited. Every request must have ended as promised,
+    and both models must have answered meanwhile.
     """
     touched = Disturbance(kind, ("there",), [], 0.0)
     with running(Load(server, cases, NUM_CLIENTS, deadline_s=READY_S, think_s=0.1)) as load:
@@ -138,7 +138,7 @@ def test_a_process_killed_on_another_host_costs_no_request(server, cases, lab, r
             NOTICED_S, "the rest of the group is ended",
         )  # fmt: skip
     assert server.end() == 0
-    # A killed daemon of MPI leaves its own folder, and nobody on its host knows of it.
+    # A killed daemon of MPI leaves its own folder, which no process on its host deletes.
     assert_nothing_is_left(server, lab, but="prted." if role == "daemon" else "")
 
 

@@ -1,4 +1,4 @@
-"""The soak's judgement: which ends of a request the promise allows, and which it does not."""
+"""The soak's judgement: the ends of a request that the promise allows and forbids."""
 
 from __future__ import annotations
 

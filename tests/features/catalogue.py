@@ -39,7 +39,7 @@ _ROLES = {
 
 
 class MissingText(Exception):
-    """A name of the product of which nothing is said here."""
+    """A name of the product without an entry here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +223,7 @@ def _outputs(role: Role) -> dict[str, tuple[str, str]]:
     }[role]
     never = dict(output_texts.NEVER)
     if role is Role.PREPROCESSING:
-        # What is not of a text is of an image.
+        # Inputs that are not for text are for images.
         images = set(_names(role)[1]) - set(texts)
         never.update(dict.fromkeys(images, input_texts.IMAGES))
     return {name: _found(name, (NEVER, never), (SERVED, texts)) for name in _names(role)[1]}

@@ -11,7 +11,7 @@ from trimaran.launcher.cli import main as cli
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "commands.md"
 Rows = dict[str, str]
-"""What is said of flags, by their names."""
+"""Texts for flags, by their names."""
 
 _FEW = 3
 """Flags that a command may lack of those of another, to be told by its name."""
@@ -46,7 +46,7 @@ def flags(parser: argparse.ArgumentParser) -> list[argparse.Action]:
 
 
 def meaning(action: argparse.Action) -> str:
-    """What the help says of a flag, its default filled in."""
+    """The help of a flag, its default filled in."""
     return (action.help or "") % vars(action)
 
 

@@ -1,4 +1,4 @@
-"""Writes docs/features.md from the product's tables and what became of the marked tests."""
+"""Writes docs/features.md from the product's tables and the outcomes of marked tests."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ More is in [decoding.md](decoding.md), [outputs.md](outputs.md),
 
 
 class NotShown(Exception):
-    """What is said here and what tests show do not go together."""
+    """The page's texts and the marked tests contradict each other."""
 
 
 def page(report: Mapping[str, Mapping[str, str]]) -> str:

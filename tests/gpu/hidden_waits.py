@@ -1,4 +1,4 @@
-"""A block in which no call may wait for the device unseen."""
+"""A block that forbids hidden device syncs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 @contextmanager
 def no_hidden_waits() -> Iterator[None]:
-    """Raise where a call of torch waits for the device, as long as the block lasts."""
+    """Raise if a call of torch waits for the device within the block."""
     with warnings.catch_warnings():
         # torch says that the mode is a prototype.
         warnings.simplefilter("ignore")

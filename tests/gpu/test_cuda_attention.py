@@ -71,7 +71,7 @@ def twin(query, cache, metadata, spec):
 
 
 def hide_past(cache, metadata, spec):
-    """Blocks in front of all windows are given back: whoever has them then writes NaN."""
+    """Blocks in front of all windows are freed: their new owners write NaN."""
     block = cache.shape[2]
     counts = metadata.query_start_loc.diff()
     tables = metadata.tables().tolist()

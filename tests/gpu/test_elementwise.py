@@ -1,4 +1,4 @@
-"""What is done to each token apart: the Triton kernels against their torch twins.
+"""Operators on each token: the Triton kernels against their torch twins.
 
 On a machine without a GPU they run in Triton's interpreter: TRITON_INTERPRET=1.
 """

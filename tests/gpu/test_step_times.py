@@ -1,4 +1,4 @@
-"""Steps' times on a GPU: what follows each other without a gap, and what does not."""
+"""Steps' times on a GPU: adjacent steps without a gap, and gaps."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class Batch:
         self.scale = size**-0.5
 
     def hide_past(self, spec: AttentionSpec) -> None:
-        """Blocks in front of all windows are given back: whoever has them then writes NaN."""
+        """Blocks in front of all windows are freed: their new owners write NaN."""
         block = self.cache.shape[2]
         for row, (past, _) in zip(self.tables.tolist(), self.lengths, strict=True):
             for key in range(spec.num_sinks, past + 1 - spec.window):

@@ -39,7 +39,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class _Report:
-    """Model by model, what became of it in each layout."""
+    """The outcome of each model in each layout."""
 
     def __init__(self, path: Path) -> None:
         self._path = path.absolute()

@@ -323,7 +323,7 @@ REFUSED: list[tuple[str, Changes, str]] = [
     ("deepseek2", {"norm_topk_prob": True}, "norm_topk_prob is true"),
     ("deepseek3", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
 ]
-"""Model, changes, and what the refusal says."""
+"""Model, changes, and a part of the refusal."""
 
 SIZES = set(
     "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
@@ -341,7 +341,7 @@ WITHOUT_EFFECT = set(
     # Of other heads than that of language, and of what is returned.
     "summary_type summary_use_proj summary_activation summary_proj_to_labels "
     "summary_first_dropout output_router_logits use_cache is_decoder "
-    # Of requests, which say what ends them; and what transformers reads nowhere.
+    # Keys for requests, which set their own end ids; transformers does not read the others.
     "bos_token_id eos_token_id pad_token_id pretraining_tp".split()
 )
 """Keys that change no logits of a decoder."""

@@ -1,4 +1,4 @@
-"""Writes the table of docs/models.md from what became of each model in each layout."""
+"""Writes the table of docs/models.md from the outcome of each model in each layout."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ TIMEOUT_S = 60.0
 
 @dataclass(slots=True)
 class Answer:
-    """What an engine told of one request."""
+    """The engine's messages for one request."""
 
     token_ids: list[int]
     context_logits: list[bytes]
@@ -87,7 +87,7 @@ def run_group(world: mpi.World, config: EngineConfig, drive: Callable[[Driver], 
     torch.set_num_threads(1)
     device = torch.device("cpu")
     if HAS_GPUS:
-        # Kernels are launched on the current device, whatever their tensors say.
+        # Kernels are launched on the current device, whatever the tensors' device.
         device = torch.device("cuda", world.rank)
         torch.cuda.set_device(device)
     if world.size == 1:

@@ -83,7 +83,7 @@ def checkpoint(world: mpi.World) -> Iterator[Callable[..., Any]]:
                     try:
                         answer = ask(theirs)
                     except Exception as error:
-                        # Without a word the others would wait until the test's time is over.
+                        # Without an answer the other ranks would wait until the test's timeout.
                         failure = error
                 told = repr(failure) if failure else ""
                 answer, told = world.comm.bcast((answer, told))

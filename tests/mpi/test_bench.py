@@ -1,4 +1,4 @@
-"""`trimaran bench throughput` over several ranks: one of them tells what all of them did."""
+"""`trimaran bench throughput` over several ranks: one rank reports for all."""
 
 from __future__ import annotations
 

@@ -239,7 +239,7 @@ def test_over_gloo_a_wait_ends_by_the_deadline_of_now_and_names_the_others(
         assert time.monotonic() - start < 25.0
     world.barrier(60.0, "the others gave up")
     if world.rank == missing:
-        # What the others began is over before the group is.
+        # The other ranks' calls end before the group does.
         group.timeout_s = 30.0
         group.all_reduce(torch.ones(8))
     world.barrier(60.0, "the last one came")

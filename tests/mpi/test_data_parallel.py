@@ -215,7 +215,7 @@ def test_adapters_of_idle_dp_ranks_come_in_pieces_while_any_dp_rank_runs(
             given = {"adapter_id": task, "adapter": on_the_wire(one)}
             requests.append(driver.submit(PROMPTS[1], max_tokens=12, **given))
         driver.run()
-        # Whoever runs alone gets an adapter at once.
+        # A rank that runs alone gets an adapter at once.
         driver.engine._adapters.keep(9, on_the_wire(adapters[1]))
         requests.append(driver.submit(PROMPTS[1], max_tokens=2, adapter_id=9))
         driver.run()

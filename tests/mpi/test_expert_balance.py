@@ -1,4 +1,4 @@
-"""Experts that change ranks: nothing changes but who has how much to do."""
+"""Experts that change ranks: only the distribution of work changes."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def test_all_ranks_together_give_the_tokens_of_one(world, ranks, folder):
 def test_all_ranks_have_what_rank_0_read_of_a_folder(
     world, ranks, folder, tmp_path, monkeypatch
 ):
-    """Other ranks have no such folder, and who writes to it comes too late."""
+    """Other ranks have no such folder, and late writes to it have no effect."""
     for module in (sent, manager):
         monkeypatch.setattr(module, "PIECE_BYTES", 20_000)
     old, new, names = {}, {}, ("early", "late")

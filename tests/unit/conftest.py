@@ -13,7 +13,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 
 @pytest.fixture(autouse=True)
 def alone() -> Iterator[None]:
-    """What tests before it drew or did to the log is nothing to a test."""
+    """Random draws and log settings of earlier tests do not affect a test."""
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
     root = logging.getLogger()

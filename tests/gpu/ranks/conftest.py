@@ -13,7 +13,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Refuse a run that shows nothing: on one rank, or with too few GPUs."""
+    """Refuse a meaningless run: on one rank, or with too few GPUs."""
     size, count = mpi.MPI.COMM_WORLD.Get_size(), torch.cuda.device_count()
     if size < 2 or count < size:
         raise pytest.UsageError(

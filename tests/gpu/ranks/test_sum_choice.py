@@ -1,4 +1,4 @@
-"""How tensor groups of GPUs choose what sums: norms, kernels that read peers, or NCCL."""
+"""How tensor groups of GPUs choose their sums: norms, kernels that read peers, or NCCL."""
 
 from __future__ import annotations
 

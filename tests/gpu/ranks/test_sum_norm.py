@@ -1,4 +1,4 @@
-"""Sums that the next norm makes: the bits of a sum apart and a norm behind it."""
+"""Sums within the next norm: bit by bit those of a separate sum and norm."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_bits_are_those_of_a_sum_and_a_norm(group, sum_norm, peer_sum, dtype, wi
     for rows in (1, 2, 64, 7, 256, 1):
         sample = Sample(group, (rows, width), dtype, parts)
         assert sum_norm.takes(sample.residual)
-        # Compiled before anybody waits for another rank.
+        # Compiled before any rank waits for another.
         sum_norm.load(dtype, width)
         expected = sample.expected(peer_sum)
 
@@ -118,7 +118,7 @@ def test_graphs_of_any_rows_take_turns_on_ranks_that_are_late(group, sum_norm, p
         rows: [Sample(group, (rows, 4096), torch.bfloat16, parts) for parts in (0, 4, 0)]
         for rows in (1, 3, 64, 256)
     }
-    # No graph can hold what loads a kernel.
+    # A graph cannot capture the loading of a kernel.
     sum_norm.load(torch.bfloat16, 4096)
     graphs, outputs = {}, {}
     for rows, each in samples.items():

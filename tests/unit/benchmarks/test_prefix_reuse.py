@@ -1,4 +1,4 @@
-"""`benchmarks/prefix_reuse.py`: what it says where nothing can be measured."""
+"""`benchmarks/prefix_reuse.py`: its message if nothing can be measured."""
 
 from __future__ import annotations
 

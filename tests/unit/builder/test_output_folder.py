@@ -132,7 +132,7 @@ def test_all_of_a_folder_is_on_the_disk_before_it_has_its_name(tmp_path, monkeyp
         for name in ("config.json", "rank0.safetensors"):
             (folder / name).write_text("new")
 
-    # Whoever is no command of its own keeps its signals.
+    # A process that is not a command keeps its signal handlers.
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     files = [("sync", "config.json"), ("sync", "rank0.safetensors")]
     if is_mount:
@@ -285,7 +285,7 @@ def test_a_progress_bar_shows_on_a_terminal_after_a_second(tmp_path):
     with subprocess.Popen([sys.executable, "-P", "-c", code], stderr=terminal) as shows:
         os.close(terminal)
         shown = b""
-        with contextlib.suppress(OSError):  # a terminal that nobody writes to any more
+        with contextlib.suppress(OSError):  # a terminal without further input
             while part := os.read(reader, 1 << 16):
                 shown += part
     os.close(reader)

@@ -1,4 +1,4 @@
-"""What cannot be built is refused with the value and the remedy, and nothing is written."""
+"""Unsupported checkpoints are refused with value and remedy, and no file is written."""
 
 from __future__ import annotations
 

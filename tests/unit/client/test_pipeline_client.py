@@ -1,4 +1,4 @@
-"""`trimaran client pipeline`: what is compared, and what a difference leads to."""
+"""`trimaran client pipeline`: its comparisons, and the result of a difference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`trimaran client token`: what goes over the wire, what is printed, what fails."""
+"""`trimaran client token`: the request on the wire, the output, and failures."""
 
 from __future__ import annotations
 

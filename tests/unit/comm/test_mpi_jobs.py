@@ -1,4 +1,4 @@
-"""Whole MPI jobs: what ends them and what refuses to begin."""
+"""Whole MPI jobs: their ends and their refusals to start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The watchdog ends what hangs and leaves alone what does not."""
+"""The watchdog ends hung processes and no others."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""A child of the supervisor without model or server: it only keeps the process contract.
+"""A child of the supervisor without model or server, which only keeps the process contract.
 
-What it does wrong, and when, comes from the environment variable TEST_BEHAVIOUR: words of
-the form ``role:rank:incarnation:act`` or ``role:rank:incarnation:act:group``, where ``*``
-stands for any value. A front end asks the supervisor for what the lines of the file
-TEST_REQUESTS say, as they come, and prints the replies and what it is told of groups.
+The environment variable TEST_BEHAVIOUR sets its faults: words of the form
+``role:rank:incarnation:act`` or ``role:rank:incarnation:act:group``, where ``*`` stands for any
+value. A front end sends the requests in the lines of the file TEST_REQUESTS to the supervisor,
+as lines are added, and prints the replies and the states of groups.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ POLL_S = 0.02
 
 
 def acts(role: str, incarnation: int) -> set[str]:
-    """What this process is told to do wrong."""
+    """The faults of this process."""
     found = set()
     for word in os.environ.get("TEST_BEHAVIOUR", "").split():
         who, rank, when, act, *group = word.split(":", 4)
@@ -68,7 +68,7 @@ class Requests:
         self.are_expected = "TEST_REQUESTS" in os.environ and sys.argv[1] == "frontend"
 
     def send_new(self) -> None:
-        """Send what nobody has sent yet."""
+        """Send the requests that are not sent yet."""
         if not self.are_expected or not self._path.exists():
             return
         taken = self._path.with_suffix(".taken")

@@ -49,7 +49,7 @@ class Supervised:
 
     @property
     def log(self) -> str:
-        """What was written so far."""
+        """The log so far."""
         return self.log_path.read_text() if self.log_path.exists() else ""
 
     def wait_for(self, pattern: str, count: int = 1) -> re.Match[str]:
@@ -103,13 +103,13 @@ class Supervised:
 
 @pytest.fixture
 def free_port() -> int:
-    """A port that nobody listens on now, and that no connection will be given as its own."""
+    """A port without a listener, outside of the ephemeral range."""
     return free_ports(1)[0]
 
 
 @pytest.fixture
 def supervise(tmp_path: Path) -> Iterator[Callable[..., Supervised]]:
-    """Start supervisors; whatever is left of them is killed at the end of the test."""
+    """Start supervisors; their remaining processes are killed at the end of the test."""
     started: list[Supervised] = []
     starter = tmp_path / "starter"
     program = HERE / "starter_program.py"

@@ -86,11 +86,11 @@ def parse(*words: str) -> argparse.Namespace:
 
 
 def resolver(repository: Path, *words: str, job: Job | None = None) -> Resolver:
-    """What `trimaran serve --model-repo repository WORDS` asks, weights unread."""
+    """The arguments of `trimaran serve --model-repo repository WORDS`, weights unread."""
     flags = ("--model-repo", str(repository), "--load-format", "random", *words)
     return Resolver(parse(*flags), job)
 
 
 def resolve(repository: Path, *words: str, job: Job | None = None) -> ServeConfig:
-    """What it would run."""
+    """The resulting configuration."""
     return resolver(repository, *words, job=job).initial()

@@ -71,13 +71,13 @@ class Orchestrator:
         self._sock.sendall(encode(Command(verb="forget", arguments=arguments)))
 
     def state(self) -> ChildState:
-        """What it says next."""
+        """The next message."""
         message = self._receive()
         assert isinstance(message, ChildState)
         return message
 
     def facts(self) -> Mapping[str, Any]:
-        """What it says next of a group."""
+        """The next message about a group."""
         said = self.state()
         assert said.state == "group", said
         return said.facts

@@ -1,4 +1,4 @@
-"""What the pages say to type can be typed: commands, flags, targets, files and links."""
+"""Commands, flags, targets, files and links in the pages exist."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _commands(page):
 
 
 def _parsed(name, words):
-    """What the parser complains of, if anything."""
+    """The parser's error, if any."""
     errors = io.StringIO()
     try:
         with contextlib.redirect_stderr(errors):

@@ -1,4 +1,4 @@
-"""The page of features says what the templates have and what the tests show."""
+"""The page of features agrees with the templates and the marked tests."""
 
 from __future__ import annotations
 

@@ -172,8 +172,9 @@ class ControlledFrontend(StartedFrontend):
             time.sleep(0.01)
 
     def files(self, name):
-        """Where files of a name that came with loads lie, in order of their paths; what is
-        deleted while it is looked for is not among them."""
+        """The folders of files of this name that came with loads, in order of their paths;
+        files deleted meanwhile are left out.
+        """
         walked = os.walk(self.scratch)
         return sorted(Path(folder, name) for folder, _, names in walked if name in names)
 

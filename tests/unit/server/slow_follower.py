@@ -51,7 +51,7 @@ class SlowFollower:
         self._thread.join()
 
     def serve(self):
-        """Be done with everything."""
+        """End all its threads."""
         self.may_serve.set()
         for ask_id in self._waiting:
             self._peer.send(Answer(ask_id=ask_id))
@@ -66,7 +66,7 @@ class SlowFollower:
                 self.was_asked_to_release += message.arguments["groups"]
             values = self.counts if message.verb == "counts" else {}
             if message.verb in ("heard", "counts") or self.may_serve.is_set():
-                # Whoever asked may be gone, at a test's end.
+                # The waiter may have ended with its test.
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                     self._peer.send(Answer(ask_id=message.ask_id, values=values))
             else:

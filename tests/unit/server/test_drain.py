@@ -1,4 +1,4 @@
-"""What clients see while the server is on its way out."""
+"""Requests during a drain, as clients see them."""
 
 import base64
 import http.client

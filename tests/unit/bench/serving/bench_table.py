@@ -1,4 +1,4 @@
-"""What `trimaran bench` prints."""
+"""The output of `trimaran bench`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`trimaran bench serve`: what does not go together is refused before anything is sent."""
+"""`trimaran bench serve`: contradictory flags are refused before a request is sent."""
 
 from __future__ import annotations
 

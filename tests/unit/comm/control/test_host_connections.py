@@ -1,4 +1,4 @@
-"""Lines to rank 0 come from ranks that show the token, and from nobody else."""
+"""Connections to rank 0 are accepted only from ranks with the token."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def listener():
 
 @pytest.fixture
 def dial(listener):
-    """A function that connects and says something; all is closed in the end."""
+    """A function that connects and sends bytes; all connections are closed in the end."""
     socks = []
 
     def connect(said: bytes) -> socket.socket:

@@ -1,4 +1,4 @@
-"""Results reach rank 0 in order, whoever has to wait, and a failure is told."""
+"""Results reach rank 0 in order, whichever side has to wait, and a failure is reported."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_results_that_are_late_or_too_large_keep_their_order(ends):
         is_there.wait()
         return b"late"
 
-    # The ring holds about a million bytes: nobody reads, and no call waits.
+    # The ring holds about a million bytes: without a reader, no call waits.
     writer.post(lambda: b"first", is_ready=True)
     writer.post(late, is_ready=False)
     writer.post(lambda: b"x" * 3_000_000, is_ready=True)

@@ -1,4 +1,4 @@
-"""The table of sampling fields is whole, agrees with the code, and is what the page says."""
+"""The table of sampling fields is complete, and agrees with the code and the page."""
 
 from __future__ import annotations
 

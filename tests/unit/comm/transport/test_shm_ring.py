@@ -110,7 +110,7 @@ def test_a_waiting_reader_process_uses_no_processor_time():
     segment = SharedSegment.create(ShmRing.segment_bytes(1))
     process = start_reader(segment, (1, 0, 16 << 10, 64))
 
-    # It may still be on its way to the ring when it is looked at first.
+    # The wake-up may still be on its way when the ring is first read.
     is_asleep = wait_for(lambda: _ticks_of_half_a_second(process.pid) <= 1, 200.0)
     RingWriter(segment, 1).write(b"end", 5.0)
     process.communicate()

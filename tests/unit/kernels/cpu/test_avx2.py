@@ -17,7 +17,7 @@ AVX2 = frozenset({"avx2", "fma", "f16c"})
 
 @pytest.fixture
 def library(monkeypatch):
-    """The kernels of a processor that has nothing beyond AVX2."""
+    """The kernels for a processor with AVX2 only."""
     monkeypatch.setattr(build, "cpu_features", lambda: AVX2)
     return load_library()
 

@@ -237,7 +237,7 @@ def test_windows_sinks_and_caps_are_those_of_the_reference(ops, dtype, spec):
     batch.spec = spec
     expected = batch.run(reference)
     if spec.window:
-        # Blocks that no query sees may be anyone's.
+        # Blocks that no query sees may belong to other sequences.
         for row, past in zip(batch.tables.long(), (p for p, _ in MIXED), strict=True):
             first, end = -(-spec.num_sinks // 8), max(0, past + 1 - spec.window) // 8
             batch.cache[row[first:end]] = float("nan")

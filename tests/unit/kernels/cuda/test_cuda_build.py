@@ -1,4 +1,4 @@
-"""Compiling the CUDA kernels: once a machine, and an error that says why where it fails."""
+"""Compiling the CUDA kernels: once a machine, with the cause in an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows to the places of their experts and back, in Triton's interpreter."""
+"""MoE permutation in Triton's interpreter: rows to their experts and back."""
 
 from __future__ import annotations
 

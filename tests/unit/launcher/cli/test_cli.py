@@ -38,7 +38,7 @@ COMMAND = [sys.executable, "-P", "-c", _PROGRAM]
 
 @pytest.fixture(params=["", "1"], ids=["buffered", "unbuffered"])
 def printing(request):
-    """Run a command with this standard output: its exit code and what it says of it."""
+    """Run a command with this standard output: its exit code and its error message."""
 
     def run(words: str, stdout) -> tuple[int, str]:
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""What `trimaran doctor` says of this machine."""
+"""The report of `trimaran doctor` on this machine."""
 
 from __future__ import annotations
 

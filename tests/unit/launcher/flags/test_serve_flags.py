@@ -1,4 +1,4 @@
-"""Flags, run files and repository keys, and the configuration that comes of them."""
+"""Flags, run files and repository keys, and the resulting configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of hosts that lead nowhere are refused before anything starts."""
+"""Host names that cannot be resolved are refused before a process starts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def configuration(repository, *flags):
 
 @pytest.mark.parametrize("address", [NOWHERE, "a..b", "::1"])
 def test_an_advertised_address_that_leads_nowhere_is_refused(repository, address):
-    # Ports come before names, and those that are meant by default may be somebody's.
+    # Ports are checked before names, and default ports may be in use.
     ports = zip(("http", "grpc", "metrics"), free_ports(3), strict=True)
     flags = [f"--{name}-port={port}" for name, port in ports]
     config = configuration(repository, f"--advertise-address={address}", *flags)

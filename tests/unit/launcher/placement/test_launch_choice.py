@@ -1,4 +1,4 @@
-"""How groups are started: what is chosen where, and what is refused."""
+"""The choice of the way to start groups, and its refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups on hosts and devices: who gets which seat, what is refused, and the picture of it."""
+"""Placement of groups on hosts and devices: assignments, refusals, and the printed table."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_tensor_groups_stay_on_one_host_where_there_is_room_for_them():
 
     assert hosts_of(pairs, 3, 3) == "aabb"
     assert hosts_of(pairs, 1, 2, 3) == "bbcc"
-    # Rather over two hosts than not at all.
+    # Two hosts are better than a refusal.
     assert hosts_of(pairs, 1, 3) == "abbb"
 
 

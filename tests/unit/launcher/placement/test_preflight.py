@@ -1,4 +1,4 @@
-"""What is refused before any process starts, on real sockets and folders."""
+"""Refusals before any process starts, on real sockets and folders."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trimaran.worker.config.host_limits import free_memory_bytes
 
 @pytest.fixture
 def busy_port():
-    """A port of this process that somebody listens on."""
+    """A port with a listener of this process."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield listener.getsockname()[1]
 

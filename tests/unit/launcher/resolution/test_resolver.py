@@ -1,4 +1,4 @@
-"""Many models, many groups: what `--multi-model` starts, where, and what it refuses."""
+"""Many models, many groups: the groups of `--multi-model`, their placement, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which mpirun is taken, and the command lines composed for each MPI."""
+"""The choice of mpirun, and the command lines for each MPI."""
 
 from __future__ import annotations
 

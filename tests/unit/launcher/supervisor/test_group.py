@@ -72,7 +72,7 @@ def _timers():
 async def timers_after(num_pings):
     """Timers that came to be, and are left, once a group's rank was asked so often whether
     it lives."""
-    # Of what other tests have left in this process, held so that none gets its place.
+    # Objects of earlier tests in this process, held so that their addresses are not reused.
     before = _timers()
     asked = asyncio.Event()
     _, link = serving_group(hang_timeout_s=0.004)

@@ -1,4 +1,4 @@
-"""What a server says once it serves, and the file in which it says so."""
+"""The server's output once it serves, and the ready file."""
 
 from __future__ import annotations
 

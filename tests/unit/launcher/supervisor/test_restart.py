@@ -1,4 +1,4 @@
-"""How often, and how soon, what died is started again."""
+"""Number and delay of restarts."""
 
 from trimaran.launcher.config import RestartPolicy
 from trimaran.launcher.supervisor.group_table import RestartBudget

@@ -1,4 +1,4 @@
-"""The supervisor's word on start, readiness, drain, death and restart."""
+"""The supervisor's log at start, readiness, drain, death and restart."""
 
 from __future__ import annotations
 
@@ -364,7 +364,7 @@ def test_logs_that_cannot_be_written_stop_nothing(supervise, tmp_path):
 
 @pytest.fixture
 def full_pipe():
-    """The end for writing of a pipe that takes nothing more, as nobody reads it yet."""
+    """The write end of a full pipe without a reader."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     with contextlib.suppress(BlockingIOError):

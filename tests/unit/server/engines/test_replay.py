@@ -1,4 +1,4 @@
-"""Engines that come, die and come back, and what their requests see of it."""
+"""Engines that connect, die and return, as requests see them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several groups of one model: who gets a request, and what becomes of it when they end."""
+"""Several groups of one model: routing, and the requests of groups that end."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Replicas:
         )
 
     def owed(self):
-        """What the groups are thought to owe: context and output tokens of each."""
+        """The outstanding work of the groups: context and output tokens of each."""
         loads = [group.load for group in self.model.groups.values()]
         return [(load.context_tokens, load.output_tokens) for load in loads]
 

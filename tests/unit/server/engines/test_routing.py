@@ -1,4 +1,4 @@
-"""Which group takes a request: the least loaded one, or the one that knows the prompt."""
+"""Routing of a request: to the least loaded group, or to a group that has the prefix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A front end that serves what the first one says, which is the test."""
+"""A front end that follows the first one, which is the test."""
 
 import contextlib
 import http.client

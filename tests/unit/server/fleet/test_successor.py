@@ -1,4 +1,4 @@
-"""A front end's successor serves what it can, and shows what became of the rest."""
+"""A front end's successor serves the models that it can, and shows the others' states."""
 
 from __future__ import annotations
 
@@ -100,5 +100,5 @@ def test_the_next_front_end_does_not_wait_for_a_group_that_is_down(start):
 
 
 def remembered_by(frontend):
-    """What a front end has left so far."""
+    """The state that a front end has saved so far."""
     return Remembered.from_bytes(frontend.remembered["state"])

@@ -241,7 +241,7 @@ def test_a_slow_reader_is_held_back_and_blocks_nobody(fresh_server):
             quick = stub.ModelInfer(double("q", 1), timeout=60)
             assert quick.id == "q"
             time.sleep(0.02)
-        # Far from all: what nobody reads is not made.
+        # Far from all: unread responses are not made.
         assert server.repeat.num_responses < 5_000
         assert server.repeat.num_running == 1
         slow.cancel()

@@ -170,7 +170,7 @@ def test_a_slow_reader_is_held_back_and_blocks_nobody(fresh_server):
             seen = server.repeat.num_responses
             quick = server.post("/v2/models/double/generate", {"X": [1, 2]})
             assert quick.json["Y"] == [2, 4]
-        # Far from all: what nobody reads is not made.
+        # Far from all: unread responses are not made.
         assert server.repeat.num_responses < 20_000
         assert server.repeat.num_running == 1
         sock.recv(100)

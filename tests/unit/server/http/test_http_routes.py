@@ -1,4 +1,4 @@
-"""Paths, methods, and what the server tells about itself and its models."""
+"""Paths, methods, and the metadata of the server and its models."""
 
 import pytest
 import tritonclient.http as triton

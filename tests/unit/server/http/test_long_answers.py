@@ -1,4 +1,4 @@
-"""Long answers, and long gRPC requests: no stream waits, and what comes out is the same."""
+"""Long answers, and long gRPC requests: no stream waits, and the results are equal."""
 
 import asyncio
 import json

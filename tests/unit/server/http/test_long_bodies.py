@@ -1,4 +1,4 @@
-"""Long JSON bodies are read elsewhere: no stream waits, and what comes out is the same."""
+"""Long JSON bodies are read in other processes: no stream waits, and the results are equal."""
 
 import asyncio
 import gzip

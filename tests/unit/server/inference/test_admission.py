@@ -1,4 +1,4 @@
-"""Who waits for the end of running requests leaves the event loop to them."""
+"""Waiters for the end of running requests leave the event loop to these requests."""
 
 from __future__ import annotations
 

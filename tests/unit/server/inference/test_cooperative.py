@@ -80,14 +80,14 @@ def test_huge_work_waits_while_others_are_huge_and_keeps_no_other_waiting(monkey
         ]
         while "a20" not in log:
             await asyncio.sleep(0)
-        # What others have begun goes on in turns, and what is only long does too.
+        # Running works continue in turns, including those that are merely long.
         assert await run_cooperatively(work(log, "e", 9)) == "e"
         assert not any(task.done() for task in huge)
         huge[3].cancel()
         await asyncio.gather(*huge, return_exceptions=True)
 
     asyncio.run(main())
-    # A slice at once, nine in turn, and the next with a place.
+    # A slice at once, nine in turn, and the others under the semaphore.
     assert log[:40] == [f"{name}{number}" for number in range(10) for name in "abcd"]
     places = {name: log.index(f"{name}10") for name in "abc"}
     assert places["a"] < places["b"] < log.index("a39") < places["c"]

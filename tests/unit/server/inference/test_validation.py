@@ -1,4 +1,4 @@
-"""Whether requests fit a configuration, and what is said when they do not."""
+"""Checks of requests against a configuration, and their error texts."""
 
 import numpy as np
 import pytest

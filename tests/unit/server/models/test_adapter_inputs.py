@@ -1,4 +1,4 @@
-"""LoRA inputs of the token model and of text models: what an engine gets of them."""
+"""LoRA inputs of the token model and of text models, as an engine receives them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a request says of the KV cache reaches the engine, or is refused by name and value."""
+"""KV cache inputs of a request reach the engine, or are refused by name and value."""
 
 from __future__ import annotations
 

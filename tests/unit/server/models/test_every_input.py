@@ -1,4 +1,4 @@
-"""Every input of every model does something: what the engine or the client gets differs."""
+"""Every input of every model has an effect: the engine's or the client's message differs."""
 
 from __future__ import annotations
 
@@ -241,7 +241,7 @@ async def test_inputs_that_are_not_served_are_refused(serve, kind, table):
             engine.submits.clear()
             with pytest.raises(RequestError, match=r"not served|without draft model"):
                 await served.infer(model, **{**REQUESTS[kind], **besides, name: value})
-                # Some are refused by the engine, in the same words for everybody.
+                # The engine refuses some, with equal texts for all models.
                 sampling = SamplingParams.from_wire(engine.submits[0].sampling)
                 refuse_unserved(sampling)
 
@@ -261,7 +261,7 @@ async def test_every_declared_input_is_here(serve):
 
 
 async def _engine(served):
-    """An engine that tells everything whoever asks."""
+    """An engine that sends every output to every request."""
 
     def script(submit):
         start = 30 + 10 * submit.sequence_index + len(unpack_ids(submit.prompt_ids))
@@ -273,7 +273,7 @@ async def _engine(served):
 
 
 async def _outcome(served, engine, model, request):
-    """What the engine was asked, and what the client was answered."""
+    """The engine's request, and the client's answer."""
     engine.submits.clear()
     responses = await served.infer(model, id="a", **request)
     asked = [asdict(submit) for submit in engine.submits]

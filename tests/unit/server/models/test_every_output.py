@@ -1,4 +1,4 @@
-"""Every output of every model comes where it is asked for, and nowhere else."""
+"""Every output of every model comes if it is requested, and only then."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from tests.unit.server.models.test_outputs import FIGURES
 from trimaran.server.inference.tensor_bytes import from_config
 
-# What brings an output that is not always there.
+# The inputs that enable an output.
 ASKED_BY = {
     "cum_log_probs": {"return_log_probs": True},
     "output_log_probs": {"return_log_probs": True},
@@ -93,7 +93,7 @@ def _tensors(responses):
 
 
 def _tells_all(num_prompt):
-    """What an engine says that was asked for everything."""
+    """The messages of an engine that sends every output."""
     told = []
 
     def extras(ids):

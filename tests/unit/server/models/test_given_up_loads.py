@@ -1,4 +1,4 @@
-"""Loads of token-level models that are given up: their groups end, and others wait for that."""
+"""Loads of token-level models that are cancelled: their groups end, and later loads wait."""
 
 import asyncio
 
@@ -24,13 +24,13 @@ MODEL = "tensorrt_llm"
 
 
 class Engine:
-    """The connection of an engine that is up, and that nobody asks for anything."""
+    """The connection of an engine that is up and gets no requests."""
 
     def send(self, message):
-        """Nobody reads it."""
+        """Without a reader."""
 
     def retire(self):
-        """Nobody is to hear of it again."""
+        """Without later events."""
 
 
 class Supervisor:

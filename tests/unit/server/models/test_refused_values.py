@@ -1,4 +1,4 @@
-"""What a request says that cannot be meant is told to it, before any engine hears of it."""
+"""Invalid values of a request are reported before any engine receives it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a client may ask of one text model it may ask of the other."""
+"""Both text models have the same features."""
 
 from trimaran.server.models.text_models import BLS_MAPS, ensemble_maps
 from trimaran.server.repository.model_repository import ModelRepository, Role

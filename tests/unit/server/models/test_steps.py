@@ -157,7 +157,7 @@ async def test_huge_texts_do_not_hold_up_the_event_loop(serve, inputs):
             await asyncio.sleep(0.001)
             num_turns += 1
         assert work.result()
-    # Of what is done between two turns of the loop others would know nothing.
+    # Work between two rounds of the loop would be invisible to other tasks.
     assert num_turns > 20
 
 

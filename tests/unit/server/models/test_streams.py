@@ -1,4 +1,4 @@
-"""Text that streams out of an engine: whole, in order, and nobody else's."""
+"""Text that streams out of an engine: complete, in order, and of its own request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The token-level model: what its inputs mean to the engine and what comes back."""
+"""The token-level model: the engine's view of its inputs, and its outputs."""
 
 from __future__ import annotations
 

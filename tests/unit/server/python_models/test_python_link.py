@@ -1,4 +1,4 @@
-"""What a model's process makes of messages that come early, and of its front end's end."""
+"""Early messages to a model's process, and the end of its front end."""
 
 import socket
 import threading
@@ -41,7 +41,7 @@ def test_a_request_may_be_cancelled_before_its_code_has_it():
 
 
 class MeanwhileCancelled(RequestFields):
-    """A request to another model; while it is made ready, nobody waits for it any more."""
+    """A request to another model, whose caller has gone before it is sent."""
 
     __slots__ = ("cancel",)
 

@@ -1,4 +1,4 @@
-"""What the code of a Python model hears of a question that fails."""
+"""Failed questions, as the code of a Python model sees them."""
 
 import pytest
 from prometheus_client import CollectorRegistry

@@ -1,4 +1,6 @@
-"""fill-template and init-repo behave as the replaced tools, escapes included."""
+"""fill-template and init-repo behave like the tools of Triton's TensorRT-LLM backend,
+escapes included.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a load reads of a model, beside others that write its files."""
+"""The files that a load reads, with concurrent writers."""
 
 from __future__ import annotations
 

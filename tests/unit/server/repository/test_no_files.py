@@ -1,4 +1,4 @@
-"""What lies where a model's file should be, and is none, is refused: reading it may not end."""
+"""FIFOs and devices in place of a model's files are refused: reading them may not end."""
 
 from __future__ import annotations
 

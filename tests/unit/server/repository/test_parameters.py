@@ -1,4 +1,4 @@
-"""Parameters: strict parsing, what is refused, what is ignored and said so."""
+"""Parameters: strict parsing, refusals, and logged parameters without effect."""
 
 from __future__ import annotations
 

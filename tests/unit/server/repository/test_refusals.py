@@ -1,4 +1,4 @@
-"""What is wrong with a repository is said by file, line or key, value and remedy."""
+"""Faults of a repository are reported by file, line or key, value and remedy."""
 
 from __future__ import annotations
 
