@@ -50,7 +50,13 @@ class FrontendConfig:
     allow_metrics: bool = True
 
     http_max_input_bytes: int = 64 << 20
-    """Limit on the JSON part of a request, each JSON tensor and raw requests."""
+    """Limit on an HTTP body, compressed or not, and on each tensor in JSON."""
+
+    grpc_max_message_bytes: int = 64 << 20
+    """Limit on a gRPC message from a client."""
+
+    http_max_pending_bytes: int = 256 << 20
+    """Limit on the long bodies that have come, in part or whole, and are not yet decoded."""
 
     exit_timeout_s: float = 30.0
     """Longest drain, in seconds."""

@@ -10,6 +10,7 @@ from typing import Any
 from trimaran.comm.messages.messages import Command
 from trimaran.comm.messages.supervisor_link import SupervisorLink
 from trimaran.server.config import FrontendConfig
+from trimaran.server.decoding.decoder import Decoder
 from trimaran.server.engines.client import EngineClient
 from trimaran.server.grpc.server import GrpcServer
 from trimaran.server.http.server import HttpServer, MetricsServer
@@ -96,8 +97,9 @@ class Frontend:
             config, registry, self._metrics, self._log_settings, board=self._board
         )
         await self._models.attach(service)
-        grpc = GrpcServer(service, config.grpc_address, config.grpc_port)
-        http = HttpServer(service, config.http_address, config.http_port)
+        decoder = Decoder(config.http_max_input_bytes, config.grpc_max_message_bytes)
+        grpc = GrpcServer(service, decoder, config.grpc_address, config.grpc_port)
+        http = HttpServer(service, decoder, config.http_address, config.http_port)
         metrics = MetricsServer(service, config.metrics_address, config.metrics_port)
         if config.allow_grpc:
             await grpc.start()
@@ -113,6 +115,7 @@ class Frontend:
         await self._unless_shut_down(self._models.follow())
         await grpc.stop(_GRPC_GRACE_S)
         await http.stop()
+        decoder.close()
         await metrics.stop()
 
     # ---- the supervisor's commands ------------------------------------------------------

@@ -60,6 +60,8 @@ _RARE = (
     "metrics_address",
     "frontend_processes",
     "http_max_input_size",
+    "http_max_pending_size",
+    "grpc_max_message_size",
     "strict_readiness",
     "metrics_config",
     "id",
@@ -144,7 +146,21 @@ def _add_endpoint_flags(parser: argparse.ArgumentParser) -> None:
         type=size,
         default=64 << 20,
         metavar="BYTES",
-        help="limit on a request's JSON and on raw requests (%(default)s)",
+        help="limit on a request's body, compressed or not (%(default)s)",
+    )
+    add(
+        "--http-max-pending-size",
+        type=size,
+        default=256 << 20,
+        metavar="BYTES",
+        help="limit on all bodies that wait to be decoded; more get status 503 (%(default)s)",
+    )
+    add(
+        "--grpc-max-message-size",
+        type=size,
+        default=64 << 20,
+        metavar="BYTES",
+        help="limit on a message from a client, compressed or not (%(default)s)",
     )
     add(
         "--strict-readiness",

@@ -235,6 +235,8 @@ def frontend_config(
         allow_grpc=args.allow_grpc,
         allow_metrics=args.allow_metrics,
         http_max_input_bytes=args.http_max_input_size,
+        http_max_pending_bytes=args.http_max_pending_size,
+        grpc_max_message_bytes=args.grpc_max_message_size,
         exit_timeout_s=args.exit_timeout,
         replay_timeout_s=args.replay_timeout,
         max_replays=args.max_replays,

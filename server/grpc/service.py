@@ -14,17 +14,19 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
 from trimaran.comm.errors import ErrorKind, RequestError
-from trimaran.server.grpc.convert import fill_response, parse_request, utf8
+from trimaran.server.decoding.decoder import SHORT_BYTES, Decoder
+from trimaran.server.grpc.convert import fill_response, utf8
+from trimaran.server.grpc.messages import InferMessage
 from trimaran.server.grpc.stream import GRPC_STOPPING, Context, StreamSession
 from trimaran.server.inference.cooperative import run_cooperatively
 from trimaran.server.inference.metadata import metadata_message, server_metadata
 from trimaran.server.protocol.load_request import (
     load_request_of_grpc,
+    refuse_repository_name,
     unload_dependents_of_grpc,
 )
 from trimaran.server.service import (
     INTERNAL,
-    REPOSITORY_NAME_REFUSED,
     SHARED_MEMORY_DISABLED,
     Service,
     unknown_region,
@@ -84,8 +86,9 @@ def _rpc(method: _Method) -> _Method:
 class InferenceServicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
     """Clients that only read settings send no changes."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, decoder: Decoder) -> None:
         self._service = service
+        self._decoder = decoder
 
     @_rpc
     async def ServerLive(
@@ -136,16 +139,17 @@ class InferenceServicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type:
 
     @_rpc
     async def ModelInfer(
-        self, request: pb.ModelInferRequest, context: Context
+        self, request: InferMessage, context: Context
     ) -> pb.ModelInferResponse:
         arrival_ns = time.monotonic_ns()
         service = self._service
         with service.admission.admit(GRPC_STOPPING), service.admission.unless_given_up():
-            model = service.registry.get_ready(request.model_name, request.model_version)
+            names = request.names
+            model = service.registry.get_ready(names.model_name, names.model_version)
             if model.is_decoupled:
                 raise RequestError(DECOUPLED, ErrorKind.UNSUPPORTED)
-            parsed = await run_cooperatively(parse_request(request))
-            parsed.request.model_version = request.model_version
+            parsed = await request.parse(self._decoder)
+            parsed.request.model_version = names.model_version
             parsed.request.arrival_ns = arrival_ns
             response = await service.infer_once(
                 model, parsed.request, parsed.inputs, parsed.outputs
@@ -157,9 +161,9 @@ class InferenceServicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type:
             return message
 
     async def ModelStreamInfer(
-        self, request_iterator: AsyncIterator[pb.ModelInferRequest], context: Context
+        self, request_iterator: AsyncIterator[InferMessage], context: Context
     ) -> None:
-        error = await StreamSession(self._service, context).run(request_iterator)
+        error = await StreamSession(self._service, self._decoder, context).run(request_iterator)
         if error is not None:
             await abort(context, error)
 
@@ -167,7 +171,7 @@ class InferenceServicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type:
     async def RepositoryIndex(
         self, request: pb.RepositoryIndexRequest, context: Context
     ) -> pb.RepositoryIndexResponse:
-        _refuse_name(request.repository_name)
+        refuse_repository_name(request.repository_name)
         response = pb.RepositoryIndexResponse()
         for entry in await self._service.index(request.ready):
             response.models.add(
@@ -180,18 +184,20 @@ class InferenceServicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type:
 
     @_rpc
     async def RepositoryModelLoad(
-        self, request: pb.RepositoryModelLoadRequest, context: Context
+        self, request: bytes, context: Context
     ) -> pb.RepositoryModelLoadResponse:
-        _refuse_name(request.repository_name)
-        parameters = load_request_of_grpc(request.model_name, request.parameters)
-        await self._service.load(parameters)
+        if len(request) > SHORT_BYTES:
+            load = await self._decoder.read_load_message(request)
+        else:
+            load = load_request_of_grpc(pb.RepositoryModelLoadRequest.FromString(request))
+        await self._service.load(load)
         return pb.RepositoryModelLoadResponse()
 
     @_rpc
     async def RepositoryModelUnload(
         self, request: pb.RepositoryModelUnloadRequest, context: Context
     ) -> pb.RepositoryModelUnloadResponse:
-        _refuse_name(request.repository_name)
+        refuse_repository_name(request.repository_name)
         unload_dependents = unload_dependents_of_grpc(request.parameters)
         await self._service.unload(request.model_name, unload_dependents=unload_dependents)
         return pb.RepositoryModelUnloadResponse()
@@ -279,11 +285,6 @@ def _log_value(name: str, value: pb.LogSettingsRequest.SettingValue) -> Any:
     if name == "log_format" and value.string_param not in FORMATS:
         raise unknown_format(value.string_param, ErrorKind.INVALID_ARG)
     return getattr(value, kind)
-
-
-def _refuse_name(repository_name: str) -> None:
-    if repository_name:
-        raise RequestError(REPOSITORY_NAME_REFUSED, ErrorKind.UNSUPPORTED)
 
 
 def _refuse_region(kind: str, name: str) -> None:

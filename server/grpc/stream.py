@@ -13,13 +13,9 @@ import grpc.aio
 from tritonclient.grpc import service_pb2 as pb
 
 from trimaran.comm.errors import ErrorKind, RefusedError, RequestError
-from trimaran.server.grpc.convert import (
-    FINAL,
-    fill_response,
-    parse_request,
-    utf8,
-    wants_empty_final,
-)
+from trimaran.server.decoding.decoder import Decoder
+from trimaran.server.grpc.convert import FINAL, fill_response, utf8
+from trimaran.server.grpc.messages import InferMessage
 from trimaran.server.inference.cooperative import run_cooperatively
 from trimaran.server.inference.request import InferResponse, Model
 from trimaran.server.protocol.infer_json import ParsedInfer
@@ -28,6 +24,9 @@ from trimaran.server.service import INTERNAL, Service
 logger = logging.getLogger(__name__)
 
 GRPC_STOPPING = "GRPC server is shutting down and has stopped accepting new requests."
+MAX_REQUESTS = 1 << 14
+"""Requests of one stream that are served at a time."""
+
 _END_ON_ERROR = ("triton_grpc_error", "true")
 
 Context: TypeAlias = grpc.aio.ServicerContext
@@ -46,8 +45,9 @@ class StreamSession:
     stream.
     """
 
-    def __init__(self, service: Service, context: Context) -> None:
+    def __init__(self, service: Service, decoder: Decoder, context: Context) -> None:
         self._service = service
+        self._decoder = decoder
         self._context = context
         self._writing = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -56,8 +56,8 @@ class StreamSession:
         metadata = context.invocation_metadata() or ()
         self._ends_on_error = any((key, value) == _END_ON_ERROR for key, value in metadata)
 
-    async def run(self, requests: AsyncIterator[pb.ModelInferRequest]) -> RequestError | None:
-        """Serve until the client has sent its last message and every request is answered.
+    async def run(self, requests: AsyncIterator[InferMessage]) -> RequestError | None:
+        """Serve until the client sends no more and everything is answered.
 
         Returns the error that ends the call, for clients that asked for this behaviour.
         """
@@ -78,7 +78,7 @@ class StreamSession:
                 task.cancel()
             await asyncio.gather(*leftover, return_exceptions=True)
 
-    async def _read(self, requests: AsyncIterator[pb.ModelInferRequest]) -> None:
+    async def _read(self, requests: AsyncIterator[InferMessage]) -> None:
         async for message in requests:
             arrival_ns = time.monotonic_ns()
             is_ordered = self._is_ordered(message)
@@ -88,12 +88,16 @@ class StreamSession:
                 self._last_ordered = task
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+            if len(self._tasks) >= MAX_REQUESTS:
+                # The client's next messages wait in its own buffers.
+                await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
         while self._tasks:
             await asyncio.wait(self._tasks)
 
-    def _is_ordered(self, message: pb.ModelInferRequest) -> bool:
+    def _is_ordered(self, message: InferMessage) -> bool:
         try:
-            model = self._service.registry.get(message.model_name, message.model_version)
+            names = message.names
+            model = self._service.registry.get(names.model_name, names.model_version)
         except RequestError:
             # Refused like a request of a model that is not decoupled.
             return True
@@ -101,18 +105,18 @@ class StreamSession:
 
     async def _serve(
         self,
-        message: pb.ModelInferRequest,
+        message: InferMessage,
         arrival_ns: int,
         before: asyncio.Task[None] | None,
     ) -> None:
         try:
             await self._respond(message, arrival_ns, before)
         except _ClientGoneError:
-            logger.debug("the client of request '%s' left", message.id)
+            logger.debug("the client of request '%s' left", message.names.id)
 
     async def _respond(
         self,
-        message: pb.ModelInferRequest,
+        message: InferMessage,
         arrival_ns: int,
         before: asyncio.Task[None] | None,
     ) -> None:
@@ -127,15 +131,16 @@ class StreamSession:
         except RequestError as error:
             await self._refuse(message, error, before)
         except Exception:
-            logger.exception("a streamed request of model %s failed", message.model_name)
+            logger.exception("a streamed request of model %s failed", message.names.model_name)
             await self._fail(message, RequestError(INTERNAL, ErrorKind.INTERNAL), before)
 
     async def _start(
-        self, message: pb.ModelInferRequest, arrival_ns: int
+        self, message: InferMessage, arrival_ns: int
     ) -> tuple[Model, ParsedInfer, AsyncIterator[InferResponse]]:
-        model = self._service.registry.get_ready(message.model_name, message.model_version)
-        parsed = await run_cooperatively(parse_request(message))
-        parsed.request.model_version = message.model_version
+        names = message.names
+        model = self._service.registry.get_ready(names.model_name, names.model_version)
+        parsed = await message.parse(self._decoder)
+        parsed.request.model_version = names.model_version
         parsed.request.arrival_ns = arrival_ns
         responses = await self._service.infer(
             model, parsed.request, parsed.inputs, parsed.outputs
@@ -144,7 +149,7 @@ class StreamSession:
 
     async def _answer(
         self,
-        message: pb.ModelInferRequest,
+        message: InferMessage,
         model: Model,
         parsed: ParsedInfer,
         responses: AsyncIterator[InferResponse],
@@ -158,7 +163,7 @@ class StreamSession:
                         await _over(before)
                         has_begun = True
                         is_final = response.is_final or not is_decoupled
-                        response.id = message.id
+                        response.id = message.names.id
                         encoded = await self._encode(model, parsed, response, is_final)
                         await self._write(encoded)
                         has_ended = is_final
@@ -169,7 +174,7 @@ class StreamSession:
             with self._service.admission.unless_given_up():
                 await (self._refuse if is_refused else self._fail)(message, error, before)
             return
-        if not has_ended and wants_empty_final(message):
+        if not has_ended and parsed.wants_empty_final:
             final = pb.ModelStreamInferResponse()
             _name(final.infer_response, message)
             await self._write(final)
@@ -185,19 +190,19 @@ class StreamSession:
 
     async def _refuse(
         self,
-        message: pb.ModelInferRequest,
+        message: InferMessage,
         error: RequestError,
         before: asyncio.Task[None] | None,
     ) -> None:
         """The request did not run: the client gets the id alone, and the call goes on."""
         await _over(before)
         refusal = pb.ModelStreamInferResponse(error_message=utf8(str(error)))
-        refusal.infer_response.id = message.id
+        refusal.infer_response.id = message.names.id
         await self._write(refusal)
 
     async def _fail(
         self,
-        message: pb.ModelInferRequest,
+        message: InferMessage,
         error: RequestError,
         before: asyncio.Task[None] | None,
     ) -> None:
@@ -227,9 +232,9 @@ async def _over(before: asyncio.Task[None] | None) -> None:
         await asyncio.wait({before})
 
 
-def _name(response: pb.ModelInferResponse, request: pb.ModelInferRequest) -> None:
+def _name(response: pb.ModelInferResponse, request: InferMessage) -> None:
     """Make a response the last one of a request, without tensors."""
-    response.model_name = request.model_name
-    response.model_version = request.model_version
-    response.id = request.id
+    response.model_name = request.names.model_name
+    response.model_version = request.names.model_version
+    response.id = request.names.id
     response.parameters[FINAL].bool_param = True

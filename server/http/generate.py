@@ -13,8 +13,9 @@ from weakref import WeakKeyDictionary
 from aiohttp import web
 
 from trimaran.comm.errors import RequestError
-from trimaran.server.http.body_reader import LONG_BYTES, BodyReader
+from trimaran.server.decoding.decoder import SHORT_BYTES, Decoder
 from trimaran.server.http.messages import JSON, LONG_ANSWER_BYTES, read_body, write_parts
+from trimaran.server.http.pending_bodies import PendingBodies, Share
 from trimaran.server.http.routes import Route
 from trimaran.server.inference.cooperative import run_cooperatively
 from trimaran.server.inference.request import InferRequest, InferResponse, Model
@@ -36,9 +37,10 @@ _EVENT_STREAM = "text/event-stream; charset=utf-8"
 class GenerateEndpoint:
     """Both generate routes. Closing a request's connection cancels the request."""
 
-    def __init__(self, service: Service, bodies: BodyReader) -> None:
+    def __init__(self, service: Service, decoder: Decoder, pending: PendingBodies) -> None:
         self._service = service
-        self._bodies = bodies
+        self._decoder = decoder
+        self._pending = pending
         self._mappers: WeakKeyDictionary[Model, GenerateMapper] = WeakKeyDictionary()
 
     async def generate(self, request: web.BaseRequest, route: Route) -> web.StreamResponse:
@@ -47,16 +49,17 @@ class GenerateEndpoint:
         Raises:
             RequestError: nothing was answered.
         """
-        body = await self._read(request, route)
         admission = self._service.admission
-        with admission.admit():
-            with admission.unless_given_up():
-                parsed, responses = await self._start(route, body)
-                answer = await _only_answer(parsed, responses)
-            headers = {"Content-Type": JSON, **self._load_header(request)}
-            if len(answer) > LONG_ANSWER_BYTES:
-                parts, is_last = deque([answer]), admission.is_draining
-                return await write_parts(request, parts, headers, is_last=is_last)
+        with self._pending.share() as share:
+            body = await self._read(request, route, share)
+            with admission.admit():
+                with admission.unless_given_up():
+                    parsed, responses = await self._start(route, body, share)
+                    answer = await _only_answer(parsed, responses)
+                headers = {"Content-Type": JSON, **self._load_header(request)}
+                if len(answer) > LONG_ANSWER_BYTES:
+                    parts, is_last = deque([answer]), admission.is_draining
+                    return await write_parts(request, parts, headers, is_last=is_last)
         return web.Response(body=answer, headers=headers)
 
     async def generate_stream(
@@ -67,11 +70,17 @@ class GenerateEndpoint:
         Raises:
             RequestError: nothing was answered.
         """
-        body = await self._read(request, route)
+        with self._pending.share() as share:
+            body = await self._read(request, route, share)
+            return await self._answer_stream(request, route, body, share)
+
+    async def _answer_stream(
+        self, request: web.BaseRequest, route: Route, body: bytes, share: Share
+    ) -> web.StreamResponse:
         admission = self._service.admission
         with admission.admit():
             with admission.unless_given_up():
-                parsed, responses = await self._start(route, body)
+                parsed, responses = await self._start(route, body, share)
             async with aclosing(responses):  # type: ignore[type-var]
                 with admission.unless_given_up():
                     first = await anext(responses, None)
@@ -117,27 +126,28 @@ class GenerateEndpoint:
             logger.exception("a stream of model %s failed", request.model_name)
             await stream.write(b"data: %b\n\n" % error_object(INTERNAL))
 
-    async def _read(self, request: web.BaseRequest, route: Route) -> bytes:
+    async def _read(self, request: web.BaseRequest, route: Route, share: Share) -> bytes:
         service = self._service
         service.admission.check()
         # A model that cannot answer is refused before its body is read.
         service.registry.get_ready(route.name, route.version)
         if request.headers.get("Content-Encoding", "identity") not in ("", "identity"):
             raise RequestError("Unsupported content-encoding, only 'identity' is supported.")
-        return await read_body(request, service.config.http_max_input_bytes)
+        return await read_body(request, service.config.http_max_input_bytes, share)
 
     async def _start(
-        self, route: Route, body: bytes
+        self, route: Route, body: bytes, share: Share
     ) -> tuple[InferRequest, AsyncIterator[InferResponse]]:
         arrival_ns = time.monotonic_ns()
         # Looked up after the body: the model may be replaced while the body arrives.
         ready = partial(self._service.registry.get_ready, route.name, route.version)
-        if len(body) > LONG_BYTES:
-            model, read = await self._bodies.read_generate(body, ready)
+        if len(body) > SHORT_BYTES:
+            model, read = await self._decoder.read_generate(body, ready)
             parsed, inputs = read.request, read.inputs
         else:
             model = ready()
             parsed, inputs = self._mapper(model).parse(body)
+        share.release()
         parsed.model_version = model.version
         parsed.arrival_ns = arrival_ns
         return parsed, await self._service.infer(model, parsed, inputs)

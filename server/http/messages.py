@@ -11,6 +11,7 @@ from typing import Any
 from aiohttp import web
 
 from trimaran.comm.errors import EngineDeadError, ErrorKind, RequestError
+from trimaran.server.http.pending_bodies import Share
 from trimaran.server.inference.registry import NotReadyError
 from trimaran.server.protocol import json_access
 from trimaran.server.protocol.generate import error_object
@@ -94,9 +95,6 @@ def compress(body: bytes, coding: str) -> bytes:
 
 
 JSON = "application/json"
-MAX_BODY_BYTES = (1 << 31) - 1
-"""Limit on a whole body, blobs included; gRPC messages have the same limit."""
-
 LONG_ANSWER_BYTES = 128 << 10
 """A longer answer is written while its request still counts as running: a drain waits for it.
 """
@@ -105,14 +103,14 @@ RETRY_AFTER_S = "2"
 """Retry-After of requests to a dead worker group, in seconds."""
 
 
-async def read_body(request: web.BaseRequest, max_bytes: int) -> bytes:
-    """The whole body.
+async def read_body(request: web.BaseRequest, max_bytes: int, share: Share) -> bytes:
+    """The whole body, whose memory is counted in ``share``.
 
     A longer body is refused as soon as its size is known. The connection discards the rest, so
     that clients which write before they read see the answer.
 
     Raises:
-        RequestError: longer than ``max_bytes``.
+        RequestError: longer than ``max_bytes``, or there is no room for it.
     """
     announced = request.content_length
     if announced is not None and announced > max_bytes:
@@ -126,7 +124,36 @@ async def read_body(request: web.BaseRequest, max_bytes: int) -> bytes:
         num_bytes += len(chunk)
         if num_bytes > max_bytes:
             raise json_too_large(num_bytes, max_bytes)
+        share.add(len(chunk))
     return b"".join(chunks)
+
+
+SMALL_BODY_BYTES = 64 << 10
+"""Limit on the bodies of routes that take a few names and settings."""
+
+
+async def read_small_body(request: web.BaseRequest) -> bytes:
+    """The body of a route that takes a few names and settings.
+
+    Raises:
+        RequestError: longer than `SMALL_BODY_BYTES`.
+    """
+    announced, parts, num_bytes = request.content_length, [], 0
+    if announced is not None and announced > SMALL_BODY_BYTES:
+        raise _not_small(announced)
+    while part := await request.content.readany():
+        parts.append(part)
+        num_bytes += len(part)
+        if num_bytes > SMALL_BODY_BYTES:
+            raise _not_small(num_bytes)
+    return b"".join(parts)
+
+
+def _not_small(num_bytes: int) -> RequestError:
+    return RequestError(
+        f"the request's body has {num_bytes} bytes, and this route takes at most "
+        f"{SMALL_BODY_BYTES}. Send only the names and settings that it knows."
+    )
 
 
 async def write_parts(

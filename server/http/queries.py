@@ -9,16 +9,18 @@ from typing import Any
 from aiohttp import web
 
 from trimaran.comm.errors import ErrorKind, RequestError
-from trimaran.server.http.messages import json_response, read_body
+from trimaran.server.decoding.decoder import SHORT_BYTES, Decoder
+from trimaran.server.http.messages import json_response, read_body, read_small_body
+from trimaran.server.http.pending_bodies import PendingBodies
 from trimaran.server.http.routes import Route
 from trimaran.server.inference.metadata import metadata_message, server_metadata, to_json
 from trimaran.server.protocol import json_access
 from trimaran.server.protocol.load_request import (
+    REPOSITORY_NAME_REFUSED,
     load_request_of_json,
     unload_dependents_of_json,
 )
 from trimaran.server.service import (
-    REPOSITORY_NAME_REFUSED,
     SHARED_MEMORY_DISABLED,
     Service,
     unknown_region,
@@ -26,6 +28,28 @@ from trimaran.server.service import (
 from trimaran.server.settings import changes_of_json, json_of_values
 
 _Handler = Callable[[Service, Route, bytes], web.Response]
+
+
+async def load(
+    service: Service,
+    decoder: Decoder,
+    pending: PendingBodies,
+    request: web.BaseRequest,
+    route: Route,
+) -> web.Response:
+    """Load a model, whose files may come with the request.
+
+    Raises:
+        RequestError: the request was wrong, or the model cannot be loaded.
+    """
+    with pending.share() as share:
+        body = await read_body(request, service.config.http_max_input_bytes, share)
+        if len(body) > SHORT_BYTES:
+            parsed = await decoder.read_load(route.name, body)
+        else:
+            parsed = load_request_of_json(route.name, body)
+        await service.load(parsed)
+    return web.Response()
 
 
 async def answer(service: Service, request: web.BaseRequest, route: Route) -> web.Response:
@@ -36,14 +60,11 @@ async def answer(service: Service, request: web.BaseRequest, route: Route) -> we
     """
     body = b""
     if request.method == "POST":
-        body = await read_body(request, service.config.http_max_input_bytes)
+        body = await read_small_body(request)
     elif route.action == "logging":
         return json_response(service.log_settings.values())
     elif route.action == "trace":
         return _trace(service, route)
-    if route.action == "load":
-        await service.load(load_request_of_json(route.name, body))
-        return web.Response()
     if route.action in _SHARED:
         return await _SHARED[route.action](service, route, body)
     return _HANDLERS[route.action](service, route, body)

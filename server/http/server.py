@@ -10,12 +10,13 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from trimaran.comm.errors import ConfigError, RequestError
+from trimaran.server.decoding.decoder import Decoder
 from trimaran.server.http import queries as http_queries
-from trimaran.server.http.body_reader import BodyReader
 from trimaran.server.http.connections import HttpConnections, fault_logger, refusal
 from trimaran.server.http.generate import GenerateEndpoint
-from trimaran.server.http.infer import infer
+from trimaran.server.http.infer import InferEndpoint
 from trimaran.server.http.messages import error_response, json_response, plain_error
+from trimaran.server.http.pending_bodies import PendingBodies
 from trimaran.server.http.routes import match, path_of
 from trimaran.server.http.status_page import StatusReport, render_page
 from trimaran.server.service import INTERNAL, Service
@@ -31,12 +32,14 @@ _BACKLOG = 1024
 class HttpServer:
     """Serves one address. A request ends at once when its connection does."""
 
-    def __init__(self, service: Service, host: str, port: int) -> None:
+    def __init__(self, service: Service, decoder: Decoder, host: str, port: int) -> None:
         self._service = service
         self._host = host
         self._port = port
-        self._bodies = BodyReader(service.config.http_max_input_bytes)
-        self._generate = GenerateEndpoint(service, self._bodies)
+        self._decoder = decoder
+        self._pending = PendingBodies(service.config.http_max_pending_bytes)
+        self._infer = InferEndpoint(service, decoder, self._pending)
+        self._generate = GenerateEndpoint(service, decoder, self._pending)
         self._busy: set[Any] = set()
         self._server = HttpConnections(self._handle)
         self._runner = web.ServerRunner(self._server, shutdown_timeout=_STOP_GRACE_S)
@@ -65,7 +68,6 @@ class HttpServer:
     async def stop(self) -> None:
         """Close everything, including running requests."""
         await self._runner.cleanup()
-        self._bodies.close()
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         self._busy.add(request.protocol)
@@ -98,11 +100,15 @@ class HttpServer:
         if request.method not in route.methods:
             return plain_error(405, "Method Not Allowed")
         if route.action == "infer":
-            return await infer(self._service, self._bodies, request, route)
+            return await self._infer.infer(request, route)
         if route.action == "generate":
             return await self._generate.generate(request, route)
         if route.action == "generate_stream":
             return await self._generate.generate_stream(request, route)
+        if route.action == "load":
+            return await http_queries.load(
+                self._service, self._decoder, self._pending, request, route
+            )
         return await http_queries.answer(self._service, request, route)
 
 

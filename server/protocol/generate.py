@@ -18,8 +18,9 @@ from trimaran.server.inference.request import (
 from trimaran.server.inference.tensor_bytes import from_config
 from trimaran.server.inference.validation import WireInput
 from trimaran.server.protocol import json_access
-from trimaran.server.protocol.infer_json import check_number, check_size, custom_value
+from trimaran.server.protocol.infer_json import check_size, custom_value
 from trimaran.server.protocol.json_access import RepeatedKeys, as_string
+from trimaran.server.protocol.limits import check_number
 from trimaran.server.protocol.tensor_json import array_from_json, flatten, text_of, to_json
 
 EXACTLY_ONE = (

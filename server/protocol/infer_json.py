@@ -29,10 +29,8 @@ from trimaran.server.protocol.json_access import (
     as_unsigned,
     too_big,
 )
+from trimaran.server.protocol.limits import check_number
 from trimaran.server.protocol.tensor_json import array_from_json, flatten
-
-MAX_NUMBER = 1 << 16
-"""Limit on a request's inputs, on its outputs and on its parameters."""
 
 RESERVED_PREFIX = "triton_"
 
@@ -44,12 +42,6 @@ def check_custom_name(name: str) -> None:
             f"parameter keys starting with '{RESERVED_PREFIX}' are reserved for the server "
             f"and should not be specified, got '{name}'"
         )
-
-
-def check_number(what: str, number: int) -> None:
-    """Refuse a number of items that no client needs and that would block other requests."""
-    if number > MAX_NUMBER:
-        raise RequestError(f"a request has at most {MAX_NUMBER} {what}, got {number}")
 
 
 def custom_value(name: str, value: object) -> ParameterValue:
@@ -123,6 +115,10 @@ class ParsedInfer:
     inputs: list[WireInput] = field(default_factory=list)
     outputs: list[RequestedOutput] = field(default_factory=list)
     is_binary_by_default: bool = False
+    """HTTP: outputs without a word on it go as binary data."""
+
+    wants_empty_final: bool = False
+    """gRPC streams: a flag-only response ends the answers."""
 
 
 def header_length(text: str | None, num_bytes: int) -> int:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from trimaran.comm.errors import ErrorKind, RequestError
+from trimaran.server.protocol.limits import max_num_values, too_many_values
 
 MAX_NESTING = 100
 """Deepest nesting of lists in tensor data."""
@@ -35,6 +36,8 @@ _LONE_HALF = re.compile(
     r"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F][0-9a-fA-F]{2})"
     r"|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F][0-9a-fA-F]{2}"
 )
+
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
 
 _LONG_CHARACTERS = 1 << 20
 
@@ -89,6 +92,23 @@ def parse(body: bytes | bytearray | memoryview) -> Any:
         raise too_big() from None
     except RecursionError:
         raise unparsable(f"Nested deeper than {MAX_NESTING} levels", 0) from None
+
+
+def check_num_values(body: bytes, max_input_bytes: int) -> None:
+    """Refuse a JSON text of more values than a request may have, before any is made.
+
+    Raises:
+        RequestError: more than `max_num_values` of ``max_input_bytes``.
+    """
+    limit = max_num_values(max_input_bytes)
+    # Each value but the first of its list or object follows a comma. Texts hold commas too:
+    # they are taken out only where they could decide.
+    if _num_marks(body) > limit and _num_marks(_STRING.sub(b"", body)) > limit:
+        raise too_many_values(limit, "--http-max-input-size")
+
+
+def _num_marks(body: bytes) -> int:
+    return body.count(b",") + body.count(b"[") + body.count(b"{")
 
 
 @contextmanager

@@ -13,13 +13,19 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from google.protobuf import json_format
+from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from trimaran.comm.errors import ConfigError, ErrorKind, RequestError
 from trimaran.server.protocol import json_access
 
 FILE_PREFIX = "file:"
+_MAX_FILES = 1 << 10
+_MAX_CONFIG_BYTES = 1 << 20
 _NAME = re.compile(r"[^/\0.][^/\0]*")
+
+
+REPOSITORY_NAME_REFUSED = "'repository_name' specification is not supported"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +74,15 @@ def load_request_of_json(name: str, body: bytes) -> LoadRequest:
     return _checked(LoadRequest(name, config, files))
 
 
-def load_request_of_grpc(name: str, parameters: Mapping[str, Any]) -> LoadRequest:
-    """Read the parameters of a gRPC request.
+def load_request_of_grpc(message: pb.RepositoryModelLoadRequest) -> LoadRequest:
+    """Read a gRPC request.
 
     Raises:
-        RequestError: a parameter is unknown or of another type.
+        RequestError: it names a repository, or a parameter is unknown or of another type.
     """
+    refuse_repository_name(message.repository_name)
     config, files = "", {}
-    for key, value in parameters.items():
+    for key, value in message.parameters.items():
         kind = value.WhichOneof("parameter_choice")
         if key == "config":
             _expect(key, kind, "string_param")
@@ -85,7 +92,17 @@ def load_request_of_grpc(name: str, parameters: Mapping[str, Any]) -> LoadReques
             files[_file_path(key)] = value.bytes_param
         else:
             raise RequestError(f"unrecognized load parameter '{key}'.")
-    return _checked(LoadRequest(name, config, files))
+    return _checked(LoadRequest(message.model_name, config, files))
+
+
+def refuse_repository_name(name: str) -> None:
+    """Refuse a request that names a repository: a server has one, without a name.
+
+    Raises:
+        RequestError: ``name`` is not empty.
+    """
+    if name:
+        raise RequestError(REPOSITORY_NAME_REFUSED, ErrorKind.UNSUPPORTED)
 
 
 def load_request_of_files(name: str, config: str, files: Mapping[str, bytes]) -> LoadRequest:
@@ -186,6 +203,16 @@ def _file_path(key: str) -> str:
 
 
 def _checked(request: LoadRequest) -> LoadRequest:
+    if len(request.files) > _MAX_FILES:
+        raise _internal(
+            f"failed to load '{request.name}', {len(request.files)} files came with the "
+            f"request, and at most {_MAX_FILES} may. Put the files into the model repository."
+        )
+    if len(request.config) > _MAX_CONFIG_BYTES:
+        raise _internal(
+            f"failed to load '{request.name}', the parameter 'config' has "
+            f"{len(request.config)} characters, and at most {_MAX_CONFIG_BYTES} are allowed."
+        )
     if request.files and not request.config:
         raise _internal(
             f"failed to load '{request.name}', override files were given without the load "

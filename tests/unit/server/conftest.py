@@ -31,6 +31,7 @@ from tests.unit.server.small_models import (
     SqueezeModel,
 )
 from trimaran.server.config import FrontendConfig
+from trimaran.server.decoding.decoder import Decoder
 from trimaran.server.grpc.server import GrpcServer
 from trimaran.server.http.server import HttpServer, MetricsServer
 from trimaran.server.inference.registry import ModelRegistry
@@ -130,8 +131,10 @@ class RunningServer:
 
     async def _start(self) -> None:
         self.service = Service(self._config, ModelRegistry(self._models), self.metrics)
-        self.http = HttpServer(self.service, "127.0.0.1", 0)
-        self.grpc = GrpcServer(self.service, "127.0.0.1", 0)
+        config = self._config
+        self.decoder = Decoder(config.http_max_input_bytes, config.grpc_max_message_bytes)
+        self.http = HttpServer(self.service, self.decoder, "127.0.0.1", 0)
+        self.grpc = GrpcServer(self.service, self.decoder, "127.0.0.1", 0)
         self._metrics_server = MetricsServer(self.service, "127.0.0.1", 0)
         await self.http.start()
         await self.grpc.start()
@@ -151,6 +154,7 @@ class RunningServer:
     async def _stop(self) -> None:
         await self.grpc.stop(0)
         await self.http.stop()
+        self.decoder.close()
         await self._metrics_server.stop()
 
 

@@ -183,7 +183,8 @@ def test_an_error_while_running_ends_the_call_of_those_who_ask_for_that(stream):
 
 
 def test_a_call_that_an_error_ends_does_so_behind_a_message_on_its_way(server):
-    long = repeat("a" * (8 << 20), 1000, delay_ms=50)
+    long = repeat("long", 1000, delay_ms=50)
+    long.inputs[0].contents.bytes_contents[0] = b"a" * (8 << 20)
     has_begun, is_sent = threading.Event(), threading.Event()
 
     def messages():
@@ -201,7 +202,7 @@ def test_a_call_that_an_error_ends_does_so_behind_a_message_on_its_way(server):
         has_begun.set()
         is_sent.wait()
         list(stub.ModelStreamInfer(iter([repeat("other", 3, delay_ms=20)])))
-        assert texts([next(call)]) == [long.id + " 0"]
+        assert texts([next(call)]) == ["a" * (8 << 20) + " 0"]
         with pytest.raises(grpc.RpcError) as caught:
             list(call)
     assert (caught.value.code().name, caught.value.details()) == ("INTERNAL", "boom")

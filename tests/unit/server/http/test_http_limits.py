@@ -1,5 +1,6 @@
 """Clients that misbehave, or are slow, or go away."""
 
+import gzip
 import http.client
 import json
 import socket
@@ -84,14 +85,85 @@ def test_a_json_tensor_over_the_limit_is_refused(server):
     )
 
 
-def test_blobs_after_the_json_are_not_under_the_limit(server):
-    size = 100 << 20
+def blob_body(size):
     tensor = {"name": "INT8", "shape": [size], "datatype": "INT8",
               "parameters": {"binary_data_size": size}}  # fmt: skip
     head = json.dumps({"inputs": [tensor], "outputs": [{"name": "OUT_TEXT"}]}).encode()
-    headers = {"Inference-Header-Content-Length": str(len(head))}
-    answer = server.post("/v2/models/echo/infer", head + bytes(size), headers)
+    return head + bytes(size), {"Inference-Header-Content-Length": str(len(head))}
+
+
+def test_blobs_after_the_json_are_under_the_limit_of_the_body(server):
+    answer = server.post("/v2/models/echo/infer", *blob_body(60 << 20))
     assert answer.json["outputs"] == []
+    body, headers = blob_body(LIMIT)
+    answer = server.post("/v2/models/echo/infer", body, headers)
+    assert (answer.status, answer.error) == (
+        400,
+        f"request JSON size of {len(body)} bytes exceeds the maximum allowed input size of "
+        f"{LIMIT} bytes. Use --http-max-input-size to increase the limit.",
+    )
+
+
+def test_a_compressed_body_is_under_the_limit_whatever_its_header_says(server):
+    packed = gzip.compress(bytes(2 * LIMIT))
+    for length in ({}, {"Inference-Header-Content-Length": "100"}):
+        headers = {"Content-Encoding": "gzip", **length}
+        answer = server.post("/v2/models/echo/infer", packed, headers)
+        assert (answer.status, answer.error) == (
+            400,
+            f"Decompressed data size exceeds the maximum allowed value of {LIMIT} bytes. "
+            "Use --http-max-input-size to increase the limit.",
+        )
+
+
+@pytest.mark.parametrize(
+    "path", ["logging", "trace/setting", "repository/index", "repository/models/double/unload"]
+)
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_routes_of_small_bodies_take_small_bodies(server, path, is_chunked):
+    body = b"[]," * 30_000
+    sent = iter([body[:40_000], body[40_000:]]) if is_chunked else body
+    connection = http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=60)
+    connection.request("POST", f"/v2/{path}", sent, encode_chunked=is_chunked, headers=(
+        {"Transfer-Encoding": "chunked"} if is_chunked else {}
+    ))  # fmt: skip
+    response = connection.getresponse()
+    assert response.status == 400
+    assert "this route takes at most 65536" in json.loads(response.read())["error"]
+    connection.close()
+
+
+def test_bodies_that_wait_to_be_decoded_have_a_limit_together(fresh_server):
+    limit = fresh_server.service.config.http_max_pending_bytes
+    path, size = "/v2/models/repeat/generate", LIMIT
+    opened = []
+    try:
+        for _ in range(limit // size):
+            opened.append(sock := open_socket(fresh_server))
+            sock.sendall(post_head(path, b" " * (size - 1), size))
+        fresh_server.wait_until(
+            lambda: fresh_server.http._pending._num_bytes > limit - len(opened) * (1 << 20)
+        )
+        refused = fresh_server.post(path, b" " * (4 << 20))
+        assert refused.status == 503
+        assert "--http-max-pending-size" in refused.error
+        assert fresh_server.post(path, generate_body(max_tokens=1)).status == 200
+    finally:
+        for sock in opened:
+            sock.close()
+    fresh_server.wait_until(lambda: fresh_server.http._pending._num_bytes == 0)
+    long = json.dumps({"text_input": "a" * (4 << 20), "max_tokens": 1}).encode()
+    assert fresh_server.post(path, long).status == 200
+
+
+def test_an_id_that_each_answer_would_repeat_is_short(server):
+    answer = server.post(
+        "/v2/models/repeat/generate", generate_body(id="x" * 5000, max_tokens=1)
+    )
+    assert (answer.status, answer.error) == (
+        400,
+        "the request's id has 5000 bytes, and at most 4096 are allowed. Send a shorter one.",
+    )
 
 
 def test_deep_nesting_is_refused(server):

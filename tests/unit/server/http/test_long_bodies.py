@@ -15,36 +15,44 @@ import pytest
 from loop_watch import LONGEST_PAUSE_S, LoopWatch
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
+from trimaran.server.decoding.decoder import SHORT_BYTES, Decoder
+from trimaran.server.decoding.process import Refusal
 from trimaran.server.http import infer as http_infer
-from trimaran.server.http.body_process import Refusal
-from trimaran.server.http.body_reader import LONG_BYTES, BodyReader
 
 HUGE = 24 << 20
+MANY = 600_000
+"""Items of a body that has nearly as many values as a body may have."""
 
 INFER = b'{"inputs":[{"name":"%b","datatype":"%b","shape":[%d],"data":[%b]}]}'
 
 
-def repeated(item, num_bytes=HUGE):
-    return item * (num_bytes // len(item))
+def bodies_of(number):
+    return {
+        "nested numbers": (
+            "echo/infer", INFER % (b"INT8", b"INT8", 1, b"[[0]]," * number + b"0"), 500
+        ),
+        "objects": ("echo/infer", INFER % (b"INT8", b"INT8", 1, b"{}," * number + b"0"), 500),
+        "parameters": (
+            "echo/infer",
+            b'{"inputs":[],"parameters":{%b"x":1}}'
+            % b"".join(b'"p%d":1,' % each for each in range(2 * number)),
+            400,
+        ),
+        "outputs": (
+            "echo/infer", b'{"inputs":[],"outputs":[%b{}]}' % (b'{"name":"A"},' * number), 400
+        ),
+        "strings": (
+            "repeat/generate",
+            b'{"text_input":"a","max_tokens":1,"bad_words":[%b"x"]}' % (b'"ab",' * 2 * number),
+            200,
+        ),
+    }  # fmt: skip
 
 
-BODIES = {
-    "nested numbers": ("echo/infer", INFER % (b"INT8", b"INT8", 1, repeated(b"[[0]],") + b"0")),
-    "objects": ("echo/infer", INFER % (b"INT8", b"INT8", 1, repeated(b"{},") + b"0")),
-    "parameters": (
-        "echo/infer",
-        b'{"inputs":[],"parameters":{%b"x":1}}'
-        % b"".join(b'"p%d":1,' % number for number in range(HUGE // 12)),
-    ),
-    "outputs": ("echo/infer", b'{"inputs":[],"outputs":[%b{}]}' % repeated(b'{"name":"A"},')),
-    "strings": (
-        "repeat/generate",
-        b'{"text_input":"a","max_tokens":1,"bad_words":[%b"x"]}' % repeated(b'"ab",'),
-    ),
-}  # fmt: skip
+BODIES = bodies_of(MANY)
 
 
-def long_texts(num_bytes=2 * LONG_BYTES):
+def long_texts(num_bytes=2 * SHORT_BYTES):
     """Strings of all kinds."""
     kinds = ["", "a", "öl", "\x00", "\udcff", "a" * 1000, '"\\']
     return kinds * (num_bytes // 1000)
@@ -53,11 +61,34 @@ def long_texts(num_bytes=2 * LONG_BYTES):
 @pytest.mark.matrix(keep=2)
 @pytest.mark.parametrize("kind", BODIES)
 def test_no_stream_waits_for_a_huge_body(server, kind):
-    path, body = BODIES[kind]
+    path, body, status = BODIES[kind]
     with LoopWatch(server) as watch:
         answer = server.post(f"/v2/models/{path}", body)
-    assert answer.status == {"strings": 200, "parameters": 400, "outputs": 400}.get(kind, 500)
+    assert answer.status == status
+    assert "values" not in str(answer.body[:1000])
     assert watch.longest_s < LONGEST_PAUSE_S
+
+
+@pytest.mark.matrix(keep=2)
+@pytest.mark.parametrize("kind", BODIES)
+def test_a_body_of_too_many_values_is_refused_before_any_is_made(fresh_server, kind):
+    path, body, _ = bodies_of(2 * MANY)[kind]
+    me = psutil.Process()
+    before = set(me.children())
+    answer = fresh_server.post(f"/v2/models/{path}", body)
+    assert (answer.status, answer.error) == (
+        400,
+        "a request has at most 2097152 values (members, elements and parameters), and this has "
+        "more. Send tensors as binary data, or use --http-max-input-size to increase the limit.",
+    )
+    (process,) = set(me.children()) - before
+    assert process.memory_info().rss < 192 << 20
+
+
+def test_commas_and_brackets_in_texts_are_no_values(server):
+    body = json.dumps({"text_input": 'a,[{"\\' * 400_000, "max_tokens": 1}).encode()
+    answer = server.post("/v2/models/repeat/generate", body)
+    assert answer.status == 200
 
 
 @pytest.mark.parametrize(
@@ -78,7 +109,7 @@ def test_long_tensors_are_what_short_ones_are(server, name, datatype, values):
         text = json.dumps(tensor(data), ensure_ascii=False)
         return text.encode("utf-8", "surrogateescape")
 
-    assert len(body(values)) > LONG_BYTES
+    assert len(body(values)) > SHORT_BYTES
     answer = server.post("/v2/models/echo/infer", body(values))
     assert answer.status == 200
     few = len(set(values))
@@ -132,7 +163,7 @@ def test_blobs_after_a_long_json_stay_with_their_inputs(server):
 )
 def test_errors_of_long_bodies_are_those_of_short_ones(server, path, body):
     short = server.post(f"/v2/models/{path}", body)
-    long = server.post(f"/v2/models/{path}", body + b" " * LONG_BYTES)
+    long = server.post(f"/v2/models/{path}", body + b" " * SHORT_BYTES)
     assert short.status >= 400
     assert (long.status, long.error) == (short.status, short.error)
 
@@ -197,7 +228,7 @@ def test_what_reads_for_a_client_that_is_gone_ends(fresh_server):
         fresh_server.wait_until(lambda: set(me.children()) - before)
         (process,) = set(me.children()) - before
     process.wait(120)
-    small = INFER % (b"INT8", b"INT8", 200_000, repeated(b"1,", 400_000)[:-1])
+    small = INFER % (b"INT8", b"INT8", 200_000, (b"1," * 200_000)[:-1])
     assert fresh_server.post("/v2/models/echo/infer", small).status == 200
 
 
@@ -207,14 +238,14 @@ def test_nothing_is_left_of_a_process_whose_answer_nobody_waits_for(monkeypatch)
     def exchange(process, *arguments):
         answered.set()
         go_on.wait(30)
-        return Refusal("read, but too late")
+        return Refusal("read, but too late", None)
 
-    monkeypatch.setattr("trimaran.server.http.body_reader._Process.exchange", exchange)
+    monkeypatch.setattr("trimaran.server.decoding.decoder._Process.exchange", exchange)
     me = psutil.Process()
 
     async def give_up():
         model = SimpleNamespace(config=ModelConfig())
-        before, reader = set(me.children()), BodyReader(1 << 20)
+        before, reader = set(me.children()), Decoder(1 << 20, 1 << 20)
         reading = asyncio.ensure_future(reader.read_generate(b"{}", lambda: model))
         await asyncio.to_thread(answered.wait)
         reading.cancel()
@@ -246,5 +277,5 @@ def test_a_reading_process_that_is_killed_costs_only_its_request(fresh_server):
         503,
         "the process that read the request's JSON ended",
     )
-    small = INFER % (b"INT8", b"INT8", 200_000, repeated(b"1,", 400_000)[:-1])
+    small = INFER % (b"INT8", b"INT8", 200_000, (b"1," * 200_000)[:-1])
     assert fresh_server.post("/v2/models/echo/infer", small).status == 200

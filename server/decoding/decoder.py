@@ -1,0 +1,259 @@
+"""Decodes long bodies and messages in helper processes, so that no stream waits for them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+
+import psutil
+
+from trimaran.comm.errors import ErrorKind, RequestError
+from trimaran.server.decoding.exchange import receive_parsed
+from trimaran.server.decoding.process import Refusal
+from trimaran.server.decoding.tasks import (
+    GenerateTask,
+    InferTask,
+    LoadJsonTask,
+    LoadMessageTask,
+    MessageTask,
+    Task,
+)
+from trimaran.server.decoding.turns import SizeOrderedSlots
+from trimaran.server.inference.request import Model
+from trimaran.server.inference.tensor_bytes import Buffer
+from trimaran.server.protocol.infer_json import ParsedInfer
+from trimaran.server.protocol.load_request import LoadRequest
+
+logger = logging.getLogger(__name__)
+
+SHORT_BYTES = 256 << 10
+"""A body up to this is decoded sooner than it is sent elsewhere: within some 30 ms."""
+
+_NUM_PROCESSES = 2
+_MAX_IDLE_BYTES = 192 << 20
+"""A process that keeps more memory than this after a body is ended."""
+
+_PROGRAM = (
+    "import sys; sys.path[:] = filter(None, sys.path); "
+    "from trimaran.server.decoding.process import main; main()"
+)
+
+_TakeBlob = Callable[[int], Buffer]
+
+
+class Decoder:
+    """Processes that each decode one long body at a time, started when there is one.
+
+    The JSON module and protobuf hold the interpreter while they parse, and what they made takes
+    as long again to convert and to free: a thread would not do.
+    """
+
+    def __init__(self, max_json_bytes: int, max_message_bytes: int) -> None:
+        """``max_json_bytes`` and ``max_message_bytes`` limit bodies and gRPC messages."""
+        self._max_json_bytes = max_json_bytes
+        self._max_message_bytes = max_message_bytes
+        self._slots = SizeOrderedSlots(_NUM_PROCESSES)
+        self._idle: list[_Process] = []
+        self._all: set[_Process] = set()
+
+    async def read_infer(
+        self, body: bytes, json_bytes: int, ready: Callable[[], Model]
+    ) -> tuple[Model, ParsedInfer]:
+        """The request of an ``infer`` body whose first bytes are JSON, for ``ready()``.
+
+        Raises:
+            RequestError: as for `parse_infer`, or the request does not fit the model.
+        """
+        view = memoryview(body)
+        json, blobs = view[:json_bytes], view[json_bytes:]
+
+        def task(config: bytes) -> InferTask:
+            return InferTask(config, self._max_json_bytes, len(blobs))
+
+        return await self._read_for(task, json, ready, blobs)
+
+    async def read_generate(
+        self, body: bytes, ready: Callable[[], Model]
+    ) -> tuple[Model, ParsedInfer]:
+        """The request of a ``generate`` body.
+
+        Raises:
+            RequestError: as for `GenerateMapper.parse`, or it does not fit the model.
+        """
+
+        def task(config: bytes) -> GenerateTask:
+            return GenerateTask(config, self._max_json_bytes)
+
+        return await self._read_for(task, memoryview(body), ready, memoryview(b""))
+
+    async def read_message(self, head: bytes, raw_contents: Sequence[Buffer]) -> ParsedInfer:
+        """The request of a gRPC message in the two parts of `split_infer`.
+
+        Raises:
+            RequestError: as for `parse_message`, or the message cannot be decoded.
+        """
+        task = MessageTask(self._max_message_bytes, [len(raw) for raw in raw_contents])
+        contents = iter(raw_contents)
+        found = await self._carry_out(task, memoryview(head), lambda _: next(contents))
+        assert isinstance(found, ParsedInfer)
+        return found
+
+    async def read_load(self, name: str, body: bytes) -> LoadRequest:
+        """The request of a body that asks to load the model ``name``.
+
+        Raises:
+            RequestError: as for `load_request_of_json`.
+        """
+        return await self._read_load(LoadJsonTask(name, self._max_json_bytes), body)
+
+    async def read_load_message(self, message: bytes) -> LoadRequest:
+        """The request of a serialized ``RepositoryModelLoadRequest``.
+
+        Raises:
+            RequestError: as for `load_request_of_grpc`, or the message cannot be decoded.
+        """
+        return await self._read_load(LoadMessageTask(self._max_message_bytes), message)
+
+    def close(self) -> None:
+        """End the processes."""
+        for process in self._all:
+            process.kill()
+        for process in self._idle:
+            process.wait()
+        self._all.clear()
+        self._idle.clear()
+
+    async def _read_load(self, task: Task, body: bytes) -> LoadRequest:
+        found = await self._carry_out(task, memoryview(body), _no_blob)
+        assert isinstance(found, LoadRequest)
+        return found
+
+    async def _read_for(
+        self,
+        task: Callable[[bytes], Task],
+        json: memoryview,
+        ready: Callable[[], Model],
+        blobs: memoryview,
+    ) -> tuple[Model, ParsedInfer]:
+        while True:
+            model = ready()
+            found = await self._carry_out(
+                task(model.config.SerializeToString()), json, _in_order(blobs)
+            )
+            assert isinstance(found, ParsedInfer)
+            # Meanwhile the model may have been replaced.
+            if ready().config == model.config:
+                return ready(), found
+
+    async def _carry_out(
+        self, task: Task, data: memoryview, take_blob: _TakeBlob
+    ) -> ParsedInfer | LoadRequest:
+        async with self._slots.slot(len(data)):
+            process = self._idle.pop() if self._idle else self._start()
+            try:
+                answer = await asyncio.to_thread(process.exchange, task, data, take_blob)
+            except (EOFError, OSError):
+                self._end(process)
+                logger.error("the process that read a body of %d bytes ended", len(data))
+                raise RequestError(
+                    f"the process that read {task.subject} ended", ErrorKind.UNAVAILABLE
+                ) from None
+            except BaseException:
+                # The waiter for the answer is gone, and maybe the exchange: it has ended, or
+                # never began.
+                self._end(process)
+                asyncio.get_running_loop().run_in_executor(None, process.reap)
+                raise
+            if process.num_bytes() > _MAX_IDLE_BYTES:
+                self._end(process)
+                asyncio.get_running_loop().run_in_executor(None, process.wait)
+            else:
+                self._idle.append(process)
+        if not isinstance(answer, Refusal):
+            return answer
+        if answer.kind is None:
+            raise RuntimeError(answer.text)
+        raise RequestError(answer.text, answer.kind)
+
+    def _start(self) -> _Process:
+        process = _Process()
+        self._all.add(process)
+        return process
+
+    def _end(self, process: _Process) -> None:
+        process.kill()
+        self._all.discard(process)
+
+
+def _in_order(blobs: memoryview) -> _TakeBlob:
+    """Takes blobs that follow each other."""
+    start = 0
+
+    def take(num_bytes: int) -> memoryview:
+        nonlocal start
+        start += num_bytes
+        return blobs[start - num_bytes : start]
+
+    return take
+
+
+def _no_blob(num_bytes: int) -> Buffer:
+    raise AssertionError("a request to load a model has no blobs")
+
+
+class _Process:
+    """One process and the way to it."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _PROGRAM, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+            )
+        self._connection = Connection(ours.detach())
+
+    def exchange(
+        self, task: Task, data: memoryview, take_blob: _TakeBlob
+    ) -> ParsedInfer | LoadRequest | Refusal:
+        """Send a body and wait for what it is. Called in a thread.
+
+        Raises:
+            EOFError, OSError: the process has ended.
+        """
+        try:
+            self._connection.send(task)
+            self._connection.send_bytes(data)
+            head = self._connection.recv()
+            if isinstance(head, (Refusal, LoadRequest)):
+                return head
+            return receive_parsed(self._connection, head, take_blob)
+        except (EOFError, OSError):
+            self.wait()
+            raise
+
+    def num_bytes(self) -> int:
+        """Memory that the process keeps; 0 once the process has ended."""
+        try:
+            return int(psutil.Process(self._process.pid).memory_info().rss)
+        except psutil.NoSuchProcess:
+            return 0
+
+    def kill(self) -> None:
+        """End the process, and with it an exchange under way, which waits for its end."""
+        self._process.kill()
+
+    def reap(self) -> None:
+        """Return once it has ended, which takes a while where it has much memory."""
+        self._process.wait()
+
+    def wait(self) -> None:
+        """Return once it has ended and nothing more comes of it."""
+        self.reap()
+        self._connection.close()

@@ -1,0 +1,65 @@
+"""The helper process that decodes long bodies and messages for one front end."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import signal
+import sys
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+from trimaran.comm.errors import ErrorKind, RequestError
+from trimaran.server.decoding.exchange import send_parsed
+from trimaran.server.decoding.tasks import Task
+from trimaran.server.protocol.infer_json import ParsedInfer
+
+_PR_SET_PDEATHSIG = 1
+_NICENESS = 5
+"""The sender of a long body waits, and other clients do not."""
+
+MAX_ERROR_CHARACTERS = 1 << 16
+"""Errors that list what a body holds are cut there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """The body is the client's mistake, or reading it showed a bug of ours."""
+
+    text: str
+    kind: ErrorKind | None
+    """None for a bug: the text is its traceback."""
+
+
+def main() -> None:
+    """Serve the front end at the other end of the socket whose descriptor is argument 1."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.nice(_NICENESS)
+    # Values of JSON form no cycles.
+    gc.disable()
+    connection = Connection(int(sys.argv[1]))
+    try:
+        while True:
+            _serve(connection)
+    except (EOFError, ConnectionError):
+        return
+
+
+def _serve(connection: Connection) -> None:
+    task: Task = connection.recv()
+    data = connection.recv_bytes()
+    try:
+        found = task.read(data)
+    except RequestError as error:
+        connection.send(Refusal(str(error)[:MAX_ERROR_CHARACTERS], error.kind))
+    except Exception:
+        connection.send(Refusal(traceback.format_exc(), None))
+    else:
+        if isinstance(found, ParsedInfer):
+            send_parsed(connection, found)
+        else:
+            connection.send(found)

@@ -1,0 +1,165 @@
+"""The work of a helper process: one long body or message each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from google.protobuf.message import DecodeError
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc.model_config_pb2 import ModelConfig
+
+from trimaran.comm.errors import ErrorKind, RequestError
+from trimaran.server.inference.cooperative import run_at_once
+from trimaran.server.inference.validation import Validator
+from trimaran.server.protocol import json_access
+from trimaran.server.protocol.generate import GenerateMapper
+from trimaran.server.protocol.infer_json import ParsedInfer, parse_document
+from trimaran.server.protocol.infer_message import parse_message
+from trimaran.server.protocol.load_request import (
+    LoadRequest,
+    load_request_of_grpc,
+    load_request_of_json,
+)
+from trimaran.server.protocol.message_scan import (
+    MalformedError,
+    check_num_load_values,
+    check_num_values,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class InferTask:
+    """The JSON of an ``infer`` body, for a model."""
+
+    subject: ClassVar[str] = "the request's JSON"
+
+    config: bytes
+    """The model's, serialized."""
+    max_input_bytes: int
+    num_blob_bytes: int
+    """Bytes after the JSON, which stay with the front end."""
+
+    def read(self, data: bytes) -> ParsedInfer:
+        """The request, which the model takes as far as can be told without the blobs.
+
+        Raises:
+            RequestError: with the kind and text that clients know.
+        """
+        json_access.check_num_values(data, self.max_input_bytes)
+        config = ModelConfig.FromString(self.config)
+        blobs = _stand_in(self.num_blob_bytes)
+        parsed = parse_document(data, blobs, config, self.max_input_bytes)
+        _check(config, parsed, has_blobs=self.num_blob_bytes > 0)
+        return parsed
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateTask:
+    """A ``generate`` body, for a model."""
+
+    subject: ClassVar[str] = "the request's JSON"
+
+    config: bytes
+    """The model's, serialized."""
+    max_input_bytes: int
+
+    def read(self, data: bytes) -> ParsedInfer:
+        """The request, which the model takes.
+
+        Raises:
+            RequestError: with the kind and text that clients know.
+        """
+        json_access.check_num_values(data, self.max_input_bytes)
+        config = ModelConfig.FromString(self.config)
+        parsed = ParsedInfer(*GenerateMapper(config, self.max_input_bytes).parse(data))
+        _check(config, parsed, has_blobs=False)
+        return parsed
+
+
+@dataclass(frozen=True, slots=True)
+class MessageTask:
+    """A ``ModelInferRequest`` without its raw tensors (see `split_infer`)."""
+
+    subject: ClassVar[str] = "the request's message"
+
+    max_input_bytes: int
+    raw_sizes: Sequence[int]
+    """Bytes of each raw tensor, which stay with the front end."""
+
+    def read(self, data: bytes) -> ParsedInfer:
+        """The request, not yet checked against its model.
+
+        Raises:
+            RequestError: with the kind and text that clients know.
+        """
+        try:
+            check_num_values(data, self.max_input_bytes)
+            message = pb.ModelInferRequest.FromString(data)
+        except (DecodeError, MalformedError) as error:
+            raise undecodable(error) from None
+        return run_at_once(parse_message(message, [_stand_in(size) for size in self.raw_sizes]))
+
+
+@dataclass(frozen=True, slots=True)
+class LoadJsonTask:
+    """The body of a request to load a model."""
+
+    subject: ClassVar[str] = "the request's JSON"
+
+    name: str
+    max_input_bytes: int
+
+    def read(self, data: bytes) -> LoadRequest:
+        """The request.
+
+        Raises:
+            RequestError: a parameter is unknown or of another type.
+        """
+        json_access.check_num_values(data, self.max_input_bytes)
+        return load_request_of_json(self.name, data)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadMessageTask:
+    """A ``RepositoryModelLoadRequest``."""
+
+    subject: ClassVar[str] = "the request's message"
+
+    max_input_bytes: int
+
+    def read(self, data: bytes) -> LoadRequest:
+        """The request.
+
+        Raises:
+            RequestError: a parameter is unknown or of another type.
+        """
+        try:
+            check_num_load_values(data, self.max_input_bytes)
+            message = pb.RepositoryModelLoadRequest.FromString(data)
+        except (DecodeError, MalformedError) as error:
+            raise undecodable(error) from None
+        return load_request_of_grpc(message)
+
+
+Task = InferTask | GenerateTask | MessageTask | LoadJsonTask | LoadMessageTask
+
+
+def undecodable(error: Exception) -> RequestError:
+    """The error of bytes that are no protobuf message."""
+    text = str(error) or "malformed protobuf"
+    return RequestError(f"the message cannot be decoded: {text}", ErrorKind.INTERNAL)
+
+
+def _stand_in(num_bytes: int) -> memoryview:
+    """A buffer of so many bytes that takes the memory of a single one."""
+    return np.broadcast_to(np.zeros(1, np.uint8), num_bytes).data
+
+
+def _check(config: ModelConfig, parsed: ParsedInfer, *, has_blobs: bool) -> None:
+    names = [output.name for output in parsed.outputs]
+    validator = Validator(config)
+    check = validator.check_shapes if has_blobs else validator.check
+    check(parsed.inputs, names, parsed.request.id)

@@ -1,0 +1,181 @@
+"""The messages of ``ModelInfer`` and ``ModelStreamInfer``, parsed to requests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from tritonclient.grpc import service_pb2 as pb
+
+from trimaran.comm.errors import ErrorKind, RequestError
+from trimaran.server.inference.cooperative import CHUNK_ITEMS, Cooperative
+from trimaran.server.inference.request import InferRequest
+from trimaran.server.inference.tensor_bytes import NUMPY_TYPES, Array, Buffer
+from trimaran.server.inference.validation import INVALID_DATATYPE, WireInput
+from trimaran.server.protocol.infer_json import (
+    ParsedInfer,
+    RequestedOutput,
+    check_custom_name,
+)
+from trimaran.server.protocol.limits import check_number
+
+EMPTY_FINAL = "triton_enable_empty_final_response"
+
+# Field of the explicit contents: its element type and the datatypes that use it.
+_CONTENTS = {
+    "bool_contents": ("BOOL", ("BOOL",)),
+    "int_contents": ("INT32", ("INT8", "INT16", "INT32")),
+    "int64_contents": ("INT64", ("INT64",)),
+    "uint_contents": ("UINT32", ("UINT8", "UINT16", "UINT32")),
+    "uint64_contents": ("UINT64", ("UINT64",)),
+    "fp32_contents": ("FP32", ("FP32",)),
+    "fp64_contents": ("FP64", ("FP64",)),
+    "bytes_contents": ("BYTES", ("BYTES",)),
+}
+
+_TYPES_OF: dict[str, tuple[str, ...]] = {
+    "sequence_id": ("int64_param", "string_param"),
+    "sequence_start": ("bool_param",),
+    "sequence_end": ("bool_param",),
+    "priority": ("int64_param", "uint64_param"),
+    "timeout": ("int64_param",),
+    EMPTY_FINAL: ("bool_param",),
+}
+_CUSTOM_TYPES = ("string_param", "int64_param", "bool_param", "double_param")
+
+
+def parse_message(
+    message: pb.ModelInferRequest, raw_contents: Sequence[Buffer]
+) -> Cooperative[ParsedInfer]:
+    """The request of a message, whose raw tensors are apart (see `split_infer`).
+
+    The inputs are not yet checked against the model.
+
+    Raises:
+        RequestError: with the text that clients know.
+    """
+    request = InferRequest(model_name=message.model_name, id=message.id)
+    check_number("inputs", len(message.inputs))
+    check_number("outputs", len(message.outputs))
+    check_number("parameters", len(message.parameters))
+    _apply_parameters(request, message.parameters)
+    parsed = ParsedInfer(request, wants_empty_final=_wants_empty_final(message))
+    for index, entry in enumerate(message.inputs):
+        parsed.inputs.append((yield from _input(message, raw_contents, index, entry)))
+        yield
+    for output in message.outputs:
+        parsed.outputs.append(_output(output))
+        yield
+    return parsed
+
+
+def _wants_empty_final(message: pb.ModelInferRequest) -> bool:
+    return (
+        message.parameters[EMPTY_FINAL].bool_param
+        if EMPTY_FINAL in message.parameters
+        else False
+    )
+
+
+def _parameter(name: str, parameter: pb.InferParameter, allowed: tuple[str, ...]) -> Any:
+    kind = parameter.WhichOneof("parameter_choice")
+    if kind not in allowed:
+        raise RequestError(
+            f"invalid value type for '{name}' parameter, expected {' or '.join(allowed)}."
+        )
+    return getattr(parameter, kind)
+
+
+def _apply_parameters(request: InferRequest, members: Mapping[str, pb.InferParameter]) -> None:
+    for name, parameter in members.items():
+        if name not in _TYPES_OF:
+            check_custom_name(name)
+            request.parameters[name] = _parameter(name, parameter, _CUSTOM_TYPES)
+            continue
+        value = _parameter(name, parameter, _TYPES_OF[name])
+        if name in ("priority", "timeout") and value < 0:
+            raise RequestError(
+                f"invalid value for '{name}' parameter, expected >= 0, got {value}"
+            )
+        if name == "timeout":
+            request.timeout_us = value
+        elif name != EMPTY_FINAL:
+            setattr(request, name, value)
+
+
+def _input(
+    message: pb.ModelInferRequest,
+    raw_contents: Sequence[Buffer],
+    index: int,
+    entry: pb.ModelInferRequest.InferInputTensor,
+) -> Cooperative[WireInput]:
+    name, model = entry.name, message.model_name
+    if "shared_memory_region" in entry.parameters:
+        raise _unknown_region(name, entry.parameters["shared_memory_region"])
+    shape = tuple(entry.shape)
+    datatype = entry.datatype if entry.datatype in NUMPY_TYPES else INVALID_DATATYPE
+    if raw_contents:
+        if entry.HasField("contents"):
+            raise RequestError(
+                "contents field must not be specified when using raw_input_contents for "
+                f"'{name}' for model '{model}'"
+            )
+        if index < len(raw_contents):
+            return WireInput(name, datatype, shape, raw_contents[index])
+    elif entry.HasField("contents"):
+        data = yield from _contents(entry, datatype, model)
+        return WireInput(name, datatype, shape, data)
+    raise RequestError(
+        f"unable to find data for input tensor '{name}' for model '{model}' in request."
+    )
+
+
+def _contents(
+    entry: pb.ModelInferRequest.InferInputTensor, datatype: str, model: str
+) -> Cooperative[Array]:
+    found: Array = np.empty(0, NUMPY_TYPES.get(datatype, np.dtype(np.uint8)))
+    for field, (element, datatypes) in _CONTENTS.items():
+        values = getattr(entry.contents, field)
+        if not values:
+            continue
+        if datatype not in datatypes:
+            raise RequestError(
+                f"unexpected explicit tensor data for input tensor '{entry.name}' for model "
+                f"'{model}' of type '{element}', expected datatype '{datatype}'"
+            )
+        found = np.empty(len(values), NUMPY_TYPES[datatype])
+        for start in range(0, len(values), CHUNK_ITEMS):
+            piece = values[start : start + CHUNK_ITEMS]
+            # Through the field's type: a narrower one takes the low bits.
+            found[start : start + CHUNK_ITEMS] = np.array(piece, NUMPY_TYPES[element])
+            yield
+    return found
+
+
+def _output(output: pb.ModelInferRequest.InferRequestedOutputTensor) -> RequestedOutput:
+    has_region = "shared_memory_region" in output.parameters
+    num_classes = 0
+    if "classification" in output.parameters:
+        if has_region:
+            raise RequestError(
+                "Output can't set both 'shared_memory_region' and 'classification'"
+            )
+        name = "classification"
+        num_classes = _parameter(name, output.parameters[name], ("int64_param",))
+        if num_classes <= 0:
+            raise RequestError("invalid value for 'classification' parameter, expected >= 0")
+    if has_region:
+        raise _unknown_region(output.name, output.parameters["shared_memory_region"])
+    return RequestedOutput(output.name, is_binary=True, num_classes=num_classes)
+
+
+def _unknown_region(tensor: str, parameter: pb.InferParameter) -> RequestError:
+    if parameter.WhichOneof("parameter_choice") != "string_param":
+        return RequestError(
+            f"invalid value type for 'shared_memory_region' parameter for tensor '{tensor}', "
+            "expected string_param."
+        )
+    return RequestError(
+        f"Unable to find shared memory region: '{parameter.string_param}'", ErrorKind.NOT_FOUND
+    )

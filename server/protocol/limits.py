@@ -1,0 +1,54 @@
+"""Limits of a request that hold on every wire, and the errors that name them."""
+
+from __future__ import annotations
+
+from trimaran.comm.errors import RequestError
+
+MAX_NUMBER = 1 << 16
+"""Most inputs of a request, most outputs, and most parameters."""
+
+MAX_NAME_BYTES = 4 << 10
+"""Limit on a request's id and on the names in a message: each answer repeats the id."""
+
+_VALUE_BYTES = 32
+"""Bytes of the limit on input for each value: a value that takes two bytes on the wire takes up
+to 80 in memory."""
+
+
+def check_number(what: str, number: int) -> None:
+    """Refuse a request of more parts than `MAX_NUMBER`.
+
+    Raises:
+        RequestError: with the number and the limit.
+    """
+    if number > MAX_NUMBER:
+        raise RequestError(f"a request has at most {MAX_NUMBER} {what}, got {number}")
+
+
+def check_id(what: str, text: str) -> None:
+    """Refuse an id that is longer than `MAX_NAME_BYTES`.
+
+    Raises:
+        RequestError: with the length and the limit.
+    """
+    # No character takes more than four bytes, and most take one.
+    if len(text) > MAX_NAME_BYTES // 4:
+        num_bytes = len(text.encode("utf-8", "surrogatepass"))
+        if num_bytes > MAX_NAME_BYTES:
+            raise RequestError(
+                f"{what} has {num_bytes} bytes, and at most {MAX_NAME_BYTES} are allowed. Send "
+                "a shorter one."
+            )
+
+
+def max_num_values(max_input_bytes: int) -> int:
+    """Most values of a request (members, elements and parameters) under a limit on input."""
+    return max_input_bytes // _VALUE_BYTES
+
+
+def too_many_values(limit: int, flag: str) -> RequestError:
+    """The error of a request whose values would take too much memory."""
+    return RequestError(
+        f"a request has at most {limit} values (members, elements and parameters), and this "
+        f"has more. Send tensors as binary data, or use {flag} to increase the limit."
+    )

@@ -1,0 +1,202 @@
+"""Long gRPC messages are decoded elsewhere: no stream waits, and what comes out is the same."""
+
+import grpc
+import numpy as np
+import pytest
+from loop_watch import LONGEST_PAUSE_S, LoopWatch
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc import service_pb2_grpc
+
+from trimaran.server.decoding.decoder import SHORT_BYTES
+from trimaran.server.inference.cooperative import finish
+from trimaran.server.protocol.limits import MAX_NUMBER
+from trimaran.server.protocol.message_scan import MalformedError, names_of, split_infer
+
+LIMIT = 64 << 20
+SERVICE = "/inference.GRPCInferenceService/"
+
+
+@pytest.fixture
+def channel(server):
+    options = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
+    with grpc.insecure_channel(server.grpc_url, options) as channel:
+        yield channel
+
+
+def call_raw(channel, method, raw):
+    return channel.unary_unary(SERVICE + method)(raw, timeout=120)
+
+
+def refusal(channel, method, raw):
+    with pytest.raises(grpc.RpcError) as caught:
+        call_raw(channel, method, raw)
+    return caught.value.code(), caught.value.details()
+
+
+def echo_request(**inputs):
+    request = pb.ModelInferRequest(model_name="echo", id="mine")
+    for name, values in inputs.items():
+        entry = request.inputs.add(name=name, datatype=name if name != "TEXT" else "BYTES")
+        entry.shape.append(len(values))
+        field = {"INT64": "int64_contents", "FP32": "fp32_contents", "TEXT": "bytes_contents",
+                 "INT8": "int_contents"}[name]  # fmt: skip
+        getattr(entry.contents, field).extend(values)
+    return request
+
+
+STRANGERS = {
+    # Each is the shortest form of something that a client can repeat without end.
+    "inputs": b"\x2a\x00",
+    "outputs": b"\x32\x00",
+    "raw tensors": b"\x3a\x00",
+    "unknown fields": b"\x98\x06\x00",
+    "parameters": b"\x22\x00",
+    "names": b"\x0a\x00",
+}
+
+
+@pytest.mark.parametrize("kind", STRANGERS)
+@pytest.mark.parametrize("model", ["echo", "none"])
+def test_no_stream_waits_for_millions_of_fields(server, channel, kind, model):
+    raw = pb.ModelInferRequest(model_name=model).SerializeToString()
+    raw += STRANGERS[kind] * ((LIMIT - 1000) // len(STRANGERS[kind]))
+    with LoopWatch(server) as watch:
+        code, text = refusal(channel, "ModelInfer", raw)
+    assert watch.longest_s < LONGEST_PAUSE_S
+    if model == "none":
+        assert code is grpc.StatusCode.NOT_FOUND
+    else:
+        assert code is grpc.StatusCode.INVALID_ARGUMENT
+        assert text == f"a request has at most {MAX_NUMBER} inputs, outputs and parameters each"
+
+
+@pytest.mark.parametrize(
+    ("kind", "payload"),
+    [("strings", b"\x42\x00"), ("parameters", None), ("shape", b"\x01"), ("numbers", b"\x01")],
+)
+def test_no_stream_waits_for_millions_of_values(server, channel, kind, payload):
+    count = 6_000_000
+    request = pb.ModelInferRequest(model_name="echo")
+    raw_input = b"\x0a\x04TEXT\x12\x05BYTES"
+    if kind == "strings":
+        raw_input += delimited(5, payload * count)
+    elif kind == "shape":
+        raw_input += delimited(3, payload * count)
+    elif kind == "numbers":
+        raw_input += delimited(5, delimited(2, payload * count))
+    else:
+        raw_input += b"\x22\x00" * count
+    raw = request.SerializeToString() + delimited(5, raw_input)
+    with LoopWatch(server) as watch:
+        code, text = refusal(channel, "ModelInfer", raw)
+    assert watch.longest_s < LONGEST_PAUSE_S
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert text == (
+        "a request has at most 2097152 values (members, elements and parameters), and this has "
+        "more. Send tensors as binary data, or use --grpc-max-message-size to increase the limit."
+    )
+
+
+def delimited(number, payload):
+    size, raw = len(payload), bytearray([number << 3 | 2])
+    while size > 0x7F:
+        raw.append(size & 0x7F | 0x80)
+        size >>= 7
+    raw.append(size)
+    return bytes(raw) + payload
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("INT64", [1, -(1 << 62)] * 100_000),
+        ("FP32", [0.5, -3.0] * 100_000),
+        ("INT8", [1, -2, 127] * 100_000),
+        ("TEXT", [b"", b"ab", "öl".encode(), b"\xff" * 100] * 10_000),
+    ],
+)
+def test_long_messages_are_what_short_ones_are(channel, name, values):
+    stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+    request = echo_request(**{name: values})
+    request.parameters["mine"].string_param = "x"
+    assert request.ByteSize() > SHORT_BYTES
+    few = values[:4] if name == "TEXT" else values[:6]
+    short = stub.ModelInfer(echo_request(**{name: few}))
+    answer = stub.ModelInfer(request)
+    assert answer.id == "mine" and answer.parameters["mine"].string_param == "x"
+    repeats = len(values) // len(few)
+    assert answer.raw_output_contents[0] == short.raw_output_contents[0] * repeats
+
+
+def test_raw_tensors_of_a_long_message_stay_with_their_inputs(channel):
+    stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+    request = pb.ModelInferRequest(model_name="echo")
+    numbers, halves = np.arange(200_000), np.arange(50, dtype=np.float16)
+    for name, array in (("INT64", numbers), ("FP16", halves)):
+        request.inputs.add(name=name, datatype=name, shape=array.shape)
+        request.raw_input_contents.append(array.tobytes())
+    answer = stub.ModelInfer(request)
+    assert list(answer.raw_output_contents) == [numbers.tobytes(), halves.tobytes()]
+    # The same with so many parameters that the rest is long too.
+    for index in range(20_000):
+        request.parameters[f"parameter {index}"].int64_param = index
+    answer = stub.ModelInfer(request)
+    assert list(answer.raw_output_contents) == [numbers.tobytes(), halves.tobytes()]
+    assert answer.parameters["parameter 19999"].int64_param == 19999
+
+
+def test_a_long_message_on_a_stream_is_answered(channel):
+    stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+    request = echo_request(INT64=[7] * 300_000)
+    answers = list(stub.ModelStreamInfer(iter([request, echo_request(INT64=[1])])))
+    assert [len(a.infer_response.raw_output_contents[0]) for a in answers] == [2_400_000, 8]
+
+
+@pytest.mark.parametrize("method", ["ModelInfer", "RepositoryModelLoad", "LogSettings"])
+@pytest.mark.parametrize("num_bytes", [1000, 2 * SHORT_BYTES])
+def test_bytes_that_are_no_message_end_the_call(channel, method, num_bytes):
+    code, text = refusal(channel, method, b"\xff" * num_bytes)
+    if method == "LogSettings" and num_bytes > 1000:
+        assert code is grpc.StatusCode.INVALID_ARGUMENT
+        assert "this method takes at most 65536" in text
+    else:
+        assert code is grpc.StatusCode.INTERNAL
+        assert text.startswith("the message cannot be decoded")
+
+
+def test_a_message_over_the_limit_is_refused(channel):
+    code, text = refusal(channel, "ModelInfer", bytes(LIMIT + 1))
+    assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "larger than max" in text
+
+
+def test_a_long_load_request_is_decoded_elsewhere(server, channel):
+    request = pb.RepositoryModelLoadRequest(model_name="absent")
+    for index in range(100_000):
+        request.parameters[f"file:1/{index}"].bytes_param = b"x"
+    with LoopWatch(server) as watch:
+        code, text = refusal(channel, "RepositoryModelLoad", request.SerializeToString())
+    assert watch.longest_s < LONGEST_PAUSE_S
+    assert code is grpc.StatusCode.INTERNAL
+    assert "100000 files came with the request, and at most 1024 may" in text
+
+
+def test_a_message_is_split_without_its_tensors():
+    request = echo_request(INT64=[1, 2])
+    request.raw_input_contents.extend([b"abc", b"", b"d" * 300])
+    split = finish(split_infer(request.SerializeToString()))
+    assert [bytes(raw) for raw in split.raw_contents] == [b"abc", b"", b"d" * 300]
+    del request.raw_input_contents[:]
+    assert pb.ModelInferRequest.FromString(split.head) == request
+    names = names_of(request.SerializeToString())
+    assert (names.model_name, names.id) == ("echo", "mine")
+
+
+@pytest.mark.parametrize(
+    "raw", [b"\x0a", b"\x0a\x05ab", b"\x80" * 11, b"\x0b\x0c", b"\x09\x01"]
+)
+def test_cut_and_strange_messages_are_malformed(raw):
+    with pytest.raises(MalformedError):
+        finish(split_infer(raw))
+    with pytest.raises(MalformedError):
+        names_of(raw)
