@@ -28,6 +28,7 @@ from trimaran.server.inference.request import Model
 from trimaran.server.inference.tensor_bytes import Buffer
 from trimaran.server.protocol.infer_json import ParsedInfer
 from trimaran.server.protocol.load_request import LoadRequest
+from trimaran.server.protocol.message_scan import check_head
 
 logger = logging.getLogger(__name__)
 
@@ -95,9 +96,10 @@ class Decoder:
         """The request of a gRPC message in the two parts of `split_infer`.
 
         Raises:
-            RequestError: as for `parse_message`, or the message cannot be decoded.
+            RequestError: as for `parse_message` and `check_head`, or it cannot be decoded.
         """
-        task = MessageTask(self._max_message_bytes, [len(raw) for raw in raw_contents])
+        check_head(len(head), self._max_message_bytes)
+        task = MessageTask([len(raw) for raw in raw_contents])
         contents = iter(raw_contents)
         found = await self._carry_out(task, memoryview(head), lambda _: next(contents))
         assert isinstance(found, ParsedInfer)
@@ -117,7 +119,7 @@ class Decoder:
         Raises:
             RequestError: as for `load_request_of_grpc`, or the message cannot be decoded.
         """
-        return await self._read_load(LoadMessageTask(self._max_message_bytes), message)
+        return await self._read_load(LoadMessageTask(), message)
 
     def close(self) -> None:
         """End the processes."""

@@ -25,8 +25,7 @@ from trimaran.server.protocol.load_request import (
 )
 from trimaran.server.protocol.message_scan import (
     MalformedError,
-    check_num_load_values,
-    check_num_values,
+    check_num_files,
 )
 
 
@@ -85,7 +84,6 @@ class MessageTask:
 
     subject: ClassVar[str] = "the request's message"
 
-    max_input_bytes: int
     raw_sizes: Sequence[int]
     """Bytes of each raw tensor, which stay with the front end."""
 
@@ -96,9 +94,8 @@ class MessageTask:
             RequestError: with the kind and text that clients know.
         """
         try:
-            check_num_values(data, self.max_input_bytes)
             message = pb.ModelInferRequest.FromString(data)
-        except (DecodeError, MalformedError) as error:
+        except DecodeError as error:
             raise undecodable(error) from None
         return run_at_once(parse_message(message, [_stand_in(size) for size in self.raw_sizes]))
 
@@ -128,8 +125,6 @@ class LoadMessageTask:
 
     subject: ClassVar[str] = "the request's message"
 
-    max_input_bytes: int
-
     def read(self, data: bytes) -> LoadRequest:
         """The request.
 
@@ -137,7 +132,7 @@ class LoadMessageTask:
             RequestError: a parameter is unknown or of another type.
         """
         try:
-            check_num_load_values(data, self.max_input_bytes)
+            check_num_files(data)
             message = pb.RepositoryModelLoadRequest.FromString(data)
         except (DecodeError, MalformedError) as error:
             raise undecodable(error) from None

@@ -15,13 +15,13 @@ from tritonclient.grpc import service_pb2_grpc
 
 from trimaran.comm.errors import ErrorKind, RequestError
 from trimaran.server.decoding.decoder import SHORT_BYTES, Decoder
+from trimaran.server.decoding.tasks import LoadMessageTask
 from trimaran.server.grpc.convert import fill_response, utf8
 from trimaran.server.grpc.messages import InferMessage
 from trimaran.server.grpc.stream import GRPC_STOPPING, Context, StreamSession
 from trimaran.server.inference.cooperative import run_cooperatively
 from trimaran.server.inference.metadata import metadata_message, server_metadata
 from trimaran.server.protocol.load_request import (
-    load_request_of_grpc,
     refuse_repository_name,
     unload_dependents_of_grpc,
 )
@@ -189,7 +189,7 @@ class InferenceServicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type:
         if len(request) > SHORT_BYTES:
             load = await self._decoder.read_load_message(request)
         else:
-            load = load_request_of_grpc(pb.RepositoryModelLoadRequest.FromString(request))
+            load = LoadMessageTask().read(request)
         await self._service.load(load)
         return pb.RepositoryModelLoadResponse()
 

@@ -2,48 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TypeAlias
 
-import numpy as np
-
 from trimaran.comm.errors import RequestError
 from trimaran.server.inference.cooperative import CHUNK_ITEMS, Cooperative
-from trimaran.server.protocol.limits import (
-    MAX_NAME_BYTES,
-    MAX_NUMBER,
-    max_num_values,
-    too_many_values,
-)
+from trimaran.server.protocol.limits import MAX_NAME_BYTES
 
 View: TypeAlias = memoryview
 
 NUM_FIRST_FIELDS = 1 << 10
 """Fields among which the names of a message are looked for: libraries write them first."""
 
-MAX_FIELDS = 4 * MAX_NUMBER + 3
-"""Of a message at the top level: inputs, outputs, parameters, raw tensors and three names."""
+MAX_FIELDS = 1 << 16
+"""Of a message at the top level: inputs, outputs, parameters, raw tensors and names."""
 
 _NAME, _VERSION, _ID, _INPUTS, _OUTPUTS, _RAW_CONTENTS = 1, 2, 3, 5, 6, 7
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 _MAX_VARINT_BYTES = 10
-
-_Schema: TypeAlias = Mapping[int, "_Schema"]
-_LEAF: _Schema = {}
-_MAP: _Schema = {2: _LEAF}
-_PACKED = -1
-"""Stands in a schema for packed numbers, each of which becomes a value."""
-
-_CONTENTS: _Schema = {**{key: {_PACKED: _LEAF} for key in range(1, 6)}, 8: _LEAF}
-_INPUT: _Schema = {3: {_PACKED: _LEAF}, 4: _MAP, 5: _CONTENTS}
-_OUTPUT: _Schema = {2: _MAP}
-_INFER: _Schema = {4: _MAP, _INPUTS: _INPUT, _OUTPUTS: _OUTPUT}
-"""Parts of ``ModelInferRequest`` in which a client may repeat fields, by field number."""
-
-_LOAD: _Schema = {3: _MAP}
-"""The same of ``RepositoryModelLoadRequest``."""
 
 
 class MalformedError(Exception):
@@ -123,9 +101,7 @@ def split_infer(raw: bytes | View) -> Cooperative[SplitMessage]:
     kept_from = 0
     for index, (number, begin, payload, end) in enumerate(_fields(view)):
         if index >= MAX_FIELDS:
-            raise RequestError(
-                f"a request has at most {MAX_NUMBER} inputs, outputs and parameters each"
-            )
+            raise _too_many_fields()
         if number == _RAW_CONTENTS:
             kept.append(view[kept_from:begin])
             contents.append(view[payload:end])
@@ -153,43 +129,36 @@ def names_of(raw: bytes | View) -> MessageNames:
     return names
 
 
-def check_num_values(head: bytes, max_input_bytes: int) -> None:
-    """Refuse a ``ModelInferRequest`` of more values than a request may have.
-
-    Values are fields at every level and packed numbers.
+def check_num_files(message: bytes) -> None:
+    """Refuse a ``RepositoryModelLoadRequest`` of more fields than any request has.
 
     Raises:
-        RequestError: more than `max_num_values` of ``max_input_bytes``.
+        RequestError: more than `MAX_FIELDS`.
         MalformedError: the bytes are no message.
     """
-    _check_count(head, _INFER, max_input_bytes)
+    for index, _ in enumerate(_fields(memoryview(message))):
+        if index >= MAX_FIELDS:
+            raise _too_many_fields()
 
 
-def check_num_load_values(message: bytes, max_input_bytes: int) -> None:
-    """The same as `check_num_values` for a ``RepositoryModelLoadRequest``.
+def check_head(num_bytes: int, max_message_bytes: int) -> None:
+    """Refuse a message with too much beside its raw tensors.
+
+    Objects made of those bytes take up to twelve times their memory.
 
     Raises:
-        RequestError, MalformedError: as for `check_num_values`.
+        RequestError: more than a quarter of ``max_message_bytes``.
     """
-    _check_count(message, _LOAD, max_input_bytes)
+    limit = max_message_bytes // 4
+    if num_bytes > limit:
+        raise RequestError(
+            f"the message has {num_bytes} bytes beside its raw tensors, and at most {limit} "
+            "are allowed. Send tensors as raw_input_contents, or use --grpc-max-message-size "
+            "to increase the limit."
+        )
 
 
-def _check_count(message: bytes, schema: _Schema, max_input_bytes: int) -> None:
-    limit = max_num_values(max_input_bytes)
-    if _count(memoryview(message), schema, 0, limit) > limit:
-        raise too_many_values(limit, "--grpc-max-message-size")
-
-
-def _count(view: View, schema: _Schema, count: int, limit: int) -> int:
-    """``count`` and the values in ``view``, counted until they pass ``limit``."""
-    if _PACKED in schema:
-        # Each varint ends with its only byte below 0x80.
-        return count + int(np.count_nonzero(np.frombuffer(view, np.uint8) < 0x80))
-    for number, _, payload, end in _fields(view):
-        count += 1
-        inner = schema.get(number, _LEAF)
-        if inner and end > payload:
-            count = _count(view[payload:end], inner, count, limit)
-        if count > limit:
-            break
-    return count
+def _too_many_fields() -> RequestError:
+    return RequestError(
+        f"a message has at most {MAX_FIELDS} inputs, outputs, parameters and raw tensors"
+    )

@@ -234,7 +234,9 @@ def test_a_slow_reader_is_held_back_and_blocks_nobody(fresh_server):
     server = fresh_server
     with grpc.insecure_channel(server.grpc_url) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
-        slow = stub.ModelStreamInfer(iter([repeat("x" * 10_000, 10_000)]))
+        long = repeat("slow", 10_000)
+        long.inputs[0].contents.bytes_contents[0] = b"x" * 10_000
+        slow = stub.ModelStreamInfer(iter([long]))
         next(slow)
         seen = -1
         while seen != server.repeat.num_responses:
@@ -264,7 +266,9 @@ def test_leaving_in_the_middle_of_a_message_is_no_error_of_the_server(fresh_serv
     with grpc.insecure_channel(fresh_server.grpc_url) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         for _ in range(leaving):
-            call = stub.ModelStreamInfer(iter([repeat("x" * 10_000, 10_000)]))
+            long = repeat("slow", 10_000)
+            long.inputs[0].contents.bytes_contents[0] = b"x" * 10_000
+            call = stub.ModelStreamInfer(iter([long]))
             next(call)
             call.cancel()
         fresh_server.wait_until(lambda: fresh_server.repeat.num_ended_early == leaving)

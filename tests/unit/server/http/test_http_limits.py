@@ -144,7 +144,7 @@ def test_bodies_that_wait_to_be_decoded_have_a_limit_together(fresh_server):
         fresh_server.wait_until(
             lambda: fresh_server.http._pending._num_bytes > limit - len(opened) * (1 << 20)
         )
-        refused = fresh_server.post(path, b" " * (4 << 20))
+        refused = fresh_server.post(path, b" " * (8 << 20))
         assert refused.status == 503
         assert "--http-max-pending-size" in refused.error
         assert fresh_server.post(path, generate_body(max_tokens=1)).status == 200
@@ -157,9 +157,8 @@ def test_bodies_that_wait_to_be_decoded_have_a_limit_together(fresh_server):
 
 
 def test_an_id_that_each_answer_would_repeat_is_short(server):
-    answer = server.post(
-        "/v2/models/repeat/generate", generate_body(id="x" * 5000, max_tokens=1)
-    )
+    body = generate_body(id="x" * 5000, max_tokens=1)
+    answer = server.post("/v2/models/repeat/generate", body)
     assert (answer.status, answer.error) == (
         400,
         "the request's id has 5000 bytes, and at most 4096 are allowed. Send a shorter one.",

@@ -79,7 +79,8 @@ def test_a_body_of_too_many_values_is_refused_before_any_is_made(fresh_server, k
     assert (answer.status, answer.error) == (
         400,
         "a request has at most 2097152 values (members, elements and parameters), and this has "
-        "more. Send tensors as binary data, or use --http-max-input-size to increase the limit.",
+        "more. Send tensors as binary data, or use --http-max-input-size to increase the "
+        "limit.",
     )
     (process,) = set(me.children()) - before
     assert process.memory_info().rss < 192 << 20
