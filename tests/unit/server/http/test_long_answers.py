@@ -18,7 +18,7 @@ from trimaran.server.inference import cooperative
 from trimaran.server.inference.cooperative import CHUNK_BYTES, CHUNK_ITEMS
 from trimaran.server.protocol import infer_response
 
-HUGE = 24 << 20
+HUGE = 12 << 20
 FLOATS = np.random.default_rng(0).standard_normal(HUGE // 12, np.float32)
 EMPTY_STRINGS = bytes(HUGE)
 ANY_SIZE = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1))

@@ -315,7 +315,7 @@ def test_a_model_may_come_with_its_request_alone(frontend):
     ("parameters", "error"),
     [
         ({"config": {"backend": "x"}}, "attempt to access JSON non-string as string"),
-        ({"config": "{nothing"}, "model repository: the parameter 'config' is no model"),
+        ({"config": "{nothing"}, "the parameter 'config' is not a model configuration"),
         ({"file:1/a": ""}, "override files were given without the load parameter 'config'"),
         ({"file:1/a": "?", "config": "{}"}, "must be base64 text"),
         ({"file:/etc/passwd": "", "config": "{}"}, "names no file of a version"),
