@@ -14,7 +14,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from trimaran.comm.deadlines import StepTimeouts, Watchdog
-from trimaran.comm.env import LOG_PIPE, ChildEnv
+from trimaran.comm.env import LOG_PIPE, SUPERVISOR, ChildEnv
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.log import join_log, setup_logging
 from trimaran.comm.messages.messages import EngineHello
@@ -62,6 +62,8 @@ class RankProcess:
     def run(self) -> None:
         """Start, load, serve and end. Returns after MPI is finalised."""
         env = ChildEnv.from_environ(mpi.job_environ(os.environ))
+        # Leads to the interface on which this rank listens; in a job only rank 0 has it.
+        os.environ[SUPERVISOR] = env.supervisor
         rank, size = mpi.MPI.COMM_WORLD.Get_rank(), mpi.MPI.COMM_WORLD.Get_size()
         setup_logging(
             "rank",

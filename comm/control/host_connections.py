@@ -5,22 +5,23 @@ They carry messages whose sender or receiver must not wait inside MPI.
 
 from __future__ import annotations
 
-import hmac
 import secrets
+import selectors
 import socket
 import struct
 import time
 from collections.abc import Iterable, Sequence
 
-from trimaran.comm.errors import PeerLostError
+from trimaran.comm.errors import PeerLostError, ProtocolError
 from trimaran.comm.mpi import World
-from trimaran.comm.transport.sockets import dial_any, own_addresses, watch_for_lost_host
+from trimaran.comm.transport.greeting import MAX_UNGREETED, ListenerGreeting, greet
+from trimaran.comm.transport.sockets import dial, listen_address, watch_for_lost_host
 
 _ACCEPT_TIMEOUT_S = 60.0
 _GREETING_TIMEOUT_S = 5.0
-_TOKEN_BYTES = 16
-_GREETING = struct.Struct(f"<{_TOKEN_BYTES}sI")
-"""The token and the rank of the sender."""
+_TOKEN_BYTES = 32
+_RANK = struct.Struct("<I")
+"""The sender's rank, after the greeting."""
 
 _RECORD = struct.Struct("<Q")
 
@@ -34,19 +35,27 @@ def connect_to_rank_0(
     and the kernel ends the connections soon after the other host is lost.
 
     Raises:
-        PeerLostError: on rank 0, a rank did not connect in time.
+        PeerLostError: on rank 0, a rank did not connect in time; on another rank, the
+            greeting failed.
         ConfigError: on another rank, rank 0 cannot be reached.
     """
     if world.rank == 0:
-        with socket.create_server(("", 0), backlog=128) as listener:
+        with socket.create_server((listen_address(), 0), backlog=128) as listener:
             token = secrets.token_bytes(_TOKEN_BYTES)
-            world.comm.bcast((own_addresses(), listener.getsockname()[1], token))
+            world.comm.bcast((*listener.getsockname(), token))
             return None, accept_ranks(listener, token, ranks)
-    candidates, port, token = world.comm.bcast(None)
+    host, port, token = world.comm.bcast(None)
     if world.rank not in ranks:
         return None, {}
-    sock = dial_any(candidates, port)
-    sock.sendall(_GREETING.pack(token, world.rank))
+    sock = dial(host, port)
+    try:
+        greet(sock, token)
+        sock.sendall(_RANK.pack(world.rank))
+    except (OSError, ProtocolError) as error:
+        sock.close()
+        raise PeerLostError(
+            f"rank 0 at {host}:{port} did not take the greeting: {error}"
+        ) from error
     return _prepared(sock), {}
 
 
@@ -56,48 +65,129 @@ def accept_ranks(
     ranks: Iterable[int],
     timeout_s: float = _ACCEPT_TIMEOUT_S,
 ) -> dict[int, socket.socket]:
-    """A connection of each rank; peers that do not show the token are disconnected.
+    """A connection of each rank; peers that do not know the token are disconnected.
+
+    Peers greet side by side: one that is silent keeps no rank waiting.
 
     Raises:
         PeerLostError: not all connected within ``timeout_s``.
     """
-    socks: dict[int, socket.socket] = {}
-    missing = set(ranks)
+    arrivals = _Arrivals(listener, token, set(ranks))
     deadline = time.monotonic() + timeout_s
-    while missing:
-        listener.settimeout(max(deadline - time.monotonic(), 0.001))
+    try:
+        while arrivals.missing:
+            if time.monotonic() > deadline:
+                for sock in arrivals.socks.values():
+                    sock.close()
+                raise PeerLostError(
+                    f"ranks {sorted(arrivals.missing)} did not connect to rank 0 within "
+                    f"{timeout_s:g} s"
+                )
+            arrivals.take(deadline)
+    finally:
+        arrivals.close()
+    return arrivals.socks
+
+
+class _Caller:
+    """A peer that has connected and not said which rank it is."""
+
+    def __init__(self, sock: socket.socket, token: bytes) -> None:
+        sock.setblocking(False)
+        self.sock = sock
+        self.deadline = time.monotonic() + _GREETING_TIMEOUT_S
+        self._greeting = ListenerGreeting(token)
+        self._rank = b""
+        sock.send(self._greeting.opening, socket.MSG_NOSIGNAL)
+
+    def receive(self) -> int | None:
+        """The rank that this peer is; None as long as the greeting is not whole.
+
+        Raises:
+            OSError: the connection broke.
+            ProtocolError: the peer does not know the token, or has closed.
+        """
+        # No byte beyond the greeting: what follows belongs to the connection's user.
+        num_missing = self._greeting.num_missing or _RANK.size - len(self._rank)
+        data = self.sock.recv(num_missing)
+        if not data:
+            raise ProtocolError("the peer closed the connection in the greeting")
+        if self._greeting.num_missing:
+            if answer := self._greeting.feed(data):
+                self.sock.send(answer, socket.MSG_NOSIGNAL)
+            return None
+        self._rank += data
+        return int(_RANK.unpack(self._rank)[0]) if len(self._rank) == _RANK.size else None
+
+
+class _Arrivals:
+    """The peers that rank 0 hears at once while it waits for ranks of other hosts."""
+
+    def __init__(self, listener: socket.socket, token: bytes, missing: set[int]) -> None:
+        self.missing = missing
+        self.socks: dict[int, socket.socket] = {}
+        self._token = token
+        self._listener = listener
+        self._callers: dict[int, _Caller] = {}
+        self._selector = selectors.DefaultSelector()
+        listener.setblocking(False)
+        self._selector.register(listener, selectors.EVENT_READ)
+
+    def take(self, deadline: float) -> None:
+        """Wait for something to come, until ``deadline`` at most, and take it in."""
+        first = min((each.deadline for each in self._callers.values()), default=deadline)
+        wait_s = max(min(first, deadline) - time.monotonic(), 0.001)
+        for key, _ in self._selector.select(wait_s):
+            if key.fileobj is self._listener:
+                self._accept()
+            elif key.fd in self._callers:
+                self._hear(self._callers[key.fd])
+        now = time.monotonic()
+        for caller in [each for each in self._callers.values() if each.deadline < now]:
+            self._forget(caller).close()
+
+    def close(self) -> None:
+        """Disconnect the peers that have not greeted; the listener blocks again."""
+        for caller in list(self._callers.values()):
+            self._forget(caller).close()
+        self._selector.close()
+        self._listener.setblocking(True)
+
+    def _accept(self) -> None:
         try:
-            sock, _ = listener.accept()
-        except TimeoutError:
-            for sock in socks.values():
-                sock.close()
-            raise PeerLostError(
-                f"ranks {sorted(missing)} did not connect to rank 0 within {timeout_s:g} s"
-            ) from None
-        rank = _rank_of(sock, token)
-        if rank in missing:
-            missing.discard(rank)
-            socks[rank] = _prepared(sock)
+            sock, _ = self._listener.accept()
+        except OSError:
+            return  # The peer has gone again, or descriptors are used up for a moment.
+        if len(self._callers) >= MAX_UNGREETED:
+            self._forget(next(iter(self._callers.values()))).close()
+        try:
+            caller = _Caller(sock, self._token)
+        except OSError:
+            sock.close()
+            return
+        self._callers[sock.fileno()] = caller
+        self._selector.register(sock, selectors.EVENT_READ)
+
+    def _hear(self, caller: _Caller) -> None:
+        try:
+            rank = caller.receive()
+        except BlockingIOError:
+            return
+        except (OSError, ProtocolError):
+            rank = -1
+        if rank is None:
+            return
+        sock = self._forget(caller)
+        if rank in self.missing:
+            self.missing.discard(rank)
+            self.socks[rank] = _prepared(sock)
         else:
             sock.close()
-    return socks
 
-
-def _rank_of(sock: socket.socket, token: bytes) -> int:
-    """The rank that connected; -1 if the peer does not show the token in time."""
-    deadline = time.monotonic() + _GREETING_TIMEOUT_S
-    greeting = b""
-    try:
-        # A greeting may come in several pieces.
-        while len(greeting) < _GREETING.size:
-            sock.settimeout(max(deadline - time.monotonic(), 0.001))
-            if not (piece := sock.recv(_GREETING.size - len(greeting))):
-                return -1
-            greeting += piece
-    except OSError:
-        return -1
-    shown, rank = _GREETING.unpack(greeting)
-    return rank if hmac.compare_digest(shown, token) else -1
+    def _forget(self, caller: _Caller) -> socket.socket:
+        del self._callers[caller.sock.fileno()]
+        self._selector.unregister(caller.sock)
+        return caller.sock
 
 
 def _prepared(sock: socket.socket) -> socket.socket:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from trimaran.comm.errors import ProtocolError
 from trimaran.comm.transport.sockets import FrameCutter, frame
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAX_FRAME_BYTES = (1 << 31) - 1
 """The largest request that a client can send: an adapter's weights may need all of it."""
 
@@ -65,6 +65,7 @@ class EngineHello(Message):
     number: ClassVar[int] = 1
     protocol_version: int = PROTOCOL_VERSION
     token: str = ""
+    """Empty over TCP, where the challenge of `comm.transport.greeting` comes first."""
     model: str = ""
     group: str = ""
     incarnation: int = 0
@@ -324,6 +325,7 @@ class ChildHello(Message):
     number: ClassVar[int] = 20
     protocol_version: int = PROTOCOL_VERSION
     token: str = ""
+    """As in `EngineHello`."""
     role: str = ""
     """``frontend``, ``rank`` or ``orchestrator``."""
     group: str = ""
@@ -426,5 +428,5 @@ def decode(body: bytes | memoryview) -> Message:
 class FrameBuffer(FrameCutter[Message]):
     """Cuts a byte stream into these messages."""
 
-    def __init__(self) -> None:
-        super().__init__(decode, MAX_FRAME_BYTES)
+    def __init__(self, max_bytes: int = MAX_FRAME_BYTES) -> None:
+        super().__init__(decode, max_bytes)

@@ -9,6 +9,7 @@ import socket
 import sys
 import threading
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from trimaran.comm.env import ChildEnv
@@ -26,6 +27,7 @@ from trimaran.comm.messages.messages import (
     Pong,
     encode,
 )
+from trimaran.comm.transport.greeting import greet
 from trimaran.comm.transport.sockets import Address, watch_for_lost_host
 
 logger = logging.getLogger(__name__)
@@ -53,6 +55,7 @@ class SupervisorLink:
         self._is_closing = False
         self._is_pinged = False
         self._ping_timeout_s = float("inf")
+        self._is_alive: Callable[[], bool] = lambda: True
         self._thread = threading.Thread(target=self._read, name="supervisor-link", daemon=True)
 
     @classmethod
@@ -63,11 +66,13 @@ class SupervisorLink:
 
         Raises:
             OSError: the supervisor does not listen.
-            ProtocolError: the supervisor speaks another version or refuses this child.
+            ProtocolError: the supervisor speaks another version, refuses this child, or over TCP
+                does not know the token.
         """
-        sock = Address.parse(env.supervisor).connect(CONNECT_TIMEOUT_S)
+        address = Address.parse(env.supervisor)
+        sock = address.connect(CONNECT_TIMEOUT_S)
         hello = ChildHello(
-            token=env.token,
+            token=env.token if address.path else "",
             role=role,
             group=env.group,
             rank=rank,
@@ -78,6 +83,8 @@ class SupervisorLink:
         )
         inbox = FrameBuffer()
         try:
+            if not address.path:
+                greet(sock, env.token.encode())
             sock.sendall(encode(hello))
             early = _receive_some(sock, inbox)
             config = _check_answer(early.pop(0))
@@ -114,6 +121,13 @@ class SupervisorLink:
         """
         if self._sock.family != socket.AF_UNIX:
             self._ping_timeout_s = timeout_s
+
+    def answer_while(self, is_alive: Callable[[], bool]) -> None:
+        """Leave the supervisor's pings unanswered while ``is_alive()`` is False.
+
+        The reading thread answers pings, also when another thread has hung.
+        """
+        self._is_alive = is_alive
 
     def state(
         self,
@@ -179,7 +193,8 @@ class SupervisorLink:
                     os.eventfd_write(self._wake_fd, 1)
             elif isinstance(message, Ping):
                 self._is_pinged = True
-                self._send(Pong(payload=message.payload))
+                if self._is_alive():
+                    self._send(Pong(payload=message.payload))
 
     def _end_process(self, reason: str) -> None:
         if self._is_closing:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import socket
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from trimaran.comm.env import SUPERVISOR
 from trimaran.comm.errors import ConfigError, ProtocolError
 
 _LENGTH = struct.Struct("<I")
 MessageT = TypeVar("MessageT")
 DIAL_TIMEOUT_S = 5.0
+LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +84,9 @@ class FrameCutter(Generic[MessageT]):
     """Cuts a byte stream into messages. One a connection; not thread safe."""
 
     def __init__(self, decode: Callable[[bytes], MessageT], max_bytes: int) -> None:
-        """``decode`` reads a body of at most ``max_bytes``."""
+        """``decode`` reads a body of at most ``max_bytes``, which may change later."""
         self._decode = decode
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[MessageT]:
@@ -98,9 +100,9 @@ class FrameCutter(Generic[MessageT]):
         start = 0
         while len(self._buffer) - start >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._buffer, start)
-            if length > self._max_bytes:
+            if length > self.max_bytes:
                 raise ProtocolError(
-                    f"a frame of {length} bytes is over the limit of {self._max_bytes}"
+                    f"a frame of {length} bytes is over the limit of {self.max_bytes}"
                 )
             end = start + _LENGTH.size + length
             if end > len(self._buffer):
@@ -130,6 +132,29 @@ def own_addresses() -> list[str]:
     return sorted(addresses, key=lambda address: address.startswith("127."))
 
 
+def listen_address() -> str:
+    """The IPv4 address of this host on which a rank listens for ranks of other hosts.
+
+    One of `own_addresses`: the one that leads to the supervisor, else the first of them.
+    """
+    candidates = own_addresses()
+    toward = _address_toward(os.environ.get(SUPERVISOR, ""))
+    return toward if toward in candidates else candidates[0]
+
+
+def _address_toward(supervisor: str) -> str:
+    """The address from which this host reaches a supervisor on TCP; empty for another one."""
+    if not supervisor.startswith("tcp:"):
+        return ""
+    address = Address.parse(supervisor)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        try:
+            sock.connect((address.host, address.port))  # sends nothing: the kernel routes
+        except OSError:
+            return ""
+        return str(sock.getsockname()[0])
+
+
 def _chosen(interfaces: Iterable[str]) -> list[str]:
     """The interfaces that the environment selects; empty for all."""
     exact = _names(os.environ.get("GLOO_SOCKET_IFNAME", ""))
@@ -149,21 +174,19 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(name for name in text.split(",") if name)
 
 
-def dial_any(candidates: Sequence[str], port: int) -> socket.socket:
-    """A connection to the first of the addresses that answers on that port.
+def dial(host: str, port: int) -> socket.socket:
+    """A connection to rank 0, which listens at that address for ranks of other hosts.
 
     Raises:
-        ConfigError: none answers.
+        ConfigError: it does not answer.
     """
-    for address in candidates:
-        try:
-            return socket.create_connection((address, port), timeout=DIAL_TIMEOUT_S)
-        except OSError:
-            continue
-    raise ConfigError(
-        f"none of rank 0's addresses {list(candidates)} answers on port {port}; open the "
-        "ports between the hosts or name the interface in GLOO_SOCKET_IFNAME"
-    )
+    try:
+        return socket.create_connection((host, port), timeout=DIAL_TIMEOUT_S)
+    except OSError as error:
+        raise ConfigError(
+            f"rank 0 does not answer at {host} on port {port} ({error}); open the ports "
+            "between the hosts, or name the interface between them in GLOO_SOCKET_IFNAME"
+        ) from error
 
 
 def watch_for_lost_host(sock: socket.socket) -> None:

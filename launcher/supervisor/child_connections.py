@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
-import logging
+import contextlib
+import os
+import signal
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from trimaran.comm.errors import ProtocolError
+from trimaran.comm.messages.guarded_frames import Gate, GuardedFrames
 from trimaran.comm.messages.messages import (
+    MAX_FRAME_BYTES,
     PROTOCOL_VERSION,
     ChildHello,
     ChildRequest,
     ChildState,
-    FrameBuffer,
     Message,
     Ping,
     Pong,
     encode,
 )  # fmt: skip
+from trimaran.launcher.starters.starter import FRONTEND
 
-logger = logging.getLogger(__name__)
-
-_HELLO_TIMEOUT_S = 10.0
+_MAX_REPORT_BYTES = 16 << 20
+"""Longest frame of a rank or the orchestrator."""
 
 
 class ChildConnection:
@@ -57,6 +59,11 @@ class ChildConnection:
         self.num_unanswered += 1
         self.send(Ping(payload=self.num_unanswered))
 
+    def ask_for_stacks(self) -> None:
+        """Have a front end of this host write the stacks of its threads to the log."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGUSR1)
+
     def close(self) -> None:
         """Close this end; the child exits then."""
         self._transport.abort()
@@ -76,35 +83,31 @@ class ConnectionEvents:
 class _ChildProtocol(asyncio.Protocol):
     """Reads one socket. A peer without the token of this run is disconnected."""
 
-    def __init__(self, token: str, events: ConnectionEvents) -> None:
-        self._token = token
+    def __init__(self, gate: Gate, events: ConnectionEvents) -> None:
+        self._gate = gate
         self._events = events
-        self._frames = FrameBuffer()
+        self._frames: GuardedFrames | None = None
         self._transport: asyncio.Transport | None = None
-        self._deadline: asyncio.TimerHandle | None = None
         self._connection: ChildConnection | None = None
         """None until the child has sent its greeting."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        loop = asyncio.get_running_loop()
-        self._deadline = loop.call_later(_HELLO_TIMEOUT_S, self._refuse, "no ChildHello")
+        self._frames = self._gate.admit(transport)
 
     def data_received(self, data: bytes) -> None:
+        assert self._frames is not None
         if self._connection is not None:
             self._connection.num_unanswered = 0
         try:
-            messages = self._frames.feed(data)
+            self._frames.feed(data, self._receive)
         except ProtocolError as error:
-            self._refuse(str(error))
-            return
-        for message in messages:
-            self._receive(message)
+            self._frames.refuse(str(error))
 
     def connection_lost(self, error: Exception | None) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
+        if self._frames is not None:
+            self._frames.lost()
         if self._connection is not None:
             self._events.on_lost(self._connection)
 
@@ -116,25 +119,21 @@ class _ChildProtocol(asyncio.Protocol):
         elif isinstance(message, ChildRequest):
             self._events.on_request(self._connection, message)
         elif not isinstance(message, Pong):
-            self._refuse(f"unexpected {type(message).__name__}")
+            raise ProtocolError(f"unexpected {type(message).__name__}")
 
     def _open(self, message: Message) -> None:
+        assert self._frames is not None and self._transport is not None
         if not isinstance(message, ChildHello):
-            self._refuse(f"{type(message).__name__} instead of ChildHello")
-        elif not hmac.compare_digest(message.token.encode(), self._token.encode()):
-            self._refuse("wrong token")
-        elif message.protocol_version != PROTOCOL_VERSION:
-            self._refuse(f"protocol version {message.protocol_version}")
-        elif self._transport is not None:
-            if self._deadline is not None:
-                self._deadline.cancel()
-            self._connection = ChildConnection(message, self._transport)
-            self._events.on_hello(self._connection)
-
-    def _refuse(self, reason: str) -> None:
-        logger.warning("closed a connection to the supervisor: %s", reason)
-        if self._transport is not None:
-            self._transport.abort()
+            raise ProtocolError(f"{type(message).__name__} instead of ChildHello")
+        if not self._gate.accepts(message.token):
+            raise ProtocolError("wrong token")
+        if message.protocol_version != PROTOCOL_VERSION:
+            raise ProtocolError(f"protocol version {message.protocol_version}")
+        # A front end may send what it has loaded; ranks report their states.
+        is_frontend = message.role == FRONTEND
+        self._frames.open(MAX_FRAME_BYTES if is_frontend else _MAX_REPORT_BYTES)
+        self._connection = ChildConnection(message, self._transport)
+        self._events.on_hello(self._connection)
 
 
 async def listen(sock: socket.socket, token: str, events: ConnectionEvents) -> asyncio.Server:
@@ -143,6 +142,8 @@ async def listen(sock: socket.socket, token: str, events: ConnectionEvents) -> a
     """
     loop = asyncio.get_running_loop()
     sock.setblocking(False)
-    if sock.family == socket.AF_UNIX:
-        return await loop.create_unix_server(lambda: _ChildProtocol(token, events), sock=sock)
-    return await loop.create_server(lambda: _ChildProtocol(token, events), sock=sock)
+    is_remote = sock.family != socket.AF_UNIX
+    gate = Gate("the supervisor", token, is_remote=is_remote)
+    if is_remote:
+        return await loop.create_server(lambda: _ChildProtocol(gate, events), sock=sock)
+    return await loop.create_unix_server(lambda: _ChildProtocol(gate, events), sock=sock)

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from functools import partial
 
 from trimaran.comm.errors import ProtocolError
+from trimaran.comm.messages.guarded_frames import Gate
 from trimaran.comm.messages.messages import EngineHello, Message
 from trimaran.comm.transport.sockets import Address
 from trimaran.server.config import FrontendConfig
@@ -41,7 +42,8 @@ class EngineClient:
             address = Address.parse(text)
             if address.path and os.path.exists(address.path):
                 os.unlink(address.path)
-            make_link = partial(EngineLink, self, self.config.token)
+            gate = Gate("engines' port", self.config.token, is_remote=not address.path)
+            make_link = partial(EngineLink, self, gate)
             server = await loop.create_server(make_link, sock=address.listen())
             self._servers.append(server)
 

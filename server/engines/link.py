@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 from typing import Protocol, cast
 
 from trimaran.comm.errors import ProtocolError
+from trimaran.comm.messages.guarded_frames import Gate, GuardedFrames
 from trimaran.comm.messages.messages import (
     PROTOCOL_VERSION,
     EngineHello,
-    FrameBuffer,
     FrontendHello,
     Message,
     Ping,
@@ -48,11 +47,11 @@ class LinkOwner(Protocol):
 class EngineLink(asyncio.Protocol):
     """Rank 0 of one group. Everything happens on the event loop."""
 
-    def __init__(self, owner: LinkOwner, token: str) -> None:
+    def __init__(self, owner: LinkOwner, gate: Gate) -> None:
         self._owner = owner
-        self._token = token
+        self._gate = gate
         self._transport: asyncio.Transport | None = None
-        self._frames = FrameBuffer()
+        self._frames: GuardedFrames | None = None
         self._is_retired = False
         self.hello: EngineHello | None = None
 
@@ -60,21 +59,26 @@ class EngineLink(asyncio.Protocol):
         """A group dialled in; it must greet first."""
         # Not isinstance: uvloop's transports are classes of their own.
         self._transport = cast(asyncio.Transport, transport)
+        self._frames = self._gate.admit(self._transport)
 
     def data_received(self, data: bytes) -> None:
         """Dispatch every complete message; a peer that breaks the protocol is dropped."""
-        if self._is_retired:
+        if self._is_retired or self._frames is None:
             return
         try:
-            for message in self._frames.feed(data):
-                self._take(message)
+            self._frames.feed(data, self._take)
         except ProtocolError as error:
+            if self.hello is None:
+                self._frames.refuse(str(error))
+                return
             logger.error("dropping an engine's connection: %s", error)
             self.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The group is gone, or this end closed."""
         self._transport = None
+        if self._frames is not None:
+            self._frames.lost()
         if not self._is_retired and self.hello is not None:
             self._owner.link_lost(self)
 
@@ -106,6 +110,7 @@ class EngineLink(asyncio.Protocol):
             raise ProtocolError(f"{type(message).__name__} came before EngineHello")
 
     def _greet(self, hello: EngineHello) -> None:
+        assert self._frames is not None
         reason = self._refusal(hello)
         if reason:
             # A dying group dials again until it is ended: that is no error.
@@ -114,6 +119,7 @@ class EngineLink(asyncio.Protocol):
             self.send(FrontendHello(accepted=False, reason=reason))
             self.close()
             return
+        self._frames.open()
         self.send(FrontendHello())
         self.hello = hello
         self._owner.link_ready(self, hello)
@@ -124,6 +130,6 @@ class EngineLink(asyncio.Protocol):
                 f"protocol version {hello.protocol_version}, but this front end speaks "
                 f"{PROTOCOL_VERSION}: install the same version everywhere"
             )
-        if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
+        if not self._gate.accepts(hello.token):
             return "wrong token: the engine belongs to another run"
         return self._owner.refusal(hello)

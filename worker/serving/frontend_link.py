@@ -8,7 +8,7 @@ import os
 import select
 import socket
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trimaran.comm.errors import ProtocolError
 from trimaran.comm.messages.messages import (
@@ -21,6 +21,7 @@ from trimaran.comm.messages.messages import (
     Pong,
     encode,
 )
+from trimaran.comm.transport.greeting import DialerGreeting
 from trimaran.comm.transport.sockets import Address
 
 logger = logging.getLogger(__name__)
@@ -49,12 +50,20 @@ class Arrival:
 class _Connection:
     """A connection to a front end; ``source`` is a new number for every attempt."""
 
-    def __init__(self, source: int, address: Address, hello: bytes) -> None:
+    def __init__(self, source: int, address: Address, hello: EngineHello) -> None:
         self.source = source
         self.address = address
         self.is_open = False
         self.inbox = FrameBuffer()
-        self.unsent = bytearray(hello)
+        self._greeting: DialerGreeting | None = None
+        self._hello = hello
+        self.unsent = bytearray()
+        if address.path:
+            self.unsent += encode(hello)
+        else:
+            # The challenge first: the token stays out of what travels between hosts.
+            self._greeting = DialerGreeting(hello.token.encode())
+            self._hello = replace(hello, token="")
         self.hello_deadline = time.monotonic() + _HELLO_TIMEOUT_S
         family = socket.AF_UNIX if address.path else socket.AF_INET
         self.sock = socket.socket(family, socket.SOCK_STREAM)
@@ -66,6 +75,11 @@ class _Connection:
             self.sock.close()
             raise OSError(code, os.strerror(code))
 
+    @property
+    def is_greeting(self) -> bool:
+        """Whether the front end has yet to prove that it knows the token of this run."""
+        return self._greeting is not None
+
     def flush(self) -> None:
         """Send as much as the socket takes now."""
         while self.unsent:
@@ -76,8 +90,15 @@ class _Connection:
             del self.unsent[:sent]
 
     def receive(self) -> list[Message]:
-        """The received messages, up to a limit; raises OSError when the front end has
-        closed."""
+        """The received messages, up to a limit.
+
+        Raises:
+            OSError: the front end has closed the connection.
+            ProtocolError: the listener at a front end's address does not belong to this run.
+        """
+        if self._greeting is not None:
+            self._greet(self._greeting)
+            return []
         messages: list[Message] = []
         # A limit, so that a flood of requests cannot delay the next step.
         for _ in range(_MAX_RECEIVES):
@@ -93,6 +114,20 @@ class _Connection:
                 raise ConnectionResetError("connection closed by the front end")
             messages += self.inbox.feed(data)
         return messages
+
+    def _greet(self, greeting: DialerGreeting) -> None:
+        """Take a part of the greeting; the hello follows once the front end's proof is right."""
+        try:
+            data = self.sock.recv(greeting.num_missing)
+        except BlockingIOError:
+            return
+        if not data:
+            raise ConnectionResetError("connection closed by the front end in the greeting")
+        self.unsent += greeting.feed(data)
+        if greeting.is_done:
+            self._greeting = None
+            self.unsent += encode(self._hello)
+        self.flush()
 
 
 class _Peer:
@@ -113,7 +148,7 @@ class FrontendLinks:
     """
 
     def __init__(self, addresses: tuple[str, ...], hello: EngineHello, wake_fd: int) -> None:
-        self._hello = encode(hello)
+        self._hello = hello
         self._peers = [_Peer(Address.parse(address)) for address in addresses]
         self._by_fd: dict[int, _Peer] = {}
         self._by_source: dict[int, _Connection] = {}
@@ -238,7 +273,11 @@ class FrontendLinks:
                 connection.flush()
                 self._watch(connection)
             if events & ~select.EPOLLOUT:
-                return self._sort(peer, connection, connection.receive())
+                was_greeting = connection.is_greeting
+                messages = connection.receive()
+                if was_greeting:
+                    self._watch(connection)
+                return self._sort(peer, connection, messages)
         except OSError as error:
             self._lose(peer, str(error))
         return []

@@ -1,4 +1,4 @@
-"""Connections to rank 0 are accepted only from ranks with the token."""
+"""Connections to rank 0 are accepted only from ranks that know the token."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import pytest
 
 from trimaran.comm.control import host_connections as host_lines
 from trimaran.comm.control.host_connections import accept_ranks
-from trimaran.comm.errors import PeerLostError
+from trimaran.comm.errors import PeerLostError, ProtocolError
+from trimaran.comm.transport.greeting import greet
 
-TOKEN = b"0123456789abcdef"
+TOKEN = b"0123456789abcdef0123456789abcdef"
 
 
 @pytest.fixture
@@ -26,8 +27,8 @@ def dial(listener):
     """A function that connects and sends bytes; all connections are closed in the end."""
     socks = []
 
-    def connect(said: bytes) -> socket.socket:
-        socks.append(socket.create_connection(listener.getsockname()))
+    def connect(said: bytes = b"") -> socket.socket:
+        socks.append(socket.create_connection(listener.getsockname(), timeout=60))
         socks[-1].sendall(said)
         return socks[-1]
 
@@ -36,43 +37,83 @@ def dial(listener):
         sock.close()
 
 
-def test_a_peer_that_is_silent_or_shows_another_token_is_disconnected(
-    listener, dial, monkeypatch
+@pytest.fixture
+def rank(dial):
+    """A function that begins to greet as a rank does, in a thread, and then says more."""
+    threads = []
+
+    def begin(number: int, more: bytes = b"", token: bytes = TOKEN) -> socket.socket:
+        sock = dial()
+
+        def run() -> None:
+            try:
+                greet(sock, token)
+                sock.sendall(struct.pack("<I", number) + more)
+            except (OSError, ProtocolError):
+                pass  # rank 0 has hung up
+
+        threads.append(threading.Thread(target=run))
+        threads[-1].start()
+        return sock
+
+    yield begin
+    for thread in threads:
+        thread.join()
+
+
+def is_hung_up_on(sock: socket.socket) -> bool:
+    """Whether the other end has closed, after whatever it sent."""
+    try:
+        while sock.recv(100):
+            pass
+    except ConnectionResetError:
+        pass
+    return True
+
+
+def test_a_peer_that_is_silent_or_does_not_know_the_token_is_hung_up_on(
+    listener, dial, rank, monkeypatch
 ):
     monkeypatch.setattr(host_lines, "_GREETING_TIMEOUT_S", 0.05)
-    silent = dial(b"")
-    stranger = dial(struct.pack("<16sI", b"guessed", 3))
-    too_short = dial(TOKEN)
-    again = [dial(struct.pack("<16sI", TOKEN, rank)) for rank in (5, 3, 3)]
+    silent = dial()
+    stranger = rank(3, token=b"guessed")
+    too_long = dial(bytes(65))
+    late = threading.Timer(0.3, lambda: [rank(number) for number in (5, 3)])
+    late.start()
 
     lines = accept_ranks(listener, TOKEN, (3, 5))
 
+    late.join()
     assert set(lines) == {3, 5}
-    for sock in (silent, stranger, too_short):
-        assert sock.recv(1) == b""
-    lines[3].sendall(b"to rank 3")
-    assert again[1].recv(100) == b"to rank 3"
+    assert all(map(is_hung_up_on, (silent, stranger, too_long)))
     for line in lines.values():
         line.close()
 
 
-def test_a_greeting_may_come_in_pieces(listener, dial):
-    greeting = struct.pack("<16sI", TOKEN, 3)
-    slow = dial(greeting[:7])
-    rest = threading.Timer(0.1, slow.sendall, [greeting[7:] + b"and more"])
-    rest.start()
+def test_silent_peers_keep_no_rank_waiting(listener, dial, rank):
+    silent = [dial() for _ in range(50)]
+    rank(3)
+
+    # One after the other, they would have 250 s in all.
+    lines = accept_ranks(listener, TOKEN, (3,), timeout_s=60)
+
+    assert all(map(is_hung_up_on, silent))
+    lines[3].close()
+
+
+def test_what_follows_the_greeting_is_left_to_the_line(listener, rank):
+    rank(3, b"and more")
 
     (line,) = accept_ranks(listener, TOKEN, (3,)).values()
 
-    rest.join()
     assert line.recv(100) == b"and more"
     line.close()
 
 
-def test_ranks_that_do_not_come_are_named(listener, dial):
-    early = dial(struct.pack("<16sI", TOKEN, 1))
+def test_ranks_that_do_not_come_are_named(listener, rank):
+    early = rank(1)
 
-    with pytest.raises(PeerLostError, match=r"ranks \[2, 4\] did not connect .* 0\.05 s"):
-        accept_ranks(listener, TOKEN, (4, 1, 2), timeout_s=0.05)
+    with pytest.raises(PeerLostError, match=r"ranks \[2, 4\] did not connect .* 0\.5 s"):
+        accept_ranks(listener, TOKEN, (4, 1, 2), timeout_s=0.5)
 
-    assert early.recv(1) == b""
+    assert is_hung_up_on(early)

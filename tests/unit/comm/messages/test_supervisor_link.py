@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -22,6 +23,7 @@ from trimaran.comm.messages.messages import (
     encode,
 )
 from trimaran.comm.messages.supervisor_link import SupervisorLink
+from trimaran.comm.transport.greeting import ListenerGreeting
 from trimaran.comm.transport.sockets import Address
 
 CHILD = """
@@ -43,6 +45,10 @@ while True:
             link.state("ready", facts={"busy": True})
             while True:
                 time.sleep(0.01)
+        if command.verb == "hang":
+            link.answer_while(lambda: False)
+            link.state("ready", "hangs")
+            continue
         link.state("ready", command.verb)
 """
 
@@ -55,12 +61,18 @@ class Supervisor:
         if address.startswith("tcp"):
             address = f"tcp:127.0.0.1:{self.listener.getsockname()[1]}"
         self.env = ChildEnv(supervisor=address, token="secret", group="g")
+        self.token = b"secret"
         self._inbox = FrameBuffer()
         self._messages: list[Message] = []
 
     def accept(self) -> None:
         self.sock, _ = self.listener.accept()
         self.sock.settimeout(60.0)
+        if self.sock.family != socket.AF_UNIX:
+            greeting = ListenerGreeting(self.token)
+            self.sock.sendall(greeting.opening)
+            while greeting.num_missing:
+                self.sock.sendall(greeting.feed(self.sock.recv(greeting.num_missing)))
 
     def receive(self) -> Message:
         while not self._messages:
@@ -96,7 +108,8 @@ def test_a_child_introduces_itself_and_gets_its_configuration(supervisor):
 
     hello = supervisor.hello
     assert isinstance(hello, ChildHello)
-    assert (hello.token, hello.role, hello.group) == ("secret", "rank", "g")
+    shown = "secret" if supervisor.env.supervisor.startswith("unix") else ""
+    assert (hello.token, hello.role, hello.group) == (shown, "rank", "g")
     assert (hello.rank, hello.world_size, hello.pid) == (1, 2, process.pid)
     assert supervisor.first_state == ChildState(state="loading", text="weights")
     supervisor.sock.sendall(encode(Command(verb="shutdown")))
@@ -174,6 +187,40 @@ def test_a_supervisor_that_hangs_up_at_once_is_an_error_with_a_remedy(tmp_path):
         SupervisorLink.connect(supervisor.env, "rank")
     answerer.join()
     supervisor.listener.close()
+
+
+def test_a_listener_that_does_not_know_the_token_gets_nothing_from_a_child():
+    supervisor = Supervisor("tcp:127.0.0.1:0")
+    supervisor.token = b"guessed"
+
+    def listen() -> None:
+        with pytest.raises(ProtocolError, match="the peer does not know the token"):
+            supervisor.accept()
+        # The proof of a listener that can make none.
+        supervisor.sock.sendall(bytes(32))
+        assert supervisor.sock.recv(1) == b""
+
+    with ThreadPoolExecutor() as pool:
+        listening = pool.submit(listen)
+        with pytest.raises(ProtocolError, match="does not know the token of this run"):
+            SupervisorLink.connect(supervisor.env, "rank")
+        listening.result()
+    supervisor.sock.close()
+    supervisor.listener.close()
+
+
+def test_a_child_whose_loop_has_hung_answers_no_ping(supervisor):
+    process = supervisor.start_child()
+    supervisor.sock.sendall(encode(Command(verb="hang")))
+    assert supervisor.receive().text == "hangs"
+
+    supervisor.sock.sendall(encode(Ping(payload=9)))
+    supervisor.sock.sendall(encode(Command(verb="other")))
+
+    assert supervisor.receive().text == "other"
+    supervisor.sock.close()
+    process.wait(60)
+    process.stderr.close()
 
 
 def test_a_supervisor_of_another_version_is_refused(tmp_path):

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from trimaran.comm.transport.sockets import own_addresses
+from trimaran.comm.transport.sockets import listen_address, own_addresses
 
 INTERFACES = {
     "lo": "127.0.0.1",
@@ -68,3 +68,22 @@ def test_gloo_names_whole_interfaces_and_goes_before_nccl(monkeypatch):
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "^ib")
 
     assert own_addresses() == ["10.1.0.1", "192.168.0.1"]
+
+
+def test_ranks_listen_on_the_interface_that_leads_to_the_supervisor(monkeypatch):
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as supervisor:
+        supervisor.bind(("127.0.0.1", 0))
+        port = supervisor.getsockname()[1]
+        monkeypatch.setenv("TRIMARAN_SUPERVISOR", f"tcp:127.0.0.1:{port}")
+
+        assert listen_address() == "127.0.0.1"
+
+
+@pytest.mark.parametrize("supervisor", ["", "unix:/run/s.sock", "tcp:127.0.0.1:1"])
+def test_ranks_listen_on_the_named_interface_whatever_leads_to_the_supervisor(
+    supervisor, monkeypatch
+):
+    monkeypatch.setenv("TRIMARAN_SUPERVISOR", supervisor)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
+
+    assert listen_address() == "192.168.0.1"
