@@ -16,7 +16,7 @@ import torch.distributed as dist
 from trimaran.comm.collectives.tensor_group import TensorParallelGroup
 from trimaran.comm.errors import ConfigError, PeerLostError
 from trimaran.comm.mpi import World
-from trimaran.comm.transport.sockets import dial_any, own_addresses
+from trimaran.comm.transport.sockets import LOOPBACK, dial, listen_address
 
 MULTICAST_OFF = {
     "NCCL_NVLS_ENABLE": "0",
@@ -27,6 +27,17 @@ MULTICAST_OFF = {
 _TCPStore: Any = dist.TCPStore  # type: ignore[attr-defined]
 
 _NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
+
+
+def prepare_nccl(world: World) -> None:
+    """Set NCCL's variables that the operator has not set, before its first communicator.
+
+    Where all ranks of ``world`` are on one host, NCCL listens on loopback alone.
+    """
+    for name, value in MULTICAST_OFF.items():
+        os.environ.setdefault(name, value)
+    if len(set(world.hosts)) == 1:
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
 
 
 class ProcessGroup(TensorParallelGroup):
@@ -169,8 +180,7 @@ class NcclGroup(ProcessGroup):
     def __init__(
         self, world: World, device: torch.device, timeout_s: float, connect_timeout_s: float
     ) -> None:
-        for name, value in MULTICAST_OFF.items():
-            os.environ.setdefault(name, value)
+        prepare_nccl(world.root)
         torch.cuda.set_device(device)
         self.device = device
         self.num_hosts = len(set(world.hosts))
@@ -249,16 +259,18 @@ def _leave_default_group() -> None:
 def connect_store(world: World, timeout_s: float) -> Any:
     """A key-value store on group rank 0 that all ranks reach. Collective.
 
-    Rank 0 binds a free port and hands over the bound socket, so that no other process
-    can take the port in between.
+    On one host the store listens on loopback, between hosts on `listen_address` alone. Rank 0
+    binds a free port and hands over the bound socket, so that no other process can take the
+    port in between.
     """
     limit = timedelta(seconds=timeout_s)
     is_one_host = len(set(world.hosts)) == 1
     if world.rank == 0:
-        listener = socket.create_server(("127.0.0.1" if is_one_host else "", 0), backlog=128)
+        host = LOOPBACK if is_one_host else listen_address()
+        listener = socket.create_server((host, 0), backlog=128)
         port = listener.getsockname()[1]
         store = _TCPStore(
-            "127.0.0.1",
+            host,
             port,
             world.size,
             is_master=True,
@@ -266,13 +278,12 @@ def connect_store(world: World, timeout_s: float) -> Any:
             wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )
-        world.comm.bcast((["127.0.0.1"] if is_one_host else own_addresses(), port))
+        world.comm.bcast((host, port))
         return store
-    candidates, port = world.comm.bcast(None)
-    with dial_any(candidates, port) as sock:
-        address = sock.getpeername()[0]
+    host, port = world.comm.bcast(None)
+    dial(host, port).close()  # its error says what to do
     return _TCPStore(
-        address, port, world.size, is_master=False, timeout=limit, wait_for_workers=False
+        host, port, world.size, is_master=False, timeout=limit, wait_for_workers=False
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trimaran.comm.collectives.torch_groups import MULTICAST_OFF, connect_store
+from trimaran.comm.collectives.torch_groups import connect_store, prepare_nccl
 from trimaran.comm.errors import PeerLostError
 from trimaran.comm.mpi import World
 from trimaran.comm.stages.stage_links import (
@@ -128,8 +127,7 @@ class _NcclPairs:
     def __init__(
         self, stages: World, shape: HiddenShape, device: torch.device, timeout_s: float
     ) -> None:
-        for name, value in MULTICAST_OFF.items():
-            os.environ.setdefault(name, value)
+        prepare_nccl(stages.root)
         store = connect_store(stages, timeout_s)
         options = _torch_distributed.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=timeout_s)

@@ -22,6 +22,10 @@ _PROBE_TIMEOUT_S = 30.0
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _SLOTS = re.compile(r"0*[1-9][0-9]{0,8}")
 
+_ADVERTISED_REMEDY = (
+    "Name an address of this host that the ranks' hosts reach, or leave the flag out: one is "
+    "looked for where ranks are on other hosts."
+)
 _SSH_TIMEOUT_S = 30.0
 _OTHER_AGENTS = ("OMPI_MCA_plm_rsh_agent", "PRTE_MCA_plm_ssh_agent", "HYDRA_LAUNCHER_EXEC")
 """Variables that name the operator's own program to start mpirun's daemons."""
@@ -145,13 +149,13 @@ def _per_node(text: str) -> list[int]:
 
 
 def check_host_names(config: ServeConfig, environ: Mapping[str, str] = os.environ) -> None:
-    """Refuse an advertised address, and hosts of ranks, that cannot be resolved.
+    """Refuse an advertised address that is not this host's, and hosts that do not resolve.
 
     Raises:
         ConfigError: names the host and the flag.
     """
     if config.advertise_address:
-        _check_advertised(config.advertise_address)
+        advertised_ip(config.advertise_address)
     # In a Slurm job the daemons are a step: Slurm knows the nodes, even unresolvable ones.
     if "SLURM_JOB_ID" in environ or any(name in environ for name in _OTHER_AGENTS):
         return
@@ -160,15 +164,43 @@ def check_host_names(config: ServeConfig, environ: Mapping[str, str] = os.enviro
     _check_hosts(dict.fromkeys(hosts), (config.mpi.rsh_agent or "ssh").split())
 
 
-def _check_advertised(address: str) -> None:
+def advertised_ip(address: str) -> str:
+    """The IPv4 address that ``--advertise-address`` means, which is one of this host's.
+
+    The ports for ranks of other hosts listen on this address alone.
+
+    Raises:
+        ConfigError: there is none, or other hosts cannot mean this host by it.
+    """
     # The listeners for other hosts use IPv4.
     reason = _unknown(address, socket.AF_INET)
     if reason:
         raise ConfigError(
             f"--advertise-address {address}: no IPv4 address is found for it here ({reason}). "
-            "Name an address of this host that the ranks' hosts reach, or leave the flag out: "
-            "one is looked for where ranks are on other hosts."
+            f"{_ADVERTISED_REMEDY}"
         )
+    found = {str(info[4][0]) for info in socket.getaddrinfo(address, None, socket.AF_INET)}
+    own = sorted(ip for ip in found if _is_own(ip))
+    if not own:
+        raise ConfigError(
+            f"--advertise-address {address}: {', '.join(sorted(found))} is no address of this "
+            f"host, so nothing could listen there. {_ADVERTISED_REMEDY}"
+        )
+    if address not in (LOCAL, *own) and own[0].startswith("127."):
+        raise ConfigError(
+            f"--advertise-address {address}: this name means {own[0]} here, which other hosts "
+            f"do not reach. {_ADVERTISED_REMEDY}"
+        )
+    return own[0]
+
+
+def _is_own(ip: str) -> bool:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
+        try:
+            sock.bind((ip, 0))
+        except OSError:
+            return False
+    return True
 
 
 def _check_hosts(hosts: Iterable[str], agent: Sequence[str]) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.transport.sockets import Address
 from trimaran.launcher.config import ServeConfig
+from trimaran.launcher.placement.hosts import advertised_ip
 from trimaran.launcher.starters.children import Children, describe_signal
 from trimaran.launcher.starters.process_tree import adopt_orphans, kill_and_reap_all
 from trimaran.launcher.starters.run_dir import MpiSessionDirs, RunDir
@@ -116,7 +117,11 @@ class ChildSockets:
     """The sockets on which children are expected, and their addresses."""
 
     def __init__(self, config: ServeConfig, run_dir: RunDir) -> None:
-        """TCP sockets in addition to Unix ones if ranks of other hosts are expected."""
+        """TCP sockets in addition to Unix ones if ranks of other hosts are expected.
+
+        Raises:
+            ConfigError: the advertised address is not this host's.
+        """
         near = run_dir.socket("supervisor")
         self.listeners = [Address.parse(near).listen()]
         indices = range(config.frontend.num_frontends)
@@ -127,13 +132,13 @@ class ChildSockets:
             between_frontends=run_dir.socket("frontends"),
         )
         self._held: list[socket.socket] = []
-        host = config.advertise_address
-        if not host:
+        if not config.advertise_address:
             return
-        self.listeners.append(Address(host="0.0.0.0").listen())
+        host = advertised_ip(config.advertise_address)
+        self.listeners.append(Address(host=host).listen())
         port = self.listeners[-1].getsockname()[1]
         # Bound without a listener: every incarnation of a front end opens the port.
-        self._held = [_held_socket() for _ in indices]
+        self._held = [_held_socket(host) for _ in indices]
         self.addresses = dataclasses.replace(
             self.addresses,
             far_supervisor=f"tcp:{host}:{port}",
@@ -185,9 +190,9 @@ def _log_through(stream: Any) -> None:
             handler.setStream(stream)
 
 
-def _held_socket() -> socket.socket:
+def _held_socket(host: str) -> socket.socket:
     """A TCP port that other processes of this user may listen on, and no other user."""
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    held.bind(("0.0.0.0", 0))
+    held.bind((host, 0))
     return held

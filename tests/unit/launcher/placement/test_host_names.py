@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 from launcher_repository import resolve, write_engine, write_model
 
@@ -9,7 +11,7 @@ from trimaran.bench.serving.free_ports import free_ports
 from trimaran.comm.errors import ConfigError
 from trimaran.launcher.cli import main as cli
 from trimaran.launcher.placement import preflight
-from trimaran.launcher.placement.hosts import check_host_names
+from trimaran.launcher.placement.hosts import advertised_ip, check_host_names
 
 NOWHERE = "no-such-host.invalid"
 
@@ -52,9 +54,23 @@ def test_an_advertised_address_that_leads_nowhere_is_refused(repository, address
     assert "leave the flag out" in str(caught.value)
 
 
-@pytest.mark.parametrize("address", ["localhost", "192.0.2.1"])
+@pytest.mark.parametrize("address", ["localhost", "127.0.0.1"])
 def test_an_advertised_address_may_be_a_name_or_a_number(repository, address):
     check_host_names(configuration(repository, "--advertise-address", address), {})
+    assert advertised_ip(address) == "127.0.0.1"
+
+
+def test_an_advertised_address_of_another_host_is_refused(repository):
+    config = configuration(repository, "--advertise-address", "192.0.2.1")
+    with pytest.raises(ConfigError, match=r"192\.0\.2\.1 is no address of this host"):
+        check_host_names(config, {})
+
+
+def test_a_name_that_means_loopback_only_here_is_not_advertised(monkeypatch):
+    entry = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: [entry])
+    with pytest.raises(ConfigError, match=r"means 127\.0\.1\.1 here.*do not reach"):
+        advertised_ip("node1")
 
 
 @pytest.mark.parametrize("flags", [(), ("--multi-model",)])
