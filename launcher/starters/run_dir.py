@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 
 from trimaran.comm.errors import ConfigError
+from trimaran.launcher.starters.loopback_only import LoopbackOnly
 
 _PREFIX = "trimaran-"
 _LOCK = "lock"
@@ -108,6 +109,7 @@ class MpiSessionDirs:
     def __init__(self, run_dir: RunDir) -> None:
         """May raise ConfigError: /dev/shm cannot be written."""
         self._disk = run_dir.path / "mpi"
+        self._loopback = LoopbackOnly(run_dir.path)
         self._memory = RunDir(_SHARED_MEMORY)
 
     def env(self, tag: str, *, is_here_alone: bool) -> dict[str, str]:
@@ -129,6 +131,10 @@ class MpiSessionDirs:
         if is_here_alone:
             return {**sessions, **segments}
         return {**sessions, _TRANSPORTS: os.environ.get(_TRANSPORTS, "self,tcp")}
+
+    def loopback_env(self) -> dict[str, str]:
+        """The variables that keep Open MPI on loopback, for groups of this host alone."""
+        return self._loopback.env()
 
     def prepare(self, tag: str) -> None:
         """Create the folders of a group before its start."""
