@@ -75,7 +75,8 @@ class RestartPolicy:
     """How often a child that died is started again."""
 
     max_restarts: int = 3
-    """Restarts within ``window_s``; 0 means never."""
+    """Restarts within ``window_s``; 0 means never. The death of a front end that served does
+    not count: clients may have caused it."""
 
     window_s: float = 600.0
     first_delay_s: float = 0.5
@@ -121,6 +122,9 @@ class ServeConfig:
     restart: RestartPolicy = field(default_factory=RestartPolicy)
     log: LogConfig = field(default_factory=LogConfig)
     hang_timeout_s: float = 10.0
+    stall_timeout_s: float = 60.0
+    """A front end that computes may be silent for so long."""
+
     exit_timeout_s: float = 30.0
     """Longest drain, in seconds."""
 

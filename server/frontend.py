@@ -21,6 +21,7 @@ from trimaran.server.metrics.metrics import Metrics
 from trimaran.server.served_models import FollowedModels, OwnModels, ServedModels
 from trimaran.server.service import Service
 from trimaran.server.settings import LogSettings
+from trimaran.server.stall_watch import StallWatch
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +61,7 @@ class Frontend:
         self._drain: asyncio.Task[None] | None = None
         self._service: Service | None = None
         self._http: HttpServer | None = None
+        self._stalls = StallWatch()
 
     async def run(self) -> None:
         """Serve; returns after the shutdown command.
@@ -112,7 +114,10 @@ class Frontend:
         logger.info("Serving models %s", names or "(none)")
         facts = {"models": [model.name for model in registry.models()]}
         self._link.state("ready", facts=facts)
+        self._stalls.start()
+        self._link.answer_while(self._stalls.is_turning)
         await self._unless_shut_down(self._models.follow())
+        self._stalls.stop()
         await grpc.stop(_GRPC_GRACE_S)
         await http.stop()
         decoder.close()

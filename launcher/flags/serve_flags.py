@@ -90,6 +90,7 @@ _RARE = (
     "adapter_graphs",
     "connect_timeout",
     "startup_timeout",
+    "stall_timeout",
     "log_verbose",
     "disable_spawn_processes",
     "multimodal_gpu0_cuda_mem_pool_bytes",
@@ -404,6 +405,12 @@ def _add_time_flags(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             *names, type=seconds, default=default, metavar="S", help=f"{meaning} (%(default)g)"
         )
+    parser.add_argument(
+        "--stall-timeout",
+        type=seconds,
+        metavar="S",
+        help="a front end that computes may be silent for so long (60, or --hang-timeout)",
+    )
     parser.add_argument(
         "--max-replays",
         type=count,

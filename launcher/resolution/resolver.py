@@ -113,6 +113,7 @@ class Resolver:
             log=settings.log_config(args),
             ready_file=settings.ready_file(args),
             hang_timeout_s=args.hang_timeout,
+            stall_timeout_s=settings.stall_timeout_s(args),
             exit_timeout_s=args.exit_timeout,
             connect_timeout_s=args.connect_timeout,
             startup_timeout_s=args.startup_timeout,

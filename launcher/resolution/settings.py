@@ -39,8 +39,26 @@ _WITHOUT_EFFECT = {
 }
 _ALL_MODELS = "*"
 
+_STALL_TIMEOUT_S = 60.0
 MAX_FRONTENDS = 64
 """Most front ends of one server."""
+
+
+def stall_timeout_s(args: argparse.Namespace) -> float:
+    """How long a front end that computes may be silent.
+
+    Raises:
+        ConfigError: shorter than for one that does not compute.
+    """
+    if args.stall_timeout is None:
+        return max(_STALL_TIMEOUT_S, float(args.hang_timeout))
+    if args.stall_timeout < args.hang_timeout:
+        raise ConfigError(
+            f"--stall-timeout {args.stall_timeout:g} is below --hang-timeout "
+            f"{args.hang_timeout:g}: a front end that computes may be silent for longer than "
+            "one that has hung, not shorter. Raise the first or lower the second."
+        )
+    return float(args.stall_timeout)
 
 
 def check_flags(args: argparse.Namespace, job: Job | None) -> None:

@@ -63,6 +63,9 @@ class GroupSpec:
     hang_timeout_s: float
     """The silence after which a ready process counts as hung; 0 means never."""
 
+    stall_timeout_s: float = 0.0
+    """The same for a front end that computes meanwhile; 0 for other processes."""
+
     @property
     def title(self) -> str:
         """The group in log lines."""

@@ -24,6 +24,7 @@ from trimaran.launcher.starters.starter import (
     StarterEvents,
 )
 from trimaran.launcher.supervisor.child_connections import ChildConnection
+from trimaran.launcher.supervisor.signs_of_life import SignsOfLife
 
 logger = logging.getLogger(__name__)
 
@@ -33,17 +34,10 @@ _NOTICE_S = 0.3
 _STARTER_END_S = 2.0
 """Time for the starter to end after its last process."""
 
-_MAX_PINGS = 4
-"""Unanswered pings that make up ``hang_timeout_s``. Counted, not timed: after a suspension
-of this process, no child counts as hung.
-"""
-
-_LOADING_PATIENCE = 6
-"""Factor of the silence allowed to a loading process: code that holds the interpreter, such
-as an import, is not a hang.
-"""
-
 _READ_S = 0.05
+_STACKS_S = 0.3
+"""Time for a silent front end to write its stacks before it is killed."""
+
 _KILL_PERIOD_S = 0.05
 
 
@@ -99,6 +93,9 @@ class Group:
         self.state = GroupState.DOWN
         self.incarnation = -1
         self.was_ready = False
+        self.has_served = False
+        """Whether the last incarnation was ready."""
+
         self.fault = ""
         """The cause of the last death."""
 
@@ -110,6 +107,7 @@ class Group:
         self._left: set[int] = set()
         self._lost: ChildConnection | None = None
         self._failure: Failure | None = None
+        self._signs = SignsOfLife(spec.hang_timeout_s, spec.stall_timeout_s)
         self._helpers = ProcessWatch(self._on_helper_end)
         self._timers: list[asyncio.TimerHandle] = []
 
@@ -118,7 +116,7 @@ class Group:
         self.incarnation += 1
         self._connections, self._states, self._left = {}, {}, set()
         self._lost = self._failure = None
-        self.state = GroupState.STARTING
+        self.state, self.has_served = GroupState.STARTING, False
         spec = self.spec
         events = StarterEvents(self._on_exit, self._on_start_failure, self._on_starter_lost)
         try:
@@ -207,7 +205,7 @@ class Group:
                 self._after(self.spec.startup_timeout_s, self._on_startup_timeout)
                 self._watch_helpers()
                 # Not at once: a process that dies with an unread ping loses its last message.
-                self._after(self.spec.hang_timeout_s / _MAX_PINGS, self._check_alive)
+                self._after(self._signs.period_s, self._check_alive)
                 self._events.on_connected(self)
 
     def on_state(self, connection: ChildConnection, state: ChildState) -> None:
@@ -222,7 +220,8 @@ class Group:
         elif state.state == "ready" and self.state is GroupState.STARTING:
             ready = [each for each in self._states.values() if each.state == "ready"]
             if len(ready) == self.spec.world_size:
-                self.state, self.was_ready = GroupState.READY, True
+                self.state = GroupState.READY
+                self.was_ready = self.has_served = True
                 self._cancel_timers()
                 self._check_alive()
                 self._events.on_ready(self)
@@ -296,26 +295,20 @@ class Group:
 
     def _check_alive(self) -> None:
         """Ping every process periodically; end the group if one stays silent."""
-        limit_s = self.spec.hang_timeout_s
-        if limit_s <= 0 or self.state not in (GroupState.STARTING, GroupState.READY):
+        is_up = self.state in (GroupState.STARTING, GroupState.READY)
+        if not self._signs.period_s or not is_up:
             return
-        # Pings are as frequent while loading: ranks on other hosts end without them.
-        period_s, max_pings, why = limit_s / _MAX_PINGS, _MAX_PINGS, "--hang-timeout"
-        if self.state is GroupState.STARTING:
-            limit_s, max_pings = limit_s * _LOADING_PATIENCE, max_pings * _LOADING_PATIENCE
-            why = f"{_LOADING_PATIENCE} times --hang-timeout, while loading"
-        hung = [
-            connection
-            for connection in self._connections.values()
-            if connection.num_unanswered >= max_pings
-        ]
-        if hung and self._lost is None:
-            who = self._process(hung[0])
-            self._die(Failure(f"{who} has hung: no sign of life for {limit_s:g} s ({why})"))
+        is_loading = self.state is GroupState.STARTING
+        silence = self._signs.look(self._connections.values(), is_loading=is_loading)
+        if silence is not None and self._lost is None:
+            failure = Failure(f"{self._process(silence.connection)} {silence.text}")
+            if self.spec.role == FRONTEND and not is_loading:
+                silence.connection.ask_for_stacks()
+                self._after(_STACKS_S, self._die, failure)
+            else:
+                self._die(failure)
             return
-        for connection in self._connections.values():
-            connection.ping()
-        self._after(period_s, self._check_alive)
+        self._after(self._signs.period_s, self._check_alive)
 
     def _on_connect_timeout(self) -> None:
         missing = [r for r in range(self.spec.world_size) if r not in self._connections]

@@ -15,6 +15,7 @@ from trimaran.comm.errors import ConfigError
 from trimaran.launcher.config import GroupConfig, HostSlots, ServeConfig
 from trimaran.launcher.placement.job import rank_environ
 from trimaran.launcher.starters.mpi_launch import (
+    MPICH,
     Mpi,
     compose,
     mpi_settings,
@@ -70,7 +71,7 @@ class Addresses:
     supervisor: str
     frontends: tuple[str, ...]
     far_supervisor: str = ""
-    """Over TCP; empty if all processes run on this host."""
+    """Over TCP, on the advertised address alone; empty if all processes run on this host."""
 
     far_frontends: tuple[str, ...] = ()
     """One address for each front end; may be empty."""
@@ -80,8 +81,7 @@ class Addresses:
 
     def engine_listen(self, index: int) -> tuple[str, ...]:
         """The addresses at which a front end expects engines."""
-        ports = (f"tcp:0.0.0.0:{far.rpartition(':')[2]}" for far in self.far_frontends)
-        return (self.frontends[index], *list(ports)[index : index + 1])
+        return (self.frontends[index], *self.far_frontends[index : index + 1])
 
 
 class SpecMaker:
@@ -137,6 +137,7 @@ class SpecMaker:
             **self._child_env(ORCHESTRATOR, ""),
             **mpi_settings(),
             **self._session_dirs.env(group_tag(ORCHESTRATOR, ""), is_here_alone=True),
+            **self._session_dirs.loopback_env(),
         }
 
         def make_config(incarnation: int, rank: int) -> dict[str, Any]:
@@ -233,6 +234,7 @@ class SpecMaker:
             connect_timeout_s=config.connect_timeout_s,
             startup_timeout_s=config.startup_timeout_s,
             hang_timeout_s=config.hang_timeout_s,
+            stall_timeout_s=config.stall_timeout_s if role == FRONTEND else 0.0,
         )
 
     def _engine(self, group: GroupConfig, ranks: Iterable[int]) -> EngineSpec:
@@ -303,7 +305,12 @@ class SpecMaker:
             return {}
         # Without --host, mpirun uses all nodes of the allocation that it runs in.
         is_alone = not hosts and os.environ.get("SLURM_JOB_NUM_NODES", "1") == "1"
-        return self._session_dirs.env(group_tag(RANK, name), is_here_alone=is_alone)
+        env = self._session_dirs.env(group_tag(RANK, name), is_here_alone=is_alone)
+        is_hydra = self._mpi is not None and self._mpi.kind == MPICH
+        if is_alone and not is_hydra:
+            # Hydra's processes reach each other by the host's name, also on one host.
+            env.update(self._session_dirs.loopback_env())
+        return env
 
     def _child_env(self, role: str, name: str, address: str = "") -> dict[str, str]:
         child = ChildEnv(

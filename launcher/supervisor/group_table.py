@@ -20,6 +20,10 @@ from trimaran.launcher.supervisor.group_specs import PRESTARTED, SpecMaker
 _MOST_DOUBLINGS = 64
 """Exponent above the longest pause in any case; keeps the power within a float."""
 
+_FREE_WINDOW_S = 60.0
+_FREE_MAX_DELAY_S = 5.0
+"""A front end that served comes back within this time and its own start."""
+
 _STATE_WORDS = {
     GroupState.DOWN: "down",
     GroupState.STARTING: "starting",
@@ -30,22 +34,32 @@ _STATE_WORDS = {
 
 
 class RestartBudget:
-    """At most ``max_restarts`` within the window, each after a longer pause than the last."""
+    """At most ``max_restarts`` within the window, each after a longer pause than the last.
+
+    Deaths that clients may have caused are not counted: they cost a pause of at most
+    `_FREE_MAX_DELAY_S` each.
+    """
 
     def __init__(self, policy: RestartPolicy) -> None:
         self._policy = policy
         self._taken: deque[float] = deque()
-        self.num_restarts = 0
+        self._free: deque[float] = deque()
 
-    def take(self, now: float) -> float | None:
-        """Seconds to wait before the next restart; None if the budget is used up."""
+    def take(self, now: float, *, is_free: bool = False) -> float | None:
+        """Seconds to wait before the next restart; None if the budget is used up, or if there
+        are no restarts at all. One that ``is_free`` leaves the budget as it is."""
+        if is_free and self._policy.max_restarts:
+            while self._free and now - self._free[0] > _FREE_WINDOW_S:
+                self._free.popleft()
+            delay = self._policy.first_delay_s * 2.0 ** min(len(self._free), _MOST_DOUBLINGS)
+            self._free.append(now)
+            return min(delay, self._policy.max_delay_s, _FREE_MAX_DELAY_S)
         while self._taken and now - self._taken[0] > self._policy.window_s:
             self._taken.popleft()
         if len(self._taken) >= self._policy.max_restarts:
             return None
         delay = self._policy.first_delay_s * 2.0 ** min(len(self._taken), _MOST_DOUBLINGS)
         self._taken.append(now)
-        self.num_restarts += 1
         return min(delay, self._policy.max_delay_s)
 
     def __str__(self) -> str:

@@ -206,7 +206,10 @@ class Supervisor:
             logger.error("%s: %s; the load has failed", group.spec.title, what)
             return
         loop = asyncio.get_running_loop()
-        delay = None if failure.is_final else self._table.budget(group).take(loop.time())
+        # Clients may have caused the death of a front end that served, and must not end all.
+        is_free = group in self._table.frontends and group.has_served
+        budget = self._table.budget(group)
+        delay = None if failure.is_final else budget.take(loop.time(), is_free=is_free)
         if delay is None:
             why = self._why_final(group, failure)
             logger.error("%s: %s; %s", group.spec.title, what, why)

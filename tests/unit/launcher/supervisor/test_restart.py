@@ -9,7 +9,6 @@ def test_each_pause_is_twice_as_long_up_to_the_longest():
     budget = RestartBudget(policy)
 
     assert [budget.take(0.0) for _ in range(7)] == [1.0, 2.0, 4.0, 8.0, 10.0, 10.0, None]
-    assert budget.num_restarts == 6
 
 
 def test_restarts_before_the_window_count_no_more():
@@ -24,3 +23,18 @@ def test_thousands_of_restarts_leave_the_pause_what_it_is():
     budget = RestartBudget(policy)
 
     assert [budget.take(float(now)) for now in range(5000)][-1] == 30.0
+
+
+def test_a_death_that_clients_may_have_caused_costs_a_pause_and_no_restart():
+    budget = RestartBudget(RestartPolicy(max_restarts=1, first_delay_s=1.0))
+
+    pauses = [budget.take(0.0, is_free=True) for _ in range(100)]
+
+    assert pauses[:4] == [1.0, 2.0, 4.0, 5.0]
+    assert set(pauses[4:]) == {5.0}
+    assert budget.take(1e3, is_free=True) == 1.0
+    assert [budget.take(1e3) for _ in range(2)] == [1.0, None]
+
+
+def test_without_restarts_no_death_is_free():
+    assert RestartBudget(RestartPolicy(max_restarts=0)).take(0.0, is_free=True) is None

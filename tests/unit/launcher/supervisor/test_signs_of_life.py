@@ -1,0 +1,94 @@
+"""A front end that computes is given longer than one that does nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from trimaran.launcher.supervisor.signs_of_life import SignsOfLife
+
+COMPUTES = "while True: pass"
+SLEEPS = "import time; time.sleep(600)"
+
+
+class Connection:
+    """A control connection whose process never answers."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.num_unanswered = 0
+
+    def ping(self) -> None:
+        self.num_unanswered += 1
+
+
+@pytest.fixture
+def silent():
+    """A function that starts a process and returns its connection."""
+    processes = []
+
+    def start(code: str) -> Connection:
+        processes.append(subprocess.Popen([sys.executable, "-c", code]))
+        return Connection(processes[-1].pid)
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def looks_until_judged(signs: SignsOfLife, connection: Connection) -> tuple[int, str]:
+    """How many looks it took until the process was given up, and the reason."""
+    for count in range(1, 1000):
+        silence = signs.look([connection], is_loading=False)
+        if silence is not None:
+            return count, silence.text
+        time.sleep(signs.period_s)
+    raise AssertionError("never given up")
+
+
+def test_a_front_end_that_does_nothing_is_given_up_after_the_hang_timeout(silent):
+    count, text = looks_until_judged(SignsOfLife(0.8, 4.0), silent(SLEEPS))
+
+    assert count == 5
+    assert "has hung: no sign of life for 0.8 s and no work done (--hang-timeout)" in text
+
+
+def test_a_front_end_that_computes_has_until_the_stall_timeout(silent, caplog):
+    count, text = looks_until_judged(SignsOfLife(0.8, 4.0), silent(COMPUTES))
+
+    assert count == 21
+    assert "has stalled: it computes" in text
+    assert "4 s (--stall-timeout)" in text
+    assert caplog.text.count("answered nothing for 0.8 s, but computes") == 1
+
+
+def test_a_front_end_that_stops_to_compute_has_hung(silent):
+    signs, connection = SignsOfLife(0.8, 40.0), silent(COMPUTES)
+    for _ in range(10):
+        assert signs.look([connection], is_loading=False) is None
+        time.sleep(signs.period_s)
+
+    os.kill(connection.pid, signal.SIGSTOP)
+
+    assert "has hung" in looks_until_judged(signs, connection)[1]
+
+
+def test_a_rank_that_spins_has_hung_all_the_same(silent):
+    count, text = looks_until_judged(SignsOfLife(0.8, 0.0), silent(COMPUTES))
+
+    assert count == 5
+    assert text == "has hung: no sign of life for 0.8 s (--hang-timeout)"
+
+
+def test_a_process_that_loads_has_six_times_as_long(silent):
+    signs, connection = SignsOfLife(0.8, 4.0), silent(SLEEPS)
+    for _ in range(24):
+        assert signs.look([connection], is_loading=True) is None
+
+    assert "(6 times --hang-timeout" in signs.look([connection], is_loading=True).text
