@@ -116,7 +116,7 @@ class _Connection:
         return messages
 
     def _greet(self, greeting: DialerGreeting) -> None:
-        """Take a part of the greeting; the hello follows once the front end's proof is right."""
+        """Take a part of the greeting; the hello follows the front end's proof."""
         try:
             data = self.sock.recv(greeting.num_missing)
         except BlockingIOError:
