@@ -66,8 +66,8 @@ class SupervisorLink:
 
         Raises:
             OSError: the supervisor does not listen.
-            ProtocolError: the supervisor speaks another version, refuses this child, or over TCP
-                does not know the token.
+            ProtocolError: the supervisor speaks another version, refuses this child, or does
+                not know the token (TCP).
         """
         address = Address.parse(env.supervisor)
         sock = address.connect(CONNECT_TIMEOUT_S)
