@@ -8,11 +8,13 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from multiprocessing import reduction
 from multiprocessing.connection import Connection
 
 import psutil
 
 from trimaran.comm.errors import ErrorKind, RequestError
+from trimaran.server.decoding.body import LongBody
 from trimaran.server.decoding.exchange import receive_parsed
 from trimaran.server.decoding.process import Refusal
 from trimaran.server.decoding.tasks import (
@@ -31,9 +33,6 @@ from trimaran.server.protocol.load_request import LoadRequest
 from trimaran.server.protocol.message_scan import check_head
 
 logger = logging.getLogger(__name__)
-
-SHORT_BYTES = 256 << 10
-"""A body up to this is decoded sooner than it is sent elsewhere: within some 30 ms."""
 
 _NUM_PROCESSES = 2
 _MAX_IDLE_BYTES = 192 << 20
@@ -63,23 +62,22 @@ class Decoder:
         self._all: set[_Process] = set()
 
     async def read_infer(
-        self, body: bytes, json_bytes: int, ready: Callable[[], Model]
+        self, body: LongBody, json_bytes: int, ready: Callable[[], Model]
     ) -> tuple[Model, ParsedInfer]:
         """The request of an ``infer`` body whose first bytes are JSON, for ``ready()``.
 
         Raises:
             RequestError: as for `parse_infer`, or the request does not fit the model.
         """
-        view = memoryview(body)
-        json, blobs = view[:json_bytes], view[json_bytes:]
+        num_blob_bytes = len(body) - json_bytes
 
         def task(config: bytes) -> InferTask:
-            return InferTask(config, self._max_json_bytes, len(blobs))
+            return InferTask(config, self._max_json_bytes, num_blob_bytes)
 
-        return await self._read_for(task, json, ready, blobs)
+        return await self._read_for(task, body, json_bytes, ready)
 
     async def read_generate(
-        self, body: bytes, ready: Callable[[], Model]
+        self, body: LongBody, ready: Callable[[], Model]
     ) -> tuple[Model, ParsedInfer]:
         """The request of a ``generate`` body.
 
@@ -90,7 +88,7 @@ class Decoder:
         def task(config: bytes) -> GenerateTask:
             return GenerateTask(config, self._max_json_bytes)
 
-        return await self._read_for(task, memoryview(body), ready, memoryview(b""))
+        return await self._read_for(task, body, len(body), ready)
 
     async def read_message(self, head: bytes, raw_contents: Sequence[Buffer]) -> ParsedInfer:
         """The request of a gRPC message in the two parts of `split_infer`.
@@ -101,11 +99,12 @@ class Decoder:
         check_head(len(head), self._max_message_bytes)
         task = MessageTask([len(raw) for raw in raw_contents])
         contents = iter(raw_contents)
-        found = await self._carry_out(task, memoryview(head), lambda _: next(contents))
+        body = LongBody((head,))
+        found = await self._carry_out(task, body, len(head), lambda _: next(contents))
         assert isinstance(found, ParsedInfer)
         return found
 
-    async def read_load(self, name: str, body: bytes) -> LoadRequest:
+    async def read_load(self, name: str, body: LongBody) -> LoadRequest:
         """The request of a body that asks to load the model ``name``.
 
         Raises:
@@ -119,7 +118,7 @@ class Decoder:
         Raises:
             RequestError: as for `load_request_of_grpc`, or the message cannot be decoded.
         """
-        return await self._read_load(LoadMessageTask(), message)
+        return await self._read_load(LoadMessageTask(), LongBody((message,)))
 
     def close(self) -> None:
         """End the processes."""
@@ -130,22 +129,23 @@ class Decoder:
         self._all.clear()
         self._idle.clear()
 
-    async def _read_load(self, task: Task, body: bytes) -> LoadRequest:
-        found = await self._carry_out(task, memoryview(body), _no_blob)
+    async def _read_load(self, task: Task, body: LongBody) -> LoadRequest:
+        found = await self._carry_out(task, body, len(body), _no_blob)
         assert isinstance(found, LoadRequest)
         return found
 
     async def _read_for(
         self,
         task: Callable[[bytes], Task],
-        json: memoryview,
+        body: LongBody,
+        json_bytes: int,
         ready: Callable[[], Model],
-        blobs: memoryview,
     ) -> tuple[Model, ParsedInfer]:
         while True:
             model = ready()
+            take_blob = _in_order(body, json_bytes)
             found = await self._carry_out(
-                task(model.config.SerializeToString()), json, _in_order(blobs)
+                task(model.config.SerializeToString()), body, json_bytes, take_blob
             )
             assert isinstance(found, ParsedInfer)
             # Meanwhile the model may have been replaced.
@@ -153,15 +153,17 @@ class Decoder:
                 return ready(), found
 
     async def _carry_out(
-        self, task: Task, data: memoryview, take_blob: _TakeBlob
+        self, task: Task, body: LongBody, num_bytes: int, take_blob: _TakeBlob
     ) -> ParsedInfer | LoadRequest:
-        async with self._slots.slot(len(data)):
+        async with self._slots.slot(num_bytes):
             process = self._idle.pop() if self._idle else self._start()
             try:
-                answer = await asyncio.to_thread(process.exchange, task, data, take_blob)
+                answer = await asyncio.to_thread(
+                    process.exchange, task, body, num_bytes, take_blob
+                )
             except (EOFError, OSError):
                 self._end(process)
-                logger.error("the process that read a body of %d bytes ended", len(data))
+                logger.error("the process that read a body of %d bytes ended", num_bytes)
                 raise RequestError(
                     f"the process that read {task.subject} ended", ErrorKind.UNAVAILABLE
                 ) from None
@@ -192,14 +194,15 @@ class Decoder:
         self._all.discard(process)
 
 
-def _in_order(blobs: memoryview) -> _TakeBlob:
-    """Takes blobs that follow each other."""
-    start = 0
+def _in_order(body: LongBody, start: int) -> _TakeBlob:
+    """Takes the blobs of a body, which follow each other from ``start`` on."""
+    view = body.view() if start < len(body) else memoryview(b"")
+    end = start
 
     def take(num_bytes: int) -> memoryview:
-        nonlocal start
-        start += num_bytes
-        return blobs[start - num_bytes : start]
+        nonlocal end
+        end += num_bytes
+        return view[end - num_bytes : end]
 
     return take
 
@@ -222,16 +225,16 @@ class _Process:
         self._connection = Connection(ours.detach())
 
     def exchange(
-        self, task: Task, data: memoryview, take_blob: _TakeBlob
+        self, task: Task, body: LongBody, num_bytes: int, take_blob: _TakeBlob
     ) -> ParsedInfer | LoadRequest | Refusal:
-        """Send a body and wait for what it is. Called in a thread.
+        """Send the first bytes of a body and wait for the answer. Called in a thread.
 
         Raises:
             EOFError, OSError: the process has ended.
         """
         try:
-            self._connection.send(task)
-            self._connection.send_bytes(data)
+            self._connection.send((task, num_bytes))
+            reduction.send_handle(self._connection, body.fileno(), self._process.pid)
             head = self._connection.recv()
             if isinstance(head, (Refusal, LoadRequest)):
                 return head

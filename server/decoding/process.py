@@ -9,9 +9,11 @@ import signal
 import sys
 import traceback
 from dataclasses import dataclass
+from multiprocessing import reduction
 from multiprocessing.connection import Connection
 
 from trimaran.comm.errors import ErrorKind, RequestError
+from trimaran.server.decoding.body import mapped
 from trimaran.server.decoding.exchange import send_parsed
 from trimaran.server.decoding.tasks import Task
 from trimaran.server.protocol.infer_json import ParsedInfer
@@ -50,8 +52,11 @@ def main() -> None:
 
 
 def _serve(connection: Connection) -> None:
-    task: Task = connection.recv()
-    data = connection.recv_bytes()
+    task: Task
+    task, num_bytes = connection.recv()
+    fd = reduction.recv_handle(connection)
+    data = mapped(fd, num_bytes)
+    os.close(fd)
     try:
         found = task.read(data)
     except RequestError as error:

@@ -13,6 +13,7 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from trimaran.comm.errors import ErrorKind, RequestError
 from trimaran.server.inference.cooperative import run_at_once
+from trimaran.server.inference.tensor_bytes import Buffer
 from trimaran.server.inference.validation import Validator
 from trimaran.server.protocol import json_access
 from trimaran.server.protocol.generate import GenerateMapper
@@ -41,7 +42,7 @@ class InferTask:
     num_blob_bytes: int
     """Bytes after the JSON, which stay with the front end."""
 
-    def read(self, data: bytes) -> ParsedInfer:
+    def read(self, data: Buffer) -> ParsedInfer:
         """The request, which the model takes as far as can be told without the blobs.
 
         Raises:
@@ -65,7 +66,7 @@ class GenerateTask:
     """The model's, serialized."""
     max_input_bytes: int
 
-    def read(self, data: bytes) -> ParsedInfer:
+    def read(self, data: Buffer) -> ParsedInfer:
         """The request, which the model takes.
 
         Raises:
@@ -87,14 +88,14 @@ class MessageTask:
     raw_sizes: Sequence[int]
     """Bytes of each raw tensor, which stay with the front end."""
 
-    def read(self, data: bytes) -> ParsedInfer:
+    def read(self, data: Buffer) -> ParsedInfer:
         """The request, not yet checked against its model.
 
         Raises:
             RequestError: with the kind and text that clients know.
         """
         try:
-            message = pb.ModelInferRequest.FromString(data)
+            message = pb.ModelInferRequest.FromString(bytes(data))
         except DecodeError as error:
             raise undecodable(error) from None
         return run_at_once(parse_message(message, [_stand_in(size) for size in self.raw_sizes]))
@@ -109,7 +110,7 @@ class LoadJsonTask:
     name: str
     max_input_bytes: int
 
-    def read(self, data: bytes) -> LoadRequest:
+    def read(self, data: Buffer) -> LoadRequest:
         """The request.
 
         Raises:
@@ -125,7 +126,7 @@ class LoadMessageTask:
 
     subject: ClassVar[str] = "the request's message"
 
-    def read(self, data: bytes) -> LoadRequest:
+    def read(self, data: Buffer) -> LoadRequest:
         """The request.
 
         Raises:
@@ -133,7 +134,7 @@ class LoadMessageTask:
         """
         try:
             check_num_files(data)
-            message = pb.RepositoryModelLoadRequest.FromString(data)
+            message = pb.RepositoryModelLoadRequest.FromString(bytes(data))
         except (DecodeError, MalformedError) as error:
             raise undecodable(error) from None
         return load_request_of_grpc(message)

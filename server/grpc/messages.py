@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2 as pb
 
-from trimaran.server.decoding.decoder import SHORT_BYTES, Decoder
+from trimaran.server.decoding.body import SHORT_BYTES
+from trimaran.server.decoding.decoder import Decoder
 from trimaran.server.decoding.tasks import undecodable
 from trimaran.server.inference.cooperative import run_cooperatively
 from trimaran.server.protocol.infer_json import ParsedInfer

@@ -14,7 +14,8 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
 from trimaran.comm.errors import ErrorKind, RequestError
-from trimaran.server.decoding.decoder import SHORT_BYTES, Decoder
+from trimaran.server.decoding.body import SHORT_BYTES
+from trimaran.server.decoding.decoder import Decoder
 from trimaran.server.decoding.tasks import LoadMessageTask
 from trimaran.server.grpc.convert import fill_response, utf8
 from trimaran.server.grpc.messages import InferMessage

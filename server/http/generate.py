@@ -13,7 +13,8 @@ from weakref import WeakKeyDictionary
 from aiohttp import web
 
 from trimaran.comm.errors import RequestError
-from trimaran.server.decoding.decoder import SHORT_BYTES, Decoder
+from trimaran.server.decoding.body import Body, LongBody
+from trimaran.server.decoding.decoder import Decoder
 from trimaran.server.http.messages import JSON, LONG_ANSWER_BYTES, read_body, write_parts
 from trimaran.server.http.pending_bodies import PendingBodies, Share
 from trimaran.server.http.routes import Route
@@ -75,7 +76,7 @@ class GenerateEndpoint:
             return await self._answer_stream(request, route, body, share)
 
     async def _answer_stream(
-        self, request: web.BaseRequest, route: Route, body: bytes, share: Share
+        self, request: web.BaseRequest, route: Route, body: Body, share: Share
     ) -> web.StreamResponse:
         admission = self._service.admission
         with admission.admit():
@@ -126,7 +127,7 @@ class GenerateEndpoint:
             logger.exception("a stream of model %s failed", request.model_name)
             await stream.write(b"data: %b\n\n" % error_object(INTERNAL))
 
-    async def _read(self, request: web.BaseRequest, route: Route, share: Share) -> bytes:
+    async def _read(self, request: web.BaseRequest, route: Route, share: Share) -> Body:
         service = self._service
         service.admission.check()
         # A model that cannot answer is refused before its body is read.
@@ -136,12 +137,12 @@ class GenerateEndpoint:
         return await read_body(request, service.config.http_max_input_bytes, share)
 
     async def _start(
-        self, route: Route, body: bytes, share: Share
+        self, route: Route, body: Body, share: Share
     ) -> tuple[InferRequest, AsyncIterator[InferResponse]]:
         arrival_ns = time.monotonic_ns()
         # Looked up after the body: the model may be replaced while the body arrives.
         ready = partial(self._service.registry.get_ready, route.name, route.version)
-        if len(body) > SHORT_BYTES:
+        if isinstance(body, LongBody):
             model, read = await self._decoder.read_generate(body, ready)
             parsed, inputs = read.request, read.inputs
         else:

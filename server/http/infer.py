@@ -10,7 +10,8 @@ from functools import partial
 from aiohttp import web
 
 from trimaran.comm.errors import ErrorKind, RequestError
-from trimaran.server.decoding.decoder import SHORT_BYTES, Decoder
+from trimaran.server.decoding.body import SHORT_BYTES, Body, LongBody, view_of
+from trimaran.server.decoding.decoder import Decoder
 from trimaran.server.http.messages import (
     JSON,
     LONG_ANSWER_BYTES,
@@ -70,7 +71,7 @@ class InferEndpoint:
                     return await write_parts(request, parts, headers, is_last=is_last)
         return web.Response(body=b"".join(parts), headers=headers)
 
-    async def _read(self, request: web.BaseRequest, share: Share) -> bytes:
+    async def _read(self, request: web.BaseRequest, share: Share) -> Body:
         """The decompressed body."""
         limit = self._service.config.http_max_input_bytes
         body = await read_body(request, limit, share)
@@ -81,18 +82,18 @@ class InferEndpoint:
         return decompress(body, coding, limit)
 
     async def _parsed(
-        self, request: web.BaseRequest, route: Route, body: bytes
+        self, request: web.BaseRequest, route: Route, body: Body
     ) -> tuple[Model, ParsedInfer]:
         arrival_ns = time.monotonic_ns()
         # While the body came the model may have been replaced.
         ready = partial(self._service.registry.get_ready, route.name, route.version)
         model = ready()
         json_bytes = header_length(request.headers.get(LENGTH_HEADER), len(body))
-        if json_bytes > SHORT_BYTES:
+        if json_bytes > SHORT_BYTES and isinstance(body, LongBody):
             model, parsed = await self._decoder.read_infer(body, json_bytes, ready)
         else:
             limit = self._service.config.http_max_input_bytes
-            parsed = parse_infer(body, json_bytes, model.config, limit)
+            parsed = parse_infer(view_of(body), json_bytes, model.config, limit)
         parsed.request.model_version = model.version
         parsed.request.arrival_ns = arrival_ns
         return model, parsed

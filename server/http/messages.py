@@ -11,13 +11,16 @@ from typing import Any
 from aiohttp import web
 
 from trimaran.comm.errors import EngineDeadError, ErrorKind, RequestError
+from trimaran.server.decoding.body import Body, BodyBuilder, view_of
 from trimaran.server.http.pending_bodies import Share
 from trimaran.server.inference.registry import NotReadyError
+from trimaran.server.inference.tensor_bytes import Buffer
 from trimaran.server.protocol import json_access
 from trimaran.server.protocol.generate import error_object
 from trimaran.server.protocol.infer_json import json_too_large
 
 _AUTODETECT_BITS = zlib.MAX_WBITS | 32
+_CODED_BYTES, _DECODED_BYTES = 64 << 10, 1 << 20
 _GZIP_MAGIC = b"\x1f\x8b"
 _KNOWN = ("identity", "deflate", "gzip")
 
@@ -29,7 +32,7 @@ class UnsupportedCodingError(RequestError):
         super().__init__("Unsupported compression type", ErrorKind.UNSUPPORTED)
 
 
-def decompress(body: bytes, coding: str, max_bytes: int) -> bytes:
+def decompress(body: Body, coding: str, max_bytes: int) -> Body:
     """The decoded body of a request.
 
     Raises:
@@ -42,23 +45,35 @@ def decompress(body: bytes, coding: str, max_bytes: int) -> bytes:
     if coding not in ("gzip", "deflate"):
         raise UnsupportedCodingError
     decoder = zlib.decompressobj(_AUTODETECT_BITS)
-    try:
-        decoded = decoder.decompress(body, max_bytes + 1)
-    except zlib.error as error:
-        raise RequestError(f"failed to decompress the request: {error}") from None
-    if len(decoded) > max_bytes:
-        raise RequestError(
-            f"Decompressed data size exceeds the maximum allowed value of {max_bytes} bytes. "
-            "Use --http-max-input-size to increase the limit."
-        )
+    decoded, view, start = BodyBuilder(), view_of(body), 0
+    while start < len(view) and not decoder.eof:
+        data: Buffer = view[start : start + _CODED_BYTES]
+        start += len(data)
+        while data and not decoder.eof:
+            decoded.append(_decompressed(decoder, data))
+            data = decoder.unconsumed_tail
+            if decoded.num_bytes > max_bytes:
+                raise RequestError(
+                    f"Decompressed data size exceeds the maximum allowed value of {max_bytes} "
+                    "bytes. Use --http-max-input-size to increase the limit."
+                )
     if not decoder.eof:
         raise RequestError("failed to decompress the request: the data ends too early")
-    if decoder.unused_data.startswith(_GZIP_MAGIC):
+    rest = decoder.unused_data + bytes(view[start : start + len(_GZIP_MAGIC)])
+    if rest.startswith(_GZIP_MAGIC):
         raise RequestError(
             "failed to decompress the request: it is several gzip streams one after the other. "
             "Compress it as one."
         )
-    return decoded
+    return decoded.finish()
+
+
+def _decompressed(decoder: Any, data: Buffer) -> bytes:
+    try:
+        part: bytes = decoder.decompress(data, _DECODED_BYTES)
+    except zlib.error as error:
+        raise RequestError(f"failed to decompress the request: {error}") from None
+    return part
 
 
 def best_coding(accept_encoding: str) -> str:
@@ -103,7 +118,7 @@ RETRY_AFTER_S = "2"
 """Retry-After of requests to a dead worker group, in seconds."""
 
 
-async def read_body(request: web.BaseRequest, max_bytes: int, share: Share) -> bytes:
+async def read_body(request: web.BaseRequest, max_bytes: int, share: Share) -> Body:
     """The whole body, whose memory is counted in ``share``.
 
     A longer body is refused as soon as its size is known. The connection discards the rest, so
@@ -117,15 +132,14 @@ async def read_body(request: web.BaseRequest, max_bytes: int, share: Share) -> b
         raise json_too_large(announced, max_bytes)
     if request.headers.get("Expect", "").lower() == "100-continue" and request.transport:
         request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-    chunks: list[bytes] = []
-    num_bytes = 0
-    while chunk := await request.content.readany():
-        chunks.append(chunk)
-        num_bytes += len(chunk)
+    body = BodyBuilder()
+    while part := await request.content.readany():
+        num_bytes = body.num_bytes + len(part)
         if num_bytes > max_bytes:
             raise json_too_large(num_bytes, max_bytes)
-        share.add(len(chunk))
-    return b"".join(chunks)
+        share.add(len(part))
+        body.append(part)
+    return body.finish()
 
 
 SMALL_BODY_BYTES = 64 << 10

@@ -9,7 +9,8 @@ from typing import Any
 from aiohttp import web
 
 from trimaran.comm.errors import ErrorKind, RequestError
-from trimaran.server.decoding.decoder import SHORT_BYTES, Decoder
+from trimaran.server.decoding.body import LongBody
+from trimaran.server.decoding.decoder import Decoder
 from trimaran.server.http.messages import json_response, read_body, read_small_body
 from trimaran.server.http.pending_bodies import PendingBodies
 from trimaran.server.http.routes import Route
@@ -44,7 +45,7 @@ async def load(
     """
     with pending.share() as share:
         body = await read_body(request, service.config.http_max_input_bytes, share)
-        if len(body) > SHORT_BYTES:
+        if isinstance(body, LongBody):
             parsed = await decoder.read_load(route.name, body)
         else:
             parsed = load_request_of_json(route.name, body)

@@ -15,7 +15,7 @@ from trimaran.server.inference.request import (
     ParameterValue,
     Tensor,
 )
-from trimaran.server.inference.tensor_bytes import from_config
+from trimaran.server.inference.tensor_bytes import Buffer, from_config
 from trimaran.server.inference.validation import WireInput
 from trimaran.server.protocol import json_access
 from trimaran.server.protocol.infer_json import check_size, custom_value
@@ -42,7 +42,7 @@ class GenerateMapper:
         }
         self._max_input_bytes = max_input_bytes
 
-    def parse(self, body: bytes) -> tuple[InferRequest, list[WireInput]]:
+    def parse(self, body: Buffer) -> tuple[InferRequest, list[WireInput]]:
         """The request without inputs, and its inputs, not yet checked against the model.
 
         Raises:

@@ -15,6 +15,7 @@ from trimaran.server.inference.request import InferRequest, ParameterValue
 from trimaran.server.inference.tensor_bytes import (
     LENGTH_PREFIX_BYTES,
     NUMPY_TYPES,
+    Buffer,
     element_bytes,
     from_config,
 )
@@ -142,7 +143,7 @@ def header_length(text: str | None, num_bytes: int) -> int:
 
 
 def parse_infer(
-    body: bytes, json_bytes: int, config: ModelConfig, max_input_bytes: int
+    body: Buffer, json_bytes: int, config: ModelConfig, max_input_bytes: int
 ) -> ParsedInfer:
     """Parse a decompressed body whose first ``json_bytes`` are JSON. With 0 of them the whole
     body is the model's only input.
@@ -162,7 +163,7 @@ def parse_infer(
 
 
 def parse_document(
-    json: bytes | memoryview, blobs: memoryview, config: ModelConfig, max_input_bytes: int
+    json: Buffer, blobs: memoryview, config: ModelConfig, max_input_bytes: int
 ) -> ParsedInfer:
     """Parse a short JSON body, and locate the blobs of its inputs.
 

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from trimaran.comm.errors import ErrorKind, RequestError
-from trimaran.server.protocol.limits import max_num_values, too_many_values
+from trimaran.server.inference.tensor_bytes import Buffer
+from trimaran.server.protocol.limits import MAX_MEMBERS, max_num_values, too_many_values
 
 MAX_NESTING = 100
 """Deepest nesting of lists in tensor data."""
@@ -39,6 +40,7 @@ _LONE_HALF = re.compile(
 
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
 
+_COUNTED_BYTES = 1 << 20
 _LONG_CHARACTERS = 1 << 20
 
 JsonObject = dict[str, Any]
@@ -70,13 +72,13 @@ def unparsable(reason: str, offset: int) -> RequestError:
     )
 
 
-def parse(body: bytes | bytearray | memoryview) -> Any:
+def parse(body: Buffer) -> Any:
     """Decode a JSON text. Bytes that are not UTF-8 survive, escaped as surrogates.
 
     Raises:
         RequestError: not JSON; names the reason and the offset in bytes.
     """
-    text = bytes(body).decode("utf-8", "surrogateescape")
+    text = str(body, "utf-8", "surrogateescape")
     if not text.strip(" \t\r\n"):
         raise unparsable("The document is empty", 0)
     _check_surrogates(text)
@@ -94,21 +96,36 @@ def parse(body: bytes | bytearray | memoryview) -> Any:
         raise unparsable(f"Nested deeper than {MAX_NESTING} levels", 0) from None
 
 
-def check_num_values(body: bytes, max_input_bytes: int) -> None:
+def check_num_values(body: Buffer, max_input_bytes: int) -> None:
     """Refuse a JSON text of more values than a request may have, before any is made.
 
     Raises:
-        RequestError: more than `max_num_values` of ``max_input_bytes``.
+        RequestError: more than `max_num_values` of ``max_input_bytes``, or more objects and
+            members of objects than `MAX_MEMBERS`.
     """
     limit = max_num_values(max_input_bytes)
-    # Each value but the first of its list or object follows a comma. Texts hold commas too:
-    # they are taken out only where they could decide.
-    if _num_marks(body) > limit and _num_marks(_STRING.sub(b"", body)) > limit:
+    # Each value but the first of its list or object follows a comma. Strings hold the same
+    # characters: they are left out only where they could decide.
+    if _exceeds(body, b",[{", limit):
         raise too_many_values(limit, "--http-max-input-size")
+    if _exceeds(body, b"{:", MAX_MEMBERS):
+        raise RequestError(
+            f"a request has at most {MAX_MEMBERS} JSON objects and members of objects, and "
+            "this has more. Send only the members that the model knows."
+        )
 
 
-def _num_marks(body: bytes) -> int:
-    return body.count(b",") + body.count(b"[") + body.count(b"{")
+def _exceeds(body: Buffer, marks: bytes, limit: int) -> bool:
+    """Whether more than ``limit`` of these characters are outside of strings."""
+    return _count(body, marks) > limit and _count(_STRING.sub(b"", body), marks) > limit
+
+
+def _count(body: Buffer, marks: bytes) -> int:
+    view, count = memoryview(body), 0
+    for start in range(0, len(view), _COUNTED_BYTES):
+        part = bytes(view[start : start + _COUNTED_BYTES])
+        count += sum(part.count(mark) for mark in marks)
+    return count
 
 
 @contextmanager

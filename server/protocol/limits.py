@@ -7,6 +7,9 @@ from trimaran.comm.errors import RequestError
 MAX_NUMBER = 1 << 16
 """Most inputs of a request, most outputs, and most parameters."""
 
+MAX_MEMBERS = 4 * MAX_NUMBER
+"""Most objects and members of objects in a JSON text: each takes some 250 bytes of memory."""
+
 MAX_NAME_BYTES = 4 << 10
 """Limit on a request's id and on the names in a message: each answer repeats the id."""
 

@@ -17,6 +17,7 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from trimaran.comm.errors import ConfigError, ErrorKind, RequestError
+from trimaran.server.inference.tensor_bytes import Buffer
 from trimaran.server.protocol import json_access
 
 FILE_PREFIX = "file:"
@@ -55,7 +56,7 @@ class LoadRequest:
         return config
 
 
-def load_request_of_json(name: str, body: bytes) -> LoadRequest:
+def load_request_of_json(name: str, body: Buffer) -> LoadRequest:
     """Read the body of an HTTP request.
 
     Raises:
@@ -183,7 +184,7 @@ class OverrideFolders:
             shutil.rmtree(folder.parent, ignore_errors=True)
 
 
-def _parameters(body: bytes) -> dict[str, Any]:
+def _parameters(body: Buffer) -> dict[str, Any]:
     if not body:
         return {}
     document = json_access.as_object(json_access.parse(body), "the request")

@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 from trimaran.comm.errors import RequestError
 from trimaran.server.inference.cooperative import CHUNK_ITEMS, Cooperative
+from trimaran.server.inference.tensor_bytes import Buffer
 from trimaran.server.protocol.limits import MAX_NAME_BYTES
 
 View: TypeAlias = memoryview
@@ -129,7 +130,7 @@ def names_of(raw: bytes | View) -> MessageNames:
     return names
 
 
-def check_num_files(message: bytes) -> None:
+def check_num_files(message: Buffer) -> None:
     """Refuse a ``RepositoryModelLoadRequest`` of more fields than any request has.
 
     Raises:

@@ -31,6 +31,9 @@ def seconds_of(marks):
 
 def test_steps_launched_behind_each_other_leave_no_time_between_them():
     clock = DeviceClock(DEVICE)
+    # The first launches of a process take longer than a step.
+    run_step(clock)
+    torch.cuda.synchronize()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(CYCLES)  # the first step is launched before the device gets there, too
     begin.record()

@@ -7,7 +7,7 @@ from loop_watch import LONGEST_PAUSE_S, LoopWatch
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
-from trimaran.server.decoding.decoder import SHORT_BYTES
+from trimaran.server.decoding.body import SHORT_BYTES
 from trimaran.server.inference.cooperative import run_at_once
 from trimaran.server.protocol.message_scan import (
     MAX_FIELDS,
