@@ -39,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="MPI ranks (default: the engine's tp x pp x dp)",
     )
     _add_endpoint_flags(parser)
+    _add_body_flags(parser)
     _add_model_control_flags(parser)
     _add_engine_flags(parser)
     _add_process_flags(parser)
@@ -143,6 +144,26 @@ def _add_endpoint_flags(parser: argparse.ArgumentParser) -> None:
         help="front ends that share the ports (%(default)s)",
     )
     add(
+        "--strict-readiness",
+        type=boolean,
+        default=True,
+        metavar="BOOL",
+        help="ready means that every model is ready (true)",
+    )
+    add(
+        "--metrics-config",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="counter_latencies, histogram_latencies, summary_latencies: true or false; "
+        "summary_quantiles: QUANTILE:ERROR,...",
+    )
+    add("--id", default="triton", metavar="NAME", help="name in the server metadata (triton)")
+
+
+def _add_body_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
         "--http-max-input-size",
         type=size,
         default=64 << 20,
@@ -163,22 +184,6 @@ def _add_endpoint_flags(parser: argparse.ArgumentParser) -> None:
         metavar="BYTES",
         help="limit on a message from a client, compressed or not (%(default)s)",
     )
-    add(
-        "--strict-readiness",
-        type=boolean,
-        default=True,
-        metavar="BOOL",
-        help="ready means that every model is ready (true)",
-    )
-    add(
-        "--metrics-config",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="counter_latencies, histogram_latencies, summary_latencies: true or false; "
-        "summary_quantiles: QUANTILE:ERROR,...",
-    )
-    add("--id", default="triton", metavar="NAME", help="name in the server metadata (triton)")
 
 
 def _add_model_control_flags(parser: argparse.ArgumentParser) -> None:

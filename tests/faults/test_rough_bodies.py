@@ -108,14 +108,16 @@ MESSAGES: dict[str, tuple[str, Callable[[], bytes], str]] = {
         "ModelInfer", lambda: _named("none") + _repeated(b"\x2a\x00"), "NOT_FOUND"
     ),
     "inputs": (
-        "ModelInfer", lambda: _named("preprocessing") + _repeated(b"\x2a\x00"), "INVALID_ARGUMENT"
+        "ModelInfer", lambda: _named("preprocessing") + _repeated(b"\x2a\x00"),
+        "INVALID_ARGUMENT",
     ),
     "over the limit": (
         "ModelInfer", lambda: _named("none") + _repeated(b"\x2a\x00", 140 << 20),
         "RESOURCE_EXHAUSTED",
     ),
     "parameters": (
-        "ModelInfer", lambda: _named("preprocessing") + _repeated(b"\x22\x00"), "INVALID_ARGUMENT"
+        "ModelInfer", lambda: _named("preprocessing") + _repeated(b"\x22\x00"),
+        "INVALID_ARGUMENT",
     ),
     "empty strings": ("ModelInfer", lambda: _strings(12 << 20), "INVALID_ARGUMENT"),
     "more empty strings": ("ModelInfer", lambda: _strings(NEARLY_ALL), "INVALID_ARGUMENT"),

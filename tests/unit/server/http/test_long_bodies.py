@@ -27,20 +27,20 @@ MANY = 600_000
 INFER = b'{"inputs":[{"name":"%b","datatype":"%b","shape":[%d],"data":[%b]}]}'
 
 
-def bodies_of(number, num_members=100_000):
+def bodies_of(number, members=100_000):
     return {
         "nested numbers": (
             "echo/infer", INFER % (b"INT8", b"INT8", 1, b"[[0]]," * number + b"0"), 500
         ),
-        "objects": ("echo/infer", INFER % (b"INT8", b"INT8", 1, b"{}," * num_members + b"0"), 500),
+        "objects": ("echo/infer", INFER % (b"INT8", b"INT8", 1, b"{}," * members + b"0"), 500),
         "parameters": (
             "echo/infer",
             b'{"inputs":[],"parameters":{%b"x":1}}'
-            % b"".join(b'"p%d":1,' % each for each in range(2 * num_members)),
+            % b"".join(b'"p%d":1,' % each for each in range(2 * members)),
             400,
         ),
         "outputs": (
-            "echo/infer", b'{"inputs":[],"outputs":[%b{}]}' % (b'{"name":"A"},' * num_members), 400
+            "echo/infer", b'{"inputs":[],"outputs":[%b{}]}' % (b'{"name":"A"},' * members), 400
         ),
         "strings": (
             "repeat/generate",
