@@ -80,6 +80,7 @@ _RARE = (
     "moe_rebalance_steps",
     "moe_redundant_experts",
     "load_format",
+    "skip_weight_verification",
     "tokens_per_block",
     "expected_output_tokens",
     "depth",
@@ -104,6 +105,8 @@ _RARE = (
     "force",
     "replay_timeout",
     "guide_timeout",
+    "guide_step_timeout",
+    "guide_processes",
     "max_replays",
     "advertise_address",
     "hostfile",
@@ -246,6 +249,11 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
         default="auto",
         choices=("auto", "random"),
         help="random: weights made on the device, no files read",
+    )
+    add(
+        "--skip-weight-verification",
+        action="store_true",
+        help="load weights without a comparison with their checksums",
     )
     for flag, what in (
         ("--max-batch-size", "sequences in flight at once"),
@@ -405,6 +413,7 @@ def _add_time_flags(parser: argparse.ArgumentParser) -> None:
         ("--startup-timeout", 1800.0, "a process is ready within this time"),
         ("--replay-timeout", 120.0, "requests of a dead group wait this long for it"),
         ("--guide-timeout", 30.0, "a guide is compiled within this time, or refused"),
+        ("--guide-step-timeout", 1.0, "one mask of a guide takes at most this CPU time"),
     ):
         names = [flag, "--exit-timeout-secs"] if flag == "--exit-timeout" else [flag]
         parser.add_argument(
@@ -422,6 +431,13 @@ def _add_time_flags(parser: argparse.ArgumentParser) -> None:
         default=2,
         metavar="N",
         help="replays of one request before it fails (%(default)s)",
+    )
+    parser.add_argument(
+        "--guide-processes",
+        type=positive,
+        default=64,
+        metavar="N",
+        help="different guides that outputs follow at once, a process each (%(default)s)",
     )
 
 

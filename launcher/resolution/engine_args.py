@@ -57,6 +57,7 @@ class EngineFlags:
     device: str = "auto"
     dtype: str = "auto"
     load_format: str = "auto"
+    verify_weights: bool = True
     max_batch_size: int | None = None
     max_num_tokens: int | None = None
     tokens_per_block: int | None = None
@@ -72,6 +73,8 @@ class EngineFlags:
     all_reduce: str = "auto"
     adapter_graphs: bool = False
     guide_timeout_s: float = 30.0
+    guide_step_timeout_s: float = 1.0
+    max_guide_processes: int = 64
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
 
 
@@ -105,6 +108,7 @@ def engine_config(
         engine_dir=engine_dir,
         dtype=flags.dtype,
         load_format=flags.load_format,
+        verify_weights=flags.verify_weights,
         device=device,
         num_threads=flags.num_threads or threads_of_a_rank(device, parallel.world_size),
         deterministic=flags.deterministic,
@@ -114,7 +118,7 @@ def engine_config(
         collective_graphs=flags.collective_graphs,
         first_layer_table=flags.first_layer_table,
         all_reduce=flags.all_reduce,
-        guided=_guided(model, engine_dir, flags.guide_timeout_s),
+        guided=_guided(model, engine_dir, flags),
         parallel=parallel,
         scheduler=scheduler,
         cache=cache_config(
@@ -125,7 +129,7 @@ def engine_config(
     )
 
 
-def _guided(model: RepositoryModel, engine_dir: str, timeout_s: float) -> GuidedConfig:
+def _guided(model: RepositoryModel, engine_dir: str, flags: EngineFlags) -> GuidedConfig:
     values = model.parameters
     backend = values.get_str("guided_decoding_backend") or ""
     if backend and importlib.util.find_spec(backend) is None:
@@ -148,7 +152,9 @@ def _guided(model: RepositoryModel, engine_dir: str, timeout_s: float) -> Guided
         backend=backend,
         tokenizer_dir=paths["tokenizer_dir"],
         tokenizer_info_path=paths["xgrammar_tokenizer_info_path"],
-        timeout_s=timeout_s,
+        timeout_s=flags.guide_timeout_s,
+        step_timeout_s=flags.guide_step_timeout_s,
+        max_processes=flags.max_guide_processes,
     )
 
 

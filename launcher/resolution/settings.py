@@ -200,6 +200,7 @@ def engine_flags(args: argparse.Namespace) -> EngineFlags:
         device=args.device,
         dtype=args.dtype,
         load_format=args.load_format,
+        verify_weights=not args.skip_weight_verification,
         max_batch_size=args.max_batch_size,
         max_num_tokens=args.max_num_tokens,
         tokens_per_block=args.tokens_per_block,
@@ -213,6 +214,8 @@ def engine_flags(args: argparse.Namespace) -> EngineFlags:
         all_reduce=args.all_reduce,
         adapter_graphs=args.adapter_graphs,
         guide_timeout_s=args.guide_timeout,
+        guide_step_timeout_s=args.guide_step_timeout,
+        max_guide_processes=args.guide_processes,
         experts=ExpertsConfig(
             rebalance_steps=args.moe_rebalance_steps,
             num_redundant=args.moe_redundant_experts,

@@ -256,11 +256,27 @@ class GuidedConfig:
     timeout_s: float = 30.0
     """Time after which the compilation of a guide is refused."""
 
+    step_timeout_s: float = 1.0
+    """Processor time of one mask; a request whose guide takes longer fails."""
+
+    max_processes: int = 64
+    """Guides that are followed at once; each has a process of its own."""
+
     def __post_init__(self) -> None:
         if self.timeout_s <= 0:
             raise ConfigError(
                 f"--guide-timeout is {self.timeout_s:g} but a guide needs some time to be "
                 "compiled. Name more seconds, or leave it out."
+            )
+        if self.step_timeout_s <= 0:
+            raise ConfigError(
+                f"--guide-step-timeout is {self.step_timeout_s:g} but a mask needs some time "
+                "to be filled. Name more seconds, or leave it out."
+            )
+        if self.max_processes < 1:
+            raise ConfigError(
+                f"--guide-processes is {self.max_processes} but each guide in use needs a "
+                "process. Name 1 or more, or leave it out."
             )
 
 
@@ -279,6 +295,9 @@ class EngineConfig:
 
     load_format: str = "auto"
     """``auto``, or ``random``: random weights made on the device, without reading files."""
+
+    verify_weights: bool = True
+    """An engine folder's weights are compared with their checksums while they are loaded."""
 
     device: str = "auto"
     """``auto``, ``cpu`` or ``cuda``."""

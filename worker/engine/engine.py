@@ -50,12 +50,6 @@ _FEW = 128
 _GRAMMAR_S = 0.002
 """Longest sleep while all requests wait for grammars; new requests wait as long."""
 
-_NOTHING_ALLOWED = (
-    "no id can follow: the request's parameters (bad_words, no_repeat_ngram_size, "
-    "embedding_bias, min_length, guided_decoding_guide) together forbid every id of the "
-    "vocabulary. Relax one of them."
-)
-
 _WAITED_S = 0.0002
 """If the host waited longer than this for a result, the device finished it just then."""
 
@@ -291,6 +285,7 @@ class Engine:
         if self.scheduler.swap_ins:
             self.scheduler.swap_ins.done_step = self.runner.loaded_step
         step = self.scheduler.schedule()
+        self._fail_guided(result)
         self._move_adapters()
         if step is not None:
             self._stats.record(step)
@@ -309,13 +304,20 @@ class Engine:
             self._emit(result, self.scheduler.step, ended)
         if self._in_flight and (step is None or len(self._in_flight) >= self.depth):
             self._take_result(result)
-        elif step is None and self.scheduler.has_requests:
+        elif step is None:
+            self._wait_for_guides()
+        return result
+
+    def _wait_for_guides(self) -> None:
+        """Nothing runs: all requests wait for guides to be compiled or for their masks."""
+        if self.scheduler.wait_for_masks(_GRAMMAR_S):
+            return
+        if self.scheduler.has_requests:
             raise RuntimeError(
                 f"{len(self.scheduler.waiting)} requests wait, nothing runs and none can start"
             )
-        elif step is None and self._guided:
+        if self._guided:
             self._guided.sleep(_GRAMMAR_S)
-        return result
 
     def _move_adapters(self) -> None:
         """Send adapter operations to all ranks, ahead of the step that needs the adapters.
@@ -338,6 +340,11 @@ class Engine:
                 self.scheduler.give_up(request)
                 self._fail(request, error, result)
 
+    def _fail_guided(self, result: StepResult) -> None:
+        """Tell of requests that cannot go on."""
+        for request, error in self.scheduler.take_failed():
+            self._fail(request, error, result)
+
     def _fail(self, request: Request, error: RequestError, result: StepResult) -> None:
         failed = RequestFailed(
             request_id=request.request_id, kind=error.kind.name, text=str(error)
@@ -355,8 +362,7 @@ class Engine:
         for part, own in step.parts(sampled):
             part.logits = own.logits
             emissions = self.scheduler.update_from_output(part, own.token_ids, own.beams)
-            for request in self.scheduler.take_failed():
-                self._fail(request, RequestError(_NOTHING_ALLOWED), result)
+            self._fail_guided(result)
             details = StepDetails.of(part.sampled, own)
             self._emit(result, step.decision.step, emissions, details)
             # The gauges refer to this step until the next one: free its logits now.

@@ -18,7 +18,8 @@ from trimaran.comm.messages.sampling_params import SamplingParams
 from trimaran.worker.config.engine_config import SchedulerConfig
 from trimaran.worker.execution.prompt_tables import PromptTable
 from trimaran.worker.guided.compiler import GuideCompiler
-from trimaran.worker.guided.guide import Grammar
+from trimaran.worker.guided.guide import Grammar, Guide
+from trimaran.worker.guided.mask_process import MaskProcess, receive_masks
 from trimaran.worker.kv_cache.free_blocks import Retention
 from trimaran.worker.kv_cache.sequence_blocks import RetentionPlan
 from trimaran.worker.requests.request import Request
@@ -228,22 +229,25 @@ def _is_whole(value: object) -> bool:
 
 
 class Compiled(NamedTuple):
-    """A request with its grammar in place, or the error of its guide."""
+    """A request with its guide in place, or the error of the guide."""
 
     request: Request
     error: RequestError | None
 
 
 class GuidedRequests:
-    """Holds requests back, in no order, until their grammars are compiled."""
+    """Holds requests back, in no order, until their first masks are here."""
 
     def __init__(self, compiler: GuideCompiler | None) -> None:
         """Without a compiler every guide is refused."""
         self._compiler = compiler
         self._held: dict[Request, Future[Grammar]] = {}
+        """Requests whose guides are being compiled."""
+        self._started: dict[Request, Guide] = {}
+        """Requests whose first masks are being filled."""
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._held) + len(self._started)
 
     def hold(self, request: Request) -> None:
         """Compile a request's guide, and hold the request meanwhile.
@@ -263,33 +267,50 @@ class GuidedRequests:
 
     def drop(self, request: Request) -> None:
         """Hold ``request`` no longer, if it was held: it was ended."""
+        guide = self._started.pop(request, None)
+        if guide is not None:
+            guide.close()
         future = self._held.pop(request, None)
-        if future is not None:
-            # A compilation that has not begun would delay the others.
-            future.cancel()
+        # A compilation that has not begun would delay the others.
+        if future is not None and not future.cancel() and future.exception() is None:
+            future.result().release()
 
     def sleep(self, seconds: float) -> None:
-        """Wait for any grammar, at most this long."""
-        wait(self._held.values(), seconds, FIRST_COMPLETED)
+        """Wait for any grammar or first mask, at most this long."""
+        if self._started:
+            receive_masks(self._processes(), seconds)
+        else:
+            wait(self._held.values(), seconds, FIRST_COMPLETED)
 
     def take_compiled(self) -> list[Compiled]:
-        """Requests whose compilation has ended; they are held no longer."""
-        done = [item for item in self._held.items() if item[1].done()]
-        for request, _ in done:
+        """Requests whose first mask is here, or whose guide failed; they are held no longer."""
+        failed = []
+        for request, future in [item for item in self._held.items() if item[1].done()]:
             del self._held[request]
-        return [Compiled(request, _settle(request, future)) for request, future in done]
+            error = future.exception()
+            if isinstance(error, RequestError):
+                failed.append(Compiled(request, error))
+                continue
+            end_id, output_ids = request.sampling.end_id, request.output_ids
+            self._started[request] = future.result().start(end_id, output_ids)
+        for process in self._processes():
+            process.flush()
+        receive_masks(self._processes())
+        done = [request for request, guide in self._started.items() if guide.is_settled]
+        return failed + [self._take(request) for request in done]
+
+    def _take(self, request: Request) -> Compiled:
+        guide = self._started.pop(request)
+        if guide.error is None:
+            request.guide = guide
+        else:
+            guide.close()
+        return Compiled(request, guide.error)
+
+    def _processes(self) -> set[MaskProcess]:
+        return {guide.grammar.process for guide in self._started.values()}
 
     def close(self) -> None:
         """Stop the compiler."""
         if self._compiler is not None:
             self._compiler.close()
-
-
-def _settle(request: Request, future: Future[Grammar]) -> RequestError | None:
-    """Give the request its grammar; a replayed request's output must follow it."""
-    try:
-        request.grammar = future.result()
-        request.grammar.start(request.sampling.end_id, request.output_ids)
-    except RequestError as error:
-        return error
-    return None

@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Iterable
 from collections.abc import Sequence as List
 from typing import Any, NamedTuple, Protocol
 
+from trimaran.comm.errors import RequestError
 from trimaran.comm.messages.messages import FinishReason, Submit
 from trimaran.comm.stages.pipeline import PipelineLinks
 from trimaran.comm.topology import ParallelLayout
@@ -127,6 +128,10 @@ class StepScheduler(Protocol):
         """Whether any sequence runs or waits, or an end is to be sent."""
         ...
 
+    def wait_for_masks(self, seconds: float) -> bool:
+        """Wait for any mask of a guide, at most this long; False if none is awaited."""
+        ...
+
     @property
     def num_active(self) -> int:
         """Sequences that run, wait or are expected."""
@@ -162,8 +167,8 @@ class StepScheduler(Protocol):
         """End all of a request's sequences now."""
         ...
 
-    def take_failed(self) -> list[Request]:
-        """Requests in which every next id was forbidden, once each."""
+    def take_failed(self) -> list[tuple[Request, RequestError]]:
+        """Requests without a next id, or with a slow guide, once each."""
         ...
 
     def take_ended(self) -> list[Emission]:

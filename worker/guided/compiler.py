@@ -1,75 +1,93 @@
-"""Compiles clients' guides to grammars beside the engine's steps, and caches grammars."""
+"""Compiles clients' guides beside the engine's steps, the quick ones first."""
 
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from collections import deque
+from collections.abc import Sequence as List
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 
-from trimaran.comm.errors import RequestError
+from trimaran.comm.errors import ErrorKind, RequestError
 from trimaran.worker.config.engine_config import GuidedConfig
 from trimaran.worker.guided.guide import Grammar
 from trimaran.worker.guided.library import Library
-from trimaran.worker.guided.trials import TooSlowError, Trials
+from trimaran.worker.guided.mask_process import MaskProcess, TooSlowError
+from trimaran.worker.guided.process_pool import GuideKey, GuideProcesses
 
+_SLICES_S = (0.1, 1.0, 4.0)
+"""A guide that takes longer than one of these is compiled anew at the next level, with the
+configured time at the last one."""
 
-class GrammarCache:
-    """Caches grammars by type and text of their guides, least recently used first out."""
+_THREADS = ((0, 1), (1, 0), (2, 3), (3, 2))
+"""The levels that each thread serves, in this order: guides wait for guides of their like."""
 
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._num_bytes = 0
-        self._grammars: OrderedDict[tuple[str, str], Grammar] = OrderedDict()
+_FIRST_SLOW_LEVEL = 2
+_MAX_SLOW = 16
+"""Slow guides that may wait to be compiled."""
 
-    def get(self, guide: tuple[str, str]) -> Grammar | None:
-        """The grammar of a guide; None if it is not cached."""
-        if guide not in self._grammars:
-            return None
-        self._grammars.move_to_end(guide)
-        return self._grammars[guide]
-
-    def add(self, guide: tuple[str, str], grammar: Grammar) -> None:
-        """Add a guide that is not cached, and drop others to stay within the size."""
-        self._grammars[guide] = grammar
-        self._num_bytes += _size(guide, grammar)
-        while self._num_bytes > self._max_bytes:
-            self._num_bytes -= _size(*self._grammars.popitem(last=False))
-
-
-def _size(guide: tuple[str, str], grammar: Grammar) -> int:
-    return len(guide[1]) + grammar.num_bytes
-
-
-_QUICK_S = 1.0
-"""A guide that takes longer moves to the threads for slow guides, so that others do not
-wait."""
-_QUICK_THREADS = 2
-_SLOW_THREADS = 1
-_CACHE_BYTES = 1 << 29
-"""Bytes of cached grammars; XGrammar caches as much again for parts of grammars."""
+_CACHE_BYTES = 1 << 20
+"""Rank 0 itself compiles nothing."""
 _LONGEST = 1 << 20
-"""Most characters of a guide: a compiler's time and memory grow with its length."""
+"""Characters of a guide: a compiler's time and memory grow with it."""
 
 
 @dataclass(slots=True)
 class _Job:
-    """A guide, by type and text, that is being compiled, and the futures of its requests."""
+    """A guide that is being compiled, and who waits for it."""
 
-    guide: tuple[str, str]
+    key: GuideKey
     futures: list[Future[Grammar]]
+    level: int = 0
 
     def is_wanted(self) -> bool:
         return not all(future.cancelled() for future in self.futures)
 
 
-class GuideCompiler:
-    """Compiles guides in threads, and caches the grammars.
+class _Jobs:
+    """Queues of guides by level. A guide starts at level 0 and goes up if it is slow."""
 
-    A compilation ends only with its process, so each guide is first compiled in another
-    process (`Trials`), within the time limit and while a request waits. Only a guide that
-    compiled there is compiled in this process. Cancelling all of a guide's futures cancels
-    its compilation.
+    def __init__(self, num_levels: int) -> None:
+        self._queues: list[deque[_Job]] = [deque() for _ in range(num_levels)]
+        self._changed = threading.Condition()
+        self._is_closed = False
+
+    def add(self, job: _Job) -> bool:
+        """Queue a job at its level; False if too many slow ones wait."""
+        with self._changed:
+            queue = self._queues[job.level]
+            if job.level >= _FIRST_SLOW_LEVEL:
+                # What is not wanted any more takes no place.
+                left = [each for each in queue if each.is_wanted()]
+                if len(left) >= _MAX_SLOW:
+                    return False
+            queue.append(job)
+            self._changed.notify_all()
+            return True
+
+    def take(self, levels: List[int]) -> _Job | None:
+        """The next job of the first of these levels that has one; None at the end."""
+        with self._changed:
+            while not self._is_closed:
+                for level in levels:
+                    if self._queues[level]:
+                        return self._queues[level].popleft()
+                self._changed.wait()
+        return None
+
+    def close(self) -> None:
+        """Let all threads end."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+
+class GuideCompiler:
+    """Has guides compiled in processes of their own, which then fill their masks.
+
+    A guide is first tried for a tenth of a second, so that a flood of slow guides delays quick
+    ones by that much each. A slow guide starts again at the next level. What waits is
+    cancelled by its future, and the process ends that compiles it.
     """
 
     def __init__(self, config: GuidedConfig, engine_dir: str, vocab_size: int) -> None:
@@ -78,45 +96,56 @@ class GuideCompiler:
         Raises:
             ConfigError: XGrammar cannot be imported, or the tokenizer cannot be read.
         """
-        self._library = Library.load(config, engine_dir, vocab_size, _CACHE_BYTES)
-        self._trials = Trials(self._library.to_text())
+        library = Library.load(config, engine_dir, vocab_size, _CACHE_BYTES)
+        self._kinds = tuple(library.kinds)
+        self._processes = GuideProcesses(
+            library.to_text(),
+            library.vocab_size,
+            step_timeout_s=config.step_timeout_s,
+            max_processes=config.max_processes,
+        )
         self._timeout_s = config.timeout_s
-        self._quick = ThreadPoolExecutor(_QUICK_THREADS, thread_name_prefix="guides")
-        self._slow = ThreadPoolExecutor(_SLOW_THREADS, thread_name_prefix="slow-guides")
+        self._step_timeout_s = config.step_timeout_s
+        self._slices_s = [each for each in _SLICES_S if each < self._timeout_s]
+        self._slices_s.append(self._timeout_s)
+        self._jobs = _Jobs(len(_SLICES_S) + 1)
         self._lock = threading.Lock()
-        """Guards the two fields below, which threads change when a job ends."""
-        self._jobs: dict[tuple[str, str], _Job] = {}
-        self._cache = GrammarCache(_CACHE_BYTES)
+        """Guards the field below: jobs end in the threads."""
+        self._open_jobs: dict[GuideKey, _Job] = {}
+        for levels in _THREADS:
+            threading.Thread(
+                target=self._run_all, args=(levels,), name=f"guides-{levels[0]}", daemon=True
+            ).start()
 
     def submit(self, kind: str, guide: str) -> Future[Grammar]:
-        """Start to compile ``guide``; the future raises RequestError if that fails.
+        """Start to compile ``guide``; the future raises RequestError where that fails.
+
+        A grammar that is taken from the future must be started or released.
 
         Raises:
-            RequestError: the guide has an unknown type, or is too long.
+            RequestError: no guide has this type, or it is too long to be tried.
         """
         self._check(kind, guide)
         future: Future[Grammar] = Future()
+        key = kind, guide
         with self._lock:
-            grammar = self._cache.get((kind, guide))
-            if grammar is not None:
-                future.set_result(grammar)
+            process = self._processes.find(key)
+            if process is not None:
+                future.set_result(Grammar(process, self._step_timeout_s))
                 return future
-            job = self._jobs.get((kind, guide))
+            job = self._open_jobs.get(key)
             if job is not None:
                 job.futures.append(future)
                 return future
-            job = self._jobs[kind, guide] = _Job((kind, guide), [future])
-            self._start(job)
+            job = self._open_jobs[key] = _Job(key, [future])
+            self._jobs.add(job)
         return future
 
-    def _start(self, job: _Job) -> None:
-        self._quick.submit(self._run, job, min(_QUICK_S, self._timeout_s))
-
     def _check(self, kind: str, guide: str) -> None:
-        if kind not in self._library.kinds:
+        if kind not in self._kinds:
             raise RequestError(
                 f"guided_decoding_guide_type is {kind!r} but must be one of "
-                f"{', '.join(self._library.kinds)}"
+                f"{', '.join(self._kinds)}"
             )
         if kind != "json" and not guide:
             raise RequestError(
@@ -128,41 +157,56 @@ class GuideCompiler:
                 f"{_LONGEST}. Shorten it."
             )
 
-    def _run(self, job: _Job, seconds: float) -> None:
-        """Compile a guide within ``seconds``, or move it to the threads for slow guides."""
+    def _run_all(self, levels: List[int]) -> None:
+        while (job := self._jobs.take(levels)) is not None:
+            self._run(job)
+
+    def _run(self, job: _Job) -> None:
+        """Compile a guide if that takes no longer than its level allows, or queue it again."""
+        seconds = self._slices_s[job.level]
         try:
-            self._trials.run(*job.guide, seconds, job.is_wanted)
-            self._end(job, self._library.compile(*job.guide))
+            process = self._processes.compile(*job.key, seconds, job.is_wanted)
         except TooSlowError:
-            if seconds < self._timeout_s:
-                self._slow.submit(self._run, job, self._timeout_s)
-            else:
-                self._end(job, self._too_slow())
+            if job.level + 1 == len(self._slices_s):
+                self._fail(job, self._too_slow())
+                return
+            job.level += 1
+            if not self._jobs.add(job):
+                self._fail(job, _too_many())
         except CancelledError:
             self._leave(job)
         except Exception as error:
-            self._end(job, error)
+            self._fail(job, error)
+        else:
+            self._end(job, process)
 
-    def _end(self, job: _Job, result: Grammar | Exception) -> None:
+    def _end(self, job: _Job, process: MaskProcess) -> None:
+        """Lend the process to all requests that still wait."""
         with self._lock:
-            del self._jobs[job.guide]
-            if isinstance(result, Grammar):
-                self._cache.add(job.guide, result)
+            del self._open_jobs[job.key]
+            # A future that was told to run can no longer be cancelled.
+            waiting = [each for each in job.futures if each.set_running_or_notify_cancel()]
+            if waiting:
+                self._processes.keep(job.key, process, len(waiting))
+        if not waiting:
+            self._processes.close_one(process)
+        for future in waiting:
+            future.set_result(Grammar(process, self._step_timeout_s))
+
+    def _fail(self, job: _Job, error: Exception) -> None:
+        with self._lock:
+            del self._open_jobs[job.key]
         for future in job.futures:
-            if not future.set_running_or_notify_cancel():
-                continue
-            if isinstance(result, Grammar):
-                future.set_result(result)
-            else:
-                future.set_exception(result)
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
 
     def _leave(self, job: _Job) -> None:
-        """Drop a job, or start it again if another request has asked for it meanwhile."""
+        """Forget a job, unless another request has asked for it since."""
         with self._lock:
             if job.is_wanted():
-                self._start(job)
+                self._jobs.add(job)
             else:
-                del self._jobs[job.guide]
+                del self._open_jobs[job.key]
 
     def _too_slow(self) -> RequestError:
         return RequestError(
@@ -172,7 +216,14 @@ class GuideCompiler:
         )
 
     def close(self) -> None:
-        """End the threads and drop their results."""
-        self._quick.shutdown(wait=False, cancel_futures=True)
-        self._slow.shutdown(wait=False, cancel_futures=True)
-        self._trials.close()
+        """End the threads and the processes; what they do is dropped."""
+        self._jobs.close()
+        self._processes.close()
+
+
+def _too_many() -> RequestError:
+    return RequestError(
+        f"{_MAX_SLOW} guides that take long to be compiled wait already, so that this one is "
+        "refused. Make guided_decoding_guide smaller, or send the request again later.",
+        ErrorKind.UNAVAILABLE,
+    )

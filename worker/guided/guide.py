@@ -1,100 +1,126 @@
-"""A sequence's state in its grammar, and which ids are allowed next."""
+"""A request's guide on rank 0: the ids that may come next, once its process has found them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from collections.abc import Sequence as List
-from types import ModuleType
-from typing import Any
+from itertools import count
 
 import numpy as np
 import numpy.typing as npt
 
 from trimaran.comm.errors import RequestError
+from trimaran.worker.guided.guide_process import SLOW_S
+from trimaran.worker.guided.mask_process import MaskProcess
+
+Mask = npt.NDArray[np.int32]
+"""int32 [ceil(V / 32)]: bit ``id % 32`` of word ``id // 32`` lets the id come."""
+
+_SLOW_STEPS = 10
+
+_numbers = count(1)
 
 
 class Grammar:
-    """A compiled guide, shared by all sequences that use it."""
+    """One request's hold on the process that compiled its guide. Owned by the engine's thread.
 
-    def __init__(self, xgrammar: ModuleType, compiled: Any, vocab_size: int) -> None:
-        self._xgrammar = xgrammar
-        self._compiled = compiled
-        self.vocab_size = vocab_size
-        self.num_bytes = int(compiled.memory_size_bytes)
+    Requests with the same guide share a process. The process is given back when the guides of
+    all sequences of the request are closed.
+    """
 
-    def start(self, end_id: int, output_ids: Iterable[int]) -> Guide:
-        """The state after this output; ``end_id`` -1 means that no id ends the sequence.
+    def __init__(self, process: MaskProcess, step_timeout_s: float) -> None:
+        self.process = process
+        self._step_timeout_s = step_timeout_s
+        self._slow_s = 0.0
+        self._num_guides = 0
 
-        Raises:
-            RequestError: the output does not follow the grammar.
-        """
-        matcher = self._xgrammar.GrammarMatcher(
-            self._compiled, override_stop_tokens=[end_id] if end_id >= 0 else None
-        )
-        guide = Guide(self, matcher, has_end=end_id >= 0)
-        for place, token_id in enumerate(output_ids):
-            if not guide.accept(token_id):
-                raise RequestError(
-                    f"id {token_id} at place {place} of the output does not follow the guide"
-                )
+    def start(self, end_id: int, output_ids: List[int]) -> Guide:
+        """Ask for the mask after this output; ``end_id`` -1 means that no id ends one."""
+        guide = self._new(end_id)
+        self.process.ask(guide, output_ids)
         return guide
+
+    def fork(self, guide: Guide) -> Guide:
+        """Another sequence that starts where ``guide`` does; nothing is asked for."""
+        copy = self._new(guide.end_id)
+        copy.mask, copy.is_complete = guide.mask, guide.is_complete
+        return copy
+
+    def _new(self, end_id: int) -> Guide:
+        self._num_guides += 1
+        return Guide(self, next(_numbers), end_id)
+
+    def closed(self) -> None:
+        """A guide of this request is closed."""
+        self._num_guides -= 1
+        if not self._num_guides:
+            self.release()
+
+    def release(self) -> None:
+        """Give the process back."""
+        self.process.release()
+
+    def took(self, seconds: float) -> RequestError | None:
+        """Count the time of one slow mask; an error if the request's share is used up."""
+        self._slow_s += seconds
+        is_short = self.process.is_wanted_elsewhere
+        limit_s = self._step_timeout_s * (1 if is_short else _SLOW_STEPS)
+        if self._slow_s <= limit_s:
+            return None
+        return RequestError(
+            f"guided_decoding_guide takes more than {limit_s:g} s in masks of over {SLOW_S:g} "
+            "s of processor time each. Make the guide less ambiguous: fewer ways to derive the "
+            "same text; or serve with a larger --guide-step-timeout: the limit is "
+            f"{_SLOW_STEPS} times that value, or once that value while all --guide-processes "
+            "are in use."
+        )
 
 
 class Guide:
-    """One sequence's state in a grammar."""
+    """One sequence's state in its grammar.
 
-    __slots__ = ("grammar", "has_end", "matcher")
+    The mask of a position is asked for as soon as the id before is known, and comes while
+    other steps run. Until then the sequence joins no step.
+    """
 
-    def __init__(self, grammar: Grammar, matcher: Any, *, has_end: bool) -> None:
+    __slots__ = ("end_id", "error", "grammar", "is_complete", "mask", "number")
+
+    def __init__(self, grammar: Grammar, number: int, end_id: int) -> None:
         self.grammar = grammar
-        self.matcher = matcher
-        self.has_end = has_end
-        """Whether an id ends the sequence."""
-
-    def accept(self, token_id: int) -> bool:
-        """Advance by one id; False, without a change, if the id is not allowed here."""
-        if not self.has_end and token_id in self.matcher.stop_token_ids:
-            return False
-        return bool(self.matcher.accept_token(token_id))
+        self.number = number
+        self.end_id = end_id
+        self.mask: Mask | None = None
+        """The ids that may come next; None until they are known."""
+        self.is_complete = False
+        """Whether the output ends here: no id says so, and none can follow."""
+        self.error: RequestError | None = None
+        """Why no mask comes."""
 
     @property
-    def is_complete(self) -> bool:
-        """Whether the output is complete: no id ends it, and nothing more is allowed."""
-        if self.has_end or not self.matcher.is_completed():
+    def is_settled(self) -> bool:
+        """Whether the mask is there, or will not come."""
+        return self.mask is not None or self.error is not None
+
+    def fork(self) -> Guide:
+        """Another sequence of the request that starts where this guide does."""
+        return self.grammar.fork(self)
+
+    def accept(self, token_id: int) -> bool:
+        """Advance by one id and ask for the next mask; False if the id may not come here."""
+        mask = self.mask
+        assert mask is not None, "an id was sampled without its mask"
+        if not mask[token_id >> 5] >> (token_id & 31) & 1:
             return False
-        mask = blank_masks(1, self.grammar.vocab_size)
-        self.matcher.fill_next_token_bitmask(mask, 0)
-        self.forbid_ends(mask[0])
-        return not mask.any()
+        self.mask = None
+        self.grammar.process.ask(self, (token_id,))
+        return True
 
-    def forbid_ends(self, mask: npt.NDArray[np.int32]) -> None:
-        """Mask the tokenizer's own end ids in an output that no id ends."""
-        if not self.has_end:
-            for token_id in self.matcher.stop_token_ids:
-                mask[token_id // 32] &= ~np.left_shift(np.int32(1), np.int32(token_id % 32))
+    def settle(self, mask: Mask, seconds: float, *, is_complete: bool) -> None:
+        """Take in the mask that was asked for; ``seconds`` is the time of a slow one."""
+        self.error = self.grammar.took(seconds)
+        if self.error is None:
+            self.mask, self.is_complete = mask, is_complete
 
-
-def blank_masks(count: int, vocab_size: int) -> npt.NDArray[np.int32]:
-    """[count, ceil(V / 32)]: bit masks that allow every id."""
-    return np.full((count, -(-vocab_size // 32)), -1, dtype=np.int32)
-
-
-class Masks:
-    """Fills bit masks for the sequences of a step, with threads for several sequences."""
-
-    def __init__(self) -> None:
-        self._batch: Any = None
-
-    def fill(self, guides: List[Guide]) -> npt.NDArray[np.int32]:
-        """int32 [n, ceil(V / 32)]: bit ``id % 32`` of word ``id // 32`` allows the id."""
-        masks = blank_masks(len(guides), guides[0].grammar.vocab_size)
-        matchers = [guide.matcher for guide in guides]
-        if len(matchers) == 1:
-            matchers[0].fill_next_token_bitmask(masks, 0)
-        else:
-            if self._batch is None:
-                self._batch = guides[0].grammar._xgrammar.BatchGrammarMatcher()
-            self._batch.batch_fill_next_token_bitmask(matchers, masks)
-        for guide, mask in zip(guides, masks, strict=True):
-            guide.forbid_ends(mask)
-        return masks
+    def close(self) -> None:
+        """The sequence has ended."""
+        self.grammar.process.drop(self)
+        self.grammar.closed()

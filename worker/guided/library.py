@@ -11,8 +11,8 @@ from typing import Any
 from trimaran.comm.errors import ConfigError, RequestError
 from trimaran.comm.files.input_files import parse_json, read_text
 from trimaran.worker.config.engine_config import GuidedConfig
-from trimaran.worker.guided.guide import Grammar
 from trimaran.worker.guided.json_schemas import check_pattern, read_schema
+from trimaran.worker.guided.matcher import CompiledGuide
 
 _THREADS = 2
 _LONGEST_REASON = 500
@@ -73,11 +73,16 @@ class Library:
         xgrammar = _import()
         return cls(xgrammar, xgrammar.TokenizerInfo.deserialize_json(text), cache_bytes)
 
+    @property
+    def vocab_size(self) -> int:
+        """Ids of the model, each with a bit in a mask."""
+        return int(self._info.vocab_size)
+
     def to_text(self) -> str:
         """Text from which another process makes an equal library."""
         return str(self._info.serialize_json())
 
-    def compile(self, kind: str, guide: str) -> Grammar:
+    def compile(self, kind: str, guide: str) -> CompiledGuide:
         """Compile ``guide``, without a time limit.
 
         Raises:
@@ -96,7 +101,7 @@ class Library:
             raise RequestError(
                 f"guided_decoding_guide is no {kind} that can be followed: {reason}"
             ) from error
-        return Grammar(self._xgrammar, compiled, self._info.vocab_size)
+        return CompiledGuide(self._xgrammar, compiled, self.vocab_size)
 
     def _compile_schema(self, guide: str) -> Any:
         guide, patterns = read_schema(guide)

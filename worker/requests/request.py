@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from trimaran.comm.messages.messages import FinishReason
 from trimaran.comm.messages.sampling_params import SamplingParams
-from trimaran.worker.guided.guide import Grammar, Guide
+from trimaran.worker.guided.guide import Guide
 from trimaran.worker.kv_cache.manager import KVCacheManager
 from trimaran.worker.kv_cache.sequence_blocks import RetentionPlan, SequenceBlocks, root_hash
 
@@ -284,8 +284,8 @@ class Request:
 
     sequences: list[Sequence] = field(default_factory=list)
 
-    grammar: Grammar | None = None
-    """The grammar that the output must follow."""
+    guide: Guide | None = None
+    """What the output must follow, in the state before the first new id."""
 
     dp_rank: int = 0
     """The data-parallel rank that the request runs on."""
@@ -335,8 +335,8 @@ class Request:
         for position in range(1 if is_beam else self.sampling.num_return_sequences):
             ids = self.prompt_ids + self.output_ids
             sequence = Sequence(self, position, ids, num_groups)
-            if self.grammar is not None:
-                sequence.guide = self.grammar.start(self.sampling.end_id, self.output_ids)
+            if self.guide is not None:
+                sequence.guide = self.guide.fork() if position else self.guide
             self.sequences.append(sequence)
         for sequence in self.sequences[1:]:
             sequence.parent = self.sequences[0]

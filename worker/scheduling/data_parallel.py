@@ -110,9 +110,9 @@ class DataParallelScheduler:
         """End all of a request's sequences now."""
         self.ranks[request.dp_rank].end(request, reason)
 
-    def take_failed(self) -> list[Request]:
-        """Requests in which every next id was forbidden, once each."""
-        return [request for rank in self.ranks for request in rank.take_failed()]
+    def take_failed(self) -> list[tuple[Request, RequestError]]:
+        """Requests without a next id, or with a slow guide, once each."""
+        return [failed for rank in self.ranks for failed in rank.take_failed()]
 
     def take_ended(self) -> list[Emission]:
         """The ends that no step's result brought, once each."""
@@ -127,6 +127,10 @@ class DataParallelScheduler:
     def has_requests(self) -> bool:
         """Whether any sequence runs or waits, or an end is to be sent."""
         return any(rank.has_requests for rank in self.ranks)
+
+    def wait_for_masks(self, seconds: float) -> bool:
+        """Wait for any mask of one dp rank's guides, at most this long; False if none is."""
+        return any(rank.wait_for_masks(seconds) for rank in self.ranks)
 
     @property
     def running(self) -> list[Sequence]:

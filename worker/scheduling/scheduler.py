@@ -6,6 +6,7 @@ from bisect import insort
 from collections.abc import Hashable, Iterable
 from collections.abc import Sequence as List
 
+from trimaran.comm.errors import RequestError
 from trimaran.comm.messages.messages import FinishReason
 from trimaran.worker.config.engine_config import SchedulerConfig
 from trimaran.worker.kv_cache.manager import KVCacheManager
@@ -74,6 +75,7 @@ class Scheduler:
         self._chunked_prefill = ChunkedPrefill(cache.block_size, leaves_room=leaves_room)
         self._micro_batches = MicroBatches(num_micro_batches) if num_micro_batches else None
         self._guided = GuidedSequences()
+        self.wait_for_masks = self._guided.wait
         self._ended: list[Emission] = []
         """Ends that no step's result brings."""
         self._batch_size = 0
@@ -125,8 +127,8 @@ class Scheduler:
                 self._finish(sequence, reason)
                 self._ended.append((sequence, -1, reason))
 
-    def take_failed(self) -> list[Request]:
-        """Requests in which every next id was forbidden, once each; all of it has ended."""
+    def take_failed(self) -> list[tuple[Request, RequestError]]:
+        """Requests without a next id, or with a slow guide, once each; all of it has ended."""
         return self._guided.take_failed()
 
     def take_ended(self) -> list[Emission]:
@@ -167,6 +169,7 @@ class Scheduler:
 
         ``is_beside_others`` says that other data-parallel ranks have running sequences.
         """
+        self._ended += self._guided.receive(self._finish)
         can_cut = self.config.enable_chunked_context
         plan = StepPlan(self.step + 1, self.config.max_num_batched_tokens, can_cut=can_cut)
         self.batch.step = plan.step
@@ -222,7 +225,8 @@ class Scheduler:
             if num_known >= sequence.max_len or missing <= 0:
                 continue
             # A guide allows ids by the last token, which the host must have seen.
-            if sequence.guide is not None and sequence.num_pending:
+            guide = sequence.guide
+            if guide is not None and (sequence.num_pending or guide.mask is None):
                 continue
             if (
                 missing == 1
@@ -459,6 +463,7 @@ class Scheduler:
                     continue
                 reason = self._look_at(sequence, token_id)
             emitted.append((sequence, token_id, reason))
+        self._guided.ask()
         self.deferred_frees.step_done(step.decision.step)
         return emitted
 

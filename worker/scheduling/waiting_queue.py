@@ -54,17 +54,17 @@ class WaitingQueue:
         self._insert(sequence)
 
     def next(self, *, may_overtake: bool) -> Sequence | None:
-        """The first sequence that may start; None if all wait for adapters.
+        """The first sequence that may start; None if all wait for adapters or masks.
 
         With ``may_overtake`` sequences may start before one that waits for its adapter: the
         adapter arrives soon, whether they run or not.
         """
         if self._adapters is None or not may_overtake:
-            return self.sequences[0]
+            return _first(self.sequences)
         # Thousands of sequences may wait for one adapter: they are sorted in once it is there.
         for number in [each for each in self._held if self._adapters.is_ready(each)]:
             self._ready = sorted([*self._ready, *self._held.pop(number)], key=KEY)
-        return self._ready[0] if self._ready else None
+        return _first(self._ready)
 
     @property
     def ready(self) -> list[Sequence]:
@@ -98,6 +98,14 @@ class WaitingQueue:
             remove_by_key(self._held.get(number, self._ready), sequence)
             if not self._held.get(number, True):
                 del self._held[number]
+
+
+def _first(sequences: List[Sequence]) -> Sequence | None:
+    """The first that is not without the mask of its guide, as a preempted one may be."""
+    for sequence in sequences:
+        if sequence.guide is None or sequence.guide.mask is not None:
+            return sequence
+    return None
 
 
 def check_queue(

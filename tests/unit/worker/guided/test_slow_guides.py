@@ -19,7 +19,7 @@ from trimaran.comm.messages.messages import FinishReason
 from trimaran.worker.config.engine_config import GuidedConfig
 from trimaran.worker.guided.compiler import GuideCompiler
 from trimaran.worker.guided.library import Library
-from trimaran.worker.guided.trials import Trials
+from trimaran.worker.guided.process_pool import GuideProcesses
 
 NUM_IDS = 4096
 LEFT_TO_SLOW_S = 2.0
@@ -145,9 +145,17 @@ def test_a_guide_that_takes_longer_than_it_may_is_refused_with_the_limit(serve, 
     driver.check_idle()
 
 
-def test_no_time_at_all_is_refused_at_the_start():
-    with pytest.raises(ConfigError, match="--guide-timeout is 0"):
-        GuidedConfig(backend="xgrammar", timeout_s=0)
+@pytest.mark.parametrize(
+    ("field", "flag"),
+    [
+        ("timeout_s", "--guide-timeout"),
+        ("step_timeout_s", "--guide-step-timeout"),
+        ("max_processes", "--guide-processes"),
+    ],
+)
+def test_no_time_or_process_at_all_is_refused_at_the_start(field, flag):
+    with pytest.raises(ConfigError, match=f"{flag} is 0"):
+        GuidedConfig(backend="xgrammar", **{field: 0})
 
 
 def test_a_slow_guide_within_the_limit_is_followed_and_remembered(serve):
@@ -169,9 +177,9 @@ def test_a_guide_of_several_requests_is_compiled_once_for_those_not_cancelled(co
     for future in futures[::2]:
         assert future.cancel()
 
-    grammars = {future.result(PATIENT_S) for future in futures[1::2]}
+    grammars = [future.result(PATIENT_S) for future in futures[1::2]]
 
-    assert len(grammars) == 1
+    assert len({grammar.process for grammar in grammars}) == 1
 
 
 def test_a_guide_of_cancelled_requests_ends_at_once(compiler, processes):
@@ -187,18 +195,19 @@ def test_a_guide_of_cancelled_requests_ends_at_once(compiler, processes):
 
 def test_a_guide_that_is_given_up_as_it_begins_leaves_no_traceback(processes, capfd):
     library = Library.load(GuidedConfig(backend="xgrammar"), str(MODEL), NUM_IDS, 1 << 20)
-    trials = Trials(library.to_text())
-    trials.run("regex", "ready", PATIENT_S, lambda: True)
-    connection, _ = trials._take()
-    # The child has its task, and has not noticed yet that the other end is closed.
+    pool = GuideProcesses(library.to_text(), NUM_IDS)
+    pool.close_one(pool.compile("regex", "ready", PATIENT_S, lambda: True))
+    process, _ = pool._take(lambda: True)
+    connection = process._connection
+    # The copy has its task, and has not noticed yet that the other end is closed.
     with socket.socket(fileno=os.dup(connection.fileno())) as ours:
         ours.shutdown(socket.SHUT_RD)
 
-    connection.send(("regex", "[ab]+", PATIENT_S))
+    connection.send(("compile", "regex", "[ab]+", PATIENT_S))
     wait_until(lambda: processes.copies() == [])
 
     connection.close()
-    trials.close()
+    pool.close()
     assert "Traceback" not in capfd.readouterr().err
 
 
@@ -221,12 +230,12 @@ def test_processes_that_end_are_replaced(compiler, processes):
 def test_a_guide_that_takes_more_memory_than_it_may_is_refused_with_the_limit():
     config = GuidedConfig(backend="xgrammar")
     library = Library.load(config, str(MODEL), NUM_IDS, 1 << 20)
-    trials = Trials(library.to_text(), max_bytes=32 << 20)
+    pool = GuideProcesses(library.to_text(), NUM_IDS, max_bytes=32 << 20)
     with pytest.raises(RequestError, match="takes more than 32 MiB of memory"):
-        trials.run("choice", texts(9000), PATIENT_S, lambda: True)
+        pool.compile("choice", texts(9000), PATIENT_S, lambda: True)
 
-    trials.run("regex", "a+", PATIENT_S, lambda: True)
-    trials.close()
+    assert pool.compile("regex", "a+", PATIENT_S, lambda: True)
+    pool.close()
 
 
 PROGRAM = """

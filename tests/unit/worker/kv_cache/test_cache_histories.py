@@ -133,7 +133,7 @@ class History:
         assert self.in_flight or ends or not scheduler.has_requests, "nothing can start"
         if self.in_flight and (step is None or len(self.in_flight) >= self.depth):
             emissions = scheduler.update_from_output(*self.in_flight.pop(0))
-            self.failed |= {request.number for request in scheduler.take_failed()}
+            self.failed |= {request.number for request, _ in scheduler.take_failed()}
             self.note(emissions)
             self.check()
 

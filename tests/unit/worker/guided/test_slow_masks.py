@@ -1,0 +1,105 @@
+"""Guides whose masks take long: their requests fail, and other requests do not wait."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.worker.guided_engine import follows, ids, make_engine, submit, text_of
+from trimaran.comm.messages.messages import FinishReason
+from trimaran.worker.config.engine_config import GuidedConfig
+
+AMBIGUOUS = "root ::= root root root | root root | [a-z ]"
+"""A text of n characters has more derivations than 2 to the power of n."""
+
+
+@pytest.fixture
+def serve():
+    """A function that makes a driver with these limits of guides."""
+    drivers = []
+
+    def make(depth=1, **limits):
+        drivers.append(
+            make_engine(depth=depth, guided=GuidedConfig(backend="xgrammar", **limits))
+        )
+        return drivers[-1]
+
+    yield make
+    for driver in drivers:
+        driver.engine.shutdown()
+
+
+def ambiguous(driver, **fields):
+    return submit(driver, "ebnf_grammar", AMBIGUOUS, **{"max_tokens": 200, **fields})
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_request_whose_mask_takes_too_long_fails_alone(serve, depth):
+    driver = serve(depth, step_timeout_s=0.03)
+    slow = ambiguous(driver)
+    good = submit(driver, "regex")
+    free = driver.submit(ids("It was a dark night"), max_tokens=40)
+
+    driver.run(max_steps=1_000_000)
+
+    assert "takes more than" in driver.failed[slow]
+    assert "--guide-step-timeout" in driver.failed[slow]
+    assert follows("regex", text_of(driver, good))
+    assert len(driver.output(free)) == 40
+    driver.check_idle()
+
+
+def test_other_requests_go_on_while_a_mask_is_awaited(serve):
+    driver = serve(step_timeout_s=1000.0)
+    slow = ambiguous(driver)
+    while len(driver.output(slow)) < 25:
+        driver.step()
+    come = len(driver.output(slow))
+    others = [driver.submit(ids("It was a dark night"), max_tokens=60) for _ in range(2)]
+
+    while not all((request, 0) in driver.reasons for request in others):
+        driver.step()
+
+    # Steps of others are much faster than these masks.
+    assert len(driver.output(slow)) - come < 60
+    driver.engine.cancel("client", [slow])
+    driver.run(max_steps=1_000_000)
+    driver.check_idle()
+
+
+def test_all_sequences_of_a_request_fail_together(serve):
+    driver = serve(step_timeout_s=0.03)
+    slow = ambiguous(driver, num_return_sequences=4)
+
+    driver.run(max_steps=1_000_000)
+
+    assert "--guide-step-timeout" in driver.failed[slow]
+    driver.check_idle()
+
+
+def test_a_request_is_cancelled_while_its_mask_is_awaited(serve):
+    driver = serve(step_timeout_s=1000.0)
+    slow = ambiguous(driver)
+    while len(driver.output(slow)) < 25:
+        driver.step()
+
+    driver.engine.cancel("client", [slow])
+    driver.run(max_steps=1_000_000)
+    again = submit(driver, "ebnf_grammar", AMBIGUOUS, max_tokens=5)
+    driver.run(max_steps=1_000_000)
+
+    assert driver.reasons[slow, 0] is FinishReason.CANCELLED
+    assert len(driver.output(again)) == 5
+    driver.check_idle()
+
+
+def test_guides_wait_for_a_process_in_turn(serve):
+    driver = serve(max_processes=1)
+    requests = [submit(driver, kind) for kind in ("regex", "choice", "ebnf_grammar")]
+
+    driver.run(max_steps=1_000_000)
+
+    assert all(
+        follows(kind, text_of(driver, request))
+        for kind, request in zip(("regex", "choice", "ebnf_grammar"), requests, strict=True)
+    )
+    driver.check_idle()

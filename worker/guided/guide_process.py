@@ -1,0 +1,219 @@
+"""The process whose copies compile guides and fill masks: they can be ended at any time."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import math
+import mmap
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trimaran.comm.errors import RequestError
+from trimaran.worker.guided.library import Library
+from trimaran.worker.guided.matcher import CompiledGuide, Matcher
+
+NUM_SLOTS = 128
+"""Masks that one batch of questions may ask for."""
+
+BEGUN = b"begun"
+TOO_LARGE = "too large"
+COMPLETE, OPEN, REJECTED = 1, 0, -1
+"""What follows a question's ids; `REJECTED` less the place of an id that may not come."""
+
+_PR_SET_PDEATHSIG = 1
+_CACHE_BYTES = 1 << 25
+_MAX_GROWTH_BYTES = 512 << 20
+"""Memory that the outputs of a compiled guide may take."""
+
+_NICE, _SLOW_NICE = 5, 10
+SLOW_S = 0.01
+"""A mask that takes more processor time is slow: a request has limited time for such masks."""
+
+_GIVE_WAY_S = 0.05
+"""A process in which a mask takes more processor time has a lower priority from then on."""
+
+_ANSWER_S = 0.005
+"""Masks that are filled go to the rank at least so often while others are being filled."""
+
+_IDS_A_LIMIT = 100
+"""A question with more ids, which a replayed request asks, has more time by this measure."""
+
+
+def main() -> None:
+    """Serve the rank at the other end of the socket whose descriptor is argument 1.
+
+    The rank sends, for each copy that it wants, one end of a connection and the file of the
+    masks. Argument 2 is the descriptor of a file with `Library.to_text`, argument 3 the bytes
+    of memory for one guide, argument 4 the seconds of processor time for one mask.
+    """
+    # The rank says when it ends; a signal to the whole job must not cut in.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    _die_with_parent()
+    os.nice(_NICE)
+    # Where memory runs out, a copy of this process is the first to go.
+    with open("/proc/self/oom_score_adj", "w") as score:
+        score.write("1000")
+    control = socket.socket(fileno=int(sys.argv[1]))
+    with open(int(sys.argv[2])) as file:
+        library = Library.from_text(file.read(), _CACHE_BYTES)
+    # The exit codes of copies are not collected.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    # They need not look for garbage here, which would copy the memory.
+    gc.freeze()
+    pid = os.getpid()
+    while descriptors := socket.recv_fds(control, 1, 2)[1]:
+        # No thread runs here that a copy would lack.
+        if os.fork() == 0:
+            control.close()
+            _die_with_parent()
+            if os.getppid() == pid:
+                _serve(library, Connection(descriptors[0]), descriptors[1])
+            os._exit(0)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _serve(library: Library, connection: Connection, file: int) -> None:
+    """Answer the rank. Ends when the other end is closed, be it in the midst of a guide."""
+    masks = np.frombuffer(mmap.mmap(file, 0), np.int32).reshape(NUM_SLOTS, -1)
+    server = _Copy(library, connection, masks, int(sys.argv[3]), float(sys.argv[4]))
+    threading.Thread(target=_end_when_left, args=(connection,), daemon=True).start()
+    # Cancelling a guide closes the other end: this thread may be the first to notice.
+    # A library that is out of memory raises MemoryError or RuntimeError.
+    with suppress(EOFError, OSError, MemoryError, RuntimeError):
+        while True:
+            word, *task = connection.recv()
+            if word == "compile":
+                server.compile(*task)
+            else:
+                server.fill(*task)
+
+
+def _end_when_left(connection: Connection) -> None:
+    poll = select.poll()
+    poll.register(connection, select.POLLRDHUP)
+    poll.poll()
+    os._exit(0)
+
+
+class _Copy:
+    """One process: its compiled guide and the outputs that follow it."""
+
+    def __init__(
+        self,
+        library: Library,
+        connection: Connection,
+        masks: npt.NDArray[np.int32],
+        max_bytes: int,
+        step_timeout_s: float,
+    ) -> None:
+        self._library = library
+        self._connection = connection
+        self._masks = masks
+        self._first_bytes = _memory_bytes()
+        self._max_bytes = max_bytes
+        self._step_timeout_s = step_timeout_s
+        self._guide: CompiledGuide | None = None
+        self._matchers: dict[int, Matcher] = {}
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+    def compile(self, kind: str, guide: str, seconds: float) -> None:
+        """Say `BEGUN`, then bytes of memory, or why the guide cannot be compiled."""
+        self._guide, self._matchers = None, {}
+        _limit_memory(self._first_bytes + self._max_bytes)
+        # Should the other end be stopped, this one ends all the same.
+        signal.alarm(math.ceil(seconds) + 1)
+        self._connection.send_bytes(BEGUN)
+        answer = self._compiled(kind, guide)
+        signal.alarm(0)
+        num_bytes = _memory_bytes()
+        _limit_memory(min(num_bytes + _MAX_GROWTH_BYTES, self._first_bytes + self._max_bytes))
+        self._connection.send_bytes((answer or str(num_bytes - self._first_bytes)).encode())
+
+    def _compiled(self, kind: str, guide: str) -> str:
+        """Why the guide cannot be compiled; empty if it was."""
+        try:
+            self._guide = self._library.compile(kind, guide)
+        except RequestError as error:
+            return TOO_LARGE if "bad_alloc" in str(error) else str(error)
+        except MemoryError:
+            return TOO_LARGE
+        return ""
+
+    def fill(self, questions: list[tuple[int, int, list[int]]], dropped: list[int]) -> None:
+        """Answer each question, an output's number, end id and further ids, by a mask.
+
+        An answer is int64 [n, 3]: the slot of the mask, what follows, and the microseconds of a
+        slow mask, 0 for others.
+        """
+        for number in dropped:
+            self._matchers.pop(number, None)
+        answers: list[tuple[int, int, int]] = []
+        sent_at = time.monotonic()
+        for slot, question in enumerate(questions):
+            began, cpu_began = time.monotonic(), time.process_time()
+            status = self._answer(slot, *question)
+            seconds = 0.0
+            cpu_s = time.process_time() - cpu_began
+            if cpu_s > SLOW_S:
+                seconds = time.monotonic() - began
+            if cpu_s > _GIVE_WAY_S:
+                self._give_way()
+            answers.append((slot, status, int(1e6 * seconds)))
+            if time.monotonic() - sent_at > _ANSWER_S or slot + 1 == len(questions):
+                self._connection.send_bytes(np.array(answers, np.int64).tobytes())
+                answers, sent_at = [], time.monotonic()
+
+    def _answer(self, slot: int, number: int, end_id: int, ids: list[int]) -> int:
+        assert self._guide is not None, "masks are asked for without a guide"
+        limit_s = self._step_timeout_s * max(1.0, len(ids) / _IDS_A_LIMIT)
+        # The signal ends the process, whatever the library does.
+        signal.setitimer(signal.ITIMER_PROF, limit_s)
+        matcher = self._matchers.get(number)
+        if matcher is None:
+            matcher = self._matchers[number] = self._guide.start(end_id)
+        status = OPEN
+        for place, token_id in enumerate(ids):
+            if not matcher.accept(token_id):
+                status = REJECTED - place
+                break
+        else:
+            status = COMPLETE if matcher.fill(self._masks, slot) else OPEN
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        return status
+
+    def _give_way(self) -> None:
+        missing = _SLOW_NICE - os.nice(0)
+        if missing > 0:
+            os.nice(missing)
+
+
+def _memory_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()
+
+
+def _limit_memory(num_bytes: int) -> None:
+    """Let this process have this much address space."""
+    hard: Any = resource.getrlimit(resource.RLIMIT_AS)[1]
+    if hard != resource.RLIM_INFINITY:
+        num_bytes = min(num_bytes, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (num_bytes, hard))
