@@ -10,7 +10,8 @@ from typing import Any
 JOURNAL_FILE = "journal.jsonl"
 
 Checksums = dict[str, dict[str, str]]
-"""SHA-256 of a unit's tensors by name and by rank, whose number is a string in JSON."""
+"""Checksums of a unit's tensors, as `ShardLayout.header` takes them, by name and by rank, whose
+number is a string in JSON."""
 
 
 class Journal:

@@ -14,6 +14,8 @@ from trimaran.worker.config.shard_file import (
     ORIGIN_KEY,
     TensorEntry,
     checksum_key,
+    chunks_key,
+    num_chunk_chars,
 )
 
 _WORDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -22,7 +24,7 @@ _WORDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 class ShardLayout:
     """A safetensors file whose layout is known before any of its tensors is made.
 
-    The header holds a checksum of every tensor, and its length does not depend on them.
+    The header holds checksums of every tensor, and its length does not depend on them.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class ShardLayout:
         for name in names:
             end += parameters[name].nbytes
             self._ends[name] = end
+        self._num_bytes = {name: parameters[name].nbytes for name in names}
         self._shapes = {name: tuple(parameters[name].shape) for name in names}
         start = self.header_bytes
         self.num_bytes = start + end
@@ -55,12 +58,22 @@ class ShardLayout:
     @property
     def header_bytes(self) -> int:
         """Length of the header; the tensors begin there."""
-        return len(self.header(dict.fromkeys(self._ends, "0" * CHECKSUM_CHARS)))
+        blank = {
+            name: "0" * (CHECKSUM_CHARS + num_chunk_chars(num_bytes))
+            for name, num_bytes in self._num_bytes.items()
+        }
+        return len(self.header(blank))
 
     def header(self, checksums: Mapping[str, str]) -> bytes:
-        """The header's bytes, given the checksum of each tensor."""
+        """The header's bytes, given the checksums of each tensor.
+
+        These are one text: the tensor's SHA-256, then the XXH3-128 of its chunks.
+        """
         metadata = {"format": "pt", ORIGIN_KEY: self._origin}
-        metadata |= {checksum_key(name): checksums[name] for name in self._ends}
+        for name in self._ends:
+            found = checksums[name]
+            metadata[checksum_key(name)] = found[:CHECKSUM_CHARS]
+            metadata[chunks_key(name)] = found[CHECKSUM_CHARS:]
         values: dict[str, object] = {"__metadata__": metadata}
         start = 0
         for name, end in self._ends.items():

@@ -425,20 +425,13 @@ def _add_time_flags(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="a front end that computes may be silent for so long (60, or --hang-timeout)",
     )
-    parser.add_argument(
-        "--max-replays",
-        type=count,
-        default=2,
-        metavar="N",
-        help="replays of one request before it fails (%(default)s)",
-    )
-    parser.add_argument(
-        "--guide-processes",
-        type=positive,
-        default=64,
-        metavar="N",
-        help="different guides that outputs follow at once, a process each (%(default)s)",
-    )
+    for flag, kind, most, meaning in (
+        ("--max-replays", count, 2, "replays of one request before it fails"),
+        ("--guide-processes", positive, 64, "different guides in use at once, a process each"),
+    ):
+        parser.add_argument(
+            flag, type=kind, default=most, metavar="N", help=f"{meaning} (%(default)s)"
+        )
 
 
 def _add_log_flags(parser: argparse.ArgumentParser) -> None:

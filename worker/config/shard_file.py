@@ -12,6 +12,9 @@ from trimaran.comm.errors import ConfigError
 from trimaran.comm.files.input_files import parse_json, require_file
 
 CHECKSUM_CHARS = 64
+CHUNK_BYTES = 8 << 20
+"""Each tensor has a checksum for so many bytes, the last one for the remainder."""
+
 ORIGIN_KEY = "origin"
 """Metadata key of the configuration that the tensors were cut for."""
 
@@ -19,6 +22,8 @@ _READ_BYTES = 16 << 20
 _MAX_HEADER_BYTES = 100_000_000
 _LFS_POINTER = b"version "
 _CHECKSUM_PREFIX = "sha256:"
+_CHUNKS_PREFIX = f"xxh3_128/{CHUNK_BYTES}:"
+_DIGEST_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +48,9 @@ class ShardHeader:
     checksums: dict[str, str]
     """SHA-256 of each tensor's bytes in hexadecimal; empty in files of other builders."""
 
+    chunks: dict[str, list[bytes]]
+    """XXH3-128 of each `CHUNK_BYTES` of each tensor; none in files of earlier versions."""
+
     checksum: str
     """SHA-256 of the header, which covers all tensors by their checksums."""
 
@@ -53,6 +61,24 @@ class ShardHeader:
 def checksum_key(name: str) -> str:
     """The metadata key of a tensor's checksum."""
     return _CHECKSUM_PREFIX + name
+
+
+def chunks_key(name: str) -> str:
+    """Where a header's metadata has the checksums of a tensor's chunks, as one text."""
+    return _CHUNKS_PREFIX + name
+
+
+def num_chunk_chars(num_bytes: int) -> int:
+    """Length of the text with the checksums of the chunks of a tensor."""
+    return 2 * _DIGEST_BYTES * -(-num_bytes // CHUNK_BYTES)
+
+
+def _digests(text: str) -> list[bytes]:
+    digests = bytes.fromhex(text)
+    return [
+        digests[place : place + _DIGEST_BYTES]
+        for place in range(0, len(digests), _DIGEST_BYTES)
+    ]
 
 
 def read_tensor_entries(path: Path) -> dict[str, TensorEntry]:
@@ -91,16 +117,39 @@ def read_header(path: Path) -> ShardHeader:
         raise ConfigError(
             _not_whole(path, f"it has {num_bytes} bytes and its header tells of {expected}")
         )
+    entries = {name: _entry(value, 8 + header_bytes) for name, value in header.items()}
     return ShardHeader(
-        entries={name: _entry(value, 8 + header_bytes) for name, value in header.items()},
+        entries=entries,
         checksums={
             key.removeprefix(_CHECKSUM_PREFIX): str(value)
             for key, value in metadata.items()
             if key.startswith(_CHECKSUM_PREFIX)
         },
+        chunks=_chunks(path, entries, metadata),
         checksum=hashlib.sha256(prefix + text).hexdigest(),
         origin=str(metadata.get(ORIGIN_KEY, "")),
     )
+
+
+def _chunks(
+    path: Path, entries: dict[str, TensorEntry], metadata: dict[str, Any]
+) -> dict[str, list[bytes]]:
+    """The checksums of the chunks of those tensors that have them."""
+    chunks = {}
+    for name, entry in entries.items():
+        text = metadata.get(chunks_key(name))
+        if text is None:
+            continue
+        try:
+            chunks[name] = _digests(text)
+            is_whole = len(text) == num_chunk_chars(entry.num_bytes)
+        except (TypeError, ValueError):
+            is_whole = False
+        if not is_whole:
+            raise ConfigError(
+                _not_whole(path, f"its header has no checksum for each chunk of {name!r}")
+            )
+    return chunks
 
 
 def checksum_of(path: Path, start: int, num_bytes: int) -> str:

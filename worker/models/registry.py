@@ -163,9 +163,11 @@ def load_model(
     if is_random:
         fill_random(model)
     elif folder.kind is FolderKind.HUGGINGFACE:
+        logger.info("%s carries no checksums of its weights to compare", folder.path)
         load_checkpoint(model, folder.weight_files)
     else:
-        load_shard(model, folder.shard_of(layout.rank))
+        shard = folder.shard_of(layout.rank)
+        load_shard(model, shard, is_verified=config.verify_weights)
     _limit_attention(model, config.cache, config.scheduler.max_seq_len)
     model.process_weights_after_loading()
     if device.type == "cuda":

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 from threading import local
 from typing import NamedTuple
@@ -14,7 +15,8 @@ import torch
 from torch import Tensor
 
 from trimaran.comm.errors import ConfigError
-from trimaran.worker.config.shard_file import TensorEntry, read_tensor_entries
+from trimaran.worker.config.shard_file import CHUNK_BYTES, TensorEntry, read_tensor_entries
+from trimaran.worker.models.weights.verification import ShardVerifier, read_whole
 
 _DTYPES = {
     "F64": torch.float64,
@@ -54,18 +56,26 @@ class _Stage:
         self._turn = 0
 
     def load(
-        self, file: int, start: int, target: Tensor, ready: torch.cuda.Event | None
+        self,
+        file: int,
+        start: int,
+        target: Tensor,
+        ready: torch.cuda.Event | None,
+        check: Callable[[memoryview], None] | None,
     ) -> torch.cuda.Event | None:
         """Fill ``target``, bytes on the device, from position ``start`` of a file.
 
-        Returns the copy's event. The target's memory may be written after ``ready``.
+        ``ready`` is when the target's memory may be written. ``check`` sees the bytes first.
         """
         self._turn ^= 1
         copied = self._copied[self._turn]
         if copied is not None:
             copied.synchronize()
         piece = self._pieces[self._turn][: len(target)]
-        _read(file, start, piece)
+        data = _bytes_of(piece)
+        read_whole(file, start, data)
+        if check is not None:
+            check(data)
         if self._stream is None:
             target.copy_(piece)
             return None
@@ -93,7 +103,7 @@ class TensorReader:
         device: torch.device,
         *,
         num_threads: int = 8,
-        piece_bytes: int = 8 << 20,
+        piece_bytes: int = CHUNK_BYTES,
         max_ahead_bytes: int = 2 << 30,
     ) -> None:
         self._device = device
@@ -106,14 +116,19 @@ class TensorReader:
         """Stop the threads."""
         self._pool.shutdown(cancel_futures=True)
 
-    def read(self, path: Path, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """The named tensors of a file, in the order of their positions.
+    def read(
+        self, path: Path, names: Iterable[str], verifier: ShardVerifier | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The named tensors of a file, in the order of their places there.
 
-        A tensor's values are ready for the current stream's next work. Its memory is reused
-        once the caller has dropped the tensor.
+        ``verifier`` compares the chunks as they are read, in the same threads.
+
+        A tensor's values are there for what the current stream does next. Its memory is
+        used again once the caller has let go of it.
 
         Raises:
-            ConfigError: the file is incomplete, or holds values of an unknown dtype.
+            ConfigError: the file is not whole, differs from its checksums, or holds a type of
+                number that is not known.
         """
         entries = read_tensor_entries(path)
         wanted = sorted((entries[name].start, name) for name in names)
@@ -129,7 +144,7 @@ class TensorReader:
                 while staged and num_ahead + entry.num_bytes > self._max_ahead_bytes:
                     num_ahead -= staged[0].tensor.nbytes
                     yield self._arrived(staged.popleft(), path)
-                staged.append(self._stage(file, path, name, entry))
+                staged.append(self._stage(file, path, name, entry, verifier))
                 num_ahead += entry.num_bytes
             while staged:
                 yield self._arrived(staged.popleft(), path)
@@ -137,7 +152,14 @@ class TensorReader:
             _give_up(staged)
             os.close(file)
 
-    def _stage(self, file: int, path: Path, name: str, entry: TensorEntry) -> _Staged:
+    def _stage(
+        self,
+        file: int,
+        path: Path,
+        name: str,
+        entry: TensorEntry,
+        verifier: ShardVerifier | None,
+    ) -> _Staged:
         dtype = _DTYPES.get(entry.dtype)
         if dtype is None:
             raise ConfigError(
@@ -153,18 +175,24 @@ class TensorReader:
         copies = []
         for offset in range(0, entry.num_bytes, self._piece_bytes):
             target = whole[offset : offset + self._piece_bytes]
+            check = None if verifier is None else partial(verifier.check, name, offset)
             copies.append(
-                self._pool.submit(self._load, file, entry.start + offset, target, ready)
+                self._pool.submit(self._load, file, entry.start + offset, target, ready, check)
             )
         return _Staged(name, whole.view(dtype).view(entry.shape), copies)
 
     def _load(
-        self, file: int, start: int, target: Tensor, ready: torch.cuda.Event | None
+        self,
+        file: int,
+        start: int,
+        target: Tensor,
+        ready: torch.cuda.Event | None,
+        check: Callable[[memoryview], None] | None,
     ) -> torch.cuda.Event | None:
         stage: _Stage | None = getattr(self._local, "stage", None)
         if stage is None:
             stage = self._local.stage = _Stage(self._device, self._piece_bytes)
-        return stage.load(file, start, target, ready)
+        return stage.load(file, start, target, ready, check)
 
     def _arrived(self, staged: _Staged, path: Path) -> tuple[str, Tensor]:
         for copy in staged.copies:
@@ -187,12 +215,5 @@ def _give_up(staged: Iterable[_Staged]) -> None:
     wait(copies)
 
 
-def _read(file: int, start: int, piece: Tensor) -> None:
-    """Fill ``piece`` with a file's bytes; raises OSError if there are too few."""
-    view = memoryview(piece.numpy())  # type: ignore[arg-type]
-    done = 0
-    while done < len(view):
-        count = os.preadv(file, [view[done:]], start + done)
-        if count == 0:
-            raise OSError(f"the file ends {len(view) - done} bytes early")
-        done += count
+def _bytes_of(piece: Tensor) -> memoryview:
+    return memoryview(piece.numpy())  # type: ignore[arg-type]

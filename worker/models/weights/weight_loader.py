@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import cast
@@ -22,6 +23,9 @@ from trimaran.worker.models.weights.checkpoint import (
     refuse_differences,
 )
 from trimaran.worker.models.weights.tensor_reader import TensorReader
+from trimaran.worker.models.weights.verification import BackgroundVerification, ShardVerifier
+
+logger = logging.getLogger(__name__)
 
 _RANDOM_STD = 0.02
 _WIDER = (torch.bfloat16, torch.float32, torch.float64)
@@ -55,12 +59,34 @@ def load_checkpoint(model: CausalLM, files: Sequence[Path]) -> None:
                     load_weight(model, parameters[target.parameter], target, tensor, stored)
 
 
-def load_shard(model: CausalLM, path: Path) -> None:
+def load_shard(model: CausalLM, path: Path, *, is_verified: bool = True) -> None:
     """Fill a rank's model from its own file of an engine folder.
 
-    On the CPU, weights of the model's dtype stay memory-mapped: ranks that load the same file
-    share its pages, and pages are read at first use.
+    On the CPU, weights whose dtype is the model's stay memory-mapped: ranks that load the
+    same file share its pages. With ``is_verified`` the file is compared with the checksums of
+    its build while it is read, or by threads beside.
+
+    Raises:
+        ConfigError: the file differs from its build, or does not fit the configuration.
     """
+    verifier = _verifier(path) if is_verified else None
+    with _Files(model.device, verifier) as files:
+        _fill_from_shard(model, path, files)
+
+
+def _verifier(path: Path) -> ShardVerifier | None:
+    verifier = ShardVerifier(path)
+    if verifier.has_checksums:
+        return verifier
+    logger.warning(
+        "%s carries no checksums, so its weights are not compared: an earlier version built "
+        "it. Build the folder again to have some.",
+        path,
+    )
+    return None
+
+
+def _fill_from_shard(model: CausalLM, path: Path, files: _Files) -> None:
     parameters = dict(model.named_parameters())
     entries = read_tensor_entries(path)
     known = [name for name in entries if name in parameters]
@@ -70,13 +96,12 @@ def load_shard(model: CausalLM, path: Path) -> None:
                 f"{path}: the tensor {name!r} has shape {list(entries[name].shape)}, but "
                 f"config.json implies {list(parameters[name].shape)}. Build the folder again."
             )
-    with _Files(model.device) as reader:
-        for name, tensor in reader.tensors(path, known):
-            parameter = parameters[name]
-            if tensor.dtype == parameter.dtype and parameter.device.type == "cpu":
-                parameter.data = tensor
-            else:
-                parameter.data.copy_(tensor)
+    for name, tensor in files.tensors(path, known):
+        parameter = parameters[name]
+        if tensor.dtype == parameter.dtype and parameter.device.type == "cpu":
+            parameter.data = tensor
+        else:
+            parameter.data.copy_(tensor)
     missing = sorted(parameters.keys() - entries.keys())
     refuse_differences(path, missing, [name for name in entries if name not in parameters])
 
@@ -103,15 +128,22 @@ def fill_random(model: CausalLM, seed: int = 0) -> None:
 
 
 class _Files:
-    """Reads a rank's tensors: memory-mapped on the CPU, copied to memory on a GPU."""
+    """Reads a rank's tensors: memory-mapped on the CPU, into its memory on a GPU.
 
-    def __init__(self, device: torch.device) -> None:
+    A verifier compares what goes to a GPU as it is read. Where that cannot be, its file is
+    read once more in the background; the end of the context waits for the result.
+    """
+
+    def __init__(self, device: torch.device, verifier: ShardVerifier | None = None) -> None:
         self._reader = TensorReader(device) if device.type == "cuda" else None
+        self._verifier, self._background = verifier, None
+        if verifier is not None and not (self._reader is not None and verifier.has_chunks):
+            self._verifier, self._background = None, BackgroundVerification(verifier)
 
     def tensors(self, path: Path, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
         """The named tensors of a file."""
         if self._reader is not None and is_safetensors(path):
-            return self._reader.read(path, names)
+            return self._reader.read(path, names, self._verifier)
         return _mapped(path, names)
 
     def __enter__(self) -> _Files:
@@ -120,6 +152,10 @@ class _Files:
     def __exit__(self, *exception: object) -> None:
         if self._reader is not None:
             self._reader.close()
+        if self._background is not None and exception[0] is None:
+            self._background.finish()
+        elif self._background is not None:
+            self._background.close()
 
 
 def _mapped(path: Path, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
