@@ -84,11 +84,11 @@ SLOW: dict[str, list[dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """The demo model on one rank, with guides, which may compile for 6 s."""
+    """The demo model on one rank, with guides under short limits."""
     folder = tmp_path_factory.mktemp("guides")
     engine = build_engine(folder)
     repository = make_repository(folder, engine, guided_decoding_backend="xgrammar")
-    flags = (*EXACT, "--guide-timeout", "6")
+    flags = (*EXACT, "--guide-timeout", "6", "--guide-step-timeout", "0.2")
     with Served(repository, 1, flags, folder / "serve.log") as served:
         assert _ask(served, {f"{GUIDED}_type": "regex", GUIDED: "[0-9]{3}"})[0] == 200
         yield served
