@@ -207,13 +207,3 @@ def error_response(error: RequestError) -> web.Response:
 def plain_error(status: int, text: str) -> web.Response:
     """An error that no request caused."""
     return web.Response(status=status, body=error_object(text), content_type=JSON)
-
-
-def unasked_refusal(text: str) -> bytes:
-    """The answer to any further request on a connection that is then closed."""
-    body = error_object(text)
-    lines = (
-        "HTTP/1.1 503 Service Unavailable", f"Content-Type: {JSON}",
-        f"Content-Length: {len(body)}", f"Retry-After: {RETRY_AFTER_S}", "Connection: close",
-    )  # fmt: skip
-    return "\r\n".join((*lines, "", "")).encode() + body

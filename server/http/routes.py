@@ -19,6 +19,33 @@ class Route:
     name: str = ""
     version: str = ""
 
+    @property
+    def category(self) -> str:
+        """The category of access control that the action belongs to."""
+        return _CATEGORIES[self.action]
+
+
+_CATEGORIES = {
+    "live": "health",
+    "ready": "health",
+    "model_ready": "health",
+    "server_metadata": "metadata",
+    "model_metadata": "metadata",
+    "model_config": "model-config",
+    "statistics": "statistics",
+    "infer": "inference",
+    "generate": "inference",
+    "generate_stream": "inference",
+    "logging": "logging",
+    "trace": "trace",
+    "index": "model-repository",
+    "load": "model-repository",
+    "unload": "model-repository",
+    "named_repository": "model-repository",
+    "shared_memory_change": "shared-memory",
+    "systemsharedmemory_status": "shared-memory",
+    "cudasharedmemory_status": "shared-memory",
+}
 
 _FIXED = {
     "/v2": Route("server_metadata", GET),

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
+import ssl
 from typing import Any
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from trimaran.comm.errors import ConfigError, RequestError
+from trimaran.server.access.control import PortGuard
+from trimaran.server.access.policy import Refusal
 from trimaran.server.decoding.decoder import Decoder
 from trimaran.server.http import queries as http_queries
-from trimaran.server.http.connections import HttpConnections, fault_logger, refusal
+from trimaran.server.http.connections import (
+    BodyTimeoutError,
+    HttpConnections,
+    fault_logger,
+    refusal,
+)
 from trimaran.server.http.generate import GenerateEndpoint
 from trimaran.server.http.infer import InferEndpoint
 from trimaran.server.http.messages import error_response, json_response, plain_error
@@ -32,16 +41,26 @@ _BACKLOG = 1024
 class HttpServer:
     """Serves one address. A request ends at once when its connection does."""
 
-    def __init__(self, service: Service, decoder: Decoder, host: str, port: int) -> None:
+    def __init__(
+        self,
+        service: Service,
+        decoder: Decoder,
+        host: str,
+        port: int,
+        guard: PortGuard | None = None,
+    ) -> None:
+        """``guard`` says who may do what and how the port is encrypted; None: all, not."""
         self._service = service
         self._host = host
         self._port = port
+        self._guard = guard or PortGuard(flag="--http-port")
+        self._policy = self._guard.policy
         self._decoder = decoder
         self._pending = PendingBodies(service.config.http_max_pending_bytes)
         self._infer = InferEndpoint(service, decoder, self._pending)
         self._generate = GenerateEndpoint(service, decoder, self._pending)
         self._busy: set[Any] = set()
-        self._server = HttpConnections(self._handle)
+        self._server = HttpConnections(self._handle, service.config.http_limits)
         self._runner = web.ServerRunner(self._server, shutdown_timeout=_STOP_GRACE_S)
 
     async def start(self) -> None:
@@ -50,9 +69,19 @@ class HttpServer:
         Raises:
             ConfigError: the port is in use.
         """
-        is_shared = self._service.config.num_frontends > 1
-        await _listen(self._runner, self._host, self._port, "--http-port", is_shared)
-        logger.info("Started HTTPService at %s:%d", self._host, self.port)
+        config, guard = self._service.config, self._guard
+        is_admin = guard.flag == "--admin-port"
+        await _listen(
+            self._runner,
+            self._host,
+            self._port,
+            guard.flag,
+            is_shared=config.num_frontends > 1 and not is_admin,
+            tls=guard.tls.context if guard.tls is not None else None,
+            handshake_timeout_s=config.http_limits.header_timeout_s,
+        )
+        name = "administration" if is_admin else "HTTPService"
+        logger.info("Started %s at %s:%d", name, self._host, self.port)
 
     @property
     def port(self) -> int:
@@ -81,9 +110,10 @@ class HttpServer:
             response = plain_error(400, "")
             response.force_close()
         except HttpProcessingError as error:
-            # The body began well and then broke HTTP.
-            fault_logger.error("%s", request.remote, exc_info=error)
-            response = refusal(400, error.message)
+            # The body began well and then stalled or broke HTTP.
+            if not isinstance(error, BodyTimeoutError):
+                fault_logger.error("%s", request.remote, exc_info=error)
+            response = refusal(error.code or 400, error.message)
         except Exception:
             logger.exception("%s %s failed", request.method, request.raw_path)
             response = plain_error(500, INTERNAL)
@@ -97,6 +127,10 @@ class HttpServer:
         route = match(path_of(request.raw_path))
         if route is None:
             return plain_error(404, "Not Found")
+        if not self._policy.is_open:
+            refused = self._policy.refusal(route.category, request.headers.get)
+            if refused is not None:
+                return _refused(refused)
         if request.method not in route.methods:
             return plain_error(405, "Method Not Allowed")
         if route.action == "infer":
@@ -123,7 +157,7 @@ class MetricsServer:
         self._host = host
         self._port = port
         self._status = StatusReport(service)
-        server = web.Server(self._handle, access_log=None, logger=fault_logger)
+        server = HttpConnections(self._handle, service.config.http_limits)
         self._runner = web.ServerRunner(server, shutdown_timeout=_STOP_GRACE_S)
 
     async def start(self) -> None:
@@ -160,24 +194,65 @@ class MetricsServer:
         return web.Response(body=body, content_type="text/plain", charset="utf-8")
 
 
+def _refused(refused: Refusal) -> web.Response:
+    response = plain_error(refused.http_status, refused.text)
+    if refused.needs_key:
+        response.headers["WWW-Authenticate"] = "Bearer"
+    return response
+
+
+class _Site(web.BaseSite):
+    """The addresses of a host; a handshake of TLS has a deadline there."""
+
+    def __init__(
+        self,
+        runner: web.ServerRunner,
+        host: str,
+        port: int,
+        *,
+        is_shared: bool = False,
+        tls: ssl.SSLContext | None = None,
+        handshake_timeout_s: float = 0.0,
+    ) -> None:
+        super().__init__(runner, ssl_context=tls, backlog=_BACKLOG)
+        self.host = host
+        self.port = port
+        self._is_shared = is_shared
+        self._handshake_timeout_s = handshake_timeout_s
+
+    @property
+    def name(self) -> str:
+        """The address as a URL."""
+        return f"http{'s' if self._ssl_context else ''}://{self.host}:{self.port}"
+
+    async def start(self) -> None:
+        """Listen; raises OSError if that cannot be."""
+        await super().start()
+        assert self._runner.server is not None
+        options: dict[str, Any] = {"ssl": self._ssl_context, "backlog": self._backlog}
+        if self._ssl_context is not None and self._handshake_timeout_s:
+            options["ssl_handshake_timeout"] = self._handshake_timeout_s
+        if self.host == "::":
+            # All addresses, like gRPC: asyncio's default excludes IPv4.
+            options["sock"] = socket.create_server(
+                (self.host, self.port), family=socket.AF_INET6, backlog=_BACKLOG,
+                reuse_port=self._is_shared, dualstack_ipv6=socket.has_dualstack_ipv6(),
+            )  # fmt: skip
+        else:
+            options |= {"host": self.host, "port": self.port}
+            options["reuse_port"] = self._is_shared or None
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(self._runner.server, **options)
+
+
 async def _listen(
-    runner: web.ServerRunner, host: str, port: int, flag: str, is_shared: bool = False
+    runner: web.ServerRunner, host: str, port: int, flag: str, **options: Any
 ) -> None:
+    """Open a `_Site`, whose ``options`` these are."""
     await runner.setup()
     try:
-        await _site(runner, host, port, is_shared).start()
+        await _Site(runner, host, port, **options).start()
     except OSError as error:
         raise ConfigError(
             f"cannot listen on {host}:{port}: {error.strerror}. Choose another {flag}."
         ) from None
-
-
-def _site(runner: web.ServerRunner, host: str, port: int, is_shared: bool) -> web.BaseSite:
-    if host != "::":
-        return web.TCPSite(runner, host, port, backlog=_BACKLOG, reuse_port=is_shared or None)
-    # All addresses, like gRPC: asyncio's default excludes IPv4.
-    everywhere = socket.create_server(
-        (host, port), family=socket.AF_INET6, backlog=_BACKLOG, reuse_port=is_shared,
-        dualstack_ipv6=socket.has_dualstack_ipv6(),
-    )  # fmt: skip
-    return web.SockSite(runner, everywhere, backlog=_BACKLOG)
