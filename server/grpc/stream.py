@@ -27,6 +27,7 @@ GRPC_STOPPING = "GRPC server is shutting down and has stopped accepting new requ
 MAX_REQUESTS = 1 << 14
 """Requests of one stream that are served at a time."""
 
+_LONG_S = 24 * 3600.0
 _END_ON_ERROR = ("triton_grpc_error", "true")
 
 Context: TypeAlias = grpc.aio.ServicerContext
@@ -52,7 +53,12 @@ class StreamSession:
         self._writing = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
         self._last_ordered: asyncio.Task[None] | None = None
-        self._failure: asyncio.Future[RequestError] = asyncio.get_running_loop().create_future()
+        self._loop = asyncio.get_running_loop()
+        self._failure: asyncio.Future[RequestError] = self._loop.create_future()
+        self._stall: asyncio.Future[RequestError] = self._loop.create_future()
+        """Ends the call although a message is on its way, which the client does not take."""
+        self._writing_since: float | None = None
+        self._send_timeout_s = service.config.grpc_send_timeout_s
         metadata = context.invocation_metadata() or ()
         self._ends_on_error = any((key, value) == _END_ON_ERROR for key, value in metadata)
 
@@ -62,17 +68,20 @@ class StreamSession:
         Returns the error that ends the call, for clients that asked for this behaviour.
         """
         reader = asyncio.ensure_future(self._read(requests))
+        self._watch_writing()
         try:
-            ends: set[asyncio.Future[Any]] = {reader, self._failure}
+            ends: set[asyncio.Future[Any]] = {reader, self._failure, self._stall}
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            # The count is not restored: a call whose last message is cut off gets no status
-            # either.
+            if self._stall.done():
+                return self._stall.result()
+            # Never released: a call whose last message is cut off gets no status either.
             await self._writing.acquire()
             if self._failure.done():
                 return self._failure.result()
             await reader
             return None
         finally:
+            self._watch.cancel()
             leftover = [reader, *self._tasks]
             for task in leftover:
                 task.cancel()
@@ -220,10 +229,28 @@ class StreamSession:
             try:
                 # The call accepts the next message only after this one has been sent.
                 with self._service.admission.uncut():
+                    self._writing_since = self._loop.time()
                     await self._context.write(message)
             except (grpc.aio.InternalError, grpc.aio.UsageError) as error:
                 # The call ended while this message was being sent.
                 raise _ClientGoneError from error
+            finally:
+                self._writing_since = None
+
+    def _watch_writing(self) -> None:
+        """Look at the message on its way when that could be late: one timer a stream."""
+        timeout_s, since = self._send_timeout_s, self._writing_since
+        now = self._loop.time()
+        if timeout_s and since is not None and now - since >= timeout_s:
+            error = RequestError(
+                f"the client took no message for {timeout_s:g} s (--grpc-send-timeout): the "
+                "requests of its stream are cancelled",
+                ErrorKind.CANCELLED,
+            )
+            self._stall.set_result(error)
+            return
+        due = (now if since is None else since) + (timeout_s or _LONG_S)
+        self._watch = self._loop.call_at(due, self._watch_writing)
 
 
 async def _over(before: asyncio.Task[None] | None) -> None:
