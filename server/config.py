@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from trimaran.server.access.config import AccessConfig, ConnectionLimits
+
 
 def frontend_title(index: int) -> str:
     """A front end in log lines and among the groups; the first is the only one by default."""
@@ -92,6 +94,20 @@ class FrontendConfig:
     grpc_options: dict[str, int] = field(default_factory=dict)
     """gRPC settings of the operator, by gRPC's own names (``grpc.keepalive_time_ms``)."""
 
+    grpc_max_calls: int = 16384
+    """Calls that are open at once; further ones get RESOURCE_EXHAUSTED."""
+
+    grpc_message_timeout_s: float = 300.0
+    """The message of a unary call arrives within this time; 0 is no limit."""
+
+    grpc_send_timeout_s: float = 60.0
+    """A client of a stream takes a message within this time, or its requests are cancelled."""
+
+    http_limits: ConnectionLimits = field(default_factory=ConnectionLimits)
+    """Deadlines and bounds of HTTP connections, those of the metrics port too."""
+
+    access: AccessConfig = field(default_factory=AccessConfig)
+
     tokenizer_threads: int = 2
     metrics_config: dict[str, str] = field(default_factory=dict)
     """``--metrics-config`` keys: counter_latencies, histogram_latencies, ..."""
@@ -118,4 +134,6 @@ class FrontendConfig:
         values["engine_listen"] = tuple(values["engine_listen"])
         values["load_models"] = tuple(values["load_models"])
         values["groups"] = {name: tuple(names) for name, names in values["groups"].items()}
+        values["http_limits"] = ConnectionLimits(**values["http_limits"])
+        values["access"] = AccessConfig.from_wire(values["access"])
         return cls(**values)

@@ -10,22 +10,18 @@ from typing import Any
 from trimaran.comm.messages.messages import Command
 from trimaran.comm.messages.supervisor_link import SupervisorLink
 from trimaran.server.config import FrontendConfig
-from trimaran.server.decoding.decoder import Decoder
 from trimaran.server.engines.client import EngineClient
-from trimaran.server.grpc.server import GrpcServer
-from trimaran.server.http.server import HttpServer, MetricsServer
 from trimaran.server.inference.registry import ModelRegistry
 from trimaran.server.metrics.group_board import GroupBoard
 from trimaran.server.metrics.host_metrics import HostOptions
 from trimaran.server.metrics.metrics import Metrics
+from trimaran.server.ports import Ports
 from trimaran.server.served_models import FollowedModels, OwnModels, ServedModels
 from trimaran.server.service import Service
 from trimaran.server.settings import LogSettings
 from trimaran.server.stall_watch import StallWatch
 
 logger = logging.getLogger(__name__)
-
-_GRPC_GRACE_S = 0.5
 
 
 class Frontend:
@@ -60,7 +56,7 @@ class Frontend:
         self._shutdown = asyncio.Event()
         self._drain: asyncio.Task[None] | None = None
         self._service: Service | None = None
-        self._http: HttpServer | None = None
+        self._ports: Ports | None = None
         self._stalls = StallWatch()
 
     async def run(self) -> None:
@@ -99,17 +95,8 @@ class Frontend:
             config, registry, self._metrics, self._log_settings, board=self._board
         )
         await self._models.attach(service)
-        decoder = Decoder(config.http_max_input_bytes, config.grpc_max_message_bytes)
-        grpc = GrpcServer(service, decoder, config.grpc_address, config.grpc_port)
-        http = HttpServer(service, decoder, config.http_address, config.http_port)
-        metrics = MetricsServer(service, config.metrics_address, config.metrics_port)
-        if config.allow_grpc:
-            await grpc.start()
-        if config.allow_http:
-            await http.start()
-            self._http = http
-        if config.allow_metrics and config.is_first:
-            await metrics.start()
+        self._ports = ports = Ports(service)
+        await ports.start()
         names = ", ".join(f"{m.name}:{m.version}" for m in registry.models())
         logger.info("Serving models %s", names or "(none)")
         facts = {"models": [model.name for model in registry.models()]}
@@ -118,10 +105,7 @@ class Frontend:
         self._link.answer_while(self._stalls.is_turning)
         await self._unless_shut_down(self._models.follow())
         self._stalls.stop()
-        await grpc.stop(_GRPC_GRACE_S)
-        await http.stop()
-        decoder.close()
-        await metrics.stop()
+        await ports.stop()
 
     # ---- the supervisor's commands ------------------------------------------------------
 
@@ -150,8 +134,8 @@ class Frontend:
         if self._service is not None:
             admission = self._service.admission
             admission.start_draining()
-            if self._http is not None:
-                self._http.close_idle_connections()
+            if self._ports is not None:
+                self._ports.close_idle_connections()
             logger.info("Draining: %d requests are running", admission.num_running)
             await self._models.give_up()
             try:

@@ -10,7 +10,7 @@ import sys
 
 import uvloop
 
-from trimaran.comm.env import ChildEnv
+from trimaran.comm.env import SUPERVISOR, TOKEN, ChildEnv
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.log import setup_logging
 from trimaran.comm.messages.supervisor_link import SupervisorLink
@@ -32,6 +32,9 @@ def main() -> None:
     code = EXIT_FAILURE
     try:
         env = ChildEnv.from_environ()
+        # Processes of this one, which run code of models, inherit what is left.
+        for name in (SUPERVISOR, TOKEN):
+            del os.environ[name]
         setup_logging(
             "frontend",
             rank=_index(env),

@@ -13,6 +13,7 @@ from trimaran.comm.files.flag_values import (
     size,
     workers,
 )
+from trimaran.launcher.flags.access_flags import add_access_flags
 from trimaran.launcher.flags.parser import FlagParser
 from trimaran.launcher.flags.triton_flags import add_triton_flags
 
@@ -46,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_time_flags(parser)
     _add_log_flags(parser)
     _add_replaced_flags(parser)
+    add_access_flags(parser)
     add_triton_flags(parser)
     if isinstance(parser, FlagParser):
         parser.hide(*_RARE)

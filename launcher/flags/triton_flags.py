@@ -10,7 +10,6 @@ from trimaran.comm.files.flag_values import boolean, count, positive
 from trimaran.launcher.flags.parser import FlagParser
 
 _YES, _NO = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
-_TLS = "TLS is not served: put a proxy before the port, with --grpc-address 127.0.0.1"
 _ONE_LOOP = "a front end is one event loop; --frontend-processes N adds others"
 _NO_POOL = "there is no such pool"
 _NO_CACHE = "responses are not cached: prompts are, by enable_kv_cache_reuse in config.pbtxt"
@@ -52,23 +51,12 @@ _OTHERS: dict[str, tuple[str, tuple[str, ...]]] = {
         "headers do not reach models: send what they need as parameters of the request", ()),
     "grpc-header-forward-pattern": (
         "headers do not reach models: send what they need as parameters of the request", ()),
-    "http-restricted-api": (
-        "endpoints cannot be restricted: put a proxy before the port, and listen with "
-        "--http-address 127.0.0.1", ()),
-    "grpc-restricted-protocol": (
-        "calls cannot be restricted: put a proxy before the port, and listen with "
-        "--grpc-address 127.0.0.1", ()),
     "reuse-http-port": (
         "only the front ends of one server share its ports (--frontend-processes N); it must "
         "be false", _NO),
     "reuse-grpc-port": (
         "only the front ends of one server share its ports (--frontend-processes N); it must "
         "be false", _NO),
-    "grpc-use-ssl": (f"{_TLS}; it must be false", _NO),
-    "grpc-use-ssl-mutual": (f"{_TLS}; it must be false", _NO),
-    "grpc-server-cert": (_TLS, ()),
-    "grpc-server-key": (_TLS, ()),
-    "grpc-root-cert": (_TLS, ()),
     "grpc-infer-response-compression-level": (
         "responses are not compressed over gRPC; it must be none", ("none",)),
     "trace-config": (f"{_NO_TRACE}; the level must be OFF",
@@ -106,7 +94,7 @@ _OTHERS: dict[str, tuple[str, tuple[str, ...]]] = {
 _REFUSED = tuple(ForeignFlag(f"--{name}", *each) for name, each in _OTHERS.items())
 
 GRPC_OPTIONS = {
-    "grpc-keepalive-time": ("grpc.keepalive_time_ms", "MS", "between pings (7200000)"),
+    "grpc-keepalive-time": ("grpc.keepalive_time_ms", "MS", "between pings (60000)"),
     "grpc-keepalive-timeout": ("grpc.keepalive_timeout_ms", "MS", "for its answer (20000)"),
     "grpc-keepalive-permit-without-calls": (
         "grpc.keepalive_permit_without_calls", "BOOL", "pings without calls too (false)"),

@@ -29,22 +29,36 @@ class Endpoint:
     name: str
     address: str
     port: int
+    is_tls: bool = False
 
     def __str__(self) -> str:
         return f"--{self.name}-port {self.port}"
 
+    @property
+    def scheme(self) -> str:
+        """The begin of its URL; gRPC's clients take an address alone."""
+        if self.name.endswith("grpc"):
+            return ""
+        return "https://" if self.is_tls else "http://"
+
 
 def endpoints(frontend: FrontendConfig) -> list[Endpoint]:
     """The ports that are switched on."""
+    access = frontend.access
+    http_tls, grpc_tls = access.http_tls is not None, access.grpc_tls is not None
     every = (
-        (frontend.allow_http, Endpoint("http", frontend.http_address, frontend.http_port)),
-        (frontend.allow_grpc, Endpoint("grpc", frontend.grpc_address, frontend.grpc_port)),
-        (
-            frontend.allow_metrics,
-            Endpoint("metrics", frontend.metrics_address, frontend.metrics_port),
-        ),
-    )
-    return [endpoint for is_open, endpoint in every if is_open]
+        (frontend.allow_http, "http", frontend.http_address, frontend.http_port, http_tls),
+        (frontend.allow_grpc, "grpc", frontend.grpc_address, frontend.grpc_port, grpc_tls),
+        (frontend.allow_metrics, "metrics", frontend.metrics_address, frontend.metrics_port,
+         False),
+        (True, "admin", access.admin_address, access.admin_port, http_tls),
+        (True, "admin-grpc", access.admin_address, access.admin_grpc_port, grpc_tls),
+    )  # fmt: skip
+    return [
+        Endpoint(name, address, port, is_tls)
+        for is_open, name, address, port, is_tls in every
+        if is_open and port is not None
+    ]
 
 
 def check(config: ServeConfig) -> None:
@@ -147,7 +161,7 @@ def _check_free(endpoint: Endpoint) -> None:
         # A UnicodeError means that the text cannot be a host's name.
         reason = error.strerror if isinstance(error, OSError) else "this is no host's name"
         raise ConfigError(
-            f"--{endpoint.name}-address {endpoint.address}: {reason}. Name an address "
+            f"{_address_flag(endpoint)} {endpoint.address}: {reason}. Name an address "
             "of this host without brackets, or leave the flag out to listen on all of them."
         ) from None
     family, kind, protocol, _, where = infos[0]
@@ -172,8 +186,12 @@ def _bind_failure(endpoint: Endpoint, error: OSError) -> str:
         return f"{endpoint}: this user may not open it. Choose a port above 1023."
     return (
         f"{endpoint}: cannot listen on {endpoint.address}: {error.strerror}. Choose another "
-        f"--{endpoint.name}-address."
+        f"{_address_flag(endpoint)}."
     )
+
+
+def _address_flag(endpoint: Endpoint) -> str:
+    return f"--{endpoint.name.removesuffix('-grpc')}-address"
 
 
 def _holder(port: int) -> str:

@@ -15,9 +15,11 @@ from trimaran.comm.files.output_files import (
 )
 from trimaran.comm.topology import MAX_RANKS
 from trimaran.launcher.config import LogConfig, MpiConfig, RestartPolicy
+from trimaran.launcher.flags.access_flags import own_grpc_options
 from trimaran.launcher.flags.serve_flags import DEFAULT_LOG_FILE
 from trimaran.launcher.flags.triton_flags import check_triton_flags, grpc_options, idle_notes
 from trimaran.launcher.placement.job import Job, current_job
+from trimaran.launcher.resolution.access import access_config, connection_limits, tls_notes
 from trimaran.launcher.resolution.engine_args import EngineFlags
 from trimaran.server.config import FrontendConfig
 from trimaran.server.metrics.options import MetricsOptions
@@ -269,7 +271,12 @@ def frontend_config(
         routing=args.routing,
         log_verbose_level=max(args.log_verbose, 3 if args.log else 0),
         log_kinds={kind: getattr(args, kind) for kind in LOG_KINDS},
-        grpc_options=grpc_options(args),
+        grpc_options=grpc_options(args) | own_grpc_options(args),
+        grpc_max_calls=args.grpc_max_calls,
+        grpc_message_timeout_s=args.grpc_message_timeout,
+        grpc_send_timeout_s=args.grpc_send_timeout,
+        http_limits=connection_limits(args),
+        access=access_config(args),
         metrics_config=_metrics_config(args),
         metrics_interval_s=args.metrics_interval_ms / 1000,
         allow_cpu_metrics=args.allow_cpu_metrics,
@@ -330,7 +337,7 @@ def notes(args: argparse.Namespace) -> tuple[str, ...]:
         for name, why in _WITHOUT_EFFECT.items()
         if getattr(args, name)
     )
-    return (*own, *idle_notes(args))
+    return (*own, *idle_notes(args), *tls_notes(args))
 
 
 def ready_file(args: argparse.Namespace) -> str:

@@ -14,7 +14,13 @@ from trimaran.launcher.placement.preflight import endpoints
 
 logger = logging.getLogger(__name__)
 
-_TITLES = {"http": "HTTP", "grpc": "gRPC", "metrics": "Metrics"}
+_TITLES = {
+    "http": "HTTP",
+    "grpc": "gRPC",
+    "metrics": "Metrics",
+    "admin": "Admin",
+    "admin-grpc": "Admin gRPC",
+}
 
 
 def announce(config: ServeConfig, show: Callable[[str], None]) -> None:
@@ -51,9 +57,8 @@ def endpoint_urls(config: ServeConfig) -> dict[str, str]:
     """The open endpoints by name, under this host's name or the only address of each."""
     urls = {}
     for endpoint in endpoints(config.frontend):
-        scheme = "" if endpoint.name == "grpc" else "http://"
         host = _reachable(endpoint.address, everywhere=socket.gethostname())
-        urls[endpoint.name] = f"{scheme}{host}:{endpoint.port}"
+        urls[endpoint.name] = f"{endpoint.scheme}{host}:{endpoint.port}"
     return urls
 
 
@@ -62,9 +67,10 @@ def endpoint_lines(config: ServeConfig) -> list[str]:
     lines = ["Ready."]
     for endpoint in endpoints(config.frontend):
         host = _reachable(endpoint.address)
-        scheme = "" if endpoint.name == "grpc" else "http://"
         path = "/metrics" if endpoint.name == "metrics" else ""
-        lines.append(f"{_TITLES[endpoint.name]:<8} {scheme}{host}:{endpoint.port}{path}")
+        lines.append(
+            f"{_TITLES[endpoint.name]:<8} {endpoint.scheme}{host}:{endpoint.port}{path}"
+        )
     frontend = config.frontend
     if config.ensemble and frontend.allow_http:
         body = {
@@ -73,8 +79,9 @@ def endpoint_lines(config: ServeConfig) -> list[str]:
             "bad_words": "",
             "stop_words": "",
         }
+        scheme = "https://" if frontend.access.http_tls is not None else ""
         lines.append(
-            f"curl -X POST {_reachable(frontend.http_address)}:{frontend.http_port}"
+            f"curl -X POST {scheme}{_reachable(frontend.http_address)}:{frontend.http_port}"
             f"/v2/models/{config.ensemble}/generate -d '{json.dumps(body)}'"
         )
     return lines

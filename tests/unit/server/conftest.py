@@ -30,6 +30,7 @@ from tests.unit.server.small_models import (
     RepeatModel,
     SqueezeModel,
 )
+from trimaran.server.access.control import AccessControl
 from trimaran.server.config import FrontendConfig
 from trimaran.server.decoding.decoder import Decoder
 from trimaran.server.grpc.server import GrpcServer
@@ -133,12 +134,14 @@ class RunningServer:
         self.service = Service(self._config, ModelRegistry(self._models), self.metrics)
         config = self._config
         self.decoder = Decoder(config.http_max_input_bytes, config.grpc_max_message_bytes)
-        self.http = HttpServer(self.service, self.decoder, "127.0.0.1", 0)
-        self.grpc = GrpcServer(self.service, self.decoder, "127.0.0.1", 0)
+        self.access = access = AccessControl(config.access)
+        self.http = HttpServer(self.service, self.decoder, "127.0.0.1", 0, access.http())
+        self.grpc = GrpcServer(self.service, self.decoder, "127.0.0.1", 0, access.grpc())
         self._metrics_server = MetricsServer(self.service, "127.0.0.1", 0)
         await self.http.start()
         await self.grpc.start()
         await self._metrics_server.start()
+        access.start()
         self.http_port = self.http.port
         self.http_url = f"127.0.0.1:{self.http.port}"
         self.grpc_url = f"127.0.0.1:{self.grpc.port}"
@@ -152,6 +155,7 @@ class RunningServer:
         self.loop.close()
 
     async def _stop(self) -> None:
+        await self.access.stop()
         await self.grpc.stop(0)
         await self.http.stop()
         self.decoder.close()

@@ -376,7 +376,7 @@ def starting_over(folder):
 
 
 @contextlib.contextmanager
-def with_nothing_loaded(folder):
+def with_nothing_loaded(folder, **config):
     """A front end in explicit mode, and the repository in the folder from which it loads."""
     with starting_over(folder) as start:
-        yield start()
+        yield start(**config)

@@ -1,0 +1,159 @@
+"""TLS and mutual TLS of both protocols, by curl and by tritonclient as it is."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import socket
+import ssl
+import subprocess
+from http.client import HTTPSConnection
+
+import pytest
+import tritonclient.grpc as grpcclient
+import tritonclient.grpc.aio as grpcaio
+import tritonclient.http as httpclient
+from certificates import make_authority
+from geventhttpclient.response import HTTPConnectionClosed
+from tritonclient.utils import InferenceServerException
+
+from tests.unit.server.conftest import RunningServer
+from trimaran.comm.errors import ConfigError
+from trimaran.server.access.config import AccessConfig, ConnectionLimits
+from trimaran.server.access.tls import TlsFiles, make_context
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory):
+    return make_authority(tmp_path_factory.mktemp("authority"))
+
+
+@pytest.fixture(scope="module")
+def client_files(authority):
+    return authority.sign("client")
+
+
+@pytest.fixture(scope="module")
+def encrypted(authority):
+    files = TlsFiles(*authority.sign("server"))
+    server = RunningServer(access=AccessConfig(http_tls=files, grpc_tls=files))
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def mutual(authority):
+    files = TlsFiles(*authority.sign("mutual"), authority.cert, True)
+    server = RunningServer(access=AccessConfig(http_tls=files, grpc_tls=files))
+    yield server
+    server.close()
+
+
+def http(server, authority, certificate=()):
+    """The blocking HTTP client; a certificate and a key for mutual TLS."""
+    context = ssl.create_default_context(cafile=authority.cert)
+    if certificate:
+        context.load_cert_chain(*certificate)
+    return httpclient.InferenceServerClient(
+        f"localhost:{server.http_port}", ssl=True, ssl_context_factory=lambda: context
+    )
+
+
+def grpc(server, authority, certificate=(), module=grpcclient):
+    cert, key = certificate or (None, None)
+    port = server.grpc_url.rpartition(":")[2]
+    return module.InferenceServerClient(
+        f"localhost:{port}", ssl=True, root_certificates=authority.cert, private_key=key,
+        certificate_chain=cert,
+    )  # fmt: skip
+
+
+def test_clients_that_know_the_authority_are_served(encrypted, authority):
+    with http(encrypted, authority) as client:
+        assert client.is_server_live()
+        assert client.get_server_metadata()["name"]
+    with grpc(encrypted, authority) as client:
+        assert client.is_server_live()
+    url = f"https://localhost:{encrypted.http_port}/v2/health/live"
+    curl = ["curl", "-s", "-f", "--cacert", authority.cert, url]
+    assert subprocess.run(curl).returncode == 0
+    assert subprocess.run([*curl[:3], url], capture_output=True).returncode == 60
+
+
+def test_asyncio_clients_too(encrypted, authority):
+    async def ask():
+        async with grpc(encrypted, authority, module=grpcaio) as client:
+            return await client.is_server_live()
+
+    assert asyncio.run(ask())
+
+
+def test_a_client_that_does_not_encrypt_is_refused(encrypted):
+    with socket.create_connection(("127.0.0.1", encrypted.http_port), timeout=60) as sock:
+        sock.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert b"200" not in sock.recv(1 << 16)
+
+
+def test_mutual_tls_asks_for_a_certificate_of_the_authority(mutual, authority, client_files):
+    with http(mutual, authority, client_files) as client:
+        assert client.is_server_live()
+    with grpc(mutual, authority, client_files) as client:
+        assert client.is_server_live()
+    with http(mutual, authority) as client, pytest.raises((OSError, HTTPConnectionClosed)):
+        client.is_server_live()
+    with grpc(mutual, authority) as client, pytest.raises(InferenceServerException):
+        client.is_server_live()
+
+
+def test_long_answers_and_streams_are_encrypted_too(encrypted, authority):
+    context = ssl.create_default_context(cafile=authority.cert)
+    connection = HTTPSConnection("localhost", encrypted.http_port, timeout=60, context=context)
+    body = b'{"text_input": "%s", "max_tokens": 300}' % (b"x" * 5000)
+    connection.request("POST", "/v2/models/repeat/generate_stream", body)
+    assert connection.getresponse().read().count(b"data: ") == 300
+    connection.close()
+
+
+def test_a_handshake_that_stands_still_ends(authority):
+    files = TlsFiles(*authority.sign("slow"))
+    limits = ConnectionLimits(header_timeout_s=0.2)
+    server = RunningServer(access=AccessConfig(http_tls=files), http_limits=limits)
+    try:
+        with socket.create_connection(("127.0.0.1", server.http_port), timeout=60) as sock:
+            assert sock.recv(100) == b""
+    finally:
+        server.close()
+
+
+def test_a_new_certificate_counts_without_a_restart(authority, tmp_path):
+    cert, key = (str(tmp_path / name) for name in ("cert", "key"))
+    for source, target in zip(authority.sign("first"), (cert, key), strict=True):
+        shutil.copy(source, target)
+    files = TlsFiles(cert, key)
+    server = RunningServer(access=AccessConfig(http_tls=files, grpc_tls=files))
+    try:
+        ports = server.http_port, int(server.grpc_url.rpartition(":")[2])
+        first = [ssl.get_server_certificate(("127.0.0.1", port)) for port in ports]
+        for source, target in zip(authority.sign("second"), (cert, key), strict=True):
+            shutil.copy(source, target)
+        for port, before in zip(ports, first, strict=True):
+            server.wait_until(
+                lambda port=port, before=before: (
+                    ssl.get_server_certificate(("127.0.0.1", port)) != before
+                )
+            )
+    finally:
+        server.close()
+
+
+def test_files_that_do_not_fit_together_are_refused(authority, tmp_path):
+    cert, _ = authority.sign("one")
+    _, key = authority.sign("two")
+    with pytest.raises(ConfigError, match=r"--grpc-server-key .*two\.key: KEY_VALUES_MISMATCH"):
+        make_context(TlsFiles(cert, key), "grpc")
+    with pytest.raises(ConfigError, match="--http-server-cert /none: No such file"):
+        make_context(TlsFiles("/none", key), "http")
+    (tmp_path / "empty").write_text("")
+    good = authority.sign("good")
+    with pytest.raises(ConfigError, match=r"--http-root-cert .*empty"):
+        make_context(TlsFiles(*good, str(tmp_path / "empty"), True), "http")
