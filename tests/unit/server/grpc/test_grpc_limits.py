@@ -82,10 +82,11 @@ def test_calls_beyond_the_limit_are_refused(start):
         has_ended = threading.Event()
 
         def requests():
+            yield repeat(1)
             has_ended.wait(60)
-            yield from ()
 
         held = stub.ModelStreamInfer(requests())
+        next(held)
         server.wait_until(lambda: is_refused(stub))
         has_ended.set()
         assert list(held) == []
