@@ -94,6 +94,7 @@ class SamplingParams:
         """The inverse of `to_wire`; msgpack turned tuples into lists."""
         values = dict(wire)
         for name in ("stop_words", "bad_words"):
-            if name in values:
+            # What is a tuple has not been on the wire.
+            if isinstance(values.get(name), list):
                 values[name] = tuple(tuple(word) for word in values[name])
         return cls(**values)

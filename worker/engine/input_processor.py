@@ -97,11 +97,12 @@ def _sampling(message: Submit, vocab_size: int) -> SamplingParams:
     refuse_unserved(sampling)
     # Fields that the message leaves out have their defaults, which are valid.
     check_values(message.sampling, vocab_size)
-    _check_words("bad_words", sampling.bad_words, range(vocab_size))
+    bad = _last_words.checked("bad_words", sampling.bad_words, range(vocab_size))
     # Ids beyond the vocabulary never occur; steps hold ids in 32 bits.
-    _check_words("stop_words", sampling.stop_words, range(-_MAX_INT32 - 1, _MAX_INT32 + 1))
+    allowed = range(-_MAX_INT32 - 1, _MAX_INT32 + 1)
+    stop = _last_words.checked("stop_words", sampling.stop_words, allowed)
     _check_bias(sampling.embedding_bias, vocab_size)
-    return sampling
+    return dataclasses.replace(sampling, bad_words=bad, stop_words=stop)
 
 
 def _check_bias(packed: bytes, vocab_size: int) -> None:
@@ -205,6 +206,34 @@ def _check_ids(name: str, ids: array[int], vocab_size: int) -> None:
     for value in (values.min(), values.max()) if len(values) else ():
         if not 0 <= value < vocab_size:
             raise _no_id(name, int(value), range(vocab_size))
+
+
+Words = tuple[tuple[int, ...], ...]
+
+
+class _LastWords:
+    """The words that were checked last: those of all sequences of a client's request are equal,
+    and what is equal is checked, sorted and hashed once."""
+
+    def __init__(self) -> None:
+        self._last: dict[tuple[str, range], Words] = {}
+
+    def checked(self, name: str, words: Words, allowed: range) -> Words:
+        """These words, as the object that was checked before if they are equal to the last.
+
+        Raises:
+            RequestError: a word holds what is no id.
+        """
+        if not words:
+            return words
+        last = self._last.get((name, allowed))
+        if last != words:
+            _check_words(name, words, allowed)
+            last = self._last[name, allowed] = words
+        return last
+
+
+_last_words = _LastWords()
 
 
 def _check_words(name: str, words: Sequence[Sequence[int]], allowed: range) -> None:

@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from operator import attrgetter
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 from trimaran.comm.messages.messages import FinishReason
 from trimaran.comm.messages.sampling_params import SamplingParams
+from trimaran.comm.word_automaton import WordAutomaton, WordState
 from trimaran.worker.guided.guide import Guide
 from trimaran.worker.kv_cache.manager import KVCacheManager
 from trimaran.worker.kv_cache.sequence_blocks import RetentionPlan, SequenceBlocks, root_hash
@@ -154,7 +156,7 @@ class Sequence:
         "request",
         "row",
         "status",
-        "stop_words",
+        "stop_state",
         "token_ids",
     )
 
@@ -169,8 +171,11 @@ class Sequence:
         self.num_prompt_tokens = request.num_prompt_tokens
         self.max_len = request.num_prompt_tokens + request.sampling.max_tokens
         self.end_id = request.sampling.end_id
-        self.stop_words = request.stop_words
-        """Stop words by their last id."""
+        self.stop_state: WordState[int] | None = None
+        """How much of stop words the output ends with; None without stop words."""
+        if request.stop_words:
+            # `ends_by` takes the last id of a replayed output as it takes any other.
+            self.stop_state = request.stop_words.after(request.output_ids[:-1])
         self.look_at = 0
         """Number of known tokens from which a new one may end the sequence or fill a block."""
         self.num_computed_tokens = 0
@@ -224,20 +229,29 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt_tokens
 
     def ends_by(self, token_id: int) -> FinishReason:
-        """Whether the output so far, which ends in ``token_id``, ends the sequence."""
-        words = self.stop_words.get(token_id)
-        if words is not None:
-            for word in words:
-                if (
-                    len(word) <= self.num_output_tokens
-                    and self.token_ids[-len(word) :].tolist() == word
-                ):
-                    return FinishReason.STOP_WORDS
+        """Whether the output ends the sequence with its latest id; called once for each."""
+        if self.stop_state is not None:
+            self.stop_state = self.request.stop_words.next(self.stop_state, token_id)
+            if self.stop_state.ends_word:
+                return FinishReason.STOP_WORDS
         if len(self.token_ids) >= self.max_len:
             return FinishReason.LENGTH
         if self.guide is not None and self.guide.is_complete:
             return FinishReason.END_ID
         return FinishReason.NOT_FINISHED
+
+
+_automata: WeakValueDictionary[tuple[tuple[int, ...], ...], WordAutomaton[int]]
+_automata = WeakValueDictionary()
+
+
+def _automaton(words: tuple[tuple[int, ...], ...]) -> WordAutomaton[int]:
+    """The automaton of these words: the sequences of a client's request share it, each of
+    which is a request here."""
+    found = _automata.get(words)
+    if found is None:
+        found = _automata[words] = WordAutomaton(words)
+    return found
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -279,8 +293,8 @@ class Request:
     client_id: str = ""
     """The client's own id; not unique."""
 
-    stop_words: dict[int, list[list[int]]] = field(default_factory=dict)
-    """Stop words by their last id."""
+    stop_words: WordAutomaton[int] = field(init=False)
+    """Shared by requests of equal stop words."""
 
     sequences: list[Sequence] = field(default_factory=list)
 
@@ -301,6 +315,7 @@ class Request:
 
     def __post_init__(self) -> None:
         sampling = self.sampling
+        self.stop_words = _automaton(sampling.stop_words)
         self.has_extras = (
             sampling.return_log_probs
             or sampling.return_context_logits
@@ -325,11 +340,16 @@ class Request:
         """Whether all sequences have finished."""
         return all(s.status is RequestStatus.FINISHED for s in self.sequences)
 
+    def row_sampling(self) -> dict[str, Any]:
+        """What the ranks need of the sampling parameters. Rank 0 alone looks for stop words;
+        of beams their last ids count as candidates."""
+        wire = self.sampling.to_wire()
+        if self.sampling.beam_width == 1:
+            wire.pop("stop_words", None)
+        return wire
+
     def start_sequences(self, num_groups: int) -> None:
         """Make the sequences; the first computes the prompt, the others fork off it."""
-        for word in self.sampling.stop_words:
-            if word:
-                self.stop_words.setdefault(word[-1], []).append(list(word))
         # A beam search starts with the leader; its group makes the other beams.
         is_beam = self.sampling.beam_width > 1
         for position in range(1 if is_beam else self.sampling.num_return_sequences):

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from heapq import nlargest
+from heapq import merge
 from operator import attrgetter, itemgetter
 from typing import Any
 
 from trimaran.comm.messages.messages import FinishReason
 from trimaran.comm.messages.sampling_params import SamplingParams
+from trimaran.comm.word_automaton import WordAutomaton, WordState
 
 Candidates = tuple[Sequence[int], Sequence[float]]
 """The likeliest next ids of one hypothesis, likeliest first, and their log-probabilities."""
@@ -44,6 +45,9 @@ class Hypothesis:
     """The rank's key: ``cum_log_prob`` divided by the length to the power of the length
     penalty."""
 
+    stop_state: WordState[int]
+    """How much of stop words the ids end with."""
+
     reason: FinishReason = FinishReason.NOT_FINISHED
     trail: Trail = None
     """The logits that its ids were chosen from, if they are kept."""
@@ -60,10 +64,10 @@ class Hypothesis:
 def num_candidates(params: SamplingParams) -> int:
     """Next ids of each hypothesis that `BeamSearch` needs.
 
-    Some of them may end their hypothesis, and a beam width of them must remain.
+    Some of them may end the hypothesis, and a beam width of them must remain.
     """
     ends = {word[-1] for word in params.stop_words if word} | {params.end_id}
-    return params.beam_width * (1 + len(ends))
+    return params.beam_width + len(ends)
 
 
 class BeamSearch:
@@ -71,19 +75,19 @@ class BeamSearch:
 
     The rules are those of transformers. Of the likeliest continuations over all hypotheses,
     those that end compete with the finished ones if they rank within the beam width; the best
-    others live on. A token costs O(width x candidates), and a copy of the outputs.
+    others live on. A token costs O(width + continuations that end), and a copy of the outputs.
     """
 
     def __init__(self, params: SamplingParams, max_tokens: int) -> None:
         self._params = params
-        self._words = [array("i", word) for word in params.stop_words if word]
+        self._words = WordAutomaton(params.stop_words)
         self._max_tokens = max_tokens
         self.num_tokens = 0
         """Output tokens of every live hypothesis."""
-        self.live = [Hypothesis(array("i"), array("f"), 0.0, 0.0)]
-        """Finished hypotheses, best first; at most beam width."""
+        self.live = [Hypothesis(array("i"), array("f"), 0.0, 0.0, self._words.start)]
+        """Live hypotheses, best first; at most beam width."""
         self.finished: list[Hypothesis] = []
-        """Live hypotheses, likewise."""
+        """Finished hypotheses, likewise."""
         self.is_over = False
 
     def advance(self, candidates: Sequence[Candidates], notes: Sequence[Any] = ()) -> list[int]:
@@ -100,15 +104,19 @@ class BeamSearch:
         live: list[Hypothesis] = []
         ended: list[Hypothesis] = []
         parents: list[int] = []
+        rank = -1
         for rank, (_, parent, token_id, log_prob) in enumerate(ranked):
+            if rank >= width and len(live) >= width:
+                break
             old = before[parent]
-            ids = array("i", old.token_ids)
-            ids.append(token_id)
-            reason = self._reason(ids, token_id)
-            total = old.cum_log_prob + log_prob
+            state = self._words.next(old.stop_state, token_id)
+            reason = self._reason(state, token_id)
             is_ended = reason is not FinishReason.NOT_FINISHED
             if rank >= width if is_ended else len(live) >= width:
                 continue
+            ids = array("i", old.token_ids)
+            ids.append(token_id)
+            total = old.cum_log_prob + log_prob
             log_probs = array("f", old.log_probs)
             log_probs.append(log_prob)
             trail: Trail = (old.trail, notes[parent]) if notes else None
@@ -116,13 +124,13 @@ class BeamSearch:
                 ids.pop()
                 log_probs.pop()
                 trail = old.trail
-            new = Hypothesis(ids, log_probs, total, total / divisor, reason, trail)
+            new = Hypothesis(ids, log_probs, total, total / divisor, state, reason, trail)
             if is_ended:
                 ended.append(new)
                 continue
             live.append(new)
             parents.append(parent)
-        if not ranked:
+        if rank < 0:
             # All candidates are masked: no hypothesis can be extended.
             ended = [replace(old, reason=FinishReason.END_ID) for old in before]
         self.live = live
@@ -137,23 +145,30 @@ class BeamSearch:
         best = sorted(found, key=_SCORE, reverse=True)[: self._params.beam_width]
         return best[: self._params.num_return_sequences]
 
-    def _rank(self, candidates: Sequence[Candidates]) -> list[tuple[float, int, int, float]]:
-        """The likeliest continuations: (rank's key, parent, id, log-probability)."""
-        rate = self._params.beam_search_diversity_rate
-        found = [
-            (parent.cum_log_prob + log_prob + rate * place, place, token_id, log_prob)
-            for place, (parent, (ids, log_probs)) in enumerate(
-                zip(self.live, candidates, strict=True)
-            )
-            for token_id, log_prob in zip(ids, log_probs, strict=True)
-            if log_prob > -math.inf
-        ]
-        return nlargest(num_candidates(self._params), found, key=itemgetter(0))
+    def _rank(
+        self, candidates: Sequence[Candidates]
+    ) -> Iterator[tuple[float, int, int, float]]:
+        """The continuations, likeliest first: (rank's key, parent, id, log-probability)."""
+        streams = [self._continuations(place, *each) for place, each in enumerate(candidates)]
+        assert len(streams) == len(self.live)
+        return merge(*streams, key=itemgetter(0), reverse=True)
 
-    def _reason(self, ids: array[int], token_id: int) -> FinishReason:
+    def _continuations(
+        self, place: int, ids: Sequence[int], log_probs: Sequence[float]
+    ) -> Iterator[tuple[float, int, int, float]]:
+        """Those of one hypothesis, likeliest first, as far as they are possible."""
+        parent = self.live[place]
+        rate = self._params.beam_search_diversity_rate
+        for token_id, log_prob in zip(ids, log_probs, strict=True):
+            # Neither is NaN, where every id is masked.
+            if not log_prob > -math.inf:
+                return
+            yield parent.cum_log_prob + log_prob + rate * place, place, token_id, log_prob
+
+    def _reason(self, state: WordState[int], token_id: int) -> FinishReason:
         if token_id == self._params.end_id:
             return FinishReason.END_ID
-        if any(ids[-len(word) :] == word for word in self._words):
+        if state.ends_word:
             return FinishReason.STOP_WORDS
         if self.num_tokens >= self._max_tokens:
             return FinishReason.LENGTH

@@ -458,7 +458,7 @@ class Scheduler:
                 continue
             sequence.token_ids.append(token_id)
             reason = not_finished
-            if sequence.stop_words or len(sequence.token_ids) >= sequence.look_at:
+            if sequence.stop_state or len(sequence.token_ids) >= sequence.look_at:
                 if not self._guided.accept(sequence, token_id, self._finish):
                     continue
                 reason = self._look_at(sequence, token_id)

@@ -166,7 +166,7 @@ class StepPlan:
                 token_ids=np.array(sequence.token_ids, dtype=np.int32),
                 num_prompt_tokens=sequence.num_prompt_tokens,
                 sequence_index=sequence.index,
-                sampling=sequence.request.sampling.to_wire(),
+                sampling=sequence.request.row_sampling(),
                 adapter_id=sequence.request.adapter_id,
                 prompt_table=sequence.request.prompt_table,
             )
