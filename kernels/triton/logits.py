@@ -108,9 +108,9 @@ def _forbid_kernel(  # type: ignore[no-untyped-def]
         tl.store(target + ids, tl.full([TILE], float("-inf"), tl.float32), mask=is_repeat)
 
 
-@triton.jit(do_not_specialize=["entry", "num_words", "num_before"])  # type: ignore[untyped-decorator,unused-ignore]
+@triton.jit(do_not_specialize=["entry", "num_words"])  # type: ignore[untyped-decorator,unused-ignore]
 def _bad_words_kernel(  # type: ignore[no-untyped-def]
-    logits, rows, lengths, table, words, entry, num_words, num_before, table_stride,
+    logits, rows, lengths, table, last, starts, before, entry, num_words, table_stride,
     vocab_size, TILE: tl.constexpr,
 ):  # fmt: skip
     """Mask the last id of one row's bad words whose other ids end the sequence."""
@@ -118,16 +118,22 @@ def _bad_words_kernel(  # type: ignore[no-untyped-def]
     length = tl.load(lengths + entry)
     numbers = tl.program_id(0) * TILE + tl.arange(0, TILE)
     is_word = numbers < num_words
-    word = words + numbers * (num_before + 1)
-    last = tl.load(word, mask=is_word, other=-1)
-    is_bad = is_word & (last >= 0) & (last < vocab_size)
-    for step in range(num_before):
-        wanted = tl.load(word + 1 + step, mask=is_bad, other=-1)
-        place = length - num_before + step
-        found = tl.load(table + row * table_stride + place, mask=place >= 0, other=-2)
-        is_bad = is_bad & ((wanted < 0) | (wanted == found))
+    ids = tl.load(last + numbers, mask=is_word, other=-1)
+    start = tl.load(starts + numbers, mask=is_word, other=0)
+    num_before = tl.load(starts + numbers + 1, mask=is_word, other=0) - start
+    is_bad = is_word & (ids >= 0) & (ids < vocab_size) & (num_before <= length)
+    # From the end backwards: most words differ at once, and long ones would be read in vain.
+    step = 0
+    while tl.max((is_bad & (step < num_before)).to(tl.int32), 0) > 0:
+        is_open = is_bad & (step < num_before)
+        wanted = tl.load(before + start + step, mask=is_open, other=-1)
+        found = tl.load(
+            table + row * table_stride + length - 1 - step, mask=step < length, other=-2
+        )
+        is_bad = is_bad & (~is_open | (wanted == found))
+        step += 1
     never = tl.full([TILE], float("-inf"), tl.float32)
-    tl.store(logits + entry.to(tl.int64) * vocab_size + last, never, mask=is_bad)
+    tl.store(logits + entry.to(tl.int64) * vocab_size + ids, never, mask=is_bad)
 
 
 def penalise(
@@ -178,17 +184,20 @@ def forbid_bad_words(
     rows_N: Tensor,
     lengths_N: Tensor,
     table_RL: Tensor,
-    words_WH: Tensor,
+    last_W: Tensor,
+    starts: Tensor,
+    before_B: Tensor,
     entry: int,
 ) -> None:
     """Mask ids that would complete a bad word in one row of float32 ``logits``, in place.
 
-    ``words`` is int32: each word's last id, then those before it, with -1 in front of shorter
-    ones. The twin is `logits_processors.forbid_bad_words`.
+    ``last`` is each word's last id. ``before`` holds the ids before it from the end backwards,
+    one word's behind the other's, as ``starts`` [W + 1] says; all int32. The twin is
+    `logits_processors.forbid_bad_words`.
     """
-    num_words, width = words_WH.shape
+    num_words = len(last_W)
     _bad_words_kernel[(triton.cdiv(num_words, 64),)](
-        logits_NV, rows_N, lengths_N, table_RL, words_WH, entry, num_words, width - 1,
+        logits_NV, rows_N, lengths_N, table_RL, last_W, starts, before_B, entry, num_words,
         table_RL.stride(0), logits_NV.shape[1], TILE=64,
     )  # fmt: skip
 

@@ -194,7 +194,8 @@ def _edit(logits_NV: Tensor, part: SamplingBatch, table_RL: Tensor, masked_M: Te
     for entry in part.rows_wanting(Want.BAD_WORDS):
         words = state.bad_words[int(part.rows[entry])]
         triton_logits.forbid_bad_words(
-            logits_NV, rows_N, lengths_N, table_RL, words, int(entry)
-        )
+            logits_NV, rows_N, lengths_N, table_RL,
+            words.last, words.starts, words.before, int(entry),
+        )  # fmt: skip
     if part.masks is not None and len(masked_M):
         triton_logits.apply_masks(logits_NV, masked_M, part.masks)

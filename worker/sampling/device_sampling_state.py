@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -11,27 +9,9 @@ from torch import Tensor
 
 from trimaran.comm.messages.sampling_params import MIN_TEMPERATURE, SamplingParams
 from trimaran.kernels import sampling_state
+from trimaran.worker.sampling.bad_words import DeviceBadWords, pack_bad_words
 from trimaran.worker.steps.staging import to_device
 from trimaran.worker.steps.step_types import NewRow
-
-
-def bad_words_table(words: Sequence[tuple[int, ...]]) -> npt.NDArray[np.int32]:
-    """int32 [W, H]: each word's last id, then the ids before it, shorter words padded with
-    -1."""
-    by_length: dict[int, list[tuple[int, ...]]] = {}
-    for word in words:
-        if word:
-            by_length.setdefault(len(word), []).append(word)
-    tables = []
-    for length, some in by_length.items():
-        table = np.full((len(some), max(by_length)), -1, dtype=np.int32)
-        ids = np.array(some, dtype=np.int32)
-        table[:, 0] = ids[:, -1]
-        if length > 1:
-            table[:, 1 - length :] = ids[:, :-1]
-        tables.append(table)
-    return np.concatenate(tables)
-
 
 _INT32_MAX = (1 << 31) - 1
 
@@ -43,7 +23,7 @@ class DeviceSamplingState:
         self._tensor = torch.zeros(
             (num_rows, sampling_state.WIDTH), dtype=torch.int32, device=device
         )
-        self.bad_words: dict[int, Tensor] = {}
+        self.bad_words: dict[int, DeviceBadWords] = {}
         """The bad words of rows that have any; see `triton_logits.forbid_bad_words`."""
         self._entered: dict[int, npt.NDArray[np.int32]] = {}
         self._counts: Tensor | None = None
@@ -72,8 +52,8 @@ class DeviceSamplingState:
         self._entered[new.row] = words
         self.bad_words.pop(new.row, None)
         if any(params.bad_words):
-            table = bad_words_table(params.bad_words)
-            self.bad_words[new.row] = to_device(table, self._tensor.device)
+            packed = pack_bad_words(params.bad_words)
+            self.bad_words[new.row] = DeviceBadWords.of(packed, self._tensor.device)
 
     def counts(self, size: int) -> Tensor:
         """int32 zeros for at least ``size`` numbers; the user must leave them as zeros."""

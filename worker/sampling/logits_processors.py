@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from trimaran.worker.sampling.sampling_rows import (
@@ -23,9 +22,6 @@ from trimaran.worker.steps.staging import to_device
 # Shapes: N sampled rows, n of them changed, V vocabulary, R rows, L longest sequence.
 
 _NEVER = float("-inf")
-
-_NO_ID = -2
-"""Stands for a position before a word's first id, where any id matches."""
 
 
 def add_bias(logits_NV: Tensor, batch: SamplingBatch, token_table_RL: Tensor) -> None:
@@ -91,13 +87,9 @@ def forbid_bad_words(logits_NV: Tensor, batch: SamplingBatch, token_table_RL: Te
     for entry in batch.rows_wanting(Want.BAD_WORDS):
         row, length = int(batch.rows[entry]), int(batch.lengths[entry])
         words = batch.state.bad_words[row]
-        last_W, before_WH, longest = words[:, 0].long(), words[:, 1:], words.shape[1] - 1
-        end_H = token_table_RL[row, max(length - longest, 0) : length]
-        # The first id of a word that is longer than the sequence never matches.
-        end_H = F.pad(end_H, (longest - len(end_H), 0), value=_NO_ID)
-        is_bad_W = ((before_WH == end_H) | (before_WH < 0)).all(dim=1)
-        penalty_W = torch.where(is_bad_W, _NEVER, 0.0)
-        logits_NV[entry].index_put_((last_W,), penalty_W, accumulate=True)
+        end = token_table_RL[row, max(length - words.longest, 0) : length].numpy()
+        ids = torch.from_numpy(words.forbidden(end)).long()
+        logits_NV[entry].index_fill_(0, ids, _NEVER)
 
 
 def forbid_repeated_ngrams(

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from trimaran.comm.messages.sampling_params import SamplingParams
 from trimaran.kernels.cpu.sampling import CpuSampling
+from trimaran.worker.sampling.bad_words import BadWords, pack_bad_words
 from trimaran.worker.sampling.beam_search import num_candidates
 from trimaran.worker.sampling.candidates import argmax
-from trimaran.worker.sampling.device_sampling_state import DeviceSamplingState, bad_words_table
+from trimaran.worker.sampling.device_sampling_state import DeviceSamplingState
 from trimaran.worker.sampling.noise import noise_keys
 from trimaran.worker.steps.staging import to_device
 from trimaran.worker.steps.step_types import Int32Array, NewRow
@@ -214,7 +215,7 @@ class SamplingRows:
         self.num_prompt = np.zeros(num_rows, dtype=np.int64)
         self.num_candidates = np.zeros(num_rows, dtype=np.int64)
         """The number of likeliest ids that the host needs, for rows that are beams."""
-        self.bad_words: dict[int, Tensor] = {}
+        self.bad_words: dict[int, BadWords] = {}
         """On the CPU, the bad words of rows that have any; see
         `logits_processors.forbid_bad_words`."""
         self.biases: dict[int, Tensor] = {}
@@ -267,7 +268,7 @@ class SamplingRows:
         self.bad_words.pop(row, None)
         self.biases.pop(row, None)
         if any(params.bad_words) and self.device_state is None:
-            self.bad_words[row] = torch.from_numpy(bad_words_table(params.bad_words))
+            self.bad_words[row] = pack_bad_words(params.bad_words)
         if params.embedding_bias:
             bias = np.frombuffer(params.embedding_bias, dtype="<f4").copy()
             self.biases[row] = to_device(bias, self.device)
