@@ -108,7 +108,12 @@ class FrontendConfig:
 
     access: AccessConfig = field(default_factory=AccessConfig)
 
-    tokenizer_threads: int = 2
+    tokenizer_workers: int = 2
+    """Processes that tokenize what is long."""
+
+    max_text_bytes: int = 0
+    """Longest text that is tokenized; 0: by the engine's longest prompt."""
+
     metrics_config: dict[str, str] = field(default_factory=dict)
     """``--metrics-config`` keys: counter_latencies, histogram_latencies, ..."""
 

@@ -89,7 +89,7 @@ class OwnModels:
             reader,
             overrides,
             groups,
-            ModelFactory(self._calls, config.tokenizer_threads),
+            ModelFactory(self._calls, config.tokenizer_workers, config.max_text_bytes),
             metrics,
             registry,
             self._remember,
@@ -152,7 +152,7 @@ class FollowedModels:
     ) -> None:
         groups = TokenGroups(GroupRequests(link), engines, board)
         self._calls = ModelCalls(registry, metrics.custom)
-        factory = ModelFactory(self._calls, config.tokenizer_threads)
+        factory = ModelFactory(self._calls, config.tokenizer_workers, config.max_text_bytes)
         python = PythonModels.parse(config.python_models)
         self._mirror = ModelMirror(
             factory, python, engines, groups, metrics, registry, log_settings

@@ -10,10 +10,10 @@ from trimaran.comm.files.flag_values import (
     port,
     positive,
     seconds,
-    size,
     workers,
 )
 from trimaran.launcher.flags.access_flags import add_access_flags
+from trimaran.launcher.flags.limit_flags import add_body_flags, add_text_flags
 from trimaran.launcher.flags.parser import FlagParser
 from trimaran.launcher.flags.triton_flags import add_triton_flags
 
@@ -40,7 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="MPI ranks (default: the engine's tp x pp x dp)",
     )
     _add_endpoint_flags(parser)
-    _add_body_flags(parser)
+    add_body_flags(parser)
+    add_text_flags(parser)
     _add_model_control_flags(parser)
     _add_engine_flags(parser)
     _add_process_flags(parser)
@@ -65,6 +66,8 @@ _RARE = (
     "http_max_input_size",
     "http_max_pending_size",
     "grpc_max_message_size",
+    "tokenizer_workers",
+    "max_text_bytes",
     "strict_readiness",
     "metrics_config",
     "id",
@@ -164,31 +167,6 @@ def _add_endpoint_flags(parser: argparse.ArgumentParser) -> None:
         "summary_quantiles: QUANTILE:ERROR,...",
     )
     add("--id", default="triton", metavar="NAME", help="name in the server metadata (triton)")
-
-
-def _add_body_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "--http-max-input-size",
-        type=size,
-        default=64 << 20,
-        metavar="BYTES",
-        help="limit on a request's body, compressed or not (%(default)s)",
-    )
-    add(
-        "--http-max-pending-size",
-        type=size,
-        default=256 << 20,
-        metavar="BYTES",
-        help="limit on all bodies that wait to be decoded; more get status 503 (%(default)s)",
-    )
-    add(
-        "--grpc-max-message-size",
-        type=size,
-        default=64 << 20,
-        metavar="BYTES",
-        help="limit on a message from a client, compressed or not (%(default)s)",
-    )
 
 
 def _add_model_control_flags(parser: argparse.ArgumentParser) -> None:

@@ -260,6 +260,8 @@ def frontend_config(
         http_max_input_bytes=args.http_max_input_size,
         http_max_pending_bytes=args.http_max_pending_size,
         grpc_max_message_bytes=args.grpc_max_message_size,
+        tokenizer_workers=args.tokenizer_workers,
+        max_text_bytes=args.max_text_bytes,
         exit_timeout_s=args.exit_timeout,
         replay_timeout_s=args.replay_timeout,
         max_replays=args.max_replays,

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path, PurePosixPath
 from weakref import WeakValueDictionary
 
@@ -23,6 +24,7 @@ from trimaran.server.models.text_models import BLS_MAPS, BlsModel, EnsembleModel
 from trimaran.server.models.text_pipeline import Steps
 from trimaran.server.models.token_model import TokenModel
 from trimaran.server.models.tokenizer import Tokenizer
+from trimaran.server.models.tokenizer_pool import TokenizerPool
 from trimaran.server.python_models.calls import ModelCalls
 from trimaran.server.python_models.model import PythonModel
 from trimaran.server.repository.ensemble_graph import check_ensemble, check_step_versions
@@ -142,10 +144,14 @@ class Step:
 class ModelFactory:
     """Makes models. Tokenizers are shared by living models."""
 
-    def __init__(self, calls: ModelCalls, tokenizer_threads: int = 2) -> None:
-        """``calls`` executes the server calls of Python models."""
+    def __init__(
+        self, calls: ModelCalls, tokenizer_workers: int = 1, max_text_bytes: int = 0
+    ) -> None:
+        """``calls`` is what the code of Python models may ask for, ``tokenizer_workers`` the
+        number of processes of all tokenizers, and ``max_text_bytes`` that of `TextLimits`."""
         self._calls = calls
-        self._tokenizer_threads = tokenizer_threads
+        self._tokenizer_pool = TokenizerPool(tokenizer_workers)
+        self._max_text_bytes = max_text_bytes
         self._tokenizers: WeakValueDictionary[tuple[object, ...], Tokenizer] = (
             WeakValueDictionary()
         )
@@ -229,7 +235,7 @@ class ModelFactory:
             key = (str(path), *_file_times(path))
             tokenizer = self._tokenizers.get(key)
             if tokenizer is None:
-                tokenizer = Tokenizer(folder, self._tokenizer_threads)
+                tokenizer = Tokenizer(folder, self._tokenizer_pool, self._max_text_bytes)
                 self._tokenizers[key] = tokenizer
             return tokenizer
         # A zero byte in the path, or a cycle of links.
@@ -348,6 +354,7 @@ def _wired(names: Mapping[Role, str], steps: Mapping[str, Step]) -> Steps:
         postprocessing=steps[names[Role.POSTPROCESSING]].model,
         tokenizer=post.tokenizer,
         arrivals=token.arrivals,
+        max_input_len=partial(getattr, token, "max_input_len"),
         skip_special_tokens=post.skip_special_tokens,
         excludes_input=token.excludes_input,
         has_own_preprocessing=steps[names[Role.PREPROCESSING]].source.role is Role.OTHER,

@@ -5,15 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 
 from trimaran.comm.errors import RequestError
 from trimaran.server.inference.request import InferRequest, InferResponse, Tensor
-from trimaran.server.models.tokenizer import IncrementalDetokenizer, Tokenizer
+from trimaran.server.models.encoded_texts import EncodedTexts
+from trimaran.server.models.tokenizer import INLINE_IDS, IncrementalDetokenizer, Tokenizer
 from trimaran.server.repository.model_repository import RepositoryModel
 from trimaran.server.repository.signatures import PASSED_ON
+
+_MAX_IDS = 1 << 22
+"""Most ids of the texts of one request: 32 beams of 131,072."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,9 +50,12 @@ class PostprocessingModel:
     async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
         """Decode every beam of every sample; see `inference.Model`."""
         if isinstance(request, LastIdsJob):
-            batch, texts = 1, [request.detokenizer.push(request.ids, is_last=True)]
+            push = partial(request.detokenizer.push, request.ids, is_last=True)
+            is_long = len(request.ids) > INLINE_IDS
+            batch, texts = 1, [await self.tokenizer.in_thread(push) if is_long else push()]
         else:
-            batch, texts = request.inputs["TOKENS_BATCH"].shape[0], self._decode(request)
+            batch = request.inputs["TOKENS_BATCH"].shape[0]
+            texts = await self.tokenizer.decode_each(_beams(request), self.skip_special_tokens)
         data = np.array([text.encode() for text in texts], dtype=object)
         if self._is_batched:
             data = data.reshape(batch, -1)
@@ -69,22 +76,32 @@ class PostprocessingModel:
             if name in PASSED_ON and f"OUT_{name}" in self._outputs
         ]
 
-    def _decode(self, request: InferRequest) -> list[str]:
-        tokens = request.inputs["TOKENS_BATCH"].data
-        beams = tokens.reshape(math.prod(tokens.shape[:-1]), tokens.shape[-1])
-        lengths = request.inputs["SEQUENCE_LENGTH"].data.reshape(-1).tolist()
-        if len(lengths) != len(beams):
-            raise RequestError(
-                f"SEQUENCE_LENGTH has {len(lengths)} lengths, but TOKENS_BATCH has "
-                f"{len(beams)} beams; give one length a beam"
-            )
-        return [self._text(beam, length) for beam, length in zip(beams, lengths, strict=True)]
 
-    def _text(self, beam: npt.NDArray[np.int32], length: int) -> str:
-        ids = beam[: max(0, length)].tolist()
-        if ids and min(ids) < 0:
-            raise RequestError(
-                f"TOKENS_BATCH holds {min(ids)} within the first {length} ids, which "
-                "SEQUENCE_LENGTH says are text"
-            )
-        return self.tokenizer.decode(ids, self.skip_special_tokens)
+def _beams(request: InferRequest) -> EncodedTexts:
+    """The ids of each beam of each sample.
+
+    Raises:
+        RequestError: lengths and beams do not fit together, or ids are none or too many.
+    """
+    tokens = request.inputs["TOKENS_BATCH"].data
+    beams = tokens.reshape(math.prod(tokens.shape[:-1]), tokens.shape[-1])
+    lengths = request.inputs["SEQUENCE_LENGTH"].data.reshape(-1)
+    if len(lengths) != len(beams):
+        raise RequestError(
+            f"SEQUENCE_LENGTH has {len(lengths)} lengths, but TOKENS_BATCH has "
+            f"{len(beams)} beams; give one length a beam"
+        )
+    lengths = lengths.clip(0, beams.shape[1]).astype(np.int64)
+    if lengths.sum() > _MAX_IDS:
+        raise RequestError(
+            f"TOKENS_BATCH holds {lengths.sum()} ids that are text, but a request may bring at "
+            f"most {_MAX_IDS}; send several requests"
+        )
+    ids = beams[np.arange(beams.shape[1]) < lengths[:, np.newaxis]].astype(np.int32)
+    if len(ids) and ids.min() < 0:
+        beam = int(np.searchsorted(np.cumsum(lengths), np.flatnonzero(ids < 0)[0], "right"))
+        raise RequestError(
+            f"TOKENS_BATCH holds {ids.min()} within the first {lengths[beam]} ids, which "
+            "SEQUENCE_LENGTH says are text"
+        )
+    return EncodedTexts(ids, lengths)

@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, chain, pairwise
 
 import numpy as np
+import numpy.typing as npt
 
 from trimaran.comm.errors import ConfigError, RequestError
 from trimaran.server.inference.request import InferRequest, InferResponse, Tensor
+from trimaran.server.models.encoded_texts import NOTHING, EncodedTexts, Ids
 from trimaran.server.models.sample_inputs import SampleInputs, batch_size
-from trimaran.server.models.sampling_inputs import pack_words, refuse_many
+from trimaran.server.models.sampling_inputs import check_words
+from trimaran.server.models.stop_text import MANY_WORDS
+from trimaran.server.models.text_limits import check_prompt_length
 from trimaran.server.models.tokenizer import Tokenizer
 from trimaran.server.repository.model_repository import RepositoryModel
 
 _REFUSED = ("IMAGE_BYTES", "IMAGE_URL", "VIDEO_BYTES")
+_WORDS = ("BAD_WORDS_DICT", "STOP_WORDS_DICT", "EMBEDDING_BIAS_WORDS")
+
+
+@dataclass(slots=True, kw_only=True)
+class PromptJob(InferRequest):
+    """A request of a text model in this process, which knows where the prompts go."""
+
+    max_input_len: int | None = None
+    """The longest prompt of the engine; None as long as no engine was up."""
 
 
 class PreprocessingModel:
@@ -44,10 +61,13 @@ class PreprocessingModel:
                 raise RequestError(f"input '{name}' is set but images are not served")
         count = batch_size(request.inputs, "QUERY", self._is_batched)
         samples = [SampleInputs(request.inputs, i, self._is_batched) for i in range(count)]
-        has_extra = "PROMPT_TABLE_EXTRA_ID" in request.inputs
-        outputs = await self.tokenizer.run(
-            lambda: self._outputs_of(samples, has_extra=has_extra), _num_bytes(request)
-        )
+        limit = request.max_input_len if isinstance(request, PromptJob) else None
+        num_words = sum(check_words(request.inputs, name) for name in _WORDS)
+        read = partial(self._texts, samples, limit)
+        texts = read() if num_words <= MANY_WORDS else await asyncio.to_thread(read)
+        outputs = await self._outputs_of(samples, texts, limit)
+        if "PROMPT_TABLE_EXTRA_ID" in request.inputs:
+            outputs.append(self._extra_ids(samples, outputs[0].data, outputs[1].data))
         if not self._is_batched:
             for tensor in outputs:
                 tensor.data = tensor.data[0]
@@ -59,101 +79,129 @@ class PreprocessingModel:
             is_final=True,
         )
 
-    def _outputs_of(self, samples: list[SampleInputs], *, has_extra: bool) -> list[Tensor]:
-        texts = [_one_text(sample, "QUERY") for sample in samples]
-        prompts = self.tokenizer.encode_each(texts, self.add_special_tokens)
-        outputs = self._id_outputs(samples, prompts)
-        outputs += [
-            self._words("BAD_WORDS_IDS", "BAD_WORDS_DICT", samples),
-            self._words("STOP_WORDS_IDS", "STOP_WORDS_DICT", samples),
-            self._bias(samples),
-        ]
-        if has_extra:
-            outputs.append(self._extra_ids(samples, prompts))
-        return outputs
+    def _texts(self, samples: list[SampleInputs], max_input_len: int | None) -> list[_Texts]:
+        return [self._texts_of(sample, max_input_len) for sample in samples]
 
-    def _id_outputs(
-        self, samples: list[SampleInputs], prompts: list[list[int]]
+    def _texts_of(self, sample: SampleInputs, max_input_len: int | None) -> _Texts:
+        """The texts of a sample, none of which is too long.
+
+        Raises:
+            RequestError: names the input, the value, the limit and the remedy.
+        """
+        limits = self.tokenizer.limits
+        for name in ("QUERY", "DECODER_QUERY"):
+            array = sample.array(name)
+            if array is not None:
+                limits.check_prompt(name, len(array.flat[0]), max_input_len)
+        bias_words = sample.texts("EMBEDDING_BIAS_WORDS")
+        weights = sample.array("EMBEDDING_BIAS_WEIGHTS")
+        num_weights = 0 if weights is None else weights.size
+        if len(bias_words) != num_weights:
+            raise RequestError(
+                f"embedding bias: {len(bias_words)} words but {num_weights} weights; give one "
+                "weight a word"
+            )
+        return _Texts(
+            prompt=_one_text(sample, "QUERY"),
+            decoder_prompt=sample.texts("DECODER_QUERY")[:1],
+            bad_words=sample.texts("BAD_WORDS_DICT"),
+            stop_words=sample.texts("STOP_WORDS_DICT"),
+            bias_words=bias_words,
+            bias_weights=np.empty(0) if weights is None else weights.reshape(-1),
+        )
+
+    async def _outputs_of(
+        self, samples: list[SampleInputs], texts: list[_Texts], max_input_len: int | None
     ) -> list[Tensor]:
         pad = -1 if self.tokenizer.pad_id is None else self.tokenizer.pad_id
         end = -1 if self.tokenizer.end_id is None else self.tokenizer.end_id
-        ends = [_or(s.scalar("END_ID"), end) for s in samples]
         pads = [_or(s.scalar("PAD_ID"), pad) for s in samples]
-        decoder = [
-            self.tokenizer.encode_now(s.texts("DECODER_QUERY")[0], self.add_special_tokens)
-            if s.texts("DECODER_QUERY")
-            else [pads[i]]
-            for i, s in enumerate(samples)
+        prompts = await self._encode([[t.prompt] for t in texts])
+        if max_input_len is not None:
+            # Padding would make all prompts as long.
+            check_prompt_length(max(len(p.ids) for p in prompts), max_input_len)
+        decoder = await self._encode([t.decoder_prompt for t in texts])
+        decoder_ids = [
+            found.ids if len(found) else np.array([pads[i]], np.int32)
+            for i, found in enumerate(decoder)
         ]
-        lengths = [_or(s.scalar("REQUEST_OUTPUT_LEN"), 0) for s in samples]
         return [
-            _padded("INPUT_ID", prompts, pads),
-            _column("REQUEST_INPUT_LEN", [len(p) for p in prompts]),
-            _padded("DECODER_INPUT_ID", decoder, pads),
-            _column("REQUEST_DECODER_INPUT_LEN", [len(d) for d in decoder]),
-            _column("REQUEST_OUTPUT_LEN", lengths),
-            _column("OUT_END_ID", ends),
+            _padded("INPUT_ID", [p.ids for p in prompts], pads),
+            _column("REQUEST_INPUT_LEN", [len(p.ids) for p in prompts]),
+            _padded("DECODER_INPUT_ID", decoder_ids, pads),
+            _column("REQUEST_DECODER_INPUT_LEN", [len(ids) for ids in decoder_ids]),
+            _column(
+                "REQUEST_OUTPUT_LEN", [_or(s.scalar("REQUEST_OUTPUT_LEN"), 0) for s in samples]
+            ),
+            _column("OUT_END_ID", [_or(s.scalar("END_ID"), end) for s in samples]),
             _column("OUT_PAD_ID", pads),
+            await self._words("BAD_WORDS_IDS", [t.bad_words for t in texts]),
+            await self._words("STOP_WORDS_IDS", [t.stop_words for t in texts]),
+            await self._bias(texts),
         ]
 
-    def _words(self, output: str, name: str, samples: list[SampleInputs]) -> Tensor:
+    async def _encode(
+        self, lists: list[list[str]], *, are_words: bool = False
+    ) -> list[EncodedTexts]:
+        """The ids of each sample's texts; words have no special tokens."""
+        texts = list(chain.from_iterable(lists))
+        found = NOTHING
+        if texts:
+            add_special_tokens = self.add_special_tokens and not are_words
+            found = await self.tokenizer.encode(texts, add_special_tokens)
+        ends = list(accumulate(map(len, lists), initial=0))
+        return [found.part(*place) for place in pairwise(ends)]
+
+    async def _words(self, output: str, lists: list[list[str]]) -> Tensor:
         """The ids of words, without special tokens; a word without ids is omitted."""
-        lists = []
-        for sample in samples:
-            array = sample.array(name)
-            refuse_many(name, 0 if array is None else array.size, "words")
-            encoded = self.tokenizer.encode_each(sample.texts(name), False)
-            lists.append(pack_words([ids for ids in encoded if ids]))
-        width = max(len(ids) for ids, _ in lists)
-        rows = [
-            [ids + [0] * (width - len(ids)), ends + [-1] * (width - len(ends))]
-            for ids, ends in lists
-        ]
-        data = np.array(rows, dtype=np.int32).reshape(len(samples), 2, width)
+        encoded = await self._encode(lists, are_words=True)
+        width = max(len(found.ids) for found in encoded)
+        data = np.zeros((len(lists), 2, width), np.int32)
+        data[:, 1] = -1
+        for row, found in zip(data, encoded, strict=True):
+            row[:, : len(found.ids)] = found.word_list()
         return Tensor(output, "INT32", data)
 
-    def _bias(self, samples: list[SampleInputs]) -> Tensor:
-        vectors = []
-        for sample in samples:
-            words = sample.texts("EMBEDDING_BIAS_WORDS")
-            array = sample.array("EMBEDDING_BIAS_WEIGHTS")
-            weights = [] if array is None else array.reshape(-1).tolist()
-            if len(words) != len(weights):
-                raise RequestError(
-                    f"embedding bias: {len(words)} words but {len(weights)} weights; give one "
-                    "weight a word"
-                )
-            vector = np.zeros(self.tokenizer.num_ids if words else 0, dtype=np.float32)
-            encoded = self.tokenizer.encode_each(words, self.add_special_tokens)
-            for tokens, weight in zip(encoded, weights, strict=True):
-                for token in tokens:
-                    vector[token] += weight
-            vectors.append(vector)
-        width = max(v.size for v in vectors)
-        data = np.array([np.pad(v, (0, width - v.size)) for v in vectors], dtype=np.float32)
-        return Tensor("EMBEDDING_BIAS", "FP32", data.reshape(len(samples), width))
+    async def _bias(self, texts: list[_Texts]) -> Tensor:
+        width = self.tokenizer.num_ids if any(t.bias_words for t in texts) else 0
+        data = np.zeros((len(texts), width), dtype=np.float32)
+        encoded = await self._encode([t.bias_words for t in texts])
+        for row, each, found in zip(data, texts, encoded, strict=True):
+            weights = np.repeat(each.bias_weights.astype(np.float32), found.lengths)
+            np.add.at(row, found.ids, weights)
+        return Tensor("EMBEDDING_BIAS", "FP32", data)
 
-    def _extra_ids(self, samples: list[SampleInputs], prompts: list[list[int]]) -> Tensor:
-        width = max(len(p) for p in prompts)
-        data = np.zeros((len(samples), width), dtype=np.uint64)
-        for row, (sample, prompt) in enumerate(zip(samples, prompts, strict=True)):
-            extra = _or(sample.scalar("PROMPT_TABLE_EXTRA_ID"), 0)
-            for column, token in enumerate(prompt):
-                data[row, column] = extra if token >= self.tokenizer.num_ids else 0
+    def _extra_ids(
+        self, samples: list[SampleInputs], ids: Ids, lengths: npt.NDArray[np.int32]
+    ) -> Tensor:
+        """The extra id of each token of a prompt table, 0 of all others."""
+        extra = [_or(sample.scalar("PROMPT_TABLE_EXTRA_ID"), 0) for sample in samples]
+        is_own = (np.arange(ids.shape[1]) < lengths) & (ids >= self.tokenizer.num_ids)
+        data = np.where(is_own, np.array(extra, np.uint64)[:, np.newaxis], np.uint64(0))
         return Tensor("OUT_PROMPT_TABLE_EXTRA_IDS", "UINT64", data)
 
 
-def _num_bytes(request: InferRequest) -> int:
-    """The approximate number of bytes of all texts of a request."""
-    texts = (t.data for t in request.inputs.values() if t.datatype == "BYTES")
-    return sum(len(text) for array in texts for text in array.flat)
+@dataclass(frozen=True, slots=True)
+class _Texts:
+    """The texts of one sample."""
+
+    prompt: str
+    decoder_prompt: list[str]
+    """One text or none."""
+
+    bad_words: list[str]
+    stop_words: list[str]
+    bias_words: list[str]
+    bias_weights: npt.NDArray[np.float64]
+    """One for each of the words."""
 
 
 def _one_text(sample: SampleInputs, name: str) -> str:
-    texts = sample.texts(name)
-    if len(texts) != 1:
-        raise RequestError(f"input '{name}' must hold one text a sample, not {len(texts)}")
-    return texts[0]
+    array = sample.array(name)
+    count = 0 if array is None else array.size
+    if count != 1:
+        raise RequestError(f"input '{name}' must hold one text a sample, not {count}")
+    return sample.texts(name)[0]
 
 
 def _or(value: int | None, default: int) -> int:
@@ -164,7 +212,10 @@ def _column(name: str, values: list[int]) -> Tensor:
     return Tensor(name, "INT32", np.array(values, dtype=np.int32).reshape(-1, 1))
 
 
-def _padded(name: str, rows: list[list[int]], pads: list[int]) -> Tensor:
+def _padded(name: str, rows: list[Ids], pads: list[int]) -> Tensor:
     width = max(len(row) for row in rows)
-    padded = [row + [pad] * (width - len(row)) for row, pad in zip(rows, pads, strict=True)]
-    return Tensor(name, "INT32", np.array(padded, dtype=np.int32).reshape(len(rows), width))
+    data = np.empty((len(rows), width), np.int32)
+    for line, row, pad in zip(data, rows, pads, strict=True):
+        line[: len(row)] = row
+        line[len(row) :] = pad
+    return Tensor(name, "INT32", data)

@@ -10,6 +10,7 @@ import numpy as np
 from trimaran.comm.errors import RequestError
 from trimaran.comm.messages.sampling_fields import FIELDS, check_values
 from trimaran.comm.messages.sampling_params import SamplingParams
+from trimaran.server.inference.request import Tensor
 from trimaran.server.models.sample_inputs import SampleInputs
 
 PERF_METRICS = FIELDS["return_perf_metrics"].inputs
@@ -19,6 +20,9 @@ MAX_WORD_IDS = 1 << 16
 """Most ids of the stop words, or of the bad words, of one sample. Longer lists would slow down
 each step for all requests.
 """
+
+MAX_WORD_BYTES = 1 << 18
+"""Most bytes of the words of one input of a request."""
 
 _NUMBERS: dict[str, Callable[[Any], Any]] = {"int": int, "float": float, "bool": bool}
 # Field, inputs and type of fields that one number sets. The prompts of a batch must agree on
@@ -174,20 +178,30 @@ def refuse_many(name: str, count: int, what: str) -> None:
         )
 
 
+def check_words(inputs: Mapping[str, Tensor], name: str) -> int:
+    """Refuse lists of texts that are too long, all samples together; the number of words.
+
+    Raises:
+        RequestError: names the input, the value, the limit and the remedy.
+    """
+    tensor = inputs.get(name)
+    if tensor is None:
+        return 0
+    count: int = tensor.data.size
+    refuse_many(name, count, "words")
+    num_bytes = sum(map(len, tensor.data.flat))
+    if num_bytes > MAX_WORD_BYTES:
+        raise RequestError(
+            f"input '{name}' holds words of {num_bytes} bytes together but may hold at most "
+            f"{MAX_WORD_BYTES}; send fewer or shorter words"
+        )
+    return count
+
+
 def _start(values: list[int]) -> str:
     """A list, shortened for an error message."""
     shown = str(values[:100])
     return shown if len(values) <= 100 else f"{shown[:-1]}, ... ({len(values)} values)"
-
-
-def pack_words(words: list[list[int]]) -> list[list[int]]:
-    """The ``[2, L]`` list of some words, the inverse of `word_list`."""
-    ids = [token for word in words for token in word]
-    ends, end = [], 0
-    for word in words:
-        end += len(word)
-        ends.append(end)
-    return [ids, ends + [-1] * (len(ids) - len(ends))]
 
 
 def check_request_type(parameters: Mapping[str, Any]) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
@@ -22,56 +24,21 @@ from trimaran.server.inference.request import (
 )
 from trimaran.server.inference.tensor_bytes import object_array
 from trimaran.server.metrics.measured_model import MeasuredModel
+from trimaran.server.models.encoded_texts import NO_IDS, Ids
 from trimaran.server.models.graph_model import prefixed, sequence_parameters
 from trimaran.server.models.pending_requests import Arrivals
 from trimaran.server.models.postprocessing import LastIdsJob
+from trimaran.server.models.preprocessing import PromptJob
 from trimaran.server.models.sample_inputs import SampleInputs, batch_size
+from trimaran.server.models.sampling_inputs import check_words
 from trimaran.server.models.sequence_outputs import STOPPED, Progress, SequenceOutputs
+from trimaran.server.models.stop_text import MANY_WORDS, StopText, StopWords, read_stop_words
 from trimaran.server.models.token_job import ChunkResponse, TokenJob
-from trimaran.server.models.tokenizer import IncrementalDetokenizer, Tokenizer
+from trimaran.server.models.tokenizer import INLINE_IDS, IncrementalDetokenizer, Tokenizer
 from trimaran.server.models.transaction import num_responses
 
-
-class StopText:
-    """Passes text through until a stop word is complete.
-
-    The longest tail that could begin a stop word is held back. The stop word itself stays in
-    the text; the rest is cut.
-    """
-
-    def __init__(self, words: tuple[str, ...]) -> None:
-        self._words = tuple(word for word in words if word)
-        self._held = ""
-        self.is_matched = False
-
-    def push(self, text: str, is_last: bool = False) -> str:
-        """The text that may be shown now; with ``is_last`` no text is held back."""
-        if self.is_matched:
-            return ""
-        if not self._words:
-            return text
-        text = self._held + text
-        self._held = ""
-        ends = [start + len(w) for w in self._words if (start := text.find(w)) >= 0]
-        if ends:
-            self.is_matched = True
-            return text[: min(ends)]
-        if is_last:
-            return text
-        num_held = self._longest_beginning(text)
-        if num_held:
-            self._held = text[-num_held:]
-            return text[:-num_held]
-        return text
-
-    def _longest_beginning(self, text: str) -> int:
-        """Length of the longest tail of ``text`` that begins a stop word."""
-        longest = max(len(word) for word in self._words) - 1
-        for length in range(min(longest, len(text)), 0, -1):
-            tail = text[-length:]
-            if any(word.startswith(tail) for word in self._words):
-                return length
-        return 0
+_FEW_IDS = 128
+"""More ids of one chunk than these are not decoded one by one on the event loop."""
 
 
 @dataclass(slots=True)
@@ -139,6 +106,9 @@ class Steps:
     tokenizer: Tokenizer
     arrivals: Arrivals
     """The timing of the token model."""
+
+    max_input_len: Callable[[], int | None]
+    """Tokens of the engine's longest prompt; None as long as no engine was up."""
 
     skip_special_tokens: bool = True
     excludes_input: bool = False
@@ -211,7 +181,8 @@ class TextPipeline:
         """Run preprocessing: the request to the token model, and the maker of its answers."""
         with self._steps.arrivals.expect(request.id) as arrival:
             token_inputs = await self._token_inputs(request)
-        run = _Run(self._steps, self._maps, self._options, request, token_inputs)
+            stop_words = await self._stop_words(request)
+        run = _Run(self._steps, self._maps, self._options, request, token_inputs, stop_words)
         job = TokenJob(
             model_name=self._steps.token.name,
             id=request.id,
@@ -244,8 +215,11 @@ class TextPipeline:
     async def _token_inputs(self, request: InferRequest) -> dict[str, Tensor]:
         maps = self._maps
         inputs = _renamed(request.inputs, maps.preprocessing)
-        pre_request = InferRequest(
-            model_name=self._steps.preprocessing.name, id=request.id, inputs=inputs
+        pre_request = PromptJob(
+            model_name=self._steps.preprocessing.name,
+            id=request.id,
+            inputs=inputs,
+            max_input_len=self._steps.max_input_len(),
         )
         pre_outputs: dict[str, Tensor] = {}
         stream = self._steps.preprocessing.infer(pre_request)
@@ -258,6 +232,17 @@ class TextPipeline:
         token_inputs = _renamed(request.inputs, maps.token)
         token_inputs.update(_renamed(pre_outputs, maps.token_from_preprocessing))
         return token_inputs
+
+    async def _stop_words(self, request: InferRequest) -> list[StopWords]:
+        """The stop words of each sample."""
+        name = self._maps.preprocessing.get("STOP_WORDS_DICT", "")
+        is_batched = self._options.is_batched
+        num_samples = batch_size(request.inputs, self._maps.text, is_batched)
+        num_words = check_words(request.inputs, name)
+        read = partial(
+            read_stop_words, request.inputs, name, num_samples, is_batched=is_batched
+        )
+        return read() if num_words <= MANY_WORDS else await asyncio.to_thread(read)
 
 
 def asks_to_stop(request: InferRequest, maps: TensorMaps, *, is_batched: bool) -> bool:
@@ -275,6 +260,7 @@ class _Run:
         options: PipelineOptions,
         request: InferRequest,
         token_inputs: dict[str, Tensor],
+        stop_words: list[StopWords],
     ) -> None:
         self._steps = steps
         self._maps = maps
@@ -297,11 +283,7 @@ class _Run:
             for index in range(num_samples)
         ]
         self._is_streaming = flags.flag("streaming")
-        stop_input = maps.preprocessing.get("STOP_WORDS_DICT", "")
-        self._stop_words = [
-            tuple(filter(None, self._sample(index).texts(stop_input)))
-            for index in range(num_samples)
-        ]
+        self._stop_words = stop_words
         self._answers: dict[tuple[int, int], TextAnswer] = {}
 
     @property
@@ -324,13 +306,21 @@ class _Run:
         delta, ids = "", chunk.token_ids
         if self._stop_words[response.sample]:
             # Tokens of the same chunk behind the stop word are not counted.
-            delta, num_ids = answer.push_each(ids)
+            delta, num_ids = (
+                answer.push_each(ids)
+                if len(ids) <= _FEW_IDS
+                else await self._steps.tokenizer.in_thread(partial(answer.push_each, ids))
+            )
             chunk, ids = chunk.beginning(num_ids), []
         answer.progress.add(chunk)
         if answer.progress.beams is not None:
             return await self._take_beams(place, answer, chunk)
         if not chunk.is_last:
-            delta += answer.push(ids)
+            delta += (
+                answer.push(ids)
+                if len(ids) <= INLINE_IDS
+                else await self._steps.tokenizer.in_thread(partial(answer.push, ids))
+            )
         if chunk.is_last or answer.stop.is_matched:
             self._num_open -= 1
             delta += await self._last(answer, ids if chunk.is_last else [])
@@ -362,8 +352,12 @@ class _Run:
         beams = answer.progress.beams
         assert beams is not None
         texts, reasons = [], []
+        are_long = beams.num_tokens > INLINE_IDS
         for ids, reason in zip(beams.token_ids, beams.reasons, strict=True):
             one = self._new_answer(place[0])
+            if are_long:
+                # Others take their turn between two beams.
+                await asyncio.sleep(0)
             texts.append(await self._last(one, ids) if chunk.is_last else one.push(ids))
             # The engine does not match stop words that other ids spell.
             reasons.append(FinishReason.STOP_WORDS if one.stop.is_matched else reason)
@@ -393,12 +387,14 @@ class _Run:
         """The text before a sample's answer."""
         steps = self._steps
         if steps.has_own_preprocessing:
-            return steps.tokenizer.decode(self._prompt_ids(sample), steps.skip_special_tokens)
+            ids = self._prompt_ids(sample).tolist()
+            return steps.tokenizer.decode(ids, steps.skip_special_tokens)
         return self._sample(sample).texts(self._maps.text)[0]
 
-    def _prompt_ids(self, sample: int) -> list[int]:
+    def _prompt_ids(self, sample: int) -> Ids:
         inputs = SampleInputs(self._token_inputs, sample, self._options.is_batched)
-        return inputs.ids("input_ids")[: inputs.scalar("input_lengths")]
+        ids = inputs.array("input_ids")
+        return NO_IDS if ids is None else ids.reshape(-1)[: inputs.scalar("input_lengths")]
 
     def _new_answer(self, sample: int) -> TextAnswer:
         ids = self._prompt_ids(sample)

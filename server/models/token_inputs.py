@@ -44,7 +44,8 @@ def cache_key(inputs: SampleInputs, num_tokens: int, table: dict[str, Any] | Non
     extra = inputs.array(_EXTRA_IDS)
     if extra is not None:
         extra = extra.reshape(-1)
-        padded = len(inputs.ids("input_ids"))
+        prompt = inputs.array("input_ids")
+        padded = 0 if prompt is None else prompt.size
         if len(extra) not in (num_tokens, padded):
             raise RequestError(
                 f"{_EXTRA_IDS} has {len(extra)} values, but the prompt has {num_tokens} "
@@ -141,6 +142,7 @@ _DEFAULT_PRIORITY = 35
 _MAX_PRIORITY = 100
 _FOREVER = -1
 _END = 1 << 62
+_MAX_RANGES = 1 << 10
 
 
 def read_retention(inputs: SampleInputs) -> dict[str, Any] | None:
@@ -149,9 +151,10 @@ def read_retention(inputs: SampleInputs) -> dict[str, Any] | None:
     Raises:
         RequestError: ranges are incomplete or invalid.
     """
-    starts, ends, priorities, durations = (
-        inputs.ids(name) for name in (_STARTS, _ENDS, _PRIORITIES, _DURATIONS)
-    )
+    names = (_STARTS, _ENDS, _PRIORITIES, _DURATIONS)
+    for name in names:
+        _refuse_many_ranges(name, inputs)
+    starts, ends, priorities, durations = (inputs.ids(name) for name in names)
     for name, values in ((_ENDS, ends), (_PRIORITIES, priorities), (_DURATIONS, durations)):
         if len(values) != len(starts) and (values or name != _DURATIONS):
             raise RequestError(
@@ -173,6 +176,15 @@ def read_retention(inputs: SampleInputs) -> dict[str, Any] | None:
     lasting = _FOREVER if lasting is None else lasting
     _check(_OUTPUT_PRIORITY, output, _OUTPUT_DURATION, lasting)
     return {"ranges": ranges, "output": [output, lasting]}
+
+
+def _refuse_many_ranges(name: str, inputs: SampleInputs) -> None:
+    array = inputs.array(name)
+    if array is not None and array.size > _MAX_RANGES:
+        raise RequestError(
+            f"{name} holds {array.size} values but a prompt has at most {_MAX_RANGES} ranges; "
+            "send fewer"
+        )
 
 
 def _range(start: int, end: int, priority: int, duration_ms: int) -> list[int]:

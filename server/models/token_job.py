@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -34,6 +34,40 @@ class Sample:
     adapter_id: int = 0
     adapter: dict[str, Any] | None = None
     """The fields ``adapter_id`` and ``adapter`` of `Submit`."""
+
+    @property
+    def num_bytes(self) -> int:
+        """What each sequence of the sample sends to its engine, about."""
+        sampling, num_ids = self.sampling, len(self.prompt_ids)
+        for words in (sampling.stop_words, sampling.bad_words):
+            num_ids += sum(map(len, words))
+        parts = [(self.adapter or {}).get(name) for name in ("weights", "config")]
+        data = [part["data"] for part in (self.prompt_table, *parts) if part is not None]
+        num_bytes = len(sampling.embedding_bias) + len(sampling.guide) + sum(map(len, data))
+        return num_bytes + _ID_BYTES * num_ids
+
+
+_ID_BYTES = 4
+MAX_COPIED_BYTES = 64 << 20
+"""Most bytes that a request of several sequences sends to its engine."""
+
+
+def check_copies(samples: Sequence[Sample], num_sequences: int) -> None:
+    """Refuse sequences that together send too much to an engine: each is a request there.
+
+    Raises:
+        RequestError: names the bytes, the limit and the remedy.
+    """
+    if num_sequences < 2:
+        return
+    num_bytes = sum(sample.num_bytes for sample in samples)
+    if num_bytes * num_sequences > MAX_COPIED_BYTES:
+        raise RequestError(
+            f"num_return_sequences is {num_sequences}, and each sequence needs the {num_bytes} "
+            "bytes of the request's prompts, words, biases, tables and adapters, but together "
+            f"these may be at most {MAX_COPIED_BYTES}. Ask for fewer sequences, or shorten "
+            "these inputs."
+        )
 
 
 @dataclass(slots=True, kw_only=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+import asyncio
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from tritonclient.grpc.model_config_pb2 import ModelConfig
@@ -17,6 +19,7 @@ from trimaran.server.models.pending_requests import Arrivals, Gathering
 from trimaran.server.models.sample_inputs import SampleInputs, batch_size
 from trimaran.server.models.sampling_inputs import check_request_type, read_sampling
 from trimaran.server.models.sequence_outputs import LOGITS_DTYPES, logits_type
+from trimaran.server.models.text_limits import check_prompt_length
 from trimaran.server.models.token_answers import Answers, ChunkAnswers, TensorAnswers
 from trimaran.server.models.token_inputs import (
     add_digests,
@@ -26,7 +29,7 @@ from trimaran.server.models.token_inputs import (
     read_table,
     salted,
 )
-from trimaran.server.models.token_job import Sample, TokenJob, TokenStream
+from trimaran.server.models.token_job import Sample, TokenJob, TokenStream, check_copies
 from trimaran.server.models.transaction import (
     check_equal,
     check_logits,
@@ -35,6 +38,9 @@ from trimaran.server.models.transaction import (
     texts_of,
 )
 from trimaran.server.repository.model_repository import RepositoryModel
+
+_LARGE_BYTES = 256 << 10
+"""Larger inputs are read in a thread: word lists, tables and adapters."""
 
 
 class TokenModel:
@@ -77,6 +83,14 @@ class TokenModel:
         except RequestError:
             return None
 
+    @property
+    def max_input_len(self) -> int | None:
+        """Tokens of the longest prompt; None as long as no engine was up."""
+        try:
+            return _longest_prompt(self._engines.facts())
+        except RequestError:
+            return None
+
     async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
         """Run one request; see `inference.Model`."""
         first = SampleInputs(request.inputs, 0, self._is_batched)
@@ -90,12 +104,18 @@ class TokenModel:
                     is_final=True,
                 )
             return
-        samples = self._samples(request)
+        is_large = sum(t.data.nbytes for t in request.inputs.values()) > _LARGE_BYTES
+        samples = (
+            await asyncio.to_thread(self._samples, request)
+            if is_large
+            else self._samples(request)
+        )
         num_sequences = num_responses(first)
         check_equal(request.inputs, "beam_width", "num_return_sequences", "streaming")
         check_transaction(
             self.is_decoupled, len(samples), num_sequences, first.flag("streaming"), self._texts
         )
+        check_copies(samples, num_sequences)
         stream = TokenStream(self._engines, request)
         answers, is_incremental = self._answers(request, samples, stream, num_sequences)
         self._running.setdefault(request.id, set()).add(stream)
@@ -197,6 +217,11 @@ def _with_beams(sampling: SamplingParams, inputs: SampleInputs) -> SamplingParam
     return replace(sampling, num_return_sequences=width if count is None else int(count))
 
 
+def _longest_prompt(facts: Mapping[str, Any]) -> int:
+    """Most tokens of a prompt; a place is left for the first output token."""
+    return min(int(facts["max_input_len"]), int(facts["max_seq_len"]) - 1)
+
+
 def _prompt(
     inputs: SampleInputs, facts: dict[str, object], num_table_entries: int
 ) -> list[int]:
@@ -212,12 +237,7 @@ def _prompt(
         ids = ids[:length]
     if not ids.size:
         raise RequestError("the prompt is empty: input_ids must hold at least one token")
-    limit = min(int(str(facts["max_input_len"])), int(str(facts["max_seq_len"])) - 1)
-    if ids.size > limit:
-        raise RequestError(
-            f"Prompt length ({ids.size}) exceeds maximum input length ({limit}). Shorten the "
-            "prompt, or build the engine with a larger --max-input-len."
-        )
+    check_prompt_length(ids.size, _longest_prompt(facts))
     vocab_size = int(str(facts["vocab_size"])) + num_table_entries
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= vocab_size:

@@ -7,23 +7,32 @@ import logging
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from tokenizers import Tokenizer as FastTokenizer
-
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.files.input_files import NoFileError, require_file, special_tokens
+from trimaran.server.models import encoded_texts
+from trimaran.server.models.encoded_texts import EncodedTexts, Ids, read_tokenizer
+from trimaran.server.models.text_limits import TextLimits, longest_token_bytes
+from trimaran.server.models.tokenizer_pool import TokenizerPool, TokenizerSource
 
 logger = logging.getLogger(__name__)
 
 # Shorter texts are encoded at once: a hop to a thread costs more.
 _INLINE_CHARACTERS = 2048
-# Longer texts get a thread of their own, so that others do not wait: tokenizers read some
-# million characters a second.
-_HUGE_CHARACTERS = 1 << 20
+# Above this a hop to a process costs less than what the event loop would wait for a thread.
+_LONG_CHARACTERS = 32 << 10
+INLINE_IDS = 1024
+"""More ids than these are not decoded on the event loop: they take a millisecond."""
+
+_LONG_IDS = 32 << 10
+# Encoding one more text costs as much as this many characters.
+_TEXT_CHARACTERS = 8
+_NUM_THREADS = 2
 _CONVERT = (
     "import sys, transformers; "
     "transformers.AutoTokenizer.from_pretrained(sys.argv[1]).save_pretrained(sys.argv[2])"
@@ -36,8 +45,11 @@ T = TypeVar("T")
 class Tokenizer:
     """One tokenizer folder. Methods are safe from any thread."""
 
-    def __init__(self, folder: str, num_threads: int = 2) -> None:
-        """Load the folder.
+    def __init__(
+        self, folder: str, pool: TokenizerPool | None = None, max_text_bytes: int = 0
+    ) -> None:
+        """Load the folder. ``pool`` takes what is long; by default a process of its own does.
+        ``max_text_bytes`` is that of `TextLimits`.
 
         Raises:
             ConfigError: the folder is missing, or its tokenizer cannot be read or converted.
@@ -46,23 +58,23 @@ class Tokenizer:
         if not path.is_dir():
             raise ConfigError(f"tokenizer_dir {folder} is not a folder")
         self.folder = folder
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenizer")
-        self._huge = ThreadPoolExecutor(1, thread_name_prefix="tokenizer-huge")
+        self._pool = pool or TokenizerPool(1)
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenizer")
         if (path / "tokenizer.json").exists():
             self._load(path)
         else:
             with tempfile.TemporaryDirectory(prefix="trimaran-tokenizer-") as scratch:
                 _convert(path, Path(scratch))
                 self._load(Path(scratch))
+        self.limits = TextLimits(longest_token_bytes(self._fast), max_text_bytes)
 
     def _load(self, path: Path) -> None:
         try:
             require_file(path / "tokenizer.json")
-            self._fast = FastTokenizer.from_file(str(path / "tokenizer.json"))
+            self._source = TokenizerSource((path / "tokenizer.json").read_bytes())
+            self._fast = read_tokenizer(self._source.raw)
         except Exception as error:
             raise ConfigError(f"{path}/tokenizer.json cannot be read: {error}") from error
-        self._fast.no_padding()
-        self._fast.no_truncation()
         tokens = special_tokens(path, ("eos_token", "pad_token"))
         self.end_id = self._special_id(tokens.get("eos_token"))
         pad_id = self._special_id(tokens.get("pad_token"))
@@ -74,29 +86,54 @@ class Tokenizer:
         added = self._fast.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
 
-    async def run(self, work: Callable[[], T], num_characters: int) -> T:
-        """Run work that encodes ``num_characters`` characters: long texts in a thread, very
-        long texts in a thread of their own."""
-        if num_characters <= _INLINE_CHARACTERS:
-            return work()
-        is_huge = num_characters > _HUGE_CHARACTERS
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._huge if is_huge else self._threads, work)
+    async def encode(self, texts: list[str], add_special_tokens: bool) -> EncodedTexts:
+        """The ids of each text: of short texts at once, of longer ones in a thread, of long
+        ones in a process.
+
+        Raises:
+            RequestError: the process ended; the request may be sent again.
+        """
+        size = sum(map(len, texts)) + _TEXT_CHARACTERS * len(texts)
+        if size > _LONG_CHARACTERS:
+            return await self._pool.encode(self._source, texts, add_special_tokens)
+        if size > _INLINE_CHARACTERS:
+            return await self.in_thread(partial(self.encode_each, texts, add_special_tokens))
+        return self.encode_each(texts, add_special_tokens)
+
+    async def decode_each(
+        self, ids: EncodedTexts, skip_special_tokens: bool = True
+    ) -> list[str]:
+        """The text of each list of ids; where as for `encode`.
+
+        Raises:
+            RequestError: as for `encode`.
+        """
+        if len(ids.ids) > _LONG_IDS:
+            return await self._pool.decode(self._source, ids, skip_special_tokens)
+        work = partial(encoded_texts.decode, self._fast, ids, skip_special_tokens)
+        return work() if len(ids.ids) <= INLINE_IDS else await self.in_thread(work)
+
+    async def in_thread(self, work: Callable[[], T]) -> T:
+        """Run work in one of the tokenizer's threads."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def encode_now(self, text: str, add_special_tokens: bool) -> list[int]:
         """The ids of a text."""
-        (ids,) = self.encode_each([text], add_special_tokens)
-        return ids
+        found: list[int] = self.encode_each([text], add_special_tokens).ids.tolist()
+        return found
 
-    def encode_each(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
-        """The ids of each text."""
-        # Not `encode`, which blocks all other threads, including the event loop.
-        found = self._fast.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
-        return [each.ids for each in found]
+    def encode_each(self, texts: list[str], add_special_tokens: bool) -> EncodedTexts:
+        """The ids of each text, at once."""
+        return encoded_texts.encode(self._fast, texts, add_special_tokens)
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         """The text of some ids."""
-        text: str = self._fast.decode(ids, skip_special_tokens=skip_special_tokens)
+        text: str
+        if len(ids) > INLINE_IDS:
+            # Other threads, the event loop's among them, stand still during `decode`.
+            (text,) = self._fast.decode_batch([ids], skip_special_tokens=skip_special_tokens)
+        else:
+            text = self._fast.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
     def _special_id(self, token: str | None) -> int | None:
@@ -153,13 +190,16 @@ class IncrementalDetokenizer:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt_ids: list[int], skip_special_tokens: bool = True
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int] | Ids,
+        skip_special_tokens: bool = True,
     ) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
         # Skipped ids have no text; as context they would hide the space before the next id.
         self._dropped = tokenizer.special_ids if skip_special_tokens else frozenset()
-        self._ids = self._kept(prompt_ids)
+        self._ids = self._context(prompt_ids)
         self._num_shown, self._shown_text = 0, ""
         self._show(len(self._ids))
 
@@ -206,6 +246,16 @@ class IncrementalDetokenizer:
         self._ids = self._ids[end - size :]
         self._num_shown = size
         self._shown_text = text
+
+    def _context(self, prompt_ids: Sequence[int] | Ids) -> list[int]:
+        """The last ids of a prompt that have text, as many as `_show` looks at."""
+        found: list[int] = []
+        for token in reversed(prompt_ids):
+            if token not in self._dropped:
+                found.append(int(token))
+            if len(found) == _CONTEXT_IDS + _MAX_OPEN_IDS:
+                break
+        return found[::-1]
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, self._skip)

@@ -1,8 +1,8 @@
 """What others see of a server while a client sends it something bad, from a process of its own.
 
 Run as ``python bystanders.py PORT PID``: one long greedy stream after the other, a look at
-``/v2/health/live`` every 20 ms, and the memory of the server's processes. A line on the
-standard input ends the program, which then prints what it saw as JSON.
+``/v2/health/live`` every 20 ms, and the memory of the front end. A line on the standard
+input ends the program, which then prints what it saw as JSON.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Seen:
     num_events: int
     num_probes: int
     grown_mb: float
-    """By how much the memory of all processes of the server grew at most."""
+    """By how much the memory of the front end and its helpers grew at most."""
     failure: str
     """What went wrong with the stream or the probe; empty if nothing did."""
 
@@ -120,10 +120,12 @@ class Bystanders:
             time.sleep(0.1)
 
     def _memory(self) -> int:
+        """The front end's and its helpers'; a rank's grows as it uses its cache first."""
         total = 0
-        for process in [self._server, *self._server.children(recursive=True)]:
+        for process in self._server.children(recursive=True):
             with contextlib.suppress(psutil.Error):
-                total += process.memory_info().rss
+                if "trimaran-rank" not in " ".join(process.cmdline()):
+                    total += process.memory_info().rss
         return total
 
 

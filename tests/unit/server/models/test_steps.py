@@ -6,7 +6,6 @@ import asyncio
 import json
 import subprocess
 import sys
-import threading
 
 import numpy as np
 import pytest
@@ -129,7 +128,8 @@ async def test_only_requested_outputs_of_preprocessing_come(serve):
             {"EMBEDDING_BIAS_WORDS": ["a", "b"], "EMBEDDING_BIAS_WEIGHTS": [1.0]},
             "2 words but 1 weights; give one weight a word",
         ),
-        ({"STOP_WORDS_DICT": ["x"] * 65_537}, "'STOP_WORDS_DICT' holds 65537 words but may"),
+        ({"QUERY": "x" * 1_048_577}, "'QUERY' has 1048577 bytes but may have at most 1048576"),
+        ({"DECODER_QUERY": "x" * 1_048_577}, "'DECODER_QUERY' has 1048577 bytes but may have"),
         ({"IMAGE_URL": "http://x/y.png"}, "input 'IMAGE_URL' is set but images are not served"),
     ],
 )
@@ -142,14 +142,14 @@ async def test_preprocessing_refuses_by_name(serve, inputs, text):
 @pytest.mark.parametrize(
     "inputs",
     [
-        {"QUERY": "word " * 400_000},
-        {"STOP_WORDS_DICT": ["word " * 400_000]},
-        {"BAD_WORDS_DICT": [f"word {n}" for n in range(65_536)]},
-        {"EMBEDDING_BIAS_WORDS": ["word " * 400_000], "EMBEDDING_BIAS_WEIGHTS": [1.0]},
+        {"QUERY": "word " * 200_000},
+        {"STOP_WORDS_DICT": ["word " * 50_000]},
+        {"BAD_WORDS_DICT": [f"word {n}" for n in range(24_000)]},
+        {"EMBEDDING_BIAS_WORDS": ["word " * 50_000], "EMBEDDING_BIAS_WEIGHTS": [1.0]},
     ],
     ids=lambda inputs: next(iter(inputs)),
 )
-async def test_huge_texts_do_not_hold_up_the_event_loop(serve, inputs):
+async def test_long_texts_do_not_hold_up_the_event_loop(serve, inputs):
     async with serve() as served:
         work = asyncio.ensure_future(_preprocess(served, **{"QUERY": "x", **inputs}))
         num_turns = 0
@@ -161,18 +161,39 @@ async def test_huge_texts_do_not_hold_up_the_event_loop(serve, inputs):
     assert num_turns > 20
 
 
-async def test_huge_texts_wait_for_each_other_and_nobody_for_them(tokenizer_folder):
-    tokenizer, may_end = Tokenizer(str(tokenizer_folder)), threading.Event()
-    huge = [
-        asyncio.ensure_future(tokenizer.run(lambda: may_end.wait(250), 2_000_000))
-        for _ in range(6)
-    ]
-    await asyncio.sleep(0)
-    long = tokenizer.run(lambda: tokenizer.encode_now("word " * 1000, True), 5000)
-    assert len(await asyncio.wait_for(long, 200)) > 1000
-    assert not any(each.done() for each in huge)
-    may_end.set()
-    assert all(await asyncio.gather(*huge))
+@pytest.mark.parametrize("name", ["STOP_WORDS_DICT", "BAD_WORDS_DICT", "EMBEDDING_BIAS_WORDS"])
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["x"] * 65_537, "holds 65537 words but may hold at most 65536; send fewer"),
+        (
+            ["x" * 2000] * 200,
+            "holds words of 400000 bytes together but may hold at most 262144",
+        ),
+    ],
+    ids=["many", "long"],
+)
+async def test_words_that_take_long_are_refused_before_they_are_tokenized(
+    serve, name, words, text
+):
+    weights = {"EMBEDDING_BIAS_WEIGHTS": [1.0] * len(words)}
+    inputs = {name: words, **(weights if name == "EMBEDDING_BIAS_WORDS" else {})}
+    async with serve() as served:
+        with pytest.raises(RequestError, match=f"input '{name}' {text}"):
+            await _preprocess(served, QUERY="x", **inputs)
+
+
+async def test_words_of_all_samples_count(serve):
+    queries = np.array([[b"x"], [b"y"]], dtype=object)
+    words = np.array([[b"a"] * 40_000] * 2, dtype=object)
+    async with serve() as served:
+        with pytest.raises(RequestError, match="'STOP_WORDS_DICT' holds 80000 words"):
+            await served.infer(
+                "preprocessing",
+                QUERY=queries,
+                REQUEST_OUTPUT_LEN=np.ones((2, 1), np.int32),
+                STOP_WORDS_DICT=words,
+            )
 
 
 async def _postprocess(served, ids, lengths):

@@ -62,14 +62,14 @@ async def test_a_stop_finds_a_request_whose_prompt_is_being_tokenized(
 async def test_a_stop_at_another_front_end_finds_a_request_whose_prompt_is_being_tokenized(
     serve, monkeypatch, model
 ):
-    begun, go_on, run = [], asyncio.Event(), Tokenizer.run
+    begun, go_on, encode = [], asyncio.Event(), Tokenizer.encode
 
     async def late(*arguments):
         begun.append(arguments)
         await go_on.wait()
-        return await run(*arguments)
+        return await encode(*arguments)
 
-    monkeypatch.setattr(Tokenizer, "run", late)
+    monkeypatch.setattr(Tokenizer, "encode", late)
     async with serve() as served:
         engine = await served.dial(served.answer("one two three four"))
         engine.gate.clear()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ import pytest
 from trimaran.comm.errors import ErrorKind, RequestError
 from trimaran.comm.messages.messages import unpack_ids
 from trimaran.comm.messages.sampling_params import SamplingParams
-from trimaran.server.models.text_pipeline import StopText
 
 TEXT_MODELS = pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
 
@@ -255,22 +253,6 @@ async def test_a_stop_word_ends_its_own_sequence_only(serve):
         )
         found = {_values(r)["sequence_index"]: _values(r)["text_output"] for r in responses}
         assert found == {0: b"first stop", 1: b"second goes on to its end"}
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_stop_words_are_found_however_the_text_is_cut(seed):
-    draw = random.Random(seed)
-    text = "".join(draw.choice("abc") for _ in range(60))
-    words = tuple("".join(draw.choice("abc") for _ in range(4)) for _ in range(3))
-    ends = [text.find(word) + len(word) for word in words if word in text]
-    stop, shown, start = StopText(words), [], 0
-    while start < len(text):
-        end = start + draw.randint(1, 7)
-        shown.append(stop.push(text[start:end], is_last=end >= len(text)))
-        start = end
-    assert stop.is_matched == bool(ends)
-    # A chunk that holds two stop words is cut at the one that ends first.
-    assert "".join(shown) == text[: min(ends, default=len(text))]
 
 
 # ---- policy and errors ------------------------------------------------------------------

@@ -1,0 +1,89 @@
+"""The ids of many texts in one array, and the tokenizer calls that make and read them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer as FastTokenizer
+
+Ids = npt.NDArray[np.int32]
+
+NO_IDS = np.empty(0, np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedTexts:
+    """The ids of texts, one text behind the other."""
+
+    ids: Ids
+    lengths: npt.NDArray[np.int64]
+    """Number of ids of each text."""
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def part(self, start: int, stop: int) -> EncodedTexts:
+        """The texts from ``start`` up to ``stop``; a view."""
+        first = int(self.lengths[:start].sum())
+        lengths = self.lengths[start:stop]
+        return EncodedTexts(self.ids[first : first + int(lengths.sum())], lengths)
+
+    def each(self) -> list[Ids]:
+        """The ids of each text; views."""
+        return np.split(self.ids, np.cumsum(self.lengths)[:-1]) if len(self) else []
+
+    def word_list(self) -> npt.NDArray[np.int32]:
+        """The texts as the ``[2, L]`` list of words, without texts that have no ids: the ids,
+        and the end of each word, with -1 behind the last end."""
+        ends = np.full(len(self.ids), -1, np.int32)
+        last = np.cumsum(self.lengths[self.lengths > 0])
+        ends[: len(last)] = last
+        return np.stack((self.ids, ends))
+
+
+NOTHING = EncodedTexts(NO_IDS, np.empty(0, np.int64))
+"""No texts at all."""
+
+
+def joined(parts: list[EncodedTexts]) -> EncodedTexts:
+    """The texts of all parts, in order."""
+    if len(parts) == 1:
+        return parts[0]
+    parts = parts or [NOTHING]
+    return EncodedTexts(
+        np.concatenate([part.ids for part in parts]),
+        np.concatenate([part.lengths for part in parts]),
+    )
+
+
+def read_tokenizer(raw: bytes) -> FastTokenizer:
+    """The tokenizer of a ``tokenizer.json``, which neither pads nor cuts.
+
+    Raises:
+        Exception: it is none.
+    """
+    fast = FastTokenizer.from_buffer(raw)
+    fast.no_padding()
+    fast.no_truncation()
+    return fast
+
+
+def encode(fast: FastTokenizer, texts: list[str], add_special_tokens: bool) -> EncodedTexts:
+    """The ids of each text."""
+    # Not `encode`, which blocks all other threads, including the event loop.
+    found = fast.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+    lists = [each.ids for each in found]
+    lengths = np.fromiter(map(len, lists), np.int64, len(lists))
+    ids = np.fromiter(chain.from_iterable(lists), np.int32, int(lengths.sum()))
+    return EncodedTexts(ids, lengths)
+
+
+def decode(fast: FastTokenizer, ids: EncodedTexts, skip_special_tokens: bool) -> list[str]:
+    """The text of each list of ids."""
+    lists = [each.tolist() for each in ids.each()]
+    # Not `decode`, which blocks them too.
+    texts: list[str] = fast.decode_batch(lists, skip_special_tokens=skip_special_tokens)
+    return texts

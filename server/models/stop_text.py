@@ -1,0 +1,66 @@
+"""Stop words in generated text: found as the text grows, whatever tokens spell them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from trimaran.comm.word_automaton import WordAutomaton
+from trimaran.server.inference.request import Tensor
+from trimaran.server.models.sample_inputs import SampleInputs
+
+MANY_WORDS = 1 << 10
+"""More words than these are read and sorted in a thread: that takes over a millisecond."""
+
+StopWords = WordAutomaton[str]
+
+
+def read_stop_words(
+    inputs: Mapping[str, Tensor], name: str, num_samples: int, *, is_batched: bool
+) -> list[StopWords]:
+    """The stop words of each sample; samples of equal words share them.
+
+    Raises:
+        RequestError: not UTF-8.
+    """
+    known: dict[tuple[str, ...], StopWords] = {}
+    found = []
+    for index in range(num_samples):
+        words = tuple(SampleInputs(inputs, index, is_batched).texts(name))
+        if words not in known:
+            known[words] = WordAutomaton(words)
+        found.append(known[words])
+    return found
+
+
+class StopText:
+    """Passes text through until a stop word is complete.
+
+    The longest tail that could begin a stop word is held back. The stop word itself
+    stays in the text; what follows it is cut. A character costs the same however many
+    words there are.
+    """
+
+    def __init__(self, words: StopWords) -> None:
+        self._words = words
+        self._state = words.start
+        self._held = ""
+        """As long as the state's tail, which it equals."""
+        self.is_matched = False
+
+    def push(self, text: str, is_last: bool = False) -> str:
+        """The text that may be shown now; with ``is_last`` no text is held back."""
+        if self.is_matched:
+            return ""
+        words, state = self._words, self._state
+        if not words:
+            return text
+        for place, character in enumerate(text):
+            state = state.following.get(character) or words.next(state, character)
+            if state.ends_word:
+                self.is_matched = True
+                return self._held + text[: place + 1]
+        self._state = state
+        text = self._held + text
+        num_shown = len(text) if is_last else len(text) - state.depth
+        self._held = text[num_shown:]
+        return text[:num_shown]

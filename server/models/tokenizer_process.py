@@ -1,0 +1,103 @@
+"""The process that encodes long texts and decodes long lists of ids for a front end."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import traceback
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import TypeVar
+
+from tokenizers import Tokenizer as FastTokenizer
+
+from trimaran.server.models.encoded_texts import EncodedTexts, decode, encode, read_tokenizer
+
+_PR_SET_PDEATHSIG = 1
+_NICENESS = 5
+"""The sender of a long text waits, and streams do not."""
+
+_LARGE_BYTES = 64 << 10
+"""What a text of this length took is returned to the system: an id takes some 200 bytes while
+a text is encoded."""
+
+MAX_TOKENIZERS = 4
+"""A process keeps the tokenizers that it used last."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerTask:
+    """Texts to encode, or ids to decode."""
+
+    tokenizer: int
+    """The tokenizer's number in the front end."""
+
+    texts: list[str]
+    ids: EncodedTexts | None
+    """If there are some, they are decoded."""
+
+    special_tokens: bool
+    """Whether encoding adds them, or decoding skips them."""
+
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFault:
+    """A task failed."""
+
+    text: str
+    """The traceback."""
+
+
+ValueT = TypeVar("ValueT")
+
+
+class LastUsed(OrderedDict[int, ValueT]):
+    """Values by a tokenizer's number, of the `MAX_TOKENIZERS` that were used last.
+
+    The front end has one too, with which it knows what a process knows.
+    """
+
+    def use(self, number: int, make: Callable[[], ValueT]) -> ValueT:
+        """The value, made if the tokenizer is not known."""
+        found = self.pop(number) if number in self else make()
+        self[number] = found
+        while len(self) > MAX_TOKENIZERS:
+            self.popitem(last=False)
+        return found
+
+
+def main() -> None:
+    """Serve the front end at the other end of the socket whose descriptor is argument 1."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    libc = ctypes.CDLL(None)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.nice(_NICENESS)
+    connection = Connection(int(sys.argv[1]))
+    known: LastUsed[FastTokenizer] = LastUsed()
+    try:
+        while True:
+            task: TokenizerTask = connection.recv()
+            connection.send(_answer(connection, task, known))
+            if task.num_bytes > _LARGE_BYTES:
+                libc.malloc_trim(0)
+    except (EOFError, ConnectionError):
+        return
+
+
+def _answer(
+    connection: Connection, task: TokenizerTask, known: LastUsed[FastTokenizer]
+) -> EncodedTexts | list[str] | TokenizerFault:
+    try:
+        fast = known.use(task.tokenizer, lambda: read_tokenizer(connection.recv_bytes()))
+        if task.ids is not None:
+            return decode(fast, task.ids, task.special_tokens)
+        return encode(fast, task.texts, task.special_tokens)
+    except Exception:
+        return TokenizerFault(traceback.format_exc())
