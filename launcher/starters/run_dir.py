@@ -121,7 +121,8 @@ class MpiSessionDirs:
         """
         disk, memory = map(str, self._folders(tag))
         # Open MPI 4 passes such a variable on to ranks, which then report a conflict.
-        sessions = {"PRTE_MCA_prte_local_tmpdir_base": disk}
+        # In memory: on a full disk, the mapped files of PMIx kill mpirun by SIGBUS.
+        sessions = {"PRTE_MCA_prte_local_tmpdir_base": memory}
         segments = {
             # The folders of Open MPI 4 and of a singleton.
             "TMPDIR": disk,

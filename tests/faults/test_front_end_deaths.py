@@ -23,7 +23,7 @@ FLAGS = (
     "--frontend-processes", "2", "--hang-timeout", str(HANG_TIMEOUT_S),
     "--stall-timeout", str(STALL_TIMEOUT_S),
 )  # fmt: skip
-NUM_TOKENS = 2000
+NUM_TOKENS = 1000
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -50,8 +50,11 @@ def second(server: ChaosServer) -> Member:
 
 
 def is_up(server: ChaosServer) -> bool:
-    return all(
-        server.log().count(f"{name}: started pid") == server.log().count(f"{name}: ready")
+    """Whether both front ends live and serve."""
+    log = server.log()
+    living = {member.group for member in server.find("front end")}
+    return living == {":frontend", ":frontend-1"} and all(
+        log.count(f"{name}: started pid") == log.count(f"{name}: ready")
         for name in ("front end", "front end 1")
     )
 
