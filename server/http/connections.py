@@ -116,11 +116,14 @@ class HttpConnections(web.Server):
         self,
         handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]],
         limits: ConnectionLimits,
+        *,
+        has_reserve: bool = False,
     ) -> None:
+        """With ``has_reserve`` the descriptors that clients leave are for this port too."""
         super().__init__(handler, handler_cancellation=True)
         self.limits = limits
         self.late = Notice(logger, logging.INFO)
-        self._open_files = OpenFiles()
+        self._open_files = None if has_reserve else OpenFiles()
         self._full = Notice(logger, logging.WARNING)
         self._room_made_at = float("-inf")
 
@@ -141,6 +144,8 @@ class HttpConnections(web.Server):
                 f"the server has {limit} open connections, which is its limit "
                 "(--http-max-connections). Try again later"
             )
+        if self._open_files is None:
+            return None
         return self._open_files.refusal_of(descriptor)
 
     def _make_room(self) -> bool:

@@ -60,7 +60,9 @@ class HttpServer:
         self._infer = InferEndpoint(service, decoder, self._pending)
         self._generate = GenerateEndpoint(service, decoder, self._pending)
         self._busy: set[Any] = set()
-        self._server = HttpConnections(self._handle, service.config.http_limits)
+        self._is_admin = self._guard.flag == "--admin-port"
+        limits = service.config.http_limits
+        self._server = HttpConnections(self._handle, limits, has_reserve=self._is_admin)
         self._runner = web.ServerRunner(self._server, shutdown_timeout=_STOP_GRACE_S)
 
     async def start(self) -> None:
@@ -70,17 +72,16 @@ class HttpServer:
             ConfigError: the port is in use.
         """
         config, guard = self._service.config, self._guard
-        is_admin = guard.flag == "--admin-port"
         await _listen(
             self._runner,
             self._host,
             self._port,
             guard.flag,
-            is_shared=config.num_frontends > 1 and not is_admin,
+            is_shared=config.num_frontends > 1 and not self._is_admin,
             tls=guard.tls.context if guard.tls is not None else None,
             handshake_timeout_s=config.http_limits.header_timeout_s,
         )
-        name = "administration" if is_admin else "HTTPService"
+        name = "administration" if self._is_admin else "HTTPService"
         logger.info("Started %s at %s:%d", name, self._host, self.port)
 
     @property
@@ -157,7 +158,8 @@ class MetricsServer:
         self._host = host
         self._port = port
         self._status = StatusReport(service)
-        server = HttpConnections(self._handle, service.config.http_limits)
+        limits = service.config.http_limits
+        server = HttpConnections(self._handle, limits, has_reserve=True)
         self._runner = web.ServerRunner(server, shutdown_timeout=_STOP_GRACE_S)
 
     async def start(self) -> None:

@@ -239,7 +239,7 @@ def test_more_connections_than_descriptors_are_refused_and_leave_room_for_engine
     engine.close()
     frontend.dial_in(stack)
     lines = Path(frontend.log.name).read_text().splitlines()
-    (line,) = [line for line in lines if "New HTTP connections are refused" in line]
+    (line,) = [line for line in lines if "new HTTP connections were refused" in line]
     assert f"of the {limit} that a process may have" in line
 
     for connection in idle:
