@@ -32,6 +32,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Report only on request; parallel processes keep separate files."""
+    # Until the tests are collected: imports make no garbage, and millions of objects.
+    gc.disable()
     is_worker = hasattr(config, "workerinput")
     is_rank = "OMPI_COMM_WORLD_RANK" in os.environ and config.option.basetemp is None
     if is_worker or is_rank:
@@ -70,6 +72,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Keep imported modules and the tests themselves out of every garbage collection."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 class _Report:

@@ -84,12 +84,12 @@ def test_a_head_in_many_parts_has_a_limit(start):
     line = b"X: " + b"y" * 60_000 + b"\r\n"
     with connect(server) as sock:
         sock.sendall(b"GET /v2 HTTP/1.1\r\nHost: x\r\n")
-        for _ in range(8):
-            sock.sendall(line)
         try:
+            for _ in range(8):
+                sock.sendall(line)
             answer = sock.recv(1 << 16)
-        except ConnectionResetError:
-            # What it still sent met a closed socket.
+        except ConnectionError:
+            # The server closed the connection while lines were still on their way.
             return
     assert b" 431 " in answer or b" 400 " in answer
 

@@ -7,9 +7,11 @@ import inspect
 import json
 import random
 import shutil
+import socket
 from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,7 @@ from trimaran.comm.messages.messages import (
     encode,
     unpack_ids,
 )
+from trimaran.comm.transport.greeting import greet
 from trimaran.comm.transport.sockets import Address
 from trimaran.launcher.cli.fill_template import fill
 from trimaran.launcher.cli.init_repo import MODELS, template
@@ -101,7 +104,10 @@ class ScriptedEngine:
         if parsed.path:
             opened = asyncio.open_unix_connection(parsed.path)
         else:
-            opened = asyncio.open_connection(parsed.host, parsed.port)
+            sock = socket.create_connection((parsed.host, parsed.port))
+            await asyncio.to_thread(greet, sock, hello.token.encode())
+            hello = replace(hello, token="")
+            opened = asyncio.open_connection(sock=sock)
         self._reader, self._writer = await opened
         self.send(hello)
         answer = await self.receive()
