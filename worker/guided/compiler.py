@@ -90,8 +90,17 @@ class GuideCompiler:
     cancelled by its future, and the process ends that compiles it.
     """
 
-    def __init__(self, config: GuidedConfig, engine_dir: str, vocab_size: int) -> None:
+    def __init__(
+        self,
+        config: GuidedConfig,
+        engine_dir: str,
+        vocab_size: int,
+        *,
+        slices_s: List[float] = _SLICES_S,
+    ) -> None:
         """Read the tokenizer's vocabulary.
+
+        ``slices_s`` are the seconds of each level but the last, at most three.
 
         Raises:
             ConfigError: XGrammar cannot be imported, or the tokenizer cannot be read.
@@ -106,9 +115,9 @@ class GuideCompiler:
         )
         self._timeout_s = config.timeout_s
         self._step_timeout_s = config.step_timeout_s
-        self._slices_s = [each for each in _SLICES_S if each < self._timeout_s]
+        self._slices_s = [each for each in slices_s if each < self._timeout_s]
         self._slices_s.append(self._timeout_s)
-        self._jobs = _Jobs(len(_SLICES_S) + 1)
+        self._jobs = _Jobs(len(slices_s) + 1)
         self._lock = threading.Lock()
         """Guards the field below: jobs end in the threads."""
         self._open_jobs: dict[GuideKey, _Job] = {}

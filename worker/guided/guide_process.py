@@ -94,8 +94,9 @@ def _die_with_parent() -> None:
 def _serve(library: Library, connection: Connection, file: int) -> None:
     """Answer the rank. Ends when the other end is closed, be it in the midst of a guide."""
     masks = np.frombuffer(mmap.mmap(file, 0), np.int32).reshape(NUM_SLOTS, -1)
-    server = _Copy(library, connection, masks, int(sys.argv[3]), float(sys.argv[4]))
+    # The thread's stack does not count against the guide's memory limit.
     threading.Thread(target=_end_when_left, args=(connection,), daemon=True).start()
+    server = _Copy(library, connection, masks, int(sys.argv[3]), float(sys.argv[4]))
     # Cancelling a guide closes the other end: this thread may be the first to notice.
     # A library that is out of memory raises MemoryError or RuntimeError.
     with suppress(EOFError, OSError, MemoryError, RuntimeError):
@@ -153,7 +154,7 @@ class _Copy:
         try:
             self._guide = self._library.compile(kind, guide)
         except RequestError as error:
-            return TOO_LARGE if "bad_alloc" in str(error) else str(error)
+            return str(error)
         except MemoryError:
             return TOO_LARGE
         return ""

@@ -14,7 +14,13 @@ from trimaran.worker.config.engine_config import GuidedConfig
 from trimaran.worker.guided.json_schemas import check_pattern, read_schema
 from trimaran.worker.guided.matcher import CompiledGuide
 
-_THREADS = 2
+_THREADS = 1
+"""With more threads the library hangs where one of them gets no memory, and near the memory
+limit, which counts a thread's stack and heap, none can start."""
+
+_OUT_OF_MEMORY = ("std::bad_alloc", "Resource temporarily unavailable")
+"""The library's whole error message where it gets no memory, or no thread."""
+
 _LONGEST_REASON = 500
 """Most characters of the library's error message that are passed to the client."""
 _PLACE = re.compile(r"^\[[\d:.]+\] \S+:\d+: (Check failed: .* is false: )?")
@@ -87,6 +93,7 @@ class Library:
 
         Raises:
             RequestError: the guide is not valid for its type.
+            MemoryError: the process may not have the memory that the guide takes.
         """
         try:
             compiled = self.kinds[kind](guide)
@@ -95,6 +102,8 @@ class Library:
         # The library passes on exceptions of its C++ code, mostly RuntimeError.
         except Exception as error:
             reason = _PLACE.sub("", str(error).strip())
+            if reason in _OUT_OF_MEMORY:
+                raise MemoryError(reason) from error
             if len(reason) > _LONGEST_REASON:
                 # The reason may repeat the guide, and gRPC clients refuse a status of 8 KiB.
                 reason = f"{reason[:_LONGEST_REASON]}..."

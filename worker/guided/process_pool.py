@@ -34,8 +34,11 @@ _MAX_TOTAL_BYTES = 4 << 30
 """Memory of all compiled guides, as far as no request uses them."""
 _MAX_IDLE = 16
 """Processes that keep a compiled guide which no request uses."""
-# It makes copies of itself, for which it may have one thread alone.
-_ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+# The process forks, for which it may have one thread alone. Heaps of further threads would
+# count against a guide's memory limit with 64 MiB of address space each.
+_ONE_THREAD = dict.fromkeys(
+    ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "MALLOC_ARENA_MAX"), "1"
+)
 
 
 class GuideProcesses:
