@@ -40,6 +40,18 @@ GUIDES = {
 }
 
 
+def slow_schema(number):
+    """A schema that takes more than a minute; each number gives another schema."""
+    lengths = range(10 + number, 610 + number)
+    properties = {f"of {most}": {"type": "string", "maxLength": most} for most in lengths}
+    return json.dumps({"type": "object", "properties": properties})
+
+
+def texts(count):
+    """A choice of ``count`` texts: some 0.4 s for 4000."""
+    return json.dumps([f"value number {place * 7919 % 1000003}" for place in range(count)])
+
+
 def make_engine(depth=1, max_tokens=2048, guided=None, max_queue_size=0, **changes):
     driver = Driver(
         EngineConfig(

@@ -12,19 +12,20 @@ AMBIGUOUS = "root ::= root root root | root root | [a-z ]"
 """A text of n characters has more derivations than 2 to the power of n."""
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def serve():
-    """A function that makes a driver with these limits of guides."""
-    drivers = []
+    """A function that gives a driver with these limits of guides, the same one each time."""
+    drivers = {}
 
     def make(depth=1, **limits):
-        drivers.append(
-            make_engine(depth=depth, guided=GuidedConfig(backend="xgrammar", **limits))
-        )
-        return drivers[-1]
+        key = depth, *limits.items()
+        if key not in drivers:
+            guided = GuidedConfig(backend="xgrammar", **limits)
+            drivers[key] = make_engine(depth=depth, guided=guided)
+        return drivers[key]
 
     yield make
-    for driver in drivers:
+    for driver in drivers.values():
         driver.engine.shutdown()
 
 
@@ -32,6 +33,7 @@ def ambiguous(driver, **fields):
     return submit(driver, "ebnf_grammar", AMBIGUOUS, **{"max_tokens": 200, **fields})
 
 
+@pytest.mark.matrix(keep=1)
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_request_whose_mask_takes_too_long_fails_alone(serve, depth):
     driver = serve(depth, step_timeout_s=0.03)
