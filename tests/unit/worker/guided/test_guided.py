@@ -281,9 +281,8 @@ class ComparedRequest(Request):
         return self is other
 
 
-def test_a_held_request_is_taken_or_dropped_without_a_look_at_all_others():
-    compiler = GuideCompiler(GuidedConfig(backend="xgrammar"), str(MODEL), 4096)
-    guided = GuidedRequests(compiler)
+def test_a_held_request_is_taken_or_dropped_without_a_look_at_all_others(driver):
+    guided = GuidedRequests(driver.engine._guided._compiler)
     fields = {
         "source": "client",
         "prompt_ids": array("i", [5]),
@@ -298,10 +297,11 @@ def test_a_held_request_is_taken_or_dropped_without_a_look_at_all_others():
     while guided:
         guided.sleep(1.0)
         taken += guided.take_compiled()
-    compiler.close()
 
     assert sorted(request.number for request, _ in taken) == list(range(1, 200, 2))
     assert not any(error for _, error in taken)
+    for request, _ in taken:
+        request.guide.close()
     assert ComparedRequest.num_comparisons <= 4 * len(requests)
 
 

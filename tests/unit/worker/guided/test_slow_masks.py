@@ -51,7 +51,7 @@ def test_a_request_whose_mask_takes_too_long_fails_alone(serve, depth):
 
 
 def test_other_requests_go_on_while_a_mask_is_awaited(serve):
-    driver = serve(step_timeout_s=1000.0)
+    driver = serve(step_timeout_s=1000.0, max_processes=1)
     slow = ambiguous(driver)
     while len(driver.output(slow)) < 25:
         driver.step()
@@ -79,7 +79,7 @@ def test_all_sequences_of_a_request_fail_together(serve):
 
 
 def test_a_request_is_cancelled_while_its_mask_is_awaited(serve):
-    driver = serve(step_timeout_s=1000.0)
+    driver = serve(step_timeout_s=1000.0, max_processes=1)
     slow = ambiguous(driver)
     while len(driver.output(slow)) < 25:
         driver.step()
@@ -95,7 +95,7 @@ def test_a_request_is_cancelled_while_its_mask_is_awaited(serve):
 
 
 def test_guides_wait_for_a_process_in_turn(serve):
-    driver = serve(max_processes=1)
+    driver = serve(step_timeout_s=1000.0, max_processes=1)
     requests = [submit(driver, kind) for kind in ("regex", "choice", "ebnf_grammar")]
 
     driver.run(max_steps=1_000_000)
