@@ -7,7 +7,8 @@ WORLD_SIZE ?= 2
 HTTP_PORT ?= 8000
 GRPC_PORT ?= 8001
 METRICS_PORT ?= 8002
-UNIT_PROCESSES ?= 2
+# Half of the time tests wait for processes that they started: three workers keep two cores busy.
+UNIT_PROCESSES ?= 3
 SERVE_FLAGS ?=
 SOAK_FLAGS ?=
 DEMO := .demo
@@ -88,6 +89,7 @@ MODELS_TEST := -m mpi4py -m pytest -q --timeout=300 --models-report $(MODELS_REP
 
 test-models: $(VENV)/.test  ## every case of every matrix, every family in every layout; writes the table of docs/models.md
 	$(PYTEST) -n $(UNIT_PROCESSES) --dist loadfile --all-cases -m matrix tests/unit
+	$(call on-ranks,4,-m mpi4py -m pytest -q --timeout=300 --all-cases -m matrix tests/mpi)
 	@rm -f $(MODELS_REPORT)
 	$(call on-ranks,1,$(MODELS_TEST))
 	$(call on-ranks,2,$(MODELS_TEST))

@@ -17,6 +17,7 @@ from trimaran.worker.parallel.tensor_parallel import ExpertRanks
 CONFIGS = family_configs()
 
 
+@pytest.mark.matrix(keep=8)
 @pytest.mark.parametrize("name", list(CONFIGS))
 def test_a_family_over_four_ranks_gives_what_transformers_does(name, tensor_group, checkpoint):
     config = CONFIGS[name]
@@ -39,6 +40,7 @@ def test_a_family_over_four_ranks_gives_what_transformers_does(name, tensor_grou
     torch.testing.assert_close(logits, expected, atol=3e-5, rtol=1e-4)
 
 
+@pytest.mark.matrix(keep=6)
 @pytest.mark.parametrize("name", one_of_each_family())
 def test_a_family_is_served_over_two_stages_of_two_ranks(name, world, checkpoint):
     folder, on_rank_0 = checkpoint(CONFIGS[name])
