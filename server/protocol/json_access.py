@@ -104,20 +104,29 @@ def check_num_values(body: Buffer, max_input_bytes: int) -> None:
             members of objects than `MAX_MEMBERS`.
     """
     limit = max_num_values(max_input_bytes)
-    # Each value but the first of its list or object follows a comma. Strings hold the same
-    # characters: they are left out only where they could decide.
-    if _exceeds(body, b",[{", limit):
-        raise too_many_values(limit, "--http-max-input-size")
     if _exceeds(body, b"{:", MAX_MEMBERS):
         raise RequestError(
             f"a request has at most {MAX_MEMBERS} JSON objects and members of objects, and "
             "this has more. Send only the members that the model knows."
         )
+    # Each value but the first of its list or object follows a comma. Strings hold the same
+    # characters: they are left out only where they could decide.
+    if _exceeds(body, b",[{", limit):
+        raise too_many_values(limit, "--http-max-input-size")
 
 
 def _exceeds(body: Buffer, marks: bytes, limit: int) -> bool:
     """Whether more than ``limit`` of these characters are outside of strings."""
-    return _count(body, marks) > limit and _count(_STRING.sub(b"", body), marks) > limit
+    if _count(body, marks) <= limit:
+        return False
+    # One string after the other: a copy without strings would take many times their memory.
+    view, count, start = memoryview(body), 0, 0
+    for string in _STRING.finditer(body):
+        count += _count(view[start : string.start()], marks)
+        if count > limit:
+            return True
+        start = string.end()
+    return count + _count(view[start:], marks) > limit
 
 
 def _count(body: Buffer, marks: bytes) -> int:
