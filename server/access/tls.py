@@ -6,6 +6,7 @@ import logging
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from trimaran.comm.errors import ConfigError
 
@@ -41,8 +42,25 @@ class TlsContent:
     root_cert: bytes | None
 
 
+class CurrentContext(ssl.SSLContext):
+    """The context of a listener, which starts each connection with the latest context.
+
+    No context changes once a connection uses it. Tickets and sessions are those of one context:
+    a client whose authority is gone resumes nothing.
+    """
+
+    latest: ssl.SSLContext
+
+    def wrap_bio(self, *args: Any, **options: Any) -> ssl.SSLObject:
+        """The TLS side of a new connection."""
+        return self.latest.wrap_bio(*args, **options)
+
+
 class ServerTls:
-    """The TLS of one port. New certificates count for connections from then on."""
+    """The TLS of one port. New certificates and authorities count for connections from then on.
+
+    `reload` may run in a thread while handshakes go on.
+    """
 
     def __init__(self, files: TlsFiles, flags: str) -> None:
         """``flags`` is ``http`` or ``grpc``: whose flags named the files.
@@ -52,17 +70,14 @@ class ServerTls:
         """
         self.files = files
         self._flags = flags
-        self.context, self.content = self._read()
+        self.context = CurrentContext(ssl.PROTOCOL_TLS_SERVER)
+        self.context.latest, self.content = self._read()
 
     def reload(self) -> None:
         """Read the files again; files that do not fit together change nothing."""
         try:
-            _, self.content = self._read()
-            _load(self.context, self.files)
-            if self.files.is_mutual:
-                # Adds to the authorities: one that is gone counts until the next start.
-                self.context.load_verify_locations(self.files.root_cert)
-        except (ConfigError, OSError) as error:
+            self.context.latest, self.content = self._read()
+        except ConfigError as error:
             logger.error("%s The former certificate stays.", error)
         else:
             logger.info("the certificate of --%s-server-cert was read again", self._flags)
@@ -88,7 +103,8 @@ def make_context(files: TlsFiles, flags: str) -> ssl.SSLContext:
     # Over HTTP alone: gRPC has a TLS library of its own.
     context.set_alpn_protocols(["http/1.1"])
     try:
-        _load(context, files)
+        # With an empty password an encrypted key fails, where none would ask at the terminal.
+        context.load_cert_chain(files.cert, files.key, password="")
     except (ssl.SSLError, OSError) as error:
         raise ConfigError(
             f"--{flags}-server-cert {files.cert} with --{flags}-server-key {files.key}: "
@@ -105,11 +121,6 @@ def make_context(files: TlsFiles, flags: str) -> ssl.SSLContext:
             ) from None
         context.verify_mode = ssl.CERT_REQUIRED
     return context
-
-
-def _load(context: ssl.SSLContext, files: TlsFiles) -> None:
-    # With an empty password an encrypted key fails, where none would ask at the terminal.
-    context.load_cert_chain(files.cert, files.key, password="")
 
 
 def _content(files: TlsFiles, flags: str) -> TlsContent:

@@ -8,6 +8,7 @@ import shutil
 import socket
 import ssl
 import subprocess
+import threading
 from http.client import HTTPSConnection
 
 import pytest
@@ -21,7 +22,7 @@ from tritonclient.utils import InferenceServerException
 from tests.unit.server.conftest import RunningServer
 from trimaran.comm.errors import ConfigError
 from trimaran.server.access.config import AccessConfig, ConnectionLimits
-from trimaran.server.access.tls import TlsFiles, make_context
+from trimaran.server.access.tls import ServerTls, TlsFiles, make_context
 
 
 @pytest.fixture(scope="module")
@@ -126,28 +127,102 @@ def test_a_handshake_that_stands_still_ends(authority):
         server.close()
 
 
-def _has_changed(port, before):
-    """Whether a port has another certificate; a handshake amid the change may fail."""
-    with contextlib.suppress(ssl.SSLError):
-        return ssl.get_server_certificate(("127.0.0.1", port)) != before
-    return False
+def copy(sources, targets):
+    for source, target in zip(sources, targets, strict=True):
+        shutil.copy(source, target)
 
 
 def test_a_new_certificate_counts_without_a_restart(authority, tmp_path):
-    cert, key = (str(tmp_path / name) for name in ("cert", "key"))
-    for source, target in zip(authority.sign("first"), (cert, key), strict=True):
-        shutil.copy(source, target)
-    files = TlsFiles(cert, key)
+    pair = [str(tmp_path / name) for name in ("cert", "key")]
+    copy(authority.sign("first"), pair)
+    files = TlsFiles(*pair)
     server = RunningServer(access=AccessConfig(http_tls=files, grpc_tls=files))
     try:
         ports = server.http_port, int(server.grpc_url.rpartition(":")[2])
         first = [ssl.get_server_certificate(("127.0.0.1", port)) for port in ports]
-        for source, target in zip(authority.sign("second"), (cert, key), strict=True):
-            shutil.copy(source, target)
+        copy(authority.sign("second"), pair)
         for port, before in zip(ports, first, strict=True):
-            server.wait_until(lambda port=port, before=before: _has_changed(port, before))
+            server.wait_until(
+                lambda port=port, before=before: (
+                    ssl.get_server_certificate(("127.0.0.1", port)) != before
+                )
+            )
     finally:
         server.close()
+
+
+def client_context(authority, certificate=(), version=ssl.TLSVersion.TLSv1_3):
+    context = ssl.create_default_context(cafile=authority.cert)
+    context.maximum_version = version
+    if certificate:
+        context.load_cert_chain(*certificate)
+    return context
+
+
+def handshake(server, client, session=None):
+    """The client's side of a new connection between two contexts, after a byte of data.
+
+    Raises:
+        ssl.SSLError: a side refuses the other.
+    """
+    up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
+    accepted = server.wrap_bio(up, down, server_side=True)
+    # As clients do that know an address and no name: without a server name indication.
+    connected = client.wrap_bio(down, up, server_hostname="127.0.0.1", session=session)
+    waiting = [connected.do_handshake, accepted.do_handshake]
+    while waiting:
+        with contextlib.suppress(ssl.SSLWantReadError):
+            waiting[0]()
+            del waiting[0]
+        waiting.reverse()
+    accepted.write(b"x")
+    assert connected.read(1) == b"x"
+    return connected
+
+
+def test_no_handshake_fails_while_certificates_are_read_again(authority, tmp_path):
+    pairs = [authority.sign("this"), authority.sign("that")]
+    pair = [str(tmp_path / name) for name in ("cert", "key")]
+    copy(pairs[0], pair)
+    tls = ServerTls(TlsFiles(*pair), "http")
+    client = client_context(authority)
+    is_over = threading.Event()
+
+    def change():
+        while not is_over.is_set():
+            pairs.reverse()
+            copy(pairs[0], pair)
+            tls.reload()
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    try:
+        seen = {handshake(tls.context, client).getpeercert()["subject"] for _ in range(500)}
+    finally:
+        is_over.set()
+        thread.join()
+    assert seen == {((("commonName", "this"),),), ((("commonName", "that"),),)}
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+def test_clients_of_an_authority_that_is_gone_are_refused_after_the_change(
+    authority, client_files, tmp_path, version
+):
+    (tmp_path / "next").mkdir()
+    successor = make_authority(tmp_path / "next")
+    root = str(tmp_path / "root.crt")
+    shutil.copy(authority.cert, root)
+    tls = ServerTls(TlsFiles(*authority.sign("server"), root, True), "http")
+    client = client_context(authority, client_files, version)
+    session = handshake(tls.context, client).session
+    assert handshake(tls.context, client, session).session_reused
+    shutil.copy(successor.cert, root)
+    tls.reload()
+    for former in (None, session):
+        with pytest.raises(ssl.SSLError, match=r"(?i)certificate.verify.failed"):
+            handshake(tls.context, client, former)
+    newcomer = client_context(authority, successor.sign("newcomer"), version)
+    handshake(tls.context, newcomer)
 
 
 def test_files_that_do_not_fit_together_are_refused(authority, tmp_path):
