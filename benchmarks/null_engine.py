@@ -1,7 +1,8 @@
-"""An engine without a model: every running request gets a token each step, at a steady pace.
+"""An engine without a model: every running request gets tokens each step, at a steady pace.
 
-`streaming.py` starts it in place of a rank. The environment variable NULL_ENGINE_STEP_MS sets
-the pause between steps in milliseconds.
+`null_server.py` starts it in place of a rank. The environment variable NULL_ENGINE_STEP_MS sets
+the pause between steps in milliseconds. NULL_ENGINE_TOKENS sets the tokens of a request and
+step, 1 by default; with as many as the requests ask for, the engine answers at once.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from trimaran.comm.messages.messages import (
     StepOutput,
     Submit,
 )
+from trimaran.comm.messages.sampling_params import SamplingParams
 from trimaran.comm.messages.supervisor_link import SupervisorLink
 from trimaran.worker.config.engine_config import RankConfig
 from trimaran.worker.serving.frontend_link import FrontendLinks
@@ -37,8 +39,9 @@ FACTS = {
 class NullEngine:
     """The requests of all front ends, and their numbers of remaining tokens."""
 
-    def __init__(self, links: FrontendLinks) -> None:
+    def __init__(self, links: FrontendLinks, tokens_a_step: int) -> None:
         self._links = links
+        self._tokens_a_step = tokens_a_step
         self._left: dict[int, dict[int, int]] = {}
         self._step = 0
 
@@ -51,34 +54,39 @@ class NullEngine:
                 del self._left[arrival.source]
                 self._links.send_all(StatsReport(values={}))
             elif isinstance(message, Submit):
-                requests[message.request_id] = int(message.sampling["max_tokens"])
+                requests[message.request_id] = SamplingParams.from_wire(
+                    message.sampling
+                ).max_tokens
             elif isinstance(message, Cancel):
                 for request_id in message.request_ids:
                     requests.pop(request_id, None)
 
     def step(self) -> None:
-        """Send one token to every request."""
+        """Send the next tokens to every request."""
         self._step += 1
         for source, requests in self._left.items():
             if requests:
                 self._links.send(source, self._output(requests))
 
     def _output(self, requests: dict[int, int]) -> StepOutput:
-        count = len(requests)
         ids = array("Q", requests)
-        reasons = bytearray(count)
+        counts, reasons = array("H"), bytearray(len(ids))
+        tokens = array("i")
         for row, request_id in enumerate(ids):
-            requests[request_id] -= 1
+            count = min(self._tokens_a_step, requests[request_id])
+            counts.append(count)
+            requests[request_id] -= count
             if requests[request_id] == 0:
                 reasons[row] = FinishReason.LENGTH
                 del requests[request_id]
-        # Ids of ordinary tokens, other ones in each step and for each request.
-        tokens = array("i", (300 + (7 * self._step + 13 * i) % 3700 for i in ids))
+            # Ids of ordinary tokens, other ones in each step and for each request.
+            first = 7 * self._step + 13 * request_id
+            tokens.extend(300 + (first + 17 * place) % 3700 for place in range(count))
         return StepOutput(
             step=self._step,
             request_ids=ids.tobytes(),
-            sequence_indices=bytes(2 * count),
-            num_tokens=array("H", [1]).tobytes() * count,
+            sequence_indices=bytes(2 * len(ids)),
+            num_tokens=counts.tobytes(),
             finish_reasons=bytes(reasons),
             token_ids=tokens.tobytes(),
         )
@@ -100,7 +108,7 @@ def main() -> None:
     )
     links = FrontendLinks(config.frontends, hello, link.fileno())
     link.state("ready", facts={"device": "none"})
-    engine = NullEngine(links)
+    engine = NullEngine(links, int(os.environ.get("NULL_ENGINE_TOKENS", "1")))
     pause_s = float(os.environ["NULL_ENGINE_STEP_MS"]) / 1000
     due = time.monotonic()
     while all(command.verb != "shutdown" for command in link.commands()):

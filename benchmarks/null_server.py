@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
 from pathlib import Path
 
@@ -20,8 +19,11 @@ def main() -> int:
     add_arguments(parser)
     setup_logging("supervisor")
     resolver = Resolver(parser.parse_args(), None)
-    rank = (sys.executable, str(Path(__file__).with_name("null_engine.py")))
-    programs = dataclasses.replace(Programs.installed(), rank=rank)
+    programs = Programs(
+        # As modules: also where the package is not installed, as a tree of an earlier commit.
+        frontend=(sys.executable, "-m", "trimaran.server.main"),
+        rank=(sys.executable, str(Path(__file__).with_name("null_engine.py"))),
+    )
     return supervise(resolver.initial(), None, programs, resolver)
 
 

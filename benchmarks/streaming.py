@@ -43,8 +43,16 @@ _EVENT, _LAST_CHUNK = b"data: ", b"\r\n0\r\n\r\n"
 
 
 @contextmanager
-def served(folder: Path, num_frontends: int, step_ms: float) -> Iterator[tuple[int, int, int]]:
-    """A server without a model: HTTP port, gRPC port and pid."""
+def served(
+    folder: Path,
+    num_frontends: int,
+    step_ms: float,
+    tokens_a_step: int = 1,
+    tree: str | None = None,
+) -> Iterator[tuple[int, int, int]]:
+    """A server without a model: HTTP port, gRPC port and pid. It runs from ``tree`` if given,
+    and serves ``folder``/models, written if missing.
+    """
     repository = folder / "models"
     if not repository.exists():
         one_each = {f"{name}_instance_count": 1 for name in STEPS}
@@ -59,7 +67,12 @@ def served(folder: Path, num_frontends: int, step_ms: float) -> Iterator[tuple[i
         "--grpc-port", str(grpc_port), "--metrics-port", str(metrics),
         "--frontend-processes", str(num_frontends),
     ]  # fmt: skip
-    env = {**os.environ, "NULL_ENGINE_STEP_MS": str(step_ms), "OMP_NUM_THREADS": "1"}
+    env = {
+        **os.environ, "NULL_ENGINE_STEP_MS": str(step_ms), "OMP_NUM_THREADS": "1",
+        "NULL_ENGINE_TOKENS": str(tokens_a_step),
+    }  # fmt: skip
+    if tree:
+        env["PYTHONPATH"] = os.pathsep.join([tree, os.environ.get("PYTHONPATH", "")])
     with (folder / "serve.log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=env)
     try:
@@ -132,15 +145,39 @@ async def grpc_stream(model: str, port: int, num_tokens: int) -> int:
     return num_messages
 
 
-def load(protocol: str, model: str, port: int, num_streams: int, num_tokens: int) -> int:
-    """Run some streams at once in this process; the number of messages."""
+def load(
+    protocol: str, model: str, port: int, num_streams: int, num_tokens: int, rounds: int = 1
+) -> int:
+    """Run some streams at once in this process, each so often; the number of messages."""
     stream = http_stream if protocol == "http" else grpc_stream
 
+    async def one() -> int:
+        return sum([await stream(model, port, num_tokens) for _ in range(rounds)])
+
     async def every() -> int:
-        streams = (stream(model, port, num_tokens) for _ in range(num_streams))
-        return sum(await asyncio.gather(*streams))
+        return sum(await asyncio.gather(*(one() for _ in range(num_streams))))
 
     return asyncio.run(every())
+
+
+def run_streams(
+    protocol: str,
+    model: str,
+    port: int,
+    num_streams: int,
+    num_tokens: int,
+    num_processes: int,
+    rounds: int = 1,
+) -> tuple[int, float]:
+    """Run streams from several processes, each stream so often: messages and seconds."""
+    count, where = min(num_processes, num_streams), (protocol, model, port)
+    shares = [num_streams // count + (i < num_streams % count) for i in range(count)]
+    with multiprocessing.get_context("spawn").Pool(count) as pool:
+        pool.starmap(load, [(*where, 1, 8)] * count)
+        start = time.monotonic()
+        work = [(*where, share, num_tokens, rounds) for share in shares]
+        num_messages = sum(pool.starmap(load, work, chunksize=1))
+        return num_messages, time.monotonic() - start
 
 
 # ---- measurement ------------------------------------------------------------------------
@@ -150,7 +187,7 @@ def cpu_seconds(pid: int) -> float:
     """Processor time of the front ends of a server so far."""
     found = [
         child for child in psutil.Process(pid).children()
-        if any("trimaran-frontend" in word for word in child.cmdline())
+        if "trimaran.server.main" in child.cmdline()
     ]  # fmt: skip
     return sum(sum(child.cpu_times()[:2]) for child in found)
 
@@ -159,15 +196,11 @@ def measure(
     args: argparse.Namespace, ports: dict[str, int], protocol: str, pid: int
 ) -> dict[str, float]:
     """One run of all streams."""
-    count = min(args.load_processes, args.streams)
-    shares = [args.streams // count + (i < args.streams % count) for i in range(count)]
-    where = protocol, args.model, ports[protocol]
-    work = [(*where, share, args.tokens) for share in shares]
-    with multiprocessing.get_context("spawn").Pool(count) as pool:
-        pool.starmap(load, [(*where, 1, 8)] * count)
-        before, start = cpu_seconds(pid), time.monotonic()
-        num_messages = sum(pool.starmap(load, work, chunksize=1))
-        elapsed_s, cpu_s = time.monotonic() - start, cpu_seconds(pid) - before
+    before = cpu_seconds(pid)
+    num_messages, elapsed_s = run_streams(
+        protocol, args.model, ports[protocol], args.streams, args.tokens, args.load_processes
+    )
+    cpu_s = cpu_seconds(pid) - before
     num_tokens = args.streams * args.tokens
     return {
         "tok_s": num_tokens / elapsed_s,

@@ -55,7 +55,9 @@ class ServerProcess:
 def write_repository(folder: Path, models: Sequence[str] = (), **values: object) -> None:
     """A repository of these models (all five), its templates filled with ``values`` too."""
     pairs = ",".join(f"{name}:{value}" for name, value in {**_TEMPLATE, **values}.items())
-    command = [str(BIN / "trimaran"), "init-repo", str(folder), "--fill", pairs]
+    # Without the console script: the package may be a tree that is not installed.
+    program = "import sys; from trimaran.launcher.cli.main import main; sys.exit(main())"
+    command = [sys.executable, "-c", program, "init-repo", str(folder), "--fill", pairs]
     command += ["--models", *models] if models else []
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
