@@ -69,7 +69,7 @@ def _penalise_kernel(  # type: ignore[no-untyped-def]
     is_known = places < tl.where(has_any, tl.load(lengths + entry), 0)
     ids = tl.load(table + row * table_stride + places, mask=is_known, other=-1)
     is_known = is_known & (ids >= 0) & (ids < vocab_size)
-    # Of all positions with one id, the first to read its count applies the penalty.
+    # The first position with an id to read the id's count applies the penalty.
     place = entry * vocab_size + ids
     count = tl.atomic_xchg(counts + place, 0, mask=is_known, sem="relaxed")
     is_mine = is_known & (count != 0)

@@ -53,10 +53,10 @@ class ConnectionLimits:
     """A request's head is complete within this time, as is a TLS handshake."""
 
     body_timeout_s: float = 30.0
-    """Within each such time of a body, `min_rate` times the time has arrived."""
+    """A body brings at least `min_rate` bytes a second, averaged over each such time."""
 
     send_timeout_s: float = 60.0
-    """Within each such time of a full send buffer, a client has read as much."""
+    """A client with a full send buffer reads at least `min_rate` bytes a second, likewise."""
 
     idle_timeout_s: float = 600.0
     """A connection without a request is kept for this time after the last one."""

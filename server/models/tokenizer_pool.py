@@ -141,7 +141,7 @@ class TokenizerPool:
         try:
             return await asyncio.gather(*answers)
         finally:
-            # Of a request that was cancelled or has failed, nothing more is begun.
+            # The other pieces of a request that was cancelled or has failed are not begun.
             for answer in answers:
                 answer.cancel()
 
@@ -265,7 +265,7 @@ class _Process:
         return self._connection.recv()
 
     def end(self) -> None:
-        """Kill the process, if it still runs. What an exchange under way holds of it is closed
-        with the last reference."""
+        """Kill the process, if it still runs. An exchange under way keeps the connection open
+        until it fails."""
         self._process.kill()
         self._process.wait()

@@ -23,7 +23,7 @@ PAIR = Model("pair", "base", tp_size=2)
 FLAGS = ("--dtype", "float32", "--num-threads", "1")
 NEAR = ("--http-address", "127.0.0.1", "--grpc-address", "127.0.0.1")
 ADVERTISED = "127.0.0.9"
-"""An address of this machine that means nobody else's port."""
+"""An address of this machine at which no other program listens."""
 
 GREETING_TIMEOUT_S = 10.0
 SLACK_BYTES = 24 << 20

@@ -73,9 +73,10 @@ def num_candidates(params: SamplingParams) -> int:
 class BeamSearch:
     """The hypotheses of one request: live ones, all of equal length, and finished ones.
 
-    The rules are those of transformers. Of the likeliest continuations over all hypotheses,
-    those that end compete with the finished ones if they rank within the beam width; the best
-    others live on. A token costs O(width + continuations that end), and a copy of the outputs.
+    The rules are those of transformers. The likeliest continuations over all hypotheses are
+    ranked. A continuation that ends and ranks within the beam width competes with the finished
+    hypotheses; the best other continuations live on. A token costs
+    O(width + continuations that end), and a copy of the outputs.
     """
 
     def __init__(self, params: SamplingParams, max_tokens: int) -> None:
