@@ -31,7 +31,6 @@ from trimaran.server.metrics.measured_model import MeasuredModel
 from trimaran.server.metrics.metrics import Metrics
 from trimaran.server.protocol.infer_json import RequestedOutput
 from trimaran.server.protocol.infer_response import select_outputs
-from trimaran.server.protocol.limits import check_id
 from trimaran.server.protocol.load_request import LoadRequest
 from trimaran.server.settings import Changes, LogSettings, TraceSettings
 
@@ -101,9 +100,6 @@ class Service:
             RequestError: the request does not fit the model; it was not started.
         """
         names = tuple(output.name for output in outputs)
-        check_id("the request's id", request.id)
-        if isinstance(request.sequence_id, str):
-            check_id("the request's sequence id", request.sequence_id)
         check = self.registry.validator(model).check_in_chunks(inputs, names, request.id)
         request.inputs = await run_cooperatively(check)
         request.outputs = names

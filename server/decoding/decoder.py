@@ -97,7 +97,7 @@ class Decoder:
             RequestError: as for `parse_message` and `check_head`, or it cannot be decoded.
         """
         check_head(len(head), self._max_message_bytes)
-        task = MessageTask([len(raw) for raw in raw_contents])
+        task = MessageTask(self._max_message_bytes, [len(raw) for raw in raw_contents])
         contents = iter(raw_contents)
         body = LongBody((head,))
         found = await self._carry_out(task, body, len(head), lambda _: next(contents))

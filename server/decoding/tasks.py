@@ -18,7 +18,7 @@ from trimaran.server.inference.validation import Validator
 from trimaran.server.protocol import json_access
 from trimaran.server.protocol.generate import GenerateMapper
 from trimaran.server.protocol.infer_json import ParsedInfer, parse_document
-from trimaran.server.protocol.infer_message import parse_message
+from trimaran.server.protocol.infer_message import check_num_elements, parse_message
 from trimaran.server.protocol.load_request import (
     LoadRequest,
     load_request_of_grpc,
@@ -85,6 +85,7 @@ class MessageTask:
 
     subject: ClassVar[str] = "the request's message"
 
+    max_message_bytes: int
     raw_sizes: Sequence[int]
     """Bytes of each raw tensor, which stay with the front end."""
 
@@ -98,6 +99,7 @@ class MessageTask:
             message = pb.ModelInferRequest.FromString(bytes(data))
         except DecodeError as error:
             raise undecodable(error) from None
+        check_num_elements(message, self.max_message_bytes)
         return run_at_once(parse_message(message, [_stand_in(size) for size in self.raw_sizes]))
 
 

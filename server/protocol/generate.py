@@ -20,7 +20,7 @@ from trimaran.server.inference.validation import WireInput
 from trimaran.server.protocol import json_access
 from trimaran.server.protocol.infer_json import check_size, custom_value
 from trimaran.server.protocol.json_access import RepeatedKeys, as_string
-from trimaran.server.protocol.limits import check_number
+from trimaran.server.protocol.limits import check_id, check_number
 from trimaran.server.protocol.tensor_json import array_from_json, flatten, text_of, to_json
 
 EXACTLY_ONE = (
@@ -53,7 +53,7 @@ class GenerateMapper:
             raise RequestError("attempt to get members for non-object", ErrorKind.INTERNAL)
         request = InferRequest(model_name=self._name)
         if "id" in document:
-            request.id = as_string(document["id"], "'id'")
+            request.id = check_id("the request's id", as_string(document["id"], "'id'"))
         inputs: list[WireInput] = []
         for name, value in document.items():
             if name == _PARAMETERS:

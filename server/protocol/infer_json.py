@@ -30,7 +30,7 @@ from trimaran.server.protocol.json_access import (
     as_unsigned,
     too_big,
 )
-from trimaran.server.protocol.limits import check_number
+from trimaran.server.protocol.limits import check_id, check_number
 from trimaran.server.protocol.tensor_json import array_from_json, flatten
 
 RESERVED_PREFIX = "triton_"
@@ -73,12 +73,10 @@ def apply_json_parameters(request: InferRequest, members: Mapping[str, object]) 
     wants_binary = False
     for name, value in members.items():
         if name == "sequence_id":
-            is_text = isinstance(value, str)
-            request.sequence_id = (
-                as_string(value, "'sequence_id'")
-                if is_text
-                else as_unsigned(value, "'sequence_id'")
-            )
+            if isinstance(value, str):
+                request.sequence_id = check_id("the request's sequence id", value)
+            else:
+                request.sequence_id = as_unsigned(value, "'sequence_id'")
         elif name == "sequence_start":
             request.sequence_start = as_bool(value, "'sequence_start'")
         elif name == "sequence_end":
@@ -176,7 +174,7 @@ def parse_document(
     if not isinstance(document, dict):
         raise RequestError("attempt to get members for non-object", ErrorKind.INTERNAL)
     if "id" in document:
-        request.id = as_string(document["id"], "'id'")
+        request.id = check_id("the request's id", as_string(document["id"], "'id'"))
     if "parameters" in document:
         members = as_object(document["parameters"], "'parameters'")
         parsed.is_binary_by_default = apply_json_parameters(request, members)

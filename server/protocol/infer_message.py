@@ -18,7 +18,7 @@ from trimaran.server.protocol.infer_json import (
     RequestedOutput,
     check_custom_name,
 )
-from trimaran.server.protocol.limits import check_number
+from trimaran.server.protocol.limits import check_id, check_number
 
 EMPTY_FINAL = "triton_enable_empty_final_response"
 
@@ -44,6 +44,29 @@ _TYPES_OF: dict[str, tuple[str, ...]] = {
 }
 _CUSTOM_TYPES = ("string_param", "int64_param", "bool_param", "double_param")
 
+_ELEMENT_BYTES = 16
+"""Bytes of the limit on messages for each explicit element: an element that takes two bytes on
+the wire takes up to 50 in memory."""
+
+
+def check_num_elements(message: pb.ModelInferRequest, max_message_bytes: int) -> None:
+    """Refuse a message with too many elements in ``contents`` and dimensions in ``shape``.
+
+    Raises:
+        RequestError: more than a sixteenth of ``max_message_bytes``.
+    """
+    limit = max_message_bytes // _ELEMENT_BYTES
+    number = sum(
+        len(entry.shape) + sum(len(getattr(entry.contents, field)) for field in _CONTENTS)
+        for entry in message.inputs
+    )
+    if number > limit:
+        raise RequestError(
+            f"the message has {number} explicit elements and dimensions of inputs, and at most "
+            f"{limit} are allowed. Send tensors as raw_input_contents, or use "
+            "--grpc-max-message-size to increase the limit."
+        )
+
 
 def parse_message(
     message: pb.ModelInferRequest, raw_contents: Sequence[Buffer]
@@ -55,6 +78,7 @@ def parse_message(
     Raises:
         RequestError: with the text that clients know.
     """
+    check_id("the request's id", message.id)
     request = InferRequest(model_name=message.model_name, id=message.id)
     check_number("inputs", len(message.inputs))
     check_number("outputs", len(message.outputs))
@@ -98,6 +122,8 @@ def _apply_parameters(request: InferRequest, members: Mapping[str, pb.InferParam
             raise RequestError(
                 f"invalid value for '{name}' parameter, expected >= 0, got {value}"
             )
+        if name == "sequence_id" and isinstance(value, str):
+            check_id("the request's sequence id", value)
         if name == "timeout":
             request.timeout_us = value
         elif name != EMPTY_FINAL:

@@ -28,8 +28,8 @@ def check_number(what: str, number: int) -> None:
         raise RequestError(f"a request has at most {MAX_NUMBER} {what}, got {number}")
 
 
-def check_id(what: str, text: str) -> None:
-    """Refuse an id that is longer than `MAX_NAME_BYTES`.
+def check_id(what: str, text: str) -> str:
+    """An id of at most `MAX_NAME_BYTES` bytes.
 
     Raises:
         RequestError: with the length and the limit.
@@ -42,6 +42,7 @@ def check_id(what: str, text: str) -> None:
                 f"{what} has {num_bytes} bytes, and at most {MAX_NAME_BYTES} are allowed. Send "
                 "a shorter one."
             )
+    return text
 
 
 def max_num_values(max_input_bytes: int) -> int:

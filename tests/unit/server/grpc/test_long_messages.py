@@ -101,6 +101,50 @@ def test_no_stream_waits_for_millions_of_values(server, channel, kind, num_bytes
         )
 
 
+MAX_ELEMENTS = LIMIT // 16
+ELEMENTS = {
+    "strings": lambda count: delimited(5, b"\x42\x00" * count),
+    "dimensions": lambda count: delimited(3, b"\x01" * count),
+    "numbers": lambda count: delimited(5, delimited(2, b"\x01" * count)),
+}
+
+
+@pytest.mark.parametrize("kind", ELEMENTS)
+def test_a_long_message_has_a_bounded_number_of_explicit_elements(channel, kind):
+    head = pb.ModelInferRequest(model_name="echo").SerializeToString()
+
+    def refused(count):
+        datatype = b"INT32" if kind == "numbers" else b"BYTES"
+        entry = b"\x0a\x04TEXT\x12\x05" + datatype + ELEMENTS[kind](count)
+        return refusal(channel, "ModelInfer", head + delimited(5, entry))
+
+    code, text = refused(MAX_ELEMENTS + 1)
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert text == (
+        f"the message has {MAX_ELEMENTS + 1} explicit elements and dimensions of inputs, and "
+        f"at most {MAX_ELEMENTS} are allowed. Send tensors as raw_input_contents, or use "
+        "--grpc-max-message-size to increase the limit."
+    )
+    _, text = refused(MAX_ELEMENTS)
+    assert "explicit elements" not in text
+
+
+@pytest.mark.parametrize("num_bytes", [5000, 10 << 20])
+@pytest.mark.parametrize("what", ["id", "sequence id"])
+def test_long_ids_are_refused_where_the_message_is_decoded(channel, what, num_bytes):
+    request = echo_request(INT64=[1])
+    if what == "id":
+        request.id = "x" * num_bytes
+    else:
+        request.parameters["sequence_id"].string_param = "x" * num_bytes
+    code, text = refusal(channel, "ModelInfer", request.SerializeToString())
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert text == (
+        f"the request's {what} has {num_bytes} bytes, and at most 4096 are allowed. Send a "
+        "shorter one."
+    )
+
+
 def delimited(number, payload):
     size, raw = len(payload), bytearray([number << 3 | 2])
     while size > 0x7F:
