@@ -4,14 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from multiprocessing import reduction
-from multiprocessing.connection import Connection
-
-import psutil
 
 from trimaran.comm.errors import ErrorKind, RequestError
 from trimaran.server.decoding.body import LongBody
@@ -26,6 +20,7 @@ from trimaran.server.decoding.tasks import (
     Task,
 )
 from trimaran.server.decoding.turns import SizeOrderedSlots
+from trimaran.server.inference.helper_process import HelperProcess
 from trimaran.server.inference.request import Model
 from trimaran.server.inference.tensor_bytes import Buffer
 from trimaran.server.protocol.infer_json import ParsedInfer
@@ -38,10 +33,7 @@ _NUM_PROCESSES = 2
 _MAX_IDLE_BYTES = 192 << 20
 """A process that keeps more memory than this after a body is ended."""
 
-_PROGRAM = (
-    "import sys; sys.path[:] = filter(None, sys.path); "
-    "from trimaran.server.decoding.process import main; main()"
-)
+_MODULE = "trimaran.server.decoding.process"
 
 _TakeBlob = Callable[[int], Buffer]
 
@@ -125,7 +117,7 @@ class Decoder:
         for process in self._all:
             process.kill()
         for process in self._idle:
-            process.wait()
+            process.reap()
         self._all.clear()
         self._idle.clear()
 
@@ -173,9 +165,9 @@ class Decoder:
                 self._end(process)
                 asyncio.get_running_loop().run_in_executor(None, process.reap)
                 raise
-            if process.num_bytes() > _MAX_IDLE_BYTES:
+            if process.num_bytes > _MAX_IDLE_BYTES:
                 self._end(process)
-                asyncio.get_running_loop().run_in_executor(None, process.wait)
+                asyncio.get_running_loop().run_in_executor(None, process.reap)
             else:
                 self._idle.append(process)
         if not isinstance(answer, Refusal):
@@ -211,18 +203,11 @@ def _no_blob(num_bytes: int) -> Buffer:
     raise AssertionError("a request to load a model has no blobs")
 
 
-class _Process:
-    """One process and the way to it."""
+class _Process(HelperProcess):
+    """A process that decodes."""
 
     def __init__(self) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM, str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-            )
-        self._connection = Connection(ours.detach())
+        super().__init__(_MODULE)
 
     def exchange(
         self, task: Task, body: LongBody, num_bytes: int, take_blob: _TakeBlob
@@ -233,32 +218,12 @@ class _Process:
             EOFError, OSError: the process has ended.
         """
         try:
-            self._connection.send((task, num_bytes))
-            reduction.send_handle(self._connection, body.fileno(), self._process.pid)
-            head = self._connection.recv()
+            self.connection.send((task, num_bytes))
+            reduction.send_handle(self.connection, body.fileno(), self.pid)
+            head = self.connection.recv()
             if isinstance(head, (Refusal, LoadRequest)):
                 return head
-            return receive_parsed(self._connection, head, take_blob)
+            return receive_parsed(self.connection, head, take_blob)
         except (EOFError, OSError):
-            self.wait()
+            self.reap()
             raise
-
-    def num_bytes(self) -> int:
-        """Memory that the process keeps; 0 once the process has ended."""
-        try:
-            return int(psutil.Process(self._process.pid).memory_info().rss)
-        except psutil.NoSuchProcess:
-            return 0
-
-    def kill(self) -> None:
-        """End the process, and with it an exchange under way, which waits for its end."""
-        self._process.kill()
-
-    def reap(self) -> None:
-        """Return once it has ended, which takes a while where it has much memory."""
-        self._process.wait()
-
-    def wait(self) -> None:
-        """Return once it has ended and nothing more comes of it."""
-        self.reap()
-        self._connection.close()

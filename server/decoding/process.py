@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
-import signal
-import sys
 import traceback
 from dataclasses import dataclass
 from multiprocessing import reduction
@@ -16,11 +13,8 @@ from trimaran.comm.errors import ErrorKind, RequestError
 from trimaran.server.decoding.body import mapped
 from trimaran.server.decoding.exchange import send_parsed
 from trimaran.server.decoding.tasks import Task
+from trimaran.server.inference.helper_process import serve_front_end
 from trimaran.server.protocol.infer_json import ParsedInfer
-
-_PR_SET_PDEATHSIG = 1
-_NICENESS = 5
-"""The sender of a long body waits, and other clients do not."""
 
 MAX_ERROR_CHARACTERS = 1 << 16
 """Errors that list what a body holds are cut there."""
@@ -36,19 +30,10 @@ class Refusal:
 
 
 def main() -> None:
-    """Serve the front end at the other end of the socket whose descriptor is argument 1."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    os.nice(_NICENESS)
+    """Decode one body or message after the other."""
     # Values of JSON form no cycles.
     gc.disable()
-    connection = Connection(int(sys.argv[1]))
-    try:
-        while True:
-            _serve(connection)
-    except (EOFError, ConnectionError):
-        return
+    serve_front_end(_serve)
 
 
 def _serve(connection: Connection) -> None:

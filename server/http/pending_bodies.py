@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from types import TracebackType
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from trimaran.comm.errors import ErrorKind, RequestError
 
@@ -21,9 +22,14 @@ class PendingBodies:
         self._max_bytes = max_bytes
         self._num_bytes = 0
 
-    def share(self) -> Share:
-        """The memory of one request's body."""
-        return Share(self)
+    @contextmanager
+    def share(self) -> Iterator[Share]:
+        """The memory of one request's body, which is given back at the context's end."""
+        share = Share(self)
+        try:
+            yield share
+        finally:
+            share.release()
 
     def take(self, num_bytes: int) -> None:
         """Count so many bytes more.
@@ -46,7 +52,7 @@ class PendingBodies:
 
 
 class Share:
-    """What one body takes of `PendingBodies`. As a context manager gives it back at its end."""
+    """What one body takes of `PendingBodies`."""
 
     def __init__(self, bodies: PendingBodies) -> None:
         self._bodies = bodies
@@ -69,14 +75,3 @@ class Share:
         """Give everything back; the body is decoded."""
         self._bodies.give_back(self._num_taken)
         self._num_bytes = self._num_taken = 0
-
-    def __enter__(self) -> Share:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.release()

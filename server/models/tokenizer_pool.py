@@ -6,17 +6,14 @@ import asyncio
 import heapq
 import itertools
 import logging
-import socket
-import subprocess
-import sys
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from typing import Any
 
 from trimaran.comm.errors import ErrorKind, RequestError
+from trimaran.server.inference.helper_process import HelperProcess
 from trimaran.server.models.encoded_texts import EncodedTexts, joined
 from trimaran.server.models.tokenizer_process import (
     LastUsed,
@@ -26,10 +23,7 @@ from trimaran.server.models.tokenizer_process import (
 
 logger = logging.getLogger(__name__)
 
-_PROGRAM = (
-    "import sys; sys.path[:] = filter(None, sys.path); "
-    "from trimaran.server.models.tokenizer_process import main; main()"
-)
+_MODULE = "trimaran.server.models.tokenizer_process"
 _PIECE_BYTES = 64 << 10
 """Short texts of a request travel together up to this size. A longer text is a piece."""
 
@@ -239,19 +233,11 @@ def _parts(texts: list[str]) -> Iterator[tuple[list[str], int]]:
         yield part, num_bytes
 
 
-class _Process:
-    """One process and the way to it. Started on the thread of the event loop, with which the
-    process ends."""
+class _Process(HelperProcess):
+    """A process that tokenizes."""
 
     def __init__(self) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM, str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-            )
-        self._connection = Connection(ours.detach())
+        super().__init__(_MODULE)
         self._known: LastUsed[None] = LastUsed()
 
     def exchange(self, task: TokenizerTask, source: TokenizerSource) -> Any:
@@ -260,12 +246,12 @@ class _Process:
         Raises:
             EOFError, OSError: the process has ended.
         """
-        self._connection.send(task)
-        self._known.use(source.number, lambda: self._connection.send_bytes(source.raw))
-        return self._connection.recv()
+        self.connection.send(task)
+        self._known.use(source.number, lambda: self.connection.send_bytes(source.raw))
+        return self.connection.recv()
 
     def end(self) -> None:
         """Kill the process, if it still runs. An exchange under way keeps the connection open
         until it fails."""
-        self._process.kill()
-        self._process.wait()
+        self.kill()
+        self.reap()

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
-import signal
-import sys
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable
@@ -15,11 +12,8 @@ from typing import TypeVar
 
 from tokenizers import Tokenizer as FastTokenizer
 
+from trimaran.server.inference.helper_process import serve_front_end
 from trimaran.server.models.encoded_texts import EncodedTexts, decode, encode, read_tokenizer
-
-_PR_SET_PDEATHSIG = 1
-_NICENESS = 5
-"""The sender of a long text waits, and streams do not."""
 
 _LARGE_BYTES = 64 << 10
 """What a text of this length took is returned to the system: an id takes some 200 bytes while
@@ -73,22 +67,17 @@ class LastUsed(OrderedDict[int, ValueT]):
 
 
 def main() -> None:
-    """Serve the front end at the other end of the socket whose descriptor is argument 1."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
+    """Encode or decode for one task after the other."""
     libc = ctypes.CDLL(None)
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    os.nice(_NICENESS)
-    connection = Connection(int(sys.argv[1]))
     known: LastUsed[FastTokenizer] = LastUsed()
-    try:
-        while True:
-            task: TokenizerTask = connection.recv()
-            connection.send(_answer(connection, task, known))
-            if task.num_bytes > _LARGE_BYTES:
-                libc.malloc_trim(0)
-    except (EOFError, ConnectionError):
-        return
+
+    def serve(connection: Connection) -> None:
+        task: TokenizerTask = connection.recv()
+        connection.send(_answer(connection, task, known))
+        if task.num_bytes > _LARGE_BYTES:
+            libc.malloc_trim(0)
+
+    serve_front_end(serve)
 
 
 def _answer(
