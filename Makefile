@@ -16,8 +16,9 @@ DEMO_MODEL := examples/demo_models/base
 DEMO_ENGINE := $(DEMO)/engine-tp$(WORLD_SIZE)
 DEMO_REPO := $(DEMO)/repository-tp$(WORLD_SIZE)-$(DECOUPLED)
 PACKAGES := bench builder client comm kernels launcher orchestrator server slurm worker
-# One thread a rank: two ranks share the two cores of a small machine.
-TEST_ENV := PYTHONSAFEPATH=1 OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+# One thread a rank: two ranks share the two cores of a small machine. Bytecode is kept, since a
+# test run starts thousands of Python processes.
+TEST_ENV := PYTHONSAFEPATH=1 OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE=
 MPI_ENV := OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
 	PRTE_ALLOW_RUN_AS_ROOT=1 PRTE_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
 	OMPI_MCA_mpi_yield_when_idle=1 OMPI_MCA_btl=^ofi
@@ -85,11 +86,13 @@ test-mpi-%: $(VENV)/.test  ## tests on N MPI ranks: make test-mpi-4
 	$(call on-ranks,$*,-m mpi4py -m pytest -q --timeout=300 tests/mpi)
 
 MODELS_REPORT := .models.json
+MPI_MATRICES := -m mpi4py -m pytest -q --timeout=300 --all-cases -m 'matrix or ranks' tests/mpi
 MODELS_TEST := -m mpi4py -m pytest -q --timeout=300 --models-report $(MODELS_REPORT) tests/models
 
 test-models: $(VENV)/.test  ## every case of every matrix, every family in every layout; writes the table of docs/models.md
 	$(PYTEST) -n $(UNIT_PROCESSES) --dist loadfile --all-cases -m matrix tests/unit
-	$(call on-ranks,4,-m mpi4py -m pytest -q --timeout=300 --all-cases -m matrix tests/mpi)
+	$(call on-ranks,2,$(MPI_MATRICES))
+	$(call on-ranks,4,$(MPI_MATRICES))
 	@rm -f $(MODELS_REPORT)
 	$(call on-ranks,1,$(MODELS_TEST))
 	$(call on-ranks,2,$(MODELS_TEST))

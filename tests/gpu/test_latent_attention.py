@@ -171,6 +171,7 @@ def test_prompts_are_attended_to_by_keys_and_values_of_their_own(
     _close(actual, expected, 4)
 
 
+@pytest.mark.matrix(keep=8 if IS_INTERPRETED else 27)
 @pytest.mark.parametrize("tokens", [1, 16, 40])
 @pytest.mark.parametrize(
     ("heads", "size", "width", "outputs"), [(3, 28, 20, 36), (2, 96, 64, 128), (5, 48, 48, 20)]

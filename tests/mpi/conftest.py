@@ -23,24 +23,41 @@ from trimaran.comm.collectives.tensor_group import TensorParallelGroup
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
 
+NUM_RANKS = mpi.MPI.COMM_WORLD.Get_size()
+JOBS = (2, 4)
+"""The sizes of the jobs that `make test` runs."""
 FAMILY_RANKS = 4
 collect_ignore = ["test_families.py"]
-if mpi.MPI.COMM_WORLD.Get_size() == FAMILY_RANKS:
+if NUM_RANKS == FAMILY_RANKS:
     # All families take their time: one job of the tests runs them.
     collect_ignore.clear()
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Refuse a run without MPI, and switch on what pytest-mpi would skip by folder name."""
-    if mpi.MPI.COMM_WORLD.Get_size() < 2:
+    if NUM_RANKS < 2:
         raise pytest.UsageError("tests/mpi needs 2 or more ranks: make test-mpi-2")
     config.option.with_mpi = True
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Every test here runs on all ranks of a job: pytest-mpi's mark."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Every test here runs on all ranks of a job: pytest-mpi's mark. A test marked `ranks` is
+    left to the job of that size.
+    """
     for item in items:
         item.add_marker(pytest.mark.mpi)
+    if config.getoption("--all-cases") or NUM_RANKS not in JOBS:
+        return
+    elsewhere = [item for item in items if _num_ranks(item) != NUM_RANKS]
+    if elsewhere:
+        config.hook.pytest_deselected(items=elsewhere)
+        items[:] = [item for item in items if _num_ranks(item) == NUM_RANKS]
+
+
+def _num_ranks(item: pytest.Item) -> int:
+    """The size of the job that shows a test's claim; without a mark that of this one."""
+    mark = item.get_closest_marker("ranks")
+    return mark.args[0] if mark else NUM_RANKS
 
 
 @pytest.fixture(scope="session")

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from trimaran.launcher.cli.main import main
 
 MODEL = Path(__file__).parents[2] / "examples" / "demo_models" / "moe"
 FLAGS = ("--model", str(MODEL), "--device", "cpu", "--runs", "1", "--load", "9/4x3")
 
 
+@pytest.mark.ranks(2)
 def test_one_rank_tells_the_figures_and_the_memory_of_all(world, tmp_path_factory):
     path = str(tmp_path_factory.mktemp("bench") / "lines") if world.rank == 0 else ""
     path = world.comm.bcast(path)

@@ -65,6 +65,7 @@ def test_every_follower_gets_every_decision_whole_and_in_order(place, connect):
     assert place.comm.allgather(digest(received)) == [digest(payloads)] * place.size
 
 
+@pytest.mark.ranks(2)
 def test_an_idle_group_waits_longer_than_the_hang_timeout(place, connect):
     control = connect(timeout_s=1.0)
 
@@ -78,6 +79,7 @@ def test_an_idle_group_waits_longer_than_the_hang_timeout(place, connect):
     assert follow(control) == [b"work", b"more"]
 
 
+@pytest.mark.ranks(2)
 def test_a_busy_leader_that_falls_silent_is_noticed(place, connect):
     control = connect(timeout_s=0.2)
 
@@ -90,6 +92,7 @@ def test_a_busy_leader_that_falls_silent_is_noticed(place, connect):
     place.barrier(60.0, "all noticed")
 
 
+@pytest.mark.ranks(2)
 def test_a_leader_that_says_it_is_alive_is_waited_for(place, connect):
     control = connect(timeout_s=1.2)
 
@@ -103,6 +106,7 @@ def test_a_leader_that_says_it_is_alive_is_waited_for(place, connect):
     assert follow(control) == [b"work"]
 
 
+@pytest.mark.ranks(4)
 def test_waiting_followers_use_next_to_no_processor_time(place, connect):
     control = connect(timeout_s=30.0)
     place.barrier(60.0, "all connected")
@@ -120,6 +124,7 @@ def test_waiting_followers_use_next_to_no_processor_time(place, connect):
     assert place.rank == 0 or min(used) < 0.01 / (place.size - 1) + 0.01
 
 
+@pytest.mark.ranks(4)
 def test_many_changes_from_idle_to_busy_lose_nothing(place, connect):
     control = connect(timeout_s=30.0)
     payloads = [index.to_bytes(2, "little") for index in range(2000)]

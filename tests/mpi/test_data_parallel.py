@@ -154,6 +154,7 @@ def test_dp_ranks_give_the_tokens_of_transformers(
         assert outputs == greedy(theirs[name])
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", ["mixtral", "llama"])
 def test_whatever_requests_ask_dp_ranks_give_the_tokens_of_one_rank(world, models, name):
     folder = models[0][name]
@@ -165,6 +166,7 @@ def test_whatever_requests_ask_dp_ranks_give_the_tokens_of_one_rank(world, model
         assert outputs == single(folder, serve_all)
 
 
+@pytest.mark.ranks(2)
 def test_adapters_host_prefixes_and_preemption_work_in_dp_ranks(world, models):
     folder = models[0]["llama"]
     adapters = {task: make_adapter(folder, seed=task) for task in (5, 9)}
@@ -188,6 +190,7 @@ def test_adapters_host_prefixes_and_preemption_work_in_dp_ranks(world, models):
         assert outputs == single(folder, drive, **small)
 
 
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize("is_running", [True, False])
 def test_adapters_of_idle_dp_ranks_come_in_pieces_while_any_dp_rank_runs(
     world, models, monkeypatch, is_running
@@ -233,6 +236,7 @@ def test_adapters_of_idle_dp_ranks_come_in_pieces_while_any_dp_rank_runs(
         assert outputs == single(folder, lambda driver: drive(driver, []))
 
 
+@pytest.mark.ranks(2)
 def test_cancelled_requests_leave_nothing_behind_in_any_dp_rank(world, models):
     def drive(driver):
         requests = [driver.submit(prompt, max_tokens=25) for prompt in PROMPTS * 2]
@@ -252,6 +256,7 @@ def test_cancelled_requests_leave_nothing_behind_in_any_dp_rank(world, models):
         assert free == blocks
 
 
+@pytest.mark.ranks(4)
 def test_dp_ranks_on_two_hosts_share_experts(two_host_world, models):
     folders, theirs = models
     dp_ranks = DataParallelRanks(two_host_world, folders["mixtral"], 1, 1, two_host_world.size)

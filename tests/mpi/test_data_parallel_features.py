@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from tests.driver import Ranks
 from tests.unit.worker.engine.test_every_feature import (
     draw,
@@ -14,16 +16,17 @@ from tests.unit.worker.engine.test_every_feature import (
 )
 from trimaran.worker.config.engine_config import ParallelConfig
 
-NUM_REQUESTS, NUM_ALONE = 60, 15
 
-
-def test_every_feature_at_once_gives_what_one_rank_gives_alone(world):
+@pytest.mark.matrix(keep=1)
+@pytest.mark.parametrize(("num_requests", "num_alone"), [(30, 8), (60, 15)])
+@pytest.mark.ranks(2)
+def test_every_feature_at_once_gives_what_one_rank_gives_alone(world, num_requests, num_alone):
     rng = random.Random(6)
     parallel = ParallelConfig(dp_size=2, tp_size=world.size // 2)
     asked = []
     if world.rank == 0:
         adapters = make_adapters()
-        asked = [draw(rng, adapters) for _ in range(NUM_REQUESTS)]
+        asked = [draw(rng, adapters) for _ in range(num_requests)]
 
     ranks = Ranks(world, parallel)
     driver = make_engine(0, 1024, parallel, ranks.ties)
@@ -38,8 +41,8 @@ def test_every_feature_at_once_gives_what_one_rank_gives_alone(world):
             assert len(rank.rows.free) == rank.config.max_num_seqs
         assert [rank.num_used for rank in engine._adapters.ranks] == [0, 0]
         alone = make_engine(1, 1024)
-        whole = [request for request in range(1, NUM_REQUESTS + 1) if request not in killed]
-        for request in rng.sample(whole, NUM_ALONE):
+        whole = [request for request in range(1, num_requests + 1) if request not in killed]
+        for request in rng.sample(whole, num_alone):
             fields = asked[request - 1]
             again = alone.submit(**fields)
             alone.run(max_steps=100_000)

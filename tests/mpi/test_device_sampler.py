@@ -25,6 +25,8 @@ BEYOND = [
 ]
 
 
+@pytest.mark.matrix(keep=2)
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("fields", [PLAIN, PLAIN + BEYOND, BEYOND])
 def test_rows_that_want_more_are_sampled_beside_plain_ones(world, fields):
     device = torch.device("cuda", world.rank) if HAS_GPUS else torch.device("cpu")

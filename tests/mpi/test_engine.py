@@ -87,6 +87,7 @@ def serve(driver):
     return driver.serve(PROMPTS, SAMPLINGS)
 
 
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize("depth", [1, 2])
 def test_all_ranks_together_give_the_tokens_of_one(world, ranks, folder, depth):
     driver = Driver(engine_config(folder, depth), ties=ranks.ties)
@@ -101,6 +102,7 @@ def test_all_ranks_together_give_the_tokens_of_one(world, ranks, folder, depth):
         assert all(torch.equal(table, tables[0]) for table in tables)
 
 
+@pytest.mark.ranks(2)
 def test_all_ranks_keep_evicted_blocks_and_see_windows_alike(world, ranks, folder):
     windows = {"attention_windows": (50, 1000), "num_sinks": 2}
     small = {"max_tokens": 160, "host_bytes": 1 << 20, **windows}
@@ -131,6 +133,7 @@ def tell(driver):
     return driver.output(request), *logits
 
 
+@pytest.mark.ranks(2)
 def test_logits_and_prompt_tables_are_whole_over_ranks(world, ranks, folder):
     told = ranks.run(Driver(engine_config(folder, 2), ties=ranks.ties), tell)
 

@@ -27,6 +27,7 @@ def placements(loads: ExpertLoads) -> list[list[list[int]]]:
     return [each.experts.tolist() for each in loads.balancer._placements]
 
 
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize("num_parts", [2] if NUM_RANKS == 2 else [2, 4])
 @pytest.mark.parametrize("has_all", [False, True])
 def test_logits_stay_those_of_transformers_while_experts_move(
@@ -63,6 +64,7 @@ def test_logits_stay_those_of_transformers_while_experts_move(
     assert all(each == seen for each in world.comm.allgather(seen))
 
 
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize(("tp_size", "num_parts"), LAYOUTS)
 def test_dp_ranks_share_what_their_tokens_have_to_do(tp_size, num_parts, world, tmp_path):
     config = CONFIGS["mixtral"]

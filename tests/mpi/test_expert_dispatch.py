@@ -93,6 +93,7 @@ def groups_of(request, world, two_host_world):
         group.close()
 
 
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize("groups_of", ["one_host"], indirect=True)
 @pytest.mark.parametrize(
     ("name", "dtype"),
@@ -129,6 +130,7 @@ def test_dp_ranks_that_share_experts_get_what_one_rank_with_all_of_them_computes
             tell_bound(layer, 0)
 
 
+@pytest.mark.ranks(4)
 def test_a_dp_rank_gets_the_same_bits_whatever_the_others_compute(world, groups_of, tmp_path):
     CONFIGS["mixtral"].save_pretrained(tmp_path)
     models.edit_config(tmp_path, num_local_experts=8)

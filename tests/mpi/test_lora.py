@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from tests.driver import Driver
 from tests.mpi.test_engine import PROMPTS, engine_config, folder, ranks
 from tests.unit.worker.lora_adapters import make_adapter, on_the_wire, write_peft
@@ -31,6 +33,7 @@ def serve(driver, adapters):
     return [driver.output(request) for request in requests]
 
 
+@pytest.mark.ranks(4)
 def test_all_ranks_together_give_the_tokens_of_one(world, ranks, folder):
     adapters = {}
     if world.rank == 0:
@@ -44,6 +47,7 @@ def test_all_ranks_together_give_the_tokens_of_one(world, ranks, folder):
         assert len(set(map(tuple, outputs))) == len(outputs)
 
 
+@pytest.mark.ranks(2)
 def test_all_ranks_have_what_rank_0_read_of_a_folder(
     world, ranks, folder, tmp_path, monkeypatch
 ):

@@ -39,6 +39,7 @@ def regions(world):
     return segments
 
 
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize("one_shot_bytes", [0, 20 << 10])
 def test_sums_are_those_in_rank_order_rounded_once(world, regions, one_shot_bytes):
     if HAS_GPUS:
@@ -73,6 +74,7 @@ def test_sums_are_those_in_rank_order_rounded_once(world, regions, one_shot_byte
         assert torch.equal(own, total.to(dtype))
 
 
+@pytest.mark.ranks(2)
 def test_only_float_tensors_that_fit_are_taken():
     sums = PeerSum([0, 0], 0, 1024, 512, torch.device("cpu"))
 
@@ -113,6 +115,7 @@ def test_all_ranks_hear_of_the_problem_of_one(world):
     assert first_problem(group, "long " * 1000, device).startswith("long long")
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("asked", ["auto", "nccl", "peer", "fused"])
 def test_without_peer_sums_only_an_explicit_choice_of_them_is_refused(world, asked):
     if HAS_GPUS:

@@ -106,6 +106,7 @@ def greedy(theirs):
     return [[ids] for ids in reference_greedy(theirs, prompts, 12)]
 
 
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize("name", list(MODELS))
 def test_one_stage_a_rank_gives_the_tokens_of_transformers(world, models, name):
     folder, theirs = models[name]
@@ -117,6 +118,7 @@ def test_one_stage_a_rank_gives_the_tokens_of_transformers(world, models, name):
         assert outputs == greedy(theirs)
 
 
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -154,6 +156,7 @@ def test_stages_give_the_tokens_of_one_rank(world, models, changes):
         assert outputs == serve(Driver(engine_config(folder, **one)))
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("enable_block_reuse", [True, False])
 def test_paused_sequences_keep_on_each_stages_host_what_they_computed(
     world, models, enable_block_reuse
@@ -177,6 +180,7 @@ def test_paused_sequences_keep_on_each_stages_host_what_they_computed(
         assert outputs == reference_greedy(theirs, [p.tolist() for p in prompts], 90)
 
 
+@pytest.mark.ranks(4)
 def test_stages_on_two_hosts_give_the_tokens_of_transformers(two_host_world, models):
     folder, theirs = models["llama"]
     ranks = make_ranks(two_host_world, pp_size=two_host_world.size)
@@ -192,6 +196,7 @@ def test_stages_on_two_hosts_give_the_tokens_of_transformers(two_host_world, mod
         assert ranks.links.transports() == {"stages": stages, "results": "tcp"}
 
 
+@pytest.mark.ranks(4)
 def test_a_stage_that_hears_nothing_names_the_one_before(world):
     ranks = make_ranks(world, pp_size=world.size)
     ranks.links.open(ranks.ties[0], torch.device("cpu"), (4, 8), torch.float32)

@@ -40,6 +40,7 @@ def ops_of(request):
     return OPS[request.param]
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", ["llama-tied-biases", "gpt2"])
 def test_greedy_tokens_in_float32_are_those_of_transformers(name, group, ops_of, checkpoint):
     folder, on_rank_0 = checkpoint(CONFIGS[name])
@@ -51,6 +52,7 @@ def test_greedy_tokens_in_float32_are_those_of_transformers(name, group, ops_of,
     assert outputs == on_rank_0(lambda theirs: models.reference_greedy(theirs, prompts, 12))
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", ["llama-one-kv-head-rope-llama3", "gemma2", "mixtral"])
 def test_each_rank_looks_up_its_own_heads_of_the_first_product(
     name, tensor_group, world, checkpoint
@@ -81,6 +83,7 @@ class SumThenNorm:
         return reference.add_rms_norm(self._group.all_reduce(x), residual_TD, weight_D, eps)
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", ["llama", "gemma2", "mixtral"])
 def test_sums_may_wait_for_the_norm_that_adds_them(name, monkeypatch, tensor_group, checkpoint):
     folder, on_rank_0 = checkpoint(CONFIGS[name])
@@ -96,6 +99,7 @@ def test_sums_may_wait_for_the_norm_that_adds_them(name, monkeypatch, tensor_gro
     assert (sums.num_calls > 0) is (name != "gemma2")
 
 
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize("name", ["llama", "llama-one-kv-head-rope-llama3", "gpt2", "neox"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_logits_in_half_precision_are_within_rounding_of_float32(
@@ -117,6 +121,7 @@ def test_logits_in_half_precision_are_within_rounding_of_float32(
     assert (logits - exact).abs().max() <= 2 * (expected - exact).abs().max()
 
 
+@pytest.mark.ranks(4)
 def test_logits_are_the_same_bits_on_every_rank(group, world, ops_of, checkpoint):
     folder, _ = checkpoint(CONFIGS["llama"])
     ours = models.load_ours(folder, group, ops=ops_of(torch.float32))
@@ -127,6 +132,7 @@ def test_logits_are_the_same_bits_on_every_rank(group, world, ops_of, checkpoint
     assert len(set(world.comm.allgather(logits.numpy().tobytes()))) == 1
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", ["mixtral", "qwen2-moe-normalised-mixed", "deepseek3"])
 @pytest.mark.parametrize("moe_ep_size", [1, 2])
 def test_experts_may_be_cut_or_shared_out(name, moe_ep_size, tensor_group, checkpoint):

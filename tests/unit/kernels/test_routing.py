@@ -118,6 +118,7 @@ def test_choices_are_counted_but_those_of_padding_are_not(choose):
     assert counts.tolist() == (torch.arange(12) + expected).tolist()
 
 
+@pytest.mark.matrix(keep=48)
 @every_choice
 @pytest.mark.parametrize("routing", ROUTINGS.values(), ids=ROUTINGS)
 @pytest.mark.parametrize("parts", [1, 2, 3, 8])

@@ -22,7 +22,7 @@ from trimaran.kernels.reference import rms_norm
 from trimaran.kernels.triton.norm import norm_warps
 
 EPS = 1e-5
-LAUNCHES = 16
+LAUNCHES = 8
 SUMS = SumNorm([0, 0], 0, 64, torch.device("cpu"))
 ADMITTED = [
     (dtype, padded)
@@ -36,7 +36,7 @@ ADMITTED = [
 @pytest.mark.parametrize(
     ("num_ranks", "dtype", "parts", "first_count"),
     [
-        (2, torch.bfloat16, 4, 2**32 - 9),  # epochs go round
+        (2, torch.bfloat16, 4, 2**32 - 5),  # epochs go round
         (3, torch.float32, 0, 0),
     ],
     ids=str,

@@ -52,6 +52,7 @@ class Sampled:
         )
 
 
+@pytest.mark.matrix(keep=5)
 @pytest.mark.parametrize("vocab_size", [7, 4096, 9001])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_draws_are_those_of_the_cpu(vocab_size, dtype):
@@ -170,7 +171,8 @@ def test_logits_that_are_no_numbers_lead_to_an_id_and_hurt_no_other_row(fields):
     assert all(0 <= token < 600 for token in ids)
 
 
-@pytest.mark.parametrize("fields", [FILTERS[0], FILTERS[5], {}, {"top_p": 1.0}])
+@pytest.mark.matrix(keep=2)
+@pytest.mark.parametrize("fields", [FILTERS[0], FILTERS[5], {"top_p": 1.0}, {}])
 def test_an_entry_without_a_row_is_passed_over(fields):
     torch.manual_seed(5)
     logits = torch.randn(3, 3000)
@@ -191,7 +193,8 @@ def test_an_entry_without_a_row_is_passed_over(fields):
     assert ids[1] == 0
 
 
-@pytest.mark.parametrize("num_shards", [2, 3])
+@pytest.mark.matrix(keep=1)
+@pytest.mark.parametrize("num_shards", [3, 2])
 def test_the_best_key_of_all_shards_is_the_draw_from_all_ids(num_shards):
     vocab_size = 9001
     params = [
