@@ -11,6 +11,7 @@ import numpy as np
 
 from trimaran.comm.errors import RequestError
 from trimaran.server.inference.request import InferRequest, InferResponse, Tensor
+from trimaran.server.inference.tensor_bytes import object_array
 from trimaran.server.models.encoded_texts import EncodedTexts
 from trimaran.server.models.tokenizer import INLINE_IDS, IncrementalDetokenizer, Tokenizer
 from trimaran.server.repository.model_repository import RepositoryModel
@@ -44,7 +45,6 @@ class PostprocessingModel:
         self.tokenizer = tokenizer
         skip = model.parameters.get_loose_bool("skip_special_tokens")
         self.skip_special_tokens = True if skip is None else skip
-        self._is_batched = model.config.max_batch_size > 0
         self._outputs = {tensor.name for tensor in model.config.output}
 
     async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
@@ -52,13 +52,12 @@ class PostprocessingModel:
         if isinstance(request, LastIdsJob):
             push = partial(request.detokenizer.push, request.ids, is_last=True)
             is_long = len(request.ids) > INLINE_IDS
-            batch, texts = 1, [await self.tokenizer.in_thread(push) if is_long else push()]
+            texts = [await self.tokenizer.in_thread(push) if is_long else push()]
         else:
-            batch = request.inputs["TOKENS_BATCH"].shape[0]
             texts = await self.tokenizer.decode_each(_beams(request), self.skip_special_tokens)
-        data = np.array([text.encode() for text in texts], dtype=object)
-        if self._is_batched:
-            data = data.reshape(batch, -1)
+        # As the script of Triton's TensorRT-LLM backend answers: [samples x beams], although
+        # the configuration declares a batch dimension.
+        data = object_array([text.encode() for text in texts])
         outputs = [Tensor("OUTPUT", "BYTES", data), *self._passed_on(request)]
         yield InferResponse(
             model_name=self.name,

@@ -424,9 +424,12 @@ class _Run:
         if not self._is_streaming and not self._excludes_input(place[0]):
             prompt = self._prompt(place[0])
             texts = [prompt + text for text in texts]
-        data = object_array([text.encode() for text in texts], (1, len(texts)))
-        outputs = [Tensor("OUTPUT", "BYTES", data)]
-        outputs += self._outputs[place[0]].tensors(*place, answer.progress, is_last=is_last)
+        outputs = self._outputs[place[0]].tensors(*place, answer.progress, is_last=is_last)
+        if not self._options.is_batched:
+            outputs = [Tensor(o.name, o.datatype, o.data[0]) for o in outputs]
+        # As postprocessing answers: [beams], with no batch dimension.
+        data = object_array([text.encode() for text in texts])
+        outputs.insert(0, Tensor("OUTPUT", "BYTES", data))
         return InferResponse(
             model_name=self._options.name,
             model_version=self._options.version,
@@ -443,8 +446,7 @@ class _Run:
         for tensor in outputs:
             name = names.get(tensor.name)
             if name is not None and (not wanted or name in wanted):
-                data = tensor.data if self._options.is_batched else tensor.data[0]
-                chosen.append(Tensor(name, tensor.datatype, data))
+                chosen.append(Tensor(name, tensor.datatype, tensor.data))
         return chosen
 
     def _sample(self, index: int) -> SampleInputs:

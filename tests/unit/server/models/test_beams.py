@@ -177,7 +177,7 @@ async def test_each_beam_has_its_text(serve, model, is_streaming):
     ) as (responses, *_):  # fmt: skip
         last = tensors(responses[-1])
         start = b"" if is_streaming else b"Some"
-        assert last["text_output"] == [[start + b" red wine", start + b" blue"]]
+        assert last["text_output"] == [start + b" red wine", start + b" blue"]
         assert last["cum_log_probs"] == [[-1.0, -2.0]]
         assert last["finish_reason"] == [[b"length", b"stop"]]
         assert len(responses) == 1 + is_streaming

@@ -199,7 +199,7 @@ async def test_steps_without_an_engine_answer_without_an_engine(serve_with):
             "round_trip", text=texts, length=np.ones((2, 1), np.int32)
         )
         assert response.is_final
-        assert response.outputs[0].data.tolist() == texts.tolist()
+        assert response.outputs[0].data.tolist() == texts.reshape(-1).tolist()
 
 
 async def test_an_ensemble_may_be_a_step_and_errors_name_both(serve_with):
