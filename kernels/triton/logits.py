@@ -99,10 +99,13 @@ def _forbid_kernel(  # type: ignore[no-untyped-def]
     if size > 0:
         places = tl.program_id(1) * TILE + tl.arange(0, TILE)
         is_repeat = places <= length - size
-        for step in range(size - 1):
-            wanted = tl.load(tokens + length - size + 1 + step, mask=length >= size, other=-1)
+        # Most places differ at once, and the other ids of a long n-gram would be read in vain.
+        step = size - 2
+        while (step >= 0) & (tl.max(is_repeat.to(tl.int32), 0) > 0):
+            wanted = tl.load(tokens + length - size + 1 + step)
             found = tl.load(tokens + places + step, mask=is_repeat, other=-2)
             is_repeat = is_repeat & (found == wanted)
+            step -= 1
         ids = tl.load(tokens + places + size - 1, mask=is_repeat, other=-1)
         is_repeat = is_repeat & (ids >= 0) & (ids < vocab_size)
         tl.store(target + ids, tl.full([TILE], float("-inf"), tl.float32), mask=is_repeat)

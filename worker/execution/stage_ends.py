@@ -146,6 +146,10 @@ class StageEnd(Protocol):
         """Drop the sequence that left a row."""
         ...
 
+    def rewrite(self, row: int, start: int) -> None:
+        """Take note that a row's ids from ``start`` on are replaced before the step."""
+        ...
+
     def finish(
         self,
         hidden_TD: Tensor,
@@ -187,6 +191,9 @@ class EarlierStage:
         """Do nothing: no row's data is needed here."""
 
     def leave(self, row: int) -> None:
+        """Do nothing: no row's data is kept here."""
+
+    def rewrite(self, row: int, start: int) -> None:
         """Do nothing: no row's data is kept here."""
 
     def finish(
@@ -242,6 +249,10 @@ class LastStage:
         """Drop the sampling parameters of the sequence that left a row."""
         self._sampling.leave(row)
         self._logits_rows.leave(row)
+
+    def rewrite(self, row: int, start: int) -> None:
+        """Take note that a row's ids from ``start`` on are replaced before the step."""
+        self._sampling.rewrite(row, start)
 
     def finish(
         self,

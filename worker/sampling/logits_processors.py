@@ -11,7 +11,6 @@ from trimaran.worker.sampling.sampling_rows import (
     END_ID,
     FREQUENCY,
     MIN_TOKENS,
-    NGRAM,
     PRESENCE,
     REPETITION,
     SamplingBatch,
@@ -98,17 +97,10 @@ def forbid_repeated_ngrams(
     """Mask every id that would complete an n-gram of the sequence a second time."""
     for entry in batch.rows_wanting(Want.NGRAM):
         row, length = int(batch.rows[entry]), int(batch.lengths[entry])
-        size = int(batch.state.int_params[row, NGRAM])
-        if length < size:
-            continue
-        tokens = token_table_RL[row, :length].long()
-        grams = tokens.unfold(0, size, 1)
-        tail = tokens[length - size + 1 :]
-        is_repeat = (grams[:, :-1] == tail).all(dim=1)
-        last = grams[:, -1]
-        penalty = torch.where(is_repeat & (last < logits_NV.shape[1]), _NEVER, 0.0)
-        last = last.clamp(max=logits_NV.shape[1] - 1)
-        logits_NV[entry].index_put_((last,), penalty, accumulate=True)
+        found = batch.state.ngrams[row].forbidden(token_table_RL[row, :length].numpy())
+        # Ids of a prompt table are not in the vocabulary.
+        ids = torch.from_numpy(found[found < logits_NV.shape[1]]).long()
+        logits_NV[entry].index_fill_(0, ids, _NEVER)
 
 
 def apply_masks(logits_NV: Tensor, batch: SamplingBatch, token_table_RL: Tensor) -> None:

@@ -16,6 +16,7 @@ from trimaran.worker.sampling.bad_words import BadWords, pack_bad_words
 from trimaran.worker.sampling.beam_search import num_candidates
 from trimaran.worker.sampling.candidates import argmax
 from trimaran.worker.sampling.device_sampling_state import DeviceSamplingState
+from trimaran.worker.sampling.ngram_index import NgramIndex
 from trimaran.worker.sampling.noise import noise_keys
 from trimaran.worker.steps.staging import to_device
 from trimaran.worker.steps.step_types import Int32Array, NewRow
@@ -218,6 +219,9 @@ class SamplingRows:
         self.bad_words: dict[int, BadWords] = {}
         """On the CPU, the bad words of rows that have any; see
         `logits_processors.forbid_bad_words`."""
+        self.ngrams: dict[int, NgramIndex] = {}
+        """On the CPU, the n-grams of rows that may not repeat any; see
+        `logits_processors.forbid_repeated_ngrams`."""
         self.biases: dict[int, Tensor] = {}
         self.has_wants = False
         """Whether any row needs more than the likeliest id."""
@@ -233,6 +237,7 @@ class SamplingRows:
     def leave(self, row: int) -> None:
         """Clear the parameters of a row whose sequence left."""
         self._wants[row] = 0
+        self.ngrams.pop(row, None)
         self.has_wants = bool(self._wants.any())
 
     def enter(self, new: NewRow) -> None:
@@ -266,12 +271,20 @@ class SamplingRows:
         if self.device_state is not None:
             self.device_state.enter(new, params)
         self.bad_words.pop(row, None)
+        self.ngrams.pop(row, None)
         self.biases.pop(row, None)
+        if params.no_repeat_ngram_size > 0 and self.device_state is None:
+            self.ngrams[row] = NgramIndex(params.no_repeat_ngram_size)
         if any(params.bad_words) and self.device_state is None:
             self.bad_words[row] = pack_bad_words(params.bad_words)
         if params.embedding_bias:
             bias = np.frombuffer(params.embedding_bias, dtype="<f4").copy()
             self.biases[row] = to_device(bias, self.device)
+
+    def rewrite(self, row: int, start: int) -> None:
+        """Take note that a row's ids from ``start`` on may have changed."""
+        if row in self.ngrams:
+            self.ngrams[row].rewrite(start)
 
     def batch(
         self,

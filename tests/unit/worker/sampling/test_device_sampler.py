@@ -97,6 +97,21 @@ def test_edited_logits_give_the_ids_and_log_probs_of_the_cpu(num_ids):
     assert torch.equal(logits, before)
 
 
+@pytest.mark.parametrize("size", [2, 7, 300])
+def test_long_ngrams_that_repeat_are_found_by_the_kernels(size):
+    periods, lengths = [37, 1, 1, 2, 11], [2050, size, size - 1, 1200, 700]
+    steps = Steps([SamplingParams(no_repeat_ngram_size=size)] * 5, lengths)
+    logits = torch.zeros(5, VOCAB)
+    logits[:, 100] = 4.0
+    for entry, (row, period) in enumerate(zip(steps.order, periods, strict=True)):
+        steps.table[row] = torch.arange(steps.table.shape[1]) % period
+        logits[entry, lengths[entry] % period] = 5.0
+    expected, sampled = steps.both(logits)
+    # The third sequence is too short to repeat an n-gram.
+    assert sampled.token_ids.tolist() == [100, 100, 0, 100, 100]
+    assert torch.equal(sampled.token_ids, expected.token_ids)
+
+
 def test_bad_words_end_with_what_was_sampled():
     words = ((11,), (40, 12), (30, 40, 13), (31, 40, 14), (1, 2, 3, 40, 15))
     steps = Steps([SamplingParams(bad_words=words)] * 2, [6, 1])
