@@ -16,6 +16,7 @@ from trimaran.comm.log import setup_logging
 from trimaran.comm.messages.supervisor_link import SupervisorLink
 from trimaran.server.config import FrontendConfig
 from trimaran.server.frontend import Frontend
+from trimaran.server.memory import return_large_blocks
 from trimaran.server.stall_watch import dump_stacks_on_signal
 
 logger = logging.getLogger(__name__)
@@ -29,6 +30,7 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     dump_stacks_on_signal()
+    return_large_blocks()
     code = EXIT_FAILURE
     try:
         env = ChildEnv.from_environ()

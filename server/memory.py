@@ -1,0 +1,23 @@
+"""Gives memory that large messages needed back to the system."""
+
+from __future__ import annotations
+
+import ctypes
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
+_LARGE_BYTES = 1 << 20
+
+
+def return_large_blocks() -> None:
+    """Have blocks of a megabyte or more go back to the system as soon as they are freed.
+
+    Without this, glibc raises its threshold to the largest block that was freed so far (32 MB
+    at most), and keeps each later block below that, one heap for each thread.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        # Another C library has no such habit, and no such function.
+        return
+    for name in (_MMAP_THRESHOLD, _TRIM_THRESHOLD):
+        mallopt(name, _LARGE_BYTES)
+    mallopt(_ARENA_MAX, 2)
