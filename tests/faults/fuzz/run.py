@@ -1,0 +1,139 @@
+"""Fuzzes a server: ``python tests/faults/fuzz/run.py --seconds 300 --seed 1``.
+
+Starts a server of the demo model on two ranks, or takes a running one, and sends random
+requests over HTTP and gRPC beside a greedy stream and a health probe. The exit code is 1 if
+others noticed something: a gap of more than a second, another text, 200 MB more memory, a
+stream, probe or front end that was lost, or an error that the server calls its own. What was
+sent at that time is saved as a file, which ``--replay FILE`` sends again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+_FAULTS = Path(__file__).resolve().parents[1]
+_ROOT = _FAULTS.parents[1]
+for _folder in (_ROOT, _FAULTS.parent / "e2e", _FAULTS, _FAULTS / "fuzz"):
+    if str(_folder) not in sys.path:
+        sys.path.insert(0, str(_folder))
+
+from campaign import Campaign, Target, case_of  # noqa: E402
+from cases import corpus, write  # noqa: E402
+from sending import Ports  # noqa: E402
+from served import DEMO_MODEL, Served, init_repo, run_trimaran  # noqa: E402
+
+NUM_RANKS = 2
+
+
+@contextlib.contextmanager
+def demo_server(folder: Path, flags: tuple[str, ...] = ()) -> Iterator[Served]:
+    """The demo model on two ranks, as `make serve` serves it, with guided decoding."""
+    engine = folder / "engine"
+    done = run_trimaran(
+        "build", "--checkpoint", str(DEMO_MODEL), "--output", str(engine), "--tp-size",
+        str(NUM_RANKS), "--max-batch-size", "64", "--max-input-len", "896",
+        "--max-num-tokens", "1024",
+    )  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    values = {
+        "tokenizer_dir": str(DEMO_MODEL), "engine_dir": str(engine), "decoupled_mode": "True",
+        "guided_decoding_backend": "xgrammar",
+    }  # fmt: skip
+    fill = ",".join(f"{key}:{value}" for key, value in values.items())
+    init_repo(str(folder / "models"), "--defaults", "--fill", fill)
+    log = folder / "serve.log"
+    with Served(folder / "models", NUM_RANKS, flags, log) as served:
+        yield served
+
+
+def target_of(served: Served) -> Target:
+    """What the campaign needs of a server."""
+    ports = Ports(served.http_port, served.grpc_port, served.metrics_port)
+    return Target(ports, served.process.pid, served.log)
+
+
+def main() -> int:
+    """Run the command; its exit code."""
+    options = _options()
+    if options.list:
+        for number in range(*options.list):
+            print(number, json.dumps(case_of(options.seed, number).to_dict())[:1000])
+        return 0
+    if options.cpus:
+        # The server, the clients and the watch share them.
+        os.sched_setaffinity(0, {int(each) for each in options.cpus.split(",")})
+    options.save.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        if options.pid:
+            target = Target(Ports(*options.ports), options.pid)
+        else:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fuzz-")))
+            flags = tuple(options.serve_flags.split())
+            served = stack.enter_context(demo_server(folder, flags))
+            target = target_of(served)
+        campaign = Campaign(target, options.save, options.seed, options.clients)
+        _run(campaign, options)
+        campaign.check_log()
+        if campaign.violations and not options.pid:
+            log = options.save / f"serve-{options.seed}.log"
+            log.write_text(target.log())
+    report = campaign.report()
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    del report["samples"]
+    print(json.dumps(report, indent=1), flush=True)
+    return 1 if campaign.violations else 0
+
+
+def _run(campaign: Campaign, options: argparse.Namespace) -> None:
+    if options.replay:
+        campaign.replay(options.replay, options.times)
+    elif options.corpus:
+        campaign.replay(corpus(), options.times)
+    elif options.numbers:
+        numbers = [int(each) for each in options.numbers.split(",")]
+        for number in numbers:
+            path = options.save / f"case-{options.seed}-{number}.json"
+            write(path, [case_of(options.seed, number)])
+        campaign.run(0.0, numbers * options.times)
+    else:
+        campaign.run(options.seconds)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=_Raw)
+    add = parser.add_argument
+    add("--seconds", type=float, default=300.0, help="how long random cases are sent")
+    add("--seed", type=int, default=1, help="which cases")
+    add("--clients", type=int, default=4, help="cases under way at a time")
+    add("--cpus", default="", help="run all on these cores, such as 0,1")
+    add("--save", type=Path, default=Path("fuzz-found"), help="folder for what did harm")
+    add("--json", type=Path, help="write the report to this file too")
+    add("--serve-flags", default="", help="flags of the server that is started")
+    add("--pid", type=int, default=0, help="the process of a `trimaran serve` that runs")
+    add("--ports", type=int, nargs=3, metavar="PORT", help="its HTTP, gRPC and metrics ports")
+    add("--replay", type=Path, nargs="+", metavar="FILE", help="send the cases of files")
+    add("--corpus", action="store_true", help="send the committed corpus")
+    add("--numbers", default="", help="send the cases of these numbers, such as 7,8")
+    add("--times", type=int, default=1, help="how often --replay, --corpus or --numbers send")
+    add("--list", type=int, nargs=2, metavar="NUMBER", help="print the cases of a range")
+    return parser.parse_args()
+
+
+class _Raw(argparse.RawDescriptionHelpFormatter):
+    """Keeps the paragraphs of the description."""
+
+
+if __name__ == "__main__":
+    # As Ctrl-C, so that the server ends too.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    sys.exit(main())
