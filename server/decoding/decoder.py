@@ -23,6 +23,7 @@ from trimaran.server.decoding.turns import SizeOrderedSlots
 from trimaran.server.inference.helper_process import HelperProcess
 from trimaran.server.inference.request import Model
 from trimaran.server.inference.tensor_bytes import Buffer
+from trimaran.server.inference.text_limits import PromptBound, prompt_bound
 from trimaran.server.protocol.infer_json import ParsedInfer
 from trimaran.server.protocol.load_request import LoadRequest
 from trimaran.server.protocol.message_scan import check_head
@@ -63,8 +64,8 @@ class Decoder:
         """
         num_blob_bytes = len(body) - json_bytes
 
-        def task(config: bytes) -> InferTask:
-            return InferTask(config, self._max_json_bytes, num_blob_bytes)
+        def task(config: bytes, prompts: PromptBound | None) -> InferTask:
+            return InferTask(config, self._max_json_bytes, num_blob_bytes, prompts)
 
         return await self._read_for(task, body, json_bytes, ready)
 
@@ -77,8 +78,8 @@ class Decoder:
             RequestError: as for `GenerateMapper.parse`, or it does not fit the model.
         """
 
-        def task(config: bytes) -> GenerateTask:
-            return GenerateTask(config, self._max_json_bytes)
+        def task(config: bytes, prompts: PromptBound | None) -> GenerateTask:
+            return GenerateTask(config, self._max_json_bytes, prompts)
 
         return await self._read_for(task, body, len(body), ready)
 
@@ -128,7 +129,7 @@ class Decoder:
 
     async def _read_for(
         self,
-        task: Callable[[bytes], Task],
+        task: Callable[[bytes, PromptBound | None], Task],
         body: LongBody,
         json_bytes: int,
         ready: Callable[[], Model],
@@ -136,9 +137,8 @@ class Decoder:
         while True:
             model = ready()
             take_blob = _in_order(body, json_bytes)
-            found = await self._carry_out(
-                task(model.config.SerializeToString()), body, json_bytes, take_blob
-            )
+            work = task(model.config.SerializeToString(), prompt_bound(model))
+            found = await self._carry_out(work, body, json_bytes, take_blob)
             assert isinstance(found, ParsedInfer)
             # Meanwhile the model may have been replaced.
             if ready().config == model.config:

@@ -14,6 +14,7 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 from trimaran.comm.errors import ErrorKind, RequestError
 from trimaran.server.inference.cooperative import run_at_once
 from trimaran.server.inference.tensor_bytes import Buffer
+from trimaran.server.inference.text_limits import PromptBound
 from trimaran.server.inference.validation import Validator
 from trimaran.server.protocol import json_access
 from trimaran.server.protocol.generate import GenerateMapper
@@ -41,6 +42,7 @@ class InferTask:
     max_input_bytes: int
     num_blob_bytes: int
     """Bytes after the JSON, which stay with the front end."""
+    prompts: PromptBound | None = None
 
     def read(self, data: Buffer) -> ParsedInfer:
         """The request, which the model takes as far as can be told without the blobs.
@@ -51,7 +53,7 @@ class InferTask:
         json_access.check_num_values(data, self.max_input_bytes)
         config = ModelConfig.FromString(self.config)
         blobs = _stand_in(self.num_blob_bytes)
-        parsed = parse_document(data, blobs, config, self.max_input_bytes)
+        parsed = parse_document(data, blobs, config, self.max_input_bytes, self.prompts)
         _check(config, parsed, has_blobs=self.num_blob_bytes > 0)
         return parsed
 
@@ -65,6 +67,7 @@ class GenerateTask:
     config: bytes
     """The model's, serialized."""
     max_input_bytes: int
+    prompts: PromptBound | None = None
 
     def read(self, data: Buffer) -> ParsedInfer:
         """The request, which the model takes.
@@ -74,7 +77,8 @@ class GenerateTask:
         """
         json_access.check_num_values(data, self.max_input_bytes)
         config = ModelConfig.FromString(self.config)
-        parsed = ParsedInfer(*GenerateMapper(config, self.max_input_bytes).parse(data))
+        mapper = GenerateMapper(config, self.max_input_bytes, self.prompts)
+        parsed = ParsedInfer(*mapper.parse(data))
         _check(config, parsed, has_blobs=False)
         return parsed
 

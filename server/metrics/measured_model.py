@@ -14,6 +14,7 @@ from tritonclient.grpc.service_pb2 import StatisticDuration
 
 from trimaran.comm.errors import EngineDeadError, ErrorKind, RefusedError, RequestError
 from trimaran.server.inference.request import InferRequest, InferResponse, Model
+from trimaran.server.inference.text_limits import PromptBound, prompt_bound
 from trimaran.server.metrics.model_metrics import FailureReason, ModelMetrics
 
 
@@ -153,6 +154,11 @@ class MeasuredModel:
     def is_decoupled(self) -> bool:
         """Whether a request may have other than one response."""
         return self._model.is_decoupled
+
+    @property
+    def prompt_bound(self) -> PromptBound | None:
+        """See `PromptModel`."""
+        return prompt_bound(self._model)
 
     def measure(self, request: InferRequest) -> Measurement:
         """One request, for a caller that reads the wrapped model's responses itself."""

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from trimaran.comm.errors import ConfigError, RequestError
 from trimaran.server.inference.request import InferRequest, InferResponse, Tensor
+from trimaran.server.inference.text_limits import PromptBound
 from trimaran.server.models.encoded_texts import NOTHING, EncodedTexts, Ids
 from trimaran.server.models.sample_inputs import SampleInputs, batch_size
 from trimaran.server.models.sampling_inputs import check_words
@@ -20,6 +21,9 @@ from trimaran.server.models.stop_text import MANY_WORDS
 from trimaran.server.models.text_limits import check_prompt_length
 from trimaran.server.models.tokenizer import Tokenizer
 from trimaran.server.repository.model_repository import RepositoryModel
+
+PROMPTS = ("QUERY", "DECODER_QUERY")
+"""The inputs whose texts may be as long as a prompt."""
 
 _REFUSED = ("IMAGE_BYTES", "IMAGE_URL", "VIDEO_BYTES")
 _WORDS = ("BAD_WORDS_DICT", "STOP_WORDS_DICT", "EMBEDDING_BIAS_WORDS")
@@ -53,6 +57,11 @@ class PreprocessingModel:
                 "are not served. Leave it unset."
             )
         self._is_batched = model.config.max_batch_size > 0
+
+    @property
+    def prompt_bound(self) -> PromptBound:
+        """See `PromptModel`."""
+        return PromptBound(self.tokenizer.limits, PROMPTS)
 
     async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
         """Tokenize every sample; see `inference.Model`."""
@@ -89,7 +98,7 @@ class PreprocessingModel:
             RequestError: names the input, the value, the limit and the remedy.
         """
         limits = self.tokenizer.limits
-        for name in ("QUERY", "DECODER_QUERY"):
+        for name in PROMPTS:
             array = sample.array(name)
             if array is not None:
                 limits.check_prompt(name, len(array.flat[0]), max_input_len)

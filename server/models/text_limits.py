@@ -1,19 +1,14 @@
-"""The longest texts that are tokenized: by what a token can be at most, or by a limit."""
+"""How many bytes of a text a token of a tokenizer can be at most, and how many a prompt has."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
 from trimaran.comm.errors import RequestError
-
-_LEAST_LIMIT = 1 << 20
-_BYTES_PER_TOKEN = 16
-"""Of prompts, four times what tokens of common text have."""
 
 _COMPOSED = 3
 """NFC shortens a text to a third at most: Hangul syllables of three letters."""
@@ -117,39 +112,3 @@ def _keeps_all(state: dict[str, Any] | None) -> bool:
     if state["type"] == "Sequence":
         return all(_keeps_all(child) for child in state["pretokenizers"])
     return state["type"] in ("Split", "Punctuation") and state["behavior"] != "Removed"
-
-
-@dataclass(frozen=True, slots=True)
-class TextLimits:
-    """How long the texts are that one tokenizer takes."""
-
-    longest_token_bytes: int | None
-    max_text_bytes: int = 0
-    """What the operator set; 0: by the engine's longest prompt."""
-
-    def check_prompt(self, name: str, num_bytes: int, max_input_len: int | None) -> None:
-        """Refuse a prompt that cannot be short enough for an engine, before it is tokenized.
-
-        ``max_input_len`` is that of the engine; None: the text is for no engine that is known.
-
-        Raises:
-            RequestError: names the bytes, the limit and the remedy.
-        """
-        longest = self.longest_token_bytes
-        if max_input_len is not None and longest is not None:
-            limit = max_input_len * longest
-            if num_bytes > limit:
-                raise RequestError(
-                    f"Prompt length exceeds maximum input length ({max_input_len}): input "
-                    f"'{name}' has {num_bytes} bytes, and {max_input_len} tokens have at most "
-                    f"{limit}, as the longest has {longest}. Shorten the prompt, or build the "
-                    "engine with a larger --max-input-len."
-                )
-        limit = self.max_text_bytes
-        if not limit:
-            limit = max(_LEAST_LIMIT, _BYTES_PER_TOKEN * (max_input_len or 0))
-        if num_bytes > limit:
-            raise RequestError(
-                f"input '{name}' has {num_bytes} bytes but may have at most {limit}. Shorten "
-                "the text, or start the server with a larger --max-text-bytes."
-            )

@@ -7,6 +7,7 @@ from typing import Any
 
 from trimaran.comm.errors import ConfigError, RequestError
 from trimaran.server.inference.request import InferRequest, InferResponse
+from trimaran.server.inference.text_limits import PromptBound, prompt_bound
 from trimaran.server.models.graph_model import GraphModel
 from trimaran.server.models.sample_inputs import SampleInputs, batch_size
 from trimaran.server.models.sampling_inputs import PERF_METRICS
@@ -165,6 +166,11 @@ class EnsembleModel:
         """Whether a request may have other than one response."""
         return self._token.is_decoupled
 
+    @property
+    def prompt_bound(self) -> PromptBound | None:
+        """See `PromptModel`."""
+        return prompt_bound(self._pipeline)
+
     def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
         """Run one request; see `inference.Model`."""
         return self._pipeline.infer(request)
@@ -211,6 +217,11 @@ class BlsModel:
     def is_decoupled(self) -> bool:
         """Whether a request may have other than one response."""
         return bool(self.config.model_transaction_policy.decoupled)
+
+    @property
+    def prompt_bound(self) -> PromptBound | None:
+        """See `PromptModel`."""
+        return prompt_bound(self._pipeline)
 
     def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
         """Run one request; see `inference.Model`."""

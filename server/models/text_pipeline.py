@@ -23,12 +23,13 @@ from trimaran.server.inference.request import (
     Tensor,
 )
 from trimaran.server.inference.tensor_bytes import object_array
+from trimaran.server.inference.text_limits import PromptBound
 from trimaran.server.metrics.measured_model import MeasuredModel
 from trimaran.server.models.encoded_texts import NO_IDS, Ids
 from trimaran.server.models.graph_model import prefixed, sequence_parameters
 from trimaran.server.models.pending_requests import Arrivals
 from trimaran.server.models.postprocessing import LastIdsJob
-from trimaran.server.models.preprocessing import PromptJob
+from trimaran.server.models.preprocessing import PROMPTS, PromptJob
 from trimaran.server.models.sample_inputs import SampleInputs, batch_size
 from trimaran.server.models.sampling_inputs import check_words
 from trimaran.server.models.sequence_outputs import STOPPED, Progress, SequenceOutputs
@@ -151,6 +152,20 @@ class TextPipeline:
         """Whether every step could run now."""
         steps = self._steps
         return all(m.is_ready for m in (steps.preprocessing, steps.token, steps.postprocessing))
+
+    @property
+    def prompt_bound(self) -> PromptBound | None:
+        """See `PromptModel`."""
+        steps, options = self._steps, self._options
+        if steps.has_own_preprocessing:
+            return None
+        renamed = self._maps.preprocessing
+        return PromptBound(
+            steps.tokenizer.limits,
+            tuple(renamed[name] for name in PROMPTS if name in renamed),
+            steps.max_input_len(),
+            f"in ensemble '{options.name}', " if options.is_ensemble else "",
+        )
 
     async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
         """Run one request; see `inference.Model`."""

@@ -15,9 +15,10 @@ from typing import TypeVar
 
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.files.input_files import NoFileError, require_file, special_tokens
+from trimaran.server.inference.text_limits import TextLimits
 from trimaran.server.models import encoded_texts
 from trimaran.server.models.encoded_texts import EncodedTexts, Ids, read_tokenizer
-from trimaran.server.models.text_limits import TextLimits, longest_token_bytes
+from trimaran.server.models.text_limits import longest_token_bytes
 from trimaran.server.models.tokenizer_pool import TokenizerPool, TokenizerSource
 
 logger = logging.getLogger(__name__)

@@ -16,6 +16,7 @@ from trimaran.server.inference.request import (
     Tensor,
 )
 from trimaran.server.inference.tensor_bytes import Buffer, from_config
+from trimaran.server.inference.text_limits import PromptBound
 from trimaran.server.inference.validation import WireInput
 from trimaran.server.protocol import json_access
 from trimaran.server.protocol.infer_json import check_size, custom_value
@@ -33,7 +34,10 @@ _PARAMETERS = "parameters"
 class GenerateMapper:
     """Turns generate bodies for one model into requests. Stateless."""
 
-    def __init__(self, config: ModelConfig, max_input_bytes: int) -> None:
+    def __init__(
+        self, config: ModelConfig, max_input_bytes: int, prompts: PromptBound | None = None
+    ) -> None:
+        """``prompts`` refuses prompts that are too long for the model."""
         batch = (-1,) if config.max_batch_size > 0 else ()
         self._name = config.name
         self._inputs = {
@@ -41,6 +45,7 @@ class GenerateMapper:
             for entry in config.input
         }
         self._max_input_bytes = max_input_bytes
+        self._prompts = prompts
 
     def parse(self, body: Buffer) -> tuple[InferRequest, list[WireInput]]:
         """The request without inputs, and its inputs, not yet checked against the model.
@@ -103,6 +108,8 @@ class GenerateMapper:
         else:
             count, values = 1, [value]
         shape = self._shape(name, dims, count) if count else ()
+        if self._prompts is not None:
+            self._prompts.check(name, values)
         data = array_from_json(values, datatype, name)
         size = sum(map(len, data)) if datatype == "BYTES" else data.nbytes
         check_size(f"JSON input '{name}'", size, self._max_input_bytes)

@@ -19,6 +19,7 @@ from trimaran.server.inference.tensor_bytes import (
     element_bytes,
     from_config,
 )
+from trimaran.server.inference.text_limits import PromptBound
 from trimaran.server.inference.validation import MAX_ELEMENTS, WireInput, too_many_elements
 from trimaran.server.protocol import json_access
 from trimaran.server.protocol.json_access import (
@@ -161,9 +162,14 @@ def parse_infer(
 
 
 def parse_document(
-    json: Buffer, blobs: memoryview, config: ModelConfig, max_input_bytes: int
+    json: Buffer,
+    blobs: memoryview,
+    config: ModelConfig,
+    max_input_bytes: int,
+    prompts: PromptBound | None = None,
 ) -> ParsedInfer:
-    """Parse a short JSON body, and locate the blobs of its inputs.
+    """Parse a JSON body, and locate the blobs of its inputs. ``prompts`` refuses prompts that
+    are too long for the model.
 
     Raises:
         RequestError: with the kind and text that clients know.
@@ -183,7 +189,8 @@ def parse_document(
             "Unable to parse 'inputs': attempt to access non-existing object member 'inputs'",
             ErrorKind.INTERNAL,
         )
-    parsed.inputs = _inputs(document["inputs"], blobs, config.name, max_input_bytes)
+    limits = _InputLimits(max_input_bytes, prompts)
+    parsed.inputs = _inputs(document["inputs"], blobs, config.name, limits)
     outputs = as_list(document.get("outputs", []), "'outputs'")
     check_number("outputs", len(outputs))
     for entry in outputs:
@@ -217,8 +224,16 @@ def _member(entry: JsonObject, name: str) -> Any:
     return entry[name]
 
 
+@dataclass(frozen=True, slots=True)
+class _InputLimits:
+    """What is refused before it is converted."""
+
+    max_bytes: int
+    prompts: PromptBound | None
+
+
 def _inputs(
-    entries: object, blobs: memoryview, model: str, max_input_bytes: int
+    entries: object, blobs: memoryview, model: str, limits: _InputLimits
 ) -> list[WireInput]:
     inputs: list[WireInput] = []
     start = 0
@@ -234,7 +249,7 @@ def _inputs(
         shape = tuple(as_unsigned(dim, "'shape'") for dim in dims)
         blob_bytes = _data_source(entry)
         if blob_bytes is None:
-            data = _json_data(entry, WireInput(name, datatype, shape, b""), max_input_bytes)
+            data = _json_data(entry, WireInput(name, datatype, shape, b""), limits)
             inputs.append(WireInput(name, datatype, shape, data))
             continue
         end = start + blob_bytes
@@ -274,14 +289,15 @@ def _data_source(entry: JsonObject) -> int | None:
     return as_unsigned(parameters["binary_data_size"], "'binary_data_size'")
 
 
-def _json_data(entry: JsonObject, wire: WireInput, max_input_bytes: int) -> Any:
+def _json_data(entry: JsonObject, wire: WireInput, limits: _InputLimits) -> Any:
     count = math.prod(wire.shape)
     if count > MAX_ELEMENTS:
         raise RequestError(too_many_elements(wire))
-    check_size(
-        f"JSON input '{wire.name}'", count * element_bytes(wire.datatype), max_input_bytes
-    )
+    num_bytes = count * element_bytes(wire.datatype)
+    check_size(f"JSON input '{wire.name}'", num_bytes, limits.max_bytes)
     values = flatten(as_list(entry["data"], "'data'"))
+    if limits.prompts is not None:
+        limits.prompts.check(wire.name, values)
     data = array_from_json(values, wire.datatype, wire.name)
     if len(data) != count:
         raise RequestError(

@@ -10,7 +10,8 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.models import BPE, Unigram, WordLevel, WordPiece
 
 from trimaran.comm.errors import RequestError
-from trimaran.server.models.text_limits import TextLimits, longest_token_bytes
+from trimaran.server.inference.text_limits import PromptBound, TextLimits
+from trimaran.server.models.text_limits import longest_token_bytes
 
 _BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
@@ -142,3 +143,15 @@ def test_a_prompt_over_the_limit_is_refused(limits, max_input_len, num_bytes, te
     with pytest.raises(RequestError, match=text) as caught:
         limits.check_prompt("QUERY", num_bytes, max_input_len)
     assert f"'QUERY' has {num_bytes} bytes" in str(caught.value)
+
+
+def test_a_bound_of_prompts_refuses_what_the_model_would_refuse():
+    bound = PromptBound(TextLimits(4), ("text_input",), 896, "in ensemble 'e', ")
+    bound.check("text_input", ["é" * 1792, 7])
+    bound.check("stop_words", ["a" * 4000])
+    with pytest.raises(RequestError, match="at most 3584") as caught:
+        bound.check("text_input", ["a", "é" * 1792 + "a"])
+    assert str(caught.value).startswith(
+        "in ensemble 'e', Prompt length exceeds maximum input length (896): input 'text_input' "
+        "has 3585 bytes"
+    )

@@ -1,0 +1,106 @@
+"""How long the texts may be that a model tokenizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from trimaran.comm.errors import RequestError
+
+_LEAST_LIMIT = 1 << 20
+_BYTES_PER_TOKEN = 16
+"""Of prompts, four times what tokens of common text have."""
+
+_CHUNK_CHARACTERS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class TextLimits:
+    """How long the texts are that one tokenizer takes."""
+
+    longest_token_bytes: int | None
+    max_text_bytes: int = 0
+    """What the operator set; 0: by the engine's longest prompt."""
+
+    def check_prompt(self, name: str, num_bytes: int, max_input_len: int | None) -> None:
+        """Refuse a prompt that cannot be short enough for an engine, before it is tokenized.
+
+        ``max_input_len`` is that of the engine; None: the text is for no engine that is known.
+
+        Raises:
+            RequestError: names the bytes, the limit and the remedy.
+        """
+        longest = self.longest_token_bytes
+        if max_input_len is not None and longest is not None:
+            limit = max_input_len * longest
+            if num_bytes > limit:
+                raise RequestError(
+                    f"Prompt length exceeds maximum input length ({max_input_len}): input "
+                    f"'{name}' has {num_bytes} bytes, and {max_input_len} tokens have at most "
+                    f"{limit}, as the longest has {longest}. Shorten the prompt, or build the "
+                    "engine with a larger --max-input-len."
+                )
+        limit = self.max_text_bytes
+        if not limit:
+            limit = max(_LEAST_LIMIT, _BYTES_PER_TOKEN * (max_input_len or 0))
+        if num_bytes > limit:
+            raise RequestError(
+                f"input '{name}' has {num_bytes} bytes but may have at most {limit}. Shorten "
+                "the text, or start the server with a larger --max-text-bytes."
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class PromptBound:
+    """How long the prompts of a model may be, for a process that only decodes requests."""
+
+    limits: TextLimits
+    inputs: tuple[str, ...]
+    """The inputs that hold prompts."""
+
+    max_input_len: int | None = None
+    """That of the engine; None: the prompts are for no engine that is known."""
+
+    prefix: str = ""
+    """Begins the errors of a composed model."""
+
+    def check(self, name: str, values: Iterable[Any]) -> None:
+        """Refuse values of an input from JSON, if they are prompts that are too long.
+
+        Raises:
+            RequestError: as for `TextLimits.check_prompt`.
+        """
+        if name not in self.inputs:
+            return
+        try:
+            for value in values:
+                if isinstance(value, str):
+                    self.limits.check_prompt(name, _num_bytes(value), self.max_input_len)
+        except RequestError as error:
+            raise RequestError(f"{self.prefix}{error}", error.kind) from None
+
+
+@runtime_checkable
+class PromptModel(Protocol):
+    """A model that can tell how long its prompts may be."""
+
+    @property
+    def prompt_bound(self) -> PromptBound | None:
+        """The bound at this time; None: there is none, or user code reads the prompts."""
+        ...
+
+
+def prompt_bound(model: object) -> PromptBound | None:
+    """The bound of a model that can tell."""
+    return model.prompt_bound if isinstance(model, PromptModel) else None
+
+
+def _num_bytes(text: str) -> int:
+    """The bytes of a text in UTF-8, without a copy of the whole text."""
+    if text.isascii():
+        return len(text)
+    return sum(
+        len(text[start : start + _CHUNK_CHARACTERS].encode("utf-8", "surrogateescape"))
+        for start in range(0, len(text), _CHUNK_CHARACTERS)
+    )
