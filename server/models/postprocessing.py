@@ -84,7 +84,11 @@ def _beams(request: InferRequest) -> EncodedTexts:
     """
     tokens = request.inputs["TOKENS_BATCH"].data
     beams = tokens.reshape(math.prod(tokens.shape[:-1]), tokens.shape[-1])
-    lengths = request.inputs["SEQUENCE_LENGTH"].data.reshape(-1)
+    if "SEQUENCE_LENGTH" in request.inputs:
+        lengths = request.inputs["SEQUENCE_LENGTH"].data.reshape(-1)
+    else:
+        # Version 0.5 knows no lengths: a text ends where the padding begins.
+        lengths = np.cumprod(beams >= 0, axis=1, dtype=np.int64).sum(axis=1)
     if len(lengths) != len(beams):
         raise RequestError(
             f"SEQUENCE_LENGTH has {len(lengths)} lengths, but TOKENS_BATCH has "

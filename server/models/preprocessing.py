@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from trimaran.comm.errors import ConfigError, RequestError
 from trimaran.server.inference.request import InferRequest, InferResponse, Tensor
+from trimaran.server.inference.tensor_bytes import NUMPY_TYPES, from_config
 from trimaran.server.inference.text_limits import PromptBound
 from trimaran.server.models.encoded_texts import NOTHING, EncodedTexts, Ids
 from trimaran.server.models.sample_inputs import SampleInputs, batch_size
@@ -57,6 +58,7 @@ class PreprocessingModel:
                 "are not served. Leave it unset."
             )
         self._is_batched = model.config.max_batch_size > 0
+        self._types = {t.name: from_config(t.data_type) for t in model.config.output}
 
     @property
     def prompt_bound(self) -> PromptBound:
@@ -77,9 +79,8 @@ class PreprocessingModel:
         outputs = await self._outputs_of(samples, texts, limit)
         if "PROMPT_TABLE_EXTRA_ID" in request.inputs:
             outputs.append(self._extra_ids(samples, outputs[0].data, outputs[1].data))
-        if not self._is_batched:
-            for tensor in outputs:
-                tensor.data = tensor.data[0]
+        for tensor in outputs:
+            self._as_declared(tensor)
         yield InferResponse(
             model_name=self.name,
             model_version=self.version,
@@ -87,6 +88,15 @@ class PreprocessingModel:
             outputs=[o for o in outputs if not request.outputs or o.name in request.outputs],
             is_final=True,
         )
+
+    def _as_declared(self, tensor: Tensor) -> None:
+        """Give an output the declared sign, and no batch dimension where the model has none."""
+        if not self._is_batched:
+            tensor.data = tensor.data[0]
+        datatype = self._types.get(tensor.name, tensor.datatype)
+        if datatype != tensor.datatype:
+            tensor.data = tensor.data.astype(NUMPY_TYPES[datatype])
+            tensor.datatype = datatype
 
     def _texts(self, samples: list[SampleInputs], max_input_len: int | None) -> list[_Texts]:
         return [self._texts_of(sample, max_input_len) for sample in samples]

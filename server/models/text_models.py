@@ -104,6 +104,9 @@ def ensemble_maps(model: RepositoryModel, step_names: dict[Role, str]) -> Tensor
     steps = {role: by_name[name] for role, name in step_names.items()}
     for reader, input_name, writer, output_name in _NATIVE_WIRES:
         tensor = dict(steps[reader].input_map).get(input_name)
+        if tensor is None and input_name == "SEQUENCE_LENGTH":
+            # Version 0.5 has none.
+            continue
         if tensor is None or tensor != dict(steps[writer].output_map).get(output_name):
             return None
     pre, token = steps[Role.PREPROCESSING], steps[Role.TOKEN]

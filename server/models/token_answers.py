@@ -76,11 +76,14 @@ class TensorAnswers:
         Raises:
             RequestError: outputs are named, but not the two that every response has.
         """
-        for name in _REQUIRED_OUTPUTS:
+        declared = {output.name for output in model.config.output}
+        required = [name for name in _REQUIRED_OUTPUTS if name in declared]
+        for name in required:
             if request.outputs and name not in request.outputs:
                 raise RequestError(
                     f"{name} tensor must be present in the list of output tensors"
                 )
+        self._has_lengths = "sequence_length" in declared
         self._model = model
         self._request = request
         self._samples = samples
@@ -131,11 +134,12 @@ class TensorAnswers:
             has_prompt = not self.is_streaming and not self._excludes_input[sample]
             rows = [(prompt if has_prompt else []) + beam for beam in progress.beams.token_ids]
         lengths = [[len(row) for row in rows]]
-        outputs = [
-            Tensor("output_ids", "INT32", padded(rows, np.int32)),
-            Tensor("sequence_length", "INT32", np.array(lengths, dtype=np.int32)),
-            *others.tensors(sample, sequence, progress, is_last=chunk.is_last),
-        ]
+        outputs = [Tensor("output_ids", "INT32", padded(rows, np.int32))]
+        if self._has_lengths:
+            outputs.append(
+                Tensor("sequence_length", "INT32", np.array(lengths, dtype=np.int32))
+            )
+        outputs += others.tensors(sample, sequence, progress, is_last=chunk.is_last)
         return self._response(outputs, is_end)
 
     def _response(self, outputs: list[Tensor], is_final: bool) -> InferResponse:

@@ -195,7 +195,7 @@ TOKEN_PARAMETERS: dict[str, Known] = {
     "gpu_device_ids": served("str"),
     "participant_ids": served("str"),
     "num_nodes": served("int", low=1),
-    "worker_path": refused("str", "it was renamed: use 'executor_worker_path'"),
+    "worker_path": accepted("str", "ranks run the program trimaran-rank"),
     "executor_worker_path": accepted("str", "ranks run the program trimaran-rank"),
     "gpu_weights_percent": refused("float", "weights are not streamed", "1", "1.0"),
     "enable_trt_overlap": served("bool"),

@@ -36,7 +36,8 @@ _TEMPLATES = {
     Role.ENSEMBLE: "ensemble",
     Role.BLS: "tensorrt_llm_bls",
 }
-# Combinations of inputs and outputs that only a model of the role has.
+# Combinations of inputs and outputs that only a model of the role has. Version 0.5 knows no
+# sequence lengths.
 _SIGNATURES: tuple[tuple[Role, frozenset[str], frozenset[str]], ...] = (
     (
         Role.PREPROCESSING,
@@ -45,13 +46,13 @@ _SIGNATURES: tuple[tuple[Role, frozenset[str], frozenset[str]], ...] = (
     ),
     (
         Role.POSTPROCESSING,
-        frozenset({"TOKENS_BATCH", "SEQUENCE_LENGTH"}),
+        frozenset({"TOKENS_BATCH"}),
         frozenset({"OUTPUT"}),
     ),
     (
         Role.TOKEN,
         frozenset({"input_ids", "input_lengths", "request_output_len"}),
-        frozenset({"output_ids", "sequence_length"}),
+        frozenset({"output_ids"}),
     ),
     (Role.BLS, frozenset({"text_input", "max_tokens"}), frozenset({"text_output"})),
 )
@@ -63,9 +64,16 @@ PASSED_ON = frozenset(
 )  # fmt: skip
 """Inputs of older postprocessing models, which are returned unchanged as OUT_ and the name."""
 
+_COUNTS = (
+    "REQUEST_OUTPUT_LEN", "request_output_len", "max_tokens", "end_id", "pad_id", "beam_width",
+    "runtime_top_k", "top_k", "min_length", "prompt_vocab_size",
+)  # fmt: skip
+"""Integers that repositories of versions 0.5 and 0.6 declare without a sign."""
+
 _HALVES_AND_FLOATS = ("TYPE_FP32", "TYPE_FP16", "TYPE_BF16")
-# Tensors whose type depends on the engine; all others have the template's type.
+# Tensors whose type depends on the engine or the version; all others have the template's type.
 _CHOICES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(_COUNTS, ("TYPE_INT32", "TYPE_UINT32")),
     "context_logits": ("TYPE_FP32", "TYPE_FP16"),
     "generation_logits": ("TYPE_FP32", "TYPE_FP16"),
     "draft_logits": ("TYPE_FP32", "TYPE_FP16"),

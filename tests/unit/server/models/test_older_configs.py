@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 
 import numpy as np
 import pytest
@@ -87,3 +88,64 @@ async def test_postprocessing_alone_passes_them_on(serve, older):
     assert found.keys() == {"OUTPUT", *(f"OUT_{name}" for name in given)}
     for name, value in given.items():
         np.testing.assert_array_equal(found[f"OUT_{name}"], value)
+
+
+UNSIGNED = (
+    "REQUEST_OUTPUT_LEN", "request_output_len", "max_tokens", "beam_width",
+    "runtime_top_k", "top_k", "min_length", "prompt_vocab_size",
+)  # fmt: skip
+
+
+@pytest.fixture
+def oldest(tmp_path, tokenizer_folder):
+    """The models as version 0.5 declared them: counts without a sign, and no lengths."""
+    root = _write_repository(tmp_path, tokenizer_folder, {})
+    counts = rf'(name: "(?:{"|".join(UNSIGNED)})"\s+data_type: )TYPE_INT32'
+    wires = r'\s+(?:in|out)put_map \{\s+key: "(?:SEQUENCE_LENGTH|sequence_length)"[^}]*\}'
+    tensors = r',\s+\{\s+name: "(?:SEQUENCE_LENGTH|sequence_length)"[^}]*\}'
+    num_counts = 0
+    for path in root.glob("*/config.pbtxt"):
+        text, count = re.subn(counts, r"\1TYPE_UINT32", path.read_text())
+        num_counts += count
+        path.write_text(re.sub(tensors, "", re.sub(wires, "", text)))
+        assert "sequence_length" not in path.read_text().lower()
+    assert num_counts > len(UNSIGNED)
+    return root
+
+
+async def test_counts_may_be_unsigned_and_lengths_unknown(serve, oldest):
+    async with serve(repository=oldest) as served:
+        engine = await served.dial(served.answer("one two"))
+        (response,) = await served.infer(
+            "ensemble", text_input="A", max_tokens=np.array([[9]], np.uint32)
+        )
+        assert engine.submits[-1].sampling["max_tokens"] == 9
+        assert response.outputs[0].data.tolist() == [b"Aone two"]
+        (response,) = await served.infer(
+            "preprocessing", QUERY="A", REQUEST_OUTPUT_LEN=np.array([[9]], np.uint32)
+        )
+        (count,) = (o for o in response.outputs if o.name == "REQUEST_OUTPUT_LEN")
+        assert (count.datatype, count.data.dtype, count.data.item()) == ("UINT32", np.uint32, 9)
+
+
+async def test_a_text_without_a_length_ends_where_the_padding_begins(serve, oldest):
+    async with serve(repository=oldest) as served:
+        first, second = (served.tokenizer.encode_now(text, False) for text in ("a", "one two"))
+        width = len(second)
+        rows = [[*first, *[-1] * (width - len(first))], list(second)]
+        (response,) = await served.infer(
+            "postprocessing", TOKENS_BATCH=np.array([rows], np.int32)
+        )
+    assert response.outputs[0].data.tolist() == [b"a", b"one two"]
+
+
+async def test_the_token_model_answers_without_lengths_that_it_does_not_declare(serve, oldest):
+    async with serve(repository=oldest) as served:
+        await served.dial(served.answer("one two"))
+        (response,) = await served.infer(
+            "tensorrt_llm",
+            input_ids=np.array([[5]], np.int32),
+            input_lengths=np.array([[1]], np.int32),
+            request_output_len=np.array([[9]], np.uint32),
+        )
+    assert [output.name for output in response.outputs] == ["output_ids"]

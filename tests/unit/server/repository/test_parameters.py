@@ -106,13 +106,22 @@ def test_an_unknown_key_is_ignored_with_a_suggestion(write_repository, edit, cap
     ) in caplog.text
 
 
-def test_the_old_worker_path_names_its_successor(write_repository, edit):
+@pytest.mark.parametrize("name", ["worker_path", "executor_worker_path"])
+def test_the_path_of_the_worker_program_is_logged_by_either_name(
+    write_repository, caplog, name
+):
     root = write_repository()
     path = root / "tensorrt_llm" / "config.pbtxt"
-    path.write_text(path.read_text() + 'parameters { key: "worker_path" '
+    path.write_text(path.read_text() + f'parameters {{ key: "{name}" '
                     'value { string_value: "/w" } }\n')  # fmt: skip
 
-    assert "use 'executor_worker_path'" in refusal(root)
+    with caplog.at_level(logging.INFO):
+        ModelRepository.load(root)
+
+    assert any(
+        f"'{name}' = /w is accepted without effect: ranks run the program trimaran-rank" in line
+        for line in caplog.messages
+    )
 
 
 @pytest.mark.feature("parameter:tokenizer_dir", of="postprocessing")

@@ -303,7 +303,7 @@ def test_a_version_that_the_policy_names_must_exist(write_repository):
     [
         ("tensorrt_llm", "input_lengths", "token model"),
         ("preprocessing", "QUERY", "preprocessing"),
-        ("postprocessing", "SEQUENCE_LENGTH", "postprocessing"),
+        ("postprocessing", "TOKENS_BATCH", "postprocessing"),
         ("tensorrt_llm_bls", "max_tokens", "bls"),
     ],
 )
