@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from collections.abc import Iterable
 from functools import partial
 
 from aiohttp import web
@@ -111,7 +112,11 @@ async def _coded(
     if coding == "identity":
         return headers, encoded.parts
     headers["Content-Encoding"] = coding
-    work = partial(compress, b"".join(encoded.parts), coding)
-    # Compression that takes longer than a few milliseconds runs in a thread.
+    work = partial(_compressed, encoded.parts, coding)
+    # What takes longer than a few milliseconds runs in a thread, the copy of the parts too.
     is_long = encoded.num_bytes > LONG_ANSWER_BYTES
     return headers, deque([await asyncio.to_thread(work) if is_long else work()])
+
+
+def _compressed(parts: Iterable[bytes], coding: str) -> bytes:
+    return compress(b"".join(parts), coding)

@@ -31,7 +31,7 @@ from trimaran.server.protocol.json_access import (
     as_unsigned,
     too_big,
 )
-from trimaran.server.protocol.limits import check_id, check_number
+from trimaran.server.protocol.limits import check_dimensions, check_id, check_number
 from trimaran.server.protocol.tensor_json import array_from_json, flatten
 
 RESERVED_PREFIX = "triton_"
@@ -246,6 +246,7 @@ def _inputs(
         if datatype not in NUMPY_TYPES:
             raise RequestError(f"invalid datatype for input {name}")
         dims = as_list(_member(entry, "shape"), "'shape'")
+        check_dimensions(name, len(dims))
         shape = tuple(as_unsigned(dim, "'shape'") for dim in dims)
         blob_bytes = _data_source(entry)
         if blob_bytes is None:

@@ -18,7 +18,7 @@ from trimaran.server.protocol.infer_json import (
     RequestedOutput,
     check_custom_name,
 )
-from trimaran.server.protocol.limits import check_id, check_number
+from trimaran.server.protocol.limits import check_dimensions, check_id, check_number
 
 EMPTY_FINAL = "triton_enable_empty_final_response"
 
@@ -139,6 +139,7 @@ def _input(
     name, model = entry.name, message.model_name
     if "shared_memory_region" in entry.parameters:
         raise _unknown_region(name, entry.parameters["shared_memory_region"])
+    check_dimensions(name, len(entry.shape))
     shape = tuple(entry.shape)
     datatype = entry.datatype if entry.datatype in NUMPY_TYPES else INVALID_DATATYPE
     if raw_contents:

@@ -7,6 +7,9 @@ from trimaran.comm.errors import RequestError
 MAX_NUMBER = 1 << 16
 """Most inputs of a request, most outputs, and most parameters."""
 
+MAX_DIMENSIONS = 64
+"""Most dimensions of a shape: arrays have no more."""
+
 MAX_MEMBERS = 4 * MAX_NUMBER
 """Most objects and members of objects in a JSON text: each takes some 250 bytes of memory."""
 
@@ -26,6 +29,19 @@ def check_number(what: str, number: int) -> None:
     """
     if number > MAX_NUMBER:
         raise RequestError(f"a request has at most {MAX_NUMBER} {what}, got {number}")
+
+
+def check_dimensions(name: str, number: int) -> None:
+    """Refuse an input with more dimensions than `MAX_DIMENSIONS`.
+
+    Raises:
+        RequestError: with the number and the limit.
+    """
+    if number > MAX_DIMENSIONS:
+        raise RequestError(
+            f"the shape of input '{name}' has {number} dimensions, and at most "
+            f"{MAX_DIMENSIONS} are allowed"
+        )
 
 
 def check_id(what: str, text: str) -> str:

@@ -129,6 +129,25 @@ def test_a_long_message_has_a_bounded_number_of_explicit_elements(channel, kind)
     assert "explicit elements" not in text
 
 
+@pytest.mark.parametrize("number", [65, 100_000, 4_000_000])
+def test_a_shape_has_a_bounded_number_of_dimensions(server, channel, number):
+    head = pb.ModelInferRequest(model_name="echo").SerializeToString()
+    shape = delimited(3, b"\x01" * number)
+    entry = b"\x0a\x04TEXT\x12\x05BYTES" + shape + delimited(5, delimited(8, b"a"))
+    with LoopWatch(server) as watch:
+        code, text = refusal(channel, "ModelInfer", head + delimited(5, entry))
+    assert watch.longest_s < LONGEST_PAUSE_S
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    expected = f"the shape of input 'TEXT' has {number} dimensions, and at most 64 are allowed"
+    assert text == expected
+    answer = server.post(
+        "/v2/models/echo/infer",
+        b'{"inputs":[{"name":"TEXT","datatype":"BYTES","data":["a"],"shape":[%b1]}]}'
+        % (b"1," * (min(number, 1_000_000) - 1)),
+    )
+    assert (answer.status, answer.error) == (400, expected.replace("4000000", "1000000"))
+
+
 @pytest.mark.parametrize("num_bytes", [5000, 10 << 20])
 @pytest.mark.parametrize("what", ["id", "sequence id"])
 def test_long_ids_are_refused_where_the_message_is_decoded(channel, what, num_bytes):

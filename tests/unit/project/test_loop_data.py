@@ -1,0 +1,264 @@
+"""Every place of the front end whose work is in proportion to data that may be a client's.
+
+The event loop serves all clients: no client's data may hold the loop for long. Calls that
+convert, copy or search whole texts, arrays and messages stand in the table below alone, each
+with the limit that bounds the work. A new call fails the test until the table says what bounds
+the data. The test sees names of functions; a loop of Python over data is not seen.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import sys
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+_SPEC = importlib.util.spec_from_file_location("rules", Path(__file__).with_name("rules.py"))
+assert _SPEC is not None and _SPEC.loader is not None
+rules = sys.modules.get("rules") or importlib.util.module_from_spec(_SPEC)
+if "rules" not in sys.modules:
+    sys.modules["rules"] = rules
+    _SPEC.loader.exec_module(rules)
+
+ROOMS = (
+    "access", "decoding", "engines", "grpc", "http", "inference", "models", "protocol",
+    "python_models", "service.py",
+)  # fmt: skip
+"""The parts of ``server`` that clients' data passes. The other parts read an operator's files,
+and messages of the server's own processes."""
+
+CALLS = frozenset((
+    # JSON and protobuf
+    "loads", "dumps", "FromString", "ParseFromString", "MergeFromString", "SerializeToString",
+    "MessageToJson", "MessageToDict", "Parse", "ParseDict",
+    # arrays
+    "frombuffer", "tolist", "tobytes",
+    # texts, and the tokenizer
+    "encode", "decode", "join", "encode_batch", "encode_batch_fast", "decode_batch",
+    "match", "search", "fullmatch", "finditer", "findall", "sub",
+    # codings, and messages of processes
+    "compress", "decompress", "b64encode", "b64decode", "recv", "recv_bytes", "packb",
+    "unpackb",
+))  # fmt: skip
+JSON_CALLS = ("parse", "dump")
+"""Of `protocol.json_access`, as other modules call them."""
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A number of the code, as this page claims it."""
+
+    name: str
+    value: int
+
+    @property
+    def current(self) -> object:
+        """The number in the code."""
+        module, _, name = f"trimaran.server.{self.name}".rpartition(".")
+        return getattr(importlib.import_module(module), name)
+
+
+KIB, MIB = 1 << 10, 1 << 20
+
+SHORT = Limit("decoding.body.SHORT_BYTES", 256 * KIB)
+SMALL_BODY = Limit("http.messages.SMALL_BODY_BYTES", 64 * KIB)
+SMALL_MESSAGE = Limit("grpc.server.SMALL_MESSAGE_BYTES", 64 * KIB)
+HEAD = Limit("http.connections.MAX_HEAD_BYTES", 256 * KIB)
+NAME = Limit("protocol.limits.MAX_NAME_BYTES", 4 * KIB)
+ITEMS = Limit("inference.cooperative.CHUNK_ITEMS", 1024)
+BYTES = Limit("inference.cooperative.CHUNK_BYTES", MIB)
+STATUS = Limit("grpc.service._MAX_STATUS_BYTES", 6 * KIB)
+KEY = Limit("access.api_keys._MAX_SHOWN", 4 * KIB)
+CONFIG = Limit("protocol.load_request._MAX_CONFIG_BYTES", MIB)
+ANSWER = Limit("http.messages.LONG_ANSWER_BYTES", 128 * KIB)
+INLINE_TEXT = Limit("models.tokenizer._INLINE_CHARACTERS", 2048)
+INLINE_IDS = Limit("models.tokenizer.INLINE_IDS", 1024)
+WORD_IDS = Limit("models.sampling_inputs.MAX_WORD_IDS", 1 << 16)
+NUMBER = Limit("protocol.limits.MAX_NUMBER", 1 << 16)
+DIMENSIONS = Limit("protocol.limits.MAX_DIMENSIONS", 64)
+RANGES = Limit("models.token_inputs._MAX_RANGES", 1024)
+PACKED = Limit("python_models.wire.MAX_FRAME_BYTES", 1 << 30)
+
+OPERATOR = "an operator's or our own text"
+PROCESS = "in a process of its own"
+THREAD = "in a thread"
+ENGINE = "the engine's: tokens of one step, or the text of one sequence"
+PROMPT = "a prompt that the engine takes"
+VALUE = "one value of an answer"
+FLAG = "--http-max-input-size or --grpc-max-message-size, 64 MiB: one copy, below 0.1 s"
+
+Bound = Limit | str | tuple[Limit, ...]
+Places = dict[str, Bound]
+
+
+def _all(bound: Bound, calls: str) -> Places:
+    return dict.fromkeys(calls.split(), bound)
+
+
+PLACES: dict[str, Places] = {
+    "access/api_keys.py": {"decode": KEY, "b64decode": KEY, "encode": HEAD},
+    "access/categories.py": {"join": OPERATOR},
+    "access/control.py": {"join": OPERATOR},
+    "access/restrictions.py": {"join": OPERATOR, "encode": HEAD},
+    # ---- decoding
+    "decoding/body.py": {"join": SHORT},
+    "decoding/decoder.py": {"recv": THREAD, "SerializeToString": OPERATOR},
+    "decoding/exchange.py": {
+        **_all(THREAD, "recv recv_bytes frombuffer"), **_all(PROCESS, "tolist dumps"),
+    },
+    "decoding/process.py": {"recv": PROCESS},
+    # A request to load is read on the loop too, up to `SHORT`.
+    "decoding/tasks.py": {"FromString": SHORT},
+    # ---- engines
+    "engines/client.py": {"join": OPERATOR},
+    "engines/group.py": _all(ENGINE, "frombuffer tolist"),
+    "engines/link.py": {"encode": FLAG},
+    "engines/live_request.py": {"tolist": ENGINE},
+    "engines/model_engines.py": {"join": OPERATOR},
+    # ---- gRPC
+    "grpc/access.py": {"decode": "gRPC's own limit on metadata, 16 KiB"},
+    "grpc/convert.py": {"join": VALUE, "encode": NAME, "decode": NAME},
+    "grpc/messages.py": {"FromString": SHORT},
+    "grpc/service.py": {"encode": SHORT, "decode": STATUS, "join": STATUS},
+    # ---- HTTP
+    "http/connections.py": {"join": HEAD, "encode": HEAD},
+    "http/generate.py": {"encode": ITEMS},
+    "http/infer.py": {
+        "decompress": Limit("http.infer._SHORT_CODED_BYTES", 4 * KIB), "compress": ANSWER,
+        "join": ANSWER,
+    },
+    "http/messages.py": {
+        "join": SMALL_BODY, "compress": ANSWER,
+        "decompress": Limit("http.messages._DECODED_BYTES", MIB),
+        "json_access.dump": OPERATOR,
+    },
+    "http/queries.py": {"json_access.parse": SMALL_BODY},
+    "http/routes.py": {"join": HEAD},
+    "http/server.py": {"match": HEAD},
+    # ---- inference
+    "inference/tensor_bytes.py": {
+        **_all(ITEMS, "tolist"), **_all(BYTES, "tobytes join encode"),
+        "frombuffer": "a view, without a copy",
+    },
+    "inference/text_limits.py": {"encode": PROCESS},
+    "inference/validation.py": {"join": (NUMBER, DIMENSIONS)},
+    # ---- models
+    "models/encoded_texts.py": _all(INLINE_TEXT, "encode_batch_fast decode_batch tolist"),
+    "models/factory.py": {"join": OPERATOR},
+    "models/graph_model.py": {"join": OPERATOR},
+    "models/postprocessing.py": {"encode": ENGINE},
+    "models/preprocessing.py": {"encode": INLINE_TEXT},
+    "models/sample_inputs.py": {
+        "tolist": RANGES, "decode": FLAG,
+    },
+    "models/sampling_inputs.py": {
+        "tolist": WORD_IDS, "tobytes": "a number for each id of the vocabulary",
+        "join": OPERATOR,
+    },
+    "models/sequence_outputs.py": _all(ENGINE, "join frombuffer encode"),
+    "models/text_limits.py": _all(OPERATOR, "loads encode"),
+    "models/text_pipeline.py": {
+        "sub": SHORT, **_all(ENGINE, "join encode"), **_all(PROMPT, "tolist decode"),
+    },
+    "models/token_inputs.py": {"tobytes": FLAG, "encode": FLAG},
+    "models/token_model.py": {"tolist": PROMPT, "join": OPERATOR},
+    "models/tokenizer.py": {
+        "encode": INLINE_TEXT, "tolist": INLINE_TEXT, **_all(INLINE_IDS, "decode decode_batch"),
+    },
+    "models/tokenizer_pool.py": {"recv": THREAD},
+    "models/tokenizer_process.py": _all(PROCESS, "recv recv_bytes encode decode"),
+    "models/transaction.py": {"tolist": "one value for each sample of a batch"},
+    # ---- protocol
+    "protocol/generate.py": {
+        "json_access.parse": SHORT, "json_access.dump": SHORT, "encode": VALUE, "join": VALUE,
+    },
+    "protocol/infer_json.py": {
+        "json_access.parse": SHORT, "match": HEAD, "join": OPERATOR,
+    },
+    "protocol/infer_message.py": {"join": OPERATOR},
+    "protocol/infer_response.py": {"json_access.dump": BYTES, "encode": THREAD},
+    "protocol/json_access.py": _all(SHORT, "decode encode search finditer"),
+    "protocol/limits.py": {"encode": SHORT},
+    "protocol/load_request.py": {
+        "json_access.parse": SHORT, "b64decode": SHORT, "Parse": CONFIG, "fullmatch": NAME,
+    },
+    "protocol/message_scan.py": {"join": FLAG, "decode": NAME},
+    "protocol/tensor_json.py": {"encode": SHORT, "tolist": ITEMS, "decode": BYTES},
+    # ---- Python models
+    "python_models/inference_request.py": _all(PROCESS, "dumps join"),
+    "python_models/link.py": _all(PROCESS, "encode recv"),
+    "python_models/model.py": {"dumps": OPERATOR},
+    "python_models/process.py": _all(PROCESS, "encode decode join"),
+    "python_models/process_link.py": {"encode": FLAG},
+    "python_models/responses.py": {"dumps": PROCESS},
+    "python_models/tensors.py": {"join": PROCESS},
+    "python_models/utils.py": {"join": PROCESS},
+    "python_models/wire.py": {
+        "packb": FLAG, "unpackb": PACKED, "join": FLAG, "frombuffer": "a view, without a copy",
+    },
+}  # fmt: skip
+
+
+def places(tree: ast.Module) -> set[str]:
+    """The names of `CALLS` and `JSON_CALLS` that a module mentions, called or not."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            if node.attr in CALLS:
+                found.add(node.attr)
+            elif node.attr in JSON_CALLS and ast.unparse(node.value) == "json_access":
+                found.add(f"json_access.{node.attr}")
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            found |= {node.func.id} & CALLS
+    return found
+
+
+def found_places() -> dict[str, set[str]]:
+    """The places of each module in the rooms."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for source in rules.sources("server"):
+        path = source.path.relative_to(rules.ROOT / "server")
+        if path.parts[0] in ROOMS:
+            found[path.as_posix()] |= places(source.tree)
+    return found
+
+
+def test_each_place_where_data_of_clients_is_converted_has_a_bound():
+    unbounded = {
+        module: sorted(calls - set(PLACES.get(module, ())))
+        for module, calls in found_places().items()
+        if calls - set(PLACES.get(module, ()))
+    }
+    assert unbounded == {}, (
+        "say in PLACES what bounds the data there, and mend what is unbounded"
+    )
+
+
+def test_the_table_names_no_place_that_is_gone():
+    found = found_places()
+    stale = {m: sorted(set(calls) - found.get(m, set())) for m, calls in PLACES.items()}
+    assert {module: calls for module, calls in stale.items() if calls} == {}
+
+
+LIMITS = {
+    bound for calls in PLACES.values() for bound in calls.values() if type(bound) is Limit
+}
+
+
+@pytest.mark.parametrize("limit", sorted(LIMITS, key=lambda limit: limit.name), ids=str)
+def test_each_limit_is_the_number_in_the_code(limit):
+    assert limit.current == limit.value
+
+
+def test_the_search_sees_calls_and_functions_that_are_passed_on():
+    text = """
+json.loads(a); read = pb.Message.FromString; json_access.parse(b); other.parse(c)
+encode(d); array.tolist(); pattern.search(e); tolist = 1
+"""
+    found = places(ast.parse(text))
+    assert found == {"loads", "FromString", "json_access.parse", "encode", "tolist", "search"}
