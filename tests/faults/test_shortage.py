@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from chaos_server import ChaosServer
 from leftovers import left_over
-from load import CANCELLED, FAILED, LATE, LOST, RETRYABLE, RIGHT, WRONG, Load, running
+from load import CANCELLED, FAILED, LOST, RETRYABLE, RIGHT, WRONG, Load, running
 from models import Case, Model, build_repository, make_cases, with_answers
 from shm import PrivateShm
 
@@ -25,6 +25,8 @@ MAX_FILES = 300
 DISK = "4m"
 NUM_CLIENTS = 12
 GONE_S = 20.0
+IN_TRANSIT_S = 0.5
+"""A request sent this long before a signal has arrived before the signal."""
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -157,21 +159,26 @@ def test_a_signal_under_load_leaves_no_request_unanswered(
         load = Load(server, cases, NUM_CLIENTS, deadline_s=30, cancelled_share=0)
         with running(load):
             time.sleep(5)
-            before = len(load.outcomes)
+            stopped_s = time.monotonic()
             server.process.terminate()
             if is_twice:
                 time.sleep(0.2)
                 server.process.terminate()
             code = server.process.wait(GONE_S)
             load.is_stopping = True
-        kinds = Counter(outcome.kind for outcome in load.outcomes)
-        texts = {o.text for o in load.outcomes if o.kind in (FAILED, WRONG, LATE)}
+        running_then = [o for o in load.outcomes if o.start_s < stopped_s - IN_TRANSIT_S]
+        later = [o for o in load.outcomes if o.start_s >= stopped_s - IN_TRANSIT_S]
 
         assert code == (128 + signal.SIGTERM if is_twice else 0), server.log()
-        assert before and kinds[RIGHT]
+        assert running_then
+        kinds = Counter(outcome.kind for outcome in running_then)
         # What is cut off may end in the middle of a stream, but not as if it were whole.
-        allowed = {RIGHT, RETRYABLE, LOST, *({FAILED, WRONG} if is_twice else ())}
-        assert set(kinds) <= allowed, (kinds, texts)
+        allowed = {RIGHT, *({RETRYABLE, LOST, FAILED, WRONG} if is_twice else ())}
+        assert kinds[RIGHT] and set(kinds) <= allowed, running_then
+        # A connection that waits for its next request is closed, and no other is accepted.
+        refused = [o for o in later if o.kind not in (RIGHT, RETRYABLE, LOST)]
+        if not is_twice:
+            assert all("has stopped accepting new" in o.text for o in refused), refused
         assert left_over(server) == []
 
 
