@@ -94,29 +94,30 @@ class Campaign:
     def run(self, seconds: float, numbers: list[int] | None = None) -> None:
         """Send cases until the time is over, or those of these numbers alone."""
         if numbers is not None:
-            self._beside_watch(lambda: self._each([case_of(self.seed, n) for n in numbers]))
+            self.beside_watch(lambda: self._each([case_of(self.seed, n) for n in numbers]))
             return
         timer = threading.Timer(seconds, self._is_over.set)
         timer.start()
         try:
-            self._beside_watch(lambda: _together([self._client] * self.num_clients))
+            self.beside_watch(lambda: together([self._client] * self.num_clients))
         finally:
             timer.cancel()
 
     def replay(self, paths: list[Path], times: int = 1) -> None:
         """Send the cases of files, those of each file together."""
         files = queue.SimpleQueue[list[Case]]()
-        for together in [cases.read(path) for path in paths] * times:
-            files.put(together)
+        for path in paths * times:
+            files.put(cases.read(path))
 
         def client() -> None:
             with contextlib.suppress(queue.Empty):
                 while True:
-                    _together([partial(self._each, [case]) for case in files.get_nowait()])
+                    together([partial(self._each, [case]) for case in files.get_nowait()])
 
-        self._beside_watch(lambda: _together([client] * self.num_clients))
+        self.beside_watch(lambda: together([client] * self.num_clients))
 
-    def _beside_watch(self, send: Callable[[], None]) -> None:
+    def beside_watch(self, send: Callable[[], object]) -> None:
+        """Run an action beside the watch, after a warm-up of the server."""
         with Watching(self.target.ports.http, self.target.pid, self._noticed) as watching:
             warm_up(self.target.ports)
             time.sleep(SETTLES_S)
@@ -142,9 +143,9 @@ class Campaign:
             self._send(sender, number, case_of(self.seed, number))
         sender.close()
 
-    def _each(self, together: list[Case]) -> None:
+    def _each(self, in_turn: list[Case]) -> None:
         sender = Sender(self.target.ports)
-        for number, case in enumerate(together):
+        for number, case in enumerate(in_turn):
             self._send(sender, number, case)
         sender.close()
 
@@ -250,7 +251,7 @@ class Campaign:
         }
 
 
-def _together(actions: list[Callable[[], object]]) -> None:
+def together(actions: list[Callable[[], object]]) -> None:
     """Run all at the same time, to their ends."""
     threads = [threading.Thread(target=action) for action in actions]
     for thread in threads:
@@ -272,11 +273,11 @@ def warm_up(ports: Ports) -> None:
             "guided_decoding_guide": "[0-9]",
         }},
     ]  # fmt: skip
-    together = []
+    clients = []
     for body in bodies * 2:
         length = len(build(body))
         head = f"POST {generate} HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n"
-        together.append(partial(Sender(ports).send, Case("warm-up", parts=[[head, body]])))
-    _together(together)
+        clients.append(partial(Sender(ports).send, Case("warm-up", parts=[[head, body]])))
+    together(clients)
     sender.send(Case("warm-up", "grpc", "/inference.GRPCInferenceService/ServerLive", [""]))
     sender.close()
