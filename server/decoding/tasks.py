@@ -19,7 +19,7 @@ from trimaran.server.inference.validation import Validator
 from trimaran.server.protocol import json_access
 from trimaran.server.protocol.generate import GenerateMapper
 from trimaran.server.protocol.infer_json import ParsedInfer, parse_document
-from trimaran.server.protocol.infer_message import check_num_elements, parse_message
+from trimaran.server.protocol.infer_message import parse_message
 from trimaran.server.protocol.load_request import (
     LoadRequest,
     load_request_of_grpc,
@@ -27,6 +27,7 @@ from trimaran.server.protocol.load_request import (
 )
 from trimaran.server.protocol.message_scan import (
     MalformedError,
+    check_num_elements,
     check_num_files,
 )
 
@@ -99,11 +100,12 @@ class MessageTask:
         Raises:
             RequestError: with the kind and text that clients know.
         """
+        raw = bytes(data)
         try:
-            message = pb.ModelInferRequest.FromString(bytes(data))
-        except DecodeError as error:
+            check_num_elements(raw, self.max_message_bytes)
+            message = pb.ModelInferRequest.FromString(raw)
+        except (DecodeError, MalformedError) as error:
             raise undecodable(error) from None
-        check_num_elements(message, self.max_message_bytes)
         return run_at_once(parse_message(message, [_stand_in(size) for size in self.raw_sizes]))
 
 

@@ -44,29 +44,6 @@ _TYPES_OF: dict[str, tuple[str, ...]] = {
 }
 _CUSTOM_TYPES = ("string_param", "int64_param", "bool_param", "double_param")
 
-_ELEMENT_BYTES = 16
-"""Bytes of the limit on messages for each explicit element: an element that takes two bytes on
-the wire takes up to 50 in memory."""
-
-
-def check_num_elements(message: pb.ModelInferRequest, max_message_bytes: int) -> None:
-    """Refuse a message with too many elements in ``contents`` and dimensions in ``shape``.
-
-    Raises:
-        RequestError: more than a sixteenth of ``max_message_bytes``.
-    """
-    limit = max_message_bytes // _ELEMENT_BYTES
-    number = sum(
-        len(entry.shape) + sum(len(getattr(entry.contents, field)) for field in _CONTENTS)
-        for entry in message.inputs
-    )
-    if number > limit:
-        raise RequestError(
-            f"the message has {number} explicit elements and dimensions of inputs, and at most "
-            f"{limit} are allowed. Send tensors as raw_input_contents, or use "
-            "--grpc-max-message-size to increase the limit."
-        )
-
 
 def parse_message(
     message: pb.ModelInferRequest, raw_contents: Sequence[Buffer]

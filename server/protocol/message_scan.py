@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TypeAlias
+
+import numpy as np
 
 from trimaran.comm.errors import RequestError
 from trimaran.server.inference.cooperative import CHUNK_ITEMS, Cooperative
@@ -23,6 +25,18 @@ MAX_FIELDS = 1 << 16
 _NAME, _VERSION, _ID, _INPUTS, _OUTPUTS, _RAW_CONTENTS = 1, 2, 3, 5, 6, 7
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 _MAX_VARINT_BYTES = 10
+
+_ELEMENT_BYTES = 16
+"""Bytes of the limit on messages for each explicit element: an element that takes two bytes on
+the wire takes up to 50 in memory."""
+
+_SHAPE, _CONTENTS, _STRINGS = 3, 5, 8
+_STRING_TAG = _STRINGS << 3 | _LENGTH
+_NESTED, _VARINTS, _ONE = -3, -2, -1
+_OF_INPUT = {_SHAPE: _VARINTS, _CONTENTS: _NESTED}
+_OF_CONTENTS = {**dict.fromkeys(range(1, 6), _VARINTS), 6: 4, 7: 8, _STRINGS: _ONE}
+"""The elements in a field with a length, by the field's number: packed numbers of any length or
+of so many bytes, one string, or the elements in the fields of a message."""
 
 
 class MalformedError(Exception):
@@ -140,6 +154,75 @@ def check_num_files(message: Buffer) -> None:
     for index, _ in enumerate(_fields(memoryview(message))):
         if index >= MAX_FIELDS:
             raise _too_many_fields()
+
+
+def check_num_elements(head: bytes, max_message_bytes: int) -> None:
+    """Refuse a ``ModelInferRequest`` with too many elements in ``contents``, dimensions in
+    ``shape`` and other fields of its inputs, before any object is made of these.
+
+    Raises:
+        RequestError: more than a sixteenth of ``max_message_bytes``.
+        MalformedError: the bytes are no message.
+    """
+    limit = max_message_bytes // _ELEMENT_BYTES
+    number = 0
+    try:
+        for field, _, payload, end in _fields(memoryview(head)):
+            if field == _INPUTS:
+                number += _num_elements(head, payload, end, _OF_INPUT, limit)
+                if number > limit:
+                    break
+    except IndexError:
+        raise MalformedError from None
+    if number > limit:
+        raise RequestError(
+            f"the message has more than {limit} explicit elements, dimensions and other fields "
+            "of inputs. Send tensors as raw_input_contents, or use --grpc-max-message-size to "
+            "increase the limit."
+        )
+
+
+def _num_elements(
+    raw: bytes, position: int, end: int, kinds: Mapping[int, int], limit: int
+) -> int:
+    """The elements in the fields from ``position`` to ``end``, if there are ``limit`` at most.
+
+    Short strings, and numbers that are not packed, come by the million: these are skipped
+    without a call.
+    """
+    number, has_strings = 0, _STRINGS in kinds
+    while position < end and number <= limit:
+        tag = raw[position]
+        if tag == _STRING_TAG and has_strings and raw[position + 1] < 0x80:
+            position += 2 + raw[position + 1]
+            number += 1
+        elif tag < 0x80 and tag & 7 == _VARINT:
+            position += 1
+            while raw[position] >= 0x80:
+                position += 1
+            position += 1
+            number += 1
+        else:
+            field, _, payload, stop = next(_fields(memoryview(raw)[position:end]))
+            kind = kinds.get(field, _ONE) if tag & 7 == _LENGTH else _ONE
+            span = position + payload, position + stop
+            number += _num_in_field(raw, *span, kind, limit)
+            position += stop
+    if position > end:
+        raise MalformedError
+    return number
+
+
+def _num_in_field(raw: bytes, start: int, end: int, kind: int, limit: int) -> int:
+    """The elements in a field with this payload."""
+    if kind == _ONE:
+        return 1
+    if kind == _NESTED:
+        return _num_elements(raw, start, end, _OF_CONTENTS, limit)
+    if kind == _VARINTS:
+        payload = np.frombuffer(raw, np.uint8, end - start, start)
+        return int(np.count_nonzero(payload < 0x80))
+    return (end - start) // kind
 
 
 def check_head(num_bytes: int, max_message_bytes: int) -> None:

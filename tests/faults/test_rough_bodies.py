@@ -160,7 +160,7 @@ BODIES: dict[str, tuple[str, Callable[[], bytes], str]] = {
     "lists": (INFER, lambda: _NESTED % _repeated(b"[],", NEARLY_ALL - 1000), "at most 2097152"),
     "objects": (
         GENERATE, lambda: b'{"text_input":[%b0]}' % _repeated(b"{},", NEARLY_ALL - 1000),
-        "at most 2097152 values",
+        "at most 262144 JSON objects",
     ),
     "members": (
         GENERATE, lambda: b'{"text_input":"a",%b"":1}' % _repeated(b'"x":1,', 12 << 20), "",

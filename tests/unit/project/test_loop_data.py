@@ -187,7 +187,7 @@ PLACES: dict[str, Places] = {
     "protocol/load_request.py": {
         "json_access.parse": SHORT, "b64decode": SHORT, "Parse": CONFIG, "fullmatch": NAME,
     },
-    "protocol/message_scan.py": {"join": FLAG, "decode": NAME},
+    "protocol/message_scan.py": {"join": FLAG, "decode": NAME, "frombuffer": PROCESS},
     "protocol/tensor_json.py": {"encode": SHORT, "tolist": ITEMS, "decode": BYTES},
     # ---- Python models
     "python_models/inference_request.py": _all(PROCESS, "dumps join"),

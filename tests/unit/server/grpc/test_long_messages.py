@@ -1,5 +1,8 @@
 """Long gRPC messages are decoded elsewhere: no stream waits, and what comes out is the same."""
 
+import random
+from contextlib import suppress
+
 import grpc
 import numpy as np
 import pytest
@@ -7,11 +10,13 @@ from loop_watch import LONGEST_PAUSE_S, LoopWatch
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
+from trimaran.comm.errors import RequestError
 from trimaran.server.decoding.body import SHORT_BYTES
 from trimaran.server.inference.cooperative import run_at_once
 from trimaran.server.protocol.message_scan import (
     MAX_FIELDS,
     MalformedError,
+    check_num_elements,
     names_of,
     split_infer,
 )
@@ -106,6 +111,8 @@ ELEMENTS = {
     "strings": lambda count: delimited(5, b"\x42\x00" * count),
     "dimensions": lambda count: delimited(3, b"\x01" * count),
     "numbers": lambda count: delimited(5, delimited(2, b"\x01" * count)),
+    "unpacked numbers": lambda count: delimited(5, b"\x10\x01" * count),
+    "unpacked dimensions": lambda count: b"\x18\x01" * count,
 }
 
 
@@ -114,18 +121,19 @@ def test_a_long_message_has_a_bounded_number_of_explicit_elements(channel, kind)
     head = pb.ModelInferRequest(model_name="echo").SerializeToString()
 
     def refused(count):
-        datatype = b"INT32" if kind == "numbers" else b"BYTES"
+        datatype = b"INT32" if "numbers" in kind else b"BYTES"
         entry = b"\x0a\x04TEXT\x12\x05" + datatype + ELEMENTS[kind](count)
         return refusal(channel, "ModelInfer", head + delimited(5, entry))
 
     code, text = refused(MAX_ELEMENTS + 1)
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert text == (
-        f"the message has {MAX_ELEMENTS + 1} explicit elements and dimensions of inputs, and "
-        f"at most {MAX_ELEMENTS} are allowed. Send tensors as raw_input_contents, or use "
-        "--grpc-max-message-size to increase the limit."
+        f"the message has more than {MAX_ELEMENTS} explicit elements, dimensions and other "
+        "fields of inputs. Send tensors as raw_input_contents, or use --grpc-max-message-size "
+        "to increase the limit."
     )
-    _, text = refused(MAX_ELEMENTS)
+    # The name, the datatype and the message's end are within the limit.
+    _, text = refused(MAX_ELEMENTS - 2)
     assert "explicit elements" not in text
 
 
@@ -246,6 +254,35 @@ def test_a_long_load_request_is_decoded_elsewhere(server, channel):
     assert watch.longest_s < LONGEST_PAUSE_S
     assert code is grpc.StatusCode.INTERNAL
     assert "50000 files came with the request, and at most 1024 may" in text
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_elements_of_a_message_are_counted_before_it_is_decoded(seed):
+    rng = random.Random(seed)
+    message, number = pb.ModelInferRequest(model_name="m", id="i" * rng.randrange(300)), 0
+    for _ in range(rng.randrange(1, 6)):
+        entry = message.inputs.add(name="n" * rng.randrange(200), datatype="BYTES")
+        entry.shape.extend(rng.choices([1, 127, 128, 1 << 40, -1], k=rng.randrange(5)))
+        entry.parameters["p"].int64_param = 5
+        for field in ("int_contents", "int64_contents", "uint64_contents", "fp32_contents",
+                      "fp64_contents", "bool_contents", "uint_contents"):  # fmt: skip
+            values = rng.choices([0, 1, 127, 1 << 20], k=rng.choice([0, 0, 3, 200]))
+            getattr(entry.contents, field).extend(
+                map(bool, values) if "bool" in field else values
+            )
+            number += len(values)
+        strings = [b"x" * rng.choice([0, 1, 127, 128, 5000]) for _ in range(rng.randrange(50))]
+        entry.contents.bytes_contents.extend(strings)
+        # The name, the datatype and the parameter.
+        number += len(strings) + len(entry.shape) + bool(entry.name) + 2
+    raw = message.SerializeToString()
+    check_num_elements(raw, 16 * number)
+    with pytest.raises(RequestError, match=f"more than {number - 1} explicit elements"):
+        check_num_elements(raw, 16 * number - 16)
+    for _ in range(50):
+        cut = raw[: rng.randrange(len(raw))]
+        with suppress(MalformedError, RequestError):
+            check_num_elements(cut, 0)
 
 
 def test_a_message_is_split_without_its_tensors():
