@@ -29,6 +29,8 @@ define on-ranks
 		--bind-to none -n $(1) $(BIN)/python $(2); code=$$?; rm -rf $$base; exit $$code; }
 endef
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -q
+# In the order of collection: files that take longest come first.
+BY_FILE := --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help setup serve demo test test-unit test-models test-e2e test-clients test-faults test-slurm test-deploy soak features check format clean
@@ -80,7 +82,7 @@ serve: demo  ## serve the demo model on 2 CPU ranks (DECOUPLED=False, HTTP_PORT=
 test: test-unit test-mpi-2 test-mpi-4 test-e2e  ## all tests that CI runs: unit, MPI, end to end
 
 test-unit: $(VENV)/.test  ## unit tests
-	$(PYTEST) -n $(UNIT_PROCESSES) --dist loadfile tests/unit
+	$(PYTEST) -n $(UNIT_PROCESSES) $(BY_FILE) tests/unit
 
 test-mpi-%: $(VENV)/.test  ## tests on N MPI ranks: make test-mpi-4
 	$(call on-ranks,$*,-m mpi4py -m pytest -q --timeout=300 tests/mpi)
@@ -90,7 +92,7 @@ MPI_MATRICES := -m mpi4py -m pytest -q --timeout=300 --all-cases -m 'matrix or r
 MODELS_TEST := -m mpi4py -m pytest -q --timeout=300 --models-report $(MODELS_REPORT) tests/models
 
 test-models: $(VENV)/.test  ## every case of every matrix, every family in every layout; writes the table of docs/models.md
-	$(PYTEST) -n $(UNIT_PROCESSES) --dist loadfile --all-cases -m matrix tests/unit
+	$(PYTEST) -n $(UNIT_PROCESSES) $(BY_FILE) --all-cases -m matrix tests/unit
 	$(call on-ranks,2,$(MPI_MATRICES))
 	$(call on-ranks,4,$(MPI_MATRICES))
 	@rm -f $(MODELS_REPORT)

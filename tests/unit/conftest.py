@@ -4,11 +4,35 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 # Triton reads this when kernels are defined: its interpreter runs them without a GPU.
 os.environ.setdefault("TRITON_INTERPRET", "1")
+
+LONGEST = (
+    "worker/guided/test_guide_processes.py", "server/fleet", "project", "server/loading",
+    "launcher/supervisor", "worker/guided", "worker/sampling", "worker/engine",
+    "worker/scheduling", "kernels/cuda", "builder", "server/test_process.py",
+    "worker/models/test_parity.py", "kernels/triton", "bench",
+)  # fmt: skip
+"""Folders and files whose tests take longest, longest first."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that take longest: processes of pytest-xdist then end together."""
+    here = Path(__file__).parent
+
+    def rank(item: pytest.Item) -> int:
+        if not item.path.is_relative_to(here):
+            return len(LONGEST)
+        path = item.path.relative_to(here)
+        ranks = (n for n, name in enumerate(LONGEST) if path.is_relative_to(name))
+        return next(ranks, len(LONGEST))
+
+    items.sort(key=rank)
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ PROGRAMS = {
 """With the flags that each must have."""
 
 
-@pytest.mark.matrix(keep=2)
+@pytest.mark.matrix(keep=1)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_without_a_gpu_one_sentence_says_so(program):
     done = subprocess.run(

@@ -164,6 +164,7 @@ def test_every_flag_shows_what_kind_of_value_it_takes_and_its_short_name_first()
     assert odd == []
 
 
+@pytest.mark.matrix(keep=1)
 @pytest.mark.parametrize("flag", ["--help", "--no-such-flag"])
 def test_a_benchmark_over_ranks_measures_nothing_for_who_asks_for_help(flag):
     done = subprocess.run(

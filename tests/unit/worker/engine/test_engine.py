@@ -70,6 +70,7 @@ CASES = {
 }
 
 
+@pytest.mark.matrix(keep=8)
 @pytest.mark.parametrize("changes", CASES.values(), ids=CASES.keys())
 def test_tokens_do_not_depend_on_how_steps_are_made(make_engine, prompt_of, expected, changes):
     driver = make_engine(**changes)

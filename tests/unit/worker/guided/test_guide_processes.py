@@ -69,7 +69,8 @@ def wait_until(is_so, seconds=PATIENT_S):
     end = time.monotonic() + seconds
     while not is_so():
         assert time.monotonic() < end, "it does not come to be"
-        time.sleep(0.02)
+        # Every look walks through all processes of the machine.
+        time.sleep(0.1)
 
 
 @pytest.fixture(scope="module")

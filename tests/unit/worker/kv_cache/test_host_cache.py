@@ -61,6 +61,7 @@ def test_a_host_memory_that_nothing_would_be_kept_in_is_refused(make_engine, pol
         make_engine(**changes, policy="max_utilization", attention_windows=(33,))
 
 
+@pytest.mark.matrix(keep=5)
 @pytest.mark.parametrize(
     "changes",
     [{}, {"depth": 2}, {"max_num_batched_tokens": 23, "depth": 2}, {"host_bytes": 1 << 16}],

@@ -56,6 +56,7 @@ WINDOWS = {
 
 
 @pytest.mark.feature("parameter:max_attention_window_size", "parameter:sink_token_length")
+@pytest.mark.matrix(keep=5)
 @pytest.mark.parametrize(("windows", "num_sinks"), WINDOWS.values(), ids=list(WINDOWS))
 @pytest.mark.parametrize(
     "changes", [{}, {"max_num_batched_tokens": 17}], ids=["whole", "chunks"]

@@ -59,12 +59,13 @@ def submit(driver, adapters, prompt, task, **fields):
 
 
 @pytest.mark.feature("input:lora_task_id", "input:lora_weights", "input:lora_config")
+@pytest.mark.matrix(keep=2)
 @pytest.mark.parametrize(
     ("changes", "has_gpu_kernels"),
     [
-        ({}, False),
         ({"depth": 2, "max_num_batched_tokens": 20}, False),
         ({}, True),
+        ({}, False),
     ],
 )
 def test_each_request_of_a_mixed_batch_gets_what_its_merged_weights_give(

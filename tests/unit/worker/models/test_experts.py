@@ -16,6 +16,7 @@ from trimaran.worker.parallel.tensor_parallel import ExpertRanks, ShardPosition
 CONFIGS = models.expert_configs()
 
 
+@pytest.mark.matrix(keep=7)
 @pytest.mark.parametrize("name", list(CONFIGS))
 def test_tokens_and_logits_in_float32_are_those_of_transformers(name, tmp_path, ops_of):
     theirs = models.save_huggingface(tmp_path, CONFIGS[name])

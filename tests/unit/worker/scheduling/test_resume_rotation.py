@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
 from tests.unit.worker.scheduling.test_scheduler import BLOCK, Planner
@@ -36,9 +38,15 @@ def serve(priorities=(0,) * NUM_REQUESTS, **limits):
     return ends, longest, scheduler
 
 
+@functools.cache
+def serve_without_host(enable_reuse):
+    """The same without a host cache, which several tests compare with."""
+    return serve(enable_reuse=enable_reuse)
+
+
 @pytest.mark.parametrize("enable_reuse", [False, True])
 def test_all_end_together_and_none_is_preempted_for_long(enable_reuse):
-    alone, longest_alone, _ = serve(enable_reuse=enable_reuse)
+    alone, longest_alone, _ = serve_without_host(enable_reuse)
     ends, longest, scheduler = serve(enable_reuse=enable_reuse, host_slots=1000)
 
     assert max(ends.values()) < 0.9 * max(alone.values())
@@ -48,7 +56,7 @@ def test_all_end_together_and_none_is_preempted_for_long(enable_reuse):
 
 
 def test_a_host_without_room_for_preempted_sequences_allows_no_rotation():
-    _, longest_alone, alone = serve()
+    _, longest_alone, alone = serve_without_host(False)
     _, longest, scheduler = serve(host_slots=8)
 
     assert longest == longest_alone
