@@ -10,13 +10,17 @@ import ssl
 import subprocess
 import threading
 from http.client import HTTPSConnection
+from pathlib import Path
 
+import grpc as grpc_lib
 import pytest
 import tritonclient.grpc as grpcclient
 import tritonclient.grpc.aio as grpcaio
 import tritonclient.http as httpclient
 from certificates import make_authority
 from geventhttpclient.response import HTTPConnectionClosed
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc import service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
 from tests.unit.server.conftest import RunningServer
@@ -223,6 +227,71 @@ def test_clients_of_an_authority_that_is_gone_are_refused_after_the_change(
             handshake(tls.context, client, former)
     newcomer = client_context(authority, successor.sign("newcomer"), version)
     handshake(tls.context, newcomer)
+
+
+def is_live_by_grpc(port, authority, certificate):
+    """Whether a new gRPC connection with this client certificate is served."""
+    credentials = grpc_lib.ssl_channel_credentials(
+        Path(authority.cert).read_bytes(), *(Path(f).read_bytes() for f in certificate[::-1])
+    )
+    # A pool of its own: channels of one process would share a connection.
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    with grpc_lib.secure_channel(f"localhost:{port}", credentials, options) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        try:
+            return bool(stub.ServerLive(pb.ServerLiveRequest(), timeout=20).live)
+        except grpc_lib.RpcError as error:
+            assert error.code() is grpc_lib.StatusCode.UNAVAILABLE
+            return False
+
+
+def grpc_session(port, context, session=None):
+    """The TLS session of a new connection to a gRPC port, after a first frame came, and whether
+    it is the one that was given.
+
+    Raises:
+        OSError: the server refuses the client.
+    """
+    with (
+        socket.create_connection(("localhost", port), timeout=60) as sock,
+        context.wrap_socket(sock, server_hostname="localhost", session=session) as tls,
+    ):
+        tls.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]))
+        if not tls.recv(9):
+            raise ConnectionError("the server closed the connection")
+        return tls.session, tls.session_reused
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+def test_grpc_clients_of_an_authority_that_is_gone_are_refused_after_the_change(
+    authority, client_files, tmp_path, version
+):
+    (tmp_path / "next").mkdir()
+    successor = make_authority(tmp_path / "next")
+    root = str(tmp_path / "root.crt")
+    shutil.copy(authority.cert, root)
+    files = TlsFiles(*authority.sign("grpc-server"), root, True)
+    server = RunningServer(access=AccessConfig(grpc_tls=files))
+    port = int(server.grpc_url.rpartition(":")[2])
+    newcomer = successor.sign("grpc-newcomer")
+    try:
+        assert is_live_by_grpc(port, authority, client_files)
+        assert not is_live_by_grpc(port, authority, newcomer)
+        context = client_context(authority, client_files, version)
+        context.set_alpn_protocols(["h2"])
+        session, _ = grpc_session(port, context)
+        assert grpc_session(port, context, session)[1] == (session is not None)
+        with grpc(server, authority, client_files) as former:
+            assert former.is_server_live()
+            shutil.copy(successor.cert, root)
+            server.wait_until(lambda: is_live_by_grpc(port, authority, newcomer))
+            assert not is_live_by_grpc(port, authority, client_files)
+            with pytest.raises(OSError):
+                grpc_session(port, context, session)
+            # The connection was open before the change.
+            assert former.is_server_live()
+    finally:
+        server.close()
 
 
 def test_files_that_do_not_fit_together_are_refused(authority, tmp_path):
