@@ -8,28 +8,22 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from trimaran.builder.progress import ProgressBar
 from trimaran.builder.shard_layout import ShardLayout
 from trimaran.comm.topology import ParallelLayout
 from trimaran.worker.config.engine_folder import EngineFolder, RankMapping, origin_of
 from trimaran.worker.config.pretrained_config import PretrainedConfig
-from trimaran.worker.models.interfaces import CausalLM, StageRange, WeightTarget
+from trimaran.worker.models.interfaces import CausalLM, StageRange
 from trimaran.worker.models.registry import build_model, dtype_by_name
 from trimaran.worker.models.weights.checkpoint import StoredTensor, find_tensors
+from trimaran.worker.models.weights.parts import Part, parts_of
 from trimaran.worker.models.weights.weight_loader import load_weight
 from trimaran.worker.parallel.tensor_parallel import ExpertRanks, ShardPosition
 
 _LAYER = re.compile(r"layers\.\d+")
 _META = torch.device("meta")
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A whole tensor of the checkpoint that fills a part of a rank's tensor."""
-
-    stored: StoredTensor
-    target: WeightTarget
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +51,8 @@ class RankPlan:
         self.parameters = dict(model.named_parameters())
         self.layout = ShardLayout(self.parameters, origin)
         self.parts: dict[str, list[Part]] = {name: [] for name in self.parameters}
-        for key, targets in model.checkpoint_weights().items():
-            for target in targets:
-                if target.parameter in self.parts:
-                    self.parts[target.parameter].append(Part(found[key], target))
+        for part in parts_of(model, found):
+            self.parts[part.target.parameter].append(part)
         for name, parts in self.parts.items():
             assert parts, f"no weight of the checkpoint goes into {name}"
 
@@ -72,10 +64,11 @@ class RankPlan:
         """
         for name, parts in self.parts.items():
             for part in parts:
-                if part.stored.name not in checked:
-                    checked.add(part.stored.name)
-                    whole = torch.empty(part.stored.entry.shape, device=_META)
+                made = f"{part.stored.name}, {part.conversion.value}"
+                if made not in checked:
+                    checked.add(made)
                     parameter = self.parameters[name]
+                    whole = part.whole(_empty(part.stored), _empty, parameter.dtype)
                     load_weight(self.model, parameter, part.target, whole, part.stored)
 
 
@@ -112,6 +105,11 @@ class BuildPlan:
     def largest_tensor_bytes(self) -> int:
         """Bytes of the largest tensor of a rank, which is made in memory."""
         return max(each.nbytes for rank in self.ranks for each in rank.parameters.values())
+
+
+def _empty(stored: StoredTensor) -> Tensor:
+    """A tensor of this shape, without data."""
+    return torch.empty(stored.entry.shape, device=_META)
 
 
 def _model_of(rank: int, config: PretrainedConfig, mapping: RankMapping) -> CausalLM:

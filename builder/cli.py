@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
 def _build(args: argparse.Namespace) -> int:
     began = time.monotonic()
     say_harmless(check_foreign_flags(args, _FOREIGN))
-    source = load_source(args.checkpoint)
+    source = load_source(args.checkpoint, args.quantization)
     mapping = rank_mapping(args, source)
     config = pretrained_config(args, source)
     limits = build_config(args, config, plugin_values(args))

@@ -52,6 +52,5 @@ def _head() -> dict[str, Any]:
 
 
 def _pretrained_values(config: PretrainedConfig, mapping: RankMapping) -> dict[str, Any]:
-    none = {"quant_algo": None, "kv_cache_quant_algo": None, "exclude_modules": None}
     sizes = {**asdict(mapping), "cp_size": 1}
-    return {**config.to_dict(), "mapping": sizes, "quantization": none}
+    return {**config.to_dict(), "mapping": sizes}

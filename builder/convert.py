@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
 def _convert(args: argparse.Namespace) -> int:
     began = time.monotonic()
     say_harmless(check_foreign_flags(args, CONVERT_FLAGS))
-    source = load_source(args.checkpoint)
+    source = load_source(args.checkpoint, args.quantization)
     if source.kind is not FolderKind.HUGGINGFACE:
         raise ConfigError(
             f"{args.checkpoint}: is converted already. Name the Hugging Face folder, or go on "

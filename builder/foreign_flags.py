@@ -42,7 +42,7 @@ class ForeignFlag:
 
 _OFF = ("disable", "none", "false", "0", "off", "no")
 _FLOATS = "--dtype takes float32, float16 and bfloat16"
-_QUANTIZED = f"quantized weights are not served; {_FLOATS}"
+_QUANTIZED = f"such weights are not served; --quantization takes FP8, {_FLOATS}"
 
 
 def _ignored(names: str) -> tuple[ForeignFlag, ...]:
@@ -57,8 +57,7 @@ def _refused(
 
 CONVERT_FLAGS = (
     *_refused("use_weight_only smoothquant use_qserve use_nvfp4", _QUANTIZED),
-    *_refused("use_fp8 use_fp8_rowwise", f"FP8 weights are not served; {_FLOATS}"),
-    *_refused("int8_kv_cache fp8_kv_cache", "the KV cache has the weights' type; remove it"),
+    *_refused("int8_kv_cache fp8_kv_cache", "the KV cache has the model's dtype; remove it"),
     *_refused("quant_ckpt_path", _QUANTIZED),
     *_refused("meta_ckpt_dir", "convert Meta's files to a Hugging Face folder and name that"),
     *_refused("cp_size", "context parallelism is not served; it must be 1", ("1",)),

@@ -21,6 +21,7 @@ from trimaran.worker.config.engine_folder import (
 )
 from trimaran.worker.config.parallel_sizes import AskedSizes, layout_of
 from trimaran.worker.config.pretrained_config import DTYPES, PretrainedConfig
+from trimaran.worker.config.quantization import MADE_HERE
 from trimaran.worker.config.stages import parse_partition, stage_sizes
 
 LOGITS_DTYPES = ("float32", "float16")
@@ -40,9 +41,9 @@ _OVERRIDES = {
 }
 
 
-def load_source(path: Path) -> EngineFolder:
+def load_source(path: Path, quantization: str) -> EngineFolder:
     """The checkpoint: a Hugging Face folder, or a folder made by ``trimaran convert``."""
-    source = EngineFolder.load(path)
+    source = EngineFolder.load(path).quantized(quantization)
     if source.kind is FolderKind.ENGINE:
         raise ConfigError(
             f"{path}: is an engine folder already. Serve it, or name the checkpoint it was "
@@ -238,6 +239,10 @@ def add_model_flags(parser: FlagSink) -> None:
                         help="ranks that share the experts out")  # fmt: skip
     parser.add_argument("--dtype", choices=("auto", *DTYPES), default="auto",
                         help="of weights (default: the checkpoint's)")  # fmt: skip
+    parser.add_argument("--quantization", choices=("none", *MADE_HERE), default="none",
+                        help="of float weights as they are read")  # fmt: skip
+    own = {"dest": "quantization", "action": "store_const", "const": "fp8"}
+    parser.add_argument("--use_fp8", "--use_fp8_rowwise", **own, help="--quantization fp8")
     parser.add_argument("--logits-dtype", choices=LOGITS_DTYPES, help="of returned logits")
     parser.add_argument("--gpus-per-node", type=number, default=8, metavar="N",
                         help="kept in config.json")  # fmt: skip

@@ -18,7 +18,12 @@ from trimaran.worker.config.shard_file import (
     num_chunk_chars,
 )
 
-_WORDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_WORDS = {
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+}
 
 
 class ShardLayout:

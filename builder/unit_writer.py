@@ -12,9 +12,10 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from trimaran.builder.build_plan import BuildPlan, Part, Unit
+from trimaran.builder.build_plan import BuildPlan, Unit
 from trimaran.builder.journal import Checksums
 from trimaran.comm.files.input_files import unreadable
+from trimaran.kernels.quantized import FP8
 from trimaran.worker.config.shard_file import (
     CHECKSUM_CHARS,
     CHUNK_BYTES,
@@ -22,7 +23,7 @@ from trimaran.worker.config.shard_file import (
     checksum_of,
     num_chunk_chars,
 )
-from trimaran.worker.models.weights.checkpoint import is_safetensors, mapped_file
+from trimaran.worker.models.weights.checkpoint import CheckpointTensors, is_safetensors
 from trimaran.worker.models.weights.weight_loader import load_weight, refuse_overflow
 
 
@@ -46,7 +47,7 @@ class UnitWriter:
             OSError: a file cannot be written.
         """
         checksums: Checksums = {}
-        with _Checkpoint() as checkpoint, ExitStack() as stack:
+        with CheckpointTensors() as checkpoint, ExitStack() as stack:
             self._read_ahead(unit)
             files: dict[int, int] = {}
             for rank, name in unit.places:
@@ -71,7 +72,7 @@ class UnitWriter:
                 return False
         return True
 
-    def _filled(self, rank: int, name: str, checkpoint: _Checkpoint) -> Tensor:
+    def _filled(self, rank: int, name: str, checkpoint: CheckpointTensors) -> Tensor:
         """A rank's tensor, in memory that the next tensor reuses."""
         plan = self._plan.ranks[rank]
         shape = plan.parameters[name]
@@ -81,12 +82,13 @@ class UnitWriter:
         # Rows that no part fills are padding.
         parameter = nn.Parameter(tensor.zero_(), requires_grad=False)
         for part in plan.parts[name]:
-            whole = checkpoint.tensor(part)
+            stored = checkpoint.read(part.stored)
+            whole = part.whole(stored, checkpoint.read, tensor.dtype)
             load_weight(plan.model, parameter, part.target, whole, part.stored)
         # Search whole tensors, which every rank reads, only if the result is not finite.
-        if not tensor.isfinite().all():
+        if tensor.dtype != FP8 and not tensor.isfinite().all():
             for part in plan.parts[name]:
-                refuse_overflow(checkpoint.tensor(part), tensor.dtype, part.stored)
+                refuse_overflow(checkpoint.read(part.stored), tensor.dtype, part.stored)
         return tensor
 
     def _read_ahead(self, unit: Unit) -> None:
@@ -98,28 +100,6 @@ class UnitWriter:
         }
         for path in {each.path for each in stored.values() if is_safetensors(each.path)}:
             _read_soon(path, [each.entry for each in stored.values() if each.path == path])
-
-
-class _Checkpoint:
-    """A checkpoint's files, memory-mapped at first use and closed together."""
-
-    def __init__(self) -> None:
-        self._stack = ExitStack()
-        self._files: dict[Path, Callable[[str], Tensor]] = {}
-
-    def tensor(self, part: Part) -> Tensor:
-        """A whole tensor, whose data is read at first use."""
-        path, name = part.stored.path, part.stored.name
-        if path not in self._files:
-            self._files[path] = self._stack.enter_context(mapped_file(path))
-        return self._files[path](name)
-
-    def __enter__(self) -> _Checkpoint:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._files.clear()
-        self._stack.close()
 
 
 @contextmanager

@@ -8,8 +8,10 @@ from trimaran.kernels import paged_attention, reference
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec, LatentHeads
 from trimaran.kernels.decode_attention import DecodeAttention, TritonDecodes
 from trimaran.kernels.experts import FixedExperts, Mixture
+from trimaran.kernels.fp8_products import make_product
 from trimaran.kernels.products import Products, TorchProducts
 from trimaran.kernels.prompt_attention import PromptAttention, TritonPrompts
+from trimaran.kernels.quantized import Fp8Inputs, Fp8Product, Fp8Weight
 from trimaran.kernels.torch_ops import TorchOps
 from trimaran.kernels.triton import elementwise as triton_elementwise
 from trimaran.kernels.triton import heads as triton_heads
@@ -67,12 +69,16 @@ class TritonOps(TorchOps):
         names.update(dict.fromkeys(_TRITON, "triton"))
         names.update(dict.fromkeys(_PRODUCTS, self._products.backend))
         names["expert_mlp"] = self._experts.backend
+        names["fp8_product"] = "triton" if self.is_deterministic else "triton, torch"
         attention = {self._decodes.backend, self._prompts.backend, "triton"}
         names["paged_attention"] = ", ".join(sorted(attention))
         return names
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return self._products.linear(x, weight, bias)
+
+    def fp8_product(self, weight: Fp8Weight, inputs: Fp8Inputs) -> Fp8Product:
+        return make_product(weight, inputs, is_fixed=self.is_deterministic)
 
     def head_linear(self, x: Tensor, weight: Tensor) -> Tensor:
         return triton_heads.head_linear(x, weight, is_fixed=self.is_deterministic)

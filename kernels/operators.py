@@ -9,6 +9,7 @@ from torch import Tensor
 
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec, LatentHeads
 from trimaran.kernels.cpu.decoder import Decoder, DecoderShape, LayerWeights
+from trimaran.kernels.quantized import Fp8Inputs, Fp8Product, Fp8Weight
 from trimaran.kernels.routing import ExpertCounter, ExpertRouting, ExpertSlotTable
 
 
@@ -41,6 +42,13 @@ class Ops(Protocol):
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """``x @ weight.T + bias`` [T, E] for ``x`` [T, D] and ``weight`` [E, D]."""
+        ...
+
+    def fp8_product(self, weight: Fp8Weight, inputs: Fp8Inputs) -> Fp8Product:
+        """The product by an FP8 weight, whose inputs are quantized on the way.
+
+        Call after the weight is loaded. The product keeps ``weight``'s tensors or copies.
+        """
         ...
 
     def head_linear(self, x: Tensor, weight: Tensor) -> Tensor:

@@ -9,6 +9,8 @@ from torch import Tensor
 from trimaran.kernels import reference
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec, LatentHeads
 from trimaran.kernels.cpu.decoder import Decoder, DecoderShape, LayerWeights
+from trimaran.kernels.fp8_reference import ReferenceProduct
+from trimaran.kernels.quantized import Fp8Inputs, Fp8Product, Fp8Weight
 
 
 class TorchOps:
@@ -37,6 +39,9 @@ class TorchOps:
     rope_and_cache_latent = staticmethod(reference.rope_and_cache_latent)
     write_kv = staticmethod(reference.write_kv)
     paged_attention = staticmethod(reference.paged_attention)
+
+    def fp8_product(self, weight: Fp8Weight, inputs: Fp8Inputs) -> Fp8Product:
+        return ReferenceProduct(weight, inputs)
 
     def expert_mlp(
         self,

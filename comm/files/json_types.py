@@ -115,6 +115,8 @@ def check_field_types(owner: type, values: Mapping[str, Any], *, inside: str = "
     """
     types: dict[str, JsonType] = {}
     for field in fields(owner):
+        if field.name not in values:
+            continue
         # Annotations are strings, because all modules import `annotations` from `__future__`.
         annotation = str(field.type)
         types[field.name] = _TYPE_OF_ANNOTATION[annotation.removesuffix(_OR_NULL)]

@@ -12,7 +12,9 @@ from trimaran.kernels import reference
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec, LatentHeads
 from trimaran.kernels.build import cpu_features, has_avx512
 from trimaran.kernels.cpu.decoder import CpuDecoder, Decoder, DecoderShape, LayerWeights
+from trimaran.kernels.cpu.fp8 import CpuFp8Product
 from trimaran.kernels.cpu.kernel import DTYPE_CODES, Kernel
+from trimaran.kernels.quantized import Fp8Inputs, Fp8Product, Fp8Weight
 from trimaran.kernels.routing import ExpertCounter, ExpertRouting, ExpertSlotTable
 
 # Shapes: T tokens, D and E widths, N query heads, K key-value heads, H head size.
@@ -55,6 +57,7 @@ class CpuOps:
             product = "amx_bf16" if self._library.trimaran_has_amx() else "avx512_bf16"
             names.update(
                 linear=product,
+                fp8_product=product,
                 head_linear=product,
                 add_linear=product,
                 gated_linear=product,
@@ -78,6 +81,9 @@ class CpuOps:
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Sums are float32, rounded once."""
         return self._multiply(x, weight, bias, self._dtype)
+
+    def fp8_product(self, weight: Fp8Weight, inputs: Fp8Inputs) -> Fp8Product:
+        return CpuFp8Product(self._linear, weight, inputs)
 
     def head_linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """One product for each head."""

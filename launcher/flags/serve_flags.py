@@ -16,6 +16,7 @@ from trimaran.launcher.flags.access_flags import add_access_flags
 from trimaran.launcher.flags.limit_flags import add_body_flags, add_text_flags
 from trimaran.launcher.flags.parser import FlagParser
 from trimaran.launcher.flags.triton_flags import add_triton_flags
+from trimaran.worker.config.quantization import MADE_HERE
 
 DEFAULT_LOG_FILE = "triton_log.txt"
 USAGE = "%(prog)s --model-repo DIR [--world-size N] [flags]"
@@ -85,6 +86,7 @@ _RARE = (
     "moe_rebalance_steps",
     "moe_redundant_experts",
     "load_format",
+    "quantization",
     "skip_weight_verification",
     "tokens_per_block",
     "expected_output_tokens",
@@ -223,6 +225,12 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
         default="auto",
         choices=("auto", "float32", "float16", "bfloat16"),
         help="of the weights in memory (the folder's)",
+    )
+    add(
+        "--quantization",
+        default="none",
+        choices=("none", *MADE_HERE),
+        help="of a Hugging Face folder's float weights as they are loaded",
     )
     add(
         "--load-format",

@@ -57,6 +57,7 @@ class EngineFlags:
     device: str = "auto"
     dtype: str = "auto"
     load_format: str = "auto"
+    quantization: str = "none"
     verify_weights: bool = True
     max_batch_size: int | None = None
     max_num_tokens: int | None = None
@@ -91,6 +92,7 @@ def engine_config(
     """
     engine_dir = _engine_dir(model)
     folder = EngineFolder.load(engine_dir, check_weights=flags.load_format != "random")
+    folder = folder.quantized(flags.quantization)
     try:
         parallel = _parallel(folder, flags, num_named)
     except ConfigError as error:
@@ -108,6 +110,7 @@ def engine_config(
         engine_dir=engine_dir,
         dtype=flags.dtype,
         load_format=flags.load_format,
+        quantization=flags.quantization,
         verify_weights=flags.verify_weights,
         device=device,
         num_threads=flags.num_threads or threads_of_a_rank(device, parallel.world_size),

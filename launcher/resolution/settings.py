@@ -202,6 +202,7 @@ def engine_flags(args: argparse.Namespace) -> EngineFlags:
         device=args.device,
         dtype=args.dtype,
         load_format=args.load_format,
+        quantization=args.quantization,
         verify_weights=not args.skip_weight_verification,
         max_batch_size=args.max_batch_size,
         max_num_tokens=args.max_num_tokens,

@@ -12,6 +12,12 @@ from trimaran.comm.errors import ConfigError
 from trimaran.comm.files.input_files import parse_json
 from trimaran.worker.config.pretrained_config import PretrainedConfig
 from trimaran.worker.config.pretrained_families import FAMILIES
+from trimaran.worker.config.quantization import QuantizationConfig
+from trimaran.worker.config.quantization_formats import (
+    SERVED_METHODS,
+    NotServedError,
+    read_quantization,
+)
 from trimaran.worker.config.shard_file import TensorEntry, read_tensor_entries
 
 _TITLES = {
@@ -48,16 +54,33 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 _REMEDY = "Name the checkpoint in bfloat16, float16 or float32"
 
 
-def refuse_quantized_folder(folder: Path, values: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` if config.json, or a file beside it, describes quantized weights."""
+def quantization_of_folder(
+    folder: Path, values: Mapping[str, Any]
+) -> QuantizationConfig | None:
+    """What config.json, or a file beside it, says of quantized weights; None if nothing.
+
+    Raises:
+        ConfigError: the method, or a part of it, is not served.
+    """
     for key in ("quantization_config", "compression_config"):
         if values.get(key):
-            raise _refusal(f"{folder}/config.json", _described(values[key]), key)
+            return _served(f"{folder}/config.json", values[key], key)
     for name, method in _FILES.items():
         path = folder / name
         if path.is_file():
-            described = _described({"quant_method": method, **_read(path)})
-            raise _refusal(str(path), described, "this file")
+            return _served(str(path), {"quant_method": method, **_read(path)}, "this file")
+    return None
+
+
+def _served(source: str, values: Any, sign: str) -> QuantizationConfig:
+    try:
+        return read_quantization(values if isinstance(values, dict) else {})
+    except NotServedError as error:
+        method = str(values.get("quant_method", "")) if isinstance(values, dict) else ""
+        reason = f": {error}" if method.lower() in SERVED_METHODS else ""
+        raise _refusal(source, _described(values), sign, reason) from None
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {sign}: {error}.") from None
 
 
 def refuse_quantized_tensors(folder: Path, entries: Mapping[str, TensorEntry]) -> None:
@@ -96,10 +119,10 @@ def _read(path: Path) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
-def _refusal(source: str, described: str, sign: str) -> ConfigError:
+def _refusal(source: str, described: str, sign: str, reason: str = "") -> ConfigError:
     return ConfigError(
         f"{source}: the weights are quantized ({described}), as {sign} tells, which is not "
-        f"served. {_REMEDY}."
+        f"served{reason}. {_REMEDY}."
     )
 
 
@@ -146,7 +169,8 @@ def tied_unless_stored(files: tuple[Path, ...]) -> dict[str, bool]:
 
 
 def check_weight_files(folder: Path, files: tuple[Path, ...], config: PretrainedConfig) -> None:
-    """Refuse quantized weights, and tensors that some layers have and others lack.
+    """Refuse quantized weights that the configuration does not describe, and tensors that some
+    layers have and others lack.
 
     Only the tensors of safetensors files are known without torch.
     """
@@ -154,7 +178,8 @@ def check_weight_files(folder: Path, files: tuple[Path, ...], config: Pretrained
     for file in files:
         if file.suffix == ".safetensors":
             entries |= read_tensor_entries(file)
-    refuse_quantized_tensors(folder, entries)
+    if config.quantization is None:
+        refuse_quantized_tensors(folder, entries)
     others = FAMILIES[config.architecture].ignored_parts
     names = {name for name in entries if not name.startswith(others)}
     if config.dense_layers:

@@ -293,6 +293,11 @@ class EngineConfig:
     dtype: str = "auto"
     """``auto`` (the folder's), ``float32``, ``float16`` or ``bfloat16``."""
 
+    quantization: str = "none"
+    """How float weights of a Hugging Face folder are quantized as they are loaded: ``none``,
+    ``fp8`` (a scale a row and a token) or ``fp8_block`` (blocks of 128x128 weights, groups of
+    128 inputs)."""
+
     load_format: str = "auto"
     """``auto``, or ``random``: random weights made on the device, without reading files."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,13 @@ from trimaran.comm.files.json_types import check_field_types
 from trimaran.worker.config.checkpoint_folder import (
     check_weight_files,
     find_weight_files,
+    quantization_of_folder,
     refuse_lost_links,
-    refuse_quantized_folder,
     stored_dtype,
     tied_unless_stored,
 )
 from trimaran.worker.config.pretrained_config import PretrainedConfig
+from trimaran.worker.config.quantization import made_here
 from trimaran.worker.config.shard_file import read_header
 from trimaran.worker.config.stages import stage_sizes
 
@@ -32,6 +33,7 @@ _OF_MODEL = (
     "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "mlp_bias", "lm_head_bias",
     "parallel_residual", "num_input_norms", "num_experts", "moe_intermediate_size",
     "topk_method", "shared_expert_intermediate_size", "shared_expert_gate", "dense_layers",
+    "quantization",
 )  # fmt: skip
 """Keys that determine names and shapes of weights and tables, and which rows are vocabulary."""
 
@@ -170,7 +172,7 @@ class EngineFolder:
     def _load_huggingface(
         cls, folder: Path, values: dict[str, Any], source: str, check_weights: bool
     ) -> EngineFolder:
-        refuse_quantized_folder(folder, values)
+        quantization = quantization_of_folder(folder, values)
         files = find_weight_files(folder) if check_weights else ()
         if not (values.get("dtype") or values.get("torch_dtype")):
             values = {**values, "dtype": stored_dtype(files)}
@@ -178,6 +180,7 @@ class EngineFolder:
             # Transformers ties the weights then, unless a file stores a head.
             values = {**values, **tied_unless_stored(files)}
         config = PretrainedConfig.from_huggingface(values, source)
+        config = replace(config, quantization=quantization)
         check_weight_files(folder, files, config)
         return cls(
             path=folder,
@@ -197,8 +200,6 @@ class EngineFolder:
         pretrained = _section(values, "pretrained_config", source) if is_engine else values
         config = PretrainedConfig.from_dict(pretrained, source)
         mapping = _rank_mapping(_section(pretrained, "mapping", source), config, source)
-        if pretrained.get("quantization") is not None:
-            _check_quantization(_section(pretrained, "quantization", source), source)
         build = (
             _build_config(_section(values, "build_config", source), source)
             if is_engine
@@ -215,6 +216,27 @@ class EngineFolder:
             build=build,
             weight_files=files,
         )
+
+    def quantized(self, name: str) -> EngineFolder:
+        """This folder with its weights quantized as they are read; ``none`` leaves them.
+
+        Raises:
+            ConfigError: the weights are quantized already, or cut for ranks.
+        """
+        if name == "none":
+            return self
+        quantization = self.config.quantization
+        if quantization is not None:
+            raise ConfigError(
+                f"--quantization is {name} but the weights of {self.path} are quantized "
+                f"already ({quantization.describe()}). Leave the flag out."
+            )
+        if self.kind is not FolderKind.HUGGINGFACE:
+            raise ConfigError(
+                f"--quantization is {name} but {self.path} holds the shards of ranks. Build it "
+                f"with `trimaran build --quantization {name}`, or name the Hugging Face folder."
+            )
+        return replace(self, config=replace(self.config, quantization=made_here(name)))
 
     @property
     def max_seq_len(self) -> int:
@@ -401,15 +423,6 @@ def _check_positive_integers(values: Mapping[Any, Any], section: str, source: st
             raise ConfigError(
                 f"{source}: {section}.{key} is {value!r} but must be a whole number of 1 or "
                 f"more. {_BUILD_AGAIN}."
-            )
-
-
-def _check_quantization(values: Mapping[str, Any], source: str) -> None:
-    for key in ("quant_algo", "kv_cache_quant_algo"):
-        if values.get(key) is not None:
-            raise ConfigError(
-                f"{source}: quantization.{key} is {values[key]!r}, which is not served. Build "
-                "the folder again without quantization."
             )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from trimaran.comm.errors import ConfigError
@@ -16,6 +16,7 @@ from trimaran.worker.config.huggingface_keys import (
     with_defaults,
 )
 from trimaran.worker.config.pretrained_families import FAMILIES, text_values
+from trimaran.worker.config.quantization import QuantizationConfig
 
 SERVED_ARCHITECTURES = tuple(FAMILIES)
 SERVED_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
@@ -33,6 +34,9 @@ _RANGES = {
     ),
 }  # fmt: skip
 _VOCAB_MULTIPLE = 64
+_FLOATS = {"quant_algo": None, "kv_cache_quant_algo": None, "exclude_modules": None}
+"""The ``quantization`` section of weights that have the model's dtype."""
+
 _TUPLES = ("eos_token_ids", "layer_windows", "dense_layers")
 
 
@@ -162,6 +166,8 @@ class PretrainedConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
+    quantization: QuantizationConfig | None = None
+    """Which weights are quantized; None if all have the model's dtype."""
 
     def __post_init__(self) -> None:
         _check_architecture(self.architecture)
@@ -217,9 +223,11 @@ class PretrainedConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for ``config.json``."""
-        values = asdict(self)
+        values = asdict(replace(self, quantization=None))
         for name in _TUPLES:
             values[name] = list(values[name])
+        section = dict(_FLOATS) if self.quantization is None else self.quantization.to_dict()
+        values["quantization"] = section
         return values
 
     @classmethod
@@ -230,13 +238,17 @@ class PretrainedConfig:
         """
         known = {field.name for field in fields(cls)}
         chosen = {key: value for key, value in values.items() if key in known}
+        section = chosen.pop("quantization", None)
+        quantization = (
+            None if section is None else QuantizationConfig.from_dict(section, source)
+        )
         try:
             _check_architecture(chosen.get("architecture"))
             check_field_types(cls, chosen)
             check_rope_types(chosen.get("rope_scaling") or {}, "rope_scaling.")
             for name in _TUPLES:
                 chosen[name] = tuple(chosen.get(name, ()))
-            return cls(**chosen)
+            return cls(**chosen, quantization=quantization)
         except TypeError as error:
             raise ConfigError(
                 f"{source}: {_missing_keys(error)}. Build the folder again."

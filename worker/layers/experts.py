@@ -135,7 +135,9 @@ class Experts(nn.Module):
         numbers = expert_numbers(config, context)
         self.first, num_experts = numbers.start, len(numbers)
         num_shares = split("expert_ranks", ranks.size, num_parts)
-        self._share = even_partition(self._inner, ranks.rank // num_parts, num_shares)
+        self._share = even_partition(
+            self._inner, ranks.rank // num_parts, num_shares, multiple=context.share_multiple
+        )
         local = self._share.size
         self.gate_up = context.empty(num_experts, 2 * local, self._hidden)
         self.down = context.empty(num_experts, self._hidden, local)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trimaran.kernels.operators import Ops
+from trimaran.worker.config.quantization import QuantizationConfig
 from trimaran.worker.layers.methods import (
     LinearMethod,
     LoRAMethod,
@@ -26,6 +27,8 @@ from trimaran.worker.parallel.tensor_parallel import (
     can_wait,
 )
 
+_META = torch.device("meta")
+
 
 class LayerContext:
     """Construction parameters that all layers of a model share."""
@@ -39,10 +42,12 @@ class LayerContext:
         max_seq_len: int = 0,
         moe_ep_size: int = 1,
         expert_ranks: TensorGroup | None = None,
+        quantization: QuantizationConfig | None = None,
     ) -> None:
         """``max_seq_len`` is the longest sequence that will run, 0 for the model's limit.
         Experts are distributed to ``moe_ep_size`` parts of ``expert_ranks``, the ranks of all
-        dp ranks; None means ``tp`` alone."""
+        dp ranks; None means ``tp`` alone. With ``quantization`` linear layers have no memory
+        until each has the method of its name (`ParallelLinear.use_method`)."""
         self.tp = tp
         self.expert_ranks = expert_ranks or tp
         self.tokens_across_dp = TokensAcrossDP()
@@ -52,6 +57,19 @@ class LayerContext:
         self.device = device
         self.max_seq_len = max_seq_len
         self.linear_method: LinearMethod = UnquantizedLinearMethod(ops)
+        self.quantization = quantization
+        self.share_multiple = max(quantization.block_sizes) if quantization else 1
+        """Ranks' shares of inner widths are multiples of this, so that no block of values with
+        one scale is cut."""
+
+    @property
+    def linear_device(self) -> torch.device:
+        """The device of the weights of linear layers as they are made."""
+        return self.device if self.quantization is None else _META
+
+    def share_of(self, whole: int) -> DimPartition:
+        """This tensor rank's share of an inner width."""
+        return even_partition(whole, self.tp.rank, self.tp.size, multiple=self.share_multiple)
 
     def alone(self) -> LayerContext:
         """A context for layers that every rank holds and computes whole."""
@@ -100,8 +118,16 @@ class ParallelLinear(nn.Module):
         self.tp = context.tp
         self.method = method or context.linear_method
         self.lora: LoRAMethod = lora or NoLoRA()
-        self.method.create_weights(self, local_shape, context.dtype, context.device)
+        self._local_shape, self._dtype = local_shape, context.dtype
+        self.method.create_weights(self, local_shape, context.dtype, context.linear_device)
         self.bias = context.empty(local_shape[0]) if bias else None
+
+    def use_method(self, method: LinearMethod, device: torch.device) -> None:
+        """Let ``method`` store and multiply the weight, with new memory on ``device``."""
+        for name in [name for name in self._parameters if name != "bias"]:
+            del self._parameters[name]
+        self.method = method
+        method.create_weights(self, self._local_shape, self._dtype, device)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """This rank's part of ``x @ weight.T + bias``."""
@@ -142,18 +168,18 @@ class MergedColumnParallelLinear(ParallelLinear):
         method: LinearMethod | None = None,
         lora: LoRAMethod | None = None,
     ) -> None:
-        rows = self._stack(parts, in_features, context.tp)
+        rows = self._stack(parts, in_features, context)
         super().__init__(context, (rows, in_features), bias=bias, method=method, lora=lora)
 
     def _stack(
-        self, parts: Mapping[str, int | DimPartition], in_features: int, tp: TensorGroup
+        self, parts: Mapping[str, int | DimPartition], in_features: int, context: LayerContext
     ) -> int:
         """Record the stacked parts. Returns the number of rows of all."""
         self._in_features = in_features
         self._parts: dict[str, OutputPart] = {}
         offset = 0
         for name, whole in parts.items():
-            self._parts[name] = OutputPart(_share_of(whole, tp), offset)
+            self._parts[name] = OutputPart(_share_of(whole, context), offset)
             offset += self._parts[name].share.size
         return offset
 
@@ -227,7 +253,8 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         self.output_share = shares.queries.times(head_size)
         """The outputs of this rank's query heads."""
         keys = shares.keys.times(head_size)
-        rows = self._stack({"q": self.output_share, "k": keys, "v": keys}, hidden_size, tp)
+        stacked = {"q": self.output_share, "k": keys, "v": keys}
+        rows = self._stack(stacked, hidden_size, context)
         ParallelLinear.__init__(
             self, context, (rows, hidden_size), bias=bias, method=method, lora=lora
         )
@@ -261,7 +288,7 @@ class RowParallelLinear(ParallelLinear):
         method: LinearMethod | None = None,
         lora: LoRAMethod | None = None,
     ) -> None:
-        self._share = _share_of(in_features, context.tp)
+        self._share = _share_of(in_features, context)
         self._whole_shape = (out_features, self._share.whole)
         self._add_linear = context.ops.add_linear
         self._linear_parts = context.ops.linear_parts
@@ -327,8 +354,8 @@ class OutputPart:
     offset: int
 
 
-def _share_of(whole: int | DimPartition, tp: TensorGroup) -> DimPartition:
-    return whole if isinstance(whole, DimPartition) else even_partition(whole, tp.rank, tp.size)
+def _share_of(whole: int | DimPartition, context: LayerContext) -> DimPartition:
+    return whole if isinstance(whole, DimPartition) else context.share_of(whole)
 
 
 def copy_share(loaded: Tensor, target: Tensor, share: DimPartition) -> None:

@@ -37,6 +37,7 @@ from trimaran.worker.models.llama import (
 )
 from trimaran.worker.models.mixtral import MixtralForCausalLM
 from trimaran.worker.models.phi import Phi3ForCausalLM, PhiForCausalLM
+from trimaran.worker.models.quantized_layers import choose_methods
 from trimaran.worker.models.qwen import (
     Qwen2ForCausalLM,
     Qwen2MoeForCausalLM,
@@ -118,8 +119,11 @@ def build_model(
         max_seq_len,
         experts.num_parts,
         experts.ranks,
+        config.quantization,
     )
-    return MODELS[config.architecture](config, stage, context).eval()
+    model = MODELS[config.architecture](config, stage, context).eval()
+    choose_methods(model)
+    return model
 
 
 def load_model(
@@ -138,6 +142,7 @@ def load_model(
     start = time.monotonic()
     is_random = config.load_format == "random"
     folder = EngineFolder.load(config.engine_dir, check_weights=not is_random)
+    folder = folder.quantized(config.quantization)
     parallel = config.parallel
     folder.check_parallel(
         layout.tp_size, layout.pp_size, parallel.expert_parts, parallel.expert_dp_size

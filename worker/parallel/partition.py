@@ -29,13 +29,18 @@ class DimPartition:
 
 
 def even_partition(
-    whole: int, rank: int, num_ranks: int, alignment: int = _ALIGNMENT
+    whole: int, rank: int, num_ranks: int, alignment: int = _ALIGNMENT, multiple: int = 1
 ) -> DimPartition:
     """Equal sizes for all ranks. If ``num_ranks`` does not divide the whole, the size is a
-    multiple of ``alignment`` and the last ranks hold fewer elements."""
+    multiple of ``alignment`` and the last ranks hold fewer elements.
+
+    With several ranks the size is also a multiple of ``multiple``, whatever the whole.
+    """
     size = -(-whole // num_ranks)
     if whole % num_ranks:
         size = -(-size // alignment) * alignment
+    if num_ranks > 1:
+        size = -(-size // multiple) * multiple
     return _contiguous(whole, rank, size)
 
 

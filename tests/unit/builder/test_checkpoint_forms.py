@@ -268,7 +268,9 @@ def test_files_of_other_programs_are_named(file, words, llama, refused):
     [
         ({"quant_method": "gptq", "bits": 4}, "GPTQ, 4 bits"),
         ({"quant_method": "awq", "bits": 4}, "AWQ, 4 bits"),
-        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "(FP8)"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "(FP8), as"),
+        ({"quant_method": "fp8", "expert_dtype": "fp4"}, "not served: expert_dtype fp4"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "not served: quant_algo NVFP4"),
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "bitsandbytes, 8 bits"),
         ({"quant_method": "compressed-tensors"}, "compressed-tensors"),
         ({"quant_method": "mxfp4"}, "MXFP4"),

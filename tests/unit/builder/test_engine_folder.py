@@ -128,7 +128,7 @@ def test_a_lost_shard_is_refused(engine):
         (lambda v: v["build_config"]["plugin_config"].update(tokens_per_block=0), "is 0"),
         (
             lambda v: v["pretrained_config"]["quantization"].update(quant_algo="FP8"),
-            "quant_algo is 'FP8', which is not served",
+            "quant_algo is 'FP8' without our rules",
         ),
         (
             lambda v: v["pretrained_config"].update(architecture="OPTForCausalLM"),

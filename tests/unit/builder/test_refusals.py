@@ -80,7 +80,7 @@ def test_more_processes_than_cores_there_could_be_are_refused(command, tmp_path,
 @pytest.mark.parametrize(
     "flag",
     [
-        "--use_fp8", "--use-weight-only", "--int8_kv_cache", "--fp8_kv_cache", "--use_nvfp4",
+        "--use-weight-only", "--int8_kv_cache", "--fp8_kv_cache", "--use_nvfp4",
         "--smoothquant=0.5", "--weight_streaming", "--nougat",
         "--lora_dir=adapters", "--lora_ckpt_source=nemo", "--max_draft_len=4",
         "--speculative_decoding_mode=medusa", "--kv_cache_type=continuous", "--cp_size=2",

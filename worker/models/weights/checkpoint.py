@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +29,7 @@ _WORDS = {
     torch.float32: "F32",
     torch.float16: "F16",
     torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
 }
 
 
@@ -109,6 +110,22 @@ _ROWS = 4096
 """Rows of a matrix that are compared in one call."""
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
+FP8_WORD = "F8_E4M3"
+_SCALES = {
+    ".weight_scale_inv": ".weight_scale",
+    ".weight_scale": ".weight_scale",
+    ".activation_scale": ".input_scale",
+    ".input_scale": ".input_scale",
+}
+"""Endings of the names of scales, and those that `find_tensors` gives them. All are factors of
+the values, also those called inverse."""
+
+_UNUSED_SCALES = (
+    ".input_scale_ub", ".k_scale", ".v_scale", ".q_scale", ".kv_scale", ".prob_output_scale",
+    "k_proj.output_scale", "v_proj.output_scale",
+)  # fmt: skip
+"""Endings of the names of tensors that are not read: bounds that config.json repeats, and
+scales of a quantized KV cache or of attention, which have the model's dtype here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +137,31 @@ class StoredTensor:
     entry: TensorEntry
 
 
+class CheckpointTensors:
+    """A checkpoint's files, memory-mapped at first use and closed together."""
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+        self._files: dict[Path, Callable[[str], Tensor]] = {}
+
+    def read(self, stored: StoredTensor) -> Tensor:
+        """A whole tensor, whose data is read at first use."""
+        if stored.path not in self._files:
+            self._files[stored.path] = self._stack.enter_context(mapped_file(stored.path))
+        return self._files[stored.path](stored.name)
+
+    def __enter__(self) -> CheckpointTensors:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._files.clear()
+        self._stack.close()
+
+
 def find_tensors(model: CausalLM, files: Sequence[Path]) -> dict[str, StoredTensor]:
     """The tensors of a checkpoint by their names in ``model.checkpoint_weights()``.
 
+    The scales of a quantized weight ``x.weight`` are ``x.weight_scale`` and ``x.input_scale``.
     Reads no tensor except a tied head that is stored beside its embedding. The result is the
     same for every rank's model.
 
@@ -137,10 +176,11 @@ def find_tensors(model: CausalLM, files: Sequence[Path]) -> dict[str, StoredTens
     for path in files:
         for name, entry in file_entries(path).items():
             key = name.removeprefix(model.outer_prefix).removeprefix(model.name_prefix)
-            if key not in wanted:
+            weight, key = _weight_of_scale(model, key)
+            if key not in wanted and weight not in wanted:
                 if _is_tied_head(model, key):
                     tied_head = StoredTensor(path, name, entry)
-                elif not _carries_no_weight(model, key):
+                elif not _carries_no_weight(model, weight):
                     unexpected.append(name)
                 continue
             if key in found:
@@ -148,7 +188,7 @@ def find_tensors(model: CausalLM, files: Sequence[Path]) -> dict[str, StoredTens
                     f"{path}: the tensor {name!r} was in {found[key].path.name} too. Keep the "
                     "files of one download alone, or download the folder again."
                 )
-            _check_floats(path, name, entry)
+            _check_floats(model, path, name, entry)
             found[key] = StoredTensor(path, name, entry)
     folder = files[0].parent if files else Path()
     refuse_differences(folder, [key for key in wanted if key not in found], unexpected)
@@ -179,7 +219,8 @@ def _is_tied_head(model: CausalLM, key: str) -> bool:
 
 def _carries_no_weight(model: CausalLM, key: str) -> bool:
     is_elsewhere = key.startswith(FAMILIES[model.config.architecture].ignored_parts)
-    return is_elsewhere or key.endswith(model.ignored_weights)
+    is_scale = model.context.quantization is not None and key.endswith(_UNUSED_SCALES)
+    return is_elsewhere or is_scale or key.endswith(model.ignored_weights)
 
 
 def _embedding_of(wanted: Mapping[str, Sequence[WeightTarget]]) -> str:
@@ -206,7 +247,19 @@ def _refuse_other_head(head: StoredTensor, embedding: StoredTensor) -> None:
     )
 
 
-def _check_floats(path: Path, name: str, entry: TensorEntry) -> None:
+def _weight_of_scale(model: CausalLM, key: str) -> tuple[str, str]:
+    """The weight that a scale of a quantized model belongs to, and the scale's usual name;
+    twice ``key`` for other tensors."""
+    layer, dot, ending = key.rpartition(".")
+    known = _SCALES.get(dot + ending)
+    if model.context.quantization is None or known is None:
+        return key, key
+    return f"{layer}.weight", layer + known
+
+
+def _check_floats(model: CausalLM, path: Path, name: str, entry: TensorEntry) -> None:
+    if entry.dtype == FP8_WORD and model.context.quantization is not None:
+        return
     if entry.dtype not in _FLOATS:
         raise ConfigError(
             f"{path}: the tensor {name!r} holds {entry.dtype}, so the weights are quantized, "

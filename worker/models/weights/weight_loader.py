@@ -12,22 +12,29 @@ import torch
 from torch import Tensor, nn
 
 from trimaran.comm.errors import ConfigError
+from trimaran.kernels.quantized import FP8
 from trimaran.worker.config.shard_file import read_tensor_entries
 from trimaran.worker.layers.linear import WeightShapeError
 from trimaran.worker.models.interfaces import CausalLM, LoadsWeight, WeightTarget
 from trimaran.worker.models.weights.checkpoint import (
+    FP8_WORD,
+    CheckpointTensors,
     StoredTensor,
     find_tensors,
     is_safetensors,
     mapped_file,
     refuse_differences,
 )
+from trimaran.worker.models.weights.parts import Conversion, Part, parts_of
 from trimaran.worker.models.weights.tensor_reader import TensorReader
 from trimaran.worker.models.weights.verification import BackgroundVerification, ShardVerifier
+from trimaran.worker.quantization.fp8_linear import INPUT_SCALE, WEIGHT_SCALE, Fp8LinearMethod
 
 logger = logging.getLogger(__name__)
 
 _RANDOM_STD = 0.02
+_MAX_NAMES = 3
+_SCALES = (WEIGHT_SCALE, INPUT_SCALE)
 _WIDER = (torch.bfloat16, torch.float32, torch.float64)
 """Dtypes whose values may exceed the range of float16."""
 
@@ -43,20 +50,29 @@ def load_checkpoint(model: CausalLM, files: Sequence[Path]) -> None:
     that is missing, unexpected or of another shape.
     """
     parameters = dict(model.named_parameters())
-    everything = model.checkpoint_weights()
-    wanted: dict[Path, dict[str, tuple[StoredTensor, list[WeightTarget]]]]
-    wanted = {path: {} for path in files}
-    for key, stored in find_tensors(model, files).items():
-        mine = [target for target in everything[key] if target.parameter in parameters]
-        if mine:
-            wanted[stored.path][stored.name] = stored, mine
-    with _Files(model.device) as reader:
+    wanted: dict[Path, dict[str, list[Part]]] = {path: {} for path in files}
+    for part in parts_of(model, find_tensors(model, files)):
+        wanted[part.stored.path].setdefault(part.stored.name, []).append(part)
+    _log_dequantized(
+        [part for names in wanted.values() for of in names.values() for part in of]
+    )
+    with _Files(model.device) as reader, CheckpointTensors() as scales:
         for path, names in wanted.items():
             for name, tensor in reader.tensors(path, list(names)):
-                stored, targets = names[name]
-                refuse_overflow(tensor, parameters[targets[0].parameter].dtype, stored)
-                for target in targets:
-                    load_weight(model, parameters[target.parameter], target, tensor, stored)
+                for part in names[name]:
+                    parameter = parameters[part.target.parameter]
+                    refuse_overflow(tensor, parameter.dtype, part.stored)
+                    whole = part.whole(
+                        tensor, lambda stored: scales.read(stored).to(model.device),
+                        parameter.dtype,
+                    )  # fmt: skip
+                    load_weight(model, parameter, part.target, whole, part.stored)
+
+
+def _log_dequantized(parts: Sequence[Part]) -> None:
+    names = [part.stored.name for part in parts if part.conversion is Conversion.DEQUANTIZED]
+    if names:
+        logger.info("%d weights are dequantized: %s", len(names), ", ".join(names[:_MAX_NAMES]))
 
 
 def load_shard(model: CausalLM, path: Path, *, is_verified: bool = True) -> None:
@@ -96,6 +112,12 @@ def _fill_from_shard(model: CausalLM, path: Path, files: _Files) -> None:
                 f"{path}: the tensor {name!r} has shape {list(entries[name].shape)}, but "
                 f"config.json implies {list(parameters[name].shape)}. Build the folder again."
             )
+        is_fp8 = parameters[name].dtype == FP8
+        if (entries[name].dtype == FP8_WORD) != is_fp8:
+            raise ConfigError(
+                f"{path}: the tensor {name!r} holds {entries[name].dtype}, but config.json "
+                f"says that it is {'' if is_fp8 else 'not '}quantized. Build the folder again."
+            )
     for name, tensor in files.tensors(path, known):
         parameter = parameters[name]
         if tensor.dtype == parameter.dtype and parameter.device.type == "cpu":
@@ -115,6 +137,9 @@ def fill_random(model: CausalLM, seed: int = 0) -> None:
     for name, parameter in model.named_parameters():
         if name.endswith(".bias"):
             parameter.data.zero_()
+        elif name.endswith(_SCALES):
+            # Random values of FP8 weights have a deviation of 1.
+            parameter.data.fill_(_RANDOM_STD)
         elif parameter.dim() == 1:
             parameter.data.fill_(1.0)
         else:
@@ -124,7 +149,11 @@ def fill_random(model: CausalLM, seed: int = 0) -> None:
             shard = "" if is_whole else f"@{ranks.rank}"
             generator = torch.Generator(device=parameter.device)
             generator.manual_seed(_seed_of(f"{seed}:{name}{shard}"))
-            parameter.data.normal_(0.0, _RANDOM_STD, generator=generator)
+            if parameter.dtype == FP8:
+                values = torch.empty(parameter.shape, dtype=model.dtype, device=model.device)
+                parameter.data.copy_(values.normal_(generator=generator))
+            else:
+                parameter.data.normal_(0.0, _RANDOM_STD, generator=generator)
 
 
 class _Files:
@@ -178,10 +207,15 @@ def load_weight(
     Raises:
         ConfigError: the tensor has another shape than the configuration implies.
     """
-    module = cast(LoadsWeight, model.get_submodule(target.parameter.rpartition(".")[0]))
+    path, _, name = target.parameter.rpartition(".")
+    module = model.get_submodule(path)
     whole = tensor.t() if target.is_transposed and tensor.dim() == 2 else tensor
     try:
-        module.weight_loader(parameter, whole, target.shard)
+        if name in _SCALES:
+            method = cast(Fp8LinearMethod, module.method)
+            method.load_scale(module, parameter, whole, (name, target.shard))
+        else:
+            cast(LoadsWeight, module).weight_loader(parameter, whole, target.shard)
     except WeightShapeError as error:
         remedy = "belong to different models; download the folder again."
         is_vocabulary = target.parameter.split(".")[0] in ("embed_tokens", "lm_head")

@@ -123,7 +123,7 @@ def test_every_field_of_an_engine_folder_has_a_type(tmp_path, section, owner):
     kinds = {
         "int": JsonType.WHOLE, "float": JsonType.NUMBER, "str": JsonType.TEXT,
         "bool": JsonType.FLAG, "dict[str, Any]": JsonType.OBJECT,
-        "tuple[int, ...]": JsonType.WHOLES,
+        "tuple[int, ...]": JsonType.WHOLES, "QuantizationConfig": JsonType.OBJECT,
     }  # fmt: skip
     for field in fields(owner):
         if field.name == "architecture":

@@ -1,0 +1,127 @@
+"""FP8 products on a GPU: the kernel for a weight and a number of rows."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trimaran.comm.errors import ConfigError
+from trimaran.kernels.quantized import Fp8Inputs, Fp8Product, Fp8Weight
+from trimaran.kernels.triton.fp8_gemm import (
+    MAX_STREAM_ROWS,
+    Inputs,
+    Tile,
+    multiply_stream,
+    multiply_tiles,
+)
+from trimaran.kernels.triton.fp8_inputs import quantize_groups, quantize_tokens
+from trimaran.kernels.triton.launch import padded_size
+
+# Shapes: T tokens, D inner width, E outputs.
+
+_MIN_BLOCK, _MAX_BLOCK = 32, 256
+_HOPPER = (9, 0)
+_LIBRARY_MULTIPLE = 16
+"""Widths and outputs that the library's product takes are multiples of this."""
+
+_FULL_TILES = 192
+"""Programs from which a product keeps all multiprocessors of the largest GPU busy."""
+
+_MAX_PARTS = 8
+
+
+def stream_tile(rows: int, outputs: int, inner: int) -> Tile:
+    """The cut of a product of few rows: enough programs for all multiprocessors."""
+    columns = 64
+    tiles = -(-outputs // columns)
+    parts = 1
+    while tiles * parts < _FULL_TILES and parts < _MAX_PARTS and inner // (2 * parts) >= 512:
+        parts *= 2
+    return Tile(max(16, padded_size(rows)), columns, 128, parts, warps=4, stages=6)
+
+
+def wide_tile(rows: int) -> Tile:
+    """The cut of a product of many rows."""
+    if rows <= 64:
+        return Tile(64, 128, 128, warps=4, stages=4)
+    return Tile(128, 128, 128, warps=8, stages=4)
+
+
+FIXED_TILE = Tile(64, 128, 128, warps=4, stages=4)
+"""The cut whatever the number of rows, for results that do not depend on it."""
+
+
+class TritonFp8Product:
+    """`Fp8Product` by Triton's kernels, and by the library for many rows of a scale each.
+
+    With ``is_fixed`` a token's result does not depend on the other tokens or their number.
+    """
+
+    def __init__(self, weight: Fp8Weight, inputs: Fp8Inputs, *, is_fixed: bool) -> None:
+        self._weight = weight
+        self._inputs = inputs
+        self._is_fixed = is_fixed
+        self._has_library = not is_fixed and can_use_library(weight)
+
+    def __call__(self, x_TD: Tensor, bias_E: Tensor | None = None) -> Tensor:
+        """See `Fp8Product`. Safe under CUDA graph capture."""
+        x, weight = self.quantize(x_TD), self._weight
+        if self._is_fixed:
+            return multiply_tiles(x, weight, bias_E, x_TD.dtype, FIXED_TILE)
+        rows, (outputs, inner) = x_TD.shape[0], weight.values.shape
+        if rows <= MAX_STREAM_ROWS:
+            tile = stream_tile(rows, outputs, inner)
+            return multiply_stream(x, weight, bias_E, x_TD.dtype, tile)
+        if self._has_library and x_TD.dtype is torch.bfloat16:
+            return multiply_by_library(x, weight, bias_E)
+        return multiply_tiles(x, weight, bias_E, x_TD.dtype, wide_tile(rows))
+
+    def quantize(self, x_TD: Tensor) -> Inputs:
+        """The inputs in FP8, and their scales."""
+        if self._weight.blocks is None:
+            return Inputs(*quantize_tokens(x_TD, self._inputs))
+        return Inputs(*quantize_groups(x_TD, self._weight.blocks, self._inputs))
+
+
+def multiply_by_library(x: Inputs, weight: Fp8Weight, bias_E: Tensor | None) -> Tensor:
+    """``x @ weight.T + bias`` [T, E] in bf16, with a scale a row and an output."""
+    return torch._scaled_mm(
+        x.values,
+        weight.values.t(),
+        scale_a=x.scales[:, None],
+        scale_b=weight.scales[None, :],
+        bias=bias_E,
+        out_dtype=torch.bfloat16,
+    )
+
+
+def can_use_library(weight: Fp8Weight) -> bool:
+    """Whether torch multiplies by this weight."""
+    if weight.blocks is not None or weight.values.device.type != "cuda":
+        return False
+    outputs, inner = weight.values.shape
+    if outputs % _LIBRARY_MULTIPLE or inner % _LIBRARY_MULTIPLE:
+        return False
+    return torch.cuda.get_device_capability(weight.values.device) >= _HOPPER
+
+
+def make_product(weight: Fp8Weight, inputs: Fp8Inputs, *, is_fixed: bool) -> Fp8Product:
+    """The product by a weight on a GPU.
+
+    Raises:
+        ConfigError: the GPU has no FP8 products, or the blocks have another size than the
+            kernels take.
+    """
+    device = weight.values.device
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        raise ConfigError(
+            f"the weights are FP8, but {torch.cuda.get_device_name(device)} has no products of "
+            "FP8. Serve a checkpoint in bfloat16, or on a GPU of compute capability 8.9 or up."
+        )
+    size = _MIN_BLOCK if weight.blocks is None else weight.blocks.size
+    if size != padded_size(size) or not _MIN_BLOCK <= size <= _MAX_BLOCK:
+        raise ConfigError(
+            f"the weights have blocks of {size} columns, but the GPU's kernels take powers of "
+            f"two from {_MIN_BLOCK} to {_MAX_BLOCK}. Serve another checkpoint, or on the CPU."
+        )
+    return TritonFp8Product(weight, inputs, is_fixed=is_fixed)

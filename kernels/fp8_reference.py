@@ -1,0 +1,134 @@
+"""FP8 products in plain torch: what the fast kernels are compared with.
+
+Values are quantized by a multiplication with the reciprocal of a float32 scale, clamped, and
+rounded to the nearest, halves to even. A product adds up float32 products of the quantized
+values, multiplies by the scale of the input, then by that of the weight.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trimaran.kernels.quantized import FP8, LARGEST, BlockMap, Fp8Inputs, Fp8Weight
+
+# Shapes: T tokens, D inner width, E outputs, G groups of inputs; of scales: R rows and C
+# columns of blocks.
+
+SMALLEST_PEAK = 1e-10
+"""Peaks below count as this, so that zeros have a scale above zero."""
+
+_MANTISSA = 0x007FFFFF
+_EXPONENT = 0x7F800000
+
+
+def scales_of(peaks: Tensor, *, has_powers: bool = False) -> Tensor:
+    """Float32 scales by which values up to ``peaks`` use the whole range of e4m3."""
+    scales = peaks.float().clamp_min(SMALLEST_PEAK) / LARGEST
+    if not has_powers:
+        return scales
+    # Up to the next power of two, unless the mantissa is zero.
+    bits = scales.view(torch.int32) + _MANTISSA
+    return (bits & _EXPONENT).view(torch.float32)
+
+
+def to_fp8(x: Tensor, scales: Tensor) -> Tensor:
+    """``x / scales`` as e4m3; ``scales`` broadcast to the shape of ``x``."""
+    values = x.float() * scales.reciprocal()
+    return values.clamp(-LARGEST, LARGEST).to(FP8)
+
+
+def quantize_tokens(x_TD: Tensor, inputs: Fp8Inputs) -> tuple[Tensor, Tensor]:
+    """FP8 values [T, D], and scales: float32 [T, 1], or [] if static."""
+    if inputs.scale is not None:
+        return to_fp8(x_TD, inputs.scale), inputs.scale
+    peaks = x_TD.abs().amax(1, keepdim=True).float()
+    if inputs.bound:
+        peaks = peaks.clamp_max(inputs.bound)
+    scales = scales_of(peaks, has_powers=inputs.has_power_scales)
+    return to_fp8(x_TD, scales), scales
+
+
+def quantize_groups(x_TD: Tensor, blocks: BlockMap, inputs: Fp8Inputs) -> tuple[Tensor, Tensor]:
+    """FP8 values [T, D] and scales float32 [T, G]."""
+    groups = blocks.groups(x_TD.shape[1])
+    peaks = [x_TD[:, group].abs().amax(1) for group in groups]
+    scales_TG = scales_of(torch.stack(peaks, 1), has_powers=inputs.has_power_scales)
+    sizes = torch.tensor([each.stop - each.start for each in groups], device=x_TD.device)
+    spread_TD = scales_TG.repeat_interleave(sizes, dim=1)
+    return to_fp8(x_TD, spread_TD), scales_TG
+
+
+class ReferenceProduct:
+    """`Fp8Product` in torch, on any device."""
+
+    def __init__(self, weight: Fp8Weight, inputs: Fp8Inputs) -> None:
+        self._weight = weight
+        self._inputs = inputs
+
+    def __call__(self, x_TD: Tensor, bias_E: Tensor | None = None) -> Tensor:
+        """See `Fp8Product`."""
+        weight = self._weight
+        if weight.blocks is None:
+            values_TD, scales_T1 = quantize_tokens(x_TD, self._inputs)
+            total_TE = values_TD.float() @ weight.values.float().T
+            total_TE = total_TE * scales_T1 * weight.scales
+        else:
+            total_TE = self._by_blocks(x_TD, weight.blocks)
+        if bias_E is not None:
+            total_TE = total_TE + bias_E.float()
+        return total_TE.to(x_TD.dtype)
+
+    def _by_blocks(self, x_TD: Tensor, blocks: BlockMap) -> Tensor:
+        weight = self._weight
+        values_TD, scales_TG = quantize_groups(x_TD, blocks, self._inputs)
+        total_TE = x_TD.new_zeros(x_TD.shape[0], weight.values.shape[0], dtype=torch.float32)
+        for number, group in enumerate(blocks.groups(x_TD.shape[1])):
+            part_TE = values_TD[:, group].float() @ weight.values[:, group].float().T
+            scales_E = weight.scales[:, number][blocks.rows]
+            total_TE += part_TE * scales_TG[:, number, None] * scales_E
+        return total_TE
+
+
+def quantize_weight(
+    weight_ED: Tensor, block: tuple[int, int] | None = None
+) -> tuple[Tensor, Tensor]:
+    """FP8 values [E, D], and float32 scales: [E], or [R, C] of blocks; the last blocks may be
+    smaller than the others."""
+    if block is None:
+        scales_E = scales_of(weight_ED.abs().amax(1))
+        return to_fp8(weight_ED, scales_E[:, None]), scales_E
+    scales_RC = scales_of(_block_peaks(weight_ED, block))
+    return to_fp8(weight_ED, spread_scales(scales_RC, tuple(weight_ED.shape), block)), scales_RC
+
+
+def dequantize_weight(
+    values_ED: Tensor, scales: Tensor, block: tuple[int, int] | None, dtype: torch.dtype
+) -> Tensor:
+    """The weight [E, D], rounded once. ``scales`` have one element, [E] or [E, 1], or
+    [R, C]."""
+    outputs, inner = values_ED.shape
+    if block is not None:
+        scales = spread_scales(scales.float(), (outputs, inner), block)
+    elif scales.numel() > 1:
+        scales = scales.reshape(outputs, 1)
+    else:
+        scales = scales.reshape(())
+    return (values_ED.float() * scales.float()).to(dtype)
+
+
+def spread_scales(scales_RC: Tensor, shape: tuple[int, ...], block: tuple[int, int]) -> Tensor:
+    """The scales of blocks for each value of a weight [E, D]."""
+    rows, columns = block
+    spread = scales_RC.repeat_interleave(rows, 0)[: shape[0]]
+    return spread.repeat_interleave(columns, 1)[:, : shape[1]]
+
+
+def _block_peaks(weight_ED: Tensor, block: tuple[int, int]) -> Tensor:
+    """The largest magnitude of each block."""
+    (outputs, inner), (rows, columns) = weight_ED.shape, block
+    missing = (0, -inner % columns, 0, -outputs % rows)
+    whole = torch.nn.functional.pad(weight_ED.abs(), missing)
+    split = whole.view(whole.shape[0] // rows, rows, whole.shape[1] // columns, columns)
+    peaks: Tensor = split.amax((1, 3))
+    return peaks

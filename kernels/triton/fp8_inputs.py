@@ -1,0 +1,121 @@
+"""Inputs of FP8 products, quantized on a GPU: a scale a token, a group of inputs, or static."""
+
+from __future__ import annotations
+
+import torch
+import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+from torch import Tensor
+from triton.language.extra.cuda import (  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    gdc_launch_dependents,
+    gdc_wait,
+)
+
+from trimaran.kernels.quantized import FP8, BlockMap, Fp8Inputs
+from trimaran.kernels.triton.launch import Launcher, num_tiles, padded_size
+
+# Shapes: T tokens, D inner width, G groups of inputs.
+
+_GROUP_VALUES = 2048
+"""Values of a token that a program quantizes in groups."""
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def scale_of(peak, HAS_POWERS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The scale by which values up to ``peak`` use the whole range of e4m3."""
+    scale = tl.div_rn(tl.maximum(peak, 1e-10), 448.0)
+    if HAS_POWERS:
+        # Up to the next power of two, unless the mantissa is zero.
+        bits = scale.to(tl.int32, bitcast=True) + 0x007FFFFF
+        scale = (bits & 0x7F800000).to(tl.float32, bitcast=True)
+    return scale
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def as_fp8(value, scale):  # type: ignore[no-untyped-def]
+    """``value / scale`` in e4m3, clamped to its range."""
+    scaled = value * tl.div_rn(1.0, scale)
+    return tl.minimum(tl.maximum(scaled, -448.0), 448.0).to(tl.float8e4nv)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _tokens_kernel(  # type: ignore[no-untyped-def]
+    x, static, values, scales, x_stride, width, bound, PADDED: tl.constexpr,
+    IS_STATIC: tl.constexpr, HAS_BOUND: tl.constexpr, HAS_POWERS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Program t quantizes token t."""
+    row = tl.program_id(0).to(tl.int64)
+    dims = tl.arange(0, PADDED)
+    is_dim = dims < width
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
+    value = tl.load(x + row * x_stride + dims, mask=is_dim, other=0.0).to(tl.float32)
+    if IS_STATIC:
+        scale = tl.load(static)
+    else:
+        peak = tl.max(tl.abs(value), 0)
+        if HAS_BOUND:
+            peak = tl.minimum(peak, bound)
+        scale = scale_of(peak, HAS_POWERS)
+    tl.store(scales + row, scale)
+    tl.store(values + row * width + dims, as_fp8(value, scale), mask=is_dim)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _groups_kernel(  # type: ignore[no-untyped-def]
+    x, values, scales, x_stride, width, num_groups, FIRST: tl.constexpr, SIZE: tl.constexpr,
+    GROUPS: tl.constexpr, HAS_POWERS: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Program (t, g) quantizes the g-th ``GROUPS`` groups of token t."""
+    row = tl.program_id(0).to(tl.int64)
+    groups = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    dims = groups[:, None] * SIZE - FIRST + tl.arange(0, SIZE)[None, :]
+    is_dim = (dims >= 0) & (dims < width)
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
+    value = tl.load(x + row * x_stride + dims, mask=is_dim, other=0.0).to(tl.float32)
+    scale = scale_of(tl.max(tl.abs(value), 1), HAS_POWERS)
+    tl.store(scales + row * num_groups + groups, scale, mask=groups < num_groups)
+    tl.store(values + row * width + dims, as_fp8(value, scale[:, None]), mask=is_dim)
+
+
+_tokens = Launcher(_tokens_kernel)
+_groups = Launcher(_groups_kernel)
+
+
+def quantize_tokens(x_TD: Tensor, inputs: Fp8Inputs) -> tuple[Tensor, Tensor]:
+    """FP8 values [T, D] and float32 scales [T], also if they are static.
+
+    bf16, float16 or float32 with contiguous rows. Safe under CUDA graph capture.
+    """
+    rows, width = x_TD.shape
+    values_TD = torch.empty((rows, width), dtype=FP8, device=x_TD.device)
+    scales_T = torch.empty(rows, dtype=torch.float32, device=x_TD.device)
+    if rows:
+        static = inputs.scale
+        args = (
+            x_TD, scales_T if static is None else static, values_TD, scales_T, x_TD.stride(0),
+            width, float(inputs.bound),
+        )  # fmt: skip
+        flags = (static is not None, inputs.bound > 0, inputs.has_power_scales)
+        padded = padded_size(width)
+        warps = 4 if padded <= 4096 else 8 if padded <= 8192 else 16
+        _tokens((rows, 1), args, (padded, *flags), num_warps=warps)
+    return values_TD, scales_T
+
+
+def quantize_groups(x_TD: Tensor, blocks: BlockMap, inputs: Fp8Inputs) -> tuple[Tensor, Tensor]:
+    """FP8 values [T, D] and float32 scales [T, G]; as `quantize_tokens`, and the size of
+    groups is a power of two."""
+    (rows, width), num_groups = x_TD.shape, len(blocks.groups(x_TD.shape[1]))
+    values_TD = torch.empty((rows, width), dtype=FP8, device=x_TD.device)
+    scales_TG = torch.empty((rows, num_groups), dtype=torch.float32, device=x_TD.device)
+    if rows:
+        each = min(padded_size(num_groups), max(1, _GROUP_VALUES // blocks.size))
+        args = (x_TD, values_TD, scales_TG, x_TD.stride(0), width, num_groups)
+        constants = (blocks.first, blocks.size, each, inputs.has_power_scales)
+        _groups((rows, num_tiles(num_groups, each)), args, constants)
+    return values_TD, scales_TG

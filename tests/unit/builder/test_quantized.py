@@ -1,0 +1,125 @@
+"""Engine folders with FP8 weights: made of FP8 checkpoints, and of floats."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.unit.builder.test_layouts import _in_memory
+from tests.unit.worker.models import models
+from tests.unit.worker.models.paged_run import PagedRun
+from tests.unit.worker.quantization import checkpoints
+from trimaran.kernels.torch_ops import TorchOps
+from trimaran.worker.config.engine_folder import EngineFolder
+from trimaran.worker.models.interfaces import StageRange
+from trimaran.worker.models.registry import build_model
+from trimaran.worker.models.weights.weight_loader import load_shard
+from trimaran.worker.parallel.tensor_parallel import ShardPosition
+
+CONFIG = models.llama_config(hidden_size=72, intermediate_size=104, head_dim=12)
+LAYOUTS = ["--tp-size 1", "--tp-size 3", "--tp-size 2 --pp-size 2"]
+
+
+def _bytes_of(tensors):
+    return {name: each.contiguous().view(torch.uint8) for name, each in tensors.items()}
+
+
+def _build(trimaran, source, output, *flags):
+    done = trimaran("build", "--checkpoint", source, "--output", output, *flags)
+    assert done.code == 0, done.err
+    return EngineFolder.load(output)
+
+
+@pytest.mark.parametrize("flags", LAYOUTS)
+@pytest.mark.parametrize("form", list(checkpoints.FORMATS))
+def test_a_built_file_holds_what_its_rank_cuts_itself(form, flags, tmp_path, trimaran):
+    folder = checkpoints.make(tmp_path, form, CONFIG)
+    source = EngineFolder.load(folder)
+    built = _build(trimaran, folder, tmp_path / "engine", *flags.split())
+    for rank, path in enumerate(built.weight_files):
+        mine, expected = _bytes_of(load_file(path)), _bytes_of(_in_memory(source, rank, built))
+        assert mine.keys() == expected.keys()
+        assert all(mine[key].equal(expected[key]) for key in mine), rank
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_block"])
+def test_weights_quantized_by_a_build_are_those_quantized_by_a_load(name, tmp_path, trimaran):
+    models.save_huggingface(tmp_path / "floats", CONFIG)
+    source = EngineFolder.load(tmp_path / "floats").quantized(name)
+    flags = ("--tp-size", 2, "--quantization", name)
+    built = _build(trimaran, tmp_path / "floats", tmp_path / "engine", *flags)
+    for rank, path in enumerate(built.weight_files):
+        mine, expected = _bytes_of(load_file(path)), _bytes_of(_in_memory(source, rank, built))
+        assert mine.keys() == expected.keys()
+        assert all(mine[key].equal(expected[key]) for key in mine), rank
+    again = built.config.quantization
+    assert again is not None and again.rules == source.config.quantization.rules
+
+
+@torch.inference_mode()
+def test_a_built_folder_gives_the_logits_of_its_checkpoint(tmp_path, trimaran):
+    folder = checkpoints.make(tmp_path, "fp8-blocks", CONFIG)
+    built = _build(trimaran, folder, tmp_path / "engine")
+    ops = TorchOps()
+    stage = StageRange.of(built.config.num_hidden_layers, 0, 1)
+    ours = build_model(
+        built.config, stage, ShardPosition(), dtype=torch.float32, device=models.CPU, ops=ops
+    )
+    load_shard(ours, built.shard_of(0))
+    ours.process_weights_after_loading()
+    (prompt,) = models.prompts(30)
+
+    logits = PagedRun(ours, 1).logits({0: prompt})
+
+    assert logits.equal(PagedRun(models.load_ours(folder, ops=ops), 1).logits({0: prompt}))
+
+
+def test_the_description_of_a_built_folder_names_the_replaced_systems_algorithm(
+    tmp_path, trimaran
+):
+    folder = checkpoints.make(tmp_path, "modelopt-static", CONFIG)
+    _build(trimaran, folder, tmp_path / "engine")
+    values = json.loads((tmp_path / "engine" / "config.json").read_text())
+    section = values["pretrained_config"]["quantization"]
+    assert section["quant_algo"] == "FP8"
+    assert section["exclude_modules"] == ["lm_head", "model.layers.1.self_attn*"]
+
+
+def test_the_flags_of_the_replaced_converter_quantize(llama, trimaran, tmp_path):
+    for flag in ("--use_fp8", "--use-fp8-rowwise"):
+        built = _build(trimaran, llama().folder if flag == "--use_fp8" else tmp_path / "llama",
+                       tmp_path / flag, flag)  # fmt: skip
+        assert load_file(built.weight_files[0])["layers.0.mlp.down_proj.weight"].dtype == (
+            torch.float8_e4m3fn
+        )
+
+
+def test_weights_that_are_quantized_already_are_not_quantized_again(tmp_path, refused):
+    folder = checkpoints.make(tmp_path, "fbgemm", CONFIG)
+    error = refused(folder, "--quantization", "fp8_block")
+    assert "--quantization is fp8_block but the weights of" in error
+    assert "(fbgemm_fp8: FP8_PER_CHANNEL_PER_TOKEN)" in error
+
+
+def test_blocks_that_reach_over_the_seam_of_stacked_matrices_are_refused(gpt2, refused):
+    error = refused(gpt2().folder, "--quantization", "fp8_block")
+    assert "blocks of 128 rows, but one matrix begins at row 32" in error
+
+
+def test_a_family_that_stores_matrices_transposed_is_quantized(gpt2, trimaran, tmp_path):
+    checkpoint = gpt2(dtype="float32")
+    built = _build(trimaran, checkpoint.folder, tmp_path / "out", "--quantization", "fp8")
+    tensors = load_file(built.weight_files[0])
+    layer = "layers.0.mlp.up_proj"
+    floats = checkpoint.tensors["transformer.h.0.mlp.c_fc.weight"].t()
+    scales = tensors[f"{layer}.weight_scale"].reshape(-1, 1)
+    distance = tensors[f"{layer}.weight"].float() * scales - floats
+    assert distance.abs().max() <= 2**-4 * floats.abs().max()
+
+
+def test_experts_in_fp8_are_refused_by_name(tmp_path, refused):
+    folder = checkpoints.make(tmp_path, "fp8-blocks", models.expert_configs()["qwen3-moe"])
+    assert "experts.0.gate_proj.weight and others) are quantized" in refused(folder)

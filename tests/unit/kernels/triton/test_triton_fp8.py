@@ -1,0 +1,122 @@
+"""FP8 products in Triton's interpreter: those of the plain twin.
+
+The interpreter rounds to FP8 otherwise than a GPU: inputs here are FP8 numbers times powers of
+two, which need no rounding. Rounding is compared on a GPU (tests/gpu/test_fp8.py).
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from trimaran.kernels import fp8_reference
+from trimaran.kernels.fp8_products import FIXED_TILE, TritonFp8Product, stream_tile
+from trimaran.kernels.quantized import FP8, BlockMap, Fp8Inputs, Fp8Weight
+from trimaran.kernels.triton.fp8_gemm import Inputs, Tile, multiply_stream, multiply_tiles
+from trimaran.kernels.triton.fp8_inputs import quantize_groups, quantize_tokens
+
+INPUTS = {
+    "token": Fp8Inputs(),
+    "powers": Fp8Inputs(has_power_scales=True),
+    "bound": Fp8Inputs(bound=28.0),
+    "static": Fp8Inputs(scale=torch.tensor(0.0625)),
+}
+
+
+def draw(*shape, seed=0):
+    """Random FP8 numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, generator=generator) * 8).to(FP8)
+
+
+def exact(rows, inner, peak_every):
+    """Rows times powers of two, whose peaks make scales that are powers of two."""
+    x = draw(rows, inner).float()
+    x[:, ::peak_every] = 448.0
+    return (x * 2.0 ** (torch.arange(rows) % 5 - 2)[:, None]).half()
+
+
+def same(found, expected):
+    """Whether two pairs of values and scales are equal to the bit."""
+    assert found[0].view(torch.uint8).equal(expected[0].view(torch.uint8))
+    scales = expected[1].reshape(-1)
+    assert (
+        found[1].reshape(-1).equal(scales if len(scales) > 1 else scales.expand(len(found[1])))
+    )
+
+
+@pytest.mark.parametrize("name", INPUTS)
+@pytest.mark.parametrize("inner", [96, 136])
+def test_tokens_are_quantized_as_by_the_twin(name, inner):
+    x = exact(5, inner + 8, 50)[:, :inner]
+    inputs = INPUTS[name]
+    x[4] = 0
+    same(quantize_tokens(x, inputs), fp8_reference.quantize_tokens(x, inputs))
+
+
+@pytest.mark.parametrize(("inner", "first"), [(256, 0), (200, 0), (200, 48)])
+def test_groups_are_quantized_as_by_the_twin(inner, first):
+    x = exact(3, inner + 8, 16)[:, :inner]
+    blocks = BlockMap(torch.empty(0), 64, first)
+    found = quantize_groups(x, blocks, Fp8Inputs())
+    same(found, fp8_reference.quantize_groups(x, blocks, Fp8Inputs()))
+
+
+def weights(outputs, inner, first=0, block=0):
+    """A random weight, with a scale a row, or blocks of 48 rows and ``block`` columns."""
+    generator = torch.Generator().manual_seed(outputs)
+    if not block:
+        return Fp8Weight(draw(outputs, inner), torch.rand(outputs, generator=generator) / 4096)
+    rows = (torch.arange(outputs) // 48).to(torch.int32)
+    blocks = BlockMap(rows, block, first)
+    shape = (int(rows[-1]) + 1, len(blocks.groups(inner)))
+    return Fp8Weight(
+        draw(outputs, inner), torch.rand(shape, generator=generator) / 4096, blocks
+    )
+
+
+CASES = [(0, 0), (0, 64), (24, 64)]
+
+
+@pytest.mark.parametrize(("first", "block"), CASES)
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize(("rows", "outputs", "inner"), [(1, 128, 256), (21, 136, 208)])
+def test_products_are_those_of_the_twin(rows, outputs, inner, has_bias, first, block):
+    weight = weights(outputs, inner, first, block)
+    x = exact(rows, inner, 16)
+    bias = torch.randn(outputs).half() if has_bias else None
+    expected = fp8_reference.ReferenceProduct(weight, Fp8Inputs())(x, bias)
+    quantized = TritonFp8Product(weight, Fp8Inputs(), is_fixed=False).quantize(x)
+
+    tiles = multiply_tiles(quantized, weight, bias, x.dtype, Tile(16, 32, 32))
+    streams = [
+        multiply_stream(quantized, weight, bias, x.dtype, Tile(32, 32, 32, parts))
+        for parts in (1, 3, 3)
+    ]
+
+    for found in (tiles, *streams):
+        torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-3)
+
+
+@pytest.mark.parametrize("is_fixed", [True, False])
+@pytest.mark.parametrize("rows", [0, 3])
+def test_the_product_of_a_weight_takes_any_number_of_rows(rows, is_fixed):
+    weight = weights(192, 256)
+    x = exact(rows, 256, 16)
+    found = TritonFp8Product(weight, Fp8Inputs(), is_fixed=is_fixed)(x)
+    expected = fp8_reference.ReferenceProduct(weight, Fp8Inputs())(x)
+    torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-3)
+
+
+def test_a_row_of_a_fixed_cut_does_not_depend_on_the_others():
+    weight = weights(136, 208, 24, 64)
+    x = exact(70, 208, 16)
+    quantized = Inputs(*quantize_groups(x, weight.blocks, Fp8Inputs()))
+    first = Inputs(quantized.values[:1], quantized.scales[:1])
+    whole = multiply_tiles(quantized, weight, None, x.dtype, FIXED_TILE)
+    assert multiply_tiles(first, weight, None, x.dtype, FIXED_TILE).equal(whole[:1])
+
+
+@pytest.mark.parametrize(("outputs", "parts"), [(4096, 4), (28672, 1), (6144, 2)])
+def test_few_outputs_are_shared_by_more_programs(outputs, parts):
+    assert stream_tile(1, outputs, 4096).parts == parts

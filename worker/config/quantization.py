@@ -1,0 +1,211 @@
+"""How the weights of a model are quantized, by the checkpoint's own names; free of torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from enum import Enum
+from fnmatch import fnmatchcase
+from typing import Any
+
+from trimaran.comm.errors import ConfigError
+
+ANY_LINEAR = "Linear"
+"""A target that every linear layer matches."""
+
+_REGULAR = "re:"
+MADE_HERE = ("fp8", "fp8_block")
+"""Schemes by which float weights are quantized as they are loaded or built."""
+
+_BLOCK = (128, 128)
+
+
+class Activations(Enum):
+    """Which inputs of a product share a scale."""
+
+    STATIC = "static"
+    """All of them: the checkpoint holds the scale."""
+
+    TOKEN = "token"
+    """Those of a token, whose largest value makes the scale."""
+
+    GROUP = "group"
+    """Consecutive inputs of a token, as many as a block of the weight has columns."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fp8Scheme:
+    """Weights and inputs of a product in FP8 (e4m3), with float32 scales."""
+
+    block: tuple[int, int] | None = None
+    """Rows and columns of the weight that share a scale; None: each row, or all of the matrix,
+    has one."""
+
+    activations: Activations = Activations.TOKEN
+    activation_bound: float = 0.0
+    """Largest magnitude that makes a token's scale; larger values are clamped. 0: none."""
+
+    has_power_scales: bool = False
+    """Whether scales of inputs are rounded up to powers of two."""
+
+    def __post_init__(self) -> None:
+        if (self.block is None) == (self.activations is Activations.GROUP):
+            raise ConfigError(
+                f"weights with {'a scale a block' if self.block else 'a scale a row'} and "
+                f"inputs with a scale by {self.activations.value} are not served together: "
+                "blocks go with groups, rows and matrices with token or static. Name a "
+                "checkpoint in another format"
+            )
+
+    @property
+    def algorithm(self) -> str:
+        """TensorRT-LLM's name."""
+        if self.block is not None:
+            return "FP8_BLOCK_SCALES"
+        is_static = self.activations is Activations.STATIC
+        return "FP8" if is_static else "FP8_PER_CHANNEL_PER_TOKEN"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for ``config.json``."""
+        block = None if self.block is None else list(self.block)
+        return {**asdict(self), "block": block, "activations": self.activations.value}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Fp8Scheme:
+        """The inverse of `to_dict`; raises KeyError, TypeError or ValueError."""
+        known = {each.name: values[each.name] for each in fields(cls)}
+        block = known.pop("block")
+        if block is not None:
+            rows, columns = (int(size) for size in block)
+            block = (rows, columns)
+        return cls(block=block, activations=Activations(known.pop("activations")), **known)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchemeRule:
+    """The linear layers that ``targets`` name, and their scheme."""
+
+    targets: tuple[str, ...]
+    scheme: Fp8Scheme
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizationConfig:
+    """Which linear layers are quantized, and how.
+
+    Names are those of the checkpoint's modules. A pattern is a name, the beginning or end of
+    one at a dot, a name with ``*``, or ``re:`` and a regular expression that the beginning of
+    a name matches.
+    """
+
+    method: str
+    """The format's ``quant_method``; ``trimaran`` if weights are quantized here."""
+
+    rules: tuple[SchemeRule, ...]
+    """The first rule counts whose targets match: names before `ANY_LINEAR`."""
+
+    ignored: tuple[str, ...] = ()
+    """Patterns of modules that keep the model's dtype."""
+
+    is_made_here: bool = False
+    """Whether the weights come as floats and are quantized as they are read."""
+
+    def scheme_of(self, names: tuple[str, ...]) -> Fp8Scheme | None:
+        """The scheme of the linear layer with these names; None if it is not quantized."""
+        if any(_matches(pattern, name) for pattern in self.ignored for name in names):
+            return None
+        for rule in self.rules:
+            for target in rule.targets:
+                if target == ANY_LINEAR or any(_matches(target, name) for name in names):
+                    return rule.scheme
+        return None
+
+    @property
+    def block_sizes(self) -> tuple[int, int]:
+        """The largest rows and columns of blocks; ones if no weight has blocks."""
+        blocks = [rule.scheme.block or (1, 1) for rule in self.rules] or [(1, 1)]
+        return max(rows for rows, _ in blocks), max(columns for _, columns in blocks)
+
+    def describe(self) -> str:
+        """A few words for the log."""
+        names = sorted({rule.scheme.algorithm for rule in self.rules})
+        return f"{self.method}: {', '.join(names)}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The ``quantization`` section of an engine folder's ``config.json``."""
+        names = {rule.scheme.algorithm for rule in self.rules}
+        return {
+            "quant_algo": names.pop() if len(names) == 1 else "MIXED_PRECISION",
+            "kv_cache_quant_algo": None,
+            "exclude_modules": list(self.ignored),
+            "method": self.method,
+            "rules": [
+                {"targets": list(rule.targets), "scheme": rule.scheme.to_dict()}
+                for rule in self.rules
+            ],
+        }
+
+    @classmethod
+    def from_dict(cls, values: Any, source: str) -> QuantizationConfig | None:
+        """The inverse of `to_dict`; None if nothing is quantized.
+
+        Raises:
+            ConfigError: a section of another program, or a quantized KV cache.
+        """
+        again = "Build the folder again with `trimaran build`."
+        if not isinstance(values, Mapping):
+            raise ConfigError(
+                f"{source}: quantization is {values!r} but must be an object. {again}"
+            )
+        kv_algorithm, algorithm = values.get("kv_cache_quant_algo"), values.get("quant_algo")
+        if kv_algorithm is not None:
+            raise ConfigError(
+                f"{source}: quantization.kv_cache_quant_algo is {kv_algorithm!r}, which is not "
+                f"served: the KV cache has the model's dtype. {again}"
+            )
+        if algorithm is None:
+            return None
+        if "rules" not in values:
+            raise ConfigError(
+                f"{source}: quantization.quant_algo is {algorithm!r} without our rules for its "
+                f"layers, which is not served. {again}"
+            )
+        try:
+            rules = tuple(
+                SchemeRule(
+                    targets=tuple(str(target) for target in rule["targets"]),
+                    scheme=Fp8Scheme.from_dict(rule["scheme"]),
+                )
+                for rule in values["rules"]
+            )
+            ignored = tuple(str(pattern) for pattern in values.get("exclude_modules") or ())
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"{source}: quantization is damaged ({error}). {again}") from None
+        return cls(method=str(values.get("method")), rules=rules, ignored=ignored)
+
+
+def made_here(name: str) -> QuantizationConfig:
+    """The configuration of weights that are quantized as they are read.
+
+    ``fp8`` has a scale for each row and token, ``fp8_block`` for 128x128 blocks and groups of
+    128 inputs.
+
+    Raises:
+        ConfigError: no such scheme.
+    """
+    if name not in MADE_HERE:
+        raise ConfigError(f"quantization is {name!r} but must be one of {', '.join(MADE_HERE)}")
+    scheme = Fp8Scheme()
+    if name == "fp8_block":
+        scheme = Fp8Scheme(block=_BLOCK, activations=Activations.GROUP)
+    rule = SchemeRule(targets=(ANY_LINEAR,), scheme=scheme)
+    return QuantizationConfig(method="trimaran", rules=(rule,), is_made_here=True)
+
+
+def _matches(pattern: str, name: str) -> bool:
+    if pattern.startswith(_REGULAR):
+        return re.match(pattern.removeprefix(_REGULAR), name) is not None
+    if "*" in pattern:
+        return fnmatchcase(name, pattern)
+    return name == pattern or name.startswith(f"{pattern}.") or name.endswith(f".{pattern}")

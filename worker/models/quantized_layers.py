@@ -1,0 +1,79 @@
+"""The method of each linear layer of a model, chosen by its names in the checkpoint."""
+
+from __future__ import annotations
+
+from trimaran.comm.errors import ConfigError
+from trimaran.worker.config.quantization import Fp8Scheme
+from trimaran.worker.layers.experts import Experts
+from trimaran.worker.layers.linear import ParallelLinear
+from trimaran.worker.layers.methods import UnquantizedLinearMethod
+from trimaran.worker.models.interfaces import CausalLM
+from trimaran.worker.quantization.fp8_linear import Fp8LinearMethod
+
+
+def choose_methods(model: CausalLM) -> None:
+    """Give each linear layer the method that the model's quantization names, and memory.
+
+    Raises:
+        ConfigError: stacked matrices of a layer are quantized differently, or experts are.
+    """
+    context = model.context
+    if context.quantization is None:
+        return
+    keys_of: dict[str, list[str]] = {}
+    for key, targets in model.checkpoint_weights().items():
+        for target in targets:
+            keys_of.setdefault(target.parameter, []).append(key)
+    for path, module in model.named_modules():
+        if isinstance(module, ParallelLinear):
+            scheme = _scheme_of(model, keys_of[f"{path}.weight"])
+            plain = UnquantizedLinearMethod(context.ops)
+            method = plain if scheme is None else Fp8LinearMethod(context.ops, scheme)
+            module.use_method(method, context.device)
+        elif isinstance(module, Experts):
+            _refuse_quantized_experts(model, keys_of[f"{path}.gate_up"])
+
+
+def scheme_of_key(model: CausalLM, key: str) -> Fp8Scheme | None:
+    """The scheme of the layer whose weight has this name in `CausalLM.checkpoint_weights`."""
+    quantization = model.context.quantization
+    if quantization is None:
+        return None
+    name = key.removesuffix(".weight")
+    prefixes = (
+        "",
+        model.name_prefix,
+        model.outer_prefix,
+        model.outer_prefix + model.name_prefix,
+    )
+    return quantization.scheme_of(tuple(dict.fromkeys(prefix + name for prefix in prefixes)))
+
+
+def fp8_method_of(model: CausalLM, parameter: str) -> Fp8LinearMethod | None:
+    """The method by which a parameter is an FP8 weight; None for other parameters."""
+    path, _, name = parameter.rpartition(".")
+    method = getattr(model.get_submodule(path), "method", None)
+    return method if name == "weight" and isinstance(method, Fp8LinearMethod) else None
+
+
+def _scheme_of(model: CausalLM, keys: list[str]) -> Fp8Scheme | None:
+    schemes = {key: scheme_of_key(model, key) for key in keys}
+    if len(set(schemes.values())) > 1:
+        listed = ", ".join(
+            f"{key} {'not at all' if scheme is None else scheme.algorithm}"
+            for key, scheme in schemes.items()
+        )
+        raise ConfigError(
+            f"these weights are multiplied as one, but the checkpoint quantizes them "
+            f"differently: {listed}. Name a checkpoint that treats them alike, or one in "
+            "bfloat16, float16 or float32."
+        )
+    return next(iter(schemes.values()))
+
+
+def _refuse_quantized_experts(model: CausalLM, keys: list[str]) -> None:
+    if any(scheme_of_key(model, key) is not None for key in keys):
+        raise ConfigError(
+            f"the experts ({keys[0]} and others) are quantized, which is not served yet. Name "
+            "a checkpoint in bfloat16, float16 or float32."
+        )

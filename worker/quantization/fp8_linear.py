@@ -1,0 +1,208 @@
+"""The method of linear layers with FP8 weights: its parameters, and how ranks cut them."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from trimaran.comm.errors import ConfigError
+from trimaran.kernels.operators import Ops
+from trimaran.kernels.quantized import FP8, BlockMap, Fp8Inputs, Fp8Product, Fp8Weight
+from trimaran.worker.config.quantization import Activations, Fp8Scheme
+from trimaran.worker.layers.linear import OutputPart, WeightShapeError, check_shape
+from trimaran.worker.parallel.partition import DimPartition
+
+# Shapes: T tokens, D inputs of this rank, E outputs of this rank; of scales: R rows and C
+# columns of blocks.
+
+WEIGHT_SCALE = "weight_scale"
+INPUT_SCALE = "input_scale"
+ALL_PARTS = "*"
+
+
+class _Shares(Protocol):
+    """The part of a linear layer that says which rows and columns are this rank's."""
+
+    @property
+    def output_parts(self) -> dict[str, OutputPart]: ...
+
+    @property
+    def input_share(self) -> DimPartition: ...
+
+    def weight_loader(self, parameter: nn.Parameter, loaded: Tensor, shard: str) -> None: ...
+
+
+class Fp8LinearMethod:
+    """FP8 weights with a scale a row or a block, and inputs quantized on the way.
+
+    A scale for a whole matrix becomes one for each of its rows, so that stacked matrices keep
+    their own. Stacked matrices share their input: the largest of their static scales counts,
+    since inputs that one of them was calibrated for must fit.
+    """
+
+    name = "fp8"
+
+    def __init__(self, ops: Ops, scheme: Fp8Scheme) -> None:
+        self._ops = ops
+        self.scheme = scheme
+
+    @property
+    def has_input_scale(self) -> bool:
+        """Whether the checkpoint holds the scale of inputs."""
+        return self.scheme.activations is Activations.STATIC
+
+    def create_weights(
+        self, layer: nn.Module, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """``weight`` [E, D] in FP8; ``weight_scale`` float32 [E] or [R, C]; for static inputs
+        ``input_scale`` float32, one for each stacked matrix."""
+        shares: _Shares = layer  # type: ignore[assignment]
+        scales: tuple[int, ...] = shape[:1]
+        if self.scheme.block is not None:
+            scales = block_rows(shares, self.scheme.block[0]).count, self._num_columns(shares)
+        _add(layer, "weight", shape, FP8, device)
+        _add(layer, WEIGHT_SCALE, scales, torch.float32, device)
+        if self.has_input_scale:
+            _add(layer, INPUT_SCALE, (len(shares.output_parts),), torch.float32, device)
+
+    def load_scale(
+        self, layer: nn.Module, parameter: nn.Parameter, loaded: Tensor, target: tuple[str, str]
+    ) -> None:
+        """Copy this rank's scales from a checkpoint's tensor; ``target`` is the parameter's
+        name and the shard.
+
+        Raises:
+            WeightShapeError: the tensor has another shape than the configuration implies.
+        """
+        shares: _Shares = layer  # type: ignore[assignment]
+        name, shard = target
+        if name == INPUT_SCALE:
+            _load_input_scale(shares, parameter, loaded, shard)
+        elif self.scheme.block is None:
+            outputs = sum(part.share.whole for part in _parts_of(shares, shard).values())
+            shares.weight_loader(parameter, _row_scales(loaded, outputs), shard)
+        else:
+            self._load_block_scales(shares, parameter, loaded, shard)
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Hand the weight to the device's product."""
+        shares: _Shares = layer  # type: ignore[assignment]
+        weight, scales = layer.weight.data, layer.weight_scale.data
+        assert isinstance(weight, Tensor) and isinstance(scales, Tensor)
+        blocks = None
+        if self.scheme.block is not None:
+            rows, columns = self.scheme.block
+            rows_E = block_rows(shares, rows).of_outputs.to(weight.device)
+            blocks = BlockMap(rows_E, columns, shares.input_share.first % columns)
+        static = getattr(layer, INPUT_SCALE, None)
+        inputs = Fp8Inputs(
+            None if static is None else static.data.max(),
+            self.scheme.activation_bound,
+            self.scheme.has_power_scales,
+        )
+        layer.fp8_product = self._ops.fp8_product(  # type: ignore[assignment]
+            Fp8Weight(weight, scales, blocks), inputs
+        )
+
+    def apply(self, layer: nn.Module, x_TD: Tensor, bias_E: Tensor | None) -> Tensor:
+        """``x @ weight.T + bias`` of quantized inputs."""
+        product: Fp8Product = layer.fp8_product  # type: ignore[assignment]
+        return product(x_TD, bias_E)
+
+    def _num_columns(self, shares: _Shares) -> int:
+        assert self.scheme.block is not None
+        share, columns = shares.input_share, self.scheme.block[1]
+        return -(-(share.first % columns + share.size) // columns)
+
+    def _load_block_scales(
+        self, shares: _Shares, parameter: nn.Parameter, loaded: Tensor, shard: str
+    ) -> None:
+        assert self.scheme.block is not None
+        rows, columns = self.scheme.block
+        if shard not in (*shares.output_parts, ALL_PARTS):
+            raise ConfigError(
+                "a weight whose heads hold queries, keys and values in turn has scales of "
+                "blocks, which is not served. Name a checkpoint with a scale a row."
+            )
+        parts, inputs = _parts_of(shares, shard), shares.input_share
+        outputs = sum(part.share.whole for part in parts.values())
+        check_shape(loaded, (-(-outputs // rows), -(-inputs.whole // columns)))
+        first = inputs.first // columns
+        count = -(-(inputs.first + inputs.count) // columns) - first if inputs.count else 0
+        targets, start = block_rows(shares, rows).of_parts, 0
+        for name, part in parts.items():
+            if start % rows:
+                raise ConfigError(
+                    f"a weight of stacked matrices has scales of blocks of {rows} rows, but "
+                    f"one matrix begins at row {start}: such a block belongs to two. Name a "
+                    "checkpoint with a scale a row, or in bfloat16."
+                )
+            source = slice(start // rows + part.share.first // rows, None)
+            target = parameter.data[targets[name]]
+            target.zero_()
+            mine = loaded[source, first : first + count][: target.shape[0]]
+            target[: mine.shape[0], :count].copy_(mine)
+            start += part.share.whole
+
+
+class BlockRows:
+    """The rows of block scales of a rank: those of each stacked matrix, one after another."""
+
+    def __init__(self, parts: dict[str, OutputPart], rows: int) -> None:
+        self.of_parts: dict[str, slice] = {}
+        numbers, at = [], 0
+        for name, part in parts.items():
+            share = part.share
+            skipped = share.first // rows
+            count = -(-(share.first + share.count) // rows) - skipped if share.count else 0
+            self.of_parts[name] = slice(at, at + count)
+            # Outputs of padding have values of zero, so that any scale will do.
+            places = torch.arange(share.first, share.first + share.size) // rows - skipped
+            numbers.append(at + places.clamp_max(max(count - 1, 0)))
+            at += count
+        self.count = max(at, 1)
+        self.of_outputs = torch.cat(numbers).clamp_max(self.count - 1).to(torch.int32)
+
+
+def block_rows(shares: _Shares, rows: int) -> BlockRows:
+    """The rows of block scales of a layer."""
+    return BlockRows(shares.output_parts, rows)
+
+
+def _parts_of(shares: _Shares, shard: str) -> dict[str, OutputPart]:
+    """The stacked matrices that a checkpoint's tensor holds."""
+    parts = shares.output_parts
+    return {shard: parts[shard]} if shard in parts else parts
+
+
+def _row_scales(loaded: Tensor, outputs: int) -> Tensor:
+    """A scale for each of ``outputs`` rows, from those of a checkpoint."""
+    if loaded.numel() == 1:
+        return loaded.reshape(1).expand(outputs)
+    check_shape(loaded, (outputs, 1) if loaded.dim() > 1 else (outputs,))
+    return loaded.reshape(outputs)
+
+
+def _load_input_scale(
+    shares: _Shares, parameter: nn.Parameter, loaded: Tensor, shard: str
+) -> None:
+    if loaded.numel() != 1:
+        raise WeightShapeError(tuple(loaded.shape), ())
+    names = list(shares.output_parts)
+    places = [names.index(shard)] if shard in names else range(len(names))
+    for place in places:
+        parameter.data[place].copy_(loaded.reshape(()))
+
+
+def _add(
+    layer: nn.Module,
+    name: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    # Zeros, because a rank without outputs has a scale that no tensor fills.
+    values = torch.zeros(shape, dtype=dtype, device=device)
+    layer.register_parameter(name, nn.Parameter(values, requires_grad=False))
