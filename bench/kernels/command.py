@@ -102,7 +102,7 @@ def _check(args: argparse.Namespace, device: torch.device) -> None:
             f"--shape {args.shape} has latent attention, whose kernels are timed by "
             "benchmarks/gpu_latent.py. Name another shape."
         )
-    if others and args.shape != "llama8b":
+    if set(others) - {"fp8"} and args.shape != "llama8b":
         raise ConfigError(
             f"--areas {others[0]} has the sizes of llama8b, not of {args.shape}: leave --shape "
             "out, or name only the area operators"
@@ -135,6 +135,10 @@ def _cases(
     for area in args.areas:
         if area == "operators":
             yield from cases_operators.cases(shape, device, dtype, args.rows, args.context)
+        elif area == "fp8":
+            # Imported only if requested: the module holds GPU kernels.
+            cases_fp8 = importlib.import_module("trimaran.bench.kernels.cases_fp8")
+            yield from cases_fp8.cases(shape, device, dtype, args.rows)
         else:
             # Imported only if requested: these modules hold GPU kernels.
             module = importlib.import_module(f"trimaran.bench.kernels.cases_{area}")

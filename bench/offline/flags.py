@@ -20,6 +20,7 @@ from trimaran.worker.config.engine_config import (
 )
 from trimaran.worker.config.experts_config import ExpertsConfig
 from trimaran.worker.config.parallel_sizes import expert_sizes
+from trimaran.worker.config.quantization import MADE_HERE
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -54,6 +55,8 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="auto: a GPU if there is one",
     )
+    quantized = "of float weights; no limit is reported then (none)"
+    add("--quantization", choices=("none", *MADE_HERE), default="none", help=quantized)
     add("--threads", type=workers, default=1, metavar="N", help="of a rank on the CPU (1)")
     add(
         "--tp-size",
@@ -149,6 +152,7 @@ def engine_config(args: argparse.Namespace, folder: str, loads: list[Load]) -> E
         model="bench",
         engine_dir=folder,
         dtype=args.dtype,
+        quantization=args.quantization,
         load_format="auto" if args.model else "random",
         device=args.device,
         num_threads=args.threads,

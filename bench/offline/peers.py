@@ -41,6 +41,7 @@ class PeerRun:
     max_num_tokens: int
     gpu_memory: float
     threads: int
+    quantization: str = "none"
 
 
 def check_installed(name: str) -> None:
@@ -215,6 +216,7 @@ def _vllm(work: PeerRun) -> Generate:
         max_num_batched_tokens=work.max_num_tokens,
         max_model_len=max(load.isl + load.osl for load in work.loads),
         gpu_memory_utilization=work.gpu_memory,
+        quantization=None if work.quantization == "none" else work.quantization,
     )
 
     def generate(prompts: Prompts, count: int) -> int:

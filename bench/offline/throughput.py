@@ -117,6 +117,7 @@ class _Subject:
         self.engine = engine
         self.driver = OfflineDriver(engine, ranks.control, facts["vocab_size"])
         self.device = engine.device
+        self.quantization: str = args.quantization
         self.parallel = parallel_config(args)
         self._max_num_seqs = facts["max_batch_size"]
         is_gpu = self.device.type == "cuda"
@@ -157,6 +158,7 @@ class _Subject:
             "out_tok_s": round(median, 1),
             "out_tok_s_runs": [round(rate, 1) for rate in sorted(rates)],
             "dtype": self.dtype,
+            "quantization": self.quantization,
             "temperature": load.temperature,
         }
         if self.limits is not None:
@@ -175,6 +177,11 @@ def _subject(args: argparse.Namespace, loads: list[Load]) -> Iterator[_Subject |
     profile = profile_config(args)
     for name in _peer_names(args):
         check_installed(name)
+        if args.quantization not in ("none", *(["fp8"] if name == "vllm" else [])):
+            raise ConfigError(
+                f"--peer {name} does not quantize float weights as --quantization "
+                f"{args.quantization} does: leave one of them out"
+            )
     with _folder(args, loads) as (folder, model):
         config = engine_config(args, folder, loads)
         if config.parallel.world_size > 1 and _peer_names(args):
@@ -204,8 +211,9 @@ def _subject(args: argparse.Namespace, loads: list[Load]) -> Iterator[_Subject |
 def _limits(
     args: argparse.Namespace, ranks: Ranks, shape: ModelShape, dtype: str
 ) -> Ceilings | None:
-    """The rates that all devices sustain at the same time. Collective."""
-    if args.ceiling_seconds <= 0:
+    """The rates that all devices sustain at the same time; None of quantized weights, which
+    have other bytes and rates. Collective."""
+    if args.ceiling_seconds <= 0 or args.quantization != "none":
         return None
     limits = ceilings.measure_all(shape, ranks, dtype_by_name(dtype), args.ceiling_seconds)
     if ranks.is_leader:
@@ -240,6 +248,7 @@ def _peers(
             max_num_tokens=args.max_num_tokens,
             gpu_memory=args.gpu_memory,
             threads=args.threads,
+            quantization=args.quantization,
         )
         found[name] = run_peer(name, work)
     return found

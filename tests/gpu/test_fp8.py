@@ -1,0 +1,201 @@
+"""FP8 on a GPU: kernels against the plain twin, and whole models against the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from tests.unit.worker.quantization import checkpoints
+from trimaran.kernels import fp8_reference
+from trimaran.kernels.dispatch import select_ops
+from trimaran.kernels.fp8_products import (
+    FIXED_TILE,
+    TritonFp8Product,
+    can_use_library,
+    multiply_by_library,
+    stream_tile,
+    wide_tile,
+)
+from trimaran.kernels.quantized import FP8, BlockMap, Fp8Inputs, Fp8Weight
+from trimaran.kernels.triton.fp8_gemm import Inputs, Tile, multiply_stream, multiply_tiles
+from trimaran.kernels.triton.fp8_inputs import quantize_groups, quantize_tokens
+from trimaran.worker.config.engine_folder import EngineFolder
+from trimaran.worker.models.interfaces import StageRange
+from trimaran.worker.models.registry import build_model
+from trimaran.worker.models.weights.weight_loader import load_checkpoint
+from trimaran.worker.parallel.tensor_parallel import ShardPosition
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = torch.device("cuda")
+SIZES = [(1, 4096, 4096), (7, 6144, 4096), (16, 4096, 14336), (64, 28672, 4096), (33, 200, 272)]
+MANY = [(65, 4096, 4096), (300, 1032, 528), (1024, 6144, 4096)]
+TOLERANCE = 4e-3
+"""Norm of the deviation relative to the result's: rounding to bf16 makes 1.6e-3, and Hopper's
+own sums of 22 bits add to it."""
+
+
+def drawn(rows, inner, dtype=torch.bfloat16, seed=0):
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    x = torch.randn((rows, inner), generator=generator, device=DEVICE)
+    # Tokens and channels of very different sizes, as in real models.
+    spread = torch.randn(inner, generator=generator, device=DEVICE).exp()
+    return (x * spread * torch.logspace(-2, 2, rows, device=DEVICE)[:, None]).to(dtype)
+
+
+def weight_of(outputs, inner, block=0, first=0):
+    generator = torch.Generator(DEVICE).manual_seed(outputs + inner)
+    values = torch.randn((outputs, inner), generator=generator, device=DEVICE).mul(40).to(FP8)
+    if not block:
+        scales = torch.rand(outputs, generator=generator, device=DEVICE) / 64
+        return Fp8Weight(values, scales)
+    rows = (torch.arange(outputs, device=DEVICE) // block).to(torch.int32)
+    blocks = BlockMap(rows, block, first)
+    shape = (int(rows[-1]) + 1, len(blocks.groups(inner)))
+    scales = torch.rand(shape, generator=generator, device=DEVICE) / 64
+    return Fp8Weight(values, scales, blocks)
+
+
+def error(found, expected):
+    return float((found.float() - expected.float()).norm() / expected.float().norm())
+
+
+def expected_of(x, weight, inputs, bias=None):
+    return fp8_reference.ReferenceProduct(weight, inputs)(x.float(), bias)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", ["token", "powers", "bound", "static"])
+@pytest.mark.parametrize(("rows", "inner"), [(1, 4096), (100, 14336), (3, 28672), (5, 200)])
+def test_tokens_are_quantized_to_the_bit(rows, inner, kind, dtype):
+    inputs = {
+        "token": Fp8Inputs(),
+        "powers": Fp8Inputs(has_power_scales=True),
+        "bound": Fp8Inputs(bound=3.0),
+        "static": Fp8Inputs(scale=torch.tensor(0.01, device=DEVICE)),
+    }[kind]
+    x = drawn(rows, inner + 8, dtype)[:, :inner]
+    values, scales = quantize_tokens(x, inputs)
+    expected, expected_scales = fp8_reference.quantize_tokens(x, inputs)
+    assert scales.equal(expected_scales.reshape(-1).expand(rows))
+    assert values.view(torch.uint8).equal(expected.view(torch.uint8))
+
+
+@pytest.mark.parametrize("has_powers", [True, False])
+@pytest.mark.parametrize(
+    ("rows", "inner", "first"), [(1, 4096, 0), (100, 14336, 0), (7, 272, 48)]
+)
+def test_groups_are_quantized_to_the_bit(rows, inner, first, has_powers):
+    x, blocks = drawn(rows, inner), BlockMap(torch.empty(0), 128, first)
+    inputs = Fp8Inputs(has_power_scales=has_powers)
+    values, scales = quantize_groups(x, blocks, inputs)
+    expected, expected_scales = fp8_reference.quantize_groups(x, blocks, inputs)
+    assert scales.equal(expected_scales)
+    assert values.view(torch.uint8).equal(expected.view(torch.uint8))
+
+
+CASES = [(0, 0), (128, 0), (128, 48), (64, 0)]
+
+
+@pytest.mark.parametrize(("block", "first"), CASES)
+@pytest.mark.parametrize(("rows", "outputs", "inner"), SIZES)
+def test_few_rows_are_multiplied_as_by_the_twin(rows, outputs, inner, block, first):
+    weight, x = weight_of(outputs, inner, block, first), drawn(rows, inner)
+    bias = torch.randn(outputs, device=DEVICE, dtype=x.dtype)
+    product = TritonFp8Product(weight, Fp8Inputs(), is_fixed=False)
+    quantized, expected = product.quantize(x), expected_of(x, weight, Fp8Inputs(), bias)
+    chosen = stream_tile(rows, outputs, inner)
+    for tile in (chosen, chosen._replace(parts=1), chosen._replace(parts=5)):
+        for _ in range(2):
+            # Counters are left at zero for the next product.
+            found = multiply_stream(quantized, weight, bias, x.dtype, tile)
+            assert error(found, expected) < TOLERANCE, tile
+    assert error(product(x, bias), expected) < TOLERANCE
+
+
+@pytest.mark.parametrize(("block", "first"), CASES)
+@pytest.mark.parametrize(("rows", "outputs", "inner"), [*SIZES[:2], *MANY])
+def test_many_rows_are_multiplied_as_by_the_twin(rows, outputs, inner, block, first):
+    weight, x = weight_of(outputs, inner, block, first), drawn(rows, inner)
+    product = TritonFp8Product(weight, Fp8Inputs(), is_fixed=False)
+    quantized, expected = product.quantize(x), expected_of(x, weight, Fp8Inputs())
+    for tile in (wide_tile(rows), FIXED_TILE, Tile(16, 64, 128)):
+        found = multiply_tiles(quantized, weight, None, x.dtype, tile)
+        assert error(found, expected) < TOLERANCE, tile
+    assert error(product(x), expected) < TOLERANCE
+
+
+@pytest.mark.parametrize(("rows", "outputs", "inner"), [*MANY[::2], (8192, 4096, 14336)])
+def test_the_librarys_product_is_that_of_the_twin(rows, outputs, inner):
+    weight, x = weight_of(outputs, inner), drawn(rows, inner)
+    assert can_use_library(weight)
+    bias = torch.randn(outputs, device=DEVICE, dtype=x.dtype)
+    found = multiply_by_library(Inputs(*quantize_tokens(x, Fp8Inputs())), weight, bias)
+    assert error(found, expected_of(x, weight, Fp8Inputs(), bias)) < TOLERANCE
+
+
+@pytest.mark.parametrize("block", [0, 128])
+def test_a_row_of_a_fixed_product_does_not_depend_on_the_others(block):
+    weight, x = weight_of(4096, 4096, block), drawn(300, 4096)
+    product = TritonFp8Product(weight, Fp8Inputs(), is_fixed=True)
+    whole = product(x)
+    for rows in (1, 16, 65, 129):
+        assert product(x[:rows].contiguous()).equal(whole[:rows])
+
+
+@pytest.mark.parametrize("block", [0, 128])
+@pytest.mark.parametrize("rows", [1, 64, 256])
+def test_products_are_captured_in_a_graph(rows, block):
+    weight, x = weight_of(4096, 4096, block), drawn(rows, 4096)
+    product = TritonFp8Product(weight, Fp8Inputs(), is_fixed=False)
+    product(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = product(product(x))
+    x.copy_(drawn(rows, 4096, seed=1))
+    graph.replay()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert found.equal(product(product(x)))
+
+
+def model_of(folder, device, dtype, name="none"):
+    found = EngineFolder.load(folder).quantized(name)
+    ops = select_ops(device, dtype)
+    stage = StageRange.of(found.config.num_hidden_layers, 0, 1)
+    model = build_model(
+        found.config, stage, ShardPosition(), dtype=dtype, device=device, ops=ops
+    )
+    load_checkpoint(model, found.weight_files)
+    model.process_weights_after_loading()
+    return model
+
+
+@pytest.mark.parametrize("form", list(checkpoints.FORMATS))
+def test_the_layers_of_every_format_give_what_they_give_on_the_cpu(form, tmp_path):
+    config = LlamaConfig(
+        vocab_size=150, hidden_size=144, intermediate_size=208, num_hidden_layers=2,
+        num_attention_heads=8, num_key_value_heads=4, head_dim=24, initializer_range=0.1,
+        max_position_embeddings=128, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    folder = checkpoints.make(tmp_path, form, config)
+    ours = model_of(folder, DEVICE, torch.bfloat16)
+    theirs = model_of(folder, torch.device("cpu"), torch.float32)
+    for path in ("layers.0.attention.qkv_proj", "layers.1.mlp.gate_up_proj",
+                 "layers.1.mlp.down_proj", "layers.1.attention.o_proj"):  # fmt: skip
+        layer, other = ours.get_submodule(path), theirs.get_submodule(path)
+        for rows in (1, 20, 100):
+            x = torch.randn((rows, layer.input_share.size), dtype=torch.bfloat16)
+            found, expected = layer.forward(x.cuda()), other.forward(x.float())
+            assert error(found.cpu(), expected) < TOLERANCE, (path, rows)
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_block"])
+def test_weights_quantized_on_the_gpu_are_those_quantized_on_the_cpu(name, folder):
+    ours = model_of(folder, DEVICE, torch.bfloat16, name)
+    theirs = model_of(folder, torch.device("cpu"), torch.bfloat16, name)
+    expected = dict(theirs.named_parameters())
+    for path, parameter in ours.named_parameters():
+        found = parameter.cpu().contiguous().view(torch.uint8)
+        assert found.equal(expected[path].contiguous().view(torch.uint8)), path
