@@ -121,6 +121,34 @@ def _scaled(  # type: ignore[no-untyped-def]
     return total
 
 
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _sums(  # type: ignore[no-untyped-def]
+    tokens, lines, x_scales, w_scales, begin, end, INNER: tl.constexpr, FIRST: tl.constexpr,
+    HAS_BLOCKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """[COLUMNS, ROWS]: the sums of the steps from ``begin`` to ``end``; with blocks times their
+    scales."""
+    IS_EVEN: tl.constexpr = FIRST == 0 and INNER % STEP == 0
+    inner = tl.arange(0, STEP)
+    total = tl.zeros([COLUMNS, ROWS], tl.float32)
+    for step in range(begin, end):
+        if IS_EVEN:
+            line = tl.load(lines + step * STEP)
+            values = tl.load(tokens + step * STEP)
+        else:
+            dims = step * STEP - FIRST + inner
+            is_dim = (dims >= 0) & (dims < INNER)
+            line = tl.load(lines + step * STEP, mask=is_dim[None, :], other=0.0)
+            values = tl.load(tokens + step * STEP, mask=is_dim[:, None], other=0.0)
+        if HAS_BLOCKS:
+            of_rows, of_columns = tl.load(x_scales + step), tl.load(w_scales + step)
+            total += tl.dot(line, values) * of_rows[None, :] * of_columns[:, None]
+        else:
+            # Hopper's own sums have 22 bits: they are added to float32 after every step.
+            total = tl.dot(line, values, total, max_num_imprecise_acc=STEP)
+    return total
+
+
 @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator,unused-ignore]
 def _stream_kernel(  # type: ignore[no-untyped-def]
     x, weight, x_scales, w_scales, block_rows, bias, output, sums, counters, num_rows,
@@ -144,31 +172,18 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
     tokens = x + safe_rows[None, :] * x_stride + inner[:, None] - FIRST
     if OVERLAPS:
         gdc_launch_dependents()
+    of_columns = w_scales + safe_columns
     if HAS_BLOCKS:
-        scales_at = w_scales + tl.load(block_rows + safe_columns) * COLUMNS_OF_SCALES
+        of_columns = w_scales + tl.load(block_rows + safe_columns) * COLUMNS_OF_SCALES
     if OVERLAPS:
         gdc_wait()
     NUM_STEPS: tl.constexpr = (INNER + FIRST + STEP - 1) // STEP
     SHARE: tl.constexpr = (NUM_STEPS + PARTS - 1) // PARTS
-    IS_EVEN: tl.constexpr = FIRST == 0 and INNER % STEP == 0
-    total = tl.zeros([COLUMNS, ROWS], tl.float32)
-    for step in range(part * SHARE, min(part * SHARE + SHARE, NUM_STEPS)):
-        if IS_EVEN:
-            line = tl.load(lines + step * STEP)
-            values = tl.load(tokens + step * STEP)
-        else:
-            dims = step * STEP - FIRST + inner
-            is_dim = (dims >= 0) & (dims < INNER)
-            line = tl.load(lines + step * STEP, mask=is_dim[None, :], other=0.0)
-            values = tl.load(tokens + step * STEP, mask=is_dim[:, None], other=0.0)
-        if HAS_BLOCKS:
-            of_rows = tl.load(x_scales + safe_rows * COLUMNS_OF_SCALES + step)
-            of_columns = tl.load(scales_at + step)
-            total += tl.dot(line, values) * of_rows[None, :] * of_columns[:, None]
-        else:
-            total = tl.dot(line, values, total, max_num_imprecise_acc=STEP)
-    target = output + safe_rows[None, :] * num_outputs + columns[:, None]
-    is_output = is_column[:, None] & is_row[None, :]
+    total = _sums(
+        tokens, lines, x_scales + safe_rows * COLUMNS_OF_SCALES, of_columns, part * SHARE,
+        min(part * SHARE + SHARE, NUM_STEPS), INNER, FIRST, HAS_BLOCKS, ROWS, COLUMNS, STEP,
+    )  # fmt: skip
+    is_last = True
     if PARTS > 1:
         place = tl.arange(0, COLUMNS)[:, None] * ROWS + rows[None, :]
         mine = sums + tile * PARTS * COLUMNS * ROWS + place
@@ -181,17 +196,14 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
             for other in range(PARTS):
                 # Past the first cache, which is not that of the other programs.
                 total += tl.load(mine + other * COLUMNS * ROWS, cache_modifier=".cg")
-            total = _scaled(
-                total, x_scales, w_scales, bias, rows, is_row, columns, is_column, HAS_BLOCKS,
-                HAS_BIAS,
-            )  # fmt: skip
-            tl.store(target, total.to(output.dtype.element_ty), mask=is_output)
             tl.store(counters + tile, 0)
-    else:
+    if is_last:
         total = _scaled(
             total, x_scales, w_scales, bias, rows, is_row, columns, is_column, HAS_BLOCKS,
             HAS_BIAS,
         )  # fmt: skip
+        target = output + safe_rows[None, :] * num_outputs + columns[:, None]
+        is_output = is_column[:, None] & is_row[None, :]
         tl.store(target, total.to(output.dtype.element_ty), mask=is_output)
 
 

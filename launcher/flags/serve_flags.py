@@ -227,11 +227,9 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
         help="of the weights in memory (the folder's)",
     )
     add(
-        "--quantization",
-        default="none",
-        choices=("none", *MADE_HERE),
+        "--quantization", default="none", choices=("none", *MADE_HERE),
         help="of a Hugging Face folder's float weights as they are loaded",
-    )
+    )  # fmt: skip
     add(
         "--load-format",
         default="auto",
