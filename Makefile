@@ -9,6 +9,7 @@ GRPC_PORT ?= 8001
 METRICS_PORT ?= 8002
 # Half of the time tests wait for processes that they started: three workers keep two cores busy.
 UNIT_PROCESSES ?= 3
+E2E_PROCESSES ?= 2
 SERVE_FLAGS ?=
 SOAK_FLAGS ?=
 DEMO := .demo
@@ -103,7 +104,7 @@ test-models: $(VENV)/.test  ## every case of every matrix, every family in every
 	@rm -f $(MODELS_REPORT)
 
 test-e2e: $(VENV)/.test  ## end-to-end tests: real mpirun, sockets and clients
-	$(PYTEST) --timeout=300 tests/e2e
+	$(PYTEST) --timeout=300 -n $(E2E_PROCESSES) $(BY_FILE) tests/e2e
 
 test-faults: $(VENV)/.test  ## kills, hangs and partitions of several models and hosts; a 3-minute soak
 	@{ test -x /usr/sbin/sshd && command -v ip >/dev/null; } || [ "$$(id -u)" != 0 ] || \

@@ -20,6 +20,18 @@ from waiting import started
 
 LOG_CHARACTERS = 20_000
 """Log lines that are shown with a failure."""
+LONGEST = (
+    "test_processes", "test_spawn", "test_greedy_parity", "test_rank_group",
+    "test_multi_model", "test_online_benchmark", "test_frontends", "test_placement",
+)  # fmt: skip
+"""Files that take longest, longest first."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that take longest: processes of pytest-xdist then end together."""
+    ranks = {name: rank for rank, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: ranks.get(item.path.stem, len(LONGEST)))
 
 
 @pytest.hookimpl(wrapper=True)
