@@ -80,9 +80,9 @@ class SamplingParams:
     def changed_fields(self) -> dict[str, Any]:
         """The fields that differ from their defaults, by name."""
         return {
-            f.name: getattr(self, f.name)
-            for f in fields(self)
-            if getattr(self, f.name) != f.default
+            name: value
+            for name, default in _DEFAULTS
+            if (value := getattr(self, name)) != default
         }
 
     def to_wire(self) -> dict[str, Any]:
@@ -98,3 +98,6 @@ class SamplingParams:
             if isinstance(values.get(name), list):
                 values[name] = tuple(tuple(word) for word in values[name])
         return cls(**values)
+
+
+_DEFAULTS = tuple((f.name, f.default) for f in fields(SamplingParams))

@@ -147,7 +147,8 @@ class EngineGroup:
                 self.load.output_tokens += end - start
             else:
                 reason = _REASONS[reasons[row]]
-                request.push(tokens[start:end], reason, extras.get(row, {}))
+                # Each request keeps its extras, and adds to them.
+                request.push(tokens[start:end], reason, extras.get(row) or {} if extras else {})
                 if request.is_over:
                     self.remove(request_id)
                     self.on_end(request)

@@ -132,7 +132,7 @@ class LiveRequest:
         self,
         submit: Submit,
         on_cancel: Callable[[LiveRequest], None],
-        observe_gap: Callable[[float], None],
+        observe_gap: Callable[[float, int], None],
         on_context_done: Callable[[LiveRequest, float | None], None],
     ) -> None:
         self.submit = submit
@@ -183,8 +183,8 @@ class LiveRequest:
             self._measure(len(ids))
             self.output_ids += ids
             self.num_output_tokens += len(ids)
+        is_over = reason is not FinishReason.NOT_FINISHED
         if "beams" in extras:
-            is_over = reason is not FinishReason.NOT_FINISHED
             if not is_over and 0 < longest(extras["beams"]) <= self._num_repeated:
                 return
             self._take_beams(extras["beams"])
@@ -197,8 +197,8 @@ class LiveRequest:
             self._pending = TokenChunk(ids, reason, extras)
         else:
             chunk.merge(ids, reason, extras)
-        self.is_over = reason is not FinishReason.NOT_FINISHED
-        if self.is_over or self.submit.streaming:
+        self.is_over = is_over
+        if is_over or self.submit.streaming:
             self.on_news()
 
     def fail(self, error: RequestError) -> None:
@@ -258,9 +258,7 @@ class LiveRequest:
             is_first = not self._last_token_s
             self._on_context_done(self, now - self._arrived_s if is_first else None)
         if self._last_token_s:
-            gap = (now - self._last_token_s) / num_tokens
-            for _ in range(num_tokens):
-                self._observe_gap(gap)
+            self._observe_gap((now - self._last_token_s) / num_tokens, num_tokens)
         self._last_token_s = now
 
 

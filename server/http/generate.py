@@ -15,6 +15,7 @@ from aiohttp import web
 from trimaran.comm.errors import RequestError
 from trimaran.server.decoding.body import Body, LongBody
 from trimaran.server.decoding.decoder import Decoder
+from trimaran.server.http.events import EventWriter
 from trimaran.server.http.messages import JSON, LONG_ANSWER_BYTES, read_body, write_parts
 from trimaran.server.http.pending_bodies import PendingBodies, Share
 from trimaran.server.http.routes import Route
@@ -43,6 +44,8 @@ class GenerateEndpoint:
         self._decoder = decoder
         self._pending = pending
         self._mappers: WeakKeyDictionary[Model, GenerateMapper] = WeakKeyDictionary()
+        self._encoder = GenerateEncoder()
+        """Of short answers; a stream has its own."""
 
     async def generate(self, request: web.BaseRequest, route: Route) -> web.StreamResponse:
         """Answer with the model's only response as one JSON object.
@@ -56,7 +59,7 @@ class GenerateEndpoint:
             with admission.admit():
                 with admission.unless_given_up():
                     parsed, responses = await self._start(route, body, share)
-                    answer = await _only_answer(parsed, responses)
+                    answer = await _only_answer(parsed, responses, self._encoder)
                 headers = {"Content-Type": JSON, **self._load_header(request)}
                 if len(answer) > LONG_ANSWER_BYTES:
                     parts, is_last = deque([answer]), admission.is_draining
@@ -94,38 +97,39 @@ class GenerateEndpoint:
                     stream.force_close()
                 await stream.prepare(request)
                 if first is not None:
-                    await self._write_events(stream, parsed, first, responses)
+                    writer = EventWriter(request, stream)
+                    await self._write_events(writer, parsed, first, responses)
             await stream.write_eof()
         return stream
 
     async def _write_events(
         self,
-        stream: web.StreamResponse,
+        writer: EventWriter,
         request: InferRequest,
         first: InferResponse,
         responses: AsyncIterator[InferResponse],
     ) -> None:
-        """Write all responses. Writing waits only while the client's window is full, so that a
-        slow reader delays its own request only.
-        """
+        """Write all responses. A slow reader delays its own request only."""
         encoder = GenerateEncoder()
         first.id = request.id
         try:
             with self._service.admission.unless_given_up():
-                event = await run_cooperatively(encoder.encode(first))
-                await stream.write(b"data: %b\n\n" % event)
+                await writer.write(await run_cooperatively(encoder.encode(first)))
                 async for response in responses:
                     response.id = request.id
-                    event = await run_cooperatively(encoder.encode(response))
-                    await stream.write(b"data: %b\n\n" % event)
+                    event = encoder.encode_short(response)
+                    if event is None:
+                        event = await run_cooperatively(encoder.encode(response))
+                    if not writer.write_at_once(event):
+                        await writer.write(event)
         except RequestError as error:
-            await stream.write(b"data: %b\n\n" % error_object(str(error)))
+            await writer.write(error_object(str(error)))
         except ConnectionError:
             raise
         except Exception:
             # The status is already sent: errors go into an event.
             logger.exception("a stream of model %s failed", request.model_name)
-            await stream.write(b"data: %b\n\n" % error_object(INTERNAL))
+            await writer.write(error_object(INTERNAL))
 
     async def _read(self, request: web.BaseRequest, route: Route, share: Share) -> Body:
         service = self._service
@@ -166,7 +170,9 @@ class GenerateEndpoint:
         return {_LOAD_HEADER: value} if value else {}
 
 
-async def _only_answer(request: InferRequest, responses: AsyncIterator[InferResponse]) -> bytes:
+async def _only_answer(
+    request: InferRequest, responses: AsyncIterator[InferResponse], encoder: GenerateEncoder
+) -> bytes:
     """The only response as a JSON object, or the error of a model with several responses.
 
     Raises:
@@ -177,7 +183,10 @@ async def _only_answer(request: InferRequest, responses: AsyncIterator[InferResp
         if only is None:
             return error_object(EXACTLY_ONE)
         only.id = request.id
-        answer = await run_cooperatively(GenerateEncoder().encode(only))
+        answer = encoder.encode_short(only)
+        if answer is None:
+            # Its own encoder: others may be at work between two slices.
+            answer = await run_cooperatively(GenerateEncoder().encode(only))
         try:
             async for _ in responses:
                 answer = error_object(EXACTLY_ONE)

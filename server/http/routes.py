@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from urllib.parse import unquote
 
 GET = frozenset(("GET",))
@@ -47,6 +48,9 @@ _CATEGORIES = {
     "cudasharedmemory_status": "shared-memory",
 }
 
+_SHORT_PATH, _NUM_KEPT = 256, 1024
+"""Characters of a path whose route is kept, and the number of these paths."""
+
 _FIXED = {
     "/v2": Route("server_metadata", GET),
     "/v2/health/live": Route("live", GET),
@@ -79,6 +83,10 @@ def path_of(target: str) -> str:
 
 def match(path: str) -> Route | None:
     """The route of a path, compared exactly; None if there is none."""
+    return _match_short(path) if len(path) <= _SHORT_PATH else _match(path)
+
+
+def _match(path: str) -> Route | None:
     fixed = _FIXED.get(path)
     if fixed is not None:
         return fixed
@@ -95,6 +103,10 @@ def match(path: str) -> Route | None:
     if parts[1] in _SHARED_MEMORY:
         return _shared_memory_route(parts[1], [unquote(part) for part in parts[2:]])
     return None
+
+
+# Clients repeat a few paths; unknown ones take little memory, because they are short.
+_match_short = lru_cache(maxsize=_NUM_KEPT)(_match)
 
 
 def _model_route(name: str, rest: list[str]) -> Route | None:

@@ -38,6 +38,12 @@ class QueuePolicy:
         self._default_level = int(batching.default_priority_level)
         self._policies = dict(batching.priority_queue_policy)
         self._default_policy = batching.default_queue_policy
+        policies = (self._default_policy, *self._policies.values())
+        delay = ModelQueuePolicy.TimeoutAction.DELAY
+        self._has_timeout = any(
+            policy.timeout_action != delay and policy.default_timeout_microseconds
+            for policy in policies
+        )
 
     def level(self, request: InferRequest) -> int:
         """1 is the most urgent; 0 if the model has no levels."""
@@ -65,6 +71,8 @@ class QueuePolicy:
 
         A client may shorten the model's own limit where the model allows that.
         """
+        if not self._has_timeout:
+            return 0.0
         policy = self._policies.get(self.level(request), self._default_policy)
         if policy.timeout_action == ModelQueuePolicy.TimeoutAction.DELAY:
             return 0.0

@@ -183,10 +183,11 @@ class ModelRegistry:
             RequestError: as for `get`.
             NotReadyError: known but not able to run now.
         """
+        _, found = self._find(name, version)
+        if found.model is not None and found.is_ready:
+            return found.model
         model = self.get(name, version)
-        if not self.is_model_ready(model.name, model.version):
-            raise NotReadyError(model.name, model.version)
-        return model
+        raise NotReadyError(model.name, model.version)
 
     def is_model_ready(self, name: str, version: str = "") -> bool:
         """Whether a request to this model could run now.

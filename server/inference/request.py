@@ -104,6 +104,15 @@ class Model(Protocol):
 
 
 @runtime_checkable
+class OneResponseModel(Protocol):
+    """A model whose every request has exactly one response, without a generator around it."""
+
+    async def respond(self, request: InferRequest) -> InferResponse:
+        """Run one request, as `Model.infer`."""
+        ...
+
+
+@runtime_checkable
 class QueueingModel(Protocol):
     """A model whose requests wait in the front end before they are executed."""
 

@@ -46,13 +46,31 @@ class WireInput:
     """A flat array, or the bytes of a binary tensor."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """An input of the configuration, read once: protobuf takes longer than the checks."""
+
+    datatype: str
+    shape: tuple[int, ...]
+    """Of clients' tensors, with the batch dimension; -1 is any."""
+
+    reshape: tuple[int, ...] | None
+    """The shape for the model without the batch dimension; None if it is the same."""
+
+    @classmethod
+    def of(cls, entry: ModelInput, config: ModelConfig) -> _Entry:
+        batch = (-1,) if config.max_batch_size > 0 else ()
+        reshape = tuple(entry.reshape.shape) if entry.HasField("reshape") else None
+        return cls(from_config(entry.data_type), batch + tuple(entry.dims), reshape)
+
+
 class Validator:
     """The checks of one model's requests. Built once per model, shared by all requests."""
 
     def __init__(self, config: ModelConfig) -> None:
         self._name = config.name
         self._max_batch_size = config.max_batch_size
-        self._inputs = {entry.name: entry for entry in config.input}
+        self._inputs = {entry.name: _Entry.of(entry, config) for entry in config.input}
         self._outputs = frozenset(entry.name for entry in config.output)
         self._required = [entry.name for entry in config.input if not entry.optional]
 
@@ -133,7 +151,7 @@ class Validator:
 
     def _check_batch(self, inputs: Sequence[WireInput]) -> None:
         for wire in inputs:
-            if any(dim < 0 for dim in wire.shape):
+            if min(wire.shape, default=0) < 0:
                 raise _Prefixed(
                     f"All input dimensions should be specified for input '{wire.name}' for "
                     f"model '{self._name}', got {_dims(wire.shape)}"
@@ -167,42 +185,40 @@ class Validator:
         flat = yield from self._elements(wire)
         return Tensor(wire.name, wire.datatype, flat.reshape(self._served_shape(wire, entry)))
 
-    def _check_entry(self, wire: WireInput) -> ModelInput:
+    def _check_entry(self, wire: WireInput) -> _Entry:
         """The configuration entry that an input fits, elements not yet checked."""
         entry = self._inputs[wire.name]
-        expected = from_config(entry.data_type)
-        if wire.datatype != expected:
+        if wire.datatype != entry.datatype:
             raise _Prefixed(
                 f"inference input '{wire.name}' data-type is '{wire.datatype}', but model "
-                f"'{self._name}' expects '{expected}'"
+                f"'{self._name}' expects '{entry.datatype}'"
             )
         self._check_shape(wire, entry)
         return entry
 
-    def _check_shape(self, wire: WireInput, entry: ModelInput) -> None:
-        is_batching = self._max_batch_size > 0
-        expected = ((-1,) if is_batching else ()) + tuple(entry.dims)
-        fits = len(expected) == len(wire.shape) and all(
-            want in (-1, got) for want, got in zip(expected, wire.shape, strict=True)
-        )
+    def _check_shape(self, wire: WireInput, entry: _Entry) -> None:
+        expected = entry.shape
+        fits = len(expected) == len(wire.shape)
+        for want, got in zip(expected, wire.shape, strict=False):
+            fits = fits and want in (-1, got)
         if not fits:
             raise _Prefixed(
                 f"unexpected shape for input '{wire.name}' for model '{self._name}'. Expected "
                 f"{_dims(expected)}, got {_dims(wire.shape)}. "
-                + (_BATCH_NOTE if is_batching else "")
+                + (_BATCH_NOTE if self._max_batch_size > 0 else "")
             )
 
-    def _served_shape(self, wire: WireInput, entry: ModelInput) -> tuple[int, ...]:
+    def _served_shape(self, wire: WireInput, entry: _Entry) -> tuple[int, ...]:
         """The shape that the model sees: the client's, or the configured ``reshape``."""
-        if not entry.HasField("reshape"):
+        target = entry.reshape
+        if target is None:
             return wire.shape
         batch = wire.shape[:1] if self._max_batch_size > 0 else ()
-        target = tuple(entry.reshape.shape)
         variable = iter(
-            got
-            for want, got in zip(entry.dims, wire.shape[len(batch) :], strict=True)
-            if want == -1
+            got for want, got in zip(entry.shape, wire.shape, strict=True) if want == -1
         )
+        if batch:
+            next(variable)
         return batch + tuple(next(variable, -1) if dim == -1 else dim for dim in target)
 
     def _elements(self, wire: WireInput) -> Cooperative[Array]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import Counter, Gauge
 from prometheus_client.registry import CollectorRegistry
 
+from trimaran.server.metrics.loop_metrics import LoopHistogram
 from trimaran.server.metrics.other_counts import OtherCounts
 from trimaran.server.metrics.recent_rates import Key, ModelCounts, read_counts
 from trimaran.server.metrics.step_metrics import GroupSums, StepMetrics
@@ -190,10 +191,8 @@ class EngineMetrics:
 
     def _histogram(
         self, name: str, documentation: str, buckets: tuple[float, ...], *labels: str
-    ) -> Histogram:
-        return Histogram(
-            name, documentation, (*_LABELS, *labels), buckets=buckets, registry=self._registry
-        )
+    ) -> LoopHistogram:
+        return LoopHistogram(name, documentation, (*_LABELS, *labels), buckets, self._registry)
 
     def add_model(self, model: str, version: str) -> None:
         """Show the model's series, with value 0 if they are new."""
@@ -321,9 +320,10 @@ class EngineMetrics:
         """Add one request's time to first token."""
         self._first_token.labels(model, version).observe(seconds)
 
-    def inter_token_observer(self, model: str, version: str) -> Callable[[float], None]:
-        """The function that adds one gap between tokens. It is called once a token, so the
-        series is looked up beforehand: a lookup by labels takes longer than the observation.
+    def inter_token_observer(self, model: str, version: str) -> Callable[[float, int], None]:
+        """The function that adds so many gaps of a length between tokens. It is called once a
+        token, so the series is looked up beforehand: a lookup by labels takes longer than the
+        observation.
         """
         return self._inter_token.labels(model, version).observe
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -13,7 +14,12 @@ from tritonclient.grpc.service_pb2 import ModelStatistics as StatisticsMessage
 from tritonclient.grpc.service_pb2 import StatisticDuration
 
 from trimaran.comm.errors import EngineDeadError, ErrorKind, RefusedError, RequestError
-from trimaran.server.inference.request import InferRequest, InferResponse, Model
+from trimaran.server.inference.request import (
+    InferRequest,
+    InferResponse,
+    Model,
+    OneResponseModel,
+)
 from trimaran.server.inference.text_limits import PromptBound, prompt_bound
 from trimaran.server.metrics.model_metrics import FailureReason, ModelMetrics
 
@@ -122,6 +128,7 @@ class MeasuredModel:
         self._model = model
         self.statistics = statistics
         self.metrics = metrics
+        self._one = model if isinstance(model, OneResponseModel) else None
         self._num_running = 0
         self._ended = asyncio.Event()
         self.name = model.name
@@ -170,6 +177,28 @@ class MeasuredModel:
             async for response in measure.responses:
                 measure.response(response)
                 yield response
+
+    async def respond(self, request: InferRequest) -> InferResponse | None:
+        """Run one request of a model with one response, and count it; the last response of a
+        model with several, or None.
+        """
+        if self._one is None:
+            last: InferResponse | None = None
+            async with aclosing(self.infer(request)) as responses:  # type: ignore[type-var]
+                async for each in responses:
+                    last = each
+            return last
+        measure, error = Measurement(self, self._model, request), None
+        self.begin()
+        try:
+            response = await self._one.respond(request)
+            measure.response(response)
+        except BaseException as failure:
+            error = failure
+            raise
+        finally:
+            measure.end(error)
+        return response
 
     def begin(self) -> None:
         """A request starts running."""
@@ -222,7 +251,7 @@ class Measurement:
         try:
             self.responses = self._plain.infer(self._request)
         except BaseException as error:
-            self._end(error)
+            self.end(error)
             raise
         return self
 
@@ -239,7 +268,7 @@ class Measurement:
             error = later
             raise
         finally:
-            self._end(error)
+            self.end(error)
 
     def response(self, response: InferResponse) -> None:
         """A response arrived."""
@@ -282,7 +311,8 @@ class Measurement:
             infer_us=infer_ns / 1e3,
         )
 
-    def _end(self, error: BaseException | None) -> None:
+    def end(self, error: BaseException | None) -> None:
+        """The request has ended, with this error or none. Called once."""
         if error is None:
             self.success()
         elif isinstance(error, (GeneratorExit, asyncio.CancelledError)):

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from enum import Enum
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import Gauge
 from prometheus_client.core import Metric
 from prometheus_client.registry import CollectorRegistry
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from trimaran.server.inference.request import QueueingModel
 from trimaran.server.metrics.exposition import QuantileSummary
+from trimaran.server.metrics.loop_metrics import HistogramSeries, LoopCounter, LoopHistogram
 from trimaran.server.metrics.options import MetricsOptions
 from trimaran.server.repository.metric_settings import (
     FIRST_RESPONSE,
@@ -56,11 +57,11 @@ class InferenceFamilies:
         self.success = self._counter(
             "request_success", "Number of successful inference requests, all batch sizes"
         )
-        self.failure = Counter(
+        self.failure = LoopCounter(
             "nv_inference_request_failure",
             "Number of failed inference requests, all batch sizes",
             (*_LABELS, "reason"),
-            registry=registry,
+            registry,
         )
         self.count = self._counter("count", "Number of inferences performed")
         self.executions = self._counter("exec_count", "Number of model executions performed")
@@ -82,7 +83,7 @@ class InferenceFamilies:
             _LABELS,
             registry=registry,
         )
-        self.first_response: dict[tuple[float, ...], Histogram] = {}
+        self.first_response: dict[tuple[float, ...], LoopHistogram] = {}
         self.summaries = {
             name: QuantileSummary(
                 f"nv_inference_{name}_summary_us",
@@ -97,7 +98,7 @@ class InferenceFamilies:
         """Remove the series of a model version. A version that is added later begins at 0."""
         labels = (model, version)
         self.tags.pop(labels, None)
-        families: list[Counter | Gauge | Histogram] = [
+        families: list[LoopCounter | Gauge | LoopHistogram] = [
             self.success, self.count, self.executions, self.pending, self.load_duration,
             *self.durations.values(), *self.first_response.values(),
         ]  # fmt: skip
@@ -108,8 +109,8 @@ class InferenceFamilies:
         for summary in self.summaries.values():
             summary.remove_series(model, version)
 
-    def _counter(self, name: str, documentation: str) -> Counter:
-        return Counter(f"nv_inference_{name}", documentation, _LABELS, registry=self.registry)
+    def _counter(self, name: str, documentation: str) -> LoopCounter:
+        return LoopCounter(f"nv_inference_{name}", documentation, _LABELS, self.registry)
 
 
 class ModelMetrics:
@@ -127,15 +128,13 @@ class ModelMetrics:
         }
         self._count = families.count.labels(*labels)
         self._executions = families.executions.labels(*labels)
-        self._durations = {
-            name: counter.labels(*labels) for name, counter in families.durations.items()
-        }
+        self._durations = [counter.labels(*labels) for counter in families.durations.values()]
         self._pending = families.pending.labels(*labels)
         families.load_duration.labels(*labels)
-        self._summaries = families.summaries
-        for summary in self._summaries.values():
+        self._summaries = list(families.summaries.values())
+        for summary in self._summaries:
             summary.add_series(name, version)
-        self._first_response: Histogram | None = None
+        self._first_response: HistogramSeries | None = None
         if families.options.has_histograms:
             self._first_response = _first_response_series(families, labels, config)
 
@@ -157,17 +156,12 @@ class ModelMetrics:
         self._count.inc(batch_size)
         self._executions.inc(num_executions)
         output_us = max(0.0, total_us - queue_us - infer_us)
-        for name, value in (
-            ("request", total_us),
-            ("queue", queue_us),
-            ("compute_input", 0.0),
-            ("compute_infer", infer_us),
-            ("compute_output", output_us),
-        ):
-            if name in self._durations:
-                self._durations[name].inc(int(value))
-            if name in self._summaries:
-                self._summaries[name].observe(*self._labels, value)
+        # In the order of `_DURATIONS`; what is turned off has no series.
+        values = total_us, queue_us, 0.0, infer_us, output_us
+        for counter, value in zip(self._durations, values, strict=False):
+            counter.inc(int(value))
+        for summary, value in zip(self._summaries, values, strict=False):
+            summary.observe(*self._labels, value)
 
     def failure(self, reason: FailureReason) -> None:
         """Count a failed request."""
@@ -181,20 +175,20 @@ class ModelMetrics:
 
 def _first_response_series(
     families: InferenceFamilies, labels: tuple[str, str], config: ModelConfig
-) -> Histogram:
+) -> HistogramSeries:
     return _histogram_with(families, first_response_buckets(config)).labels(*labels)
 
 
-def _histogram_with(families: InferenceFamilies, buckets: tuple[float, ...]) -> Histogram:
+def _histogram_with(families: InferenceFamilies, buckets: tuple[float, ...]) -> LoopHistogram:
     """The family with these buckets: a family of `prometheus_client` has one bucket list."""
     if buckets not in families.first_response:
         # Only the first family is registered; the merger shows the others too.
         is_first = not families.first_response
-        families.first_response[buckets] = Histogram(
+        families.first_response[buckets] = LoopHistogram(
             FIRST_RESPONSE,
             "Duration from request to first response in milliseconds",
             _LABELS,
-            buckets=buckets,
+            buckets,
             registry=None,
         )
         if is_first:
@@ -205,7 +199,7 @@ def _histogram_with(families: InferenceFamilies, buckets: tuple[float, ...]) -> 
 class _MergedHistogram:
     """Histograms of one name whose series have different buckets, shown as one family."""
 
-    def __init__(self, parts: dict[tuple[float, ...], Histogram]) -> None:
+    def __init__(self, parts: dict[tuple[float, ...], LoopHistogram]) -> None:
         self._parts = parts
 
     def collect(self) -> Iterator[Metric]:

@@ -49,6 +49,10 @@ class PostprocessingModel:
 
     async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
         """Decode every beam of every sample; see `inference.Model`."""
+        yield await self.respond(request)
+
+    async def respond(self, request: InferRequest) -> InferResponse:
+        """Decode every beam of every sample; see `inference.OneResponseModel`."""
         if isinstance(request, LastIdsJob):
             push = partial(request.detokenizer.push, request.ids, is_last=True)
             is_long = len(request.ids) > INLINE_IDS
@@ -59,7 +63,7 @@ class PostprocessingModel:
         # the configuration declares a batch dimension.
         data = object_array([text.encode() for text in texts])
         outputs = [Tensor("OUTPUT", "BYTES", data), *self._passed_on(request)]
-        yield InferResponse(
+        return InferResponse(
             model_name=self.name,
             model_version=self.version,
             id=request.id,

@@ -67,21 +67,26 @@ class PreprocessingModel:
 
     async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
         """Tokenize every sample; see `inference.Model`."""
+        yield await self.respond(request)
+
+    async def respond(self, request: InferRequest) -> InferResponse:
+        """Tokenize every sample; see `inference.OneResponseModel`."""
         for name in _REFUSED:
             if name in request.inputs:
                 raise RequestError(f"input '{name}' is set but images are not served")
         count = batch_size(request.inputs, "QUERY", self._is_batched)
         samples = [SampleInputs(request.inputs, i, self._is_batched) for i in range(count)]
+        is_job = isinstance(request, PromptJob)
         limit = request.max_input_len if isinstance(request, PromptJob) else None
         num_words = sum(check_words(request.inputs, name) for name in _WORDS)
         read = partial(self._texts, samples, limit)
         texts = read() if num_words <= MANY_WORDS else await asyncio.to_thread(read)
-        outputs = await self._outputs_of(samples, texts, limit)
+        outputs = await self._outputs_of(samples, texts, limit, has_empty=not is_job)
         if "PROMPT_TABLE_EXTRA_ID" in request.inputs:
             outputs.append(self._extra_ids(samples, outputs[0].data, outputs[1].data))
         for tensor in outputs:
             self._as_declared(tensor)
-        yield InferResponse(
+        return InferResponse(
             model_name=self.name,
             model_version=self.version,
             id=request.id,
@@ -130,8 +135,16 @@ class PreprocessingModel:
         )
 
     async def _outputs_of(
-        self, samples: list[SampleInputs], texts: list[_Texts], max_input_len: int | None
+        self,
+        samples: list[SampleInputs],
+        texts: list[_Texts],
+        max_input_len: int | None,
+        *,
+        has_empty: bool,
     ) -> list[Tensor]:
+        """Every output. Without ``has_empty`` those that say nothing are left out: empty lists
+        of words, and a decoder's prompt that the client did not send.
+        """
         pad = -1 if self.tokenizer.pad_id is None else self.tokenizer.pad_id
         end = -1 if self.tokenizer.end_id is None else self.tokenizer.end_id
         pads = [_or(s.scalar("PAD_ID"), pad) for s in samples]
@@ -139,24 +152,36 @@ class PreprocessingModel:
         if max_input_len is not None:
             # Padding would make all prompts as long.
             check_prompt_length(max(len(p.ids) for p in prompts), max_input_len)
-        decoder = await self._encode([t.decoder_prompt for t in texts])
-        decoder_ids = [
-            found.ids if len(found) else np.array([pads[i]], np.int32)
-            for i, found in enumerate(decoder)
-        ]
-        return [
+        outputs = [
             _padded("INPUT_ID", [p.ids for p in prompts], pads),
             _column("REQUEST_INPUT_LEN", [len(p.ids) for p in prompts]),
-            _padded("DECODER_INPUT_ID", decoder_ids, pads),
-            _column("REQUEST_DECODER_INPUT_LEN", [len(ids) for ids in decoder_ids]),
+        ]
+        if has_empty or any(t.decoder_prompt for t in texts):
+            outputs += await self._decoder_prompts(texts, pads)
+        outputs += [
             _column(
                 "REQUEST_OUTPUT_LEN", [_or(s.scalar("REQUEST_OUTPUT_LEN"), 0) for s in samples]
             ),
             _column("OUT_END_ID", [_or(s.scalar("END_ID"), end) for s in samples]),
             _column("OUT_PAD_ID", pads),
-            await self._words("BAD_WORDS_IDS", [t.bad_words for t in texts]),
-            await self._words("STOP_WORDS_IDS", [t.stop_words for t in texts]),
-            await self._bias(texts),
+        ]
+        if has_empty or any(t.bad_words or t.stop_words or t.bias_words for t in texts):
+            outputs += [
+                await self._words("BAD_WORDS_IDS", [t.bad_words for t in texts]),
+                await self._words("STOP_WORDS_IDS", [t.stop_words for t in texts]),
+                await self._bias(texts),
+            ]
+        return outputs
+
+    async def _decoder_prompts(self, texts: list[_Texts], pads: list[int]) -> list[Tensor]:
+        decoder = await self._encode([t.decoder_prompt for t in texts])
+        ids = [
+            found.ids if len(found) else np.array([pads[i]], np.int32)
+            for i, found in enumerate(decoder)
+        ]
+        return [
+            _padded("DECODER_INPUT_ID", ids, pads),
+            _column("REQUEST_DECODER_INPUT_LEN", [len(each) for each in ids]),
         ]
 
     async def _encode(
@@ -164,15 +189,19 @@ class PreprocessingModel:
     ) -> list[EncodedTexts]:
         """The ids of each sample's texts; words have no special tokens."""
         texts = list(chain.from_iterable(lists))
-        found = NOTHING
-        if texts:
-            add_special_tokens = self.add_special_tokens and not are_words
-            found = await self.tokenizer.encode(texts, add_special_tokens)
+        if not texts:
+            return [NOTHING] * len(lists)
+        add_special_tokens = self.add_special_tokens and not are_words
+        found = await self.tokenizer.encode(texts, add_special_tokens)
+        if len(lists) == 1:
+            return [found]
         ends = list(accumulate(map(len, lists), initial=0))
         return [found.part(*place) for place in pairwise(ends)]
 
     async def _words(self, output: str, lists: list[list[str]]) -> Tensor:
         """The ids of words, without special tokens; a word without ids is omitted."""
+        if not any(lists):
+            return Tensor(output, "INT32", np.empty((len(lists), 2, 0), np.int32))
         encoded = await self._encode(lists, are_words=True)
         width = max(len(found.ids) for found in encoded)
         data = np.zeros((len(lists), 2, width), np.int32)
@@ -182,8 +211,9 @@ class PreprocessingModel:
         return Tensor(output, "INT32", data)
 
     async def _bias(self, texts: list[_Texts]) -> Tensor:
-        width = self.tokenizer.num_ids if any(t.bias_words for t in texts) else 0
-        data = np.zeros((len(texts), width), dtype=np.float32)
+        if not any(t.bias_words for t in texts):
+            return Tensor("EMBEDDING_BIAS", "FP32", np.empty((len(texts), 0), np.float32))
+        data = np.zeros((len(texts), self.tokenizer.num_ids), dtype=np.float32)
         encoded = await self._encode([t.bias_words for t in texts])
         for row, each, found in zip(data, texts, encoded, strict=True):
             weights = np.repeat(each.bias_weights.astype(np.float32), found.lengths)
@@ -228,10 +258,12 @@ def _or(value: int | None, default: int) -> int:
 
 
 def _column(name: str, values: list[int]) -> Tensor:
-    return Tensor(name, "INT32", np.array(values, dtype=np.int32).reshape(-1, 1))
+    return Tensor(name, "INT32", np.array([values], dtype=np.int32).T)
 
 
 def _padded(name: str, rows: list[Ids], pads: list[int]) -> Tensor:
+    if len(rows) == 1:
+        return Tensor(name, "INT32", rows[0].reshape(1, -1))
     width = max(len(row) for row in rows)
     data = np.empty((len(rows), width), np.int32)
     for line, row, pad in zip(data, rows, pads, strict=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,15 @@ class SampleInputs:
         self._index = index
         self._is_batched = is_batched
 
+    @property
+    def names(self) -> Iterable[str]:
+        """The inputs that are present, maybe empty."""
+        return self._inputs
+
+    def has_any(self, names: frozenset[str]) -> bool:
+        """Whether an input of these names is present, maybe empty."""
+        return not names.isdisjoint(self._inputs)
+
     def array(self, name: str) -> npt.NDArray[Any] | None:
         """The sample's array without the batch dimension."""
         tensor = self._inputs.get(name)
@@ -33,7 +42,8 @@ class SampleInputs:
     def scalar(self, *names: str) -> Any:
         """The first element of the first of these inputs that is present, or None."""
         for name in names:
-            array = self.array(name)
+            # Most inputs of most requests are absent.
+            array = self.array(name) if name in self._inputs else None
             if array is not None:
                 return array.reshape(-1)[0].item() if array.dtype != object else array.flat[0]
         return None

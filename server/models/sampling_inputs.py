@@ -32,11 +32,15 @@ _SCALARS = tuple(
     for row in FIELDS.values()
     if row.type_name in _NUMBERS and row.name != "num_return_sequences"
 )
+_ROWS_OF = {name: row for row, (_, names, _) in enumerate(_SCALARS) for name in names}
+"""The row of `_SCALARS` of each input."""
+
 _LOOKAHEAD = (
     "lookahead_window_size",
     "lookahead_ngram_size",
     "lookahead_verification_set_size",
 )
+_GUIDES = frozenset(("guided_decoding_guide_type", "guided_decoding_guide"))
 _WHOLE = "context_and_generation"
 # Inputs of unsupported features; a request with one of them is refused.
 _REFUSED: tuple[tuple[str, str], ...] = (
@@ -50,6 +54,7 @@ _REFUSED: tuple[tuple[str, str], ...] = (
     ("mrope_position_deltas", "multimodal positions are not served"),
     ("context_phase_params", "disaggregated serving is not served"),
 )
+_UNSERVED = frozenset((*_LOOKAHEAD, *(name for name, _ in _REFUSED)))
 
 
 def read_sampling(
@@ -61,9 +66,12 @@ def read_sampling(
         RequestError: a malformed word list, a value out of range, or an input of an
             unsupported feature.
     """
-    _refuse_unserved(inputs)
+    if inputs.has_any(_UNSERVED):
+        _refuse_unserved(inputs)
     values: dict[str, Any] = {}
-    for field, names, convert in _SCALARS:
+    # Most inputs of most requests are absent.
+    for row in sorted({_ROWS_OF[name] for name in inputs.names if name in _ROWS_OF}):
+        field, names, convert = _SCALARS[row]
         value = _only_value(inputs, names)
         if value is not None:
             values[field] = _exact(field, convert(value))
@@ -75,7 +83,8 @@ def read_sampling(
     values["guide_type"], values["guide"] = _guide(inputs)
     values["stop_words"] = word_list(inputs, "stop_words_list")
     values["bad_words"] = word_list(inputs, "bad_words_list")
-    _refuse_lookahead(inputs)
+    if inputs.has_any(_UNSERVED):
+        _refuse_lookahead(inputs)
     values["embedding_bias"] = _bias(inputs, vocab_size)
     if values.get("return_context_logits") or values.get("return_generation_logits"):
         values["logits_dtype"] = logits_dtype
@@ -100,6 +109,8 @@ def _only_value(inputs: SampleInputs, names: tuple[str, ...]) -> Any:
 
 def _guide(inputs: SampleInputs) -> tuple[str, str]:
     """Type and text of the guide, both empty without one."""
+    if not inputs.has_any(_GUIDES):
+        return "", ""
     kind, guide = (
         (inputs.texts(name) or [""])[0]
         for name in ("guided_decoding_guide_type", "guided_decoding_guide")

@@ -24,6 +24,12 @@ STOPPED = "stop"
 """The finish reason of an end id or a stop word."""
 
 _LOGITS = ("context_logits", "generation_logits")
+_ASKING = frozenset((
+    "return_num_input_tokens", "return_num_output_tokens", "return_log_probs",
+    "return_finish_reason", *PERF_METRICS, *(f"return_{name}" for name in _LOGITS),
+))  # fmt: skip
+"""The inputs that ask for further outputs."""
+
 _FIGURES = (
     ("kv_cache_alloc_new_blocks", "INT32"),
     ("kv_cache_reused_blocks", "INT32"),
@@ -133,16 +139,17 @@ class SequenceOutputs:
         otherwise plain sums.
         """
         self._normalises = normalises_log_probs
+        self._config = config
         self._is_streaming = flags.flag("streaming")
         self._has_batch_index = num_samples > 1
         self._has_sequence_index = num_sequences > 1
-        self._has_num_input = flags.flag("return_num_input_tokens")
-        self._has_num_output = flags.flag("return_num_output_tokens")
-        self._has_log_probs = flags.flag("return_log_probs")
-        self._has_reason = flags.flag("return_finish_reason")
-        self._has_figures = flags.flag(*PERF_METRICS)
-        self._logits = [name for name in _LOGITS if flags.flag(f"return_{name}")]
-        self._logits_type = logits_type(config)
+        asks = flags.has_any(_ASKING)
+        self._has_num_input = asks and flags.flag("return_num_input_tokens")
+        self._has_num_output = asks and flags.flag("return_num_output_tokens")
+        self._has_log_probs = asks and flags.flag("return_log_probs")
+        self._has_reason = asks and flags.flag("return_finish_reason")
+        self._has_figures = asks and flags.flag(*PERF_METRICS)
+        self._logits = [name for name in _LOGITS if asks and flags.flag(f"return_{name}")]
         self._has_any = (
             self._has_batch_index
             or self._has_sequence_index
@@ -201,7 +208,7 @@ class SequenceOutputs:
         ]
 
     def _logits_tensors(self, progress: Progress) -> Iterator[Tensor]:
-        datatype = self._logits_type
+        datatype = logits_type(self._config) if self._logits else ""
         for name in self._logits:
             logits = progress.take_logits(name)
             if logits is None:

@@ -13,6 +13,9 @@ MANY_WORDS = 1 << 10
 
 StopWords = WordAutomaton[str]
 
+_NO_WORDS: StopWords = WordAutomaton(())
+"""Shared: it has no word, so that nothing is ever looked up in it."""
+
 
 def read_stop_words(
     inputs: Mapping[str, Tensor], name: str, num_samples: int, *, is_batched: bool
@@ -26,6 +29,9 @@ def read_stop_words(
     found = []
     for index in range(num_samples):
         words = tuple(SampleInputs(inputs, index, is_batched).texts(name))
+        if not words:
+            found.append(_NO_WORDS)
+            continue
         if words not in known:
             known[words] = WordAutomaton(words)
         found.append(known[words])

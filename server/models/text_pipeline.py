@@ -18,8 +18,6 @@ from trimaran.server.engines.live_request import TokenChunk
 from trimaran.server.inference.request import (
     InferRequest,
     InferResponse,
-    Model,
-    ParameterValue,
     Tensor,
 )
 from trimaran.server.inference.tensor_bytes import object_array
@@ -101,9 +99,9 @@ class TensorMaps:
 class Steps:
     """The three models of a pipeline, each counting its own requests."""
 
-    preprocessing: Model
+    preprocessing: MeasuredModel
     token: MeasuredModel
-    postprocessing: Model
+    postprocessing: MeasuredModel
     tokenizer: Tokenizer
     arrivals: Arrivals
     """The timing of the token model."""
@@ -180,7 +178,11 @@ class TextPipeline:
                 async for response in token.responses:
                     token.response(response)
                     try:
-                        answer = await run.take(response)
+                        answer = (
+                            run.take_at_once(response)
+                            if run.takes_at_once(response)
+                            else await run.take(response)
+                        )
                     except BaseException:
                         # The token model did not fail: its request was abandoned.
                         token.given_up()
@@ -223,7 +225,9 @@ class TextPipeline:
                     model_name=self._options.name,
                     model_version=self._options.version,
                     id=request.id,
-                    parameters=_parameters(self._options, request),
+                    parameters=sequence_parameters(request)
+                    if self._options.is_ensemble
+                    else {},
                     is_final=response.is_final,
                 )
 
@@ -236,14 +240,12 @@ class TextPipeline:
             inputs=inputs,
             max_input_len=self._steps.max_input_len(),
         )
-        pre_outputs: dict[str, Tensor] = {}
-        stream = self._steps.preprocessing.infer(pre_request)
         try:
-            async with aclosing(stream) as responses:  # type: ignore[type-var]
-                async for response in responses:
-                    pre_outputs = {tensor.name: tensor for tensor in response.outputs}
+            response = await self._steps.preprocessing.respond(pre_request)
         except RequestError as error:
             raise _in_own_names(error, maps.preprocessing) from error
+        outputs = [] if response is None else response.outputs
+        pre_outputs = {tensor.name: tensor for tensor in outputs}
         token_inputs = _renamed(request.inputs, maps.token)
         token_inputs.update(_renamed(pre_outputs, maps.token_from_preprocessing))
         return token_inputs
@@ -300,6 +302,8 @@ class _Run:
         self._is_streaming = flags.flag("streaming")
         self._stop_words = stop_words
         self._answers: dict[tuple[int, int], TextAnswer] = {}
+        self._parameters = sequence_parameters(request) if options.is_ensemble else {}
+        """Of every response; never changed."""
 
     @property
     def is_incremental(self) -> bool:
@@ -309,13 +313,33 @@ class _Run:
         # A stop word ends one beam, not the search.
         return self._is_streaming or (any(self._stop_words) and not self._has_beams)
 
+    def takes_at_once(self, response: InferResponse) -> bool:
+        """Whether `take_at_once` will do: new ids of a sequence that goes on, without stop
+        words and beams, few enough for the event loop. Most tokens of streams come so.
+        """
+        assert isinstance(response, ChunkResponse)
+        chunk = response.chunk
+        return (
+            not chunk.is_last
+            and len(chunk.token_ids) <= INLINE_IDS
+            and not self._has_beams
+            and not self._stop_words[response.sample]
+        )
+
+    def take_at_once(self, response: InferResponse) -> InferResponse | None:
+        """The text response for this chunk, or None, of a chunk that `takes_at_once` found."""
+        assert isinstance(response, ChunkResponse)
+        place, chunk = (response.sample, response.sequence), response.chunk
+        answer = self._answer(place)
+        answer.progress.add(chunk)
+        delta = answer.push(chunk.token_ids)
+        return self._one(place, answer, delta) if self._is_streaming and delta else None
+
     async def take(self, response: InferResponse) -> InferResponse | None:
         """The text response for this chunk, or None."""
         assert isinstance(response, ChunkResponse)
         place, chunk = (response.sample, response.sequence), response.chunk
-        answer = self._answers.get(place)
-        if answer is None:
-            answer = self._answers[place] = self._new_answer(response.sample)
+        answer = self._answer(place)
         if answer.stop.is_matched:
             return None
         delta, ids = "", chunk.token_ids
@@ -386,11 +410,8 @@ class _Run:
             detokenizer=answer.detokenizer,
             ids=ids,
         )
-        rest = ""
-        stream = self._steps.postprocessing.infer(job)
-        async with aclosing(stream) as responses:  # type: ignore[type-var]
-            async for response in responses:
-                rest = response.outputs[0].data.flat[0].decode()
+        response = await self._steps.postprocessing.respond(job)
+        rest = "" if response is None else response.outputs[0].data.flat[0].decode()
         return answer.finish(rest)
 
     def _excludes_input(self, sample: int) -> bool:
@@ -410,6 +431,12 @@ class _Run:
         inputs = SampleInputs(self._token_inputs, sample, self._options.is_batched)
         ids = inputs.array("input_ids")
         return NO_IDS if ids is None else ids.reshape(-1)[: inputs.scalar("input_lengths")]
+
+    def _answer(self, place: tuple[int, int]) -> TextAnswer:
+        answer = self._answers.get(place)
+        if answer is None:
+            answer = self._answers[place] = self._new_answer(place[0])
+        return answer
 
     def _new_answer(self, sample: int) -> TextAnswer:
         ids = self._prompt_ids(sample)
@@ -450,7 +477,7 @@ class _Run:
             model_version=self._options.version,
             id=self._request.id,
             outputs=self._chosen(outputs),
-            parameters=_parameters(self._options, self._request),
+            parameters=self._parameters,
             is_final=self._num_open == 0,
         )
 
@@ -466,10 +493,6 @@ class _Run:
 
     def _sample(self, index: int) -> SampleInputs:
         return SampleInputs(self._request.inputs, index, self._options.is_batched)
-
-
-def _parameters(options: PipelineOptions, request: InferRequest) -> dict[str, ParameterValue]:
-    return sequence_parameters(request) if options.is_ensemble else {}
 
 
 def _in_own_names(error: RequestError, sources: Mapping[str, str]) -> RequestError:

@@ -137,6 +137,9 @@ _PRIORITIES = "retention_token_range_priorities"
 _DURATIONS = "retention_token_range_durations_ms"
 _OUTPUT_PRIORITY = "retention_decode_priority"
 _OUTPUT_DURATION = "retention_decode_duration_ms"
+_RETENTION = frozenset(
+    (_STARTS, _ENDS, _PRIORITIES, _DURATIONS, _OUTPUT_PRIORITY, _OUTPUT_DURATION)
+)
 _SALT = "cache_salt"
 _DEFAULT_PRIORITY = 35
 _MAX_PRIORITY = 100
@@ -151,6 +154,8 @@ def read_retention(inputs: SampleInputs) -> dict[str, Any] | None:
     Raises:
         RequestError: ranges are incomplete or invalid.
     """
+    if not inputs.has_any(_RETENTION):
+        return None
     names = (_STARTS, _ENDS, _PRIORITIES, _DURATIONS)
     for name in names:
         _refuse_many_ranges(name, inputs)

@@ -131,7 +131,7 @@ class TokenStream:
             for index, sample in enumerate(samples):
                 for sequence in range(num_sequences):
                     sampling = sample.sampling
-                    if sampling.beam_width == 1:
+                    if sampling.beam_width == 1 and sampling.num_return_sequences != 1:
                         sampling = replace(sampling, num_return_sequences=1)
                     live = self._engines.submit(
                         prompt_ids=pack_ids(sample.prompt_ids),

@@ -137,17 +137,34 @@ class GenerateMapper:
 
 
 class GenerateEncoder:
-    """Turns the responses of one request into JSON objects with their keys in order.
+    """Turns responses into JSON objects with their keys in order.
 
-    A stream repeats the same keys, so the text between values is reused until the outputs or
-    parameters change.
+    Streams, and most requests to one model, repeat the same keys, so the text between values is
+    reused until the outputs or parameters change.
     """
 
     def __init__(self) -> None:
         self._names: list[str] = []
+        self._constants: tuple[str, str, str] | None = None
         self._parameters: dict[str, ParameterValue] = {}
         self._order: list[int] = []
         self._pieces: list[bytes] = []
+
+    def encode_short(self, response: InferResponse) -> bytes | None:
+        """`encode`, at once; None if an output has other than one element.
+
+        Raises:
+            RequestError: as for `encode`.
+        """
+        outputs = response.outputs
+        for output in outputs:
+            if output.data.size != 1:
+                return None
+        self._lay_out_if_changed(response)
+        parts = [self._pieces[0]]
+        for index, piece in zip(self._order, self._pieces[1:], strict=True):
+            parts += (_value(outputs[index]), piece)
+        return b"".join(parts)
 
     def encode(self, response: InferResponse) -> Cooperative[bytes]:
         """One response as a JSON object.
@@ -156,9 +173,7 @@ class GenerateEncoder:
             RequestError: an output's datatype has no JSON form.
         """
         outputs = response.outputs
-        names = [output.name for output in outputs]
-        if names != self._names or response.parameters != self._parameters or not self._pieces:
-            self._lay_out(response, names)
+        self._lay_out_if_changed(response)
         parts = [self._pieces[0]]
         for index, piece in zip(self._order, self._pieces[1:], strict=True):
             output = outputs[index]
@@ -168,6 +183,17 @@ class GenerateEncoder:
                 values = yield from to_json(output.data, output.datatype, output.name)
                 parts += (b"[", *values, b"]", piece)
         return b"".join(parts)
+
+    def _lay_out_if_changed(self, response: InferResponse) -> None:
+        names = [output.name for output in response.outputs]
+        constants = response.model_name, response.model_version, response.id
+        if (
+            constants != self._constants
+            or names != self._names
+            or response.parameters != self._parameters
+        ):
+            self._lay_out(response, names)
+            self._constants = constants
 
     def _lay_out(self, response: InferResponse, names: list[str]) -> None:
         constants: dict[str, ParameterValue] = {
