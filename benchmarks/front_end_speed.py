@@ -110,6 +110,8 @@ class Bench:
                 f"{found['errors']} requests failed: {' '.join(command)}\n{done.stderr}"
             )
         count = found["events"] if self.is_stream else found["requests"]
+        if not count:
+            raise SystemExit(f"nothing was answered within {seconds:g} s: raise --seconds")
         result = {
             "per_s": count / found["seconds"], "concurrency": connections,
             "p50_ms": found["p50_ms"], "p99_ms": found["p99_ms"],

@@ -50,10 +50,8 @@ class ModelStatistics:
         self._num_executions = 0
         self._success = _Duration()
         self._fail = _Duration()
-        self._queue = _Duration()
-        self._compute_input = _Duration()
-        self._compute_infer = _Duration()
-        self._compute_output = _Duration()
+        self._queue_ns = self._infer_ns = self._output_ns = 0
+        """Of successful requests: each has every phase once."""
         self._batches: dict[int, _Duration] = {}
 
     def record_success(
@@ -73,10 +71,9 @@ class ModelStatistics:
         self._last_inference_ms = time.time_ns() // 1_000_000
         self._num_inferences += batch_size
         self._success.add(total_ns)
-        self._queue.add(queue_ns)
-        self._compute_input.add(0)
-        self._compute_infer.add(infer_ns)
-        self._compute_output.add(max(0, total_ns - queue_ns - infer_ns))
+        self._queue_ns += queue_ns
+        self._infer_ns += infer_ns
+        self._output_ns += max(0, total_ns - queue_ns - infer_ns)
         size = batch_size if executed_batch is None else executed_batch
         if size:
             self._num_executions += 1
@@ -96,12 +93,16 @@ class ModelStatistics:
             execution_count=self._num_executions,
         )
         totals = message.inference_stats
+        count = self._success.count
         totals.success.CopyFrom(self._success.message())
         totals.fail.CopyFrom(self._fail.message())
-        totals.queue.CopyFrom(self._queue.message())
-        totals.compute_input.CopyFrom(self._compute_input.message())
-        totals.compute_infer.CopyFrom(self._compute_infer.message())
-        totals.compute_output.CopyFrom(self._compute_output.message())
+        for phase, ns in (
+            (totals.queue, self._queue_ns),
+            (totals.compute_input, 0),
+            (totals.compute_infer, self._infer_ns),
+            (totals.compute_output, self._output_ns),
+        ):
+            phase.CopyFrom(StatisticDuration(count=count, ns=ns))
         totals.cache_hit.CopyFrom(StatisticDuration())
         totals.cache_miss.CopyFrom(StatisticDuration())
         for batch_size, infer in sorted(self._batches.items()):
