@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from tritonclient.grpc.model_config_pb2 import ModelConfig
@@ -32,49 +32,13 @@ from trimaran.server.models.sample_inputs import SampleInputs, batch_size
 from trimaran.server.models.sampling_inputs import check_words
 from trimaran.server.models.sequence_outputs import STOPPED, Progress, SequenceOutputs
 from trimaran.server.models.stop_text import MANY_WORDS, StopText, StopWords, read_stop_words
+from trimaran.server.models.text_answer import TextAnswer
 from trimaran.server.models.token_job import ChunkResponse, TokenJob
 from trimaran.server.models.tokenizer import INLINE_IDS, IncrementalDetokenizer, Tokenizer
 from trimaran.server.models.transaction import num_responses
 
 _FEW_IDS = 128
 """More ids of one chunk than these are not decoded one by one on the event loop."""
-
-
-@dataclass(slots=True)
-class TextAnswer:
-    """One sequence's detokenizer, stop words and emitted text."""
-
-    detokenizer: IncrementalDetokenizer
-    stop: StopText
-    progress: Progress
-    _parts: list[str] = field(default_factory=list)
-
-    def push(self, ids: list[int]) -> str:
-        """The text that may be shown after these ids."""
-        return self._shown(self.stop.push(self.detokenizer.push(ids)))
-
-    def push_each(self, ids: list[int]) -> tuple[str, int]:
-        """Push id by id up to the end of a stop word: the text, and the number of ids used."""
-        deltas = []
-        for token in ids:
-            deltas.append(self.push([token]))
-            if self.stop.is_matched:
-                break
-        return "".join(deltas), len(deltas)
-
-    def finish(self, rest: str) -> str:
-        """The last text; ``rest`` is the text that the detokenizer still held."""
-        return self._shown(self.stop.push(rest, is_last=True))
-
-    @property
-    def text(self) -> str:
-        """All text shown so far."""
-        return "".join(self._parts)
-
-    def _shown(self, text: str) -> str:
-        if text:
-            self._parts.append(text)
-        return text
 
 
 @dataclass(frozen=True, slots=True)
