@@ -161,9 +161,10 @@ PLACES: dict[str, Places] = {
         "join": OPERATOR,
     },
     "models/sequence_outputs.py": _all(ENGINE, "join frombuffer encode"),
+    "models/text_answer.py": {"join": ENGINE},
     "models/text_limits.py": _all(OPERATOR, "loads encode"),
     "models/text_pipeline.py": {
-        "sub": SHORT, **_all(ENGINE, "join encode"), **_all(PROMPT, "tolist decode"),
+        "sub": SHORT, "encode": ENGINE, **_all(PROMPT, "tolist decode"),
     },
     "models/token_inputs.py": {"tobytes": FLAG, "encode": FLAG},
     "models/token_model.py": {"tolist": PROMPT, "join": OPERATOR},
