@@ -161,8 +161,8 @@ class Campaign:
             status = f"{protocol} {outcome.kind}"
             self.statuses[status] += 1
             told = self.samples.setdefault(status, [])
-            if len(told) < _NUM_SAMPLES and outcome.text:
-                told.append(f"{number}: {outcome.text[-200:]}")
+            if len(told) < _NUM_SAMPLES:
+                told.append(f"{number}: {case.name}: {outcome.text[-200:]}")
         if outcome.is_bug:
             self._violation(f"{case.name}: {outcome.kind} {outcome.text}", [sent])
         if outcome.kind == "refused" and not psutil.pid_exists(self.target.pid):
