@@ -59,12 +59,12 @@ class GenerateEndpoint:
             with admission.admit():
                 with admission.unless_given_up():
                     parsed, responses = await self._start(route, body, share)
-                    answer = await _only_answer(parsed, responses, self._encoder)
+                    parts = await _only_answer(parsed, responses, self._encoder)
                 headers = {"Content-Type": JSON, **self._load_header(request)}
-                if len(answer) > LONG_ANSWER_BYTES:
-                    parts, is_last = deque([answer]), admission.is_draining
+                if sum(map(len, parts)) > LONG_ANSWER_BYTES:
+                    is_last = admission.is_draining
                     return await write_parts(request, parts, headers, is_last=is_last)
-        return web.Response(body=answer, headers=headers)
+        return web.Response(body=b"".join(parts), headers=headers)
 
     async def generate_stream(
         self, request: web.BaseRequest, route: Route
@@ -172,8 +172,9 @@ class GenerateEndpoint:
 
 async def _only_answer(
     request: InferRequest, responses: AsyncIterator[InferResponse], encoder: GenerateEncoder
-) -> bytes:
-    """The only response as a JSON object, or the error of a model with several responses.
+) -> deque[bytes]:
+    """The only response as the parts of a JSON object, or the error of a model with several
+    responses.
 
     Raises:
         RequestError: the first response is an error, which determines the status.
@@ -181,15 +182,17 @@ async def _only_answer(
     async with aclosing(responses):  # type: ignore[type-var]
         only = await anext(responses, None)
         if only is None:
-            return error_object(EXACTLY_ONE)
+            return deque([error_object(EXACTLY_ONE)])
         only.id = request.id
-        answer = encoder.encode_short(only)
-        if answer is None:
+        short = encoder.encode_short(only)
+        if short is not None:
+            answer = deque([short])
+        else:
             # Its own encoder: others may be at work between two slices.
-            answer = await run_cooperatively(GenerateEncoder().encode(only))
+            answer = deque(await run_cooperatively(GenerateEncoder().encode_parts(only)))
         try:
             async for _ in responses:
-                answer = error_object(EXACTLY_ONE)
+                answer = deque([error_object(EXACTLY_ONE)])
         except RequestError:
-            answer = error_object(EXACTLY_ONE)
+            answer = deque([error_object(EXACTLY_ONE)])
     return answer

@@ -172,6 +172,14 @@ class GenerateEncoder:
         Raises:
             RequestError: an output's datatype has no JSON form.
         """
+        return b"".join((yield from self.encode_parts(response)))
+
+    def encode_parts(self, response: InferResponse) -> Cooperative[list[bytes]]:
+        """`encode` without the last copy: a long object comes in parts of about a megabyte.
+
+        Raises:
+            RequestError: as for `encode`.
+        """
         outputs = response.outputs
         self._lay_out_if_changed(response)
         parts = [self._pieces[0]]
@@ -182,7 +190,7 @@ class GenerateEncoder:
             else:
                 values = yield from to_json(output.data, output.datatype, output.name)
                 parts += (b"[", *values, b"]", piece)
-        return b"".join(parts)
+        return parts
 
     def _lay_out_if_changed(self, response: InferResponse) -> None:
         names = [output.name for output in response.outputs]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from trimaran.comm.errors import ErrorKind, RequestError
-from trimaran.server.inference.cooperative import CHUNK_ITEMS, Cooperative
+from trimaran.server.inference.cooperative import CHUNK_BYTES, CHUNK_ITEMS, Cooperative
 from trimaran.server.inference.tensor_bytes import (
     NUMPY_TYPES,
     ONLY_BINARY,
@@ -107,10 +107,22 @@ def to_json(data: Array, datatype: str, output_name: str) -> Cooperative[list[by
         RequestError: the datatype has no JSON form.
     """
     parts: list[bytes] = []
+    recent: list[bytes] = []
+    num_recent = 0
     for values in _cut(data, datatype, output_name):
-        parts += (dump(values)[1:-1], b",")
+        text = dump(values)[1:-1]
+        recent += (text, b",")
+        num_recent += len(text) + 1
+        if num_recent > CHUNK_BYTES:
+            # Blocks of this size go back to the system when they are written and freed.
+            parts.append(b"".join(recent))
+            recent, num_recent = [], 0
         yield
-    return parts[:-1]
+    if recent:
+        parts.append(b"".join(recent))
+    if parts:
+        parts[-1] = parts[-1][:-1]
+    return parts
 
 
 def _cut(data: Array, datatype: str, output_name: str) -> Iterator[list[Any]]:

@@ -127,7 +127,7 @@ PLACES: dict[str, Places] = {
     "grpc/service.py": {"encode": SHORT, "decode": STATUS, "join": STATUS},
     # ---- HTTP
     "http/connections.py": {"join": HEAD, "encode": HEAD},
-    "http/generate.py": {"encode": ITEMS},
+    "http/generate.py": {"encode": ITEMS, "join": ANSWER},
     "http/infer.py": {
         "decompress": Limit("http.infer._SHORT_CODED_BYTES", 4 * KIB), "compress": ANSWER,
         "join": ANSWER,
@@ -189,7 +189,9 @@ PLACES: dict[str, Places] = {
         "json_access.parse": SHORT, "b64decode": SHORT, "Parse": CONFIG, "fullmatch": NAME,
     },
     "protocol/message_scan.py": {"join": FLAG, "decode": NAME, "frombuffer": PROCESS},
-    "protocol/tensor_json.py": {"encode": SHORT, "tolist": ITEMS, "decode": BYTES},
+    "protocol/tensor_json.py": {
+        "encode": SHORT, "tolist": ITEMS, "decode": BYTES, "join": BYTES,
+    },
     # ---- Python models
     "python_models/inference_request.py": _all(PROCESS, "dumps join"),
     "python_models/link.py": _all(PROCESS, "encode recv"),
