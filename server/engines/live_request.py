@@ -224,6 +224,10 @@ class LiveRequest:
         if not self.is_over:
             self._on_cancel(self)
             self.is_over = True
+        # The listener refers to this request: what is unread would stay until the collector
+        # comes, and logits are megabytes.
+        self._pending = None
+        self.on_news = _no_listener
 
     @property
     def has_news(self) -> bool:
