@@ -106,7 +106,7 @@ test-models: $(VENV)/.test  ## every case of every matrix, every family in every
 test-e2e: $(VENV)/.test  ## end-to-end tests: real mpirun, sockets and clients
 	$(PYTEST) --timeout=300 -n $(E2E_PROCESSES) $(BY_FILE) tests/e2e
 
-test-faults: $(VENV)/.test  ## kills, hangs and partitions of several models and hosts; a 3-minute soak
+test-faults: $(VENV)/.test  ## kills, hangs and partitions of several models and hosts; a soak; fuzzing
 	@{ test -x /usr/sbin/sshd && command -v ip >/dev/null; } || [ "$$(id -u)" != 0 ] || \
 		{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq openssh-server iproute2; }
 	$(PYTEST) --timeout=600 tests/faults
