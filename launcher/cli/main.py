@@ -45,6 +45,11 @@ SUBCOMMANDS: dict[str, Subcommand] = {
         "do the first half of a build in two steps",
         "trimaran convert --model-dir llama --output-dir checkpoint --tp-size 2",
     ),
+    "quantize": Subcommand(
+        "trimaran.builder.quantize",
+        "turn a Hugging Face folder of floats into one of FP8 weights",
+        "trimaran quantize --checkpoint llama --output llama-fp8",
+    ),
     "verify": Subcommand(
         "trimaran.builder.verify",
         "compare an engine folder's weights with their checksums",

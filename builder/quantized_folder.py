@@ -1,0 +1,229 @@
+"""A Hugging Face folder whose linear layers are quantized, written tensor by tensor."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trimaran.builder.progress import ProgressBar
+from trimaran.comm.errors import ConfigError
+from trimaran.comm.files.input_files import parse_json, read_text
+from trimaran.kernels.fp8_reference import quantize_weight
+from trimaran.worker.config.engine_folder import CONFIG_FILE, EngineFolder
+from trimaran.worker.config.shard_file import TensorEntry
+from trimaran.worker.models.interfaces import StageRange
+from trimaran.worker.models.registry import build_model, dtype_by_name
+from trimaran.worker.models.weights.checkpoint import (
+    FP8_WORD,
+    file_entries,
+    find_tensors,
+    is_safetensors,
+    mapped_file,
+)
+from trimaran.worker.models.weights.parts import Conversion, parts_of
+from trimaran.worker.parallel.tensor_parallel import ShardPosition
+
+_INDEX = "model.safetensors.index.json"
+_WEIGHTS = (".safetensors", ".bin", ".gguf", ".pth", ".pt", ".index.json")
+_FLOATS = {"num_bits": 8, "type": "float", "symmetric": True}
+_MATRIX_DIMS = 2
+
+
+class QuantizedFolder:
+    """The files of a quantized folder; files of the source keep their names.
+
+    With a scale a row the format is compressed-tensors' ``float-quantized``, with blocks that
+    of transformers' ``fp8``: other programs load both. Memory holds one tensor.
+    """
+
+    def __init__(self, source: EngineFolder, name: str) -> None:
+        """``source`` is quantized as it is read, by the scheme ``name``.
+
+        Raises:
+            ConfigError: the checkpoint does not fit its configuration, or is not served
+                quantized.
+        """
+        self._source = source
+        self._is_block = name == "fp8_block"
+        unread = [path for path in source.weight_files if not is_safetensors(path)]
+        if unread:
+            raise ConfigError(
+                f"{unread[0]}: only safetensors are quantized. Save the weights with "
+                "transformers (model.save_pretrained)."
+            )
+        stage = StageRange.of(source.config.num_hidden_layers, 0, 1)
+        model = build_model(
+            source.config,
+            stage,
+            ShardPosition(),
+            dtype=dtype_by_name(source.config.dtype),
+            device=torch.device("meta"),
+        )
+        self._block_of: dict[str, tuple[int, int] | None] = {}
+        """Rows and columns of blocks, by the name of each tensor that is quantized."""
+        for part in parts_of(model, find_tensors(model, source.weight_files)):
+            if part.conversion is not Conversion.VALUES:
+                continue
+            if part.target.is_transposed:
+                raise ConfigError(
+                    f"{source.path}: stores matrices as [in, out], which no format of FP8 "
+                    "weights has. Build or serve it with --quantization."
+                )
+            self._block_of[part.stored.name] = part.block
+        self.num_quantized = len(self._block_of)
+        self.num_bytes = 0
+        """Bytes of the weights that were written."""
+
+    def write(self, output: Path) -> None:
+        """Write the folder, which appears whole or not at all.
+
+        Raises:
+            ConfigError: ``output`` exists, or cannot be written.
+        """
+        if output.exists():
+            raise ConfigError(f"{output}: exists already. Name another --output.")
+        partial = output.with_name(f".{output.name}.partial")
+        try:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            self._write(partial)
+            partial.rename(output)
+        except OSError as error:
+            raise ConfigError(
+                f"{output}: cannot be written: {error.strerror or error}. Free space, or name "
+                "another --output."
+            ) from None
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+    def _write(self, folder: Path) -> None:
+        places: dict[str, str] = {}
+        kept: list[str] = []
+        files = self._source.weight_files
+        total, read = sum(path.stat().st_size for path in files), 0
+        with ProgressBar(total) as progress:
+            for path in files:
+                entries = file_entries(path)
+                kept += [
+                    name.removesuffix(".weight")
+                    for name, entry in entries.items()
+                    if name not in self._block_of and name.endswith(".weight")
+                    if len(entry.shape) == _MATRIX_DIMS
+                ]
+                file = _TensorFile(folder / path.name, self._entries(entries))
+                with file, mapped_file(path) as tensor_of:
+                    for name in entries:
+                        for made, tensor in self._made(name, tensor_of(name)):
+                            file.put(made, tensor)
+                            places[made] = path.name
+                            self.num_bytes += tensor.nbytes
+                        read += entries[name].num_bytes
+                        progress.show(read, path.name)
+        index = {"metadata": {"total_size": self.num_bytes}, "weight_map": places}
+        if len(files) > 1:
+            (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        self._write_config(folder, sorted(kept))
+
+    def _entries(self, entries: dict[str, TensorEntry]) -> dict[str, tuple[str, list[int]]]:
+        """Type and shape of each tensor that a file will hold."""
+        made: dict[str, tuple[str, list[int]]] = {}
+        for name, entry in entries.items():
+            made[name] = entry.dtype, list(entry.shape)
+            if name not in self._block_of:
+                continue
+            made[name] = FP8_WORD, list(entry.shape)
+            rows, columns = self._block_of[name] or (1, entry.shape[1])
+            shape = [-(-entry.shape[0] // rows), -(-entry.shape[1] // columns)]
+            made[self._scale_of(name)] = "F32", shape
+        return made
+
+    def _made(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+        """What becomes of a tensor: itself, or its FP8 values and their scales."""
+        if name not in self._block_of:
+            return [(name, tensor)]
+        values, scales = quantize_weight(tensor, self._block_of[name])
+        return [(name, values), (self._scale_of(name), scales)]
+
+    def _scale_of(self, name: str) -> str:
+        return f"{name}_scale{'_inv' if self._is_block else ''}"
+
+    def _write_config(self, folder: Path, kept: list[str]) -> None:
+        """Describe the format in ``config.json``, and copy tokenizer and templates."""
+        source = self._source.path
+        values = dict(parse_json(read_text(source / CONFIG_FILE)))
+        values["quantization_config"] = self._description(kept)
+        text = json.dumps(values, indent=2) + "\n"
+        (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
+        for path in source.iterdir():
+            is_other = path.is_file() and not path.name.endswith(_WEIGHTS)
+            if is_other and path.name != CONFIG_FILE:
+                shutil.copyfile(path, folder / path.name)
+
+    def _description(self, kept: list[str]) -> dict[str, Any]:
+        if self._is_block:
+            blocks = {block for block in self._block_of.values() if block is not None}
+            return {
+                "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+                "weight_block_size": list(blocks.pop()), "modules_to_not_convert": kept,
+            }  # fmt: skip
+        group = {
+            "targets": ["Linear"],
+            "weights": {**_FLOATS, "strategy": "channel", "dynamic": False},
+            "input_activations": {**_FLOATS, "strategy": "token", "dynamic": True},
+            "output_activations": None,
+        }
+        return {
+            "quant_method": "compressed-tensors", "format": "float-quantized",
+            "quantization_status": "compressed", "config_groups": {"group_0": group},
+            "ignore": kept, "kv_cache_scheme": None,
+        }  # fmt: skip
+
+
+_ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}
+
+
+class _TensorFile:
+    """A safetensors file whose header is written before its tensors, which come in any
+    order."""
+
+    def __init__(self, path: Path, entries: dict[str, tuple[str, list[int]]]) -> None:
+        self._path = path
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        self._starts: dict[str, int] = {}
+        end = 0
+        # Wide types first, so that every tensor is aligned.
+        for name in sorted(entries, key=lambda name: -_ITEM_BYTES.get(entries[name][0], 1)):
+            word, shape = entries[name]
+            size = _ITEM_BYTES.get(word, 1)
+            for length in shape:
+                size *= length
+            self._starts[name] = end
+            header[name] = {"dtype": word, "shape": shape, "data_offsets": [end, end + size]}
+            end += size
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self._header = len(text).to_bytes(8, "little") + text
+        self._file = -1
+
+    def put(self, name: str, tensor: Tensor) -> None:
+        """Write a tensor to its place."""
+        data = memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+        start, done = len(self._header) + self._starts[name], 0
+        while done < len(data):
+            done += os.pwrite(self._file, data[done:], start + done)
+
+    def __enter__(self) -> _TensorFile:
+        self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        os.write(self._file, self._header)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if exception[0] is None:
+            os.fsync(self._file)
+        os.close(self._file)

@@ -1,0 +1,95 @@
+"""`trimaran quantize`: folders that load as what a load would have quantized itself."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.unit.worker.models import models
+from trimaran.worker.config.engine_folder import EngineFolder
+from trimaran.worker.models.interfaces import StageRange
+from trimaran.worker.models.registry import build_model
+from trimaran.worker.models.weights.weight_loader import load_checkpoint
+from trimaran.worker.parallel.tensor_parallel import ShardPosition
+
+CONFIG = models.llama_config(hidden_size=72, intermediate_size=104, head_dim=32)
+
+
+def parameters(folder: EngineFolder):
+    stage = StageRange.of(folder.config.num_hidden_layers, 0, 1)
+    model = build_model(
+        folder.config, stage, ShardPosition(), dtype=torch.bfloat16, device=models.CPU
+    )
+    load_checkpoint(model, folder.weight_files)
+    return {name: each.view(torch.uint8) for name, each in model.named_parameters()}
+
+
+@pytest.mark.parametrize("file_size", ["5GB", "50KB"])
+@pytest.mark.parametrize("name", ["fp8", "fp8_block"])
+def test_a_quantized_folder_loads_as_its_source_quantized_by_a_load(
+    name, file_size, tmp_path, trimaran
+):
+    source = tmp_path / "floats"
+    models.save_huggingface(source, CONFIG, dtype=torch.bfloat16, file_size=file_size)
+    (source / "tokenizer.json").write_text("{}")
+
+    done = trimaran(
+        "quantize", "--checkpoint", source, "--output", tmp_path / "out", "--quantization", name
+    )
+
+    assert done.code == 0, done.err
+    assert "21 weights in FP8" in done.out
+    found = parameters(EngineFolder.load(tmp_path / "out"))
+    expected = parameters(EngineFolder.load(source).quantized(name))
+    assert found.keys() == expected.keys()
+    assert all(found[key].equal(expected[key]) for key in found)
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+    assert not list(tmp_path.glob(".out*"))
+
+
+def test_values_times_scales_are_the_floats(tmp_path, trimaran):
+    source = tmp_path / "floats"
+    models.save_huggingface(source, CONFIG, dtype=torch.bfloat16)
+    flags = ("--quantization", "fp8_block")
+    trimaran("quantize", "--checkpoint", source, "--output", tmp_path / "out", *flags)
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    floats = load_file(source / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj.weight"
+    assert tensors[name].dtype == torch.float8_e4m3fn
+    assert tensors[f"{name}_scale_inv"].shape == (1, 1)
+    found = tensors[name].float() * tensors[f"{name}_scale_inv"]
+    # Half of the distance of two FP8 numbers: of normal ones, and of those near zero.
+    torch.testing.assert_close(found, floats[name].float(), atol=1e-3, rtol=2**-4)
+
+
+def test_the_description_names_what_keeps_its_type(tmp_path, trimaran):
+    source = tmp_path / "floats"
+    models.save_huggingface(source, CONFIG, dtype=torch.bfloat16)
+    trimaran("quantize", "--checkpoint", source, "--output", tmp_path / "out")
+    values = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert values["quant_method"] == "compressed-tensors"
+    assert values["ignore"] == ["lm_head", "model.embed_tokens"]
+    weights = values["config_groups"]["group_0"]["weights"]
+    assert (weights["strategy"], weights["type"], weights["num_bits"]) == (
+        "channel",
+        "float",
+        8,
+    )
+
+
+def test_what_cannot_be_quantized_is_refused(gpt2, llama, trimaran, tmp_path):
+    words = ("quantize", "--output", tmp_path / "out", "--checkpoint")
+    done = trimaran(*words, gpt2().folder)
+    assert done.code == 2 and "[in, out]" in done.err
+    (tmp_path / "out").mkdir()
+    done = trimaran(*words, llama().folder)
+    assert done.code == 2 and "exists already" in done.err
+    (tmp_path / "out").rmdir()
+    assert trimaran(*words, tmp_path / "llama").code == 0
+    again = tmp_path / "again"
+    done = trimaran("quantize", "--output", again, "--checkpoint", tmp_path / "out")
+    assert done.code == 2 and "quantized already (compressed-tensors" in done.err
+    assert not again.exists()
