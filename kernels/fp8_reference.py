@@ -94,11 +94,14 @@ def quantize_weight(
     weight_ED: Tensor, block: tuple[int, int] | None = None
 ) -> tuple[Tensor, Tensor]:
     """FP8 values [E, D], and float32 scales: [E], or [R, C] of blocks; the last blocks may be
-    smaller than the others."""
+    smaller than the others.
+
+    Scales are rounded up to bf16 numbers, as which some programs keep them.
+    """
     if block is None:
-        scales_E = scales_of(weight_ED.abs().amax(1))
+        scales_E = _as_bf16(scales_of(weight_ED.abs().amax(1)))
         return to_fp8(weight_ED, scales_E[:, None]), scales_E
-    scales_RC = scales_of(_block_peaks(weight_ED, block))
+    scales_RC = _as_bf16(scales_of(_block_peaks(weight_ED, block)))
     return to_fp8(weight_ED, spread_scales(scales_RC, tuple(weight_ED.shape), block)), scales_RC
 
 
@@ -122,6 +125,11 @@ def spread_scales(scales_RC: Tensor, shape: tuple[int, ...], block: tuple[int, i
     rows, columns = block
     spread = scales_RC.repeat_interleave(rows, 0)[: shape[0]]
     return spread.repeat_interleave(columns, 1)[:, : shape[1]]
+
+
+def _as_bf16(scales: Tensor) -> Tensor:
+    """The next bf16 numbers from ``scales`` on, as float32; for positive ones."""
+    return ((scales.view(torch.int32) + 0xFFFF) & ~0xFFFF).view(torch.float32)
 
 
 def _block_peaks(weight_ED: Tensor, block: tuple[int, int]) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from trimaran.comm.errors import ConfigError
 from trimaran.worker.config.quantization import Fp8Scheme
 from trimaran.worker.layers.experts import Experts
@@ -9,6 +11,8 @@ from trimaran.worker.layers.linear import ParallelLinear
 from trimaran.worker.layers.methods import UnquantizedLinearMethod
 from trimaran.worker.models.interfaces import CausalLM
 from trimaran.worker.quantization.fp8_linear import Fp8LinearMethod
+
+logger = logging.getLogger(__name__)
 
 
 def choose_methods(model: CausalLM) -> None:
@@ -32,6 +36,26 @@ def choose_methods(model: CausalLM) -> None:
             module.use_method(method, context.device)
         elif isinstance(module, Experts):
             _refuse_quantized_experts(model, keys_of[f"{path}.gate_up"])
+
+
+def log_methods(model: CausalLM) -> None:
+    """Name the method of the linear layers, and the layers that have another one."""
+    quantization = model.context.quantization
+    if quantization is None:
+        return
+    methods = {
+        path: module.method.name
+        for path, module in model.named_modules()
+        if isinstance(module, ParallelLinear)
+    }
+    floats = [path for path, name in methods.items() if name == UnquantizedLinearMethod.name]
+    logger.info(
+        "%d of %d products are quantized (%s), each compared with its definition%s",
+        len(methods) - len(floats),
+        len(methods),
+        quantization.describe(),
+        f"; not quantized: {', '.join(floats)}" if floats else "",
+    )
 
 
 def scheme_of_key(model: CausalLM, key: str) -> Fp8Scheme | None:

@@ -37,7 +37,7 @@ from trimaran.worker.models.llama import (
 )
 from trimaran.worker.models.mixtral import MixtralForCausalLM
 from trimaran.worker.models.phi import Phi3ForCausalLM, PhiForCausalLM
-from trimaran.worker.models.quantized_layers import choose_methods
+from trimaran.worker.models.quantized_layers import choose_methods, log_methods
 from trimaran.worker.models.qwen import (
     Qwen2ForCausalLM,
     Qwen2MoeForCausalLM,
@@ -177,6 +177,7 @@ def load_model(
     model.process_weights_after_loading()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    log_methods(model)
     num_bytes = sum(parameter.nbytes for parameter in model.parameters())
     logger.info(
         "weights ready: %.2f GiB in %.1f s", num_bytes / 2**30, time.monotonic() - start

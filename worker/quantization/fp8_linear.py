@@ -13,6 +13,7 @@ from trimaran.kernels.quantized import FP8, BlockMap, Fp8Inputs, Fp8Product, Fp8
 from trimaran.worker.config.quantization import Activations, Fp8Scheme
 from trimaran.worker.layers.linear import OutputPart, WeightShapeError, check_shape
 from trimaran.worker.parallel.partition import DimPartition
+from trimaran.worker.quantization.self_check import check_product
 
 # Shapes: T tokens, D inputs of this rank, E outputs of this rank; of scales: R rows and C
 # columns of blocks.
@@ -47,6 +48,7 @@ class Fp8LinearMethod:
     def __init__(self, ops: Ops, scheme: Fp8Scheme) -> None:
         self._ops = ops
         self.scheme = scheme
+        self._dtype = torch.float32
 
     @property
     def has_input_scale(self) -> bool:
@@ -59,6 +61,7 @@ class Fp8LinearMethod:
         """``weight`` [E, D] in FP8; ``weight_scale`` float32 [E] or [R, C]; for static inputs
         ``input_scale`` float32, one for each stacked matrix."""
         shares: _Shares = layer  # type: ignore[assignment]
+        self._dtype = dtype
         scales: tuple[int, ...] = shape[:1]
         if self.scheme.block is not None:
             scales = block_rows(shares, self.scheme.block[0]).count, self._num_columns(shares)
@@ -87,7 +90,11 @@ class Fp8LinearMethod:
             self._load_block_scales(shares, parameter, loaded, shard)
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Hand the weight to the device's product."""
+        """Hand the weight to the device's product, and compare that with its definition.
+
+        Raises:
+            ConfigError: the results differ.
+        """
         shares: _Shares = layer  # type: ignore[assignment]
         weight, scales = layer.weight.data, layer.weight_scale.data
         assert isinstance(weight, Tensor) and isinstance(scales, Tensor)
@@ -102,9 +109,10 @@ class Fp8LinearMethod:
             self.scheme.activation_bound,
             self.scheme.has_power_scales,
         )
-        layer.fp8_product = self._ops.fp8_product(  # type: ignore[assignment]
-            Fp8Weight(weight, scales, blocks), inputs
-        )
+        whole = Fp8Weight(weight, scales, blocks)
+        product = self._ops.fp8_product(whole, inputs)
+        check_product(product, whole, inputs, self._dtype)
+        layer.fp8_product = product  # type: ignore[assignment]
 
     def apply(self, layer: nn.Module, x_TD: Tensor, bias_E: Tensor | None) -> Tensor:
         """``x @ weight.T + bias`` of quantized inputs."""

@@ -1,0 +1,51 @@
+"""A quantized product that differs from its definition is not served."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from trimaran.comm.errors import ConfigError
+from trimaran.kernels.build import load_library
+from trimaran.kernels.cpu.operators import CpuOps
+from trimaran.kernels.fp8_reference import quantize_weight
+from trimaran.kernels.quantized import BlockMap, Fp8Inputs, Fp8Weight
+from trimaran.worker.quantization.self_check import check_product
+
+
+def weight_of(block):
+    weight = torch.randn(200, 144, generator=torch.Generator().manual_seed(1))
+    values, scales = quantize_weight(weight, block)
+    rows = (torch.arange(200) // 64).to(torch.int32)
+    return Fp8Weight(values, scales, None if block is None else BlockMap(rows, block[1], 0))
+
+
+def product_of(weight, inputs=None):
+    return CpuOps(load_library(), torch.bfloat16, 1).fp8_product(weight, inputs or Fp8Inputs())
+
+
+@pytest.mark.parametrize("block", [None, (64, 64)])
+def test_a_right_product_is_served(block):
+    weight = weight_of(block)
+    check_product(product_of(weight), weight, Fp8Inputs(), torch.bfloat16)
+
+
+@pytest.mark.parametrize("block", [None, (64, 64)])
+def test_one_wrong_scale_of_the_last_outputs_is_found(block):
+    weight = weight_of(block)
+    wrong = weight._replace(scales=weight.scales.clone())
+    wrong.scales[-1] *= 1.5
+    with pytest.raises(ConfigError, match=r"FP8 weights \[200, 144\] is .* % off"):
+        check_product(product_of(wrong), weight, Fp8Inputs(), torch.bfloat16)
+
+
+def test_scales_that_are_no_numbers_are_found():
+    weight = weight_of(None)
+    weight.scales[3] = float("nan")
+    with pytest.raises(ConfigError, match="nan % off"):
+        check_product(product_of(weight), weight, Fp8Inputs(), torch.bfloat16)
+
+
+def test_a_rank_with_padding_alone_is_served():
+    weight = Fp8Weight(torch.zeros(16, 144).to(torch.float8_e4m3fn), torch.zeros(16))
+    check_product(product_of(weight), weight, Fp8Inputs(), torch.bfloat16)

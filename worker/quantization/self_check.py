@@ -1,0 +1,56 @@
+"""Runs a quantized product once at load and compares it with its definition."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trimaran.comm.errors import ConfigError
+from trimaran.kernels.fp8_reference import ReferenceProduct
+from trimaran.kernels.quantized import Fp8Inputs, Fp8Product, Fp8Weight
+
+_ROWS = (1, 80)
+"""Tokens: few and many, for which a GPU has other kernels."""
+
+_OUTPUTS = 128
+"""Outputs at either end that are compared, so that little is dequantized."""
+
+_MOST_DIFFERENCE = 0.02
+"""Largest deviation relative to the norm; rounding to bf16 makes less than 0.002."""
+
+
+def check_product(
+    product: Fp8Product, weight: Fp8Weight, inputs: Fp8Inputs, dtype: torch.dtype
+) -> None:
+    """Raise `ConfigError` unless ``product`` computes what its definition does."""
+    device, (outputs, inner) = weight.values.device, weight.values.shape
+    generator = torch.Generator(device).manual_seed(0)
+    with torch.inference_mode():
+        for rows in _ROWS:
+            x = torch.randn((rows, inner), generator=generator, device=device).to(dtype)
+            found = product(x)
+            for end in (slice(0, _OUTPUTS), slice(max(outputs - _OUTPUTS, 0), outputs)):
+                expected = ReferenceProduct(_part(weight, end), inputs)(x)
+                difference = _difference(found[:, end], expected)
+                # NaN is no agreement either.
+                if not difference <= _MOST_DIFFERENCE:
+                    raise ConfigError(
+                        f"a product of {rows} tokens by FP8 weights [{outputs}, {inner}] is "
+                        f"{100 * difference:.1f} % off its definition on {device}: the kernel "
+                        "does not suit this device, or scales are no numbers. Serve the "
+                        "checkpoint in bfloat16, and report this."
+                    )
+
+
+def _part(weight: Fp8Weight, outputs: slice) -> Fp8Weight:
+    """Some outputs of a weight."""
+    values, scales, blocks = weight
+    if blocks is None:
+        return Fp8Weight(values[outputs], scales[outputs])
+    return Fp8Weight(values[outputs], scales, blocks._replace(rows=blocks.rows[outputs]))
+
+
+def _difference(found: Tensor, expected: Tensor) -> float:
+    found, expected = found.float(), expected.float()
+    # A rank may hold padding alone, whose results are zero.
+    return float((found - expected).norm() / expected.norm().clamp_min(1e-30))
