@@ -77,6 +77,7 @@ class QuantizedFolder:
                 )
             self._block_of[part.stored.name] = part.block
         self.num_quantized = len(self._block_of)
+        self._num_read = 0
         self.num_bytes = 0
         """Bytes of the weights that were written."""
 
@@ -106,8 +107,7 @@ class QuantizedFolder:
         places: dict[str, str] = {}
         kept: list[str] = []
         files = self._source.weight_files
-        total, read = sum(path.stat().st_size for path in files), 0
-        with ProgressBar(total) as progress:
+        with ProgressBar(sum(path.stat().st_size for path in files)) as progress:
             for path in files:
                 entries = file_entries(path)
                 kept += [
@@ -116,19 +116,26 @@ class QuantizedFolder:
                     if name not in self._block_of and name.endswith(".weight")
                     if len(entry.shape) == _MATRIX_DIMS
                 ]
-                file = _TensorFile(folder / path.name, self._entries(entries))
-                with file, mapped_file(path) as tensor_of:
-                    for name in entries:
-                        for made, tensor in self._made(name, tensor_of(name)):
-                            file.put(made, tensor)
-                            places[made] = path.name
-                            self.num_bytes += tensor.nbytes
-                        read += entries[name].num_bytes
-                        progress.show(read, path.name)
+                names = self._write_file(folder / path.name, path, entries, progress)
+                places |= dict.fromkeys(names, path.name)
         index = {"metadata": {"total_size": self.num_bytes}, "weight_map": places}
         if len(files) > 1:
             (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         self._write_config(folder, sorted(kept))
+
+    def _write_file(
+        self, target: Path, source: Path, entries: dict[str, TensorEntry], progress: ProgressBar
+    ) -> list[str]:
+        """Write one file; returns the names of its tensors."""
+        made_entries = self._entries(entries)
+        with _TensorFile(target, made_entries) as file, mapped_file(source) as tensor_of:
+            for name in entries:
+                for made, tensor in self._made(name, tensor_of(name)):
+                    file.put(made, tensor)
+                    self.num_bytes += tensor.nbytes
+                self._num_read += entries[name].num_bytes
+                progress.show(self._num_read, source.name)
+        return list(made_entries)
 
     def _entries(self, entries: dict[str, TensorEntry]) -> dict[str, tuple[str, list[int]]]:
         """Type and shape of each tensor that a file will hold."""

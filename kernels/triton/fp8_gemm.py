@@ -45,7 +45,7 @@ class Tile(NamedTuple):
     stages: int = 4
 
 
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+@triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator,unused-ignore]
 def _tile_kernel(  # type: ignore[no-untyped-def]
     x, weight, x_scales, w_scales, block_rows, bias, output, num_rows, x_stride, num_outputs,
     INNER: tl.constexpr, FIRST: tl.constexpr, COLUMNS_OF_SCALES: tl.constexpr,
