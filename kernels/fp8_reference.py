@@ -24,7 +24,9 @@ _EXPONENT = 0x7F800000
 
 def scales_of(peaks: Tensor, *, has_powers: bool = False) -> Tensor:
     """Float32 scales by which values up to ``peaks`` use the whole range of e4m3."""
-    scales = peaks.float().clamp_min(SMALLEST_PEAK) / LARGEST
+    peaks = peaks.float().clamp_min(SMALLEST_PEAK)
+    # By a tensor: on a GPU torch multiplies by the reciprocal of a number instead.
+    scales = peaks / torch.full_like(peaks, LARGEST)
     if not has_powers:
         return scales
     # Up to the next power of two, unless the mantissa is zero.

@@ -9,8 +9,8 @@ from trimaran.comm.errors import ConfigError
 from trimaran.kernels.fp8_reference import ReferenceProduct
 from trimaran.kernels.quantized import Fp8Inputs, Fp8Product, Fp8Weight
 
-_ROWS = (1, 80)
-"""Tokens: few and many, for which a GPU has other kernels."""
+_ROWS = (1, 64, 80)
+"""Tokens: few, the most that a streaming kernel takes, and more, which take other kernels."""
 
 _OUTPUTS = 128
 """Outputs at either end that are compared, so that little is dequantized."""
