@@ -29,6 +29,9 @@ MAX_GAP_S = 1.0
 MAX_GROWTH_MB = 200.0
 HEAVY = 1 << 20
 """Cases of more bytes are sent one at a time: their sum has a limit of its own."""
+LARGEST = 200 << 20
+"""Bytes of a case at most: mutations of counts could make any number, which would end this
+process and not the server."""
 SETTLES_S = 8.0
 """Before memory counts: buffers and helpers of a server that has just started."""
 _MAX_SAVED = 20
@@ -40,7 +43,9 @@ def case_of(seed: int, number: int) -> Case:
     """The case of this number, always the same one."""
     rng = random.Random(f"{seed}:{number}")
     make = rng.choices((http_case, grpc_case, raw_case, metrics_case), (50, 40, 8, 2))[0]
-    return make(rng)
+    while (case := make(rng)).weight > LARGEST:
+        continue
+    return case
 
 
 @dataclass(frozen=True)
