@@ -82,6 +82,9 @@ def longest(wire: Mapping[str, Any]) -> int:
 _DEFAULT_MAX_TOKENS = SamplingParams().max_tokens
 _OF_IDS = ("log_probs", "generation_logits")
 """The extras that have one item for each id."""
+_CHUNK_LOGITS_BYTES = 1 << 18
+"""Logits of one chunk of a stream: a slow reader has them in more chunks, because one answer
+with all of them takes many times their size as JSON."""
 
 
 @dataclass(slots=True)
@@ -106,6 +109,17 @@ class TokenChunk:
             for name, value in self.extras.items()
         }
         return replace(self, token_ids=self.token_ids[:num_ids], extras=extras)
+
+    def cut(self, num_ids: int) -> TokenChunk:
+        """Keep the first ``num_ids`` ids. Returns the others, with the end if there is one."""
+        per_id = {name: self.extras[name] for name in _OF_IDS if name in self.extras}
+        others = {n: value for n, value in self.extras.items() if n != "context_logits"}
+        others |= {name: value[num_ids:] for name, value in per_id.items()}
+        rest = TokenChunk(self.token_ids[num_ids:], self.finish_reason, others)
+        del self.token_ids[num_ids:]
+        self.finish_reason = FinishReason.NOT_FINISHED
+        self.extras |= {name: value[:num_ids] for name, value in per_id.items()}
+        return rest
 
     def merge(
         self, token_ids: list[int], finish_reason: FinishReason, extras: dict[str, Any]
@@ -239,11 +253,18 @@ class LiveRequest:
     def take(self) -> TokenChunk:
         """The chunk since the last call; the last chunk has a finish reason.
 
+        A stream's chunk has a limited size of logits: others may be left to take.
+
         Raises:
             RequestError: the engine refused or lost the request.
         """
         chunk, self._pending = self._pending, None
         if chunk is not None:
+            logits = chunk.extras.get("generation_logits")
+            if logits and self.submit.streaming and "beams" not in chunk.extras:
+                num_ids = max(1, _CHUNK_LOGITS_BYTES // len(logits[0]))
+                if len(chunk.token_ids) > num_ids:
+                    self._pending = chunk.cut(num_ids)
             return chunk
         assert self._error is not None
         raise self._error

@@ -1,4 +1,4 @@
-"""Requests of which no reader is left."""
+"""Requests whose reader is slow, or gone."""
 
 from __future__ import annotations
 
@@ -23,15 +23,41 @@ class Reader:
         """See `LiveRequest.on_news`."""
 
 
-def test_what_nobody_will_read_is_freed_at_once_also_without_a_collection():
+def _submitted(cancelled: list[LiveRequest]) -> LiveRequest:
     submit = Submit(
         request_id=1, model="m", prompt_ids=pack_ids([1]), output_ids=pack_ids([]),
         sampling=SamplingParams(max_tokens=9).to_wire(), streaming=True,
     )  # fmt: skip
-    cancelled: list[LiveRequest] = []
-    request = LiveRequest(
+    return LiveRequest(
         submit, cancelled.append, lambda gap, count: None, lambda live, wait: None
     )
+
+
+def test_a_slow_reader_has_many_logits_in_parts():
+    request = _submitted([])
+    row = bytes(75 << 10)
+    first = {"generation_logits": [row], "context_logits": [row], "logits_dtype": "float32"}
+    request.push([0], FinishReason.NOT_FINISHED, first)
+    for token in range(1, 7):
+        extras = {"generation_logits": [row]}
+        request.push([token], FinishReason.NOT_FINISHED, extras)
+    request.push([], FinishReason.LENGTH, {"figures": {"kv_cache_reused_blocks": 1}})
+
+    chunks = []
+    while request.has_news:
+        chunks.append(request.take())
+
+    assert [chunk.token_ids for chunk in chunks] == [[0, 1, 2], [3, 4, 5], [6]]
+    assert [len(chunk.extras["generation_logits"]) for chunk in chunks] == [3, 3, 1]
+    assert ["context_logits" in chunk.extras for chunk in chunks] == [True, False, False]
+    assert all(chunk.extras["logits_dtype"] == "float32" for chunk in chunks)
+    assert [chunk.is_last for chunk in chunks] == [False, False, True]
+    assert chunks[-1].extras["figures"] == {"kv_cache_reused_blocks": 1}
+
+
+def test_what_nobody_will_read_is_freed_at_once_also_without_a_collection():
+    cancelled: list[LiveRequest] = []
+    request = _submitted(cancelled)
     reader = Reader(request)
     logits = np.zeros(100)
     unread = weakref.ref(logits)
