@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,10 @@ def prompt_table(path: str, task: int, dtype: str) -> list[Any]:
 def lora(args: argparse.Namespace, num_rows: int = 1) -> list[Any]:
     """The tensors of an adapter: its name, or its id, and its weights when a folder is given.
 
+    A folder without an id has one that its weights give, printed for later requests.
+
     Raises:
-        ConfigError: a folder without an id or without the two files, or both folder and name.
+        ConfigError: a folder without the two files, or both folder and name.
     """
     path, task_id = args.lora_path, args.lora_task_id
     if args.lora_name is not None and not (path is None and task_id is None):
@@ -73,14 +76,16 @@ def lora(args: argparse.Namespace, num_rows: int = 1) -> list[Any]:
             row("lora_task_id", task_id, np.uint64, num_rows),
             row("lora_name", args.lora_name, str, num_rows),
         ]
-    if task_id is None:
-        raise ConfigError("--lora-path needs --lora-task-id")
     folder = Path(path)
     config = next((folder / name for name in _CONFIGS if (folder / name).exists()), None)
     if config is None:
         raise ConfigError(f"--lora-path {path} holds no {_CONFIGS[0]}")
     weights = _adapter(folder / _WEIGHTS)
     modules = _adapter(config)
+    if task_id is None:
+        digest = hashlib.blake2b(weights.tobytes() + modules.tobytes(), digest_size=7)
+        task_id = int.from_bytes(digest.digest(), "big")
+        print("Using lora_task_id: ", task_id)
     return [
         row("lora_task_id", task_id, np.uint64, num_rows),
         tensor("lora_weights", np.repeat(weights, num_rows, axis=0), _numpy_dtype(args.dtype)),

@@ -119,7 +119,8 @@ def print_extra(args: argparse.Namespace, outputs: Mapping[str, Array]) -> None:
             print(f"{name}: {outputs[name].tolist()}")
     for name in logits:
         if name in outputs:
-            print(f"{name}.shape: {list(outputs[name].shape)}")
+            print(f"{name}.shape: {outputs[name].shape}")
+            print(f"{name}: {outputs[name]}")
     for name in metrics:
         if name in outputs:
             print(f"{name}: {outputs[name].flat[0]}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+import uuid
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
@@ -71,8 +72,14 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             "--stop-via-request-cancel has no effect without --stop-after-ms MS: say when"
         )
+    if args.stop_after_ms and not args.request_id:
+        # The server stops a request by its id.
+        args.request_id = uuid.uuid4().hex
     prompt = Prompt.from_flags(args)
     answer = Answer(args.streaming)
+    if prompt.vocabulary is not None:
+        print("Using pad_id: ", prompt.pad_id)
+        print("Using end_id: ", prompt.end_id)
     print("Input sequence: ", prompt.ids)
     with open_client(args) as client:
         try:
@@ -159,6 +166,7 @@ def _show(
     beams: dict[tuple[int, int], list[int]],
 ) -> None:
     has_sequences = any(sequence for sequence, _ in beams)
+    before = [] if args.exclude_input_in_output else prompt.ids
     if prompt.vocabulary is not None:
         text = prompt.vocabulary.decode(prompt.ids) if args.input_tokens_csv else args.text
         print(f"Input: {text}")
@@ -166,7 +174,8 @@ def _show(
         which = f"sequence {sequence} beam {beam}" if has_sequences else f"beam {beam}"
         if prompt.vocabulary is not None:
             print(f"Output {which}: {prompt.vocabulary.decode(ids)}")
-        print("Output sequence: ", ids)
+        print("Output sequence: ", before + ids)
+    print("output_ids = ", [before + ids for _, ids in sorted(beams.items())])
     print_extra(args, answer.last)
 
 

@@ -88,7 +88,12 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="token model (tensorrt_llm)",
     )
-    group.add_argument("--request-id", default="", metavar="ID", help="to stop it by")
+    group.add_argument(
+        "--request-id",
+        default="",
+        metavar="ID",
+        help="to stop it by; --stop-after-ms makes one",
+    )
     group.add_argument("-S", "--streaming", action="store_true", help="a response a step")
     group.add_argument(
         "--stop-after-ms", type=int, default=0, metavar="MS", help="stop the request then"

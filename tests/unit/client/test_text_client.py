@@ -122,7 +122,14 @@ def test_an_adapter_goes_with_each_prompt(server, call, tmp_path, config):
     call('["p", "q"]', "--batch-inputs", "--lora-path", str(tmp_path), "--lora-task-id", "7")
     call("p", "--lora-name", "north")
 
-    brought, named = (request.inputs for request in server.received)
+    call("p", "--lora-path", str(tmp_path))
+    call("p", "--lora-path", str(tmp_path))
+
+    brought, named, *without_ids = (request.inputs for request in server.received)
+    # The same weights have the same id, so that the server keeps them once.
+    (task_id,) = {inputs["lora_task_id"].item() for inputs in without_ids}
+    assert task_id > 0
+    assert all(inputs["lora_weights"].tolist() == weights.tolist() for inputs in without_ids)
     assert brought["lora_task_id"].tolist() == [[7], [7]]
     assert brought["lora_weights"].dtype == np.float16
     assert brought["lora_weights"].tolist() == weights.tolist() * 2
@@ -187,7 +194,7 @@ def test_a_port_that_is_none_reaches_no_other_server(server, trimaran):
     ("flags", "complaint"),
     [
         (("--embedding-bias-words", "a"), "1 words but --embedding-bias-weights has 0 weights"),
-        (("--lora-path", "/l"), "--lora-path needs --lora-task-id"),
+        (("--lora-path", "/l"), "/l holds no model.lora_config.npy"),
         (("--lora-path", "/l", "--lora-task-id", "1"), "/l holds no model.lora_config.npy"),
         (("--lora-name", "a", "--lora-task-id", "1"), "--lora-name stands alone"),
         (("--expected-outputs", "a"), "--expected-outputs has no effect without --check-out"),

@@ -43,7 +43,8 @@ def test_the_default_request_has_the_documented_tensors(server, call):
         "runtime_top_p": [[0.0]], "end_id": [[-1]], "pad_id": [[50256]], "streaming": [[False]],
     }  # fmt: skip
     assert out.splitlines() == [
-        "Input sequence:  [5, 6, 7, 8]", "Got completed request", "Output sequence:  [1, 2]",
+        "Input sequence:  [5, 6, 7, 8]", "Got completed request",
+        "Output sequence:  [5, 6, 7, 8, 1, 2]", "output_ids =  [[5, 6, 7, 8, 1, 2]]",
     ]  # fmt: skip
 
 
@@ -81,12 +82,12 @@ def test_a_stream_is_printed_as_it_comes_and_put_together(server, call):
         ids_reply([1]), ids_reply([2, 3]), ids_reply([4]), Reply(is_final=True),
     ]  # fmt: skip
 
-    code, out, _ = call("--streaming")
+    code, out, _ = call("--streaming", "--exclude-input-in-output")
 
     assert code == 0
     assert out.splitlines() == [
         "Input sequence:  [5, 6, 7, 8]", "[1]", "[2, 3]", "[4]", "Got completed request",
-        "Output sequence:  [1, 2, 3, 4]",
+        "Output sequence:  [1, 2, 3, 4]", "output_ids =  [[1, 2, 3, 4]]",
     ]  # fmt: skip
 
 
@@ -100,7 +101,7 @@ def test_sequences_are_put_together_by_their_index(server, call):
 
     _, out, _ = call("--streaming", "-n", "2")
 
-    assert "Output sequence:  [1, 2]\nOutput sequence:  [7, 8]" in out
+    assert "Output sequence:  [5, 6, 7, 8, 1, 2]\nOutput sequence:  [5, 6, 7, 8, 7, 8]" in out
     assert server.received[0].inputs["num_return_sequences"].item() == 2
 
 
@@ -115,9 +116,10 @@ def test_beams_of_a_stream_are_sent_whole(server, call):
         Reply(beams([1], [2])), Reply(beams([2, 9], [1, 4, 5]), is_final=True),
     ]  # fmt: skip
 
-    _, out, _ = call("--streaming", "-b", "2")
+    _, out, _ = call("--streaming", "-b", "2", "--exclude-input-in-output")
 
-    assert out.endswith("Output sequence:  [2, 9]\nOutput sequence:  [1, 4, 5]\n")
+    assert "Output sequence:  [2, 9]\nOutput sequence:  [1, 4, 5]\n" in out
+    assert out.endswith("output_ids =  [[2, 9], [1, 4, 5]]\n")
 
 
 @pytest.mark.parametrize(
@@ -141,7 +143,8 @@ def test_check_output_compares_ids(server, call, tmp_path, came, flags, verdict,
     assert verdict in out.splitlines()
 
 
-def test_a_stop_request_has_the_same_id_and_ends_the_first_one(server, call):
+@pytest.mark.parametrize("flags", [("--request-id", "s"), ()])
+def test_a_stop_request_has_the_same_id_and_ends_the_first_one(server, call, flags):
     def script(request):
         if "stop" in request.inputs:
             return [Reply(is_final=True), Reply(is_final=True)]
@@ -149,11 +152,12 @@ def test_a_stop_request_has_the_same_id_and_ends_the_first_one(server, call):
 
     server.script = script
 
-    code, out, _ = call("-S", "--stop-after-ms", "50", "--request-id", "s")
+    code, out, _ = call("-S", "--stop-after-ms", "50", *flags)
 
     assert code == 0
-    stop = server.received[1]
-    assert stop.id == "s"
+    first, stop = server.received
+    assert stop.id == first.id
+    assert stop.id == "s" if flags else len(stop.id) == 32
     assert {name: array.tolist() for name, array in stop.inputs.items()} == {
         "input_ids": [[0]], "input_lengths": [[0]], "request_output_len": [[0]],
         "stop": [[True]],
@@ -225,7 +229,7 @@ def test_performance_metrics_are_printed_a_line_each(server, call):
     assert "kv_cache_reused_blocks: 4\nacceptance_rate: 0.5\n" in out
 
 
-def test_log_probs_and_the_shapes_of_logits_are_printed_if_they_were_asked_for(server, call):
+def test_log_probs_and_logits_are_printed_if_they_were_asked_for(server, call):
     extra = {
         "cum_log_probs": ("FP32", [[-0.5]]),
         "generation_logits": ("FP32", [[[[0.25, 0.5, 0.75]]]]),
@@ -237,7 +241,8 @@ def test_log_probs_and_the_shapes_of_logits_are_printed_if_they_were_asked_for(s
 
     assert "cum_log_probs" not in silent
     assert "generation_logits" not in silent
-    assert "cum_log_probs: [[-0.5]]\ngeneration_logits.shape: [1, 1, 1, 3]\n" in out
+    assert "cum_log_probs: [[-0.5]]\ngeneration_logits.shape: (1, 1, 1, 3)\n" in out
+    assert "\ngeneration_logits: [[[[0.25 0.5  0.75]]]]\n" in out
 
 
 def test_without_a_tokenizer_only_the_default_text_has_ids(server, trimaran):
