@@ -75,6 +75,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the chosen sub-command. Returns the exit code."""
+    if args.workload:
+        args.workload = args.workload.replace("_", "-")
     if args.workload not in _COMMANDS:
         return bench.run(args)
     if args.workload != "serve":

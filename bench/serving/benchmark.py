@@ -192,6 +192,8 @@ def measure(
         )
     if not done.num_left:
         print(f"[INFO] Total Latency: {1000 * done.elapsed_s:.3f} ms")
+        latencies_s = sum(record.end_s - record.sent_s for record in done.records)
+        print(f"[INFO] Total request latencies: {1000 * latencies_s:.3f} ms")
     return done
 
 

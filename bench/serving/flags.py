@@ -15,11 +15,15 @@ from trimaran.comm.files.flag_values import positive
 _EXAMPLE = "Example:\n  trimaran bench"
 
 
+WORKLOADS = ("dataset", "token-norm-dist", "token-from-histogram")
+"""Sub-commands that say what is sent. Underscores may stand for the hyphens."""
+
 SubCommands = argparse._SubParsersAction  # argparse has no public name for it
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> SubCommands[argparse.ArgumentParser]:
-    """Add global flags, which come before the sub-command, and return the sub-commands."""
+    """Add global flags, and return the sub-commands. Those of a workload take the global flags
+    behind their names too, as the backend's benchmark does."""
     parser.add_argument("-u", "--url", metavar="HOST:PORT", help="default: by protocol")
     add_protocol(parser)
     parser.add_argument(
@@ -40,6 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> SubCommands[argparse.Argum
     )
     parser.add_argument("--test-llmapi", action="store_true", help="refused: not served yet")
     kinds = _add_subcommands(parser)
+    for name in WORKLOADS:
+        _copy_flags(kinds.choices[name], parser)
     parser.usage = "trimaran bench [flags] [dataset|token-norm-dist|token-from-histogram ...]"
     hide(
         parser, "verbose", "stream_timeout", "exclude_input_in_output", "test_llmapi",
@@ -172,6 +178,7 @@ def _add_subcommands(
     )  # fmt: skip
     normal = kinds.add_parser(
         "token-norm-dist",
+        aliases=["token_norm_dist"],
         help="normally distributed lengths",
         description="Measure with random prompts of normally distributed lengths.",
         epilog=f"{_EXAMPLE} token-norm-dist --input-mean 128 --input-stdev 10 "
@@ -181,6 +188,7 @@ def _add_subcommands(
         normal.add_argument(name, type=float, required=True, metavar="N", help="tokens")
     histogram = kinds.add_parser(
         "token-from-histogram",
+        aliases=["token_from_histogram"],
         help="lengths of a built-in table",
         description="Measure with random prompts whose lengths follow a built-in table.",
         epilog=f"{_EXAMPLE} token-from-histogram --histogram-key example",
@@ -196,12 +204,7 @@ _NOT_COPIED = ("help", "config", "workload")
 
 def add_flags(parser: argparse.ArgumentParser, plain: argparse.ArgumentParser) -> None:
     """All flags of ``plain``, which may also stand before the sub-command, and our own."""
-    for action in plain._actions:
-        if action.option_strings and action.dest not in _NOT_COPIED:
-            own = copy.copy(action)
-            # A value before the sub-command applies unless it is given again.
-            own.default = argparse.SUPPRESS
-            parser._add_action(own)
+    _copy_flags(parser, plain)
     add = parser.add_argument
     add("--load", action="append", metavar="ISL/OSLxN", help="N random prompts; repeat")
     add("--rates", type=float, nargs="+", metavar="R", help="arrivals a second; -1: at once")
@@ -217,3 +220,12 @@ def add_flags(parser: argparse.ArgumentParser, plain: argparse.ArgumentParser) -
     add("--shape", choices=sorted(SHAPES), help="of the served model, for the limit")
     add("--ceilings-of", metavar="FILE", help="machine's ceilings: a `throughput --output`")
     add("--output", metavar="FILE", help="append results as JSON lines")
+
+
+def _copy_flags(parser: argparse.ArgumentParser, plain: argparse.ArgumentParser) -> None:
+    for action in plain._actions:
+        if action.option_strings and action.dest not in _NOT_COPIED:
+            own = copy.copy(action)
+            # A value before the sub-command applies unless it is given again.
+            own.default = argparse.SUPPRESS
+            parser._add_action(own)

@@ -13,6 +13,9 @@ from prometheus_client.registry import CollectorRegistry
 _TAGGED = ("nv_inference_", "nv_model_load_")
 """Families whose series carry the tags of their models."""
 
+_BOUNDS = ("le", "quantile")
+"""Labels that stand behind the others, which are sorted, as Triton prints them."""
+
 Tags = Mapping[tuple[str, str], Mapping[str, str]]
 
 
@@ -51,7 +54,8 @@ def render(metrics: Iterable[Metric], tags: Tags) -> bytes:
 def _labels(labels: dict[str, str]) -> str:
     if not labels:
         return ""
-    return "{" + ",".join(f'{k}="{_escaped(v)}"' for k, v in labels.items()) + "}"
+    pairs = sorted(labels.items(), key=lambda pair: (pair[0] in _BOUNDS, pair[0]))
+    return "{" + ",".join(f'{k}="{_escaped(v)}"' for k, v in pairs) + "}"
 
 
 def _escaped(text: str, *, quotes: bool = True) -> str:

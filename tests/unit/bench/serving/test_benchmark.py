@@ -48,6 +48,27 @@ def test_http_streams_are_counted_token_by_token(http_server, trimaran):
         "[INFO] Warm up for benchmarking.", "[INFO] Start benchmarking on 6 prompts.",
     ]  # fmt: skip
     assert lines[2].startswith("[INFO] Total Latency: ")
+    assert lines[3].startswith("[INFO] Total request latencies: ")
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        ("token_norm_dist", "--input_mean", "4", "--input_stdev", "0", "--output_mean", "3",
+         "--output_stdev", "0"),
+        ("token_from_histogram", "--histogram_key", "example"),
+    ],
+)  # fmt: skip
+def test_workloads_are_spelled_as_in_the_documents_and_take_global_flags(
+    http_server, trimaran, lengths
+):
+    http_server.events = lambda body: [{"output_ids": [1], "sequence_length": 1}]
+    before, behind = ("-u", http_server.url, "-c", "9"), ("-c", "2", "--num-requests", "5")
+
+    code, out, _ = trimaran("bench", *before, *lengths, *behind, "--warmup", "0")
+
+    assert code == 0
+    assert rows(out)["Total requests"] == len(http_server.bodies) == 5
 
 
 def test_the_first_token_of_a_stream_of_one_has_its_time(http_server, trimaran):

@@ -15,11 +15,14 @@ def report(*rows: list[int]) -> ExpertReport:
 
 
 def series(metrics: Metrics, name: str) -> dict[str, float]:
-    """Values by the labels behind the model's and version's."""
-    start = f'trimaran_expert_{name}{{model="m",version="1",'
+    """Values by the labels beside the model's and version's."""
+    start = f"trimaran_expert_{name}{{"
     lines = metrics.render().decode().splitlines()
     parts = [line[len(start) :].split("} ") for line in lines if line.startswith(start)]
-    return {labels: float(value) for labels, value in parts}
+    return {
+        labels.removesuffix(',version="1"').replace(',model="m"', ""): float(value)
+        for labels, value in parts
+    }
 
 
 def test_tokens_are_shown_by_layer_and_expert_and_how_uneven_they_are():
@@ -31,8 +34,8 @@ def test_tokens_are_shown_by_layer_and_expert_and_how_uneven_they_are():
     metrics.add_expert_tokens("m", "1", report([10, 0], [0, 0]), "m/1")
 
     assert series(metrics, "tokens") == {
-        'layer="1",expert="0"': 11, 'layer="1",expert="1"': 3,
-        'layer="2",expert="0"': 4, 'layer="2",expert="1"': 4,
+        'expert="0",layer="1"': 11, 'expert="1",layer="1"': 3,
+        'expert="0",layer="2"': 4, 'expert="1",layer="2"': 4,
     }  # fmt: skip
     assert series(metrics, "imbalance") == {'layer="1"': 11 / 7, 'layer="2"': 1.0}
 
@@ -41,20 +44,20 @@ def test_an_engine_that_a_front_end_before_this_one_saw_restarted_counts_from_he
     metrics = Metrics()
     metrics.add_expert_tokens("m", "1", report([5, 7]), "m/0", incarnation=1)
     metrics.add_expert_tokens("m", "1", report([6, 9]), "m/0", incarnation=1)
-    assert series(metrics, "tokens") == {'layer="1",expert="0"': 1, 'layer="1",expert="1"': 2}
+    assert series(metrics, "tokens") == {'expert="0",layer="1"': 1, 'expert="1",layer="1"': 2}
 
 
 def test_a_restarted_engine_counts_on_and_a_removed_model_begins_anew():
     metrics = Metrics()
     metrics.add_expert_tokens("m", "1", report([5, 7]), "m/0")
     metrics.add_expert_tokens("m", "1", report([6, 9]), "m/0")
-    assert series(metrics, "tokens") == {'layer="1",expert="0"': 6, 'layer="1",expert="1"': 9}
+    assert series(metrics, "tokens") == {'expert="0",layer="1"': 6, 'expert="1",layer="1"': 9}
 
     metrics.add_expert_tokens("m", "1", report([1, 2]), "m/0")
-    assert series(metrics, "tokens") == {'layer="1",expert="0"': 7, 'layer="1",expert="1"': 11}
+    assert series(metrics, "tokens") == {'expert="0",layer="1"': 7, 'expert="1",layer="1"': 11}
 
     metrics.add_engine("m", "1")
     metrics.remove_engine("m", "1")
     assert not series(metrics, "tokens")
     metrics.add_expert_tokens("m", "1", report([1, 2]), "m/0")
-    assert series(metrics, "tokens") == {'layer="1",expert="0"': 1, 'layer="1",expert="1"': 2}
+    assert series(metrics, "tokens") == {'expert="0",layer="1"': 1, 'expert="1",layer="1"': 2}

@@ -33,8 +33,9 @@ def parse(text):
 
 
 def of(name, model="double", **labels):
-    pairs = {"model": model, "version": "1", **labels}
-    return name + "{" + ",".join(f'{k}="{v}"' for k, v in pairs.items()) + "}"
+    pairs = {"model": model, "version": "1", **labels}.items()
+    pairs = sorted(pairs, key=lambda pair: (pair[0] in ("le", "quantile"), pair[0]))
+    return name + "{" + ",".join(f'{k}="{v}"' for k, v in pairs) + "}"
 
 
 def infer_double(server, batch=1):
@@ -95,9 +96,9 @@ def test_a_request_that_does_not_fit_its_model_counts_nowhere(fresh_server):
 
 def test_the_tags_of_a_model_are_labels_of_its_own_series(fresh_server):
     samples = scrape(fresh_server)
-    tags = ',_site="a \\"b\\"",_team="7"}'
+    tags = '{_site="a \\"b\\"",_team="7",'
     for name in ("nv_inference_request_success", "nv_model_load_duration_secs"):
-        assert f'{name}{{model="squeeze",version="1"{tags}' in samples
+        assert f'{name}{tags}model="squeeze",version="1"}}' in samples
         assert of(name) in samples
     assert sum(tags in name for name in samples) == len(NV_INFERENCE) + 5
 
@@ -348,8 +349,8 @@ def test_processes_and_faults_are_read_off_the_board_of_groups():
         'trimaran_process_up{process="orchestrator"}': 0,
         'trimaran_process_restarts{process="frontend"}': 0,
         'trimaran_process_restarts{process="orchestrator"}': 2,
-        'trimaran_last_fault_timestamp_seconds{model="m",group="m#1"}': 1e9,
-        'trimaran_last_fault_timestamp_seconds{model="",group="orchestrator"}': 2e9,
+        'trimaran_last_fault_timestamp_seconds{group="m#1",model="m"}': 1e9,
+        'trimaran_last_fault_timestamp_seconds{group="orchestrator",model=""}': 2e9,
     }
     board.remove("m#1")
     assert not any('group="m#1"' in name for name in parse(metrics.render()))

@@ -9,7 +9,7 @@ def seconds(metrics: Metrics) -> dict[str, float]:
     lines = metrics.render().decode().splitlines()
     found = {}
     for part in PARTS:
-        start = f'trimaran_engine_seconds{{model="m",version="1",part="{part}"}} '
+        start = f'trimaran_engine_seconds{{model="m",part="{part}",version="1"}} '
         for line in lines:
             if line.startswith(start):
                 found[part] = float(line[len(start) :])

@@ -126,5 +126,5 @@ async def test_an_engine_is_counted_under_the_version_that_is_served(serve, tmp_
         assert served.models["tensorrt_llm"].version == "5"
         await served.dial(served.answer("a"))
         text = served.metrics.render().decode()
-        assert 'trimaran_group_up{model="tensorrt_llm",version="5",group="g0"} 1' in text
-        assert 'trimaran_group_up{model="tensorrt_llm",version="1"' not in text
+        assert 'trimaran_group_up{group="g0",model="tensorrt_llm",version="5"} 1' in text
+        assert 'trimaran_group_up{group="g0",model="tensorrt_llm",version="1"' not in text
