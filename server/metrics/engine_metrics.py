@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from prometheus_client import Counter, Gauge
+from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.registry import CollectorRegistry
 
-from trimaran.server.metrics.loop_metrics import LoopHistogram
 from trimaran.server.metrics.other_counts import OtherCounts
 from trimaran.server.metrics.recent_rates import Key, ModelCounts, read_counts
 from trimaran.server.metrics.step_metrics import GroupSums, StepMetrics
@@ -191,8 +190,10 @@ class EngineMetrics:
 
     def _histogram(
         self, name: str, documentation: str, buckets: tuple[float, ...], *labels: str
-    ) -> LoopHistogram:
-        return LoopHistogram(name, documentation, (*_LABELS, *labels), buckets, self._registry)
+    ) -> Histogram:
+        return Histogram(
+            name, documentation, (*_LABELS, *labels), buckets=buckets, registry=self._registry
+        )
 
     def add_model(self, model: str, version: str) -> None:
         """Show the model's series, with value 0 if they are new."""
@@ -320,10 +321,9 @@ class EngineMetrics:
         """Add one request's time to first token."""
         self._first_token.labels(model, version).observe(seconds)
 
-    def inter_token_observer(self, model: str, version: str) -> Callable[[float, int], None]:
-        """The function that adds so many gaps of a length between tokens. It is called once a
-        token, so the series is looked up beforehand: a lookup by labels takes longer than the
-        observation.
+    def inter_token_observer(self, model: str, version: str) -> Callable[[float], None]:
+        """The function that adds one gap between tokens. It is called once a token, so the
+        series is looked up beforehand: a lookup by labels takes longer than the observation.
         """
         return self._inter_token.labels(model, version).observe
 

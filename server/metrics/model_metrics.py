@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from enum import Enum
 
-from prometheus_client import Gauge
+from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.core import Metric
 from prometheus_client.registry import CollectorRegistry
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from trimaran.server.inference.request import QueueingModel
 from trimaran.server.metrics.exposition import QuantileSummary
-from trimaran.server.metrics.loop_metrics import HistogramSeries, LoopCounter, LoopHistogram
 from trimaran.server.metrics.options import MetricsOptions
 from trimaran.server.repository.metric_settings import (
     FIRST_RESPONSE,
@@ -57,11 +56,11 @@ class InferenceFamilies:
         self.success = self._counter(
             "request_success", "Number of successful inference requests, all batch sizes"
         )
-        self.failure = LoopCounter(
+        self.failure = Counter(
             "nv_inference_request_failure",
             "Number of failed inference requests, all batch sizes",
             (*_LABELS, "reason"),
-            registry,
+            registry=registry,
         )
         self.count = self._counter("count", "Number of inferences performed")
         self.executions = self._counter("exec_count", "Number of model executions performed")
@@ -83,7 +82,7 @@ class InferenceFamilies:
             _LABELS,
             registry=registry,
         )
-        self.first_response: dict[tuple[float, ...], LoopHistogram] = {}
+        self.first_response: dict[tuple[float, ...], Histogram] = {}
         self.summaries = {
             name: QuantileSummary(
                 f"nv_inference_{name}_summary_us",
@@ -98,7 +97,7 @@ class InferenceFamilies:
         """Remove the series of a model version. A version that is added later begins at 0."""
         labels = (model, version)
         self.tags.pop(labels, None)
-        families: list[LoopCounter | Gauge | LoopHistogram] = [
+        families: list[Counter | Gauge | Histogram] = [
             self.success, self.count, self.executions, self.pending, self.load_duration,
             *self.durations.values(), *self.first_response.values(),
         ]  # fmt: skip
@@ -109,8 +108,8 @@ class InferenceFamilies:
         for summary in self.summaries.values():
             summary.remove_series(model, version)
 
-    def _counter(self, name: str, documentation: str) -> LoopCounter:
-        return LoopCounter(f"nv_inference_{name}", documentation, _LABELS, self.registry)
+    def _counter(self, name: str, documentation: str) -> Counter:
+        return Counter(f"nv_inference_{name}", documentation, _LABELS, registry=self.registry)
 
 
 class ModelMetrics:
@@ -128,13 +127,15 @@ class ModelMetrics:
         }
         self._count = families.count.labels(*labels)
         self._executions = families.executions.labels(*labels)
-        self._durations = [counter.labels(*labels) for counter in families.durations.values()]
+        self._durations = {
+            name: counter.labels(*labels) for name, counter in families.durations.items()
+        }
         self._pending = families.pending.labels(*labels)
         families.load_duration.labels(*labels)
-        self._summaries = list(families.summaries.values())
-        for summary in self._summaries:
+        self._summaries = families.summaries
+        for summary in self._summaries.values():
             summary.add_series(name, version)
-        self._first_response: HistogramSeries | None = None
+        self._first_response: Histogram | None = None
         if families.options.has_histograms:
             self._first_response = _first_response_series(families, labels, config)
 
@@ -152,17 +153,21 @@ class ModelMetrics:
         num_executions: int = 1,
     ) -> None:
         """Count a finished request. One request of each executed batch counts the execution."""
-        # A dozen additions a request: each call would take longer than its addition.
-        self._success.value += 1
-        self._count.value += batch_size
-        self._executions.value += num_executions
+        self._success.inc()
+        self._count.inc(batch_size)
+        self._executions.inc(num_executions)
         output_us = max(0.0, total_us - queue_us - infer_us)
-        # In the order of `_DURATIONS`; what is turned off has no series.
-        values = total_us, queue_us, 0.0, infer_us, output_us
-        for counter, value in zip(self._durations, values, strict=False):
-            counter.value += int(value)
-        for summary, value in zip(self._summaries, values, strict=False):
-            summary.observe(*self._labels, value)
+        for name, value in (
+            ("request", total_us),
+            ("queue", queue_us),
+            ("compute_input", 0.0),
+            ("compute_infer", infer_us),
+            ("compute_output", output_us),
+        ):
+            if name in self._durations:
+                self._durations[name].inc(int(value))
+            if name in self._summaries:
+                self._summaries[name].observe(*self._labels, value)
 
     def failure(self, reason: FailureReason) -> None:
         """Count a failed request."""
@@ -176,20 +181,20 @@ class ModelMetrics:
 
 def _first_response_series(
     families: InferenceFamilies, labels: tuple[str, str], config: ModelConfig
-) -> HistogramSeries:
+) -> Histogram:
     return _histogram_with(families, first_response_buckets(config)).labels(*labels)
 
 
-def _histogram_with(families: InferenceFamilies, buckets: tuple[float, ...]) -> LoopHistogram:
+def _histogram_with(families: InferenceFamilies, buckets: tuple[float, ...]) -> Histogram:
     """The family with these buckets: a family of `prometheus_client` has one bucket list."""
     if buckets not in families.first_response:
         # Only the first family is registered; the merger shows the others too.
         is_first = not families.first_response
-        families.first_response[buckets] = LoopHistogram(
+        families.first_response[buckets] = Histogram(
             FIRST_RESPONSE,
             "Duration from request to first response in milliseconds",
             _LABELS,
-            buckets,
+            buckets=buckets,
             registry=None,
         )
         if is_first:
@@ -200,7 +205,7 @@ def _histogram_with(families: InferenceFamilies, buckets: tuple[float, ...]) -> 
 class _MergedHistogram:
     """Histograms of one name whose series have different buckets, shown as one family."""
 
-    def __init__(self, parts: dict[tuple[float, ...], LoopHistogram]) -> None:
+    def __init__(self, parts: dict[tuple[float, ...], Histogram]) -> None:
         self._parts = parts
 
     def collect(self) -> Iterator[Metric]:

@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import json
 import random
+import re
 import shutil
 import socket
 from array import array
@@ -299,8 +300,8 @@ class Served:
         self._num_reports += 1
         report = {"active_requests": self._num_reports, "max_requests": 1 << 20}
         engine.send(StatsReport(values=report))
-        line = f',request_type="active"}} {self._num_reports}\n'
-        await engine.until(lambda: line in self.metrics.render().decode())
+        line = re.compile(rf',request_type="active",version="\d+"}} {self._num_reports}\n')
+        await engine.until(lambda: line.search(self.metrics.render().decode()) is not None)
         for _ in range(10):
             await asyncio.sleep(0)
 
