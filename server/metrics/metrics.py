@@ -200,9 +200,9 @@ class Metrics:
         """Add one request's time from arrival to its first token."""
         self._engines.observe_first_token(model, version, seconds)
 
-    def inter_token_observer(self, model: str, version: str) -> Callable[[float, int], None]:
-        """The function that adds a number of equal gaps between successive tokens of a
-        sequence, in seconds.
+    def inter_token_observer(self, model: str, version: str) -> Callable[[float], None]:
+        """The function that adds one gap between successive tokens of a sequence, in
+        seconds.
         """
         return self._engines.inter_token_observer(model, version)
 

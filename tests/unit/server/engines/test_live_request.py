@@ -28,9 +28,7 @@ def _submitted(cancelled: list[LiveRequest]) -> LiveRequest:
         request_id=1, model="m", prompt_ids=pack_ids([1]), output_ids=pack_ids([]),
         sampling=SamplingParams(max_tokens=9).to_wire(), streaming=True,
     )  # fmt: skip
-    return LiveRequest(
-        submit, cancelled.append, lambda gap, count: None, lambda live, wait: None
-    )
+    return LiveRequest(submit, cancelled.append, lambda gap: None, lambda live, wait: None)
 
 
 def test_a_slow_reader_has_many_logits_in_parts():
