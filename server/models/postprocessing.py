@@ -91,7 +91,7 @@ def _beams(request: InferRequest) -> EncodedTexts:
     if "SEQUENCE_LENGTH" in request.inputs:
         lengths = request.inputs["SEQUENCE_LENGTH"].data.reshape(-1)
     else:
-        # Version 0.5 knows no lengths: a text ends where the padding begins.
+        # Models of version 0.5 have no lengths: a text ends where the padding begins.
         lengths = np.cumprod(beams >= 0, axis=1, dtype=np.int64).sum(axis=1)
     if len(lengths) != len(beams):
         raise RequestError(

@@ -36,8 +36,8 @@ _TEMPLATES = {
     Role.ENSEMBLE: "ensemble",
     Role.BLS: "tensorrt_llm_bls",
 }
-# Combinations of inputs and outputs that only a model of the role has. Version 0.5 knows no
-# sequence lengths.
+# Combinations of inputs and outputs that only a model of the role has. Models of
+# version 0.5 have no sequence lengths.
 _SIGNATURES: tuple[tuple[Role, frozenset[str], frozenset[str]], ...] = (
     (
         Role.PREPROCESSING,

@@ -1,4 +1,4 @@
-"""Random requests over HTTP and gRPC, of which nobody else notices anything."""
+"""Random requests over HTTP and gRPC, beside a stream and a probe that must not change."""
 
 from __future__ import annotations
 
@@ -76,13 +76,13 @@ def test_the_corpus_is_small_and_each_file_says_what_it_is():
 
 
 @pytest.mark.timeout(600)
-def test_nobody_notices_the_corpus(campaign, capsys):
+def test_the_corpus_disturbs_no_stream(campaign, capsys):
     campaign.replay(corpus())
     check(campaign, capsys)
 
 
 @pytest.mark.timeout(SECONDS + 300)
-def test_nobody_notices_random_requests(campaign, capsys):
+def test_random_requests_disturb_no_stream(campaign, capsys):
     campaign.run(SECONDS)
     check(campaign, capsys)
     assert campaign.kinds.total() > SECONDS

@@ -40,7 +40,7 @@ class Watch:
         self._has_begun = threading.Event()
         self._lock = threading.Lock()
         self._text = ""
-        """What the model says while nobody else asks; every stream says the same."""
+        """The text of the model on an idle server, which every stream must repeat."""
         self._worst: dict[str, float] = {"stream": 0.0, "probe": 0.0}
         self._counts = {"events": 0, "streams": 0, "probes": 0}
         self._members: dict[int, tuple[psutil.Process, str]] = {}
