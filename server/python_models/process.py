@@ -16,9 +16,16 @@ import traceback
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
+from importlib.machinery import (
+    EXTENSION_SUFFIXES,
+    SOURCE_SUFFIXES,
+    ExtensionFileLoader,
+    FileFinder,
+    SourceFileLoader,
+)
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from types import CodeType, ModuleType
+from typing import TYPE_CHECKING, Any
 
 from trimaran.server.python_models import utils
 from trimaran.server.python_models.inference_request import ReceivedRequest
@@ -34,6 +41,9 @@ from trimaran.server.python_models.wire import (
     RequestFields,
     Start,
 )
+
+if TYPE_CHECKING:
+    from importlib.abc import PathEntryFinder
 
 _PR_SET_PDEATHSIG = 1
 _MODULE = "triton_python_backend_utils"
@@ -68,6 +78,33 @@ def main() -> None:
     _end(_finalized(link, model))
 
 
+class CompiledAtLoad(SourceFileLoader):
+    """Compiles a model's source at each load.
+
+    Python's cached byte code is found by the second and the size of the source. A model that
+    was changed within one second, to the same size, would otherwise run its old code.
+    """
+
+    def get_code(self, fullname: str) -> CodeType:
+        """The code of the file as the file is now."""
+        path = self.get_filename(fullname)
+        return self.source_to_code(self.get_data(path), path)
+
+
+def find_modules_of(model: Path) -> None:
+    """Have the modules below a model's folder compiled at each load."""
+    find = FileFinder.path_hook(
+        (ExtensionFileLoader, EXTENSION_SUFFIXES), (CompiledAtLoad, SOURCE_SUFFIXES)
+    )
+
+    def find_below(path: str) -> PathEntryFinder:
+        if not Path(path).is_relative_to(model):
+            raise ImportError(f"{path} is not below {model}")
+        return find(path)
+
+    sys.path_hooks.insert(0, find_below)
+
+
 def load(start: Start) -> Any:
     """The model of a ``model.py``.
 
@@ -79,12 +116,16 @@ def load(start: Start) -> Any:
         Exception: any error of the user code.
     """
     path = Path(start.file)
+    find_modules_of(path.parent.parent)
     sys.path += [str(path.parent), str(path.parent.parent)]
     sys.modules[_MODULE] = utils
     package = ModuleType(start.version)
     package.__path__ = [str(path.parent)]
     sys.modules[start.version] = package
-    spec = importlib.util.spec_from_file_location(f"{start.version}.model", path)
+    name = f"{start.version}.model"
+    spec = importlib.util.spec_from_file_location(
+        name, path, loader=CompiledAtLoad(name, str(path))
+    )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module

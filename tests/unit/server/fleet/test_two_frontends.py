@@ -1,5 +1,6 @@
 """Two front ends of one server, of which one follows the other."""
 
+import os
 import threading
 import time
 from contextlib import ExitStack, suppress
@@ -18,6 +19,7 @@ output { name: "OUT" data_type: TYPE_STRING dims: 1 }
 CODE = """
 import numpy as np
 import triton_python_backend_utils as pb_utils
+from .words import WORD
 
 class TritonPythonModel:
     def execute(self, requests):
@@ -75,7 +77,9 @@ class Pair:
 
 
 @pytest.fixture
-def pair(tmp_path):
+def pair(tmp_path, monkeypatch):
+    # Models are compiled as they are by default.
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
     with ExitStack() as stack:
         yield Pair(stack, tmp_path)
 
@@ -103,7 +107,11 @@ def write_model(pair, word):
     folder = pair.repository / "speaker"
     (folder / "1").mkdir(parents=True, exist_ok=True)
     (folder / "config.pbtxt").write_text(CONFIG)
-    (folder / "1" / "model.py").write_text(CODE.replace("WORD", repr(word)))
+    (folder / "1" / "model.py").write_text(CODE)
+    words = folder / "1" / "words.py"
+    words.write_text(f"WORD = {word!r}\n")
+    # All words are files of one time and size, which Python's cache cannot tell apart.
+    os.utime(words, (0, 0))
     return folder
 
 
