@@ -54,7 +54,7 @@ def test_the_dockerfile_copies_every_package():
     assert set(re.findall(r"^COPY (\w+) \1$", text, re.MULTILINE)) == set(PACKAGES)
 
 
-def test_the_compose_file_names_files_that_are_there():
+def test_files_named_in_the_compose_file_exist():
     compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
     mounts = [m for s in compose["services"].values() for m in s.get("volumes", ())]
     sources = [m.partition(":")[0] for m in mounts if m.startswith("./")]
@@ -64,7 +64,7 @@ def test_the_compose_file_names_files_that_are_there():
     assert int(grace.rstrip("s")) > 30  # the default --exit-timeout
 
 
-def test_compose_understands_its_file():
+def test_docker_compose_accepts_its_file():
     words = [
         program("docker-compose", "docker-compose"),
         "-f",
@@ -77,7 +77,7 @@ def test_compose_understands_its_file():
     assert set(yaml.safe_load(done.stdout)["services"]) == {"trimaran", "prometheus", "grafana"}
 
 
-def test_the_files_that_the_dockerfile_copies_make_the_whole_wheel(tmp_path):
+def test_the_files_copied_by_the_dockerfile_build_the_whole_wheel(tmp_path):
     text = (DEPLOY / "Dockerfile").read_text()
     for line in re.findall(r"^COPY (.+) \S+$", text, re.MULTILINE):
         for name in line.split():
@@ -102,7 +102,7 @@ def test_kubernetes_objects_fit_their_schemas(name):
         check(document)
 
 
-def test_the_leader_worker_set_has_fields_of_its_kind():
+def test_fields_of_the_leader_worker_set_match_its_schema():
     spec = of_kind(list(yaml.safe_load_all(MULTI_NODE.read_text())), "LeaderWorkerSet")["spec"]
     assert set(spec) <= {
         "replicas", "leaderWorkerTemplate", "rolloutStrategy", "startupPolicy", "networkConfig",
@@ -161,7 +161,7 @@ def test_the_chart_refuses_values_of_the_wrong_kind():
     assert "gpus" in done.stderr
 
 
-def test_the_charts_alerts_are_those_of_prometheus():
+def test_alerts_of_the_chart_equal_those_of_the_prometheus_rules():
     rules = yaml.safe_load((DEPLOY / "prometheus" / "rules.yml").read_text())
     documents = helm("--set", "prometheusRule.enabled=true")
     assert of_kind(documents, "PrometheusRule")["spec"] == rules

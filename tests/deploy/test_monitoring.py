@@ -75,7 +75,7 @@ def test_promtool_accepts_configuration_and_rules():
     assert "SUCCESS" in promtool("check", "config", "prometheus.yml")
 
 
-def test_each_alert_fires_on_its_fault_and_only_then():
+def test_each_alert_fires_on_its_fault_and_at_no_other_time():
     assert "SUCCESS" in promtool("test", "rules", "rules_test.yml")
     tested = (DEPLOY / "prometheus" / "rules_test.yml").read_text()
     assert all(f"alertname: {rule['alert']}" in tested for rule in alerts())
@@ -187,12 +187,12 @@ def scraped(
 
 
 @pytest.mark.parametrize(("title", "expression"), [q for q in queries() if not of_gpus(q[1])])
-def test_every_dashboard_query_has_an_answer(scraped, title, expression):
+def test_every_dashboard_query_returns_data(scraped, title, expression):
     _, prometheus = scraped
     assert prometheus.numbers(expression), f"{title}: {expression}"
 
 
-def test_the_dashboards_variables_need_no_metric_that_a_flag_takes_away(scraped):
+def test_dashboard_variables_need_no_metric_that_a_flag_disables(scraped):
     _, prometheus = scraped
     dashboard = json.loads((DEPLOY / "grafana" / "trimaran.json").read_text())
     asked = re.findall(r"label_values\((\w+)", json.dumps(dashboard["templating"]))
@@ -202,7 +202,7 @@ def test_the_dashboards_variables_need_no_metric_that_a_flag_takes_away(scraped)
         assert prometheus.query(name), name
 
 
-def test_every_name_in_rules_and_dashboard_is_one_that_the_server_has(scraped):
+def test_every_metric_in_rules_and_dashboard_exists_on_the_server(scraped):
     _, prometheus = scraped
     known = set(prometheus.get("label/__name__/values"))
     text = (DEPLOY / "grafana" / "trimaran.json").read_text()
@@ -213,7 +213,7 @@ def test_every_name_in_rules_and_dashboard_is_one_that_the_server_has(scraped):
     assert all(f'"{name}"' in host_metrics for name in used if of_gpus(name))
 
 
-def test_queries_about_gpus_are_understood(scraped):
+def test_prometheus_accepts_queries_about_gpus(scraped):
     _, prometheus = scraped
     about_gpus = [expression for _, expression in queries() if of_gpus(expression)]
     assert about_gpus
@@ -233,7 +233,7 @@ def test_a_death_and_its_replay_are_on_the_dashboard(scraped):
     assert max(prometheus.numbers(lost)) == 0
 
 
-def test_a_death_that_clients_do_not_notice_fires_no_alert(scraped):
+def test_a_death_hidden_from_clients_fires_no_alert(scraped):
     _, prometheus = scraped
     # One may be pending: replayed requests have waited for their first tokens.
     alerts_now = prometheus.get("alerts")["alerts"]
@@ -243,7 +243,7 @@ def test_a_death_that_clients_do_not_notice_fires_no_alert(scraped):
     assert all(rule["health"] == "ok" for rule in rules), rules
 
 
-def test_an_engine_that_hangs_before_its_first_report_is_stalled(scraped):
+def test_an_engine_hanging_before_its_first_report_fires_the_stall_alert(scraped):
     server, prometheus = scraped
     # A minute of the rule is a second for a test.
     stalled = re.sub(r"\[1m\]", "[3s]", alert("TrimaranStalled"))

@@ -54,7 +54,7 @@ def in_browser(program: str, server: Served, look: Callable[[Browser], object]) 
     asyncio.run(run())
 
 
-def test_the_page_lives_in_chromium(chromium: str, server: Served, tmp_path: Path):
+def test_the_status_page_updates_in_chromium(chromium: str, server: Served, tmp_path: Path):
     async def look(browser: Browser) -> None:
         assert await browser.evaluate("document.title") == "triton: ready"
         assert await browser.evaluate(ROWS.format("models")) == 5
@@ -83,7 +83,7 @@ def test_the_page_lives_in_chromium(chromium: str, server: Served, tmp_path: Pat
     in_browser(chromium, server, look)
 
 
-def test_the_page_says_when_the_server_no_longer_answers(
+def test_the_status_page_shows_when_the_server_stops_answering(
     chromium: str,
     demo_engine: Callable[[int], Path],
     make_repository: Callable[..., Path],
@@ -101,7 +101,7 @@ def test_the_page_says_when_the_server_no_longer_answers(
         in_browser(chromium, server, look)
 
 
-def test_the_page_reads_well_in_a_text_browser(text_browser: str, server: Served):
+def test_the_status_page_is_readable_in_a_text_browser(text_browser: str, server: Served):
     done = subprocess.run(
         [text_browser, "-dump", "-cols", "160", f"http://127.0.0.1:{server.metrics_port}/"],
         capture_output=True, text=True, timeout=30, check=True,

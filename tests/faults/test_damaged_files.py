@@ -47,7 +47,7 @@ def damaged_engine(whole_engine: Path, tmp_path: Path) -> Path:
     return engine
 
 
-def test_a_server_with_flipped_weights_does_not_start(
+def test_a_server_with_flipped_bits_in_its_weights_does_not_start(
     damaged_engine: Path, tmp_path: Path
 ) -> None:
     """The command ends; its log names file, tensor, bytes and remedy."""
@@ -66,9 +66,7 @@ def test_a_server_with_flipped_weights_does_not_start(
         assert text in log, text
 
 
-def test_flipped_weights_are_served_where_a_flag_says_so(
-    damaged_engine: Path, tmp_path: Path
-) -> None:
+def test_a_flag_allows_weights_with_flipped_bits(damaged_engine: Path, tmp_path: Path) -> None:
     """The operator may want to look at what they say."""
     flags = ("--skip-weight-verification",)
     repository = make_repository(tmp_path, damaged_engine)
@@ -122,7 +120,7 @@ def _refused(server: Served, name: str) -> str:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 0.95])
-def test_a_cut_config_is_refused_by_name(
+def test_a_truncated_config_is_refused_by_name(
     server: Served, repository: Path, share: float
 ) -> None:
     """Whatever is left of the text."""
@@ -132,7 +130,7 @@ def test_a_cut_config_is_refused_by_name(
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
-def test_a_cut_tokenizer_is_refused_by_name(
+def test_a_truncated_tokenizer_is_refused_by_name(
     server: Served, repository: Path, tmp_path: Path, share: float
 ) -> None:
     """The error names the file."""
@@ -147,7 +145,7 @@ def test_a_cut_tokenizer_is_refused_by_name(
 
 
 @pytest.mark.parametrize("what", ["tokenizer.json", "config.pbtxt"])
-def test_a_server_with_a_cut_file_says_which(
+def test_the_error_of_a_server_names_a_truncated_file(
     whole_engine: Path, tmp_path: Path, what: str
 ) -> None:
     """At the start there is nothing else to serve."""

@@ -150,7 +150,7 @@ def test_a_short_stall_is_in_the_log_with_its_stacks_and_kills_nothing(
     assert second.process.is_running()
 
 
-def test_a_front_end_that_computes_is_given_longer_than_one_that_does_nothing(server, second):
+def test_a_computing_front_end_has_a_longer_timeout_than_an_idle_front_end(server, second):
     began = time.monotonic()
     stall(server, second, "python", 600)
     server.wait_log("but computes: it has until 12 s (--stall-timeout)")
@@ -168,7 +168,7 @@ def test_a_front_end_that_computes_is_given_longer_than_one_that_does_nothing(se
     server.wait_until(lambda: is_up(server), "a new front end")
 
 
-def test_a_dead_front_end_takes_its_own_streams_along_and_the_engine_drops_them(server, second):
+def test_streams_of_a_dead_front_end_end_and_are_freed_in_the_engine(server, second):
     here, there = streams_at(server, second.pid)
     wait_until(lambda: len(here.times) > 5 and len(there.times) > 5, "tokens on both")
     before = active_requests(server)

@@ -45,7 +45,7 @@ def check(campaign: Campaign, capsys: pytest.CaptureFixture[str]) -> None:
     assert campaign.seen["streams"] + campaign.seen["probes"] > 20
 
 
-def test_a_case_is_the_same_again_from_its_number_and_from_its_file(tmp_path: Path):
+def test_a_fuzz_case_is_reproducible_from_its_number_and_its_file(tmp_path: Path):
     """So that what did harm once can be sent again."""
     for number in range(300):
         case = case_of(SEED, number)
@@ -57,7 +57,7 @@ def test_a_case_is_the_same_again_from_its_number_and_from_its_file(tmp_path: Pa
         assert json.dumps(again.to_dict()) == told
 
 
-def test_pieces_are_what_they_say():
+def test_parts_of_a_fuzz_case_are_built_from_their_descriptions():
     assert build(["a", {"times": 3, "of": {"hex": "00"}}]) == b"a\0\0\0"
     assert build({"field": 1, "wire": 2, "value": [{"field": 2, "wire": 0, "value": 300}]}) == (
         b"\x0a\x03\x10\xac\x02"
@@ -68,7 +68,7 @@ def test_pieces_are_what_they_say():
     assert weight({"gzip": {"times": 1000, "of": "aa"}}) == 2000
 
 
-def test_the_corpus_is_small_and_each_file_says_what_it_is():
+def test_the_corpus_is_small_and_each_file_has_a_description():
     files = corpus()
     assert sum(path.stat().st_size for path in files) < MAX_CORPUS_BYTES
     for path in files:

@@ -109,7 +109,7 @@ def test_each_model_runs_on_a_host_of_its_own(server, lab):
     assert_nothing_is_left(server, lab)
 
 
-def test_nothing_on_any_host_outlives_the_supervisor(server, lab):
+def test_no_process_on_any_host_outlives_the_supervisor(server, lab):
     server.find("supervisor")[0].process.kill()
     for name in lab.hosts:
         wait_until(
@@ -117,7 +117,7 @@ def test_nothing_on_any_host_outlives_the_supervisor(server, lab):
         )
 
 
-def test_nothing_stays_on_a_host_when_that_of_its_supervisor_is_lost(repository, tmp_path, lab):
+def test_no_process_stays_on_a_host_that_lost_the_supervisors_host(repository, tmp_path, lab):
     with HostsServer(repository, flags=FLAGS, folder=tmp_path, lab=lab):
         lab.power_off("one")
         wait_until(lambda: not lab.pids("two"), LOST_S, "processes of two are gone")
@@ -165,7 +165,7 @@ def test_a_partition_stops_one_model_until_it_is_mended(server, cases, lab):
 
 
 @pytest.mark.timeout(300)
-def test_a_lost_host_is_used_again_when_it_is_back(server, cases, lab):
+def test_a_returned_host_is_used_again(server, cases, lab):
     with disturbed(server, cases, "power off"):
         lab.power_off("two")
         wait_until(lambda: not server.is_model_ready("there"), NOTICED_S, "noticed")

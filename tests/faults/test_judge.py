@@ -27,7 +27,7 @@ def ended(kind: str, start_s: float, model: str = "a") -> Outcome:
         ended("connection lost", 31.0, "b"),
     ],
 )
-def test_right_answers_and_refusals_while_disturbed_are_as_promised(outcome):
+def test_the_judge_accepts_right_answers_and_refusals_during_faults(outcome):
     assert judge([outcome], [KILL, FRONT_END]) == []
 
 
@@ -44,6 +44,6 @@ def test_right_answers_and_refusals_while_disturbed_are_as_promised(outcome):
         ended("failed", 31.0),
     ],
 )
-def test_wrong_tokens_and_failures_of_the_untouched_are_found(outcome):
+def test_the_judge_finds_wrong_tokens_and_failures_of_unaffected_requests(outcome):
     (problem,) = judge([outcome], [KILL, FRONT_END])
     assert problem.startswith("1 x ")

@@ -49,9 +49,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
     ids=["leader", "front ends", "spawned", "by mpirun"],
 )
-def test_only_the_documented_ports_are_beyond_loopback(
-    repository, tmp_path, multi_model, flags
-):
+def test_only_documented_ports_listen_beyond_loopback(repository, tmp_path, multi_model, flags):
     with ChaosServer(
         repository, 2, flags=(*FLAGS, *flags), multi_model=multi_model, folder=tmp_path
     ) as server:
@@ -101,7 +99,7 @@ def memory_of(server: ChaosServer, role: str) -> int:
     return max(member.process.memory_info().rss for member in server.find(role))
 
 
-def test_what_a_stranger_sends_is_not_kept(advertised):
+def test_bytes_of_unauthenticated_connections_are_not_kept(advertised):
     before = {role: memory_of(advertised, role) for role in ("supervisor", "front end")}
     for port in control_ports(advertised):
         socks = [socket.create_connection((ADVERTISED, port)) for _ in range(20)]
@@ -119,7 +117,7 @@ def test_what_a_stranger_sends_is_not_kept(advertised):
     assert advertised.is_ready()
 
 
-def test_a_silent_stranger_is_disconnected_in_time(advertised):
+def test_a_silent_unauthenticated_connection_is_closed_in_time(advertised):
     for port in control_ports(advertised):
         began = time.monotonic()
         with socket.create_connection((ADVERTISED, port)) as sock:
@@ -128,7 +126,7 @@ def test_a_silent_stranger_is_disconnected_in_time(advertised):
         assert time.monotonic() - began < GREETING_TIMEOUT_S + 2
 
 
-def test_silent_strangers_keep_no_rank_out(advertised):
+def test_silent_unauthenticated_connections_block_no_rank(advertised):
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     socks = [

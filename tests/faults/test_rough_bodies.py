@@ -130,7 +130,7 @@ MESSAGES: dict[str, tuple[str, Callable[[], bytes], str]] = {
 
 
 @pytest.mark.parametrize("name", MESSAGES)
-def test_messages_of_millions_of_fields_slow_no_other_down(server, name, capsys):
+def test_messages_with_millions_of_fields_slow_down_no_other_request(server, name, capsys):
     method, make, code = MESSAGES[name]
     raw = make()
     with _watched(server) as watched:
@@ -176,7 +176,7 @@ BODIES: dict[str, tuple[str, Callable[[], bytes], str]] = {
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_bodies_of_millions_of_values_slow_no_other_down(server, name, capsys):
+def test_bodies_with_millions_of_values_slow_down_no_other_request(server, name, capsys):
     path, make, error = BODIES[name]
     body = make()
     with _watched(server) as watched:
@@ -186,7 +186,7 @@ def test_bodies_of_millions_of_values_slow_no_other_down(server, name, capsys):
     _check(watched, capsys)
 
 
-def test_small_bodies_that_unpack_to_much_are_refused_under_the_limit(server, capsys):
+def test_compressed_bodies_that_expand_beyond_the_limit_are_refused(server, capsys):
     packed = gzip.compress(b" " * (800 << 20), 6)
     headers = {"Content-Encoding": "gzip", "Inference-Header-Content-Length": "100"}
     with _watched(server) as watched, ThreadPoolExecutor(3) as clients:

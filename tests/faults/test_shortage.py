@@ -113,7 +113,7 @@ def idle_connections(server: ChaosServer, count: int) -> Iterator[None]:
             sock.close()
 
 
-def test_clients_that_use_up_the_descriptors_keep_no_engine_out(repository, cases, tmp_path):
+def test_clients_that_exhaust_file_descriptors_block_no_engine(repository, cases, tmp_path):
     with serve(repository, tmp_path, make_shm=FewFiles) as server:
         with idle_connections(server, 2 * MAX_FILES):
             told = server.log().count("group pair: ready")
@@ -198,7 +198,7 @@ def test_a_killed_mpirun_under_load_costs_no_request(repository, cases, tmp_path
         assert left_over(server) == []
 
 
-def test_a_signal_amid_a_restart_ends_all(repository, tmp_path):
+def test_a_signal_during_a_restart_ends_every_process(repository, tmp_path):
     with serve(repository, tmp_path, "--exit-timeout", "5") as server:
         os.kill(server.find("starter")[0].pid, signal.SIGKILL)
         time.sleep(0.7)

@@ -39,7 +39,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield served
 
 
-def test_all_of_them_are_closed_and_nothing_else_notices(server: Served) -> None:
+def test_slow_connections_are_closed_without_effect_on_other_requests(server: Served) -> None:
     with contextlib.ExitStack() as stack:
         assert server.process is not None
         watched = stack.enter_context(Watched(server.http_port, server.process.pid))

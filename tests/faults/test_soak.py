@@ -13,7 +13,7 @@ from soak_run import Soak
 @pytest.mark.parametrize(
     "models", [THREE_MODELS, LAYOUTS], ids=["ranks and replicas", "stages and dp ranks"]
 )
-def test_models_keep_their_promises_under_random_kills(
+def test_models_keep_their_guarantees_under_random_kills(
     models: tuple[Model, ...], tmp_path: Path
 ):
     repository = build_repository(tmp_path, models)

@@ -197,7 +197,7 @@ def test_a_request_goes_on_when_a_partition_is_mended(repository, cases, lab, tm
 
 
 @pytest.mark.timeout(300)
-def test_ranks_that_reach_the_supervisor_and_not_each_other_are_named(tmp_path):
+def test_ranks_that_reach_the_supervisor_but_no_other_rank_are_named(tmp_path):
     stages = Model(NAME, "moe", pp_size=2, num_dp_ranks=2, num_nodes=2)
     repository = build_repository(tmp_path / "stages", (stages,))
     case = Case(NAME, (0, 547, 1319), 900)

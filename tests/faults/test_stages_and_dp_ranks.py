@@ -189,7 +189,7 @@ def test_a_rank_that_is_lost_costs_no_stream(servers, cases, model, rank, number
 
 @BOTH_MODELS
 @pytest.mark.parametrize("model", LAYOUTS, ids=lambda model: model.name)
-def test_a_model_is_loaded_anew_and_unloaded_amid_streams(servers, cases, model):
+def test_a_model_is_reloaded_and_unloaded_during_streams(servers, cases, model):
     server = servers(model)
     before = pids_of(server, model)
     with ThreadPoolExecutor() as pool:
@@ -209,7 +209,7 @@ def test_a_model_is_loaded_anew_and_unloaded_amid_streams(servers, cases, model)
 
 @BOTH_MODELS
 @pytest.mark.parametrize("model", LAYOUTS, ids=lambda model: model.name)
-def test_a_rank_that_dies_in_a_load_leaves_the_model_that_serves(servers, cases, model):
+def test_a_rank_death_during_a_load_keeps_the_serving_version(servers, cases, model):
     server = servers(model)
     before = pids_of(server, model)
     streams = streams_of(server, cases[model.name])
@@ -232,7 +232,7 @@ def test_a_rank_that_dies_in_a_load_leaves_the_model_that_serves(servers, cases,
 
 @BOTH_MODELS
 @pytest.mark.parametrize("model", LAYOUTS, ids=lambda model: model.name)
-def test_a_rank_that_dies_in_an_unload_ends_streams_as_promised(servers, cases, model):
+def test_a_rank_death_during_an_unload_ends_streams_with_errors(servers, cases, model):
     server = servers(model)
     before, streams = ranks_of(server, model), streams_of(server, cases[model.name])
     unload(server, model)

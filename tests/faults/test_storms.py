@@ -89,7 +89,7 @@ def nothing_stays(server: Served) -> Iterator[None]:
     wait_until(lambda: all(p.num_fds() < 200 for p in front_ends), "connections closed", 30)
 
 
-def test_thousands_of_idle_connections_hold_nobody_up(server, tmp_path):
+def test_thousands_of_idle_connections_delay_no_request(server, tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
@@ -108,7 +108,7 @@ def test_thousands_of_idle_connections_hold_nobody_up(server, tmp_path):
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_storm_of_cancellations_leaves_nothing_behind(server, tmp_path):
+def test_thousands_of_cancellations_leave_nothing_behind(server, tmp_path):
     end_s = []
 
     def http_client(number: int) -> None:
@@ -145,7 +145,7 @@ def test_a_storm_of_cancellations_leaves_nothing_behind(server, tmp_path):
     check_beside(server, tmp_path, storm)
 
 
-def test_streams_that_nobody_reads_hold_nobody_up(server, tmp_path):
+def test_unread_streams_delay_no_request(server, tmp_path):
     def hold() -> None:
         with contextlib.ExitStack() as stack:
             for _ in range(NUM_UNREAD):
@@ -159,7 +159,7 @@ def test_streams_that_nobody_reads_hold_nobody_up(server, tmp_path):
     check_beside(server, tmp_path, hold)
 
 
-def test_tiny_requests_by_the_hundred_thousand_hold_nobody_up(server, tmp_path):
+def test_a_hundred_thousand_tiny_requests_delay_no_other_request(server, tmp_path):
     num_clients, at_once = 8, 50
 
     def client() -> None:

@@ -130,7 +130,7 @@ SERVED: dict[str, Callable[[], tuple[str, bytes]]] = {
 
 
 @pytest.mark.parametrize("name", SERVED)
-def test_many_words_and_sequences_slow_no_other_down(server, name, capsys):
+def test_many_words_and_sequences_slow_down_no_other_request(server, name, capsys):
     path, body = SERVED[name]()
     with _watched(server) as watched:
         status, text = _post(server, path, body)
@@ -180,7 +180,7 @@ def test_too_long_a_text_is_refused_before_it_is_tokenized(server, name, capsys)
     _check(watched, capsys)
 
 
-def test_too_many_ids_are_refused_before_they_are_made_text(server, capsys):
+def test_too_many_ids_are_refused_before_detokenization(server, capsys):
     count = 6_000_000
     size = {"binary_data_size": 4 * count}
     lengths = _int_tensor("SEQUENCE_LENGTH", [count], [1, 1])
@@ -199,7 +199,7 @@ def test_too_many_ids_are_refused_before_they_are_made_text(server, capsys):
     _check(watched, capsys)
 
 
-def test_an_honest_prompt_overtakes_a_batch_of_long_texts(server, capsys):
+def test_a_short_prompt_overtakes_a_batch_of_long_texts(server, capsys):
     batch = _queries(["a " * 250_000] * 6)
     with _watched(server) as watched, ThreadPoolExecutor(1) as client:
         asked = client.submit(_post, server, "/v2/models/preprocessing/infer", batch)
@@ -213,7 +213,7 @@ def test_an_honest_prompt_overtakes_a_batch_of_long_texts(server, capsys):
     _check(watched, capsys)
 
 
-def test_work_of_a_client_that_left_is_given_up(server, capsys):
+def test_work_for_a_disconnected_client_is_dropped(server, capsys):
     with _watched(server) as watched:
         connection = http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=60)
         with contextlib.closing(connection):
@@ -227,7 +227,7 @@ def test_work_of_a_client_that_left_is_given_up(server, capsys):
     _check(watched, capsys)
 
 
-def test_the_server_has_restarted_nothing(server):
+def test_no_process_of_the_server_was_restarted(server):
     log = server.log()
     assert "restart" not in log.lower()
     assert Path(server.log_path).exists()

@@ -14,7 +14,7 @@ FLAGS = ("--model", str(MODEL), "--device", "cpu", "--runs", "1", "--load", "9/4
 
 
 @pytest.mark.ranks(2)
-def test_one_rank_tells_the_figures_and_the_memory_of_all(world, tmp_path_factory):
+def test_rank_0_reports_the_figures_and_the_memory_of_all_ranks(world, tmp_path_factory):
     path = str(tmp_path_factory.mktemp("bench") / "lines") if world.rank == 0 else ""
     path = world.comm.bcast(path)
     size = str(world.size)

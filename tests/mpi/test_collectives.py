@@ -103,7 +103,7 @@ def test_all_to_all_takes_part_with_nothing_to_send(group, device):
     assert group.all_to_all(rows[:0], [[0] * group.size] * group.size).shape == (0, 3)
 
 
-def test_all_reduce_writes_into_the_tensor_it_was_given(group, device):
+def test_all_reduce_writes_into_its_input(group, device):
     tensor = torch.ones(4, 6, device=device)
     strided = tensor[:, ::2]
 
@@ -126,7 +126,7 @@ def test_all_gather_joins_in_rank_order(group, device, shape, dim):
 
 
 @pytest.mark.parametrize("num_elements", [1, 1000, 3_000_000])
-def test_broadcast_overwrites_the_others(group, device, num_elements):
+def test_broadcast_overwrites_the_tensors_of_other_ranks(group, device, num_elements):
     source = group.size - 1
     tensor = torch.full((num_elements,), group.rank, dtype=torch.int32, device=device)
 
@@ -155,7 +155,7 @@ def test_a_group_names_its_transport(group, place):
 
 
 @pytest.mark.ranks(4)
-def test_a_rank_that_does_not_come_is_named_after_the_deadline(world: World):
+def test_a_missing_rank_is_named_after_the_deadline(world: World):
     # Its number in the group is not the one by which operators know it.
     backwards = world.subgroup(tuple(reversed(range(world.size))))
     group = connect_group(backwards, CPU, timeout_s=1.0)
@@ -170,7 +170,7 @@ def test_a_rank_that_does_not_come_is_named_after_the_deadline(world: World):
     world.barrier(60.0, "the others gave up")
 
 
-def test_groups_of_their_own_do_not_mix(world: World):
+def test_separate_groups_do_not_mix_messages(world: World):
     halves = [tuple(range(world.size // 2)), tuple(range(world.size // 2, world.size))]
     own = halves[world.rank >= world.size // 2]
 
@@ -210,7 +210,9 @@ def test_a_process_is_in_several_groups_over_gloo_at_once(two_host_world: World,
 
 
 @pytest.mark.ranks(4)
-def test_groups_come_and_go_beside_others(two_host_world: World, gloo_groups):
+def test_groups_are_created_and_destroyed_beside_other_groups(
+    two_host_world: World, gloo_groups
+):
     for _ in range(5):
         group = connect_group(two_host_world, CPU, timeout_s=10.0)
         assert group.all_reduce(torch.ones(1)).item() == two_host_world.size
@@ -221,7 +223,7 @@ def test_groups_come_and_go_beside_others(two_host_world: World, gloo_groups):
 
 
 @pytest.mark.ranks(4)
-def test_over_gloo_a_wait_ends_by_the_deadline_of_now_and_names_the_others(
+def test_a_wait_over_gloo_ends_at_the_current_deadline_and_names_the_other_ranks(
     two_host_world: World, gloo_groups
 ):
     world, (_, group) = two_host_world, gloo_groups[-1]

@@ -80,7 +80,7 @@ def test_an_idle_group_waits_longer_than_the_hang_timeout(place, connect):
 
 
 @pytest.mark.ranks(2)
-def test_a_busy_leader_that_falls_silent_is_noticed(place, connect):
+def test_a_busy_leader_that_stops_sending_is_noticed(place, connect):
     control = connect(timeout_s=0.2)
 
     if place.rank == 0:
@@ -93,7 +93,7 @@ def test_a_busy_leader_that_falls_silent_is_noticed(place, connect):
 
 
 @pytest.mark.ranks(2)
-def test_a_leader_that_says_it_is_alive_is_waited_for(place, connect):
+def test_followers_wait_for_a_leader_that_sends_heartbeats(place, connect):
     control = connect(timeout_s=1.2)
 
     if place.rank == 0:
@@ -125,7 +125,7 @@ def test_waiting_followers_use_next_to_no_processor_time(place, connect):
 
 
 @pytest.mark.ranks(4)
-def test_many_changes_from_idle_to_busy_lose_nothing(place, connect):
+def test_changes_between_idle_and_busy_lose_no_decision(place, connect):
     control = connect(timeout_s=30.0)
     payloads = [index.to_bytes(2, "little") for index in range(2000)]
 

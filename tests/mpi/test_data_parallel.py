@@ -156,7 +156,7 @@ def test_dp_ranks_give_the_tokens_of_transformers(
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", ["mixtral", "llama"])
-def test_whatever_requests_ask_dp_ranks_give_the_tokens_of_one_rank(world, models, name):
+def test_dp_ranks_give_the_tokens_of_one_rank_for_random_requests(world, models, name):
     folder = models[0][name]
     moe_ep_size = 1 if name == "llama" else world.size
 
@@ -192,7 +192,7 @@ def test_adapters_host_prefixes_and_preemption_work_in_dp_ranks(world, models):
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("is_running", [True, False])
-def test_adapters_of_idle_dp_ranks_come_in_pieces_while_any_dp_rank_runs(
+def test_adapters_are_sent_in_chunks_while_any_dp_rank_runs(
     world, models, monkeypatch, is_running
 ):
     for module in ("lora.adapter_messages", "lora.manager", "scheduling.data_parallel"):
@@ -237,7 +237,7 @@ def test_adapters_of_idle_dp_ranks_come_in_pieces_while_any_dp_rank_runs(
 
 
 @pytest.mark.ranks(2)
-def test_cancelled_requests_leave_nothing_behind_in_any_dp_rank(world, models):
+def test_cancelled_requests_leave_nothing_in_any_dp_rank(world, models):
     def drive(driver):
         requests = [driver.submit(prompt, max_tokens=25) for prompt in PROMPTS * 2]
         for request in requests[:6]:

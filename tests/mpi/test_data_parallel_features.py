@@ -20,7 +20,7 @@ from trimaran.worker.config.engine_config import ParallelConfig
 @pytest.mark.matrix(keep=1)
 @pytest.mark.parametrize(("num_requests", "num_alone"), [(30, 8), (60, 15)])
 @pytest.mark.ranks(2)
-def test_every_feature_at_once_gives_what_one_rank_gives_alone(world, num_requests, num_alone):
+def test_all_features_together_give_the_tokens_of_one_rank(world, num_requests, num_alone):
     rng = random.Random(6)
     parallel = ParallelConfig(dp_size=2, tp_size=world.size // 2)
     asked = []

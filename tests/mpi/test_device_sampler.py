@@ -28,7 +28,7 @@ BEYOND = [
 @pytest.mark.matrix(keep=2)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("fields", [PLAIN, PLAIN + BEYOND, BEYOND])
-def test_rows_that_want_more_are_sampled_beside_plain_ones(world, fields):
+def test_rows_with_edits_and_plain_rows_are_sampled_together(world, fields):
     device = torch.device("cuda", world.rank) if HAS_GPUS else torch.device("cpu")
     if HAS_GPUS:
         torch.cuda.set_device(device)

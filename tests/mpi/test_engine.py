@@ -89,7 +89,7 @@ def serve(driver):
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("depth", [1, 2])
-def test_all_ranks_together_give_the_tokens_of_one(world, ranks, folder, depth):
+def test_all_ranks_together_give_the_tokens_of_one_rank(world, ranks, folder, depth):
     driver = Driver(engine_config(folder, depth), ties=ranks.ties)
 
     outputs = ranks.run(driver, serve)
@@ -103,7 +103,7 @@ def test_all_ranks_together_give_the_tokens_of_one(world, ranks, folder, depth):
 
 
 @pytest.mark.ranks(2)
-def test_all_ranks_keep_evicted_blocks_and_see_windows_alike(world, ranks, folder):
+def test_evicted_blocks_and_windows_are_the_same_on_all_ranks(world, ranks, folder):
     windows = {"attention_windows": (50, 1000), "num_sinks": 2}
     small = {"max_tokens": 160, "host_bytes": 1 << 20, **windows}
     driver = Driver(engine_config(folder, 2, **small), ties=ranks.ties)

@@ -66,7 +66,7 @@ def test_logits_stay_those_of_transformers_while_experts_move(
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(("tp_size", "num_parts"), LAYOUTS)
-def test_dp_ranks_share_what_their_tokens_have_to_do(tp_size, num_parts, world, tmp_path):
+def test_expert_work_of_tokens_is_divided_between_dp_ranks(tp_size, num_parts, world, tmp_path):
     config = CONFIGS["mixtral"]
     config.num_local_experts = 8
     config.save_pretrained(tmp_path)

@@ -100,7 +100,7 @@ def groups_of(request, world, two_host_world):
     [("mixtral", torch.bfloat16), ("qwen2-moe", torch.float32), ("deepseek3", torch.float32)],
 )
 @pytest.mark.parametrize(("tp_size", "num_parts"), LAYOUTS)
-def test_dp_ranks_that_share_experts_get_what_one_rank_with_all_of_them_computes(
+def test_dp_ranks_with_divided_experts_get_the_results_of_one_rank_with_all_experts(
     name, dtype, tp_size, num_parts, groups_of, tmp_path
 ):
     (CONFIGS | models.latent_configs())[name].save_pretrained(tmp_path)
@@ -131,7 +131,7 @@ def test_dp_ranks_that_share_experts_get_what_one_rank_with_all_of_them_computes
 
 
 @pytest.mark.ranks(4)
-def test_a_dp_rank_gets_the_same_bits_whatever_the_others_compute(world, groups_of, tmp_path):
+def test_results_of_a_dp_rank_do_not_depend_on_other_dp_ranks(world, groups_of, tmp_path):
     CONFIGS["mixtral"].save_pretrained(tmp_path)
     models.edit_config(tmp_path, num_local_experts=8)
     config = EngineFolder.load(tmp_path, check_weights=False).config

@@ -29,7 +29,7 @@ def serve(driver) -> dict[int, list[int]]:
 
 
 @pytest.mark.parametrize(("name", "tp_size", "pp_size", "moe_ep_size"), LAYOUTS)
-def test_counts_of_all_stages_and_dp_ranks_are_those_of_one_rank(
+def test_expert_counts_of_stages_and_dp_ranks_equal_those_of_one_rank(
     name, tp_size, pp_size, moe_ep_size, world, models  # noqa: F811
 ):  # fmt: skip
     folder = models[0][name]

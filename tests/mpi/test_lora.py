@@ -34,7 +34,7 @@ def serve(driver, adapters):
 
 
 @pytest.mark.ranks(4)
-def test_all_ranks_together_give_the_tokens_of_one(world, ranks, folder):
+def test_all_ranks_together_give_the_tokens_of_one_rank(world, ranks, folder):
     adapters = {}
     if world.rank == 0:
         adapters = {task: make_adapter(folder, seed=task) for task in TASKS[1:]}
@@ -48,7 +48,7 @@ def test_all_ranks_together_give_the_tokens_of_one(world, ranks, folder):
 
 
 @pytest.mark.ranks(2)
-def test_all_ranks_have_what_rank_0_read_of_a_folder(
+def test_all_ranks_hold_the_adapter_that_rank_0_read_from_a_folder(
     world, ranks, folder, tmp_path, monkeypatch
 ):
     """Other ranks have no such folder, and late writes to it have no effect."""

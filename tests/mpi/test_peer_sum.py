@@ -75,7 +75,7 @@ def test_sums_are_those_in_rank_order_rounded_once(world, regions, one_shot_byte
 
 
 @pytest.mark.ranks(2)
-def test_only_float_tensors_that_fit_are_taken():
+def test_only_float_tensors_of_supported_sizes_are_accepted():
     sums = PeerSum([0, 0], 0, 1024, 512, torch.device("cpu"))
 
     assert sums.takes(torch.zeros(256))
@@ -85,7 +85,7 @@ def test_only_float_tensors_that_fit_are_taken():
     assert [sums.way_of(size) for size in (512, 513, 1025)] == ["one-shot", "two-shot", ""]
 
 
-def test_a_group_on_gpus_sums_so_once_it_was_compared_with_nccl(world):
+def test_peer_sums_serve_on_gpus_after_a_comparison_with_nccl(world):
     if not HAS_GPUS:
         group = connect_group(world, torch.device("cpu"), 20.0)
         assert try_peer_sums(group, takes_any=False) == "this group uses shared_memory"
@@ -102,7 +102,7 @@ def test_a_group_on_gpus_sums_so_once_it_was_compared_with_nccl(world):
     group.close()
 
 
-def test_all_ranks_hear_of_the_problem_of_one(world):
+def test_a_problem_of_a_rank_is_reported_to_all_ranks(world):
     if HAS_GPUS:
         return
     group, device = connect_group(world, torch.device("cpu"), 20.0), torch.device("cpu")
@@ -117,7 +117,7 @@ def test_all_ranks_hear_of_the_problem_of_one(world):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("asked", ["auto", "nccl", "peer", "fused"])
-def test_without_peer_sums_only_an_explicit_choice_of_them_is_refused(world, asked):
+def test_unavailable_peer_sums_are_refused_only_when_requested_explicitly(world, asked):
     if HAS_GPUS:
         return
     group = connect_group(world, torch.device("cpu"), 20.0)

@@ -158,7 +158,7 @@ def test_stages_give_the_tokens_of_one_rank(world, models, changes):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("enable_block_reuse", [True, False])
-def test_paused_sequences_keep_on_each_stages_host_what_they_computed(
+def test_preempted_sequences_keep_their_kv_on_the_host_of_each_stage(
     world, models, enable_block_reuse
 ):
     folder, theirs = models["llama"]
@@ -197,7 +197,7 @@ def test_stages_on_two_hosts_give_the_tokens_of_transformers(two_host_world, mod
 
 
 @pytest.mark.ranks(4)
-def test_a_stage_that_hears_nothing_names_the_one_before(world):
+def test_a_stage_without_input_names_the_stage_before(world):
     ranks = make_ranks(world, pp_size=world.size)
     ranks.links.open(ranks.ties[0], torch.device("cpu"), (4, 8), torch.float32)
     ranks.links.set_timeouts(StepTimeouts.of(ranks.ties[0], 0.05))

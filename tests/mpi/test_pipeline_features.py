@@ -22,7 +22,7 @@ DEVICE = "cuda" if HAS_GPUS else "cpu"
 @pytest.mark.matrix(keep=1)
 @pytest.mark.parametrize(("num_requests", "num_alone"), [(40, 10), (90, 20)])
 @pytest.mark.ranks(4)
-def test_every_feature_at_once_gives_what_one_rank_gives_alone(world, num_requests, num_alone):
+def test_all_features_together_give_the_tokens_of_one_rank(world, num_requests, num_alone):
     rng = random.Random(5)
     parallel = ParallelConfig(pp_size=2, tp_size=world.size // 2)
     asked = []

@@ -85,7 +85,7 @@ class SumThenNorm:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", ["llama", "gemma2", "mixtral"])
-def test_sums_may_wait_for_the_norm_that_adds_them(name, monkeypatch, tensor_group, checkpoint):
+def test_sums_may_be_deferred_to_the_next_norm(name, monkeypatch, tensor_group, checkpoint):
     folder, on_rank_0 = checkpoint(CONFIGS[name])
     ours = models.load_ours(folder, tensor_group, ops=TorchOps())
     prompts = models.prompts(2, 5)
@@ -135,7 +135,9 @@ def test_logits_are_the_same_bits_on_every_rank(group, world, ops_of, checkpoint
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", ["mixtral", "qwen2-moe-normalised-mixed", "deepseek3"])
 @pytest.mark.parametrize("moe_ep_size", [1, 2])
-def test_experts_may_be_cut_or_shared_out(name, moe_ep_size, tensor_group, checkpoint):
+def test_experts_may_be_tensor_parallel_or_expert_parallel(
+    name, moe_ep_size, tensor_group, checkpoint
+):
     folder, on_rank_0 = checkpoint(CONFIGS[name])
     ops = OPS["cpu kernels"](torch.float32)
     experts = ExpertRanks(moe_ep_size)

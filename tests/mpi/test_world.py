@@ -22,7 +22,7 @@ def test_a_subgroup_is_renumbered_in_order(world):
     assert ranks[group.rank] == world.rank
 
 
-def test_participants_take_their_given_order_and_others_stay_alone(world):
+def test_participants_keep_the_given_order_and_other_ranks_stay_single(world):
     participants = tuple(reversed(range(1, world.size)))
 
     group = world.subgroup((world.rank,) if world.rank == 0 else participants)
@@ -32,7 +32,7 @@ def test_participants_take_their_given_order_and_others_stay_alone(world):
     assert numbers[group.rank] == world.rank
 
 
-def test_a_barrier_names_what_it_waited_for(world):
+def test_a_failed_barrier_names_its_purpose(world):
     late = world.duplicate()
     if world.rank != 0:
         with pytest.raises(PeerLostError, match="'weights loaded'"):

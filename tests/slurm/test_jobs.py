@@ -101,7 +101,7 @@ def test_a_killed_rank_is_replaced_inside_the_job(submit, two_ranks: Path):
     assert job.lab.job(job.job_id)["JobState"] == "RUNNING"
 
 
-def test_one_model_over_two_nodes(submit, two_ranks: Path):
+def test_one_model_serves_over_two_nodes(submit, two_ranks: Path):
     job = submit("leader-multinode", two_ranks, "--nodes", "2", "--world-size", "2", *FLOAT32)
     assert job.ask()
     hosts = {process.environ()["SLURMD_NODENAME"] for process in job.processes("trimaran-rank")}
@@ -118,7 +118,7 @@ def nodes_of(job: BatchJob) -> dict[int, str]:
     return {int(rank["SLURM_PROCID"]): rank["SLURMD_NODENAME"] for rank in ranks}
 
 
-def test_a_pipeline_over_two_nodes(
+def test_a_pipeline_serves_over_two_nodes(
     submit, one_rank: Path, build_engine: Callable[..., Path], make_repository
 ):
     engine = build_engine(
@@ -156,7 +156,7 @@ def test_dp_ranks_over_two_nodes_come_back_after_a_death(
     assert "restart in" in job.log()
 
 
-def test_several_models_in_one_allocation(submit, two_models: Path):
+def test_several_models_serve_in_one_allocation(submit, two_models: Path):
     flags = ("--world-size", "3", *FLOAT32)
     job = submit("orchestrator", two_models, *flags)
     assert job.ask(model="ensemble") == job.ask(model="ensemble_2")
@@ -200,7 +200,7 @@ def test_a_step_ends_whole_when_a_rank_stops_or_its_srun_is_killed(submit, two_m
     assert len(job.steps()) == 2
 
 
-def test_models_sit_on_the_nodes_of_the_allocation_and_drain(submit, two_models: Path):
+def test_models_run_on_the_nodes_of_the_allocation_and_drain(submit, two_models: Path):
     flags = ("--nodes", "2", "--world-size", "4", "--cpus-per-task", "1", *FLOAT32)
     job = submit("orchestrator", two_models, *flags)
     undisturbed = job.ask(800, model="ensemble_2")
@@ -243,7 +243,7 @@ def test_the_step_of_a_container_serves_and_drains(
         job.show()
 
 
-def test_a_job_at_its_time_limit_finishes_what_runs(submit, one_rank: Path):
+def test_a_job_at_its_time_limit_finishes_running_requests(submit, one_rank: Path):
     job = submit("leader", one_rank, "--time", "3", *FLOAT32)
     first = job.ask(200)
     answers = []
@@ -255,7 +255,7 @@ def test_a_job_at_its_time_limit_finishes_what_runs(submit, one_rank: Path):
     assert "DUE TO TIME LIMIT" not in job.log()
 
 
-def test_a_preempted_job_finishes_what_runs_and_is_requeued(
+def test_a_preempted_job_finishes_running_requests_and_is_requeued(
     lab: SlurmLab, submit, one_rank: Path
 ):
     job = submit("leader", one_rank, *FLOAT32)
@@ -269,7 +269,7 @@ def test_a_preempted_job_finishes_what_runs_and_is_requeued(
     lab.wait_state(urgent.stdout.strip(), "COMPLETED", timeout_s=90)
 
 
-def test_an_array_of_replicas(submit, one_rank: Path):
+def test_an_array_job_serves_replicas(submit, one_rank: Path):
     job = submit("replicas", one_rank, "--replicas", "2", *FLOAT32)
     assert job.output.count("Ready: ") == 2
     ports = [int(port) for port in re.findall(r"http +http://n\d:(\d+)", job.output)]
@@ -293,7 +293,7 @@ def test_a_failed_server_is_requeued_and_serves_again(submit, one_rank: Path):
     assert job.ask()
 
 
-def test_a_mistake_is_not_requeued(submit, two_ranks: Path):
+def test_a_configuration_error_is_not_requeued(submit, two_ranks: Path):
     job = submit("leader", two_ranks, "--world-size", "3", wait=False)
     state = job.lab.wait_state(job.job_id, "FAILED")
     assert state["ExitCode"] == "2:0"

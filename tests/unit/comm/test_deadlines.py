@@ -11,7 +11,7 @@ from trimaran.comm.topology import ParallelLayout
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 3, 2), (1, 16, 1)])
-def test_a_rank_that_waits_for_a_waiting_rank_waits_longer_and_all_less_than_the_watchdog(
+def test_deadlines_grow_along_chains_of_waiting_ranks_and_stay_below_the_watchdog(
     sizes,
 ):
     tp_size, pp_size, dp_size = sizes

@@ -34,16 +34,16 @@ def run(rank, directory=""):
 
 
 @pytest.mark.parametrize(("rank", "told"), [(None, ["told at level 1"]), (1, [])])
-def test_settings_that_change_while_it_runs_hold_on_stderr(rank, told):
+def test_log_settings_changed_at_run_time_apply_to_stderr(rank, told):
     assert run(rank) == [*told, "always told"]
 
 
-def test_the_file_of_a_process_has_what_its_rank_keeps_from_stderr(tmp_path):
+def test_the_log_file_of_a_rank_holds_lines_that_are_hidden_on_stderr(tmp_path):
     run(1, tmp_path)
     assert "told at level 1" in (tmp_path / "llm-frontend1.log").read_text()
 
 
-def test_a_full_disk_loses_lines_of_the_file_alone_and_is_told_once(tmp_path):
+def test_a_full_disk_loses_only_lines_of_the_log_file_and_is_reported_once(tmp_path):
     (tmp_path / "llm-frontend1.log").symlink_to("/dev/full")
     told, *rest = run(1, tmp_path)
     assert told.startswith(f"{tmp_path}/llm-frontend1.log lacks lines from here on")
@@ -51,7 +51,7 @@ def test_a_full_disk_loses_lines_of_the_file_alone_and_is_told_once(tmp_path):
     assert rest == ["always told"]
 
 
-def test_a_line_with_bytes_that_are_no_text_is_written_to_the_file_too(tmp_path):
+def test_a_log_line_with_invalid_utf8_is_written_to_the_file(tmp_path):
     warn = 'import logging; logging.warning("asked for %s", "caf\\udce9")'
     setup = (
         f"import trimaran.comm.log as log; log.setup_logging('x', directory={str(tmp_path)!r})"
@@ -68,7 +68,7 @@ def test_a_line_with_bytes_that_are_no_text_is_written_to_the_file_too(tmp_path)
     assert (tmp_path / "x.log").read_text().splitlines() == [line]
 
 
-def test_a_file_that_cannot_be_opened_costs_its_lines_alone(tmp_path):
+def test_a_log_file_that_cannot_be_opened_loses_only_its_lines(tmp_path):
     (tmp_path / "llm-frontend1.log").mkdir()
     told, *rest = run(1, tmp_path)
     assert told == (
@@ -78,6 +78,6 @@ def test_a_file_that_cannot_be_opened_costs_its_lines_alone(tmp_path):
     assert rest == ["always told"]
 
 
-def test_a_folder_that_was_deleted_is_made_again(tmp_path):
+def test_a_deleted_log_folder_is_created_again(tmp_path):
     assert run(1, tmp_path / "gone") == ["always told"]
     assert "told at level 1" in (tmp_path / "gone" / "llm-frontend1.log").read_text()

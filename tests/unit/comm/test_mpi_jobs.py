@@ -83,7 +83,7 @@ def run_alone(**extra: str) -> subprocess.CompletedProcess:
     )
 
 
-def test_a_rank_alone_is_a_world_of_one():
+def test_a_single_rank_is_a_world_of_size_one():
     done = run_alone()
 
     assert (done.returncode, done.stdout.strip()) == (0, "1")
@@ -100,7 +100,7 @@ def test_singletons_of_a_larger_job_are_refused_with_the_remedy(name):
 
 
 @pytest.mark.parametrize("transports", ["", "^ofi", "self,tcp"])
-def test_a_rank_alone_leaves_no_segment_of_shared_memory(tmp_path, transports):
+def test_a_single_rank_leaves_no_shared_memory_segment(tmp_path, transports):
     folder = {"OMPI_MCA_btl_sm_backing_directory": str(tmp_path), "OMPI_MCA_btl": transports}
 
     done = run_alone(**folder)
@@ -109,20 +109,20 @@ def test_a_rank_alone_leaves_no_segment_of_shared_memory(tmp_path, transports):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_rank_alone_opens_no_transport_that_sleeps_in_every_start():
+def test_a_single_rank_opens_no_slow_mpi_transport():
     done = run_alone(OMPI_MCA_btl="", OMPI_MCA_btl_base_verbose="100")
 
     assert "component tcp open" in done.stderr
     assert "component ofi open" not in done.stderr
 
 
-def test_a_starter_that_counts_tasks_otherwise_is_believed_over_slurm():
+def test_task_counts_of_the_starter_override_those_of_slurm():
     done = run_alone(OMPI_COMM_WORLD_SIZE="1", SLURM_STEP_NUM_TASKS="8")
 
     assert done.returncode == 0
 
 
-def test_an_abort_of_one_rank_ends_the_others():
+def test_an_abort_of_a_rank_ends_all_ranks():
     job = mpirun(ABORT, 3)
 
     output, _ = job.communicate(timeout=100)

@@ -9,7 +9,7 @@ import time
 from trimaran.comm.deadlines import Watchdog
 
 
-def test_a_hang_is_reported_with_what_hung_and_where(caplog, capfd):
+def test_a_hang_is_reported_with_its_activity_and_stack(caplog, capfd):
     barked = threading.Event()
     watchdog = Watchdog(0.1, barked.set)
     watchdog.watch(lambda: "step 7")
@@ -22,7 +22,7 @@ def test_a_hang_is_reported_with_what_hung_and_where(caplog, capfd):
     assert "test_watchdog.py" in capfd.readouterr().err
 
 
-def test_the_hanging_thread_is_shown_beside_any_number_of_others(capfd):
+def test_the_stack_of_the_hanging_thread_is_shown_among_many_threads(capfd):
     barked, is_over = threading.Event(), threading.Event()
     others = [threading.Thread(target=is_over.wait) for _ in range(120)]
     for other in others:
@@ -39,7 +39,7 @@ def test_the_hanging_thread_is_shown_beside_any_number_of_others(capfd):
     assert "test_watchdog.py" in capfd.readouterr().err
 
 
-def test_a_paused_watchdog_waits_for_ever():
+def test_a_paused_watchdog_reports_nothing():
     barked = threading.Event()
     watchdog = Watchdog(1.0, barked.set)
     watchdog.watch(lambda: "a step")

@@ -34,7 +34,7 @@ def drawn_case(seed: int):
 
 
 @pytest.mark.parametrize("seed", range(150))
-def test_every_state_is_that_of_a_search_through_all_words(seed):
+def test_every_state_equals_that_of_a_search_through_all_words(seed):
     words, text = drawn_case(seed)
     automaton = WordAutomaton(words)
     state = automaton.start
@@ -45,7 +45,7 @@ def test_every_state_is_that_of_a_search_through_all_words(seed):
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_ids_are_found_as_characters_are(seed):
+def test_the_automaton_matches_ids_like_characters(seed):
     words, text = drawn_case(seed)
     ids = WordAutomaton(tuple(ord(c) - 100 for c in word) for word in words)
     characters = WordAutomaton(words)
@@ -68,7 +68,7 @@ def test_sequences_of_one_automaton_do_not_disturb_each_other():
     assert [(s.depth, s.ends_word) for s in states] == [(s.depth, s.ends_word) for s in fresh]
 
 
-def test_without_words_no_state_is_ever_left():
+def test_without_words_the_automaton_stays_in_its_first_state():
     words = WordAutomaton(["", ""])
     assert not words
     assert words.after("any text") is words.start
@@ -95,7 +95,7 @@ def _num_states(automaton: WordAutomaton) -> int:
     ],
     ids=["many", "nested", "long", "periodic"],
 )
-def test_no_more_states_are_made_than_the_text_reaches(words):
+def test_states_are_created_only_when_a_text_reaches_them(words):
     automaton = WordAutomaton(words)
     text = "aab" * 100 + "word number 77" + "a" * 1000 + "ab" * 500
     automaton.after(text)

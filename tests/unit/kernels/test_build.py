@@ -48,7 +48,7 @@ def test_a_second_start_uses_what_the_first_compiled(cache, tmp_path, monkeypatc
     assert [path.suffix for path in cache.iterdir() if path.name != ".lock"] == [".so"]
 
 
-def test_a_compiler_that_fails_is_quoted_and_leaves_no_library(cache, tmp_path, monkeypatch):
+def test_a_compiler_error_is_quoted_and_leaves_no_library(cache, tmp_path, monkeypatch):
     _install_compiler(tmp_path, "echo vec.h is unreadable >&2; exit 1", monkeypatch)
 
     with pytest.raises(
@@ -69,7 +69,7 @@ def test_a_gpu_without_triton_is_refused_with_what_to_install(monkeypatch):
         select_ops(torch.device("cuda"), torch.bfloat16)
 
 
-def test_without_a_compiler_torch_serves_and_a_warning_says_why(cache, monkeypatch, caplog):
+def test_without_a_compiler_torch_operators_serve_with_a_warning(cache, monkeypatch, caplog):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", "/nowhere")
 
@@ -80,7 +80,7 @@ def test_without_a_compiler_torch_serves_and_a_warning_says_why(cache, monkeypat
     assert "no C++ compiler found: install g++" in caplog.text
 
 
-def test_without_a_compiler_a_cpu_that_shall_be_deterministic_is_refused(cache, monkeypatch):
+def test_deterministic_mode_on_a_cpu_is_refused_without_a_compiler(cache, monkeypatch):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", "/nowhere")
 
@@ -95,7 +95,7 @@ def test_every_operator_has_a_named_backend(dtype):
     assert all(ops.backends.values())
 
 
-def test_a_cache_that_cannot_be_written_costs_a_compilation_and_says_so(
+def test_a_compilation_cache_without_write_access_is_logged_and_compiles_anew(
     tmp_path, monkeypatch, caplog
 ):
     (tmp_path / "trimaran").write_text("a file where the folder would be")
@@ -110,7 +110,9 @@ def test_a_cache_that_cannot_be_written_costs_a_compilation_and_says_so(
     assert os.path.isfile(tmp_path / "trimaran")
 
 
-def test_a_user_without_an_entry_has_a_folder_for_the_process(tmp_path, monkeypatch, caplog):
+def test_a_user_without_a_passwd_entry_gets_a_cache_folder_for_the_process(
+    tmp_path, monkeypatch, caplog
+):
     def unknown(number):
         raise KeyError(f"getpwuid(): uid not found: {number}")
 

@@ -6,7 +6,7 @@ from trimaran.kernels.compile_ahead import run_beside
 from trimaran.kernels.tables.product_table import ProductTable
 
 
-def test_jobs_run_beside_the_caller_and_one_that_fails_stops_no_other():
+def test_compile_jobs_run_in_the_background_and_a_failed_job_stops_no_other():
     may_end, has_ended = threading.Event(), threading.Event()
 
     def fail() -> None:
@@ -19,7 +19,7 @@ def test_jobs_run_beside_the_caller_and_one_that_fails_stops_no_other():
     assert has_ended.wait(60)
 
 
-def test_a_table_names_the_products_that_it_has_choices_for():
+def test_a_table_lists_its_products():
     table = ProductTable.of_device("NVIDIA H200")
     weights = table.weights()
     assert (4096, 14336, "parts") in weights

@@ -47,7 +47,7 @@ def test_a_token_gets_the_weighted_sum_of_its_experts(ops, tokens, experts, chos
 
 
 @pytest.mark.parametrize("ops", OPS.values(), ids=OPS)
-def test_ranks_with_some_of_the_experts_add_up_to_all(ops):
+def test_ranks_with_some_of_the_experts_sum_to_the_result_of_all_experts(ops):
     x, weights, ids, gate_up, down = make(20, 6, 2)
     parts = [
         ops.expert_mlp(x, weights, ids, gate_up[first:end], down[first:end], first)

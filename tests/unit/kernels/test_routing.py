@@ -93,7 +93,7 @@ def test_tritons_choice_is_that_of_torch(routing, has_bias, tokens, experts):
 
 
 @pytest.mark.parametrize("ops", [TorchOps(), CpuOps(load_library(), torch.bfloat16, 1)])
-def test_the_routers_numbers_are_not_rounded(ops):
+def test_router_logits_are_not_rounded(ops):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(5, 96, generator=generator).bfloat16()
     weight = torch.randn(12, 96, generator=generator).bfloat16()
@@ -105,7 +105,7 @@ def test_the_routers_numbers_are_not_rounded(ops):
 
 
 @every_choice
-def test_choices_are_counted_but_those_of_padding_are_not(choose):
+def test_expert_choices_are_counted_without_those_of_padding(choose):
     logits = drawn(11, 12)
     routing = ROUTINGS["mixtral"]
     counts = torch.arange(12)
@@ -123,7 +123,7 @@ def test_choices_are_counted_but_those_of_padding_are_not(choose):
 @pytest.mark.parametrize("routing", ROUTINGS.values(), ids=ROUTINGS)
 @pytest.mark.parametrize("parts", [1, 2, 3, 8])
 @pytest.mark.parametrize(("tokens", "experts"), [(1, 20), (9, 60), (6, 160)])
-def test_choices_take_copies_in_turn_from_the_one_that_a_token_draws(
+def test_choices_of_an_expert_rotate_through_its_copies_from_a_drawn_start(
     choose, routing, parts, tokens, experts
 ):
     logits, table = drawn(tokens, experts), table_of(experts, parts)
@@ -142,7 +142,9 @@ def test_choices_take_copies_in_turn_from_the_one_that_a_token_draws(
 
 @every_choice
 @pytest.mark.parametrize("parts", [2, 3, 5])
-def test_where_every_part_has_all_experts_a_tokens_first_ones_are_all_apart(choose, parts):
+def test_the_first_choices_of_a_token_go_to_different_parts_when_each_part_holds_all_experts(
+    choose, parts
+):
     experts = 20
     slots = torch.arange(parts) * experts + torch.arange(experts).unsqueeze(1)
     table = ExpertSlotTable(slots.int(), torch.full((experts,), parts, dtype=torch.int32))
@@ -156,7 +158,7 @@ def test_where_every_part_has_all_experts_a_tokens_first_ones_are_all_apart(choo
 
 
 @every_choice
-def test_a_token_goes_where_it_goes_alone(choose):
+def test_routing_of_a_token_does_not_depend_on_other_tokens(choose):
     logits, table = drawn(9, 60), table_of(60, 4)
     routing = ROUTINGS["sigmoid"]
 
@@ -170,7 +172,7 @@ def test_a_token_goes_where_it_goes_alone(choose):
 
 @pytest.mark.parametrize("routing", ROUTINGS.values(), ids=ROUTINGS)
 @pytest.mark.parametrize("experts", [20, 60])
-def test_a_tokens_weights_on_the_cpu_are_those_that_it_has_alone(routing, experts):
+def test_routing_weights_on_the_cpu_do_not_depend_on_other_tokens(routing, experts):
     logits, choose = drawn(50, experts), CHOOSERS["cpu"]
 
     together, _ = choose(logits, routing)
@@ -180,7 +182,7 @@ def test_a_tokens_weights_on_the_cpu_are_those_that_it_has_alone(routing, expert
 
 
 @every_choice
-def test_what_is_counted_is_experts_not_slots(choose):
+def test_loads_are_counted_by_expert_and_not_by_slot(choose):
     logits, table = drawn(11, 20), table_of(20, 4)
     routing, counts = ROUTINGS["mixtral"], torch.zeros(20, dtype=torch.int64)
     _, ids = TorchOps().choose_experts(logits, routing)
@@ -194,7 +196,7 @@ def test_what_is_counted_is_experts_not_slots(choose):
 
 
 @every_choice
-def test_the_largest_number_that_a_token_can_draw_is_counted_on_from(choose):
+def test_the_largest_drawn_start_wraps_around_the_copies(choose):
     logits, table, routing = drawn(5, 20), table_of(20, 3), ROUTINGS["sigmoid"]
     # Bits of a NaN; one more would be negative.
     logits[:, 0] = torch.tensor([0x7FFFFFFF], dtype=torch.int32).view(torch.float32)

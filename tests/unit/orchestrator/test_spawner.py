@@ -112,9 +112,7 @@ def orchestrator(tmp_path: Path) -> Iterator[Orchestrator]:
         yield running
 
 
-def test_a_group_that_was_given_up_does_not_keep_others_from_being_spawned(
-    orchestrator, tmp_path
-):
+def test_an_abandoned_group_does_not_block_other_spawns(orchestrator, tmp_path):
     # Its ranks end before they reach MPI, which may wait for them for ever.
     orchestrator.spawn("doomed", "/bin/false")
     orchestrator.forget("doomed")
@@ -148,7 +146,7 @@ def test_a_program_that_does_not_exist_is_reported(orchestrator):
 
 
 @pytest.mark.parametrize("fault", ["kill", "suspend"])
-def test_a_fault_of_the_daemon_of_mpi_is_named_and_ends_the_orchestrator(tmp_path, fault):
+def test_a_crash_of_prte_is_named_and_ends_the_orchestrator(tmp_path, fault):
     with contextlib.closing(Orchestrator(tmp_path, hang_timeout_s=8.0)) as orchestrator:
         orchestrator.spawn("group", *PYTHON, RANK, MARK=str(tmp_path / "mark"))
         assert orchestrator.facts()["event"] == "spawned"

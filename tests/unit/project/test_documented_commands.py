@@ -82,7 +82,7 @@ def _known_flags():
     return {name.replace("_", "-") for name in known}
 
 
-def test_every_command_line_of_the_pages_is_one_that_the_parsers_take():
+def test_parsers_accept_every_command_line_of_the_pages():
     found = [(page.name, *each) for page in PAGES for each in _commands(page)]
     # A drawing of processes is no command line.
     found = [each for each in found if each[0] != "architecture.md"]
@@ -166,7 +166,7 @@ def test_every_flag_shows_what_kind_of_value_it_takes_and_its_short_name_first()
 
 @pytest.mark.matrix(keep=1)
 @pytest.mark.parametrize("flag", ["--help", "--no-such-flag"])
-def test_a_benchmark_over_ranks_measures_nothing_for_who_asks_for_help(flag):
+def test_help_of_a_benchmark_over_ranks_starts_no_measurement(flag):
     done = subprocess.run(
         [sys.executable, "benchmarks/all_reduce.py", flag],
         cwd=ROOT, capture_output=True, text=True, timeout=60,
@@ -176,7 +176,7 @@ def test_a_benchmark_over_ranks_measures_nothing_for_who_asks_for_help(flag):
     assert "p50" not in done.stdout
 
 
-def test_the_page_of_commands_is_what_the_parsers_say():
+def test_the_page_of_commands_matches_the_parsers():
     assert commands.PAGE.read_text(encoding="utf-8") == commands.page(), (
         "docs/commands.md is old: make features"
     )

@@ -39,7 +39,7 @@ def report(tmp_path_factory):
     return json.loads(path.read_text())
 
 
-def test_the_page_is_what_tables_and_marks_make(report):
+def test_the_page_of_features_matches_the_tables_and_marks(report):
     assert generate.PAGE.read_text(encoding="utf-8") == generate.page(report), (
         "docs/features.md is old: make features"
     )
@@ -65,6 +65,6 @@ def test_every_name_of_the_templates_has_a_row():
         ),
     ],
 )
-def test_what_is_not_shown_is_not_written(report, changes, complaint):
+def test_a_feature_without_a_passing_test_stops_the_page(report, changes, complaint):
     with pytest.raises(generate.NotShown, match=complaint):
         generate.page({**report, **changes})

@@ -242,7 +242,7 @@ def test_each_place_where_data_of_clients_is_converted_has_a_bound():
     )
 
 
-def test_the_table_names_no_place_that_is_gone():
+def test_every_place_in_the_table_exists():
     found = found_places()
     stale = {m: sorted(set(calls) - found.get(m, set())) for m, calls in PLACES.items()}
     assert {module: calls for module, calls in stale.items() if calls} == {}
@@ -258,7 +258,7 @@ def test_each_limit_is_the_number_in_the_code(limit):
     assert limit.current == limit.value
 
 
-def test_the_search_sees_calls_and_functions_that_are_passed_on():
+def test_the_search_finds_calls_and_functions_passed_as_arguments():
     text = """
 json.loads(a); read = pb.Message.FromString; json_access.parse(b); other.parse(c)
 encode(d); array.tolist(); pattern.search(e); tolist = 1

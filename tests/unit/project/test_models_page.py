@@ -25,7 +25,7 @@ def test_the_page_has_the_table_of_the_models_and_layouts_that_are_tested(report
 
 
 @pytest.mark.parametrize("outcome", ["failed", ""])
-def test_what_was_not_shown_is_not_written(report, outcome):
+def test_a_layout_without_a_passing_test_stops_the_page(report, outcome):
     report["CPU"]["falcon"]["tp4"] = outcome
     with pytest.raises(NotShown, match="falcon in tp4"):
         table(report)

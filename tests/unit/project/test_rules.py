@@ -90,7 +90,7 @@ def test_every_import_keeps_the_contracts_of_setup_cfg():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_no_folder_holds_more_modules_than_a_reader_can_survey():
+def test_no_folder_is_over_the_module_limit():
     folders = collections.Counter(
         path.parent for path in rules.package_files() if path.name != "__init__.py"
     )
@@ -98,7 +98,7 @@ def test_no_folder_holds_more_modules_than_a_reader_can_survey():
     assert crowded == []
 
 
-def test_every_sub_package_says_what_it_owns_takes_and_gives():
+def test_every_sub_package_documents_its_scope_inputs_and_outputs():
     terse = [
         str(s.path.relative_to(rules.ROOT))
         for s in rules.sources(*rules.PACKAGES)
@@ -108,7 +108,7 @@ def test_every_sub_package_says_what_it_owns_takes_and_gives():
     assert terse == []
 
 
-def test_tools_find_every_package_of_a_bare_checkout_through_its_link():
+def test_every_package_has_a_link_for_tools_in_a_bare_checkout():
     links = {
         path.name: path.resolve().relative_to(rules.ROOT)
         for path in (rules.ROOT / "trimaran").iterdir()

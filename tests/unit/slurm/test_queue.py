@@ -35,14 +35,14 @@ def job(tmp_path, monkeypatch):
         (["PREEMPTED", "COMPLETED"], "PREEMPTED"),
     ],
 )
-def test_of_an_array_the_task_furthest_behind_counts(job, states, state):
+def test_the_state_of_a_job_array_is_that_of_its_slowest_task(job, states, state):
     job(*states)
 
     assert queue.state_of("7") == state
 
 
 @pytest.mark.parametrize("state", ["PREEMPTED", "CANCELLED", "OUT_OF_MEMORY"])
-def test_a_job_that_is_over_is_not_waited_for(job, tmp_path, state):
+def test_waiting_for_an_ended_job_fails_at_once(job, tmp_path, state):
     job(state)
 
     with pytest.raises(queue.JobError, match=f"job 7 is {state} and never became ready"):
@@ -50,7 +50,7 @@ def test_a_job_that_is_over_is_not_waited_for(job, tmp_path, state):
     assert queue.wait_over("7", 5.0) == state
 
 
-def test_the_endpoints_of_every_server_are_waited_for(job, tmp_path):
+def test_waiting_lasts_until_every_server_has_endpoints(job, tmp_path):
     job("RUNNING")
     folders = {name: tmp_path / name for name in ("7_0", "7_1")}
     for name, folder in folders.items():
@@ -65,7 +65,7 @@ def test_the_endpoints_of_every_server_are_waited_for(job, tmp_path):
         queue.wait_ready("7", folders, 0.1)
 
 
-def test_a_ready_file_that_goes_while_it_is_read_is_none(job, tmp_path, monkeypatch):
+def test_a_ready_file_deleted_during_the_read_counts_as_absent(job, tmp_path, monkeypatch):
     job("RUNNING")
     read_text = Path.read_text
     file = tmp_path / "ready.json"

@@ -56,7 +56,7 @@ def run_job(tmp_path: Path):
     return start
 
 
-def test_a_job_without_the_program_fails_and_is_not_queued_again(run_job):
+def test_a_job_without_the_program_fails_and_is_not_requeued(run_job):
     # Time and again: it is over before the script asks for it, or after.
     assert {run_job("") for _ in range(10)} == {(127, "")}
 
@@ -65,21 +65,21 @@ def test_a_job_without_the_program_fails_and_is_not_queued_again(run_job):
     ("code", "num_restarts", "is_queued"),
     [(0, 0, False), (2, 0, False), (1, 0, True), (1, 3, False)],
 )
-def test_a_job_is_queued_again_where_another_start_can_help(
-    run_job, code, num_restarts, is_queued
-):
+def test_a_job_is_requeued_when_another_start_can_help(run_job, code, num_restarts, is_queued):
     found, said = run_job(f"exit {code}", num_restarts)
     assert (found, "scontrol requeue 7" in said) == (code, is_queued)
 
 
 @pytest.mark.parametrize("pause", ["", "sleep 0.2;"])
-def test_the_code_of_a_drain_is_that_of_the_job(run_job, pause):
+def test_the_job_exits_with_the_code_of_the_drain(run_job, pause):
     drain = f"trap '{pause} exit 5' TERM; kill -TERM $PPID; while :; do sleep 0.01; done"
     assert {run_job(drain)[0] for _ in range(5)} == {5}
 
 
 @pytest.mark.parametrize("container", [(), ("--container-image", "x")])
-def test_a_drain_that_comes_before_the_server_is_known_reaches_it(run_job, tmp_path, container):
+def test_a_drain_signal_before_the_server_has_started_reaches_the_server(
+    run_job, tmp_path, container
+):
     # Bash runs this in front of every command.
     early = (
         """trap '[ "$BASH_COMMAND" != "server=\\$!" ] || """
@@ -119,7 +119,7 @@ def test_the_shape_of_the_job_comes_from_the_flags():
     assert "--exit-timeout 80 " in script
 
 
-def test_words_with_spaces_stay_words():
+def test_arguments_with_spaces_stay_single_arguments():
     script = script_of(
         "--model-repo", "/my models", "--log-dir", "/my logs",
         "--serve-flags", "--load-model 'a b' --dtype float32",
@@ -129,13 +129,13 @@ def test_words_with_spaces_stay_words():
     assert '#SBATCH --output="/my logs/%x-%j.log"\n' in script
 
 
-def test_a_path_goes_into_the_script_byte_by_byte(tmp_path: Path):
+def test_paths_keep_their_bytes_in_the_script(tmp_path: Path):
     path = tmp_path / "job.sbatch"
     assert main(["slurm", "render", "--model-repo", "/\udcff", "--output", str(path)]) == 0
     assert b"--model-repo '/\xff'" in path.read_bytes()
 
 
-def test_a_flag_that_is_passed_on_need_not_hold_a_blank():
+def test_a_flag_to_pass_on_may_be_a_single_word():
     script = script_of("--sbatch", "--exclusive", "--serve-flags", "--deterministic")
     assert "\n#SBATCH --exclusive\n" in script
     assert " --deterministic &\n" in script.replace("\\\n ", "")
@@ -186,7 +186,7 @@ def test_a_job_is_read_from_a_yaml_file(tmp_path: Path, capsys: pytest.CaptureFi
         (["--serve-flags", "--id 'a"], "--serve-flags \"--id 'a\": No closing quotation"),
     ],
 )  # fmt: skip
-def test_what_contradicts_itself_is_refused(flags: list[str], message: str):
+def test_contradictory_options_are_refused(flags: list[str], message: str):
     with pytest.raises(ConfigError) as caught:
         script_of(*flags)
     assert message in str(caught.value)
@@ -201,7 +201,7 @@ def test_what_contradicts_itself_is_refused(flags: list[str], message: str):
         ("--wait", "nan"),
     ],
 )
-def test_a_number_that_no_job_can_have_is_refused(
+def test_impossible_numbers_are_refused(
     flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ):
     with pytest.raises(SystemExit) as ended:
@@ -210,7 +210,7 @@ def test_a_number_that_no_job_can_have_is_refused(
     assert f"{flags[-2]}: '{flags[-1]}' is not a" in capsys.readouterr().err
 
 
-def test_the_port_of_an_endpoint_that_is_not_opened_is_free(capsys: pytest.CaptureFixture[str]):
+def test_a_disabled_endpoint_reserves_no_port(capsys: pytest.CaptureFixture[str]):
     flags = ("--http-port", "8001", "--serve-flags", "--allow-grpc false")
     assert main(["slurm", "render", "--model-repo", "/repo", *flags]) == 0
     assert "http_port=8001 grpc_port=8001" in capsys.readouterr().out
@@ -246,14 +246,14 @@ def test_a_flag_that_the_server_does_not_know_is_refused_before_the_job(
         ("--ready-file /tmp/ready", "It is ready.json in the folder of the job's logs"),
     ],
 )
-def test_what_the_script_sets_is_not_set_again_behind_it(
+def test_flags_that_the_script_sets_are_refused_as_server_flags(
     capsys: pytest.CaptureFixture[str], flag: str, remedy: str
 ):
     assert main(["slurm", "render", "--model-repo", "/repo", "--serve-flags", flag]) == 2
     assert f"would overrule the script's value. {remedy}." in capsys.readouterr().err
 
 
-def test_ranks_of_an_orchestrator_that_spawns_none_are_numbered_by_its_own_flags(
+def test_without_spawning_the_number_of_tasks_follows_from_the_server_flags(
     capsys: pytest.CaptureFixture[str],
 ):
     flags = ("--template", "orchestrator", "--world-size", "4")
@@ -263,7 +263,7 @@ def test_ranks_of_an_orchestrator_that_spawns_none_are_numbered_by_its_own_flags
     assert "--disable-spawn-processes" in capsys.readouterr().out
 
 
-def test_a_run_file_of_the_server_need_not_be_on_the_machine_that_submits(
+def test_the_run_file_need_not_exist_on_the_submitting_machine(
     capsys: pytest.CaptureFixture[str],
 ):
     words = "--config /on-the-nodes.yaml --log_format json"
@@ -271,14 +271,14 @@ def test_a_run_file_of_the_server_need_not_be_on_the_machine_that_submits(
     assert "/on-the-nodes.yaml" in capsys.readouterr().out
 
 
-def test_the_model_repository_is_asked_for():
+def test_a_missing_model_repository_is_refused():
     parser = FlagParser(prog="trimaran slurm")
     add_arguments(parser)
     with pytest.raises(ConfigError, match="--model-repo DIR is missing"):
         run(parser.parse(["render"]))
 
 
-def test_a_machine_without_slurm_says_so(tmp_path: Path):
+def test_a_machine_without_slurm_gets_a_clear_error(tmp_path: Path):
     code = "import sys; from trimaran.launcher.cli.main import main; sys.exit(main())"
     done = subprocess.run(
         [sys.executable, "-P", "-c", code, "slurm", "stop", "7"],
@@ -289,7 +289,7 @@ def test_a_machine_without_slurm_says_so(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["file", "file/logs"])
-def test_logs_where_no_folder_can_be_are_refused(tmp_path: Path, name: str, capsys):
+def test_an_impossible_log_folder_is_refused(tmp_path: Path, name: str, capsys):
     (tmp_path / "file").touch()
     log_dir = str(tmp_path / name)
 

@@ -71,7 +71,7 @@ def is_hung_up_on(sock: socket.socket) -> bool:
     return True
 
 
-def test_a_peer_that_is_silent_or_does_not_know_the_token_is_hung_up_on(
+def test_a_peer_that_is_silent_or_lacks_the_token_is_disconnected(
     listener, dial, rank, monkeypatch
 ):
     monkeypatch.setattr(host_lines, "_GREETING_TIMEOUT_S", 0.05)
@@ -90,7 +90,7 @@ def test_a_peer_that_is_silent_or_does_not_know_the_token_is_hung_up_on(
         line.close()
 
 
-def test_silent_peers_keep_no_rank_waiting(listener, dial, rank):
+def test_silent_peers_delay_no_rank(listener, dial, rank):
     silent = [dial() for _ in range(50)]
     rank(3)
 
@@ -101,7 +101,7 @@ def test_silent_peers_keep_no_rank_waiting(listener, dial, rank):
     lines[3].close()
 
 
-def test_what_follows_the_greeting_is_left_to_the_line(listener, rank):
+def test_bytes_after_the_greeting_stay_in_the_connection(listener, rank):
     rank(3, b"and more")
 
     (line,) = accept_ranks(listener, TOKEN, (3,)).values()
@@ -110,7 +110,7 @@ def test_what_follows_the_greeting_is_left_to_the_line(listener, rank):
     line.close()
 
 
-def test_ranks_that_do_not_come_are_named(listener, rank):
+def test_missing_ranks_are_named(listener, rank):
     early = rank(1)
 
     with pytest.raises(PeerLostError, match=r"ranks \[2, 4\] did not connect .* 0\.5 s"):

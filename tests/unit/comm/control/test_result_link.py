@@ -41,7 +41,7 @@ def test_results_that_are_late_or_too_large_keep_their_order(ends):
     assert reader.read() == b"last"
 
 
-def test_what_fails_on_the_thread_is_told_and_raised(ends):
+def test_errors_of_the_receiver_thread_are_logged_and_raised(ends):
     writer, _ = ends
     told = []
     has_failed = threading.Event()

@@ -68,7 +68,7 @@ def test_extras_of_any_size_arrive_and_their_memory_comes_back(num_bytes):
     assert len(os.listdir("/proc/self/fd")) == num_open
 
 
-def test_without_shared_memory_all_is_in_the_message():
+def test_without_shared_memory_large_data_travels_in_the_message():
     message = _message({0: {"context_logits": [_logits(1, 2 * INLINE_BYTES)]}})
     pack(message, "front end", None)
     opened = unpack(_through_the_wire(message))

@@ -98,7 +98,7 @@ def test_a_silent_connection_is_closed_in_time(is_remote, caplog):
     assert "closed a connection to the test: no greeting within 0.1 s" in caplog.text
 
 
-def test_one_that_greets_but_says_no_hello_is_closed_in_time():
+def test_a_connection_with_a_greeting_but_no_hello_is_closed_in_time():
     async def scene():
         async with listening(is_remote=True, timeout_s=0.3) as (port, _):
             reader, writer = await greeted(port)
@@ -108,7 +108,7 @@ def test_one_that_greets_but_says_no_hello_is_closed_in_time():
     run(scene())
 
 
-def test_one_that_has_said_hello_may_be_silent():
+def test_a_connection_may_be_silent_after_its_hello():
     async def scene():
         async with listening(is_remote=True, timeout_s=0.2) as (port, heard):
             _, writer = await greeted(port)
@@ -150,7 +150,7 @@ def test_a_frame_over_the_limit_after_the_hello_names_the_limit(caplog):
     assert "a frame of 2097152 bytes is over the limit of 1048576" in caplog.text
 
 
-def test_the_oldest_of_too_many_makes_room_and_a_child_gets_in():
+def test_the_oldest_of_too_many_connections_is_closed_for_a_child():
     async def scene():
         async with listening(is_remote=True, max_ungreeted=5) as (port, heard):
             silent = [await dial(port) for _ in range(20)]
@@ -164,7 +164,7 @@ def test_the_oldest_of_too_many_makes_room_and_a_child_gets_in():
     run(scene())
 
 
-def test_a_thousand_refusals_are_a_few_lines_in_the_log(caplog):
+def test_a_thousand_refused_connections_write_a_few_log_lines(caplog):
     async def scene():
         async with listening(is_remote=True) as (port, _):
             for _ in range(1000):

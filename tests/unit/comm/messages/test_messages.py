@@ -63,7 +63,7 @@ def test_every_field_survives_the_wire(message_type):
     assert decode(body(encode(message))) == message
 
 
-def test_texts_of_clients_need_not_be_utf8():
+def test_texts_of_clients_need_not_be_valid_utf8():
     message = Stop(client_request_id=b"gr\xfcn".decode("utf-8", "surrogateescape"))
 
     assert decode(body(encode(message))) == message

@@ -64,7 +64,7 @@ def test_a_default_is_valid(row):
 @pytest.mark.parametrize(
     "row", [row for row in FIELDS.values() if row.served_by], ids=lambda row: row.name
 )
-def test_the_code_that_serves_a_field_is_where_the_row_says(row):
+def test_the_code_named_in_a_row_of_the_table_exists(row):
     path, _, name = row.served_by.partition(": ")
     source = (ROOT / path).read_text(encoding="utf-8")
 

@@ -129,7 +129,7 @@ def test_commands_come_in_order_and_wake_a_sleeping_child(supervisor):
     process.stderr.close()
 
 
-def test_a_child_whose_supervisor_is_gone_ends_though_it_is_busy(supervisor):
+def test_a_busy_child_ends_when_its_supervisor_is_lost(supervisor):
     process = supervisor.start_child()
     supervisor.sock.sendall(encode(Command(verb="busy")))
     assert supervisor.receive().facts == {"busy": True}
@@ -179,7 +179,7 @@ def test_a_child_of_another_host_ends_when_pings_cease(tmp_path):
     supervisor.listener.close()
 
 
-def test_a_supervisor_that_hangs_up_at_once_is_an_error_with_a_remedy(tmp_path):
+def test_a_supervisor_that_closes_the_connection_at_once_is_an_error_with_a_remedy(tmp_path):
     supervisor = Supervisor(f"unix:{tmp_path}/s.sock")
     answerer = _answer_with(supervisor, b"")
 
@@ -189,7 +189,7 @@ def test_a_supervisor_that_hangs_up_at_once_is_an_error_with_a_remedy(tmp_path):
     supervisor.listener.close()
 
 
-def test_a_listener_that_does_not_know_the_token_gets_nothing_from_a_child():
+def test_a_child_sends_nothing_to_a_listener_without_the_token():
     supervisor = Supervisor("tcp:127.0.0.1:0")
     supervisor.token = b"guessed"
 

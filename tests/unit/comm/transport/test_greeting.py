@@ -22,7 +22,7 @@ def meet(listener: ListenerGreeting, dialer: DialerGreeting) -> bytes:
     return opening + answer + proof
 
 
-def test_ends_that_know_the_token_meet_and_the_token_does_not_travel():
+def test_both_ends_prove_the_token_without_sending_the_token():
     dialer = DialerGreeting(TOKEN)
 
     travelled = meet(ListenerGreeting(TOKEN), dialer)
@@ -43,7 +43,7 @@ def test_a_dialer_with_another_token_is_refused():
         meet(ListenerGreeting(TOKEN), DialerGreeting(b"guessed"))
 
 
-def test_a_listener_that_repeats_what_it_heard_proves_nothing():
+def test_a_listener_that_echoes_the_challenge_is_refused():
     dialer = DialerGreeting(TOKEN)
     answer = dialer.feed(ListenerGreeting(TOKEN).opening)
 
@@ -51,7 +51,7 @@ def test_a_listener_that_repeats_what_it_heard_proves_nothing():
         dialer.feed(answer[32:])
 
 
-def test_an_old_answer_does_not_fit_a_new_challenge():
+def test_a_replayed_answer_is_refused():
     answer = DialerGreeting(TOKEN).feed(ListenerGreeting(TOKEN).opening)
 
     with pytest.raises(ProtocolError):
@@ -59,17 +59,17 @@ def test_an_old_answer_does_not_fit_a_new_challenge():
 
 
 @pytest.mark.parametrize("said", [b"\xff\xff\xff\x7f" + bytes(61), bytes(1 << 20)])
-def test_more_than_an_answer_is_refused_unread(said):
+def test_bytes_beyond_an_answer_are_refused_unread(said):
     with pytest.raises(ProtocolError, match="no greeting"):
         ListenerGreeting(TOKEN).feed(said)
 
 
-def test_a_listener_of_another_kind_is_named_as_such():
+def test_a_listener_with_another_protocol_is_named_in_the_error():
     with pytest.raises(ProtocolError, match="no process of this version"):
         DialerGreeting(TOKEN).feed(b"HTTP/1.1 400 Bad Request".ljust(36))
 
 
-def test_bytes_may_come_one_by_one_and_none_is_taken_from_what_follows():
+def test_a_greeting_may_arrive_byte_by_byte_and_leaves_later_bytes_unread():
     ours, theirs = socket.socketpair()
     with ours, theirs, ThreadPoolExecutor() as pool:
         greeting = ListenerGreeting(TOKEN)
@@ -86,7 +86,7 @@ def test_bytes_may_come_one_by_one_and_none_is_taken_from_what_follows():
         assert ours.recv(100) == b"frame"
 
 
-def test_a_listener_that_hangs_up_is_an_error_with_a_remedy():
+def test_a_listener_that_closes_the_connection_is_an_error_with_a_remedy():
     ours, theirs = socket.socketpair()
     with ours:
         theirs.close()

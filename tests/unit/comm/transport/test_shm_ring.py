@@ -80,7 +80,7 @@ def test_a_message_larger_than_the_ring_passes_while_the_reader_reads():
     assert received == payload
 
 
-def test_a_reader_that_stays_behind_is_named():
+def test_a_reader_that_falls_behind_is_named():
     writer, _ = make_pair(slot_bytes=64, num_slots=2)
     writer.write(b"1", 1.0)
     writer.write(b"2", 1.0)
@@ -89,7 +89,7 @@ def test_a_reader_that_stays_behind_is_named():
         writer.write(b"3", 0.05)
 
 
-def test_no_message_within_the_limit_reads_as_none():
+def test_a_read_without_a_message_in_time_returns_none():
     _, reader = make_pair(slot_bytes=64, num_slots=2)
 
     assert reader.read(0.01) is None
@@ -137,7 +137,7 @@ def test_a_killed_process_leaves_no_file_behind():
     assert not [n for n in set(os.listdir("/dev/shm")) - before if "trimaran" in n]
 
 
-def test_memory_of_a_process_that_is_gone_cannot_be_attached():
+def test_shared_memory_of_a_dead_process_cannot_be_attached():
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
 

@@ -35,7 +35,7 @@ def interfaces(monkeypatch):
         monkeypatch.delenv(variable, raising=False)
 
 
-def test_without_a_word_all_are_tried_and_loopback_last():
+def test_without_a_setting_all_interfaces_are_tried_and_loopback_last():
     addresses = own_addresses()
 
     assert addresses[-1] == "127.0.0.1"
@@ -63,7 +63,7 @@ def test_the_interfaces_are_those_that_nccl_would_take(value, names, monkeypatch
     assert set(own_addresses()) == {INTERFACES[name] for name in names}
 
 
-def test_gloo_names_whole_interfaces_and_goes_before_nccl(monkeypatch):
+def test_interface_settings_of_gloo_are_full_names_and_override_those_of_nccl(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1,ib0")
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "^ib")
 
@@ -80,7 +80,7 @@ def test_ranks_listen_on_the_interface_that_leads_to_the_supervisor(monkeypatch)
 
 
 @pytest.mark.parametrize("supervisor", ["", "unix:/run/s.sock", "tcp:127.0.0.1:1"])
-def test_ranks_listen_on_the_named_interface_whatever_leads_to_the_supervisor(
+def test_ranks_listen_on_the_configured_interface_regardless_of_the_route_to_the_supervisor(
     supervisor, monkeypatch
 ):
     monkeypatch.setenv("TRIMARAN_SUPERVISOR", supervisor)

@@ -29,7 +29,9 @@ def _random(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [1, 2, 3, 33])
 @pytest.mark.parametrize(("width", "outputs"), [(16, 8), (51, 13), (160, 96)])
-def test_products_are_those_of_torch_and_each_rows_own(library, dtype, rows, width, outputs):
+def test_products_equal_those_of_torch_and_each_row_is_independent(
+    library, dtype, rows, width, outputs
+):
     ops = CpuOps(library, dtype, 1)
     x, weight = (
         _random(rows, width, dtype=dtype, seed=0),
@@ -73,7 +75,7 @@ def test_backends_are_named_by_what_they_use(library):
     assert names["linear"] == names["paged_attention"] == CpuSampling(library).name == "avx2"
 
 
-def test_a_processor_without_avx2_is_told_what_it_lacks(monkeypatch):
+def test_the_refusal_on_a_processor_without_avx2_names_the_missing_instructions(monkeypatch):
     monkeypatch.setattr(build, "cpu_features", lambda: frozenset({"fma", "sse4_2"}))
 
     with pytest.raises(KernelsUnavailableError, match="this processor lacks avx2, f16c"):

@@ -128,7 +128,7 @@ def test_rotation_is_that_of_the_reference_on_strided_heads(ops, dtype, head_siz
     assert ours[:, 4:].equal(qkv[:, 4:])
 
 
-def test_keys_and_values_reach_their_slots_and_no_other(ops, dtype):
+def test_keys_and_values_are_written_to_their_slots_alone(ops, dtype):
     pool = torch.zeros((6, 3, 2, 4, 2, 16), dtype=dtype)
     expected = pool.clone()
     qkv = _random(5, 8, 16, dtype=dtype)
@@ -256,7 +256,7 @@ def test_a_sequences_attention_does_not_depend_on_the_sequences_beside_it(ops, d
 
 
 @pytest.mark.parametrize("num_decodes", [1, 3, 4])
-def test_leading_decodes_attend_alike_wherever_they_are_parted_from_the_rest(num_decodes):
+def test_the_split_between_decodes_and_prompts_does_not_change_attention(num_decodes):
     batch = _Batch(torch.float32, MIXED)
 
     parted = batch.run(reference, num_decodes=num_decodes)
@@ -264,7 +264,7 @@ def test_leading_decodes_attend_alike_wherever_they_are_parted_from_the_rest(num
     torch.testing.assert_close(parted, batch.run(reference), rtol=1e-6, atol=1e-6)
 
 
-def test_the_parts_of_a_step_hold_each_token_once():
+def test_decode_and_prompt_parts_of_a_step_hold_each_token_once():
     batch = _Batch(torch.float32, [(7, 1), (8, 1), (5, 20)])
     metadata = AttentionMetadata(
         query_start_loc=batch.starts,
@@ -290,7 +290,7 @@ def test_the_parts_of_a_step_hold_each_token_once():
 
 
 @pytest.mark.parametrize("spec", [None, *SPECS], ids=str)
-def test_a_chunked_prompt_attends_as_a_whole_one(ops, dtype, spec):
+def test_a_chunked_prompt_has_the_attention_of_a_whole_prompt(ops, dtype, spec):
     whole = _Batch(dtype, [(0, 50)])
     whole.spec = spec or whole.spec
     expected = whole.run(ops)

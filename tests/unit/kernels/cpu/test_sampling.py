@@ -48,7 +48,7 @@ def random_params(rng: np.random.Generator, vocab_size: int) -> SamplingParams:
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_the_largest_is_the_first_of_the_likeliest(kernel, width):
+def test_argmax_returns_the_first_of_the_likeliest_ids(kernel, width):
     torch.manual_seed(width)
     logits = torch.randint(-5, 5, (9, width + 3)).float()[:, :width]
 
@@ -96,7 +96,7 @@ def test_nan_neither_crashes_nor_leaves_the_vocabulary(kernel):
     assert all(0 <= token_id < 5000 for token_id in ids)
 
 
-def test_ids_are_stored_at_their_places(kernel):
+def test_ids_are_stored_at_their_indices(kernel):
     table = torch.zeros(50, dtype=torch.int32)
 
     kernel.store(torch.tensor([7, 8, 9]), torch.tensor([40, 0, 13]), table)

@@ -81,27 +81,27 @@ def test_a_second_start_uses_what_the_first_compiled(cache, compiler, tmp_path):
     assert len(list(cache.glob("attention_prefill-*.cubin"))) == 1
 
 
-def test_macros_make_another_kernel(cache, compiler, tmp_path):
+def test_other_macros_compile_another_kernel(cache, compiler, tmp_path):
     load_cubin("gemm", "sm_90a", ("GEMM_STAGES=3",))
     assert b"-DGEMM_STAGES=4" in load_cubin("gemm", "sm_90a", ("GEMM_STAGES=4",))
     assert (tmp_path / "calls").read_text() == "call\ncall\n"
 
 
-def test_a_compiler_that_fails_is_quoted_and_leaves_no_code(cache, compiler, monkeypatch):
+def test_a_compiler_error_is_quoted_and_leaves_no_code(cache, compiler, monkeypatch):
     monkeypatch.setenv("FAILS", "1")
     with pytest.raises(KernelsUnavailableError, match=r"gemm\.cu\(3\): error: no such thing"):
         load_cubin("gemm", "sm_90a")
     assert not list(cache.glob("*.cubin"))
 
 
-def test_code_that_the_assembler_calls_slow_is_named_in_the_log(cache, compiler, caplog):
+def test_performance_warnings_of_the_assembler_are_logged(cache, compiler, caplog):
     load_cubin("gemm", "sm_90a")
     assert caplog.messages == [
         "gemm.cu is slower than it can be: (C7512) Potential Performance Loss: serialized"
     ]
 
 
-def test_without_a_compiler_the_error_says_what_was_tried(cache):
+def test_the_error_without_a_compiler_names_the_searched_programs(cache):
     with pytest.raises(
         KernelsUnavailableError, match=r"toolkit/lib64/libnvrtc\.so\.99.*install"
     ):

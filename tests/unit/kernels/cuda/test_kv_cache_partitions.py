@@ -32,7 +32,9 @@ def known_partitions(first_page: int, pages: bytes, mask: int = H200_MASK) -> L2
         (H100_MASK, 16, 16, True),
     ],
 )
-def test_kv_of_a_head_in_blocks_of_one_partition_lies_on_one(mask, layers, heads, is_first):
+def test_keys_and_values_of_a_head_lie_in_the_partition_of_their_block(
+    mask, layers, heads, is_first
+):
     assert keys_go_first(layers, heads, STRIPE_BYTES, mask) is is_first
     partitions = known_partitions(7, bytes([0, 1, 1, 0]), mask)
     block_bytes = 2 * layers * heads * STRIPE_BYTES
@@ -61,20 +63,20 @@ def test_kv_of_a_head_in_blocks_of_one_partition_lies_on_one(mask, layers, heads
         (32, 3, 4096),
     ],
 )
-def test_other_caches_have_no_partitions(layers, heads, head_bytes):
+def test_caches_of_other_sizes_have_no_partitions(layers, heads, head_bytes):
     assert keys_go_first(layers, heads, head_bytes, H200_MASK) is None
 
 
-def test_memory_without_partitions_has_caches_without():
+def test_memory_without_partitions_gives_caches_without_partitions():
     assert keys_go_first(32, 8, STRIPE_BYTES, 0) is None
 
 
 @pytest.mark.parametrize(("head_bytes", "tokens"), [(256, 16), (128, 32)])
-def test_a_piece_holds_a_heads_tokens(head_bytes, tokens):
+def test_a_stripe_holds_whole_tokens_of_a_head(head_bytes, tokens):
     assert stripe_tokens(head_bytes) == tokens
 
 
-def test_blocks_begin_where_their_addresses_say():
+def test_the_partition_of_a_block_follows_from_its_address():
     room = torch.empty(3 * PAGE_BYTES, dtype=torch.uint8)
     first = -room.data_ptr() % PAGE_BYTES
     memory = room[first : first + 2 * PAGE_BYTES].view(8, -1)
@@ -87,7 +89,7 @@ def test_blocks_begin_where_their_addresses_say():
     assert len(set(alike)) == 2
 
 
-def test_blocks_across_pages_or_of_odd_sizes_have_no_partition():
+def test_blocks_that_cross_pages_or_have_odd_sizes_have_no_partition():
     room = torch.empty(3 * PAGE_BYTES, dtype=torch.uint8)
     partitions = known_partitions(room.data_ptr() // PAGE_BYTES, bytes(4))
     assert block_partitions(room[: 2 * 3000].view(2, -1), partitions) is None

@@ -41,7 +41,7 @@ ADMITTED = [
     ],
     ids=str,
 )
-def test_every_launch_adds_what_all_ranks_gave_to_it(
+def test_every_launch_adds_the_inputs_of_all_ranks(
     tmp_path, num_ranks, dtype, parts, first_count
 ):
     max_rows, width = 2, 256
@@ -82,7 +82,7 @@ def test_every_launch_adds_what_all_ranks_gave_to_it(
     ],
     ids=str,
 )  # fmt: skip
-def test_squares_are_added_up_in_tritons_order(tmp_path, dtype, width):
+def test_squares_are_summed_in_the_order_of_the_triton_kernel(tmp_path, dtype, width):
     generator = torch.Generator().manual_seed(width)
     # One row on one rank: each thread of a block is one of the system's.
     x = torch.zeros(1, 8, 1, 1, width, dtype=dtype)
@@ -155,7 +155,7 @@ def compile_for_cpu(folder, defines):
     return ctypes.CDLL(str(library))
 
 
-def test_threads_have_whole_chunks_of_every_row_that_is_taken():
+def test_threads_process_whole_chunks_of_every_supported_row():
     assert {padded for _, padded in ADMITTED} == {256, 512, 1024, 2048, 4096, 8192}
     for dtype, padded in ADMITTED:
         sizes = dict(each.split("=") for each in macros(2, dtype, padded) if "=" in each)
@@ -168,7 +168,7 @@ def test_threads_have_whole_chunks_of_every_row_that_is_taken():
         assert 32 * norm_warps(padded) * int(sizes["NORM_VALUES"]) == padded
 
 
-def test_only_residuals_that_fit_are_taken():
+def test_only_residuals_of_supported_shapes_are_accepted():
     assert SUMS.takes(torch.zeros(64, 4096))
     assert SUMS.takes(torch.zeros(1, 8192, dtype=torch.bfloat16))
     assert SUMS.takes(torch.zeros(8, 5120, dtype=torch.float16))
@@ -182,5 +182,5 @@ def test_only_residuals_that_fit_are_taken():
         SumNorm([0, 0], 0, MAX_ROWS + 1, torch.device("cpu"))
 
 
-def test_a_region_has_two_slots_of_all_ranks_rows():
+def test_a_shared_region_has_two_slots_for_the_rows_of_all_ranks():
     assert region_bytes(2, 256) == 32 << 20

@@ -36,14 +36,14 @@ def test_the_first_entry_that_holds_the_rows_is_chosen(rows, cut):
     assert TABLE.pick(rows, (8, 256, 128), "gated") == cut
 
 
-def test_weights_that_were_not_measured_have_no_cut():
+def test_weights_without_measurements_have_no_tile_shape():
     assert TABLE.pick(1, (8, 256, 128), "plain") is None
     assert TABLE.pick(1, (4, 256, 128), "gated") is None
     assert TABLE.has_kernels
     assert not GroupedTable.of_device("a GPU that nobody measured").has_kernels
 
 
-def test_the_kernels_of_a_models_width_are_known_beforehand():
+def test_the_table_lists_the_kernels_of_a_model_width():
     assert TABLE.kernels(128) == [
         (GroupedShape(256, 192, 2), "gated", 8), (GroupedShape(64, 16), "gated", 8)
     ]  # fmt: skip
@@ -51,7 +51,7 @@ def test_the_kernels_of_a_models_width_are_known_beforehand():
 
 
 @pytest.mark.parametrize("experts", [8, 128, 256, 512])
-def test_a_ring_and_its_plan_fit_into_shared_memory(experts):
+def test_the_stages_and_the_plan_of_a_kernel_fit_into_shared_memory(experts):
     for weights, rows in ((64, 16), (128, 256), (256, 192)):
         shape = GroupedShape(weights, rows, 2)
         shape.check(experts)
@@ -64,7 +64,7 @@ def test_a_ring_and_its_plan_fit_into_shared_memory(experts):
     [(GroupedShape(192, 64), 8), (GroupedShape(256, 256), 8), (GroupedShape(64, 24), 8),
      (GroupedShape(64, 64, 3), 8), (GroupedShape(64, 64), 513)],
 )  # fmt: skip
-def test_what_the_kernel_is_not_made_for_is_refused(shape, experts):
+def test_unsupported_tile_shapes_are_refused(shape, experts):
     with pytest.raises(ValueError, match=r"is no cut|are above 512"):
         shape.check(experts)
 
@@ -72,7 +72,7 @@ def test_what_the_kernel_is_not_made_for_is_refused(shape, experts):
 @pytest.mark.parametrize(
     "path", sorted(TABLES.glob("*_experts.json")), ids=lambda path: path.stem
 )
-def test_a_committed_table_holds_cuts_that_fit(path):
+def test_committed_tables_hold_valid_tile_shapes(path):
     entries = json.loads(path.read_text(encoding="utf-8"))
     table = GroupedTable(entries)
 

@@ -23,7 +23,7 @@ def test_a_row_count_gets_the_first_entry_that_reaches_it():
     ]  # fmt: skip
 
 
-def test_torch_multiplies_what_was_not_measured():
+def test_weights_without_measurements_are_multiplied_by_torch():
     table = ProductTable({"4096x1024 plain": [(16, [64, 128, 4, 1])]})
 
     assert table.pick(17, 4096, 1024, "plain") is None
@@ -39,7 +39,7 @@ PATHS = sorted(set(TABLES.glob("*.json")) - set(TABLES.glob("*_experts.json")))
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
-def test_a_committed_table_holds_cuts_that_fit(path):
+def test_committed_tables_hold_valid_tile_shapes(path):
     entries = json.loads(path.read_text(encoding="utf-8"))
     table = ProductTable(entries)
 
@@ -57,7 +57,7 @@ def test_a_committed_table_holds_cuts_that_fit(path):
 @pytest.mark.parametrize(
     "outputs, inner", [(8, 64), (4096, 4096), (6144, 4096), (128256, 4096)]
 )
-def test_the_split_of_a_fixed_cut_depends_on_the_weight_alone(outputs, inner):
+def test_the_split_of_a_fixed_tile_shape_depends_on_the_weight_alone(outputs, inner):
     cuts = [fixed_choice(rows, outputs, inner) for rows in (1, 64, 65, 200, 5000)]
 
     assert len({cut.split for cut in cuts}) == 1
@@ -65,13 +65,13 @@ def test_the_split_of_a_fixed_cut_depends_on_the_weight_alone(outputs, inner):
     assert all(cut.columns == 128 and cut.sharing == 1 for cut in cuts)
 
 
-def test_a_cut_whose_partial_sums_do_not_fit_is_refused():
+def test_a_tile_shape_with_oversized_partial_sums_is_refused():
     with pytest.raises(ValueError, match="bytes of shared memory for partial sums"):
         GemmShape(256, 192, 4).check("plain")
     GemmShape(256, 192, 4).check("parts")
 
 
-def test_blocks_that_share_weights_take_whole_slices_of_them():
+def test_blocks_that_share_weights_take_whole_slices():
     table = ProductTable({"4096x1024 parts": [(256, [128, 128, 2, 2, 16, 0, 1])]})
 
     cut = table.pick(200, 4096, 1024, "parts")
@@ -86,7 +86,7 @@ def test_blocks_that_share_weights_take_whole_slices_of_them():
         GemmShape(128, 128, 2, 2, shares_weights=True).check("plain")
 
 
-def test_weights_under_way_before_the_rows_are_64_kib_unless_the_table_says_otherwise():
+def test_weight_prefetch_is_64_kib_unless_the_table_sets_a_size():
     table = ProductTable(
         {"4096x1024 plain": [(16, [64, 128, 4, 1]), (64, [64, 224, 1, 1, 16, 5])]}
     )

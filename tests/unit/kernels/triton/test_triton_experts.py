@@ -61,7 +61,7 @@ def test_sums_are_those_of_the_plain_twin(
     assert actual.dtype == dtype
 
 
-def test_triton_cuts_as_a_table_says_and_gives_the_same():
+def test_tile_shapes_of_a_table_do_not_change_the_result():
     inputs = make(torch.float32, 20, 4, 2, 64, 48)
     cuts = {(4, 96, 64): "gated", (4, 64, 48): "plain"}
     table = GroupedTable(
@@ -75,7 +75,7 @@ def test_triton_cuts_as_a_table_says_and_gives_the_same():
     assert mixture.backend == "triton"
 
 
-def test_ranks_with_some_of_the_experts_add_up_to_all():
+def test_ranks_with_some_of_the_experts_sum_to_the_result_of_all_experts():
     x, weights, ids, gate_up, down = make(torch.float32, 40, 6, 2, 64, 32)
     parts = [
         triton_experts.expert_mlp(
@@ -89,7 +89,7 @@ def test_ranks_with_some_of_the_experts_add_up_to_all():
 
 
 @pytest.mark.parametrize(("tokens", "experts"), [(300, 60), (2, 128)])
-def test_places_are_sorted_by_expert_and_counted(tokens, experts):
+def test_expert_assignments_are_sorted_by_expert_and_counted(tokens, experts):
     ids = drawn_ids("drawn", tokens, experts, 4)
 
     order, totals, positions = triton_experts.sort_places(ids, experts, 0)
@@ -101,7 +101,7 @@ def test_places_are_sorted_by_expert_and_counted(tokens, experts):
 
 
 @pytest.mark.parametrize("num_tokens", [1, 7, 8, 4097])
-def test_what_kernels_are_given_lies_alike_for_any_number_of_tokens(num_tokens):
+def test_kernel_arguments_are_aligned_for_any_number_of_tokens(num_tokens):
     ids = torch.randint(0, 3, (num_tokens, 3), dtype=torch.int32)
 
     order, totals, positions = triton_experts.sort_places(ids, 3, 0)

@@ -43,7 +43,7 @@ def test_sums_are_those_of_the_plain_twin(tokens, experts, chosen, hidden, inner
     torch.testing.assert_close(actual.float(), twin(*inputs), atol=4e-3, rtol=4e-3)
 
 
-def test_ranks_with_some_of_the_experts_add_up_to_all():
+def test_ranks_with_some_of_the_experts_sum_to_the_result_of_all_experts():
     # Ranks that hold one, none and two of the token's experts.
     x, weights, _, gate_up, down = make(1, 6, 3, 128, 640)
     ids = torch.tensor([[4, 2, 0]], dtype=torch.int32)
@@ -65,7 +65,7 @@ def test_a_rank_without_any_of_the_chosen_experts_gives_zeros():
     assert not stream_experts(x, weights, ids, gate_up, down).any()
 
 
-def test_tokens_that_seldom_share_an_expert_are_streamed():
+def test_batches_whose_tokens_seldom_share_an_expert_use_the_streaming_kernel():
     def gate_up(
         inner: int, hidden: int, experts: int = 8, dtype: torch.dtype = torch.float16
     ) -> torch.Tensor:
@@ -81,7 +81,7 @@ def test_tokens_that_seldom_share_an_expert_are_streamed():
     assert not can_stream(1, 2, gate_up(14336, 4096, dtype=torch.float32))
 
 
-def test_a_mixture_streams_one_token():
+def test_a_mixture_of_experts_streams_a_single_token():
     inputs = make(1, 4, 2, 128, 256)
     mixture = MeasuredExperts(torch.device("cpu"), torch.float16, GroupedTable({}))
 

@@ -108,7 +108,7 @@ def test_the_product_of_a_weight_takes_any_number_of_rows(rows, is_fixed):
     torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-3)
 
 
-def test_a_row_of_a_fixed_cut_does_not_depend_on_the_others():
+def test_a_row_of_a_fixed_tile_shape_does_not_depend_on_other_rows():
     weight = weights(136, 208, 24, 64)
     x = exact(70, 208, 16)
     quantized = Inputs(*quantize_groups(x, weight.blocks, Fp8Inputs()))
@@ -118,5 +118,5 @@ def test_a_row_of_a_fixed_cut_does_not_depend_on_the_others():
 
 
 @pytest.mark.parametrize(("outputs", "parts"), [(4096, 4), (28672, 1), (6144, 2)])
-def test_few_outputs_are_shared_by_more_programs(outputs, parts):
+def test_products_with_few_outputs_are_split_between_more_programs(outputs, parts):
     assert stream_tile(1, outputs, 4096).parts == parts

@@ -10,7 +10,7 @@ from trimaran.kernels.triton.permutation import permute_rows, unpermute_rows
 
 
 @pytest.mark.parametrize(("tokens", "chosen", "width"), [(1, 2, 40), (50, 4, 1100)])
-def test_rows_lie_by_expert_and_come_back_weighed(tokens, chosen, width):
+def test_rows_are_grouped_by_expert_and_return_weighted(tokens, chosen, width):
     generator = torch.Generator().manual_seed(tokens)
     x = torch.randn(tokens, width + 8, generator=generator)[:, :width]
     weights = torch.rand(tokens, chosen, generator=generator)

@@ -131,7 +131,7 @@ def test_filtered_draws_are_those_of_the_cpu(vocab_size, kind):
     assert torch.equal(sampled.by_kernels(logits), sampled.on_cpu(logits))
 
 
-def test_filters_read_halves_as_they_are():
+def test_filters_read_half_precision_logits_without_a_copy():
     torch.manual_seed(8)
     params = [SamplingParams(**fields, seed=9) for fields in FILTERS[2::4]]
     logits = (torch.randn(len(params), 3000) * 2).half()
@@ -140,7 +140,7 @@ def test_filters_read_halves_as_they_are():
     assert torch.equal(sampled.by_kernels(logits), sampled.on_cpu(logits))
 
 
-def test_of_equal_logits_the_lowest_id_wins_and_masked_ones_never():
+def test_the_lowest_id_wins_among_equal_logits_and_masked_ids_never():
     logits = torch.full((4, 9000), float("-inf"))
     logits[:2, [5, 4500]] = 1.0
     logits[2:, 8999] = -1e4
@@ -157,7 +157,7 @@ def test_of_equal_logits_the_lowest_id_wins_and_masked_ones_never():
 @pytest.mark.matrix(keep=1)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("fields", [FILTERS[0], FILTERS[2], FILTERS[5], FILTERS[9]])
-def test_logits_that_are_no_numbers_lead_to_an_id_and_hurt_no_other_row(fields):
+def test_nan_logits_give_a_valid_id_and_change_no_other_row(fields):
     torch.manual_seed(4)
     logits = torch.randn(3, 600)
     sampled = Sampled([SamplingParams(**fields, seed=7)] * 3)
@@ -173,7 +173,7 @@ def test_logits_that_are_no_numbers_lead_to_an_id_and_hurt_no_other_row(fields):
 
 @pytest.mark.matrix(keep=2)
 @pytest.mark.parametrize("fields", [FILTERS[0], FILTERS[5], {"top_p": 1.0}, {}])
-def test_an_entry_without_a_row_is_passed_over(fields):
+def test_entries_without_a_row_are_skipped(fields):
     torch.manual_seed(5)
     logits = torch.randn(3, 3000)
     sampled = Sampled([SamplingParams(**fields, seed=7)] * 3)

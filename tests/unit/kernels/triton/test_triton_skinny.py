@@ -11,7 +11,7 @@ from trimaran.kernels.triton.skinny import can_stream, row_products, stream_gate
 
 @pytest.mark.parametrize("rows", [1, 5, 16])
 @pytest.mark.parametrize(("outputs", "inner"), [(64, 512), (192, 1024)])
-def test_parts_add_up_to_the_product(rows, outputs, inner):
+def test_partial_sums_add_up_to_the_product(rows, outputs, inner):
     generator = torch.Generator().manual_seed(outputs)
     x = torch.randn(rows, inner + 16, generator=generator).half()[:, :inner]
     weight = torch.randn(outputs, inner, generator=generator).half() / 16
@@ -35,7 +35,7 @@ def test_the_gated_product_is_that_of_the_plain_twin(rows):
 
 
 @pytest.mark.parametrize(("rows", "outputs", "inner"), [(1, 8, 256), (2, 60, 200)])
-def test_a_routers_numbers_are_not_rounded(rows, outputs, inner):
+def test_router_logits_of_the_skinny_kernel_are_not_rounded(rows, outputs, inner):
     generator = torch.Generator().manual_seed(outputs)
     x = torch.randn(rows, inner + 8, generator=generator).half()[:, :inner]
     weight = torch.randn(outputs, inner, generator=generator).half()

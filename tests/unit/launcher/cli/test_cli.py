@@ -22,7 +22,7 @@ print(*(stream.fileno() for stream in (sys.stdin, sys.stdout, sys.stderr)))
 
 
 @pytest.mark.parametrize("closed", ["2>&-", "<&-", "<&- 2>&-"])
-def test_standard_streams_that_were_closed_lead_nowhere(closed):
+def test_closed_standard_streams_are_replaced_by_dev_null(closed):
     done = subprocess.run(
         ["bash", "-c", f'exec "$0" -P -c "$1" {closed}', sys.executable, PROGRAM],
         stdout=subprocess.PIPE, text=True, timeout=60,
@@ -51,7 +51,7 @@ def printing(request):
 
 
 @pytest.mark.parametrize("words", ["--version", "bench --help", "slurm render --model-repo r"])
-def test_a_full_disk_for_what_is_printed_is_told_in_a_line(printing, words):
+def test_a_full_disk_at_standard_output_is_a_one_line_error(printing, words):
     with open("/dev/full", "w") as full:
         code, said = printing(words, full)
     assert code == 1
@@ -61,7 +61,7 @@ def test_a_full_disk_for_what_is_printed_is_told_in_a_line(printing, words):
 
 
 @pytest.mark.parametrize("words", ["--version", "bench --help", "slurm render --model-repo r"])
-def test_a_reader_that_went_away_ends_a_command_without_a_word(printing, words):
+def test_a_closed_pipe_at_standard_output_ends_a_command_silently(printing, words):
     reader, writer = os.pipe()
     os.close(reader)
     try:
@@ -70,14 +70,14 @@ def test_a_reader_that_went_away_ends_a_command_without_a_word(printing, words):
         os.close(writer)
 
 
-def test_an_error_is_told_beside_output_that_cannot_be_written(printing):
+def test_an_error_is_printed_even_if_standard_output_cannot_be_written(printing):
     with open("/dev/full", "w") as full:
         code, said = printing("slurm render", full)
     assert code == 2
     assert "--model-repo DIR is missing" in said
 
 
-def test_names_that_are_no_utf8_are_printed_all_the_same(tmp_path):
+def test_file_names_that_are_not_utf8_are_printed(tmp_path):
     folder = os.fsencode(tmp_path) + b"/r\xff"
     done = subprocess.run(
         [*COMMAND, "init-repo", folder, "--defaults"], capture_output=True,
@@ -87,7 +87,7 @@ def test_names_that_are_no_utf8_are_printed_all_the_same(tmp_path):
     assert b"r\\udcff" in done.stdout
 
 
-def test_output_that_a_command_can_do_without_is_none_of_its_failures(monkeypatch):
+def test_a_command_whose_output_is_optional_succeeds_when_printing_fails(monkeypatch):
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
         with watched_output(), contextlib.suppress(OSError):
@@ -95,14 +95,14 @@ def test_output_that_a_command_can_do_without_is_none_of_its_failures(monkeypatc
         assert sys.stdout is full
 
 
-def test_another_file_that_fails_is_not_taken_for_the_output(monkeypatch, tmp_path):
+def test_a_failing_file_is_not_reported_as_standard_output(monkeypatch, tmp_path):
     with (tmp_path / "output").open("w") as output:
         monkeypatch.setattr(sys, "stdout", output)
         with pytest.raises(FileNotFoundError), watched_output():
             Path("/nowhere").read_text()
 
 
-def test_without_an_mpi_library_nothing_starts_under_no_mpi_either(tmp_path, free_port):
+def test_a_missing_mpi_library_is_refused_under_every_way_of_starting(tmp_path, free_port):
     checkpoint = write_checkpoint(tmp_path / "hf")
     write_model(tmp_path / "repo" / "m", gpt_model_path=str(checkpoint))
     done = subprocess.run(
@@ -134,7 +134,9 @@ def test_without_an_mpi_library_nothing_starts_under_no_mpi_either(tmp_path, fre
         ),
     ],
 )
-def test_what_is_no_number_is_refused_with_what_may_stand_there(capsys, flag, text, complaint):
+def test_a_flag_value_that_is_no_number_is_refused_with_the_valid_values(
+    capsys, flag, text, complaint
+):
     with pytest.raises(SystemExit) as ended:
         main(["serve", "--model-repo", "/repo", flag, text])
     assert ended.value.code == 2
@@ -151,7 +153,7 @@ def test_what_is_no_number_is_refused_with_what_may_stand_there(capsys, flag, te
         ("serve", "--http-port=1", "--model-repo"),
     ],
 )
-def test_a_path_that_no_file_can_have_is_refused_in_a_line(capsys, command):
+def test_an_impossible_path_is_a_one_line_error(capsys, command):
     assert main([*command, "x" * 5000]) == 2
     said = capsys.readouterr().err
     assert said.startswith("trimaran: error: ")

@@ -30,7 +30,7 @@ def test_a_wrong_mpirun_is_bad_and_code_1(capsys, free_port):
     assert report.endswith("1 problem(s) to fix before `trimaran serve` can work here.\n")
 
 
-def test_a_busy_port_is_a_note_since_another_would_do(capsys):
+def test_a_busy_port_is_a_note_when_another_port_would_serve(capsys):
     with socket.create_server(("0.0.0.0", 0)) as listener:
         port = listener.getsockname()[1]
         assert cli.main(["doctor", *ports(port)]) == 0
@@ -39,7 +39,7 @@ def test_a_busy_port_is_a_note_since_another_would_do(capsys):
     )
 
 
-def test_a_port_is_looked_for_where_it_would_be_opened_if_at_all(capsys, free_port):
+def test_the_doctor_checks_ports_on_the_addresses_that_serve_would_open(capsys, free_port):
     flags = ["--http-address", "192.0.2.1", "--allow-grpc", "false"]
     assert cli.main(["doctor", *ports(free_port), *flags]) == 0
     report = capsys.readouterr().out
@@ -71,7 +71,7 @@ def repository(tmp_path, **gpus):
     return ["--model-repo", str(tmp_path / "repo"), "--load-format", "random"]
 
 
-def test_the_doctor_shows_who_would_sit_where(capsys, free_port, tmp_path):
+def test_the_doctor_shows_the_placement_of_ranks(capsys, free_port, tmp_path):
     flags = repository(tmp_path, a="0,1", b="2")
     assert cli.main(["doctor", *ports(free_port), *flags]) == 0
     report = capsys.readouterr().out
@@ -81,7 +81,7 @@ def test_the_doctor_shows_who_would_sit_where(capsys, free_port, tmp_path):
     assert "GPU 2    b rank 0" in report
 
 
-def test_the_doctor_finds_a_gpu_that_two_models_ask_for(capsys, free_port, tmp_path):
+def test_the_doctor_finds_a_gpu_requested_by_two_models(capsys, free_port, tmp_path):
     flags = repository(tmp_path, a="0,1", b="1")
     assert cli.main(["doctor", *ports(free_port), *flags]) == 1
     report = capsys.readouterr().out

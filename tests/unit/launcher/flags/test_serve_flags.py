@@ -21,7 +21,7 @@ def repository(tmp_path):
     return tmp_path / "repo"
 
 
-def test_the_replaced_scripts_flags_take_effect_in_their_own_spelling(repository, tmp_path):
+def test_flags_of_launch_triton_server_take_effect_in_their_spelling(repository, tmp_path):
     config = resolve(
         repository, "--world_size=2", "--http_port", "9000", "--grpc_port=9001",
         "--metrics_port=9002", "--log", "--log-file", "x.txt", "--exit_timeout=5", "-f",
@@ -51,7 +51,7 @@ def test_the_engine_folder_gives_the_limits_and_the_world_size(repository):
 
 
 @pytest.mark.feature("setting:max_queue_size", of="request")
-def test_the_engine_hears_the_queue_size_of_each_level(repository):
+def test_the_queue_size_of_each_priority_level_reaches_the_engine(repository):
     path = repository / "tensorrt_llm" / "config.pbtxt"
     levels = (
         "dynamic_batching { priority_levels: 3 default_priority_level: 2 "
@@ -65,7 +65,7 @@ def test_the_engine_hears_the_queue_size_of_each_level(repository):
     assert EngineConfig.from_wire(engine.to_wire()) == engine
 
 
-def test_flags_go_before_the_engine_folder(repository):
+def test_flags_override_the_engine_folder(repository):
     engine = resolve(
         repository, "--max-batch-size", "4", "--max-num-tokens", "32", "--tokens-per-block",
         "16", "--depth", "1", "--expected-output-tokens", "99",
@@ -83,7 +83,7 @@ def test_flags_go_before_the_engine_folder(repository):
     assert EngineConfig.from_wire(engine.to_wire()) == engine
 
 
-def test_graphs_and_sums_are_left_to_the_engine_unless_a_flag_says_more(repository):
+def test_graphs_and_all_reduce_are_chosen_by_the_engine_unless_a_flag_is_set(repository):
     def chosen(*flags):
         engine = resolve(repository, *flags).groups[0].engine
         assert EngineConfig.from_wire(engine.to_wire()) == engine
@@ -95,7 +95,7 @@ def test_graphs_and_sums_are_left_to_the_engine_unless_a_flag_says_more(reposito
     ) == (0, False, "nccl")
 
 
-def test_whether_the_first_product_is_looked_up_is_left_to_the_engine_too(repository):
+def test_the_first_layer_table_is_chosen_by_the_engine_unless_a_flag_is_set(repository):
     def chosen(*flags):
         engine = resolve(repository, *flags).groups[0].engine
         assert EngineConfig.from_wire(engine.to_wire()) == engine
@@ -107,12 +107,12 @@ def test_whether_the_first_product_is_looked_up_is_left_to_the_engine_too(reposi
 
 
 @pytest.mark.parametrize("flags", [("--all-reduce", "peer"), ("--collective-graphs",)])
-def test_flags_of_sums_over_gpus_are_refused_on_the_cpu(repository, flags):
+def test_all_reduce_flags_for_gpus_are_refused_on_the_cpu(repository, flags):
     with pytest.raises(ConfigError, match=f"{' '.join(flags)} is about sums between GPUs"):
         resolve(repository, "--device", "cpu", *flags)
 
 
-def test_sizes_of_experts_reach_the_engine_or_are_refused(tmp_path):
+def test_expert_parallel_sizes_reach_the_engine_or_are_refused(tmp_path):
     moe = Path(__file__).parents[4] / "examples" / "demo_models" / "moe"
     write_model(tmp_path / "m", gpt_model_path=str(moe))
     sizes = ("--world-size", "4", "--moe-ep-size", "2")
@@ -137,14 +137,14 @@ def test_a_ready_file_that_cannot_be_written_is_refused_before_anything_starts(
         resolve(repository, "--ready-file", str(tmp_path / ("x" * 300)))
 
 
-def test_a_ready_file_takes_no_place_of_a_device_or_fifo(repository, tmp_path):
+def test_a_ready_file_does_not_replace_a_device_or_fifo(repository, tmp_path):
     os.mkfifo(tmp_path / "fifo")
     for path, kind in ((tmp_path / "fifo", "a FIFO"), ("/dev/null", "a device")):
         with pytest.raises(ConfigError, match=rf"it is {kind}, not a file\. Name a file"):
             resolve(repository, "--ready-file", str(path))
 
 
-def test_steps_to_trace_are_named_by_number_and_go_where_the_logs_go(repository, tmp_path):
+def test_traced_steps_are_given_by_number_and_written_to_the_log_folder(repository, tmp_path):
     assert resolve(repository).profile is None
     logs = tmp_path / "logs"
     profile = resolve(repository, "--profile", "steps=5:9", "--log-dir", str(logs)).profile
@@ -199,7 +199,7 @@ def test_keys_of_the_cache_and_of_old_configurations_reach_the_engine(tmp_path):
 
 
 @pytest.mark.feature("parameter:decoding_mode")
-def test_a_beam_width_reaches_the_engine_and_goes_with_its_decoding_mode(tmp_path):
+def test_a_beam_width_reaches_the_engine_and_must_match_the_decoding_mode(tmp_path):
     path = str(write_checkpoint(tmp_path / "hf"))
     keys = {"gpt_model_path": path, "max_beam_width": "4"}
     write_model(tmp_path / "a" / "m", **keys, decoding_mode="beam_search")
@@ -209,7 +209,7 @@ def test_a_beam_width_reaches_the_engine_and_goes_with_its_decoding_mode(tmp_pat
         resolve(tmp_path / "b")
 
 
-def test_a_beam_width_is_that_of_the_engine_or_smaller(tmp_path):
+def test_a_beam_width_above_that_of_the_engine_folder_is_refused(tmp_path):
     path = str(write_engine(tmp_path / "engine", 1, max_beam_width=3))
     for name, value, width in (("a", "${max_beam_width}", 3), ("b", "2", 2)):
         write_model(tmp_path / name / "m", gpt_model_path=path, max_beam_width=value)
@@ -281,13 +281,13 @@ def test_guided_decoding_without_a_tokenizer_is_refused_before_anything_starts(t
         ("disable_overlap_scheduler", "false", 2),
     ],
 )
-def test_overlap_has_three_names(tmp_path, key, value, depth):
+def test_each_of_three_keys_sets_the_overlap(tmp_path, key, value, depth):
     checkpoint = write_checkpoint(tmp_path / "hf")
     write_model(tmp_path / "repo" / "m", gpt_model_path=str(checkpoint), **{key: value})
     assert resolve(tmp_path / "repo").groups[0].engine.scheduler.depth == depth
 
 
-def test_depth_is_the_engines_to_choose_unless_asked_for_and_has_a_limit(tmp_path):
+def test_pipeline_depth_is_chosen_by_the_engine_unless_a_flag_is_set_and_has_a_limit(tmp_path):
     checkpoint = write_checkpoint(tmp_path / "hf")
     write_model(tmp_path / "repo" / "m", gpt_model_path=str(checkpoint))
 
@@ -300,7 +300,7 @@ def test_depth_is_the_engines_to_choose_unless_asked_for_and_has_a_limit(tmp_pat
         depth("--depth", "3")
 
 
-def test_unfilled_keys_leave_the_defaults(tmp_path):
+def test_unfilled_template_keys_keep_the_defaults(tmp_path):
     write_model(
         tmp_path / "repo" / "m",
         gpt_model_path=str(write_checkpoint(tmp_path / "hf")),
@@ -315,7 +315,7 @@ def test_unfilled_keys_leave_the_defaults(tmp_path):
     assert engine.cuda_graphs
 
 
-def test_a_run_file_holds_any_flags_and_the_command_line_goes_before_it(repository, tmp_path):
+def test_flags_of_the_command_line_override_a_run_file(repository, tmp_path):
     run = tmp_path / "run.yaml"
     run.write_text(
         "http_port: 7000\ngrpc-port: 7001\nlog: true\nforce: false\nstrict-readiness: false\n"
@@ -488,7 +488,7 @@ def test_an_unknown_command_names_the_known_ones(capsys):
     assert "serve, build" in capsys.readouterr().err
 
 
-def test_front_ends_are_counted_and_limited(repository):
+def test_the_number_of_front_ends_is_limited(repository):
     assert resolve(repository, "--frontend-processes", "4").frontend.num_frontends == 4
     with pytest.raises(ConfigError, match="is 65 but at most 64"):
         resolve(repository, "--frontend-processes", "65")

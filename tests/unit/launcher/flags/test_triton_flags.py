@@ -53,25 +53,25 @@ def test_every_flag_of_tritonserver_is_known():
 
 
 @pytest.mark.parametrize("name", list(_OTHERS))
-def test_what_cannot_take_effect_is_refused_with_what_to_do_instead(repository, name):
+def test_tritonserver_flags_that_cannot_take_effect_are_refused_with_a_remedy(repository, name):
     with pytest.raises(ConfigError) as caught:
         resolve(repository, f"--{name}=something")
     assert str(caught.value) == f"--{name} something: {_OTHERS[name][0]}."
 
 
 @pytest.mark.parametrize("name", [name for name, (_, neutral) in _OTHERS.items() if neutral])
-def test_what_asks_for_the_case_as_it_is_is_taken(repository, name):
+def test_tritonserver_flags_that_ask_for_the_only_behaviour_are_accepted(repository, name):
     for value in _OTHERS[name][1]:
         resolve(repository, f"--{name}={value.upper()}")
 
 
-def test_a_flag_that_is_given_twice_counts_twice(repository):
+def test_repeatable_flags_collect_all_values(repository):
     flags = ("--trace-config", "level=TIMESTAMPS", "--trace-config=mode=triton")
     with pytest.raises(ConfigError, match="--trace-config level=TIMESTAMPS mode=triton: "):
         resolve(repository, *flags)
 
 
-def test_a_second_repository_is_refused_rather_than_served_in_place_of_the_first(tmp_path):
+def test_a_second_model_repository_is_refused(tmp_path):
     both = ("--model-repository=/a", "--model_store", "/b")
     with pytest.raises(ConfigError, match="--model-repo has the values /a, /b, but takes one"):
         parse(*both)
@@ -82,7 +82,7 @@ def test_a_second_repository_is_refused_rather_than_served_in_place_of_the_first
 
 
 @pytest.mark.parametrize("name", list(_IDLE))
-def test_what_changes_nothing_is_noted_with_the_reason(repository, name):
+def test_tritonserver_flags_without_effect_are_noted_with_the_reason(repository, name):
     notes = resolve(repository, f"--{name}", "8").notes
     assert f"--{name} has no effect: {_IDLE[name]}" in notes
 
@@ -114,7 +114,7 @@ def test_flags_of_grpc_and_of_metrics_reach_the_front_end(repository):
         (("--log-warning=false",), "INFO"),
     ],
 )
-def test_levels_that_are_not_wanted_are_not_logged(repository, flags, level):
+def test_disabled_log_levels_are_not_logged(repository, flags, level):
     config = resolve(repository, *flags)
     kinds, is_verbose = config.frontend.log_kinds, config.frontend.log_verbose_level > 0
     assert config.log.level == level == level_name(kinds, is_verbose=is_verbose)

@@ -43,7 +43,7 @@ def configuration(repository, *flags):
 
 
 @pytest.mark.parametrize("address", [NOWHERE, "a..b", "::1"])
-def test_an_advertised_address_that_leads_nowhere_is_refused(repository, address):
+def test_an_unreachable_advertised_address_is_refused(repository, address):
     # Ports are checked before names, and default ports may be in use.
     ports = zip(("http", "grpc", "metrics"), free_ports(3), strict=True)
     flags = [f"--{name}-port={port}" for name, port in ports]
@@ -66,7 +66,7 @@ def test_an_advertised_address_of_another_host_is_refused(repository):
         check_host_names(config, {})
 
 
-def test_a_name_that_means_loopback_only_here_is_not_advertised(monkeypatch):
+def test_a_host_name_that_resolves_to_loopback_is_not_advertised(monkeypatch):
     entry = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_: [entry])
     with pytest.raises(ConfigError, match=r"means 127\.0\.1\.1 here.*do not reach"):
@@ -74,30 +74,30 @@ def test_a_name_that_means_loopback_only_here_is_not_advertised(monkeypatch):
 
 
 @pytest.mark.parametrize("flags", [(), ("--multi-model",)])
-def test_a_host_that_nobody_knows_is_refused(repository, flags):
+def test_an_unresolvable_host_is_refused(repository, flags):
     config = configuration(repository, "--hosts", NOWHERE, *flags)
     with pytest.raises(ConfigError, match=f"names '{NOWHERE}', but no address .* /etc/hosts"):
         check_host_names(config, {})
 
 
 @pytest.mark.parametrize("host", ["localhost", "192.0.2.1", "near", "behind"])
-def test_a_host_may_be_known_to_ssh_alone(repository, ssh, host):
+def test_a_host_may_be_defined_in_the_ssh_configuration_alone(repository, ssh, host):
     check_host_names(configuration(repository, "--hosts", host, "--rsh-agent", f"{ssh} -v"), {})
 
 
-def test_a_name_that_ssh_does_not_know_either_is_refused(repository, ssh):
+def test_a_host_unknown_to_dns_and_ssh_is_refused(repository, ssh):
     with pytest.raises(ConfigError, match=f"names '{NOWHERE}'"):
         check_host_names(configuration(repository, "--hosts", NOWHERE, "--rsh-agent", ssh), {})
 
 
-def test_slurm_and_other_agents_know_hosts_of_their_own(repository):
+def test_hosts_are_not_resolved_when_slurm_or_another_agent_starts_ranks(repository):
     flags = ("--hosts", NOWHERE)
     check_host_names(configuration(repository, *flags), {"SLURM_JOB_ID": "7"})
     check_host_names(configuration(repository, *flags), {"PRTE_MCA_plm_ssh_agent": "x"})
     check_host_names(configuration(repository, *flags, "--rsh-agent", "/bin/sh -c"), {})
 
 
-def test_the_doctor_says_so_too(repository, capsys, free_port):
+def test_the_doctor_reports_unresolvable_hosts(repository, capsys, free_port):
     ports = [f"--{name}-port={free_port}" for name in ("http", "grpc", "metrics")]
     flags = ["--model-repo", str(repository), "--load-format", "random", "--hosts", NOWHERE]
     assert cli.main(["doctor", *ports, *flags]) == 1

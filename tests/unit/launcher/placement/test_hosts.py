@@ -12,18 +12,18 @@ from trimaran.launcher.placement.hosts import allocated_hosts, is_this_host, nam
 from trimaran.launcher.placement.placement import Host
 
 
-def test_a_host_has_one_slot_each_time_it_is_named_unless_it_says_more():
+def test_each_mention_of_a_host_is_one_slot_unless_a_count_is_given():
     hosts = named_hosts(parse("--hosts", "a,b:2, a"), "cpu")
     assert hosts == (Host(name="a", num_slots=2), Host(name="b", num_slots=2))
 
 
-def test_on_gpus_a_slot_is_a_gpu():
+def test_slots_on_gpu_hosts_are_gpus():
     (host,) = named_hosts(parse("--hosts", "a:4"), "cuda")
     assert (host.num_slots, host.num_gpus) == (4, 4)
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
-def test_a_host_file_may_be_in_either_mpis_form(tmp_path, encoding):
+def test_host_files_of_open_mpi_and_mpich_are_read(tmp_path, encoding):
     path = tmp_path / "hosts"
     path.write_text("a slots=3 # old\n\n# rack 1\nb:2\nc\n", encoding)
     hosts = named_hosts(parse("--hostfile", str(path)), "cpu")
@@ -36,18 +36,18 @@ def test_a_host_file_may_be_in_either_mpis_form(tmp_path, encoding):
 @pytest.mark.parametrize(
     "text", ["a:", "a:0", "a:2:3", ":2", "a b", "-a", "a,,b", "a:²", f"a:{'9' * 5000}"]
 )
-def test_what_is_no_host_is_refused(text):
+def test_invalid_host_names_are_refused(text):
     with pytest.raises(ConfigError, match="is not a host"):
         named_hosts(parse(f"--hosts={text}"), "cpu")
 
 
-def test_this_host_is_known_by_its_names():
+def test_all_names_of_this_host_are_recognised():
     assert is_this_host("localhost")
     assert is_this_host(socket.gethostname())
     assert not is_this_host("node-of-nobody")
 
 
-def test_the_nodes_of_a_slurm_job_have_its_cpus_as_slots():
+def test_nodes_of_a_slurm_job_have_their_allocated_cpus_as_slots():
     environ = {
         "SLURM_JOB_NUM_NODES": "3", "SLURM_JOB_NODELIST": "n1,n2,n3",
         "SLURM_JOB_CPUS_PER_NODE": "8(x2),4", "SLURM_GPUS_ON_NODE": "2",

@@ -42,27 +42,27 @@ from trimaran.launcher.placement.job import Job, current_job
         ({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0"}, None),
     ],
 )  # fmt: skip
-def test_a_task_knows_its_place(environ, expected):
+def test_a_task_reads_its_rank_and_world_size(environ, expected):
     assert current_job(environ) == expected
 
 
-def test_tasks_that_no_mpi_joins_are_refused():
+def test_tasks_without_a_common_mpi_world_are_refused():
     with pytest.raises(ConfigError, match=r"2 tasks that no MPI joins.*--mpi=pmix"):
         current_job({"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"})
 
 
-def test_a_rank_inside_a_job_keeps_the_jobs_variables_and_asks_rank_0_for_the_rest():
+def test_a_rank_of_a_job_keeps_the_jobs_variables_and_gets_other_settings_from_rank_0():
     environ = job.rank_environ({"PMIX_RANK": "1", "OMPI_MCA_mpi_yield_when_idle": "0"})
     assert environ["PMIX_RANK"] == "1"
     assert environ["OMPI_MCA_mpi_yield_when_idle"] == "0"
     assert environ["TRIMARAN_JOB"] == "1"
 
 
-def test_an_address_for_other_hosts_is_not_a_loopback():
+def test_the_address_for_other_hosts_is_never_loopback():
     assert not ipaddress.ip_address(job.own_address()).is_loopback
 
 
-def test_a_job_fixes_the_way_of_starting_and_forbids_restarts(tmp_path):
+def test_an_existing_mpi_job_fixes_the_starter_and_disables_restarts(tmp_path):
     engine = write_engine(tmp_path / "engine", tp_size=2)
     write_model(tmp_path / "repo" / "m", gpt_model_path=str(engine))
     repository = tmp_path / "repo"

@@ -49,7 +49,9 @@ def test_orchestrator_mode_spawns_where_spawning_is_safe():
         (OPEN_MPI_5, FAR, "onto other hosts (node-of-nobody)"),
     ],
 )
-def test_orchestrator_mode_has_an_mpirun_a_group_elsewhere_and_says_why(mpi, hosts, why):
+def test_orchestrator_mode_without_spawn_starts_an_mpirun_for_each_group_and_logs_the_reason(
+    mpi, hosts, why
+):
     launch = choose("--multi-model", mpi=mpi, hosts=hosts)
     assert launch.kind == "mpirun"
     assert why in launch.why
@@ -58,7 +60,7 @@ def test_orchestrator_mode_has_an_mpirun_a_group_elsewhere_and_says_why(mpi, hos
     assert why in str(caught.value)
 
 
-def test_orchestrator_mode_in_a_slurm_job_has_a_step_a_group(slurm):
+def test_orchestrator_mode_in_a_slurm_job_starts_a_step_for_each_group(slurm):
     launch = choose("--multi-model", environ=slurm)
     assert (launch.kind, launch.why) == ("srun", "inside Slurm job 7 groups are its steps")
     assert choose("--multi-model", "--mpirun", "/x/mpirun", environ=slurm).kind == "spawn"
@@ -72,7 +74,7 @@ def test_srun_needs_a_slurm_job_and_its_program(slurm, monkeypatch):
         choose("--multi-model", "--worker-launch", "srun", environ=slurm)
 
 
-def test_some_flags_leave_no_choice():
+def test_flags_that_require_a_starter_choose_the_starter():
     assert choose("--no-mpi").kind == "none"
     assert choose(job=Job(0, 2, True)).kind == "job"
     flags = ("--multi-model", "--disable-spawn-processes")

@@ -31,7 +31,7 @@ def refusal(requests, hosts, taken=()):
     return str(caught.value)
 
 
-def test_named_gpus_are_given_in_rank_order_and_others_get_what_is_left():
+def test_named_gpus_are_assigned_in_rank_order_and_other_groups_get_free_gpus():
     placements = place([gpus("any", 2), gpus("named", 2, "2", "0")], [FOUR_GPUS])
     assert where(placements) == [
         ("any", 0, "a", "1"), ("any", 1, "a", "3"),
@@ -39,7 +39,7 @@ def test_named_gpus_are_given_in_rank_order_and_others_get_what_is_left():
     ]  # fmt: skip
 
 
-def test_large_groups_are_seated_before_small_ones():
+def test_large_groups_are_placed_before_small_groups():
     hosts = [Host(name="a", num_gpus=2), Host(name="b", num_gpus=1)]
     placements = place([gpus("small", 1), gpus("large", 2)], hosts)
     assert where(placements)[0] == ("small", 0, "b", "0")
@@ -51,7 +51,7 @@ def test_the_same_gpu_number_on_another_host_is_another_gpu():
     assert {(placed.group, placed.host) for placed in placements} == {("x", "a"), ("y", "b")}
 
 
-def test_a_group_over_two_hosts_has_half_of_its_ranks_on_each():
+def test_a_group_over_two_hosts_has_half_of_its_ranks_on_each_host():
     hosts = [Host(name=name, num_gpus=4, num_slots=4) for name in "ab"]
     placements = place([gpus("x", 4, "0", "1", "0", "1", num_nodes=2)], hosts)
     assert where(placements) == [
@@ -65,7 +65,7 @@ def test_ranks_may_fill_the_hosts_in_order():
     assert [placed.host for placed in placements] == ["a", "a", "a", "b"]
 
 
-def test_tensor_groups_stay_on_one_host_where_there_is_room_for_them():
+def test_tensor_parallel_groups_stay_on_one_host_if_slots_suffice():
     def hosts_of(wanted, *slots):
         hosts = [Host(name=name, num_slots=n) for name, n in zip("abc", slots, strict=False)]
         return "".join(placed.host for placed in place([wanted], hosts))
@@ -78,7 +78,7 @@ def test_tensor_groups_stay_on_one_host_where_there_is_room_for_them():
     assert hosts_of(pairs, 1, 3) == "abbb"
 
 
-def test_a_gpu_asked_for_twice_is_refused_with_both_groups_and_a_picture():
+def test_a_gpu_requested_twice_is_refused_with_both_groups_and_a_placement_map():
     text = refusal([gpus("llama", 2, "0", "1"), gpus("gpt", 2, "1", "2")], [FOUR_GPUS])
     assert "group 'gpt' asks for GPU 1, which group 'llama' has." in text
     assert "gpu_device_ids in config.pbtxt" in text
@@ -86,7 +86,7 @@ def test_a_gpu_asked_for_twice_is_refused_with_both_groups_and_a_picture():
     assert text.endswith("not placed: gpt (2 rank(s), GPUs 1,2)")
 
 
-def test_overlaps_count_where_no_gpu_is_used_too():
+def test_overlapping_devices_are_refused_on_the_cpu_too():
     wanted = PlacementRequest(name="x", num_ranks=1, devices=("0",))
     other = PlacementRequest(name="y", num_ranks=1, devices=("0",))
     assert "asks for GPU 0" in refusal([wanted, other], [Host(name="a")])
@@ -102,7 +102,7 @@ def test_overlaps_count_where_no_gpu_is_used_too():
         (gpus("x", 3, num_nodes=2), "3 ranks, which num_nodes 2 does not divide"),
     ],
 )
-def test_what_does_not_fit_says_what_is_missing(wanted, complaint):
+def test_a_placement_that_does_not_fit_names_the_missing_slots(wanted, complaint):
     assert complaint in refusal([wanted], [FOUR_GPUS])
 
 
@@ -125,13 +125,13 @@ def test_a_host_whose_slots_are_taken_gets_no_rank():
     assert "needs 1 slot(s) on one host but at most 0 are free" in text
 
 
-def test_taken_places_stay_taken():
+def test_slots_of_running_groups_stay_taken():
     running = place([gpus("old", 3)], [FOUR_GPUS])
     assert where(place([gpus("new", 1)], [FOUR_GPUS], running)) == [("new", 0, "a", "3")]
     assert "at most 1 are free" in refusal([gpus("new", 2)], [FOUR_GPUS], running)
 
 
-def test_the_picture_shows_every_gpu_and_every_group():
+def test_the_placement_map_shows_every_gpu_and_every_group():
     host = Host(name="a", num_gpus=3)
     placements = place([gpus("x", 2), PlacementRequest(name="cpu", num_ranks=2)], [host])
     assert picture([host, Host(name="b")], placements).splitlines() == [
@@ -146,7 +146,7 @@ def test_the_picture_shows_every_gpu_and_every_group():
     ]
 
 
-def test_the_picture_says_of_a_host_without_gpus_whether_ranks_are_there():
+def test_the_placement_map_shows_ranks_on_hosts_without_gpus():
     hosts = [Host(name="a", num_slots=1), Host(name="b", num_slots=1)]
     lines = picture(hosts, place([PlacementRequest(name="x", num_ranks=1)], hosts)).splitlines()
     assert [line.strip() for line in lines] == [

@@ -62,7 +62,7 @@ def test_an_address_that_is_not_ours_is_refused(free_port):
         preflight.check_ports([Endpoint("http", "192.0.2.1", free_port)])
 
 
-def test_an_address_that_is_none_is_refused_with_what_to_name(free_port):
+def test_an_invalid_address_is_refused_with_an_example(free_port):
     with pytest.raises(ConfigError, match=r"--http-address \[::1\]: .* without brackets"):
         preflight.check_ports([Endpoint("http", "[::1]", free_port)])
     with pytest.raises(ConfigError, match=r"--grpc-address a\.\.b: this is no host's name"):
@@ -95,7 +95,7 @@ def test_a_small_shared_memory_is_refused_with_the_size_that_is_needed():
         preflight.check_shared_memory(1, "/no/such/folder")
 
 
-def test_memory_for_blocks_on_the_host_is_held_against_what_is_free(tmp_path, monkeypatch):
+def test_host_memory_for_blocks_is_compared_with_free_memory(tmp_path, monkeypatch):
     monkeypatch.delenv("SLURM_JOB_NUM_NODES", raising=False)
     engine = str(write_engine(tmp_path / "engine", tp_size=2))
     each = free_memory_bytes() * 3 // 10
@@ -117,7 +117,7 @@ def test_a_run_folder_that_cannot_be_made_is_a_configuration_error(tmp_path):
     assert list(deep.iterdir()) == []
 
 
-def test_a_run_folder_is_private_and_goes_when_told(tmp_path):
+def test_a_run_folder_is_private_and_removed_on_request(tmp_path):
     run_dir = RunDir(str(tmp_path))
     assert run_dir.path.stat().st_mode & 0o077 == 0
     other = RunDir(str(tmp_path))

@@ -52,7 +52,7 @@ ELSEWHERE = {
 }
 
 
-def test_every_key_that_is_served_is_here_or_elsewhere():
+def test_every_served_key_is_covered_here_or_by_a_named_test():
     served = {key for key, known in TOKEN_PARAMETERS.items() if known.effect is Effect.SERVED}
     assert REACH_THE_ENGINE.keys() | ELSEWHERE == served
 

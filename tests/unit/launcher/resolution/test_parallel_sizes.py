@@ -54,7 +54,7 @@ def sizes_of(layout):
         ({"world_size": 8, "pp_size": 2, "dp_size": 2}, (2, 2, 2, 2, 1, 1)),
     ],
 )
-def test_sizes_left_out_follow_from_those_named(mixture, asked, sizes):
+def test_omitted_parallel_sizes_follow_from_the_given_sizes(mixture, asked, sizes):
     assert sizes_of(layout_of(AskedSizes(**asked), mixture)) == sizes
 
 
@@ -76,12 +76,14 @@ def test_sizes_left_out_follow_from_those_named(mixture, asked, sizes):
         ({"dp_size": 4097, "moe_tp_size": 4097}, "is 4097 ranks, but at most 4096"),
     ],
 )
-def test_products_that_make_no_layout_are_refused_with_their_values(mixture, asked, words):
+def test_parallel_sizes_that_do_not_multiply_to_the_world_size_are_refused(
+    mixture, asked, words
+):
     with pytest.raises(ConfigError, match=words):
         layout_of(AskedSizes(**asked), mixture)
 
 
-def test_an_engine_folder_takes_dp_ranks_beside_the_sizes_it_was_made_for(tmp_path):
+def test_an_engine_folder_serves_with_dp_ranks_added_to_its_parallel_sizes(tmp_path):
     folder = EngineFolder.load(write_engine(tmp_path / "e", tp_size=2), check_weights=False)
 
     assert sizes_of(layout_of(AskedSizes(dp_size=3), folder))[:3] == (2, 1, 3)
@@ -97,7 +99,9 @@ def test_an_engine_folder_takes_dp_ranks_beside_the_sizes_it_was_made_for(tmp_pa
             layout_of(asked, folder)
 
 
-def test_a_folder_whose_dp_ranks_share_experts_runs_with_these_dp_ranks_alone(tmp_path):
+def test_an_engine_folder_with_experts_divided_between_dp_ranks_needs_its_number_of_dp_ranks(
+    tmp_path,
+):
     path = write_engine(tmp_path / "e", tp_size=1)
     values = json.loads((path / "config.json").read_text())
     pretrained = values["pretrained_config"]
@@ -122,7 +126,7 @@ def test_a_folder_whose_dp_ranks_share_experts_runs_with_these_dp_ranks_alone(tm
     ("asked", "sizes"),
     [((-1, -1), (4, 1)), ((2, -1), (2, 2)), ((-1, 4), (1, 4)), ((2, 2), (2, 2))],
 )
-def test_sizes_of_experts_make_up_the_tensor_group(asked, sizes):
+def test_expert_parallel_sizes_multiply_to_the_tensor_parallel_size(asked, sizes):
     assert expert_sizes(*asked, 4) == sizes
 
 
@@ -131,6 +135,8 @@ def test_sizes_of_experts_make_up_the_tensor_group(asked, sizes):
                          ((0, -1), "--moe-tp-size is 0"),
                          ((3, -1), r"--moe-tp-size \(3\) must divide --tp-size \(4\)\.")],
 )  # fmt: skip
-def test_sizes_that_do_not_make_up_the_tensor_group_are_refused(asked, words):
+def test_expert_parallel_sizes_that_do_not_multiply_to_the_tensor_parallel_size_are_refused(
+    asked, words
+):
     with pytest.raises(ConfigError, match=words):
         expert_sizes(*asked, 4)

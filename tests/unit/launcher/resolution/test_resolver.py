@@ -70,7 +70,7 @@ def test_every_token_model_gets_a_group_of_its_own_size(make_model):
     assert config.frontend.groups == {"one": ("one",), "two": ("two",)}
 
 
-def test_a_checkpoint_folder_runs_on_as_many_ranks_as_gpus_are_named(tmp_path):
+def test_a_checkpoint_folder_runs_on_one_rank_for_each_named_gpu(tmp_path):
     checkpoint = write_checkpoint(tmp_path / "hf")
     folder = tmp_path / "repo" / "m"
     write_model(folder, gpt_model_path=str(checkpoint), gpu_device_ids="0,1")
@@ -91,7 +91,7 @@ def test_instances_on_the_cpu_need_no_devices(make_model):
     assert [group.name for group in config.groups] == ["m", "m#1", "m#2"]
 
 
-def test_prompts_cannot_be_followed_where_engines_keep_nothing_of_them(make_model):
+def test_prefix_routing_is_refused_for_engines_without_block_reuse(make_model):
     repository = make_model("m", instances=2, enable_kv_cache_reuse="False")
     on_cpu = ("--device", "cpu")
     assert "enable_kv_cache_reuse is false" in refusal(
@@ -100,7 +100,7 @@ def test_prompts_cannot_be_followed_where_engines_keep_nothing_of_them(make_mode
     assert resolve(repository, "--multi-model", *on_cpu).frontend.routing == "auto"
 
 
-def test_unnamed_gpus_are_chosen_among_those_that_nobody_named(make_model, four_gpus):
+def test_unnamed_gpus_are_chosen_among_gpus_that_no_instance_names(make_model, four_gpus):
     make_model("first", tp_size=2)
     config = resolve(
         make_model("second", tp_size=2, gpu_device_ids="1,0"), "--multi-model", four_gpus
@@ -108,7 +108,7 @@ def test_unnamed_gpus_are_chosen_among_those_that_nobody_named(make_model, four_
     assert gpu_ids(config) == {"first": (2, 3), "second": (1, 0)}
 
 
-def test_a_mig_slice_is_all_that_its_rank_sees(make_model, four_gpus):
+def test_a_rank_with_a_mig_slice_sees_this_slice_alone(make_model, four_gpus):
     make_model("a", gpu_device_ids="MIG-11")
     config = resolve(make_model("b", gpu_device_ids="MIG-22"), "--multi-model", four_gpus)
     assert [g.env for g in config.groups] == [
@@ -119,21 +119,21 @@ def test_a_mig_slice_is_all_that_its_rank_sees(make_model, four_gpus):
     assert "MIG slices cannot talk to each other (MIG-33,MIG-44)" in text
 
 
-def test_the_cores_are_shared_among_the_ranks_of_all_groups(make_model, monkeypatch):
+def test_cpu_cores_are_divided_between_the_ranks_of_all_groups(make_model, monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(12))
     make_model("one")
     config = resolve(make_model("two", tp_size=2), "--multi-model", "--device", "cpu")
     assert {group.engine.num_threads for group in config.groups} == {4}
 
 
-def test_overlapping_gpus_are_refused_with_a_picture(make_model):
+def test_overlapping_gpus_are_refused_with_a_placement_map(make_model):
     make_model("a", tp_size=2, gpu_device_ids="0,1")
     text = refusal(make_model("b", gpu_device_ids="1"))
     assert "group 'b' asks for GPU 1, which group 'a' has" in text
     assert "GPU 1    a rank 1" in text
 
 
-def test_too_few_gpus_are_refused_with_a_picture(make_model, four_gpus):
+def test_too_few_gpus_are_refused_with_a_placement_map(make_model, four_gpus):
     make_model("a", tp_size=4)
     text = refusal(make_model("b", tp_size=2), four_gpus)
     assert "group 'b' needs 2 GPU(s) on one host but at most 0 are free" in text
@@ -160,7 +160,7 @@ def test_too_few_gpus_are_refused_with_a_picture(make_model, four_gpus):
         (1, {"num_nodes": "0"}, "must be at least 1"),
     ],
 )
-def test_places_that_do_not_fit_the_model_are_refused(
+def test_participants_that_do_not_match_the_world_size_of_the_model_are_refused(
     make_model, four_gpus, instances, parameters, complaint
 ):
     assert complaint in refusal(make_model("m", instances=instances, **parameters), four_gpus)
@@ -216,7 +216,7 @@ def test_participants_that_do_not_fit_the_job_are_refused(make_model, first, sec
     assert complaint in text
 
 
-def test_a_job_that_others_started_gives_the_number_of_ranks(make_model):
+def test_an_existing_mpi_job_gives_the_number_of_ranks(make_model):
     repository = make_model("a", participant_ids="1")
     flags = ("--multi-model", "--disable-spawn-processes")
     config = resolve(repository, *flags, job=Job(0, 3, True))
@@ -239,7 +239,7 @@ def test_instances_cannot_share_the_ranks_of_a_job(make_model):
 # ---- several hosts ------------------------------------------------------------------------
 
 
-def test_groups_are_placed_whole_on_the_hosts_that_are_named(make_model, tmp_path):
+def test_each_group_is_placed_on_one_of_the_named_hosts(make_model, tmp_path):
     make_model("a", tp_size=2)
     repository = make_model("b", tp_size=2)
     hostfile = tmp_path / "hosts"
@@ -292,7 +292,7 @@ def test_a_way_of_launching_that_cannot_work_is_refused(make_model, monkeypatch)
         resolve(repository, "--worker-launch", "spawn")
 
 
-def test_leader_mode_is_started_by_mpirun_and_orchestrator_mode_says_why(make_model):
+def test_leader_mode_uses_mpirun_and_orchestrator_mode_logs_its_choice_of_starter(make_model):
     repository = make_model("m")
     assert resolve(repository).groups[0].launch == "mpirun"
     config = resolve(repository, "--multi-model", "--worker-launch", "mpirun")
@@ -301,7 +301,7 @@ def test_leader_mode_is_started_by_mpirun_and_orchestrator_mode_says_why(make_mo
     assert (config.groups[0].launch, config.mpi.kind) == ("none", "none")
 
 
-def test_keys_that_change_nothing_here_are_noted(make_model):
+def test_keys_without_effect_are_noted(make_model):
     repository = make_model("m", participant_ids="1", gpu_device_ids="0", num_nodes="1")
     notes = "\n".join(resolve(repository, "--device", "cpu").notes)
     for key in ("participant_ids", "gpu_device_ids", "num_nodes"):
@@ -328,7 +328,7 @@ def test_a_model_loaded_later_gets_free_gpus_beside_the_running_ones(make_model,
     assert (group.name, group.engine.gpu_device_ids) == ("b", (2, 3))
 
 
-def test_a_new_generation_without_room_names_the_old_one(make_model, four_gpus):
+def test_a_new_generation_without_devices_names_the_running_generation(make_model, four_gpus):
     make_model("other")
     repository = make_model("m", tp_size=2, gpu_device_ids="0,1")
     start = resolver(repository, "--multi-model", four_gpus)
@@ -338,7 +338,7 @@ def test_a_new_generation_without_room_names_the_old_one(make_model, four_gpus):
     assert "group 'm@2' asks for GPU 0, which group 'm' has" in str(caught.value)
 
 
-def test_a_new_generation_gets_the_cores_of_the_old_one(make_model, monkeypatch):
+def test_a_new_generation_gets_the_cores_of_the_old_generation(make_model, monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(12))
     repository = make_model("m", tp_size=2)
     start = resolver(repository, "--multi-model", "--device", "cpu")
@@ -347,7 +347,7 @@ def test_a_new_generation_gets_the_cores_of_the_old_one(make_model, monkeypatch)
     assert (group.engine.num_threads, running[0].engine.num_threads) == (6, 6)
 
 
-def test_a_model_without_room_names_the_others_that_are_in_its_way(make_model, four_gpus):
+def test_a_model_without_free_devices_names_the_models_that_hold_them(make_model, four_gpus):
     repository = make_model("a", tp_size=4)
     start = resolver(repository, "--multi-model", four_gpus)
     running = start.initial().groups
@@ -388,7 +388,7 @@ def test_leader_mode_inside_several_slurm_nodes_leaves_the_hosts_to_mpirun(
 EXPLICIT = ("--multi-model", "--model-control-mode", "explicit")
 
 
-def test_explicit_mode_starts_nothing_that_is_not_named(make_model):
+def test_explicit_mode_starts_only_named_models(make_model):
     make_model("a")
     repository = make_model("b")
     assert resolve(repository, *EXPLICIT).groups == ()
@@ -398,7 +398,7 @@ def test_explicit_mode_starts_nothing_that_is_not_named(make_model):
     assert "--load-model c: no model of that name. The repository holds a, b." in text
 
 
-def test_explicit_mode_does_not_read_what_it_does_not_load(make_model):
+def test_explicit_mode_does_not_read_models_without_a_load(make_model):
     make_model("good")
     repository = make_model("bad", num_nodes="x")
     assert len(resolve(repository, *EXPLICIT, "--load-model", "good").groups) == 1
@@ -455,7 +455,7 @@ def test_model_control_flags_reach_the_front_end(make_model):
     assert set(frontend.groups) == {"a", "b"}
 
 
-def test_the_models_that_run_their_own_code_are_named_to_the_front_end(make_model):
+def test_python_models_are_listed_to_the_front_end(make_model):
     repository = make_model("a")
     assert resolve(repository).frontend.python_models == "native"
     assert resolve(repository, "--python-models=execute").frontend.python_models == "execute"
@@ -486,7 +486,7 @@ def test_model_control_flags_that_cannot_take_effect_are_refused(make_model, fla
     "variable:TLLM_LOG_LEVEL",
     of="request",
 )
-def test_variables_of_tritons_tensorrt_llm_backend_stand_for_flags():
+def test_environment_variables_of_tritons_tensorrt_llm_backend_replace_flags():
     args = parse()
     settings.apply_environment(
         args, {"TRTLLM_ORCHESTRATOR": "1", "TRTLLM_ORCHESTRATOR_SPAWN_PROCESSES": "0"}

@@ -25,7 +25,7 @@ run(config, serve)
 """
 
 
-def test_a_child_that_ends_last_leaves_no_traceback():
+def test_a_child_that_outlives_its_starter_leaves_no_traceback():
     done = subprocess.run(
         [sys.executable, "-P", "-c", PROGRAM], capture_output=True, text=True, timeout=60
     )

@@ -29,7 +29,7 @@ with socket.socket(family, getattr(socket, sys.argv[2])) as sock:
         ("AF_INET", "SOCK_DGRAM", "0.0.0.0", "0.0.0.0"),
     ],
 )
-def test_all_interfaces_become_loopback(tmp_path, family, kind, asked, bound):
+def test_network_interfaces_default_to_loopback(tmp_path, family, kind, asked, bound):
     env = {**os.environ, **LoopbackOnly(tmp_path).env()}
 
     done = subprocess.run(
@@ -40,7 +40,7 @@ def test_all_interfaces_become_loopback(tmp_path, family, kind, asked, bound):
     assert (done.stdout.strip(), done.stderr) == (bound, "")
 
 
-def test_interfaces_and_libraries_that_the_operator_chose_stay(tmp_path):
+def test_interfaces_and_libraries_of_the_operator_are_kept(tmp_path):
     chosen = {"OMPI_MCA_btl_tcp_if_exclude": "eth0", "LD_PRELOAD": "/lib/other.so"}
 
     env = LoopbackOnly(tmp_path).env(chosen)
@@ -48,7 +48,7 @@ def test_interfaces_and_libraries_that_the_operator_chose_stay(tmp_path):
     assert env == {"LD_PRELOAD": f"{tmp_path}/loopback_only.so:/lib/other.so"}
 
 
-def test_without_a_compiler_nothing_changes_and_the_log_says_so_once(
+def test_without_a_compiler_sockets_of_mpi_stay_open_on_all_interfaces_with_one_warning(
     tmp_path, monkeypatch, caplog
 ):
     monkeypatch.setattr(loopback_only, "_COMPILERS", ("no-such-compiler",))

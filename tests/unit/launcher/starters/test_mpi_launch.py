@@ -41,7 +41,7 @@ def test_an_mpirun_is_known_by_its_version(tmp_path, name):
     assert (found.kind, found.version, found.major) == (kind, version, major)
 
 
-def test_a_program_that_is_no_mpi_is_refused_with_its_own_words(tmp_path):
+def test_a_program_that_is_no_mpirun_is_refused_with_its_output(tmp_path):
     path = program(tmp_path, "mpirun", "coreutils 9")
     with pytest.raises(ConfigError, match="it says 'coreutils 9'"):
         mpi_launch.find_mpi(MpiConfig(mpirun=str(path)))
@@ -55,7 +55,7 @@ def test_a_named_mpirun_must_exist_and_be_of_the_named_kind(tmp_path):
         mpi_launch.find_mpi(MpiConfig(kind="openmpi", mpirun=str(path)))
 
 
-def test_the_mpirun_beside_the_interpreter_goes_before_the_path(tmp_path, monkeypatch):
+def test_the_mpirun_beside_the_interpreter_is_preferred_to_the_path(tmp_path, monkeypatch):
     program(tmp_path, "mpirun", VERSIONS["mpich"][0])
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     found = mpi_launch.find_mpi(MpiConfig())
@@ -68,7 +68,7 @@ def test_the_installed_mpirun_is_the_one_of_mpi4pys_library():
     assert mpi_launch.check_library(found).startswith("Open MPI v")
 
 
-def test_without_a_home_mpi_is_found_and_started_all_the_same(monkeypatch):
+def test_mpi_is_found_and_started_without_a_home_folder(monkeypatch):
     monkeypatch.delenv("HOME")
     found = mpi_launch.find_mpi(MpiConfig())
     env = mpi_launch.starter_env(os.environ)
@@ -98,7 +98,7 @@ def test_a_library_is_known_by_its_version_line(text, expected):
     assert mpi_launch.parse_library(text) == expected
 
 
-def test_open_mpi_gets_its_flags_and_no_secret_value(monkeypatch):
+def test_open_mpi_gets_its_flags_and_no_secret_on_the_command_line(monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     line = mpi_launch.compose(
         Mpi("/m/mpirun", OPENMPI, "5.0.11"), 2, ["rank"], forward=["A", "B"], oversubscribe=True
@@ -148,13 +148,13 @@ def test_the_daemons_of_other_hosts_find_mpirun_by_its_whole_path():
     assert os.path.isabs(line[0])
 
 
-def test_where_there_is_neither_ssh_nor_rsh_mpirun_still_starts_local_ranks(tmp_path):
+def test_mpirun_starts_local_ranks_without_ssh_and_rsh(tmp_path):
     assert "OMPI_MCA_plm_rsh_agent" in mpi_launch.starter_env({"PATH": str(tmp_path)})
     program(tmp_path, "ssh", "")
     assert "OMPI_MCA_plm_rsh_agent" not in mpi_launch.starter_env({"PATH": str(tmp_path)})
 
 
-def test_a_starter_forgets_the_job_that_it_runs_in_and_finds_its_own_mpi_first():
+def test_a_starter_drops_variables_of_an_outer_job_and_prefers_its_own_mpi():
     env = mpi_launch.starter_env(
         {"PATH": "/usr/bin", "OMPI_COMM_WORLD_RANK": "0", "PMIX_RANK": "0", "PMI_SIZE": "2",
          "OMPI_MCA_btl": "self", "CUDA_VISIBLE_DEVICES": "3"}

@@ -57,7 +57,7 @@ def test_the_death_of_a_rank_is_noticed(late_s):
             rank.stdout.close()
 
 
-def test_a_program_that_a_rank_runs_may_end():
+def test_the_end_of_a_program_started_by_a_rank_is_no_death():
     async def watch() -> list[str]:
         told: list[str] = []
         watch = RankWatch(TAG, 2, 1, told.append)
@@ -77,7 +77,7 @@ def test_a_program_that_a_rank_runs_may_end():
         rank.stdout.close()
 
 
-def test_a_late_rank_of_an_earlier_incarnation_is_killed_and_not_missed():
+def test_a_late_rank_of_an_earlier_incarnation_is_killed_without_a_reported_death():
     async def watch() -> list[str]:
         told: list[str] = []
         watch = RankWatch(TAG, 2, 1, told.append)

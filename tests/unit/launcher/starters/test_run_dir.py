@@ -12,7 +12,7 @@ from trimaran.launcher.starters import run_dir
 from trimaran.launcher.starters.run_dir import RunDir
 
 
-def test_the_folders_of_dead_runs_are_swept_and_of_others_kept(tmp_path):
+def test_run_folders_of_dead_runs_are_deleted_and_other_folders_kept(tmp_path):
     alive, dead = RunDir(str(tmp_path)), RunDir(str(tmp_path))
     fcntl.flock(dead._lock, fcntl.LOCK_UN)  # as the kernel does when its owner dies
 
@@ -24,7 +24,7 @@ def test_the_folders_of_dead_runs_are_swept_and_of_others_kept(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_that_is_swept_before_it_is_locked_is_made_anew(tmp_path, monkeypatch):
+def test_a_run_folder_deleted_before_its_lock_is_created_again(tmp_path, monkeypatch):
     flock, has_swept = fcntl.flock, []
 
     def lock_late(file, operation):
@@ -43,9 +43,7 @@ def test_a_folder_that_is_swept_before_it_is_locked_is_made_anew(tmp_path, monke
 
 
 @pytest.mark.parametrize("runtime", ["missing", "file", ""])
-def test_a_runtime_folder_that_cannot_be_used_here_is_passed_over(
-    runtime, tmp_path, monkeypatch
-):
+def test_an_unusable_runtime_folder_is_skipped(runtime, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / runtime) if runtime else "")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -54,7 +52,9 @@ def test_a_runtime_folder_that_cannot_be_used_here_is_passed_over(
     made.remove()
 
 
-def test_what_is_wrong_with_the_runtime_folder_is_mended_by_its_variable(tmp_path, monkeypatch):
+def test_errors_of_the_runtime_folder_name_the_variable_that_sets_the_folder(
+    tmp_path, monkeypatch
+):
     deep = tmp_path / ("d" * 100)
     deep.mkdir()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(deep))

@@ -51,7 +51,7 @@ def test_the_files_of_a_killed_mpirun_are_deleted_with_its_group(session_dirs):
     assert not any(folder.exists() for folder in folders(session_dirs, tag))
 
 
-def test_groups_of_similar_names_have_folders_of_their_own(session_dirs):
+def test_groups_with_similar_names_have_separate_session_folders(session_dirs):
     names = {
         folders(session_dirs, tag)[0].name for tag in ("a#1", "a@1", "a:1", "a/1", "a%1", "a1")
     }

@@ -60,7 +60,7 @@ async def stop_twice():
     return loop.time() - started_s
 
 
-def test_a_group_that_is_told_to_end_again_amid_its_end_is_not_waited_for_longer():
+def test_a_second_stop_of_a_group_does_not_extend_its_deadline():
     assert asyncio.run(stop_twice()) < 3
 
 
@@ -83,5 +83,5 @@ async def timers_after(num_pings):
     return len(_timers()) - len(before)
 
 
-def test_a_group_that_serves_for_long_keeps_no_timers_that_are_over():
+def test_expired_timers_of_a_group_are_removed():
     assert asyncio.run(timers_after(200)) < 20

@@ -72,7 +72,7 @@ def asked(
     return start
 
 
-def test_a_group_that_was_asked_for_starts_and_is_told_of_at_every_step(asked):
+def test_a_loaded_group_starts_and_reports_every_state(asked):
     server = asked()
     assert server.start("n") | {"request_id": 0} == {
         "request_id": 0, "error": "", "groups": ["n"], "conflicts": [],
@@ -129,7 +129,9 @@ def test_a_group_is_not_started_twice_under_one_name(asked):
         ("crowded", "no room", ["m"]),
     ],
 )
-def test_what_cannot_start_is_refused_with_what_is_in_its_way(asked, model, error, conflicts):
+def test_a_group_that_cannot_start_is_refused_with_the_models_that_hold_its_devices(
+    asked, model, error, conflicts
+):
     server = asked()
     reply = server.start(model)
     assert (reply["error"], reply["conflicts"]) == (error, conflicts)
@@ -154,7 +156,7 @@ def test_a_model_whose_folder_is_gone_is_refused(asked, tmp_path):
 
 
 @pytest.mark.parametrize("act", ["fail-loading", "config-error", "die-loading"])
-def test_a_load_that_fails_is_told_and_forgotten_and_the_server_goes_on(asked, act):
+def test_a_failed_load_is_reported_and_removed_and_the_server_continues(asked, act):
     server = asked(f"rank:0:*:{act}:n")
     server.start("n")
     server.server.wait_for("told failed n")
@@ -167,7 +169,7 @@ def test_a_load_that_fails_is_told_and_forgotten_and_the_server_goes_on(asked, a
     assert server.server.terminate() == 0
 
 
-def test_of_a_load_whose_processes_cannot_be_started_the_last_word_is_that_it_failed(asked):
+def test_a_load_whose_processes_cannot_be_started_ends_as_failed(asked):
     server = asked()
     assert server.start("unstartable")["groups"] == ["unstartable"]
     last = server.states("unstartable")[-1]
@@ -178,7 +180,7 @@ def test_of_a_load_whose_processes_cannot_be_started_the_last_word_is_that_it_fa
 
 
 @pytest.mark.parametrize("act", ["exit-early", "die-loading", "config-error"])
-def test_loads_that_bring_an_orchestrator_fail_with_it_and_the_server_goes_on(asked, act):
+def test_loads_fail_with_their_orchestrator_and_the_server_continues(asked, act):
     server = asked(f"orchestrator:0:*:{act}")
     for model in ("spawned", "spawned-later"):
         assert server.start(model)["groups"] == [model]
@@ -192,7 +194,7 @@ def test_loads_that_bring_an_orchestrator_fail_with_it_and_the_server_goes_on(as
     assert server.server.survivors() == []
 
 
-def test_a_load_whose_orchestrator_cannot_be_started_fails_and_the_server_goes_on(asked):
+def test_a_load_without_a_startable_orchestrator_fails_and_the_server_continues(asked):
     server = asked(orchestrator="/nowhere/orchestrator")
     assert server.start("spawned")["groups"] == ["spawned"]
     last = server.states("spawned")[-1]
@@ -231,7 +233,7 @@ def test_a_group_stopped_between_death_and_restart_is_not_started_again(asked):
     assert server.server.terminate() == 0
 
 
-def test_a_new_front_end_remembers_and_finds_only_the_groups_it_knows_of(asked):
+def test_a_restarted_front_end_gets_its_loaded_models_and_only_their_groups(asked):
     server = asked()
     server.start("n")
     server.ask("remember", groups=["m", "n"], state="m and n")
@@ -255,7 +257,7 @@ def test_each_group_has_a_restart_budget_of_its_own(asked):
     assert server.server.terminate() == 0
 
 
-def test_one_group_that_uses_up_its_budget_ends_the_server_with_code_1(supervise):
+def test_a_group_with_an_exhausted_restart_budget_ends_the_server_with_code_1(supervise):
     server = supervise("rank:0:*:die-ready:a", others=["a"], max_restarts=1)
     assert server.end() == 1
     assert "not started again: 1 restarts within 600 s are used up" in server.log
@@ -264,7 +266,7 @@ def test_one_group_that_uses_up_its_budget_ends_the_server_with_code_1(supervise
     assert server.survivors() == []
 
 
-def test_ending_one_group_leaves_the_processes_of_the_others(asked):
+def test_ending_a_group_leaves_the_processes_of_other_groups(asked):
     server = asked("rank:0:*:grandchild:n", others=["other"])
     server.start("n")
     server.server.wait_for("told up n")

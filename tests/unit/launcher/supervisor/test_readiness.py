@@ -33,7 +33,7 @@ def test_the_ready_file_names_the_address_at_which_the_server_listens(
     assert (urls["http"], urls["grpc"]) == (f"http://{host}:8000", f"{host}:8001")
 
 
-def test_a_full_disk_for_the_ready_file_is_told_and_leaves_no_part(
+def test_a_full_disk_at_the_ready_file_is_reported_and_leaves_no_partial_file(
     repository, tmp_path, monkeypatch, caplog
 ):
     path = tmp_path / "ready.json"

@@ -52,14 +52,14 @@ def looks_until_judged(signs: SignsOfLife, connection: Connection) -> tuple[int,
     raise AssertionError("never given up")
 
 
-def test_a_front_end_that_does_nothing_is_given_up_after_the_hang_timeout(silent):
+def test_an_idle_front_end_without_answers_is_killed_after_the_hang_timeout(silent):
     count, text = looks_until_judged(SignsOfLife(0.8, 4.0), silent(SLEEPS))
 
     assert count == 5
     assert "has hung: no sign of life for 0.8 s and no work done (--hang-timeout)" in text
 
 
-def test_a_front_end_that_computes_has_until_the_stall_timeout(silent, caplog):
+def test_a_computing_front_end_is_killed_only_after_the_stall_timeout(silent, caplog):
     count, text = looks_until_judged(SignsOfLife(0.8, 4.0), silent(COMPUTES))
 
     assert count == 21
@@ -68,7 +68,7 @@ def test_a_front_end_that_computes_has_until_the_stall_timeout(silent, caplog):
     assert caplog.text.count("answered nothing for 0.8 s, but computes") == 1
 
 
-def test_a_front_end_that_stops_to_compute_has_hung(silent):
+def test_a_front_end_that_stops_computing_without_answers_has_hung(silent):
     signs, connection = SignsOfLife(0.8, 40.0), silent(COMPUTES)
     for _ in range(10):
         assert signs.look([connection], is_loading=False) is None
@@ -79,14 +79,14 @@ def test_a_front_end_that_stops_to_compute_has_hung(silent):
     assert "has hung" in looks_until_judged(signs, connection)[1]
 
 
-def test_a_rank_that_spins_has_hung_all_the_same(silent):
+def test_a_spinning_rank_without_answers_has_hung(silent):
     count, text = looks_until_judged(SignsOfLife(0.8, 0.0), silent(COMPUTES))
 
     assert count == 5
     assert text == "has hung: no sign of life for 0.8 s (--hang-timeout)"
 
 
-def test_a_process_that_loads_has_six_times_as_long(silent):
+def test_a_loading_process_has_six_times_the_hang_timeout(silent):
     signs, connection = SignsOfLife(0.8, 4.0), silent(SLEEPS)
     for _ in range(24):
         assert signs.look([connection], is_loading=True) is None

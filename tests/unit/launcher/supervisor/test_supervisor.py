@@ -16,7 +16,7 @@ import pytest
 from trimaran.comm.messages.messages import ChildHello, encode
 
 
-def test_ready_ends_with_the_endpoints_and_a_request_to_paste(supervise):
+def test_the_ready_message_ends_with_the_endpoints_and_a_sample_request(supervise):
     server = supervise(world_size=2)
     server.wait_ready()
     assert server.log.splitlines()[-4:] == [
@@ -59,7 +59,7 @@ def test_a_signal_while_loading_ends_at_once(supervise):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_in_the_first_moment_of_a_start_leaves_no_folder(supervise, number):
+def test_a_signal_at_the_very_start_leaves_no_run_folder(supervise, number):
     server = supervise()
     while not list(server.log_path.parent.glob("trimaran-*")):
         assert server.process.poll() is None
@@ -69,7 +69,7 @@ def test_a_signal_in_the_first_moment_of_a_start_leaves_no_folder(supervise, num
     assert not list(server.log_path.parent.glob("trimaran-*"))
 
 
-def test_a_second_signal_forces(supervise):
+def test_a_second_signal_ends_the_server_without_a_drain(supervise):
     server = supervise("frontend:0:*:drain-for-ever")
     server.wait_ready()
     server.process.send_signal(signal.SIGTERM)
@@ -79,7 +79,7 @@ def test_a_second_signal_forces(supervise):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_signals_after_the_end_change_nothing_about_it(supervise, number):
+def test_signals_during_the_exit_do_not_change_the_exit_code(supervise, number):
     server = supervise(world_size=2)
     server.wait_ready()
     server.process.send_signal(signal.SIGTERM)
@@ -99,14 +99,14 @@ def test_a_drain_that_leaves_requests_unfinished_ends_with_code_1(supervise):
     assert "1 requests unfinished after 30 s; raise --exit-timeout" in server.log
 
 
-def test_a_drain_in_which_requests_failed_with_their_group_ends_with_code_1(supervise):
+def test_a_drain_with_requests_failed_by_a_dead_group_ends_with_code_1(supervise):
     server = supervise("frontend:0:*:lost")
     server.wait_ready()
     assert server.terminate() == 1
     assert "1 requests failed during the drain: their group had died" in server.log
 
 
-def test_a_front_end_that_never_drains_is_given_the_exit_timeout(supervise):
+def test_a_front_end_that_never_drains_is_ended_after_the_exit_timeout(supervise):
     server = supervise("frontend:0:*:drain-for-ever", exit_timeout_s=0.1)
     server.wait_ready()
     assert server.terminate() == 1
@@ -114,7 +114,7 @@ def test_a_front_end_that_never_drains_is_given_the_exit_timeout(supervise):
     assert server.survivors() == []
 
 
-def test_a_server_that_is_ended_as_it_becomes_ready_leaves_no_ready_file(supervise, tmp_path):
+def test_a_signal_at_readiness_leaves_no_ready_file(supervise, tmp_path):
     file = tmp_path / "ready.json"
     behaviour = "frontend:0:*:drain-for-ever"
     server = supervise(behaviour, exit_timeout_s=0.1, ready_file=str(file))
@@ -155,7 +155,7 @@ def test_a_killed_starter_is_named_and_the_group_restarted(supervise):
     assert server.survivors() == []
 
 
-def test_what_cannot_be_started_again_for_a_while_is_tried_again(supervise, tmp_path):
+def test_a_restart_that_cannot_start_its_processes_is_tried_again(supervise, tmp_path):
     server = supervise(world_size=2, max_restarts=20, restart_delay_s=0.5)
     server.wait_ready()
     away = (tmp_path / "starter").rename(tmp_path / "away")
@@ -167,7 +167,7 @@ def test_what_cannot_be_started_again_for_a_while_is_tried_again(supervise, tmp_
     assert server.survivors() == []
 
 
-def test_a_killed_helper_of_the_starter_ends_the_group(supervise):
+def test_a_killed_daemon_of_mpirun_ends_the_group(supervise):
     server = supervise(world_size=2, has_helper=True, max_restarts=0)
     server.wait_ready()
     starter = psutil.Process(server.pid_of(r"group m: started pid (\d+)"))
@@ -178,7 +178,7 @@ def test_a_killed_helper_of_the_starter_ends_the_group(supervise):
     assert server.survivors() == []
 
 
-def test_a_killed_front_end_is_named_and_restarted_and_told_of_the_groups(supervise):
+def test_a_killed_front_end_is_named_and_restarted_and_finds_the_groups(supervise):
     server = supervise(world_size=2)
     server.wait_ready()
     pid = server.pid_of(r"front end: started pid (\d+)")
@@ -215,7 +215,7 @@ def test_the_drain_waits_for_the_last_of_several_front_ends(supervise):
     assert server.survivors() == []
 
 
-def test_a_front_end_that_dies_in_the_drain_has_left_requests_unfinished(supervise):
+def test_a_front_end_killed_during_the_drain_ends_the_server_with_code_1(supervise):
     server = supervise("frontend:0:*:drain-for-ever::frontend-1", num_frontends=2)
     server.wait_ready()
     server.process.send_signal(signal.SIGTERM)
@@ -225,7 +225,7 @@ def test_a_front_end_that_dies_in_the_drain_has_left_requests_unfinished(supervi
     assert server.survivors() == []
 
 
-def test_a_signal_before_a_restart_fails_what_waits_for_it(supervise):
+def test_a_signal_before_a_restart_fails_the_requests_that_wait_for_the_group(supervise):
     server = supervise("rank:0:0:die-ready", world_size=2, restart_delay_s=20)
     server.wait_for("restart in 20.0 s")
     assert server.terminate() == 0
@@ -234,7 +234,7 @@ def test_a_signal_before_a_restart_fails_what_waits_for_it(supervise):
     assert server.survivors() == []
 
 
-def test_the_restart_budget_ends_and_with_it_the_server(supervise):
+def test_an_exhausted_restart_budget_ends_the_server(supervise):
     server = supervise("rank:0:*:die-ready", world_size=2, max_restarts=2)
     assert server.end() == 1
     assert server.log.count("group m: started") == 3
@@ -244,14 +244,14 @@ def test_the_restart_budget_ends_and_with_it_the_server(supervise):
     assert server.survivors() == []
 
 
-def test_without_restarts_the_first_death_is_the_last(supervise):
+def test_without_restarts_the_first_death_ends_the_server(supervise):
     server = supervise("rank:0:*:die-ready", world_size=2, max_restarts=0)
     assert server.end() == 1
     assert "restarts are off" in server.log
     assert server.survivors() == []
 
 
-def test_a_load_failure_on_one_rank_is_one_error_that_names_it(supervise):
+def test_a_load_failure_on_a_rank_is_one_error_with_the_rank(supervise):
     server = supervise("rank:1:*:fail-loading rank:0:*:load-for-ever", world_size=2)
     assert server.end() == 1
     errors = [line for line in server.log.splitlines() if "ERROR" in line]
@@ -290,7 +290,7 @@ def test_ranks_that_never_connect_are_named_at_the_deadline(supervise):
     assert server.survivors() == []
 
 
-def test_a_rank_that_never_gets_ready_is_named_with_what_it_said_last(supervise):
+def test_a_rank_that_never_gets_ready_is_named_with_its_last_state(supervise):
     server = supervise("rank:1:*:load-for-ever", world_size=2, startup_timeout_s=2)
     assert server.end() == 1
     assert "rank 1 not ready within 2 s" in server.log
@@ -329,14 +329,14 @@ def test_a_process_that_stops_answering_while_it_loads_is_ended_and_restarted(su
     assert server.survivors() == []
 
 
-def test_singletons_in_place_of_one_world_are_a_configuration_error(supervise):
+def test_separate_mpi_singletons_instead_of_one_world_are_a_configuration_error(supervise):
     server = supervise(world_size=2, told_size=1)
     assert server.end() == 2
     assert "as rank 0 of 1, but the group has 2 ranks" in server.log
     assert server.survivors() == []
 
 
-def test_nothing_outlives_a_killed_supervisor(supervise):
+def test_no_process_outlives_a_killed_supervisor(supervise):
     server = supervise(world_size=2)
     server.wait_ready()
     assert len(server.seen) >= 4
@@ -344,7 +344,7 @@ def test_nothing_outlives_a_killed_supervisor(supervise):
     assert server.survivors() == []
 
 
-def test_a_process_that_left_its_session_and_parent_is_ended_too(supervise):
+def test_a_daemonized_process_of_a_group_is_ended_too(supervise):
     server = supervise("rank:1:*:grandchild", world_size=2)
     server.wait_ready()
     num_processes = len(server.seen)
@@ -353,7 +353,7 @@ def test_a_process_that_left_its_session_and_parent_is_ended_too(supervise):
     assert server.survivors() == []
 
 
-def test_logs_that_cannot_be_written_stop_nothing(supervise, tmp_path):
+def test_a_log_that_cannot_be_written_stops_no_process(supervise, tmp_path):
     log = tmp_path / "copy"
     server = supervise(world_size=2, stderr="/dev/full", log_file=str(log))
     server.log_path = log
@@ -376,7 +376,7 @@ def full_pipe():
     os.close(writer)
 
 
-def test_a_standard_output_that_nobody_reads_stops_nothing(supervise, full_pipe, tmp_path):
+def test_an_unread_standard_output_stops_no_process(supervise, full_pipe, tmp_path):
     file = tmp_path / "ready.json"
     server = supervise(stdout=full_pipe, ready_file=str(file))
     while not file.exists():
@@ -386,7 +386,7 @@ def test_a_standard_output_that_nobody_reads_stops_nothing(supervise, full_pipe,
     assert server.survivors() == []
 
 
-def test_a_full_log_file_stops_nothing_and_is_told_once(supervise):
+def test_a_full_disk_at_the_log_file_stops_no_process_and_is_reported_once(supervise):
     server = supervise(world_size=2, log_file="/dev/full")
     server.wait_ready()
     assert server.terminate() == 0
@@ -411,7 +411,7 @@ def test_every_process_logs_to_the_log_file_too(supervise, tmp_path):
     assert "front end: ready" in log.read_text()
 
 
-def test_a_stranger_on_the_supervisors_socket_is_sent_away(supervise):
+def test_a_connection_without_a_valid_hello_is_closed_by_the_supervisor(supervise):
     server = supervise()
     server.wait_ready()
     (path,) = server.log_path.parent.glob("trimaran-*/supervisor.sock")
@@ -424,7 +424,7 @@ def test_a_stranger_on_the_supervisors_socket_is_sent_away(supervise):
     assert server.terminate() == 0
 
 
-def test_the_folder_of_a_killed_supervisor_is_swept_by_the_next(supervise):
+def test_the_run_folder_of_a_killed_supervisor_is_deleted_by_the_next_supervisor(supervise):
     first = supervise()
     first.wait_ready()
     first.process.kill()

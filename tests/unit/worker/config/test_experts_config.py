@@ -8,7 +8,7 @@ from trimaran.comm.errors import ConfigError
 from trimaran.worker.config.experts_config import ExpertsConfig
 
 
-def test_experts_that_are_shared_out_may_move():
+def test_experts_divided_between_ranks_may_be_rebalanced():
     ExpertsConfig().check(0, 1)
     ExpertsConfig(rebalance_steps=100).check(8, 2)
     ExpertsConfig(rebalance_steps=100, num_redundant=8).check(8, 2)
@@ -24,13 +24,15 @@ def test_experts_that_are_shared_out_may_move():
         (10, 10, 8, 2, "is 10 but must be a multiple of the 2 parts.*at most 8"),
     ],
 )
-def test_what_could_have_no_effect_is_refused(steps, redundant, experts, parts, words):
+def test_rebalancing_settings_without_effect_are_refused(
+    steps, redundant, experts, parts, words
+):
     config = ExpertsConfig(rebalance_steps=steps, num_redundant=redundant)
 
     with pytest.raises(ConfigError, match=words):
         config.check(experts, parts)
 
 
-def test_moving_experts_are_not_deterministic():
+def test_expert_rebalancing_is_refused_in_deterministic_mode():
     with pytest.raises(ConfigError, match="--deterministic is set"):
         ExpertsConfig(rebalance_steps=10).check(8, 2, is_deterministic=True)

@@ -27,13 +27,13 @@ def groups(tmp_path):
     return write
 
 
-def test_without_groups_the_machine_is_all_there_is(groups):
+def test_without_cgroup_limits_the_host_has_all_memory_of_the_machine(groups):
     where = groups("", {})
     assert usable_cores(*where) == len(os.sched_getaffinity(0))
     assert 0 < free_memory_bytes(*where) <= psutil.virtual_memory().total
 
 
-def test_limits_of_version_2_hold_for_all_groups_below(groups):
+def test_cgroup_v2_limits_apply_to_all_nested_cgroups(groups):
     files = {
         "job/cpu.max": "100000 100000\n",
         "job/step/cpu.max": "max 100000\n",
@@ -46,7 +46,7 @@ def test_limits_of_version_2_hold_for_all_groups_below(groups):
     assert free_memory_bytes(*where) == GIB - GIB // 4
 
 
-def test_limits_of_version_1_are_read_from_each_resource(groups):
+def test_cgroup_v1_limits_are_read_from_each_controller(groups):
     files = {
         "cpu/cpu.cfs_quota_us": "50000\n",
         "cpu/cpu.cfs_period_us": "100000\n",
@@ -59,7 +59,7 @@ def test_limits_of_version_1_are_read_from_each_resource(groups):
     assert free_memory_bytes(*where) == GIB // 2
 
 
-def test_no_limit_is_none(groups):
+def test_a_cgroup_without_a_limit_limits_nothing(groups):
     files = {
         "cpu/cpu.cfs_quota_us": "-1\n",
         "cpu/cpu.cfs_period_us": "100000\n",

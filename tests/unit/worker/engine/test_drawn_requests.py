@@ -103,7 +103,7 @@ WAYS = {
 
 @pytest.mark.matrix(keep=2)
 @pytest.mark.parametrize("way", WAYS)
-def test_an_answer_is_what_its_request_defines(make_engine, models, way):
+def test_a_response_depends_on_its_request_alone(make_engine, models, way):
     rng = random.Random(way)
     driver = make_engine(max_beam_width=4, **WAYS[way])
     asked = [draw(rng) for _ in range(NUM_REQUESTS)]

@@ -72,7 +72,9 @@ CASES = {
 
 @pytest.mark.matrix(keep=8)
 @pytest.mark.parametrize("changes", CASES.values(), ids=CASES.keys())
-def test_tokens_do_not_depend_on_how_steps_are_made(make_engine, prompt_of, expected, changes):
+def test_tokens_do_not_depend_on_the_batching_of_steps(
+    make_engine, prompt_of, expected, changes
+):
     driver = make_engine(**changes)
     requests = submit_all(driver, prompt_of)
 
@@ -103,7 +105,9 @@ def test_a_prefix_hit_changes_no_token(make_engine, prompt_of, expected, depth):
 
 
 @pytest.mark.parametrize("num_done", [1, 7, 19])
-def test_a_replayed_request_goes_on_where_it_was(make_engine, prompt_of, expected, num_done):
+def test_a_replayed_request_continues_after_its_delivered_tokens(
+    make_engine, prompt_of, expected, num_done
+):
     driver = make_engine(depth=2)
     requests = {}
     for (is_seeded, length), whole in expected.items():
@@ -121,7 +125,7 @@ def test_a_replayed_request_goes_on_where_it_was(make_engine, prompt_of, expecte
     driver.check_idle()
 
 
-def test_preemption_happens_in_the_cases_that_claim_it(make_engine, prompt_of):
+def test_the_small_cache_of_these_tests_causes_preemption(make_engine, prompt_of):
     driver = make_engine(max_tokens=208, depth=2)
     submit_all(driver, prompt_of)
     most = 0

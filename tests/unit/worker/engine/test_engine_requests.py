@@ -102,7 +102,7 @@ def _refusal(driver, **fields):
 
 
 @pytest.mark.parametrize("name", [*_WHOLES, "priority", "sequence_index"])
-def test_what_is_no_whole_number_is_refused_where_one_belongs(make_engine, name):
+def test_values_that_are_no_integers_are_refused_in_integer_fields(make_engine, name):
     driver = make_engine(max_beam_width=4)
     good = driver.submit([1, 2, 3], max_tokens=4)
 
@@ -134,7 +134,7 @@ def test_a_word_that_holds_anything_but_ids_is_refused(make_engine, name):
     driver.check_idle()
 
 
-def test_stop_words_may_hold_ids_that_never_come_and_no_ids_at_all(make_engine):
+def test_stop_words_may_be_empty_or_hold_ids_outside_the_vocabulary(make_engine):
     driver = make_engine()
     words = ((), (-(1 << 31), (1 << 31) - 1), (VOCAB,))
 
@@ -144,7 +144,7 @@ def test_stop_words_may_hold_ids_that_never_come_and_no_ids_at_all(make_engine):
     assert len(driver.output(request)) == 4
 
 
-def test_a_fault_of_our_own_at_one_request_fails_it_alone(make_engine, caplog):
+def test_an_internal_error_at_one_request_fails_that_request_alone(make_engine, caplog):
     driver = make_engine()
     good = driver.submit([1, 2, 3], max_tokens=4)
 
@@ -194,7 +194,7 @@ def test_a_request_that_forbids_every_id_fails_alone(make_engine, fields, depth)
     driver.check_idle()
 
 
-def test_max_tokens_is_lowered_to_what_is_left_of_the_sequence_length(make_engine):
+def test_max_tokens_is_lowered_to_the_rest_of_the_sequence_length(make_engine):
     driver = make_engine()
     request = driver.submit([1] * 120, max_tokens=50)
 
@@ -205,7 +205,7 @@ def test_max_tokens_is_lowered_to_what_is_left_of_the_sequence_length(make_engin
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_cancelled_request_leaves_nothing_after_a_step(make_engine, depth):
+def test_a_cancelled_request_frees_everything_within_a_step(make_engine, depth):
     driver = make_engine(depth=depth)
     request = driver.submit([1, 2, 3], max_tokens=100)
     for _ in range(5):
@@ -218,7 +218,7 @@ def test_a_cancelled_request_leaves_nothing_after_a_step(make_engine, depth):
     driver.check_idle()
 
 
-def test_a_client_id_stops_its_requests_of_all_sources_and_no_others(make_engine):
+def test_a_client_id_stops_the_requests_with_this_id_from_all_front_ends(make_engine):
     driver = make_engine()
     ids = [
         driver.submit([1, 2, 3], source=source, max_tokens=20, client_request_id=name)
@@ -248,7 +248,7 @@ def test_a_queued_request_is_cancelled_without_a_token(make_engine):
     driver.check_idle()
 
 
-def test_only_the_source_that_submitted_can_cancel(make_engine):
+def test_only_the_front_end_that_submitted_a_request_can_cancel_the_request(make_engine):
     driver = make_engine()
     request = driver.submit([1, 2, 3], source="one", max_tokens=3)
     driver.step()
@@ -275,7 +275,9 @@ def test_a_lost_connection_ends_its_requests_silently(make_engine):
 
 
 @pytest.mark.parametrize("changes", [{}, {"depth": 2}, {"enable_block_reuse": False}])
-def test_sequences_of_a_request_are_those_of_single_ones(make_engine, prompt_of, changes):
+def test_sequences_of_one_request_equal_those_of_single_requests(
+    make_engine, prompt_of, changes
+):
     driver = make_engine(**changes)
     sampling = {"max_tokens": 12, "top_p": 0.95, "seed": 4}
     prompt = prompt_of(21)
@@ -329,7 +331,7 @@ def test_log_probs_come_with_each_token_and_add_up(make_engine):
     assert (silent, 0) not in driver.extras
 
 
-def test_gauges_tell_the_truth(make_engine):
+def test_gauges_equal_the_state_of_the_engine(make_engine):
     driver = make_engine(max_num_seqs=2, max_tokens=2048)
     idle = driver.engine.stats()
     assert idle.keys() == set(STATS_KEYS)
@@ -427,7 +429,7 @@ def test_200_requests_are_not_mixed_up(make_engine, prompt_of):
     driver.check_idle()
 
 
-def test_a_full_queue_is_unavailable_not_invalid(make_engine):
+def test_a_full_queue_refuses_with_unavailable_and_not_with_invalid(make_engine):
     driver = make_engine(max_num_seqs=1, max_queue_size=1)
     driver.submit([1], max_tokens=5)
     driver.step()

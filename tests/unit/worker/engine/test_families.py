@@ -51,7 +51,7 @@ def test_a_built_engine_gives_the_tokens_of_transformers(make_engine, checkpoint
 
 
 @pytest.mark.parametrize("checkpoint", ["mistral"], indirect=True)
-def test_a_window_of_all_layers_bounds_what_a_sequence_holds(make_engine, checkpoint):
+def test_a_window_of_all_layers_bounds_the_blocks_of_a_sequence(make_engine, checkpoint):
     # 85 tokens in blocks of 4 with 8 blocks; a window of 11 holds 4 blocks beside a chunk.
     driver = make_engine(
         max_num_batched_tokens=8, max_num_seqs=2, tokens_per_block=4, max_tokens=32
@@ -64,7 +64,7 @@ def test_a_window_of_all_layers_bounds_what_a_sequence_holds(make_engine, checkp
 
 
 @pytest.mark.parametrize("checkpoint", ["gemma3"], indirect=True)
-def test_a_narrower_window_of_the_cache_comes_before_the_models_own(make_engine):
+def test_a_narrower_window_of_the_cache_overrides_the_window_of_the_model(make_engine):
     def windows(**changes):
         layers = make_engine(**changes).engine.runner.model.layers.values()
         return [layer.attention.backend.spec.window for layer in layers]
@@ -101,9 +101,7 @@ def test_latent_vectors_survive_preemption_and_copies_to_the_host_and_back(
 
 
 @pytest.mark.parametrize("checkpoint", ["deepseek3"], indirect=True)
-def test_steps_made_up_to_load_kernels_run_few_layers_and_leave_nothing(
-    make_engine, checkpoint, monkeypatch
-):
+def test_warm_up_steps_run_few_layers_and_leave_nothing(make_engine, checkpoint, monkeypatch):
     driver = make_engine(max_num_batched_tokens=200, max_num_seqs=20, tokens_per_block=4)
     engine, ran = driver.engine, []
     layers = list(engine.runner.model.layers.values())

@@ -44,7 +44,9 @@ def looks_up(model, memory, **changes):
         (None, {}, False),
     ],
 )
-def test_a_table_is_made_where_it_is_worth_its_memory(model_of, memory, changes, expected):
+def test_a_first_layer_table_is_built_where_the_time_saved_is_worth_the_memory(
+    model_of, memory, changes, expected
+):
     assert looks_up(model_of(models.llama_config()), memory, **changes) is expected
 
 
@@ -63,7 +65,7 @@ def test_a_table_is_made_where_it_is_worth_its_memory(model_of, memory, changes,
         (models.gpt2_config(), (TABLE, TABLE), {}, "GPT2LMHeadModel begins with no product"),
     ],
 )
-def test_a_table_that_is_asked_for_and_cannot_be_made_is_refused_with_the_reason(
+def test_a_requested_first_layer_table_that_cannot_be_built_is_refused_with_the_reason(
     model_of, config, memory, changes, complaint
 ):
     with pytest.raises(
@@ -72,7 +74,7 @@ def test_a_table_that_is_asked_for_and_cannot_be_made_is_refused_with_the_reason
         looks_up(model_of(config), memory, first_layer_table=True, **changes)
 
 
-def test_an_engine_on_a_cpu_refuses_to_make_one(model_folder):
+def test_an_engine_on_a_cpu_refuses_a_first_layer_table(model_folder):
     config = EngineConfig(
         model="test", engine_dir=str(model_folder), device="cpu", first_layer_table=True
     )

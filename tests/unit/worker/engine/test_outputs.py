@@ -62,7 +62,7 @@ def test_logits_of_a_cached_prompt_are_complete_and_the_same(make_engine):
     np.testing.assert_array_equal(_logits(driver, second, "context_logits"), expected)
 
 
-def test_logits_come_as_float16_where_asked(make_engine):
+def test_logits_come_as_float16_when_configured(make_engine):
     driver = make_engine()
     values = {"max_tokens": 3, "return_generation_logits": True}
     whole = driver.submit(PROMPT, **values)
@@ -96,7 +96,7 @@ def test_a_preempted_request_returns_each_logit_once(make_engine):
         assert logits.argmax(axis=1).tolist() == driver.output(request_id)
 
 
-def test_a_replayed_request_returns_what_clients_lack(make_engine):
+def test_a_replayed_request_returns_only_undelivered_logits(make_engine):
     driver = make_engine()
     values = {
         "max_tokens": 8,
@@ -127,7 +127,7 @@ def test_a_replayed_request_returns_what_clients_lack(make_engine):
     "output:first_token_time_ns",
     "output:last_token_time_ns",
 )
-def test_figures_count_reused_blocks_and_times(make_engine):
+def test_perf_metrics_count_reused_blocks_and_times(make_engine):
     driver = make_engine(max_num_seqs=1)
     prompt = PROMPT[:33]
     first = driver.submit(prompt, max_tokens=4, return_perf_metrics=True)

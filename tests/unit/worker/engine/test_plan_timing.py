@@ -20,7 +20,7 @@ def after_steps(
     return timing, now
 
 
-def test_a_plan_waits_for_most_of_a_step_and_leaves_time_to_launch():
+def test_planning_waits_for_most_of_the_step_in_flight_and_leaves_time_to_launch():
     timing, now = after_steps(0.010, 0.001)
     # 1.25 ms for planning and 0.4 ms besides.
     assert timing.spare_s(now) == pytest.approx(0.00835)
@@ -28,7 +28,7 @@ def test_a_plan_waits_for_most_of_a_step_and_leaves_time_to_launch():
     assert timing.spare_s(now + 0.0083) == 0
 
 
-def test_nothing_is_waited_for_where_that_would_leave_a_gap():
+def test_planning_does_not_wait_when_waiting_would_idle_the_device():
     timing, now = after_steps(0.0016, 0.001)
     assert timing.spare_s(now) == 0
     timing, now = after_steps(0.010, 0.001)
@@ -36,7 +36,7 @@ def test_nothing_is_waited_for_where_that_would_leave_a_gap():
     assert timing.spare_s(now + 0.010) == 0
 
 
-def test_one_step_in_flight_is_planned_at_once():
+def test_without_overlap_a_step_is_planned_at_once():
     timing = PlanTiming(is_overlapped=False)
     for now in (1.0, 1.01, 1.02):
         timing.submitted(now)
@@ -46,14 +46,14 @@ def test_one_step_in_flight_is_planned_at_once():
     assert timing.spare_s(1.03) == 0
 
 
-def test_without_requests_lately_none_is_waited_for():
+def test_planning_does_not_wait_without_recent_arrivals():
     timing, now = after_steps(0.010, 0.001, count=300)
     assert timing.spare_s(now) == 0
     timing.submitted(now)
     assert timing.spare_s(now) > 0
 
 
-def test_a_shorter_step_is_believed_at_once_and_a_longer_one_slowly():
+def test_the_step_time_estimate_drops_at_once_and_rises_slowly():
     timing, now = after_steps(0.010, 0.001)
     timing.planned(now, now + 0.001, 0)
     timing.arrived(now + 0.005, has_waited=True)
@@ -64,7 +64,7 @@ def test_a_shorter_step_is_believed_at_once_and_a_longer_one_slowly():
     assert timing.spare_s(now + 0.030) <= 0.011
 
 
-def test_a_step_with_prompts_counts_by_its_tokens():
+def test_the_time_of_a_step_with_prompts_is_estimated_by_its_tokens():
     timing, now = after_steps(0.010, 0.001)
     timing.planned(now, now + 0.001, 500)
     timing.arrived(now + 0.010, has_waited=True)
@@ -79,7 +79,7 @@ def test_a_step_with_prompts_counts_by_its_tokens():
     assert timing.spare_s(now + 0.050) == pytest.approx(0.00835)
 
 
-def test_short_prompts_and_late_looks_teach_nothing():
+def test_steps_with_short_prompts_and_late_observations_change_no_estimate():
     timing, now = after_steps(0.010, 0.001)
     timing.planned(now, now + 0.001, 20)
     timing.arrived(now + 0.1, has_waited=False)

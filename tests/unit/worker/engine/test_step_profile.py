@@ -33,7 +33,7 @@ def spans(folder) -> list[str]:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_the_steps_asked_for_are_in_the_trace_and_no_others(traced, tmp_path, prompt_of, depth):
+def test_the_trace_holds_exactly_the_requested_steps(traced, tmp_path, prompt_of, depth):
     driver = traced(3, 5, depth=depth)
     driver.submit(prompt_of(10), max_tokens=20)
     driver.run()
@@ -43,7 +43,7 @@ def test_the_steps_asked_for_are_in_the_trace_and_no_others(traced, tmp_path, pr
     assert launches == 3 + depth - 1
 
 
-def test_a_trace_that_the_end_cuts_short_is_written(traced, tmp_path, prompt_of):
+def test_a_trace_is_written_when_the_engine_ends_during_the_trace(traced, tmp_path, prompt_of):
     driver = traced(2, 1000)
     driver.submit(prompt_of(10), max_tokens=4)
     driver.run()
@@ -51,7 +51,7 @@ def test_a_trace_that_the_end_cuts_short_is_written(traced, tmp_path, prompt_of)
     assert spans(tmp_path / "traces").count("engine: launch") == 3
 
 
-def test_a_trace_that_cannot_be_written_is_told_and_leaves_nothing(
+def test_a_trace_that_cannot_be_written_is_logged_and_leaves_no_file(
     traced, tmp_path, prompt_of, monkeypatch, caplog
 ):
     def export(trace, path):
@@ -67,7 +67,9 @@ def test_a_trace_that_cannot_be_written_is_told_and_leaves_nothing(
     assert list((tmp_path / "traces").iterdir()) == []
 
 
-def test_steps_that_never_come_leave_no_file_and_are_told(traced, tmp_path, prompt_of, caplog):
+def test_a_trace_whose_steps_never_run_leaves_no_file_and_is_logged(
+    traced, tmp_path, prompt_of, caplog
+):
     driver = traced(500, 510)
     driver.submit(prompt_of(10), max_tokens=4)
     driver.run()
@@ -96,12 +98,12 @@ def test_tracing_changes_no_token(traced, make_engine, prompt_of):
         ("steps=1:5", "", "--log-dir"),
     ],
 )
-def test_what_cannot_be_traced_is_refused(text, folder, words):
+def test_steps_that_cannot_be_traced_are_refused(text, folder, words):
     with pytest.raises(ConfigError, match=words):
         ProfileConfig.parse(text, folder)
 
 
-def test_ranks_are_told_what_to_trace():
+def test_every_rank_gets_the_steps_to_trace():
     profile = ProfileConfig.parse("steps=100:120", "logs")
     config = RankConfig(
         engine=EngineConfig(model="m", engine_dir="d"), group="m", profile=profile

@@ -27,7 +27,7 @@ from trimaran.worker.execution.cuda_graphs import (
 from trimaran.worker.steps.step_types import SchedulerOutput, int32s
 
 
-def test_the_largest_decode_is_captured_whatever_its_size():
+def test_the_largest_decode_batch_is_captured_at_any_size():
     assert graph_sizes(5) == [1, 2, 4, 5]
     assert graph_sizes(300)[-3:] == [256, 288, 300]
     assert graph_sizes(300, 2) == [1, 2]
@@ -67,7 +67,7 @@ def test_a_cpu_refuses_to_capture_steps_with_prompts(model_folder):
         ),
     ],
 )
-def test_what_only_gpus_sum_is_refused_on_the_cpu(changes, complaint):
+def test_gpu_all_reduce_settings_are_refused_on_the_cpu(changes, complaint):
     with pytest.raises(ConfigError, match=complaint):
         EngineConfig(**{"model": "test", "engine_dir": "/m", "device": "cpu", **changes})
 
@@ -125,7 +125,7 @@ DP_RANKS = {"dp_size": 2, "moe_ep_size": 2}
         ({"tp_size": 2}, {"device": "cpu"}, (0, 0)),
     ],
 )
-def test_by_default_steps_are_captured_wherever_they_can_be(ranks, changes, expected):
+def test_by_default_every_step_that_supports_capture_is_captured(ranks, changes, expected):
     assert choose(layout(**ranks), **changes) == expected
 
 
@@ -168,7 +168,7 @@ def test_adapters_that_cannot_be_captured_are_refused_with_the_reason():
         ((100,) * (MOST_DECODES + 1) + (0,), MOST_DECODES + 1, False),
     ],
 )
-def test_long_and_many_decodes_beside_prompts_keep_the_kernel_of_decodes(
+def test_decodes_that_are_long_or_many_keep_the_decode_kernel_beside_prompts(
     computed, num_decodes, expected
 ):
     step = SchedulerOutput(

@@ -14,7 +14,7 @@ def config(**changes: object) -> EngineConfig:
     return EngineConfig(model="m", engine_dir="/m", **changes)
 
 
-def test_the_cpu_is_taken_when_asked_for():
+def test_the_cpu_is_used_when_configured():
     assert select_device(config(device="cpu"), ParallelLayout()).type == "cpu"
 
 
@@ -23,7 +23,7 @@ def test_an_unknown_device_is_refused_with_the_known_ones():
         select_device(config(device="tpu"), ParallelLayout())
 
 
-def test_a_gpu_that_is_not_there_is_refused_by_number():
+def test_an_absent_gpu_is_refused_by_number():
     with pytest.raises(ConfigError, match="GPU 99"):
         select_device(config(device="cuda", gpu_device_ids=(99,)), ParallelLayout())
 

@@ -74,7 +74,7 @@ def cpu_places(expected, device):
     return expected.sampled_slots
 
 
-def test_chunks_and_decodes_of_new_rows(both):
+def test_inputs_hold_chunks_and_decodes_of_new_rows(both):
     (first, blocks), (second, more) = admit(3, 530, 5), admit(0, 40, 300)
     decision = decide(
         [(3, 0, 530), (0, 0, 30)], [0], new_rows=[first, second], new_blocks=blocks + more
@@ -111,7 +111,7 @@ def test_padding_entries_use_the_spare_row_and_block(both):
     assert found.slot_mappings[0].tolist()[2:] == [99 * BLOCK] * 2
 
 
-def test_a_step_with_prompts_is_padded_by_tokens_then_by_entries_without_any(both):
+def test_a_step_with_prompts_is_padded_with_tokens_and_empty_entries(both):
     (first, blocks), (second, more) = admit(2, 33, 5), admit(5, 16, 50)
     decision = decide([(2, 0, 33), (5, 0, 16)], [0, 1], [first, second], blocks + more)
     _, found = compare(*both, decision, num_padded=64)
@@ -134,7 +134,7 @@ def test_sampled_ids_are_the_next_steps_input(both):
     assert device.prepare(decision).token_ids.tolist() == [4321]
 
 
-def test_memory_grows_with_the_step_and_is_used_in_turn(both):
+def test_pinned_buffers_grow_with_the_step_and_are_used_in_turn(both):
     _, device = both
     before = device.pinned_bytes
     for row in range(NUM_ROWS):
@@ -144,7 +144,7 @@ def test_memory_grows_with_the_step_and_is_used_in_turn(both):
     assert device.pinned_bytes > before
 
 
-def test_ids_that_the_host_chose_stand_where_a_row_goes_on(both):
+def test_ids_chosen_on_the_host_are_the_next_inputs_of_their_rows(both):
     (first, blocks), (second, more) = admit(3, 40, 5), admit(0, 40, 300)
     compare(*both, decide([(3, 0, 40), (0, 0, 40)], [0, 1], [first, second], blocks + more))
     writes = [
@@ -160,7 +160,7 @@ def test_ids_that_the_host_chose_stand_where_a_row_goes_on(both):
     assert both[1].token_table[0, :41].tolist() == [*range(20), *range(7, 28)]
 
 
-def test_writes_survive_the_way_to_other_ranks():
+def test_token_writes_survive_encoding_for_other_ranks():
     decision = decide([(3, 40, 1)], [0], num_decodes=1)
     decision.token_writes = [TokenWrite(row=3, start=40, token_ids=int32s([5, 6]))]
 
@@ -169,7 +169,7 @@ def test_writes_survive_the_way_to_other_ranks():
     assert (write.row, write.start, write.token_ids.tolist()) == (3, 40, [5, 6])
 
 
-def test_decodes_find_the_ids_that_a_decision_brings(both):
+def test_decodes_read_the_ids_that_a_decision_carries(both):
     (first, blocks), (second, more) = admit(2, 33, 5), admit(5, 16, 50)
     compare(
         *both,

@@ -35,7 +35,7 @@ def _greedy(model_folder, prompt, table, num_tokens):
 
 @pytest.mark.feature("input:prompt_embedding_table")
 @pytest.mark.parametrize("tokens_a_step", [64, 9])
-def test_tokens_beyond_the_vocabulary_have_the_tables_vectors(
+def test_ids_beyond_the_vocabulary_take_vectors_of_the_prompt_table(
     make_engine, model_folder, tokens_a_step
 ):
     driver = make_engine(max_num_batched_tokens=tokens_a_step, max_num_seqs=4, depth=2)
@@ -55,7 +55,7 @@ def test_tokens_beyond_the_vocabulary_have_the_tables_vectors(
     driver.check_idle()
 
 
-def test_a_cached_replayed_or_penalised_prompt_is_as_good(make_engine):
+def test_prompt_tables_work_with_cached_replayed_and_penalised_prompts(make_engine):
     driver = make_engine()
     wire = _wire(_table())
     values = {"max_tokens": 10, "embeddings": wire, "repetition_penalty": 1.3}
@@ -73,7 +73,7 @@ def test_a_cached_replayed_or_penalised_prompt_is_as_good(make_engine):
     assert all(0 <= token < VOCAB for token in driver.output(ngrams))
 
 
-def test_an_id_beyond_the_table_is_refused(make_engine):
+def test_an_id_beyond_the_prompt_table_is_refused(make_engine):
     driver = make_engine()
     with pytest.raises(RequestError, match=r"input_ids holds 153.* ids are 0 to 152"):
         driver.submit([4, VOCAB + 3], embeddings=_wire(_table()))

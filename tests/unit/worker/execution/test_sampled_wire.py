@@ -31,7 +31,7 @@ def test_a_result_with_everything_survives_encoding():
     assert torch.equal(received.logits.generation[0], logits.generation[0])
 
 
-def test_the_result_of_another_step_is_no_result():
+def test_a_result_of_another_step_is_a_protocol_error():
     payload = encode_sampled(4, SampledTokens(token_ids=[1]))
 
     with pytest.raises(ProtocolError, match="the result of step 4 where that of 5"):

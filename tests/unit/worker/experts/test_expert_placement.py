@@ -24,7 +24,7 @@ def applied(old: Placement, new: Placement) -> np.ndarray:
     return np.where(new.experts == EMPTY, EMPTY, now)
 
 
-def test_experts_begin_in_order_and_redundant_slots_are_empty():
+def test_experts_start_in_order_with_empty_redundant_slots():
     placement = Placement.initial(4, 2, 2)
 
     assert placement.experts.tolist() == [[0, 1, EMPTY], [2, 3, EMPTY]]
@@ -32,7 +32,7 @@ def test_experts_begin_in_order_and_redundant_slots_are_empty():
     assert placement.loads(np.array([1, 2, 3, 4])).tolist() == [3, 7]
 
 
-def test_hot_experts_are_parted():
+def test_hot_experts_move_to_different_ranks():
     placement = Placement.initial(4, 2)
     tokens = np.array([10, 10, 1, 1])
 
@@ -55,7 +55,7 @@ def test_a_redundant_slot_takes_a_copy_of_the_busiest_expert():
     assert new.imbalance(tokens) < 1.02 < placement.imbalance(tokens)
 
 
-def test_a_layer_without_load_stays_as_it_is():
+def test_a_layer_without_load_keeps_its_placement():
     placement = Placement.initial(8, 4, 4)
 
     assert not placement.moves_to(placement.balanced(np.zeros(8, dtype=np.int64)))
@@ -74,7 +74,7 @@ def test_a_layer_without_load_stays_as_it_is():
     ],
     ids=["even", "nearly even", "uneven", "with gaps", "one token"],
 )
-def test_with_as_many_slots_as_experts_every_part_gets_all(num_parts, loads):
+def test_with_a_slot_for_every_expert_every_part_holds_all_experts(num_parts, loads):
     tokens = loads(np.random.default_rng(num_parts))
     placement = Placement.initial(8, num_parts, 8 * (num_parts - 1))
 
@@ -87,7 +87,7 @@ def test_with_as_many_slots_as_experts_every_part_gets_all(num_parts, loads):
     assert new.balanced(tokens[::-1].copy()) is new
 
 
-def test_even_loads_fill_empty_slots_and_move_nothing_else():
+def test_balanced_loads_fill_empty_slots_and_move_no_expert():
     placement = Placement.initial(8, 2, 4)
 
     new = placement.balanced(np.full(8, 50))
@@ -107,7 +107,7 @@ def test_slots_stay_empty_if_copies_would_raise_the_busiest_parts_load():
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_any_loads_are_placed_and_reached_by_moves(seed):
+def test_random_loads_get_a_valid_placement_that_moves_reach(seed):
     draw = np.random.default_rng(seed)
     num_parts = int(draw.choice([2, 3, 4, 8]))
     num_experts = num_parts * int(draw.integers(1, 9))

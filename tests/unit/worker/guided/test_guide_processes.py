@@ -106,7 +106,7 @@ def processes(compiler_and_processes):
     return compiler_and_processes[1]
 
 
-def test_a_guide_that_takes_more_memory_than_it_may_is_refused_with_the_limit(pool):
+def test_a_guide_over_the_memory_limit_is_refused_with_the_limit(pool):
     with pytest.raises(RequestError, match="takes more than 32 MiB of memory"):
         pool.compile("choice", texts(9000), PATIENT_S, lambda: True)
 
@@ -116,7 +116,7 @@ def test_a_guide_that_takes_more_memory_than_it_may_is_refused_with_the_limit(po
     pool.close_one(process)
 
 
-def test_a_guide_that_is_given_up_as_it_begins_leaves_no_traceback(pool, capfd):
+def test_a_guide_cancelled_at_the_start_of_its_compilation_leaves_no_traceback(pool, capfd):
     pool.close_one(pool.compile("regex", "ready", PATIENT_S, lambda: True))
     process, first = pool._take(lambda: True)
     connection = process._connection
@@ -131,7 +131,7 @@ def test_a_guide_that_is_given_up_as_it_begins_leaves_no_traceback(pool, capfd):
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_a_guide_of_several_requests_is_compiled_once_for_those_not_cancelled(compiler):
+def test_requests_with_the_same_guide_share_one_compilation_despite_cancellations(compiler):
     guide = texts(4000)
     futures = [compiler.submit("choice", guide) for _ in range(8)]
     for future in futures[::2]:
@@ -148,7 +148,7 @@ def test_a_guide_of_several_requests_is_compiled_once_for_those_not_cancelled(co
     again.result().release()
 
 
-def test_a_guide_whose_requests_are_cancelled_ends_at_once_and_the_next_slow_one_begins(
+def test_a_guide_without_requests_ends_at_once_and_the_next_slow_guide_starts(
     compiler, processes
 ):
     # As many as are compiled at a time at the last level, which lasts minutes.
@@ -171,7 +171,7 @@ def test_a_guide_whose_requests_are_cancelled_ends_at_once_and_the_next_slow_one
     compiler.submit("regex", "a+").result(PATIENT_S).release()
 
 
-def test_processes_that_end_are_replaced(compiler, processes):
+def test_compiler_processes_that_end_are_replaced(compiler, processes):
     # All of them, idle or not, then the one that compiles, whose guide may be the reason.
     slow = compiler.submit("json_schema", slow_schema(0))
     wait_until(processes.at_work)
@@ -202,7 +202,7 @@ sys.stdin.readline()
 
 @pytest.mark.matrix(keep=1)
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, None])
-def test_nothing_is_left_when_the_rank_ends(how):
+def test_no_compiler_process_outlives_its_rank(how):
     rank = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, str(MODEL)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=os.environ,

@@ -65,7 +65,7 @@ def test_every_draw_follows_its_guide(driver, kind):
     assert len(set(texts)) > 1, "draws of different seeds are all the same"
 
 
-def test_any_json_is_a_guide_without_a_text(driver):
+def test_the_guide_json_needs_no_text(driver):
     request = submit(driver, "json", temperature=1.0, top_k=1, max_tokens=60)
 
     driver.run()
@@ -74,7 +74,7 @@ def test_any_json_is_a_guide_without_a_text(driver):
     assert text.lstrip()[:1] in '{["-0123456789tfn'
 
 
-def test_a_choice_may_have_characters_of_any_plane(driver):
+def test_a_choice_may_have_characters_of_any_unicode_plane(driver):
     request = submit(driver, "choice", json.dumps(["\U0001f600 \u00e9\u4e2d"]), max_tokens=40)
 
     driver.run()
@@ -82,7 +82,7 @@ def test_a_choice_may_have_characters_of_any_plane(driver):
     assert text_of(driver, request) == "\U0001f600 \u00e9\u4e2d"
 
 
-def test_greedy_output_is_the_likeliest_that_the_guide_allows(driver):
+def test_greedy_output_is_the_likeliest_output_within_the_guide(driver):
     free = driver.submit(ids("The colour is"), max_tokens=1, top_k=1)
     held = submit(driver, "choice", json.dumps([" not", " red"]), top_k=1)
 
@@ -94,7 +94,7 @@ def test_greedy_output_is_the_likeliest_that_the_guide_allows(driver):
 
 @pytest.mark.matrix(keep=1)
 @pytest.mark.parametrize("changes", [{"max_tokens": 176, "depth": 2}, {"depth": 2}])
-def test_guided_and_free_tokens_do_not_depend_on_each_other_or_on_how_steps_are_made(
+def test_guided_and_free_tokens_depend_neither_on_each_other_nor_on_batching(
     driver, serve, changes
 ):
     def submit_mixed(to):
@@ -118,7 +118,7 @@ def test_guided_and_free_tokens_do_not_depend_on_each_other_or_on_how_steps_are_
     mixed.check_idle()
 
 
-def test_a_replayed_request_goes_on_in_its_guide(driver):
+def test_a_replayed_request_continues_within_its_guide(driver):
     request = submit(driver, "json_schema", seed=3)
     driver.run()
     whole = driver.output(request)
@@ -131,7 +131,7 @@ def test_a_replayed_request_goes_on_in_its_guide(driver):
     assert "does not follow the guide" in driver.failed[wrong]
 
 
-def test_without_an_end_id_a_complete_output_ends(driver):
+def test_an_output_without_an_end_id_ends_when_its_guide_is_complete(driver):
     request = submit(driver, "regex", "[0-9]{3}", end_id=-1)
 
     driver.run()
@@ -157,7 +157,7 @@ def test_a_replayed_request_whose_output_completes_its_guide_ends(driver):
         ("regex", "a{3,5}", "aaaaa"),
     ],
 )
-def test_without_an_end_id_an_output_goes_on_as_long_as_anything_can_follow(
+def test_an_output_without_an_end_id_continues_while_its_guide_allows_a_token(
     driver, kind, guide, expected
 ):
     # Even the tokenizer's own end id is masked, however likely it is.
@@ -170,7 +170,7 @@ def test_without_an_end_id_an_output_goes_on_as_long_as_anything_can_follow(
     assert text_of(driver, request) == expected
 
 
-def test_several_sequences_follow_one_guide_each_on_its_own(driver):
+def test_sequences_of_one_request_follow_the_guide_independently(driver):
     request = submit(driver, "regex", num_return_sequences=3)
 
     driver.run()
@@ -200,7 +200,7 @@ def test_a_wrong_guide_fails_alone(driver, kind, guide, reason):
     driver.check_idle()
 
 
-def test_a_failed_request_takes_no_other_of_its_id_along(driver):
+def test_a_failed_request_fails_no_other_request_with_the_same_id(driver):
     other = driver.submit([2, 3], max_tokens=100)
     driver._last_id -= 1
     failed = driver.submit([2, 3], guide_type="regex", guide="(", end_id=END)
@@ -215,7 +215,7 @@ def test_a_failed_request_takes_no_other_of_its_id_along(driver):
     driver.check_idle()
 
 
-def test_a_guide_that_other_parameters_leave_nothing_of_fails_alone(driver):
+def test_a_request_whose_parameters_forbid_every_token_of_its_guide_fails_alone(driver):
     good = submit(driver, "regex")
     bad = submit(driver, "regex", "7", min_tokens=5)
 
@@ -226,7 +226,7 @@ def test_a_guide_that_other_parameters_leave_nothing_of_fails_alone(driver):
     driver.check_idle()
 
 
-def test_what_is_no_guide_is_refused_at_once(driver):
+def test_values_that_are_no_guides_are_refused_at_once(driver):
     with pytest.raises(RequestError, match="'xml' but must be one of json, json_schema"):
         submit(driver, "xml")
     with pytest.raises(RequestError, match="guided_decoding_guide is empty"):
@@ -244,14 +244,14 @@ def test_a_cancelled_request_whose_guide_is_compiling_ends(driver):
 
 
 @pytest.mark.feature("parameter:guided_decoding_backend")
-def test_guides_are_refused_where_they_are_not_served(serve):
+def test_guides_are_refused_by_engines_without_guided_decoding(serve):
     plain = serve(guided=GuidedConfig())
 
     with pytest.raises(RequestError, match="Set guided_decoding_backend to xgrammar"):
         submit(plain, "regex")
 
 
-def test_requests_whose_guides_are_being_compiled_count_in_the_queue_and_the_gauges(serve):
+def test_requests_with_guides_in_compilation_count_in_the_queue_and_the_gauges(serve):
     driver = serve(max_queue_size=3)
     requests = [submit(driver, "regex", seed=seed) for seed in range(18)]
     # This is no grammar either, but that is known only after compiling.
@@ -281,7 +281,7 @@ class ComparedRequest(Request):
         return self is other
 
 
-def test_a_held_request_is_taken_or_dropped_without_a_look_at_all_others(driver):
+def test_taking_or_dropping_a_held_request_compares_no_other_requests(driver):
     guided = GuidedRequests(driver.engine._guided._compiler)
     fields = {
         "source": "client",
@@ -305,7 +305,7 @@ def test_a_held_request_is_taken_or_dropped_without_a_look_at_all_others(driver)
     assert ComparedRequest.num_comparisons <= 4 * len(requests)
 
 
-def test_a_request_has_come_before_its_guide_is_compiled(driver):
+def test_the_arrival_of_a_request_is_before_the_compilation_of_its_guide(driver):
     request = submit(driver, "json_schema", return_perf_metrics=True)
     came = time.monotonic_ns()
     driver.run()
@@ -315,7 +315,7 @@ def test_a_request_has_come_before_its_guide_is_compiled(driver):
 
 
 @pytest.mark.feature("parameter:xgrammar_tokenizer_info_path", "parameter:tokenizer_dir")
-def test_a_file_says_what_the_tokenizer_is(tmp_path, serve):
+def test_the_tokenizer_of_guides_is_read_from_the_tokenizer_info_file(tmp_path, serve):
     vocabulary = sorted(TOKENIZER.get_vocab().items(), key=lambda item: item[1])
     path = tmp_path / "info.json"
     path.write_text(
@@ -361,7 +361,7 @@ def test_the_gpu_masks_as_the_cpu_does():
     assert torch.equal(logits, expected)
 
 
-def test_a_backend_that_lacks_a_package_of_its_own_is_refused_with_the_cause(monkeypatch):
+def test_a_guided_backend_with_a_missing_package_is_refused_with_the_cause(monkeypatch):
     # Python treats None in sys.modules as a missing module.
     monkeypatch.setitem(sys.modules, "pydantic", None)
     for name in [name for name in sys.modules if name.partition(".")[0] == "xgrammar"]:

@@ -40,7 +40,7 @@ def driver(serve):
     return serve(250.0)
 
 
-def test_a_guide_does_not_wait_for_slow_ones_whether_or_not_they_are_still_wanted(driver):
+def test_a_guide_does_not_wait_for_slow_guides_cancelled_or_not(driver):
     quick = [submit(driver, "regex")]
     driver.run()
     slow = [submit(driver, "json_schema", slow_schema(number)) for number in range(3)]
@@ -65,7 +65,7 @@ def test_a_guide_does_not_wait_for_slow_ones_whether_or_not_they_are_still_wante
 
 @pytest.mark.matrix(keep=1)
 @pytest.mark.parametrize("seconds", [0.5, 1.5])
-def test_a_guide_that_takes_longer_than_it_may_is_refused_with_the_limit(serve, seconds):
+def test_a_guide_over_the_time_limit_is_refused_with_the_limit(serve, seconds):
     driver = serve(seconds)
     good = submit(driver, "regex")
     bad = submit(driver, "json_schema", slow_schema(0))
@@ -86,7 +86,7 @@ def test_a_guide_that_takes_longer_than_it_may_is_refused_with_the_limit(serve, 
         ("max_processes", "--guide-processes"),
     ],
 )
-def test_no_time_or_process_at_all_is_refused_at_the_start(field, flag):
+def test_zero_time_and_zero_processes_for_guides_are_refused_at_the_start(field, flag):
     with pytest.raises(ConfigError, match=f"{flag} is 0"):
         GuidedConfig(backend="xgrammar", **{field: 0})
 

@@ -35,7 +35,7 @@ def ambiguous(driver, **fields):
 
 @pytest.mark.matrix(keep=1)
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_request_whose_mask_takes_too_long_fails_alone(serve, depth):
+def test_a_request_whose_mask_exceeds_the_time_limit_fails_alone(serve, depth):
     driver = serve(depth, step_timeout_s=0.03)
     slow = ambiguous(driver)
     good = submit(driver, "regex")
@@ -50,7 +50,7 @@ def test_a_request_whose_mask_takes_too_long_fails_alone(serve, depth):
     driver.check_idle()
 
 
-def test_other_requests_go_on_while_a_mask_is_awaited(serve):
+def test_other_requests_continue_while_a_mask_is_computed(serve):
     driver = serve(step_timeout_s=1000.0, max_processes=1)
     slow = ambiguous(driver)
     while len(driver.output(slow)) < 25:
@@ -78,7 +78,7 @@ def test_all_sequences_of_a_request_fail_together(serve):
     driver.check_idle()
 
 
-def test_a_request_is_cancelled_while_its_mask_is_awaited(serve):
+def test_a_request_can_be_cancelled_while_its_mask_is_computed(serve):
     driver = serve(step_timeout_s=1000.0, max_processes=1)
     slow = ambiguous(driver)
     while len(driver.output(slow)) < 25:
@@ -94,7 +94,7 @@ def test_a_request_is_cancelled_while_its_mask_is_awaited(serve):
     driver.check_idle()
 
 
-def test_guides_wait_for_a_process_in_turn(serve):
+def test_guides_get_a_compiler_process_in_order_of_arrival(serve):
     driver = serve(step_timeout_s=1000.0, max_processes=1)
     requests = [submit(driver, kind) for kind in ("regex", "choice", "ebnf_grammar")]
 

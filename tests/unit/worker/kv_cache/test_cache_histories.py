@@ -210,7 +210,7 @@ class History:
 
 @pytest.mark.matrix(keep=2)
 @pytest.mark.parametrize("first", range(4))
-def test_every_block_row_and_slot_comes_back_and_held_what_it_should(first):
+def test_every_block_row_and_host_slot_is_freed_and_held_the_right_content(first):
     num_loaded = num_paused = 0
     for seed in SEEDS[first::4]:
         history = History(seed)

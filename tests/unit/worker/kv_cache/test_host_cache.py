@@ -32,7 +32,7 @@ def outputs_of(driver, prompts, **sampling):
     ],
     ids=str,
 )
-def test_tokens_from_the_hosts_blocks_are_the_same(make_engine, prompt_of, changes):
+def test_blocks_from_host_memory_give_the_same_tokens(make_engine, prompt_of, changes):
     prompts = [prompt_of(100, seed) for seed in range(4)]
     windows = {name: changes[name] for name in changes if "_" in name and "win" in name}
     windows |= {"num_sinks": changes["num_sinks"]} if "num_sinks" in changes else {}
@@ -47,13 +47,13 @@ def test_tokens_from_the_hosts_blocks_are_the_same(make_engine, prompt_of, chang
     assert host.num_loaded > 0
 
 
-def test_a_host_memory_that_holds_no_block_is_refused(make_engine):
+def test_a_host_cache_smaller_than_a_block_is_refused(make_engine):
     with pytest.raises(ConfigError, match="host_memory_bytes is 100 but a block of 16"):
         make_engine(host_bytes=100)
 
 
 @pytest.mark.parametrize("policy", ["guaranteed_no_evict", "static_batch"])
-def test_a_host_memory_that_nothing_would_be_kept_in_is_refused(make_engine, policy):
+def test_a_host_cache_without_use_is_refused(make_engine, policy):
     changes = {"host_bytes": HOST_BYTES, "enable_block_reuse": False}
     with pytest.raises(ConfigError, match="Set enable_kv_cache_reuse to True"):
         make_engine(**changes, policy=policy)
@@ -98,7 +98,7 @@ def test_a_preempted_sequence_resumes_with_its_own_blocks(
             assert scheduler.preemptions.num_tokens < 18 * scheduler.preemptions.num_sequences
 
 
-def test_a_slot_that_is_replaced_twice_in_a_step_gets_what_came_last_alone():
+def test_a_host_slot_replaced_twice_in_a_step_gets_the_last_content():
     pool = BlockPool(4, HostPool(2))
     for block in pool.allocate(4):
         pool.publish(block, bytes([block]))
@@ -114,7 +114,7 @@ def test_a_slot_that_is_replaced_twice_in_a_step_gets_what_came_last_alone():
     assert pool.take_moves() == []
 
 
-def test_no_step_writes_a_block_or_slot_twice(make_engine, prompt_of):
+def test_no_step_writes_a_block_or_host_slot_twice(make_engine, prompt_of):
     prompts = [prompt_of(100, seed) for seed in range(4)]
     host_bytes = 3 * 16 * 2 * 2 * 2 * 8 * 4
     driver = make_engine(max_tokens=208, host_bytes=host_bytes, max_num_batched_tokens=256)

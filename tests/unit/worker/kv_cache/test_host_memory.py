@@ -51,7 +51,7 @@ def resident_bytes(address, num_bytes):
 
 @pytest.mark.parametrize("row_bytes", [1, 24, 1000, PAGE, 3 * PAGE, PAGE + 512])
 @pytest.mark.parametrize("num_threads", [1, 3])
-def test_all_rows_are_touched_and_locked_and_none_crosses_from_one_range_to_another(
+def test_every_row_is_touched_and_locked_and_lies_within_one_locked_range(
     row_bytes, num_threads
 ):
     locks = Locks()
@@ -73,7 +73,7 @@ def test_all_rows_are_touched_and_locked_and_none_crosses_from_one_range_to_anot
     assert locks.ranges == {}
 
 
-def test_rows_are_of_any_type_and_at_first_zeros():
+def test_rows_of_every_dtype_start_as_zeros():
     rows = HostMemory(5, 12, None).rows(torch.bfloat16)
 
     assert rows.shape == (5, 6)
@@ -84,13 +84,13 @@ def test_rows_are_of_any_type_and_at_first_zeros():
     assert rows[4].tolist() == [0] * 6
 
 
-def test_nothing_is_touched_without_locks():
+def test_memory_without_locks_is_not_touched():
     memory = HostMemory(64, PAGE)
 
     assert resident_bytes(memory.rows(torch.uint8).data_ptr(), 64 * PAGE) == 0
 
 
-def test_the_memory_lives_as_long_as_a_view_and_then_goes_back():
+def test_host_memory_is_freed_after_its_last_view():
     locks = Locks()
     memory = HostMemory(100, PAGE, locks)
     view = memory.rows(torch.int32)[7]
@@ -107,7 +107,7 @@ def test_the_memory_lives_as_long_as_a_view_and_then_goes_back():
     assert mapping() is None
 
 
-def test_a_process_that_is_forked_has_none_of_it():
+def test_a_forked_process_does_not_inherit_host_memory():
     memory = HostMemory(64, PAGE, Locks())
     address = memory.rows(torch.uint8).data_ptr()
     lines = Path("/proc/self/smaps").read_text().splitlines()
@@ -123,7 +123,9 @@ def _holds(word, address):
 
 
 @pytest.mark.parametrize("room", [0, 1, 4])
-def test_what_cannot_be_locked_names_bytes_limit_and_remedy_and_leaves_nothing_locked(room):
+def test_refused_memory_locks_name_bytes_limit_and_remedy_and_leave_nothing_locked(
+    room,
+):
     locks = Locks(room)
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     allowed = "without a limit" if limit == resource.RLIM_INFINITY else f"up to {limit} bytes"
@@ -138,7 +140,7 @@ def test_what_cannot_be_locked_names_bytes_limit_and_remedy_and_leaves_nothing_l
     assert locks.ranges == {}
 
 
-def test_more_than_is_free_is_refused_before_a_page_is_touched(monkeypatch):
+def test_more_memory_than_is_free_is_refused_before_a_page_is_touched(monkeypatch):
     monkeypatch.setattr(host_memory, "free_memory_bytes", lambda: 9 * PAGE)
     locks = Locks()
 
@@ -151,6 +153,6 @@ def test_more_than_is_free_is_refused_before_a_page_is_touched(monkeypatch):
 @pytest.mark.parametrize(
     ("size", "reason"), [(1 << 40, "Cannot allocate memory"), (1 << 50, "int too large")]
 )
-def test_more_than_can_be_mapped_is_refused(size, reason):
+def test_more_memory_than_can_be_mapped_is_refused(size, reason):
     with pytest.raises(ConfigError, match=rf"cannot be mapped \(.*{reason}.*\)"):
         HostMemory(1 << 20, size)

@@ -42,7 +42,7 @@ def test_the_tail_of_a_request_is_evicted_before_its_head():
     assert pool.lookup(b"head") == head
 
 
-def test_a_block_whose_content_was_dropped_is_handed_out_before_cached_ones():
+def test_blocks_with_dropped_content_are_allocated_before_cached_blocks():
     pool = BlockPool(num_blocks=2)
     older, younger = pool.allocate(2)
     pool.publish(older, b"older")
@@ -56,7 +56,7 @@ def test_a_block_whose_content_was_dropped_is_handed_out_before_cached_ones():
     assert pool.lookup(b"older") == older
 
 
-def test_blocks_without_content_are_handed_out_before_cached_ones():
+def test_blocks_without_content_are_allocated_before_cached_blocks():
     pool = BlockPool(num_blocks=2)
     cached, scratch = pool.allocate(2)
     pool.publish(cached, b"kept")
@@ -67,14 +67,14 @@ def test_blocks_without_content_are_handed_out_before_cached_ones():
     assert pool.lookup(b"kept") == cached
 
 
-def test_too_large_an_allocation_takes_nothing():
+def test_an_allocation_larger_than_the_free_blocks_takes_no_block():
     pool = BlockPool(num_blocks=3)
 
     assert pool.allocate(4) is None
     assert pool.num_free == 3
 
 
-def test_a_finished_prompt_serves_the_same_prompt_with_one_token_left_to_compute():
+def test_a_cached_prompt_leaves_one_token_of_the_same_prompt_to_compute():
     manager = KVCacheManager([8], SIZE, enable_reuse=True)
     ids = array("i", range(10))
     first, num_computed, _ = start(manager, ids)
@@ -88,7 +88,7 @@ def test_a_finished_prompt_serves_the_same_prompt_with_one_token_left_to_compute
     manager.check([second])
 
 
-def test_a_wholly_cached_prompt_takes_over_a_free_last_block():
+def test_a_fully_cached_prompt_takes_over_a_last_block_without_users():
     manager = KVCacheManager([2], SIZE, enable_reuse=True)
     ids = array("i", range(8))
     manager.release(start(manager, ids)[0])
@@ -100,7 +100,7 @@ def test_a_wholly_cached_prompt_takes_over_a_free_last_block():
     manager.check([again])
 
 
-def test_a_wholly_cached_prompt_copies_a_last_block_that_is_held():
+def test_a_fully_cached_prompt_copies_a_last_block_in_use():
     manager = KVCacheManager([8], SIZE, enable_reuse=True)
     ids = array("i", range(8))
     first = start(manager, ids)[0]
@@ -132,7 +132,7 @@ def test_equal_blocks_after_different_prefixes_are_not_confused():
 
 
 @pytest.mark.feature("parameter:enable_kv_cache_reuse")
-def test_nothing_is_found_when_reuse_is_off():
+def test_no_prefix_is_found_with_block_reuse_disabled():
     manager = KVCacheManager([8], SIZE, enable_reuse=False)
     ids = array("i", range(9))
     manager.release(start(manager, ids)[0])
@@ -156,7 +156,7 @@ def test_a_fork_shares_full_blocks_and_copies_the_partial_one():
     manager.check([child])
 
 
-def test_reserved_blocks_are_kept_for_their_reserver():
+def test_reserved_blocks_are_allocated_only_to_their_sequence():
     manager = KVCacheManager([4], SIZE, enable_reuse=True)
     patient = start(manager, ids_of(1))[0]
     manager.reserve(patient, 3)
@@ -189,7 +189,7 @@ def second_hash(manager: KVCacheManager, ids: array) -> bytes:
     return blocks.hashes[1]
 
 
-def test_invariants_hold_over_random_histories():
+def test_invariants_of_the_cache_hold_over_random_histories():
     for seed in range(30):
         run_history(random.Random(seed))
 

@@ -42,7 +42,7 @@ def test_a_sequence_begins_in_the_partition_with_more_free_blocks():
     assert partitions_of(pool.allocate(1)) == partitions_of(held)
 
 
-def test_blocks_of_the_other_partition_are_taken_when_none_is_left():
+def test_blocks_of_the_other_partition_are_taken_when_a_partition_is_full():
     pool = placed_pool()
     blocks = pool.allocate(7)
     assert [PARTITIONS[block] for block in blocks].count(PARTITIONS[blocks[0]]) == 5
@@ -50,7 +50,7 @@ def test_blocks_of_the_other_partition_are_taken_when_none_is_left():
     assert len(pool.allocate(3, blocks)) == 3
 
 
-def test_no_content_is_evicted_for_a_partition_while_blocks_without_are_free():
+def test_no_content_is_evicted_for_a_partition_while_empty_blocks_are_free():
     pool = placed_pool()
     blocks = pool.allocate(5)
     for block in blocks:
@@ -72,14 +72,14 @@ def filled_pool() -> BlockPool:
     return pool
 
 
-def test_of_equal_priority_the_oldest_content_of_the_partition_goes_first():
+def test_the_oldest_content_of_the_partition_is_evicted_first_among_equal_priorities():
     pool = filled_pool()
     assert pool.allocate(4, [1]) == [1, 3, 5, 7]
     assert pool.allocate(3, [0]) == [0, 2, 4]
 
 
 @pytest.mark.parametrize("priority", [35, 60])
-def test_content_of_the_other_partition_goes_first_once_it_is_much_older(priority):
+def test_much_older_content_of_the_other_partition_is_evicted_first(priority):
     pool = filled_pool()
     for block in range(64):
         pool.retain(bytes([block]), Retention(priority))
@@ -88,7 +88,7 @@ def test_content_of_the_other_partition_goes_first_once_it_is_much_older(priorit
     assert pool.allocate(2, [0]) == [12, 5]
 
 
-def test_a_sequence_keeps_to_the_partition_where_it_began_for_want_of_others():
+def test_a_new_sequence_starts_in_the_partition_with_empty_blocks_and_stays_there():
     pool = BlockPool(8)
     pool.set_partitions(bytes([0, 0, 0, 0, 0, 1, 1, 1]))
     blocks = [*pool.allocate(1, [5]), *pool.allocate(5, [0]), *pool.allocate(1, [5])]
@@ -111,7 +111,7 @@ def converse(manager: KVCacheManager, ids: array) -> int:
 
 
 @pytest.mark.parametrize("is_placed", [False, True])
-def test_content_behind_a_common_beginning_may_fill_both_partitions(is_placed):
+def test_content_behind_a_shared_prefix_may_fill_both_partitions(is_placed):
     size, num_blocks = 4, 400
     manager = KVCacheManager([num_blocks], size, enable_reuse=True)
     if is_placed:

@@ -47,7 +47,9 @@ CASES = {
 
 
 @pytest.mark.parametrize(("ids", "num_cached"), CASES.values(), ids=list(CASES))
-def test_a_partial_block_is_begun_with_where_it_saves_half_of_one(ids, num_cached):
+def test_a_partially_matching_block_is_reused_if_half_of_a_block_or_more_matches(
+    ids, num_cached
+):
     manager = KVCacheManager([8], SIZE, enable_reuse=True)
     ended(manager, ids_of(range(20)))
 
@@ -59,7 +61,7 @@ def test_a_partial_block_is_begun_with_where_it_saves_half_of_one(ids, num_cache
     manager.check([])
 
 
-def test_a_partial_block_that_a_sequence_takes_over_is_no_longer_found():
+def test_a_partial_block_taken_over_by_a_sequence_leaves_the_prefix_cache():
     manager = KVCacheManager([8], SIZE, enable_reuse=True)
     ids = ids_of(range(20))
     ended(manager, ids)
@@ -70,7 +72,7 @@ def test_a_partial_block_that_a_sequence_takes_over_is_no_longer_found():
     assert (first, second) == (19, 16)
 
 
-def test_partial_blocks_give_way_to_full_ones():
+def test_full_blocks_replace_partial_blocks_in_the_prefix_cache():
     manager = KVCacheManager([4], SIZE, enable_reuse=True)
     older, newer = ids_of(range(8)), ids_of(range(100, 112))
     ended(manager, older)
@@ -92,7 +94,7 @@ def test_partial_blocks_give_way_to_full_ones():
     assert manager.prefixes.find(start_of(manager, newer), 12, newer).last == []
 
 
-def test_a_block_that_its_prompt_ended_in_stays_when_it_is_begun_with():
+def test_the_last_block_of_a_prompt_stays_cached_when_another_prompt_reuses_a_part():
     manager = KVCacheManager([8], SIZE, enable_reuse=True)
     whole = ids_of(range(30))
     blocks, _ = start(manager, whole)
@@ -107,9 +109,7 @@ def test_a_block_that_its_prompt_ended_in_stays_when_it_is_begun_with():
     assert start(manager, whole)[1] == 29
 
 
-def test_tokens_are_the_same_from_partial_blocks_and_figures_tell_of_them(
-    make_engine, prompt_of
-):
+def test_partial_blocks_give_the_same_tokens_and_count_in_perf_metrics(make_engine, prompt_of):
     prompt = prompt_of(59)
     prompts = [prompt, prompt, prompt[:55], prompt[:53] + prompt_of(20, 1)]
     driver = make_engine(max_num_seqs=1)
@@ -129,9 +129,7 @@ def test_tokens_are_the_same_from_partial_blocks_and_figures_tell_of_them(
     driver.check_idle()
 
 
-def test_a_fork_copies_no_block_that_its_parent_gets_as_a_copy_in_the_same_step(
-    make_engine, prompt_of
-):
+def test_a_fork_copies_no_block_that_is_itself_a_copy_of_the_same_step(make_engine, prompt_of):
     driver = make_engine(max_num_seqs=2, tokens_per_block=32, max_tokens=128)
     prompt = prompt_of(10)
     driver.submit(prompt, max_tokens=100)

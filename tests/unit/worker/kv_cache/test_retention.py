@@ -48,7 +48,7 @@ def start(manager: KVCacheManager, ids: array, retention=None):
     return blocks, num_computed, loads
 
 
-def test_low_priorities_go_first_and_within_one_the_oldest():
+def test_low_priorities_are_evicted_first_and_the_oldest_first_within_a_priority():
     free = free_with_content(0, 1, 2, 3)
     free.retain(0, Retention(80))
     free.retain(2, Retention(10))
@@ -56,7 +56,7 @@ def test_low_priorities_go_first_and_within_one_the_oldest():
     assert drain(free) == [2, 1, 3, 0]
 
 
-def test_a_priority_is_kept_while_the_block_is_in_use_and_gone_with_its_content():
+def test_a_priority_lasts_while_the_block_is_in_use_and_ends_with_its_content():
     free = free_with_content(0, 1)
     free.remove(0)
     free.retain(0, Retention(90))
@@ -73,7 +73,7 @@ def test_a_priority_is_kept_while_the_block_is_in_use_and_gone_with_its_content(
 @pytest.mark.feature(
     "input:retention_token_range_durations_ms", "input:retention_decode_duration_ms"
 )
-def test_a_priority_ends_with_its_time_unless_it_was_said_anew():
+def test_a_priority_ends_after_its_duration_unless_a_request_renews_the_priority():
     clock = Clock()
     free = free_with_content(0, 1, 2, clock=clock)
     free.retain(0, Retention(95, 5.0))
@@ -87,7 +87,7 @@ def test_a_priority_ends_with_its_time_unless_it_was_said_anew():
     assert drain(free) == [0, 3, 1]
 
 
-def test_content_that_is_told_to_stay_again_and_again_costs_no_more_memory():
+def test_renewing_the_priority_of_content_uses_no_more_memory():
     clock = Clock()
     free = free_with_content(0, 1, clock=clock)
     free.retain(0, Retention(95, 100.0))
@@ -103,7 +103,7 @@ def test_content_that_is_told_to_stay_again_and_again_costs_no_more_memory():
     assert drain(free) == [0, 1]
 
 
-def test_the_host_keeps_what_is_worth_more_than_the_newcomer():
+def test_the_host_cache_keeps_blocks_of_higher_priority_than_the_new_block():
     host = HostPool(1)
     assert host.store(b"low", 34) is None
     slot = host.store(b"high", 60)
@@ -152,7 +152,7 @@ def test_evicted_content_comes_back_from_the_host():
     manager.check([blocks])
 
 
-def test_what_is_under_way_from_the_host_is_not_loaded_twice():
+def test_a_prefix_in_transfer_from_the_host_is_not_loaded_twice():
     manager = KVCacheManager([6], SIZE, enable_reuse=True, host_slots=8)
     ids = array("i", range(9))
     manager.release(start(manager, ids)[0])
@@ -169,7 +169,7 @@ def test_what_is_under_way_from_the_host_is_not_loaded_twice():
     assert len(manager.prefixes.find(second, 9).shared[0]) == 2
 
 
-def test_a_window_lets_go_of_all_but_the_sinks_and_what_is_seen():
+def test_a_sequence_frees_blocks_outside_its_window_and_sinks():
     manager = KVCacheManager([8], SIZE, enable_reuse=True, window=6, num_sinks=1)
     ids = array("i", range(24))
     blocks, _, _ = start(manager, ids)
@@ -183,7 +183,7 @@ def test_a_window_lets_go_of_all_but_the_sinks_and_what_is_seen():
     manager.check([])
 
 
-def test_a_reservation_of_a_windowed_sequence_is_for_what_it_holds_at_once():
+def test_a_windowed_sequence_reserves_the_most_blocks_that_it_holds_at_a_time():
     manager = KVCacheManager([4], SIZE, enable_reuse=False, window=4)
     blocks = SequenceBlocks(1, root_hash(b"", 0))
     assert manager.most_held(1000, 1) == 3
@@ -195,7 +195,7 @@ def test_a_reservation_of_a_windowed_sequence_is_for_what_it_holds_at_once():
         manager.check([blocks])
 
 
-def test_a_cached_prefix_is_held_only_where_it_is_seen():
+def test_a_sequence_holds_only_the_cached_blocks_within_its_window():
     manager = KVCacheManager([8], SIZE, enable_reuse=True, window=6, num_sinks=1)
     ids = array("i", range(24))
     manager.release(start(manager, ids)[0])
@@ -228,7 +228,9 @@ def test_every_block_and_slot_is_in_one_state_over_random_histories(window):
 
 @pytest.mark.feature("input:retention_token_range_priorities")
 @pytest.mark.parametrize("priority", [10, 35, 90])
-def test_a_request_decides_how_long_its_prompt_stays(make_engine, prompt_of, priority):
+def test_retention_of_a_request_decides_how_long_its_prompt_stays_cached(
+    make_engine, prompt_of, priority
+):
     driver = make_engine(max_tokens=16 * 12)
     first, second, third = (prompt_of(80, seed) for seed in range(3))
     retention = {"ranges": [[0, 80, priority, -1]], "output": [35, -1]}
@@ -246,7 +248,7 @@ def test_a_request_decides_how_long_its_prompt_stays(make_engine, prompt_of, pri
     assert found == (1 if priority == 10 else 5)
 
 
-def test_static_batches_tell_of_slots_that_wait_for_the_longest(make_engine, prompt_of):
+def test_static_batches_report_slots_that_wait_for_the_longest_sequence(make_engine, prompt_of):
     driver = make_engine(batching="V1")
     for length in (2, 9):
         driver.submit(prompt_of(5, length), max_tokens=length)

@@ -17,12 +17,12 @@ def blocks(available_bytes, **cache):
 
 
 @pytest.mark.feature("parameter:kv_cache_free_gpu_mem_fraction")
-def test_memory_is_shared_by_the_fraction():
+def test_the_cache_takes_its_fraction_of_free_memory():
     assert blocks(10_000) == 5
     assert blocks(10_000, free_memory_fraction=0.9) == 9
 
 
-def test_no_more_than_all_rows_at_full_length_is_taken():
+def test_the_cache_is_no_larger_than_all_sequences_at_full_length():
     assert blocks(10**9) == 4 * 4
 
 
@@ -32,12 +32,12 @@ def test_a_token_count_is_rounded_up_to_blocks_and_bounded_by_memory():
     assert blocks(4_000, max_tokens=320) == 2
 
 
-def test_a_cache_without_a_block_is_refused_with_the_numbers():
+def test_a_cache_smaller_than_a_block_is_refused_with_the_numbers():
     with pytest.raises(ConfigError, match=r"0\.50 may be used, and a block of 32 tokens"):
         blocks(1_999)
 
 
-def test_on_the_cpu_ranks_of_a_host_share_a_bounded_part_of_its_memory():
+def test_cpu_ranks_of_a_host_share_a_bounded_part_of_its_memory():
     alone, shared = (free_bytes(torch.device("cpu"), ranks) for ranks in (1, 1000))
 
     assert 0 < shared < alone <= CPU_MAX_BYTES

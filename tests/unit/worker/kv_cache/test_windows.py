@@ -82,7 +82,7 @@ def test_tokens_are_those_of_transformers_with_the_same_masks(
 
 
 @pytest.mark.parametrize("policy", ["max_utilization", "guaranteed_no_evict"])
-def test_a_window_bounds_what_a_sequence_holds(make_engine, prompt_of, reference, policy):
+def test_a_window_bounds_the_blocks_of_a_sequence(make_engine, prompt_of, reference, policy):
     # Sequences of 112 tokens, in blocks of 16 with 5 blocks, more than once.
     small = {"max_tokens": 80, "max_num_batched_tokens": 16, "policy": policy}
     driver = make_engine(attention_windows=(17,), num_sinks=2, **small)
@@ -97,7 +97,7 @@ def test_a_window_bounds_what_a_sequence_holds(make_engine, prompt_of, reference
         make_engine(**small).submit(prompts[0], max_tokens=NUM_TOKENS)
 
 
-def test_beams_behind_a_cached_prompt_are_promised_no_more_than_they_can_hold(
+def test_beams_of_a_cached_windowed_prompt_reserve_no_more_than_they_can_hold(
     make_engine, prompt_of
 ):
     window = {"attention_windows": (16,), "max_beam_width": 2}
@@ -122,7 +122,7 @@ def test_beams_behind_a_cached_prompt_are_promised_no_more_than_they_can_hold(
     driver.check_idle()
 
 
-def test_windows_that_mean_nothing_are_refused():
+def test_invalid_windows_are_refused():
     with pytest.raises(ConfigError, match="Leave max_attention_window_size unset"):
         CacheConfig(attention_windows=(0,))
     with pytest.raises(ConfigError, match="Set max_attention_window_size too"):

@@ -74,7 +74,7 @@ def dp_ranks(make_engine, model_folder, tmp_path):
 
 
 @pytest.mark.parametrize("full", [0, 1])
-def test_an_adapter_is_served_where_there_is_room_for_it(dp_ranks, full):
+def test_an_adapter_is_served_by_a_dp_rank_with_room_for_the_adapter(dp_ranks, full):
     dp_ranks.fill(full)
 
     brought = [dp_ranks.ask(3, rank, weights=3) for rank in (0, 1)]
@@ -85,7 +85,9 @@ def test_an_adapter_is_served_where_there_is_room_for_it(dp_ranks, full):
     assert dp_ranks.ask(1, full).dp_rank == full
 
 
-def test_an_adapter_of_a_folder_that_is_gone_is_served_by_the_dp_rank_that_has_it(dp_ranks):
+def test_an_adapter_with_a_deleted_folder_is_served_by_the_dp_rank_that_holds_the_adapter(
+    dp_ranks,
+):
     dp_ranks.fill(0)
     write_peft(dp_ranks.folder / "a", dp_ranks.weights[3], alpha=4.0)
 
@@ -99,9 +101,7 @@ def test_an_adapter_of_a_folder_that_is_gone_is_served_by_the_dp_rank_that_has_i
         dp_ranks.ask(0, 0, name="b")
 
 
-def test_an_adapter_of_a_folder_that_is_refused_is_read_once_for_all_dp_ranks(
-    dp_ranks, monkeypatch
-):
+def test_a_refused_adapter_folder_is_read_once_for_all_dp_ranks(dp_ranks, monkeypatch):
     spoiled = [dataclasses.replace(one, a=one.a * torch.nan) for one in dp_ranks.weights[3]]
     write_peft(dp_ranks.folder / "a", spoiled, alpha=4.0)
     reads, read = [], TensorFile.read
@@ -125,7 +125,7 @@ def test_an_adapter_is_converted_once_for_all_dp_ranks(dp_ranks, monkeypatch):
     assert pieces[0] == pieces[1] != []
 
 
-def test_an_id_means_its_newest_weights_in_a_dp_rank_without_room_too(dp_ranks):
+def test_an_adapter_id_means_its_newest_weights_also_when_a_dp_rank_lacks_room(dp_ranks):
     dp_ranks.fill(0)
     old = dp_ranks.ask(1, 0)
 
@@ -140,7 +140,7 @@ def test_an_id_means_its_newest_weights_in_a_dp_rank_without_room_too(dp_ranks):
     assert dp_ranks.ask(4, 0, weights=4).dp_rank == 0
 
 
-def test_an_adapter_that_no_dp_rank_has_room_for_is_refused_and_changes_nothing(dp_ranks):
+def test_an_adapter_without_room_in_any_dp_rank_is_refused_and_changes_nothing(dp_ranks):
     dp_ranks.fill(0)
     dp_ranks.fill(1)
 

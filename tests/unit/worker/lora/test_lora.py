@@ -68,7 +68,7 @@ def submit(driver, adapters, prompt, task, **fields):
         ({}, False),
     ],
 )
-def test_each_request_of_a_mixed_batch_gets_what_its_merged_weights_give(
+def test_each_request_of_a_mixed_batch_gets_the_tokens_of_its_merged_weights(
     make_engine, adapters, references, prompt_of, changes, has_gpu_kernels
 ):
     driver = make_engine(**changes)
@@ -87,7 +87,7 @@ def test_each_request_of_a_mixed_batch_gets_what_its_merged_weights_give(
     driver.check_idle()
 
 
-def test_a_cached_adapter_needs_its_id_alone_and_an_unknown_id_is_refused(
+def test_a_cached_adapter_is_served_by_id_and_an_unknown_id_is_refused(
     make_engine, adapters, references, prompt_of
 ):
     driver, prompt = make_engine(), prompt_of(20)
@@ -103,7 +103,7 @@ def test_a_cached_adapter_needs_its_id_alone_and_an_unknown_id_is_refused(
     assert driver.output(again) == greedy(references[5], prompt, LENGTH)
 
 
-def test_an_adapter_that_came_to_another_instance_is_kept_here_too(
+def test_adapters_received_by_another_instance_are_kept_too(
     make_engine, adapters, references, prompt_of
 ):
     driver, prompt = make_engine(), prompt_of(20)
@@ -120,7 +120,9 @@ def test_an_adapter_that_came_to_another_instance_is_kept_here_too(
     assert driver.output(request) == greedy(references[5], prompt, LENGTH)
 
 
-def test_front_ends_hear_which_weights_an_id_means(make_engine, adapters, prompt_of):
+def test_front_ends_are_informed_of_the_weights_behind_each_adapter_id(
+    make_engine, adapters, prompt_of
+):
     driver, prompt = make_engine(), prompt_of(20)
     first, second = ({**on_the_wire(adapters[task]), "digest": b"%d" % task} for task in (5, 9))
     driver.submit(prompt, max_tokens=1, adapter_id=5, adapter=first)
@@ -138,7 +140,7 @@ def test_front_ends_hear_which_weights_an_id_means(make_engine, adapters, prompt
     assert driver.engine.take_new_adapters() == []
 
 
-def test_what_a_front_end_remembers_replaces_nothing_that_a_request_brought_since(
+def test_adapters_replayed_by_a_front_end_do_not_replace_newer_weights(
     make_engine, adapters, references, prompt_of
 ):
     driver, prompt = make_engine(), prompt_of(20)
@@ -156,7 +158,7 @@ def test_what_a_front_end_remembers_replaces_nothing_that_a_request_brought_sinc
     assert driver.output(nine) == greedy(references[5], prompt, LENGTH)
 
 
-def test_other_weights_under_the_same_id_are_another_adapter(
+def test_new_weights_under_the_same_id_make_a_new_adapter(
     make_engine, adapters, references, prompt_of
 ):
     driver, prompt = make_engine(), prompt_of(40)
@@ -175,7 +177,7 @@ def test_other_weights_under_the_same_id_are_another_adapter(
 
 
 @pytest.mark.feature("parameter:lora_cache_host_memory_bytes")
-def test_the_host_forgets_what_was_used_least_recently_but_nothing_in_use(
+def test_the_host_cache_evicts_the_least_recently_used_adapter_but_none_in_use(
     make_engine, model_folder, prompt_of
 ):
     adapters = {task: make_adapter(model_folder, seed=task) for task in (1, 2, 3)}
@@ -200,7 +202,7 @@ def test_the_host_forgets_what_was_used_least_recently_but_nothing_in_use(
     driver.check_idle()
 
 
-def test_an_adapter_that_finds_no_room_on_the_host_has_none_forgotten(
+def test_an_adapter_without_room_on_the_host_evicts_no_other_adapter(
     make_engine, model_folder, prompt_of
 ):
     adapters = {task: make_adapter(model_folder, seed=task) for task in (1, 2)}
@@ -219,7 +221,7 @@ def test_an_adapter_that_finds_no_room_on_the_host_has_none_forgotten(
     driver.check_idle()
 
 
-def test_other_weights_take_the_room_of_those_that_they_replace(
+def test_new_weights_of_an_id_take_the_memory_of_the_old_weights(
     make_engine, model_folder, prompt_of
 ):
     adapters = {task: make_adapter(model_folder, seed=task) for task in (1, 2, 3)}
@@ -240,7 +242,9 @@ def test_other_weights_take_the_room_of_those_that_they_replace(
     driver.check_idle()
 
 
-def test_a_request_costs_the_same_however_many_of_its_adapter_are_open(make_engine, adapters):
+def test_the_cost_of_a_request_is_independent_of_open_requests_of_its_adapter(
+    make_engine, adapters
+):
     driver = make_engine()
     submit(driver, adapters, [1], 5)
     manager, num_looks = driver.engine._adapters, 0
@@ -292,7 +296,7 @@ def test_an_adapter_that_no_cache_can_hold_is_refused(make_engine, adapters, con
     driver.check_idle()
 
 
-def test_others_run_on_while_an_adapter_is_cut_out(
+def test_other_requests_run_while_an_adapter_is_packed(
     make_engine, adapters, references, prompt_of
 ):
     driver = make_engine()
@@ -314,7 +318,9 @@ def test_others_run_on_while_an_adapter_is_cut_out(
     assert driver.output(second) == greedy(references[5], prompt_of(20), LENGTH)
 
 
-def test_a_step_costs_the_same_however_many_wait_for_an_adapter(make_engine, adapters):
+def test_the_cost_of_a_step_is_independent_of_requests_that_wait_for_an_adapter(
+    make_engine, adapters
+):
     driver = make_engine()
     manager, num_looks, is_there = driver.engine._adapters, 0, False
 
@@ -344,7 +350,7 @@ def test_a_step_costs_the_same_however_many_wait_for_an_adapter(make_engine, ada
     driver.check_idle()
 
 
-def test_a_request_that_waited_for_an_adapter_precedes_later_ones_and_follows_urgent_ones(
+def test_a_request_that_waited_for_an_adapter_starts_before_later_and_after_urgent_requests(
     make_engine, adapters
 ):
     driver = make_engine(max_num_seqs=2)
@@ -370,7 +376,7 @@ def test_a_request_that_waited_for_an_adapter_precedes_later_ones_and_follows_ur
     driver.check_idle()
 
 
-def test_prompts_leave_no_budget_to_requests_that_wait_for_an_adapter(make_engine, adapters):
+def test_requests_that_wait_for_an_adapter_reserve_no_token_budget(make_engine, adapters):
     driver = make_engine()
     is_there = False
     driver.engine._adapters.is_packed = lambda number: is_there

@@ -63,7 +63,7 @@ def zero(folder):
 @pytest.mark.parametrize("damage", [cut, remove, zero])
 @pytest.mark.parametrize("form", [PEFT, ARRAYS])
 @pytest.mark.parametrize("is_prefetched", [False, True])
-def test_an_adapter_is_what_it_was_when_it_was_asked_for_whatever_becomes_of_its_files(
+def test_a_request_gets_the_adapter_files_as_they_were_at_its_arrival(
     make_engine, model_folder, adapter, prompt_of, tmp_path, is_prefetched, form, damage
 ):
     if is_prefetched:
@@ -84,7 +84,7 @@ def test_an_adapter_is_what_it_was_when_it_was_asked_for_whatever_becomes_of_its
 
 @pytest.mark.parametrize("form", [PEFT, ARRAYS])
 @pytest.mark.parametrize("size", [0, 4, 64, 300, 4000])
-def test_a_file_that_is_being_written_is_refused_until_it_is_whole(
+def test_an_incomplete_adapter_file_is_refused_until_its_last_byte_is_written(
     make_engine, model_folder, adapter, prompt_of, tmp_path, form, size
 ):
     write(tmp_path / "a", adapter, form)
@@ -107,9 +107,7 @@ def test_a_file_that_is_being_written_is_refused_until_it_is_whole(
     driver.check_idle()
 
 
-def test_weights_that_change_between_their_names_and_their_numbers_are_refused(
-    adapter, tmp_path
-):
+def test_weights_that_change_between_reading_names_and_values_are_refused(adapter, tmp_path):
     write_peft(tmp_path, adapter, alpha=4.0)
     whole = (tmp_path / PEFT).read_bytes()
     found = PeftAdapter(tmp_path)
@@ -164,7 +162,7 @@ def of_type(dtype, num_bytes, begin, end):
         (of_shapes((4,), (32, 4)), r"A.weight has shape \[4\] and .* must be matrices"),
     ],
 )
-def test_weights_that_are_no_pairs_of_matrices_are_refused_and_left_out_at_the_start(
+def test_adapters_with_unpaired_matrices_are_refused_and_left_out_at_the_start(
     make_engine, adapter, tmp_path, raw, text
 ):
     for name in ("bad", "good"):
@@ -236,7 +234,7 @@ def layer_of(number):
         layer_of(1 << 70),
     ],
 )
-def test_what_a_folder_says_that_cannot_be_is_refused_and_left_out_at_the_start(
+def test_adapter_folders_with_impossible_values_are_refused_and_left_out_at_the_start(
     make_engine, adapter, tmp_path, spoil
 ):
     write_peft(tmp_path / "good", adapter, alpha=4.0)
@@ -255,7 +253,7 @@ def test_what_a_folder_says_that_cannot_be_is_refused_and_left_out_at_the_start(
 
 
 @pytest.mark.parametrize("place", ["folder", "request"])
-def test_others_run_on_while_an_adapter_is_sent_in_pieces(
+def test_other_requests_run_while_an_adapter_is_sent_in_chunks(
     make_engine, model_folder, adapter, prompt_of, tmp_path, monkeypatch, place
 ):
     for module in (sent, manager):
@@ -305,7 +303,7 @@ def test_others_run_on_while_an_adapter_is_sent_in_pieces(
 
 
 @pytest.mark.parametrize("place", ["folder", "request"])
-def test_nothing_is_read_of_an_adapter_that_finds_no_room(
+def test_weights_of_an_adapter_without_room_are_not_read(
     make_engine, adapter, tmp_path, monkeypatch, place
 ):
     for name in ("a", "b"):
@@ -332,7 +330,7 @@ def test_nothing_is_read_of_an_adapter_that_finds_no_room(
     driver.check_idle()
 
 
-def test_an_adapter_that_a_request_waits_for_is_sent_before_others(
+def test_adapters_with_waiting_requests_are_sent_first(
     make_engine, model_folder, adapter, prompt_of, monkeypatch
 ):
     for module in (sent, manager):
@@ -371,7 +369,9 @@ def test_an_adapter_that_a_request_waits_for_is_sent_before_others(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_what_is_sent_is_what_the_model_would_hold(make_engine, adapter, dtype):
+def test_a_sent_adapter_arrives_in_the_dtype_and_layout_of_the_model(
+    make_engine, adapter, dtype
+):
     layout = make_engine().engine._adapters._layout
     tensors = to_tensors(adapter)
 
@@ -406,7 +406,7 @@ def test_arrays_of_either_order_are_read_as_they_were_saved(make_engine, adapter
 
 
 @pytest.mark.parametrize("form", [PEFT, ARRAYS])
-def test_weights_are_read_of_those_alone_that_the_host_has_room_for(
+def test_weights_are_read_only_for_adapters_that_fit_the_host_cache(
     make_engine, adapter, tmp_path, monkeypatch, form
 ):
     for n in range(8):

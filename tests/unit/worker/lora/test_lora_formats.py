@@ -49,7 +49,7 @@ def test_a_folder_of_peft_holds_the_scaled_matrices(adapter, tmp_path):
         torch.testing.assert_close(other.b @ other.a, one.b @ one.a)
 
 
-def test_rank_stabilised_scaling_and_exceptions_are_heeded(adapter, tmp_path):
+def test_rank_stabilised_scaling_and_rank_patterns_take_effect(adapter, tmp_path):
     write_peft(tmp_path, adapter, alpha=16.0)
     path = tmp_path / "adapter_config.json"
     config = json.loads(path.read_text()) | {
@@ -83,7 +83,7 @@ def test_rank_stabilised_scaling_and_exceptions_are_heeded(adapter, tmp_path):
         ({"use_rslora": "no"}, "use_rslora is 'no' but must be true or false"),
     ],
 )
-def test_what_is_no_plain_adapter_is_refused(adapter, tmp_path, changes, text):
+def test_adapter_kinds_other_than_plain_lora_are_refused(adapter, tmp_path, changes, text):
     write_peft(tmp_path, adapter, alpha=4.0)
     path = tmp_path / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
@@ -113,7 +113,7 @@ def test_a_tensor_that_is_no_lora_matrix_is_refused_by_name(adapter, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["model.lora_config.npy", "model.lora_keys.npy"])
-def test_the_converters_files_are_read_back(adapter, tmp_path, name):
+def test_files_of_the_converter_are_read_back(adapter, tmp_path, name):
     tensors = to_tensors(adapter)
     write_arrays(tensors, tmp_path, "float32")
     (tmp_path / "model.lora_config.npy").rename(tmp_path / name)
@@ -180,7 +180,9 @@ def test_tensors_of_other_shapes_are_refused(make_engine, adapter):
 
 
 @pytest.mark.parametrize("name", ["weights", "config"])
-def test_tensors_of_half_a_number_are_refused_and_end_nothing(make_engine, adapter, name):
+def test_tensors_with_a_truncated_number_are_refused_and_end_nothing(
+    make_engine, adapter, name
+):
     driver = make_engine()
     good, message = driver.submit([1, 2, 3], max_tokens=4), on_the_wire(adapter)
     message[name]["data"] = message[name]["data"][:-2]
@@ -207,7 +209,7 @@ def test_a_folder_of_another_model_is_refused_by_tensor(make_engine, adapter, tm
 
 
 @pytest.mark.parametrize("name", ["..", ".", "", "../french", "a/../french", "french\0"])
-def test_no_name_leads_out_of_the_folder_of_adapters(adapter, tmp_path, name):
+def test_no_adapter_name_leads_out_of_the_folder_of_adapters(adapter, tmp_path, name):
     inside = tmp_path / "inside"
     for folder in (tmp_path, tmp_path / "french", inside, inside / "german"):
         write_peft(folder, adapter, alpha=8.0)
@@ -219,7 +221,7 @@ def test_no_name_leads_out_of_the_folder_of_adapters(adapter, tmp_path, name):
 
 
 @pytest.mark.feature("parameter:lora_prefetch_dir", "input:lora_name")
-def test_folders_serve_by_name_and_by_number_and_when_they_change(
+def test_adapter_folders_are_served_by_name_and_task_id_and_read_again_after_changes(
     make_engine, model_folder, adapter, tmp_path, prompt_of
 ):
     other = make_adapter(model_folder, seed=2)
@@ -254,7 +256,9 @@ def test_folders_serve_by_name_and_by_number_and_when_they_change(
 
 
 @pytest.mark.parametrize("name", ["x" * 256, "9" * 5000, "\0", "."])
-def test_a_name_that_no_folder_could_have_is_refused(make_engine, adapter, tmp_path, name):
+def test_an_adapter_name_that_is_no_folder_name_is_refused(
+    make_engine, adapter, tmp_path, name
+):
     write_peft(tmp_path / "french", adapter, alpha=8.0)
     driver = make_engine(lora=LoraConfig(prefetch_dir=str(tmp_path)))
 
@@ -262,7 +266,7 @@ def test_a_name_that_no_folder_could_have_is_refused(make_engine, adapter, tmp_p
         driver.submit([1, 2], adapter={"name": name})
 
 
-def test_what_the_host_cannot_hold_at_the_start_is_read_when_it_is_asked_for(
+def test_adapters_beyond_the_host_cache_are_read_at_their_first_request(
     make_engine, model_folder, adapter, tmp_path, prompt_of
 ):
     adapters = {name: make_adapter(model_folder, seed=n) for n, name in enumerate("abc")}
@@ -290,7 +294,7 @@ def test_what_the_host_cannot_hold_at_the_start_is_read_when_it_is_asked_for(
         (7e4, torch.float16, r"holds 70000, which .* float16 \(at most 65504\); send finite"),
     ],
 )
-def test_numbers_that_the_models_type_does_not_hold_are_refused_by_module(
+def test_values_outside_the_models_dtype_are_refused_by_module(
     make_engine, adapter, tmp_path, place, value, dtype, text
 ):
     driver = make_engine()
@@ -312,7 +316,7 @@ def test_numbers_that_the_models_type_does_not_hold_are_refused_by_module(
     driver.check_idle()
 
 
-def test_a_folder_of_numbers_that_are_not_finite_is_left_out_at_the_start(
+def test_an_adapter_folder_with_values_that_are_not_finite_is_left_out_at_the_start(
     make_engine, adapter, tmp_path, caplog
 ):
     write_peft(tmp_path / "good", adapter, alpha=4.0)
@@ -326,7 +330,7 @@ def test_a_folder_of_numbers_that_are_not_finite_is_left_out_at_the_start(
     assert "bad is left out: matrix A of module 1 (attn_q) in layer 0 holds inf" in caplog.text
 
 
-def test_numbers_are_looked_at_once_for_each_version(
+def test_values_of_an_adapter_are_checked_once_for_each_version(
     make_engine, adapter, monkeypatch, tmp_path
 ):
     num_looks = 0
@@ -355,9 +359,7 @@ def test_numbers_are_looked_at_once_for_each_version(
     assert num_looks == 1 and driver.engine._adapters.num_on_host == 1
 
 
-def test_what_is_known_of_weights_that_came_does_not_grow_for_ever(
-    make_engine, adapter, monkeypatch
-):
+def test_the_record_of_received_weights_is_bounded(make_engine, adapter, monkeypatch):
     monkeypatch.setattr(manager, "_MOST_SEEN", 8)
     tiny = LoraConfig(
         host_memory_bytes=int(1.5 * sum(one.a.nbytes + one.b.nbytes for one in adapter))

@@ -32,7 +32,7 @@ def given(adapter, task):
     return {**on_the_wire(adapter), "digest": b"%d" % task}
 
 
-def test_an_idle_engine_passes_on_what_it_is_told_of(make_engine, adapter):
+def test_an_idle_engine_sends_new_adapters_to_its_ranks(make_engine, adapter):
     driver = make_engine()
     for task in (1, 2):
         message = KeepAdapter(adapter_id=task, adapter=given(adapter, task))
@@ -51,7 +51,7 @@ def test_an_idle_engine_passes_on_what_it_is_told_of(make_engine, adapter):
     driver.check_idle()
 
 
-def test_an_adapter_that_cannot_be_sent_is_refused_before_anything_is_read_or_forgotten(
+def test_an_adapter_too_large_to_send_is_refused_before_any_read_or_eviction(
     make_engine, model_folder, adapter, tmp_path, monkeypatch
 ):
     size = sum(one.a.nbytes + one.b.nbytes for one in adapter)
@@ -73,7 +73,7 @@ def test_an_adapter_that_cannot_be_sent_is_refused_before_anything_is_read_or_fo
     driver.check_idle()
 
 
-def test_what_ranks_are_told_of_adapters_is_told_from_decisions():
+def test_adapter_operations_and_decisions_are_told_apart_on_the_wire():
     ops = [["expect", 3, [[0, 1, 4, 8, 8]]], ["piece", 3, b"abc"], ["drop", 3]]
 
     payload = encode_ops(ops)

@@ -31,7 +31,7 @@ def adapter(model_folder):
 
 
 @pytest.mark.parametrize("is_known", [False, True])
-def test_what_is_written_after_a_folder_was_looked_up_is_checked_and_not_taken_for_it(
+def test_weights_written_after_the_lookup_of_a_folder_are_checked_as_a_new_version(
     make_engine, adapter, tmp_path, monkeypatch, is_known
 ):
     size = sum(one.a.nbytes + one.b.nbytes for one in adapter)
@@ -68,7 +68,7 @@ def test_what_is_written_after_a_folder_was_looked_up_is_checked_and_not_taken_f
     driver.check_idle()
 
 
-def test_a_scaling_that_is_written_after_the_weights_is_served_with_them(
+def test_a_scaling_written_after_the_weights_takes_effect(
     make_engine, model_folder, adapter, prompt_of, tmp_path
 ):
     driver = make_engine(lora=LoraConfig(prefetch_dir=str(tmp_path)))
@@ -88,7 +88,7 @@ def test_a_scaling_that_is_written_after_the_weights_is_served_with_them(
 
 
 @pytest.mark.parametrize("is_renamed", [False, True])
-def test_weights_of_the_same_size_and_time_are_others(
+def test_replaced_weights_of_the_same_size_and_time_are_a_new_version(
     make_engine, model_folder, prompt_of, tmp_path, is_renamed
 ):
     adapters = [make_adapter(model_folder, seed=seed) for seed in (1, 2)]

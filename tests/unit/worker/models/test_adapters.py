@@ -89,7 +89,7 @@ def test_logits_are_those_of_the_merged_weights(name, tmp_path):
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-3)
 
 
-def test_a_layer_whose_order_of_rows_differs_is_refused_by_name(tmp_path):
+def test_a_module_with_another_row_order_is_refused_by_name(tmp_path):
     theirs = models.save_huggingface(tmp_path / "model", CONFIGS["neox"])
     adapted(theirs, tmp_path / "adapter", with_fused=True)
 

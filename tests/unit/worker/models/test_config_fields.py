@@ -48,7 +48,7 @@ def test_no_key_of_a_configuration_class_is_unknown(name):
 
 
 @pytest.mark.parametrize("name", list(SERVED))
-def test_a_key_that_is_left_out_means_what_it_does_to_transformers(name):
+def test_an_omitted_key_has_the_default_of_transformers(name):
     whole = values_of(name)
     for key in set(names_of(name)) & set(whole):
         left = {each: value for each, value in whole.items() if each != key}

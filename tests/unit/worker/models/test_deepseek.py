@@ -21,7 +21,7 @@ def ranks_of(folder, size):
     return [models.load_ours(folder, ShardPosition(rank, size)) for rank in range(size)]
 
 
-def test_a_token_takes_its_latent_vector_and_one_rotated_key_on_every_rank(tmp_path):
+def test_every_rank_caches_the_latent_vector_and_one_rotated_key_of_a_token(tmp_path):
     models.save_huggingface(tmp_path, CONFIGS["deepseek2"])
 
     for model in (models.load_ours(tmp_path), *ranks_of(tmp_path, 4)):
@@ -30,7 +30,7 @@ def test_a_token_takes_its_latent_vector_and_one_rotated_key_on_every_rank(tmp_p
         assert specs[0].token_bytes == (LATENT + ROTATED) * 4
 
 
-def test_the_matrices_of_all_ranks_heads_make_up_the_checkpoints(tmp_path):
+def test_the_heads_of_all_ranks_make_up_the_matrices_of_the_checkpoint(tmp_path):
     models.save_huggingface(tmp_path, CONFIGS["deepseek2-lite"])
     whole = load_file(tmp_path / "model.safetensors")
     expected = whole["model.layers.2.self_attn.kv_b_proj.weight"].view(12, 20 + 12, LATENT)
@@ -58,7 +58,7 @@ def test_random_weights_that_every_rank_holds_whole_are_the_same(tmp_path):
     assert not {f"{layer}.q_proj.weight", f"{layer}.key_up.weight"} & same
 
 
-def test_the_layer_that_predicts_further_tokens_is_left_out(tmp_path):
+def test_the_multi_token_prediction_layer_is_left_out(tmp_path):
     theirs = models.save_huggingface(tmp_path, CONFIGS["deepseek3"])
     tensors = load_file(tmp_path / "model.safetensors")
     last = {name: each for name, each in tensors.items() if name.startswith("model.layers.3.")}

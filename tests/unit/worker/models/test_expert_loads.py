@@ -48,7 +48,7 @@ def test_every_layer_with_experts_counts_its_own_choices(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["mixtral", "deepseek2", "qwen3-moe-mixed-tied"])
-def test_a_part_of_a_prompt_behind_which_nothing_is_sampled_is_not_in_the_last_layer(
+def test_prompt_chunks_without_a_sampled_token_skip_the_experts_of_the_last_layer(
     name, tmp_path
 ):
     configs = {**CONFIGS, **models.latent_configs()}

@@ -83,7 +83,9 @@ def test_ranks_hold_their_experts_and_their_parts_of_them(tmp_path):
         ("dense", 2, 2, "no experts to share out"),
     ],
 )
-def test_experts_that_cannot_be_shared_out_are_refused(tmp_path, name, tp, ep, words):
+def test_experts_that_cannot_be_divided_between_ranks_are_refused(
+    tmp_path, name, tp, ep, words
+):
     config = CONFIGS.get(name) or models.llama_config()
     config.save_pretrained(tmp_path)
     values = {"architectures": None, "tie_word_embeddings": False}

@@ -35,7 +35,7 @@ def load_pair(folder, config):
 
 @pytest.mark.parametrize("name", CONFIGS)
 @torch.inference_mode()
-def test_states_are_those_of_a_model_that_makes_the_product(name, tmp_path):
+def test_hidden_states_with_the_first_layer_table_equal_those_with_the_product(name, tmp_path):
     made, looked_up = load_pair(tmp_path, CONFIGS[name])
     first, second = models.prompts(30, 9)
     steps = [{0: first}, {0: [7], 1: second}, {0: [3], 1: [149]}]
@@ -52,7 +52,7 @@ def test_states_are_those_of_a_model_that_makes_the_product(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_families_that_begin_otherwise_have_no_table(name, tmp_path):
+def test_families_with_another_first_layer_have_no_table(name, tmp_path):
     _, model = load_pair(tmp_path, OTHERS[name])
 
     assert model.first_projection() is None
@@ -60,7 +60,7 @@ def test_families_that_begin_otherwise_have_no_table(name, tmp_path):
 
 
 @torch.inference_mode()
-def test_one_product_less_is_made_unless_vectors_are_given_or_adapters_add(tmp_path):
+def test_the_table_saves_one_product_unless_a_step_has_given_vectors_or_adapters(tmp_path):
     made, looked_up = load_pair(tmp_path, CONFIGS["llama"])
     (prompt,) = models.prompts(30)
 
@@ -78,7 +78,7 @@ def test_one_product_less_is_made_unless_vectors_are_given_or_adapters_add(tmp_p
 
 
 @torch.inference_mode()
-def test_given_vectors_are_not_taken_for_those_of_their_ids(tmp_path):
+def test_given_vectors_are_not_replaced_by_rows_of_the_table(tmp_path):
     made, looked_up = load_pair(tmp_path, CONFIGS["llama"])
     (prompt,) = models.prompts(30)
     vectors = torch.randn(30, 64, generator=torch.Generator().manual_seed(3))

@@ -71,7 +71,7 @@ def test_null_is_refused_where_it_means_nothing(name):
 
 
 @pytest.mark.parametrize("inside", ["rope_parameters", "rope_scaling"])
-def test_so_has_every_key_of_a_rotation(inside):
+def test_every_key_of_the_rope_parameters_has_a_type(inside):
     values = huggingface_values("llama")
     for key, kind in _ROPE_TYPES.items():
         for wrong in wrong_for(kind):
@@ -79,7 +79,7 @@ def test_so_has_every_key_of_a_rotation(inside):
             refused(from_huggingface(changed), key, wrong)
 
 
-def test_a_wrong_type_inside_another_object_is_named_with_the_way_there():
+def test_a_wrong_type_in_a_nested_object_is_named_with_its_path():
     values = huggingface_values("gemma3-of-images")
     values["text_config"]["rope_parameters"] = {"full_attention": {"factor": "8"}}
     with pytest.raises(ConfigError) as caught:
@@ -132,7 +132,7 @@ def test_every_field_of_an_engine_folder_has_a_type(tmp_path, section, owner):
             refused(loader(tmp_path, (section,), field.name, wrong), field.name, wrong)
 
 
-def test_lists_of_an_engine_folder_are_lists(tmp_path):
+def test_list_fields_of_an_engine_folder_refuse_other_types(tmp_path):
     section = ("pretrained_config", "mapping")
     refused(loader(tmp_path, section, "pp_partition", 5), "pp_partition", 5)
     loader(tmp_path, (), "shards", ["rank0"])
@@ -143,7 +143,7 @@ def test_lists_of_an_engine_folder_are_lists(tmp_path):
 @pytest.mark.parametrize("load", [Tokenizer, Vocabulary])
 @pytest.mark.parametrize("file_name", ["tokenizer_config.json", "special_tokens_map.json"])
 @pytest.mark.parametrize("wrong", [5, True, ["</s>"], {"content": 5}])
-def test_a_special_token_is_a_text(tmp_path, load, file_name, wrong):
+def test_special_tokens_must_be_strings(tmp_path, load, file_name, wrong):
     folder = demo_tokenizer(tmp_path)
     (folder / file_name).write_text(json.dumps({"eos_token": wrong}))
     with pytest.raises(ConfigError) as caught:
@@ -153,7 +153,7 @@ def test_a_special_token_is_a_text(tmp_path, load, file_name, wrong):
 
 
 @pytest.mark.parametrize("load", [Tokenizer, Vocabulary])
-def test_files_of_special_tokens_are_objects(tmp_path, load):
+def test_files_of_special_tokens_must_be_objects(tmp_path, load):
     folder = demo_tokenizer(tmp_path)
     (folder / "tokenizer_config.json").write_text("[]")
     with pytest.raises(ConfigError, match=r"tokenizer_config\.json: holds a list, not an obj"):

@@ -50,7 +50,7 @@ def model_folder(checkpoint):
     ],
     ids=str,
 )
-def test_sequences_that_outgrow_the_short_factors_go_on_as_transformers_does(
+def test_sequences_beyond_the_short_factors_continue_as_in_transformers(
     make_engine, expected, changes
 ):
     driver = make_engine(tokens_per_block=4, **changes)
@@ -63,7 +63,9 @@ def test_sequences_that_outgrow_the_short_factors_go_on_as_transformers_does(
     driver.check_idle()
 
 
-def test_what_a_short_sequence_left_is_no_prefix_of_a_long_one(make_engine, checkpoint):
+def test_blocks_of_sequences_with_short_factors_are_no_prefix_for_long_factors(
+    make_engine, checkpoint
+):
     driver = make_engine(tokens_per_block=4)
     (prompt,) = models.prompts(50)
     for length in (24, 50, 30, 50):
@@ -76,7 +78,7 @@ def test_what_a_short_sequence_left_is_no_prefix_of_a_long_one(make_engine, chec
     assert driver.engine.scheduler.cache.num_reused_blocks >= 12 + 6
 
 
-def test_sequences_of_one_prompt_switch_each_by_itself(make_engine):
+def test_sequences_of_one_prompt_switch_to_long_factors_independently(make_engine):
     fields = {"num_return_sequences": 3, "temperature": 1.5, "top_p": 1.0, "seed": 4}
     (prompt,) = models.prompts(29)
     outputs = []
@@ -90,7 +92,7 @@ def test_sequences_of_one_prompt_switch_each_by_itself(make_engine):
     assert len(set(map(tuple, outputs[0]))) == 3
 
 
-def test_beams_that_would_outgrow_the_short_factors_are_refused(make_engine):
+def test_beam_searches_beyond_the_short_factors_are_refused(make_engine):
     driver = make_engine(max_beam_width=2)
     (prompt,) = models.prompts(30)
     with pytest.raises(RequestError, match=r"outgrows the 32 tokens.*max_tokens to 3,"):
@@ -101,12 +103,12 @@ def test_beams_that_would_outgrow_the_short_factors_are_refused(make_engine):
     driver.check_idle()
 
 
-def test_no_engine_for_short_contexts_switches(make_engine):
+def test_an_engine_limited_to_short_contexts_never_switches_factors(make_engine):
     driver = make_engine(max_seq_len=SWITCH_AT, max_input_len=SWITCH_AT - 1)
     assert driver.engine.runner.model.switch_at == 0
 
 
-def test_a_gpus_positions_are_shifted_as_the_cpus():
+def test_positions_on_a_gpu_are_shifted_as_on_the_cpu():
     cpu = torch.device("cpu")
     batches = (
         InputBatch(4, 64, 16, 1, cpu, 1, None, SWITCH_AT),

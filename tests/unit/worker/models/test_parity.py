@@ -79,7 +79,7 @@ def test_logits_in_float32_are_those_of_transformers(pair):
 @pytest.mark.matrix(keep=33)
 @pytest.mark.parametrize("makes_all_queries", [True, False])
 @torch.inference_mode()
-def test_hidden_states_of_wanted_tokens_are_theirs_among_all(pair, makes_all_queries):
+def test_hidden_states_of_sampled_tokens_equal_theirs_among_all_tokens(pair, makes_all_queries):
     _, ours = pair
     first, second, third = models.prompts(9, 30, 6)
     whole, narrow = PagedRun(ours, 3), PagedRun(ours, 3)
@@ -105,7 +105,7 @@ _BEHIND_ATTENTION = {"llama-biases": 64 * 8 * 16 + 3 * 64 * 96, "gpt2": 64 * 64 
 
 @pytest.mark.parametrize("name", _BEHIND_ATTENTION)
 @torch.inference_mode()
-def test_the_last_layer_multiplies_wanted_tokens_alone(name, tmp_path):
+def test_the_last_layer_multiplies_sampled_tokens_alone(name, tmp_path):
     models.save_huggingface(tmp_path, CONFIGS[name])
     ours = models.load_ours(tmp_path, ops=TorchOps())
     (prompt,) = models.prompts(30)
@@ -121,7 +121,7 @@ def test_the_last_layer_multiplies_wanted_tokens_alone(name, tmp_path):
 
 
 @torch.inference_mode()
-def test_the_last_layer_makes_queries_of_wanted_tokens_alone(tmp_path):
+def test_the_last_layer_computes_queries_of_sampled_tokens_alone(tmp_path):
     models.save_huggingface(tmp_path, CONFIGS["llama"])
     ours = models.load_ours(tmp_path, ops=TorchOps())
     (prompt,) = models.prompts(30)

@@ -60,13 +60,13 @@ def test_every_head_is_on_one_rank_beside_its_key_value_head(num_heads, num_kv_h
         ((40, 10), 4, (12, 3)),
     ],
 )
-def test_ranks_hold_few_heads_of_zeros(heads, size, expected):
+def test_ranks_hold_few_padding_heads(heads, size, expected):
     share = partition_heads(*heads, num_ranks=size)
     assert (share.queries.size, share.keys.size) == expected
 
 
 @pytest.mark.parametrize(("whole", "size"), [(96, 4), (104, 3), (11008, 6), (10, 4), (7, 2)])
-def test_a_width_is_shared_out_in_order_and_aligned(whole, size):
+def test_a_width_is_divided_between_ranks_in_order_and_aligned(whole, size):
     shares = [even_partition(whole, rank, size) for rank in range(size)]
 
     parts = [range(share.first, share.first + share.count) for share in shares]
@@ -76,7 +76,7 @@ def test_a_width_is_shared_out_in_order_and_aligned(whole, size):
 
 
 @pytest.mark.parametrize("name", ["qwen3-tied-biases", "mixtral", "deepseek3"])
-def test_what_fills_a_rank_up_is_zero_whatever_was_there(name, tmp_path):
+def test_padding_weights_of_a_rank_are_set_to_zero(name, tmp_path):
     config = family_configs()[name]
     config.num_attention_heads, config.intermediate_size = 10, 50
     if name == "deepseek3":

@@ -101,11 +101,11 @@ def test_what_sets_the_families_apart_is_read():
     assert gemma3.qk_norm and gemma3.tie_word_embeddings and gemma3.norm_offset == 1.0
 
 
-def test_an_architecture_is_that_of_a_model_type_that_only_its_publisher_knows():
+def test_a_known_architecture_with_an_unknown_model_type_is_served():
     assert config_of({**PUBLISHED["qwen 3 8B"], "model_type": "mine"}).qk_norm
 
 
-def test_the_old_length_of_a_phi_3_is_at_the_top_level_or_a_default():
+def test_the_original_length_of_a_phi_3_comes_from_the_top_level_or_a_default():
     values = {**PUBLISHED["phi 3 mini 128k"]}
     del values["original_max_position_embeddings"]
     inside = {**values["rope_scaling"], "original_max_position_embeddings": 2048}
@@ -130,7 +130,7 @@ GEMMA3_OF_IMAGES = {
 }  # fmt: skip
 
 
-def test_of_a_gemma_3_that_takes_images_the_decoder_is_read():
+def test_the_text_decoder_of_a_multimodal_gemma_3_is_read():
     theirs = AutoConfig.for_model(**GEMMA3_OF_IMAGES).to_dict()
 
     ours = PretrainedConfig.from_huggingface(GEMMA3_OF_IMAGES, "config.json")
@@ -143,7 +143,7 @@ def test_of_a_gemma_3_that_takes_images_the_decoder_is_read():
     assert ours.eos_token_ids == (1, 106) and ours.dtype == "bfloat16"
 
 
-def test_a_cap_that_transformers_leaves_out_beside_images_is_refused():
+def test_a_logit_cap_of_a_multimodal_model_is_refused():
     text = {**GEMMA3_OF_IMAGES["text_config"], "final_logit_softcapping": 30.0}
     with pytest.raises(ConfigError, match=r"final_logit_softcapping is 30\.0"):
         config_of({**GEMMA3_OF_IMAGES, "text_config": text})
@@ -161,14 +161,14 @@ MISTRAL3_OF_IMAGES = {
 }  # fmt: skip
 
 
-def test_of_a_mistral_3_that_takes_images_the_decoder_is_read():
+def test_the_text_decoder_of_a_multimodal_mistral_3_is_read():
     ours = PretrainedConfig.from_huggingface(MISTRAL3_OF_IMAGES, "config.json")
 
     assert (ours.hidden_size, ours.head_size, ours.rotary_base) == (5120, 128, 1e9)
     assert not ours.tie_word_embeddings and not ours.layer_windows
 
 
-def test_a_decoder_of_another_kind_beside_images_is_refused():
+def test_a_multimodal_model_with_an_unsupported_decoder_is_refused():
     text = {**MISTRAL3_OF_IMAGES["text_config"], "model_type": "ministral3"}
     with pytest.raises(ConfigError, match="model_type 'ministral3'"):
         config_of({**MISTRAL3_OF_IMAGES, "text_config": text})

@@ -30,7 +30,7 @@ def path(tmp_path):
 
 @pytest.mark.parametrize("piece_bytes", [8, 100, 1 << 20])
 @pytest.mark.parametrize("max_ahead_bytes", [1, 5000, 1 << 30])
-def test_every_tensor_is_the_files(path, piece_bytes, max_ahead_bytes):
+def test_every_tensor_has_the_values_of_the_file(path, piece_bytes, max_ahead_bytes):
     expected = load_file(path)
     reader = TensorReader(CPU, piece_bytes=piece_bytes, max_ahead_bytes=max_ahead_bytes)
     found = dict(reader.read(path, expected))
@@ -41,13 +41,13 @@ def test_every_tensor_is_the_files(path, piece_bytes, max_ahead_bytes):
         assert torch.equal(tensor, expected[name])
 
 
-def test_only_what_is_named_is_read(path):
+def test_only_named_tensors_are_read(path):
     reader = TensorReader(CPU)
     assert {name for name, _ in reader.read(path, ["ids", "half"])} == {"ids", "half"}
     reader.close()
 
 
-def test_a_caller_may_stop_in_the_middle_and_read_on_from_another_file(path):
+def test_reading_may_stop_within_a_file_and_continue_with_another_file(path):
     reader = TensorReader(CPU, num_threads=2, piece_bytes=16)
     reading = reader.read(path, load_file(path))
     next(reading)
@@ -80,7 +80,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_refused(path):
     reader.close()
 
 
-def test_numbers_of_an_unknown_kind_are_refused_by_name(tmp_path):
+def test_an_unknown_dtype_is_refused_by_name(tmp_path):
     path = tmp_path / "b.safetensors"
     write(path, {"w": {"dtype": "C64", "shape": [1], "data_offsets": [0, 8]}}, bytes(8))
     reader = TensorReader(CPU)

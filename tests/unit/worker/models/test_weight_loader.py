@@ -179,7 +179,7 @@ def test_random_weights_are_the_same_for_the_same_shard_and_differ_between_shard
     assert runs[0].state_dict()["norm.weight"].eq(1).all()
 
 
-def test_weights_that_float16_cannot_hold_are_not_served_as_infinite_ones(tmp_path):
+def test_weights_outside_the_range_of_float16_are_refused(tmp_path):
     models.save_huggingface(tmp_path, models.llama_config())
     path = tmp_path / "model.safetensors"
     tensors = load_file(path)

@@ -86,7 +86,7 @@ def without(prefix):
     return edit
 
 
-def test_a_file_as_it_was_built_is_loaded(shard, caplog):
+def test_an_unchanged_file_is_loaded(shard, caplog):
     _, load = shard
     with caplog.at_level(logging.INFO):
         load()
@@ -107,7 +107,7 @@ def test_a_flipped_bit_is_found_and_its_chunk_named(shard, offset):
     assert "trimaran verify" in text and "--skip-weight-verification" in text
 
 
-def test_a_flag_leaves_the_comparison_out(shard):
+def test_a_flag_disables_the_comparison(shard):
     path, load = shard
     flip(path, 0)
     assert load(is_verified=False)
@@ -134,7 +134,7 @@ def test_a_file_without_checksums_is_loaded_and_the_log_says_so(shard, caplog):
     assert "carries no checksums" in caplog.text
 
 
-def test_a_header_with_too_few_checksums_is_no_header(shard):
+def test_a_header_with_too_few_checksums_is_refused(shard):
     path, load = shard
     key = shard_file.chunks_key(NAME)
     rewrite_metadata(path, lambda metadata: metadata.update({key: metadata[key][:-1]}))
@@ -142,7 +142,7 @@ def test_a_header_with_too_few_checksums_is_no_header(shard):
         load()
 
 
-def test_chunks_are_compared_before_they_go_to_a_device(shard):
+def test_checksums_are_compared_before_weights_go_to_a_device(shard):
     path, _ = shard
     reader = TensorReader(torch.device("cpu"))
     names = list(read_header(path).entries)

@@ -38,7 +38,7 @@ def config(all_reduce, **changes):
 
 @pytest.mark.parametrize("is_exact", [False, True])
 @pytest.mark.parametrize("asked", ALL_REDUCES)
-def test_fused_sums_take_larger_steps_if_asked_for_and_only_faster_ones_by_default(
+def test_fused_sums_take_larger_steps_when_requested_and_only_faster_steps_by_default(
     monkeypatch, asked, is_exact
 ):
     tried = []
@@ -55,7 +55,7 @@ def test_fused_sums_take_larger_steps_if_asked_for_and_only_faster_ones_by_defau
     assert all(most <= MAX_ROWS[size] for size, most in FEW_ROWS.items())
 
 
-def test_without_fused_sums_only_an_explicit_choice_of_them_is_refused(caplog):
+def test_unavailable_fused_sums_are_refused_only_when_requested_explicitly(caplog):
     caplog.set_level("INFO")
     group = Ranks(3)
     reason = "the group has 3 ranks and may have 2, 4"
@@ -68,7 +68,7 @@ def test_without_fused_sums_only_an_explicit_choice_of_them_is_refused(caplog):
         choose_sums_and_norms(config("fused"), group, CPU)
 
 
-def test_without_peers_memory_norms_are_not_tried(caplog):
+def test_fused_norms_need_peer_memory(caplog):
     caplog.set_level("INFO")
     group = Ranks(2)
     group.peer_sum = None

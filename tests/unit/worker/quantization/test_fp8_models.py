@@ -89,7 +89,7 @@ def test_logits_and_greedy_tokens_are_those_of_an_emulation(form, ops, tmp_path)
 
 
 @torch.inference_mode()
-def test_a_token_does_not_depend_on_the_others_of_its_step(form, tmp_path):
+def test_a_token_does_not_depend_on_other_tokens_of_its_step(form, tmp_path):
     folder = checkpoints.make(tmp_path, form, CONFIG)
     ours = models.load_ours(folder, ops=OPS["cpu kernels"](torch.float32))
 
@@ -104,7 +104,7 @@ def shares_of(folder, size, config=CONFIG):
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_ranks_together_hold_the_weights_of_one(form, size, tmp_path):
+def test_all_ranks_together_hold_the_weights_of_a_single_rank(form, size, tmp_path):
     folder = checkpoints.make(tmp_path, form, CONFIG)
     (whole,), ranks = shares_of(folder, 1), shares_of(folder, size)
     for path, layer in whole.named_modules():
@@ -151,7 +151,7 @@ def test_a_layer_that_is_excluded_keeps_its_dtype(tmp_path):
     assert set(dtypes.values()) == {torch.float8_e4m3fn}
 
 
-def test_stacked_matrices_keep_their_scales_and_the_largest_of_inputs(tmp_path):
+def test_stacked_matrices_keep_their_scales_and_share_the_largest_input_scale(tmp_path):
     folder = checkpoints.make(tmp_path, "fp8-tensor-static", CONFIG)
     stored = load_file(folder / "model.safetensors")
     layer = models.load_ours(folder).get_submodule("layers.0.attention.qkv_proj")
@@ -166,7 +166,7 @@ def test_stacked_matrices_keep_their_scales_and_the_largest_of_inputs(tmp_path):
     ("drops", "words"),
     [("weight_scale_inv", "'layers.1.mlp.up_proj.weight_scale' is missing"), ("", "holds F32")],
 )
-def test_what_does_not_match_the_description_is_refused(drops, words, tmp_path):
+def test_weights_that_contradict_the_quantization_config_are_refused(drops, words, tmp_path):
     from safetensors.torch import save_file
 
     folder = checkpoints.make(tmp_path, "fp8-blocks", CONFIG)

@@ -25,13 +25,13 @@ def product_of(weight, inputs=None):
 
 
 @pytest.mark.parametrize("block", [None, (64, 64)])
-def test_a_right_product_is_served(block):
+def test_a_correct_product_is_served(block):
     weight = weight_of(block)
     check_product(product_of(weight), weight, Fp8Inputs(), torch.bfloat16)
 
 
 @pytest.mark.parametrize("block", [None, (64, 64)])
-def test_one_wrong_scale_of_the_last_outputs_is_found(block):
+def test_a_wrong_scale_of_the_last_outputs_is_found(block):
     weight = weight_of(block)
     wrong = weight._replace(scales=weight.scales.clone())
     wrong.scales[-1] *= 1.5

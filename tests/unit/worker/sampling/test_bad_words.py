@@ -31,7 +31,7 @@ def test_the_forbidden_ids_are_those_of_a_search_through_all_words(seed):
         assert set(packed.forbidden(end).tolist()) == plain_forbidden(words, ids[:length])
 
 
-def test_one_long_word_among_many_takes_no_more_room_than_its_ids():
+def test_a_long_bad_word_takes_no_more_memory_than_its_ids():
     words = (*((n,) for n in range(30_000)), tuple(range(30_000)))
     packed = pack_bad_words(words)
     assert len(packed.before) == 29_999
@@ -39,6 +39,6 @@ def test_one_long_word_among_many_takes_no_more_room_than_its_ids():
     assert packed.forbidden(np.arange(29_999, dtype=np.int32))[-1] == 29_999
 
 
-def test_rows_of_equal_words_share_them():
+def test_rows_with_equal_bad_words_share_their_memory():
     words = ((1, 2), (3,))
     assert pack_bad_words(words) is pack_bad_words(tuple(tuple(w) for w in ([1, 2], [3])))

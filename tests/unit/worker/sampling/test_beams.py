@@ -172,7 +172,7 @@ def test_beams_do_not_depend_on_how_steps_are_made(make, prompt_of, alone, way):
 
 
 @pytest.mark.parametrize("end_id", [-1, 53])
-def test_logits_of_beams_are_those_that_their_ids_were_chosen_from(
+def test_returned_logits_of_beams_are_those_that_their_ids_were_chosen_from(
     make, reference, prompt_of, end_id
 ):
     driver = make(max_num_batched_tokens=32, max_num_seqs=8, depth=2)
@@ -202,7 +202,7 @@ def test_logits_of_beams_are_those_that_their_ids_were_chosen_from(
         assert extras["beams"]["num_logits"] == [1] * len(extras["beams"]["ids"])
 
 
-def test_a_search_without_temperature_or_without_ids_left_comes_to_an_end(make, prompt_of):
+def test_a_beam_search_without_temperature_or_allowed_ids_ends(make, prompt_of):
     driver = make()
     plain = submit(driver, prompt_of(PROMPT), 3)
     cold = submit(driver, prompt_of(PROMPT), 3, temperature=0.0)
@@ -217,7 +217,7 @@ def test_a_search_without_temperature_or_without_ids_left_comes_to_an_end(make, 
     driver.check_idle()
 
 
-def test_a_beam_is_told_whole_at_every_step_of_a_stream(make, prompt_of):
+def test_a_streamed_beam_search_sends_every_beam_whole_at_each_step(make, prompt_of):
     driver = make()
     request = submit(driver, prompt_of(PROMPT), 3, streaming=True, return_log_probs=True)
 
@@ -249,7 +249,7 @@ def test_a_beam_is_told_whole_at_every_step_of_a_stream(make, prompt_of):
         {"num_return_sequences": 2},
     ],
 )
-def test_a_field_of_a_beam_search_takes_effect(make, prompt_of, fields):
+def test_each_field_of_a_beam_search_takes_effect(make, prompt_of, fields):
     driver = make()
     usual = {"end_id": 53, "early_stopping": 0, "length_penalty": 1.0}
     plain = [submit(driver, prompt_of(PROMPT, seed), 4, **usual) for seed in range(6)]
@@ -277,7 +277,7 @@ def test_a_field_of_a_beam_search_takes_effect(make, prompt_of, fields):
         ({"beam_width": 8, "max_tokens": 90}, "need 57 KV cache blocks .* has 50"),
     ],
 )
-def test_a_search_that_cannot_be_is_refused(make, prompt_of, fields, text):
+def test_invalid_beam_searches_are_refused(make, prompt_of, fields, text):
     driver = make(max_tokens=800)
 
     with pytest.raises(RequestError, match=text):
@@ -299,7 +299,9 @@ def check_blocks(driver):
 
 
 @pytest.mark.parametrize("width", [1, 4])
-def test_a_stream_goes_on_at_every_step_beside_a_long_prompt(make, prompt_of, width):
+def test_a_streamed_beam_search_gets_output_at_every_step_beside_a_long_prompt(
+    make, prompt_of, width
+):
     # A chunk of the prompt that would leave one token ends with a block: none is left over.
     driver = make(max_num_batched_tokens=17, tokens_per_block=4)
     before = driver.submit(prompt_of(110), max_tokens=2)
@@ -315,7 +317,7 @@ def test_a_stream_goes_on_at_every_step_beside_a_long_prompt(make, prompt_of, wi
 
 
 @pytest.mark.parametrize("way", ["over", "cancelled", "client gone"])
-def test_logits_of_a_search_are_freed_with_it_before_the_collector_comes(make, prompt_of, way):
+def test_logits_of_a_beam_search_are_freed_without_garbage_collection(make, prompt_of, way):
     driver = make(depth=2)
     gc.collect()
     gc.disable()
@@ -337,7 +339,7 @@ def test_logits_of_a_search_are_freed_with_it_before_the_collector_comes(make, p
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_beams_that_are_cancelled_leave_nothing(make, prompt_of, seed):
+def test_cancelled_beam_searches_leave_nothing(make, prompt_of, seed):
     rng = random.Random(seed)
     driver = make(
         depth=rng.choice((1, 2)),

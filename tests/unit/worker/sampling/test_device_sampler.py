@@ -112,7 +112,7 @@ def test_long_ngrams_that_repeat_are_found_by_the_kernels(size):
     assert torch.equal(sampled.token_ids, expected.token_ids)
 
 
-def test_bad_words_end_with_what_was_sampled():
+def test_bad_words_match_sampled_ids():
     words = ((11,), (40, 12), (30, 40, 13), (31, 40, 14), (1, 2, 3, 40, 15))
     steps = Steps([SamplingParams(bad_words=words)] * 2, [6, 1])
     steps.table[1, :6] = torch.tensor([8, 2, 2, 3, 30, 40])
@@ -127,7 +127,7 @@ def test_bad_words_end_with_what_was_sampled():
 
 # The probabilities of such rows are NaN, of which the interpreter warns.
 @pytest.mark.filterwarnings("ignore:invalid value encountered in subtract")
-def test_rows_that_forbid_every_id_are_told_apart():
+def test_rows_that_forbid_every_id_are_reported():
     never = tuple((token_id,) for token_id in range(VOCAB))
     fields = [
         {"bad_words": never, "return_log_probs": True},
@@ -145,7 +145,7 @@ def test_rows_that_forbid_every_id_are_told_apart():
         assert ((sampled.token_ids >= 0) & (sampled.token_ids < VOCAB)).all()
 
 
-def test_a_step_of_more_rows_than_are_edited_at_a_time(monkeypatch):
+def test_a_step_with_more_rows_than_a_chunk_of_edits_is_sampled_like_on_the_cpu(monkeypatch):
     monkeypatch.setattr(device_sampler, "_EDITED_ROWS", 4)
     torch.manual_seed(2)
     params = [
@@ -159,7 +159,7 @@ def test_a_step_of_more_rows_than_are_edited_at_a_time(monkeypatch):
     assert sampled.log_probs is None
 
 
-def test_an_id_resets_the_top_p_of_its_row_alone():
+def test_a_reset_id_resets_the_top_p_of_its_row_alone():
     torch.manual_seed(5)
     fields = {"top_p": 0.9, "top_p_decay": 0.6, "top_p_min": 0.01, "seed": 4}
     params = [SamplingParams(**fields, top_p_reset_ids=reset) for reset in (7, -1, 7)]
@@ -170,7 +170,7 @@ def test_an_id_resets_the_top_p_of_its_row_alone():
         assert torch.equal(sampled.token_ids, expected.token_ids)
 
 
-def test_beams_of_any_width_have_the_candidates_of_the_cpu(monkeypatch):
+def test_beam_candidates_of_any_width_are_those_of_the_cpu(monkeypatch):
     # Some parts have beams of other widths, and some have none.
     monkeypatch.setattr(device_sampler, "_EDITED_ROWS", 2)
     torch.manual_seed(6)
@@ -207,7 +207,7 @@ def masked(vocab_size, allowed):
 
 @pytest.mark.matrix(keep=1)
 @pytest.mark.parametrize("at_once", [1, 2, 128])
-def test_rows_that_are_edited_leave_the_others_as_they_are(monkeypatch, at_once):
+def test_edits_of_logits_change_no_other_row(monkeypatch, at_once):
     """Guided, penalised, filtered and plain rows, of logits in the model's dtype."""
     monkeypatch.setattr(device_sampler, "_EDITED_ROWS", at_once)
     torch.manual_seed(at_once)

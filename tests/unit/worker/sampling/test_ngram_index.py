@@ -38,7 +38,9 @@ def hashes(request, monkeypatch):
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("num_kinds", [1, 2, 5])
-def test_each_new_id_finds_what_a_search_finds(hashes, size, num_kinds):
+def test_the_index_finds_the_ids_that_a_search_of_the_whole_sequence_finds(
+    hashes, size, num_kinds
+):
     rng = random.Random(size * num_kinds)
     index, ids = NgramIndex(size), [rng.randrange(num_kinds) for _ in range(40)]
     for _ in range(150):
@@ -47,7 +49,7 @@ def test_each_new_id_finds_what_a_search_finds(hashes, size, num_kinds):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_ids_may_be_replaced_and_removed(hashes, size):
+def test_ids_of_the_sequence_may_be_replaced_and_removed(hashes, size):
     rng = random.Random(size)
     index, ids = NgramIndex(size), [rng.randrange(3) for _ in range(30)]
     for _ in range(300):
@@ -62,7 +64,7 @@ def test_ids_may_be_replaced_and_removed(hashes, size):
         ids += [rng.randrange(3) for _ in range(rng.randrange(1, 4))]
 
 
-def test_a_sequence_that_became_shorter_needs_no_notice():
+def test_the_index_notices_a_shortened_sequence():
     index = NgramIndex(2)
     check(index, [1, 2, 1, 3, 1], 2)
     check(index, [1, 2, 1], 2)
@@ -70,7 +72,7 @@ def test_a_sequence_that_became_shorter_needs_no_notice():
 
 
 @pytest.mark.parametrize("size", [2, 5, 10_000])
-def test_no_old_id_is_read_again(size):
+def test_indexed_ids_are_not_read_again(size):
     """The cost of an id is that of the reads, and of as many steps."""
     length = 20_000
     index, table = NgramIndex(size), np.zeros(length + 10, np.int32)

@@ -167,14 +167,14 @@ def test_greedy_takes_the_first_of_the_likeliest(fields):
     assert draw(logits, [SamplingParams(**fields)] * 2).token_ids.tolist() == [1, 0]
 
 
-def test_of_equal_logits_top_k_keeps_the_lower_ids():
+def test_top_k_keeps_the_lower_ids_among_equal_logits():
     logits = torch.zeros(400, 64)
     params = [SamplingParams(top_k=3, seed=seed) for seed in range(400)]
 
     assert set(draw(logits, params).token_ids.tolist()) == {0, 1, 2}
 
 
-def test_the_order_of_candidates_does_not_depend_on_how_many_are_taken():
+def test_the_order_of_candidates_does_not_depend_on_their_number():
     torch.manual_seed(1)
     # Few different values: ties everywhere, also at every edge.
     logits = torch.randint(-3, 3, (5, 200)).float()
@@ -189,7 +189,7 @@ def test_the_order_of_candidates_does_not_depend_on_how_many_are_taken():
 @pytest.mark.parametrize(
     ("num_outputs", "left"), [(0, [1, 4, 3, 6]), (1, [1, 4]), (2, [1]), (9, [1])]
 )
-def test_top_p_decays_with_every_token_down_to_its_least(num_outputs, left):
+def test_top_p_decays_with_every_token_down_to_its_minimum(num_outputs, left):
     # 0.72, then 0.36, then never below 0.25.
     params = [
         SamplingParams(top_p=0.72, top_p_decay=0.5, top_p_min=0.25, seed=seed)
@@ -202,7 +202,7 @@ def test_top_p_decays_with_every_token_down_to_its_least(num_outputs, left):
     assert set(ids) == set(left)
 
 
-def test_the_least_top_p_is_of_rows_whose_top_p_decays_alone():
+def test_the_minimum_of_top_p_applies_only_to_rows_with_a_decay():
     # In neither row does a least top-p of 1 raise the top-p.
     params = [SamplingParams(top_p=0.25, top_p_min=1.0, seed=seed) for seed in range(300)]
     params += [
@@ -227,7 +227,7 @@ def test_the_least_top_p_is_of_rows_whose_top_p_decays_alone():
         ([], [1, 4, 3, 6]),
     ],
 )
-def test_an_id_of_the_output_makes_a_decayed_top_p_whole_again(output, left):
+def test_the_reset_id_restores_a_decayed_top_p(output, left):
     params = [
         SamplingParams(
             top_p=0.72, top_p_decay=0.5, top_p_min=0.25, top_p_reset_ids=9, seed=seed
@@ -241,7 +241,7 @@ def test_an_id_of_the_output_makes_a_decayed_top_p_whole_again(output, left):
     assert set(ids) == set(left)
 
 
-def test_a_row_of_nan_hurts_no_other_row():
+def test_a_row_of_nan_changes_no_other_row():
     torch.manual_seed(3)
     logits = torch.randn(2, 600)
     params = [SamplingParams(top_k=5, top_p=0.9, seed=1)] * 2
@@ -334,7 +334,7 @@ def test_log_probs_are_the_models_own():
     torch.testing.assert_close(output.log_probs, expected)
 
 
-def test_noise_bits_are_those_of_the_definition():
+def test_noise_bits_match_the_definition():
     """Computed again with Python's own integers."""
     keys = noise_keys(
         np.array([3], dtype=np.uint64),

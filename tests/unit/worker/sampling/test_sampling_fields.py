@@ -54,7 +54,7 @@ ELSEWHERE = {
 }
 
 
-def test_every_field_that_is_served_is_here_or_elsewhere():
+def test_every_served_field_is_covered_here_or_by_a_named_test():
     assert EFFECTS.keys() | ELSEWHERE == SERVED_FIELDS
 
 

@@ -37,12 +37,12 @@ def test_a_policy_is_found_by_its_import_path_and_decides_order_and_admission():
 
 
 @pytest.mark.parametrize("name", ["fair", "no_such_module.Fair", f"{__name__}.Planner"])
-def test_a_policy_that_is_none_is_refused(name):
+def test_an_import_path_that_is_no_policy_is_refused(name):
     with pytest.raises(ConfigError, match=r"guaranteed_no_evict, max_utilization, static"):
         Planner(policy=name)
 
 
-def test_an_engine_serves_by_a_policy_of_ones_own(make_engine, prompt_of):
+def test_an_engine_serves_with_a_custom_policy(make_engine, prompt_of):
     outputs = []
     for policy in ("max_utilization", f"{__name__}.ShortestPromptFirst"):
         driver = make_engine(policy=policy)

@@ -12,7 +12,9 @@ from trimaran.worker.scheduling import capacity
 from trimaran.worker.scheduling.capacity import CapacityCheck
 
 
-def test_a_prompt_that_waits_is_looked_up_only_once_there_may_be_room(monkeypatch):
+def test_the_prefix_of_a_waiting_prompt_is_looked_up_again_only_when_blocks_may_suffice(
+    monkeypatch,
+):
     find_prefix, num_looks = capacity.find_prefix, 0
 
     def count(*arguments, **options):
@@ -45,9 +47,7 @@ def test_a_prompt_that_waits_is_looked_up_only_once_there_may_be_room(monkeypatc
 @pytest.mark.matrix(keep=3)
 @pytest.mark.parametrize("policy", ["guaranteed_no_evict", "max_utilization"])
 @pytest.mark.parametrize("seed", range(4))
-def test_a_waiting_sequence_starts_in_the_step_that_a_look_up_in_every_step_finds(
-    monkeypatch, policy, seed
-):
+def test_skipped_prefix_lookups_delay_no_sequence(monkeypatch, policy, seed):
     rng = random.Random(seed)
     find, answers = CapacityCheck.find, []
 
@@ -87,7 +87,7 @@ def test_a_waiting_sequence_starts_in_the_step_that_a_look_up_in_every_step_find
         assert sum(found is None for found, _ in answers) > 50
 
 
-def test_blocks_that_another_one_began_with_meanwhile_count_as_shared():
+def test_blocks_that_another_sequence_has_started_to_use_count_as_shared():
     planner = Planner(num_blocks=12, policy="guaranteed_no_evict")
     prefix = list(range(4 * BLOCK))
     planner.add(prompt=[*prefix, 1], max_tokens=1)

@@ -76,7 +76,7 @@ class Planner:
         return [(s.request.number, reason) for s, _, reason in emitted if reason]
 
 
-def test_requests_go_to_the_dp_rank_with_the_fewest():
+def test_requests_go_to_the_dp_rank_with_the_fewest_sequences():
     planner = Planner(num_dp_ranks=3)
 
     dp_ranks = [planner.add().dp_rank for _ in range(6)]
@@ -84,7 +84,7 @@ def test_requests_go_to_the_dp_rank_with_the_fewest():
     assert dp_ranks == [0, 1, 2, 0, 1, 2]
 
 
-def test_a_prompt_goes_where_the_cache_has_it_unless_that_dp_rank_is_busier():
+def test_a_prompt_goes_to_the_dp_rank_with_its_prefix_unless_this_rank_is_much_busier():
     planner = Planner()
     prompt = list(range(20))
     first = planner.add(prompt=prompt)
@@ -99,7 +99,7 @@ def test_a_prompt_goes_where_the_cache_has_it_unless_that_dp_rank_is_busier():
     assert again == [0, 0, 0, 1]
 
 
-def test_a_prompt_with_an_adapter_goes_nowhere_for_what_was_computed_without():
+def test_a_prompt_with_an_adapter_ignores_prefixes_computed_without_the_adapter():
     planner = Planner()
     prompt = list(range(20))
     planner.add(prompt=prompt)
@@ -111,7 +111,7 @@ def test_a_prompt_with_an_adapter_goes_nowhere_for_what_was_computed_without():
     assert planner.check(prompt=prompt, has_adapter=True).dp_rank == 1
 
 
-def test_each_dp_rank_has_a_step_of_its_own_and_idle_ones_have_none():
+def test_each_busy_dp_rank_has_its_own_step_and_idle_dp_ranks_have_none():
     planner = Planner()
     planner.add(8)
 
@@ -127,7 +127,7 @@ def test_each_dp_rank_has_a_step_of_its_own_and_idle_ones_have_none():
     assert both.decision.step == 2
 
 
-def test_dp_ranks_take_in_their_own_results_and_tell_of_every_end():
+def test_dp_ranks_process_their_own_results_and_report_every_end():
     planner = Planner()
     ends = []
     for _ in range(3):
@@ -151,7 +151,7 @@ def test_a_cancelled_request_ends_in_its_dp_rank():
     assert [s.request.number for s, _, _ in planner.scheduler.take_ended()] == [1]
 
 
-def test_queues_count_together():
+def test_waiting_requests_of_all_dp_ranks_count_towards_the_queue_limit():
     planner = Planner(max_num_seqs=1, max_queue_size=2)
     for _ in range(4):
         planner.add()
@@ -171,7 +171,7 @@ class CountedKey(tuple):
 
 
 @pytest.mark.parametrize("limits", [{"max_queue_size": 999}, {"level_queue_sizes": (999, 99)}])
-def test_a_request_is_checked_with_few_looks_however_many_wait(limits):
+def test_the_cost_of_checking_a_request_is_independent_of_the_queue_length(limits):
     planner = Planner(num_dp_ranks=3, max_num_seqs=1, **limits)
     for number in range(300):
         planner.add(priority=-1 - number % 10 // 9)
@@ -185,7 +185,7 @@ def test_a_request_is_checked_with_few_looks_however_many_wait(limits):
     assert CountedKey.num_looks <= 3 * 2 * 8
 
 
-def test_expected_requests_count_in_their_dp_ranks_and_queues():
+def test_requests_with_pending_guides_count_in_their_dp_ranks_and_queues():
     planner = Planner(max_num_seqs=1, level_queue_sizes=(2, 1))
     requests = []
     for priority in (-1, -1, -2, -1, -1):
@@ -207,7 +207,7 @@ def test_expected_requests_count_in_their_dp_ranks_and_queues():
         planner.check(priority=-1)
 
 
-def test_decisions_survive_the_way_to_other_ranks():
+def test_decisions_survive_encoding_for_other_ranks():
     planner = Planner(num_dp_ranks=3)
     planner.add(7)
     planner.add(5)

@@ -20,7 +20,7 @@ def finish_all(planner):
     return paused
 
 
-def test_outputs_that_end_at_their_limit_are_expected_whole():
+def test_outputs_that_reach_their_limit_are_forecast_at_full_length():
     forecast = KVForecast(1)
     for _ in range(2000):
         forecast.observe(100, is_at_limit=True)
@@ -28,7 +28,7 @@ def test_outputs_that_end_at_their_limit_are_expected_whole():
     assert forecast.expected(np.array([1.0, 500.0])) == pytest.approx([1.0, 500.0], rel=0.02)
 
 
-def test_outputs_that_end_early_are_expected_to():
+def test_outputs_that_end_early_are_forecast_shorter():
     forecast = KVForecast(1024)
     rng = np.random.default_rng(0)
     for length in rng.geometric(1 / 40, 4000):
@@ -37,7 +37,7 @@ def test_outputs_that_end_early_are_expected_to():
     assert forecast.expected(np.array([10_000.0]))[0] == pytest.approx(40, rel=0.2)
 
 
-def test_what_ended_long_ago_counts_no_more():
+def test_the_forecast_forgets_old_outputs():
     forecast = KVForecast(1024)
     for length in [1000] * 3000 + [10] * 3000:
         forecast.observe(length, is_at_limit=False)
@@ -45,7 +45,7 @@ def test_what_ended_long_ago_counts_no_more():
     assert forecast.expected(np.array([10_000.0]))[0] == pytest.approx(10, rel=0.05)
 
 
-def test_no_sequence_is_preempted_once_outputs_are_known_to_be_long():
+def test_no_sequence_is_preempted_after_the_forecast_has_seen_long_outputs():
     planner = Planner(num_blocks=16, enable_reuse=False)
     for _ in range(8):
         planner.add(BLOCK, max_tokens=6 * BLOCK)
@@ -60,7 +60,7 @@ def test_no_sequence_is_preempted_once_outputs_are_known_to_be_long():
     assert not finish_all(planner)
 
 
-def test_more_than_two_whole_lengths_run_at_once_where_outputs_end_early():
+def test_early_ends_let_more_sequences_run_than_full_lengths_would_fit():
     planner = Planner(num_blocks=16, enable_reuse=False, expected_output_tokens=4)
     for _ in range(8):
         planner.add(BLOCK, max_tokens=10 * BLOCK)
@@ -70,7 +70,7 @@ def test_more_than_two_whole_lengths_run_at_once_where_outputs_end_early():
     assert len(planner.scheduler.running) > 2
 
 
-def test_a_cache_that_holds_all_at_their_limits_starts_all():
+def test_sequences_that_fit_at_their_limits_all_start():
     planner = Planner(num_blocks=8 * 6, enable_reuse=False, expected_output_tokens=4)
     for _ in range(8):
         planner.add(BLOCK, max_tokens=5 * BLOCK)
@@ -81,7 +81,7 @@ def test_a_cache_that_holds_all_at_their_limits_starts_all():
     assert not finish_all(planner)
 
 
-def test_a_burst_is_forecast_as_if_each_newcomer_came_alone_but_in_one_pass(monkeypatch):
+def test_a_burst_gets_the_forecast_of_single_arrivals_in_one_pass(monkeypatch):
     has_room, foretell = KVForecast.has_room, KVForecast._forecast
     num_looked_at, answers = 0, []
 
@@ -121,7 +121,7 @@ def test_a_burst_is_forecast_as_if_each_newcomer_came_alone_but_in_one_pass(monk
 
 
 @pytest.mark.parametrize(("tokens_per_read", "num_started"), [(0, 4), (1000, 6), (2, 4)])
-def test_a_sequence_that_will_be_preempted_starts_where_that_costs_less_than_few_rows(
+def test_a_sequence_starts_despite_likely_preemption_when_small_batches_would_cost_more(
     tokens_per_read, num_started
 ):
     planner = Planner(
@@ -148,7 +148,7 @@ def test_a_sequence_that_will_be_preempted_starts_where_that_costs_less_than_few
     assert planner.scheduler.step - before < 2 * 5 * BLOCK + 4
 
 
-def test_no_sequence_starts_for_the_few_steps_until_blocks_run_out():
+def test_no_sequence_starts_shortly_before_blocks_run_out():
     planner = Planner(num_blocks=24, enable_reuse=False, tokens_per_read=10)
     for _ in range(40):
         planner.add(4 * BLOCK, max_tokens=2 * BLOCK)
@@ -167,9 +167,7 @@ def test_no_sequence_starts_for_the_few_steps_until_blocks_run_out():
         ({"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 14336}, 585),
     ],
 )
-def test_a_read_of_weights_is_worth_more_tokens_the_fewer_weights_a_token_uses(
-    changes, expected
-):
+def test_reading_the_weights_costs_as_much_as_more_tokens_in_sparse_models(changes, expected):
     architecture = "MixtralForCausalLM" if "num_experts" in changes else "LlamaForCausalLM"
     values = {
         "architecture": architecture,

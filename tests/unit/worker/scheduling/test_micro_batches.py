@@ -42,7 +42,7 @@ def test_steps_in_flight_take_even_shares_of_the_sequences():
     assert max(sizes) - min(sizes) <= 1
 
 
-def test_no_sequence_starves_where_there_are_fewer_steps_than_sequences():
+def test_no_sequence_starves_with_fewer_steps_in_flight_than_sequences():
     planner = staged(4, max_num_seqs=16, max_num_batched_tokens=64)
     requests = [planner.add(4, max_tokens=200) for _ in range(6)]
 
@@ -52,7 +52,7 @@ def test_no_sequence_starves_where_there_are_fewer_steps_than_sequences():
     assert max(outputs) - min(outputs) <= 2
 
 
-def test_chunks_of_a_prompt_follow_each_other_beside_one_share_of_decodes():
+def test_chunks_of_a_prompt_run_in_consecutive_steps_beside_a_share_of_the_decodes():
     planner = staged(2, max_num_batched_tokens=12)
     for _ in range(4):
         planner.add(2, max_tokens=50)
@@ -72,7 +72,7 @@ def test_chunks_of_a_prompt_follow_each_other_beside_one_share_of_decodes():
     assert all(before < after for before, after in itertools.pairwise(computed))
 
 
-def test_decodes_bring_the_ids_that_they_compute():
+def test_decisions_of_pipeline_stages_carry_the_input_ids_of_decodes():
     planner = staged(2)
     request = planner.add(5, max_tokens=5)
     planner.answer(planner.plan(), 77)
@@ -131,7 +131,7 @@ def sampled_rows(step):
     return [row for row, sequence in pairs if sequence.row == row and sequence.num_pending]
 
 
-def test_if_all_sequences_of_a_step_are_preempted_it_takes_others():
+def test_a_step_whose_sequences_are_all_preempted_runs_other_sequences():
     planner = staged(2, policy="static_batch")
     # Above this number of tokens a sequence is recomputed, in a batch of its own.
     planner.cache.switch_at = 4

@@ -27,7 +27,7 @@ def test_a_preempted_sequence_resumes_in_chunks_beside_others():
     assert len(planner.ended) == 3
 
 
-def test_without_chunked_prefill_a_preempted_sequence_resumes_whole():
+def test_a_preempted_sequence_resumes_in_one_step_without_chunked_prefill():
     planner = Planner(**LIMITS, enable_chunked_context=False)
     for num_prompt, count in ((480, 300), (478, 60), (560, 150)):
         planner.add(num_prompt, max_tokens=count)

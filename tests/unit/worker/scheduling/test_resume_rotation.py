@@ -45,7 +45,7 @@ def serve_without_host(enable_reuse):
 
 
 @pytest.mark.parametrize("enable_reuse", [False, True])
-def test_all_end_together_and_none_is_preempted_for_long(enable_reuse):
+def test_rotated_sequences_end_together_and_none_stays_preempted_for_long(enable_reuse):
     alone, longest_alone, _ = serve_without_host(enable_reuse)
     ends, longest, scheduler = serve(enable_reuse=enable_reuse, host_slots=1000)
 

@@ -124,14 +124,14 @@ def test_a_step_never_exceeds_its_budget_and_decodes_come_first():
     assert planner.step() == {0: 1, 1: 28}
 
 
-def test_an_incomplete_prompt_stops_at_a_blocks_end():
+def test_a_chunk_of_an_incomplete_prompt_ends_at_a_block_boundary():
     planner = Planner(max_num_batched_tokens=15, max_num_seqs=2)
     planner.add(40)
 
     assert [planner.step()[0] for _ in range(4)] == [12, 12, 12, 4]
 
 
-def test_a_prompt_goes_on_even_if_the_budget_left_is_less_than_a_block():
+def test_a_prompt_continues_with_a_budget_of_less_than_a_block():
     planner = Planner(max_num_batched_tokens=8, max_num_seqs=8)
     for _ in range(6):
         planner.add(1, max_tokens=200)
@@ -167,7 +167,7 @@ def test_higher_priority_is_admitted_first_then_earlier_arrival():
 
 
 @pytest.mark.feature("parameter:batch_scheduler_policy")
-def test_out_of_blocks_the_last_admitted_is_preempted_and_comes_back():
+def test_the_last_admitted_sequence_is_preempted_when_blocks_run_out_and_resumes():
     planner = Planner(num_blocks=5, enable_reuse=False)
     first, second = planner.add(6, max_tokens=7), planner.add(6, max_tokens=7)
     planner.step()
@@ -206,7 +206,7 @@ def test_the_lowest_priority_is_preempted():
     assert [s.request.number for s in planner.scheduler.running] == [1]
 
 
-def test_short_prompts_start_beside_a_huge_one_which_keeps_half_of_each_step():
+def test_short_prompts_start_beside_a_huge_prompt_that_keeps_half_of_each_step():
     planner = Planner(num_blocks=128)
     huge = planner.add(200, max_tokens=2)
     assert planner.step() == {0: 32}
@@ -225,7 +225,7 @@ def test_short_prompts_start_beside_a_huge_one_which_keeps_half_of_each_step():
     assert num_steps < 2 * 200 / 32 + 2
 
 
-def test_huge_prompts_follow_each_other():
+def test_huge_prompts_run_one_after_another():
     planner = Planner(num_blocks=128)
     planner.add(100, max_tokens=2)
     planner.step()
@@ -233,7 +233,7 @@ def test_huge_prompts_follow_each_other():
     assert planner.step() == {0: 32}
 
 
-def test_a_huge_prompt_has_whole_steps_while_those_behind_it_cannot_start():
+def test_a_huge_prompt_gets_whole_steps_while_later_prompts_cannot_start():
     planner = Planner(num_blocks=32, max_num_seqs=2, policy="guaranteed_no_evict")
     planner.add(100, max_tokens=8)
     planner.step()
@@ -327,7 +327,7 @@ def test_each_priority_level_has_a_queue_of_its_own():
     planner.add(4, priority=-3)
 
 
-def test_places_that_are_free_go_to_the_most_urgent():
+def test_free_rows_are_counted_for_the_most_urgent_priority_level_first():
     planner = Planner(max_num_seqs=3, level_queue_sizes=(1, 1))
     for _ in range(2):
         planner.add(4, priority=-1)
@@ -383,7 +383,7 @@ def test_a_replayed_request_that_was_complete_ends_at_once(output, fields, reaso
     planner.check_empty()
 
 
-def test_cancelling_frees_everything_in_a_step():
+def test_a_cancellation_frees_everything_within_a_step():
     planner = Planner(max_num_seqs=2)
     requests = [planner.add(40), planner.add(20), planner.add(4)]
     planner.step()
@@ -396,7 +396,7 @@ def test_cancelling_frees_everything_in_a_step():
     planner.check_empty()
 
 
-def test_blocks_of_a_cancelled_request_are_kept_until_its_step_is_over():
+def test_blocks_of_a_cancelled_request_are_freed_after_its_step_in_flight():
     planner = Planner()
     request = planner.add(20)
     step = planner.plan()
@@ -408,7 +408,7 @@ def test_blocks_of_a_cancelled_request_are_kept_until_its_step_is_over():
     planner.check_empty()
 
 
-def test_a_token_that_follows_an_end_is_dropped():
+def test_a_token_computed_after_the_end_of_a_sequence_is_dropped():
     planner = Planner()
     request = planner.add(4, end_id=7)
     first = planner.plan()

@@ -38,7 +38,7 @@ def _request(words, output=()):
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_a_sequence_ends_where_its_output_ends_with_a_word(seed):
+def test_a_sequence_ends_at_a_stop_word(seed):
     draw = random.Random(seed)
     words = _drawn_words(draw)
     (sequence,) = _request(words).sequences
@@ -51,7 +51,7 @@ def test_a_sequence_ends_where_its_output_ends_with_a_word(seed):
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_a_replayed_sequence_goes_on_within_a_word(seed):
+def test_a_replayed_sequence_continues_within_a_stop_word(seed):
     draw = random.Random(seed)
     words = _drawn_words(draw)
     output = draw.choices(range(3), k=20)
@@ -62,7 +62,7 @@ def test_a_replayed_sequence_goes_on_within_a_word(seed):
             assert (reason is FinishReason.STOP_WORDS) == _ends(words, output[:place])
 
 
-def test_sequences_of_equal_words_share_the_automaton():
+def test_sequences_with_equal_stop_words_share_the_automaton():
     words = ((1, 2), (3,))
     first = _request(words)
     assert _request(tuple(tuple(w) for w in ([1, 2], [3]))).stop_words is first.stop_words
@@ -75,7 +75,7 @@ def test_other_ranks_are_sent_no_stop_words():
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_as_many_candidates_as_are_asked_for_find_the_beams_of_all(seed):
+def test_the_requested_number_of_candidates_gives_the_beams_of_all_candidates(seed):
     draw = random.Random(seed)
     params = SamplingParams(
         beam_width=draw.randint(2, 5),
@@ -107,7 +107,7 @@ def test_as_many_candidates_as_are_asked_for_find_the_beams_of_all(seed):
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_a_beam_ends_where_its_output_ends_with_a_word(seed):
+def test_a_beam_ends_at_a_stop_word(seed):
     draw = random.Random(seed)
     words = _drawn_words(draw)
     params = SamplingParams(beam_width=3, stop_words=words, end_id=-1, max_tokens=12)

@@ -75,7 +75,7 @@ def planner(request):
     return planner
 
 
-def test_other_sequences_run_until_the_copies_are_made(planner):
+def test_other_sequences_run_during_copies_from_the_host(planner):
     busy = planner.add(range(5), max_tokens=20)
     planner.step()
     waiting = planner.add(FIRST)
@@ -98,7 +98,7 @@ def test_other_sequences_run_until_the_copies_are_made(planner):
     planner.check_empty()
 
 
-def test_the_device_waits_if_no_other_sequence_runs(planner):
+def test_a_step_waits_for_copies_from_the_host_if_no_other_sequence_runs(planner):
     request = planner.add(FIRST)
 
     transfers = planner.step()
@@ -110,7 +110,7 @@ def test_the_device_waits_if_no_other_sequence_runs(planner):
     planner.check_empty()
 
 
-def test_a_prefix_on_its_way_is_loaded_once_and_then_shared(planner):
+def test_a_prefix_in_transfer_from_the_host_is_loaded_once_and_then_shared(planner):
     planner.add(range(5), max_tokens=20)
     planner.step()
     twins = [planner.add(FIRST), planner.add(FIRST)]
@@ -126,7 +126,7 @@ def test_a_prefix_on_its_way_is_loaded_once_and_then_shared(planner):
     planner.check_empty()
 
 
-def test_blocks_of_a_cancelled_load_are_kept_until_it_is_over(planner):
+def test_blocks_of_a_cancelled_transfer_are_freed_after_the_transfer(planner):
     planner.add(range(5), max_tokens=20)
     planner.step()
     waiting = planner.add(FIRST)
@@ -145,7 +145,7 @@ def test_blocks_of_a_cancelled_load_are_kept_until_it_is_over(planner):
     planner.check_empty()
 
 
-def test_all_ends_if_all_requests_are_cancelled(planner):
+def test_cancelling_all_requests_during_transfers_leaves_nothing(planner):
     busy = planner.add(range(5), max_tokens=20)
     planner.step()
     waiting = planner.add(FIRST)
@@ -159,7 +159,7 @@ def test_all_ends_if_all_requests_are_cancelled(planner):
     planner.check_empty()
 
 
-def test_a_sibling_takes_nothing_from_its_parent_that_is_on_its_way():
+def test_a_sibling_shares_no_block_in_transfer_with_its_parent():
     planner = Planner(num_blocks=13, max_num_seqs=2, expected_output_tokens=1)
     urgent = planner.add(range(5), max_tokens=40, priority=1)
     twins = planner.add(FIRST, max_tokens=20, num_return_sequences=2)
@@ -179,7 +179,7 @@ def test_a_sibling_takes_nothing_from_its_parent_that_is_on_its_way():
     planner.check_empty()
 
 
-def test_a_static_batchs_slots_are_empty_when_its_sequences_have_ended():
+def test_ended_sequences_of_a_static_batch_count_as_empty_slots():
     static = Planner(policy="static_batch")
     for prompt in PROMPTS:
         static.add(prompt)

@@ -152,7 +152,7 @@ def open_link(frontend: Frontend, links: FrontendLinks) -> int:
     return arrival.source
 
 
-def test_the_engine_greets_with_its_facts_and_requests_come_in(frontend, links):
+def test_the_engine_sends_its_facts_and_receives_requests(frontend, links):
     hello = frontend.accept(links, FrontendHello())
     frontend.send(Cancel(request_ids=[1]), Cancel(request_ids=[2]))
 
@@ -164,7 +164,7 @@ def test_the_engine_greets_with_its_facts_and_requests_come_in(frontend, links):
     assert links.num_open == 1
 
 
-def test_outputs_go_to_the_connection_they_belong_to(frontend, links):
+def test_outputs_go_to_the_front_end_of_their_request(frontend, links):
     source = open_link(frontend, links)
 
     links.send(source, output(8))
@@ -174,7 +174,7 @@ def test_outputs_go_to_the_connection_they_belong_to(frontend, links):
     assert [len(frontend.receive().token_ids) for _ in range(2)] == [8, 24]
 
 
-def test_a_stop_is_passed_on_to_the_other_front_ends(frontend, links, tmp_path, wake_fd):
+def test_a_stop_reaches_requests_of_other_front_ends(frontend, links, tmp_path, wake_fd):
     another = Frontend(f"unix:{tmp_path}/another.sock")
     links = FrontendLinks((frontend.address, another.address), HELLO, wake_fd)
     engine = StoppedEngine()
@@ -195,7 +195,7 @@ def test_a_stop_is_passed_on_to_the_other_front_ends(frontend, links, tmp_path, 
     another.close()
 
 
-def test_a_lost_front_end_is_reported_once_and_dialled_again(frontend, links):
+def test_a_lost_front_end_is_reported_once_and_reconnected(frontend, links):
     source = open_link(frontend, links)
     frontend.hang_up()
 
@@ -207,7 +207,7 @@ def test_a_lost_front_end_is_reported_once_and_dialled_again(frontend, links):
     assert again != source
 
 
-def test_a_front_end_that_is_not_there_yet_is_dialled_until_it_is(tmp_path, wake_fd):
+def test_connections_to_a_front_end_are_tried_until_the_front_end_listens(tmp_path, wake_fd):
     links = FrontendLinks((f"unix:{tmp_path}/late.sock",), HELLO, wake_fd)
     links.poll(is_busy=True)
     frontend = Frontend(f"unix:{tmp_path}/late.sock")
@@ -218,7 +218,7 @@ def test_a_front_end_that_is_not_there_yet_is_dialled_until_it_is(tmp_path, wake
     frontend.close()
 
 
-def test_a_slow_front_end_costs_memory_not_time(frontend, links):
+def test_a_slow_front_end_does_not_delay_steps(frontend, links):
     source = open_link(frontend, links)
     sent = [output(100_000 + i) for i in range(50)]
 
@@ -236,7 +236,7 @@ def test_a_slow_front_end_costs_memory_not_time(frontend, links):
     assert received == [100_000 + i for i in range(50)]
 
 
-def test_a_front_end_that_never_reads_is_dropped_in_the_end(frontend, links, monkeypatch):
+def test_a_front_end_that_never_reads_is_disconnected(frontend, links, monkeypatch):
     monkeypatch.setattr(frontend_link, "MAX_UNSENT_BYTES", 1 << 20)
     source = open_link(frontend, links)
 
@@ -254,7 +254,7 @@ def test_a_refusal_is_an_error_that_says_why(frontend, links):
         poll_for(links, 1)
 
 
-def test_a_refusal_is_heard_though_the_front_end_has_hung_up_since(frontend, links):
+def test_a_refusal_is_read_from_a_connection_that_the_front_end_has_closed(frontend, links):
     frontend.accept(links, FrontendHello(accepted=False, reason="token differs"))
     frontend.hang_up()
     time.sleep(0.05)
@@ -263,7 +263,7 @@ def test_a_refusal_is_heard_though_the_front_end_has_hung_up_since(frontend, lin
         poll_for(links, 1)
 
 
-def test_a_greeting_may_come_in_pieces(frontend, links):
+def test_a_greeting_may_arrive_in_several_packets(frontend, links):
     frontend.meet(links)
     greeting = encode(FrontendHello())
     frontend.sock.sendall(greeting[:5])
@@ -278,7 +278,7 @@ def test_a_greeting_may_come_in_pieces(frontend, links):
     assert arrival.message == Cancel(request_ids=[7])
 
 
-def test_a_front_end_that_does_not_greet_is_hung_up_on(frontend, wake_fd, monkeypatch):
+def test_a_front_end_without_a_greeting_is_disconnected(frontend, wake_fd, monkeypatch):
     monkeypatch.setattr(frontend_link, "_HELLO_TIMEOUT_S", 0.1)
     links = FrontendLinks((frontend.address,), HELLO, wake_fd)
     links.poll(is_busy=True)
@@ -294,7 +294,7 @@ def test_a_front_end_that_does_not_greet_is_hung_up_on(frontend, wake_fd, monkey
     links.close()
 
 
-def test_a_front_end_that_has_greeted_may_be_silent(frontend, wake_fd, monkeypatch):
+def test_a_front_end_may_be_silent_after_the_greeting(frontend, wake_fd, monkeypatch):
     monkeypatch.setattr(frontend_link, "_HELLO_TIMEOUT_S", 0.5)
     links = FrontendLinks((frontend.address,), HELLO, wake_fd)
     source = open_link(frontend, links)
@@ -316,7 +316,7 @@ def test_a_ping_is_answered_and_not_passed_on(frontend, links):
     assert frontend.receive() == Pong(payload=3)
 
 
-def test_an_idle_engine_sleeps_until_it_is_woken(frontend, links, wake_fd):
+def test_an_idle_engine_sleeps_until_a_message_wakes_the_engine(frontend, links, wake_fd):
     open_link(frontend, links)
     timer = threading.Timer(0.3, os.eventfd_write, (wake_fd, 1))
     timer.start()

@@ -14,7 +14,7 @@ class Cycle:
         self.me = self
 
 
-def test_cycles_stay_during_steps_and_go_at_rest(monkeypatch):
+def test_garbage_is_collected_when_the_engine_is_idle_and_not_during_steps(monkeypatch):
     monkeypatch.setattr(garbage, "IDLE_PERIOD_S", 0.0)
     with GarbageCollection() as collection:
         seen = weakref.ref(Cycle())
@@ -26,7 +26,7 @@ def test_cycles_stay_during_steps_and_go_at_rest(monkeypatch):
     assert gc.isenabled()
 
 
-def test_a_loop_that_never_rests_collects_now_and_then(monkeypatch):
+def test_an_engine_that_is_never_idle_collects_garbage_now_and_then(monkeypatch):
     monkeypatch.setattr(garbage, "BUSY_PERIOD_S", 0.0)
     with GarbageCollection() as collection:
         seen = weakref.ref(Cycle())
@@ -34,7 +34,7 @@ def test_a_loop_that_never_rests_collects_now_and_then(monkeypatch):
         assert seen() is None
 
 
-def test_a_moment_of_rest_after_another_costs_nothing():
+def test_a_second_idle_moment_starts_no_collection():
     with GarbageCollection() as collection:
         seen = weakref.ref(Cycle())
         collection.at_rest()

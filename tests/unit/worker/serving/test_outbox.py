@@ -57,7 +57,7 @@ def deliver(links: FrontendLinks, outbox: Outbox) -> None:
     assert not outbox.is_waiting
 
 
-def test_messages_keep_their_order_behind_what_is_being_written(frontends, links):
+def test_messages_keep_their_order_behind_a_message_in_writing(frontends, links):
     outbox = Outbox(links)
     first, second = (open_link(frontend, links) for frontend in frontends)
     for number, num_bytes in enumerate((0, LARGE, 0, LARGE, 100), 1):
@@ -80,7 +80,7 @@ def test_messages_keep_their_order_behind_what_is_being_written(frontends, links
     outbox.close()
 
 
-def test_what_was_written_for_a_front_end_that_is_gone_is_freed(frontends, links):
+def test_messages_for_a_lost_front_end_are_freed(frontends, links):
     outbox = Outbox(links)
     source = open_link(frontends[0], links)
     outbox.send(source, step(1, LARGE))
@@ -94,7 +94,7 @@ def test_what_was_written_for_a_front_end_that_is_gone_is_freed(frontends, links
     outbox.close()
 
 
-def test_a_step_does_not_wait_for_what_is_being_written(frontends, links):
+def test_a_step_does_not_wait_for_a_message_in_writing(frontends, links):
     outbox = Outbox(links)
     first, second = (open_link(frontend, links) for frontend in frontends)
     is_free = threading.Event()

@@ -47,7 +47,7 @@ def model_folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize("place", ["unix", "tcp"])
-def test_a_search_whose_logits_fit_no_message_is_refused_on_another_host(
+def test_a_beam_search_with_logits_beyond_a_message_is_refused_for_a_remote_front_end(
     make_engine, tmp_path, place
 ):
     driver = make_engine(max_beam_width=4)
@@ -80,13 +80,13 @@ def test_a_search_whose_logits_fit_no_message_is_refused_on_another_host(
         (64, {**BEAMS, "return_context_logits": True, "max_tokens": 1}),
     ],
 )
-def test_a_prompt_may_be_as_long_as_its_logits_fit(most, fields):
+def test_the_longest_prompt_whose_logits_fit_a_message_is_served(most, fields):
     check_remote_logits(submit(most, **fields), VOCAB, 2048)
     with pytest.raises(RequestError, match="but a front end on another host than rank 0"):
         check_remote_logits(submit(most + 1, **fields), VOCAB, 2048)
 
 
-def test_what_is_told_step_by_step_has_no_limit_of_tokens():
+def test_logits_sent_step_by_step_have_no_limit_of_tokens():
     for fields in ({"return_generation_logits": True}, {**BEAMS, "streaming": True}):
         check_remote_logits(submit(max_tokens=2000, **fields), VOCAB, 2048)
     # No more tokens are generated than there is room for.
@@ -148,7 +148,7 @@ STEPS = {"return_generation_logits": True, "num_return_sequences": 2}
 
 
 @pytest.mark.parametrize("kind", ["prompts", "steps"])
-def test_logits_that_come_faster_than_they_are_read_end_no_other_request(make_engine, kind):
+def test_unread_logits_end_no_other_request(make_engine, kind):
     driver = make_engine(max_num_batched_tokens=512, max_num_seqs=32)
     frontend, wake_fd = Frontend("tcp:127.0.0.1:0"), os.eventfd(0)
     links = FrontendLinks((frontend.address,), HELLO, wake_fd)

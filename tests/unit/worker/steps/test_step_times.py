@@ -7,7 +7,7 @@ import pytest
 from trimaran.worker.steps.step_times import CpuMarks, Part, StepTimes
 
 
-def test_every_moment_belongs_to_one_part():
+def test_every_moment_of_a_step_counts_in_exactly_one_part():
     times = StepTimes()
     start = time.perf_counter()
     times.enter(Part.SCHEDULE)
@@ -24,7 +24,7 @@ def test_every_moment_belongs_to_one_part():
     assert sum(values.values()) <= passed
 
 
-def test_time_asleep_is_in_no_part():
+def test_sleep_counts_in_no_part_of_a_step():
     times = StepTimes()
     times.enter(Part.IDLE)
     time.sleep(0.02)
@@ -48,7 +48,7 @@ class Unfinished:
         return self.result
 
 
-def test_steps_count_once_the_device_has_ended_them_and_in_order():
+def test_steps_are_counted_in_order_after_the_device_has_finished_them():
     times = StepTimes()
     first, second = Unfinished(), Unfinished()
     times.launched(first)
@@ -61,7 +61,7 @@ def test_steps_count_once_the_device_has_ended_them_and_in_order():
     assert times.values()["device_seconds"] == 3.0
 
 
-def test_a_step_that_samples_nothing_is_all_model():
+def test_the_time_of_a_step_without_sampling_counts_as_model_time():
     marks = CpuMarks()
     time.sleep(0.01)
     marks.end()
@@ -71,7 +71,7 @@ def test_a_step_that_samples_nothing_is_all_model():
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_an_engine_counts_its_model_and_its_sampler(make_engine, prompt_of, depth):
+def test_an_engine_measures_model_and_sampler_time(make_engine, prompt_of, depth):
     driver = make_engine(depth=depth)
     driver.submit(prompt_of(20), max_tokens=8)
     driver.run()

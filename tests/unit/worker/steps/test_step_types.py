@@ -55,7 +55,7 @@ def test_a_decision_survives_encoding():
     assert restored == SamplingParams(top_k=4, stop_words=((1, 2), (3,)))
 
 
-def test_what_a_message_brought_goes_to_the_device_without_a_warning():
+def test_arrays_of_a_message_are_copied_to_the_device_without_a_warning():
     received = SchedulerOutput.decode(decision_with_everything().encode())
 
     tensor = to_device(received.rows, torch.device("cpu"))
@@ -80,6 +80,6 @@ def test_a_decode_step_of_256_requests_fits_in_8_kib():
     assert len(decision.encode()) <= 8192
 
 
-def test_a_payload_that_is_no_decision_is_refused():
+def test_an_invalid_decision_is_refused():
     with pytest.raises(ProtocolError, match="of 3 bytes"):
         SchedulerOutput.decode(b"\x93\x01\x02")
