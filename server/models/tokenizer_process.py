@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable
@@ -10,10 +9,13 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TypeVar
 
+import numpy as np
 from tokenizers import Tokenizer as FastTokenizer
 
 from trimaran.server.inference.helper_process import serve_front_end
+from trimaran.server.memory import return_freed
 from trimaran.server.models.encoded_texts import EncodedTexts, decode, encode, read_tokenizer
+from trimaran.server.models.long_texts import encode_long
 
 _LARGE_BYTES = 64 << 10
 """What a text of this length took is returned to the system: an id takes some 200 bytes while
@@ -68,14 +70,13 @@ class LastUsed(OrderedDict[int, ValueT]):
 
 def main() -> None:
     """Encode or decode for one task after the other."""
-    libc = ctypes.CDLL(None)
     known: LastUsed[FastTokenizer] = LastUsed()
 
     def serve(connection: Connection) -> None:
         task: TokenizerTask = connection.recv()
         connection.send(_answer(connection, task, known))
         if task.num_bytes > _LARGE_BYTES:
-            libc.malloc_trim(0)
+            return_freed()
 
     serve_front_end(serve)
 
@@ -87,6 +88,9 @@ def _answer(
         fast = known.use(task.tokenizer, lambda: read_tokenizer(connection.recv_bytes()))
         if task.ids is not None:
             return decode(fast, task.ids, task.special_tokens)
+        if len(task.texts) == 1:
+            ids = encode_long(fast, task.texts[0], task.special_tokens)
+            return EncodedTexts(ids, np.array([len(ids)], np.int64))
         return encode(fast, task.texts, task.special_tokens)
     except Exception:
         return TokenizerFault(traceback.format_exc())

@@ -109,7 +109,7 @@ PLACES: dict[str, Places] = {
     "decoding/body.py": {"join": SHORT},
     "decoding/decoder.py": {"recv": THREAD, "SerializeToString": OPERATOR},
     "decoding/exchange.py": {
-        **_all(THREAD, "recv recv_bytes frombuffer"), **_all(PROCESS, "tolist dumps"),
+        **_all(THREAD, "recv recv_bytes frombuffer"), "dumps": PROCESS,
     },
     "decoding/process.py": {"recv": PROCESS},
     # A request to load is read on the loop too, up to `SHORT`.
@@ -171,6 +171,9 @@ PLACES: dict[str, Places] = {
     "models/tokenizer.py": {
         "encode": INLINE_TEXT, "tolist": INLINE_TEXT, **_all(INLINE_IDS, "decode decode_batch"),
     },
+    "models/long_texts.py": _all(
+        PROCESS, "encode encode_batch encode_batch_fast loads search sub"
+    ),
     "models/tokenizer_pool.py": {"recv": THREAD},
     "models/tokenizer_process.py": _all(PROCESS, "recv recv_bytes encode decode"),
     "models/transaction.py": {"tolist": "one value for each sample of a batch"},
