@@ -6,14 +6,14 @@ A front end that unpickled a whole request at once would hold its event loop mea
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import islice
 from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 
-from trimaran.server.inference.tensor_bytes import Array, Buffer
+from trimaran.server.inference.tensor_bytes import Array, Buffer, cut_strings
 from trimaran.server.protocol.infer_json import ParsedInfer
 
 _PART_BYTES = 1 << 20
@@ -74,21 +74,16 @@ def _send_bytes(connection: Connection, array: Array) -> None:
 
 
 def _send_strings(connection: Connection, array: Array) -> None:
-    for start in range(0, len(array), _PART_ITEMS):
-        part = array[start : start + _PART_ITEMS].tolist()
+    for part in cut_strings(array):
         connection.send_bytes(pickle.dumps(part, pickle.HIGHEST_PROTOCOL))
 
 
 def _fill(connection: Connection, array: Array) -> None:
-    for start, stop in _spans(len(array), array.dtype):
+    start = 0
+    while start < len(array):
         if array.dtype.hasobject:
-            array[start:stop] = connection.recv()
+            part = connection.recv()
         else:
-            array[start:stop] = np.frombuffer(connection.recv_bytes(), array.dtype)
-
-
-def _spans(length: int, dtype: np.dtype[Any]) -> Iterator[tuple[int, int]]:
-    """Where the parts of an array begin and end."""
-    items = _PART_ITEMS if dtype.hasobject else _PART_BYTES // dtype.itemsize
-    for start in range(0, length, items):
-        yield start, min(start + items, length)
+            part = np.frombuffer(connection.recv_bytes(), array.dtype)
+        array[start : start + len(part)] = part
+        start += len(part)

@@ -14,6 +14,7 @@ from trimaran.server.decoding.body import mapped
 from trimaran.server.decoding.exchange import send_parsed
 from trimaran.server.decoding.tasks import Task
 from trimaran.server.inference.helper_process import serve_front_end
+from trimaran.server.memory import return_freed
 from trimaran.server.protocol.infer_json import ParsedInfer
 
 MAX_ERROR_CHARACTERS = 1 << 16
@@ -33,7 +34,12 @@ def main() -> None:
     """Decode one body or message after the other."""
     # Values of JSON form no cycles.
     gc.disable()
-    serve_front_end(_serve)
+
+    def serve(connection: Connection) -> None:
+        _serve(connection)
+        return_freed()
+
+    serve_front_end(serve)
 
 
 def _serve(connection: Connection) -> None:

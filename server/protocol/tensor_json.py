@@ -42,9 +42,8 @@ def _strings(values: list[Any]) -> Array:
             ErrorKind.INTERNAL,
         )
     # In place of their texts: a million short strings take 64 MB as either.
-    for start in range(0, len(values), CHUNK_ITEMS):
-        part = slice(start, start + CHUNK_ITEMS)
-        values[part] = [value.encode("utf-8", "surrogateescape") for value in values[part]]
+    for index, value in enumerate(values):
+        values[index] = value.encode("utf-8", "surrogateescape")
     return object_array(values)
 
 
