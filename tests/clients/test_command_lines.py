@@ -266,10 +266,14 @@ def _check(server, bench, command, code, expected):
 
 
 @pytest.mark.parametrize(("command", "code", "expected"), DECOUPLED.values(), ids=DECOUPLED)
-def test_of_a_decoupled_model(decoupled, bench, command, code, expected):
+def test_documented_command_lines_work_with_a_decoupled_model(
+    decoupled, bench, command, code, expected
+):
     _check(decoupled, bench, command, code, expected)
 
 
 @pytest.mark.parametrize(("command", "code", "expected"), PLAIN.values(), ids=PLAIN)
-def test_of_a_model_that_is_not_decoupled(plain, bench, command, code, expected):
+def test_documented_command_lines_work_with_a_model_that_is_not_decoupled(
+    plain, bench, command, code, expected
+):
     _check(plain, bench, command, code, expected)

@@ -50,7 +50,7 @@ def read(answer, *path):
 
 
 @EACH
-def test_health_metadata_configuration_index_and_statistics(plain, kind):
+def test_every_client_reads_health_metadata_configuration_index_and_statistics(plain, kind):
     async def use(client, module):
         assert await got(client.is_server_live())
         assert await got(client.is_server_ready())
@@ -72,7 +72,7 @@ def test_health_metadata_configuration_index_and_statistics(plain, kind):
 
 @EACH
 @pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
-def test_an_answer_has_the_id_and_the_outputs_that_were_asked_for(plain, kind, model):
+def test_an_answer_has_the_id_and_the_requested_outputs(plain, kind, model):
     async def use(client, module):
         whole = await got(client.infer(model, inputs(module, **TEXT)))
         named = await got(
@@ -119,7 +119,7 @@ def test_requests_and_answers_may_be_compressed(plain, kind):
 
 
 @EACH
-def test_mistakes_are_told(plain, kind):
+def test_errors_of_requests_are_reported(plain, kind):
     async def use(client, module):
         for model, values, said in (
             ("nobody", TEXT, "Request for unknown model: 'nobody' is not found"),
@@ -175,7 +175,7 @@ def _infer_alone(server, kind, values):
         return client.infer("ensemble", values)
 
 
-def test_callbacks_of_async_infer(plain):
+def test_callbacks_of_async_infer_get_the_answer(plain):
     with httpclient.InferenceServerClient(
         f"localhost:{plain.http_port}", concurrency=4
     ) as client:
@@ -196,7 +196,7 @@ def test_callbacks_of_async_infer(plain):
     assert len(texts) == 1
 
 
-def test_a_cancelled_call_and_one_that_takes_too_long_end(plain):
+def test_cancelled_calls_and_calls_over_their_timeout_end(plain):
     long = {**IDS, "request_output_len": 800}
     with grpcclient.InferenceServerClient(f"localhost:{plain.grpc_port}") as client:
         answers = queue.Queue()
@@ -212,7 +212,7 @@ def test_a_cancelled_call_and_one_that_takes_too_long_end(plain):
 
 
 @pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
-def test_streams_of_both_grpc_clients(decoupled, model):
+def test_streams_of_both_grpc_clients_give_the_same_text(decoupled, model):
     port = decoupled.grpc_port
     asked = inputs(grpcclient, **TEXT, stream=True)
     answers = queue.Queue()

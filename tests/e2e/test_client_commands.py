@@ -16,7 +16,7 @@ def client(*words):
     return run_trimaran("client", *map(str, words))
 
 
-def test_text_comes_back_whole_and_streamed_alike(decoupled_server, plain_server):
+def test_text_is_the_same_whole_and_streamed(decoupled_server, plain_server):
     flags = ("-p", "Once upon a time", "-o", 12)
     whole = client("text", "-u", f"localhost:{plain_server.grpc_port}", *flags)
     streamed = client("text", "-u", f"localhost:{decoupled_server.grpc_port}", *flags, "-S")
@@ -26,7 +26,7 @@ def test_text_comes_back_whole_and_streamed_alike(decoupled_server, plain_server
     assert whole.stdout.startswith("Once upon a time" + streamed.stdout[:4])
 
 
-def test_a_batch_of_prompts_is_regrouped(decoupled_server):
+def test_responses_of_a_batch_of_prompts_are_regrouped(decoupled_server):
     prompts = json.dumps(["Once upon a time", "The sea was"])
     done = client("text", "-u", f"localhost:{decoupled_server.grpc_port}", "-p", prompts,
                   "-o", 8, "--batch-inputs", "--model-name", "tensorrt_llm_bls")  # fmt: skip
@@ -67,7 +67,7 @@ def test_a_stopped_and_a_cancelled_request_end_early(decoupled_server):
     assert "Request is cancelled" in cancelled.stdout
 
 
-def test_logits_and_figures_are_shown_and_only_requested_outputs_come(decoupled_server):
+def test_logits_and_metrics_are_printed_and_only_requested_outputs_are_sent(decoupled_server):
     flags = ("token", "-u", f"localhost:{decoupled_server.grpc_port}", "--tokenizer-dir",
              DEMO_MODEL, "--text", "Once upon a time there was", "--request-output-len", 6,
              "--return-context-logits", "--return-generation-logits", "--return-log-probs",
@@ -94,7 +94,7 @@ def test_logits_and_figures_are_shown_and_only_requested_outputs_come(decoupled_
     assert "generation_logits.shape" not in chosen.stdout
 
 
-def test_text_clients_are_shown_logits_and_figures_too(decoupled_server):
+def test_text_clients_print_logits_and_metrics_too(decoupled_server):
     for model in ("ensemble", "tensorrt_llm_bls"):
         done = client("text", "-u", f"localhost:{decoupled_server.grpc_port}", "-p",
                       '["Once upon a time", "The sea"]', "-o", 5, "--batch-inputs",
@@ -106,7 +106,9 @@ def test_text_clients_are_shown_logits_and_figures_too(decoupled_server):
         assert "last_token_time_ns: " in done.stdout
 
 
-def test_a_prompt_table_of_known_vectors_gives_the_known_answer(decoupled_server, tmp_path):
+def test_a_prompt_table_with_vectors_of_the_vocabulary_gives_the_same_answer(
+    decoupled_server, tmp_path
+):
     url = f"localhost:{decoupled_server.grpc_port}"
     weights = load_file(DEMO_MODEL / "model.safetensors")["model.embed_tokens.weight"]
     known = [2016, 330, 655, 261, 581]

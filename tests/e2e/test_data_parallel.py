@@ -44,13 +44,13 @@ def ask_all(server: Served) -> list[list[int]]:
         return list(pool.map(ask, PROMPTS))
 
 
-def test_dp_ranks_that_share_experts_stream_the_ids_of_transformers(sharing_experts: Served):
+def test_dp_ranks_with_divided_experts_stream_the_ids_of_transformers(sharing_experts: Served):
     answers = ask_all(sharing_experts)
 
     assert wrong_answers(DEMO_MOE, PROMPTS, answers, NUM_NEW) == {}
 
 
-def test_the_metrics_say_that_there_are_dp_ranks(sharing_experts: Served):
+def test_metrics_have_a_row_for_each_dp_rank(sharing_experts: Served):
     ((start, _),) = sharing_experts.samples("trimaran_start_method_info")
     transports = {
         labels["collective"]: labels["transport"]
@@ -61,7 +61,7 @@ def test_the_metrics_say_that_there_are_dp_ranks(sharing_experts: Served):
     assert transports["expert_all_to_all"] == "shared_memory"
 
 
-def test_a_world_size_that_dp_ranks_do_not_make_up_is_refused_before_anything_starts(
+def test_a_world_size_that_contradicts_the_dp_ranks_is_refused_before_the_start(
     make_repository,
 ):
     repository = make_repository(DEMO_MODEL)

@@ -102,7 +102,7 @@ def test_streaming_from_a_model_that_is_not_decoupled_is_refused(plain_server):
     assert "decoupled" in reply["error"]
 
 
-def test_a_text_stop_word_ends_the_answer_where_it_stands(decoupled_server):
+def test_a_text_stop_word_ends_the_answer_at_its_position(decoupled_server):
     body = {**CURL_BODY, "max_tokens": 80, "exclude_input_in_output": True}
     _, free = decoupled_server.post("/v2/models/ensemble/generate", body)
     text = free["text_output"]

@@ -116,7 +116,7 @@ def num_bulk_files(server) -> int:
 
 
 @pytest.mark.timeout(240)
-def test_every_feature_at_once_leaves_nothing(decoupled_server):
+def test_all_features_together_leave_nothing_behind(decoupled_server):
     url = f"http://127.0.0.1:{decoupled_server.http_port}"
     fates = asyncio.run(run_all(url))
 

@@ -78,7 +78,7 @@ def server(
         yield served
 
 
-def test_every_front_end_answers_alike_and_counts_for_all(server: Several) -> None:
+def test_every_front_end_gives_the_same_answers_and_common_metrics(server: Several) -> None:
     before = server.succeeded(0)
 
     answers = [server.call(i, "POST", GENERATE, PROMPT) for i in range(NUM_FRONTENDS)]
@@ -108,7 +108,7 @@ def test_a_request_is_stopped_by_its_id_at_another_front_end(server: Several) ->
     assert whole["text_output"].startswith(PROMPT["text_input"] + text)
 
 
-def test_what_one_front_end_is_asked_to_load_or_unload_all_do(server: Several) -> None:
+def test_a_load_or_unload_at_one_front_end_reaches_all_front_ends(server: Several) -> None:
     path = "/v2/repository/models/tensorrt_llm_bls"
     own = "/v2/models/tensorrt_llm_bls/ready"
 
@@ -124,7 +124,7 @@ def test_what_one_front_end_is_asked_to_load_or_unload_all_do(server: Several) -
     assert indices == [indices[0]] * NUM_FRONTENDS
 
 
-def test_a_users_own_model_runs_at_every_front_end(server: Several) -> None:
+def test_a_python_model_runs_at_every_front_end(server: Several) -> None:
     shutil.copytree(EXAMPLES / "python_models" / "chat", server.repository / "chat")
     body = {"question": "Who came in?", "earlier": ["It was late."], "max_tokens": 12}
     prompt = "It was late.\nQuestion: Who came in?\nAnswer:"
@@ -156,7 +156,7 @@ def test_a_users_own_model_runs_at_every_front_end(server: Several) -> None:
     assert [line for line in lines if not re.match(r"\d{4}-\d\d-\d\dT", line)] == []
 
 
-def test_a_model_with_ranks_is_unloaded_once_the_streams_of_all_have_ended(
+def test_a_model_is_unloaded_after_the_streams_of_all_front_ends(
     server: Several,
 ) -> None:
     path = "/v2/repository/models/ensemble"
@@ -180,7 +180,7 @@ def test_a_model_with_ranks_is_unloaded_once_the_streams_of_all_have_ended(
     assert answers == [answers[0]] * NUM_FRONTENDS
 
 
-def test_a_dead_rank_is_replayed_for_the_streams_of_all(server: Several) -> None:
+def test_streams_of_all_front_ends_survive_the_death_of_a_rank(server: Several) -> None:
     whole = server.call(0, "POST", GENERATE, {**PROMPT, "max_tokens": 800})[1]["text_output"]
     replays = server.metric("trimaran_replayed_requests")
     (rank,) = server.ranks()
@@ -195,7 +195,7 @@ def test_a_dead_rank_is_replayed_for_the_streams_of_all(server: Several) -> None
     assert server.metric("trimaran_replayed_requests") == replays + NUM_FRONTENDS
 
 
-def test_log_and_trace_settings_are_the_same_everywhere(server: Several) -> None:
+def test_log_and_trace_settings_are_the_same_at_every_front_end(server: Several) -> None:
     path = "/v2/models/ensemble/trace/setting"
     server.call(2, "POST", path, {"trace_rate": "7"})
     rates = [server.call(i, "GET", path)[1]["trace_rate"] for i in range(NUM_FRONTENDS)]
@@ -209,9 +209,7 @@ def test_log_and_trace_settings_are_the_same_everywhere(server: Several) -> None
 
 
 @pytest.mark.parametrize("index", [1, 0])
-def test_a_front_end_that_dies_takes_nothing_with_it_but_its_connections(
-    server: Several, index: int
-) -> None:
+def test_a_dead_front_end_loses_only_its_own_connections(server: Several, index: int) -> None:
     expected = server.call(2, "POST", GENERATE, {**PROMPT, "max_tokens": 300})[1]
     server.call(index, "POST", GENERATE, PROMPT)
     before = server.succeeded(2)
@@ -264,7 +262,7 @@ def test_streams_of_an_unloaded_model_outlive_the_first_front_end(
     assert answers == [answers[0]] * NUM_FRONTENDS
 
 
-def test_a_drain_waits_for_the_streams_of_all(server: Several) -> None:
+def test_a_drain_waits_for_the_streams_of_all_front_ends(server: Several) -> None:
     streams = [Stream(connection, max_tokens=400) for connection in server.connect_all()]
     for stream in streams:
         stream.wait_begun()

@@ -107,7 +107,7 @@ def test_greedy_ids_equal_transformers(serving, family, world_size):
 
 
 @pytest.mark.timeout(300)
-def test_experts_are_served_as_they_were_built_and_may_move(
+def test_experts_of_an_engine_folder_are_served_and_may_be_rebalanced(
     build_engine, make_repository, tmp_path
 ):
     engine = build_engine(
@@ -147,7 +147,7 @@ def tokens_by_layer(server: Served) -> dict[str, float]:
 
 
 @pytest.mark.timeout(300)
-def test_experts_of_a_huggingface_folder_are_cut(make_repository, tmp_path):
+def test_experts_of_a_huggingface_folder_are_divided_between_ranks(make_repository, tmp_path):
     some = prompts(4096)[:8]
     flags = ("--moe-tp-size", "2", "--dtype", "float32", "--max-batch-size", "8")
     log = tmp_path / "serve.log"

@@ -32,7 +32,7 @@ def text(server, *flags):
     return run_trimaran("client", "text", *url, "-p", PROMPT, "-o", "12", *map(str, flags))
 
 
-def test_weights_come_once_and_then_the_id_serves_over_both_protocols(
+def test_adapter_weights_are_sent_once_and_then_served_by_id_over_both_protocols(
     decoupled_server, converted
 ):
     unknown = text(decoupled_server, "--lora-task-id", 71)
@@ -57,7 +57,7 @@ def test_weights_come_once_and_then_the_id_serves_over_both_protocols(
         assert reply["text_output"] == told.rstrip("\n")
 
 
-def test_adapters_of_a_folder_are_named_or_numbered(decoupled_server):
+def test_adapters_of_a_folder_are_served_by_name_or_task_id(decoupled_server):
     texts = [text(decoupled_server).stdout.rstrip("\n")]
     for chosen in ({"lora_name": "north"}, {"lora_task_id": 81}, {"lora_name": "81"}):
         body = {"text_input": PROMPT, "max_tokens": 12, **chosen}

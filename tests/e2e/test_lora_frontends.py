@@ -59,7 +59,7 @@ def _listed(name, datatype, shape, data):
     return tensor if data is None else {**tensor, "data": data}
 
 
-def test_after_a_restart_an_id_means_the_last_weights_that_the_engine_took(server):
+def test_an_adapter_id_keeps_its_newest_weights_over_a_restart(server):
     expected = {}
     for task, order in ((7, (0, 1)), (8, (1, 0)), (9, (0, 0))):
         first, second = (ask(server, f, task, 2 * task + n) for n, f in enumerate(order))

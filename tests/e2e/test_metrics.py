@@ -37,7 +37,7 @@ def wait_for_steps(server: Served, count: float) -> None:
     assert settled(server, "nv_trt_llm_request_metrics", 0, request_type="active") == 0
 
 
-def test_a_run_through_the_ensemble_counts_once_in_every_model(plain_server):
+def test_a_request_to_the_ensemble_counts_once_in_every_model(plain_server):
     name = "nv_inference_request_success"
     before = {model: plain_server.metric(name, model=model) for model in STEPS}
     body = {"text_input": "Once upon a time", "max_tokens": 5}
@@ -76,7 +76,7 @@ def test_engine_gauges_return_to_idle_and_the_iteration_counter_moves(plain_serv
     assert settled(plain_server, name, 0, kv_cache_block_type="used") == 0
 
 
-def test_the_engines_time_is_counted_while_it_works_and_not_while_it_rests(plain_server):
+def test_busy_time_of_the_engine_grows_during_work_and_not_when_idle(plain_server):
     parts = ("receive", "schedule", "launch", "emit", "device", "sample")
 
     def seconds() -> dict[str, float]:
@@ -114,7 +114,7 @@ def test_a_repeated_prompt_reuses_its_blocks(plain_server):
     assert settled(plain_server, name, before + 4, **label) == before + 4
 
 
-def test_metrics_and_log_name_backends_transports_and_the_start(decoupled_server):
+def test_metrics_and_log_name_backends_transports_and_start_times(decoupled_server):
     operators = {
         labels["operator"]
         for labels, value in decoupled_server.samples("trimaran_backend_info")

@@ -114,7 +114,7 @@ def server(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         assert running.stop() == 0
 
 
-def test_nothing_runs_until_it_is_loaded_over_http(server):
+def test_in_explicit_mode_models_run_after_a_load_over_http(server):
     assert states(server) == {}
     assert ranks(server) == {}
     with triton_http.InferenceServerClient(server.url("")[7:], network_timeout=120) as client:
@@ -126,7 +126,7 @@ def test_nothing_runs_until_it_is_loaded_over_http(server):
     assert text_of(server)
 
 
-def test_a_changed_model_is_switched_to_without_a_failed_request(server, repository):
+def test_a_changed_model_is_reloaded_without_a_failed_request(server, repository):
     expected = text_of(server)
     (repository / "tensorrt_llm" / "2").mkdir()
     url = f"127.0.0.1:{server.grpc_port}"
@@ -142,7 +142,7 @@ def test_a_changed_model_is_switched_to_without_a_failed_request(server, reposit
     assert server.get("/v2/models/tensorrt_llm")["versions"] == ["2"]
 
 
-def test_a_model_that_cannot_be_started_leaves_the_one_that_runs(server, repository):
+def test_a_version_that_cannot_start_leaves_the_running_version(server, repository):
     expected = text_of(server)
     config = repository / "tensorrt_llm" / "config.pbtxt"
     kept = config.read_text()
@@ -163,7 +163,7 @@ def test_a_model_that_cannot_be_started_leaves_the_one_that_runs(server, reposit
     )
 
 
-def test_where_its_gpus_are_taken_the_one_that_runs_ends_first(server, repository):
+def test_a_reload_without_free_gpus_ends_the_running_version_first(server, repository):
     expected = text_of(server)
     config = repository / "tensorrt_llm" / "config.pbtxt"
     config.write_text(config.read_text().replace('"${gpu_device_ids}"', '"0"'))
@@ -194,7 +194,7 @@ def test_the_loaded_models_outlive_the_front_end(server):
     assert list(ranks(server)) == [group]
 
 
-def test_an_unloaded_model_leaves_nothing_behind(server):
+def test_an_unloaded_model_leaves_no_process_and_no_metric(server):
     (process,) = ranks(server).values()
     with triton_http.InferenceServerClient(server.url("")[7:], network_timeout=120) as client:
         client.unload_model("ensemble", unload_dependents=True)

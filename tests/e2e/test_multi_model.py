@@ -43,14 +43,14 @@ def undisturbed(server: MultiModel) -> dict[str, list[int]]:
     return {model: stream.finish() for model, stream in streams.items()}
 
 
-def test_a_model_gives_the_tokens_that_it_gives_in_leader_mode(leader_tokens, undisturbed):
+def test_tokens_are_the_same_as_in_leader_mode(leader_tokens, undisturbed):
     assert undisturbed[PAIR] == leader_tokens
 
 
 @pytest.mark.parametrize(
     "victims", [("rank 0",), ("rank 1",), ("mpirun",), ("rank 0", "rank 1")], ids=" and ".join
 )
-def test_a_killed_process_ends_its_own_group_alone(server, undisturbed, victims):
+def test_a_killed_process_ends_only_its_own_group(server, undisturbed, victims):
     others, before = server.processes(SINGLE), server.processes(PAIR)
     num_faults = server.log().count("group pair: ready")
     doomed, other = server.stream(PAIR), server.stream(SINGLE)
@@ -67,7 +67,7 @@ def test_a_killed_process_ends_its_own_group_alone(server, undisturbed, victims)
     server.wait_ready()
 
 
-def test_a_stopped_rank_is_noticed_and_its_group_alone_restarted(server, undisturbed):
+def test_a_stopped_rank_is_noticed_and_only_its_group_restarted(server, undisturbed):
     others, before = server.processes(SINGLE), server.processes(PAIR)
     doomed, other = server.stream(PAIR), server.stream(SINGLE)
     before["rank 1"].suspend()
@@ -78,7 +78,7 @@ def test_a_stopped_rank_is_noticed_and_its_group_alone_restarted(server, undistu
     server.wait_ready()
 
 
-def test_a_killed_front_end_finds_every_group_again(server, undisturbed):
+def test_a_restarted_front_end_reconnects_to_every_group(server, undisturbed):
     groups = {model: server.processes(model) for model in WORLD_SIZES}
     (frontend,) = server.processes(":frontend").values()
     frontend.kill()
@@ -99,7 +99,7 @@ def test_a_signal_lets_the_streams_of_every_model_end(server, undisturbed):
     server.wait_gone(GONE_S)
 
 
-def test_a_used_up_budget_lets_other_models_finish_and_ends_with_code_1(
+def test_an_exhausted_restart_budget_lets_other_models_finish_and_ends_with_code_1(
     repository, tmp_path, undisturbed
 ):
     with serve(repository, tmp_path / "serve.log", "--restart", "never") as ending:
@@ -114,7 +114,7 @@ def test_a_used_up_budget_lets_other_models_finish_and_ends_with_code_1(
         ending.wait_gone(GONE_S)
 
 
-def test_nothing_of_any_model_outlives_a_killed_supervisor(repository, tmp_path):
+def test_no_process_of_any_model_outlives_a_killed_supervisor(repository, tmp_path):
     with serve(repository, tmp_path / "serve.log") as doomed:
         doomed.stream(PAIR)
         assert len(doomed.remember_tree()) == 7

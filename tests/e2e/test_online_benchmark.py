@@ -40,7 +40,7 @@ def run(*flags):
     return script.returncode, out, err
 
 
-def test_a_point_is_one_line_with_its_load_its_runs_and_the_command(tmp_path):
+def test_a_measured_point_is_one_line_with_load_runs_and_command(tmp_path):
     path = tmp_path / "lines.jsonl"
     flags = ["--protocols", "http", "--points", "467/256@16", *SMALL, "--json", path]
     flags += ["--runs", "2"]
@@ -59,7 +59,7 @@ def test_a_point_is_one_line_with_its_load_its_runs_and_the_command(tmp_path):
     assert "467/256x2" in out
 
 
-def test_points_without_time_are_named_and_make_the_exit_code_1(tmp_path):
+def test_points_beyond_the_time_limit_are_named_and_make_the_exit_code_1(tmp_path):
     path = tmp_path / "lines.jsonl"
     flags = ["--protocols", "http", "--points", "467/256@2", *SMALL, "--json", path]
 
@@ -71,7 +71,7 @@ def test_points_without_time_are_named_and_make_the_exit_code_1(tmp_path):
     assert not path.exists()
 
 
-def test_a_server_that_does_not_start_ends_it_with_the_log():
+def test_a_server_that_does_not_start_ends_the_benchmark_with_the_log():
     code, _, err = run(*SMALL, "--max-num-tokens", "0")
     assert code == 1
     assert "the server was not ready after" in err
@@ -108,7 +108,7 @@ def processes_below(script, awaited):
     raise TimeoutError(f"no process below has {awaited} in its command line")
 
 
-def test_a_server_that_is_late_is_ended(tmp_path):
+def test_a_server_that_is_not_ready_in_time_is_ended(tmp_path):
     write_repository(tmp_path / "repository", ["tensorrt_llm"], engine_dir=tmp_path)
     begin = time.monotonic()
     with (

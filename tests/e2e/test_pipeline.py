@@ -49,7 +49,7 @@ def test_stages_stream_the_ids_of_transformers(pipeline: Served):
     assert wrong_answers(DEMO_MODEL, PROMPTS, answers, NUM_NEW) == {}
 
 
-def test_the_metrics_say_that_there_are_stages(pipeline: Served):
+def test_metrics_have_a_row_for_each_stage(pipeline: Served):
     ((start, _),) = pipeline.samples("trimaran_start_method_info")
     transports = {
         labels["collective"]: labels["transport"]

@@ -81,7 +81,7 @@ def participants(make_models) -> Path:
 
 
 @pytest.mark.parametrize("kind", [Served, InJob], ids=["own mpirun", "foreign mpirun"])
-def test_groups_in_the_ranks_of_one_job_give_the_tokens_of_leader_mode(
+def test_groups_within_one_mpi_job_give_the_tokens_of_leader_mode(
     participants, leader_tokens, tmp_path, kind
 ):
     flags = (*EXACT, "--multi-model", "--disable-spawn-processes")
@@ -91,7 +91,7 @@ def test_groups_in_the_ranks_of_one_job_give_the_tokens_of_leader_mode(
         assert "rank 3   pair rank 0" in server.log()
 
 
-def test_a_model_with_a_living_instance_stays_ready(make_models, tmp_path):
+def test_a_model_stays_ready_while_one_instance_runs(make_models, tmp_path):
     repository = make_models(single={}, instances=2)
     flags = ("--multi-model", *EXACT, "--worker-launch", "mpirun")
     with Served(repository, 1, flags, tmp_path / "serve.log") as server:

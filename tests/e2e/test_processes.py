@@ -156,7 +156,7 @@ def test_a_hung_rank_is_noticed_and_its_group_restarted(server, undisturbed):
     assert hung not in server.survivors()
 
 
-def test_a_dead_engine_is_not_ready_and_refuses_with_a_time_to_retry(server):
+def test_a_dead_engine_is_not_ready_and_refuses_with_a_retry_time(server):
     server.wait_ready()
     num_restarts = server.log().count("restart in")
     find(server, "rank", 1).kill()
@@ -173,7 +173,7 @@ def test_a_dead_engine_is_not_ready_and_refuses_with_a_time_to_retry(server):
     server.wait_ready()
 
 
-def test_a_killed_front_end_comes_back_and_finds_the_engine(server, undisturbed):
+def test_a_killed_front_end_restarts_and_reconnects_to_the_engine(server, undisturbed):
     server.wait_ready()
     ranks = {find(server, "rank", 0).pid, find(server, "rank", 1).pid}
     dead = find(server, "front end")
@@ -199,7 +199,7 @@ def test_a_second_server_refuses_the_ports_of_the_first(server, repository):
     assert server.is_ready()
 
 
-def test_a_busy_server_finishes_its_streams_and_admits_no_more(server, undisturbed):
+def test_a_draining_server_finishes_its_streams_and_refuses_new_requests(server, undisturbed):
     server.wait_ready()
     server.remember_tree()
     stream = Stream(server)
@@ -211,7 +211,7 @@ def test_a_busy_server_finishes_its_streams_and_admits_no_more(server, undisturb
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_an_idle_server_is_gone_within_5_seconds_of_a_signal(serve, number):
+def test_an_idle_server_exits_within_5_seconds_of_a_signal(serve, number):
     server = serve()
     with closing(http.client.HTTPConnection("127.0.0.1", server.http_port)) as idle:
         idle.request("GET", "/v2/health/ready")
@@ -247,7 +247,7 @@ def test_without_restarts_a_death_ends_the_server_with_code_1(serve, victim):
     assert "was killed by signal 9 (SIGKILL); not started again" in server.log()
 
 
-def test_nothing_outlives_the_supervisor(serve):
+def test_no_process_outlives_the_supervisor(serve):
     server = serve()
     Stream(server)
     assert len(server.remember_tree()) == 5
@@ -256,7 +256,9 @@ def test_nothing_outlives_the_supervisor(serve):
 
 
 @pytest.mark.parametrize("delay_s", [0.4, 0.8, 1.2, 2.0])
-def test_nothing_outlives_a_supervisor_killed_during_the_start(repository, tmp_path, delay_s):
+def test_no_process_outlives_a_supervisor_killed_during_the_start(
+    repository, tmp_path, delay_s
+):
     server = Served(repository, 2, log_path=tmp_path / "serve.log")
     server.start()
     time.sleep(delay_s)
@@ -266,7 +268,7 @@ def test_nothing_outlives_a_supervisor_killed_during_the_start(repository, tmp_p
     server.kill()
 
 
-def test_a_full_disk_for_logs_stops_nothing(repository, tmp_path, undisturbed):
+def test_a_full_disk_at_the_logs_stops_no_process(repository, tmp_path, undisturbed):
     server = Served(
         repository, 2, ("--dtype", "float32", "--log-file", "/dev/full"), Path("/dev/full")
     )

@@ -38,7 +38,7 @@ def busy(tmp_path):
         yield group, engine
 
 
-def test_the_ready_state_names_what_carries_what(served):
+def test_the_ready_state_names_the_transport_of_each_connection(served):
     group, _ = served
 
     (ready,) = [state for state in group.states(0) if state.state == "ready"]
@@ -59,7 +59,7 @@ def test_a_request_runs_to_its_length(served):
     assert (len(ids), reason) == (20, FinishReason.LENGTH)
 
 
-def test_requests_side_by_side_get_what_each_gets_alone(served):
+def test_concurrent_requests_get_the_tokens_of_single_requests(served):
     _, engine = served
     for request_id in (20, 21, 22):
         engine.send(submit(request_id, [request_id, 3, 4], 30))
@@ -85,7 +85,7 @@ def test_a_cancelled_request_ends_early(served):
     assert len(ids) < LONG
 
 
-def test_a_refused_request_leaves_the_others_alone(served):
+def test_a_refused_request_does_not_disturb_other_requests(served):
     _, engine = served
 
     engine.send(submit(50, [1] * 5000, 5))
@@ -129,7 +129,7 @@ def test_ranks_ignore_the_signals_of_a_drain(served):
     assert len(finish(engine, 60)[0]) == 5
 
 
-def test_a_lost_front_end_is_dialled_again_and_its_requests_end(served):
+def test_a_lost_front_end_is_reconnected_and_its_requests_end(served):
     group, engine = served
     engine.send(submit(70, [5, 6], LONG))
     engine.wait_until(lambda: len(tokens_of(engine, 70)[0]) > 2, "first tokens")
@@ -141,7 +141,7 @@ def test_a_lost_front_end_is_dialled_again_and_its_requests_end(served):
     assert len(finish(again, 70)[0]) == 5
 
 
-def test_shutdown_ends_every_rank_in_order(served):
+def test_a_shutdown_ends_every_rank_in_order(served):
     group, _ = served
 
     assert group.shut_down() == 0
@@ -187,7 +187,7 @@ def test_ranks_end_with_their_supervisor(busy):
     assert "the supervisor is gone" in group.log()
 
 
-def test_a_world_that_does_not_fit_the_layout_is_a_configuration_error(tmp_path):
+def test_a_world_size_that_contradicts_the_layout_is_a_configuration_error(tmp_path):
     with RankGroup(tmp_path, 2, tp_size=4) as group:
         group.wait_until(lambda: len(group.ranks) > 0, "a rank")
         group.wait_gone(60.0)
@@ -208,7 +208,7 @@ def test_a_folder_that_holds_no_model_is_a_configuration_error(tmp_path):
     assert str(tmp_path) in failed.text
 
 
-def test_without_a_hang_timeout_a_stopped_rank_is_waited_for(tmp_path):
+def test_without_a_hang_timeout_a_stopped_rank_delays_but_does_not_end_the_group(tmp_path):
     with RankGroup(tmp_path, 2, hang_timeout_s=0.0) as group:
         engine = group.wait_ready()
         engine.send(submit(1, [5, 6, 7], LONG))
@@ -222,7 +222,7 @@ def test_without_a_hang_timeout_a_stopped_rank_is_waited_for(tmp_path):
         assert group.shut_down() == 0
 
 
-def test_a_rank_started_by_hand_says_what_starts_it():
+def test_a_rank_started_by_hand_names_the_command_that_starts_ranks():
     done = subprocess.run(
         [str(BIN / "trimaran-rank")], capture_output=True, text=True, cwd="/", timeout=60
     )
@@ -231,7 +231,7 @@ def test_a_rank_started_by_hand_says_what_starts_it():
     assert "started by `trimaran serve`" in done.stderr
 
 
-def test_nothing_is_left_of_a_group_that_was_killed_whole(busy):
+def test_a_group_killed_as_a_whole_leaves_nothing(busy):
     group, _ = busy
     processes = group.processes()
 

@@ -45,7 +45,9 @@ def undisturbed(decoupled_server):
     return text_of(decoupled_server)
 
 
-def test_a_body_of_100_megabytes_is_refused_and_harms_nobody(decoupled_server, undisturbed):
+def test_a_body_of_100_megabytes_is_refused_and_disturbs_no_request(
+    decoupled_server, undisturbed
+):
     body = {"text_input": "x" * 100_000_000, "max_tokens": 1}
     status, answer = decoupled_server.post("/v2/models/ensemble/generate", body)
     assert status == 400
@@ -53,7 +55,9 @@ def test_a_body_of_100_megabytes_is_refused_and_harms_nobody(decoupled_server, u
     assert text_of(decoupled_server) == undisturbed
 
 
-def test_a_truncated_request_runs_nothing_and_harms_nobody(decoupled_server, undisturbed):
+def test_a_truncated_request_runs_nothing_and_disturbs_no_request(
+    decoupled_server, undisturbed
+):
     before = decoupled_server.metric("nv_inference_exec_count", model="ensemble")
     body = json.dumps(PROMPT).encode()
     with send(decoupled_server, STREAM, body[:20], len(body)) as waiting:
@@ -68,7 +72,7 @@ def test_a_truncated_request_runs_nothing_and_harms_nobody(decoupled_server, und
     assert after - before <= 2
 
 
-def test_slow_readers_harm_nobody(decoupled_server, undisturbed):
+def test_slow_readers_delay_no_other_request(decoupled_server, undisturbed):
     body = json.dumps({**PROMPT, "max_tokens": 800, "end_id": -1}).encode()
     readers = [send(decoupled_server, STREAM, body, window=2048) for _ in range(8)]
     try:
@@ -86,7 +90,9 @@ def test_slow_readers_harm_nobody(decoupled_server, undisturbed):
 
 
 @pytest.mark.parametrize("num_bytes_read", [0, 100])
-def test_a_client_that_leaves_frees_what_its_request_held(decoupled_server, num_bytes_read):
+def test_a_disconnected_client_frees_the_resources_of_its_request(
+    decoupled_server, num_bytes_read
+):
     body = json.dumps({**PROMPT, "max_tokens": 900, "end_id": -1}).encode()
     sock = send(decoupled_server, STREAM, body)
     if num_bytes_read:

@@ -46,9 +46,7 @@ def undisturbed(server: MultiModel) -> dict[str, list[int]]:
     return {model: stream.finish() for model, stream in streams.items()}
 
 
-def test_a_spawned_model_gives_the_tokens_that_it_gives_in_leader_mode(
-    leader_tokens, undisturbed
-):
+def test_a_spawned_model_gives_the_tokens_of_leader_mode(leader_tokens, undisturbed):
     assert undisturbed[PAIR] == leader_tokens
 
 
@@ -60,9 +58,7 @@ def test_spawned_ranks_write_to_the_common_log(server):
 @pytest.mark.parametrize(
     ("victim", "number"), [("rank 0", signal.SIGKILL), ("rank 1", signal.SIGSTOP)]
 )
-def test_the_fault_of_a_spawned_rank_ends_its_own_group_alone(
-    server, undisturbed, victim, number
-):
+def test_a_crash_of_a_spawned_rank_ends_only_its_own_group(server, undisturbed, victim, number):
     others = server.processes(SINGLE) | server.processes(ORCHESTRATOR)
     before = server.processes(PAIR)
     doomed, other = server.stream(PAIR), server.stream(SINGLE)
@@ -82,7 +78,7 @@ def test_the_fault_of_a_spawned_rank_ends_its_own_group_alone(
         ("prte", signal.SIGSTOP),
     ],
 )
-def test_all_groups_come_back_after_a_fault_of_what_spawned_them(
+def test_all_groups_restart_after_a_crash_of_the_orchestrator_or_prte(
     server, undisturbed, victim, number
 ):
     before = [*server.processes(PAIR).values(), *server.processes(SINGLE).values()]
@@ -97,7 +93,7 @@ def test_all_groups_come_back_after_a_fault_of_what_spawned_them(
     server.wait_ready()
 
 
-def test_groups_that_are_spawned_again_and_again_leave_nothing(server):
+def test_repeatedly_spawned_groups_leave_nothing_behind(server):
     # The first one may still meet what earlier tests have left to be closed.
     _spawn_again(server)
     _spawn_again(server)

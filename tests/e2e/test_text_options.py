@@ -41,13 +41,13 @@ def test_text_ends_with_its_stop_word(decoupled_server, model, position):
     assert "".join(deltas) == expected
 
 
-def test_a_bad_word_does_not_come(decoupled_server):
+def test_a_bad_word_is_never_generated(decoupled_server):
     word = " " + _text(decoupled_server, GREEDY).split()[0]
     text = _text(decoupled_server, {**GREEDY, "bad_words": [word, word.strip()]})
     assert not text.startswith(word)
 
 
-def test_a_biased_word_comes_at_once(decoupled_server):
+def test_a_word_with_a_large_bias_is_the_next_word(decoupled_server):
     body = {
         **GREEDY, "max_tokens": 1,
         "embedding_bias_words": [" sea"], "embedding_bias_weights": [100.0],
@@ -56,7 +56,7 @@ def test_a_biased_word_comes_at_once(decoupled_server):
     assert _text(decoupled_server, {**body, "embedding_bias_weights": [-100.0]}) not in " sea"
 
 
-def test_a_seed_decides_a_sample(decoupled_server):
+def test_a_seed_determines_a_sample(decoupled_server):
     texts = [_text(decoupled_server, {**SAMPLED, "seed": seed}) for seed in (1, 1, 2, 3)]
     assert texts[0] == texts[1]
     assert len(set(texts)) == 3
@@ -77,7 +77,7 @@ def test_returned_sequences_differ_and_carry_their_index(decoupled_server):
     assert len(set(found.values())) == 3
 
 
-def test_a_batch_of_texts_is_answered_as_each_alone(decoupled_server):
+def test_a_batch_of_texts_gets_the_answers_of_single_texts(decoupled_server):
     prompts = [PROMPT, "The ship", "She said that he"]
     alone = [_text(decoupled_server, {**GREEDY, "text_input": text}) for text in prompts]
     body = {
@@ -107,7 +107,7 @@ def test_log_probs_add_up_and_do_not_depend_on_streaming(decoupled_server):
 
 
 @pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
-def test_beams_are_at_least_as_likely_as_the_likeliest_word_each_time(decoupled_server, model):
+def test_beams_are_at_least_as_likely_as_greedy_output(decoupled_server, model):
     body = {**GREEDY, "return_log_probs": True}
     greedy = _reply(decoupled_server, body, model)
     beams = {**body, "beam_width": 4}
@@ -172,7 +172,9 @@ def test_a_repetition_penalty_changes_a_text_that_repeats(decoupled_server):
         ({"text_input": "word " * 2000}, "exceeds maximum input length (896)"),
     ],
 )
-def test_what_is_not_served_is_refused_by_name_and_value(decoupled_server, option, text):
+def test_inputs_that_are_not_served_are_refused_by_name_and_value(
+    decoupled_server, option, text
+):
     status, reply = decoupled_server.post("/v2/models/ensemble/generate", {**GREEDY, **option})
     assert status == 400
     assert reply["error"].startswith("in ensemble 'ensemble', ")

@@ -122,7 +122,7 @@ def dtype(request):
     ids=str,
 )
 @pytest.mark.parametrize("size", [128, 64])
-def test_batches_of_any_lengths_agree_with_the_twin(dtype, size, lengths):
+def test_batches_of_any_lengths_agree_with_the_torch_twin(dtype, size, lengths):
     check(lengths, dtype, size=size)
 
 
@@ -133,7 +133,7 @@ def test_any_number_of_heads_shares_a_key_value_head(dtype, heads):
 
 @pytest.mark.parametrize("block", [8, 16, 32, 64, 128])
 @pytest.mark.parametrize("order", ["token", "head"])
-def test_any_block_and_order_of_the_cache_is_read(dtype, block, order):
+def test_blocks_of_any_size_and_order_are_read(dtype, block, order):
     check([(0, 300), (250, 170)], dtype, block=block, order=order)
     check([(0, 300), (250, 170)], dtype, block=block, order=order, size=64)
 
@@ -146,11 +146,11 @@ def test_windows_and_sinks_hide_the_keys_between(dtype, window, sinks):
     check(lengths, dtype, window=window, sinks=sinks, size=64, heads=2)
 
 
-def test_decodes_in_front_are_left_alone(dtype):
+def test_decode_rows_before_the_prompts_are_not_written(dtype):
     check([(40, 1), (700, 1), (3, 1), (0, 300), (250, 170)], dtype, num_decodes=3)
 
 
-def test_tables_are_found_by_row(dtype):
+def test_block_tables_are_found_by_row(dtype):
     check([(0, 300), (250, 170), (5, 64)], dtype, rows=torch.tensor([2, 0, 1]))
 
 
@@ -169,7 +169,7 @@ def test_a_plan_serves_all_layers_and_many_launches(dtype):
     assert all(torch.equal(result, results[0]) for result in results)
 
 
-def test_a_sequences_result_does_not_depend_on_the_others_or_its_chunks(dtype):
+def test_a_sequences_result_does_not_depend_on_other_sequences_or_its_chunks(dtype):
     lengths = [(0, 700), (0, 333), (64, 128)]
     cache, tables = cache_of(lengths, dtype)
     query = queries_of(lengths, dtype, 8, 128)
@@ -184,7 +184,7 @@ def test_a_sequences_result_does_not_depend_on_the_others_or_its_chunks(dtype):
         assert torch.equal(alone, together[700 + past : 700 + past + count])
 
 
-def test_what_is_not_served_is_named():
+def test_the_refusal_names_the_unsupported_feature():
     cache, _ = cache_of([(0, 64)], torch.bfloat16, size=80)
     query = queries_of([(0, 64)], torch.bfloat16, 8, 80)
     assert cuda_attention.refusal(query, cache, AttentionSpec(scale=1)) == "heads of 80"

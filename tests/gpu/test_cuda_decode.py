@@ -96,7 +96,7 @@ LENGTHS = [
 
 @pytest.mark.parametrize("is_fixed", [False, True])
 @pytest.mark.parametrize("lengths", LENGTHS, ids=lambda lengths: f"{len(lengths)} sequences")
-def test_any_lengths_agree_with_the_twin(dtype, lengths, is_fixed):
+def test_any_lengths_agree_with_the_torch_twin(dtype, lengths, is_fixed):
     step = Step(dtype, lengths)
     step.check(step.run(is_fixed=is_fixed))
 
@@ -115,14 +115,16 @@ def test_any_lengths_agree_with_the_twin(dtype, lengths, is_fixed):
         (7, 1, 128),
     ],
 )
-def test_shapes_and_strides_agree_with_the_twin(dtype, heads, kv_heads, size, block, order):
+def test_shapes_and_strides_agree_with_the_torch_twin(
+    dtype, heads, kv_heads, size, block, order
+):
     shape = {"heads": heads, "kv_heads": kv_heads, "size": size, "block": block}
     step = Step(dtype, [1, 70, 2000, 255, 256, 257], **shape, order=order)
     step.check(step.run())
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_drawn_batches_agree_with_the_twin(dtype, seed):
+def test_random_batches_agree_with_the_torch_twin(dtype, seed):
     draw = random.Random(seed)
     most = draw.choice([40, 300, 3000])
     lengths = [draw.randint(1, most) for _ in range(draw.choice([1, 5, 50, 300]))]
@@ -138,7 +140,7 @@ def test_sequences_find_their_blocks_by_row(dtype):
     step.check(step.run(step.metadata(rows=torch.tensor([2, 0, 3, 1]))))
 
 
-def test_a_result_is_the_same_every_time_and_for_every_layer_of_a_step(dtype):
+def test_a_result_is_the_same_in_every_run_and_layer_of_a_step(dtype):
     step = Step(dtype, [700, 3, 9000, 250] * 9)
     metadata = step.metadata()
     first = step.run(metadata)
@@ -147,7 +149,7 @@ def test_a_result_is_the_same_every_time_and_for_every_layer_of_a_step(dtype):
     assert step.run().equal(first)
 
 
-def test_a_fixed_result_does_not_depend_on_the_others(dtype):
+def test_a_deterministic_result_does_not_depend_on_other_sequences(dtype):
     step = Step(dtype, [700, 3, 9000, 1024, 1025, 250])
     together = step.run(is_fixed=True)
     for number in range(len(step.lengths)):
@@ -182,7 +184,7 @@ def test_a_graph_serves_other_lengths_than_it_was_captured_with(dtype):
     ("heads", "kv_heads", "size", "block"),
     [(32, 8, 128, 32), (8, 8, 64, 8), (6, 2, 64, 16), (2, 1, 128, 64)],
 )
-def test_rotating_on_the_way_is_the_same_as_before(
+def test_fused_rotation_equals_separate_rotation(
     dtype, heads, kv_heads, size, block, order, is_fixed
 ):
     lengths = [1, 2, block, block + 1, 64, 65, 150, 700, 2500, *[90] * 40]
@@ -209,7 +211,7 @@ def test_rotating_on_the_way_is_the_same_as_before(
     assert own.nan_to_num().equal(step.cache.nan_to_num())
 
 
-def test_rotations_of_other_shapes_are_left_to_others(dtype):
+def test_rotations_of_unsupported_shapes_are_declined(dtype):
     step = Step(dtype, [9], heads=8, kv_heads=1)
     product = torch.zeros(1, 10, 128, dtype=dtype, device=DEVICE)
     decodes = HopperDecodes(DEVICE, dtype)
@@ -219,7 +221,7 @@ def test_rotations_of_other_shapes_are_left_to_others(dtype):
         assert decodes.rotated(heads, table, step.cache, step.metadata(), step.spec) is None
 
 
-def test_what_the_kernels_do_not_take_is_said(dtype):
+def test_the_refusal_of_the_decode_kernel_names_the_unsupported_feature(dtype):
     step = Step(dtype, [9], heads=9, kv_heads=1)
     assert "9 query heads" in (cuda_decode.refusal(step.query, step.cache, step.spec) or "")
     windowed = AttentionSpec(scale=1.0, window=5)

@@ -99,7 +99,7 @@ def test_fused_norms_leave_the_sum_in_the_residual(ops, dtype, width):
 
 @pytest.mark.parametrize("parts", [1, 2, 4])
 @pytest.mark.parametrize("width", [64, 500])
-def test_a_norm_adds_up_the_parts_of_a_product(ops, dtype, width, parts):
+def test_a_norm_sums_the_partial_results_of_a_product(ops, dtype, width, parts):
     x = _random(parts, 9, width, dtype=torch.float32)
     weight, residual = _random(width, dtype=dtype, seed=1), _random(9, width, dtype=dtype)
     ours, theirs = residual.clone(), residual.clone()
@@ -110,7 +110,7 @@ def test_a_norm_adds_up_the_parts_of_a_product(ops, dtype, width, parts):
     _close(ours, theirs)
 
 
-def test_norms_of_many_rows_are_to_the_bit_those_of_few(ops, dtype, monkeypatch):
+def test_norms_of_many_rows_have_the_bits_of_norms_of_few_rows(ops, dtype, monkeypatch):
     rows, width = 800, 4000
     if IS_INTERPRETED:
         # A small GPU: the programs of the interpreter run one after the other.
@@ -156,7 +156,7 @@ def test_silu_and_mul_is_that_of_the_reference_over_the_whole_range(ops, dtype, 
 
 
 @pytest.mark.parametrize("width", [96, 1100])
-def test_tokens_become_their_rows_of_a_table(ops, dtype, width):
+def test_tokens_are_replaced_by_their_rows_of_a_table(ops, dtype, width):
     table = _random(50, width, dtype=dtype)
     for kind in (torch.int32, torch.int64):
         ids = torch.tensor([0, 49, 3, 3, 17], dtype=kind, device=DEVICE)
@@ -164,7 +164,7 @@ def test_tokens_become_their_rows_of_a_table(ops, dtype, width):
 
 
 @pytest.mark.parametrize("first_row", [0, 40])
-def test_tokens_that_a_table_does_not_have_become_zeros(ops, dtype, first_row):
+def test_tokens_outside_a_table_become_zeros(ops, dtype, first_row):
     table = _random(50, 1100, dtype=dtype)
     for kind in (torch.int32, torch.int64):
         ids = torch.tensor([0, 39, 40, 41, 89, 90, 49, 50, 7], dtype=kind, device=DEVICE)
@@ -202,7 +202,7 @@ class _RopeCase:
     ("heads", "kv_heads", "head_size", "rotated"),
     [(4, 2, 16, 16), (32, 8, 128, 128), (6, 1, 80, 80), (5, 5, 64, 16), (3, 1, 96, 24)],
 )
-def test_rotated_keys_and_values_reach_their_slots_and_no_other(
+def test_rotated_keys_and_values_are_written_to_their_slots_alone(
     ops, dtype, heads, kv_heads, head_size, rotated, is_neox, order
 ):
     case = _RopeCase(dtype, heads, kv_heads, head_size, rotated, order)
@@ -220,7 +220,9 @@ def test_rotated_keys_and_values_reach_their_slots_and_no_other(
 
 @pytest.mark.parametrize("order", ["token", "head"])
 @pytest.mark.parametrize(("kv_heads", "head_size"), [(2, 16), (12, 64), (25, 80)])
-def test_keys_and_values_reach_their_slots_and_no_other(ops, dtype, kv_heads, head_size, order):
+def test_keys_and_values_are_written_to_their_slots_alone(
+    ops, dtype, kv_heads, head_size, order
+):
     case = _RopeCase(dtype, 0, kv_heads, head_size, head_size, order)
     heads = case.qkv[:, : 2 * kv_heads * head_size].unflatten(1, (2 * kv_heads, head_size))
     expected = case.pool.clone(memory_format=torch.preserve_format)
@@ -231,7 +233,7 @@ def test_keys_and_values_reach_their_slots_and_no_other(ops, dtype, kv_heads, he
     assert case.pool.equal(expected)
 
 
-def test_a_product_ends_in_the_residual_or_is_returned(ops, dtype):
+def test_a_product_is_added_to_the_residual_or_returned(ops, dtype):
     x, weight = _random(5, 64, dtype=dtype), _random(40, 64, dtype=dtype, seed=1)
     residual = _random(5, 40, dtype=dtype, seed=2)
     total = residual.clone()
@@ -242,7 +244,7 @@ def test_a_product_ends_in_the_residual_or_is_returned(ops, dtype):
     _close(total if product is None else total + product, exact.to(dtype), 8)
 
 
-def test_a_launch_fits_its_own_arguments_and_not_earlier_ones(ops):
+def test_a_cached_launch_serves_other_strides_and_alignments(ops):
     flat = _random(4 * 64 + 8, dtype=torch.float16)
     weight = _random(64, dtype=torch.float16, seed=1)
     for _ in range(2):

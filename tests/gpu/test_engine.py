@@ -75,7 +75,7 @@ def test_tokens_in_float32_are_those_of_the_cpu(folder, expected, depth, cuda_gr
 
 
 @pytest.mark.parametrize("has_table", [None, False])
-def test_tokens_are_those_of_the_cpu_with_the_first_product_looked_up_or_computed(
+def test_tokens_with_and_without_the_first_layer_table_are_those_of_the_cpu(
     folder, expected, has_table
 ):
     driver = make_driver(folder, "cuda", 2, has_table=has_table, max_tokens=240)
@@ -93,7 +93,7 @@ def test_tokens_of_steps_with_prompts_in_graphs_are_those_of_the_cpu(folder, exp
 
 
 @pytest.mark.parametrize("prompt_graph_tokens", [0, 48])
-def test_a_step_makes_no_hidden_wait_for_the_device(folder, prompt_graph_tokens):
+def test_a_step_makes_no_hidden_synchronization_with_the_device(folder, prompt_graph_tokens):
     driver = make_driver(
         folder, "cuda", 2, prompt_graph_tokens=prompt_graph_tokens, max_tokens=512
     )
@@ -103,7 +103,7 @@ def test_a_step_makes_no_hidden_wait_for_the_device(folder, prompt_graph_tokens)
         serve(driver)
 
 
-def test_the_cache_takes_its_share_of_the_free_memory(folder):
+def test_the_cache_takes_its_fraction_of_free_memory(folder):
     driver = make_driver(folder, "cuda", 2)
 
     # All rows at full length: there is memory for far more.
@@ -128,7 +128,7 @@ def test_noise_bits_and_candidate_order_are_those_of_the_cpu():
     [{"attention_windows": (20,), "num_sinks": 3}, {"attention_windows": (9, 1000)}],
     ids=["sinks", "a layer"],
 )
-def test_windows_give_the_cpus_tokens(folder, cache):
+def test_windowed_attention_gives_the_tokens_of_the_cpu(folder, cache):
     cache = {"max_tokens": 512, **cache}
     expected = serve(make_driver(folder, "cpu", 1, **cache))
 
@@ -137,7 +137,7 @@ def test_windows_give_the_cpus_tokens(folder, cache):
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("enable_block_reuse", [True, False])
-def test_paused_sequences_take_turns_and_keep_on_the_host_what_they_computed(
+def test_preempted_sequences_rotate_and_keep_their_kv_on_the_host(
     folder, depth, enable_block_reuse
 ):
     prompts = [np.random.default_rng(seed).integers(0, VOCAB, 7) for seed in range(8)]
@@ -164,7 +164,7 @@ def test_paused_sequences_take_turns_and_keep_on_the_host_what_they_computed(
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_blocks_that_come_back_from_the_host_give_the_same_tokens(folder, expected, depth):
+def test_blocks_restored_from_the_host_give_the_same_tokens(folder, expected, depth):
     driver = make_driver(folder, "cuda", depth, max_tokens=176, host_bytes=1 << 20)
     cache = driver.engine.scheduler.cache
 

@@ -59,7 +59,7 @@ def test_sums_are_those_of_the_plain_twin(dtype, tokens, experts, chosen, hidden
 
 @pytest.mark.parametrize("is_deterministic", [False, True])
 @pytest.mark.parametrize(("tokens", "experts"), [(1, 8), (70, 60), (500, 256)])
-def test_the_routers_numbers_are_not_rounded(tokens, experts, is_deterministic):
+def test_router_logits_are_not_rounded(tokens, experts, is_deterministic):
     products = select_products(DEVICE, torch.bfloat16, is_deterministic)
     x = torch.randn(tokens, 1024, device=DEVICE).bfloat16()
     weight = torch.randn(experts, 1024, device=DEVICE).bfloat16()
@@ -120,7 +120,7 @@ def test_a_graph_of_one_token_streams_the_experts_of_every_rank(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_with_fixed_tiles_a_token_does_not_depend_on_the_tokens_beside_it(dtype):
+def test_a_token_with_fixed_tiles_does_not_depend_on_other_tokens(dtype):
     x, logits, gate_up, down, chosen = make(dtype, 700, 8, 2, 512, 1024)
     weights, ids = triton_routing.choose_experts(logits, ExpertRouting(num_chosen=chosen))
 
@@ -136,7 +136,7 @@ def test_with_fixed_tiles_a_token_does_not_depend_on_the_tokens_beside_it(dtype)
         assert run(rows).equal(together[rows])
 
 
-def test_a_graph_counts_what_is_chosen_but_not_for_its_padding():
+def test_a_graph_counts_chosen_experts_without_those_of_padding():
     logits = torch.randn(48, 60, device=DEVICE)
     counts = torch.zeros(60, dtype=torch.int64, device=DEVICE)
     num_tokens = torch.tensor([48], dtype=torch.int32, device=DEVICE)
@@ -178,7 +178,7 @@ def test_a_graph_follows_experts_that_change_slots(tokens, experts, chosen, part
 
 
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
-def test_a_choice_among_nan_stays_among_the_experts(scoring):
+def test_router_logits_of_nan_still_choose_valid_experts(scoring):
     logits = torch.full((3, 60), float("nan"), device=DEVICE)
     counts = torch.zeros(64, dtype=torch.int64, device=DEVICE)
 

@@ -68,7 +68,7 @@ def expected_of(x, weight, inputs, bias=None):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", ["token", "powers", "bound", "static"])
 @pytest.mark.parametrize(("rows", "inner"), [(1, 4096), (100, 14336), (3, 28672), (5, 200)])
-def test_tokens_are_quantized_to_the_bit(rows, inner, kind, dtype):
+def test_per_token_quantization_has_the_bits_of_the_torch_twin(rows, inner, kind, dtype):
     inputs = {
         "token": Fp8Inputs(),
         "powers": Fp8Inputs(has_power_scales=True),
@@ -86,7 +86,7 @@ def test_tokens_are_quantized_to_the_bit(rows, inner, kind, dtype):
 @pytest.mark.parametrize(
     ("rows", "inner", "first"), [(1, 4096, 0), (100, 14336, 0), (7, 272, 48)]
 )
-def test_groups_are_quantized_to_the_bit(rows, inner, first, has_powers):
+def test_per_group_quantization_has_the_bits_of_the_torch_twin(rows, inner, first, has_powers):
     x, blocks = drawn(rows, inner), BlockMap(torch.empty(0), 128, first)
     inputs = Fp8Inputs(has_power_scales=has_powers)
     values, scales = quantize_groups(x, blocks, inputs)
@@ -100,7 +100,7 @@ CASES = [(0, 0), (128, 0), (128, 48), (64, 0)]
 
 @pytest.mark.parametrize(("block", "first"), CASES)
 @pytest.mark.parametrize(("rows", "outputs", "inner"), SIZES)
-def test_few_rows_are_multiplied_as_by_the_twin(rows, outputs, inner, block, first):
+def test_products_of_few_rows_are_those_of_the_torch_twin(rows, outputs, inner, block, first):
     weight, x = weight_of(outputs, inner, block, first), drawn(rows, inner)
     bias = torch.randn(outputs, device=DEVICE, dtype=x.dtype)
     product = TritonFp8Product(weight, Fp8Inputs(), is_fixed=False)
@@ -116,7 +116,7 @@ def test_few_rows_are_multiplied_as_by_the_twin(rows, outputs, inner, block, fir
 
 @pytest.mark.parametrize(("block", "first"), CASES)
 @pytest.mark.parametrize(("rows", "outputs", "inner"), [*SIZES[:2], *MANY])
-def test_many_rows_are_multiplied_as_by_the_twin(rows, outputs, inner, block, first):
+def test_products_of_many_rows_are_those_of_the_torch_twin(rows, outputs, inner, block, first):
     weight, x = weight_of(outputs, inner, block, first), drawn(rows, inner)
     product = TritonFp8Product(weight, Fp8Inputs(), is_fixed=False)
     quantized, expected = product.quantize(x), expected_of(x, weight, Fp8Inputs())
@@ -127,7 +127,7 @@ def test_many_rows_are_multiplied_as_by_the_twin(rows, outputs, inner, block, fi
 
 
 @pytest.mark.parametrize(("rows", "outputs", "inner"), [*MANY[::2], (8192, 4096, 14336)])
-def test_the_librarys_product_is_that_of_the_twin(rows, outputs, inner):
+def test_the_product_of_the_library_is_that_of_the_torch_twin(rows, outputs, inner):
     weight, x = weight_of(outputs, inner), drawn(rows, inner)
     assert can_use_library(weight)
     bias = torch.randn(outputs, device=DEVICE, dtype=x.dtype)
@@ -136,7 +136,7 @@ def test_the_librarys_product_is_that_of_the_twin(rows, outputs, inner):
 
 
 @pytest.mark.parametrize("block", [0, 128])
-def test_a_row_of_a_fixed_product_does_not_depend_on_the_others(block):
+def test_a_row_of_a_deterministic_product_does_not_depend_on_other_rows(block):
     weight, x = weight_of(4096, 4096, block), drawn(300, 4096)
     product = TritonFp8Product(weight, Fp8Inputs(), is_fixed=True)
     whole = product(x)
@@ -173,7 +173,7 @@ def model_of(folder, device, dtype, name="none"):
 
 
 @pytest.mark.parametrize("form", list(checkpoints.FORMATS))
-def test_the_layers_of_every_format_give_what_they_give_on_the_cpu(form, tmp_path):
+def test_layers_of_every_format_give_the_results_of_the_cpu(form, tmp_path):
     config = LlamaConfig(
         vocab_size=150, hidden_size=144, intermediate_size=208, num_hidden_layers=2,
         num_attention_heads=8, num_key_value_heads=4, head_dim=24, initializer_range=0.1,

@@ -46,7 +46,7 @@ def expected_of(x, weights, totals, *, is_gated: bool) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", ["plain", "gated"])
 @pytest.mark.parametrize(("cut", "dtype"), CASES, ids=str)
-def test_every_cut_multiplies_drawn_groups(cut, kind, dtype):
+def test_every_tile_shape_multiplies_random_groups(cut, kind, dtype):
     draw = random.Random(f"{cut} {kind}")
     for _ in range(4):
         experts = draw.choice((1, 5, 8, 60))

@@ -19,7 +19,7 @@ def memory():
     memory.close()
 
 
-def test_every_row_goes_to_the_device_and_back(memory):
+def test_every_row_is_copied_to_the_device_and_back(memory):
     rows = memory.rows(torch.int32)
     values = torch.arange(rows.numel(), dtype=torch.int32, device=DEVICE).view_as(rows)
 
@@ -50,7 +50,7 @@ def test_a_copy_does_not_wait_for_the_device(memory, to_host):
     assert torch.equal(target.cpu(), source.cpu())
 
 
-def test_what_is_closed_is_not_locked():
+def test_closed_host_memory_is_not_locked():
     memory = HostMemory(9, ROW_BYTES, CudaLocks(DEVICE), piece_bytes=1 << 22)
     rows = memory.rows(torch.uint8)
     assert rows[0].is_pinned() and rows[-1].is_pinned()

@@ -79,7 +79,7 @@ def test_every_processor_and_every_address_has_a_partition():
     assert l2_partitions.partitions_of(memory) is None
 
 
-def test_a_head_lies_on_one_partition_in_blocks_that_begin_on_one():
+def test_a_head_lies_in_the_partition_where_its_block_begins():
     step = moved_to_measured_memory(Step(torch.bfloat16, [300] * 40, **SHAPES[0]))
     partitions = partitions_of_heads(step.cache)
     assert partitions is not None
@@ -102,7 +102,7 @@ def test_a_head_lies_on_one_partition_in_blocks_that_begin_on_one():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=lambda lengths: f"{len(lengths)} sequences")
-def test_any_lengths_agree_with_the_twin(dtype, lengths, shape, is_fixed):
+def test_any_lengths_agree_with_the_torch_twin(dtype, lengths, shape, is_fixed):
     step = Step(dtype, lengths, **shape)
     wanted = step.run(is_fixed=is_fixed)
     step = moved_to_measured_memory(step)
@@ -117,7 +117,7 @@ def test_any_lengths_agree_with_the_twin(dtype, lengths, shape, is_fixed):
     assert found.equal(wanted)
 
 
-def test_a_result_is_the_same_every_time_and_for_every_layer_of_a_step():
+def test_a_result_is_the_same_in_every_run_and_layer_of_a_step():
     step = moved_to_measured_memory(Step(torch.bfloat16, [700, 3, 9000, 250] * 9, **SHAPES[0]))
     metadata = step.metadata()
     first = step.run(metadata)
@@ -127,7 +127,7 @@ def test_a_result_is_the_same_every_time_and_for_every_layer_of_a_step():
 
 
 @pytest.mark.parametrize("shape", [{"block": 64}, {"block": 32}, {"kv_heads": 3, "heads": 6}])
-def test_caches_whose_heads_do_not_lie_so_are_read_by_anybody(shape):
+def test_caches_without_this_layout_are_read_by_processors_of_both_partitions(shape):
     step = Step(torch.float16, [300] * 40, **{"block": 16, **shape})
     wanted = step.run()
     step = moved_to_measured_memory(step)
@@ -156,7 +156,7 @@ def test_a_graph_serves_other_lengths_than_it_was_captured_with():
         assert output.equal(wanted)
 
 
-def test_sequences_without_keys_may_have_any_block():
+def test_sequences_without_keys_may_name_any_block():
     step = moved_to_measured_memory(Step(torch.bfloat16, [64, 300, 80], **SHAPES[0]))
     wanted = step.run()
     metadata = step.metadata()

@@ -122,7 +122,7 @@ def test_sequences_find_their_blocks_by_row():
     Batch(DTYPES[-1], CASES["both"], 5, 36, 8).check(spec, with_rows=True)
 
 
-def test_a_sequence_does_not_depend_on_others_where_that_is_asked_for():
+def test_a_sequence_in_deterministic_mode_does_not_depend_on_other_sequences():
     ops, spec = TritonOps(is_deterministic=True), AttentionSpec(scale=0.3, latent_size=36)
     batch = Batch(DTYPES[-1], CASES["both"], 5, 36, 8)
     batch.check(spec, ops)
@@ -152,7 +152,7 @@ def _heads(batch: Batch, plain: int, values: int) -> LatentHeads:
 )
 @pytest.mark.parametrize("dtype", DTYPES[IS_INTERPRETED:], ids=str)
 @pytest.mark.parametrize(("heads", "latent", "rotated"), [(3, 36, 8), *SHAPES[1:]])
-def test_prompts_are_attended_to_by_keys_and_values_of_their_own(
+def test_attention_of_prompts_uses_uncompressed_keys_and_values(
     dtype, lengths, has_past, heads, latent, rotated
 ):
     plain, values = (20, 12) if latent < 64 else (128, 128)
@@ -190,7 +190,7 @@ def test_heads_are_multiplied_by_their_own_matrices(dtype, tokens, heads, size, 
 
 @pytest.mark.parametrize("is_neox", [True, False])
 @pytest.mark.parametrize("heads", [12, 100])
-def test_latent_vectors_and_rotated_keys_reach_their_slots(dtype, is_neox, heads):
+def test_latent_vectors_and_rotated_keys_are_written_to_their_slots(dtype, is_neox, heads):
     latent, rotated = 36, 8
     query = _random(7, heads, 20 + rotated, dtype=dtype)
     vectors = _random(7, 40 + latent + rotated, dtype=dtype, seed=1)

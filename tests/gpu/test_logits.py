@@ -129,7 +129,7 @@ def test_log_probabilities_are_those_of_transformers(model, prompts, dtype, path
 
 @pytest.mark.parametrize("most_tokens", [96, 2048])
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_queries_of_the_last_layer_are_made_of_the_ends_of_chunks(
+def test_the_last_layer_computes_queries_for_the_ends_of_chunks_alone(
     model, prompts, dtype, most_tokens, monkeypatch
 ):
     monkeypatch.setattr(model_runner, "_LEAST_SPARED", 1)

@@ -142,7 +142,7 @@ def test_requests_of_a_mixed_batch_have_the_log_probs_of_their_merged_weights(fo
     driver.engine.shutdown()
 
 
-def test_a_deterministic_engine_gives_the_others_what_they_get_without_adapters(folder):
+def test_adapters_change_no_other_request_of_a_deterministic_engine(folder):
     adapter = on_the_wire(small_adapter(folder, 5, 8))
     prompts = [np.random.default_rng(n).integers(0, VOCAB, 50 * n).tolist() for n in (1, 2, 3)]
     outputs = []

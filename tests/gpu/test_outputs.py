@@ -80,7 +80,7 @@ def test_logits_and_tables_are_those_of_the_cpu(folder):
             np.testing.assert_allclose(found[number][2], generation, atol=atol)
 
 
-def test_logits_make_no_step_wait_for_the_device(folder):
+def test_returned_logits_cause_no_synchronization_with_the_device(folder):
     driver = make_driver(folder, "cuda")
     serve(driver)
     with no_hidden_waits():

@@ -46,7 +46,7 @@ def _error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("cut", CUTS, ids=str)
-def test_every_cut_multiplies_drawn_shapes(cut, dtype):
+def test_every_tile_shape_multiplies_random_shapes(cut, dtype):
     kernel = HopperGemm(cut, dtype, DEVICE)
     draw = random.Random(str(cut))
     for _ in range(6):
@@ -62,7 +62,7 @@ def test_every_cut_multiplies_drawn_shapes(cut, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("cut", CUTS, ids=str)
-def test_every_cut_gates_drawn_shapes(cut, dtype):
+def test_every_tile_shape_gates_random_shapes(cut, dtype):
     kernel = HopperGemm(cut, dtype, DEVICE, "gated")
     draw = random.Random(str(cut))
     for _ in range(6):
@@ -91,7 +91,7 @@ def test_gates_of_any_size_are_those_of_silu(split):
 
 
 @pytest.mark.parametrize("cut", PARTS_CUTS, ids=str)
-def test_the_parts_of_every_cut_add_up(cut):
+def test_partial_sums_of_every_tile_shape_add_up(cut):
     kernel = HopperGemm(cut, torch.bfloat16, DEVICE, "parts")
     draw = random.Random(str(cut))
     for _ in range(6):

@@ -109,7 +109,7 @@ def masks_of(batch, vocab_size):
 @pytest.mark.parametrize(
     "guided", [[GUIDE], [{**GUIDE, "top_p": 1.0, "frequency_penalty": 1.0}]]
 )
-def test_guided_rows_beside_free_ones_have_the_ids_of_the_cpu(vocab_size, dtype, guided):
+def test_guided_rows_beside_free_rows_have_the_ids_of_the_cpu(vocab_size, dtype, guided):
     fields = SAMPLINGS[:3] * 6 + guided * 2 + SAMPLINGS * 3 + guided
     on_cpu, on_gpu, logits, table = make_all(fields, vocab_size, 2.0, dtype)
     on_cpu.masks = masks_of(on_cpu, vocab_size)
@@ -121,7 +121,7 @@ def test_guided_rows_beside_free_ones_have_the_ids_of_the_cpu(vocab_size, dtype,
     assert ids.cpu().tolist() == expected.tolist()
 
 
-def test_nothing_waits_for_the_device():
+def test_sampling_causes_no_synchronization_with_the_device():
     fields = SAMPLINGS + EDITS + [GUIDE]
     _, batch, logits, table = make_all(fields, 32000, 2.0, torch.bfloat16)
     batch.masks = masks_of(batch, 32000).cuda()
@@ -138,7 +138,7 @@ def test_nothing_waits_for_the_device():
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_a_cuda_graph_draws_for_the_lengths_that_it_finds():
+def test_a_cuda_graph_draws_for_the_lengths_at_its_replay():
     _, batch, logits, _ = make_all(SAMPLINGS, 32000, 1.0, torch.bfloat16)
     state = batch.state.device_state.tensor()
 

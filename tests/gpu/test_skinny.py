@@ -25,7 +25,7 @@ def _random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.parametrize("rows", [1, 3, 16])
 @pytest.mark.parametrize(("outputs", "inner"), [(4096, 4096), (4096, 14336), (2112, 5120)])
-def test_parts_add_up_to_the_product(dtype, rows, outputs, inner):
+def test_partial_sums_add_up_to_the_product(dtype, rows, outputs, inner):
     x = _random(rows, inner + 64, dtype=dtype)[:, :inner]
     weight = _random(outputs, inner, dtype=dtype) / 64
     assert can_stream(rows, weight, is_gated=False)
@@ -50,7 +50,7 @@ def test_the_gated_product_is_rounded_once(dtype, rows, outputs, inner):
     torch.testing.assert_close(actual, expected, atol=limit / 8, rtol=limit)
 
 
-def test_kernels_that_overlap_in_a_graph_give_what_they_give_apart(dtype):
+def test_overlapping_kernels_of_a_graph_give_the_results_of_separate_kernels(dtype):
     weights = [
         (_random(28672, 4096, dtype=dtype) / 64, _random(4096, 14336, dtype=dtype) / 128)
         for _ in range(4)

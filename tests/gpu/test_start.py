@@ -32,7 +32,7 @@ GPU = torch.device("cuda", 0)
 
 
 @pytest.mark.parametrize("piece_bytes", [1 << 10, 100_000, 8 << 20])
-def test_weights_arrive_whole_though_their_memory_is_used_again(tmp_path, piece_bytes):
+def test_weights_arrive_whole_despite_reuse_of_staging_memory(tmp_path, piece_bytes):
     generator = torch.Generator().manual_seed(1)
     tensors = {
         f"w{n}": torch.randn(211 + n, 509, generator=generator).bfloat16() for n in range(40)
@@ -145,7 +145,7 @@ def step_of(chunks, new_rows=()):
     )
 
 
-def test_no_size_of_a_step_is_the_first_that_its_kernels_are_loaded_for(folder):
+def test_the_warm_up_loads_the_kernels_of_every_step_size(folder):
     engine = load(folder, num_seqs=200, num_tokens=1024)
     sampling = SamplingParams(top_p=1.0).to_wire()
     rows = [

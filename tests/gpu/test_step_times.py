@@ -29,7 +29,7 @@ def seconds_of(marks):
     return sum(times)
 
 
-def test_steps_launched_behind_each_other_leave_no_time_between_them():
+def test_steps_launched_back_to_back_have_no_time_between_them():
     clock = DeviceClock(DEVICE)
     # The first launches of a process take longer than a step.
     run_step(clock)
@@ -45,7 +45,7 @@ def test_steps_launched_behind_each_other_leave_no_time_between_them():
     assert sum(seconds_of(marks) for marks in steps) == pytest.approx(whole, abs=10e-6)
 
 
-def test_events_are_used_again_and_each_by_one_step():
+def test_events_are_reused_but_by_one_step_at_a_time():
     clock = DeviceClock(DEVICE)
     for _ in range(3):
         steps = [run_step(clock) for _ in range(3)]
@@ -55,7 +55,7 @@ def test_events_are_used_again_and_each_by_one_step():
         assert len(clock._unused) == len({id(event) for event in clock._unused}) == 7
 
 
-def test_idle_time_is_no_steps():
+def test_idle_time_belongs_to_no_step():
     clock = DeviceClock(DEVICE)
     first = run_step(clock)
     torch.cuda.synchronize()
@@ -65,7 +65,7 @@ def test_idle_time_is_no_steps():
     assert seconds_of(first) + seconds_of(second) < 0.5
 
 
-def test_a_stream_waits_for_the_end():
+def test_a_stream_waits_for_the_end_of_a_step():
     stream = torch.cuda.Stream()
     value = torch.zeros(1, device=DEVICE)
     marks = DeviceClock(DEVICE).begin()

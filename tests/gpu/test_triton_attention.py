@@ -169,13 +169,13 @@ def test_sequences_find_their_blocks_by_row():
     batch.check(AttentionSpec(scale=batch.scale), with_rows=True)
 
 
-def test_decodes_that_are_not_named_so_are_served_too():
+def test_decodes_counted_as_prompts_are_served_too():
     batch = Batch(DTYPES[-1], CASES["both"])
     batch.check(AttentionSpec(scale=batch.scale), num_decodes=0)
 
 
 @pytest.mark.parametrize("name", ["long decodes", "both"])
-def test_without_the_others_a_deterministic_result_is_the_same_to_the_bit(name):
+def test_a_deterministic_result_has_the_same_bits_without_other_sequences(name):
     batch = Batch(DTYPES[-1], CASES[name])
     spec = AttentionSpec(scale=batch.scale)
     together = paged_attention(
@@ -192,7 +192,7 @@ def test_without_the_others_a_deterministic_result_is_the_same_to_the_bit(name):
         first += queries
 
 
-def test_a_long_sequence_beside_short_ones_is_cut_finer():
+def test_a_long_sequence_beside_short_sequences_has_more_splits():
     batch = Batch(torch.float16, [(2000, 1), (3, 1), (3, 1)], block=16)
     metadata = batch.metadata()
     paged_attention(batch.query, batch.cache, metadata, AttentionSpec(scale=batch.scale))
@@ -218,7 +218,7 @@ def test_a_plan_serves_all_layers_of_a_step():
 @pytest.mark.parametrize(
     "lengths", [[1], [64], [65], [5000], [3] * 40, [700, 1, 64, 129, 4000, 2], [256] * 70]
 )
-def test_every_key_is_in_one_split_and_every_split_in_one_share(lengths, is_fixed):
+def test_every_key_is_in_one_split_and_every_split_in_one_program(lengths, is_fixed):
     lens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
     metadata = AttentionMetadata(
         query_start_loc=torch.arange(len(lengths) + 1, device=DEVICE).int(),
@@ -254,7 +254,7 @@ def test_every_key_is_in_one_split_and_every_split_in_one_share(lengths, is_fixe
         assert max(keys) <= even + 32
 
 
-def test_sequences_are_cut_only_where_that_pays():
+def test_sequences_are_split_only_when_splits_save_time():
     def num_splits(lengths):
         lens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
         batch = Batch(torch.float16, [(0, 1)] * len(lengths))

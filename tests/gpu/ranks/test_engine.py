@@ -165,7 +165,7 @@ def test_tokens_in_float32_are_those_of_the_cpu(world, folders, expected, layout
         assert outputs == expected[model]
 
 
-def test_tensor_groups_sum_through_peers_memory_unless_told_otherwise(world, folders):
+def test_tensor_parallel_groups_sum_through_peer_memory_by_default(world, folders):
     config = engine_config(folders["llama"], "cuda")
     device = torch.device("cuda", world.local_rank)
     group = connect_group(world, device, 60.0)
@@ -199,7 +199,7 @@ def test_tokens_stay_those_of_the_cpu_while_experts_change_ranks(
 
 
 @pytest.mark.parametrize("way", ["launched", "peer-graphs", "defaults"])
-def test_a_step_makes_no_hidden_wait_for_the_device(world, folders, way):
+def test_a_step_makes_no_hidden_synchronization_with_the_device(world, folders, way):
     ranks = GpuRanks(world, folders["llama"], (SIZE, 1, 1, 1), **WAYS[way])
 
     def drive(driver):

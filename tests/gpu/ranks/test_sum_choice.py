@@ -29,7 +29,7 @@ def config(all_reduce, **changes):
 
 
 @pytest.mark.parametrize("is_deterministic", [False, True])
-def test_by_themselves_groups_sum_steps_of_few_rows_so(own_group, is_deterministic):
+def test_fused_sums_are_chosen_by_default_for_steps_of_few_rows(own_group, is_deterministic):
     choose_sums_and_norms(
         config("auto", deterministic=is_deterministic), own_group, own_group.device
     )
@@ -44,7 +44,9 @@ def test_by_themselves_groups_sum_steps_of_few_rows_so(own_group, is_determinist
 
 
 @pytest.mark.parametrize("asked", ["auto", "fused"])
-def test_what_one_rank_finds_wrong_is_used_by_none(own_group, monkeypatch, caplog, asked):
+def test_a_failed_check_on_a_rank_disables_fused_sums_on_all_ranks(
+    own_group, monkeypatch, caplog, asked
+):
     caplog.set_level("INFO")
     found = "a norm is off" * (own_group.rank == own_group.size - 1)
     monkeypatch.setattr(sum_norms, "check_sum_norm", lambda *_, **__: found)

@@ -85,7 +85,9 @@ BF16, FLOAT16, FLOAT = torch.bfloat16, torch.float16, torch.float32
     ],
     ids=str,
 )  # fmt: skip
-def test_bits_are_those_of_a_sum_and_a_norm(group, sum_norm, peer_sum, dtype, width, parts):
+def test_a_fused_sum_and_norm_has_the_bits_of_both_operators(
+    group, sum_norm, peer_sum, dtype, width, parts
+):
     for rows in (1, 2, 64, 7, 256, 1):
         sample = Sample(group, (rows, width), dtype, parts)
         assert sum_norm.takes(sample.residual)
@@ -113,7 +115,7 @@ def test_rows_may_be_strided(group, sum_norm, peer_sum):
     assert not wide[:, 4096:].any()
 
 
-def test_graphs_of_any_rows_take_turns_on_ranks_that_are_late(group, sum_norm, peer_sum):
+def test_graphs_with_different_rows_alternate_on_delayed_ranks(group, sum_norm, peer_sum):
     samples = {
         rows: [Sample(group, (rows, 4096), torch.bfloat16, parts) for parts in (0, 4, 0)]
         for rows in (1, 3, 64, 256)
@@ -145,7 +147,7 @@ def test_graphs_of_any_rows_take_turns_on_ranks_that_are_late(group, sum_norm, p
     assert bool(is_equal)
 
 
-def test_a_group_sums_so_once_it_was_compared(group):
+def test_a_group_uses_fused_sums_after_a_comparison(group):
     assert try_sum_norm(group, sum_norms.MAX_ROWS, is_exact=True) == ""
 
     assert group.sum_norm is not None

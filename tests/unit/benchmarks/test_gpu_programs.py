@@ -21,7 +21,7 @@ PROGRAMS = {
 
 @pytest.mark.matrix(keep=1)
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_without_a_gpu_one_sentence_says_so(program):
+def test_gpu_programs_without_a_gpu_fail_with_one_sentence(program):
     done = subprocess.run(
         [sys.executable, ROOT / "benchmarks" / program, *PROGRAMS[program]],
         # Programs import what lies beside them.

@@ -11,7 +11,7 @@ from trimaran.bench.serving.free_ports import free_ports
 SCRIPT = Path(__file__).parents[3] / "benchmarks" / "prefix_reuse.py"
 
 
-def test_without_a_server_one_sentence_names_the_address():
+def test_without_a_server_the_program_fails_with_its_address():
     url = f"127.0.0.1:{free_ports(1)[0]}"
 
     done = subprocess.run(

@@ -27,7 +27,7 @@ def line_of(layout, rate, size=1):
     }  # fmt: skip
 
 
-def test_earlier_runs_stand_beside_each_other_and_the_last_of_a_layout_counts(tmp_path):
+def test_earlier_results_are_read_and_the_last_of_a_layout_counts(tmp_path):
     path = tmp_path / "lines.jsonl"
     lines = line_of("tp1", 5.0), line_of("tp1", 19000.0), line_of("tp2", 34200.0, 2)
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -41,7 +41,7 @@ def test_earlier_runs_stand_beside_each_other_and_the_last_of_a_layout_counts(tm
     assert "34,200" in (tmp_path / "scaling_128_128x1024_tokens.svg").read_text()
 
 
-def test_a_layout_that_fails_leaves_the_others_their_turn(tmp_path):
+def test_a_failed_layout_does_not_stop_other_layouts(tmp_path):
     done = run("--layouts", "tp0", "pp0", "--json", tmp_path / "lines.jsonl")
     assert done.returncode == 1
     assert all(f"{layout!r} is not a layout" in done.stderr for layout in ("tp0", "pp0"))
@@ -51,7 +51,7 @@ def test_a_layout_that_fails_leaves_the_others_their_turn(tmp_path):
     ("end", "complaint"),
     [("sys.exit(3)", "it ended with exit code 3"), ("", "")],
 )
-def test_a_job_that_fails_keeps_the_lines_that_it_wrote(monkeypatch, end, complaint):
+def test_a_failed_job_keeps_its_written_lines(monkeypatch, end, complaint):
     scaling = runpy.run_path(str(SCRIPT))
     job = "import sys; path = sys.argv[sys.argv.index('--output') + 1]; "
     job += f"print('{{\"isl\": 5}}', file=open(path, 'w'), flush=True); {end}"

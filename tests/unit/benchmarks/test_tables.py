@@ -34,7 +34,7 @@ def run(tables, tmp_path, jobs, num_gpus, seconds=60.0):
     return host.failed
 
 
-def test_jobs_have_gpus_of_their_own_and_a_large_one_all(tables, tmp_path):
+def test_jobs_have_separate_gpus_and_a_large_job_all_gpus(tables, tmp_path):
     wait = f"{TELL}; import time; time.sleep(1)"
     jobs = {
         "first": job_of(tables, 1, wait), "all": job_of(tables, 2, TELL),
@@ -48,7 +48,7 @@ def test_jobs_have_gpus_of_their_own_and_a_large_one_all(tables, tmp_path):
     assert seen == {"first": "0", "second": "1", "all": "0,1"}
 
 
-def test_a_failed_job_is_told_and_its_log_kept(tables, tmp_path, capsys):
+def test_a_failed_job_is_reported_and_its_log_kept(tables, tmp_path, capsys):
     jobs = {
         "bad": job_of(tables, 1, "raise SystemExit('no card')"),
         "good": job_of(tables, 1, TELL),
@@ -59,7 +59,7 @@ def test_a_failed_job_is_told_and_its_log_kept(tables, tmp_path, capsys):
     assert "no card" in (tmp_path / "bad" / "log").read_text()
 
 
-def test_when_the_time_is_over_all_of_a_job_is_ended(tables, tmp_path):
+def test_a_job_over_its_time_limit_ends_with_all_its_processes(tables, tmp_path):
     code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', '{SLEEP}'])"
     jobs = {"long": job_of(tables, 1, code), "late": job_of(tables, 1, TELL)}
 
@@ -69,14 +69,14 @@ def test_when_the_time_is_over_all_of_a_job_is_ended(tables, tmp_path):
     assert [process for process in mine if is_alive(process)] == []
 
 
-def test_every_job_that_is_listed_is_a_command_of_ours(tables):
+def test_every_listed_job_is_a_valid_command(tables):
     for job in tables["JOBS"].values():
         script = Path(job.command[1])
         is_script = script.parent == SCRIPT.parent and script.exists()
         assert is_script or job.command[1] == "bench"
 
 
-def test_a_host_with_fewer_gpus_runs_nothing(tables, tmp_path, monkeypatch, capsys):
+def test_a_host_with_too_few_gpus_runs_no_job(tables, tmp_path, monkeypatch, capsys):
     # Without a PATH nvidia-smi is not found, as on a host without GPUs.
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr(sys, "argv", ["tables.py", "--gpus", "2", "--folder", str(tmp_path)])

@@ -52,14 +52,14 @@ def _same(ranks, others):
 
 
 @pytest.mark.parametrize("num_files", [1, 3])
-def test_torchs_own_files_are_built_like_safetensors(num_files, llama, built):
+def test_pytorch_files_are_built_like_safetensors(num_files, llama, built):
     checkpoint = llama(num_key_value_heads=2)
     expected = built(checkpoint.folder)
     _as_torch_files(checkpoint, num_files)
     assert _same(built(checkpoint.folder), expected)
 
 
-def test_safetensors_are_taken_where_both_are_there(llama, built):
+def test_safetensors_are_preferred_to_pytorch_files(llama, built):
     checkpoint = llama()
     expected = built(checkpoint.folder)
     torch.save({}, checkpoint.folder / "pytorch_model.bin")
@@ -77,7 +77,7 @@ def test_a_file_that_would_run_code_is_refused(llama, refused):
     assert "cannot be read as torch's weights" in refused(checkpoint.folder)
 
 
-def test_a_checkpoint_of_training_is_refused(llama, refused):
+def test_a_training_checkpoint_is_refused(llama, refused):
     checkpoint = llama()
     (checkpoint.folder / "model.safetensors").unlink()
     torch.save(
@@ -110,7 +110,7 @@ def test_a_torn_torch_file_is_refused(llama, refused):
         (lambda tensor: torch.tensor(1.0), "has shape []"),
     ],
 )
-def test_a_tensor_without_all_of_its_numbers_is_refused(llama, refused, change, words):
+def test_a_tensor_with_missing_values_is_refused(llama, refused, change, words):
     checkpoint = llama()
     (checkpoint.folder / "model.safetensors").unlink()
     name = "model.embed_tokens.weight"
@@ -119,7 +119,7 @@ def test_a_tensor_without_all_of_its_numbers_is_refused(llama, refused, change, 
     assert f"{path}: the tensor {name!r} {words}" in refused(checkpoint.folder)
 
 
-def test_a_torch_file_whose_list_is_damaged_is_refused(llama, refused):
+def test_a_torch_file_with_a_damaged_index_is_refused(llama, refused):
     checkpoint = llama()
     _as_torch_files(checkpoint)
     path = checkpoint.folder / "pytorch_model.bin"
@@ -130,7 +130,7 @@ def test_a_torch_file_whose_list_is_damaged_is_refused(llama, refused):
     assert f"{path}: cannot be read as torch's weights" in refused(checkpoint.folder)
 
 
-def test_a_tied_head_that_is_stored_all_the_same_is_no_weight(llama, built):
+def test_a_stored_copy_of_a_tied_head_is_ignored(llama, built):
     checkpoint = llama(tie_word_embeddings=True)
     expected = built(checkpoint.folder)
     checkpoint.tensors["lm_head.weight"] = checkpoint.tensors[
@@ -141,7 +141,7 @@ def test_a_tied_head_that_is_stored_all_the_same_is_no_weight(llama, built):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_tied_head_that_is_another_tensor_is_refused(dtype, llama, refused):
+def test_a_tied_head_with_other_values_is_refused(dtype, llama, refused):
     checkpoint = llama(tie_word_embeddings=True)
     head = checkpoint.tensors["model.embed_tokens.weight"].clone().to(dtype)
     head[-1, -1] += 1.0
@@ -156,7 +156,7 @@ def test_a_tied_head_that_is_another_tensor_is_refused(dtype, llama, refused):
 
 @pytest.mark.parametrize("is_tied", [True, False])
 @pytest.mark.parametrize("name", ["gemma3-of-images", "mistral3-of-images"])
-def test_beside_images_a_head_is_tied_unless_the_key_or_a_stored_one_says_no(
+def test_a_multimodal_head_is_tied_unless_the_key_or_a_stored_head_contradicts(
     name, is_tied, tmp_path
 ):
     config = family_configs()[name]
@@ -194,14 +194,14 @@ def test_links_as_in_a_download_cache_are_followed(llama, built, tmp_path):
 
 
 @pytest.mark.parametrize("lost", ["config.json", "model.safetensors"])
-def test_a_link_of_a_download_cache_that_leads_nowhere_is_named(lost, llama, refused, tmp_path):
+def test_a_broken_link_of_a_download_cache_is_named(lost, llama, refused, tmp_path):
     for path in llama().folder.iterdir():
         (tmp_path / path.name).symlink_to("../../blobs/0123" if path.name == lost else path)
     error = refused(tmp_path)
     assert f"{tmp_path / lost}: is a link to ../../blobs/0123, which is not there." in error
 
 
-def test_a_file_of_an_index_that_is_such_a_link_is_named_too(llama, refused):
+def test_a_broken_link_named_by_an_index_is_named(llama, refused):
     folder = llama().folder
     link = folder / "model-1.safetensors"
     link.symlink_to("../../blobs/0123")
@@ -218,7 +218,7 @@ def test_the_folder_of_a_download_cache_leads_to_its_snapshot(llama, refused, tm
     assert f"Or was {snapshot} meant?" in refused(snapshot.parents[1])
 
 
-def test_without_a_dtype_that_of_the_weights_is_kept(llama, built):
+def test_without_a_dtype_the_weights_keep_theirs(llama, built):
     checkpoint = llama(dtype="bfloat16")
     checkpoint.edit_config(dtype=None)
     assert {tensor.dtype for tensor in built(checkpoint.folder)[0].values()} == {torch.bfloat16}
@@ -247,7 +247,7 @@ def test_a_shape_is_refused_before_anything_is_written(llama, trimaran, refused,
     assert "[32, 44]" in refused(checkpoint.folder)
 
 
-def test_a_pointer_in_place_of_the_weights_is_named(llama, refused):
+def test_a_git_lfs_pointer_instead_of_weights_is_named(llama, refused):
     path = llama().folder / "model.safetensors"
     path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
     assert "git lfs pull" in refused(path.parent)
@@ -310,7 +310,7 @@ def test_a_method_that_writes_a_file_of_its_own_is_recognised(
         ((".weight",), torch.float8_e4m3fn, "(F8_E4M3)"),
     ],
 )
-def test_quantized_tensors_are_recognised_without_a_word_in_the_configuration(
+def test_quantized_tensors_are_recognised_without_a_key_in_the_configuration(
     endings, dtype, words, llama, refused
 ):
     checkpoint = llama()

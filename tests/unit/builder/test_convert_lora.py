@@ -117,9 +117,7 @@ _QUERIES = "base_model.model.model.layers.2.self_attn.q_proj"
         ),
     ],
 )  # fmt: skip
-def test_matrices_that_do_not_go_together_are_refused(
-    adapter, trimaran, tmp_path, changes, complaint
-):
+def test_incompatible_matrices_are_refused(adapter, trimaran, tmp_path, changes, complaint):
     folder, tensors = adapter
     save_file({**tensors, **changes}, folder / "adapter_model.safetensors")
 
@@ -130,7 +128,7 @@ def test_matrices_that_do_not_go_together_are_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_what_stands_where_a_file_goes_leaves_the_older_adapter_whole(
+def test_an_obstacle_at_an_output_path_leaves_the_older_adapter_unchanged(
     adapter, trimaran, tmp_path
 ):
     folder, _ = adapter

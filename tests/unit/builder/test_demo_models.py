@@ -43,7 +43,7 @@ def test_a_demo_model_predicts_unseen_english(name, at_most):
     assert _bits_per_byte(name, PASSAGE) < at_most
 
 
-def test_the_order_of_the_words_matters_to_the_base_model():
+def test_the_base_model_depends_on_the_order_of_words():
     words = PASSAGE.split(" ")
     backwards = " ".join(reversed(words))
     assert _bits_per_byte("base", backwards) > _bits_per_byte("base", PASSAGE) + 0.5
@@ -75,7 +75,7 @@ def test_the_tokenizer_spells_any_text(text):
     assert tokenizer.decode(encoded.ids, skip_special_tokens=True) == text
 
 
-def test_all_can_be_served_on_four_ranks():
+def test_all_demo_models_can_be_served_on_four_ranks():
     for name, moe_ep_size in (("base", 1), ("draft", 1), ("moe", 1), ("moe", 2), ("moe", 4)):
         EngineFolder.load(FOLDER / name).check_parallel(4, 2, moe_ep_size)
 

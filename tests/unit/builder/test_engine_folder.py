@@ -32,7 +32,7 @@ def _edit(engine, edit):
     path.write_text(json.dumps(values))
 
 
-def test_a_folder_reads_as_what_was_built(engine, llama):
+def test_an_engine_folder_reads_back_as_built(engine, llama):
     folder = EngineFolder.load(engine)
     assert folder.kind is FolderKind.ENGINE
     assert (folder.mapping.world_size, folder.mapping.tp_size, folder.mapping.pp_size) == (
@@ -62,7 +62,7 @@ def test_another_world_size_is_refused_with_both_sizes(tp_size, pp_size, engine)
         EngineFolder.load(engine).check_parallel(tp_size, pp_size)
 
 
-def test_a_folder_of_uneven_stages_runs_with_those_alone(llama, trimaran, tmp_path):
+def test_a_folder_of_uneven_stages_runs_only_with_these_stages(llama, trimaran, tmp_path):
     words = [
         "--checkpoint",
         llama().folder,
@@ -163,7 +163,7 @@ def test_a_damaged_configuration_is_refused_with_key_and_value(edit, words, engi
         ("attn_soft_cap", -1.0, "attn_soft_cap is -1.0 but must be a finite number of 0"),
     ],
 )
-def test_a_size_that_was_edited_is_refused_by_its_key(key, value, words, engine):
+def test_an_edited_size_is_refused_by_its_key(key, value, words, engine):
     _edit(engine, lambda values: values["pretrained_config"].update({key: value}))
     with pytest.raises(ConfigError, match=words) as refusal:
         EngineFolder.load(engine)
@@ -176,7 +176,7 @@ def test_a_configuration_nested_deeper_than_can_be_read_is_refused(engine):
         EngineFolder.load(engine)
 
 
-def test_other_ranks_than_the_files_were_cut_for_are_refused_by_their_key(engine):
+def test_parallel_sizes_other_than_those_of_the_build_are_refused_by_their_key(engine):
     def edit(values):
         sizes = {"tp_size": 1, "pp_size": 2, "pp_partition": [1, 2]}
         values["pretrained_config"]["mapping"].update(sizes)
@@ -186,7 +186,7 @@ def test_other_ranks_than_the_files_were_cut_for_are_refused_by_their_key(engine
         EngineFolder.load(engine)
 
 
-def test_files_of_before_which_do_not_say_what_they_were_cut_for_are_read(engine):
+def test_older_folders_without_parallel_sizes_are_read(engine):
     path = engine / "rank0.safetensors"
     with safe_open(path, "pt") as file:
         assert "vocab_size" in file.metadata()["origin"]
@@ -226,7 +226,7 @@ def test_random_weights_need_no_files(llama):
         {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}},
     ],
 )
-def test_every_spelling_of_rotary_scaling_means_the_same(rope, llama):
+def test_every_spelling_of_rotary_scaling_is_equivalent(rope, llama):
     checkpoint = llama()
     checkpoint.edit_config(**{"rope_theta": None, **rope})
     config = EngineFolder.load(checkpoint.folder).config
@@ -250,7 +250,7 @@ def test_gpt2_sizes_are_read_under_the_common_names(gpt2):
     assert config.position_embedding_type == "learned_absolute"
 
 
-def test_a_configuration_survives_the_way_through_json(llama):
+def test_a_configuration_survives_json(llama):
     checkpoint = llama()
     checkpoint.edit_config(rope_scaling={"rope_type": "linear", "factor": 2.0})
     config = EngineFolder.load(checkpoint.folder).config

@@ -70,7 +70,7 @@ def test_a_built_folder_of_two_stages_gives_the_logits_of_transformers(
     torch.testing.assert_close(logits, expected, atol=2e-5, rtol=1e-4)
 
 
-def test_a_gpt_neox_of_older_keys_and_buffers_is_the_same_model(tmp_path):
+def test_a_gpt_neox_with_older_keys_and_buffers_is_the_same_model(tmp_path):
     theirs = models.save_huggingface(tmp_path, FAMILIES["neox-after-each-other-tied"])
     old = {"rope_parameters": None, "rotary_pct": 1.0, "rotary_emb_base": 5000}
     models.edit_config(tmp_path, **old, architectures=None)
@@ -105,7 +105,7 @@ def test_a_gpt_neox_of_older_keys_and_buffers_is_the_same_model(tmp_path):
         ),
     ],
 )
-def test_what_a_family_does_not_serve_is_refused_by_name(name, changes, words, tmp_path):
+def test_unsupported_features_of_a_family_are_refused_by_name(name, changes, words, tmp_path):
     values = {**FAMILIES[name].to_dict(), "architectures": None, **changes}
     (tmp_path / "config.json").write_text(json.dumps(values))
     with pytest.raises(ConfigError, match=words):

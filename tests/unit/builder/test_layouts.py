@@ -65,7 +65,7 @@ def checkpoints(tmp_path_factory):
 @pytest.mark.parametrize(
     ("name", "flags"), [(name, flags) for name in CASES for flags in CASES[name][1]]
 )
-def test_a_built_file_holds_what_its_rank_cuts_itself(
+def test_a_built_file_equals_the_shard_that_a_rank_cuts_from_the_checkpoint(
     name, flags, checkpoints, tmp_path, trimaran
 ):
     source = EngineFolder.load(checkpoints / name)

@@ -41,7 +41,7 @@ def test_a_reader_of_the_replaced_folder_keeps_its_weights(llama, trimaran, tmp_
         assert reader.read() == before
 
 
-def test_a_failed_build_leaves_the_earlier_folder_as_it_was(llama, trimaran, tmp_path):
+def test_a_failed_build_leaves_the_earlier_folder_unchanged(llama, trimaran, tmp_path):
     checkpoint, output = llama(), tmp_path / "out" / "engine"
     trimaran("build", "--checkpoint", checkpoint.folder, "--output", output)
     before = {path.name: path.read_bytes() for path in output.iterdir()}
@@ -52,7 +52,7 @@ def test_a_failed_build_leaves_the_earlier_folder_as_it_was(llama, trimaran, tmp
     assert _names(output.parent) == ["engine"]
 
 
-def test_what_a_killed_build_left_behind_is_removed(llama, trimaran, tmp_path):
+def test_remains_of_a_killed_build_are_removed(llama, trimaran, tmp_path):
     output = tmp_path / "out" / "engine"
     leftover = output.parent / ".engine.partial"
     leftover.mkdir(parents=True)
@@ -87,7 +87,7 @@ def test_an_empty_folder_and_the_current_one_are_filled(llama, trimaran, tmp_pat
     assert _names(output) == ["config.json", "rank0.safetensors"]
 
 
-def test_what_a_link_leads_to_is_filled(llama, trimaran, tmp_path):
+def test_the_target_of_a_link_is_filled(llama, trimaran, tmp_path):
     folder, real = llama().folder, tmp_path / "large" / "engine"
     real.parent.mkdir()
     (tmp_path / "engine").symlink_to(real)
@@ -99,7 +99,7 @@ def test_what_a_link_leads_to_is_filled(llama, trimaran, tmp_path):
         assert _names(tmp_path) == ["engine", "large", "llama"]
 
 
-def test_a_mount_point_is_filled_from_inside(llama, trimaran, tmp_path, monkeypatch):
+def test_a_mount_point_is_filled_without_a_rename(llama, trimaran, tmp_path, monkeypatch):
     folder, output = llama().folder, tmp_path / "engine"
     (output / "lost+found").mkdir(parents=True)
     monkeypatch.setattr("os.path.ismount", lambda path: path == output)
@@ -112,7 +112,7 @@ def test_a_mount_point_is_filled_from_inside(llama, trimaran, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("is_mount", [False, True])
-def test_all_of_a_folder_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch, is_mount):
+def test_a_folder_is_synced_to_disk_before_its_rename(tmp_path, monkeypatch, is_mount):
     output, events = tmp_path / "engine", []
     output.mkdir()
     monkeypatch.setattr("os.path.ismount", lambda path: is_mount and path == output)
@@ -144,7 +144,7 @@ def test_all_of_a_folder_is_on_the_disk_before_it_has_its_name(tmp_path, monkeyp
         assert events[-2:] == [("name", "engine"), ("sync", tmp_path.name)]
 
 
-def test_a_disk_that_fails_in_the_end_leaves_the_earlier_folder(tmp_path, monkeypatch):
+def test_a_disk_error_at_the_end_leaves_the_earlier_folder(tmp_path, monkeypatch):
     output = tmp_path / "engine"
     with replaced_folder(output) as folder:
         (folder / "config.json").write_text('{"format_version": 1}')
@@ -185,7 +185,7 @@ def test_a_folder_without_weights_can_be_described(llama, trimaran, tmp_path):
         EngineFolder.load(output)
 
 
-def test_every_user_may_read_the_shards_that_the_umask_lets_read(llama, trimaran, tmp_path):
+def test_shards_have_the_permissions_of_the_umask(llama, trimaran, tmp_path):
     output = tmp_path / "engine"
     trimaran("build", "--checkpoint", llama().folder, "--output", output)
     modes = {path.name: path.stat().st_mode for path in output.iterdir()}
@@ -206,7 +206,7 @@ def test_shards_on_another_file_system_are_copied(llama, trimaran, tmp_path, mon
     assert EngineFolder.load(output).weight_files[0].stat().st_nlink == 1
 
 
-def test_of_shards_that_are_links_the_files_are_taken(llama, trimaran, tmp_path):
+def test_linked_shards_are_replaced_by_their_files(llama, trimaran, tmp_path):
     converted, links = tmp_path / "converted", tmp_path / "links"
     trimaran("convert", "--model_dir", llama().folder, "--output_dir", converted)
     links.mkdir()
@@ -219,7 +219,7 @@ def test_of_shards_that_are_links_the_files_are_taken(llama, trimaran, tmp_path)
     assert not EngineFolder.load(output).weight_files[0].is_symlink()
 
 
-def test_the_limits_come_from_flags_before_the_file_before_the_defaults(
+def test_limits_of_flags_override_the_file_and_the_file_overrides_defaults(
     llama, trimaran, tmp_path
 ):
     limits = tmp_path / "limits.json"
@@ -260,7 +260,7 @@ def test_the_legacy_output_length_sets_the_sequence_length(llama, trimaran, tmp_
     assert "--max-seq-len is 100 but --max-output-len 24 behind" in done.err
 
 
-def test_a_size_that_is_not_the_checkpoints_is_told_as_it_was_written(
+def test_a_size_that_contradicts_the_checkpoint_is_reported_as_written(
     llama, trimaran, tmp_path
 ):
     build = ("build", "--checkpoint", llama().folder, "--output", tmp_path / "engine")

@@ -100,9 +100,7 @@ def test_every_tensor_has_its_checksum_in_the_header_and_the_header_in_the_confi
         assert file.metadata()["format"] == "pt"
 
 
-def test_a_build_of_several_processes_that_is_killed_goes_on_where_it_stopped(
-    llama, build, tmp_path
-):
+def test_a_killed_parallel_build_resumes_after_its_finished_layers(llama, build, tmp_path):
     folder, output = llama(**LARGER).folder, tmp_path / "engine"
     words = ["--checkpoint", folder, "--output", output, "--tp-size", "2", "--workers", "2"]
     with subprocess.Popen([sys.executable, "-P", "-c", _SLOW_DISK, "build", *words]) as killed:
@@ -115,7 +113,7 @@ def test_a_build_of_several_processes_that_is_killed_goes_on_where_it_stopped(
     _assert_goes_on(build, folder, output)
 
 
-def test_a_disk_that_takes_no_layer_is_named_and_nothing_is_left(
+def test_a_disk_without_room_for_a_layer_is_named_and_nothing_is_left(
     llama, build, full_disk, tmp_path
 ):
     output = tmp_path / "out" / "engine"
@@ -126,7 +124,7 @@ def test_a_disk_that_takes_no_layer_is_named_and_nothing_is_left(
     assert list(output.parent.iterdir()) == []
 
 
-def test_a_full_disk_keeps_what_is_done_and_says_so(llama, build, full_disk, tmp_path):
+def test_a_full_disk_keeps_finished_layers_with_a_message(llama, build, full_disk, tmp_path):
     folder, output = llama().folder, tmp_path / "engine"
     with full_disk(30):
         done = build(folder, output)
@@ -139,7 +137,7 @@ def test_a_full_disk_keeps_what_is_done_and_says_so(llama, build, full_disk, tmp
         assert build(folder, output).code == 0
 
 
-def test_what_was_damaged_meanwhile_is_made_again(llama, build, full_disk, tmp_path):
+def test_damaged_layers_are_built_again(llama, build, full_disk, tmp_path):
     folder, output = llama().folder, tmp_path / "engine"
     with full_disk(30):
         build(folder, output)
@@ -148,7 +146,7 @@ def test_what_was_damaged_meanwhile_is_made_again(llama, build, full_disk, tmp_p
     _assert_goes_on(build, folder, output)
 
 
-def test_a_journal_that_was_cut_short_is_read_up_to_there(llama, build, full_disk, tmp_path):
+def test_a_truncated_journal_is_read_up_to_its_last_entry(llama, build, full_disk, tmp_path):
     folder, output = llama().folder, tmp_path / "engine"
     with full_disk(30):
         build(folder, output)
@@ -158,7 +156,7 @@ def test_a_journal_that_was_cut_short_is_read_up_to_there(llama, build, full_dis
 
 
 @pytest.mark.parametrize("change", ["another dtype", "another checkpoint"])
-def test_what_another_build_left_is_not_taken_over(change, llama, build, full_disk, tmp_path):
+def test_layers_of_a_different_build_are_not_reused(change, llama, build, full_disk, tmp_path):
     checkpoint, output = llama(), tmp_path / "engine"
     with full_disk(30):
         build(checkpoint.folder, output)
@@ -181,7 +179,7 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(
     assert list(output.parent.iterdir()) == []
 
 
-def test_a_disk_that_is_still_too_small_keeps_what_an_earlier_build_did(
+def test_a_disk_that_is_still_too_small_keeps_layers_of_the_earlier_build(
     llama, build, full_disk, tmp_path, monkeypatch
 ):
     folder, output = llama().folder, tmp_path / "engine"
@@ -197,7 +195,7 @@ def test_a_disk_that_is_still_too_small_keeps_what_an_earlier_build_did(
     _assert_goes_on(build, folder, output)
 
 
-def test_a_checkpoint_that_does_not_fit_keeps_what_a_build_of_another_did(
+def test_an_invalid_checkpoint_keeps_layers_of_a_build_of_another_checkpoint(
     llama, build, full_disk, tmp_path
 ):
     checkpoint, output = llama(), tmp_path / "engine"
@@ -214,7 +212,7 @@ def test_a_checkpoint_that_does_not_fit_keeps_what_a_build_of_another_did(
     _assert_goes_on(build, checkpoint.folder, output)
 
 
-def test_a_checkpoint_that_goes_away_is_named_and_what_is_done_is_kept(
+def test_a_checkpoint_deleted_during_the_build_is_named_and_finished_layers_are_kept(
     llama, build, tmp_path, monkeypatch
 ):
     folder, output = llama().folder, tmp_path / "engine"
@@ -245,7 +243,7 @@ def test_a_worker_that_is_killed_is_named_with_the_signal():
         list(ForkedWorkers(job, 2, prepare=lambda: None).run(range(8)))
 
 
-def test_what_a_worker_raises_ends_the_others():
+def test_an_error_in_a_worker_ends_the_other_workers():
     def job(task, say):
         if task == 1:
             raise OSError(5, "Input/output error")
@@ -255,7 +253,7 @@ def test_what_a_worker_raises_ends_the_others():
         list(ForkedWorkers(job, 2, prepare=lambda: None).run(range(2)))
 
 
-def test_what_the_workers_say_is_counted_together():
+def test_progress_of_all_workers_is_summed():
     workers = ForkedWorkers(lambda task, say: say(task), 3, prepare=lambda: None)
     assert [result for result in workers.run(range(10)) if result] == []
     assert workers.num_done == 45
@@ -263,7 +261,7 @@ def test_what_the_workers_say_is_counted_together():
 
 @pytest.mark.matrix(keep=1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_build_that_a_signal_stops_says_that_it_can_go_on(number, llama, build, tmp_path):
+def test_a_build_stopped_by_a_signal_reports_that_it_can_resume(number, llama, build, tmp_path):
     folder, output = llama(**LARGER).folder, tmp_path / "engine"
     words = ["--checkpoint", folder, "--output", output, "--tp-size", "2", "--workers", "2"]
     command = [sys.executable, "-P", "-c", _SLOW_DISK, "build", *words]
@@ -280,9 +278,7 @@ def test_a_build_that_a_signal_stops_says_that_it_can_go_on(number, llama, build
     _assert_goes_on(build, folder, output)
 
 
-def test_a_build_that_is_stopped_while_the_disk_is_awaited_keeps_all(
-    llama, build, tmp_path, monkeypatch
-):
+def test_a_build_stopped_during_the_sync_keeps_all_layers(llama, build, tmp_path, monkeypatch):
     folder, output = llama().folder, tmp_path / "engine"
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", lambda file: signal.raise_signal(signal.SIGTERM))
@@ -293,7 +289,7 @@ def test_a_build_that_is_stopped_while_the_disk_is_awaited_keeps_all(
     _assert_goes_on(build, folder, output)
 
 
-def test_a_build_that_is_stopped_before_a_part_is_done_leaves_nothing(
+def test_a_build_stopped_before_its_first_layer_leaves_nothing(
     llama, build, tmp_path, monkeypatch
 ):
     with monkeypatch.context() as patch:

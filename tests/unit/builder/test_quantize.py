@@ -50,7 +50,7 @@ def test_a_quantized_folder_loads_as_its_source_quantized_by_a_load(
     assert not list(tmp_path.glob(".out*"))
 
 
-def test_values_times_scales_are_the_floats(tmp_path, trimaran):
+def test_quantized_values_times_scales_equal_the_floats(tmp_path, trimaran):
     source = tmp_path / "floats"
     models.save_huggingface(source, CONFIG, dtype=torch.bfloat16)
     flags = ("--quantization", "fp8_block")
@@ -65,7 +65,7 @@ def test_values_times_scales_are_the_floats(tmp_path, trimaran):
     torch.testing.assert_close(found, floats[name].float(), atol=1e-3, rtol=2**-4)
 
 
-def test_the_description_names_what_keeps_its_type(tmp_path, trimaran):
+def test_the_quantization_config_names_unquantized_modules(tmp_path, trimaran):
     source = tmp_path / "floats"
     models.save_huggingface(source, CONFIG, dtype=torch.bfloat16)
     trimaran("quantize", "--checkpoint", source, "--output", tmp_path / "out")
@@ -80,7 +80,7 @@ def test_the_description_names_what_keeps_its_type(tmp_path, trimaran):
     )
 
 
-def test_what_cannot_be_quantized_is_refused(gpt2, llama, trimaran, tmp_path):
+def test_models_that_cannot_be_quantized_are_refused(gpt2, llama, trimaran, tmp_path):
     words = ("quantize", "--output", tmp_path / "out", "--checkpoint")
     done = trimaran(*words, gpt2().folder)
     assert done.code == 2 and "[in, out]" in done.err

@@ -35,7 +35,9 @@ def _build(trimaran, source, output, *flags):
 
 @pytest.mark.parametrize("flags", LAYOUTS)
 @pytest.mark.parametrize("form", list(checkpoints.FORMATS))
-def test_a_built_file_holds_what_its_rank_cuts_itself(form, flags, tmp_path, trimaran):
+def test_a_built_file_equals_the_shard_that_a_rank_cuts_from_the_checkpoint(
+    form, flags, tmp_path, trimaran
+):
     folder = checkpoints.make(tmp_path, form, CONFIG)
     source = EngineFolder.load(folder)
     built = _build(trimaran, folder, tmp_path / "engine", *flags.split())
@@ -77,7 +79,7 @@ def test_a_built_folder_gives_the_logits_of_its_checkpoint(tmp_path, trimaran):
     assert logits.equal(PagedRun(models.load_ours(folder, ops=ops), 1).logits({0: prompt}))
 
 
-def test_the_description_of_a_built_folder_names_the_replaced_systems_algorithm(
+def test_the_quantization_config_of_an_engine_folder_names_the_algorithm_of_tensorrt_llm(
     tmp_path, trimaran
 ):
     folder = checkpoints.make(tmp_path, "modelopt-static", CONFIG)
@@ -88,7 +90,7 @@ def test_the_description_of_a_built_folder_names_the_replaced_systems_algorithm(
     assert section["exclude_modules"] == ["lm_head", "model.layers.1.self_attn*"]
 
 
-def test_the_flags_of_the_replaced_converter_quantize(llama, trimaran, tmp_path):
+def test_flags_of_the_converter_of_tensorrt_llm_quantize(llama, trimaran, tmp_path):
     for flag in ("--use_fp8", "--use-fp8-rowwise"):
         built = _build(trimaran, llama().folder if flag == "--use_fp8" else tmp_path / "llama",
                        tmp_path / flag, flag)  # fmt: skip
@@ -97,14 +99,14 @@ def test_the_flags_of_the_replaced_converter_quantize(llama, trimaran, tmp_path)
         )
 
 
-def test_weights_that_are_quantized_already_are_not_quantized_again(tmp_path, refused):
+def test_quantized_weights_are_not_quantized_again(tmp_path, refused):
     folder = checkpoints.make(tmp_path, "fbgemm", CONFIG)
     error = refused(folder, "--quantization", "fp8_block")
     assert "--quantization is fp8_block but the weights of" in error
     assert "(fbgemm_fp8: FP8_PER_CHANNEL_PER_TOKEN)" in error
 
 
-def test_blocks_that_reach_over_the_seam_of_stacked_matrices_are_refused(gpt2, refused):
+def test_blocks_that_span_two_stacked_matrices_are_refused(gpt2, refused):
     error = refused(gpt2().folder, "--quantization", "fp8_block")
     assert "blocks of 128 rows, but one matrix begins at row 32" in error
 

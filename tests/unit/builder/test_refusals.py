@@ -37,7 +37,7 @@ def test_a_tensor_of_another_shape_is_named_with_both_shapes(llama, refused):
     assert "[32, 44]" in error and "[32, 48]" in error
 
 
-def test_fewer_layers_than_the_configuration_tells_of_are_refused(llama, refused):
+def test_fewer_layers_than_configured_are_refused(llama, refused):
     checkpoint = llama()
     checkpoint.edit_config(num_hidden_layers=5)
     error = refused(checkpoint.folder)
@@ -63,14 +63,14 @@ def test_fewer_layers_than_the_configuration_tells_of_are_refused(llama, refused
         (["--n_layer", "9"], ["--n_layer is 9", "num_hidden_layers 3", "Remove the flag"]),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(flags, words, llama, refused):
+def test_impossible_parallel_sizes_are_refused(flags, words, llama, refused):
     error = refused(llama().folder, *flags)
     for word in words:
         assert word in error
 
 
 @pytest.mark.parametrize("command", [["build", "--checkpoint"], ["verify", "--engine"]])
-def test_more_processes_than_cores_there_could_be_are_refused(command, tmp_path, capsys):
+def test_impossible_numbers_of_build_processes_are_refused(command, tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         main([*command, str(tmp_path), "--workers", "1025"])
     assert ended.value.code == 2
@@ -88,14 +88,14 @@ def test_more_processes_than_cores_there_could_be_are_refused(command, tmp_path,
         "--use_fp8_context_fmha=enable", "--model_config=x.json",
     ],
 )  # fmt: skip
-def test_a_flag_that_asks_for_what_is_not_served_is_refused_by_name(flag, llama, refused):
+def test_flags_of_unsupported_features_are_refused_by_name(flag, llama, refused):
     error = refused(llama().folder, flag)
     name, _, value = flag.partition("=")
     assert name.replace("-", "_") in error.replace("-", "_")
     assert value in error
 
 
-def test_flags_that_only_the_replaced_tools_need_are_accepted_and_named_once(
+def test_flags_needed_only_by_tensorrt_llm_are_accepted_and_named_once(
     llama, trimaran, tmp_path
 ):
     done = trimaran(
@@ -180,7 +180,7 @@ def test_a_gpt2_that_attends_to_an_encoder_is_refused(gpt2, refused):
         ("dtype", 5),
     ],
 )  # fmt: skip
-def test_a_header_that_tells_of_no_tensor_is_refused(key, value, llama, refused):
+def test_a_header_without_tensors_is_refused(key, value, llama, refused):
     path = llama().folder / "model.safetensors"
     raw = path.read_bytes()
     start = 8 + int.from_bytes(raw[:8], "little")
@@ -259,7 +259,7 @@ def test_a_converted_folder_keeps_its_sizes_and_type(llama, trimaran, refused, t
     assert "converted to float32" in refused(converted, "--dtype", "float16")
 
 
-def test_an_engine_folder_is_no_checkpoint(llama, trimaran, refused, tmp_path):
+def test_an_engine_folder_is_refused_as_a_checkpoint(llama, trimaran, refused, tmp_path):
     engine = tmp_path / "built"
     trimaran("build", "--checkpoint", llama().folder, "--output", engine)
     assert "is an engine folder already" in refused(engine)

@@ -68,7 +68,7 @@ def test_llama_shards_make_up_the_checkpoint(
 
 
 @pytest.mark.parametrize("sizes", [[1, 2], [2, 1], [1, 1, 1]])
-def test_stages_have_the_layers_that_a_list_names(sizes, llama, trimaran):
+def test_stages_have_the_layers_of_the_list(sizes, llama, trimaran):
     checkpoint, partition = llama(), ",".join(map(str, sizes))
     path = _build(trimaran, checkpoint, 2, len(sizes), "--pp-partition", partition)
     engine = reassembly.Reassembled(path)
@@ -77,7 +77,7 @@ def test_stages_have_the_layers_that_a_list_names(sizes, llama, trimaran):
     assert EngineFolder.load(path).mapping.pp_partition == tuple(sizes)
 
 
-def test_the_list_of_stages_says_how_many_there_are(llama, trimaran, tmp_path):
+def test_the_layer_list_sets_the_number_of_stages(llama, trimaran, tmp_path):
     done = trimaran("build", "--checkpoint", llama().folder, "--output", tmp_path / "engine",
                     "--pp-partition", "1,1,1")  # fmt: skip
     assert done.code == 0, done.err
@@ -135,7 +135,7 @@ def test_a_checkpoint_in_several_files_gives_the_same_shards(llama, trimaran):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_the_shards_have_the_dtype_that_was_asked_for(dtype, llama, trimaran):
+def test_shards_have_the_requested_dtype(dtype, llama, trimaran):
     checkpoint = llama(dtype="bfloat16")
     folder = EngineFolder.load(_build(trimaran, checkpoint, 1, 1, "--dtype", dtype))
     tensors = load_file(folder.weight_files[0])
@@ -145,12 +145,14 @@ def test_the_shards_have_the_dtype_that_was_asked_for(dtype, llama, trimaran):
     assert tensors["norm.weight"].equal(norm)
 
 
-def test_without_dtype_the_shards_keep_the_checkpoints(llama, trimaran):
+def test_without_a_dtype_shards_keep_that_of_the_checkpoint(llama, trimaran):
     folder = EngineFolder.load(_build(trimaran, llama(dtype="float16"), 1, 1))
     assert folder.config.dtype == "float16"
 
 
-def test_two_steps_give_the_same_folder_as_one(llama, trimaran, tmp_path):
+def test_conversion_and_build_in_two_steps_give_the_folder_of_one_step(
+    llama, trimaran, tmp_path
+):
     checkpoint = llama()
     once = _build(trimaran, checkpoint, 2, 2, "--dtype", "bfloat16", "--max-batch-size", "8")
     converted, twice = tmp_path / "converted", tmp_path / "twice"

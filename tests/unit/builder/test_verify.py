@@ -24,7 +24,7 @@ def engine(llama, trimaran, tmp_path):
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
-def test_a_folder_as_it_was_built_is_said_to_be(num_workers, engine, trimaran):
+def test_an_unchanged_folder_is_verified(num_workers, engine, trimaran):
     done = trimaran("verify", "--engine", engine, "--workers", num_workers)
     assert done.code == 0, done.err
     assert "as it was built: 2 file(s), 42 tensors" in done.out

@@ -49,7 +49,7 @@ def flags(server, dataset, *more):
     )  # fmt: skip
 
 
-def test_equal_texts_succeed_and_are_timed(trimaran, server, dataset):
+def test_equal_texts_succeed_and_print_their_times(trimaran, server, dataset):
     server.script = steps()
     sampling = "{'top_k': 4, 'temperature': 0.5}"
 
@@ -71,7 +71,7 @@ def test_equal_texts_succeed_and_are_timed(trimaran, server, dataset):
     assert by_model["postprocessing"]["TOKENS_BATCH"].tolist() == [[[7, 8]]]
 
 
-def test_another_text_is_told_with_both(trimaran, server, dataset):
+def test_a_different_text_is_reported_with_both_texts(trimaran, server, dataset):
     server.script = steps("It was light")
 
     code, _, err = trimaran(*flags(server, dataset))
@@ -112,7 +112,7 @@ def test_an_error_of_the_server_is_printed(trimaran, server, dataset):
         (("--token-model-name", "a\udcff"), "--token-model-name 'a\\udcff' is not a text in"),
     ],
 )
-def test_flags_that_mean_nothing_are_refused(trimaran, server, dataset, more, said):
+def test_flags_with_impossible_values_are_refused(trimaran, server, dataset, more, said):
     code, _, err = trimaran(*flags(server, dataset, *more))
 
     assert code == 2

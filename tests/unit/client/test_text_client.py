@@ -38,7 +38,7 @@ def test_one_prompt_is_one_request_and_its_text_is_printed(server, call):
     }  # fmt: skip
 
 
-def test_a_json_list_of_prompts_is_a_request_each(server, call):
+def test_each_prompt_of_a_json_list_is_a_request(server, call):
     server.script = echo
 
     code, out, _ = call('["a", "b"]')
@@ -48,7 +48,7 @@ def test_a_json_list_of_prompts_is_a_request_each(server, call):
 
 
 @pytest.mark.parametrize("prompt", ["[1, 2]", "17", '{"a": 1}', "[not json"])
-def test_json_that_is_no_list_of_texts_is_a_prompt(server, call, prompt):
+def test_other_json_is_a_prompt(server, call, prompt):
     server.script = echo
 
     assert call(prompt)[1] == f"{prompt} end\n"
@@ -113,7 +113,7 @@ def test_flags_become_tensors_of_their_type(server, call):
 
 
 @pytest.mark.parametrize("config", ["model.lora_config.npy", "model.lora_keys.npy"])
-def test_an_adapter_goes_with_each_prompt(server, call, tmp_path, config):
+def test_an_adapter_is_sent_with_each_prompt(server, call, tmp_path, config):
     server.script = lambda request: [text_reply("x", is_final=True)]
     weights = np.arange(6, dtype=np.float32).reshape(1, 2, 3)
     np.save(tmp_path / "model.lora_weights.npy", weights)
@@ -143,9 +143,7 @@ def test_an_adapter_goes_with_each_prompt(server, call, tmp_path, config):
     # The scripted server shows bfloat16 as bits.
     [("float32", 70000.1, np.float32(70000.1)), ("bfloat16", 3e38, np.uint16(0x7F62))],
 )
-def test_an_adapter_goes_in_the_type_that_the_model_declares(
-    server, call, tmp_path, dtype, number, sent
-):
+def test_an_adapter_is_sent_in_the_declared_dtype(server, call, tmp_path, dtype, number, sent):
     server.script = lambda request: [text_reply("x", is_final=True)]
     np.save(tmp_path / "model.lora_weights.npy", np.full((1, 1, 2), number, np.float32))
     np.save(tmp_path / "model.lora_config.npy", [[[1, 0, 1]]])
@@ -174,13 +172,13 @@ def test_expected_texts_are_compared(server, call):
 @pytest.mark.parametrize(
     "url", ["localhost", "http://localhost:8001", "localhost:grpc", "::1:8001", "[::1]"]
 )
-def test_a_url_that_names_no_port_is_refused(trimaran, url):
+def test_a_url_without_a_port_is_refused(trimaran, url):
     code, _, err = trimaran("client", "text", "-u", url, "-p", "Hello")
     assert code == 2
     assert f"--url is '{url}' but must be HOST:PORT, as in localhost:8001" in err
 
 
-def test_a_port_that_is_none_reaches_no_other_server(server, trimaran):
+def test_an_invalid_port_is_refused_and_reaches_no_server(server, trimaran):
     url = f"127.0.0.1:{server.port + 65536}"
 
     code, _, err = trimaran("client", "text", "-u", url, "-p", "Hello")
@@ -202,7 +200,7 @@ def test_a_port_that_is_none_reaches_no_other_server(server, trimaran):
         (("--check-outputs", "--expected-outputs", '["a", "b"]'), "1 prompts, 2 texts"),
     ],
 )
-def test_flags_that_do_not_go_together_are_refused(server, call, flags, complaint):
+def test_incompatible_flags_are_refused(server, call, flags, complaint):
     code, _, err = call("p", *flags)
 
     assert code == 2
@@ -233,7 +231,7 @@ def test_an_error_of_the_server_fails_the_run(server, call):
         ("p", ("--stop-words", "\udcff"), "stop_words: '\\udcff' is not a text in UTF-8"),
     ],
 )
-def test_what_no_tensor_holds_is_refused_by_name(server, call, prompt, flags, complaint):
+def test_values_that_fit_no_tensor_are_refused_by_name(server, call, prompt, flags, complaint):
     code, _, err = call(prompt, *flags)
 
     assert code == 2
@@ -261,7 +259,7 @@ def test_an_adapter_of_empty_files_is_refused(call, tmp_path):
         (np.ones((1, 1, 4)), 3, "lora_config.npy has the shape [] but must be [1, modules"),
     ],
 )
-def test_an_adapter_that_cannot_be_sent_as_it_is_is_refused(
+def test_an_adapter_that_does_not_fit_its_tensor_is_refused(
     server, call, tmp_path, weights, config, complaint
 ):
     np.save(tmp_path / "model.lora_weights.npy", weights)

@@ -69,7 +69,7 @@ def test_optional_flags_become_tensors_and_others_are_not_sent(server, call):
     assert "presence_penalty" not in request.inputs
 
 
-def test_the_seed_has_the_name_that_the_model_knows(server, call):
+def test_the_seed_has_the_input_name_of_the_model(server, call):
     server.input_names = ("random_seed",)
 
     call("--random-seed", "11")
@@ -77,7 +77,7 @@ def test_the_seed_has_the_name_that_the_model_knows(server, call):
     assert server.received[0].inputs["random_seed"].item() == 11
 
 
-def test_a_stream_is_printed_as_it_comes_and_put_together(server, call):
+def test_a_stream_is_printed_incrementally_and_joined(server, call):
     server.script = lambda request: [
         ids_reply([1]), ids_reply([2, 3]), ids_reply([4]), Reply(is_final=True),
     ]  # fmt: skip
@@ -91,7 +91,7 @@ def test_a_stream_is_printed_as_it_comes_and_put_together(server, call):
     ]  # fmt: skip
 
 
-def test_sequences_are_put_together_by_their_index(server, call):
+def test_tokens_of_sequences_are_joined_by_sequence_index(server, call):
     server.script = lambda request: [
         ids_reply([1], sequence_index=("INT32", [[0]])),
         ids_reply([7], sequence_index=("INT32", [[1]])),
@@ -144,7 +144,7 @@ def test_check_output_compares_ids(server, call, tmp_path, came, flags, verdict,
 
 
 @pytest.mark.parametrize("flags", [("--request-id", "s"), ()])
-def test_a_stop_request_has_the_same_id_and_ends_the_first_one(server, call, flags):
+def test_a_stop_request_has_the_id_of_the_request_that_it_ends(server, call, flags):
     def script(request):
         if "stop" in request.inputs:
             return [Reply(is_final=True), Reply(is_final=True)]
@@ -181,7 +181,7 @@ def test_cancelling_the_call_is_reported(server, call):
     assert [request for request in server.received if "stop" in request.inputs] == []
 
 
-def test_a_request_that_was_to_be_stopped_but_came_whole_fails(server, call):
+def test_a_request_that_completes_before_its_stop_fails(server, call):
     server.script = lambda request: [ids_reply([1, 2], is_final=True)]
 
     code, out, _ = call("-S", "--stop-after-ms", "5000", "--request-output-len", "2")
@@ -199,7 +199,7 @@ def test_an_error_of_the_server_is_printed_and_fails(server, call):
     assert "Received an error from server:\nStreaming is only supported in ..." in out
 
 
-def test_no_server_is_an_error_and_no_traceback(trimaran):
+def test_an_unreachable_server_is_an_error_without_traceback(trimaran):
     code, out, _ = trimaran("client", "token", "-u", "127.0.0.1:1")
 
     assert code == 1
@@ -218,7 +218,7 @@ def test_only_requested_outputs_may_come(server, call):
     assert "outputs ['cum_log_probs', 'output_ids', 'sequence_length'] came" in out
 
 
-def test_performance_metrics_are_printed_a_line_each(server, call):
+def test_each_performance_metric_is_printed_on_a_line(server, call):
     server.script = lambda request: [
         ids_reply([5, 6, 7, 8, 1], is_final=True,
                   kv_cache_reused_blocks=("INT32", [[4]]), acceptance_rate=("FP32", [[0.5]]))
@@ -229,7 +229,7 @@ def test_performance_metrics_are_printed_a_line_each(server, call):
     assert "kv_cache_reused_blocks: 4\nacceptance_rate: 0.5\n" in out
 
 
-def test_log_probs_and_logits_are_printed_if_they_were_asked_for(server, call):
+def test_log_probs_and_logits_are_printed_if_requested(server, call):
     extra = {
         "cum_log_probs": ("FP32", [[-0.5]]),
         "generation_logits": ("FP32", [[[[0.25, 0.5, 0.75]]]]),
@@ -245,7 +245,7 @@ def test_log_probs_and_logits_are_printed_if_they_were_asked_for(server, call):
     assert "\ngeneration_logits: [[[[0.25 0.5  0.75]]]]\n" in out
 
 
-def test_without_a_tokenizer_only_the_default_text_has_ids(server, trimaran):
+def test_without_a_tokenizer_only_the_default_prompt_has_ids(server, trimaran):
     trimaran("client", "token", "-u", server.url)
     assert server.received[0].inputs["input_ids"][0, 0] == 28524
 
@@ -254,7 +254,7 @@ def test_without_a_tokenizer_only_the_default_text_has_ids(server, trimaran):
     assert "--text needs --tokenizer-dir DIR" in err
 
 
-def test_with_a_tokenizer_text_is_shown_and_the_end_id_is_its_own(server, trimaran):
+def test_a_tokenizer_prints_text_and_gives_the_end_id(server, trimaran):
     demo = Path(__file__).parents[3] / "examples" / "demo_models" / "base"
 
     def script(request):
@@ -272,7 +272,7 @@ def test_with_a_tokenizer_text_is_shown_and_the_end_id_is_its_own(server, trimar
     assert server.received[0].inputs["end_id"].item() >= 0
 
 
-def test_a_byte_order_mark_is_no_part_of_the_ids(server, call, ids_file):
+def test_a_byte_order_mark_before_the_ids_is_ignored(server, call, ids_file):
     server.script = lambda request: [ids_reply([5, 6, 1], is_final=True)]
     Path(ids_file).write_text("5,6\n", encoding="utf-8-sig")
 
@@ -311,7 +311,7 @@ def test_ids_that_cannot_be_read_or_sent_are_refused(
         (np.array([["a"]]), "holds an array of <U1. Save one of numbers"),
     ],
 )
-def test_a_prompt_table_of_no_vectors_is_refused(server, call, tmp_path, table, complaint):
+def test_an_empty_prompt_table_is_refused(server, call, tmp_path, table, complaint):
     path = tmp_path / "table.npy"
     np.save(path, table)
 
@@ -326,7 +326,7 @@ def test_a_prompt_table_of_no_vectors_is_refused(server, call, tmp_path, table, 
     ("dtype", "bits"),
     [("float16", np.float16(1.5).view(np.uint16)), ("bfloat16", 0x3FC0), ("float32", 1.5)],
 )
-def test_a_prompt_table_is_sent_in_each_type(server, call, tmp_path, dtype, bits):
+def test_a_prompt_table_is_sent_in_each_dtype(server, call, tmp_path, dtype, bits):
     path = tmp_path / "table.npy"
     np.save(path, np.full((2, 4), 1.5))
 
@@ -350,7 +350,7 @@ def test_vectors_that_would_become_infinite_are_refused(server, call, tmp_path, 
     assert f"prompt_embedding_table: 1e+39 cannot be sent as {dtype}. Name a number" in err
 
 
-def test_a_table_of_one_task_has_no_other(server, call, tmp_path):
+def test_a_task_outside_the_prompt_table_is_refused(server, call, tmp_path):
     path = tmp_path / "table.npy"
     np.save(path, np.ones((2, 4)))
 
@@ -376,7 +376,7 @@ def test_a_table_with_a_damaged_header_is_refused(server, call, tmp_path, writte
 
 
 @pytest.mark.parametrize("config", ["[7.5,7,7]", "[true,7,7]", '"777"', "[1e999,7,7]", "[7,7]"])
-def test_what_is_no_three_whole_numbers_is_no_lookahead(server, call, config):
+def test_lookahead_needs_three_integers(server, call, config):
     code, _, err = call("--lookahead_config", config)
 
     assert code == 2
@@ -395,7 +395,7 @@ def test_what_is_no_three_whole_numbers_is_no_lookahead(server, call, config):
         (("--prompt-task-id", "1"), "1 needs --prompt-embedding-table-path FILE"),
     ],
 )
-def test_flags_that_could_have_no_effect_are_refused(server, call, flags, complaint):
+def test_flags_without_effect_are_refused(server, call, flags, complaint):
     code, _, err = call(*flags)
 
     assert code == 2
@@ -404,7 +404,7 @@ def test_flags_that_could_have_no_effect_are_refused(server, call, flags, compla
 
 
 @pytest.mark.parametrize("flag", ["--model-name", "--request-id", "--requested-outputs"])
-def test_a_name_that_is_no_text_is_refused(server, call, flag):
+def test_names_with_invalid_utf8_are_refused(server, call, flag):
     code, _, err = call(flag, "a\udcff")
 
     assert code == 2
@@ -422,7 +422,7 @@ def test_an_archive_of_arrays_is_no_prompt_table(server, call, tmp_path):
     assert f"{path} holds no array" in err
 
 
-def test_what_begins_as_an_archive_and_is_none_is_no_prompt_table(server, call, tmp_path):
+def test_a_damaged_archive_is_refused_as_a_prompt_table(server, call, tmp_path):
     path = tmp_path / "table.npz"
     path.write_bytes(b"PK\x03\x04 and no more")
 
@@ -432,7 +432,7 @@ def test_what_begins_as_an_archive_and_is_none_is_no_prompt_table(server, call, 
     assert f"{path} cannot be read" in err
 
 
-def test_a_key_file_that_is_not_there_is_named_with_its_flag(server, call):
+def test_a_missing_key_file_is_named_with_its_flag(server, call):
     code, _, err = call("--ssl", "--private-key", "/no/such/key.pem")
 
     assert code == 2

@@ -8,7 +8,7 @@ from trimaran.bench.kernels import cases_sampling
 from trimaran.comm.messages.sampling_params import SamplingParams
 
 
-def test_cases_give_what_torch_gives():
+def test_cases_give_the_results_of_torch():
     sets = [torch.randn(2, 5000).half()]
     greedy = cases_sampling._draw("greedy", SamplingParams(), sets)
     assert greedy.peer is not None

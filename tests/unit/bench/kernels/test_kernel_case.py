@@ -17,7 +17,7 @@ def test_the_limit_of_a_case_is_the_slower_of_bytes_and_operations():
     assert case.limit_s(bytes_per_s=500, flops_per_s=1000) == 8
 
 
-def test_a_case_takes_its_inputs_in_turn():
+def test_a_case_rotates_through_its_inputs():
     run = in_turn(lambda value: value, ["a", "b"])
     assert [run() for _ in range(3)] == ["a", "b", "a"]
 

@@ -11,7 +11,7 @@ from trimaran.bench.kernels.kernel_timing import seconds_a_call
 CPU = torch.device("cpu")
 
 
-def test_calls_that_take_long_are_made_a_few_times_only():
+def test_slow_calls_are_repeated_only_a_few_times():
     calls = []
 
     def call():

@@ -94,7 +94,9 @@ def kernel(backend, value):
         (flashinfer_attention.of_prompts, [(0, 5), (64, 3), (31, 40)]),
     ],
 )
-def test_flashinfer_gets_the_pages_of_our_cache_and_gives_our_outputs(flashinfer, of, lengths):
+def test_flashinfer_reads_the_pages_of_the_cache_and_gives_equal_outputs(
+    flashinfer, of, lengths
+):
     inputs = paged_inputs(CPU, torch.bfloat16, lengths)
     inputs = type(inputs)(inputs.heads, inputs.layers[:2], inputs.metadata)
     layers = iter(inputs.layers)
@@ -110,7 +112,9 @@ def test_flashinfer_gets_the_pages_of_our_cache_and_gives_our_outputs(flashinfer
     torch.testing.assert_close(found[0].run().float(), ours().float(), atol=2e-2, rtol=2e-2)
 
 
-def test_without_flashinfer_nothing_is_beside_ours(monkeypatch, only, tmp_path, capsys):
+def test_without_flashinfer_kernels_are_measured_without_a_peer(
+    monkeypatch, only, tmp_path, capsys
+):
     monkeypatch.setattr(library_kernels, "LIBRARIES", ("no_such_library",))
     only(case())
     output = tmp_path / "kernels.jsonl"
@@ -123,9 +127,7 @@ def test_without_flashinfer_nothing_is_beside_ours(monkeypatch, only, tmp_path, 
     assert flashinfer_attention.of_decodes(inputs, SPEC) == ()
 
 
-def test_the_fastest_of_flashinfers_kernels_stands_beside_ours(
-    flashinfer, only, tmp_path, capsys
-):
+def test_the_fastest_kernel_of_flashinfer_is_the_peer(flashinfer, only, tmp_path, capsys):
     only(case(kernel("fa2", 2.0), kernel("fa3", 2.0)))
     output = tmp_path / "kernels.jsonl"
 
@@ -146,7 +148,7 @@ def test_the_fastest_of_flashinfers_kernels_stands_beside_ours(
 
 
 @pytest.mark.parametrize("value", [2.2, float("nan")])
-def test_what_computes_something_else_is_not_timed(flashinfer, only, tmp_path, capsys, value):
+def test_peers_with_different_results_are_not_timed(flashinfer, only, tmp_path, capsys, value):
     only(case(kernel("fa2", 2.0), kernel("fa3", value)))
     output = tmp_path / "kernels.jsonl"
 

@@ -38,7 +38,7 @@ def test_a_huge_batch_is_bound_by_arithmetic():
     assert decode_step_s(SHAPE, H200, 65536, 1) == pytest.approx(expected, rel=0.03)
 
 
-def test_twice_the_bandwidth_halves_a_step_that_is_bound_by_it():
+def test_twice_the_bandwidth_halves_a_bandwidth_bound_step():
     faster = dataclasses.replace(H200, bandwidth=2 * H200.bandwidth)
     slow, fast = (decode_step_s(SHAPE, each, 1, 1000) for each in (H200, faster))
     assert slow == pytest.approx(2 * fast)
@@ -49,7 +49,7 @@ def test_long_prompts_cost_more_a_token_and_share_the_weights():
     assert short < long < 2 * short
 
 
-def test_memory_bounds_what_is_resident_and_with_it_the_rate():
+def test_memory_bounds_the_resident_sequences_and_the_token_rate():
     assert resident_sequences(SHAPE, H200, 1000, 1000, 768) == 584
     assert resident_sequences(SHAPE, H200, 128, 128, 1024) == 1024
     less = dataclasses.replace(H200, memory=40e9)
@@ -57,7 +57,7 @@ def test_memory_bounds_what_is_resident_and_with_it_the_rate():
     assert rates[0] < rates[1]
 
 
-def test_every_device_keeps_room_for_its_own_workspace():
+def test_every_device_reserves_memory_for_its_workspace():
     two = dataclasses.replace(H200, memory=2 * H200.memory, devices=2)
     tokens = [
         (at.memory - at.devices * 3e9 - SHAPE.weight_bytes) / SHAPE.kv_token_bytes
@@ -68,7 +68,7 @@ def test_every_device_keeps_room_for_its_own_workspace():
     ]
 
 
-def test_dp_ranks_hold_weights_of_their_own_but_for_the_experts_that_they_share():
+def test_dp_ranks_hold_copies_of_all_weights_but_divided_experts():
     shape = shape_of(pretrained_config("mixtral"))
     alone, dp_ranks, shared = (
         rank_weight_bytes(shape, parallel)
@@ -183,7 +183,7 @@ _QWEN2_MOE = {
     ],
     ids=["GPT-2", "Phi 2", "Qwen3 30B A3B", "Qwen1.5 MoE A2.7B"],
 )
-def test_every_familys_weights_are_counted_as_an_engine_has_them(config, parameters, active):
+def test_weight_counts_of_every_family_equal_those_of_an_engine(config, parameters, active):
     read = PretrainedConfig.from_huggingface(config, "a folder")
     built = PretrainedConfig.from_dict(read.to_dict(), "an engine folder")
 

@@ -98,25 +98,27 @@ def test_a_peer_that_is_not_installed_is_refused_before_anything_runs():
         peers.check_installed("no_such_engine")
 
 
-def test_what_a_peer_says_and_starts_spoils_nothing_and_is_gone_with_it(tmp_path, like_vllm):
+def test_output_and_processes_of_a_peer_do_not_disturb_results_and_end_with_the_peer(
+    tmp_path, like_vllm
+):
     ((first, second),) = peers.run_peer("vllm", _work(tmp_path))
     assert first > 0
     assert second > 0
     assert not _is_alive(tmp_path)
 
 
-def test_a_peer_whose_outputs_are_not_complete_fails_with_its_own_words(tmp_path, like_vllm):
+def test_a_peer_with_incomplete_outputs_fails_with_its_own_message(tmp_path, like_vllm):
     with pytest.raises(peers.ConfigError, match=r"ended with 1: (.|\n)*4 tokens came, 6 were"):
         peers.run_peer("vllm", _work(tmp_path, temperature=0.0))
     assert not _is_alive(tmp_path)
 
 
-def test_vllm_on_another_device_than_ours_is_refused(tmp_path, like_vllm):
+def test_vllm_on_another_device_is_refused(tmp_path, like_vllm):
     with pytest.raises(peers.ConfigError, match=r"vLLM would run on cpu, not on cuda"):
         peers.run_peer("vllm", _work(tmp_path, device="cuda"))
 
 
-def test_a_peer_ends_with_the_process_that_asked_for_it(tmp_path, like_vllm):
+def test_a_peer_ends_with_its_parent_process(tmp_path, like_vllm):
     work = replace(_work(tmp_path), loads=[Load(isl=4, osl=1000, requests=2)])
     source = (
         "from trimaran.bench.offline.load import Load\n"

@@ -79,7 +79,7 @@ def test_the_folder_of_a_killed_benchmark_is_deleted_by_the_next_server(tmp_path
     assert not folder.exists()
 
 
-def test_a_checkpoint_is_measured_in_the_type_that_is_asked_for(tmp_path):
+def test_a_checkpoint_is_measured_in_the_requested_dtype(tmp_path):
     output = tmp_path / "results.jsonl"
     flags = ["--model", str(DEMO), "--dtype", "float32", "--load", "5/3x1", "--runs", "1"]
 
@@ -93,7 +93,7 @@ def test_a_checkpoint_is_measured_in_the_type_that_is_asked_for(tmp_path):
     assert (line["shape"], line["dtype"]) == ("base", "float32")
 
 
-def test_a_checkpoint_with_keys_of_its_own_is_held_against_its_limit(tmp_path):
+def test_a_checkpoint_with_optional_keys_is_compared_with_its_limit(tmp_path):
     config = GPT2Config(
         n_embd=64, n_layer=2, n_head=4, vocab_size=128, n_positions=64, bos_token_id=0,
         eos_token_id=0,
@@ -136,7 +136,7 @@ def test_a_checkpoint_with_keys_of_its_own_is_held_against_its_limit(tmp_path):
         ),
     ],
 )
-def test_what_cannot_be_measured_is_refused(capsys, flags, complaint):
+def test_impossible_measurements_are_refused(capsys, flags, complaint):
     assert (
         main(["bench", "throughput", "--device", "cpu", "--ceiling-seconds", "0", *flags]) == 2
     )
@@ -154,7 +154,7 @@ def test_what_cannot_be_measured_is_refused(capsys, flags, complaint):
         ("--ceiling-seconds", "-1"),
     ],
 )
-def test_a_number_that_means_nothing_is_refused(capsys, flag, value):
+def test_impossible_numbers_are_refused(capsys, flag, value):
     with pytest.raises(SystemExit) as ended:
         main(["bench", "throughput", flag, value])
     assert ended.value.code == 2
@@ -177,7 +177,7 @@ def test_outputs_without_a_time_between_tokens_have_no_latency(capsys):
 
 
 @pytest.mark.parametrize("flags", [("--rows", "0"), ("--rows", "-4"), ("--context", "0")])
-def test_a_layer_of_no_rows_is_refused_before_its_kernels_divide_by_them(flags):
+def test_a_layer_without_rows_is_refused(flags):
     program = "import sys; from trimaran.launcher.cli.main import main; sys.exit(main())"
     command = [sys.executable, "-c", program, "bench", "kernels"]
     done = subprocess.run(
@@ -188,14 +188,14 @@ def test_a_layer_of_no_rows_is_refused_before_its_kernels_divide_by_them(flags):
     assert f"{flags[0]}: '{flags[1]}' is not a whole number of 1 or more" in done.stderr
 
 
-def test_the_steps_asked_for_are_traced(tmp_path):
+def test_requested_steps_are_traced(tmp_path):
     flags = ["--load", "5/9x1", "--profile", "steps=4:6", "--profile-dir", str(tmp_path)]
     assert main(["bench", "throughput", *FLAGS, *flags]) == 0
     (trace,) = tmp_path.iterdir()
     assert trace.name.endswith(".trace.json.gz")
 
 
-def test_every_operator_of_a_layer_is_held_against_its_limit(tmp_path, capsys):
+def test_every_operator_of_a_layer_is_compared_with_its_limit(tmp_path, capsys):
     output = tmp_path / "kernels.jsonl"
     flags = ["--shape", "tiny", "--device", "cpu", "--rows", "2", "--context", "40"]
 
@@ -213,7 +213,7 @@ def test_every_operator_of_a_layer_is_held_against_its_limit(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("rows", "context"), [("1", "2147483647"), ("2147483647", "8")])
-def test_kernels_that_the_memory_does_not_hold_are_refused(capsys, rows, context):
+def test_kernels_beyond_the_memory_are_refused(capsys, rows, context):
     flags = ["--rows", rows, "--context", context, "--ceiling-seconds", "0"]
     words = ["--device", "cpu", "--dtype", "float32", "--shape", "tiny"]
     # Above what any host has: terabytes.
@@ -222,7 +222,7 @@ def test_kernels_that_the_memory_does_not_hold_are_refused(capsys, rows, context
     assert complaint in capsys.readouterr().err
 
 
-def test_kernels_of_a_gpu_are_refused_where_there_is_none(capsys, monkeypatch):
+def test_gpu_kernels_are_refused_without_a_gpu(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["bench", "kernels", "--shape", "tiny"]) == 2
     assert "torch finds no GPU here: name --device cpu" in capsys.readouterr().err

@@ -30,7 +30,7 @@ def write(path, *lines):
     return str(path)
 
 
-def test_of_equal_measurements_the_last_counts_beside_its_peers(tmp_path, capsys):
+def test_the_last_of_equal_measurements_is_compared_with_its_peers(tmp_path, capsys):
     older = {**OURS, "out_tok_s": 5.0, "limit_pct": 0.1}
     plot = tmp_path / "plot.svg"
     path = write(tmp_path / "results.jsonl", older, PEER, OURS)
@@ -47,7 +47,9 @@ def test_of_equal_measurements_the_last_counts_beside_its_peers(tmp_path, capsys
     assert "9,500 tokens/s, 69.8 %" in texts
 
 
-def test_layouts_of_as_many_gpus_are_different_measurements(tmp_path, capsys):
+def test_different_layouts_on_the_same_number_of_gpus_are_different_measurements(
+    tmp_path, capsys
+):
     sizes = {"gpus": 2, "tp_size": 2, "pp_size": 1, "dp_size": 1, "moe_ep_size": 1}
     tensor = {**OURS, **sizes, "out_tok_s": 19000.0}
     experts = {**tensor, "moe_ep_size": 2, "out_tok_s": 18000.0}
@@ -60,7 +62,7 @@ def test_layouts_of_as_many_gpus_are_different_measurements(tmp_path, capsys):
     assert "| llama8b, bfloat16, tp2ep2 | 128/256 | 64 | 18,000 |" in table
 
 
-def test_served_loads_are_told_with_their_times(tmp_path, capsys):
+def test_served_loads_are_reported_with_their_times(tmp_path, capsys):
     plot = tmp_path / "plot.svg"
     path = write(tmp_path / "results.jsonl", SERVED)
     assert main(["bench", "report", path, "--plot", str(plot)]) == 0
@@ -76,7 +78,7 @@ def test_latencies_have_a_table_of_their_own(tmp_path, capsys):
     assert "| 128/256 | 1 | 9.75 | 4.40 | 4.51 | 80.8 |" in capsys.readouterr().out
 
 
-def test_rows_of_other_models_types_and_devices_are_told_apart(tmp_path, capsys):
+def test_rows_of_different_models_dtypes_and_devices_are_distinguished(tmp_path, capsys):
     kernel = {
         "benchmark": "kernels", "shape": "llama8b", "operator": "embed", "size": "1 x 4096",
         "dtype": "bfloat16", "us": 1.3, "limit_pct": 2.0, "device": "a card",
@@ -99,7 +101,7 @@ def test_rows_of_other_models_types_and_devices_are_told_apart(tmp_path, capsys)
     assert "| llama8b, bfloat16, another | 128/256 | 64 |" in table
 
 
-def test_beside_a_servers_tokens_a_second_no_bar_is_a_percentage(tmp_path):
+def test_bars_beside_a_served_rate_are_tokens_per_second(tmp_path):
     plot = tmp_path / "plot.svg"
     path = write(tmp_path / "results.jsonl", {**OURS, "out_tok_s": 2040.0}, SERVED)
 
@@ -123,7 +125,7 @@ def test_bars_without_a_common_measure_are_refused(tmp_path, capsys):
     assert "tokens a second, which kernels have none of" in capsys.readouterr().err
 
 
-def test_a_plot_does_not_take_the_place_of_its_results(tmp_path, capsys):
+def test_a_plot_does_not_overwrite_its_results(tmp_path, capsys):
     path = write(tmp_path / "results.jsonl", OURS)
     (tmp_path / "link").symlink_to(path)
 
@@ -133,7 +135,7 @@ def test_a_plot_does_not_take_the_place_of_its_results(tmp_path, capsys):
     assert json.loads((tmp_path / "results.jsonl").read_text()) == OURS
 
 
-def test_lines_without_a_limit_have_a_table_but_nothing_to_draw(tmp_path, capsys):
+def test_lines_without_a_limit_have_a_table_but_no_plot(tmp_path, capsys):
     line = {key: value for key, value in OURS.items() if not key.startswith("limit")}
     path = write(tmp_path / "results.jsonl", line)
 
@@ -192,7 +194,7 @@ def test_a_value_of_another_type_is_refused_by_its_key(
     assert not plot.exists()
 
 
-def test_a_plot_that_the_disk_does_not_take_is_an_error_with_its_reason(tmp_path, capsys):
+def test_a_plot_that_cannot_be_written_is_an_error_with_the_reason(tmp_path, capsys):
     path = write(tmp_path / "results.jsonl", OURS)
     assert main(["bench", "report", path, "--plot", "/dev/full"]) == 2
     assert "--plot /dev/full was not written: No space left" in capsys.readouterr().err

@@ -59,7 +59,7 @@ def test_http_streams_are_counted_token_by_token(http_server, trimaran):
         ("token_from_histogram", "--histogram_key", "example"),
     ],
 )  # fmt: skip
-def test_workloads_are_spelled_as_in_the_documents_and_take_global_flags(
+def test_workloads_are_spelled_as_in_the_documents_and_take_global_flags_behind_their_names(
     http_server, trimaran, lengths
 ):
     http_server.events = lambda body: [{"output_ids": [1], "sequence_length": 1}]
@@ -71,7 +71,7 @@ def test_workloads_are_spelled_as_in_the_documents_and_take_global_flags(
     assert rows(out)["Total requests"] == len(http_server.bodies) == 5
 
 
-def test_the_first_token_of_a_stream_of_one_has_its_time(http_server, trimaran):
+def test_a_stream_of_one_token_has_a_time_to_first_token(http_server, trimaran):
     http_server.events = lambda body: [{"output_ids": [1], "sequence_length": 1}]
     one = ("--input-len", "4", "--output-len", "1", "-c", "2", "--num-requests", "6")
 
@@ -101,7 +101,7 @@ def test_a_server_of_another_kind_is_refused(http_server, trimaran, answer, comp
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
-def test_a_server_that_does_not_answer_is_waited_for_so_long(trimaran, monkeypatch, protocol):
+def test_the_wait_for_a_silent_server_is_bounded(trimaran, monkeypatch, protocol):
     monkeypatch.setattr(targets, "_CONFIG_S", 0.3)
     monkeypatch.setattr(targets, "_CONFIG_TIMEOUT", aiohttp.ClientTimeout(total=0.3))
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -111,7 +111,7 @@ def test_a_server_that_does_not_answer_is_waited_for_so_long(trimaran, monkeypat
     assert f"{url}" in err and "tensorrt_llm" in err
 
 
-def test_no_more_requests_are_in_flight_than_are_let(http_server, trimaran):
+def test_requests_in_flight_stay_within_the_concurrency(http_server, trimaran):
     def slowly(body):
         time.sleep(0.05)
         return [{"output_ids": [1], "sequence_length": 1}]
@@ -160,7 +160,7 @@ def test_a_model_that_is_not_decoupled_answers_once_and_its_echo_is_not_counted(
 
 
 @pytest.mark.parametrize("is_decoupled", [True, False])
-def test_a_model_whose_answers_lack_the_prompt_has_none_of_its_tokens_taken_for_it(
+def test_generated_tokens_are_not_taken_for_an_echo_of_the_prompt(
     http_server, server, trimaran, is_decoupled
 ):
     for each in (http_server, server):
@@ -228,7 +228,7 @@ def test_a_failed_request_is_counted_apart_and_fails_the_run(
     assert "Request failed: ServerError: queue is full" in err
 
 
-def test_several_models_take_turns(http_server, trimaran):
+def test_requests_rotate_through_several_models(http_server, trimaran):
     http_server.events = lambda body: [{"sequence_length": 1}]
     names = ("--tensorrt-llm-model-name", "a", "--tensorrt-llm-model-name", "b")
 
@@ -316,7 +316,7 @@ def test_a_run_slower_than_its_record_fails(http_server, trimaran, tmp_path, enc
         ((*DATASET, "--op-tokens-per-word", "inf"), "--op-tokens-per-word is inf but ids"),
     ],
 )
-def test_what_cannot_run_is_refused(trimaran, words, complaint):
+def test_loads_that_cannot_run_are_refused(trimaran, words, complaint):
     code, _, err = trimaran("bench", *words)
 
     assert code == 2
@@ -331,7 +331,7 @@ def test_what_cannot_run_is_refused(trimaran, words, complaint):
         (("--check-perf-json", "none.json", "--check-perf-key", "k"), "--check-perf-json none"),
     ],
 )
-def test_what_the_figures_need_is_asked_for_before_the_load(
+def test_missing_requirements_of_metrics_are_refused_before_the_load(
     http_server, trimaran, tmp_path, monkeypatch, words, complaint
 ):
     monkeypatch.chdir(tmp_path)
@@ -341,7 +341,7 @@ def test_what_the_figures_need_is_asked_for_before_the_load(
     assert complaint in err
 
 
-def test_a_full_disk_is_named_and_keeps_no_other_file_back(http_server, trimaran, tmp_path):
+def test_a_full_disk_is_reported_and_other_files_are_written(http_server, trimaran, tmp_path):
     flags = ("--op-stats-csv", "/dev/full", "--json", str(tmp_path / "r.json"))
 
     code, out, err = trimaran("bench", "-u", http_server.url, *flags, *SHORT)
@@ -352,7 +352,7 @@ def test_a_full_disk_is_named_and_keeps_no_other_file_back(http_server, trimaran
     assert json.loads((tmp_path / "r.json").read_text())["results"]["requests"] == 6
 
 
-def test_decoupled_insists_on_a_decoupled_model(http_server, trimaran):
+def test_the_flag_decoupled_refuses_other_models(http_server, trimaran):
     http_server.is_decoupled = False
 
     code, _, err = trimaran("bench", "-u", http_server.url, "--decoupled", *SHORT)
@@ -419,7 +419,7 @@ class TestWorkload:
         assert abs(np.mean(np.diff(random)) - 0.25) < 0.02
         assert Workload(10).delays(3, -1, "constant") == [0.0] * 3
 
-    def test_warm_up_prompts_are_as_long_but_others(self):
+    def test_warm_up_prompts_have_the_same_lengths_and_other_ids(self):
         workload = Workload(1000)
         items = workload.fixed(3, 20, 5)
 
@@ -432,7 +432,7 @@ class TestWorkload:
 class TestFigures:
     """Figures follow from the times of arrival."""
 
-    def test_gaps_are_shared_out_over_the_tokens_of_a_response(self):
+    def test_the_gap_before_a_response_is_divided_between_its_tokens(self):
         record = Record(Item([1, 2], 5), due_s=1.0, sent_s=1.0, is_stream=True)
         record.arrivals = [(1.5, 1), (1.9, 4)]
         record.end_s = 2.0
@@ -456,7 +456,7 @@ class TestFigures:
         assert values["avg_in_flight_requests"] == pytest.approx(1)
         assert values["latency_ms_avg"] == pytest.approx(1500)
 
-    def test_failed_requests_do_not_count_as_fast_ones(self):
+    def test_failed_requests_do_not_count_as_fast_requests(self):
         good = Record(Item([1], 1), due_s=0.0, arrivals=[(1.0, 1)], end_s=1.0)
         bad = Record(Item([1], 1), due_s=0.0, end_s=0.001, error="refused")
 

@@ -20,7 +20,7 @@ sys.stdin.read()
 """
 
 
-def test_processes_that_ask_at_the_same_time_get_no_port_twice():
+def test_concurrent_processes_get_different_ports():
     asking = [
         subprocess.Popen(
             [sys.executable, "-c", ASK], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -33,7 +33,7 @@ def test_processes_that_ask_at_the_same_time_get_no_port_twice():
     assert len(set(given)) == 3000
 
 
-def test_ports_of_a_process_that_ended_are_given_again():
+def test_ports_of_an_ended_process_are_reused():
     code = (
         "from trimaran.bench.serving import free_ports as ports\n"
         "ports._candidates = lambda: range(21_000, 21_040)\n"
@@ -43,13 +43,13 @@ def test_ports_of_a_process_that_ended_are_given_again():
         subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_more_ports_than_there_are_is_an_error(monkeypatch):
+def test_more_ports_than_available_are_an_error(monkeypatch):
     monkeypatch.setattr(ports, "_candidates", lambda: range(21_100, 21_103))
     with pytest.raises(OSError, match=r"4 ports asked for, only [0-3] are free"):
         free_ports(4)
 
 
-def test_a_port_that_somebody_listens_on_is_not_given(monkeypatch):
+def test_a_port_in_use_is_not_given(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         taken = listener.getsockname()[1]
         free = free_ports(1)[0]
@@ -67,7 +67,7 @@ def test_a_port_that_somebody_listens_on_is_not_given(monkeypatch):
         ("1024 65535", range(20_000, 32_000)),
     ],
 )
-def test_no_port_is_given_that_a_connection_may_get(tmp_path, monkeypatch, text, expected):
+def test_no_ephemeral_port_is_given(tmp_path, monkeypatch, text, expected):
     file = tmp_path / "ip_local_port_range"
     file.write_text(text + "\n")
     monkeypatch.setattr(ports, "_RANGE_FILE", file)
@@ -76,7 +76,9 @@ def test_no_port_is_given_that_a_connection_may_get(tmp_path, monkeypatch, text,
     ports._candidates.cache_clear()
 
 
-def test_where_the_range_cannot_be_read_the_usual_ports_are_given(tmp_path, monkeypatch):
+def test_the_usual_range_is_assumed_if_the_ephemeral_range_cannot_be_read(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(ports, "_RANGE_FILE", Path(tmp_path, "none"))
     ports._candidates.cache_clear()
     assert ports._candidates() == range(20_000, 32_000)

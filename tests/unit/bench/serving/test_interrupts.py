@@ -101,7 +101,7 @@ def interrupt(
         ("grpc", ["--load-processes", "2"], False),
     ],
 )
-def test_the_figures_are_those_of_the_requests_that_ended(
+def test_figures_of_an_interrupted_run_cover_finished_requests(
     http_server, server, started, answers, tmp_path, protocol, flags, whole_group
 ):
     url = http_server.url if protocol == "http" else server.url
@@ -118,7 +118,7 @@ def test_the_figures_are_those_of_the_requests_that_ended(
     assert not (tmp_path / "r.json").exists()
 
 
-def test_a_sweep_keeps_its_whole_points_and_tells_of_the_one_that_is_not(
+def test_an_interrupted_sweep_keeps_finished_points_and_names_the_unfinished_point(
     http_server, started, answers, tmp_path
 ):
     output = tmp_path / "served.jsonl"
@@ -135,9 +135,7 @@ def test_a_sweep_keeps_its_whole_points_and_tells_of_the_one_that_is_not(
     assert json.loads(line)["requests"] == 4
 
 
-def test_load_processes_whose_parent_was_killed_end_without_a_word(
-    http_server, started, answers
-):
+def test_load_processes_of_a_killed_parent_end_silently(http_server, started, answers):
     command = started(
         "bench", "-u", http_server.url, "--warmup", "1", "--load-processes", "2", *_LOAD
     )

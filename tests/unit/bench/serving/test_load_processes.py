@@ -15,7 +15,7 @@ from trimaran.bench.serving.workload import Item
 SHORT = ("--input-len", "4", "--output-len", "3", "-c", "2", "--num-requests", "6")
 
 
-def test_a_load_from_several_processes_is_the_same_load(http_server, trimaran):
+def test_a_load_from_several_processes_equals_that_of_one_process(http_server, trimaran):
     http_server.events = lambda body: [{"output_ids": [1, 2, 3], "sequence_length": 3}]
 
     several = ("--load-processes", "2", "--seed", "7", "--warmup", "1", *SHORT)
@@ -30,7 +30,7 @@ def test_a_load_from_several_processes_is_the_same_load(http_server, trimaran):
     assert sent == sorted(json.dumps(body["input_ids"]) for _, body in http_server.bodies)
 
 
-def test_the_time_that_load_processes_take_to_start_is_no_latency():
+def test_the_start_of_load_processes_does_not_count_as_latency():
     plan = [(Item([1], 1), 0.05 * number) for number in range(8)]
     done = run_in_processes(late_target, [], plan, concurrency=4, num_processes=2)
     assert len(done.records) == 8

@@ -34,7 +34,7 @@ from trimaran.launcher.cli.main import main, parser_of
         (["--load", "8/4x2", "--rates", "1", "nan"], "--request-rate is nan"),
     ],
 )
-def test_flags_that_do_not_go_together_are_refused(capsys, flags, complaint):
+def test_incompatible_flags_are_refused(capsys, flags, complaint):
     assert main(["bench", "serve", *flags]) == 2
     assert complaint in capsys.readouterr().err
 
@@ -47,7 +47,7 @@ def test_flags_of_a_server_before_another_command_are_refused(capsys, command):
     assert complaint in capsys.readouterr().err
 
 
-def test_a_temperature_before_an_engines_benchmark_counts():
+def test_a_temperature_before_the_name_of_the_engine_benchmark_takes_effect():
     parser = parser_of("bench")
     for words, wanted in (
         (["--temperature", "0", "throughput"], 0.0),
@@ -97,7 +97,7 @@ def test_flags_may_stand_on_either_side_of_the_sub_command(capsys):
         assert "no server answers at http://localhost:1" in capsys.readouterr().err
 
 
-def test_a_command_is_told_as_it_was_given(monkeypatch):
+def test_results_name_the_command_as_given(monkeypatch):
     monkeypatch.delenv("OMPI_COMM_WORLD_SIZE", raising=False)
     monkeypatch.setattr(
         "sys.argv", ["/somewhere/trimaran", "bench", "serve", "--load", "8/4x2"]
@@ -126,7 +126,7 @@ def test_the_ceilings_of_a_slow_core_are_not_rounded_away():
 
 
 @pytest.mark.parametrize("value", [0, "x", None, float("nan")])
-def test_ceilings_that_nothing_can_be_held_against_are_refused(tmp_path, capsys, value):
+def test_unusable_ceilings_are_refused(tmp_path, capsys, value):
     path = tmp_path / "results.jsonl"
     known = {"ceiling_gb": 100.0, "ceiling_tb_s": 4.3, "ceiling_tflops": value}
     path.write_text(json.dumps(known))
@@ -137,12 +137,12 @@ def test_ceilings_that_nothing_can_be_held_against_are_refused(tmp_path, capsys,
     assert "but must be a finite number above 0. Name another file." in told
 
 
-def test_a_line_that_the_disk_does_not_take_is_an_error_with_its_reason():
+def test_a_result_line_that_cannot_be_written_is_an_error_with_the_reason():
     with pytest.raises(ConfigError, match="--output /dev/full was not written: No space left"):
         results.append("/dev/full", {"benchmark": "serve"})
 
 
-def test_a_line_that_was_cut_short_spoils_no_other(tmp_path):
+def test_a_truncated_result_line_affects_no_other_line(tmp_path):
     path = tmp_path / "results.jsonl"
     results.append(str(path), {"isl": 1})
     results.append(str(path), {"isl": 2})

@@ -65,6 +65,6 @@ def test_an_omitted_key_has_the_default_of_transformers(name):
 
 
 @pytest.mark.parametrize(("name", "changes", "words"), REFUSED)
-def test_what_is_not_served_is_refused_by_name(name, changes, words):
+def test_keys_that_are_not_served_are_refused_by_name(name, changes, words):
     with pytest.raises(ConfigError, match=words):
         config_of({**values_of(name), **changes})

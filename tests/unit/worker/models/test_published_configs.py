@@ -86,7 +86,7 @@ def test_a_published_configuration_means_what_it_does_to_transformers(values):
     assert ours.eos_token_ids == (7, 8) and ours.dtype == "bfloat16"
 
 
-def test_what_sets_the_families_apart_is_read():
+def test_differences_between_families_are_read_from_the_configuration():
     mistral, qwen2, qwen3, phi3, phi4, gemma2, gemma3 = map(config_of, PUBLISHED.values())
 
     assert mistral.layer_windows == (4096,) * 32
@@ -191,6 +191,6 @@ def test_a_multimodal_model_with_an_unsupported_decoder_is_refused():
         ("mistral 7B 0.1", {"architectures": ["LlamaForCausalLM"]}, "is 'mistral', that of M"),
     ],
 )
-def test_what_is_not_served_is_refused_by_name_and_value(name, changes, words):
+def test_configurations_that_are_not_served_are_refused_by_name_and_value(name, changes, words):
     with pytest.raises(ConfigError, match=words):
         config_of({**PUBLISHED[name], **changes})

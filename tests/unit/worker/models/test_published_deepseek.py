@@ -76,7 +76,7 @@ def test_an_activation_has_both_of_its_names(values):
     assert config_of({**values, "hidden_act": "swish"}) == config_of(values)
 
 
-def test_what_sets_the_versions_apart_is_read():
+def test_differences_between_versions_are_read_from_the_configuration():
     lite, second, third = map(config_of, PUBLISHED.values())
 
     assert (lite.q_lora_rank, second.q_lora_rank, third.q_lora_rank) == (0, 1536, 1536)
@@ -102,6 +102,6 @@ def test_what_sets_the_versions_apart_is_read():
         ("V3", {"kv_lora_rank": 0}, "kv_lora_rank is 0 but must be"),
     ],
 )
-def test_what_is_not_served_is_refused_by_name_and_value(name, changes, words):
+def test_configurations_that_are_not_served_are_refused_by_name_and_value(name, changes, words):
     with pytest.raises(ConfigError, match=words):
         config_of({**PUBLISHED[name], **changes})

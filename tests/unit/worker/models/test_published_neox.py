@@ -81,7 +81,7 @@ def test_a_published_configuration_means_what_it_does_to_transformers(values):
     assert config_of(values) == config_of({**theirs, "architectures": values["architectures"]})
 
 
-def test_what_sets_the_families_apart_is_read():
+def test_differences_between_families_are_read_from_the_configuration():
     gptj, neox, pythia, falcon7, falcon40, falcon2, rw, phi = map(config_of, PUBLISHED.values())
 
     assert (gptj.rotary_size, gptj.position_embedding_type) == (64, "rope_gptj")
