@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
 
 from trimaran.comm.errors import RequestError
 from trimaran.server.inference.metadata import server_metadata
+from trimaran.server.metrics.history import PERIOD_S, History, Reading, svg_path
 from trimaran.server.metrics.measured_model import MeasuredModel
-from trimaran.server.metrics.recent_rates import SAMPLE_PERIOD_S, RecentRates
+from trimaran.server.metrics.recent_rates import SAMPLE_PERIOD_S, Key, RecentRates
 
 if TYPE_CHECKING:
     from trimaran.server.service import Service
@@ -29,13 +32,14 @@ ENGINE_KEYS = (
 
 
 class StatusReport:
-    """Collects the document; between `start` and `stop` it samples the latencies."""
+    """Collects the document; between `start` and `stop` it samples engines and latencies."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
         self._started_s = time.monotonic()
         self._release = version("trimaran")
         self._rates = RecentRates()
+        self._history = History()
         self._sampler: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -69,9 +73,27 @@ class StatusReport:
         }
 
     async def _sample(self) -> None:
-        while True:
+        num_samples_of_reading = round(PERIOD_S / SAMPLE_PERIOD_S)
+        for index in itertools.count():
+            if index % num_samples_of_reading == 0:
+                self._history.add(self._readings())
             await asyncio.sleep(SAMPLE_PERIOD_S)
             self._rates.add(self._service.metrics.latency_counts())
+
+    def _readings(self) -> dict[Key, Reading]:
+        readings = {}
+        for entry in self._service.registry.index():
+            engine = self._service.metrics.engine_values(entry.name, entry.version)
+            if engine is not None:
+                key = (entry.name, entry.version)
+                rates = self._rates.rates(key)
+                readings[key] = Reading(
+                    tokens_per_s=rates.tokens_per_s,
+                    waiting_requests=engine.get("waiting_requests", 0.0),
+                    kv_used_fraction=engine.get("kv_used_fraction", 0.0),
+                    first_token_p99_s=rates.first_token_p99_s,
+                )
+        return readings
 
     def _server(self) -> dict[str, Any]:
         service = self._service
@@ -92,7 +114,7 @@ class StatusReport:
     def _model(self, entry: Any) -> dict[str, Any]:
         succeeded, failed = self._counts(entry.name, entry.version)
         engine = self._service.metrics.engine_values(entry.name, entry.version)
-        is_engine = engine is not None
+        key = (entry.name, entry.version)
         return {
             "name": entry.name,
             "version": entry.version,
@@ -100,10 +122,9 @@ class StatusReport:
             "reason": entry.reason,
             "num_succeeded": succeeded,
             "num_failed": failed,
-            "rates": asdict(self._rates.rates((entry.name, entry.version)))
-            if is_engine
-            else None,
-            "engine": _chosen(engine) if engine is not None else None,
+            "rates": None if engine is None else asdict(self._rates.rates(key)),
+            "engine": None if engine is None else _chosen(engine),
+            "history": None if engine is None else self._history.of(key),
         }
 
     def _counts(self, name: str, version: str) -> tuple[int, int]:
@@ -162,13 +183,28 @@ def _whole(value: float) -> str:
     return str(int(value))
 
 
+def _highest(values: Sequence[float | None]) -> float | None:
+    return max((value for value in values if value is not None), default=None)
+
+
+def _strip(values: Sequence[float | None], label: str, top: float | None = None) -> Markup:
+    """A line of the last ten minutes; ``top`` is the highest value that has room."""
+    num_steps, height = History().max_readings, 30
+    path = svg_path(values, num_steps, top or _highest(values) or 0.0, height)
+    return Markup(
+        '<svg class="strip" viewBox="0 -1 {} {}" preserveAspectRatio="none" role="img" '
+        'aria-label="{}"><path d="{}"/></svg>'
+    ).format(num_steps - 1, height + 2, label, path)
+
+
 def _template() -> Any:
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters.update(
-        duration=_duration, clock=_clock, ms=_ms, percent=_percent, gib=_gib, whole=_whole
-    )
+        duration=_duration, clock=_clock, ms=_ms, percent=_percent, gib=_gib, whole=_whole,
+        highest=_highest, strip=_strip,
+    )  # fmt: skip
     text = (
         files("trimaran.server.http").joinpath("status_page.html").read_text(encoding="utf-8")
     )

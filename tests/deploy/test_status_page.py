@@ -68,6 +68,11 @@ def test_the_status_page_updates_in_chromium(chromium: str, server: Served, tmp_
             "[...document.querySelectorAll('#models tr')].some(row => "
             "row.innerText.includes('tensorrt_llm v') && +row.children[4].innerText > 0)"
         )
+        # The last ten minutes are drawn: a strip of tokens/s with a second reading.
+        await browser.until(
+            "document.querySelector('#history svg path')?.getAttribute('d').includes('L')"
+        )
+        assert await browser.evaluate("document.querySelectorAll('#history svg').length") == 4
         assert await browser.evaluate("window.isTheSamePage")
         assert await browser.evaluate("!document.getElementById('stale').innerText")
         # No resource came from another host.

@@ -19,6 +19,10 @@ RATES = {
     "tokens_per_s": 1234.5, "first_token_p50_s": 0.0213, "first_token_p99_s": 0.5,
     "inter_token_p50_s": 0.004, "inter_token_p99_s": None,
 }  # fmt: skip
+HISTORY = {
+    "tokens_per_s": [None, 0.0, 1234.5], "waiting_requests": [None, 0.0, 7.0],
+    "kv_used_fraction": [None, 0.0, 0.25], "first_token_p99_s": [None, None, 0.5],
+}  # fmt: skip
 STATUS = {
     "server": {
         "id": "triton", "release": "0.1.0", "version": "2.73.0", "state": "ready",
@@ -29,10 +33,12 @@ STATUS = {
         {
             "name": "tensorrt_llm", "version": "1", "state": "READY", "reason": "",
             "num_succeeded": 41, "num_failed": 2, "rates": RATES, "engine": ENGINE,
+            "history": HISTORY,
         },
         {
             "name": "old", "version": "1", "state": "UNAVAILABLE", "reason": "unloaded",
             "num_succeeded": 0, "num_failed": 0, "rates": None, "engine": None,
+            "history": None,
         },
     ],
     "groups": [
@@ -92,6 +98,23 @@ def test_the_page_shows_models_engines_groups_gpus_and_faults():
         "42 % of its cores busy",
     ):  # fmt: skip
         assert words in text
+
+
+def test_the_page_draws_the_last_ten_minutes_of_each_engine():
+    page = Page(render_page(STATUS))
+    assert (page.tags.count("svg"), page.tags.count("path")) == (4, 4)
+    assert (
+        "tensorrt_llm at most 1234 at most 7 at most 25 % of 100 % at most 500.0 ms"
+    ) in page.text
+    assert 'aria-label="tokens/s of tensorrt_llm"' in render_page(STATUS)
+    # Nothing at the first moment, zero at the second, the highest value at the third.
+    assert 'd="M98 30.0h0L99 0.0"' in render_page(STATUS)
+
+
+def test_a_name_of_a_model_cannot_become_markup():
+    status = copy.deepcopy(STATUS)
+    status["models"][0]["name"] = '"><script>'
+    assert Page(render_page(status)).tags.count("script") == 1
 
 
 def test_the_page_fetches_nothing_from_elsewhere():
