@@ -66,7 +66,7 @@ async def _give_up(server):
     await server.service.admission.give_up(30.0)
 
 
-def test_what_outlasts_the_drain_ends_with_an_answer_that_says_so(fresh_server):
+def test_requests_that_outlast_the_drain_get_an_error(fresh_server):
     server = fresh_server
     found = {}
     body = {"text_input": "a", "max_tokens": 1000, "delay_ms": 50}
@@ -117,7 +117,7 @@ def test_streams_of_grpc_that_outlast_the_drain_end_with_an_error(fresh_server):
 
 
 @pytest.mark.parametrize("count", [1, 1000])
-def test_a_message_on_its_way_arrives_before_the_error_of_the_drain(fresh_server, count):
+def test_a_pending_message_arrives_before_the_error_of_the_drain(fresh_server, count):
     server = fresh_server
     long = repeat_request("long", count, 50)
     long.inputs[0].contents.bytes_contents[0] = b"a" * (12 << 20)
@@ -135,7 +135,7 @@ def test_a_message_on_its_way_arrives_before_the_error_of_the_drain(fresh_server
     assert responses.code() is grpc.StatusCode.OK
 
 
-def test_calls_of_one_response_that_outlast_the_drain_are_unavailable(fresh_server):
+def test_unary_calls_that_outlast_the_drain_are_unavailable(fresh_server):
     server = fresh_server
     server.repeat.is_decoupled = False
     found = {}
@@ -257,7 +257,7 @@ def test_idle_connections_are_closed_at_once(fresh_server):
     connection.close()
 
 
-def test_a_request_whose_body_is_on_its_way_is_refused_not_dropped(fresh_server):
+def test_a_request_with_a_body_in_transfer_is_refused_with_an_answer(fresh_server):
     server = fresh_server
     body = json.dumps({"text_input": "a", "max_tokens": 1}).encode()
     connection = http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=60)
@@ -275,7 +275,7 @@ def test_a_request_whose_body_is_on_its_way_is_refused_not_dropped(fresh_server)
     connection.close()
 
 
-def test_grpc_refuses_with_its_own_text_and_finishes_what_runs(fresh_server):
+def test_grpc_refuses_new_requests_and_finishes_running_requests(fresh_server):
     server = fresh_server
     text = "GRPC server is shutting down and has stopped accepting new requests."
     go_on = threading.Event()

@@ -24,6 +24,6 @@ print(psutil.Process().memory_info().rss - before)
 """
 
 
-def test_large_blocks_that_are_freed_leave_the_process():
+def test_large_freed_blocks_return_to_the_operating_system():
     kept = int(subprocess.check_output([sys.executable, "-c", _PROGRAM]))
     assert kept < 10 << 20

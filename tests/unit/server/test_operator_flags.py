@@ -35,14 +35,14 @@ def get(port, path):
     return text
 
 
-def test_families_of_the_host_can_be_left_out_of_the_metrics(start):
+def test_host_metrics_can_be_disabled(start):
     frontend = start(allow_cpu_metrics=False)
     text = get(frontend._port("Metrics Service"), "/metrics")
     assert "nv_pinned_memory_pool_total_bytes 0" in text
     assert "nv_cpu_" not in text
 
 
-def test_a_connection_ends_at_the_age_that_the_operator_says(start):
+def test_a_connection_ends_at_the_configured_age(start):
     options = {"grpc.max_connection_age_ms": 300, "grpc.max_connection_age_grace_ms": 100}
     frontend = start(grpc_options=options)
     has_begun, has_ended = threading.Event(), threading.Event()
@@ -59,7 +59,7 @@ def test_a_connection_ends_at_the_age_that_the_operator_says(start):
         assert has_ended.wait(DEADLINE_S)
 
 
-def test_the_log_settings_say_what_the_flags_said(start):
+def test_log_settings_report_the_flags(start):
     frontend = start(log_kinds={"log_warning": False})
     settings = json.loads(get(frontend.http_port(), "/v2/logging"))
     assert (settings["log_info"], settings["log_warning"]) == (True, False)

@@ -44,7 +44,9 @@ def test_the_front_end_never_imports_torch():
     assert done.returncode == 0, done.stderr
 
 
-def test_it_serves_from_the_first_engine_on_and_ends_when_told(repository, stack, tmp_path):
+def test_the_front_end_serves_after_the_first_engine_connects_and_ends_at_a_shutdown(
+    repository, stack, tmp_path
+):
     frontend = StartedFrontend(stack, tmp_path)
     frontend.wait_until_listening()
     assert "Started" not in Path(frontend.log.name).read_text()
@@ -95,7 +97,7 @@ def test_a_drain_ends_in_time_and_counts_what_is_unfinished(repository, stack, t
         assert frontend.process.wait(60) == 0
 
 
-def test_a_drain_counts_what_fails_because_its_group_died(repository, stack, tmp_path):
+def test_a_drain_counts_requests_failed_by_a_dead_group(repository, stack, tmp_path):
     frontend = StartedFrontend(stack, tmp_path)
     engine = frontend.dial_in(stack)
     frontend.supervisor.wait_for_state("ready")
@@ -117,7 +119,9 @@ def test_a_drain_counts_what_fails_because_its_group_died(repository, stack, tmp
         assert client.recv(1 << 16).startswith(b"HTTP/1.1 503 ")
 
 
-def test_without_its_engine_it_stays_up_and_says_when_to_retry(repository, stack, tmp_path):
+def test_without_an_engine_the_front_end_stays_up_and_answers_with_a_retry_time(
+    repository, stack, tmp_path
+):
     frontend = StartedFrontend(stack, tmp_path)
     engine = frontend.dial_in(stack)
     frontend.supervisor.wait_for_state("ready")
@@ -139,7 +143,9 @@ def test_without_its_engine_it_stays_up_and_says_when_to_retry(repository, stack
         assert answer.status == 200
 
 
-def test_signals_do_not_end_it_but_the_supervisors_death_does(repository, stack, tmp_path):
+def test_signals_do_not_end_the_front_end_but_the_death_of_the_supervisor_does(
+    repository, stack, tmp_path
+):
     frontend = StartedFrontend(stack, tmp_path)
     frontend.supervisor.receive(ChildState)
     frontend.process.send_signal(signal.SIGTERM)
@@ -150,7 +156,7 @@ def test_signals_do_not_end_it_but_the_supervisors_death_does(repository, stack,
     assert frontend.process.wait(60) == 1
 
 
-def test_a_shutdown_before_it_is_ready_ends_it_in_order(repository, stack, tmp_path):
+def test_a_shutdown_before_readiness_ends_the_front_end_in_order(repository, stack, tmp_path):
     frontend = StartedFrontend(stack, tmp_path)
     frontend.supervisor.receive(ChildState)
     frontend.supervisor.send(Command(verb="drain", arguments={"timeout_s": 30}))
@@ -159,7 +165,7 @@ def test_a_shutdown_before_it_is_ready_ends_it_in_order(repository, stack, tmp_p
     assert frontend.process.wait(60) == 0
 
 
-def test_what_it_cannot_serve_is_a_configuration_error(stack, tmp_path):
+def test_an_unservable_repository_is_a_configuration_error(stack, tmp_path):
     frontend = StartedFrontend(stack, tmp_path)
     failed = frontend.supervisor.wait_for_state("failed")
     assert failed.is_config_error
@@ -167,7 +173,7 @@ def test_what_it_cannot_serve_is_a_configuration_error(stack, tmp_path):
     assert frontend.process.wait(60) == 2
 
 
-def test_a_tokenizer_that_is_missing_is_said_before_any_engine_has_loaded(
+def test_a_missing_tokenizer_is_reported_before_engines_have_loaded(
     repository, stack, tmp_path
 ):
     path = tmp_path / "repository" / "preprocessing" / "config.pbtxt"

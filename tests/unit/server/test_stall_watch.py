@@ -65,7 +65,7 @@ def test_python_code_that_holds_the_loop_is_in_the_log(caplog):
     assert "the event loop turns again" in caplog.text
 
 
-def test_a_loop_that_turns_leaves_the_log_empty(caplog):
+def test_a_responsive_loop_logs_nothing(caplog):
     async def scene():
         watch = StallWatch(stall_s=30.0)
         watch.start()
@@ -84,7 +84,7 @@ def test_c_code_that_holds_the_interpreter_is_written_by_the_timer():
     assert "in holds_the_interpreter" in done.stderr
 
 
-def test_a_signal_writes_the_stacks_and_ends_nothing():
+def test_a_signal_writes_the_stacks_and_ends_no_process():
     process = subprocess.Popen(
         [sys.executable, "-c", ON_SIGNAL], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )

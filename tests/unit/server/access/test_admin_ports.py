@@ -66,7 +66,7 @@ def frontend(tmp_path):
         yield frontend
 
 
-def test_the_serving_ports_refuse_what_the_administration_s_serve(frontend):
+def test_serving_ports_refuse_administration_requests(frontend):
     serving, admin = frontend.http_port(), frontend._port("administration")
     for method, path, category in (
         ("POST", "/v2/repository/models/preprocessing/load", "model-repository"),
@@ -100,7 +100,7 @@ def test_grpc_has_an_administration_port_too(frontend):
         assert client.get_model_repository_index().models
 
 
-def test_code_of_a_model_inherits_no_token(tmp_path):
+def test_a_python_model_process_inherits_no_token(tmp_path):
     with with_nothing_loaded(tmp_path) as frontend:
         files = {"file:1/model.py": base64.b64encode(SPY.encode()).decode()}
         status, document = frontend.load("spy", config=json.dumps(CONFIG), **files)

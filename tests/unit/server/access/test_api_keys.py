@@ -38,11 +38,11 @@ def test_keys_have_names_and_categories(tmp_path):
     ["", "Bearer", "Bearer ", f"Bearer {KEY}x", KEY, f"Digest {KEY}", "Basic !", "Basic aaaa",
      "Bearer \udcff", "Bearer " + "x" * 100_000],
 )  # fmt: skip
-def test_other_headers_show_no_key(tmp_path, shown):
+def test_headers_without_a_key_are_recognised(tmp_path, shown):
     assert read_keys(write(tmp_path / "keys", f"user all {KEY}")).find(shown) is None
 
 
-def test_a_key_may_be_the_password_of_its_name(tmp_path):
+def test_a_key_may_be_sent_as_a_basic_auth_password(tmp_path):
     found = read_keys(write(tmp_path / "keys", f"user all {KEY}"))
     basic = base64.b64encode(f"user:{KEY}".encode()).decode()
     assert found.find(f"Basic {basic}").name == "user"
@@ -51,7 +51,7 @@ def test_a_key_may_be_the_password_of_its_name(tmp_path):
 
 
 @pytest.mark.parametrize(("word", "opened"), [("none", set()), ("health,metadata", None)])
-def test_a_line_says_what_needs_no_key(tmp_path, word, opened):
+def test_the_anonymous_line_lists_categories_without_a_key(tmp_path, word, opened):
     path = write(tmp_path / "keys", f"user all {KEY}", f"anonymous {word}")
     assert read_keys(path).open == (set(word.split(",")) if opened is None else opened)
 
@@ -69,7 +69,7 @@ def test_a_line_says_what_needs_no_key(tmp_path, word, opened):
         ("# nothing", "the file has no key"),
     ],
 )
-def test_a_wrong_line_is_refused_and_no_key_is_said(tmp_path, line, said):
+def test_an_invalid_line_is_refused_without_printing_keys(tmp_path, line, said):
     with pytest.raises(ConfigError) as caught:
         read_keys(write(tmp_path / "keys", line))
     assert said in str(caught.value)
@@ -77,7 +77,9 @@ def test_a_wrong_line_is_refused_and_no_key_is_said(tmp_path, line, said):
     assert "short" not in str(caught.value)
 
 
-def test_a_changed_file_counts_and_a_broken_one_leaves_the_last_keys(tmp_path, caplog):
+def test_a_changed_key_file_takes_effect_and_a_broken_file_keeps_the_last_keys(
+    tmp_path, caplog
+):
     path = write(tmp_path / "keys", f"user all {KEY}")
     keys = KeyFile(path)
     write(tmp_path / "keys", f"user all {OTHER}")
@@ -89,7 +91,7 @@ def test_a_changed_file_counts_and_a_broken_one_leaves_the_last_keys(tmp_path, c
     assert "The former 1 keys stay" in caplog.text
 
 
-def test_a_file_that_every_user_reads_is_noted(tmp_path, caplog):
+def test_a_world_readable_key_file_is_noted(tmp_path, caplog):
     path = tmp_path / "keys"
     write(path, f"user all {KEY}")
     path.chmod(0o644)

@@ -158,7 +158,7 @@ def test_requests_need_a_key_of_their_category_over_grpc(start, keys):
         assert client.get_log_settings(headers={"authorization": f"Bearer {OPERATOR}"})
 
 
-def test_a_changed_file_of_keys_counts_without_a_restart(start, keys):
+def test_a_changed_key_file_takes_effect_without_a_restart(start, keys):
     server = start(api_keys=str(keys))
     new = "n" * 32
     keys.write_text(f"user all {new}\n")

@@ -50,7 +50,7 @@ def test_the_key_of_a_protocol_has_triton_s_prefix():
         (HTTP, ("health:k=file:/no/such",), "/no/such: No such file or directory"),
     ],
 )  # fmt: skip
-def test_a_wrong_setting_is_refused_and_no_value_is_said(flag, settings, said):
+def test_an_invalid_setting_is_refused_without_printing_values(flag, settings, said):
     with pytest.raises(ConfigError) as caught:
         parse(*settings, flag=flag)
     assert said in str(caught.value)

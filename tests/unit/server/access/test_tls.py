@@ -74,7 +74,7 @@ def grpc(server, authority, certificate=(), module=grpcclient):
     )  # fmt: skip
 
 
-def test_clients_that_know_the_authority_are_served(encrypted, authority):
+def test_clients_that_trust_the_authority_are_served(encrypted, authority):
     with http(encrypted, authority) as client:
         assert client.is_server_live()
         assert client.get_server_metadata()["name"]
@@ -86,7 +86,7 @@ def test_clients_that_know_the_authority_are_served(encrypted, authority):
     assert subprocess.run([*curl[:3], url], capture_output=True).returncode == 60
 
 
-def test_asyncio_clients_too(encrypted, authority):
+def test_asyncio_clients_that_trust_the_authority_are_served(encrypted, authority):
     async def ask():
         async with grpc(encrypted, authority, module=grpcaio) as client:
             return await client.is_server_live()
@@ -94,13 +94,15 @@ def test_asyncio_clients_too(encrypted, authority):
     assert asyncio.run(ask())
 
 
-def test_a_client_that_does_not_encrypt_is_refused(encrypted):
+def test_a_plaintext_client_is_refused(encrypted):
     with socket.create_connection(("127.0.0.1", encrypted.http_port), timeout=60) as sock:
         sock.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
         assert b"200" not in sock.recv(1 << 16)
 
 
-def test_mutual_tls_asks_for_a_certificate_of_the_authority(mutual, authority, client_files):
+def test_mutual_tls_requires_a_client_certificate_of_the_authority(
+    mutual, authority, client_files
+):
     with http(mutual, authority, client_files) as client:
         assert client.is_server_live()
     with grpc(mutual, authority, client_files) as client:
@@ -120,7 +122,7 @@ def test_long_answers_and_streams_are_encrypted_too(encrypted, authority):
     connection.close()
 
 
-def test_a_handshake_that_stands_still_ends(authority):
+def test_a_stalled_handshake_is_closed(authority):
     files = TlsFiles(*authority.sign("slow"))
     limits = ConnectionLimits(header_timeout_s=0.2)
     server = RunningServer(access=AccessConfig(http_tls=files), http_limits=limits)
@@ -136,7 +138,7 @@ def copy(sources, targets):
         shutil.copy(source, target)
 
 
-def test_a_new_certificate_counts_without_a_restart(authority, tmp_path):
+def test_a_new_certificate_takes_effect_without_a_restart(authority, tmp_path):
     pair = [str(tmp_path / name) for name in ("cert", "key")]
     copy(authority.sign("first"), pair)
     files = TlsFiles(*pair)
@@ -184,7 +186,7 @@ def handshake(server, client, session=None):
     return connected
 
 
-def test_no_handshake_fails_while_certificates_are_read_again(authority, tmp_path):
+def test_no_handshake_fails_during_a_reload_of_certificates(authority, tmp_path):
     pairs = [authority.sign("this"), authority.sign("that")]
     pair = [str(tmp_path / name) for name in ("cert", "key")]
     copy(pairs[0], pair)
@@ -209,9 +211,7 @@ def test_no_handshake_fails_while_certificates_are_read_again(authority, tmp_pat
 
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
-def test_clients_of_an_authority_that_is_gone_are_refused_after_the_change(
-    authority, client_files, tmp_path, version
-):
+def test_clients_of_a_removed_authority_are_refused(authority, client_files, tmp_path, version):
     (tmp_path / "next").mkdir()
     successor = make_authority(tmp_path / "next")
     root = str(tmp_path / "root.crt")
@@ -263,7 +263,7 @@ def grpc_session(port, context, session=None):
 
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
-def test_grpc_clients_of_an_authority_that_is_gone_are_refused_after_the_change(
+def test_grpc_clients_of_a_removed_authority_are_refused(
     authority, client_files, tmp_path, version
 ):
     (tmp_path / "next").mkdir()
@@ -294,7 +294,7 @@ def test_grpc_clients_of_an_authority_that_is_gone_are_refused_after_the_change(
         server.close()
 
 
-def test_files_that_do_not_fit_together_are_refused(authority, tmp_path):
+def test_mismatched_certificate_files_are_refused(authority, tmp_path):
     cert, _ = authority.sign("one")
     _, key = authority.sign("two")
     with pytest.raises(ConfigError, match=r"--grpc-server-key .*two\.key: KEY_VALUES_MISMATCH"):

@@ -46,7 +46,7 @@ class Work:
         return self.begun
 
 
-async def test_work_begins_at_once_while_slots_are_free():
+async def test_work_starts_at_once_while_slots_are_free():
     work = Work(2)
     for name in ("a", "b", "c"):
         await work.start(name, MB)
@@ -65,7 +65,7 @@ async def test_short_work_overtakes_long_work_that_waits():
     assert await work.end_all() == ["first", "short", "middle", "long"]
 
 
-async def test_work_of_one_size_is_done_in_the_order_of_its_arrival():
+async def test_work_of_equal_size_runs_in_order_of_arrival():
     work = Work(1)
     names = [f"work {number}" for number in range(10)]
     for name in names:

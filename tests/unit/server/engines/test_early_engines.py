@@ -9,7 +9,7 @@ from trimaran.comm.messages.messages import StatsReport
 FOLLOWER = {"index": 1, "num_frontends": 2}
 
 
-async def test_an_early_engine_serves_as_soon_as_its_model_is_known(serve):
+async def test_an_engine_that_connects_before_its_model_exists_serves_later(serve):
     async with serve(FOLLOWER) as served:
         engine = await served.dial(lambda submit: [1], group="late")
         engine.send(StatsReport(values={"active_requests": 1.0}))
@@ -20,7 +20,7 @@ async def test_an_early_engine_serves_as_soon_as_its_model_is_known(serve):
         assert served.engines.is_known("late")
 
 
-async def test_the_latest_of_two_early_incarnations_serves(serve):
+async def test_the_newest_of_two_early_engine_incarnations_serves(serve):
     async with serve(FOLLOWER) as served:
         await served.dial(lambda submit: [1], group="late", incarnation=0)
         await served.dial(lambda submit: [1], group="late", incarnation=1)
@@ -28,7 +28,7 @@ async def test_the_latest_of_two_early_incarnations_serves(serve):
         assert engines.groups["late"].incarnation == 1
 
 
-async def test_an_early_engine_that_dies_is_forgotten(serve):
+async def test_an_early_engine_that_dies_is_removed(serve):
     async with serve(FOLLOWER) as served:
         engine = await served.dial(lambda submit: [1], group="late")
         await engine.end()

@@ -31,7 +31,7 @@ def _submitted(cancelled: list[LiveRequest]) -> LiveRequest:
     return LiveRequest(submit, cancelled.append, lambda gap: None, lambda live, wait: None)
 
 
-def test_a_slow_reader_has_many_logits_in_parts():
+def test_a_slow_reader_gets_large_logits_in_parts():
     request = _submitted([])
     row = bytes(75 << 10)
     first = {"generation_logits": [row], "context_logits": [row], "logits_dtype": "float32"}
@@ -53,7 +53,7 @@ def test_a_slow_reader_has_many_logits_in_parts():
     assert chunks[-1].extras["figures"] == {"kv_cache_reused_blocks": 1}
 
 
-def test_what_nobody_will_read_is_freed_at_once_also_without_a_collection():
+def test_unread_outputs_are_freed_at_once_without_garbage_collection():
     cancelled: list[LiveRequest] = []
     request = _submitted(cancelled)
     reader = Reader(request)

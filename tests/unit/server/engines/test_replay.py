@@ -48,7 +48,7 @@ async def test_a_replayed_stream_has_no_gap_and_no_repeat(serve, num_tokens):
         assert all(s.sampling["max_tokens"] == 400 for s in again.submits)
 
 
-async def test_a_request_that_streams_nothing_is_replayed_too(serve):
+async def test_a_request_without_streaming_is_replayed_too(serve):
     async with serve() as served:
         engine = await served.dial(served.answer(TEXT))
         engine.gate.clear()
@@ -61,7 +61,7 @@ async def test_a_request_that_streams_nothing_is_replayed_too(serve):
         assert await task == ["x" + TEXT]
 
 
-async def test_new_requests_are_refused_while_no_engine_is_there(serve):
+async def test_new_requests_are_refused_without_a_connected_engine(serve):
     async with serve() as served:
         with pytest.raises(EngineDeadError, match="is not at ready state"):
             await served.infer("ensemble", text_input="x", max_tokens=4)
@@ -74,7 +74,7 @@ async def test_new_requests_are_refused_while_no_engine_is_there(serve):
         assert got.value.kind is ErrorKind.UNAVAILABLE
 
 
-async def test_a_request_whose_engine_stays_away_fails_in_time(serve):
+async def test_a_request_fails_when_its_engine_does_not_return_in_time(serve):
     async with serve(frontend={"replay_timeout_s": 0.05}) as served:
         engine = await served.dial(served.answer(TEXT))
         engine.gate.clear()
@@ -85,7 +85,7 @@ async def test_a_request_whose_engine_stays_away_fails_in_time(serve):
             await task
 
 
-async def test_a_request_that_sees_too_many_deaths_fails_at_the_last_of_them(serve):
+async def test_a_request_fails_after_too_many_engine_deaths(serve):
     async with serve(frontend={"max_replays": 2}) as served:
         engine = await served.dial(served.answer(TEXT))
         engine.gate.clear()
@@ -104,7 +104,7 @@ async def test_a_request_that_sees_too_many_deaths_fails_at_the_last_of_them(ser
         assert len(engine.submits) == 1
 
 
-async def test_a_group_that_failed_for_good_fails_its_requests_at_once(serve):
+async def test_a_permanently_failed_group_fails_its_requests_at_once(serve):
     async with serve() as served:
         engine = await served.dial(served.answer(TEXT))
         engine.gate.clear()
@@ -133,7 +133,7 @@ async def test_a_request_cancelled_during_the_outage_is_not_replayed(serve):
 GROUPS = {"groups": {"tensorrt_llm": ("g0", "g1")}}
 
 
-async def test_requests_go_to_the_group_with_the_fewest(serve):
+async def test_requests_go_to_the_group_with_the_fewest_requests(serve):
     async with serve(frontend=GROUPS) as served:
         engines = [await served.dial(served.answer(TEXT), group=name) for name in ("g0", "g1")]
         for engine in engines:
@@ -145,7 +145,7 @@ async def test_requests_go_to_the_group_with_the_fewest(serve):
         assert {"".join(await task) for task in tasks} == {TEXT}
 
 
-async def test_requests_of_a_dead_group_go_on_at_another_that_is_up(serve):
+async def test_requests_of_a_dead_group_continue_at_another_group(serve):
     async with serve(frontend=GROUPS) as served:
         first = await served.dial(served.answer(TEXT), group="g0")
         first.gate.clear()
@@ -158,7 +158,7 @@ async def test_requests_of_a_dead_group_go_on_at_another_that_is_up(serve):
         assert served.models["ensemble"].is_ready
 
 
-async def test_whichever_group_returns_first_takes_over_for_all(serve):
+async def test_the_first_restarted_group_takes_over_all_requests(serve):
     async with serve(frontend=GROUPS) as served:
         engines = [await served.dial(served.answer(TEXT), group=name) for name in ("g0", "g1")]
         for engine in engines:
@@ -195,7 +195,7 @@ async def test_a_later_incarnation_replaces_one_that_is_still_connected(serve):
         ({"incarnation": 1}, "incarnation 1 is older than 2"),
     ],
 )
-async def test_an_engine_that_does_not_belong_here_is_refused(serve, wrong, reason):
+async def test_an_engine_of_an_unknown_group_is_refused(serve, wrong, reason):
     async with serve() as served:
         await served.dial(served.answer("a"), incarnation=2)
         stranger = type(served.dialled[0])(served.answer("b"))
@@ -237,7 +237,7 @@ async def test_a_refusal_by_the_engine_ends_that_request_only(serve):
         assert answers[1] == ["xfine"]
 
 
-async def test_an_engine_without_room_has_begun_nothing(serve):
+async def test_a_full_engine_refuses_before_the_request_starts(serve):
     async with serve() as served:
         engine = await served.dial(served.answer("fine"))
         prompt = served.tokenizer.encode_now("full", True)
@@ -275,7 +275,7 @@ async def test_statistics_and_states_of_engines_are_metrics(serve):
         await engine.until(lambda: value("trimaran_group_up", group="g0") == 0)
 
 
-async def test_closing_one_stream_leaves_the_others_alone(serve):
+async def test_closing_a_stream_leaves_other_streams_unchanged(serve):
     async with serve() as served:
         engine = await served.dial(served.answer(TEXT))
         task = _start(served)
@@ -290,7 +290,7 @@ async def test_closing_one_stream_leaves_the_others_alone(serve):
 
 
 @pytest.mark.parametrize("num_tokens", [20, 27, 30])
-async def test_a_stop_word_is_found_across_a_death(serve, num_tokens):
+async def test_a_stop_word_is_found_across_a_replay(serve, num_tokens):
     async with serve() as served:
         engine = await served.dial(served.answer(TEXT))
         engine.gate.clear()
@@ -328,7 +328,7 @@ async def test_streams_survive_deaths_at_any_moment(serve, seed):
             assert "".join(await task) == prompt + answers[i]
 
 
-async def test_engines_of_other_hosts_dial_in_over_tcp(serve, tmp_path):
+async def test_engines_of_other_hosts_connect_over_tcp(serve, tmp_path):
     # An address of its own: no connection is given this port meanwhile.
     with socket.create_server(("127.0.9.1", 0)) as free:
         port = free.getsockname()[1]

@@ -117,7 +117,7 @@ def samples(served, model=MODEL):
 # ---- routing ----------------------------------------------------------------------------
 
 
-async def test_a_group_with_a_long_answer_to_give_gets_fewer_requests(replicas):
+async def test_a_group_with_a_long_output_to_generate_gets_fewer_requests(replicas):
     async with replicas(2) as group:
         await group.dial_all()
         requests = [group.submit([1], 300)]
@@ -129,7 +129,7 @@ async def test_a_group_with_a_long_answer_to_give_gets_fewer_requests(replicas):
             assert await read(request) == count_up(request.submit)[: request.max_tokens]
 
 
-async def test_a_conversation_goes_on_where_its_history_is_cached(replicas):
+async def test_a_conversation_continues_at_the_group_that_cached_its_history(replicas):
     async with replicas(2) as group:
         a, b = await group.dial_all(is_open=True, reuses_blocks=True, tokens_per_block=4)
         talks = [[index] * 30 for index in range(6)]
@@ -151,7 +151,7 @@ async def test_a_conversation_goes_on_where_its_history_is_cached(replicas):
     [("auto", True, True), ("auto", False, False), ("least_loaded", True, False),
      ("prefix_aware", True, True)],
 )  # fmt: skip
-async def test_prompts_are_followed_where_engines_keep_them(
+async def test_prompts_are_routed_by_prefix_for_engines_with_block_reuse(
     replicas, routing, reuses_blocks, follows
 ):
     async with replicas(2, routing=routing) as group:
@@ -163,7 +163,7 @@ async def test_prompts_are_followed_where_engines_keep_them(
         assert counts == ({0, 6} if follows else {3})
 
 
-async def test_a_group_that_starts_again_has_nothing_cached(replicas):
+async def test_a_restarted_group_has_no_cached_prefixes(replicas):
     async with replicas(2) as group:
         facts = {"reuses_blocks": True, "tokens_per_block": 4}
         a, b = await group.dial_all(is_open=True, **facts)
@@ -177,7 +177,7 @@ async def test_a_group_that_starts_again_has_nothing_cached(replicas):
 
 
 @pytest.mark.parametrize("seed", range(6))
-async def test_whatever_becomes_of_requests_nothing_is_owed_in_the_end(replicas, seed):
+async def test_the_estimated_load_of_groups_returns_to_zero(replicas, seed):
     draw = random.Random(seed)
     facts = {"reuses_blocks": True, "tokens_per_block": 4}
     async with replicas(3) as group:
@@ -224,7 +224,9 @@ async def die_and_return(group, name, incarnation, draw):
 
 
 @pytest.mark.parametrize("seed", range(8))
-async def test_a_death_may_be_heard_of_from_supervisor_and_socket_in_any_order(replicas, seed):
+async def test_a_death_reported_by_supervisor_and_socket_counts_once_in_any_order(
+    replicas, seed
+):
     draw = random.Random(seed)
     async with replicas(2) as group:
         await group.dial_all(is_open=True)
@@ -246,7 +248,7 @@ async def test_a_death_may_be_heard_of_from_supervisor_and_socket_in_any_order(r
 # ---- deaths -----------------------------------------------------------------------------
 
 
-async def test_requests_of_a_dead_group_spread_over_all_that_are_up(replicas):
+async def test_requests_of_a_dead_group_spread_over_all_running_groups(replicas):
     async with replicas(3) as group:
         await group.dial_all()
         requests = [group.submit([index]) for index in range(12)]
@@ -263,7 +265,7 @@ async def test_requests_of_a_dead_group_spread_over_all_that_are_up(replicas):
             assert await read(request) == list(range(index + 1, index + 41))
 
 
-async def test_a_group_that_the_supervisor_calls_down_is_left_before_its_connection_ends(
+async def test_requests_leave_a_group_at_the_down_report_of_the_supervisor(
     replicas,
 ):
     async with replicas(2) as group:
@@ -280,7 +282,7 @@ async def test_a_group_that_the_supervisor_calls_down_is_left_before_its_connect
         assert samples(group.served)["trimaran_group_up", "a"] == 0
 
 
-async def test_what_is_left_of_a_group_that_is_down_may_not_dial_in_again(replicas):
+async def test_an_old_incarnation_of_a_dead_group_may_not_reconnect(replicas):
     async with replicas(1) as group:
         await group.dial("a", 2)
         group.state("a", "down", 2)
@@ -294,7 +296,7 @@ async def test_what_is_left_of_a_group_that_is_down_may_not_dial_in_again(replic
         assert group.model.is_ready
 
 
-async def test_a_model_whose_only_group_is_called_down_is_not_ready_at_once(replicas):
+async def test_a_down_report_of_the_only_group_makes_the_model_unready_at_once(replicas):
     async with replicas(1) as group:
         await group.dial("a")
         assert group.model.is_ready
@@ -305,7 +307,7 @@ async def test_a_model_whose_only_group_is_called_down_is_not_ready_at_once(repl
         assert got.value.kind is ErrorKind.UNAVAILABLE
 
 
-async def test_old_news_of_a_group_do_not_harm_its_next_incarnation(replicas):
+async def test_late_reports_of_a_group_do_not_affect_its_next_incarnation(replicas):
     async with replicas(1) as group:
         await group.dial("a", 3, is_open=True)
         group.engines["a"].gate.clear()
@@ -320,7 +322,7 @@ async def test_old_news_of_a_group_do_not_harm_its_next_incarnation(replicas):
         assert not group.model.is_ready
 
 
-async def test_a_group_that_fails_hands_on_to_one_that_may_come_back(replicas):
+async def test_requests_of_a_failed_group_wait_for_a_group_that_may_restart(replicas):
     async with replicas(2) as group:
         a, b = await group.dial_all()
         requests = [group.submit([index]) for index in range(2)]
@@ -375,7 +377,7 @@ async def test_restarts_that_were_known_before_the_model_are_shown(serve):
         assert await read(group.submit([1])) == list(range(2, 42))
 
 
-async def test_deaths_of_one_model_are_not_felt_by_another(replicas):
+async def test_deaths_of_one_model_do_not_affect_another_model(replicas):
     async with replicas(1, max_replays=0) as group:
         other = await group.served.dial(count_up)
         other.gate.clear()
@@ -420,7 +422,7 @@ async def test_two_generations_of_a_model_serve_side_by_side(replicas):
         assert await read(new.submit([3])) == list(range(4, 44))
 
 
-async def test_a_death_in_one_generation_never_moves_requests_to_the_other(replicas):
+async def test_a_death_in_one_generation_never_moves_requests_to_another_generation(replicas):
     async with replicas(1, replay_timeout_s=0.05) as old:
         first = await old.dial("a")
         new = Replicas(old.served, 1, generation=2)
@@ -467,7 +469,7 @@ async def test_a_closed_generation_leaves_nothing_behind(replicas, caplog):
         assert [record.getMessage() for record in caplog.records] == []
 
 
-async def test_figures_of_groups_are_added_and_those_of_a_dead_group_are_gone(replicas):
+async def test_statistics_of_groups_are_summed_without_dead_groups(replicas):
     async with replicas(2) as group:
         engines = await group.dial_all()
         for used, engine in zip((10, 30), engines, strict=True):

@@ -40,7 +40,7 @@ def loads(*output_tokens):
     ]
 
 
-def test_hashes_are_equal_for_as_many_blocks_as_prompts_are():
+def test_block_hashes_are_equal_for_the_common_prefix_of_prompts():
     a, b = list(range(18)), [*range(9), 0, *range(10, 18)]
     assert len(hashes(a)) == 4
     same = [x == y for x, y in zip(hashes(a), hashes(b), strict=True)]
@@ -50,7 +50,7 @@ def test_hashes_are_equal_for_as_many_blocks_as_prompts_are():
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_known_blocks_are_those_of_the_longest_prompt_with_this_beginning(seed):
+def test_the_longest_known_prefix_of_a_prompt_is_found(seed):
     draw = random.Random(seed)
     known = KnownPrefixes(MAX_KNOWN_BLOCKS)
     seen = []
@@ -67,7 +67,7 @@ def test_known_blocks_are_those_of_the_longest_prompt_with_this_beginning(seed):
         seen.append(ids)
 
 
-def test_memory_is_bounded_and_the_oldest_ends_of_prompts_go_first():
+def test_memory_of_prefixes_is_bounded_and_the_oldest_tails_are_dropped_first():
     known = KnownPrefixes(6)
     old, new = list(range(16)), list(range(100, 116))
     known.add(hashes(old))
@@ -80,19 +80,19 @@ def test_memory_is_bounded_and_the_oldest_ends_of_prompts_go_first():
     assert len(huge) == MAX_KNOWN_BLOCKS
 
 
-def test_the_group_that_owes_least_tokens_is_chosen():
+def test_the_group_with_the_fewest_outstanding_tokens_is_chosen():
     groups = loads(300, 200, 250)
     assert Router().choose(groups, prompt([1] * 8)) == 1
     groups[1].context_tokens = 60
     assert Router().choose(groups, prompt([1] * 8)) == 2
 
 
-def test_groups_that_owe_the_same_take_turns():
+def test_equally_loaded_groups_are_chosen_in_rotation():
     router, groups = Router(), loads(0, 0, 0)
     assert [router.choose(groups, prompt([1])) for _ in range(6)] == [0, 1, 2, 0, 1, 2]
 
 
-def test_a_group_that_knows_the_prompt_is_preferred_until_it_is_too_far_ahead():
+def test_a_group_with_a_cached_prefix_is_preferred_unless_much_busier():
     ids = list(range(41))
     groups = loads(1000, 0)
     groups[1].prefixes.add(hashes(ids))
@@ -109,7 +109,7 @@ def test_a_group_that_knows_the_prompt_is_preferred_until_it_is_too_far_ahead():
     assert Router().choose(groups, prompt(long, 50)) == 0
 
 
-def test_a_prompt_that_everybody_sends_spreads_over_all_groups():
+def test_a_common_prompt_spreads_over_all_groups():
     router, groups = Router(), loads(0, 0, 0)
     ids = list(range(81))
     chosen = []
@@ -120,7 +120,7 @@ def test_a_prompt_that_everybody_sends_spreads_over_all_groups():
     assert all(15 <= chosen.count(group) <= 25 for group in range(3))
 
 
-def test_the_token_that_is_always_computed_saves_nothing():
+def test_the_last_prompt_token_does_not_count_as_cached():
     ids = list(range(40))
     groups = loads(0, 0)
     groups[0].prefixes.add(hashes(ids))
@@ -128,7 +128,7 @@ def test_the_token_that_is_always_computed_saves_nothing():
     assert prompt(ids).num_known(groups[1]) == 0
 
 
-def test_output_that_is_asked_for_counts_by_what_finished_requests_used_of_theirs():
+def test_the_expected_output_is_scaled_by_the_used_part_of_finished_requests():
     router = Router()
     assert router.used_share == 1
     for _ in range(1000):
@@ -143,7 +143,7 @@ def test_output_that_is_asked_for_counts_by_what_finished_requests_used_of_their
     assert router.choose(groups, prompt([1])) == 1
 
 
-def test_conversations_stay_where_they_are_and_groups_stay_even():
+def test_conversations_stay_at_their_group_and_groups_stay_balanced():
     draw, router, groups = random.Random(3), Router(), loads(0, 0)
     for group in groups:
         group.prefixes = KnownPrefixes(10**6)

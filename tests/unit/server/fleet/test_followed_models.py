@@ -117,7 +117,9 @@ def stack():
         yield stack
 
 
-def test_what_is_begun_as_the_first_one_ends_goes_on_for_its_successor(stack, tmp_path):
+def test_a_load_started_before_the_death_of_the_first_front_end_continues_for_its_successor(
+    stack, tmp_path
+):
     repository = tmp_path / "repository"
     write_repository(repository)
     write_python_model(repository, tmp_path, SLOW_CODE)
@@ -141,7 +143,7 @@ def test_what_is_begun_as_the_first_one_ends_goes_on_for_its_successor(stack, tm
     assert not (tmp_path / "begun").exists()
 
 
-def test_a_model_that_is_slow_to_start_holds_up_no_other(stack, tmp_path):
+def test_a_slow_model_delays_no_other_model(stack, tmp_path):
     repository = tmp_path / "repository"
     write_repository(repository)
     write_python_model(repository, tmp_path, SLOW_CODE)
@@ -165,7 +167,7 @@ def test_a_model_that_is_slow_to_start_holds_up_no_other(stack, tmp_path):
     assert follower.status("/v2/models/slow/ready") == 200
 
 
-def test_a_model_that_is_wanted_no_more_is_not_waited_for(stack, tmp_path):
+def test_a_load_that_is_no_longer_wanted_is_not_awaited(stack, tmp_path):
     repository = tmp_path / "repository"
     write_repository(repository)
     write_python_model(repository, tmp_path, SLOW_CODE)
@@ -187,7 +189,7 @@ def test_a_model_that_is_wanted_no_more_is_not_waited_for(stack, tmp_path):
     assert follower.status("/v2/models/slow/ready") == 200
 
 
-def test_a_model_that_gives_up_its_groups_for_its_successor_lets_go_of_them(stack, tmp_path):
+def test_a_model_version_releases_its_groups_for_the_next_version(stack, tmp_path):
     repository = tmp_path / "repository"
     write_repository(repository)
     follower = Follower(stack, tmp_path)
@@ -202,7 +204,7 @@ def test_a_model_that_gives_up_its_groups_for_its_successor_lets_go_of_them(stac
     assert first.receive(Answer).ask_id == 2
 
 
-def test_a_model_that_does_not_start_here_is_shown_and_tried_again(stack, tmp_path):
+def test_a_model_that_fails_at_a_follower_is_reported_and_retried(stack, tmp_path):
     repository = tmp_path / "repository"
     write_python_model(repository, tmp_path, FAILING_CODE)
     follower = Follower(stack, tmp_path)
@@ -220,7 +222,7 @@ def test_a_model_that_does_not_start_here_is_shown_and_tried_again(stack, tmp_pa
     assert follower.status("/v2/health/ready") == 200
 
 
-def test_a_model_is_loaded_once_its_new_group_has_dialled_in_here_too(stack, tmp_path):
+def test_a_load_ends_after_the_new_group_has_connected_to_every_front_end(stack, tmp_path):
     repository = tmp_path / "repository"
     write_repository(repository)
     follower = Follower(stack, tmp_path)

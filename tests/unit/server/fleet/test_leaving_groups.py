@@ -91,7 +91,7 @@ def is_accepted(server, group):
     return answer
 
 
-def test_groups_end_once_another_front_end_has_finished_also_at_a_successor(server):
+def test_a_successor_ends_groups_after_every_front_end_has_released_them(server):
     unload(server)
     assert server.first.stopped == []
     assert server.succeed() == ["tensorrt_llm"]
@@ -108,13 +108,13 @@ def test_groups_end_once_another_front_end_has_finished_also_at_a_successor(serv
     server.remembers()
 
 
-def test_a_successor_waits_for_no_front_end_that_is_down(server):
+def test_a_successor_does_not_wait_for_a_dead_front_end(server):
     unload(server)
     server.succeed(other="down")
     server.first.wait_until(lambda: server.first.stopped == ["tensorrt_llm"])
 
 
-def test_groups_that_are_replaced_end_once_another_front_end_has_finished(server):
+def test_replaced_groups_end_after_every_front_end_has_released_them(server):
     load = begin_load(server)
     server.first.wait_until(lambda: server.follower.was_asked_to_release)
     server.remembers("tensorrt_llm@2", "tensorrt_llm")
@@ -130,9 +130,7 @@ def test_groups_that_are_replaced_end_once_another_front_end_has_finished(server
     server.remembers("tensorrt_llm@2")
 
 
-def test_groups_that_end_at_a_successor_leave_remembered_what_it_has_yet_to_restore(
-    server, tmp_path
-):
+def test_groups_ended_at_a_successor_keep_models_that_are_not_restored_yet(server, tmp_path):
     load = begin_load(server)
     server.first.wait_until(lambda: server.follower.was_asked_to_release)
     server.remembers("tensorrt_llm@2", "tensorrt_llm")
@@ -151,7 +149,7 @@ def test_groups_that_end_at_a_successor_leave_remembered_what_it_has_yet_to_rest
         timer.join()
 
 
-def test_a_model_that_gave_up_its_place_comes_back_once_that_is_free(server):
+def test_a_model_that_freed_its_devices_for_a_failed_load_returns_at_a_successor(server):
     server.first.conflicts["tensorrt_llm@2"] = ["tensorrt_llm"]
     load = begin_load(server)
     server.first.wait_until(lambda: server.follower.was_asked_to_release)
@@ -173,7 +171,7 @@ def test_a_model_that_gave_up_its_place_comes_back_once_that_is_free(server):
     server.remembers(server.first.started[-1][0])
 
 
-def test_a_change_that_was_being_loaded_is_loaded_by_a_successor_that_polls(server):
+def test_a_polling_successor_loads_an_interrupted_change(server):
     server.first.conflicts["tensorrt_llm@2"] = ["tensorrt_llm"]
     load = begin_load(server)
     server.first.wait_until(lambda: server.follower.was_asked_to_release)
@@ -190,7 +188,7 @@ def test_a_change_that_was_being_loaded_is_loaded_by_a_successor_that_polls(serv
 
 
 @pytest.mark.parametrize("name", ["ensemble", "tensorrt_llm"])
-def test_a_server_is_ready_whose_models_are_unloaded_while_they_come_back(server, name):
+def test_unloading_returning_models_makes_the_server_ready(server, name):
     server.first.conflicts["tensorrt_llm@2"] = ["tensorrt_llm"]
     load = begin_load(server)
     server.first.wait_until(lambda: server.follower.was_asked_to_release)
@@ -208,7 +206,7 @@ def test_a_server_is_ready_whose_models_are_unloaded_while_they_come_back(server
     assert server.first.is_ready()
 
 
-def test_files_of_groups_that_leave_go_with_them_also_at_a_successor(server):
+def test_files_of_released_groups_are_deleted_also_at_a_successor(server):
     server.follower.serve()
     folder = server.repository / "tensorrt_llm"
     assert server.first.load_with_file(folder) == (200, None)
@@ -226,7 +224,7 @@ def test_files_of_groups_that_leave_go_with_them_also_at_a_successor(server):
     server.first.wait_until(lambda: not note.exists())
 
 
-def test_files_of_a_load_that_a_death_cuts_off_go_and_those_of_a_loaded_model_stay(server):
+def test_files_of_an_interrupted_load_are_deleted_and_those_of_loaded_models_kept(server):
     server.follower.serve()
     assert server.first.load_with_file(server.repository / "postprocessing") == (200, None)
     (kept,) = server.first.files("note")
@@ -246,7 +244,7 @@ def test_files_of_a_load_that_a_death_cuts_off_go_and_those_of_a_loaded_model_st
     server.first.wait_until(lambda: server.first.files("note") == [kept])
 
 
-def test_groups_whose_model_cannot_be_read_any_more_end_the_same_way(server):
+def test_groups_of_an_unreadable_model_end_after_every_front_end_has_released_them(server):
     (server.repository / "tensorrt_llm" / "1").rename(server.repository / "elsewhere")
     server.follower.may_serve.clear()
     server.remembers("tensorrt_llm")

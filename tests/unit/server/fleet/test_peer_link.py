@@ -53,7 +53,7 @@ async def connected(tmp_path):
         server.close()
 
 
-async def test_both_ends_ask_and_answer_at_once(tmp_path):
+async def test_both_ends_of_a_peer_link_ask_and_answer_concurrently(tmp_path):
     async with connected(tmp_path) as (ends, _):
         slow = asyncio.ensure_future(ends.near.ask("hang"))
         answers = await asyncio.gather(
@@ -79,14 +79,14 @@ async def test_a_bug_of_the_other_end_is_an_internal_error_and_leaves_the_connec
         assert (await ends.near.ask("double", number=1))["number"] == 2
 
 
-async def test_silence_ends_at_the_time_limit(tmp_path):
+async def test_a_question_without_an_answer_ends_at_the_time_limit(tmp_path):
     async with connected(tmp_path) as (ends, _):
         with pytest.raises(RequestError, match="did not answer hang within") as caught:
             await ends.near.ask("hang", 0.05)
         assert caught.value.kind is ErrorKind.UNAVAILABLE
 
 
-async def test_who_waits_for_an_end_that_is_gone_is_told_and_so_is_who_asks_later(tmp_path):
+async def test_pending_and_later_questions_to_a_lost_peer_fail(tmp_path):
     async with connected(tmp_path) as (ends, transport):
         waiting = asyncio.ensure_future(ends.near.ask("hang"))
         await asyncio.sleep(0.05)
@@ -98,7 +98,7 @@ async def test_who_waits_for_an_end_that_is_gone_is_told_and_so_is_who_asks_late
         assert ends.near in ends.lost
 
 
-async def test_an_end_that_breaks_the_protocol_is_dropped(tmp_path):
+async def test_a_peer_that_breaks_the_protocol_is_disconnected(tmp_path):
     async with connected(tmp_path) as (ends, transport):
         transport.write(encode(Ping()))
         for _ in range(100):

@@ -34,7 +34,7 @@ def frontend(tmp_path):
         yield frontend
 
 
-def test_unloads_and_settings_do_not_wait_for_what_another_front_end_starts(frontend):
+def test_unloads_and_settings_do_not_wait_for_loads_of_other_front_ends(frontend):
     assert frontend.unload("postprocessing") == (200, None)
     status, settings = frontend.call("POST", "/v2/logging", {"log_verbose_level": 1})
     assert (status, settings["log_verbose_level"]) == (200, 1)
@@ -54,9 +54,7 @@ def test_a_load_ends_once_every_front_end_serves_the_model(frontend):
     assert "does not serve" not in frontend.text()
 
 
-def test_what_a_slow_front_end_counted_of_a_model_before_its_load_is_not_shown_after_it(
-    frontend, tmp_path
-):
+def test_counts_from_before_a_reload_at_a_slow_front_end_are_not_shown(frontend, tmp_path):
     assert num_successes(frontend) == [3]
     os.utime(tmp_path / "repository" / "postprocessing" / "config.pbtxt")
     load = threading.Thread(target=frontend.load, args=("postprocessing",))
@@ -69,7 +67,7 @@ def test_what_a_slow_front_end_counted_of_a_model_before_its_load_is_not_shown_a
     assert num_successes(frontend) == [1]
 
 
-def test_a_group_that_another_front_end_still_uses_may_dial_in_again(frontend):
+def test_a_group_in_use_by_another_front_end_may_reconnect(frontend):
     follower = frontend.follower
     follower.serve()
     assert frontend.load("tensorrt_llm")[0] == 200

@@ -67,7 +67,7 @@ def test_a_model_that_cannot_be_restored_is_unavailable_with_the_reason(start, d
     assert not after.is_ready()
 
 
-def test_the_next_front_end_shows_what_became_of_models_that_do_not_serve(start):
+def test_a_restarted_front_end_shows_the_state_of_models_that_do_not_serve(start):
     frontend = start()
     assert frontend.load("preprocessing")[0] == 200
     assert frontend.unload("preprocessing")[0] == 200
@@ -85,7 +85,7 @@ def test_the_next_front_end_shows_what_became_of_models_that_do_not_serve(start)
     assert after.is_ready()
 
 
-def test_the_next_front_end_does_not_wait_for_a_group_that_is_down(start):
+def test_a_restarted_front_end_does_not_wait_for_a_dead_group(start):
     frontend = start()
     assert frontend.load("ensemble")[0] == 200
     frontend.wait_until(lambda: frontend.remembered.get("groups") == ["tensorrt_llm"])

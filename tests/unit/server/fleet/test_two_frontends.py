@@ -115,7 +115,7 @@ def write_model(pair, word):
     return folder
 
 
-def test_a_model_that_is_loaded_again_with_the_same_configuration_is_so_everywhere(pair):
+def test_a_reload_with_the_same_configuration_reaches_every_front_end(pair):
     config = config_of(write_model(pair, "old"))
     ask = "POST", "/v2/models/speaker/generate", {"IN": ""}
     assert pair.first.load("speaker", config=config) == (200, None)
@@ -130,7 +130,7 @@ def test_a_model_that_is_loaded_again_with_the_same_configuration_is_so_everywhe
     assert pair.first.num_succeeded("speaker") == 2
 
 
-def test_of_what_a_front_end_counted_two_seconds_are_lost_with_it_also_without_metrics(
+def test_the_death_of_a_front_end_loses_at_most_two_seconds_of_its_counts(
     tmp_path,
 ):
     with ExitStack() as stack:
@@ -143,7 +143,7 @@ def test_of_what_a_front_end_counted_two_seconds_are_lost_with_it_also_without_m
         assert pair.first.num_succeeded("preprocessing") == 1
 
 
-def test_models_that_come_back_at_a_successor_count_on(pair):
+def test_counters_of_models_continue_at_a_successor(pair):
     pair.load("ensemble")
     assert pair.first.generate()[0] == 200
     assert pair.other.generate()[0] == 200
@@ -170,7 +170,7 @@ def test_models_that_come_back_at_a_successor_count_on(pair):
     assert pair.first.num_succeeded("tensorrt_llm") == 4
 
 
-def test_a_load_that_a_death_cuts_off_is_over_for_all_front_ends(pair):
+def test_a_load_interrupted_by_a_death_ends_at_all_front_ends(pair):
     first = pair.first
     first.held.add("tensorrt_llm")
     loading = start_load(first)

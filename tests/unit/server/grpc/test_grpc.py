@@ -48,7 +48,7 @@ def refusal(call):
     return caught.value.code().name, caught.value.details()
 
 
-def test_tritonclient_asks_and_understands(client):
+def test_tritonclient_reads_metadata_and_statistics(client):
     assert client.is_server_live()
     assert client.is_server_ready()
     assert client.is_model_ready("echo")
@@ -127,13 +127,13 @@ def test_requested_outputs_are_the_only_ones(client):
     assert len(response.raw_output_contents) == 1
 
 
-def test_surplus_raw_contents_are_ignored(stub):
+def test_extra_raw_contents_are_ignored(stub):
     message = x_message()
     message.raw_input_contents.append(b"more")
     assert stub.ModelInfer(message).outputs
 
 
-def test_unknown_models_and_versions_have_their_texts(stub):
+def test_unknown_models_and_versions_have_the_error_texts_of_triton(stub):
     assert refusal(lambda: stub.ModelInfer(x_message(model_name="x"))) == (
         "NOT_FOUND", "Request for unknown model: 'x' is not found",
     )  # fmt: skip
@@ -244,17 +244,17 @@ def test_a_wrong_request_is_refused_with_the_text_that_clients_know(stub, spoil,
      ("NOT_FOUND", "NOT_FOUND"), ("CANCELLED", "CANCELLED"), ("UNKNOWN", "UNKNOWN"),
      ("ALREADY_EXISTS", "ALREADY_EXISTS")],
 )  # fmt: skip
-def test_a_models_error_has_its_kinds_code(stub, kind, code):
+def test_an_error_of_a_model_has_the_code_of_its_kind(stub, kind, code):
     message = failing(kind.encode())
     assert refusal(lambda: stub.ModelInfer(message)) == (code, f"failed as {kind}")
 
 
-def test_a_bug_in_a_model_is_internal_and_the_server_lives(stub):
+def test_a_bug_in_a_model_is_an_internal_error_and_the_server_continues(stub):
     assert refusal(lambda: stub.ModelInfer(failing(b"bug")))[0] == "INTERNAL"
     assert stub.ServerLive(pb.ServerLiveRequest()).live
 
 
-def test_errors_that_name_what_is_no_utf8_are_told_with_escapes(fresh_server):
+def test_invalid_utf8_in_error_texts_is_escaped(fresh_server):
     message = failing(b"NOT_FOUND:no file caf\xe9")
     unavailable = VersionState.UNAVAILABLE
     registry = fresh_server.service.registry
@@ -273,7 +273,7 @@ def test_errors_that_name_what_is_no_utf8_are_told_with_escapes(fresh_server):
 
 
 @pytest.mark.parametrize("line", ["a line of a traceback", "Größe", "\n", "100 %"])
-def test_an_error_that_is_too_long_for_a_status_keeps_its_begin_and_its_end(stub, line):
+def test_a_long_error_text_keeps_its_beginning_and_end(stub, line):
     lines = "\n".join([line] * 10_000)
     message = failing(f"NOT_FOUND:begin\n{lines}\nend".encode())
     code, text = refusal(lambda: stub.ModelInfer(message))
@@ -286,7 +286,7 @@ def test_an_error_that_is_too_long_for_a_status_keeps_its_begin_and_its_end(stub
     assert answer.error_message == f"begin\n{lines}\nend"
 
 
-def test_the_health_service_says_serving_while_ready(server):
+def test_the_health_service_reports_serving_while_ready(server):
     with grpc.insecure_channel(server.grpc_url) as channel:
         check = channel.unary_unary("/grpc.health.v1.Health/Check")
         assert check(b"") == b"\x08\x01"
@@ -317,7 +317,7 @@ def test_shared_memory_is_refused_as_a_disabled_feature(client):
     assert not client.get_system_shared_memory_status().regions
 
 
-def test_trace_settings_are_lists_of_texts_and_an_empty_one_takes_back(client):
+def test_trace_settings_are_lists_of_strings_and_an_empty_list_resets_a_setting(client):
     changes = {"trace_rate": "7", "trace_level": ["OFF"]}
     settings = client.update_trace_settings("echo", changes).settings
     assert settings["trace_rate"].value == ["7"]
@@ -350,7 +350,7 @@ def test_log_settings_change_by_type(client, stub):
     )
 
 
-def test_a_log_level_that_grpc_has_no_number_for_is_its_highest(client, server):
+def test_a_log_level_beyond_those_of_grpc_is_the_highest_grpc_level(client, server):
     assert server.post("/v2/logging", {"log_verbose_level": 1 << 40}).status == 200
     try:
         settings = client.get_log_settings().settings
@@ -359,7 +359,7 @@ def test_a_log_level_that_grpc_has_no_number_for_is_its_highest(client, server):
         server.post("/v2/logging", {"log_verbose_level": 0})
 
 
-def test_messages_of_40_megabytes_pass_both_ways(client):
+def test_messages_of_40_megabytes_pass_in_both_directions(client):
     data = np.arange(40 << 20, dtype=np.uint32).astype(np.int8)
     tensor = triton.InferInput("INT8", data.shape, "INT8")
     tensor.set_data_from_numpy(data)
@@ -388,7 +388,7 @@ def test_a_cancelled_call_ends_its_request(fresh_server):
 
 
 @pytest.mark.parametrize("kind", ["ModelInfer", "ModelStreamInfer"])
-def test_what_is_no_message_is_the_callers_fault_and_no_traceback(server, caplog, kind):
+def test_an_invalid_message_is_an_error_of_the_caller_without_traceback(server, caplog, kind):
     path = f"/inference.GRPCInferenceService/{kind}"
     with caplog.at_level("INFO"), grpc.insecure_channel(server.grpc_url) as channel:
         if kind == "ModelInfer":

@@ -70,7 +70,7 @@ def test_responses_come_in_order_and_only_the_last_is_final(stream):
     assert {r.error_message for r in responses} == {""}
 
 
-def test_a_flag_only_final_is_sent_only_when_asked_for(stream):
+def test_the_empty_final_response_is_sent_only_if_requested(stream):
     assert finals(stream(repeat("a", 2, has_flag_only_end=True))) == [False, False]
     message = with_empty_final(repeat("a", 2, has_flag_only_end=True))
     *_, last = stream(message)
@@ -81,7 +81,7 @@ def test_a_flag_only_final_is_sent_only_when_asked_for(stream):
     assert finals([last]) == [True]
 
 
-def test_no_extra_message_follows_a_response_that_is_final(stream):
+def test_no_empty_message_follows_a_final_response(stream):
     assert finals(stream(with_empty_final(repeat("a", 2)))) == [False, True]
 
 
@@ -120,7 +120,7 @@ def test_no_requests_give_no_messages(stream):
     assert list(stream()) == []
 
 
-def test_a_refused_request_answers_with_its_id_alone_and_the_stream_goes_on(stream):
+def test_a_refused_request_is_answered_with_its_id_and_the_stream_continues(stream):
     unknown = repeat("u", 1)
     unknown.model_name = "x"
     invalid = repeat("i", 1)
@@ -134,7 +134,7 @@ def test_a_refused_request_answers_with_its_id_alone_and_the_stream_goes_on(stre
     assert texts([found["a"]]) == ["a 0"]
 
 
-def test_a_request_that_finds_the_queue_full_is_refused_like_one_that_is_invalid(stream):
+def test_a_request_at_a_full_queue_is_refused_like_an_invalid_request(stream):
     refused = repeat("f", 3)
     refused.parameters["refuse_at"].int64_param = 0
     metadata = [("triton_grpc_error", "true")]
@@ -145,7 +145,7 @@ def test_a_request_that_finds_the_queue_full_is_refused_like_one_that_is_invalid
     assert texts([r for r in responses if r.infer_response.id == "a"]) == ["a 0"]
 
 
-def test_a_sample_that_finds_the_queue_full_behind_others_ends_its_request(stream):
+def test_a_sample_at_a_full_queue_ends_its_whole_request(stream):
     refused = repeat("f", 3)
     refused.parameters["refuse_at"].int64_param = 1
     *_, failure = stream(refused)
@@ -153,7 +153,7 @@ def test_a_sample_that_finds_the_queue_full_behind_others_ends_its_request(strea
     assert finals([failure]) == [True]
 
 
-def test_an_error_while_running_is_final_and_the_stream_goes_on(stream):
+def test_an_error_while_running_is_final_and_the_stream_continues(stream):
     *_, failure = stream(repeat("f", 3, version="1", fail_at=1))
     assert failure.error_message == "boom"
     response = failure.infer_response
@@ -161,7 +161,7 @@ def test_an_error_while_running_is_final_and_the_stream_goes_on(stream):
     assert finals([failure]) == [True]
 
 
-def test_a_bug_while_running_is_an_error_and_the_stream_goes_on(stream):
+def test_a_bug_while_running_is_an_error_and_the_stream_continues(stream):
     crashing = repeat("c", 3)
     crashing.parameters["crash_at"].int64_param = 1
     responses = list(stream(crashing, repeat("a", 2)))
@@ -171,7 +171,7 @@ def test_a_bug_while_running_is_an_error_and_the_stream_goes_on(stream):
     assert texts([r for r in responses if r.infer_response.id == "a"]) == ["a 0", "a 1"]
 
 
-def test_an_error_while_running_ends_the_call_of_those_who_ask_for_that(stream):
+def test_an_error_while_running_ends_the_call_if_requested(stream):
     call = stream(
         repeat("slow", 2, delay_ms=60_000),
         repeat("f", 3, fail_at=0),
@@ -182,7 +182,7 @@ def test_an_error_while_running_ends_the_call_of_those_who_ask_for_that(stream):
     assert (caught.value.code().name, caught.value.details()) == ("INTERNAL", "boom")
 
 
-def test_a_call_that_an_error_ends_does_so_behind_a_message_on_its_way(server):
+def test_an_error_that_ends_a_call_follows_pending_messages(server):
     long = repeat("long", 1000, delay_ms=50)
     long.inputs[0].contents.bytes_contents[0] = b"a" * (8 << 20)
     has_begun, is_sent = threading.Event(), threading.Event()
@@ -230,7 +230,7 @@ def test_cancelling_a_stream_ends_all_its_requests_and_no_others(fresh_server):
     assert fresh_server.repeat.num_ended_early == 2
 
 
-def test_a_slow_reader_is_held_back_and_blocks_nobody(fresh_server):
+def test_a_slow_reader_is_throttled_and_delays_no_other_stream(fresh_server):
     server = fresh_server
     with grpc.insecure_channel(server.grpc_url) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
@@ -261,7 +261,7 @@ def test_a_lost_connection_ends_its_requests(fresh_server):
     assert fresh_server.repeat.num_ended_early == 1
 
 
-def test_leaving_in_the_middle_of_a_message_is_no_error_of_the_server(fresh_server, caplog):
+def test_a_disconnect_within_a_message_is_no_error_of_the_server(fresh_server, caplog):
     leaving = 40
     with grpc.insecure_channel(fresh_server.grpc_url) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)

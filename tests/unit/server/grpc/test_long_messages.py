@@ -158,7 +158,7 @@ def test_a_shape_has_a_bounded_number_of_dimensions(server, channel, number):
 
 @pytest.mark.parametrize("num_bytes", [5000, 10 << 20])
 @pytest.mark.parametrize("what", ["id", "sequence id"])
-def test_long_ids_are_refused_where_the_message_is_decoded(channel, what, num_bytes):
+def test_long_ids_are_refused_in_the_decoding_process(channel, what, num_bytes):
     request = echo_request(INT64=[1])
     if what == "id":
         request.id = "x" * num_bytes
@@ -190,7 +190,7 @@ def delimited(number, payload):
         ("TEXT", [b"", b"ab", "öl".encode(), b"\xff" * 100] * 10_000),
     ],
 )
-def test_long_messages_are_what_short_ones_are(channel, name, values):
+def test_long_messages_decode_like_short_messages(channel, name, values):
     stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
     request = echo_request(**{name: values})
     request.parameters["mine"].string_param = "x"
@@ -229,7 +229,7 @@ def test_a_long_message_on_a_stream_is_answered(channel):
 
 @pytest.mark.parametrize("method", ["ModelInfer", "RepositoryModelLoad", "LogSettings"])
 @pytest.mark.parametrize("num_bytes", [1000, 2 * SHORT_BYTES])
-def test_bytes_that_are_no_message_end_the_call(channel, method, num_bytes):
+def test_invalid_bytes_end_the_call(channel, method, num_bytes):
     code, text = refusal(channel, method, b"\xff" * num_bytes)
     if method == "LogSettings" and num_bytes > 1000:
         assert code is grpc.StatusCode.INVALID_ARGUMENT
@@ -245,7 +245,7 @@ def test_a_message_over_the_limit_is_refused(channel):
     assert "larger than max" in text
 
 
-def test_a_long_load_request_is_decoded_elsewhere(server, channel):
+def test_a_long_load_request_is_decoded_in_a_helper_process(server, channel):
     request = pb.RepositoryModelLoadRequest(model_name="absent")
     for index in range(50_000):
         request.parameters[f"file:1/{index}"].bytes_param = b"x"
@@ -299,7 +299,7 @@ def test_a_message_is_split_without_its_tensors():
 @pytest.mark.parametrize(
     "raw", [b"\x0a", b"\x0a\x05ab", b"\x80" * 11, b"\x0b\x0c", b"\x09\x01"]
 )
-def test_cut_and_strange_messages_are_malformed(raw):
+def test_truncated_and_invalid_messages_are_malformed(raw):
     with pytest.raises(MalformedError):
         run_at_once(split_infer(raw))
     with pytest.raises(MalformedError):

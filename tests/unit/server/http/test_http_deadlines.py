@@ -58,7 +58,7 @@ def test_a_silent_connection_is_closed(start):
 
 
 @pytest.mark.parametrize("is_later", [False, True])
-def test_a_head_that_is_not_completed_is_answered_and_closed(start, is_later):
+def test_an_incomplete_request_head_is_answered_and_closed(start, is_later):
     server = start(header_timeout_s=SOON_S)
     with connect(server) as sock:
         if is_later:
@@ -70,7 +70,7 @@ def test_a_head_that_is_not_completed_is_answered_and_closed(start, is_later):
     assert error_of(answer) == "the head took longer than 0.2 s (--http-header-timeout)"
 
 
-def test_bytes_of_a_head_do_not_lengthen_its_time(start):
+def test_bytes_of_a_request_head_do_not_extend_its_deadline(start):
     server = start(header_timeout_s=SOON_S)
     with connect(server) as sock, pytest.raises(OSError):
         sock.sendall(b"GET /v2 HTTP/1.1\r\n")
@@ -79,7 +79,7 @@ def test_bytes_of_a_head_do_not_lengthen_its_time(start):
             time.sleep(0.01)
 
 
-def test_a_head_in_many_parts_has_a_limit(start):
+def test_a_request_head_in_many_parts_has_a_size_limit(start):
     server = start()
     line = b"X: " + b"y" * 60_000 + b"\r\n"
     with connect(server) as sock:
@@ -108,7 +108,7 @@ def test_a_body_that_stalls_is_answered_and_closed(start, action):
     assert b"close" in answer.lower()
 
 
-def test_a_body_that_is_slow_but_goes_on_is_taken(start):
+def test_a_slow_body_is_accepted(start):
     server = start(body_timeout_s=SOON_S, min_rate=10)
     with connect(server) as sock:
         sock.sendall(GENERATE % (len(BODY) + 40))
@@ -157,7 +157,7 @@ def test_a_stream_that_is_not_read_is_dropped_and_its_request_cancelled(start):
         assert server.post("/v2/models/double/generate", {"X": [1, 2]}).json["Y"] == [2, 4]
 
 
-def test_a_stream_that_is_read_slowly_goes_on(start):
+def test_a_slowly_read_stream_continues(start):
     # The stream takes several deadlines; each pause is far below the deadline.
     server = start(send_timeout_s=1.0, min_rate=1000)
     with socket.socket() as sock:
@@ -176,7 +176,7 @@ def test_a_stream_that_is_read_slowly_goes_on(start):
     assert answer.count(b"data: {") == 1500
 
 
-def test_a_full_port_refuses_and_makes_room_of_idle_connections(start):
+def test_a_full_port_closes_idle_connections_and_refuses_others(start):
     server = start(max_connections=4)
     kept = []
     for _ in range(4):

@@ -10,7 +10,7 @@ GENERATE = "/v2/models/repeat/generate"
 STREAM = "/v2/models/repeat/generate_stream"
 
 
-def test_one_response_is_a_flat_object_with_its_keys_in_order(server):
+def test_a_response_of_generate_is_a_flat_object_with_ordered_keys(server):
     answer = server.post(GENERATE, {"text_input": "hi", "max_tokens": 1, "id": "r1"})
     assert answer.status == 200
     assert answer.headers["Content-Type"] == "application/json"
@@ -55,7 +55,7 @@ def test_a_later_error_is_an_event_under_status_200(server):
     assert answer.events[1:] == [{"error": "boom"}]
 
 
-def test_a_bug_in_mid_stream_is_an_event_and_the_connection_lives(server):
+def test_a_bug_within_a_stream_is_an_event_and_the_connection_stays_open(server):
     connection = http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=60)
     for _ in range(2):
         body = json.dumps({"text_input": "hi", "max_tokens": 3, "crash_at": 1})
@@ -78,25 +78,25 @@ def test_a_bug_in_mid_stream_is_an_event_and_the_connection_lives(server):
         (b'{"a":%b}' % (b"1" * 5000), "Number too big to be stored in double. at 0"),
     ],
 )
-def test_json_that_has_no_meaning_is_refused(server, body, reason):
+def test_json_without_a_valid_meaning_is_refused(server, body, reason):
     answer = server.post(GENERATE, body)
     assert answer.status == 500
     assert answer.error == f"failed to parse the request JSON buffer: {reason}"
 
 
-def test_escaped_characters_outside_the_basic_plane_are_text(server):
+def test_escaped_characters_outside_the_basic_plane_are_decoded(server):
     body = b'{"text_input":"\\ud83d\\ude00 \\\\ud800","max_tokens":1}'
     assert server.post(GENERATE, body).json["text_output"] == "\U0001f600 \\ud800 0"
 
 
-def test_many_keys_that_come_twice_take_no_more_time_than_others(server):
+def test_many_duplicate_keys_take_no_more_time_than_unique_keys(server):
     body = ",".join(f'"k{n}":1,"k{n}":2' for n in range(100_000))
     started = time.monotonic()
     assert server.post(GENERATE, b"{%b}" % body.encode()).status == 400
     assert time.monotonic() - started < 30
 
 
-def test_text_streams_as_it_is(server):
+def test_generated_text_is_streamed_unchanged(server):
     text = 'quote " backslash \\ tab \t line \n nul \u0000 ü 字 😀'
     answer = server.post(GENERATE, {"text_input": text, "max_tokens": 1})
     assert answer.json["text_output"] == text + " 0"
@@ -207,7 +207,7 @@ def test_a_wrong_body_is_refused_before_anything_runs(server, path, body, status
     assert (answer.error, answer.status) == (text, status)
 
 
-def test_a_count_that_fits_no_shape_is_refused(server):
+def test_a_number_of_values_that_fits_no_shape_is_refused(server):
     answer = server.post("/v2/models/double/generate", {"X": [1, 2, 3]})
     assert (answer.status, answer.error) == (
         400, "The schema can not convert input 'X' to tensor with proper shape",
@@ -225,7 +225,7 @@ def test_compressed_bodies_are_refused(server):
     )  # fmt: skip
 
 
-def test_the_load_header_is_sent_when_asked_for_and_known(fresh_server):
+def test_the_endpoint_load_header_is_sent_if_requested_and_known(fresh_server):
     body = {"text_input": "a", "max_tokens": 1}
 
     def header(style):

@@ -17,7 +17,7 @@ def infer(server, document, model="double", headers=None):
     return server.post(f"/v2/models/{model}/infer", document, headers)
 
 
-def test_json_tensors_go_in_and_flat_lists_come_out(server):
+def test_json_tensors_are_accepted_and_returned_as_flat_lists(server):
     answer = infer(
         server, {"id": "a", "inputs": [x_input(shape=[2, 2], data=[[1, 2], [3, 4]])]}
     )
@@ -34,7 +34,7 @@ def test_a_response_without_a_request_id_has_no_id(server):
     assert "id" not in infer(server, {"id": "", "inputs": [x_input()]}).json
 
 
-def test_every_json_datatype_comes_back_as_it_was(server):
+def test_every_json_datatype_survives_a_round_trip(server):
     values = {
         "TEXT": ["", "naïve", "a\u0000b"],
         "FP32": [1.5, -0.25, 1e30],
@@ -58,7 +58,7 @@ def test_every_json_datatype_comes_back_as_it_was(server):
     assert found == {f"OUT_{name}": data for name, data in values.items() if name != "FP32"}
 
 
-def test_bytes_that_are_not_utf8_pass_through(server):
+def test_invalid_utf8_bytes_pass_through(server):
     body = b'{"inputs":[{"name":"TEXT","datatype":"BYTES","shape":[1],"data":["\xff\xfe"]}]}'
     assert b'"data":["\xff\xfe"]' in infer(server, body, "echo").body
 
@@ -85,7 +85,7 @@ def test_tritonclient_sends_and_receives_every_binary_datatype(server):
     client.close()
 
 
-def test_only_requested_outputs_come_back_each_in_its_own_form(server):
+def test_each_requested_output_has_its_requested_form(server):
     client = triton.InferenceServerClient(server.http_url)
     inputs = [triton.InferInput("INT8", [1], "INT8"), triton.InferInput("INT64", [1], "INT64")]
     inputs[0].set_data_from_numpy(np.array([3], np.int8), binary_data=False)
@@ -142,7 +142,7 @@ def test_a_compressed_body_may_not_grow_over_the_input_limit(server):
 
 
 @pytest.mark.parametrize("cut", [10, None], ids=["cut", "whole"])
-def test_a_body_of_several_gzip_streams_is_refused_not_read_in_part(server, cut):
+def test_a_body_of_several_gzip_streams_is_refused(server, cut):
     body = json.dumps({"inputs": [x_input()]}).encode()
     parts = gzip.compress(body[:cut]) + gzip.compress(body[cut:] if cut else b" ")
     answer = infer(server, parts, headers={"Content-Encoding": "gzip"})
@@ -169,7 +169,7 @@ def test_a_raw_request_needs_a_model_with_one_input(server):
     assert answer.error.startswith("Raw request must only have 1 input")
 
 
-def test_request_parameters_reach_the_model_and_its_own_come_back(server):
+def test_request_parameters_reach_the_model_and_response_parameters_are_returned(server):
     parameters = {"a": 1, "b": "x", "c": True, "d": 0.5, "priority": 3, "sequence_id": "s"}
     document = {"inputs": [], "parameters": parameters}
     assert infer(server, document, "echo").json["parameters"] == {
@@ -181,7 +181,7 @@ def test_request_parameters_reach_the_model_and_its_own_come_back(server):
     ("value", "seen"),
     [(-(2**63), -(2**63)), (2**63 - 1, 2**63 - 1), (2**63, 2.0**63), (-(10**30), -1e30)],
 )
-def test_a_parameter_that_no_integer_of_64_bits_holds_is_a_double(server, value, seen):
+def test_a_parameter_beyond_64_bit_integers_is_a_double(server, value, seen):
     document = {"inputs": [], "parameters": {"a": value}}
     (found,) = infer(server, document, "echo").json["parameters"].values()
     assert (found, type(found)) == (seen, type(seen))
@@ -192,7 +192,7 @@ def test_a_configured_reshape_is_what_the_model_sees(server):
     assert infer(server, {"inputs": [tensor]}, "squeeze").json["outputs"][0]["data"] == [3]
 
 
-def test_classification_gives_the_best_values_with_their_places(server):
+def test_classification_gives_the_best_values_with_their_indices(server):
     document = {
         "inputs": [{"name": "FP32", "shape": [3], "datatype": "FP32", "data": [0.5, 4, 2]}],
         "outputs": [{"name": "OUT_FP32", "parameters": {"classification": 2}}],
@@ -350,7 +350,7 @@ def test_a_wrong_header_length_is_400(server, header, text):
          "model 'double'. Expected 8, got 7"),
     ],
 )  # fmt: skip
-def test_blobs_that_do_not_fit_are_refused(server, blob, size, text):
+def test_binary_data_of_the_wrong_size_is_refused(server, blob, size, text):
     tensor = x_input(parameters={"binary_data_size": size})
     del tensor["data"]
     head = json.dumps({"inputs": [tensor]}).encode()
@@ -371,20 +371,20 @@ def test_infer_on_a_decoupled_model_is_501(server):
     [("INTERNAL", 500), ("INVALID_ARG", 400), ("UNAVAILABLE", 503), ("UNSUPPORTED", 501),
      ("NOT_FOUND", 404), ("CANCELLED", 400), ("UNKNOWN", 400), ("ALREADY_EXISTS", 400)],
 )  # fmt: skip
-def test_a_models_error_has_its_kinds_status(server, kind, status):
+def test_an_error_of_a_model_has_the_status_of_its_kind(server, kind, status):
     tensor = {"name": "KIND", "shape": [1], "datatype": "BYTES", "data": [kind]}
     answer = infer(server, {"inputs": [tensor]}, "fail")
     assert (answer.status, answer.error) == (status, f"failed as {kind}")
 
 
-def test_a_dead_group_is_503_with_the_time_to_retry(server):
+def test_a_dead_group_is_503_with_a_retry_time(server):
     tensor = {"name": "KIND", "shape": [1], "datatype": "BYTES", "data": ["dead"]}
     answer = infer(server, {"inputs": [tensor]}, "fail")
     assert answer.status == 503
     assert int(answer.headers["Retry-After"]) > 0
 
 
-def test_a_bug_in_a_model_is_500_and_the_server_lives(server):
+def test_a_bug_in_a_model_is_500_and_the_server_continues(server):
     tensor = {"name": "KIND", "shape": [1], "datatype": "BYTES", "data": ["bug"]}
     assert infer(server, {"inputs": [tensor]}, "fail").status == 500
     assert server.get("/v2/health/live").status == 200

@@ -34,7 +34,7 @@ def read_all(sock):
 
 
 @pytest.mark.parametrize("action", ["infer", "generate", "generate_stream"])
-def test_a_body_of_100_megabytes_is_refused_and_the_connection_lives(server, action):
+def test_a_body_of_100_megabytes_is_refused_and_the_connection_stays_open(server, action):
     size = 100 * 1000 * 1000
     model = "double" if action == "infer" else "repeat"
     connection = http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=60)
@@ -92,7 +92,7 @@ def blob_body(size):
     return head + bytes(size), {"Inference-Header-Content-Length": str(len(head))}
 
 
-def test_blobs_after_the_json_are_under_the_limit_of_the_body(server):
+def test_binary_data_counts_towards_the_limit_of_the_body(server):
     answer = server.post("/v2/models/echo/infer", *blob_body(60 << 20))
     assert answer.json["outputs"] == []
     body, headers = blob_body(LIMIT)
@@ -104,7 +104,7 @@ def test_blobs_after_the_json_are_under_the_limit_of_the_body(server):
     )
 
 
-def test_a_compressed_body_is_under_the_limit_whatever_its_header_says(server):
+def test_the_limit_applies_to_decompressed_bodies_regardless_of_headers(server):
     packed = gzip.compress(bytes(2 * LIMIT))
     for length in ({}, {"Inference-Header-Content-Length": "100"}):
         headers = {"Content-Encoding": "gzip", **length}
@@ -120,7 +120,7 @@ def test_a_compressed_body_is_under_the_limit_whatever_its_header_says(server):
     "path", ["logging", "trace/setting", "repository/index", "repository/models/double/unload"]
 )
 @pytest.mark.parametrize("is_chunked", [False, True])
-def test_routes_of_small_bodies_take_small_bodies(server, path, is_chunked):
+def test_routes_with_small_bodies_refuse_large_bodies(server, path, is_chunked):
     body = b"[]," * 30_000
     sent = iter([body[:40_000], body[40_000:]]) if is_chunked else body
     connection = http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=60)
@@ -133,7 +133,7 @@ def test_routes_of_small_bodies_take_small_bodies(server, path, is_chunked):
     connection.close()
 
 
-def test_bodies_that_wait_to_be_decoded_have_a_limit_together(fresh_server):
+def test_bodies_that_wait_for_decoding_share_a_limit(fresh_server):
     limit = fresh_server.service.config.http_max_pending_bytes
     path, size = "/v2/models/repeat/generate", LIMIT
     opened = []
@@ -156,7 +156,7 @@ def test_bodies_that_wait_to_be_decoded_have_a_limit_together(fresh_server):
     assert fresh_server.post(path, long).status == 200
 
 
-def test_an_id_that_each_answer_would_repeat_is_short(server):
+def test_request_ids_have_a_length_limit(server):
     body = generate_body(id="x" * 5000, max_tokens=1)
     answer = server.post("/v2/models/repeat/generate", body)
     assert (answer.status, answer.error) == (
@@ -184,7 +184,7 @@ def test_expect_100_continue_is_answered_before_the_body_is_sent(server):
         assert b'"text_output":"a 0"' in read_all(sock)
 
 
-def test_a_truncated_request_runs_nothing_and_blocks_nobody(fresh_server):
+def test_a_truncated_request_runs_nothing_and_delays_no_request(fresh_server):
     server = fresh_server
     body = generate_body(max_tokens=1)
     with open_socket(server) as waiting, open_socket(server) as leaving:
@@ -197,7 +197,7 @@ def test_a_truncated_request_runs_nothing_and_blocks_nobody(fresh_server):
     assert server.repeat.num_responses == 1
 
 
-def test_nonsense_instead_of_http_harms_nobody(server):
+def test_invalid_http_disturbs_no_request(server):
     with open_socket(server) as sock:
         sock.sendall(b"\x16\x03\x01 hello\r\n\r\n")
         read_all(sock)
@@ -205,7 +205,7 @@ def test_nonsense_instead_of_http_harms_nobody(server):
 
 
 @pytest.mark.parametrize("action", ["generate", "generate_stream"])
-def test_leaving_before_the_first_byte_cancels_the_request(fresh_server, action):
+def test_a_disconnect_before_the_first_byte_cancels_the_request(fresh_server, action):
     server = fresh_server
     body = generate_body(max_tokens=1, delay_ms=3_600_000)
     with open_socket(server) as sock:
@@ -217,7 +217,7 @@ def test_leaving_before_the_first_byte_cancels_the_request(fresh_server, action)
     assert found["fail"]["count"] == 1
 
 
-def test_leaving_in_mid_stream_cancels_the_request(fresh_server):
+def test_a_disconnect_within_a_stream_cancels_the_request(fresh_server):
     server = fresh_server
     body = generate_body(max_tokens=1_000_000, delay_ms=1)
     with open_socket(server) as sock:
@@ -227,7 +227,7 @@ def test_leaving_in_mid_stream_cancels_the_request(fresh_server):
     assert server.repeat.num_ended_early == 1
 
 
-def test_a_slow_reader_is_held_back_and_blocks_nobody(fresh_server):
+def test_a_slow_reader_is_throttled_and_delays_no_other_request(fresh_server):
     server = fresh_server
     with socket.socket() as sock:
         # A small window, so that the server's writes soon stand still.
@@ -258,7 +258,7 @@ def test_an_http_1_0_client_reads_a_stream_to_its_end(server):
     assert response.partition(b"\r\n\r\n")[2].count(b"data: {") == 3
 
 
-def test_requests_sent_at_once_are_answered_in_their_order(server):
+def test_pipelined_requests_are_answered_in_order(server):
     path = "/v2/models/repeat/generate"
     slow = generate_body(text_input="slow", max_tokens=1, delay_ms=50)
     fast = generate_body(text_input="fast", max_tokens=1)
@@ -270,7 +270,7 @@ def test_requests_sent_at_once_are_answered_in_their_order(server):
     assert response.index(b"slow 0") < response.index(b"fast 0")
 
 
-def test_leaving_cancels_an_infer_request_too(fresh_server):
+def test_a_disconnect_cancels_an_infer_request(fresh_server):
     server = fresh_server
     server.repeat.is_decoupled = False
     tensors = [
@@ -307,7 +307,7 @@ def test_one_connection_serves_many_requests(server):
         (b"GET /v2 HTTP/1.1\r\nX: " + b"a" * 70_000 + b"\r\n\r\n", "Got more than"),
     ],
 )
-def test_what_is_no_http_costs_a_line_of_the_log_and_no_traceback(server, caplog, sent, reason):
+def test_invalid_http_is_a_log_line_without_traceback(server, caplog, sent, reason):
     with caplog.at_level("INFO"), open_socket(server) as sock:
         sock.sendall(sent)
         assert b"400 Bad Request" in read_all(sock)
@@ -327,7 +327,7 @@ def test_what_is_no_http_costs_a_line_of_the_log_and_no_traceback(server, caplog
         (b"POST /v2 HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n", "Content-Length"),
     ],
 )
-def test_what_is_no_http_is_answered_with_an_error_body(server, head, reason):
+def test_invalid_http_is_answered_with_an_error_body(server, head, reason):
     with open_socket(server) as sock:
         sock.sendall(head + b"\r\n\r\n")
         answer, _, body = read_all(sock).partition(b"\r\n\r\n")
@@ -339,7 +339,9 @@ def test_what_is_no_http_is_answered_with_an_error_body(server, head, reason):
 @pytest.mark.parametrize(
     "path", ["/v2/models/double/infer", "/v2/models/repeat/generate_stream", "/v2/nothing"]
 )
-def test_a_body_that_goes_on_as_no_http_is_answered_and_is_the_last(server, caplog, path):
+def test_a_body_that_breaks_the_http_framing_is_answered_and_the_connection_closed(
+    server, caplog, path
+):
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
     with caplog.at_level("INFO"), open_socket(server) as sock:
         sock.settimeout(5)
@@ -364,6 +366,6 @@ def test_a_request_has_as_many_headers_as_documented(server, count, status):
         assert sock.recv(100).split()[1] == str(status).encode()
 
 
-def test_a_header_of_60_kilobytes_is_taken(server):
+def test_a_header_of_60_kilobytes_is_accepted(server):
     headers = {"Authorization": "Bearer " + "x" * 60_000}
     assert server.request("GET", "/v2/health/live", None, headers).status == 200

@@ -62,7 +62,7 @@ def test_health_bodies_are_empty(server):
         assert (answer.status, answer.body) == (200, b"")
 
 
-def test_one_model_that_is_not_ready_makes_the_server_not_ready(server):
+def test_an_unready_model_makes_the_server_unready(server):
     server.asleep.is_ready = False
     try:
         assert server.get("/v2/health/ready").status == 400
@@ -128,7 +128,7 @@ def test_model_metadata_shows_the_batch_dimension(server):
     }
 
 
-def test_the_configuration_has_its_defaults_written_out_in_order(server):
+def test_the_configuration_lists_its_defaults_in_order(server):
     config = server.get("/v2/models/repeat/config").json
     assert list(config) == [
         "name", "platform", "backend", "runtime", "version_policy", "max_batch_size", "input",
@@ -240,9 +240,7 @@ def test_trace_settings_change_for_the_server_or_a_model(fresh_server):
         (b"", 500, "failed to parse"),
     ],
 )
-def test_a_trace_setting_that_cannot_be_is_refused_and_changes_nothing(
-    server, changes, status, text
-):
+def test_an_invalid_trace_setting_is_refused_and_changes_nothing(server, changes, status, text):
     before = server.get("/v2/trace/setting").json
     if isinstance(changes, dict):
         changes = {"trace_rate": "3", **changes}
@@ -252,14 +250,14 @@ def test_a_trace_setting_that_cannot_be_is_refused_and_changes_nothing(
     assert server.get("/v2/trace/setting").json == before
 
 
-def test_trace_settings_say_that_tracing_is_off(server):
+def test_trace_settings_report_that_tracing_is_off(server):
     assert server.get("/v2/trace/setting").json["trace_level"] == ["OFF"]
     assert server.get("/v2/models/echo/trace/setting").json["trace_rate"] == "1000"
     answer = server.get("/v2/models/x/trace/setting")
     assert (answer.status, answer.error) == (400, "Request for unknown model : x")
 
 
-def test_tritonclient_asks_and_understands(server):
+def test_tritonclient_reads_metadata_and_statistics(server):
     client = triton.InferenceServerClient(server.http_url)
     assert client.is_server_live()
     assert client.is_server_ready()

@@ -99,7 +99,7 @@ def contents(server, stub):
     ids=["JSON numbers", "JSON strings", "binary strings", "generate", "generate_stream",
          "gRPC strings", "gRPC stream", "gRPC contents"],
 )  # fmt: skip
-def test_no_stream_waits_for_what_is_huge(server, stub, prepare):
+def test_no_stream_waits_for_a_huge_answer(server, stub, prepare):
     run = prepare(server, stub)
     with LoopWatch(server) as watch:
         run()
@@ -108,7 +108,7 @@ def test_no_stream_waits_for_what_is_huge(server, stub, prepare):
 
 @pytest.mark.parametrize("count", [0, 1, CHUNK_ITEMS - 1, CHUNK_ITEMS, 2 * CHUNK_ITEMS + 1])
 @pytest.mark.parametrize("is_binary", [False, True])
-def test_numbers_come_back_whatever_their_count(server, count, is_binary):
+def test_any_number_of_values_is_returned(server, count, is_binary):
     values = np.arange(count, dtype=np.int64) - 7
     answer = post_blob(
         server, "INT64", "INT64", count, values.tobytes(), binary_data_output=is_binary
@@ -135,7 +135,7 @@ def test_numbers_come_back_whatever_their_count(server, count, is_binary):
     ],
     ids=["empty", "long", "many"],
 )
-def test_strings_come_back_whatever_their_lengths(server, stub, strings):
+def test_strings_of_any_length_are_returned(server, stub, strings):
     blob = packed(strings)
     texts = [string.decode("utf-8", "surrogateescape") for string in strings]
     answer = post_blob(server, "TEXT", "BYTES", len(strings), blob)
@@ -157,7 +157,7 @@ def test_strings_come_back_whatever_their_lengths(server, stub, strings):
         assert response.infer_response.raw_output_contents == [blob]
 
 
-def test_long_outputs_stand_among_short_ones(server):
+def test_long_and_short_outputs_keep_their_order(server):
     many = list(range(2 * CHUNK_ITEMS))
     inputs = [
         ("INT64", "INT64", many),
@@ -191,7 +191,7 @@ def test_long_outputs_stand_among_short_ones(server):
     ]
 
 
-def test_a_long_answer_that_nobody_reads_waits_and_ends_with_its_reader(fresh_server, caplog):
+def test_an_unread_long_answer_waits_and_ends_with_its_connection(fresh_server, caplog):
     count = HUGE // 2
     tensor = {"name": "INT8", "datatype": "INT8", "shape": [count],
               "parameters": {"binary_data_size": count}}  # fmt: skip
@@ -222,7 +222,7 @@ def test_a_long_answer_that_nobody_reads_waits_and_ends_with_its_reader(fresh_se
         ("FP32", "fp32_contents", [0.5, -3.0], np.float32),
     ],
 )
-def test_long_contents_are_what_short_ones_are(server, stub, name, field, values, dtype):
+def test_long_contents_decode_like_short_contents(server, stub, name, field, values, dtype):
     many = values * CHUNK_ITEMS
     answer = stub.ModelInfer(message_of(name, name, len(many), **{field: many}))
     found = np.frombuffer(answer.raw_output_contents[0], dtype)
@@ -231,7 +231,7 @@ def test_long_contents_are_what_short_ones_are(server, stub, name, field, values
     assert found.tolist() == expected.tolist() * CHUNK_ITEMS
 
 
-def test_a_cut_string_behind_many_is_found(server, stub):
+def test_a_truncated_string_behind_many_strings_is_found(server, stub):
     blob = bytes(5 * 4 * CHUNK_ITEMS) + b"\x05\0\0\0ab"
     message = message_of("TEXT", "BYTES", 5 * CHUNK_ITEMS + 1, blob)
     with pytest.raises(grpc.RpcError) as caught:
@@ -275,7 +275,7 @@ def test_a_model_replaced_while_a_request_is_checked_is_not_run(
     assert new.statistics.message().inference_stats.success.count == has_same_config
 
 
-def test_millions_of_values_are_classified_beside_the_loop(server, monkeypatch):
+def test_millions_of_values_are_classified_outside_the_event_loop(server, monkeypatch):
     threads = []
     classify = infer_response.classify
 

@@ -89,7 +89,7 @@ def test_a_body_of_too_many_values_is_refused_before_any_is_made(fresh_server, k
     assert process.memory_info().rss < 192 << 20
 
 
-def test_commas_and_brackets_in_texts_are_no_values(server):
+def test_commas_and_brackets_in_strings_do_not_count_as_values(server):
     body = json.dumps({"text_input": 'a,[{"\\' * 400_000, "max_tokens": 1}).encode()
     answer = server.post("/v2/models/repeat/generate", body)
     assert answer.status == 200
@@ -104,7 +104,7 @@ def test_commas_and_brackets_in_texts_are_no_values(server):
         ("TEXT", "BYTES", long_texts()),
     ],
 )
-def test_long_tensors_are_what_short_ones_are(server, name, datatype, values):
+def test_long_tensors_decode_like_short_tensors(server, name, datatype, values):
     def tensor(data):
         return {"inputs": [{"name": name, "datatype": datatype, "shape": [len(data)],
                             "data": data}]}  # fmt: skip
@@ -124,7 +124,7 @@ def test_long_tensors_are_what_short_ones_are(server, name, datatype, values):
     assert got == json.loads(short)["outputs"][0]["data"] * (len(values) // few)
 
 
-def test_blobs_after_a_long_json_stay_with_their_inputs(server):
+def test_binary_data_after_long_json_belongs_to_its_inputs(server):
     halves, words = np.arange(50, dtype=np.float16), [b"ab", b"", b"\xff"]
     packed = b"".join(struct.pack("<I", len(word)) + word for word in words)
     numbers = list(range(100_000))
@@ -165,7 +165,7 @@ def test_blobs_after_a_long_json_stay_with_their_inputs(server):
         ("repeat/generate_stream", b'{"max_tokens":1,"max_tokens":2}'),
     ],
 )
-def test_errors_of_long_bodies_are_those_of_short_ones(server, path, body):
+def test_errors_of_long_bodies_equal_those_of_short_bodies(server, path, body):
     short = server.post(f"/v2/models/{path}", body)
     long = server.post(f"/v2/models/{path}", body + b" " * SHORT_BYTES)
     assert short.status >= 400
@@ -195,7 +195,7 @@ def test_no_stream_waits_for_millions_of_strings_after_the_json(server, cut):
         )
 
 
-def test_long_bodies_are_decoded_and_encoded_beside_the_loop(server, monkeypatch):
+def test_long_bodies_are_decoded_and_encoded_outside_the_event_loop(server, monkeypatch):
     threads = []
     for name in ("compress", "decompress"):
         work = getattr(http_infer, name)
@@ -220,7 +220,7 @@ async def _thread():
     return threading.get_ident()
 
 
-def test_what_reads_for_a_client_that_is_gone_ends(fresh_server):
+def test_decoding_for_a_disconnected_client_ends(fresh_server):
     body = BODIES["parameters"][1]
     head = (
         f"POST /v2/models/echo/infer HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -236,7 +236,7 @@ def test_what_reads_for_a_client_that_is_gone_ends(fresh_server):
     assert fresh_server.post("/v2/models/echo/infer", small).status == 200
 
 
-def test_nothing_is_left_of_a_process_whose_answer_nobody_waits_for(monkeypatch):
+def test_a_decoding_process_without_a_waiting_request_leaves_nothing(monkeypatch):
     answered, go_on = threading.Event(), threading.Event()
 
     def exchange(process, *arguments):
@@ -264,7 +264,7 @@ def test_nothing_is_left_of_a_process_whose_answer_nobody_waits_for(monkeypatch)
     assert not asyncio.run(give_up())
 
 
-def test_a_reading_process_that_is_killed_costs_only_its_request(fresh_server):
+def test_a_killed_decoding_process_fails_only_its_request(fresh_server):
     me = psutil.Process()
     before = set(me.children())
     answers = []

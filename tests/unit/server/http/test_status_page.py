@@ -123,7 +123,7 @@ def test_the_page_fetches_nothing_from_elsewhere():
     assert "http-equiv" in render_page(STATUS)
 
 
-def test_a_browser_without_scripts_is_not_told_that_the_server_is_gone():
+def test_a_browser_without_scripts_shows_no_offline_warning():
     assert "no answer" not in render_page(STATUS).partition("<script>")[0]
 
 
@@ -132,7 +132,7 @@ def test_text_of_a_fault_cannot_become_markup():
 
 
 @pytest.mark.parametrize("missing", ["models", "groups", "gpus", "faults"])
-def test_an_empty_list_is_said_in_words_or_left_out(missing):
+def test_an_empty_list_is_shown_as_a_sentence_or_omitted(missing):
     status = copy.deepcopy(STATUS)
     status[missing] = []
     assert "triton" in Page(render_page(status)).text
@@ -156,7 +156,7 @@ def test_the_metrics_port_serves_the_page_and_its_document(fresh_server):
     assert document["host"]["memory_total_bytes"] > 0
 
 
-def test_requests_are_counted_by_how_they_ended(fresh_server):
+def test_requests_are_counted_by_outcome(fresh_server):
     tensor = {"name": "X", "shape": [1, 2], "datatype": "INT32", "data": [0, 0]}
     fresh_server.post("/v2/models/double/infer", {"inputs": [tensor]})
     bad = {"name": "KIND", "shape": [1], "datatype": "BYTES", "data": ["INTERNAL"]}

@@ -26,7 +26,7 @@ def fail():
     raise ValueError("it failed")
 
 
-def test_work_at_once_gives_its_result():
+def test_short_cooperative_work_returns_its_result():
     log = []
     assert run_at_once(work(log, "a", 2)) == "a"
     assert log == ["a0", "a1"]
@@ -47,7 +47,7 @@ def test_other_tasks_run_between_the_chunks_of_long_work():
     assert log == ["a0", "other", "a1", "other", "a2", "other"]
 
 
-def test_one_piece_of_long_work_has_a_chunk_in_each_round():
+def test_one_long_job_runs_a_chunk_in_each_round():
     log, rounds = [], []
 
     async def count():
@@ -70,7 +70,7 @@ def test_one_piece_of_long_work_has_a_chunk_in_each_round():
     assert log[6:] == [f"{name}{number}" for number in range(1, 20) for name in "abcdef"]
 
 
-def test_huge_work_waits_while_others_are_huge_and_keeps_no_other_waiting(monkeypatch):
+def test_huge_jobs_run_one_after_another_and_delay_no_small_job(monkeypatch):
     monkeypatch.setattr(cooperative, "LONG_SLICES", 9)
     log = []
 
@@ -104,12 +104,12 @@ def test_short_work_is_done_at_once(monkeypatch):
     assert end.value.value == "a"
 
 
-def test_what_fails_in_a_piece_comes_to_who_waits():
+def test_an_error_in_a_chunk_is_raised_to_the_awaiting_task():
     with pytest.raises(ValueError, match="it failed"):
         asyncio.run(run_cooperatively(fail()))
 
 
-def test_nothing_goes_on_for_who_waits_no_more():
+def test_work_of_a_cancelled_task_stops():
     log = []
     endless = work(log, "a", 1 << 60)
 

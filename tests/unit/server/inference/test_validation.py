@@ -85,7 +85,7 @@ NOTE = (
          "available"),
     ],
 )  # fmt: skip
-def test_misfits_are_named_after_the_request(config, inputs, text):
+def test_tensors_that_do_not_fit_are_refused_with_the_request_id(config, inputs, text):
     assert refusal(config, *inputs).startswith("[request id: <id_unknown>] " + text)
     assert refusal(config, *inputs, request_id="r").startswith("[request id: r] " + text)
 

@@ -22,7 +22,7 @@ def is_down(frontend, model):
     return frontend.index()[model][0] == "UNAVAILABLE"
 
 
-def test_files_of_an_ensemble_stay_when_its_step_is_loaded_again(frontend):
+def test_files_of_an_ensemble_are_kept_when_its_step_is_reloaded(frontend):
     note = load_ensemble(frontend)
     (frontend.repository / "preprocessing" / "config.pbtxt").touch()
     assert frontend.load("preprocessing")[0] == 200
@@ -35,7 +35,7 @@ def test_files_of_an_ensemble_stay_when_its_step_is_loaded_again(frontend):
     frontend.wait_until(lambda: not note.exists())
 
 
-def test_files_of_an_ensemble_that_waits_for_a_step_go_with_it(frontend):
+def test_files_of_an_ensemble_waiting_for_a_step_are_deleted_with_the_ensemble(frontend):
     note = load_ensemble(frontend)
     frontend.unload("preprocessing")
     frontend.wait_until(lambda: is_down(frontend, "ensemble"))
@@ -44,7 +44,7 @@ def test_files_of_an_ensemble_that_waits_for_a_step_go_with_it(frontend):
     frontend.wait_until(lambda: not note.exists())
 
 
-def test_files_of_an_ensemble_whose_step_cannot_be_read_go_at_once(frontend):
+def test_files_of_an_ensemble_with_an_unreadable_step_are_deleted_at_once(frontend):
     (frontend.repository / "preprocessing" / "config.pbtxt").write_text("nonsense")
     assert frontend.load_with_file(frontend.repository / "ensemble")[0] == 500
     assert list(frontend.scratch.iterdir()) == []
@@ -52,9 +52,7 @@ def test_files_of_an_ensemble_whose_step_cannot_be_read_go_at_once(frontend):
 
 @pytest.mark.matrix(keep=1)
 @pytest.mark.parametrize("name", ["\\000", "../secret", "1/../../secret", "/etc/hostname"])
-def test_labels_that_are_none_of_the_models_files_are_refused_with_what_came_along(
-    frontend, name
-):
+def test_label_files_outside_the_model_folder_are_refused_with_the_load(frontend, name):
     (frontend.repository / "secret").write_text("of nobody's concern")
     path = frontend.repository / "postprocessing" / "config.pbtxt"
     path.write_text(

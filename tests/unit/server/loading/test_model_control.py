@@ -49,7 +49,7 @@ def as_json(config):
     return json_format.MessageToJson(config, preserving_proto_field_name=True)
 
 
-def test_a_server_without_models_is_ready_and_lists_what_it_could_load(frontend):
+def test_a_server_without_models_is_ready_and_lists_loadable_models(frontend):
     assert frontend.is_ready()
     assert set(frontend.index()) == {
         "ensemble", "postprocessing", "preprocessing", "tensorrt_llm", "tensorrt_llm_bls",
@@ -58,7 +58,7 @@ def test_a_server_without_models_is_ready_and_lists_what_it_could_load(frontend)
     assert frontend.tokenize()[0] == 404
 
 
-def test_the_index_says_that_the_repository_is_gone_and_what_serves_is_still_ready(frontend):
+def test_the_index_reports_a_lost_repository_and_loaded_models_stay_ready(frontend):
     frontend.load("preprocessing")
     moved = frontend.repository.rename(frontend.repository.with_name("moved"))
     try:
@@ -73,7 +73,7 @@ def test_the_index_says_that_the_repository_is_gone_and_what_serves_is_still_rea
     assert frontend.index()["preprocessing"] == ("READY", None)
 
 
-def test_a_load_from_a_repository_that_is_gone_is_refused_with_the_reason(frontend):
+def test_a_load_from_a_lost_repository_is_refused_with_the_reason(frontend):
     moved = frontend.repository.rename(frontend.repository.with_name("moved"))
     try:
         status, body = frontend.load("preprocessing")
@@ -87,7 +87,7 @@ def test_a_load_from_a_repository_that_is_gone_is_refused_with_the_reason(fronte
     )
 
 
-def test_files_of_a_request_for_which_the_disk_has_no_room_leave_nothing(tmp_path, monkeypatch):
+def test_uploaded_files_without_disk_space_leave_nothing(tmp_path, monkeypatch):
     (tmp_path / "repository").mkdir()
     reader = ModelReader(tmp_path / "repository", OverrideFolders(tmp_path / "scratch"))
     request = LoadRequest("m", "{}", {"1/model.py": b"pass"})
@@ -101,7 +101,7 @@ def test_files_of_a_request_for_which_the_disk_has_no_room_leave_nothing(tmp_pat
     assert list((tmp_path / "scratch").iterdir()) == []
 
 
-def test_files_of_a_request_whose_name_is_too_long_for_a_folder_leave_nothing(tmp_path):
+def test_uploaded_files_with_too_long_names_leave_nothing(tmp_path):
     (tmp_path / "repository").mkdir()
     reader = ModelReader(tmp_path / "repository", OverrideFolders(tmp_path / "scratch"))
     request = LoadRequest("m" * 300, "{}", {"1/model.py": b"pass"})
@@ -110,14 +110,14 @@ def test_files_of_a_request_whose_name_is_too_long_for_a_folder_leave_nothing(tm
     assert list((tmp_path / "scratch").iterdir()) == []
 
 
-def test_files_of_a_front_end_before_this_one_outlive_those_of_other_requests(tmp_path):
+def test_uploaded_files_of_a_previous_front_end_are_kept(tmp_path):
     before = OverrideFolders(tmp_path).write(LoadRequest("a", "{}", {"1/x": b""}))
     overrides = OverrideFolders(tmp_path)
     overrides.remove(overrides.write(LoadRequest("b", "{}", {"1/x": b""})))
     assert (before / "1" / "x").exists()
 
 
-def test_a_link_to_nothing_hides_no_change_of_the_files_beside_it(tmp_path):
+def test_a_broken_link_hides_no_change_of_other_files(tmp_path):
     (tmp_path / "config.pbtxt").write_text("one")
     (tmp_path / ".#config.pbtxt").symlink_to("somebody@somewhere.1")  # an editor's lock
     before = fingerprint(tmp_path, None)
@@ -171,7 +171,7 @@ def test_the_clients_of_both_protocols_load_and_unload(frontend):
             client.unload_model("nothing")
 
 
-def test_a_load_without_a_change_is_none(frontend):
+def test_a_load_without_a_change_does_nothing(frontend):
     frontend.load("preprocessing")
     frontend.tokenize()
     assert frontend.load("preprocessing")[0] == 200
@@ -189,7 +189,7 @@ def test_a_load_after_a_change_starts_the_counters_again(frontend, touched):
     assert frontend.tokenize()[0] == 200
 
 
-def test_a_change_of_the_tokenizer_is_a_change(frontend, tmp_path):
+def test_a_changed_tokenizer_counts_as_a_change(frontend, tmp_path):
     shutil.copytree(_tokenizer_dir(frontend), tmp_path / "tokenizer")
     config = config_of(frontend, "preprocessing")
     config.parameters["tokenizer_dir"].string_value = str(tmp_path / "tokenizer")
@@ -210,7 +210,7 @@ def _tokenizer_dir(frontend):
     return config_of(frontend, "preprocessing").parameters["tokenizer_dir"].string_value
 
 
-def test_a_failed_load_leaves_the_model_as_it_was(frontend):
+def test_a_failed_load_leaves_the_model_unchanged(frontend):
     frontend.load("preprocessing")
     frontend.tokenize()
     path = frontend.repository / "preprocessing" / "config.pbtxt"
@@ -228,7 +228,7 @@ def test_a_failed_load_leaves_the_model_as_it_was(frontend):
     assert frontend.is_ready()
 
 
-def test_a_failed_load_as_an_ensemble_leaves_the_model_as_it_was(frontend):
+def test_a_failed_load_as_an_ensemble_leaves_the_model_unchanged(frontend):
     frontend.load("preprocessing")
     frontend.tokenize()
     steps = config_of(frontend, "preprocessing")
@@ -241,7 +241,7 @@ def test_a_failed_load_as_an_ensemble_leaves_the_model_as_it_was(frontend):
     assert frontend.is_ready()
 
 
-def test_a_model_that_is_not_there_is_not_loaded(frontend):
+def test_an_absent_model_is_not_loaded(frontend):
     for name in ("nothing", "..%2Frepository", "a%2Fb"):
         status, body = frontend.load(name)
         assert (status, body["error"].split(", ")[1]) == (
@@ -262,7 +262,7 @@ def test_a_model_without_a_version_is_not_loaded(frontend):
     assert body["error"].startswith("failed to load 'preprocessing', no version is available")
 
 
-def test_a_new_version_takes_the_place_of_the_old_one(frontend):
+def test_a_new_version_replaces_the_old_version(frontend):
     frontend.load("preprocessing")
     newer = frontend.repository / "preprocessing" / "2"
     newer.mkdir()
@@ -278,7 +278,7 @@ def test_a_new_version_takes_the_place_of_the_old_one(frontend):
         newer.rmdir()
 
 
-def test_a_configuration_of_the_request_holds_until_the_next_load(frontend):
+def test_a_configuration_in_a_load_request_lasts_until_the_next_load(frontend):
     frontend.load("preprocessing")
     changed = config_of(frontend, "preprocessing")
     changed.max_batch_size = 5
@@ -289,7 +289,7 @@ def test_a_configuration_of_the_request_holds_until_the_next_load(frontend):
     assert frontend.call("GET", path)[1]["max_batch_size"] == 8
 
 
-def test_a_model_may_come_with_its_request_alone(frontend):
+def test_a_model_may_consist_of_uploaded_files_alone(frontend):
     config = config_of(frontend, "postprocessing")
     config.name = ""
     config.output[0].label_filename = "labels.txt"
@@ -328,13 +328,13 @@ def test_a_model_may_come_with_its_request_alone(frontend):
         ({"foo": "x"}, "unexpected error on creating Triton parameter"),
     ],
 )  # fmt: skip
-def test_parameters_that_are_none_are_refused(frontend, parameters, error):
+def test_invalid_load_parameters_are_refused(frontend, parameters, error):
     status, body = frontend.load("preprocessing", **parameters)
     assert status == 500
     assert error in body["error"]
 
 
-def test_a_tokenizer_folder_that_can_be_none_is_refused(frontend):
+def test_an_invalid_tokenizer_folder_is_refused(frontend):
     config = config_of(frontend, "preprocessing")
     config.parameters["tokenizer_dir"].string_value = "/x\0"
     status, body = frontend.load("preprocessing", config=as_json(config))
@@ -358,7 +358,7 @@ def test_grpc_refuses_parameters_by_name_and_type(frontend):
             assert caught.value.code().name == "INVALID_ARGUMENT"
 
 
-def test_an_unloaded_model_leaves_no_series_behind(frontend):
+def test_an_unloaded_model_leaves_no_metric_series(frontend):
     frontend.load("preprocessing")
     frontend.tokenize()
     assert 'nv_inference_count{model="preprocessing",version="1"} 1' in frontend.metrics()
@@ -366,7 +366,7 @@ def test_an_unloaded_model_leaves_no_series_behind(frontend):
     frontend.wait_until(lambda: 'model="preprocessing"' not in frontend.metrics())
 
 
-def test_a_request_whose_body_is_on_its_way_meets_the_new_model(frontend):
+def test_a_request_with_a_body_in_transfer_uses_the_new_model(frontend):
     frontend.load("preprocessing")
     body = json.dumps({"inputs": [
         {"name": "QUERY", "datatype": "BYTES", "shape": [1, 1], "data": ["a"]},
@@ -387,7 +387,7 @@ def test_a_request_whose_body_is_on_its_way_meets_the_new_model(frontend):
 
 
 @pytest.mark.parametrize("mode", ["none", "poll"])
-def test_other_modes_take_no_requests_to_load(tmp_path, mode):
+def test_other_modes_refuse_load_requests(tmp_path, mode):
     write_repository(tmp_path / "repository")
     for name in ("tensorrt_llm", "ensemble", "tensorrt_llm_bls"):
         shutil.rmtree(tmp_path / "repository" / name)

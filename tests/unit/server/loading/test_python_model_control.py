@@ -67,7 +67,9 @@ def model_processes(frontend):
     return psutil.Process(frontend.process.pid).children()
 
 
-def test_a_python_model_follows_its_files_and_loads_what_it_runs(frontend, tmp_path):
+def test_a_python_model_is_reloaded_with_its_files_and_loads_the_models_it_calls(
+    frontend, tmp_path
+):
     write_model(frontend, tmp_path, "hello")
     assert frontend.load("greeter") == (200, None)
     text = greet(frontend)

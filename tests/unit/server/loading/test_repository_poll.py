@@ -50,7 +50,7 @@ async def looks_of(reader, control, num_looks):
     return poll
 
 
-def test_a_poll_survives_looks_that_fail_the_first_too(caplog):
+def test_a_poll_survives_failed_reads_including_the_first(caplog):
     reader, control = Shaky(1, 3), Control()
     poll = asyncio.run(looks_of(reader, control, 5))
     assert poll.cancelled()
@@ -59,7 +59,7 @@ def test_a_poll_survives_looks_that_fail_the_first_too(caplog):
     assert caplog.text.count("the repository cannot be read: stale file handle") == 2
 
 
-def test_a_new_model_whose_load_a_death_cut_off_is_loaded_by_the_successor(tmp_path):
+def test_a_successor_loads_a_new_model_whose_load_was_interrupted(tmp_path):
     write_repository(tmp_path / "repository")
     with contextlib.ExitStack() as stack:
         before = ControlledFrontend(stack, tmp_path, held=["tensorrt_llm"])

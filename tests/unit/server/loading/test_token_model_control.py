@@ -55,7 +55,7 @@ def is_draining(frontend):
         return True
 
 
-def test_an_ensemble_loads_the_steps_that_it_lacks(frontend):
+def test_loading_an_ensemble_loads_its_missing_steps(frontend):
     assert states(frontend) == {
         "ensemble": "READY", "preprocessing": "READY", "postprocessing": "READY",
         "tensorrt_llm": "READY",
@@ -64,7 +64,7 @@ def test_an_ensemble_loads_the_steps_that_it_lacks(frontend):
     assert frontend.generate()[0] == 200
 
 
-def test_a_model_that_is_loading_is_not_ready_and_says_so(start):
+def test_a_loading_model_is_unready_with_the_reason(start):
     frontend = start()
     frontend.held.add("tensorrt_llm")
     loading, results = in_background(frontend.load, "ensemble")
@@ -82,7 +82,7 @@ def test_a_model_that_is_loading_is_not_ready_and_says_so(start):
     assert frontend.is_ready()
 
 
-def test_a_group_that_fails_fails_the_load_with_its_words(start):
+def test_a_failed_group_fails_the_load_with_its_error(start):
     frontend = start()
     frontend.failing["tensorrt_llm"] = "rank 0 (pid 7): out of memory"
     status, body = frontend.load("tensorrt_llm")
@@ -99,7 +99,7 @@ def test_a_group_that_fails_fails_the_load_with_its_words(start):
     assert [group for group, _ in frontend.started] == ["tensorrt_llm", "tensorrt_llm@2"]
 
 
-def test_an_ensemble_whose_step_fails_says_which_and_why(start):
+def test_a_failed_load_of_an_ensemble_names_the_step_and_the_reason(start):
     frontend = start()
     frontend.failing["tensorrt_llm"] = "rank 0 (pid 7): out of memory"
     assert frontend.load("ensemble")[0] == 500
@@ -109,7 +109,7 @@ def test_an_ensemble_whose_step_fails_says_which_and_why(start):
     assert "out of memory" in reason
 
 
-def test_what_cannot_be_placed_is_refused_with_the_supervisors_words(start):
+def test_a_model_without_devices_is_refused_with_the_text_of_the_supervisor(start):
     frontend = start()
     frontend.refusals["tensorrt_llm"] = "gpu_device_ids names GPU 7 of 4"
     status, body = frontend.load("tensorrt_llm")
@@ -119,7 +119,7 @@ def test_what_cannot_be_placed_is_refused_with_the_supervisors_words(start):
     assert not frontend.started
 
 
-def test_a_change_is_served_beside_what_runs_and_no_request_notices(frontend):
+def test_a_changed_model_replaces_the_running_version_without_a_failed_request(frontend):
     old = frontend.engines["tensorrt_llm"]
     whole = frontend.stream().text()
     old.gate.clear()
@@ -143,7 +143,7 @@ def test_a_change_is_served_beside_what_runs_and_no_request_notices(frontend):
     assert frontend.num_succeeded("tensorrt_llm") == 1
 
 
-def test_a_change_that_fails_leaves_what_runs(frontend):
+def test_a_failed_change_keeps_the_running_version(frontend):
     frontend.failing["tensorrt_llm@2"] = "rank 0 (pid 7): no such file"
     change(frontend)
     assert frontend.load("tensorrt_llm")[0] == 500
@@ -152,7 +152,7 @@ def test_a_change_that_fails_leaves_what_runs(frontend):
     assert "tensorrt_llm" not in frontend.stopped
 
 
-def test_where_there_is_no_place_beside_it_the_old_one_finishes_first(frontend):
+def test_without_free_devices_the_old_version_finishes_first(frontend):
     old = frontend.engines["tensorrt_llm"]
     whole = frontend.stream().text()
     old.gate.clear()
@@ -175,7 +175,9 @@ def test_where_there_is_no_place_beside_it_the_old_one_finishes_first(frontend):
 
 
 @pytest.mark.parametrize("in_the_way", [[], ["tensorrt_llm@3"]])
-def test_where_the_new_one_fails_in_the_place_of_the_old_that_comes_back(frontend, in_the_way):
+def test_a_version_that_fails_on_reused_devices_is_replaced_by_the_old_version(
+    frontend, in_the_way
+):
     """Also where what failed is yet to end."""
     frontend.stop_takes_s = 0.2
     frontend.conflicts["tensorrt_llm@4"] = frontend.conflicts["tensorrt_llm@5"] = in_the_way
@@ -197,7 +199,7 @@ def test_where_the_new_one_fails_in_the_place_of_the_old_that_comes_back(fronten
     assert frontend.is_ready()
 
 
-def test_an_unload_waits_for_what_runs_and_ends_the_groups(frontend):
+def test_an_unload_waits_for_running_requests_and_ends_the_groups(frontend):
     engine = frontend.engines["tensorrt_llm"]
     whole = frontend.stream().text()
     engine.gate.clear()
@@ -217,7 +219,7 @@ def test_an_unload_waits_for_what_runs_and_ends_the_groups(frontend):
     frontend.wait_until(lambda: 'model="tensorrt_llm"' not in frontend.metrics())
 
 
-def test_an_ensemble_comes_back_with_its_step_unless_it_was_unloaded_itself(frontend):
+def test_an_ensemble_returns_with_its_step_unless_unloaded_explicitly(frontend):
     assert frontend.load("tensorrt_llm_bls") == (200, None)
     frontend.unload("tensorrt_llm_bls")
     frontend.unload("tensorrt_llm")
@@ -228,7 +230,7 @@ def test_an_ensemble_comes_back_with_its_step_unless_it_was_unloaded_itself(fron
     assert frontend.generate()[0] == 200
 
 
-def test_unload_dependents_takes_the_steps_along(frontend):
+def test_unload_dependents_unloads_the_steps(frontend):
     assert frontend.unload("ensemble")[0] == 200
     assert states(frontend)["tensorrt_llm"] == "READY"
     assert frontend.load("ensemble")[0] == 200
@@ -237,7 +239,7 @@ def test_unload_dependents_takes_the_steps_along(frontend):
     assert frontend.stopped == ["tensorrt_llm"]
 
 
-def test_unload_dependents_takes_the_steps_of_an_ensemble_along_that_waits_for_one(frontend):
+def test_unload_dependents_unloads_the_steps_of_an_ensemble_that_waits_for_a_step(frontend):
     assert frontend.unload("preprocessing")[0] == 200
     frontend.wait_until(lambda: frontend.index()["ensemble"] == ("UNAVAILABLE", "unloaded"))
     assert frontend.unload("ensemble", unload_dependents=True)[0] == 200
@@ -245,7 +247,7 @@ def test_unload_dependents_takes_the_steps_of_an_ensemble_along_that_waits_for_o
     assert frontend.stopped == ["tensorrt_llm"]
 
 
-def test_unload_dependents_takes_the_steps_of_an_ensemble_along_that_is_being_loaded(start):
+def test_unload_dependents_unloads_the_steps_of_an_ensemble_in_loading(start):
     frontend = start(load_models=("postprocessing",))
     frontend.held.add("tensorrt_llm")
     loading, results = in_background(frontend.load, "ensemble")
@@ -258,7 +260,7 @@ def test_unload_dependents_takes_the_steps_of_an_ensemble_along_that_is_being_lo
     assert frontend.is_ready()
 
 
-def test_an_unload_gives_up_the_load_of_an_ensemble_whose_step_is_still_to_come(start):
+def test_an_unload_cancels_the_load_of_an_ensemble_that_waits_for_a_step(start):
     frontend = start()
     frontend.held.add("tensorrt_llm")
     loading, results = in_background(frontend.load, "ensemble")
@@ -290,7 +292,7 @@ def test_a_load_right_after_an_unload_needs_no_pause(frontend, is_late):
     assert frontend.generate()[0] == 200
 
 
-def test_a_load_amid_requests_of_the_unloaded_model_starts_all_counters_again(frontend):
+def test_a_load_during_requests_of_the_unloaded_model_resets_all_counters(frontend):
     frontend.generate()
     frontend.engines["tensorrt_llm"].gate.clear()
     running = frontend.stream()
@@ -304,7 +306,7 @@ def test_a_load_amid_requests_of_the_unloaded_model_starts_all_counters_again(fr
     assert shown in frontend.metrics()
 
 
-def test_a_load_goes_on_when_its_client_is_gone(start):
+def test_a_load_continues_after_a_disconnect_of_its_client(start):
     frontend = start()
     frontend.held.add("tensorrt_llm")
     connection = frontend.connect()
@@ -315,7 +317,7 @@ def test_a_load_goes_on_when_its_client_is_gone(start):
     frontend.wait_until(lambda: states(frontend)["tensorrt_llm"] == "READY")
 
 
-def test_a_step_that_is_unloaded_while_its_ensemble_is_loaded_is_named(start):
+def test_a_step_unloaded_during_the_load_of_its_ensemble_is_named(start):
     frontend = start(load_models=("postprocessing",))
     frontend.held.add("tensorrt_llm")
     loading, results = in_background(frontend.load, "ensemble")
@@ -329,7 +331,7 @@ def test_a_step_that_is_unloaded_while_its_ensemble_is_loaded_is_named(start):
     assert frontend.load("ensemble")[0] == 200
 
 
-def test_the_next_front_end_serves_what_was_loaded(start):
+def test_a_restarted_front_end_serves_the_loaded_models(start):
     frontend = start()
     assert frontend.load("ensemble")[0] == 200
     change(frontend)
@@ -348,7 +350,7 @@ def test_the_next_front_end_serves_what_was_loaded(start):
     assert [group for group, _ in after.started] == ["tensorrt_llm@3"]
 
 
-def test_a_load_under_way_is_given_up_when_the_server_drains(start):
+def test_a_drain_cancels_a_load_in_progress(start):
     frontend = start()
     frontend.held.add("tensorrt_llm")
     loading, results = in_background(frontend.load, "tensorrt_llm")
@@ -363,7 +365,7 @@ def test_a_load_under_way_is_given_up_when_the_server_drains(start):
     assert frontend.process.wait(60) == 0
 
 
-def test_a_group_whose_start_was_not_answered_yet_ends_with_its_load(start):
+def test_a_group_in_start_ends_with_its_cancelled_load(start):
     frontend = start()
     assert frontend.load("preprocessing")[0] == 200
     frontend.held.add("tensorrt_llm")
@@ -381,7 +383,7 @@ def test_a_group_whose_start_was_not_answered_yet_ends_with_its_load(start):
     assert frontend.generate()[0] == 200
 
 
-def test_an_unload_gives_up_a_load_under_way(start):
+def test_an_unload_cancels_a_load_in_progress(start):
     frontend = start()
     assert frontend.load("preprocessing")[0] == 200
     frontend.held.add("tensorrt_llm")
@@ -398,7 +400,7 @@ def test_an_unload_gives_up_a_load_under_way(start):
     assert frontend.generate()[0] == 200
 
 
-def test_an_unload_gives_up_loads_that_wait_for_one_under_way(start):
+def test_an_unload_cancels_loads_that_wait_for_a_load_in_progress(start):
     frontend = start()
     frontend.held.add("tensorrt_llm")
     loads = [in_background(frontend.load, "tensorrt_llm") for _ in range(2)]
@@ -412,7 +414,7 @@ def test_an_unload_gives_up_loads_that_wait_for_one_under_way(start):
     assert frontend.load("tensorrt_llm")[0] == 200
 
 
-def test_polling_switches_engines_that_were_started_with_the_server(start):
+def test_polling_replaces_engines_that_were_started_with_the_server(start):
     frontend = start(
         model_control_mode="poll",
         repository_poll_s=0.2,
@@ -427,7 +429,7 @@ def test_polling_switches_engines_that_were_started_with_the_server(start):
     assert frontend.generate()[0] == 200
 
 
-def test_a_drain_that_gives_up_what_polling_loads_lets_requests_end(start):
+def test_a_drain_cancels_loads_of_polling_and_finishes_requests(start):
     frontend = start(
         model_control_mode="poll",
         repository_poll_s=0.2,
@@ -449,7 +451,7 @@ def test_a_drain_that_gives_up_what_polling_loads_lets_requests_end(start):
     assert frontend.process.wait(60) == 0
 
 
-def test_a_group_of_a_job_that_ends_as_a_whole_is_not_unloaded(start):
+def test_a_group_within_a_shared_mpi_job_is_not_unloaded(start):
     frontend = start()
     frontend.start_method = "prestarted"
     assert frontend.load("ensemble")[0] == 200

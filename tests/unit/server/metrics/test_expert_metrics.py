@@ -25,7 +25,7 @@ def series(metrics: Metrics, name: str) -> dict[str, float]:
     }
 
 
-def test_tokens_are_shown_by_layer_and_expert_and_how_uneven_they_are():
+def test_tokens_are_shown_by_layer_and_expert_with_their_imbalance():
     metrics = Metrics()
     metrics.add_engine("m", "1")
     assert not series(metrics, "tokens")
@@ -40,14 +40,14 @@ def test_tokens_are_shown_by_layer_and_expert_and_how_uneven_they_are():
     assert series(metrics, "imbalance") == {'layer="1"': 11 / 7, 'layer="2"': 1.0}
 
 
-def test_an_engine_that_a_front_end_before_this_one_saw_restarted_counts_from_here():
+def test_counters_of_an_engine_restarted_under_an_earlier_front_end_start_at_its_first_report():
     metrics = Metrics()
     metrics.add_expert_tokens("m", "1", report([5, 7]), "m/0", incarnation=1)
     metrics.add_expert_tokens("m", "1", report([6, 9]), "m/0", incarnation=1)
     assert series(metrics, "tokens") == {'expert="0",layer="1"': 1, 'expert="1",layer="1"': 2}
 
 
-def test_a_restarted_engine_counts_on_and_a_removed_model_begins_anew():
+def test_counters_continue_over_an_engine_restart_and_reset_with_a_removed_model():
     metrics = Metrics()
     metrics.add_expert_tokens("m", "1", report([5, 7]), "m/0")
     metrics.add_expert_tokens("m", "1", report([6, 9]), "m/0")

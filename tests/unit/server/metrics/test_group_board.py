@@ -3,7 +3,7 @@
 from trimaran.server.metrics.group_board import MAX_FAULTS, GroupBoard
 
 
-def test_a_group_keeps_what_a_later_state_does_not_say():
+def test_a_state_report_keeps_earlier_fields_of_the_group():
     board = GroupBoard()
     board.update("llama", {"model": "llama", "state": "up", "ranks": [{"rank": 0, "pid": 7}]})
     board.update("llama", {"state": "down"})
@@ -13,7 +13,7 @@ def test_a_group_keeps_what_a_later_state_does_not_say():
     assert group["group"] == group["model"] == "llama"
 
 
-def test_every_fault_is_kept_once_and_the_youngest_comes_first():
+def test_every_fault_is_listed_once_and_the_newest_first():
     board = GroupBoard()
     board.update("a", {"state": "down", "text": "rank 0 died", "fault_time": 5.0})
     board.update("a", {"state": "starting", "fault_time": 5.0})

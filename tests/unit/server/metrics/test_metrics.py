@@ -85,7 +85,7 @@ def test_failures_count_under_their_reason(fresh_server, kind, reason):
     assert samples[of("nv_inference_request_success", "fail")] == 0
 
 
-def test_a_request_that_does_not_fit_its_model_counts_nowhere(fresh_server):
+def test_a_request_that_fails_validation_is_not_counted(fresh_server):
     tensor = {"name": "KIND", "shape": [2], "datatype": "BYTES", "data": ["none", "none"]}
     answer = fresh_server.post("/v2/models/fail/infer", {"inputs": [tensor]})
     assert answer.status == 400
@@ -103,14 +103,14 @@ def test_the_tags_of_a_model_are_labels_of_its_own_series(fresh_server):
     assert sum(tags in name for name in samples) == len(NV_INFERENCE) + 5
 
 
-def test_gpus_are_shown_where_there_are_any(server):
+def test_gpu_metrics_exist_only_on_hosts_with_gpus(server):
     names = {name.partition("{")[0] for name in scrape(server)}
     shown = {name for name in names if name.startswith(("nv_gpu_", "nv_energy_"))}
     nvml = Nvml.open()
     assert (len(shown) >= 4) == (nvml is not None and bool(nvml.read()))
 
 
-def test_counters_keep_the_names_that_dashboards_know(fresh_server):
+def test_counters_keep_the_metric_names_of_triton(fresh_server):
     with urllib.request.urlopen(f"{fresh_server.metrics_url}/metrics") as response:
         text = response.read().decode()
     assert "# TYPE nv_inference_count counter" in text
@@ -130,7 +130,7 @@ def test_other_paths_answer_200_with_nothing_and_other_methods_405(server):
     caught.value.close()
 
 
-def test_an_engines_last_iteration_shows_in_every_in_flight_family():
+def test_the_last_iteration_of_an_engine_sets_every_in_flight_metric():
     metrics = Metrics()
     metrics.add_engine("m", "1")
     zero = parse(metrics.render())
@@ -237,7 +237,7 @@ def test_token_histograms_have_the_known_buckets():
     assert samples[of("trimaran_inter_token_latency_seconds_sum", "m")] == 0.004
 
 
-def test_what_an_engine_says_about_itself_replaces_what_it_said_before():
+def test_facts_of_an_engine_replace_its_earlier_facts():
     metrics = Metrics()
     facts = {"backends": {"attention": "torch"}, "transports": {"all_reduce": "shm"},
              "start_method": "mpirun", "mpi": "Open MPI 5", "world_size": 2, "tp_size": 2,
@@ -255,7 +255,7 @@ def test_what_an_engine_says_about_itself_replaces_what_it_said_before():
     assert samples[of("trimaran_group_restarts", "m", group="g0")] == 3
 
 
-def test_the_figures_of_a_models_groups_are_shown_as_one_engines():
+def test_statistics_of_all_groups_of_a_model_are_shown_as_one_engine():
     metrics = Metrics()
     metrics.add_engine("m", "1")
     first = {"kv_max_blocks": 100, "kv_used_blocks": 10, "kv_tokens_per_block": 32,
@@ -282,7 +282,7 @@ def test_the_figures_of_a_models_groups_are_shown_as_one_engines():
     assert shown() == {"max": 100, "used": 10, "tokens_per": 32, "fraction": 0.1, "active": 3}
 
 
-def test_what_engines_count_since_their_starts_never_falls():
+def test_counters_never_decrease_over_engine_restarts():
     metrics = Metrics()
     metrics.add_engine("m", "1")
 
@@ -309,7 +309,7 @@ def test_what_engines_count_since_their_starts_never_falls():
     assert shown(("m", 2, 1)) == (2, 1)
 
 
-def test_nothing_is_left_of_an_engine_that_was_removed_and_a_later_one_begins_at_0():
+def test_a_removed_engine_leaves_no_series_and_its_successor_starts_at_0():
     metrics = Metrics()
     nothing = metrics.render()
     facts = {"backends": {"attention": "torch"}, "transports": {}, "start_method": "spawn"}
@@ -336,7 +336,7 @@ def test_nothing_is_left_of_an_engine_that_was_removed_and_a_later_one_begins_at
     assert metrics.render() == fresh
 
 
-def test_processes_and_faults_are_read_off_the_board_of_groups():
+def test_process_and_fault_metrics_come_from_the_group_board():
     metrics, board = Metrics(), GroupBoard()
     metrics.show_board(board)
     board.update("m#1", {"model": "m", "state": "down", "fault_time": 1e9, "num_restarts": 1})

@@ -43,7 +43,7 @@ def first():
     return counted(2)
 
 
-def test_counters_histograms_and_running_requests_are_added_up(first):
+def test_counters_histograms_and_running_requests_of_front_ends_are_summed(first):
     metrics, _ = first
 
     metrics.others.take(1, wire(3, num_running=4))
@@ -65,7 +65,7 @@ def test_later_counts_of_a_front_end_replace_earlier_ones(first):
     assert value(metrics, "nv_inference_request_success") == 6
 
 
-def test_a_new_first_front_end_takes_over_what_the_last_one_leaves(first):
+def test_a_new_first_front_end_takes_over_the_counts_of_the_previous_one(first):
     metrics, statistics = first
     metrics.others.take(1, wire(3, num_running=4))
     metrics.others.lost(1)
@@ -85,7 +85,7 @@ def test_a_new_first_front_end_takes_over_what_the_last_one_leaves(first):
     assert successor.others.num_running == 0
 
 
-def test_what_a_dead_front_end_counted_stays_but_not_what_it_was_doing(first):
+def test_counters_of_a_dead_front_end_are_kept_and_its_running_requests_dropped(first):
     metrics, statistics = first
     metrics.others.take(1, wire(3, num_running=4))
 
@@ -113,7 +113,7 @@ def test_statistics_are_added_by_batch_size(first):
     assert batches == {1: 5, 8: 2}
 
 
-def test_a_model_that_is_forgotten_counts_from_0_everywhere(first):
+def test_counters_of_a_removed_model_start_at_0_everywhere(first):
     metrics, _ = first
     metrics.others.take(1, wire(3))
     metrics.others.lost(1)
@@ -128,7 +128,7 @@ def test_a_model_that_is_forgotten_counts_from_0_everywhere(first):
     assert message.inference_stats.success.count == 0
 
 
-def test_a_model_that_ends_sooner_at_another_front_end_counts_until_it_is_forgotten(first):
+def test_counts_of_a_model_ended_early_at_one_front_end_stay_until_its_removal(first):
     metrics, statistics = first
     metrics.others.take(1, wire(3))
 
@@ -147,7 +147,7 @@ def test_a_model_that_ends_sooner_at_another_front_end_counts_until_it_is_forgot
     assert value(metrics, "trimaran_time_to_first_token_seconds_count") == 0
 
 
-def test_what_a_model_that_begins_anew_counts_of_its_engine_goes_on(first):
+def test_engine_counters_continue_over_a_reload_of_the_model(first):
     metrics, _ = first
     metrics.others.take(1, wire(3))
 
@@ -162,7 +162,7 @@ def test_what_a_model_that_begins_anew_counts_of_its_engine_goes_on(first):
     assert value(metrics, "nv_inference_request_success") == 4
 
 
-def test_what_engines_say_of_themselves_is_not_added(first):
+def test_facts_of_engines_are_not_summed_over_front_ends(first):
     metrics, _ = first
     other, statistics = counted(0)
     for each in (metrics, other):

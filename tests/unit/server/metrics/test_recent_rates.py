@@ -32,7 +32,7 @@ def test_tokens_per_second_count_first_and_later_tokens(histograms):
     assert recent.rates(KEY).tokens_per_s == 5.0
 
 
-def test_the_rate_forgets_what_is_older_than_ten_seconds(histograms):
+def test_the_rate_covers_the_last_ten_seconds(histograms):
     first, inter = histograms
     recent = RecentRates()
     recent.add(read_counts(first.collect(), inter.collect()), now=0.0)
@@ -43,7 +43,7 @@ def test_the_rate_forgets_what_is_older_than_ten_seconds(histograms):
     assert recent.rates(KEY).inter_token_p50_s is not None
 
 
-def test_quantiles_forget_what_is_older_than_a_minute(histograms):
+def test_quantiles_cover_the_last_minute(histograms):
     first, inter = histograms
     recent = RecentRates()
     recent.add(read_counts(first.collect(), inter.collect()), now=0.0)

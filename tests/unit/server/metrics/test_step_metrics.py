@@ -36,7 +36,7 @@ def test_groups_of_a_model_add_up():
     assert seconds(metrics) == dict.fromkeys(PARTS, 8.0)
 
 
-def test_a_restarted_engine_counts_on_and_a_reconnected_one_is_not_counted_twice():
+def test_counters_continue_over_an_engine_restart_and_a_reconnection_counts_nothing_twice():
     metrics = Metrics()
     metrics.add_engine("m", "1")
     metrics.set_engine_stats("m", "1", stats(4.0), "m")
@@ -48,7 +48,7 @@ def test_a_restarted_engine_counts_on_and_a_reconnected_one_is_not_counted_twice
     assert seconds(metrics) == dict.fromkeys(PARTS, 5.5)
 
 
-def test_an_engine_that_a_front_end_before_this_one_saw_restarted_counts_from_here():
+def test_counters_of_an_engine_restarted_under_an_earlier_front_end_start_at_its_first_report():
     metrics = Metrics()
     metrics.add_engine("m", "1")
     metrics.set_engine_stats("m", "1", stats(4.0), "m", incarnation=2)
@@ -59,7 +59,7 @@ def test_an_engine_that_a_front_end_before_this_one_saw_restarted_counts_from_he
     assert seconds(metrics) == dict.fromkeys(PARTS, 1.5)
 
 
-def test_an_unloaded_model_shows_nothing_and_begins_at_0():
+def test_an_unloaded_model_shows_nothing_and_restarts_at_0():
     metrics = Metrics()
     metrics.add_engine("m", "1")
     metrics.set_engine_stats("m", "1", stats(4.0), "m")

@@ -49,7 +49,7 @@ async def test_an_adapter_reaches_the_engine_whole_and_then_by_its_id(serve, mod
         assert third.adapter is None
 
 
-async def test_equal_weights_have_equal_digests_and_others_have_not(serve):
+async def test_equal_weights_have_equal_digests_and_different_weights_different_digests(serve):
     async with serve() as served:
         engine = await served.dial(_ids)
         for weights in (WEIGHTS, WEIGHTS.copy(), WEIGHTS + np.float16(1)):
@@ -61,7 +61,7 @@ async def test_equal_weights_have_equal_digests_and_others_have_not(serve):
         assert one == same != other
 
 
-async def test_weights_without_rows_count_as_left_out(serve):
+async def test_adapter_weights_without_rows_count_as_absent(serve):
     nothing = {"lora_weights": WEIGHTS[:, :0], "lora_config": CONFIG[:, :0]}
     async with serve() as served:
         engine = await served.dial(_ids)
@@ -77,7 +77,7 @@ async def test_weights_without_rows_count_as_left_out(serve):
 
 @pytest.mark.feature("input:lora_name")
 @pytest.mark.parametrize("model", ["tensorrt_llm", "ensemble", "tensorrt_llm_bls"])
-async def test_an_adapter_can_be_named(serve, model):
+async def test_an_adapter_can_be_requested_by_name(serve, model):
     inputs = PROMPT if model == "tensorrt_llm" else {"text_input": "x", "max_tokens": 2}
     async with serve() as served:
         engine = await served.dial(_ids)
@@ -97,7 +97,7 @@ async def test_an_adapter_can_be_named(serve, model):
         ({"lora_task_id": 3, "lora_name": "x"}, "lora_name is set beside lora_task_id"),
     ],
 )
-async def test_half_an_adapter_is_refused(serve, inputs, text):
+async def test_an_adapter_without_weights_or_config_is_refused(serve, inputs, text):
     async with serve() as served:
         engine = await served.dial(_ids)
         with pytest.raises(RequestError, match=text):
@@ -105,7 +105,7 @@ async def test_half_an_adapter_is_refused(serve, inputs, text):
         assert engine.submits == []
 
 
-async def test_the_other_instances_of_a_model_keep_an_adapter_too(serve):
+async def test_an_adapter_is_sent_to_all_instances_of_a_model(serve):
     async with serve(frontend={"groups": {"tensorrt_llm": ("g0", "g1")}}) as served:
         engines = [await served.dial(_ids, group=name) for name in ("g0", "g1")]
         await served.infer(
@@ -120,7 +120,7 @@ async def test_the_other_instances_of_a_model_keep_an_adapter_too(serve):
         assert _carried(kept.adapter) == (WEIGHTS[0].tolist(), CONFIG[0].tolist())
 
 
-async def test_a_group_that_comes_back_gets_the_adapters_again(serve):
+async def test_a_restarted_group_gets_all_adapters_again(serve):
     inputs = {**PROMPT, "lora_config": CONFIG}
     async with serve() as served:
         engine = await served.dial(_ids)
@@ -139,7 +139,7 @@ async def test_a_group_that_comes_back_gets_the_adapters_again(serve):
         assert _carried(again.others[0].adapter)[0] == (WEIGHTS[0] * 5).tolist()
 
 
-async def test_a_group_that_comes_back_gets_the_last_adapter_that_one_took(serve):
+async def test_a_restarted_group_gets_the_newest_accepted_adapter(serve):
     broken = {**PROMPT, "input_ids": [9, 9, 9], "lora_config": CONFIG + 90}
     async with serve() as served:
         engine = await served.dial(_ids)
@@ -157,7 +157,7 @@ async def test_a_group_that_comes_back_gets_the_last_adapter_that_one_took(serve
         assert _carried(kept.adapter) == (WEIGHTS[0].tolist(), CONFIG[0].tolist())
 
 
-async def test_the_other_instances_do_not_get_what_one_has_refused(serve):
+async def test_an_adapter_refused_by_one_instance_is_not_sent_to_other_instances(serve):
     async with serve(frontend={"groups": {"tensorrt_llm": ("g0", "g1")}}) as served:
         engines = [await served.dial(_ids, group=name) for name in ("g0", "g1")]
         adapter = {"lora_weights": WEIGHTS, "lora_config": CONFIG}
@@ -173,7 +173,7 @@ async def test_the_other_instances_do_not_get_what_one_has_refused(serve):
         assert [message.adapter_id for message in kept] == [5]
 
 
-async def test_a_version_that_came_to_another_front_end_is_what_the_id_means_here_too(serve):
+async def test_an_adapter_id_means_its_newest_weights_at_every_front_end(serve):
     inputs = {**PROMPT, "lora_config": CONFIG}
     async with serve() as served:
         engine = await served.dial(_ids)
@@ -191,7 +191,7 @@ async def test_a_version_that_came_to_another_front_end_is_what_the_id_means_her
         assert [kept.adapter_id for kept in again.others] == [5]
 
 
-async def test_an_adapter_whose_request_is_cancelled_before_its_answer_is_remembered(serve):
+async def test_an_adapter_of_a_cancelled_request_is_kept_for_replay(serve):
     adapter = {"lora_task_id": 4, "lora_weights": WEIGHTS, "lora_config": CONFIG}
     async with serve() as served:
         engine = await served.dial(_ids)

@@ -81,7 +81,7 @@ STEPS = [beams([20], [21]), beams([21, 22, 23], [20, 24], reasons=ENDS)]
         ("ensemble", {"text_input": "A", "max_tokens": 5}, "stream"),
     ],
 )
-async def test_logits_of_beams_stand_beside_them(serve, model, inputs, stream, is_stream):
+async def test_each_beam_has_its_logits(serve, model, inputs, stream, is_stream):
     def logits(step, counts, values):
         step["beams"]["num_logits"] = counts
         rows = [np.full(4, value, np.float32).tobytes() for value in values]
@@ -135,7 +135,7 @@ async def test_beams_are_rows_of_one_response(serve):
 
 
 @pytest.mark.feature("parameter:normalize_log_probs")
-async def test_log_probabilities_may_stay_sums(serve):
+async def test_log_probabilities_of_beams_may_be_sums(serve):
     async with searching(
         serve, "tensorrt_llm", STEPS, values={"normalize_log_probs": "false"}, **PROMPT,
         beam_width=2, return_log_probs=True,
@@ -208,7 +208,7 @@ async def test_a_stopped_search_answers_with_the_best_so_far(serve, is_streaming
         assert last["finish_reason"] == [[b"stop", b"cancelled"]]
 
 
-async def test_beams_that_nobody_read_before_a_stop_are_told(serve):
+async def test_unread_beams_are_sent_after_a_stop(serve):
     async with serve() as served:
         engine = await served.dial(lambda submit: [0])
         engine.gate.clear()
@@ -242,7 +242,7 @@ async def test_a_batch_has_one_beam_width(serve):
 
 
 @pytest.mark.parametrize("is_streaming", [False, True])
-async def test_a_search_that_starts_over_elsewhere_repeats_nothing(serve, is_streaming):
+async def test_a_replayed_beam_search_repeats_no_response(serve, is_streaming):
     row = np.full(600, 1.0, "float32").tobytes()
     prompt = {"logits_dtype": "float32", "context_logits": [row] * 3}
     told = [

@@ -23,7 +23,7 @@ def _edit(config: Path, old: str, new: str) -> None:
     config.write_text(text.replace(old, new))
 
 
-async def test_all_five_models_are_built_and_wait_for_the_engine(serve):
+async def test_all_five_models_are_built_before_the_engine_connects(serve):
     async with serve() as served:
         ready = {name: model.is_ready for name, model in served.models.items()}
         assert ready == {
@@ -41,7 +41,7 @@ async def test_all_five_models_are_built_and_wait_for_the_engine(serve):
         )
 
 
-async def test_the_log_says_that_a_models_python_file_is_not_run(
+async def test_an_unused_python_file_of_a_model_is_logged(
     serve, build_models, tmp_path, caplog
 ):
     caplog.set_level(logging.INFO)
@@ -78,7 +78,7 @@ async def test_the_log_says_that_a_models_python_file_is_not_run(
         ),
     ],
 )
-async def test_what_cannot_be_served_is_refused_by_file_and_key(
+async def test_parameters_that_cannot_be_served_are_refused_by_file_and_key(
     serve, build_models, tmp_path, model, old, new, texts
 ):
     async with serve():
@@ -88,7 +88,7 @@ async def test_what_cannot_be_served_is_refused_by_file_and_key(
     assert all(text in str(got.value) for text in texts)
 
 
-async def test_a_model_of_no_role_is_refused(serve, build_models, tmp_path):
+async def test_a_model_with_unknown_tensors_is_refused(serve, build_models, tmp_path):
     async with serve():
         (tmp_path / "models" / "mine" / "1").mkdir(parents=True)
         (tmp_path / "models" / "mine" / "config.pbtxt").write_text(OTHER)
@@ -98,7 +98,7 @@ async def test_a_model_of_no_role_is_refused(serve, build_models, tmp_path):
             build_models(tmp_path / "models")
 
 
-async def test_an_ensemble_may_name_its_tensors_as_it_likes(serve, tmp_path):
+async def test_an_ensemble_may_have_any_tensor_names(serve, tmp_path):
     async with serve():
         config = tmp_path / "models" / "ensemble" / "config.pbtxt"
         for name in ("text_input", "text_output", "stop_words", "stream", "_INPUT_ID"):
@@ -118,7 +118,7 @@ async def test_an_ensemble_may_name_its_tensors_as_it_likes(serve, tmp_path):
         assert len(streamed) > 2
 
 
-async def test_an_engine_is_counted_under_the_version_that_is_served(serve, tmp_path):
+async def test_metrics_of_an_engine_have_the_served_version(serve, tmp_path):
     async with serve():
         (tmp_path / "models" / "tensorrt_llm" / "5").mkdir()
     shutil.move(tmp_path / "models", tmp_path / "again")

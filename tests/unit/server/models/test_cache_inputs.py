@@ -51,7 +51,7 @@ def ranges(**changes):
         ({"retention_decode_priority": 80}, {"ranges": [], "output": [80, FOREVER]}),
     ],
 )
-async def test_what_is_said_of_retention_reaches_the_engine(serve, inputs, expected):
+async def test_retention_settings_reach_the_engine(serve, inputs, expected):
     async with serve() as served:
         engine = await served.dial(ids)
         await served.infer("tensorrt_llm", **PROMPT, **inputs)
@@ -82,7 +82,7 @@ async def test_what_is_said_of_retention_reaches_the_engine(serve, inputs, expec
         ({"retention_decode_duration_ms": 5}, "Set retention_decode_priority too"),
     ],
 )  # fmt: skip
-async def test_retention_that_means_nothing_is_refused(serve, inputs, text):
+async def test_invalid_retention_settings_are_refused(serve, inputs, text):
     async with serve() as served:
         engine = await served.dial(ids)
         with pytest.raises(RequestError) as got:
@@ -91,12 +91,12 @@ async def test_retention_that_means_nothing_is_refused(serve, inputs, text):
     assert text in str(got.value)
 
 
-def test_a_salt_need_not_be_utf8():
+def test_a_cache_salt_need_not_be_utf8():
     salt = b"gr\xfcn".decode("utf-8", "surrogateescape")
     assert salted({"cache_salt": salt}, b"") != salted({"cache_salt": "gr\xfcn"}, b"")
 
 
-def test_salts_keep_requests_apart_whatever_else_does():
+def test_cache_salts_separate_requests_with_other_separators_too():
     keys = [
         salted(parameters, key)
         for parameters in ({}, {"cache_salt": "one"}, {"cache_salt": "two"})
@@ -112,7 +112,7 @@ def test_salts_keep_requests_apart_whatever_else_does():
 
 @pytest.mark.feature("parameter:cache_salt", of="request")
 @pytest.mark.parametrize("model", ["tensorrt_llm", "ensemble", "tensorrt_llm_bls"])
-async def test_a_salt_reaches_the_engine_by_every_model(serve, model):
+async def test_a_cache_salt_reaches_the_engine_from_every_model(serve, model):
     inputs = PROMPT if model == "tensorrt_llm" else {"text_input": "x", "max_tokens": 2}
     async with serve() as served:
         engine = await served.dial(ids)
@@ -124,7 +124,7 @@ async def test_a_salt_reaches_the_engine_by_every_model(serve, model):
 
 
 @pytest.mark.feature("parameter:request_type", of="request")
-async def test_the_halves_of_disaggregated_serving_are_refused(serve):
+async def test_request_types_of_disaggregated_serving_are_refused(serve):
     async with serve() as served:
         await served.dial(ids)
         whole = {"request_type": "context_and_generation"}

@@ -106,7 +106,7 @@ class Counting:
         return self._tokenizer.decode(ids, skip_special_tokens)
 
 
-def test_a_step_costs_the_same_however_long_the_sequence_is(tokenizer):
+def test_the_cost_of_a_detokenized_step_is_independent_of_the_sequence_length(tokenizer):
     counting = Counting(tokenizer)
     ids = tokenizer.encode_now(TEXT, False)
     detokenizer = IncrementalDetokenizer(counting, ids * 20)
@@ -131,7 +131,7 @@ def test_a_skipped_id_does_not_swallow_the_next_space(tokenizer):
     assert text.strip() == "and so on"
 
 
-def test_special_ids_are_text_where_they_are_not_skipped(tokenizer_folder):
+def test_special_ids_become_text_unless_skipped(tokenizer_folder):
     tokenizer = Tokenizer(str(tokenizer_folder))
     detokenizer = IncrementalDetokenizer(tokenizer, [0], skip_special_tokens=False)
     assert detokenizer.push([1]) == "</s>"
@@ -145,7 +145,7 @@ def test_an_unfinished_character_shows_only_at_the_end(tokenizer):
     assert set(detokenizer.push([], is_last=True)) == {"\ufffd"}
 
 
-def test_broken_bytes_are_shown_after_a_while(tokenizer_folder):
+def test_invalid_bytes_are_shown_after_a_few_tokens(tokenizer_folder):
     tokenizer = Tokenizer(str(tokenizer_folder))
     (first_byte,) = (i for i in range(600) if tokenizer._fast.id_to_token(i) == "ð")
     detokenizer = IncrementalDetokenizer(tokenizer, [0])

@@ -203,7 +203,7 @@ def kinds(**tables):
 
 
 @kinds(token=TOKEN, text=TEXT, preprocessing=PREPROCESSING, postprocessing=POSTPROCESSING)
-async def test_every_input_changes_what_becomes_of_a_request(serve, kind, table):
+async def test_every_input_changes_the_submitted_request(serve, kind, table):
     async with serve() as served:
         engine = await _engine(served)
         dropped = []
@@ -219,7 +219,7 @@ async def test_every_input_changes_what_becomes_of_a_request(serve, kind, table)
 
 
 @kinds(token=TOKEN_WITHOUT_EFFECT, text=TEXT_WITHOUT_EFFECT)
-async def test_inputs_without_effect_leave_the_answer_as_it_is(serve, kind, table):
+async def test_inputs_without_effect_do_not_change_the_answer(serve, kind, table):
     async with serve() as served:
         engine = await _engine(served)
         for model in MODELS[kind]:
@@ -246,7 +246,7 @@ async def test_inputs_that_are_not_served_are_refused(serve, kind, table):
                 refuse_unserved(sampling)
 
 
-async def test_every_declared_input_is_here(serve):
+async def test_every_declared_input_is_covered(serve):
     tables = {
         "tensorrt_llm": (TOKEN, TOKEN_WITHOUT_EFFECT, TOKEN_REFUSED),
         "tensorrt_llm_bls": (TEXT, TEXT_WITHOUT_EFFECT, TEXT_REFUSED),

@@ -66,7 +66,9 @@ def models(*cases):
     ("ensemble", "text", TEXT),
     ("tensorrt_llm_bls", "text", TEXT),
 )
-async def test_every_output_comes_to_who_asks_and_to_nobody_else(serve, model, kind, table):
+async def test_every_output_is_sent_only_to_requests_that_ask_for_the_output(
+    serve, model, kind, table
+):
     async with serve() as served:
         engine = await served.dial(lambda submit: list(range(30, 80)))
         declared = {

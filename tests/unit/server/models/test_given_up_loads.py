@@ -93,7 +93,7 @@ async def until(condition):
 
 
 @pytest.mark.parametrize("num_unloads", [1, 2])
-async def test_a_group_ends_whose_start_is_answered_after_it_was_given_up(loads, num_unloads):
+async def test_a_group_started_for_a_cancelled_load_is_ended(loads, num_unloads):
     loads.supervisor.may_end.set()
     loading = await loads.begin()
 
@@ -108,7 +108,7 @@ async def test_a_group_ends_whose_start_is_answered_after_it_was_given_up(loads,
     assert isinstance(failures[MODEL], GivenUpError)
 
 
-async def test_a_load_waits_for_the_place_of_one_that_was_given_up(loads):
+async def test_a_load_waits_for_the_groups_of_a_cancelled_load_to_end(loads):
     supervisor = loads.supervisor
     supervisor.may_answer.set()
     loading = await loads.begin()
@@ -126,7 +126,7 @@ async def test_a_load_waits_for_the_place_of_one_that_was_given_up(loads):
     await until(lambda: not supervisor.running)
 
 
-async def test_groups_that_make_place_end_though_the_load_that_needs_it_is_given_up(loads):
+async def test_groups_that_free_devices_end_even_if_the_load_is_cancelled(loads):
     supervisor = loads.supervisor
     supervisor.may_answer.set()
     loading = await loads.begin()

@@ -158,7 +158,7 @@ async def test_each_response_of_a_step_is_a_response_of_the_ensemble(serve_with)
     ("model", "text", "length"),
     [("ids_out", "text", "length"), ("ensemble", "text_input", "max_tokens")],
 )
-async def test_a_steps_time_begins_when_it_has_the_request(serve_with, model, text, length):
+async def test_the_time_of_a_step_starts_at_its_request(serve_with, model, text, length):
     minute_ns = 60 * 10**9
     async with serve_with(ids_out=IDS_OUT) as served:
         await served.dial(lambda submit: [5])
@@ -202,7 +202,7 @@ async def test_steps_without_an_engine_answer_without_an_engine(serve_with):
         assert response.outputs[0].data.tolist() == texts.reshape(-1).tolist()
 
 
-async def test_an_ensemble_may_be_a_step_and_errors_name_both(serve_with):
+async def test_errors_of_a_nested_ensemble_name_both_ensembles(serve_with):
     async with serve_with(outer=OUTER) as served:
         with pytest.raises(
             EngineDeadError, match="in ensemble 'outer', in ensemble 'ensemble', "
@@ -221,7 +221,7 @@ async def test_an_ensemble_may_be_a_step_and_errors_name_both(serve_with):
             await served.infer("outer", q="x", n=0)
 
 
-async def test_an_ensemble_that_is_a_step_of_itself_is_refused(serve_with):
+async def test_an_ensemble_as_its_own_step_is_refused(serve_with):
     first = PASS_ON.replace("STEP", "second")
     second = PASS_ON.replace("STEP", "first")
     with pytest.raises(ConfigError, match="the ensemble 'first' is a step of itself"):
@@ -229,7 +229,7 @@ async def test_an_ensemble_that_is_a_step_of_itself_is_refused(serve_with):
             pass
 
 
-async def test_steps_that_wait_for_each_other_are_refused(serve_with):
+async def test_cyclic_steps_are_refused(serve_with):
     with pytest.raises(
         ConfigError, match="'preprocessing', 'tensorrt_llm' wait for each other"
     ):

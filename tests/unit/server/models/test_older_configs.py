@@ -48,7 +48,7 @@ def older(tmp_path, tokenizer_folder):
     return root
 
 
-async def test_what_went_through_postprocessing_comes(serve, older, caplog):
+async def test_outputs_mapped_through_postprocessing_are_sent(serve, older, caplog):
     caplog.set_level(logging.WARNING)
     async with serve(repository=older) as served:
         engine = await served.dial(served.answer("one two"))
@@ -72,7 +72,7 @@ async def test_what_went_through_postprocessing_comes(serve, older, caplog):
 
 
 @pytest.mark.feature(*(f"input:{name}" for name, *_ in PASSED.values()), of="postprocessing")
-async def test_postprocessing_alone_passes_them_on(serve, older):
+async def test_postprocessing_passes_mapped_tensors_on(serve, older):
     given = {
         name: np.full([1, *(1 for _ in dims.split(","))], 3, NUMPY[datatype])
         for name, datatype, dims in PASSED.values()

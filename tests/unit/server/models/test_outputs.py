@@ -91,7 +91,7 @@ async def test_logits_have_the_shapes_and_the_type_of_the_config(
 
 @MODELS
 @pytest.mark.parametrize("is_stream", [False, True])
-async def test_figures_come_with_the_last_response_of_who_asked(
+async def test_perf_metrics_are_sent_with_the_last_response_if_requested(
     serve, model, inputs, stream, is_stream
 ):
     async with serve() as served:
@@ -121,7 +121,7 @@ async def test_figures_come_with_the_last_response_of_who_asked(
 @pytest.mark.feature("input:return_finish_reason", "output:finish_reason")
 @MODELS
 @pytest.mark.parametrize("is_stream", [False, True])
-async def test_who_asks_hears_why_it_ended_with_the_last_response(
+async def test_the_finish_reason_is_sent_with_the_last_response_if_requested(
     serve, model, inputs, stream, is_stream
 ):
     asked = {**inputs, "return_finish_reason": True, stream: is_stream}
@@ -171,7 +171,7 @@ async def test_text_models_pass_prompt_tables_on(serve, model):
         ({"return_log_probs": True}, False),
     ],
 )
-async def test_logits_that_no_answer_holds_are_refused(serve, values, is_refused):
+async def test_logits_too_large_for_a_response_are_refused(serve, values, is_refused):
     facts = {**FACTS, "vocab_size": 5 << 20, "max_input_len": 200}
     inputs = {**TOKEN, "input_ids": [1] * 110, "input_lengths": 110, "request_output_len": 400}
     async with serve() as served:
@@ -189,7 +189,7 @@ async def test_logits_that_no_answer_holds_are_refused(serve, values, is_refused
     assert len(engine.submits) == (not is_refused)
 
 
-async def test_a_text_stop_word_leaves_the_figures(serve):
+async def test_a_text_stop_word_keeps_the_perf_metrics(serve):
     async with serve() as served:
         engine = await served.dial(served.answer("Hello world and more"))
         _tell_all(engine, 3, "float32")
@@ -207,7 +207,7 @@ async def test_a_text_stop_word_leaves_the_figures(serve):
 @pytest.mark.parametrize(
     "asked", [{}, {"return_finish_reason": True}, {"return_perf_metrics": True}]
 )
-async def test_a_stopped_stream_ends_with_what_was_asked_of_its_end(serve, asked):
+async def test_a_stopped_stream_ends_with_the_requested_final_outputs(serve, asked):
     async with serve() as served:
         engine = await served.dial(lambda submit: list(range(50)))
         engine.gate.clear()
@@ -228,7 +228,7 @@ async def test_a_stopped_stream_ends_with_what_was_asked_of_its_end(serve, asked
 
 
 @MODELS
-async def test_each_sample_of_a_batch_has_what_it_asks_for(serve, model, inputs, stream):
+async def test_each_sample_of_a_batch_gets_its_requested_outputs(serve, model, inputs, stream):
     del stream
     batch = {name: np.array([[value]] * 2) for name, value in inputs.items()}
     if model == "tensorrt_llm":

@@ -37,7 +37,7 @@ def _request(**fields: int) -> InferRequest:
     return InferRequest(model_name="m", **fields)
 
 
-def test_without_settings_neither_priority_nor_timeout_has_an_effect():
+def test_without_a_queue_policy_priority_and_timeout_have_no_effect():
     policy = _policy("")
     assert policy.priority(_request(priority=5)) == 0
     assert policy.timeout_s(_request(timeout_us=1)) == 0
@@ -48,7 +48,7 @@ def test_an_unknown_level_is_the_default_level(given, level):
     assert _policy(LEVELS).level(_request(priority=given)) == level
 
 
-def test_the_engine_hears_a_higher_number_for_a_more_urgent_level():
+def test_a_more_urgent_level_is_a_higher_priority_at_the_engine():
     policy = _policy(LEVELS)
     assert policy.priority(_request(priority=1)) > policy.priority(_request(priority=3))
 
@@ -65,12 +65,12 @@ def test_the_engine_hears_a_higher_number_for_a_more_urgent_level():
         ({"priority": 3}, 0.0),
     ],
 )
-def test_a_client_can_only_shorten_the_limit_and_only_where_allowed(fields, timeout_s):
+def test_a_client_can_only_shorten_the_queue_timeout_and_only_if_allowed(fields, timeout_s):
     assert _policy(LEVELS).timeout_s(_request(**fields)) == timeout_s
 
 
 @pytest.mark.feature("parameter:priority", of="request")
-async def test_the_engine_hears_a_requests_priority(serve):
+async def test_the_priority_of_a_request_reaches_the_engine(serve):
     levels = {"max_queue_size": "0 } priority_levels: 3 default_priority_level: 2 #"}
     async with serve(**levels) as served:
         engine = await served.dial(served.answer("a"))
@@ -120,14 +120,14 @@ async def test_requests_within_the_queue_delay_go_to_the_engine_together(serve):
         assert len(engine.submits) == 3
 
 
-async def test_the_queue_delay_comes_to_an_end(serve):
+async def test_a_batch_is_sent_when_the_queue_delay_has_passed(serve):
     async with serve(**DELAY) as served:
         engine = await served.dial(served.answer("a b c"))
         assert len(await asyncio.gather(*(served.texts(**SHORT) for _ in range(2)))) == 2
         assert len(engine.submits) == 2
 
 
-async def test_a_request_that_is_stopped_within_the_queue_delay_ends_without_a_token(serve):
+async def test_a_request_stopped_within_the_queue_delay_ends_without_a_token(serve):
     async with serve(**HOUR) as served:
         await served.dial(lambda submit: [5, 6])
         ids = {"input_ids": [1], "input_lengths": 1, "request_output_len": 2}
@@ -141,7 +141,7 @@ async def test_a_request_that_is_stopped_within_the_queue_delay_ends_without_a_t
         assert response.outputs[0].data.tolist() == [[[1]]]
 
 
-async def test_a_request_that_runs_has_all_the_time_it_needs(serve):
+async def test_the_queue_timeout_does_not_apply_to_running_requests(serve):
     timeout = {"max_queue_size": "0 default_timeout_microseconds: 2000000"}
     async with serve(**timeout) as served:
         engine = await served.dial(served.answer("a b c"))

@@ -52,9 +52,7 @@ def _column(*values, dtype=np.int32):
         ),
     ],
 )
-async def test_a_value_that_cannot_be_meant_is_refused_as_the_clients_mistake(
-    serve, inputs, text
-):
+async def test_an_impossible_value_is_refused_as_an_error_of_the_client(serve, inputs, text):
     async with serve() as served:
         engine = await served.dial(lambda submit: [0])
         with pytest.raises(RequestError) as got:

@@ -83,7 +83,7 @@ async def test_a_batch_is_padded_to_its_longest(serve):
 
 
 @pytest.mark.feature("output:OUT_PROMPT_TABLE_EXTRA_IDS", of="preprocessing")
-async def test_extra_ids_are_told_token_by_token(serve):
+async def test_extra_ids_are_reported_for_each_token(serve):
     async with serve() as served:
         tensors = await _preprocess(served, QUERY="x", PROMPT_TABLE_EXTRA_ID=5)
         extra = tensors["OUT_PROMPT_TABLE_EXTRA_IDS"]
@@ -114,7 +114,7 @@ async def test_special_tokens_are_added_only_where_configured(serve):
         assert tensors["INPUT_ID"].data.tolist() == [served.tokenizer.encode_now("x", False)]
 
 
-async def test_only_requested_outputs_of_preprocessing_come(serve):
+async def test_preprocessing_returns_only_requested_outputs(serve):
     async with serve() as served:
         tensors = await _preprocess(served, QUERY="x", outputs=("OUT_END_ID",))
         assert list(tensors) == ["OUT_END_ID"]
@@ -149,7 +149,7 @@ async def test_preprocessing_refuses_by_name(serve, inputs, text):
     ],
     ids=lambda inputs: next(iter(inputs)),
 )
-async def test_long_texts_do_not_hold_up_the_event_loop(serve, inputs):
+async def test_long_texts_do_not_block_the_event_loop(serve, inputs):
     async with serve() as served:
         work = asyncio.ensure_future(_preprocess(served, **{"QUERY": "x", **inputs}))
         num_turns = 0
@@ -173,9 +173,7 @@ async def test_long_texts_do_not_hold_up_the_event_loop(serve, inputs):
     ],
     ids=["many", "long"],
 )
-async def test_words_that_take_long_are_refused_before_they_are_tokenized(
-    serve, name, words, text
-):
+async def test_expensive_word_lists_are_refused_before_tokenization(serve, name, words, text):
     weights = {"EMBEDDING_BIAS_WEIGHTS": [1.0] * len(words)}
     inputs = {name: words, **(weights if name == "EMBEDDING_BIAS_WORDS" else {})}
     async with serve() as served:
@@ -183,7 +181,7 @@ async def test_words_that_take_long_are_refused_before_they_are_tokenized(
             await _preprocess(served, QUERY="x", **inputs)
 
 
-async def test_words_of_all_samples_count(serve):
+async def test_the_word_limit_counts_the_words_of_all_samples(serve):
     queries = np.array([[b"x"], [b"y"]], dtype=object)
     words = np.array([[b"a"] * 40_000] * 2, dtype=object)
     async with serve() as served:
@@ -208,7 +206,7 @@ async def _postprocess(served, ids, lengths):
 
 @pytest.mark.feature("output:OUTPUT", "parameter:skip_special_tokens", of="postprocessing")
 @pytest.mark.parametrize(("skip", "end"), [("true", ""), ("no", "</s>"), ("${x}", "")])
-async def test_each_beam_of_each_sample_becomes_its_text(serve, skip, end):
+async def test_each_beam_of_each_sample_has_its_text(serve, skip, end):
     async with serve(skip_special_tokens=skip) as served:
         encode = served.tokenizer.encode_now
         texts = [["größer 東京", "b"], ["🙂 hi", "four words are here"]]
@@ -234,7 +232,7 @@ async def test_beams_without_ids_have_an_empty_text(serve):
         ([[[5], [6]]], [[1]], "SEQUENCE_LENGTH has 1 lengths, but TOKENS_BATCH has 2 beams"),
     ],
 )
-async def test_postprocessing_refuses_what_is_no_text(serve, ids, lengths, text):
+async def test_postprocessing_refuses_invalid_ids(serve, ids, lengths, text):
     async with serve() as served:
         with pytest.raises(RequestError, match=text):
             await _postprocess(served, ids, lengths)
@@ -243,7 +241,7 @@ async def test_postprocessing_refuses_what_is_no_text(serve, ids, lengths, text)
 # ---- tokenizer folders ------------------------------------------------------------------
 
 
-def test_a_pad_token_that_is_missing_is_the_end_token(tokenizer_folder, tmp_path):
+def test_the_pad_token_defaults_to_the_end_token(tokenizer_folder, tmp_path):
     (tmp_path / "tokenizer.json").symlink_to(tokenizer_folder / "tokenizer.json")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
     tokenizer = Tokenizer(str(tmp_path))

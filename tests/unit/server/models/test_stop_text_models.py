@@ -40,9 +40,7 @@ async def test_a_text_model_stops_the_requests_of_an_id(serve, model, decoupled)
 
 @pytest.mark.parametrize("through", ["ensemble", "tensorrt_llm_bls", "tensorrt_llm"])
 @pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
-async def test_a_stop_finds_a_request_whose_prompt_is_being_tokenized(
-    serve, monkeypatch, model, through
-):
+async def test_a_stop_reaches_a_request_during_tokenization(serve, monkeypatch, model, through):
     # In a thread, as a long prompt's, whose answer is not heard before the stop.
     monkeypatch.setattr("trimaran.server.models.tokenizer._INLINE_CHARACTERS", 0)
     async with serve() as served:
@@ -59,7 +57,7 @@ async def test_a_stop_finds_a_request_whose_prompt_is_being_tokenized(
 
 
 @pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
-async def test_a_stop_at_another_front_end_finds_a_request_whose_prompt_is_being_tokenized(
+async def test_a_stop_at_another_front_end_reaches_a_request_during_tokenization(
     serve, monkeypatch, model
 ):
     begun, go_on, encode = [], asyncio.Event(), Tokenizer.encode
@@ -90,7 +88,7 @@ async def test_a_stop_at_another_front_end_finds_a_request_whose_prompt_is_being
 
 @pytest.mark.parametrize("asks", [False, True])
 @pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
-async def test_a_stopped_stream_tells_its_finish_reason_if_asked(serve, model, asks):
+async def test_a_stopped_stream_has_a_finish_reason_if_requested(serve, model, asks):
     async with serve() as served:
         engine = await served.dial(served.answer("one two three four"))
         engine.gate.clear()

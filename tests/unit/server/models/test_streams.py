@@ -74,7 +74,7 @@ async def test_two_hundred_streams_at_once_are_not_mixed_up(serve):
         assert ["".join(deltas) for deltas in given] == list(texts.values())
 
 
-async def test_a_slow_reader_gets_everything_in_fewer_responses(serve):
+async def test_a_slow_reader_gets_all_text_in_fewer_responses(serve):
     async with serve() as served:
         engine = await served.dial(served.answer("many small words " * 10))
         async with aclosing(

@@ -84,7 +84,7 @@ def test_no_text_has_more_bytes_than_its_ids_may_have(name, seed):
     assert len(text.encode()) <= longest * num_ids
 
 
-def test_the_bound_is_the_longest_token_with_added_ones():
+def test_the_bound_is_the_longest_token_including_added_tokens():
     fast = _byte_level()
     assert longest_token_bytes(fast) == 4
     fast.add_special_tokens(["<|a special token|>"])
@@ -122,7 +122,7 @@ UNSOUND = {
 
 
 @pytest.mark.parametrize("name", UNSOUND)
-def test_where_text_is_dropped_there_is_no_bound(name):
+def test_a_tokenizer_that_drops_text_has_no_bound(name):
     assert longest_token_bytes(UNSOUND[name]) is None
 
 
@@ -145,7 +145,7 @@ def test_a_prompt_over_the_limit_is_refused(limits, max_input_len, num_bytes, te
     assert f"'QUERY' has {num_bytes} bytes" in str(caught.value)
 
 
-def test_a_bound_of_prompts_refuses_what_the_model_would_refuse():
+def test_a_prompt_limit_refuses_only_prompts_that_the_engine_refuses():
     bound = PromptBound(TextLimits(4), ("text_input",), 896, "in ensemble 'e', ")
     bound.check("text_input", ["é" * 1792, 7])
     bound.check("stop_words", ["a" * 4000])

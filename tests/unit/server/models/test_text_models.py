@@ -177,7 +177,7 @@ async def test_a_batch_of_texts_gives_one_answer_each(serve, model, stream):
 
 @pytest.mark.feature("input:num_return_sequences", "output:sequence_index", of="text")
 @TEXT_MODELS
-async def test_further_outputs_come_where_asked_and_only_as_requested(serve, model):
+async def test_further_outputs_are_sent_only_if_requested(serve, model):
     async with serve() as served:
         engine = await served.dial(served.answer("one two"))
         engine.extras = lambda ids: {"log_probs": [-0.5] * len(ids)}
@@ -229,7 +229,7 @@ async def test_a_stop_word_of_the_prompt_does_not_stop(serve):
         assert texts == ["a stop is and on"]
 
 
-async def test_a_beginning_of_a_stop_word_is_shown_once_it_is_none(serve):
+async def test_a_partial_stop_word_is_sent_after_a_mismatch(serve):
     async with serve() as served:
         await served.dial(served.answer("one stopwatch, no more sto"))
         texts = await served.texts(
@@ -293,7 +293,7 @@ async def test_a_repository_that_is_not_decoupled_answers_once_and_refuses_strea
         ),
     ],
 )
-async def test_bls_refuses_what_it_cannot_do(serve, inputs, text):
+async def test_bls_refuses_unsupported_requests(serve, inputs, text):
     async with serve() as served:
         engine = await served.dial(served.answer("a"))
         with pytest.raises(RequestError) as got:
@@ -392,9 +392,7 @@ async def test_models_without_a_batch_dimension_answer_without_one(serve, model,
 @TEXT_MODELS
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("max_per_step", [1, 40])
-async def test_what_came_along_behind_a_stop_word_counts_nowhere(
-    serve, model, stream, max_per_step
-):
+async def test_tokens_behind_a_stop_word_are_not_counted(serve, model, stream, max_per_step):
     async with serve() as served:
         engine = await served.dial(
             served.answer("one two stop three four five"), max_per_step=max_per_step

@@ -60,7 +60,7 @@ async def test_an_answer_is_the_prompt_and_the_new_ids_in_one_response(serve):
     ("parameter", "tensor", "excludes"),
     [("${x}", None, False), ("true", None, True), ("true", False, False), ("0", True, True)],
 )
-async def test_the_prompt_is_left_out_where_asked(serve, parameter, tensor, excludes):
+async def test_the_prompt_can_be_excluded_from_the_output(serve, parameter, tensor, excludes):
     async with serve(exclude_input_in_output=parameter) as served:
         await served.dial(_counting)
         inputs = {} if tensor is None else {"exclude_input_in_output": tensor}
@@ -162,12 +162,12 @@ async def test_a_model_that_is_not_decoupled_gives_one_response(serve, inputs, t
         ({"stop": True}, "A request id must be provided for request cancellation"),
     ],
 )
-async def test_the_python_backend_says_it_in_its_own_words(serve, inputs, text):
+async def test_errors_of_the_python_backend_mode_have_its_texts(serve, inputs, text):
     values = {"decoupled_mode": "False", "triton_backend": "python"}
     assert str(await _error(serve, values=values, **inputs)) == text
 
 
-async def test_only_requested_outputs_come_and_the_two_main_ones_must_be_among_them(serve):
+async def test_only_requested_outputs_are_sent_and_the_two_main_outputs_are_mandatory(serve):
     async with serve() as served:
         await served.dial(_counting)
         main = ("output_ids", "sequence_length")
@@ -186,7 +186,7 @@ async def test_only_requested_outputs_come_and_the_two_main_ones_must_be_among_t
     "output:num_input_tokens",
     "output:num_output_tokens",
 )
-async def test_lengths_come_where_asked(serve):
+async def test_lengths_are_sent_if_requested(serve):
     async with serve() as served:
         await served.dial(_counting)
         (response,) = await served.infer(
@@ -299,7 +299,7 @@ async def test_a_malformed_word_list_is_refused(serve, name, words, text):
 
 
 @pytest.mark.parametrize("name", ["stop_words_list", "bad_words_list"])
-async def test_a_word_list_that_would_slow_down_others_is_refused(serve, name):
+async def test_an_expensive_word_list_is_refused(serve, name):
     words = np.array([[[5] * 65_537, range(1, 65_538)]], np.int32)
     error = await _error(serve, **{name: words})
     assert str(error) == (
@@ -358,7 +358,7 @@ STOP = {"input_ids": [0], "input_lengths": 0, "request_output_len": 0, "stop": T
 
 @pytest.mark.feature("input:stop")
 @pytest.mark.parametrize("streaming", [False, True])
-async def test_a_stop_by_id_ends_the_request_with_what_it_has(serve, streaming):
+async def test_a_stop_by_id_ends_the_request_with_its_tokens_so_far(serve, streaming):
     async with serve() as served:
         engine = await served.dial(_counting)
         engine.gate.clear()
@@ -375,7 +375,7 @@ async def test_a_stop_by_id_ends_the_request_with_what_it_has(serve, streaming):
         await engine.until(lambda: engine.cancelled == [engine.submits[0].request_id])
 
 
-async def test_a_stop_ends_all_sequences_of_its_id_and_no_other(serve):
+async def test_a_stop_ends_all_sequences_of_its_request_and_no_other(serve):
     async with serve() as served:
         engine = await served.dial(_counting)
         engine.gate.clear()
@@ -430,7 +430,7 @@ async def test_closing_a_batch_cancels_all_its_samples(serve):
 
 
 @pytest.mark.feature("input:prompt_embedding_table", "input:prompt_table_extra_ids")
-async def test_a_prompt_table_goes_to_the_engine_and_keeps_caches_apart(serve):
+async def test_a_prompt_table_reaches_the_engine_and_separates_prefix_caches(serve):
     table = np.arange(8, dtype=np.float16).reshape(1, 2, 4)
     inputs = {**PROMPT, "input_ids": [7, 601, 9]}
     async with serve() as served:
@@ -457,7 +457,7 @@ async def test_a_prompt_table_goes_to_the_engine_and_keeps_caches_apart(serve):
     assert len({b"", *salts}) == 5
 
 
-async def test_one_sequences_failure_ends_the_others(serve):
+async def test_the_failure_of_a_sequence_ends_its_siblings(serve):
     async with serve() as served:
         engine = await served.dial(_counting)
         engine.gate.clear()
@@ -473,7 +473,9 @@ async def test_one_sequences_failure_ends_the_others(serve):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-async def test_ids_without_a_batch_dimension_come_back_without_one(serve, streaming):
+async def test_ids_without_a_batch_dimension_are_returned_without_a_batch_dimension(
+    serve, streaming
+):
     async with serve(triton_max_batch_size="0") as served:
         await served.dial(_counting)
         responses = await served.infer("tensorrt_llm", **PROMPT, streaming=streaming)

@@ -38,7 +38,9 @@ async def _until(is_true):
 
 
 @pytest.mark.parametrize("add_special_tokens", [True, False])
-async def test_ids_of_a_process_are_those_of_the_tokenizer_in_order(source, add_special_tokens):
+async def test_ids_of_a_tokenizer_process_equal_those_of_the_tokenizer_in_order(
+    source, add_special_tokens
+):
     texts = [SHORT, LONG, "", *(f"text {n}" for n in range(6000)), LONG[5:], "end"]
     found = await TokenizerPool(2).encode(source, texts, add_special_tokens)
     right = encode(read_tokenizer(source.raw), texts, add_special_tokens)
@@ -46,7 +48,7 @@ async def test_ids_of_a_process_are_those_of_the_tokenizer_in_order(source, add_
     assert found.ids.tolist() == right.ids.tolist()
 
 
-async def test_texts_of_a_process_are_those_of_the_tokenizer_in_order(source):
+async def test_texts_of_a_tokenizer_process_equal_those_of_the_tokenizer_in_order(source):
     fast = read_tokenizer(source.raw)
     texts = [SHORT, LONG, "", "end"]
     ids = encode(fast, texts, True)
@@ -58,7 +60,7 @@ async def test_texts_of_a_process_are_those_of_the_tokenizer_in_order(source):
     ]
 
 
-async def test_processes_know_many_tokenizers_one_after_the_other(tokenizer_folder):
+async def test_tokenizer_processes_serve_several_tokenizers(tokenizer_folder):
     raw = (tokenizer_folder / "tokenizer.json").read_bytes()
     pool, sources = TokenizerPool(1), [TokenizerSource(raw) for _ in range(7)]
     first = await pool.encode(sources[0], [SHORT], True)
@@ -80,13 +82,13 @@ async def _finished_order(pool, source, requests):
     return order
 
 
-async def test_short_texts_overtake_long_ones_that_no_process_has_begun(source):
+async def test_short_texts_overtake_waiting_long_texts(source):
     long = [(f"long {n}", [LONG]) for n in range(4)]
     order = await _finished_order(TokenizerPool(1), source, [*long, ("short", [SHORT])])
     assert order == ["long 0", "short", "long 1", "long 2", "long 3"]
 
 
-async def test_long_texts_leave_one_process_to_short_ones(source):
+async def test_long_texts_leave_one_process_to_short_texts(source):
     pool = TokenizerPool(2)
     await _finished_order(pool, source, [("a", [SHORT]), ("b", [SHORT])])
     long = [(f"long {n}", [LONG * 4]) for n in range(3)]
@@ -94,7 +96,7 @@ async def test_long_texts_leave_one_process_to_short_ones(source):
     assert order[0] == "short"
 
 
-async def test_a_batch_lets_others_in_between_its_texts(source):
+async def test_other_texts_run_between_the_texts_of_a_batch(source):
     requests = [("batch", [LONG] * 8), ("one", [LONG])]
     assert await _finished_order(TokenizerPool(1), source, requests) == ["one", "batch"]
 
@@ -111,7 +113,7 @@ async def test_a_cancelled_request_leaves_the_queue(source):
     await first
 
 
-async def test_the_request_of_a_process_that_dies_may_be_sent_again(source):
+async def test_a_request_can_be_repeated_after_the_death_of_its_tokenizer_process(source):
     pool = TokenizerPool(1)
     before = await pool.encode(source, [SHORT], True)
     (process,) = _processes()
@@ -126,7 +128,7 @@ async def test_the_request_of_a_process_that_dies_may_be_sent_again(source):
     assert [p.pid for p in _processes()] != [process.pid]
 
 
-def test_processes_end_with_their_front_end(tokenizer_folder, tmp_path):
+def test_tokenizer_processes_end_with_their_front_end(tokenizer_folder, tmp_path):
     program = f"""
 import asyncio, os, psutil
 from trimaran.server.models.tokenizer import Tokenizer
@@ -148,13 +150,13 @@ def _of(pid):
         return []
 
 
-async def test_processes_yield_to_the_front_end(source):
+async def test_tokenizer_processes_have_a_lower_priority_than_the_front_end(source):
     await TokenizerPool(1).encode(source, [SHORT], True)
     assert all(p.nice() > os.nice(0) for p in _processes())
 
 
 @pytest.mark.parametrize("size", [10, 3000, 200_000])
-async def test_texts_of_every_length_have_the_same_ids_wherever_they_are_made(
+async def test_ids_of_a_text_are_the_same_from_the_front_end_and_a_process(
     tokenizer_folder, size
 ):
     tokenizer = Tokenizer(str(tokenizer_folder))

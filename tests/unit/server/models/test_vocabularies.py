@@ -55,7 +55,7 @@ def warnings(caplog):
     return [r.message for r in caplog.records if "has a vocabulary of" in r.message]
 
 
-async def test_more_ids_than_the_engine_has_are_a_warning_with_both_numbers(
+async def test_a_tokenizer_with_more_ids_than_the_engine_is_a_warning_with_both_numbers(
     serve, tokenizer_with, caplog
 ):
     folder = tokenizer_with(NUM_IDS, eos_token="</s>")
@@ -70,7 +70,7 @@ async def test_more_ids_than_the_engine_has_are_a_warning_with_both_numbers(
     assert bls == ensemble.replace("'ensemble'", "'tensorrt_llm_bls'")
 
 
-async def test_an_end_token_that_the_engine_does_not_have_is_named(
+async def test_an_end_token_outside_the_engines_vocabulary_is_named(
     serve, tokenizer_with, caplog
 ):
     await composed(serve, tokenizer_with(NUM_IDS, eos_token="<image>"))
@@ -78,7 +78,7 @@ async def test_an_end_token_that_the_engine_does_not_have_is_named(
     assert "The end token, 600, is one: no output ends with it." in first
 
 
-async def test_a_larger_vocabulary_than_the_tokenizers_is_ordinary(
+async def test_an_engine_vocabulary_larger_than_the_tokenizer_is_no_warning(
     serve, tokenizer_folder, caplog
 ):
     await composed(serve, str(tokenizer_folder))

@@ -22,7 +22,7 @@ def test_long_bodies_are_read_without_garbage_collections():
     assert gc.isenabled()
 
 
-def test_garbage_is_collected_again_after_a_body_that_is_no_json():
+def test_garbage_collection_resumes_after_an_invalid_json_body():
     with pytest.raises(RequestError, match="Missing a comma"):
         json_access.parse(b"[" + b"0 " * 1_000_000)
     assert gc.isenabled()

@@ -12,7 +12,7 @@ from trimaran.server.inference.cooperative import CHUNK_BYTES, run_at_once
 from trimaran.server.protocol.tensor_json import array_from_json, to_json
 
 
-def test_many_texts_are_converted_in_place_of_their_list():
+def test_many_texts_are_converted_in_place():
     tracemalloc.start()
     try:
         values = [f"w{number}" for number in range(50_000)]
@@ -28,7 +28,7 @@ def test_many_texts_are_converted_in_place_of_their_list():
 
 
 @pytest.mark.parametrize("size", [0, 1, 1024, 1025, 200_000])
-def test_a_long_output_is_a_text_in_parts_of_a_megabyte(size):
+def test_a_long_output_is_json_text_in_parts_of_a_megabyte(size):
     data = np.linspace(-1, 1, size, dtype=np.float32)
     parts = run_at_once(to_json(data, "FP32", "logits"))
     assert json.loads(b"[" + b"".join(parts) + b"]") == data.tolist()

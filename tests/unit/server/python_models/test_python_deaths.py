@@ -17,7 +17,7 @@ async def failure_of(work):
     return caught.value
 
 
-async def test_a_process_that_dies_fails_its_requests_and_is_started_again(serve_own):
+async def test_a_dead_process_fails_its_requests_and_is_restarted(serve_own):
     async with serve_own("repeater") as served:
         model = served.models["repeater"]
         async with aclosing(served.stream("repeater", IN=[4, -3])) as responses:
@@ -50,7 +50,7 @@ class TritonPythonModel:
 """
 
 
-async def test_the_end_of_a_process_is_seen_though_one_that_it_forked_lives_on(serve_own):
+async def test_the_end_of_a_process_is_noticed_despite_its_forked_children(serve_own):
     async with serve_own("repeater", repeater=FORKS) as served:
         dying = failure_of(served.infer("repeater", IN=[-1]))
         assert "ended while it ran the request" in str(await asyncio.wait_for(dying, 25))
@@ -74,9 +74,7 @@ class TritonPythonModel:
 """
 
 
-async def test_a_closed_model_leaves_no_process_that_was_being_started_again(
-    serve_own, tmp_path
-):
+async def test_closing_a_model_ends_a_process_in_restart(serve_own, tmp_path):
     async with serve_own("repeater", repeater=SLOW_AGAIN) as served:
         await failure_of(served.infer("repeater", IN=[4]))
         pids = tmp_path / "own" / "repeater" / "1" / "pids"
@@ -85,7 +83,7 @@ async def test_a_closed_model_leaves_no_process_that_was_being_started_again(
     assert not Path(f"/proc/{started[1]}").exists()
 
 
-async def test_a_process_that_cannot_be_started_again_is_given_up(serve_own, monkeypatch):
+async def test_a_process_that_cannot_be_restarted_is_abandoned(serve_own, monkeypatch):
     async with serve_own("repeater") as served:
         monkeypatch.setattr("sys.executable", "/nowhere/python")
         await failure_of(served.infer("repeater", IN=[-1]))

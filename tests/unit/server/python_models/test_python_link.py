@@ -17,7 +17,7 @@ from trimaran.server.python_models.wire import (
 )
 
 
-def test_a_request_may_be_cancelled_before_its_code_has_it():
+def test_a_request_may_be_cancelled_before_the_code_receives_the_request():
     lost = threading.Event()
     front_end, own = socket.socketpair()
     with front_end, own:
@@ -50,7 +50,7 @@ class MeanwhileCancelled(RequestFields):
         return super().to_wire()
 
 
-def test_a_call_that_is_cancelled_as_it_begins_is_cancelled_behind_its_beginning():
+def test_a_cancellation_follows_the_start_of_its_call():
     lost = threading.Event()
     front_end, own = socket.socketpair()
     with front_end, own:

@@ -32,7 +32,7 @@ async def after_one_step(engine, responses):
     return await first
 
 
-async def test_requests_that_come_together_are_executed_together(serve_own):
+async def test_concurrent_requests_are_executed_in_one_batch(serve_own):
     async with serve_own("arithmetic") as served:
         one, two = np.float32([[1, 2]]), np.float32([[3, 4], [5, 6]])
         outputs = ("SUM", "BATCH")
@@ -75,7 +75,7 @@ output { name: "OTHER" data_type: TYPE_INT32 dims: [ 4 ] reshape { shape: [ 2, 2
 """
 
 
-async def test_clients_see_the_dims_of_an_output_and_its_code_the_reshape(serve_own):
+async def test_clients_see_the_dims_of_an_output_and_the_code_sees_the_reshape(serve_own):
     config = {"arithmetic": RESHAPED}
     async with serve_own("arithmetic", config=config, arithmetic=FLAT) as served:
         one = np.zeros((2, 1), np.float32)
@@ -85,7 +85,7 @@ async def test_clients_see_the_dims_of_an_output_and_its_code_the_reshape(serve_
         }  # fmt: skip
 
 
-async def test_one_wrong_request_does_not_fail_the_others_of_its_batch(serve_own):
+async def test_an_invalid_request_does_not_fail_its_batch(serve_own):
     async with serve_own("arithmetic") as served:
         good, bad = np.float32([[1]]), np.float32([[-1]])
         (response,), error = await asyncio.gather(
@@ -96,7 +96,7 @@ async def test_one_wrong_request_does_not_fail_the_others_of_its_batch(serve_own
         assert (str(error), error.kind) == ("negative, r7, {}", ErrorKind.INVALID_ARG)
 
 
-async def test_large_tensors_go_whole_and_leave_no_memory_behind(serve_own):
+async def test_large_tensors_arrive_whole_and_leave_no_memory_behind(serve_own):
     async with serve_own("arithmetic") as served:
         large = np.arange(1 << 16, dtype=np.float32).reshape(4, -1)
         (response,) = await served.infer("arithmetic", INPUT0=large, INPUT1=large)
@@ -108,7 +108,7 @@ async def test_large_tensors_go_whole_and_leave_no_memory_behind(serve_own):
         assert not [name for name in open_files if "trimaran-bulk" in name]
 
 
-async def test_an_exception_fails_its_batch_and_names_itself(serve_own, caplog):
+async def test_an_exception_fails_its_batch_with_its_text(serve_own, caplog):
     async with serve_own("arithmetic") as served:
         numbers = np.float32([[np.nan]])
         error = await failure_of(served.infer("arithmetic", INPUT0=numbers, INPUT1=numbers))
@@ -159,7 +159,7 @@ async def test_a_decoupled_model_answers_after_execute_has_returned(serve_own):
         assert "let go of the request without a final response" in str(error)
 
 
-async def test_what_a_model_counts_is_among_the_servers_metrics(serve_own):
+async def test_custom_metrics_of_a_model_are_shown_by_the_server(serve_own):
     async with serve_own("repeater") as served:
         await served.infer("repeater", IN=[4, 5])
         text = served.metrics.render().decode()
@@ -172,7 +172,7 @@ async def test_what_a_model_counts_is_among_the_servers_metrics(serve_own):
     assert "repeated_numbers" not in served.metrics.render().decode()
 
 
-async def test_a_model_runs_the_others_and_streams_what_they_say(serve_own):
+async def test_a_model_calls_other_models_and_streams_their_responses(serve_own):
     async with serve_own("pipeline") as served:
         await served.dial(served.answer("größer than 東京"))
         responses = await served.infer("pipeline", text="hello", length=99)
@@ -183,7 +183,7 @@ async def test_a_model_runs_the_others_and_streams_what_they_say(serve_own):
         assert "request_output_len" in str(error) or "max_tokens" in str(error)
 
 
-async def test_a_cancelled_request_cancels_what_it_runs(serve_own):
+async def test_a_cancelled_request_cancels_its_model_calls(serve_own):
     async with serve_own("pipeline") as served:
         engine = await served.dial(lambda submit: [5] * 100)
         async with aclosing(served.stream("pipeline", text="hello", length=100)) as responses:
@@ -191,7 +191,7 @@ async def test_a_cancelled_request_cancels_what_it_runs(serve_own):
         await engine.until(lambda: engine.cancelled == [engine.submits[0].request_id])
 
 
-async def test_a_stop_request_reaches_what_a_model_runs(serve_own):
+async def test_a_stop_request_reaches_model_calls(serve_own):
     async with serve_own("pipeline") as served:
         engine = await served.dial(lambda submit: [5] * 100)
         async with aclosing(served.stream("pipeline", text="hello", length=100)) as responses:
@@ -201,7 +201,7 @@ async def test_a_stop_request_reaches_what_a_model_runs(serve_own):
             assert len([response async for response in responses]) < 99
 
 
-async def test_coroutines_of_one_instance_run_side_by_side(serve_own):
+async def test_coroutines_of_one_instance_run_concurrently(serve_own):
     async with serve_own("chorus") as served:
         engine = await served.dial(served.answer("größer than 東京"))
         engine.gate.clear()
@@ -237,7 +237,7 @@ async def test_the_example_streams_answers_and_stops_at_the_next_question(serve_
         await engine.until(lambda: engine.submits[1].request_id in engine.cancelled)
 
 
-async def test_nothing_is_left_of_many_chats_of_which_a_third_is_given_up(serve_own):
+async def test_many_chats_with_cancellations_leave_nothing_behind(serve_own):
     async with serve_own("chat", "pipeline") as served:
         engine = await served.dial(served.answer("größer than 東京 and ever so long"))
 
@@ -267,7 +267,7 @@ def parameter(key, value):
     return f'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}'
 
 
-async def test_code_that_waits_may_have_threads(serve_own):
+async def test_waiting_code_may_use_threads(serve_own):
     threads = {"pipeline": parameter("execute_threads", 3)}
     async with serve_own("pipeline", config=threads) as served:
         engine = await served.dial(lambda submit: [5] * 9)
@@ -333,7 +333,7 @@ class TritonPythonModel:
 
 
 @pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
-async def test_own_postprocessing_stands_in_for_the_native_one(serve_own, model):
+async def test_a_python_postprocessing_replaces_the_built_in_postprocessing(serve_own, model):
     chosen = {"python_models": "postprocessing"}
     async with serve_own(frontend=chosen, postprocessing=COUNT_IDS) as served:
         await served.dial(lambda submit: [5, 6, 7])
@@ -383,7 +383,7 @@ class TritonPythonModel:
 
 
 @pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
-async def test_own_preprocessing_keeps_native_streaming_and_stop_words(serve_own, model):
+async def test_a_python_preprocessing_keeps_built_in_streaming_and_stop_words(serve_own, model):
     chosen = {"python_models": "execute"}
     async with serve_own(frontend=chosen, preprocessing=TEMPLATED) as served:
         await served.dial(served.answer("größer 東京 than this"))
@@ -394,7 +394,7 @@ async def test_own_preprocessing_keeps_native_streaming_and_stop_words(serve_own
         assert await served.texts(model, **options) == ["Q: why? A:größer 東"]
 
 
-async def test_a_name_without_code_is_refused(serve_own):
+async def test_an_exec_name_without_code_is_refused(serve_own):
     with pytest.raises(ConfigError, match=r"names 'preprocessing', but .* does not exist"):
         async with serve_own(frontend={"python_models": "preprocessing"}):
             pass
@@ -430,7 +430,7 @@ async def test_a_configuration_that_cannot_take_effect_is_refused(serve_own, con
         ("import os; os._exit(3)", "its process ended before the model was initialized"),
     ],
 )
-async def test_code_that_does_not_load_is_named_with_its_traceback(serve_own, code, text):
+async def test_code_that_fails_to_load_is_reported_with_its_traceback(serve_own, code, text):
     with pytest.raises(ConfigError, match=text):
         async with serve_own("repeater", repeater=code):
             pass

@@ -18,7 +18,7 @@ class FullDisk:
         raise OSError(28, "No space left on device")
 
 
-async def test_a_question_that_fails_is_answered_so_that_nobody_waits_for_ever(caplog):
+async def test_a_failed_query_of_a_model_is_answered_with_the_error(caplog):
     metrics = CustomMetrics(CollectorRegistry())
     calls = ModelCalls(ModelRegistry(), metrics)
     calls.loader = FullDisk()
@@ -32,7 +32,7 @@ async def test_a_question_that_fails_is_answered_so_that_nobody_waits_for_ever(c
     assert "load_model, asked by a Python model, failed" in caplog.text
 
 
-def test_a_metric_that_is_refused_leaves_nothing_in_the_way_of_another():
+def test_a_refused_metric_does_not_block_its_name():
     metrics = CustomMetrics(CollectorRegistry())
     with pytest.raises(RequestError, match=r"buckets \[2.0, 1.0\], which do not rise"):
         metrics.hold("length", "of answers", "histogram", (), (2.0, 1.0))
@@ -50,7 +50,7 @@ def test_a_metric_that_is_refused_leaves_nothing_in_the_way_of_another():
         ("gauge", "__name__"), ("histogram", "le"),
     ],
 )  # fmt: skip
-def test_a_label_that_would_spoil_the_page_of_all_metrics_is_refused(kind, label):
+def test_an_invalid_metric_label_is_refused(kind, label):
     metrics = CustomMetrics(CollectorRegistry())
     bounds = (1.0,) if kind == "histogram" else ()
     metrics.hold("kept", "of answers", kind, (("model", 'a-b "c"\n'), ("_x1", "")), bounds)
@@ -61,7 +61,7 @@ def test_a_label_that_would_spoil_the_page_of_all_metrics_is_refused(kind, label
     assert [metric.name for metric in metrics.collect()] == ["kept"]
 
 
-def test_a_label_of_bytes_that_are_no_text_leaves_the_page_readable():
+def test_a_metric_label_that_is_not_utf8_keeps_the_page_readable():
     registry = CollectorRegistry()
     metrics = CustomMetrics(registry)
 

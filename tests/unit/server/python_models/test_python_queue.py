@@ -61,7 +61,7 @@ def test_ragged_inputs_may_differ_and_missing_ones_may_not():
     assert queue.take() == [b]
 
 
-def test_urgent_requests_go_first():
+def test_urgent_requests_are_executed_first():
     queue = queue_of("dynamic_batching { priority_levels: 3 default_priority_level: 2 }")
     low, usual, urgent = added(
         queue, job_of(1, 2, priority=3), job_of(1, 4), job_of(1, 3, priority=1)
@@ -80,7 +80,7 @@ def test_a_full_queue_refuses():
     assert not queue.remove(job)
 
 
-def test_each_level_has_a_queue_of_its_own():
+def test_each_priority_level_has_its_own_queue():
     queue = queue_of(
         "dynamic_batching { priority_levels: 2 default_priority_level: 2 "
         "default_queue_policy { max_queue_size: 1 } "
@@ -96,7 +96,7 @@ def test_each_level_has_a_queue_of_its_own():
     assert [queue.take() for _ in range(3)] == [[first], [second], [low]]
 
 
-def test_a_delay_lasts_until_a_preferred_size_is_there():
+def test_the_queue_delay_ends_at_a_preferred_batch_size():
     queue = queue_of(
         "dynamic_batching { preferred_batch_size: [ 2, 4 ] "
         "max_queue_delay_microseconds: 9000000 }"
@@ -140,7 +140,7 @@ def serve_busy(serve, tmp_path):
     return start
 
 
-async def test_requests_that_wait_are_a_metric(serve_busy):
+async def test_waiting_requests_are_a_metric(serve_busy):
     async with serve_busy() as served:
         zeros = np.zeros((4, 1), np.float32)
         name = 'nv_inference_pending_request_count{model="busy",version="1"}'
@@ -165,7 +165,7 @@ class TritonPythonModel:
 """
 
 
-async def test_the_wait_for_an_instance_is_time_in_the_queue(serve_busy):
+async def test_waiting_for_an_instance_counts_as_queue_time(serve_busy):
     async with serve_busy(code=SLOW) as served:
         zeros = np.zeros((4, 1), np.float32)
         await asyncio.gather(*(served.infer("busy", A=zeros) for _ in range(2)))
@@ -173,7 +173,7 @@ async def test_the_wait_for_an_instance_is_time_in_the_queue(serve_busy):
         assert totals.queue.ns >= 0.2e9
 
 
-async def test_a_request_that_waits_too_long_is_told_so(serve_busy):
+async def test_a_request_over_its_queue_timeout_gets_an_error(serve_busy):
     async with serve_busy(IMPATIENT) as served:
         zeros = np.zeros((4, 1), np.float32)
         running = asyncio.ensure_future(served.infer("busy", A=zeros))

@@ -33,7 +33,7 @@ def values(response):
     return {tensor.name: tensor.data.tolist() for tensor in response.outputs}
 
 
-async def test_a_sender_sees_that_nobody_listens_any_more(serve_repeater):
+async def test_a_response_sender_notices_a_cancelled_request(serve_repeater):
     async with serve_repeater() as served:
         async with aclosing(served.stream("repeater", IN=[4, -3])) as responses:
             assert values(await anext(responses)) == {"OUT": [4]}
@@ -46,9 +46,7 @@ async def test_a_sender_sees_that_nobody_listens_any_more(serve_repeater):
             await asyncio.sleep(0.001)
 
 
-async def test_responses_that_a_client_does_not_read_end_its_request_and_no_other(
-    serve_repeater, monkeypatch
-):
+async def test_unread_responses_end_their_request_and_no_other(serve_repeater, monkeypatch):
     monkeypatch.setattr("trimaran.server.python_models.job.MAX_UNREAD_BYTES", 5 << 10)
     monkeypatch.setattr("trimaran.server.python_models.job.UNREAD_S", 0.5)
     async with serve_repeater() as served:
@@ -66,9 +64,7 @@ async def test_responses_that_a_client_does_not_read_end_its_request_and_no_othe
         assert words in str(caught.value)
 
 
-async def test_a_reader_that_falls_ever_further_behind_is_ended_though_it_reads(
-    serve_repeater, monkeypatch
-):
+async def test_a_reader_that_falls_behind_without_bound_is_ended(serve_repeater, monkeypatch):
     monkeypatch.setattr("trimaran.server.python_models.job.MOST_UNREAD_BYTES", 20 << 10)
     async with serve_repeater() as served:
         read = []

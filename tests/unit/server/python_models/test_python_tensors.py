@@ -40,7 +40,7 @@ def there_and_back(tensor, datatype=None):
         np.array([b"a" * (2 << 20), b"", b"\0b"], dtype=object),
     ],
 )
-def test_a_tensor_comes_back_as_it_was_and_may_be_written_to(array):
+def test_a_tensor_keeps_its_values_and_is_writable(array):
     tensor = there_and_back(Tensor("x", array))
     found = tensor.as_numpy()
     assert (found.dtype, found.shape) == (array.dtype, array.shape)
@@ -49,7 +49,7 @@ def test_a_tensor_comes_back_as_it_was_and_may_be_written_to(array):
     assert tensor.triton_dtype() == pb_utils.numpy_to_triton_type(array.dtype)
 
 
-def test_no_message_grows_with_its_tensors():
+def test_large_tensors_do_not_enlarge_messages():
     bulk = BulkSender()
     for array in (
         np.zeros(1 << 20, np.float32),
@@ -67,7 +67,7 @@ def test_texts_and_fixed_width_strings_become_bytes():
         assert found.tolist() == ["größer".encode()]
 
 
-def test_bit_patterns_may_be_bf16():
+def test_bf16_tensors_may_be_given_as_bit_patterns():
     tensor = there_and_back(Tensor("x", np.array([0x3F80], np.uint16)), "BF16")
     assert tensor.triton_dtype() == 14
     assert tensor.as_numpy().tolist() == [0x3F80]
@@ -82,7 +82,7 @@ def test_tensors_of_other_libraries_are_shared_and_not_copied():
         Tensor.from_dlpack("x", array[::2])
 
 
-def test_what_is_no_tensor_is_refused_by_name():
+def test_values_that_are_no_tensors_are_refused_by_name():
     for value, text in (
         ([1], "'x' is given a list, not a numpy array"),
         (np.array([1j]), "'x' has the numpy type complex128"),
@@ -93,14 +93,14 @@ def test_what_is_no_tensor_is_refused_by_name():
         Tensor("x", np.array([1.0])).to_packed("FP32")
 
 
-def test_texts_of_clients_need_not_be_utf8():
+def test_texts_of_clients_need_not_be_valid_utf8():
     sent = Respond(key=1, tensors=[], parameters={"gr\udcfcn": "\udcff"})
     (received,) = FrameBuffer().feed(encode(sent, BulkSender()))
     assert received.parameters == sent.parameters
 
 
 @pytest.mark.parametrize("value", [None, [1], b"x", 1 << 63, np.int64(3)])
-def test_a_response_with_a_parameter_that_no_client_can_have_is_refused(value):
+def test_a_response_with_an_unsendable_parameter_is_refused(value):
     fine = pb_utils.InferenceResponse([], parameters={"a": -(1 << 63), "b": True, "c": 0.5})
     assert fine.message(1, {}, is_final=True).parameters == {
         "a": -(1 << 63),
@@ -113,7 +113,7 @@ def test_a_response_with_a_parameter_that_no_client_can_have_is_refused(value):
             response.message(1, {}, is_final=True)
 
 
-def test_serialized_strings_come_back_flat():
+def test_serialized_strings_are_returned_flat():
     array = np.array([[b"a", b""], [b"b\0", "größer".encode()]], dtype=object)
     raw = pb_utils.serialize_byte_tensor(array)
     assert pb_utils.deserialize_bytes_tensor(raw).tolist() == array.ravel().tolist()

@@ -54,7 +54,7 @@ def setter(root, model):
 
 
 @with_effect(Effect.ACCEPTED)
-def test_keys_without_effect_are_taken_and_say_why(
+def test_keys_without_effect_are_accepted_with_the_reason(
     write_repository, caplog, model, table, keys
 ):
     root = write_repository()
@@ -70,7 +70,7 @@ def test_keys_without_effect_are_taken_and_say_why(
 
 
 @with_effect(Effect.REFUSED)
-def test_keys_that_ask_for_what_is_not_served_are_refused(write_repository, model, table, keys):
+def test_keys_of_unsupported_features_are_refused(write_repository, model, table, keys):
     root = write_repository()
     set_key = setter(root, model)
     for key in keys:
@@ -91,7 +91,7 @@ def test_keys_that_ask_for_what_is_not_served_are_refused(write_repository, mode
     "setting:encoder_input_features_data_type",
     of="request",
 )
-def test_settings_without_effect_leave_the_models_as_they_are(write_repository):
+def test_settings_without_effect_do_not_change_the_models(write_repository):
     models = ModelRepository.load(
         write_repository(
             triton_backend="python",

@@ -41,7 +41,7 @@ def test_a_part_that_is_not_key_and_value_is_refused(tmp_path, capsys, text):
     assert "is not key:value" in capsys.readouterr().err
 
 
-def test_without_in_place_the_result_goes_to_stdout_and_the_file_stays(tmp_path, capsys):
+def test_without_in_place_the_result_is_printed_and_the_file_kept(tmp_path, capsys):
     path = tmp_path / "t"
     path.write_text("x: ${a} $b ${c} $$\n")
 
@@ -52,7 +52,7 @@ def test_without_in_place_the_result_goes_to_stdout_and_the_file_stays(tmp_path,
 
 
 @pytest.mark.parametrize("flag", ["-i", "--in_place", "--in-place"])
-def test_in_place_overwrites_the_file(tmp_path, capsys, flag):
+def test_the_flag_in_place_overwrites_the_file(tmp_path, capsys, flag):
     path = tmp_path / "t"
     path.write_text("x: ${a}")
 
@@ -73,7 +73,7 @@ def full_disk(monkeypatch):
     monkeypatch.setattr(Path, "write_text", write_text)
 
 
-def test_a_full_disk_leaves_the_file_as_it_was(tmp_path, capsys, full_disk):
+def test_a_full_disk_leaves_the_file_unchanged(tmp_path, capsys, full_disk):
     path = tmp_path / "config.pbtxt"
     path.write_bytes(b"x: ${a}")
     assert main(["fill-template", "-i", str(path), "a:1"]) == 2
@@ -84,7 +84,7 @@ def test_a_full_disk_leaves_the_file_as_it_was(tmp_path, capsys, full_disk):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_filled_file_keeps_its_rights_and_the_links_to_it(tmp_path):
+def test_a_filled_file_keeps_its_permissions_and_links(tmp_path):
     path, link = tmp_path / "t", tmp_path / "link"
     path.write_text("x: ${a}")
     path.chmod(0o640)
@@ -95,9 +95,7 @@ def test_a_filled_file_keeps_its_rights_and_the_links_to_it(tmp_path):
     assert path.stat().st_mode & 0o777 == 0o640
 
 
-def test_a_file_in_a_folder_that_cannot_be_written_is_filled_all_the_same(
-    tmp_path, monkeypatch
-):
+def test_a_file_in_a_read_only_folder_is_filled(tmp_path, monkeypatch):
     path = tmp_path / "t"
     path.write_text("x: ${a}")
 
@@ -143,7 +141,7 @@ def test_a_key_must_occur_in_the_file_filled_or_not(tmp_path, capsys):
     assert f"key 'sizes' does not exist in the file {path}." in capsys.readouterr().err
 
 
-def test_a_key_whose_placeholder_is_filled_is_said_to_change_nothing(tmp_path, capsys):
+def test_a_key_with_a_filled_placeholder_is_reported_as_unused(tmp_path, capsys):
     path = tmp_path / "t"
     path.write_text("max_queue_size: ${max_queue_size} size: $size key: a $$key")
 
@@ -155,7 +153,7 @@ def test_a_key_whose_placeholder_is_filled_is_said_to_change_nothing(tmp_path, c
     assert "max_queue_size: 0" in path.read_text()
 
 
-def test_init_repo_writes_five_models_and_keeps_what_is_there(tmp_path, capsys):
+def test_init_repo_writes_five_models_and_keeps_existing_files(tmp_path, capsys):
     root = tmp_path / "repo"
 
     assert main(["init-repo", str(root)]) == 0
@@ -169,9 +167,7 @@ def test_init_repo_writes_five_models_and_keeps_what_is_there(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("flags", [[""], ["repository", "--scripts", ""]])
-def test_init_repo_takes_no_empty_name_for_the_current_folder(
-    tmp_path, monkeypatch, capsys, flags
-):
+def test_init_repo_refuses_an_empty_name(tmp_path, monkeypatch, capsys, flags):
     monkeypatch.chdir(tmp_path)
     assert main(["init-repo", *flags]) == 2
     assert "is empty" in capsys.readouterr().err
@@ -187,7 +183,7 @@ def test_init_repo_fills_each_model_that_has_the_placeholder(tmp_path):
     assert "count: 3" in (root / "tensorrt_llm_bls" / "config.pbtxt").read_text()
 
 
-def test_defaults_leave_nothing_to_fill_and_yield_to_what_is_given(tmp_path, capsys):
+def test_defaults_fill_all_placeholders_and_given_values_override_defaults(tmp_path, capsys):
     given = "triton_max_batch_size:7,tokenizer_dir:/t,engine_dir:/e"
     assert main(["init-repo", str(tmp_path), "--defaults", "--fill", given]) == 0
     assert "to fill in" not in capsys.readouterr().out
@@ -217,7 +213,7 @@ def test_the_documented_scripts_run_their_command(tmp_path, path):
 @pytest.mark.parametrize(
     "flags", [["{file}/repo"], ["{file}.repo", "--scripts", "{file}/scripts"]]
 )
-def test_init_repo_names_what_cannot_be_written(tmp_path, capsys, flags):
+def test_init_repo_names_a_path_that_cannot_be_written(tmp_path, capsys, flags):
     file = tmp_path / "file"
     file.touch()
     assert main(["init-repo", *(flag.format(file=file) for flag in flags)]) == 2
@@ -226,7 +222,7 @@ def test_init_repo_names_what_cannot_be_written(tmp_path, capsys, flags):
     assert error.endswith("Name a folder that can be written.")
 
 
-def test_init_repo_on_a_full_disk_names_the_file_and_leaves_no_half_of_it(
+def test_init_repo_on_a_full_disk_names_the_file_and_leaves_no_partial_file(
     tmp_path, capsys, full_disk
 ):
     assert main(["init-repo", str(tmp_path)]) == 2
@@ -238,7 +234,7 @@ def test_init_repo_on_a_full_disk_names_the_file_and_leaves_no_half_of_it(
     assert [each.name for each in path.parent.iterdir()] == ["1"]
 
 
-def test_init_repo_says_what_is_still_to_fill(tmp_path, capsys):
+def test_init_repo_lists_unfilled_placeholders(tmp_path, capsys):
     main(["init-repo", str(tmp_path), "--fill", "triton_max_batch_size:4,decoupled_mode:True"])
 
     lines = capsys.readouterr().out.splitlines()[1:]

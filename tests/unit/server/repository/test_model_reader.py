@@ -9,7 +9,7 @@ from trimaran.server.loading.reader import ModelReader
 from trimaran.server.protocol.load_request import LoadRequest, OverrideFolders
 
 
-def test_a_change_while_a_model_is_read_is_seen_at_the_next_look(
+def test_a_change_during_the_read_of_a_model_is_noticed_at_the_next_check(
     write_repository, edit, tmp_path_factory, monkeypatch
 ):
     root = write_repository()
@@ -29,9 +29,7 @@ def test_a_change_while_a_model_is_read_is_seen_at_the_next_look(
     assert read.fingerprint != reader.fingerprints()["ensemble"]
 
 
-def test_a_model_that_nobody_changes_looks_as_it_did_when_it_was_read(
-    write_repository, tmp_path_factory
-):
+def test_an_unchanged_model_keeps_its_fingerprint(write_repository, tmp_path_factory):
     root = write_repository()
     reader = ModelReader(root, OverrideFolders(tmp_path_factory.mktemp("overrides")))
 
@@ -40,9 +38,7 @@ def test_a_model_that_nobody_changes_looks_as_it_did_when_it_was_read(
     assert {name: each.fingerprint for name, each in read.items()} == reader.fingerprints()
 
 
-def test_a_file_whose_name_is_no_utf_8_is_a_file_like_others(
-    write_repository, tmp_path_factory
-):
+def test_a_file_name_that_is_not_utf8_is_accepted(write_repository, tmp_path_factory):
     root = write_repository()
     reader = ModelReader(root, OverrideFolders(tmp_path_factory.mktemp("overrides")))
     before = reader.fingerprints()["ensemble"]

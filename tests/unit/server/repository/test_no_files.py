@@ -39,7 +39,7 @@ def fifo(path: Path) -> Path:
     return path
 
 
-def test_fifos_sockets_and_devices_are_named_as_what_they_are(tmp_path):
+def test_refusals_name_fifos_sockets_and_devices_by_kind(tmp_path):
     with pytest.raises(NoFileError) as caught:
         read_text(fifo(tmp_path / "fifo"))
     assert str(caught.value) == "it is a FIFO, not a file"

@@ -76,7 +76,7 @@ def test_a_value_that_cannot_be_served_is_refused_by_file_key_and_value(
      {"kv_cache_host_memory_bytes": "0"}, {"num_nodes": "1"}, {"batching_strategy": "V1"},
      {"speculative_decoding_fast_logits": "False"}, {"gpu_weights_percent": "1.0"}],
 )  # fmt: skip
-def test_values_that_ask_for_nothing_special_are_taken(write_repository, values):
+def test_values_equal_to_the_default_behaviour_are_accepted(write_repository, values):
     assert "tensorrt_llm" in ModelRepository.load(write_repository(**values)).models
 
 
@@ -107,9 +107,7 @@ def test_an_unknown_key_is_ignored_with_a_suggestion(write_repository, edit, cap
 
 
 @pytest.mark.parametrize("name", ["worker_path", "executor_worker_path"])
-def test_the_path_of_the_worker_program_is_logged_by_either_name(
-    write_repository, caplog, name
-):
+def test_the_ignored_worker_path_is_logged_under_both_names(write_repository, caplog, name):
     root = write_repository()
     path = root / "tensorrt_llm" / "config.pbtxt"
     path.write_text(path.read_text() + f'parameters {{ key: "{name}" '
@@ -147,7 +145,7 @@ def test_a_text_model_needs_its_tokenizer(write_repository, edit, model):
         ({"tensorrt_llm_draft_model_name": "d"}, "speculative decoding is not served"),
     ],
 )
-def test_text_models_refuse_what_they_cannot_do(write_repository, values, complaint):
+def test_text_models_refuse_unsupported_parameters(write_repository, values, complaint):
     assert complaint in refusal(write_repository(**values))
 
 

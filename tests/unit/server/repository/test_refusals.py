@@ -64,7 +64,7 @@ def test_placeholders_in_comments_and_strings_are_legal(write_repository, edit):
         ("TYPE_INT32", "TYPE_INT33", "TYPE_INT33"),
     ],
 )
-def test_what_is_no_model_configuration_is_refused_with_its_line(
+def test_an_invalid_configuration_is_refused_with_its_line(
     write_repository, edit, old, new, complaint
 ):
     root = write_repository()
@@ -94,7 +94,7 @@ def test_fields_may_be_separated_by_commas_semicolons_and_comments(
     assert ModelRepository.load(root).models["postprocessing"].config.backend == "python"
 
 
-def test_a_byte_order_mark_is_no_part_of_a_configuration(write_repository):
+def test_a_byte_order_mark_before_a_configuration_is_ignored(write_repository):
     root = write_repository()
     path = root / "postprocessing" / "config.pbtxt"
     path.write_text(path.read_text(), encoding="utf-8-sig")
@@ -123,7 +123,7 @@ def test_parameters_may_be_a_list_of_messages_with_colons(write_repository, edit
     assert parameters.get_loose_bool("skip_special_tokens") is False
 
 
-def test_a_tag_that_cannot_name_a_label_is_refused(write_repository):
+def test_a_tag_that_is_no_label_name_is_refused(write_repository):
     root = write_repository()
     path = root / "ensemble" / "config.pbtxt"
     with path.open("a") as file:
@@ -133,7 +133,7 @@ def test_a_tag_that_cannot_name_a_label_is_refused(write_repository):
 
 
 @pytest.mark.parametrize("bounds", ["500, 100", "1, 1", "nan", "inf", "1, inf"])
-def test_buckets_that_no_histogram_can_have_are_refused(write_repository, bounds):
+def test_invalid_histogram_buckets_are_refused(write_repository, bounds):
     root = write_repository()
     with (root / "ensemble" / "config.pbtxt").open("a") as file:
         file.write(
@@ -184,7 +184,7 @@ def test_a_count_of_instances_below_zero_is_refused(write_repository, model):
     ],
 )
 @pytest.mark.parametrize("side", ["input", "output"])
-def test_a_tensor_that_no_request_can_meet_is_refused(
+def test_a_tensor_with_an_impossible_shape_is_refused(
     write_repository, side, declaration, said
 ):
     root = write_repository()
@@ -213,7 +213,7 @@ def test_an_input_declared_twice_is_refused(write_repository):
         ),
     ],
 )
-def test_a_priority_level_that_there_is_not_is_refused(write_repository, edit, queue, said):
+def test_an_undeclared_priority_level_is_refused(write_repository, edit, queue, said):
     root = write_repository()
     path = root / "tensorrt_llm" / "config.pbtxt"
     edit(path, "dynamic_batching {", "dynamic_batching { " + queue)
@@ -222,7 +222,7 @@ def test_a_priority_level_that_there_is_not_is_refused(write_repository, edit, q
     assert said in refusal(root)
 
 
-def test_another_name_than_the_folder_is_refused(write_repository, edit):
+def test_a_model_name_different_from_its_folder_is_refused(write_repository, edit):
     root = write_repository()
     path = root / "tensorrt_llm" / "config.pbtxt"
     edit(path, 'name: "tensorrt_llm"', 'name: "tensorrt_llm_2"')
@@ -233,7 +233,7 @@ def test_another_name_than_the_folder_is_refused(write_repository, edit):
     )
 
 
-def test_version_folders_are_numbers_and_one_is_needed(write_repository, caplog):
+def test_a_model_needs_a_numbered_version_folder(write_repository, caplog):
     root = write_repository()
     (root / "tensorrt_llm" / "backup").mkdir()
     (root / "tensorrt_llm" / "²").mkdir()
@@ -249,7 +249,7 @@ def test_version_folders_are_numbers_and_one_is_needed(write_repository, caplog)
 
 
 @pytest.mark.parametrize("name", ["02", "²", "٢", "+2"])
-def test_a_folder_whose_name_is_no_plain_number_is_no_version(write_repository, caplog, name):
+def test_a_version_folder_must_have_a_plain_number(write_repository, caplog, name):
     root = write_repository()
     (root / "postprocessing" / name).mkdir()
     with caplog.at_level("WARNING"):
@@ -276,21 +276,21 @@ def test_the_version_policy_chooses_versions(write_repository, policy, versions)
 
 
 @pytest.mark.parametrize("version", ["1", "0"])
-def test_a_step_may_name_the_version_that_is_served(write_repository, edit, version):
+def test_a_step_may_name_the_served_version(write_repository, edit, version):
     root = write_repository()
     edit(root / "ensemble" / "config.pbtxt", "model_version: -1", f"model_version: {version}")
 
     assert "ensemble" in ModelRepository.load(root).models
 
 
-def test_a_step_of_a_version_that_is_not_served_is_refused(write_repository, edit):
+def test_a_step_with_an_unserved_version_is_refused(write_repository, edit):
     root = write_repository()
     edit(root / "ensemble" / "config.pbtxt", "model_version: -1", "model_version: 5")
 
     assert "runs version 5 of 'preprocessing', which serves 1" in refusal(root)
 
 
-def test_a_version_that_the_policy_names_must_exist(write_repository):
+def test_versions_of_the_version_policy_must_exist(write_repository):
     root = write_repository()
     path = root / "postprocessing" / "config.pbtxt"
     path.write_text(path.read_text() + "version_policy { specific { versions: [ 4 ] } }")
@@ -320,7 +320,7 @@ def test_a_model_of_a_known_name_without_a_tensor_of_its_role_is_refused(
     )
 
 
-def test_an_output_declared_twice_is_taken(write_repository, edit):
+def test_an_output_declared_twice_is_accepted(write_repository, edit):
     root = write_repository()
     path = root / "ensemble" / "config.pbtxt"
     twice = 'output [ { name: "batch_index" data_type: TYPE_INT32 dims: [ 1 ] } ]\n'
@@ -336,7 +336,7 @@ def test_an_empty_or_missing_repository_says_how_to_write_one(tmp_path):
     assert f"trimaran init-repo {tmp_path}" in refusal(tmp_path)
 
 
-def test_a_repository_that_cannot_be_read_now_is_refused_with_the_reason(tmp_path, monkeypatch):
+def test_an_unreadable_repository_is_refused_with_the_reason(tmp_path, monkeypatch):
     def stale(_):
         raise OSError(116, "Stale file handle")
 
@@ -364,14 +364,14 @@ def lock(monkeypatch):
     return lock
 
 
-def test_a_folder_of_the_file_systems_own_is_no_model(write_repository, lock):
+def test_a_lost_and_found_folder_is_no_model(write_repository, lock):
     root = write_repository()
     (root / "lost+found").mkdir()
     lock(root / "lost+found")
     assert len(ModelRepository.load(root).models) == 5
 
 
-def test_a_model_that_may_not_be_read_is_refused_and_no_other(write_repository, lock):
+def test_an_unreadable_model_is_refused_and_no_other_model(write_repository, lock):
     root = write_repository()
     lock(root / "postprocessing" / "1")
     path = root / "postprocessing" / "1" / "model.py"
@@ -406,7 +406,7 @@ def test_logits_may_be_single_or_half_precision_only(write_repository):
 class TestEnsembleGraph:
     """Steps exist and tensors connect."""
 
-    def test_a_step_whose_model_is_missing(self, write_repository, edit):
+    def test_a_step_without_its_model_is_refused(self, write_repository, edit):
         root = write_repository()
         edit(root / "ensemble" / "config.pbtxt", '"postprocessing"', '"postprocess"')
 
@@ -414,7 +414,7 @@ class TestEnsembleGraph:
             refusal(root)
         )
 
-    def test_a_tensor_that_nobody_writes(self, write_repository, edit):
+    def test_a_step_input_without_a_source_is_refused(self, write_repository, edit):
         root = write_repository()
         path = root / "ensemble" / "config.pbtxt"
         edit(path, 'key: "TOKENS_BATCH"\n        value: "_TOKENS_BATCH"',
@@ -425,7 +425,9 @@ class TestEnsembleGraph:
             "neither an input of the ensemble nor written by a step"
         )
 
-    def test_a_tensor_that_the_model_does_not_declare(self, write_repository, edit):
+    def test_a_mapped_tensor_that_the_model_does_not_declare_is_refused(
+        self, write_repository, edit
+    ):
         root = write_repository()
         edit(root / "ensemble" / "config.pbtxt", 'key: "len_penalty"', 'key: "length_penalty"')
 
@@ -433,7 +435,7 @@ class TestEnsembleGraph:
             refusal(root)
         )
 
-    def test_a_required_input_that_is_not_mapped(self, write_repository, edit):
+    def test_an_unmapped_required_input_is_refused(self, write_repository, edit):
         root = write_repository()
         edit(root / "ensemble" / "config.pbtxt",
              'input_map {\n        key: "SEQUENCE_LENGTH"\n        value: "_SEQUENCE_LENGTH"\n'
@@ -443,7 +445,7 @@ class TestEnsembleGraph:
             root
         )
 
-    def test_types_that_differ(self, write_repository, edit):
+    def test_mapped_tensors_with_different_types_are_refused(self, write_repository, edit):
         root = write_repository()
         path = root / "tensorrt_llm" / "config.pbtxt"
         dims = "\n    dims: [ -1, -1, -1 ]"
@@ -453,13 +455,13 @@ class TestEnsembleGraph:
             refusal(root)
         )
 
-    def test_a_step_that_takes_smaller_batches(self, write_repository, edit):
+    def test_a_step_with_a_smaller_batch_size_is_refused(self, write_repository, edit):
         root = write_repository()
         edit(root / "postprocessing" / "config.pbtxt", "max_batch_size: 8", "max_batch_size: 4")
 
         assert "max_batch_size is 8 but step 'postprocessing' takes at most 4" in refusal(root)
 
-    def test_a_tensor_that_two_steps_write(self, write_repository, edit):
+    def test_a_tensor_with_two_source_steps_is_refused(self, write_repository, edit):
         root = write_repository()
         edit(root / "ensemble" / "config.pbtxt", 'value: "text_output"', 'value: "batch_index"')
 

@@ -86,7 +86,7 @@ def test_the_ensemble_and_the_bls_model_answer_with_the_same_outputs(write_repos
     }  # fmt: skip
 
 
-def test_optional_values_left_as_placeholders_are_not_set(write_repository):
+def test_unfilled_placeholders_of_optional_values_are_not_set(write_repository):
     parameters = ModelRepository.load(write_repository()).models["tensorrt_llm"].parameters
 
     assert parameters.get_str("gpt_model_path") == "/engine"
