@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import fcntl
-import functools
 import hashlib
 import logging
 import os
 import shutil
 import subprocess
-import tempfile
 from pathlib import Path
+
+from trimaran.comm.files.cache_folder import cache_folder
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +46,7 @@ def load_library() -> ctypes.CDLL:
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.name.encode() + source.read_bytes())
     digest.update(" ".join([compiler, *flags]).encode())
-    folder = cache_folder()
+    folder = kernels_folder()
     library = folder / f"cpu-{digest.hexdigest()[:16]}.so"
     with (folder / ".lock").open("w") as lock:
         # Ranks start together: one compiles, the others wait for it.
@@ -96,35 +95,9 @@ def _compiler() -> str:
     raise KernelsUnavailableError(f"no C++ compiler found: install {_COMPILERS[0]}")
 
 
-def cache_folder() -> Path:
-    """The folder of compiled kernels: the user's cache, or a new folder for each process."""
-    named = os.environ.get("XDG_CACHE_HOME")
-    try:
-        return _writable_folder(Path(named) if named else Path.home() / ".cache")
-    except RuntimeError:
-        # The user has no name, as in a container that was started with a numeric user id.
-        return _own_folder("no home folder")
-
-
-@functools.cache
-def _writable_folder(root: Path) -> Path:
-    folder = root / "trimaran" / "kernels"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK):
-            return folder
-    except OSError:
-        pass
-    return _own_folder(f"{folder} is not writable")
-
-
-@functools.cache
-def _own_folder(reason: str) -> Path:
-    """A folder that is deleted when this process ends."""
-    logger.warning("%s: kernels are compiled at every start", reason)
-    folder = Path(tempfile.mkdtemp(prefix="trimaran-kernels-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
+def kernels_folder() -> Path:
+    """The folder of compiled kernels."""
+    return cache_folder("kernels", "kernels are compiled at every start")
 
 
 def _compile(compiler: str, flags: list[str], library: Path) -> None:

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from trimaran.server.config import FrontendConfig
 from trimaran.worker.config.engine_config import EngineConfig, ProfileConfig
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFolder:
+    """A tokenizer folder, and a model that names it."""
+
+    config_path: Path
+    folder: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +151,9 @@ class ServeConfig:
 
     ensemble: str = ""
     """Text-level model of the example request; empty if none is served."""
+
+    tokenizers: tuple[TokenizerFolder, ...] = ()
+    """The tokenizers of the models to start with."""
 
     notes: tuple[str, ...] = ()
     """Settings without effect, and the reason for the way of starting groups, for the log."""

@@ -1,4 +1,4 @@
-"""Reads files that operators write: text, JSON, and special tokens of a tokenizer's folder."""
+"""Reads files that operators write: text, JSON, and a tokenizer's special tokens."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _remedy(error: OSError | UnicodeError) -> str:
 
 
 def special_tokens(folder: Path, names: tuple[str, ...]) -> dict[str, str]:
-    """The texts of the tokens of these names (``eos_token``) that the folder gives.
+    """The texts of the tokens of these names (``eos_token``) that the folder's files give.
 
     Raises:
         ConfigError: a file cannot be read, or a token is none; names file, key and value.
@@ -97,7 +97,7 @@ def special_tokens(folder: Path, names: tuple[str, ...]) -> dict[str, str]:
     found: dict[str, str] = {}
     for file_name in _TOKENIZER_FILES:
         path = folder / file_name
-        values = _json_object(path) if path.exists() else {}
+        values = read_json_object(path) if path.exists() else {}
         for name in names:
             text = _token_text(path, name, values.get(name))
             if text:
@@ -105,7 +105,12 @@ def special_tokens(folder: Path, names: tuple[str, ...]) -> dict[str, str]:
     return found
 
 
-def _json_object(path: Path) -> dict[str, Any]:
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The object of a JSON file.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds no object; names the file.
+    """
     try:
         values = parse_json(read_text(path))
     except OSError as error:

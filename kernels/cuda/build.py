@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from trimaran.kernels.build import KernelsUnavailableError, cache_folder
+from trimaran.kernels.build import KernelsUnavailableError, kernels_folder
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ def load_cubin(name: str, architecture: str, defines: tuple[str, ...] = ()) -> b
     digest = hashlib.sha256(" ".join([version, *options]).encode())
     for source in [SOURCES / f"{name}.cu", *_headers()]:
         digest.update(source.name.encode() + source.read_bytes())
-    folder = cache_folder()
+    folder = kernels_folder()
     cubin = folder / f"{name}-{digest.hexdigest()[:16]}.cubin"
     if cubin.exists():
         return cubin.read_bytes()

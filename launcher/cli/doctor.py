@@ -8,10 +8,11 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 
 from trimaran.comm.errors import ConfigError
-from trimaran.launcher.config import MpiConfig
+from trimaran.launcher.config import MpiConfig, TokenizerFolder
 from trimaran.launcher.flags import serve_flags
 from trimaran.launcher.flags.parser import FlagParser
 from trimaran.launcher.placement import preflight
@@ -32,6 +33,12 @@ _PACKAGES = (
     "mpi4py", "torch", "tritonclient", "grpcio", "aiohttp", "uvloop", "msgpack", "numpy",
     "safetensors", "tokenizers", "transformers",
 )  # fmt: skip
+_READERS = {
+    "sentencepiece": "tokenizer folders with a SentencePiece model alone",
+    "tiktoken": "tokenizer folders with a tiktoken vocabulary alone",
+}
+"""Packages that some tokenizer folders need, and which."""
+
 _SHOWN = (
     "help", "model_repo", "multi_model", "world_size", "device", "hosts", "worker_launch",
     "mpirun", "http_port", "grpc_port", "metrics_port",
@@ -118,18 +125,26 @@ def _python(args: argparse.Namespace) -> Iterator[Finding]:
 
 
 def _packages(args: argparse.Namespace) -> Iterator[Finding]:
-    missing = []
-    for name in _PACKAGES:
-        try:
-            version(name)
-        except PackageNotFoundError:
-            missing.append(name)
+    missing = [name for name in _PACKAGES if not _is_installed(name)]
     if missing:
         text = f"not installed: {', '.join(missing)}. pip install -e . installs them"
         yield Finding("bad", "packages", text)
     if "torch" not in missing:
         build = "CPU build" if torch_is_cpu_only() else "GPU build"
         yield Finding("ok", "torch", f"{version('torch')} ({build})")
+
+    for name, folders in _READERS.items():
+        if not _is_installed(name):
+            text = f"{name} is not installed: {folders} are refused. pip install {name}"
+            yield Finding("note", "packages", text)
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        version(name)
+    except PackageNotFoundError:
+        return False
+    return True
 
 
 def _programs(args: argparse.Namespace) -> Iterator[Finding]:
@@ -235,10 +250,16 @@ def _models(args: argparse.Namespace) -> Iterator[Finding]:
         engine = group.engine
         text = f"{group.world_size} rank(s) on {engine.device}, {engine.engine_dir}"
         yield Finding("ok", f"group {group.name}", text)
+    for tokenizer in config.tokenizers:
+        yield from _tried("tokenizer", partial(_tokenizer, tokenizer))
     for note in config.notes:
         yield Finding("note", "models", note)
     if config.picture:
         yield Finding("ok", "placement", config.picture)
+
+
+def _tokenizer(source: TokenizerFolder) -> str:
+    return f"{source.folder}: {preflight.check_tokenizer(source)}"
 
 
 def _tried(subject: str, examine: Callable[[], str]) -> Iterator[Finding]:

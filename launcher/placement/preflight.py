@@ -12,7 +12,9 @@ from dataclasses import dataclass
 import psutil
 
 from trimaran.comm.errors import ConfigError
-from trimaran.launcher.config import GroupConfig, ServeConfig
+from trimaran.comm.tokenizers.end_ids import summary
+from trimaran.comm.tokenizers.prepare import prepare, tokenizer_fault
+from trimaran.launcher.config import GroupConfig, ServeConfig, TokenizerFolder
 from trimaran.launcher.placement.hosts import check_host_names, is_this_host, num_visible_gpus
 from trimaran.server.config import FrontendConfig
 from trimaran.worker.config.host_limits import free_memory_bytes
@@ -70,6 +72,22 @@ def check(config: ServeConfig) -> None:
     check_ports(endpoints(config.frontend))
     check_host_names(config)
     check_groups(config.groups)
+    for tokenizer in config.tokenizers:
+        check_tokenizer(tokenizer)
+
+
+def check_tokenizer(source: TokenizerFolder) -> str:
+    """Convert a model's tokenizer if this machine has not seen its files before, so that a
+    front end finds the result in the user's cache. Returns what `summary` says of the result.
+
+    Raises:
+        ConfigError: the tokenizer cannot be used; names the model and the remedy.
+    """
+    try:
+        return summary(prepare(source.folder), source.folder)
+    # A zero byte in the path, or a cycle of links.
+    except (ConfigError, OSError, ValueError, RuntimeError) as error:
+        raise tokenizer_fault(source.config_path, error) from error
 
 
 def check_groups(groups: Sequence[GroupConfig]) -> None:

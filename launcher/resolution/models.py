@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.topology import MAX_RANKS
+from trimaran.launcher.config import TokenizerFolder
 from trimaran.server.repository.model_repository import (
     ModelRepository,
     PythonModels,
@@ -42,6 +43,9 @@ class StartModels:
     text: str
     """The model of the example request: an ensemble, else a BLS model, else none."""
 
+    tokenizers: tuple[TokenizerFolder, ...] = ()
+    """The tokenizers of native pre- and postprocessing, each folder once."""
+
 
 def start_models(args: argparse.Namespace) -> StartModels:
     """The models to start with by these flags. Other models of the repository are not read.
@@ -59,8 +63,21 @@ def start_models(args: argparse.Namespace) -> StartModels:
     _check_names(Path(args.model_repo), python)
     repository = ModelRepository.load(args.model_repo, names, python)
     return StartModels(
-        tuple(_token_models(args, repository, may_be_none=is_explicit)), _text(repository)
+        tuple(_token_models(args, repository, may_be_none=is_explicit)),
+        _text(repository),
+        tuple(_tokenizers(repository)),
     )
+
+
+def _tokenizers(repository: ModelRepository) -> list[TokenizerFolder]:
+    found: dict[str, TokenizerFolder] = {}
+    for role in (Role.PREPROCESSING, Role.POSTPROCESSING):
+        for model in repository.of_role(role):
+            # The front end refuses a model that names none.
+            folder = model.parameters.get_str("tokenizer_dir")
+            if folder is not None:
+                found.setdefault(folder, TokenizerFolder(model.config_path, folder))
+    return list(found.values())
 
 
 def _check_names(root: Path, python: PythonModels) -> None:

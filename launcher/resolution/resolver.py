@@ -119,6 +119,7 @@ class Resolver:
             startup_timeout_s=args.startup_timeout,
             profile=settings.profile_config(args),
             ensemble=models.text,
+            tokenizers=models.tokenizers,
             notes=(*settings.notes(args), *self._notes(models.token)),
             picture=self.picture(groups),
         )

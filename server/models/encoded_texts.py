@@ -9,6 +9,8 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer as FastTokenizer
 
+from trimaran.comm.tokenizers.prepared import cleaned_up
+
 Ids = npt.NDArray[np.int32]
 
 NO_IDS = np.empty(0, np.int32)
@@ -59,18 +61,6 @@ def joined(parts: list[EncodedTexts]) -> EncodedTexts:
     )
 
 
-def read_tokenizer(raw: bytes) -> FastTokenizer:
-    """The tokenizer of a ``tokenizer.json``, which neither pads nor cuts.
-
-    Raises:
-        Exception: it is none.
-    """
-    fast = FastTokenizer.from_buffer(raw)
-    fast.no_padding()
-    fast.no_truncation()
-    return fast
-
-
 def encode(fast: FastTokenizer, texts: list[str], add_special_tokens: bool) -> EncodedTexts:
     """The ids of each text."""
     # Not `encode`, which blocks all other threads, including the event loop.
@@ -81,9 +71,11 @@ def encode(fast: FastTokenizer, texts: list[str], add_special_tokens: bool) -> E
     return EncodedTexts(ids, lengths)
 
 
-def decode(fast: FastTokenizer, ids: EncodedTexts, skip_special_tokens: bool) -> list[str]:
-    """The text of each list of ids."""
+def decode(
+    fast: FastTokenizer, ids: EncodedTexts, skip_special_tokens: bool, cleans_up: bool
+) -> list[str]:
+    """The text of each list of ids; for ``cleans_up`` see `TokenizerFacts`."""
     lists = [each.tolist() for each in ids.each()]
     # Not `decode`, which blocks them too.
     texts: list[str] = fast.decode_batch(lists, skip_special_tokens=skip_special_tokens)
-    return texts
+    return [cleaned_up(text) for text in texts] if cleans_up else texts

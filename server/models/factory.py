@@ -14,6 +14,7 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.files.input_files import read_text, unreadable
+from trimaran.comm.tokenizers.prepare import tokenizer_fault
 from trimaran.server.engines.model_engines import ModelEngines
 from trimaran.server.inference.request import Model
 from trimaran.server.metrics.measured_model import MeasuredModel
@@ -240,10 +241,7 @@ class ModelFactory:
             return tokenizer
         # A zero byte in the path, or a cycle of links.
         except (ConfigError, OSError, ValueError, RuntimeError) as error:
-            raise ConfigError(
-                f"{model.config_path}: {str(error).rstrip('.')}. Name in tokenizer_dir a "
-                "folder with a tokenizer that can be read."
-            ) from error
+            raise tokenizer_fault(model.config_path, error) from error
 
     # ---- composed models ----------------------------------------------------------------
 

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import TypeVar
 
-from trimaran.comm.errors import ConfigError
-from trimaran.comm.files.input_files import NoFileError, require_file, special_tokens
+from trimaran.comm.tokenizers.end_ids import end_ids_of, named_ids
+from trimaran.comm.tokenizers.prepare import prepare
+from trimaran.comm.tokenizers.prepared import CLEAN_UP_CHARACTERS, cleaned_up
 from trimaran.server.inference.text_limits import TextLimits
 from trimaran.server.models import encoded_texts
-from trimaran.server.models.encoded_texts import EncodedTexts, Ids, read_tokenizer
+from trimaran.server.models.encoded_texts import EncodedTexts, Ids
 from trimaran.server.models.text_limits import longest_token_bytes
 from trimaran.server.models.tokenizer_pool import TokenizerPool, TokenizerSource
-
-logger = logging.getLogger(__name__)
 
 # Shorter texts are encoded at once: a hop to a thread costs more.
 _INLINE_CHARACTERS = 2048
@@ -34,11 +28,6 @@ _LONG_IDS = 32 << 10
 # Encoding one more text costs as much as this many characters.
 _TEXT_CHARACTERS = 8
 _NUM_THREADS = 2
-_CONVERT = (
-    "import sys, transformers; "
-    "transformers.AutoTokenizer.from_pretrained(sys.argv[1]).save_pretrained(sys.argv[2])"
-)
-_CONVERT_TIMEOUT_S = 300.0
 
 T = TypeVar("T")
 
@@ -55,37 +44,27 @@ class Tokenizer:
         Raises:
             ConfigError: the folder is missing, or its tokenizer cannot be read or converted.
         """
-        path = Path(folder)
-        if not path.is_dir():
-            raise ConfigError(f"tokenizer_dir {folder} is not a folder")
+        prepared = prepare(folder)
         self.folder = folder
         self._pool = pool or TokenizerPool(1)
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenizer")
-        if (path / "tokenizer.json").exists():
-            self._load(path)
-        else:
-            with tempfile.TemporaryDirectory(prefix="trimaran-tokenizer-") as scratch:
-                _convert(path, Path(scratch))
-                self._load(Path(scratch))
-        self.limits = TextLimits(longest_token_bytes(self._fast), max_text_bytes)
-
-    def _load(self, path: Path) -> None:
-        try:
-            require_file(path / "tokenizer.json")
-            self._source = TokenizerSource((path / "tokenizer.json").read_bytes())
-            self._fast = read_tokenizer(self._source.raw)
-        except Exception as error:
-            raise ConfigError(f"{path}/tokenizer.json cannot be read: {error}") from error
-        tokens = special_tokens(path, ("eos_token", "pad_token"))
-        self.end_id = self._special_id(tokens.get("eos_token"))
-        pad_id = self._special_id(tokens.get("pad_token"))
+        self._source = TokenizerSource(prepared)
+        self._fast = prepared.fast()
+        self.facts = prepared.facts
+        self.end_id = prepared.facts.end_id
+        pad_id = prepared.facts.pad_id
         self.pad_id = self.end_id if pad_id is None else pad_id
+        self.end_ids = end_ids_of(prepared, folder)
+        """The ids that end an output for which the client names none: the tokenizer's own, and
+        those of the model whose files lie in the folder."""
+
         ids = self._fast.get_vocab(with_added_tokens=True).values()
         self.num_ids = max(ids, default=-1) + 1
         """One more than the highest id; ids may have gaps."""
 
         added = self._fast.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.limits = TextLimits(longest_token_bytes(self._fast), max_text_bytes)
 
     async def encode(self, texts: list[str], add_special_tokens: bool) -> EncodedTexts:
         """The ids of each text: of short texts at once, of longer ones in a thread, of long
@@ -111,7 +90,9 @@ class Tokenizer:
         """
         if len(ids.ids) > _LONG_IDS:
             return await self._pool.decode(self._source, ids, skip_special_tokens)
-        work = partial(encoded_texts.decode, self._fast, ids, skip_special_tokens)
+        work = partial(
+            encoded_texts.decode, self._fast, ids, skip_special_tokens, self.facts.cleans_up
+        )
         return work() if len(ids.ids) <= INLINE_IDS else await self.in_thread(work)
 
     async def in_thread(self, work: Callable[[], T]) -> T:
@@ -129,6 +110,11 @@ class Tokenizer:
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         """The text of some ids."""
+        text = self.decode_raw(ids, skip_special_tokens)
+        return cleaned_up(text) if self.facts.cleans_up else text
+
+    def decode_raw(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        """The text of some ids, with the spaces that cleaning up takes out."""
         text: str
         if len(ids) > INLINE_IDS:
             # Other threads, the event loop's among them, stand still during `decode`.
@@ -137,37 +123,9 @@ class Tokenizer:
             text = self._fast.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
-    def _special_id(self, token: str | None) -> int | None:
-        found: int | None = None if token is None else self._fast.token_to_id(token)
-        return found
-
-
-def _convert(folder: Path, target: Path) -> None:
-    """Convert a slow tokenizer, in a child: transformers imports torch."""
-    logger.info("Converting the tokenizer of %s to tokenizer.json", folder)
-    try:
-        for path in folder.iterdir():
-            require_file(path)
-        done = subprocess.run(
-            [sys.executable, "-P", "-c", _CONVERT, str(folder), str(target)],
-            capture_output=True,
-            text=True,
-            timeout=_CONVERT_TIMEOUT_S,
-            check=False,
-        )
-    except NoFileError as error:
-        raise ConfigError(f"{error.filename}: cannot be read: {error}") from error
-    except subprocess.TimeoutExpired:
-        raise ConfigError(
-            f"tokenizer_dir {folder} has no tokenizer.json, and converting it took more than "
-            f"{_CONVERT_TIMEOUT_S:.0f} s. Save it with transformers "
-            "(AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR))."
-        ) from None
-    if done.returncode != 0 or not (target / "tokenizer.json").exists():
-        reason = done.stderr.strip().splitlines()[-1:] or ["no tokenizer.json came out"]
-        raise ConfigError(
-            f"tokenizer_dir {folder} has no tokenizer.json and cannot be converted: {reason[0]}"
-        )
+    def named(self, ids: tuple[int, ...]) -> str:
+        """Ids with their tokens, for messages."""
+        return named_ids(self._fast, ids)
 
 
 # Ids before a new one that determine its text, such as a leading space.
@@ -203,9 +161,14 @@ class IncrementalDetokenizer:
         self._ids = self._context(prompt_ids)
         self._num_shown, self._shown_text = 0, ""
         self._show(len(self._ids))
+        self._cleaner = _Cleaner() if tokenizer.facts.cleans_up else None
 
     def push(self, ids: list[int], is_last: bool = False) -> str:
         """The text that these ids complete; with ``is_last`` all remaining text."""
+        delta = self._delta(ids, is_last)
+        return delta if self._cleaner is None else self._cleaner.push(delta, is_last)
+
+    def _delta(self, ids: list[int], is_last: bool) -> str:
         self._ids += self._kept(ids)
         if len(self._ids) == self._num_shown:
             return ""
@@ -259,7 +222,30 @@ class IncrementalDetokenizer:
         return found[::-1]
 
     def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, self._skip)
+        return self._tokenizer.decode_raw(ids, self._skip)
 
     def _kept(self, ids: Iterable[int]) -> list[int]:
         return [token for token in ids if token not in self._dropped]
+
+
+# A longer tail of characters that cleaning up looks at is passed on as it is.
+_MAX_UNCLEAN = 64
+
+
+class _Cleaner:
+    """Cleans decoded text up as the text grows, and holds back what may still change."""
+
+    def __init__(self) -> None:
+        self._held = ""
+
+    def push(self, text: str, is_last: bool) -> str:
+        """The cleaned text that is settled now; with ``is_last`` all remaining text."""
+        text = self._held + text
+        end = len(text)
+        if not is_last:
+            while end and text[end - 1] in CLEAN_UP_CHARACTERS:
+                end -= 1
+            if len(text) - end > _MAX_UNCLEAN:
+                end = len(text)
+        self._held = text[end:]
+        return cleaned_up(text[:end])

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trimaran.comm.errors import ErrorKind, RequestError
+from trimaran.comm.tokenizers.prepared import PreparedTokenizer
 from trimaran.server.inference.helper_process import HelperProcess
 from trimaran.server.models.encoded_texts import EncodedTexts, joined
 from trimaran.server.models.tokenizer_process import (
@@ -42,8 +43,7 @@ _ID_BYTES = 4
 class TokenizerSource:
     """A tokenizer as processes read it."""
 
-    raw: bytes
-    """The contents of ``tokenizer.json``."""
+    prepared: PreparedTokenizer
 
     number: int = field(default_factory=itertools.count().__next__)
 
@@ -247,7 +247,7 @@ class _Process(HelperProcess):
             EOFError, OSError: the process has ended.
         """
         self.connection.send(task)
-        self._known.use(source.number, lambda: self.connection.send_bytes(source.raw))
+        self._known.use(source.number, lambda: self.connection.send(source.prepared))
         return self.connection.recv()
 
     def end(self) -> None:

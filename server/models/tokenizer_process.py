@@ -12,9 +12,10 @@ from typing import TypeVar
 import numpy as np
 from tokenizers import Tokenizer as FastTokenizer
 
+from trimaran.comm.tokenizers.prepared import PreparedTokenizer
 from trimaran.server.inference.helper_process import serve_front_end
 from trimaran.server.memory import return_freed
-from trimaran.server.models.encoded_texts import EncodedTexts, decode, encode, read_tokenizer
+from trimaran.server.models.encoded_texts import EncodedTexts, decode, encode
 from trimaran.server.models.long_texts import encode_long
 
 _LARGE_BYTES = 64 << 10
@@ -68,9 +69,21 @@ class LastUsed(OrderedDict[int, ValueT]):
         return found
 
 
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A tokenizer that was sent."""
+
+    fast: FastTokenizer
+    cleans_up: bool
+
+    @classmethod
+    def of(cls, prepared: PreparedTokenizer) -> _Known:
+        return cls(prepared.fast(), prepared.facts.cleans_up)
+
+
 def main() -> None:
     """Encode or decode for one task after the other."""
-    known: LastUsed[FastTokenizer] = LastUsed()
+    known: LastUsed[_Known] = LastUsed()
 
     def serve(connection: Connection) -> None:
         task: TokenizerTask = connection.recv()
@@ -82,15 +95,15 @@ def main() -> None:
 
 
 def _answer(
-    connection: Connection, task: TokenizerTask, known: LastUsed[FastTokenizer]
+    connection: Connection, task: TokenizerTask, known: LastUsed[_Known]
 ) -> EncodedTexts | list[str] | TokenizerFault:
     try:
-        fast = known.use(task.tokenizer, lambda: read_tokenizer(connection.recv_bytes()))
+        tokenizer = known.use(task.tokenizer, lambda: _Known.of(connection.recv()))
         if task.ids is not None:
-            return decode(fast, task.ids, task.special_tokens)
+            return decode(tokenizer.fast, task.ids, task.special_tokens, tokenizer.cleans_up)
         if len(task.texts) == 1:
-            ids = encode_long(fast, task.texts[0], task.special_tokens)
+            ids = encode_long(tokenizer.fast, task.texts[0], task.special_tokens)
             return EncodedTexts(ids, np.array([len(ids)], np.int64))
-        return encode(fast, task.texts, task.special_tokens)
+        return encode(tokenizer.fast, task.texts, task.special_tokens)
     except Exception:
         return TokenizerFault(traceback.format_exc())

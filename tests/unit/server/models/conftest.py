@@ -57,6 +57,9 @@ from trimaran.server.python_models.model import close_model, start_model
 from trimaran.server.repository.model_repository import ModelRepository, PythonModels, Role
 
 _DEADLINE_S = 100
+_PAD = {"__type": "AddedToken", "content": "<pad>", "special": True}
+"""A token as newer folders write it."""
+
 USER_MODELS = Path(__file__).parents[1] / "python_models" / "user_models"
 EXAMPLES = Path(__file__).parents[4] / "examples" / "python_models"
 Script = Callable[[Submit], list[int]]
@@ -389,7 +392,7 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         single="<s> $A", special_tokens=[("<s>", 0)]
     )
     tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": {"content": "<pad>"}}
+    settings = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": _PAD}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder
 

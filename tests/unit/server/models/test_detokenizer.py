@@ -98,12 +98,12 @@ class Counting:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self.special_ids = tokenizer.special_ids
+        self.special_ids, self.facts = tokenizer.special_ids, tokenizer.facts
         self.lengths: list[int] = []
 
-    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+    def decode_raw(self, ids: list[int], skip_special_tokens: bool) -> str:
         self.lengths.append(len(ids))
-        return self._tokenizer.decode(ids, skip_special_tokens)
+        return self._tokenizer.decode_raw(ids, skip_special_tokens)
 
 
 def test_the_cost_of_a_detokenized_step_is_independent_of_the_sequence_length(tokenizer):

@@ -122,7 +122,7 @@ def test_random_places_of_a_cut_change_no_id():
 
 _PROGRAM = """
 import resource
-from trimaran.server.models.encoded_texts import read_tokenizer
+from trimaran.comm.tokenizers.prepared import read_tokenizer
 from trimaran.server.models.long_texts import encode_long
 
 def most():

@@ -271,7 +271,7 @@ def test_a_slow_tokenizer_is_converted_once(tmp_path):
     [
         (None, "is not a folder"),
         ("{", "tokenizer.json cannot be read"),
-        ("", "has no tokenizer.json and cannot be converted"),
+        ("", "cannot be used: AutoTokenizer cannot read it"),
     ],
 )
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path, content, text):

@@ -12,7 +12,8 @@ import psutil
 import pytest
 
 from trimaran.comm.errors import ErrorKind, RequestError
-from trimaran.server.models.encoded_texts import encode, read_tokenizer
+from trimaran.comm.tokenizers.prepare import prepare
+from trimaran.server.models.encoded_texts import encode
 from trimaran.server.models.tokenizer import Tokenizer
 from trimaran.server.models.tokenizer_pool import TokenizerPool, TokenizerSource
 
@@ -22,7 +23,7 @@ SHORT = "a few words"
 
 @pytest.fixture
 def source(tokenizer_folder):
-    return TokenizerSource((tokenizer_folder / "tokenizer.json").read_bytes())
+    return TokenizerSource(prepare(tokenizer_folder))
 
 
 def _processes():
@@ -43,13 +44,13 @@ async def test_ids_of_a_tokenizer_process_equal_those_of_the_tokenizer_in_order(
 ):
     texts = [SHORT, LONG, "", *(f"text {n}" for n in range(6000)), LONG[5:], "end"]
     found = await TokenizerPool(2).encode(source, texts, add_special_tokens)
-    right = encode(read_tokenizer(source.raw), texts, add_special_tokens)
+    right = encode(source.prepared.fast(), texts, add_special_tokens)
     assert found.lengths.tolist() == right.lengths.tolist()
     assert found.ids.tolist() == right.ids.tolist()
 
 
 async def test_texts_of_a_tokenizer_process_equal_those_of_the_tokenizer_in_order(source):
-    fast = read_tokenizer(source.raw)
+    fast = source.prepared.fast()
     texts = [SHORT, LONG, "", "end"]
     ids = encode(fast, texts, True)
     pool = TokenizerPool(2)
@@ -61,8 +62,8 @@ async def test_texts_of_a_tokenizer_process_equal_those_of_the_tokenizer_in_orde
 
 
 async def test_tokenizer_processes_serve_several_tokenizers(tokenizer_folder):
-    raw = (tokenizer_folder / "tokenizer.json").read_bytes()
-    pool, sources = TokenizerPool(1), [TokenizerSource(raw) for _ in range(7)]
+    prepared = prepare(tokenizer_folder)
+    pool, sources = TokenizerPool(1), [TokenizerSource(prepared) for _ in range(7)]
     first = await pool.encode(sources[0], [SHORT], True)
     for source in [*sources, *sources]:
         found = await pool.encode(source, [SHORT], True)

@@ -1,0 +1,225 @@
+"""The child process that reads a tokenizer folder with transformers and writes what it read.
+
+    python -m trimaran.comm.tokenizers.convert FOLDER TARGET
+
+A failure goes to standard error as one line behind `FAILURE`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from trimaran.comm.files.input_files import special_tokens
+from trimaran.comm.tokenizers.prepared import (
+    TOKENIZER_FILE,
+    cleaned_up,
+    read_tokenizer,
+    write_prepared,
+)
+
+FAILURE = "tokenizer-failure: "
+"""What the line with the cause begins with."""
+
+_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+_TEXTS = (
+    "Hello world", " leading", "  two  spaces ", "trailing ", "a\nb\n\n c\t d",
+    "it's, isn't it ?", "I 'm sure you 're not . Do n't !", "12345 3.14 1,000", "x", " ", "\n",
+    "na\u00efve caf\u00e9 \u00dcn\u00efc\u00f6d\u00e9", "\u65e5\u672c\u8a9e\u3068\u4e2d\u6587",
+    "\U0001f642 emoji \U0001f469\u200d\U0001f4bb", "e\u0301\u00a0\u200b\ufeff",
+    "snake_case(camelCase)[0] += 1;", "SHOUTING " * 3, "\ud7ff\U0010ffff", "\ufb01 \u2460",
+)  # fmt: skip
+"""Texts on which the result is compared with the class that read the folder."""
+
+_ROLES = ("bos_token", "eos_token", "pad_token", "unk_token")
+_NUM_IDS = 64
+"""The first and the last ids of a vocabulary that are decoded for the comparison."""
+
+
+class _RefusedError(Exception):
+    """The folder cannot be read; the text is the cause."""
+
+
+def main() -> None:
+    """Convert one folder."""
+    folder, target = map(Path, sys.argv[1:])
+    os.environ.update(_ENVIRONMENT)
+    # Tokenizers need no torch, whose import takes seconds.
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    try:
+        _check_packages(folder)
+        _check_file(folder)
+        tokenizer, notes = _read(folder)
+        raw, more = _fast_form(tokenizer, folder)
+        facts = _facts(tokenizer, (*notes, *more))
+        _compare(tokenizer, raw, facts)
+    except _RefusedError as error:
+        sys.exit(FAILURE + " ".join(str(error).split()))
+    write_prepared(target, raw, facts)
+
+
+def _check_packages(folder: Path) -> None:
+    """Name the package that reads the folder's vocabulary, if it is missing: transformers tries
+    other readers, and names a package that does not help."""
+    if (folder / TOKENIZER_FILE).exists():
+        return
+    for path in sorted(folder.iterdir()):
+        if path.suffix not in (".model", ".tiktoken") or not path.is_file():
+            continue
+        package = "tiktoken" if _is_tiktoken(path) else "sentencepiece"
+        if find_spec(package) is None:
+            raise _RefusedError(
+                f"{path.name} is read by the package {package}, which is not installed. "
+                f"Install the package (pip install {package})"
+            )
+
+
+def _is_tiktoken(path: Path) -> bool:
+    """Whether a vocabulary has tiktoken's lines of text: bytes in base64, and a rank."""
+    with path.open("rb") as file:
+        words = file.readline(1 << 10).split()
+    return len(words) == 2 and words[1].isdigit()
+
+
+def _check_file(folder: Path) -> None:
+    path = folder / TOKENIZER_FILE
+    if not path.exists():
+        return
+    try:
+        read_tokenizer(path.read_bytes())
+    except Exception as error:
+        raise _RefusedError(f"{path} cannot be read: {error}") from error
+
+
+def _read(folder: Path) -> tuple[Any, tuple[str, ...]]:
+    """The tokenizer that transformers makes of the folder, and notes about it."""
+    from transformers import AutoTokenizer
+
+    try:
+        read = AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
+    # Classes raise what their files make them raise.
+    except Exception as error:
+        reason = f"AutoTokenizer cannot read it: {_first_line(error)}"
+        if not (folder / TOKENIZER_FILE).exists():
+            raise _RefusedError(reason) from error
+        return _read_file(folder, reason)
+    return read, ()
+
+
+def _read_file(folder: Path, reason: str) -> tuple[Any, tuple[str, ...]]:
+    """The tokenizer of ``tokenizer.json`` alone, with the special tokens that files name."""
+    from transformers import PreTrainedTokenizerFast
+
+    tokens = special_tokens(folder, _ROLES)
+    path = folder / TOKENIZER_FILE
+    try:
+        read = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call,unused-ignore]
+            tokenizer_file=str(path), **tokens
+        )
+    except Exception as error:
+        raise _RefusedError(f"{reason}; {TOKENIZER_FILE}: {_first_line(error)}") from error
+    return read, (f"{reason}. Its {TOKENIZER_FILE} and special tokens are used as they are",)
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0].rstrip(".") if lines else type(error).__name__
+
+
+def _fast_form(tokenizer: Any, folder: Path) -> tuple[bytes, tuple[str, ...]]:
+    """The ``tokenizer.json`` of a tokenizer, converted if its class runs in Python."""
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    if fast is not None:
+        return fast.to_str().encode(), ()
+    from transformers.convert_slow_tokenizer import convert_slow_tokenizer
+
+    try:
+        return convert_slow_tokenizer(tokenizer).to_str().encode(), ()
+    except Exception as error:
+        name = type(tokenizer).__name__
+        path = folder / TOKENIZER_FILE
+        if path.exists():
+            note = f"{name} runs in Python; tokenizer.json is used in its place"
+            return path.read_bytes(), (note,)
+        raise _RefusedError(
+            f"its class {name} runs in Python and has no form as tokenizer.json, in which "
+            "the front end reads tokenizers"
+        ) from error
+
+
+def _facts(tokenizer: Any, notes: tuple[str, ...]) -> dict[str, Any]:
+    """The fields of `TokenizerFacts`."""
+    return {
+        "class_name": type(tokenizer).__name__,
+        "end_id": tokenizer.eos_token_id,
+        "pad_id": tokenizer.pad_token_id,
+        "cleans_up": _cleans_up(tokenizer),
+        "splits_special_tokens": bool(getattr(tokenizer, "split_special_tokens", False)),
+        "notes": notes,
+    }
+
+
+def _cleans_up(tokenizer: Any) -> bool:
+    """Whether `decode` cleans up: newer versions of transformers ignore the flag for BPE."""
+    if not getattr(tokenizer, "clean_up_tokenization_spaces", False):
+        return False
+    forced = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    has_exception = hasattr(tokenizer, forced)
+    if fast is None or not has_exception or type(fast.model).__name__ != "BPE":
+        return True
+    return bool(getattr(tokenizer, forced))
+
+
+def _compare(tokenizer: Any, raw: bytes, facts: dict[str, Any]) -> None:
+    """Refuse a result that gives other ids or other text than the class itself."""
+    fast = read_tokenizer(raw, facts["splits_special_tokens"])
+    name = facts["class_name"]
+    lists = [[each] for each in _some_ids(fast)]
+    for text in _some_texts(tokenizer):
+        for adds in (True, False):
+            wanted = tokenizer.encode(text, add_special_tokens=adds)
+            found = fast.encode(text, add_special_tokens=adds).ids
+            if list(wanted) != found:
+                raise _RefusedError(
+                    f"its class {name} encodes {text!r} as {list(wanted)[:20]}, but its "
+                    f"tokenizer.json as {found[:20]}"
+                )
+        lists.append(found)
+    for ids in lists:
+        for skips in (True, False):
+            wanted = tokenizer.decode(ids, skip_special_tokens=skips)
+            text = fast.decode(ids, skip_special_tokens=skips)
+            text = cleaned_up(text) if facts["cleans_up"] else text
+            if wanted != text:
+                raise _RefusedError(
+                    f"its class {name} decodes {ids[:20]} as {wanted!r}, but its "
+                    f"tokenizer.json as {text!r}"
+                )
+
+
+def _some_texts(tokenizer: Any) -> Iterator[str]:
+    yield from _TEXTS
+    for token in tokenizer.all_special_tokens[:_NUM_IDS]:
+        yield f"a{token} b {token}c"
+
+
+def _some_ids(fast: Any) -> list[int]:
+    known = sorted(fast.get_vocab(with_added_tokens=True).values())
+    return sorted({*known[:_NUM_IDS], *known[-_NUM_IDS:]})
+
+
+if __name__ == "__main__":
+    main()
