@@ -175,7 +175,7 @@ PLACES: dict[str, Places] = {
         PROCESS, "encode encode_batch encode_batch_fast loads search sub"
     ),
     "models/tokenizer_pool.py": {"recv": THREAD},
-    "models/tokenizer_process.py": _all(PROCESS, "recv recv_bytes encode decode"),
+    "models/tokenizer_process.py": _all(PROCESS, "recv encode decode"),
     "models/transaction.py": {"tolist": "one value for each sample of a batch"},
     # ---- protocol
     "protocol/generate.py": {
