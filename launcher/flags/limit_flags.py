@@ -34,10 +34,13 @@ def add_body_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_text_flags(parser: argparse.ArgumentParser) -> None:
-    """Declare the limits on texts, and the processes that tokenize them."""
+    """Declare the limits on texts and logits, and the processes that tokenize."""
     add = parser.add_argument
     add("--tokenizer-workers", type=positive, default=2, metavar="N",
         help="processes of a front end that tokenize long texts (%(default)s)")  # fmt: skip
     add("--max-text-bytes", type=size, default=0, metavar="BYTES",
         help="longest text that is tokenized (16 times the engine's --max-input-len, at least "
         "1048576)")  # fmt: skip
+    add("--max-unread-logits-bytes", type=size, default=128 << 20, metavar="BYTES",
+        help="limit on the logits that streams of a front end hold until clients read them; "
+        "beyond it the stream that holds most is ended (%(default)s)")  # fmt: skip

@@ -69,6 +69,7 @@ _RARE = (
     "grpc_max_message_size",
     "tokenizer_workers",
     "max_text_bytes",
+    "max_unread_logits_bytes",
     "strict_readiness",
     "metrics_config",
     "id",

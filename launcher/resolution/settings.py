@@ -263,6 +263,7 @@ def frontend_config(
         grpc_max_message_bytes=args.grpc_max_message_size,
         tokenizer_workers=args.tokenizer_workers,
         max_text_bytes=args.max_text_bytes,
+        max_unread_logits_bytes=args.max_unread_logits_bytes,
         exit_timeout_s=args.exit_timeout,
         replay_timeout_s=args.replay_timeout,
         max_replays=args.max_replays,

@@ -16,6 +16,7 @@ from trimaran.server.config import FrontendConfig
 from trimaran.server.engines.group import EngineGroup
 from trimaran.server.engines.link import BEING_ENDED, EngineLink
 from trimaran.server.engines.model_engines import ModelEngines
+from trimaran.server.engines.unread_logits import UnreadLogits
 from trimaran.server.metrics.metrics import Metrics
 
 
@@ -25,6 +26,7 @@ class EngineClient:
     def __init__(self, config: FrontendConfig, metrics: Metrics) -> None:
         self.config = config
         self.metrics = metrics
+        self.unread_logits = UnreadLogits(config.max_unread_logits_bytes)
         self.expects_the_end = False
         """Whether an engine that closes its connection ends in order."""
         self.num_lost = 0

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from trimaran.comm.errors import RequestError
 from trimaran.comm.messages.messages import FinishReason, Submit, pack_ids, unpack_ids
 from trimaran.comm.messages.sampling_params import SamplingParams
+from trimaran.server.engines.unread_logits import UnreadLogits, logits_bytes
 
 PADDING = -1
 """Fills rows that are shorter than the longest beam."""
@@ -138,8 +139,8 @@ class LiveRequest:
     """A submitted request, read with `take` whenever it has news.
 
     Tokens that arrive between two reads are merged into one chunk, so that a slow reader
-    costs memory for ids only. A reader of the whole answer (``submit.streaming`` is false)
-    is notified once, at the end.
+    costs memory for ids, and for logits within a limit. A reader of the whole answer
+    (``submit.streaming`` is false) is notified once, at the end.
     """
 
     def __init__(
@@ -148,6 +149,7 @@ class LiveRequest:
         on_cancel: Callable[[LiveRequest], None],
         observe_gap: Callable[[float], None],
         on_context_done: Callable[[LiveRequest, float | None], None],
+        unread: UnreadLogits,
     ) -> None:
         self.submit = submit
         self.max_tokens: int = submit.sampling.get("max_tokens", _DEFAULT_MAX_TOKENS)
@@ -166,6 +168,7 @@ class LiveRequest:
         self._on_cancel = on_cancel
         self._observe_gap = observe_gap
         self._on_context_done = on_context_done
+        self._unread = unread
         self._is_context_done = False
         self._pending: TokenChunk | None = None
         self._error: RequestError | None = None
@@ -214,6 +217,8 @@ class LiveRequest:
         self.is_over = is_over
         if is_over or self.submit.streaming:
             self.on_news()
+        if self._pending is not None and self._pending.extras and self.submit.streaming:
+            self._unread.hold(self, logits_bytes(self._pending.extras))
 
     def fail(self, error: RequestError) -> None:
         """End with an error, after the tokens that are still unread."""
@@ -226,6 +231,13 @@ class LiveRequest:
         if not self.is_over:
             self._on_cancel(self)
             self.fail(error)
+
+    def cut_off(self, error: RequestError) -> None:
+        """End with an error now; what is unread is dropped."""
+        self._pending = None
+        if not self.is_over:
+            self._on_cancel(self)
+        self.fail(error)
 
     def cancel(self) -> None:
         """End the request now; the last chunk has the reason CANCELLED. Idempotent."""
@@ -241,6 +253,7 @@ class LiveRequest:
         # The listener refers to this request: what is unread would stay until the collector
         # comes, and logits are megabytes.
         self._pending = None
+        self._unread.hold(self, 0)
         self.on_news = _no_listener
 
     @property
@@ -260,11 +273,10 @@ class LiveRequest:
         """
         chunk, self._pending = self._pending, None
         if chunk is not None:
-            logits = chunk.extras.get("generation_logits")
-            if logits and self.submit.streaming and "beams" not in chunk.extras:
-                num_ids = max(1, _CHUNK_LOGITS_BYTES // len(logits[0]))
-                if len(chunk.token_ids) > num_ids:
-                    self._pending = chunk.cut(num_ids)
+            if chunk.extras and self.submit.streaming:
+                self._pending = _rest_of(chunk)
+                left = {} if self._pending is None else self._pending.extras
+                self._unread.hold(self, logits_bytes(left))
             return chunk
         assert self._error is not None
         raise self._error
@@ -287,6 +299,15 @@ class LiveRequest:
             for _ in range(num_tokens):
                 self._observe_gap(gap)
         self._last_token_s = now
+
+
+def _rest_of(chunk: TokenChunk) -> TokenChunk | None:
+    """Cut a chunk where its logits have the size that one answer of a stream may have."""
+    logits = chunk.extras.get("generation_logits")
+    if not logits or "beams" in chunk.extras:
+        return None
+    num_ids = max(1, _CHUNK_LOGITS_BYTES // len(logits[0]))
+    return chunk.cut(num_ids) if len(chunk.token_ids) > num_ids else None
 
 
 def _no_listener() -> None:

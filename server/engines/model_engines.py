@@ -28,6 +28,7 @@ from trimaran.server.engines.group import EngineGroup
 from trimaran.server.engines.link import EngineLink
 from trimaran.server.engines.live_request import LiveRequest
 from trimaran.server.engines.routing import KnownPrefixes, Prompt, Router, block_hashes
+from trimaran.server.engines.unread_logits import UnreadLogits
 from trimaran.server.metrics.metrics import Metrics
 
 
@@ -93,6 +94,8 @@ class EngineOwner(Protocol):
 
     config: FrontendConfig
     metrics: Metrics
+    unread_logits: UnreadLogits
+    """Those of the streams of all models."""
     expects_the_end: bool
     """Whether an engine that closes its connection ends in order."""
     num_lost: int
@@ -172,7 +175,13 @@ class ModelEngines:
         if not up:
             raise self._unavailable()
         submit = Submit(request_id=self._owner.next_id(), model=self.model, **fields)
-        request = LiveRequest(submit, self._cancel, self._observe_gap, self._context_done)
+        request = LiveRequest(
+            submit,
+            self._cancel,
+            self._observe_gap,
+            self._context_done,
+            self._owner.unread_logits,
+        )
         group = self._choose(up, request)
         group.take(request)
         group.ask(submit)

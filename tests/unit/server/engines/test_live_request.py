@@ -6,10 +6,13 @@ import gc
 import weakref
 
 import numpy as np
+import pytest
 
+from trimaran.comm.errors import RequestError
 from trimaran.comm.messages.messages import FinishReason, Submit, pack_ids
 from trimaran.comm.messages.sampling_params import SamplingParams
 from trimaran.server.engines.live_request import LiveRequest
+from trimaran.server.engines.unread_logits import UnreadLogits
 
 
 class Reader:
@@ -23,12 +26,15 @@ class Reader:
         """See `LiveRequest.on_news`."""
 
 
-def _submitted(cancelled: list[LiveRequest]) -> LiveRequest:
+def _submitted(cancelled: list[LiveRequest], unread: UnreadLogits | None = None) -> LiveRequest:
     submit = Submit(
         request_id=1, model="m", prompt_ids=pack_ids([1]), output_ids=pack_ids([]),
         sampling=SamplingParams(max_tokens=9).to_wire(), streaming=True,
     )  # fmt: skip
-    return LiveRequest(submit, cancelled.append, lambda gap: None, lambda live, wait: None)
+    return LiveRequest(
+        submit, cancelled.append, lambda gap: None, lambda live, wait: None,
+        unread or UnreadLogits(1 << 20),
+    )  # fmt: skip
 
 
 def test_a_slow_reader_gets_large_logits_in_parts():
@@ -51,6 +57,45 @@ def test_a_slow_reader_gets_large_logits_in_parts():
     assert all(chunk.extras["logits_dtype"] == "float32" for chunk in chunks)
     assert [chunk.is_last for chunk in chunks] == [False, False, True]
     assert chunks[-1].extras["figures"] == {"kv_cache_reused_blocks": 1}
+
+
+def test_the_stream_with_most_unread_logits_is_ended_beyond_the_limit_of_all():
+    cancelled: list[LiveRequest] = []
+    unread = UnreadLogits(1000)
+    slow, other, fast = (_submitted(cancelled, unread) for _ in range(3))
+    for token in range(11):
+        for request, size in ((slow, 60), (other, 20), (fast, 50)):
+            if not request.is_over:
+                extras = {"generation_logits": [bytes(size)]}
+                request.push([token], FinishReason.NOT_FINISHED, extras)
+        assert len(fast.take().token_ids) == 1
+        assert unread.num_bytes <= 1000
+    assert cancelled == []
+
+    for token in range(11, 15):
+        slow.push([token], FinishReason.NOT_FINISHED, {"generation_logits": [bytes(60)]})
+        if slow.is_over:
+            break
+
+    assert cancelled == [slow]
+    with pytest.raises(RequestError, match=r"not read 840 bytes .* --max-unread-logits-bytes"):
+        slow.take()
+    assert unread.num_bytes == 11 * 20
+    assert other.take().token_ids == list(range(11))
+    assert unread.num_bytes == 0
+
+
+def test_a_stream_that_ended_unread_is_told_that_it_was_cut_off():
+    cancelled: list[LiveRequest] = []
+    unread = UnreadLogits(1000)
+    ended, running = _submitted(cancelled, unread), _submitted(cancelled, unread)
+    ended.push([1], FinishReason.LENGTH, {"generation_logits": [bytes(600)]})
+    running.push([1], FinishReason.NOT_FINISHED, {"context_logits": [bytes(500)]})
+    assert cancelled == [] and not running.is_over
+    with pytest.raises(RequestError, match="not read 600 bytes"):
+        ended.take()
+    running.abandon()
+    assert unread.num_bytes == 0
 
 
 def test_unread_outputs_are_freed_at_once_without_garbage_collection():

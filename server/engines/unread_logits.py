@@ -1,0 +1,57 @@
+"""A limit on the logits of streams that no client has read yet."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Protocol
+
+from trimaran.comm.errors import ErrorKind, RequestError
+
+logger = logging.getLogger(__name__)
+
+_LOGITS = ("context_logits", "generation_logits")
+
+
+class Stream(Protocol):
+    """A request whose tokens are read while more of them come."""
+
+    def cut_off(self, error: RequestError) -> None:
+        """End the request, and drop what is unread."""
+
+
+class UnreadLogits:
+    """What all streams of a front end hold together, in bytes.
+
+    Ids and texts are small, and so the engine never waits for a client. Logits have the size of
+    the vocabulary for each token. Beyond the limit, the stream that holds most is ended: the
+    streams of clients that read go on.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._sizes: dict[Stream, int] = {}
+        self.num_bytes = 0
+
+    def hold(self, stream: Stream, num_bytes: int) -> None:
+        """A stream now holds so many bytes."""
+        self.num_bytes += num_bytes - self._sizes.pop(stream, 0)
+        if num_bytes:
+            self._sizes[stream] = num_bytes
+        while self.num_bytes > self._max_bytes:
+            largest = max(self._sizes, key=self._sizes.__getitem__)
+            most = self._sizes[largest]
+            logger.warning(
+                "A stream is ended: its client leaves %d bytes of logits unread", most
+            )
+            error = (
+                f"the client has not read {most} bytes of this stream's logits, and all "
+                f"streams together may hold {self._max_bytes}. Read faster, ask for fewer "
+                "tokens, or start the server with a larger --max-unread-logits-bytes."
+            )
+            self.num_bytes -= self._sizes.pop(largest)
+            largest.cut_off(RequestError(error, ErrorKind.UNAVAILABLE))
+
+
+def logits_bytes(extras: dict[str, Any]) -> int:
+    """The size of the logits of a chunk."""
+    return sum(len(row) for name in _LOGITS for row in extras.get(name, ()))
