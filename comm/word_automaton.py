@@ -65,6 +65,16 @@ class WordAutomaton(Generic[SymbolT]):
             found = self.next(found, symbol)
         return found
 
+    def num_ending(self, state: WordState[SymbolT]) -> int:
+        """Symbols of the longest word that the tail of a state ends with; 0 if none does."""
+        found: WordState[SymbolT] | None = state
+        while found is not None and found.depth:
+            # The word that is the tail itself sorts before those that go on.
+            if len(self._words[found.low]) == found.depth:
+                return found.depth
+            found = found.fallback
+        return 0
+
     def _reach(self, state: WordState[SymbolT], symbol: SymbolT) -> WordState[SymbolT]:
         """Make the state after ``symbol``, and those that it falls back to.
 

@@ -14,6 +14,24 @@ def frontend_title(index: int) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OpenAiConfig:
+    """The OpenAI port and what it serves."""
+
+    port: int | None = None
+    """None: the port is closed."""
+
+    address: str = "0.0.0.0"
+    default_max_tokens: int = 0
+    """Most tokens of a request that sets no limit; 0: as many as the engine has room for."""
+
+    lora_separator: str = ""
+    """Between a model's name and an adapter's; empty: an adapter has its own name alone."""
+
+    chat_template: str = ""
+    """A template in place of those of tokenizers' folders."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FrontendConfig:
     """The settings of a front end, sent by the supervisor."""
 
@@ -107,6 +125,7 @@ class FrontendConfig:
     """Deadlines and bounds of HTTP connections, those of the metrics port too."""
 
     access: AccessConfig = field(default_factory=AccessConfig)
+    openai: OpenAiConfig = field(default_factory=OpenAiConfig)
 
     tokenizer_workers: int = 2
     """Processes that tokenize what is long."""
@@ -144,4 +163,5 @@ class FrontendConfig:
         values["groups"] = {name: tuple(names) for name, names in values["groups"].items()}
         values["http_limits"] = ConnectionLimits(**values["http_limits"])
         values["access"] = AccessConfig.from_wire(values["access"])
+        values["openai"] = OpenAiConfig(**values["openai"])
         return cls(**values)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from trimaran.server.access.control import AccessControl
 from trimaran.server.decoding.decoder import Decoder
 from trimaran.server.grpc.server import GrpcServer
+from trimaran.server.http.port import HttpPort
 from trimaran.server.http.server import HttpServer, MetricsServer
+from trimaran.server.openai.server import OpenAiServer
 from trimaran.server.service import Service
 
 _GRPC_GRACE_S = 0.5
@@ -25,7 +27,7 @@ class Ports:
         self._access = access = AccessControl(asked)
         self._decoder = Decoder(config.http_max_input_bytes, config.grpc_max_message_bytes)
         self._grpc: list[GrpcServer] = []
-        self._http: list[HttpServer] = []
+        self._http: list[HttpPort] = []
         self._metrics: MetricsServer | None = None
         parts = service, self._decoder
         if config.allow_grpc:
@@ -36,6 +38,8 @@ class Ports:
             self._http.append(
                 HttpServer(*parts, config.http_address, config.http_port, access.http())
             )
+        if config.openai.port is not None:
+            self._http.append(OpenAiServer(*parts, access.openai()))
         if not config.is_first:
             return
         if config.allow_metrics:

@@ -14,6 +14,7 @@ from trimaran.comm.files.flag_values import (
 )
 from trimaran.launcher.flags.access_flags import add_access_flags
 from trimaran.launcher.flags.limit_flags import add_body_flags, add_text_flags
+from trimaran.launcher.flags.openai_flags import add_openai_flags
 from trimaran.launcher.flags.parser import FlagParser
 from trimaran.launcher.flags.triton_flags import add_triton_flags
 from trimaran.worker.config.quantization import MADE_HERE
@@ -49,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_time_flags(parser)
     _add_log_flags(parser)
     _add_replaced_flags(parser)
+    add_openai_flags(parser)
     add_access_flags(parser)
     add_triton_flags(parser)
     if isinstance(parser, FlagParser):

@@ -53,6 +53,7 @@ def endpoints(frontend: FrontendConfig) -> list[Endpoint]:
         (frontend.allow_grpc, "grpc", frontend.grpc_address, frontend.grpc_port, grpc_tls),
         (frontend.allow_metrics, "metrics", frontend.metrics_address, frontend.metrics_port,
          False),
+        (True, "openai", frontend.openai.address, frontend.openai.port, http_tls),
         (True, "admin", access.admin_address, access.admin_port, http_tls),
         (True, "admin-grpc", access.admin_address, access.admin_grpc_port, grpc_tls),
     )  # fmt: skip

@@ -9,6 +9,7 @@ from collections.abc import Iterator, MutableMapping
 from typing import NamedTuple
 
 from trimaran.comm.errors import ConfigError
+from trimaran.launcher.resolution.openai import openai_settings
 from trimaran.server.access.api_keys import read_keys
 from trimaran.server.access.config import AccessConfig, ConnectionLimits
 from trimaran.server.access.restrictions import (
@@ -37,6 +38,9 @@ def access_config(args: argparse.Namespace) -> AccessConfig:
     config = AccessConfig(
         http_restrictions=parse_restrictions(
             args.http_restricted_api, "--http-restricted-api", environ=os.environ
+        ),
+        openai_restrictions=parse_restrictions(
+            openai_settings(args), "--openai-restricted-api", environ=os.environ
         ),
         grpc_restrictions=parse_restrictions(
             args.grpc_restricted_protocol, "--grpc-restricted-protocol",
@@ -68,7 +72,8 @@ def connection_limits(args: argparse.Namespace) -> ConnectionLimits:
 
 def forget_secrets(args: argparse.Namespace, environ: MutableMapping[str, str]) -> None:
     """Remove the variables that hold values of restrictions: child processes inherit none."""
-    for settings in (args.http_restricted_api, args.grpc_restricted_protocol):
+    openai = [f":{key}={value}" for _, key, value in args.openai_restricted_api]
+    for settings in (args.http_restricted_api, args.grpc_restricted_protocol, openai):
         for name in secret_variables(settings):
             environ.pop(name, None)
 
@@ -80,9 +85,11 @@ def open_doors(config: FrontendConfig) -> Iterator[str]:
     access = config.access
     http = _Door("http", config.allow_http, config.http_address, access.admin_port)
     grpc = _Door("grpc", config.allow_grpc, config.grpc_address, access.admin_grpc_port)
+    openai = _Door("openai", config.openai.port is not None, config.openai.address, None)
     for door, flag, restrictions, tls in (
         (http, "--http-restricted-api", access.http_restrictions, access.http_tls),
         (grpc, "--grpc-restricted-protocol", access.grpc_restrictions, access.grpc_tls),
+        (openai, "--openai-restricted-api", access.openai_restrictions, access.http_tls),
     ):
         is_guarded = access.api_keys or _LOAD in restrictions or (tls and tls.is_mutual)
         if access.has_admin:
@@ -98,7 +105,7 @@ def open_doors(config: FrontendConfig) -> Iterator[str]:
             yield (
                 f"--model-control-mode explicit on {where}: every client that reaches it "
                 "may load models, and with them code that runs as this user. Use "
-                f"{flag} {_LOAD}:KEY=VALUE, --api-keys FILE, a port of the administration "
+                f"{flag} {_LOAD}{door.form}, --api-keys FILE, a port of the administration "
                 "(--admin-port), or an address of this host alone (127.0.0.1)."
             )
 
@@ -108,6 +115,11 @@ class _Door(NamedTuple):
     is_open: bool
     address: str
     admin_port: int | None
+
+    @property
+    def form(self) -> str:
+        """The end of a restriction."""
+        return " KEY VALUE" if self.name == "openai" else ":KEY=VALUE"
 
 
 def is_loopback(address: str) -> bool:

@@ -21,6 +21,7 @@ from trimaran.launcher.flags.triton_flags import check_triton_flags, grpc_option
 from trimaran.launcher.placement.job import Job, current_job
 from trimaran.launcher.resolution.access import access_config, connection_limits, tls_notes
 from trimaran.launcher.resolution.engine_args import EngineFlags
+from trimaran.launcher.resolution.openai import openai_config
 from trimaran.server.config import FrontendConfig
 from trimaran.server.metrics.options import MetricsOptions
 from trimaran.server.settings import LOG_KINDS, level_name
@@ -281,6 +282,7 @@ def frontend_config(
         grpc_send_timeout_s=args.grpc_send_timeout,
         http_limits=connection_limits(args),
         access=access_config(args),
+        openai=openai_config(args),
         metrics_config=_metrics_config(args),
         metrics_interval_s=args.metrics_interval_ms / 1000,
         allow_cpu_metrics=args.allow_cpu_metrics,

@@ -18,9 +18,14 @@ _TITLES = {
     "http": "HTTP",
     "grpc": "gRPC",
     "metrics": "Metrics",
+    "openai": "OpenAI",
     "admin": "Admin",
     "admin-grpc": "Admin gRPC",
 }
+
+
+_PATHS = {"metrics": "/metrics", "openai": "/v1"}
+"""Where the endpoints of a port begin."""
 
 
 def announce(config: ServeConfig, show: Callable[[str], None]) -> None:
@@ -67,7 +72,7 @@ def endpoint_lines(config: ServeConfig) -> list[str]:
     lines = ["Ready."]
     for endpoint in endpoints(config.frontend):
         host = _reachable(endpoint.address)
-        path = "/metrics" if endpoint.name == "metrics" else ""
+        path = _PATHS.get(endpoint.name, "")
         lines.append(
             f"{_TITLES[endpoint.name]:<8} {endpoint.scheme}{host}:{endpoint.port}{path}"
         )

@@ -17,6 +17,9 @@ class AccessConfig:
     http_restrictions: Mapping[str, Restriction] = field(default_factory=dict)
     """By category, over HTTP."""
 
+    openai_restrictions: Mapping[str, Restriction] = field(default_factory=dict)
+    """By category, on the OpenAI port."""
+
     grpc_restrictions: Mapping[str, Restriction] = field(default_factory=dict)
     api_keys: str = ""
     """File of API keys; empty means that no key is asked for."""
@@ -38,7 +41,7 @@ class AccessConfig:
     def from_wire(cls, wire: Mapping[str, Any]) -> AccessConfig:
         """The inverse of `dataclasses.asdict`."""
         values = dict(wire)
-        for name in ("http_restrictions", "grpc_restrictions"):
+        for name in ("http_restrictions", "openai_restrictions", "grpc_restrictions"):
             values[name] = {key: Restriction(**each) for key, each in values[name].items()}
         for name in ("http_tls", "grpc_tls"):
             values[name] = TlsFiles(**values[name]) if values[name] is not None else None

@@ -51,6 +51,11 @@ class AccessControl:
         policy = AccessPolicy(self._config.http_restrictions, self._keys, self._moved(is_admin))
         return PortGuard(policy, self._http_tls, "--admin-port" if is_admin else "--http-port")
 
+    def openai(self) -> PortGuard:
+        """The guard of the OpenAI port, whose certificates are those of HTTP."""
+        policy = AccessPolicy(self._config.openai_restrictions, self._keys, self._moved(False))
+        return PortGuard(policy, self._http_tls, "--openai-port")
+
     def grpc(self, *, is_admin: bool = False) -> PortGuard:
         """The guard of the gRPC port, or of the administration's."""
         policy = AccessPolicy(

@@ -6,10 +6,11 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from multiprocessing import reduction
+from typing import Any
 
 from trimaran.comm.errors import ErrorKind, RequestError
 from trimaran.server.decoding.body import LongBody
-from trimaran.server.decoding.exchange import receive_parsed
+from trimaran.server.decoding.exchange import ParsedHead, receive_parsed
 from trimaran.server.decoding.process import Refusal
 from trimaran.server.decoding.tasks import (
     GenerateTask,
@@ -17,6 +18,7 @@ from trimaran.server.decoding.tasks import (
     LoadJsonTask,
     LoadMessageTask,
     MessageTask,
+    OtherTask,
     Task,
 )
 from trimaran.server.decoding.turns import SizeOrderedSlots
@@ -113,6 +115,14 @@ class Decoder:
         """
         return await self._read_load(LoadMessageTask(), LongBody((message,)))
 
+    async def read_other(self, task: OtherTask, body: LongBody, timeout_s: float) -> Any:
+        """What a task of another room finds in a body.
+
+        Raises:
+            RequestError: the work takes longer than ``timeout_s``, or the process ended.
+        """
+        return await self._carry_out(task, body, len(body), _no_blob, timeout_s)
+
     def close(self) -> None:
         """End the processes."""
         for process in self._all:
@@ -145,14 +155,28 @@ class Decoder:
                 return ready(), found
 
     async def _carry_out(
-        self, task: Task, body: LongBody, num_bytes: int, take_blob: _TakeBlob
-    ) -> ParsedInfer | LoadRequest:
+        self,
+        task: Task | OtherTask,
+        body: LongBody,
+        num_bytes: int,
+        take_blob: _TakeBlob,
+        timeout_s: float | None = None,
+    ) -> Any:
         async with self._slots.slot(num_bytes):
             process = self._idle.pop() if self._idle else self._start()
             try:
-                answer = await asyncio.to_thread(
-                    process.exchange, task, body, num_bytes, take_blob
+                answer = await asyncio.wait_for(
+                    asyncio.to_thread(process.exchange, task, body, num_bytes, take_blob),
+                    timeout_s,
                 )
+            # Before its base class OSError.
+            except asyncio.TimeoutError:
+                self._end(process)
+                asyncio.get_running_loop().run_in_executor(None, process.reap)
+                raise RequestError(
+                    f"reading {task.subject} took more than {timeout_s:g} s. Send a "
+                    "shorter one."
+                ) from None
             except (EOFError, OSError):
                 self._end(process)
                 logger.error("the process that read a body of %d bytes ended", num_bytes)
@@ -210,8 +234,8 @@ class _Process(HelperProcess):
         super().__init__(_MODULE)
 
     def exchange(
-        self, task: Task, body: LongBody, num_bytes: int, take_blob: _TakeBlob
-    ) -> ParsedInfer | LoadRequest | Refusal:
+        self, task: Task | OtherTask, body: LongBody, num_bytes: int, take_blob: _TakeBlob
+    ) -> Any:
         """Send the first bytes of a body and wait for the answer. Called in a thread.
 
         Raises:
@@ -221,9 +245,9 @@ class _Process(HelperProcess):
             self.connection.send((task, num_bytes))
             reduction.send_handle(self.connection, body.fileno(), self.pid)
             head = self.connection.recv()
-            if isinstance(head, (Refusal, LoadRequest)):
-                return head
-            return receive_parsed(self.connection, head, take_blob)
+            if isinstance(head, ParsedHead):
+                return receive_parsed(self.connection, head, take_blob)
+            return head
         except (EOFError, OSError):
             self.reap()
             raise

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import islice
 from multiprocessing.connection import Connection
 from typing import Any
@@ -18,6 +19,18 @@ from trimaran.server.protocol.infer_json import ParsedInfer
 
 _PART_BYTES = 1 << 20
 _PART_ITEMS = 1 << 12
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedHead:
+    """The first message of a request."""
+
+    parsed: ParsedInfer
+    """Without parameters, and without the elements of its inputs."""
+
+    num_parameters: int
+    sizes: list[int]
+    """Elements of each array, bytes of each blob."""
 
 
 def send_parsed(connection: Connection, parsed: ParsedInfer) -> None:
@@ -33,7 +46,7 @@ def send_parsed(connection: Connection, parsed: ParsedInfer) -> None:
             wire.data = np.empty(0, wire.data.dtype)
         else:
             wire.data = b""
-    connection.send((parsed, len(parameters), sizes))
+    connection.send(ParsedHead(parsed, len(parameters), sizes))
     items = iter(parameters.items())
     while part := list(islice(items, _PART_ITEMS)):
         connection.send(part)
@@ -45,20 +58,19 @@ def send_parsed(connection: Connection, parsed: ParsedInfer) -> None:
 
 
 def receive_parsed(
-    connection: Connection, head: Any, take_blob: Callable[[int], Buffer]
+    connection: Connection, head: ParsedHead, take_blob: Callable[[int], Buffer]
 ) -> ParsedInfer:
     """The request whose first message is ``head``.
 
     ``take_blob`` gives the next blob of the body, by its size in bytes.
     """
-    parsed: ParsedInfer
-    parsed, num_parameters, sizes = head
+    parsed, num_parameters = head.parsed, head.num_parameters
     parameters = parsed.request.parameters
     while num_parameters > 0:
         part = connection.recv()
         parameters.update(part)
         num_parameters -= len(part)
-    for wire, size in zip(parsed.inputs, sizes, strict=True):
+    for wire, size in zip(parsed.inputs, head.sizes, strict=True):
         if isinstance(wire.data, np.ndarray):
             wire.data = np.empty(size, wire.data.dtype)
             _fill(connection, wire.data)

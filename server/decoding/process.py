@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from trimaran.comm.errors import ErrorKind, RequestError
 from trimaran.server.decoding.body import mapped
 from trimaran.server.decoding.exchange import send_parsed
-from trimaran.server.decoding.tasks import Task
+from trimaran.server.decoding.tasks import OtherTask, Task
 from trimaran.server.inference.helper_process import serve_front_end
 from trimaran.server.memory import return_freed
 from trimaran.server.protocol.infer_json import ParsedInfer
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def _serve(connection: Connection) -> None:
-    task: Task
+    task: Task | OtherTask
     task, num_bytes = connection.recv()
     fd = reduction.recv_handle(connection)
     data = mapped(fd, num_bytes)

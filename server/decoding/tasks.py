@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -146,6 +146,23 @@ class LoadMessageTask:
         except (DecodeError, MalformedError) as error:
             raise undecodable(error) from None
         return load_request_of_grpc(message)
+
+
+class OtherTask(Protocol):
+    """The work of another room: pickled, and read in the process."""
+
+    @property
+    def subject(self) -> str:
+        """What the task reads, for errors."""
+        ...
+
+    def read(self, data: Buffer) -> Any:
+        """What the body asks for, which is pickled.
+
+        Raises:
+            RequestError: with the kind and text that clients know.
+        """
+        ...
 
 
 Task = InferTask | GenerateTask | MessageTask | LoadJsonTask | LoadMessageTask

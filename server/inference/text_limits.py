@@ -23,6 +23,11 @@ class TextLimits:
     max_text_bytes: int = 0
     """What the operator set; 0: by the engine's longest prompt."""
 
+    def most_bytes(self, max_input_len: int | None) -> int:
+        """The longest text that is tokenized, for an engine of this longest prompt or none."""
+        most = max(_LEAST_LIMIT, _BYTES_PER_TOKEN * (max_input_len or 0))
+        return self.max_text_bytes or most
+
     def check_prompt(self, name: str, num_bytes: int, max_input_len: int | None) -> None:
         """Refuse a prompt that cannot be short enough for an engine, before it is tokenized.
 
@@ -41,9 +46,7 @@ class TextLimits:
                     f"{limit}, as the longest has {longest}. Shorten the prompt, or build the "
                     "engine with a larger --max-input-len."
                 )
-        limit = self.max_text_bytes
-        if not limit:
-            limit = max(_LEAST_LIMIT, _BYTES_PER_TOKEN * (max_input_len or 0))
+        limit = self.most_bytes(max_input_len)
         if num_bytes > limit:
             raise RequestError(
                 f"input '{name}' has {num_bytes} bytes but may have at most {limit}. Shorten "

@@ -154,6 +154,11 @@ class MeasuredModel:
             await self._ended.wait()
 
     @property
+    def plain(self) -> Model:
+        """The wrapped model."""
+        return self._model
+
+    @property
     def is_ready(self) -> bool:
         """Whether a request could run now."""
         return self._model.is_ready

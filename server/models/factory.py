@@ -22,7 +22,7 @@ from trimaran.server.models.graph_model import GraphModel, GraphStep
 from trimaran.server.models.postprocessing import PostprocessingModel
 from trimaran.server.models.preprocessing import PreprocessingModel
 from trimaran.server.models.text_models import BLS_MAPS, BlsModel, EnsembleModel, ensemble_maps
-from trimaran.server.models.text_pipeline import Steps
+from trimaran.server.models.text_run import Steps
 from trimaran.server.models.token_model import TokenModel
 from trimaran.server.models.tokenizer import Tokenizer
 from trimaran.server.models.tokenizer_pool import TokenizerPool
@@ -353,6 +353,8 @@ def _wired(names: Mapping[Role, str], steps: Mapping[str, Step]) -> Steps:
         tokenizer=post.tokenizer,
         arrivals=token.arrivals,
         max_input_len=partial(getattr, token, "max_input_len"),
+        facts=token.facts,
+        adapter_folder=token.adapter_folder,
         skip_special_tokens=post.skip_special_tokens,
         excludes_input=token.excludes_input,
         has_own_preprocessing=steps[names[Role.PREPROCESSING]].source.role is Role.OTHER,

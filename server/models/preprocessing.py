@@ -37,6 +37,12 @@ class PromptJob(InferRequest):
     max_input_len: int | None = None
     """The longest prompt of the engine; None as long as no engine was up."""
 
+    add_special_tokens: bool | None = None
+    """Whether prompts get special tokens; None: as the model is configured."""
+
+    prompt_ids: list[Ids] | None = None
+    """The ids of each sample's prompt, where the client sent ids and no text."""
+
 
 class PreprocessingModel:
     """A model of the preprocessing role; always native, even with a ``model.py``."""
@@ -76,12 +82,13 @@ class PreprocessingModel:
                 raise RequestError(f"input '{name}' is set but images are not served")
         count = batch_size(request.inputs, "QUERY", self._is_batched)
         samples = [SampleInputs(request.inputs, i, self._is_batched) for i in range(count)]
-        is_job = isinstance(request, PromptJob)
         limit = request.max_input_len if isinstance(request, PromptJob) else None
         num_words = sum(check_words(request.inputs, name) for name in _WORDS)
         read = partial(self._texts, samples, limit)
         texts = read() if num_words <= MANY_WORDS else await asyncio.to_thread(read)
-        outputs = await self._outputs_of(samples, texts, limit, has_empty=not is_job)
+        outputs = await self._outputs_of(
+            samples, texts, request if isinstance(request, PromptJob) else None
+        )
         if "PROMPT_TABLE_EXTRA_ID" in request.inputs:
             outputs.append(self._extra_ids(samples, outputs[0].data, outputs[1].data))
         for tensor in outputs:
@@ -138,23 +145,22 @@ class PreprocessingModel:
         self,
         samples: list[SampleInputs],
         texts: list[_Texts],
-        max_input_len: int | None,
-        *,
-        has_empty: bool,
+        job: PromptJob | None,
     ) -> list[Tensor]:
-        """Every output. Without ``has_empty`` those that say nothing are left out: empty lists
-        of words, and a decoder's prompt that the client did not send.
+        """Every output. For a ``job`` those that say nothing are left out: empty lists of
+        words, and a decoder's prompt that the client did not send.
         """
+        has_empty, max_input_len = job is None, job.max_input_len if job is not None else None
         pad = -1 if self.tokenizer.pad_id is None else self.tokenizer.pad_id
         end = -1 if self.tokenizer.end_id is None else self.tokenizer.end_id
         pads = [_or(s.scalar("PAD_ID"), pad) for s in samples]
-        prompts = await self._encode([[t.prompt] for t in texts])
+        prompts = await self._prompts(texts, job)
         if max_input_len is not None:
             # Padding would make all prompts as long.
-            check_prompt_length(max(len(p.ids) for p in prompts), max_input_len)
+            check_prompt_length(max(map(len, prompts)), max_input_len)
         outputs = [
-            _padded("INPUT_ID", [p.ids for p in prompts], pads),
-            _column("REQUEST_INPUT_LEN", [len(p.ids) for p in prompts]),
+            _padded("INPUT_ID", prompts, pads),
+            _column("REQUEST_INPUT_LEN", [len(ids) for ids in prompts]),
         ]
         if has_empty or any(t.decoder_prompt for t in texts):
             outputs += await self._decoder_prompts(texts, pads)
@@ -173,8 +179,19 @@ class PreprocessingModel:
             ]
         return outputs
 
+    async def _prompts(self, texts: list[_Texts], job: PromptJob | None) -> list[Ids]:
+        """The ids of each sample's prompt."""
+        if job is not None and job.prompt_ids is not None:
+            return job.prompt_ids
+        add_special = None if job is None else job.add_special_tokens
+        found = await self._encode(
+            [[t.prompt] for t in texts],
+            self.add_special_tokens if add_special is None else add_special,
+        )
+        return [each.ids for each in found]
+
     async def _decoder_prompts(self, texts: list[_Texts], pads: list[int]) -> list[Tensor]:
-        decoder = await self._encode([t.decoder_prompt for t in texts])
+        decoder = await self._encode([t.decoder_prompt for t in texts], self.add_special_tokens)
         ids = [
             found.ids if len(found) else np.array([pads[i]], np.int32)
             for i, found in enumerate(decoder)
@@ -185,13 +202,12 @@ class PreprocessingModel:
         ]
 
     async def _encode(
-        self, lists: list[list[str]], *, are_words: bool = False
+        self, lists: list[list[str]], add_special_tokens: bool
     ) -> list[EncodedTexts]:
-        """The ids of each sample's texts; words have no special tokens."""
+        """The ids of each sample's texts."""
         texts = list(chain.from_iterable(lists))
         if not texts:
             return [NOTHING] * len(lists)
-        add_special_tokens = self.add_special_tokens and not are_words
         found = await self.tokenizer.encode(texts, add_special_tokens)
         if len(lists) == 1:
             return [found]
@@ -202,7 +218,7 @@ class PreprocessingModel:
         """The ids of words, without special tokens; a word without ids is omitted."""
         if not any(lists):
             return Tensor(output, "INT32", np.empty((len(lists), 2, 0), np.int32))
-        encoded = await self._encode(lists, are_words=True)
+        encoded = await self._encode(lists, False)
         width = max(len(found.ids) for found in encoded)
         data = np.zeros((len(lists), 2, width), np.int32)
         data[:, 1] = -1
@@ -214,7 +230,7 @@ class PreprocessingModel:
         if not any(t.bias_words for t in texts):
             return Tensor("EMBEDDING_BIAS", "FP32", np.empty((len(texts), 0), np.float32))
         data = np.zeros((len(texts), self.tokenizer.num_ids), dtype=np.float32)
-        encoded = await self._encode([t.bias_words for t in texts])
+        encoded = await self._encode([t.bias_words for t in texts], self.add_special_tokens)
         for row, each, found in zip(data, texts, encoded, strict=True):
             weights = np.repeat(each.bias_weights.astype(np.float32), found.lengths)
             np.add.at(row, found.ids, weights)

@@ -42,12 +42,13 @@ class StopText:
     """Passes text through until a stop word is complete.
 
     The longest tail that could begin a stop word is held back. The stop word itself
-    stays in the text; what follows it is cut. A character costs the same however many
-    words there are.
+    stays in the text, unless ``hides_word``; what follows it is cut. A character costs the
+    same however many words there are.
     """
 
-    def __init__(self, words: StopWords) -> None:
+    def __init__(self, words: StopWords, *, hides_word: bool = False) -> None:
         self._words = words
+        self._hides_word = hides_word
         self._state = words.start
         self._held = ""
         """As long as the state's tail, which it equals."""
@@ -64,7 +65,9 @@ class StopText:
             state = state.following.get(character) or words.next(state, character)
             if state.ends_word:
                 self.is_matched = True
-                return self._held + text[: place + 1]
+                shown = self._held + text[: place + 1]
+                num_hidden = words.num_ending(state) if self._hides_word else 0
+                return shown[: len(shown) - num_hidden]
         self._state = state
         text = self._held + text
         num_shown = len(text) if is_last else len(text) - state.depth

@@ -8,15 +8,17 @@ from typing import Any
 from trimaran.comm.errors import ConfigError, RequestError
 from trimaran.server.inference.request import InferRequest, InferResponse
 from trimaran.server.inference.text_limits import PromptBound, prompt_bound
+from trimaran.server.metrics.measured_model import MeasuredModel
 from trimaran.server.models.graph_model import GraphModel
 from trimaran.server.models.sample_inputs import SampleInputs, batch_size
 from trimaran.server.models.sampling_inputs import PERF_METRICS
-from trimaran.server.models.text_pipeline import (
+from trimaran.server.models.text_job import TextJob
+from trimaran.server.models.text_pipeline import TextPipeline, asks_to_stop
+from trimaran.server.models.text_run import (
+    TOKEN_FROM_PREPROCESSING,
     PipelineOptions,
     Steps,
     TensorMaps,
-    TextPipeline,
-    asks_to_stop,
 )
 from trimaran.server.models.transaction import check_transaction, num_responses
 from trimaran.server.repository.model_repository import RepositoryModel, Role
@@ -76,19 +78,7 @@ BLS_MAPS = TensorMaps(
         "stop": "stop",
         **{name: name for name in _SAME_NAMES},
     },
-    token_from_preprocessing={
-        "input_ids": "INPUT_ID",
-        "input_lengths": "REQUEST_INPUT_LEN",
-        "decoder_input_ids": "DECODER_INPUT_ID",
-        "decoder_input_lengths": "REQUEST_DECODER_INPUT_LEN",
-        "request_output_len": "REQUEST_OUTPUT_LEN",
-        "bad_words_list": "BAD_WORDS_IDS",
-        "stop_words_list": "STOP_WORDS_IDS",
-        "embedding_bias": "EMBEDDING_BIAS",
-        "end_id": "OUT_END_ID",
-        "pad_id": "OUT_PAD_ID",
-        "prompt_table_extra_ids": "OUT_PROMPT_TABLE_EXTRA_IDS",
-    },
+    token_from_preprocessing=TOKEN_FROM_PREPROCESSING,
     outputs={
         "OUTPUT": "text_output",
         **{name: name for name in _SAME_OUTPUTS},
@@ -138,6 +128,17 @@ def _outputs(token: Any, post: Any) -> dict[str, str]:
     return outputs
 
 
+def native_pipeline(model: object) -> TextPipeline | None:
+    """The pipeline of a text model whose prompts no user code makes, counted or not."""
+    if isinstance(model, MeasuredModel):
+        model = model.plain
+    if isinstance(model, (EnsembleModel, BlsModel)):
+        return model.pipeline
+    if isinstance(model, TextPipeline) and not model.steps.has_own_preprocessing:
+        return model
+    return None
+
+
 class EnsembleModel:
     """An ensemble of the three roles. Decoupled if its token model is."""
 
@@ -173,6 +174,11 @@ class EnsembleModel:
     def prompt_bound(self) -> PromptBound | None:
         """See `PromptModel`."""
         return prompt_bound(self._pipeline)
+
+    @property
+    def pipeline(self) -> TextPipeline | None:
+        """The native pipeline that takes a `TextJob`; None where user code makes prompts."""
+        return native_pipeline(self._pipeline)
 
     def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
         """Run one request; see `inference.Model`."""
@@ -226,9 +232,15 @@ class BlsModel:
         """See `PromptModel`."""
         return prompt_bound(self._pipeline)
 
+    @property
+    def pipeline(self) -> TextPipeline | None:
+        """The native pipeline that takes a `TextJob`; None where user code makes prompts."""
+        return native_pipeline(self._pipeline)
+
     def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
         """Run one request; see `inference.Model`."""
-        if not asks_to_stop(request, BLS_MAPS, is_batched=self._is_batched):
+        is_job = isinstance(request, TextJob)
+        if not is_job and not asks_to_stop(request, BLS_MAPS, is_batched=self._is_batched):
             self._check(request)
         return self._pipeline.infer(request)
 

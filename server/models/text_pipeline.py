@@ -5,96 +5,35 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass, replace
 from functools import partial
 
-from tritonclient.grpc.model_config_pb2 import ModelConfig
-
 from trimaran.comm.errors import RequestError
-from trimaran.comm.messages.messages import FinishReason
-from trimaran.server.engines.live_request import TokenChunk
+from trimaran.comm.word_automaton import WordAutomaton
 from trimaran.server.inference.request import (
     InferRequest,
     InferResponse,
     Tensor,
 )
-from trimaran.server.inference.tensor_bytes import object_array
 from trimaran.server.inference.text_limits import PromptBound
-from trimaran.server.metrics.measured_model import MeasuredModel
-from trimaran.server.models.encoded_texts import NO_IDS, Ids
 from trimaran.server.models.graph_model import prefixed, sequence_parameters
-from trimaran.server.models.pending_requests import Arrivals
-from trimaran.server.models.postprocessing import LastIdsJob
 from trimaran.server.models.preprocessing import PROMPTS, PromptJob
 from trimaran.server.models.sample_inputs import SampleInputs, batch_size
 from trimaran.server.models.sampling_inputs import check_words
-from trimaran.server.models.sequence_outputs import STOPPED, Progress, SequenceOutputs
-from trimaran.server.models.stop_text import MANY_WORDS, StopText, StopWords, read_stop_words
-from trimaran.server.models.text_answer import TextAnswer
-from trimaran.server.models.token_job import ChunkResponse, TokenJob
-from trimaran.server.models.tokenizer import INLINE_IDS, IncrementalDetokenizer, Tokenizer
-from trimaran.server.models.transaction import num_responses
+from trimaran.server.models.stop_text import MANY_WORDS, StopWords, read_stop_words
+from trimaran.server.models.text_job import JobRun, TextJob
+from trimaran.server.models.text_run import (
+    TOKEN_FROM_PREPROCESSING,
+    PipelineOptions,
+    Steps,
+    TensorMaps,
+    TextRun,
+)
+from trimaran.server.models.token_job import TokenJob
 
-_FEW_IDS = 128
-"""More ids of one chunk than these are not decoded one by one on the event loop."""
-
-
-@dataclass(frozen=True, slots=True)
-class TensorMaps:
-    """The routes of the text model's inputs: each step input to its source input."""
-
-    preprocessing: Mapping[str, str]
-    token: Mapping[str, str]
-    token_from_preprocessing: Mapping[str, str]
-    """Token model's input to preprocessing's output."""
-
-    outputs: Mapping[str, str]
-    """A step's output to the text model's output."""
-
-    @property
-    def text(self) -> str:
-        """The text model's input with the prompt."""
-        return self.preprocessing["QUERY"]
-
-
-@dataclass(frozen=True, slots=True)
-class Steps:
-    """The three models of a pipeline, each counting its own requests."""
-
-    preprocessing: MeasuredModel
-    token: MeasuredModel
-    postprocessing: MeasuredModel
-    tokenizer: Tokenizer
-    arrivals: Arrivals
-    """The timing of the token model."""
-
-    max_input_len: Callable[[], int | None]
-    """Tokens of the engine's longest prompt; None as long as no engine was up."""
-
-    skip_special_tokens: bool = True
-    excludes_input: bool = False
-    """Whether answers exclude the prompt by default."""
-    has_own_preprocessing: bool = False
-    """Whether user code makes the prompt, so that its text is decoded from its ids."""
-
-    normalises_log_probs: bool = True
-    """Whether a beam's log-probability is divided by its length, as its score is."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineOptions:
-    """The differences between the text models."""
-
-    name: str
-    version: str
-    config: ModelConfig
-    is_batched: bool
-    accumulates: bool = False
-    """Whether each streamed response repeats the text so far."""
-    is_ensemble: bool = False
-    """Whether responses have an ensemble's parameters, and errors name the ensemble."""
+_JOB_NAMES = {"QUERY": "prompt", "STOP_WORDS_DICT": "stop"}
+"""What clients of jobs call the inputs of preprocessing."""
 
 
 class TextPipeline:
@@ -108,6 +47,18 @@ class TextPipeline:
         self._steps = steps
         self._maps = maps
         self._options = options
+
+    @property
+    def steps(self) -> Steps:
+        """The models that the pipeline runs."""
+        return self._steps
+
+    def job(self, job: TextJob) -> TextJob:
+        """A job as a request of this pipeline, which its model counts."""
+        job.model_name = self._options.name
+        is_batched = self._options.is_batched
+        job.inputs = job.prompt_tensors(self._maps.text, is_batched=is_batched)
+        return job
 
     @property
     def is_ready(self) -> bool:
@@ -132,7 +83,10 @@ class TextPipeline:
     async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
         """Run one request; see `inference.Model`."""
         try:
-            if asks_to_stop(request, self._maps, is_batched=self._options.is_batched):
+            is_job = isinstance(request, TextJob)
+            if not is_job and asks_to_stop(
+                request, self._maps, is_batched=self._options.is_batched
+            ):
                 async with aclosing(self._stop(request)) as stopped:
                     async for nothing in stopped:
                         yield nothing
@@ -158,12 +112,19 @@ class TextPipeline:
                 raise
             raise prefixed(f"in ensemble '{self._options.name}', ", error) from error
 
-    async def _prepare(self, request: InferRequest) -> tuple[TokenJob, _Run]:
+    async def _prepare(self, request: InferRequest) -> tuple[TokenJob, TextRun]:
         """Run preprocessing: the request to the token model, and the maker of its answers."""
+        is_job = isinstance(request, TextJob)
         with self._steps.arrivals.expect(request.id) as arrival:
-            token_inputs = await self._token_inputs(request)
-            stop_words = await self._stop_words(request)
-        run = _Run(self._steps, self._maps, self._options, request, token_inputs, stop_words)
+            if isinstance(request, TextJob):
+                token_inputs = await self._job_inputs(request)
+                words = WordAutomaton(request.stop_words)
+                stop_words = [words] * len(request.prompts)
+            else:
+                token_inputs = await self._token_inputs(request)
+                stop_words = await self._stop_words(request)
+        make = JobRun if is_job else TextRun
+        run = make(self._steps, self._maps, self._options, request, token_inputs, stop_words)
         job = TokenJob(
             model_name=self._steps.token.name,
             id=request.id,
@@ -214,6 +175,28 @@ class TextPipeline:
         token_inputs.update(_renamed(pre_outputs, maps.token_from_preprocessing))
         return token_inputs
 
+    async def _job_inputs(self, job: TextJob) -> dict[str, Tensor]:
+        is_batched = self._options.is_batched
+        pre_request = PromptJob(
+            model_name=self._steps.preprocessing.name,
+            id=job.id,
+            inputs=job.preprocessing_inputs(is_batched=is_batched),
+            max_input_len=self._steps.max_input_len(),
+            add_special_tokens=job.add_special_tokens,
+            prompt_ids=job.prompt_ids,
+        )
+        try:
+            response = await self._steps.preprocessing.respond(pre_request)
+        except RequestError as error:
+            raise _in_own_names(error, _JOB_NAMES) from error
+        assert response is not None
+        outputs = {tensor.name: tensor for tensor in response.outputs}
+        # By the preprocessing model's own wires: an ensemble may leave some of these out.
+        return {
+            **_renamed(outputs, TOKEN_FROM_PREPROCESSING),
+            **job.token_inputs(is_batched=is_batched),
+        }
+
     async def _stop_words(self, request: InferRequest) -> list[StopWords]:
         """The stop words of each sample."""
         name = self._maps.preprocessing.get("STOP_WORDS_DICT", "")
@@ -228,235 +211,9 @@ class TextPipeline:
 
 def asks_to_stop(request: InferRequest, maps: TensorMaps, *, is_batched: bool) -> bool:
     """Whether a request only stops the other requests of its id."""
+    if isinstance(request, TextJob):
+        return False
     return SampleInputs(request.inputs, 0, is_batched).flag(maps.token.get("stop", ""))
-
-
-class _Run:
-    """One request's answers by (sample, sequence)."""
-
-    def __init__(
-        self,
-        steps: Steps,
-        maps: TensorMaps,
-        options: PipelineOptions,
-        request: InferRequest,
-        token_inputs: dict[str, Tensor],
-        stop_words: list[StopWords],
-    ) -> None:
-        self._steps = steps
-        self._maps = maps
-        self._options = options
-        self._request = request
-        self._token_inputs = token_inputs
-        flags = SampleInputs(token_inputs, 0, options.is_batched)
-        num_samples = batch_size(request.inputs, maps.text, options.is_batched)
-        self._has_beams = (flags.scalar("beam_width") or 1) > 1
-        num_sequences = num_responses(flags) or 1
-        self._num_open = num_samples * num_sequences
-        self._outputs = [
-            SequenceOutputs(
-                SampleInputs(token_inputs, index, options.is_batched),
-                num_samples,
-                num_sequences,
-                options.config,
-                normalises_log_probs=steps.normalises_log_probs,
-            )
-            for index in range(num_samples)
-        ]
-        self._is_streaming = flags.flag("streaming")
-        self._stop_words = stop_words
-        self._answers: dict[tuple[int, int], TextAnswer] = {}
-        self._parameters = sequence_parameters(request) if options.is_ensemble else {}
-        """Of every response; never changed."""
-
-    @property
-    def is_incremental(self) -> bool:
-        """Whether ids are needed as they are generated: for streaming, or to find a stop
-        word.
-        """
-        # A stop word ends one beam, not the search.
-        return self._is_streaming or (any(self._stop_words) and not self._has_beams)
-
-    def takes_at_once(self, response: InferResponse) -> bool:
-        """Whether `take_at_once` will do: new ids of a sequence that goes on, without stop
-        words and beams, few enough for the event loop. Most tokens of streams come so.
-        """
-        assert isinstance(response, ChunkResponse)
-        chunk = response.chunk
-        return (
-            not chunk.is_last
-            and len(chunk.token_ids) <= INLINE_IDS
-            and not self._has_beams
-            and not self._stop_words[response.sample]
-        )
-
-    def take_at_once(self, response: InferResponse) -> InferResponse | None:
-        """The text response for this chunk, or None, of a chunk that `takes_at_once` found."""
-        assert isinstance(response, ChunkResponse)
-        place, chunk = (response.sample, response.sequence), response.chunk
-        answer = self._answer(place)
-        answer.progress.add(chunk)
-        delta = answer.push(chunk.token_ids)
-        return self._one(place, answer, delta) if self._is_streaming and delta else None
-
-    async def take(self, response: InferResponse) -> InferResponse | None:
-        """The text response for this chunk, or None."""
-        assert isinstance(response, ChunkResponse)
-        place, chunk = (response.sample, response.sequence), response.chunk
-        answer = self._answer(place)
-        if answer.stop.is_matched:
-            return None
-        delta, ids = "", chunk.token_ids
-        if self._stop_words[response.sample]:
-            # Tokens of the same chunk behind the stop word are not counted.
-            delta, num_ids = (
-                answer.push_each(ids)
-                if len(ids) <= _FEW_IDS
-                else await self._steps.tokenizer.in_thread(partial(answer.push_each, ids))
-            )
-            chunk, ids = chunk.beginning(num_ids), []
-        answer.progress.add(chunk)
-        if answer.progress.beams is not None:
-            return await self._take_beams(place, answer, chunk)
-        if not chunk.is_last:
-            delta += (
-                answer.push(ids)
-                if len(ids) <= INLINE_IDS
-                else await self._steps.tokenizer.in_thread(partial(answer.push, ids))
-            )
-        if chunk.is_last or answer.stop.is_matched:
-            self._num_open -= 1
-            delta += await self._last(answer, ids if chunk.is_last else [])
-            if answer.stop.is_matched:
-                answer.progress.finish_reason = STOPPED
-            # A no-op if the engine has ended the sequence.
-            response.end_sequence()
-            is_stopped = chunk.finish_reason is FinishReason.CANCELLED
-            has_news = delta or self._outputs[response.sample].tell_of_ends
-            if is_stopped and self._is_streaming and not has_news:
-                # A stopped stream ends with the final flag alone, unless outputs remain.
-                return None
-            return self._one(place, answer, delta, is_last=True)
-        if self._is_streaming and delta:
-            return self._one(place, answer, delta)
-        return None
-
-    async def _take_beams(
-        self, place: tuple[int, int], answer: TextAnswer, chunk: TokenChunk
-    ) -> InferResponse | None:
-        """The whole texts of all beams, because beams may change."""
-        self._num_open -= chunk.is_last
-        is_stopped = chunk.finish_reason is FinishReason.CANCELLED
-        has_news = "beams" in chunk.extras or self._outputs[place[0]].tell_of_ends
-        if not has_news and is_stopped and self._is_streaming:
-            return None
-        if not (chunk.is_last or self._is_streaming):
-            return None
-        beams = answer.progress.beams
-        assert beams is not None
-        texts, reasons = [], []
-        are_long = beams.num_tokens > INLINE_IDS
-        for ids, reason in zip(beams.token_ids, beams.reasons, strict=True):
-            one = self._new_answer(place[0])
-            if are_long:
-                # Others take their turn between two beams.
-                await asyncio.sleep(0)
-            texts.append(await self._last(one, ids) if chunk.is_last else one.push(ids))
-            # The engine does not match stop words that other ids spell.
-            reasons.append(FinishReason.STOP_WORDS if one.stop.is_matched else reason)
-        answer.progress.beams = replace(beams, reasons=reasons)
-        return self._response(place, answer, texts, is_last=chunk.is_last)
-
-    async def _last(self, answer: TextAnswer, ids: list[int]) -> str:
-        job = LastIdsJob(
-            model_name=self._steps.postprocessing.name,
-            id=self._request.id,
-            detokenizer=answer.detokenizer,
-            ids=ids,
-        )
-        response = await self._steps.postprocessing.respond(job)
-        rest = "" if response is None else response.outputs[0].data.flat[0].decode()
-        return answer.finish(rest)
-
-    def _excludes_input(self, sample: int) -> bool:
-        inputs = SampleInputs(self._token_inputs, sample, self._options.is_batched)
-        asked = inputs.scalar("exclude_input_in_output")
-        return self._steps.excludes_input if asked is None else bool(asked)
-
-    def _prompt(self, sample: int) -> str:
-        """The text before a sample's answer."""
-        steps = self._steps
-        if steps.has_own_preprocessing:
-            ids = self._prompt_ids(sample).tolist()
-            return steps.tokenizer.decode(ids, steps.skip_special_tokens)
-        return self._sample(sample).texts(self._maps.text)[0]
-
-    def _prompt_ids(self, sample: int) -> Ids:
-        inputs = SampleInputs(self._token_inputs, sample, self._options.is_batched)
-        ids = inputs.array("input_ids")
-        return NO_IDS if ids is None else ids.reshape(-1)[: inputs.scalar("input_lengths")]
-
-    def _answer(self, place: tuple[int, int]) -> TextAnswer:
-        answer = self._answers.get(place)
-        if answer is None:
-            answer = self._answers[place] = self._new_answer(place[0])
-        return answer
-
-    def _new_answer(self, sample: int) -> TextAnswer:
-        ids = self._prompt_ids(sample)
-        detokenizer = IncrementalDetokenizer(
-            self._steps.tokenizer, ids, self._steps.skip_special_tokens
-        )
-        stop = StopText(self._stop_words[sample])
-        return TextAnswer(detokenizer, stop, Progress(len(ids)))
-
-    def _one(
-        self, place: tuple[int, int], answer: TextAnswer, delta: str, *, is_last: bool = False
-    ) -> InferResponse:
-        """The response of a sequence without beams: the new text, or all text."""
-        is_delta = self._is_streaming and not self._options.accumulates
-        texts = [delta if is_delta else answer.text]
-        return self._response(place, answer, texts, is_last=is_last)
-
-    def _response(
-        self,
-        place: tuple[int, int],
-        answer: TextAnswer,
-        texts: list[str],
-        *,
-        is_last: bool = False,
-    ) -> InferResponse:
-        """``texts`` has one text for each beam, without the prompt."""
-        if not self._is_streaming and not self._excludes_input(place[0]):
-            prompt = self._prompt(place[0])
-            texts = [prompt + text for text in texts]
-        outputs = self._outputs[place[0]].tensors(*place, answer.progress, is_last=is_last)
-        if not self._options.is_batched:
-            outputs = [Tensor(o.name, o.datatype, o.data[0]) for o in outputs]
-        # As postprocessing answers: [beams], with no batch dimension.
-        data = object_array([text.encode() for text in texts])
-        outputs.insert(0, Tensor("OUTPUT", "BYTES", data))
-        return InferResponse(
-            model_name=self._options.name,
-            model_version=self._options.version,
-            id=self._request.id,
-            outputs=self._chosen(outputs),
-            parameters=self._parameters,
-            is_final=self._num_open == 0,
-        )
-
-    def _chosen(self, outputs: list[Tensor]) -> list[Tensor]:
-        """The requested outputs, renamed to the text model's outputs."""
-        names, wanted = self._maps.outputs, self._request.outputs
-        chosen = []
-        for tensor in outputs:
-            name = names.get(tensor.name)
-            if name is not None and (not wanted or name in wanted):
-                chosen.append(Tensor(name, tensor.datatype, tensor.data))
-        return chosen
-
-    def _sample(self, index: int) -> SampleInputs:
-        return SampleInputs(self._request.inputs, index, self._options.is_batched)
 
 
 def _in_own_names(error: RequestError, sources: Mapping[str, str]) -> RequestError:

@@ -61,6 +61,8 @@ class TokenModel:
         normalises = model.parameters.get_bool("normalize_log_probs")
         self.normalises_log_probs = True if normalises is None else normalises
         """Whether a beam's log-probability is divided by its length, as its score is."""
+        self.adapter_folder = model.parameters.get_str("lora_prefetch_dir") or ""
+        """The folder whose subfolders are adapters; empty without adapters."""
         self._policy = QueuePolicy(model.config)
         self._gathering = Gathering(model.config)
         self._logits_dtype = LOGITS_DTYPES[logits_type(model.config)]
@@ -74,6 +76,14 @@ class TokenModel:
     def is_ready(self) -> bool:
         """Whether a worker group is up."""
         return self._engines.is_ready
+
+    def facts(self) -> Mapping[str, Any]:
+        """The engine's facts.
+
+        Raises:
+            RequestError: no engine was up yet.
+        """
+        return self._engines.facts()
 
     @property
     def vocab_size(self) -> int | None:

@@ -29,6 +29,21 @@ _LONG_IDS = 32 << 10
 _TEXT_CHARACTERS = 8
 _NUM_THREADS = 2
 
+_METASPACE = "\u2581"
+
+
+def _bytes_by_character() -> dict[str, int]:
+    """The byte of each character of byte-level tokens: printable ones stand for themselves, the
+    others for characters from U+0100 on, in order."""
+    plain = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in plain]
+    found = {chr(byte): byte for byte in plain}
+    found.update({chr(0x100 + place): byte for place, byte in enumerate(others)})
+    return found
+
+
+_BYTE_OF = _bytes_by_character()
+
 T = TypeVar("T")
 
 
@@ -65,6 +80,8 @@ class Tokenizer:
         added = self._fast.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.limits = TextLimits(longest_token_bytes(self._fast), max_text_bytes)
+        self._added_ids = frozenset(added)
+        self._is_byte_level = self._fast.token_to_id("\u0120") is not None
 
     async def encode(self, texts: list[str], add_special_tokens: bool) -> EncodedTexts:
         """The ids of each text: of short texts at once, of longer ones in a thread, of long
@@ -126,6 +143,25 @@ class Tokenizer:
     def named(self, ids: tuple[int, ...]) -> str:
         """Ids with their tokens, for messages."""
         return named_ids(self._fast, ids)
+
+    def token_text(self, token_id: int) -> str:
+        """The text of one id alone, with the space that may begin it; a part of a character
+        is a replacement character.
+        """
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one id alone; empty for an id outside the vocabulary."""
+        token: str | None = self._fast.id_to_token(token_id)
+        if token is None:
+            return b""
+        if token_id in self._added_ids:
+            return token.encode()
+        if self._is_byte_level and all(character in _BYTE_OF for character in token):
+            return bytes(_BYTE_OF[character] for character in token)
+        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            return bytes((int(token[3:5], 16),))
+        return token.replace(_METASPACE, " ").encode()
 
 
 # Ids before a new one that determine its text, such as a leading space.

@@ -86,7 +86,8 @@ def _like_another(rows: Rows, told: dict[str, Rows]) -> str:
 def _names(action: argparse.Action) -> str:
     value = ""
     if action.nargs != 0:
-        value = str(action.metavar or "")
+        metavar = action.metavar or ""
+        value = " ".join(metavar) if isinstance(metavar, tuple) else str(metavar)
         if action.choices is not None and not value:
             value = "{" + ",".join(map(str, action.choices)) + "}"
         value = value or action.dest.upper()

@@ -26,8 +26,8 @@ if "rules" not in sys.modules:
     _SPEC.loader.exec_module(rules)
 
 ROOMS = (
-    "access", "decoding", "engines", "grpc", "http", "inference", "models", "protocol",
-    "python_models", "service.py",
+    "access", "decoding", "engines", "grpc", "http", "inference", "models", "openai",
+    "protocol", "python_models", "service.py",
 )  # fmt: skip
 """The parts of ``server`` that clients' data passes. The other parts read an operator's files,
 and messages of the server's own processes."""
@@ -76,6 +76,7 @@ STATUS = Limit("grpc.service._MAX_STATUS_BYTES", 6 * KIB)
 KEY = Limit("access.api_keys._MAX_SHOWN", 4 * KIB)
 CONFIG = Limit("protocol.load_request._MAX_CONFIG_BYTES", MIB)
 ANSWER = Limit("http.messages.LONG_ANSWER_BYTES", 128 * KIB)
+INLINE_BODY = Limit("openai.endpoint.INLINE_BODY_BYTES", 16 * KIB)
 INLINE_TEXT = Limit("models.tokenizer._INLINE_CHARACTERS", 2048)
 INLINE_IDS = Limit("models.tokenizer.INLINE_IDS", 1024)
 WORD_IDS = Limit("models.sampling_inputs.MAX_WORD_IDS", 1 << 16)
@@ -162,10 +163,10 @@ PLACES: dict[str, Places] = {
     },
     "models/sequence_outputs.py": _all(ENGINE, "join frombuffer encode"),
     "models/text_answer.py": {"join": ENGINE},
+    "models/text_job.py": {"encode": FLAG},
     "models/text_limits.py": _all(OPERATOR, "loads encode"),
-    "models/text_pipeline.py": {
-        "sub": SHORT, "encode": ENGINE, **_all(PROMPT, "tolist decode"),
-    },
+    "models/text_pipeline.py": {"sub": SHORT},
+    "models/text_run.py": {"encode": ENGINE, **_all(PROMPT, "tolist decode")},
     "models/token_inputs.py": {"tobytes": FLAG, "encode": FLAG},
     "models/token_model.py": {"tolist": PROMPT, "join": OPERATOR},
     "models/tokenizer.py": {
@@ -177,6 +178,20 @@ PLACES: dict[str, Places] = {
     "models/tokenizer_pool.py": {"recv": THREAD},
     "models/tokenizer_process.py": _all(PROCESS, "recv encode decode"),
     "models/transaction.py": {"tolist": "one value for each sample of a batch"},
+    # ---- OpenAI's protocol
+    "openai/answers.py": _all(ENGINE, "encode join json_access.dump"),
+    "openai/chat_templates.py": {"search": OPERATOR, **_all(INLINE_BODY, "dumps join")},
+    "openai/chats.py": {"json_access.dump": ENGINE},
+    "openai/completions.py": {"json_access.dump": ENGINE},
+    "openai/endpoint.py": {
+        "json_access.dump": Limit("openai.endpoint._INLINE_TOKENS", 2048),
+    },
+    "openai/errors.py": {"json_access.dump": VALUE},
+    "openai/fields.py": {"json_access.parse": INLINE_BODY, "join": INLINE_BODY},
+    "openai/log_probs.py": {"decode": VALUE},
+    "openai/messages.py": {"loads": INLINE_BODY, "join": INLINE_BODY},
+    "openai/server.py": {"match": HEAD},
+    "openai/tokens.py": {"tolist": INLINE_IDS, "encode": INLINE_TEXT},
     # ---- protocol
     "protocol/generate.py": {
         "json_access.parse": SHORT, "json_access.dump": SHORT, "encode": VALUE, "join": VALUE,

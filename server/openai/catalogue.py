@@ -1,0 +1,152 @@
+"""The models that clients may name: text models, and their adapters."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from trimaran.comm.errors import ConfigError, ErrorKind, RequestError
+from trimaran.server.config import OpenAiConfig
+from trimaran.server.inference.request import Model
+from trimaran.server.models.text_models import native_pipeline
+from trimaran.server.models.text_pipeline import TextPipeline
+from trimaran.server.models.tokenizer import Tokenizer
+from trimaran.server.openai.chat_templates import ChatTemplate, compiled, read_chat_template
+from trimaran.server.openai.errors import ApiError, no_text_model, unknown_model
+from trimaran.server.openai.requests import Offer
+from trimaran.server.service import Service
+
+_ADAPTERS_AGE_S = 2.0
+"""Names of adapters are read again after this time, where a request asks for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A name that a client may send."""
+
+    name: str
+    model: Model
+    pipeline: TextPipeline
+    adapter: str = ""
+    """The adapter of the name; empty for the model itself."""
+
+
+class Catalogue:
+    """All served names at this time. Used on the event loop."""
+
+    def __init__(self, service: Service, config: OpenAiConfig) -> None:
+        self._service = service
+        self._config = config
+        self._templates: WeakKeyDictionary[Tokenizer, ChatTemplate | None] = WeakKeyDictionary()
+        self._adapters: dict[str, tuple[float, list[str]]] = {}
+        self.created_s = int(time.time())
+
+    async def find(self, name: str) -> ServedModel:
+        """The model of a name, able to run.
+
+        Raises:
+            ApiError: no such name.
+            NotReadyError: known but not able to run now.
+        """
+        for served in self._models():
+            if served.name == name:
+                self._service.registry.get_ready(name)
+                return served
+        for served in await self._all_adapters():
+            if served.name == name:
+                self._service.registry.get_ready(served.model.name)
+                return served
+        if any(model.name == name for model in self._service.registry.models()):
+            raise no_text_model(name)
+        raise unknown_model(name[:100])
+
+    async def all(self) -> list[ServedModel]:
+        """Models, then adapters."""
+        return [*self._models(), *await self._all_adapters()]
+
+    async def offers(self) -> Mapping[str, Offer]:
+        """What reading a chat needs of each name."""
+        offers: dict[str, Offer] = {}
+        for served in await self.all():
+            steps = served.pipeline.steps
+            template = await self._template(steps.tokenizer)
+            most = steps.tokenizer.limits.most_bytes(steps.max_input_len())
+            # The first of two equal names counts, as in `find`.
+            offers.setdefault(served.name, Offer(template, most))
+        for model in self._service.registry.models():
+            offers.setdefault(model.name, Offer(None, 0, is_text=False))
+        return offers
+
+    async def _template(self, tokenizer: Tokenizer) -> ChatTemplate | None:
+        if tokenizer not in self._templates:
+            folder = Path(tokenizer.folder)
+            try:
+                found = await asyncio.to_thread(
+                    _checked_template, folder, self._config.chat_template
+                )
+            except ConfigError as error:
+                raise ApiError(str(error), kind=ErrorKind.UNAVAILABLE) from None
+            self._templates[tokenizer] = found
+        return self._templates[tokenizer]
+
+    def _models(self) -> list[ServedModel]:
+        found = []
+        for model in self._service.registry.models():
+            pipeline = native_pipeline(model)
+            if pipeline is not None:
+                found.append(ServedModel(model.name, model, pipeline))
+        return found
+
+    async def _all_adapters(self) -> list[ServedModel]:
+        """Adapters under names of their own: the first model's. With a separator each model's,
+        behind its name."""
+        found: dict[str, ServedModel] = {}
+        separator = self._config.lora_separator
+        for served in self._models():
+            for adapter in await self._adapters_in(served.pipeline.steps.adapter_folder):
+                name = f"{served.name}{separator}{adapter}" if separator else adapter
+                found.setdefault(
+                    name, ServedModel(name, served.model, served.pipeline, adapter)
+                )
+        return list(found.values())
+
+    async def _adapters_in(self, folder: str) -> list[str]:
+        if not folder:
+            return []
+        now = time.monotonic()
+        read_at, names = self._adapters.get(folder, (-_ADAPTERS_AGE_S, []))
+        if now - read_at >= _ADAPTERS_AGE_S:
+            names = await asyncio.to_thread(_folders_of, folder)
+            self._adapters[folder] = now, names
+        return names
+
+
+def facts_of(pipeline: TextPipeline) -> Mapping[str, Any]:
+    """The engine's facts; empty before an engine was up."""
+    try:
+        return pipeline.steps.facts()
+    except RequestError:
+        return {}
+
+
+def _checked_template(folder: Path, override: str) -> ChatTemplate | None:
+    template = read_chat_template(folder, override)
+    for text in template.texts.values() if template is not None else ():
+        try:
+            compiled(text)
+        except Exception as error:
+            raise ConfigError(f"{folder}: the chat template is wrong: {error}") from error
+    return template
+
+
+def _folders_of(folder: str) -> list[str]:
+    try:
+        return sorted(path.name for path in Path(folder).iterdir() if path.is_dir())
+    except OSError:
+        # The share that holds the folder is away; requests without adapters go on.
+        return []

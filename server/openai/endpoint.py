@@ -1,0 +1,271 @@
+"""Runs generating requests: a body in, one document or a stream of events out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from typing import Any
+
+from aiohttp import web
+
+from trimaran.comm.errors import RequestError
+from trimaran.server.config import OpenAiConfig
+from trimaran.server.decoding.body import Body, LongBody
+from trimaran.server.decoding.decoder import Decoder
+from trimaran.server.http.events import EventWriter
+from trimaran.server.http.messages import JSON, read_body
+from trimaran.server.http.pending_bodies import PendingBodies, Share
+from trimaran.server.models.text_job import TextChunk, TextJob
+from trimaran.server.openai.answers import Answer, Label, Usage
+from trimaran.server.openai.catalogue import Catalogue, ServedModel, facts_of
+from trimaran.server.openai.errors import ApiError, ErrorFacts, error_object, error_of
+from trimaran.server.openai.requests import BodyTask, GenerationRequest
+from trimaran.server.protocol import json_access
+from trimaran.server.service import INTERNAL, Service
+
+logger = logging.getLogger(__name__)
+
+INLINE_BODY_BYTES = 16 << 10
+"""A body up to this is read on the event loop: within a few milliseconds."""
+
+INLINE_OBJECTS = 128
+"""So many JSON objects at most: templates take time for each message."""
+
+READ_TIMEOUT_S = 20.0
+"""Longest time for a body that is read in a process, its chat template among it."""
+
+_INLINE_TOKENS = 1 << 11
+"""A longer answer becomes JSON in a thread."""
+
+_EVENT_STREAM = "text/event-stream; charset=utf-8"
+
+MakeAnswer = Callable[[Label, GenerationRequest, Any, Usage], Answer]
+
+
+class GenerationEndpoint:
+    """A route that generates. Closing a request's connection cancels the request."""
+
+    def __init__(
+        self,
+        service: Service,
+        decoder: Decoder,
+        pending: PendingBodies,
+        catalogue: Catalogue,
+        config: OpenAiConfig,
+    ) -> None:
+        self._service = service
+        self._decoder = decoder
+        self._pending = pending
+        self._catalogue = catalogue
+        self._config = config
+
+    async def generate(
+        self,
+        request: web.BaseRequest,
+        prefix: str,
+        make: MakeAnswer,
+        reader: Callable[..., GenerationRequest],
+        *,
+        default_max_tokens: int | None = None,
+        is_chat: bool = False,
+    ) -> web.StreamResponse:
+        """Answer a request that ``reader`` reads, with what ``make`` makes. ``prefix`` begins
+        the answer's id; ``default_max_tokens`` is for requests that set no limit.
+
+        Raises:
+            RequestError: nothing was answered.
+        """
+        admission = self._service.admission
+        with self._pending.share() as share:
+            body = await self.read_body(request, share)
+            with admission.admit():
+                with admission.unless_given_up():
+                    asked = await self.read(body, reader, is_chat=is_chat)
+                    share.release()
+                    served = await self._catalogue.find(asked.model)
+                    job = self._job(served, asked, default_max_tokens)
+                    tokenizer = served.pipeline.steps.tokenizer
+                    block = int(facts_of(served.pipeline).get("tokens_per_block", 0))
+                    label = Label.new(prefix, asked.model, _tier(asked, served))
+                    answer = make(label, asked, tokenizer, Usage(block))
+                    job.id = label.id
+                if asked.asked.is_streaming:
+                    return await self._stream(request, served, job, answer)
+                with admission.unless_given_up():
+                    document = await self._whole(served, job, answer)
+        return web.Response(body=document, content_type=JSON)
+
+    async def read_body(self, request: web.BaseRequest, share: Share) -> Body:
+        """The whole body.
+
+        Raises:
+            RequestError: too long, compressed, or the server is draining.
+        """
+        self._service.admission.check()
+        if request.headers.get("Content-Encoding", "identity") not in ("", "identity"):
+            raise ApiError("Content-Encoding is not served: send the body uncompressed")
+        return await read_body(request, self._service.config.http_max_input_bytes, share)
+
+    async def read(
+        self, body: Body, reader: Callable[..., Any], *, is_chat: bool = False
+    ) -> Any:
+        """What a body asks for; chats are read with the templates of all models.
+
+        Raises:
+            ApiError: the body is wrong.
+        """
+        arguments = (await self._catalogue.offers(),) if is_chat else ()
+        task = BodyTask(reader, self._service.config.http_max_input_bytes, arguments)
+        if isinstance(body, LongBody):
+            found = await self._decoder.read_other(task, body, READ_TIMEOUT_S)
+        elif len(body) > INLINE_BODY_BYTES or body.count(b"{") > INLINE_OBJECTS:
+            found = await self._decoder.read_other(task, LongBody((body,)), READ_TIMEOUT_S)
+        else:
+            found = task.read(body)
+        if isinstance(found, ErrorFacts):
+            raise found.error()
+        return found
+
+    def _job(
+        self, served: ServedModel, request: GenerationRequest, default_max_tokens: int | None
+    ) -> TextJob:
+        job = TextJob(
+            model_name=served.name,
+            prompts=request.prompts,
+            prompt_ids=request.prompt_ids,
+            add_special_tokens=request.add_special_tokens,
+            arrival_ns=time.monotonic_ns(),
+        )
+        limit = self._config.default_max_tokens or default_max_tokens
+        if limit is None:
+            # The engine lowers the number to the room that the prompt leaves.
+            limit = int(facts_of(served.pipeline).get("max_seq_len", 1))
+        request.asked.fill(job, limit)
+        if served.adapter:
+            job.sampling = {**job.sampling, "lora_name": served.adapter}
+        job.priority = _priority(request.asked.service_tier, served)
+        most = served.model.config.max_batch_size or 1
+        if len(job.prompts) > most:
+            raise ApiError(
+                f"'prompt' holds {len(job.prompts)} prompts, and the model takes at most "
+                f"{most} (max_batch_size). Send several requests.",
+                param="prompt",
+            )
+        return served.pipeline.job(job)
+
+    async def _whole(self, served: ServedModel, job: TextJob, answer: Answer) -> bytes:
+        """The answer's document."""
+        num_tokens = 0
+        async with aclosing(_chunks(served, job)) as chunks:  # type: ignore[type-var]
+            async for chunk in chunks:
+                num_tokens += chunk.num_output
+                if chunk.logits is not None:
+                    await asyncio.to_thread(answer.add, chunk)
+                else:
+                    answer.add(chunk)
+        if num_tokens > _INLINE_TOKENS:
+            return await asyncio.to_thread(_dumped, answer)
+        return _dumped(answer)
+
+    async def _stream(
+        self, request: web.BaseRequest, served: ServedModel, job: TextJob, answer: Answer
+    ) -> web.StreamResponse:
+        admission = self._service.admission
+        async with aclosing(_chunks(served, job)) as chunks:  # type: ignore[type-var]
+            with admission.unless_given_up():
+                # An error before the first text determines the status.
+                first = await anext(chunks, None)
+            headers = {"Content-Type": _EVENT_STREAM, "Cache-Control": "no-cache"}
+            stream = web.StreamResponse(headers=headers)
+            if request.version >= (1, 1):
+                stream.enable_chunked_encoding()
+            if admission.is_draining:
+                stream.force_close()
+            await stream.prepare(request)
+            await self._write(EventWriter(request, stream), answer, first, chunks)
+        await stream.write_eof()
+        return stream
+
+    async def _write(
+        self,
+        writer: EventWriter,
+        answer: Answer,
+        first: TextChunk | None,
+        chunks: AsyncIterator[TextChunk],
+    ) -> None:
+        """Write all events. A slow reader delays its own request only."""
+        try:
+            with self._service.admission.unless_given_up():
+                for event in answer.opening():
+                    await writer.write(event)
+                if first is not None:
+                    await _write_chunk(writer, answer, first)
+                async for chunk in chunks:
+                    await _write_chunk(writer, answer, chunk)
+                for event in answer.closing():
+                    await writer.write(event)
+        except RequestError as error:
+            await writer.write(error_of(error))
+        except ConnectionError:
+            raise
+        except Exception:
+            # The status is already sent: errors go into an event.
+            logger.exception("a stream failed")
+            await writer.write(error_object(500, INTERNAL))
+
+
+async def _write_chunk(writer: EventWriter, answer: Answer, chunk: TextChunk) -> None:
+    """Write the events of a chunk; those of logits are made in a thread."""
+    if chunk.logits is not None:
+        events = await asyncio.to_thread(answer.events, chunk)
+    else:
+        events = answer.events(chunk)
+    for event in events:
+        if not writer.write_at_once(event):
+            await writer.write(event)
+
+
+async def _chunks(served: ServedModel, job: TextJob) -> AsyncIterator[TextChunk]:
+    """The chunks of a job; closing them cancels the job."""
+    responses = served.model.infer(job)
+    async with aclosing(responses):  # type: ignore[type-var]
+        async for response in responses:
+            assert isinstance(response, TextChunk)
+            yield response
+
+
+def _dumped(answer: Answer) -> bytes:
+    return json_access.dump(answer.document())
+
+
+def _num_levels(served: ServedModel) -> int:
+    batching = served.pipeline.steps.token.config.dynamic_batching
+    return int(batching.priority_levels)
+
+
+def _priority(tier: str | None, served: ServedModel) -> int:
+    """The priority level of a tier; 0 is the model's default.
+
+    Raises:
+        ApiError: the model has no levels, so that the tier would have no effect.
+    """
+    if tier not in ("flex", "priority"):
+        return 0
+    num_levels = _num_levels(served)
+    if not num_levels:
+        raise ApiError(
+            f"'service_tier' is '{tier}' but the model has no priority levels. Leave the "
+            "member out, or set priority_levels in dynamic_batching of the token model's "
+            "config.pbtxt.",
+            param="service_tier",
+        )
+    return 1 if tier == "priority" else num_levels
+
+
+def _tier(request: GenerationRequest, served: ServedModel) -> str | None:
+    """The tier that an answer names: what was served, where a request names one."""
+    tier = request.asked.service_tier
+    return "default" if tier in ("auto", "scale") else tier

@@ -1,0 +1,114 @@
+"""Errors in OpenAI's form."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from aiohttp import web
+
+from trimaran.comm.errors import EngineDeadError, ErrorKind, RequestError
+from trimaran.server.http.messages import JSON, RETRY_AFTER_S
+from trimaran.server.inference.registry import NotReadyError
+from trimaran.server.protocol import json_access
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    501: "invalid_request_error",
+}
+_CODES = {401: "invalid_api_key", 404: "not_found", 501: "unsupported"}
+
+
+class ApiError(RequestError):
+    """A request that is refused, with the field that is wrong and OpenAI's code for it."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        kind: ErrorKind = ErrorKind.INVALID_ARG,
+    ) -> None:
+        super().__init__(message, kind)
+        self.param = param
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorFacts:
+    """An `ApiError` between processes."""
+
+    message: str
+    param: str | None
+    code: str | None
+    kind: ErrorKind
+
+    @classmethod
+    def of(cls, error: RequestError) -> ErrorFacts:
+        """The facts of any error of a request."""
+        param = error.param if isinstance(error, ApiError) else None
+        code = error.code if isinstance(error, ApiError) else None
+        return cls(str(error), param, code, error.kind)
+
+    def error(self) -> ApiError:
+        """The error again."""
+        return ApiError(self.message, param=self.param, code=self.code, kind=self.kind)
+
+
+def unknown_model(name: str) -> ApiError:
+    """The error of a name that no model and no adapter has."""
+    return ApiError(
+        f"The model '{name}' does not exist. GET /v1/models lists the models.",
+        param="model",
+        code="model_not_found",
+        kind=ErrorKind.NOT_FOUND,
+    )
+
+
+def no_text_model(name: str) -> ApiError:
+    """The error of a model that takes no texts."""
+    return ApiError(
+        f"The model '{name}' is not served here: OpenAI's routes serve ensembles and BLS "
+        "models whose preprocessing is native. GET /v1/models lists them.",
+        param="model",
+        code="model_not_found",
+        kind=ErrorKind.NOT_FOUND,
+    )
+
+
+def error_object(
+    status: int, text: str, param: str | None = None, code: str | None = None
+) -> bytes:
+    """The JSON object of an error."""
+    default = "server_error" if status >= 500 else "invalid_request_error"
+    error = {
+        "message": text,
+        "type": _TYPES.get(status, default),
+        "param": param,
+        "code": code or _CODES.get(status),
+    }
+    return json_access.dump({"error": error})
+
+
+def error_of(error: RequestError) -> bytes:
+    """The JSON object of a request's error."""
+    facts = ErrorFacts.of(error)
+    return error_object(error.kind.http_status, facts.message, facts.param, facts.code)
+
+
+def error_response(error: RequestError) -> web.Response:
+    """The answer to a request that failed before anything was sent."""
+    response = web.Response(
+        status=error.kind.http_status, body=error_of(error), content_type=JSON
+    )
+    if isinstance(error, (NotReadyError, EngineDeadError)):
+        response.headers["Retry-After"] = RETRY_AFTER_S
+    return response
+
+
+def plain_error(status: int, text: str) -> web.Response:
+    """An error that no request caused."""
+    return web.Response(status=status, body=error_object(status, text), content_type=JSON)

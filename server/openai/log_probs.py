@@ -1,0 +1,96 @@
+"""Log-probabilities of tokens, in OpenAI's two forms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trimaran.server.models.text_job import TextChunk
+from trimaran.server.models.tokenizer import Tokenizer
+
+_LEAST = -9999.0
+"""Stands for minus infinity, which JSON lacks."""
+
+Likeliest = list[tuple[int, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredToken:
+    """A token with its log-probability, and the likeliest tokens of its place."""
+
+    token_id: int
+    log_prob: float
+    top: Likeliest
+
+
+def scored(chunk: TextChunk, num_top: int) -> list[ScoredToken]:
+    """The tokens of a chunk. Takes time in proportion to the vocabulary with ``num_top``."""
+    count = min(len(chunk.token_ids), len(chunk.log_probs))
+    tops: Sequence[Likeliest] = [[]] * count
+    if num_top and chunk.logits is not None:
+        tops = likeliest(chunk.logits[:count], num_top)
+    return [
+        ScoredToken(token_id, max(log_prob, _LEAST), top)
+        for token_id, log_prob, top in zip(
+            chunk.token_ids[:count], chunk.log_probs[:count], tops, strict=True
+        )
+    ]
+
+
+def likeliest(logits_TV: npt.NDArray[Any], count: int) -> list[Likeliest]:
+    """The ids of highest logit of each row, with their log-probabilities, highest first."""
+    rows = logits_TV.astype(np.float32, copy=False)
+    count = min(count, rows.shape[1])
+    highest = rows.max(axis=1, keepdims=True)
+    totals = highest[:, 0] + np.log(np.exp(rows - highest).sum(axis=1))
+    places = np.argpartition(-rows, count - 1, axis=1)[:, :count]
+    found = []
+    for row, ids, total in zip(rows, places, totals, strict=True):
+        ranked = sorted(((float(row[i] - total), int(i)) for i in ids), key=lambda p: -p[0])
+        found.append([(token_id, max(log_prob, _LEAST)) for log_prob, token_id in ranked])
+    return found
+
+
+def chat_content(tokenizer: Tokenizer, tokens: Sequence[ScoredToken]) -> list[dict[str, Any]]:
+    """The members of ``logprobs.content`` of a chat."""
+    return [
+        {
+            **_token(tokenizer, each.token_id, each.log_prob),
+            "top_logprobs": [_token(tokenizer, *likely) for likely in each.top],
+        }
+        for each in tokens
+    ]
+
+
+def completion_object(
+    tokenizer: Tokenizer, tokens: Sequence[ScoredToken], num_top: int, offset: int
+) -> dict[str, Any]:
+    """The object ``logprobs`` of a completion, whose text begins at ``offset``."""
+    texts = [tokenizer.token_text(each.token_id) for each in tokens]
+    offsets = []
+    for text in texts:
+        offsets.append(offset)
+        offset += len(text)
+    tops = [
+        {tokenizer.token_text(token_id): log_prob for token_id, log_prob in each.top}
+        for each in tokens
+    ]
+    return {
+        "tokens": texts,
+        "token_logprobs": [each.log_prob for each in tokens],
+        "top_logprobs": tops if num_top else None,
+        "text_offset": offsets,
+    }
+
+
+def _token(tokenizer: Tokenizer, token_id: int, log_prob: float) -> dict[str, Any]:
+    raw = tokenizer.token_bytes(token_id)
+    return {
+        "token": raw.decode("utf-8", "replace"),
+        "logprob": log_prob,
+        "bytes": list(raw),
+    }

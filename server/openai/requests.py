@@ -1,0 +1,253 @@
+"""Bodies of generating requests, read where their length allows: at once or in a process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from trimaran.comm.errors import RequestError
+from trimaran.server.inference.tensor_bytes import Buffer
+from trimaran.server.models.encoded_texts import Ids
+from trimaran.server.openai.chat_templates import Chat, ChatTemplate, render, takes_parts
+from trimaran.server.openai.errors import ApiError, ErrorFacts, no_text_model, unknown_model
+from trimaran.server.openai.fields import Fields, list_of, parse_body
+from trimaran.server.openai.messages import read_messages
+from trimaran.server.openai.sampling import (
+    IGNORED,
+    MAX_TOP_LOGPROBS,
+    Asked,
+    read_asked,
+    read_log_probs,
+)
+
+MAX_PROMPTS = 1 << 12
+_MAX_PROMPT_IDS = 1 << 22
+_MAX_LOGPROBS = 5
+_MAX_OPTIONS = 64
+_MAX_ID = (1 << 31) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a name stands for, as far as reading a chat needs it."""
+
+    template: ChatTemplate | None
+    max_prompt_bytes: int
+    is_text: bool = True
+
+
+def find_offer(offers: Mapping[str, Offer], name: str) -> Offer:
+    """The offer of a model's name.
+
+    Raises:
+        ApiError: no such model, or one that takes no texts.
+    """
+    offer = offers.get(name)
+    if offer is None:
+        raise unknown_model(name[:100])
+    if not offer.is_text:
+        raise no_text_model(name)
+    return offer
+
+
+@dataclass(slots=True, kw_only=True)
+class GenerationRequest:
+    """A request for new text after one prompt or several."""
+
+    model: str
+    asked: Asked
+    prompts: list[str] = field(default_factory=list)
+    prompt_ids: list[Ids] | None = None
+    num_top: int | None = None
+    """Likeliest ids of each place that are told; None: no log-probabilities."""
+
+    echo: bool = False
+    """Whether the prompt is part of the answer."""
+
+    add_special_tokens: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BodyTask:
+    """One body, read by a function that pickle knows by name."""
+
+    reader: Callable[..., Any]
+    """Called with the body's `Fields` and `arguments`."""
+
+    max_input_bytes: int
+    arguments: tuple[Any, ...] = ()
+
+    @property
+    def subject(self) -> str:
+        """See `OtherTask`."""
+        return "the request's JSON"
+
+    def read(self, data: Buffer) -> Any:
+        """What the body asks for, or `ErrorFacts`."""
+        try:
+            return self.reader(parse_body(data, self.max_input_bytes), *self.arguments)
+        except RequestError as error:
+            return ErrorFacts.of(error)
+
+
+def read_completion(fields: Fields) -> GenerationRequest:
+    """The request of ``/v1/completions``.
+
+    Raises:
+        ApiError: a member is wrong, unknown, or not served.
+    """
+    model = fields.needed_text("model")
+    asked = read_asked(fields, "max_tokens")
+    found = GenerationRequest(model=model, asked=asked)
+    found.prompts, found.prompt_ids = _prompts(fields)
+    found.add_special_tokens = fields.boolean("add_special_tokens")
+    best_of = fields.integer("best_of", 1, 1 << 10)
+    if best_of is not None and best_of != asked.num_sequences:
+        raise ApiError(
+            f"'best_of' is {best_of} but must equal 'n' ({asked.num_sequences}): every "
+            "sequence is returned. Choose the best at the client.",
+            param="best_of",
+        )
+    fields.refuse("suffix", "is not served: the text is continued at its end alone")
+    found.echo = fields.boolean("echo") or False
+    num_top = fields.integer("logprobs", 0, _MAX_LOGPROBS)
+    if num_top is not None:
+        read_log_probs(asked, num_top=num_top)
+        found.num_top = num_top
+    if found.echo and (num_top is not None or found.prompt_ids is not None):
+        raise ApiError(
+            "'echo' is served for prompts that are texts, without 'logprobs'", param="echo"
+        )
+    fields.finish(*IGNORED)
+    return found
+
+
+def read_chat(fields: Fields, offers: Mapping[str, Offer]) -> GenerationRequest:
+    """The request of ``/v1/chat/completions``, with its prompt rendered.
+
+    Raises:
+        ApiError: a member is wrong, unknown, or not served, or the template refuses the chat.
+    """
+    model = fields.needed_text("model")
+    offer = find_offer(offers, model)
+    asked = read_asked(fields, "max_completion_tokens", "max_tokens")
+    found = GenerationRequest(model=model, asked=asked, add_special_tokens=False)
+    found.prompts = [render_chat(fields, model, offer)]
+    has_log_probs = fields.boolean("logprobs") or False
+    num_top = fields.integer("top_logprobs", 0, MAX_TOP_LOGPROBS)
+    if num_top and not has_log_probs:
+        raise ApiError("'top_logprobs' needs 'logprobs': true", param="top_logprobs")
+    if has_log_probs:
+        read_log_probs(asked, num_top=num_top or 0)
+        found.num_top = num_top or 0
+    _refuse_unserved(fields)
+    fields.finish(*IGNORED, "parallel_tool_calls")
+    return found
+
+
+def _refuse_unserved(fields: Fields) -> None:
+    for name in ("audio", "prediction", "web_search_options", "moderation", "functions"):
+        fields.refuse(name, "is not served. Leave it out.")
+    for name in ("tools", "tool_choice"):
+        fields.refuse(name, "is not served. Leave it out.")
+    form = fields.member("response_format")
+    if form is not None and form.choice("type", "text") is None:
+        raise ApiError("'response_format.type' is missing", param="response_format.type")
+    kinds = list_of(fields, "modalities", str, "strings", 4)
+    if kinds not in (None, ["text"]):
+        raise ApiError("'modalities' must be [\"text\"]", param="modalities")
+
+
+def render_chat(fields: Fields, model: str, offer: Offer) -> str:
+    """The prompt of a chat's messages.
+
+    Raises:
+        ApiError: a member is wrong, or the template refuses the chat.
+    """
+    template = offer.template
+    if template is None:
+        raise ApiError(
+            f"the model '{model}' has no chat template: its tokenizer's folder holds none. "
+            "Start the server with --chat-template FILE, or use /v1/completions.",
+            param="messages",
+        )
+    fields.refuse(
+        "chat_template", "of a request is not used. Start the server with --chat-template FILE."
+    )
+    options = fields.member("chat_template_kwargs")
+    values = {} if options is None else options.plain()
+    if len(values) > _MAX_OPTIONS:
+        raise ApiError(
+            f"'chat_template_kwargs' has {len(values)} members, and at most {_MAX_OPTIONS} are "
+            "allowed",
+            param="chat_template_kwargs",
+        )
+    effort = fields.text("reasoning_effort")
+    if effort is not None:
+        values = {"reasoning_effort": effort, **values}
+    text = template.text(has_tools=False)
+    messages = read_messages(
+        fields, takes_parts=takes_parts(text), knows_developer="developer" in text
+    )
+    is_continued = fields.boolean("continue_final_message") or False
+    begins_answer = fields.boolean("add_generation_prompt")
+    if is_continued and begins_answer:
+        raise ApiError(
+            "'continue_final_message' and 'add_generation_prompt' cannot both be true",
+            param="continue_final_message",
+        )
+    chat = Chat(
+        messages=messages,
+        documents=list_of(fields, "documents", dict, "objects", MAX_PROMPTS),
+        add_generation_prompt=not is_continued if begins_answer is None else begins_answer,
+        continue_final_message=is_continued,
+        options={name: value for name, value in values.items() if name not in _OWN},
+    )
+    return render(template, chat, offer.max_prompt_bytes)
+
+
+_OWN = frozenset(("messages", "tools", "documents", "add_generation_prompt"))
+"""Values of a template that have members of their own."""
+
+
+def _prompts(fields: Fields) -> tuple[list[str], list[Ids] | None]:
+    """Texts, or empty texts and the ids in their place."""
+    value = fields.take("prompt")
+    if value is None:
+        raise ApiError("'prompt' is missing", param="prompt")
+    if isinstance(value, str):
+        return [value], None
+    if not isinstance(value, list) or not value:
+        raise fields.wrong("prompt", value, "a string, a list of strings, or token ids")
+    if isinstance(value[0], str):
+        return list_of(fields, "prompt", str, "strings", MAX_PROMPTS) or [], None
+    if isinstance(value[0], list):
+        lists = list_of(fields, "prompt", list, "lists of token ids", MAX_PROMPTS) or []
+    else:
+        lists = [value]
+    if sum(map(len, lists)) > _MAX_PROMPT_IDS:
+        raise ApiError(
+            f"'prompt' has {sum(map(len, lists))} token ids, and at most {_MAX_PROMPT_IDS} are "
+            "allowed",
+            param="prompt",
+        )
+    return [""] * len(lists), [read_ids(ids, "prompt") for ids in lists]
+
+
+def read_ids(ids: list[Any], path: str) -> Ids:
+    """Token ids of a list.
+
+    Raises:
+        ApiError: an item is no token id, or the list is empty.
+    """
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token <= _MAX_ID:
+            raise ApiError(
+                f"'{path}' holds {str(token)[:50]}, which is no token id", param=path
+            )
+    if not ids:
+        raise ApiError(f"'{path}' holds an empty list of token ids", param=path)
+    return np.array(ids, np.int32)

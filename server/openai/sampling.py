@@ -1,0 +1,183 @@
+"""The members that all generating requests share, as inputs of the token model."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from trimaran.server.models.text_job import TextJob, Value
+from trimaran.server.openai.errors import ApiError
+from trimaran.server.openai.fields import Fields, list_of
+
+MAX_CHOICES = 128
+MAX_STOP_WORDS = 1 << 10
+MAX_BIASES = 1 << 12
+MAX_TOP_LOGPROBS = 20
+_MAX_ID = 1 << 24
+_MAX_TOKENS = 1 << 30
+_SEED_BITS = 63
+
+_NUMBERS = (
+    ("temperature", "temperature", 0.0, 2.0),
+    ("presence_penalty", "presence_penalty", -2.0, 2.0),
+    ("frequency_penalty", "frequency_penalty", -2.0, 2.0),
+    ("min_p", "runtime_min_p", 0.0, 1.0),
+    ("repetition_penalty", "repetition_penalty", 1e-6, 100.0),
+)
+"""A member, the token model's input, and the range."""
+
+IGNORED = (
+    "user", "metadata", "store", "safety_identifier", "prompt_cache_key",
+    "prompt_cache_retention", "prompt_cache_options",
+)  # fmt: skip
+"""Members that change no answer: accounts, and names under which OpenAI keeps answers."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Asked:
+    """What a request asks of every sequence."""
+
+    values: dict[str, Value] = field(default_factory=dict)
+    """Inputs of the token model by name."""
+
+    biases: dict[int, float] = field(default_factory=dict)
+    stop_words: tuple[str, ...] = ()
+    max_tokens: int | None = None
+    num_sequences: int = 1
+    ignores_end: bool = False
+    skip_special_tokens: bool | None = None
+    is_streaming: bool = False
+    include_usage: bool = False
+    service_tier: str | None = None
+    cache_salt: str | None = None
+
+    def fill(self, job: TextJob, max_tokens: int) -> TextJob:
+        """A job that asks for all this; ``max_tokens`` is for requests that set no limit."""
+        job.sampling = self.values
+        if self.biases:
+            bias = np.zeros(max(self.biases) + 1, np.float32)
+            for token, value in self.biases.items():
+                bias[token] = value
+            job.sampling = {**self.values, "embedding_bias": bias}
+        job.stop_words = self.stop_words
+        job.max_tokens = max_tokens if self.max_tokens is None else self.max_tokens
+        job.num_sequences = self.num_sequences
+        job.ignores_end = self.ignores_end
+        job.skip_special_tokens = self.skip_special_tokens
+        job.is_streaming = self.is_streaming
+        if self.cache_salt is not None:
+            job.parameters["cache_salt"] = self.cache_salt
+        return job
+
+
+def read_asked(fields: Fields, *limits: str) -> Asked:
+    """The shared members of a request; ``limits`` are names of the limit on tokens.
+
+    Raises:
+        ApiError: a member of another type or out of range.
+    """
+    asked = Asked()
+    for name, token_name, low, high in _NUMBERS:
+        value = fields.number(name, low, high)
+        if value is not None:
+            asked.values[token_name] = value
+    _read_choice(fields, asked)
+    asked.max_tokens = _limit(fields, limits)
+    asked.num_sequences = fields.integer("n", 1, MAX_CHOICES) or 1
+    asked.stop_words = _stop_words(fields)
+    asked.biases = _biases(fields)
+    least = fields.integer("min_tokens", 0, _MAX_TOKENS)
+    if least:
+        asked.values["min_tokens"] = least
+    asked.ignores_end = fields.boolean("ignore_eos") or False
+    asked.skip_special_tokens = fields.boolean("skip_special_tokens")
+    asked.service_tier = fields.choice(
+        "service_tier", "auto", "default", "flex", "priority", "scale"
+    )
+    asked.cache_salt = fields.text("cache_salt")
+    asked.is_streaming = fields.boolean("stream") or False
+    asked.include_usage = _include_usage(fields, is_streaming=asked.is_streaming)
+    # The engine's figures tell how much of the prompt was cached.
+    asked.values["return_perf_metrics"] = True
+    return asked
+
+
+def read_log_probs(asked: Asked, *, num_top: int) -> None:
+    """Ask for log-probabilities, and with ``num_top`` for what the likeliest are computed
+    from."""
+    asked.values["return_log_probs"] = True
+    if num_top:
+        asked.values["return_generation_logits"] = True
+
+
+def _read_choice(fields: Fields, asked: Asked) -> None:
+    """Which ids are drawn from. Without any filter the engine would be greedy."""
+    top_p = fields.number("top_p", 0.0, 1.0)
+    top_k = fields.integer("top_k", -1, _MAX_ID)
+    if top_p == 0:
+        # The smallest set of ids holds the likeliest alone.
+        top_k = 1
+    asked.values["runtime_top_p"] = top_p or 1.0
+    if top_k is not None and top_k > 0:
+        asked.values["runtime_top_k"] = top_k
+    seed = fields.integer("seed", -(1 << _SEED_BITS), (1 << _SEED_BITS) - 1)
+    if seed is None:
+        seed = secrets.randbits(_SEED_BITS)
+    asked.values["seed"] = seed % (1 << _SEED_BITS)
+
+
+def _limit(fields: Fields, names: tuple[str, ...]) -> int | None:
+    given = [(name, fields.integer(name, 1, _MAX_TOKENS)) for name in names]
+    found = [(name, value) for name, value in given if value is not None]
+    for name, value in found[1:]:
+        if value != found[0][1]:
+            raise ApiError(
+                f"'{found[0][0]}' is {found[0][1]} but '{name}', another name for it, is "
+                f"{value}. Send one of them.",
+                param=name,
+            )
+    return found[0][1] if found else None
+
+
+def _stop_words(fields: Fields) -> tuple[str, ...]:
+    value = fields.take("stop")
+    if isinstance(value, str):
+        return (value,) if value else ()
+    words = list_of(fields, "stop", str, "strings", MAX_STOP_WORDS) or []
+    return tuple(word for word in words if word)
+
+
+def _biases(fields: Fields) -> dict[int, float]:
+    given = fields.member("logit_bias")
+    if given is None:
+        return {}
+    members: dict[str, Any] = given.plain()
+    if len(members) > MAX_BIASES:
+        raise ApiError(
+            f"'logit_bias' has {len(members)} ids, and at most {MAX_BIASES} are allowed",
+            param="logit_bias",
+        )
+    found = {}
+    for name in members:
+        if not (name.isascii() and name.isdigit() and int(name[:9]) < _MAX_ID) or len(name) > 9:
+            raise ApiError(
+                f"'logit_bias' names {name[:50]!r}, which is no token id", param="logit_bias"
+            )
+        found[int(name)] = given.number(name, -100.0, 100.0) or 0.0
+    return found
+
+
+def _include_usage(fields: Fields, *, is_streaming: bool) -> bool:
+    options = fields.member("stream_options")
+    if options is None:
+        return False
+    if not is_streaming:
+        raise ApiError(
+            "'stream_options' is only allowed when 'stream' is true", param="stream_options"
+        )
+    found = options.boolean("include_usage") or False
+    options.finish("include_obfuscation")
+    return found

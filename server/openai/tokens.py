@@ -1,0 +1,146 @@
+"""``/tokenize`` and ``/detokenize``: texts or chats to ids, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from aiohttp import web
+
+from trimaran.server.http.messages import json_response
+from trimaran.server.http.pending_bodies import PendingBodies
+from trimaran.server.models.encoded_texts import EncodedTexts, Ids
+from trimaran.server.models.tokenizer import INLINE_IDS
+from trimaran.server.openai.catalogue import Catalogue, facts_of
+from trimaran.server.openai.endpoint import GenerationEndpoint
+from trimaran.server.openai.errors import ApiError
+from trimaran.server.openai.fields import Fields, list_of
+from trimaran.server.openai.requests import Offer, find_offer, read_ids, render_chat
+from trimaran.server.openai.routes import OpenAiRoute
+
+_MAX_IDS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizeRequest:
+    """A text to tokenize."""
+
+    model: str
+    text: str
+    add_special_tokens: bool | None
+    has_token_texts: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DetokenizeRequest:
+    """Ids to decode."""
+
+    model: str
+    ids: Ids
+
+
+def read_tokenize(fields: Fields, offers: Mapping[str, Offer]) -> TokenizeRequest:
+    """The request of ``/tokenize``: with ``prompt`` or ``messages``.
+
+    Raises:
+        ApiError: a member is wrong or unknown.
+    """
+    model = fields.needed_text("model")
+    offer = find_offer(offers, model)
+    add_special = fields.boolean("add_special_tokens")
+    text = fields.text("prompt")
+    if text is None:
+        text = render_chat(fields, model, offer)
+        add_special = add_special or False
+    if len(text) > offer.max_prompt_bytes:
+        raise ApiError(
+            f"'prompt' has {len(text)} characters, and at most {offer.max_prompt_bytes} are "
+            "tokenized (--max-text-bytes)",
+            param="prompt",
+        )
+    has_texts = fields.boolean("return_token_strs") or False
+    fields.finish()
+    return TokenizeRequest(model, text, add_special, has_texts)
+
+
+def read_detokenize(fields: Fields) -> DetokenizeRequest:
+    """The request of ``/detokenize``.
+
+    Raises:
+        ApiError: a member is wrong or unknown.
+    """
+    model = fields.needed_text("model")
+    tokens = list_of(fields, "tokens", int, "token ids", _MAX_IDS)
+    if tokens is None:
+        raise ApiError("'tokens' is missing", param="tokens")
+    fields.finish()
+    return DetokenizeRequest(model, read_ids(tokens, "tokens") if tokens else _NO_IDS)
+
+
+_NO_IDS: Ids = np.empty(0, np.int32)
+
+
+class TokensEndpoint:
+    """Both routes."""
+
+    def __init__(
+        self, endpoint: GenerationEndpoint, pending: PendingBodies, catalogue: Catalogue
+    ) -> None:
+        self._endpoint = endpoint
+        self._pending = pending
+        self._catalogue = catalogue
+
+    async def tokenize(self, request: web.BaseRequest, route: OpenAiRoute) -> web.Response:
+        """The ids of a text or a chat.
+
+        Raises:
+            RequestError: the request is wrong.
+        """
+        asked: TokenizeRequest = await self._read(request, read_tokenize, is_chat=True)
+        served = await self._catalogue.find(asked.model)
+        tokenizer = served.pipeline.steps.tokenizer
+        add_special = asked.add_special_tokens
+        found = await tokenizer.encode([asked.text], add_special is None or add_special)
+        longest = facts_of(served.pipeline).get("max_seq_len")
+
+        def answer() -> web.Response:
+            ids = found.ids.tolist()
+            texts = [tokenizer.token_text(token) for token in ids]
+            return json_response(
+                {
+                    "count": len(ids),
+                    "max_model_len": longest,
+                    "tokens": ids,
+                    "token_strs": texts if asked.has_token_texts else None,
+                }
+            )
+
+        is_short = len(found.ids) <= INLINE_IDS
+        return answer() if is_short else await tokenizer.in_thread(answer)
+
+    async def detokenize(self, request: web.BaseRequest, route: OpenAiRoute) -> web.Response:
+        """The text of some ids.
+
+        Raises:
+            RequestError: the request is wrong.
+        """
+        asked: DetokenizeRequest = await self._read(request, read_detokenize)
+        served = await self._catalogue.find(asked.model)
+        lengths = np.array([len(asked.ids)], np.int64)
+        tokenizer = served.pipeline.steps.tokenizer
+        (text,) = await tokenizer.decode_each(
+            EncodedTexts(asked.ids, lengths), skip_special_tokens=False
+        )
+        answer = partial(json_response, {"prompt": text})
+        is_short = len(asked.ids) <= INLINE_IDS
+        return answer() if is_short else await tokenizer.in_thread(answer)
+
+    async def _read(
+        self, request: web.BaseRequest, reader: Any, *, is_chat: bool = False
+    ) -> Any:
+        with self._pending.share() as share:
+            body = await self._endpoint.read_body(request, share)
+            return await self._endpoint.read(body, reader, is_chat=is_chat)
