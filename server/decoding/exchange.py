@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 from multiprocessing.connection import Connection
-from typing import Any
 
 import numpy as np
 
