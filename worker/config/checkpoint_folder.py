@@ -57,10 +57,11 @@ _REMEDY = "Name the checkpoint in bfloat16, float16 or float32"
 def quantization_of_folder(
     folder: Path, values: Mapping[str, Any]
 ) -> QuantizationConfig | None:
-    """What config.json, or a file beside it, says of quantized weights; None if nothing.
+    """The quantization in config.json or in a file beside config.json; None without
+    quantization.
 
     Raises:
-        ConfigError: the method, or a part of it, is not served.
+        ConfigError: the method or a part of the method is not served.
     """
     for key in ("quantization_config", "compression_config"):
         if values.get(key):
@@ -150,7 +151,7 @@ def find_weight_files(folder: Path) -> tuple[Path, ...]:
 
 
 def stored_dtype(files: tuple[Path, ...]) -> str:
-    """The dtype of most values in the first file; float32 if its header does not tell."""
+    """The dtype of most values in the first file; float32 if its header has no dtypes."""
     sizes = dict.fromkeys(_DTYPES, 0)
     for file in files[:1]:
         entries = read_tensor_entries(file) if file.suffix == ".safetensors" else {}
@@ -161,7 +162,9 @@ def stored_dtype(files: tuple[Path, ...]) -> str:
 
 
 def tied_unless_stored(files: tuple[Path, ...]) -> dict[str, bool]:
-    """``tie_word_embeddings`` by whether a file stores a head; empty if headers do not tell."""
+    """``tie_word_embeddings``: false if a file stores a head. Empty if the headers list no
+    tensors.
+    """
     if not files or any(file.suffix != ".safetensors" for file in files):
         return {}
     names = (name for file in files for name in read_tensor_entries(file))
@@ -169,8 +172,8 @@ def tied_unless_stored(files: tuple[Path, ...]) -> dict[str, bool]:
 
 
 def check_weight_files(folder: Path, files: tuple[Path, ...], config: PretrainedConfig) -> None:
-    """Refuse quantized weights that the configuration does not describe, and tensors that some
-    layers have and others lack.
+    """Refuse quantized weights that the configuration does not describe, and tensors that only
+    some of the layers have.
 
     Only the tensors of safetensors files are known without torch.
     """
@@ -183,7 +186,7 @@ def check_weight_files(folder: Path, files: tuple[Path, ...], config: Pretrained
     others = FAMILIES[config.architecture].ignored_parts
     names = {name for name in entries if not name.startswith(others)}
     if config.dense_layers:
-        # The dense layers' MLP has other tensors than the layers with experts.
+        # The MLP of dense layers has different tensors from that of layers with experts.
         names = {name for name in names if ".mlp." not in name}
     _check_layers(folder, names, config.num_hidden_layers)
 
@@ -250,7 +253,7 @@ def _no_weights(folder: Path) -> str:
 
 
 def _check_layers(folder: Path, names: set[str], num_layers: int) -> None:
-    """Refuse tensors that some layers have and others lack; needs no model."""
+    """Refuse tensors that only some of the layers have; needs no model."""
     numbers_of: dict[tuple[str, str], set[int]] = {}
     for name in names:
         found = _LAYER_TENSOR.match(name)

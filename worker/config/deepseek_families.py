@@ -87,7 +87,9 @@ def _common(values: Mapping[str, Any], position_embedding_type: str) -> dict[str
 
 
 def _query_scale(head_size: int, scaling: Mapping[str, Any] | None) -> float:
-    """The factor of scores, with the square of YaRN's scale if the checkpoint asks for it."""
+    """The factor of scores, with the square of YaRN's scale if the checkpoint sets that
+    scale.
+    """
     weight = scaling.get("mscale_all_dim") if scaling else None
     if not scaling or not weight:
         return float(head_size)

@@ -150,7 +150,7 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
-    """How much KV cache there is and how it is reused."""
+    """Size and reuse of the KV cache."""
 
     tokens_per_block: int = 0
     """0 chooses by device: 32, or on one Hopper GPU the number that `kv_cache_partitions`

@@ -52,9 +52,9 @@ def origin_of(config: PretrainedConfig, mapping: RankMapping) -> dict[str, Any]:
 
 
 def check_origin(file: Path, said: str, wanted: dict[str, Any], source: str) -> None:
-    """Refuse a configuration whose sizes differ from those that ``file`` was cut for.
+    """Refuse a configuration whose parallel sizes differ from those of ``file``.
 
-    ``said`` is the origin in the file's header, empty in files of older versions.
+    ``said`` holds the sizes in the file's header and is empty for files of older versions.
 
     Raises:
         ConfigError: names the key, its value, and the value in the file.
@@ -142,7 +142,7 @@ class BuildConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFolder:
-    """A folder whose configuration and files were checked, without reading weights."""
+    """An engine folder with a checked configuration and checked files. No weights are read."""
 
     path: Path
     kind: FolderKind

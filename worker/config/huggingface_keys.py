@@ -58,8 +58,8 @@ def partial_rope(
 ) -> tuple[float, dict[str, Any] | None, float]:
     """Rotary base, scaling, and the fraction of a head's dims that is rotated.
 
-    ``share`` is the fraction if the configuration does not name it. Lengths that scalings
-    depend on are completed as in transformers.
+    ``share`` is the default of the fraction. Lengths that scalings depend on are completed as
+    in transformers.
     """
     scaling = rotation(values)
     base = float(scaling.pop("rope_theta", None) or values.get("rope_theta") or 10000.0)
@@ -101,7 +101,9 @@ def _refuse_lost(
 
 
 def _complete_lengths(values: Mapping[str, Any], scaling: dict[str, Any]) -> None:
-    """Complete the length of training: outside of the dictionary, in it, or today's length."""
+    """Complete the original length: from the configuration, the dictionary, or the current
+    length.
+    """
     longest = values["max_position_embeddings"]
     trained = values.get("original_max_position_embeddings")
     trained = trained or scaling.get("original_max_position_embeddings") or longest

@@ -35,7 +35,7 @@ class AskedSizes:
 
 
 def layout_of(asked: AskedSizes, folder: EngineFolder, num_named: int = 0) -> ParallelConfig:
-    """The layout in which ``folder`` runs: the sizes of the flags, else those of its shards.
+    """The layout in which ``folder`` runs: sizes of the flags, or sizes of the folder's shards.
 
     ``num_named`` is the number of devices or ranks that flags list, which a Hugging Face
     folder takes as its world size.
@@ -58,8 +58,9 @@ def layout_of(asked: AskedSizes, folder: EngineFolder, num_named: int = 0) -> Pa
 
 
 def _free_layout(asked: AskedSizes, num_named: int) -> ParallelConfig:
-    """Layout of a folder that is sharded while loading: the tensor axis takes all other
-    ranks."""
+    """Layout of a folder that is sharded while loading: the tensor axis takes the remaining
+    ranks.
+    """
     pp_size, dp_size = asked.pp_size or len(asked.pp_partition) or 1, asked.dp_size or 1
     others = pp_size * dp_size
     world_size = asked.world_size or num_named
@@ -86,7 +87,7 @@ def _made_layout(
     """Layout of a folder with one shard a rank: only data-parallel ranks can be added."""
     tp_size, pp_size = asked.tp_size or made_for.tp_size, asked.pp_size or made_for.pp_size
     if asked.world_size and not asked.names_axes and asked.world_size != made_for.world_size:
-        # A world size without other sizes means tensor parallelism over all ranks.
+        # A world size alone means tensor parallelism over all ranks.
         folder.check_parallel(asked.world_size, 1)
     dp_size = asked.dp_size or made_for.dp_size
     if made_for.dp_size not in (1, dp_size):

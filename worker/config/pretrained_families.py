@@ -167,7 +167,7 @@ def _from_gemma3(values: Mapping[str, Any]) -> dict[str, Any]:
             "leaves out of Gemma 3's attention. It must be null"
         )
     whole, local_base = _gemma3_rotations(values)
-    # With a rotation for each kind of layer, transformers reads these keys nowhere else.
+    # If each kind of layer has its own rotation, transformers reads these keys only there.
     outside = {"rope_scaling": None, "original_max_position_embeddings": None}
     common = _from_gemma2({**values, **outside, "rope_parameters": whole})
     period = values.get("sliding_window_pattern", 6)

@@ -94,9 +94,9 @@ class SchemeRule:
 class QuantizationConfig:
     """Which linear layers are quantized, and how.
 
-    Names are those of the checkpoint's modules. A pattern is a name, the beginning or end of
-    one at a dot, a name with ``*``, or ``re:`` and a regular expression that the beginning of
-    a name matches.
+    Names are those of the checkpoint's modules. A pattern is a name, a prefix or suffix of a
+    name at a dot, a name with ``*``, or ``re:`` and a regular expression that matches the
+    beginning of a name.
     """
 
     method: str
@@ -112,7 +112,9 @@ class QuantizationConfig:
     """Whether the weights come as floats and are quantized as they are read."""
 
     def scheme_of(self, names: tuple[str, ...]) -> Fp8Scheme | None:
-        """The scheme of the linear layer with these names; None if it is not quantized."""
+        """The scheme of the linear layer with these names; None for a layer without
+        quantization.
+        """
         if any(_matches(pattern, name) for pattern in self.ignored for name in names):
             return None
         for rule in self.rules:
@@ -123,7 +125,7 @@ class QuantizationConfig:
 
     @property
     def block_sizes(self) -> tuple[int, int]:
-        """The largest rows and columns of blocks; ones if no weight has blocks."""
+        """The largest rows and columns of blocks; (1, 1) if no weight has blocks."""
         blocks = [rule.scheme.block or (1, 1) for rule in self.rules] or [(1, 1)]
         return max(rows for rows, _ in blocks), max(columns for _, columns in blocks)
 

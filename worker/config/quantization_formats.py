@@ -34,8 +34,8 @@ def read_quantization(values: Mapping[str, Any]) -> QuantizationConfig:
     ``hf_quant_config.json`` with the method ``modelopt``.
 
     Raises:
-        NotServedError: the method, or a part of it, is not served.
-        ConfigError: the weights' and inputs' scales do not go together.
+        NotServedError: the method or a part of the method is not served.
+        ConfigError: the scales of weights and inputs are incompatible.
     """
     method = str(values.get("quant_method", "")).lower()
     reader = _READERS.get(method)
@@ -129,7 +129,8 @@ def _compressed_activations(
             raise NotServedError(f"static inputs with a scale by {strategy}")
         return Activations.STATIC
     if strategy != "group":
-        # A token's own scale is finer than one of the whole batch, and independent of it.
+        # A scale per token is finer than a scale of the whole batch, and independent of other
+        # tokens.
         return Activations.TOKEN
     if block is None or int(inputs["group_size"]) != block[1]:
         raise NotServedError(f"groups of {inputs.get('group_size')} inputs beside such weights")

@@ -64,7 +64,7 @@ def checksum_key(name: str) -> str:
 
 
 def chunks_key(name: str) -> str:
-    """Where a header's metadata has the checksums of a tensor's chunks, as one text."""
+    """The metadata key for the checksums of a tensor's chunks, which are stored as one text."""
     return _CHUNKS_PREFIX + name
 
 
@@ -134,7 +134,7 @@ def read_header(path: Path) -> ShardHeader:
 def _chunks(
     path: Path, entries: dict[str, TensorEntry], metadata: dict[str, Any]
 ) -> dict[str, list[bytes]]:
-    """The checksums of the chunks of those tensors that have them."""
+    """The checksums of the chunks of each tensor with checksums."""
     chunks = {}
     for name, entry in entries.items():
         text = metadata.get(chunks_key(name))

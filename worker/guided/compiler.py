@@ -1,4 +1,4 @@
-"""Compiles clients' guides beside the engine's steps, the quick ones first."""
+"""Compiles clients' guides beside the engine's steps, quick guides first."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _LONGEST = 1 << 20
 
 @dataclass(slots=True)
 class _Job:
-    """A guide that is being compiled, and who waits for it."""
+    """A guide in compilation, and the requests that wait for the guide."""
 
     key: GuideKey
     futures: list[Future[Grammar]]
@@ -45,7 +45,9 @@ class _Job:
 
 
 class _Jobs:
-    """Queues of guides by level. A guide starts at level 0 and goes up if it is slow."""
+    """Queues of guides by level. A guide starts at level 0, and a slow guide moves to the
+    next level.
+    """
 
     def __init__(self, num_levels: int) -> None:
         self._queues: list[deque[_Job]] = [deque() for _ in range(num_levels)]
@@ -53,11 +55,11 @@ class _Jobs:
         self._is_closed = False
 
     def add(self, job: _Job) -> bool:
-        """Queue a job at its level; False if too many slow ones wait."""
+        """Queue a job at its level; False if too many slow jobs wait."""
         with self._changed:
             queue = self._queues[job.level]
             if job.level >= _FIRST_SLOW_LEVEL:
-                # What is not wanted any more takes no place.
+                # Cancelled jobs do not count towards the limit.
                 left = [each for each in queue if each.is_wanted()]
                 if len(left) >= _MAX_SLOW:
                     return False
@@ -83,11 +85,11 @@ class _Jobs:
 
 
 class GuideCompiler:
-    """Has guides compiled in processes of their own, which then fill their masks.
+    """Has guides compiled in separate processes, which then fill the masks of their guides.
 
-    A guide is first tried for a tenth of a second, so that a flood of slow guides delays quick
-    ones by that much each. A slow guide starts again at the next level. What waits is
-    cancelled by its future, and the process ends that compiles it.
+    A guide is first tried for a tenth of a second, so that each of many slow guides delays a
+    quick guide by this time at most. A slow guide starts again at the next level. Cancelling
+    its future cancels a waiting guide, and ends the process of a guide in compilation.
     """
 
     def __init__(
@@ -127,12 +129,12 @@ class GuideCompiler:
             ).start()
 
     def submit(self, kind: str, guide: str) -> Future[Grammar]:
-        """Start to compile ``guide``; the future raises RequestError where that fails.
+        """Start to compile ``guide``; the future raises RequestError if the compilation fails.
 
-        A grammar that is taken from the future must be started or released.
+        The receiver of the future's grammar must start or release the grammar.
 
         Raises:
-            RequestError: no guide has this type, or it is too long to be tried.
+            RequestError: no guide has this type, or the guide is too long to be tried.
         """
         self._check(kind, guide)
         future: Future[Grammar] = Future()
@@ -171,7 +173,9 @@ class GuideCompiler:
             self._run(job)
 
     def _run(self, job: _Job) -> None:
-        """Compile a guide if that takes no longer than its level allows, or queue it again."""
+        """Compile a guide within the time of its level, or queue the guide at the next
+        level.
+        """
         seconds = self._slices_s[job.level]
         try:
             process = self._processes.compile(*job.key, seconds, job.is_wanted)
@@ -193,7 +197,7 @@ class GuideCompiler:
         """Lend the process to all requests that still wait."""
         with self._lock:
             del self._open_jobs[job.key]
-            # A future that was told to run can no longer be cancelled.
+            # A running future can no longer be cancelled.
             waiting = [each for each in job.futures if each.set_running_or_notify_cancel()]
             if waiting:
                 self._processes.keep(job.key, process, len(waiting))
@@ -210,7 +214,7 @@ class GuideCompiler:
                 future.set_exception(error)
 
     def _leave(self, job: _Job) -> None:
-        """Forget a job, unless another request has asked for it since."""
+        """Remove a job, unless another request with the same guide has arrived since."""
         with self._lock:
             if job.is_wanted():
                 self._jobs.add(job)

@@ -40,7 +40,7 @@ class Grammar:
         return guide
 
     def fork(self, guide: Guide) -> Guide:
-        """Another sequence that starts where ``guide`` does; nothing is asked for."""
+        """Another sequence with the start state of ``guide``. Requests no mask."""
         copy = self._new(guide.end_id)
         copy.mask, copy.is_complete = guide.mask, guide.is_complete
         return copy
@@ -78,8 +78,8 @@ class Grammar:
 class Guide:
     """One sequence's state in its grammar.
 
-    The mask of a position is asked for as soon as the id before is known, and comes while
-    other steps run. Until then the sequence joins no step.
+    The mask of a position is requested as soon as the previous id is known, and computed while
+    other steps run. The sequence joins no step before the mask has arrived.
     """
 
     __slots__ = ("end_id", "error", "grammar", "is_complete", "mask", "number")
@@ -91,7 +91,9 @@ class Guide:
         self.mask: Mask | None = None
         """The ids that may come next; None until they are known."""
         self.is_complete = False
-        """Whether the output ends here: no id says so, and none can follow."""
+        """Whether the output ends here: no end id exists, and the guide allows no further
+        id.
+        """
         self.error: RequestError | None = None
         """Why no mask comes."""
 
@@ -105,7 +107,7 @@ class Guide:
         return self.grammar.fork(self)
 
     def accept(self, token_id: int) -> bool:
-        """Advance by one id and ask for the next mask; False if the id may not come here."""
+        """Advance by one id and request the next mask; False if the guide forbids the id."""
         mask = self.mask
         assert mask is not None, "an id was sampled without its mask"
         if not mask[token_id >> 5] >> (token_id & 31) & 1:
@@ -115,7 +117,7 @@ class Guide:
         return True
 
     def settle(self, mask: Mask, seconds: float, *, is_complete: bool) -> None:
-        """Take in the mask that was asked for; ``seconds`` is the time of a slow one."""
+        """Accept the requested mask; ``seconds`` is the time of a slow mask."""
         self.error = self.grammar.took(seconds)
         if self.error is None:
             self.mask, self.is_complete = mask, is_complete

@@ -1,4 +1,4 @@
-"""The process whose copies compile guides and fill masks: they can be ended at any time."""
+"""The process whose copies compile guides and fill masks. Copies can be ended at any time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from trimaran.worker.guided.library import Library
 from trimaran.worker.guided.matcher import CompiledGuide, Matcher
 
 NUM_SLOTS = 128
-"""Masks that one batch of questions may ask for."""
+"""Most masks that one batch of questions requests."""
 
 BEGUN = b"begun"
 TOO_LARGE = "too large"
@@ -55,16 +55,17 @@ _IDS_A_LIMIT = 100
 def main() -> None:
     """Serve the rank at the other end of the socket whose descriptor is argument 1.
 
-    The rank sends, for each copy that it wants, one end of a connection and the file of the
-    masks. Argument 2 is the descriptor of a file with `Library.to_text`, argument 3 the bytes
-    of memory for one guide, argument 4 the seconds of processor time for one mask.
+    For each requested copy the rank sends one end of a connection and the file of the masks.
+    Argument 2 is the descriptor of a file with `Library.to_text`, argument 3 the bytes of
+    memory for one guide, argument 4 the seconds of processor time for one mask.
     """
-    # The rank says when it ends; a signal to the whole job must not cut in.
+    # The rank ends this process by closing the socket; a signal to the whole job must not
+    # interfere.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     _die_with_parent()
     os.nice(_NICE)
-    # Where memory runs out, a copy of this process is the first to go.
+    # When memory runs out, the kernel kills a copy of this process first.
     with open("/proc/self/oom_score_adj", "w") as score:
         score.write("1000")
     control = socket.socket(fileno=int(sys.argv[1]))
@@ -92,13 +93,13 @@ def _die_with_parent() -> None:
 
 
 def _serve(library: Library, connection: Connection, file: int) -> None:
-    """Answer the rank. Ends when the other end is closed, be it in the midst of a guide."""
+    """Answer the rank. Ends when the rank closes the connection, also during a compilation."""
     masks = np.frombuffer(mmap.mmap(file, 0), np.int32).reshape(NUM_SLOTS, -1)
     # The thread's stack does not count against the guide's memory limit.
     threading.Thread(target=_end_when_left, args=(connection,), daemon=True).start()
     server = _Copy(library, connection, masks, int(sys.argv[3]), float(sys.argv[4]))
-    # Cancelling a guide closes the other end: this thread may be the first to notice.
-    # A library that is out of memory raises MemoryError or RuntimeError.
+    # A cancellation closes the rank's end, and this thread may be the first to notice. A
+    # library that is out of memory raises MemoryError or RuntimeError.
     with suppress(EOFError, OSError, MemoryError, RuntimeError):
         while True:
             word, *task = connection.recv()
@@ -116,7 +117,7 @@ def _end_when_left(connection: Connection) -> None:
 
 
 class _Copy:
-    """One process: its compiled guide and the outputs that follow it."""
+    """The state of one process: its compiled guide and the outputs that follow the guide."""
 
     def __init__(
         self,
@@ -140,7 +141,7 @@ class _Copy:
         """Say `BEGUN`, then bytes of memory, or why the guide cannot be compiled."""
         self._guide, self._matchers = None, {}
         _limit_memory(self._first_bytes + self._max_bytes)
-        # Should the other end be stopped, this one ends all the same.
+        # This process must end even if the rank is stopped (SIGSTOP).
         signal.alarm(math.ceil(seconds) + 1)
         self._connection.send_bytes(BEGUN)
         answer = self._compiled(kind, guide)
@@ -150,7 +151,7 @@ class _Copy:
         self._connection.send_bytes((answer or str(num_bytes - self._first_bytes)).encode())
 
     def _compiled(self, kind: str, guide: str) -> str:
-        """Why the guide cannot be compiled; empty if it was."""
+        """The reason why the guide cannot be compiled; empty after a successful compilation."""
         try:
             self._guide = self._library.compile(kind, guide)
         except RequestError as error:
@@ -160,10 +161,10 @@ class _Copy:
         return ""
 
     def fill(self, questions: list[tuple[int, int, list[int]]], dropped: list[int]) -> None:
-        """Answer each question, an output's number, end id and further ids, by a mask.
+        """Answer each question (an output's number, end id and further ids) by a mask.
 
-        An answer is int64 [n, 3]: the slot of the mask, what follows, and the microseconds of a
-        slow mask, 0 for others.
+        An answer is int64 [n, 3]: the slot of the mask, the state after the ids, and the
+        microseconds of a slow mask (0 for a quick mask).
         """
         for number in dropped:
             self._matchers.pop(number, None)

@@ -19,8 +19,8 @@ _OTHER = re.compile(r"(\\[\x00-\x7f])|\\?([^\x00-\x7f])")
 
 
 def check_pattern(pattern: str) -> None:
-    """Refuse an expression that would end the compiler's process, or that it would partly
-    ignore.
+    """Refuse an expression that would crash the compiler's process or that the compiler would
+    partly ignore.
 
     Raises:
         RequestError: groups nest too deep, or the expression has a lookahead or an inner
@@ -131,7 +131,8 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
 
 
 def read_schema(guide: str) -> tuple[str, set[str]]:
-    """The schema as the compiler follows it, and the regular expressions of its strings.
+    """The schema in the form that the compiler follows, and the regular expressions of its
+    strings.
 
     Text that is not JSON, or not a schema, passes: the compiler reports its own error.
 

@@ -118,8 +118,8 @@ class Library:
             self._check_in_string(pattern)
         if _LENGTH.search(guide) is None:
             return self._compiler.compile_json_schema(guide)
-        # JSON strings may not hold control characters unescaped, which the library does not
-        # check where it counts characters.
+        # JSON strings may not hold unescaped control characters. The library does not check
+        # this rule in strings whose characters are counted.
         grammar = str(self._xgrammar.Grammar.from_json_schema(guide))
         return self._compiler.compile_grammar(_COUNTED.sub(_WITHOUT_CONTROLS, grammar))
 

@@ -29,11 +29,13 @@ _REGAINED_S = 0.0001
 
 
 class TooSlowError(Exception):
-    """A guide takes longer to be compiled than it may."""
+    """The compilation of a guide exceeds its time limit."""
 
 
 class ProcessEndedError(Exception):
-    """The process ended unasked. ``has_begun`` tells whether it had begun with a guide."""
+    """The process ended unexpectedly. ``has_begun`` is true if the process had started with
+    a guide.
+    """
 
     def __init__(self, *, has_begun: bool) -> None:
         super().__init__(has_begun)
@@ -41,7 +43,7 @@ class ProcessEndedError(Exception):
 
 
 class AwaitsMask(Protocol):
-    """What asks for masks: `guide.Guide`."""
+    """The requester of masks: `guide.Guide`."""
 
     number: int
     """Names the output in the process."""
@@ -50,12 +52,12 @@ class AwaitsMask(Protocol):
     error: RequestError | None
 
     def settle(self, mask: npt.NDArray[np.int32], seconds: float, *, is_complete: bool) -> None:
-        """Take in a mask. ``seconds`` is the time of a slow one, 0 for others."""
+        """Accept a mask. ``seconds`` is the time of a slow mask, 0 for a quick mask."""
         ...
 
 
 class Lender(Protocol):
-    """What lends processes: `process_pool.GuideProcesses`."""
+    """The lender of processes: `process_pool.GuideProcesses`."""
 
     @property
     def is_exhausted(self) -> bool:
@@ -63,7 +65,7 @@ class Lender(Protocol):
         ...
 
     def release(self, process: MaskProcess) -> None:
-        """A request lets go of a process that it was lent."""
+        """A request returns a lent process."""
         ...
 
 
@@ -94,7 +96,7 @@ class MaskProcess:
         """How long steps may still wait for masks of this process, all together."""
         self._queued: dict[int, tuple[AwaitsMask, List[int]]] = {}
         self._asked: list[AwaitsMask | None] = []
-        """By slot, the questions of the batch under way; None for those that are over."""
+        """By slot, the questions of the batch in progress; None for answered questions."""
         self._num_answered = 0
         self._asked_at = 0.0
         self._dropped: list[int] = []
@@ -104,13 +106,13 @@ class MaskProcess:
     def compile(
         self, kind: str, guide: str, seconds: float, is_wanted: Callable[[], bool]
     ) -> None:
-        """Compile ``guide``, for so long at most. After an error other than RequestError the
+        """Compile ``guide`` within a time limit. After an error other than RequestError the
         process must be closed.
 
         Raises:
             RequestError: the guide cannot be compiled.
-            TooSlowError: it takes longer.
-            CancelledError: it is not wanted any more.
+            TooSlowError: the time limit has passed.
+            CancelledError: the request was cancelled.
             ProcessEndedError: the process ended.
         """
         has_begun = False
@@ -130,7 +132,7 @@ class MaskProcess:
         self.num_bytes = int(answer)
 
     def _wait(self, end: float | None, is_wanted: Callable[[], bool]) -> None:
-        """Return when there is an answer, or there will be none."""
+        """Return when an answer has arrived, or when the process has ended."""
         while not self._connection.poll(_LOOK_S):
             if not is_wanted():
                 raise CancelledError
@@ -147,7 +149,7 @@ class MaskProcess:
             self._queued[guide.number] = guide, token_ids
 
     def drop(self, guide: AwaitsMask) -> None:
-        """Forget an output and what is asked about it."""
+        """Remove an output and its pending questions."""
         self._queued.pop(guide.number, None)
         self._dropped.append(guide.number)
         if guide in self._asked:
@@ -214,7 +216,7 @@ class MaskProcess:
         return _HANG_FACTOR * self._step_timeout_s
 
     def _end(self) -> None:
-        """The process is gone, and with it all outputs that it knew."""
+        """The process has ended, and all its outputs are lost."""
         waited_s = time.monotonic() - self._asked_at
         self.has_ended = True
         self._connection.close()
@@ -244,9 +246,11 @@ class MaskProcess:
 
     @property
     def is_well(self) -> bool:
-        """Whether the process lives and owes no answer, so that another guide may have it."""
+        """Whether the process is alive and owes no answer, so that another guide may use the
+        process.
+        """
         self.receive()
-        # Unasked it says nothing: what can be read then is its end.
+        # An idle process sends nothing: a readable connection means that the process has ended.
         return not (self.has_ended or self._asked or self._connection.poll())
 
     def fileno(self) -> int:

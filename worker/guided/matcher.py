@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 
 class CompiledGuide:
-    """A compiled guide. Only processes that can be killed hold one."""
+    """A compiled guide. Only processes that can be killed hold a compiled guide."""
 
     def __init__(self, xgrammar: ModuleType, compiled: Any, vocab_size: int) -> None:
         self._xgrammar = xgrammar
@@ -32,7 +32,7 @@ class Matcher:
     def __init__(self, matcher: Any, *, has_end: bool) -> None:
         self._matcher = matcher
         self._has_end = has_end
-        # Without an end id not even the tokenizer's own end ids may come.
+        # Without an end id the masks forbid the tokenizer's end ids too.
         self._stop_ids = () if has_end else tuple(matcher.stop_token_ids)
 
     def accept(self, token_id: int) -> bool:
@@ -40,9 +40,9 @@ class Matcher:
         return token_id not in self._stop_ids and bool(self._matcher.accept_token(token_id))
 
     def fill(self, masks: npt.NDArray[np.int32], row: int) -> bool:
-        """Set bit ``id % 32`` of word ``id // 32`` of a row for each id that may come next.
+        """Set bit ``id % 32`` of word ``id // 32`` of a row for each allowed next id.
 
-        Returns whether the output is complete: no id ends it, and none can follow.
+        Returns whether the output is complete: no end id exists, and no further id is allowed.
         ``masks`` is int32 [rows, ceil(V / 32)].
         """
         mask = masks[row]

@@ -27,27 +27,29 @@ _PROGRAM = (
 _LOOK_S = 0.05
 """Seconds between checks that a request still wants a process."""
 _LATER_S = 0.2
-"""The copies of a process that is killed end before it can be seen to have ended."""
+"""Time within which the copies of a killed process end."""
 _ATTEMPTS = 3
 _MAX_BYTES = 2 << 30
 _MAX_TOTAL_BYTES = 4 << 30
 """Memory of all compiled guides, as far as no request uses them."""
 _MAX_IDLE = 16
 """Processes that keep a compiled guide which no request uses."""
-# The process forks, for which it may have one thread alone. Heaps of further threads would
-# count against a guide's memory limit with 64 MiB of address space each.
+# The process forks, and must have a single thread for this. Heaps of further threads would also
+# count towards a guide's memory limit, with 64 MiB of address space each.
 _ONE_THREAD = dict.fromkeys(
     ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "MALLOC_ARENA_MAX"), "1"
 )
 
 
 class GuideProcesses:
-    """Lends processes: each serves one guide at a time, for all requests with this guide.
+    """Lends processes. Each process serves one guide at a time, for all requests with this
+    guide.
 
-    A guide that is slow, or ends its process, so disturbs no other guide. Nothing ends a
-    compiler or a matcher of the library but the end of its process. All processes are copies
-    of one that has loaded the library and the tokenizer. A process whose guide no request uses
-    any more keeps the compiled guide until the process is wanted for another guide.
+    A guide that is slow or crashes its process therefore disturbs no other guide. Only the end
+    of its process stops a running compiler or matcher of the library. All processes are copies
+    of a parent process that has loaded the library and the tokenizer. A process whose guide no
+    request uses any more keeps the compiled guide until the process is wanted for another
+    guide.
     """
 
     def __init__(
@@ -76,7 +78,7 @@ class GuideProcesses:
         self._in_use: dict[GuideKey, MaskProcess] = {}
         self._users: dict[MaskProcess, tuple[GuideKey, int]] = {}
         self._idle: OrderedDict[GuideKey, MaskProcess] = OrderedDict()
-        """By the guide that each has compiled; the one that was used last stands last."""
+        """Processes by compiled guide, the most recently used last."""
         self._blank: list[MaskProcess] = []
         """Idle too, without a guide."""
         self._start()
@@ -87,7 +89,8 @@ class GuideProcesses:
         with theirs, open(file, "w+b") as text:
             text.write(self._library_text.encode())
             text.seek(0)
-            # The kernel ends it with this thread: the main one, or one of a pool that lasts.
+            # The kernel ends the process together with the current thread. The current thread
+            # must therefore be the main thread or a thread of a permanent pool.
             arguments = (theirs.fileno(), file, self._max_bytes, self._step_timeout_s)
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _PROGRAM, *map(str, arguments)],
@@ -101,7 +104,8 @@ class GuideProcesses:
     def compile(
         self, kind: str, guide: str, seconds: float, is_wanted: Callable[[], bool]
     ) -> MaskProcess:
-        """A process that has compiled ``guide``, for so long at most. `keep` it or `close` it.
+        """A process that has compiled ``guide`` within a time limit. The caller must `keep` or
+        `close` the process.
 
         Raises:
             RequestError: the guide cannot be compiled.
@@ -140,11 +144,11 @@ class GuideProcesses:
     def _take(
         self, is_wanted: Callable[[], bool]
     ) -> tuple[MaskProcess, subprocess.Popen[bytes]]:
-        """A process that does nothing, and the one that it is a copy of.
+        """An idle process, and the process from which it was forked.
 
         Raises:
-            CancelledError: the guide is not wanted any more.
-            OSError: there is none, nor can one be made.
+            CancelledError: the guide's requests were cancelled.
+            OSError: no process is idle, and no process can be started.
         """
         with self._changed:
             while True:
@@ -168,7 +172,7 @@ class GuideProcesses:
 
     def _restart(self) -> None:
         self._control.close()
-        # Copies of a process end with it.
+        # Copies of a process end with their parent.
         for process in (*self._blank, *self._idle.values()):
             process.close()
         self._blank.clear()
@@ -201,7 +205,7 @@ class GuideProcesses:
         return self._num_lent >= self._max_processes
 
     def keep(self, key: GuideKey, process: MaskProcess, num_users: int) -> None:
-        """Lend a process to so many requests with the guide that it has compiled."""
+        """Lend a process to ``num_users`` requests with its compiled guide."""
         with self._changed:
             self._in_use[key] = process
             self._users[process] = key, num_users
@@ -243,7 +247,7 @@ class GuideProcesses:
             self._changed.notify()
 
     def _trim(self) -> None:
-        """End idle processes beyond the limits, those that were used longest ago first."""
+        """End idle processes beyond the limits, the least recently used first."""
         processes = (*self._users, *self._idle.values())
         num_bytes = sum(process.num_bytes for process in processes)
         while self._idle and (num_bytes > _MAX_TOTAL_BYTES or len(self._idle) > _MAX_IDLE):
@@ -281,7 +285,7 @@ class GuideProcesses:
 
 
 def _is_alive(process: subprocess.Popen[bytes]) -> bool:
-    """Whether the process lives whose copy has ended; another may have taken its place."""
+    """Whether the parent of an ended copy is alive. A new parent may have replaced it."""
     try:
         process.wait(_LATER_S)
     except subprocess.TimeoutExpired:

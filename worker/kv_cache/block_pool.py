@@ -12,9 +12,9 @@ from trimaran.worker.kv_cache.sequence_blocks import SequenceBlocks
 class BlockPool:
     """A fixed set of blocks, each in use, or free, or free with reusable content.
 
-    A free block keeps its hash until it is handed out again, so a later sequence with the
-    same prefix can still claim it. Free blocks are handed out in this order: those without
-    content, partial ones, then by priority, then least recently released. Every call is
+    A free block keeps its hash until its next allocation, so a later sequence with the same
+    prefix can still claim the block. Free blocks are allocated in this order: blocks without
+    content, partial blocks, then by priority, then the least recently released. Every call is
     O(1) a block.
 
     With a ``host`` pool, evicted content moves there: `take_moves` returns the copies to make
@@ -37,11 +37,11 @@ class BlockPool:
         taken."""
 
     def set_partitions(self, partitions: bytes) -> None:
-        """Set the L2 partition, 0 or 1, of each block. Call before any block is handed out.
+        """Set the L2 partition, 0 or 1, of each block. Must be called before the first
+        allocation.
 
-        From then on a sequence's blocks are taken from the partition of its first block, as
-        long as that partition has free blocks whose content is worth about as little as that
-        of the other partition.
+        Afterwards a sequence's blocks come from the partition of its first block, unless
+        content of the other partition is much cheaper to evict.
         """
         self._partitions = partitions
         self._free = FreeBlocks(partitions)
@@ -130,7 +130,7 @@ class BlockPool:
         return self._block_of.get(block_hash)
 
     def is_partial(self, block: int) -> bool:
-        """Whether the block's content ends within it."""
+        """Whether the block is partially filled."""
         return block in self._partial
 
     def is_shared(self, block: int) -> bool:
@@ -178,8 +178,8 @@ class BlockPool:
 class SwapKeys:
     """Keys for the blocks of preempted sequences, if content has no hashes.
 
-    While a step is planned no host slot is freed: a copy of that step may read it, and another
-    copy of the step could then write it.
+    No host slot is freed while a step is planned. A copy of this step may read the slot, and
+    another copy of the same step could then write the slot.
     """
 
     def __init__(self, pools: Sequence[BlockPool]) -> None:

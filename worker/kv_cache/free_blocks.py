@@ -23,7 +23,7 @@ memory."""
 
 
 class Retention(NamedTuple):
-    """How long content is kept once no sequence uses it."""
+    """Retention of content that no sequence uses."""
 
     priority: int = DEFAULT_PRIORITY
     """Content of higher priority is evicted later."""
@@ -58,12 +58,16 @@ class _Queue:
         del self._of_partition[self._partitions[block]][block]
 
     def pop(self, partition: int) -> int:
-        """The oldest block of a partition; of the other one if that partition is empty."""
+        """The oldest block of a partition; of the other partition if this partition is
+        empty.
+        """
         own = self._of_partition[partition] or self._of_partition[1 - partition]
         return own.popitem(last=False)[0]
 
     def pop_old(self, partition: int) -> int:
-        """As `pop`, unless the other partition's oldest block arrived much earlier."""
+        """Like `pop`, but takes the other partition's oldest block if that block is much
+        older.
+        """
         own, other = self._of_partition[partition], self._of_partition[1 - partition]
         if own and other:
             lead = next(iter(own.values())) - next(iter(other.values()))
@@ -72,10 +76,10 @@ class _Queue:
 
 
 class FreeBlocks:
-    """Free blocks in order of eviction: blocks without content, partial blocks, which save
-    little, then by priority, then by age. By age, the wanted partition has a head start.
+    """Free blocks in order of eviction: blocks without content, partial blocks, then by
+    priority, then by age. The requested partition has an advantage in the comparison of ages.
 
-    A block's priority may be set at any time, and holds until its content is dropped or its
+    A block's priority may be set at any time, and lasts until its content is dropped or its
     duration ends. Only priorities other than the default cost time.
     """
 
@@ -139,8 +143,9 @@ class FreeBlocks:
         self._num_ranked -= block in self._kept
 
     def pop(self, partition: int = 0) -> int:
-        """Remove and return the next block to evict; its priority stays. There must be a
-        block."""
+        """Remove and return the next block to evict, and keep its priority. The list must
+        not be empty.
+        """
         block = self._pop(partition)
         self._num_of_partition[self._partitions[block]] -= 1
         return block
@@ -180,7 +185,7 @@ class FreeBlocks:
                 heapq.heapify(self._ends)
 
     def forget(self, block: int) -> None:
-        """Drop the priority of a block whose content is gone."""
+        """Drop the priority of a block without content."""
         if block in self._kept:
             self._rank(block, DEFAULT_PRIORITY)
 

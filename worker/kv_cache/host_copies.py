@@ -21,8 +21,8 @@ class HostCopies:
     On a GPU the copies run on their own stream. A step soon overwrites evicted blocks, so it
     first gathers them into a staging buffer; the copy stream then does the slow copy to the
     host. Blocks that a load overwrites need no staging, because the copy stream runs in order.
-    The device waits for copies only where the decision says so, or if evictions come faster
-    than the host takes them; the host never waits.
+    The device waits for copies only if the decision demands a wait, or if evictions are faster
+    than the copies to the host. The host never waits.
     """
 
     def __init__(self, pool: Tensor, num_slots: int, num_staged: int) -> None:
@@ -51,7 +51,9 @@ class HostCopies:
 
     @property
     def done_step(self) -> int:
-        """The last step whose loads are complete, like those of all earlier steps."""
+        """The last step such that the loads of this step and of all earlier steps are
+        complete.
+        """
         while self._is_gpu and self._loads and _is_over(self._loads[0][1]):
             self._done_step = self._loads.popleft()[0]
         return self._done_step

@@ -38,7 +38,7 @@ class PageLocks(Protocol):
 
 
 class CudaLocks:
-    """Page locks of the CUDA driver. Any thread may call it."""
+    """Page locks of the CUDA driver. Any thread may call the methods."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -60,11 +60,11 @@ class HostMemory:
     """Rows of bytes in host memory; each row is copied as a whole.
 
     With ``locks`` all pages are touched and locked, in ranges of whole rows and pages, because
-    no copy may cross from one locked range to another. Several threads do this, because the
-    kernel gives a single thread some 2 GiB a second. The threads have the CPU affinity of their
-    creator, so that pages come from its NUMA node. Without ``locks``, pages are allocated when
-    written. Memory that is dropped without `close` stays locked; unlocked memory lives as long
-    as a view of it.
+    no copy may cross from one locked range to another. Several threads touch pages, because the
+    kernel serves a single thread at about 2 GiB a second. The threads have the CPU affinity of
+    their creator, so that pages come from its NUMA node. Without ``locks``, pages are allocated
+    when written. Memory that is dropped without `close` stays locked; unlocked memory lives as
+    long as a view of it.
     """
 
     def __init__(

@@ -82,7 +82,7 @@ class HostPool:
                 self._slots.add(slot, has_content=True)
 
     def drop(self, block_hash: BlockHash) -> None:
-        """Drop this content, if it is here. It must not be pinned."""
+        """Drop this content if the pool holds the content, which must not be pinned."""
         slot = self._slot_of.pop(block_hash, None)
         if slot is not None:
             del self._hash_of[slot]

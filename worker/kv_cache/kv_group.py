@@ -31,8 +31,9 @@ class KVGroup:
 
     @property
     def partitioned_block_size(self) -> int:
-        """Tokens of a block whose heads each lie in one L2 partition; 0 if there is no such
-        size."""
+        """Tokens of a block such that each head lies in one L2 partition; 0 if no size
+        achieves this.
+        """
         count = stripe_tokens(self.spec.head_size * self.spec.dtype.itemsize)
         return count if self._keys_go_first(count) is not None else 0
 
@@ -57,7 +58,7 @@ class KVGroup:
                 order[1:3] = 2, 1
         in_memory = [shape[dim] for dim in order]
         self.memory = torch.empty(in_memory, dtype=self.spec.dtype, device=device)
-        # The order only swaps neighbours, so it is its own inverse.
+        # The order only swaps neighbours and is therefore its own inverse.
         self.pool = self.memory.permute(order)
 
     def _keys_go_first(self, block_size: int) -> bool | None:

@@ -22,19 +22,19 @@ BlockCopy = tuple[int, int, int]
 
 
 class KVCacheManager:
-    """Hands out blocks of all KV groups together, so all tables of a sequence have equal
+    """Allocates blocks of all KV groups together, so all tables of a sequence have equal
     length.
 
     A block is written by one sequence only, and only until it is full. Full blocks are shared
     by reference; a partial block that two sequences would write is copied. Reserved blocks are
-    handed out to the sequence that reserved them alone.
+    allocated only to the sequence that reserved them.
 
     With ``window``, the window of all layers in tokens, a sequence frees blocks outside of the
     window, except those of the ``num_sinks`` first tokens. With ``host_slots``, evicted content
-    moves to the host, and is loaded when a sequence needs it. Without ``enable_reuse`` only a
-    preempted sequence's content moves there, for that sequence alone. With ``is_reserving``
-    sequences have reservations. Sequences of more than ``switch_at`` tokens share no content
-    with shorter ones.
+    moves to the host, and is loaded when a sequence needs it. Without ``enable_reuse`` only the
+    content of preempted sequences moves to the host, and only for these sequences. With
+    ``is_reserving`` sequences have reservations. Sequences of more than ``switch_at`` tokens
+    share no content with shorter sequences.
     """
 
     def __init__(
@@ -62,7 +62,8 @@ class KVCacheManager:
             for num_blocks in blocks_per_group
         ]
         self.hosts = [pool.host for pool in self.pools if pool.host is not None]
-        # A sequence that leaves a shared block behind would free none, but could take another.
+        # A sequence that moves past a shared block would free no block, but could allocate
+        # another block.
         shares_held = not (window and is_reserving)
         self.prefixes = PrefixFinder(
             self.pools, block_size, self.window, shares_held=shares_held
@@ -84,7 +85,7 @@ class KVCacheManager:
 
     @property
     def num_free(self) -> int:
-        """Unreferenced blocks, reserved ones included."""
+        """Unreferenced blocks, including reserved blocks."""
         return min(pool.num_free for pool in self.pools)
 
     @property
@@ -229,7 +230,7 @@ class KVCacheManager:
             sum(map(pool.is_held, self.window.held(blocks, prefix.num_skipped)))
             for pool, blocks in zip(self.pools, prefix.shared, strict=True)
         )
-        # If the source of a copy must stay, the copy takes a block of its own.
+        # If the source of a copy must stay, the copy takes a separate block.
         return num_blocks - held + prefix.keeps_last
 
     def begin(self, blocks: SequenceBlocks, prefix: Prefix) -> tuple[int, list[BlockCopy]]:

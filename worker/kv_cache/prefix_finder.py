@@ -63,7 +63,7 @@ class PartialBlocks:
         self._ids.pop(parent, None)
 
     def match(self, parent: BlockHash, wanted: array[int]) -> tuple[BlockHash, int] | None:
-        """A block's hash, and how many of ``wanted`` ids it begins with.
+        """A block's hash, and the number of ``wanted`` ids at the beginning of the block.
 
         At least half of the ids must match, because the block must be copied.
         """

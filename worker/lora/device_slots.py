@@ -55,7 +55,7 @@ class DeviceSlots:
         self._ranks = np.zeros(num_slots, dtype=np.int64)
         self._blocks: AdapterBlocks | None = None
         self._max_rank = max_rank
-        # At most one sequence a row decodes, each with an adapter of its own.
+        # At most one sequence in each row decodes, and each sequence may have another adapter.
         size = num_slots * (_SMALL_BLOCK + 1)
         self._fixed = torch.full((size,), -1, dtype=torch.int32, device=data.device)
 

@@ -193,7 +193,8 @@ def version_of(folder: Path) -> tuple[tuple[int, int, int], ...]:
 
 
 def read_folder(folder: Path) -> AdapterSource:
-    """The adapter of a folder: the two files of a converter, or else those of PEFT.
+    """The adapter of a folder: the two files of a converter, or the files of PEFT if the folder
+    has no converter's files.
 
     Configurations are checked here; weights are read at their first use.
 
@@ -302,7 +303,7 @@ _MAX_DIGITS = 20
 class AdapterFolders:
     """The subfolders of ``lora_prefetch_dir``, each named by a task id or an adapter's name.
 
-    Folders that appear later, or whose weights are replaced, are found too.
+    New folders and replaced weights are found at the next request.
     """
 
     def __init__(self, root: str) -> None:

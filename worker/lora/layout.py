@@ -56,7 +56,7 @@ class Matrices:
 
 @dataclass(frozen=True, slots=True)
 class PackedMatrices:
-    """This rank's shard of two matrices, and where it lies in the adapter's memory."""
+    """This rank's shard of two matrices, and the shard's position in the adapter's memory."""
 
     target: int
     rank: int
@@ -88,9 +88,9 @@ each part on one rank."""
 class AdapterLayout:
     """All targets of a rank's model, and the targets of each module of an adapter.
 
-    Adapters cover the whole model. `join` gives the layout the ``sizes`` of all ranks; then
-    the layout describes the modules of every rank. A shard takes as much memory on every rank
-    as on the rank where it is largest, so that rank 0 can decide for all.
+    Adapters cover the whole model. After `join` has set the ``sizes`` of all ranks, the layout
+    describes the modules of every rank. A shard takes the same memory on every rank, namely
+    that of the largest shard. Rank 0 can therefore decide for all ranks.
     """
 
     def __init__(self, model: CausalLM) -> None:
@@ -242,8 +242,8 @@ def check_modules(
 def check_values(matrices: Iterable[Matrices], dtype: torch.dtype) -> None:
     """Check that all values of an adapter are finite in the model's dtype.
 
-    Other values would stay in blocks of the KV cache, whose next owner may read them with
-    weights of 0. The check reads every matrix once.
+    Values that are not finite would stay in blocks of the KV cache. The next owner of such a
+    block may read them with weights of 0. The check reads every matrix once.
 
     Raises:
         AdapterFormatError: names the module, the value and the limit.

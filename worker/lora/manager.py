@@ -80,8 +80,9 @@ class Adapter:
 class AdapterManager:
     """Two caches of adapters: one in host memory, one in device memory.
 
-    Both replace the least recently used adapter, never one that a request uses. All ranks are
-    told of each change before the next step, so that their caches are equal.
+    Both replace the least recently used adapter, never one that a request uses. Operations
+    before the next step carry each change to all ranks, so that the caches of all ranks are
+    equal.
     """
 
     def __init__(
@@ -137,8 +138,8 @@ class AdapterManager:
     # ---- requests ------------------------------------------------------------------------
 
     def enter(self, message: Submit, request: Request) -> int:
-        """The number of the adapter that a request asks for, in use until the request ends; 0
-        if the request asks for none.
+        """The number of a request's adapter, in use until the request ends; 0 for a request
+        without adapter.
 
         Raises:
             RequestError: the adapter is not cached and did not come with the request, or is
@@ -173,7 +174,7 @@ class AdapterManager:
             raise RequestError(f"LoRA task {key}: {error}") from None
 
     def _find(self, key: Key, given: dict[str, Any], made: list[OutgoingAdapter]) -> Adapter:
-        """The adapter of a request: the one it brings, a cached one, or that of a folder."""
+        """The adapter of a request: sent with the request, cached, or read from a folder."""
         cached = self._by_key.get(key)
         if "weights" in given or "config" in given:
             return self._from_request(key, given, cached, made)
@@ -220,7 +221,7 @@ class AdapterManager:
         source = self._folders.read(folder)
         size = self._checked_size(source)
         self._check_values(source, content)
-        # A request that is refused for lack of room is soon repeated: read no weights for it.
+        # Clients soon repeat a request that lacked room: the refusal reads no weights.
         self._make_room(key, size)
         outgoing = self._outgoing(source)
         content = self._content_of_read(folder, source, content)
@@ -240,7 +241,7 @@ class AdapterManager:
     def prefetch(self) -> Iterator[tuple[int, OutgoingAdapter]]:
         """At the start: the adapters of all folders, as many as the host cache holds.
 
-        Every rank gets these adapters from its caller, not by operations.
+        The caller passes these adapters to every rank; operations do not carry them.
         """
         for key, folder in self._folders.all():
             try:
@@ -280,7 +281,8 @@ class AdapterManager:
 
     def digest_of(self, task: int) -> bytes:
         """The digest of the weights that came with a request for this task id; empty if the
-        cached adapter is from a folder, or there is none."""
+        cached adapter is from a folder, or if no adapter is cached.
+        """
         cached = self._by_key.get(task)
         content = b"" if cached is None else cached.content
         return content if isinstance(content, bytes) else b""
@@ -298,8 +300,9 @@ class AdapterManager:
                 self._drop(replaced)
 
     def _checked_size(self, source: AdapterSource) -> int:
-        """Elements of an adapter's shard on a rank. Refuses an adapter that cannot be sent, or
-        that one of the caches could never hold. Reads no weights."""
+        """Elements of an adapter's shard on a rank. Refuses an adapter that cannot be sent
+        or exceeds the size of a cache. Reads no weights.
+        """
         source.check(self._layout, self._config.max_adapter_size)
         num_sent = 0
         for module, layer, rank in source.ranks:
@@ -348,7 +351,7 @@ class AdapterManager:
         """Drop adapters until the host has room for another adapter.
 
         Raises:
-            RequestError: adapters in use fill the host cache; none is dropped then.
+            RequestError: adapters in use fill the host cache, and no adapter is dropped.
         """
         limit = self._config.host_memory_bytes - size * self._element_bytes
         idle = [adapter for adapter in self._on_host.values() if not self._is_wanted(adapter)]
@@ -360,7 +363,7 @@ class AdapterManager:
                 "requests use. Try again later, or raise lora_cache_host_memory_bytes.",
                 ErrorKind.UNAVAILABLE,
             )
-        # The new version replaces the adapter with the same key in any case: drop it first.
+        # The new version replaces the adapter with the same key: drop the old version first.
         for adapter in sorted(idle, key=lambda one: one.key != key):
             if self._host_bytes > limit or adapter.is_replaced:
                 self._drop(adapter)
@@ -466,7 +469,7 @@ class AdapterManager:
 
     def _is_awaited(self, number: int) -> bool:
         adapter = self._on_host[number]
-        # Usually the first request is open, and the others need no check.
+        # Usually the first request is open, and the other requests need no check.
         is_first_open = bool(adapter.requests) and self.is_open(adapter.requests[0])
         return is_first_open or self._is_wanted(adapter)
 

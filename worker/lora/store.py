@@ -141,7 +141,7 @@ class AdapterStore:
         self._on_host[number].result()
 
     def is_packed(self, number: int) -> bool:
-        """Whether this rank's shard is packed, so that loading it takes no wait."""
+        """Whether this rank's shard is packed, so that a load does not wait."""
         found = self._on_host.get(number)
         return found is not None and found.done()
 
@@ -174,7 +174,7 @@ class AdapterStore:
 class HostSlots:
     """Adapters on a CPU, used in the memory in which they were packed.
 
-    A token's result does not depend on the tokens beside it: each product is row by row.
+    A token's result does not depend on other tokens: each product is computed row by row.
     """
 
     is_transposed = False

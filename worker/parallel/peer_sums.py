@@ -33,7 +33,7 @@ _CHECKED = (1, 1000, 4096, 100_000)
 
 
 def choose_sums(config: EngineConfig, group: TensorParallelGroup, device: torch.device) -> None:
-    """Set a tensor group's all-reduce as the configuration asks. Collective.
+    """Set the configured all-reduce of a tensor group. Collective.
 
     Raises:
         ConfigError: the configuration asks for peer-memory sums, which are not possible.
@@ -63,14 +63,15 @@ def choose_sums(config: EngineConfig, group: TensorParallelGroup, device: torch.
 def try_peer_sums(
     group: TensorParallelGroup, *, takes_any: bool, is_asked_for: bool = True
 ) -> str:
-    """Let a group of GPUs sum tensors through peers' memory, the smaller ones or ``takes_any``.
+    """Let a group of GPUs sum tensors through peer memory: small tensors, or all with
+    ``takes_any``.
 
     Returns the reason why not; empty if enabled. Collective; all ranks return the same. The
-    sums are first compared with NCCL's, launched and from a CUDA graph. Unless it
-    ``is_asked_for``, this is tried only on GPUs that report support.
+    sums are first compared with NCCL's, launched and from a CUDA graph. Without
+    ``is_asked_for`` this is tried only on GPUs that report support.
 
-    A kernel waits for the other ranks without a time limit. If a rank dies, the other ranks'
-    watchdogs see no end of the step, and the supervisor ends the group with SIGKILL. The driver
+    A kernel waits for the other ranks without a time limit. If a rank dies, the watchdogs of
+    the other ranks report a hang, and the supervisor ends the group with SIGKILL. The driver
     then removes the kernels from the GPU, even if they spin. Memory that other processes have
     mapped stays until they end, so no rank reads freed memory.
     """
@@ -120,8 +121,9 @@ def _make_peer_sum(group: NcclGroup, slot_bytes: int, takes_any: bool) -> SumInP
 
 
 def first_problem(group: TensorParallelGroup, problem: str, device: torch.device) -> str:
-    """The problem of the first rank that has one, equal on all ranks; empty if none has.
-    Collective."""
+    """The problem of the first rank with a problem, equal on all ranks; empty without a
+    problem. Collective.
+    """
     text = problem.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
     own = torch.tensor(list(text), dtype=torch.uint8, device=device)
     every = group.all_gather(own[None], 0).tolist()
@@ -130,7 +132,7 @@ def first_problem(group: TensorParallelGroup, problem: str, device: torch.device
 
 
 def check_sums(group: NcclGroup, peer_sum: SumInPlace) -> str:
-    """Compare sums of random numbers with sums of what NCCL gathers. Collective.
+    """Compare sums of random numbers with sums of tensors gathered by NCCL. Collective.
 
     Returns this rank's first difference; empty if there is none.
     """

@@ -49,8 +49,8 @@ divisions of a row: a thread does the work of one or two threads of the norm ker
 def choose_sums_and_norms(
     config: EngineConfig, group: TensorParallelGroup, device: torch.device
 ) -> None:
-    """Set a tensor group's all-reduce as the configuration asks, fused with norms if it says so
-    or leaves the choice and that is faster. Collective.
+    """Set the configured all-reduce of a tensor group. The all-reduce is fused with norms if
+    configured, or if the choice is automatic and fusion is faster. Collective.
 
     Raises:
         ConfigError: the requested all-reduce is not possible.
@@ -59,8 +59,8 @@ def choose_sums_and_norms(
     limits = {"auto": FEW_ROWS, "fused": MAX_ROWS}.get(config.all_reduce)
     if limits is None or not isinstance(group, NcclGroup) or group.peer_sum is None:
         return
-    # If norms are exact, rows have the same bits both ways; otherwise `auto` must not choose
-    # by the number of rows.
+    # With exact norms rows have the same bits with and without fusion. Otherwise `auto` must
+    # not choose by the number of rows.
     reason = try_sum_norm(group, limits, is_exact=config.deterministic)
     if reason and config.all_reduce == "fused":
         raise ConfigError(
@@ -182,7 +182,7 @@ class _Sample:
 
         addend = self.x
         if addend.dim() == 3:
-            # In order, like any kernel that adds up parts.
+            # Parts are added in order, like in every kernel that adds up parts.
             total = addend[0]
             for part in addend[1:]:
                 total = total + part

@@ -38,7 +38,7 @@ class TensorGroup(Protocol):
 
     @property
     def sum_norm(self) -> SumAndNorm | None:
-        """The all-reduce fused with the following norm; None if there is none."""
+        """The all-reduce fused with the following norm; None without fusion."""
         ...
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
