@@ -67,9 +67,9 @@ def wait_for(
 class StepTimeouts:
     """The longest waits of one rank in a step, in seconds.
 
-    When a rank is lost all others soon wait, most of them for ranks that wait too. The rank
-    that waits for the lost rank itself gives up first, so that the first error names the
-    rank that was lost.
+    When a rank is lost, all other ranks soon wait, most of them for waiting ranks. The rank
+    that waits for the lost rank has the shortest limit, so that the first error names the lost
+    rank.
     """
 
     hidden_s: float
@@ -114,7 +114,7 @@ class Watchdog:
         self._thread.start()
 
     def watch(self, what: Callable[[], str], timeout_s: float | None = None) -> None:
-        """An activity begins; ``what()`` describes it if it hangs."""
+        """An activity begins; ``what()`` describes the activity in the report of a hang."""
         limit = self.hang_timeout_s if timeout_s is None else timeout_s
         self._what = what
         self._deadline = time.monotonic() + limit

@@ -24,7 +24,7 @@ JOB = "TRIMARAN_JOB"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChildEnv:
-    """What a child needs to know to connect to the supervisor."""
+    """The variables with which a child connects to the supervisor."""
 
     supervisor: str
     """Address of the supervisor: ``unix:/path`` or ``tcp:host:port``."""

@@ -1,4 +1,5 @@
-"""The error tree by who must act: operator, client or developer; and each kind on the wire."""
+"""The error tree by the role that must act (operator, client or developer), and each kind's
+code on the wire."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ class RequestError(TrimaranError):
 
 
 class RefusedError(RequestError):
-    """The request was refused for lack of room before it began; the client may repeat it."""
+    """The request was refused for lack of room before its start; the client may repeat the
+    request."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, ErrorKind.UNAVAILABLE)
@@ -67,5 +69,5 @@ class PeerLostError(TrimaranError):
 
 
 def with_request_id(request_id: str, text: str) -> str:
-    """A text that clients see with the request id before it."""
+    """A text that clients see after the request id."""
     return f"[request id: {request_id or '<id_unknown>'}] {text}"

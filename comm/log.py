@@ -52,7 +52,7 @@ class _JsonFormatter(logging.Formatter):
 class _LossyStreamHandler(logging.StreamHandler):  # type: ignore[type-arg]
     """Drops lines that cannot be written: a full disk must not stop serving.
 
-    The first line that a file lacks is reported to the other handlers.
+    The first lost line of a file is reported to the other handlers.
     """
 
     def __init__(self, stream: TextIO, path: str = "") -> None:
@@ -134,7 +134,7 @@ def setup_logging(
 
 
 def _opened(path: str) -> TextIO:
-    """A log file to append to, held open for the life of the process. Its folder is made
-    again if it was deleted since the server's start."""
+    """A log file to append to, held open for the life of the process. A folder that was
+    deleted since the server's start is created again."""
     os.makedirs(os.path.dirname(path), exist_ok=True)
     return open(path, "a", encoding="utf-8", errors="backslashreplace", buffering=1)

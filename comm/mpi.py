@@ -25,9 +25,9 @@ _SLEEPER = "ofi"
 def _without_segment() -> Iterator[None]:
     """Keep Open MPI from making a shared-memory segment for a process without a starter.
 
-    No other process, spawned ones included, can attach to that segment, and MPI never deletes
-    it: each such process would leave a file in /dev/shm. The libfabric transport is left out
-    too. Transports that the operator chose stay.
+    No other process, not even a spawned process, can attach to that segment, and MPI never
+    deletes the segment: each such process would leave a file in /dev/shm. The libfabric
+    transport is left out too. Transports that the operator chose stay.
     """
     given = os.environ.get(_TRANSPORTS)
     if any(name in os.environ for name in _STARTERS) or not (given or "^").startswith("^"):
@@ -56,14 +56,14 @@ Comm = MPI.Comm
 _PR_SET_PDEATHSIG = 1
 
 _ABORT_GRACE_S = 2.0
-# Slurm's variable counts the tasks of the step, which are mpirun's daemons if mpirun made
-# the step: it is read last, where no other starter has set a variable.
+# Slurm's variable counts the tasks of the step, which are mpirun's daemons if mpirun made the
+# step. The variable is therefore read last, if no other starter has set a variable.
 _SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """The ranks started together, and which of them share memory.
+    """The ranks that started together, and their division into hosts that share memory.
 
     Ranks with equal entries in ``hosts`` can map each other's memory; no other ranks
     may be assumed to share anything.
@@ -86,7 +86,7 @@ class World:
         """Collective over all ranks. ``host`` overrides the host identity of this rank.
 
         Raises:
-            ConfigError: MPI's world is not the one that the starter made.
+            ConfigError: MPI's world differs from that of the starter.
         """
         check_world_size(MPI.COMM_WORLD.Get_size(), os.environ)
         comm = MPI.COMM_WORLD.Dup()
@@ -95,7 +95,7 @@ class World:
 
     @property
     def root(self) -> World:
-        """The root world that this world is a part of, or this world itself."""
+        """The root world of this world, or this world itself."""
         return self.cut_from or self
 
     @property
@@ -114,7 +114,7 @@ class World:
         return self.local_ranks.index(self.rank)
 
     def ranks_beside(self, rank: int) -> tuple[int, ...]:
-        """The ranks that share a host with ``rank``, itself included."""
+        """The ranks on the host of ``rank``, including ``rank``."""
         return tuple(r for r in range(self.size) if self.hosts[r] == self.hosts[rank])
 
     def duplicate(self) -> Comm:
@@ -232,9 +232,9 @@ def is_spawned() -> bool:
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when the one that started it dies.
+    """Have the kernel kill this process when its parent dies.
 
-    Also ends a process that is stopped, or that hangs inside MPI.
+    Also ends a stopped process and a process that hangs inside MPI.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 

@@ -10,7 +10,8 @@ SymbolT = TypeVar("SymbolT", str, int)
 
 
 class WordState(Generic[SymbolT]):
-    """What an automaton knows of the symbols so far: the longest tail that begins a word."""
+    """The state of an automaton after the symbols so far: the longest tail that begins a
+    word."""
 
     __slots__ = ("depth", "ends_word", "fallback", "following", "high", "low")
 
@@ -30,15 +31,15 @@ class WordState(Generic[SymbolT]):
 
 
 class WordAutomaton(Generic[SymbolT]):
-    """An Aho-Corasick automaton whose states are made when they are first reached.
+    """An Aho-Corasick automaton that creates states on their first visit.
 
-    A symbol costs one dictionary look-up, however many words there are. The first visit of a
-    state costs two binary searches over the sorted words. Making the automaton sorts the words
-    and does nothing else, so that memory holds the words and the states that were reached,
-    where a complete automaton would hold a state for each symbol of each word.
+    A symbol costs one dictionary look-up, for any number of words. The first visit of a state
+    costs two binary searches over the sorted words. The construction only sorts the words.
+    Memory holds the words and the visited states, while a complete automaton would hold a state
+    for each symbol of each word.
 
-    States are shared: any number of sequences may use one automaton, each with a state of its
-    own. Used in one thread.
+    States are shared: any number of sequences may use one automaton, each with its current
+    state. Used in one thread.
     """
 
     def __init__(self, words: Iterable[Sequence[SymbolT]]) -> None:
@@ -76,10 +77,10 @@ class WordAutomaton(Generic[SymbolT]):
         return 0
 
     def _reach(self, state: WordState[SymbolT], symbol: SymbolT) -> WordState[SymbolT]:
-        """Make the state after ``symbol``, and those that it falls back to.
+        """Create the state after ``symbol``, and its fallback states.
 
-        Each suffix that is visited shortens the tail, so that this costs a constant a symbol
-        on average over a sequence.
+        Each visited suffix shortens the tail, so the average cost of a symbol over a sequence
+        is constant.
         """
         visited: list[WordState[SymbolT]] = []
         suffix: WordState[SymbolT] | None = state
@@ -97,14 +98,14 @@ class WordAutomaton(Generic[SymbolT]):
     def _child(
         self, state: WordState[SymbolT], symbol: SymbolT, fallback: WordState[SymbolT]
     ) -> WordState[SymbolT] | None:
-        """The state of the tail with ``symbol`` behind it; None if no word begins so."""
+        """The state of the tail followed by ``symbol``; None if no word has this prefix."""
         words, depth = self._words, state.depth
 
         def next_symbol(word: Any) -> Any:
             return word[depth]
 
         low, high = state.low, state.high
-        # The word that is the tail itself sorts before those that go on.
+        # The word equal to the tail sorts before longer words.
         low += low < high and len(words[low]) == depth
         low = bisect_left(words, symbol, low, high, key=next_symbol)
         high = bisect_right(words, symbol, low, high, key=next_symbol)

@@ -49,7 +49,7 @@ def load_library() -> ctypes.CDLL:
     folder = kernels_folder()
     library = folder / f"cpu-{digest.hexdigest()[:16]}.so"
     with (folder / ".lock").open("w") as lock:
-        # Ranks start together: one compiles, the others wait for it.
+        # Ranks start together: one rank compiles, and the other ranks wait for the result.
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():
             _compile(compiler, flags, library)

@@ -54,8 +54,8 @@ def compile_ahead(
 def run_beside(jobs: Iterable[Callable[[], object]]) -> None:
     """Run jobs in order, in threads; returns at once.
 
-    For jobs that fill a cache. A later request for a kernel waits for it there, or raises the
-    error that the job ended with.
+    For jobs that fill a cache. A later request for a kernel waits for the cache entry, or
+    raises the error of the job.
     """
     pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="compile")
     for job in jobs:

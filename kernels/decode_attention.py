@@ -65,7 +65,7 @@ class TritonDecodes:
 
 
 class HopperDecodes:
-    """Our CUDA C++ kernels, and Triton's for unsupported shapes.
+    """Our CUDA C++ kernels, and Triton kernels for unsupported shapes.
 
     The layer's shape and spec alone determine which kernel serves it, never the batch. Times on
     an H200 in microseconds a layer, 8B shape (32 heads of 128 that share 8, bf16), in a CUDA

@@ -79,7 +79,7 @@ class MeasuredExperts:
 
 
 class FixedExperts:
-    """Triton's version; a token's result does not depend on the other tokens."""
+    """The Triton version; a token's result does not depend on the other tokens."""
 
     backend = "triton"
 

@@ -52,7 +52,7 @@ FIXED_TILE = Tile(64, 128, 128, warps=4, stages=4)
 
 
 class TritonFp8Product:
-    """`Fp8Product` by Triton's kernels, and by the library for many rows of a scale each.
+    """`Fp8Product` by Triton's kernels, and by the library for many rows with a scale per row.
 
     With ``is_fixed`` a token's result does not depend on the other tokens or their number.
     """

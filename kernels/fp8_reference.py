@@ -25,7 +25,8 @@ _EXPONENT = 0x7F800000
 def scales_of(peaks: Tensor, *, has_powers: bool = False) -> Tensor:
     """Float32 scales by which values up to ``peaks`` use the whole range of e4m3."""
     peaks = peaks.float().clamp_min(SMALLEST_PEAK)
-    # By a tensor: on a GPU torch multiplies by the reciprocal of a number instead.
+    # The divisor is a tensor: on a GPU torch multiplies by the reciprocal of a plain number
+    # instead.
     scales = peaks / torch.full_like(peaks, LARGEST)
     if not has_powers:
         return scales
@@ -96,9 +97,9 @@ def quantize_weight(
     weight_ED: Tensor, block: tuple[int, int] | None = None
 ) -> tuple[Tensor, Tensor]:
     """FP8 values [E, D], and float32 scales: [E], or [R, C] of blocks; the last blocks may be
-    smaller than the others.
+    smaller.
 
-    Scales are rounded up to bf16 numbers, as which some programs keep them.
+    Scales are rounded up to bf16 numbers, because some programs store scales in bf16.
     """
     if block is None:
         scales_E = _as_bf16(scales_of(weight_ED.abs().amax(1)))
@@ -130,7 +131,7 @@ def spread_scales(scales_RC: Tensor, shape: tuple[int, ...], block: tuple[int, i
 
 
 def _as_bf16(scales: Tensor) -> Tensor:
-    """The next bf16 numbers from ``scales`` on, as float32; for positive ones."""
+    """The smallest bf16 numbers at or above ``scales``, as float32; for positive scales."""
     return ((scales.view(torch.int32) + 0xFFFF) & ~0xFFFF).view(torch.float32)
 
 

@@ -42,8 +42,8 @@ def num_parts(num_rows: int, outputs: int, inner: int) -> int:
     """The number of parts in which a product with a weight [outputs, inner] is fastest.
 
     A product of few output tiles keeps few multiprocessors busy, and library kernels that split
-    it add the parts in a separate launch. Measured on an H200 for outputs 4,096 and inner
-    widths 4,096 and 14,336 (1 to 256 rows: 5 to 25 % faster than unsplit).
+    such a product add the parts in a separate launch. Measured on an H200 for outputs 4,096 and
+    inner widths 4,096 and 14,336 (1 to 256 rows: 5 to 25 % faster than unsplit).
     """
     tiles = -(-outputs // _TILE) * -(-num_rows // _TILE)
     parts = 1 if tiles > _MAX_TILES else 4 if num_rows <= 64 else 2
@@ -140,7 +140,7 @@ class HopperProducts:
         return output_TE if bias_E is None else output_TE + bias_E
 
     def add_linear(self, x_TD: Tensor, weight_ED: Tensor, residual_TE: Tensor) -> Tensor | None:
-        """Add the product into ``residual``, or return it, maybe in parts."""
+        """Add the product into ``residual``, or return the product, possibly in parts."""
         product = self._own_product(x_TD, weight_ED)
         return add_linear(x_TD, weight_ED, residual_TE) if product is None else product
 
@@ -231,7 +231,8 @@ def float_product(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
 def select_products(
     device: torch.device, dtype: torch.dtype, is_deterministic: bool = False
 ) -> Products:
-    """The fastest products of a GPU; `ConfigError` if deterministic ones are not available."""
+    """The fastest products of a GPU; `ConfigError` if deterministic products are
+    unavailable."""
     reason = _refusal(device, dtype)
     if reason is None:
         return HopperProducts(device, dtype, is_deterministic)
@@ -246,7 +247,7 @@ def select_products(
 
 
 def _refusal(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why our kernel cannot multiply; None if it can."""
+    """The reason why our kernel cannot multiply; None for supported inputs."""
     if not can_multiply(device, dtype):
         return f"our kernel takes no {dtype} on {torch.cuda.get_device_name(device)}"
     try:

@@ -44,7 +44,7 @@ class TritonPrompts:
 
 
 class HopperPrompts:
-    """Our CUDA C++ kernels, and Triton's for unsupported shapes.
+    """Our CUDA C++ kernels, and Triton kernels for unsupported shapes.
 
     The layer's shape and spec alone determine which kernel serves it, never the batch. On an
     H200 the CUDA C++ kernels reach 558 and 621 TFLOP/s for 4 prompts of 2,048 and one of 8,192

@@ -15,7 +15,7 @@ LARGEST = 448.0
 
 
 class BlockMap(NamedTuple):
-    """Where the blocks of a rank's shard of a weight lie."""
+    """The positions of the blocks of a rank's shard of a weight."""
 
     rows: Tensor
     """int32 [E]: the row of scales of each output."""

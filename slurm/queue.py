@@ -25,7 +25,7 @@ class JobError(TrimaranError):
 
 
 def test_only(script: str) -> str:
-    """Slurm's forecast for a script that it does not run: when and where the job would start.
+    """Slurm's forecast of start time and nodes for a script, without a submission.
 
     Raises:
         ConfigError: Slurm refuses it.
@@ -43,7 +43,7 @@ def submit(script: str) -> str:
 
 
 def state_of(job_id: str) -> str:
-    """The job's state in Slurm's words; for an array, that of its slowest task.
+    """The job's state in Slurm's words; for an array, the state of its slowest task.
 
     Raises:
         ConfigError: Slurm knows no such job.

@@ -36,7 +36,7 @@ _MAX_CACHED_VIEWS = 1024
 
 
 class SharedMemoryGroup(TensorParallelGroup):
-    """Ranks that copy into their own slots, raise a flag and read the others' slots.
+    """Ranks that copy into their own slots, raise a flag and read the slots of other ranks.
 
     A rank's cache line holds its flag, which counts the phases that the rank has finished, and
     whether a rank sleeps until the flag changes. Each rank has two slots, used in turn. A slot
@@ -106,7 +106,7 @@ class SharedMemoryGroup(TensorParallelGroup):
         return tensor if flat is tensor else tensor.copy_(flat)
 
     def all_to_all(self, rows: torch.Tensor, counts: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Send each rank rows of its own; returns those from every rank, in rank order."""
+        """Send different rows to each rank; returns the received rows in rank order."""
         own = rows.contiguous()
         row_bytes = own.element_size() * math.prod(own.shape[1:])
         windows = AllToAllWindows(

@@ -29,10 +29,10 @@ class SumAndNorm(Protocol):
 class TensorParallelGroup(ABC):
     """Ranks that hold shards of the same layers.
 
-    Every call is collective: all ranks of the group make the same calls in the same
-    order with equal shapes and dtypes. All ranks get bit-identical results. Calls on CPU
-    tensors return when the result is there, calls on GPU tensors when it is enqueued on
-    the current stream.
+    Every call is collective: all ranks of the group make the same calls in the same order with
+    equal shapes and dtypes. All ranks get bit-identical results. Calls on CPU tensors return
+    with the complete result. Calls on GPU tensors return when the operation is enqueued on the
+    current stream.
 
     Raises (every call):
         PeerLostError: another rank missed the group's deadline.
@@ -67,10 +67,10 @@ class TensorParallelGroup(ABC):
 
     @abstractmethod
     def all_to_all(self, rows: torch.Tensor, counts: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Send each rank rows of its own; returns those from every rank, in rank order.
+        """Send different rows to each rank; returns the received rows in rank order.
 
-        ``rows`` holds what goes to rank 0, then to rank 1 and so on. ``counts[i][j]`` rows
-        go from rank i to rank j; the table is the same on all ranks. The result is new
+        ``rows`` holds the rows for rank 0, then the rows for rank 1 and so on. ``counts[i][j]``
+        rows go from rank i to rank j; the table is the same on all ranks. The result is new
         memory.
         """
 

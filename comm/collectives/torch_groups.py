@@ -23,7 +23,7 @@ MULTICAST_OFF = {
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "NVSHMEM_DISABLE_NVLS": "1",
 }
-# torch exports it without saying so in its type hints.
+# torch exports the name, but its type hints do not.
 _TCPStore: Any = dist.TCPStore  # type: ignore[attr-defined]
 
 _NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
@@ -57,7 +57,7 @@ class ProcessGroup(TensorParallelGroup):
         self.timeout_s = timeout_s
         limit = timedelta(seconds=timeout_s)
         _join_default_group(world.root, backend, limit, connect_s)
-        # Only members call this: other groups of the same world connect at the same time.
+        # Only members make this call: other groups of the same world connect at the same time.
         self.handle: Any = dist.new_group(
             list(world.root_ranks), limit, backend, use_local_synchronization=True
         )
@@ -83,7 +83,7 @@ class ProcessGroup(TensorParallelGroup):
         return tensor if own is tensor else tensor.copy_(own)
 
     def all_to_all(self, rows: torch.Tensor, counts: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Send each rank rows of its own; returns those from every rank, in rank order."""
+        """Send different rows to each rank; returns the received rows in rank order."""
         own = rows.contiguous()
         receive = [row[self.rank] for row in counts]
         received = own.new_empty((sum(receive), *own.shape[1:]))
@@ -153,15 +153,15 @@ class GlooGroup(ProcessGroup):
 
 
 class SumInPlace(Protocol):
-    """Another all-reduce, for tensors that it takes."""
+    """Another all-reduce, for supported tensors."""
 
     def takes(self, tensor: torch.Tensor) -> bool:
-        """Whether it can sum a tensor; the same on all ranks."""
+        """Whether the all-reduce supports a tensor; the same on all ranks."""
         ...
 
     def way_of(self, num_bytes: int) -> str:
-        """Name of the kernel for a tensor of that size, for the log; empty if it is not
-        taken."""
+        """Name of the kernel for a tensor of that size, for the log; empty for unsupported
+        sizes."""
         ...
 
     def __call__(self, tensor: torch.Tensor) -> None:
@@ -209,8 +209,7 @@ class NcclGroup(ProcessGroup):
         return f"peer {way}" if way else self.transport
 
     def transports(self) -> dict[str, str]:
-        """The transport of every collective; the fused all-reduce and norm only if it is
-        used."""
+        """The transport of every collective, and of the fused all-reduce and norm if in use."""
         with_norms = {} if self.sum_norm is None else {"sum_norm": "peer push"}
         return {**super().transports(), **with_norms}
 
@@ -224,7 +223,7 @@ class NcclGroup(ProcessGroup):
         memory = [way for way in (self.peer_sum, self.sum_norm) if way is not None]
         self.peer_sum = self.sum_norm = None
         if memory:
-            # By NCCL: a rank that arrives here no longer reads peers' memory.
+            # The barrier runs over NCCL: a rank that arrives here no longer reads peer memory.
             self.barrier()
         del memory
         super().close()
@@ -235,7 +234,7 @@ _num_groups = 0
 
 
 def _join_default_group(root: World, backend: str, limit: timedelta, connect_s: float) -> None:
-    """Make the default group, unless it exists. Collective over ``root``."""
+    """Create the default group if absent. Collective over ``root``."""
     global _num_groups
     if not _num_groups:
         # Without a device no GPUs are connected.
@@ -307,7 +306,7 @@ def map_peer_memory(group: NcclGroup, num_bytes: int) -> PeerMemory:
     Raises:
         ConfigError: these GPUs cannot map each other's memory.
     """
-    # Imported late: the import takes a second, and only GPUs need it.
+    # Imported late: the import takes a second, and only GPUs need the module.
     from torch.distributed import _symmetric_memory
 
     symmetric: Any = _symmetric_memory
@@ -331,10 +330,10 @@ def map_peer_memory(group: NcclGroup, num_bytes: int) -> PeerMemory:
 
 def why_memory_is_apart(group: NcclGroup) -> str:
     """The driver's reason against mapping the memory of the GPUs of ``group``; empty if this
-    rank sees none. Collective.
+    rank sees no obstacle. Collective.
 
-    Peer access alone is not enough: between cards on PCI Express the driver may report it
-    although it does not work, and a kernel that waits for a flag there never ends. Native
+    Peer access alone is not enough: between cards on PCI Express the driver may report peer
+    access that does not work, and a kernel that waits for a flag there never ends. Native
     atomics on peer memory exist over NVLink only.
     """
     own = torch.cuda.current_device()

@@ -116,7 +116,8 @@ class Leader:
         return _transport(self._ring is not None, bool(self._first_ranks))
 
     def broadcast(self, payload: bytes) -> None:
-        """Send one decision to all; returns before they have it."""
+        """Send one decision to all ranks; returns before the ranks have received the
+        decision."""
         self.last_decision = payload
         self._send(_Kind.DECISION, payload)
 
@@ -169,7 +170,8 @@ class Leader:
 
 
 class Follower:
-    """Another rank's end: reads its host's ring, or as the first rank of a host writes it."""
+    """The end of another rank: reads its host's ring. The first rank of a host also writes
+    the ring."""
 
     transport = ""
 
@@ -233,9 +235,9 @@ class MpiSource:
         self._wake.close()
 
     def read(self, timeout_s: float | None) -> bytes | None:
-        """The next message; None if none comes within ``timeout_s``.
+        """The next message; None without a message within ``timeout_s``.
 
-        Polls, since a blocking MPI receive would occupy the core. Without a limit the call
+        Polls, because a blocking MPI receive would occupy the core. Without a limit the call
         first sleeps until rank 0 wakes this host.
         """
         status = MPI.Status()
@@ -290,7 +292,8 @@ def connect_control(world: World, timeout_s: float) -> ControlPlane:
 def _share_ring(
     world: World, beside: tuple[int, ...]
 ) -> tuple[RingWriter | None, RingReader | None]:
-    """This rank's end of its host's ring, which the first rank writes; none for a lone rank."""
+    """This rank's end of its host's ring, which the first rank writes; None for a single
+    rank."""
     local = world.subgroup(beside)
     num_readers = local.size - 1
     if num_readers == 0:

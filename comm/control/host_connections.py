@@ -29,7 +29,7 @@ _RECORD = struct.Struct("<Q")
 def connect_to_rank_0(
     world: World, ranks: Iterable[int]
 ) -> tuple[socket.socket | None, dict[int, socket.socket]]:
-    """This rank's connection to rank 0 if it is in ``ranks``; on rank 0 all of them, by rank.
+    """The connection of a rank in ``ranks`` to rank 0; on rank 0 all connections, by rank.
 
     Collective over ``world``; ``ranks`` excludes rank 0. The sockets block without a limit,
     and the kernel ends the connections soon after the other host is lost.
@@ -65,9 +65,9 @@ def accept_ranks(
     ranks: Iterable[int],
     timeout_s: float = _ACCEPT_TIMEOUT_S,
 ) -> dict[int, socket.socket]:
-    """A connection of each rank; peers that do not know the token are disconnected.
+    """A connection of each rank; peers without the token are disconnected.
 
-    Peers greet side by side: one that is silent keeps no rank waiting.
+    Peers greet concurrently: a silent peer delays no rank.
 
     Raises:
         PeerLostError: not all connected within ``timeout_s``.
@@ -90,7 +90,7 @@ def accept_ranks(
 
 
 class _Caller:
-    """A peer that has connected and not said which rank it is."""
+    """A connected peer whose rank is not known yet."""
 
     def __init__(self, sock: socket.socket, token: bytes) -> None:
         sock.setblocking(False)
@@ -101,7 +101,7 @@ class _Caller:
         sock.send(self._greeting.opening, socket.MSG_NOSIGNAL)
 
     def receive(self) -> int | None:
-        """The rank that this peer is; None as long as the greeting is not whole.
+        """The rank of this peer; None until the greeting is complete.
 
         Raises:
             OSError: the connection broke.
@@ -121,7 +121,7 @@ class _Caller:
 
 
 class _Arrivals:
-    """The peers that rank 0 hears at once while it waits for ranks of other hosts."""
+    """The peers that rank 0 polls together while waiting for ranks of other hosts."""
 
     def __init__(self, listener: socket.socket, token: bytes, missing: set[int]) -> None:
         self.missing = missing
@@ -134,7 +134,7 @@ class _Arrivals:
         self._selector.register(listener, selectors.EVENT_READ)
 
     def take(self, deadline: float) -> None:
-        """Wait for something to come, until ``deadline`` at most, and take it in."""
+        """Wait for data until ``deadline`` at most, and process the data."""
         first = min((each.deadline for each in self._callers.values()), default=deadline)
         wait_s = max(min(first, deadline) - time.monotonic(), 0.001)
         for key, _ in self._selector.select(wait_s):
@@ -209,7 +209,8 @@ class WakeSender:
         """Wake the other hosts: ``num_sent`` messages have been sent since the start.
 
         Raises:
-            PeerLostError: another host is gone, or has left thousands of wake-ups unread.
+            PeerLostError: the connection to another host is lost, or thousands of wake-ups are
+            unread.
         """
         for sock in self._socks:
             try:

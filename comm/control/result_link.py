@@ -29,7 +29,7 @@ class _Sink(Protocol):
         ...
 
     def write(self, payload: bytes, timeout_s: float) -> None:
-        """Append one message; raises `PeerLostError` if rank 0 takes none in time."""
+        """Append one message; raises `PeerLostError` if rank 0 reads no message in time."""
         ...
 
     def close(self) -> None:
@@ -131,7 +131,7 @@ class ResultReader:
         """The next message.
 
         Raises:
-            PeerLostError: none came within ``timeout_s``.
+            PeerLostError: no message arrived within ``timeout_s``.
         """
         payload = self._read(self.timeout_s)
         if payload is None:
@@ -215,7 +215,7 @@ class _SocketSource:
         return bool(select.select([self._sock], [], [], 0)[0])
 
     def read(self, timeout_s: float) -> bytes | None:
-        """The next message; None if it does not come in time."""
+        """The next message; None without a complete message in time."""
         self._sock.settimeout(timeout_s)
         try:
             (length,) = _LENGTH.unpack(self._take(_LENGTH.size))
@@ -248,7 +248,7 @@ class _SocketSource:
 def connect_results(
     world: World, writers: Sequence[int], timeout_s: float
 ) -> tuple[ResultWriter | None, dict[int, ResultReader]]:
-    """This rank's end if it is in ``writers``; on rank 0 the other ends, by rank.
+    """The end of a rank in ``writers``; on rank 0 the other ends, by rank.
 
     Collective over ``world``; ``writers`` excludes rank 0. A writer on rank 0's host gets a
     ring in shared memory, a writer on another host a TCP connection.

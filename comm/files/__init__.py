@@ -1,6 +1,6 @@
-"""Files and values that operators write: read, checked and refused in one way everywhere.
+"""Files and values that operators write: the same reading, checks and refusals everywhere.
 
 In come paths, JSON values and words of a command line; out go texts, typed values, or a
 `ConfigError` that names file, key and remedy. Output files are checked before a command begins
-and are replaced whole. No module here knows models or engines.
+and are replaced whole. No module here depends on models or engines.
 """

@@ -71,8 +71,8 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def unreadable(what: str, error: OSError | UnicodeError) -> ConfigError:
-    """The error for an unreadable file or folder, with a remedy; ``what`` names it and stands
-    before "cannot be read"."""
+    """The error for an unreadable file or folder, with a remedy; ``what`` is the name before
+    "cannot be read"."""
     return ConfigError(f"{what} cannot be read: {error}. {_remedy(error)}")
 
 
@@ -92,7 +92,7 @@ def special_tokens(folder: Path, names: tuple[str, ...]) -> dict[str, str]:
     """The texts of the tokens of these names (``eos_token``) that the folder's files give.
 
     Raises:
-        ConfigError: a file cannot be read, or a token is none; names file, key and value.
+        ConfigError: a file cannot be read, or a token is invalid; names file, key and value.
     """
     found: dict[str, str] = {}
     for file_name in _TOKENIZER_FILES:

@@ -84,7 +84,7 @@ def check_types(
     inside: str = "",
     may_be_null: bool = True,
 ) -> None:
-    """Refuse values whose type is not that of their key; unlisted keys may have any value.
+    """Refuse values of other types than those of their keys; unlisted keys may have any value.
 
     Raises:
         ConfigError: names the key, prefixed by ``inside``, and its value.
@@ -108,7 +108,7 @@ _OR_NULL = " | None"
 
 
 def check_field_types(owner: type, values: Mapping[str, Any], *, inside: str = "") -> None:
-    """Refuse values of other types than the fields of their names.
+    """Refuse values whose type differs from that of the field with the same name.
 
     Raises:
         ConfigError: names the key, prefixed by ``inside``, and its value.

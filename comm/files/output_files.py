@@ -54,7 +54,7 @@ def make_folder(flag: str, path: str | os.PathLike[str]) -> None:
     """Make the folder that ``flag`` names, if it does not exist.
 
     Raises:
-        ConfigError: the folder cannot be made; says why.
+        ConfigError: the folder cannot be made; names the reason.
     """
     try:
         os.makedirs(path, exist_ok=True)

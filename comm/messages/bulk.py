@@ -33,8 +33,8 @@ MAX_REMOTE_BYTES = 32 << 20
 class BulkSender:
     """The sending end. Memory is kept until its receiver releases it or is lost.
 
-    The memory has no name in a file system: the kernel frees it with the last process that maps
-    it, however that process ends.
+    The memory has no name in a file system: the kernel frees the memory when the last process
+    that maps it ends, even by a crash.
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class BulkSender:
         return [os.getpid(), fd, num_bytes, number]
 
     def release(self, receiver: Hashable, numbers: Iterable[int]) -> None:
-        """Free payloads that the receiver has opened or does not want; ignores unknown ones."""
+        """Free payloads that the receiver has opened or refused; ignores unknown payloads."""
         held = self._held.get(receiver, {})
         for number in numbers:
             if number in held:

@@ -1,9 +1,8 @@
 """The messages between our processes and their encoding.
 
-A frame is a 4-byte little-endian length and a msgpack list: the message's number, then
-its fields in order. Token ids travel as raw little-endian int32 bytes. A sender may add
-fields at the end within one ``PROTOCOL_VERSION``; a receiver fills missing ones with
-their defaults.
+A frame is a 4-byte little-endian length and a msgpack list: the message's number, then its
+fields in order. Token ids travel as raw little-endian int32 bytes. A sender may add fields at
+the end within one ``PROTOCOL_VERSION``; a receiver fills missing fields with their defaults.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ MAX_FRAME_BYTES = (1 << 31) - 1
 class FinishReason(IntEnum):
     """Why a sequence ended; the numbers are those of TensorRT-LLM's executor.
 
-    Number 4 is a time limit for running, which no client of Triton's TensorRT-LLM backend can
+    Number 4 is a limit on running time, which no client of Triton's TensorRT-LLM backend can
     set.
     """
 
@@ -158,7 +157,7 @@ class StepOutput(Message):
 
 @dataclass(slots=True, kw_only=True)
 class RequestFailed(Message):
-    """Engine to front end: one request was refused or failed; the others go on."""
+    """Engine to front end: one request was refused or failed; other requests continue."""
 
     number: ClassVar[int] = 6
     request_id: int
@@ -206,9 +205,9 @@ class Pong(Message):
 
 @dataclass(slots=True, kw_only=True)
 class Stop(Message):
-    """Front end to engine: cancel every request with this client-given id, also those of other
-    front ends, which receive CANCELLED. Engine to the other front ends: cancel those that
-    have not been submitted yet."""
+    """Front end to engine: cancel every request with this client-given id, also those of
+    other front ends, which receive CANCELLED. Engine to the other front ends: cancel
+    matching requests that have not been submitted yet."""
 
     number: ClassVar[int] = 10
     client_request_id: str

@@ -1,4 +1,4 @@
-"""The table of sampling fields: wire names, ranges and what serves each field.
+"""The table of sampling fields: wire names, ranges and the code that serves each field.
 
 The server reads its inputs by the table, both the server and rank 0 refuse values by it, and
 docs/decoding.md is compared with it. Types and defaults are those that `SamplingParams`

@@ -11,7 +11,7 @@ MIN_TEMPERATURE = 1e-5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """One request's sampling. A field at its default asks for nothing.
+    """One request's sampling. A field at its default has no effect.
 
     Greedy when ``top_k``, ``top_p`` and ``min_p`` are all unset (0), or ``top_k`` is 1, or
     ``temperature`` is 0. Top-k filters first, then top-p over the rest.
@@ -94,7 +94,7 @@ class SamplingParams:
         """The inverse of `to_wire`; msgpack turned tuples into lists."""
         values = dict(wire)
         for name in ("stop_words", "bad_words"):
-            # What is a tuple has not been on the wire.
+            # A tuple has not been on the wire yet.
             if isinstance(values.get(name), list):
                 values[name] = tuple(tuple(word) for word in values[name])
         return cls(**values)

@@ -40,8 +40,8 @@ _RECEIVE_BYTES = 64 << 10
 class SupervisorLink:
     """A child's control connection. Its reading thread ends the process with the supervisor.
 
-    A process whose supervisor has ended, however that happened, must not live on: the
-    thread ends it at once, whatever the other threads are doing.
+    No process may outlive its supervisor: the thread ends the process at once, regardless of
+    the other threads.
     """
 
     def __init__(self, sock: socket.socket, inbox: FrameBuffer) -> None:
@@ -66,8 +66,8 @@ class SupervisorLink:
 
         Raises:
             OSError: the supervisor does not listen.
-            ProtocolError: the supervisor speaks another version, refuses this child, or does
-                not know the token (TCP).
+            ProtocolError: the supervisor speaks another version, refuses this child, or lacks
+            the token (TCP).
         """
         address = Address.parse(env.supervisor)
         sock = address.connect(CONNECT_TIMEOUT_S)
@@ -114,10 +114,10 @@ class SupervisorLink:
         return taken
 
     def expect_pings(self, timeout_s: float) -> None:
-        """End this process when the first ping is not followed by others in time.
+        """End this process when no further ping follows the first ping in time.
 
-        Takes effect on a connection over TCP: one from another host may stay open for
-        minutes when that host is lost.
+        Applies to TCP: a connection from another host may stay open for minutes after the loss
+        of that host.
         """
         if self._sock.family != socket.AF_UNIX:
             self._ping_timeout_s = timeout_s

@@ -26,13 +26,13 @@ from trimaran.comm.transport.shared_memory import SharedSegment
 
 logger = logging.getLogger(__name__)
 
-# A GPU waits only for work that has been launched on its peer. A kernel that waits for its
-# peer blocks every operation of its own host that needs an idle device, such as loading
-# another kernel; if it waited for the other host, the two could deadlock. Hence the counts in
-# shared memory: a host launches the wait for a step once the stage before has launched its
-# send, and the wait for a slot once the next stage has launched its release. The devices
-# then exchange signals, numbered by slots: for a sent step in the memory of the receiver,
-# for a free slot in that of the sender.
+# A GPU waits only for work that has been launched on its peer. A kernel that waits for its peer
+# blocks every operation of its own host that needs an idle device, such as loading another
+# kernel; a host that waits for the other host in such an operation could deadlock. Hence the
+# counts in shared memory: a host launches the wait for a step once the stage before has
+# launched its send, and the wait for a slot once the next stage has launched its release. The
+# devices then exchange signals, numbered by slots: for a sent step in the memory of the
+# receiver, for a free slot in that of the sender.
 
 
 class _Mapped:
@@ -143,10 +143,11 @@ class PeerReceiver(StageReceiver):
 def connect_peers(
     stages: World, shape: HiddenShape, device: torch.device, timeout_s: float
 ) -> tuple[StageReceiver | None, StageSender | None] | None:
-    """See `pipeline.connect_stages`; None where GPUs do not map each other's memory.
+    """See `pipeline.connect_stages`; None if the GPUs do not map each other's memory.
 
     Raises:
-        ConfigError: a GPU reads other values than the GPU of the stage before wrote.
+        ConfigError: a GPU reads values that differ from those that the previous stage's GPU
+        wrote.
     """
     group = NcclGroup(stages, device, timeout_s, timeout_s)
     memory = _memory(stages, group, shape)

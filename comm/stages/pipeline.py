@@ -26,8 +26,9 @@ def connect_stages(
     """This rank's links to the preceding and the next stage.
 
     Collective over the world that ``stages`` is a part of; each rank passes the ranks of its
-    own pipeline, first stage first. GPUs of one host that map each other's memory use it, other
-    GPUs NCCL; CPU ranks of one host use shared memory, of several hosts gloo.
+    own pipeline, first stage first. GPUs of one host use each other's mapped memory if
+    possible, and NCCL otherwise. CPU ranks of one host use shared memory, CPU ranks of several
+    hosts gloo.
     """
     is_one_host = len(set(stages.hosts)) == 1
     if device.type == "cuda":
@@ -45,8 +46,8 @@ class PipelineLinks:
     """The links of one rank to its neighbouring stages, and for results.
 
     Decisions come over the control plane. Hidden states go from each rank of a stage to the
-    rank of the same tensor position in the next stage. Sampled tokens go from tensor rank 0
-    of the last stage to rank 0. A rank of an engine of one stage has none of these links.
+    rank of the same tensor position in the next stage. Sampled tokens go from tensor rank 0 of
+    the last stage to rank 0. A rank of an engine with one stage has no links.
     """
 
     def __init__(self) -> None:

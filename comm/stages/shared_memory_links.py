@@ -39,7 +39,7 @@ SENT, FREED = 0, 1
 class StepCounts:
     """Two counts in memory that both ends of a link map, a line each.
 
-    One end raises a count, the other sleeps on it.
+    One end raises a count, the other end sleeps until the count changes.
     """
 
     NUM_BYTES = 2 * CACHE_LINE_BYTES
@@ -56,7 +56,7 @@ class StepCounts:
         self._futexes[word].wake()
 
     def wait_for(self, word: int, count: int, timeout_s: float) -> bool:
-        """Sleep until a word has reached ``count``; False if it takes too long."""
+        """Sleep until a word has reached ``count``; False after the time limit."""
         words = self._words
         if not spin_until(lambda: bool(words[word] >= count), min(_SPIN_S, timeout_s)):
             deadline = time.monotonic() + timeout_s

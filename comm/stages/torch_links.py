@@ -175,7 +175,7 @@ class NcclSender(StageSender):
         """Hand on a step's hidden states; see `StageSender.send`."""
         place, memory, work = self._slots.next()
         if work is not None:
-            # Only the device waits, and only if the next stage is all slots behind.
+            # Only the device waits, and only if all slots are unread by the next stage.
             work.wait()
         slot = memory[: len(hidden_TD)].copy_(hidden_TD)
         self._slots.keep(place, self._pairs.send(slot, self._pairs.rank + 1))

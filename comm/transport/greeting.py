@@ -1,7 +1,7 @@
 """The greeting of a TCP connection between our processes: a challenge in both directions.
 
-The listener sends a nonce. The dialer answers with a nonce of its own and an HMAC-SHA256 over
-both nonces, keyed with the token of the run; the listener answers with another HMAC. Each end
+The listener sends a nonce. The dialer answers with a second nonce and an HMAC-SHA256 over both
+nonces, keyed with the token of the run; the listener answers with another HMAC. Each end
 thereby knows that the other end holds the token, and the token itself never travels.
 """
 
@@ -18,7 +18,7 @@ _NONCE_BYTES = 32
 _PROOF_BYTES = 32
 _OPENING_BYTES = len(_MAGIC) + _NONCE_BYTES
 _ANSWER_BYTES = _NONCE_BYTES + _PROOF_BYTES
-# Different words: a proof that one end sent is no use for the other end's proof.
+# Different labels: a proof of one end cannot be reused as the proof of the other end.
 _DIALER, _LISTENER = b"trimaran dialer", b"trimaran listener"
 
 GREETING_TIMEOUT_S = 10.0
@@ -29,7 +29,7 @@ MAX_UNGREETED = 1024
 
 
 class ListenerGreeting:
-    """The listener's half. Holds at most 64 bytes of a peer that has not proved itself."""
+    """The listener's half. Holds at most 64 bytes of an unauthenticated peer."""
 
     def __init__(self, token: bytes) -> None:
         self._token = token
@@ -43,14 +43,15 @@ class ListenerGreeting:
 
     @property
     def num_missing(self) -> int:
-        """Bytes of the dialer's answer that have not come; 0 once it is whole."""
+        """Missing bytes of the dialer's answer; 0 once the answer is complete."""
         return _ANSWER_BYTES - len(self._answer)
 
     def feed(self, data: bytes) -> bytes:
-        """Take received bytes; the bytes to send: none before the dialer's answer is whole.
+        """Accept received bytes; returns the bytes to send, empty until the dialer's answer is
+        complete.
 
         Raises:
-            ProtocolError: the dialer does not know the token, or sends more than its answer.
+            ProtocolError: the dialer lacks the token, or sends more than its answer.
         """
         if len(data) > self.num_missing:
             raise ProtocolError("the peer's first bytes are no greeting")
@@ -76,16 +77,16 @@ class DialerGreeting:
 
     @property
     def num_missing(self) -> int:
-        """Bytes of the listener's next part that have not come; 0 once it has proved itself."""
+        """Missing bytes of the listener's next part; 0 once the listener is authenticated."""
         if self.is_done:
             return 0
         return (_PROOF_BYTES if self._theirs else _OPENING_BYTES) - len(self._received)
 
     def feed(self, data: bytes) -> bytes:
-        """Take at most `num_missing` received bytes; the bytes to send.
+        """Accept at most `num_missing` received bytes; returns the bytes to send.
 
         Raises:
-            ProtocolError: the listener is none of ours, or does not know the token.
+            ProtocolError: the listener is another program, or lacks the token.
         """
         self._received += data
         if self.num_missing:
@@ -108,7 +109,7 @@ def greet(sock: socket.socket, token: bytes) -> None:
 
     Raises:
         OSError: the socket's own time limit passed, or the connection broke.
-        ProtocolError: the listener closed the connection, or does not know the token.
+        ProtocolError: the listener closed the connection, or lacks the token.
     """
     greeting = DialerGreeting(token)
     while not greeting.is_done:

@@ -31,9 +31,8 @@ class _Timespec(ctypes.Structure):
 class SharedSegment:
     """A mapped block of zeroed memory without a name in any file system.
 
-    Its creator hands ``handle`` to the other processes, which open it through
-    ``/proc``. The kernel frees it with the last process that maps it, however that
-    process ends.
+    Its creator hands ``handle`` to the other processes, which open it through ``/proc``. The
+    kernel frees the block when the last process that maps it ends, even by a crash.
     """
 
     def __init__(self, fd: int, num_bytes: int) -> None:
@@ -52,7 +51,7 @@ class SharedSegment:
 
     @classmethod
     def attach(cls, handle: tuple[int, int, int]) -> SharedSegment:
-        """Map what another process of this host created.
+        """Map a block of another process of this host.
 
         Raises:
             ConfigError: the other process's memory may not be opened.
@@ -120,8 +119,8 @@ class Futex:
 def _make_fence() -> Callable[[], object]:
     """A call after which earlier writes of this process are visible before later ones.
 
-    x86-64 keeps that order by itself. Elsewhere a post and a take of a private semaphore,
-    whose release and acquire on one word order everything around them, do it.
+    x86-64 guarantees that order. On other processors a post and a take of a private semaphore
+    act as the barrier: their release and acquire on one word order all accesses around them.
     """
     if platform.machine() == "x86_64":
         return lambda: None

@@ -142,7 +142,7 @@ class RingReader(ShmRing):
         return self._has_slot()
 
     def read(self, timeout_s: float | None = None) -> bytes | None:
-        """The next message; None if none begins within ``timeout_s`` (None: no limit).
+        """The next message; None if no message begins within ``timeout_s`` (None: no limit).
 
         Polls for `SPIN_S`, then sleeps in the kernel.
 

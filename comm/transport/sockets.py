@@ -20,7 +20,7 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where one of our processes listens. ``path`` for Unix, host and port for TCP."""
+    """The address at which a process listens: ``path`` for Unix, host and port for TCP."""
 
     path: str = ""
     host: str = ""
@@ -128,14 +128,14 @@ def own_addresses() -> list[str]:
         for entry in interfaces[name]
         if entry.family == socket.AF_INET
     ]
-    # Loopback last: it only leads to rank 0 where a test takes one host for several.
+    # Loopback last: loopback leads to rank 0 only in tests that treat one host as several.
     return sorted(addresses, key=lambda address: address.startswith("127."))
 
 
 def listen_address() -> str:
     """The IPv4 address of this host on which a rank listens for ranks of other hosts.
 
-    One of `own_addresses`: the one that leads to the supervisor, else the first of them.
+    One of `own_addresses`: the address that leads to the supervisor, or the first address.
     """
     candidates = own_addresses()
     toward = _address_toward(os.environ.get(SUPERVISOR, ""))
@@ -160,7 +160,8 @@ def _chosen(interfaces: Iterable[str]) -> list[str]:
     exact = _names(os.environ.get("GLOO_SOCKET_IFNAME", ""))
     if exact:
         return [name for name in interfaces if name in exact]
-    # NCCL's names are beginnings, or whole after a "=", and after a "^" those to leave out.
+    # NCCL's names are prefixes; after a "=" they are whole names, and after a "^" excluded
+    # names.
     chosen = os.environ.get("NCCL_SOCKET_IFNAME", "")
     names = _names(chosen.lstrip("^="))
     if not names:
@@ -178,7 +179,7 @@ def dial(host: str, port: int) -> socket.socket:
     """A connection to rank 0, which listens at that address for ranks of other hosts.
 
     Raises:
-        ConfigError: it does not answer.
+        ConfigError: rank 0 does not answer.
     """
     try:
         return socket.create_connection((host, port), timeout=DIAL_TIMEOUT_S)
@@ -190,7 +191,8 @@ def dial(host: str, port: int) -> socket.socket:
 
 
 def watch_for_lost_host(sock: socket.socket) -> None:
-    """Have the kernel end a TCP connection whose other host is gone within about 10 s."""
+    """Have the kernel end a TCP connection within about 10 s after the loss of the other
+    host."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 4)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)

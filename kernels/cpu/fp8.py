@@ -17,8 +17,8 @@ _BF16 = torch.bfloat16
 class CpuFp8Product:
     """`Fp8Product` by the C++ product; a token's result is independent of other tokens.
 
-    The weight is kept in bf16, twice the bytes of FP8, one contiguous matrix for each column of
-    blocks.
+    The weight is stored in bf16 (twice the bytes of FP8), with one contiguous matrix for each
+    column of blocks.
     """
 
     def __init__(self, linear: Kernel, weight: Fp8Weight, inputs: Fp8Inputs) -> None:

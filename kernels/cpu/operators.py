@@ -26,8 +26,8 @@ class CpuOps:
     """`Ops` for one dtype; methods without a docstring do exactly what `Ops` declares.
 
     A token's result is independent of the other tokens in the batch. Tensors are on the CPU and
-    contiguous in their last dim. All instances share one thread pool, and one thread at a time
-    makes the calls.
+    contiguous in their last dim. All instances share one thread pool, and only one thread at a
+    time may call the operators.
     """
 
     is_deterministic = True

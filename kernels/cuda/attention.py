@@ -78,11 +78,12 @@ def prefill(
     spec: AttentionSpec,
     output_TNH: Tensor,
 ) -> None:
-    """Attention of all sequences behind the leading decodes, into their tokens' ``output``.
+    """Attention of all sequences after the leading decodes, written to their tokens'
+    ``output``.
 
     Supports inputs without a `refusal`, and ``output`` [T, N, H] contiguous. ``kv_cache``
-    [blocks, 2, B, K, H] may have any strides. A sequence's result does not depend on the
-    others. All layers of a step share the plan that the first layer makes.
+    [blocks, 2, B, K, H] may have any strides. A sequence's result does not depend on other
+    sequences. All layers of a step share the plan that the first layer makes.
     """
     num_tokens, num_heads, head_size = query_TNH.shape
     num_kv_heads = kv_cache.shape[3]

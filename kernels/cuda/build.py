@@ -39,7 +39,7 @@ def load_cubin(name: str, architecture: str, defines: tuple[str, ...] = ()) -> b
     if cubin.exists():
         return cubin.read_bytes()
     with cubin.with_suffix(".lock").open("w") as lock:
-        # Ranks start together: one compiles, the others wait for it.
+        # Ranks start together: one rank compiles, and the other ranks wait for the result.
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not cubin.exists():
             logger.info("compiling the kernels of %s.cu with NVRTC %s", name, version)

@@ -98,14 +98,14 @@ def decode(
     """Attention of the first S sequences of a step, one query each, into ``output``.
 
     Supports inputs without a `refusal`, and ``output`` [S, N, H] contiguous. With ``is_fixed``
-    a sequence's result does not depend on the others. The launch depends on the number of
+    a sequence's result does not depend on other sequences. The launch depends on the number of
     sequences alone: safe under CUDA graph capture, and a replay may have any lengths that fit
     the block table.
 
-    With ``cos_sin``, which `rotates` must allow, queries are followed in memory by the K keys
-    and the K values of the same token, the last of its sequence. The kernel rotates queries and
-    keys as `Ops.rope_and_cache` rotates whole heads by halves, and stores keys and values at
-    their slots.
+    ``cos_sin`` requires that `rotates` allows the rotation. In memory the K keys and the K
+    values of the same token, the last token of its sequence, then follow the queries. The
+    kernel rotates queries and keys as `Ops.rope_and_cache` rotates whole heads by halves, and
+    stores keys and values at their slots.
     """
     num_sequences, num_heads, head_size = query_SNH.shape
     num_kv_heads = kv_cache.shape[3]

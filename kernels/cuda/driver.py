@@ -154,7 +154,7 @@ class MapCache:
         self._maps: dict[tuple[object, ...], TensorMap] = {}
 
     def get(self, tensor: Tensor, dims: Sequence[int], box: Sequence[int]) -> TensorMap:
-        """As `tensor_map`."""
+        """Like `tensor_map`."""
         shape, strides = tensor.shape, tensor.stride()
         key = (tensor.data_ptr(), shape, strides, tensor.dtype, tuple(box))
         found = self._maps.get(key)

@@ -47,8 +47,8 @@ def keys_go_first(
 
 
 def block_partitions(memory: Tensor, partitions: L2Partitions) -> bytes | None:
-    """For each block [blocks, ...] the partition of its first byte, 0 or 1; None if its
-    layers do not all have the layout of the first one.
+    """For each block [blocks, ...] the partition of its first byte, 0 or 1; None if a layer's
+    layout differs from that of the first layer.
     """
     num_bytes = memory[0].nbytes
     if num_bytes.bit_count() != 1 or num_bytes > PAGE_BYTES or memory.data_ptr() % num_bytes:

@@ -3,7 +3,7 @@
 The L2 cache of a Hopper GPU has two partitions. Each caches the memory attached to it and
 serves the multiprocessors near it; their reads of the other partition's memory pass through
 their own. A kernel whose multiprocessors read only near memory takes less power, and slightly
-less time. The mapping is undocumented, so it is measured: an atomic operation runs in the
+less time. The mapping is undocumented and therefore measured: an atomic operation runs in the
 partition of its address, and takes half as long from a near multiprocessor.
 
 Within a page of 2 MiB the partition is the parity of some bits of the address. The mask of
@@ -136,7 +136,8 @@ def measure(memory: Tensor) -> L2Partitions | None:
 
 
 def forget(memory: Tensor) -> None:
-    """Forget an allocation before it is freed: its addresses may be reused."""
+    """Drop the record of an allocation before the allocation is freed: its addresses may be
+    reused."""
     _known.pop(memory.untyped_storage().data_ptr(), None)
 
 

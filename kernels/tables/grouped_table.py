@@ -58,7 +58,7 @@ class GroupedShape:
         return 2 * INNER_STEP * (self.weights + self.rows)
 
     def stages(self, num_experts: int) -> int:
-        """As many stages as fit beside the plan."""
+        """The largest number of stages that fit beside the plan."""
         plan = _PLAN_BYTES * expert_limit(num_experts) + _BARRIER_BYTES
         taken = -(-plan // _ALIGNMENT) * _ALIGNMENT
         return min(16, (_SHARED_BYTES - taken) // self.stage_bytes)
@@ -86,7 +86,8 @@ def expert_limit(num_experts: int) -> int:
 
 
 class GroupedTable:
-    """Measured choices for one device: for each stack of weights, the best by total rows.
+    """Measured choices for one device: for each stack of weights, the best tile shape by total
+    rows.
 
     For unmeasured stacks, and above the last entry, Triton multiplies with its default tiles. A
     file maps ``experts x outputs x inner kind`` to a list of ``[most rows, cut]``. Rows are

@@ -92,7 +92,7 @@ class GemmShape:
 
     @property
     def stages(self) -> int:
-        """As many stages as fit and are allowed."""
+        """The largest allowed number of stages that fit."""
         return min(self.most_stages, _SHARED_BYTES // self.stage_bytes)
 
     @property

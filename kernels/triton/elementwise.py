@@ -80,7 +80,7 @@ def _embed_kernel(  # type: ignore[no-untyped-def]
     token = tl.program_id(0).to(tl.int64)
     dims = tl.program_id(1) * TILE + tl.arange(0, TILE)
     if OVERLAPS:
-        # In this order: kernels that begin early behind this one find the step's integers
+        # The order matters: kernels that begin early after this kernel find the step's integers
         # complete.
         gdc_wait()
         gdc_launch_dependents()
@@ -123,10 +123,11 @@ def activation(x_TD: Tensor, name: str) -> Tensor:
 
 
 def embed(ids_T: Tensor, table_VD: Tensor, first_row: int | None = None) -> Tensor:
-    """The rows ``ids`` of a contiguous table, or ``ids - first_row``; zeros for others.
+    """The rows ``ids`` of a contiguous table, or ``ids - first_row``; zeros for ids outside the
+    table.
 
-    Kernels behind this one begin only after the preceding kernels have ended: they may at once
-    read the preceding kernels' results, such as the step's integers.
+    Kernels after this kernel begin only after the preceding kernels have ended. They may
+    therefore read results of the preceding kernels, such as the step's integers, at once.
     """
     tokens, (num_rows, width) = ids_T.shape[0], table_VD.shape
     output = torch.empty((tokens, width), dtype=table_VD.dtype, device=table_VD.device)

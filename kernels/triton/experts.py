@@ -65,7 +65,7 @@ def _sort_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Program b writes the sorted positions of the b-th block's choices.
 
-    A single program counts for itself.
+    In a launch of one program the program also counts the choices.
     """
     block = tl.program_id(0)
     experts = tl.arange(0, PADDED)
@@ -131,9 +131,9 @@ def _experts_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """A program computes ``COLUMNS`` outputs of up to ``ROWS`` choices of one expert.
 
-    ``IS_GATED``: from the choices' tokens, SwiGLU, in the order by expert. Else: from rows in
-    that order, times the choices' weights, each stored at its choice. Programs behind the last
-    tile, whose number only the device knows, end at once.
+    ``IS_GATED``: SwiGLU of the choices' tokens, in the order by expert. Otherwise: products of
+    rows in this order, times the choices' weights, each stored at its choice. Programs behind
+    the last tile, whose number only the device knows, end at once.
     """
     NUM_COLUMNS: tl.constexpr = (OUTPUTS + COLUMNS - 1) // COLUMNS
     if OVERLAPS:

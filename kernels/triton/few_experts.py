@@ -41,7 +41,7 @@ def _gated_kernel(  # type: ignore[no-untyped-def]
     place = tl.program_id(1)
     if OVERLAPS:
         gdc_wait()
-        # Only here: the following kernel reads the choices before it waits.
+        # Not before this point: the following kernel reads the choices before its wait.
         gdc_launch_dependents()
     expert = tl.load(ids + place) - first_expert
     if (expert >= 0) & (expert < EXPERTS):
@@ -81,9 +81,9 @@ def _down_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Program (i, t C + s) computes the s-th part of token t's i-th ``COLUMNS`` outputs.
 
-    A token has as many parts as choices. Parts of other ranks' experts are used for this
-    rank's: each of its experts has the inner dimension split into equally many. Half as many
-    experts therefore take half as long.
+    A token has as many parts as choices. Programs for other ranks' experts compute parts of
+    this rank's experts instead: each expert of this rank has its inner dimension split equally.
+    Half as many experts therefore take half as long.
     """
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     token, slot = tl.program_id(1) // CHOSEN, tl.program_id(1) % CHOSEN
@@ -175,9 +175,9 @@ def stream_experts(
     """The weighted sum of each token's experts; see `Ops.expert_mlp`.
 
     bf16 or float16, sums in float32, for shapes that `can_stream` allows. Rows of ``x`` are
-    contiguous, all other tensors are fully contiguous. Nothing is sorted: a program looks up
-    its choice's expert, and ends at once if that expert is another rank's. Safe under CUDA
-    graph capture.
+    contiguous, all other tensors are fully contiguous. Choices are not sorted: a program looks
+    up its choice's expert, and ends at once if the expert belongs to another rank. Safe under
+    CUDA graph capture.
     """
     (num_tokens, hidden), num_chosen = x_TD.shape, ids_TC.shape[1]
     num_experts, _, inner = down_XDF.shape

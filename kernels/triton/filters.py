@@ -2,8 +2,8 @@
 
 A row with top-k lists the ids that can be among its k best, found by the maxima of groups of
 ids, and sorts only these. A row with other filters first draws from all ids. In the order of
-descending logits, a filter keeps a prefix: a rejected draw excludes itself and all ids behind
-it. The next draw is made from the ids before it, from a list again if they are few.
+descending logits, a filter keeps a prefix: a rejected draw excludes its id and all later ids.
+The next draw is made from the earlier ids, from a list again if the earlier ids are few.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def _survey_kernel(  # type: ignore[no-untyped-def]
     logits, rows, lengths, state, output, maxima, masses, row_stride, vocab_size, num_tiles,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Of one tile of one row: the maxima of its groups and, relative to the largest of
-    these, its mass and the mass of its ids before the drawn id.
+    """For one tile of one row: the maxima of its groups and, relative to the largest maximum,
+    the mass of the tile and the mass of the tile's ids before the drawn id.
     """
     entry, tile = tl.program_id(0), tl.program_id(1)
     row = tl.load(rows + entry)
@@ -181,7 +181,7 @@ def _list_from(  # type: ignore[no-untyped-def]
     """List all ids whose sort key is at least ``low``, found by their groups' maxima ``keys``.
 
     Writes (sort key, inverted id) as int64. Returns their number, or any number above ``LIST``
-    if there are more than that.
+    if more ids qualify.
     """
     is_found = ((keys.to(tl.int64) >= low) & is_group).to(tl.int32)
     tl.store(groups_found + tl.cumsum(is_found, 0) - 1, groups, mask=is_found > 0)
@@ -229,7 +229,7 @@ def _draw_from_list(  # type: ignore[no-untyped-def]
     before = tl.cumsum(mass, 0) - mass
     most = tl.where(top_p < 1.0, top_p.to(tl.float64) * total, float("inf"))
     is_left = (before < most) & (mass >= min_p.to(tl.float64))
-    # The likeliest id stays whatever the parameters are.
+    # The likeliest id always stays, for any parameters.
     is_in = is_in & (is_left | (rank == 0))
     score = tempered + triton_gumbel.gumbel(ids, first_key, second_key)
     score = tl.where(is_in, score, float("-inf"))
@@ -259,7 +259,7 @@ def _settle(  # type: ignore[no-untyped-def]
                 )
                 is_done = (mass < top_p.to(tl.float64) * total).to(tl.int32)
         else:
-            # No id comes before the likeliest, which stays whatever the parameters are.
+            # No id precedes the likeliest id, which always stays, for any parameters.
             is_done = tl.full([], 1, tl.int32)
     return winner
 
@@ -304,7 +304,7 @@ def _filter_row(  # type: ignore[no-untyped-def]
         is_settled, total = _check_draw(
             masses, highest, num_tiles, temperature, top_p, min_p, bound, top, PADDED, GROUPS
         )
-        # All ids behind the least likely one that min-p keeps are excluded as well.
+        # All ids after the least likely id that min-p keeps are excluded as well.
         least = top + temperature * tl.log(tl.maximum(min_p, 1e-37))
         least -= 1e-5 * (tl.abs(least) + tl.abs(top))
         least = tl.where(min_p > 0.0, least, bound)
@@ -386,8 +386,8 @@ def keep_to_filters(
 def compile_filters(device: torch.device, logits_dtype: torch.dtype, vocab_size: int) -> None:
     """Compile the kernel that takes Triton the longest, some seconds, without a launch.
 
-    Safe in a thread beside others. The kernel is the one that `keep_to_filters` launches for
-    dense logits [N, V] of this dtype.
+    Safe in a thread beside other threads. The kernel is the one that `keep_to_filters` launches
+    for dense logits [N, V] of this dtype.
     """
     num_tiles = triton.cdiv(vocab_size, _TILE)
     with torch.cuda.device(device):

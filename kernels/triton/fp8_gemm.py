@@ -159,8 +159,8 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Program (e, s) adds up the s-th part of D for the e-th ``COLUMNS`` outputs of all rows.
 
-    The programs of a tile leave their sums in ``sums``; the one that ends last, by the tile's
-    counter, adds them up in order and leaves the counter at zero.
+    The programs of a tile leave their sums in ``sums``; the program that ends last, by the
+    tile's counter, adds up the sums in order and leaves the counter at zero.
     """
     tile, part = tl.program_id(0), tl.program_id(1)
     columns, rows = tile * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, ROWS)
@@ -188,13 +188,13 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
         place = tl.arange(0, COLUMNS)[:, None] * ROWS + rows[None, :]
         mine = sums + tile * PARTS * COLUMNS * ROWS + place
         tl.store(mine + part * COLUMNS * ROWS, total)
-        # All threads' sums before the count that tells of them.
+        # All threads' sums must be visible before the count that announces them.
         tl.debug_barrier()
         is_last = tl.atomic_add(counters + tile, 1, sem="acq_rel") == PARTS - 1
         if is_last:
             total = tl.zeros([COLUMNS, ROWS], tl.float32)
             for other in range(PARTS):
-                # Past the first cache, which is not that of the other programs.
+                # Bypasses the L1 cache, which does not see writes of other programs.
                 total += tl.load(mine + other * COLUMNS * ROWS, cache_modifier=".cg")
             tl.store(counters + tile, 0)
     if is_last:
@@ -250,8 +250,8 @@ def multiply_tiles(
 def multiply_stream(
     x: Inputs, weight: Fp8Weight, bias_E: Tensor | None, dtype: torch.dtype, tile: Tile
 ) -> Tensor:
-    """As `multiply_tiles`, for at most ``tile.rows`` rows; products of one device must not run
-    at the same time."""
+    """Like `multiply_tiles`, for at most ``tile.rows`` rows; products of one device must not
+    run at the same time."""
     rows, outputs = x.values.shape[0], weight.values.shape[0]
     device = x.values.device
     output_TE = torch.empty((rows, outputs), dtype=dtype, device=device)
@@ -273,7 +273,7 @@ def multiply_stream(
 def _operands(x: Inputs, weight: Fp8Weight, bias_E: Tensor | None) -> tuple[Tensor, ...]:
     scales = weight.scales
     rows = scales if weight.blocks is None else weight.blocks.rows
-    # A tensor that is not read stands for one that is not there.
+    # An unread tensor replaces an absent tensor.
     bias = scales if bias_E is None else bias_E
     return x.values, weight.values, x.scales, scales, rows, bias
 

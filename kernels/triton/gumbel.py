@@ -31,8 +31,8 @@ def load_float(word):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _minus_log2(x):  # type: ignore[no-untyped-def]
-    """One instruction, accurate to 2**-22; the sign is folded into the instruction that adds
-    it.
+    """One instruction, accurate to 2**-22. The compiler folds the sign into the following
+    addition.
     """
     if _IS_COMPILED:
         return tl.inline_asm_elementwise(
@@ -115,7 +115,7 @@ def is_before(x, ids, bound, bound_id):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def likeliest(source, vocab_size, first, last, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The largest logit of tiles ``first`` to ``last`` and the first id that has it."""
+    """The largest logit of tiles ``first`` to ``last`` and the first id with this logit."""
     lanes = tl.arange(0, TILE // _LANE)
     in_tile = lanes[:, None] * _LANE + tl.arange(0, _LANE)[None, :]
     best = tl.full([TILE // _LANE], float("-inf"), tl.float32)
@@ -141,9 +141,9 @@ def _exact_argmax(  # type: ignore[no-untyped-def]
     source, vocab_size, first, last, temperature, first_key, second_key, bound, bound_id,
     TILE: tl.constexpr, FIRST_ID: tl.constexpr,
 ):  # fmt: skip
-    """`gumbel_argmax` without bounds of scores. Rarely one program of a launch runs this:
-    larger steps shorten the wait of all others, but still larger ones would cost
-    `gumbel_argmax` registers.
+    """`gumbel_argmax` without bounds of scores. Rarely one program of a launch runs this
+    function. Larger steps shorten the wait of all other programs, but even larger steps would
+    cost `gumbel_argmax` registers.
     """
     STEP: tl.constexpr = TILE // 2
     top = tl.full([], float("-inf"), tl.float32)

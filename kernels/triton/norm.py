@@ -79,8 +79,8 @@ def _norm_rows_kernel(  # type: ignore[no-untyped-def]
     x, residual, weight, output, num_rows, x_stride, residual_stride, width, eps,
     PADDED: tl.constexpr, HAS_RESIDUAL: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Each program normalises several rows in turn, and loads the next while it normalises
-    one.
+    """Each program normalises several rows in turn, and loads the next row while normalising
+    the current row.
     """
     first, step = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     dims = tl.arange(0, PADDED)
@@ -212,8 +212,8 @@ def _normalise(
 def norm_warps(padded: int) -> int:
     """Warps of a row's norm; ``padded`` is the next power of two of its width.
 
-    The number of warps determines the order of the sums, so it depends on the width alone. With
-    four values a thread, all loads of a row are in flight at once, also where parts are added
-    up.
+    The number of warps determines the order of the sums and therefore depends on the width
+    alone. With four values a thread, all loads of a row are in flight at once, also where parts
+    are added up.
     """
     return min(max(padded // 128, 1), 32)

@@ -15,11 +15,12 @@ from triton.language.extra.cuda import (  # type: ignore[import-not-found,import
 
 from trimaran.kernels.triton.launch import Launcher, num_tiles
 
-# Each rank has a region that all ranks map: flags, one for each program and rank, and behind
-# them two slots of equal size, which alternate. A program copies its part of the tensor into
-# its own slot, raises its flag at every rank and waits for theirs; then it reads the others'
-# slots. A slot is written again two calls later. By then every rank has begun the call in
-# between, since each waits for a flag of all others in every call, and so has ended this one.
+# Each rank has a region that all ranks map: flags, one for each program and rank, and then two
+# slots of equal size, which alternate. A program copies its part of the tensor into its own
+# slot, raises its flag at every rank and waits for the flags of all ranks. The program then
+# reads the slots of the other ranks. A slot is written again two calls later. By then every
+# rank has begun the call in between, because each rank waits for a flag of every other rank in
+# every call. Every rank has therefore finished the call that reads the slot.
 
 NUM_PROGRAMS = 128
 """Programs of a launch, including those without a part: they count the calls too. All of
@@ -139,8 +140,8 @@ _two_shot = Launcher(_two_shot_kernel)
 
 
 class PeerSum:
-    """Sums tensors of up to ``slot_bytes`` over the ranks, in place; larger ones in chunks, if
-    ``takes_any``.
+    """Sums tensors of up to ``slot_bytes`` over the ranks, in place; larger tensors in chunks,
+    if ``takes_any``.
 
     In the one-shot algorithm every rank adds up everything; in the two-shot algorithm each rank
     adds up a share and all ranks read the shares. Float types; added in float32 in rank order

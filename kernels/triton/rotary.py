@@ -113,13 +113,13 @@ def rope_and_cache(
     """Rotate query and key heads in place and store keys and values at their slots.
 
     ``heads`` is a view of the product: queries, then keys, then values, contiguous except for
-    the stride of tokens. ``kv_cache`` is [blocks, 2, B, K, H] with any strides but the last,
-    which is 1. The first R dims of a head are rotated: by halves (``is_neox``), or by pairs of
+    the stride of tokens. ``kv_cache`` is [blocks, 2, B, K, H] with any strides except a last
+    stride of 1. The first R dims of a head are rotated: by halves (``is_neox``), or by pairs of
     neighbours. Safe under CUDA graph capture.
 
-    Positions and slots are read before the preceding kernel has ended. A kernel between this
-    one and their writer must let its successor begin only after it has waited for the writer,
-    as the embedding does.
+    Positions and slots are read before the preceding kernel has ended. A kernel between the
+    writer of positions and slots and this kernel must first wait for the writer, and then let
+    its successor begin, as the embedding does.
     """
     tokens, all_heads, head_size = heads_TAH.shape
     num_kv, half = kv_cache.shape[3], cos_sin_PR.shape[1] // 2

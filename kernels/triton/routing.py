@@ -77,7 +77,7 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
     if OVERLAPS:
         gdc_launch_dependents()
         gdc_wait()
-    # A row behind the last one repeats it, so that no sum is empty.
+    # Rows after the last row repeat the last row, so that no sum is empty.
     source = logits + tl.minimum(rows, num_rows - 1)[:, None] * row_stride
     values = tl.load(source + experts, mask=is_expert, other=float("-inf")).to(tl.float32)
     if IS_SOFTMAX:
@@ -101,7 +101,7 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
     is_counted = (rows < num_counted)[:, None]
     found = tl.zeros((ROWS, PADDED), tl.int32)
     for choice in tl.static_range(CHOSEN):
-        # At most the last expert even if all are NaN: the result is used as an index.
+        # At most the last expert even if all logits are NaN: the result is used as an index.
         expert = tl.minimum(tl.argmax(ranked, axis=1), EXPERTS - 1)[:, None]
         share = tl.sum(tl.where(experts == expert, scores, 0.0), axis=1)
         shares = tl.where(choices == choice, share[:, None], shares)
@@ -133,8 +133,7 @@ def choose_experts(
 ) -> tuple[Tensor, Tensor]:
     """Each token's experts; see `Ops.choose_experts`. Safe under CUDA graph capture.
 
-    Rows of ``logits``, ``bias`` and ``table`` are contiguous. Among equal experts the first
-    wins.
+    Rows of ``logits``, ``bias`` and ``table`` are contiguous. The first of equal experts wins.
     """
     (rows, experts), num_chosen = logits_TX.shape, routing.num_chosen
     weights = torch.empty((rows, num_chosen), dtype=torch.float32, device=logits_TX.device)

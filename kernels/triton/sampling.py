@@ -53,7 +53,7 @@ def _race_kernel(  # type: ignore[no-untyped-def]
     first = part * tiles_each
     last = tl.minimum(first + tiles_each, num_tiles)
     source = logits + entry.to(tl.int64) * row_stride
-    # With top-k the draw is made from a short list instead.
+    # Rows with top-k draw from a short list instead.
     top_k = tl.load(own + _TOP_K)
     if (row < 0) | ((has_filters > 0) & (top_k > 0) & (top_k < vocab_size)):
         score, winner = float("-inf"), 0
@@ -75,7 +75,8 @@ def _finish_kernel(  # type: ignore[no-untyped-def]
     scores, winners, output, num_parts, vocab_size, first_id, IS_SHARD: tl.constexpr,
     PADDED: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """The best of a row's parts; on equal scores the first part's. For a shard its key."""
+    """The best of a row's parts; on equal scores the first part's. Shards return the key of
+    the best score."""
     entry, parts = tl.program_id(0), tl.arange(0, PADDED)
     if OVERLAPS:
         gdc_launch_dependents()
@@ -112,9 +113,10 @@ def draw(
 
     ``state`` is int32 [R, WIDTH], see `sampling_state`; ``rows`` and ``lengths`` are int32, the
     lengths being tokens before the sampled one. An entry with row -1 reads no logits, and its
-    id is undefined. Logits of any float dtype and row stride; on ties the lowest id wins. Rows'
-    top-k, top-p and min-p count only with ``has_filters``. The twins are `candidates.argmax`
-    and `draw.draw`. Without host sync, so that a CUDA graph can hold it.
+    id is undefined. Logits of any float dtype and row stride; on ties the lowest id wins.
+    Top-k, top-p and min-p of rows take effect only with ``has_filters``. The twins are
+    `candidates.argmax` and `draw.draw`. No host synchronisation, so a CUDA graph can hold the
+    launch.
     """
     vocab_size = logits_NV.shape[1]
     scores, winners, tiles = _race(logits_NV, rows_N, lengths_N, state, has_filters, 0)

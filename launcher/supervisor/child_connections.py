@@ -50,7 +50,7 @@ class ChildConnection:
         return self.hello.rank
 
     def send(self, message: Message) -> None:
-        """Queue one message; a connection that is closing drops it."""
+        """Queue one message; a closing connection drops the message."""
         if not self._transport.is_closing():
             self._transport.write(encode(message))
 
@@ -129,7 +129,7 @@ class _ChildProtocol(asyncio.Protocol):
             raise ProtocolError("wrong token")
         if message.protocol_version != PROTOCOL_VERSION:
             raise ProtocolError(f"protocol version {message.protocol_version}")
-        # A front end may send what it has loaded; ranks report their states.
+        # A front end may send its list of loaded models; ranks report their states.
         is_frontend = message.role == FRONTEND
         self._frames.open(MAX_FRAME_BYTES if is_frontend else _MAX_REPORT_BYTES)
         self._connection = ChildConnection(message, self._transport)

@@ -137,7 +137,7 @@ class Group:
             connection.send(command)
 
     def stop(self) -> None:
-        """Command every process to end; `kill` those that do not. Idempotent."""
+        """Command every process to end; `kill` ends the remaining processes. Idempotent."""
         if self.state in (GroupState.DOWN, GroupState.DYING, GroupState.STOPPING):
             return
         is_loading = self.state is GroupState.STARTING and bool(self.spec.engines)
@@ -155,7 +155,7 @@ class Group:
         connections = list(self._connections.values())
         self._finish_when_gone()
         # Processes of other hosts cannot be killed from here: they end when the connection
-        # closes. Those of this host are dead by now, so none logs a lost supervisor.
+        # closes. Processes of this host are dead by now, so no process logs a lost supervisor.
         for connection in connections:
             connection.close()
 
@@ -166,7 +166,7 @@ class Group:
 
     @property
     def is_serving(self) -> bool:
-        """Whether all its processes are ready and none is known to be dying."""
+        """Whether all its processes are ready and no process is known to be dying."""
         return self.state is GroupState.READY and self._lost is None
 
     def describe_ranks(self) -> list[dict[str, Any]]:
@@ -241,7 +241,7 @@ class Group:
         if self._lost is None and self._failure is None:
             self._lost = connection
             self._events.on_down(self)
-            # The starter's exit code tells how the process died, once the starter has ended.
+            # The exit code of an ended starter shows how the process died.
             self._after(_NOTICE_S, self._end_the_others)
 
     # ---- endings ------------------------------------------------------------------------
@@ -282,7 +282,7 @@ class Group:
     def _end_the_others(self) -> None:
         """Kill the rest of the group: ranks ignore the signal that mpirun sends."""
         if self._starter.status is None:
-            # The starter lives on for a moment: its exit code tells how a rank died.
+            # The starter ends a moment later: its exit code shows how a rank died.
             self._starter.kill(spare_own=True)
             self._after(_STARTER_END_S if self._starter.pid else _READ_S, self._conclude)
 

@@ -1,4 +1,5 @@
-"""The front end's requests: start groups for a loaded model, stop those of an unloaded one."""
+"""The front end's requests: start groups for a loaded model, stop groups of an unloaded
+model."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ class GroupResolver(Protocol):
         """The groups of a model beside the running ones.
 
         Raises:
-            ConfigError: the model cannot be served; with ``groups`` if those are in the way.
+            ConfigError: the model cannot be served; with ``groups`` if these groups hold the
+            needed devices.
         """
 
 
@@ -49,7 +51,7 @@ class GroupControl:
         self._stopping: list[tuple[ChildConnection, int, list[Group]]] = []
 
     def handle(self, connection: ChildConnection, request: ChildRequest) -> None:
-        """Answer one request, immediately or once it is done."""
+        """Answer one request, immediately or on completion."""
         arguments = request.arguments
         try:
             if request.verb == "start_groups":
@@ -83,11 +85,11 @@ class GroupControl:
         return True
 
     def on_ready(self, group: Group) -> None:
-        """A group is ready, and loaded if it was being loaded."""
+        """A group is ready: complete its load, if any."""
         self._loading.discard(group)
 
     def on_stopped(self, group: Group) -> None:
-        """A group has ended as commanded: forget it if it was being unloaded."""
+        """A group has ended as commanded: remove the group if it was being unloaded."""
         for entry in list(self._stopping):
             connection, request_id, groups = entry
             if group not in groups:

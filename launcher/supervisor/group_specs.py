@@ -63,8 +63,8 @@ class Programs:
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """The addresses of the supervisor and the front ends for children of this host, and of
-    others.
+    """The addresses of the supervisor and the front ends for children of this host and of other
+    hosts.
     """
 
     token: str
@@ -172,7 +172,7 @@ class SpecMaker:
         )
 
     def prestarted(self, groups: Sequence[GroupConfig]) -> GroupSpec:
-        """All ranks of one job; each engine uses the ranks that it names.
+        """All ranks of one job; each engine uses its configured ranks.
 
         Rank 0 runs no engine: Triton's TensorRT-LLM backend has its orchestrator there, and
         ``participant_ids`` mean the same ranks.
@@ -270,7 +270,7 @@ class SpecMaker:
 
     def _rank_config(self, group: GroupConfig, incarnation: int) -> RankConfig:
         addresses = self._addresses
-        # With mpirun, rank 0 of a leader group is on this host, also in a job of several hosts.
+        # Rank 0 of a leader group under mpirun is on this host, also in a job of several hosts.
         is_elsewhere = group.hosts or group.participants or group.launch == "srun"
         is_far = bool(addresses.far_frontends and is_elsewhere)
         return RankConfig(
@@ -326,7 +326,7 @@ class SpecMaker:
     def _needs_oversubscribe(self, world_size: int) -> bool:
         if self._config.mpi.oversubscribe:
             return True
-        # An allocation knows its own slots, on hosts that cannot be counted from here.
+        # Slurm counts the slots of an allocation, whose hosts are unknown here.
         return "SLURM_JOB_ID" not in os.environ and world_size > num_slots()
 
 

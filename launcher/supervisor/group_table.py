@@ -34,10 +34,10 @@ _STATE_WORDS = {
 
 
 class RestartBudget:
-    """At most ``max_restarts`` within the window, each after a longer pause than the last.
+    """At most ``max_restarts`` within the window, with growing pauses.
 
-    Deaths that clients may have caused are not counted: they cost a pause of at most
-    `_FREE_MAX_DELAY_S` each.
+    Deaths that requests may have caused are not counted; each costs a pause of at most
+    `_FREE_MAX_DELAY_S`.
     """
 
     def __init__(self, policy: RestartPolicy) -> None:
@@ -46,8 +46,8 @@ class RestartBudget:
         self._free: deque[float] = deque()
 
     def take(self, now: float, *, is_free: bool = False) -> float | None:
-        """Seconds to wait before the next restart; None if the budget is used up, or if there
-        are no restarts at all. One that ``is_free`` leaves the budget as it is."""
+        """Seconds to wait before the next restart; None if the budget is used up, or if
+        restarts are disabled. A restart with ``is_free`` does not count towards the budget."""
         if is_free and self._policy.max_restarts:
             while self._free and now - self._free[0] > _FREE_WINDOW_S:
                 self._free.popleft()
@@ -124,7 +124,8 @@ class GroupTable:
         if any(config.launch == "spawn" for config in configs) and self.orchestrator is None:
             spec = self._maker.orchestrator()
             self.orchestrator = Group(spec, self._starter(spec), self._events)
-            # The orchestrator last: if it cannot be started, the groups that wait for it fail.
+            # The orchestrator last: if the orchestrator cannot be started, the waiting groups
+            # fail.
             added.append(self.orchestrator)
         return added
 
@@ -171,7 +172,7 @@ class GroupTable:
         return group.spec.tag in self._failed
 
     def note_restart(self, group: Group, delay_s: float) -> None:
-        """Record when a dead group will be restarted; 0 once it is."""
+        """Record the time of a dead group's restart; 0 after the restart."""
         self._restart_in_s[group.spec.tag] = delay_s
 
     @property

@@ -22,7 +22,7 @@ class LogPump:
 
     A sink that fails (disk full, reader gone) loses lines; a sink that stalls is buffered up to
     a limit and then loses lines. Neither blocks a process that logs. The first failure of each
-    sink is logged to the others.
+    sink is logged to the other sinks.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class _Sink:
     def tell(self) -> None:
         """Log the first failure."""
         if self._failure and not self._is_told:
-            # Before the line, which arrives here again.
+            # Set before the log line, because the line arrives here again.
             self._is_told = True
             logger.warning(
                 "%s lacks lines from here on, of which some cannot be written: %s",

@@ -175,9 +175,10 @@ def _end_all() -> None:
 
 
 def _hold_signals() -> None:
-    """Block signals during the clean-up, so that none interrupts it or changes the exit code.
+    """Block signals, so that no signal interrupts the clean-up or changes the exit code.
 
-    Ignoring handlers would not do: the closing loop has moments without a complete handler.
+    Handlers that ignore signals do not suffice: the closing loop has moments without a complete
+    handler.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
 
@@ -191,7 +192,7 @@ def _log_through(stream: Any) -> None:
 
 
 def _held_socket(host: str) -> socket.socket:
-    """A TCP port that other processes of this user may listen on, and no other user."""
+    """A TCP port on which only processes of this user may listen."""
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     held.bind((host, 0))

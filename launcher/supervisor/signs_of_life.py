@@ -1,4 +1,4 @@
-"""Tells a process that has hung from one that computes and does not answer meanwhile."""
+"""Distinguishes a hung process from a process that computes without answering."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ class Silence:
 
 
 class SignsOfLife:
-    """Pings the processes of one group, and judges those that do not answer.
+    """Pings the processes of one group, and judges silent processes.
 
     Only a front end is given ``stall_timeout_s`` while it uses the processor: a rank that
     waits for a lost rank uses the processor too.
     """
 
     def __init__(self, hang_timeout_s: float, stall_timeout_s: float) -> None:
-        """``hang_timeout_s`` 0 means that no process is judged. ``stall_timeout_s`` is that of
-        a front end; 0 for other processes."""
+        """``hang_timeout_s`` 0 means that no process is judged. ``stall_timeout_s`` applies
+        to front ends and is 0 for other processes."""
         self._hang_timeout_s = hang_timeout_s
         self._stall_timeout_s = stall_timeout_s
         self._sample: tuple[float, float] | None = None
@@ -54,8 +54,8 @@ class SignsOfLife:
 
     @property
     def period_s(self) -> float:
-        """Pause between two looks; 0 if there are none. As frequent while loading: ranks on
-        other hosts end without pings."""
+        """Pause between two checks; 0 without checks. The pause is the same during loading,
+        because ranks on other hosts end without pings."""
         return self._hang_timeout_s / _MAX_PINGS
 
     def look(

@@ -63,9 +63,9 @@ def supervise(
 class Supervisor:
     """Runs one server from start to end. One thread; free of MPI and tensors.
 
-    Every process of the server is below this one, and none outlives it: each holds a connection
-    to this process and exits when the connection closes, and direct children are killed with
-    it.
+    Every process of the server is a descendant of this process, and no descendant outlives this
+    process. Each descendant holds a connection to this process and exits when the connection
+    closes; the kernel kills direct children.
     """
 
     def __init__(
@@ -251,8 +251,8 @@ class Supervisor:
     async def _end(self) -> None:
         """Drain, then end every process in order, then by force; a second signal forces."""
         await self._drain()
-        # Ranks first: a rank that outlives its front end or its orchestrator logs it as lost.
-        # Drained front ends expect that the ranks leave.
+        # Ranks first: a rank that outlives its front end or its orchestrator logs a lost
+        # connection. Drained front ends expect the end of the ranks.
         table = self._table
         await self._end_groups(list(table.workers.values()))
         await self._end_groups(table.frontends)
@@ -289,8 +289,8 @@ class Supervisor:
         if self._failure is not None and not any(group.is_serving for group in workers):
             timeout_s = min(timeout_s, _LAST_WORDS_S)
         self._drained.clear()
-        # Also to a front end that is still loading, which has no requests to finish. Before all
-        # else, so that requests that fail from now on count as cut short.
+        # A loading front end, which has no requests to finish, gets the message too. The
+        # message is sent first, so that later failures of requests count as cut short.
         for frontend in self._table.frontends:
             frontend.send(Command(verb="drain", arguments={"timeout_s": timeout_s}))
         for worker in workers:

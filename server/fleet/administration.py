@@ -12,9 +12,9 @@ from trimaran.server.settings import Changes
 
 
 class Administration(Protocol):
-    """What only one front end of a server may do, wherever that front end is.
+    """Operations that only the first front end of a server may carry out.
 
-    The first front end carries these calls out; every other one asks the first.
+    Every other front end forwards these calls to the first front end.
     """
 
     async def load(self, request: LoadRequest) -> None:
@@ -60,7 +60,8 @@ class Administration(Protocol):
         """
 
     async def refresh(self) -> None:
-        """Bring the counts of other front ends up to date where they are added up."""
+        """Update the counts of other front ends at the first front end, which sums the
+        counts."""
 
 
 class Peers(Protocol):
@@ -70,7 +71,8 @@ class Peers(Protocol):
         """Send the current state to all followers soon."""
 
     async def heard(self) -> None:
-        """Return once every follower knows what this front end serves."""
+        """Return once every follower has received the list of models that this front end
+        serves."""
 
     async def served(self, name: str, load_s: float) -> None:
         """Return once every follower serves a model whose load took ``load_s`` seconds here."""

@@ -91,10 +91,10 @@ class FirstFrontend:
     # ---- what only the first front end may do -------------------------------------------
 
     async def load(self, request: LoadRequest) -> None:
-        """Have a model loaded, by all front ends.
+        """Load a model at all front ends.
 
         Raises:
-            RequestError: it was not loaded, or the first front end is down.
+            RequestError: the model was not loaded, or the first front end is down.
         """
         await self._open_link().ask("load", **asdict(request))
 

@@ -87,9 +87,9 @@ class ModelMirror:
             self._superseded.set_result(None)
 
     async def apply(self) -> bool:
-        """Serve the models of the noted state, each as soon as it has started. Returns once all
-        of them serve, or another state was noted; False if a model cannot be served now but
-        maybe later. One call at a time.
+        """Serve the models of the noted state, each model as soon as the model has started.
+        Returns once all of them serve, or another state was noted; False if a model cannot be
+        served now but possibly later. Only one call may run at a time.
         """
         state, has_failed = self._state, False
         self._superseded = asyncio.get_running_loop().create_future()
@@ -112,7 +112,7 @@ class ModelMirror:
             await self._has_settled.wait()
 
     async def released(self, groups: Sequence[str]) -> None:
-        """Return once no request runs on these groups here, and none can come."""
+        """Return once no request runs on these groups here and no new request can arrive."""
         while any(self._engines.is_known(group) for group in groups):
             await asyncio.sleep(_RELEASE_POLL_S)
 
@@ -127,8 +127,8 @@ class ModelMirror:
     # ---- models -------------------------------------------------------------------------
 
     def _made(self) -> dict[str, Candidate | BaseException | None]:
-        """For each wanted model that can be decided now, its server or the reason why it cannot
-        be served. The steps of a composed model are decided first.
+        """For each wanted model that can be decided now, the `ServedModel` or the reason for
+        the failure. The steps of a composed model are decided first.
         """
         found = {
             name: making.exception() or making.result()
@@ -168,7 +168,7 @@ class ModelMirror:
         return bool(failures)
 
     def _give_up(self, name: str) -> None:
-        """Drop a model that was about to be served; a later state may want the model again."""
+        """Drop a prepared model; a later state may list the model again."""
         making = self._making.pop(name)
         making.cancel()
         before = self._given_up.get(name)

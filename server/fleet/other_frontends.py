@@ -127,8 +127,8 @@ class OtherFrontends:
             await asyncio.shield(self._round)
 
     async def served(self, name: str, load_s: float) -> None:
-        """Return once followers serve a model of this front end, whose load took ``load_s``
-        here; or once their time is over, or they cannot serve the model.
+        """Return once each follower serves a model of this front end, has failed to serve the
+        model, or has exceeded its time limit. The load took ``load_s`` here.
         """
         await self.heard()
         # Front ends load at the same time, on the same processors.
@@ -187,7 +187,7 @@ class OtherFrontends:
         except RequestError as error:
             logger.warning("the counts of front end %d are old: %s", index, error)
             return
-        # Without the counts of the others: the next answer may catch up.
+        # The counts of silent front ends are missing: their next answers may catch up.
         if self._links.get(index) is link:
             self._counts.take(index, counts)
 

@@ -41,8 +41,8 @@ class PeerLink(asyncio.Protocol):
         """The other end's answer.
 
         Raises:
-            RequestError: the error raised at the other end; or UNAVAILABLE if the other end is
-                gone, or silent for longer than ``timeout_s``.
+            RequestError: the error raised at the other end; or UNAVAILABLE if the connection is
+            lost, or if no answer arrives within ``timeout_s``.
         """
         ask_id = next(self._ids)
         future: asyncio.Future[Mapping[str, Any]] = asyncio.get_running_loop().create_future()
@@ -80,7 +80,7 @@ class PeerLink(asyncio.Protocol):
                 self._transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The other end is gone: every question that waits for an answer fails."""
+        """The connection is lost: every pending question fails."""
         self._transport = None
         for future in self._waiting.values():
             if not future.done():

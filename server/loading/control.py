@@ -41,11 +41,12 @@ logger = logging.getLogger(__name__)
 
 
 class ModelControl:
-    """Brings models into the registry and out of it again. Used on the event loop only.
+    """Adds models to the registry and removes models from the registry. Used on the event loop
+    only.
 
-    A model that is loaded again serves until its successor is ready; running requests end at
-    the old one. If the successor needs the devices of the old worker groups, the old model
-    first stops admitting requests and ends its groups.
+    A reloaded model serves until its successor is ready; running requests end at the old
+    version. If the successor needs the devices of the old worker groups, the old model first
+    stops admitting requests and ends its groups.
     """
 
     def __init__(
@@ -80,13 +81,13 @@ class ModelControl:
             self._set, groups, factory, self._background, self.remember
         )
 
-    # ---- what clients ask for -----------------------------------------------------------
+    # ---- requests of clients ------------------------------------------------------------
 
     async def load(self, *requests: LoadRequest) -> None:
         """Load models and their missing steps; returns once they serve.
 
-        A loaded model whose files have not changed is left alone. The load goes on when the
-        caller is cancelled.
+        A loaded model with unchanged files stays as it is. The load continues when the caller
+        is cancelled.
 
         Raises:
             LoadError: a model was not loaded.
@@ -106,8 +107,8 @@ class ModelControl:
     def unload(self, name: str, *, unload_dependents: bool = False) -> None:
         """Stop serving a model, the models that run it and, on request, its steps.
 
-        Returns at once: running requests finish, then the worker groups end. A load under way
-        is dropped. An unknown name is ignored.
+        Returns at once: running requests finish, then the worker groups end. A load in progress
+        is cancelled. An unknown name is ignored.
 
         Raises:
             RequestError: the model's worker groups cannot end by themselves.
@@ -139,8 +140,8 @@ class ModelControl:
             raise RequestError(str(error), ErrorKind.INTERNAL) from error
 
     def fingerprints(self) -> dict[str, str]:
-        """The file fingerprint of each model that serves or is still to be restored; empty for
-        a model whose load was cut off.
+        """The file fingerprint of each model that serves or waits for its restoration; empty
+        for a model with an interrupted load.
         """
         known = [m.candidate for m in self._set.loaded()] + self._set.waiting()
         found = dict.fromkeys(self._cut_off, "")
@@ -229,7 +230,7 @@ class ModelControl:
                 continue
             try:
                 candidates.append(await self._preparation.restored(each, opened.get(name)))
-            # A failure of one model must not keep the others from being served.
+            # A failure of one model must not stop the other models.
             except Exception as error:
                 logger.error("Model '%s' is not served any more: %s", name, error)
                 self._note_failure(each, error)
@@ -359,7 +360,7 @@ class ModelControl:
     # ---- unload -------------------------------------------------------------------------
 
     def _with_steps(self, name: str) -> set[str]:
-        """A model and all models that it runs."""
+        """A model and all models that the model runs."""
         names, unseen = set(), [name]
         while unseen:
             each = unseen.pop()

@@ -114,10 +114,9 @@ class ModelSet:
         return [self._loaded[name] for name in reversed(found) if name in self._loaded]
 
     def commit(self, candidates: Sequence[Candidate], counted: Collection[str] = ()) -> Outcome:
-        """Serve these from now on, in place of the models with the same names.
+        """Serve these models, and replace the models with the same names.
 
-        Models in ``counted`` were loaded at other front ends all the time and keep their
-        counts.
+        Models in ``counted`` stayed loaded at other front ends and keep their counts.
         """
         outcome = Outcome()
         changed = set()
@@ -171,8 +170,8 @@ class ModelSet:
         return found
 
     def suspend(self, name: str) -> list[LoadedModel]:
-        """Stop admitting requests to a model and to the models that run it, until they are
-        committed again; users before steps.
+        """Stop admitting requests to a model and to the models that run it, until the models
+        are committed again; users before steps.
         """
         going = [*self.dependents([name]), *self._bottom({name})]
         for loaded in going:
@@ -189,7 +188,7 @@ class ModelSet:
     # ---- composition --------------------------------------------------------------------
 
     def _bottom(self, names: set[str]) -> list[LoadedModel]:
-        """The loaded models among these names that no other of the names depends on."""
+        """The loaded models among these names without a dependent among these names."""
         above = {loaded.candidate.name for loaded in self.dependents(names)}
         return [self._loaded[name] for name in names if name in self._loaded.keys() - above]
 
@@ -211,7 +210,7 @@ class ModelSet:
         if requested is not None:
             try:
                 plain = self._factory.composed(requested.source, self._loaded)
-            # A failure of one model must not stop the change of the others.
+            # A failure of one model must not stop the change of other models.
             except Exception as error:
                 outcome.failures[name] = error
             else:
@@ -248,7 +247,8 @@ class ModelSet:
         elif candidate.name in counted:
             model = self._metrics.measure(plain)
         else:
-            # Also without an old model: requests of an unloaded model may still run.
+            # This also applies without an old model: requests of an unloaded model may still
+            # run.
             self._metrics.forget(candidate.name, candidate.version)
             if old is not None:
                 self._metrics.forget(candidate.name, old.candidate.version)
@@ -263,7 +263,7 @@ class ModelSet:
 def _users(
     steps: Mapping[str, set[str]], names: Set[str], also: Set[str] = frozenset()
 ) -> list[str]:
-    """The models that run any of ``names``, directly or indirectly, and those of ``also``:
+    """The models that run any of ``names``, directly or indirectly, and the models of ``also``:
     steps before users.
     """
     found, reached = set(also), set(names)
@@ -272,7 +272,7 @@ def _users(
         reached |= more
     ordered: list[str] = []
     while found:
-        # In a cycle any order will do: none of its members can be built.
+        # Members of a cycle may have any order: no member of a cycle can be built.
         ready = sorted(n for n in found if not steps[n] & found) or sorted(found)[:1]
         ordered += ready
         found -= set(ready)

@@ -101,9 +101,9 @@ class ModelPreparation:
     ) -> tuple[list[Candidate], dict[str, BaseException]]:
         """Candidates of these models, and the failures by name.
 
-        Everything made for a failed model is released; the model may be vacated nevertheless.
-        With ``all_or_none`` the first failure cancels the other preparations and is the first
-        in the failures.
+        All resources of a failed model are released; the model may still be vacated. With
+        ``all_or_none`` the first failure cancels the other preparations and is the first in the
+        failures.
         """
         tasks = {each.source.name: asyncio.ensure_future(self._one(each)) for each in read}
         for each in read:
@@ -189,7 +189,8 @@ class ModelPreparation:
         if read.source.role is Role.TOKEN:
             adopted = self._adopted.pop(read.source.name, None)
             if adopted is not None:
-                # If this fails, the start of the server has failed, and the groups end with it.
+                # A failure here fails the start of the server, and the groups end with the
+                # server.
                 return await self._served_by(read, adopted)
             return await self._over(read, await self._open(read))
         plain = None
@@ -207,8 +208,8 @@ class ModelPreparation:
             raise
 
     def end(self, engines: ModelEngines) -> asyncio.Task[None]:
-        """End groups that are unused here, once no other front end uses them. Loads that need
-        their devices wait.
+        """End groups that are unused here, after every other front end has released the groups.
+        Loads that need their devices wait.
         """
         task = self._background.spawn(self._end(engines))
         self.note_leaving(engines, task)

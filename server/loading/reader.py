@@ -66,9 +66,9 @@ def _line(entry: os.DirEntry[str]) -> str:
     try:
         stat = entry.stat()
     except OSError as error:
-        # A dangling link, as editors leave beside a file: the other files count.
+        # A dangling link, as editors create beside a file: only the other files count.
         return f"{entry.path} {error.errno}\n"
-    # A folder's time changes with every lock file, so only the files in it count.
+    # A folder's time changes with every lock file, so only files count.
     times = "" if entry.is_dir() else f"{stat.st_mtime_ns} {stat.st_size}"
     return f"{entry.path} {times}\n"
 

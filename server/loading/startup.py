@@ -1,4 +1,4 @@
-"""Loads that no client asks for: the models of the start, and a polled repository."""
+"""Loads without a client's request: the models of the start, and a polled repository."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class ModelStartup:
         for model in remembered.models:
             try:
                 read = read_again(model, python)
-            # A failure of one model must not keep the others from being served.
+            # A failure of one model must not stop the other models.
             except Exception as error:
                 log_lost(model.name, error)
                 lost, reason = VersionState.UNAVAILABLE, load_error(model.name, error).reason
@@ -187,7 +187,7 @@ class RepositoryPoll:
         self._seen = found
         for name in gone:
             self._unload(name)
-        # Each model separately: a failed load must not keep others from being loaded.
+        # Each model separately: a failed load must not stop the loads of other models.
         await asyncio.gather(*map(self._load, changed))
 
     def _unload(self, name: str) -> None:

@@ -139,8 +139,8 @@ class TokenGroups:
         return ""
 
     async def wait_known(self, opened: OpenedGroups) -> None:
-        """Return once every group is known to be up or down. A group that the supervisor does
-        not know counts as down after a moment.
+        """Return once every group is reported up or down. A group unknown to the supervisor
+        counts as down after a short time.
         """
         unheard_until_s = time.monotonic() + _UNHEARD_S
         for name, group in opened.engines.groups.items():
@@ -158,8 +158,8 @@ class TokenGroups:
         """
         if groups and self._released is not None:
             await self._released(groups)
-        # Closed last: a group that dies meanwhile is started again for requests of other front
-        # ends. A group unknown here would be refused and end.
+        # Closed last: a group that dies in the meantime is restarted for requests of other
+        # front ends. A group unknown here would be refused and would end.
         if engines is not None:
             engines.close()
         if not groups:

@@ -68,7 +68,8 @@ def put_split(  # type: ignore[no-untyped-def]
     partial, log_sums, counter, split, heads, num_splits, is_head, mask, top, total, result,
     NUM_HEADS: tl.constexpr, HEAD: tl.constexpr, HEAD_PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Stores a partial result and counts it; whether all splits of the sequence are done."""
+    """Stores and counts a partial result; returns whether all splits of the sequence are
+    done."""
     place = split * NUM_HEADS + heads
     dims = tl.arange(0, HEAD_PADDED)
     tl.store(partial + place[:, None] * HEAD + dims[None, :], result, mask=mask)
@@ -101,8 +102,9 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """One split of a sequence's keys for the query heads of one key-value head.
 
-    The only split of a sequence writes to ``output`` [S, N, H]. Of several splits each writes a
-    partial result, and the last one to finish combines them.
+    The only split of a sequence writes to ``output`` [S, N, H]. If a sequence has several
+    splits, each split writes a partial result, and the last split to finish combines the
+    partial results.
     """
     kv_head = tl.program_id(0) % KV_HEADS
     group, dims = tl.arange(0, GROUP_PADDED), tl.arange(0, HEAD_PADDED)
@@ -166,9 +168,9 @@ def decode(
     """Attention of the first S sequences of a step, one query each, into ``output``.
 
     ``kv_cache`` [blocks, 2, B, K, H] may have any strides but 1 in its last dim. With
-    ``is_fixed`` a sequence's result does not depend on the others. The launch depends on the
-    number of sequences alone: safe under CUDA graph capture, and a replay may have any lengths
-    up to those of the block table.
+    ``is_fixed`` a sequence's result does not depend on other sequences. The launch depends on
+    the number of sequences alone: safe under CUDA graph capture, and a replay may have any
+    lengths up to those of the block table.
     """
     num_sequences, num_heads, head_size = query_SNH.shape
     num_kv_heads = kv_cache.shape[3]

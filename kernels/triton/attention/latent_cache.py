@@ -95,7 +95,7 @@ def rope_and_cache_latent(
     """Rotate the last R dims of each query head, and the key, in place; store the latent
     vector and the key behind it at their slot; see `Ops.rope_and_cache_latent`.
 
-    Last dims are contiguous, others have any strides. Safe under CUDA graph capture.
+    Last dims are contiguous, other dims have any strides. Safe under CUDA graph capture.
     Positions and slots are read before the preceding kernel has ended, as by
     `triton_rotary.rope_and_cache`.
     """

@@ -62,7 +62,7 @@ def load_queries(  # type: ignore[no-untyped-def]
     place, is_row, LATENT: tl.constexpr, LATENT_PADDED: tl.constexpr, ROTATED: tl.constexpr,
     ROTATED_PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Rows of queries: the dims for latent vectors and those for rotated keys."""
+    """Rows of queries: the dims for latent vectors and the dims for rotated keys."""
     dims, behind = tl.arange(0, LATENT_PADDED)[None, :], tl.arange(0, ROTATED_PADDED)[None, :]
     near = tl.load(place[:, None] + dims, mask=is_row[:, None] & (dims < LATENT), other=0.0)
     is_rotated = is_row[:, None] & (behind < ROTATED)
@@ -159,8 +159,8 @@ def decode(
     """Attention of the first S sequences of a step, one query each, into ``output``.
 
     ``kv_cache`` is [blocks, 1, B, 1, H], its last dim and a query's heads contiguous. With
-    ``is_fixed`` a sequence's result does not depend on the others. The launch depends on the
-    number of sequences alone, as in `triton_attention_decode`.
+    ``is_fixed`` a sequence's result does not depend on other sequences. The launch depends on
+    the number of sequences alone, as in `triton_attention_decode`.
     """
     num_sequences, num_heads, size = query_SNH.shape
     latent = spec.latent_size

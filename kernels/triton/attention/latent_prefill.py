@@ -92,7 +92,7 @@ def _latent_prefill_kernel(  # type: ignore[no-untyped-def]
     sink_end: tl.constexpr = (SINKS + TILE - 1) // TILE * TILE
     skipped = 0
     if WINDOW > 0:
-        # Rounded to whole tiles, apart from those of the sinks.
+        # Rounded to whole tiles, separately from the tiles of the sinks.
         in_front = tl.maximum(past + start - WINDOW + 1, 0) // TILE * TILE
         skipped = tl.maximum(in_front - sink_end, 0)
     for at in range(0, end - skipped, TILE):
@@ -125,12 +125,14 @@ def prefill(
     *,
     config: LatentPrefillConfig | None = None,
 ) -> None:
-    """Attention of all sequences behind the leading decodes, into their tokens' ``output``.
+    """Attention of all sequences after the leading decodes, written to their tokens'
+    ``output``.
 
     ``kv_cache`` is [blocks, 1, B, 1, H], its last dim and a query's heads contiguous. A
-    sequence's result does not depend on the others. With ``log_sums``, float32, queries see
-    only keys cached before the step, and ``log_sums`` gets the base 2 logarithms of the sums of
-    weights. A query without such keys gets minus infinity, and its ``output`` is unchanged.
+    sequence's result does not depend on other sequences. With ``log_sums``, float32, queries
+    see only keys cached before the step, and ``log_sums`` gets the base 2 logarithms of the
+    sums of weights. A query without such keys gets minus infinity, and its ``output`` is
+    unchanged.
     """
     num_tokens, num_heads, size = query_TNH.shape
     latent = spec.latent_size

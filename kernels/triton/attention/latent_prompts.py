@@ -16,8 +16,8 @@ from trimaran.kernels.triton.attention.prefill import find_tile, plan_tiles
 from trimaran.kernels.triton.attention.scores import score_factors, softmax_weights
 from trimaran.kernels.triton.heads import head_linear
 
-# Shapes: T tokens, N heads, P dims of a key that come from the latent vector, R rotated ones
-# behind them, H = P + R, V dims of a value, L dims of a latent vector.
+# Shapes: T tokens, N heads, P dims of a key from the latent vector, followed by R rotated dims,
+# H = P + R, V dims of a value, L dims of a latent vector.
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,8 +120,9 @@ def plan_decodes(
     """Plan the splits of the first ``num_sequences`` sequences, each with one query.
 
     ``heads`` are the numbers of query and of key-value heads and the head size. Without
-    ``is_fixed`` the splits divide all keys of the step, so a long sequence beside short ones
-    gets more programs. Lengths are read on the device alone: safe under CUDA graph capture.
+    ``is_fixed`` the splits divide all keys of the step, so a long sequence beside short
+    sequences gets more programs. Lengths are read on the device alone: safe under CUDA graph
+    capture.
     """
     num_heads, num_kv_heads, head_size = heads
     device = metadata.seq_lens.device

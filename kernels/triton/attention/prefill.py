@@ -107,7 +107,7 @@ def _num_hidden(position, sink_end, WINDOW: tl.constexpr, TILE_N: tl.constexpr):
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _is_of_sequence(keys, position, end, WINDOW: tl.constexpr, SINKS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Which keys any query from a position on sees: blocks of the others may have new
+    """The keys that any query from a position on sees. Blocks of other keys may have new
     owners.
     """
     is_key = keys < end
@@ -238,10 +238,11 @@ def prefill(
     *,
     config: PrefillConfig | None = None,
 ) -> None:
-    """Attention of all sequences behind the leading decodes, into their tokens' ``output``.
+    """Attention of all sequences after the leading decodes, written to their tokens'
+    ``output``.
 
-    ``kv_cache`` [blocks, 2, B, K, H] may have any strides but 1 in its last dim. A
-    sequence's result does not depend on the others.
+    ``kv_cache`` [blocks, 2, B, K, H] may have any strides but 1 in its last dim. A sequence's
+    result does not depend on other sequences.
     """
     num_tokens, num_heads, head_size = query_TNH.shape
     num_kv_heads = kv_cache.shape[3]

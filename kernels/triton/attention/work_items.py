@@ -229,7 +229,7 @@ def plan_work(
     a sequence's splits depend on its length alone. The launch depends on the number of
     sequences alone, and lengths are read on the device: safe under CUDA graph capture. Lengths
     and rows are read while the preceding kernel still runs. A preceding kernel, such as the
-    embedding, must therefore let this one begin only once they are complete.
+    embedding, must therefore let this kernel begin only once lengths and rows are complete.
     """
     num_heads, num_kv_heads, head_size = heads
     device = metadata.seq_lens.device
