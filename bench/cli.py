@@ -15,7 +15,7 @@ from trimaran.comm.files.output_files import check_writable
 
 
 class _Command(NamedTuple):
-    """A sub-command other than the plain benchmark."""
+    """Any sub-command except the plain benchmark."""
 
     module: str
     function: str

@@ -2,9 +2,9 @@
 
     python benchmarks/build_time.py --shape llama8b --folder /dev/shm/build --tp-size 4
 
-The checkpoint has files of 5 GB with an index, as large ones are published, and stays in FOLDER
-for the next run. Builds find it where writing or reading left it: in the page cache, if that is
-large enough. ``--limit`` exits with 1 if the fastest build takes longer.
+The checkpoint has files of 5 GB with an index, like large published checkpoints, and stays in
+FOLDER for the next run. Builds read the checkpoint from the page cache if the cache is large
+enough. ``--limit`` exits with 1 if the fastest build takes longer.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     .venv/bin/python benchmarks/cpu_forward.py --threads 2 --rows 1 16
 
 Weights are random, by default a bf16 Llama of 40 M multiplied parameters. Figures are the
-least of many runs; the load average tells how far other processes disturbed them.
+minimum of many runs. The load average shows how much other processes disturbed the runs.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
     .venv/bin/python benchmarks/cpu_serving.py --json benchmarks/results/cpu_serving.json
 
 The model (hidden 512, 8 layers, 8/4 heads of 64, ffn 1408, vocabulary 32000, bfloat16) is
-served by `trimaran serve` on one rank with two threads and asked through gRPC by
-`trimaran bench --no-streaming`, which shares the machine with it; transformers generates
-with the same sizes and threads in the same run.
-Other work on the machine disturbs every figure: the load average is written beside them.
+served by `trimaran serve` on one rank with two threads. `trimaran bench --no-streaming` sends
+requests through gRPC on the same machine. transformers generates with the same sizes and
+threads in the same run. Other work on the machine disturbs every figure: the load average is
+written beside the figures.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""An engine at its own maxima for minutes: random lengths, cancels and seeds, nothing lost.
+"""An engine at its limits for minutes: random lengths, cancellations and seeds, and no loss.
 
     python benchmarks/engine_stress.py --shape llama8b --seconds 300 --json results.jsonl
 
-Every row is taken and more requests wait. Exit code 1 if a stream has another number of tokens
-than it was due, a block, row or request is left over, or the last third of the time was slower
-than the first.
+Every row is in use and more requests wait. Exit code 1 if a stream has a wrong number of
+tokens, if a block, row or request is left over, or if the last third of the time was slower
+than the first third.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""What one front end can do: unary requests, streamed tokens and gRPC messages a second.
+"""The speed of one front end: unary requests, streamed tokens and gRPC messages a second.
 
     .venv/bin/python benchmarks/front_end_speed.py --server-cpus 0,1 --load-cpus 2-15
 
-The load is made by wrk (Debian's package `wrk`) over HTTP, by perf_analyzer (PyPI's wheel
-`perf-analyzer`) over HTTP and gRPC, and over gRPC also by processes of `streaming.py`; what is
-not installed is left out, with a line that says so. `null_engine.py` is in the engine's place:
-it answers unary requests at once, and gives each stream a token a step, more in total than the
-front end can send. A front end that is late merges tokens into fewer messages, so the figure of
-streams is messages, or events, not tokens. The processor time is that of the front end's
+The load comes from wrk (Debian's package `wrk`) over HTTP, from perf_analyzer (PyPI's wheel
+`perf-analyzer`) over HTTP and gRPC, and over gRPC also from processes of `streaming.py`. Tools
+that are not installed are skipped with a message. `null_engine.py` replaces the engine: unary
+requests are answered at once, and each stream gets a token a step, more in total than the front
+end can send. A late front end merges tokens into fewer messages, so the figure of streams
+counts messages or events instead of tokens. The processor time is that of the front end's
 process, all threads of it.
 """
 
@@ -43,7 +43,7 @@ _WARMUP_S = 1.0
 
 
 class Bench:
-    """One server without a model, and how the runs against it are measured."""
+    """One server without a model, and the measurement of runs against the server."""
 
     def __init__(self, args: argparse.Namespace, folder: Path, kind: str) -> None:
         self.args = args
@@ -78,7 +78,7 @@ class Bench:
         found = work()
         cpu_s = sum(process.cpu_times()[:2]) - before
         wall_s = time.monotonic() - start
-        # A load that counts in its own window has run before and after it, as the front end.
+        # Loads with their own counting window also run before and after this window.
         count = found.pop("count_in_all", None) or found["per_s"] * wall_s
         return {
             "case": case, "load": load, **found,
@@ -148,7 +148,7 @@ class Bench:
         """Drive gRPC streams by processes of `streaming.py`."""
         args = self.args
         num_processes = min(args.streams, max(1, len(os.sched_getaffinity(0)) - 1))
-        # As many streams one after the other as the time takes at the offered rate.
+        # The number of consecutive streams that fill the time at the offered rate.
         rounds = max(1, round(1000 * args.seconds / (args.step_ms * args.tokens)))
         num_messages, elapsed_s = run_streams(
             "grpc", MODEL, self.grpc, args.streams, args.tokens, num_processes, rounds

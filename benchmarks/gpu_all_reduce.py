@@ -2,11 +2,11 @@
 
 mpirun -n 2 python benchmarks/gpu_all_reduce.py --json benchmarks/results/all_reduce_h200.jsonl
 
-Each row is the median of replays of a graph that holds many sums of one size, divided by
-their number; the sums come one after another, as in a decode step. ``peer one-shot`` and
-``peer two-shot`` are `kernels/triton/peer_sum.py`, ``torch`` are the operators of
-torch.distributed._symmetric_memory with the copies they need, in a table of their own behind
-the others'. Our kernels are compared with NCCL first.
+Each row is the median of replays of a graph that holds many sums of one size, divided by their
+number; the sums run one after another, as in a decode step. ``peer one-shot`` and ``peer
+two-shot`` are `kernels/triton/peer_sum.py`, ``torch`` are the operators of
+torch.distributed._symmetric_memory with their copies, in a second table. Results of our kernels
+are first compared with those of NCCL.
 """
 
 from __future__ import annotations

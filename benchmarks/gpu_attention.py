@@ -30,7 +30,7 @@ DEVICE = torch.device("cuda", 0)
 
 Decode = Callable[[Tensor, Tensor, AttentionMetadata, AttentionSpec, Tensor], None]
 
-# Of the dims [layers, blocks, 2, tokens, heads, size], slowest first.
+# The order of the dims [layers, blocks, 2, tokens, heads, size], slowest first.
 LAYOUTS = {
     "block, layer, kv, token, head": (1, 0, 2, 3, 4, 5),
     "block, layer, kv, head, token": (1, 0, 2, 4, 3, 5),

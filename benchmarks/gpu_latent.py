@@ -78,7 +78,7 @@ def time_us(launch: Callable[[], object], count: int = 12) -> float:
 def decodes(
     cache: Tensor, heads: int, cases: list[tuple[int, int]], configs: list[LatentDecodeConfig]
 ) -> None:
-    """Print the attention of decodes, and the bytes that it reads a second."""
+    """Print the time of the attention of decodes, and the bytes read a second."""
     for count, length in cases:
         metadata = metadata_of(length - 1, 1, count)
         query, output = random(count, heads, LATENT + ROTATED), random(count, heads, LATENT)

@@ -1,11 +1,12 @@
-"""Time of a sum over GPUs with the norm behind it, from CUDA graphs: two kernels, and one.
+"""Time of a sum over GPUs and the following norm, from CUDA graphs: two kernels, and one
+kernel.
 
 mpirun -n 2 python benchmarks/gpu_sum_norm.py --json benchmarks/results/sum_norm_h200x2.jsonl
 
 Each row of the table is the median of replays of a graph that holds many such pairs for one
 number of tokens, divided by their number. ``apart`` is `kernels/triton/peer_sum.py` and
-`kernels/triton/norm.py`, ``fused`` is `kernels/cuda/sum_norm.py` with the addend as it is or in
-four float32 parts; it is compared with the former first.
+`kernels/triton/norm.py`, ``fused`` is `kernels/cuda/sum_norm.py` with a whole addend or four
+float32 parts. Results of ``fused`` are first compared with those of ``apart``.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""Decode steps of free requests with guided ones beside them, and without.
+"""Decode steps of free requests with and without guided requests beside them.
 
     python benchmarks/guided_steps.py --shape llama8b --mixes 64+0 56+8 --json results.jsonl
 
-A mix is FREE+GUIDED requests that run together; the guided ones follow a JSON schema over a
+A mix is FREE+GUIDED requests that run together. Guided requests follow a JSON schema over a
 vocabulary of made-up strings. Each line has the time of a step and the free requests' tokens a
-second, `--repeats` measurements each, mixes in turn. What guides cost is the difference between
-mixes of as many requests: a 65th takes the next CUDA graph and larger tiles, guided or not.
+second, `--repeats` measurements each, with mixes in rotation. The cost of guides is the
+difference between mixes with equal numbers of requests: a 65th request uses the next CUDA graph
+and larger tiles, guided or not.
 """
 
 from __future__ import annotations
@@ -158,7 +159,7 @@ def engine_config(args: argparse.Namespace, checkpoint: str, info: Path) -> Engi
 
 
 def _longest(num_steps: int) -> int:
-    """Output tokens that no request reaches while it is measured."""
+    """An output length that no request reaches during the measurement."""
     return _WARM_STEPS + num_steps + 16
 
 

@@ -2,11 +2,12 @@
 
 python benchmarks/host_memory.py --gib 32 --threads 1 4 8 --rounds 2 --json hostmem.jsonl
 
-``torch`` is what ``pin_memory`` gives, ``registered`` ordinary memory that one call locks,
-``mapped N`` is `worker/kv_cache/host_memory.py` with N threads. Every other round takes them
-backwards, as the first to touch a page of a virtual machine may pay for it. Copies are of one
-block each on a stream of their own, as `worker/kv_cache/host_copies.py` makes them. ``launch``
-is what the host needs to start one: about as much as the copy itself, if it waited for it.
+``torch`` is memory of ``pin_memory``, ``registered`` is ordinary memory that one call locks,
+``mapped N`` is `worker/kv_cache/host_memory.py` with N threads. Every other round runs the
+kinds in reverse order, because the first access to a page of a virtual machine may be slow.
+Copies are of one block each on a separate stream, as `worker/kv_cache/host_copies.py` makes
+them. ``launch`` is the host's time to start a copy. If the host waited for the copy, ``launch``
+would be about the time of the copy.
 """
 
 from __future__ import annotations
@@ -28,9 +29,7 @@ Close = Callable[[], None]
 
 
 def torchs(num_rows: int, row_bytes: int) -> tuple[Tensor, Close]:
-    """Memory of torch's allocator of pinned memory, which keeps it until the cache is
-    emptied.
-    """
+    """Memory of torch's pinned allocator, which keeps the memory until its cache is emptied."""
     rows = torch.empty((num_rows, row_bytes), dtype=torch.uint8, pin_memory=True)
     return rows, torch._C._host_emptyCache  # type: ignore[attr-defined]
 
@@ -131,7 +130,7 @@ def main() -> None:
             )
     lines = []
     for number in range(args.rounds):
-        # In reversed order: each kind is first once.
+        # In reverse order: each kind is first once.
         for name in list(kinds)[:: 1 if number % 2 else -1]:
             facts = measure(kinds[name], int(args.copied_gib * 2**30))
             lines.append({"round": number + 1, "memory": name, **facts})

@@ -1,8 +1,9 @@
 """An engine without a model: every running request gets tokens each step, at a steady pace.
 
-`null_server.py` starts it in place of a rank. The environment variable NULL_ENGINE_STEP_MS sets
-the pause between steps in milliseconds. NULL_ENGINE_TOKENS sets the tokens of a request and
-step, 1 by default; with as many as the requests ask for, the engine answers at once.
+`null_server.py` starts this engine instead of a rank. The environment variable
+NULL_ENGINE_STEP_MS sets the pause between steps in milliseconds. NULL_ENGINE_TOKENS sets the
+tokens of a request and step, 1 by default; if the number equals the requested output length,
+the engine answers at once.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class NullEngine:
             if requests[request_id] == 0:
                 reasons[row] = FinishReason.LENGTH
                 del requests[request_id]
-            # Ids of ordinary tokens, other ones in each step and for each request.
+            # Ids of ordinary tokens, different in each step and for each request.
             first = 7 * self._step + 13 * request_id
             tokens.extend(300 + (first + 17 * place) % 3700 for place in range(count))
         return StepOutput(

@@ -14,13 +14,13 @@ from trimaran.launcher.supervisor.supervisor import supervise
 
 
 def main() -> int:
-    """Serve until told to stop."""
+    """Serve until a stop signal."""
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     setup_logging("supervisor")
     resolver = Resolver(parser.parse_args(), None)
     programs = Programs(
-        # As modules: also where the package is not installed, as a tree of an earlier commit.
+        # Started as modules: the package may be an uninstalled tree of an earlier commit.
         frontend=(sys.executable, "-m", "trimaran.server.main"),
         rank=(sys.executable, str(Path(__file__).with_name("null_engine.py"))),
     )

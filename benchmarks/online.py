@@ -4,10 +4,10 @@
 
 Starts `trimaran serve` with weights made at random and the rules of docs/performance.md, sends
 the points one after the other by `trimaran bench serve`, appends a line after each, and ends
-the server. A point is named by prompt and output length and by its requests, all at once
-(``467/256x500``), or by their arrivals a second (``467/256@16``, exponential gaps). What is not
-a flag here goes to `trimaran serve` as it is. A point that fails is told with the end of the
-server's log, one for which ``--seconds`` leave no time is left out; either makes the exit code
+the server. The name of a point is the prompt and output length, followed by the number of
+simultaneous requests (``467/256x500``) or by the arrivals a second (``467/256@16``, exponential
+gaps). Unknown flags are passed to `trimaran serve`. A failed point is reported with the end of
+the server's log. A point without time left in ``--seconds`` is skipped. Both make the exit code
 1.
 """
 

@@ -1,11 +1,13 @@
-"""Time to the first token of prompts that share a prefix, before and after it is cached.
+"""Time to the first token of prompts that share a prefix, before and after the prefix is
+cached.
 
     trimaran serve --model-repo repository
     python benchmarks/prefix_reuse.py --url localhost:8000 --prefix 20000 --json results.jsonl
 
-Prompts are random ids, so nothing of an uncached one is known to the server; each cached one
-is the first uncached one's prefix with another end. Times count from the request to the first
-line of its stream, through HTTP. Exit code 1 if prompts that were to be cached were not.
+Prompts are random ids, so the server has cached no part of an uncached prompt. Each cached
+prompt is the prefix of the first uncached prompt with another end. Times count from the request
+to the first line of its stream, through HTTP. Exit code 1 if a prompt that must be cached was
+not cached.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ def first_token(args: argparse.Namespace, prefix: int, suffix: int) -> tuple[flo
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Uncached prompts, then cached ones; a first uncached prompt is not counted."""
+    """Uncached prompts, then cached prompts; the very first uncached prompt is not counted."""
     first_token(args, 0, 0)
     uncached = [first_token(args, 1 + number, 0) for number in range(args.uncached)]
     cached = [first_token(args, 1, 1 + number) for number in range(args.cached)]

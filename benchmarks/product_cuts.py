@@ -49,7 +49,7 @@ class Product:
         exact_rounds = groups / _CLUSTERS[cut.cluster(self.kind)]
         rounds: float = math.ceil(exact_rounds)
         if rows >= SUSTAINED_ROWS:
-            # Idle multiprocessors leave their power to the others.
+            # Idle multiprocessors leave their power to busy multiprocessors.
             rounds = (rounds + exact_rounds) / 2
         steps = -(-self.inner // 64 // cut.split)
         used = max(min(rows, cut.rows), 8)

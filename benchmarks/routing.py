@@ -1,13 +1,13 @@
-"""What following a prompt's beginning saves when conversations meet two replicas of a model.
+"""The gain of routing by prefix when conversations are served by two replicas of a model.
 
     .venv/bin/python benchmarks/routing.py --json benchmarks/results/routing.json
 
 A random-weight Llama (`cpu_serving.CONFIG`, or the config.json of ``--model``) is served by
-`trimaran serve --multi-model` as two instances, of one thread each on the CPU, or on a GPU
-each with ``--device cuda``. Conversations begin with a document of their own and take
-turns in random order, a fixed number at a time; each turn sends the whole history. The same
-conversations run once with each way of routing, in turn; reused tokens are counted by the
-engines. Other work on the machine disturbs the times, never the counts.
+`trimaran serve --multi-model` as two instances, with one thread each on the CPU, or on a GPU
+each with ``--device cuda``. Each conversation begins with a different document. Turns of
+conversations run in random order, a fixed number at a time, and each turn sends the whole
+history. The same conversations run once with each routing policy. The engines count reused
+tokens. Other work on the machine disturbs the times, never the counts.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def converse(http: int, args: argparse.Namespace) -> dict[str, float]:
     with ThreadPoolExecutor(args.concurrency) as pool:
         for number in range(args.turns):
             order = draw.sample(range(args.talks), args.talks)
-            # A round ends before the next begins: no conversation overtakes itself.
+            # A round ends before the next round begins: no conversation overtakes itself.
             list(pool.map(lambda index, number=number: turn(index, number), order))
     return {
         "seconds": time.perf_counter() - start,

@@ -2,14 +2,14 @@
 
     .venv/bin/python benchmarks/scaling.py --json benchmarks/results/scaling_cpu.jsonl
 
-Each layout is a word such as ``tp2``, ``pp2``, ``tp2pp2``, ``tp4ep2`` or ``dp2ep2``: ranks of
-a tensor group, stages, parts that share experts out, dp ranks. Each is a job of its own: a
-`trimaran bench throughput` over as many ranks, started by mpirun, with weights made at
-random. The limit is that of all its devices together, measured while all of them work, as if
-nothing had to travel between them. Lines of earlier runs (``--known``) stand in the table and
-in the charts beside new ones, which need not be any. What is not a flag here goes to `trimaran
-bench throughput` as it is, such as ``--load 128/128x64``. A layout that fails, is refused or
-takes too long is told, the others are measured, and the exit code is 1.
+Each layout is a word such as ``tp2``, ``pp2``, ``tp2pp2``, ``tp4ep2`` or ``dp2ep2``:
+tensor-parallel ranks, pipeline stages, expert-parallel parts, data-parallel ranks. Each layout
+is a separate job: a `trimaran bench throughput` over these ranks, started by mpirun, with
+random weights. The limit is that of all devices of the layout together, measured while all
+devices work, without any communication between devices. The table and the charts show lines of
+earlier runs (``--known``) beside new lines; new lines are optional. Unknown flags are passed to
+`trimaran bench throughput`, such as ``--load 128/128x64``. A layout that fails, is refused or
+exceeds its time is reported, the other layouts are measured, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _GRACE_S = 10.0
 
 
 def sizes_of(layout: str) -> dict[str, int]:
-    """The sizes in a layout's name, 1 for the others; raises ConfigError."""
+    """The sizes in a layout's name, 1 for unnamed sizes; raises ConfigError."""
     found = re.fullmatch(r"((?:tp|pp|dp|ep)\d+)+", layout)
     named = re.findall(r"(tp|pp|dp|ep)(\d+)", layout)
     if found is None or len(dict(named)) < len(named) or "0" in dict(named).values():
@@ -78,7 +78,7 @@ def measure(layout: str, passed: list[str], timeout_s: float) -> tuple[list[Line
 
 
 def _run(command: list[str], timeout_s: float) -> str:
-    """The error, if any; the job's output is shown as it comes."""
+    """The error, if any; the job's output is printed as it arrives."""
     env = {**starter_env(os.environ), "PYTHONSAFEPATH": "1"}
     with subprocess.Popen(command, env=env) as job:
         try:

@@ -3,10 +3,11 @@
     .venv/bin/python benchmarks/serving_modes.py --json benchmarks/results/serving_modes.json
 
 One random-weight Llama (`cpu_serving.CONFIG`) is served at the same time in leader mode and in
-orchestrator mode, there once for each way to launch; all servers stay up, and each round asks
-every one of them in random order. Ratios are medians over rounds of an orchestrator's figure
-by the leader's in the same round. Processor time is that of all processes of a server, the
-idle orchestrator among them; other work on the machine disturbs it less than the rates.
+orchestrator mode, the latter once for each starter. All servers stay up, and each round sends
+requests to every server in random order. Ratios are medians over rounds of an orchestrator's
+figure by the leader's in the same round. Processor time is that of all processes of a server,
+the idle orchestrator among them; other work on the machine disturbs processor time less than
+rates.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from pathlib import Path
 
 _TESTS = Path(__file__).resolve().parents[1] / "tests"
 sys.path[:0] = [str(_TESTS / "faults"), str(_TESTS / "e2e")]
-# After all others: it holds folders with common names.
+# Last on the path: the folder holds folders with common names.
 sys.path.append(str(_TESTS.parent))
 
 from models import (  # noqa: E402

@@ -1,12 +1,12 @@
-"""Tokens a second that front ends can stream, with the engine replaced by nothing.
+"""Tokens a second that front ends can stream, with an engine that computes nothing.
 
     .venv/bin/python benchmarks/streaming.py --frontends 1 4 --streams 256 --load-processes 4
 
 Each run starts `trimaran serve` with `null_engine.py` as its rank, which gives every stream a
-token each step, and loads it over HTTP (server-sent events) or gRPC from several processes.
-The offered rate is streams by steps a second; a front end that cannot keep up merges tokens
-into fewer messages, so the table has tokens a message beside the rate, and the processor time
-of the front ends, which does not depend on how fast the clients are.
+token each step. Several processes load the server over HTTP (server-sent events) or gRPC. The
+offered rate is streams by steps a second; a front end that cannot keep up merges tokens into
+fewer messages, so the table has tokens a message beside the rate, and the processor time of the
+front ends, which does not depend on the speed of clients.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ async def grpc_stream(model: str, port: int, num_tokens: int) -> int:
             datatype, data = "BYTES", len(value).to_bytes(4, "little") + value.encode()
         request.inputs.add(name=name, datatype=datatype, shape=[1, len(values)])
         request.raw_input_contents.append(data)
-    # Else all streams of this process would share one connection, and one front end.
+    # Otherwise all streams of this process would share one connection and one front end.
     options = (("grpc.use_local_subchannel_pool", 1),)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options) as channel:
         call = channel.stream_stream(

@@ -3,10 +3,10 @@
     python benchmarks/tables.py --gpus 4 --folder results
     python benchmarks/tables.py --folder results --jobs offline-short kernels --seconds 300
 
-Each job has as many GPUs as it needs, and of the processor's cores the share of these; what
-needs more GPUs than are free waits, and others go first. ``FOLDER/NAME`` has a job's log and
-its result lines. ``--seconds`` bounds the whole: a job that is still running then is ended, and
-one that has not begun is left out. Exit code 1 if a job failed, was ended or left out.
+Each job has its number of GPUs, and a proportional share of the processor's cores. A job that
+needs more GPUs than are free waits, and later jobs may start first. ``FOLDER/NAME`` has a job's
+log and its result lines. ``--seconds`` bounds the whole run: at the limit running jobs are
+ended, and waiting jobs are skipped. Exit code 1 if a job failed, was ended or skipped.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a GPU did in a trace of `--profile`: how long it was idle, and which kernels took it."""
+"""The work of a GPU in a trace of `--profile`: idle time, and time by kernel."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
-"""Finds the best cut of the two grouped products of a mixture of experts, on one GPU.
+"""Finds the best tile shapes of the two grouped products of a mixture of experts, on one GPU.
 
     python benchmarks/tune_experts.py --output kernels/tables/nvidia_h200_experts.json
     python benchmarks/tune_experts.py --output ... --experts 128 --chosen 8 --hidden 2048 \
         --inner 768
 
-For each number of tokens, mixtures of some layers run one behind the other in a CUDA graph,
-with tokens that choose at random. One product after the other gets each likely cut, of our
-Hopper kernel and of Triton's; the fastest pair stays. Beside each stands what part of the limit
-it has: weights of the experts that some token has and rows, read and written once, or
-multiplications.
+For each number of tokens, the expert MLPs of some layers run one after another in a CUDA graph,
+with random choices of experts. Each product in turn tries every likely tile shape of our Hopper
+kernel and of the Triton kernel; the fastest pair is kept. The output shows the share of the
+limit that each pair reaches. The limit is the time to read and write once the weights of chosen
+experts and all rows, or the time of the multiplications.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Shape(NamedTuple):
 
 
 class Mixtures:
-    """The experts of some layers, and the time that those of one take."""
+    """The experts of some layers, and the time of one layer's experts."""
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
@@ -81,7 +81,7 @@ class Mixtures:
 
     def time_us(self, tokens: int, cuts: Pair | None) -> float:
         """Median time of a layer's experts with these tile shapes, or its mean under load;
-        without tile shapes, those of Triton.
+        without tile shapes, with those of Triton.
         """
         rows = tokens * self.shape.chosen
         entries = {} if cuts is None else {

@@ -1,20 +1,21 @@
-"""Measures how our Hopper kernel should cut the products of a layer, and writes the table.
+"""Measures the best tile shapes of our Hopper kernel for a layer's products, and writes the
+table.
 
     python benchmarks/tune_products.py --output kernels/tables/nvidia_h200.json
 
-What a cut is worth depends on its neighbours: a kernel begins while the one before it ends,
-and finds in the cache what that one left there. So whole layers are timed, products, norms and
-with ``--context`` the attention of decodes, over weights that no cache holds, from a CUDA
-graph. The products of a layer get their likeliest cuts one after the other, and a cut stays if
-it makes the layer 0.3 % faster twice, timed in turn with the best so far; torch is a candidate
-too. From ``--sustained-rows`` on a trial runs for ``--trial-seconds``, until the card has
-lowered its clock as it does under load, since what is fastest at a high clock need not be so at
-a low one. Entries of the file for other weights and numbers of rows are kept. The logits'
-product stands behind the last layer, up to `LOGITS_ROWS`, and counts with a layer's share.
-``--kinds`` tunes some kinds of products and leaves the others as the table has them. With
-``--tp-size`` the weights are a rank's share, and what ranks would sum goes to the norm as it
-is. ``--also`` names candidates beside the likeliest, by product, as the table does;
-``--compile-only`` compiles all, for which no GPU is needed.
+The speed of a tile shape depends on neighbouring kernels: a kernel begins before the preceding
+kernel has ended, and uses data that the preceding kernel left in the cache. The program
+therefore times whole layers from a CUDA graph: products, norms and with ``--context`` the
+attention of decodes, over weights that exceed every cache. The products of a layer try their
+likeliest tile shapes one after another. A tile shape is kept if it makes the layer 0.3 % faster
+in two comparisons with the best so far; torch is a candidate too. From ``--sustained-rows`` on
+a trial runs for ``--trial-seconds``, until the GPU has lowered its clock under load, because
+the fastest tile shape at a high clock may be slower at a low clock. Entries of the file for
+other weights and numbers of rows are kept. The logits' product follows the last layer, up to
+`LOGITS_ROWS`, and counts with a layer's share. ``--kinds`` tunes the given kinds of products
+and keeps the table's entries of other kinds. With ``--tp-size`` the weights are a rank's share,
+and the norm reads the rank's product without a sum over ranks. ``--also`` adds candidates by
+product, in the form of the table; ``--compile-only`` compiles all candidates and needs no GPU.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ class Sizes:
         return [*self.of_layer, self.logits] if rows <= LOGITS_ROWS else self.of_layer
 
     def tuned(self, rows: int) -> list[Product]:
-        """The requested ones of these products."""
+        """The requested subset of these products."""
         return [product for product in self.products(rows) if product.kind in self._kinds]
 
     def limit_us(self, rows: int) -> float:
@@ -161,7 +162,7 @@ class Decodes:
 
 
 class Layers:
-    """Some layers on the GPU, and the time that one of them takes."""
+    """Some layers on the GPU, and the time of one layer."""
 
     def __init__(self, sizes: Sizes, sustained_rows: int, trial_s: float) -> None:
         self.sizes = sizes
@@ -180,7 +181,7 @@ class Layers:
         return self.timed_us(rows, HopperProducts(DEVICE, DTYPE, table=ProductTable(table)))
 
     def warm(self, rows: int, choices: dict[Product, Choice]) -> None:
-        """Run until the GPU is as warm as under load, where it is timed."""
+        """Run until the GPU is as warm as under load, before the timing."""
         ends = time.monotonic() + (_WARM_S if rows >= self._sustained_rows else 0.0)
         self.time_us(rows, choices)
         while time.monotonic() < ends:
@@ -253,7 +254,7 @@ def _as_list(cut: Choice) -> list[int] | None:
 
 
 class Candidates:
-    """The candidates for a product: the likeliest tile shapes, and requested ones."""
+    """The candidates for a product: the likeliest and the requested tile shapes."""
 
     def __init__(self, num_cuts: int, also: dict[str, list[list[int]]]) -> None:
         self._num_cuts = num_cuts
@@ -373,7 +374,7 @@ def main() -> None:
             steps = dict(entries.get(product.name, ()))
             steps[rows] = _as_list(cut)
             entries[product.name] = [[most, steps[most]] for most in sorted(steps)]
-        # Where torch is always best the table needs no entry.
+        # The table needs no entry for products that torch always computes fastest.
         kept = {key: steps for key, steps in entries.items() if any(cut for _, cut in steps)}
         lines = [f'"{key}": {json.dumps(steps)}' for key, steps in sorted(kept.items())]
         args.output.write_text("{\n" + ",\n".join(lines) + "\n}\n")

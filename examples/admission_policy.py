@@ -16,7 +16,8 @@ class ShortestPromptFirst(AdmissionPolicy):
     """Starts the shortest prompt of a priority first, and at most `MAX_PREFILLS` at a time.
 
     Few concurrent prefills keep the time to the first token of a short prompt low. A long
-    prompt can wait forever while short ones keep arriving, so this suits batches, not services.
+    prompt can wait forever while short prompts keep arriving, so the policy suits batches, not
+    services.
     """
 
     def rank(self, sequence: Sequence) -> tuple[int, ...]:

@@ -91,7 +91,7 @@ def _planned(inputs: PagedInputs, spec: AttentionSpec) -> dict[str, Any]:
 
 
 def _kernel(backend: str, wrapper: Any, inputs: PagedInputs) -> LibraryKernel:
-    """With the plan made, a launch needs no host work, so that graphs can capture it."""
+    """A launch after the plan needs no host work, so graphs can capture the launch."""
     query = inputs.query
 
     def run(layer: Tensor) -> Tensor:

@@ -55,7 +55,7 @@ class LatentShape(ModelShape):
         return self.layers * self.vector * self.value_bytes
 
     def _products(self) -> list[tuple[int, int]]:
-        """(inputs, outputs) of the products of a layer's attention, without those of single
+        """(inputs, outputs) of the products of a layer's attention, except products of single
         heads.
         """
         queries = [(self.hidden, self.query_width)]

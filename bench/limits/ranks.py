@@ -94,7 +94,7 @@ def connected(config: EngineConfig) -> Iterator[Ranks]:
         links.close()
         group.close()
     except BaseException as error:
-        # The others would wait for this rank for ever.
+        # Other ranks would wait for this rank without end.
         if isinstance(error, TrimaranError):
             print(f"trimaran: rank {world.rank}: {error}", file=sys.stderr)
         else:

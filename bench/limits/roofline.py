@@ -151,7 +151,7 @@ class ModelShape:
         return [*work, (1, Work(moved, 2 * logits * self.hidden * self.vocab))]
 
     def _products(self) -> list[tuple[int, int]]:
-        """(inputs, outputs) of the products of a layer's attention, without those of single
+        """(inputs, outputs) of the products of a layer's attention, except products of single
         heads.
         """
         queries, keys = self.query_width, self.kv_width

@@ -51,7 +51,8 @@ def random_checkpoint(config: dict[str, object]) -> Iterator[str]:
     """A folder that holds a configuration and no weights."""
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="trimaran-bench-"))
-        # Placed like a server's folder: the next server deletes folders whose owner was killed.
+        # The folder's place is that of a server's folder: the next server deletes folders of
+        # killed owners.
         lock = stack.enter_context(Path(folder, "lock").open("w"))
         fcntl.flock(lock, fcntl.LOCK_EX)
         Path(folder, "config.json").write_text(json.dumps(config), encoding="utf-8")

@@ -33,7 +33,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--load", action="append", metavar="ISL/OSLxN", help="N requests at once; repeat")
     add("--runs", type=positive, default=3, metavar="N", help="the median of N is reported (3)")
-    # A value before the sub-command applies unless it is given again.
+    # A value before the sub-command applies unless the flag is repeated.
     default = argparse.SUPPRESS
     add("--temperature", type=amount, default=default, metavar="T", help="0: greedy (1)")
     _add_engine(parser)
@@ -103,7 +103,7 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
 
 
 def add_peer(parser: argparse.ArgumentParser) -> None:
-    """Flags of other engines on the same work."""
+    """Flags for other engines on the same work."""
     parser.add_argument(
         "--peer", action="append", choices=("transformers", "vllm"), metavar="NAME",
         help="run it on the same loads too, before ours: transformers, vllm",

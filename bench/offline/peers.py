@@ -77,7 +77,7 @@ def run_peer(name: str, work: PeerRun) -> list[list[float]]:
 def _run_group(command: list[str], line: str, out: IO[str], log: IO[str]) -> int:
     """Run a command with one line of input, in a process group that is killed afterwards.
 
-    Its output goes to files: a pipe would stay open as long as any process that it started.
+    The output goes to files: a pipe would stay open as long as any child of the command.
     """
     with subprocess.Popen(
         command,

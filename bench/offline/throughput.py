@@ -171,7 +171,7 @@ class _Subject:
 
 @contextlib.contextmanager
 def _subject(args: argparse.Namespace, loads: list[Load]) -> Iterator[_Subject | None]:
-    """The measured engine, on the rank that measures; other ranks run its steps and get
+    """The measured engine, on the measuring rank; other ranks run the engine's steps and get
     None.
     """
     profile = profile_config(args)
@@ -211,7 +211,7 @@ def _subject(args: argparse.Namespace, loads: list[Load]) -> Iterator[_Subject |
 def _limits(
     args: argparse.Namespace, ranks: Ranks, shape: ModelShape, dtype: str
 ) -> Ceilings | None:
-    """The rates that all devices sustain at the same time; None of quantized weights, which
+    """The rates that all devices sustain at the same time; None for quantized weights, which
     have other bytes and rates. Collective."""
     if args.ceiling_seconds <= 0 or args.quantization != "none":
         return None

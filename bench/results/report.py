@@ -102,7 +102,7 @@ def run_report(args: argparse.Namespace) -> int:
     """Print a table of each benchmark; of equal measurements the last line counts.
 
     Raises:
-        ConfigError: the files hold no results, or none that can be plotted.
+        ConfigError: the files hold no results, or no results that can be plotted.
     """
     by_kind = _lines_by_kind(args.files)
     tables = [row for kind, own in by_kind.items() for row in (*_KINDS[kind][0](own), "")]

@@ -39,7 +39,7 @@ def environment(device: torch.device, ceilings: Ceilings | None) -> dict[str, An
 
 
 def surroundings(gpu: str | None, ceilings: Ceilings | None) -> dict[str, Any]:
-    """The same for a GPU of this name, without using it; without a name, for the CPU."""
+    """The same for a GPU of this name, without using the GPU; without a name, for the CPU."""
     facts: dict[str, Any] = {
         "device": gpu or cpu_model(),
         "torch": _version("torch"),

@@ -18,7 +18,7 @@ _EXAMPLE = "Example:\n  trimaran bench"
 WORKLOADS = ("dataset", "token-norm-dist", "token-from-histogram")
 """Sub-commands that say what is sent. Underscores may stand for the hyphens."""
 
-SubCommands = argparse._SubParsersAction  # argparse has no public name for it
+SubCommands = argparse._SubParsersAction  # argparse has no public name for this action
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> SubCommands[argparse.ArgumentParser]:
@@ -58,11 +58,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> SubCommands[argparse.Argum
 def refuse_given(
     args: argparse.Namespace, where: str, *, names: Collection[str] = (), but: str = ""
 ) -> None:
-    """Refuse flags of the plain benchmark that have no effect here: those of ``names``, or
-    without names all but ``but``.
+    """Refuse flags of the plain benchmark that have no effect here: the flags ``names``, or all
+    flags except ``but``.
 
     Raises:
-        ConfigError: names the flag, and ``where`` it has no effect.
+        ConfigError: names the flag, and the place ``where`` the flag has no effect.
     """
     plain = argparse.ArgumentParser()
     add_arguments(plain)
@@ -226,6 +226,6 @@ def _copy_flags(parser: argparse.ArgumentParser, plain: argparse.ArgumentParser)
     for action in plain._actions:
         if action.option_strings and action.dest not in _NOT_COPIED:
             own = copy.copy(action)
-            # A value before the sub-command applies unless it is given again.
+            # A value before the sub-command applies unless the flag is repeated.
             own.default = argparse.SUPPRESS
             parser._add_action(own)

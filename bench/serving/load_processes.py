@@ -99,8 +99,8 @@ class _Process:
         )
 
     def __enter__(self) -> _Process:
-        # Ctrl-C reaches all processes: the parent ends the others, without their tracebacks.
-        # The resource tracker's first start would unblock the signal again.
+        # Ctrl-C reaches all processes: the parent ends the load processes, without their
+        # tracebacks. The resource tracker's first start would unblock the signal again.
         resource_tracker.ensure_running()
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:

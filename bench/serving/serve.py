@@ -33,7 +33,7 @@ _SPREAD = ("avg", "p50", "p90", "p99")
 
 
 def run_serve(args: argparse.Namespace) -> int:
-    """Without ``--load`` the plain benchmark; with it, every point of the sweep."""
+    """Without ``--load``: the plain benchmark. With ``--load``: every point of the sweep."""
     if not args.load:
         _refuse_sweep(args)
         return bench.run(argparse.Namespace(**{**vars(args), "workload": None}))

@@ -55,7 +55,7 @@ class ServerProcess:
 def write_repository(folder: Path, models: Sequence[str] = (), **values: object) -> None:
     """A repository of these models (all five), its templates filled with ``values`` too."""
     pairs = ",".join(f"{name}:{value}" for name, value in {**_TEMPLATE, **values}.items())
-    # Without the console script: the package may be a tree that is not installed.
+    # The console script is not used: the package may be an uninstalled tree.
     program = "import sys; from trimaran.launcher.cli.main import main; sys.exit(main())"
     command = [sys.executable, "-c", program, "init-repo", str(folder), "--fill", pairs]
     command += ["--models", *models] if models else []
@@ -77,10 +77,10 @@ def serving(
     longest_s: float = 300.0,
     env: Mapping[str, str] | None = None,
 ) -> Iterator[ServerProcess]:
-    """A ready server within a context, which ends it in any case.
+    """A context manager with a ready server, which always ends the server.
 
     Raises:
-        ServerFailedError: it ended, or was not ready after ``longest_s``.
+        ServerFailedError: the server ended, or was not ready after ``longest_s``.
     """
     http, grpc, metrics = free_ports(3)
     with tempfile.TemporaryDirectory(prefix="trimaran-ready-") as folder:

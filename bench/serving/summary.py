@@ -66,7 +66,8 @@ def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
 
 
 def table(values: dict[str, float]) -> Table:
-    """The rows of the benchmark of Triton's TensorRT-LLM backend, then those of streaming."""
+    """The rows of the benchmark of Triton's TensorRT-LLM backend, then the rows of
+    streaming."""
     rows = [
         ("Requests/Sec", "requests_per_s"),
         ("OP tokens/sec", "output_tokens_per_s"),

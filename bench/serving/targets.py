@@ -70,7 +70,7 @@ class TokenModels:
         self._turns = itertools.cycle(models.items())
         self._is_streaming = is_streaming
         self.excludes_input = excludes_input
-        # With these, ids of the whole vocabulary are drawn; without them a server is greedy.
+        # These parameters draw ids of the whole vocabulary; without them a server is greedy.
         self.sampling: dict[str, float] = {}
         if temperature is not None:
             self.sampling = {"temperature": temperature, "runtime_top_p": 1.0}
@@ -80,7 +80,7 @@ class TokenModels:
         return next(self._turns)
 
     def streams(self, model: ServedModel) -> bool:
-        """Whether a model is asked for a response for each step."""
+        """Whether requests demand a response for each step."""
         return model.is_decoupled and self._is_streaming
 
     def hidden(self, model: ServedModel, item: Item) -> int:
@@ -90,7 +90,7 @@ class TokenModels:
 
 
 class HttpTarget:
-    """``generate_stream`` of decoupled models, ``generate`` of the others."""
+    """``generate_stream`` of decoupled models, ``generate`` of other models."""
 
     def __init__(self, url: str, models: TokenModels) -> None:
         self._url = url
@@ -148,7 +148,7 @@ class HttpTarget:
 
 
 class GrpcTarget:
-    """``ModelStreamInfer`` of decoupled models, ``ModelInfer`` of the others."""
+    """``ModelStreamInfer`` of decoupled models, ``ModelInfer`` of other models."""
 
     def __init__(self, url: str, models: TokenModels) -> None:
         # Several connections: all streams of one would go to one of several front ends.

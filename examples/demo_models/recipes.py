@@ -21,7 +21,7 @@ EXPERTS_8_WIDE = Shape(
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """One candidate: a shape and how it is trained."""
+    """One candidate: a shape and its training."""
 
     name: str
     model: str

@@ -41,8 +41,8 @@ EMA_DECAY = 0.995
 class HeldOut:
     """Held-out text as windows; each of its tokens is scored once.
 
-    The windows of a piece overlap by half, so that a scored token sees at least 512 tokens
-    before it, or all from its piece's start.
+    The windows of a piece overlap by half, so that a scored token sees at least 512 earlier
+    tokens, or all tokens from the start of its piece.
     """
 
     ids: np.ndarray
@@ -136,9 +136,9 @@ def learning_rate(recipe: Recipe, step: int, num_steps: int) -> float:
 
 
 class Batches:
-    """Rows of one pass after the other; each pass cuts the stream at another offset.
+    """Rows of one pass after another; each pass cuts the stream at another offset.
 
-    Half of the rows start with ``<s>``, so that a prompt works with and without it.
+    Half of the rows start with ``<s>``, so that prompts work with and without ``<s>``.
     """
 
     def __init__(self, stream: np.ndarray, rows: int, device: torch.device) -> None:
@@ -184,7 +184,7 @@ class Judge:
         )
 
     def evaluate(self, step: int, passes: float, train_nats: float) -> None:
-        """Score the average on held-out text and remember it if it is the best yet."""
+        """Score the average on held-out text and keep the best average."""
         device = next(self._average.parameters()).device
         with torch.autocast(device.type, torch.bfloat16):
             held_out = self._corpus.choose.bits_per_byte(self._average, device)
