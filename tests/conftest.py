@@ -32,7 +32,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Report only on request; parallel processes keep separate files."""
-    # Until the tests are collected: imports make no garbage, and millions of objects.
+    # Garbage collection is off until the tests are collected: imports create millions of
+    # objects and no garbage.
     gc.disable()
     is_worker = hasattr(config, "workerinput")
     is_rank = "OMPI_COMM_WORLD_RANK" in os.environ and config.option.basetemp is None
@@ -76,7 +77,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 class _Report:
-    """Feature by feature, the tests marked for it and whether all their cases passed."""
+    """The marked tests of each feature, and whether all their cases passed."""
 
     def __init__(self, path: Path) -> None:
         self._path = path.absolute()
@@ -104,7 +105,7 @@ class _Report:
 
 
 def _features(item: pytest.Item) -> list[str]:
-    """``section kind:name`` of every mark; the section is the token model unless it says so."""
+    """``section kind:name`` of every mark; the section defaults to the token model."""
     found = []
     for mark in item.iter_markers("feature"):
         section = mark.kwargs.get("of", "token")

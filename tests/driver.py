@@ -42,7 +42,8 @@ class Driver:
         profile: ProfileConfig | None = None,
         ties: tuple[Any, ...] = (),
     ) -> None:
-        """``ties`` are the engine's layout, control plane, group and links; its own if none."""
+        """``ties`` are the engine's layout, control plane, group and links; new ones by
+        default."""
         self.engine = Engine.load(
             RankConfig(engine=config, group="test", profile=profile),
             *(ties or (ParallelLayout(), LocalControlPlane(), SingleRankGroup())),
@@ -106,7 +107,7 @@ class Driver:
         reasons = np.frombuffer(message.finish_reasons, dtype=np.uint8).tolist()
         start = 0
         for row, (key, count, reason) in enumerate(zip(keys, counts, reasons, strict=True)):
-            assert key not in self.reasons, f"{key} said something after its end"
+            assert key not in self.reasons, f"{key} sent output after its end"
             self.tokens[key] += ids[start : start + count]
             start += count
             if row in message.extras:
@@ -168,10 +169,10 @@ class Ranks:
         device: torch.device | None = None,
         timeout_s: float = 30.0,
     ) -> None:
-        """``device`` is this rank's; none for the CPU."""
+        """``device`` is the device of this rank; None for the CPU."""
         device = device or torch.device("cpu")
         if device.type == "cuda":
-            # As a rank does: kernels are launched on the current device.
+            # Like in a rank: kernels are launched on the current device.
             torch.cuda.set_device(device)
         layout = ParallelLayout(
             rank=world.rank,
@@ -190,7 +191,8 @@ class Ranks:
         self.ties = (layout, self.control, self.group, self.links)
 
     def run(self, driver: Driver, drive: Callable[[Driver], Any]) -> Any:
-        """The result of ``drive`` on rank 0, while the other ranks follow. Ends the engine."""
+        """The result of ``drive`` on rank 0, while the other ranks execute its steps. Ends
+        the engine."""
         result = None
         if self._world.rank == 0:
             result = drive(driver)

@@ -15,7 +15,7 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def runs(process: psutil.Process, program: str) -> bool:
-    """Whether it runs this program, or script, whose name is enough."""
+    """Whether the process runs this program or script, given by name."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return any(program in word for word in process.cmdline()[:2])
     return False

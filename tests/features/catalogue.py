@@ -44,7 +44,7 @@ class MissingText(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One feature: what it does here, and under which mark tests show it."""
+    """One feature: its effect, and the mark of the tests that show the effect."""
 
     feature: str
     name: str
@@ -100,7 +100,7 @@ def tables() -> list[Table]:
 
 
 def placeholders() -> dict[str, set[str]]:
-    """Every placeholder of the templates, and the keys that it fills, if any."""
+    """Every placeholder of the templates, and the keys that the placeholder fills, if any."""
     found: dict[str, set[str]] = {}
     for name in _ROLES.values():
         text = _template(name)
@@ -208,7 +208,7 @@ def _text_inputs() -> dict[str, tuple[str, str]]:
         elif name in of_preprocessing and not effect:
             effect, text = before[of_preprocessing[name]]
         if name in token and name not in of_token:
-            # Preprocessing passes it on, or the tokenizer's.
+            # Preprocessing passes on the given id, or the tokenizer's.
             effect, text = token[name]
         found[name] = (effect, text if name in of_ensemble else f"{text} (BLS model alone)")
     return found

@@ -74,7 +74,8 @@ def _table(rows: Rows) -> str:
 
 
 def _like_another(rows: Rows, told: dict[str, Rows]) -> str:
-    """A sentence in place of a table that is nearly a former one; empty if none is."""
+    """A sentence that replaces a table similar to an earlier table; empty without such a
+    table."""
     for name, others in told.items():
         lacking = [names for names in others if names not in rows]
         if rows.items() <= others.items() and len(lacking) <= _FEW < len(rows):

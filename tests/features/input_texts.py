@@ -1,4 +1,4 @@
-"""What each input does, in one line; names are those of the models' interfaces."""
+"""The effect of each input, in one line; names are those of the models' interfaces."""
 
 from __future__ import annotations
 

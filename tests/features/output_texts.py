@@ -1,4 +1,4 @@
-"""What each output holds, in one line."""
+"""The content of each output, in one line."""
 
 from __future__ import annotations
 

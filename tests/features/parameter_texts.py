@@ -1,4 +1,4 @@
-"""What each key of config.pbtxt that takes effect does, and what goes beside tensors."""
+"""The effect of each served key of config.pbtxt, and of fields of requests beside tensors."""
 
 from __future__ import annotations
 

@@ -102,9 +102,8 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """One split of a sequence's keys for the query heads of one key-value head.
 
-    The only split of a sequence writes to ``output`` [S, N, H]. If a sequence has several
-    splits, each split writes a partial result, and the last split to finish combines the
-    partial results.
+    The only split of a sequence writes to ``output`` [S, N, H]. Several splits write partial
+    results, and the last split to finish combines the partial results.
     """
     kv_head = tl.program_id(0) % KV_HEADS
     group, dims = tl.arange(0, GROUP_PADDED), tl.arange(0, HEAD_PADDED)

@@ -77,7 +77,7 @@ def test_every_listed_job_is_a_valid_command(tables):
 
 
 def test_a_host_with_too_few_gpus_runs_no_job(tables, tmp_path, monkeypatch, capsys):
-    # Without a PATH nvidia-smi is not found, as on a host without GPUs.
+    # Without a PATH nvidia-smi is not found, like on a host without GPUs.
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr(sys, "argv", ["tables.py", "--gpus", "2", "--folder", str(tmp_path)])
 

@@ -1,4 +1,4 @@
-"""When ranks wait for each other, the one that waits for the lost rank gives up first."""
+"""When ranks wait for each other, the rank that waits for the lost rank gives up first."""
 
 from __future__ import annotations
 

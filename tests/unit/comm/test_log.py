@@ -1,4 +1,5 @@
-"""The log of a process, run as one, since it takes over the root logger."""
+"""The log of a process, tested in a separate process, because the log set-up replaces the
+root logger."""
 
 import os
 import subprocess

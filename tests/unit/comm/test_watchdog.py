@@ -1,4 +1,4 @@
-"""The watchdog ends hung processes and no others."""
+"""The watchdog ends only hung processes."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def make(tokens: int, experts: int, chosen: int, hidden: int = 24, inner: int = 
 
 
 def expected(x, weights, ids, gate_up, down):
-    """Every expert for every token, and zero for those that were not chosen."""
+    """The output of every expert for every token, and zero for unchosen experts."""
     gate, up = torch.einsum("td,xed->txe", x, gate_up).chunk(2, dim=-1)
     outputs = torch.einsum("txf,xdf->txd", F.silu(gate) * up, down)
     shares = torch.zeros(x.shape[0], gate_up.shape[0]).scatter(1, ids.long(), weights)

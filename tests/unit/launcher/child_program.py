@@ -76,7 +76,7 @@ class Requests:
         for line in taken.read_text().splitlines():
             request_id, verb, arguments = json.loads(line)
             if verb == "start_groups":
-                # Half of a child's start, were it imported by all.
+                # An import by all children would take half of a child's start time.
                 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
                 config = ModelConfig(name=arguments["model"], backend="python")

@@ -25,7 +25,7 @@ DEADLINE_S = 100.0
 
 
 class Supervised:
-    """One running supervisor and every process that was ever seen below it."""
+    """One running supervisor and every process that was ever seen among its descendants."""
 
     def __init__(self, folder: Path, behaviour: str, settings: dict[str, Any]) -> None:
         self.log_path = folder / "log"

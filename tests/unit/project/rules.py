@@ -34,7 +34,7 @@ class Source:
 
 
 def tracked_files(*patterns: str) -> list[Path]:
-    """Files that git tracks, plus new ones that it does not ignore."""
+    """Files that git tracks, plus new files that git does not ignore."""
     listing = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", *patterns],
         cwd=ROOT,

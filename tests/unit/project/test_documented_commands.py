@@ -44,7 +44,8 @@ FOREIGN = {
 
 
 def _lines(page):
-    """The indented lines of a page, continued ones joined: what is there to be typed."""
+    """The indented lines of a page, with continued lines joined: the commands that a reader
+    types."""
     text = page.read_text(encoding="utf-8").replace("\\\n", " ")
     return [line.strip() for line in text.splitlines() if line.startswith("    ")]
 
@@ -156,7 +157,7 @@ def test_every_flag_shows_what_kind_of_value_it_takes_and_its_short_name_first()
         for action in commands.flags(parser)
         if action.option_strings
         and (
-            # Without a metavar argparse writes the flag's own name in capitals.
+            # Without a metavar argparse prints the flag's name in capitals.
             (action.nargs != 0 and not action.choices and action.metavar is None)
             or any(len(short) == 2 for short in action.option_strings[1:])
         )

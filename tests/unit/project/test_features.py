@@ -20,7 +20,7 @@ ROOT = generate.ROOT
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
-    """The marks of all unit tests, none of which runs."""
+    """The marks of all unit tests. No test runs."""
     path = tmp_path_factory.mktemp("features") / "report.json"
     files = [
         file

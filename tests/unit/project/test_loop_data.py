@@ -1,9 +1,9 @@
-"""Every place of the front end whose work is in proportion to data that may be a client's.
+"""Every place of the front end whose work is proportional to data that may come from a client.
 
 The event loop serves all clients: no client's data may hold the loop for long. Calls that
 convert, copy or search whole texts, arrays and messages stand in the table below alone, each
-with the limit that bounds the work. A new call fails the test until the table says what bounds
-the data. The test sees names of functions; a loop of Python over data is not seen.
+with the limit that bounds the work. A new call fails the test until the table names the bound
+of the data. The test finds names of functions, but no loops of Python over data.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ JSON_CALLS = ("parse", "dump")
 
 @dataclass(frozen=True)
 class Limit:
-    """A number of the code, as this page claims it."""
+    """A number of the code that the table claims."""
 
     name: str
     value: int

@@ -11,7 +11,7 @@ from tests.models.layouts import LAYOUTS, applies
 
 @pytest.fixture
 def report():
-    """As if every test had passed on a CPU."""
+    """A report in which every test has passed on a CPU."""
     passed = {
         name: {layout: "passed" for layout in LAYOUTS if applies(layout, config)}
         for name, config in family_configs().items()

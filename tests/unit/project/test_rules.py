@@ -119,7 +119,7 @@ def test_every_package_has_a_link_for_tools_in_a_bare_checkout():
 @pytest.mark.parametrize("module", TORCH_FREE)
 def test_a_torch_free_module_stays_free_of_torch(module):
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
-    # Open MPI alone leaves 16 MiB in /dev/shm, also when it ends as it should.
+    # Open MPI alone leaves 16 MiB in /dev/shm, even after an ordinary end.
     env = {**os.environ, "MPI4PY_RC_INITIALIZE": "0"}
     command = [sys.executable, "-P", "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, env=env)
@@ -138,7 +138,7 @@ def tree(tmp_path):
 
 
 def test_the_source_archive_holds_every_tracked_file_and_nothing_else(tmp_path, tree):
-    # What test runs leave beside the sources is no part of it.
+    # Files that test runs leave beside the sources do not count.
     leftover = tree / "tests" / "__pycache__" / "driver.cpython-311.pyc"
     leftover.parent.mkdir()
     leftover.write_bytes(b"")

@@ -33,7 +33,8 @@ def test_every_script_is_read_by_bash(template: str, container: tuple[str, ...])
 
 @pytest.fixture
 def run_job(tmp_path: Path):
-    """Run a batch script whose ``trimaran`` is this shell text: its exit code and its words."""
+    """Run a batch script whose ``trimaran`` is this shell text; returns its exit code and
+    output."""
     programs = tmp_path / "bin"
     programs.mkdir()
 
@@ -57,7 +58,7 @@ def run_job(tmp_path: Path):
 
 
 def test_a_job_without_the_program_fails_and_is_not_requeued(run_job):
-    # Time and again: it is over before the script asks for it, or after.
+    # Repeated: the step ends before or after the script's query.
     assert {run_job("") for _ in range(10)} == {(127, "")}
 
 
@@ -89,7 +90,7 @@ def test_a_drain_signal_before_the_server_has_started_reaches_the_server(
         f"trap 'heard=1; echo . >> {tmp_path}/signals' TERM; touch {tmp_path}/started; "
         'for _ in {1..1000}; do [ -n "$heard" ] && break; sleep 0.01; done; sleep 0.5; exit 5'
     )
-    # The container's step is the server itself here.
+    # In this test the container's step is the server itself.
     (tmp_path / "bin" / "srun").write_text(f"#!/bin/bash\n{drain}\n")
     (tmp_path / "bin" / "srun").chmod(0o755)
 

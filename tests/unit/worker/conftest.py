@@ -1,4 +1,4 @@
-"""A small Llama with clear preferences among ids, and engines on it that tests step."""
+"""A small Llama with clear preferences among ids, and engines that tests run step by step."""
 
 from __future__ import annotations
 

@@ -20,11 +20,12 @@ class _Row:
 
 
 class DeviceMemory:
-    """Carries out steps like a rank, and checks that each token finds the KV it attends to.
+    """Executes steps like a rank, and checks that each token finds the KV that the token
+    attends to.
 
-    The KV of a token is identified by all ids up to it. So a block that was handed out too
-    early, copied too late or found under a wrong hash is noticed. Loads from the host end when
-    they must, or at `finish_loads`.
+    The KV of a token is identified by all ids up to it. The checks therefore notice a block
+    that was allocated too early, copied too late or found under a wrong hash. Loads from the
+    host end when a step needs the blocks, or at `finish_loads`.
     """
 
     def __init__(self, cache: KVCacheManager) -> None:
@@ -44,7 +45,7 @@ class DeviceMemory:
         self._loads = [load for load in self._loads if load[0] > step]
 
     def execute(self, step: ScheduledStep, running: list[Sequence]) -> None:
-        """Carry out a step, in whose rows the ``running`` sequences are.
+        """Execute a step whose rows hold the ``running`` sequences.
 
         Raises:
             AssertionError: a token would attend to other content than the ids before it.
@@ -94,7 +95,7 @@ class DeviceMemory:
     def _kv(self, row: int, num_tokens: int, root: int) -> list[int]:
         """The KV of a row's first tokens."""
         ids = self._rows[row].token_ids
-        assert len(ids) >= num_tokens, "a step computes a token that its rank does not know"
+        assert len(ids) >= num_tokens, "a step computes a token that its rank has not received"
         found = []
         for token_id in ids[:num_tokens]:
             root = hash((root, token_id))
@@ -103,7 +104,9 @@ class DeviceMemory:
 
     def _block(self, row: _Row, group: int, place: int) -> dict[int, int]:
         block = group, row.tables[group][place // self._cache.block_size]
-        assert block not in {target for _, _, target in self._loads}, "it is being loaded"
+        assert block not in {target for _, _, target in self._loads}, (
+            "the block is being loaded"
+        )
         return self._blocks.setdefault(block, {})
 
     def _write(self, row: _Row, start: int, kv: list[int]) -> None:
@@ -129,5 +132,5 @@ def rows_of(sequence: Sequence) -> list[int]:
 
 
 def _root(sequence: Sequence) -> int:
-    """The part of a sequence's KV identity besides its ids."""
+    """The part of a sequence's KV identity that is not in its ids."""
     return hash((sequence.request.cache_salt, sequence.blocks.is_long))

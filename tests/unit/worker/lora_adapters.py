@@ -82,7 +82,7 @@ def greedy(model: LlamaForCausalLM, prompt: list[int], length: int) -> list[int]
 
 
 def write_peft(folder, adapter: list[Matrices], alpha: float) -> None:
-    """A PEFT folder of the adapter, whose second matrices are not scaled yet."""
+    """A PEFT folder of the adapter, with unscaled second matrices."""
     folder.mkdir(parents=True, exist_ok=True)
     rank = len(adapter[0].a)
     tensors = {}

@@ -1,4 +1,4 @@
-"""How often a kernel is called for its time to be told."""
+"""The number of calls in the timing of a kernel."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ def test_slow_calls_are_repeated_only_a_few_times():
     def call():
         calls.append(time.sleep(0.6))
 
-    # As often as short ones it would take more than two minutes.
+    # With the number of calls of a short kernel this test would take more than two minutes.
     assert seconds_a_call([call] * 32, CPU) >= 0.6
     assert 2 <= len(calls) <= 8

@@ -1,4 +1,4 @@
-"""Kernels of other libraries beside ours: where they are, what they get, when they count."""
+"""Kernels of other libraries as peers: discovery, inputs and comparison of results."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class StandIn:
 
 @pytest.fixture
 def flashinfer(monkeypatch):
-    """A library of that name, whose kernels run on a CPU."""
+    """A stand-in for the library, whose kernels run on a CPU."""
     library, utils = ModuleType("flashinfer"), ModuleType("flashinfer.utils")
     library.__spec__ = ModuleSpec("flashinfer", None)
     library.__version__ = "0.0.1"

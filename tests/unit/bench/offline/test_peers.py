@@ -18,8 +18,8 @@ from trimaran.launcher.cli.main import main
 
 FLAGS = ["--shape", "tiny", "--device", "cpu", "--ceiling-seconds", "0", "--runs", "1"]
 
-# An engine that behaves like vLLM where that is awkward: it says things on stdout, and what it
-# starts outlives it and goes on talking there.
+# An engine with the awkward behaviour of vLLM: it prints to stdout, and its child processes
+# outlive it and keep printing.
 LIKE_VLLM = """
 import os, subprocess, sys, time
 from types import SimpleNamespace as Fields
@@ -76,7 +76,7 @@ def _is_alive(folder: Path) -> bool:
 def _wait_until(is_so: Callable[[], bool], timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not is_so():
-        assert time.monotonic() < deadline, "it did not come about"
+        assert time.monotonic() < deadline, "the condition was not met in time"
         time.sleep(0.01)
 
 
@@ -89,7 +89,7 @@ def test_transformers_does_the_same_work(tmp_path):
     assert {ours["requests"], theirs["requests"]} == {2}
     assert theirs["out_tok_s"] > 0
     assert theirs["transformers_version"]
-    # Of ranks' memory we know our own.
+    # Only the memory of this program's ranks is known.
     assert "memory_gb" in ours and "memory_gb" not in theirs
 
 

@@ -69,7 +69,7 @@ def test_the_folder_of_a_killed_benchmark_is_deleted_by_the_next_server(tmp_path
         assert process.stdout is not None
         process.stdout.readline()
         (folder,) = tmp_path.glob("trimaran-bench-*")
-        # A server that starts meanwhile leaves it.
+        # A server that starts during the benchmark keeps the folder.
         RunDir(str(tmp_path)).remove()
         assert folder.is_dir()
         process.kill()

@@ -15,7 +15,7 @@ _START_S = 3.0
 
 
 class AtOnce:
-    """Answers with its tokens at once, one after the other."""
+    """Answers with its tokens at once, one after another."""
 
     async def connect(self, count: int) -> None:
         """Nothing is to be opened."""
@@ -36,8 +36,8 @@ class AtOnce:
 
 
 class Warm(AtOnce):
-    """Answers with as many tokens as it has connections, and ten for each request before the
-    first of those that count."""
+    """Answers with one token for each open connection, and ten more for each warm-up request
+    before the first counted request."""
 
     def __init__(self) -> None:
         self._num_before = 0
@@ -59,7 +59,7 @@ async def prompt_target() -> AtOnce:
 
 
 async def warm_target() -> Warm:
-    """A target that says how warm it is."""
+    """A target whose output length reveals its warm-up."""
     return Warm()
 
 

@@ -1,4 +1,5 @@
-"""Ctrl-C during `trimaran bench`: what came until then is told, and told to be a part."""
+"""Ctrl-C during `trimaran bench`: the report covers the finished requests and says that it
+is partial."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ def started() -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
 
 class Answers:
-    """Answers so many requests, and keeps the others waiting."""
+    """Answers a number of requests, and keeps later requests waiting."""
 
     def __init__(self, count: int) -> None:
         self._left = count
@@ -63,7 +64,7 @@ class Answers:
 
 @pytest.fixture
 def answers(http_server, server) -> Iterator[Answers]:
-    """Of both servers."""
+    """The requests of both servers."""
     some = Answers(7)
 
     def over_http(body):
@@ -144,5 +145,5 @@ def test_load_processes_of_a_killed_parent_end_silently(http_server, started, an
 
     command.kill()
 
-    # Until the last process has closed them.
+    # The streams stay open until the last process has closed them.
     assert command.communicate(timeout=60)[1] == ""

@@ -47,7 +47,8 @@ def test_load_processes_send_more_records_than_a_connection_holds():
 def test_load_processes_are_warm_and_connected_before_a_load_begins():
     warmup, plan = [Item([1], 1)] * 6, [(Item([1], 1), 0.0)] * 9
     done = run_in_processes(warm_target, warmup, plan, concurrency=4, num_processes=2)
-    # Each of both has sent three requests and opened as many connections as it has in flight.
+    # Each of the two processes has sent three requests and opened a connection for each request
+    # in flight.
     assert [record.num_output_tokens for record in done.records] == [32] * 9
 
 

@@ -87,7 +87,7 @@ def test_ceilings_of_another_number_of_gpus_are_refused(tmp_path, capsys):
 
 
 def test_flags_may_stand_on_either_side_of_the_sub_command(capsys):
-    # No server is there: which address was tried tells whose flags counted.
+    # No server runs: the tried address shows which flags took effect.
     for words in (
         ["-u", "localhost:1", "serve", "--load", "8/4x2"],
         ["serve", "-u", "localhost:1", "--load", "8/4x2"],

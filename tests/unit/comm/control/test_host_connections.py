@@ -1,4 +1,4 @@
-"""Connections to rank 0 are accepted only from ranks that know the token."""
+"""Rank 0 accepts connections only from ranks with the token."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def rank(dial):
 
 
 def is_hung_up_on(sock: socket.socket) -> bool:
-    """Whether the other end has closed, after whatever it sent."""
+    """Whether the peer has closed the connection, after any bytes."""
     try:
         while sock.recv(100):
             pass
@@ -94,7 +94,7 @@ def test_silent_peers_delay_no_rank(listener, dial, rank):
     silent = [dial() for _ in range(50)]
     rank(3)
 
-    # One after the other, they would have 250 s in all.
+    # Consecutive time limits would add up to 250 s.
     lines = accept_ranks(listener, TOKEN, (3,), timeout_s=60)
 
     assert all(map(is_hung_up_on, silent))

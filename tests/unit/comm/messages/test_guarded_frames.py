@@ -44,7 +44,7 @@ class Listener(asyncio.Protocol):
 
 @asynccontextmanager
 async def listening(*, is_remote: bool, **limits):
-    """A listener on loopback: its port, and the messages that it hears."""
+    """A listener on loopback: its port, and its received messages."""
     heard: list = []
     gate = Gate("the test", TOKEN, is_remote=is_remote, **limits)
     loop = asyncio.get_running_loop()
@@ -58,7 +58,7 @@ async def dial(port: int):
 
 
 async def greeted(port: int):
-    """A connection on which both ends have proved that they know the token."""
+    """A connection on which both ends have proved the token."""
     reader, writer = await dial(port)
     greeting = DialerGreeting(TOKEN.encode())
     while not greeting.is_done:
@@ -67,7 +67,7 @@ async def greeted(port: int):
 
 
 async def closed(reader) -> None:
-    """Return once the other end has closed."""
+    """Return once the peer has closed the connection."""
     try:
         await asyncio.wait_for(reader.read(), 60)
     except ConnectionResetError:
@@ -126,7 +126,7 @@ def test_a_long_frame_before_the_hello_is_refused_by_its_length(is_remote, caplo
     async def scene():
         async with listening(is_remote=is_remote) as (port, _):
             reader, writer = await dial(port)
-            # Refused by its length: what it announces never comes.
+            # The frame is refused by its length: the announced bytes never arrive.
             writer.write(b"\xff\xff\xff\x7f" + bytes(100))
             await closed(reader)
             writer.close()

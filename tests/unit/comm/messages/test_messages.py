@@ -163,7 +163,7 @@ def test_a_damaged_message_is_read_or_a_protocol_error():
     num_refused = 0
     for _ in range(2000):
         frame = bytearray(rng.choice(frames))
-        # Its length is left as it is.
+        # The length field stays unchanged.
         for _ in range(rng.randrange(1, 4)):
             frame[rng.randrange(4, len(frame))] = rng.randrange(256)
         try:

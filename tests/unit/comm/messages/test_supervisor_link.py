@@ -54,7 +54,7 @@ while True:
 
 
 class Supervisor:
-    """The other end: accepts one child and talks to it."""
+    """The supervisor's end: accepts one child and exchanges messages with the child."""
 
     def __init__(self, address: str) -> None:
         self.listener = Address.parse(address).listen()
@@ -167,7 +167,7 @@ def test_a_child_of_another_host_ends_when_pings_cease(tmp_path):
     supervisor = Supervisor("tcp:127.0.0.1:0")
     process = supervisor.start_child(ping_timeout_s=1.0)
 
-    # Before the first ping nothing is expected: models take their time to load.
+    # No ping is expected before the first ping, because models take time to load.
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(2)
     supervisor.sock.sendall(encode(Ping()))
@@ -196,7 +196,7 @@ def test_a_child_sends_nothing_to_a_listener_without_the_token():
     def listen() -> None:
         with pytest.raises(ProtocolError, match="the peer does not know the token"):
             supervisor.accept()
-        # The proof of a listener that can make none.
+        # The answer of a listener without the token.
         supervisor.sock.sendall(bytes(32))
         assert supervisor.sock.recv(1) == b""
 

@@ -1,4 +1,4 @@
-"""Both ends of a TCP connection prove that they know the token, which does not travel."""
+"""Both ends of a TCP connection prove the token without sending the token."""
 
 from __future__ import annotations
 

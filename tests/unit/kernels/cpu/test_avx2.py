@@ -1,4 +1,4 @@
-"""The CPU kernels as processors without AVX-512 run them, on those that have it, too."""
+"""The AVX2 variants of the CPU kernels, tested on processors with AVX-512 too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Latent attention by the CPU kernels: that of the torch twins, whatever the batch."""
+"""Latent attention of the CPU kernels equals that of the torch twins for any batch."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ int nvrtcDestroyProgram(void**) { return 0; }
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """An empty cache of compiled kernels, and a machine whose torch brings no NVRTC."""
+    """An empty cache of compiled kernels, and a torch without NVRTC."""
     empty = types.ModuleType("nvidia")
     empty.__spec__ = importlib.machinery.ModuleSpec("nvidia", None, is_package=True)
     monkeypatch.setitem(sys.modules, "nvidia", empty)

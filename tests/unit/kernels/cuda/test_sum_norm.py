@@ -102,9 +102,9 @@ def test_squares_are_summed_in_the_order_of_the_triton_kernel(tmp_path, dtype, w
 def sum_of_squares_by_triton(row):
     """The sum that a thread of `triton_norm.rms_norm` sees on an NVIDIA GPU.
 
-    A thread has neighbours, whose squares it adds up by fused multiplications, but the first
-    addition is that of the second square to the first; then threads of a warp, and then
-    warps, add what those have that are farthest away first.
+    A thread adds up the squares of neighbouring elements by fused multiplications; its first
+    addition adds the second square to the first. Then threads of a warp, and then warps, add
+    each other's sums, the most distant first.
     """
     padded = 1 << (len(row) - 1).bit_length()
     values = torch.zeros(padded, dtype=torch.float64)

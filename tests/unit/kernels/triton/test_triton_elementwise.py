@@ -11,7 +11,7 @@ assert _SPEC is not None and _SPEC.loader is not None
 _tests = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(_tests)
 
-# Tests and fixtures by their names there; the mark that asks for a GPU stays behind.
+# Tests and fixtures keep their names; the mark that requires a GPU is not imported.
 _NAMES = [name for name in vars(_tests) if name.startswith("test_") or name in ("dtype", "ops")]
 globals().update({name: vars(_tests)[name] for name in _NAMES})
 pytestmark = _tests.pytestmark[1:]

@@ -44,7 +44,7 @@ def test_sums_are_those_of_the_plain_twin(tokens, experts, chosen, hidden, inner
 
 
 def test_ranks_with_some_of_the_experts_sum_to_the_result_of_all_experts():
-    # Ranks that hold one, none and two of the token's experts.
+    # Ranks with one, zero and two of the token's experts.
     x, weights, _, gate_up, down = make(1, 6, 3, 128, 640)
     ids = torch.tensor([[4, 2, 0]], dtype=torch.int32)
     parts = [

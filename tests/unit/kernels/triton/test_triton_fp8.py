@@ -1,7 +1,7 @@
 """FP8 products in Triton's interpreter: those of the plain twin.
 
-The interpreter rounds to FP8 otherwise than a GPU: inputs here are FP8 numbers times powers of
-two, which need no rounding. Rounding is compared on a GPU (tests/gpu/test_fp8.py).
+The interpreter's rounding to FP8 differs from a GPU's. Inputs here are FP8 numbers times powers
+of two, which need no rounding. Rounding is compared on a GPU (tests/gpu/test_fp8.py).
 """
 
 from __future__ import annotations

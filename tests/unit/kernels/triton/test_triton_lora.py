@@ -1,4 +1,4 @@
-"""Adapters in Triton's interpreter: the sums of the plain twin, whatever the mixture."""
+"""Adapters in Triton's interpreter: the sums of the plain twin, for any mixture."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RANKS = ((4, 8, 0), (16, 0, 3), (0, 40, 20))
 
 
 def make_tables(width: int, rows: tuple[int, ...], generator: torch.Generator) -> AdapterTables:
-    """Three adapters of other sizes; target 1 is another layer's."""
+    """Three adapters of different sizes; target 1 belongs to another layer."""
     places = torch.zeros(3, 4, 3, dtype=torch.int64)
     pieces, size = [], 0
     for slot, ranks in enumerate(RANKS):

@@ -81,7 +81,7 @@ def test_the_best_score_wins_whichever_id_has_the_best_bound(distance, is_first,
     sampled = Sampled([SamplingParams(top_p=1.0, seed=11)])
     keys = noise.noise_keys(*(np.array([x], dtype=np.uint64) for x in (11, 0, 5)))
     gumbel = noise.gumbel(torch.from_numpy(keys), torch.arange(vocab_size)[None])[0]
-    # An exponential wait is bounded by its uniform number, which is far below long ones.
+    # The uniform number bounds an exponential wait from below, far below long waits.
     waits = (-gumbel).exp()
     shift = distance if is_first else -distance
     loser = next(

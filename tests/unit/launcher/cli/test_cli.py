@@ -1,4 +1,4 @@
-"""The command itself, whatever it was started with."""
+"""The `trimaran` command itself, with any streams and arguments."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def repository(tmp_path):
 
 @pytest.fixture
 def ssh(tmp_path, monkeypatch):
-    """A program by the name of ssh that knows one host by another name."""
+    """A program named ssh whose configuration has an alias for one host."""
     folder = tmp_path / "bin"
     folder.mkdir()
     path = folder / "ssh"

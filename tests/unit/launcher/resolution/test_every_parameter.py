@@ -11,7 +11,7 @@ from trimaran.worker.config.engine_config import EngineConfig
 WINDOW = {"max_attention_window_size": "64"}
 GUIDED = {"guided_decoding_backend": "xgrammar"}
 
-# The keys that are set besides, and the key's value; {folder} and {file} exist.
+# The other set keys, and the key's value; {folder} and {file} exist.
 REACH_THE_ENGINE = {
     "gpt_model_type": ({}, "V1"),
     "gpt_model_path": ({}, "{folder}/hf2"),
@@ -47,7 +47,7 @@ ELSEWHERE = {
     # They need flags or GPUs to place groups by: test_resolver.py.
     "participant_ids",
     "num_nodes",
-    # False is refused beside host memory, as blocks there are of no other use.
+    # False is refused beside host memory, because blocks there have no other use.
     "kv_cache_onboard_blocks",
 }
 

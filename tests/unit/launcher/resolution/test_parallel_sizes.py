@@ -1,4 +1,4 @@
-"""Which products of tensor, pipeline, data and expert sizes make a layout, and which none."""
+"""Valid and invalid products of tensor, pipeline, data and expert sizes."""
 
 from __future__ import annotations
 

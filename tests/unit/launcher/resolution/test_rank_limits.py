@@ -1,4 +1,4 @@
-"""How many ranks a server may have, whatever asks for them."""
+"""The limit on a server's ranks, from every source of the number."""
 
 from __future__ import annotations
 

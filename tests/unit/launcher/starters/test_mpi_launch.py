@@ -26,7 +26,7 @@ VERSIONS = {
 
 
 def program(folder: Path, name: str, says: str) -> Path:
-    """An mpirun that only knows its version."""
+    """An mpirun that only prints its version."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / name
     path.write_text(f"#!/bin/sh\ncat <<'X'\n{says}\nX\n")

@@ -31,7 +31,7 @@ def start(program: str, incarnation: int = 2) -> subprocess.Popen[bytes]:
 
 
 async def kill_and_hear(ranks: list[subprocess.Popen[bytes]], late_s: float) -> str:
-    """What the watch says of the death of the last rank, killed ``late_s`` after its start."""
+    """The watch's reports on the death of the last rank, killed ``late_s`` after its start."""
     told: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     watch = RankWatch(TAG, 2, len(ranks), lambda text: told.done() or told.set_result(text))
     await asyncio.sleep(late_s)

@@ -1,4 +1,4 @@
-"""The folders that an MPI library is told to use, and their end."""
+"""The session folders of an MPI library, and their deletion."""
 
 from __future__ import annotations
 

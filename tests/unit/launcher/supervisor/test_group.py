@@ -1,4 +1,4 @@
-"""A group whose processes are started elsewhere, as the orchestrator's are."""
+"""A group whose processes another process starts, like groups of the orchestrator."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trimaran.launcher.supervisor.group import Group, GroupEvents
 
 
 class Spawned:
-    """A starter without a process of its own, whose ranks end by themselves."""
+    """A starter without a process, whose ranks end by themselves."""
 
     pid, status, is_over, title = 0, None, True, "1 rank"
 
@@ -48,7 +48,7 @@ def serving_group(hang_timeout_s, **told):
 
 
 async def stop_twice():
-    """Seconds until a group is known to have ended that was told so again amid its end."""
+    """Seconds until the end of a group that gets a second stop command while ending."""
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
     group, link = serving_group(60, on_stopped=lambda _: ended.set())
@@ -65,13 +65,12 @@ def test_a_second_stop_of_a_group_does_not_extend_its_deadline():
 
 
 def _timers():
-    # Asked for its __class__, an object of torch warns; other tests may have imported that.
+    # Objects of torch warn on access to __class__; other tests may have imported torch.
     return [each for each in gc.get_objects() if issubclass(type(each), asyncio.TimerHandle)]
 
 
 async def timers_after(num_pings):
-    """Timers that came to be, and are left, once a group's rank was asked so often whether
-    it lives."""
+    """Created and remaining timers after many pings of a group's rank."""
     # Objects of earlier tests in this process, held so that their addresses are not reused.
     before = _timers()
     asked = asyncio.Event()

@@ -1,4 +1,4 @@
-"""Worker groups that come and go while the supervisor runs, asked for by the front end."""
+"""Worker groups that start and stop at the front end's request while the supervisor runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 
 class Asked:
-    """A supervisor whose front end asks for what a test writes."""
+    """A supervisor whose front end sends requests that a test writes."""
 
     def __init__(self, server: Any, folder: Path) -> None:
         self.server = server
@@ -34,7 +34,7 @@ class Asked:
         return self._num_requests
 
     def reply(self, number: int) -> dict[str, Any]:
-        """The reply to a request, once it is there."""
+        """The reply to a request, after its arrival."""
         match = self.server.wait_for(rf'reply (.*"request_id": {number}[,}}].*)\n')
         reply: dict[str, Any] = json.loads(match[1])
         return reply
@@ -46,7 +46,7 @@ class Asked:
         return self.ask("start_groups", model=model, folder=str(folder), generation=generation)
 
     def states(self, group: str) -> list[dict[str, Any]]:
-        """Everything that the front ends were told of a group."""
+        """All reports about a group to the front ends."""
         told = [
             json.loads(line.partition("state ")[2])
             for line in self.server.log.splitlines()

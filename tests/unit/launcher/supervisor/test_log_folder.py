@@ -15,7 +15,7 @@ def test_a_log_folder_that_cannot_be_written_is_refused(tmp_path):
     write_model(repository / "tensorrt_llm", gpt_model_path=str(BASE))
     logs = tmp_path / "logs"
     logs.mkdir(mode=0o555)
-    # Root may write everywhere, unless it gives that up.
+    # Root may write everywhere until it drops this capability.
     as_owner = ["setpriv", "--bounding-set", "-dac_override,-dac_read_search"]
     serve = [Path(sys.executable).with_name("trimaran"), "serve"]
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""The server's output once it serves, and the ready file."""
+"""The output of a ready server, and the ready file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A front end that computes is given longer than one that does nothing."""
+"""A computing front end has more time to answer than an idle front end."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def silent():
 
 
 def looks_until_judged(signs: SignsOfLife, connection: Connection) -> tuple[int, str]:
-    """How many looks it took until the process was given up, and the reason."""
+    """The number of checks until the process was declared hung, and the reason."""
     for count in range(1, 1000):
         silence = signs.look([connection], is_loading=False)
         if silence is not None:

@@ -53,7 +53,7 @@ def test_cgroup_v1_limits_are_read_from_each_controller(groups):
         "memory/memory.limit_in_bytes": f"{GIB}\n",
         "memory/memory.stat": f"rss 1\ntotal_rss {GIB // 2}\n",
     }
-    # The paths are those of the host, and not there in the container.
+    # The paths are those of the host and do not exist in the container.
     where = groups("3:cpu:/docker/0123\n4:memory:/docker/0123\n1:name=systemd:/\n", files)
     assert usable_cores(*where) == 1
     assert free_memory_bytes(*where) == GIB // 2

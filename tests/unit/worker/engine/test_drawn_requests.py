@@ -18,7 +18,8 @@ TASKS = (5, 9)
 
 @pytest.fixture(scope="module")
 def models(model_folder):
-    """By LoRA task, 0 for none: transformers' model, and the request's adapter fields."""
+    """By LoRA task (0 without adapter): transformers' model, and the request's adapter
+    fields."""
     adapters = {task: make_adapter(model_folder, seed=task) for task in TASKS}
     found = {
         task: (

@@ -97,7 +97,8 @@ def test_a_prefix_hit_changes_no_token(make_engine, prompt_of, expected, depth):
 
     assert {key: driver.output(request) for key, request in requests.items()} == expected
     # Whole blocks of 16, 17, 40 and 100 tokens, for two requests each, except that one request
-    # takes over the block of the first 16. Also the blocks in which 15, 40 and 100 tokens end.
+    # takes over the block of the first 16. The count includes the partial blocks at the ends of
+    # 15, 40 and 100 tokens.
     num_whole, num_ends = 2 * (1 + 1 + 2 + 6) - 1, 2 * 3
     reused = driver.engine.stats()["kv_reused_blocks"] - reused_before
     assert reused == num_whole + num_ends

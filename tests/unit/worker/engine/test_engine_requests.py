@@ -346,7 +346,7 @@ def test_gauges_equal_the_state_of_the_engine(make_engine):
     assert (first["active_requests"], first["scheduled_requests"]) == (3, 2)
     assert (first["context_requests"], first["generation_requests"]) == (2, 0)
     assert (first["waiting_requests"], first["paused_requests"]) == (1, 0)
-    # 20 tokens, then 28 of the other 44 of the budget: a chunk ends with a block.
+    # 20 tokens, then 28 of the remaining budget of 44: a chunk ends at the end of a block.
     assert first["total_context_tokens"] == 20 + 32
     assert first["kv_used_blocks"] == 2 + 2
     assert first["kv_free_blocks"] == 16 - 4

@@ -18,7 +18,7 @@ CONFIGS = {**models.dense_configs(), **models.latent_configs()}
     scope="module", params=["mistral", "qwen3", "phi3", "gemma2", "gemma3", "deepseek3"]
 )
 def checkpoint(request, tmp_path_factory):
-    """A Hugging Face folder, and transformers' model of it."""
+    """A Hugging Face folder, and transformers' model of this folder."""
     folder = tmp_path_factory.mktemp(request.param)
     theirs = models.save_huggingface(folder, CONFIGS[request.param])
     return folder, theirs
@@ -26,7 +26,7 @@ def checkpoint(request, tmp_path_factory):
 
 @pytest.fixture
 def model_folder(checkpoint, tmp_path):
-    """The engine folder that is built from it."""
+    """The engine folder built from the Hugging Face folder."""
     output = tmp_path / "engine"
     assert main(["build", "--checkpoint", str(checkpoint[0]), "--output", str(output)]) == 0
     return output
@@ -71,7 +71,7 @@ def test_a_narrower_window_of_the_cache_overrides_the_window_of_the_model(make_e
 
     assert windows() == [9, 9, 0, 9, 9, 0]
     assert windows(attention_windows=(5, 50)) == [5, 9, 5, 9, 5, 50]
-    # A window that no sequence exceeds is none.
+    # A window that no sequence exceeds has no effect.
     assert windows(max_seq_len=9, max_input_len=8) == [0] * 6
 
 
@@ -115,7 +115,8 @@ def test_warm_up_steps_run_few_layers_and_leave_nothing(make_engine, checkpoint,
 
     load_product_kernels(engine.runner, engine.scheduler.config)
 
-    # The first layer is dense, the others have experts, and the last may skip tokens.
+    # The first layer is dense, the other layers have experts, and the last layer may skip
+    # tokens.
     assert set(ran) == {0, 1, len(layers) - 1}
     prompts = models.prompts(3, 22, 61)
     expected = models.reference_greedy(checkpoint[1], prompts, NUM_TOKENS)

@@ -1,4 +1,4 @@
-"""When the first layer's product is looked up, and the reasons if it is not."""
+"""Use of the first-layer table, and the reasons against its use."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def looks_up(model, memory, **changes):
         ((50 * TABLE, 50 * TABLE), {}, True),
         ((50 * TABLE, 50 * TABLE), {"first_layer_table": False}, False),
         ((50 * TABLE, 50 * TABLE), {"deterministic": True}, False),
-        # More than a fiftieth of the memory: only if asked for.
+        # More than a fiftieth of the memory: only on request.
         ((49 * TABLE, 49 * TABLE), {}, False),
         ((49 * TABLE, 49 * TABLE), {"first_layer_table": True}, True),
         ((2 * TABLE - 1, 99 * TABLE), {}, False),

@@ -1,4 +1,4 @@
-"""A request's outputs besides ids: logits of prompt and output, and figures."""
+"""A request's outputs except ids: logits of prompt and output, and perf metrics."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def after_steps(
 
 def test_planning_waits_for_most_of_the_step_in_flight_and_leaves_time_to_launch():
     timing, now = after_steps(0.010, 0.001)
-    # 1.25 ms for planning and 0.4 ms besides.
+    # 1.25 ms for planning and a margin of 0.4 ms.
     assert timing.spare_s(now) == pytest.approx(0.00835)
     assert timing.spare_s(now + 0.0072) == pytest.approx(0.00115)
     assert timing.spare_s(now + 0.0083) == 0
@@ -68,7 +68,7 @@ def test_the_time_of_a_step_with_prompts_is_estimated_by_its_tokens():
     timing, now = after_steps(0.010, 0.001)
     timing.planned(now, now + 0.001, 500)
     timing.arrived(now + 0.010, has_waited=True)
-    # How long it takes is not known yet: no longer than a decode, for all that is known.
+    # The duration of this step is unknown yet: the estimate is that of a decode.
     assert timing.spare_s(now + 0.010) == pytest.approx(0.00835)
     timing.planned(now, now + 0.001, 250)
     timing.arrived(now + 0.025, has_waited=True)

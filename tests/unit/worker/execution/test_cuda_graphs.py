@@ -73,7 +73,7 @@ def test_gpu_all_reduce_settings_are_refused_on_the_cpu(changes, complaint):
 
 
 def layout(tp_size=1, dp_size=1, moe_ep_size=-1, pp_size=1, hosts=()):
-    """An engine's parallel configuration, and the layout as a rank sees it."""
+    """An engine's parallel configuration, and the layout of a rank."""
     sizes = {"tp_size": tp_size, "pp_size": pp_size, "dp_size": dp_size}
     experts = expert_sizes(-1, moe_ep_size, tp_size, dp_size)
     parallel = ParallelConfig(**sizes, moe_tp_size=experts[0], moe_ep_size=experts[1])
@@ -81,7 +81,8 @@ def layout(tp_size=1, dp_size=1, moe_ep_size=-1, pp_size=1, hosts=()):
 
 
 def choose(ranks, **changes):
-    """The largest decode and the largest step with prompts that are captured; 0 for none."""
+    """The largest captured decode and the largest captured step with prompts; 0 without
+    capture."""
     parallel, topology = ranks
     config = EngineConfig(
         model="test",

@@ -1,4 +1,4 @@
-"""A step's inputs made by the GPU's kernels equal those that the CPU makes."""
+"""A step's inputs from the kernels for GPUs equal those of the CPU."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def test_a_last_layer_with_sampled_queries_alone_gives_the_tokens_and_caches_of_
 
     assert found[0] == found[1]
     assert any(found[0])
-    # By the runner with a GPU's kernels, in its last layer.
+    # Counted in the last layer of the runner with the kernels for GPUs.
     assert num_narrow > 0
     caches = [runner.groups[0].pool[:-1] for runner in runners]
     torch.testing.assert_close(*caches, atol=2e-5, rtol=1e-4, equal_nan=True)

@@ -40,7 +40,7 @@ def test_hot_experts_move_to_different_ranks():
 
     assert placement.imbalance(tokens) == pytest.approx(20 / 11)
     assert new.imbalance(tokens) == 1.0
-    # One pair of experts is exchanged; the others stay in their slots.
+    # One pair of experts is exchanged; the other experts stay in their slots.
     assert len(placement.moves_to(new)) == 2
 
 
@@ -83,7 +83,7 @@ def test_with_a_slot_for_every_expert_every_part_holds_all_experts(num_parts, lo
     assert [sorted(part) for part in new.experts.tolist()] == [list(range(8))] * num_parts
     assert len(placement.moves_to(new)) >= 8 * (num_parts - 1)
     assert new.imbalance(tokens) == pytest.approx(1.0)
-    # From then on no expert moves.
+    # Afterwards no expert moves.
     assert new.balanced(tokens[::-1].copy()) is new
 
 
@@ -99,7 +99,8 @@ def test_balanced_loads_fill_empty_slots_and_move_no_expert():
 
 def test_slots_stay_empty_if_copies_would_raise_the_busiest_parts_load():
     placement = Placement.initial(4, 2, 2)
-    # Equal sums of one large and one small load, or of two equal ones: copies unbalance them.
+    # Equal sums of a large and a small load, or of two equal loads: copies would unbalance the
+    # parts.
     tokens = np.array([20, 1, 11, 10])
 
     assert placement.imbalance(tokens) == 1.0

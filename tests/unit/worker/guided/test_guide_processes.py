@@ -30,7 +30,7 @@ START_S = 250.0
 
 
 class Processes:
-    """The process that forks, made since ``others`` were there, and its copies."""
+    """The forking process that was started after ``others``, and its copies."""
 
     def __init__(self, others: list[psutil.Process]) -> None:
         self._others = others
@@ -68,7 +68,7 @@ def all_end(processes: list[psutil.Process]) -> bool:
 def wait_until(is_so, seconds=PATIENT_S):
     end = time.monotonic() + seconds
     while not is_so():
-        assert time.monotonic() < end, "it does not come to be"
+        assert time.monotonic() < end, "the condition was not met in time"
         # Every look walks through all processes of the machine.
         time.sleep(0.1)
 
@@ -84,7 +84,7 @@ def pool():
 
 @pytest.fixture(scope="module")
 def compiler_and_processes(pool):
-    """A compiler whose slow guides come to the last level soon."""
+    """A compiler whose slow guides soon reach the last level."""
     processes = Processes(psutil.Process().children())
     config = GuidedConfig(backend="xgrammar", timeout_s=250.0)
     made = GuideCompiler(config, str(MODEL), NUM_IDS, slices_s=SLICES_S)
@@ -120,7 +120,7 @@ def test_a_guide_cancelled_at_the_start_of_its_compilation_leaves_no_traceback(p
     pool.close_one(pool.compile("regex", "ready", PATIENT_S, lambda: True))
     process, first = pool._take(lambda: True)
     connection = process._connection
-    # The copy has its task, and has not noticed yet that the other end is closed.
+    # The copy has its task, and has not noticed the closed connection yet.
     with socket.socket(fileno=os.dup(connection.fileno())) as ours:
         ours.shutdown(socket.SHUT_RD)
 
@@ -151,7 +151,7 @@ def test_requests_with_the_same_guide_share_one_compilation_despite_cancellation
 def test_a_guide_without_requests_ends_at_once_and_the_next_slow_guide_starts(
     compiler, processes
 ):
-    # As many as are compiled at a time at the last level, which lasts minutes.
+    # The number of concurrent compilations at the last level, each of which lasts minutes.
     slow = [compiler.submit("json_schema", slow_schema(number)) for number in range(2)]
     slow.append(compiler.submit("json_schema", slow_schema(1)))
     wait_until(lambda: len(processes.at_work()) == 2)
@@ -172,7 +172,8 @@ def test_a_guide_without_requests_ends_at_once_and_the_next_slow_guide_starts(
 
 
 def test_compiler_processes_that_end_are_replaced(compiler, processes):
-    # All of them, idle or not, then the one that compiles, whose guide may be the reason.
+    # All idle processes end first, and then the compiling process, because its guide may be the
+    # reason.
     slow = compiler.submit("json_schema", slow_schema(0))
     wait_until(processes.at_work)
     processes.kill_all()

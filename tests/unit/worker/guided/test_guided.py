@@ -160,7 +160,7 @@ def test_a_replayed_request_whose_output_completes_its_guide_ends(driver):
 def test_an_output_without_an_end_id_continues_while_its_guide_allows_a_token(
     driver, kind, guide, expected
 ):
-    # Even the tokenizer's own end id is masked, however likely it is.
+    # Even the tokenizer's end id is masked, for any probability.
     bias = np.zeros(TOKENIZER.get_vocab_size(), dtype="<f4")
     bias[END] = 100.0
 
@@ -341,7 +341,7 @@ def test_the_tokenizer_of_guides_is_read_from_the_tokenizer_info_file(tmp_path, 
 
 
 def test_the_gpu_masks_as_the_cpu_does():
-    """In Triton's interpreter."""
+    """The kernel runs in Triton's interpreter."""
     import torch
 
     from trimaran.kernels.triton.logits import apply_masks

@@ -176,7 +176,7 @@ def test_schemas_with_annotations_and_supported_keywords_are_served(driver, sche
 
 @pytest.mark.parametrize("limits", [{"minLength": 2, "maxLength": 4}, {"maxLength": 600}])
 def test_a_string_with_a_length_has_no_unescaped_control_characters(driver, limits):
-    # With a bias that makes control characters as likely as possible.
+    # The bias makes control characters as likely as possible.
     bias = np.zeros(TOKENIZER.get_vocab_size(), dtype="<f4")
     bias[ids("\x01") + ids("\x1f") + ids("\t")] = 100.0
     schema = json.dumps({"type": "string", **limits})

@@ -1,4 +1,4 @@
-"""Guides that take long to compile: their requests fail by the limit, and others go on."""
+"""Slowly compiling guides: their requests fail at the limit, and other requests continue."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def serve():
 
 @pytest.fixture(scope="module")
 def driver(serve):
-    """A driver whose guides may take very long."""
+    """A driver with a very long time limit for guides."""
     return serve(250.0)
 
 

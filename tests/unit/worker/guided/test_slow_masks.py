@@ -1,4 +1,4 @@
-"""Guides whose masks take long: their requests fail, and other requests do not wait."""
+"""Guides with slow masks: their requests fail, and other requests do not wait."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_other_requests_continue_while_a_mask_is_computed(serve):
     while not all((request, 0) in driver.reasons for request in others):
         driver.step()
 
-    # Steps of others are much faster than these masks.
+    # Steps of other requests are much faster than these masks.
     assert len(driver.output(slow)) - come < 60
     driver.engine.cancel("client", [slow])
     driver.run(max_steps=1_000_000)

@@ -1,4 +1,5 @@
-"""Random histories of sequences: no block is lost, and none holds another sequence's KV."""
+"""Random histories of sequences: no block is lost, and no block holds KV of another
+sequence."""
 
 import random
 from array import array
@@ -20,7 +21,7 @@ from trimaran.worker.scheduling.step_plan import ScheduledStep
 from trimaran.worker.steps.step_types import NO_ID
 
 NUM_REQUESTS, END = 40, 8
-# After the first seeds, those of histories that failed once.
+# The first seeds, and seeds of histories that have failed.
 SEEDS = [*range(24), 219, 220, 354, 398, 529, 530, 704, 739]
 POLICIES = ["max_utilization", "max_utilization", "guaranteed_no_evict", "static_batch"]
 
@@ -53,7 +54,7 @@ class History:
             is_reserving=not config.can_preempt,
             switch_at=0 if window else rng.choice([0, 20]),
         )
-        # A separate generator, so that other draws of a seed stay as they were.
+        # A separate generator keeps the other draws of a seed unchanged.
         draw = random.Random(seed)
         if draw.random() < 0.5:
             share = draw.choice([0.1, 0.5, 1.0])
@@ -159,7 +160,7 @@ class History:
     def note(self, emissions) -> None:
         for sequence, _, reason in emissions:
             place = sequence.request.number, sequence.index
-            assert place not in self.ended, "a sequence that has ended is told of"
+            assert place not in self.ended, "an ended sequence is reported"
             if reason is not FinishReason.NOT_FINISHED:
                 self.ended.add(place)
 

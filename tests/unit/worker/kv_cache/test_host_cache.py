@@ -102,7 +102,7 @@ def test_a_host_slot_replaced_twice_in_a_step_gets_the_last_content():
     pool = BlockPool(4, HostPool(2))
     for block in pool.allocate(4):
         pool.publish(block, bytes([block]))
-    # This content keeps its slot, so that all others share one slot.
+    # This content keeps its slot, so that all other content shares one slot.
     pool.retain(bytes([0]), Retention(80))
     pool.release([3, 2, 1, 0])
 

@@ -17,7 +17,7 @@ PAGE = mmap.PAGESIZE
 
 
 class Locks:
-    """Locks ranges like the driver: whole pages, none twice; the first ``room`` calls
+    """Locks ranges like the driver: whole pages, no page twice. The first ``room`` calls
     succeed."""
 
     def __init__(self, room=1000):

@@ -14,7 +14,7 @@ ROOT = root_hash(b"", 0)
 
 
 def start(manager: KVCacheManager, ids: array, root: bytes = ROOT):
-    """Admit a sequence, give it all its blocks and publish them as computed."""
+    """Admit a sequence, allocate all its blocks and publish the blocks as computed."""
     manager.begin_step()
     blocks = SequenceBlocks(len(manager.pools), root)
     manager.extend_hashes(blocks, ids)

@@ -119,7 +119,7 @@ def test_content_behind_a_shared_prefix_may_fill_both_partitions(is_placed):
         manager.set_partitions([bytes(draw.randrange(2) for _ in range(num_blocks))])
     for number in range(40):
         converse(manager, array("i", [number] * 10 * size))
-    # In 310 blocks; all sequences begin with the same 10 blocks in one partition.
+    # The sequences take 310 blocks and all begin with the same 10 blocks in one partition.
     chats = [array("i", [100] * 10 * size + [number] * 10 * size) for number in range(30)]
     for _ in range(2):
         for ids in chats:

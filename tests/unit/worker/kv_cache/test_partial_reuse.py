@@ -12,7 +12,8 @@ SIZE = 8
 
 
 def start(manager, ids):
-    """Admit a sequence and give it all its blocks; returns it and its cached tokens."""
+    """Admit a sequence and allocate all its blocks; returns the sequence and its cached
+    tokens."""
     manager.begin_step()
     blocks = start_of(manager, ids)
     num_cached, _ = manager.begin(blocks, manager.prefixes.find(blocks, len(ids), ids))
@@ -170,5 +171,5 @@ def test_a_sequence_that_needs_the_whole_cache_starts_beside_a_matching_partial_
     planner.add(prompt=[1, 2, 3, 4, 5, 6, *range(10, 34)], max_tokens=num_blocks * BLOCK - 29)
 
     while planner.scheduler.has_requests:
-        assert planner.step(), "it waits for ever"
+        assert planner.step(), "the request waits for ever"
     planner.check_empty()

@@ -37,8 +37,7 @@ class DataParallelRanks:
         self.adapters.is_open = lambda request: request in self.open
 
     def ask(self, task, rank, weights=None, name="") -> Request:
-        """A request with an adapter: a known one, one that ``weights`` bring, or of a
-        folder."""
+        """A request with an adapter: cached, sent as ``weights``, or from a folder."""
         request = Request(
             source="client",
             request_id=0,
@@ -48,7 +47,7 @@ class DataParallelRanks:
             dp_rank=rank,
             has_adapter=True,
         )
-        # As front ends send it: a task id alone has no further fields.
+        # Front ends send a task id alone without further fields.
         adapter = {} if weights is None else on_the_wire(self.weights[weights])
         adapter = {"name": name} if name else adapter
         message = Submit(

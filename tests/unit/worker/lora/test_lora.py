@@ -24,7 +24,7 @@ def adapters(model_folder):
 
 @pytest.fixture(scope="module")
 def references(model_folder, adapters):
-    """Transformers with each adapter merged in; 0 has none."""
+    """Transformers with each adapter merged in; number 0 has no adapter."""
     return {0: merged(model_folder, [])} | {
         task: merged(model_folder, adapter) for task, adapter in adapters.items()
     }
@@ -371,7 +371,7 @@ def test_a_request_that_waited_for_an_adapter_starts_before_later_and_after_urge
 
     assert len(driver.output(first)) == 30
     order = [request for request, _ in driver.reasons if request in asked]
-    # The urgent requests, then the others, each in order of arrival.
+    # The urgent requests, then the other requests, each in order of arrival.
     assert order == [asked[3], asked[4], asked[5], asked[0], asked[1], asked[2]]
     driver.check_idle()
 

@@ -90,7 +90,7 @@ def test_an_incomplete_adapter_file_is_refused_until_its_last_byte_is_written(
     write(tmp_path / "a", adapter, form)
     whole = (tmp_path / "a" / form).read_bytes()
     os.truncate(tmp_path / "a" / form, size)
-    # At the start it is left out.
+    # The adapter is left out at the start.
     driver = make_engine(lora=LoraConfig(prefetch_dir=str(tmp_path)))
     good = driver.submit([1, 2, 3], max_tokens=LENGTH)
 
@@ -293,7 +293,7 @@ def test_other_requests_run_while_an_adapter_is_sent_in_chunks(
     assert len(driver.output(running)) == 100
     expected = greedy(merged(model_folder, adapter), prompt_of(20), LENGTH)
     assert driver.output(last) == expected
-    # With no other work it arrives at once.
+    # Without other work the adapter arrives at once.
     alone = driver.submit(prompt_of(20), max_tokens=LENGTH, **given["b"])
     driver.step()
     assert pieces[-1] == size and len(driver.output(alone)) == 1
@@ -315,7 +315,7 @@ def test_weights_of_an_adapter_without_room_are_not_read(
     other = {"adapter": {"name": "b"}}
     if place == "request":
         other = {"adapter_id": 5, "adapter": on_the_wire(adapter)}
-    # From now on its values need no second check.
+    # Its values need no second check.
     driver.submit([1], max_tokens=1, **other)
     driver.run()
     running = driver.submit([1], max_tokens=LENGTH, adapter={"name": "a"})
@@ -348,7 +348,7 @@ def test_adapters_with_waiting_requests_are_sent_first(
     given = {task: {**on_the_wire(adapter), "digest": b"%d" % task} for task in range(1, 6)}
     running = driver.submit([1], max_tokens=125)
     driver.step()
-    # For example, a front end tells an engine that was restarted.
+    # For example, a front end sends the adapter to a restarted engine.
     for task in (1, 2, 3):
         driver.engine.keep_adapter(KeepAdapter(adapter_id=task, adapter=given[task]))
     gone = driver.submit([1], max_tokens=1, adapter_id=4, adapter=given[4])

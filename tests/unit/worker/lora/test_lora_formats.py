@@ -143,7 +143,7 @@ def test_files_of_the_converter_are_read_back(adapter, tmp_path, name):
 def test_an_adapter_that_does_not_fit_is_refused_by_row(make_engine, adapter, row, text):
     driver = make_engine()
     tensors = to_tensors(adapter)
-    # In place of the first row, or of the row itself.
+    # The value replaces the first row, or the row itself.
     tensors.config_N3[4 if row[0] == 5 else 0] = row
 
     with pytest.raises(RequestError, match=f"LoRA task 7: .*{text}"):

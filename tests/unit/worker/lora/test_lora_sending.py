@@ -44,7 +44,7 @@ def test_an_idle_engine_sends_new_adapters_to_its_ranks(make_engine, adapter):
     store = driver.engine.runner.adapters
     for number in driver.engine._adapters._on_host:
         store.wait_for(number)
-    # In chunks: requests that arrive meanwhile do not wait for all of them.
+    # The adapters are sent in chunks: new requests do not wait for all chunks.
     size = sum(one.a.nbytes + one.b.nbytes for one in adapter)
     assert driver.num_steps > 2 * size // (2 * PIECE_BYTES)
     assert driver.engine.scheduler.step == 0

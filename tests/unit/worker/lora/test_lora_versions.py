@@ -61,7 +61,7 @@ def test_weights_written_after_the_lookup_of_a_folder_are_checked_as_a_new_versi
         patches.setattr(AdapterFolders, "read", rewrite)
         with pytest.raises(RequestError, match="holds nan") if is_known else nullcontext():
             ask(0, adapter={"name": "a"})
-    # As it was at the look-up, its time included.
+    # The file is restored with its time at the look-up.
     aside.replace(tmp_path / "a" / PEFT)
     with nullcontext() if is_known else pytest.raises(RequestError, match="holds nan"):
         ask(0, adapter={"name": "a"})

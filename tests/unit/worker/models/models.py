@@ -157,8 +157,8 @@ def longrope_config() -> Phi3Config:
 
 
 def two_rotations_config() -> Gemma3TextConfig:
-    """A Gemma 3 whose layers without windows have a scaled rotation, and the others a plain
-    one."""
+    """A Gemma 3 whose layers without windows have a scaled rotation; the other layers have a
+    plain rotation."""
     long = {"rope_type": "longrope", "rope_theta": 5000.0}
     long["original_max_position_embeddings"] = 32
     long["short_factor"] = [1.0 + 0.1 * number for number in range(10)]
@@ -169,7 +169,7 @@ def two_rotations_config() -> Gemma3TextConfig:
 
 
 def dense_configs() -> dict[str, Any]:
-    """Families besides Llama and GPT-2, each with its special features."""
+    """Families other than Llama and GPT-2, each with its special features."""
     return {name: kind(**{**_ODD, **changes}) for name, (kind, changes) in _ODD_DENSE.items()}
 
 
@@ -312,7 +312,7 @@ def save_huggingface(
     torch.manual_seed(1)
     model = _kind_of(config).from_config(config).eval()
     for name, parameter in model.named_parameters():
-        # Norms and biases start as ones and zeros, which would hide errors.
+        # Norms and biases start as 1 and 0, which would hide errors.
         if parameter.dim() == 1:
             torch.nn.init.normal_(parameter, 1.0 if "bias" not in name else 0.0, 0.2)
     for name, buffer in model.named_buffers():
@@ -374,8 +374,8 @@ def load_ours(
 def reference_greedy(model: Any, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
     """Transformers' continuation of each prompt, one at a time and without a cache.
 
-    Where a sequence exceeds LongRoPE's short factors, `generate` of transformers 5.17 drops
-    the cache but goes on with the last token alone, as if it had no context.
+    When a sequence exceeds LongRoPE's short factors, `generate` of transformers 5.17 drops the
+    cache but continues with the last token alone, as if the token had no context.
     """
     outputs = []
     for prompt in prompts:

@@ -39,9 +39,9 @@ class PagedRun:
         wanted: Tensor | None = None,
         makes_all_queries: bool = True,
     ) -> Tensor:
-        """Run one step that gives each sequence a chunk of tokens. Returns its hidden states,
-        or those of the wanted tokens; if each of these is the last of its chunk, the last layer
-        may compute their queries alone."""
+        """Run one step that gives each sequence a chunk of tokens. Returns its hidden
+        states, or those of the wanted tokens. If each wanted token is the last of its chunk,
+        the last layer may compute only the queries of wanted tokens."""
         tokens, positions, slots, starts = [], [], [], [0]
         for sequence, ids in chunks.items():
             first = self.lengths[sequence]

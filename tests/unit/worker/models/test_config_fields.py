@@ -32,7 +32,7 @@ def config_of(values):
 
 
 def names_of(name):
-    """The keys that a model's configuration class knows."""
+    """The keys of a model's configuration class."""
     return [field.name for field in fields(type(CONFIGS[name]))]
 
 
@@ -59,7 +59,7 @@ def test_an_omitted_key_has_the_default_of_transformers(name):
         try:
             theirs = AutoConfig.for_model(**json.loads(json.dumps(left))).to_dict()
         except StrictDataclassError:
-            # Their default does not fit the other sizes.
+            # The default of these keys does not match the other sizes.
             continue
         assert ours == config_of({**theirs, "architectures": whole["architectures"]}), key
 

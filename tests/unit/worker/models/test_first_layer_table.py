@@ -26,7 +26,7 @@ OTHERS = {
 
 
 def load_pair(folder, config):
-    """One model that computes its first product, and one that looks it up."""
+    """A model that computes its first product, and a model that looks up the product."""
     models.save_huggingface(folder, config)
     made, looked_up = (models.load_ours(folder, ops=TorchOps()) for _ in range(2))
     make_first_layer_table(looked_up, 64)
@@ -47,7 +47,7 @@ def test_hidden_states_with_the_first_layer_table_equal_those_with_the_product(n
     runs = [PagedRun(model, 2) for model in (made, looked_up)]
     for chunks in steps:
         expected, found = (run.hidden(chunks) for run in runs)
-        # In a batch of more rows than the step's, which torch may add up in another order.
+        # The table's batch has more rows than the step, and torch may add up in another order.
         torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
 
 

@@ -19,7 +19,7 @@ NUM_TOKENS = 40
 
 @pytest.fixture(scope="module", params=[models.longrope_config, models.two_rotations_config])
 def checkpoint(request, tmp_path_factory):
-    """A model stretched from 32 positions to 128, and transformers' model of it."""
+    """A model stretched from 32 positions to 128, and the same model in transformers."""
     folder = tmp_path_factory.mktemp("longrope")
     return folder, models.save_huggingface(folder, request.param())
 
@@ -45,7 +45,7 @@ def model_folder(checkpoint):
         {"policy": "guaranteed_no_evict", "depth": 2},
         {"policy": "static_batch"},
         {"enable_block_reuse": False},
-        # So few blocks that sequences are preempted.
+        # The few blocks cause preemption.
         {"max_tokens": 160, "max_num_batched_tokens": 20},
     ],
     ids=str,

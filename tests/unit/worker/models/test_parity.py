@@ -90,7 +90,7 @@ def test_hidden_states_of_sampled_tokens_equal_theirs_among_all_tokens(pair, mak
 
     found = narrow.hidden(chunks, wanted=wanted, makes_all_queries=makes_all_queries)
 
-    # With products of fewer rows, which torch may add up in another order.
+    # Products of fewer rows, which torch may add up in another order.
     torch.testing.assert_close(found, whole.hidden(chunks)[wanted], atol=2e-6, rtol=1e-5)
     # Further tokens depend on the keys and values of all tokens of all layers.
     following = {0: [3], 1: [5], 2: [8]}
@@ -160,7 +160,7 @@ def test_logits_in_half_precision_are_within_rounding_of_float32(name, dtype, tm
 
     expected = theirs(torch.tensor([prompt])).logits[0].detach().float()
     exact = theirs.float()(torch.tensor([prompt])).logits[0].detach()
-    # No worse than the rounding of transformers itself.
+    # The error is no larger than the rounding error of transformers.
     error = (logits - exact).abs().max()
     assert error <= 1.5 * (expected - exact).abs().max()
 

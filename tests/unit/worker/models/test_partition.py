@@ -1,4 +1,4 @@
-"""Heads and widths that the ranks do not divide: each rank's share, and that none is lost."""
+"""Heads and widths that the ranks do not divide: the share of each rank, and completeness."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_every_head_is_on_one_rank_beside_its_key_value_head(num_heads, num_kv_h
             assert place // local_group < keys.count
             found.append(head)
     assert sorted(found) == list(range(num_heads))
-    # As few key-value heads on a rank as possible.
+    # The smallest possible number of key-value heads on a rank.
     assert shares[0].keys.size == -(-num_kv_heads // size)
 
 

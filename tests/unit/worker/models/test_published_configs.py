@@ -81,7 +81,7 @@ def test_a_published_configuration_means_what_it_does_to_transformers(values):
 
     ours = config_of(values)
 
-    # As transformers writes it today, with all defaults and layer types.
+    # The configuration as transformers writes it today, with all defaults and layer types.
     assert ours == config_of({**theirs, "architectures": values["architectures"]})
     assert ours.eos_token_ids == (7, 8) and ours.dtype == "bfloat16"
 

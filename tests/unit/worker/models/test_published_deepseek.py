@@ -63,7 +63,7 @@ def test_a_published_configuration_means_what_it_does_to_transformers(values):
 
     ours = config_of(values)
 
-    # As transformers writes it today, with all defaults.
+    # The configuration as transformers writes it today, with all defaults.
     assert ours == config_of({**theirs, "architectures": values["architectures"]})
     assert PretrainedConfig.from_dict(ours.to_dict(), "config.json") == ours
 

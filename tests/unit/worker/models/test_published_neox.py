@@ -77,7 +77,7 @@ def config_of(values):
 def test_a_published_configuration_means_what_it_does_to_transformers(values):
     theirs = AutoConfig.for_model(**{**_COMMON, **values}).to_dict()
 
-    # As transformers writes it today, with all defaults.
+    # The configuration as transformers writes it today, with all defaults.
     assert config_of(values) == config_of({**theirs, "architectures": values["architectures"]})
 
 

@@ -21,7 +21,7 @@ from trimaran.worker.layers.linear import LayerContext
 from trimaran.worker.layers.rotary import RotaryEmbedding, amplitude, inverse_frequencies
 from trimaran.worker.parallel.tensor_parallel import ShardPosition
 
-# As in published checkpoints.
+# The values are those of published checkpoints.
 SCALINGS = {
     "llama 3.1": {
         "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,

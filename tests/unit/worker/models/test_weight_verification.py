@@ -20,7 +20,7 @@ from trimaran.worker.models.weights.verification import ShardVerifier
 from trimaran.worker.models.weights.weight_loader import load_shard
 from trimaran.worker.parallel.tensor_parallel import ShardPosition
 
-# The builder forks before it has threads; tests have some.
+# The builder forks before it starts threads, but a test process has threads.
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 
 NAME = "embed_tokens.weight"
@@ -29,7 +29,8 @@ VOCAB_SIZE = 50_000
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """An engine folder's file, its embedding of two chunks, and an empty model for it."""
+    """A file of an engine folder with an embedding of two chunks, and an empty model for the
+    file."""
     folder = tmp_path_factory.mktemp("model")
     models.save_huggingface(folder, models.llama_config(vocab_size=VOCAB_SIZE))
     found = EngineFolder.load(folder)

@@ -1,4 +1,4 @@
-"""When all-reduces are fused with norms: by configuration, and where possible."""
+"""The choice of all-reduces fused with norms: by configuration and hardware."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models with FP8 weights: against transformers, an emulation of it, and over ranks."""
+"""Models with FP8 weights: against transformers, against an emulation, and over ranks."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_all_ranks_together_hold_the_weights_of_a_single_rank(form, size, tmp_pa
 
 
 def floats_of(layer):
-    """A rank's weight as its product sees it."""
+    """A rank's weight as its product reads it."""
     if not isinstance(layer.method, Fp8LinearMethod):
         return layer.weight.data
     product = layer.fp8_product

@@ -11,7 +11,7 @@ from trimaran.worker.sampling.bad_words import pack_bad_words
 
 
 def plain_forbidden(words, ids):
-    """The last ids of the words whose other ids the sequence ends with."""
+    """The last ids of words whose preceding ids are the end of the sequence."""
     return {w[-1] for w in words if w and (len(w) == 1 or ids[1 - len(w) :] == w[:-1])}
 
 

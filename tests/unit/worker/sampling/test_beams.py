@@ -302,7 +302,7 @@ def check_blocks(driver):
 def test_a_streamed_beam_search_gets_output_at_every_step_beside_a_long_prompt(
     make, prompt_of, width
 ):
-    # A chunk of the prompt that would leave one token ends with a block: none is left over.
+    # A chunk ends at a block's end if it would leave a single token of the prompt.
     driver = make(max_num_batched_tokens=17, tokens_per_block=4)
     before = driver.submit(prompt_of(110), max_tokens=2)
     driver.step()

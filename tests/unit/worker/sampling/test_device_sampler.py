@@ -171,7 +171,7 @@ def test_a_reset_id_resets_the_top_p_of_its_row_alone():
 
 
 def test_beam_candidates_of_any_width_are_those_of_the_cpu(monkeypatch):
-    # Some parts have beams of other widths, and some have none.
+    # Some parts have beams of other widths, and some parts have no beams.
     monkeypatch.setattr(device_sampler, "_EDITED_ROWS", 2)
     torch.manual_seed(6)
     fields = [

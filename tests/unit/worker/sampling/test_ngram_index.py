@@ -15,7 +15,7 @@ SIZES = [1, 2, 3, 4, 7, 20, 1 << 31]
 
 
 def plain_forbidden(ids: list[int], size: int) -> set[int]:
-    """The last ids of all n-grams whose other ids end the sequence."""
+    """The last ids of all n-grams whose preceding ids are the end of the sequence."""
     places = range(len(ids) - size + 1)
     tail = ids[len(ids) - size + 1 :]
     return {ids[p + size - 1] for p in places if ids[p : p + size - 1] == tail}
@@ -29,7 +29,7 @@ def check(index: NgramIndex, ids: list[int], size: int) -> None:
 
 @pytest.fixture(params=["spread hashes", "equal hashes"])
 def hashes(request, monkeypatch):
-    """With equal hashes the comparison of ids alone tells contexts apart."""
+    """With equal hashes only the comparison of ids distinguishes contexts."""
     if request.param == "equal hashes":
         monkeypatch.setattr(ngram_index, "_MODULUS", 3)
         monkeypatch.setattr(ngram_index, "_BASE", 2)

@@ -203,7 +203,7 @@ def test_top_p_decays_with_every_token_down_to_its_minimum(num_outputs, left):
 
 
 def test_the_minimum_of_top_p_applies_only_to_rows_with_a_decay():
-    # In neither row does a least top-p of 1 raise the top-p.
+    # A minimum top-p of 1 raises the top-p in neither row.
     params = [SamplingParams(top_p=0.25, top_p_min=1.0, seed=seed) for seed in range(300)]
     params += [
         SamplingParams(top_p=0.49, top_p_decay=0.5, top_p_min=1.0, seed=seed)

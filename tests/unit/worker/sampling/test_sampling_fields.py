@@ -1,4 +1,4 @@
-"""Every sampling field of a request takes effect: without it the answer differs."""
+"""Every sampling field of a request takes effect: the answer differs without the field."""
 
 import numpy as np
 import pytest
@@ -46,7 +46,7 @@ EFFECTS = {
     "beam_search_diversity_rate": (BEAMS, 3.0),
 }
 ELSEWHERE = {
-    # Responses are padded with -1, whatever it is.
+    # Responses are padded with -1 for any pad id.
     "pad_id",
     # See test_guided.py: they need a tokenizer.
     "guide_type",

@@ -10,7 +10,8 @@ from trimaran.worker.scheduling.admission_policy import AdmissionPolicy
 
 
 class ShortestPromptFirst(AdmissionPolicy):
-    """Short prompts overtake long ones of their priority, and at most two sequences run."""
+    """Short prompts overtake long prompts of the same priority, and at most two sequences
+    run."""
 
     def rank(self, sequence):
         return (sequence.num_prompt_tokens,)

@@ -96,7 +96,8 @@ def test_blocks_that_another_sequence_has_started_to_use_count_as_shared():
     planner.step()
     waiting = planner.add(prompt=[*prefix, 2], max_tokens=4 * BLOCK)
     planner.step()
-    # This sequence is more urgent, fits, and shares blocks with the other one from now on.
+    # This sequence is more urgent, fits, and shares blocks with the waiting sequence
+    # afterwards.
     planner.add(prompt=[*prefix, 3], max_tokens=4, priority=1)
     planner.step()
     assert not waiting.sequences[0].num_computed_tokens

@@ -95,7 +95,7 @@ def test_a_prompt_goes_to_the_dp_rank_with_its_prefix_unless_this_rank_is_much_b
     again = [planner.add(prompt=[*prompt, number]).dp_rank for number in range(4)]
 
     assert first.dp_rank == 0
-    # Two more sequences than the other dp rank has are not too many.
+    # A lead of two sequences over the other dp rank is within the limit.
     assert again == [0, 0, 0, 1]
 
 

@@ -220,7 +220,7 @@ def test_short_prompts_start_beside_a_huge_prompt_that_keeps_half_of_each_step()
     while huge.number not in planner.ended:
         scheduled = planner.step()
         num_steps += 1
-        # Decodes after it in the queue go on in every step.
+        # Decodes after the huge prompt in the queue continue in every step.
         assert all(scheduled[number] == 1 for number in shorts)
     assert num_steps < 2 * 200 / 32 + 2
 

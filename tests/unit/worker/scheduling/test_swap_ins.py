@@ -42,7 +42,7 @@ class Planner:
         return request
 
     def step(self):
-        """Plan one step and answer it; its transfers by kind."""
+        """Plan one step and answer the step; returns its transfers by kind."""
         scheduler = self.scheduler
         step = scheduler.schedule()
         self.cache.check([s.blocks for r in self.requests for s in r.sequences])
@@ -66,7 +66,7 @@ class Planner:
 
 @pytest.fixture(params=["max_utilization", "guaranteed_no_evict"])
 def planner(request):
-    """A planner with the first prompt in its host cache, and later ones on the device."""
+    """A planner with the first prompt in its host cache, and later prompts on the device."""
     planner = Planner(policy=request.param)
     for prompt in PROMPTS:
         planner.add(prompt)
@@ -138,7 +138,7 @@ def test_blocks_of_a_cancelled_transfer_are_freed_after_the_transfer(planner):
     assert planner.cache.num_free == num_free
     planner.scheduler.swap_ins.done_step = load_step
 
-    # Copies of other ranks may still be in flight: they are told to wait.
+    # Copies of other ranks may still be in flight: the decision tells the ranks to wait.
     assert planner.step()[TransferKind.WAIT] == [[load_step, 0, 0]]
     assert planner.cache.num_free > num_free
     planner.run()
@@ -200,5 +200,6 @@ def test_ended_sequences_of_a_static_batch_count_as_empty_slots():
         empty.append(scheduler.num_empty_slots)
 
     assert loading.sequences[0].num_output_tokens == 9
-    # One is cancelled before the others have run for two steps, and one has three to go.
+    # One sequence is cancelled before the other sequences have run for two steps, and one
+    # sequence has three steps to go.
     assert empty == [0, 1, 1, *[2] * 7, 0]

@@ -35,7 +35,7 @@ HELLO = EngineHello(token="t", model="m", group="g", facts={"world_size": 2})
 
 
 class Frontend:
-    """The other end: listens and accepts engines."""
+    """The front end: listens and accepts engines."""
 
     def __init__(self, address: str) -> None:
         self._listener = Address.parse(address).listen()
@@ -55,7 +55,7 @@ class Frontend:
         return hello
 
     def meet(self, links: FrontendLinks) -> None:
-        """Accept the connection; over TCP both ends prove that they know the token."""
+        """Accept the connection; over TCP both ends prove the token."""
         links.poll(is_busy=True)
         self.sock, _ = self._listener.accept()
         self.sock.settimeout(60.0)
@@ -87,7 +87,7 @@ class Frontend:
 
 
 class StoppedEngine:
-    """Records the requests that it was told to stop."""
+    """Records the requests of stop messages."""
 
     def __init__(self) -> None:
         self.stopped: list[str] = []
@@ -189,7 +189,7 @@ def test_a_stop_reaches_requests_of_other_front_ends(frontend, links, tmp_path, 
 
     assert engine.stopped == ["a"]
     assert another.receive() == Stop(client_request_id="a")
-    # The front end that asked knows its own requests.
+    # The front end of the stop cancels its own requests.
     assert [type(each.receive()) for each in (another, frontend)] == [Ping, Ping]
     links.close()
     another.close()
@@ -340,6 +340,6 @@ def test_outputs_queued_before_the_close_still_arrive(frontend, links):
 
 
 def _rest_of(sock: socket.socket):
-    """The bytes until the other end closes."""
+    """The bytes until the peer closes the connection."""
     while data := sock.recv(4096):
         yield data

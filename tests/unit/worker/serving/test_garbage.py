@@ -1,4 +1,4 @@
-"""When the engine's process collects garbage."""
+"""The times at which the engine's process collects garbage."""
 
 import gc
 import weakref

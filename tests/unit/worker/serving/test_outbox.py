@@ -63,7 +63,7 @@ def test_messages_keep_their_order_behind_a_message_in_writing(frontends, links)
     for number, num_bytes in enumerate((0, LARGE, 0, LARGE, 100), 1):
         outbox.send(first, step(number, num_bytes))
     outbox.send(second, step(9, 0))
-    # The other front end does not wait.
+    # The other front end gets its message without waiting.
     assert frontends[1].receive().step == 9
     deliver(links, outbox)
 

@@ -1,4 +1,4 @@
-"""Logits for a front end on another host: too many of them fail no other request."""
+"""Logits for a front end on another host: too many logits fail no other request."""
 
 from __future__ import annotations
 

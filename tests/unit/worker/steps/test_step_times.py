@@ -33,7 +33,7 @@ def test_sleep_counts_in_no_part_of_a_step():
 
 
 class Unfinished:
-    """A step that a device still runs, until told otherwise."""
+    """A step that runs on a device until the test ends the step."""
 
     def __init__(self) -> None:
         self.result: tuple[float, float] | None = None
@@ -79,5 +79,5 @@ def test_an_engine_measures_model_and_sampler_time(make_engine, prompt_of, depth
     values = driver.engine.stats()
     host = ("schedule_seconds", "launch_seconds", "wait_seconds", "emit_seconds")
     assert all(values[key] > 0 for key in (*host, "device_seconds", "sample_seconds"))
-    # A CPU computes while it launches.
+    # On a CPU the launch includes the computation.
     assert values["device_seconds"] + values["sample_seconds"] <= values["launch_seconds"]
