@@ -141,6 +141,9 @@ def pack(output: StepOutput, receiver: Hashable, sender: BulkSender | None) -> N
 def unpack(output: StepOutput) -> dict[int, dict[str, Any]]:
     """The extras by row, with the payloads of `pack` in place.
 
+    Rows that share a payload are copied up to a size, so that a row that is kept for long keeps
+    no others.
+
     Raises:
         ProtocolError: the memory cannot be opened.
     """
@@ -156,6 +159,8 @@ def unpack(output: StepOutput) -> dict[int, dict[str, Any]]:
                     lengths = [sum(lengths)]
                 extras[name] = items = []
                 for length in lengths:
-                    items.append(payload[start : start + length])
+                    part = payload[start : start + length]
+                    is_kept_alone = len(output.extras) > 1 and length < _MAPPED_BYTES
+                    items.append(bytes(part) if is_kept_alone else part)
                     start += length
     return output.extras

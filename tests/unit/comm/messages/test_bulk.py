@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tracemalloc
 
 import pytest
 
@@ -66,6 +67,27 @@ def test_extras_of_any_size_arrive_and_their_memory_comes_back(num_bytes):
         assert b"".join(map(bytes, found)) == b"".join(map(bytes, expected))
     del opened, found
     assert len(os.listdir("/proc/self/fd")) == num_open
+
+
+def test_a_row_that_is_kept_keeps_no_other_row():
+    sender, num_bytes = BulkSender(), 1 << 20
+    tracemalloc.start()
+    try:
+        kept = []
+        for _ in range(4):
+            message = _message(
+                {row: {"generation_logits": [_logits(row, num_bytes)]} for row in range(4)}
+            )
+            pack(message, "front end", sender)
+            opened = unpack(_through_the_wire(message))
+            sender.release("front end", message.bulk[-1:])
+            kept.append(opened[2]["generation_logits"][0])
+            del message, opened
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert all(bytes(each) == bytes(_logits(2, num_bytes)) for each in kept)
+    assert held < 5 * num_bytes
 
 
 def test_without_shared_memory_large_data_travels_in_the_message():
