@@ -133,8 +133,8 @@ class FrontendConfig:
     max_text_bytes: int = 0
     """Longest text that is tokenized; 0: by the engine's longest prompt."""
 
-    max_unread_logits_bytes: int = 128 << 20
-    """Logits that streams hold together until their clients read them."""
+    max_unread_logits_bytes: int = 0
+    """Logits that streams hold together until clients read them; 0: by the vocabularies."""
 
     metrics_config: dict[str, str] = field(default_factory=dict)
     """``--metrics-config`` keys: counter_latencies, histogram_latencies, ..."""

@@ -41,6 +41,7 @@ def add_text_flags(parser: argparse.ArgumentParser) -> None:
     add("--max-text-bytes", type=size, default=0, metavar="BYTES",
         help="longest text that is tokenized (16 times the engine's --max-input-len, at least "
         "1048576)")  # fmt: skip
-    add("--max-unread-logits-bytes", type=size, default=128 << 20, metavar="BYTES",
+    add("--max-unread-logits-bytes", type=size, default=0, metavar="BYTES",
         help="limit on the logits that streams of a front end hold until clients read them; "
-        "beyond it the stream that holds most is ended (%(default)s)")  # fmt: skip
+        "beyond the limit the stream that holds most is ended (512 tokens of the largest "
+        "vocabulary, at least 67108864)")  # fmt: skip

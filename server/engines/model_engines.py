@@ -87,6 +87,8 @@ def _size(adapter: dict[str, Any]) -> int:
 logger = logging.getLogger(__name__)
 
 _BLOCK_TOKENS, _MAX_BLOCKS = 32, 1 << 16
+_LOGIT_BYTES = 4
+"""Of the widest type of logits."""
 
 
 class EngineOwner(Protocol):
@@ -218,6 +220,8 @@ class ModelEngines:
         group.link, group.incarnation, group.facts = link, hello.incarnation, hello.facts
         group.failure = ""
         group.load.prefixes = self._prefixes(hello.facts)
+        token_bytes = hello.facts.get("vocab_size_padded", 0) * _LOGIT_BYTES
+        self._owner.unread_logits.fit(token_bytes)
         logger.info("Group '%s' of model '%s' is up", group.name, self.model)
         self._metrics.set_engine_info(self.model, self.version, hello.facts, group.name)
         self._show_state(group)

@@ -45,6 +45,7 @@ class Watch:
         self._counts = {"events": 0, "streams": 0, "probes": 0}
         self._members: dict[int, tuple[psutil.Process, str]] = {}
         self._most_mb = self._held_mb = 0.0
+        self._held_by: dict[str, float] = {}
 
     def run(self) -> None:
         """Look on until a line comes, then tell the whole."""
@@ -62,7 +63,8 @@ class Watch:
         for thread in threads:
             thread.join()
         gaps = {f"{name}_gap_s": round(gap, 3) for name, gap in self._worst.items()}
-        memory = {"grown_mb": self._most_mb, "held_mb": self._held_mb}
+        memory: dict[str, Any] = {"grown_mb": self._most_mb, "held_mb": self._held_mb}
+        memory["held_by"] = self._held_by
         self._tell("end", **gaps, **self._counts, **memory)
 
     def _tell(self, event: str, **what: Any) -> None:
@@ -147,11 +149,10 @@ class Watch:
                 now = self._memory("pss")
                 grown_mb = _grown_mb(shared_before, now)
                 if grown_mb > self._most_mb + 2.0:
-                    differences = {name: now[name] - shared_before.get(name, 0) for name in now}
-                    most = sorted(differences, key=lambda name: -differences[name])[:3]
-                    largest = {name: round(differences[name] / 1e6, 1) for name in most}
+                    largest = _largest(shared_before, now)
                     self._tell("memory", grown_mb=grown_mb, largest=largest)
             self._most_mb, self._held_mb = max(self._most_mb, grown_mb), grown_mb
+        self._held_by = _largest(shared_before, self._memory("pss"))
 
     def _look_around(self) -> None:
         """Find new helpers."""
@@ -180,6 +181,13 @@ class Watch:
 
 def _grown_mb(before: dict[str, int], now: dict[str, int]) -> float:
     return round((sum(now.values()) - sum(before.values())) / 1e6, 1)
+
+
+def _largest(before: dict[str, int], now: dict[str, int]) -> dict[str, float]:
+    """The processes that grew most, in MB."""
+    differences = {name: now[name] - before.get(name, 0) for name in now}
+    most = sorted(differences, key=lambda name: -differences[name])[:3]
+    return {name: round(differences[name] / 1e6, 1) for name in most}
 
 
 class Watching:

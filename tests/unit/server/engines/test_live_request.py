@@ -117,3 +117,19 @@ def test_unread_outputs_are_freed_at_once_without_garbage_collection():
         assert ended() is None
     finally:
         gc.enable()
+
+
+def test_the_limit_on_unread_logits_has_room_for_512_tokens_of_an_engine():
+    by_engines, is_set = UnreadLogits(), UnreadLogits(1000)
+    for unread in (by_engines, is_set):
+        unread.fit(1 << 19)
+        unread.fit(1 << 10)
+    cancelled: list[LiveRequest] = []
+    request = _submitted(cancelled, by_engines)
+    by_engines.hold(request, 512 << 19)
+    assert cancelled == []
+    by_engines.hold(request, (512 << 19) + 1)
+    assert cancelled == [request]
+    other = _submitted(cancelled, is_set)
+    is_set.hold(other, 1001)
+    assert cancelled == [request, other]
