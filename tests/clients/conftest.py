@@ -57,7 +57,7 @@ LAUNCH = (
 
 @dataclass
 class Bench:
-    """A folder with the documented scripts, and a shell in it."""
+    """A shell in a folder with the documented scripts."""
 
     folder: Path
 

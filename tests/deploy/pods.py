@@ -40,7 +40,7 @@ exec setpriv --reuid={user} --regid={user} --clear-groups --no-new-privs \
 
 @dataclass
 class Pod:
-    """One running pod; its command is process 1 of it."""
+    """One running pod; its command is process 1 of the pod."""
 
     name: str
     address: str
@@ -54,7 +54,7 @@ class Pod:
         return self.first.pid
 
     def log(self) -> str:
-        """What its command wrote so far."""
+        """The output of its command so far."""
         return self.log_path.read_text(errors="replace")
 
     def run(self, command: Sequence[str], timeout_s: float) -> None:
@@ -63,7 +63,7 @@ class Pod:
         subprocess.run([*enter, *command], check=True, timeout=timeout_s)
 
     def processes(self) -> list[psutil.Process]:
-        """Every process of it, zombies too."""
+        """Every process of the pod, including zombies."""
         try:
             return [self.first, *self.first.children(recursive=True)]
         except psutil.NoSuchProcess:
@@ -91,7 +91,7 @@ class Pod:
 
 
 class Pods:
-    """A network of pods. Needs root. All of it ends with the block."""
+    """A network of pods. Needs root. All pods end with the block."""
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="pods-", dir="/var/tmp"))
@@ -135,7 +135,7 @@ class Pods:
         shm: str,
         domain: str = "",
     ) -> Pod:
-        """Run a container's command; other pods find it by its name and ``name.domain``."""
+        """Run a container's command; other pods resolve its name and ``name.domain``."""
         number = len(self._pods) + 11
         address, home = f"{self._net}.{number}", self.folder / "home"
         scratch = self.folder / f"{name}.tmp"

@@ -1,4 +1,4 @@
-"""What the manifests start, run as a kubelet runs it: user, process 1, probes, drain."""
+"""The commands of the manifests, run like under a kubelet: user, process 1, probes, drain."""
 
 from __future__ import annotations
 
@@ -149,12 +149,12 @@ def test_the_leader_worker_set_serves_a_stage_in_each_of_two_pods(
     leader.until_ready(container["readinessProbe"], ports)
     assert [ranks_in(pod) for pod in (leader, worker)] == [[0, 1], [2, 3]]
 
-    # A rank of the other pod dies: the group comes back without a new pod.
+    # A rank of the other pod dies: the group restarts without a new pod.
     next(p for p in worker.processes() if p.name() == "trimaran-rank").kill()
     wait_for(lambda: leader.probe(container["readinessProbe"], ports) != 200)
     leader.until_ready(container["readinessProbe"], ports)
 
-    # A group is deleted: both pods are told to end at the same time.
+    # A group is deleted: both pods get SIGTERM at the same time.
     (worker_container,) = worker_spec["containers"]
     hook = words_of(pods, worker_container["lifecycle"]["preStop"]["exec"])
     with ThreadPoolExecutor() as pool:
@@ -186,14 +186,14 @@ def write_volumes(pods: Pods, scripts: dict[str, str]) -> None:
             re.sub(r"(?<!\w)/(?=(?:multinode|ssh|models|tmp)/)", f"{pods.folder}/", text)
         )
         path.chmod(0o755)
-    # Numbers of processes are small in every pod: a folder that one's MPI daemon has left in
-    # the machine's /tmp would be in the way of the next one's.
+    # Process ids are small in every pod. A folder that a pod's MPI daemon left in the machine's
+    # /tmp would collide with that of the next pod.
     with (pods.folder / "multinode" / "sshd_config").open("a") as config:
         config.write(f"SetEnv TMPDIR={pods.folder}/tmp\n")
 
 
 def words_of(pods: Pods, runs: dict[str, Any]) -> list[str]:
-    """The command of a container or hook, with the folders of this lab in it."""
+    """The command of a container or hook, with the folders of this lab."""
     return [word.replace("/multinode", f"{pods.folder}/multinode") for word in runs["command"]]
 
 
@@ -206,5 +206,5 @@ def ranks_in(pod: Pod) -> list[int]:
 def wait_for(is_so: Callable[[], bool], timeout_s: float = 40) -> None:
     deadline = time.monotonic() + timeout_s
     while not is_so():
-        assert time.monotonic() < deadline, "it never came"
+        assert time.monotonic() < deadline, "the condition was not met in time"
         time.sleep(0.1)

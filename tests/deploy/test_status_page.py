@@ -44,7 +44,7 @@ def server(
 
 
 def in_browser(program: str, server: Served, look: Callable[[Browser], object]) -> None:
-    """Open the page and look at it."""
+    """Open the page in the browser."""
 
     async def run() -> None:
         async with Browser(program) as browser:

@@ -1,4 +1,4 @@
-"""Programs of other fields, installed or named when they are missing."""
+"""Third-party programs, installed or named if missing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def program(name: str, package: str) -> str:
-    """A program's path; as root on Debian it is installed first if it is missing."""
+    """A program's path; as root on Debian a missing program is installed first."""
     if shutil.which(name) is None and os.geteuid() == 0 and shutil.which("apt-get"):
         env = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
         subprocess.run(["apt-get", "update", "-qq"], env=env, check=True, timeout=300)

@@ -152,7 +152,8 @@ def exact_server(
     make_repository: Callable[..., Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Served]:
-    """The demo model on two ranks in float32, in leader mode, for tests that kill parts of it.
+    """The demo model on two ranks in float32, in leader mode, for tests that kill its
+    processes.
 
     Tests with this fixture also use `leader_tokens`: the last fault test ends the server.
     """

@@ -47,7 +47,7 @@ START_TIMEOUT_S = 180.0
 class Connection:
     """One accepted connection; a thread collects its messages.
 
-    A failed wait ends with the text that ``told`` returns then.
+    The error of a failed wait includes the text of ``told``.
     """
 
     def __init__(self, sock, told: Callable[[], str]) -> None:
@@ -86,7 +86,7 @@ class Connection:
         wait_until(is_done, what, ended=ended, told=self._told)
 
     def close(self) -> None:
-        # The reader holds the socket: only a shutdown makes the other end see the loss.
+        # The reader holds the socket: only a shutdown shows the loss to the peer.
         try:
             self.sock.shutdown(2)
         except OSError:
@@ -227,7 +227,7 @@ class RankGroup:
         return self.hellos[rank].pid
 
     def processes(self) -> list[psutil.Process]:
-        """mpirun and everything below it that is alive."""
+        """mpirun and its live descendants."""
         try:
             parent = psutil.Process(self.process.pid)
             return [parent, *parent.children(recursive=True)]
@@ -280,7 +280,7 @@ def submit(request_id: int, prompt: list[int], max_tokens: int) -> Submit:
 
 
 def tokens_of(engine: Connection, request_id: int) -> tuple[list[int], int]:
-    """Ids so far of one request, and its finish reason (0: it goes on)."""
+    """Ids so far of one request, and its finish reason (0: still running)."""
     ids: list[int] = []
     reason = 0
     for message in engine.of_type(StepOutput):

@@ -119,7 +119,8 @@ class Served:
     def wait_until(
         self, is_done: Callable[[], bool], what: str, timeout_s: float = 120
     ) -> None:
-        """Wait for an effect of the server; fail with its log, at once if it has ended."""
+        """Wait for an effect of the server; fail with its log, at once if the server has
+        ended."""
 
         def ended() -> str:
             code = self.process.poll()
@@ -200,7 +201,7 @@ class Served:
         return [process for process in self.seen.values() if is_alive(process)]
 
     def wait_gone(self, timeout_s: float) -> None:
-        """Wait until no noted process runs; fail with those that do, and the log."""
+        """Wait until no noted process runs; fail with the running processes and the log."""
 
         def are_gone() -> bool:
             self.process.poll()
@@ -214,7 +215,7 @@ class Served:
         )
 
     def wait_ended(self, timeout_s: float = 40) -> int:
-        """Wait until the command itself has ended; its exit code."""
+        """Wait until the command has ended; returns its exit code."""
         wait_until(
             lambda: self.process.poll() is not None,
             "end of the server",
@@ -258,7 +259,7 @@ class InJob(Served):
         ]  # fmt: skip
         env = {**command_env(), "OMPI_ALLOW_RUN_AS_ROOT": "1"}
         env["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
-        # A killed mpirun leaves its folder, and a later one of the same pid fails on it.
+        # A killed mpirun leaves its folder, which fails a later mpirun with the same pid.
         env["PRTE_MCA_prte_local_tmpdir_base"] = str(self.log_path.parent)
         with self.log_path.open("wb") as log:
             self.process = subprocess.Popen(

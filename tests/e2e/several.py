@@ -1,4 +1,4 @@
-"""A server of several front ends, each of which a test can reach by itself."""
+"""A server with several front ends, each of which a test can address."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEADLINE_S = 60
 
 
 class Several(Served):
-    """A server of several front ends, each of which a test can reach by itself."""
+    """A server with several front ends, each of which a test can address."""
 
     def frontends(self) -> list[psutil.Process]:
         """The front ends that run, in the order of their start."""

@@ -17,7 +17,7 @@ WORDS = "the sea was dark and a man in his house had no time for it".split()
 
 
 def draw(rng: random.Random, number: int) -> tuple[str, dict]:
-    """A model, and a request to it."""
+    """A model, and a request to the model."""
     model = rng.choice(MODELS)
     is_text = model != "tensorrt_llm"
     body = {"id": f"r{number}", "return_finish_reason": True, "return_num_output_tokens": True}

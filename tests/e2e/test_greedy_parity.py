@@ -25,7 +25,7 @@ LENGTHS = (1, 2, TOKENS_PER_BLOCK, TOKENS_PER_BLOCK + 1, 2 * TOKENS_PER_BLOCK, 3
 
 
 def prompts(vocab_size: int) -> list[list[int]]:
-    """64 prompts: the lengths that sit on block and budget borders, and others."""
+    """64 prompts with lengths at block and budget boundaries, and other lengths."""
     generator = np.random.default_rng(7)
     lengths = [*LENGTHS, *generator.integers(3, 90, 64 - len(LENGTHS))]
     return [generator.integers(3, vocab_size, int(n)).tolist() for n in lengths]
@@ -124,12 +124,12 @@ def test_experts_of_an_engine_folder_are_served_and_may_be_rebalanced(
         num_tokens = sum(len(prompt) + NUM_NEW - 1 for prompt in some)
         config = transformers.AutoConfig.from_pretrained(DEMO_MOE)
         tokens = [num_tokens] * config.num_hidden_layers
-        # The last layer goes on with those alone behind which an id is sampled.
+        # The last layer continues only with tokens after which an id is sampled.
         tokens[-1] = NUM_NEW * len(some)
         expected = {
             str(layer): count * config.num_experts_per_tok for layer, count in enumerate(tokens)
         }
-        # An engine reports once it rests.
+        # An idle engine reports.
         wait_until(
             lambda: tokens_by_layer(server) == expected,
             f"experts that have counted {expected}",
@@ -139,7 +139,7 @@ def test_experts_of_an_engine_folder_are_served_and_may_be_rebalanced(
 
 
 def tokens_by_layer(server: Served) -> dict[str, float]:
-    """What the experts of each layer have counted together."""
+    """The sum of the expert counts of each layer."""
     counts: dict[str, float] = {}
     for labels, count in server.samples("trimaran_expert_tokens"):
         counts[labels["layer"]] = counts.get(labels["layer"], 0) + count

@@ -27,7 +27,7 @@ def converted(tmp_path_factory):
 
 
 def text(server, *flags):
-    """What the text client prints for the prompt."""
+    """The output of the text client for the prompt."""
     url = ("-u", f"localhost:{server.grpc_port}")
     return run_trimaran("client", "text", *url, "-p", PROMPT, "-o", "12", *map(str, flags))
 

@@ -25,8 +25,8 @@ def server(demo_engine, make_repository, tmp_path_factory):
 
 
 def ask(server, frontend, task, seed=0, module=ATTN_Q):
-    """Status and answer of a request with an adapter to one front end; with a ``seed``, it
-    brings the weights."""
+    """Status and answer of a request with an adapter to one front end; a request with
+    ``seed`` sends the weights."""
     inputs = [
         _listed("text_input", "BYTES", [1, 1], ["The ship"]),
         _listed("max_tokens", "INT32", [1, 1], [12]),

@@ -1,4 +1,4 @@
-"""What an operator reads: metrics that are live and true, and an idle system that idles."""
+"""Metrics for operators: live and correct values, and a quiet idle system."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STEPS = ("ensemble", "preprocessing", "tensorrt_llm", "postprocessing")
 
 
 def settled(server: Served, name: str, expected: float, **labels: str) -> float:
-    """The metric's value once it is as expected."""
+    """The metric's value once it meets the condition."""
     wait_until(
         lambda: server.metric(name, **labels) == expected,
         f"{name} {labels} at {expected}",
@@ -23,12 +23,12 @@ def settled(server: Served, name: str, expected: float, **labels: str) -> float:
 
 
 def iterations(server: Served) -> float:
-    """Steps of the engine, of which it tells at most ten times a second and when it rests."""
+    """Steps of the engine. The engine reports them at most ten times a second and when idle."""
     return server.metric("nv_trt_llm_general_metrics", general_type="iteration_counter")
 
 
 def wait_for_steps(server: Served, count: float) -> None:
-    """Return once the engine has told of so many steps in all, and rests."""
+    """Return once the engine has reported this total of steps and is idle."""
     wait_until(
         lambda: iterations(server) >= count,
         f"{count} steps",

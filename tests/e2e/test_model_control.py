@@ -1,4 +1,4 @@
-"""Models come and go in a server that runs, while clients go on using it."""
+"""Models are loaded and unloaded in a running server with active clients."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DEADLINE_S = 60
 
 
 class Clients:
-    """Clients that stream one greedy text after the other until the block ends."""
+    """Clients that stream one greedy text after another until the block ends."""
 
     def __init__(self, server: Served, count: int) -> None:
         self._server = server
@@ -107,7 +107,7 @@ def repository(make_repository: Callable[..., Path], engine: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def server(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """One server for all tests: the first of them loads what the others use."""
+    """One server for all tests: the first test loads the model for later tests."""
     log = tmp_path_factory.mktemp("log") / "serve.log"
     with Served(repository, 1, FLAGS, log) as running:
         yield running
@@ -146,7 +146,7 @@ def test_a_version_that_cannot_start_leaves_the_running_version(server, reposito
     expected = text_of(server)
     config = repository / "tensorrt_llm" / "config.pbtxt"
     kept = config.read_text()
-    # How large a block is only the rank knows.
+    # Only the rank knows the size of a block.
     config.write_text(kept.replace("${kv_cache_host_memory_bytes}", "1000"))
     assert config.read_text() != kept
     try:

@@ -28,7 +28,7 @@ def serve(repository: Path, log: Path, *flags: str) -> MultiModel:
 
 @pytest.fixture(scope="module")
 def server(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[MultiModel]:
-    """One server that lives through the faults of several tests, the last of which ends it."""
+    """One server for the faults of several tests; the last test ends the server."""
     log = tmp_path_factory.mktemp("log") / "serve.log"
     # A short window: the pause before a restart does not grow from test to test.
     flags = ("--max-restarts", "9", "--restart-window", "1", "--hang-timeout", "4")

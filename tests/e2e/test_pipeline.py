@@ -1,4 +1,4 @@
-"""A server whose engine has pipeline stages: transformers' ids, streamed, and facts of it."""
+"""A server whose engine has pipeline stages: streamed ids of transformers, and metrics."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def repository(
 
 @pytest.fixture(scope="module")
 def server(exact_server: Served, leader_tokens: list[int]) -> Served:
-    """A server that lives through the faults of several tests, the last of which ends it."""
+    """One server for the faults of several tests; the last test ends the server."""
     assert leader_tokens
     return exact_server
 

@@ -23,7 +23,7 @@ LONG = 400
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    """One group for several tests, of which the last shuts it down."""
+    """One group for several tests; the last test shuts the group down."""
     with RankGroup(tmp_path_factory.mktemp("group"), 2) as group:
         yield group, group.wait_ready()
 

@@ -77,7 +77,7 @@ def test_slow_readers_delay_no_other_request(decoupled_server, undisturbed):
     readers = [send(decoupled_server, STREAM, body, window=2048) for _ in range(8)]
     try:
         assert text_of(decoupled_server) == undisturbed
-        # What was held back is complete once it is read.
+        # Throttled output is complete after the read.
         for reader in readers:
             received = b""
             while not received.endswith(b"0\r\n\r\n"):

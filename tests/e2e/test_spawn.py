@@ -139,7 +139,7 @@ def _held(server: MultiModel) -> dict[str, int]:
 def disturbed(
     repository: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[MultiModel]:
-    """A server whose orchestrator dies before it has spawned anything that serves."""
+    """A server whose orchestrator dies before any spawned rank serves."""
     log = tmp_path_factory.mktemp("log") / "serve.log"
     starting = MultiModel(repository, 1, FLAGS, log)
     starting.start()

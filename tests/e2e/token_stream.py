@@ -14,7 +14,7 @@ _STARTED_AT = 20
 
 
 class TokenStream(threading.Thread):
-    """Reads a stream to its end; returns from the constructor once it is under way."""
+    """Reads a stream to its end; the constructor returns after the start of the stream."""
 
     def __init__(
         self, server: Served, model: str, prompt: Sequence[int], num_tokens: int

@@ -35,8 +35,8 @@ def wait_until(
 ) -> None:
     """Return once ``is_done``.
 
-    ``ended`` returns how the awaited process ended, and None while it lives; ``told`` is called
-    only at a failure.
+    ``ended`` returns the end of the awaited process, and None while the process runs; ``told``
+    is called only at a failure.
 
     Raises:
         AssertionError: the time is over, or the awaited process has ended.

@@ -1,4 +1,5 @@
-"""A client beside an attack: endless greedy streams and health probes, whose gaps count."""
+"""A client during an attack: endless greedy streams and health probes, whose gaps are
+measured."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ class Gaps:
 
 
 class Bystander:
-    """Streams and probes while the block lasts; `gaps` is whole after it."""
+    """Streams and probes during the block; `gaps` is complete after the block."""
 
     def __init__(self, server: Served, model: str = "tensorrt_llm") -> None:
         self._server, self._model = server, model

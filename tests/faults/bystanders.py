@@ -1,8 +1,8 @@
-"""What others see of a server while a client sends it something bad, from a process of its own.
+"""The view of other clients while a client sends bad requests, measured in a separate process.
 
-Run as ``python bystanders.py PORT PID``: one long greedy stream after the other, a look at
-``/v2/health/live`` every 20 ms, and the memory of the front end. A line on the standard
-input ends the program, which then prints what it saw as JSON.
+Run as ``python bystanders.py PORT PID``: one long greedy stream after another, a probe of
+``/v2/health/live`` every 20 ms, and the memory of the front end. A line on the standard input
+ends the program, which then prints its observations as JSON.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PROMPT = {"text_input": "It was a dark and", "stop_words": "", "bad_words": ""}
 
 @dataclass(frozen=True)
 class Seen:
-    """The worst that others saw."""
+    """The worst observations of other clients."""
 
     stream_gap_s: float
     """The longest time between two events of the stream."""
@@ -59,7 +59,7 @@ class Bystanders:
             thread.start()
         while self._num_events < 5 and not self._failures:
             time.sleep(PROBE_S)
-        # The first events of a stream, and what starts with it, are not what is looked at.
+        # The first events of a stream and start-up effects do not count.
         self._gap = self._health = 0.0
         self._before = self._most = self._memory()
         print("ready", flush=True)
@@ -120,7 +120,8 @@ class Bystanders:
             time.sleep(0.1)
 
     def _memory(self) -> int:
-        """The front end's and its helpers'; a rank's grows as it uses its cache first."""
+        """Memory of the front end and its helpers. A rank's memory grows during the first
+        use of its cache."""
         total = 0
         for process in self._server.children(recursive=True):
             with contextlib.suppress(psutil.Error):

@@ -27,7 +27,7 @@ _STABLE_S = 1.0
 
 @dataclass
 class Disturbance:
-    """One fault: from the signal until every model it touched was ready again."""
+    """One fault: from the signal until every affected model was ready again."""
 
     kind: str
     models: tuple[str, ...]
@@ -52,7 +52,7 @@ class Fault:
     """Every process of this role in the group, else one."""
 
 
-# Of a group, then of all groups that the orchestrator holds, then of every model.
+# Faults of a group, then of all groups of the orchestrator, then of every model.
 FAULTS = (
     Fault("kill a rank", KILL, "rank", 8),
     Fault("kill every rank of a group", KILL, "rank", 3, is_for_all=True),
@@ -145,13 +145,13 @@ class Chaos:
         return found
 
     def _touched(self, victims: list[Member]) -> tuple[str, ...]:
-        """The models that may be affected: those of a group's processes, else all."""
+        """The models that may be affected: the model of a group's process, or all models."""
         if victims[0].role in _GROUP_ROLES:
             return (model_of(victims[0].group),)
         return tuple(model.name for model in self.models)
 
     def _strike_again(self, group: str) -> None:
-        """Kill one more process of the group, whatever its state of recovery."""
+        """Kill one more process of the group, in any state of recovery."""
         victims = [
             m for m in self.server.members() if m.group == group and m.role in _GROUP_ROLES
         ]

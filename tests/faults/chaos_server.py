@@ -61,7 +61,7 @@ class ChaosServer(Served):
     def start(self) -> None:
         """Start the supervisor."""
         self.log_path = self.folder / "serve.log"
-        # Sockets lie below it, and their paths are limited to 107 bytes.
+        # The folder holds sockets, whose paths are limited to 107 bytes.
         self.tmp = Path(tempfile.mkdtemp(prefix="chaos-"))
         self.shm = self.make_shm()
         self.http_port, self.grpc_port, self.metrics_port = free_ports(3)
@@ -113,14 +113,14 @@ class ChaosServer(Served):
         ]
 
     def is_model_ready(self, model: str) -> bool:
-        """Whether this model answers that it is ready."""
+        """Whether this model reports readiness."""
         path = f"/v2/models/{model}/ready"
         with contextlib.suppress(OSError), urllib.request.urlopen(self.url(path), timeout=5):
             return True
         return False
 
     def is_live(self) -> bool:
-        """Whether the front end answers that it is live."""
+        """Whether the front end reports liveness."""
         with contextlib.suppress(OSError):
             url = self.url("/v2/health/live")
             with urllib.request.urlopen(url, timeout=5) as reply:

@@ -51,7 +51,7 @@ Host *
 
 @dataclass
 class LabHost:
-    """One host: what runs it, its address, and the end of its cable on the bridge."""
+    """One host: its first process, its address, and the bridge's end of its network cable."""
 
     name: str
     address: str
@@ -65,8 +65,8 @@ class HostsLab:
     """Hosts ``one``, ``two``, ... that reach each other by ssh. Needs root and openssh-server.
 
     They share the file system except /tmp and /dev/shm. A process of one host sees no process
-    of another, so features that need a single machine fail here. A context manager: all of it
-    ends with the block.
+    of another, so features that need a single machine fail here. A context manager: all hosts
+    end with the block.
     """
 
     num_hosts: int = 2
@@ -120,7 +120,7 @@ class HostsLab:
         _ip("link", "set", self.hosts[name].cable, "up")
 
     def part(self, one: str, other: str) -> None:
-        """Let no packet through between two hosts that still reach all others."""
+        """Drop all packets between two hosts that still reach all other hosts."""
         for name, lost in ((one, other), (other, one)):
             inside = ("nsenter", f"--target={self.hosts[name].init_pid}", "--net", "ip")
             _run(*inside, "route", "add", "blackhole", f"{self.hosts[lost].address}/32")
@@ -139,7 +139,7 @@ class HostsLab:
         self._await_ssh()
 
     def pids(self, name: str) -> list[int]:
-        """Every process of a host, its sshd aside; none while it is off."""
+        """Every process of a host except its sshd; empty while the host is off."""
         init = self.hosts[name].init_pid
         try:
             namespace = os.readlink(f"/proc/{init}/ns/pid")
@@ -170,7 +170,7 @@ class HostsLab:
         names = enumerate(self._names(), 11)
         lines = ["127.0.0.1 localhost", *(f"{self._net}.{n} {name}" for n, name in names)]
         (self.folder / "hosts").write_text("\n".join(lines) + "\n")
-        # Without it, reverse look-ups wait 10 s each for a name server that is not there.
+        # Without this entry, each reverse look-up waits 10 s for an absent name server.
         (self.folder / "resolv.conf").write_text("options timeout:1 attempts:1\n")
         for name, text in (("sshd_config", _SSHD_CONFIG), ("ssh_config", _SSH_CONFIG)):
             (self.folder / name).write_text(text.format(folder=self.folder, tmp=_TMP))
@@ -215,7 +215,7 @@ class HostsLab:
 
 
 def _child_of(pid: int) -> int:
-    """The process that unshare forked; it is in the new namespaces."""
+    """The process that unshare forked, which is in the new namespaces."""
     deadline = time.monotonic() + _START_TIMEOUT_S
     while time.monotonic() < deadline:
         children = psutil.Process(pid).children()

@@ -53,7 +53,8 @@ class HostsServer(ChaosServer):
             )
 
     def host_flags(self) -> list[str]:
-        """How the launch line names the hosts: in a file of mpirun's form, or in itself."""
+        """The way in which the launch line names the hosts: in a file of mpirun's form, or
+        inline."""
         assert self.lab is not None
         if not self.has_hosts:
             return []
@@ -64,7 +65,7 @@ class HostsServer(ChaosServer):
         return ["--hostfile", str(path)]
 
     def end(self, timeout_s: float = 60) -> int:
-        """SIGTERM to the supervisor itself: signals do not pass into a host's processes."""
+        """SIGTERM to the supervisor process: signals do not pass into a host's namespaces."""
         for member in self.find("supervisor"):
             member.process.terminate()
         return self.process.wait(timeout_s)
@@ -75,7 +76,7 @@ class HostsServer(ChaosServer):
         return [m for name in self.lab.hosts for m in self.on_host(name)]
 
     def on_host(self, name: str, role: str = "") -> list[Member]:
-        """The processes of one host, by role or all, those that ssh started included."""
+        """The processes of one host, all or by role, including processes started by ssh."""
         assert self.lab is not None
         found = []
         for pid in self.lab.pids(name):

@@ -49,7 +49,7 @@ class Holdings:
         return grown
 
     def to_dict(self) -> dict[str, object]:
-        """For the report."""
+        """The text of the report."""
         return asdict(self)
 
 

@@ -22,7 +22,7 @@ def listeners(server: ChaosServer) -> dict[tuple[str, int], str]:
 
 
 def beyond_loopback(server: ChaosServer) -> dict[tuple[str, int], str]:
-    """Those of the listening sockets that other hosts may reach."""
+    """The listening sockets that other hosts can reach."""
     return {
         (ip, port): role
         for (ip, port), role in listeners(server).items()

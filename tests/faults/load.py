@@ -62,7 +62,7 @@ def running(load: Load) -> Iterator[Load]:
 
 
 class RetryableError(Exception):
-    """The server said that the same request may succeed later."""
+    """The server answered that the same request may succeed later."""
 
 
 class FailedError(Exception):
@@ -71,7 +71,7 @@ class FailedError(Exception):
 
 @dataclass
 class Load:
-    """Clients that send random cases, one after the other, until they are told to stop."""
+    """Clients that send random cases one after another until a stop."""
 
     server: Served
     cases: list[Case]
@@ -84,7 +84,7 @@ class Load:
     is_stopping: bool = False
 
     async def run(self) -> None:
-        """Send requests until `is_stopping`, and wait for the last ones."""
+        """Send requests until `is_stopping`, and wait for the last requests."""
         url = self.server.url("")
         target = f"{self.server.address}:{self.server.grpc_port}"
         connector = aiohttp.TCPConnector(limit=0)

@@ -34,7 +34,7 @@ class Model:
 
     @property
     def layout(self) -> tuple[str, ...]:
-        """The flags that build it so."""
+        """The flags that build this layout."""
         flags = ("--tp-size", str(self.tp_size), "--pp-size", str(self.pp_size))
         if self.num_dp_ranks == 1:
             return flags
@@ -59,7 +59,7 @@ GPU_IDS = {2: {"first": "0", "second": "1"}, 4: {"pair": "0,1", "first": "2", "s
 
 @dataclass(frozen=True)
 class Case:
-    """One greedy request and the only right answer to it."""
+    """One greedy request and its only right answer."""
 
     model: str
     prompt: tuple[int, ...]

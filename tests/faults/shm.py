@@ -1,4 +1,5 @@
-"""The /dev/shm of a server under test: its own, or the machine's as it was before."""
+"""The /dev/shm of a server under test: a private mount, or the machine's with its earlier
+files."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Protocol
 
 
 class Shm(Protocol):
-    """A /dev/shm in which a server's files can be told from those of others."""
+    """A /dev/shm in which a server's files can be distinguished from other files."""
 
     @property
     def prefix(self) -> list[str]:
@@ -18,7 +19,7 @@ class Shm(Protocol):
         """Names of the server's files."""
 
     def close(self) -> None:
-        """Give it back; what lies there may go with it."""
+        """Release the mount; its files may be deleted."""
 
 
 class PrivateShm:
@@ -52,7 +53,7 @@ class PrivateShm:
 
 
 class SharedShm:
-    """The machine's /dev/shm, if no other program is started meanwhile."""
+    """The machine's /dev/shm. Correct only if no other program starts in the meantime."""
 
     def __init__(self) -> None:
         self._before = set(os.listdir("/dev/shm"))

@@ -173,7 +173,7 @@ def _touches(disturbance: Disturbance, outcome: Outcome) -> bool:
 
 
 def _is_met(outcome: Outcome, disturbances: Sequence[Disturbance]) -> bool:
-    """Whether it was in flight when a fault struck its model."""
+    """Whether the request was in flight when a fault struck its model."""
     return any(
         outcome.model in d.models and outcome.start_s < d.start_s < outcome.end_s
         for d in disturbances

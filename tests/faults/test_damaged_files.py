@@ -67,7 +67,7 @@ def test_a_server_with_flipped_bits_in_its_weights_does_not_start(
 
 
 def test_a_flag_allows_weights_with_flipped_bits(damaged_engine: Path, tmp_path: Path) -> None:
-    """The operator may want to look at what they say."""
+    """The operator may want to inspect the damaged weights' output."""
     flags = ("--skip-weight-verification",)
     repository = make_repository(tmp_path, damaged_engine)
     with Served(repository, 1, flags, tmp_path / "serve.log") as server:
@@ -85,7 +85,7 @@ def repository(whole_engine: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture(scope="module")
 def server(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A server that loads what it is asked to."""
+    """A server in explicit mode."""
     log = tmp_path_factory.mktemp("log") / "serve.log"
     flags = ("--dtype", "float32", "--num-threads", "1")
     with Served(repository, 1, (*EXPLICIT, *flags), log) as served:
@@ -148,7 +148,7 @@ def test_a_truncated_tokenizer_is_refused_by_name(
 def test_the_error_of_a_server_names_a_truncated_file(
     whole_engine: Path, tmp_path: Path, what: str
 ) -> None:
-    """At the start there is nothing else to serve."""
+    """A server at its start has nothing else to serve."""
     tokenizer = tmp_path / "tokenizer"
     shutil.copytree(DEMO_MODEL, tokenizer)
     repository = make_repository(tmp_path, whole_engine, tokenizer)

@@ -66,7 +66,7 @@ def stall(server: ChaosServer, member: Member, how: str, seconds: float) -> None
 
 
 class Stream(threading.Thread):
-    """A stream of tokens, read to its end, and the front end that serves it."""
+    """A stream of tokens, read to its end, and its front end."""
 
     def __init__(self, server: ChaosServer) -> None:
         super().__init__(daemon=True)
@@ -112,7 +112,7 @@ class Stream(threading.Thread):
 
 
 def streams_at(server: ChaosServer, pid: int) -> tuple[Stream, Stream]:
-    """A stream at that front end, and one at the other."""
+    """A stream at that front end, and a stream at the other front end."""
     here = there = None
     for _ in range(100):
         stream = Stream(server)

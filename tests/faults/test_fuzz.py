@@ -46,7 +46,7 @@ def check(campaign: Campaign, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_fuzz_case_is_reproducible_from_its_number_and_its_file(tmp_path: Path):
-    """So that what did harm once can be sent again."""
+    """A harmful case can be sent again."""
     for number in range(300):
         case = case_of(SEED, number)
         told = json.dumps(case.to_dict())

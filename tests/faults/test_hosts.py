@@ -57,7 +57,7 @@ def cases(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Ca
 
 
 def wait_until(is_so: Callable[[], bool], timeout_s: float, what: str) -> float:
-    """Wait for it; the seconds that it took."""
+    """Wait for an event; returns the seconds."""
     start = time.monotonic()
     while not is_so():
         assert time.monotonic() - start < timeout_s, f"{what}: not within {timeout_s:g} s"

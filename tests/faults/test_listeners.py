@@ -78,7 +78,7 @@ def advertised(
 
 
 def control_ports(server: ChaosServer) -> dict[int, str]:
-    """The ports for other hosts, and whose each is."""
+    """The ports for other hosts, and the owner of each port."""
     ours = {server.http_port, server.grpc_port, server.metrics_port}
     return {
         port: role
@@ -166,7 +166,7 @@ def test_the_token_of_the_run_does_not_travel(advertised):
 
 
 def is_closed(sock: socket.socket) -> bool:
-    """Whether the other end closes before the socket's time limit."""
+    """Whether the peer closes before the socket's time limit."""
     try:
         while sock.recv(4096):
             pass

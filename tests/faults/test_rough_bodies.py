@@ -1,7 +1,7 @@
-"""Bodies and messages that take long, sent to a server with the default flags.
+"""Expensive bodies and messages, sent to a server with the default flags.
 
-Each test sends one bad request, or some, beside a long greedy stream and a health probe, which
-see nothing of it.
+Each test sends one or several bad requests beside a long greedy stream and a health probe,
+which must not be disturbed.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _post(
 
 
 def _call(server: Served, method: str, raw: bytes) -> tuple[str, str]:
-    """The status of a call whose message is these bytes."""
+    """The status of a call with these bytes as its message."""
     options = [("grpc.max_send_message_length", -1)]
     with grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}", options) as channel:
         try:
@@ -86,7 +86,7 @@ def _delimited(number: int, payload: bytes) -> bytes:
 
 
 def _strings(num_bytes: int) -> bytes:
-    """A message whose only input has empty strings."""
+    """A message with a single input of empty strings."""
     contents = _delimited(5, _repeated(b"\x42\x00", num_bytes))
     head = b"\x0a\x05QUERY\x12\x05BYTES\x1a\x02\x01\x01"
     return _named("preprocessing") + _delimited(5, head + contents)

@@ -101,7 +101,7 @@ def kill(server: ChaosServer, role: str) -> None:
 
 @contextlib.contextmanager
 def idle_connections(server: ChaosServer, count: int) -> Iterator[None]:
-    """As many connections to the HTTP port as come about; they say nothing."""
+    """As many silent connections to the HTTP port as can be opened."""
     socks = []
     try:
         for _ in range(count):
@@ -172,10 +172,10 @@ def test_a_signal_under_load_leaves_no_request_unanswered(
         assert code == (128 + signal.SIGTERM if is_twice else 0), server.log()
         assert running_then
         kinds = Counter(outcome.kind for outcome in running_then)
-        # What is cut off may end in the middle of a stream, but not as if it were whole.
+        # An interrupted stream may end early, but must not look complete.
         allowed = {RIGHT, *({RETRYABLE, LOST, FAILED, WRONG} if is_twice else ())}
         assert kinds[RIGHT] and set(kinds) <= allowed, running_then
-        # A connection that waits for its next request is closed, and no other is accepted.
+        # An idle connection is closed, and no further connection is accepted.
         refused = [o for o in later if o.kind not in (RIGHT, RETRYABLE, LOST)]
         if not is_twice:
             assert all("has stopped accepting new" in o.text for o in refused), refused

@@ -1,4 +1,4 @@
-"""Guides that take long to compile or to follow: other requests neither wait nor fail."""
+"""Guides with slow compilation or slow masks: other requests neither wait nor fail."""
 
 from __future__ import annotations
 

@@ -233,6 +233,6 @@ def test_a_partition_that_lasts_ends_in_an_error_and_never_in_a_hang(
         assert server.process.wait(GONE_S) == 1
         assert "not started again" in server.log()
         wait_until(lambda: not server.on_host("two", "rank"), GONE_S, "ranks end alone")
-        # MPI's own daemon learns of it by the first packet that arrives again.
+        # MPI's daemon notices the partition at the first packet that arrives again.
         lab.mend("two")
         wait_until(lambda: not lab.pids("two"), GONE_S, "processes of two are gone")

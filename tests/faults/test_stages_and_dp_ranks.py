@@ -68,8 +68,8 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Case]]:
 def servers(
     request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[[Model], ChaosServer]]:
-    """Servers of one way to start ranks, kept from test to test: one with both models, or
-    in leader mode one for each. In the end nothing is left of them."""
+    """Servers with one starter, shared by tests: one server with both models, or in leader
+    mode a server for each model. The servers must leave nothing behind."""
     running: dict[str, ChaosServer] = {}
 
     def server_of(model: Model) -> ChaosServer:
@@ -138,19 +138,19 @@ def wait_until(is_so: Callable[[], bool], timeout_s: float, what: str) -> None:
 
 
 def load_changed(server: ChaosServer, model: Model) -> tuple[int, object]:
-    """Load a model whose files are newer than those of what serves; status and reply."""
+    """Load a model whose files are newer than the serving version; returns status and reply."""
     (server.repository / model.name / "config.pbtxt").touch()
     return server.post(f"/v2/repository/models/{model.name}/load", {}, timeout_s=READY_S)
 
 
 def load(server: ChaosServer, model: Model) -> None:
-    """Load it, in place of what serves."""
+    """Load the model, which replaces the serving version."""
     status, body = load_changed(server, model)
     assert status == 200, body
 
 
 def unload(server: ChaosServer, model: Model) -> None:
-    """Unload it: requests that run go on."""
+    """Unload the model: running requests continue."""
     status, body = server.post(f"/v2/repository/models/{model.name}/unload", {})
     assert status == 200, body
 

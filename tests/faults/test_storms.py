@@ -78,7 +78,7 @@ def is_idle(server: Served) -> bool:
 
 @pytest.fixture(autouse=True)
 def nothing_stays(server: Served) -> Iterator[None]:
-    """What clients have left, ends in the engine and in the front end."""
+    """Requests of disconnected clients end in the engine and in the front end."""
     yield
     server.wait_until(lambda: is_idle(server), "an idle engine", 30)
     front_ends = [

@@ -1,6 +1,7 @@
-"""Texts and words that take long, sent to a server with the default flags: others see nothing.
+"""Expensive texts and words, sent to a server with the default flags: other clients are not
+disturbed.
 
-Each test sends one bad request, or some, beside a long greedy stream and a health probe.
+Each test sends one or several bad requests beside a long greedy stream and a health probe.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     fill = f"tokenizer_dir:{DEMO_MODEL},engine_dir:{folder / 'engine'},decoupled_mode:True"
     init_repo(str(folder / "models"), "--defaults", "--fill", fill)
     with Served(folder / "models", log_path=folder / "serve.log") as served:
-        # What starts with the first long body or text is there before memory is looked at.
+        # Helper processes of the first long body or text must run before memory is measured.
         with ThreadPoolExecutor(4) as clients:
             bodies = [{**ASK, "text_input": "a " * 200_000}] * 2
             bodies += [{**ASK, "stop_words": [f"word {n}" for n in range(20_000)]}] * 2

@@ -12,7 +12,7 @@ RANKS = Path(__file__).with_name("ranks")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Tests that need several ranks are those of a run that names their folder."""
+    """Tests that need several ranks run only if the command names their folder."""
     named = [Path(arg.partition("::")[0]).resolve() for arg in config.args]
     is_named = any(path == RANKS or RANKS in path.parents for path in named)
     return True if collection_path == RANKS and not is_named else None

@@ -12,7 +12,7 @@ from trimaran.kernels.cuda import attention as cuda_attention
 pytestmark = pytest.mark.gpu
 
 DEVICE = torch.device("cuda")
-# Of the norm of the result; a number of these types is as inexact.
+# Relative to the norm of the result, like the rounding error of these dtypes.
 TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 8e-4}
 
 
@@ -116,7 +116,7 @@ def dtype(request):
         [(0, 127), (0, 129), (0, 33), (0, 500)],
         [(1000, 100), (31, 2), (0, 700), (128, 128), (127, 300)],
         [(0, n) for n in range(1, 140, 7)],
-        # As the graphs of such steps have them: padding tokens, then sequences without any.
+        # Padding like in graphs of such steps: padding tokens, then sequences without tokens.
         [(700, 1), (3, 1), (0, 467), *[(0, 1)] * 43, *[(0, 0)] * 466],
     ],
     ids=str,

@@ -16,7 +16,7 @@ from trimaran.kernels.triton import rotary as triton_rotary
 pytestmark = pytest.mark.gpu
 
 DEVICE = torch.device("cuda", 0)
-# Of the norm of the result; a number of these types is as inexact.
+# Relative to the norm of the result, like the rounding error of these dtypes.
 TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 8e-4}
 
 

@@ -20,7 +20,8 @@ DEVICE = torch.device("cpu" if IS_INTERPRETED else "cuda")
 DTYPES = [torch.float32, torch.float16] + ([] if IS_INTERPRETED else [torch.bfloat16])
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 
-# What overflows is divided by: 0 is right. Only the interpreter's numpy speaks of it.
+# The overflowing value is a divisor, and the result 0 is right. Only numpy in the interpreter
+# warns.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:overflow encountered in exp")]
 
 
@@ -113,7 +114,7 @@ def test_a_norm_sums_the_partial_results_of_a_product(ops, dtype, width, parts):
 def test_norms_of_many_rows_have_the_bits_of_norms_of_few_rows(ops, dtype, monkeypatch):
     rows, width = 800, 4000
     if IS_INTERPRETED:
-        # A small GPU: the programs of the interpreter run one after the other.
+        # A small GPU: programs of the interpreter run one after another.
         rows = 40
         monkeypatch.setattr(norm, "_RESIDENT_WARPS", 7 * norm.norm_warps(4096))
     x = _random(rows, width + 8, dtype=dtype)[:, :width]
@@ -248,7 +249,7 @@ def test_a_cached_launch_serves_other_strides_and_alignments(ops):
     flat = _random(4 * 64 + 8, dtype=torch.float16)
     weight = _random(64, dtype=torch.float16, seed=1)
     for _ in range(2):
-        # Rows of other strides and other alignment, of 64 values and of one.
+        # Rows with different strides and alignments, of 64 values and of one value.
         for first, stride, width in ((0, 64, 64), (1, 64, 64), (8, 57, 57), (3, 7, 1)):
             x = flat[first:].as_strided((3, width), (stride, 1), flat[first:].storage_offset())
             expected = reference.rms_norm(x, weight[:width], 1e-5)

@@ -1,4 +1,5 @@
-"""The engine on a GPU: the CPU's tokens, the same ones overlapped, and no hidden wait."""
+"""The engine on a GPU: tokens of the CPU with and without overlap, and no hidden
+synchronization."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def test_a_graph_follows_the_routing():
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         output = by_triton(x, logits, *rest)
-    # All tokens on two experts, and each token on others than before.
+    # All tokens choose two experts; then each token chooses different experts.
     for changed in (torch.arange(8.0).expand(48, 8), -logits.float()):
         logits.copy_(changed)
         graph.replay()
@@ -110,7 +110,7 @@ def test_a_graph_of_one_token_streams_the_experts_of_every_rank(
     with torch.cuda.graph(graph):
         whole, *some = run()
     tolerance = TOLERANCE[dtype]
-    # One, two and more of a rank's experts, and none of them.
+    # Tokens with zero, one, two and more of a rank's experts.
     for _ in range(6):
         logits.copy_(torch.randn(1, experts, device=DEVICE))
         graph.replay()

@@ -28,7 +28,7 @@ TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 6e-4}
 
 
 def drawn_totals(draw: random.Random, experts: int, most: int) -> list[int]:
-    """Rows of each expert; some have none."""
+    """Rows of each expert; some experts have no rows."""
     return [draw.choice((0, draw.randint(1, most))) for _ in range(experts - 1)] + [most]
 
 
@@ -90,7 +90,7 @@ def test_a_graph_follows_the_routing(tokens):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         output = run()
-    # All tokens on two experts, and each token on others than before.
+    # All tokens choose two experts; then each token chooses different experts.
     for changed in (torch.arange(8.0).expand(tokens, 8), -logits):
         logits.copy_(changed)
         graph.replay()

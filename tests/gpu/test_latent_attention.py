@@ -1,6 +1,6 @@
 """Latent attention on a GPU against its torch twin: products of heads, the cache, attention.
 
-On a machine without a GPU it runs in Triton's interpreter: TRITON_INTERPRET=1.
+On a machine without a GPU the tests run in Triton's interpreter: TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Batch:
         self.scale, self.latent = size**-0.5, latent
 
     def own_vectors(self) -> torch.Tensor:
-        """What the step's tokens put into the cache, as a part of wider rows."""
+        """The step's cache entries, as a part of wider rows."""
         rows = []
         for table, (past, queries) in zip(self.tables, self.lengths, strict=True):
             for place in range(past, past + queries):

@@ -143,7 +143,7 @@ def test_the_last_layer_computes_queries_for_the_ends_of_chunks_alone(
 
 
 def assert_same(found, expected):
-    """The same ids from the same logits, whose sums over the vocabulary may be cut apart."""
+    """The same ids from the same logits; sums over the vocabulary may be split differently."""
     assert found[0] == expected[0]
     for ours, theirs in zip(found[1], expected[1], strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-5, rtol=0)

@@ -16,7 +16,7 @@ SAMPLINGS = [{"max_tokens": 40}]
 
 @pytest.fixture(scope="module")
 def longrope(tmp_path_factory):
-    """A folder, and the CPU's tokens of it."""
+    """A folder, and the tokens of the CPU."""
     folder = tmp_path_factory.mktemp("longrope")
     models.save_huggingface(folder, models.longrope_config())
     driver = make_driver(str(folder), "cpu", 1, max_tokens=1024)
@@ -29,7 +29,7 @@ def test_each_sequence_is_rotated_by_its_own_length(longrope, depth, cuda_graphs
     folder, expected = longrope
     driver = make_driver(folder, "cuda", depth, cuda_graphs, max_tokens=1024)
 
-    # The second time, rows are taken again that were told other positions.
+    # The second run reuses rows that had other positions.
     for _ in range(2):
         assert driver.serve(PROMPTS, SAMPLINGS) == expected
     driver.check_idle()

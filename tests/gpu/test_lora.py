@@ -101,7 +101,8 @@ def make_engine(folder, **changes):
 
 
 def small_adapter(folder, seed, rank):
-    """Of a size that moves the tokens and keeps the logits in the model's usual range."""
+    """Adapters of a magnitude that changes tokens and keeps logits in the model's usual
+    range."""
     return [
         dataclasses.replace(one, a=one.a / 4, b=one.b / 4)
         for one in make_adapter(folder, seed, rank)

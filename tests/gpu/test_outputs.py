@@ -1,4 +1,4 @@
-"""Logits and prompt tables on a GPU: those of the CPU, and no hidden wait for them."""
+"""Logits and prompt tables on a GPU: results of the CPU, without hidden synchronization."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def make_driver(folder, device):
 
 
 def serve(driver):
-    """Of each request its ids, and both kinds of logits."""
+    """The ids of each request, and both kinds of logits."""
     table = np.random.default_rng(0).normal(0, 0.3, (3, HIDDEN)).astype(np.float32)
     wire = PromptTable("FP32", table.shape, table.tobytes()).to_wire()
     requests = [

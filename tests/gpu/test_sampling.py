@@ -98,7 +98,7 @@ GUIDE = {"guide_type": "json", "guide": "{}"}
 
 
 def masks_of(batch, vocab_size):
-    """Half of all ids may come, others in each guided row."""
+    """Each guided row allows a different half of all ids."""
     rng = np.random.default_rng(len(batch.rows))
     shape = len(batch.rows_wanting(Want.GUIDE)), -(-vocab_size // 32)
     return torch.from_numpy(rng.integers(-(2**31), 2**31, shape, dtype=np.int32))

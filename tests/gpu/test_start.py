@@ -42,7 +42,7 @@ def test_weights_arrive_whole_despite_reuse_of_staging_memory(tmp_path, piece_by
     reader = TensorReader(GPU, piece_bytes=piece_bytes, max_ahead_bytes=1 << 20)
     seen = {}
     for name, tensor in reader.read(path, tensors):
-        # Copied away on the current stream; what was read is let go of at once.
+        # Copied on the current stream; the source memory is released at once.
         seen[name] = tensor.clone()
     reader.close()
     torch.cuda.synchronize()

@@ -41,7 +41,7 @@ def test_steps_launched_back_to_back_have_no_time_between_them():
     end.record()
     end.synchronize()
     whole = begin.elapsed_time(end) / 1e3
-    # What the outer events take is no step's.
+    # The time of the outer events belongs to no step.
     assert sum(seconds_of(marks) for marks in steps) == pytest.approx(whole, abs=10e-6)
 
 

@@ -1,4 +1,4 @@
-"""Sums with norms on one GPU, whose group is itself alone: the norm's bits, at every width."""
+"""Sums with norms in a group of one GPU: the bits of the norm, at every width."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Triton's paged attention against its torch twin.
 
-On a machine without a GPU it runs in Triton's interpreter: TRITON_INTERPRET=1.
+On a machine without a GPU the tests run in Triton's interpreter: TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations

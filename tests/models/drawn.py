@@ -29,7 +29,7 @@ _PREFIX, _PROMPTS = 45, 5
 
 @dataclass(slots=True)
 class Drawn:
-    """A model, an engine for it, and what it is asked."""
+    """A model, its engine, and its requests."""
 
     values: dict[str, Any]
     """Of its ``config.json``."""
@@ -45,7 +45,8 @@ def drawn(name: str, number: int, num_ranks: int, folder: Path) -> Drawn:
     """The draw of this number for a model of `family_configs`, its files in ``folder``."""
     chance = random.Random(f"{name} {number} {num_ranks}")
     while True:
-        # Some keys do not go together: then transformers makes no model, or none that runs.
+        # Some keys are incompatible: transformers then makes no model, or a model that cannot
+        # run.
         values = _draw_values(chance, name)
         try:
             config = AutoConfig.for_model(**json.loads(json.dumps(values)))
@@ -76,7 +77,7 @@ def _draw_values(chance: random.Random, name: str) -> dict[str, Any]:
         values.update(changes)
     values["architectures"] = [ARCHITECTURES[values["model_type"]]]
     values["dtype"] = chance.choice(list(DTYPES))
-    # Transformers makes them of other keys where they are left out, but not of null.
+    # Transformers derives omitted keys from other keys, but not null values.
     made = ("layer_types", "rope_parameters")
     return {key: value for key, value in values.items() if key not in made or value is not None}
 
@@ -92,8 +93,8 @@ def _save(chance: random.Random, values: dict[str, Any], config: Any, folder: Pa
 
 
 def _draw_engine(chance: random.Random, folder: Path, layout: str) -> EngineConfig:
-    """Of the folder, or of one that was built of it; with long and short steps, and with a
-    cache for all sequences or for few."""
+    """Engines of the folder, or of an engine folder built from it; with long and short
+    steps, and with a cache for all or for few sequences."""
     parallel = LAYOUTS[layout]
     source = folder
     if chance.random() < 0.7:
@@ -123,7 +124,8 @@ def _draw_engine(chance: random.Random, folder: Path, layout: str) -> EngineConf
 
 
 def _draw_prompts(chance: random.Random, vocab_size: int) -> list[list[int]]:
-    """Of one token to more than any window and LongRoPE's short factors; some begin alike."""
+    """Prompts of one token up to more than any window and LongRoPE's short factors; some
+    prompts share a prefix."""
     prefix = [chance.randrange(vocab_size) for _ in range(_PREFIX)]
     prompts = []
     for _ in range(_PROMPTS):

@@ -335,10 +335,10 @@ SIZES = set(
 """Keys that every model of `families.family_configs` has at odd values."""
 
 WITHOUT_EFFECT = set(
-    # Of training alone.
+    # Keys of training alone.
     "initializer_range attention_dropout hidden_dropout resid_pdrop embd_pdrop attn_pdrop "
     "classifier_dropout router_aux_loss_coef router_jitter_noise num_mtp_layers "
-    # Of other heads than that of language, and of what is returned.
+    # Keys of heads other than the language head, and of returned values.
     "summary_type summary_use_proj summary_activation summary_proj_to_labels "
     "summary_first_dropout output_router_logits use_cache is_decoder "
     # Keys for requests, which set their own end ids; transformers does not read the others.

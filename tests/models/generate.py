@@ -31,7 +31,7 @@ class NotShown(Exception):
 
 
 def reports(*paths: Path) -> Report:
-    """These reports and those of other devices, taken together."""
+    """These reports, merged with reports of other devices."""
     whole: Report = {}
     for path in (*paths, *sorted(MEASURED.glob("models-*.json"))):
         for device, models in json.loads(path.read_text(encoding="utf-8")).items():

@@ -1,4 +1,4 @@
-"""A model served by an engine over all ranks of the run, asked for greedy tokens and logits."""
+"""A model served by an engine over all ranks of the run: greedy tokens and logits."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Answer:
     generation_logits: list[bytes]
 
     def logits(self, vocab_size: int) -> Tensor:
-        """Those of the prompt and then of the output [tokens, V]; of its last token none."""
+        """Logits of the prompt and then of the output [tokens, V], without its last token."""
         # The prompt's last token has the logits of the first output.
         outputs = self.chosen_from(vocab_size)[1:]
         return torch.cat((_rows(self.context_logits, vocab_size), outputs))
@@ -49,7 +49,7 @@ def _rows(pieces: list[bytes], vocab_size: int) -> Tensor:
 
 
 def engine_config(folder: Path, parallel: ParallelConfig) -> EngineConfig:
-    """An engine whose steps hold a part of a long prompt beside other requests' tokens."""
+    """An engine whose steps hold a chunk of a long prompt beside tokens of other requests."""
     return EngineConfig(
         model="test",
         engine_dir=str(folder),
@@ -83,11 +83,11 @@ def serve(
 
 
 def run_group(world: mpi.World, config: EngineConfig, drive: Callable[[Driver], Any]) -> Any:
-    """What ``drive`` returns on rank 0, of an engine over the world. Collective."""
+    """The result of ``drive`` on rank 0, with an engine over the world. Collective."""
     torch.set_num_threads(1)
     device = torch.device("cpu")
     if HAS_GPUS:
-        # Kernels are launched on the current device, whatever the tensors' device.
+        # Kernels are launched on the current device, regardless of the tensors' device.
         device = torch.device("cuda", world.rank)
         torch.cuda.set_device(device)
     if world.size == 1:
@@ -97,7 +97,8 @@ def run_group(world: mpi.World, config: EngineConfig, drive: Callable[[Driver], 
 
 
 def ask(driver: Driver, prompts: Iterable[list[int]], count: int, **wants: Any) -> list[Answer]:
-    """The answers to all prompts, asked together; with all logits, but for ``wants``."""
+    """The answers to all prompts as concurrent requests, with all logits; ``wants`` changes
+    the requested outputs."""
     wants = {"return_context_logits": True, "return_generation_logits": True, **wants}
     requests = [driver.submit(prompt, max_tokens=count, **wants) for prompt in prompts]
     driver.run()

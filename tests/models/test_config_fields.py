@@ -24,7 +24,7 @@ NUM_TOKENS = 6
 )
 def test_a_key_means_what_it_does_to_transformers(name, key, tmp_path):
     values = {**CONFIGS[name].to_dict(), **SERVED[name][key]}
-    # Transformers makes them of other keys where they are left out, but not of null.
+    # Transformers derives omitted keys from other keys, but not null values.
     values = {
         name: value
         for name, value in values.items()

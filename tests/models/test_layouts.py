@@ -22,7 +22,7 @@ TOLERANCE = 3e-5
 
 @pytest.fixture(scope="module", params=list(CONFIGS))
 def model(request, world, tmp_path_factory):
-    """A family's name, its folder, and what transformers says of it; the latter on rank 0."""
+    """A family's name, its folder, and on rank 0 the answers of transformers."""
     folder, expected = "", None
     if world.rank == 0:
         path = tmp_path_factory.mktemp("model")
@@ -41,7 +41,7 @@ def model(request, world, tmp_path_factory):
 
 
 def _logits(theirs, prompt, output):
-    """Those of a prompt, and of its output token by token, as it was made."""
+    """Logits of a prompt, and of its output token by token, in the order of generation."""
     device = theirs.device
     with torch.inference_mode():
         rows = [theirs(torch.tensor([prompt], device=device)).logits[0]]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 if not torch.cuda.is_available():
-    # Before anything imports triton: the GPU's kernels run on the CPU then.
+    # Set before the first import of triton, so that kernels for GPUs run on the CPU.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from tests.unit.worker.models import models
@@ -68,7 +68,7 @@ def world() -> mpi.World:
 
 @pytest.fixture(scope="session")
 def two_host_world() -> mpi.World:
-    """The same ranks, even and odd ones taken to be on hosts that share no memory."""
+    """The same ranks; even and odd ranks count as ranks of hosts that share no memory."""
     rank = mpi.MPI.COMM_WORLD.Get_rank()
     return mpi.World.discover(host=f"host{rank % 2}")
 
@@ -84,8 +84,8 @@ def tensor_group(world: mpi.World) -> Iterator[TensorParallelGroup]:
 
 @pytest.fixture
 def checkpoint(world: mpi.World) -> Iterator[Callable[..., Any]]:
-    """Makes a checkpoint of a configuration on rank 0: its folder, and a function that asks
-    transformers' model of it there and tells every rank."""
+    """Makes a checkpoint of a configuration on rank 0. Returns its folder, and a function
+    that gives every rank an answer of transformers' model on rank 0."""
     with tempfile.TemporaryDirectory() as own:
         folder = Path(world.comm.bcast(own))
 
@@ -100,7 +100,7 @@ def checkpoint(world: mpi.World) -> Iterator[Callable[..., Any]]:
                     try:
                         answer = ask(theirs)
                     except Exception as error:
-                        # Without an answer the other ranks would wait until the test's timeout.
+                        # Other ranks would wait for the answer until the test's timeout.
                         failure = error
                 told = repr(failure) if failure else ""
                 answer, told = world.comm.bcast((answer, told))

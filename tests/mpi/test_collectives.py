@@ -72,7 +72,7 @@ def test_all_reduce_gives_every_rank_the_same_bits_of_the_sum_in_rank_order(
 
 
 def rows_for(source: int, target: int, count: int, width: int) -> torch.Tensor:
-    """What rank ``source`` sends to rank ``target``; the same on all ranks."""
+    """The data from rank ``source`` to rank ``target``; the same on all ranks."""
     generator = torch.Generator().manual_seed(100 * source + target)
     return torch.randn(count, width, generator=generator)
 
@@ -156,7 +156,7 @@ def test_a_group_names_its_transport(group, place):
 
 @pytest.mark.ranks(4)
 def test_a_missing_rank_is_named_after_the_deadline(world: World):
-    # Its number in the group is not the one by which operators know it.
+    # Operators know the rank by its world rank, not by its number in the group.
     backwards = world.subgroup(tuple(reversed(range(world.size))))
     group = connect_group(backwards, CPU, timeout_s=1.0)
     missing = world.size - 1
@@ -184,7 +184,8 @@ def test_separate_groups_do_not_mix_messages(world: World):
 def gloo_groups(
     two_host_world: World,
 ) -> Iterator[list[tuple[tuple[int, ...], TensorParallelGroup]]]:
-    """By their ranks: this process's half of all, one of each half with it, and all."""
+    """Groups by ranks: this process's half of all ranks, one rank of each half, and all
+    ranks."""
     world = two_host_world
     half = world.size // 2
     first = tuple(range(half)) if world.rank < half else tuple(range(half, world.size))
@@ -240,7 +241,7 @@ def test_a_wait_over_gloo_ends_at_the_current_deadline_and_names_the_other_ranks
         assert time.monotonic() - start < 25.0
     world.barrier(60.0, "the others gave up")
     if world.rank == missing:
-        # The other ranks' calls end before the group does.
+        # The calls of other ranks end before the group ends.
         group.timeout_s = 30.0
         group.all_reduce(torch.ones(8))
     world.barrier(60.0, "the last one came")

@@ -1,4 +1,4 @@
-"""Rank 0's decisions on their way to every other rank."""
+"""The broadcast of rank 0's decisions to every other rank."""
 
 from __future__ import annotations
 

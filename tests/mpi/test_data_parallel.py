@@ -55,7 +55,7 @@ MODELS = {
         )
     ),
 }  # fmt: skip
-# Tensor ranks, stages and parts of the experts' ranks; the other ranks are dp ranks.
+# Tensor-parallel ranks, stages and expert-parallel parts; dp ranks use the remaining ranks.
 LAYOUTS = {
     2: [("mixtral", 1, 1, 2), ("qwen2-moe", 1, 1, 2), ("llama", 1, 1, 1)],
     4: [("mixtral", 1, 1, 4), ("qwen2-moe", 2, 1, 4), ("qwen2-moe", 1, 2, 2),
@@ -76,7 +76,7 @@ def models(world, tmp_path_factory):
 
 
 def engine_config(folder, parallel=None, **changes) -> EngineConfig:
-    """Of a layout, or of one rank."""
+    """The configuration of a layout, or of one rank."""
     scheduler = {"max_num_batched_tokens": 48, "max_num_seqs": 8, "policy": "max_utilization"}
     cache = {"tokens_per_block": 16, "max_tokens": 256}
     for name, value in changes.items():
@@ -99,7 +99,7 @@ class DataParallelRanks(Ranks):
 
     def __init__(self, world, folder, tp_size, pp_size, moe_ep_size, **changes) -> None:
         dp_size = world.size // (tp_size * pp_size)
-        # Experts stay inside a dp rank where one part is asked for.
+        # With one part, experts stay inside a dp rank.
         num_ranks = tp_size if moe_ep_size == 1 else tp_size * dp_size
         parallel = ParallelConfig(
             tp_size=tp_size,
@@ -112,7 +112,7 @@ class DataParallelRanks(Ranks):
         self.driver = Driver(engine_config(folder, parallel, **changes), ties=self.ties)
 
     def drive(self, drive):
-        """What ``drive`` returns on rank 0, while the other ranks follow."""
+        """The result of ``drive`` on rank 0, while the other ranks execute its steps."""
         return self.run(self.driver, drive)
 
 
@@ -127,7 +127,7 @@ def serve_all(driver):
 
 
 def greedy(theirs):
-    """What transformers generates from each prompt."""
+    """The output of transformers for each prompt."""
     prompts = [prompt.tolist() for prompt in PROMPTS]
     return [[ids] for ids in reference_greedy(theirs, prompts, 12)]
 
@@ -213,7 +213,7 @@ def test_adapters_are_sent_in_chunks_while_any_dp_rank_runs(
         requests = [driver.submit(PROMPTS[0], max_tokens=95)] if is_running else []
         if is_running:
             driver.step()
-        # One comes to each of the other dp ranks.
+        # Each of the other dp ranks gets one request.
         for task, one in adapters.items():
             given = {"adapter_id": task, "adapter": on_the_wire(one)}
             requests.append(driver.submit(PROMPTS[1], max_tokens=12, **given))

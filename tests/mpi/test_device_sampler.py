@@ -1,4 +1,4 @@
-"""GPUs sample from shards of the vocabulary what one samples from all of it."""
+"""GPUs with shards of the vocabulary sample the ids of one GPU with the whole vocabulary."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_rows_with_edits_and_plain_rows_are_sampled_together(world, fields):
 
 
 def make_batch(fields, device):
-    """A step of a row for each, as a GPU gets it."""
+    """A step with a row for each request, in the form of a GPU's step."""
     rows = SamplingRows(len(fields), VOCAB, device)
     rows.device_state = DeviceSamplingState(len(fields), device)
     for row, each in enumerate(fields):

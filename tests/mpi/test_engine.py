@@ -149,7 +149,8 @@ def test_logits_and_prompt_tables_are_whole_over_ranks(world, ranks, folder):
 def test_the_argmax_over_shards_is_the_first_of_the_likeliest_ids(world):
     group = connect_group(world, torch.device("cpu"), 20.0)
     torch.manual_seed(0)
-    # Few values, so that most rows have their largest on several ranks; the last has none.
+    # Few values, so that most rows have their largest value on several ranks; the last rank has
+    # no value.
     width = 37
     whole = torch.randint(0, 5, (50, width * (world.size - 1))).float()
     mine = whole[:, world.rank * width : (world.rank + 1) * width]

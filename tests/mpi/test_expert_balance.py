@@ -55,7 +55,7 @@ def test_logits_stay_those_of_transformers_while_experts_move(
         torch.testing.assert_close(logits, expected, atol=2e-5, rtol=1e-4)
 
     if has_all:
-        # Before the first token.
+        # The placement before the first token.
         parts = [part for layer in seen[0] for part in layer]
         assert [sorted(part) for part in parts] == [list(range(8))] * len(parts)
         assert seen[0] == seen[-1]
@@ -84,7 +84,7 @@ def test_expert_work_of_tokens_is_divided_between_dp_ranks(tp_size, num_parts, w
 
     for step in range(3):
         generator = torch.Generator().manual_seed(10 * step + layout.dp_rank)
-        # Data-parallel ranks differ in what they have, and tokens of a dp rank are alike.
+        # Data-parallel ranks have different tokens, and tokens of a dp rank are alike.
         x = torch.randn(1, pretrained.hidden_size, generator=generator).repeat(20, 1)
         x += 0.3 * torch.randn(x.shape, generator=generator)
 

@@ -70,7 +70,7 @@ def make_layer(config, dtype, tp, num_parts=1, ranks=None) -> ExpertMLP:
 
 
 def tell_bound(layer, most_tokens):
-    """Let all dp ranks know that none has more tokens in what follows; 0: not known."""
+    """Set the largest number of tokens of any dp rank in the following steps; 0: unknown."""
     layer._dispatch._bound.most_tokens = most_tokens
 
 

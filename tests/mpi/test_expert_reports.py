@@ -7,7 +7,7 @@ import pytest
 
 from tests.mpi.test_data_parallel import NUM_RANKS, PROMPTS, DataParallelRanks, models, single  # noqa: F401
 
-# Tensor ranks, stages and parts of the experts' ranks; the other ranks are dp ranks.
+# Tensor-parallel ranks, stages and expert-parallel parts; dp ranks use the remaining ranks.
 LAYOUTS = [("qwen2-moe", 1, 2, 1), ("mixtral", 1, 1, 2)]
 if NUM_RANKS == 4:
     LAYOUTS = [("qwen2-moe", 1, 2, 2)]
@@ -41,8 +41,8 @@ def test_expert_counts_of_stages_and_dp_ranks_equal_those_of_one_rank(
         first, *_, last = expected
         assert sum(expected[last]) < sum(expected[first])
         if moe_ep_size > 1:
-            # Dp ranks that share experts run all tokens through the last layer, one rank only
-            # the tokens that it samples after.
+            # Dp ranks with divided experts run all tokens through the last layer. A single rank
+            # runs only the sampled tokens.
             assert sum(counts[last]) == sum(counts[first])
             expected[last] = counts[last]
         assert counts == expected

@@ -18,7 +18,8 @@ TASKS = (0, 5, 9)
 
 
 def serve(driver, adapters):
-    """Outputs of all prompts without an adapter and with each; the first brings it along."""
+    """Outputs of all prompts without an adapter and with each adapter; the first request
+    sends the weights."""
     requests = [
         driver.submit(
             prompt,
@@ -51,7 +52,7 @@ def test_all_ranks_together_give_the_tokens_of_one_rank(world, ranks, folder):
 def test_all_ranks_hold_the_adapter_that_rank_0_read_from_a_folder(
     world, ranks, folder, tmp_path, monkeypatch
 ):
-    """Other ranks have no such folder, and late writes to it have no effect."""
+    """Other ranks have no such folder, and late writes to the folder have no effect."""
     for module in (sent, manager):
         monkeypatch.setattr(module, "PIECE_BYTES", 20_000)
     old, new, names = {}, {}, ("early", "late")

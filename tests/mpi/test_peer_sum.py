@@ -28,7 +28,7 @@ SUMS = (
 
 @pytest.fixture(scope="module")
 def regions(world):
-    """Zeroed memory of every rank, where this rank maps it."""
+    """Zeroed memory of every rank, as mapped by this rank."""
     own = SharedSegment.create(region_bytes(world.size, SLOT_BYTES))
     handles = world.comm.allgather(own.handle)
     segments = [

@@ -1,4 +1,4 @@
-"""Pipeline stages on several ranks give the tokens of one rank, whatever their requests ask."""
+"""Pipeline stages on several ranks give the tokens of one rank for all features of requests."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ MODELS = {
 
 @pytest.fixture(scope="module")
 def models(world, tmp_path_factory):
-    """By name a Hugging Face folder that rank 0 writes for all, and rank 0's model of it."""
+    """By name: a Hugging Face folder that rank 0 writes for all ranks, and rank 0's model of
+    the folder."""
     found = {}
     for name, make in MODELS.items():
         path, theirs = "", None
@@ -72,7 +73,7 @@ def make_ranks(world, pp_size):
 
 
 def engine_config(folder, pp_partition=(), layout=None, **changes):
-    """Of ``layout``, or of one rank."""
+    """The configuration of ``layout``, or of one rank."""
     layout = layout or ParallelLayout()
     scheduler = {"max_num_batched_tokens": 48, "max_num_seqs": 8, "policy": "max_utilization"}
     cache = {"tokens_per_block": 16, "max_tokens": 256}
@@ -101,7 +102,7 @@ def make_driver(folder, ranks, **changes):
 
 
 def greedy(theirs):
-    """What transformers generates from each prompt."""
+    """The output of transformers for each prompt."""
     prompts = [prompt.tolist() for prompt in PROMPTS]
     return [[ids] for ids in reference_greedy(theirs, prompts, 12)]
 
@@ -185,7 +186,7 @@ def test_stages_on_two_hosts_give_the_tokens_of_transformers(two_host_world, mod
     folder, theirs = models["llama"]
     ranks = make_ranks(two_host_world, pp_size=two_host_world.size)
     driver = make_driver(folder, ranks)
-    # As a rank does without a hang timeout.
+    # A rank without a hang timeout does the same.
     ranks.links.set_timeouts(StepTimeouts.of(ranks.ties[0], NEVER_S))
 
     outputs = ranks.run(driver, lambda driver: driver.serve(PROMPTS))

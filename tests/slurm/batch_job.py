@@ -1,4 +1,4 @@
-"""A server as a batch job: submitted, asked and stopped by the commands that users have."""
+"""A server as a batch job: submitted, queried and stopped by the commands of users."""
 
 from __future__ import annotations
 
@@ -46,9 +46,10 @@ class BatchJob:
         assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{self.log()}"
 
     def submit_without_container(self, template: str, repository: Path, *flags: str) -> None:
-        """Submit a script that was rendered for a container, less what asks for the container.
+        """Submit a script that was rendered for a container, without its container options.
 
-        Pyxis is not here; what remains is the step in which the whole server runs.
+        Pyxis is not installed here; the remaining script is the step in which the whole server
+        runs.
         """
         flags = (*flags, "--container-image", "trimaran.sqsh")
         done = self.trimaran("slurm", "render", *self._flags(template, repository), *flags)
@@ -100,14 +101,14 @@ class BatchJob:
             time.sleep(0.3)
 
     def wait_log(self, words: str, timeout_s: float = 60) -> None:
-        """Wait until the job has said so."""
+        """Wait until the job's output has this text."""
         deadline = time.monotonic() + timeout_s
         while words not in self.log():
             assert time.monotonic() < deadline, self.log()
             time.sleep(0.1)
 
     def log(self) -> str:
-        """What the job wrote, all its files."""
+        """The output of the job in all its files."""
         texts = [p.read_text(errors="replace") for p in sorted(self.log_dir.glob("*.log"))]
         return "\n".join(texts)
 
@@ -142,14 +143,14 @@ class BatchJob:
         return [step for step in done.stdout.split() if step.partition(".")[2].isdigit()]
 
     def cancel(self) -> dict[str, str]:
-        """A plain scancel; what Slurm then knows of the job."""
+        """A plain scancel; returns Slurm's record of the job."""
         self.lab.run("scancel", self.job_id)
         self._state = self.lab.wait_state(self.job_id, *OVER)
         self.wait_gone(OURS)
         return self._state
 
     def show(self) -> None:
-        """Print what the job answered, what it wrote, and how it ended."""
+        """Print the job's answers, its output, and its end."""
         print(
             self.output,
             *self._answers[:2],
@@ -199,7 +200,7 @@ class LongRequest(threading.Thread):
         self._begun.set()
 
     def finish(self) -> str:
-        """The whole answer, as `BatchJob.ask` gives it."""
+        """The whole answer, like that of `BatchJob.ask`."""
         self.join(120)
         assert not self.is_alive() and not self.error, self.error
         return self.text

@@ -36,7 +36,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmLab]:
 
 @pytest.fixture
 def submit(lab: SlurmLab, tmp_path: Path) -> Iterator[Callable[..., BatchJob]]:
-    """Submit a template; the job is cancelled with the test, and ends with all it started."""
+    """Submit a template; the end of the test cancels the job with all its processes."""
     jobs: list[BatchJob] = []
 
     def start(template: str, repository: Path, *flags: str, wait: bool = True) -> BatchJob:

@@ -1,7 +1,7 @@
 """A real Slurm on this machine: munged, slurmctld and several slurmd, each node with a name.
 
-Needs root and Debian's packages, which are installed if they are missing. Everything lives
-below one folder and on ports of its own, so that labs and other Slurms do not meet.
+Needs root and Debian's packages; missing packages are installed. All files are below one
+folder, and ports are private, so that labs and other Slurm installations do not interfere.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ TCPTimeout=5
 PropagateResourceLimits=NONE
 GresTypes=gpu
 """
-# In a host name, a hosts file and a PMIx folder of the node's own.
+# Each node has a separate host name, hosts file and PMIx folder.
 NODE_INIT = """\
 #!/bin/sh
 node=$1 folder=$2; shift 2
@@ -93,7 +93,7 @@ exec "$@"
 
 
 class SlurmLab:
-    """The daemons of one cluster. Use as a context manager: nothing of it outlives it."""
+    """The daemons of one cluster. Use as a context manager: no process outlives the block."""
 
     def __init__(self, folder: Path, num_nodes: int = 2) -> None:
         self.folder = folder
@@ -146,7 +146,7 @@ class SlurmLab:
         )  # fmt: skip
 
     def job(self, job_id: str) -> dict[str, str]:
-        """What Slurm knows of a job, by its own names."""
+        """Slurm's record of a job, by Slurm's names."""
         done = self.run("scontrol", "--oneliner", "show", "job", job_id)
         assert done.returncode == 0, done.stderr
         pairs = [w.partition("=") for w in done.stdout.splitlines()[0].split() if "=" in w]
@@ -179,7 +179,7 @@ class SlurmLab:
         return "\n".join(texts)
 
     def close(self) -> None:
-        """Cancel all jobs and end every daemon with what is below it."""
+        """Cancel all jobs and end every daemon with its descendants."""
         if "slurmctld" in self._daemons:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.run("scancel", "--user=root", "--signal=KILL", timeout_s=20)
@@ -255,7 +255,7 @@ class SlurmLab:
         (folder / "slurm.conf").write_text(text)
         devices = f"{folder}/dev/gpu[0-{NUM_GPUS - 1}]"
         for number in range(NUM_GPUS):
-            # A device like /dev/null: Slurm only counts and numbers it.
+            # A device like /dev/null: Slurm only counts and numbers the device.
             os.mknod(folder / "dev" / f"gpu{number}", 0o666 | 0o020000, os.makedev(1, 3))
         (folder / "gres.conf").write_text(f"Name=gpu File={devices}\n")
         (folder / "mpi.conf").write_text(f"PMIxCliTmpDirBase={folder}/pmix\n")
@@ -267,10 +267,10 @@ class SlurmLab:
 
 
 def install_packages() -> None:
-    """Install what is missing of Slurm, as root on Debian.
+    """Install missing packages of Slurm, as root on Debian.
 
     Raises:
-        AssertionError: names what is missing where it cannot be installed.
+        AssertionError: names the missing packages if they cannot be installed.
     """
     wanted = {p for name, p in PROGRAMS.items() if shutil.which(name) is None}
     root = Path("/")

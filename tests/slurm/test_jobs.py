@@ -168,7 +168,7 @@ def test_several_models_serve_in_one_allocation(submit, two_models: Path):
     )  # fmt: skip
     victim.kill()
     assert job.ask(model="ensemble")
-    # Until its death is noticed, the server is ready for it.
+    # The server is ready until the death is noticed.
     job.wait_log("Group 'tensorrt_llm_2' of model 'tensorrt_llm_2' is gone")
     job.wait_ready()
     assert job.ask(model="ensemble_2") == job.ask(model="ensemble")

@@ -1,4 +1,5 @@
-"""Sends random cases for a while beside the watch, and saves those that others noticed."""
+"""Sends random cases for a while beside the watch, and saves the cases with a noticed
+effect."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Sent:
-    """A case and when it was under way."""
+    """A case and the time of its execution."""
 
     number: int
     case: Case
@@ -97,7 +98,7 @@ class Campaign:
         self._has_begun = False
 
     def run(self, seconds: float, numbers: list[int] | None = None) -> None:
-        """Send cases until the time is over, or those of these numbers alone."""
+        """Send cases until the time is over, or only the cases with the given numbers."""
         if numbers is not None:
             self.beside_watch(lambda: self._each([case_of(self.seed, n) for n in numbers]))
             return
@@ -109,7 +110,7 @@ class Campaign:
             timer.cancel()
 
     def replay(self, paths: list[Path], times: int = 1) -> None:
-        """Send the cases of files, those of each file together."""
+        """Send the cases of files; cases of one file run together."""
         files = queue.SimpleQueue[list[Case]]()
         for path in paths * times:
             files.put(cases.read(path))
@@ -132,7 +133,7 @@ class Campaign:
                 self.violations.clear()
                 self._has_begun = True
             send()
-            # What the last cases did is seen a little later.
+            # Effects of the last cases appear a little later.
             time.sleep(3.0)
         if "event" not in self.seen:
             self._violation("the watch ended early", [])
@@ -182,7 +183,7 @@ class Campaign:
         try:
             outcome = sender.send(case)
         except (OSError, ValueError) as error:
-            # What the client's own library does not send: a name with NUL, for example.
+            # The client library refuses to send some values, for example a name with NUL.
             outcome = Outcome(f"not sent: {type(error).__name__}")
         finally:
             with self._lock:
@@ -193,7 +194,7 @@ class Campaign:
         return outcome, sent
 
     def _recent(self, since_s: float) -> list[Sent]:
-        """What was under way at that time, or after it."""
+        """The cases that ran at that time or later."""
         with self._lock:
             ended = [sent for sent in self._ended if sent.ended_s > since_s]
             return [*self._under_way.values(), *ended]
@@ -241,7 +242,7 @@ class Campaign:
             self._violation(f"the log: {log[found.start() : found.start() + 3000]}", [])
 
     def report(self) -> dict[str, Any]:
-        """What was sent, and the worst that others saw."""
+        """The number of cases, and the worst observations of other clients."""
         return {
             "seed": self.seed,
             "requests": self.kinds.total(),

@@ -42,7 +42,7 @@ class Case:
         return sum(map(weight, self.parts))
 
     def to_dict(self) -> dict[str, Any]:
-        """Without what is as usual."""
+        """The case without fields at their defaults."""
         usual = asdict(Case(""))
         return {key: value for key, value in asdict(self).items() if value != usual[key]}
 

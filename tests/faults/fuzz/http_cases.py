@@ -239,7 +239,7 @@ def _uploaded(rng: random.Random) -> Case:
 
 
 def _pipelined(rng: random.Random) -> Case:
-    """Several requests behind each other on one connection."""
+    """Several consecutive requests on one connection."""
     requests: list[Piece] = []
     for _ in range(rng.randint(2, 5)):
         requests += _request("GET", _target(rng, rng.choice(_GETS)), [], "")

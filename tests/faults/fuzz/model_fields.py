@@ -58,7 +58,7 @@ _STRANGE: tuple[Any, ...] = (
 
 @dataclass(frozen=True)
 class Input:
-    """An input as a model's configuration has it."""
+    """An input of a model's configuration."""
 
     name: str
     datatype: str
@@ -89,14 +89,14 @@ INPUTS = {model: _inputs(model) for model in MODELS}
 
 
 def choose_model(rng: random.Random, *, is_unary: bool = False) -> str:
-    """A model of the repository; those that answer with streams are refused without one."""
+    """A model of the repository; decoupled models refuse requests without a stream."""
     if is_unary and rng.random() < 0.7:
         return rng.choice(MODELS[3:])
     return rng.choices(MODELS, _WEIGHTS)[0]
 
 
 def choose_inputs(rng: random.Random, model: str) -> list[Input]:
-    """What a request has: what the model needs, and some others."""
+    """The inputs of a request: the required inputs, and some optional inputs."""
     known = INPUTS[model]
     names = [name for name in _REQUIRED[model] if rng.random() > 0.03]
     others = [name for name in known if name not in _REQUIRED[model]]
@@ -110,7 +110,7 @@ def choose_inputs(rng: random.Random, model: str) -> list[Input]:
 
 
 def honest(rng: random.Random, one: Input) -> Any:
-    """A value that a client may well send, as JSON has it: a scalar or a list."""
+    """A plausible value of a client in JSON: a scalar or a list."""
     name = one.name.lower()
     if name in _OWN:
         return _OWN[name](rng)

@@ -1,6 +1,6 @@
 """Bytes as data: small descriptions in JSON of messages that may be large.
 
-A piece is one of these; a list is the pieces one behind the other:
+A piece is a list of consecutive pieces, or one of these:
 
 - a string: its UTF-8;
 - ``{"hex": "00ff"}``: any bytes;
@@ -46,7 +46,7 @@ def build(piece: Piece) -> bytes:
 
 
 def weight(piece: Piece) -> int:
-    """About how many bytes a piece has, those of compressed data counted as they unpack."""
+    """The approximate number of bytes of a piece; compressed data counts decompressed."""
     if isinstance(piece, str):
         return len(piece)
     if isinstance(piece, list):

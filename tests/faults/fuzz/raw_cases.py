@@ -1,4 +1,4 @@
-"""Random bytes on the ports: what is no HTTP, other protocols, and odd frames of HTTP/2."""
+"""Random bytes on the ports: invalid HTTP, other protocols, and unusual frames of HTTP/2."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _slow(rng: random.Random) -> Case:
 
 
 def _frames(rng: random.Random) -> Case:
-    """A connection of HTTP/2 whose frames are odd."""
+    """A connection of HTTP/2 with unusual frames."""
     frames: list[Piece] = [_frame(rng) for _ in range(rng.choice((1, 3, 10)))]
     if rng.random() < 0.3:
         frames = [{"times": rng.choice((50, 2000)), "of": frames}]

@@ -1,10 +1,10 @@
 """Fuzzes a server: ``python tests/faults/fuzz/run.py --seconds 300 --seed 1``.
 
-Starts a server of the demo model on two ranks, or takes a running one, and sends random
-requests over HTTP and gRPC beside a greedy stream and a health probe. The exit code is 1 if
-others noticed something: a gap of more than a second, another text, 200 MB more memory, a
-stream, probe or front end that was lost, or an error that the server calls its own. What was
-sent at that time is saved as a file, which ``--replay FILE`` sends again.
+Starts a server of the demo model on two ranks, or uses a running server, and sends random
+requests over HTTP and gRPC beside a greedy stream and a health probe. The exit code is 1 after
+an effect on other clients: a gap of more than a second, another text, 200 MB more memory, a
+lost stream, probe or front end, or an internal error of the server. The requests of that time
+are saved as a file, which ``--replay FILE`` sends again.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def demo_server(folder: Path, flags: tuple[str, ...] = ()) -> Iterator[Served]:
 
 
 def target_of(served: Served) -> Target:
-    """What the campaign needs of a server."""
+    """The interface of a server for the campaign."""
     ports = Ports(served.http_port, served.grpc_port, served.metrics_port)
     return Target(ports, served.process.pid, served.log)
 
@@ -134,6 +134,6 @@ class _Raw(argparse.RawDescriptionHelpFormatter):
 
 
 if __name__ == "__main__":
-    # As Ctrl-C, so that the server ends too.
+    # The signal of Ctrl-C, so that the server ends too.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main())

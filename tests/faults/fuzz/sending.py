@@ -62,7 +62,7 @@ class Sender:
         self._channel: grpc.Channel | None = None
 
     def close(self) -> None:
-        """End what it has open."""
+        """Close all open connections."""
         if self._channel is not None:
             self._channel.close()
             self._channel = None
@@ -145,7 +145,7 @@ class _Connection:
     def run(self, parts: list[bytes]) -> Outcome:
         with self._sock:
             with contextlib.suppress(OSError):
-                # The server may answer, and close, before it has all.
+                # The server may answer and close before it has read all bytes.
                 self._write(parts)
             if not self._case.reads:
                 time.sleep(max(0.0, self._end_s - time.monotonic()))
@@ -163,7 +163,7 @@ class _Connection:
         for number, part in enumerate(parts):
             if number:
                 time.sleep(self._case.pause_s)
-            # A client that leaves early has sent what it wants to send, if that takes not long.
+            # A client that leaves early sends all its bytes first, unless sending takes long.
             self._sock.settimeout(max(0.5, self._end_s - time.monotonic()))
             self._sock.sendall(part)
         if self._case.half_closes:

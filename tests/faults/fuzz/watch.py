@@ -1,9 +1,9 @@
-"""What others see of a server meanwhile, from a process of its own, told as it happens.
+"""The view of other clients, measured in a separate process and reported as it happens.
 
-Run as ``python watch.py HTTP_PORT PID``: one greedy stream after the other, a health probe
-every 20 ms, the memory of the front ends and their helpers, and the front ends' processes. Each
-line of its output is an event in JSON. All of it counts from the line ``begin`` of its input
-on; the next line ends it.
+Run as ``python watch.py HTTP_PORT PID``: one greedy stream after another, a health probe every
+20 ms, the memory of the front ends and their helpers, and the front ends' processes. Each line
+of its output is an event in JSON. The measurement starts with the line ``begin`` of its input
+and ends with the next line.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Watch:
         self._held_by: dict[str, float] = {}
 
     def run(self) -> None:
-        """Look on until a line comes, then tell the whole."""
+        """Observe until a line arrives, then report the totals."""
         self._text = self._one_stream()
         self._tell("ready")
         watches = (self._stream, self._probe, self._weigh)
@@ -169,7 +169,7 @@ class Watch:
         return {p for p, (_, line) in self._members.items() if "trimaran-frontend" in line}
 
     def _memory(self, of: str) -> dict[str, int]:
-        """The bytes of each process but the ranks, whose caches are filled by use."""
+        """The bytes of each process except ranks, whose caches grow with use."""
         sizes = {}
         for pid, (process, line) in self._members.items():
             if "trimaran-rank" not in line:

@@ -14,14 +14,14 @@ import time
 
 
 def stalls_in_python(seconds: float) -> None:
-    """Compute, and let other threads run."""
+    """Compute in Python, so that other threads run too."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         sum(range(1000))
 
 
 def stalls_in_c(seconds: float) -> None:
-    """Compute in one call of C code, during which no other thread gets the interpreter."""
+    """Compute in one call of C code, which holds the interpreter lock."""
     began = time.monotonic()
     sum(range(10**6))
     sum(range(int(10**6 * seconds / (time.monotonic() - began))))

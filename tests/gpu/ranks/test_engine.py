@@ -115,7 +115,7 @@ def serve_both(driver):
 
 @pytest.fixture(scope="module")
 def expected(world, folders):
-    """On rank 0: what one rank on the CPU answers, by model."""
+    """On rank 0: the answers of one rank on the CPU, by model."""
     folders = folders if world.rank == 0 else {}
     return {
         name: serve_both(Driver(engine_config(folder, "cpu")))
@@ -142,7 +142,7 @@ class GpuRanks(Ranks):
         self.engine = self.driver.engine
 
     def drive(self, drive):
-        """What ``drive`` returns on rank 0, while the other ranks follow."""
+        """The result of ``drive`` on rank 0, while the other ranks execute its steps."""
         return self.run(self.driver, drive)
 
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture
 def own_group(world):
-    """A group that has not chosen how it sums."""
+    """A group without a chosen all-reduce."""
     group = connect_group(world, torch.device("cuda", world.local_rank), 60.0)
     yield group
     group.close()

@@ -47,7 +47,7 @@ def peer_sum(group):
 
 
 class Sample:
-    """Random arguments of a sum with a norm behind it, other ones on every rank."""
+    """Random arguments of a sum and the following norm, different on every rank."""
 
     def __init__(self, group, shape, dtype, parts=0):
         generator = torch.Generator(group.device).manual_seed(group.rank + shape[0])

@@ -60,7 +60,8 @@ class Reassembled:
         return [torch.cat(pieces) for pieces in zip(*cut, strict=True)]
 
     def queries_keys_values(self, name: str) -> list[Tensor]:
-        """Query, key and value tensors; ranks that share a key-value head must agree on it."""
+        """Query, key and value tensors; ranks with copies of a key-value head must have
+        equal copies."""
         config = self.config
         kv_rows = max(1, config.num_key_value_heads // self.tp_size) * config.head_size
         query_rows = config.num_attention_heads // self.tp_size * config.head_size

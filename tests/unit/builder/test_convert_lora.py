@@ -46,7 +46,8 @@ def test_rows_are_module_layer_and_size_beside_both_matrices(
     assert "3 modules of size 2" in done.out and "layer 2 attn_q: size 2, 32" in done.out
     config = np.load(tmp_path / "out" / "model.lora_config.npy")
     weights = np.load(tmp_path / "out" / "model.lora_weights.npy")
-    # The gate of an MLP is module 5, whatever its name there, and the way down module 6.
+    # The gate projection of an MLP is module 5 under any name, and the down projection module
+    # 6.
     assert config.tolist() == [[[5, 0, 2], [6, 0, 2], [1, 2, 2]]]
     assert weights.shape == (1, 3, 2 * (64 + 32))
     assert weights.dtype == (np.float16 if storage is None else np.float32)

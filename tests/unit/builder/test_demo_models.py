@@ -1,4 +1,4 @@
-"""The demo models are what their README says, and they know English."""
+"""The demo models match their README and predict English."""
 
 from __future__ import annotations
 

@@ -18,12 +18,12 @@ from safetensors import safe_open
 from trimaran.builder.journal import JOURNAL_FILE
 from trimaran.builder.processes import ForkedWorkers, WorkerLostError
 
-# The command forks before it has threads; tests have some.
+# The command forks before it starts threads, but a test process has threads.
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 
 LARGER = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 12}
 
-# So slow that a build has not ended when it is killed or stopped.
+# Slow enough that a build is still running when killed or stopped.
 _SLOW_DISK = (
     "import os, sys, time; from trimaran.launcher.cli.main import main; write = os.pwrite\n"
     "os.pwrite = lambda *given: (time.sleep(0.02), write(*given))[1]\n"
@@ -109,7 +109,7 @@ def test_a_killed_parallel_build_resumes_after_its_finished_layers(llama, build,
         killed.kill()
     assert killed.returncode == -signal.SIGKILL
     assert len(_journal(output)) >= 4
-    # Its processes ended with it: they would hold the folder's lock.
+    # Its processes ended too: live processes would hold the folder's lock.
     _assert_goes_on(build, folder, output)
 
 

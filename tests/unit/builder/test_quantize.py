@@ -61,7 +61,7 @@ def test_quantized_values_times_scales_equal_the_floats(tmp_path, trimaran):
     assert tensors[name].dtype == torch.float8_e4m3fn
     assert tensors[f"{name}_scale_inv"].shape == (1, 1)
     found = tensors[name].float() * tensors[f"{name}_scale_inv"]
-    # Half of the distance of two FP8 numbers: of normal ones, and of those near zero.
+    # Half of the distance of two FP8 numbers: of normal numbers, and of numbers near zero.
     torch.testing.assert_close(found, floats[name].float(), atol=1e-3, rtol=2**-4)
 
 

@@ -1,4 +1,4 @@
-"""The shards of all ranks together are the checkpoint, whatever the sizes."""
+"""The shards of all ranks together are the checkpoint, for all parallel sizes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _build(trimaran, checkpoint, tp_size, pp_size, *flags):
 
 def _assert_same_ends(engine, embedding, head):
     assert engine.vocabulary("embed_tokens.weight").equal(embedding)
-    # A stage that has the tied embedding needs no copy of it.
+    # A stage with the tied embedding needs no second copy.
     is_shared = head is embedding and len(engine.num_layers_of_stages) == 1
     assert ("lm_head.weight" in engine.parts) != is_shared
     if not is_shared:

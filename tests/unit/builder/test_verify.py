@@ -1,4 +1,4 @@
-"""`trimaran verify` finds a tensor that is not as it was built."""
+"""`trimaran verify` finds a changed tensor."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trimaran.comm.errors import ConfigError
 from trimaran.worker.config.engine_folder import EngineFolder
 from trimaran.worker.config.shard_file import read_header
 
-# The command forks before it has threads; tests have some.
+# The command forks before it starts threads, but a test process has threads.
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 
 

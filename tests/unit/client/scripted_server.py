@@ -32,7 +32,7 @@ class Reply:
 
 @dataclass
 class Received:
-    """One request as it came over the wire."""
+    """One request as received over the wire."""
 
     model: str
     id: str
@@ -55,7 +55,7 @@ Script = Callable[[Received], list[Reply]]
 
 
 class ScriptedServer(service_pb2_grpc.GRPCInferenceServiceServicer):
-    """Answers each request with what ``script`` gives for it. Keeps what it received."""
+    """Answers each request with the result of ``script``. Keeps all received requests."""
 
     def __init__(self) -> None:
         self.script: Script = lambda request: [Reply(is_final=True)]

@@ -177,7 +177,7 @@ def test_cancelling_the_call_is_reported(server, call):
 
     assert code == 0
     assert "Request is cancelled" in out
-    # No stop request. On a slow machine the cancelled one may not have come this far either.
+    # No stop request was sent. On a slow machine the cancelled request may be missing too.
     assert [request for request in server.received if "stop" in request.inputs] == []
 
 
