@@ -9,7 +9,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Authority:
-    """An authority and the certificates that it signs, as files of a folder."""
+    """An authority and its signed certificates, as files of a folder."""
 
     folder: Path
 

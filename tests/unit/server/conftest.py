@@ -97,7 +97,7 @@ class RunningServer:
         self.run(self._start())
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """Run a coroutine on the server's loop and wait for it."""
+        """Run a coroutine on the server's loop and wait for its result."""
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
 
     def request(
@@ -164,7 +164,7 @@ class RunningServer:
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[RunningServer]:
-    """A server that tests share; they leave it ready."""
+    """A shared server; every test leaves the server ready."""
     running = RunningServer()
     yield running
     running.close()

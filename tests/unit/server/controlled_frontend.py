@@ -30,7 +30,7 @@ DEADLINE_S = 60
 
 
 class Engine:
-    """Rank 0 of a group: the tokens of each request are ``first_id`` and the next ones.
+    """Rank 0 of a group: the tokens of each request are ``first_id`` and the following ids.
 
     While `gate` is clear, a request gets its first token and no more.
     """
@@ -45,8 +45,8 @@ class Engine:
         self._thread = None
 
     def dial(self, address):
-        """Serve once the front end accepts; raises OSError where it ends before."""
-        # A real engine takes longer to load than the front end to expect it.
+        """Serve once the front end accepts; raises OSError if the front end ends first."""
+        # A real engine loads so long that the front end already expects the engine.
         while not self._is_accepted(address, self._hello):
             self._peer.sock.close()
             time.sleep(0.05)
@@ -116,7 +116,7 @@ class ControlledFrontend(StartedFrontend):
     def __init__(
         self, stack, tmp_path, *, started=(), down=(), conflicts=None, held=(), **config
     ):
-        """``started`` groups are up already, those of ``down`` will be some time."""
+        """``started`` groups are up already; groups of ``down`` take some time to come up."""
         self.states = []
         self._timers = []
         self.start_method = "mpirun"
@@ -197,7 +197,7 @@ class ControlledFrontend(StartedFrontend):
     # ---- as a client --------------------------------------------------------------------
 
     def call(self, method, path, value=None):
-        """Status and body of a request; the body's JSON value if it has one."""
+        """Status and body of a request; the body's JSON value if the body is JSON."""
         body = None if value is None else json.dumps(value).encode()
         request = urllib.request.Request(self.url + path, data=body, method=method)
         try:
@@ -214,8 +214,8 @@ class ControlledFrontend(StartedFrontend):
         return self.call("POST", f"/v2/repository/models/{name}/load", value)
 
     def load_with_file(self, folder):
-        """Load a model of the repository as it is, but as one that comes with its request:
-        with its configuration and a file ``note``."""
+        """Load an unchanged model of the repository through a load request with its
+        configuration and a file ``note``."""
         config = json_format.MessageToJson(read_config(folder / "config.pbtxt"))
         return self.load(folder.name, config=config, **{"file:1/note": "eA=="})
 
@@ -230,7 +230,7 @@ class ControlledFrontend(StartedFrontend):
         return {e["name"]: (e.get("state"), e.get("reason")) for e in entries}
 
     def is_ready(self):
-        """Whether the server says that it is ready."""
+        """Whether the server reports readiness."""
         return self.call("GET", "/v2/health/ready")[0] == 200
 
     def tokenize(self, text="a b"):
@@ -253,7 +253,7 @@ class ControlledFrontend(StartedFrontend):
         return self.call("POST", "/v2/models/ensemble/generate", body)
 
     def stream(self, max_tokens=3):
-        """A stream of text whose first token has come."""
+        """A stream of text whose first token has arrived."""
         return Stream(self.connect(), max_tokens)
 
     # ---- as the supervisor --------------------------------------------------------------
@@ -308,13 +308,13 @@ class ControlledFrontend(StartedFrontend):
 
     def _start_engine_if_needed(self, group):
         with contextlib.suppress(OSError):
-            # The test may be over, and the front end with it.
+            # The test and its front end may have ended.
             self._start_engine(group)
 
     def _start_engine(self, group):
         model, _, generation = group.partition("@")
         first_id = 300 * int(generation or 1)
-        # Known before the front end says that it serves.
+        # Set before the front end reports that it serves.
         self.engines[group] = Engine(model, group, first_id)
         self.engines[group].dial(self.engine_address)
         self._tell(group, model, int(generation or 1), "up")
@@ -329,7 +329,7 @@ class ControlledFrontend(StartedFrontend):
 
     def _end_late(self, request_id, arguments):
         with contextlib.suppress(OSError):
-            # The test may be over, and the front end with it.
+            # The test and its front end may have ended.
             self._end_groups(request_id, arguments)
 
     def _end_groups(self, request_id, arguments):
@@ -362,7 +362,7 @@ class ControlledFrontend(StartedFrontend):
 
 @contextlib.contextmanager
 def starting_over(folder):
-    """Starts front ends in explicit mode over one repository, one after the other."""
+    """Starts successive front ends in explicit mode over one repository."""
     write_repository(folder / "repository")
     with contextlib.ExitStack() as stack:
 
@@ -377,6 +377,6 @@ def starting_over(folder):
 
 @contextlib.contextmanager
 def with_nothing_loaded(folder, **config):
-    """A front end in explicit mode, and the repository in the folder from which it loads."""
+    """A front end in explicit mode, and the folder of its repository."""
     with starting_over(folder) as start:
         yield start(**config)

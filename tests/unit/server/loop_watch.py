@@ -1,6 +1,6 @@
-"""How long a server's event loop was kept by one thing, in the work of the whole process.
+"""The longest occupation of a server's event loop, in processor time of the whole process.
 
-Not by the clock: on a busy machine that tells how long others ran.
+Wall-clock time would include other processes on a busy machine.
 """
 
 import time
@@ -9,7 +9,7 @@ LONGEST_PAUSE_S = 0.5
 
 
 class LoopWatch:
-    """What work this process did, at most, while a server's loop did nothing else."""
+    """The most processor time of this process within one callback of a server's loop."""
 
     def __init__(self, server):
         self._server = server

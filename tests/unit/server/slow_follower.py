@@ -1,4 +1,4 @@
-"""Another front end than the first, which is slow to follow it and is the test's own."""
+"""A second front end, played by the test, that follows the first front end slowly."""
 
 import contextlib
 import threading
@@ -20,7 +20,7 @@ class Counted:
 
 
 def counts(num_requests):
-    """What a front end tells that answered so many requests."""
+    """The counts of a front end after this many requests."""
     metrics = Metrics()
     model = metrics.measure(Counted())
     for _ in range(num_requests):
@@ -29,7 +29,7 @@ def counts(num_requests):
 
 
 class SlowFollower:
-    """Hears of every state at once, and serves none of them before it is told to."""
+    """Receives every state at once, and serves a state only on command."""
 
     def __init__(self, stack, address):
         self._peer = Peer(stack.enter_context(Address.parse(address).connect(DEADLINE_S)))

@@ -70,7 +70,7 @@ output { name: "Y" data_type: TYPE_INT32 dims: 1 }
 
 
 class SmallModel:
-    """What the models of these tests have in common."""
+    """The common base of the models of these tests."""
 
     version = "1"
 
@@ -96,7 +96,7 @@ class EchoModel(SmallModel):
 
 
 class DoubleModel(SmallModel):
-    """Doubles each value, as late as asked to."""
+    """Doubles each value after the requested delay."""
 
     async def infer(self, request: InferRequest) -> AsyncIterator[InferResponse]:
         await asyncio.sleep(float(request.parameters.get("delay_ms", 0)) / 1e3)
@@ -104,7 +104,7 @@ class DoubleModel(SmallModel):
 
 
 class SqueezeModel(SmallModel):
-    """Answers with the shape that it saw."""
+    """Answers with the shape of its input."""
 
     async def infer(self, request: InferRequest) -> AsyncIterator[InferResponse]:
         shape = np.array(request.inputs["X"].shape, np.int32)
@@ -112,7 +112,7 @@ class SqueezeModel(SmallModel):
 
 
 class RepeatModel(SmallModel):
-    """Answers ``max_tokens`` times; fails or waits in between where asked to."""
+    """Answers ``max_tokens`` times; fails or waits in between on request."""
 
     def __init__(self, config: str) -> None:
         super().__init__(config)

@@ -1,4 +1,4 @@
-"""A front-end process whose peers, the supervisor and the engines, are the test's own."""
+"""A front-end process whose supervisor and engines are played by the test."""
 
 import os
 import socket
@@ -67,7 +67,7 @@ class Peer:
             try:
                 data = self.sock.recv(1 << 16)
             except ConnectionResetError:
-                # Of a process that was killed before it had read what it was sent.
+                # The error of a process that was killed with unread data.
                 return None
             if not data:
                 return None
@@ -77,7 +77,7 @@ class Peer:
         return message
 
     def wait_for_state(self, state):
-        """The next state, which is this one; what is loading, or asked for, is passed by."""
+        """Wait for this state; skips reports of loading and requests."""
         while True:
             message = self.receive(ChildState, ChildRequest)
             if isinstance(message, ChildRequest) or message.state == "loading":
@@ -106,7 +106,7 @@ class StartedFrontend:
         )
         stack.callback(self.process.kill)
         self.supervisor = Peer(stack.enter_context(listener.accept()[0]))
-        # For the front end after this one.
+        # The state for the next front end.
         os.unlink(address.path)
         hello = self.supervisor.receive(ChildHello)
         assert (hello.role, hello.token, hello.pid) == ("frontend", "secret", self.process.pid)
@@ -129,7 +129,7 @@ class StartedFrontend:
             self.is_listening = text == "waiting for the engines"
 
     def dial_in(self, stack):
-        """Be an engine: introduce it and wait to be accepted."""
+        """Act as an engine: send its hello and wait for the acceptance."""
         self.wait_until_listening()
         engine = Peer(stack.enter_context(self.engine_address.connect(60)))
         engine.send(EngineHello(token="secret", model="tensorrt_llm", group="g0", facts=FACTS))

@@ -125,12 +125,12 @@ def test_a_pending_message_arrives_before_the_error_of_the_drain(fresh_server, c
     with grpc.insecure_channel(server.grpc_url, options) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         responses = stub.ModelStreamInfer(iter([long]))
-        # It comes with the first message, whose rest waits for the reader.
+        # The event arrives with the first message, whose rest waits for the reader.
         assert responses.initial_metadata() is not None
         server.run(_give_up(server))
         first, *others = responses
     assert len(first.infer_response.raw_output_contents[0]) > 12 << 20
-    # Where nothing was missing, there is no error.
+    # A complete stream has no error.
     assert [other.error_message for other in others] == [GIVEN_UP] * (count > 1)
     assert responses.code() is grpc.StatusCode.OK
 
@@ -170,7 +170,7 @@ def test_unary_calls_that_outlast_the_drain_are_unavailable(fresh_server):
 def test_a_long_answer_that_is_still_read_counts_as_running(fresh_server, action, coding):
     server = fresh_server
     server.repeat.is_decoupled = False
-    # Longer than what sockets hold, also when it is compressed.
+    # Longer than socket buffers, even when compressed.
     text = base64.b64encode(random.Random(7).randbytes(8 << 20)).decode()
     tensor = {"name": "text_input", "datatype": "BYTES", "shape": [1, 1], "data": [text]}
     count = {"name": "max_tokens", "datatype": "INT32", "shape": [1, 1], "data": [1]}
@@ -191,7 +191,7 @@ def test_a_long_answer_that_is_still_read_counts_as_running(fresh_server, action
 
 
 class Valve:
-    """A way to a port, on which nothing comes back while it is shut."""
+    """A relay to a port that holds all answers while closed."""
 
     def __init__(self, port):
         self._listener = socket.create_server(("127.0.0.1", 0))

@@ -1,4 +1,4 @@
-"""Freed blocks of megabytes go back to the system, whatever was freed before."""
+"""Freed blocks of megabytes return to the system, regardless of earlier frees."""
 
 from __future__ import annotations
 

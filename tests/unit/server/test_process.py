@@ -241,7 +241,7 @@ def test_more_connections_than_descriptors_are_refused_and_leave_room_for_engine
     metrics = f"http://127.0.0.1:{frontend.metrics_port()}/metrics"
     with urllib.request.urlopen(metrics, timeout=60) as response:
         assert b"nv_inference_request_success" in response.read()
-    # One that is gone comes back beside the others.
+    # A lost connection is restored beside the other connections.
     engine.close()
     frontend.dial_in(stack)
     lines = Path(frontend.log.name).read_text().splitlines()

@@ -1,4 +1,5 @@
-"""The administration's own ports, and what code of models knows of the server's secrets."""
+"""The separate ports of the administration, and the server's secrets in processes of Python
+models."""
 
 from __future__ import annotations
 
@@ -60,7 +61,7 @@ def ask(port, method, path, value=None):
 
 @pytest.fixture
 def frontend(tmp_path):
-    """A server in explicit mode whose administration has ports of its own."""
+    """A server in explicit mode with separate administration ports."""
     access = AccessConfig(admin_port=0, admin_grpc_port=0)
     with with_nothing_loaded(tmp_path, access=access) as frontend:
         yield frontend

@@ -1,4 +1,4 @@
-"""TLS and mutual TLS of both protocols, by curl and by tritonclient as it is."""
+"""TLS and mutual TLS of both protocols, by curl and by the unchanged tritonclient."""
 
 from __future__ import annotations
 
@@ -169,11 +169,11 @@ def handshake(server, client, session=None):
     """The client's side of a new connection between two contexts, after a byte of data.
 
     Raises:
-        ssl.SSLError: a side refuses the other.
+        ssl.SSLError: a side refuses its peer.
     """
     up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
     accepted = server.wrap_bio(up, down, server_side=True)
-    # As clients do that know an address and no name: without a server name indication.
+    # Without a server name indication, like clients that connect to an address.
     connected = client.wrap_bio(down, up, server_hostname="127.0.0.1", session=session)
     waiting = [connected.do_handshake, accepted.do_handshake]
     while waiting:
@@ -246,8 +246,8 @@ def is_live_by_grpc(port, authority, certificate):
 
 
 def grpc_session(port, context, session=None):
-    """The TLS session of a new connection to a gRPC port, after a first frame came, and whether
-    it is the one that was given.
+    """The TLS session of a new connection to a gRPC port after the first frame, and whether the
+    given session was resumed.
 
     Raises:
         OSError: the server refuses the client.

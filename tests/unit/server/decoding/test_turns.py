@@ -21,7 +21,7 @@ class Work:
         self.tasks: dict[str, asyncio.Task[None]] = {}
 
     async def start(self, name: str, num_bytes: int) -> None:
-        """Ask for a slot, and hold it until `end` is called."""
+        """Request a slot, and hold the slot until `end` is called."""
         self.ends[name] = asyncio.Event()
         self.tasks[name] = asyncio.create_task(self._run(name, num_bytes))
         await asyncio.sleep(0)
@@ -100,7 +100,7 @@ async def test_a_slot_given_to_work_that_is_cancelled_goes_to_the_next():
     async with work.slots.slot(MB):
         await work.start("given up", MB)
         await work.start("last", MB)
-    # The slot is given to the first that waits, whose task has not run since.
+    # The slot is given to the first waiting task, which has not run since.
     work.tasks["given up"].cancel()
     await asyncio.wait((work.tasks["given up"],))
     await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""The fixtures of the models' tests: five models over an engine whose tokens a test decides."""
+"""The fixtures of the models' tests: five models over an engine whose tokens the test sets."""
 
 from tests.unit.server.models.conftest import (
     build_models,

@@ -1,4 +1,4 @@
-"""A front end that follows another takes engines that it has not been told of yet."""
+"""A follower accepts engines of models that the first front end has not announced yet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests whose reader is slow, or gone."""
+"""Requests with a slow or disconnected reader."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trimaran.server.engines.unread_logits import UnreadLogits
 
 
 class Reader:
-    """Listens to a request that it refers to, as a job does."""
+    """A listener with a reference to its request, like a job."""
 
     def __init__(self, request: LiveRequest) -> None:
         self.request = request

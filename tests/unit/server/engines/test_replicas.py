@@ -36,7 +36,7 @@ class Replicas:
         self.engines = {}
 
     async def dial(self, name, incarnation=0, *, is_open=False, **facts):
-        """The next incarnation of a group; it gives no tokens until its gate is open."""
+        """The next incarnation of a group, without tokens until its gate opens."""
         engine = ScriptedEngine(count_up)
         self.served.dialled.append(engine)
         hello = self.served.hello(
@@ -103,7 +103,7 @@ def replicas(serve):
 
 
 def samples(served, model=MODEL):
-    """Every series of a model by name and its other labels, and its value."""
+    """The value of every series of a model, by name and remaining labels."""
     families = text_string_to_metric_families(served.metrics.render().decode())
     values = {}
     for sample in (sample for family in families for sample in family.samples):

@@ -59,7 +59,7 @@ class Follower(StartedFrontend):
         )  # fmt: skip
 
     def joined(self):
-        """Its next connection to the first front end, on which it has joined."""
+        """The follower's next connection to the first front end, after the join."""
         first = Connection(self._stack.enter_context(self._listener.accept()[0]))
         ask = first.receive(Ask)
         assert ask.verb == "join"
@@ -74,13 +74,13 @@ class Follower(StartedFrontend):
             return connection.getresponse().status
 
     def serve(self, first, *models, ask_id=1):
-        """Have it serve these models; the error if it does not."""
+        """Let the follower serve these models; returns the error, if any."""
         wire = SharedState(remembered=Remembered(models=models).to_bytes()).to_wire()
         first.send(Ask(ask_id=ask_id, verb="state", arguments=wire))
         return lambda: first.receive(Answer).error
 
     def answers_to(self, first, ask_id, verb, **arguments):
-        """The numbers of the questions that it answers, up to this one."""
+        """The numbers of the answered questions, up to this number."""
         first.send(Ask(ask_id=ask_id, verb=verb, arguments=arguments))
         found = []
         while ask_id not in found:
@@ -132,7 +132,7 @@ def test_a_load_started_before_the_death_of_the_first_front_end_continues_for_it
     follower.serve(first, *models)
     follower.dial_in(stack)
     wait_for_file(tmp_path / "begun")
-    # One model is made, the other is on its way.
+    # One model is ready, and the other model is in preparation.
     time.sleep(0.2)
     first.close()
     os.unlink(tmp_path / "begun")

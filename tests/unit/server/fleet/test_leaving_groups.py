@@ -1,4 +1,4 @@
-"""Groups that other front ends finish requests on, when the first front end dies meanwhile."""
+"""Groups on which other front ends finish requests while the first front end dies."""
 
 import contextlib
 import threading
@@ -10,7 +10,7 @@ from started_frontend import write_repository
 
 
 class Successions:
-    """First front ends, one after the other, beside another one that outlives them."""
+    """Successive first front ends beside a follower that outlives them."""
 
     def __init__(self, stack, tmp_path):
         self.repository = tmp_path / "repository"
@@ -22,14 +22,14 @@ class Successions:
         self.follower.serve()
 
     def follow(self):
-        """Have the other front end join."""
+        """Let the follower join."""
         self.follower = SlowFollower(self._stack, self._address)
         self._stack.callback(self.follower.close)
         self.first.wait_until(lambda: "Front end 1 has joined" in self.first.text())
 
     def succeed(self, other="up", **config):
-        """Kill the first front end, once it has had its state remembered, and start another,
-        which the supervisor tells how the ``other`` one is."""
+        """Kill the first front end after its state was saved, and start a successor. The
+        supervisor reports ``other`` as the follower's state to the successor."""
         self.first.process.kill()
         self.first.process.wait()
         engines, remembered = self.first.engines, self.first.remembered
@@ -60,7 +60,7 @@ def server(tmp_path):
 
 
 def unload(server):
-    """Unload the model while the other front end has requests of it."""
+    """Unload the model while the follower has requests of the model."""
     server.follower.may_serve.clear()
     assert server.first.unload("tensorrt_llm") == (200, None)
     server.first.wait_until(lambda: server.follower.was_asked_to_release)
@@ -182,7 +182,7 @@ def test_a_polling_successor_loads_an_interrupted_change(server):
 
     server.follow()
     server.follower.serve()
-    # What was loaded before comes back first.
+    # The earlier model is restored first.
     server.first.wait_until(lambda: len(server.first.started) == 2)
     server.first.wait_until(lambda: server.first.generate()[0] == 200)
 

@@ -13,7 +13,7 @@ from trimaran.server.fleet.peer_link import PeerLink
 
 
 class Ends:
-    """Both ends of a connection, and whether each heard of its loss."""
+    """Both ends of a connection, and whether each end has noticed its loss."""
 
     def __init__(self):
         self.lost = []

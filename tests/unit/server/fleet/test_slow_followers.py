@@ -74,7 +74,7 @@ def test_a_group_in_use_by_another_front_end_may_reconnect(frontend):
     follower.may_serve.clear()
     assert frontend.unload("tensorrt_llm") == (200, None)
     frontend.wait_until(lambda: follower.was_asked_to_release == ["tensorrt_llm"])
-    # It died, say: the requests of the other front end wait for it.
+    # For example after its death: requests of the other front end wait for the group.
     frontend.engines["tensorrt_llm"].close()
     again = Engine("tensorrt_llm", "tensorrt_llm", 1)
     assert again._is_accepted(frontend.engine_address, again._hello)

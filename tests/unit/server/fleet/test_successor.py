@@ -1,4 +1,4 @@
-"""A front end's successor serves the models that it can, and shows the others' states."""
+"""A front end's successor serves restorable models, and shows the states of other models."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trimaran.server.repository.config_pbtxt import read_config
 
 @pytest.fixture
 def start(tmp_path):
-    """Starts front ends in explicit mode over one repository, one after the other."""
+    """Starts successive front ends in explicit mode over one repository."""
     with starting_over(tmp_path) as start:
         yield start
 

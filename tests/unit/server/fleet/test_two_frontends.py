@@ -1,4 +1,4 @@
-"""Two front ends of one server, of which one follows the other."""
+"""Two front ends of one server: the first front end and a follower."""
 
 import os
 import threading
@@ -47,7 +47,7 @@ class Pair:
         self.other.wait_ready()
 
     def load(self, name):
-        """Load a model of the repository, whose group dials in at both."""
+        """Load a model of the repository, whose group connects to both front ends."""
         loading = threading.Thread(target=self.first.load, args=(name,))
         loading.start()
         self.dial_in_at_other(1)
@@ -110,7 +110,7 @@ def write_model(pair, word):
     (folder / "1" / "model.py").write_text(CODE)
     words = folder / "1" / "words.py"
     words.write_text(f"WORD = {word!r}\n")
-    # All words are files of one time and size, which Python's cache cannot tell apart.
+    # All words are files of equal time and size, which Python's cache cannot distinguish.
     os.utime(words, (0, 0))
     return folder
 

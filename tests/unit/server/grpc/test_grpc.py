@@ -332,7 +332,7 @@ def test_log_settings_change_by_type(client, stub):
     settings = client.update_log_settings({"log_verbose_level": 1}).settings
     assert settings["log_verbose_level"].uint32_param == 1
     client.update_log_settings({"log_verbose_level": 0})
-    # As over HTTP, other keys are ignored.
+    # Other keys are ignored, like over HTTP.
     other = pb.LogSettingsRequest()
     other.settings["log_colour"].string_param = "red"
     assert stub.LogSettings(other) == client.get_log_settings()

@@ -197,7 +197,7 @@ def test_an_error_that_ends_a_call_follows_pending_messages(server):
     with grpc.insecure_channel(server.grpc_url, options) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         call = stub.ModelStreamInfer(messages(), metadata=[("triton_grpc_error", "true")])
-        # It comes with the first message, whose rest waits for the reader.
+        # The event arrives with the first message, whose rest waits for the reader.
         assert call.initial_metadata() is not None
         has_begun.set()
         is_sent.wait()

@@ -21,7 +21,7 @@ GENERATE = b"POST /v2/models/repeat/generate HTTP/1.1\r\nHost: x\r\nContent-Leng
 
 @pytest.fixture
 def start():
-    """Start a server with some deadlines; the others are far away."""
+    """Start a server with the given deadlines; other deadlines are distant."""
     servers = []
 
     def run(**limits):
@@ -124,7 +124,7 @@ def test_a_request_that_computes_for_long_has_no_deadline(start):
     body = json.dumps({"text_input": "a", "max_tokens": 1, "delay_ms": 1000}).encode()
     with connect(server) as sock:
         head = GENERATE % len(body)
-        # In parts, so that both deadlines have begun.
+        # Sent in parts, so that both deadlines have begun.
         for part in (head[:10], head[10:], body[:5], body[5:], b"GET /v2"):
             sock.sendall(part)
             time.sleep(0.02)

@@ -359,7 +359,7 @@ def test_a_body_that_breaks_the_http_framing_is_answered_and_the_connection_clos
 
 @pytest.mark.parametrize(("count", "status"), [(MAX_NUM_HEADERS, 200), (129, 400)])
 def test_a_request_has_as_many_headers_as_documented(server, count, status):
-    # One of them says which host it is for.
+    # One of the headers is the Host header.
     lines = [b"GET /v2/health/live HTTP/1.1", b"Host: x", *[b"X: y"] * (count - 1), b"\r\n"]
     with open_socket(server) as sock:
         sock.sendall(b"\r\n".join(lines))

@@ -206,7 +206,7 @@ def test_an_unread_long_answer_waits_and_ends_with_its_connection(fresh_server, 
         sock.sendall(lines.encode() + head + bytes(count))
         answer = sock.recv(1 << 10)
         assert answer.startswith(b"HTTP/1.1 200")
-        # What is left of it waits for the reader, and with it the request.
+        # The rest of the answer, and thus the request, waits for the reader.
         assert admission.num_running == 1
     fresh_server.wait_until(lambda: not admission.num_running)
     assert fresh_server.get("/v2/health/live").status == 200

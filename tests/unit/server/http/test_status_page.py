@@ -67,7 +67,7 @@ STATUS = {
 
 
 class Page(html.parser.HTMLParser):
-    """The text of a page, and what it would fetch from elsewhere."""
+    """The text of a page, and its external resources."""
 
     def __init__(self, text):
         super().__init__()

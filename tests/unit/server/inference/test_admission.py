@@ -11,7 +11,7 @@ from trimaran.server.inference.admission import Admission
 
 
 async def ends_of(num_requests: int) -> list[str]:
-    """What happens as requests end one after the other, of which one ended before."""
+    """The events while requests end one after another, after one earlier end."""
     admission, seen = Admission(), []
     with admission.admit():
         pass

@@ -80,14 +80,14 @@ def test_huge_jobs_run_one_after_another_and_delay_no_small_job(monkeypatch):
         ]
         while "a20" not in log:
             await asyncio.sleep(0)
-        # Running works continue in turns, including those that are merely long.
+        # Running jobs continue in rotation, including long but not huge jobs.
         assert await run_cooperatively(work(log, "e", 9)) == "e"
         assert not any(task.done() for task in huge)
         huge[3].cancel()
         await asyncio.gather(*huge, return_exceptions=True)
 
     asyncio.run(main())
-    # A slice at once, nine in turn, and the others under the semaphore.
+    # One slice at once, nine slices in rotation, and the rest under the semaphore.
     assert log[:40] == [f"{name}{number}" for number in range(10) for name in "abcd"]
     places = {name: log.index(f"{name}10") for name in "abc"}
     assert places["a"] < places["b"] < log.index("a39") < places["c"]

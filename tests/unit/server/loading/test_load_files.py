@@ -12,7 +12,7 @@ def frontend(tmp_path):
 
 
 def load_ensemble(frontend):
-    """Load the ensemble with a file, and its steps with it; where the file lies."""
+    """Load the ensemble with a file, and its steps; returns the file's path."""
     assert frontend.load_with_file(frontend.repository / "ensemble") == (200, None)
     (note,) = frontend.files("note")
     return note

@@ -1,4 +1,4 @@
-"""Loading and unloading models of which none needs an engine."""
+"""Loading and unloading models that need no engine."""
 
 import base64
 import http.client
@@ -24,7 +24,7 @@ NOT_POLLED = "failed to load '{}', failed to poll from model repository"
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory):
-    """A server in explicit mode; tests leave it without models."""
+    """A server in explicit mode; every test unloads its models."""
     folder = tmp_path_factory.mktemp("control")
     with with_nothing_loaded(folder) as frontend:
         yield frontend

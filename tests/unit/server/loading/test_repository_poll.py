@@ -14,7 +14,7 @@ from trimaran.server.loading.startup import RepositoryPoll
 
 
 class Shaky:
-    """A reader that fails at some of its looks; what it sees changes with each."""
+    """A reader that fails at some polls; the repository changes with each poll."""
 
     def __init__(self, *failing):
         self.num_looks = 0

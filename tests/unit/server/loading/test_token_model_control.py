@@ -13,7 +13,7 @@ NOT_READY = "Request for unknown model: '{}' version 1 is not at ready state"
 
 @pytest.fixture
 def start(tmp_path):
-    """Starts front ends in explicit mode over one repository, one after the other."""
+    """Starts successive front ends in explicit mode over one repository."""
     with starting_over(tmp_path) as start:
         yield start
 
@@ -27,7 +27,7 @@ def frontend(start):
 
 
 def change(frontend, model="tensorrt_llm"):
-    """Have the next load of a model find it changed."""
+    """Change a model, so that its next load is a reload."""
     (frontend.repository / model / "1" / "changed").touch()
     path = frontend.repository / model / "config.pbtxt"
     path.write_text(path.read_text() + "\n")
@@ -47,11 +47,11 @@ def states(frontend):
 
 
 def is_draining(frontend):
-    """Whether a server has heard that it is to drain."""
+    """Whether a server has received the drain command."""
     try:
         return not frontend.is_ready()
     except ConnectionError:
-        # It closes connections that it takes for idle.
+        # A draining server closes idle connections.
         return True
 
 
@@ -178,7 +178,7 @@ def test_without_free_devices_the_old_version_finishes_first(frontend):
 def test_a_version_that_fails_on_reused_devices_is_replaced_by_the_old_version(
     frontend, in_the_way
 ):
-    """Also where what failed is yet to end."""
+    """This also holds while the failed groups are still ending."""
     frontend.stop_takes_s = 0.2
     frontend.conflicts["tensorrt_llm@4"] = frontend.conflicts["tensorrt_llm@5"] = in_the_way
     first = frontend.started[0][1]
@@ -276,7 +276,7 @@ def test_an_unload_cancels_the_load_of_an_ensemble_that_waits_for_a_step(start):
 
 @pytest.mark.parametrize("is_late", [False, True], ids=["at once", "behind their end"])
 def test_a_load_right_after_an_unload_needs_no_pause(frontend, is_late):
-    """Whenever it hears that the groups of the unloaded model are in its way."""
+    """At any moment of the refusal for the devices of the unloaded model's groups."""
     frontend.refuses_late = is_late
     whole = frontend.stream().text()
     frontend.engines["tensorrt_llm"].gate.clear()

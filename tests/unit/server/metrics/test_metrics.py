@@ -298,7 +298,7 @@ def test_counters_never_decrease_over_engine_restarts():
 
     assert shown(("m", 100, 5), ("m#1", 40, 2)) == (140, 7)
     assert shown(down="m#1") == (140, 7)
-    # It begins anew; the other one only lost its connection.
+    # This engine restarts; the other engine only lost its connection.
     assert shown(("m#1", 3, 0)) == (143, 7)
     assert shown(down="m") == (143, 7)
     assert shown(("m", 110, 6)) == (153, 8)

@@ -1,4 +1,4 @@
-"""The five models over an engine whose tokens a test decides, a real peer on a socket."""
+"""The five models over an engine whose tokens the test sets, connected by a real socket."""
 
 from __future__ import annotations
 
@@ -75,10 +75,10 @@ FACTS = {
 
 
 class ScriptedEngine:
-    """Answers each request with the ids that ``script`` gives for it.
+    """Answers each request with the ids of ``script``.
 
-    ``max_per_step`` above 1 gives a row a random number of ids a step. While `gate` is
-    clear no step runs, so that a test decides when tokens come.
+    ``max_per_step`` above 1 gives a row a random number of ids a step. While `gate` is clear no
+    step runs, so that a test controls the time of tokens.
     """
 
     def __init__(self, script: Script, *, max_per_step: int = 1) -> None:
@@ -128,7 +128,7 @@ class ScriptedEngine:
         self._writer.write(encode(message))
 
     async def receive(self) -> Message | None:
-        """The next message, or None at the connection's end. Only before it serves."""
+        """The next message, or None at the connection's end. Only before the engine serves."""
         while not self._unread:
             data = await self._reader.read(65536)
             if not data:
@@ -137,7 +137,7 @@ class ScriptedEngine:
         return self._unread.pop(0)
 
     async def end(self) -> None:
-        """Die: the connection ends in the middle of whatever it is doing."""
+        """Die: the connection ends at any point of the work."""
         for task in self._tasks:
             task.cancel()
             with suppress(asyncio.CancelledError):
@@ -225,10 +225,10 @@ class ScriptedEngine:
 def build(
     config: FrontendConfig, engines: EngineClient, metrics: Metrics
 ) -> tuple[dict[str, Model], list[Model]]:
-    """Every model of a repository, by name, and those that are not composed, uncounted.
+    """Every model of a repository by name, and the models without steps without their counters.
 
     Raises:
-        ConfigError: one of them cannot be served.
+        ConfigError: a model cannot be served.
     """
     registry = ModelRegistry()
     factory = ModelFactory(ModelCalls(registry, metrics.custom))
@@ -299,7 +299,7 @@ class Served:
         return EngineHello(**{**values, **fields})
 
     async def heard(self, engine: ScriptedEngine) -> None:
-        """Return once the front end knows all that an engine has said so far."""
+        """Return once the front end has processed all messages of an engine."""
         self._num_reports += 1
         report = {"active_requests": self._num_reports, "max_requests": 1 << 20}
         engine.send(StatsReport(values=report))
@@ -430,7 +430,8 @@ def serve(tmp_path: Path, tokenizer_folder: Path) -> Serve:
 
 @pytest.fixture
 def serve_own(serve: Serve, tmp_path: Path) -> Serve:
-    """As ``serve``, with these of the users' models; code of other models by name."""
+    """Like ``serve``, with the given Python models of `user_models`; code of other models by
+    name."""
 
     @asynccontextmanager
     async def start(

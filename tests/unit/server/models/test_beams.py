@@ -18,7 +18,7 @@ PROMPT = {"input_ids": [7, 8, 9], "input_lengths": 3, "request_output_len": 5}
 
 
 def beams(*outputs, reasons=(), scores=None):
-    """What an engine says of beams with these ids."""
+    """An engine's output for beams with these ids."""
     return {
         "beams": {
             "ids": [array("i", ids).tobytes() for ids in outputs],
@@ -32,7 +32,8 @@ def beams(*outputs, reasons=(), scores=None):
 
 @asynccontextmanager
 async def searching(serve, model, steps, **options):
-    """The responses to a request whose engine says these ``steps``, and its submit."""
+    """The responses to a request whose engine sends these ``steps``, and the request's
+    `Submit`."""
     values = options.pop("values", {})
     async with serve(**values) as served:
         engine = await served.dial(lambda submit: [0])

@@ -1,4 +1,4 @@
-"""From a repository of models to what serves it."""
+"""From a repository of models to the served models."""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ TEXT = "größer 東京🙂🎉  and so on, 👨‍👩‍👧‍👦 a\n\tb —
 
 @pytest.fixture(scope="session")
 def fallback_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer whose words carry their leading space and whose rare characters are one
-    id a byte, as LLaMA 2 has it."""
+    """A tokenizer like that of LLaMA 2: words carry their leading space, and rare characters
+    are one id a byte."""
     folder = tmp_path_factory.mktemp("fallback")
     tokenizer = FastTokenizer(BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     tokenizer.normalizer = normalizers.Sequence(
@@ -94,7 +94,7 @@ def test_deltas_join_to_the_text_after_the_prompt(tokenizer, most):
 
 
 class Counting:
-    """A tokenizer that notes how many ids it is given at a time."""
+    """A tokenizer that records the number of ids in each call."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

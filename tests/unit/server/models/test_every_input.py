@@ -35,7 +35,7 @@ LATENTS = {"prompt_embedding_table": TABLE}
 BEAMS = {"beam_width": 2}
 JSON = {"guided_decoding_guide_type": "regex", "guided_decoding_guide": "a"}
 
-# What the request has besides, and the input's value. Of both kinds of models.
+# The other inputs of the request, and the input's value, for both kinds of models.
 COMMON = {
     "num_return_sequences": ({}, 2),
     "exclude_input_in_output": ({}, True),
@@ -213,7 +213,7 @@ async def test_every_input_changes_the_submitted_request(serve, kind, table):
                 without = await _outcome(served, engine, model, request)
                 if without == await _outcome(served, engine, model, {**request, name: value}):
                     dropped.append((model, name))
-            # What differs is not just the time.
+            # The difference must not be only the time.
             assert without == await _outcome(served, engine, model, request)
         assert dropped == []
 

@@ -27,14 +27,14 @@ class Engine:
     """The connection of an engine that is up and gets no requests."""
 
     def send(self, message):
-        """Without a reader."""
+        """The group has no reader."""
 
     def retire(self):
-        """Without later events."""
+        """The group sends no later events."""
 
 
 class Supervisor:
-    """Has room for one group, and takes the time for its answers that a test gives it."""
+    """Has devices for one group, and answers when the test allows."""
 
     def __init__(self):
         self.running = []
@@ -55,7 +55,7 @@ class Supervisor:
 
 
 class Loads:
-    """A model of a repository, and what prepares it over a supervisor."""
+    """A model of a repository, and its preparation over a supervisor."""
 
     def __init__(self, folder):
         write_repository(folder)
@@ -71,7 +71,8 @@ class Loads:
         )
 
     async def begin(self):
-        """A load whose group the supervisor has heard of; it may not have answered yet."""
+        """A load whose group the supervisor has been asked to start, possibly without an
+        answer yet."""
         loading = asyncio.ensure_future(self.preparation.prepare([self.model]))
         await until(lambda: self.supervisor.running)
         await asyncio.sleep(0.01)

@@ -1,4 +1,4 @@
-"""Ensembles of other steps, or wired in other ways, than text in and text out."""
+"""Ensembles with steps or wirings other than text in and text out."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ ensemble_scheduling {
 
 @pytest.fixture
 def serve_with(serve, tmp_path):
-    """As ``serve``, with further models by name."""
+    """Like ``serve``, with further models by name."""
 
     @asynccontextmanager
     async def start(**configs):

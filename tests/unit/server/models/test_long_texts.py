@@ -140,7 +140,7 @@ print(most() - before)
 def test_a_million_ids_of_a_text_take_a_few_megabytes():
     raw = LOCAL["GPT-2"].to_str().encode()
     grown = int(subprocess.check_output([sys.executable, "-c", _PROGRAM], input=raw))
-    # At once they take over 300 MB.
+    # All at once they would take over 300 MB.
     assert grown < 40 << 20
 
 

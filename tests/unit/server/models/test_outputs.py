@@ -34,7 +34,7 @@ MODELS = pytest.mark.parametrize(
 
 
 def _tell_all(engine, num_prompt, dtype):
-    """Make the engine tell logits that are the ids, and figures."""
+    """Let the engine send logits equal to the ids, and perf metrics."""
     told = []
 
     def extras(ids):

@@ -115,7 +115,7 @@ async def test_requests_within_the_queue_delay_go_to_the_engine_together(serve):
         await asyncio.sleep(0.1)
         assert engine.submits == []
         dropped.cancel()
-        # As many as the preferred batch size need not wait.
+        # A preferred batch size of requests does not wait.
         await asyncio.gather(*waiting, served.texts(**SHORT))
         assert len(engine.submits) == 3
 
@@ -134,7 +134,7 @@ async def test_a_request_stopped_within_the_queue_delay_ends_without_a_token(ser
         task = asyncio.ensure_future(served.infer("tensorrt_llm", id="a", **ids))
         await asyncio.sleep(0.05)
         await served.infer("tensorrt_llm", id="a", stop=True, **ids)
-        # With these there are as many as need not wait.
+        # These requests complete a preferred batch size.
         others = [served.infer("tensorrt_llm", **ids) for _ in range(3)]
         await asyncio.gather(*others)
         (response,) = await task

@@ -87,7 +87,7 @@ async def test_extra_ids_are_reported_for_each_token(serve):
     async with serve() as served:
         tensors = await _preprocess(served, QUERY="x", PROMPT_TABLE_EXTRA_ID=5)
         extra = tensors["OUT_PROMPT_TABLE_EXTRA_IDS"]
-        # Only ids beyond the vocabulary have one, and no text has such an id.
+        # Only ids beyond the vocabulary have an extra id, and no text has such ids.
         assert extra.datatype == "UINT64"
         assert extra.data.tolist() == [[0] * tensors["REQUEST_INPUT_LEN"].data.item()]
 

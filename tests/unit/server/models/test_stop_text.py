@@ -87,5 +87,5 @@ def test_stop_words_are_found_however_the_text_is_cut(seed):
         shown.append(stop.push(text[start:end], is_last=end >= len(text)))
         start = end
     assert stop.is_matched == bool(ends)
-    # A chunk that holds two stop words is cut at the one that ends first.
+    # A chunk with two stop words is cut at the stop word that ends first.
     assert "".join(shown) == text[: min(ends, default=len(text))]

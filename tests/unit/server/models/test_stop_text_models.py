@@ -41,7 +41,7 @@ async def test_a_text_model_stops_the_requests_of_an_id(serve, model, decoupled)
 @pytest.mark.parametrize("through", ["ensemble", "tensorrt_llm_bls", "tensorrt_llm"])
 @pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
 async def test_a_stop_reaches_a_request_during_tokenization(serve, monkeypatch, model, through):
-    # In a thread, as a long prompt's, whose answer is not heard before the stop.
+    # In a thread, like for a long prompt, whose result arrives after the stop.
     monkeypatch.setattr("trimaran.server.models.tokenizer._INLINE_CHARACTERS", 0)
     async with serve() as served:
         engine = await served.dial(served.answer("one two three four"))
@@ -76,7 +76,7 @@ async def test_a_stop_at_another_front_end_reaches_a_request_during_tokenization
             for name in "ab"
         )
         await engine.until(lambda: len(begun) == 2)
-        # What an engine says of the stop that it was sent.
+        # An engine's answer to a stop.
         engine.send(Stop(client_request_id="a"))
         await served.heard(engine)
         assert not engine.submits

@@ -1,4 +1,4 @@
-"""The bound on a prompt's bytes: no text is refused whose ids would be few enough."""
+"""The bound on a prompt's bytes refuses no text whose ids are within the limit."""
 
 from __future__ import annotations
 

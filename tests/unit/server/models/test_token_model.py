@@ -452,7 +452,7 @@ async def test_a_prompt_table_reaches_the_engine_and_separates_prefix_caches(ser
     assert asked[0].embeddings == expected
     assert unpack_ids(asked[0].prompt_ids).tolist() == [7, 601, 9]
     salts = [submit.cache_salt for submit in asked]
-    # By the table, or by the extra ids where there are any.
+    # By the prompt table, or by the extra ids if present.
     assert salts[2] == salts[3] and salts[5] == salts[0]
     assert len({b"", *salts}) == 5
 

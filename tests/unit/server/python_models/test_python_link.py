@@ -41,7 +41,7 @@ def test_a_request_may_be_cancelled_before_the_code_receives_the_request():
 
 
 class MeanwhileCancelled(RequestFields):
-    """A request to another model, whose caller has gone before it is sent."""
+    """A request to another model, whose caller was cancelled before the request is sent."""
 
     __slots__ = ("cancel",)
 

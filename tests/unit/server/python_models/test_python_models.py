@@ -1,4 +1,4 @@
-"""Models whose code a user wrote, in processes of their own, over the native ones."""
+"""Python models of users in separate processes, over the built-in models."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def test_concurrent_requests_are_executed_in_one_batch(serve_own):
         answers = await asyncio.gather(
             served.infer("arithmetic", outputs=outputs, INPUT0=one, INPUT1=one),
             served.infer("arithmetic", outputs=outputs, INPUT0=two, INPUT1=two),
-            # Of another shape: in a batch of its own.
+            # Requests of another shape get a separate batch.
             served.infer("arithmetic", outputs=outputs, INPUT0=one[:, :1], INPUT1=one[:, :1]),
         )
         assert [values(response) for (response,) in answers] == [
@@ -345,7 +345,7 @@ async def test_a_python_postprocessing_replaces_the_built_in_postprocessing(serv
         assert await served.texts(model, exclude_input_in_output=True, **options) == ["3 ids;"]
         stop = {"text_input": "", "max_tokens": 0, "stop": True}
         assert await served.infer(model, id="nobody", **stop) == []
-        # As native: no prefix but the ensemble's, and the checks of either.
+        # Like built-in steps: only the ensemble's prefix, and the checks of either step.
         error = await failure_of(served.infer(model, text_input="hello", max_tokens=0))
         assert ("in ensemble" in str(error)) == (model == "ensemble")
         assert "max_tokens" in str(error)

@@ -46,7 +46,7 @@ def test_a_batch_has_equal_shapes_and_no_more_than_its_size():
     a, b, c, d, e = added(
         queue, job_of(1, 2), job_of(1, 3), job_of(2, 2), job_of(2, 2), job_of(1, 2)
     )
-    # The fourth would be too many, and the fifth does not overtake it.
+    # The fourth request exceeds the batch, and the fifth request does not overtake the fourth.
     assert queue.take() == [a, c]
     assert queue.take() == [b]
     assert queue.take() == [d, e]
@@ -123,7 +123,7 @@ IMPATIENT = "dynamic_batching { default_queue_policy { default_timeout_microseco
 
 @pytest.fixture
 def serve_busy(serve, tmp_path):
-    """As ``serve``, with a model that is busy until its requests are cancelled."""
+    """Like ``serve``, with a model that is busy until its requests are cancelled."""
 
     @asynccontextmanager
     async def start(config="", code=OVERTAKEN):

@@ -16,7 +16,7 @@ REPEATER = Path(__file__).parent / "user_models" / "repeater"
 
 @pytest.fixture
 def serve_repeater(serve, tmp_path):
-    """As ``serve``, with a model that repeats numbers."""
+    """Like ``serve``, with a model that repeats numbers."""
 
     @asynccontextmanager
     async def start():
@@ -52,7 +52,8 @@ async def test_unread_responses_end_their_request_and_no_other(serve_repeater, m
     async with serve_repeater() as served:
         async with aclosing(served.stream("repeater", IN=[4] * 40 + [-4, 4, -3])) as responses:
             assert values(await anext(responses)) == {"OUT": [4]}
-            # Others are answered, one of them with as much, which it reads.
+            # Other requests are answered, one of them with an equally long answer that its
+            # client reads.
             read = await served.infer("repeater", IN=[5] * 40 + [-4])
             assert [values(r) for r in read[:-1]] == [{"OUT": [5]}] * 40
             while values((await served.infer("repeater", IN=[]))[0])["CANCELLED"] != [1]:

@@ -41,7 +41,7 @@ def write_repository(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def edit() -> Callable[[Path, str, str], None]:
-    """Replace text of a file; it must be there."""
+    """Replace text of a file; the text must be present."""
 
     def replace(path: Path, old: str, new: str) -> None:
         text = path.read_text()

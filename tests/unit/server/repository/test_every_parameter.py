@@ -24,7 +24,7 @@ TABLES = {
     "text": ("tensorrt_llm_bls", BLS_PARAMETERS),
 }
 VALUES = {"str": "some", "int": "3", "float": "0.5", "bool": "true", "loose_bool": "yes"}
-# Any other value is no word of theirs.
+# Any other value is no accepted word.
 CHOICES = {"decoding_mode": "medusa"}
 
 
@@ -40,12 +40,13 @@ def with_effect(effect):
 
 
 def setter(root, model):
-    """Sets one key of a model, the others being as they were."""
+    """Sets one key of a model and keeps the other keys."""
     path = root / model / "config.pbtxt"
     text = path.read_text()
 
     def set_key(key, value):
-        # Whether or not the template has it: the first entry of a key counts no more.
+        # Works for keys with and without an entry in the template: the first entry of a key no
+        # longer counts.
         entry = rf'parameters \{{\s*key: "{key}"\s*value [^}}]*\}}\s*\}}\n?'
         added = f'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}\n'
         path.write_text(re.sub(entry, "", text) + "\n" + added)

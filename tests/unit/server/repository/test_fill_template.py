@@ -64,7 +64,7 @@ def test_the_flag_in_place_overwrites_the_file(tmp_path, capsys, flag):
 
 @pytest.fixture
 def full_disk(monkeypatch):
-    """Let every file take four bytes, and then name none, as the system does."""
+    """Let every file accept four bytes, and then fail without a file name, like the system."""
 
     def write_text(path, text, encoding=None):
         path.write_bytes(text[:4].encode())

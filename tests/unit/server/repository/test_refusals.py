@@ -349,7 +349,7 @@ def test_an_unreadable_repository_is_refused_with_the_reason(tmp_path, monkeypat
 
 @pytest.fixture
 def lock(monkeypatch):
-    """Make a folder one that this user may not look into, even if that is root."""
+    """Make a folder unreadable for this user, even for root."""
 
     def lock(folder):
         real = Path.stat

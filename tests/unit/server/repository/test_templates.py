@@ -1,4 +1,4 @@
-"""The templates, once filled, are the five models that clients know."""
+"""The filled templates are the five models of Triton's TensorRT-LLM backend."""
 
 from __future__ import annotations
 

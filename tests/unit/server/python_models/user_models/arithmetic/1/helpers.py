@@ -1,3 +1,3 @@
-"""Imported by the model beside it, both ways."""
+"""Imported by the neighbouring model, absolutely and relatively."""
 
 FACTOR = 2.0

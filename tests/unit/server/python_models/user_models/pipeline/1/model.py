@@ -1,4 +1,4 @@
-"""Text in, text out, over the models of the repository, one request after the other."""
+"""Text in, text out, over the models of the repository, one request after another."""
 
 import numpy as np
 import triton_python_backend_utils as pb_utils

@@ -1,4 +1,4 @@
-"""Gives back one number after the other, from a thread of its own."""
+"""Sends one number after another from a separate thread."""
 
 import os
 import threading
