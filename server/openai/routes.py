@@ -26,6 +26,8 @@ _FIXED = {
     "/v1/embeddings": OpenAiRoute("embeddings", POST, "inference"),
     "/tokenize": OpenAiRoute("tokenize", POST, "inference"),
     "/detokenize": OpenAiRoute("detokenize", POST, "inference"),
+    # The page holds no data and needs no key: the requests of the page carry the key.
+    "/chat": OpenAiRoute("page", GET, "health"),
     "/health": OpenAiRoute("ready", GET, "health"),
     "/health/live": OpenAiRoute("live", GET, "health"),
     "/health/ready": OpenAiRoute("ready", GET, "health"),

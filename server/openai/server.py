@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import re
 from collections.abc import Awaitable, Callable
 from importlib.metadata import version
+from importlib.resources import files
 from typing import Any
 
 from aiohttp import web
@@ -28,6 +32,24 @@ from trimaran.server.service import Service
 _COMPLETION_TOKENS = 16
 """OpenAI's limit on a completion that sets none."""
 
+_PAGE = files("trimaran.server.openai").joinpath("chat_page.html").read_text(encoding="utf-8")
+
+
+def _page_headers(page: str) -> dict[str, str]:
+    """Headers by which a browser runs the page's own script alone, and asks no other host."""
+    script = re.findall("<script>(.*)</script>", page, re.DOTALL)[0]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return {
+        "Content-Security-Policy": (
+            f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; "
+            "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        ),
+        "Cache-Control": "no-cache",
+    }
+
+
+_PAGE_HEADERS = _page_headers(_PAGE)
+
 Handler = Callable[[web.BaseRequest, OpenAiRoute], Awaitable[web.StreamResponse]]
 
 
@@ -50,6 +72,7 @@ class OpenAiServer(HttpPort):
             "embeddings": self._embeddings,
             "tokenize": tokens.tokenize,
             "detokenize": tokens.detokenize,
+            "page": self._page,
             "live": self._live,
             "ready": self._ready,
             "version": self._version,
@@ -131,6 +154,9 @@ class OpenAiServer(HttpPort):
         return json_response({"status": "success"})
 
     # ---- the server ---------------------------------------------------------------------
+
+    async def _page(self, request: web.BaseRequest, route: OpenAiRoute) -> web.Response:
+        return web.Response(text=_PAGE, content_type="text/html", headers=_PAGE_HEADERS)
 
     async def _live(self, request: web.BaseRequest, route: OpenAiRoute) -> web.Response:
         return web.Response(content_type="text/plain")
