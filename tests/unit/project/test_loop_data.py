@@ -190,7 +190,7 @@ PLACES: dict[str, Places] = {
     "openai/fields.py": {"json_access.parse": INLINE_BODY, "join": INLINE_BODY},
     "openai/log_probs.py": {"decode": VALUE},
     "openai/messages.py": {"loads": INLINE_BODY, "join": INLINE_BODY},
-    "openai/server.py": {"match": HEAD},
+    "openai/server.py": {"match": HEAD, **_all(OPERATOR, "b64encode decode encode findall")},
     "openai/tokens.py": {"tolist": INLINE_IDS, "encode": INLINE_TEXT},
     # ---- protocol
     "protocol/generate.py": {
