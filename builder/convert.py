@@ -17,6 +17,7 @@ from trimaran.builder.foreign_flags import (
 from trimaran.builder.journal import empty
 from trimaran.builder.output_folder import replaced_folder, say_done
 from trimaran.builder.settings import (
+    OtherNames,
     add_checkpoint_flags,
     add_model_flags,
     load_source,
@@ -25,13 +26,25 @@ from trimaran.builder.settings import (
 )
 from trimaran.builder.stop_signals import run_stoppable
 from trimaran.comm.errors import ConfigError
+from trimaran.comm.files.flag_values import positive
 from trimaran.worker.config.engine_folder import EngineFolder, FolderKind
+
+_OLDER_NAMES = OtherNames(
+    checkpoint=("-i", "--in-file"),
+    output=("-o", "--out-dir"),
+    dtype=("--storage-type", "-t"),
+    workers=("-p", "--processes"),
+)
+"""Names of the script ``hf_gpt_convert.py``."""
 
 
 def add_arguments(parser: FlagSink) -> None:
     """Declare the flags of ``trimaran convert``."""
-    add_checkpoint_flags(parser, "a Hugging Face folder", "tllm_checkpoint")
-    add_model_flags(parser)
+    add_checkpoint_flags(parser, "a Hugging Face folder", "tllm_checkpoint", _OLDER_NAMES)
+    add_model_flags(parser, _OLDER_NAMES)
+    parser.add_argument("--tensor-parallelism", "-tp", type=positive, metavar="N",
+                        help="as --tp-size, into the output's folder N-gpu")  # fmt: skip
+    parser.hide("tensor_parallelism")
     add_foreign_flags(parser, CONVERT_FLAGS)
 
 
@@ -43,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
 def _convert(args: argparse.Namespace) -> int:
     began = time.monotonic()
     say_harmless(check_foreign_flags(args, CONVERT_FLAGS))
+    args = _with_tensor_parallelism(args)
     source = load_source(args.checkpoint, args.quantization)
     if source.kind is not FolderKind.HUGGINGFACE:
         raise ConfigError(
@@ -63,3 +77,16 @@ def _convert(args: argparse.Namespace) -> int:
         EngineFolder.load(folder, check_weights=not args.save_config_only)
     say_done("convert", args.output, mapping, began)
     return 0
+
+
+def _with_tensor_parallelism(args: argparse.Namespace) -> argparse.Namespace:
+    """The flags with the size and the folder that ``--tensor-parallelism`` means."""
+    size = args.tensor_parallelism
+    if size is None:
+        return args
+    if args.tp_size not in (None, size):
+        raise ConfigError(
+            f"--tensor-parallelism is {size} but --tp-size is {args.tp_size}. Leave one out."
+        )
+    changed = {"tp_size": size, "output": args.output / f"{size}-gpu"}
+    return argparse.Namespace(**{**vars(args), **changed})

@@ -91,7 +91,9 @@ BUILD_FLAGS = (
         "opt_num_tokens max_encoder_input_len lora_target_modules strip_plan weight_sparsity "
         "fast_build cluster_key profiling_verbosity visualize_network monitor_memory "
         "enable_debug_output log_level use_gpt_attention_plugin use_gemm_plugin "
-        "use_inflight_batching enable_context_fmha streamingllm"
+        "use_inflight_batching enable_context_fmha streamingllm use_layernorm_plugin "
+        # The checkpoint has its activation; --workers cut and write in parallel.
+        "use_rmsnorm_plugin use_lora_plugin hidden_act parallel_build use_lookup_plugin"
     ),
 )  # fmt: skip
 

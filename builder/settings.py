@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -216,15 +216,28 @@ def _filed_tokens_per_block(values: dict[str, Any]) -> int:
     return value if type(value) is int and value > 0 else 0
 
 
-def add_checkpoint_flags(parser: FlagSink, what: str, default_output: str) -> None:
+@dataclass(frozen=True, slots=True)
+class OtherNames:
+    """Further names of flags, those of an older script."""
+
+    checkpoint: tuple[str, ...] = ()
+    output: tuple[str, ...] = ()
+    dtype: tuple[str, ...] = ()
+    workers: tuple[str, ...] = ()
+
+
+def add_checkpoint_flags(
+    parser: FlagSink, what: str, default_output: str, others: OtherNames = OtherNames()
+) -> None:
     """Flags of the checkpoint's folder, described by ``what``, and of the output folder."""
-    parser.add_argument("--checkpoint", "--checkpoint-dir", "--model-dir", type=Path,
-                        required=True, metavar="DIR", help=what)  # fmt: skip
-    parser.add_argument("--output", "--output-dir", type=Path, default=Path(default_output),
-                        metavar="DIR", help=f"({default_output})")  # fmt: skip
+    parser.add_argument("--checkpoint", "--checkpoint-dir", "--model-dir", *others.checkpoint,
+                        type=Path, required=True, metavar="DIR", help=what)  # fmt: skip
+    parser.add_argument("--output", "--output-dir", *others.output, type=Path,
+                        default=Path(default_output), metavar="DIR",
+                        help=f"({default_output})")  # fmt: skip
 
 
-def add_model_flags(parser: FlagSink) -> None:
+def add_model_flags(parser: FlagSink, others: OtherNames = OtherNames()) -> None:
     """Flags of both build steps: model, number of ranks and dtype."""
     number = positive
     parser.add_argument("--tp-size", type=number, metavar="N", help="ranks that share a layer")
@@ -237,7 +250,7 @@ def add_model_flags(parser: FlagSink) -> None:
                         help="ranks that share an expert")  # fmt: skip
     parser.add_argument("--moe-ep-size", type=int, default=-1, metavar="N",
                         help="ranks that share the experts out")  # fmt: skip
-    parser.add_argument("--dtype", choices=("auto", *DTYPES), default="auto",
+    parser.add_argument("--dtype", *others.dtype, choices=("auto", *DTYPES), default="auto",
                         help="of weights (default: the checkpoint's)")  # fmt: skip
     parser.add_argument("--quantization", choices=("none", *MADE_HERE), default="none",
                         help="of float weights as they are read")  # fmt: skip
@@ -248,7 +261,7 @@ def add_model_flags(parser: FlagSink) -> None:
                         help="kept in config.json")  # fmt: skip
     parser.add_argument("--world-size", type=number, metavar="N",
                         help="checked against the sizes above")  # fmt: skip
-    parser.add_argument("--workers", type=workers, metavar="N",
+    parser.add_argument("--workers", *others.workers, type=workers, metavar="N",
                         help="processes that cut and write weights (one a core)")  # fmt: skip
     parser.add_argument("--save-config-only", action="store_true", help="write no weights")
     for flag, name in _OVERRIDES.items():

@@ -136,6 +136,9 @@ class FrontendConfig:
     max_unread_logits_bytes: int = 0
     """Logits that streams hold together until clients read them; 0: by the vocabularies."""
 
+    clamps_ids: bool = False
+    """Whether ids outside the vocabulary become its first or last id; else they are refused."""
+
     metrics_config: dict[str, str] = field(default_factory=dict)
     """``--metrics-config`` keys: counter_latencies, histogram_latencies, ..."""
 

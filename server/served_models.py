@@ -24,7 +24,7 @@ from trimaran.server.loading.startup import ModelStartup, RepositoryPoll
 from trimaran.server.loading.token_groups import TokenGroups
 from trimaran.server.metrics.group_board import GroupBoard
 from trimaran.server.metrics.metrics import Metrics
-from trimaran.server.models.factory import ModelFactory
+from trimaran.server.models.factory import FactoryOptions, ModelFactory
 from trimaran.server.protocol.load_request import OverrideFolders
 from trimaran.server.python_models.calls import ModelCalls
 from trimaran.server.repository.model_repository import PythonModels
@@ -89,7 +89,7 @@ class OwnModels:
             reader,
             overrides,
             groups,
-            ModelFactory(self._calls, config.tokenizer_workers, config.max_text_bytes),
+            ModelFactory(self._calls, FactoryOptions.of(config)),
             metrics,
             registry,
             self._remember,
@@ -152,7 +152,7 @@ class FollowedModels:
     ) -> None:
         groups = TokenGroups(GroupRequests(link), engines, board)
         self._calls = ModelCalls(registry, metrics.custom)
-        factory = ModelFactory(self._calls, config.tokenizer_workers, config.max_text_bytes)
+        factory = ModelFactory(self._calls, FactoryOptions.of(config))
         python = PythonModels.parse(config.python_models)
         self._mirror = ModelMirror(
             factory, python, engines, groups, metrics, registry, log_settings

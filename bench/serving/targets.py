@@ -134,7 +134,8 @@ class HttpTarget:
         record.is_stream = self._models.streams(model)
         async with self._session.post(path, data=body, headers=_JSON) as reply:
             if reply.status != 200:
-                raise ServerError(f"HTTP {reply.status}: {(await reply.text()).strip()}")
+                text = (await reply.text()).strip().removeprefix("data: ")
+                raise ServerError(f"HTTP {reply.status}: {text}")
             if not model.is_decoupled:
                 _note(record, await reply.json(), hidden)
                 return

@@ -215,7 +215,9 @@ _ROWS = (
         (Range(lambda value, _: abs(value) <= 1e6, "between -1e6 and 1e6"),),
     ),
     SamplingField(
-        "return_log_probs", ("return_log_probs",), "worker/sampling/sampler.py: sample"
+        "return_log_probs",
+        ("return_log_probs", "output_log_probs"),
+        "worker/sampling/sampler.py: sample",
     ),
     SamplingField(
         "return_context_logits", ("return_context_logits",), f"{_LOGITS}: keep_context"

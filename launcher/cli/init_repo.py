@@ -37,6 +37,8 @@ SCRIPTS = {
     "inflight_batcher_llm/client/end_to_end_grpc_client.py": ("client", "text"),
     "tools/inflight_batcher_llm/benchmark_core_model.py": ("bench",),
     "tools/inflight_batcher_llm/end_to_end_test.py": ("client", "pipeline"),
+    "tensorrt_llm/examples/gpt/hf_gpt_convert.py": ("convert",),
+    "tensorrt_llm/examples/gpt/build.py": ("build",),
 }
 _SCRIPT = '''#!/usr/bin/env python3
 """Runs `trimaran {command}` with this script's arguments."""

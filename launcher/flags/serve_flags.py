@@ -72,6 +72,7 @@ _RARE = (
     "tokenizer_workers",
     "max_text_bytes",
     "max_unread_logits_bytes",
+    "out_of_vocabulary",
     "strict_readiness",
     "metrics_config",
     "id",

@@ -175,7 +175,9 @@ def resolve_device(device: str) -> str:
 
 
 def _engine_dir(model: RepositoryModel) -> str:
-    path = model.parameters.get_str("gpt_model_path")
+    # Models without in-flight batching have the key engine_dir.
+    values = model.parameters
+    path = values.get_str("gpt_model_path") or values.get_str("engine_dir")
     if not path:
         raise ConfigError(
             f"{model.folder}/config.pbtxt: gpt_model_path (engine_dir) is not set. Fill it: "

@@ -265,6 +265,7 @@ def frontend_config(
         tokenizer_workers=args.tokenizer_workers,
         max_text_bytes=args.max_text_bytes,
         max_unread_logits_bytes=args.max_unread_logits_bytes,
+        clamps_ids=args.out_of_vocabulary == "clamp",
         exit_timeout_s=args.exit_timeout,
         replay_timeout_s=args.replay_timeout,
         max_replays=args.max_replays,

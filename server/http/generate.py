@@ -12,11 +12,17 @@ from weakref import WeakKeyDictionary
 
 from aiohttp import web
 
-from trimaran.comm.errors import RequestError
+from trimaran.comm.errors import RefusedError, RequestError
 from trimaran.server.decoding.body import Body, LongBody
 from trimaran.server.decoding.decoder import Decoder
 from trimaran.server.http.events import EventWriter
-from trimaran.server.http.messages import JSON, LONG_ANSWER_BYTES, read_body, write_parts
+from trimaran.server.http.messages import (
+    JSON,
+    LONG_ANSWER_BYTES,
+    read_body,
+    retry_header,
+    write_parts,
+)
 from trimaran.server.http.pending_bodies import PendingBodies, Share
 from trimaran.server.http.routes import Route
 from trimaran.server.inference.cooperative import run_cooperatively
@@ -86,21 +92,41 @@ class GenerateEndpoint:
             with admission.unless_given_up():
                 parsed, responses = await self._start(route, body, share)
             async with aclosing(responses):  # type: ignore[type-var]
-                with admission.unless_given_up():
-                    first = await anext(responses, None)
-                stream = web.StreamResponse(
-                    headers={"Content-Type": _EVENT_STREAM, **self._load_header(request)}
-                )
+                first, refusal = await self._first(responses)
+                headers = {"Content-Type": _EVENT_STREAM, **self._load_header(request)}
+                if refusal is not None:
+                    headers.update(retry_header(refusal))
+                # As in Triton, the first response determines the status of the stream.
+                status = 200 if refusal is None else refusal.kind.http_status
+                stream = web.StreamResponse(status=status, headers=headers)
                 if request.version >= (1, 1):
                     stream.enable_chunked_encoding()
                 if admission.is_draining:
                     stream.force_close()
                 await stream.prepare(request)
+                writer = EventWriter(request, stream)
+                if refusal is not None:
+                    await writer.write(error_object(str(refusal)))
                 if first is not None:
-                    writer = EventWriter(request, stream)
                     await self._write_events(writer, parsed, first, responses)
             await stream.write_eof()
         return stream
+
+    async def _first(
+        self, responses: AsyncIterator[InferResponse]
+    ) -> tuple[InferResponse | None, RequestError | None]:
+        """The model's first response, or its error; None of both if there is no response.
+
+        Raises:
+            RefusedError: the queue is full: the model did not begin.
+        """
+        with self._service.admission.unless_given_up():
+            try:
+                return await anext(responses, None), None
+            except RefusedError:
+                raise
+            except RequestError as error:
+                return None, error
 
     async def _write_events(
         self,

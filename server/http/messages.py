@@ -197,11 +197,16 @@ def json_response(value: Any, headers: Mapping[str, str] | None = None) -> web.R
 def error_response(error: RequestError) -> web.Response:
     """The answer to a request that failed before anything was sent."""
     response = plain_error(error.kind.http_status, str(error))
-    if isinstance(error, (NotReadyError, EngineDeadError)):
-        response.headers["Retry-After"] = RETRY_AFTER_S
+    response.headers.update(retry_header(error))
     if isinstance(error, UnsupportedCodingError):
         response.headers["Accept-Encoding"] = "gzip, deflate"
     return response
+
+
+def retry_header(error: RequestError) -> dict[str, str]:
+    """The header of an error after which the client may repeat the request."""
+    may_repeat = isinstance(error, (NotReadyError, EngineDeadError))
+    return {"Retry-After": RETRY_AFTER_S} if may_repeat else {}
 
 
 def plain_error(status: int, text: str) -> web.Response:

@@ -128,6 +128,8 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, str]]] = {
 }
 
 
+_TRANSFER_FIGURES = ("kv_cache_transfer_ms", "request_count")
+
 # An engine shows one of these two, by its batching type.
 _IN_FLIGHT, _V1 = "nv_trt_llm_inflight_batcher_metrics", "nv_trt_llm_v1_metrics"
 
@@ -178,6 +180,13 @@ class EngineMetrics:
             "trimaran_lost_requests", "Requests that failed because groups died", _LABELS,
             registry=registry,
         )  # fmt: skip
+        # No request is disaggregated: the counts stay 0.
+        self._transfers = Counter(
+            "nv_trt_llm_disaggregated_serving_metrics",
+            "TRT LLM disaggregated serving metrics",
+            (*_LABELS, "disaggregated_serving_type"),
+            registry=registry,
+        )
         self._steps = StepMetrics(registry)
         self._sums = GroupSums()
         self._stats: dict[Key, dict[str, Mapping[str, float]]] = {}
@@ -204,6 +213,8 @@ class EngineMetrics:
         self._inter_token.labels(model, version)
         self._replays.labels(model, version)
         self._lost.labels(model, version)
+        for figure in _TRANSFER_FIGURES:
+            self._transfers.labels(model, version, figure)
         self._steps.add_model(model, version)
 
     def remove_model(self, model: str, version: str) -> None:
@@ -223,6 +234,8 @@ class EngineMetrics:
         self._inter_token.remove(model, version)
         self._replays.remove(model, version)
         self._lost.remove(model, version)
+        for figure in _TRANSFER_FIGURES:
+            self._transfers.remove(model, version, figure)
         self._steps.remove_model(model, version)
 
     def remove_group(self, model: str, version: str, group: str) -> None:

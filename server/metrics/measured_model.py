@@ -50,7 +50,7 @@ class ModelStatistics:
         self._num_executions = 0
         self._success = _Duration()
         self._fail = _Duration()
-        self._queue_ns = self._infer_ns = self._output_ns = 0
+        self._input_ns = self._queue_ns = self._infer_ns = self._output_ns = 0
         """Of successful requests: each has every phase once."""
         self._batches: dict[int, _Duration] = {}
 
@@ -59,11 +59,12 @@ class ModelStatistics:
         *,
         batch_size: int,
         total_ns: int,
+        input_ns: int,
         queue_ns: int,
         infer_ns: int,
         executed_batch: int | None = None,
     ) -> None:
-        """Count a finished request; time that is neither queue nor inference is output.
+        """Count a finished request; time that is neither input, queue nor inference is output.
 
         ``executed_batch`` is the size of the request's batch, or 0 where another request of the
         batch reports it.
@@ -71,9 +72,10 @@ class ModelStatistics:
         self._last_inference_ms = time.time_ns() // 1_000_000
         self._num_inferences += batch_size
         self._success.add(total_ns)
+        self._input_ns += input_ns
         self._queue_ns += queue_ns
         self._infer_ns += infer_ns
-        self._output_ns += max(0, total_ns - queue_ns - infer_ns)
+        self._output_ns += max(0, total_ns - input_ns - queue_ns - infer_ns)
         size = batch_size if executed_batch is None else executed_batch
         if size:
             self._num_executions += 1
@@ -98,7 +100,7 @@ class ModelStatistics:
         totals.fail.CopyFrom(self._fail.message())
         for phase, ns in (
             (totals.queue, self._queue_ns),
-            (totals.compute_input, 0),
+            (totals.compute_input, self._input_ns),
             (totals.compute_infer, self._infer_ns),
             (totals.compute_output, self._output_ns),
         ):
@@ -222,6 +224,8 @@ class MeasuredModel:
         is_lost = isinstance(error, EngineDeadError)
         if error.kind is ErrorKind.UNAVAILABLE and not is_lost:
             return FailureReason.REJECTED
+        if error.kind is ErrorKind.INVALID_ARG:
+            return FailureReason.OTHER
         is_composed = self.config.platform == "ensemble"
         return FailureReason.OTHER if is_composed else FailureReason.BACKEND
 
@@ -297,7 +301,9 @@ class Measurement:
         now = time.monotonic_ns()
         total_ns = now - self._arrived_ns
         started_ns = self._request.started_ns or self._started_ns
-        queue_ns = started_ns - self._arrived_ns
+        # Before a model has the request, the request is decoded and checked.
+        input_ns = self._started_ns - self._arrived_ns
+        queue_ns = started_ns - self._started_ns
         infer_ns = (self._responded_ns or now) - started_ns
         executed = self._request.executed_batch
         if executed is None:
@@ -306,6 +312,7 @@ class Measurement:
             batch_size=self._batch_size,
             executed_batch=executed,
             total_ns=total_ns,
+            input_ns=input_ns,
             queue_ns=queue_ns,
             infer_ns=infer_ns,
         )
@@ -313,6 +320,7 @@ class Measurement:
             batch_size=self._batch_size,
             num_executions=min(executed, 1),
             total_us=total_ns / 1e3,
+            input_us=input_ns / 1e3,
             queue_us=queue_ns / 1e3,
             infer_us=infer_ns / 1e3,
         )

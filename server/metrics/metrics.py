@@ -100,11 +100,15 @@ _NAMES = {
     "Runtime Pinned Memory Usage": "pinned_memory_bytes",
     "Scheduled Requests": "scheduled_requests",
     "Tokens per KV cache block": "kv_tokens_per_block",
+    "KV cache transfer time": "kv_cache_transfer_ms",
+    "Request count": "kv_cache_transfers",
     "Total Context Tokens": "total_context_tokens",
-    "Total Input Tokens": "total_input_tokens",
-    "Total Output Tokens": "total_output_tokens",
     "Used KV cache blocks": "kv_used_blocks",
     "Waiting Requests": "waiting_requests",
+}
+_TOTALS = {
+    "Total Input Tokens": "total_input_tokens",
+    "Total Output Tokens": "total_output_tokens",
 }
 _IN_FLIGHT = {
     "Generation Requests": "generation_requests",
@@ -123,8 +127,8 @@ def is_logged() -> bool:
 
 
 def log_engine_stats(model: str, stats: Mapping[str, float]) -> None:
-    """Write one JSON line with a group's last iteration and the model's totals,
-    ``total_input_tokens`` and ``total_output_tokens``.
+    """Write a JSON line with a group's last iteration, which has one value for each sample of
+    ``nv_trt_llm_*``, and one with the model's totals.
     """
     names = {**_NAMES, **(_V1 if stats.get("v1_batching") else _IN_FLIGHT)}
     values: dict[str, object] = {name: int(stats.get(key, 0)) for name, key in names.items()}
@@ -134,6 +138,8 @@ def log_engine_stats(model: str, stats: Mapping[str, float]) -> None:
     moment = datetime.fromtimestamp(stats.get("timestamp_us", 0) / 1e6, timezone.utc)
     values["Timestamp"] = moment.strftime("%m-%d-%Y %H:%M:%S.%f")
     logger.debug("%s: %s", model, json.dumps(values, sort_keys=True))
+    totals = {name: int(stats.get(key, 0)) for name, key in _TOTALS.items()}
+    logger.debug("%s: %s", model, json.dumps(totals))
 
 
 class Metrics:

@@ -27,6 +27,9 @@ _DURATIONS = {
     "compute_infer": "compute inference",
     "compute_output": "inference compute output",
 }
+_UNCACHED = "(does not include cached requests)"
+"""The end of help texts as Triton prints them; no answer comes from a cache here."""
+
 _SUMMARIES = tuple(_DURATIONS)
 
 
@@ -38,10 +41,10 @@ class FailureReason(Enum):
 
     CANCELED = "CANCELED"
     BACKEND = "BACKEND"
-    """The backend refused the request, failed or died."""
+    """The backend failed or died."""
 
     OTHER = "OTHER"
-    """A step of an ensemble failed, or the server has a bug."""
+    """The request has a faulty value, a step of an ensemble failed, or the server has a bug."""
 
 
 class InferenceFamilies:
@@ -62,17 +65,21 @@ class InferenceFamilies:
             (*_LABELS, "reason"),
             registry=registry,
         )
-        self.count = self._counter("count", "Number of inferences performed")
-        self.executions = self._counter("exec_count", "Number of model executions performed")
+        self.count = self._counter("count", f"Number of inferences performed {_UNCACHED}")
+        self.executions = self._counter(
+            "exec_count", f"Number of model executions performed {_UNCACHED}"
+        )
         self.durations = {
             name: self._counter(
-                f"{name}_duration_us", f"Cumulative {what} duration in microseconds"
+                f"{name}_duration_us",
+                f"Cumulative {what} duration in microseconds "
+                f"{_UNCACHED if name.startswith('compute') else '(includes cached requests)'}",
             )
             for name, what in (_DURATIONS if options.has_counters else {}).items()
         }
         self.pending = Gauge(
             "nv_inference_pending_request_count",
-            "Instantaneous number of pending requests awaiting execution per-model",
+            "Instantaneous number of pending requests awaiting execution per-model.",
             _LABELS,
             registry=registry,
         )
@@ -130,6 +137,7 @@ class ModelMetrics:
         self._durations = {
             name: counter.labels(*labels) for name, counter in families.durations.items()
         }
+        self._rests = dict.fromkeys(self._durations, 0.0)
         self._pending = families.pending.labels(*labels)
         families.load_duration.labels(*labels)
         self._summaries = families.summaries
@@ -148,6 +156,7 @@ class ModelMetrics:
         *,
         batch_size: int,
         total_us: float,
+        input_us: float,
         queue_us: float,
         infer_us: float,
         num_executions: int = 1,
@@ -156,16 +165,18 @@ class ModelMetrics:
         self._success.inc()
         self._count.inc(batch_size)
         self._executions.inc(num_executions)
-        output_us = max(0.0, total_us - queue_us - infer_us)
+        output_us = max(0.0, total_us - input_us - queue_us - infer_us)
         for name, value in (
             ("request", total_us),
             ("queue", queue_us),
-            ("compute_input", 0.0),
+            ("compute_input", input_us),
             ("compute_infer", infer_us),
             ("compute_output", output_us),
         ):
             if name in self._durations:
-                self._durations[name].inc(int(value))
+                # Whole microseconds are shown; the rest of each request is kept for the next.
+                whole, self._rests[name] = divmod(self._rests[name] + value, 1.0)
+                self._durations[name].inc(whole)
             if name in self._summaries:
                 self._summaries[name].observe(*self._labels, value)
 

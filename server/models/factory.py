@@ -15,6 +15,7 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.files.input_files import read_text, unreadable
 from trimaran.comm.tokenizers.prepare import tokenizer_fault
+from trimaran.server.config import FrontendConfig
 from trimaran.server.engines.model_engines import ModelEngines
 from trimaran.server.inference.request import Model
 from trimaran.server.metrics.measured_model import MeasuredModel
@@ -142,17 +143,37 @@ class Step:
     """The same, counted."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FactoryOptions:
+    """The settings of the front end that models are made with."""
+
+    tokenizer_workers: int = 1
+    """Processes of all tokenizers."""
+
+    max_text_bytes: int = 0
+    """That of `TextLimits`."""
+
+    clamps_ids: bool = False
+    """Whether ids of prompts outside the vocabulary become its first or last id."""
+
+    @classmethod
+    def of(cls, config: FrontendConfig) -> FactoryOptions:
+        """The settings in a front end's configuration."""
+        return cls(
+            tokenizer_workers=config.tokenizer_workers,
+            max_text_bytes=config.max_text_bytes,
+            clamps_ids=config.clamps_ids,
+        )
+
+
 class ModelFactory:
     """Makes models. Tokenizers are shared by living models."""
 
-    def __init__(
-        self, calls: ModelCalls, tokenizer_workers: int = 1, max_text_bytes: int = 0
-    ) -> None:
-        """``calls`` is what the code of Python models may ask for, ``tokenizer_workers`` the
-        number of processes of all tokenizers, and ``max_text_bytes`` that of `TextLimits`."""
+    def __init__(self, calls: ModelCalls, options: FactoryOptions | None = None) -> None:
+        """``calls`` is what the code of Python models may ask for."""
         self._calls = calls
-        self._tokenizer_pool = TokenizerPool(tokenizer_workers)
-        self._max_text_bytes = max_text_bytes
+        self._options = options or FactoryOptions()
+        self._tokenizer_pool = TokenizerPool(self._options.tokenizer_workers)
         self._tokenizers: WeakValueDictionary[tuple[object, ...], Tokenizer] = (
             WeakValueDictionary()
         )
@@ -170,7 +191,8 @@ class ModelFactory:
         }
         if model.role is Role.TOKEN:
             assert engines is not None
-            built: Model = TokenModel(model, _only_version(model), engines)
+            version, clamps_ids = _only_version(model), self._options.clamps_ids
+            built: Model = TokenModel(model, version, engines, clamps_ids=clamps_ids)
         elif model.role in makers:
             built = makers[model.role](model, _only_version(model))
         else:
@@ -236,7 +258,9 @@ class ModelFactory:
             key = (str(path), *_file_times(path))
             tokenizer = self._tokenizers.get(key)
             if tokenizer is None:
-                tokenizer = Tokenizer(folder, self._tokenizer_pool, self._max_text_bytes)
+                tokenizer = Tokenizer(
+                    folder, self._tokenizer_pool, self._options.max_text_bytes
+                )
                 self._tokenizers[key] = tokenizer
             return tokenizer
         # A zero byte in the path, or a cycle of links.

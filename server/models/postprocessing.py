@@ -11,12 +11,16 @@ import numpy as np
 
 from trimaran.comm.errors import RequestError
 from trimaran.server.inference.request import InferRequest, InferResponse, Tensor
-from trimaran.server.inference.tensor_bytes import object_array
+from trimaran.server.inference.tensor_bytes import NUMPY_TYPES, from_config, object_array
 from trimaran.server.models.encoded_texts import EncodedTexts
 from trimaran.server.models.tokenizer import INLINE_IDS, IncrementalDetokenizer, Tokenizer
 from trimaran.server.repository.model_repository import RepositoryModel
 from trimaran.server.repository.signatures import PASSED_ON
 
+_FILLED = frozenset(
+    f"OUT_{name}"
+    for name in ("CUM_LOG_PROBS", "OUTPUT_LOG_PROBS", "CONTEXT_LOGITS", "GENERATION_LOGITS")
+)
 _MAX_IDS = 1 << 22
 """Most ids of the texts of one request: 32 beams of 131,072."""
 
@@ -46,6 +50,12 @@ class PostprocessingModel:
         skip = model.parameters.get_loose_bool("skip_special_tokens")
         self.skip_special_tokens = True if skip is None else skip
         self._outputs = {tensor.name for tensor in model.config.output}
+        self._filled = {
+            tensor.name: (from_config(tensor.data_type), len(tensor.dims) + 1)
+            for tensor in model.config.output
+            if tensor.name in _FILLED
+        }
+        """Datatype and rank of the outputs that every response has."""
 
     async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
         """Decode every beam of every sample; see `inference.Model`."""
@@ -72,11 +82,19 @@ class PostprocessingModel:
         )
 
     def _passed_on(self, request: InferRequest) -> list[Tensor]:
-        """Tensors that older configurations pass through this step."""
-        return [
+        """Tensors that older configurations pass through this step; zeros of those that the
+        request lacks.
+        """
+        given = [
             Tensor(f"OUT_{name}", tensor.datatype, tensor.data)
             for name, tensor in request.inputs.items()
             if name in PASSED_ON and f"OUT_{name}" in self._outputs
+        ]
+        names = {tensor.name for tensor in given}
+        return given + [
+            Tensor(name, datatype, np.zeros((1,) * rank, NUMPY_TYPES[datatype]))
+            for name, (datatype, rank) in self._filled.items()
+            if name not in names
         ]
 
 

@@ -23,6 +23,7 @@ LOGITS_DTYPES = {"FP32": "float32", "FP16": "float16"}
 STOPPED = "stop"
 """The finish reason of an end id or a stop word."""
 
+_LOG_PROBS = ("cum_log_probs", "output_log_probs")
 _LOGITS = ("context_logits", "generation_logits")
 _ASKING = frozenset((
     "return_num_input_tokens", "return_num_output_tokens", "return_log_probs",
@@ -150,8 +151,10 @@ class SequenceOutputs:
         self._has_reason = asks and flags.flag("return_finish_reason")
         self._has_figures = asks and flags.flag(*PERF_METRICS)
         self._logits = [name for name in _LOGITS if asks and flags.flag(f"return_{name}")]
+        self._filled = self._zeros(config)
         self._has_any = (
-            self._has_batch_index
+            bool(self._filled)
+            or self._has_batch_index
             or self._has_sequence_index
             or self._has_num_input
             or self._has_num_output
@@ -160,6 +163,16 @@ class SequenceOutputs:
             or self._has_reason
             or bool(self._logits)
         )
+
+    def _zeros(self, config: ModelConfig) -> list[str]:
+        """The outputs that a response holds as zeros because the request did not ask for them.
+        Models of versions up to 0.13, which have no sequence index, always have all four.
+        """
+        declared = {output.name for output in config.output}
+        if "sequence_index" in declared:
+            return []
+        asked = {*(_LOG_PROBS if self._has_log_probs else ()), *self._logits}
+        return [name for name in (*_LOG_PROBS, *_LOGITS) if name in declared - asked]
 
     @property
     def tell_of_ends(self) -> bool:
@@ -184,6 +197,7 @@ class SequenceOutputs:
         if self._has_log_probs:
             tensors += self._log_probs_tensors(progress)
         tensors += self._logits_tensors(progress)
+        tensors += [_zero(name, self._config, progress.num_input) for name in self._filled]
         if self._has_reason and is_last:
             reasons = progress.finish_reasons
             data = object_array([reason.encode() for reason in reasons], (1, len(reasons)))
@@ -222,6 +236,15 @@ class SequenceOutputs:
                     data.swapaxes(0, 1)[np.newaxis] if self._is_streaming else data[np.newaxis]
                 )
             yield Tensor(name, datatype, data)
+
+
+def _zero(name: str, config: ModelConfig, num_input: int) -> Tensor:
+    if name in _LOGITS:
+        datatype = logits_type(config)
+        rank = 3 if name == "context_logits" else 4
+        return Tensor(name, datatype, np.zeros((1,) * rank, NUMPY_TYPES[datatype]))
+    shape = (1, 1) if name == "cum_log_probs" else (1, 1, num_input)
+    return Tensor(name, "FP32", np.zeros(shape, np.float32))
 
 
 def logits_type(config: ModelConfig) -> str:

@@ -92,6 +92,9 @@ def ensemble_maps(model: RepositoryModel, step_names: dict[Role, str]) -> Tensor
     """
     by_name = {step.model_name: step for step in model.config.ensemble_scheduling.step}
     steps = {role: by_name[name] for role, name in step_names.items()}
+    if any(name == "output_log_probs" for name in steps[Role.TOKEN].input_map):
+        # The repository ``gpt``: one response answers a batch, and no step streams.
+        return None
     for reader, input_name, writer, output_name in _NATIVE_WIRES:
         tensor = dict(steps[reader].input_map).get(input_name)
         if tensor is None and input_name == "SEQUENCE_LENGTH":

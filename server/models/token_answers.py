@@ -154,3 +154,84 @@ class TensorAnswers:
             outputs=[o for o in outputs if not wanted or o.name in wanted],
             is_final=is_final,
         )
+
+
+class BatchAnswers:
+    """Answers a client of a model without in-flight batching: one response for all samples.
+
+    Shapes, with B samples, W beams, P ids of the longest prompt and N new ids at most:
+    ``output_ids`` [B, W, P + N] holds prompts and new ids, filled up with the end id;
+    ``log_probs`` [B, N, W] and ``cum_log_probs`` [B, W] are filled up with 0.
+    """
+
+    is_streaming = False
+
+    def __init__(
+        self,
+        model: Model,
+        request: InferRequest,
+        samples: list[Sample],
+        *,
+        excludes_input: bool,
+        max_seq_len: int,
+    ) -> None:
+        self._model = model
+        self._request = request
+        self._sampling = samples[0].sampling
+        declared = {output.name for output in model.config.output}
+        self._wanted = request.outputs or declared
+        self._samples = samples
+        self._excludes_input = excludes_input
+        # A client may ask for more ids than a sequence has places.
+        self._max_new = max(
+            min(sample.sampling.max_tokens, max_seq_len - len(sample.prompt_ids))
+            for sample in samples
+        )
+        num_beams = self._sampling.beam_width
+        num_shown = 0 if excludes_input else max(len(s.prompt_ids) for s in samples)
+        shape = (len(samples), num_beams, num_shown + self._max_new)
+        self._output_ids = np.empty(shape, np.int32)
+        self._log_probs = np.zeros((len(samples), self._max_new, num_beams), np.float32)
+        self._cum_log_probs = np.zeros((len(samples), num_beams), np.float32)
+        self._ids: list[list[int]] = [[] for _ in samples]
+        self._progress = [Progress(len(sample.prompt_ids)) for sample in samples]
+
+    def take(
+        self, sample: int, sequence: int, chunk: TokenChunk, is_end: bool
+    ) -> InferResponse | None:
+        """See `Answers`."""
+        progress, ids = self._progress[sample], self._ids[sample]
+        progress.add(chunk)
+        ids += chunk.token_ids
+        if chunk.is_last:
+            self._fill(sample, progress, ids)
+        if not is_end:
+            return None
+        outputs = [Tensor("output_ids", "INT32", self._output_ids)]
+        if self._sampling.return_log_probs:
+            outputs.append(Tensor("log_probs", "FP32", self._log_probs))
+            outputs.append(Tensor("cum_log_probs", "FP32", self._cum_log_probs))
+        return InferResponse(
+            model_name=self._model.name,
+            model_version=self._model.version,
+            id=self._request.id,
+            outputs=[tensor for tensor in outputs if tensor.name in self._wanted],
+            is_final=True,
+        )
+
+    def _fill(self, sample: int, progress: Progress, ids: list[int]) -> None:
+        """Write the rows of a finished sample, as long as others run."""
+        beams = progress.beams
+        rows = [ids] if beams is None else beams.token_ids
+        each = [progress.take_log_probs()] if beams is None else beams.log_probs
+        totals = [progress.cum_log_prob] if beams is None else beams.cum_log_probs
+        prompt = [] if self._excludes_input else self._samples[sample].prompt_ids
+        block = self._output_ids[sample]
+        block[:] = self._samples[sample].sampling.end_id
+        block[:, : len(prompt)] = prompt
+        for beam, row in enumerate(rows):
+            block[beam, len(prompt) : len(prompt) + len(row)] = row
+        if self._sampling.return_log_probs:
+            self._cum_log_probs[sample, : len(totals)] = totals
+            for beam, values in enumerate(each):
+                self._log_probs[sample, : len(values), beam] = values

@@ -20,7 +20,12 @@ from trimaran.server.models.sample_inputs import SampleInputs, batch_size
 from trimaran.server.models.sampling_inputs import check_request_type, read_sampling
 from trimaran.server.models.sequence_outputs import LOGITS_DTYPES, logits_type
 from trimaran.server.models.text_limits import check_prompt_length
-from trimaran.server.models.token_answers import Answers, ChunkAnswers, TensorAnswers
+from trimaran.server.models.token_answers import (
+    Answers,
+    BatchAnswers,
+    ChunkAnswers,
+    TensorAnswers,
+)
 from trimaran.server.models.token_inputs import (
     add_digests,
     cache_key,
@@ -38,6 +43,7 @@ from trimaran.server.models.transaction import (
     texts_of,
 )
 from trimaran.server.repository.model_repository import RepositoryModel
+from trimaran.server.repository.signatures import answers_batches
 
 _LARGE_BYTES = 256 << 10
 """Larger inputs are read in a thread: word lists, tables and adapters."""
@@ -46,14 +52,27 @@ _LARGE_BYTES = 256 << 10
 class TokenModel:
     """A model of the token role, answered by its engine groups."""
 
-    def __init__(self, model: RepositoryModel, version: int, engines: ModelEngines) -> None:
+    def __init__(
+        self,
+        model: RepositoryModel,
+        version: int,
+        engines: ModelEngines,
+        *,
+        clamps_ids: bool = False,
+    ) -> None:
+        """With ``clamps_ids``, an id of a prompt outside the vocabulary becomes its first or
+        last id; otherwise the request is refused.
+        """
         self.name = model.name
         self.version = str(version)
         self.config: ModelConfig = model.config
         self.is_decoupled = bool(model.config.model_transaction_policy.decoupled)
         """Whether a request may have other than one response."""
+        self.answers_batches = answers_batches(model.config)
+        """Whether a request has one response for all its samples."""
         self._texts = texts_of(model.config.backend)
         self._engines = engines
+        self._clamps_ids = clamps_ids
         engines.on_stop = self._stop_here
         self._is_batched = model.config.max_batch_size > 0
         self.excludes_input = model.parameters.get_bool("exclude_input_in_output") or False
@@ -123,7 +142,11 @@ class TokenModel:
         num_sequences = num_responses(first)
         check_equal(request.inputs, "beam_width", "num_return_sequences", "streaming")
         check_transaction(
-            self.is_decoupled, len(samples), num_sequences, first.flag("streaming"), self._texts
+            self.is_decoupled,
+            1 if self.answers_batches else len(samples),
+            num_sequences,
+            first.flag("streaming"),
+            self._texts,
         )
         check_copies(samples, num_sequences)
         stream = TokenStream(self._engines, request)
@@ -157,6 +180,16 @@ class TokenModel:
         """The maker of the responses, and whether it needs ids as they are generated."""
         if isinstance(request, TokenJob):
             return ChunkAnswers(self, request, stream), request.is_incremental
+        if self.answers_batches:
+            max_seq_len = int(self._engines.facts()["max_seq_len"])
+            whole = BatchAnswers(
+                self,
+                request,
+                samples,
+                excludes_input=self.excludes_input,
+                max_seq_len=max_seq_len,
+            )
+            return whole, False
         answers = TensorAnswers(
             self,
             request,
@@ -202,7 +235,8 @@ class TokenModel:
             sampling = read_sampling(inputs, vocab_size, self._logits_dtype)
             sampling = _with_beams(sampling, inputs)
             table = read_table(inputs, request.inputs.get("prompt_embedding_table"))
-            prompt = _prompt(inputs, facts, 0 if table is None else table["shape"][0])
+            num_entries = 0 if table is None else table["shape"][0]
+            prompt = _prompt(inputs, facts, num_entries, clamps=self._clamps_ids)
             check_logits(
                 sampling,
                 len(prompt),
@@ -233,7 +267,7 @@ def _longest_prompt(facts: Mapping[str, Any]) -> int:
 
 
 def _prompt(
-    inputs: SampleInputs, facts: dict[str, object], num_table_entries: int
+    inputs: SampleInputs, facts: dict[str, object], num_table_entries: int, *, clamps: bool
 ) -> list[int]:
     array = inputs.array("input_ids")
     ids = np.empty(0, np.int32) if array is None else array.reshape(-1)
@@ -250,7 +284,9 @@ def _prompt(
     check_prompt_length(ids.size, _longest_prompt(facts))
     vocab_size = int(str(facts["vocab_size"])) + num_table_entries
     low, high = int(ids.min()), int(ids.max())
-    if low < 0 or high >= vocab_size:
+    if clamps:
+        ids = ids.clip(0, vocab_size - 1)
+    elif low < 0 or high >= vocab_size:
         bad = low if low < 0 else high
         raise RequestError(
             f"token id {bad} of input_ids is outside the vocabulary of {vocab_size} ids"

@@ -183,6 +183,7 @@ TOKEN_PARAMETERS: dict[str, Known] = {
     "context_model_name": refused("str", _NO_DISAGGREGATION),
     "generation_model_name": refused("str", _NO_DISAGGREGATION),
     "gpt_model_path": served("str"),
+    "engine_dir": served("str"),
     "encoder_model_path": refused("str", _NO_ENCODER),
     "FORCE_CPU_ONLY_INPUT_TENSORS": accepted("str", ""),
     "exclude_input_in_output": served("bool"),

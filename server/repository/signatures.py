@@ -56,6 +56,7 @@ _SIGNATURES: tuple[tuple[Role, frozenset[str], frozenset[str]], ...] = (
     ),
     (Role.BLS, frozenset({"text_input", "max_tokens"}), frozenset({"text_output"})),
 )
+_BATCH_INPUT, _BATCH_OUTPUTS = "output_log_probs", ("log_probs", "cum_log_probs")
 PASSED_ON = frozenset(
     {
         "CUM_LOG_PROBS", "OUTPUT_LOG_PROBS", "CONTEXT_LOGITS", "GENERATION_LOGITS",
@@ -120,6 +121,14 @@ def _refuse_near_miss(
             )
 
 
+def answers_batches(config: ModelConfig) -> bool:
+    """Whether a token model is one of the repository ``gpt``, without in-flight batching: one
+    response answers all samples of a request. Its input that asks for log-probabilities has
+    the name of another model's output.
+    """
+    return any(tensor.name == _BATCH_INPUT for tensor in config.input)
+
+
 def check_tensors(path: Path, config: ModelConfig, role: Role) -> None:
     """Check the types of the role's tensors and warn of tensors that the role ignores.
 
@@ -130,7 +139,10 @@ def check_tensors(path: Path, config: ModelConfig, role: Role) -> None:
     """
     if role not in _TEMPLATES:
         return
-    known_inputs, known_outputs = _known(role)
+    known_inputs, known_outputs = map(dict, _known(role))
+    if role is Role.TOKEN and answers_batches(config):
+        known_inputs[_BATCH_INPUT] = "TYPE_BOOL"
+        known_outputs.update(dict.fromkeys(_BATCH_OUTPUTS, "TYPE_FP32"))
     sides = (("input", config.input, known_inputs), ("output", config.output, known_outputs))
     for side, tensors, known in sides:
         for tensor in tensors:

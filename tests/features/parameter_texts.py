@@ -6,6 +6,7 @@ TOKEN = {
     "gpt_model_type": "`inflight_fused_batching`, `inflight_batching` or `V1`: a batch that "
     "runs to its longest",
     "gpt_model_path": "the engine folder, or a Hugging Face folder",
+    "engine_dir": "the same, in repositories without in-flight batching",
     "exclude_input_in_output": "answers without the prompt, unless a request says otherwise",
     "stats_check_period_ms": "how often metrics are told",
     "normalize_log_probs": "beams' log-probabilities are divided as their scores; true",

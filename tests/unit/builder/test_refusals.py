@@ -263,3 +263,37 @@ def test_an_engine_folder_is_refused_as_a_checkpoint(llama, trimaran, refused, t
     engine = tmp_path / "built"
     trimaran("build", "--checkpoint", llama().folder, "--output", engine)
     assert "is an engine folder already" in refused(engine)
+
+
+def test_the_documented_lines_of_gpt_convert_and_build_as_written(
+    gpt2, trimaran, tmp_path, monkeypatch
+):
+    gpt2()
+    monkeypatch.chdir(tmp_path)
+    convert = (
+        "convert -p 8 -i gpt2 -o ./c-model/gpt2 --tensor-parallelism 4 --storage-type float16"
+    )
+    build = (
+        "build --model_dir=./c-model/gpt2/4-gpu/ --world_size=4 --dtype float16 "
+        "--use_inflight_batching --use_gpt_attention_plugin float16 --paged_kv_cache "
+        "--use_gemm_plugin float16 --remove_input_padding --use_layernorm_plugin float16 "
+        "--hidden_act gelu --parallel_build --output_dir=engines/fp16/4-gpu"
+    )
+    adapters = (
+        "build --model_dir=./c-model/gpt2/4-gpu/ --world_size=4 --dtype float16 "
+        "--use_lora_plugin float16 --lora_target_modules attn_q attn_k attn_v "
+        "--max_lora_rank 8 --max_input_len 64 --max_output_len 50 --output_dir=engines/lora"
+    )
+    for line in (convert, build, adapters):
+        done = trimaran(*line.split())
+        assert done.code == 0, done.err
+    config = json.loads((tmp_path / "engines/fp16/4-gpu/config.json").read_text())
+    assert config["pretrained_config"]["mapping"]["tp_size"] == 4
+    assert config["pretrained_config"]["dtype"] == "float16"
+
+
+def test_two_numbers_of_tensor_ranks_are_refused(gpt2, trimaran):
+    words = ("--tp-size", "2", "--tensor-parallelism", "4")
+    done = trimaran("convert", "-i", gpt2().folder, *words)
+    assert done.code == 2
+    assert "--tensor-parallelism is 4 but --tp-size is 2" in done.err

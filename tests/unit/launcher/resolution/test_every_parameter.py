@@ -41,6 +41,8 @@ REACH_THE_ENGINE = {
     "cuda_graph_cache_size": ({}, "8"),
 }
 ELSEWHERE = {
+    # It stands in for gpt_model_path: the test below.
+    "engine_dir",
     # They are the front end's: tests/unit/pipelines.
     "exclude_input_in_output",
     "normalize_log_probs",
@@ -84,3 +86,12 @@ def test_every_key_reaches_the_engine(tmp_path):
             dropped.append(key)
         assert EngineConfig.from_wire(with_it.engine.to_wire()) == with_it.engine
     assert dropped == []
+
+
+@pytest.mark.feature("parameter:engine_dir")
+def test_models_without_in_flight_batching_name_their_folder_in_engine_dir(tmp_path):
+    for key in ("engine_dir", "gpt_model_path"):
+        checkpoint = write_checkpoint(tmp_path / key)
+        write_model(tmp_path / f"of_{key}" / "m", **{key: str(checkpoint)})
+        (group,) = resolve(tmp_path / f"of_{key}").groups
+        assert group.engine.engine_dir == str(checkpoint)

@@ -43,10 +43,22 @@ def test_generate_needs_exactly_one_response(server, count):
     )
 
 
-@pytest.mark.parametrize("path", [GENERATE, STREAM])
-def test_the_first_responses_error_is_the_status(server, path):
-    answer = server.post(path, {"text_input": "hi", "max_tokens": 2, "fail_at": 0})
+def test_the_first_responses_error_is_the_status(server):
+    answer = server.post(GENERATE, {"text_input": "hi", "max_tokens": 2, "fail_at": 0})
     assert (answer.status, answer.error) == (500, "boom")
+
+
+def test_the_first_responses_error_is_the_status_and_the_only_event_of_a_stream(server):
+    answer = server.post(STREAM, {"text_input": "hi", "max_tokens": 2, "fail_at": 0})
+    assert answer.status == 500
+    assert answer.headers["Content-Type"] == "text/event-stream; charset=utf-8"
+    assert answer.events == [{"error": "boom"}]
+
+
+def test_an_error_before_the_inference_is_json_on_a_stream_too(server):
+    answer = server.post(STREAM, {"text_input": "hi", "max_tokens": "two"})
+    assert answer.headers["Content-Type"] == "application/json"
+    assert answer.error
 
 
 def test_a_later_error_is_an_event_under_status_200(server):

@@ -73,7 +73,7 @@ def test_success_counts_requests_and_their_batches(fresh_server):
 
 @pytest.mark.parametrize(
     ("kind", "reason"),
-    [("INTERNAL", "BACKEND"), ("INVALID_ARG", "BACKEND"), ("UNAVAILABLE", "REJECTED"),
+    [("INTERNAL", "BACKEND"), ("INVALID_ARG", "OTHER"), ("UNAVAILABLE", "REJECTED"),
      ("full", "REJECTED"), ("dead", "BACKEND"), ("CANCELLED", "CANCELED"), ("bug", "OTHER")],
 )  # fmt: skip
 def test_failures_count_under_their_reason(fresh_server, kind, reason):
@@ -204,15 +204,62 @@ def test_the_verbose_log_has_the_engines_statistics_as_one_json_line(caplog):
     assert caplog.records == []
     with caplog.at_level("DEBUG"):
         metrics.set_engine_stats("m", "1", stats)
-    (record,) = caplog.records
+    record, last = caplog.records
     model, _, line = record.getMessage().partition(": ")
     values = json.loads(line)
+    totals = json.loads(last.getMessage().partition(": ")[2])
     assert model == "m"
     assert values["Active Request Count"] == 5
     assert values["Iteration Counter"] == 7
     assert values["Fraction used KV cache blocks"] == 0.25
     assert values["Timestamp"] == "11-14-2023 22:13:20.000000"
-    assert (values["Total Input Tokens"], values["Total Output Tokens"]) == (13, 603)
+    assert totals == {"Total Input Tokens": 13, "Total Output Tokens": 603}
+
+
+def test_each_value_of_the_iteration_line_is_one_sample_of_the_metrics(caplog):
+    metrics = Metrics()
+    metrics.add_engine("m", "1")
+    stats = {"active_requests": 5, "kv_max_blocks": 200, "kv_used_blocks": 200,
+             "iteration_counter": 7, "timestamp_us": 1_700_000_000_000_000}  # fmt: skip
+    with caplog.at_level("DEBUG"):
+        metrics.set_engine_stats("m", "1", stats)
+    values = json.loads(caplog.records[0].getMessage().partition(": ")[2])
+    samples = {n: v for n, v in parse(metrics.render()).items() if n.startswith("nv_trt_llm_")}
+    assert len(samples) == len(values) == 22
+    del values["Timestamp"]
+    shown = [v for n, v in samples.items() if 'general_type="timestamp"' not in n]
+    assert sorted(shown) == sorted(values.values())
+    for figure in ("kv_cache_transfer_ms", "request_count"):
+        name = "nv_trt_llm_disaggregated_serving_metrics"
+        assert samples[of(name, "m", disaggregated_serving_type=figure)] == 0
+
+
+def test_every_phase_of_a_request_is_counted_to_the_microsecond(fresh_server):
+    for _ in range(50):
+        infer_double(fresh_server)
+    samples = scrape(fresh_server)
+    phases = {
+        phase: samples[of(f"nv_inference_{phase}_duration_us")]
+        for phase in ("compute_input", "queue", "compute_infer", "compute_output")
+    }
+    assert min(phases["compute_input"], phases["compute_infer"], phases["compute_output"]) > 0
+    total = samples[of("nv_inference_request_duration_us")]
+    assert total - 4 <= sum(phases.values()) <= total + 1
+
+
+def test_help_texts_are_those_of_triton(server):
+    with urllib.request.urlopen(f"{server.metrics_url}/metrics") as response:
+        text = response.read().decode()
+    for line in (
+        "nv_inference_count Number of inferences performed (does not include cached requests)",
+        "nv_inference_queue_duration_us Cumulative inference queuing duration in microseconds "
+        "(includes cached requests)",
+        "nv_inference_compute_output_duration_us Cumulative inference compute output duration "
+        "in microseconds (does not include cached requests)",
+        "nv_inference_pending_request_count Instantaneous number of pending requests awaiting "
+        "execution per-model.",
+    ):
+        assert f"# HELP {line}\n" in text
 
 
 def test_token_histograms_have_the_known_buckets():

@@ -21,9 +21,11 @@ def counted(num_requests, batch_size=1):
     metrics.add_engine("m", "1")
     for _ in range(num_requests):
         model.statistics.record_success(
-            batch_size=batch_size, total_ns=30, queue_ns=10, infer_ns=15
+            batch_size=batch_size, total_ns=30, input_ns=2, queue_ns=10, infer_ns=15
         )
-        model.metrics.success(batch_size=batch_size, total_us=30, queue_us=10, infer_us=15)
+        model.metrics.success(
+            batch_size=batch_size, total_us=30, input_us=2, queue_us=10, infer_us=15
+        )
         metrics.observe_time_to_first_token("m", "1", 0.03)
     return metrics, model.statistics
 

@@ -50,7 +50,7 @@ from trimaran.server.inference.tensor_bytes import from_config
 from trimaran.server.inference.validation import Validator, WireInput
 from trimaran.server.loading.model_set import Candidate, ModelSet
 from trimaran.server.metrics.metrics import Metrics
-from trimaran.server.models.factory import COMPOSED, ModelFactory
+from trimaran.server.models.factory import COMPOSED, FactoryOptions, ModelFactory
 from trimaran.server.models.tokenizer import Tokenizer
 from trimaran.server.python_models.calls import ModelCalls
 from trimaran.server.python_models.model import close_model, start_model
@@ -231,7 +231,7 @@ def build(
         ConfigError: a model cannot be served.
     """
     registry = ModelRegistry()
-    factory = ModelFactory(ModelCalls(registry, metrics.custom))
+    factory = ModelFactory(ModelCalls(registry, metrics.custom), FactoryOptions.of(config))
     candidates = []
     python = PythonModels.parse(config.python_models)
     repository = ModelRepository.load(config.model_repository, python=python)
