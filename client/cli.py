@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "pipeline",
         help="a data set to the steps and to the text models, compared (end_to_end_test.py)",
         description="Send a data set to the steps and to the text models, and compare.",
-        usage="trimaran client pipeline --dataset FILE --max-input-len N [flags]",
+        usage="trimaran client pipeline --dataset FILE [flags]",
         epilog="Example:\n  trimaran client pipeline --dataset data.json --max-input-len 500",
     )
     pipeline_client.add_arguments(pipeline)

@@ -61,9 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-input-len",
         type=int,
-        required=True,
         metavar="N",
-        help="drop prompts that are longer, in estimated tokens",
+        help="drop prompts that are longer, in estimated tokens (none)",
     )
     parser.add_argument("--dataset", required=True, metavar="FILE", help="JSON list of objects")
     for name in _FLAGS:
@@ -121,18 +120,18 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _prompts(path: str, max_input_len: int) -> list[Prompt]:
-    """The records whose estimated number of tokens is within the limit."""
+def _prompts(path: str, max_input_len: int | None) -> list[Prompt]:
+    """The records whose estimated number of tokens is within the limit, if there is one."""
     found = []
     for record in read_dataset(path):
         text = record["input"] + " " + record["instruction"]
         output_len = int(len(record["output"].split(" ")) * _TOKENS_PER_WORD)
-        if len(text.split(" ")) / _TOKENS_PER_WORD <= max_input_len:
+        num_tokens = len(text.split(" ")) / _TOKENS_PER_WORD
+        if max_input_len is None or num_tokens <= max_input_len:
             found.append(Prompt(text, max(1, output_len)))
     if not found:
-        raise ConfigError(
-            f"--dataset {path}: no prompt is within --max-input-len {max_input_len}"
-        )
+        limit = "" if max_input_len is None else f" within --max-input-len {max_input_len}"
+        raise ConfigError(f"--dataset {path}: holds no prompt{limit}")
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,7 @@ from trimaran.client.prompt_files import lora
 from trimaran.client.request_flags import add_adapters, add_outputs, add_sampling, hide
 from trimaran.client.stream import InferStream, ServerError, add_url_arguments, open_client
 from trimaran.client.tensors import Array, present, print_extra, row, tensor
-from trimaran.client.token_request import flag_tensors, seed_name
+from trimaran.client.token_request import flag_tensors, has_output, seed_name
 from trimaran.comm.errors import ConfigError, TrimaranError
 from trimaran.comm.files.input_files import parse_json
 
@@ -179,6 +180,14 @@ def _all_texts(args: argparse.Namespace, prompts: list[str]) -> list[str]:
     batches = [prompts] if args.batch_inputs else [[prompt] for prompt in prompts]
     done: list[str] = []
     with open_client(args) as client:
+        if len(batches[0]) > 1 and not has_output(client, args.model_name, "batch_index"):
+            # Responses of a batch come in any order.
+            print(
+                f"--batch-inputs: model '{args.model_name}' has no output batch_index, which "
+                "says whose text a response is: each prompt is a request of its own.",
+                file=sys.stderr,
+            )
+            batches = [[prompt] for prompt in prompts]
         seed = seed_name(client, args.model_name, args.seed)
         with InferStream(client, None, None) as stream:
             for batch in batches:

@@ -117,6 +117,15 @@ def seed_name(client: Any, model: str, seed: int | None) -> str:
     return "seed" if "seed" in {each.name for each in metadata.inputs} else "random_seed"
 
 
+def has_output(client: Any, model: str, name: str) -> bool:
+    """Whether the served model declares an output."""
+    try:
+        metadata = client.get_model_metadata(model)
+    except InferenceServerException as error:
+        raise ServerError(error.message()) from error
+    return name in {each.name for each in metadata.outputs}
+
+
 def _prompt_table(args: argparse.Namespace, prompt: Prompt) -> list[Any]:
     tensors = []
     if args.prompt_task_id and not args.prompt_embedding_table_path:

@@ -32,6 +32,7 @@ DEFAULTS = {
 # replaces each.
 SCRIPTS = {
     "scripts/launch_triton_server.py": ("serve",),
+    "bin/tritonserver": ("serve",),
     "tools/fill_template.py": ("fill-template",),
     "inflight_batcher_llm/client/inflight_batcher_llm_client.py": ("client", "token"),
     "inflight_batcher_llm/client/end_to_end_grpc_client.py": ("client", "text"),
@@ -40,14 +41,19 @@ SCRIPTS = {
     "tensorrt_llm/examples/gpt/hf_gpt_convert.py": ("convert",),
     "tensorrt_llm/examples/gpt/build.py": ("build",),
 }
+# Documents end the server by `pkill tritonserver`.
+_NAMING = (
+    "\nfrom trimaran.launcher.starters.process_tree import name_process",
+    'name_process("tritonserver")\n',
+)
 _SCRIPT = '''#!/usr/bin/env python3
 """Runs `trimaran {command}` with this script's arguments."""
 
 import sys
 
-from trimaran.launcher.cli.main import main
+from trimaran.launcher.cli.main import main{import_line}
 
-sys.exit(main([{words}, *sys.argv[1:]]))
+{naming}sys.exit(main([{words}, *sys.argv[1:]]))
 '''
 
 
@@ -139,6 +145,11 @@ def _write_scripts(folder: Path) -> None:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         quoted = ", ".join(f'"{word}"' for word in words)
-        path.write_text(_SCRIPT.format(command=" ".join(words), words=quoted))
+        import_line, naming = _NAMING if words == ("serve",) else ("", "")
+        path.write_text(
+            _SCRIPT.format(
+                command=" ".join(words), words=quoted, import_line=import_line, naming=naming
+            )
+        )
         path.chmod(0o755)
     print(f"wrote {', '.join(SCRIPTS)} to {folder}")

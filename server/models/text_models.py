@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import Any
 
+import numpy as np
+
 from trimaran.comm.errors import ConfigError, RequestError
-from trimaran.server.inference.request import InferRequest, InferResponse
+from trimaran.server.inference.request import InferRequest, InferResponse, Tensor
 from trimaran.server.inference.text_limits import PromptBound, prompt_bound
 from trimaran.server.metrics.measured_model import MeasuredModel
 from trimaran.server.models.graph_model import GraphModel
@@ -50,6 +52,7 @@ _NATIVE_WIRES = (
     (Role.POSTPROCESSING, "TOKENS_BATCH", Role.TOKEN, "output_ids"),
     (Role.POSTPROCESSING, "SEQUENCE_LENGTH", Role.TOKEN, "sequence_length"),
 )
+_LENGTH_PENALTY, _DOCUMENTED = "length_penalty", "len_penalty"
 BLS_MAPS = TensorMaps(
     preprocessing={
         "QUERY": "text_input",
@@ -244,8 +247,34 @@ class BlsModel:
         """Run one request; see `inference.Model`."""
         is_job = isinstance(request, TextJob)
         if not is_job and not asks_to_stop(request, BLS_MAPS, is_batched=self._is_batched):
+            self._take_documented(request)
             self._check(request)
         return self._pipeline.infer(request)
+
+    def _take_documented(self, request: InferRequest) -> None:
+        """Give ``length_penalty`` the value under the name that documents have for that input.
+
+        A generate request has the value as a parameter, because no configuration declares the
+        name.
+
+        Raises:
+            RequestError: the value is no number, or both names are set.
+        """
+        value = request.parameters.get(_DOCUMENTED)
+        if value is None:
+            return
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise RequestError(f"'{_DOCUMENTED}' is {value!r} but must be a number")
+        if _LENGTH_PENALTY in request.inputs:
+            raise RequestError(
+                f"'{_DOCUMENTED}' and '{_LENGTH_PENALTY}' are two names of one input; send one"
+            )
+        count = batch_size(request.inputs, "text_input", self._is_batched)
+        data = np.full((count, 1) if self._is_batched else (1,), value, np.float32)
+        request.inputs = {
+            **request.inputs,
+            _LENGTH_PENALTY: Tensor(_LENGTH_PENALTY, "FP32", data),
+        }
 
     def _check(self, request: InferRequest) -> None:
         if "text_input" not in request.inputs:

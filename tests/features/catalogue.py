@@ -162,7 +162,8 @@ def _token_inputs() -> dict[str, tuple[str, str]]:
             (NO_EFFECT, input_texts.TOKEN_WITHOUT_EFFECT),
             (SERVED, input_texts.TOKEN),
         )
-        for name in _names(Role.TOKEN)[0]
+        # Some names are those of older repositories alone.
+        for name in dict.fromkeys([*_names(Role.TOKEN)[0], *scalars])
     }
 
 

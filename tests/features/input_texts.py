@@ -32,6 +32,7 @@ TOKEN = {
     "seed": "newer name of `random_seed`",
     "no_repeat_ngram_size": "no n-gram comes twice, the prompt's included",
     "return_log_probs": "brings `cum_log_probs` and `output_log_probs`",
+    "output_log_probs": "the same, in repositories without in-flight batching",
     "return_context_logits": "brings `context_logits`",
     "return_generation_logits": "brings `generation_logits`",
     "return_perf_metrics": "brings the figures of cache, times and drafts",

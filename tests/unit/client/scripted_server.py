@@ -63,6 +63,7 @@ class ScriptedServer(service_pb2_grpc.GRPCInferenceServiceServicer):
         self.is_decoupled = True
         self.parameters: dict[str, str] = {}
         self.input_names = ("seed", "random_seed")
+        self.output_names = ("text_output", "batch_index", "sequence_index")
         self.stays_open = threading.Event()
         self._server = grpc.server(ThreadPoolExecutor(8))
         service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(self, self._server)
@@ -98,6 +99,8 @@ class ScriptedServer(service_pb2_grpc.GRPCInferenceServiceServicer):
         metadata = service_pb2.ModelMetadataResponse(name=request.name)
         for name in self.input_names:
             metadata.inputs.add(name=name, datatype="UINT64", shape=[-1, 1])
+        for name in self.output_names:
+            metadata.outputs.add(name=name, datatype="INT32", shape=[-1, 1])
         return metadata
 
     def ModelConfig(self, request, context):

@@ -106,7 +106,7 @@ def test_an_error_of_the_server_is_printed(trimaran, server, dataset):
         (("--output-config", "{'return_log_probs': None}"), "that bool holds"),
         (("-c", "0"), "--concurrency is 0 but must be 1 or more"),
         (("-u", "localhost:grpc"), "--url is 'localhost:grpc' but must be HOST:PORT"),
-        (("--max-input-len", "1"), "no prompt is within --max-input-len 1"),
+        (("--max-input-len", "1"), "holds no prompt within --max-input-len 1"),
         (("-i", "http"), "--streaming needs -i grpc"),
         (("--test-llmapi",), "does not serve the llmapi model"),
         (("--token-model-name", "a\udcff"), "--token-model-name 'a\\udcff' is not a text in"),
@@ -117,6 +117,18 @@ def test_flags_with_impossible_values_are_refused(trimaran, server, dataset, mor
 
     assert code == 2
     assert said in err
+
+
+def test_no_prompt_is_dropped_without_a_limit(trimaran, server, dataset):
+    server.script = steps()
+
+    code, out, _ = trimaran(
+        "client", "pipeline", "-i", "grpc", "-u", f"127.0.0.1:{server.port}", "--streaming",
+        "--dataset", dataset,
+    )  # fmt: skip
+
+    assert code == 0
+    assert "[INFO] Start testing on 2 prompts." in out
 
 
 def test_a_record_without_a_text_is_refused(trimaran, server, dataset):

@@ -71,6 +71,19 @@ def test_a_batch_is_one_request_whose_responses_are_regrouped(server, call):
     assert request.inputs["stop_words"].tolist() == [[b"x", b"yz"], [b"x", b"yz"]]
 
 
+def test_a_batch_is_a_request_a_prompt_where_responses_name_no_prompt(server, call):
+    server.output_names = ("text_output",)
+    server.script = lambda request: [
+        text_reply(request.inputs["text_input"].item().decode() + "!", is_final=True)
+    ]
+
+    code, out, err = call('["p", "q", "r"]', "--batch-inputs")
+
+    assert (code, out) == (0, "p!\nq!\nr!\n")
+    assert "has no output batch_index" in err
+    assert len(server.received) == 3
+
+
 def test_text_of_a_stream_is_appended_or_overwritten(server, call):
     server.script = lambda request: [
         text_reply("One"), text_reply(" two"), Reply(is_final=True),

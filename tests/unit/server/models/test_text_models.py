@@ -407,3 +407,19 @@ async def test_tokens_behind_a_stop_word_are_not_counted(serve, model, stream, m
         assert sum(tensors["output_log_probs"].size for tensors in told) == num_ids
         assert told[-1]["num_output_tokens"].item() == num_ids
         assert told[-1]["cum_log_probs"].item() == pytest.approx(-0.5 * num_ids)
+
+
+async def test_the_documented_name_of_the_length_penalty_reaches_the_engine(serve):
+    async with serve() as served:
+        engine = await served.dial(served.answer("one"))
+        request = {"text_input": "A", "max_tokens": 9}
+        await served.infer("tensorrt_llm_bls", parameters={"len_penalty": 2}, **request)
+        assert engine.submits[-1].sampling["length_penalty"] == 2.0
+        for parameters, named, said in (
+            ({"len_penalty": "2"}, {}, "must be a number"),
+            ({"len_penalty": 2.0}, {"length_penalty": 1.0}, "two names of one input"),
+        ):
+            with pytest.raises(RequestError, match=said):
+                await served.infer(
+                    "tensorrt_llm_bls", parameters=parameters, **request, **named
+                )

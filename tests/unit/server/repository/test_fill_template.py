@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from trimaran.launcher.cli import init_repo
@@ -208,6 +210,19 @@ def test_the_documented_scripts_run_their_command(tmp_path, path):
 
     assert done.returncode == 0
     assert f"usage: trimaran {' '.join(init_repo.SCRIPTS[path])}" in done.stdout
+
+
+@pytest.mark.parametrize("path", ["scripts/launch_triton_server.py", "bin/tritonserver"])
+def test_the_scripts_that_serve_have_the_documented_process_name(tmp_path, path):
+    main(["init-repo", str(tmp_path / "repo"), "--scripts", str(tmp_path)])
+    # A configuration that never ends to be read keeps the process from its end.
+    os.mkfifo(tmp_path / "flags.yaml")
+    command = [sys.executable, "-P", str(tmp_path / path), "--config"]
+
+    with subprocess.Popen([*command, str(tmp_path / "flags.yaml")]) as server:
+        with (tmp_path / "flags.yaml").open("w"):
+            assert psutil.Process(server.pid).name() == "tritonserver"
+            server.send_signal(signal.SIGKILL)
 
 
 @pytest.mark.parametrize(
