@@ -32,7 +32,7 @@ from trimaran.worker.config.engine_folder import EngineFolder, FolderKind
 _OLDER_NAMES = OtherNames(
     checkpoint=("-i", "--in-file"),
     output=("-o", "--out-dir"),
-    dtype=("--storage-type", "-t"),
+    dtype=("-t", "--storage-type"),
     workers=("-p", "--processes"),
 )
 """Names of the script ``hf_gpt_convert.py``."""
@@ -42,7 +42,7 @@ def add_arguments(parser: FlagSink) -> None:
     """Declare the flags of ``trimaran convert``."""
     add_checkpoint_flags(parser, "a Hugging Face folder", "tllm_checkpoint", _OLDER_NAMES)
     add_model_flags(parser, _OLDER_NAMES)
-    parser.add_argument("--tensor-parallelism", "-tp", type=positive, metavar="N",
+    parser.add_argument("-tp", "--tensor-parallelism", type=positive, metavar="N",
                         help="as --tp-size, into the output's folder N-gpu")  # fmt: skip
     parser.hide("tensor_parallelism")
     add_foreign_flags(parser, CONVERT_FLAGS)

@@ -218,7 +218,7 @@ def _filed_tokens_per_block(values: dict[str, Any]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class OtherNames:
-    """Further names of flags, those of an older script."""
+    """Further names of flags, those of an older script: each a short and a long one."""
 
     checkpoint: tuple[str, ...] = ()
     output: tuple[str, ...] = ()
@@ -226,13 +226,18 @@ class OtherNames:
     workers: tuple[str, ...] = ()
 
 
+def _names(others: tuple[str, ...], *own: str) -> tuple[str, ...]:
+    """All names of a flag, the short one first."""
+    return *others[:1], *own, *others[1:]
+
+
 def add_checkpoint_flags(
     parser: FlagSink, what: str, default_output: str, others: OtherNames = OtherNames()
 ) -> None:
     """Flags of the checkpoint's folder, described by ``what``, and of the output folder."""
-    parser.add_argument("--checkpoint", "--checkpoint-dir", "--model-dir", *others.checkpoint,
-                        type=Path, required=True, metavar="DIR", help=what)  # fmt: skip
-    parser.add_argument("--output", "--output-dir", *others.output, type=Path,
+    names = _names(others.checkpoint, "--checkpoint", "--checkpoint-dir", "--model-dir")
+    parser.add_argument(*names, type=Path, required=True, metavar="DIR", help=what)
+    parser.add_argument(*_names(others.output, "--output", "--output-dir"), type=Path,
                         default=Path(default_output), metavar="DIR",
                         help=f"({default_output})")  # fmt: skip
 
@@ -250,7 +255,7 @@ def add_model_flags(parser: FlagSink, others: OtherNames = OtherNames()) -> None
                         help="ranks that share an expert")  # fmt: skip
     parser.add_argument("--moe-ep-size", type=int, default=-1, metavar="N",
                         help="ranks that share the experts out")  # fmt: skip
-    parser.add_argument("--dtype", *others.dtype, choices=("auto", *DTYPES), default="auto",
+    parser.add_argument(*_names(others.dtype, "--dtype"), choices=("auto", *DTYPES), default="auto",
                         help="of weights (default: the checkpoint's)")  # fmt: skip
     parser.add_argument("--quantization", choices=("none", *MADE_HERE), default="none",
                         help="of float weights as they are read")  # fmt: skip
@@ -261,7 +266,7 @@ def add_model_flags(parser: FlagSink, others: OtherNames = OtherNames()) -> None
                         help="kept in config.json")  # fmt: skip
     parser.add_argument("--world-size", type=number, metavar="N",
                         help="checked against the sizes above")  # fmt: skip
-    parser.add_argument("--workers", *others.workers, type=workers, metavar="N",
+    parser.add_argument(*_names(others.workers, "--workers"), type=workers, metavar="N",
                         help="processes that cut and write weights (one a core)")  # fmt: skip
     parser.add_argument("--save-config-only", action="store_true", help="write no weights")
     for flag, name in _OVERRIDES.items():
