@@ -255,7 +255,8 @@ def add_model_flags(parser: FlagSink, others: OtherNames = OtherNames()) -> None
                         help="ranks that share an expert")  # fmt: skip
     parser.add_argument("--moe-ep-size", type=int, default=-1, metavar="N",
                         help="ranks that share the experts out")  # fmt: skip
-    parser.add_argument(*_names(others.dtype, "--dtype"), choices=("auto", *DTYPES), default="auto",
+    parser.add_argument(*_names(others.dtype, "--dtype"), choices=("auto", *DTYPES),
+                        default="auto",
                         help="of weights (default: the checkpoint's)")  # fmt: skip
     parser.add_argument("--quantization", choices=("none", *MADE_HERE), default="none",
                         help="of float weights as they are read")  # fmt: skip
