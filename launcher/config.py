@@ -155,6 +155,9 @@ class ServeConfig:
     tokenizers: tuple[TokenizerFolder, ...] = ()
     """The tokenizers of the models to start with."""
 
+    example_prompt: str = ""
+    """Prompt of the example request; empty means a plain question."""
+
     notes: tuple[str, ...] = ()
     """Settings without effect, and the reason for the way of starting groups, for the log."""
 

@@ -7,6 +7,7 @@ import functools
 import logging
 import os
 import shutil
+import stat
 import tempfile
 from pathlib import Path
 
@@ -14,14 +15,17 @@ logger = logging.getLogger(__name__)
 
 
 def cache_folder(purpose: str, otherwise: str) -> Path:
-    """The folder for ``purpose`` in the user's cache, or a new folder for each process where
-    there is none; a warning then says ``otherwise``."""
+    """The folder for ``purpose`` in the user's cache, else among temporary files.
+
+    A warning names the second kind of folder. Where another user has taken its name, each
+    process has a folder of its own, and a warning says ``otherwise``.
+    """
     named = os.environ.get("XDG_CACHE_HOME")
     try:
         root = Path(named) if named else Path.home() / ".cache"
     except RuntimeError:
         # The user has no name, as in a container that was started with a numeric user id.
-        return _own_folder(purpose, f"no home folder: {otherwise}")
+        return _temporary_folder(purpose, "no home folder", otherwise)
     return _writable_folder(root, purpose, otherwise)
 
 
@@ -34,13 +38,28 @@ def _writable_folder(root: Path, purpose: str, otherwise: str) -> Path:
             return folder
     except OSError:
         pass
-    return _own_folder(purpose, f"{folder} is not writable: {otherwise}")
+    return _temporary_folder(purpose, f"{folder} is not writable", otherwise)
 
 
 @functools.cache
-def _own_folder(purpose: str, warning: str) -> Path:
-    """A folder that is deleted when this process ends."""
-    logger.warning("%s", warning)
+def _temporary_folder(purpose: str, reason: str, otherwise: str) -> Path:
+    """A folder of this user alone, else one that is deleted when this process ends."""
+    folder = Path(tempfile.gettempdir()) / f"trimaran-{purpose}-{os.getuid()}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if _is_private(folder):
+            logger.warning("%s: %s are kept in %s", reason, purpose, folder)
+            return folder
+    except OSError:
+        pass
+    logger.warning("%s: %s", reason, otherwise)
     folder = Path(tempfile.mkdtemp(prefix=f"trimaran-{purpose}-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
+
+
+def _is_private(folder: Path) -> bool:
+    """Whether no other user can put files into a folder, which processes trust."""
+    status = folder.lstat()
+    is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+    return is_own and not status.st_mode & 0o077 and os.access(folder, os.W_OK)

@@ -104,6 +104,7 @@ _RARE = (
     "connect_timeout",
     "startup_timeout",
     "stall_timeout",
+    "example_prompt",
     "log_verbose",
     "disable_spawn_processes",
     "multimodal_gpu0_cuda_mem_pool_bytes",
@@ -447,6 +448,7 @@ def _add_log_flags(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="written with the endpoints once serving, removed at the end",
     )
+    add("--example-prompt", metavar="FILE", help="prompt of the printed curl line")
     add("--log-file", metavar="FILE", help=f"also log there ({DEFAULT_LOG_FILE} with --log)")
     add("--log-verbose", type=_verbosity, default=0, metavar="N", help="above 0: debug lines")
 

@@ -120,6 +120,7 @@ class Resolver:
             profile=settings.profile_config(args),
             ensemble=models.text,
             tokenizers=models.tokenizers,
+            example_prompt=settings.example_prompt(args),
             notes=(*settings.notes(args), *self._notes(models.token)),
             picture=self.picture(groups),
         )

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Mapping
 
 from trimaran.comm.errors import ConfigError
+from trimaran.comm.files.input_files import read_text, unreadable
 from trimaran.comm.files.output_files import (
     check_replaceable,
     make_folder,
@@ -359,3 +360,13 @@ def ready_file(args: argparse.Namespace) -> str:
 
 def _log_dir(path: str) -> str:
     return make_writable_folder("--log-dir", path) if path else ""
+
+
+def example_prompt(args: argparse.Namespace) -> str:
+    """The prompt in a file; raises ConfigError if it cannot be read."""
+    if not args.example_prompt:
+        return ""
+    try:
+        return read_text(args.example_prompt)
+    except (OSError, UnicodeDecodeError) as error:
+        raise unreadable(f"--example-prompt {args.example_prompt}:", error) from None

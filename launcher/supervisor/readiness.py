@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import shlex
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,10 @@ _TITLES = {
     "admin": "Admin",
     "admin-grpc": "Admin gRPC",
 }
+_QUESTION = "What is machine learning?"
+_MAX_TOKENS = 20
+_MAX_ANSWER = 64
+"""Tokens for a prompt of the operator, which probably suits the model."""
 
 
 _PATHS = {"metrics": "/metrics", "openai": "/v1"}
@@ -78,16 +83,17 @@ def endpoint_lines(config: ServeConfig) -> list[str]:
         )
     frontend = config.frontend
     if config.ensemble and frontend.allow_http:
+        prompt = config.example_prompt
         body = {
-            "text_input": "What is machine learning?",
-            "max_tokens": 20,
+            "text_input": prompt or _QUESTION,
+            "max_tokens": _MAX_ANSWER if prompt else _MAX_TOKENS,
             "bad_words": "",
             "stop_words": "",
         }
         scheme = "https://" if frontend.access.http_tls is not None else ""
         lines.append(
             f"curl -X POST {scheme}{_reachable(frontend.http_address)}:{frontend.http_port}"
-            f"/v2/models/{config.ensemble}/generate -d '{json.dumps(body)}'"
+            f"/v2/models/{config.ensemble}/generate -d {shlex.quote(json.dumps(body))}"
         )
     return lines
 

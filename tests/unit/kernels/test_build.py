@@ -6,12 +6,18 @@ import importlib.util
 import logging
 import os
 import pwd
+import stat
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 
 from trimaran.comm.errors import ConfigError
+from trimaran.comm.files import cache_folder
+from trimaran.kernels import build
 from trimaran.kernels.build import KernelsUnavailableError, load_library
 from trimaran.kernels.dispatch import select_ops
 
@@ -95,23 +101,81 @@ def test_every_operator_has_a_named_backend(dtype):
     assert all(ops.backends.values())
 
 
-def test_a_compilation_cache_without_write_access_is_logged_and_compiles_anew(
-    tmp_path, monkeypatch, caplog
-):
+@pytest.fixture
+def temporary(tmp_path, monkeypatch):
+    """The folder of temporary files; the user's cache cannot be written."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
     (tmp_path / "trimaran").write_text("a file where the folder would be")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    for function in (cache_folder._writable_folder, cache_folder._temporary_folder):
+        monkeypatch.setattr(cache_folder, function.__name__, function.__wrapped__)
+    return folder
+
+
+def test_without_a_writable_cache_a_temporary_folder_of_the_user_keeps_the_kernels(
+    temporary, tmp_path, monkeypatch, caplog
+):
     _install_compiler(tmp_path, EMPTY_LIBRARY, monkeypatch)
 
     with caplog.at_level(logging.WARNING):
         load_library()
 
-    assert "compiled at every start" in caplog.text
-    assert os.path.isfile(tmp_path / "trimaran")
+    folder = temporary / f"trimaran-kernels-{os.getuid()}"
+    assert f"trimaran/kernels is not writable: kernels are kept in {folder}" in caplog.text
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert len(list(folder.glob("*.so"))) == 1
 
 
-def test_a_user_without_a_passwd_entry_gets_a_cache_folder_for_the_process(
-    tmp_path, monkeypatch, caplog
+@pytest.mark.parametrize("kind", ["writable by other users", "a link"])
+def test_a_temporary_folder_that_other_users_could_fill_is_not_used(
+    kind, temporary, tmp_path, monkeypatch, caplog
+):
+    _install_compiler(tmp_path, EMPTY_LIBRARY, monkeypatch)
+    folder = temporary / f"trimaran-kernels-{os.getuid()}"
+    if kind == "a link":
+        (tmp_path / "elsewhere").mkdir(mode=0o700)
+        folder.symlink_to(tmp_path / "elsewhere")
+    else:
+        folder.mkdir()
+        folder.chmod(0o777)
+
+    with caplog.at_level(logging.WARNING):
+        load_library()
+
+    assert "kernels are compiled at every start" in caplog.text
+    assert not list(folder.glob("*.so"))
+
+
+def _compile_ahead():
+    """The output of the module as a program, in a checkout without installed packages."""
+    root = Path(build.__file__).parents[1]
+    root = root if root.name != "trimaran" else root.parent
+    command = [sys.executable, "-S", "-m", "trimaran.kernels.build"]
+    env = {**os.environ, "PYTHONPATH": str(root)}
+    return subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout
+
+
+def test_the_module_compiles_ahead_without_any_package(cache, tmp_path, monkeypatch):
+    _install_compiler(tmp_path, EMPTY_LIBRARY, monkeypatch)
+
+    first, second = _compile_ahead(), _compile_ahead()
+
+    (library,) = cache.glob("*.so")
+    assert first.endswith(f"{library}\n")
+    assert second == ""
+
+
+def test_a_machine_without_a_compiler_is_told_that_torch_serves(cache, monkeypatch):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", "/nowhere")
+
+    assert "torch's slower operators serve the CPU: no C++ compiler" in _compile_ahead()
+
+
+def test_a_user_without_a_passwd_entry_has_a_temporary_folder(
+    temporary, tmp_path, monkeypatch, caplog
 ):
     def unknown(number):
         raise KeyError(f"getpwuid(): uid not found: {number}")
@@ -126,4 +190,4 @@ def test_a_user_without_a_passwd_entry_gets_a_cache_folder_for_the_process(
     load_library()
 
     assert calls.read_text() == "call\n"
-    assert "no home folder: kernels are compiled at every start" in caplog.text
+    assert "no home folder: kernels are kept in" in caplog.text

@@ -1,4 +1,4 @@
-"""The files of a Hugging Face checkpoint, memory-mapped, and the parameter of each tensor."""
+"""The files of a checkpoint, memory-mapped, and the parameter of each tensor."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from torch import Tensor
 
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.files.input_files import require_file
+from trimaran.worker.config.gguf_file import is_gguf
 from trimaran.worker.config.pretrained_families import FAMILIES
 from trimaran.worker.config.shard_file import TensorEntry, read_tensor_entries
 from trimaran.worker.models.interfaces import CausalLM, WeightTarget
+from trimaran.worker.models.weights.gguf_tensors import gguf_entries, gguf_reader
 
 _DAMAGED = (
     OSError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError, LookupError, TypeError,
@@ -46,6 +48,8 @@ def file_entries(path: Path) -> dict[str, TensorEntry]:
     """
     if is_safetensors(path):
         return read_tensor_entries(path)
+    if is_gguf(path):
+        return gguf_entries(path)
     return {
         name: TensorEntry(
             _WORDS.get(tensor.dtype, str(tensor.dtype).removeprefix("torch.")),
@@ -65,7 +69,7 @@ def mapped_file(path: Path) -> Iterator[Callable[[str], Tensor]]:
         ConfigError: the file cannot be read.
     """
     if not is_safetensors(path):
-        yield _unpickled(path).__getitem__
+        yield gguf_reader(path) if is_gguf(path) else _unpickled(path).__getitem__
         return
     try:
         with safe_open(path, framework="pt") as file:
@@ -190,8 +194,9 @@ def find_tensors(model: CausalLM, files: Sequence[Path]) -> dict[str, StoredTens
                 )
             _check_floats(model, path, name, entry)
             found[key] = StoredTensor(path, name, entry)
-    folder = files[0].parent if files else Path()
-    refuse_differences(folder, [key for key in wanted if key not in found], unexpected)
+    first = files[0] if files else Path()
+    place = first if is_gguf(first) else first.parent
+    refuse_differences(place, [key for key in wanted if key not in found], unexpected)
     if tied_head is not None:
         _refuse_other_head(tied_head, found[_embedding_of(wanted)])
     return found
@@ -206,8 +211,9 @@ def refuse_differences(path: Path, missing: list[str], unexpected: list[str]) ->
         parts.append(f"{len(missing)} missing ({_some(missing)})")
     if unexpected:
         parts.append(f"{len(unexpected)} unexpected ({_some(unexpected)})")
+    what = "its metadata" if is_gguf(path) else "config.json"
     raise ConfigError(
-        f"{path}: the tensors do not match config.json: {', '.join(parts)}. Use the weights "
+        f"{path}: the tensors do not match {what}: {', '.join(parts)}. Use the weights "
         "and the configuration of one model."
     )
 

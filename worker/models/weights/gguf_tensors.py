@@ -1,0 +1,90 @@
+"""Tensors of GGUF files under Hugging Face's names, dequantized to float32 as they are read."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from trimaran.comm.errors import ConfigError
+from trimaran.worker.config.gguf_file import GgufFile, huggingface_name, open_gguf
+from trimaran.worker.config.shard_file import TensorEntry
+
+_MAX_KEPT = 3
+"""Tensors kept for the next rank: the query, key and value weights of one fused parameter."""
+
+_PERMUTED = {"self_attn.q_proj": "head_count", "self_attn.k_proj": "head_count_kv"}
+"""Layers whose rows the converter of Llama's weights reorders, and the key of their heads."""
+
+
+def gguf_entries(path: Path) -> dict[str, TensorEntry]:
+    """The tensors of a file; ``num_bytes`` counts those in the file.
+
+    Raises:
+        ConfigError: see `GgufFile`.
+    """
+    entries: dict[str, TensorEntry] = {}
+    for name, tensor in open_gguf(path).tensors.items():
+        ours = huggingface_name(name)
+        if ours is not None:
+            # GGUF lists the innermost dim first.
+            shape = tuple(int(size) for size in reversed(tensor.shape))
+            entries[ours] = TensorEntry("F32", shape, tensor.data_offset, tensor.n_bytes)
+    return entries
+
+
+def gguf_reader(path: Path) -> Callable[[str], Tensor]:
+    """A function from names to tensors, which keeps the last tensors that it read."""
+    file = open_gguf(path)
+    sources = {huggingface_name(name): name for name in file.tensors}
+    kept: OrderedDict[str, Tensor] = OrderedDict()
+
+    def read(name: str) -> Tensor:
+        if name not in kept:
+            while len(kept) >= _MAX_KEPT:
+                kept.popitem(last=False)
+            kept[name] = _dequantized(file, sources[name], name)
+        return kept[name]
+
+    return read
+
+
+def _dequantized(file: GgufFile, source: str, name: str) -> Tensor:
+    import numpy as np
+    from gguf import dequantize
+
+    stored = file.tensors[source]
+    try:
+        values = np.array(dequantize(stored.data, stored.tensor_type), dtype=np.float32)
+        tensor = torch.from_numpy(values.reshape(tuple(reversed(stored.shape.tolist()))))
+    except ValueError as error:
+        raise ConfigError(
+            f"{file.path}: the tensor {source!r} cannot be dequantized: {error}. Download the "
+            "file again."
+        ) from None
+    layer = name.rpartition(".")[0]
+    for ending, key in _PERMUTED.items():
+        if file.architecture == "llama" and layer.endswith(ending):
+            heads = file.model_value("attention.head_count")
+            return _halves_apart(tensor, file.model_value(f"attention.{key}", heads))
+    return tensor
+
+
+def _halves_apart(tensor: Tensor, heads: int) -> Tensor:
+    """Rows of each head in Hugging Face's order: GGUF has those that rotate together side by
+    side, Hugging Face has them half a head apart.
+
+    Raises:
+        ConfigError: the heads do not divide the rows.
+    """
+    rows = tensor.shape[0]
+    if rows % (2 * heads):
+        raise ConfigError(
+            f"a query or key weight of {rows} rows does not fit {heads} heads. Download the "
+            "GGUF file again."
+        )
+    pairs = tensor.reshape(heads, rows // heads // 2, 2, *tensor.shape[1:])
+    return pairs.transpose(1, 2).reshape(tensor.shape)
