@@ -18,7 +18,7 @@ from trimaran.builder.foreign_flags import (
     plugin_values,
     say_harmless,
 )
-from trimaran.builder.gguf_tokenizer import write_tokenizer
+from trimaran.builder.gguf_tokenizer import tokenizer_files, write_files
 from trimaran.builder.journal import empty
 from trimaran.builder.output_folder import check_replaceable, replaced_folder, say_done
 from trimaran.builder.settings import (
@@ -72,6 +72,7 @@ def _build(args: argparse.Namespace) -> int:
     mapping = rank_mapping(args, source)
     config = pretrained_config(args, source)
     limits = build_config(args, config, plugin_values(args))
+    tokenizer = tokenizer_files(source)
     if args.dry_run:
         check_replaceable(args.output)
         size = _size(args, source, config, mapping) / 2**20
@@ -82,7 +83,7 @@ def _build(args: argparse.Namespace) -> int:
         return 0
     with replaced_folder(args.output) as folder:
         shards = _shards(args, source, config, mapping, folder)
-        write_tokenizer(source, folder)
+        write_files(folder, tokenizer)
         write_config(folder, engine_values(config, mapping, limits, shards))
         EngineFolder.load(folder, check_weights=not args.save_config_only)
     say_done("build", args.output, mapping, began)

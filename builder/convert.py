@@ -14,7 +14,7 @@ from trimaran.builder.foreign_flags import (
     check_foreign_flags,
     say_harmless,
 )
-from trimaran.builder.gguf_tokenizer import write_tokenizer
+from trimaran.builder.gguf_tokenizer import tokenizer_files, write_files
 from trimaran.builder.journal import empty
 from trimaran.builder.output_folder import replaced_folder, say_done
 from trimaran.builder.settings import (
@@ -67,6 +67,7 @@ def _convert(args: argparse.Namespace) -> int:
         )
     mapping = rank_mapping(args, source)
     config = pretrained_config(args, source)
+    tokenizer = tokenizer_files(source)
     with replaced_folder(args.output) as folder:
         shards: ShardTable = []
         if args.save_config_only:
@@ -75,7 +76,7 @@ def _convert(args: argparse.Namespace) -> int:
             from trimaran.builder.shards import write_shards  # imports torch
 
             shards = write_shards(source, config, mapping, folder, args.workers)
-        write_tokenizer(source, folder)
+        write_files(folder, tokenizer)
         write_config(folder, checkpoint_values(config, mapping, shards))
         EngineFolder.load(folder, check_weights=not args.save_config_only)
     say_done("convert", args.output, mapping, began)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from tokenizers import (
 
 from trimaran.builder.output_folder import TOKENIZER_FILES
 from trimaran.comm.errors import ConfigError
+from trimaran.comm.files.input_files import read_text
 from trimaran.worker.config.engine_folder import EngineFolder, FolderKind
 from trimaran.worker.config.gguf_file import GgufFile, is_gguf, open_gguf
 
@@ -59,25 +59,31 @@ _GPT2_WORDS = ("default", "gpt-2", "mpt", "olmo")
 _DIGITS_APART = ("smollm", "starcoder", "refact", "command-r")
 
 
-def write_tokenizer(source: EngineFolder, folder: Path) -> None:
-    """Write a GGUF file's tokenizer into an engine or checkpoint folder, or pass on that of a
-    converted one. Other checkpoints have a folder for their tokenizer.
+def tokenizer_files(source: EngineFolder) -> dict[str, str]:
+    """The texts of a tokenizer's files by their names: those of a GGUF file, or of a converted
+    one. Empty for other checkpoints, which have a folder for their tokenizer.
 
     Raises:
         ConfigError: the file's vocabulary is of a kind that is not read.
     """
     if source.kind is FolderKind.CHECKPOINT:
-        for name in TOKENIZER_FILES:
-            if (source.path / name).is_file():
-                shutil.copyfile(source.path / name, folder / name)
-    elif is_gguf(source.path):
-        file = open_gguf(source.path)
-        tokenizer_of(file).save(str(folder / _TOKENIZER))
-        text = json.dumps(_settings(file), indent=2, ensure_ascii=False) + "\n"
-        (folder / _CONFIG).write_text(text, encoding="utf-8")
-        template = file.value("tokenizer.chat_template")
-        if template:
-            (folder / _TEMPLATE).write_text(template, encoding="utf-8")
+        paths = [source.path / name for name in TOKENIZER_FILES]
+        return {path.name: read_text(path) for path in paths if path.is_file()}
+    if not is_gguf(source.path):
+        return {}
+    file = open_gguf(source.path)
+    files = {
+        _TOKENIZER: tokenizer_of(file).to_str(),
+        _CONFIG: json.dumps(_settings(file), indent=2, ensure_ascii=False) + "\n",
+        _TEMPLATE: file.value("tokenizer.chat_template", ""),
+    }
+    return {name: text for name, text in files.items() if text}
+
+
+def write_files(folder: Path, files: Mapping[str, str]) -> None:
+    """Write texts into a folder, by their names."""
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
 
 
 def tokenizer_of(file: GgufFile) -> Tokenizer:
@@ -131,14 +137,9 @@ def _bytewise(file: GgufFile, tokens: Sequence[str]) -> tuple[Tokenizer, bool]:
             f"{file.path}: tokenizer.ggml.pre is {pre!r}, which is not read. Read are "
             f"{', '.join(known)}; name the model's Hugging Face folder."
         )
-    merges = [tuple(each.split(" ", 1)) for each in _listed(file, "merges")]
-    tokenizer = Tokenizer(
-        models.BPE(
-            vocab={word: number for number, word in enumerate(tokens)},
-            merges=merges,
-            ignore_merges=pre in _WHOLE_WORDS_FIRST,
-        )
-    )
+    cut = [each.partition(" ") for each in _listed(file, "merges")]
+    merges = [(left, right) for left, _, right in cut]
+    tokenizer = _with_merges(file, tokens, merges, ignore_merges=pre in _WHOLE_WORDS_FIRST)
     by_regex = pre not in _REGEXES
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=by_regex)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, level])
@@ -152,16 +153,10 @@ def _sentencepiece(
     file: GgufFile, tokens: Sequence[str], types: Sequence[int]
 ) -> tuple[Tokenizer, bool]:
     """A BPE of SentencePiece, whose merges follow from the scores of its pieces."""
-    vocabulary = {word: number for number, word in enumerate(tokens)}
     unknown = next((w for w, kind in zip(tokens, types, strict=True) if kind == _UNKNOWN), None)
-    tokenizer = Tokenizer(
-        models.BPE(
-            vocab=vocabulary,
-            merges=_merges(vocabulary, _listed(file, "scores")),
-            unk_token=unknown,
-            fuse_unk=True,
-            byte_fallback=True,
-        )
+    merges = _merges(tokens, _listed(file, "scores"))
+    tokenizer = _with_merges(
+        file, tokens, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True
     )
     has_prefix = file.value("tokenizer.ggml.add_space_prefix", True)
     spaces = normalizers.Replace(" ", _SPACE)
@@ -174,8 +169,22 @@ def _sentencepiece(
     return tokenizer, True
 
 
-def _merges(vocabulary: dict[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
+def _with_merges(
+    file: GgufFile, tokens: Sequence[str], merges: Sequence[tuple[str, str]], **settings: Any
+) -> Tokenizer:
+    """A BPE of these tokens; raises `ConfigError` if they do not fit the merges."""
+    vocabulary = {word: number for number, word in enumerate(tokens)}
+    try:
+        return Tokenizer(models.BPE(vocab=vocabulary, merges=merges, **settings))
+    except Exception as error:  # of the library, which has no type for this one
+        raise ConfigError(
+            f"{file.path}: the vocabulary cannot be used: {error}. Download the file again."
+        ) from None
+
+
+def _merges(tokens: Sequence[str], scores: Sequence[float]) -> list[tuple[str, str]]:
     """All pairs of pieces that make a piece, those that make the best pieces first."""
+    vocabulary = {word: number for number, word in enumerate(tokens)}
     found: list[tuple[float, int, int, int, tuple[str, str]]] = []
     for piece, number in vocabulary.items():
         for place in range(1, len(piece)):

@@ -237,7 +237,8 @@ def refuse_lost_links(paths: Iterable[Path]) -> None:
 def _no_weights(folder: Path) -> str:
     if any(folder.glob("*.gguf")):
         return (
-            f"{folder}: holds GGUF files, which are not served. Name the original checkpoint."
+            f"{folder}: holds GGUF files alone, which are served once they are built: trimaran "
+            "build --checkpoint FILE.gguf --output DIR."
         )
     if any(folder.glob("consolidated*")):
         return (

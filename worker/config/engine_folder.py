@@ -321,6 +321,11 @@ def check_parallel_sizes(
 
 def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG_FILE
+    if folder.suffix == ".gguf" or (any(folder.glob("*.gguf")) and not path.exists()):
+        raise ConfigError(
+            f"{folder}: GGUF files are served once they are built: trimaran build --checkpoint "
+            "FILE.gguf --output DIR."
+        )
     if not folder.is_dir():
         raise ConfigError(
             f"{folder}: no such folder. Name an engine folder made by `trimaran build`, or a "

@@ -18,23 +18,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "features"))
 
 import commands
 
+from tests.unit.project.rules import tracked_files
 from trimaran.launcher.cli import main as cli
 
 ROOT = commands.ROOT
-PAGES = sorted(
-    {
-        *ROOT.glob("*.md"),
-        *(ROOT / "docs").glob("*.md"),
-        *(ROOT / "benchmarks").glob("*.md"),
-        *(ROOT / "examples").rglob("*.md"),
-    }
+PAGES = tracked_files(
+    ":(glob)*.md", ":(glob)docs/*.md", ":(glob)benchmarks/*.md", "examples/*.md"
 )
-MANIFESTS = sorted(
+MANIFESTS = [
     path
-    for folder in ("deploy", "slurm/templates")
-    for path in (ROOT / folder).rglob("*")
-    if path.is_file() and path.suffix in ("", ".yaml", ".tpl", ".sbatch", ".dockerignore")
-)
+    for path in tracked_files("deploy", "slurm/templates")
+    if path.suffix in ("", ".yaml", ".tpl", ".sbatch", ".dockerignore")
+]
 # Flags of other programs that the pages name.
 FOREIGN = {
     "--build-arg", "--exclusive", "--from-file", "--gpus", "--gres", "--help-all", "--init",

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+import shlex
 import socket
 from pathlib import Path
 
 import pytest
 from launcher_repository import resolve, write_engine, write_model
 
-from trimaran.launcher.supervisor.readiness import announce, endpoint_urls
+from trimaran.comm.errors import ConfigError
+from trimaran.launcher.cli.main import main
+from trimaran.launcher.supervisor.readiness import announce, endpoint_lines, endpoint_urls
 
 
 @pytest.fixture
@@ -47,3 +51,28 @@ def test_a_full_disk_at_the_ready_file_is_reported_and_leaves_no_partial_file(
     announce(config, print)
     assert f"{path} cannot be written (No space left on device)" in caplog.text
     assert list(tmp_path.glob("ready*")) == []
+
+
+@pytest.fixture
+def text_repository(tmp_path):
+    """A repository with an ensemble that takes texts."""
+    engine = write_engine(tmp_path / "engine", tp_size=2)
+    fill = f"engine_dir:{engine},tokenizer_dir:{tmp_path}"
+    assert main(["init-repo", str(tmp_path / "texts"), "--defaults", "--fill", fill]) == 0
+    return tmp_path / "texts"
+
+
+def test_the_printed_request_has_the_operators_prompt_as_the_shell_takes_it(
+    text_repository, tmp_path
+):
+    prompt = '<|user|>\nWhat\'s "learning"?\n<|assistant|>\n'
+    (tmp_path / "prompt.txt").write_text(prompt)
+    config = resolve(text_repository, "--example-prompt", str(tmp_path / "prompt.txt"))
+    words = shlex.split(endpoint_lines(config)[-1])
+    assert words[:-2] == ["curl", "-X", "POST", "localhost:8000/v2/models/ensemble/generate"]
+    assert json.loads(words[-1])["text_input"] == prompt
+
+
+def test_a_prompt_file_that_is_not_there_is_refused(text_repository, tmp_path):
+    with pytest.raises(ConfigError, match=r"--example-prompt .*nowhere: cannot be read"):
+        resolve(text_repository, "--example-prompt", str(tmp_path / "nowhere"))
