@@ -33,7 +33,7 @@ MANIFESTS = [
 # Flags of other programs that the pages name.
 FOREIGN = {
     "--build-arg", "--exclusive", "--from-file", "--gpus", "--gres", "--help-all", "--init",
-    "--jobs", "--overlap", "--pid", "--previous", "--requeue", "--set", "--shm-size",
+    "--jobs", "--merge", "--overlap", "--pid", "--previous", "--requeue", "--set", "--shm-size",
     "--strict", "--test-only",
 }  # fmt: skip
 
