@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 from trimaran.comm.errors import RequestError
-from trimaran.comm.messages.sampling_params import SamplingParams
+from trimaran.comm.messages.sampling_params import MAX_END_IDS, SamplingParams
 
 _PROCESSORS = "worker/sampling/logits_processors.py"
 _DRAW = "worker/sampling/draw.py"
@@ -88,6 +88,10 @@ def _at_least(least: int, text: str) -> Range:
     return Range(lambda value, _: value >= least, text)
 
 
+def _is_id(value: Any, vocab_size: int) -> bool:
+    return type(value) is int and 0 <= value < vocab_size
+
+
 _INT64 = Range(lambda value, _: value < 1 << 63, "below 2**63")
 _SHARE = Range(lambda value, _: 0 <= value <= 1, "between 0 and 1")
 _POSITIVE_SHARE = Range(lambda value, _: 0 < value <= 1, "above 0 and at most 1")
@@ -108,6 +112,20 @@ _ROWS = (
             _at_least(-1, "-1 or an id of the {vocab_size} of the vocabulary"),
             Range(
                 lambda v, vocab_size: v < vocab_size, "below the vocabulary size {vocab_size}"
+            ),
+        ),
+    ),
+    SamplingField(
+        "end_ids",
+        (),
+        f"{_REQUEST}: Sequence",
+        (
+            Range(
+                lambda value, vocab_size: (
+                    len(value) <= MAX_END_IDS
+                    and all(_is_id(each, vocab_size) for each in value)
+                ),
+                f"at most {MAX_END_IDS} ids below the vocabulary size {{vocab_size}}",
             ),
         ),
     ),

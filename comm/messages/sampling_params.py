@@ -9,6 +9,10 @@ MIN_TEMPERATURE = 1e-5
 """A smaller temperature, other than 0, would leave only the largest logit in float32."""
 
 
+MAX_END_IDS = 16
+"""Most ids of `SamplingParams.end_ids`: a GPU's kernels have room for so many in each row."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """One request's sampling. A field at its default has no effect.
@@ -22,6 +26,9 @@ class SamplingParams:
 
     end_id: int = -1
     """Generation ends after this id; -1 means never."""
+
+    end_ids: tuple[int, ...] = ()
+    """Further ids after which generation ends."""
 
     pad_id: int = -1
     """Id that pads ``output_ids``; -1 means ``end_id``."""
@@ -42,7 +49,7 @@ class SamplingParams:
     """Generation ends when the output ends with one of these id sequences."""
 
     min_tokens: int = 1
-    """``end_id`` is masked until this many new tokens exist."""
+    """The ids that end generation are masked until this many new tokens exist."""
 
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
@@ -97,6 +104,8 @@ class SamplingParams:
             # A tuple has not been on the wire yet.
             if isinstance(values.get(name), list):
                 values[name] = tuple(tuple(word) for word in values[name])
+        if "end_ids" in values:
+            values["end_ids"] = tuple(values["end_ids"])
         return cls(**values)
 
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from trimaran.comm.files.input_files import special_tokens
+from trimaran.comm.files.input_files import read_json_object, special_tokens
 from trimaran.comm.tokenizers.prepared import (
     TOKENIZER_FILE,
     cleaned_up,
@@ -59,6 +60,7 @@ def main() -> None:
     try:
         _check_packages(folder)
         _check_file(folder)
+        _mend_sentencepiece()
         tokenizer, notes = _read(folder)
         raw, more = _fast_form(tokenizer, folder)
         facts = _facts(tokenizer, (*notes, *more))
@@ -84,6 +86,20 @@ def _check_packages(folder: Path) -> None:
             )
 
 
+def _mend_sentencepiece() -> None:
+    """Let transformers parse SentencePiece models with its own messages where those of the
+    package want a newer protobuf than the installed one."""
+    try:
+        import sentencepiece.sentencepiece_model_pb2  # noqa: F401
+    except ImportError:
+        return
+    # protobuf's own error is no ImportError.
+    except Exception:
+        from transformers.utils import sentencepiece_model_pb2_new
+
+        sys.modules["sentencepiece.sentencepiece_model_pb2"] = sentencepiece_model_pb2_new
+
+
 def _is_tiktoken(path: Path) -> bool:
     """Whether a vocabulary has tiktoken's lines of text: bytes in base64, and a rank."""
     with path.open("rb") as file:
@@ -105,32 +121,41 @@ def _read(folder: Path) -> tuple[Any, tuple[str, ...]]:
     """The tokenizer that transformers makes of the folder, and notes about it."""
     from transformers import AutoTokenizer
 
-    try:
-        read = AutoTokenizer.from_pretrained(
-            str(folder), local_files_only=True, trust_remote_code=False
-        )
-    # Classes raise what their files make them raise.
-    except Exception as error:
-        reason = f"AutoTokenizer cannot read it: {_first_line(error)}"
-        if not (folder / TOKENIZER_FILE).exists():
-            raise _RefusedError(reason) from error
-        return _read_file(folder, reason)
-    return read, ()
+    reasons = []
+    for reader, read in (
+        ("AutoTokenizer", AutoTokenizer.from_pretrained),
+        *_other_readers(folder),
+    ):
+        try:
+            found = read(str(folder), local_files_only=True, trust_remote_code=False)
+        # Classes raise what their files make them raise.
+        except Exception as error:
+            reasons.append(f"{reader} cannot read it: {_first_line(error)}")
+            continue
+        # What else was tried and failed tells an operator nothing.
+        notes = [f"{reasons[0]}. It is read by {reader}"] if reasons else []
+        return found, tuple(notes)
+    raise _RefusedError("; ".join(dict.fromkeys(reasons)))
 
 
-def _read_file(folder: Path, reason: str) -> tuple[Any, tuple[str, ...]]:
-    """The tokenizer of ``tokenizer.json`` alone, with the special tokens that files name."""
-    from transformers import PreTrainedTokenizerFast
+def _other_readers(folder: Path) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """What reads a folder that AutoTokenizer does not: the class that the folder names, and
+    its ``tokenizer.json`` with the special tokens that files name."""
+    import transformers
 
-    tokens = special_tokens(folder, _ROLES)
+    path = folder / "tokenizer_config.json"
+    values = read_json_object(path) if path.exists() else {}
+    name = values.get("tokenizer_class")
+    named: Any = getattr(transformers, name, None) if isinstance(name, str) else None
+    if hasattr(named, "from_pretrained"):
+        yield f"its class {name}", named.from_pretrained
     path = folder / TOKENIZER_FILE
-    try:
-        read = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call,unused-ignore]
-            tokenizer_file=str(path), **tokens
+    if path.exists():
+        tokens = special_tokens(folder, _ROLES)
+        alone = partial(
+            transformers.PreTrainedTokenizerFast, tokenizer_file=str(path), **tokens
         )
-    except Exception as error:
-        raise _RefusedError(f"{reason}; {TOKENIZER_FILE}: {_first_line(error)}") from error
-    return read, (f"{reason}. Its {TOKENIZER_FILE} and special tokens are used as they are",)
+        yield f"{TOKENIZER_FILE} and its special tokens alone", lambda *_, **__: alone()
 
 
 def _first_line(error: Exception) -> str:

@@ -14,6 +14,10 @@ from trimaran.comm.tokenizers.prepared import PreparedTokenizer
 GENERATION_FILE = "generation_config.json"
 CONFIG_FILE = "config.json"
 _KEY = "eos_token_id"
+MAX_FILE_END_IDS = 8
+"""Most end ids of a file: those of a tokenizer's folder and of an engine's go into a request
+together."""
+
 _TEXT_PARTS = ("text_config", "llm_config", "language_config")
 """Where configurations of several parts hold that of the language model."""
 
@@ -23,7 +27,7 @@ def model_end_ids(folder: str | Path) -> tuple[int, ...]:
     file names one. Each id comes once, in the file's order.
 
     Raises:
-        ConfigError: a file cannot be read, or names what is no id.
+        ConfigError: a file cannot be read, or names what is no id, or too many.
     """
     for name in (GENERATION_FILE, CONFIG_FILE):
         path = Path(folder) / name
@@ -46,7 +50,13 @@ def _ids(path: Path, value: Any) -> tuple[int, ...]:
                 f"{path}: {_KEY} is {value!r} but must be an id, or a list of ids, of 0 or "
                 "more. Correct the file, or take the key out."
             )
-    return tuple(dict.fromkeys(values))
+    found = tuple(dict.fromkeys(values))
+    if len(found) > MAX_FILE_END_IDS:
+        raise ConfigError(
+            f"{path}: {_KEY} names {len(found)} ids, but at most {MAX_FILE_END_IDS} can end an "
+            "output. Leave out those that the model does not write."
+        )
+    return found
 
 
 def end_ids_of(prepared: PreparedTokenizer, folder: str | Path) -> tuple[int, ...]:

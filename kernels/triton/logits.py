@@ -20,6 +20,8 @@ _PRESENCE = tl.constexpr(sampling_state.PRESENCE)
 _FREQUENCY = tl.constexpr(sampling_state.FREQUENCY)
 _MIN_TOKENS = tl.constexpr(sampling_state.MIN_TOKENS)
 _END_ID = tl.constexpr(sampling_state.END_ID)
+_END_IDS = tl.constexpr(sampling_state.END_IDS)
+_NUM_END_IDS = tl.constexpr(sampling_state.NUM_END_IDS)
 _NGRAM = tl.constexpr(sampling_state.NGRAM)
 
 _IN_PROMPT = tl.constexpr(1 << 30)
@@ -85,7 +87,7 @@ def _penalise_kernel(  # type: ignore[no-untyped-def]
 def _forbid_kernel(  # type: ignore[no-untyped-def]
     logits, rows, lengths, state, table, table_stride, vocab_size, TILE: tl.constexpr
 ):
-    """Mask ids that would repeat an n-gram, and the end id while there are too few tokens."""
+    """Mask ids that would repeat an n-gram, and the end ids while there are too few tokens."""
     entry = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + entry).to(tl.int64)
     own, tokens = state + row * _WIDTH, table + row * table_stride
@@ -95,6 +97,10 @@ def _forbid_kernel(  # type: ignore[no-untyped-def]
     is_early = length - tl.load(own + _NUM_PROMPT) < tl.load(own + _MIN_TOKENS)
     is_end = (end_id >= 0) & (end_id < vocab_size) & (tl.program_id(1) == 0)
     tl.store(target + end_id, float("-inf"), mask=is_early & is_end)
+    ends = tl.load(own + _END_IDS + tl.arange(0, _NUM_END_IDS))
+    is_end = (ends >= 0) & (ends < vocab_size) & (tl.program_id(1) == 0)
+    never = tl.full([_NUM_END_IDS], float("-inf"), tl.float32)
+    tl.store(target + ends, never, mask=is_early & is_end)
     size = tl.load(own + _NGRAM)
     if size > 0:
         places = tl.program_id(1) * TILE + tl.arange(0, TILE)

@@ -277,7 +277,7 @@ class ModelFactory:
         if len(scheduled) == len(_STEPS) and set(names) == set(_STEPS):
             maps = ensemble_maps(model, names)
             if maps is not None:
-                return EnsembleModel(model, version, _wired(names, steps), maps)
+                return EnsembleModel(model, version, _wired(model.name, names, steps), maps)
         graph = [
             GraphStep(steps[step.model_name].model, dict(step.input_map), dict(step.output_map))
             for step in scheduled
@@ -297,7 +297,7 @@ class ModelFactory:
         if any(_part(steps[name]) is not role for role, name in names.items()):
             models = {role: steps[name].model for role, name in names.items()}
             return BlsModel(model, version, bls_graph(model, version, models))
-        return BlsModel(model, version, _wired(names, steps))
+        return BlsModel(model, version, _wired(model.name, names, steps))
 
 
 def read_labels(model: RepositoryModel) -> dict[str, list[str]]:
@@ -365,12 +365,13 @@ def _part(step: Step) -> Role:
     return Role.PREPROCESSING if role is Role.OTHER else role
 
 
-def _wired(names: Mapping[Role, str], steps: Mapping[str, Step]) -> Steps:
+def _wired(name: str, names: Mapping[Role, str], steps: Mapping[str, Step]) -> Steps:
+    """The steps of the text model ``name``; logs which ids end its outputs."""
     post = steps[names[Role.POSTPROCESSING]].plain
     token = steps[names[Role.TOKEN]].plain
     assert isinstance(post, PostprocessingModel)
     assert isinstance(token, TokenModel)
-    return Steps(
+    wired = Steps(
         preprocessing=steps[names[Role.PREPROCESSING]].model,
         token=steps[names[Role.TOKEN]].model,
         postprocessing=steps[names[Role.POSTPROCESSING]].model,
@@ -384,6 +385,10 @@ def _wired(names: Mapping[Role, str], steps: Mapping[str, Step]) -> Steps:
         has_own_preprocessing=steps[names[Role.PREPROCESSING]].source.role is Role.OTHER,
         normalises_log_probs=token.normalises_log_probs,
     )
+    if not wired.has_own_preprocessing:
+        ends = wired.tokenizer.named(wired.end_ids) or "no id"
+        logger.info("Model '%s': %s ends an output, unless a request names end_id", name, ends)
+    return wired
 
 
 def _log_native(model: RepositoryModel) -> None:

@@ -135,9 +135,20 @@ class TextPipeline:
             arrival_ns=request.arrival_ns,
             handed_ns=time.monotonic_ns(),
             is_incremental=run.is_incremental,
+            end_ids=self._end_ids(request),
             is_stopped=arrival.is_stopped,
         )
         return job, run
+
+    def _end_ids(self, request: InferRequest) -> tuple[int, ...]:
+        """The ids that end the output if the request names none itself."""
+        if self._steps.has_own_preprocessing:
+            return ()
+        if isinstance(request, TextJob):
+            names_own = request.ignores_end
+        else:
+            names_own = self._maps.preprocessing.get("END_ID", "") in request.inputs
+        return () if names_own else self._steps.end_ids
 
     async def _stop(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
         """End the requests of this id; the answer has no outputs."""

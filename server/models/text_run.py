@@ -10,6 +10,7 @@ from typing import Any
 
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
+from trimaran.comm.errors import RequestError
 from trimaran.comm.messages.messages import FinishReason
 from trimaran.server.engines.live_request import TokenChunk
 from trimaran.server.inference.request import InferRequest, InferResponse, Tensor
@@ -93,6 +94,16 @@ class Steps:
 
     normalises_log_probs: bool = True
     """Whether a beam's log-probability is divided by its length, as its score is."""
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """Every id that ends an output by default: the tokenizer's, then those that the
+        engine's files name."""
+        try:
+            of_engine = self.facts().get("end_ids", ())
+        except RequestError:
+            of_engine = ()
+        return tuple(dict.fromkeys((*self.tokenizer.end_ids, *of_engine)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -81,6 +81,10 @@ class TokenJob(InferRequest):
     is_incremental: bool = True
     """Whether chunks are wanted as they come, or one chunk at the end."""
 
+    end_ids: tuple[int, ...] = ()
+    """Ids that end the output beside the input ``end_id``; those outside the vocabulary are
+    ignored."""
+
     is_stopped: bool = False
     """Whether the client stopped the request while its prompt was tokenized."""
 

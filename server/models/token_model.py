@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -234,6 +234,8 @@ class TokenModel:
             inputs = SampleInputs(request.inputs, index, self._is_batched)
             sampling = read_sampling(inputs, vocab_size, self._logits_dtype)
             sampling = _with_beams(sampling, inputs)
+            if isinstance(request, TokenJob) and request.end_ids:
+                sampling = _with_ends(sampling, request.end_ids, vocab_size)
             table = read_table(inputs, request.inputs.get("prompt_embedding_table"))
             num_entries = 0 if table is None else table["shape"][0]
             prompt = _prompt(inputs, facts, num_entries, clamps=self._clamps_ids)
@@ -259,6 +261,13 @@ def _with_beams(sampling: SamplingParams, inputs: SampleInputs) -> SamplingParam
         return sampling
     count = inputs.scalar("num_return_sequences")
     return replace(sampling, num_return_sequences=width if count is None else int(count))
+
+
+def _with_ends(
+    sampling: SamplingParams, end_ids: Iterable[int], vocab_size: int
+) -> SamplingParams:
+    ids = [each for each in end_ids if each < vocab_size and each != sampling.end_id]
+    return replace(sampling, end_ids=tuple(ids))
 
 
 def _longest_prompt(facts: Mapping[str, Any]) -> int:

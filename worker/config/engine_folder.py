@@ -12,6 +12,7 @@ from typing import Any
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.files.input_files import parse_json, read_text
 from trimaran.comm.files.json_types import check_field_types
+from trimaran.comm.tokenizers.end_ids import model_end_ids
 from trimaran.worker.config.checkpoint_folder import (
     check_weight_files,
     find_weight_files,
@@ -180,7 +181,9 @@ class EngineFolder:
             # Transformers ties the weights then, unless a file stores a head.
             values = {**values, **tied_unless_stored(files)}
         config = PretrainedConfig.from_huggingface(values, source)
-        config = replace(config, quantization=quantization)
+        # Only ids that the folder itself names, and not the defaults of its family.
+        ends = model_end_ids(folder)
+        config = replace(config, quantization=quantization, eos_token_ids=ends)
         check_weight_files(folder, files, config)
         return cls(
             path=folder,

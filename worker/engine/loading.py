@@ -82,6 +82,7 @@ class LoadedEngine:
             "max_seq_len": limits.max_seq_len,
             "max_input_len": limits.max_input_len,
             "vocab_size": self.vocab_size,
+            "end_ids": model.config.eos_token_ids,
             "vocab_size_padded": model.vocab_size_padded,
             "logits_dtype": "float32",
             "dtype": str(model.dtype).removeprefix("torch."),

@@ -135,7 +135,7 @@ class Sequence:
         "blocks",
         "capacity",
         "cum_log_prob",
-        "end_id",
+        "end_ids",
         "figures",
         "finish_reason",
         "guide",
@@ -170,7 +170,7 @@ class Sequence:
         self.token_ids = token_ids
         self.num_prompt_tokens = request.num_prompt_tokens
         self.max_len = request.num_prompt_tokens + request.sampling.max_tokens
-        self.end_id = request.sampling.end_id
+        self.end_ids = frozenset((request.sampling.end_id, *request.sampling.end_ids))
         self.stop_state: WordState[int] | None = None
         """How much of stop words the output ends with; None without stop words."""
         if request.stop_words:

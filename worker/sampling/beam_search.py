@@ -66,7 +66,7 @@ def num_candidates(params: SamplingParams) -> int:
 
     Some of them may end the hypothesis, and a beam width of them must remain.
     """
-    ends = {word[-1] for word in params.stop_words if word} | {params.end_id}
+    ends = {word[-1] for word in params.stop_words if word} | {params.end_id, *params.end_ids}
     return params.beam_width + len(ends)
 
 
@@ -167,7 +167,7 @@ class BeamSearch:
             yield parent.cum_log_prob + log_prob + rate * place, place, token_id, log_prob
 
     def _reason(self, state: WordState[int], token_id: int) -> FinishReason:
-        if token_id == self._params.end_id:
+        if token_id == self._params.end_id or token_id in self._params.end_ids:
             return FinishReason.END_ID
         if state.ends_word:
             return FinishReason.STOP_WORDS

@@ -48,6 +48,9 @@ class DeviceSamplingState:
         floats[sampling_state.FREQUENCY] = params.frequency_penalty
         words[sampling_state.MIN_TOKENS] = min(params.min_tokens, _INT32_MAX)
         words[sampling_state.END_ID] = params.end_id
+        first = sampling_state.END_IDS
+        words[first:] = -1
+        words[first : first + len(params.end_ids)] = params.end_ids
         words[sampling_state.NGRAM] = min(params.no_repeat_ngram_size, _INT32_MAX)
         self._entered[new.row] = words
         self.bad_words.pop(new.row, None)

@@ -70,12 +70,19 @@ def _history(
 
 
 def forbid_early_end(logits_NV: Tensor, batch: SamplingBatch, token_table_RL: Tensor) -> None:
-    """Mask the end id until there are ``min_tokens`` new tokens."""
+    """Mask the end ids until there are ``min_tokens`` new tokens."""
     entries = batch.rows_wanting(Want.MIN_TOKENS)
     params = batch.state.int_params[batch.rows[entries]]
     is_early = batch.num_outputs(entries) < params[:, MIN_TOKENS]
-    if is_early.any():
-        places = batch.index(np.stack((entries[is_early], params[is_early, END_ID])))
+    further = batch.state.end_ids
+    ends = [
+        (entry, end_id)
+        for entry, first in zip(entries[is_early], params[is_early, END_ID], strict=True)
+        for end_id in (first, *further.get(int(batch.rows[entry]), ()))
+        if end_id >= 0
+    ]
+    if ends:
+        places = batch.index(np.array(ends).T)
         # A tensor: a scalar would be copied to the device with a wait of the host.
         never = logits_NV.new_full((1,), _NEVER)
         logits_NV.index_put_((places[0], places[1]), never)

@@ -68,7 +68,7 @@ def wants_of(params: SamplingParams) -> Want:
     penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
     if penalties != (1.0, 0.0, 0.0):
         wants |= Want.PENALTY
-    if params.min_tokens > 1 and params.end_id >= 0:
+    if params.min_tokens > 1 and (params.end_id >= 0 or params.end_ids):
         wants |= Want.MIN_TOKENS
     if any(params.bad_words):
         wants |= Want.BAD_WORDS
@@ -219,6 +219,8 @@ class SamplingRows:
         self.bad_words: dict[int, BadWords] = {}
         """On the CPU, the bad words of rows that have any; see
         `logits_processors.forbid_bad_words`."""
+        self.end_ids: dict[int, tuple[int, ...]] = {}
+        """The further end ids of rows that have any."""
         self.ngrams: dict[int, NgramIndex] = {}
         """On the CPU, the n-grams of rows that may not repeat any; see
         `logits_processors.forbid_repeated_ngrams`."""
@@ -271,12 +273,15 @@ class SamplingRows:
         if self.device_state is not None:
             self.device_state.enter(new, params)
         self.bad_words.pop(row, None)
+        self.end_ids.pop(row, None)
         self.ngrams.pop(row, None)
         self.biases.pop(row, None)
         if params.no_repeat_ngram_size > 0 and self.device_state is None:
             self.ngrams[row] = NgramIndex(params.no_repeat_ngram_size)
         if any(params.bad_words) and self.device_state is None:
             self.bad_words[row] = pack_bad_words(params.bad_words)
+        if params.end_ids:
+            self.end_ids[row] = params.end_ids
         if params.embedding_bias:
             bias = np.frombuffer(params.embedding_bias, dtype="<f4").copy()
             self.biases[row] = to_device(bias, self.device)

@@ -452,7 +452,7 @@ class Scheduler:
             sequence.num_pending -= 1
             if sequence.status is RequestStatus.FINISHED:
                 continue
-            if token_id == sequence.end_id:
+            if token_id in sequence.end_ids:
                 self._finish(sequence, FinishReason.END_ID)
                 emitted.append((sequence, -1, FinishReason.END_ID))
                 continue

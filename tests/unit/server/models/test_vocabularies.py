@@ -8,6 +8,7 @@ import shutil
 import numpy as np
 import pytest
 
+from tests.unit.server.models.conftest import FACTS, ScriptedEngine
 from trimaran.comm.errors import RequestError
 from trimaran.server.inference.registry import ModelRegistry
 from trimaran.server.loading.model_set import Candidate, ModelSet
@@ -96,3 +97,70 @@ async def test_words_are_biased_under_a_tokenizer_with_more_ids(serve, tokenizer
         bias["embedding_bias_words"] = ["<image>"]
         with pytest.raises(RequestError, match="has 601 values, but the vocabulary has 600"):
             await served.texts("ensemble", text_input="x", max_tokens=2, **bias)
+
+
+@pytest.fixture
+def folder_with_ends(tokenizer_folder, tmp_path):
+    """The tokenizer of the tests beside a model that names these end ids."""
+
+    def write(ids):
+        folder = tmp_path / "with_ends"
+        shutil.copytree(tokenizer_folder, folder)
+        values = json.dumps({"eos_token_id": ids})
+        (folder / "generation_config.json").write_text(values)
+        return str(folder)
+
+    return write
+
+
+ENDS = {"end_id": 1, "end_ids": [7, 9]}
+
+
+@pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
+async def test_the_ids_of_generation_config_end_an_output_too(serve, folder_with_ends, model):
+    async with serve(tokenizer_dir=folder_with_ends([7, 1, 9, 100_000])) as served:
+        engine = await served.dial(served.answer("a"))
+        await served.texts(model, text_input="x", max_tokens=2)
+        sampling = engine.submits[0].sampling
+        assert {name: sampling[name] for name in ENDS} == ENDS
+
+
+@pytest.mark.parametrize("named", [5, -1])
+@pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
+async def test_a_request_that_names_its_end_id_ends_with_no_other(
+    serve, folder_with_ends, model, named
+):
+    async with serve(tokenizer_dir=folder_with_ends([7, 9])) as served:
+        engine = await served.dial(served.answer("a"))
+        await served.texts(model, text_input="x", max_tokens=2, end_id=named)
+        sampling = engine.submits[0].sampling
+        assert sampling.get("end_id", -1) == named
+        assert "end_ids" not in sampling
+
+
+async def test_end_ids_of_the_engines_own_files_count(serve, tokenizer_folder):
+    async with serve(tokenizer_dir=str(tokenizer_folder)) as served:
+        hello = served.hello(facts={**FACTS, "end_ids": [1, 8]})
+        engine = ScriptedEngine(served.answer("a"))
+        served.dialled.append(engine)
+        await engine.dial(served.config.engine_listen[-1], hello)
+        await served.texts("ensemble", text_input="x", max_tokens=2)
+        assert engine.submits[0].sampling["end_ids"] == [8]
+
+
+async def test_the_log_names_the_ids_that_end_an_output(serve, folder_with_ends, caplog):
+    caplog.set_level("INFO")
+    async with serve(tokenizer_dir=folder_with_ends([2, 700])):
+        assert (
+            "Model 'ensemble': 1 ('</s>'), 2 ('<pad>'), 700 ends an output, unless a request "
+            "names end_id" in caplog.text
+        )
+
+
+async def test_a_token_level_request_without_end_id_ends_with_none(serve, folder_with_ends):
+    async with serve(tokenizer_dir=folder_with_ends([7, 9])) as served:
+        engine = await served.dial(served.answer("a"))
+        await served.infer(
+            "tensorrt_llm", input_ids=[3, 4], input_lengths=2, request_output_len=2
+        )
+        assert not {"end_id", "end_ids"} & engine.submits[0].sampling.keys()

@@ -37,6 +37,8 @@ def _bias(value):
         ({"embedding_bias": _bias(math.inf)}, "embedding_bias holds inf but must hold finite"),
         ({"embedding_bias": _bias(-math.inf)}, "embedding_bias is -inf for every id"),
         ({"end_id": VOCAB}, r"'end_id' is 150 but must be below the vocabulary size 150"),
+        ({"end_ids": (VOCAB,)}, r"'end_ids' is .*150.* but must be at most 16 ids below the"),
+        ({"end_ids": (1,) * 17}, r"'end_ids' is .* but must be at most 16 ids below the"),
         ({"bad_words": ((3, 999),)}, r"bad_words holds 999.* ids are 0 to 149"),
         ({"embedding_bias": b"1234"}, r"embedding_bias holds 1 values .* 150"),
         ({"prompt": [4, VOCAB]}, r"input_ids holds 150.* ids are 0 to 149"),
@@ -316,6 +318,25 @@ def test_the_end_id_is_not_part_of_the_output(make_engine):
 
     assert driver.output(again) == tokens[:place]
     assert driver.reasons[again, 0] == FinishReason.END_ID
+    driver.check_idle()
+
+
+def test_each_of_several_end_ids_ends_the_output(make_engine):
+    driver = make_engine()
+    request = driver.submit([1, 2, 3], max_tokens=8)
+    driver.run()
+    tokens = driver.output(request)
+    place = next(n for n in range(1, 8) if tokens[n] not in tokens[:n])
+    absent = next(n for n in range(VOCAB) if n not in tokens)
+
+    for ends in (
+        {"end_ids": (absent, tokens[place])},
+        {"end_id": absent, "end_ids": (tokens[place],)},
+    ):
+        again = driver.submit([1, 2, 3], max_tokens=8, **ends)
+        driver.run()
+        assert driver.output(again) == tokens[:place]
+        assert driver.reasons[again, 0] == FinishReason.END_ID
     driver.check_idle()
 
 

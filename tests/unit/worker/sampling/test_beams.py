@@ -47,7 +47,8 @@ def generate(reference, prompt, width, max_tokens, **fields):
     outputs = []
     for row, indices in zip(found.sequences, found.beam_indices, strict=True):
         output = row[len(prompt) :][: int((indices >= 0).sum())].tolist()
-        outputs.append(output[:-1] if end is not None and output[-1] == end else output)
+        ends = end if isinstance(end, list) else [end]
+        outputs.append(output[:-1] if output[-1] in ends else output)
     return outputs, found.sequences_scores.tolist()
 
 
@@ -66,6 +67,9 @@ CASES = {
     "no end": (4, {}, {}),
     "wide": (8, {}, {}),
     "end": (3, {"end_id": 53}, {"eos_token_id": 53}),
+    "several ends": (
+        3, {"end_id": 53, "end_ids": (18, 86)}, {"eos_token_id": [53, 18, 86]},
+    ),
     "long ones": (4, {"end_id": 53, "length_penalty": 2.0}, {"eos_token_id": 53}),
     "short ones": (4, {"end_id": 53, "length_penalty": -1.0}, {"eos_token_id": 53}),
     "until full": (4, {"end_id": 53, "early_stopping": 1}, {"eos_token_id": 53}),

@@ -71,7 +71,7 @@ EDITS = [
     {"no_repeat_ngram_size": 1},
     {"no_repeat_ngram_size": 2, "top_p": 1.0, "seed": 4},
     {"no_repeat_ngram_size": 3},
-    {"min_tokens": 100, "end_id": 5},
+    {"min_tokens": 100, "end_id": 5, "end_ids": (2, 7, 8)},
     {"bad_words": ((7,), (1, 2), (3, 4, 5, 6))},
     {"embedding_bias": np.linspace(-3, 3, VOCAB, dtype="<f4").tobytes()},
     {"top_p": 0.8, "seed": 6, "return_log_probs": True},

@@ -1,5 +1,7 @@
 """Penalties and masks of greedy requests: the tokens of transformers with the same settings."""
 
+import itertools
+
 import pytest
 import torch
 from transformers import LlamaForCausalLM
@@ -16,6 +18,10 @@ CASES = {
     ),
     "min tokens": (
         {"end_id": 86, "min_tokens": 9}, {"eos_token_id": 86, "min_new_tokens": 9},
+    ),
+    "min tokens before any of several ends": (
+        {"end_id": 86, "end_ids": (63, 18), "min_tokens": 9},
+        {"eos_token_id": [86, 63, 18], "min_new_tokens": 9},
     ),
     "bias": (
         {"embedding_bias": torch.eye(150)[7].mul(30).numpy().tobytes()},
@@ -66,4 +72,5 @@ def expected(reference, prompt, eos_token_id=None, **fields):
             **fields,
         )
     output = found[0, len(prompt) :].tolist()
-    return output[: output.index(eos_token_id)] if eos_token_id in output else output
+    ends = eos_token_id if isinstance(eos_token_id, list) else [eos_token_id]
+    return list(itertools.takewhile(lambda token: token not in ends, output))

@@ -263,6 +263,16 @@ def test_the_end_id_is_masked_until_min_tokens():
     assert ids == [1, 3, 1]
 
 
+def test_further_end_ids_are_masked_until_min_tokens_too():
+    logits = torch.tensor([[0.0, 5.0, 4.0, 2.0]] * 3)
+    ends = ({"end_id": 1, "end_ids": (2,)}, {"end_ids": (1, 2)}, {"end_id": 1})
+    params = [SamplingParams(min_tokens=3, **each) for each in ends]
+
+    ids = draw(logits, params, outputs=[[0], [0], [0]]).token_ids.tolist()
+
+    assert ids == [3, 3, 2]
+
+
 def test_repetition_penalty_scales_seen_ids_of_prompt_and_output():
     logits = torch.tensor([[1.0, 1.5, -1.0, 0.0, 2.4, 1.3]])
     penalised = SamplingParams(repetition_penalty=2.0)

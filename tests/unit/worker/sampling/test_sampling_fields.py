@@ -18,6 +18,7 @@ LOGITS = {"return_generation_logits": True}
 EFFECTS = {
     "max_tokens": ({}, 7),
     "end_id": ({}, 86),
+    "end_ids": ({}, (86,)),
     "temperature": ({"top_p": 1.0}, 0.3),
     "top_k": ({"temperature": 1.5}, 5),
     "top_p": ({"temperature": 1.5}, 0.9),
