@@ -19,6 +19,9 @@ from run import demo_server, target_of
 
 SECONDS = float(os.environ.get("FUZZ_SECONDS", "300"))
 SEED = int(os.environ.get("FUZZ_SEED", "1"))
+FORM_SECONDS = SECONDS / 20
+FORMS_TOGETHER = (("tls",), ("keys", "front-ends"))
+"""Fewer servers than forms, for the sake of time."""
 MAX_CORPUS_BYTES = 500_000
 
 
@@ -73,6 +76,17 @@ def test_the_corpus_is_small_and_each_file_has_a_description():
     assert sum(path.stat().st_size for path in files) < MAX_CORPUS_BYTES
     for path in files:
         assert read(path) and all(isinstance(case, Case) and case.name for case in read(path))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("forms", FORMS_TOGETHER, ids=" and ".join)
+def test_random_requests_disturb_no_stream_of_a_server_with(forms, tmp_path, capsys):
+    with demo_server(tmp_path, forms=forms) as served:
+        campaign = Campaign(target_of(served), tmp_path, SEED)
+        campaign.run(FORM_SECONDS)
+        check(campaign, capsys)
+    assert any(status.startswith("http 2") for status in campaign.statuses)
+    assert campaign.statuses["gRPC OK"]
 
 
 @pytest.mark.timeout(600)

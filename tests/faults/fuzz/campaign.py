@@ -103,9 +103,13 @@ class Campaign:
             self.beside_watch(lambda: self._each([case_of(self.seed, n) for n in numbers]))
             return
         timer = threading.Timer(seconds, self._is_over.set)
-        timer.start()
+
+        def send() -> None:
+            timer.start()
+            together([self._client] * self.num_clients)
+
         try:
-            self.beside_watch(lambda: together([self._client] * self.num_clients))
+            self.beside_watch(send)
         finally:
             timer.cancel()
 
@@ -124,8 +128,9 @@ class Campaign:
 
     def beside_watch(self, send: Callable[[], object]) -> None:
         """Run an action beside the watch, after a warm-up of the server."""
-        with Watching(self.target.ports.http, self.target.pid, self._noticed) as watching:
-            warm_up(self.target.ports)
+        ports = self.target.ports
+        with Watching(ports.http, self.target.pid, self._noticed, ports.access) as watching:
+            warm_up(ports)
             time.sleep(SETTLES_S)
             watching.begin()
             with self._lock:
@@ -269,10 +274,11 @@ def together(actions: list[Callable[[], object]]) -> None:
 def warm_up(ports: Ports) -> None:
     """Requests after which every helper process of a server is there."""
     sender = Sender(ports)
-    long_text = {"times": 60_000, "of": "a "}
+    words = {"times": 3_000, "of": '"a long word",'}
     generate = "/v2/models/ensemble/generate"
     bodies: list[Any] = [
-        {"times": 1 << 20, "of": " "}, ['{"max_tokens":1,"text_input":"', long_text, '"}'],
+        {"times": 1 << 20, "of": " "},
+        ['{"max_tokens":1,"text_input":"a","stop_words":[', words, '"b"]}'],
         {"json": {"text_input": "a", "max_tokens": 2}},
         {"json": {
             "text_input": "a", "max_tokens": 2, "guided_decoding_guide_type": "regex",

@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import http.client
 import json
 import os
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 _FAULTS = Path(__file__).resolve().parents[1]
 _ROOT = _FAULTS.parents[1]
@@ -27,14 +30,33 @@ for _folder in (_ROOT, _FAULTS.parent / "e2e", _FAULTS, _FAULTS / "fuzz"):
 
 from campaign import Campaign, Target, case_of  # noqa: E402
 from cases import corpus, write  # noqa: E402
+from forms import FORMS, Access, flags_of  # noqa: E402
 from sending import Ports  # noqa: E402
 from served import DEMO_MODEL, Served, init_repo, run_trimaran  # noqa: E402
 
 NUM_RANKS = 2
 
 
+@dataclass
+class FuzzServed(Served):
+    """A server that clients reach in a certain way."""
+
+    access: Access = field(default_factory=Access)
+
+    def is_ready(self) -> bool:
+        """Whether /v2/health/ready answers 200 now."""
+        with contextlib.closing(self.access.connection(self.http_port, 5)) as connection:
+            try:
+                connection.request("GET", "/v2/health/ready", headers=self.access.headers)
+                return connection.getresponse().status == 200
+            except (OSError, http.client.HTTPException):
+                return False
+
+
 @contextlib.contextmanager
-def demo_server(folder: Path, flags: tuple[str, ...] = ()) -> Iterator[Served]:
+def demo_server(
+    folder: Path, flags: tuple[str, ...] = (), forms: Iterable[str] = ()
+) -> Iterator[FuzzServed]:
     """The demo model on two ranks, as `make serve` serves it, with guided decoding."""
     engine = folder / "engine"
     done = run_trimaran(
@@ -51,13 +73,19 @@ def demo_server(folder: Path, flags: tuple[str, ...] = ()) -> Iterator[Served]:
     fill = ",".join(f"{key}:{value}" for key, value in values.items())
     init_repo(str(folder / "models"), "--defaults", "--fill", fill)
     log = folder / "serve.log"
-    with Served(folder / "models", NUM_RANKS, flags, log) as served:
+    fields: dict[str, Any] = {}
+    for form in forms:
+        more_flags, more_fields = flags_of(form, folder)
+        flags += more_flags
+        fields |= more_fields
+    access = Access(**fields)
+    with FuzzServed(folder / "models", NUM_RANKS, flags, log, access=access) as served:
         yield served
 
 
-def target_of(served: Served) -> Target:
+def target_of(served: FuzzServed) -> Target:
     """The interface of a server for the campaign."""
-    ports = Ports(served.http_port, served.grpc_port, served.metrics_port)
+    ports = Ports(served.http_port, served.grpc_port, served.metrics_port, served.access)
     return Target(ports, served.process.pid, served.log)
 
 
@@ -78,7 +106,7 @@ def main() -> int:
         else:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fuzz-")))
             flags = tuple(options.serve_flags.split())
-            served = stack.enter_context(demo_server(folder, flags))
+            served = stack.enter_context(demo_server(folder, flags, options.form))
             target = target_of(served)
         campaign = Campaign(target, options.save, options.seed, options.clients)
         _run(campaign, options)
@@ -119,6 +147,9 @@ def _options() -> argparse.Namespace:
     add("--save", type=Path, default=Path("fuzz-found"), help="folder for what did harm")
     add("--json", type=Path, help="write the report to this file too")
     add("--serve-flags", default="", help="flags of the server that is started")
+    add("--form", choices=FORMS, action="append", default=[],
+        help="serve with TLS, with API keys and restricted APIs, or with two front ends; "
+        "several may be given")  # fmt: skip
     add("--pid", type=int, default=0, help="the process of a `trimaran serve` that runs")
     add("--ports", type=int, nargs=3, metavar="PORT", help="its HTTP, gRPC and metrics ports")
     add("--replay", type=Path, nargs="+", metavar="FILE", help="send the cases of files")

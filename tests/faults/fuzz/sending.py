@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import re
 import socket
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import grpc
 from cases import Case
+from forms import Access, client_hello
 from pieces import build
 
 PATIENCE_S = 20.0
@@ -45,6 +48,10 @@ class Outcome:
         return INTERNAL in self.text or self.kind == "UNKNOWN"
 
 
+_ENCRYPTED = {"http": "http/1.1", "grpc": "h2"}
+"""The ports that may be encrypted, and what their clients offer."""
+
+
 @dataclass(frozen=True)
 class Ports:
     """The ports of a server on this host."""
@@ -52,6 +59,39 @@ class Ports:
     http: int
     grpc: int
     metrics: int
+    access: Access = field(default_factory=Access)
+
+    def channel(self) -> grpc.Channel:
+        """A gRPC channel of its own connection."""
+        address = f"127.0.0.1:{self.grpc}"
+        if not self.access.root_cert:
+            return grpc.insecure_channel(address, _OPTIONS)
+        root = Path(self.access.root_cert).read_bytes()
+        return grpc.secure_channel(address, grpc.ssl_channel_credentials(root), _OPTIONS)
+
+    def connect(self, case: Case) -> socket.socket:
+        """A connection for the bytes of a case. Where the port is encrypted, some connections
+        are not, and some end amid the handshake."""
+        port: int = getattr(self, case.port)
+        sock = socket.create_connection(("127.0.0.1", port), timeout=10)
+        if not self.access.root_cert or case.port not in _ENCRYPTED:
+            return sock
+        rng = random.Random(f"{case.name} {len(case.parts)} {case.weight}")
+        roll = rng.random()
+        if roll < 0.1:
+            return sock
+        try:
+            if roll < 0.15:
+                hello = bytearray(client_hello(self.access))
+                hello[rng.randrange(len(hello))] ^= 0xFF
+                sock.sendall(hello[: rng.choice((1, 5, 100, len(hello)))])
+                return sock
+            protocols = (_ENCRYPTED[case.port],) if roll < 0.9 else ()
+            context = self.access.context(*protocols)
+            return context.wrap_socket(sock, server_hostname="localhost")
+        except BaseException:
+            sock.close()
+            raise
 
 
 class Sender:
@@ -69,17 +109,18 @@ class Sender:
 
     def send(self, case: Case) -> Outcome:
         """Send a case, and wait for its end."""
+        case = self._ports.access.shown(case)
         parts = [build(part) for part in case.parts]
         if case.method:
             return self._call(case, parts)
         try:
-            return _Connection(case, getattr(self._ports, case.port)).run(parts)
+            return _Connection(case, self._ports).run(parts)
         except ConnectionRefusedError:
             return Outcome("refused")
 
     def _call(self, case: Case, parts: list[bytes]) -> Outcome:
         if self._channel is None:
-            self._channel = grpc.insecure_channel(f"127.0.0.1:{self._ports.grpc}", _OPTIONS)
+            self._channel = self._ports.channel()
         metadata: list[tuple[str, Any]] = [
             (key, value.encode() if key.endswith("-bin") else value)
             for key, value in case.metadata
@@ -132,9 +173,9 @@ def _answer(case: Case, call: Any) -> Outcome:
 class _Connection:
     """A connection with the bytes of a case."""
 
-    def __init__(self, case: Case, port: int) -> None:
+    def __init__(self, case: Case, ports: Ports) -> None:
         self._case = case
-        self._sock = socket.create_connection(("127.0.0.1", port), timeout=10)
+        self._sock = ports.connect(case)
         patience_s = PATIENCE_S if case.leaves_after_s is None else case.leaves_after_s
         self._end_s = time.monotonic() + patience_s
         self._kept = b""

@@ -1,9 +1,9 @@
 """The view of other clients, measured in a separate process and reported as it happens.
 
-Run as ``python watch.py HTTP_PORT PID``: one greedy stream after another, a health probe every
-20 ms, the memory of the front ends and their helpers, and the front ends' processes. Each line
-of its output is an event in JSON. The measurement starts with the line ``begin`` of its input
-and ends with the next line.
+Run as ``python watch.py HTTP_PORT PID ROOT_CERT KEY``: one greedy stream after another, a
+health probe every 20 ms, the memory of the front ends and their helpers, and the front ends'
+processes. Each line of its output is an event in JSON. The measurement starts with the line
+``begin`` of its input and ends with the next line.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 import psutil
+from forms import Access
 
 PROBE_S = 0.02
 WEIGH_S = 0.2
@@ -33,8 +34,9 @@ PROMPT = {"text_input": "It was a dark and", "max_tokens": 700, "end_id": -1}
 class Watch:
     """The stream, the probe and the scales."""
 
-    def __init__(self, port: int, pid: int) -> None:
+    def __init__(self, port: int, pid: int, access: Access) -> None:
         self._port = port
+        self._access = access
         self._server = psutil.Process(pid)
         self._is_over = threading.Event()
         self._has_begun = threading.Event()
@@ -81,7 +83,7 @@ class Watch:
                 time.sleep(0.5)
 
     def _connection(self) -> http.client.HTTPConnection:
-        return http.client.HTTPConnection("127.0.0.1", self._port, timeout=60)
+        return self._access.connection(self._port, timeout_s=60)
 
     def _gap(self, of: str, since: float) -> float:
         now = time.monotonic()
@@ -104,7 +106,8 @@ class Watch:
     def _one_stream(self) -> str:
         with contextlib.closing(self._connection()) as connection:
             body = json.dumps({**PROMPT, "stream": True})
-            connection.request("POST", "/v2/models/ensemble/generate_stream", body)
+            path = "/v2/models/ensemble/generate_stream"
+            connection.request("POST", path, body, self._access.headers)
             reply = connection.getresponse()
             if reply.status != 200:
                 raise RuntimeError(f"{reply.status}: {reply.read()[:300]!r}")
@@ -193,9 +196,11 @@ def _largest(before: dict[str, int], now: dict[str, int]) -> dict[str, float]:
 class Watching:
     """A watch in a process of its own; ``listen`` gets each of its events, in a thread."""
 
-    def __init__(self, port: int, pid: int, listen: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(
+        self, port: int, pid: int, listen: Callable[[dict[str, Any]], None], access: Access
+    ) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, __file__, str(port), str(pid)],
+            [sys.executable, __file__, str(port), str(pid), access.root_cert, access.key],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         self._listen = listen
@@ -242,4 +247,4 @@ class Watching:
 
 
 if __name__ == "__main__":
-    Watch(int(sys.argv[1]), int(sys.argv[2])).run()
+    Watch(int(sys.argv[1]), int(sys.argv[2]), Access(*sys.argv[3:5])).run()
