@@ -73,7 +73,11 @@ def _known_flags():
     known = set(FOREIGN)
     for _, parser in commands.parsers():
         known.update(parser._option_string_actions)
-    for script in (ROOT / "benchmarks").glob("*.py"):
+    scripts = [
+        *(ROOT / "benchmarks").glob("*.py"),
+        ROOT / "tests" / "faults" / "fuzz" / "run.py",
+    ]
+    for script in scripts:
         known.update(re.findall(r'"(--[a-z0-9-]+)"', script.read_text(encoding="utf-8")))
     return {name.replace("_", "-") for name in known}
 
