@@ -6,12 +6,9 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from dataclasses import dataclass
 from types import TracebackType
 
 from tritonclient.grpc.model_config_pb2 import ModelConfig
-from tritonclient.grpc.service_pb2 import ModelStatistics as StatisticsMessage
-from tritonclient.grpc.service_pb2 import StatisticDuration
 
 from trimaran.comm.errors import EngineDeadError, ErrorKind, RefusedError, RequestError
 from trimaran.server.inference.request import (
@@ -21,100 +18,8 @@ from trimaran.server.inference.request import (
     OneResponseModel,
 )
 from trimaran.server.inference.text_limits import PromptBound, prompt_bound
-from trimaran.server.metrics.model_metrics import FailureReason, ModelMetrics
-
-
-@dataclass(slots=True)
-class _Duration:
-    """How often something happened and how long it took in total."""
-
-    count: int = 0
-    ns: int = 0
-
-    def add(self, ns: int) -> None:
-        self.count += 1
-        self.ns += ns
-
-    def message(self) -> StatisticDuration:
-        return StatisticDuration(count=self.count, ns=self.ns)
-
-
-class ModelStatistics:
-    """One model version's counters. Used on the event loop only."""
-
-    def __init__(self, name: str, version: str) -> None:
-        self.name = name
-        self.version = version
-        self._last_inference_ms = 0
-        self._num_inferences = 0
-        self._num_executions = 0
-        self._success = _Duration()
-        self._fail = _Duration()
-        self._input_ns = self._queue_ns = self._infer_ns = self._output_ns = 0
-        """Of successful requests: each has every phase once."""
-        self._batches: dict[int, _Duration] = {}
-
-    def record_success(
-        self,
-        *,
-        batch_size: int,
-        total_ns: int,
-        input_ns: int,
-        queue_ns: int,
-        infer_ns: int,
-        executed_batch: int | None = None,
-    ) -> None:
-        """Count a finished request; time that is neither input, queue nor inference is output.
-
-        ``executed_batch`` is the size of the request's batch, or 0 where another request of the
-        batch reports it.
-        """
-        self._last_inference_ms = time.time_ns() // 1_000_000
-        self._num_inferences += batch_size
-        self._success.add(total_ns)
-        self._input_ns += input_ns
-        self._queue_ns += queue_ns
-        self._infer_ns += infer_ns
-        self._output_ns += max(0, total_ns - input_ns - queue_ns - infer_ns)
-        size = batch_size if executed_batch is None else executed_batch
-        if size:
-            self._num_executions += 1
-            self._batches.setdefault(size, _Duration()).add(infer_ns)
-
-    def record_failure(self, total_ns: int) -> None:
-        """Count a request that ended with an error or was cancelled."""
-        self._fail.add(total_ns)
-
-    def message(self) -> StatisticsMessage:
-        """The counters as the protocol's message."""
-        message = StatisticsMessage(
-            name=self.name,
-            version=self.version,
-            last_inference=self._last_inference_ms,
-            inference_count=self._num_inferences,
-            execution_count=self._num_executions,
-        )
-        totals = message.inference_stats
-        count = self._success.count
-        totals.success.CopyFrom(self._success.message())
-        totals.fail.CopyFrom(self._fail.message())
-        for phase, ns in (
-            (totals.queue, self._queue_ns),
-            (totals.compute_input, self._input_ns),
-            (totals.compute_infer, self._infer_ns),
-            (totals.compute_output, self._output_ns),
-        ):
-            phase.CopyFrom(StatisticDuration(count=count, ns=ns))
-        totals.cache_hit.CopyFrom(StatisticDuration())
-        totals.cache_miss.CopyFrom(StatisticDuration())
-        for batch_size, infer in sorted(self._batches.items()):
-            message.batch_stats.add(
-                batch_size=batch_size,
-                compute_input=StatisticDuration(count=infer.count),
-                compute_infer=infer.message(),
-                compute_output=StatisticDuration(count=infer.count),
-            )
-        return message
+from trimaran.server.metrics.model_metrics import ModelMetrics
+from trimaran.server.metrics.model_statistics import FailureReason
 
 
 class MeasuredModel:
@@ -125,12 +30,10 @@ class MeasuredModel:
     right after the response finds the request counted.
     """
 
-    def __init__(
-        self, model: Model, statistics: ModelStatistics, metrics: ModelMetrics
-    ) -> None:
+    def __init__(self, model: Model, metrics: ModelMetrics) -> None:
         self._model = model
-        self.statistics = statistics
         self.metrics = metrics
+        self.statistics = metrics.statistics
         self._one = model if isinstance(model, OneResponseModel) else None
         self._num_running = 0
         self._ended = asyncio.Event()
@@ -142,7 +45,7 @@ class MeasuredModel:
         """Another model with this name and version, whose requests are added to this model's
         counts.
         """
-        return MeasuredModel(model, self.statistics, self.metrics)
+        return MeasuredModel(model, self.metrics)
 
     @property
     def num_running(self) -> int:
@@ -215,7 +118,8 @@ class MeasuredModel:
     def end(self) -> None:
         """A request has ended."""
         self._num_running -= 1
-        self._ended.set()
+        if not self._num_running:
+            self._ended.set()
 
     def reason(self, error: RequestError) -> FailureReason:
         """The failure reason of a request that ends with this error."""
@@ -244,7 +148,6 @@ class Measurement:
         self._model = model
         self._plain = plain
         self._is_decoupled = plain.is_decoupled
-        self._statistics = model.statistics
         self._metrics = model.metrics
         self._request = request
         self._started_ns = time.monotonic_ns()
@@ -284,7 +187,7 @@ class Measurement:
         """A response arrived."""
         now = time.monotonic_ns()
         if not self._responded_ns:
-            self._metrics.first_response((now - self._arrived_ns) / 1e6)
+            self._metrics.first_response(now - self._arrived_ns)
         self._responded_ns = now
         if response.is_final or not self._is_decoupled:
             self.success()
@@ -306,23 +209,13 @@ class Measurement:
         queue_ns = started_ns - self._started_ns
         infer_ns = (self._responded_ns or now) - started_ns
         executed = self._request.executed_batch
-        if executed is None:
-            executed = self._batch_size
-        self._statistics.record_success(
+        self._metrics.success(
             batch_size=self._batch_size,
-            executed_batch=executed,
+            executed_batch=self._batch_size if executed is None else executed,
             total_ns=total_ns,
             input_ns=input_ns,
             queue_ns=queue_ns,
             infer_ns=infer_ns,
-        )
-        self._metrics.success(
-            batch_size=self._batch_size,
-            num_executions=min(executed, 1),
-            total_us=total_ns / 1e3,
-            input_us=input_ns / 1e3,
-            queue_us=queue_ns / 1e3,
-            infer_us=infer_ns / 1e3,
         )
 
     def end(self, error: BaseException | None) -> None:
@@ -343,6 +236,6 @@ class Measurement:
         if self._is_over:
             return
         self._is_over = True
-        if has_begun or self._responded_ns:
-            self._statistics.record_failure(time.monotonic_ns() - self._arrived_ns)
-        self._metrics.failure(reason)
+        has_time = has_begun or self._responded_ns
+        elapsed_ns = time.monotonic_ns() - self._arrived_ns if has_time else None
+        self._metrics.failure(reason, elapsed_ns)

@@ -21,7 +21,7 @@ from trimaran.server.metrics.engine_metrics import EngineMetrics
 from trimaran.server.metrics.exposition import render
 from trimaran.server.metrics.group_board import BoardMetrics, GroupBoard
 from trimaran.server.metrics.host_metrics import HostMetrics, HostOptions, HostReading
-from trimaran.server.metrics.measured_model import MeasuredModel, ModelStatistics
+from trimaran.server.metrics.measured_model import MeasuredModel
 from trimaran.server.metrics.model_metrics import InferenceFamilies, ModelMetrics
 from trimaran.server.metrics.options import MetricsOptions
 from trimaran.server.metrics.other_counts import OtherCounts, own_counts
@@ -177,7 +177,7 @@ class Metrics:
         series = ModelMetrics(self._families, model.name, model.version, model.config)
         if isinstance(model, QueueingModel):
             series.show_queue(model)
-        return MeasuredModel(model, ModelStatistics(model.name, model.version), series)
+        return MeasuredModel(model, series)
 
     def forget(self, model: str, version: str) -> None:
         """Remove the series of a model version; measured again, it counts from 0."""

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from enum import Enum
+from collections.abc import Callable, Iterator
+from functools import partial
 
-from prometheus_client import Counter, Gauge, Histogram
-from prometheus_client.core import Metric
+from prometheus_client import Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import CollectorRegistry
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from trimaran.server.inference.request import QueueingModel
 from trimaran.server.metrics.exposition import QuantileSummary
+from trimaran.server.metrics.model_statistics import FailureReason, ModelStatistics
 from trimaran.server.metrics.options import MetricsOptions
 from trimaran.server.repository.metric_settings import (
     FIRST_RESPONSE,
@@ -33,20 +34,6 @@ _UNCACHED = "(does not include cached requests)"
 _SUMMARIES = tuple(_DURATIONS)
 
 
-class FailureReason(Enum):
-    """The reason of a failed request, as the failure counter's label."""
-
-    REJECTED = "REJECTED"
-    """The request's queue was full, or the request waited too long."""
-
-    CANCELED = "CANCELED"
-    BACKEND = "BACKEND"
-    """The backend failed or died."""
-
-    OTHER = "OTHER"
-    """The request has a faulty value, a step of an ensemble failed, or the server has a bug."""
-
-
 class InferenceFamilies:
     """The metric families that all models share."""
 
@@ -56,27 +43,7 @@ class InferenceFamilies:
         self.tags: dict[tuple[str, str], dict[str, str]] = {}
         """Additional labels of a model version's series, by name and version."""
 
-        self.success = self._counter(
-            "request_success", "Number of successful inference requests, all batch sizes"
-        )
-        self.failure = Counter(
-            "nv_inference_request_failure",
-            "Number of failed inference requests, all batch sizes",
-            (*_LABELS, "reason"),
-            registry=registry,
-        )
-        self.count = self._counter("count", f"Number of inferences performed {_UNCACHED}")
-        self.executions = self._counter(
-            "exec_count", f"Number of model executions performed {_UNCACHED}"
-        )
-        self.durations = {
-            name: self._counter(
-                f"{name}_duration_us",
-                f"Cumulative {what} duration in microseconds "
-                f"{_UNCACHED if name.startswith('compute') else '(includes cached requests)'}",
-            )
-            for name, what in (_DURATIONS if options.has_counters else {}).items()
-        }
+        self.counts = _RequestCounts(registry, has_durations=options.has_counters)
         self.pending = Gauge(
             "nv_inference_pending_request_count",
             "Instantaneous number of pending requests awaiting execution per-model.",
@@ -104,19 +71,69 @@ class InferenceFamilies:
         """Remove the series of a model version. A version that is added later begins at 0."""
         labels = (model, version)
         self.tags.pop(labels, None)
-        families: list[Counter | Gauge | Histogram] = [
-            self.success, self.count, self.executions, self.pending, self.load_duration,
-            *self.durations.values(), *self.first_response.values(),
-        ]  # fmt: skip
-        for family in families:
+        self.counts.of_models.pop(labels, None)
+        for family in (self.pending, self.load_duration, *self.first_response.values()):
             family.remove(*labels)
-        for reason in FailureReason:
-            self.failure.remove(*labels, reason.value)
         for summary in self.summaries.values():
             summary.remove_series(model, version)
 
-    def _counter(self, name: str, documentation: str) -> Counter:
-        return Counter(f"nv_inference_{name}", documentation, _LABELS, registry=self.registry)
+
+class _RequestCounts:
+    """Reads the statistics of all models at each scrape."""
+
+    def __init__(self, registry: CollectorRegistry, *, has_durations: bool) -> None:
+        self.of_models: dict[tuple[str, str], ModelStatistics] = {}
+        self._durations = _DURATIONS if has_durations else {}
+        registry.register(self)
+
+    def collect(self) -> Iterator[Metric]:
+        """`prometheus_client` collects samples here."""
+        yield self._family(
+            "request_success",
+            "Number of successful inference requests, all batch sizes",
+            lambda counts: counts.success.count,
+        )
+        yield self._failures()
+        yield self._family(
+            "count",
+            f"Number of inferences performed {_UNCACHED}",
+            lambda counts: counts.num_inferences,
+        )
+        yield self._family(
+            "exec_count",
+            f"Number of model executions performed {_UNCACHED}",
+            lambda counts: counts.num_executions,
+        )
+        for name, what in self._durations.items():
+            yield self._family(
+                f"{name}_duration_us",
+                f"Cumulative {what} duration in microseconds "
+                f"{_UNCACHED if name.startswith('compute') else '(includes cached requests)'}",
+                partial(_duration_us, name),
+            )
+
+    def _family(
+        self, name: str, documentation: str, value: Callable[[ModelStatistics], int]
+    ) -> Metric:
+        family = CounterMetricFamily(f"nv_inference_{name}", documentation, labels=_LABELS)
+        for labels, counts in self.of_models.items():
+            family.add_metric(labels, value(counts))
+        return family
+
+    def _failures(self) -> Metric:
+        family = CounterMetricFamily(
+            "nv_inference_request_failure",
+            "Number of failed inference requests, all batch sizes",
+            labels=(*_LABELS, "reason"),
+        )
+        for labels, counts in self.of_models.items():
+            for reason, number in counts.num_failures.items():
+                family.add_metric((*labels, reason.value), number)
+        return family
+
+
+def _duration_us(name: str, counts: ModelStatistics) -> int:
+    return counts.durations_ns()[name] // 1000
 
 
 class ModelMetrics:
@@ -128,16 +145,9 @@ class ModelMetrics:
         labels = (name, version)
         self._labels = labels
         families.tags[labels] = tag_labels(config)
-        self._success = families.success.labels(*labels)
-        self._failures = {
-            reason: families.failure.labels(*labels, reason.value) for reason in FailureReason
-        }
-        self._count = families.count.labels(*labels)
-        self._executions = families.executions.labels(*labels)
-        self._durations = {
-            name: counter.labels(*labels) for name, counter in families.durations.items()
-        }
-        self._rests = dict.fromkeys(self._durations, 0.0)
+        known = families.counts.of_models
+        self.statistics = known.setdefault(labels, ModelStatistics(name, version))
+        """Of a version that is measured again without being removed, the counts go on."""
         self._pending = families.pending.labels(*labels)
         families.load_duration.labels(*labels)
         self._summaries = families.summaries
@@ -155,39 +165,41 @@ class ModelMetrics:
         self,
         *,
         batch_size: int,
-        total_us: float,
-        input_us: float,
-        queue_us: float,
-        infer_us: float,
-        num_executions: int = 1,
+        executed_batch: int,
+        total_ns: int,
+        input_ns: int,
+        queue_ns: int,
+        infer_ns: int,
     ) -> None:
-        """Count a finished request. One request of each executed batch counts the execution."""
-        self._success.inc()
-        self._count.inc(batch_size)
-        self._executions.inc(num_executions)
-        output_us = max(0.0, total_us - input_us - queue_us - infer_us)
-        for name, value in (
-            ("request", total_us),
-            ("queue", queue_us),
-            ("compute_input", input_us),
-            ("compute_infer", infer_us),
-            ("compute_output", output_us),
-        ):
-            if name in self._durations:
-                # Whole microseconds are shown; the rest of each request is kept for the next.
-                whole, self._rests[name] = divmod(self._rests[name] + value, 1.0)
-                self._durations[name].inc(whole)
-            if name in self._summaries:
-                self._summaries[name].observe(*self._labels, value)
+        """Count a finished request; see `ModelStatistics.record_success`."""
+        self.statistics.record_success(
+            batch_size=batch_size,
+            executed_batch=executed_batch,
+            total_ns=total_ns,
+            input_ns=input_ns,
+            queue_ns=queue_ns,
+            infer_ns=infer_ns,
+        )
+        if not self._summaries:
+            return
+        phases = {
+            "request": total_ns,
+            "queue": queue_ns,
+            "compute_input": input_ns,
+            "compute_infer": infer_ns,
+            "compute_output": max(0, total_ns - input_ns - queue_ns - infer_ns),
+        }
+        for name, ns in phases.items():
+            self._summaries[name].observe(*self._labels, ns / 1e3)
 
-    def failure(self, reason: FailureReason) -> None:
-        """Count a failed request."""
-        self._failures[reason].inc()
+    def failure(self, reason: FailureReason, total_ns: int | None) -> None:
+        """Count a failed request; see `ModelStatistics.record_failure`."""
+        self.statistics.record_failure(reason, total_ns)
 
-    def first_response(self, elapsed_ms: float) -> None:
+    def first_response(self, elapsed_ns: int) -> None:
         """Record the time from a request's arrival to its first response."""
         if self._first_response is not None:
-            self._first_response.observe(elapsed_ms)
+            self._first_response.observe(elapsed_ns / 1e6)
 
 
 def _first_response_series(

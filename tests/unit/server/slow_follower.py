@@ -24,7 +24,10 @@ def counts(num_requests):
     metrics = Metrics()
     model = metrics.measure(Counted())
     for _ in range(num_requests):
-        model.metrics.success(batch_size=1, total_us=3, input_us=1, queue_us=1, infer_us=1)
+        model.metrics.success(
+            batch_size=1, executed_batch=1,
+            total_ns=3000, input_ns=1000, queue_ns=1000, infer_ns=1000,
+        )  # fmt: skip
     return metrics.own_counts([model.statistics.message()], 0)
 
 

@@ -3,8 +3,8 @@
 import pytest
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-from trimaran.server.metrics.measured_model import ModelStatistics
 from trimaran.server.metrics.metrics import Metrics
+from trimaran.server.metrics.model_statistics import ModelStatistics
 
 
 class Plain:
@@ -20,12 +20,10 @@ def counted(num_requests, batch_size=1):
     model = metrics.measure(Plain())
     metrics.add_engine("m", "1")
     for _ in range(num_requests):
-        model.statistics.record_success(
-            batch_size=batch_size, total_ns=30, input_ns=2, queue_ns=10, infer_ns=15
-        )
         model.metrics.success(
-            batch_size=batch_size, total_us=30, input_us=2, queue_us=10, infer_us=15
-        )
+            batch_size=batch_size, executed_batch=batch_size,
+            total_ns=30_000, input_ns=2_000, queue_ns=10_000, infer_ns=15_000,
+        )  # fmt: skip
         metrics.observe_time_to_first_token("m", "1", 0.03)
     return metrics, model.statistics
 
@@ -110,7 +108,7 @@ def test_statistics_are_added_by_batch_size(first):
     metrics.others.add_statistics(message)
 
     assert message.inference_count == 2 + 3 + 16
-    assert message.inference_stats.queue.ns == 70
+    assert message.inference_stats.queue.ns == 70_000
     batches = {b.batch_size: b.compute_infer.count for b in message.batch_stats}
     assert batches == {1: 5, 8: 2}
 
