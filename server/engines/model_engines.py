@@ -154,7 +154,7 @@ class ModelEngines:
     @property
     def is_ready(self) -> bool:
         """Whether a group is up."""
-        return any(group.link is not None for group in self.groups.values())
+        return bool(self._up())
 
     def facts(self) -> dict[str, Any]:
         """The facts of the engine, of its last incarnation.

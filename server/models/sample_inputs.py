@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from trimaran.comm.errors import RequestError
@@ -34,10 +33,7 @@ class SampleInputs:
         tensor = self._inputs.get(name)
         if tensor is None or tensor.data.size == 0:
             return None
-        if not self._is_batched:
-            return tensor.data
-        sample: npt.NDArray[Any] = np.asarray(tensor.data[self._index])
-        return sample
+        return tensor.data[self._index, ...] if self._is_batched else tensor.data
 
     def scalar(self, *names: str) -> Any:
         """The first element of the first of these inputs that is present, or None."""
@@ -45,7 +41,7 @@ class SampleInputs:
             # Most inputs of most requests are absent.
             array = self.array(name) if name in self._inputs else None
             if array is not None:
-                return array.reshape(-1)[0].item() if array.dtype != object else array.flat[0]
+                return array.item(0)
         return None
 
     def flag(self, *names: str) -> bool:
@@ -64,7 +60,7 @@ class SampleInputs:
             RequestError: not UTF-8.
         """
         array = self.array(name)
-        return [] if array is None else [to_text(name, item) for item in array.reshape(-1)]
+        return [] if array is None else [to_text(name, item) for item in array.flat]
 
 
 def to_text(name: str, raw: Any) -> str:

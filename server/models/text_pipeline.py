@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
 
@@ -47,6 +47,9 @@ class TextPipeline:
         self._steps = steps
         self._maps = maps
         self._options = options
+        self._to_preprocessing = _targets(maps.preprocessing)
+        self._to_token = _targets(maps.token)
+        self._from_preprocessing = _targets(maps.token_from_preprocessing)
 
     @property
     def steps(self) -> Steps:
@@ -64,7 +67,11 @@ class TextPipeline:
     def is_ready(self) -> bool:
         """Whether every step could run now."""
         steps = self._steps
-        return all(m.is_ready for m in (steps.preprocessing, steps.token, steps.postprocessing))
+        return (
+            steps.preprocessing.is_ready
+            and steps.token.is_ready
+            and steps.postprocessing.is_ready
+        )
 
     @property
     def prompt_bound(self) -> PromptBound | None:
@@ -168,22 +175,19 @@ class TextPipeline:
                 )
 
     async def _token_inputs(self, request: InferRequest) -> dict[str, Tensor]:
-        maps = self._maps
-        inputs = _renamed(request.inputs, maps.preprocessing)
         pre_request = PromptJob(
             model_name=self._steps.preprocessing.name,
             id=request.id,
-            inputs=inputs,
+            inputs=_renamed(request.inputs.values(), self._to_preprocessing),
             max_input_len=self._steps.max_input_len(),
         )
         try:
             response = await self._steps.preprocessing.respond(pre_request)
         except RequestError as error:
-            raise _in_own_names(error, maps.preprocessing) from error
+            raise _in_own_names(error, self._maps.preprocessing) from error
         outputs = [] if response is None else response.outputs
-        pre_outputs = {tensor.name: tensor for tensor in outputs}
-        token_inputs = _renamed(request.inputs, maps.token)
-        token_inputs.update(_renamed(pre_outputs, maps.token_from_preprocessing))
+        token_inputs = _renamed(request.inputs.values(), self._to_token)
+        token_inputs.update(_renamed(outputs, self._from_preprocessing))
         return token_inputs
 
     async def _job_inputs(self, job: TextJob) -> dict[str, Tensor]:
@@ -201,10 +205,9 @@ class TextPipeline:
         except RequestError as error:
             raise _in_own_names(error, _JOB_NAMES) from error
         assert response is not None
-        outputs = {tensor.name: tensor for tensor in response.outputs}
         # By the preprocessing model's own wires: an ensemble may leave some of these out.
         return {
-            **_renamed(outputs, TOKEN_FROM_PREPROCESSING),
+            **_renamed(response.outputs, _TO_TOKEN),
             **job.token_inputs(is_batched=is_batched),
         }
 
@@ -235,9 +238,22 @@ def _in_own_names(error: RequestError, sources: Mapping[str, str]) -> RequestErr
     return RequestError(text, error.kind)
 
 
-def _renamed(tensors: Mapping[str, Tensor], sources: Mapping[str, str]) -> dict[str, Tensor]:
+def _targets(sources: Mapping[str, str]) -> dict[str, list[str]]:
+    """The inputs that each source goes to, from the source of each input."""
+    targets: dict[str, list[str]] = {}
+    for target, source in sources.items():
+        targets.setdefault(source, []).append(target)
+    return targets
+
+
+_TO_TOKEN = _targets(TOKEN_FROM_PREPROCESSING)
+
+
+def _renamed(
+    tensors: Iterable[Tensor], targets: Mapping[str, Sequence[str]]
+) -> dict[str, Tensor]:
     return {
-        target: Tensor(target, tensors[source].datatype, tensors[source].data)
-        for target, source in sources.items()
-        if source in tensors
+        target: Tensor(target, tensor.datatype, tensor.data)
+        for tensor in tensors
+        for target in targets.get(tensor.name, ())
     }
