@@ -136,7 +136,7 @@ class ModelEngines:
         self._router = Router()
         self._adapters = KnownAdapters()
         self._metrics.add_engine(model, version)
-        self._observe_gap = self._metrics.inter_token_observer(model, version)
+        self._series = self._metrics.request_series(model, version)
         self.on_stop: Callable[[str], None] = lambda client_request_id: None
         """Called when another front end was asked to stop an id."""
         self._handlers: dict[type[Message], Callable[[EngineGroup, Any], None]] = {
@@ -180,7 +180,7 @@ class ModelEngines:
         request = LiveRequest(
             submit,
             self._cancel,
-            self._observe_gap,
+            self._series.inter_token.observe,
             self._context_done,
             self._owner.unread_logits,
         )
@@ -380,14 +380,13 @@ class ModelEngines:
         """A request has its first token, or the first token after a replay."""
         self.groups[request.submit.group].context_done(request)
         if first_token_s is not None:
-            self._metrics.observe_time_to_first_token(self.model, self.version, first_token_s)
+            self._series.first_token.observe(first_token_s)
 
     def _ended(self, request: LiveRequest) -> None:
         """A request finished. Its prompt and output are the prefix of the next chat turn."""
         submit, num_output = request.submit, request.num_output_tokens
-        self._metrics.observe_lengths(
-            self.model, self.version, len(submit.prompt_ids) // 4, num_output
-        )
+        self._series.input_tokens.observe(len(submit.prompt_ids) // 4)
+        self._series.output_tokens.observe(num_output)
         # At most the limit of one output: beams count once.
         self._router.finished(request.max_tokens, min(num_output, request.max_tokens))
         group = self.groups[submit.group]

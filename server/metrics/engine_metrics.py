@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client import Counter, Gauge, Histogram
@@ -132,6 +133,25 @@ _TRANSFER_FIGURES = ("kv_cache_transfer_ms", "request_count")
 
 # An engine shows one of these two, by its batching type.
 _IN_FLIGHT, _V1 = "nv_trt_llm_inflight_batcher_metrics", "nv_trt_llm_v1_metrics"
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSeries:
+    """The histograms of one model version's requests. Their engines look them up beforehand: a
+    look-up by labels takes longer than an observation.
+    """
+
+    first_token: Histogram
+    """Seconds from a request's arrival to its first token."""
+
+    inter_token: Histogram
+    """Seconds between successive tokens of a sequence."""
+
+    input_tokens: Histogram
+    """Prompt lengths of finished requests, in tokens."""
+
+    output_tokens: Histogram
+    """Output lengths of finished requests, in tokens."""
 
 
 class EngineMetrics:
@@ -330,22 +350,14 @@ class EngineMetrics:
         """Add requests that failed because groups died."""
         self._lost.labels(model, version).inc(num_requests)
 
-    def observe_first_token(self, model: str, version: str, seconds: float) -> None:
-        """Add one request's time to first token."""
-        self._first_token.labels(model, version).observe(seconds)
-
-    def inter_token_observer(self, model: str, version: str) -> Callable[[float], None]:
-        """The function that adds one gap between tokens. It is called once a token, so the
-        series is looked up beforehand: a lookup by labels takes longer than the observation.
-        """
-        return self._inter_token.labels(model, version).observe
-
-    def observe_lengths(
-        self, model: str, version: str, num_input: int, num_output: int
-    ) -> None:
-        """Add one finished request's lengths in tokens."""
-        self._input_tokens.labels(model, version, "total_input_tokens").observe(num_input)
-        self._output_tokens.labels(model, version, "total_output_tokens").observe(num_output)
+    def request_series(self, model: str, version: str) -> RequestSeries:
+        """The series of a model version's requests."""
+        return RequestSeries(
+            self._first_token.labels(model, version),
+            self._inter_token.labels(model, version),
+            self._input_tokens.labels(model, version, "total_input_tokens"),
+            self._output_tokens.labels(model, version, "total_output_tokens"),
+        )
 
     def token_totals(self, model: str, version: str) -> dict[str, float]:
         """Tokens of all requests that this front end has finished, by direction."""

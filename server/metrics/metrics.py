@@ -17,7 +17,7 @@ from tritonclient.grpc.service_pb2 import ModelStatistics as StatisticsMessage
 from trimaran.comm.messages.messages import ExpertReport
 from trimaran.server.inference.request import Model, QueueingModel
 from trimaran.server.metrics.custom_metrics import CustomMetrics
-from trimaran.server.metrics.engine_metrics import EngineMetrics
+from trimaran.server.metrics.engine_metrics import EngineMetrics, RequestSeries
 from trimaran.server.metrics.exposition import render
 from trimaran.server.metrics.group_board import BoardMetrics, GroupBoard
 from trimaran.server.metrics.host_metrics import HostMetrics, HostOptions, HostReading
@@ -202,21 +202,9 @@ class Metrics:
         """Remove the series of one worker group."""
         self._engines.remove_group(model, version, group)
 
-    def observe_time_to_first_token(self, model: str, version: str, seconds: float) -> None:
-        """Add one request's time from arrival to its first token."""
-        self._engines.observe_first_token(model, version, seconds)
-
-    def inter_token_observer(self, model: str, version: str) -> Callable[[float], None]:
-        """The function that adds one gap between successive tokens of a sequence, in
-        seconds.
-        """
-        return self._engines.inter_token_observer(model, version)
-
-    def observe_lengths(
-        self, model: str, version: str, num_input: int, num_output: int
-    ) -> None:
-        """Add a finished request's prompt and output lengths in tokens."""
-        self._engines.observe_lengths(model, version, num_input, num_output)
+    def request_series(self, model: str, version: str) -> RequestSeries:
+        """The histograms of the requests of a token-level model."""
+        return self._engines.request_series(model, version)
 
     def set_engine_stats(
         self,

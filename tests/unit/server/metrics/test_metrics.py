@@ -38,6 +38,12 @@ def of(name, model="double", **labels):
     return name + "{" + ",".join(f'{k}="{v}"' for k, v in pairs) + "}"
 
 
+def observe_lengths(metrics, model, num_input, num_output):
+    series = metrics.request_series(model, "1")
+    series.input_tokens.observe(num_input)
+    series.output_tokens.observe(num_output)
+
+
 def infer_double(server, batch=1):
     tensor = {"name": "X", "shape": [batch, 2], "datatype": "INT32", "data": [0] * 2 * batch}
     return server.post("/v2/models/double/infer", {"inputs": [tensor]})
@@ -195,9 +201,9 @@ def test_static_batching_has_metrics_of_its_own(caplog):
 
 def test_the_verbose_log_has_the_engines_statistics_as_one_json_line(caplog):
     metrics = Metrics()
-    metrics.observe_lengths("m", "1", 11, 600)
-    metrics.observe_lengths("m", "1", 2, 3)
-    metrics.observe_lengths("other", "1", 1000, 1000)
+    observe_lengths(metrics, "m", 11, 600)
+    observe_lengths(metrics, "m", 2, 3)
+    observe_lengths(metrics, "other", 1000, 1000)
     stats = {"active_requests": 5, "kv_max_blocks": 200, "kv_used_blocks": 50,
              "iteration_counter": 7, "timestamp_us": 1_700_000_000_000_000}  # fmt: skip
     metrics.set_engine_stats("m", "1", stats)
@@ -265,9 +271,9 @@ def test_help_texts_are_those_of_triton(server):
 def test_token_histograms_have_the_known_buckets():
     metrics = Metrics()
     metrics.add_engine("m", "1")
-    metrics.observe_lengths("m", "1", 11, 600)
-    metrics.observe_time_to_first_token("m", "1", 0.03)
-    metrics.inter_token_observer("m", "1")(0.004)
+    observe_lengths(metrics, "m", 11, 600)
+    metrics.request_series("m", "1").first_token.observe(0.03)
+    metrics.request_series("m", "1").inter_token.observe(0.004)
     samples = parse(metrics.render())
 
     def bucket(le):
@@ -370,9 +376,9 @@ def test_a_removed_engine_leaves_no_series_and_its_successor_starts_at_0():
 
     fill()
     fresh = metrics.render()
-    metrics.observe_lengths("m", "1", 3, 4)
-    metrics.observe_time_to_first_token("m", "1", 0.1)
-    metrics.inter_token_observer("m", "1")(0.1)
+    observe_lengths(metrics, "m", 3, 4)
+    metrics.request_series("m", "1").first_token.observe(0.1)
+    metrics.request_series("m", "1").inter_token.observe(0.1)
     metrics.remove_group("m", "1", "m#1")
     assert of("trimaran_group_up", "m", group="m#1") not in parse(metrics.render())
     assert parse(metrics.render())[of("trimaran_backend_info", "m", operator="attention",

@@ -24,7 +24,7 @@ def counted(num_requests, batch_size=1):
             batch_size=batch_size, executed_batch=batch_size,
             total_ns=30_000, input_ns=2_000, queue_ns=10_000, infer_ns=15_000,
         )  # fmt: skip
-        metrics.observe_time_to_first_token("m", "1", 0.03)
+        metrics.request_series("m", "1").first_token.observe(0.03)
     return metrics, model.statistics
 
 
