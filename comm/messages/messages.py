@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from enum import IntEnum
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import msgpack
@@ -394,16 +395,14 @@ _TYPES: dict[int, type[Message]] = {
 _FIELDS: dict[type[Message], tuple[str, ...]] = {
     cls: tuple(f.name for f in fields(cls)) for cls in _TYPES.values()
 }
+_VALUES = {cls: attrgetter("number", *names) for cls, names in _FIELDS.items()}
 
 
 def encode(message: Message) -> bytes:
     """A whole frame, length included."""
-    names = _FIELDS[type(message)]
     # Clients' texts need not be UTF-8: their bytes are passed on unchanged.
     body: bytes = msgpack.packb(
-        [message.number, *(getattr(message, name) for name in names)],
-        use_bin_type=True,
-        unicode_errors="surrogateescape",
+        _VALUES[type(message)](message), use_bin_type=True, unicode_errors="surrogateescape"
     )
     return frame(body)
 

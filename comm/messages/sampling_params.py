@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import Any
 
 MIN_TEMPERATURE = 1e-5
@@ -88,8 +89,8 @@ class SamplingParams:
         """The fields that differ from their defaults, by name."""
         return {
             name: value
-            for name, default in _DEFAULTS
-            if (value := getattr(self, name)) != default
+            for (name, default), value in zip(_DEFAULTS, _VALUES(self), strict=True)
+            if value != default
         }
 
     def to_wire(self) -> dict[str, Any]:
@@ -110,3 +111,4 @@ class SamplingParams:
 
 
 _DEFAULTS = tuple((f.name, f.default) for f in fields(SamplingParams))
+_VALUES = attrgetter(*(name for name, _ in _DEFAULTS))

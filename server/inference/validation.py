@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -89,10 +88,12 @@ class Validator:
     ) -> Cooperative[dict[str, Tensor]]:
         """`check`, cooperatively."""
         tensors: dict[str, Tensor] = {}
-        with _prefixing(request_id):
+        try:
             self._check_all(inputs, outputs)
             for wire in inputs:
                 tensors[wire.name] = yield from self._tensor(wire)
+        except _Prefixed as error:
+            raise error.of(request_id) from None
         return tensors
 
     def check_shapes(
@@ -103,10 +104,12 @@ class Validator:
         Raises:
             RequestError: the request does not fit the configuration.
         """
-        with _prefixing(request_id):
+        try:
             self._check_all(inputs, outputs)
             for wire in inputs:
                 self._check_entry(wire)
+        except _Prefixed as error:
+            raise error.of(request_id) from None
 
     def _check_all(self, inputs: Sequence[WireInput], outputs: Iterable[str]) -> None:
         given: dict[str, WireInput] = {}
@@ -182,7 +185,17 @@ class Validator:
 
     def _tensor(self, wire: WireInput) -> Cooperative[Tensor]:
         entry = self._check_entry(wire)
-        flat = yield from self._elements(wire)
+        count = math.prod(wire.shape)
+        if count > MAX_ELEMENTS:
+            raise _Prefixed(too_many_elements(wire))
+        if wire.datatype == "BYTES":
+            if isinstance(wire.data, np.ndarray):
+                flat = wire.data
+            else:
+                flat = yield from _split(wire.data, wire.name)
+            self._check_strings(wire, flat, count)
+        else:
+            flat = self._numbers(wire, count)
         return Tensor(wire.name, wire.datatype, flat.reshape(self._served_shape(wire, entry)))
 
     def _check_entry(self, wire: WireInput) -> _Entry:
@@ -221,12 +234,8 @@ class Validator:
             next(variable)
         return batch + tuple(next(variable, -1) if dim == -1 else dim for dim in target)
 
-    def _elements(self, wire: WireInput) -> Cooperative[Array]:
-        count = math.prod(wire.shape)
-        if count > MAX_ELEMENTS:
-            raise _Prefixed(too_many_elements(wire))
-        if wire.datatype == "BYTES":
-            return (yield from self._strings(wire, count))
+    def _numbers(self, wire: WireInput, count: int) -> Array:
+        """The elements of fixed size."""
         if isinstance(wire.data, np.ndarray):
             num_bytes = wire.data.nbytes
         else:
@@ -241,14 +250,7 @@ class Validator:
             return wire.data
         return from_bytes(wire.data, wire.datatype, (count,))
 
-    def _strings(self, wire: WireInput, expected: int) -> Cooperative[Array]:
-        if isinstance(wire.data, np.ndarray):
-            strings = wire.data
-        else:
-            try:
-                strings = yield from split_in_chunks(wire.data, wire.name)
-            except RequestError as error:
-                raise _Prefixed(str(error)) from None
+    def _check_strings(self, wire: WireInput, strings: Array, expected: int) -> None:
         count = len(strings)
         if count > expected:
             raise _Prefixed(
@@ -260,7 +262,14 @@ class Validator:
                 f"expected {expected} string elements for inference input '{wire.name}' for "
                 f"model '{self._name}', got {count}"
             )
-        return strings
+
+
+def _split(raw: Buffer, input_name: str) -> Cooperative[Array]:
+    """The elements of a binary BYTES tensor."""
+    try:
+        return (yield from split_in_chunks(raw, input_name))
+    except RequestError as error:
+        raise _Prefixed(str(error)) from None
 
 
 def too_many_elements(wire: WireInput) -> str:
@@ -272,15 +281,11 @@ def too_many_elements(wire: WireInput) -> str:
 
 
 class _Prefixed(Exception):
-    """The text of a failed check, with the request id in front, as clients see it."""
+    """The text of a failed check, which clients see with the request id in front."""
 
-
-@contextmanager
-def _prefixing(request_id: str) -> Iterator[None]:
-    try:
-        yield
-    except _Prefixed as error:
-        raise RequestError(f"[request id: {request_id or '<id_unknown>'}] {error}") from None
+    def of(self, request_id: str) -> RequestError:
+        """The error of a request."""
+        return RequestError(f"[request id: {request_id or '<id_unknown>'}] {self}")
 
 
 def _dims(shape: Iterable[int]) -> str:

@@ -41,6 +41,7 @@ _LOOKAHEAD = (
     "lookahead_verification_set_size",
 )
 _GUIDES = frozenset(("guided_decoding_guide_type", "guided_decoding_guide"))
+_WORD_LISTS = frozenset(("stop_words_list", "bad_words_list", "embedding_bias"))
 _WHOLE = "context_and_generation"
 # Inputs of unsupported features; a request with one of them is refused.
 _REFUSED: tuple[tuple[str, str], ...] = (
@@ -68,6 +69,7 @@ def read_sampling(
     """
     if inputs.has_any(_UNSERVED):
         _refuse_unserved(inputs)
+        _refuse_lookahead(inputs)
     values: dict[str, Any] = {}
     # Most inputs of most requests are absent.
     for row in sorted({_ROWS_OF[name] for name in inputs.names if name in _ROWS_OF}):
@@ -80,12 +82,12 @@ def read_sampling(
     # NaN does not mean unset: the check below refuses NaN.
     if values.get("top_p", 1.0) <= 0:
         del values["top_p"]
-    values["guide_type"], values["guide"] = _guide(inputs)
-    values["stop_words"] = word_list(inputs, "stop_words_list")
-    values["bad_words"] = word_list(inputs, "bad_words_list")
-    if inputs.has_any(_UNSERVED):
-        _refuse_lookahead(inputs)
-    values["embedding_bias"] = _bias(inputs, vocab_size)
+    if inputs.has_any(_GUIDES):
+        values["guide_type"], values["guide"] = _guide(inputs)
+    if inputs.has_any(_WORD_LISTS):
+        values["stop_words"] = word_list(inputs, "stop_words_list")
+        values["bad_words"] = word_list(inputs, "bad_words_list")
+        values["embedding_bias"] = _bias(inputs, vocab_size)
     if values.get("return_context_logits") or values.get("return_generation_logits"):
         values["logits_dtype"] = logits_dtype
     check_values(values, vocab_size)
@@ -108,9 +110,7 @@ def _only_value(inputs: SampleInputs, names: tuple[str, ...]) -> Any:
 
 
 def _guide(inputs: SampleInputs) -> tuple[str, str]:
-    """Type and text of the guide, both empty without one."""
-    if not inputs.has_any(_GUIDES):
-        return "", ""
+    """Type and text of the guide; both may be empty."""
     kind, guide = (
         (inputs.texts(name) or [""])[0]
         for name in ("guided_decoding_guide_type", "guided_decoding_guide")

@@ -83,7 +83,9 @@ def parse(body: Buffer) -> Any:
         raise unparsable("The document is empty", 0)
     _check_surrogates(text)
     try:
-        with _collector_off(len(text) >= _LONG_CHARACTERS):
+        if len(text) < _LONG_CHARACTERS:
+            return _DECODER.decode(text)
+        with _collector_off():
             return _DECODER.decode(text)
     except json.JSONDecodeError as error:
         reason = _REASONS.get(error.msg, error.msg)
@@ -138,11 +140,11 @@ def _count(body: Buffer, marks: bytes) -> int:
 
 
 @contextmanager
-def _collector_off(is_off: bool) -> Iterator[None]:
+def _collector_off() -> Iterator[None]:
     """The context disables garbage collection: a collection among millions of new lists takes
     longer than the parse, finds no garbage, and blocks every request.
     """
-    if not (is_off and gc.isenabled()):
+    if not gc.isenabled():
         yield
         return
     gc.disable()

@@ -35,8 +35,14 @@ def flatten(data: list[Any]) -> list[Any]:
     raise RequestError(f"'data' is nested deeper than {MAX_NESTING} levels")
 
 
+def _are(values: list[Any], *types: type) -> bool:
+    """Whether all values have one of these types: of subclasses, JSON has ``bool`` for
+    ``int``."""
+    return set(map(type, values)).issubset(types)
+
+
 def _strings(values: list[Any]) -> Array:
-    if not all(type(value) is str for value in values):
+    if not _are(values, str):
         raise RequestError(
             "Unable to parse JSON bytes array: attempt to access JSON non-string as string",
             ErrorKind.INTERNAL,
@@ -50,7 +56,7 @@ def _strings(values: list[Any]) -> Array:
 def _integers(values: list[Any], datatype: str) -> Array:
     word = "unsigned-integer" if datatype[0] == "U" else "signed-integer"
     wide = np.dtype(np.uint64 if datatype[0] == "U" else np.int64)
-    if not all(type(value) is int for value in values):
+    if not _are(values, int):
         raise wrong_type(_DATA, f"non-{word}", word)
     try:
         # Converted through 64 bits: a narrower type keeps the low bits, as in Triton.
@@ -74,12 +80,12 @@ def array_from_json(values: list[Any], datatype: str, input_name: str) -> Array:
     if datatype == "BYTES":
         return _strings(values)
     if datatype == "BOOL":
-        if not all(type(value) is bool for value in values):
+        if not _are(values, bool):
             raise wrong_type(_DATA, "non-boolean", "boolean")
         return np.array(values, np.bool_)
     if datatype not in ("FP32", "FP64"):
         return _integers(values, datatype)
-    if not all(type(value) in (int, float) for value in values):
+    if not _are(values, int, float):
         raise wrong_type(_DATA, "non-number", "double")
     try:
         with np.errstate(over="ignore"):
