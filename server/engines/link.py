@@ -53,6 +53,8 @@ class EngineLink(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._frames: GuardedFrames | None = None
         self._is_retired = False
+        self._unsent: list[bytes] = []
+        """The messages of this round of the event loop."""
         self.hello: EngineHello | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -87,14 +89,27 @@ class EngineLink(asyncio.Protocol):
         self._is_retired = True
 
     def send(self, message: Message) -> None:
-        """Queue a message; after the connection's end it is dropped."""
-        if self._transport is not None:
-            self._transport.write(encode(message))
+        """Queue a message; after the connection's end it is dropped.
+
+        The messages of one round of the event loop leave together: a system call takes as
+        long as encoding several messages, and each wakes the engine.
+        """
+        if self._transport is None:
+            return
+        if not self._unsent:
+            asyncio.get_running_loop().call_soon(self._write)
+        self._unsent.append(encode(message))
 
     def close(self) -> None:
         """Close the connection once what is queued is sent."""
+        self._write()
         if self._transport is not None:
             self._transport.close()
+
+    def _write(self) -> None:
+        unsent, self._unsent = self._unsent, []
+        if self._transport is not None and unsent:
+            self._transport.writelines(unsent)
 
     def _take(self, message: Message) -> None:
         if self._is_retired:
