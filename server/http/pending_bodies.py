@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from trimaran.comm.errors import ErrorKind, RequestError
 
 _SHORT_BYTES = 64 << 10
@@ -22,14 +19,9 @@ class PendingBodies:
         self._max_bytes = max_bytes
         self._num_bytes = 0
 
-    @contextmanager
-    def share(self) -> Iterator[Share]:
+    def share(self) -> Share:
         """The memory of one request's body, which is given back at the context's end."""
-        share = Share(self)
-        try:
-            yield share
-        finally:
-            share.release()
+        return Share(self)
 
     def take(self, num_bytes: int) -> None:
         """Count so many bytes more.
@@ -70,6 +62,12 @@ class Share:
         if missing > 0:
             self._bodies.take(missing)
             self._num_taken += missing
+
+    def __enter__(self) -> Share:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
 
     def release(self) -> None:
         """Give everything back; the body is decoded."""

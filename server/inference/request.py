@@ -61,6 +61,14 @@ class InferRequest:
     same batch reports the size.
     """
 
+    @property
+    def batch_size(self) -> int:
+        """The first dimension of the inputs of a model that batches."""
+        for tensor in self.inputs.values():
+            shape = tensor.data.shape
+            return int(shape[0]) if shape else 1
+        return 1
+
 
 @dataclass(slots=True, kw_only=True)
 class InferResponse:

@@ -40,6 +40,7 @@ class MeasuredModel:
         self.name = model.name
         self.version = model.version
         self.config: ModelConfig = model.config
+        self.is_batched = model.config.max_batch_size > 0
 
     def counting_on(self, model: Model) -> MeasuredModel:
         """Another model with this name and version, whose requests are added to this model's
@@ -99,16 +100,15 @@ class MeasuredModel:
                 async for each in responses:
                     last = each
             return last
-        measure, error = Measurement(self, self._model, request), None
+        measure = Measurement(self, self._model, request)
         self.begin()
         try:
             response = await self._one.respond(request)
-            measure.response(response)
-        except BaseException as failure:
-            error = failure
-            raise
-        finally:
+        except BaseException as error:
             measure.end(error)
+            raise
+        measure.response(response)
+        measure.end(None)
         return response
 
     def begin(self) -> None:
@@ -154,9 +154,7 @@ class Measurement:
         self._arrived_ns = request.handed_ns or request.arrival_ns or self._started_ns
         self._responded_ns = 0
         self._is_over = False
-        first = next(iter(request.inputs.values()), None)
-        batches = model.config.max_batch_size > 0 and first is not None and first.shape
-        self._batch_size = first.shape[0] if batches and first is not None else 1
+        self._batch_size = request.batch_size if model.is_batched else 1
 
     async def __aenter__(self) -> Measurement:
         """Start the request."""
@@ -189,17 +187,15 @@ class Measurement:
         if not self._responded_ns:
             self._metrics.first_response(now - self._arrived_ns)
         self._responded_ns = now
-        if response.is_final or not self._is_decoupled:
-            self.success()
+        if (response.is_final or not self._is_decoupled) and not self._is_over:
+            self._succeed()
 
     def given_up(self) -> None:
         """The caller wants no further response."""
         self._failure(FailureReason.CANCELED)
 
-    def success(self) -> None:
+    def _succeed(self) -> None:
         """The request is complete."""
-        if self._is_over:
-            return
         self._is_over = True
         now = time.monotonic_ns()
         total_ns = now - self._arrived_ns
@@ -221,7 +217,8 @@ class Measurement:
     def end(self, error: BaseException | None) -> None:
         """The request has ended, with this error or none. Called once."""
         if error is None:
-            self.success()
+            if not self._is_over:
+                self._succeed()
         elif isinstance(error, (GeneratorExit, asyncio.CancelledError)):
             self.given_up()
         elif isinstance(error, RequestError):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 from tritonclient.grpc.model_config_pb2 import ModelConfig
@@ -12,9 +10,22 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 @dataclass(slots=True, eq=False)
 class Arrival:
-    """A request whose prompt is being tokenized."""
+    """A request whose prompt is being tokenized, while the context lasts."""
 
+    request_id: str
+    by_id: dict[str, set[Arrival]]
+    """All arrivals of the model."""
     is_stopped: bool = False
+
+    def __enter__(self) -> Arrival:
+        self.by_id.setdefault(self.request_id, set()).add(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        arrivals = self.by_id[self.request_id]
+        arrivals.discard(self)
+        if not arrivals:
+            del self.by_id[self.request_id]
 
 
 class Arrivals:
@@ -23,18 +34,9 @@ class Arrivals:
     def __init__(self) -> None:
         self._by_id: dict[str, set[Arrival]] = {}
 
-    @contextmanager
-    def expect(self, request_id: str) -> Iterator[Arrival]:
-        """Register a request until the context ends."""
-        arrival = Arrival()
-        arrivals = self._by_id.setdefault(request_id, set())
-        arrivals.add(arrival)
-        try:
-            yield arrival
-        finally:
-            arrivals.discard(arrival)
-            if not arrivals:
-                self._by_id.pop(request_id, None)
+    def expect(self, request_id: str) -> Arrival:
+        """A request, registered until its context ends."""
+        return Arrival(request_id, self._by_id)
 
     def stop(self, request_id: str) -> None:
         """Mark the requests of an id as stopped: each ends as soon as it is submitted."""

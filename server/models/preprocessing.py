@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, chain, pairwise
 
@@ -27,7 +27,8 @@ PROMPTS = ("QUERY", "DECODER_QUERY")
 """The inputs whose texts may be as long as a prompt."""
 
 _REFUSED = ("IMAGE_BYTES", "IMAGE_URL", "VIDEO_BYTES")
-_WORDS = ("BAD_WORDS_DICT", "STOP_WORDS_DICT", "EMBEDDING_BIAS_WORDS")
+_WORDS = frozenset(("BAD_WORDS_DICT", "STOP_WORDS_DICT", "EMBEDDING_BIAS_WORDS"))
+_WORD_INPUTS = _WORDS | {"EMBEDDING_BIAS_WEIGHTS"}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -83,7 +84,9 @@ class PreprocessingModel:
         count = batch_size(request.inputs, "QUERY", self._is_batched)
         samples = [SampleInputs(request.inputs, i, self._is_batched) for i in range(count)]
         limit = request.max_input_len if isinstance(request, PromptJob) else None
-        num_words = sum(check_words(request.inputs, name) for name in _WORDS)
+        num_words = sum(
+            check_words(request.inputs, name) for name in request.inputs if name in _WORDS
+        )
         read = partial(self._texts, samples, limit)
         texts = read() if num_words <= MANY_WORDS else await asyncio.to_thread(read)
         outputs = await self._outputs_of(
@@ -121,9 +124,12 @@ class PreprocessingModel:
         """
         limits = self.tokenizer.limits
         for name in PROMPTS:
-            array = sample.array(name)
-            if array is not None:
-                limits.check_prompt(name, len(array.flat[0]), max_input_len)
+            prompt = sample.scalar(name)
+            if prompt is not None:
+                limits.check_prompt(name, len(prompt), max_input_len)
+        texts = _Texts(_one_text(sample, "QUERY"), sample.texts("DECODER_QUERY")[:1])
+        if not sample.has_any(_WORD_INPUTS):
+            return texts
         bias_words = sample.texts("EMBEDDING_BIAS_WORDS")
         weights = sample.array("EMBEDDING_BIAS_WEIGHTS")
         num_weights = 0 if weights is None else weights.size
@@ -132,14 +138,12 @@ class PreprocessingModel:
                 f"embedding bias: {len(bias_words)} words but {num_weights} weights; give one "
                 "weight a word"
             )
-        return _Texts(
-            prompt=_one_text(sample, "QUERY"),
-            decoder_prompt=sample.texts("DECODER_QUERY")[:1],
-            bad_words=sample.texts("BAD_WORDS_DICT"),
-            stop_words=sample.texts("STOP_WORDS_DICT"),
-            bias_words=bias_words,
-            bias_weights=np.empty(0) if weights is None else weights.reshape(-1),
-        )
+        texts.bad_words = sample.texts("BAD_WORDS_DICT")
+        texts.stop_words = sample.texts("STOP_WORDS_DICT")
+        texts.bias_words = bias_words
+        if weights is not None:
+            texts.bias_weights = weights.reshape(-1)
+        return texts
 
     async def _outputs_of(
         self,
@@ -246,7 +250,7 @@ class PreprocessingModel:
         return Tensor("OUT_PROMPT_TABLE_EXTRA_IDS", "UINT64", data)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Texts:
     """The texts of one sample."""
 
@@ -254,10 +258,10 @@ class _Texts:
     decoder_prompt: list[str]
     """One text or none."""
 
-    bad_words: list[str]
-    stop_words: list[str]
-    bias_words: list[str]
-    bias_weights: npt.NDArray[np.float64]
+    bad_words: list[str] = field(default_factory=list)
+    stop_words: list[str] = field(default_factory=list)
+    bias_words: list[str] = field(default_factory=list)
+    bias_weights: npt.NDArray[np.float64] = field(default_factory=partial(np.empty, 0))
     """One for each of the words."""
 
 
