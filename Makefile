@@ -7,6 +7,7 @@ WORLD_SIZE ?= 2
 HTTP_PORT ?= 8000
 GRPC_PORT ?= 8001
 METRICS_PORT ?= 8002
+OPENAI_PORT ?= 9000
 # Half of the time tests wait for processes that they started: three workers keep two cores busy.
 UNIT_PROCESSES ?= 3
 E2E_PROCESSES ?= 2
@@ -130,7 +131,8 @@ serve:  ## serve SmolLM2-135M-Instruct on 2 CPU ranks (MODEL=tiny, DECOUPLED=Fal
 
 serve-model: demo
 	@PYTHONDONTWRITEBYTECODE= exec $(BIN)/trimaran serve --world-size $(WORLD_SIZE) --model-repo $(DEMO_REPO) \
-		--http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) --metrics-port $(METRICS_PORT) $(DEMO_FLAGS) $(SERVE_FLAGS)
+		--http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) --metrics-port $(METRICS_PORT) \
+		--openai-port $(OPENAI_PORT) $(DEMO_FLAGS) $(SERVE_FLAGS)
 
 test: test-unit test-mpi-2 test-mpi-4 test-e2e  ## all tests that CI runs: unit, MPI, end to end
 

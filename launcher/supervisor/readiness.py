@@ -9,7 +9,9 @@ import shlex
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from trimaran.comm.files.input_files import parse_json, read_text
 from trimaran.launcher.config import ServeConfig
 from trimaran.launcher.placement.preflight import endpoints
 
@@ -73,7 +75,7 @@ def endpoint_urls(config: ServeConfig) -> dict[str, str]:
 
 
 def endpoint_lines(config: ServeConfig) -> list[str]:
-    """The open endpoints, and the curl line if a text-level model is served."""
+    """The open endpoints, and requests to paste if a text-level model is served."""
     lines = ["Ready."]
     for endpoint in endpoints(config.frontend):
         host = _reachable(endpoint.address)
@@ -82,7 +84,10 @@ def endpoint_lines(config: ServeConfig) -> list[str]:
             f"{_TITLES[endpoint.name]:<8} {endpoint.scheme}{host}:{endpoint.port}{path}"
         )
     frontend = config.frontend
+    is_secure = frontend.access.http_tls is not None
     if config.ensemble and frontend.allow_http:
+        host = f"{_reachable(frontend.http_address)}:{frontend.http_port}"
+        path = f"/v2/models/{config.ensemble}/generate"
         prompt = config.example_prompt
         body = {
             "text_input": prompt or _QUESTION,
@@ -90,12 +95,38 @@ def endpoint_lines(config: ServeConfig) -> list[str]:
             "bad_words": "",
             "stop_words": "",
         }
-        scheme = "https://" if frontend.access.http_tls is not None else ""
-        lines.append(
-            f"curl -X POST {scheme}{_reachable(frontend.http_address)}:{frontend.http_port}"
-            f"/v2/models/{config.ensemble}/generate -d {shlex.quote(json.dumps(body))}"
-        )
+        lines.append(_curl("https://" if is_secure else "", host, path, body))
+    if config.ensemble and frontend.openai.port:
+        host = f"{_reachable(frontend.openai.address)}:{frontend.openai.port}"
+        path, body = _openai_request(config)
+        lines.append(_curl("https://" if is_secure else "", host, path, body))
+        lines.append(f"A page to try it: http{'s' if is_secure else ''}://{host}/chat")
     return lines
+
+
+def _openai_request(config: ServeConfig) -> tuple[str, dict[str, Any]]:
+    """A chat for a model with a chat template, else a text that is continued."""
+    model = {"model": config.ensemble}
+    folders = [Path(tokenizer.folder) for tokenizer in config.tokenizers]
+    if config.frontend.openai.chat_template or any(map(_has_chat_template, folders)):
+        messages = [{"role": "user", "content": _QUESTION}]
+        chat = {**model, "messages": messages, "max_tokens": _MAX_ANSWER, "temperature": 0}
+        return "/v1/chat/completions", chat
+    text = {**model, "prompt": _QUESTION, "max_tokens": _MAX_TOKENS, "temperature": 0}
+    return "/v1/completions", text
+
+
+def _has_chat_template(folder: Path) -> bool:
+    if (folder / "chat_template.jinja").exists():
+        return True
+    with contextlib.suppress(OSError, ValueError):
+        values = parse_json(read_text(folder / "tokenizer_config.json"))
+        return isinstance(values, dict) and bool(values.get("chat_template"))
+    return False
+
+
+def _curl(scheme: str, host: str, path: str, body: dict[str, Any]) -> str:
+    return f"curl -X POST {scheme}{host}{path} -d {shlex.quote(json.dumps(body))}"
 
 
 def _reachable(address: str, everywhere: str = "localhost") -> str:

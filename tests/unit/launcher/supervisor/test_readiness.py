@@ -76,3 +76,27 @@ def test_the_printed_request_has_the_operators_prompt_as_the_shell_takes_it(
 def test_a_prompt_file_that_is_not_there_is_refused(text_repository, tmp_path):
     with pytest.raises(ConfigError, match=r"--example-prompt .*nowhere: cannot be read"):
         resolve(text_repository, "--example-prompt", str(tmp_path / "nowhere"))
+
+
+def test_a_model_with_a_chat_template_is_asked_by_a_chat_and_shown_on_a_page(
+    text_repository, tmp_path
+):
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    *_, line, page = endpoint_lines(resolve(text_repository, "--openai-port", "9000"))
+    words = shlex.split(line)
+    assert words[:-2] == ["curl", "-X", "POST", "localhost:9000/v1/chat/completions"]
+    body = json.loads(words[-1])
+    assert (body["model"], body["messages"][0]["role"]) == ("ensemble", "user")
+    assert page == "A page to try it: http://localhost:9000/chat"
+
+
+@pytest.mark.parametrize("settings", [None, "{}", "no JSON"])
+def test_a_model_without_a_chat_template_is_asked_to_continue_a_text(
+    settings, text_repository, tmp_path
+):
+    if settings is not None:
+        (tmp_path / "tokenizer_config.json").write_text(settings)
+    *_, line, _ = endpoint_lines(resolve(text_repository, "--openai-port", "9000"))
+    words = shlex.split(line)
+    assert words[3] == "localhost:9000/v1/completions"
+    assert json.loads(words[-1])["prompt"] == "What is machine learning?"
