@@ -138,7 +138,7 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add(
         "--guided-decoding-guide-type", metavar="TYPE",
-        help="json, json_schema, regex, ebnf_grammar or choice",
+        help="json, json_schema, regex, ebnf_grammar, choice or structural_tag",
     )  # fmt: skip
     add("--guided-decoding-guide", metavar="TEXT", help="what the output follows")
 

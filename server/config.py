@@ -30,6 +30,12 @@ class OpenAiConfig:
     chat_template: str = ""
     """A template in place of those of tokenizers' folders."""
 
+    tool_call_parser: str = "auto"
+    """The form of tool calls; ``auto``: by the chat template."""
+
+    reasoning_parser: str = "auto"
+    """``think``: outputs may begin with reasoning; ``none``: not; ``auto``: by the template."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontendConfig:

@@ -6,6 +6,7 @@ import argparse
 
 from trimaran.comm.files.flag_values import count, port
 from trimaran.launcher.flags.parser import FlagParser
+from trimaran.server.openai.tool_formats import FORMATS
 
 
 def add_openai_flags(parser: argparse.ArgumentParser) -> None:
@@ -27,8 +28,14 @@ def add_openai_flags(parser: argparse.ArgumentParser) -> None:
         "alone)")  # fmt: skip
     add("--chat-template", default="", metavar="FILE",
         help="jinja2 template of chats in place of those of tokenizer_dir")  # fmt: skip
+    add("--tool-call-parser", default="auto", choices=("auto", *FORMATS),
+        help="form in which the model writes tool calls (auto: by the chat "
+        "template)")  # fmt: skip
+    add("--reasoning-parser", default="auto", choices=("auto", "think", "none"),
+        help="think: outputs may begin with <think>...</think> (auto: by the chat "
+        "template)")  # fmt: skip
     if isinstance(parser, FlagParser):
         parser.hide(
             "openai_address", "openai_restricted_api", "default_max_tokens", "lora_separator",
-            "chat_template",
+            "chat_template", "tool_call_parser", "reasoning_parser",
         )  # fmt: skip

@@ -20,7 +20,8 @@ _CATEGORIES = {
 
 _NEEDS_PORT: tuple[tuple[str, object], ...] = (
     ("openai_address", ""), ("openai_restricted_api", []), ("default_max_tokens", 0),
-    ("lora_separator", ""), ("chat_template", ""),
+    ("lora_separator", ""), ("chat_template", ""), ("tool_call_parser", "auto"),
+    ("reasoning_parser", "auto"),
 )  # fmt: skip
 
 
@@ -44,6 +45,8 @@ def openai_config(args: argparse.Namespace) -> OpenAiConfig:
         default_max_tokens=args.default_max_tokens,
         lora_separator=args.lora_separator,
         chat_template=_template(args.chat_template),
+        tool_call_parser=args.tool_call_parser,
+        reasoning_parser=args.reasoning_parser,
     )
 
 

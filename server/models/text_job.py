@@ -9,13 +9,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trimaran.comm.messages.messages import FinishReason
 from trimaran.server.inference.request import InferRequest, InferResponse, Tensor
 from trimaran.server.inference.tensor_bytes import object_array
 from trimaran.server.models.encoded_texts import Ids
 from trimaran.server.models.text_answer import TextAnswer
 from trimaran.server.models.text_run import TextRun
-from trimaran.server.models.token_job import ChunkResponse
 
 Value = bool | int | float | str | npt.NDArray[Any]
 
@@ -91,7 +89,7 @@ class TextChunk(InferResponse):
     sequence: int = 0
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    """The ids of the text, without the end id and ids of hidden stop words."""
+    """The ids of the text, those of hidden stop words among them."""
 
     log_probs: list[float] = field(default_factory=list)
     """One for each of the ids, if asked for."""
@@ -127,17 +125,6 @@ class JobRun(TextRun):
     """The answers of a `TextJob`."""
 
     hides_stop_words = True
-
-    async def take(self, response: InferResponse) -> InferResponse | None:
-        """See `TextRun`; the end id has no part in the text."""
-        assert isinstance(response, ChunkResponse)
-        chunk = response.chunk
-        if chunk.finish_reason is FinishReason.END_ID and chunk.token_ids:
-            answer = self._answer((response.sample, response.sequence))
-            if not answer.stop.is_matched:
-                answer.progress.num_output += 1
-            response.chunk = chunk.beginning(len(chunk.token_ids) - 1)
-        return await TextRun.take(self, response)
 
     def _skips_special_tokens(self) -> bool:
         assert isinstance(self._request, TextJob)

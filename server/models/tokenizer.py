@@ -144,6 +144,12 @@ class Tokenizer:
         """Ids with their tokens, for messages."""
         return named_ids(self._fast, ids)
 
+    @property
+    def special_texts(self) -> list[str]:
+        """The special tokens."""
+        texts = (self._fast.id_to_token(token_id) for token_id in sorted(self.special_ids))
+        return [text for text in texts if text]
+
     def token_text(self, token_id: int) -> str:
         """The text of one id alone, with the space that may begin it; a part of a character
         is a replacement character.

@@ -19,6 +19,9 @@ from trimaran.server.models.tokenizer import Tokenizer
 from trimaran.server.openai.chat_templates import ChatTemplate, compiled, read_chat_template
 from trimaran.server.openai.errors import ApiError, no_text_model, unknown_model
 from trimaran.server.openai.requests import Offer
+from trimaran.server.openai.segments import Reasoning
+from trimaran.server.openai.tool_formats import format_of_template, literals_of
+from trimaran.server.openai.tools import OutputForm
 from trimaran.server.service import Service
 
 _ADAPTERS_AGE_S = 2.0
@@ -43,6 +46,7 @@ class Catalogue:
         self._service = service
         self._config = config
         self._templates: WeakKeyDictionary[Tokenizer, ChatTemplate | None] = WeakKeyDictionary()
+        self._forms: WeakKeyDictionary[Tokenizer, OutputForm] = WeakKeyDictionary()
         self._adapters: dict[str, tuple[float, list[str]]] = {}
         self.created_s = int(time.time())
 
@@ -77,7 +81,8 @@ class Catalogue:
             template = await self._template(steps.tokenizer)
             most = steps.tokenizer.limits.most_bytes(steps.max_input_len())
             # The first of two equal names counts, as in `find`.
-            offers.setdefault(served.name, Offer(template, most))
+            form = self._form(steps.tokenizer, template)
+            offers.setdefault(served.name, Offer(template, most, form=form))
         for model in self._service.registry.models():
             offers.setdefault(model.name, Offer(None, 0, is_text=False))
         return offers
@@ -93,6 +98,24 @@ class Catalogue:
                 raise ApiError(str(error), kind=ErrorKind.UNAVAILABLE) from None
             self._templates[tokenizer] = found
         return self._templates[tokenizer]
+
+    def _form(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> OutputForm:
+        """What the model's output consists of."""
+        found = self._forms.get(tokenizer)
+        if found is None:
+            text = "".join(template.texts.values()) if template is not None else ""
+            name, reasoning = self._config.tool_call_parser, self._config.reasoning_parser
+            name = format_of_template(text) if name == "auto" else name
+            has_reasoning = reasoning == "think"
+            if reasoning == "auto":
+                has_reasoning = Reasoning().closing in text
+            literals = literals_of(name) if name else ""
+            if has_reasoning:
+                literals += Reasoning().opening + Reasoning().closing
+            special = [token for token in tokenizer.special_texts if token in literals]
+            found = OutputForm(name, has_reasoning, frozenset(special))
+            self._forms[tokenizer] = found
+        return found
 
     def _models(self) -> list[ServedModel]:
         found = []

@@ -8,7 +8,11 @@ from trimaran.server.models.text_job import TextChunk
 from trimaran.server.models.tokenizer import Tokenizer
 from trimaran.server.openai.answers import DONE, EventForm, Label, Usage, finish_reason
 from trimaran.server.openai.log_probs import chat_content, scored
+from trimaran.server.openai.outputs import Output, delta_of, pattern_of
 from trimaran.server.openai.requests import GenerationRequest
+from trimaran.server.openai.segments import Reasoning
+from trimaran.server.openai.tool_formats import literals_of
+from trimaran.server.openai.tools import Parsing
 from trimaran.server.protocol import json_access
 
 
@@ -22,6 +26,11 @@ class ChatAnswer:
         self._request = request
         self._tokenizer = tokenizer
         self._usage = usage
+        self._parsing = request.parsing
+        self._dropped = None
+        if self._parsing is not None and self._parsing.shows_special_tokens:
+            self._dropped = pattern_of(self._foreign_tokens())
+        self._outputs: dict[int, Output] = {}
         self._forms: dict[int, EventForm] = {}
         self._choices: dict[int, dict[str, Any]] = {}
 
@@ -36,6 +45,8 @@ class ChatAnswer:
     def events(self, chunk: TextChunk) -> list[bytes]:
         """See `Answer`."""
         self._usage.add(chunk)
+        if self._parsing is not None:
+            return self._parsed_events(chunk, self._parsing)
         if not chunk.finish_reason and self._request.num_top is None:
             form = self._forms.get(chunk.sequence)
             if form is None:
@@ -59,6 +70,10 @@ class ChatAnswer:
         """See `Answer`."""
         self._usage.add(chunk)
         message = {"role": "assistant", "content": chunk.text, "refusal": None}
+        if self._parsing is not None:
+            output = self._output(chunk.sequence, self._parsing)
+            output.feed(chunk.text, is_last=True)
+            message |= _parsed_message(output)
         choice: dict[str, Any] = {
             "index": chunk.sequence, "message": message, "logprobs": None,
             "finish_reason": None,
@@ -73,9 +88,42 @@ class ChatAnswer:
         found["usage"] = self._usage.document()
         return found
 
+    def _parsed_events(self, chunk: TextChunk, parsing: Parsing) -> list[bytes]:
+        """An event for each segment; the last one has the end and the log-probabilities."""
+        output = self._output(chunk.sequence, parsing)
+        is_last = bool(chunk.finish_reason)
+        deltas = [
+            delta_of(segment, number, output)
+            for segment, number in output.feed(chunk.text, is_last=is_last)
+        ]
+        if not deltas and (is_last or self._request.num_top is not None):
+            deltas = [{}]
+        choices = [self._choice(chunk.sequence, delta) for delta in deltas]
+        if choices:
+            self._complete(choices[-1], chunk)
+        return [json_access.dump(self._event([choice])) for choice in choices]
+
+    def _output(self, sequence: int, parsing: Parsing) -> Output:
+        output = self._outputs.get(sequence)
+        if output is None:
+            output = self._outputs[sequence] = Output(parsing, self._dropped)
+        return output
+
+    def _foreign_tokens(self) -> list[str]:
+        """Special tokens that are no literals of the output's form."""
+        parsing = self._parsing
+        assert parsing is not None
+        reasoning = Reasoning()
+        literals = literals_of(parsing.tool_format) if parsing.tool_format else ""
+        literals += reasoning.opening + reasoning.closing
+        return [token for token in self._tokenizer.special_texts if token not in literals]
+
     def _complete(self, choice: dict[str, Any], chunk: TextChunk) -> None:
         if chunk.finish_reason:
             choice["finish_reason"] = finish_reason(chunk)
+            output = self._outputs.get(chunk.sequence)
+            if output is not None and output.calls and choice["finish_reason"] == "stop":
+                choice["finish_reason"] = "tool_calls"
         if self._request.num_top is not None:
             tokens = scored(chunk, self._request.num_top)
             content = chat_content(self._tokenizer, tokens)
@@ -99,3 +147,14 @@ class ChatAnswer:
         if self._request.asked.include_usage:
             event["usage"] = None
         return event
+
+
+def _parsed_message(output: Output) -> dict[str, Any]:
+    """The members of a message that its segments make."""
+    message: dict[str, Any] = {"content": output.text}
+    if output.calls:
+        message["content"] = output.text or None
+        message["tool_calls"] = [call.document() for call in output.calls]
+    if output.reasoning:
+        message["reasoning_content"] = output.reasoning
+    return message

@@ -22,6 +22,14 @@ from trimaran.server.openai.sampling import (
     read_asked,
     read_log_probs,
 )
+from trimaran.server.openai.tools import (
+    OutputForm,
+    Parsing,
+    guide_of,
+    parsing_of,
+    read_response_format,
+    read_tools,
+)
 
 MAX_PROMPTS = 1 << 12
 _MAX_PROMPT_IDS = 1 << 22
@@ -37,6 +45,7 @@ class Offer:
     template: ChatTemplate | None
     max_prompt_bytes: int
     is_text: bool = True
+    form: OutputForm = field(default_factory=OutputForm)
 
 
 def find_offer(offers: Mapping[str, Offer], name: str) -> Offer:
@@ -68,6 +77,8 @@ class GenerationRequest:
     """Whether the prompt is part of the answer."""
 
     add_special_tokens: bool | None = None
+    parsing: Parsing | None = None
+    """How outputs are cut into segments; None: they are texts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +146,16 @@ def read_chat(fields: Fields, offers: Mapping[str, Offer]) -> GenerationRequest:
     offer = find_offer(offers, model)
     asked = read_asked(fields, "max_completion_tokens", "max_tokens")
     found = GenerationRequest(model=model, asked=asked, add_special_tokens=False)
-    found.prompts = [render_chat(fields, model, offer)]
+    choice = read_tools(fields)
+    answer = read_response_format(fields)
+    prompt = render_chat(fields, model, offer, choice.tools if choice.mode != "none" else None)
+    found.prompts = [prompt]
+    parsing = parsing_of(offer.form, choice, model, prompt)
+    asked.values |= guide_of(offer.form, choice, parsing, answer)
+    if parsing.tool_format or parsing.has_reasoning:
+        found.parsing = parsing
+        if parsing.shows_special_tokens:
+            asked.skip_special_tokens = False
     has_log_probs = fields.boolean("logprobs") or False
     num_top = fields.integer("top_logprobs", 0, MAX_TOP_LOGPROBS)
     if num_top and not has_log_probs:
@@ -144,24 +164,23 @@ def read_chat(fields: Fields, offers: Mapping[str, Offer]) -> GenerationRequest:
         read_log_probs(asked, num_top=num_top or 0)
         found.num_top = num_top or 0
     _refuse_unserved(fields)
-    fields.finish(*IGNORED, "parallel_tool_calls")
+    fields.finish(*IGNORED)
     return found
 
 
 def _refuse_unserved(fields: Fields) -> None:
-    for name in ("audio", "prediction", "web_search_options", "moderation", "functions"):
+    for name in ("audio", "prediction", "web_search_options", "moderation"):
         fields.refuse(name, "is not served. Leave it out.")
-    for name in ("tools", "tool_choice"):
-        fields.refuse(name, "is not served. Leave it out.")
-    form = fields.member("response_format")
-    if form is not None and form.choice("type", "text") is None:
-        raise ApiError("'response_format.type' is missing", param="response_format.type")
+    for name in ("functions", "function_call"):
+        fields.refuse(name, "is the older form of tools. Send 'tools' and 'tool_choice'.")
     kinds = list_of(fields, "modalities", str, "strings", 4)
     if kinds not in (None, ["text"]):
         raise ApiError("'modalities' must be [\"text\"]", param="modalities")
 
 
-def render_chat(fields: Fields, model: str, offer: Offer) -> str:
+def render_chat(
+    fields: Fields, model: str, offer: Offer, tools: list[dict[str, Any]] | None = None
+) -> str:
     """The prompt of a chat's messages.
 
     Raises:
@@ -188,7 +207,7 @@ def render_chat(fields: Fields, model: str, offer: Offer) -> str:
     effort = fields.text("reasoning_effort")
     if effort is not None:
         values = {"reasoning_effort": effort, **values}
-    text = template.text(has_tools=False)
+    text = template.text(has_tools=bool(tools))
     messages = read_messages(
         fields, takes_parts=takes_parts(text), knows_developer="developer" in text
     )
@@ -201,6 +220,7 @@ def render_chat(fields: Fields, model: str, offer: Offer) -> str:
         )
     chat = Chat(
         messages=messages,
+        tools=tools or None,
         documents=list_of(fields, "documents", dict, "objects", MAX_PROMPTS),
         add_generation_prompt=not is_continued if begins_answer is None else begins_answer,
         continue_final_message=is_continued,

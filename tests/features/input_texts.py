@@ -55,7 +55,8 @@ TOKEN = {
     "retention_token_range_durations_ms": "how long priorities last; -1 is for ever",
     "retention_decode_priority": "the priority of the output's blocks",
     "retention_decode_duration_ms": "how long it lasts",
-    "guided_decoding_guide_type": "`json`, `json_schema`, `regex`, `ebnf_grammar`, `choice`",
+    "guided_decoding_guide_type": "`json`, `json_schema`, `regex`, `ebnf_grammar`, `choice`, "
+    "`structural_tag`",
     "guided_decoding_guide": "what the output follows",
 }
 TOKEN_WITHOUT_EFFECT = {

@@ -13,6 +13,7 @@ from trimaran.comm.files.input_files import parse_json, read_text
 from trimaran.worker.config.engine_config import GuidedConfig
 from trimaran.worker.guided.json_schemas import check_pattern, read_schema
 from trimaran.worker.guided.matcher import CompiledGuide
+from trimaran.worker.guided.structural_tags import read_structural_tag
 
 _THREADS = 1
 """With more threads the library hangs where one of them gets no memory, and near the memory
@@ -57,6 +58,7 @@ class Library:
             "regex": self._compile_regex,
             "ebnf_grammar": self._compile_ebnf,
             "choice": lambda guide: self._compiler.compile_grammar(_choice_grammar(guide)),
+            "structural_tag": self._compile_structural_tag,
         }
         """The compiling function of each type of guide."""
 
@@ -136,6 +138,15 @@ class Library:
                 "control character, which have no place in a JSON string as they are. Leave "
                 "it out of the pattern."
             )
+
+    def _compile_structural_tag(self, guide: str) -> Any:
+        guide, patterns = read_structural_tag(guide)
+        for pattern in patterns:
+            self._check_in_string(pattern)
+        if _LENGTH.search(guide) is None:
+            return self._compiler.compile_structural_tag(guide)
+        grammar = str(self._xgrammar.Grammar.from_structural_tag(guide))
+        return self._compiler.compile_grammar(_COUNTED.sub(_WITHOUT_CONTROLS, grammar))
 
     def _compile_regex(self, guide: str) -> Any:
         check_pattern(guide)

@@ -180,6 +180,7 @@ PLACES: dict[str, Places] = {
     "models/transaction.py": {"tolist": "one value for each sample of a batch"},
     # ---- OpenAI's protocol
     "openai/answers.py": _all(ENGINE, "encode join json_access.dump"),
+    "openai/catalogue.py": {"join": OPERATOR},
     "openai/chat_templates.py": {"search": OPERATOR, **_all(INLINE_BODY, "dumps join")},
     "openai/chats.py": {"json_access.dump": ENGINE},
     "openai/completions.py": {"json_access.dump": ENGINE},
@@ -190,7 +191,12 @@ PLACES: dict[str, Places] = {
     "openai/fields.py": {"json_access.parse": INLINE_BODY, "join": INLINE_BODY},
     "openai/log_probs.py": {"decode": VALUE},
     "openai/messages.py": {"loads": INLINE_BODY, "join": INLINE_BODY},
+    "openai/outputs.py": _all(ENGINE, "join sub"),
+    "openai/pythonic_calls.py": _all(ENGINE, "join loads dumps"),
+    "openai/segments.py": _all(ENGINE, "join loads dumps"),
     "openai/server.py": {"match": HEAD, **_all(OPERATOR, "b64encode decode encode findall")},
+    "openai/tool_formats.py": _all(ENGINE, "join loads dumps"),
+    "openai/tools.py": {"join": OPERATOR, "dumps": INLINE_BODY, "fullmatch": INLINE_BODY},
     "openai/tokens.py": {"tolist": INLINE_IDS, "encode": INLINE_TEXT},
     # ---- protocol
     "protocol/generate.py": {

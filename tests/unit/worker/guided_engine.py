@@ -37,7 +37,11 @@ GUIDES = {
     "regex": "(red|green|blue) [0-9]{2,4}",
     "ebnf_grammar": 'root ::= "yes" | "no" root',
     "choice": json.dumps(["to be", "not to be", 'a "quoted" word']),
-}
+    "structural_tag": json.dumps({"type": "structural_tag", "format": {
+        "type": "sequence", "elements": [
+            {"type": "const_string", "value": "call: "},
+            {"type": "json_schema", "json_schema": json.loads(SCHEMA)}]}}),
+}  # fmt: skip
 
 
 def slow_schema(number):
@@ -99,6 +103,8 @@ def text_of(driver, request):
 
 
 def follows(kind, text):
+    if kind == "structural_tag" and text.startswith("call: "):
+        return follows("json_schema", text.removeprefix("call: "))
     if kind == "json_schema":
         value = json.loads(text)
         return set(value) == {"name", "age"} and 0 <= value["age"] <= 99

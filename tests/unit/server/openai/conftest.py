@@ -80,12 +80,10 @@ class Engine:
     def _answer(self, submit):
         text = self.texts.get(submit.sequence_index, self.texts[0])
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids
-        end_id = submit.sampling.get("end_id", -1)
-        ids += [end_id] if end_id >= 0 else []
         most = submit.sampling.get("max_tokens", 16)
         reason = FinishReason.LENGTH if most < len(ids) else FinishReason.END_ID
         ids, start = ids[:most], 0
-        while start < len(ids):
+        while start < len(ids) or not ids:
             if start:
                 self.gate.wait(60)
             if submit.request_id in self.cancelled:
@@ -93,6 +91,8 @@ class Engine:
             step = ids[start : start + self.burst]
             start += len(step)
             self._send(submit, step, reason if start >= len(ids) else 0)
+            if not ids:
+                return
 
     def _send(self, submit, ids, reason):
         extras = {}

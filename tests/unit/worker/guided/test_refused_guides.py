@@ -244,3 +244,35 @@ def test_a_pattern_with_letters_of_any_script_keeps_the_string_valid(driver, pat
     assert re.fullmatch(
         pattern.replace(r"\u{1f600}", "\U0001f600"), json.loads(text_of(driver, request))
     )
+
+
+@pytest.mark.parametrize(
+    ("guide", "reason"),
+    [
+        ("x", "no JSON"),
+        ("[]", "no structural tag"),
+        ({"type": "grammar", "grammar": "root ::= root"}, "of the type 'grammar'"),
+        ({"type": "optional", "content": {"type": "json_schema", "json_schema": {"not": {}}}},
+         "'not' of a JSON schema"),
+        ({"type": "sequence", "elements": [{"type": "regex", "pattern": "(?=a)b"}]},
+         "looks ahead"),
+    ],
+)  # fmt: skip
+def test_a_structural_tag_that_cannot_be_followed_is_refused(driver, guide, reason):
+    if isinstance(guide, dict):
+        guide = json.dumps({"type": "structural_tag", "format": guide})
+    bad = submit(driver, "structural_tag", guide)
+    driver.run()
+    assert reason in driver.failed[bad]
+
+
+def test_strings_of_limited_length_hold_no_control_characters_in_a_structural_tag(driver):
+    schema = {"type": "string", "minLength": 3, "maxLength": 8}
+    form = {"type": "json_schema", "json_schema": schema}
+    guide = json.dumps({"type": "structural_tag", "format": form})
+    requests = [
+        submit(driver, "structural_tag", guide, seed=seed, temperature=3.0) for seed in range(8)
+    ]
+    driver.run()
+    for request in requests:
+        assert 3 <= len(json.loads(text_of(driver, request))) <= 8

@@ -1,0 +1,99 @@
+"""One sequence of a chat: its text, its reasoning and its tool calls as they come."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trimaran.server.openai.segments import Kind, Segment, Segmenter
+from trimaran.server.openai.tools import Parsing
+
+_ID_LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
+_ID_LENGTHS = {"mistral": 9}
+"""Mistral's chat templates take ids of exactly this length."""
+
+_LENGTH = 24
+
+
+@dataclass(slots=True)
+class Call:
+    """A tool call as far as it has come."""
+
+    id: str
+    name: str
+    arguments: str = ""
+
+    def document(self) -> dict[str, Any]:
+        """The member of ``tool_calls``."""
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+class Output:
+    """Cuts a sequence's text, and keeps what was found."""
+
+    def __init__(self, parsing: Parsing, dropped: re.Pattern[str] | None) -> None:
+        """``dropped`` matches special tokens that are no part of the output's form."""
+        self._parsing = parsing
+        self._dropped = dropped
+        self._segmenter: Segmenter = parsing.segmenter()
+        self.text = ""
+        self.reasoning = ""
+        self.calls: list[Call] = []
+        self._num_seen = 0
+
+    def feed(self, text: str, *, is_last: bool) -> list[tuple[Segment, int]]:
+        """The new segments, each with the number of its call."""
+        if self._dropped is not None:
+            text = self._dropped.sub("", text)
+        segments = self._segmenter.feed(text)
+        if is_last:
+            segments += self._segmenter.finish()
+        return [(segment, len(self.calls) - 1) for segment in segments if self._take(segment)]
+
+    def _take(self, segment: Segment) -> bool:
+        """Keep a segment; False for one of a call that is too many."""
+        most = self._parsing.max_calls
+        if segment.kind is Kind.TEXT:
+            self.text += segment.text
+        elif segment.kind is Kind.REASONING:
+            self.reasoning += segment.text
+        elif segment.kind is Kind.CALL:
+            self._num_seen += 1
+            if most is not None and self._num_seen > most:
+                return False
+            self.calls.append(Call(self._new_id(), segment.text))
+        else:
+            if most is not None and self._num_seen > most:
+                return False
+            self.calls[-1].arguments += segment.text
+        return True
+
+    def _new_id(self) -> str:
+        length = _ID_LENGTHS.get(self._parsing.tool_format)
+        letters = "".join(secrets.choice(_ID_LETTERS) for _ in range(length or _LENGTH))
+        return letters if length else f"call_{letters}"
+
+
+def delta_of(segment: Segment, number: int, output: Output) -> dict[str, Any]:
+    """The object ``delta`` of a chat's event."""
+    if segment.kind is Kind.TEXT:
+        return {"content": segment.text}
+    if segment.kind is Kind.REASONING:
+        return {"reasoning_content": segment.text}
+    if segment.kind is Kind.CALL:
+        call = output.calls[number]
+        function = {"name": call.name, "arguments": ""}
+        begun = {"index": number, "id": call.id, "type": "function", "function": function}
+        return {"tool_calls": [begun]}
+    return {"tool_calls": [{"index": number, "function": {"arguments": segment.text}}]}
+
+
+def pattern_of(tokens: Sequence[str]) -> re.Pattern[str] | None:
+    """Matches any of these special tokens."""
+    if not tokens:
+        return None
+    return re.compile("|".join(re.escape(token) for token in tokens))

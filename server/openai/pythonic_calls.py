@@ -1,0 +1,127 @@
+"""Tool calls as a list of calls in Python's syntax, as Llama 3.2 and Llama 4 write them."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from trimaran.server.openai.segments import MalformedError, Scanner, Section, Steps
+from trimaran.server.openai.structural_tags import (
+    Pieces,
+    Schema,
+    Tag,
+    const,
+    json_schema,
+    repeated,
+    sequence,
+)
+
+_NAMES = {"true": "True", "false": "False", "null": "None"}
+_OPENING, _CLOSING = "([{", ")]}"
+
+
+@dataclass(frozen=True, slots=True)
+class PythonicSection(Section):
+    """The whole output is a list of calls in Python's syntax."""
+
+    @property
+    def is_at_start(self) -> bool:
+        """See `Section`."""
+        return True
+
+    @property
+    def openings(self) -> tuple[str, ...]:
+        """See `Section`."""
+        return ()
+
+    def read(self, scanner: Scanner, opening: str) -> Steps:
+        """See `Section`."""
+        yield from scanner.space()
+        yield from scanner.expect("[")
+        while True:
+            yield from scanner.space()
+            name = yield from scanner.until(("(",))
+            if name not in scanner.tools:
+                raise MalformedError
+            scanner.call(name)
+            scanner.arguments("{")
+            yield from self._values(scanner)
+            scanner.arguments("}")
+            following = yield from scanner.space()
+            if following != ",":
+                yield from scanner.expect("]")
+                return
+            yield from scanner.expect(",")
+
+    def _values(self, scanner: Scanner) -> Steps:
+        num_values = 0
+        while True:
+            first = yield from scanner.space()
+            if first == ")":
+                yield from scanner.char()
+                return
+            if first == ",":
+                yield from scanner.char()
+                yield from scanner.space()
+            key = yield from scanner.until(("=",))
+            separator = ", " if num_values else ""
+            parts: list[str] = []
+            yield from self._expression(scanner, parts)
+            value = _python_value("".join(parts))
+            scanner.arguments(f"{separator}{json.dumps(key.strip())}: {value}")
+            num_values += 1
+
+    def _expression(self, scanner: Scanner, parts: list[str]) -> Steps:
+        """The text of a value, up to a comma or the end of the call."""
+        depth, quote, is_escaped = 0, "", False
+        while True:
+            found = yield from scanner.char()
+            if not found:
+                raise MalformedError
+            if quote:
+                quote = "" if found == quote and not is_escaped else quote
+                is_escaped = found == "\\" and not is_escaped
+            elif found in "'\"":
+                quote = found
+            elif depth == 0 and found in ",)":
+                scanner.push(found)
+                return
+            elif found in _OPENING:
+                depth += 1
+            elif found in _CLOSING:
+                depth -= 1
+            parts.append(found)
+
+    def structure(self, tools: Mapping[str, Schema], pieces: Pieces, *, is_one: bool) -> Tag:
+        """The structural tag of calls: values are JSON, which the form reads as well."""
+        calls = []
+        for name, schema in tools.items():
+            properties = schema.get("properties", {})
+            required = [key for key in properties if key in schema.get("required", ())]
+            elements = [const(f"{name}(")]
+            for number, key in enumerate(required):
+                elements.append(const(f"{', ' if number else ''}{key}="))
+                elements.append(json_schema(properties[key]))
+            # Without a required value no comma may come first.
+            others = [key for key in properties if key not in required] if required else []
+            for key in others:
+                value = sequence(const(f", {key}="), json_schema(properties[key]))
+                elements.append({"type": "optional", "content": value})
+            calls.append(sequence(*elements, const(")")))
+        calls_tag = repeated(calls, ", ", is_one=is_one)
+        return sequence(const("["), calls_tag, const("]"))
+
+
+def _python_value(text: str) -> str:
+    """A literal of Python, or a JSON value, as JSON."""
+    try:
+        return json.dumps(ast.literal_eval(_NAMES.get(text.strip(), text.strip())),
+                          ensure_ascii=False)  # fmt: skip
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        pass
+    try:
+        return json.dumps(json.loads(text), ensure_ascii=False)
+    except (ValueError, RecursionError):
+        return json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,244 @@
+"""The tools of a request: which may be called, how calls are written, and what is enforced."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from trimaran.server.openai.errors import ApiError
+from trimaran.server.openai.fields import Fields
+from trimaran.server.openai.segments import Reasoning, Segmenter
+from trimaran.server.openai.structural_tags import (
+    Pieces,
+    Schema,
+    Tag,
+    const,
+    json_schema,
+    sequence,
+)
+from trimaran.server.openai.tool_formats import FORMATS
+
+_MAX_TOOLS = 512
+_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+_GUIDE_TYPE, _GUIDE = "guided_decoding_guide_type", "guided_decoding_guide"
+_SPACE: Tag = {"type": "regex", "pattern": "[ \\n]{0,4}"}
+
+
+@dataclass(frozen=True, slots=True)
+class OutputForm:
+    """What a model's output consists of, as its chat template tells or the operator."""
+
+    tool_format: str = ""
+    """A name of `FORMATS`; empty: tools are refused."""
+
+    has_reasoning: bool = False
+    special: frozenset[str] = frozenset()
+    """Special tokens of the tokenizer that are literals of the form."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Parsing:
+    """How one request's outputs are cut into segments."""
+
+    tool_format: str = ""
+    """Empty: tool calls are not looked for."""
+
+    tools: Mapping[str, Schema] = field(default_factory=dict)
+    has_reasoning: bool = False
+    starts_in_reasoning: bool = False
+    max_calls: int | None = None
+    """Calls behind these are left out; None: no limit."""
+
+    shows_special_tokens: bool = False
+    """Whether special tokens are part of the form."""
+
+    def segmenter(self) -> Segmenter:
+        """For one sequence."""
+        return Segmenter(
+            FORMATS.get(self.tool_format),
+            self.tools,
+            Reasoning() if self.has_reasoning else None,
+            starts_in_reasoning=self.starts_in_reasoning,
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class ToolChoice:
+    """The tools of a request, and which of them must be called."""
+
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    """As the client sent them."""
+
+    schemas: dict[str, Schema] = field(default_factory=dict)
+    mode: str = "none"
+    """``none``, ``auto``, ``required``, or ``named``: then `schemas` holds that tool alone."""
+
+    is_one: bool = False
+    """Whether at most one call is allowed."""
+
+
+def read_tools(fields: Fields) -> ToolChoice:
+    """The members ``tools``, ``tool_choice`` and ``parallel_tool_calls``.
+
+    Raises:
+        ApiError: a tool is no function, or the choice names none.
+    """
+    given = fields.items("tools") or []
+    if len(given) > _MAX_TOOLS:
+        raise ApiError(
+            f"'tools' has {len(given)} tools, and at most {_MAX_TOOLS} are allowed",
+            param="tools",
+        )
+    schemas: dict[str, Schema] = {}
+    for number, tool in enumerate(given):
+        name, schema = read_function(tool, f"tools[{number}]")
+        schemas[name] = schema
+    mode, name = _choice(fields.take("tool_choice"), has_tools=bool(given))
+    is_parallel = fields.boolean("parallel_tool_calls")
+    if mode == "named" and name not in schemas:
+        raise ApiError(
+            f"'tool_choice' names '{name[:50]}', which is no tool of the request",
+            param="tool_choice",
+        )
+    if mode in ("required", "named") and not given:
+        raise ApiError("'tool_choice' needs 'tools'", param="tool_choice")
+    if mode == "named":
+        schemas = {name: schemas[name]}
+    is_one = mode == "named" or is_parallel is False
+    return ToolChoice(tools=given, schemas=schemas, mode=mode, is_one=is_one)
+
+
+def read_function(tool: Any, where: str) -> tuple[str, Schema]:
+    """The name of a function, and the schema of its parameters.
+
+    Raises:
+        ApiError: another kind of tool.
+    """
+    function = tool.get("function") if isinstance(tool, dict) else None
+    if not isinstance(function, dict) or tool.get("type", "function") != "function":
+        raise ApiError(f"'{where}' must be a tool of the type 'function'", param=where)
+    name, schema = function.get("name"), function.get("parameters")
+    if not isinstance(name, str) or _NAME.fullmatch(name) is None:
+        raise ApiError(
+            f"'{where}.function.name' must have 1 to 128 letters, digits, '_' and '-'",
+            param=f"{where}.function.name",
+        )
+    if schema is None:
+        schema = {}
+    if not isinstance(schema, dict):
+        raise ApiError(
+            f"'{where}.function.parameters' must be a JSON schema",
+            param=f"{where}.function.parameters",
+        )
+    return name, schema or {"type": "object", "properties": {}}
+
+
+def _choice(value: Any, *, has_tools: bool) -> tuple[str, str]:
+    if value is None:
+        return ("auto" if has_tools else "none"), ""
+    if value in ("none", "auto", "required"):
+        return (value if has_tools or value == "required" else "none"), ""
+    function = value.get("function") if isinstance(value, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        raise ApiError(
+            "'tool_choice' must be none, auto, required, or name a function",
+            param="tool_choice",
+        )
+    return "named", name
+
+
+def read_response_format(fields: Fields) -> Schema | bool | None:
+    """The schema of the answer's JSON; True for any JSON object, None for text.
+
+    Raises:
+        ApiError: an unknown type, or no schema.
+    """
+    form = fields.member("response_format")
+    if form is None:
+        return None
+    kind = form.choice("type", "text", "json_object", "json_schema")
+    if kind is None:
+        raise ApiError("'response_format.type' is missing", param="response_format.type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return True
+    inner = form.member("json_schema")
+    schema = None if inner is None else inner.take("schema")
+    if not isinstance(schema, dict):
+        raise ApiError(
+            "'response_format.json_schema.schema' must be a JSON schema",
+            param="response_format.json_schema.schema",
+        )
+    return schema
+
+
+def parsing_of(form: OutputForm, choice: ToolChoice, model: str, prompt: str) -> Parsing:
+    """How the outputs of a request are cut.
+
+    Raises:
+        ApiError: tools are asked of a model whose form of calls is not known.
+    """
+    parsing = Parsing(has_reasoning=form.has_reasoning)
+    if form.has_reasoning:
+        parsing.starts_in_reasoning = prompt.rstrip().endswith(Reasoning().opening)
+    if choice.mode != "none":
+        if not form.tool_format:
+            raise ApiError(
+                f"the chat template of the model '{model}' does not tell how tool calls are "
+                f"written. Start the server with --tool-call-parser ({', '.join(FORMATS)}).",
+                param="tools",
+            )
+        parsing.tool_format = form.tool_format
+        parsing.tools = choice.schemas
+        parsing.max_calls = 1 if choice.is_one else None
+    is_used = bool(parsing.tool_format or parsing.has_reasoning)
+    parsing.shows_special_tokens = is_used and bool(form.special)
+    return parsing
+
+
+def guide_of(
+    form: OutputForm, choice: ToolChoice, parsing: Parsing, answer: Schema | bool | None
+) -> dict[str, str]:
+    """The guide's inputs of the token model: calls that must come, or the JSON of an answer.
+    Empty where any text may come.
+    """
+    pieces = Pieces(form.special)
+    calls: Tag | None = None
+    if choice.mode in ("required", "named"):
+        tool_format = FORMATS[form.tool_format]
+        calls = tool_format.structure(choice.schemas, pieces, is_one=choice.is_one)
+    elif answer is None:
+        return {}
+    elif choice.mode == "auto":
+        tool_format = FORMATS[form.tool_format]
+        calls = tool_format.structure(choice.schemas, pieces, is_one=choice.is_one)
+        calls = {"type": "or", "elements": [_json(answer), calls]}
+    content = _json(answer) if calls is None and answer is not None else calls
+    assert content is not None
+    if form.has_reasoning:
+        content = _behind_reasoning(content, pieces, is_open=parsing.starts_in_reasoning)
+    tag = {"type": "structural_tag", "format": content}
+    return {_GUIDE_TYPE: "structural_tag", _GUIDE: json.dumps(tag)}
+
+
+def _json(answer: Schema | bool) -> Tag:
+    return json_schema(answer if isinstance(answer, Mapping) else {"type": "object"})
+
+
+def _behind_reasoning(content: Tag, pieces: Pieces, *, is_open: bool) -> Tag:
+    """The form with any reasoning before."""
+    reasoning = Reasoning()
+    inside: list[Tag] = [
+        {"type": "any_text", "excludes": [reasoning.closing]},
+        *(pieces.text(reasoning.closing) or [const(reasoning.closing)]),
+        _SPACE,
+    ]
+    if is_open:
+        return sequence(*inside, content)
+    whole = sequence(*pieces.text(reasoning.opening), *inside)
+    return sequence({"type": "optional", "content": whole}, content)

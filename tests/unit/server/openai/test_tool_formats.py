@@ -1,0 +1,302 @@
+"""Tool calls of each family: read alike however the text is cut, and made by a grammar."""
+
+import itertools
+import json
+import random
+
+import numpy as np
+import pytest
+import xgrammar
+
+from trimaran.server.openai.segments import Kind, Reasoning, Segmenter
+from trimaran.server.openai.structural_tags import Pieces
+from trimaran.server.openai.tool_formats import FORMATS, format_of_template
+
+TOOLS = {
+    "get_weather": {
+        "type": "object",
+        "properties": {
+            "place": {"type": "string"},
+            "days": {"type": "integer"},
+            "units": {"type": "array", "items": {"type": "string"}},
+            "options": {"type": "object", "properties": {"exact": {"type": "boolean"}}},
+        },
+        "required": ["place", "days"],
+    },
+    "search": {
+        "type": "object",
+        "properties": {"query": {"type": "string"}},
+        "required": ["query"],
+    },
+}
+TEXTS = [
+    "Köln",
+    'a "quoted" \\ back',
+    "line\nbreak",
+    "東京 🙂",
+    "",
+    "</tool_call>",
+    "[{]}",
+    "x, y=1",
+]
+NAMES = sorted(FORMATS)
+
+
+def hermes(calls):
+    each = (json.dumps({"name": n, "arguments": a}, ensure_ascii=False) for n, a in calls)
+    return "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in each)
+
+
+def llama3(calls):
+    each = (json.dumps({"name": n, "parameters": a}, ensure_ascii=False) for n, a in calls)
+    return "; ".join(each)
+
+
+def mistral(calls):
+    each = [{"name": n, "arguments": a} for n, a in calls]
+    return f"[TOOL_CALLS]{json.dumps(each, ensure_ascii=False)}"
+
+
+def pythonic(calls):
+    each = (f"{n}({', '.join(f'{k}={v!r}' for k, v in a.items())})" for n, a in calls)
+    return f"[{', '.join(each)}]"
+
+
+def qwen3_coder(calls):
+    def value(each):
+        return each if isinstance(each, str) else json.dumps(each, ensure_ascii=False)
+
+    def call(name, arguments):
+        values = "".join(
+            f"<parameter={k}>\n{value(v)}\n</parameter>\n" for k, v in arguments.items()
+        )
+        return f"<tool_call>\n<function={name}>\n{values}</function>\n</tool_call>"
+
+    return "\n".join(call(*each) for each in calls)
+
+
+def deepseek_v3(calls):
+    each = (
+        f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{n}\n```json\n"
+        f"{json.dumps(a, ensure_ascii=False)}\n```<｜tool▁call▁end｜>"
+        for n, a in calls
+    )
+    return f"<｜tool▁calls▁begin｜>{chr(10).join(each)}<｜tool▁calls▁end｜>"
+
+
+def deepseek_v31(calls):
+    each = (
+        f"<｜tool▁call▁begin｜>{n}<｜tool▁sep｜>{json.dumps(a, ensure_ascii=False)}"
+        "<｜tool▁call▁end｜>"
+        for n, a in calls
+    )
+    return f"<｜tool▁calls▁begin｜>{''.join(each)}<｜tool▁calls▁end｜>"
+
+
+WRITE = {
+    "hermes": hermes, "llama3": llama3, "mistral": mistral, "pythonic": pythonic,
+    "qwen3_coder": qwen3_coder, "deepseek_v3": deepseek_v3, "deepseek_v31": deepseek_v31,
+}  # fmt: skip
+
+
+def random_calls(draw, name):
+    """Some calls of the tools."""
+    calls = []
+    for _ in range(draw.randint(1, 3)):
+        if draw.random() < 0.3:
+            calls.append(("search", {"query": draw.choice(TEXTS)}))
+            continue
+        arguments = {"place": draw.choice(TEXTS), "days": draw.randint(-5, 400)}
+        if draw.random() < 0.5:
+            arguments["units"] = draw.sample(TEXTS, 2)
+        if draw.random() < 0.5:
+            arguments["options"] = {
+                "exact": draw.random() < 0.5,
+                "deep": [{"a": None, "b": 1.5}],
+            }
+        calls.append(("get_weather", arguments))
+    return calls
+
+
+def segment(name, parts, **options):
+    """(kind, text) of the segments, those of one kind in a row joined."""
+    segmenter = Segmenter(FORMATS[name], TOOLS, **options)
+    found = [s for part in parts for s in segmenter.feed(part)] + segmenter.finish()
+    joined = []
+    for each in found:
+        is_more = joined and joined[-1][0] is each.kind and each.kind is not Kind.CALL
+        if is_more:
+            joined[-1] = (each.kind, joined[-1][1] + each.text)
+        else:
+            joined.append((each.kind, each.text))
+    return joined
+
+
+def expected(calls):
+    kinds = itertools.cycle((Kind.CALL, Kind.ARGUMENTS))
+    texts = itertools.chain.from_iterable(calls)
+    return list(zip(kinds, texts, strict=False))
+
+
+def parsed(segments):
+    return [(k, json.loads(t) if k is Kind.ARGUMENTS else t) for k, t in segments]
+
+
+def bursts(draw, tokens):
+    """The tokens in bursts of one to eight."""
+    place = 0
+    while place < len(tokens):
+        count = draw.randint(1, 8)
+        yield "".join(tokens[place : place + count])
+        place += count
+
+
+def tokens_of(draw, text):
+    """A random cut of a text, as a tokenizer may make it."""
+    place = 0
+    while place < len(text):
+        count = draw.choice((1, 1, 2, 3, 4, 7))
+        yield text[place : place + count]
+        place += count
+
+
+def check_calls(name, number):
+    """Generated calls, cut at each place, and in bursts of tokens: equal segments."""
+    draw = random.Random(f"{name} {number}")
+    calls = random_calls(draw, name)
+    text = WRITE[name](calls)
+    if not FORMATS[name].is_at_start and draw.random() < 0.5:
+        text = "Let me see.\n" + text
+        whole = segment(name, [text])
+        assert whole[0] == (Kind.TEXT, "Let me see."), text
+        calls_found = whole[1:]
+    else:
+        calls_found = whole = segment(name, [text])
+    assert parsed(calls_found) == expected(calls), text
+    for cut in range(1, len(text)):
+        assert segment(name, [text[:cut], text[cut:]]) == whole, (text, cut)
+    assert segment(name, text) == whole
+    assert segment(name, bursts(draw, list(tokens_of(draw, text)))) == whole
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_calls_are_the_same_however_their_text_is_cut(name):
+    for number in range(4):
+        check_calls(name, number)
+
+
+@pytest.mark.matrix(keep=1)
+@pytest.mark.parametrize("start", range(0, 10_000, 10))
+@pytest.mark.parametrize("name", NAMES)
+def test_ten_thousand_calls_of_each_family_survive_each_cut(name, start):
+    for number in range(start, start + 10):
+        check_calls(name, number)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "A plain answer.", "  spaces stay  ", "a < b <tool", "[1, 2]", '{"name": 5}', "{}",
+        '{"name": "unknown", "parameters": {}}', "[no(call)]", "<tool_call> no", "[TOOL", "",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("name", NAMES)
+def test_a_text_that_is_no_call_stays_a_text(name, text):
+    for parts in ([text], list(text)):
+        found = segment(name, parts)
+        assert "".join(t for _, t in found).strip() == text.strip()
+        assert {kind for kind, _ in found} <= {Kind.TEXT}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_call_that_ends_early_is_told_as_far_as_it_came(name):
+    text = WRITE[name]([("search", {"query": "long enough"})])
+    for end in range(len(text)):
+        found = segment(name, text[:end])
+        assert len([kind for kind, _ in found if kind is Kind.CALL]) <= 1
+
+
+def test_reasoning_comes_before_text_and_calls():
+    calls = [("search", {"query": "x"})]
+    text = f"<think>\nHm, 1 < 2.\n</think>\n\nSo.\n{hermes(calls)}"
+    for parts in ([text], list(text)):
+        found = segment("hermes", parts, reasoning=Reasoning())
+        assert found[:2] == [(Kind.REASONING, "Hm, 1 < 2."), (Kind.TEXT, "So.")]
+        assert parsed(found[2:]) == expected(calls)
+    opened = text.removeprefix("<think>\n")
+    found = segment("hermes", opened, reasoning=Reasoning(), starts_in_reasoning=True)
+    assert found[0] == (Kind.REASONING, "Hm, 1 < 2.")
+    assert segment("hermes", " no", reasoning=Reasoning()) == [(Kind.TEXT, " no")]
+
+
+def test_other_spellings_of_a_call_are_read():
+    named = 'One: [TOOL_CALLS]search[ARGS]{"query": "x"}[TOOL_CALLS]search{"query": "y"}'
+    calls = [("search", {"query": "x"}), ("search", {"query": "y"})]
+    assert parsed(segment("mistral", named)[1:]) == expected(calls)
+    late = '<tool_call>{"arguments": {"query": "x"}, "id": 1, "name": "search"}</tool_call>'
+    assert parsed(segment("hermes", late)) == expected(calls[:1])
+    quoted = '<tool_call>{"name": "search", "arguments": "{\\"query\\": \\"x\\"}"}</tool_call>'
+    assert parsed(segment("hermes", quoted)) == expected(calls[:1])
+    bare = '<|python_tag|>{"name": "search", "parameters": {"query": "x"}}'
+    assert parsed(segment("llama3", bare)) == expected(calls[:1])
+
+
+def test_a_template_tells_its_form():
+    assert format_of_template("{{ tools }}<tool_call>") == "hermes"
+    assert format_of_template("{{ tools }}<tool_call><function=") == "qwen3_coder"
+    assert format_of_template("{{ tools }}[TOOL_CALLS]") == "mistral"
+    assert format_of_template("<tool_call>") == ""
+
+
+_ENDS = ("\n</parameter>", '"', "}")
+
+
+def generated(matcher, vocabulary, draw, most):
+    """A text that the grammar allows, drawn id by id, with a liking for ends of values."""
+    mask, text = xgrammar.allocate_token_bitmask(1, len(vocabulary)), ""
+    for _ in range(most):
+        matcher.fill_next_token_bitmask(mask)
+        bits = np.unpackbits(mask.numpy().view(np.uint8), bitorder="little")
+        allowed = {vocabulary[i]: i for i in np.flatnonzero(bits[: len(vocabulary)]) if i}
+        if not allowed or (bits[0] and draw.random() < 0.3):
+            return text
+        ends = [(k, end[k]) for end in _ENDS for k in range(len(end)) if text.endswith(end[:k])]
+        liked = [each for each in sorted(ends) if each[1] in allowed]
+        is_liked = liked and draw.random() < (0.9 if liked[-1][0] else 0.3)
+        character = liked[-1][1] if is_liked else draw.choice(list(allowed))
+        assert matcher.accept_token(int(allowed[character]))
+        text += character
+    return None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_the_grammar_of_a_form_allows_is_read_as_calls(name):
+    vocabulary = ["</s>", *(chr(c) for c in range(32, 127)), "\n", "｜", "▁", "ü"]
+    info = xgrammar.TokenizerInfo(vocabulary, stop_token_ids=[0])
+    compiler = xgrammar.GrammarCompiler(info, max_threads=1)
+    draw, num_read = random.Random(name), 0
+    for is_one in (True, False):
+        form = FORMATS[name].structure(TOOLS, Pieces(), is_one=is_one)
+        tag = json.dumps({"type": "structural_tag", "format": form})
+        compiled = compiler.compile_structural_tag(tag)
+        for _ in range(8):
+            text = generated(xgrammar.GrammarMatcher(compiled), vocabulary, draw, 1500)
+            if text is None:
+                continue
+            found = parsed(segment(name, [text]))
+            assert {kind for kind, _ in found} == {Kind.CALL, Kind.ARGUMENTS}, text
+            assert not is_one or len(found) == 2
+            num_read += 1
+            for called, arguments in zip(found[::2], found[1::2], strict=True):
+                assert set(TOOLS[called[1]]["required"]) <= set(arguments[1]), text
+        for calls in (
+            [("search", {"query": "x"})],
+            [("get_weather", {"place": "a", "days": 1})],
+        ):
+            text = WRITE[name](calls)
+            if name == "pythonic":
+                text = text.replace("'", '"')
+            matcher = xgrammar.GrammarMatcher(compiled)
+            assert matcher.accept_string(text), text
+            assert matcher.accept_token(0)
+    assert num_read >= 4

@@ -1,0 +1,183 @@
+"""Tools, reasoning and JSON answers of chats, as the package ``openai`` asks for them."""
+
+import json
+
+import openai
+import pytest
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+TEMPLATE = (
+    "{% if tools %}{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
+    "As <tool_call>...</tool_call>\n{% endif %}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>"
+    "{% endfor %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% if open %}<think>\n{% endif %}{% endif %}"
+    "{# </think> #}"
+)
+PARAMETERS = {
+    "type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"],
+}  # fmt: skip
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}},
+    {"type": "function", "function": {"name": "clock"}},
+]
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"place": "Köln"}}\n</tool_call>'
+CLOCK = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+
+
+@pytest.fixture(scope="session")
+def with_tools(start_served):
+    return start_served(openai_config={"chat_template": TEMPLATE})
+
+
+@pytest.fixture
+def served(with_tools):
+    with_tools.engine.reset()
+    return with_tools
+
+
+def ask(served, text, **options):
+    served.engine.texts = {0: text}
+    return served.chat(**options)
+
+
+def guide(served):
+    sampling = served.engine.sampling
+    return sampling.get("guide_type"), json.loads(sampling.get("guide") or "null")
+
+
+def test_calls_come_as_tool_calls_of_the_message(served):
+    answer = ask(served, f"Let me see.\n{CALL}\n{CLOCK}", tools=TOOLS)
+    ChatCompletion.model_validate(answer.model_dump(), strict=True)
+    (choice,) = answer.choices
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Let me see.")
+    calls = choice.message.tool_calls
+    assert [call.function.name for call in calls] == ["weather", "clock"]
+    assert json.loads(calls[0].function.arguments) == {"place": "Köln"}
+    assert len({call.id for call in calls}) == 2
+    assert '"name": "weather"' in served.engine.prompt
+    assert guide(served) == (None, None)
+
+
+@pytest.mark.parametrize("burst", [1, 3, 100])
+def test_a_stream_has_the_calls_of_the_whole_answer(served, burst):
+    served.engine.burst = burst
+    text, found, names = "", ["", ""], []
+    for event in ask(served, f"One.\n{CALL}\n{CLOCK}", tools=TOOLS, stream=True):
+        ChatCompletionChunk.model_validate(event.model_dump(), strict=True)
+        (choice,) = event.choices
+        text += choice.delta.content or ""
+        for call in choice.delta.tool_calls or ():
+            if call.function.name:
+                names.append((call.index, call.function.name, bool(call.id)))
+            found[call.index] += call.function.arguments or ""
+    assert choice.finish_reason == "tool_calls"
+    assert (text, names) == ("One.", [(0, "weather", True), (1, "clock", True)])
+    assert [json.loads(each) for each in found] == [{"place": "Köln"}, {}]
+
+
+def test_reasoning_is_told_apart_from_the_answer(served):
+    answer = ask(served, "<think>\nHm.\n</think>\n\nYes.")
+    message = answer.choices[0].message
+    assert (message.content, message.reasoning_content) == ("Yes.", "Hm.")
+    answer = ask(
+        served, "Hm.\n</think>\n\nYes.", extra_body={"chat_template_kwargs": {"open": 1}}
+    )
+    message = answer.choices[0].message
+    assert (message.content, message.reasoning_content) == ("Yes.", "Hm.")
+    events = list(ask(served, "<think>Hm.</think>Yes.", stream=True))
+    deltas = [event.choices[0].delta for event in events]
+    reasoning = "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas)
+    assert (reasoning, "".join(d.content or "" for d in deltas)) == ("Hm.", "Yes.")
+
+
+def test_a_required_call_is_guided_and_any_reasoning_may_come_before(served):
+    ask(served, CALL, tools=TOOLS, tool_choice="required")
+    kind, tag = guide(served)
+    assert kind == "structural_tag"
+    reasoning, calls = tag["format"]["elements"]
+    assert reasoning["type"] == "optional"
+    assert json.dumps(calls).count('\\"name\\"') == 4
+    named = {"type": "function", "function": {"name": "weather"}}
+    answer = ask(served, CALL + CLOCK, tools=TOOLS, tool_choice=named)
+    assert "clock" not in json.dumps(guide(served)[1])
+    (call,) = answer.choices[0].message.tool_calls
+    assert call.function.name == "weather"
+    answer = ask(served, CALL + CLOCK, tools=TOOLS, parallel_tool_calls=False)
+    assert len(answer.choices[0].message.tool_calls) == 1
+
+
+def test_with_no_choice_a_call_is_a_text_and_the_template_sees_no_tools(served):
+    answer = ask(served, CALL, tools=TOOLS, tool_choice="none")
+    assert answer.choices[0].message.content == CALL
+    assert "weather" not in served.engine.prompt
+
+
+def test_a_tools_result_goes_back_into_the_chat(served):
+    calls = [{"id": "c1", "type": "function", "function": {
+        "name": "weather", "arguments": '{"place": "Köln"}'}}]  # fmt: skip
+    messages = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "c1", "content": "rain"},
+    ]
+    ask(served, "Rain.", messages=messages, tools=TOOLS)
+    expected = '<tool_call>{"name": "weather", "arguments": {"place": "Köln"}}</tool_call>'
+    assert f"<|assistant|>{expected}<|tool|>rain" in served.engine.prompt
+
+
+def test_a_json_answer_is_guided_by_its_schema(shared):
+    shared.engine.reset()
+    form = {"type": "json_schema", "json_schema": {"name": "place", "schema": PARAMETERS}}
+    ask(shared, '{"place": "x"}', response_format=form)
+    assert guide(shared)[0] == "structural_tag"
+    assert guide(shared)[1]["format"]["json_schema"] == PARAMETERS
+    ask(shared, "{}", response_format={"type": "json_object"})
+    assert guide(shared)[1]["format"]["json_schema"] == {"type": "object"}
+    ask(shared, "x", response_format={"type": "text"})
+    assert guide(shared) == (None, None)
+
+
+def test_the_clients_own_parser_reads_a_json_answer(shared):
+    from pydantic import BaseModel
+
+    class Place(BaseModel):
+        place: str
+
+    shared.engine.reset()
+    shared.engine.texts = {0: '{"place": "Köln"}'}
+    answer = shared.client.chat.completions.parse(
+        model="ensemble", messages=[{"role": "user", "content": "?"}], response_format=Place
+    )
+    assert answer.choices[0].message.parsed == Place(place="Köln")
+
+
+def test_a_json_answer_or_calls_may_come_where_both_are_asked_for(served):
+    form = {"type": "json_schema", "json_schema": {"name": "place", "schema": PARAMETERS}}
+    ask(served, CALL, tools=TOOLS, response_format=form)
+    assert guide(served)[1]["format"]["elements"][1]["type"] == "or"
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]},
+         "tools[0].function.name"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},
+         "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+    ],
+)  # fmt: skip
+def test_wrong_tools_are_refused_with_their_member(served, change, param):
+    with pytest.raises(openai.BadRequestError) as caught:
+        served.chat(**change)
+    assert caught.value.param == param
+
+
+def test_a_model_whose_form_of_calls_is_not_known_takes_no_tools(shared):
+    with pytest.raises(openai.BadRequestError, match="--tool-call-parser"):
+        shared.chat(tools=TOOLS)
