@@ -165,7 +165,7 @@ test-faults: $(VENV)/.test  ## kills, hangs and partitions of several models and
 		{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq openssh-server iproute2; }
 	$(PYTEST) --timeout=600 tests/faults
 
-test-clients: $(VENV)/.test  ## documented command lines, curl and every tritonclient against two servers
+test-clients: $(VENV)/.test  ## documented command lines, curl and every tritonclient; the model of make serve
 	$(PYTEST) tests/clients
 
 test-slurm: $(VENV)/.test  ## every batch template on a Slurm that the test starts (as root on Debian)
