@@ -11,6 +11,7 @@ from trimaran.comm.errors import ConfigError
 from trimaran.launcher.placement.hosts import num_visible_gpus, torch_is_cpu_only
 from trimaran.server.inference.queue_policy import QueuePolicy
 from trimaran.server.repository.model_repository import RepositoryModel
+from trimaran.server.repository.parameter_table import is_class_path
 from trimaran.worker.config.engine_config import (
     CacheConfig,
     EngineConfig,
@@ -36,6 +37,7 @@ _POLICIES = {
     "guaranteed_completion": "guaranteed_no_evict",
     "static_batch": "static_batch",
 }
+_DEFAULT_POLICY = "guaranteed_no_evict"
 _HUGGINGFACE_MAX_NUM_SEQS = 256
 
 _WINDOWS = "max_attention_window_size"
@@ -217,7 +219,7 @@ def _scheduler(
         max_num_seqs=max_seqs,
         max_seq_len=folder.max_seq_len,
         max_input_len=min(build.max_input_len, folder.max_seq_len),
-        policy=_choice(model, "batch_scheduler_policy", _POLICIES, "guaranteed_no_evict"),
+        policy=_policy(model),
         batching=_choice(model, "gpt_model_type", _BATCHING, "inflight_fused_batching"),
         enable_chunked_context=True if chunked is None else chunked,
         max_beam_width=_max_beam_width(model, folder),
@@ -244,6 +246,13 @@ def _max_beam_width(model: RepositoryModel, folder: EngineFolder) -> int:
             "which has no beams. Leave decoding_mode unset, or set max_beam_width to 1."
         )
     return width
+
+
+def _policy(model: RepositoryModel) -> str:
+    """The name of a built-in admission policy, or an import path that rank 0 imports."""
+    key = "batch_scheduler_policy"
+    value = model.parameters.get_str(key) or ""
+    return value if is_class_path(value) else _choice(model, key, _POLICIES, _DEFAULT_POLICY)
 
 
 def _choice(model: RepositoryModel, key: str, known: dict[str, str], default: str) -> str:

@@ -36,6 +36,8 @@ class Known:
     neutral: tuple[str, ...] = ()
     """Values of a refused parameter that request nothing."""
     reason: str = ""
+    takes_class: bool = False
+    """Whether the import path of a class, ``package.module.Class``, is allowed too."""
     template_name: str = ""
     """The placeholder that fills a required parameter; empty if it may stay unset."""
 
@@ -45,6 +47,16 @@ def served(
 ) -> Known:
     """A parameter that takes effect; it may be limited to some values or to a range."""
     return Known(kind=kind, allowed=allowed, low=low, high=high)
+
+
+def named_or_class(*allowed: str) -> Known:
+    """A parameter that takes effect: one of these names, or the import path of a class."""
+    return Known(kind="str", allowed=allowed, takes_class=True)
+
+
+def is_class_path(value: str) -> bool:
+    """Whether a value has the form ``package.module.Class``; imports nothing."""
+    return "." in value and all(word.isidentifier() for word in value.split("."))
 
 
 def required(template_name: str) -> Known:
@@ -92,10 +104,12 @@ def check_parameters(
 def _check_value(path: Path, parameters: ModelParameters, key: str, known: Known) -> None:
     value = parameters.get_str(key)
     number = _parse(parameters, key, known.kind)
-    if known.allowed and value not in known.allowed:
+    is_class = known.takes_class and is_class_path(value or "")
+    if known.allowed and value not in known.allowed and not is_class:
+        or_class = " or the import path of a class (package.module.Class)"
         raise ConfigError(
             f"{path}: {_documented(key)}parameter '{key}' is {value!r} but must be one of "
-            f"{', '.join(known.allowed)}"
+            f"{', '.join(known.allowed)}{or_class if known.takes_class else ''}"
         )
     _check_range(path, key, number, known)
     if known.effect is Effect.REFUSED and value not in known.neutral:
@@ -213,8 +227,8 @@ TOKEN_PARAMETERS: dict[str, Known] = {
     "enable_kv_cache_reuse": served("bool"),
     "max_attention_window_size": served("str"),
     "sink_token_length": served("int", low=0),
-    "batch_scheduler_policy": served(
-        "str", "max_utilization", "guaranteed_no_evict", "guaranteed_completion", "static_batch"
+    "batch_scheduler_policy": named_or_class(
+        "max_utilization", "guaranteed_no_evict", "guaranteed_completion", "static_batch"
     ),
     "enable_chunked_context": served("bool"),
     "lora_cache_optimal_adapter_size": accepted(

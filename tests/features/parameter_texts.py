@@ -25,8 +25,8 @@ TOKEN = {
     "enable_kv_cache_reuse": "prompts share blocks; true",
     "max_attention_window_size": "tokens that a query sees, or as many for each layer",
     "sink_token_length": "first tokens that are seen whatever the window",
-    "batch_scheduler_policy": "`guaranteed_no_evict`, `max_utilization`, `static_batch`, or "
-    "the old `guaranteed_completion`",
+    "batch_scheduler_policy": "`guaranteed_no_evict`, `max_utilization`, `static_batch`, the "
+    "old `guaranteed_completion`, or the import path of an admission policy",
     "enable_chunked_context": "prompts may be cut into steps; true",
     "lora_cache_max_adapter_size": "largest rank of an adapter",
     "lora_cache_gpu_memory_fraction": "share of what is left for adapters in use; 0.05",

@@ -95,3 +95,12 @@ def test_models_without_in_flight_batching_name_their_folder_in_engine_dir(tmp_p
         write_model(tmp_path / f"of_{key}" / "m", **{key: str(checkpoint)})
         (group,) = resolve(tmp_path / f"of_{key}").groups
         assert group.engine.engine_dir == str(checkpoint)
+
+
+def test_the_import_path_of_an_admission_policy_reaches_the_engine(tmp_path):
+    checkpoint = write_checkpoint(tmp_path / "hf")
+    path = "admission_policy.ShortestPromptFirst"
+    values = {"gpt_model_path": str(checkpoint), "batch_scheduler_policy": path}
+    write_model(tmp_path / "repository" / "m", **values)
+
+    assert resolve(tmp_path / "repository").groups[0].engine.scheduler.policy == path

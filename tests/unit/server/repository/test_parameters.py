@@ -45,6 +45,7 @@ def test_integers_are_plain_decimal(tmp_path, text):
     [
         ("batching_strategy", "inflight", "Invalid gpt_model_type. Must be v1/inflight"),
         ("batch_scheduler_policy", "fifo", "'fifo' but must be one of max_utilization, "),
+        ("batch_scheduler_policy", "a-b.Policy", "or the import path of a class (package."),
         ("max_tokens_in_paged_kv_cache", "lots", "'lots' but must be an integer"),
         ("max_tokens_in_paged_kv_cache", "0", "is 0 but must be at least 1"),
         ("kv_cache_free_gpu_mem_fraction", "most", "'most' but must be a number"),
