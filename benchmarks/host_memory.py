@@ -45,10 +45,10 @@ def registered(num_rows: int, row_bytes: int) -> tuple[Tensor, Close]:
     return rows, lambda: locks.unlock(rows.data_ptr())
 
 
-def mapped(num_rows: int, row_bytes: int, threads: int, piece: int) -> tuple[Tensor, Close]:
+def mapped(num_rows: int, row_bytes: int, threads: int, chunk: int) -> tuple[Tensor, Close]:
     """The KV blocks' own."""
     locks = CudaLocks(torch.device("cuda", 0))
-    memory = HostMemory(num_rows, row_bytes, locks, num_threads=threads, piece_bytes=piece)
+    memory = HostMemory(num_rows, row_bytes, locks, num_threads=threads, chunk_bytes=chunk)
     return memory.rows(torch.uint8), memory.close
 
 
@@ -124,9 +124,9 @@ def main() -> None:
     if not args.only_mapped:
         kinds = {"torch": lambda: torchs(*shape), "registered": lambda: registered(*shape)}
     for threads in args.threads:
-        for piece in args.piece_mib:
-            kinds[f"mapped {threads}, {piece} MiB"] = (
-                lambda threads=threads, piece=piece: mapped(*shape, threads, piece << 20)  # type: ignore[misc]
+        for chunk in args.chunk_mib:
+            kinds[f"mapped {threads}, {chunk} MiB"] = (
+                lambda threads=threads, chunk=chunk: mapped(*shape, threads, chunk << 20)  # type: ignore[misc]
             )
     lines = []
     for number in range(args.rounds):

@@ -20,9 +20,9 @@ from trimaran.worker.config.engine_folder import (
     check_parallel_sizes,
 )
 from trimaran.worker.config.gguf_file import is_gguf, load_gguf
-from trimaran.worker.config.parallel_sizes import AskedSizes, layout_of
+from trimaran.worker.config.parallel_sizes import RequestedSizes, layout_of
 from trimaran.worker.config.pretrained_config import DTYPES, PretrainedConfig
-from trimaran.worker.config.quantization import MADE_HERE
+from trimaran.worker.config.quantization import FP8_METHODS
 from trimaran.worker.config.stages import parse_partition, stage_sizes
 
 LOGITS_DTYPES = ("float32", "float16")
@@ -57,10 +57,10 @@ def load_source(path: Path, quantization: str) -> EngineFolder:
 
 def rank_mapping(args: argparse.Namespace, source: EngineFolder) -> RankMapping:
     """Parallel sizes from the flags, checked against the model's heads and layers."""
-    made_for = source.mapping
-    asked = AskedSizes(
-        tp_size=args.tp_size or (made_for.tp_size if made_for else 1),
-        pp_size=args.pp_size or (made_for.pp_size if made_for else 0),
+    built_for = source.mapping
+    asked = RequestedSizes(
+        tp_size=args.tp_size or (built_for.tp_size if built_for else 1),
+        pp_size=args.pp_size or (built_for.pp_size if built_for else 0),
         dp_size=args.dp_size or 0,
         moe_tp_size=args.moe_tp_size,
         moe_ep_size=args.moe_ep_size,
@@ -261,7 +261,7 @@ def add_model_flags(parser: FlagSink, others: OtherNames = OtherNames()) -> None
     parser.add_argument(*_names(others.dtype, "--dtype"), choices=("auto", *DTYPES),
                         default="auto",
                         help="of weights (default: the checkpoint's)")  # fmt: skip
-    parser.add_argument("--quantization", choices=("none", *MADE_HERE), default="none",
+    parser.add_argument("--quantization", choices=("none", *FP8_METHODS), default="none",
                         help="of float weights as they are read")  # fmt: skip
     own = {"dest": "quantization", "action": "store_const", "const": "fp8"}
     parser.add_argument("--use_fp8", "--use_fp8_rowwise", **own, help="--quantization fp8")

@@ -20,7 +20,7 @@ class AdapterTables:
     data: Tensor
     """The matrices, in the model's dtype."""
 
-    places: Tensor
+    offsets: Tensor
     """int64 [S, N, 3]: an adapter's size D for a target (0 for none), the first element of
     its first matrix [D, I], and of its second one [D, O]."""
 
@@ -62,7 +62,7 @@ def add_adapters(
         for number, size in enumerate(sizes):
             part = output_TO[:, end : end + size]
             end += size
-            rank, at_a, at_b = tables.places[slot, first_target + number].tolist()
+            rank, at_a, at_b = tables.offsets[slot, first_target + number].tolist()
             if not rank:
                 continue
             a = tables.data[at_a : at_a + rank * x.shape[1]].view(rank, -1)

@@ -62,7 +62,9 @@ class MeasuredExperts:
             return triton_experts.expert_mlp(*inputs)
         if not rows:
             return torch.empty_like(x_TD)
-        _, totals, positions_TC = triton_experts.sort_places(ids_TC, num_experts, first_expert)
+        _, totals, positions_TC = triton_experts.sort_assignments(
+            ids_TC, num_experts, first_expert
+        )
         make_inner = self._kernel(gated, "gated", num_experts)
         make_parts = self._kernel(plain, "plain", num_experts)
         inner_NF = make_inner(permute_rows(x_TD, positions_TC), gate_up_XED, totals)

@@ -201,9 +201,9 @@ def expert_mlp(
     first = 0
     for expert, count in enumerate(counts[:num_experts]):
         if count:
-            places = order[first : first + count]
-            inner = gated(x_TD[places // num_chosen], gate_up_XED[expert])
-            outputs[places] = plain(inner, down_XDF[expert]).float()
+            assignments = order[first : first + count]
+            inner = gated(x_TD[assignments // num_chosen], gate_up_XED[expert])
+            outputs[assignments] = plain(inner, down_XDF[expert]).float()
         first += count
     outputs_TCD = outputs.view(x_TD.shape[0], num_chosen, -1)
     total = outputs_TCD[:, 0] * weights_TC[:, :1]
@@ -380,8 +380,8 @@ def _attend(
     tokens = torch.arange(key_SLKH.shape[1], device=scores.device)
     if spec.position_bias is not None:
         # The last block may extend beyond the last position.
-        places = tokens.clamp(max=spec.position_bias.shape[1] - 1)
-        scores += spec.position_bias[:, places].view(*scores.shape[2:])
+        columns = tokens.clamp(max=spec.position_bias.shape[1] - 1)
+        scores += spec.position_bias[:, columns].view(*scores.shape[2:])
     is_hidden = tokens > position_SQ[:, :, None]
     if spec.window > 0:
         is_past = tokens <= position_SQ[:, :, None] - spec.window

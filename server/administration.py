@@ -75,13 +75,13 @@ class OwnAdministration:
         """See `Administration`."""
         self._log_settings.update(changes)
         self._peers.publish()
-        await self._peers.heard()
+        await self._peers.await_update()
 
     async def change_trace_settings(self, model: str, changes: Changes) -> None:
         """See `Administration`."""
         self._trace_settings.update(model, changes)
         self._peers.publish()
-        await self._peers.heard()
+        await self._peers.await_update()
 
     async def index(self, only_ready: bool) -> list[IndexEntry]:
         """See `Administration`."""
@@ -100,7 +100,7 @@ class OwnAdministration:
     async def unload(self, name: str, *, unload_dependents: bool) -> None:
         """See `Administration`."""
         self._model_control().unload(name, unload_dependents=unload_dependents)
-        await self._peers.heard()
+        await self._peers.await_update()
 
     def _model_control(self) -> ModelControl:
         if self._config.model_control_mode != "explicit" or self._control is None:

@@ -92,7 +92,7 @@ class OwnModels:
             ModelFactory(self._calls, FactoryOptions.of(config)),
             metrics,
             registry,
-            self._remember,
+            self._save_state,
         )
         self._startup = ModelStartup(config, reader, self._control, groups)
         self._poll = RepositoryPoll(reader, self._control, config.repository_poll_s)
@@ -132,9 +132,9 @@ class OwnModels:
         """See `ServedModels`."""
         self._requests.on_reply(arguments)
 
-    def _remember(self, groups: Sequence[str], state: bytes) -> None:
-        self._requests.remember(groups, state)
-        self._others.remember(state)
+    def _save_state(self, groups: Sequence[str], state: bytes) -> None:
+        self._requests.save_state(groups, state)
+        self._others.save_state(state)
 
 
 class FollowedModels:

@@ -18,7 +18,7 @@ STALL_S = 2.0
 """An event loop that has not turned for so long is stalled."""
 
 _BEAT_S = 0.25
-_LOOK_S = 0.5
+_POLL_S = 0.5
 _MAX_STACKS = 32
 
 
@@ -76,8 +76,8 @@ class StallWatch:
     def _run(self) -> None:
         next_dump_s = self._stall_s
         stalled_s = 0.0
-        while not self._stopped.wait(_LOOK_S):
-            faulthandler.dump_traceback_later(self._stall_s + _LOOK_S, file=sys.stderr)
+        while not self._stopped.wait(_POLL_S):
+            faulthandler.dump_traceback_later(self._stall_s + _POLL_S, file=sys.stderr)
             late_s = self._late_s
             if late_s < self._stall_s:
                 if stalled_s:

@@ -20,7 +20,7 @@ from trimaran.worker.config.engine_config import (
 )
 from trimaran.worker.config.experts_config import ExpertsConfig
 from trimaran.worker.config.parallel_sizes import expert_sizes
-from trimaran.worker.config.quantization import MADE_HERE
+from trimaran.worker.config.quantization import FP8_METHODS
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -56,7 +56,7 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         help="auto: a GPU if there is one",
     )
     quantized = "of float weights; no limit is reported then (none)"
-    add("--quantization", choices=("none", *MADE_HERE), default="none", help=quantized)
+    add("--quantization", choices=("none", *FP8_METHODS), default="none", help=quantized)
     add("--threads", type=workers, default=1, metavar="N", help="of a rank on the CPU (1)")
     add(
         "--tp-size",

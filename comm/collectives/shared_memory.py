@@ -76,8 +76,8 @@ class SharedMemoryGroup(TensorParallelGroup):
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over the group, in place; returns ``tensor``."""
         if tensor.is_contiguous():
-            for piece in _pieces(tensor.view(-1)):
-                self._reduce_piece(piece)
+            for chunk in _chunks(tensor.view(-1)):
+                self._reduce_chunk(chunk)
             return tensor
         return tensor.copy_(self.all_reduce(tensor.contiguous()))
 
@@ -89,9 +89,9 @@ class SharedMemoryGroup(TensorParallelGroup):
             return torch.cat(parts, dim)
         gathered = torch.empty((self.size, flat.numel()), dtype=flat.dtype)
         start = 0
-        for piece in _pieces(flat):
-            end = start + piece.numel()
-            for rank, part in enumerate(self._exchange(piece)):
+        for chunk in _chunks(flat):
+            end = start + chunk.numel()
+            for rank, part in enumerate(self._exchange(chunk)):
                 gathered[rank, start:end] = part
             start = end
         return torch.cat([part.view(tensor.shape) for part in gathered], dim)
@@ -99,10 +99,10 @@ class SharedMemoryGroup(TensorParallelGroup):
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
         """Overwrite ``tensor`` with that of group rank ``src``; returns ``tensor``."""
         flat = tensor if tensor.is_contiguous() else tensor.contiguous()
-        for piece in _pieces(flat.view(-1)):
-            parts = self._exchange(piece, is_source=self.rank == src)
+        for chunk in _chunks(flat.view(-1)):
+            parts = self._exchange(chunk, is_source=self.rank == src)
             if self.rank != src:
-                piece.copy_(parts[src])
+                chunk.copy_(parts[src])
         return tensor if flat is tensor else tensor.copy_(flat)
 
     def all_to_all(self, rows: torch.Tensor, counts: Sequence[Sequence[int]]) -> torch.Tensor:
@@ -137,33 +137,33 @@ class SharedMemoryGroup(TensorParallelGroup):
 
     # ---- one round ----------------------------------------------------------------------
 
-    def _reduce_piece(self, piece: torch.Tensor) -> None:
-        views = self._exchange(piece)
-        num_bytes = piece.numel() * piece.element_size()
+    def _reduce_chunk(self, chunk: torch.Tensor) -> None:
+        views = self._exchange(chunk)
+        num_bytes = chunk.numel() * chunk.element_size()
         if self.size == 2 or num_bytes <= ONE_SHOT_BYTES:
-            _add_up(views, piece)
+            _add_up(views, chunk)
             return
         # No other rank reads this rank's part of this rank's slot before the second flag, so
         # the sum is written there.
-        part = -(-piece.numel() // self.size)
+        part = -(-chunk.numel() // self.size)
         own = slice(self.rank * part, (self.rank + 1) * part)
         _add_up([view[own] for view in views], views[self.rank][own])
         self._raise_and_wait("all_reduce")
         for rank, view in enumerate(views):
-            piece[rank * part : (rank + 1) * part] = view[rank * part : (rank + 1) * part]
+            chunk[rank * part : (rank + 1) * part] = view[rank * part : (rank + 1) * part]
 
-    def _exchange(self, piece: torch.Tensor, is_source: bool = True) -> list[torch.Tensor]:
-        """Show ``piece`` to all ranks; returns views of all ranks' pieces, valid until the next
+    def _exchange(self, chunk: torch.Tensor, is_source: bool = True) -> list[torch.Tensor]:
+        """Show ``chunk`` to all ranks; returns views of all ranks' pieces, valid until the next
         call.
 
         Without ``is_source`` this rank shows nothing.
         """
         self._enter()
-        views = self._slot_views(piece.numel(), piece.dtype)
+        views = self._slot_views(chunk.numel(), chunk.dtype)
         if is_source:
             own = views[self.rank]
-            num_bytes = piece.numel() * piece.element_size()
-            ctypes.memmove(own.data_ptr(), piece.data_ptr(), num_bytes)
+            num_bytes = chunk.numel() * chunk.element_size()
+            ctypes.memmove(own.data_ptr(), chunk.data_ptr(), num_bytes)
         self._raise_and_wait("exchange")
         return views
 
@@ -235,7 +235,7 @@ class SharedMemoryGroup(TensorParallelGroup):
         return views
 
 
-def _pieces(flat: torch.Tensor) -> Iterator[torch.Tensor]:
+def _chunks(flat: torch.Tensor) -> Iterator[torch.Tensor]:
     """Views of at most a slot each."""
     step = SLOT_BYTES // flat.element_size()
     if 0 < flat.numel() <= step:

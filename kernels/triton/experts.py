@@ -33,32 +33,33 @@ _GROUP = 8
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _owned(  # type: ignore[no-untyped-def]
-    ids, places, num_places, first_expert, EXPERTS: tl.constexpr, PADDED: tl.constexpr
+    ids, assignments, num_assignments, first_expert, EXPERTS: tl.constexpr, PADDED: tl.constexpr
 ):
     """[choices, experts]: 1 where a choice is this expert of this rank."""
-    owners = tl.load(ids + places, mask=places < num_places, other=-1) - first_expert
+    owners = tl.load(ids + assignments, mask=assignments < num_assignments, other=-1)
+    owners -= first_expert
     experts = tl.arange(0, PADDED)[None, :]
     return ((owners[:, None] == experts) & (experts < EXPERTS)).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["num_places"])  # type: ignore[untyped-decorator,unused-ignore]
+@triton.jit(do_not_specialize=["num_assignments"])  # type: ignore[untyped-decorator,unused-ignore]
 def _count_kernel(  # type: ignore[no-untyped-def]
-    ids, counts, num_places, first_expert, EXPERTS: tl.constexpr, PADDED: tl.constexpr,
+    ids, counts, num_assignments, first_expert, EXPERTS: tl.constexpr, PADDED: tl.constexpr,
     BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Program b counts how often each expert was chosen in the b-th block of choices."""
     block = tl.program_id(0)
-    places = block * BLOCK + tl.arange(0, BLOCK)
+    assignments = block * BLOCK + tl.arange(0, BLOCK)
     if OVERLAPS:
         gdc_launch_dependents()
         gdc_wait()
-    owned = _owned(ids, places, num_places, first_expert, EXPERTS, PADDED)
+    owned = _owned(ids, assignments, num_assignments, first_expert, EXPERTS, PADDED)
     tl.store(counts + block * PADDED + tl.arange(0, PADDED), tl.sum(owned, axis=0))
 
 
-@triton.jit(do_not_specialize=["num_places", "num_blocks"])  # type: ignore[untyped-decorator,unused-ignore]
+@triton.jit(do_not_specialize=["num_assignments", "num_blocks"])  # type: ignore[untyped-decorator,unused-ignore]
 def _sort_kernel(  # type: ignore[no-untyped-def]
-    ids, counts, order, totals, positions, num_places, num_blocks, first_expert,
+    ids, counts, order, totals, positions, num_assignments, num_blocks, first_expert,
     EXPERTS: tl.constexpr,
     PADDED: tl.constexpr, BLOCK: tl.constexpr, COUNTED: tl.constexpr, IS_ALONE: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -69,11 +70,11 @@ def _sort_kernel(  # type: ignore[no-untyped-def]
     """
     block = tl.program_id(0)
     experts = tl.arange(0, PADDED)
-    places = block * BLOCK + tl.arange(0, BLOCK)
+    assignments = block * BLOCK + tl.arange(0, BLOCK)
     if OVERLAPS:
         gdc_launch_dependents()
         gdc_wait()
-    owned = _owned(ids, places, num_places, first_expert, EXPERTS, PADDED)
+    owned = _owned(ids, assignments, num_assignments, first_expert, EXPERTS, PADDED)
     before = tl.zeros((PADDED,), tl.int32)
     total = tl.zeros((PADDED,), tl.int32)
     if IS_ALONE:
@@ -89,8 +90,12 @@ def _sort_kernel(  # type: ignore[no-untyped-def]
     targets = starts[None, :] + tl.cumsum(owned, axis=0) - owned
     target = tl.sum(targets * owned, axis=1)
     is_owned = tl.sum(owned, axis=1) > 0
-    tl.store(order + target, places, mask=is_owned)
-    tl.store(positions + places, tl.where(is_owned, target, -1), mask=places < num_places)
+    tl.store(order + target, assignments, mask=is_owned)
+    tl.store(
+        positions + assignments,
+        tl.where(is_owned, target, -1),
+        mask=assignments < num_assignments,
+    )
     if block == 0:
         tl.store(totals + experts, total)
 
@@ -111,20 +116,20 @@ def _find_tile(counts, tile, PADDED: tl.constexpr, ROWS: tl.constexpr):  # type:
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _load(places, is_inside, IS_EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
+def _load(pointers, is_inside, IS_EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
     """The values at these addresses; with ``IS_EVEN`` all of them are valid, else zero
     outside.
     """
     if IS_EVEN:
-        values = tl.load(places)
+        values = tl.load(pointers)
     else:
-        values = tl.load(places, mask=is_inside, other=0.0)
+        values = tl.load(pointers, mask=is_inside, other=0.0)
     return values
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _experts_kernel(  # type: ignore[no-untyped-def]
-    x, weight, output, order, totals, shares, x_stride, INNER: tl.constexpr,
+    x, weight, output, order, totals, routing_weights, x_stride, INNER: tl.constexpr,
     OUTPUTS: tl.constexpr, CHOSEN: tl.constexpr, PADDED: tl.constexpr,
     IS_GATED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
     GROUP: tl.constexpr, IS_EVEN: tl.constexpr, OVERLAPS: tl.constexpr,
@@ -151,8 +156,8 @@ def _experts_kernel(  # type: ignore[no-untyped-def]
         rows = first_row + tl.arange(0, ROWS)
         is_row = rows < count
         rows += before
-        places = tl.load(order + rows, mask=is_row, other=0)
-        source = places // CHOSEN if IS_GATED else tl.where(is_row, rows, 0)
+        assignments = tl.load(order + rows, mask=is_row, other=0)
+        source = assignments // CHOSEN if IS_GATED else tl.where(is_row, rows, 0)
         columns = within // height * COLUMNS + tl.arange(0, COLUMNS)
         inner = tl.arange(0, STEP)
         HEIGHT: tl.constexpr = OUTPUTS * 2 if IS_GATED else OUTPUTS
@@ -174,8 +179,10 @@ def _experts_kernel(  # type: ignore[no-untyped-def]
             total = total / (1.0 + tl.exp(-total)) * up
             target = rows
         else:
-            total = total * tl.load(shares + places, mask=is_row, other=0.0)[None, :]
-            target = places
+            total = (
+                total * tl.load(routing_weights + assignments, mask=is_row, other=0.0)[None, :]
+            )
+            target = assignments
         place = output + target[None, :].to(tl.int64) * OUTPUTS + columns[:, None]
         tl.store(place, total.to(output.dtype.element_ty), mask=is_row[None, :] & is_column)
 
@@ -218,7 +225,7 @@ def likely_cut(average: int, dtype: torch.dtype) -> TritonCut:
     return TritonCut(rows, 128, 64 // share, 8, 3)
 
 
-class SortedPlaces(NamedTuple):
+class SortedAssignments(NamedTuple):
     """Choices sorted by expert: their order, and the number of each expert's choices."""
 
     order: Tensor
@@ -249,16 +256,16 @@ def expert_mlp(
     """
     (num_tokens, hidden), num_chosen = x_TD.shape, ids_TC.shape[1]
     num_experts, _, inner = down_XDF.shape
-    places = num_tokens * num_chosen
-    if not places:
+    num_assignments = num_tokens * num_chosen
+    if not num_assignments:
         return torch.empty_like(x_TD)
-    by_expert = sort_places(ids_TC, num_experts, first_expert)
+    by_expert = sort_assignments(ids_TC, num_experts, first_expert)
     if cuts is None:
-        cut = likely_cut(num_tiles(places, num_experts), x_TD.dtype)
+        cut = likely_cut(num_tiles(num_assignments, num_experts), x_TD.dtype)
         cuts = cut, cut
-    inner_NF = torch.empty((places, inner), dtype=x_TD.dtype, device=x_TD.device)
+    inner_NF = torch.empty((num_assignments, inner), dtype=x_TD.dtype, device=x_TD.device)
     _products(cuts[0], by_expert, (x_TD, gate_up_XED, inner_NF), weights_TC, is_gated=True)
-    parts_ND = torch.empty((places, hidden), dtype=torch.float32, device=x_TD.device)
+    parts_ND = torch.empty((num_assignments, hidden), dtype=torch.float32, device=x_TD.device)
     _products(cuts[1], by_expert, (inner_NF, down_XDF, parts_ND), weights_TC, is_gated=False)
     output_TD = torch.empty((num_tokens, hidden), dtype=x_TD.dtype, device=x_TD.device)
     tile = min(padded_size(hidden), _SUM_TILE)
@@ -268,22 +275,22 @@ def expert_mlp(
     return output_TD
 
 
-def sort_places(ids_TC: Tensor, num_experts: int, first_expert: int) -> SortedPlaces:
+def sort_assignments(ids_TC: Tensor, num_experts: int, first_expert: int) -> SortedAssignments:
     """The choices of this rank's experts in the order of the experts."""
-    places, padded = ids_TC.numel(), padded_size(num_experts)
-    block = min(padded_size(max(places, 16)), max(_SORT_VALUES // padded, 16))
-    num_blocks = num_tiles(places, block)
-    sizes = [padded, num_blocks * padded, places, places]
+    num_assignments, padded = ids_TC.numel(), padded_size(num_experts)
+    block = min(padded_size(max(num_assignments, 16)), max(_SORT_VALUES // padded, 16))
+    num_blocks = num_tiles(num_assignments, block)
+    sizes = [padded, num_blocks * padded, num_assignments, num_assignments]
     totals, counts, order, positions = _split(sizes, ids_TC.device)
     constants = (num_experts, padded, block)
     is_alone = num_blocks == 1
     if not is_alone:
-        _count((num_blocks, 1), (ids_TC, counts, places, first_expert), constants)
-    args = (ids_TC, counts, order, totals, positions, places, num_blocks, first_expert)
+        _count((num_blocks, 1), (ids_TC, counts, num_assignments, first_expert), constants)
+    args = (ids_TC, counts, order, totals, positions, num_assignments, num_blocks, first_expert)
     # More than 32 values a thread would not fit in the registers.
     num_warps = min(max(block * padded // 512, 4), 16)
     _sort((num_blocks, 1), args, (*constants, _COUNTED, is_alone), num_warps)
-    return SortedPlaces(order, totals, positions.view(ids_TC.shape))
+    return SortedAssignments(order, totals, positions.view(ids_TC.shape))
 
 
 def _split(sizes: list[int], device: torch.device) -> list[Tensor]:
@@ -299,7 +306,7 @@ def _split(sizes: list[int], device: torch.device) -> list[Tensor]:
 
 def _products(
     cut: TritonCut,
-    by_expert: SortedPlaces,
+    by_expert: SortedAssignments,
     operands: tuple[Tensor, Tensor, Tensor],
     weights_TC: Tensor,
     *,
@@ -307,10 +314,10 @@ def _products(
 ) -> None:
     """One of the two grouped products: ``operands`` are rows, matrices, and the output."""
     x, matrices, output = operands
-    (num_places, outputs), num_experts = output.shape, matrices.shape[0]
+    (num_assignments, outputs), num_experts = output.shape, matrices.shape[0]
     inner, num_chosen = matrices.shape[2], weights_TC.shape[1]
     # Each expert with rows has at most one tile that is not full.
-    tiles = num_places // cut.rows + min(num_experts, num_places)
+    tiles = num_assignments // cut.rows + min(num_experts, num_assignments)
     is_even = inner % cut.step == 0 and outputs % cut.columns == 0
     args = (
         x, matrices, output, by_expert.order, by_expert.totals, weights_TC, x.stride(0),

@@ -75,8 +75,9 @@ def _owned(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["first_expert"])  # type: ignore[untyped-decorator,unused-ignore]
 def _down_kernel(  # type: ignore[no-untyped-def]
-    x, ids, shares, weight, parts, first_expert, INNER: tl.constexpr, OUTPUTS: tl.constexpr,
-    EXPERTS: tl.constexpr, CHOSEN: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
+    x, ids, routing_weights, weight, parts, first_expert, INNER: tl.constexpr,
+    OUTPUTS: tl.constexpr, EXPERTS: tl.constexpr, CHOSEN: tl.constexpr, PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, STEP: tl.constexpr, AHEAD: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Program (i, t C + s) computes the s-th part of token t's i-th ``COLUMNS`` outputs.
@@ -115,7 +116,7 @@ def _down_kernel(  # type: ignore[no-untyped-def]
         for first in range(0, tl.minimum(steps, INNER - begin), STEP):
             values = tl.load(values_at + first, mask=is_row, other=0.0)
             total = tl.dot(tl.load(source + first), values, total)
-        total *= tl.load(shares + place)
+        total *= tl.load(routing_weights + place)
         part = (token * CHOSEN + slot) * OUTPUTS
         target = parts + part + columns[:, None] + 0 * rows[None, :]
         tl.store(target, total, mask=is_row)
@@ -181,19 +182,19 @@ def stream_experts(
     """
     (num_tokens, hidden), num_chosen = x_TD.shape, ids_TC.shape[1]
     num_experts, _, inner = down_XDF.shape
-    places, device = num_tokens * num_chosen, x_TD.device
-    inner_NF = torch.empty((places, inner), dtype=x_TD.dtype, device=device)
+    num_assignments, device = num_tokens * num_chosen, x_TD.device
+    inner_NF = torch.empty((num_assignments, inner), dtype=x_TD.dtype, device=device)
     step = 2 * _STEP if hidden % (2 * _STEP) == 0 else _STEP
     _gated(
-        (inner // _GATED_COLUMNS, places),
+        (inner // _GATED_COLUMNS, num_assignments),
         (x_TD, ids_TC, gate_up_XED, inner_NF, x_TD.stride(0), first_expert),
         (hidden, inner, num_experts, num_chosen, _ROWS, _GATED_COLUMNS, step),
         num_stages=_GATED_STAGES,
     )
-    parts_ND = torch.empty((places, hidden), dtype=torch.float32, device=device)
+    parts_ND = torch.empty((num_assignments, hidden), dtype=torch.float32, device=device)
     choices = (num_experts, num_chosen, padded_size(num_chosen))
     _down(
-        (hidden // _COLUMNS, places),
+        (hidden // _COLUMNS, num_assignments),
         (inner_NF, ids_TC, weights_TC, down_XDF, parts_ND, first_expert),
         (inner, hidden, *choices, _ROWS, _COLUMNS, _STEP, _AHEAD),
         num_stages=_STAGES,

@@ -25,22 +25,22 @@ _MIN_RANK = 16
 _TILE_I = 128
 _TILE_O = 256
 _MAX_SUMS = 64 * 128
-_MAX_PIECES = 8
+_MAX_CHUNKS = 8
 """Inputs of a chunk; chunks let few tokens keep many multiprocessors busy."""
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _shrink_kernel(  # type: ignore[no-untyped-def]
-    x, data, places, tokens, slots, inner, width, row_stride, num_targets, first_target,
-    num_parts, piece_width, M: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr,
+    x, data, offsets, tokens, slots, inner, width, row_stride, num_targets, first_target,
+    num_parts, chunk_width, M: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Program (g * P + p, c): a chunk of ``x @ a.T`` of block g for target p."""
     block = tl.program_id(0) // num_parts
     part = tl.program_id(0) % num_parts
-    piece = tl.program_id(1)
+    chunk = tl.program_id(1)
     slot = tl.load(slots + block).to(tl.int64)
-    place = places + (slot * num_targets + first_target + part) * 3
+    place = offsets + (slot * num_targets + first_target + part) * 3
     rank = tl.load(place, mask=slot >= 0, other=0).to(tl.int32)
     at_a = tl.load(place + 1, mask=slot >= 0, other=0)
     rows = tl.arange(0, M)
@@ -54,21 +54,21 @@ def _shrink_kernel(  # type: ignore[no-untyped-def]
         gdc_wait()
     if rank > 0:
         sums = tl.zeros((M, D), dtype=tl.float32)
-        end = tl.minimum((piece + 1) * piece_width, width)
-        for start in range(piece * piece_width, end, TILE):
+        end = tl.minimum((chunk + 1) * chunk_width, width)
+        for start in range(chunk * chunk_width, end, TILE):
             columns = start + tl.arange(0, TILE)[None, :]
             is_column = columns < end
             some_x = tl.load(source + columns, mask=is_token & is_column, other=0.0)
             some_a = tl.load(matrix + columns, mask=is_dim & is_column, other=0.0)
             sums = tl.dot(some_x, tl.trans(some_a), sums, input_precision="ieee")
-        first = (piece * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * M * D
+        first = (chunk * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * M * D
         tl.store(inner + first + rows[:, None] * D + dims[None, :], sums)
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _expand_kernel(  # type: ignore[no-untyped-def]
-    inner, data, places, tokens, slots, output, row_stride, num_targets, first_target,
-    num_parts, num_pieces, size_0, size_1, size_2, M: tl.constexpr, D: tl.constexpr,
+    inner, data, offsets, tokens, slots, output, row_stride, num_targets, first_target,
+    num_parts, num_chunks, size_0, size_1, size_2, M: tl.constexpr, D: tl.constexpr,
     TILE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Program (i, g) adds to the i-th tile of the targets' outputs, for block g."""
@@ -80,7 +80,7 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
     offset = tl.where(part == 0, 0, tl.where(part == 1, size_0, size_0 + size_1))
     tile -= tl.where(part == 0, 0, tl.where(part == 1, end_0, end_1))
     slot = tl.load(slots + block).to(tl.int64)
-    place = places + (slot * num_targets + first_target + part) * 3
+    place = offsets + (slot * num_targets + first_target + part) * 3
     rank = tl.load(place, mask=slot >= 0, other=0).to(tl.int32)
     at_b = tl.load(place + 2, mask=slot >= 0, other=0)
     rows = tl.arange(0, M)
@@ -97,10 +97,10 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
         some_b = tl.load(matrix, mask=is_dim[:, None] & is_column, other=0.0)
         first = (block * num_parts + part).to(tl.int64) * M * D
         source = inner + first + rows[:, None] * D + dims[None, :]
-        piece_size = tl.num_programs(1).to(tl.int64) * num_parts * M * D
+        chunk_size = tl.num_programs(1).to(tl.int64) * num_parts * M * D
         sums = tl.load(source, mask=is_dim[None, :], other=0.0)
-        for piece in range(1, num_pieces):
-            sums += tl.load(source + piece * piece_size, mask=is_dim[None, :], other=0.0)
+        for chunk in range(1, num_chunks):
+            sums += tl.load(source + chunk * chunk_size, mask=is_dim[None, :], other=0.0)
         added = tl.dot(sums.to(some_b.dtype), some_b, input_precision="ieee")
         target = output + tl.maximum(token, 0).to(tl.int64)[:, None] * row_stride
         target += offset + columns[None, :]
@@ -129,17 +129,17 @@ def add_adapters(
     num_blocks, block_size = blocks.tokens.shape
     width, num_parts = x_TI.shape[1], len(sizes)
     rank = max(_MIN_RANK, padded_size(blocks.max_rank))
-    piece_width = num_tiles(num_tiles(width, _TILE_I), _MAX_PIECES) * _TILE_I
-    num_pieces = num_tiles(width, piece_width)
-    shape = (num_pieces, num_blocks, num_parts, block_size, rank)
+    chunk_width = num_tiles(num_tiles(width, _TILE_I), _MAX_CHUNKS) * _TILE_I
+    num_chunks = num_tiles(width, chunk_width)
+    shape = (num_chunks, num_blocks, num_parts, block_size, rank)
     inner = torch.empty(shape, dtype=torch.float32, device=x_TI.device)
-    data, places, tokens, slots = tables.data, tables.places, blocks.tokens, blocks.slots
-    num_targets = places.shape[1]
+    data, offsets, tokens, slots = tables.data, tables.offsets, blocks.tokens, blocks.slots
+    num_targets = offsets.shape[1]
     _shrink(
-        (num_blocks * num_parts, num_pieces),
+        (num_blocks * num_parts, num_chunks),
         (
-            x_TI, data, places, tokens, slots, inner, width, x_TI.stride(0), num_targets,
-            first_target, num_parts, piece_width,
+            x_TI, data, offsets, tokens, slots, inner, width, x_TI.stride(0), num_targets,
+            first_target, num_parts, chunk_width,
         ),
         (block_size, rank, _TILE_I),
     )  # fmt: skip
@@ -150,8 +150,8 @@ def add_adapters(
     _expand(
         (num_outputs, num_blocks),
         (
-            inner, data, places, tokens, slots, output_TO, output_TO.stride(0), num_targets,
-            first_target, num_parts, num_pieces, size_0, size_1, size_2,
+            inner, data, offsets, tokens, slots, output_TO, output_TO.stride(0), num_targets,
+            first_target, num_parts, num_chunks, size_0, size_1, size_2,
         ),
         (block_size, rank, tile),
     )  # fmt: skip

@@ -37,7 +37,7 @@ _MOST_TILES = 6
 
 
 @triton.jit(do_not_specialize=["num_parts", "tiles_each", "has_filters"])  # type: ignore[untyped-decorator,unused-ignore]
-def _race_kernel(  # type: ignore[no-untyped-def]
+def _gumbel_kernel(  # type: ignore[no-untyped-def]
     logits, rows, lengths, state, scores, winners, row_stride, vocab_size, num_tiles, num_parts,
     tiles_each, has_filters, TILE: tl.constexpr, FIRST_ID: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -97,7 +97,7 @@ def _finish_kernel(  # type: ignore[no-untyped-def]
         tl.store(output + entry, best.to(tl.int64))
 
 
-_race_parts = Launcher(_race_kernel)
+_gumbel_parts = Launcher(_gumbel_kernel)
 _best_of_parts = Launcher(_finish_kernel)
 
 
@@ -119,7 +119,9 @@ def draw(
     launch.
     """
     vocab_size = logits_NV.shape[1]
-    scores, winners, tiles = _race(logits_NV, rows_N, lengths_N, state, has_filters, 0)
+    scores, winners, tiles = _argmax_of_parts(
+        logits_NV, rows_N, lengths_N, state, has_filters, 0
+    )
     output = _finish(scores, winners, tiles, vocab_size, None)
     if has_filters:
         triton_filters.keep_to_filters(logits_NV, rows_N, lengths_N, state, output)
@@ -136,11 +138,13 @@ def best_keys(
     (score, inverted id), and its low 31 bits are the inverted id. Filters are ignored. The twin
     is `candidates.argmax_over_shards`.
     """
-    scores, winners, tiles = _race(logits_NS, rows_N, lengths_N, state, False, first_id)
+    scores, winners, tiles = _argmax_of_parts(
+        logits_NS, rows_N, lengths_N, state, False, first_id
+    )
     return _finish(scores, winners, tiles, logits_NS.shape[1], first_id)
 
 
-def _race(
+def _argmax_of_parts(
     logits_NV: Tensor,
     rows_N: Tensor,
     lengths_N: Tensor,
@@ -160,7 +164,7 @@ def _race(
         logits_NV, rows_N, lengths_N, state, scores, winners, logits_NV.stride(0), vocab_size,
         tiles, num_parts, tiles_each, int(has_filters),
     )  # fmt: skip
-    _race_parts((count, num_parts), args, (_TILE, first_id))
+    _gumbel_parts((count, num_parts), args, (_TILE, first_id))
     return scores, winners, tiles
 
 

@@ -17,7 +17,7 @@ from trimaran.launcher.flags.limit_flags import add_body_flags, add_text_flags
 from trimaran.launcher.flags.openai_flags import add_openai_flags
 from trimaran.launcher.flags.parser import FlagParser
 from trimaran.launcher.flags.triton_flags import add_triton_flags
-from trimaran.worker.config.quantization import MADE_HERE
+from trimaran.worker.config.quantization import FP8_METHODS
 
 DEFAULT_LOG_FILE = "triton_log.txt"
 USAGE = "%(prog)s --model-repo DIR [--world-size N] [flags]"
@@ -232,7 +232,7 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
         help="of the weights in memory (the folder's)",
     )
     add(
-        "--quantization", default="none", choices=("none", *MADE_HERE),
+        "--quantization", default="none", choices=("none", *FP8_METHODS),
         help="of a Hugging Face folder's float weights as they are loaded",
     )  # fmt: skip
     add(

@@ -23,7 +23,7 @@ from trimaran.worker.config.engine_config import (
 from trimaran.worker.config.engine_folder import EngineFolder, FolderKind
 from trimaran.worker.config.experts_config import ExpertsConfig
 from trimaran.worker.config.host_limits import usable_cores
-from trimaran.worker.config.parallel_sizes import AskedSizes, layout_of
+from trimaran.worker.config.parallel_sizes import RequestedSizes, layout_of
 
 _BATCHING = {
     "inflight_fused_batching": "inflight_fused_batching",
@@ -55,7 +55,7 @@ _OVERLAPS = {
 class EngineFlags:
     """The flags that go into an engine's configuration; None keeps the folder's value."""
 
-    sizes: AskedSizes = field(default_factory=AskedSizes)
+    sizes: RequestedSizes = field(default_factory=RequestedSizes)
     device: str = "auto"
     dtype: str = "auto"
     load_format: str = "auto"

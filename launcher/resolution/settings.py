@@ -28,7 +28,7 @@ from trimaran.server.metrics.options import MetricsOptions
 from trimaran.server.settings import LOG_KINDS, level_name
 from trimaran.worker.config.engine_config import ProfileConfig
 from trimaran.worker.config.experts_config import ExpertsConfig
-from trimaran.worker.config.parallel_sizes import AskedSizes
+from trimaran.worker.config.parallel_sizes import RequestedSizes
 from trimaran.worker.config.stages import parse_partition
 
 _WITHOUT_EFFECT = {
@@ -228,8 +228,8 @@ def engine_flags(args: argparse.Namespace) -> EngineFlags:
     )
 
 
-def _sizes(args: argparse.Namespace) -> AskedSizes:
-    return AskedSizes(
+def _sizes(args: argparse.Namespace) -> RequestedSizes:
+    return RequestedSizes(
         # In leader mode --world-size is that of a group, in orchestrator mode of the whole job.
         world_size=0 if args.multi_model else args.world_size or 0,
         tp_size=args.tp_size or 0,

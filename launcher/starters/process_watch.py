@@ -10,7 +10,7 @@ from pathlib import Path
 
 from trimaran.launcher.starters.process_tree import descendants, incarnations, send
 
-_LOOK_S = 0.25
+_POLL_S = 0.25
 _READ_S = 0.1
 """Time for reading the end of a connected rank from its connection, which has more details."""
 
@@ -69,7 +69,7 @@ class RankWatch:
         self._seen: set[int] = set()
         self._ends = ProcessWatch(self._on_seen_end)
         self._timers: list[asyncio.TimerHandle] = []
-        self._later(_LOOK_S, self._look)
+        self._later(_POLL_S, self._look)
 
     def close(self) -> None:
         """Stop watching."""
@@ -94,7 +94,7 @@ class RankWatch:
         self._seen |= found
         # One more look after the last one: a process can end before it is watched.
         if not was_complete:
-            self._later(_LOOK_S, self._look)
+            self._later(_POLL_S, self._look)
 
     def _on_seen_end(self, process: str) -> None:
         self._later(_READ_S, self._on_end, f"{process} died")

@@ -346,14 +346,14 @@ class Group:
         elif self.spec.mpi is None and not self.spec.is_step:
             text = f"{self._names([0])} (pid {self._starter.pid}) {how}"
         elif lost is not None and not (status is not None and os.WIFSIGNALED(status)):
-            text = f"{self._process(lost)} {self._fate(status)}"
+            text = f"{self._process(lost)} {self._end_of(status)}"
         elif has_connected:
             text = f"{starter} {how}"
         else:
             text = f"{starter} {how} before all ranks had connected: see the server's log"
         self._die(Failure(text, is_final=is_final))
 
-    def _fate(self, status: int | None) -> str:
+    def _end_of(self, status: int | None) -> str:
         """The cause of the first death, from mpirun's exit code."""
         if status is None:
             return "died"

@@ -17,7 +17,7 @@ from trimaran.server.access.tls import ServerTls, TlsFiles
 
 logger = logging.getLogger(__name__)
 
-_LOOK_INTERVAL_S = 1.0
+_POLL_INTERVAL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ async def _follow(followed: list[_Followed]) -> None:
     """Read files again after each change. They may lie on a slow file system: looks and reads
     are made in a thread."""
     while True:
-        await asyncio.sleep(_LOOK_INTERVAL_S)
+        await asyncio.sleep(_POLL_INTERVAL_S)
         for each in followed:
             found = await asyncio.to_thread(_signature, each.paths)
             if found != each.signature:

@@ -227,11 +227,11 @@ class ModelEngines:
         self._show_state(group)
         for kept in self._adapters.messages():
             group.tell(kept)
-        owed = self._survivors(died) + group.take_live()
+        interrupted = self._survivors(died) + group.take_live()
         for other in self.groups.values():
             if other.link is None:
-                owed += other.take_live()
-        self._replay(owed)
+                interrupted += other.take_live()
+        self._replay(interrupted)
 
     def link_lost(self, group: EngineGroup) -> None:
         """A group died: its requests are replayed at other groups, or wait."""

@@ -124,13 +124,13 @@ class Router:
     def choose(self, loads: Sequence[GroupLoad], prompt: Prompt) -> int:
         """The index of the group for this request; there is at least one."""
         share = self.used_share
-        owed = [load.context_tokens + share * load.output_tokens for load in loads]
+        outstanding = [load.context_tokens + share * load.output_tokens for load in loads]
         own = prompt.num_tokens + share * prompt.max_tokens
-        limit = MAX_IMBALANCE * min(owed) + own
+        limit = MAX_IMBALANCE * min(outstanding) + own
         costs = [
-            (owed[i] - KNOWN_TOKEN_WORTH * prompt.num_known(load), load.last_chosen, i)
+            (outstanding[i] - KNOWN_TOKEN_WORTH * prompt.num_known(load), load.last_chosen, i)
             for i, load in enumerate(loads)
-            if owed[i] <= limit
+            if outstanding[i] <= limit
         ]
         chosen = min(costs)[-1]
         loads[chosen].last_chosen = next(self._turns)

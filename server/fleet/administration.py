@@ -70,7 +70,7 @@ class Peers(Protocol):
     def publish(self) -> None:
         """Send the current state to all followers soon."""
 
-    async def heard(self) -> None:
+    async def await_update(self) -> None:
         """Return once every follower has received the list of models that this front end
         serves."""
 
@@ -87,7 +87,7 @@ class NoPeers:
     def publish(self) -> None:
         """Nothing to send."""
 
-    async def heard(self) -> None:
+    async def await_update(self) -> None:
         """Nothing to wait for."""
 
     async def served(self, name: str, load_s: float) -> None:

@@ -52,7 +52,7 @@ class FirstFrontend:
         self._newest: SharedState | None = None
         self._applying = asyncio.Lock()
         self._again: asyncio.Task[None] | None = None
-        self._is_told = asyncio.Event()
+        self._has_state = asyncio.Event()
         self._is_lost = asyncio.Event()
         self._link: PeerLink | None = None
         self._legacy: Mapping[str, Any] = {}
@@ -61,7 +61,7 @@ class FirstFrontend:
 
         self._verbs: dict[str, Verb] = {
             "state": self._on_state,
-            "heard": self._on_heard,
+            "heard": self._on_update,
             "serves": self._on_serves,
             "release": self._on_release,
             "counts": self._on_counts,
@@ -86,7 +86,7 @@ class FirstFrontend:
         """Return once this front end serves the models that the first one served at the
         question.
         """
-        await self._is_told.wait()
+        await self._has_state.wait()
 
     # ---- what only the first front end may do -------------------------------------------
 
@@ -184,10 +184,10 @@ class FirstFrontend:
             self._stop_trying()
             if not is_complete:
                 self._again = asyncio.ensure_future(self._try_again(state))
-            self._is_told.set()
+            self._has_state.set()
         return {}
 
-    async def _on_heard(
+    async def _on_update(
         self, link: PeerLink, arguments: Mapping[str, Any]
     ) -> Mapping[str, Any]:
         # Every state that came before this question has been noted.

@@ -11,7 +11,7 @@ from trimaran.server.engines.client import EngineClient
 from trimaran.server.engines.model_engines import ModelEngines
 from trimaran.server.fleet.peer_link import SharedState
 from trimaran.server.inference.registry import ModelRegistry, VersionState
-from trimaran.server.loading.group_requests import Remembered, RememberedModel
+from trimaran.server.loading.group_requests import SavedModel, SavedState
 from trimaran.server.loading.model_set import Candidate, LoadedModel, ModelSet
 from trimaran.server.loading.preparation import BackgroundTasks, all_idle, is_expected
 from trimaran.server.loading.startup import read_again
@@ -53,8 +53,8 @@ class ModelMirror:
         self._log_settings = log_settings
         self._set = ModelSet(factory, metrics, registry)
         self._state = SharedState()
-        self._wanted: dict[str, RememberedModel] = {}
-        self._served: dict[str, RememberedModel] = {}
+        self._wanted: dict[str, SavedModel] = {}
+        self._served: dict[str, SavedModel] = {}
         self._making: dict[str, asyncio.Task[Candidate | None]] = {}
         """The task or object that will serve each wanted model that is not served yet."""
 
@@ -180,7 +180,7 @@ class ModelMirror:
         if self._given_up.get(name) is given_up:
             del self._given_up[name]
 
-    async def _candidate(self, model: RememberedModel) -> Candidate | None:
+    async def _candidate(self, model: SavedModel) -> Candidate | None:
         """The task or object that serves this model; None while the model has no worker
         groups.
         """
@@ -263,11 +263,11 @@ class ModelMirror:
                 self._metrics.forget(candidate.name, candidate.version)
 
 
-def _wanted(state: SharedState) -> dict[str, RememberedModel]:
+def _wanted(state: SharedState) -> dict[str, SavedModel]:
     """The loaded models by name."""
     if not state.remembered:
         return {}
-    models = Remembered.from_bytes(state.remembered).models
+    models = SavedState.from_bytes(state.remembered).models
     return {model.name: model for model in models if model.is_loaded}
 
 

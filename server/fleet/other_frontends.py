@@ -26,12 +26,12 @@ from trimaran.server.settings import LogSettings, TraceSettings
 
 logger = logging.getLogger(__name__)
 
-_HEARD_TIMEOUT_S = 5.0
+_UPDATE_TIMEOUT_S = 5.0
 """Shorter than the followers' own time limit for their questions."""
 
 _SERVED_MARGIN_S = 30.0
 _JOIN_POLL_S = 0.02
-_LOOK_PERIOD_S = 2.0
+_POLL_PERIOD_S = 2.0
 _COUNTS_TIMEOUT_S = 2.0
 """A front end that is silent for longer counts as in its last answer."""
 
@@ -73,7 +73,7 @@ class OtherFrontends:
         self._round: asyncio.Task[None] | None = None
         self._looking: asyncio.Task[None] | None = None
         self._is_stale = False
-        self._told: Mapping[str, Any] = {}
+        self._sent_state: Mapping[str, Any] = {}
         self._following: set[asyncio.Task[None]] = set()
         """Questions that are answered once the state in question is served."""
         registry.on_change = self.publish
@@ -108,8 +108,8 @@ class OtherFrontends:
 
     # ---- state for followers ---------------------------------------------------------------
 
-    def remember(self, state: bytes) -> None:
-        """Take the models that are loaded now (`Remembered`)."""
+    def save_state(self, state: bytes) -> None:
+        """Take the models that are loaded now (`SavedState`)."""
         self._remembered = state
         self.publish()
 
@@ -117,9 +117,9 @@ class OtherFrontends:
         """Send the state soon: several changes in one step of the event loop go together."""
         self._is_stale = True
         if self._links and (self._round is None or self._round.done()):
-            self._round = asyncio.ensure_future(self._tell_all())
+            self._round = asyncio.ensure_future(self._update_all())
 
-    async def heard(self) -> None:
+    async def await_update(self) -> None:
         """Return once followers know the current state and serve no other models. Models that
         need a start may still be starting.
         """
@@ -130,12 +130,12 @@ class OtherFrontends:
         """Return once each follower serves a model of this front end, has failed to serve the
         model, or has exceeded its time limit. The load took ``load_s`` here.
         """
-        await self.heard()
+        await self.await_update()
         # Front ends load at the same time, on the same processors.
         limit_s = _SERVED_MARGIN_S + load_s * self._config.num_frontends
         links = list(self._links.values())
-        asks = [link.ask("serves", limit_s, name=name) for link in links]
-        answers = await asyncio.gather(*asks, return_exceptions=True)
+        questions = [link.ask("serves", limit_s, name=name) for link in links]
+        answers = await asyncio.gather(*questions, return_exceptions=True)
         for link, answer in zip(links, answers, strict=True):
             if isinstance(answer, BaseException):
                 logger.warning(
@@ -151,9 +151,9 @@ class OtherFrontends:
         # Followers that outlive the first front end may join its successor after this question.
         while any(map(self._is_expected, range(1, self._config.num_frontends))):
             await asyncio.sleep(_JOIN_POLL_S)
-        asks = [link.ask("release", groups=list(groups)) for link in self._links.values()]
+        questions = [link.ask("release", groups=list(groups)) for link in self._links.values()]
         # A front end that has ended holds no requests.
-        await asyncio.gather(*asks, return_exceptions=True)
+        await asyncio.gather(*questions, return_exceptions=True)
 
     def _is_expected(self, index: int) -> bool:
         """Whether a front end that has not joined yet may hold requests."""
@@ -167,7 +167,7 @@ class OtherFrontends:
         follower that dies are lost.
         """
         while True:
-            await asyncio.sleep(_LOOK_PERIOD_S)
+            await asyncio.sleep(_POLL_PERIOD_S)
             await self.refresh()
 
     async def refresh(self) -> None:
@@ -191,21 +191,21 @@ class OtherFrontends:
         if self._links.get(index) is link:
             self._counts.take(index, counts)
 
-    async def _tell_all(self) -> None:
+    async def _update_all(self) -> None:
         while self._is_stale:
             await asyncio.sleep(0)
             self._is_stale = False
-            wire = self._told = self._state().to_wire()
-            await asyncio.gather(*(self._tell(link, wire) for link in self._links.values()))
+            wire = self._sent_state = self._state().to_wire()
+            await asyncio.gather(*(self._update(link, wire) for link in self._links.values()))
 
-    async def _tell(self, link: PeerLink, wire: Mapping[str, Any]) -> None:
+    async def _update(self, link: PeerLink, wire: Mapping[str, Any]) -> None:
         following = asyncio.ensure_future(self._followed(link, wire))
         self._following.add(following)
         following.add_done_callback(self._following.discard)
         # The state is sent first: a later question is answered after the state is applied.
         await asyncio.sleep(0)
         try:
-            await link.ask("heard", _HEARD_TIMEOUT_S)
+            await link.ask("heard", _UPDATE_TIMEOUT_S)
         except RequestError as error:
             logger.warning("front end %d does not follow: %s", link.index, error)
 
@@ -216,7 +216,7 @@ class OtherFrontends:
             logger.warning("front end %d does not follow: %s", link.index, error)
         else:
             # A state sent meanwhile is answered for both, and may still be on its way.
-            if wire is self._told and not self._is_stale:
+            if wire is self._sent_state and not self._is_stale:
                 self._counts.caught_up(link.index)
 
     def _state(self) -> SharedState:

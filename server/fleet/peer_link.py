@@ -144,7 +144,7 @@ class SharedState:
     """The state that the first front end sends to followers."""
 
     remembered: bytes = b""
-    """`Remembered`, the loaded models."""
+    """`SavedState`, the loaded models."""
 
     states: tuple[StateOfVersion, ...] = ()
     """Every version that is not ready or no longer served."""

@@ -18,7 +18,7 @@ from trimaran.server.inference.registry import (
     StateOfVersion,
     VersionState,
 )
-from trimaran.server.loading.group_requests import LeavingGroups, Remembered, RememberedModel
+from trimaran.server.loading.group_requests import LeavingGroups, SavedModel, SavedState
 from trimaran.server.loading.model_set import Candidate, ExclusiveNames, LoadedModel, ModelSet
 from trimaran.server.loading.preparation import (
     BackgroundTasks,
@@ -57,14 +57,14 @@ class ModelControl:
         factory: ModelFactory,
         metrics: Metrics,
         registry: ModelRegistry,
-        remember: Callable[[Sequence[str], bytes], None],
+        save_state: Callable[[Sequence[str], bytes], None],
     ) -> None:
         self._reader = reader
         self._overrides = overrides
         self._groups = groups
         self._metrics = metrics
         self._registry = registry
-        self._remember_at = remember
+        self._save_state = save_state
         self._set = ModelSet(factory, metrics, registry)
         self._busy = ExclusiveNames()
         self._background = BackgroundTasks()
@@ -78,7 +78,7 @@ class ModelControl:
         """Models whose first load was cut off by the end of the previous front end."""
 
         self._preparation = ModelPreparation(
-            self._set, groups, factory, self._background, self.remember
+            self._set, groups, factory, self._background, self.save_state
         )
 
     # ---- requests of clients ------------------------------------------------------------
@@ -194,7 +194,7 @@ class ModelControl:
             if self._set.get(each.source.name) is None:
                 self._set_state(each, VersionState.LOADING)
         if not all_or_none:
-            self.remember()
+            self.save_state()
         started_s = time.monotonic()
         candidates, failures = await self._preparation.prepare(changed, all_or_none=all_or_none)
         for name, failure in failures.items():
@@ -207,7 +207,7 @@ class ModelControl:
             if each.source.name in failures:
                 self._note_failure(each, failures[each.source.name])
         if failures and not all_or_none:
-            self.remember()
+            self.save_state()
         for name, failure in failures.items():
             raise load_error(name, failure)
 
@@ -334,7 +334,7 @@ class ModelControl:
                     candidate.name, candidate.version, elapsed_s,
                 )  # fmt: skip
         self._retire(outcome.replaced)
-        self.remember()
+        self.save_state()
         return outcome.failures
 
     def _is_changed(self, name: str, read: ReadModel) -> bool:
@@ -382,7 +382,7 @@ class ModelControl:
         for name in names:
             self._registry.set_unloaded(name)
         self._retire(going)
-        self.remember()
+        self.save_state()
 
     def _retire(self, models: Sequence[LoadedModel]) -> None:
         """Wait for the requests of these models, then end their processes and groups."""
@@ -418,7 +418,7 @@ class ModelControl:
 
     # ---- memory -------------------------------------------------------------------------
 
-    def remember(self) -> None:
+    def save_state(self) -> None:
         """Save the loaded models for the next front end."""
         models = [_remembered(loaded.candidate, True) for loaded in self._set.loaded()]
         # A restored model keeps its counts, so other front ends do not count it anew.
@@ -426,7 +426,7 @@ class ModelControl:
         models += [_remembered(c, c.name in coming) for c in self._set.waiting()]
         models += [_remembered(_of_read(read), True) for read in self._vacated.values()]
         leaving = [_leaving(engines) for engines in self._preparation.leaving()]
-        state = Remembered(
+        state = SavedState(
             models=tuple(models),
             leaving=tuple(leaving),
             generations=dict(self._groups.generations),
@@ -434,11 +434,11 @@ class ModelControl:
         )
         groups = [group for model in models for group in model.groups]
         groups += [group for engines in leaving for group in engines.groups]
-        self._remember_at(groups, state.to_bytes())
+        self._save_state(groups, state.to_bytes())
 
 
-def _remembered(candidate: Candidate, is_loaded: bool) -> RememberedModel:
-    return RememberedModel(
+def _remembered(candidate: Candidate, is_loaded: bool) -> SavedModel:
+    return SavedModel(
         name=candidate.name,
         version=candidate.version,
         folder=str(candidate.source.folder),

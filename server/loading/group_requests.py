@@ -65,7 +65,7 @@ class GroupRequests:
         if reply.get("error"):
             raise RequestError(str(reply["error"]), ErrorKind.INTERNAL)
 
-    def remember(self, groups: Sequence[str], state: bytes) -> None:
+    def save_state(self, groups: Sequence[str], state: bytes) -> None:
         """Save ``state`` for the next front end, which finds exactly these groups."""
         arguments = {"groups": list(groups), "state": state}
         self._link.request(next(self._ids), "remember", arguments)
@@ -96,7 +96,7 @@ class GroupRequests:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RememberedModel:
+class SavedModel:
     """One loaded model, or a model that waits for its steps."""
 
     name: str
@@ -125,10 +125,10 @@ class LeavingGroups:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Remembered:
+class SavedState:
     """The loaded models, the states of other models, and the last generation of every model."""
 
-    models: tuple[RememberedModel, ...] = ()
+    models: tuple[SavedModel, ...] = ()
     leaving: tuple[LeavingGroups, ...] = ()
     generations: dict[str, int] = field(default_factory=dict)
     states: tuple[StateOfVersion, ...] = ()
@@ -141,15 +141,14 @@ class Remembered:
         return packed
 
     @classmethod
-    def from_bytes(cls, raw: bytes) -> Remembered:
+    def from_bytes(cls, raw: bytes) -> SavedState:
         """The inverse of `to_bytes`."""
         values: dict[str, Any] = msgpack.unpackb(raw)
         models: Sequence[dict[str, Any]] = values["models"]
         leaving: Sequence[dict[str, Any]] = values["leaving"]
         return cls(
             models=tuple(
-                RememberedModel(**{**model, "groups": tuple(model["groups"])})
-                for model in models
+                SavedModel(**{**model, "groups": tuple(model["groups"])}) for model in models
             ),
             leaving=tuple(
                 LeavingGroups(**{**each, "groups": tuple(each["groups"])}) for each in leaving

@@ -63,13 +63,13 @@ class ModelPreparation:
         groups: TokenGroups,
         factory: ModelFactory,
         background: BackgroundTasks,
-        remember: Callable[[], None],
+        save_state: Callable[[], None],
     ) -> None:
         self._set = models
         self._groups = groups
         self._factory = factory
         self._background = background
-        self._remember = remember
+        self._save_state = save_state
         self._adopted: dict[str, OpenedGroups] = {}
         self._under_way: dict[str, tuple[ReadModel, asyncio.Future[Candidate]]] = {}
         self._given_up: set[str] = set()
@@ -176,7 +176,7 @@ class ModelPreparation:
         """
         for group in groups:
             self._leaving.pop(group, None)
-        self._remember()
+        self._save_state()
 
     def is_vacated(self, name: str) -> bool:
         """Whether a loaded model has given up its groups."""
@@ -239,7 +239,7 @@ class ModelPreparation:
             # The group in the way may have ended by the time that the refusal is read.
             known = self._leaving.copy()
             try:
-                return await self._groups.open(read.source, self._remember)
+                return await self._groups.open(read.source, self._save_state)
             except GroupsRefusedError as error:
                 known.update(self._leaving)
                 leaving = {known[group][1] for group in error.conflicts if group in known}
@@ -266,8 +266,8 @@ class ModelPreparation:
         assert engines is not None
         self._set.detach_engines(name)
         ending = self.end(engines)
-        # Remembered without groups: the next front end does not wait for them.
-        self._remember()
+        # Saved without groups: the next front end does not wait for them.
+        self._save_state()
         # The groups end even if the load is cancelled meanwhile.
         await asyncio.shield(ending)
 

@@ -14,7 +14,7 @@ from trimaran.comm.errors import ConfigError, RequestError
 from trimaran.server.config import FrontendConfig
 from trimaran.server.inference.registry import StateOfVersion, VersionState
 from trimaran.server.loading.control import ModelControl
-from trimaran.server.loading.group_requests import Remembered, RememberedModel
+from trimaran.server.loading.group_requests import SavedModel, SavedState
 from trimaran.server.loading.preparation import load_error, log_lost
 from trimaran.server.loading.reader import LoadError, ModelReader, ReadModel
 from trimaran.server.loading.token_groups import OpenedGroups, TokenGroups
@@ -55,7 +55,7 @@ class ModelStartup:
         """
         config = self._config
         if config.remembered:
-            self._read_remembered(Remembered.from_bytes(config.remembered))
+            self._read_saved_state(SavedState.from_bytes(config.remembered))
             return
         try:
             self._read = await asyncio.to_thread(self._read_first)
@@ -118,7 +118,7 @@ class ModelStartup:
 
     # ---- models of the predecessor ------------------------------------------------------
 
-    def _read_remembered(self, remembered: Remembered) -> None:
+    def _read_saved_state(self, remembered: SavedState) -> None:
         python = PythonModels.parse(self._config.python_models)
         self._groups.generations.update(remembered.generations)
         self._states += remembered.states
@@ -145,7 +145,7 @@ class ModelStartup:
             self._leaving.append(self._groups.adopt_of(model, version, generation, groups))
 
 
-def read_again(model: RememberedModel, python: PythonModels) -> ReadModel:
+def read_again(model: SavedModel, python: PythonModels) -> ReadModel:
     """Read a model that was loaded before.
 
     Raises:

@@ -14,7 +14,7 @@ ROW_BYTES = 3 << 19
 @pytest.fixture
 def memory():
     """Several pieces, locked by several threads."""
-    memory = HostMemory(40, ROW_BYTES, CudaLocks(DEVICE), num_threads=3, piece_bytes=1 << 22)
+    memory = HostMemory(40, ROW_BYTES, CudaLocks(DEVICE), num_threads=3, chunk_bytes=1 << 22)
     yield memory
     memory.close()
 
@@ -51,7 +51,7 @@ def test_a_copy_does_not_wait_for_the_device(memory, to_host):
 
 
 def test_closed_host_memory_is_not_locked():
-    memory = HostMemory(9, ROW_BYTES, CudaLocks(DEVICE), piece_bytes=1 << 22)
+    memory = HostMemory(9, ROW_BYTES, CudaLocks(DEVICE), chunk_bytes=1 << 22)
     rows = memory.rows(torch.uint8)
     assert rows[0].is_pinned() and rows[-1].is_pinned()
 

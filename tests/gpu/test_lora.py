@@ -32,13 +32,13 @@ RANKS = (8, 64, 16, 1)
 
 def random_tables(width, rows):
     """An adapter of each rank, for all targets of one product."""
-    places, size = torch.zeros(len(RANKS), len(rows), 3, dtype=torch.int64), 0
+    offsets, size = torch.zeros(len(RANKS), len(rows), 3, dtype=torch.int64), 0
     for slot, rank in enumerate(RANKS):
         for part, count in enumerate(rows):
-            places[slot, part] = torch.tensor([rank, size, size + rank * width])
+            offsets[slot, part] = torch.tensor([rank, size, size + rank * width])
             size += rank * (width + count)
     data = torch.randn(size, device="cuda").bfloat16() / 32
-    return AdapterTables(data, places.cuda())
+    return AdapterTables(data, offsets.cuda())
 
 
 @pytest.mark.parametrize(("width", "rows"), [(4096, (4096, 1024, 1024)), (14336, (4096,))])
@@ -47,8 +47,8 @@ def test_sums_are_those_of_the_plain_twin(width, rows, tokens, block_size):
     torch.manual_seed(tokens)
     tables = random_tables(width, rows)
     slots = np.random.default_rng(0).integers(-1, len(RANKS), tokens).astype(np.int32)
-    places, block_slots = token_blocks(slots, block_size)
-    on_device = (torch.from_numpy(array).cuda() for array in (places, block_slots))
+    offsets, block_slots = token_blocks(slots, block_size)
+    on_device = (torch.from_numpy(array).cuda() for array in (offsets, block_slots))
     blocks = AdapterBlocks(*on_device, max(RANKS))
     x = torch.randn(tokens, width, device="cuda").bfloat16() / 8
     output = torch.randn(tokens, sum(rows), device="cuda").bfloat16()

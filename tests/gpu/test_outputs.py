@@ -62,9 +62,9 @@ def serve(driver):
     ]
 
 
-def _array(number, pieces):
+def _array(number, chunks):
     dtype = np.float16 if number == 3 else np.float32
-    return np.frombuffer(b"".join(pieces), dtype).reshape(-1, VOCAB).astype(np.float32)
+    return np.frombuffer(b"".join(chunks), dtype).reshape(-1, VOCAB).astype(np.float32)
 
 
 def test_logits_and_tables_are_those_of_the_cpu(folder):

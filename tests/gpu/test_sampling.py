@@ -11,7 +11,7 @@ import torch
 from trimaran.comm.messages.sampling_params import SamplingParams
 from trimaran.kernels.triton import sampling as triton_sampling
 from trimaran.worker.sampling import sampler
-from trimaran.worker.sampling.sampling_rows import SamplingRows, Want
+from trimaran.worker.sampling.sampling_rows import RowFeature, SamplingRows
 from trimaran.worker.steps.step_types import NewRow, int32s
 
 pytestmark = pytest.mark.gpu
@@ -100,7 +100,7 @@ GUIDE = {"guide_type": "json", "guide": "{}"}
 def masks_of(batch, vocab_size):
     """Each guided row allows a different half of all ids."""
     rng = np.random.default_rng(len(batch.rows))
-    shape = len(batch.rows_wanting(Want.GUIDE)), -(-vocab_size // 32)
+    shape = len(batch.rows_wanting(RowFeature.GUIDE)), -(-vocab_size // 32)
     return torch.from_numpy(rng.integers(-(2**31), 2**31, shape, dtype=np.int32))
 
 

@@ -31,15 +31,15 @@ pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda", 0)
 
 
-@pytest.mark.parametrize("piece_bytes", [1 << 10, 100_000, 8 << 20])
-def test_weights_arrive_whole_despite_reuse_of_staging_memory(tmp_path, piece_bytes):
+@pytest.mark.parametrize("chunk_bytes", [1 << 10, 100_000, 8 << 20])
+def test_weights_arrive_whole_despite_reuse_of_staging_memory(tmp_path, chunk_bytes):
     generator = torch.Generator().manual_seed(1)
     tensors = {
         f"w{n}": torch.randn(211 + n, 509, generator=generator).bfloat16() for n in range(40)
     }
     path = tmp_path / "w.safetensors"
     save_file(tensors, path)
-    reader = TensorReader(GPU, piece_bytes=piece_bytes, max_ahead_bytes=1 << 20)
+    reader = TensorReader(GPU, chunk_bytes=chunk_bytes, max_ahead_bytes=1 << 20)
     seen = {}
     for name, tensor in reader.read(path, tensors):
         # Copied on the current stream; the source memory is released at once.

@@ -196,7 +196,7 @@ def test_adapters_are_sent_in_chunks_while_any_dp_rank_runs(
     world, models, monkeypatch, is_running
 ):
     for module in ("lora.adapter_messages", "lora.manager", "scheduling.data_parallel"):
-        monkeypatch.setattr(f"trimaran.worker.{module}.PIECE_BYTES", 2000)
+        monkeypatch.setattr(f"trimaran.worker.{module}.CHUNK_BYTES", 2000)
     folder = models[0]["llama"]
     tasks = range(1, NUM_RANKS + (not is_running))
     adapters = {task: make_adapter(folder, seed=task) for task in tasks}

@@ -54,7 +54,7 @@ def test_all_ranks_hold_the_adapter_that_rank_0_read_from_a_folder(
 ):
     """Other ranks have no such folder, and late writes to the folder have no effect."""
     for module in (sent, manager):
-        monkeypatch.setattr(module, "PIECE_BYTES", 20_000)
+        monkeypatch.setattr(module, "CHUNK_BYTES", 20_000)
     old, new, names = {}, {}, ("early", "late")
     config = replace(engine_config(folder, 2), lora=LoraConfig(prefetch_dir=str(tmp_path)))
     if world.rank == 0:

@@ -93,7 +93,7 @@ def test_peer_sums_serve_on_gpus_after_a_comparison_with_nccl(world):
     device = torch.device("cuda", world.local_rank)
     group = connect_group(world, device, 60.0)
     assert why_memory_is_apart(group) == ""
-    assert try_peer_sums(group, takes_any=False, is_asked_for=False) == ""
+    assert try_peer_sums(group, takes_any=False, is_requested=False) == ""
 
     found = group.all_reduce(torch.full((5000,), float(world.rank), device=device))
 

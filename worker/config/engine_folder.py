@@ -22,7 +22,7 @@ from trimaran.worker.config.checkpoint_folder import (
     tied_unless_stored,
 )
 from trimaran.worker.config.pretrained_config import PretrainedConfig
-from trimaran.worker.config.quantization import made_here
+from trimaran.worker.config.quantization import load_time_quantization
 from trimaran.worker.config.shard_file import read_header
 from trimaran.worker.config.stages import stage_sizes
 
@@ -239,7 +239,9 @@ class EngineFolder:
                 f"--quantization is {name} but {self.path} holds the shards of ranks. Build it "
                 f"with `trimaran build --quantization {name}`, or name the Hugging Face folder."
             )
-        return replace(self, config=replace(self.config, quantization=made_here(name)))
+        return replace(
+            self, config=replace(self.config, quantization=load_time_quantization(name))
+        )
 
     @property
     def max_seq_len(self) -> int:
@@ -254,29 +256,29 @@ class EngineFolder:
         if self.mapping is None:
             check_parallel_sizes(self.config, tp_size, pp_size, moe_ep_size)
             return
-        made_for = self.mapping
-        if (made_for.tp_size, made_for.pp_size) != (tp_size, pp_size):
+        built_for = self.mapping
+        if (built_for.tp_size, built_for.pp_size) != (tp_size, pp_size):
             in_dp_ranks = (
-                f" in each of {made_for.dp_size} dp ranks" if made_for.dp_size > 1 else ""
+                f" in each of {built_for.dp_size} dp ranks" if built_for.dp_size > 1 else ""
             )
             raise ConfigError(
-                f"{self.path}: built for tp_size {made_for.tp_size} and pp_size "
-                f"{made_for.pp_size}{in_dp_ranks} (world size {made_for.world_size}), "
+                f"{self.path}: built for tp_size {built_for.tp_size} and pp_size "
+                f"{built_for.pp_size}{in_dp_ranks} (world size {built_for.world_size}), "
                 f"but asked to run with tp_size {tp_size} and pp_size {pp_size} (world size "
-                f"{tp_size * pp_size}). Start {made_for.world_size} ranks, or build again "
+                f"{tp_size * pp_size}). Start {built_for.world_size} ranks, or build again "
                 f"with --tp-size {tp_size} --pp-size {pp_size}."
             )
-        if self.config.num_experts and made_for.moe_ep_size != moe_ep_size:
+        if self.config.num_experts and built_for.moe_ep_size != moe_ep_size:
             raise ConfigError(
-                f"{self.path}: built for moe_ep_size {made_for.moe_ep_size}, but asked to run "
+                f"{self.path}: built for moe_ep_size {built_for.moe_ep_size}, but asked to run "
                 f"with {moe_ep_size}. Leave the sizes of experts out, or build again with "
                 f"--moe-ep-size {moe_ep_size}."
             )
-        if made_for.dp_size != expert_dp_size:
+        if built_for.dp_size != expert_dp_size:
             raise ConfigError(
-                f"{self.path}: built for experts shared over {made_for.dp_size} dp rank(s), "
+                f"{self.path}: built for experts shared over {built_for.dp_size} dp rank(s), "
                 f"but asked to share them over {expert_dp_size}. Serve it with --dp-size "
-                f"{made_for.dp_size}, or build again for other dp ranks and sizes of experts."
+                f"{built_for.dp_size}, or build again for other dp ranks and sizes of experts."
             )
 
     def shard_of(self, rank: int) -> Path:

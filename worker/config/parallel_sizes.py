@@ -11,7 +11,7 @@ from trimaran.worker.config.stages import stage_sizes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AskedSizes:
+class RequestedSizes:
     """The sizes given by flags; 0 for a size left out, or -1 for the two sizes of experts."""
 
     world_size: int = 0
@@ -34,7 +34,9 @@ class AskedSizes:
         return (self.moe_tp_size, self.moe_ep_size) != (-1, -1)
 
 
-def layout_of(asked: AskedSizes, folder: EngineFolder, num_named: int = 0) -> ParallelConfig:
+def layout_of(
+    requested: RequestedSizes, folder: EngineFolder, num_named: int = 0
+) -> ParallelConfig:
     """The layout in which ``folder`` runs: sizes of the flags, or sizes of the folder's shards.
 
     ``num_named`` is the number of devices or ranks that flags list, which a Hugging Face
@@ -43,76 +45,88 @@ def layout_of(asked: AskedSizes, folder: EngineFolder, num_named: int = 0) -> Pa
     Raises:
         ConfigError: these sizes make no layout, or the folder's shards have another layout.
     """
-    made_for = folder.mapping
-    if made_for is None:
-        layout = _free_layout(asked, num_named)
+    built_for = folder.mapping
+    if built_for is None:
+        layout = _free_layout(requested, num_named)
     else:
-        layout = _made_layout(asked, folder, made_for)
+        layout = _built_layout(requested, folder, built_for)
     # Check the folder's sizes first: correcting the product would not help.
     folder.check_parallel(
         layout.tp_size, layout.pp_size, layout.expert_parts, layout.expert_dp_size
     )
-    _check_world_size(layout, asked.world_size)
-    _check_stages(asked.pp_partition, layout, folder)
+    _check_world_size(layout, requested.world_size)
+    _check_stages(requested.pp_partition, layout, folder)
     return layout
 
 
-def _free_layout(asked: AskedSizes, num_named: int) -> ParallelConfig:
+def _free_layout(requested: RequestedSizes, num_named: int) -> ParallelConfig:
     """Layout of a folder that is sharded while loading: the tensor axis takes the remaining
     ranks.
     """
-    pp_size, dp_size = asked.pp_size or len(asked.pp_partition) or 1, asked.dp_size or 1
+    pp_size, dp_size = (
+        requested.pp_size or len(requested.pp_partition) or 1,
+        requested.dp_size or 1,
+    )
     others = pp_size * dp_size
-    world_size = asked.world_size or num_named
-    if not asked.tp_size and world_size % others:
+    world_size = requested.world_size or num_named
+    if not requested.tp_size and world_size % others:
         raise ConfigError(
             f"a world size of {world_size} is no multiple of --pp-size ({pp_size}) times "
             f"--dp-size ({dp_size}). Correct one of them, or name --tp-size."
         )
-    tp_size = asked.tp_size or world_size // others or 1
-    sizes = expert_sizes(asked.moe_tp_size, asked.moe_ep_size, tp_size, dp_size)
+    tp_size = requested.tp_size or world_size // others or 1
+    sizes = expert_sizes(requested.moe_tp_size, requested.moe_ep_size, tp_size, dp_size)
     return ParallelConfig(
         tp_size=tp_size,
         pp_size=pp_size,
         dp_size=dp_size,
         moe_tp_size=sizes[0],
         moe_ep_size=sizes[1],
-        pp_partition=asked.pp_partition,
+        pp_partition=requested.pp_partition,
     )
 
 
-def _made_layout(
-    asked: AskedSizes, folder: EngineFolder, made_for: RankMapping
+def _built_layout(
+    requested: RequestedSizes, folder: EngineFolder, built_for: RankMapping
 ) -> ParallelConfig:
     """Layout of a folder with one shard a rank: only data-parallel ranks can be added."""
-    tp_size, pp_size = asked.tp_size or made_for.tp_size, asked.pp_size or made_for.pp_size
-    if asked.world_size and not asked.names_axes and asked.world_size != made_for.world_size:
+    tp_size, pp_size = (
+        requested.tp_size or built_for.tp_size,
+        requested.pp_size or built_for.pp_size,
+    )
+    if (
+        requested.world_size
+        and not requested.names_axes
+        and requested.world_size != built_for.world_size
+    ):
         # A world size alone means tensor parallelism over all ranks.
-        folder.check_parallel(asked.world_size, 1)
-    dp_size = asked.dp_size or made_for.dp_size
-    if made_for.dp_size not in (1, dp_size):
+        folder.check_parallel(requested.world_size, 1)
+    dp_size = requested.dp_size or built_for.dp_size
+    if built_for.dp_size not in (1, dp_size):
         raise ConfigError(
-            f"{folder.path}: built for experts shared over {made_for.dp_size} dp rank(s), but "
+            f"{folder.path}: built for experts shared over {built_for.dp_size} dp rank(s), but "
             f"asked to run with dp_size {dp_size}. Serve it with --dp-size "
-            f"{made_for.dp_size}, or build again with --dp-size {dp_size}."
+            f"{built_for.dp_size}, or build again with --dp-size {dp_size}."
         )
-    sizes = made_for.moe_tp_size, made_for.moe_ep_size
-    if asked.names_experts:
-        sizes = expert_sizes(asked.moe_tp_size, asked.moe_ep_size, tp_size, dp_size)
+    sizes = built_for.moe_tp_size, built_for.moe_ep_size
+    if requested.names_experts:
+        sizes = expert_sizes(requested.moe_tp_size, requested.moe_ep_size, tp_size, dp_size)
     return ParallelConfig(
         tp_size=tp_size,
         pp_size=pp_size,
         dp_size=dp_size,
         moe_tp_size=sizes[0],
         moe_ep_size=sizes[1],
-        pp_partition=made_for.pp_partition,
+        pp_partition=built_for.pp_partition,
     )
 
 
-def _check_stages(asked: tuple[int, ...], layout: ParallelConfig, folder: EngineFolder) -> None:
+def _check_stages(
+    requested: tuple[int, ...], layout: ParallelConfig, folder: EngineFolder
+) -> None:
     sizes = stage_sizes(folder.config.num_hidden_layers, layout.pp_size, layout.pp_partition)
-    if asked and list(asked) != sizes:
-        shown = ",".join(map(str, asked))
+    if requested and list(requested) != sizes:
+        shown = ",".join(map(str, requested))
         raise ConfigError(
             f"{folder.path}: built for stages of {','.join(map(str, sizes))} layers, but asked "
             f"to run with {shown}. Leave --pp-partition out, or build again with "
@@ -120,10 +134,10 @@ def _check_stages(asked: tuple[int, ...], layout: ParallelConfig, folder: Engine
         )
 
 
-def _check_world_size(layout: ParallelConfig, asked: int) -> None:
-    if asked and asked != layout.world_size:
+def _check_world_size(layout: ParallelConfig, requested: int) -> None:
+    if requested and requested != layout.world_size:
         raise ConfigError(
-            f"--world-size is {asked} but tp_size ({layout.tp_size}) times pp_size "
+            f"--world-size is {requested} but tp_size ({layout.tp_size}) times pp_size "
             f"({layout.pp_size}) times dp_size ({layout.dp_size}) is {layout.world_size}. "
             "Leave --world-size out, or correct one of the sizes."
         )

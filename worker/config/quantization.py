@@ -15,7 +15,7 @@ ANY_LINEAR = "Linear"
 """A target that every linear layer matches."""
 
 _REGULAR = "re:"
-MADE_HERE = ("fp8", "fp8_block")
+FP8_METHODS = ("fp8", "fp8_block")
 """Schemes by which float weights are quantized as they are loaded or built."""
 
 _BLOCK = (128, 128)
@@ -108,7 +108,7 @@ class QuantizationConfig:
     ignored: tuple[str, ...] = ()
     """Patterns of modules that keep the model's dtype."""
 
-    is_made_here: bool = False
+    quantizes_at_load: bool = False
     """Whether the weights come as floats and are quantized as they are read."""
 
     def scheme_of(self, names: tuple[str, ...]) -> Fp8Scheme | None:
@@ -187,7 +187,7 @@ class QuantizationConfig:
         return cls(method=str(values.get("method")), rules=rules, ignored=ignored)
 
 
-def made_here(name: str) -> QuantizationConfig:
+def load_time_quantization(name: str) -> QuantizationConfig:
     """The configuration of weights that are quantized as they are read.
 
     ``fp8`` has a scale for each row and token, ``fp8_block`` for 128x128 blocks and groups of
@@ -196,13 +196,15 @@ def made_here(name: str) -> QuantizationConfig:
     Raises:
         ConfigError: no such scheme.
     """
-    if name not in MADE_HERE:
-        raise ConfigError(f"quantization is {name!r} but must be one of {', '.join(MADE_HERE)}")
+    if name not in FP8_METHODS:
+        raise ConfigError(
+            f"quantization is {name!r} but must be one of {', '.join(FP8_METHODS)}"
+        )
     scheme = Fp8Scheme()
     if name == "fp8_block":
         scheme = Fp8Scheme(block=_BLOCK, activations=Activations.GROUP)
     rule = SchemeRule(targets=(ANY_LINEAR,), scheme=scheme)
-    return QuantizationConfig(method="trimaran", rules=(rule,), is_made_here=True)
+    return QuantizationConfig(method="trimaran", rules=(rule,), quantizes_at_load=True)
 
 
 def _matches(pattern: str, name: str) -> bool:

@@ -35,7 +35,7 @@ from trimaran.worker.engine.plan_timing import PlanTiming
 from trimaran.worker.engine.step_profile import StepProfile
 from trimaran.worker.execution.device import select_device
 from trimaran.worker.execution.step_result import ModelRunnerOutput
-from trimaran.worker.experts.reports import ASK, ExpertReports
+from trimaran.worker.experts.reports import REPORT_REQUEST, ExpertReports
 from trimaran.worker.guided.compiler import GuideCompiler
 from trimaran.worker.lora.adapter_messages import decode_ops, encode_ops, holds_ops
 from trimaran.worker.requests.request import Request
@@ -197,7 +197,7 @@ class Engine:
         self.scheduler.check(request)
         request.adapter_id = self._adapters.enter(message, request)
         if "weights" in (message.adapter or {}):
-            self._tell_of(message.adapter_id)
+            self._announce_adapter(message.adapter_id)
         self._num_submitted += 1
         if request.sampling.guide_type:
             self._guided.hold(request)
@@ -225,7 +225,7 @@ class Engine:
         """Cache an adapter before any request asks for it."""
         if message.is_remembered and self._adapters.digest_of(message.adapter_id):
             # A front end that remembers another version learns of this one.
-            self._tell_of(message.adapter_id)
+            self._announce_adapter(message.adapter_id)
             return
         try:
             self._adapters.keep(message.adapter_id, message.adapter)
@@ -241,7 +241,7 @@ class Engine:
         taken, self._taken = self._taken, []
         return taken
 
-    def _tell_of(self, task: int) -> None:
+    def _announce_adapter(self, task: int) -> None:
         digest = self._adapters.digest_of(task)
         self._taken.append(AdapterTaken(adapter_id=task, digest=digest))
 
@@ -397,7 +397,7 @@ class Engine:
 
     def follow(self, payload: bytes) -> None:
         """Carry out rank 0's decision on another rank. Collective over the tensor group."""
-        if payload == ASK:
+        if payload == REPORT_REQUEST:
             self._expert_reports.answer()
             return
         if holds_ops(payload):

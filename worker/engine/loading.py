@@ -358,10 +358,10 @@ def load_adapters(
     manager.is_packed = store.is_packed
     found = manager.prefetch() if is_leader else iter(())
     while (adapter := links.all_gather(_next_of(found))[0]) is not None:
-        number, rows, pieces = adapter
+        number, rows, chunks = adapter
         store.expect(number, rows)
-        for piece in pieces:
-            store.take_piece(number, piece)
+        for chunk in chunks:
+            store.take_chunk(number, chunk)
         # The packed shards are much smaller than the whole adapter.
         store.wait_for(number)
     if manager.num_on_host:
@@ -375,5 +375,5 @@ def _next_of(
 ) -> tuple[int, list[Row], list[bytes]] | None:
     """The leader's message to all ranks about the next adapter; None after the last."""
     for number, outgoing in found:
-        return number, outgoing.rows, list(map(bytes, outgoing.pieces()))
+        return number, outgoing.rows, list(map(bytes, outgoing.chunks()))
     return None

@@ -121,11 +121,11 @@ def _extras(sequence: Sequence, details: StepDetails | None, has_token: bool) ->
         new = [details.log_probs[sequence]] if has_token else []
         sequence.cum_log_prob += sum(new)
         extras["log_probs"], extras["cum_log_prob"] = new, sequence.cum_log_prob
-    pieces = details.context_logits.get(sequence)
-    if pieces is not None and not sequence.has_told_prompt:
+    chunks = details.context_logits.get(sequence)
+    if chunks is not None and not sequence.has_told_prompt:
         sequence.has_told_prompt = True
         extras["logits_dtype"] = sampling.logits_dtype
-        extras["context_logits"] = [_bytes(piece) for piece in pieces]
+        extras["context_logits"] = [_bytes(chunk) for chunk in chunks]
     of_token = details.generation_logits.get(sequence)
     if of_token is not None and has_token:
         extras["logits_dtype"] = sampling.logits_dtype

@@ -131,8 +131,8 @@ class DeviceInputs:
         """
         num_entries, num_sampled = len(decision.rows), len(decision.sampled)
         num_updates, segments = len(decision.new_blocks), self._segments(decision)
-        at_places = 4 * num_entries + 1
-        at_segments = at_places + 2 * num_updates
+        at_updates = 4 * num_entries + 1
+        at_segments = at_updates + 2 * num_updates
         num_ids = len(decision.decode_ids)
         num_segments = len(segments) + num_ids
         at_ids = at_segments + 4 * num_segments
@@ -142,7 +142,7 @@ class DeviceInputs:
         staging = self._ring[self._step % len(self._ring)]
         staging.reserve(count)
         num_tokens = self._pack_entries(staging.array, decision)
-        self._pack_blocks(staging.array[at_places:at_segments], decision)
+        self._pack_blocks(staging.array[at_updates:at_segments], decision)
         _pack_ids(staging.array, at_segments, at_ids, segments)
         if num_ids:
             _pack_decode_ids(staging.array, at_ids - 4 * num_ids, at_decode_ids, decision)
@@ -150,7 +150,7 @@ class DeviceInputs:
         if num_updates or num_segments:
             longest = max((len(ids) for _, _, ids in segments), default=1)
             self._kernels.enter(
-                packed, self.token_table, self.block_tables, at_places, num_updates,
+                packed, self.token_table, self.block_tables, at_updates, num_updates,
                 at_segments, num_segments, longest,
             )  # fmt: skip
         is_decode = decision.num_decodes == num_entries

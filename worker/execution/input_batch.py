@@ -204,13 +204,13 @@ class InputBatch:
         host.positions[:] = positions
         if self._switch_at:
             host.positions += self._shifts[token_rows]
-        np.multiply(token_rows, self.row_len, out=host.token_places, dtype=np.int64)
-        host.token_places += positions
+        np.multiply(token_rows, self.row_len, out=host.token_indices, dtype=np.int64)
+        host.token_indices += positions
         self._fill_slots(host, token_rows, positions)
         host.seq_lens[:] = ends
         host.rows[:] = rows
-        np.multiply(rows[sampled], self.row_len, out=host.sampled_places, dtype=np.int64)
-        host.sampled_places += ends[sampled]
+        np.multiply(rows[sampled], self.row_len, out=host.sampled_indices, dtype=np.int64)
+        host.sampled_indices += ends[sampled]
         needs_all = num_sampled == num_tokens
         if not needs_all:
             host.logits_indices[:] = host.query_start_loc[1:][sampled] - 1
@@ -218,7 +218,7 @@ class InputBatch:
         max_seq_len = int(ends.max())
         num_blocks = -(-max_seq_len // self.block_size)
         inputs = StepInputs(
-            token_ids=self._flat_ids.index_select(0, device["token_places"]),
+            token_ids=self._flat_ids.index_select(0, device["token_indices"]),
             positions=device["positions"],
             query_start_loc=device["query_start_loc"],
             seq_lens=device["seq_lens"],
@@ -228,7 +228,7 @@ class InputBatch:
             ],
             slot_mappings=list(device["slots"].unbind(0)),
             logits_indices=None if needs_all else device["logits_indices"],
-            sampled_slots=device["sampled_places"],
+            sampled_slots=device["sampled_indices"],
             max_query_len=1 if is_decode else int(chunks.max()),
             max_seq_len=max_seq_len,
         )

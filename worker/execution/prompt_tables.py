@@ -106,13 +106,13 @@ class PromptTables:
         """Copy a row's embeddings, one a token in order, to the device as ``dtype``."""
         if new.prompt_table is None:
             return
-        places = np.flatnonzero(new.token_ids >= self._vocab_size)
-        entries = new.token_ids[places].astype(np.int64) - self._vocab_size
+        positions = np.flatnonzero(new.token_ids >= self._vocab_size)
+        entries = new.token_ids[positions].astype(np.int64) - self._vocab_size
         table = PromptTable.from_wire(new.prompt_table).tensor()
         vectors = table[torch.from_numpy(entries)].to(dtype)
         if self._device.type == "cuda":
             vectors = vectors.pin_memory().to(self._device, non_blocking=True)
-        self._rows[new.row] = places, vectors
+        self._rows[new.row] = positions, vectors
 
     def leave(self, row: int) -> None:
         """Drop the table of the sequence that left this row."""
@@ -130,15 +130,15 @@ class PromptTables:
         for entry, row in enumerate(decision.rows.tolist()):
             if row not in self._rows:
                 continue
-            places, of_row = self._rows[row]
+            positions, of_row = self._rows[row]
             first = int(decision.num_computed_tokens[entry])
             end = first + int(decision.num_scheduled_tokens[entry])
-            low, high = np.searchsorted(places, (first, end)).tolist()
+            low, high = np.searchsorted(positions, (first, end)).tolist()
             if low < high:
-                indices.append(places[low:high] - first + int(starts[entry]))
+                indices.append(positions[low:high] - first + int(starts[entry]))
                 vectors.append(of_row[low:high])
         if not indices:
             return None
         hidden_TD = embedding.forward(token_ids_T.clamp(max=self._vocab_size - 1))
-        places_on_device = to_device(np.concatenate(indices), hidden_TD.device)
-        return hidden_TD.index_copy_(0, places_on_device, torch.cat(vectors))
+        positions_on_device = to_device(np.concatenate(indices), hidden_TD.device)
+        return hidden_TD.index_copy_(0, positions_on_device, torch.cat(vectors))

@@ -33,14 +33,14 @@ from trimaran.worker.steps.step_types import KeptLogits, NewRow, SchedulerOutput
 
 # Shapes: T tokens of the step, N sampled rows, P tokens of a prompt, V vocabulary.
 
-_PIECE_BYTES = 32 << 20
+_CHUNK_BYTES = 32 << 20
 """Most logits of a prompt that are on the device at once, as float32."""
 
 
 @dataclass(slots=True)
 class _Context:
     dtype: torch.dtype
-    pieces: list[Tensor] = field(default_factory=list)
+    chunks: list[Tensor] = field(default_factory=list)
 
 
 class LogitsRows:
@@ -55,7 +55,7 @@ class LogitsRows:
         self._generation: dict[int, torch.dtype] = {}
         self._is_keeper = is_keeper
         # No more rows than a step's sampling has memory for.
-        self._piece_rows = max(1, min(max_rows, _PIECE_BYTES // (4 * vocab_size)))
+        self._chunk_rows = max(1, min(max_rows, _CHUNK_BYTES // (4 * vocab_size)))
 
     @property
     def is_empty(self) -> bool:
@@ -64,12 +64,15 @@ class LogitsRows:
 
     def enter(self, new: NewRow) -> None:
         """Record which logits the sequence in a row asks for."""
-        wants = new.sampling
-        dtype: torch.dtype = getattr(torch, wants.get("logits_dtype", "float32"))
-        if wants.get("return_generation_logits"):
+        features = new.sampling
+        dtype: torch.dtype = getattr(torch, features.get("logits_dtype", "float32"))
+        if features.get("return_generation_logits"):
             self._generation[new.row] = dtype
         # A sequence that resumes with output has sent the logits of its prompt before.
-        if wants.get("return_context_logits") and len(new.token_ids) == new.num_prompt_tokens:
+        if (
+            features.get("return_context_logits")
+            and len(new.token_ids) == new.num_prompt_tokens
+        ):
             self._context[new.row] = _Context(dtype)
 
     def leave(self, row: int) -> None:
@@ -98,12 +101,12 @@ class LogitsRows:
                 continue
             first = int(starts[entry])
             end = first + int(decision.num_scheduled_tokens[entry])
-            for start in range(first, end, self._piece_rows):
-                logits = compute_logits(hidden_TD[start : min(start + self._piece_rows, end)])
+            for start in range(first, end, self._chunk_rows):
+                logits = compute_logits(hidden_TD[start : min(start + self._chunk_rows, end)])
                 if self._is_keeper:
-                    context.pieces.append(_to_host(logits, context.dtype))
+                    context.chunks.append(_to_host(logits, context.dtype))
             if entry in index_of:
-                kept.context[index_of[entry]] = context.pieces
+                kept.context[index_of[entry]] = context.chunks
                 del self._context[row]
 
     def keep_generation(
@@ -313,7 +316,7 @@ class LastStage:
             hidden_TD = hidden_TD.index_select(0, inputs.logits_indices)
         # A GPU's sampling kernel finds the likeliest id in the same pass.
         is_gpu = inputs.sampled_rows is not None
-        if is_gpu or self._sampling.has_wants:
+        if is_gpu or self._sampling.has_features:
             lengths = (decision.num_computed_tokens + decision.num_scheduled_tokens)[sampled]
             batch = self._sampling.batch(
                 decision.rows[sampled], lengths, inputs.sampled_rows, inputs.sampled_lengths

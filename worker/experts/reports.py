@@ -12,7 +12,7 @@ from trimaran.comm.messages.messages import ExpertReport, FrameBuffer, encode
 from trimaran.comm.stages.pipeline import PipelineLinks
 from trimaran.worker.experts.loads import ExpertLoads
 
-ASK = b"experts"
+REPORT_REQUEST = b"experts"
 """Sent in place of a decision: the first rank of each stage and dp rank answers with counts."""
 
 _PERIOD_S = 1.0
@@ -34,7 +34,7 @@ class ExpertReports:
         self._loads = loads
         self._control = control
         self._writer, self._readers = links.report_writer, links.report_readers
-        self._is_asked = False
+        self._is_requested = False
         self._next_s = 0.0
 
     def answer(self) -> None:
@@ -62,24 +62,24 @@ class ExpertReports:
             return None
         self._next_s = now + _PERIOD_S
         if is_idle:
-            if self._is_asked:
+            if self._is_requested:
                 self._take()
-            self._ask()
+            self._request()
             sums = self._take()
             if self._readers:
                 self._control.mark_idle()
             return sums
-        told = self._take() if self._is_asked and self._is_answered() else None
-        if not self._is_asked:
-            self._ask()
+        told = self._take() if self._is_requested and self._is_answered() else None
+        if not self._is_requested:
+            self._request()
         return told
 
-    def _ask(self) -> None:
-        self._is_asked = True
+    def _request(self) -> None:
+        self._is_requested = True
         if self._loads is not None:
             self._loads.begin()
         if self._readers:
-            self._control.broadcast(ASK)
+            self._control.broadcast(REPORT_REQUEST)
 
     def _is_answered(self) -> bool:
         is_own = self._loads is None or self._loads.is_ready()
@@ -87,7 +87,7 @@ class ExpertReports:
 
     def _take(self) -> ExpertReport:
         """The sum of all answers."""
-        self._is_asked = False
+        self._is_requested = False
         reports = [] if self._loads is None else [self._loads.finish()]
         for reader in self._readers.values():
             (report,) = FrameBuffer().feed(reader.read())

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from trimaran.comm.errors import ErrorKind, RequestError
 from trimaran.worker.guided.guide_process import BEGUN, COMPLETE, NUM_SLOTS, REJECTED, TOO_LARGE
 
-_LOOK_S = 0.05
+_POLL_S = 0.05
 """Seconds between checks that a request still wants its guide compiled."""
 
 _HANG_FACTOR = 10
@@ -133,7 +133,7 @@ class MaskProcess:
 
     def _wait(self, end: float | None, is_wanted: Callable[[], bool]) -> None:
         """Return when an answer has arrived, or when the process has ended."""
-        while not self._connection.poll(_LOOK_S):
+        while not self._connection.poll(_POLL_S):
             if not is_wanted():
                 raise CancelledError
             if end is not None and time.monotonic() > end:

@@ -24,7 +24,7 @@ _PROGRAM = (
     "import sys; sys.path[:] = filter(None, sys.path); "
     "from trimaran.worker.guided.guide_process import main; main()"
 )
-_LOOK_S = 0.05
+_POLL_S = 0.05
 """Seconds between checks that a request still wants a process."""
 _LATER_S = 0.2
 """Time within which the copies of a killed process end."""
@@ -156,7 +156,7 @@ class GuideProcesses:
                     raise CancelledError
                 if self._num_lent < self._max_processes:
                     break
-                self._changed.wait(_LOOK_S)
+                self._changed.wait(_POLL_S)
             if self._process.poll() is not None:
                 self._restart()
             num_idle = len(self._blank) + len(self._idle)

@@ -17,7 +17,7 @@ from trimaran.comm.errors import ConfigError
 from trimaran.worker.config.host_limits import free_memory_bytes, usable_cores
 
 _SETTING = "kv_cache_host_memory_bytes"
-_PIECE_BYTES = 1 << 30
+_CHUNK_BYTES = 1 << 30
 """Bytes locked in one call: a single call for 512 GiB fails even with enough free memory."""
 
 _MAX_THREADS = 8
@@ -74,7 +74,7 @@ class HostMemory:
         locks: PageLocks | None = None,
         *,
         num_threads: int = _MAX_THREADS,
-        piece_bytes: int = _PIECE_BYTES,
+        chunk_bytes: int = _CHUNK_BYTES,
     ) -> None:
         self._shape = (num_rows, row_bytes)
         self._num_threads = min(num_threads, usable_cores())
@@ -88,7 +88,7 @@ class HostMemory:
         if locks is None:
             return
         page_rows = mmap.PAGESIZE // math.gcd(row_bytes, mmap.PAGESIZE)
-        step = _round_up(piece_bytes, page_rows * row_bytes)
+        step = _round_up(chunk_bytes, page_rows * row_bytes)
         self._lock([(first, min(first + step, size)) for first in range(0, size, step)])
 
     def rows(self, dtype: torch.dtype) -> Tensor:
@@ -104,18 +104,18 @@ class HostMemory:
                 list(threads.map(self._locks.unlock, self._locked))
         self._locked = []
 
-    def _lock(self, pieces: list[tuple[int, int]]) -> None:
-        with ThreadPoolExecutor(min(self._num_threads, len(pieces))) as threads:
-            list(threads.map(self._lock_piece, pieces))
+    def _lock(self, chunks: list[tuple[int, int]]) -> None:
+        with ThreadPoolExecutor(min(self._num_threads, len(chunks))) as threads:
+            list(threads.map(self._lock_chunk, chunks))
         if self._error:
             self.close()
             raise ConfigError(_refusal(len(self._mapping), self._error))
 
-    def _lock_piece(self, piece: tuple[int, int]) -> None:
+    def _lock_chunk(self, chunk: tuple[int, int]) -> None:
         assert self._locks is not None
         if self._error:
             return
-        first, end = piece
+        first, end = chunk
         memory = np.frombuffer(self._mapping, np.uint8)
         # NumPy writes without Python's lock.
         memory[first : end : mmap.PAGESIZE] = 0

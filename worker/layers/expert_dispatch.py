@@ -78,7 +78,7 @@ class ExpertDispatch:
         else:
             delivery = self._send(rows_S, ids_TC[own])
             found_RD = self._run(delivery.rows, x_TD)
-            sums_SD = self._bring_back(found_RD, delivery, len(rows_S))
+            sums_SD = self._return_outputs(found_RD, delivery, len(rows_S))
         if self._tp.size == 1:
             return sums_SD.to(x_TD.dtype)
         output_TD = torch.zeros_like(x_TD)
@@ -138,7 +138,7 @@ class ExpertDispatch:
             ids.contiguous().view(torch.int32),
         )
 
-    def _bring_back(self, found_RD: Tensor, delivery: _Delivery, num_sent: int) -> Tensor:
+    def _return_outputs(self, found_RD: Tensor, delivery: _Delivery, num_sent: int) -> Tensor:
         """Float32 sums [S, D] of all ranks' results, added in rank order."""
         back = [list(column) for column in zip(*delivery.counts, strict=True)]
         returned = self._ranks.all_to_all(found_RD, back)

@@ -13,7 +13,7 @@ from torch import Tensor
 from trimaran.comm.errors import ProtocolError
 from trimaran.worker.lora.layout import AdapterLayout, Matrices
 
-PIECE_BYTES = 4 << 20
+CHUNK_BYTES = 4 << 20
 """Bytes of adapter weights sent ahead of one step that does not need them; that step waits."""
 
 Row = Sequence[int]
@@ -38,11 +38,11 @@ class OutgoingAdapter:
             parts += [_raw(one.a.to(dtype)), _raw(one.b.to(dtype))]
         return cls(rows, parts)
 
-    def pieces(self) -> Iterator[memoryview]:
+    def chunks(self) -> Iterator[memoryview]:
         """All weights in order, in chunks that are small enough to be sent before one step."""
         for part in self.parts:
-            for place in range(0, len(part), PIECE_BYTES):
-                yield part[place : place + PIECE_BYTES]
+            for place in range(0, len(part), CHUNK_BYTES):
+                yield part[place : place + CHUNK_BYTES]
 
 
 class ArrivingAdapter:
@@ -59,9 +59,9 @@ class ArrivingAdapter:
         sizes = [rank * (inputs + outputs) for _, _, rank, inputs, outputs in rows]
         self._num_bytes = sum(sizes) * dtype.itemsize
 
-    def add(self, piece: bytes | memoryview) -> None:
+    def add(self, chunk: bytes | memoryview) -> None:
         """Take the next chunk."""
-        self._data += piece
+        self._data += chunk
 
     @property
     def is_whole(self) -> bool:

@@ -50,8 +50,8 @@ class DeviceSlots:
         self._state = state
         self._device = data.device
         shape = (num_slots, len(layout.targets), 3)
-        places = torch.zeros(shape, dtype=torch.int64, device=data.device)
-        self._tables = AdapterTables(data, places)
+        offsets = torch.zeros(shape, dtype=torch.int64, device=data.device)
+        self._tables = AdapterTables(data, offsets)
         self._ranks = np.zeros(num_slots, dtype=np.int64)
         self._blocks: AdapterBlocks | None = None
         self._max_rank = max_rank
@@ -63,11 +63,11 @@ class DeviceSlots:
         """Start the copy of an adapter to element ``first``, and note it in the tables."""
         size = len(adapter.data)
         self._tables.data.narrow(0, first, size).copy_(adapter.data, non_blocking=True)
-        places = np.zeros(self._tables.places.shape[1:], dtype=np.int64)
+        offsets = np.zeros(self._tables.offsets.shape[1:], dtype=np.int64)
         for one in adapter.matrices:
-            places[one.target] = one.rank, first + one.a, first + one.b
+            offsets[one.target] = one.rank, first + one.a, first + one.b
         self._ranks[slot] = max((one.rank for one in adapter.matrices), default=1)
-        self._tables.places[slot].copy_(self._send(places))
+        self._tables.offsets[slot].copy_(self._send(offsets))
 
     def begin(self, slots_T: Int32Array, num_padded: int) -> None:
         """Group the next step's tokens by adapter; with ``num_padded`` for a captured step."""

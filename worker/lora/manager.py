@@ -12,11 +12,11 @@ from typing import Any
 from trimaran.comm.errors import ErrorKind, RequestError
 from trimaran.comm.messages.messages import Submit
 from trimaran.worker.config.engine_config import LoraConfig
-from trimaran.worker.lora.adapter_messages import PIECE_BYTES, OutgoingAdapter
+from trimaran.worker.lora.adapter_messages import CHUNK_BYTES, OutgoingAdapter
 from trimaran.worker.lora.cache_allocator import CacheAllocator
 from trimaran.worker.lora.formats import AdapterFolders, AdapterSource, AdapterTensors, key_of
 from trimaran.worker.lora.layout import AdapterFormatError, AdapterLayout, check_values
-from trimaran.worker.lora.store import DROP, EXPECT, LOAD, PIECE
+from trimaran.worker.lora.store import CHUNK, DROP, EXPECT, LOAD
 from trimaran.worker.requests.request import Request
 
 logger = logging.getLogger(__name__)
@@ -231,7 +231,7 @@ class AdapterManager:
         """Cache an adapter that was checked, and queue its message to all ranks."""
         adapter = self._keep(key, size, content)
         self._ops.append((EXPECT, adapter.number, outgoing.rows))
-        self._unsent[adapter.number] = deque(outgoing.pieces())
+        self._unsent[adapter.number] = deque(outgoing.chunks())
         return adapter
 
     def _outgoing(self, source: AdapterSource) -> OutgoingAdapter:
@@ -421,8 +421,8 @@ class AdapterManager:
         adapter.first, adapter.slot = first, self._free_slots.pop()
         self._on_device[adapter.number] = adapter
         self.num_loaded += 1
-        for piece in self._unsent.pop(adapter.number, ()):
-            self._ops.append((PIECE, adapter.number, piece))
+        for chunk in self._unsent.pop(adapter.number, ()):
+            self._ops.append((CHUNK, adapter.number, chunk))
         self._ops.append((LOAD, adapter.number, adapter.slot, first))
         return True
 
@@ -446,16 +446,16 @@ class AdapterManager:
 
     def take_ops(self, room: int | None = None) -> list[AdapterOp]:
         """The operations that ranks carry out before the next step, with chunks of adapters
-        that no scheduled request needs yet, up to ``room`` or `PIECE_BYTES` bytes."""
+        that no scheduled request needs yet, up to ``room`` or `CHUNK_BYTES` bytes."""
         ops, self._ops = self._ops, []
-        room = PIECE_BYTES if room is None else room
+        room = CHUNK_BYTES if room is None else room
         while self._unsent and room > 0:
             number = self._most_urgent()
-            pieces = self._unsent[number]
-            while pieces and room > 0:
-                ops.append((PIECE, number, pieces.popleft()))
+            chunks = self._unsent[number]
+            while chunks and room > 0:
+                ops.append((CHUNK, number, chunks.popleft()))
                 room -= len(ops[-1][2])
-            if not pieces:
+            if not chunks:
                 del self._unsent[number]
         return ops
 

@@ -23,15 +23,15 @@ from trimaran.worker.steps.step_types import Int32Array, SchedulerOutput
 
 # Shapes: T tokens of the step, I inputs and O outputs of a linear layer, D adapter size.
 
-EXPECT, PIECE, DROP, LOAD = "expect", "piece", "drop", "load"
+EXPECT, CHUNK, DROP, LOAD = "expect", "piece", "drop", "load"
 """An operation before a step: expect an adapter (number, rows), take a chunk of its weights
 (number, bytes), forget the adapter (number), or load the adapter to the device (number, slot,
 first element)."""
 
 
-def num_piece_bytes(ops: Iterable[Sequence[Any]]) -> int:
+def num_chunk_bytes(ops: Iterable[Sequence[Any]]) -> int:
     """Bytes of adapter weights in these operations."""
-    return sum(len(op[2]) for op in ops if op[0] == PIECE)
+    return sum(len(op[2]) for op in ops if op[0] == CHUNK)
 
 
 class Slots(Protocol):
@@ -127,12 +127,12 @@ class AdapterStore:
     def expect(self, number: int, rows: list[Row]) -> None:
         """Expect the chunks of an adapter that was checked."""
         self._arriving[number] = ArrivingAdapter(rows, self._dtype)
-        self.take_piece(number, b"")
+        self.take_chunk(number, b"")
 
-    def take_piece(self, number: int, piece: bytes | memoryview) -> None:
+    def take_chunk(self, number: int, chunk: bytes | memoryview) -> None:
         """Take the next chunk; the last chunk starts the packing."""
         arriving = self._arriving[number]
-        arriving.add(piece)
+        arriving.add(chunk)
         if arriving.is_whole:
             self.put(number, self._arriving.pop(number))
 
@@ -159,8 +159,8 @@ class AdapterStore:
         kind, number, *rest = op
         if kind == EXPECT:
             self.expect(number, rest[0])
-        elif kind == PIECE:
-            self.take_piece(number, rest[0])
+        elif kind == CHUNK:
+            self.take_chunk(number, rest[0])
         elif kind == DROP:
             self._arriving.pop(number, None)
             self._on_host.pop(number, None)

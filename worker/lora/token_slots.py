@@ -50,10 +50,10 @@ def token_blocks(slots_T: Int32Array, block_size: int) -> tuple[Int32Array, Int3
     used, counts = np.unique(slots_T[order], return_counts=True)
     num_blocks = -(-counts // block_size)
     tokens = np.full((int(num_blocks.sum()), block_size), -1, dtype=np.int32)
-    first_places = (np.cumsum(num_blocks) - num_blocks) * block_size
+    first_indices = (np.cumsum(num_blocks) - num_blocks) * block_size
     first_tokens = np.cumsum(counts) - counts
-    places = np.arange(len(order)) + np.repeat(first_places - first_tokens, counts)
-    tokens.reshape(-1)[places] = order
+    indices = np.arange(len(order)) + np.repeat(first_indices - first_tokens, counts)
+    tokens.reshape(-1)[indices] = order
     return tokens, np.repeat(used, num_blocks).astype(np.int32)
 
 

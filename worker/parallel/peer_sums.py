@@ -42,9 +42,9 @@ def choose_sums(config: EngineConfig, group: TensorParallelGroup, device: torch.
         return
     reason = "as --all-reduce says"
     if config.all_reduce != "nccl":
-        is_asked_for = config.all_reduce != "auto"
-        reason = try_peer_sums(group, takes_any=config.deterministic, is_asked_for=is_asked_for)
-        if reason and is_asked_for:
+        is_requested = config.all_reduce != "auto"
+        reason = try_peer_sums(group, takes_any=config.deterministic, is_requested=is_requested)
+        if reason and is_requested:
             raise ConfigError(
                 f"--all-reduce {config.all_reduce} sums through the memory of a tensor "
                 f"group's GPUs, but {reason}. Serve with --all-reduce auto or nccl."
@@ -61,14 +61,14 @@ def choose_sums(config: EngineConfig, group: TensorParallelGroup, device: torch.
 
 
 def try_peer_sums(
-    group: TensorParallelGroup, *, takes_any: bool, is_asked_for: bool = True
+    group: TensorParallelGroup, *, takes_any: bool, is_requested: bool = True
 ) -> str:
     """Let a group of GPUs sum tensors through peer memory: small tensors, or all with
     ``takes_any``.
 
     Returns the reason why not; empty if enabled. Collective; all ranks return the same. The
     sums are first compared with NCCL's, launched and from a CUDA graph. Without
-    ``is_asked_for`` this is tried only on GPUs that report support.
+    ``is_requested`` this is tried only on GPUs that report support.
 
     A kernel waits for the other ranks without a time limit. If a rank dies, the watchdogs of
     the other ranks report a hang, and the supervisor ends the group with SIGKILL. The driver
@@ -83,7 +83,7 @@ def try_peer_sums(
         sizes = ", ".join(map(str, SLOT_BYTES))
         return f"the group has {group.size} ranks and may have {sizes}"
     problem = (
-        "" if is_asked_for else first_problem(group, why_memory_is_apart(group), group.device)
+        "" if is_requested else first_problem(group, why_memory_is_apart(group), group.device)
     )
     if problem:
         return problem

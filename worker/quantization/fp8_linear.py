@@ -23,7 +23,7 @@ INPUT_SCALE = "input_scale"
 ALL_PARTS = "*"
 
 
-class _Shares(Protocol):
+class _ShardedLayer(Protocol):
     """The part of a linear layer that says which rows and columns are this rank's."""
 
     @property
@@ -60,15 +60,15 @@ class Fp8LinearMethod:
     ) -> None:
         """``weight`` [E, D] in FP8; ``weight_scale`` float32 [E] or [R, C]; for static inputs
         ``input_scale`` float32, one for each stacked matrix."""
-        shares: _Shares = layer  # type: ignore[assignment]
+        sharded: _ShardedLayer = layer  # type: ignore[assignment]
         self._dtype = dtype
         scales: tuple[int, ...] = shape[:1]
         if self.scheme.block is not None:
-            scales = block_rows(shares, self.scheme.block[0]).count, self._num_columns(shares)
+            scales = block_rows(sharded, self.scheme.block[0]).count, self._num_columns(sharded)
         _add(layer, "weight", shape, FP8, device)
         _add(layer, WEIGHT_SCALE, scales, torch.float32, device)
         if self.has_input_scale:
-            _add(layer, INPUT_SCALE, (len(shares.output_parts),), torch.float32, device)
+            _add(layer, INPUT_SCALE, (len(sharded.output_parts),), torch.float32, device)
 
     def load_scale(
         self, layer: nn.Module, parameter: nn.Parameter, loaded: Tensor, target: tuple[str, str]
@@ -79,15 +79,15 @@ class Fp8LinearMethod:
         Raises:
             WeightShapeError: the tensor has another shape than the configuration implies.
         """
-        shares: _Shares = layer  # type: ignore[assignment]
+        sharded: _ShardedLayer = layer  # type: ignore[assignment]
         name, shard = target
         if name == INPUT_SCALE:
-            _load_input_scale(shares, parameter, loaded, shard)
+            _load_input_scale(sharded, parameter, loaded, shard)
         elif self.scheme.block is None:
-            outputs = sum(part.share.whole for part in _parts_of(shares, shard).values())
-            shares.weight_loader(parameter, _row_scales(loaded, outputs), shard)
+            outputs = sum(part.share.whole for part in _parts_of(sharded, shard).values())
+            sharded.weight_loader(parameter, _row_scales(loaded, outputs), shard)
         else:
-            self._load_block_scales(shares, parameter, loaded, shard)
+            self._load_block_scales(sharded, parameter, loaded, shard)
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Hand the weight to the device's product, and compare that with its definition.
@@ -95,14 +95,14 @@ class Fp8LinearMethod:
         Raises:
             ConfigError: the results differ.
         """
-        shares: _Shares = layer  # type: ignore[assignment]
+        sharded: _ShardedLayer = layer  # type: ignore[assignment]
         weight, scales = layer.weight.data, layer.weight_scale.data
         assert isinstance(weight, Tensor) and isinstance(scales, Tensor)
         blocks = None
         if self.scheme.block is not None:
             rows, columns = self.scheme.block
-            rows_E = block_rows(shares, rows).of_outputs.to(weight.device)
-            blocks = BlockMap(rows_E, columns, shares.input_share.first % columns)
+            rows_E = block_rows(sharded, rows).of_outputs.to(weight.device)
+            blocks = BlockMap(rows_E, columns, sharded.input_share.first % columns)
         static = getattr(layer, INPUT_SCALE, None)
         inputs = Fp8Inputs(
             None if static is None else static.data.max(),
@@ -119,27 +119,27 @@ class Fp8LinearMethod:
         product: Fp8Product = layer.fp8_product  # type: ignore[assignment]
         return product(x_TD, bias_E)
 
-    def _num_columns(self, shares: _Shares) -> int:
+    def _num_columns(self, sharded: _ShardedLayer) -> int:
         assert self.scheme.block is not None
-        share, columns = shares.input_share, self.scheme.block[1]
+        share, columns = sharded.input_share, self.scheme.block[1]
         return -(-(share.first % columns + share.size) // columns)
 
     def _load_block_scales(
-        self, shares: _Shares, parameter: nn.Parameter, loaded: Tensor, shard: str
+        self, sharded: _ShardedLayer, parameter: nn.Parameter, loaded: Tensor, shard: str
     ) -> None:
         assert self.scheme.block is not None
         rows, columns = self.scheme.block
-        if shard not in (*shares.output_parts, ALL_PARTS):
+        if shard not in (*sharded.output_parts, ALL_PARTS):
             raise ConfigError(
                 "a weight whose heads hold queries, keys and values in turn has scales of "
                 "blocks, which is not served. Name a checkpoint with a scale a row."
             )
-        parts, inputs = _parts_of(shares, shard), shares.input_share
+        parts, inputs = _parts_of(sharded, shard), sharded.input_share
         outputs = sum(part.share.whole for part in parts.values())
         check_shape(loaded, (-(-outputs // rows), -(-inputs.whole // columns)))
         first = inputs.first // columns
         count = -(-(inputs.first + inputs.count) // columns) - first if inputs.count else 0
-        targets, start = block_rows(shares, rows).of_parts, 0
+        targets, start = block_rows(sharded, rows).of_parts, 0
         for name, part in parts.items():
             if start % rows:
                 raise ConfigError(
@@ -174,14 +174,14 @@ class BlockRows:
         self.of_outputs = torch.cat(numbers).clamp_max(self.count - 1).to(torch.int32)
 
 
-def block_rows(shares: _Shares, rows: int) -> BlockRows:
+def block_rows(sharded: _ShardedLayer, rows: int) -> BlockRows:
     """The rows of block scales of a layer."""
-    return BlockRows(shares.output_parts, rows)
+    return BlockRows(sharded.output_parts, rows)
 
 
-def _parts_of(shares: _Shares, shard: str) -> dict[str, OutputPart]:
+def _parts_of(sharded: _ShardedLayer, shard: str) -> dict[str, OutputPart]:
     """The stacked matrices that a checkpoint's tensor holds."""
-    parts = shares.output_parts
+    parts = sharded.output_parts
     return {shard: parts[shard]} if shard in parts else parts
 
 
@@ -194,11 +194,11 @@ def _row_scales(loaded: Tensor, outputs: int) -> Tensor:
 
 
 def _load_input_scale(
-    shares: _Shares, parameter: nn.Parameter, loaded: Tensor, shard: str
+    sharded: _ShardedLayer, parameter: nn.Parameter, loaded: Tensor, shard: str
 ) -> None:
     if loaded.numel() != 1:
         raise WeightShapeError(tuple(loaded.shape), ())
-    names = list(shares.output_parts)
+    names = list(sharded.output_parts)
     places = [names.index(shard)] if shard in names else range(len(names))
     for place in places:
         parameter.data[place].copy_(loaded.reshape(()))

@@ -18,11 +18,18 @@ from trimaran.worker.sampling.outputs import (
     beam_candidates,
     joined,
 )
-from trimaran.worker.sampling.sampling_rows import FORBIDS, SamplingBatch, Want
+from trimaran.worker.sampling.sampling_rows import FORBIDS, RowFeature, SamplingBatch
 
 # Shapes: N sampled rows, V vocabulary, S a rank's shard of it, R rows, L longest sequence.
 
-EDITS = Want.BIAS | Want.PENALTY | Want.NGRAM | Want.BAD_WORDS | Want.MIN_TOKENS | Want.GUIDE
+EDITS = (
+    RowFeature.BIAS
+    | RowFeature.PENALTY
+    | RowFeature.NGRAM
+    | RowFeature.BAD_WORDS
+    | RowFeature.MIN_TOKENS
+    | RowFeature.GUIDE
+)
 """Processors that change logits. Such rows get a float32 copy, so that penalties are not
 rounded."""
 
@@ -44,7 +51,7 @@ def sample(logits_NV: Tensor, batch: SamplingBatch, token_table_RL: Tensor) -> S
     else:
         ids, beams = _draw(logits_NV, batch, params), _beams(logits_NV, batch)
         output = SamplerOutput(ids, None, joined(beams))
-    if batch.all_wants & Want.LOG_PROBS:
+    if batch.all_features & RowFeature.LOG_PROBS:
         output.log_probs = triton_logits.log_probs(logits_NV, output.token_ids)
     return output
 
@@ -110,7 +117,7 @@ def _params(batch: SamplingBatch, token_table_RL: Tensor) -> Tensor:
     state = batch.state.device_state
     assert state is not None
     params = state.tensor()
-    if not batch.all_wants & Want.RESET:
+    if not batch.all_features & RowFeature.RESET:
         return params
     assert batch.device_rows is not None
     assert batch.device_lengths is not None
@@ -120,9 +127,9 @@ def _params(batch: SamplingBatch, token_table_RL: Tensor) -> Tensor:
 def _edited(batch: SamplingBatch) -> npt.NDArray[np.int64]:
     """Entries that are sampled from copies; with them all beams, so that beams stay in
     order."""
-    if not batch.all_wants & EDITS:
+    if not batch.all_features & EDITS:
         return np.empty(0, dtype=np.int64)
-    return batch.rows_wanting(EDITS | Want.BEAM)
+    return batch.rows_wanting(EDITS | RowFeature.BEAM)
 
 
 def _sample_edited(
@@ -134,7 +141,7 @@ def _sample_edited(
 ) -> SamplerOutput:
     """Ids and beams of a batch, of which ``entries`` are sampled from copies."""
     count = len(entries)
-    guided = np.flatnonzero(batch.wants[entries] & np.uint32(Want.GUIDE))
+    guided = np.flatnonzero(batch.features[entries] & np.uint32(RowFeature.GUIDE))
     # One copy to the device for both: each would delay the device between two kernels.
     sent = batch.index(np.concatenate((entries, guided % _EDITED_ROWS)))
     index, masked = sent[:count], sent[count:]
@@ -153,7 +160,7 @@ def _sample_edited(
         beams += _beams(logits, part)
         found = _draw(logits, part, params_RW)
         ids.index_copy_(0, index[start:end], found)
-        if batch.all_wants & FORBIDS:
+        if batch.all_features & FORBIDS:
             stuck.append(is_forbidden(logits, found))
     is_stuck = None
     if stuck:
@@ -164,14 +171,14 @@ def _sample_edited(
 def _draw(logits_NV: Tensor, batch: SamplingBatch, params_RW: Tensor) -> Tensor:
     assert batch.device_rows is not None
     assert batch.device_lengths is not None
-    has_filters = bool(batch.all_wants & Want.FILTER)
+    has_filters = bool(batch.all_features & RowFeature.FILTER)
     return triton_sampling.draw(
         logits_NV, batch.device_rows, batch.device_lengths, params_RW, has_filters=has_filters
     )
 
 
 def _beams(logits_NV: Tensor, batch: SamplingBatch) -> list[BeamCandidates]:
-    return [beam_candidates(logits_NV, batch)] if batch.all_wants & Want.BEAM else []
+    return [beam_candidates(logits_NV, batch)] if batch.all_features & RowFeature.BEAM else []
 
 
 def _edit(logits_NV: Tensor, part: SamplingBatch, table_RL: Tensor, masked_M: Tensor) -> None:
@@ -184,14 +191,14 @@ def _edit(logits_NV: Tensor, part: SamplingBatch, table_RL: Tensor, masked_M: Te
     assert rows_N is not None
     assert lengths_N is not None
     params, longest = state.tensor(), int(part.lengths.max())
-    for entry in part.rows_wanting(Want.BIAS):
+    for entry in part.rows_wanting(RowFeature.BIAS):
         logits_NV[entry] += part.state.biases[int(part.rows[entry])]
-    if part.all_wants & Want.PENALTY:
+    if part.all_features & RowFeature.PENALTY:
         counts = state.counts(_EDITED_ROWS * logits_NV.shape[1])
         triton_logits.penalise(logits_NV, rows_N, lengths_N, params, table_RL, counts, longest)
-    if part.all_wants & (Want.NGRAM | Want.MIN_TOKENS):
+    if part.all_features & (RowFeature.NGRAM | RowFeature.MIN_TOKENS):
         triton_logits.forbid(logits_NV, rows_N, lengths_N, params, table_RL, longest)
-    for entry in part.rows_wanting(Want.BAD_WORDS):
+    for entry in part.rows_wanting(RowFeature.BAD_WORDS):
         words = state.bad_words[int(part.rows[entry])]
         triton_logits.forbid_bad_words(
             logits_NV, rows_N, lengths_N, table_RL,

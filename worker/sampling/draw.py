@@ -19,8 +19,8 @@ from trimaran.worker.sampling.sampling_rows import (
     TOP_P,
     TOP_P_DECAY,
     TOP_P_MIN,
+    RowFeature,
     SamplingBatch,
-    Want,
 )
 from trimaran.worker.steps.staging import to_device
 
@@ -33,7 +33,7 @@ def decay_steps(batch: SamplingBatch, entries: npt.NDArray[np.int64]) -> npt.NDA
     if batch.token_table is None:
         return steps
     table = batch.token_table.numpy()
-    resets = batch.wants[entries] & np.uint32(Want.RESET)
+    resets = batch.features[entries] & np.uint32(RowFeature.RESET)
     for place in np.flatnonzero(resets):
         row, length = int(batch.rows[entries[place]]), int(batch.lengths[entries[place]])
         output = table[row, int(batch.state.num_prompt[row]) : length]
@@ -54,7 +54,7 @@ def with_resets(
 
     Launched for steps with such rows alone; the host waits for nothing.
     """
-    entries = batch.rows_wanting(Want.RESET)
+    entries = batch.rows_wanting(RowFeature.RESET)
     index = batch.index(entries)
     rows, lengths = rows_N[index].long(), lengths_N[index][:, None]
     floats, resets = batch.floats(entries), batch.ints(entries)[:, RESET, None]

@@ -13,8 +13,8 @@ from trimaran.worker.sampling.sampling_rows import (
     MIN_TOKENS,
     PRESENCE,
     REPETITION,
+    RowFeature,
     SamplingBatch,
-    Want,
 )
 from trimaran.worker.steps.staging import to_device
 
@@ -25,7 +25,7 @@ _NEVER = float("-inf")
 
 def add_bias(logits_NV: Tensor, batch: SamplingBatch, token_table_RL: Tensor) -> None:
     """Add each request's own bias."""
-    for entry in batch.rows_wanting(Want.BIAS):
+    for entry in batch.rows_wanting(RowFeature.BIAS):
         logits_NV[entry] += batch.state.biases[int(batch.rows[entry])]
 
 
@@ -34,7 +34,7 @@ def apply_penalties(logits_NV: Tensor, batch: SamplingBatch, token_table_RL: Ten
 
     A seen id's logit is divided by the repetition penalty if positive, else multiplied.
     """
-    entries = batch.rows_wanting(Want.PENALTY)
+    entries = batch.rows_wanting(RowFeature.PENALTY)
     index, floats = batch.index(entries), batch.floats(entries)
     vocab_size = logits_NV.shape[1]
     tokens, is_known, is_output = _history(batch, entries, token_table_RL)
@@ -71,7 +71,7 @@ def _history(
 
 def forbid_early_end(logits_NV: Tensor, batch: SamplingBatch, token_table_RL: Tensor) -> None:
     """Mask the end ids until there are ``min_tokens`` new tokens."""
-    entries = batch.rows_wanting(Want.MIN_TOKENS)
+    entries = batch.rows_wanting(RowFeature.MIN_TOKENS)
     params = batch.state.int_params[batch.rows[entries]]
     is_early = batch.num_outputs(entries) < params[:, MIN_TOKENS]
     further = batch.state.end_ids
@@ -90,7 +90,7 @@ def forbid_early_end(logits_NV: Tensor, batch: SamplingBatch, token_table_RL: Te
 
 def forbid_bad_words(logits_NV: Tensor, batch: SamplingBatch, token_table_RL: Tensor) -> None:
     """Mask the last id of every bad word whose other ids the sequence ends with."""
-    for entry in batch.rows_wanting(Want.BAD_WORDS):
+    for entry in batch.rows_wanting(RowFeature.BAD_WORDS):
         row, length = int(batch.rows[entry]), int(batch.lengths[entry])
         words = batch.state.bad_words[row]
         end = token_table_RL[row, max(length - words.longest, 0) : length].numpy()
@@ -102,7 +102,7 @@ def forbid_repeated_ngrams(
     logits_NV: Tensor, batch: SamplingBatch, token_table_RL: Tensor
 ) -> None:
     """Mask every id that would complete an n-gram of the sequence a second time."""
-    for entry in batch.rows_wanting(Want.NGRAM):
+    for entry in batch.rows_wanting(RowFeature.NGRAM):
         row, length = int(batch.rows[entry]), int(batch.lengths[entry])
         found = batch.state.ngrams[row].forbidden(token_table_RL[row, :length].numpy())
         # Ids of a prompt table are not in the vocabulary.
@@ -113,7 +113,7 @@ def forbid_repeated_ngrams(
 def apply_masks(logits_NV: Tensor, batch: SamplingBatch, token_table_RL: Tensor) -> None:
     """Mask the ids that a row's guide does not allow next."""
     assert batch.masks is not None, "a guided row was sampled without its mask"
-    index = batch.index(batch.rows_wanting(Want.GUIDE))
+    index = batch.index(batch.rows_wanting(RowFeature.GUIDE))
     bits = torch.arange(32, dtype=torch.int32, device=logits_NV.device)
     is_allowed = (batch.masks[:, :, None] >> bits & 1).flatten(1)[:, : logits_NV.shape[1]]
     logits_NV[index] = logits_NV[index].masked_fill(is_allowed == 0, _NEVER)

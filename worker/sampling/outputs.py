@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trimaran.worker.sampling.candidates import largest
-from trimaran.worker.sampling.sampling_rows import TEMPERATURE, SamplingBatch, Want
+from trimaran.worker.sampling.sampling_rows import TEMPERATURE, RowFeature, SamplingBatch
 from trimaran.worker.steps.staging import to_device
 from trimaran.worker.steps.step_types import NO_ID
 
@@ -43,7 +43,7 @@ class BeamCandidates:
 
 def beam_candidates(logits_NV: Tensor, batch: SamplingBatch) -> BeamCandidates:
     """The candidates of the batch's beams, from fully processed logits."""
-    entries = batch.rows_wanting(Want.BEAM)
+    entries = batch.rows_wanting(RowFeature.BEAM)
     starts = range(0, len(entries), _ROWS)
     found = joined(
         [_candidates(logits_NV, batch, entries[start : start + _ROWS]) for start in starts]

@@ -22,7 +22,7 @@ from trimaran.worker.steps.staging import to_device
 from trimaran.worker.steps.step_types import Int32Array, NewRow
 
 
-class Want(IntFlag):
+class RowFeature(IntFlag):
     """A row's needs beyond the likeliest id."""
 
     RANDOM = 1
@@ -50,39 +50,39 @@ class Want(IntFlag):
 ) = range(8)  # fmt: skip
 TOP_K, MIN_TOKENS, END_ID, NGRAM, RESET = range(5)
 
-FORBIDS = Want.BIAS | Want.NGRAM | Want.BAD_WORDS | Want.GUIDE
+FORBIDS = RowFeature.BIAS | RowFeature.NGRAM | RowFeature.BAD_WORDS | RowFeature.GUIDE
 """Needs that may forbid ids, and alone or together all of them."""
 
 
-def wants_of(params: SamplingParams) -> Want:
+def features_of(params: SamplingParams) -> RowFeature:
     """The processors that a request needs."""
-    wants = Want(0)
+    features = RowFeature(0)
     if params.beam_width > 1:
-        wants |= Want.BEAM
+        features |= RowFeature.BEAM
     elif not params.is_greedy:
-        wants |= Want.RANDOM
+        features |= RowFeature.RANDOM
         if params.top_k > 0 or 0 < params.top_p < 1 or params.min_p > 0:
-            wants |= Want.FILTER
+            features |= RowFeature.FILTER
         if 0 < params.top_p < 1 and params.top_p_decay < 1 and params.top_p_reset_ids >= 0:
-            wants |= Want.RESET
+            features |= RowFeature.RESET
     penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
     if penalties != (1.0, 0.0, 0.0):
-        wants |= Want.PENALTY
+        features |= RowFeature.PENALTY
     if params.min_tokens > 1 and (params.end_id >= 0 or params.end_ids):
-        wants |= Want.MIN_TOKENS
+        features |= RowFeature.MIN_TOKENS
     if any(params.bad_words):
-        wants |= Want.BAD_WORDS
+        features |= RowFeature.BAD_WORDS
     if params.no_repeat_ngram_size > 0:
-        wants |= Want.NGRAM
+        features |= RowFeature.NGRAM
     if params.embedding_bias:
-        wants |= Want.BIAS
+        features |= RowFeature.BIAS
     if params.return_log_probs and params.beam_width == 1:
-        wants |= Want.LOG_PROBS
+        features |= RowFeature.LOG_PROBS
     if params.return_generation_logits:
-        wants |= Want.LOGITS
+        features |= RowFeature.LOGITS
     if params.guide_type:
-        wants |= Want.GUIDE
-    return wants
+        features |= RowFeature.GUIDE
+    return features
 
 
 @dataclass(slots=True)
@@ -93,9 +93,9 @@ class SamplingBatch:
     lengths: Int32Array
     """Tokens before the sampled one."""
 
-    wants: npt.NDArray[np.uint32]
-    all_wants: int
-    """Union of ``wants``."""
+    features: npt.NDArray[np.uint32]
+    all_features: int
+    """Union of ``features``."""
 
     state: SamplingRows
     device_rows: Tensor | None = None
@@ -105,26 +105,26 @@ class SamplingBatch:
     """``lengths`` on a GPU."""
 
     token_table: Tensor | None = None
-    """[R, L]: every row's ids so far, if some row asks for `Want.RESET`."""
+    """[R, L]: every row's ids so far, if some row asks for `RowFeature.RESET`."""
 
     masks: Tensor | None = None
     """int32 [n, ceil(V / 32)] on the device: the allowed ids of each row with a guide."""
 
-    def rows_wanting(self, want: Want) -> npt.NDArray[np.int64]:
-        """Entries that ask for ``want``, ascending."""
-        return np.flatnonzero(self.wants & np.uint32(want))
+    def rows_wanting(self, feature: RowFeature) -> npt.NDArray[np.int64]:
+        """Entries that ask for ``feature``, ascending."""
+        return np.flatnonzero(self.features & np.uint32(feature))
 
     def beyond_plain(self) -> npt.NDArray[np.int64]:
         """Entries that need more than the likeliest id or a plain draw, ascending."""
-        return np.flatnonzero(self.wants & ~np.uint32(Want.RANDOM))
+        return np.flatnonzero(self.features & ~np.uint32(RowFeature.RANDOM))
 
     @property
     def is_mostly_plain(self) -> bool:
         """Whether it pays to gather logits of the rows that need more than a plain draw, alone.
         False if logits of a row are to be kept."""
-        if not self.all_wants & ~Want.RANDOM:
+        if not self.all_features & ~RowFeature.RANDOM:
             return True
-        is_kept = self.all_wants & Want.LOGITS
+        is_kept = self.all_features & RowFeature.LOGITS
         return not is_kept and 2 * len(self.beyond_plain()) <= len(self.rows)
 
     def at(self, entries: npt.NDArray[np.int64], index_n: Tensor) -> SamplingBatch:
@@ -134,15 +134,15 @@ class SamplingBatch:
         """
         assert self.device_rows is not None
         assert self.device_lengths is not None
-        wants, masks = self.wants[entries], self.masks
+        features, masks = self.features[entries], self.masks
         if masks is not None:
-            first = np.count_nonzero(self.wants[: entries[0]] & Want.GUIDE)
-            masks = masks[first : first + np.count_nonzero(wants & Want.GUIDE)]
+            first = np.count_nonzero(self.features[: entries[0]] & RowFeature.GUIDE)
+            masks = masks[first : first + np.count_nonzero(features & RowFeature.GUIDE)]
         return SamplingBatch(
             self.rows[entries],
             self.lengths[entries],
-            wants,
-            int(np.bitwise_or.reduce(wants)),
+            features,
+            int(np.bitwise_or.reduce(features)),
             self.state,
             self.device_rows.index_select(0, index_n),
             self.device_lengths.index_select(0, index_n),
@@ -155,13 +155,13 @@ class SamplingBatch:
         No guide may be left in the batch.
         """
         assert self.device_rows is not None
-        wants = self.wants.copy()
-        wants[entries] = 0
+        features = self.features.copy()
+        features[entries] = 0
         return SamplingBatch(
             self.rows,
             self.lengths,
-            wants,
-            int(np.bitwise_or.reduce(wants)),
+            features,
+            int(np.bitwise_or.reduce(features)),
             self.state,
             self.device_rows.index_fill(0, index_n, -1),
             self.device_lengths,
@@ -225,9 +225,9 @@ class SamplingRows:
         """On the CPU, the n-grams of rows that may not repeat any; see
         `logits_processors.forbid_repeated_ngrams`."""
         self.biases: dict[int, Tensor] = {}
-        self.has_wants = False
+        self.has_features = False
         """Whether any row needs more than the likeliest id."""
-        self._wants = np.zeros(num_rows, dtype=np.uint32)
+        self._features = np.zeros(num_rows, dtype=np.uint32)
         self.device_state: DeviceSamplingState | None = None
         if device.type == "cuda":
             self.device_state = DeviceSamplingState(num_rows, device)
@@ -238,15 +238,15 @@ class SamplingRows:
 
     def leave(self, row: int) -> None:
         """Clear the parameters of a row whose sequence left."""
-        self._wants[row] = 0
+        self._features[row] = 0
         self.ngrams.pop(row, None)
-        self.has_wants = bool(self._wants.any())
+        self.has_features = bool(self._features.any())
 
     def enter(self, new: NewRow) -> None:
         """Set a row's parameters from those of its new sequence."""
         params, row = SamplingParams.from_wire(new.sampling), new.row
-        self._wants[row] = wants_of(params)
-        self.has_wants = bool(self._wants.any())
+        self._features[row] = features_of(params)
+        self.has_features = bool(self._features.any())
         # A repetition penalty of 0 or less is refused at submission.
         self.float_params[row] = (
             params.temperature,
@@ -303,6 +303,8 @@ class SamplingRows:
 
         The last two arguments are the same arrays on the device, if they are there already.
         """
-        wants = self._wants[rows]
-        all_wants = int(np.bitwise_or.reduce(wants))
-        return SamplingBatch(rows, lengths, wants, all_wants, self, device_rows, device_lengths)
+        features = self._features[rows]
+        all_features = int(np.bitwise_or.reduce(features))
+        return SamplingBatch(
+            rows, lengths, features, all_features, self, device_rows, device_lengths
+        )

@@ -234,7 +234,7 @@ class BeamGroup:
         """
         self.search.live, self.search.finished = [], []
 
-    def is_news(self) -> bool:
+    def has_changed(self) -> bool:
         """Whether to send the outputs now. A client that does not stream gets them now and then
         as well, in case its request is cancelled."""
         interval = 1 if self.leader.request.is_streaming else _INTERVAL
@@ -281,6 +281,6 @@ def advance_groups(
         if is_ended or group.awaited_step != step.decision.step:
             continue
         group.advance(each_beam, cache, logits.get(group, ()))
-        if group.is_news() or group.search.is_over:
+        if group.has_changed() or group.search.is_over:
             changed.append(group)
     return changed

@@ -14,9 +14,9 @@ from typing import Any
 from trimaran.comm.errors import ErrorKind, RequestError
 from trimaran.comm.messages.messages import FinishReason, Submit
 from trimaran.worker.kv_cache.sequence_blocks import SequenceBlocks, root_hash
-from trimaran.worker.lora.adapter_messages import PIECE_BYTES, OutgoingAdapter
+from trimaran.worker.lora.adapter_messages import CHUNK_BYTES, OutgoingAdapter
 from trimaran.worker.lora.manager import AdapterManager, AdapterOp
-from trimaran.worker.lora.store import num_piece_bytes
+from trimaran.worker.lora.store import num_chunk_bytes
 from trimaran.worker.requests.request import Request, Sequence
 from trimaran.worker.sampling.beam_search import Candidates
 from trimaran.worker.scheduling.capacity import check_limits
@@ -262,12 +262,12 @@ class DataParallelAdapters:
         for an adapter go first, in turn.
         """
         ops: list[list[AdapterOp]] = [[] for _ in self.ranks]
-        room = PIECE_BYTES
+        room = CHUNK_BYTES
         self._turn += 1
         numbers = [(self._turn + place) % len(self.ranks) for place in range(len(self.ranks))]
         for number in sorted(numbers, key=lambda number: not self.ranks[number].is_awaited):
             ops[number] = self.ranks[number].take_ops(room)
-            room -= num_piece_bytes(ops[number])
+            room -= num_chunk_bytes(ops[number])
         return ops
 
     def enter(self, message: Submit, request: Request) -> int:

@@ -21,7 +21,7 @@ from trimaran.comm.messages.messages import (
     Submit,
 )
 from trimaran.comm.messages.supervisor_link import SupervisorLink
-from trimaran.worker.experts.reports import ASK
+from trimaran.worker.experts.reports import REPORT_REQUEST
 from trimaran.worker.lora.adapter_messages import holds_ops
 from trimaran.worker.serving.frontend_link import Arrival, FrontendLinks
 from trimaran.worker.serving.outbox import Outbox, check_remote_logits, fit_logits, too_slow
@@ -43,7 +43,7 @@ def describe_decision(payload: bytes) -> str:
     """A step's decision for the log: sizes and rows, without token ids."""
     if not payload:
         return "the first step"
-    if payload == ASK:
+    if payload == REPORT_REQUEST:
         return "a request for the experts' loads"
     if holds_ops(payload):
         return f"{len(payload)} bytes of adapters"
@@ -159,7 +159,7 @@ class LeaderLoop:
             self._links.send_all(message, but=source)
         elif isinstance(message, KeepAdapter):
             self._engine.keep_adapter(message)
-            self._tell_of_adapters()
+            self._announce_adapters()
         elif isinstance(message, Release):
             self._outbox.release(source, message.numbers)
         else:
@@ -175,11 +175,11 @@ class LeaderLoop:
                 request_id=message.request_id, kind=error.kind.name, text=str(error)
             )
         # Also if the request failed afterwards.
-        self._tell_of_adapters()
+        self._announce_adapters()
         if failed is not None:
             self._links.send(source, failed)
 
-    def _tell_of_adapters(self) -> None:
+    def _announce_adapters(self) -> None:
         for taken in self._engine.take_new_adapters():
             self._links.send_all(taken)
 

@@ -10,24 +10,24 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-_WIDE = ("positions", "token_places", "slots", "sampled_places", "logits_indices")
+_WIDE = ("positions", "token_indices", "slots", "sampled_indices", "logits_indices")
 _NARROW = ("query_start_loc", "seq_lens", "rows")
 
 
 class StepArrays:
     """The packed arrays of one shape of step, as views of one buffer.
 
-    int64: ``positions`` [T], ``token_places`` [T], ``slots`` [groups, T],
-    ``sampled_places`` [N], ``logits_indices`` [N]. int32: ``query_start_loc`` [S + 1],
+    int64: ``positions`` [T], ``token_indices`` [T], ``slots`` [groups, T],
+    ``sampled_indices`` [N], ``logits_indices`` [N]. int32: ``query_start_loc`` [S + 1],
     ``seq_lens`` [S], ``rows`` [S]. ``wide`` is the whole int64 part.
     """
 
     wide: npt.NDArray[np.int64]
 
     positions: npt.NDArray[np.int64]
-    token_places: npt.NDArray[np.int64]
+    token_indices: npt.NDArray[np.int64]
     slots: npt.NDArray[np.int64]
-    sampled_places: npt.NDArray[np.int64]
+    sampled_indices: npt.NDArray[np.int64]
     logits_indices: npt.NDArray[np.int64]
     query_start_loc: npt.NDArray[np.int32]
     seq_lens: npt.NDArray[np.int32]
@@ -42,9 +42,9 @@ def _sizes(shape: Shape) -> dict[str, int]:
     tokens, entries, sampled, groups = shape
     return {
         "positions": tokens,
-        "token_places": tokens,
+        "token_indices": tokens,
         "slots": tokens * groups,
-        "sampled_places": sampled,
+        "sampled_indices": sampled,
         "logits_indices": sampled,
         "query_start_loc": entries + 1,
         "seq_lens": entries,

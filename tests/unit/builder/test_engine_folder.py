@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from trimaran.comm.errors import ConfigError
 from trimaran.worker.config.engine_folder import EngineFolder, FolderKind
-from trimaran.worker.config.parallel_sizes import AskedSizes, layout_of
+from trimaran.worker.config.parallel_sizes import RequestedSizes, layout_of
 from trimaran.worker.config.pretrained_config import PretrainedConfig
 
 
@@ -74,13 +74,13 @@ def test_a_folder_of_uneven_stages_runs_only_with_these_stages(llama, trimaran, 
     assert trimaran("build", *words).code == 0
     folder = EngineFolder.load(tmp_path / "e")
     for asked in ({}, {"world_size": 2}, {"pp_size": 2}, {"pp_partition": (1, 2)}):
-        assert layout_of(AskedSizes(**asked), folder).pp_partition == (1, 2)
+        assert layout_of(RequestedSizes(**asked), folder).pp_partition == (1, 2)
     with pytest.raises(ConfigError, match=r"built for stages of 1,2 layers.* with 2,1"):
-        layout_of(AskedSizes(pp_partition=(2, 1)), folder)
+        layout_of(RequestedSizes(pp_partition=(2, 1)), folder)
     with pytest.raises(
         ConfigError, match=r"built for .* pp_size 2.*with --tp-size 1 --pp-size 3"
     ):
-        layout_of(AskedSizes(pp_size=3), folder)
+        layout_of(RequestedSizes(pp_size=3), folder)
 
 
 def test_a_configuration_with_other_stages_is_refused(engine):

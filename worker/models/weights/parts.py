@@ -109,7 +109,7 @@ def _quantized_parts(
     scales = WeightTarget(layer + WEIGHT_SCALE, target.shard, target.is_transposed)
     if stored.entry.dtype != FP8_WORD:
         quantization = model.context.quantization
-        if quantization is None or not quantization.is_made_here:
+        if quantization is None or not quantization.quantizes_at_load:
             raise ConfigError(
                 f"{stored.path}: the tensor {stored.name!r} holds {stored.entry.dtype}, but "
                 "config.json says that it is quantized to FP8. Use the weights and the "

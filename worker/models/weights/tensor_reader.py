@@ -48,7 +48,7 @@ class _Stage:
 
     def __init__(self, device: torch.device, num_bytes: int) -> None:
         is_gpu = device.type == "cuda"
-        self._pieces = [
+        self._chunks = [
             torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_gpu) for _ in range(2)
         ]
         self._copied: list[torch.cuda.Event | None] = [None, None]
@@ -71,18 +71,18 @@ class _Stage:
         copied = self._copied[self._turn]
         if copied is not None:
             copied.synchronize()
-        piece = self._pieces[self._turn][: len(target)]
-        data = _bytes_of(piece)
+        chunk = self._chunks[self._turn][: len(target)]
+        data = _bytes_of(chunk)
         read_whole(file, start, data)
         if check is not None:
             check(data)
         if self._stream is None:
-            target.copy_(piece)
+            target.copy_(chunk)
             return None
         with torch.cuda.stream(self._stream):
             if ready is not None:
                 self._stream.wait_event(ready)
-            target.copy_(piece, non_blocking=True)
+            target.copy_(chunk, non_blocking=True)
             event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             event.record(self._stream)
         self._copied[self._turn] = event
@@ -103,11 +103,11 @@ class TensorReader:
         device: torch.device,
         *,
         num_threads: int = 8,
-        piece_bytes: int = CHUNK_BYTES,
+        chunk_bytes: int = CHUNK_BYTES,
         max_ahead_bytes: int = 2 << 30,
     ) -> None:
         self._device = device
-        self._piece_bytes = piece_bytes
+        self._chunk_bytes = chunk_bytes
         self._max_ahead_bytes = max_ahead_bytes
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="weights")
         self._local = local()
@@ -173,8 +173,8 @@ class TensorReader:
             ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             ready.record()
         copies = []
-        for offset in range(0, entry.num_bytes, self._piece_bytes):
-            target = whole[offset : offset + self._piece_bytes]
+        for offset in range(0, entry.num_bytes, self._chunk_bytes):
+            target = whole[offset : offset + self._chunk_bytes]
             check = None if verifier is None else partial(verifier.check, name, offset)
             copies.append(
                 self._pool.submit(self._load, file, entry.start + offset, target, ready, check)
@@ -191,7 +191,7 @@ class TensorReader:
     ) -> torch.cuda.Event | None:
         stage: _Stage | None = getattr(self._local, "stage", None)
         if stage is None:
-            stage = self._local.stage = _Stage(self._device, self._piece_bytes)
+            stage = self._local.stage = _Stage(self._device, self._chunk_bytes)
         return stage.load(file, start, target, ready, check)
 
     def _arrived(self, staged: _Staged, path: Path) -> tuple[str, Tensor]:
@@ -215,5 +215,5 @@ def _give_up(staged: Iterable[_Staged]) -> None:
     wait(copies)
 
 
-def _bytes_of(piece: Tensor) -> memoryview:
-    return memoryview(piece.numpy())  # type: ignore[arg-type]
+def _bytes_of(chunk: Tensor) -> memoryview:
+    return memoryview(chunk.numpy())  # type: ignore[arg-type]

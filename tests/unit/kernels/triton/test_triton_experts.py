@@ -92,7 +92,7 @@ def test_ranks_with_some_of_the_experts_sum_to_the_result_of_all_experts():
 def test_expert_assignments_are_sorted_by_expert_and_counted(tokens, experts):
     ids = drawn_ids("drawn", tokens, experts, 4)
 
-    order, totals, positions = triton_experts.sort_places(ids, experts, 0)
+    order, totals, positions = triton_experts.sort_assignments(ids, experts, 0)
 
     assert order.tolist() == ids.flatten().long().argsort(stable=True).tolist()
     assert totals[:experts].tolist() == ids.flatten().bincount(minlength=experts).tolist()
@@ -104,7 +104,7 @@ def test_expert_assignments_are_sorted_by_expert_and_counted(tokens, experts):
 def test_kernel_arguments_are_aligned_for_any_number_of_tokens(num_tokens):
     ids = torch.randint(0, 3, (num_tokens, 3), dtype=torch.int32)
 
-    order, totals, positions = triton_experts.sort_places(ids, 3, 0)
+    order, totals, positions = triton_experts.sort_assignments(ids, 3, 0)
 
     assert [each.data_ptr() % 16 for each in (order, totals, positions)] == [0, 0, 0]
     assert order.numel() == positions.numel() == ids.numel()

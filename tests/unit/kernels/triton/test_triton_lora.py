@@ -17,15 +17,15 @@ RANKS = ((4, 8, 0), (16, 0, 3), (0, 40, 20))
 
 def make_tables(width: int, rows: tuple[int, ...], generator: torch.Generator) -> AdapterTables:
     """Three adapters of different sizes; target 1 belongs to another layer."""
-    places = torch.zeros(3, 4, 3, dtype=torch.int64)
-    pieces, size = [], 0
+    offsets = torch.zeros(3, 4, 3, dtype=torch.int64)
+    chunks, size = [], 0
     for slot, ranks in enumerate(RANKS):
         for part, rank in enumerate(ranks[: len(rows)]):
             data = torch.randn(rank * (width + rows[part]), generator=generator)
-            places[slot, 1 + part] = torch.tensor([rank, size, size + rank * width])
-            pieces.append(data)
+            offsets[slot, 1 + part] = torch.tensor([rank, size, size + rank * width])
+            chunks.append(data)
             size += len(data)
-    return AdapterTables(torch.cat(pieces).half() / 8, places)
+    return AdapterTables(torch.cat(chunks).half() / 8, offsets)
 
 
 @pytest.mark.matrix(keep=6)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trimaran.kernels.triton.experts import sort_places
+from trimaran.kernels.triton.experts import sort_assignments
 from trimaran.kernels.triton.permutation import permute_rows, unpermute_rows
 
 
@@ -16,7 +16,7 @@ def test_rows_are_grouped_by_expert_and_return_weighted(tokens, chosen, width):
     weights = torch.rand(tokens, chosen, generator=generator)
     ids = torch.rand(tokens, 8, generator=generator).topk(chosen)[1].int()
     # This rank has the experts 2 to 5.
-    order, totals, positions = sort_places(ids, 4, 2)
+    order, totals, positions = sort_assignments(ids, 4, 2)
 
     permuted = permute_rows(x, positions)
     gathered = unpermute_rows(permuted, positions, weights)

@@ -10,7 +10,7 @@ from trimaran.comm.messages.sampling_params import SamplingParams
 from trimaran.kernels.triton import sampling as triton_sampling
 from trimaran.worker.sampling import noise, sampler
 from trimaran.worker.sampling.device_sampling_state import DeviceSamplingState
-from trimaran.worker.sampling.sampling_rows import SamplingRows, Want
+from trimaran.worker.sampling.sampling_rows import RowFeature, SamplingRows
 from trimaran.worker.steps.step_types import NewRow, int32s
 
 CPU = torch.device("cpu")
@@ -42,13 +42,13 @@ class Sampled:
         return sampler.sample(logits.float().clone(), batch, torch.zeros(1, 1)).token_ids
 
     def by_kernels(self, logits):
-        wants = self.rows.batch(self.order, self.lengths).all_wants
+        wants = self.rows.batch(self.order, self.lengths).all_features
         return triton_sampling.draw(
             logits,
             torch.from_numpy(self.order),
             torch.from_numpy(self.lengths),
             self.state.tensor(),
-            has_filters=bool(wants & Want.FILTER),
+            has_filters=bool(wants & RowFeature.FILTER),
         )
 
 
@@ -180,13 +180,13 @@ def test_entries_without_a_row_are_skipped(fields):
     expected = sampled.on_cpu(logits)
     new = NewRow(row=0, token_ids=int32s([1]), num_prompt_tokens=1)
     sampled.state.enter(new, SamplingParams())
-    wants = sampled.rows.batch(sampled.order, sampled.lengths).all_wants
+    wants = sampled.rows.batch(sampled.order, sampled.lengths).all_features
     rows = torch.from_numpy(sampled.order).clone()
     rows[1] = -1
 
     ids = triton_sampling.draw(
         logits, rows, torch.from_numpy(sampled.lengths), sampled.state.tensor(),
-        has_filters=bool(wants & Want.FILTER),
+        has_filters=bool(wants & RowFeature.FILTER),
     ).tolist()  # fmt: skip
 
     assert [ids[0], ids[2]] == [expected[0], expected[2]]

@@ -9,7 +9,7 @@ from launcher_repository import HUGGINGFACE, write_engine
 
 from trimaran.comm.errors import ConfigError
 from trimaran.worker.config.engine_folder import EngineFolder
-from trimaran.worker.config.parallel_sizes import AskedSizes, expert_sizes, layout_of
+from trimaran.worker.config.parallel_sizes import RequestedSizes, expert_sizes, layout_of
 
 MIXTURE = {
     **HUGGINGFACE,
@@ -54,8 +54,8 @@ def sizes_of(layout):
         ({"world_size": 8, "pp_size": 2, "dp_size": 2}, (2, 2, 2, 2, 1, 1)),
     ],
 )
-def test_omitted_parallel_sizes_follow_from_the_given_sizes(mixture, asked, sizes):
-    assert sizes_of(layout_of(AskedSizes(**asked), mixture)) == sizes
+def test_omitted_parallel_sizes_follow_from_the_given_sizes(mixture, requested, sizes):
+    assert sizes_of(layout_of(RequestedSizes(**requested), mixture)) == sizes
 
 
 @pytest.mark.parametrize(
@@ -77,26 +77,26 @@ def test_omitted_parallel_sizes_follow_from_the_given_sizes(mixture, asked, size
     ],
 )
 def test_parallel_sizes_that_do_not_multiply_to_the_world_size_are_refused(
-    mixture, asked, words
+    mixture, requested, words
 ):
     with pytest.raises(ConfigError, match=words):
-        layout_of(AskedSizes(**asked), mixture)
+        layout_of(RequestedSizes(**requested), mixture)
 
 
 def test_an_engine_folder_serves_with_dp_ranks_added_to_its_parallel_sizes(tmp_path):
     folder = EngineFolder.load(write_engine(tmp_path / "e", tp_size=2), check_weights=False)
 
-    assert sizes_of(layout_of(AskedSizes(dp_size=3), folder))[:3] == (2, 1, 3)
+    assert sizes_of(layout_of(RequestedSizes(dp_size=3), folder))[:3] == (2, 1, 3)
     assert [folder.shard_of(rank).name for rank in (0, 3, 4)] == [
         "rank0.safetensors", "rank1.safetensors", "rank0.safetensors",
     ]  # fmt: skip
     with pytest.raises(ConfigError, match=r"is 4 but .* dp_size \(3\) is 6"):
-        layout_of(AskedSizes(world_size=4, dp_size=3), folder)
+        layout_of(RequestedSizes(world_size=4, dp_size=3), folder)
     with pytest.raises(ConfigError, match=r"built for tp_size 2 .*Start 2 ranks"):
-        layout_of(AskedSizes(world_size=4), folder)
-    for asked in (AskedSizes(tp_size=1), AskedSizes(world_size=3, pp_size=3)):
+        layout_of(RequestedSizes(world_size=4), folder)
+    for requested in (RequestedSizes(tp_size=1), RequestedSizes(world_size=3, pp_size=3)):
         with pytest.raises(ConfigError, match=r"built for tp_size 2 .*asked to run"):
-            layout_of(asked, folder)
+            layout_of(requested, folder)
 
 
 def test_an_engine_folder_with_experts_divided_between_dp_ranks_needs_its_number_of_dp_ranks(
@@ -111,23 +111,23 @@ def test_an_engine_folder_with_experts_divided_between_dp_ranks_needs_its_number
     (path / "config.json").write_text(json.dumps(values))
     folder = EngineFolder.load(path, check_weights=False)
 
-    assert sizes_of(layout_of(AskedSizes(), folder)) == (1, 1, 2, 1, 2, 2)
+    assert sizes_of(layout_of(RequestedSizes(), folder)) == (1, 1, 2, 1, 2, 2)
     for dp_size in (1, 4):
         words = (
             rf"built for experts shared over 2 dp rank\(s\), but .* with dp_size {dp_size}\."
         )
         with pytest.raises(ConfigError, match=words):
-            layout_of(AskedSizes(dp_size=dp_size), folder)
+            layout_of(RequestedSizes(dp_size=dp_size), folder)
     with pytest.raises(ConfigError, match=r"pp_size 1 in each of 2 dp ranks \(world size 2\)"):
-        layout_of(AskedSizes(world_size=3), folder)
+        layout_of(RequestedSizes(world_size=3), folder)
 
 
 @pytest.mark.parametrize(
     ("asked", "sizes"),
     [((-1, -1), (4, 1)), ((2, -1), (2, 2)), ((-1, 4), (1, 4)), ((2, 2), (2, 2))],
 )
-def test_expert_parallel_sizes_multiply_to_the_tensor_parallel_size(asked, sizes):
-    assert expert_sizes(*asked, 4) == sizes
+def test_expert_parallel_sizes_multiply_to_the_tensor_parallel_size(requested, sizes):
+    assert expert_sizes(*requested, 4) == sizes
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_expert_parallel_sizes_multiply_to_the_tensor_parallel_size(asked, sizes
                          ((3, -1), r"--moe-tp-size \(3\) must divide --tp-size \(4\)\.")],
 )  # fmt: skip
 def test_expert_parallel_sizes_that_do_not_multiply_to_the_tensor_parallel_size_are_refused(
-    asked, words
+    requested, words
 ):
     with pytest.raises(ConfigError, match=words):
-        expert_sizes(*asked, 4)
+        expert_sizes(*requested, 4)

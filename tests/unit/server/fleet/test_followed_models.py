@@ -13,7 +13,7 @@ from started_frontend import StartedFrontend, write_repository
 from trimaran.comm.messages.messages import Answer, Ask, Command
 from trimaran.comm.transport.sockets import Address
 from trimaran.server.fleet.peer_link import SharedState
-from trimaran.server.loading.group_requests import Remembered, RememberedModel
+from trimaran.server.loading.group_requests import SavedModel, SavedState
 from trimaran.server.repository.config_pbtxt import read_config
 
 DEADLINE_S = 60
@@ -75,7 +75,7 @@ class Follower(StartedFrontend):
 
     def serve(self, first, *models, ask_id=1):
         """Let the follower serve these models; returns the error, if any."""
-        wire = SharedState(remembered=Remembered(models=models).to_bytes()).to_wire()
+        wire = SharedState(remembered=SavedState(models=models).to_bytes()).to_wire()
         first.send(Ask(ask_id=ask_id, verb="state", arguments=wire))
         return lambda: first.receive(Answer).error
 
@@ -93,7 +93,7 @@ class Follower(StartedFrontend):
 def remembered(repository, name, groups=()):
     folder = repository / name
     config = read_config(folder / "config.pbtxt").SerializeToString(deterministic=True)
-    return RememberedModel(name=name, folder=str(folder), config=config, groups=groups)
+    return SavedModel(name=name, folder=str(folder), config=config, groups=groups)
 
 
 def write_python_model(repository, tmp_path, code):

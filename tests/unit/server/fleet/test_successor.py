@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from controlled_frontend import starting_over
 
-from trimaran.server.loading.group_requests import Remembered
+from trimaran.server.loading.group_requests import SavedState
 from trimaran.server.repository.config_pbtxt import read_config
 
 
@@ -101,4 +101,4 @@ def test_a_restarted_front_end_does_not_wait_for_a_dead_group(start):
 
 def remembered_by(frontend):
     """The state that a front end has saved so far."""
-    return Remembered.from_bytes(frontend.remembered["state"])
+    return SavedState.from_bytes(frontend.remembered["state"])

@@ -24,7 +24,7 @@ async def test_a_text_model_stops_the_requests_of_an_id(serve, model, decoupled)
         )
         await engine.until(lambda: len(engine.submits) == 2)
         engine.step()
-        await served.heard(engine)
+        await served.await_update(engine)
         answers = await served.infer(model, id="a", **STOP)
         assert [(a.id, a.outputs, a.is_final) for a in answers] == (
             [] if decoupled == "True" else [("a", [], True)]
@@ -78,7 +78,7 @@ async def test_a_stop_at_another_front_end_reaches_a_request_during_tokenization
         await engine.until(lambda: len(begun) == 2)
         # An engine's answer to a stop.
         engine.send(Stop(client_request_id="a"))
-        await served.heard(engine)
+        await served.await_update(engine)
         assert not engine.submits
         go_on.set()
         assert await stopped == ["x"]
@@ -88,17 +88,17 @@ async def test_a_stop_at_another_front_end_reaches_a_request_during_tokenization
 
 @pytest.mark.parametrize("asks", [False, True])
 @pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
-async def test_a_stopped_stream_has_a_finish_reason_if_requested(serve, model, asks):
+async def test_a_stopped_stream_has_a_finish_reason_if_requested(serve, model, questions):
     async with serve() as served:
         engine = await served.dial(served.answer("one two three four"))
         engine.gate.clear()
-        options = {"text_input": "x", "max_tokens": 99, "return_finish_reason": asks}
+        options = {"text_input": "x", "max_tokens": 99, "return_finish_reason": questions}
         stream = served.stream(model, id="a", stream=True, **options)
         first = asyncio.ensure_future(anext(stream))
         await engine.until(lambda: len(engine.submits) == 1)
         for _ in range(20):
             engine.step()
-            await served.heard(engine)
+            await served.await_update(engine)
             if first.done():
                 break
         await first
@@ -106,4 +106,4 @@ async def test_a_stopped_stream_has_a_finish_reason_if_requested(serve, model, a
         rest = [response async for response in stream]
         ends = rest[-1].outputs if rest else []
         reasons = [t.data.tolist() for t in ends if t.name == "finish_reason"]
-        assert reasons == ([[[b"cancelled"]]] if asks else [])
+        assert reasons == ([[[b"cancelled"]]] if questions else [])

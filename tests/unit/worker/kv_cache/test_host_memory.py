@@ -57,7 +57,7 @@ def test_every_row_is_touched_and_locked_and_lies_within_one_locked_range(
     locks = Locks()
     num_rows = 20000 if row_bytes < PAGE else 70
     memory = HostMemory(
-        num_rows, row_bytes, locks, num_threads=num_threads, piece_bytes=5 * PAGE
+        num_rows, row_bytes, locks, num_threads=num_threads, chunk_bytes=5 * PAGE
     )
     rows = memory.rows(torch.uint8)
 
@@ -131,7 +131,7 @@ def test_refused_memory_locks_name_bytes_limit_and_remedy_and_leave_nothing_lock
     allowed = "without a limit" if limit == resource.RLIM_INFINITY else f"up to {limit} bytes"
 
     with pytest.raises(ConfigError) as refusal:
-        HostMemory(100, PAGE, locks, piece_bytes=PAGE)
+        HostMemory(100, PAGE, locks, chunk_bytes=PAGE)
 
     text = str(refusal.value)
     assert f"kv_cache_host_memory_bytes: {100 * PAGE} bytes" in text

@@ -15,7 +15,7 @@ from trimaran.comm.messages.messages import Submit
 from trimaran.comm.messages.sampling_params import SamplingParams
 from trimaran.worker.config.engine_config import LoraConfig
 from trimaran.worker.lora.adapter_messages import OutgoingAdapter
-from trimaran.worker.lora.store import PIECE
+from trimaran.worker.lora.store import CHUNK
 from trimaran.worker.lora.tensor_file import TensorFile
 from trimaran.worker.requests.request import Request
 from trimaran.worker.scheduling.data_parallel import DataParallelAdapters
@@ -120,8 +120,8 @@ def test_an_adapter_is_converted_once_for_all_dp_ranks(dp_ranks, monkeypatch):
 
     assert len(converted) == 1
     ops = dp_ranks.adapters.take_ops()
-    pieces = [[bytes(op[2]) for op in each if op[0] == PIECE] for each in ops]
-    assert pieces[0] == pieces[1] != []
+    chunks = [[bytes(op[2]) for op in each if op[0] == CHUNK] for each in ops]
+    assert chunks[0] == chunks[1] != []
 
 
 def test_an_adapter_id_means_its_newest_weights_also_when_a_dp_rank_lacks_room(dp_ranks):

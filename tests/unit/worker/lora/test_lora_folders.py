@@ -257,7 +257,7 @@ def test_other_requests_run_while_an_adapter_is_sent_in_chunks(
     make_engine, model_folder, adapter, prompt_of, tmp_path, monkeypatch, place
 ):
     for module in (sent, manager):
-        monkeypatch.setattr(module, "PIECE_BYTES", 1000)
+        monkeypatch.setattr(module, "CHUNK_BYTES", 1000)
     for name in ("a", "b"):
         write_peft(tmp_path / name, adapter, alpha=4.0)
     size = sum(one.a.nbytes + one.b.nbytes for one in adapter)
@@ -268,12 +268,12 @@ def test_other_requests_run_while_an_adapter_is_sent_in_chunks(
     if place == "request":
         wire = {name: {**on_the_wire(adapter), "digest": name.encode()} for name in given}
         given = {name: {"adapter_id": ord(name), "adapter": wire[name]} for name in given}
-    cache, pieces = driver.engine._adapters, []
+    cache, chunks = driver.engine._adapters, []
     take_ops = cache.take_ops
 
     def look():
         ops = take_ops()
-        pieces.append(sum(len(op[2]) for op in ops if op[0] == store.PIECE))
+        chunks.append(sum(len(op[2]) for op in ops if op[0] == store.CHUNK))
         return ops
 
     monkeypatch.setattr(cache, "take_ops", look)
@@ -289,14 +289,14 @@ def test_other_requests_run_while_an_adapter_is_sent_in_chunks(
             driver.engine.cancel("client", [last])
     driver.run()
 
-    assert max(pieces) < 2000 and sum(pieces) == size + sum(pieces[:4])
+    assert max(chunks) < 2000 and sum(chunks) == size + sum(chunks[:4])
     assert len(driver.output(running)) == 100
     expected = greedy(merged(model_folder, adapter), prompt_of(20), LENGTH)
     assert driver.output(last) == expected
     # Without other work the adapter arrives at once.
     alone = driver.submit(prompt_of(20), max_tokens=LENGTH, **given["b"])
     driver.step()
-    assert pieces[-1] == size and len(driver.output(alone)) == 1
+    assert chunks[-1] == size and len(driver.output(alone)) == 1
     driver.run()
     assert driver.output(alone) == expected
     driver.check_idle()
@@ -334,14 +334,14 @@ def test_adapters_with_waiting_requests_are_sent_first(
     make_engine, model_folder, adapter, prompt_of, monkeypatch
 ):
     for module in (sent, manager):
-        monkeypatch.setattr(module, "PIECE_BYTES", 2000)
+        monkeypatch.setattr(module, "CHUNK_BYTES", 2000)
     driver = make_engine()
     cache, sent_numbers = driver.engine._adapters, []
     take_ops = cache.take_ops
 
     def look():
         ops = take_ops()
-        sent_numbers.extend(op[1] for op in ops if op[0] == store.PIECE)
+        sent_numbers.extend(op[1] for op in ops if op[0] == store.CHUNK)
         return ops
 
     monkeypatch.setattr(cache, "take_ops", look)
@@ -377,9 +377,9 @@ def test_a_sent_adapter_arrives_in_the_dtype_and_layout_of_the_model(
 
     outgoing = OutgoingAdapter.of(adapter, dtype)
     arrived = ArrivingAdapter(msgpack.unpackb(msgpack.packb(outgoing.rows)), dtype)
-    for piece in outgoing.pieces():
+    for chunk in outgoing.chunks():
         assert not arrived.is_whole
-        arrived.add(msgpack.unpackb(msgpack.packb(piece)))
+        arrived.add(msgpack.unpackb(msgpack.packb(chunk)))
     assert arrived.is_whole
 
     assert arrived.ranks == tensors.ranks

@@ -13,13 +13,13 @@ from trimaran.worker.lora import manager
 from trimaran.worker.lora.adapter_messages import decode_ops, encode_ops, holds_ops
 from trimaran.worker.lora.tensor_file import TensorFile
 
-PIECE_BYTES = 1000
+CHUNK_BYTES = 1000
 
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     for module in (sent, manager):
-        monkeypatch.setattr(module, "PIECE_BYTES", PIECE_BYTES)
+        monkeypatch.setattr(module, "CHUNK_BYTES", CHUNK_BYTES)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def test_an_idle_engine_sends_new_adapters_to_its_ranks(make_engine, adapter):
         store.wait_for(number)
     # The adapters are sent in chunks: new requests do not wait for all chunks.
     size = sum(one.a.nbytes + one.b.nbytes for one in adapter)
-    assert driver.num_steps > 2 * size // (2 * PIECE_BYTES)
+    assert driver.num_steps > 2 * size // (2 * CHUNK_BYTES)
     assert driver.engine.scheduler.step == 0
     driver.check_idle()
 

@@ -28,11 +28,11 @@ def path(tmp_path):
     return tmp_path / "a.safetensors"
 
 
-@pytest.mark.parametrize("piece_bytes", [8, 100, 1 << 20])
+@pytest.mark.parametrize("chunk_bytes", [8, 100, 1 << 20])
 @pytest.mark.parametrize("max_ahead_bytes", [1, 5000, 1 << 30])
-def test_every_tensor_has_the_values_of_the_file(path, piece_bytes, max_ahead_bytes):
+def test_every_tensor_has_the_values_of_the_file(path, chunk_bytes, max_ahead_bytes):
     expected = load_file(path)
-    reader = TensorReader(CPU, piece_bytes=piece_bytes, max_ahead_bytes=max_ahead_bytes)
+    reader = TensorReader(CPU, chunk_bytes=chunk_bytes, max_ahead_bytes=max_ahead_bytes)
     found = dict(reader.read(path, expected))
     reader.close()
     assert found.keys() == expected.keys()
@@ -48,7 +48,7 @@ def test_only_named_tensors_are_read(path):
 
 
 def test_reading_may_stop_within_a_file_and_continue_with_another_file(path):
-    reader = TensorReader(CPU, num_threads=2, piece_bytes=16)
+    reader = TensorReader(CPU, num_threads=2, chunk_bytes=16)
     reading = reader.read(path, load_file(path))
     next(reading)
     reading.close()
