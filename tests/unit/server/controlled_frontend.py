@@ -147,7 +147,7 @@ class ControlledFrontend(StartedFrontend):
         self._thread = threading.Thread(target=self._supervise, daemon=True)
         self._thread.start()
         for group in down:
-            self._update(group, group, 1, "down")
+            self._report(group, group, 1, "down")
         if started:
             self.wait_until(
                 lambda: self.states and self.states[-1].text == "waiting for the engines"
@@ -296,11 +296,11 @@ class ControlledFrontend(StartedFrontend):
                 self._reply(**refusal)
             return
         self.started.append((group, arguments))
-        self._update(group, model, generation, "starting")
+        self._report(group, model, generation, "starting")
         self.may_answer.wait(DEADLINE_S)
         self._reply(request_id, groups=[group])
         if group in self.failing:
-            self._update(group, model, generation, "failed", self.failing[group])
+            self._report(group, model, generation, "failed", self.failing[group])
         elif group not in self.held:
             # The front end has to take the answer first, as ranks take their time to load.
             self._timers.append(threading.Timer(0.1, self._start_engine_if_needed, [group]))
@@ -317,7 +317,7 @@ class ControlledFrontend(StartedFrontend):
         # Set before the front end reports that it serves.
         self.engines[group] = Engine(model, group, first_id)
         self.engines[group].dial(self.engine_address)
-        self._update(group, model, int(generation or 1), "up")
+        self._report(group, model, int(generation or 1), "up")
 
     def _stop_groups(self, request_id, arguments):
         if self.stop_takes_s:
@@ -352,7 +352,7 @@ class ControlledFrontend(StartedFrontend):
         }  # fmt: skip
         self.supervisor.send(Command(verb="reply", arguments=arguments))
 
-    def _update(self, group, model, generation, state, text=""):
+    def _report(self, group, model, generation, state, text=""):
         arguments = {
             "group": group, "model": model, "generation": generation, "state": state,
             "text": text, "start_method": self.start_method,

@@ -38,7 +38,7 @@ def sizes_of(layout):
 
 
 @pytest.mark.parametrize(
-    ("asked", "sizes"),
+    ("requested", "sizes"),
     [
         ({}, (1, 1, 1, 1, 1, 1)),
         ({"world_size": 4}, (4, 1, 1, 4, 1, 1)),
@@ -59,7 +59,7 @@ def test_omitted_parallel_sizes_follow_from_the_given_sizes(mixture, requested, 
 
 
 @pytest.mark.parametrize(
-    ("asked", "words"),
+    ("requested", "words"),
     [
         ({"world_size": 3, "pp_size": 2}, r"world size of 3 is no multiple of --pp-size \(2\)"),
         ({"world_size": 4, "tp_size": 4, "dp_size": 2}, r"is 4 but .* dp_size \(2\) is 8"),
@@ -123,7 +123,7 @@ def test_an_engine_folder_with_experts_divided_between_dp_ranks_needs_its_number
 
 
 @pytest.mark.parametrize(
-    ("asked", "sizes"),
+    ("requested", "sizes"),
     [((-1, -1), (4, 1)), ((2, -1), (2, 2)), ((-1, 4), (1, 4)), ((2, 2), (2, 2))],
 )
 def test_expert_parallel_sizes_multiply_to_the_tensor_parallel_size(requested, sizes):
@@ -131,7 +131,7 @@ def test_expert_parallel_sizes_multiply_to_the_tensor_parallel_size(requested, s
 
 
 @pytest.mark.parametrize(
-    ("asked", "words"), [((2, 4), r"\(2\) times .* \(4\) must be --tp-size \(4\)"),
+    ("requested", "words"), [((2, 4), r"\(2\) times .* \(4\) must be --tp-size \(4\)"),
                          ((0, -1), "--moe-tp-size is 0"),
                          ((3, -1), r"--moe-tp-size \(3\) must divide --tp-size \(4\)\.")],
 )  # fmt: skip

@@ -35,7 +35,7 @@ class Successions:
         engines, remembered = self.first.engines, self.first.remembered
         self.first = self._start(remembered=remembered["state"], **config)
         self.first.engines.update(engines)
-        self.first._update("front end 1", "", 1, other)
+        self.first._report("front end 1", "", 1, other)
         return remembered["groups"]
 
     def _start(self, **config):

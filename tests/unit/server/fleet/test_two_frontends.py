@@ -64,7 +64,7 @@ class Pair:
         self.first.process.kill()
         self.first.process.wait()
         self.first = self.start(remembered=self.first.remembered["state"], **config)
-        self.first._update("front end 1", "", 1, "up")
+        self.first._report("front end 1", "", 1, "up")
         self.first.wait_until(lambda: "Front end 1 has joined" in self.first.text())
 
     def start(self, **config):

@@ -298,7 +298,7 @@ class Served:
         values = {"token": "secret", "model": "tensorrt_llm", "group": "g0", "facts": FACTS}
         return EngineHello(**{**values, **fields})
 
-    async def await_update(self, engine: ScriptedEngine) -> None:
+    async def processed(self, engine: ScriptedEngine) -> None:
         """Return once the front end has processed all messages of an engine."""
         self._num_reports += 1
         report = {"active_requests": self._num_reports, "max_requests": 1 << 20}

@@ -46,7 +46,7 @@ async def searching(serve, model, steps, **options):
                 engine.send(
                     _said(engine.submits[0].request_id, extras, number == len(steps) - 1)
                 )
-                await served.await_update(engine)
+                await served.processed(engine)
             yield await found, engine, served
 
 
@@ -198,7 +198,7 @@ async def test_a_stopped_search_answers_with_the_best_so_far(serve, is_streaming
             await engine.until(lambda: engine.submits)
             extras = beams([20], [21], reasons=(FinishReason.END_ID, 0))
             engine.send(_said(engine.submits[0].request_id, extras, is_last=False))
-            await served.await_update(engine)
+            await served.processed(engine)
             await served.infer("tensorrt_llm", **PROMPT, stop=True, id="s")
             responses = await found
         last = tensors(responses[-1])
@@ -219,7 +219,7 @@ async def test_unread_beams_are_sent_after_a_stop(serve):
             await engine.until(lambda: engine.submits)
             for extras in (beams([20], [21]), beams([20, 22], [21, 23])):
                 engine.send(_said(engine.submits[0].request_id, extras, is_last=False))
-                await served.await_update(engine)
+                await served.processed(engine)
                 await first
             await served.infer("tensorrt_llm", **PROMPT, stop=True, id="s")
             responses = await _collect(stream)
@@ -263,7 +263,7 @@ async def test_a_replayed_beam_search_repeats_no_response(serve, is_streaming):
             await engine.until(lambda: engine.submits)
             for extras in told[:2]:
                 engine.send(_said(engine.submits[0].request_id, extras, is_last=False))
-                await served.await_update(engine)
+                await served.processed(engine)
             await engine.end()
             await engine.until(lambda: not served.models["tensorrt_llm"].is_ready)
             again = await served.dial(lambda submit: [0], incarnation=1)
@@ -271,7 +271,7 @@ async def test_a_replayed_beam_search_repeats_no_response(serve, is_streaming):
             await again.until(lambda: again.submits)
             for number, extras in enumerate(told):
                 again.send(_said(again.submits[0].request_id, extras, is_last=number == 3))
-                await served.await_update(again)
+                await served.processed(again)
             responses = [tensors(response) for response in await found]
     lengths = [r["sequence_length"][0] for r in responses]
     assert lengths == ([[1, 1], [2, 2], [3, 3], [4, 4]] if is_streaming else [[7, 7]])

@@ -33,7 +33,7 @@ MODELS = pytest.mark.parametrize(
 )
 
 
-def _update_all(engine, num_prompt, dtype):
+def _send_outputs(engine, num_prompt, dtype):
     """Let the engine send logits equal to the ids, and perf metrics."""
     told = []
 
@@ -65,7 +65,7 @@ async def test_logits_have_the_shapes_and_the_type_of_the_config(
             num_prompt = 3
         else:
             num_prompt = len(served.tokenizer.encode_now("A house", True))
-        told = _update_all(engine, num_prompt, dtype)
+        told = _send_outputs(engine, num_prompt, dtype)
         flags = {"return_context_logits": True, "return_generation_logits": True}
         responses = await served.infer(model, **inputs, **flags, **{stream: is_stream})
         sampling = SamplingParams.from_wire(engine.submits[0].sampling)
@@ -96,7 +96,7 @@ async def test_perf_metrics_are_sent_with_the_last_response_if_requested(
 ):
     async with serve() as served:
         engine = await served.dial(served.answer("Hello world and more"))
-        _update_all(engine, 3, "float32")
+        _send_outputs(engine, 3, "float32")
         silent = await served.infer(model, **inputs, **{stream: is_stream})
         told = await served.infer(
             model, **inputs, return_perf_metrics=True, **{stream: is_stream}
@@ -192,7 +192,7 @@ async def test_logits_too_large_for_a_response_are_refused(serve, values, is_ref
 async def test_a_text_stop_word_keeps_the_perf_metrics(serve):
     async with serve() as served:
         engine = await served.dial(served.answer("Hello world and more"))
-        _update_all(engine, 3, "float32")
+        _send_outputs(engine, 3, "float32")
         (response,) = await served.infer(
             "ensemble",
             **{**TEXT, "max_tokens": 20},

@@ -24,7 +24,7 @@ async def test_a_text_model_stops_the_requests_of_an_id(serve, model, decoupled)
         )
         await engine.until(lambda: len(engine.submits) == 2)
         engine.step()
-        await served.await_update(engine)
+        await served.processed(engine)
         answers = await served.infer(model, id="a", **STOP)
         assert [(a.id, a.outputs, a.is_final) for a in answers] == (
             [] if decoupled == "True" else [("a", [], True)]
@@ -78,7 +78,7 @@ async def test_a_stop_at_another_front_end_reaches_a_request_during_tokenization
         await engine.until(lambda: len(begun) == 2)
         # An engine's answer to a stop.
         engine.send(Stop(client_request_id="a"))
-        await served.await_update(engine)
+        await served.processed(engine)
         assert not engine.submits
         go_on.set()
         assert await stopped == ["x"]
@@ -86,19 +86,19 @@ async def test_a_stop_at_another_front_end_reaches_a_request_during_tokenization
         assert await kept == ["xone two three four"]
 
 
-@pytest.mark.parametrize("asks", [False, True])
+@pytest.mark.parametrize("is_requested", [False, True])
 @pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
-async def test_a_stopped_stream_has_a_finish_reason_if_requested(serve, model, questions):
+async def test_a_stopped_stream_has_a_finish_reason_if_requested(serve, model, is_requested):
     async with serve() as served:
         engine = await served.dial(served.answer("one two three four"))
         engine.gate.clear()
-        options = {"text_input": "x", "max_tokens": 99, "return_finish_reason": questions}
+        options = {"text_input": "x", "max_tokens": 99, "return_finish_reason": is_requested}
         stream = served.stream(model, id="a", stream=True, **options)
         first = asyncio.ensure_future(anext(stream))
         await engine.until(lambda: len(engine.submits) == 1)
         for _ in range(20):
             engine.step()
-            await served.await_update(engine)
+            await served.processed(engine)
             if first.done():
                 break
         await first
@@ -106,4 +106,4 @@ async def test_a_stopped_stream_has_a_finish_reason_if_requested(serve, model, q
         rest = [response async for response in stream]
         ends = rest[-1].outputs if rest else []
         reasons = [t.data.tolist() for t in ends if t.name == "finish_reason"]
-        assert reasons == ([[[b"cancelled"]]] if questions else [])
+        assert reasons == ([[[b"cancelled"]]] if is_requested else [])

@@ -82,7 +82,7 @@ async def test_a_slow_reader_gets_all_text_in_fewer_responses(serve):
         ) as responses:
             first = await anext(responses)
             await engine.until(lambda: engine.num_live == 0)
-            await served.await_update(engine)
+            await served.processed(engine)
             rest = [response async for response in responses]
         text = "".join(r.outputs[0].data.item().decode() for r in (first, *rest))
         assert text == "many small words " * 10

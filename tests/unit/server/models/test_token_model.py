@@ -368,7 +368,7 @@ async def test_a_stop_by_id_ends_the_request_with_its_tokens_so_far(serve, strea
         await engine.until(lambda: len(engine.submits) == 1)
         engine.step()
         engine.step()
-        await served.await_update(engine)
+        await served.processed(engine)
         assert await served.infer("tensorrt_llm", id="a", **STOP) == []
         responses = await task
         assert [i for r in responses for i in _ids(r)][-2:] == [7, 8]
@@ -401,7 +401,7 @@ async def test_a_stop_reaches_the_requests_of_text_models(serve):
         )
         await engine.until(lambda: len(engine.submits) == 1)
         engine.step()
-        await served.await_update(engine)
+        await served.processed(engine)
         await served.infer("tensorrt_llm", id="a", **STOP)
         (text,) = await task
         assert "xone two three".startswith(text)
