@@ -9,6 +9,9 @@ requests are answered at once, and each stream gets a token a step, more in tota
 end can send. A late front end merges tokens into fewer messages, so the figure of streams
 counts messages or events instead of tokens. The processor time is that of the front end's
 process, all threads of it.
+
+`chat` and `chat_stream` are OpenAI chats. `--peer-url URL --peer-pid PID` drives another server
+of that protocol by the same requests: the process of that number is the other front end.
 """
 
 from __future__ import annotations
@@ -35,11 +38,21 @@ sys.path.insert(0, str(HERE))
 from streaming import PROMPT, QUEUE, STEPS, TOKENIZER, run_streams, served  # noqa: E402
 
 from trimaran.bench.results.machine import surroundings  # noqa: E402
+from trimaran.bench.serving.free_ports import free_ports  # noqa: E402
 from trimaran.bench.serving.server_process import write_repository  # noqa: E402
 
-CASES = ("generate", "infer", "generate_stream", "grpc_stream", "grpc_infer")
+CASES = (
+    "generate",
+    "infer",
+    "chat",
+    "generate_stream",
+    "chat_stream",
+    "grpc_stream",
+    "grpc_infer",
+)
+CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 MODEL = "ensemble"
-_WARMUP_S = 1.0
+_WARMUP_S = 3.0
 
 
 class Bench:
@@ -51,6 +64,7 @@ class Bench:
         self.folder.mkdir()
         self.is_stream = kind == "stream"
         self.pid = self.http = self.grpc = 0
+        self.chat_url = ""
 
     @contextmanager
     def serving(self) -> Iterator[None]:
@@ -63,7 +77,8 @@ class Bench:
         )
         step_ms = args.step_ms if self.is_stream else 0.0
         tokens = 1 if self.is_stream else args.unary_tokens
-        with served(self.folder, 1, step_ms, tokens, args.tree) as (http, grpc, pid):
+        flags = self.open_chats() if set(args.cases) & {"chat", "chat_stream"} else ()
+        with served(self.folder, 1, step_ms, tokens, args.tree, flags) as (http, grpc, pid):
             self.http, self.grpc = http, grpc
             self.pid = front_end(pid)
             if args.server_cpus:
@@ -85,6 +100,23 @@ class Bench:
             "cpu_us": 1e6 * cpu_s / count, "cores": cpu_s / wall_s,
         }  # fmt: skip
 
+    def open_chats(self) -> tuple[str, ...]:
+        """The flags that open the OpenAI port."""
+        template = self.folder / "template.jinja"
+        template.write_text(CHAT_TEMPLATE)
+        (port,) = free_ports(1)
+        self.chat_url = f"http://127.0.0.1:{port}/v1/chat/completions"
+        return "--openai-port", str(port), "--chat-template", str(template)
+
+    def chat(self) -> dict[str, Any]:
+        """The body of a chat with the prompt and length of the other requests."""
+        inputs = self.inputs()
+        return {
+            "model": MODEL, "messages": [{"role": "user", "content": inputs["text_input"]}],
+            "max_tokens": inputs["max_tokens"], "stream": inputs["stream"],
+            "temperature": 0, "ignore_eos": True,
+        }  # fmt: skip
+
     def inputs(self) -> dict[str, Any]:
         """The inputs of each request."""
         tokens = self.args.tokens if self.is_stream else self.args.unary_tokens
@@ -93,14 +125,18 @@ class Bench:
     def wrk(self, case: str, seconds: float) -> dict[str, Any]:
         """Drive a route by wrk."""
         args, body = self.args, self.folder / f"{case}.json"
-        document = infer_body(self.inputs()) if case == "infer" else self.inputs()
+        if case.startswith("chat"):
+            url, document = self.chat_url, self.chat()
+        else:
+            url = f"http://127.0.0.1:{self.http}/v2/models/{MODEL}/{case}"
+            document = infer_body(self.inputs()) if case == "infer" else self.inputs()
         body.write_text(json.dumps(document))
         connections = args.streams if self.is_stream else args.concurrency
         threads = min(len(os.sched_getaffinity(0)), 8, connections)
         command = [
             args.wrk, "-t", str(threads), "-c", str(connections), "-d", f"{seconds:g}s",
             "-s", str(HERE / "wrk_post.lua"), "--timeout", "30s",
-            f"http://127.0.0.1:{self.http}/v2/models/{MODEL}/{case}", "--", str(body),
+            url, "--", str(body),
         ]  # fmt: skip
         done = subprocess.run(command, check=True, capture_output=True, text=True)
         text = done.stdout
@@ -160,6 +196,17 @@ class Bench:
         }  # fmt: skip
 
 
+class PeerBench(Bench):
+    """Another server of OpenAI's protocol, which runs already."""
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """Nothing is started."""
+        self.pid = self.args.peer_pid
+        self.chat_url = f"{self.args.peer_url}/v1/chat/completions"
+        yield
+
+
 def infer_body(inputs: dict[str, Any]) -> dict[str, Any]:
     """The body of ``infer`` with these inputs."""
     datatypes = {str: "BYTES", int: "INT32", bool: "BOOL"}
@@ -193,8 +240,8 @@ def cpus(text: str) -> set[int]:
 def measure(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
     """Every run of the chosen cases."""
     for kind, cases in (
-        ("unary", ("generate", "infer", "grpc_infer")),
-        ("stream", ("generate_stream", "grpc_stream")),
+        ("unary", ("generate", "infer", "chat", "grpc_infer")),
+        ("stream", ("generate_stream", "chat_stream", "grpc_stream")),
     ):
         chosen = [case for case in cases if case in args.cases]
         if not chosen:
@@ -204,6 +251,14 @@ def measure(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
             for case in chosen:
                 for load in ("wrk", "perf_analyzer", "processes"):
                     yield from runs(bench, case, load)
+        if args.peer_url:
+            peer = PeerBench(args, folder, f"{kind}-peer")
+            peer.is_stream = bench.is_stream
+            with peer.serving():
+                for case in (case for case in chosen if case.startswith("chat")):
+                    yield from (
+                        {**found, "load": "wrk, peer"} for found in runs(peer, case, "wrk")
+                    )
 
 
 def runs(bench: Bench, case: str, load: str) -> Iterator[dict[str, Any]]:
@@ -214,7 +269,7 @@ def runs(bench: Bench, case: str, load: str) -> Iterator[dict[str, Any]]:
             return
         work = lambda seconds: bench.wrk(case, seconds)  # noqa: E731
     elif load == "perf_analyzer":
-        if not args.perf_analyzer or case.startswith("generate"):
+        if not args.perf_analyzer or case.startswith(("generate", "chat")):
             return
         work = lambda seconds: bench.perf_analyzer(case, seconds)  # noqa: E731
     elif case == "grpc_stream":
@@ -242,6 +297,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--wrk", default=shutil.which("wrk"))
     parser.add_argument("--perf-analyzer", default=shutil.which("perf_analyzer"))
+    parser.add_argument("--peer-url", help="of another server of OpenAI's protocol")
+    parser.add_argument("--peer-pid", type=int, help="of that server's front end")
     parser.add_argument("--tree", help="serve from this tree of another commit")
     parser.add_argument("--label", default="", help="named in each line of --json")
     parser.add_argument("--json", help="append the figures here, one object a line")

@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -49,9 +49,10 @@ def served(
     step_ms: float,
     tokens_a_step: int = 1,
     tree: str | None = None,
+    flags: Sequence[str] = (),
 ) -> Iterator[tuple[int, int, int]]:
     """A server without a model: HTTP port, gRPC port and pid. It runs from ``tree`` if given,
-    and serves ``folder``/models, written if missing.
+    with further ``flags``, and serves ``folder``/models, written if missing.
     """
     repository = folder / "models"
     if not repository.exists():
@@ -65,7 +66,7 @@ def served(
         "--load-format", "random",
         "--model-repo", str(repository), "--http-port", str(http),
         "--grpc-port", str(grpc_port), "--metrics-port", str(metrics),
-        "--frontend-processes", str(num_frontends),
+        "--frontend-processes", str(num_frontends), *flags,
     ]  # fmt: skip
     env = {
         **os.environ, "NULL_ENGINE_STEP_MS": str(step_ms), "OMP_NUM_THREADS": "1",
