@@ -79,3 +79,70 @@ def decode(
     # Not `decode`, which blocks them too.
     texts: list[str] = fast.decode_batch(lists, skip_special_tokens=skip_special_tokens)
     return [cleaned_up(text) for text in texts] if cleans_up else texts
+
+
+_PROBES = ("a", "x")
+_BEFORE = ("\n", "\u2603", "|", "0", "\u4e2d")
+"""Texts to put before a word; the first whose ids do not merge with those of a word is used."""
+
+_NUM_FORMS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class WordForms:
+    """The ids of a bad or stop word wherever its text may stand.
+
+    Tokenizers of the SentencePiece kind put a blank before a text: ``foo`` is encoded as if
+    the word followed a space. In an output the word may also follow a letter, a bracket or a
+    new line, with other ids. A word with a blank of its own would get a second blank, which no
+    output has.
+    """
+
+    before: str
+    """A text that a word is put behind."""
+
+    before_ids: tuple[int, ...]
+
+    @classmethod
+    def of(cls, fast: FastTokenizer) -> WordForms | None:
+        """None for a tokenizer whose words have the same ids at the begin of a text."""
+        for before in _BEFORE:
+            head = _encode(fast, before)
+            behind = [_encode(fast, before + probe) for probe in _PROBES]
+            if not head or any(ids[: len(head)] != head for ids in behind):
+                continue
+            alone = [_encode(fast, probe) for probe in _PROBES]
+            if alone == [ids[len(head) :] for ids in behind]:
+                return None
+            return cls(before, tuple(head))
+        return None
+
+    def texts(self, words: list[str]) -> list[str]:
+        """The texts whose ids `forms` takes: three for each word."""
+        found = []
+        for word in words:
+            # A blank of the word's own stands for the one that the tokenizer puts there.
+            found += [word, self.before + word, word[1:] if word.startswith(" ") else ""]
+        return found
+
+    def forms(self, encoded: EncodedTexts) -> EncodedTexts:
+        """The different ids of each word, of the encoded `texts`."""
+        each, size = encoded.each(), len(self.before_ids)
+        known: set[bytes] = set()
+        found: list[Ids] = []
+        for place, ids in enumerate(each):
+            if place % _NUM_FORMS == 1:
+                if tuple(ids[:size].tolist()) != self.before_ids:
+                    continue
+                ids = ids[size:]
+            key = ids.tobytes()
+            if len(ids) and key not in known:
+                known.add(key)
+                found.append(ids)
+        lengths = np.fromiter(map(len, found), np.int64, len(found))
+        return EncodedTexts(np.concatenate([encoded.ids[:0], *found]), lengths)
+
+
+def _encode(fast: FastTokenizer, text: str) -> list[int]:
+    ids: list[int] = fast.encode(text, add_special_tokens=False).ids
+    return ids

@@ -219,10 +219,19 @@ class PreprocessingModel:
         return [found.part(*place) for place in pairwise(ends)]
 
     async def _words(self, output: str, lists: list[list[str]]) -> Tensor:
-        """The ids of words, without special tokens; a word without ids is omitted."""
+        """The ids of words, without special tokens; a word without ids is omitted. A word that
+        has other ids inside a text than at its begin is there with both.
+        """
         if not any(lists):
             return Tensor(output, "INT32", np.empty((len(lists), 2, 0), np.int32))
-        encoded = await self._encode(lists, False)
+        forms = self.tokenizer.word_forms
+        if forms is None:
+            encoded = await self._encode(lists, False)
+        else:
+            encoded = await self._encode([forms.texts(words) for words in lists], False)
+            is_short = sum(map(len, lists)) <= MANY_WORDS
+            work = partial(list, map(forms.forms, encoded))
+            encoded = work() if is_short else await self.tokenizer.in_thread(work)
         width = max(len(found.ids) for found in encoded)
         data = np.zeros((len(lists), 2, width), np.int32)
         data[:, 1] = -1

@@ -13,7 +13,7 @@ from trimaran.comm.tokenizers.prepare import prepare
 from trimaran.comm.tokenizers.prepared import CLEAN_UP_CHARACTERS, cleaned_up
 from trimaran.server.inference.text_limits import TextLimits
 from trimaran.server.models import encoded_texts
-from trimaran.server.models.encoded_texts import EncodedTexts, Ids
+from trimaran.server.models.encoded_texts import EncodedTexts, Ids, WordForms
 from trimaran.server.models.text_limits import longest_token_bytes
 from trimaran.server.models.tokenizer_pool import TokenizerPool, TokenizerSource
 
@@ -79,6 +79,7 @@ class Tokenizer:
 
         added = self._fast.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.word_forms = WordForms.of(self._fast)
         self.limits = TextLimits(longest_token_bytes(self._fast), max_text_bytes)
         self._added_ids = frozenset(added)
         self._is_byte_level = self._fast.token_to_id("\u0120") is not None
