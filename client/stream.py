@@ -14,6 +14,7 @@ from tritonclient.utils import InferenceServerException
 
 from trimaran.client.tensors import Array, outputs_of
 from trimaran.comm.errors import ConfigError, TrimaranError
+from trimaran.comm.transport.channels import channel_options
 
 _MAX_PORT = 65535
 _KEY_FILES = ("root_certificates", "private_key", "certificate_chain")
@@ -163,7 +164,9 @@ def open_client(args: argparse.Namespace) -> Any:
             **{name: _existing(name, getattr(args, name)) for name in _KEY_FILES},
         }
     check_url(args.url)
-    return grpcclient.InferenceServerClient(args.url, verbose=args.verbose, **options)
+    return grpcclient.InferenceServerClient(
+        args.url, verbose=args.verbose, channel_args=channel_options(args.url), **options
+    )
 
 
 def check_names(args: argparse.Namespace) -> None:

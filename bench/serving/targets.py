@@ -22,15 +22,12 @@ from trimaran.client.stream import ServerError
 from trimaran.client.tensors import row, tensor
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.files.input_files import parse_json
+from trimaran.comm.transport.channels import channel_options
 
 # A read may wait as long as the longest generation; only the connection has a deadline.
 _LONGEST_LINE_BYTES = 64 << 20
 _NUM_CHANNELS = 16
-_OWN_CONNECTION = [
-    ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.max_send_message_length", -1),
-    ("grpc.max_receive_message_length", -1),
-]
+_OWN_CONNECTION = ("grpc.use_local_subchannel_pool", 1)
 _CONFIG_S = 30.0
 """Longest wait for a model's configuration, which needs no computation."""
 
@@ -154,7 +151,9 @@ class GrpcTarget:
     def __init__(self, url: str, models: TokenModels) -> None:
         # Several connections: all streams of one would go to one of several front ends.
         self._clients = [
-            grpcclient.InferenceServerClient(url, channel_args=_OWN_CONNECTION)
+            grpcclient.InferenceServerClient(
+                url, channel_args=[_OWN_CONNECTION, *channel_options(url)]
+            )
             for _ in range(_NUM_CHANNELS)
         ]
         self._next_client = itertools.cycle(self._clients)
@@ -248,7 +247,8 @@ async def model_over_grpc(url: str, name: str) -> ServedModel:
     Raises:
         ConfigError: no server, or no such model.
     """
-    async with grpcclient.InferenceServerClient(url) as client:
+    options = channel_options(url)
+    async with grpcclient.InferenceServerClient(url, channel_args=options) as client:
         try:
             reply = await client.get_model_config(name, client_timeout=_CONFIG_S)
         except InferenceServerException as error:

@@ -15,7 +15,7 @@ from trimaran.comm.errors import ConfigError, RequestError
 from trimaran.server.inference.request import InferRequest, InferResponse, Tensor
 from trimaran.server.inference.tensor_bytes import NUMPY_TYPES, from_config
 from trimaran.server.inference.text_limits import PromptBound
-from trimaran.server.models.encoded_texts import NOTHING, EncodedTexts, Ids
+from trimaran.server.models.encoded_texts import NOTHING, EncodedTexts, Ids, WordForms
 from trimaran.server.models.sample_inputs import SampleInputs, batch_size
 from trimaran.server.models.sampling_inputs import check_words
 from trimaran.server.models.stop_text import MANY_WORDS
@@ -230,7 +230,7 @@ class PreprocessingModel:
         else:
             encoded = await self._encode([forms.texts(words) for words in lists], False)
             is_short = sum(map(len, lists)) <= MANY_WORDS
-            work = partial(list, map(forms.forms, encoded))
+            work = partial(_all_forms, forms, encoded)
             encoded = work() if is_short else await self.tokenizer.in_thread(work)
         width = max(len(found.ids) for found in encoded)
         data = np.zeros((len(lists), 2, width), np.int32)
@@ -280,6 +280,10 @@ def _one_text(sample: SampleInputs, name: str) -> str:
     if count != 1:
         raise RequestError(f"input '{name}' must hold one text a sample, not {count}")
     return sample.texts(name)[0]
+
+
+def _all_forms(forms: WordForms, lists: list[EncodedTexts]) -> list[EncodedTexts]:
+    return [forms.forms(each) for each in lists]
 
 
 def _or(value: int | None, default: int) -> int:

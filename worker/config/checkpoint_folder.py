@@ -132,6 +132,7 @@ _FORMATS = (("model", ".safetensors"), ("pytorch_model", ".bin"))
 """Stem and suffix of weight files; the first kind that exists is read, as in transformers."""
 
 _HEAD = "lm_head.weight"
+PEFT_CONFIG = "adapter_config.json"
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -145,9 +146,31 @@ def find_weight_files(folder: Path) -> tuple[Path, ...]:
         files = _files_of(folder, stem, suffix)
         if files:
             return files
+    refuse_adapter(folder)
     suffixes = [suffix for _, suffix in _FORMATS]
     refuse_lost_links(file for file in sorted(folder.iterdir()) if file.suffix in suffixes)
     raise ConfigError(_no_weights(folder))
+
+
+def refuse_adapter(folder: Path) -> None:
+    """Refuse a PEFT folder without a model's own files.
+
+    Raises:
+        ConfigError: names the folder for what it is, and the base model that it names.
+    """
+    path = folder / PEFT_CONFIG
+    if not path.is_file():
+        return
+    values = _read(path)
+    base = values.get("base_model_name_or_path")
+    kind = values.get("peft_type")
+    raise ConfigError(
+        f"{folder}: is a PEFT adapter ({f'{kind}, ' if isinstance(kind, str) else ''}"
+        f"{PEFT_CONFIG}), not a model. Name the folder of its base model"
+        f"{f', {base},' if isinstance(base, str) and base else ''} and give the adapter to "
+        "`trimaran convert-lora`, or merge the adapter into the base model with peft "
+        "(merge_and_unload, save_pretrained)."
+    )
 
 
 def stored_dtype(files: tuple[Path, ...]) -> str:

@@ -17,6 +17,7 @@ from trimaran.worker.config.checkpoint_folder import (
     check_weight_files,
     find_weight_files,
     quantization_of_folder,
+    refuse_adapter,
     refuse_lost_links,
     stored_dtype,
     tied_unless_stored,
@@ -340,6 +341,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
         text = read_text(path)
     except FileNotFoundError:
         refuse_lost_links([path])
+        refuse_adapter(folder)
         snapshots = sorted(folder.glob(f"snapshots/*/{CONFIG_FILE}"))
         inside = f" Or was {snapshots[-1].parent} meant?" if snapshots else ""
         raise ConfigError(

@@ -15,6 +15,7 @@ import torch
 
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.files.output_files import check_replaceable
+from trimaran.worker.config.checkpoint_folder import PEFT_CONFIG
 from trimaran.worker.lora.layout import (
     AdapterFormatError,
     AdapterLayout,
@@ -22,7 +23,7 @@ from trimaran.worker.lora.layout import (
     check_modules,
     module_name,
 )
-from trimaran.worker.lora.peft import PEFT_CONFIG, PEFT_WEIGHTS, PeftAdapter
+from trimaran.worker.lora.peft import PEFT_WEIGHTS, PeftAdapter
 
 WEIGHTS_FILE = "model.lora_weights.npy"
 CONFIG_FILES = ("model.lora_config.npy", "model.lora_keys.npy")

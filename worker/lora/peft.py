@@ -14,6 +14,7 @@ from torch import Tensor
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.files.input_files import parse_json, read_text
 from trimaran.comm.files.json_types import JsonType, check_types
+from trimaran.worker.config.checkpoint_folder import PEFT_CONFIG
 from trimaran.worker.lora.layout import (
     MODULE_NAMES,
     AdapterFormatError,
@@ -24,7 +25,7 @@ from trimaran.worker.lora.layout import (
 )
 from trimaran.worker.lora.tensor_file import TensorFile
 
-PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PEFT_WEIGHTS = "adapter_model.safetensors"
 
 # PEFT's name of a linear layer (the last word of its path, or the last two words), and its
 # module, or the two modules whose outputs it concatenates. In Llama's MLP the gate projection

@@ -118,7 +118,6 @@ class GPT2Layer(nn.Module):
 class GPT2LMHeadModel(CausalLM):
     """GPT-2, one pipeline stage of it."""
 
-    ignored_weights = (".attn.bias", ".attn.masked_bias")
     name_prefix = "transformer."
     adapter_modules = {**ATTENTION_ADAPTERS, **PLAIN_MLP_ADAPTERS}  # noqa: RUF012
 

@@ -202,9 +202,6 @@ class NeoXLayer(nn.Module):
 class GPTNeoXForCausalLM(CausalLM):
     """GPT-NeoX, one pipeline stage of it; the base of families with the same structure."""
 
-    ignored_weights: tuple[str, ...] = (
-        ".attention.bias", ".attention.masked_bias", "rotary_emb.inv_freq",
-    )  # fmt: skip
     name_prefix = "gpt_neox."
     outer_names: ClassVar[Mapping[str, str]] = {
         "embed_tokens": "embed_in",
@@ -317,7 +314,6 @@ class GPTNeoXForCausalLM(CausalLM):
 class GPTJForCausalLM(GPTNeoXForCausalLM):
     """GPT-J, one pipeline stage of it."""
 
-    ignored_weights: tuple[str, ...] = (".attn.bias", ".attn.masked_bias")
     name_prefix = "transformer."
     outer_names: ClassVar[Mapping[str, str]] = {
         "embed_tokens": "wte", "layers": "h", "norm": "ln_f", "lm_head": "lm_head",
@@ -339,7 +335,6 @@ class GPTJForCausalLM(GPTNeoXForCausalLM):
 class FalconForCausalLM(GPTNeoXForCausalLM):
     """Falcon, one pipeline stage of it."""
 
-    ignored_weights: tuple[str, ...] = ("rotary_emb.inv_freq",)
     name_prefix = "transformer."
     outer_names: ClassVar[Mapping[str, str]] = {
         "embed_tokens": "word_embeddings",

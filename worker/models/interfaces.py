@@ -103,7 +103,8 @@ class CausalLM(nn.Module):
     """
 
     ignored_weights: tuple[str, ...] = ()
-    """Suffixes of checkpoint names that hold no weights."""
+    """Suffixes of checkpoint names that hold no weights of the model; tables and masks of older
+    versions are left out for every family."""
 
     name_prefix: str = ""
     """An optional prefix of the names of `checkpoint_weights`."""

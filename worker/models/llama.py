@@ -228,7 +228,6 @@ class LlamaForCausalLM(CausalLM):
     )
     """(checkpoint name, module, shard) of one layer's products."""
 
-    ignored_weights: tuple[str, ...] = ("rotary_emb.inv_freq",)
     name_prefix = "model."
     adapter_modules: ClassVar[AdapterModules] = {
         **ATTENTION_ADAPTERS,

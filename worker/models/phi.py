@@ -12,7 +12,6 @@ from trimaran.worker.models.llama import LlamaForCausalLM
 class PhiForCausalLM(GPTNeoXForCausalLM):
     """Phi 1 or 2, one pipeline stage of it."""
 
-    ignored_weights: tuple[str, ...] = ("rotary_emb.inv_freq",)
     name_prefix = "model."
     outer_names: ClassVar[Mapping[str, str]] = {
         "embed_tokens": "embed_tokens",

@@ -227,6 +227,20 @@ def test_a_folder_without_weights_is_refused(llama, refused):
     assert "pytorch_model.bin, only adapter_model.safetensors. Down" in refused(folder)
 
 
+@pytest.mark.parametrize("has_config", [False, True])
+def test_a_peft_folder_is_named_for_what_it_is(llama, refused, has_config):
+    folder = llama().folder
+    (folder / "model.safetensors").unlink()
+    if not has_config:
+        (folder / "config.json").unlink()
+    values = {"peft_type": "LORA", "base_model_name_or_path": "maker/base"}
+    (folder / "adapter_config.json").write_text(json.dumps(values))
+    (folder / "adapter_model.safetensors").touch()
+    error = refused(folder)
+    assert f"{folder}: is a PEFT adapter (LORA, adapter_config.json), not a model" in error
+    assert "Name the folder of its base model, maker/base, and give the adapter to" in error
+
+
 def test_an_index_that_names_an_absent_file_is_refused(llama, refused):
     folder = llama().folder
     absent = {"weight_map": {"lm_head.weight": "model-00007-of-00009.safetensors"}}

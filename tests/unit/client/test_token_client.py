@@ -437,3 +437,15 @@ def test_a_missing_key_file_is_named_with_its_flag(server, call):
 
     assert code == 2
     assert "--private-key /no/such/key.pem: there is no such file" in err
+
+
+@pytest.mark.parametrize("name", ["http_proxy", "https_proxy", "grpc_proxy"])
+def test_a_server_of_this_machine_is_reached_without_the_proxy(server, call, monkeypatch, name):
+    monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for other in ("no_proxy", "no_grpc_proxy"):
+        monkeypatch.delenv(other, raising=False)
+    server.script = lambda request: [ids_reply([5, 6, 7, 8, 1, 2], is_final=True)]
+
+    code, _, err = call()
+
+    assert (code, len(server.received)) == (0, 1), err

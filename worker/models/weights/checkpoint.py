@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -109,6 +110,15 @@ def _unpickled(path: Path) -> dict[str, Tensor]:
 
 
 _MAX_NAMES = 5
+_TABLES = (
+    ".inv_freq", ".original_inv_freq", ".cos_cached", ".sin_cached", ".cos_sin_cache",
+    ".position_ids",
+)  # fmt: skip
+"""Endings of the names of tables that the configuration determines."""
+
+_MASKS = ("attn.bias", "attention.bias", "attn.mask", "attention.mask", ".causal_mask")
+"""Endings of the names of causal masks, square in their last two dimensions."""
+
 _HEAD = "lm_head.weight"
 _ROWS = 4096
 """Rows of a matrix that are compared in one call."""
@@ -184,7 +194,7 @@ def find_tensors(model: CausalLM, files: Sequence[Path]) -> dict[str, StoredTens
             if key not in wanted and weight not in wanted:
                 if _is_tied_head(model, key):
                     tied_head = StoredTensor(path, name, entry)
-                elif not _carries_no_weight(model, weight):
+                elif not (_is_buffer(key, entry) or _carries_no_weight(model, weight)):
                     unexpected.append(name)
                 continue
             if key in found:
@@ -221,6 +231,17 @@ def refuse_differences(path: Path, missing: list[str], unexpected: list[str]) ->
 def _is_tied_head(model: CausalLM, key: str) -> bool:
     # In a decoder of a larger model, `tied` may be only a default: refuse a separate head.
     return key == _HEAD and model.config.tie_word_embeddings and not model.outer_prefix
+
+
+def _is_buffer(key: str, entry: TensorEntry) -> bool:
+    """Whether a tensor is a table or a mask that older versions of models stored with their
+    weights, whatever the family."""
+    if key.endswith(_TABLES):
+        return True
+    if key.endswith(".masked_bias"):
+        return math.prod(entry.shape) == 1
+    # A bias of the same name has one dimension.
+    return key.endswith(_MASKS) and len(entry.shape) > 1 and len(set(entry.shape[-2:])) == 1
 
 
 def _carries_no_weight(model: CausalLM, key: str) -> bool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from tests.unit.worker.models import models
@@ -165,6 +167,44 @@ def test_checkpoint_tensors_that_carry_no_weight_are_left_out(tmp_path):
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}
     _rewrite(tmp_path, lambda tensors: tensors.update(extra))
     models.load_ours(tmp_path)
+
+
+BUFFERS = {
+    "rotary_emb.inv_freq": torch.zeros(8),
+    "self_attn.rotary_emb.cos_cached": torch.zeros(1, 1, 16, 8),
+    "self_attn.rotary_emb.sin_cached": torch.zeros(1, 1, 16, 8),
+    "attn.bias": torch.ones(1, 1, 16, 16, dtype=torch.bool),
+    "attn.masked_bias": torch.tensor(-1e9),
+    "attention.bias": torch.ones(1, 1, 16, 16, dtype=torch.uint8),
+    "attention.masked_bias": torch.tensor([-1e9]),
+    "embeddings.position_ids": torch.arange(16),
+}
+EVERY_FAMILY = {
+    **models.dense_configs(), **models.parallel_configs(), **models.expert_configs(),
+    **models.latent_configs(),
+}  # fmt: skip
+
+
+@pytest.mark.matrix(keep=4)
+@pytest.mark.parametrize("name", EVERY_FAMILY)
+def test_tables_and_masks_that_were_stored_are_left_out_of_every_family(name, tmp_path):
+    models.save_huggingface(tmp_path, EVERY_FAMILY[name])
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        found = [re.match(r".*\.(?:layers|h)\.\d+\.", key) for key in file.keys()]  # noqa: SIM118
+    layers = {match[0] for match in found if match}
+    extra = {
+        f"{layer}{key}": tensor.clone() for layer in layers for key, tensor in BUFFERS.items()
+    }
+    _rewrite(tmp_path, lambda tensors: tensors.update(extra))
+    models.load_ours(tmp_path)
+
+
+def test_a_bias_of_one_dimension_is_no_mask_and_is_refused(tmp_path):
+    models.save_huggingface(tmp_path, models.llama_config())
+    extra = {f"model.layers.{number}.self_attn.bias": torch.zeros(64) for number in range(3)}
+    _rewrite(tmp_path, lambda tensors: tensors.update(extra))
+    with pytest.raises(ConfigError, match=r"3 unexpected \(model\.layers\.0\.self_attn\.bias"):
+        models.load_ours(tmp_path)
 
 
 def test_random_weights_are_the_same_for_the_same_shard_and_differ_between_shards(tmp_path):
