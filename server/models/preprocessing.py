@@ -31,6 +31,10 @@ _WORDS = frozenset(("BAD_WORDS_DICT", "STOP_WORDS_DICT", "EMBEDDING_BIAS_WORDS")
 _WORD_INPUTS = _WORDS | {"EMBEDDING_BIAS_WEIGHTS"}
 
 
+_FEW_WORDS = 1 << 8
+"""The forms of more words than these are compared in a thread."""
+
+
 @dataclass(slots=True, kw_only=True)
 class PromptJob(InferRequest):
     """A request of a text model in this process, which knows where the prompts go."""
@@ -229,7 +233,7 @@ class PreprocessingModel:
             encoded = await self._encode(lists, False)
         else:
             encoded = await self._encode([forms.texts(words) for words in lists], False)
-            is_short = sum(map(len, lists)) <= MANY_WORDS
+            is_short = sum(map(len, lists)) <= _FEW_WORDS
             work = partial(_all_forms, forms, encoded)
             encoded = work() if is_short else await self.tokenizer.in_thread(work)
         width = max(len(found.ids) for found in encoded)

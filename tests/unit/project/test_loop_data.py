@@ -149,7 +149,10 @@ PLACES: dict[str, Places] = {
     "inference/text_limits.py": {"encode": PROCESS},
     "inference/validation.py": {"join": (NUMBER, DIMENSIONS)},
     # ---- models
-    "models/encoded_texts.py": _all(INLINE_TEXT, "encode_batch_fast decode_batch tolist"),
+    "models/encoded_texts.py": {
+        **_all(INLINE_TEXT, "encode_batch_fast decode_batch tolist"),
+        "tobytes": Limit("models.preprocessing._FEW_WORDS", 256), "encode": OPERATOR,
+    },
     "models/factory.py": {"join": OPERATOR},
     "models/graph_model.py": {"join": OPERATOR},
     "models/postprocessing.py": {"encode": ENGINE},
