@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -30,7 +31,10 @@ from trimaran.builder.settings import (
     rank_mapping,
 )
 from trimaran.builder.stop_signals import run_stoppable
+from trimaran.comm.errors import ConfigError
 from trimaran.comm.files.flag_values import positive
+from trimaran.comm.tokenizers.end_ids import summary
+from trimaran.comm.tokenizers.prepare import has_tokenizer, prepare
 from trimaran.worker.config.engine_folder import EngineFolder, FolderKind, RankMapping
 from trimaran.worker.config.pretrained_config import PretrainedConfig
 
@@ -69,6 +73,7 @@ def _build(args: argparse.Namespace) -> int:
     began = time.monotonic()
     say_harmless(check_foreign_flags(args, _FOREIGN))
     source = load_source(args.checkpoint, args.quantization)
+    _say_tokenizer(args.checkpoint)
     mapping = rank_mapping(args, source)
     config = pretrained_config(args, source)
     limits = build_config(args, config, plugin_values(args))
@@ -88,6 +93,19 @@ def _build(args: argparse.Namespace) -> int:
         EngineFolder.load(folder, check_weights=not args.save_config_only)
     say_done("build", args.output, mapping, began)
     return 0
+
+
+def _say_tokenizer(checkpoint: Path) -> None:
+    """Say how the tokenizer beside the weights is read. A fault of the tokenizer does not keep
+    an engine from being built: its model may be served with another one."""
+    if not (checkpoint.is_dir() and has_tokenizer(checkpoint)):
+        return
+    try:
+        found = summary(prepare(checkpoint), checkpoint)
+    except ConfigError as error:
+        print(f"trimaran build: warning: {error}", file=sys.stderr)
+    else:
+        print(f"trimaran build: tokenizer: {found}")
 
 
 def _shards(

@@ -77,6 +77,12 @@ def prepare(folder: str | Path) -> PreparedTokenizer:
     return found
 
 
+def has_tokenizer(folder: str | Path) -> bool:
+    """Whether a folder has any tokenizer file."""
+    beginnings = ("tokenizer", "vocab", "spiece", "sentencepiece", "tiktoken")
+    return any(name.startswith(beginnings) for name in os.listdir(folder))
+
+
 def tokenizer_fault(config_path: Path, error: Exception) -> ConfigError:
     """The error of a model whose ``tokenizer_dir`` cannot be used, with a remedy."""
     return ConfigError(

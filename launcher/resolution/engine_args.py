@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass, field
 
 from trimaran.comm.errors import ConfigError
+from trimaran.comm.tokenizers.prepare import has_tokenizer
 from trimaran.launcher.placement.hosts import num_visible_gpus, torch_is_cpu_only
 from trimaran.server.inference.queue_policy import QueuePolicy
 from trimaran.server.repository.model_repository import RepositoryModel
@@ -148,7 +149,7 @@ def _guided(model: RepositoryModel, engine_dir: str, flags: EngineFlags) -> Guid
         if path and not os.path.exists(path):
             raise ConfigError(f"{model.config_path}: {key} is {path}, which does not exist")
         paths[key] = os.path.abspath(path) if path else ""
-    if backend and not any(paths.values()) and not _has_tokenizer(engine_dir):
+    if backend and not any(paths.values()) and not has_tokenizer(engine_dir):
         raise ConfigError(
             f"{model.config_path}: Guided decoding requires tokenizer's information. Please "
             f"provide 'tokenizer_dir': {engine_dir} holds no tokenizer."
@@ -161,12 +162,6 @@ def _guided(model: RepositoryModel, engine_dir: str, flags: EngineFlags) -> Guid
         step_timeout_s=flags.guide_step_timeout_s,
         max_processes=flags.max_guide_processes,
     )
-
-
-def _has_tokenizer(folder: str) -> bool:
-    """Whether a folder has any tokenizer file."""
-    beginnings = ("tokenizer", "vocab", "spiece")
-    return any(name.startswith(beginnings) for name in os.listdir(folder))
 
 
 def resolve_device(device: str) -> str:
