@@ -13,6 +13,9 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
+_ROOTS = (Path("/var/tmp"), Path("/tmp"))
+"""The same for all processes of a user: TMPDIR is another folder in each session of MPI."""
+
 
 def cache_folder(purpose: str, otherwise: str) -> Path:
     """The folder for ``purpose`` in the user's cache, else among temporary files.
@@ -44,14 +47,15 @@ def _writable_folder(root: Path, purpose: str, otherwise: str) -> Path:
 @functools.cache
 def _temporary_folder(purpose: str, reason: str, otherwise: str) -> Path:
     """A folder of this user alone, else one that is deleted when this process ends."""
-    folder = Path(tempfile.gettempdir()) / f"trimaran-{purpose}-{os.getuid()}"
-    try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        if _is_private(folder):
-            logger.warning("%s: %s are kept in %s", reason, purpose, folder)
-            return folder
-    except OSError:
-        pass
+    for root in _ROOTS:
+        folder = root / f"trimaran-{purpose}-{os.getuid()}"
+        try:
+            folder.mkdir(mode=0o700, exist_ok=True)
+            if _is_private(folder):
+                logger.warning("%s: %s are kept in %s", reason, purpose, folder)
+                return folder
+        except OSError:
+            continue
     logger.warning("%s: %s", reason, otherwise)
     folder = Path(tempfile.mkdtemp(prefix=f"trimaran-{purpose}-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)

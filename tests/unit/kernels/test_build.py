@@ -9,7 +9,6 @@ import pwd
 import stat
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -106,7 +105,7 @@ def temporary(tmp_path, monkeypatch):
     """The folder of temporary files; the user's cache cannot be written."""
     folder = tmp_path / "temporary"
     folder.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setattr(cache_folder, "_ROOTS", (tmp_path / "missing", folder))
     (tmp_path / "trimaran").write_text("a file where the folder would be")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for function in (cache_folder._writable_folder, cache_folder._temporary_folder):
