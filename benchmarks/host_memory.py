@@ -124,7 +124,7 @@ def main() -> None:
     if not args.only_mapped:
         kinds = {"torch": lambda: torchs(*shape), "registered": lambda: registered(*shape)}
     for threads in args.threads:
-        for chunk in args.chunk_mib:
+        for chunk in args.piece_mib:
             kinds[f"mapped {threads}, {chunk} MiB"] = (
                 lambda threads=threads, chunk=chunk: mapped(*shape, threads, chunk << 20)  # type: ignore[misc]
             )

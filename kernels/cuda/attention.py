@@ -101,7 +101,7 @@ def prefill(
         num_kv_heads, kv_cache.shape[2].bit_length() - 1, spec.window, spec.num_sinks,
     )  # fmt: skip
     queries = _map(query_TNH, (2, 1, 0), (_PANEL, group, _ROWS // group))
-    cache, arguments.chunks = _cache_map(kv_cache)
+    cache, arguments.pieces = _cache_map(kv_cache)
     kernel = _kernel(device, query_TNH.dtype, head_size, spec.window > 0)
     num_blocks = min(_num_processors(device), (tiles.shape[0] - 1) * num_kv_heads)
     kernel.launch(num_blocks, stream, queries, cache, arguments)
@@ -111,7 +111,7 @@ _cache_maps: dict[tuple[object, ...], tuple[TensorMap, tuple[int, ...]]] = {}
 
 
 def _cache_map(kv_cache: Tensor) -> tuple[TensorMap, tuple[int, ...]]:
-    """A tensor map of `_chunks`, for copies of one piece, and the numbers of pieces from
+    """A tensor map of `_pieces`, for copies of one piece, and the numbers of pieces from
     block to block, from keys to values and from head to head. Cached, since caches live
     long.
     """
@@ -120,14 +120,14 @@ def _cache_map(kv_cache: Tensor) -> tuple[TensorMap, tuple[int, ...]]:
     if found is None:
         if len(_cache_maps) >= _MOST_MAPS:
             _cache_maps.clear()
-        chunks = _chunks(kv_cache)
-        copied = tensor_map(chunks, (4, 3, 2, 1, 0), (*reversed(chunks.shape[1:]), 1))
-        counts = tuple(kv_cache.stride(dim) // chunks.stride(0) for dim in (0, 1, 3))
+        pieces = _pieces(kv_cache)
+        copied = tensor_map(pieces, (4, 3, 2, 1, 0), (*reversed(pieces.shape[1:]), 1))
+        counts = tuple(kv_cache.stride(dim) // pieces.stride(0) for dim in (0, 1, 3))
         found = _cache_maps[key] = copied, counts
     return found
 
 
-def _chunks(kv_cache: Tensor) -> Tensor:
+def _pieces(kv_cache: Tensor) -> Tensor:
     """[pieces, B / 8, H / 64, 8, 64]: every address at which a head's keys or values of a
     block may begin, by groups of 8 tokens, panels of 64 dims and tokens.
     """
