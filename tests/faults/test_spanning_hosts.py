@@ -183,7 +183,7 @@ def test_a_rank_of_the_other_host_is_replaced_and_costs_no_request(
 
 
 @pytest.mark.timeout(300)
-def test_a_request_goes_on_when_a_partition_is_mended(repository, cases, lab, tmp_path):
+def test_a_request_continues_after_a_partition(repository, cases, lab, tmp_path):
     with serve(repository, lab, tmp_path, "--max-restarts", "100") as server:
         request = Running(server, cases[0])
         lab.cut("two")

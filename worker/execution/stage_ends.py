@@ -64,15 +64,13 @@ class LogitsRows:
 
     def enter(self, new: NewRow) -> None:
         """Record which logits the sequence in a row asks for."""
-        features = new.sampling
-        dtype: torch.dtype = getattr(torch, features.get("logits_dtype", "float32"))
-        if features.get("return_generation_logits"):
+        sampling = new.sampling
+        dtype: torch.dtype = getattr(torch, sampling.get("logits_dtype", "float32"))
+        if sampling.get("return_generation_logits"):
             self._generation[new.row] = dtype
         # A sequence that resumes with output has sent the logits of its prompt before.
-        if (
-            features.get("return_context_logits")
-            and len(new.token_ids) == new.num_prompt_tokens
-        ):
+        is_prompt = len(new.token_ids) == new.num_prompt_tokens
+        if sampling.get("return_context_logits") and is_prompt:
             self._context[new.row] = _Context(dtype)
 
     def leave(self, row: int) -> None:

@@ -373,7 +373,7 @@ def test_a_wrong_run_file_is_refused(repository, tmp_path, text, complaint):
         (["--mpi", "job", "--mpirun", "/x"], "leave out --mpirun"),
     ],
 )
-def test_what_cannot_take_effect_is_refused(repository, flags, complaint):
+def test_flags_that_cannot_take_effect_are_refused(repository, flags, complaint):
     with pytest.raises(ConfigError) as caught:
         resolve(repository, *flags)
     assert complaint in str(caught.value)

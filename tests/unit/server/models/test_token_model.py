@@ -347,7 +347,7 @@ async def test_an_expensive_word_list_is_refused(serve, name):
         ),
     ],
 )
-async def test_what_cannot_be_served_is_refused_by_name_and_value(serve, inputs, text):
+async def test_inputs_that_cannot_be_served_are_refused_by_name_and_value(serve, inputs, text):
     assert text in str(await _error(serve, **inputs))
 
 
