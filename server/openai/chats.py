@@ -8,10 +8,8 @@ from trimaran.server.models.text_job import TextChunk
 from trimaran.server.models.tokenizer import Tokenizer
 from trimaran.server.openai.answers import DONE, EventForm, Label, Usage, finish_reason
 from trimaran.server.openai.log_probs import chat_content, scored
-from trimaran.server.openai.outputs import Output, delta_of, pattern_of
+from trimaran.server.openai.outputs import Output, delta_of, foreign_tokens
 from trimaran.server.openai.requests import GenerationRequest
-from trimaran.server.openai.segments import Reasoning
-from trimaran.server.openai.tool_formats import literals_of
 from trimaran.server.openai.tools import Parsing
 from trimaran.server.protocol import json_access
 
@@ -27,9 +25,7 @@ class ChatAnswer:
         self._tokenizer = tokenizer
         self._usage = usage
         self._parsing = request.parsing
-        self._dropped = None
-        if self._parsing is not None and self._parsing.shows_special_tokens:
-            self._dropped = pattern_of(self._foreign_tokens())
+        self._dropped = foreign_tokens(self._parsing or Parsing(), tokenizer)
         self._outputs: dict[int, Output] = {}
         self._forms: dict[int, EventForm] = {}
         self._choices: dict[int, dict[str, Any]] = {}
@@ -108,15 +104,6 @@ class ChatAnswer:
         if output is None:
             output = self._outputs[sequence] = Output(parsing, self._dropped)
         return output
-
-    def _foreign_tokens(self) -> list[str]:
-        """Special tokens that are no literals of the output's form."""
-        parsing = self._parsing
-        assert parsing is not None
-        reasoning = Reasoning()
-        literals = literals_of(parsing.tool_format) if parsing.tool_format else ""
-        literals += reasoning.opening + reasoning.closing
-        return [token for token in self._tokenizer.special_texts if token not in literals]
 
     def _complete(self, choice: dict[str, Any], chunk: TextChunk) -> None:
         if chunk.finish_reason:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trimaran.server.openai.segments import Kind, Segment, Segmenter
+from trimaran.server.models.tokenizer import Tokenizer
+from trimaran.server.openai.segments import Kind, Reasoning, Segment, Segmenter
+from trimaran.server.openai.tool_formats import literals_of
 from trimaran.server.openai.tools import Parsing
 
 _ID_LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
@@ -92,8 +93,12 @@ def delta_of(segment: Segment, number: int, output: Output) -> dict[str, Any]:
     return {"tool_calls": [{"index": number, "function": {"arguments": segment.text}}]}
 
 
-def pattern_of(tokens: Sequence[str]) -> re.Pattern[str] | None:
-    """Matches any of these special tokens."""
-    if not tokens:
+def foreign_tokens(parsing: Parsing, tokenizer: Tokenizer) -> re.Pattern[str] | None:
+    """Matches special tokens that are no part of the output's form; None if none are shown."""
+    if not parsing.shows_special_tokens:
         return None
-    return re.compile("|".join(re.escape(token) for token in tokens))
+    reasoning = Reasoning()
+    literals = literals_of(parsing.tool_format) if parsing.tool_format else ""
+    literals += reasoning.opening + reasoning.closing
+    tokens = [token for token in tokenizer.special_texts if token not in literals]
+    return re.compile("|".join(map(re.escape, tokens))) if tokens else None

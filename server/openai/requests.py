@@ -80,6 +80,9 @@ class GenerationRequest:
     parsing: Parsing | None = None
     """How outputs are cut into segments; None: they are texts."""
 
+    repeated: dict[str, Any] = field(default_factory=dict)
+    """Members of the request that the answer repeats."""
+
 
 @dataclass(frozen=True, slots=True)
 class BodyTask:

@@ -23,6 +23,7 @@ _FIXED = {
     "/v1/models": OpenAiRoute("models", GET, "metadata"),
     "/v1/completions": OpenAiRoute("completions", POST, "inference"),
     "/v1/chat/completions": OpenAiRoute("chat", POST, "inference"),
+    "/v1/responses": OpenAiRoute("responses", POST, "inference"),
     "/v1/embeddings": OpenAiRoute("embeddings", POST, "inference"),
     "/tokenize": OpenAiRoute("tokenize", POST, "inference"),
     "/detokenize": OpenAiRoute("detokenize", POST, "inference"),

@@ -24,6 +24,8 @@ from trimaran.server.openai.completions import CompletionAnswer
 from trimaran.server.openai.endpoint import GenerationEndpoint
 from trimaran.server.openai.errors import ApiError, error_response, plain_error
 from trimaran.server.openai.requests import read_chat, read_completion
+from trimaran.server.openai.response_requests import read_response
+from trimaran.server.openai.responses import ResponseAnswer
 from trimaran.server.openai.routes import OpenAiRoute, match
 from trimaran.server.openai.tokens import TokensEndpoint
 from trimaran.server.protocol.load_request import LoadRequest
@@ -69,6 +71,7 @@ class OpenAiServer(HttpPort):
             "model": self._model,
             "completions": self._completions,
             "chat": self._chat,
+            "responses": self._responses,
             "embeddings": self._embeddings,
             "tokenize": tokens.tokenize,
             "detokenize": tokens.detokenize,
@@ -111,6 +114,13 @@ class OpenAiServer(HttpPort):
     async def _chat(self, request: web.BaseRequest, route: OpenAiRoute) -> web.StreamResponse:
         return await self._endpoint.generate(
             request, "chatcmpl-", ChatAnswer, read_chat, is_chat=True
+        )
+
+    async def _responses(
+        self, request: web.BaseRequest, route: OpenAiRoute
+    ) -> web.StreamResponse:
+        return await self._endpoint.generate(
+            request, "resp_", ResponseAnswer, read_response, is_chat=True
         )
 
     async def _embeddings(self, request: web.BaseRequest, route: OpenAiRoute) -> web.Response:

@@ -196,6 +196,7 @@ PLACES: dict[str, Places] = {
     "openai/messages.py": {"loads": INLINE_BODY, "join": INLINE_BODY},
     "openai/outputs.py": _all(ENGINE, "join sub"),
     "openai/pythonic_calls.py": _all(ENGINE, "join loads dumps"),
+    "openai/responses.py": _all(ENGINE, "json_access.dump encode"),
     "openai/segments.py": _all(ENGINE, "join loads dumps"),
     "openai/server.py": {"match": HEAD, **_all(OPERATOR, "b64encode decode encode findall")},
     "openai/tool_formats.py": _all(ENGINE, "join loads dumps"),

@@ -1,0 +1,191 @@
+"""Answers of ``/v1/responses``: items, and the events that build them."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+from trimaran.server.models.text_job import TextChunk
+from trimaran.server.models.tokenizer import Tokenizer
+from trimaran.server.openai.answers import Label, Usage
+from trimaran.server.openai.outputs import Output, foreign_tokens
+from trimaran.server.openai.requests import GenerationRequest
+from trimaran.server.openai.segments import Kind
+from trimaran.server.openai.tools import Parsing
+from trimaran.server.protocol import json_access
+
+_PREFIXES = {Kind.TEXT: "msg_", Kind.REASONING: "rs_", Kind.CALL: "fc_"}
+
+
+class ResponseAnswer:
+    """See `Answer`. One item is open at a time; another kind of segment closes it."""
+
+    def __init__(
+        self, label: Label, request: GenerationRequest, tokenizer: Tokenizer, usage: Usage
+    ) -> None:
+        self._label = label
+        self._request = request
+        self._usage = usage
+        parsing = request.parsing or Parsing()
+        self._output = Output(parsing, foreign_tokens(parsing, tokenizer))
+        self._num_events = 0
+        self._items: list[dict[str, Any]] = []
+        self._open: Kind | None = None
+        self._is_cut = False
+
+    def opening(self) -> list[bytes]:
+        """See `Answer`."""
+        response = self._response("in_progress")
+        return [
+            self._event("response.created", response=response),
+            self._event("response.in_progress", response=response),
+        ]
+
+    def events(self, chunk: TextChunk) -> list[bytes]:
+        """See `Answer`."""
+        self._usage.add(chunk)
+        events: list[bytes] = []
+        for segment, _ in self._output.feed(chunk.text, is_last=bool(chunk.finish_reason)):
+            if segment.kind is Kind.ARGUMENTS:
+                events.append(self._delta("function_call_arguments", segment.text))
+                self._items[-1]["arguments"] += segment.text
+                continue
+            if segment.kind is Kind.CALL or segment.kind is not self._open:
+                events += self._close()
+                events += self._begin(segment.kind)
+            if segment.kind is not Kind.CALL:
+                name = "output_text" if segment.kind is Kind.TEXT else "reasoning_text"
+                events.append(self._delta(name, segment.text, content_index=0))
+                self._items[-1]["content"][0]["text"] += segment.text
+        self._is_cut = chunk.finish_reason == "length"
+        return events
+
+    def closing(self) -> list[bytes]:
+        """See `Answer`. The stream has no last line of its own."""
+        events = self._close()
+        status = "incomplete" if self._is_cut else "completed"
+        return [*events, self._event(f"response.{status}", response=self._response(status))]
+
+    def add(self, chunk: TextChunk) -> None:
+        """See `Answer`."""
+        self.events(chunk)
+        self._close()
+
+    def document(self) -> dict[str, Any]:
+        """See `Answer`."""
+        return self._response("incomplete" if self._is_cut else "completed")
+
+    # ---- items --------------------------------------------------------------------------
+
+    def _begin(self, kind: Kind) -> list[bytes]:
+        """Open an item."""
+        item: dict[str, Any] = {"id": f"{_PREFIXES[kind]}{uuid.uuid4().hex}"}
+        if kind is Kind.CALL:
+            call = self._output.calls[self._num_calls()]
+            item |= {
+                "type": "function_call", "call_id": call.id, "name": call.name,
+                "arguments": "", "status": "in_progress",
+            }  # fmt: skip
+        elif kind is Kind.TEXT:
+            item |= {
+                "type": "message", "role": "assistant", "status": "in_progress", "content": [],
+            }  # fmt: skip
+        else:
+            item |= {"type": "reasoning", "summary": [], "content": [], "status": "in_progress"}
+        self._open = kind
+        self._items.append(item)
+        events = [self._event("response.output_item.added", **self._place(), item=item)]
+        if kind is not Kind.CALL:
+            item["content"] = [_part(kind)]
+            place = {**self._place(has_item=True), "content_index": 0}
+            part = item["content"][0]
+            events.append(self._event("response.content_part.added", **place, part=part))
+        return events
+
+    def _close(self) -> list[bytes]:
+        """Close the open item."""
+        kind, self._open = self._open, None
+        if kind is None:
+            return []
+        item, place = self._items[-1], self._place(has_item=True)
+        item["status"] = "completed"
+        if kind is Kind.CALL:
+            done = self._event(
+                "response.function_call_arguments.done",
+                **place, name=item["name"], arguments=item["arguments"],
+            )  # fmt: skip
+            events = [done]
+        else:
+            part = item["content"][0]
+            place["content_index"] = 0
+            name = "output_text" if kind is Kind.TEXT else "reasoning_text"
+            extra: dict[str, Any] = {"logprobs": []} if kind is Kind.TEXT else {}
+            events = [
+                self._event(f"response.{name}.done", **place, text=part["text"], **extra),
+                self._event("response.content_part.done", **place, part=part),
+            ]
+        return [*events, self._event("response.output_item.done", **self._place(), item=item)]
+
+    def _num_calls(self) -> int:
+        """Calls that are items already."""
+        return sum(item["type"] == "function_call" for item in self._items)
+
+    def _place(self, *, has_item: bool = False) -> dict[str, Any]:
+        place: dict[str, Any] = {"output_index": len(self._items) - 1}
+        if has_item:
+            place["item_id"] = self._items[-1]["id"]
+        return place
+
+    def _delta(self, name: str, text: str, **place: int) -> bytes:
+        extra: dict[str, Any] = {"logprobs": []} if name == "output_text" else {}
+        return self._event(
+            f"response.{name}.delta", **self._place(has_item=True), **place, delta=text, **extra
+        )
+
+    # ---- the whole ----------------------------------------------------------------------
+
+    def _event(self, kind: str, **members: Any) -> bytes:
+        event = {"type": kind, "sequence_number": self._num_events, **members}
+        self._num_events += 1
+        # The fields of a server-sent event may have any order.
+        return json_access.dump(event) + b"\nevent: " + kind.encode()
+
+    def _response(self, status: str) -> dict[str, Any]:
+        label, is_over = self._label, status != "in_progress"
+        return {
+            "id": label.id,
+            "object": "response",
+            "created_at": label.created_s,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"}
+            if status == "incomplete"
+            else None,
+            "model": label.model,
+            "output": self._items,
+            "previous_response_id": None,
+            "store": False,
+            **self._request.repeated,
+            "text": self._request.repeated.get("text") or {"format": {"type": "text"}},
+            "usage": self._used() if is_over else None,
+            "service_tier": label.service_tier,
+        }
+
+    def _used(self) -> dict[str, Any]:
+        usage = self._usage
+        return {
+            "input_tokens": usage.num_input,
+            "input_tokens_details": {
+                "cached_tokens": usage.num_cached,
+                "cache_write_tokens": 0,
+            },
+            "output_tokens": usage.num_output,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage.num_input + usage.num_output,
+        }
+
+
+def _part(kind: Kind) -> dict[str, Any]:
+    if kind is Kind.TEXT:
+        return {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+    return {"type": "reasoning_text", "text": ""}

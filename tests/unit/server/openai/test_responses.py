@@ -1,0 +1,128 @@
+"""``/v1/responses`` as the package ``openai`` calls it."""
+
+import json
+
+import openai
+import pytest
+from openai.types.responses import Response
+
+PARAMETERS = {
+    "type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"],
+}  # fmt: skip
+TOOLS = [{"type": "function", "name": "weather", "parameters": PARAMETERS, "strict": False}]
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"place": "Köln"}}\n</tool_call>'
+TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool.function.name }} <tool_call>{% endfor %}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"
+    "<|assistant|>{# </think> #}"
+)
+
+
+@pytest.fixture(scope="session")
+def answering(start_served):
+    return start_served(openai_config={"chat_template": TEMPLATE})
+
+
+@pytest.fixture
+def served(answering):
+    answering.engine.reset()
+    return answering
+
+
+def respond(served, given="hi", text=None, **options):
+    if text is not None:
+        served.engine.texts = {0: text}
+    return served.client.responses.create(model="ensemble", input=given, **options)
+
+
+def test_an_input_is_answered_by_a_message(served):
+    answer = respond(served, instructions="Be brief.", temperature=0, metadata={"a": "b"})
+    Response.model_validate(answer.model_dump())
+    assert served.engine.prompt == "<|system|>Be brief.<|user|>hi<|assistant|>"
+    assert (answer.output_text, answer.status) == (" one two three", "completed")
+    assert answer.usage.total_tokens == answer.usage.input_tokens + answer.usage.output_tokens
+    assert (answer.instructions, answer.metadata) == ("Be brief.", {"a": "b"})
+    cut = respond(served, max_output_tokens=2)
+    assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+
+
+def test_reasoning_text_and_calls_are_items_in_their_order(served):
+    answer = respond(served, text=f"<think>Hm.</think>So.\n{CALL}", tools=TOOLS)
+    reasoning, message, call = answer.output
+    assert reasoning.content[0].text == "Hm."
+    assert message.content[0].text == "So."
+    assert (call.name, json.loads(call.arguments)) == ("weather", {"place": "Köln"})
+    assert [item.status for item in answer.output] == ["completed"] * 3
+
+
+@pytest.mark.parametrize("burst", [1, 100])
+def test_the_events_of_a_stream_build_the_whole_answer(served, burst):
+    served.engine.burst = burst
+    text = f"<think>Hm.</think>So.\n{CALL}"
+    events = list(respond(served, text=text, tools=TOOLS, stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type.removeprefix("response.") for event in events]
+    assert kinds[:2] == ["created", "in_progress"]
+    assert kinds[-1] == "completed"
+    deltas = {}
+    for event in events:
+        if event.type.endswith(".delta"):
+            deltas[event.type] = deltas.get(event.type, "") + event.delta
+    arguments = deltas.pop("response.function_call_arguments.delta")
+    assert json.loads(arguments) == {"place": "Köln"}
+    assert deltas == {
+        "response.reasoning_text.delta": "Hm.", "response.output_text.delta": "So.",
+    }  # fmt: skip
+    done = [event.item for event in events if event.type == "response.output_item.done"]
+    assert done == events[-1].response.output
+    whole = respond(served, tools=TOOLS)
+    assert [item.type for item in whole.output] == [item.type for item in done]
+
+
+def test_the_clients_own_accumulator_reads_a_stream(served):
+    served.engine.texts = {0: "So."}
+    with served.client.responses.stream(model="ensemble", input="hi") as stream:
+        for _ in stream:
+            pass
+        assert stream.get_final_response().output_text == "So."
+
+
+def test_calls_and_their_results_go_back_into_the_chat(served):
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "?"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": []},
+        {"type": "function_call", "call_id": "c", "name": "weather",
+         "arguments": '{"place": "Köln"}'},
+        {"type": "function_call_output", "call_id": "c", "output": "rain"},
+    ]  # fmt: skip
+    respond(served, items)
+    expected = '<|user|>?<|assistant|>weather{"place": "Köln"}<|tool|>rain<|assistant|>'
+    assert served.engine.prompt == expected
+
+
+def test_a_required_call_and_a_json_answer_are_guided(served):
+    choice = {"type": "function", "name": "weather"}
+    respond(served, text=CALL, tools=TOOLS, tool_choice=choice)
+    assert "weather" in served.engine.sampling["guide"]
+    form = {"type": "json_schema", "name": "place", "schema": PARAMETERS}
+    served.client.responses.create(model="ensemble", input="?", text={"format": form})
+    assert '"place"' in served.engine.sampling["guide"]
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"background": True}, "background"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
+        ({"input": []}, "input"),
+        ({"extra_body": {"colour": 1}}, "colour"),
+    ],
+)
+def test_a_wrong_response_is_refused_with_its_member(served, change, param):
+    with pytest.raises(openai.BadRequestError) as caught:
+        served.client.responses.create(**{"model": "ensemble", "input": "hi", **change})
+    assert caught.value.param == param
