@@ -173,12 +173,10 @@ class ResponseAnswer:
 
     def _used(self) -> dict[str, Any]:
         usage = self._usage
+        cached = {"cached_tokens": usage.num_cached, "cache_write_tokens": 0}
         return {
             "input_tokens": usage.num_input,
-            "input_tokens_details": {
-                "cached_tokens": usage.num_cached,
-                "cache_write_tokens": 0,
-            },
+            "input_tokens_details": cached,
             "output_tokens": usage.num_output,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": usage.num_input + usage.num_output,
