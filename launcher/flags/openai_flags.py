@@ -35,6 +35,8 @@ def add_openai_flags(parser: argparse.ArgumentParser) -> None:
         help="think: outputs may begin with <think>...</think> (auto: by the chat "
         "template)")  # fmt: skip
     if isinstance(parser, FlagParser):
+        # A separator may begin with a hyphen.
+        parser.take_flags("--lora-separator")
         parser.hide(
             "openai_address", "openai_restricted_api", "default_max_tokens", "lora_separator",
             "chat_template", "tool_call_parser", "reasoning_parser",

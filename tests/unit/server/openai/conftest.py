@@ -127,7 +127,20 @@ class Served:
         self.frontend = frontend
         self.engine = engine
         self.url = f"http://127.0.0.1:{frontend._port('OpenAI service')}"
-        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+        self._clients = {}
+        self.client = self.with_key("none")
+
+    def with_key(self, key):
+        """A client that shows an API key."""
+        if key not in self._clients:
+            self._clients[key] = openai.OpenAI(
+                base_url=f"{self.url}/v1", api_key=key, max_retries=0
+            )
+        return self._clients[key]
+
+    def close(self):
+        for client in self._clients.values():
+            client.close()
 
     def chat(self, content="hi", **options):
         """A chat of one message, by the client of the package ``openai``."""
@@ -181,7 +194,9 @@ def start_served(tmp_path_factory):
             peer = frontend.dial_in(stack)
             frontend.supervisor.wait_for_state("ready")
             tokenizer = Tokenizer.from_file(str(FILL["tokenizer_dir"] / "tokenizer.json"))
-            return Served(frontend, Engine(peer, tokenizer))
+            served = Served(frontend, Engine(peer, tokenizer))
+            stack.callback(served.close)
+            return served
 
         yield start
 
