@@ -35,9 +35,11 @@ def level_name(kinds: Mapping[str, bool], *, is_verbose: bool) -> str:
     return logging.getLevelName(next(wanted, logging.CRITICAL))
 
 
-def unknown_format(value: str, kind: ErrorKind) -> RequestError:
-    """The error of a log format; its kind differs between gRPC and HTTP."""
-    return RequestError(f"invalid argument for --log_format, got: {value}", kind)
+def log_file_refused() -> RequestError:
+    """The error of a log file, which clients may not choose."""
+    return RequestError(
+        "log file location can not be updated through network protocol", ErrorKind.UNSUPPORTED
+    )
 
 
 class LogSettings:
@@ -74,17 +76,16 @@ class LogSettings:
     @staticmethod
     def _checked(name: str, value: Any) -> Any:
         if name in LOG_KINDS:
-            return as_bool(value, f"'{name}'")
+            return as_bool(value, "")
         if name == "log_verbose_level":
             # A level beyond gRPC's range means the most verbose.
-            return min(as_unsigned(value, f"'{name}'"), _MAX_LEVEL)
+            return min(as_unsigned(value, ""), _MAX_LEVEL)
         if name == "log_file":
+            raise log_file_refused()
+        if as_string(value, "") not in FORMATS:
             raise RequestError(
-                "log file location can not be updated through network protocol",
-                ErrorKind.UNSUPPORTED,
+                f"invalid argument for --log_format, got: {value}", ErrorKind.UNAVAILABLE
             )
-        if as_string(value, f"'{name}'") not in FORMATS:
-            raise unknown_format(value, ErrorKind.UNAVAILABLE)
         return value
 
 
@@ -96,8 +97,12 @@ _DEFAULTS: dict[str, list[str]] = {
     "trace_file": [""],
     "trace_mode": ["triton"],
 }
-_LEAST = {"trace_rate": 0, "trace_count": -1, "log_frequency": 0}
-_MOST = (1 << 31) - 1
+_RANGES = {
+    "trace_rate": (0, (1 << 32) - 1),
+    "trace_count": (-1, (1 << 31) - 1),
+    "log_frequency": (0, (1 << 32) - 1),
+}
+_MAX_DIGITS = 20
 
 Changes = Mapping[str, Sequence[str] | None]
 """Values by setting; None resets a setting."""
@@ -135,12 +140,14 @@ class TraceSettings:
                 values.pop(name, None)
             elif name == "trace_level":
                 values[name] = _level(value)
-            elif name in _LEAST:
+            elif name in _RANGES:
                 values[name] = [_number(name, value)]
         self.changed[model] = values
 
 
 def _level(value: Sequence[str]) -> list[str]:
+    if "OFF" in value and len(value) > 1:
+        raise RequestError("Expect only one trace level 'OFF' is specified")
     for level in value:
         if level not in ("OFF", "TIMESTAMPS", "TENSORS"):
             raise _unparsable("trace_level", level)
@@ -153,12 +160,17 @@ def _level(value: Sequence[str]) -> list[str]:
 
 def _number(name: str, value: Sequence[str]) -> str:
     text = value[0]
+    if len(value) != 1:
+        raise RequestError(f"expect only 1 value for '{name}'")
     is_number = text.isascii() and text.removeprefix("-").isdecimal()
-    if len(value) != 1 or not is_number or len(text) > 11 or abs(int(text)) > _MOST:
-        raise _unparsable(name, ",".join(value))
-    if int(text) < _LEAST[name]:
+    if not is_number or len(text) > _MAX_DIGITS:
+        raise _unparsable(name, text)
+    least, most = _RANGES[name]
+    if name == "trace_count" and int(text) < least:
+        raise RequestError(f"Unable to parse '{name}'. Expecting value >= -1, got:{text}")
+    if not least <= int(text) <= most:
         raise RequestError(
-            f"invalid value for '{name}', expected >= {_LEAST[name]}, got {text}"
+            f"Unable to parse '{name}', value is out of range [ {least}, {most} ], got: {text}"
         )
     return text
 
@@ -175,12 +187,13 @@ def changes_of_json(document: object) -> Changes:
     """
     changes: dict[str, Sequence[str] | None] = {}
     for name, value in as_object(document, "the trace settings").items():
-        if name not in _DEFAULTS or value is None:
+        if (name != "trace_level" and name not in _RANGES) or value is None:
+            # The mode is shown and never changed; the file is refused whatever its value.
             changes[name] = None
         elif name == "trace_level":
-            changes[name] = [as_string(v, f"'{name}'") for v in as_list(value, f"'{name}'")]
+            changes[name] = [as_string(level, "") for level in as_list(value, "")]
         else:
-            changes[name] = [as_string(value, f"'{name}'")]
+            changes[name] = [as_string(value, "")]
     return changes
 
 

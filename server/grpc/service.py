@@ -32,7 +32,7 @@ from trimaran.server.service import (
     Service,
     unknown_region,
 )
-from trimaran.server.settings import FORMATS, unknown_format
+from trimaran.server.settings import FORMATS, log_file_refused
 
 logger = logging.getLogger(__name__)
 
@@ -275,16 +275,16 @@ class InferenceServicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type:
 
 def _log_value(name: str, value: pb.LogSettingsRequest.SettingValue) -> Any:
     kind = value.WhichOneof("parameter_choice")
-    if kind is None:
-        return None
-    wanted = {"log_file": "string", "log_format": "string", "log_verbose_level": "uint32"}.get(
-        name, "bool"
-    )
-    if kind != f"{wanted}_param":
-        word = "boolean" if wanted == "bool" else wanted
+    if name == "log_file":
+        raise log_file_refused()
+    wanted, word = {
+        "log_format": ("string_param", "string"),
+        "log_verbose_level": ("uint32_param", "int32"),
+    }.get(name, ("bool_param", "boolean"))
+    if kind != wanted:
         raise RequestError(f"expect {word} for '{name}'")
     if name == "log_format" and value.string_param not in FORMATS:
-        raise unknown_format(value.string_param, ErrorKind.INVALID_ARG)
+        raise RequestError(f"invalid argument for log_format, got: {value.string_param}")
     return getattr(value, kind)
 
 

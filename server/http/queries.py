@@ -11,7 +11,7 @@ from aiohttp import web
 from trimaran.comm.errors import ErrorKind, RequestError
 from trimaran.server.decoding.body import LongBody
 from trimaran.server.decoding.decoder import Decoder
-from trimaran.server.http.messages import json_response, read_body, read_small_body
+from trimaran.server.http.messages import JSON, json_response, read_body, read_small_body
 from trimaran.server.http.pending_bodies import PendingBodies
 from trimaran.server.http.routes import Route
 from trimaran.server.inference.metadata import metadata_message, server_metadata, to_json
@@ -50,7 +50,7 @@ async def load(
         else:
             parsed = load_request_of_json(route.name, body)
         await service.load(parsed)
-    return web.Response()
+    return web.Response(content_type=JSON)
 
 
 async def answer(service: Service, request: web.BaseRequest, route: Route) -> web.Response:
@@ -130,7 +130,7 @@ async def _index(service: Service, route: Route, body: bytes) -> web.Response:
 async def _unload(service: Service, route: Route, body: bytes) -> web.Response:
     unload_dependents = unload_dependents_of_json(body)
     await service.unload(route.name, unload_dependents=unload_dependents)
-    return web.Response()
+    return web.Response(content_type=JSON)
 
 
 def _named_repository(service: Service, route: Route, body: bytes) -> web.Response:

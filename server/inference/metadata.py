@@ -34,19 +34,21 @@ def completed_config(model: Model) -> ModelConfig:
     config.CopyFrom(model.config)
     if not config.HasField("version_policy"):
         config.version_policy.latest.num_versions = 1
-    if not config.HasField("optimization"):
-        config.optimization.input_pinned_memory.enable = True
-        config.optimization.output_pinned_memory.enable = True
     if config.platform != "ensemble":
+        if not config.HasField("optimization"):
+            config.optimization.input_pinned_memory.enable = True
+            config.optimization.output_pinned_memory.enable = True
         _complete_instances(config)
-    if model.is_decoupled:
-        config.model_transaction_policy.decoupled = True
+    if config.backend == "python" and not config.default_model_filename:
+        config.default_model_filename = "model.py"
+    if model.is_decoupled or config.platform == "ensemble":
+        config.model_transaction_policy.decoupled = model.is_decoupled
     return config
 
 
 def _complete_instances(config: ModelConfig) -> None:
     if not config.instance_group:
-        config.instance_group.add()
+        config.instance_group.add(name=config.name)
     for index, group in enumerate(config.instance_group):
         group.name = group.name or f"{config.name}_{index}"
         group.count = group.count or 1

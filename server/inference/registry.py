@@ -266,10 +266,10 @@ class ModelRegistry:
         """A version's number and state; without a version, those of the highest one that may
         serve.
         """
+        number = parse_version(version)
         versions = self._versions.get(name)
         if versions is None:
             raise _unknown(f"'{name}' is not found")
-        number = parse_version(version)
         if number is None:
             number = max(versions, key=lambda n: (_may_serve(versions[n]), n))
         if number not in versions:
@@ -302,16 +302,22 @@ def parse_version(text: str) -> int | None:
     try:
         number = int(text)
     except ValueError:
-        raise RequestError(
-            f"failed to get model version from specified version string '{text}' (expected a "
-            "number)"
-        ) from None
-    if number <= 0:
+        raise _no_version(text) from None
+    if abs(number) >= 1 << 63:
+        raise _no_version(text)
+    if number < 0:
         raise RequestError(
             f"invalid model version specified '{text}' , version should be an integral value "
             "> 0"
         )
     return number
+
+
+def _no_version(text: str) -> RequestError:
+    return RequestError(
+        f"failed to get model version from specified version string '{text}' (details: stol), "
+        "version should be an integral value > 0"
+    )
 
 
 def _nobody() -> None:

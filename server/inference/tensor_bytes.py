@@ -115,6 +115,25 @@ def object_array(elements: list[bytes], shape: tuple[int, ...] | None = None) ->
     return array if shape is None else array.reshape(shape)
 
 
+class CutLengthError(RequestError):
+    """The length of a string is cut."""
+
+    def __init__(self, input_name: str, num_bytes: int) -> None:
+        self._input_name, self._num_bytes = input_name, num_bytes
+        super().__init__(self._text(""))
+
+    def text_for(self, model: str) -> str:
+        """The text with the model's name."""
+        return self._text(f" for model '{model}'")
+
+    def _text(self, model: str) -> str:
+        return (
+            f"incomplete string length indicator for inference input '{self._input_name}'"
+            f"{model}, expecting {LENGTH_PREFIX_BYTES} bytes but only {self._num_bytes} bytes "
+            "available. Please make sure the string length indicator is in one buffer."
+        )
+
+
 def split_strings(raw: Buffer, input_name: str) -> Array:
     """The elements of a BYTES tensor, flat.
 
@@ -149,10 +168,7 @@ def _some_strings(view: memoryview, start: int, input_name: str) -> tuple[list[b
     end = len(view)
     while start < end and len(elements) < CHUNK_ITEMS:
         if end - start < LENGTH_PREFIX_BYTES:
-            raise RequestError(
-                f"incomplete string length indicator for inference input '{input_name}', "
-                f"expecting {LENGTH_PREFIX_BYTES} bytes but only {end - start} bytes available"
-            )
+            raise CutLengthError(input_name, end - start)
         (length,) = _LENGTH.unpack_from(view, start)
         start += LENGTH_PREFIX_BYTES
         if end - start < length:

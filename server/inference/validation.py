@@ -15,6 +15,7 @@ from trimaran.server.inference.request import Tensor
 from trimaran.server.inference.tensor_bytes import (
     Array,
     Buffer,
+    CutLengthError,
     element_bytes,
     from_bytes,
     from_config,
@@ -192,7 +193,7 @@ class Validator:
             if isinstance(wire.data, np.ndarray):
                 flat = wire.data
             else:
-                flat = yield from _split(wire.data, wire.name)
+                flat = yield from _split(wire.data, wire.name, self._name)
             self._check_strings(wire, flat, count)
         else:
             flat = self._numbers(wire, count)
@@ -264,12 +265,13 @@ class Validator:
             )
 
 
-def _split(raw: Buffer, input_name: str) -> Cooperative[Array]:
+def _split(raw: Buffer, input_name: str, model: str) -> Cooperative[Array]:
     """The elements of a binary BYTES tensor."""
     try:
         return (yield from split_in_chunks(raw, input_name))
-    except RequestError as error:
-        raise _Prefixed(str(error)) from None
+    except CutLengthError as error:
+        # As in Triton, a cut string is told without the request and the model.
+        raise _Prefixed(error.text_for(model)) from None
 
 
 def too_many_elements(wire: WireInput) -> str:

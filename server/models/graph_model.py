@@ -96,6 +96,9 @@ class GraphModel:
 
     def _response(self, request: InferRequest, tensors: dict[str, Tensor]) -> InferResponse:
         names = request.outputs or tuple(tensor.name for tensor in self.config.output)
+        if self._is_ensemble:
+            # As in Triton, whatever the order of the configuration or of the request.
+            names = tuple(sorted(names))
         return InferResponse(
             model_name=self.name,
             model_version=self.version,

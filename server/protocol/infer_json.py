@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelInput
 
-from trimaran.comm.errors import ErrorKind, RequestError
+from trimaran.comm.errors import ErrorKind, RequestError, with_request_id
 from trimaran.server.inference.request import InferRequest, ParameterValue
 from trimaran.server.inference.tensor_bytes import (
     LENGTH_PREFIX_BYTES,
@@ -26,7 +27,6 @@ from trimaran.server.protocol.json_access import (
     JsonObject,
     as_bool,
     as_list,
-    as_object,
     as_string,
     as_unsigned,
     too_big,
@@ -41,8 +41,8 @@ def check_custom_name(name: str) -> None:
     """Refuse names that are reserved for the protocol."""
     if name.startswith(RESERVED_PREFIX):
         raise RequestError(
-            f"parameter keys starting with '{RESERVED_PREFIX}' are reserved for the server "
-            f"and should not be specified, got '{name}'"
+            f"parameter keys starting with '{RESERVED_PREFIX}' are reserved for Triton usage "
+            "and should not be specified."
         )
 
 
@@ -74,10 +74,7 @@ def apply_json_parameters(request: InferRequest, members: Mapping[str, object]) 
     wants_binary = False
     for name, value in members.items():
         if name == "sequence_id":
-            if isinstance(value, str):
-                request.sequence_id = check_id("the request's sequence id", value)
-            else:
-                request.sequence_id = as_unsigned(value, "'sequence_id'")
+            request.sequence_id = _sequence_id(value)
         elif name == "sequence_start":
             request.sequence_start = as_bool(value, "'sequence_start'")
         elif name == "sequence_end":
@@ -92,6 +89,12 @@ def apply_json_parameters(request: InferRequest, members: Mapping[str, object]) 
             check_custom_name(name)
             request.parameters[name] = custom_value(name, value)
     return wants_binary
+
+
+def _sequence_id(value: object) -> int | str:
+    if type(value) is int and 0 <= value < 1 << 64:
+        return value
+    return check_id("the request's sequence id", as_string(value, "'sequence_id'"))
 
 
 _INT32_MAX = (1 << 31) - 1
@@ -115,7 +118,7 @@ class ParsedInfer:
     inputs: list[WireInput] = field(default_factory=list)
     outputs: list[RequestedOutput] = field(default_factory=list)
     is_binary_by_default: bool = False
-    """HTTP: outputs without a word on it go as binary data."""
+    """HTTP: if no output is named, all of them go as binary data."""
 
     wants_empty_final: bool = False
     """gRPC streams: a flag-only response ends the answers."""
@@ -178,23 +181,24 @@ def parse_document(
     parsed = ParsedInfer(request)
     document = json_access.parse(json)
     if not isinstance(document, dict):
-        raise RequestError("attempt to get members for non-object", ErrorKind.INTERNAL)
+        # As in Triton, a body of another type has no members.
+        document = {}
     if "id" in document:
         request.id = check_id("the request's id", as_string(document["id"], "'id'"))
     if "parameters" in document:
-        members = as_object(document["parameters"], "'parameters'")
+        members = document["parameters"]
+        if not isinstance(members, dict):
+            raise RequestError(
+                "failed to get request params.: attempt to get members for non-object",
+                ErrorKind.INTERNAL,
+            )
         parsed.is_binary_by_default = apply_json_parameters(request, members)
-    if "inputs" not in document:
-        raise RequestError(
-            "Unable to parse 'inputs': attempt to access non-existing object member 'inputs'",
-            ErrorKind.INTERNAL,
-        )
     limits = _InputLimits(max_input_bytes, prompts)
-    parsed.inputs = _inputs(document["inputs"], blobs, config.name, limits)
+    parsed.inputs = _inputs(_member(document, "inputs"), blobs, config.name, limits)
     outputs = as_list(document.get("outputs", []), "'outputs'")
     check_number("outputs", len(outputs))
     for entry in outputs:
-        parsed.outputs.append(_output(as_object(entry, "'outputs'"), parsed))
+        parsed.outputs.append(_output(_members(entry)))
     return parsed
 
 
@@ -213,6 +217,11 @@ def check_size(what: str, num_bytes: int, limit: int) -> None:
             f"{what} has a byte_size ({num_bytes}) that exceeds the maximum allowed value of "
             f"{limit} bytes. Use --http-max-input-size to increase the limit."
         )
+
+
+def _members(entry: object) -> JsonObject:
+    """The members of an entry; an entry that is no object has none."""
+    return entry if isinstance(entry, dict) else {}
 
 
 def _member(entry: JsonObject, name: str) -> Any:
@@ -240,7 +249,8 @@ def _inputs(
     items = as_list(entries, "'inputs'")
     check_number("inputs", len(items))
     for item in items:
-        entry = as_object(item, "'inputs'")
+        entry = _members(item)
+        blob_bytes = _data_source(entry)
         name = as_string(_member(entry, "name"), "'name'")
         datatype = as_string(_member(entry, "datatype"), "'datatype'")
         if datatype not in NUMPY_TYPES:
@@ -248,7 +258,6 @@ def _inputs(
         dims = as_list(_member(entry, "shape"), "'shape'")
         check_dimensions(name, len(dims))
         shape = tuple(as_unsigned(dim, "'shape'") for dim in dims)
-        blob_bytes = _data_source(entry)
         if blob_bytes is None:
             data = _json_data(entry, WireInput(name, datatype, shape, b""), limits)
             inputs.append(WireInput(name, datatype, shape, data))
@@ -268,7 +277,7 @@ def _inputs(
 
 def _data_source(entry: JsonObject) -> int | None:
     """Size of the input's blob, or None if the data is in the JSON."""
-    parameters = as_object(entry.get("parameters", {}), "'parameters'")
+    parameters = _members(entry.get("parameters"))
     sources = [f"'{name}'" for name in ("data",) if name in entry] + [
         f"'{name}'"
         for name in ("binary_data_size", "shared_memory_region")
@@ -291,16 +300,20 @@ def _data_source(entry: JsonObject) -> int | None:
 
 
 def _json_data(entry: JsonObject, wire: WireInput, limits: _InputLimits) -> Any:
-    count = math.prod(wire.shape)
+    count = math.prod(wire.shape) if wire.shape else 0
     if count > MAX_ELEMENTS:
         raise RequestError(too_many_elements(wire))
     num_bytes = count * element_bytes(wire.datatype)
     check_size(f"JSON input '{wire.name}'", num_bytes, limits.max_bytes)
+    if count == 0:
+        # As in Triton, the data of no elements is not read.
+        return np.empty(0, NUMPY_TYPES[wire.datatype])
     values = flatten(as_list(entry["data"], "'data'"))
     if limits.prompts is not None:
         limits.prompts.check(wire.name, values)
     data = array_from_json(values, wire.datatype, wire.name)
-    if len(data) != count:
+    # Strings are counted with the request's other checks.
+    if len(data) != count and wire.datatype != "BYTES":
         raise RequestError(
             "Unable to parse 'data': Shape does not match true shape of 'data' field",
             ErrorKind.INTERNAL,
@@ -308,9 +321,9 @@ def _json_data(entry: JsonObject, wire: WireInput, limits: _InputLimits) -> Any:
     return data
 
 
-def _output(entry: JsonObject, parsed: ParsedInfer) -> RequestedOutput:
+def _output(entry: JsonObject) -> RequestedOutput:
     name = as_string(_member(entry, "name"), "'name'")
-    parameters = as_object(entry.get("parameters", {}), "'parameters'")
+    parameters = _members(entry.get("parameters"))
     if "shared_memory_region" in parameters:
         if parameters.get("classification"):
             raise RequestError(
@@ -320,19 +333,20 @@ def _output(entry: JsonObject, parsed: ParsedInfer) -> RequestedOutput:
         raise RequestError(
             f"Unable to find shared memory region: '{region}'", ErrorKind.NOT_FOUND
         )
-    is_binary = parsed.is_binary_by_default
+    is_binary = False
     if "binary_data" in parameters:
         is_binary = json_access.as_bool(parameters["binary_data"], "'binary_data'")
-    classes = as_unsigned(parameters.get("classification", 0), "'classification'")
+    classes = as_unsigned(parameters.get("classification", 0), "'classification'", "set")
     return RequestedOutput(name, is_binary, classes)
 
 
 def _raw_input(body: memoryview, config: ModelConfig) -> WireInput:
     if len(config.input) != 1:
-        raise RequestError(
+        text = (
             "Raw request must only have 1 input (found 1) to be deduced but got "
             f"{len(config.input)} inputs in '{config.name}' model configuration"
         )
+        raise RequestError(with_request_id("", text))
     entry = config.input[0]
     datatype = from_config(entry.data_type)
     batch = (1,) if config.max_batch_size > 0 else ()
@@ -351,10 +365,11 @@ def _deduced(entry: ModelInput, num_bytes: int) -> tuple[int, ...]:
     """The shape of a raw input, from its size."""
     fixed = [dim for dim in entry.dims if dim != -1]
     if len(entry.dims) - len(fixed) > 1:
-        raise RequestError(
+        text = (
             f"The shape of the raw input '{entry.name}' can not be deduced because there are "
             "more than one variable-sized dimension"
         )
+        raise RequestError(with_request_id("", text))
     row_bytes = math.prod(fixed) * element_bytes(from_config(entry.data_type))
     variable = num_bytes // row_bytes if row_bytes else 0
     return tuple(variable if dim == -1 else dim for dim in entry.dims)

@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 from tritonclient.grpc import service_pb2 as pb
 
-from trimaran.comm.errors import ErrorKind, RequestError
+from trimaran.comm.errors import ErrorKind, RequestError, with_request_id
 from trimaran.server.inference.cooperative import CHUNK_ITEMS, Cooperative
 from trimaran.server.inference.request import InferRequest
 from trimaran.server.inference.tensor_bytes import NUMPY_TYPES, Array, Buffer
 from trimaran.server.inference.validation import INVALID_DATATYPE, WireInput
 from trimaran.server.protocol.infer_json import (
+    RESERVED_PREFIX,
     ParsedInfer,
     RequestedOutput,
-    check_custom_name,
 )
 from trimaran.server.protocol.limits import check_dimensions, check_id, check_number
 
@@ -43,6 +43,7 @@ _TYPES_OF: dict[str, tuple[str, ...]] = {
     EMPTY_FINAL: ("bool_param",),
 }
 _CUSTOM_TYPES = ("string_param", "int64_param", "bool_param", "double_param")
+_REGION, *_PLACE = "shared_memory_region", "shared_memory_byte_size", "shared_memory_offset"
 
 
 def parse_message(
@@ -62,6 +63,7 @@ def parse_message(
     check_number("parameters", len(message.parameters))
     _apply_parameters(request, message.parameters)
     parsed = ParsedInfer(request, wants_empty_final=_wants_empty_final(message))
+    _check_repeated(message)
     for index, entry in enumerate(message.inputs):
         parsed.inputs.append((yield from _input(message, raw_contents, index, entry)))
         yield
@@ -82,29 +84,46 @@ def _wants_empty_final(message: pb.ModelInferRequest) -> bool:
 def _parameter(name: str, parameter: pb.InferParameter, allowed: tuple[str, ...]) -> Any:
     kind = parameter.WhichOneof("parameter_choice")
     if kind not in allowed:
-        raise RequestError(
-            f"invalid value type for '{name}' parameter, expected {' or '.join(allowed)}."
-        )
+        words = " or ".join(allowed) + "."
+        if allowed is _CUSTOM_TYPES:
+            words = "int64_param, bool_param, or string_param."
+        raise RequestError(f"invalid value type for '{name}' parameter, expected {words}")
     return getattr(parameter, kind)
 
 
 def _apply_parameters(request: InferRequest, members: Mapping[str, pb.InferParameter]) -> None:
     for name, parameter in members.items():
         if name not in _TYPES_OF:
-            check_custom_name(name)
+            _check_name(name)
             request.parameters[name] = _parameter(name, parameter, _CUSTOM_TYPES)
             continue
         value = _parameter(name, parameter, _TYPES_OF[name])
         if name in ("priority", "timeout") and value < 0:
-            raise RequestError(
-                f"invalid value for '{name}' parameter, expected >= 0, got {value}"
-            )
+            raise RequestError(f"invalid value for '{name}', expected value >= 0.")
         if name == "sequence_id" and isinstance(value, str):
             check_id("the request's sequence id", value)
         if name == "timeout":
             request.timeout_us = value
         elif name != EMPTY_FINAL:
             setattr(request, name, value)
+
+
+def _check_repeated(message: pb.ModelInferRequest) -> None:
+    names = set[str]()
+    for entry in message.inputs:
+        if entry.name in names:
+            text = f"input '{entry.name}' already exists in request"
+            raise RequestError(with_request_id(message.id, text))
+        names.add(entry.name)
+
+
+def _check_name(name: str) -> None:
+    if name.startswith(RESERVED_PREFIX):
+        raise RequestError(
+            f"parameter keys starting with '{RESERVED_PREFIX}' are reserved for Triton usage. "
+            f"Only the following keys starting with '{RESERVED_PREFIX}' are allowed: "
+            f"{EMPTY_FINAL}"
+        )
 
 
 def _input(
@@ -114,8 +133,7 @@ def _input(
     entry: pb.ModelInferRequest.InferInputTensor,
 ) -> Cooperative[WireInput]:
     name, model = entry.name, message.model_name
-    if "shared_memory_region" in entry.parameters:
-        raise _unknown_region(name, entry.parameters["shared_memory_region"])
+    _refuse_region(name, entry.parameters)
     check_dimensions(name, len(entry.shape))
     shape = tuple(entry.shape)
     datatype = entry.datatype if entry.datatype in NUMPY_TYPES else INVALID_DATATYPE
@@ -158,7 +176,7 @@ def _contents(
 
 
 def _output(output: pb.ModelInferRequest.InferRequestedOutputTensor) -> RequestedOutput:
-    has_region = "shared_memory_region" in output.parameters
+    has_region = _REGION in output.parameters
     num_classes = 0
     if "classification" in output.parameters:
         if has_region:
@@ -166,20 +184,39 @@ def _output(output: pb.ModelInferRequest.InferRequestedOutputTensor) -> Requeste
                 "Output can't set both 'shared_memory_region' and 'classification'"
             )
         name = "classification"
-        num_classes = _parameter(name, output.parameters[name], ("int64_param",))
+        parameter = output.parameters[name]
+        if parameter.WhichOneof("parameter_choice") != "int64_param":
+            raise RequestError(
+                "invalid value type for 'classification' parameter, expected int64_param"
+            )
+        num_classes = parameter.int64_param
         if num_classes <= 0:
             raise RequestError("invalid value for 'classification' parameter, expected >= 0")
-    if has_region:
-        raise _unknown_region(output.name, output.parameters["shared_memory_region"])
+    _refuse_region(output.name, output.parameters)
     return RequestedOutput(output.name, is_binary=True, num_classes=num_classes)
 
 
-def _unknown_region(tensor: str, parameter: pb.InferParameter) -> RequestError:
+def _refuse_region(tensor: str, parameters: Mapping[str, pb.InferParameter]) -> None:
+    """Refuse a tensor in a shared-memory region: there are no regions."""
+    if _REGION not in parameters:
+        for name in _PLACE:
+            if name in parameters:
+                raise RequestError(
+                    f"'{name}' can not be specified without '{_REGION}' parameter for tensor "
+                    f"'{tensor}'"
+                )
+        return
+    parameter = parameters[_REGION]
     if parameter.WhichOneof("parameter_choice") != "string_param":
-        return RequestError(
-            f"invalid value type for 'shared_memory_region' parameter for tensor '{tensor}', "
+        raise RequestError(
+            f"invalid value type for '{_REGION}' parameter for tensor '{tensor}', "
             "expected string_param."
         )
-    return RequestError(
+    if _PLACE[0] not in parameters:
+        raise RequestError(
+            f"'{_PLACE[0]}' must be specified along with '{_REGION}' parameter for tensor "
+            f"'{tensor}'"
+        )
+    raise RequestError(
         f"Unable to find shared memory region: '{parameter.string_param}'", ErrorKind.NOT_FOUND
     )

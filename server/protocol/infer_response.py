@@ -37,10 +37,12 @@ def classify(
     rows = output.data.reshape(output.shape[0] if is_batching else 1, -1)
     count = min(num_classes, rows.shape[1])
     texts: list[bytes] = []
+    is_fraction = rows.dtype.kind == "f"
     for row in rows:
         for index in np.argsort(-row.astype(np.float64), kind="stable")[:count]:
             label = f":{labels[index]}" if index < len(labels) else ""
-            texts.append(f"{float(row[index]):f}:{index}{label}".encode())
+            value = f"{row[index]:f}" if is_fraction else str(row[index])
+            texts.append(f"{value}:{index}{label}".encode())
     shape = (len(rows), count) if is_batching else (count,)
     return Tensor(output.name, "BYTES", object_array(texts, shape))
 

@@ -22,7 +22,7 @@ _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 _REASONS = {
     "Expecting value": "Invalid value",
-    "Expecting ',' delimiter": "Missing a comma or } after an object member",
+    "Expecting ',' delimiter": "Missing a comma or '}' after an object member",
     "Expecting ':' delimiter": "Missing a colon after a name of object member",
     "Expecting property name enclosed in double quotes": "Missing a name for object member",
     "Illegal trailing comma before end of object": "Missing a name for object member",
@@ -78,7 +78,7 @@ def parse(body: Buffer) -> Any:
     Raises:
         RequestError: not JSON; names the reason and the offset in bytes.
     """
-    text = str(body, "utf-8", "surrogateescape")
+    text = str(body, "utf-8", "surrogateescape").removeprefix("\ufeff")
     if not text.strip(" \t\r\n"):
         raise unparsable("The document is empty", 0)
     _check_surrogates(text)
@@ -170,11 +170,11 @@ def too_big() -> RequestError:
     return unparsable("Number too big to be stored in double", 0)
 
 
-def wrong_type(field: str, found: str, wanted: str) -> RequestError:
-    """The error of a field with another JSON type; ``field`` may hold its own verb."""
+def wrong_type(field: str, found: str, wanted: str, verb: str = "parse") -> RequestError:
+    """The error of a field with another JSON type. Texts about settings name no field."""
+    start = f"Unable to {verb} {field}: " if field else ""
     return RequestError(
-        f"Unable to parse {field}: attempt to access JSON {found} as {wanted}",
-        ErrorKind.INTERNAL,
+        f"{start}attempt to access JSON {found} as {wanted}", ErrorKind.INTERNAL
     )
 
 
@@ -192,10 +192,10 @@ def as_bool(value: object, field: str) -> bool:
     return value
 
 
-def as_unsigned(value: object, field: str) -> int:
+def as_unsigned(value: object, field: str, verb: str = "parse") -> int:
     """The value, if it is an unsigned integer of 64 bits."""
     if type(value) is not int or not 0 <= value < 1 << 64:
-        raise wrong_type(field, "non-unsigned-integer", "unsigned-integer")
+        raise wrong_type(field, "non-unsigned-integer", "unsigned-integer", verb)
     return value
 
 

@@ -63,14 +63,15 @@ def load_request_of_json(name: str, body: Buffer) -> LoadRequest:
         RequestError: a parameter is unknown or of another type.
     """
     parameters = _parameters(body)
-    config = json_access.as_string(parameters.pop("config", ""), "'config'")
+    config = json_access.as_string(parameters.pop("config", ""), "")
     files = {}
     for key, value in parameters.items():
+        text = json_access.as_string(value, "")
         if not key.startswith(FILE_PREFIX):
             raise _internal("unexpected error on creating Triton parameter")
         try:
-            files[_file_path(key)] = base64.b64decode(value, validate=True)
-        except (TypeError, ValueError, binascii.Error):
+            files[_file_path(key)] = base64.b64decode(text, validate=True)
+        except (ValueError, binascii.Error):
             raise _internal(f"the load parameter '{key}' must be base64 text") from None
     return _checked(LoadRequest(name, config, files))
 
@@ -137,7 +138,10 @@ def unload_dependents_of_grpc(parameters: Mapping[str, Any]) -> bool:
     value = parameters.get("unload_dependents")
     if value is None:
         return False
-    _expect("unload_dependents", value.WhichOneof("parameter_choice"), "bool_param", "unload")
+    if value.WhichOneof("parameter_choice") != "bool_param":
+        raise RequestError(
+            "invalid value type for 'unload_dependents' parameter, expected bool_param."
+        )
     return bool(value.bool_param)
 
 
@@ -189,7 +193,9 @@ def _parameters(body: Buffer) -> dict[str, Any]:
         return {}
     document = json_access.as_object(json_access.parse(body), "the request")
     parameters = document.get("parameters", {})
-    return dict(json_access.as_object(parameters, "'parameters'"))
+    if not isinstance(parameters, dict):
+        raise _internal("attempt to get members for non-object")
+    return dict(parameters)
 
 
 def _file_path(key: str) -> str:
@@ -224,11 +230,9 @@ def _checked(request: LoadRequest) -> LoadRequest:
     return request
 
 
-def _expect(key: str, kind: str | None, wanted: str, verb: str = "load") -> None:
+def _expect(key: str, kind: str | None, wanted: str) -> None:
     if kind != wanted:
-        raise RequestError(
-            f"invalid value type for {verb} parameter '{key}', expected {wanted}."
-        )
+        raise RequestError(f"invalid value type for load parameter '{key}', expected {wanted}.")
 
 
 def _internal(text: str) -> RequestError:

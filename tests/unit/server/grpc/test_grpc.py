@@ -199,6 +199,7 @@ def zero_classes(message):
 
 def unknown_region(message):
     message.inputs[0].parameters["shared_memory_region"].string_param = "r"
+    message.inputs[0].parameters["shared_memory_byte_size"].int64_param = 4
 
 
 def numbered_region(message):
@@ -221,9 +222,10 @@ def numbered_region(message):
         (text_timeout, "INVALID_ARGUMENT", "invalid value type for 'timeout' parameter, "
          "expected int64_param."),
         (reserved_name, "INVALID_ARGUMENT", "parameter keys starting with 'triton_' are "
-         "reserved for the server and should not be specified, got 'triton_x'"),
+         "reserved for Triton usage. Only the following keys starting with 'triton_' are "
+         "allowed: triton_enable_empty_final_response"),
         (unsigned_custom, "INVALID_ARGUMENT", "invalid value type for 'x' parameter, expected "
-         "string_param or int64_param or bool_param or double_param."),
+         "int64_param, bool_param, or string_param."),
         (zero_classes, "INVALID_ARGUMENT", "invalid value for 'classification' parameter, "
          "expected >= 0"),
         (unknown_region, "NOT_FOUND", "Unable to find shared memory region: 'r'"),
@@ -346,7 +348,7 @@ def test_log_settings_change_by_type(client, stub):
     wrong.settings["log_format"].string_param = "x"
     assert refusal(lambda: stub.LogSettings(wrong)) == (
         "INVALID_ARGUMENT",
-        "invalid argument for --log_format, got: x",
+        "invalid argument for log_format, got: x",
     )
 
 

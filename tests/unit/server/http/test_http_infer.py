@@ -166,7 +166,9 @@ def test_a_raw_request_is_the_only_input_and_is_answered_in_binary(server):
 def test_a_raw_request_needs_a_model_with_one_input(server):
     answer = infer(server, b"", "echo")
     assert answer.status == 400
-    assert answer.error.startswith("Raw request must only have 1 input")
+    assert answer.error.startswith(
+        "[request id: <id_unknown>] Raw request must only have 1 input"
+    )
 
 
 def test_request_parameters_reach_the_model_and_response_parameters_are_returned(server):

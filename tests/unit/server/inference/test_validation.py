@@ -80,14 +80,19 @@ NOTE = (
          "inference input 'b' for model 'M', got 0"),
         (BATCHED, [ints("a", 1, 2), words("b", b"\x01\0", 1, 1)], "incomplete string length "
          "indicator for inference input 'b'"),
-        (BATCHED, [ints("a", 1, 2), words("b", b"\x09\0\0\0xy", 1, 1)], "incomplete string "
-         "data for inference input 'b', expecting string of length 9 but only 2 bytes "
-         "available"),
     ],
 )  # fmt: skip
 def test_tensors_that_do_not_fit_are_refused_with_the_request_id(config, inputs, text):
     assert refusal(config, *inputs).startswith("[request id: <id_unknown>] " + text)
     assert refusal(config, *inputs, request_id="r").startswith("[request id: r] " + text)
+
+
+def test_a_cut_string_is_refused_without_the_request_id():
+    text = (
+        "incomplete string data for inference input 'b', expecting string of length 9 but only"
+    )
+    found = refusal(BATCHED, ints("a", 1, 2), words("b", b"\x09\0\0\0xy", 1, 1))
+    assert found == f"{text} 2 bytes available"
 
 
 def test_unknown_names_are_refused_without_the_requests_id():
