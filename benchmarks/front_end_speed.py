@@ -95,10 +95,17 @@ class Bench:
         wall_s = time.monotonic() - start
         # Loads with their own counting window also run before and after this window.
         count = found.pop("count_in_all", None) or found["per_s"] * wall_s
-        return {
-            "case": case, "load": load, **found,
-            "cpu_us": 1e6 * cpu_s / count, "cores": cpu_s / wall_s,
+        cpu_us = 1e6 * cpu_s / count
+        result = {
+            "case": case, "load": load, **found, "cpu_us": cpu_us, "cores": cpu_s / wall_s
         }  # fmt: skip
+        merged = found.get("tokens_per_message")
+        if merged:
+            result |= {
+                "tokens_per_s": merged * found["per_s"],
+                "cpu_us_a_token": cpu_us / merged,
+            }
+        return result
 
     def open_chats(self) -> tuple[str, ...]:
         """The flags that open the OpenAI port."""
@@ -309,11 +316,14 @@ def main() -> None:
     if args.load_cpus:
         os.sched_setaffinity(0, args.load_cpus)
     machine = surroundings(None)
-    print(f"{'case':>15} {'load':>13} {'a second':>9} {'CPU us each':>11} {'cores':>5}")
+    print(f"{'case':>15} {'load':>13} {'a second':>9} {'CPU us each':>11} {'cores':>5} "
+          f"{'tokens/s':>9} {'CPU us a token':>14}")  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         for found in measure(args, Path(folder)):
             print(f"{found['case']:>15} {found['load']:>13} {found['per_s']:>9,.0f} "
-                  f"{found['cpu_us']:>11.1f} {found['cores']:>5.2f}", flush=True)  # fmt: skip
+                  f"{found['cpu_us']:>11.1f} {found['cores']:>5.2f} "
+                  f"{found.get('tokens_per_s', 0):>9,.0f} "
+                  f"{found.get('cpu_us_a_token', 0):>14.1f}", flush=True)  # fmt: skip
             if args.json:
                 line = {
                     "label": args.label, **found, "step_ms": args.step_ms,
