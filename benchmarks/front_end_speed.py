@@ -26,7 +26,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +60,13 @@ _WARMUP_S = 3.0
 class Bench:
     """One server without a model, and the measurement of runs against the server."""
 
-    def __init__(self, args: argparse.Namespace, folder: Path, kind: str) -> None:
+    def __init__(
+        self, args: argparse.Namespace, folder: Path, kind: str, tree: str | None
+    ) -> None:
         self.args = args
+        self.tree = tree
         self.folder = folder / kind
-        self.folder.mkdir()
+        self.folder.mkdir(parents=True)
         self.is_stream = kind == "stream"
         self.pid = self.http = self.grpc = 0
         self.chat_url = ""
@@ -78,7 +83,7 @@ class Bench:
         step_ms = args.step_ms if self.is_stream else 0.0
         tokens = 1 if self.is_stream else args.unary_tokens
         flags = self.open_chats() if set(args.cases) & {"chat", "chat_stream"} else ()
-        with served(self.folder, 1, step_ms, tokens, args.tree, flags) as (http, grpc, pid):
+        with served(self.folder, 1, step_ms, tokens, self.tree, flags) as (http, grpc, pid):
             self.http, self.grpc = http, grpc
             self.pid = front_end(pid)
             if args.server_cpus:
@@ -97,7 +102,8 @@ class Bench:
         count = found.pop("count_in_all", None) or found["per_s"] * wall_s
         cpu_us = 1e6 * cpu_s / count
         result = {
-            "case": case, "load": load, **found, "cpu_us": cpu_us, "cores": cpu_s / wall_s
+            "case": case, "load": load, "tree": self.tree or "this", **found,
+            "cpu_us": cpu_us, "cores": cpu_s / wall_s,
         }  # fmt: skip
         merged = found.get("tokens_per_message")
         if merged:
@@ -253,22 +259,27 @@ def measure(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
         chosen = [case for case in cases if case in args.cases]
         if not chosen:
             continue
-        bench = Bench(args, folder, kind)
-        with bench.serving():
+        trees = [args.tree, args.beside] if args.beside else [args.tree]
+        benches = [Bench(args, folder / str(i), kind, tree) for i, tree in enumerate(trees)]
+        with ExitStack() as stack, ThreadPoolExecutor(len(benches)) as threads:
+            for bench in benches:
+                stack.enter_context(bench.serving())
             for case in chosen:
                 for load in ("wrk", "perf_analyzer", "processes"):
-                    yield from runs(bench, case, load)
+                    each = [runs(bench, case, load) for bench in benches]
+                    for at_once in zip(*each, strict=True):
+                        # All trees at once, so that other work delays them alike.
+                        yield from threads.map(lambda run: run(), at_once)
         if args.peer_url:
-            peer = PeerBench(args, folder, f"{kind}-peer")
-            peer.is_stream = bench.is_stream
+            peer = PeerBench(args, folder, f"{kind}-peer", None)
+            peer.is_stream = kind == "stream"
             with peer.serving():
                 for case in (case for case in chosen if case.startswith("chat")):
-                    yield from (
-                        {**found, "load": "wrk, peer"} for found in runs(peer, case, "wrk")
-                    )
+                    for run in runs(peer, case, "wrk"):
+                        yield {**run(), "load": "wrk, peer"}
 
 
-def runs(bench: Bench, case: str, load: str) -> Iterator[dict[str, Any]]:
+def runs(bench: Bench, case: str, load: str) -> Iterator[Callable[[], dict[str, Any]]]:
     """The runs of one case by one load, if the load can make that case."""
     args = bench.args
     if load == "wrk":
@@ -286,7 +297,7 @@ def runs(bench: Bench, case: str, load: str) -> Iterator[dict[str, Any]]:
     if load == "wrk":
         work(_WARMUP_S)
     for _ in range(args.repeats):
-        yield bench.run(case, load, lambda: work(args.seconds))
+        yield partial(bench.run, case, load, lambda: work(args.seconds))
 
 
 def main() -> None:
@@ -307,6 +318,7 @@ def main() -> None:
     parser.add_argument("--peer-url", help="of another server of OpenAI's protocol")
     parser.add_argument("--peer-pid", type=int, help="of that server's front end")
     parser.add_argument("--tree", help="serve from this tree of another commit")
+    parser.add_argument("--beside", help="another tree, which is measured at the same time")
     parser.add_argument("--label", default="", help="named in each line of --json")
     parser.add_argument("--json", help="append the figures here, one object a line")
     args = parser.parse_args()
@@ -317,13 +329,14 @@ def main() -> None:
         os.sched_setaffinity(0, args.load_cpus)
     machine = surroundings(None)
     print(f"{'case':>15} {'load':>13} {'a second':>9} {'CPU us each':>11} {'cores':>5} "
-          f"{'tokens/s':>9} {'CPU us a token':>14}")  # fmt: skip
+          f"{'tokens/s':>9} {'CPU us a token':>14} tree")  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         for found in measure(args, Path(folder)):
             print(f"{found['case']:>15} {found['load']:>13} {found['per_s']:>9,.0f} "
                   f"{found['cpu_us']:>11.1f} {found['cores']:>5.2f} "
                   f"{found.get('tokens_per_s', 0):>9,.0f} "
-                  f"{found.get('cpu_us_a_token', 0):>14.1f}", flush=True)  # fmt: skip
+                  f"{found.get('cpu_us_a_token', 0):>14.1f} {found['tree']}",
+                  flush=True)  # fmt: skip
             if args.json:
                 line = {
                     "label": args.label, **found, "step_ms": args.step_ms,
