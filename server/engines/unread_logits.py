@@ -9,7 +9,7 @@ from trimaran.comm.errors import ErrorKind, RequestError
 
 logger = logging.getLogger(__name__)
 
-_LEAST_BYTES = 64 << 20
+_LEAST_BYTES = 32 << 20
 _LEAST_TOKENS = 512
 _LOGITS = ("context_logits", "generation_logits")
 
