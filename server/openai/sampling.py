@@ -120,10 +120,14 @@ def _read_choice(fields: Fields, asked: Asked) -> None:
     if top_p == 0:
         # The smallest set of ids holds the likeliest alone.
         top_k = 1
+    seed = fields.integer("seed", -(1 << _SEED_BITS), (1 << _SEED_BITS) - 1)
+    if asked.values.get("temperature") == 0 or top_k == 1:
+        # Greedy, which a request is for the engine that asks for nothing.
+        asked.values.pop("temperature", None)
+        return
     asked.values["runtime_top_p"] = top_p or 1.0
     if top_k is not None and top_k > 0:
         asked.values["runtime_top_k"] = top_k
-    seed = fields.integer("seed", -(1 << _SEED_BITS), (1 << _SEED_BITS) - 1)
     if seed is None:
         seed = secrets.randbits(_SEED_BITS)
     asked.values["seed"] = seed % (1 << _SEED_BITS)

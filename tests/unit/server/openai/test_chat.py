@@ -105,8 +105,10 @@ def test_without_a_seed_two_requests_draw_differently_from_the_whole_vocabulary(
     served.chat()
     assert first["seed"] != served.engine.sampling["seed"]
     assert first["top_p"] == 1.0
-    served.chat(top_p=0)
-    assert served.engine.sampling["top_k"] == 1
+    for greedy in ({"top_p": 0}, {"temperature": 0}, {"extra_body": {"top_k": 1}}):
+        served.chat(**greedy)
+        names = {"top_p", "top_k", "temperature", "seed"}
+        assert not names & set(served.engine.sampling)
 
 
 def test_log_probabilities_come_with_tokens_and_the_likeliest(served):
