@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -110,6 +110,20 @@ class TokenChunk:
             for name, value in self.extras.items()
         }
         return replace(self, token_ids=self.token_ids[:num_ids], extras=extras)
+
+    def singly(self) -> Iterator[TokenChunk]:
+        """Chunks of one id each; the last has the end, and what is no list of ids' values."""
+        last = len(self.token_ids) - 1
+        if last < 1 or "beams" in self.extras:
+            yield self
+            return
+        others = {n: value for n, value in self.extras.items() if n not in _OF_IDS}
+        prompt = {n: others.pop(n) for n in ("context_logits",) if n in others}
+        for place, token_id in enumerate(self.token_ids):
+            extras = {n: v[place : place + 1] for n, v in self.extras.items() if n in _OF_IDS}
+            extras |= prompt if place == 0 else others if place == last else {}
+            reason = self.finish_reason if place == last else FinishReason.NOT_FINISHED
+            yield TokenChunk([token_id], reason, extras)
 
     def cut(self, num_ids: int) -> TokenChunk:
         """Keep the first ``num_ids`` ids. Returns the others, with the end if there is one."""

@@ -16,6 +16,7 @@ from trimaran.server.inference.request import Tensor
 from trimaran.server.inference.tensor_bytes import NUMPY_TYPES, from_config, object_array
 from trimaran.server.models.sample_inputs import SampleInputs
 from trimaran.server.models.sampling_inputs import PERF_METRICS
+from trimaran.server.repository.signatures import precedes_sequences
 
 LOGITS_DTYPES = {"FP32": "float32", "FP16": "float16"}
 """The datatypes of logits outputs, and how an engine calls them."""
@@ -142,7 +143,9 @@ class SequenceOutputs:
         self._normalises = normalises_log_probs
         self._config = config
         self._is_streaming = flags.flag("streaming")
-        self._has_batch_index = num_samples > 1
+        declared = {output.name for output in config.output}
+        is_older = precedes_sequences(config)
+        self._has_batch_index = num_samples > 1 or (is_older and "batch_index" in declared)
         self._has_sequence_index = num_sequences > 1
         asks = flags.has_any(_ASKING)
         self._has_num_input = asks and flags.flag("return_num_input_tokens")
@@ -151,7 +154,10 @@ class SequenceOutputs:
         self._has_reason = asks and flags.flag("return_finish_reason")
         self._has_figures = asks and flags.flag(*PERF_METRICS)
         self._logits = [name for name in _LOGITS if asks and flags.flag(f"return_{name}")]
-        self._filled = self._zeros(config)
+        asked = {*(_LOG_PROBS if self._has_log_probs else ()), *self._logits}
+        absent = [name for name in (*_LOG_PROBS, *_LOGITS) if name in declared - asked]
+        self._filled = absent if is_older else []
+        """Outputs that the request did not ask for, and that older models fill with zeros."""
         self._has_any = (
             bool(self._filled)
             or self._has_batch_index
@@ -163,16 +169,6 @@ class SequenceOutputs:
             or self._has_reason
             or bool(self._logits)
         )
-
-    def _zeros(self, config: ModelConfig) -> list[str]:
-        """The outputs that a response holds as zeros because the request did not ask for them.
-        Models of versions up to 0.13, which have no sequence index, always have all four.
-        """
-        declared = {output.name for output in config.output}
-        if "sequence_index" in declared:
-            return []
-        asked = {*(_LOG_PROBS if self._has_log_probs else ()), *self._logits}
-        return [name for name in (*_LOG_PROBS, *_LOGITS) if name in declared - asked]
 
     @property
     def tell_of_ends(self) -> bool:

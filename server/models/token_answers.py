@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Protocol
 
@@ -15,12 +15,17 @@ from trimaran.server.inference.request import InferRequest, InferResponse, Model
 from trimaran.server.models.sample_inputs import SampleInputs
 from trimaran.server.models.sequence_outputs import Progress, SequenceOutputs
 from trimaran.server.models.token_job import ChunkResponse, Sample, TokenJob, TokenStream
+from trimaran.server.repository.signatures import precedes_sequences
 
 _REQUIRED_OUTPUTS = ("output_ids", "sequence_length")
 
 
 class Answers(Protocol):
     """Makes the responses of one request."""
+
+    def parts(self, chunk: TokenChunk) -> Iterable[TokenChunk]:
+        """The parts of a chunk to `take` one after the other."""
+        ...
 
     def take(
         self, sample: int, sequence: int, chunk: TokenChunk, is_end: bool
@@ -29,7 +34,15 @@ class Answers(Protocol):
         ...
 
 
-class ChunkAnswers:
+class _WholeChunks:
+    """Answers that take each chunk as it comes."""
+
+    def parts(self, chunk: TokenChunk) -> Iterable[TokenChunk]:
+        """See `Answers`."""
+        return (chunk,)
+
+
+class ChunkAnswers(_WholeChunks):
     """Answers a text model in this process with each chunk unchanged."""
 
     def __init__(self, model: Model, request: TokenJob, stream: TokenStream) -> None:
@@ -105,8 +118,14 @@ class TensorAnswers:
         ]
         asked = [flags.scalar("exclude_input_in_output") for flags in inputs]
         self._excludes_input = [excludes_input if one is None else bool(one) for one in asked]
+        # Clients of older versions read one id a response.
+        self._is_singly = self.is_streaming and precedes_sequences(model.config)
         self._ids: dict[tuple[int, int], list[int]] = {}
         self._progress: dict[tuple[int, int], Progress] = {}
+
+    def parts(self, chunk: TokenChunk) -> Iterable[TokenChunk]:
+        """See `Answers`."""
+        return chunk.singly() if self._is_singly else (chunk,)
 
     def take(
         self, sample: int, sequence: int, chunk: TokenChunk, is_end: bool
@@ -156,7 +175,7 @@ class TensorAnswers:
         )
 
 
-class BatchAnswers:
+class BatchAnswers(_WholeChunks):
     """Answers a client of a model without in-flight batching: one response for all samples.
 
     Shapes, with B samples, W beams, P ids of the longest prompt and N new ids at most:

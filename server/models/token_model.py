@@ -163,9 +163,11 @@ class TokenModel:
                     await stream.news()
                     continue
                 for sample, sequence, chunk, is_end in stream.take():
-                    response = answers.take(sample, sequence, chunk, is_end)
-                    if response is not None:
-                        yield response
+                    for part in answers.parts(chunk):
+                        is_last = is_end and part.is_last
+                        response = answers.take(sample, sequence, part, is_last)
+                        if response is not None:
+                            yield response
         finally:
             stream.abandon()
             self._forget(request.id, stream)

@@ -129,6 +129,11 @@ def answers_batches(config: ModelConfig) -> bool:
     return any(tensor.name == _BATCH_INPUT for tensor in config.input)
 
 
+def precedes_sequences(config: ModelConfig) -> bool:
+    """Whether a model is one of a version up to 0.13, which have no sequence index."""
+    return all(output.name != "sequence_index" for output in config.output)
+
+
 def check_tensors(path: Path, config: ModelConfig, role: Role) -> None:
     """Check the types of the role's tensors and warn of tensors that the role ignores.
 

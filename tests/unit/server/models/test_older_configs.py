@@ -149,3 +149,53 @@ async def test_the_token_model_answers_without_lengths_that_it_does_not_declare(
             request_output_len=np.array([[9]], np.uint32),
         )
     assert [output.name for output in response.outputs] == ["output_ids"]
+
+
+@pytest.fixture
+def before_sequences(tmp_path, tokenizer_folder):
+    """The models as versions up to 0.13 declared them: with a batch index alone."""
+    root = _write_repository(tmp_path, tokenizer_folder, {})
+    wire = r'\s+output_map \{\s+key: "sequence_index"[^}]*\}'
+    tensor = r',\s+\{\s+name: "sequence_index"[^}]*\}'
+    for path in root.glob("*/config.pbtxt"):
+        path.write_text(re.sub(tensor, "", re.sub(wire, "", path.read_text())))
+        assert "sequence_index" not in path.read_text()
+    return root
+
+
+async def test_models_up_to_0_13_answer_with_every_output_of_log_probs_and_logits(
+    serve, before_sequences
+):
+    async with serve(repository=before_sequences) as served:
+        await served.dial(served.answer("one two"))
+        prompt = {"text_input": "A", "max_tokens": 9}
+        for model in ("ensemble", "tensorrt_llm_bls"):
+            (response,) = await served.infer(model, **prompt)
+            shapes = {o.name: o.data.shape for o in response.outputs if not o.data.any()}
+            num_ids = len(served.tokenizer.encode_now("A", True))
+            assert shapes == {
+                "batch_index": (1, 1), "cum_log_probs": (1, 1), "context_logits": (1, 1, 1),
+                "output_log_probs": (1, 1, num_ids), "generation_logits": (1, 1, 1, 1),
+            }  # fmt: skip
+        (response,) = await served.infer("ensemble", outputs=("text_output",), **prompt)
+        assert [o.name for o in response.outputs] == ["text_output"]
+
+
+async def test_a_stream_of_models_up_to_0_13_has_one_id_a_response(serve, before_sequences):
+    async with serve(repository=before_sequences) as served:
+        engine = await served.dial(lambda submit: [70, 71, 72, 73, 74], max_per_step=5)
+        engine.extras = lambda ids: {"log_probs": [float(-i) for i in ids]}
+        responses = await served.infer(
+            "tensorrt_llm",
+            input_ids=np.array([[5]], np.int32),
+            input_lengths=1,
+            request_output_len=5,
+            streaming=True,
+            return_log_probs=True,
+        )
+    found = [{o.name: o.data for o in r.outputs} for r in responses]
+    assert [f["output_ids"].tolist() for f in found] == [[[[70 + n]]] for n in range(5)]
+    assert [f["output_log_probs"].tolist() for f in found] == [
+        [[[-70.0 - n]]] for n in range(5)
+    ]
+    assert [r.is_final for r in responses] == [False] * 4 + [True]
