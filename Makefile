@@ -53,7 +53,7 @@ PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -q
 BY_FILE := --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve demo model compiler kernels serve-model test test-unit test-models test-e2e test-clients test-faults test-slurm test-deploy soak features check format clean
+.PHONY: help setup serve demo model compiler kernels serve-model test test-unit test-models test-e2e test-clients test-faults test-slurm test-deploy soak features check format clean compatibility
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z%A-Z0-9_-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -167,6 +167,11 @@ test-faults: $(VENV)/.test  ## kills, hangs and partitions of several models and
 
 test-clients: $(VENV)/.test  ## documented command lines, curl and every tritonclient; the model of make serve
 	$(PYTEST) tests/clients
+
+compatibility: $(VENV)/.test  ## every route and client with each version's repository; writes docs/compatibility.md
+	$(PYTEST) --compatibility-report .compatibility.json tests/clients/test_versions.py
+	$(BIN)/python tests/clients/generate.py .compatibility.json
+	@rm -f .compatibility.json
 
 test-slurm: $(VENV)/.test  ## every batch template on a Slurm that the test starts (as root on Debian)
 	$(PYTEST) -rP tests/slurm

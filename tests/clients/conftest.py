@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -53,6 +54,49 @@ LAUNCH = (
     "python3 scripts/launch_triton_server.py --world_size=2 --model_repo={repo} "
     "--http_port={http} --grpc_port={grpc} --metrics_port={metrics}"
 )
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that names the report of docs/compatibility.md."""
+    parser.addoption(
+        "--compatibility-report",
+        type=Path,
+        metavar="FILE",
+        help="write what became of each row of docs/compatibility.md, as JSON",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Report only on request."""
+    path = config.getoption("--compatibility-report")
+    if path is not None:
+        config.pluginmanager.register(_Report(path), "compatibility-report")
+
+
+class _Report:
+    """What became of each row by version: ``passed``, ``failed`` or an error."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._rows: dict[str, list[object]] = {}
+        self._outcomes: dict[str, str] = {}
+
+    def pytest_itemcollected(self, item: pytest.Item) -> None:
+        mark = item.get_closest_marker("compatibility")
+        if mark is not None:
+            self._rows[item.nodeid] = list(mark.args)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" or report.failed:
+            self._outcomes[report.nodeid] = report.outcome
+
+    def pytest_sessionfinish(self) -> None:
+        ran = [
+            [*row, self._outcomes[test]]
+            for test, row in self._rows.items()
+            if test in self._outcomes
+        ]
+        self._path.write_text(json.dumps(ran))
 
 
 @dataclass

@@ -233,6 +233,27 @@ PLAIN = {
             r"^\[INFO\] Start benchmarking on 1 prompts\.$",
         ],
     ),
+    "end to end, without a limit": (
+        DATASET + f"{CHECK} --dataset data.json",
+        0,
+        [r"^\[INFO\] Start testing on 1 prompts\.$", "Functionality test succeed"],
+    ),
+    "the process's name": (
+        "grep -lx tritonserver /proc/[0-9]*/comm",
+        0,
+        [r"^/proc/\d+/comm$"],
+    ),
+    "convert and build of GPT": (
+        "python3 tensorrt_llm/examples/gpt/hf_gpt_convert.py -p 2 -i model -o c-model "
+        "--tensor-parallelism 2 --storage-type bfloat16 && "
+        "python3 tensorrt_llm/examples/gpt/build.py --model_dir=c-model/2-gpu/ --world_size=2 "
+        "--dtype bfloat16 --use_inflight_batching --use_gpt_attention_plugin bfloat16 "
+        "--paged_kv_cache --use_gemm_plugin bfloat16 --remove_input_padding "
+        "--use_layernorm_plugin bfloat16 --hidden_act gelu --parallel_build "
+        "--output_dir=engines/2-gpu",
+        0,
+        [r"^trimaran build: wrote engines/2-gpu: 2 rank\(s\)"],
+    ),
     "benchmark, http": (
         f"{BENCH} -i http --max-input-len 100 --num-requests 8 -c 4 "
         "token-norm-dist --input-mean 20 --input-stdev 5 --output-mean 8 --output-stdev 2",

@@ -1,0 +1,113 @@
+"""Writes docs/compatibility.md from what became of each row with each version's repository."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path[:0] = [str(ROOT), str(HERE), str(HERE.parent / "e2e")]
+
+from test_versions import ROWS, Row  # noqa: E402
+from versions import VERSIONS  # noqa: E402
+
+PAGE = ROOT / "docs" / "compatibility.md"
+WORKS, ABSENT = "yes", "-"
+HEAD = """# Compatibility, version by version
+
+Each column is a server over a repository with the tensors, the types and the wires of that
+version of Triton's TensorRT-LLM backend. `make compatibility` starts the servers, runs every
+cell and writes this page. *yes*: the row works;
+*-*: the version has no such feature. The page is not written if a row fails. Rows apply to a
+server that is not decoupled, except those named *decoupled*, which stream.
+"""
+_BEHAVIOUR = (
+    ("0.5, 0.6", "counts are unsigned; 0.5 has no `sequence_length`; there is no BLS model"),
+    (
+        "0.5 to 0.13",
+        "a token stream has one id a response; outputs of log-probabilities and logits that "
+        "are declared and not asked for are zeros; `batch_index` always comes where it is "
+        "declared",
+    ),
+    ("0.6 to 0.13", "postprocessing passes the token model's other outputs on"),
+    (
+        "0.5 to 0.11",
+        'the sample `general_type="timestamp"` of `nv_trt_llm_general_metrics` is in '
+        "microseconds, as from 0.12 on; those versions have seconds",
+    ),
+    (
+        "all",
+        "`all_models/gpt`, without in-flight batching, is served too "
+        "([serving.md](serving.md#2-write-the-model-repository))",
+    ),
+    (
+        "all",
+        "what asks for drafts, images, encoders or disaggregated serving is refused by name, "
+        "where [features.md](features.md) says so",
+    ),
+)
+TITLES = {
+    "HTTP": "HTTP routes",
+    "gRPC": "gRPC methods",
+    "Clients": "Requests of the client scripts",
+}
+
+
+class NotShown(Exception):
+    """A row failed, or did not run."""
+
+
+def page(report: Sequence[Sequence[object]]) -> str:
+    """The page's text.
+
+    Args:
+        report: version, table, number of the row, and outcome of each cell that ran.
+
+    Raises:
+        NotShown: a cell failed, or is missing.
+    """
+    outcomes = {(str(version), int(str(row))): str(was) for version, _, row, was in report}
+    parts = [HEAD, "| repository | |\n| --- | --- |"]
+    parts += [f"| {versions} | {text} |" for versions, text in _BEHAVIOUR]
+    parts.append("")
+    for table, title in TITLES.items():
+        parts.append(f"## {title}\n")
+        parts.append(f"| | {' | '.join(VERSIONS)} |\n|{' --- |' * (len(VERSIONS) + 1)}")
+        for number, row in enumerate(ROWS):
+            if row.table == table:
+                parts.append(_line(number, row, outcomes))
+        parts.append("")
+    return "\n".join(parts)
+
+
+def _line(number: int, row: Row, outcomes: Mapping[tuple[str, int], str]) -> str:
+    cells = []
+    for version in VERSIONS:
+        if not row.is_for(version):
+            cells.append(ABSENT)
+            continue
+        was = outcomes.get((version, number), "did not run")
+        if was != "passed":
+            raise NotShown(f"{row.name} with the repository of {version}: {was}")
+        cells.append(WORKS)
+    is_named = "decoupled" in row.name or not row.is_decoupled
+    return f"| {row.name}{'' if is_named else ', decoupled'} | {' | '.join(cells)} |"
+
+
+def main() -> None:
+    """Write the page, or say why not."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("report", type=Path, help="what --compatibility-report wrote")
+    try:
+        text = page(json.loads(parser.parse_args().report.read_text()))
+    except NotShown as error:
+        sys.exit(str(error))
+    PAGE.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
