@@ -74,6 +74,10 @@ def add_outputs(group: _ArgumentGroup) -> None:
         "--return-perf-metrics", action="store_true",
         help="ask for the figures of cache and times, and print them",
     )  # fmt: skip
+    add(
+        "--return-kv-cache-reuse-stats", action="store_true",
+        help="the same, of models of versions 0.16 to 0.18",
+    )  # fmt: skip
 
 
 def add_adapters(group: _ArgumentGroup) -> None:

@@ -113,7 +113,8 @@ def print_extra(args: argparse.Namespace, outputs: Mapping[str, Array]) -> None:
     """Print the outputs of `request_flags.add_outputs` that were requested and returned."""
     log_probs = _LOG_PROBS if args.return_log_probs else ()
     logits = [name for name in _LOGITS if getattr(args, f"return_{name}")]
-    metrics = _METRICS if args.return_perf_metrics else ()
+    has_metrics = args.return_perf_metrics or args.return_kv_cache_reuse_stats
+    metrics = _METRICS if has_metrics else ()
     for name in log_probs:
         if name in outputs:
             print(f"{name}: {outputs[name].tolist()}")

@@ -89,6 +89,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="ensemble (default) or tensorrt_llm_bls",
     )
+    parser.add_argument(
+        "-i", "--protocol", choices=("grpc",), default="grpc", help="accepted, without effect"
+    )
     parser.add_argument("-S", "--streaming", action="store_true", help="text as it comes")
     parser.add_argument(
         "-o", "--output-len", type=int, default=100, metavar="N", help="tokens (100)"
@@ -110,7 +113,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "presence_penalty", "frequency_penalty", "end_id", "pad_id", "embedding_bias_words",
         "embedding_bias_weights", "guided_decoding_guide_type", "guided_decoding_guide",
         "return_log_probs", "return_context_logits", "return_generation_logits",
-        "return_perf_metrics", "lora_path", "lora_task_id", "lora_name",
+        "return_perf_metrics", "return_kv_cache_reuse_stats", "protocol", "lora_path",
+        "lora_task_id", "lora_name",
         "dtype",
     )  # fmt: skip
 

@@ -27,7 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "lookahead_config", "prompt_embedding_table_path", "prompt_task_id",
         "prompt_table_extra_id", "vocab_size", "lora_path", "lora_task_id", "lora_name",
         "dtype", "return_log_probs", "return_context_logits", "return_generation_logits",
-        "return_perf_metrics", "correctness_threshold", "beam_width", "verbose", "end_id",
+        "return_perf_metrics", "return_kv_cache_reuse_stats", "correctness_threshold",
+        "beam_width", "verbose", "end_id",
         "pad_id",
     )  # fmt: skip
 

@@ -91,7 +91,7 @@ def flag_tensors(args: argparse.Namespace, num_rows: int = 1) -> list[Any]:
     """Tensors of the flags that add outputs to the answer, or limit it."""
     names = (
         "exclude_input_in_output", "return_log_probs", "return_context_logits",
-        "return_generation_logits", "return_perf_metrics",
+        "return_generation_logits", "return_perf_metrics", "return_kv_cache_reuse_stats",
     )  # fmt: skip
     return [row(name, True, bool, num_rows) for name in names if getattr(args, name)]
 

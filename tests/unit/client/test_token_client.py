@@ -218,14 +218,16 @@ def test_only_requested_outputs_may_come(server, call):
     assert "outputs ['cum_log_probs', 'output_ids', 'sequence_length'] came" in out
 
 
-def test_each_performance_metric_is_printed_on_a_line(server, call):
+@pytest.mark.parametrize("flag", ["return-perf-metrics", "return-kv-cache-reuse-stats"])
+def test_each_performance_metric_is_printed_on_a_line(server, call, flag):
     server.script = lambda request: [
         ids_reply([5, 6, 7, 8, 1], is_final=True,
                   kv_cache_reused_blocks=("INT32", [[4]]), acceptance_rate=("FP32", [[0.5]]))
     ]  # fmt: skip
 
-    _, out, _ = call("--return-perf-metrics")
+    _, out, _ = call(f"--{flag}")
 
+    assert server.received[-1].inputs[flag.replace("-", "_")].item() is True
     assert "kv_cache_reused_blocks: 4\nacceptance_rate: 0.5\n" in out
 
 
