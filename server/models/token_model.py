@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -162,12 +162,8 @@ class TokenModel:
                 if not stream.poll():
                     await stream.news()
                     continue
-                for sample, sequence, chunk, is_end in stream.take():
-                    for part in answers.parts(chunk):
-                        is_last = is_end and part.is_last
-                        response = answers.take(sample, sequence, part, is_last)
-                        if response is not None:
-                            yield response
+                for response in _taken(answers, stream):
+                    yield response
         finally:
             stream.abandon()
             self._forget(request.id, stream)
@@ -254,6 +250,15 @@ class TokenModel:
             retention = read_retention(inputs)
             samples.append(Sample(prompt, sampling, table, key, retention, *adapter))
         return samples
+
+
+def _taken(answers: Answers, stream: TokenStream) -> Iterator[InferResponse]:
+    """The responses to what a stream has now; see `TokenStream.take`."""
+    for sample, sequence, chunk, is_end in stream.take():
+        for part in answers.parts(chunk):
+            response = answers.take(sample, sequence, part, is_end and part.is_last)
+            if response is not None:
+                yield response
 
 
 def _with_beams(sampling: SamplingParams, inputs: SampleInputs) -> SamplingParams:

@@ -54,11 +54,6 @@ def test_the_dockerfile_copies_every_package():
     assert set(re.findall(r"^COPY (\w+) \1$", text, re.MULTILINE)) == set(PACKAGES)
 
 
-def test_the_documented_path_of_the_dockerfile_is_a_link_to_it():
-    link = ROOT / "dockerfile" / "Dockerfile.trt_llm_backend"
-    assert link.is_symlink() and link.samefile(DEPLOY / "Dockerfile")
-
-
 def test_files_named_in_the_compose_file_exist():
     compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
     mounts = [m for s in compose["services"].values() for m in s.get("volumes", ())]
