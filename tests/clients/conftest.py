@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,9 @@ sys.path[:0] = [str(_TESTS / "clients"), str(_TESTS / "e2e")]
 
 from adapters import write_peft  # noqa: E402
 from served import BIN, DEMO_MODEL, Served, command_env, free_ports  # noqa: E402
+
+TRITON_WHEEL = "nvidia-pytriton==0.7.0"
+"""Its Triton server is the reference of the protocol."""
 
 BUILD = (
     "trimaran convert --model_dir model --output_dir {engine}_checkpoint --dtype bfloat16 "
@@ -184,3 +189,33 @@ def plain(bench: Bench) -> Iterator[Served]:
     filled = {"decoupled": "False", "besides": PLAIN}
     with _launched(bench, "plain", "--pp_size 2", **filled) as server:
         yield server
+
+
+def pip(*arguments: str) -> None:
+    """Run pip, which must succeed."""
+    command = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check", *arguments]
+    subprocess.run(command, check=True, timeout=600)
+
+
+@pytest.fixture(scope="session")
+def triton(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a real Triton server, with the Python that its models run in."""
+    folder = tmp_path_factory.mktemp("triton")
+    pip("download", "--no-deps", "--dest", str(folder), TRITON_WHEEL)
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+    server = folder / "pytriton" / "tritonserver"
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    stub = "triton_python_backend_stub"
+    shutil.copy(
+        server / "python_backend_stubs" / version / stub, server / "backends" / "python"
+    )
+    (server / "bin" / "tritonserver").chmod(0o755)
+    (server / "backends" / "python" / stub).chmod(0o755)
+    # Its Python backend reads strings wrongly with the numpy that Trimaran needs.
+    python = folder / "python"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(python)], check=True)
+    packages = python / "lib" / f"python{version}" / "site-packages"
+    pip("install", "--no-deps", "--target", str(packages), "numpy<2")
+    return folder

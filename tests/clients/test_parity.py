@@ -10,7 +10,6 @@ import os
 import shutil
 import subprocess
 import sys
-import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,6 @@ from exchange import HttpServer, wait_ready  # noqa: E402
 from grpc_exchange import GrpcServer  # noqa: E402
 from served import Served, free_ports  # noqa: E402
 
-WHEEL = "nvidia-pytriton==0.7.0"
 SEED = 7
 _REPORTED = 12
 CONTROL = (
@@ -42,35 +40,6 @@ class Ports:
 
     http: int
     grpc: int
-
-
-def _pip(*arguments: str) -> None:
-    command = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check", *arguments]
-    subprocess.run(command, check=True, timeout=600)
-
-
-@pytest.fixture(scope="session")
-def triton(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a real Triton server, with the Python that its models run in."""
-    folder = tmp_path_factory.mktemp("triton")
-    _pip("download", "--no-deps", "--dest", str(folder), WHEEL)
-    (wheel,) = folder.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(folder)
-    server = folder / "pytriton" / "tritonserver"
-    version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    stub = "triton_python_backend_stub"
-    shutil.copy(
-        server / "python_backend_stubs" / version / stub, server / "backends" / "python"
-    )
-    (server / "bin" / "tritonserver").chmod(0o755)
-    (server / "backends" / "python" / stub).chmod(0o755)
-    # Its Python backend reads strings wrongly with the numpy that Trimaran needs.
-    python = folder / "python"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(python)], check=True)
-    packages = python / "lib" / f"python{version}" / "site-packages"
-    _pip("install", "--no-deps", "--target", str(packages), "numpy<2")
-    return folder
 
 
 @contextlib.contextmanager

@@ -32,6 +32,7 @@ MANIFESTS = [
 ]
 # Flags of other programs that the pages name.
 FOREIGN = {
+    "--collect-metrics", "--string-length",  # perf_analyzer
     "--build-arg", "--exclusive", "--from-file", "--gpus", "--gres", "--help-all", "--init",
     "--jobs", "--merge", "--overlap", "--pid", "--previous", "--requeue", "--set", "--shm-size",
     "--strict", "--test-only",
