@@ -60,7 +60,7 @@ def main() -> None:
     try:
         _check_packages(folder)
         _check_file(folder)
-        _mend_sentencepiece()
+        mend_sentencepiece()
         tokenizer, notes = _read(folder)
         raw, more = _fast_form(tokenizer, folder)
         facts = _facts(tokenizer, (*notes, *more))
@@ -86,7 +86,7 @@ def _check_packages(folder: Path) -> None:
             )
 
 
-def _mend_sentencepiece() -> None:
+def mend_sentencepiece() -> None:
     """Let transformers parse SentencePiece models with its own messages where those of the
     package want a newer protobuf than the installed one."""
     try:

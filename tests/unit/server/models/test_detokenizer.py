@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer as FastTokenizer
-from tokenizers import decoders, normalizers, trainers
-from tokenizers.models import BPE
+from tokenizers import decoders, normalizers, pre_tokenizers, trainers
+from tokenizers.models import BPE, WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from trimaran.server.models.tokenizer import IncrementalDetokenizer, Tokenizer
 
@@ -160,3 +161,34 @@ def test_a_replacement_character_that_the_model_wrote_is_kept(tokenizer):
             tokenizer, tokenizer.encode_now("a", False), ids, random.Random(0), most
         )
         assert "".join(deltas).strip() == "a \ufffd b"
+
+
+SPACED = ["I 'm here . It is n't a test , is it ?", "do n ' t say so !", "seven eves ' vest"]
+
+
+@pytest.fixture(scope="module")
+def spaced_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer whose decoded words are apart, and whose class cleans that up."""
+    folder = tmp_path_factory.mktemp("spaced")
+    words = sorted({word for text in SPACED for word in text.split()})
+    fast = FastTokenizer(
+        WordLevel({word: n for n, word in enumerate(["<unk>", *words])}, "<unk>")
+    )
+    fast.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast.save(str(folder / "tokenizer.json"))
+    settings = {"clean_up_tokenization_spaces": True}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+@pytest.mark.parametrize("skips", [True, False])
+@pytest.mark.parametrize("text", SPACED)
+def test_deltas_of_text_that_is_cleaned_up_join_to_the_whole_text(spaced_folder, text, skips):
+    tokenizer = Tokenizer(str(spaced_folder))
+    ids = tokenizer.encode_now(text, False)
+    detokenizer = IncrementalDetokenizer(tokenizer, [], skips)
+    deltas = [detokenizer.push([each]) for each in ids[:-1]]
+    deltas.append(detokenizer.push(ids[-1:], is_last=True))
+    reference = PreTrainedTokenizerFast.from_pretrained(str(spaced_folder))
+    assert "".join(deltas) == tokenizer.decode(ids) == reference.decode(ids)
+    assert tokenizer.decode(ids) != text
