@@ -61,7 +61,7 @@ class PeerLink(asyncio.Protocol):
 
     def close(self) -> None:
         """End the connection without calling the loss callback."""
-        self._on_lost = _nobody
+        self._on_lost = _ignore
         if self._transport is not None:
             self._transport.close()
 
@@ -135,7 +135,7 @@ def _gone() -> RequestError:
     )
 
 
-def _nobody(link: PeerLink) -> None:
+def _ignore(link: PeerLink) -> None:
     """The default listener does nothing."""
 
 

@@ -101,7 +101,7 @@ class ModelRegistry:
         self._versions: dict[str, dict[int, _Version]] = {}
         self._extras: WeakKeyDictionary[Model, _Extras] = WeakKeyDictionary()
         self._strict_readiness = strict_readiness
-        self.on_change: Callable[[], None] = _nobody
+        self.on_change: Callable[[], None] = _ignore
         """Called when a version starts or stops serving."""
 
         by_name: dict[str, list[Model]] = {}
@@ -320,7 +320,7 @@ def _no_version(text: str) -> RequestError:
     )
 
 
-def _nobody() -> None:
+def _ignore() -> None:
     """The default listener does nothing."""
 
 

@@ -30,7 +30,7 @@ def test_weights_without_measurements_are_multiplied_by_torch():
     assert table.pick(1, 4096, 1024, "gated") is None
     assert table.pick(1, 4096, 512, "plain") is None
     assert (
-        ProductTable.of_device("a GPU that nobody measured").pick(1, 4096, 1024, "plain")
+        ProductTable.of_device("a GPU without measurements").pick(1, 4096, 1024, "plain")
         is None
     )
 

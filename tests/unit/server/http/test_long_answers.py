@@ -253,6 +253,8 @@ def test_a_model_replaced_while_a_request_is_checked_is_not_run(
         else ECHO + 'input { name: "NEW" data_type: TYPE_INT8 dims: 1 optional: true }'
     )
     old = fresh_server.service.registry.get("echo")
+    # As a load does: the new version counts from 0.
+    fresh_server.metrics.forget(old.name, old.version)
     new = fresh_server.metrics.measure(EchoModel(config))
 
     async def replace():

@@ -53,7 +53,7 @@ def test_files_of_an_ensemble_with_an_unreadable_step_are_deleted_at_once(fronte
 @pytest.mark.matrix(keep=1)
 @pytest.mark.parametrize("name", ["\\000", "../secret", "1/../../secret", "/etc/hostname"])
 def test_label_files_outside_the_model_folder_are_refused_with_the_load(frontend, name):
-    (frontend.repository / "secret").write_text("of nobody's concern")
+    (frontend.repository / "secret").write_text("private")
     path = frontend.repository / "postprocessing" / "config.pbtxt"
     path.write_text(
         path.read_text().replace(

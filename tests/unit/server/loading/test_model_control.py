@@ -119,7 +119,7 @@ def test_uploaded_files_of_a_previous_front_end_are_kept(tmp_path):
 
 def test_a_broken_link_hides_no_change_of_other_files(tmp_path):
     (tmp_path / "config.pbtxt").write_text("one")
-    (tmp_path / ".#config.pbtxt").symlink_to("somebody@somewhere.1")  # an editor's lock
+    (tmp_path / ".#config.pbtxt").symlink_to("user@host.1")  # an editor's lock
     before = fingerprint(tmp_path, None)
     (tmp_path / "config.pbtxt").write_text("another")
     assert fingerprint(tmp_path, None) != before

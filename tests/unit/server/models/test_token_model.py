@@ -410,7 +410,7 @@ async def test_a_stop_reaches_the_requests_of_text_models(serve):
 async def test_a_stop_of_an_unknown_id_succeeds_and_without_id_fails(serve):
     async with serve(decoupled_mode="False") as served:
         await served.dial(_counting)
-        (response,) = await served.infer("tensorrt_llm", id="nobody", **STOP)
+        (response,) = await served.infer("tensorrt_llm", id="unknown", **STOP)
         assert response.outputs == []
         with pytest.raises(
             RequestError, match="Trying to stop a request but request ID is not"

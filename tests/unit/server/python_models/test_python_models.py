@@ -344,7 +344,7 @@ async def test_a_python_postprocessing_replaces_the_built_in_postprocessing(serv
         assert len(streamed) > 1
         assert await served.texts(model, exclude_input_in_output=True, **options) == ["3 ids;"]
         stop = {"text_input": "", "max_tokens": 0, "stop": True}
-        assert await served.infer(model, id="nobody", **stop) == []
+        assert await served.infer(model, id="unknown", **stop) == []
         # Like built-in steps: only the ensemble's prefix, and the checks of either step.
         error = await failure_of(served.infer(model, text_input="hello", max_tokens=0))
         assert ("in ensemble" in str(error)) == (model == "ensemble")
