@@ -25,7 +25,7 @@ async def test_a_dead_process_fails_its_requests_and_is_restarted(serve_own):
             dying = asyncio.ensure_future(failure_of(served.infer("repeater", IN=[-1])))
             error = await failure_of(anext(responses))
         assert error.kind is ErrorKind.UNAVAILABLE
-        assert "'repeater_0_0' ended while it ran the request" in str(error)
+        assert "'repeater_0' ended while it ran the request" in str(error)
         assert (await dying).kind is ErrorKind.UNAVAILABLE
         assert not model.is_ready
         # Waits for the process that is being started.
