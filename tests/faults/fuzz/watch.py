@@ -16,10 +16,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import psutil
-from forms import Access
+
+# The program finds its folder also where the interpreter leaves that out (PYTHONSAFEPATH).
+sys.path[:0] = [str(Path(__file__).parent)]
+from forms import Access  # noqa: E402
 
 PROBE_S = 0.02
 WEIGH_S = 0.2
