@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -58,6 +59,11 @@ class _LossyStreamHandler(logging.StreamHandler):  # type: ignore[type-arg]
     def __init__(self, stream: TextIO, path: str = "") -> None:
         super().__init__(stream)
         self._untold = path
+
+    def flush(self) -> None:
+        # Also called by `setStream`, for lines that could not be written before.
+        with contextlib.suppress(OSError):
+            super().flush()
 
     def handleError(self, record: logging.LogRecord) -> None:
         error = sys.exc_info()[1]

@@ -70,8 +70,7 @@ def prepare(folder: str | Path) -> PreparedTokenizer:
     found = _known(entry)
     if found is None:
         _check_json(path)
-        _convert(path, cache, entry)
-        found = PreparedTokenizer.load(entry)
+        found = _converted(path, cache, entry)
         for note in found.facts.notes:
             logger.warning("tokenizer_dir %s: %s", folder, note)
     return found
@@ -134,7 +133,7 @@ def _check_json(folder: Path) -> None:
     special_tokens(folder, ("eos_token", "pad_token"))
 
 
-def _convert(folder: Path, cache: Path, entry: Path) -> None:
+def _converted(folder: Path, cache: Path, entry: Path) -> PreparedTokenizer:
     """Fill an entry of the cache, in a child: transformers is slow to import."""
     logger.info("Reading the tokenizer of %s with transformers (once)", folder)
     try:
@@ -146,12 +145,15 @@ def _convert(folder: Path, cache: Path, entry: Path) -> None:
         ) from error
     try:
         _run_child(folder, scratch)
+        # Read before the rename: another process may delete old entries of the cache.
+        found = PreparedTokenizer.load(scratch)
         with suppress(OSError):
-            # Another process may have filled the entry meanwhile, with the same.
+            # Another process may have filled the entry with the same files.
             scratch.rename(entry)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     _forget_oldest(cache)
+    return found
 
 
 def _run_child(folder: Path, scratch: Path) -> None:

@@ -101,21 +101,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         with watched_output():
             return _dispatch(words)
     except ConfigError as error:
-        print(f"trimaran: error: {error}", file=sys.stderr)
+        _print_error(error)
         return EXIT_CONFIG
     except ReaderGoneError:
         return EXIT_FAILURE  # silent, like other programs whose pipe has closed
     except TrimaranError as error:
-        print(f"trimaran: error: {error}", file=sys.stderr)
+        _print_error(error)
         return EXIT_FAILURE
     except OSError as error:
-        # A null byte in a path, whichever function uses the path first.
+        # A path is too long, whichever function uses the path first.
         if error.errno != errno.ENAMETOOLONG:
             raise
-        print(f"trimaran: error: {error.filename}: {error.strerror}", file=sys.stderr)
+        _print_error(f"{error.filename}: {error.strerror}")
         return EXIT_CONFIG
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+    finally:
+        # The interpreter exits with 120 if lines of standard error are left.
+        _drop_the_rest(sys.stderr)
+
+
+def _print_error(error: object) -> None:
+    """Print the reason of a failure. A full disk at standard error changes no exit code."""
+    with contextlib.suppress(OSError):
+        print(f"trimaran: error: {error}", file=sys.stderr)
 
 
 def _open_standard_streams() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import sys
@@ -65,8 +66,9 @@ def _serve(args: argparse.Namespace) -> int:
     except ConfigError as error:
         if job is None:
             raise
-        # Logged before the abort, which may end this task too.
-        print(f"trimaran: error: {error}", file=sys.stderr, flush=True)
+        # Printed before the abort, which may end this task too.
+        with contextlib.suppress(OSError):
+            print(f"trimaran: error: {error}", file=sys.stderr, flush=True)
         abort_job()
         return EXIT_CONFIG
     for note in config.notes:

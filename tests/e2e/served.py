@@ -34,6 +34,7 @@ def command_env() -> dict[str, str]:
     # Variables of a surrounding MPI job; a machine's own Open MPI settings stay.
     job = ("OMPI_COMM_", "OMPI_UNIVERSE_", "PMIX_", "PRTE_", "PMI_")
     env = {k: v for k, v in os.environ.items() if not k.startswith(job)}
+    env.pop("PYTHONUNBUFFERED", None)
     env["OMP_NUM_THREADS"] = "1"
     return env
 

@@ -268,10 +268,10 @@ def test_no_process_outlives_a_supervisor_killed_during_the_start(
     server.kill()
 
 
-def test_a_full_disk_at_the_logs_stops_no_process(repository, tmp_path, undisturbed):
-    server = Served(
-        repository, 2, ("--dtype", "float32", "--log-file", "/dev/full"), Path("/dev/full")
-    )
+def test_a_full_disk_at_the_logs_stops_no_process(repository, undisturbed):
+    # The flag without effect is logged before the log has a pipe.
+    flags = ("--dtype", "float32", "--log-file", "/dev/full", "--force")
+    server = Served(repository, 2, flags, Path("/dev/full"))
     with server:
         assert Stream(server).finish() == undisturbed
         assert server.stop() == 0

@@ -82,3 +82,27 @@ def test_a_log_file_that_cannot_be_opened_loses_only_its_lines(tmp_path):
 def test_a_deleted_log_folder_is_created_again(tmp_path):
     assert run(1, tmp_path / "gone") == ["always told"]
     assert "told at level 1" in (tmp_path / "gone" / "llm-frontend1.log").read_text()
+
+
+CHANGES_STREAM = """
+import io, logging
+from trimaran.comm.log import setup_logging
+
+setup_logging("supervisor")
+logging.warning("lost")
+logging.getLogger().handlers[0].setStream(io.StringIO())
+print("changed")
+"""
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_process_changes_its_log_stream_after_lines_were_lost_on_a_full_disk(unbuffered):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", CHANGES_STREAM],
+            env={**os.environ, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": unbuffered},
+            stdout=subprocess.PIPE,
+            stderr=full,
+            text=True,
+        )
+    assert done.stdout == "changed\n"

@@ -77,6 +77,17 @@ def test_an_error_is_printed_even_if_standard_output_cannot_be_written(printing)
     assert "--model-repo DIR is missing" in said
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(("words", "code"), [("--version", 0), ("slurm render", 2)])
+def test_a_full_disk_at_standard_error_changes_no_exit_code(words, code, unbuffered):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [*COMMAND, *words.split()], stdout=subprocess.DEVNULL, stderr=full,
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered}, timeout=60,
+        )  # fmt: skip
+    assert done.returncode == code
+
+
 def test_file_names_that_are_not_utf8_are_printed(tmp_path):
     folder = os.fsencode(tmp_path) + b"/r\xff"
     done = subprocess.run(
