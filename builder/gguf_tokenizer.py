@@ -60,8 +60,8 @@ _DIGITS_APART = ("smollm", "starcoder", "refact", "command-r")
 
 
 def tokenizer_files(source: EngineFolder) -> dict[str, str]:
-    """The texts of a tokenizer's files by their names: those of a GGUF file, or of a converted
-    one. Empty for other checkpoints, which have a folder for their tokenizer.
+    """The texts of a tokenizer's files by their names, for a GGUF file or a converted GGUF
+    file. Empty for other checkpoints, which have a folder for their tokenizer.
 
     Raises:
         ConfigError: the file's vocabulary is of a kind that is not read.
@@ -176,7 +176,7 @@ def _with_merges(
     vocabulary = {word: number for number, word in enumerate(tokens)}
     try:
         return Tokenizer(models.BPE(vocab=vocabulary, merges=merges, **settings))
-    except Exception as error:  # of the library, which has no type for this one
+    except Exception as error:  # the library raises no narrower type
         raise ConfigError(
             f"{file.path}: the vocabulary cannot be used: {error}. Download the file again."
         ) from None

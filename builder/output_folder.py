@@ -22,7 +22,7 @@ from trimaran.worker.config.engine_folder import CONFIG_FILE, RankMapping
 _LOCK_WAIT_S = 1.0
 _POLL_S = 0.02
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-"""Files of a tokenizer that a folder holds beside its weights if they came from one file."""
+"""Files of a tokenizer that a build writes beside the weights, for a GGUF file."""
 
 _INSIDE = ".partial"
 _OF_MOUNTS = {_INSIDE, "lost+found"}

@@ -221,7 +221,7 @@ def _filed_tokens_per_block(values: dict[str, Any]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class OtherNames:
-    """Further names of flags, those of an older script: each a short and a long one."""
+    """Further names of flags, as an older script has them: a short and a long name each."""
 
     checkpoint: tuple[str, ...] = ()
     output: tuple[str, ...] = ()

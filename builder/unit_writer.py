@@ -50,7 +50,7 @@ class UnitWriter:
         with CheckpointTensors() as checkpoint, ExitStack() as stack:
             self._read_ahead(unit)
             files: dict[int, int] = {}
-            # A tensor for all ranks at once: reading one of GGUF dequantizes it.
+            # A tensor for all ranks at once: a read of a GGUF tensor dequantizes the tensor.
             for rank, name in sorted(unit.places, key=lambda place: place[1]):
                 if rank not in files:
                     files[rank] = stack.enter_context(_opened(self._paths[rank], os.O_WRONLY))

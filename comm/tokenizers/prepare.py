@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -44,6 +45,9 @@ _MAX_FILE_BYTES = 512 << 20
 _PIECE_BYTES = 1 << 20
 _JSON_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _MAX_ENTRIES = 64
+_SCRATCH = "new-"
+"""What the names of folders begin with that a child fills."""
+
 _TIMEOUT_S = 300.0
 
 
@@ -137,7 +141,7 @@ def _converted(folder: Path, cache: Path, entry: Path) -> PreparedTokenizer:
     """Fill an entry of the cache, in a child: transformers is slow to import."""
     logger.info("Reading the tokenizer of %s with transformers (once)", folder)
     try:
-        scratch = Path(tempfile.mkdtemp(prefix="new-", dir=cache))
+        scratch = Path(tempfile.mkdtemp(prefix=_SCRATCH, dir=cache))
     except OSError as error:
         raise ConfigError(
             f"tokenizer_dir {folder} cannot be converted: {cache} cannot be written: {error}. "
@@ -182,9 +186,12 @@ def _run_child(folder: Path, scratch: Path) -> None:
 
 
 def _forget_oldest(cache: Path) -> None:
-    """Keep the entries that were used last."""
+    """Keep the entries that were used last, and delete the folders of killed conversions."""
+    began_s = time.time() - 2 * _TIMEOUT_S
     with suppress(OSError):
-        entries = [path for path in cache.iterdir() if not path.name.startswith("new-")]
-        entries.sort(key=lambda path: path.stat().st_mtime)
-        for path in entries[:-_MAX_ENTRIES]:
+        times = {path: path.stat().st_mtime for path in cache.iterdir()}
+        unfinished = [path for path in times if path.name.startswith(_SCRATCH)]
+        killed = [path for path in unfinished if times[path] < began_s]
+        entries = sorted(times.keys() - set(unfinished), key=times.__getitem__)
+        for path in (*entries[:-_MAX_ENTRIES], *killed):
             shutil.rmtree(path, ignore_errors=True)

@@ -37,7 +37,7 @@ _READERS = {
     "sentencepiece": "tokenizer folders with a SentencePiece model alone",
     "tiktoken": "tokenizer folders with a tiktoken vocabulary alone",
 }
-"""Packages that some tokenizer folders need, and which."""
+"""Packages that only some tokenizer folders need, and these folders."""
 
 _SHOWN = (
     "help", "model_repo", "multi_model", "world_size", "device", "hosts", "worker_launch",

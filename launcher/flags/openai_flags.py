@@ -27,7 +27,7 @@ def add_openai_flags(parser: argparse.ArgumentParser) -> None:
         help="OpenAI clients name an adapter MODEL, TEXT, ADAPTER in one word (ADAPTER "
         "alone)")  # fmt: skip
     add("--chat-template", default="", metavar="FILE",
-        help="jinja2 template of chats in place of those of tokenizer_dir")  # fmt: skip
+        help="jinja2 template of chats in place of the templates of tokenizer_dir")  # fmt: skip
     add("--tool-call-parser", default="auto", choices=("auto", *FORMATS),
         help="form in which the model writes tool calls (auto: by the chat "
         "template)")  # fmt: skip

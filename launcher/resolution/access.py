@@ -9,7 +9,7 @@ from collections.abc import Iterator, MutableMapping
 from typing import NamedTuple
 
 from trimaran.comm.errors import ConfigError
-from trimaran.launcher.resolution.openai import openai_settings
+from trimaran.launcher.resolution.openai import openai_restrictions
 from trimaran.server.access.api_keys import read_keys
 from trimaran.server.access.config import AccessConfig, ConnectionLimits
 from trimaran.server.access.restrictions import (
@@ -40,7 +40,7 @@ def access_config(args: argparse.Namespace) -> AccessConfig:
             args.http_restricted_api, "--http-restricted-api", environ=os.environ
         ),
         openai_restrictions=parse_restrictions(
-            openai_settings(args), "--openai-restricted-api", environ=os.environ
+            openai_restrictions(args), "--openai-restricted-api", environ=os.environ
         ),
         grpc_restrictions=parse_restrictions(
             args.grpc_restricted_protocol, "--grpc-restricted-protocol",

@@ -73,7 +73,7 @@ def _tokenizers(repository: ModelRepository) -> list[TokenizerFolder]:
     found: dict[str, TokenizerFolder] = {}
     for role in (Role.PREPROCESSING, Role.POSTPROCESSING):
         for model in repository.of_role(role):
-            # The front end refuses a model that names none.
+            # The front end refuses a model without this parameter.
             folder = model.parameters.get_str("tokenizer_dir")
             if folder is not None:
                 found.setdefault(folder, TokenizerFolder(model.config_path, folder))

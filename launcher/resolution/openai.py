@@ -50,7 +50,7 @@ def openai_config(args: argparse.Namespace) -> OpenAiConfig:
     )
 
 
-def openai_settings(args: argparse.Namespace) -> list[str]:
+def openai_restrictions(args: argparse.Namespace) -> list[str]:
     """The restrictions of the OpenAI port, in the form of ``--http-restricted-api``.
 
     Raises:

@@ -28,8 +28,7 @@ _TITLES = {
 _QUESTION = "What is machine learning?"
 _MAX_TOKENS = 20
 _MAX_ANSWER = 64
-"""Tokens for a prompt of the operator, which probably suits the model."""
-
+"""Tokens of a chat, and for a prompt of the operator, which probably suits the model."""
 
 _PATHS = {"metrics": "/metrics", "openai": "/v1"}
 """Where the endpoints of a port begin."""
@@ -50,8 +49,8 @@ def announce(config: ServeConfig, show: Callable[[str], None]) -> None:
         part.replace(config.ready_file)
     except OSError as error:
         logger.error(
-            "--ready-file %s cannot be written (%s): who waits for it waits in vain, though "
-            "the server serves. Name a file where there is room.",
+            "--ready-file %s cannot be written (%s): programs that wait for the file wait in "
+            "vain, though the server serves. Name a file where there is room.",
             config.ready_file, error.strerror,
         )  # fmt: skip
         with contextlib.suppress(OSError):

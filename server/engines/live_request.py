@@ -112,7 +112,8 @@ class TokenChunk:
         return replace(self, token_ids=self.token_ids[:num_ids], extras=extras)
 
     def singly(self) -> Iterator[TokenChunk]:
-        """Chunks of one id each; the last has the end, and what is no list of ids' values."""
+        """Chunks of one id each. The last chunk has the end, and the extras without a value for
+        each id; the first chunk has the prompt's logits."""
         last = len(self.token_ids) - 1
         if last < 1 or "beams" in self.extras:
             yield self

@@ -88,7 +88,7 @@ logger = logging.getLogger(__name__)
 
 _BLOCK_TOKENS, _MAX_BLOCKS = 32, 1 << 16
 _LOGIT_BYTES = 4
-"""Of the widest type of logits."""
+"""Bytes of a logit, in the widest type."""
 
 
 class EngineOwner(Protocol):

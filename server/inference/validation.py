@@ -270,7 +270,7 @@ def _split(raw: Buffer, input_name: str, model: str) -> Cooperative[Array]:
     try:
         return (yield from split_in_chunks(raw, input_name))
     except CutLengthError as error:
-        # As in Triton, a cut string is told without the request and the model.
+        # As in Triton, the error of a cut string names neither the request nor the model.
         raise _Prefixed(error.text_for(model)) from None
 
 

@@ -420,11 +420,11 @@ class ModelControl:
 
     def save_state(self) -> None:
         """Save the loaded models for the next front end."""
-        models = [_remembered(loaded.candidate, True) for loaded in self._set.loaded()]
+        models = [_saved(loaded.candidate, True) for loaded in self._set.loaded()]
         # A restored model keeps its counts, so other front ends do not count it anew.
         coming = {each.name for each in self._set.awaiting(self._vacated)}
-        models += [_remembered(c, c.name in coming) for c in self._set.waiting()]
-        models += [_remembered(_of_read(read), True) for read in self._vacated.values()]
+        models += [_saved(c, c.name in coming) for c in self._set.waiting()]
+        models += [_saved(_of_read(read), True) for read in self._vacated.values()]
         leaving = [_leaving(engines) for engines in self._preparation.leaving()]
         state = SavedState(
             models=tuple(models),
@@ -437,7 +437,7 @@ class ModelControl:
         self._save_state(groups, state.to_bytes())
 
 
-def _remembered(candidate: Candidate, is_loaded: bool) -> SavedModel:
+def _saved(candidate: Candidate, is_loaded: bool) -> SavedModel:
     return SavedModel(
         name=candidate.name,
         version=candidate.version,

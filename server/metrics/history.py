@@ -20,7 +20,7 @@ class Reading:
     waiting_requests: float
     kv_used_fraction: float
     first_token_p99_s: float | None
-    """Of the last minute; None without requests in that minute."""
+    """Over the last minute; None without requests in that minute."""
 
 
 class History:

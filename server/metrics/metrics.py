@@ -127,8 +127,8 @@ def is_logged() -> bool:
 
 
 def log_engine_stats(model: str, stats: Mapping[str, float]) -> None:
-    """Write a JSON line with a group's last iteration, which has one value for each sample of
-    ``nv_trt_llm_*``, and one with the model's totals.
+    """Write two JSON lines: a group's last iteration, with a value for each sample of
+    ``nv_trt_llm_*``, and the model's totals.
     """
     names = {**_NAMES, **(_V1 if stats.get("v1_batching") else _IN_FLIGHT)}
     values: dict[str, object] = {name: int(stats.get(key, 0)) for name, key in names.items()}

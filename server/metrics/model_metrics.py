@@ -147,7 +147,7 @@ class ModelMetrics:
         families.tags[labels] = tag_labels(config)
         known = families.counts.of_models
         self.statistics = known.setdefault(labels, ModelStatistics(name, version))
-        """Of a version that is measured again without being removed, the counts go on."""
+        """The counts of a version go on if the version is measured again without `remove`."""
         self._pending = families.pending.labels(*labels)
         families.load_duration.labels(*labels)
         self._summaries = families.summaries

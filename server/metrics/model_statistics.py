@@ -52,9 +52,9 @@ class ModelStatistics:
         self.num_executions = 0
         self.num_failures = dict.fromkeys(FailureReason, 0)
         self.success = _Duration()
-        """Of whole requests."""
+        """Successful requests, and their whole time."""
         self._input_ns = self._queue_ns = self._infer_ns = self._output_ns = 0
-        """Of successful requests: each has every phase once."""
+        """Time of successful requests in each phase: a request has every phase once."""
         self._last_inference_ms = 0
         self._fail = _Duration()
         self._batches: defaultdict[int, _Duration] = defaultdict(_Duration)
@@ -86,8 +86,8 @@ class ModelStatistics:
             self._batches[executed_batch].add(infer_ns)
 
     def record_failure(self, reason: FailureReason, total_ns: int | None) -> None:
-        """Count a request that ended with an error or was cancelled; one that had not begun
-        has no time.
+        """Count a request that ended with an error or was cancelled. ``total_ns`` is None for a
+        request that had not begun.
         """
         self.num_failures[reason] += 1
         if total_ns is not None:

@@ -122,15 +122,15 @@ def _refuse_near_miss(
 
 
 def answers_batches(config: ModelConfig) -> bool:
-    """Whether a token model is one of the repository ``gpt``, without in-flight batching: one
-    response answers all samples of a request. Its input that asks for log-probabilities has
-    the name of another model's output.
+    """Whether a token model is from the repository ``gpt``, without in-flight batching: a
+    single response answers all samples of a request. The input that requests
+    log-probabilities has the name of another model's output.
     """
     return any(tensor.name == _BATCH_INPUT for tensor in config.input)
 
 
 def precedes_sequences(config: ModelConfig) -> bool:
-    """Whether a model is one of a version up to 0.13, which have no sequence index."""
+    """Whether a model is from a version up to 0.13, whose models have no sequence index."""
     return all(output.name != "sequence_index" for output in config.output)
 
 

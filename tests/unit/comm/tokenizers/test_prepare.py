@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -72,6 +73,16 @@ def test_a_damaged_entry_is_made_again(cache, folder, name, damage):
     else:
         path.unlink()
     assert prepare(folder) == first
+
+
+def test_the_folder_of_a_killed_conversion_is_deleted(cache, folder):
+    killed, running = cache / "new-killed", cache / "new-running"
+    for path in (killed, running):
+        path.mkdir(parents=True)
+    os.utime(killed, (0, 0))
+    prepare(folder)
+    assert running.exists()
+    assert not killed.exists()
 
 
 def test_a_class_that_runs_in_python_alone_is_refused_by_name(cache, tmp_path):
