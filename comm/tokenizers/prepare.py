@@ -151,13 +151,29 @@ def _converted(folder: Path, cache: Path, entry: Path) -> PreparedTokenizer:
         _run_child(folder, scratch)
         # Read before the rename: another process may delete old entries of the cache.
         found = PreparedTokenizer.load(scratch)
-        with suppress(OSError):
-            # Another process may have filled the entry with the same files.
-            scratch.rename(entry)
+        if _is_still(folder, entry.name):
+            with suppress(OSError):
+                # Another process may have filled the entry with the same files.
+                scratch.rename(entry)
+        else:
+            logger.warning(
+                "tokenizer_dir %s changed during its conversion: the next start repeats the "
+                "conversion",
+                folder,
+            )
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     _forget_oldest(cache)
     return found
+
+
+def _is_still(folder: Path, digest: str) -> bool:
+    """Whether the folder's files are those of a digest: a name with the contents of other
+    files would mislead every later start."""
+    try:
+        return _digest(folder) == digest
+    except OSError:
+        return False
 
 
 def _run_child(folder: Path, scratch: Path) -> None:

@@ -7,6 +7,8 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -73,6 +75,19 @@ def test_a_damaged_entry_is_made_again(cache, folder, name, damage):
     else:
         path.unlink()
     assert prepare(folder) == first
+
+
+def test_a_folder_that_changes_during_its_conversion_is_not_kept(cache, folder):
+    def change():
+        while not list(cache.glob("new-*")):
+            time.sleep(0.002)
+        (folder / "added_tokens.json").write_text("{}")
+
+    thread = threading.Thread(target=change, daemon=True)
+    thread.start()
+    prepare(folder)
+    thread.join()
+    assert list(cache.iterdir()) == []
 
 
 def test_the_folder_of_a_killed_conversion_is_deleted(cache, folder):
