@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,8 +15,16 @@ from trimaran.server.inference.tensor_bytes import object_array
 from trimaran.server.models.encoded_texts import Ids
 from trimaran.server.models.text_answer import TextAnswer
 from trimaran.server.models.text_run import TextRun
+from trimaran.server.models.token_job import ChunkResponse
 
 Value = bool | int | float | str | npt.NDArray[Any]
+
+Likeliest = list[tuple[int, float]]
+"""Ids with their log-probabilities, highest first."""
+
+_LOGITS = "generation_logits"
+_NUM_ROWS = 16
+"""Rows of logits that are read together: copies of all rows would take too much memory."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,6 +52,9 @@ class TextJob(InferRequest):
     num_sequences: int = 1
     """Of each prompt."""
 
+    num_top: int = 0
+    """Likeliest ids of each place that answers tell; needs the logits in `sampling`."""
+
     sampling: Mapping[str, Value] = field(default_factory=dict)
     """Inputs of the token model by its names, the same for each prompt."""
 
@@ -58,7 +70,9 @@ class TextJob(InferRequest):
         inputs = self.prompt_tensors("QUERY", is_batched=is_batched)
         values: dict[str, Value] = {"REQUEST_OUTPUT_LEN": self.max_tokens}
         if self.stop_words:
-            values["STOP_WORDS_DICT"] = object_array([w.encode() for w in self.stop_words])
+            values["STOP_WORDS_DICT"] = object_array(
+                [word.encode("utf-8", "surrogateescape") for word in self.stop_words]
+            )
         if self.ignores_end:
             values["END_ID"] = -1
         for name, value in values.items():
@@ -94,8 +108,11 @@ class TextChunk(InferResponse):
     log_probs: list[float] = field(default_factory=list)
     """One for each of the ids, if asked for."""
 
+    tops: list[Likeliest] = field(default_factory=list)
+    """The likeliest ids of the first places, whose logits were read already."""
+
     logits: npt.NDArray[Any] | None = None
-    """[ids, vocabulary], if asked for."""
+    """[ids, vocabulary] of the other places, if asked for."""
 
     finish_reason: str = ""
     """``stop``, ``length`` or ``cancelled`` with the sequence's last part; else empty."""
@@ -113,6 +130,7 @@ class _JobAnswer(TextAnswer):
     """A text whose ids since the last response are known."""
 
     new_ids: list[int] = field(default_factory=list)
+    tops: list[Likeliest] = field(default_factory=list)
 
     def push(self, ids: list[int]) -> str:
         """See `TextAnswer`."""
@@ -125,6 +143,33 @@ class JobRun(TextRun):
     """The answers of a `TextJob`."""
 
     hides_stop_words = True
+
+    @property
+    def is_incremental(self) -> bool:
+        """See `TextRun`. Logits are read as they come: those of a whole answer would not fit
+        into memory."""
+        return super().is_incremental or self._num_top > 0
+
+    def takes_at_once(self, response: InferResponse) -> bool:
+        """See `TextRun`. Logits are read in a thread."""
+        return not self._num_top and TextRun.takes_at_once(self, response)
+
+    async def take(self, response: InferResponse) -> InferResponse | None:
+        """See `TextRun`."""
+        taken = await TextRun.take(self, response)
+        if taken is None and self._num_top:
+            assert isinstance(response, ChunkResponse)
+            answer = self._answer((response.sample, response.sequence))
+            assert isinstance(answer, _JobAnswer)
+            logits = answer.progress.take_logits(_LOGITS)
+            if logits is not None:
+                answer.tops += await asyncio.to_thread(likeliest, logits, self._num_top)
+        return taken
+
+    @property
+    def _num_top(self) -> int:
+        assert isinstance(self._request, TextJob)
+        return self._request.num_top
 
     def _skips_special_tokens(self) -> bool:
         assert isinstance(self._request, TextJob)
@@ -150,6 +195,7 @@ class JobRun(TextRun):
     ) -> InferResponse:
         assert isinstance(answer, _JobAnswer)
         ids, answer.new_ids = answer.new_ids, []
+        tops, answer.tops = answer.tops, []
         progress = answer.progress
         return TextChunk(
             model_name=self._options.name,
@@ -161,12 +207,33 @@ class JobRun(TextRun):
             text=texts[0],
             token_ids=ids,
             log_probs=progress.take_log_probs(),
-            logits=progress.take_logits("generation_logits"),
+            tops=tops,
+            logits=progress.take_logits(_LOGITS),
             finish_reason=progress.finish_reason if is_last else "",
             num_input=progress.num_input,
             num_output=progress.num_output,
             figures=progress.figures if is_last else {},
         )
+
+
+def likeliest(logits_TV: npt.NDArray[Any], count: int) -> list[Likeliest]:
+    """The ids of highest logit of each row, with their log-probabilities. Takes time in
+    proportion to the vocabulary."""
+    count = min(count, logits_TV.shape[1])
+    found: list[Likeliest] = []
+    for start in range(0, len(logits_TV), _NUM_ROWS):
+        rows = logits_TV[start : start + _NUM_ROWS].astype(np.float32, copy=False)
+        highest = rows.max(axis=1, keepdims=True)
+        totals = highest[:, 0] + np.log(np.exp(rows - highest).sum(axis=1))
+        places = np.argpartition(rows, -count, axis=1)[:, -count:]
+        for row, ids, total in zip(rows, places, totals, strict=True):
+            ranked = sorted(((int(i), float(row[i] - total)) for i in ids), key=_by_log_prob)
+            found.append(ranked)
+    return found
+
+
+def _by_log_prob(likely: tuple[int, float]) -> float:
+    return -likely[1]
 
 
 def _tensor(name: str, value: Value, count: int, *, is_batched: bool) -> Tensor:

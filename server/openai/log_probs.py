@@ -6,16 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from trimaran.server.models.text_job import TextChunk
+from trimaran.server.models.text_job import Likeliest, TextChunk, likeliest
 from trimaran.server.models.tokenizer import Tokenizer
 
 _LEAST = -9999.0
 """Stands for minus infinity, which JSON lacks."""
-
-Likeliest = list[tuple[int, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,29 +25,20 @@ class ScoredToken:
 def scored(chunk: TextChunk, num_top: int) -> list[ScoredToken]:
     """The tokens of a chunk. Takes time in proportion to the vocabulary with ``num_top``."""
     count = min(len(chunk.token_ids), len(chunk.log_probs))
-    tops: Sequence[Likeliest] = [[]] * count
-    if num_top and chunk.logits is not None:
-        tops = likeliest(chunk.logits[:count], num_top)
+    tops: list[Likeliest] = [[]] * count
+    if num_top:
+        rest = [] if chunk.logits is None else likeliest(chunk.logits, num_top)
+        tops = [*chunk.tops, *rest, *tops][:count]
     return [
-        ScoredToken(token_id, max(log_prob, _LEAST), top)
+        ScoredToken(token_id, max(log_prob, _LEAST), _finite(top))
         for token_id, log_prob, top in zip(
             chunk.token_ids[:count], chunk.log_probs[:count], tops, strict=True
         )
     ]
 
 
-def likeliest(logits_TV: npt.NDArray[Any], count: int) -> list[Likeliest]:
-    """The ids of highest logit of each row, with their log-probabilities, highest first."""
-    rows = logits_TV.astype(np.float32, copy=False)
-    count = min(count, rows.shape[1])
-    highest = rows.max(axis=1, keepdims=True)
-    totals = highest[:, 0] + np.log(np.exp(rows - highest).sum(axis=1))
-    places = np.argpartition(-rows, count - 1, axis=1)[:, :count]
-    found = []
-    for row, ids, total in zip(rows, places, totals, strict=True):
-        ranked = sorted(((float(row[i] - total), int(i)) for i in ids), key=lambda p: -p[0])
-        found.append([(token_id, max(log_prob, _LEAST)) for log_prob, token_id in ranked])
-    return found
+def _finite(top: Likeliest) -> Likeliest:
+    return [(token_id, max(log_prob, _LEAST)) for token_id, log_prob in top]
 
 
 def chat_content(tokenizer: Tokenizer, tokens: Sequence[ScoredToken]) -> list[dict[str, Any]]:

@@ -55,15 +55,24 @@ def read_tokenize(fields: Fields, offers: Mapping[str, Offer]) -> TokenizeReques
     if text is None:
         text = render_chat(fields, model, offer)
         add_special = add_special or False
-    if len(text) > offer.max_prompt_bytes:
-        raise ApiError(
-            f"'prompt' has {len(text)} characters, and at most {offer.max_prompt_bytes} are "
-            "tokenized (--max-text-bytes)",
-            param="prompt",
-        )
+    _check_text(text, offer.max_prompt_bytes)
     has_texts = fields.boolean("return_token_strs") or False
     fields.finish()
     return TokenizeRequest(model, text, add_special, has_texts)
+
+
+def _check_text(text: str, max_bytes: int) -> None:
+    """Refuse a text that is too long, or no UTF-8: parsing keeps wrong bytes as surrogates."""
+    try:
+        num_bytes = len(text.encode())
+    except UnicodeEncodeError:
+        raise ApiError("'prompt' is not UTF-8 text", param="prompt") from None
+    if num_bytes > max_bytes:
+        raise ApiError(
+            f"'prompt' has {num_bytes} bytes but may have at most {max_bytes}. Shorten the "
+            "text, or start the server with a larger --max-text-bytes.",
+            param="prompt",
+        )
 
 
 def read_detokenize(fields: Fields) -> DetokenizeRequest:

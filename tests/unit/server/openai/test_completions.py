@@ -67,6 +67,16 @@ def test_a_wrong_completion_is_refused_with_its_member(served, change, param):
     assert caught.value.param == param
 
 
+def test_a_text_that_is_not_utf_8_is_refused(served):
+    for path, body in (
+        ("/v1/completions", b'{"model": "ensemble", "prompt": "a\xff"}'),
+        ("/v1/completions", b'{"model": "ensemble", "prompt": "a", "stop": "\xff"}'),
+        ("/tokenize", b'{"model": "ensemble", "prompt": "a\xff"}'),
+    ):
+        status, answer = served.post(path, body)
+        assert status == 400 and "not UTF-8 text" in answer["error"]["message"]
+
+
 def test_models_are_listed_and_found(served):
     names = [model.id for model in served.client.models.list()]
     assert names == ["ensemble", "tensorrt_llm_bls"]
