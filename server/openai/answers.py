@@ -113,14 +113,12 @@ def json_text(text: str) -> bytes:
 class EventForm:
     """Events that differ in one text: the bytes around the text are made once."""
 
-    _MARK = "\x00text\x00"
+    TEXT = "\x00text\x00"
 
     def __init__(self, make: Mapping[str, Any]) -> None:
         """``make`` is an event with `EventForm.TEXT` in the place of the text."""
         whole = json_access.dump(make)
-        self._head, self._tail = whole.split(json_access.dump(self._MARK))
-
-    TEXT = _MARK
+        self._head, self._tail = whole.split(json_access.dump(self.TEXT))
 
     def event(self, text: str) -> bytes:
         """The event with a text."""
@@ -129,5 +127,5 @@ class EventForm:
 
 def finish_reason(chunk: TextChunk) -> str:
     """OpenAI's word for the end of a sequence."""
-    # A request that an operator stopped has ended early, like one at a stop word.
+    # A request that an operator stopped has ended early, like a request at a stop word.
     return "length" if chunk.finish_reason == "length" else "stop"

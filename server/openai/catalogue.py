@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from trimaran.comm.errors import ConfigError, ErrorKind, RequestError
+from trimaran.comm.errors import ConfigError, RequestError
 from trimaran.server.config import OpenAiConfig
 from trimaran.server.inference.request import Model
 from trimaran.server.models.text_models import native_pipeline
 from trimaran.server.models.text_pipeline import TextPipeline
 from trimaran.server.models.tokenizer import Tokenizer
 from trimaran.server.openai.chat_templates import ChatTemplate, compiled, read_chat_template
-from trimaran.server.openai.errors import ApiError, no_text_model, unknown_model
+from trimaran.server.openai.errors import no_text_model, unknown_model
 from trimaran.server.openai.requests import Offer
 from trimaran.server.openai.segments import Reasoning
 from trimaran.server.openai.tool_formats import format_of_template, literals_of
@@ -78,11 +78,16 @@ class Catalogue:
         offers: dict[str, Offer] = {}
         for served in await self.all():
             steps = served.pipeline.steps
-            template = await self._template(steps.tokenizer)
             most = steps.tokenizer.limits.most_bytes(steps.max_input_len())
+            try:
+                template = await self._template(steps.tokenizer)
+            except ConfigError as error:
+                # Chats with other models go on.
+                offer = Offer(None, most, fault=str(error))
+            else:
+                offer = Offer(template, most, form=self._form(steps.tokenizer, template))
             # The first of two equal names counts, as in `find`.
-            form = self._form(steps.tokenizer, template)
-            offers.setdefault(served.name, Offer(template, most, form=form))
+            offers.setdefault(served.name, offer)
         for model in self._service.registry.models():
             offers.setdefault(model.name, Offer(None, 0, is_text=False))
         return offers
@@ -90,13 +95,9 @@ class Catalogue:
     async def _template(self, tokenizer: Tokenizer) -> ChatTemplate | None:
         if tokenizer not in self._templates:
             folder = Path(tokenizer.folder)
-            try:
-                found = await asyncio.to_thread(
-                    _checked_template, folder, self._config.chat_template
-                )
-            except ConfigError as error:
-                raise ApiError(str(error), kind=ErrorKind.UNAVAILABLE) from None
-            self._templates[tokenizer] = found
+            self._templates[tokenizer] = await asyncio.to_thread(
+                _checked_template, folder, self._config.chat_template
+            )
         return self._templates[tokenizer]
 
     def _form(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> OutputForm:

@@ -99,9 +99,15 @@ def _read_texts(folder: Path) -> dict[str, str]:
         raise ConfigError(f"{config}: not JSON: {error}") from error
     if isinstance(found, str):
         return {_DEFAULT: found}
-    if isinstance(found, list):
+    if not isinstance(found, list):
+        return {}
+    try:
         return {str(each["name"]): str(each["template"]) for each in found}
-    return {}
+    except (LookupError, TypeError):
+        raise ConfigError(
+            f"{config}: chat_template must be a text, or a list of objects with 'name' and "
+            "'template'"
+        ) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +133,7 @@ def render(template: ChatTemplate, chat: Chat, max_bytes: int) -> str:
     messages = [_with_reasoning(message) for message in chat.messages]
     final = _tag(messages) if chat.continue_final_message else ""
     values = {**template.tokens, **chat.options}
-    parts, num_bytes = [], 0
+    parts, num_characters = [], 0
     try:
         for part in compiled(text).generate(
             messages=messages,
@@ -136,8 +142,9 @@ def render(template: ChatTemplate, chat: Chat, max_bytes: int) -> str:
             add_generation_prompt=chat.add_generation_prompt,
             **values,
         ):
-            num_bytes += len(part)
-            if num_bytes > max_bytes:
+            # A character has a byte or more.
+            num_characters += len(part)
+            if num_characters > max_bytes:
                 raise ApiError(
                     f"the chat's prompt is longer than {max_bytes} bytes. Shorten the messages."
                 )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import aclosing
 from typing import Any
 
@@ -16,7 +17,7 @@ from trimaran.server.config import OpenAiConfig
 from trimaran.server.decoding.body import Body, LongBody
 from trimaran.server.decoding.decoder import Decoder
 from trimaran.server.http.events import EventWriter
-from trimaran.server.http.messages import JSON, read_body
+from trimaran.server.http.messages import JSON, LONG_ANSWER_BYTES, read_body, write_parts
 from trimaran.server.http.pending_bodies import PendingBodies, Share
 from trimaran.server.models.text_job import TextChunk, TextJob
 from trimaran.server.openai.answers import Answer, Label, Usage
@@ -37,8 +38,8 @@ INLINE_OBJECTS = 128
 READ_TIMEOUT_S = 20.0
 """Longest time for a body that is read in a process, its chat template among it."""
 
-_INLINE_TOKENS = 1 << 11
-"""A longer answer becomes JSON in a thread."""
+_INLINE_TOKENS = 1 << 9
+"""A longer answer, and a longer part of a stream, is made in a thread."""
 
 _EVENT_STREAM = "text/event-stream; charset=utf-8"
 
@@ -89,13 +90,17 @@ class GenerationEndpoint:
                     job = self._job(served, asked, default_max_tokens)
                     tokenizer = served.pipeline.steps.tokenizer
                     block = int(facts_of(served.pipeline).get("tokens_per_block", 0))
-                    label = Label.new(prefix, asked.model, _tier(asked, served))
+                    label = Label.new(prefix, asked.model, _tier(asked))
                     answer = make(label, asked, tokenizer, Usage(block))
                     job.id = label.id
                 if asked.asked.is_streaming:
                     return await self._stream(request, served, job, answer)
                 with admission.unless_given_up():
                     document = await self._whole(served, job, answer)
+                if len(document) > LONG_ANSWER_BYTES:
+                    headers, parts = {"Content-Type": JSON}, deque((document,))
+                    is_last = admission.is_draining
+                    return await write_parts(request, parts, headers, is_last=is_last)
         return web.Response(body=document, content_type=JSON)
 
     async def read_body(self, request: web.BaseRequest, share: Share) -> Body:
@@ -139,14 +144,6 @@ class GenerationEndpoint:
             add_special_tokens=request.add_special_tokens,
             arrival_ns=time.monotonic_ns(),
         )
-        limit = self._config.default_max_tokens or default_max_tokens
-        if limit is None:
-            # The engine lowers the number to the room that the prompt leaves.
-            limit = int(facts_of(served.pipeline).get("max_seq_len", 1))
-        request.asked.fill(job, limit)
-        if served.adapter:
-            job.sampling = {**job.sampling, "lora_name": served.adapter}
-        job.priority = _priority(request.asked.service_tier, served)
         most = served.model.config.max_batch_size or 1
         if len(job.prompts) > most:
             raise ApiError(
@@ -154,6 +151,18 @@ class GenerationEndpoint:
                 f"{most} (max_batch_size). Send several requests.",
                 param="prompt",
             )
+        facts = facts_of(served.pipeline)
+        num_ids = int(facts.get("vocab_size", served.pipeline.steps.tokenizer.num_ids))
+        _check_biases(request.asked.biases, num_ids)
+        limit = self._config.default_max_tokens or default_max_tokens
+        if limit is None:
+            # The engine lowers the number to the room that the prompt leaves.
+            limit = int(facts.get("max_seq_len", 1))
+        request.asked.fill(job, limit)
+        job.num_top = request.num_top or 0
+        if served.adapter:
+            job.sampling = {**job.sampling, "lora_name": served.adapter}
+        job.priority = _priority(request.asked.service_tier, served)
         return served.pipeline.job(job)
 
     async def _whole(self, served: ServedModel, job: TextJob, answer: Answer) -> bytes:
@@ -162,7 +171,7 @@ class GenerationEndpoint:
         async with aclosing(_chunks(served, job)) as chunks:  # type: ignore[type-var]
             async for chunk in chunks:
                 num_tokens += chunk.num_output
-                if chunk.logits is not None:
+                if _is_long(chunk):
                     await asyncio.to_thread(answer.add, chunk)
                 else:
                     answer.add(chunk)
@@ -217,9 +226,14 @@ class GenerationEndpoint:
             await writer.write(error_object(500, INTERNAL))
 
 
+def _is_long(chunk: TextChunk) -> bool:
+    """Whether a chunk takes too much time for the event loop."""
+    return chunk.logits is not None or len(chunk.token_ids) > _INLINE_TOKENS
+
+
 async def _write_chunk(writer: EventWriter, answer: Answer, chunk: TextChunk) -> None:
-    """Write the events of a chunk; those of logits are made in a thread."""
-    if chunk.logits is not None:
+    """Write the events of a chunk."""
+    if _is_long(chunk):
         events = await asyncio.to_thread(answer.events, chunk)
     else:
         events = answer.events(chunk)
@@ -239,6 +253,21 @@ async def _chunks(served: ServedModel, job: TextJob) -> AsyncIterator[TextChunk]
 
 def _dumped(answer: Answer) -> bytes:
     return json_access.dump(answer.document())
+
+
+def _check_biases(ids: Collection[int], num_ids: int) -> None:
+    """Refuse ids outside the vocabulary before an array of that length is made.
+
+    Raises:
+        ApiError: names the id and the vocabulary's size.
+    """
+    highest = max(ids, default=-1)
+    if highest >= num_ids:
+        raise ApiError(
+            f"'logit_bias' names the id {highest}, and the vocabulary has {num_ids} ids. "
+            "Leave ids outside the vocabulary out.",
+            param="logit_bias",
+        )
 
 
 def _num_levels(served: ServedModel) -> int:
@@ -265,7 +294,7 @@ def _priority(tier: str | None, served: ServedModel) -> int:
     return 1 if tier == "priority" else num_levels
 
 
-def _tier(request: GenerationRequest, served: ServedModel) -> str | None:
-    """The tier that an answer names: what was served, where a request names one."""
+def _tier(request: GenerationRequest) -> str | None:
+    """The tier that an answer names: the served tier, where a request names a tier."""
     tier = request.asked.service_tier
     return "default" if tier in ("auto", "scale") else tier

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from trimaran.comm.errors import EngineDeadError, ErrorKind, RequestError
-from trimaran.server.http.messages import JSON, RETRY_AFTER_S
-from trimaran.server.inference.registry import NotReadyError
+from trimaran.comm.errors import ErrorKind, RequestError
+from trimaran.server.http.messages import JSON, retry_header
 from trimaran.server.protocol import json_access
 
 _TYPES = {
@@ -101,14 +100,14 @@ def error_of(error: RequestError) -> bytes:
 
 def error_response(error: RequestError) -> web.Response:
     """The answer to a request that failed before anything was sent."""
-    response = web.Response(
-        status=error.kind.http_status, body=error_of(error), content_type=JSON
+    return web.Response(
+        status=error.kind.http_status,
+        body=error_of(error),
+        content_type=JSON,
+        headers=retry_header(error),
     )
-    if isinstance(error, (NotReadyError, EngineDeadError)):
-        response.headers["Retry-After"] = RETRY_AFTER_S
-    return response
 
 
 def plain_error(status: int, text: str) -> web.Response:
-    """An error that no request caused."""
+    """The answer of an error that is no `RequestError`."""
     return web.Response(status=status, body=error_object(status, text), content_type=JSON)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from typing import Any
 
 from trimaran.comm.errors import RequestError
@@ -164,8 +163,3 @@ def list_of(fields: Fields, name: str, kind: type, what: str, most: int) -> list
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise fields.wrong(name, value, f"a list of {what}")
     return values
-
-
-def names_of(found: Collection[str]) -> str:
-    """Names for an error, none of them long."""
-    return ", ".join(name[:_LONGEST_SHOWN] for name in found) or "none"

@@ -16,7 +16,7 @@ def read_messages(fields: Fields, *, takes_parts: bool, knows_developer: bool) -
     ``developer`` becomes ``system``, unless the template ``knows_developer``.
 
     Raises:
-        ApiError: no messages, or one of another form.
+        ApiError: no messages, or a message of another form.
     """
     given = fields.items("messages")
     if not given:
@@ -51,7 +51,7 @@ def _message(message: dict[str, Any], where: str, *, takes_parts: bool) -> dict[
     if message.get("tool_calls") is not None:
         converted["tool_calls"] = _tool_calls(message["tool_calls"], where)
     if role == "assistant" and content is None:
-        # Templates take an absent text for an empty one, and some fail on an absent one.
+        # Templates take an absent text for an empty text, and some fail on an absent text.
         converted["content"] = ""
     return converted
 

@@ -21,7 +21,7 @@ _LENGTH = 24
 
 @dataclass(slots=True)
 class Call:
-    """A tool call as far as it has come."""
+    """A tool call, or its beginning."""
 
     id: str
     name: str
@@ -56,7 +56,7 @@ class Output:
         return [(segment, len(self.calls) - 1) for segment in segments if self._take(segment)]
 
     def _take(self, segment: Segment) -> bool:
-        """Keep a segment; False for one of a call that is too many."""
+        """Keep a segment; False for a segment of a call beyond the limit."""
         most = self._parsing.max_calls
         if segment.kind is Kind.TEXT:
             self.text += segment.text

@@ -98,8 +98,8 @@ class PythonicSection(Section):
         """The structural tag of calls: values are JSON, which the form reads as well."""
         calls = []
         for name, schema in tools.items():
-            properties = schema.get("properties", {})
-            required = [key for key in properties if key in schema.get("required", ())]
+            properties = schema.get("properties") or {}
+            required = [key for key in properties if key in (schema.get("required") or ())]
             elements = [const(f"{name}(")]
             for number, key in enumerate(required):
                 elements.append(const(f"{', ' if number else ''}{key}="))

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from trimaran.comm.errors import RequestError
+from trimaran.comm.errors import ErrorKind, RequestError
 from trimaran.server.inference.tensor_bytes import Buffer
 from trimaran.server.models.encoded_texts import Ids
 from trimaran.server.openai.chat_templates import Chat, ChatTemplate, render, takes_parts
@@ -40,19 +40,21 @@ _MAX_ID = (1 << 31) - 1
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What a name stands for, as far as reading a chat needs it."""
+    """The facts of a model's name that the reading of a chat needs."""
 
     template: ChatTemplate | None
     max_prompt_bytes: int
     is_text: bool = True
     form: OutputForm = field(default_factory=OutputForm)
+    fault: str = ""
+    """Why the model's chat template cannot be used."""
 
 
 def find_offer(offers: Mapping[str, Offer], name: str) -> Offer:
     """The offer of a model's name.
 
     Raises:
-        ApiError: no such model, or one that takes no texts.
+        ApiError: no such model, or a model that takes no texts.
     """
     offer = offers.get(name)
     if offer is None:
@@ -105,6 +107,9 @@ class BodyTask:
             return self.reader(parse_body(data, self.max_input_bytes), *self.arguments)
         except RequestError as error:
             return ErrorFacts.of(error)
+        except RecursionError:
+            # Templates and guides write nested values out again.
+            return ErrorFacts.of(ApiError("the body's values are nested too deeply"))
 
 
 def read_completion(fields: Fields) -> GenerationRequest:
@@ -190,6 +195,8 @@ def render_chat(
         ApiError: a member is wrong, or the template refuses the chat.
     """
     template = offer.template
+    if offer.fault:
+        raise ApiError(offer.fault, param="messages", kind=ErrorKind.UNAVAILABLE)
     if template is None:
         raise ApiError(
             f"the model '{model}' has no chat template: its tokenizer's folder holds none. "

@@ -27,6 +27,7 @@ _REFUSED = {
     "context_management": "is not served. Leave it out.",
     "moderation": "is not served. Leave it out.",
 }
+_LOG_PROBS = "message.output_text.logprobs"
 _ECHOED = (
     "instructions", "max_output_tokens", "metadata", "temperature", "top_p", "text",
     "reasoning", "truncation", "user",
@@ -57,13 +58,15 @@ def read_response(fields: Fields, offers: Mapping[str, Offer]) -> GenerationRequ
     reasoning = fields.member("reasoning")
     if reasoning is not None:
         chat["reasoning_effort"] = reasoning.text("effort")
+        # The reasoning comes whole.
+        reasoning.finish("summary", "generate_summary")
     if fields.choice("truncation", "auto", "disabled") == "auto":
         raise ApiError(
             "'truncation' is 'auto' but no input is cut. Leave it out, and send a shorter "
             "input where it is too long.",
             param="truncation",
         )
-    list_of(fields, "include", str, "strings", 64)
+    _check_included(fields)
     fields.take("stream_options")
     fields.finish(*IGNORED, "instructions")
     found = read_chat(Fields({k: v for k, v in chat.items() if v is not None}), offers)
@@ -72,6 +75,16 @@ def read_response(fields: Fields, offers: Mapping[str, Offer]) -> GenerationRequ
     found.repeated["tool_choice"] = members.get("tool_choice") or "auto"
     found.repeated["parallel_tool_calls"] = members.get("parallel_tool_calls") is not False
     return found
+
+
+def _check_included(fields: Fields) -> None:
+    """Refuse log-probabilities. The other additions belong to items that answers never have."""
+    included = list_of(fields, "include", str, "strings", 64) or []
+    if _LOG_PROBS in included:
+        raise ApiError(
+            f"'include' names {_LOG_PROBS}. Ask /v1/chat/completions for 'logprobs'.",
+            param="include",
+        )
 
 
 def _messages(fields: Fields) -> list[Any]:
@@ -132,7 +145,11 @@ def _tool(tool: Any, number: int) -> dict[str, Any]:
 
 def _response_format(fields: Fields) -> dict[str, Any] | None:
     text = fields.member("text")
-    form = None if text is None else text.take("format")
+    if text is None:
+        return None
+    form = text.take("format")
+    text.choice("verbosity", "medium")
+    text.finish()
     if form is None:
         return None
     if not isinstance(form, dict):

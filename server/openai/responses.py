@@ -108,7 +108,7 @@ class ResponseAnswer:
         if kind is None:
             return []
         item, place = self._items[-1], self._place(has_item=True)
-        item["status"] = "completed"
+        item["status"] = "incomplete" if self._is_cut else "completed"
         if kind is Kind.CALL:
             done = self._event(
                 "response.function_call_arguments.done",

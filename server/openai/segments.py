@@ -54,10 +54,12 @@ class Scanner:
     def __init__(self, tools: Mapping[str, Mapping[str, Any]]) -> None:
         """``tools`` are the schemas of the parameters of each function."""
         self.tools = tools
-        self.segments: list[Segment] = []
         self.num_calls = 0
-        self.raw = ""
-        """What was read since the last `mark`, to be given back as text."""
+        self._segments: list[tuple[Kind, list[str]]] = []
+        """The parts of each segment: to grow a text by a character costs a copy of the text."""
+
+        self._kept: list[str] = []
+        self._keeps = True
         self._pushed = ""
 
     # ---- segments -----------------------------------------------------------------------
@@ -68,15 +70,20 @@ class Scanner:
             self.num_calls += 1
         elif not text:
             return
-        elif self.segments and self.segments[-1].kind is kind:
-            self.segments[-1].text += text
+        elif self._segments and self._segments[-1][0] is kind:
+            self._segments[-1][1].append(text)
             return
-        self.segments.append(Segment(kind, text))
+        self._segments.append((kind, [text]))
+
+    def taken(self) -> list[Segment]:
+        """The segments since the last call."""
+        found, self._segments = self._segments, []
+        return [Segment(kind, _without_halves("".join(parts))) for kind, parts in found]
 
     def call(self, name: str) -> None:
         """A call begins; what was read is not text any more."""
         self.emit(Kind.CALL, name)
-        self.raw = ""
+        self.forget()
 
     def arguments(self, text: str) -> None:
         """A part of the last call's arguments."""
@@ -92,9 +99,20 @@ class Scanner:
 
     # ---- reading ------------------------------------------------------------------------
 
-    def mark(self) -> None:
-        """Forget what was read: it is no text."""
-        self.raw = ""
+    def keep(self, text: str = "") -> None:
+        """Keep the characters that follow, behind ``text``: they may be text after all."""
+        self._kept = list(text)
+        self._keeps = True
+
+    def forget(self) -> None:
+        """Forget the characters that were kept, and keep no more."""
+        self._kept = []
+        self._keeps = False
+
+    @property
+    def kept(self) -> str:
+        """The characters that were read since `keep`, unless `forget` came behind."""
+        return "".join(self._kept)
 
     def char(self) -> Reader:
         """The next character; empty at the end."""
@@ -102,14 +120,15 @@ class Scanner:
             found, self._pushed = self._pushed[0], self._pushed[1:]
         else:
             found = yield
-        self.raw += found
+        if self._keeps and found:
+            self._kept.append(found)
         return found
 
     def push(self, text: str) -> None:
         """Give characters back, to be read again."""
         self._pushed = text + self._pushed
         if text:
-            self.raw = self.raw[: -len(text)]
+            del self._kept[-len(text) :]
 
     def space(self) -> Reader:
         """Pass white space; the character behind it, which is not read yet."""
@@ -245,6 +264,13 @@ class Scanner:
                     return
 
 
+def _without_halves(text: str) -> str:
+    """A text whose unpaired surrogates, which models may escape, are replacement characters."""
+    if text.isascii():
+        return text
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
 class Section(ABC):
     """What follows an opening literal of a tool format."""
 
@@ -297,17 +323,12 @@ class Segmenter:
         self._steps = self._run()
         next(self._steps)
 
-    @property
-    def num_calls(self) -> int:
-        """Calls so far."""
-        return self._scanner.num_calls
-
     def feed(self, text: str) -> list[Segment]:
         """The segments that a part of the text completes."""
         send = self._steps.send
         for character in text:
             send(character)
-        return self._taken()
+        return self._scanner.taken()
 
     def finish(self) -> list[Segment]:
         """The last segments."""
@@ -315,11 +336,7 @@ class Segmenter:
             try:
                 self._steps.send(_END)
             except StopIteration:
-                return self._taken()
-
-    def _taken(self) -> list[Segment]:
-        taken, self._scanner.segments = self._scanner.segments, []
-        return taken
+                return self._scanner.taken()
 
     def _run(self) -> Steps:
         if self._reasoning is not None:
@@ -337,42 +354,39 @@ class Segmenter:
             yield from scanner.space()
             read = yield from scanner.take(reasoning.opening)
             if not read:
-                scanner.push(scanner.raw)
+                scanner.push(scanner.kept)
                 return
+        scanner.forget()
         yield from scanner.space()
         emit = _without_last_space(scanner.reason)
         yield from scanner.until((reasoning.closing,), emit)
         yield from scanner.space()
-        scanner.mark()
 
     def _begin(self) -> Steps:
         """A section that is the whole output."""
-        section, scanner = self._section, self._scanner
-        if section is None or not section.is_at_start:
-            return
-        scanner.mark()
-        yield from self._read("")
+        section = self._section
+        if section is not None and section.is_at_start:
+            yield from self._read("")
 
     def _read(self, opening: str) -> Steps:
         """A section, or the text that is none."""
         scanner, section = self._scanner, self._section
         assert section is not None
         before = scanner.num_calls
-        scanner.raw = opening
+        scanner.keep(opening)
         try:
             yield from section.read(scanner, opening)
         except MalformedError:
-            # The text before a call's name is given back; a call that has begun stays as far
-            # as it came.
-            given_back = scanner.raw if scanner.num_calls == before else ""
+            # The text before a call's name is given back. The written part of a call stays.
+            given_back = scanner.kept if scanner.num_calls == before else ""
             scanner.text(given_back)
             self._has_text = self._has_text or bool(given_back)
-        scanner.mark()
 
     def _text(self) -> Reader:
         """Text up to an opening, which is returned; empty at the end. White space before an
         opening, and behind the last call, is no text."""
         scanner = self._scanner
+        scanner.forget()
         openings = self._section.openings if self._section is not None else ()
         spaces = ""
 

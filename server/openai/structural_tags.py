@@ -37,7 +37,7 @@ def const(text: str) -> Tag:
 
 
 def json_schema(schema: Schema) -> Tag:
-    """A JSON value by a schema, with little white space in a row: small models repeat it."""
+    """A JSON value by a schema, with little white space in a row, which small models repeat."""
     return {
         "type": "json_schema",
         "json_schema": schema,

@@ -39,7 +39,7 @@ class JsonCall:
     """Whether the name of no tool makes the object a text."""
 
     def read(self, scanner: Scanner) -> Steps:
-        """Read one object.
+        """Read one object. The first name and the first arguments count.
 
         Raises:
             MalformedError: no such object.
@@ -56,12 +56,12 @@ class JsonCall:
             yield from scanner.space()
             yield from scanner.expect(":")
             yield from scanner.space()
-            if key == "name":
+            if key == "name" and not name:
                 yield from scanner.expect('"')
                 name = yield from scanner.json_text()
                 self._begin(scanner, name)
                 scanner.arguments(before[0])
-            elif key in self.others:
+            elif key in self.others and not has_arguments:
                 has_arguments = True
                 yield from self._arguments(scanner, before, is_known=bool(name))
             else:
@@ -105,7 +105,7 @@ def _as_object(text: str) -> str:
     """Arguments that are a JSON text within a string, or nothing."""
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise MalformedError from None
     if value is None:
         return "{}"
@@ -167,7 +167,6 @@ class LlamaSection(Section):
             yield from scanner.take(*self.openings)
         while True:
             yield from self.call.read(scanner)
-            scanner.mark()
             following = yield from scanner.space()
             if following not in (";", ","):
                 return
@@ -303,7 +302,7 @@ class XmlSection(Section):
             raise MalformedError
         scanner.call(name)
         scanner.arguments("{")
-        schema = scanner.tools.get(name, _ANY_OBJECT).get("properties", {})
+        schema = scanner.tools.get(name, _ANY_OBJECT).get("properties") or {}
         num_values = 0
         while True:
             yield from scanner.space()

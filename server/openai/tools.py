@@ -123,7 +123,7 @@ def read_function(tool: Any, where: str) -> tuple[str, Schema]:
     name, schema = function.get("name"), function.get("parameters")
     if not isinstance(name, str) or _NAME.fullmatch(name) is None:
         raise ApiError(
-            f"'{where}.function.name' must have 1 to 128 letters, digits, '_' and '-'",
+            f"'{where}.function.name' must have 1 to 128 letters, digits and any of _.:/-",
             param=f"{where}.function.name",
         )
     if schema is None:
@@ -131,6 +131,13 @@ def read_function(tool: Any, where: str) -> tuple[str, Schema]:
     if not isinstance(schema, dict):
         raise ApiError(
             f"'{where}.function.parameters' must be a JSON schema",
+            param=f"{where}.function.parameters",
+        )
+    properties, required = schema.get("properties"), schema.get("required")
+    if not isinstance(properties or {}, dict) or not isinstance(required or [], list):
+        raise ApiError(
+            f"'{where}.function.parameters' must have an object 'properties' and a list "
+            "'required', or leave them out",
             param=f"{where}.function.parameters",
         )
     return name, schema or {"type": "object", "properties": {}}

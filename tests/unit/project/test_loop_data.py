@@ -188,7 +188,7 @@ PLACES: dict[str, Places] = {
     "openai/chats.py": {"json_access.dump": ENGINE},
     "openai/completions.py": {"json_access.dump": ENGINE},
     "openai/endpoint.py": {
-        "json_access.dump": Limit("openai.endpoint._INLINE_TOKENS", 2048),
+        "json_access.dump": Limit("openai.endpoint._INLINE_TOKENS", 512),
     },
     "openai/errors.py": {"json_access.dump": VALUE},
     "openai/fields.py": {"json_access.parse": INLINE_BODY, "join": INLINE_BODY},
@@ -197,7 +197,7 @@ PLACES: dict[str, Places] = {
     "openai/outputs.py": _all(ENGINE, "join sub"),
     "openai/pythonic_calls.py": _all(ENGINE, "join loads dumps"),
     "openai/responses.py": _all(ENGINE, "json_access.dump encode"),
-    "openai/segments.py": _all(ENGINE, "join loads dumps"),
+    "openai/segments.py": _all(ENGINE, "join loads dumps encode decode"),
     "openai/server.py": {"match": HEAD, **_all(OPERATOR, "b64encode decode encode findall")},
     "openai/tool_formats.py": _all(ENGINE, "join loads dumps"),
     "openai/tools.py": {"join": OPERATOR, "dumps": INLINE_BODY, "fullmatch": INLINE_BODY},

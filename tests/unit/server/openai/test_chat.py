@@ -126,6 +126,18 @@ def test_log_probabilities_come_with_tokens_and_the_likeliest(served):
     assert streamed == content
 
 
+def test_the_likeliest_tokens_of_a_long_answer_come_whole(served):
+    served.engine.texts = {0: " one two three" * 100}
+    answer = served.chat(logprobs=True, top_logprobs=20)
+    content = answer.choices[0].logprobs.content
+    assert len(content) == answer.usage.completion_tokens >= 300
+    assert all(each.top_logprobs[0].token == each.token for each in content)
+    # The logits of a whole answer never lie at the front end together.
+    assert served.engine.submits[-1].streaming
+    served.chat(logprobs=True)
+    assert not served.engine.submits[-1].streaming
+
+
 @pytest.mark.parametrize(
     ("change", "text", "param"),
     [
@@ -139,6 +151,7 @@ def test_log_probabilities_come_with_tokens_and_the_likeliest(served):
         ({"max_tokens": 2, "max_completion_tokens": 3}, "another name for it", "max_tokens"),
         ({"stream_options": {"include_usage": True}}, "only allowed when", "stream_options"),
         ({"logit_bias": {"x": 1}}, "no token id", "logit_bias"),
+        ({"logit_bias": {"4096": 1}}, "the vocabulary has 4096 ids", "logit_bias"),
         ({"service_tier": "priority"}, "no priority levels", "service_tier"),
         ({"chat_template": "x"}, "--chat-template", "chat_template"),
         ({"messages": [{"role": "user", "content": 5}]}, "string or a list",

@@ -11,6 +11,7 @@ import pytest
 from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from trimaran.comm.errors import ConfigError
 from trimaran.server.openai.chat_templates import (
     Chat,
     ChatTemplate,
@@ -18,9 +19,10 @@ from trimaran.server.openai.chat_templates import (
     render,
     takes_parts,
 )
-from trimaran.server.openai.errors import ApiError
+from trimaran.server.openai.errors import ApiError, ErrorFacts
 from trimaran.server.openai.fields import Fields
 from trimaran.server.openai.messages import read_messages
+from trimaran.server.openai.requests import BodyTask, GenerationRequest, Offer, read_chat
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 TOOLS = [{"type": "function", "function": {
@@ -185,6 +187,31 @@ def test_messages_have_the_form_that_templates_read():
         "tool_calls": [{**CALL, "function": function}],
     }
     assert read(call)[0] == {"role": "assistant", "content": "", "tool_calls": [CALL]}
+
+
+def test_values_that_are_nested_too_deeply_are_refused_at_any_depth():
+    template = ChatTemplate({"default": "{{ value | tojson }}"})
+    task = BodyTask(read_chat, 1 << 20, ({"m": Offer(template, 1 << 20)},))
+
+    def read(depth):
+        value = "[" * depth + "]" * depth
+        body = '{"model": "m", "messages": [{"role": "user", "content": "a"}],'
+        return task.read(f'{body} "chat_template_kwargs": {{"value": {value}}}}}'.encode())
+
+    low, high = 1, 1 << 17
+    while high - low > 1:
+        middle = (low + high) // 2
+        is_read = isinstance(read(middle), GenerationRequest)
+        low, high = (middle, high) if is_read else (low, middle)
+    found = [read(depth) for depth in range(low + 1, low + 50)]
+    assert {type(each) for each in found} == {ErrorFacts}
+
+
+def test_a_list_of_templates_without_names_is_refused_by_its_file(tmp_path):
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps({"chat_template": ["{{ messages }}"]}))
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json: chat_template must be"):
+        read_chat_template(tmp_path)
 
 
 def main(folder):

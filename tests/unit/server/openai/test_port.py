@@ -1,12 +1,14 @@
 """What the port does beside chats: adapters, priorities, keys, restrictions and drains."""
 
 import json
+import shutil
 import urllib.error
 import urllib.request
 from pathlib import Path
 
 import openai
 import pytest
+from started_frontend import FILL
 
 from trimaran.comm.messages.messages import Command
 from trimaran.server.access.config import AccessConfig
@@ -101,6 +103,20 @@ def test_a_separator_puts_the_models_name_before_the_adapters(start_served, tmp_
     assert served.engine.sampling["max_tokens"] == 2
     with pytest.raises(openai.BadRequestError, match="--chat-template FILE"):
         served.chat()
+
+
+def test_a_wrong_template_refuses_the_chats_of_its_model_alone(start_served, tmp_path):
+    for path in FILL["tokenizer_dir"].glob("*.json"):
+        shutil.copy(path, tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{% for %}")
+    folders = str(FILL["tokenizer_dir"]), str(tmp_path)
+    fill = [(name, *folders) for name in ("preprocessing", "postprocessing")]
+    served = start_served(fill=fill, openai_config={"chat_template": ""})
+    body = {"model": "ensemble", "messages": [{"role": "user", "content": "a"}]}
+    status, answer = served.post("/v1/chat/completions", body)
+    assert status == 503 and "the chat template is wrong" in answer["error"]["message"]
+    # Templates of all models are read for each of these requests.
+    assert served.post("/tokenize", {"model": "ensemble", "prompt": "a"})[0] == 200
 
 
 def test_a_drain_waits_for_a_stream(start_served):

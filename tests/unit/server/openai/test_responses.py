@@ -45,6 +45,7 @@ def test_an_input_is_answered_by_a_message(served):
     assert (answer.instructions, answer.metadata) == ("Be brief.", {"a": "b"})
     cut = respond(served, max_output_tokens=2)
     assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert [item.status for item in cut.output] == ["incomplete"]
 
 
 def test_reasoning_text_and_calls_are_items_in_their_order(served):
@@ -119,6 +120,8 @@ def test_a_required_call_and_a_json_answer_are_guided(served):
         ({"truncation": "auto"}, "truncation"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
         ({"input": []}, "input"),
+        ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"extra_body": {"colour": 1}}, "colour"),
     ],
 )

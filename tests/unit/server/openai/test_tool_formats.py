@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -229,6 +230,20 @@ def test_reasoning_comes_before_text_and_calls():
     assert segment("hermes", " no", reasoning=Reasoning()) == [(Kind.TEXT, " no")]
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_text_that_was_told_takes_no_memory(name):
+    segmenter = Segmenter(FORMATS[name], TOOLS, reasoning=Reasoning())
+    segmenter.feed("<think>Hm.</think>So. ")
+    tracemalloc.start()
+    try:
+        for _ in range(5_000):
+            segmenter.feed("東京 x.")
+        num_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert num_bytes < 20_000
+
+
 def test_other_spellings_of_a_call_are_read():
     named = 'One: [TOOL_CALLS]search[ARGS]{"query": "x"}[TOOL_CALLS]search{"query": "y"}'
     calls = [("search", {"query": "x"}), ("search", {"query": "y"})]
@@ -237,6 +252,10 @@ def test_other_spellings_of_a_call_are_read():
     assert parsed(segment("hermes", late)) == expected(calls[:1])
     quoted = '<tool_call>{"name": "search", "arguments": "{\\"query\\": \\"x\\"}"}</tool_call>'
     assert parsed(segment("hermes", quoted)) == expected(calls[:1])
+    half = '<tool_call>{"name": "\\ud83d", "arguments": {}}</tool_call>'
+    assert parsed(segment("hermes", half)) == expected([("\ufffd", {})])
+    twice = quoted.replace('"}</tool', '", "name": "two", "parameters": {}}</tool')
+    assert parsed(segment("hermes", twice)) == expected(calls[:1])
     bare = '<|python_tag|>{"name": "search", "parameters": {"query": "x"}}'
     assert parsed(segment("llama3", bare)) == expected(calls[:1])
 

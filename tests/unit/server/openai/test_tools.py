@@ -165,6 +165,9 @@ def test_a_json_answer_or_calls_may_come_where_both_are_asked_for(served):
         ({"tools": [{"type": "web_search"}]}, "tools[0]"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]},
          "tools[0].function.name"),
+        ({"tools": [{"type": "function", "function": {
+            "name": "clock", "parameters": {"properties": ["hour"]}}}]},
+         "tools[0].function.parameters"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},
          "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
