@@ -210,5 +210,5 @@ def retry_header(error: RequestError) -> dict[str, str]:
 
 
 def plain_error(status: int, text: str) -> web.Response:
-    """An error that no request caused."""
+    """The answer of an error that is no `RequestError`."""
     return web.Response(status=status, body=error_object(text), content_type=JSON)

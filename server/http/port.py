@@ -35,7 +35,7 @@ _BACKLOG = 1024
 
 
 class PortRoute(Protocol):
-    """A matched path, as far as every port knows it."""
+    """The members of a matched path that every port knows."""
 
     @property
     def methods(self) -> frozenset[str]:
@@ -50,7 +50,7 @@ class PortRoute(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PortPlace:
-    """Where a port listens, and how it is called in the log."""
+    """Where a port listens, and its name in the log."""
 
     title: str
     host: str
@@ -93,7 +93,7 @@ class HttpPort(ABC):
         return error_response(error)
 
     def _plain_error(self, status: int, text: str) -> web.Response:
-        """An error that no request caused."""
+        """The answer of an error that is no `RequestError`."""
         return plain_error(status, text)
 
     async def start(self) -> None:
@@ -220,7 +220,11 @@ class _Site(web.BaseSite):
 async def listen(
     runner: web.ServerRunner, host: str, port: int, flag: str, **options: Any
 ) -> None:
-    """Open a `_Site`, whose ``options`` these are."""
+    """Open a `_Site` with ``options``.
+
+    Raises:
+        ConfigError: the address is in use or not allowed; names ``flag`` as the remedy.
+    """
     await runner.setup()
     try:
         await _Site(runner, host, port, **options).start()

@@ -36,8 +36,8 @@ def encode_long(fast: FastTokenizer, text: str, add_special_tokens: bool) -> Ids
     """The ids of a text, the same ids as those of the whole text at once.
 
     A cut lies where the pre-tokenizer begins a word, far enough from the end of the part. The
-    rest of the text is then encoded like a text that begins there. A tokenizer for which this
-    cannot be told, and a word that is longer than a part, are encoded at once. No other thread
+    rest of the text is then encoded like a text that begins there. A text is encoded at once
+    where `can_be_cut` is false, and so is a word that is longer than a part. No other thread
     may use the tokenizer meanwhile.
     """
     if len(text) <= PART_CHARACTERS or not can_be_cut(fast):
@@ -51,8 +51,9 @@ def encode_long(fast: FastTokenizer, text: str, add_special_tokens: bool) -> Ids
 def can_be_cut(fast: FastTokenizer) -> bool:
     """Whether the words of a text depend on no more than what follows them.
 
-    That holds for byte-level BPE with the usual expressions, which most models of today have. A
-    tokenizer that begins a text with a space, or whose words are whole texts, is none.
+    Byte-level BPE with the usual expressions has such words; most models use that kind of
+    tokenizer. A tokenizer that begins a text with a space, or whose words are whole texts, does
+    not.
     """
     added = fast.get_added_tokens_decoder().values()
     return (
