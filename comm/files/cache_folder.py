@@ -36,12 +36,14 @@ def cache_folder(purpose: str, otherwise: str) -> Path:
 def _writable_folder(root: Path, purpose: str, otherwise: str) -> Path:
     folder = root / "trimaran" / purpose
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK):
+        folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK) and _is_trusted(folder):
             return folder
     except OSError:
         pass
-    return _temporary_folder(purpose, f"{folder} is not writable", otherwise)
+    return _temporary_folder(
+        purpose, f"{folder} is not writable, or other users can write into it", otherwise
+    )
 
 
 @functools.cache
@@ -60,6 +62,12 @@ def _temporary_folder(purpose: str, reason: str, otherwise: str) -> Path:
     folder = Path(tempfile.mkdtemp(prefix=f"trimaran-{purpose}-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
+
+
+def _is_trusted(folder: Path) -> bool:
+    """Whether no unrelated user can put files into a folder of compiled code."""
+    status = folder.stat()
+    return status.st_uid in (os.getuid(), 0) and not status.st_mode & stat.S_IWOTH
 
 
 def _is_private(folder: Path) -> bool:

@@ -122,9 +122,27 @@ def test_without_a_writable_cache_a_temporary_folder_of_the_user_keeps_the_kerne
         load_library()
 
     folder = temporary / f"trimaran-kernels-{os.getuid()}"
-    assert f"trimaran/kernels is not writable: kernels are kept in {folder}" in caplog.text
+    assert "trimaran/kernels is not writable, or other users can write into it" in caplog.text
+    assert f"kernels are kept in {folder}" in caplog.text
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert len(list(folder.glob("*.so"))) == 1
+
+
+def test_a_cache_that_other_users_could_fill_is_not_used(
+    temporary, tmp_path, monkeypatch, caplog
+):
+    _install_compiler(tmp_path, EMPTY_LIBRARY, monkeypatch)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "shared"))
+    folder = tmp_path / "shared" / "trimaran" / "kernels"
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+
+    with caplog.at_level(logging.WARNING):
+        load_library()
+
+    assert "other users can write into it" in caplog.text
+    assert not list(folder.iterdir())
+    assert len(list((temporary / f"trimaran-kernels-{os.getuid()}").glob("*.so"))) == 1
 
 
 @pytest.mark.parametrize("kind", ["writable by other users", "a link"])
