@@ -120,6 +120,13 @@ class Submit(Message):
     """The LoRA adapter of the request: ``weights`` and ``config``, each with ``datatype``,
     ``shape`` and ``data``, and their ``digest``; or the ``name`` of an adapter instead of an
     id."""
+    draft_token_ids: tuple[int, ...] = ()
+    """Ids that the client expects after the prompt; the engine verifies them."""
+    draft_acceptance_threshold: float = 0.0
+    """0 accepts the draft ids that the model chooses itself. A higher value also accepts draft
+    ids of at least this probability."""
+    max_draft_tokens: int | None = None
+    """Most draft tokens of a step; None for the engine's limit, 0 for no drafts."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -60,6 +60,7 @@ def request_from(
             f"a request with {len(output)} output ids continues one sequence, but "
             f"num_return_sequences is {sampling.num_return_sequences}; send one request each"
         )
+    _check_drafts(message, vocab_size)
     room = limits.max_seq_len - len(prompt)
     if sampling.max_tokens > room:
         sampling = dataclasses.replace(sampling, max_tokens=room)
@@ -78,6 +79,9 @@ def request_from(
         prompt_table=None if table is None else message.embeddings,
         client_id=message.client_request_id,
         is_streaming=message.streaming,
+        draft_token_ids=tuple(message.draft_token_ids),
+        draft_acceptance_threshold=message.draft_acceptance_threshold,
+        max_draft_tokens=message.max_draft_tokens,
     )
 
 
@@ -182,6 +186,23 @@ def _check_numbers(message: Submit, num_sequences: int) -> None:
                 f"{name} is {value} but must be 0 to {most}, with num_return_sequences "
                 f"{num_sequences}; number requests and their sequences from 0"
             )
+
+
+def _check_drafts(message: Submit, vocab_size: int) -> None:
+    """Drafts are verified against the model's own choices; no other rule is served yet."""
+    _check_words("draft_input_ids", (message.draft_token_ids,), range(vocab_size))
+    if message.draft_acceptance_threshold != 0:
+        raise RequestError(
+            f"draft_acceptance_threshold is {message.draft_acceptance_threshold!r} but this "
+            "version serves 0 alone: a draft token is accepted if the model chooses it",
+            ErrorKind.UNSUPPORTED,
+        )
+    most = message.max_draft_tokens
+    if most is not None and (not _is_whole(most) or most < 0):
+        raise RequestError(
+            f"max_draft_tokens is {most!r} but must be a whole number from 0; 0 asks for no "
+            "drafts"
+        )
 
 
 def _ids(raw: bytes) -> array[int]:

@@ -34,6 +34,12 @@ class SequenceFigures:
     num_reused_blocks: int = 0
     """Blocks of the prompt that were in the prefix cache."""
 
+    num_draft_tokens: int = 0
+    """Draft tokens that were verified."""
+
+    num_accepted_draft_tokens: int = 0
+    """Draft tokens that became output."""
+
     def started(self, num_prompt_blocks: int, num_reused: int, num_last: int) -> None:
         """The sequence has started. A resumption after preemption does not count."""
         if self.first_scheduled_ns:
@@ -58,6 +64,8 @@ class SequenceFigures:
             "first_scheduled_time_ns": self.first_scheduled_ns,
             "first_token_time_ns": self.first_token_ns,
             "last_token_time_ns": self.last_token_ns,
+            "total_draft_tokens": self.num_draft_tokens,
+            "total_accepted_draft_tokens": self.num_accepted_draft_tokens,
         }
 
 
@@ -292,6 +300,15 @@ class Request:
 
     client_id: str = ""
     """The client's own id; not unique."""
+
+    draft_token_ids: tuple[int, ...] = ()
+    """Ids that the client expects after the prompt; the engine verifies them."""
+
+    draft_acceptance_threshold: float = 0.0
+    """0 accepts the draft ids that the model chooses itself."""
+
+    max_draft_tokens: int | None = None
+    """Most draft tokens of a step; None for the engine's limit, 0 for no drafts."""
 
     stop_words: WordAutomaton[int] = field(init=False)
     """Shared by requests of equal stop words."""

@@ -42,6 +42,9 @@ SAMPLES = {
     "dict[str, float]": {"active_requests": 3.0},
     "dict[int, dict[str, Any]]": {4: {"log_probs": b"\x01"}},
     "tuple[str, ...]": ["output_ids", "logits"],
+    "tuple[int, ...]": [3, 1],
+    "float": 0.5,
+    "int | None": 4,
 }
 
 
