@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from enum import Enum
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
 from trimaran.comm.errors import ConfigError
+from trimaran.worker.config.schemes import Activations, Fp8Scheme, Scheme, scheme_from_dict
 
 ANY_LINEAR = "Linear"
 """A target that every linear layer matches."""
@@ -21,73 +21,12 @@ FP8_METHODS = ("fp8", "fp8_block")
 _BLOCK = (128, 128)
 
 
-class Activations(Enum):
-    """Which inputs of a product share a scale."""
-
-    STATIC = "static"
-    """All of them: the checkpoint holds the scale."""
-
-    TOKEN = "token"
-    """Those of a token, whose largest value makes the scale."""
-
-    GROUP = "group"
-    """Consecutive inputs of a token, as many as a block of the weight has columns."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fp8Scheme:
-    """Weights and inputs of a product in FP8 (e4m3), with float32 scales."""
-
-    block: tuple[int, int] | None = None
-    """Rows and columns of the weight that share a scale; None: each row, or all of the matrix,
-    has one."""
-
-    activations: Activations = Activations.TOKEN
-    activation_bound: float = 0.0
-    """Largest magnitude that makes a token's scale; larger values are clamped. 0: none."""
-
-    has_power_scales: bool = False
-    """Whether scales of inputs are rounded up to powers of two."""
-
-    def __post_init__(self) -> None:
-        if (self.block is None) == (self.activations is Activations.GROUP):
-            raise ConfigError(
-                f"weights with {'a scale a block' if self.block else 'a scale a row'} and "
-                f"inputs with a scale by {self.activations.value} are not served together: "
-                "blocks go with groups, rows and matrices with token or static. Name a "
-                "checkpoint in another format"
-            )
-
-    @property
-    def algorithm(self) -> str:
-        """TensorRT-LLM's name."""
-        if self.block is not None:
-            return "FP8_BLOCK_SCALES"
-        is_static = self.activations is Activations.STATIC
-        return "FP8" if is_static else "FP8_PER_CHANNEL_PER_TOKEN"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for ``config.json``."""
-        block = None if self.block is None else list(self.block)
-        return {**asdict(self), "block": block, "activations": self.activations.value}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Fp8Scheme:
-        """The inverse of `to_dict`; raises KeyError, TypeError or ValueError."""
-        known = {each.name: values[each.name] for each in fields(cls)}
-        block = known.pop("block")
-        if block is not None:
-            rows, columns = (int(size) for size in block)
-            block = (rows, columns)
-        return cls(block=block, activations=Activations(known.pop("activations")), **known)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchemeRule:
     """The linear layers that ``targets`` name, and their scheme."""
 
     targets: tuple[str, ...]
-    scheme: Fp8Scheme
+    scheme: Scheme
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +50,7 @@ class QuantizationConfig:
     quantizes_at_load: bool = False
     """Whether the weights come as floats and are quantized as they are read."""
 
-    def scheme_of(self, names: tuple[str, ...]) -> Fp8Scheme | None:
+    def scheme_of(self, names: tuple[str, ...]) -> Scheme | None:
         """The scheme of the linear layer with these names; None for a layer without
         quantization.
         """
@@ -125,8 +64,8 @@ class QuantizationConfig:
 
     @property
     def block_sizes(self) -> tuple[int, int]:
-        """The largest rows and columns of blocks; (1, 1) if no weight has blocks."""
-        blocks = [rule.scheme.block or (1, 1) for rule in self.rules] or [(1, 1)]
+        """The largest rows and columns that share a scale or a byte; (1, 1) if none do."""
+        blocks = [rule.scheme.shared for rule in self.rules] or [(1, 1)]
         return max(rows for rows, _ in blocks), max(columns for _, columns in blocks)
 
     def describe(self) -> str:
@@ -177,7 +116,7 @@ class QuantizationConfig:
             rules = tuple(
                 SchemeRule(
                     targets=tuple(str(target) for target in rule["targets"]),
-                    scheme=Fp8Scheme.from_dict(rule["scheme"]),
+                    scheme=scheme_from_dict(rule["scheme"]),
                 )
                 for rule in values["rules"]
             )

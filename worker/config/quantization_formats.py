@@ -6,13 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from trimaran.comm.errors import ConfigError
-from trimaran.worker.config.quantization import (
-    ANY_LINEAR,
-    Activations,
-    Fp8Scheme,
-    QuantizationConfig,
-    SchemeRule,
-)
+from trimaran.worker.config.quantization import ANY_LINEAR, QuantizationConfig, SchemeRule
+from trimaran.worker.config.schemes import Activations, Fp8Scheme
 
 SERVED_METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors", "modelopt")
 

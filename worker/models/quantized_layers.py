@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 
 from trimaran.comm.errors import ConfigError
-from trimaran.worker.config.quantization import Fp8Scheme
+from trimaran.kernels.operators import Ops
+from trimaran.worker.config.schemes import Fp8Scheme, Scheme
 from trimaran.worker.layers.experts import Experts
 from trimaran.worker.layers.linear import ParallelLinear
-from trimaran.worker.layers.methods import UnquantizedLinearMethod
+from trimaran.worker.layers.methods import LinearMethod, UnquantizedLinearMethod
 from trimaran.worker.models.interfaces import CausalLM
 from trimaran.worker.quantization.fp8_linear import Fp8LinearMethod
 
@@ -31,9 +32,7 @@ def choose_methods(model: CausalLM) -> None:
     for path, module in model.named_modules():
         if isinstance(module, ParallelLinear):
             scheme = _scheme_of(model, keys_of[f"{path}.weight"])
-            plain = UnquantizedLinearMethod(context.ops)
-            method = plain if scheme is None else Fp8LinearMethod(context.ops, scheme)
-            module.use_method(method, context.device)
+            module.use_method(_method_of(scheme, context.ops), context.device)
         elif isinstance(module, Experts):
             _refuse_quantized_experts(model, keys_of[f"{path}.gate_up"])
 
@@ -58,7 +57,7 @@ def log_methods(model: CausalLM) -> None:
     )
 
 
-def scheme_of_key(model: CausalLM, key: str) -> Fp8Scheme | None:
+def scheme_of_key(model: CausalLM, key: str) -> Scheme | None:
     """The scheme of the layer whose weight has this name in `CausalLM.checkpoint_weights`."""
     quantization = model.context.quantization
     if quantization is None:
@@ -80,7 +79,18 @@ def fp8_method_of(model: CausalLM, parameter: str) -> Fp8LinearMethod | None:
     return method if name == "weight" and isinstance(method, Fp8LinearMethod) else None
 
 
-def _scheme_of(model: CausalLM, keys: list[str]) -> Fp8Scheme | None:
+def _method_of(scheme: Scheme | None, ops: Ops) -> LinearMethod:
+    if scheme is None:
+        return UnquantizedLinearMethod(ops)
+    if isinstance(scheme, Fp8Scheme):
+        return Fp8LinearMethod(ops, scheme)
+    raise ConfigError(
+        f"weights of {scheme.bits} bits are not served yet. Name a checkpoint in bfloat16, "
+        "float16 or float32."
+    )
+
+
+def _scheme_of(model: CausalLM, keys: list[str]) -> Scheme | None:
     schemes = {key: scheme_of_key(model, key) for key in keys}
     if len(set(schemes.values())) > 1:
         listed = ", ".join(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from trimaran.comm.errors import ConfigError
 from trimaran.kernels.operators import Ops
 from trimaran.kernels.quantized import FP8, BlockMap, Fp8Inputs, Fp8Product, Fp8Weight
-from trimaran.worker.config.quantization import Activations, Fp8Scheme
+from trimaran.worker.config.schemes import Activations, Fp8Scheme
 from trimaran.worker.layers.linear import OutputPart, WeightShapeError, check_shape
 from trimaran.worker.parallel.partition import DimPartition
 from trimaran.worker.quantization.self_check import check_product

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from trimaran.comm.errors import ConfigError
 from trimaran.kernels.fp8_reference import dequantize_weight, quantize_weight
+from trimaran.worker.config.schemes import Fp8Scheme
 from trimaran.worker.models.interfaces import CausalLM, WeightTarget
 from trimaran.worker.models.quantized_layers import fp8_method_of, scheme_of_key
 from trimaran.worker.models.weights.checkpoint import FP8_WORD, StoredTensor
@@ -84,7 +85,7 @@ def _parts(
         yield from _quantized_parts(model, found, key, target, method)
     elif stored.entry.dtype == FP8_WORD:
         scheme = scheme_of_key(model, key)
-        if scheme is None:
+        if not isinstance(scheme, Fp8Scheme):
             raise ConfigError(
                 f"{stored.path}: the tensor {stored.name!r} holds {FP8_WORD}, but config.json "
                 "says that it is not quantized. Use the weights and the configuration of one "
