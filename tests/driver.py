@@ -22,7 +22,7 @@ from trimaran.comm.messages.messages import (
     pack_ids,
 )
 from trimaran.comm.messages.sampling_params import SamplingParams
-from trimaran.comm.stages.pipeline import PipelineLinks
+from trimaran.comm.stages.world_group import WorldGroup
 from trimaran.comm.topology import ParallelLayout
 from trimaran.worker.config.engine_config import (
     EngineConfig,
@@ -42,7 +42,7 @@ class Driver:
         profile: ProfileConfig | None = None,
         ties: tuple[Any, ...] = (),
     ) -> None:
-        """``ties`` are the engine's layout, control plane, group and links; new ones by
+        """``ties`` are the engine's layout, control plane, group and ranks; new ones by
         default."""
         self.engine = Engine.load(
             RankConfig(engine=config, group="test", profile=profile),
@@ -184,11 +184,9 @@ class Ranks:
         self._world, self._timeout_s = world, timeout_s
         self.group = connect_group(world.subgroup(layout.tp_ranks), device, timeout_s)
         self.control = connect_control(world, timeout_s)
-        self.links = PipelineLinks.connect(world, layout, timeout_s)
-        if parallel.expert_dp_size > 1:
-            stage = world.subgroup(layout.stage_ranks)
-            self.links.expert_ranks = connect_group(stage, device, timeout_s)
-        self.ties = (layout, self.control, self.group, self.links)
+        shares = parallel.expert_dp_size > 1
+        everyone = WorldGroup.connect(world, layout, device, timeout_s, shares_experts=shares)
+        self.ties = (layout, self.control, self.group, everyone)
 
     def run(self, driver: Driver, drive: Callable[[Driver], Any]) -> Any:
         """The result of ``drive`` on rank 0, while the other ranks execute its steps. Ends
@@ -202,6 +200,6 @@ class Ranks:
                 driver.engine.follow(payload)
         self._world.barrier(self._timeout_s, "all served")
         driver.engine.shutdown()
-        self.links.close()
+        driver.engine.links.close()
         self.group.close()
         return result

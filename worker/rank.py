@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from trimaran.comm.collectives.tensor_group import TensorParallelGroup
     from trimaran.comm.control.control_plane import ControlPlane
-    from trimaran.comm.stages.pipeline import PipelineLinks
+    from trimaran.comm.stages.world_group import WorldGroup
     from trimaran.comm.topology import ParallelLayout
     from trimaran.worker.engine.engine import Engine
 
@@ -54,7 +54,6 @@ class RankProcess:
         self._watchdog: Watchdog | None = None
         self._control: ControlPlane | None = None
         self._group: TensorParallelGroup | None = None
-        self._links: PipelineLinks | None = None
         self._hang_timeout_s = NEVER_S
         self._device = ""
         self._times = StartTimes()
@@ -138,16 +137,16 @@ class RankProcess:
             torch.cuda.set_device(device)
             pin_near(device)
         self._control = connect_control(world, self._hang_timeout_s)
-        self._group, self._links = self._connect(world, config, topology, device)
+        self._group, ranks = self._connect(world, config, topology, device)
         link.state("loading", f"loading the model on {device}")
         self._times.end("connections")
-        engine = Engine.load(config, topology, self._control, self._group, self._links)
+        engine = Engine.load(config, topology, self._control, self._group, ranks)
         self._times.end("engine")
         if device.type == "cuda":
             watch_compilations()
         waits = StepTimeouts.of(topology, self._hang_timeout_s)
         self._group.timeout_s = waits.tensor_s
-        self._links.set_timeouts(waits)
+        engine.links.set_timeouts(waits)
         return engine, topology
 
     def _connect(
@@ -156,20 +155,23 @@ class RankProcess:
         config: RankConfig,
         topology: ParallelLayout,
         device: torch.device,
-    ) -> tuple[TensorParallelGroup, PipelineLinks]:
-        """This rank's tensor group, and its links to ranks outside of it. Collective."""
+    ) -> tuple[TensorParallelGroup, WorldGroup]:
+        """This rank's tensor group, and all ranks of the engine. Collective."""
         from trimaran.comm.collectives.connect import connect_group
-        from trimaran.comm.stages.pipeline import PipelineLinks
+        from trimaran.comm.stages.world_group import WorldGroup
 
         timeout_s = config.start_timeout_s
         group = connect_group(world.subgroup(topology.tp_ranks), device, timeout_s)
-        links = PipelineLinks.connect(world, topology, timeout_s)
-        if links.writer is not None:
-            links.writer.on_failure = self.fail
-        if config.engine.parallel.expert_dp_size > 1:
-            stage_world = world.subgroup(topology.stage_ranks)
-            links.expert_ranks = connect_group(stage_world, device, timeout_s)
-        return group, links
+        shares_experts = config.engine.parallel.expert_dp_size > 1
+        ranks = WorldGroup.connect(
+            world,
+            topology,
+            device,
+            timeout_s,
+            shares_experts=shares_experts,
+            on_failure=self.fail,
+        )
+        return group, ranks
 
     def _serve(
         self, engine: Engine, topology: ParallelLayout, config: RankConfig, env: ChildEnv
@@ -218,8 +220,7 @@ class RankProcess:
         watchdog.watch(lambda: "shutting down", FINALIZE_TIMEOUT_S)
         self._control.close()
         engine.shutdown()
-        if self._links is not None:
-            self._links.close()
+        engine.links.close()
         self._group.close()
         self._leave()
 
@@ -250,11 +251,10 @@ class RankProcess:
     def _facts(self, engine: Engine, config: RankConfig) -> dict[str, Any]:
         """Facts about this group for the front ends and the metrics."""
         assert self._control is not None and self._group is not None
-        assert self._links is not None
         facts = dict(engine.facts())
         facts["transports"] = {
             **self._group.transports(),
-            **self._links.transports(),
+            **engine.links.transports(),
             "control": self._control.transport,
         }
         facts["start_method"] = config.start_method

@@ -16,7 +16,7 @@ from trimaran.comm.collectives.connect import connect_group
 from trimaran.comm.collectives.tensor_group import SingleRankGroup, TensorParallelGroup
 from trimaran.comm.control.control_plane import ControlPlane, LocalControlPlane, connect_control
 from trimaran.comm.errors import ConfigError, TrimaranError
-from trimaran.comm.stages.pipeline import PipelineLinks
+from trimaran.comm.stages.world_group import WorldGroup
 from trimaran.comm.topology import ParallelLayout
 from trimaran.worker.config.engine_config import EngineConfig, ParallelConfig
 from trimaran.worker.engine.engine import Engine
@@ -37,9 +37,12 @@ class Ranks:
     device: torch.device
     control: ControlPlane
     group: TensorParallelGroup
-    links: PipelineLinks = field(default_factory=PipelineLinks)
+    all_ranks: WorldGroup = field(default_factory=WorldGroup)
     world: World | None = None
     """None for a single process, which needs no MPI."""
+
+    ended: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    """What is freed once no rank follows an engine any more."""
 
     @property
     def is_leader(self) -> bool:
@@ -85,13 +88,14 @@ def connected(config: EngineConfig) -> Iterator[Ranks]:
             torch.cuda.set_device(device)
         control = connect_control(world, _SILENCE_S)
         group = connect_group(world.subgroup(topology.tp_ranks), device, _SILENCE_S)
-        links = PipelineLinks.connect(world, topology, _SILENCE_S)
-        if parallel.expert_dp_size > 1:
-            stage_world = world.subgroup(topology.stage_ranks)
-            links.expert_ranks = connect_group(stage_world, device, _SILENCE_S)
-        yield Ranks(topology, device, control, group, links, world)
+        shares_experts = parallel.expert_dp_size > 1
+        all_ranks = WorldGroup.connect(
+            world, topology, device, _SILENCE_S, shares_experts=shares_experts
+        )
+        ranks = Ranks(topology, device, control, group, all_ranks, world)
+        yield ranks
         control.close()
-        links.close()
+        ranks.ended.close()
         group.close()
     except BaseException as error:
         # Other ranks would wait for this rank without end.

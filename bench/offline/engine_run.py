@@ -64,7 +64,8 @@ def load_engine(
 ) -> Engine:
     """This rank's part of a ready engine; traces the steps of ``profile``."""
     rank = RankConfig(engine=config, group=_SOURCE, profile=profile)
-    engine = Engine.load(rank, ranks.topology, ranks.control, ranks.group, ranks.links)
+    engine = Engine.load(rank, ranks.topology, ranks.control, ranks.group, ranks.all_ranks)
+    ranks.ended.callback(engine.links.close)
     ranks.barrier()
     return engine
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -13,6 +14,7 @@ from trimaran.comm.mpi import World
 from trimaran.comm.stages import peer_memory_links, torch_links
 from trimaran.comm.stages.shared_memory_links import connect_shared
 from trimaran.comm.stages.stage_links import HiddenShape, StageReceiver, StageSender
+from trimaran.comm.stages.world_group import WorldGroup
 from trimaran.comm.topology import ParallelLayout
 
 _EXTRA_SLOTS = 2
@@ -42,97 +44,75 @@ def connect_stages(
     return torch_links.connect_gloo(stages, shape, timeout_s)
 
 
+@dataclass(frozen=True, slots=True)
 class PipelineLinks:
-    """The links of one rank to its neighbouring stages, and for results.
+    """The links of one rank to its neighbouring stages, for results and for reports.
 
     Decisions come over the control plane. Hidden states go from each rank of a stage to the
     rank of the same tensor position in the next stage. Sampled tokens go from tensor rank 0 of
     the last stage to rank 0. A rank of an engine with one stage has no links.
     """
 
-    def __init__(self) -> None:
-        self.previous: StageReceiver | None = None
-        self.next: StageSender | None = None
-        self.writer: ResultWriter | None = None
-        self.readers: dict[int, ResultReader] = {}
-        """On rank 0, by the rank that sends results."""
-        self.report_writer: ResultWriter | None = None
-        self.report_readers: dict[int, ResultReader] = {}
-        """The same for occasional reports of the first rank of each stage and dp rank."""
-        self.expert_ranks: TensorParallelGroup | None = None
-        """The ranks of all dp ranks that hold this rank's layers, if they share experts."""
-        self.is_first_dp_rank = True
-        """Whether this rank belongs to dp rank 0."""
-        self._world: World | None = None
-        self._timeout_s = float("inf")
+    group: WorldGroup = field(default_factory=WorldGroup)
+    previous: StageReceiver | None = None
+    next: StageSender | None = None
+    writer: ResultWriter | None = None
+    readers: Mapping[int, ResultReader] = field(default_factory=dict)
+    """On rank 0, by the rank that sends results."""
+
+    report_writer: ResultWriter | None = None
+    report_readers: Mapping[int, ResultReader] = field(default_factory=dict)
+    """The same for occasional reports of the first rank of each stage and dp rank."""
+
+    is_first_dp_rank: bool = True
+    """Whether this rank belongs to dp rank 0."""
 
     @classmethod
-    def connect(cls, world: World, topology: ParallelLayout, timeout_s: float) -> PipelineLinks:
-        """Links for results; `open` connects the stages. Collective over ``world``."""
-        links = cls()
-        if world.size > 1:
-            links._world = world
-            output_ranks = [
-                topology.output_rank_of(dp_rank) for dp_rank in range(topology.dp_size)
-            ]
-            output_ranks = [rank for rank in output_ranks if rank > 0]
-            links.writer, links.readers = connect_results(world, output_ranks, timeout_s)
-        links._timeout_s = timeout_s
-        links.is_first_dp_rank = topology.dp_rank == 0
-        return links
-
-    def open(
-        self,
+    def connect(
+        cls,
+        group: WorldGroup,
         topology: ParallelLayout,
         device: torch.device,
         sizes: tuple[int, int],
         dtype: torch.dtype,
-    ) -> None:
-        """Connect the stages for steps of ``sizes``: most tokens, hidden size.
+        *,
+        has_reports: bool = False,
+    ) -> PipelineLinks:
+        """Links for steps of ``sizes``: most tokens, hidden size. Collective over the world.
 
-        Collective over the world.
+        With reports, the first ranks of all other stages and dp ranks are connected to rank 0.
         """
-        if topology.pp_size == 1:
-            return
-        assert self._world is not None, "stages were not connected"
-        stages = self._world.subgroup(topology.pp_ranks)
-        shape = HiddenShape(*sizes, dtype, topology.pp_size + _EXTRA_SLOTS)
-        self.previous, self.next = connect_stages(stages, shape, device, self._timeout_s)
-        if self.previous is not None:
-            self.previous.peer = topology.rank - topology.tp_size
-        if self.next is not None:
-            self.next.peer = topology.rank + topology.tp_size
+        world, timeout_s = group.world, group.timeout_s
+        if world is None:
+            return cls(group)
+        outputs = [topology.output_rank_of(dp_rank) for dp_rank in range(topology.dp_size)]
+        writer, readers = connect_results(world, [rank for rank in outputs if rank], timeout_s)
+        if writer is not None:
+            writer.on_failure = group.on_failure
+        previous: StageReceiver | None = None
+        following: StageSender | None = None
+        if topology.pp_size > 1:
+            shape = HiddenShape(*sizes, dtype, topology.pp_size + _EXTRA_SLOTS)
+            stages = world.subgroup(topology.pp_ranks)
+            previous, following = connect_stages(stages, shape, device, timeout_s)
+        if previous is not None:
+            previous.peer = topology.rank - topology.tp_size
+        if following is not None:
+            following.peer = topology.rank + topology.tp_size
+        reports: tuple[ResultWriter | None, Mapping[int, ResultReader]] = None, {}
+        if has_reports and topology.tp_size < topology.world_size:
+            first_ranks = range(topology.tp_size, topology.world_size, topology.tp_size)
+            reports = connect_results(world, first_ranks, timeout_s)
+        is_first = topology.dp_rank == 0
+        return cls(group, previous, following, writer, readers, *reports, is_first)
 
-    def open_reports(self, topology: ParallelLayout) -> None:
-        """Connect the first ranks of all other stages and dp ranks to rank 0, for reports.
-
-        Collective over the world.
-        """
-        if self._world is None or topology.tp_size == topology.world_size:
-            return
-        first_ranks = range(topology.tp_size, topology.world_size, topology.tp_size)
-        ends = connect_results(self._world, first_ranks, self._timeout_s)
-        self.report_writer, self.report_readers = ends
-
-    def all_gather(self, value: Any) -> list[Any]:
-        """Every rank's ``value``, in order of ranks. Collective over the world; while loading.
-
-        Raises:
-            PeerLostError: a rank did not arrive in time.
-        """
-        if self._world is None:
-            return [value]
-        self._world.barrier(self._timeout_s, "an agreement while loading")
-        values: list[Any] = self._world.comm.allgather(value)
-        return values
-
-    def minimum(self, value: int) -> int:
-        """The smallest of all ranks' values; see `all_gather`."""
-        return int(min(self.all_gather(value)))
+    @property
+    def expert_ranks(self) -> TensorParallelGroup | None:
+        """The ranks that share this rank's experts, if dp ranks do."""
+        return self.group.expert_ranks
 
     def set_timeouts(self, waits: StepTimeouts) -> None:
         """Set the longest waits for other ranks."""
-        self._timeout_s = waits.results_s
         readers = [*self.readers.values(), *self.report_readers.values()]
         for end in [self.next, self.writer, self.report_writer, *readers]:
             if end is not None:

@@ -261,7 +261,7 @@ def test_dp_ranks_on_two_hosts_share_experts(two_host_world, models):
     folders, theirs = models
     dp_ranks = DataParallelRanks(two_host_world, folders["mixtral"], 1, 1, two_host_world.size)
 
-    transports = dp_ranks.links.transports()
+    transports = dp_ranks.driver.engine.links.transports()
     outputs = dp_ranks.drive(lambda driver: driver.serve(PROMPTS))
 
     assert transports["expert_all_to_all"] == "gloo"

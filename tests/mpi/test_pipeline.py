@@ -12,6 +12,7 @@ from tests.unit.worker.models.models import reference_greedy
 from trimaran.comm import mpi
 from trimaran.comm.deadlines import StepTimeouts
 from trimaran.comm.errors import PeerLostError
+from trimaran.comm.stages.pipeline import PipelineLinks
 from trimaran.comm.topology import ParallelLayout
 from trimaran.worker.config.engine_config import (
     CacheConfig,
@@ -187,29 +188,30 @@ def test_stages_on_two_hosts_give_the_tokens_of_transformers(two_host_world, mod
     ranks = make_ranks(two_host_world, pp_size=two_host_world.size)
     driver = make_driver(folder, ranks)
     # A rank without a hang timeout does the same.
-    ranks.links.set_timeouts(StepTimeouts.of(ranks.ties[0], NEVER_S))
+    driver.engine.links.set_timeouts(StepTimeouts.of(ranks.ties[0], NEVER_S))
 
     outputs = ranks.run(driver, lambda driver: driver.serve(PROMPTS))
 
     if two_host_world.rank == 0:
         assert outputs == greedy(theirs)
         stages = "nccl" if HAS_GPUS else "gloo"
-        assert ranks.links.transports() == {"stages": stages, "results": "tcp"}
+        assert driver.engine.links.transports() == {"stages": stages, "results": "tcp"}
 
 
 @pytest.mark.ranks(4)
 def test_a_stage_without_input_names_the_stage_before(world):
     ranks = make_ranks(world, pp_size=world.size)
-    ranks.links.open(ranks.ties[0], torch.device("cpu"), (4, 8), torch.float32)
-    ranks.links.set_timeouts(StepTimeouts.of(ranks.ties[0], 0.05))
+    layout, _, _, everyone = ranks.ties
+    links = PipelineLinks.connect(everyone, layout, torch.device("cpu"), (4, 8), torch.float32)
+    links.set_timeouts(StepTimeouts.of(layout, 0.05))
 
     if world.rank > 0:
         words = f"rank {world.rank - 1}, the stage before, sent no hidden states for 0.04"
         with pytest.raises(PeerLostError, match=words):
-            ranks.links.previous.receive(2)
+            links.previous.receive(2)
     else:
         with pytest.raises(PeerLostError, match=f"rank {world.size - 1} told no result"):
-            ranks.links.readers[world.size - 1].read()
+            links.readers[world.size - 1].read()
     world.barrier(60.0, "all gave up")
-    ranks.links.close()
+    links.close()
     ranks.group.close()

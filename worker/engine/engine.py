@@ -25,6 +25,7 @@ from trimaran.comm.messages.messages import (
     Submit,
 )
 from trimaran.comm.stages.pipeline import PipelineLinks
+from trimaran.comm.stages.world_group import WorldGroup
 from trimaran.comm.topology import ParallelLayout
 from trimaran.worker.config.engine_config import RankConfig
 from trimaran.worker.engine.input_processor import GuidedRequests, request_from
@@ -77,7 +78,6 @@ class Engine:
         loaded: LoadedEngine,
         topology: ParallelLayout,
         control: ControlPlane,
-        links: PipelineLinks,
         profile: StepProfile | None = None,
     ) -> None:
         """An engine that is ready to step. `load` makes one from a configuration."""
@@ -87,7 +87,7 @@ class Engine:
         self._profile = profile
         self.device = loaded.device
         self.depth = loaded.depth
-        parts = engine_parts(loaded, topology, links)
+        parts = engine_parts(loaded, topology)
         self.runner, self.scheduler, self._adapters, self._decode = parts
         self._adapters.is_open = self._is_open
         self._guided = GuidedRequests(_guide_compiler(loaded, topology))
@@ -99,7 +99,7 @@ class Engine:
         is_overlapped = self.depth > 1 and topology.pp_size == 1
         self._timing = PlanTiming(is_overlapped and self.device.type == "cuda")
         self._stats = EngineStats(loaded, self.scheduler, self.times)
-        self._expert_reports = ExpertReports(loaded.expert_loads, control, links)
+        self._expert_reports = ExpertReports(loaded.expert_loads, control, loaded.links)
 
     # ---- life ----------------------------------------------------------------------------
 
@@ -110,28 +110,32 @@ class Engine:
         topology: ParallelLayout,
         control: ControlPlane,
         tp_group: TensorParallelGroup,
-        links: PipelineLinks | None = None,
+        group: WorldGroup | None = None,
     ) -> Engine:
         """Load the model, size and allocate the KV cache, warm up. Collective.
 
-        ``links`` connect a rank with ranks outside of its tensor group; an engine of one
-        tensor group needs none.
+        ``group`` holds all ranks of the engine; None for an engine of one rank.
 
         Raises:
             ConfigError: the configuration asks for what this engine cannot do.
         """
-        config, links = rank_config.engine, links or PipelineLinks()
+        config = rank_config.engine
         device = select_device(config, topology)
         profile = StepProfile.of_rank(rank_config, topology.rank, device)
         if profile is not None:
             # Before graphs are captured.
             profile.prepare()
-        loaded = load_engine(config, topology, tp_group, device, links)
-        engine = cls(loaded, topology, control, links, profile)
+        loaded = load_engine(config, topology, tp_group, device, group or WorldGroup())
+        engine = cls(loaded, topology, control, profile)
         # Objects that are alive now stay: the garbage collector need not look at them again.
         gc.collect()
         gc.freeze()
         return engine
+
+    @property
+    def links(self) -> PipelineLinks:
+        """Links to ranks outside of the tensor group; the caller closes them at the end."""
+        return self._loaded.links
 
     def facts(self) -> dict[str, Any]:
         """Facts about the warm engine for front ends, logs and metrics."""

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, Protocol
 
 from trimaran.comm.errors import RequestError
 from trimaran.comm.messages.messages import FinishReason, Submit
-from trimaran.comm.stages.pipeline import PipelineLinks
 from trimaran.comm.topology import ParallelLayout
 from trimaran.worker.config.engine_config import SchedulerConfig
 from trimaran.worker.engine.loading import LoadedEngine
@@ -226,9 +225,7 @@ class EngineParts(NamedTuple):
     decode: Callable[[bytes], SchedulerOutput | DataParallelDecisions]
 
 
-def engine_parts(
-    loaded: LoadedEngine, topology: ParallelLayout, links: PipelineLinks
-) -> EngineParts:
+def engine_parts(loaded: LoadedEngine, topology: ParallelLayout) -> EngineParts:
     """The parts of a loaded engine. A single dp rank needs no wrapper for several ranks."""
     num_micro_batches = loaded.depth if topology.pp_size > 1 else 0
     schedulers = [
@@ -240,7 +237,7 @@ def engine_parts(
             loaded.runner, schedulers[0], loaded.adapters[0], SchedulerOutput.decode
         )
     return EngineParts(
-        DataParallelRunner(loaded.runner, topology, links),
+        DataParallelRunner(loaded.runner, topology, loaded.links),
         DataParallelScheduler(schedulers),
         DataParallelAdapters(loaded.adapters),
         DataParallelDecisions.decode,

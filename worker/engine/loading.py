@@ -12,6 +12,7 @@ import torch
 
 from trimaran.comm.collectives.tensor_group import TensorParallelGroup
 from trimaran.comm.stages.pipeline import PipelineLinks
+from trimaran.comm.stages.world_group import WorldGroup
 from trimaran.comm.topology import ParallelLayout
 from trimaran.kernels.build import load_library
 from trimaran.kernels.cpu.sampling import CpuSampling
@@ -73,6 +74,8 @@ class LoadedEngine:
     expert_loads: ExpertLoads | None
     """None for a model without experts."""
 
+    links: PipelineLinks
+
     def facts(self, topology: ParallelLayout) -> dict[str, Any]:
         """Facts for front ends, logs and metrics."""
         model, limits, cache = self.runner.model, self.limits, self.caches[0]
@@ -112,7 +115,7 @@ def load_engine(
     topology: ParallelLayout,
     tp: TensorParallelGroup,
     device: torch.device,
-    links: PipelineLinks,
+    group: WorldGroup,
 ) -> LoadedEngine:
     """Load this rank's weights, agree on the cache's size, allocate and warm up. Collective.
 
@@ -122,14 +125,14 @@ def load_engine(
     depth = _depth(config, topology, device)
     sizes, prompt_sizes = choose_graphs(config, topology, device)
     choose_sums_and_norms(config, tp, device)
-    model = load_model(config, topology, tp, device, expert_ranks=links.expert_ranks)
+    model = load_model(config, topology, tp, device, expert_ranks=group.expert_ranks)
     kernel = _sampling_kernel(model, device)
     limits = _limits(config.scheduler, model)
-    _make_first_layer_table_if_used(config, model, tp, links)
+    _make_first_layer_table_if_used(config, model, tp, group)
     maker = CacheMaker(config.cache, limits, model, topology)
     inputs = _make_inputs(limits, maker.block_size, device, depth, kernel, model.switch_at)
     expert_loads = _count_experts(config, model, inputs)
-    _open_links(links, model, limits, topology)
+    links = _connect_stages(group, model, limits, topology)
 
     def make_runner(num_blocks: int) -> ModelRunner:
         for group in maker.groups:
@@ -149,21 +152,21 @@ def load_engine(
         del first
     available = free_bytes(device, len(topology.local_ranks)) - step_bytes
     mine = blocks_that_fit(maker.config, limits, maker.block_bytes, available)
-    num_blocks = _agreed(mine, tp, device, links)
+    num_blocks = _agreed(mine, tp, device, group)
     runner = make_runner(num_blocks)
     maker.find_partitions()
     # Before graphs are captured, because they record the layers' adapter kernels.
     budget = adapter_bytes(config.lora, topology, device, step_bytes)
-    budget, is_leader = _agreed(budget, tp, device, links), topology.rank == 0
-    adapters = load_adapters(config, runner, limits, budget, links, is_leader=is_leader)
+    budget, is_leader = _agreed(budget, tp, device, group), topology.rank == 0
+    adapters = load_adapters(config, runner, limits, budget, group, is_leader=is_leader)
     _warm_up(runner, limits, sizes, prompt_sizes, has_adapters=config.lora.has_graphs)
-    num_slots = _agreed(maker.host_slots(), tp, device, links)
+    num_slots = _agreed(maker.host_slots(), tp, device, group)
     caches = maker.make(runner, num_blocks, num_slots, topology)
     managers = [adapters, *(adapters.for_other_dp_rank() for _ in caches[1:])]
     backend = "torch" if kernel is None else kernel.name
     return LoadedEngine(
         config, device, depth, runner, caches, limits, model.config.vocab_size, managers,
-        backend, _stage_sizes(model, topology, links), expert_loads,
+        backend, _stage_sizes(model, topology, group), expert_loads, links,
     )  # fmt: skip
 
 
@@ -175,24 +178,29 @@ def _depth(config: EngineConfig, topology: ParallelLayout, device: torch.device)
 
 
 def _make_first_layer_table_if_used(
-    config: EngineConfig, model: CausalLM, tp: TensorParallelGroup, links: PipelineLinks
+    config: EngineConfig, model: CausalLM, tp: TensorParallelGroup, group: WorldGroup
 ) -> None:
     """Let the model look up its first product if all ranks can and should. Collective."""
     device = model.device
     memory = torch.cuda.mem_get_info(device) if device.type == "cuda" else None
     mine = uses_first_layer_table(config, model, memory)
-    if _agreed(int(mine), tp, device, links):
+    if _agreed(int(mine), tp, device, group):
         make_first_layer_table(model, config.scheduler.max_num_batched_tokens)
 
 
-def _open_links(
-    links: PipelineLinks, model: CausalLM, limits: SchedulerConfig, topology: ParallelLayout
-) -> None:
-    """Connect the stages, and the ranks that report expert loads. Collective."""
+def _connect_stages(
+    group: WorldGroup, model: CausalLM, limits: SchedulerConfig, topology: ParallelLayout
+) -> PipelineLinks:
+    """Links of this rank to other stages, also for reports of expert loads. Collective."""
     most_tokens = max(limits.max_num_batched_tokens, limits.max_num_seqs)
-    links.open(topology, model.device, (most_tokens, model.config.hidden_size), model.dtype)
-    if model.config.num_experts:
-        links.open_reports(topology)
+    return PipelineLinks.connect(
+        group,
+        topology,
+        model.device,
+        (most_tokens, model.config.hidden_size),
+        model.dtype,
+        has_reports=bool(model.config.num_experts),
+    )
 
 
 def _count_experts(
@@ -225,9 +233,9 @@ def _warm_up(
         runner.expert_loads.reset()
 
 
-def _stage_sizes(model: CausalLM, topology: ParallelLayout, links: PipelineLinks) -> str:
+def _stage_sizes(model: CausalLM, topology: ParallelLayout, group: WorldGroup) -> str:
     """Layers of each pipeline stage. Collective."""
-    sizes = links.all_gather((topology.pp_rank, len(model.layers)))
+    sizes = group.all_gather((topology.pp_rank, len(model.layers)))
     return "+".join(str(size) for _, size in sorted(set(sizes)))
 
 
@@ -294,12 +302,10 @@ def _limits(scheduler: SchedulerConfig, model: CausalLM) -> SchedulerConfig:
     )
 
 
-def _agreed(
-    mine: int, tp: TensorParallelGroup, device: torch.device, links: PipelineLinks
-) -> int:
+def _agreed(mine: int, tp: TensorParallelGroup, device: torch.device, group: WorldGroup) -> int:
     """The smallest of all ranks' numbers. Collective."""
     every = tp.all_gather(torch.tensor([mine], dtype=torch.int64, device=device), 0)
-    return links.minimum(int(every.min()))
+    return group.minimum(int(every.min()))
 
 
 def adapter_bytes(
@@ -319,7 +325,7 @@ def load_adapters(
     runner: ModelRunner,
     limits: SchedulerConfig,
     budget: int,
-    links: PipelineLinks,
+    group: WorldGroup,
     *,
     is_leader: bool,
 ) -> AdapterManager:
@@ -330,8 +336,8 @@ def load_adapters(
     """
     lora, model = config.lora, runner.model
     layout = AdapterLayout(model)
-    layout.join(links.all_gather(layout.sizes()))
-    largest = max(links.all_gather(layout.largest_size(lora.max_adapter_size)))
+    layout.join(group.all_gather(layout.sizes()))
+    largest = max(group.all_gather(layout.largest_size(lora.max_adapter_size)))
     num_rows, element_bytes = limits.max_num_seqs, model.dtype.itemsize
     size = min(budget // element_bytes, num_rows * largest)
     is_gpu = model.device.type == "cuda"
@@ -357,7 +363,7 @@ def load_adapters(
     manager = AdapterManager(layout, lora, element_bytes, size, num_rows)
     manager.is_packed = store.is_packed
     found = manager.prefetch() if is_leader else iter(())
-    while (adapter := links.all_gather(_next_of(found))[0]) is not None:
+    while (adapter := group.all_gather(_next_of(found))[0]) is not None:
         number, rows, chunks = adapter
         store.expect(number, rows)
         for chunk in chunks:

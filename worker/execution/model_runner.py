@@ -53,7 +53,8 @@ class ModelRunner:
         self.tp = tp
         self.groups = groups
         self.inputs = inputs
-        self._links = links = links or PipelineLinks()
+        links = links or PipelineLinks()
+        self._group = links.group
         self.end = stage_end(model, inputs, vocab_size, tp, depth, kernel, links)
         self._previous = links.previous
         self._tokens_across_dp = model.context.tokens_across_dp
@@ -175,7 +176,7 @@ class ModelRunner:
         """
         self.execute_model(decision).wait()
         if not (self.model.stage.is_first and self.model.stage.is_last):
-            self._links.all_gather(None)
+            self._group.all_gather(None)
 
     def _run_model(self, decision: SchedulerOutput) -> tuple[Tensor, StepInputs]:
         """Hidden states of the step's tokens, from a graph's replay or from single launches."""
