@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from trimaran.comm.collectives.tensor_group import SingleRankGroup
 from trimaran.comm.messages.sampling_params import SamplingParams
 from trimaran.kernels.triton import sampling as triton_sampling
-from trimaran.worker.sampling import sampler
+from trimaran.worker.sampling.sampler import HostSampler, make_sampler
 from trimaran.worker.sampling.sampling_rows import RowFeature, SamplingRows
 from trimaran.worker.steps.step_types import NewRow, int32s
 
@@ -18,6 +19,8 @@ pytestmark = pytest.mark.gpu
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)
+HOST = HostSampler(SingleRankGroup())
+DEVICE = make_sampler(CUDA, SingleRankGroup())
 LENGTH = 40
 
 SAMPLINGS = [
@@ -77,9 +80,9 @@ def make_all(fields, vocab_size, scale, dtype=torch.float32):
 def test_ids_are_those_of_the_cpu(vocab_size, scale, dtype):
     on_cpu, on_gpu, logits, table = make_all(SAMPLINGS, vocab_size, scale, dtype)
 
-    ids = sampler.sample(logits, on_gpu, table.cuda()).token_ids
+    ids = DEVICE.sample(logits, on_gpu, table.cuda()).token_ids
 
-    expected = sampler.sample(logits.float().cpu(), on_cpu, table).token_ids
+    expected = HOST.sample(logits.float().cpu(), on_cpu, table).token_ids
     assert ids.cpu().tolist() == expected.tolist()
 
 
@@ -87,9 +90,9 @@ def test_ids_are_those_of_the_cpu(vocab_size, scale, dtype):
 def test_edited_logits_give_the_ids_and_log_probs_of_the_cpu(vocab_size):
     on_cpu, on_gpu, logits, table = make_all(EDITS, vocab_size, 2.0)
 
-    sampled = sampler.sample(logits, on_gpu, table.cuda())
+    sampled = DEVICE.sample(logits, on_gpu, table.cuda())
 
-    expected = sampler.sample(logits.cpu(), on_cpu, table)
+    expected = HOST.sample(logits.cpu(), on_cpu, table)
     assert sampled.token_ids.cpu().tolist() == expected.token_ids.tolist()
     torch.testing.assert_close(sampled.log_probs.cpu(), expected.log_probs)
 
@@ -115,9 +118,9 @@ def test_guided_rows_beside_free_rows_have_the_ids_of_the_cpu(vocab_size, dtype,
     on_cpu.masks = masks_of(on_cpu, vocab_size)
     on_gpu.masks = on_cpu.masks.cuda()
 
-    ids = sampler.sample(logits, on_gpu, table.cuda()).token_ids
+    ids = DEVICE.sample(logits, on_gpu, table.cuda()).token_ids
 
-    expected = sampler.sample(logits.float().cpu(), on_cpu, table).token_ids
+    expected = HOST.sample(logits.float().cpu(), on_cpu, table).token_ids
     assert ids.cpu().tolist() == expected.tolist()
 
 
@@ -126,14 +129,14 @@ def test_sampling_causes_no_synchronization_with_the_device():
     _, batch, logits, table = make_all(fields, 32000, 2.0, torch.bfloat16)
     batch.masks = masks_of(batch, 32000).cuda()
     table = table.cuda()
-    sampler.sample(logits, batch, table)
+    DEVICE.sample(logits, batch, table)
 
     with warnings.catch_warnings():
         # torch says that the mode is a prototype.
         warnings.simplefilter("ignore")
         torch.cuda.set_sync_debug_mode("error")
     try:
-        sampler.sample(logits, batch, table)
+        DEVICE.sample(logits, batch, table)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

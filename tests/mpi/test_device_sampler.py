@@ -8,7 +8,7 @@ import torch
 from trimaran.comm import mpi
 from trimaran.comm.collectives.connect import connect_group
 from trimaran.comm.messages.sampling_params import SamplingParams
-from trimaran.worker.sampling import device_sampler
+from trimaran.worker.sampling.device_sampler import DeviceSampler
 from trimaran.worker.sampling.device_sampling_state import DeviceSamplingState
 from trimaran.worker.sampling.sampling_rows import SamplingRows
 from trimaran.worker.steps.step_types import NewRow, int32s
@@ -40,11 +40,11 @@ def test_rows_with_edits_and_plain_rows_are_sampled_together(world, fields):
     padded = torch.nn.functional.pad(whole, (0, width * world.size - VOCAB), value=99.0)
     mine = padded[:, world.rank * width : (world.rank + 1) * width]
 
-    found = device_sampler.sample_over_shards(
-        mine, world.rank * width, make_batch(fields, device), table, group
-    )
+    sampler = DeviceSampler(group)
+    first_id = world.rank * width
+    found = sampler.sample_shards(mine, first_id, make_batch(fields, device), table)
 
-    alone = device_sampler.sample(whole, make_batch(fields, device), table)
+    alone = sampler.sample(whole, make_batch(fields, device), table)
     is_beam = torch.tensor(["beam_width" in each for each in fields])
     assert torch.equal(found.token_ids.cpu()[~is_beam], alone.token_ids.cpu()[~is_beam])
     assert (found.log_probs is None) == (alone.log_probs is None)

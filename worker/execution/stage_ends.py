@@ -23,10 +23,9 @@ from trimaran.worker.execution.step_result import (
     encode_sampled,
 )
 from trimaran.worker.models.interfaces import CausalLM
-from trimaran.worker.sampling.candidates import argmax_over_shards
 from trimaran.worker.sampling.outputs import SamplerOutput
-from trimaran.worker.sampling.sampler import sample
-from trimaran.worker.sampling.sampling_rows import SamplingBatch, SamplingRows
+from trimaran.worker.sampling.sampler import make_sampler
+from trimaran.worker.sampling.sampling_rows import SamplingRows
 from trimaran.worker.steps.staging import to_device
 from trimaran.worker.steps.step_times import StepMarks
 from trimaran.worker.steps.step_types import KeptLogits, NewRow, SchedulerOutput
@@ -230,6 +229,7 @@ class LastStage:
         self._tp = tp
         self._writer = links.writer
         self._is_first_dp_rank = links.is_first_dp_rank
+        self._sampler = make_sampler(inputs.device, tp)
         self._sampling = SamplingRows(num_rows, vocab_size, inputs.device, kernel)
         self._logits_rows = LogitsRows(num_rows, vocab_size, is_keeper=tp.rank == 0)
         self._copier: Copier | None = None
@@ -312,48 +312,22 @@ class LastStage:
         sampled = decision.sampled
         if inputs.logits_indices is not None:
             hidden_TD = hidden_TD.index_select(0, inputs.logits_indices)
-        # A GPU's sampling kernel finds the likeliest id in the same pass.
-        is_gpu = inputs.sampled_rows is not None
-        if is_gpu or self._sampling.has_features:
-            lengths = (decision.num_computed_tokens + decision.num_scheduled_tokens)[sampled]
-            batch = self._sampling.batch(
-                decision.rows[sampled], lengths, inputs.sampled_rows, inputs.sampled_lengths
-            )
-            if len(decision.masks):
-                words = -(-self._sampling.vocab_size // 32)
-                batch.masks = to_device(decision.masks.reshape(-1, words), self._inputs.device)
-            if is_gpu and self._tp.size > 1 and batch.is_mostly_plain:
-                output = self._sample_over_shards(hidden_TD, batch)
-            else:
-                logits_NV = self._model.compute_logits(hidden_TD)
-                if kept is not None:
-                    self._logits_rows.keep_generation(decision, logits_NV, kept)
-                output = sample(logits_NV, batch, self._inputs.token_table)
+        lengths = (decision.num_computed_tokens + decision.num_scheduled_tokens)[sampled]
+        batch = self._sampling.batch(
+            decision.rows[sampled], lengths, inputs.sampled_rows, inputs.sampled_lengths
+        )
+        if len(decision.masks):
+            words = -(-self._sampling.vocab_size // 32)
+            batch.masks = to_device(decision.masks.reshape(-1, words), self._inputs.device)
+        table = self._inputs.token_table
+        if self._tp.size > 1 and self._sampler.takes_shards(batch):
+            head = self._model.lm_head
+            logits_NS = head.local_logits(hidden_TD)
+            output = self._sampler.sample_shards(logits_NS, head.first_row, batch, table)
         else:
-            output = SamplerOutput(self._likeliest(hidden_TD))
+            logits_NV = self._model.compute_logits(hidden_TD)
+            if kept is not None:
+                self._logits_rows.keep_generation(decision, logits_NV, kept)
+            output = self._sampler.sample(logits_NV, batch, table)
         self._inputs.write_sampled(inputs, output.token_ids)
         return output
-
-    def _likeliest(self, hidden_ND: Tensor) -> Tensor:
-        """The ids of highest logit, without gathering logits. Collective over the tensor
-        group."""
-        if self._tp.size == 1:
-            return self._sampling.likeliest(self._model.compute_logits(hidden_ND))
-        logits_NS, first_id = self._shard_logits(hidden_ND)
-        return argmax_over_shards(logits_NS, first_id, self._tp)
-
-    def _sample_over_shards(self, hidden_ND: Tensor, batch: SamplingBatch) -> SamplerOutput:
-        """Sample from shards of the logits, where rows need no more. Collective."""
-        # Imported late, because a CPU needs no Triton.
-        from trimaran.worker.sampling.device_sampler import sample_over_shards
-
-        head, table = self._model.lm_head, self._inputs.token_table
-        logits_NS = head.local_logits(hidden_ND)
-        return sample_over_shards(logits_NS, head.first_row, batch, table, self._tp)
-
-    def _shard_logits(self, hidden_ND: Tensor) -> tuple[Tensor, int]:
-        """This rank's shard of the logits, and the first id in it."""
-        head = self._model.lm_head
-        # The last shards may hold padding rows, which are not ids.
-        num_real = min(max(head.vocab_size - head.first_row, 0), head.num_rows)
-        return head.local_logits(hidden_ND)[:, :num_real], head.first_row

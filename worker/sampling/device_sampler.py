@@ -37,54 +37,61 @@ _EDITED_ROWS = 128
 """Rows that are copied at a time: a float32 copy of a large step would take much memory."""
 
 
-def sample(logits_NV: Tensor, batch: SamplingBatch, token_table_RL: Tensor) -> SamplerOutput:
-    """Choose each row's next id, as `sampler.sample`.
+class DeviceSampler:
+    """The sampler of a GPU.
 
     The kernels find each row's parameters by its number; the host launches only the processors
-    that some row asks for. ``logits`` have any float dtype and are unchanged: rows with changed
+    that some row asks for. Logits have any float dtype and stay unchanged: rows with changed
     logits are sampled from copies. One launch serves the other rows, which are no slower.
     """
-    params = _params(batch, token_table_RL)
-    entries = _edited(batch)
-    if len(entries):
-        output = _sample_edited(logits_NV, batch, token_table_RL, entries, params)
-    else:
-        ids, beams = _draw(logits_NV, batch, params), _beams(logits_NV, batch)
-        output = SamplerOutput(ids, None, joined(beams))
-    if batch.all_features & RowFeature.LOG_PROBS:
-        output.log_probs = triton_logits.log_probs(logits_NV, output.token_ids)
-    return output
 
+    def __init__(self, tp: TensorParallelGroup) -> None:
+        self._tp = tp
 
-def sample_over_shards(
-    logits_NS: Tensor,
-    first_id: int,
-    batch: SamplingBatch,
-    token_table_RL: Tensor,
-    tp: TensorParallelGroup,
-) -> SamplerOutput:
-    """`sample` that gathers logits of rows with more than a plain draw alone. Collective.
+    def takes_shards(self, batch: SamplingBatch) -> bool:
+        """If most rows need a plain draw or the likeliest id alone."""
+        return batch.is_mostly_plain
 
-    ``logits_NS`` are this rank's, starting at id ``first_id``, padding included. For a plain
-    row the ranks exchange 8 bytes, and its log-probability is 0.
-    """
-    num_real = min(max(batch.state.vocab_size - first_id, 0), logits_NS.shape[1])
-    mine_NS = logits_NS[:, :num_real]
-    entries = batch.beyond_plain()
-    if not len(entries):
-        return SamplerOutput(_draw_over_shards(mine_NS, first_id, batch, tp))
-    index = batch.index(entries)
-    whole_nV = tp.all_gather(logits_NS.index_select(0, index), -1)
-    whole_nV = whole_nV[:, : batch.state.vocab_size]
-    found = sample(whole_nV, batch.at(entries, index), token_table_RL)
-    ids = _draw_over_shards(mine_NS, first_id, batch.without(entries, index), tp)
-    count = len(batch.rows)
-    return SamplerOutput(
-        ids.index_copy_(0, index, found.token_ids),
-        _spread(found.log_probs, index, count),
-        found.beams,
-        _spread(found.is_stuck, index, count),
-    )
+    def sample(
+        self, logits_NV: Tensor, batch: SamplingBatch, token_table_RL: Tensor
+    ) -> SamplerOutput:
+        """Choose each row's next id from whole logits."""
+        params = _params(batch, token_table_RL)
+        entries = _edited(batch)
+        if len(entries):
+            output = _sample_edited(logits_NV, batch, token_table_RL, entries, params)
+        else:
+            ids, beams = _draw(logits_NV, batch, params), _beams(logits_NV, batch)
+            output = SamplerOutput(ids, None, joined(beams))
+        if batch.all_features & RowFeature.LOG_PROBS:
+            output.log_probs = triton_logits.log_probs(logits_NV, output.token_ids)
+        return output
+
+    def sample_shards(
+        self, logits_NS: Tensor, first_id: int, batch: SamplingBatch, token_table_RL: Tensor
+    ) -> SamplerOutput:
+        """`sample` that gathers logits of rows with more than a plain draw alone. Collective.
+
+        For a plain row the ranks exchange 8 bytes, and its log-probability is 0.
+        """
+        num_real = min(max(batch.state.vocab_size - first_id, 0), logits_NS.shape[1])
+        mine_NS = logits_NS[:, :num_real]
+        entries = batch.beyond_plain()
+        if not len(entries):
+            return SamplerOutput(_draw_over_shards(mine_NS, first_id, batch, self._tp))
+        index = batch.index(entries)
+        whole_nV = self._tp.all_gather(logits_NS.index_select(0, index), -1)
+        whole_nV = whole_nV[:, : batch.state.vocab_size]
+        found = self.sample(whole_nV, batch.at(entries, index), token_table_RL)
+        plain = batch.without(entries, index)
+        ids = _draw_over_shards(mine_NS, first_id, plain, self._tp)
+        count = len(batch.rows)
+        return SamplerOutput(
+            ids.index_copy_(0, index, found.token_ids),
+            _spread(found.log_probs, index, count),
+            found.beams,
+            _spread(found.is_stuck, index, count),
+        )
 
 
 def _spread(values_n: Tensor | None, index_n: Tensor, count: int) -> Tensor | None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
+import torch
 from torch import Tensor
 
+from trimaran.comm.collectives.tensor_group import TensorParallelGroup
 from trimaran.worker.sampling import logits_processors
-from trimaran.worker.sampling.candidates import is_forbidden
+from trimaran.worker.sampling.candidates import argmax_over_shards, is_forbidden
 from trimaran.worker.sampling.draw import draw
 from trimaran.worker.sampling.outputs import SamplerOutput, beam_candidates
 from trimaran.worker.sampling.sampling_rows import FORBIDS, RowFeature, SamplingBatch
@@ -27,37 +30,87 @@ PROCESSORS: tuple[tuple[RowFeature, Processor], ...] = (
 """In order of application; each changes only the rows that ask for it."""
 
 
-def sample(logits_NV: Tensor, batch: SamplingBatch, token_table_RL: Tensor) -> SamplerOutput:
-    """Choose each row's next id. A row's result does not depend on the other rows.
+class Sampler(Protocol):
+    """Chooses each row's next id. A row's result does not depend on the other rows."""
 
-    ``logits_NV`` is float32, on a GPU possibly the model's dtype, and may be overwritten.
-    ``token_table_RL`` holds every row's ids so far, those sampled by steps in flight included.
-    """
-    features = batch.all_features
-    if features & RowFeature.RESET:
-        batch.token_table = token_table_RL
-    if batch.device_rows is not None:
-        # Imported at the first GPU step, because a CPU has no Triton.
-        from trimaran.worker.sampling import device_sampler
+    def takes_shards(self, batch: SamplingBatch) -> bool:
+        """Whether `sample_shards` serves the batch, so that no rank gathers all logits."""
+        ...
 
-        return device_sampler.sample(logits_NV, batch, token_table_RL)
-    if not features:
-        return SamplerOutput(batch.state.likeliest(logits_NV))
-    model_logits = logits_NV.clone() if features & RowFeature.LOG_PROBS else logits_NV
-    for feature, process in PROCESSORS:
-        if features & feature:
-            process(logits_NV, batch, token_table_RL)
-    beams = beam_candidates(logits_NV, batch) if features & RowFeature.BEAM else None
+    def sample(
+        self, logits_NV: Tensor, batch: SamplingBatch, token_table_RL: Tensor
+    ) -> SamplerOutput:
+        """Choose from whole logits: float32, on a GPU possibly the model's dtype.
+
+        The logits may be overwritten. ``token_table_RL`` holds every row's ids so far, those
+        sampled by steps in flight included.
+        """
+        ...
+
+    def sample_shards(
+        self, logits_NS: Tensor, first_id: int, batch: SamplingBatch, token_table_RL: Tensor
+    ) -> SamplerOutput:
+        """Choose from this rank's logits, which start at id ``first_id`` and may end with
+        padding. Collective over the tensor group."""
+        ...
+
+
+def make_sampler(device: torch.device, tp: TensorParallelGroup) -> Sampler:
+    """The sampler for a device."""
+    if device.type == "cuda":
+        # Imported late, because a CPU needs no Triton.
+        from trimaran.worker.sampling.device_sampler import DeviceSampler
+
+        return DeviceSampler(tp)
+    return HostSampler(tp)
+
+
+class HostSampler:
+    """The sampler of a CPU. Parameters and ids so far are on the host."""
+
+    def __init__(self, tp: TensorParallelGroup) -> None:
+        self._tp = tp
+
+    def takes_shards(self, batch: SamplingBatch) -> bool:
+        """Only if every row takes its likeliest id."""
+        return not batch.all_features
+
+    def sample(
+        self, logits_NV: Tensor, batch: SamplingBatch, token_table_RL: Tensor
+    ) -> SamplerOutput:
+        """Choose from whole float32 logits."""
+        features = batch.all_features
+        if features & RowFeature.RESET:
+            batch.token_table = token_table_RL
+        if not features:
+            return SamplerOutput(batch.state.likeliest(logits_NV))
+        model_logits = logits_NV.clone() if features & RowFeature.LOG_PROBS else logits_NV
+        for feature, process in PROCESSORS:
+            if features & feature:
+                process(logits_NV, batch, token_table_RL)
+        beams = beam_candidates(logits_NV, batch) if features & RowFeature.BEAM else None
+        ids = _draw(logits_NV, batch)
+        is_stuck = is_forbidden(logits_NV, ids) if features & FORBIDS else None
+        if not features & RowFeature.LOG_PROBS:
+            return SamplerOutput(ids, None, beams, is_stuck)
+        chosen = model_logits.gather(1, ids[:, None])[:, 0]
+        return SamplerOutput(ids, chosen - model_logits.logsumexp(dim=-1), beams, is_stuck)
+
+    def sample_shards(
+        self, logits_NS: Tensor, first_id: int, batch: SamplingBatch, token_table_RL: Tensor
+    ) -> SamplerOutput:
+        """The likeliest ids, without gathering logits. Collective."""
+        num_real = min(max(batch.state.vocab_size - first_id, 0), logits_NS.shape[1])
+        return SamplerOutput(argmax_over_shards(logits_NS[:, :num_real], first_id, self._tp))
+
+
+def _draw(logits_NV: Tensor, batch: SamplingBatch) -> Tensor:
+    """A random id for rows that ask for it, the likeliest id for others; int64 [N]."""
     entries = batch.rows_wanting(RowFeature.RANDOM)
     if len(entries) == len(batch.rows):
-        ids = draw(logits_NV, batch, entries)
-    else:
-        ids = batch.state.likeliest(logits_NV)
-        if len(entries):
-            index = batch.index(entries)
-            ids.index_copy_(0, index, draw(logits_NV[index], batch, entries))
-    is_stuck = is_forbidden(logits_NV, ids) if features & FORBIDS else None
-    if not features & RowFeature.LOG_PROBS:
-        return SamplerOutput(ids, None, beams, is_stuck)
-    chosen = model_logits.gather(1, ids[:, None])[:, 0]
-    return SamplerOutput(ids, chosen - model_logits.logsumexp(dim=-1), beams, is_stuck)
+        return draw(logits_NV, batch, entries)
+    ids = batch.state.likeliest(logits_NV)
+    if len(entries):
+        index = batch.index(entries)
+        ids.index_copy_(0, index, draw(logits_NV[index], batch, entries))
+    return ids

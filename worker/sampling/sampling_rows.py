@@ -225,8 +225,6 @@ class SamplingRows:
         """On the CPU, the n-grams of rows that may not repeat any; see
         `logits_processors.forbid_repeated_ngrams`."""
         self.biases: dict[int, Tensor] = {}
-        self.has_features = False
-        """Whether any row needs more than the likeliest id."""
         self._features = np.zeros(num_rows, dtype=np.uint32)
         self.device_state: DeviceSamplingState | None = None
         if device.type == "cuda":
@@ -240,13 +238,11 @@ class SamplingRows:
         """Clear the parameters of a row whose sequence left."""
         self._features[row] = 0
         self.ngrams.pop(row, None)
-        self.has_features = bool(self._features.any())
 
     def enter(self, new: NewRow) -> None:
         """Set a row's parameters from those of its new sequence."""
         params, row = SamplingParams.from_wire(new.sampling), new.row
         self._features[row] = features_of(params)
-        self.has_features = bool(self._features.any())
         # A repetition penalty of 0 or less is refused at submission.
         self.float_params[row] = (
             params.temperature,

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from trimaran.comm.collectives.tensor_group import SingleRankGroup
 from trimaran.comm.messages.sampling_params import SamplingParams
 from trimaran.kernels.build import load_library
 from trimaran.kernels.cpu.sampling import CpuSampling
-from trimaran.worker.sampling.sampler import sample
+from trimaran.worker.sampling.sampler import HostSampler
 from trimaran.worker.sampling.sampling_rows import SamplingRows
 from trimaran.worker.steps.step_types import NewRow, int32s
 
@@ -34,7 +35,8 @@ def choose(logits, params, kernel):
         new = NewRow(row=row, token_ids=int32s([0]), num_prompt_tokens=1, sampling=sampling)
         rows.enter(new)
     batch = rows.batch(int32s(range(count)), int32s([1] * count))
-    return sample(logits, batch, torch.zeros((count, 4), dtype=torch.int32)).token_ids.tolist()
+    table = torch.zeros((count, 4), dtype=torch.int32)
+    return HostSampler(SingleRankGroup()).sample(logits, batch, table).token_ids.tolist()
 
 
 def random_params(rng: np.random.Generator, vocab_size: int) -> SamplingParams:

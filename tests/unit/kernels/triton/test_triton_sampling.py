@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from trimaran.comm.collectives.tensor_group import SingleRankGroup
 from trimaran.comm.messages.sampling_params import SamplingParams
 from trimaran.kernels.triton import sampling as triton_sampling
-from trimaran.worker.sampling import noise, sampler
+from trimaran.worker.sampling import noise
 from trimaran.worker.sampling.device_sampling_state import DeviceSamplingState
+from trimaran.worker.sampling.sampler import HostSampler
 from trimaran.worker.sampling.sampling_rows import RowFeature, SamplingRows
 from trimaran.worker.steps.step_types import NewRow, int32s
 
@@ -39,6 +41,7 @@ class Sampled:
 
     def on_cpu(self, logits):
         batch = self.rows.batch(self.order, self.lengths)
+        sampler = HostSampler(SingleRankGroup())
         return sampler.sample(logits.float().clone(), batch, torch.zeros(1, 1)).token_ids
 
     def by_kernels(self, logits):

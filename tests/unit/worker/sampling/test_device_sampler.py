@@ -8,12 +8,15 @@ import torch
 
 from trimaran.comm.collectives.tensor_group import SingleRankGroup
 from trimaran.comm.messages.sampling_params import SamplingParams
-from trimaran.worker.sampling import device_sampler, sampler
+from trimaran.worker.sampling import device_sampler
 from trimaran.worker.sampling.device_sampling_state import DeviceSamplingState
+from trimaran.worker.sampling.sampler import HostSampler
 from trimaran.worker.sampling.sampling_rows import SamplingRows
 from trimaran.worker.steps.step_types import NO_ID, NewRow, int32s
 
 CPU = torch.device("cpu")
+HOST = HostSampler(SingleRankGroup())
+DEVICE = device_sampler.DeviceSampler(SingleRankGroup())
 VOCAB = 300
 
 
@@ -50,18 +53,17 @@ class Steps:
         device = torch.from_numpy(self.order), torch.from_numpy(self.lengths)
         batch = self.on_device.batch(self.order, self.lengths, *device)
         batch.masks = masks
-        group = SingleRankGroup()
-        return device_sampler.sample_over_shards(logits, 0, batch, self.table, group)
+        return DEVICE.sample_shards(logits, 0, batch, self.table)
 
     def both(self, logits, masks=None):
         """The results of the CPU and of the kernels."""
         device = torch.from_numpy(self.order), torch.from_numpy(self.lengths)
         batch = self.on_cpu.batch(self.order, self.lengths)
         batch.masks = masks
-        expected = sampler.sample(logits.float().clone(), batch, self.table)
+        expected = HOST.sample(logits.float().clone(), batch, self.table)
         batch = self.on_device.batch(self.order, self.lengths, *device)
         batch.masks = masks
-        return expected, sampler.sample(logits, batch, self.table)
+        return expected, DEVICE.sample(logits, batch, self.table)
 
 
 EDITS = [

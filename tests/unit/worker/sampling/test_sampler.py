@@ -4,14 +4,16 @@ import numpy as np
 import pytest
 import torch
 
+from trimaran.comm.collectives.tensor_group import SingleRankGroup
 from trimaran.comm.messages.sampling_params import SamplingParams
-from trimaran.worker.sampling import sampler
 from trimaran.worker.sampling.candidates import largest
 from trimaran.worker.sampling.noise import gumbel, hash_bits, noise_keys
+from trimaran.worker.sampling.sampler import HostSampler
 from trimaran.worker.sampling.sampling_rows import SamplingRows
 from trimaran.worker.steps.step_types import NewRow, int32s
 
 CPU = torch.device("cpu")
+SAMPLER = HostSampler(SingleRankGroup())
 PROMPT = [1, 2, 3]
 POSITIONS = 100
 
@@ -36,7 +38,7 @@ def draw(logits, params, *, outputs=None, indices=None):
         )
     lengths = int32s([len(PROMPT) + len(output) for output in outputs])
     batch = rows.batch(np.arange(count, dtype=np.int32), lengths)
-    return sampler.sample(logits.clone(), batch, table)
+    return SAMPLER.sample(logits.clone(), batch, table)
 
 
 def repeated(logits_V, params, count):
@@ -54,7 +56,7 @@ def repeated(logits_V, params, count):
     batch = rows.batch(draws // POSITIONS, len(PROMPT) + draws % POSITIONS)
     table = torch.zeros((num_rows, len(PROMPT) + POSITIONS), dtype=torch.int32)
     logits = torch.as_tensor(logits_V, dtype=torch.float32).repeat(count, 1)
-    return sampler.sample(logits, batch, table).token_ids.numpy()
+    return SAMPLER.sample(logits, batch, table).token_ids.numpy()
 
 
 def chi_square(ids, probabilities):
@@ -113,7 +115,7 @@ def test_consecutive_positions_of_one_sequence_are_independent_draws():
     positions = np.arange(count, dtype=np.int32)
     batch = rows.batch(np.zeros_like(positions), 1 + positions)
     logits = torch.tensor(LOGITS, dtype=torch.float32).repeat(count, 1)
-    ids = sampler.sample(logits, batch, torch.zeros((1, 1))).token_ids.numpy()
+    ids = SAMPLER.sample(logits, batch, torch.zeros((1, 1))).token_ids.numpy()
 
     assert chi_square(ids, kept(range(8))) < 24.3
     pairs = ids[:-1] * 8 + ids[1:]
