@@ -5,18 +5,19 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from trimaran.client import pipeline_client, text_client, token_client
+from trimaran.client import pipeline_client, speculative_client, text_client, token_client
 
 _CLIENTS: dict[str, Callable[[argparse.Namespace], int]] = {
     "text": text_client.run,
     "token": token_client.run,
     "pipeline": pipeline_client.run,
+    "speculative": speculative_client.run,
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The clients, each with the flags of the script that it replaces."""
-    clients = parser.add_subparsers(dest="level", required=True, metavar="text|token|pipeline")
+    clients = parser.add_subparsers(dest="level", required=True, metavar="|".join(_CLIENTS))
     text = clients.add_parser(
         "text",
         help="text to the ensemble or BLS model (end_to_end_grpc_client.py)",
@@ -41,6 +42,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         epilog="Example:\n  trimaran client pipeline --dataset data.json --max-input-len 500",
     )
     pipeline_client.add_arguments(pipeline)
+    speculative = clients.add_parser(
+        "speculative",
+        help="texts with a draft model against plain texts (speculative_decoding_test.py)",
+        description="Make texts with a draft model, and compare them with plain texts.",
+        usage="trimaran client speculative --url-target HOST:PORT --dataset FILE [flags]",
+        epilog="Example:\n  trimaran client speculative --url-target localhost:8001 -p Hello "
+        "--draft-tensorrt-llm-model-name draft",
+    )
+    speculative_client.add_arguments(speculative)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -16,9 +16,8 @@ import numpy as np
 
 from trimaran.client.prompt_files import read_dataset
 from trimaran.client.request_flags import DEFAULT_URLS, add_concurrency, add_protocol
-from trimaran.client.step_client import GrpcSteps, HttpSteps, StepClient
+from trimaran.client.step_client import GrpcSteps, HttpSteps, StepClient, one_of, text_of
 from trimaran.client.stream import ServerError, check_names, check_url
-from trimaran.client.tensors import Array
 from trimaran.client.text_client import MismatchError, Texts
 from trimaran.comm.errors import ConfigError
 
@@ -194,7 +193,10 @@ def _step_by_step(
     """Preprocessing, the token model and postprocessing, called one after another."""
     (before,) = steps.ask(
         "preprocessing",
-        {"QUERY": _text(prompt.text), "REQUEST_OUTPUT_LEN": _one(prompt.output_len, np.int32)},
+        {
+            "QUERY": text_of(prompt.text),
+            "REQUEST_OUTPUT_LEN": one_of(prompt.output_len, np.int32),
+        },
     )
     inputs = {
         "input_ids": before["INPUT_ID"],
@@ -202,11 +204,11 @@ def _step_by_step(
         "request_output_len": before["REQUEST_OUTPUT_LEN"],
         "end_id": before["OUT_END_ID"],
         "pad_id": before["OUT_PAD_ID"],
-        "streaming": _one(args.streaming, np.bool_),
+        "streaming": one_of(args.streaming, np.bool_),
     }
     for name, value in besides.items():
         dtype, token_name = _INPUTS[name]
-        inputs[token_name] = _one(value, dtype)
+        inputs[token_name] = one_of(value, dtype)
     responses = steps.ask(args.token_model_name, inputs)
     ids = responses[-1]["output_ids"][0, 0]
     if args.streaming and besides.get("beam_width", 1) == 1:
@@ -228,10 +230,10 @@ def _by_model(
     is_streaming: bool,
 ) -> str:
     inputs = {
-        "text_input": _text(prompt.text),
-        "max_tokens": _one(prompt.output_len, np.int32),
-        "stream": _one(is_streaming, np.bool_),
-        **{name: _one(value, _INPUTS[name][0]) for name, value in besides.items()},
+        "text_input": text_of(prompt.text),
+        "max_tokens": one_of(prompt.output_len, np.int32),
+        "stream": one_of(is_streaming, np.bool_),
+        **{name: one_of(value, _INPUTS[name][0]) for name, value in besides.items()},
     }
     texts = Texts(is_appended=is_streaming and besides.get("beam_width", 1) == 1)
     for outputs in steps.ask(model, inputs):
@@ -257,11 +259,3 @@ def _time(
     with ThreadPoolExecutor(args.concurrency) as pool:
         list(pool.map(ask, prompts))
     print(f"[INFO] Total Latency: {(time.perf_counter() - start) * 1e3:.3f} ms")
-
-
-def _text(value: str) -> Array:
-    return np.array([[value.encode()]], dtype=np.object_)
-
-
-def _one(value: Any, dtype: Any) -> Array:
-    return np.array([[value]], dtype=dtype)

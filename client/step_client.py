@@ -7,11 +7,13 @@ import threading
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+import numpy as np
 import tritonclient.http as httpclient
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from trimaran.client.stream import InferStream, ServerError, open_client
 from trimaran.client.tensors import Array, tensor
+from trimaran.client.token_request import has_input
 
 Outputs = dict[str, Array]
 
@@ -70,6 +72,11 @@ class GrpcSteps:
                     break
         return found
 
+    def has_input(self, model: str, name: str) -> bool:
+        """Whether the served model declares an input; raises ServerError."""
+        with open_client(self._flags) as client:
+            return has_input(client, model, name)
+
 
 def _http(name: str, array: Array) -> Any:
     holder = httpclient.InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype))
@@ -79,3 +86,13 @@ def _http(name: str, array: Array) -> Any:
 
 def _grpc(name: str, array: Array) -> Any:
     return tensor(name, array, array.dtype)
+
+
+def text_of(value: str) -> Array:
+    """A text as an input of shape [1, 1]."""
+    return np.array([[value.encode()]], dtype=np.object_)
+
+
+def one_of(value: Any, dtype: Any) -> Array:
+    """A value as an input of shape [1, 1]."""
+    return np.array([[value]], dtype=dtype)

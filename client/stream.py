@@ -177,18 +177,18 @@ def check_names(args: argparse.Namespace) -> None:
         _check_text("requested_outputs", output)
 
 
-def check_url(url: str) -> None:
+def check_url(url: str, flag: str = "--url") -> None:
     """Refuse a URL that is not ``HOST:PORT``; raises ConfigError."""
     host, _, port = url.rpartition(":")
     # gRPC reads an IPv6 address without brackets to its end, and connects to port 443 of it.
     is_host = ":" not in host or (host.startswith("[") and host.endswith("]"))
     if not host or not is_host or not port.isdecimal():
         raise ConfigError(
-            f"--url is {url!r} but must be HOST:PORT, as in localhost:8001 or [::1]:8001"
+            f"{flag} is {url!r} but must be HOST:PORT, as in localhost:8001 or [::1]:8001"
         )
     # gRPC would use the port modulo 65536: another port, and server.
     if int(port) not in range(1, _MAX_PORT + 1):
-        raise ConfigError(f"--url is {url!r} but ports go from 1 to {_MAX_PORT}")
+        raise ConfigError(f"{flag} is {url!r} but ports go from 1 to {_MAX_PORT}")
 
 
 def _check_text(name: str, text: str) -> None:

@@ -108,22 +108,24 @@ def stop_inputs() -> list[Any]:
 
 def seed_name(client: Any, model: str, seed: int | None) -> str:
     """The model's name of the seed; older and newer repositories differ."""
-    if seed is None:
-        return "random_seed"
-    try:
-        metadata = client.get_model_metadata(model)
-    except InferenceServerException as error:
-        raise ServerError(error.message()) from error
-    return "seed" if "seed" in {each.name for each in metadata.inputs} else "random_seed"
+    return "seed" if seed is not None and has_input(client, model, "seed") else "random_seed"
 
 
 def has_output(client: Any, model: str, name: str) -> bool:
     """Whether the served model declares an output."""
+    return name in {each.name for each in _metadata(client, model).outputs}
+
+
+def has_input(client: Any, model: str, name: str) -> bool:
+    """Whether the served model declares an input."""
+    return name in {each.name for each in _metadata(client, model).inputs}
+
+
+def _metadata(client: Any, model: str) -> Any:
     try:
-        metadata = client.get_model_metadata(model)
+        return client.get_model_metadata(model)
     except InferenceServerException as error:
         raise ServerError(error.message()) from error
-    return name in {each.name for each in metadata.outputs}
 
 
 def _prompt_table(args: argparse.Namespace, prompt: Prompt) -> list[Any]:

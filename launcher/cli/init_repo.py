@@ -38,6 +38,11 @@ SCRIPTS = {
     "inflight_batcher_llm/client/end_to_end_grpc_client.py": ("client", "text"),
     "tools/inflight_batcher_llm/benchmark_core_model.py": ("bench",),
     "tools/inflight_batcher_llm/end_to_end_test.py": ("client", "pipeline"),
+    "tools/inflight_batcher_llm/speculative_decoding_test.py": ("client", "speculative"),
+    "inflight_batcher_llm/client/e2e_grpc_speculative_decoding_client.py": (
+        "client",
+        "speculative",
+    ),
     "tensorrt_llm/examples/gpt/hf_gpt_convert.py": ("convert",),
     "tensorrt_llm/examples/gpt/build.py": ("build",),
 }
