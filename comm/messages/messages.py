@@ -127,6 +127,9 @@ class Submit(Message):
     ids of at least this probability."""
     max_draft_tokens: int | None = None
     """Most draft tokens of a step; None for the engine's limit, 0 for no drafts."""
+    ends_after_drafts: bool = False
+    """Whether the output ends at the first id that is no draft id, or that follows the last
+    draft id, with the reason LENGTH."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -82,6 +82,7 @@ def request_from(
         draft_token_ids=tuple(message.draft_token_ids),
         draft_acceptance_threshold=message.draft_acceptance_threshold,
         max_draft_tokens=message.max_draft_tokens,
+        ends_after_drafts=message.ends_after_drafts,
     )
 
 

@@ -242,11 +242,18 @@ class Sequence:
             self.stop_state = self.request.stop_words.next(self.stop_state, token_id)
             if self.stop_state.ends_word:
                 return FinishReason.STOP_WORDS
-        if len(self.token_ids) >= self.max_len:
+        if len(self.token_ids) >= self.max_len or self._is_behind_drafts(token_id):
             return FinishReason.LENGTH
         if self.guide is not None and self.guide.is_complete:
             return FinishReason.END_ID
         return FinishReason.NOT_FINISHED
+
+    def _is_behind_drafts(self, token_id: int) -> bool:
+        """Whether the output ends because its latest id is no draft id, or the first behind."""
+        if not self.request.ends_after_drafts:
+            return False
+        place, drafts = self.num_output_tokens - 1, self.request.draft_token_ids
+        return place >= len(drafts) or drafts[place] != token_id
 
 
 _automata: WeakValueDictionary[tuple[tuple[int, ...], ...], WordAutomaton[int]]
@@ -309,6 +316,10 @@ class Request:
 
     max_draft_tokens: int | None = None
     """Most draft tokens of a step; None for the engine's limit, 0 for no drafts."""
+
+    ends_after_drafts: bool = False
+    """Whether the output ends at the first id that is no draft id, or that follows the last
+    draft id."""
 
     stop_words: WordAutomaton[int] = field(init=False)
     """Shared by requests of equal stop words."""

@@ -473,7 +473,8 @@ class Scheduler:
         if num_known % block_size == 0:
             self.cache.extend_hashes(sequence.blocks, sequence.token_ids)
         next_end = (num_known // block_size + 1) * block_size
-        is_always = sequence.request.may_get_stuck
+        request = sequence.request
+        is_always = request.may_get_stuck or request.ends_after_drafts
         sequence.look_at = 0 if is_always else min(sequence.max_len, next_end)
         reason = sequence.ends_by(token_id)
         if reason is not FinishReason.NOT_FINISHED:
