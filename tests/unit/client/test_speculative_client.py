@@ -18,7 +18,8 @@ BEFORE = {
 
 
 def num_equal(draft, right):
-    return next((i for i, (a, b) in enumerate(zip(draft, right)) if a != b), len(draft))
+    pairs = enumerate(zip(draft, right, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), len(draft))
 
 
 def models(text="It was dark"):
