@@ -14,6 +14,7 @@ from tritonclient.grpc.service_pb2 import ModelStatisticsResponse
 from trimaran.comm.errors import ErrorKind, RequestError
 from trimaran.server.administration import OwnAdministration
 from trimaran.server.config import FrontendConfig
+from trimaran.server.direct.direct_text import DirectText
 from trimaran.server.fleet.administration import Administration, Peers
 from trimaran.server.inference.admission import Admission
 from trimaran.server.inference.cooperative import run_cooperatively
@@ -55,6 +56,9 @@ class Service:
     admission: Admission = field(default_factory=Admission)
     board: GroupBoard = field(default_factory=GroupBoard)
     _configs: WeakKeyDictionary[Model, ModelConfig] = field(default_factory=WeakKeyDictionary)
+    _direct: WeakKeyDictionary[Model, DirectText | None] = field(
+        default_factory=WeakKeyDictionary
+    )
 
     _administration: Administration = field(init=False)
 
@@ -86,6 +90,14 @@ class Service:
         if model not in self._configs:
             self._configs[model] = completed_config(model)
         return self._configs[model]
+
+    def direct(self, model: Model) -> DirectText | None:
+        """The short way of a model's plain requests; None if the model has none."""
+        try:
+            return self._direct[model]
+        except KeyError:
+            found = self._direct[model] = DirectText.of(model)
+            return found
 
     async def infer(
         self,

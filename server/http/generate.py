@@ -21,12 +21,14 @@ from trimaran.server.http.messages import (
     LONG_ANSWER_BYTES,
     read_body,
     retry_header,
+    send_json,
     write_parts,
 )
 from trimaran.server.http.pending_bodies import PendingBodies, Share
 from trimaran.server.http.routes import Route
 from trimaran.server.inference.cooperative import run_cooperatively
 from trimaran.server.inference.request import InferRequest, InferResponse, Model
+from trimaran.server.inference.validation import WireInput
 from trimaran.server.protocol.generate import (
     EXACTLY_ONE,
     GenerateEncoder,
@@ -64,13 +66,16 @@ class GenerateEndpoint:
             body = await self._read(request, route, share)
             with admission.admit():
                 with admission.unless_given_up():
-                    parsed, responses = await self._start(route, body, share)
-                    parts = await _only_answer(parsed, responses, self._encoder)
-                headers = {"Content-Type": JSON, **self._load_header(request)}
-                if sum(map(len, parts)) > LONG_ANSWER_BYTES:
+                    parts = await self._only_parts(route, body, share)
+                load, num_bytes = self._load_header(request), sum(map(len, parts))
+                if num_bytes > LONG_ANSWER_BYTES:
+                    headers = {"Content-Type": JSON, **load}
                     is_last = admission.is_draining
                     return await write_parts(request, parts, headers, is_last=is_last)
-        return web.Response(body=b"".join(parts), headers=headers)
+        body = parts[0] if len(parts) == 1 else b"".join(parts)
+        if load:
+            return web.Response(body=body, headers={"Content-Type": JSON, **load})
+        return await send_json(request, body, is_last=admission.is_draining)
 
     async def generate_stream(
         self, request: web.BaseRequest, route: Route
@@ -166,6 +171,38 @@ class GenerateEndpoint:
             raise RequestError("Unsupported content-encoding, only 'identity' is supported.")
         return await read_body(request, service.config.http_max_input_bytes, share)
 
+    async def _only_parts(self, route: Route, body: Body, share: Share) -> deque[bytes]:
+        """The answer of one JSON object, in parts.
+
+        Raises:
+            RequestError: nothing was answered.
+        """
+        arrival_ns = time.monotonic_ns()
+        if isinstance(body, LongBody):
+            return await _only_answer(*await self._start(route, body, share), self._encoder)
+        model = self._service.registry.get_ready(route.name, route.version)
+        mapper = self._mapper(model)
+        document = mapper.document(body)
+        share.release()
+        direct, found = self._service.direct(model), mapper.plain_values(document)
+        if direct is not None and found is not None:
+            request_id, values = found
+            request = InferRequest(
+                model_name=model.name, model_version=model.version, id=request_id,
+                arrival_ns=arrival_ns,
+            )  # fmt: skip
+            plain = direct.reader.of_values(request, values)
+            if plain is not None:
+                answer = await direct.run(model, plain)
+                response = direct.response(request)
+                encoder = GenerateEncoder() if request_id else self._encoder
+                return deque(
+                    (encoder.encode_text(response, direct.reader.output, answer.text),)
+                )
+        request, inputs = mapper.request_of(document)
+        responses = await self._infer(model, request, inputs, arrival_ns)
+        return await _only_answer(request, responses, self._encoder)
+
     async def _start(
         self, route: Route, body: Body, share: Share
     ) -> tuple[InferRequest, AsyncIterator[InferResponse]]:
@@ -179,9 +216,14 @@ class GenerateEndpoint:
             model = ready()
             parsed, inputs = self._mapper(model).parse(body)
         share.release()
-        parsed.model_version = model.version
-        parsed.arrival_ns = arrival_ns
-        return parsed, await self._service.infer(model, parsed, inputs)
+        return parsed, await self._infer(model, parsed, inputs, arrival_ns)
+
+    async def _infer(
+        self, model: Model, request: InferRequest, inputs: list[WireInput], arrival_ns: int
+    ) -> AsyncIterator[InferResponse]:
+        request.model_version = model.version
+        request.arrival_ns = arrival_ns
+        return await self._service.infer(model, request, inputs)
 
     def _mapper(self, model: Model) -> GenerateMapper:
         mapper = self._mappers.get(model)

@@ -111,6 +111,15 @@ class MeasuredModel:
         measure.end(None)
         return response
 
+    def count(self, elapsed_ns: int) -> None:
+        """Count one request of one prompt that its caller made in the model's place."""
+        metrics = self.metrics
+        metrics.first_response(elapsed_ns)
+        metrics.success(
+            batch_size=1, executed_batch=1, total_ns=elapsed_ns, input_ns=0, queue_ns=0,
+            infer_ns=elapsed_ns,
+        )  # fmt: skip
+
     def begin(self) -> None:
         """A request starts running."""
         self._num_running += 1
@@ -183,11 +192,15 @@ class Measurement:
 
     def response(self, response: InferResponse) -> None:
         """A response arrived."""
+        self.responded(is_final=response.is_final)
+
+    def responded(self, *, is_final: bool = True) -> None:
+        """`response`, of a caller that makes no response object of it."""
         now = time.monotonic_ns()
         if not self._responded_ns:
             self._metrics.first_response(now - self._arrived_ns)
         self._responded_ns = now
-        if (response.is_final or not self._is_decoupled) and not self._is_over:
+        if (is_final or not self._is_decoupled) and not self._is_over:
             self._succeed()
 
     def given_up(self) -> None:

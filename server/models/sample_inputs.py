@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from trimaran.comm.errors import RequestError
@@ -66,6 +67,35 @@ class SampleInputs:
         """
         array = self.array(name)
         return [] if array is None else [to_text(name, item) for item in array.flat]
+
+
+class PlainInputs(SampleInputs):
+    """One sample whose inputs hold one plain value each: numbers, flags and texts."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = values
+
+    @property
+    def names(self) -> Iterable[str]:
+        """See `SampleInputs`."""
+        return self._values
+
+    def has_any(self, names: frozenset[str]) -> bool:
+        """See `SampleInputs`."""
+        return not names.isdisjoint(self._values)
+
+    def array(self, name: str) -> npt.NDArray[Any] | None:
+        """The value as the array of one element."""
+        value = self._values.get(name)
+        return None if value is None else np.array([value])
+
+    def scalar(self, *names: str) -> Any:
+        """See `SampleInputs`."""
+        for name in names:
+            value = self._values.get(name)
+            if value is not None:
+                return value
+        return None
 
 
 def to_text(name: str, raw: Any) -> str:

@@ -64,6 +64,17 @@ def read_sampling(
     """The sampling parameters of one sample; an absent input keeps its default.
 
     Raises:
+        RequestError: as for `read_fields`.
+    """
+    return SamplingParams(**read_fields(inputs, vocab_size, logits_dtype))
+
+
+def read_fields(
+    inputs: SampleInputs, vocab_size: int, logits_dtype: str = "float32"
+) -> dict[str, Any]:
+    """The fields of `SamplingParams` that one sample sets, by name.
+
+    Raises:
         RequestError: a malformed word list, a value out of range, or an input of an
             unsupported feature.
     """
@@ -91,7 +102,7 @@ def read_sampling(
     if values.get("return_context_logits") or values.get("return_generation_logits"):
         values["logits_dtype"] = logits_dtype
     check_values(values, vocab_size)
-    return SamplingParams(**values)
+    return values
 
 
 def _only_value(inputs: SampleInputs, names: tuple[str, ...]) -> Any:

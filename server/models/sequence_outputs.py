@@ -46,12 +46,13 @@ _FIGURES = (
 )
 
 
-_REASONS = {
+REASONS = {
     FinishReason.END_ID: STOPPED,
     FinishReason.STOP_WORDS: STOPPED,
     FinishReason.LENGTH: "length",
     FinishReason.CANCELLED: "cancelled",
 }
+"""How responses name the end of a sequence."""
 
 
 @dataclass(slots=True)
@@ -79,7 +80,7 @@ class Progress:
         """Take in the next ids."""
         self.num_output += len(chunk.token_ids)
         if chunk.is_last:
-            self.finish_reason = _REASONS[chunk.finish_reason]
+            self.finish_reason = REASONS[chunk.finish_reason]
         if not chunk.extras:
             return
         if "beams" in chunk.extras:
@@ -105,7 +106,7 @@ class Progress:
         if self.beams is None:
             return [self.finish_reason]
         # Unfinished beams end for the reason of their request.
-        return [_REASONS.get(reason, self.finish_reason) for reason in self.beams.reasons]
+        return [REASONS.get(reason, self.finish_reason) for reason in self.beams.reasons]
 
     def take_log_probs(self) -> list[float]:
         """The log-probabilities since the last call."""
@@ -169,6 +170,11 @@ class SequenceOutputs:
             or self._has_reason
             or bool(self._logits)
         )
+
+    @property
+    def has_any(self) -> bool:
+        """Whether responses carry outputs beside ids or text."""
+        return self._has_any
 
     @property
     def tell_of_ends(self) -> bool:

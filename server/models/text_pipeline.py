@@ -56,6 +56,16 @@ class TextPipeline:
         """The models that the pipeline runs."""
         return self._steps
 
+    @property
+    def maps(self) -> TensorMaps:
+        """The routes of the text model's inputs and outputs."""
+        return self._maps
+
+    @property
+    def options(self) -> PipelineOptions:
+        """What tells the text model from others."""
+        return self._options
+
     def job(self, job: TextJob) -> TextJob:
         """A job as a request of this pipeline, which its model counts."""
         job.model_name = self._options.name

@@ -70,6 +70,87 @@ def check_copies(samples: Sequence[Sample], num_sequences: int) -> None:
         )
 
 
+@dataclass(slots=True)
+class OneSequence:
+    """A prompt with one sequence, whose ids are wanted at the end alone."""
+
+    prompt_ids: bytes
+    """As in `Submit`."""
+
+    sampling: dict[str, Any]
+    """`SamplingParams.to_wire()`."""
+
+    cache_key: bytes = b""
+
+
+class OneStream:
+    """The sequence of `OneSequence` at the engine."""
+
+    __slots__ = ("_is_cancelled", "_live", "_waiter")
+
+    def __init__(self) -> None:
+        self._live: LiveRequest | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._is_cancelled = False
+
+    def cancel(self) -> None:
+        """End the sequence with its tokens so far; before `run` there are none."""
+        self._is_cancelled = True
+        if self._live is not None:
+            self._live.cancel()
+
+    async def run(
+        self,
+        engines: ModelEngines,
+        request: InferRequest,
+        one: OneSequence,
+        policy: QueuePolicy,
+    ) -> TokenChunk:
+        """All ids of the sequence. Leaving early ends the sequence at the engine.
+
+        Raises:
+            RequestError: the engine is down, or refused or lost the sequence.
+        """
+        loop = asyncio.get_running_loop()
+        self._waiter = loop.create_future()
+        live = self._live = engines.submit(
+            prompt_ids=one.prompt_ids,
+            sampling=one.sampling,
+            cache_salt=one.cache_key,
+            priority=policy.priority(request),
+            client_request_id=request.id,
+            arrival_ns=request.arrival_ns,
+        )
+        live.on_news = self._wake
+        timeout_s = policy.timeout_s(request)
+        timer = loop.call_later(timeout_s, self._expire) if timeout_s else None
+        try:
+            if self._is_cancelled:
+                live.cancel()
+            if not live.has_news:
+                await self._waiter
+            return live.take()
+        finally:
+            if timer is not None:
+                timer.cancel()
+            live.abandon()
+
+    def _wake(self) -> None:
+        assert self._waiter is not None
+        if not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _expire(self) -> None:
+        assert self._live is not None
+        reject_waiting(self._live)
+
+
+def reject_waiting(live: LiveRequest) -> None:
+    """End a request that has no token after its longest wait."""
+    if not live.num_output_tokens:
+        live.reject(RequestError("Request timeout expired", ErrorKind.UNAVAILABLE))
+
+
 @dataclass(slots=True, kw_only=True)
 class TokenJob(InferRequest):
     """A token-level request of a text model in this process.
@@ -219,5 +300,4 @@ class TokenStream:
 
     def _expire(self) -> None:
         for live in self._live.values():
-            if not live.num_output_tokens:
-                live.reject(RequestError("Request timeout expired", ErrorKind.UNAVAILABLE))
+            reject_waiting(live)

@@ -12,6 +12,7 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from trimaran.comm.errors import RequestError
 from trimaran.comm.messages.sampling_params import SamplingParams
+from trimaran.server.engines.live_request import TokenChunk
 from trimaran.server.engines.model_engines import ModelEngines
 from trimaran.server.inference.queue_policy import QueuePolicy
 from trimaran.server.inference.request import InferRequest, InferResponse
@@ -34,7 +35,14 @@ from trimaran.server.models.token_inputs import (
     read_table,
     salted,
 )
-from trimaran.server.models.token_job import Sample, TokenJob, TokenStream, check_copies
+from trimaran.server.models.token_job import (
+    OneSequence,
+    OneStream,
+    Sample,
+    TokenJob,
+    TokenStream,
+    check_copies,
+)
 from trimaran.server.models.transaction import (
     check_equal,
     check_logits,
@@ -85,7 +93,7 @@ class TokenModel:
         self._policy = QueuePolicy(model.config)
         self._gathering = Gathering(model.config)
         self._logits_dtype = LOGITS_DTYPES[logits_type(model.config)]
-        self._running: dict[str, set[TokenStream]] = {}
+        self._running: dict[str, set[TokenStream | OneStream]] = {}
         self.arrivals = Arrivals()
         """Requests of text models whose prompts are being tokenized: stop requests may overtake
         them.
@@ -168,6 +176,21 @@ class TokenModel:
             stream.abandon()
             self._forget(request.id, stream)
 
+    async def run_one(self, request: InferRequest, one: OneSequence) -> TokenChunk:
+        """All ids of a checked request of one sequence, without the generator of `infer`.
+        Cancelling the caller's task cancels the request.
+
+        Raises:
+            RequestError: the engine is down, or refused or lost the request.
+        """
+        stream = OneStream()
+        self._running.setdefault(request.id, set()).add(stream)
+        try:
+            await self._gathering.join(1)
+            return await stream.run(self._engines, request, one, self._policy)
+        finally:
+            self._forget(request.id, stream)
+
     def _answers(
         self,
         request: InferRequest,
@@ -210,7 +233,7 @@ class TokenModel:
             stream.cancel()
         self.arrivals.stop(request_id)
 
-    def _forget(self, request_id: str, stream: TokenStream) -> None:
+    def _forget(self, request_id: str, stream: TokenStream | OneStream) -> None:
         streams = self._running.get(request_id, set())
         streams.discard(stream)
         if not streams:

@@ -98,6 +98,17 @@ class Tokenizer:
             return await self.in_thread(partial(self.encode_each, texts, add_special_tokens))
         return self.encode_each(texts, add_special_tokens)
 
+    @staticmethod
+    def is_short(text: str) -> bool:
+        """Whether `encode_short` takes a text."""
+        return len(text) + _TEXT_CHARACTERS <= _INLINE_CHARACTERS
+
+    def encode_short(self, text: str, add_special_tokens: bool) -> list[int]:
+        """The ids of a short text, at once, without arrays."""
+        (found,) = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = found.ids
+        return ids
+
     async def decode_each(
         self, ids: EncodedTexts, skip_special_tokens: bool = True
     ) -> list[str]:

@@ -16,8 +16,15 @@ from trimaran.comm.errors import RequestError
 from trimaran.server.config import OpenAiConfig
 from trimaran.server.decoding.body import Body, LongBody
 from trimaran.server.decoding.decoder import Decoder
+from trimaran.server.direct.direct_text import PlainAnswer
 from trimaran.server.http.events import EventWriter
-from trimaran.server.http.messages import JSON, LONG_ANSWER_BYTES, read_body, write_parts
+from trimaran.server.http.messages import (
+    JSON,
+    LONG_ANSWER_BYTES,
+    read_body,
+    send_json,
+    write_parts,
+)
 from trimaran.server.http.pending_bodies import PendingBodies, Share
 from trimaran.server.models.text_job import TextChunk, TextJob
 from trimaran.server.openai.answers import Answer, Label, Usage
@@ -101,7 +108,7 @@ class GenerationEndpoint:
                     headers, parts = {"Content-Type": JSON}, deque((document,))
                     is_last = admission.is_draining
                     return await write_parts(request, parts, headers, is_last=is_last)
-        return web.Response(body=document, content_type=JSON)
+        return await send_json(request, document, is_last=admission.is_draining)
 
     async def read_body(self, request: web.BaseRequest, share: Share) -> Body:
         """The whole body.
@@ -167,6 +174,10 @@ class GenerationEndpoint:
 
     async def _whole(self, served: ServedModel, job: TextJob, answer: Answer) -> bytes:
         """The answer's document."""
+        direct = self._service.direct(served.model)
+        plain = direct.reader.of_job(job) if direct is not None else None
+        if direct is not None and plain is not None:
+            return await self._added(answer, _chunk_of(await direct.run(served.model, plain)))
         num_tokens = 0
         async with aclosing(_chunks(served, job)) as chunks:  # type: ignore[type-var]
             async for chunk in chunks:
@@ -177,6 +188,15 @@ class GenerationEndpoint:
                     answer.add(chunk)
         if num_tokens > _INLINE_TOKENS:
             return await asyncio.to_thread(_dumped, answer)
+        return _dumped(answer)
+
+    @staticmethod
+    async def _added(answer: Answer, chunk: TextChunk) -> bytes:
+        """The document of an answer's only chunk."""
+        if _is_long(chunk):
+            await asyncio.to_thread(answer.add, chunk)
+            return await asyncio.to_thread(_dumped, answer)
+        answer.add(chunk)
         return _dumped(answer)
 
     async def _stream(
@@ -224,6 +244,21 @@ class GenerationEndpoint:
             # The status is already sent: errors go into an event.
             logger.exception("a stream failed")
             await writer.write(error_object(500, INTERNAL))
+
+
+def _chunk_of(answer: PlainAnswer) -> TextChunk:
+    """The chunk of a job that took the short way."""
+    return TextChunk(
+        model_name="",
+        model_version="",
+        is_final=True,
+        text=answer.text,
+        token_ids=answer.token_ids,
+        finish_reason=answer.finish_reason,
+        num_input=answer.num_input,
+        num_output=len(answer.token_ids),
+        figures=answer.figures,
+    )
 
 
 def _is_long(chunk: TextChunk) -> bool:

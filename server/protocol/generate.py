@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from json.encoder import encode_basestring
+from struct import Struct
 from typing import Any
 
-from tritonclient.grpc.model_config_pb2 import ModelConfig
+from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelInput
 
 from trimaran.comm.errors import ErrorKind, RequestError
 from trimaran.server.inference.cooperative import Cooperative, run_at_once
@@ -31,6 +34,50 @@ EXACTLY_ONE = (
 _PARAMETERS = "parameters"
 
 
+_SHORT_ID = 128
+
+
+class _NotPlainError(Exception):
+    """A value that needs a closer look."""
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise _NotPlainError
+    return value
+
+
+def _flag(value: Any) -> bool:
+    if type(value) is not bool:
+        raise _NotPlainError
+    return value
+
+
+def _whole(low: int, high: int, value: Any) -> int:
+    if type(value) is not int or not low <= value <= high:
+        raise _NotPlainError
+    return value
+
+
+def _in_32_bits(value: Any) -> float:
+    if type(value) not in (int, float) or not -_LARGEST <= value <= _LARGEST:
+        raise _NotPlainError
+    return float(_FLOAT32.unpack(_FLOAT32.pack(value))[0])
+
+
+_FLOAT32 = Struct("<f")
+_LARGEST = 1e30
+_SINGLES: dict[str, Callable[[Any], Any]] = {
+    "BYTES": _text,
+    "BOOL": _flag,
+    "FP32": _in_32_bits,
+    "INT32": partial(_whole, -(1 << 31), (1 << 31) - 1),
+    "INT64": partial(_whole, -(1 << 63), (1 << 63) - 1),
+    "UINT64": partial(_whole, 0, (1 << 64) - 1),
+}
+"""What a single value of a datatype becomes: the value that the tensor of the value holds."""
+
+
 class GenerateMapper:
     """Turns generate bodies for one model into requests. Stateless."""
 
@@ -46,6 +93,13 @@ class GenerateMapper:
         }
         self._max_input_bytes = max_input_bytes
         self._prompts = prompts
+        self._required = frozenset(e.name for e in config.input if not e.optional)
+        self._singles = {
+            entry.name: _SINGLES[self._inputs[entry.name][0]]
+            for entry in config.input
+            if self._is_single(entry)
+        }
+        """What reads the inputs that one value fits."""
 
     def parse(self, body: Buffer) -> tuple[InferRequest, list[WireInput]]:
         """The request without inputs, and its inputs, not yet checked against the model.
@@ -53,9 +107,47 @@ class GenerateMapper:
         Raises:
             RequestError: with the kind and text that clients know.
         """
+        return self.request_of(self.document(body))
+
+    @staticmethod
+    def document(body: Buffer) -> dict[str, Any]:
+        """The members of a body.
+
+        Raises:
+            RequestError: no JSON, or no object.
+        """
         document = json_access.parse(body)
         if not isinstance(document, dict):
             raise RequestError("attempt to get members for non-object", ErrorKind.INTERNAL)
+        return document
+
+    def plain_values(self, document: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
+        """The request's id, and the value of each input, of a request in which every member is
+        an input of one value; None of any other request, and of a wrong one.
+        """
+        values: dict[str, Any] = {}
+        request_id = ""
+        if isinstance(document, RepeatedKeys):
+            return None
+        for name, value in document.items():
+            read = self._singles.get(name)
+            if read is not None:
+                try:
+                    values[name] = read(value)
+                except _NotPlainError:
+                    return None
+            elif name == "id" and isinstance(value, str) and len(value) <= _SHORT_ID:
+                request_id = value
+            else:
+                return None
+        return (request_id, values) if self._required <= values.keys() else None
+
+    def request_of(self, document: dict[str, Any]) -> tuple[InferRequest, list[WireInput]]:
+        """`parse`, of the members of a body.
+
+        Raises:
+            RequestError: as for `parse`.
+        """
         request = InferRequest(model_name=self._name)
         if "id" in document:
             request.id = check_id("the request's id", as_string(document["id"], "'id'"))
@@ -68,6 +160,12 @@ class GenerateMapper:
         self._check_repeated(document)
         check_number("parameters", len(request.parameters))
         return request, inputs
+
+    def _is_single(self, entry: ModelInput) -> bool:
+        datatype, dims = self._inputs[entry.name]
+        if entry.name == "id" or datatype not in _SINGLES:
+            return False
+        return all(dim in (-1, 1) for dim in dims)
 
     def _nested(self, value: object, request: InferRequest, inputs: list[WireInput]) -> None:
         if _PARAMETERS in self._inputs:
@@ -165,6 +263,25 @@ class GenerateEncoder:
         for index, piece in zip(self._order, self._pieces[1:], strict=True):
             parts += (_value(outputs[index]), piece)
         return b"".join(parts)
+
+    def encode_text(self, response: InferResponse, output: str, text: str) -> bytes:
+        """``response``, which has no outputs, with one text as its only output.
+
+        Raises:
+            RequestError: as for `encode`.
+        """
+        constants = response.model_name, response.model_version, response.id
+        names = [output]
+        if (
+            constants != self._constants
+            or names != self._names
+            or response.parameters != self._parameters
+        ):
+            self._lay_out(response, names)
+            self._constants = constants
+        head, tail = self._pieces
+        quoted = encode_basestring(text).encode("utf-8", "surrogateescape")
+        return b"".join((head, quoted, tail))
 
     def encode(self, response: InferResponse) -> Cooperative[bytes]:
         """One response as a JSON object.
