@@ -24,6 +24,7 @@ from trimaran.server.models.text_run import TOKEN_FROM_PREPROCESSING
 from trimaran.server.models.token_inputs import salted
 from trimaran.server.models.token_job import OneSequence
 from trimaran.server.models.token_model import TokenModel
+from trimaran.server.models.tokenizer import INLINE_IDS
 
 _WORDS = frozenset(("STOP_WORDS_DICT", "BAD_WORDS_DICT"))
 """Inputs of preprocessing that may be there with an empty text."""
@@ -166,7 +167,11 @@ class PlainReader:
             token[name] = float(np.float32(value)) if isinstance(value, float) else value
         token["request_output_len"] = job.max_tokens
         self._add_ends(token, -1 if job.ignores_end else None, None, ("end_id", "pad_id"))
-        ids = job.prompt_ids[0].tolist() if job.prompt_ids is not None else None
+        ids = None
+        if job.prompt_ids is not None:
+            if len(job.prompt_ids[0]) > INLINE_IDS:
+                return None
+            ids = job.prompt_ids[0].tolist()
         found = self._checked(
             job, job.prompts[0], token, () if job.ignores_end else None,
             ids=ids, add_special_tokens=job.add_special_tokens,

@@ -26,8 +26,8 @@ if "rules" not in sys.modules:
     _SPEC.loader.exec_module(rules)
 
 ROOMS = (
-    "access", "decoding", "engines", "grpc", "http", "inference", "models", "openai",
-    "protocol", "python_models", "service.py",
+    "access", "decoding", "direct", "engines", "grpc", "http", "inference", "models",
+    "openai", "protocol", "python_models", "service.py",
 )  # fmt: skip
 """The parts of ``server`` that clients' data passes. The other parts read an operator's files,
 and messages of the server's own processes."""
@@ -115,6 +115,8 @@ PLACES: dict[str, Places] = {
     "decoding/process.py": {"recv": PROCESS},
     # A request to load is read on the loop too, up to `SHORT`.
     "decoding/tasks.py": {"FromString": SHORT},
+    # ---- the short way
+    "direct/plain_request.py": {"encode": INLINE_TEXT, "tolist": INLINE_IDS},
     # ---- engines
     "engines/client.py": {"join": OPERATOR},
     "engines/group.py": _all(ENGINE, "frombuffer tolist"),
@@ -136,7 +138,7 @@ PLACES: dict[str, Places] = {
     "http/messages.py": {
         "join": SMALL_BODY, "compress": ANSWER,
         "decompress": Limit("http.messages._DECODED_BYTES", MIB),
-        "json_access.dump": OPERATOR,
+        "json_access.dump": OPERATOR, "encode": OPERATOR,
     },
     "http/queries.py": {"json_access.parse": SMALL_BODY},
     "http/routes.py": {"join": HEAD},
@@ -173,7 +175,8 @@ PLACES: dict[str, Places] = {
     "models/token_inputs.py": {"tobytes": FLAG, "encode": FLAG},
     "models/token_model.py": {"tolist": PROMPT, "join": OPERATOR},
     "models/tokenizer.py": {
-        "encode": INLINE_TEXT, "tolist": INLINE_TEXT, **_all(INLINE_IDS, "decode decode_batch"),
+        **_all(INLINE_TEXT, "encode encode_batch_fast tolist"),
+        **_all(INLINE_IDS, "decode decode_batch"),
     },
     "models/long_texts.py": _all(
         PROCESS, "encode encode_batch encode_batch_fast loads search sub"
