@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import Any
 
 from tritonclient.grpc.service_pb2 import ModelStatisticsResponse
@@ -17,8 +18,19 @@ from trimaran.server.metrics.measured_model import MeasuredModel
 from trimaran.server.metrics.metrics import Metrics
 from trimaran.server.protocol.load_request import LoadRequest
 from trimaran.server.settings import Changes, LogSettings, TraceSettings
+from trimaran.server.shared_memory.places import Kind, RegionSpec
+from trimaran.server.shared_memory.regions import SharedRegions
 
 CONTROL_REFUSED = "explicit model load / unload is not allowed if polling is enabled"
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeableState:
+    """What clients change while the server runs, besides its models."""
+
+    log_settings: LogSettings
+    trace_settings: TraceSettings
+    regions: SharedRegions
 
 
 class OwnAdministration:
@@ -30,8 +42,7 @@ class OwnAdministration:
         registry: ModelRegistry,
         metrics: Metrics,
         admission: Admission,
-        log_settings: LogSettings,
-        trace_settings: TraceSettings,
+        state: ChangeableState,
         *,
         control: ModelControl | None = None,
         peers: Peers | None = None,
@@ -41,10 +52,11 @@ class OwnAdministration:
         self._registry = registry
         self._metrics = metrics
         self._admission = admission
-        self._log_settings = log_settings
-        self._trace_settings = trace_settings
+        self._log_settings = state.log_settings
+        self._trace_settings = state.trace_settings
         self._control = control
         self._peers: Peers = peers if peers is not None else NoPeers()
+        self._regions = state.regions
 
     async def refresh(self) -> None:
         """See `Administration`."""
@@ -80,6 +92,18 @@ class OwnAdministration:
     async def change_trace_settings(self, model: str, changes: Changes) -> None:
         """See `Administration`."""
         self._trace_settings.update(model, changes)
+        self._peers.publish()
+        await self._peers.await_update()
+
+    async def register_region(self, spec: RegionSpec) -> None:
+        """See `Administration`."""
+        await self._regions.register(spec)
+        self._peers.publish()
+        await self._peers.await_update()
+
+    async def unregister_region(self, kind: Kind, name: str) -> None:
+        """See `Administration`."""
+        self._regions.unregister(kind, name)
         self._peers.publish()
         await self._peers.await_update()
 

@@ -142,6 +142,9 @@ class FrontendConfig:
     max_unread_logits_bytes: int = 0
     """Logits that streams hold together until clients read them; 0: by the vocabularies."""
 
+    allow_client_shm: bool = False
+    """Whether clients may register shared memory."""
+
     clamps_ids: bool = False
     """Whether ids outside the vocabulary become its first or last id; else they are refused."""
 

@@ -30,6 +30,7 @@ from trimaran.server.python_models.calls import ModelCalls
 from trimaran.server.repository.model_repository import PythonModels
 from trimaran.server.service import Service
 from trimaran.server.settings import LogSettings, TraceSettings
+from trimaran.server.shared_memory.regions import SharedRegions
 
 
 class ServedModels(Protocol):
@@ -159,6 +160,7 @@ class FollowedModels:
         )
         self._service: Service | None = None
         self._trace_settings = TraceSettings()
+        self._regions = SharedRegions(is_allowed=config.allow_client_shm)
         self._first = FirstFrontend(
             config,
             self._note,
@@ -179,7 +181,7 @@ class FollowedModels:
 
     async def attach(self, service: Service) -> None:
         """See `ServedModels`."""
-        service.follow(self._first, self._trace_settings)
+        service.follow(self._first, self._trace_settings, self._regions)
         self._calls.loader = service
         self._service = service
 
@@ -205,6 +207,7 @@ class FollowedModels:
 
     def _note(self, state: SharedState) -> None:
         self._trace_settings.changed = {n: dict(v) for n, v in state.trace_settings.items()}
+        self._regions.follow(state.regions)
         self._mirror.note(state)
 
     def _own_counts(self) -> Mapping[str, Any]:

@@ -12,7 +12,7 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 from tritonclient.grpc.service_pb2 import ModelStatisticsResponse
 
 from trimaran.comm.errors import ErrorKind, RequestError
-from trimaran.server.administration import OwnAdministration
+from trimaran.server.administration import ChangeableState, OwnAdministration
 from trimaran.server.config import FrontendConfig
 from trimaran.server.direct.direct_text import DirectText
 from trimaran.server.fleet.administration import Administration, Peers
@@ -25,23 +25,21 @@ from trimaran.server.inference.registry import (
     NotReadyError,
 )
 from trimaran.server.inference.request import InferRequest, InferResponse, Model
+from trimaran.server.inference.tensor_bytes import to_parts
 from trimaran.server.inference.validation import WireInput
 from trimaran.server.loading.control import ModelControl
 from trimaran.server.metrics.group_board import GroupBoard
 from trimaran.server.metrics.measured_model import MeasuredModel
 from trimaran.server.metrics.metrics import Metrics
-from trimaran.server.protocol.infer_json import RequestedOutput
+from trimaran.server.protocol.infer_json import ParsedInfer, RequestedOutput
 from trimaran.server.protocol.infer_response import select_outputs
 from trimaran.server.protocol.load_request import LoadRequest
 from trimaran.server.settings import Changes, LogSettings, TraceSettings
+from trimaran.server.shared_memory.places import Kind, RegionSpec
+from trimaran.server.shared_memory.regions import SharedRegions
 
 INTERNAL = "internal error; the server's log has the details"
 """The text that clients get for an internal error."""
-
-SHARED_MEMORY_DISABLED = (
-    "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to "
-    "enable."
-)
 
 
 @dataclass(slots=True)
@@ -55,6 +53,7 @@ class Service:
     trace_settings: TraceSettings = field(default_factory=TraceSettings)
     admission: Admission = field(default_factory=Admission)
     board: GroupBoard = field(default_factory=GroupBoard)
+    regions: SharedRegions = field(init=False)
     _configs: WeakKeyDictionary[Model, ModelConfig] = field(default_factory=WeakKeyDictionary)
     _direct: WeakKeyDictionary[Model, DirectText | None] = field(
         default_factory=WeakKeyDictionary
@@ -63,22 +62,30 @@ class Service:
     _administration: Administration = field(init=False)
 
     def __post_init__(self) -> None:
+        self.regions = SharedRegions(is_allowed=self.config.allow_client_shm)
         self._administration = OwnAdministration(
-            self.config, self.registry, self.metrics, self.admission, self.log_settings,
-            self.trace_settings,
-        )  # fmt: skip
+            self.config, self.registry, self.metrics, self.admission, self._state()
+        )
 
     def administer(self, control: ModelControl, peers: Peers) -> None:
         """Load models with ``control`` and tell ``peers``: this is the first front end."""
         self._administration = OwnAdministration(
-            self.config, self.registry, self.metrics, self.admission, self.log_settings,
-            self.trace_settings, control=control, peers=peers,
+            self.config, self.registry, self.metrics, self.admission, self._state(),
+            control=control, peers=peers,
         )  # fmt: skip
 
-    def follow(self, first: Administration, trace_settings: TraceSettings) -> None:
-        """Forward administration to ``first``, and show the trace settings that it sends."""
+    def _state(self) -> ChangeableState:
+        return ChangeableState(self.log_settings, self.trace_settings, self.regions)
+
+    def follow(
+        self, first: Administration, trace_settings: TraceSettings, regions: SharedRegions
+    ) -> None:
+        """Forward administration to ``first``, and show the trace settings and the regions that
+        it sends.
+        """
         self._administration = first
         self.trace_settings = trace_settings
+        self.regions = regions
 
     @property
     def is_ready(self) -> bool:
@@ -121,13 +128,33 @@ class Service:
             raise NotReadyError(model.name, model.version)
         return current.infer(request)
 
-    async def infer_once(
-        self,
-        model: Model,
-        request: InferRequest,
-        inputs: Sequence[WireInput],
-        outputs: Sequence[RequestedOutput],
-    ) -> InferResponse:
+    async def find_places(self, parsed: ParsedInfer, max_bytes: int) -> None:
+        """Read the inputs that are in memory of the client, and find that of its outputs.
+
+        Raises:
+            RequestError: a region or a place does not exist, or the inputs have more than
+                ``max_bytes`` together.
+        """
+        if not parsed.has_places:
+            return
+        found = []
+        for wire in parsed.inputs:
+            if wire.place is not None:
+                found.append((wire, await self.regions.find(wire.place)))
+        for output in parsed.outputs:
+            if output.place is not None:
+                parsed.targets[output.name] = await self.regions.find(output.place)
+        num_bytes = sum(place.num_bytes for _, place in found)
+        if num_bytes > max_bytes:
+            raise RequestError(
+                f"the inputs in shared memory have {num_bytes} bytes together, and a request "
+                f"has at most {max_bytes}. Use --http-max-input-size (over gRPC: "
+                "--grpc-max-message-size) to increase the limit."
+            )
+        for wire, place in found:
+            wire.data = await place.read()
+
+    async def infer_once(self, model: Model, parsed: ParsedInfer) -> InferResponse:
         """Run a parsed request over a protocol with room for one response. Returns the first
         response, under the request's id, with the requested outputs.
 
@@ -135,7 +162,8 @@ class Service:
             RequestError: the request does not fit or has failed.
         """
         only: InferResponse | None = None
-        responses = await self.infer(model, request, inputs, outputs)
+        request = parsed.request
+        responses = await self.infer(model, request, parsed.inputs, parsed.outputs)
         async with aclosing(responses):  # type: ignore[type-var]
             async for response in responses:
                 only = only or response
@@ -144,19 +172,27 @@ class Service:
                 f"model '{model.name}' ended without a response", ErrorKind.INTERNAL
             )
         only.id = request.id
-        await self.select(model, only, outputs)
+        await self.select(model, only, parsed)
         return only
 
-    async def select(
-        self, model: Model, response: InferResponse, outputs: Sequence[RequestedOutput]
-    ) -> None:
-        """Reduce a response to the requested outputs, in the requested order."""
+    async def select(self, model: Model, response: InferResponse, parsed: ParsedInfer) -> None:
+        """Reduce a response to the requested outputs, in the requested order, and write those
+        that clients want in their memory.
+
+        Raises:
+            RequestError: an output does not fit its place.
+        """
         response.outputs = await select_outputs(
             response.outputs,
-            outputs,
+            parsed.outputs,
             self.registry.labels(model),
             is_batching=model.config.max_batch_size > 0,
         )
+        for tensor in response.outputs:
+            target = parsed.targets.get(tensor.name)
+            if target is not None:
+                parts = await run_cooperatively(to_parts(tensor.data, tensor.datatype))
+                await target.write(tensor.name, parts)
 
     def own_counts(self) -> dict[str, Any]:
         """The counts of this front end alone."""
@@ -199,9 +235,10 @@ class Service:
         """See `Administration.change_trace_settings`."""
         await self._administration.change_trace_settings(model, changes)
 
+    async def register_region(self, spec: RegionSpec) -> None:
+        """See `Administration.register_region`."""
+        await self._administration.register_region(spec)
 
-def unknown_region(kind: str, name: str) -> RequestError:
-    """The error of a shared-memory region that was never registered."""
-    return RequestError(
-        f"Unable to find {kind} shared memory region: '{name}'", ErrorKind.NOT_FOUND
-    )
+    async def unregister_region(self, kind: Kind, name: str) -> None:
+        """See `Administration.unregister_region`."""
+        await self._administration.unregister_region(kind, name)

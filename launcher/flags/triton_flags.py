@@ -79,9 +79,6 @@ _OTHERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "model-load-gpu-limit": (
         "kv_cache_free_gpu_mem_fraction in config.pbtxt says what an engine takes of a GPU",
         ()),
-    "allow-client-shm": (
-        "shared memory of clients is not served: send tensors in the request; it must be "
-        "false", _NO),
     "allow-sagemaker": (
         "SageMaker's paths are not served: clients call those of --http-port; it must be "
         "false", _NO),
@@ -125,6 +122,8 @@ def add_triton_flags(parser: argparse.ArgumentParser) -> None:
     for name in ("cpu", "gpu"):
         add(f"--allow-{name}-metrics", type=boolean, default=True, metavar="BOOL",
             help=f"show nv_{name}_* among the metrics (true)")  # fmt: skip
+    add("--allow-client-shm", type=boolean, default=False, metavar="BOOL",
+        help="clients may register shared memory of this host (false)")  # fmt: skip
     add("--metrics-interval-ms", type=positive, default=2000, metavar="MS",
         help="age at which figures of the host are read again (%(default)s)")  # fmt: skip
     for name, why in _IDLE.items():
@@ -134,7 +133,7 @@ def add_triton_flags(parser: argparse.ArgumentParser) -> None:
         add(flag.name, nargs="*", action="extend", metavar="VALUE", help=flag.refusal)
     if isinstance(parser, FlagParser):
         served = ("allow_cpu_metrics", "allow_gpu_metrics", "metrics_interval_ms",
-                  "log_info", "log_warning", "log_error")  # fmt: skip
+                  "allow_client_shm", "log_info", "log_warning", "log_error")  # fmt: skip
         parser.hide(*served, *map(_dest, GRPC_OPTIONS), *map(_dest, _IDLE))
         parser.hide(*(flag.dest for flag in _REFUSED))
 

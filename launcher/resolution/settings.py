@@ -287,6 +287,7 @@ def frontend_config(
         openai=openai_config(args),
         metrics_config=_metrics_config(args),
         metrics_interval_s=args.metrics_interval_ms / 1000,
+        allow_client_shm=args.allow_client_shm,
         allow_cpu_metrics=args.allow_cpu_metrics,
         allow_gpu_metrics=args.allow_gpu_metrics,
     )

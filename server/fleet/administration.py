@@ -9,6 +9,7 @@ from tritonclient.grpc.service_pb2 import ModelStatisticsResponse
 from trimaran.server.inference.registry import IndexEntry
 from trimaran.server.protocol.load_request import LoadRequest
 from trimaran.server.settings import Changes
+from trimaran.server.shared_memory.places import Kind, RegionSpec
 
 
 class Administration(Protocol):
@@ -57,6 +58,20 @@ class Administration(Protocol):
 
         Raises:
             RequestError: as for `TraceSettings.update`.
+        """
+
+    async def register_region(self, spec: RegionSpec) -> None:
+        """Open memory of a client at all front ends.
+
+        Raises:
+            RequestError: as for `SharedRegions.register`.
+        """
+
+    async def unregister_region(self, kind: Kind, name: str) -> None:
+        """Forget memory of clients at all front ends; all of a kind if ``name`` is empty.
+
+        Raises:
+            RequestError: clients may not share memory.
         """
 
     async def refresh(self) -> None:

@@ -18,6 +18,7 @@ from trimaran.server.fleet.peer_link import PeerLink, SharedState, Verb
 from trimaran.server.inference.registry import IndexEntry
 from trimaran.server.protocol.load_request import LoadRequest
 from trimaran.server.settings import Changes
+from trimaran.server.shared_memory.places import Kind, RegionSpec
 
 logger = logging.getLogger(__name__)
 
@@ -141,6 +142,22 @@ class FirstFrontend:
             RequestError: a setting or a value is not allowed, or the first front end is down.
         """
         await self._ask("change_trace_settings", model=model, changes=dict(changes))
+
+    async def register_region(self, spec: RegionSpec) -> None:
+        """Open memory of a client at all front ends.
+
+        Raises:
+            RequestError: the memory is refused, or the first front end is down.
+        """
+        await self._ask("register_region", **spec.to_wire())
+
+    async def unregister_region(self, kind: Kind, name: str) -> None:
+        """Forget memory of clients at all front ends.
+
+        Raises:
+            RequestError: clients may not share memory, or the first front end is down.
+        """
+        await self._ask("unregister_region", kind=kind, name=name)
 
     async def refresh(self) -> None:
         """Nothing to add up here: the first front end adds up the counts of all."""

@@ -23,6 +23,8 @@ from trimaran.server.metrics.group_board import GroupBoard
 from trimaran.server.metrics.other_counts import OtherCounts
 from trimaran.server.protocol.load_request import LoadRequest
 from trimaran.server.settings import LogSettings, TraceSettings
+from trimaran.server.shared_memory.places import RegionSpec
+from trimaran.server.shared_memory.regions import SharedRegions
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +43,7 @@ class AdministeredService(Administration, Protocol):
 
     log_settings: LogSettings
     trace_settings: TraceSettings
+    regions: SharedRegions
 
     def own_counts(self) -> dict[str, Any]:
         """The counts of this front end alone."""
@@ -88,6 +91,8 @@ class OtherFrontends:
             "index": self._index, "statistics": self._statistics,
             "change_log_settings": self._change_log_settings,
             "change_trace_settings": self._change_trace_settings,
+            "register_region": self._register_region,
+            "unregister_region": self._unregister_region,
         }  # fmt: skip
         address = Address.parse(self._config.first_frontend)
         with suppress(FileNotFoundError):
@@ -226,6 +231,7 @@ class OtherFrontends:
             states=tuple(self._registry.not_ready()),
             log_settings=self._service.log_settings.values(),
             trace_settings=self._service.trace_settings.changed,
+            regions=tuple(self._service.regions.to_wire()),
         )
 
     # ---- questions of followers ----------------------------------------------------------
@@ -288,4 +294,16 @@ class OtherFrontends:
         self, link: PeerLink, arguments: Mapping[str, Any]
     ) -> Mapping[str, Any]:
         await self._of(link).change_trace_settings(**arguments)
+        return {}
+
+    async def _register_region(
+        self, link: PeerLink, arguments: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        await self._of(link).register_region(RegionSpec.from_wire(arguments))
+        return {}
+
+    async def _unregister_region(
+        self, link: PeerLink, arguments: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        await self._of(link).unregister_region(**arguments)
         return {}

@@ -153,6 +153,9 @@ class SharedState:
     trace_settings: Mapping[str, Any] = field(default_factory=dict)
     """Changed trace settings, by model."""
 
+    regions: tuple[Mapping[str, Any], ...] = ()
+    """Memory of clients: `RegionSpec` as plain values."""
+
     def to_wire(self) -> dict[str, Any]:
         """Plain values, for msgpack."""
         states = [each.to_wire() for each in self.states]
@@ -161,6 +164,7 @@ class SharedState:
             "states": states,
             "log_settings": dict(self.log_settings),
             "trace_settings": dict(self.trace_settings),
+            "regions": list(self.regions),
         }
 
     @classmethod
@@ -171,4 +175,5 @@ class SharedState:
             states=tuple(map(StateOfVersion.from_wire, wire["states"])),
             log_settings=wire["log_settings"],
             trace_settings=wire["trace_settings"],
+            regions=tuple(wire["regions"]),
         )

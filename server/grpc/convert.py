@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from tritonclient.grpc import service_pb2 as pb
 
 from trimaran.server.inference.cooperative import CHUNK_ITEMS, Cooperative
@@ -11,8 +13,12 @@ from trimaran.server.inference.tensor_bytes import to_bytes, to_parts
 FINAL = "triton_final_response"
 
 
-def fill_response(message: pb.ModelInferResponse, response: InferResponse) -> Cooperative[None]:
-    """Write a response into a message; tensors always go as raw contents."""
+def fill_response(
+    message: pb.ModelInferResponse, response: InferResponse, stored: Collection[str] = ()
+) -> Cooperative[None]:
+    """Write a response into a message; tensors always go as raw contents, which are empty for
+    the ``stored`` outputs.
+    """
     message.model_name = response.model_name
     message.model_version = response.model_version
     message.id = response.id
@@ -21,6 +27,9 @@ def fill_response(message: pb.ModelInferResponse, response: InferResponse) -> Co
     raw = message.raw_output_contents
     for output in response.outputs:
         message.outputs.add(name=output.name, datatype=output.datatype, shape=output.shape)
+        if output.name in stored:
+            raw.append(b"")
+            continue
         if output.data.size <= CHUNK_ITEMS:
             raw.append(to_bytes(output.data, output.datatype))
             continue

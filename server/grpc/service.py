@@ -26,13 +26,10 @@ from trimaran.server.protocol.load_request import (
     refuse_repository_name,
     unload_dependents_of_grpc,
 )
-from trimaran.server.service import (
-    INTERNAL,
-    SHARED_MEMORY_DISABLED,
-    Service,
-    unknown_region,
-)
+from trimaran.server.protocol.region_json import check_handle
+from trimaran.server.service import INTERNAL, Service
 from trimaran.server.settings import FORMATS, log_file_refused
+from trimaran.server.shared_memory.places import RegionSpec
 
 logger = logging.getLogger(__name__)
 
@@ -152,11 +149,10 @@ class InferenceServicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type:
             parsed = await request.parse(self._decoder)
             parsed.request.model_version = names.model_version
             parsed.request.arrival_ns = arrival_ns
-            response = await service.infer_once(
-                model, parsed.request, parsed.inputs, parsed.outputs
-            )
+            await service.find_places(parsed, service.config.grpc_max_message_bytes)
+            response = await service.infer_once(model, parsed)
             message = pb.ModelInferResponse()
-            await run_cooperatively(fill_response(message, response))
+            await run_cooperatively(fill_response(message, response, parsed.targets))
             sent = service.admission.sending()
             context.add_done_callback(lambda _: sent())
             return message
@@ -207,31 +203,66 @@ class InferenceServicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type:
     async def SystemSharedMemoryStatus(
         self, request: pb.SystemSharedMemoryStatusRequest, context: Context
     ) -> pb.SystemSharedMemoryStatusResponse:
-        _refuse_region("system", request.name)
-        return pb.SystemSharedMemoryStatusResponse()
+        response = pb.SystemSharedMemoryStatusResponse()
+        for spec in self._service.regions.status("system", request.name):
+            region = response.regions[spec.name]
+            region.name, region.key = spec.name, spec.key
+            region.offset, region.byte_size = spec.offset, spec.num_bytes
+        return response
 
     @_rpc
     async def CudaSharedMemoryStatus(
         self, request: pb.CudaSharedMemoryStatusRequest, context: Context
     ) -> pb.CudaSharedMemoryStatusResponse:
-        _refuse_region("cuda", request.name)
-        return pb.CudaSharedMemoryStatusResponse()
+        response = pb.CudaSharedMemoryStatusResponse()
+        for spec in self._service.regions.status("cuda", request.name):
+            region = response.regions[spec.name]
+            region.name = spec.name
+            region.device_id, region.byte_size = spec.device_id, spec.num_bytes
+        return response
 
     @_rpc
-    async def SystemSharedMemoryRegister(self, request: Any, context: Context) -> None:
-        raise _shared_memory_disabled()
+    async def SystemSharedMemoryRegister(
+        self, request: pb.SystemSharedMemoryRegisterRequest, context: Context
+    ) -> pb.SystemSharedMemoryRegisterResponse:
+        spec = RegionSpec(
+            kind="system",
+            name=request.name,
+            key=request.key,
+            offset=request.offset,
+            num_bytes=request.byte_size,
+        )
+        await self._service.register_region(spec)
+        return pb.SystemSharedMemoryRegisterResponse()
 
     @_rpc
-    async def SystemSharedMemoryUnregister(self, request: Any, context: Context) -> None:
-        raise _shared_memory_disabled()
+    async def SystemSharedMemoryUnregister(
+        self, request: pb.SystemSharedMemoryUnregisterRequest, context: Context
+    ) -> pb.SystemSharedMemoryUnregisterResponse:
+        await self._service.unregister_region("system", request.name)
+        return pb.SystemSharedMemoryUnregisterResponse()
 
     @_rpc
-    async def CudaSharedMemoryRegister(self, request: Any, context: Context) -> None:
-        raise _shared_memory_disabled()
+    async def CudaSharedMemoryRegister(
+        self, request: pb.CudaSharedMemoryRegisterRequest, context: Context
+    ) -> pb.CudaSharedMemoryRegisterResponse:
+        self._service.regions.check_allowed()
+        spec = RegionSpec(
+            kind="cuda",
+            name=request.name,
+            raw_handle=check_handle(request.raw_handle),
+            device_id=request.device_id,
+            num_bytes=request.byte_size,
+        )
+        await self._service.register_region(spec)
+        return pb.CudaSharedMemoryRegisterResponse()
 
     @_rpc
-    async def CudaSharedMemoryUnregister(self, request: Any, context: Context) -> None:
-        raise _shared_memory_disabled()
+    async def CudaSharedMemoryUnregister(
+        self, request: pb.CudaSharedMemoryUnregisterRequest, context: Context
+    ) -> pb.CudaSharedMemoryUnregisterResponse:
+        await self._service.unregister_region("cuda", request.name)
+        return pb.CudaSharedMemoryUnregisterResponse()
 
     @_rpc
     async def TraceSetting(
@@ -286,12 +317,3 @@ def _log_value(name: str, value: pb.LogSettingsRequest.SettingValue) -> Any:
     if name == "log_format" and value.string_param not in FORMATS:
         raise RequestError(f"invalid argument for log_format, got: {value.string_param}")
     return getattr(value, kind)
-
-
-def _refuse_region(kind: str, name: str) -> None:
-    if name:
-        raise unknown_region(kind, name)
-
-
-def _shared_memory_disabled() -> RequestError:
-    return RequestError(SHARED_MEMORY_DISABLED, ErrorKind.UNSUPPORTED)

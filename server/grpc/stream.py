@@ -151,6 +151,7 @@ class StreamSession:
         parsed = await message.parse(self._decoder)
         parsed.request.model_version = names.model_version
         parsed.request.arrival_ns = arrival_ns
+        await self._service.find_places(parsed, self._service.config.grpc_max_message_bytes)
         responses = await self._service.infer(
             model, parsed.request, parsed.inputs, parsed.outputs
         )
@@ -191,9 +192,9 @@ class StreamSession:
     async def _encode(
         self, model: Model, parsed: ParsedInfer, response: InferResponse, is_final: bool
     ) -> pb.ModelStreamInferResponse:
-        await self._service.select(model, response, parsed.outputs)
+        await self._service.select(model, response, parsed)
         message = pb.ModelStreamInferResponse()
-        await run_cooperatively(fill_response(message.infer_response, response))
+        await run_cooperatively(fill_response(message.infer_response, response, parsed.targets))
         message.infer_response.parameters[FINAL].bool_param = is_final
         return message
 

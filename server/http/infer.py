@@ -62,9 +62,7 @@ class InferEndpoint:
                 with service.admission.unless_given_up():
                     model, parsed = await self._parsed(request, route, body)
                     share.release()
-                    response = await service.infer_once(
-                        model, parsed.request, parsed.inputs, parsed.outputs
-                    )
+                    response = await service.infer_once(model, parsed)
                     encoded = await run_cooperatively(encode_infer(response, parsed))
                     headers, parts = await _coded(request, encoded)
                 if encoded.num_bytes > LONG_ANSWER_BYTES:
@@ -97,6 +95,7 @@ class InferEndpoint:
             parsed = parse_infer(view_of(body), json_bytes, model.config, limit)
         parsed.request.model_version = model.version
         parsed.request.arrival_ns = arrival_ns
+        await self._service.find_places(parsed, self._service.config.http_max_input_bytes)
         return model, parsed
 
 

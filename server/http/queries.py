@@ -21,11 +21,8 @@ from trimaran.server.protocol.load_request import (
     load_request_of_json,
     unload_dependents_of_json,
 )
-from trimaran.server.service import (
-    SHARED_MEMORY_DISABLED,
-    Service,
-    unknown_region,
-)
+from trimaran.server.protocol.region_json import json_of_region, region_of_json
+from trimaran.server.service import Service
 from trimaran.server.settings import changes_of_json, json_of_values
 
 _Handler = Callable[[Service, Route, bytes], web.Response]
@@ -155,17 +152,21 @@ async def _trace_change(service: Service, route: Route, body: bytes) -> web.Resp
     return _trace(service, route)
 
 
-def _shared_memory_change(service: Service, route: Route, body: bytes) -> web.Response:
-    raise RequestError(SHARED_MEMORY_DISABLED, ErrorKind.UNSUPPORTED)
+async def _register(service: Service, route: Route, body: bytes) -> web.Response:
+    service.regions.check_allowed()
+    await service.register_region(region_of_json(route.kind, route.name, body))
+    return web.Response(content_type=JSON)
 
 
-def _shared_memory_status(kind: str) -> _Handler:
-    def status(service: Service, route: Route, body: bytes) -> web.Response:
-        if route.name:
-            raise unknown_region(kind, route.name)
-        return json_response([])
+async def _unregister(service: Service, route: Route, body: bytes) -> web.Response:
+    await service.unregister_region(route.kind, route.name)
+    return web.Response(content_type=JSON)
 
-    return status
+
+def _regions(service: Service, route: Route, body: bytes) -> web.Response:
+    return json_response(
+        list(map(json_of_region, service.regions.status(route.kind, route.name)))
+    )
 
 
 _SHARED: dict[str, Callable[[Service, Route, bytes], Awaitable[web.Response]]] = {
@@ -174,6 +175,8 @@ _SHARED: dict[str, Callable[[Service, Route, bytes], Awaitable[web.Response]]] =
     "unload": _unload,
     "logging": _logging,
     "trace": _trace_change,
+    "region_register": _register,
+    "region_unregister": _unregister,
 }
 """Routes that the first of several front ends answers."""
 
@@ -185,7 +188,5 @@ _HANDLERS: dict[str, _Handler] = {
     "model_metadata": _model_metadata,
     "model_config": _model_config,
     "named_repository": _named_repository,
-    "shared_memory_change": _shared_memory_change,
-    "systemsharedmemory_status": _shared_memory_status("system"),
-    "cudasharedmemory_status": _shared_memory_status("cuda"),
+    "region_status": _regions,
 }

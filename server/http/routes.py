@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from urllib.parse import unquote
 
+from trimaran.server.shared_memory.places import Kind
+
 GET = frozenset(("GET",))
 POST = frozenset(("POST",))
 BOTH = GET | POST
@@ -19,6 +21,8 @@ class Route:
     methods: frozenset[str]
     name: str = ""
     version: str = ""
+    kind: Kind = "system"
+    """Of shared memory."""
 
     @property
     def category(self) -> str:
@@ -43,9 +47,9 @@ _CATEGORIES = {
     "load": "model-repository",
     "unload": "model-repository",
     "named_repository": "model-repository",
-    "shared_memory_change": "shared-memory",
-    "systemsharedmemory_status": "shared-memory",
-    "cudasharedmemory_status": "shared-memory",
+    "region_register": "shared-memory",
+    "region_status": "shared-memory",
+    "region_unregister": "shared-memory",
 }
 
 _SHORT_PATH, _NUM_KEPT = 256, 1024
@@ -71,7 +75,7 @@ _OF_MODEL = {
     "generate_stream": ("generate_stream", POST),
 }
 
-_SHARED_MEMORY = ("systemsharedmemory", "cudasharedmemory")
+_SHARED_MEMORY: dict[str, Kind] = {"systemsharedmemory": "system", "cudasharedmemory": "cuda"}
 
 
 def path_of(target: str) -> str:
@@ -101,7 +105,9 @@ def _match(path: str) -> Route | None:
     if parts[1] == "repository":
         return _repository_route([unquote(part) for part in parts[2:]])
     if parts[1] in _SHARED_MEMORY:
-        return _shared_memory_route(parts[1], [unquote(part) for part in parts[2:]])
+        return _shared_memory_route(
+            _SHARED_MEMORY[parts[1]], [unquote(part) for part in parts[2:]]
+        )
     return None
 
 
@@ -131,14 +137,14 @@ def _repository_route(rest: list[str]) -> Route | None:
     return None
 
 
-def _shared_memory_route(kind: str, rest: list[str]) -> Route | None:
+def _shared_memory_route(kind: Kind, rest: list[str]) -> Route | None:
     name = ""
     if len(rest) == 3 and rest[0] == "region":
         name, rest = rest[1], rest[2:]
         if rest == ["register"]:
-            return Route("shared_memory_change", POST, name)
+            return Route("region_register", POST, name, kind=kind)
     if rest == ["status"]:
-        return Route(f"{kind}_status", GET, name)
+        return Route("region_status", GET, name, kind=kind)
     if rest == ["unregister"]:
-        return Route("shared_memory_change", POST, name)
+        return Route("region_unregister", POST, name, kind=kind)
     return None

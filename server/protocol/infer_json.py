@@ -33,6 +33,8 @@ from trimaran.server.protocol.json_access import (
 )
 from trimaran.server.protocol.limits import check_dimensions, check_id, check_number
 from trimaran.server.protocol.tensor_json import array_from_json, flatten
+from trimaran.server.shared_memory.places import RegionPlace
+from trimaran.server.shared_memory.regions import OpenPlace
 
 RESERVED_PREFIX = "triton_"
 
@@ -109,6 +111,9 @@ class RequestedOutput:
     num_classes: int = 0
     """The number of best classes to return instead of the values; 0 means the values."""
 
+    place: RegionPlace | None = None
+    """Memory of the client in place of the response."""
+
 
 @dataclass(slots=True)
 class ParsedInfer:
@@ -122,6 +127,16 @@ class ParsedInfer:
 
     wants_empty_final: bool = False
     """gRPC streams: a flag-only response ends the answers."""
+
+    targets: dict[str, OpenPlace] = field(default_factory=dict)
+    """Outputs that are written to memory of the client, once it is found."""
+
+    @property
+    def has_places(self) -> bool:
+        """Whether tensors are in memory of the client."""
+        return any(wire.place for wire in self.inputs) or any(
+            output.place for output in self.outputs
+        )
 
 
 def header_length(text: str | None, num_bytes: int) -> int:
@@ -250,7 +265,7 @@ def _inputs(
     check_number("inputs", len(items))
     for item in items:
         entry = _members(item)
-        blob_bytes = _data_source(entry)
+        source = _data_source(entry)
         name = as_string(_member(entry, "name"), "'name'")
         datatype = as_string(_member(entry, "datatype"), "'datatype'")
         if datatype not in NUMPY_TYPES:
@@ -258,11 +273,14 @@ def _inputs(
         dims = as_list(_member(entry, "shape"), "'shape'")
         check_dimensions(name, len(dims))
         shape = tuple(as_unsigned(dim, "'shape'") for dim in dims)
-        if blob_bytes is None:
+        if isinstance(source, RegionPlace):
+            inputs.append(WireInput(name, datatype, shape, b"", source))
+            continue
+        if source is None:
             data = _json_data(entry, WireInput(name, datatype, shape, b""), limits)
             inputs.append(WireInput(name, datatype, shape, data))
             continue
-        end = start + blob_bytes
+        end = start + source
         if end > len(blobs):
             raise RequestError(
                 f"unexpected size for input '{name}', expecting {end - len(blobs)} additional "
@@ -275,8 +293,8 @@ def _inputs(
     return inputs
 
 
-def _data_source(entry: JsonObject) -> int | None:
-    """Size of the input's blob, or None if the data is in the JSON."""
+def _data_source(entry: JsonObject) -> int | RegionPlace | None:
+    """Size of the input's blob, its place in a region, or None if the data is in the JSON."""
     parameters = _members(entry.get("parameters"))
     sources = [f"'{name}'" for name in ("data",) if name in entry] + [
         f"'{name}'"
@@ -290,13 +308,20 @@ def _data_source(entry: JsonObject) -> int | None:
             f"'parameters', 'shared_memory_region' in 'parameters'. But {found}"
         )
     if "shared_memory_region" in parameters:
-        region = as_string(parameters["shared_memory_region"], "'shared_memory_region'")
-        raise RequestError(
-            f"Unable to find shared memory region: '{region}'", ErrorKind.NOT_FOUND
-        )
+        return _place(parameters)
     if "data" in entry:
         return None
     return as_unsigned(parameters["binary_data_size"], "'binary_data_size'")
+
+
+def _place(parameters: JsonObject) -> RegionPlace:
+    """The place that the parameters of a tensor name."""
+    region = as_string(parameters["shared_memory_region"], "'shared_memory_region'")
+    place = (
+        as_unsigned(parameters.get(name, 0), f"'{name}'")
+        for name in ("shared_memory_offset", "shared_memory_byte_size")
+    )
+    return RegionPlace(region, *place)
 
 
 def _json_data(entry: JsonObject, wire: WireInput, limits: _InputLimits) -> Any:
@@ -325,14 +350,11 @@ def _output(entry: JsonObject) -> RequestedOutput:
     name = as_string(_member(entry, "name"), "'name'")
     parameters = _members(entry.get("parameters"))
     if "shared_memory_region" in parameters:
-        if parameters.get("classification"):
+        if "classification" in parameters:
             raise RequestError(
                 "Output can't set both 'shared_memory_region' and 'classification'"
             )
-        region = as_string(parameters["shared_memory_region"], "'shared_memory_region'")
-        raise RequestError(
-            f"Unable to find shared memory region: '{region}'", ErrorKind.NOT_FOUND
-        )
+        return RequestedOutput(name, place=_place(parameters))
     is_binary = False
     if "binary_data" in parameters:
         is_binary = json_access.as_bool(parameters["binary_data"], "'binary_data'")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from tritonclient.grpc import service_pb2 as pb
 
-from trimaran.comm.errors import ErrorKind, RequestError, with_request_id
+from trimaran.comm.errors import RequestError, with_request_id
 from trimaran.server.inference.cooperative import CHUNK_ITEMS, Cooperative
 from trimaran.server.inference.request import InferRequest
 from trimaran.server.inference.tensor_bytes import NUMPY_TYPES, Array, Buffer
@@ -19,6 +19,7 @@ from trimaran.server.protocol.infer_json import (
     RequestedOutput,
 )
 from trimaran.server.protocol.limits import check_dimensions, check_id, check_number
+from trimaran.server.shared_memory.places import RegionPlace
 
 EMPTY_FINAL = "triton_enable_empty_final_response"
 
@@ -43,7 +44,10 @@ _TYPES_OF: dict[str, tuple[str, ...]] = {
     EMPTY_FINAL: ("bool_param",),
 }
 _CUSTOM_TYPES = ("string_param", "int64_param", "bool_param", "double_param")
-_REGION, *_PLACE = "shared_memory_region", "shared_memory_byte_size", "shared_memory_offset"
+_REGION, _SIZE, _OFFSET = (
+    "shared_memory_region", "shared_memory_byte_size", "shared_memory_offset",
+)  # fmt: skip
+_UINT64_MAX = (1 << 64) - 1
 
 
 def parse_message(
@@ -64,8 +68,10 @@ def parse_message(
     _apply_parameters(request, message.parameters)
     parsed = ParsedInfer(request, wants_empty_final=_wants_empty_final(message))
     _check_repeated(message)
-    for index, entry in enumerate(message.inputs):
-        parsed.inputs.append((yield from _input(message, raw_contents, index, entry)))
+    # Tensors in regions have no raw contents.
+    contents = iter(raw_contents) if raw_contents else None
+    for entry in message.inputs:
+        parsed.inputs.append((yield from _input(message, contents, entry)))
         yield
     for output in message.outputs:
         parsed.outputs.append(_output(output))
@@ -128,23 +134,25 @@ def _check_name(name: str) -> None:
 
 def _input(
     message: pb.ModelInferRequest,
-    raw_contents: Sequence[Buffer],
-    index: int,
+    contents: Iterator[Buffer] | None,
     entry: pb.ModelInferRequest.InferInputTensor,
 ) -> Cooperative[WireInput]:
     name, model = entry.name, message.model_name
-    _refuse_region(name, entry.parameters)
+    place = _place(name, entry.parameters)
     check_dimensions(name, len(entry.shape))
     shape = tuple(entry.shape)
     datatype = entry.datatype if entry.datatype in NUMPY_TYPES else INVALID_DATATYPE
-    if raw_contents:
+    if place is not None:
+        return WireInput(name, datatype, shape, b"", place)
+    if contents is not None:
         if entry.HasField("contents"):
             raise RequestError(
                 "contents field must not be specified when using raw_input_contents for "
                 f"'{name}' for model '{model}'"
             )
-        if index < len(raw_contents):
-            return WireInput(name, datatype, shape, raw_contents[index])
+        raw = next(contents, None)
+        if raw is not None:
+            return WireInput(name, datatype, shape, raw)
     elif entry.HasField("contents"):
         data = yield from _contents(entry, datatype, model)
         return WireInput(name, datatype, shape, data)
@@ -192,31 +200,45 @@ def _output(output: pb.ModelInferRequest.InferRequestedOutputTensor) -> Requeste
         num_classes = parameter.int64_param
         if num_classes <= 0:
             raise RequestError("invalid value for 'classification' parameter, expected >= 0")
-    _refuse_region(output.name, output.parameters)
-    return RequestedOutput(output.name, is_binary=True, num_classes=num_classes)
+    place = _place(output.name, output.parameters)
+    return RequestedOutput(output.name, is_binary=True, num_classes=num_classes, place=place)
 
 
-def _refuse_region(tensor: str, parameters: Mapping[str, pb.InferParameter]) -> None:
-    """Refuse a tensor in a shared-memory region: there are no regions."""
+def _place(tensor: str, parameters: Mapping[str, pb.InferParameter]) -> RegionPlace | None:
+    """The place of a tensor in a region; None if it is in the message."""
     if _REGION not in parameters:
-        for name in _PLACE:
+        for name in (_SIZE, _OFFSET):
             if name in parameters:
                 raise RequestError(
                     f"'{name}' can not be specified without '{_REGION}' parameter for tensor "
                     f"'{tensor}'"
                 )
-        return
+        return None
     parameter = parameters[_REGION]
     if parameter.WhichOneof("parameter_choice") != "string_param":
         raise RequestError(
             f"invalid value type for '{_REGION}' parameter for tensor '{tensor}', "
             "expected string_param."
         )
-    if _PLACE[0] not in parameters:
+    if _SIZE not in parameters:
         raise RequestError(
-            f"'{_PLACE[0]}' must be specified along with '{_REGION}' parameter for tensor "
+            f"'{_SIZE}' must be specified along with '{_REGION}' parameter for tensor "
             f"'{tensor}'"
         )
-    raise RequestError(
-        f"Unable to find shared memory region: '{parameter.string_param}'", ErrorKind.NOT_FOUND
+    return RegionPlace(
+        parameter.string_param,
+        offset=_size(tensor, parameters, _OFFSET) if _OFFSET in parameters else 0,
+        num_bytes=_size(tensor, parameters, _SIZE),
     )
+
+
+def _size(tensor: str, parameters: Mapping[str, pb.InferParameter], name: str) -> int:
+    parameter = parameters[name]
+    if parameter.WhichOneof("parameter_choice") != "int64_param":
+        raise RequestError(
+            f"invalid value type for '{name}' parameter for tensor '{tensor}', expected "
+            "int64_param."
+        )
+    # As in Triton, a negative number becomes a huge one, which no region has room for.
+    size: int = parameter.int64_param & _UINT64_MAX
+    return size

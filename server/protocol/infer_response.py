@@ -116,6 +116,9 @@ def encode_infer(response: InferResponse, parsed: ParsedInfer) -> Cooperative[En
         entry: dict[str, Any] = {
             "name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.shape),
         }  # fmt: skip
+        if tensor.name in parsed.targets:
+            entries.append(entry)
+            continue
         if binary.get(tensor.name, parsed.is_binary_by_default):
             blob = yield from to_parts(tensor.data, tensor.datatype)
             entry["parameters"] = {"binary_data_size": sum(map(len, blob))}

@@ -24,6 +24,7 @@ import http_cases  # noqa: E402
 from differences import GRPC, HTTP, reason_of, text_of  # noqa: E402
 from exchange import HttpServer, wait_ready  # noqa: E402
 from grpc_exchange import GrpcServer  # noqa: E402
+from http_case import REGION, REGION_BYTES, REGION_TEXT  # noqa: E402
 from served import Served, free_ports  # noqa: E402
 
 SEED = 7
@@ -68,6 +69,17 @@ def _real(triton: Path, repository: Path, log: Path) -> Iterator[Ports]:
             process.kill()
 
 
+@contextlib.contextmanager
+def _region() -> Iterator[None]:
+    """Shared memory of a client with a string at its start."""
+    path = Path("/dev/shm") / REGION.strip("/")
+    path.write_bytes(REGION_TEXT.ljust(REGION_BYTES, b"\0"))
+    try:
+        yield
+    finally:
+        path.unlink()
+
+
 @pytest.fixture(scope="module")
 def both(
     triton: Path, tmp_path_factory: pytest.TempPathFactory
@@ -76,8 +88,14 @@ def both(
     folder = tmp_path_factory.mktemp("parity")
     for name in ("reference", "ours"):
         shutil.copytree(_PARITY / "models", folder / name)
-    served = Served(folder / "ours", flags=CONTROL, log_path=folder / "ours.log")
-    with _real(triton, folder / "reference", folder / "reference.log") as reference, served:
+    # Triton 2.51 always takes memory of clients.
+    flags = (*CONTROL, "--allow-client-shm", "true")
+    served = Served(folder / "ours", flags=flags, log_path=folder / "ours.log")
+    with (
+        _region(),
+        _real(triton, folder / "reference", folder / "reference.log") as reference,
+        served,
+    ):
         yield reference, Ports(served.http_port, served.grpc_port)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from google.protobuf.json_format import ParseDict
+from http_case import REGION, REGION_BYTES, REGION_TEXT
 from tritonclient.grpc import service_pb2 as pb
 
 # fmt: off
@@ -273,13 +274,55 @@ def settings() -> Iterator[GrpcCase]:
 
 
 def shared_memory() -> Iterator[GrpcCase]:
-    """Status and changes of regions that there are not."""
+    """Status and changes of regions, and tensors in them."""
     for kind in ("System", "Cuda"):
         for name in ("", "r"):
             for action in ("Status", "Unregister", "Register"):
                 method = f"{kind}SharedMemory{action}"
                 message = getattr(pb, f"{method}Request")(name=name)
                 yield GrpcCase("shared memory", method, (message,))
+    for handle in (b"", b"x" * 63, b"x" * 64, b"x" * 65):
+        cuda = pb.CudaSharedMemoryRegisterRequest(name="c", raw_handle=handle, byte_size=8)
+        yield GrpcCase("shared memory", "CudaSharedMemoryRegister", (cuda,))
+    # The reference opens a key only once.
+    for name, key, offset, size in (("s", REGION, 0, 1 << 40), ("u", REGION, 1 << 63, 8),
+                                    ("t", "/absent", 0, 8), ("r", REGION, 0, REGION_BYTES),
+                                    ("r", "/absent", 0, 8)):
+        register = pb.SystemSharedMemoryRegisterRequest(
+            name=name, key=key, offset=offset, byte_size=size)
+        yield GrpcCase("shared memory", "SystemSharedMemoryRegister", (register,))
+        for each in ("", name):
+            status = pb.SystemSharedMemoryStatusRequest(name=each)
+            yield GrpcCase("shared memory", "SystemSharedMemoryStatus", (status,))
+    status = pb.CudaSharedMemoryStatusRequest(name="r")
+    yield GrpcCase("shared memory", "CudaSharedMemoryStatus", (status,))
+    yield from _in_regions()
+    everything = pb.SystemSharedMemoryUnregisterRequest()
+    yield GrpcCase("shared memory", "SystemSharedMemoryUnregister", (everything,))
+    yield GrpcCase("shared memory", "SystemSharedMemoryStatus",
+                   (pb.SystemSharedMemoryStatusRequest(),))
+
+
+def _in_regions() -> Iterator[GrpcCase]:
+    text = len(REGION_TEXT)
+    for region in ("r", "absent"):
+        for size, offset in ((text, None), (text, 0), (0, 0), (text - 1, 0), (text + 1, 0),
+                             (text, 1), (text, REGION_BYTES), (text, REGION_BYTES - 2), (-1, 0),
+                             (text, -1)):
+            for is_output in (False, True):
+                message = pb.ModelInferRequest(model_name="text", id="i")
+                entry = message.inputs.add(name="TEXT", datatype="BYTES", shape=[1, 1])
+                if is_output:
+                    message.raw_input_contents.append(REGION_TEXT)
+                    entry = message.outputs.add(name="ECHO")
+                    if offset is not None and offset >= 0:
+                        offset += 512
+                entry.parameters["shared_memory_region"].string_param = region
+                entry.parameters["shared_memory_byte_size"].int64_param = size
+                if offset is not None:
+                    entry.parameters["shared_memory_offset"].int64_param = offset
+                for method in ("ModelInfer", "ModelStreamInfer"):
+                    yield GrpcCase("shared memory", method, (message,))
 
 
 def repository() -> Iterator[GrpcCase]:

@@ -55,6 +55,10 @@ TEXT = {"inputs": [tensor("TEXT", "BYTES", [1, 1], ["héllo"])]}
 CODE = {"inputs": [tensor("CODE", "BYTES", [1], ["refused"])]}
 CHAIN = {"inputs": [int32("X", [1, 2, 3, 4]), int32("Y", [5, 6, 7, 8])]}
 VECTOR = {"inputs": [tensor("V", "FP32", [2, 2], [0.1, -2.5, 3e10, 4])]}
+REGION, REGION_BYTES = "/parity_of_clients", 1024
+REGION_TEXT = len(b"shared").to_bytes(4, "little") + b"shared"
+"""Shared memory of a client, and the BYTES tensor at its start."""
+
 TOLD = {"id": "t", "inputs": [tensor("TEXT", "BYTES", [1], ["x"])]}
 VERSIONS = {"inputs": [tensor("IN", "INT64", [2], [-5, 1 << 40])]}
 RESHAPED = {"inputs": [tensor("IN", "INT32", [2, 1], [7, 8])]}

@@ -9,6 +9,9 @@ from collections.abc import Iterator
 from http_case import (
     CHAIN,
     NUMBERS,
+    REGION,
+    REGION_BYTES,
+    REGION_TEXT,
     TEXT,
     HttpCase,
     Json,
@@ -120,25 +123,77 @@ def settings() -> Iterator[HttpCase]:
 
 
 def shared_memory() -> Iterator[HttpCase]:
-    """Regions that cannot be registered, and the status of none."""
+    """Regions that can and cannot be registered, their status, and tensors in them."""
     for kind in ("system", "cuda"):
         path = f"/v2/{kind}sharedmemory"
         bodies = ("", {}, {"key": "/proto_absent", "offset": 0, "byte_size": 64}, {"key": 1,
             "byte_size": 1},
                   {"key": "/x"}, {"byte_size": 4}, {"key": "/x", "byte_size": "4"},
                   {"key": "/x", "byte_size": -4}, {"key": "/x", "offset": -1, "byte_size": 4},
+                  {"key": "/x/y", "byte_size": 4}, {"key": "/..", "byte_size": 4},
+                  {"key": "", "byte_size": 4}, {"key": "/" + "x" * 300, "byte_size": 4},
+                  {"key": REGION, "byte_size": REGION_BYTES + 1},
+                  {"key": REGION, "offset": 8, "byte_size": REGION_BYTES},
+                  {"key": REGION, "offset": "0", "byte_size": 8},
+                  {"key": REGION, "byte_size": 0},
                   {"key": "triton_python_backend_shm_region_x", "byte_size": 4},
                   {"raw_handle": {"b64": "AAAA"}, "device_id": 0, "byte_size": 4},
+                  {"raw_handle": {"b64": "AA*A"}, "device_id": 0, "byte_size": 4},
+                  {"raw_handle": {"b64": 3}, "device_id": 0, "byte_size": 4},
+                  {"raw_handle": {}, "device_id": 0, "byte_size": 4},
                   {"raw_handle": "AAAA", "device_id": 0, "byte_size": 4}, "{", "[]",
                   {"raw_handle": {"b64": "A" * 86 + "=="}, "device_id": 0, "byte_size": 4},
+                  {"raw_handle": {"b64": "A" * 86 + "=="}, "device_id": 0},
                   {"raw_handle": {"b64": "A" * 86 + "=="}, "byte_size": 4})
         for body in bodies:
             yield post("shm/register", path + "/region/r/register", body)
+            yield HttpCase("shm/status", "GET", path + "/status")
         for name in ("r", "", "%20"):
             yield HttpCase("shm/status", "GET", f"{path}/region/{name}/status")
             yield HttpCase("shm/unregister", "POST", f"{path}/region/{name}/unregister")
         yield HttpCase("shm/status", "GET", path + "/status")
         yield HttpCase("shm/unregister", "POST", path + "/unregister")
+    yield from _in_regions()
+
+
+def _in_regions() -> Iterator[HttpCase]:
+    """Inputs and outputs in a region that holds two strings' bytes."""
+    path = "/v2/systemsharedmemory"
+    # The reference opens a key only once.
+    for name, size in (("r", REGION_BYTES), ("r", 8)):
+        yield post("shm/register", f"{path}/region/{name}/register",
+                   {"key": REGION, "byte_size": size})
+        yield HttpCase("shm/status", "GET", f"{path}/region/{name}/status")
+    yield HttpCase("shm/status", "GET", path + "/status")
+    yield HttpCase("shm/status", "GET", "/v2/cudasharedmemory/region/r/status")
+    yield HttpCase("shm/unregister", "POST", "/v2/cudasharedmemory/region/r/unregister")
+    yield HttpCase("shm/unregister", "POST", "/v2/cudasharedmemory/unregister")
+    yield HttpCase("shm/status", "GET", path + "/region/r/status")
+    size, offset = "shared_memory_byte_size", "shared_memory_offset"
+    text = len(REGION_TEXT)
+    for place in ({size: text}, {size: text, offset: 0}, {}, {size: 0}, {size: text - 1},
+                  {size: text + 1}, {size: text, offset: 1}, {size: text, offset: REGION_BYTES},
+                  {size: text, offset: REGION_BYTES - 2}, {size: REGION_BYTES},
+                  {size: 1 << 63, offset: 1}, {size: -1}, {size: "4"}, {size: text, offset: -1},
+                  {size: text, offset: "0"}, {size: text, "binary_data_size": 4}):
+        for region in ("r", "absent", 1):
+            parameters = {"shared_memory_region": region, **place}
+            yield post("shm/input", "/v2/models/text/infer", {"inputs": [
+                {"name": "TEXT", "datatype": "BYTES", "shape": [1, 1],
+                 "parameters": parameters}]})
+            # Behind the text, which stays as it is.
+            start = place.get(offset, 0)
+            start = start + 512 if isinstance(start, int) and start >= 0 else start
+            yield post("shm/output", "/v2/models/text/infer", {**TEXT, "outputs": [
+                {"name": "ECHO", "parameters": {**parameters, offset: start}}]})
+    for classes in (0, 1):
+        yield post("shm/output", "/v2/models/text/infer", {**TEXT, "outputs": [
+            {"name": "ECHO", "parameters": {"shared_memory_region": "r", size: 64,
+                                            "classification": classes}}]})
+    yield HttpCase("shm/unregister", "POST", path + "/region/r/unregister")
+    yield HttpCase("shm/status", "GET", path + "/status")
+    yield HttpCase("shm/unregister", "POST", path + "/unregister")
+    yield HttpCase("shm/status", "GET", path + "/status")
 
 
 def repository() -> Iterator[HttpCase]:

@@ -27,7 +27,7 @@ if "rules" not in sys.modules:
 
 ROOMS = (
     "access", "decoding", "direct", "engines", "grpc", "http", "inference", "models",
-    "openai", "protocol", "python_models", "service.py",
+    "openai", "protocol", "python_models", "service.py", "shared_memory",
 )  # fmt: skip
 """The parts of ``server`` that clients' data passes. The other parts read an operator's files,
 and messages of the server's own processes."""
@@ -220,6 +220,7 @@ PLACES: dict[str, Places] = {
         "json_access.parse": SHORT, "b64decode": SHORT, "Parse": CONFIG, "fullmatch": NAME,
     },
     "protocol/message_scan.py": {"join": FLAG, "decode": NAME, "frombuffer": PROCESS},
+    "protocol/region_json.py": {"b64decode": SMALL_BODY, "json_access.parse": SMALL_BODY},
     "protocol/tensor_json.py": {
         "encode": SHORT, "tolist": ITEMS, "decode": BYTES, "join": BYTES,
     },
@@ -234,6 +235,11 @@ PLACES: dict[str, Places] = {
     "python_models/utils.py": {"join": PROCESS},
     "python_models/wire.py": {
         "packb": FLAG, "unpackb": PACKED, "join": FLAG, "frombuffer": "a view, without a copy",
+    },
+    # ---- memory of clients
+    "shared_memory/cuda_memory.py": {"decode": "a text of the driver"},
+    "shared_memory/system_memory.py": {
+        "join": Limit("shared_memory.regions.SHORT_COPY_BYTES", 64 * KIB),
     },
 }  # fmt: skip
 

@@ -1,9 +1,11 @@
 """Two front ends of one server: the first front end and a follower."""
 
 import os
+import secrets
 import threading
 import time
 from contextlib import ExitStack, suppress
+from pathlib import Path
 
 import pytest
 from controlled_frontend import ControlledFrontend
@@ -43,6 +45,7 @@ class Pair:
         self.other = ControlledFrontend(
             stack, folder, index=1, num_frontends=2, first_frontend=self._address,
             model_repository=str(self.repository),
+            allow_client_shm=config.get("allow_client_shm", False),
         )  # fmt: skip
         self.other.wait_ready()
 
@@ -183,3 +186,24 @@ def test_a_load_interrupted_by_a_death_ends_at_all_front_ends(pair):
     pair.other.wait_until(pair.other.is_ready)
     path = "/v2/models/tensorrt_llm/ready"
     assert pair.other.call("GET", path) == pair.first.call("GET", path)
+
+
+def test_memory_that_a_client_registers_at_one_front_end_is_known_to_both(tmp_path):
+    key = "test_" + secrets.token_hex(6)
+    file = Path("/dev/shm") / key
+    file.write_bytes(bytes(64))
+    path = "/v2/systemsharedmemory/region/r"
+    facts = {"name": "r", "key": key, "offset": 0, "byte_size": 64}
+    try:
+        with ExitStack() as stack:
+            pair = Pair(stack, tmp_path, allow_client_shm=True)
+            body = {"key": key, "byte_size": 64}
+            assert pair.other.call("POST", path + "/register", body)[0] == 200
+            # The other front end has the file open already.
+            file.unlink()
+            for frontend in (pair.first, pair.other):
+                assert frontend.call("GET", path + "/status") == (200, [facts])
+            assert pair.first.call("POST", path + "/unregister")[0] == 200
+            assert pair.other.call("GET", path + "/status")[0] == 404
+    finally:
+        file.unlink(missing_ok=True)
