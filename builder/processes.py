@@ -21,7 +21,7 @@ _POLL_S = 0.2
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
-Say = Callable[[int], None]
+ReportProgress = Callable[[int], None]
 
 
 class WorkerLostError(TrimaranError):
@@ -38,7 +38,7 @@ class _Worker:
 
 
 class ForkedWorkers(Generic[Task, Result]):
-    """Processes that each call ``job(task, say)``; ``say`` adds to `num_done`.
+    """Processes that each call ``job(task, report)``; ``report`` adds to `num_done`.
 
     The processes are forked, so ``job`` need not be pickled; tasks and results are. With one
     worker the job runs in this process; other workers call ``prepare`` before their first task.
@@ -46,7 +46,7 @@ class ForkedWorkers(Generic[Task, Result]):
 
     def __init__(
         self,
-        job: Callable[[Task, Say], Result],
+        job: Callable[[Task, ReportProgress], Result],
         num_workers: int,
         prepare: Callable[[], None],
     ) -> None:
@@ -67,9 +67,9 @@ class ForkedWorkers(Generic[Task, Result]):
         Raises the exception of a task; the other processes are then killed during their tasks.
         """
         if self._num_workers <= 1:
-            say = self._counter(0)
+            report = self._counter(0)
             for task in tasks:
-                yield self._job(task, say)
+                yield self._job(task, report)
             return
         workers = [self._start(number) for number in range(min(self._num_workers, len(tasks)))]
         try:
@@ -136,26 +136,26 @@ class ForkedWorkers(Generic[Task, Result]):
         if os.getppid() != parent:
             os._exit(1)
         self._prepare()
-        say = self._counter(number)
+        report = self._counter(number)
         while True:
             try:
-                there.send(self._outcome(there.recv(), say))
+                there.send(self._outcome(there.recv(), report))
             except (EOFError, ConnectionError):
                 return
 
-    def _outcome(self, task: Task, say: Say) -> tuple[Any, Exception | None]:
+    def _outcome(self, task: Task, report: ReportProgress) -> tuple[Any, Exception | None]:
         try:
-            return self._job(task, say), None
+            return self._job(task, report), None
         except (ConfigError, OSError) as error:
             return None, error
         except Exception:
             return None, RuntimeError(traceback.format_exc())
 
-    def _counter(self, number: int) -> Say:
-        def say(amount: int) -> None:
+    def _counter(self, number: int) -> ReportProgress:
+        def report(amount: int) -> None:
             self._counts[number] += amount
 
-        return say
+        return report
 
 
 def _reason(exit_code: int) -> str:

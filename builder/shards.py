@@ -15,7 +15,7 @@ from trimaran.builder.build_plan import BuildPlan
 from trimaran.builder.config_file import ShardTable
 from trimaran.builder.journal import Checksums, Journal, empty
 from trimaran.builder.output_folder import check_space
-from trimaran.builder.processes import ForkedWorkers, Say
+from trimaran.builder.processes import ForkedWorkers, ReportProgress
 from trimaran.builder.progress import ProgressBar
 from trimaran.builder.unit_writer import UnitWriter
 from trimaran.worker.config.engine_folder import (
@@ -70,13 +70,13 @@ def _write_units(
     writer = UnitWriter(plan, paths)
     earlier = dict(journal.finished)
 
-    def job(number: int, say: Say) -> tuple[str, Checksums]:
+    def job(number: int, report: ReportProgress) -> tuple[str, Checksums]:
         unit = plan.units[number]
         expected = earlier.get(unit.name)
         if expected is not None and writer.is_intact(unit, expected):
-            say(unit.num_bytes)
+            report(unit.num_bytes)
             return unit.name, expected
-        return unit.name, writer.make(unit, say)
+        return unit.name, writer.make(unit, report)
 
     # There is a process for each core, so torch needs no threads in them.
     workers = ForkedWorkers(job, num_workers, prepare=lambda: torch.set_num_threads(1))

@@ -39,8 +39,8 @@ class UnitWriter:
         self._paths = paths
         self._memory = torch.empty(0, dtype=torch.uint8)
 
-    def make(self, unit: Unit, say: Callable[[int], None]) -> Checksums:
-        """Write a unit's tensors; ``say`` gets the bytes of each finished tensor.
+    def make(self, unit: Unit, report: Callable[[int], None]) -> Checksums:
+        """Write a unit's tensors; ``report`` gets the bytes of each finished tensor.
 
         Raises:
             ConfigError: the checkpoint cannot be read.
@@ -51,14 +51,14 @@ class UnitWriter:
             self._read_ahead(unit)
             files: dict[int, int] = {}
             # A tensor for all ranks at once: a read of a GGUF tensor dequantizes the tensor.
-            for rank, name in sorted(unit.places, key=lambda place: place[1]):
+            for rank, name in sorted(unit.places, key=lambda pair: pair[1]):
                 if rank not in files:
                     files[rank] = stack.enter_context(_opened(self._paths[rank], os.O_WRONLY))
                 tensor = self._filled(rank, name, checkpoint)
                 data = _bytes_of(tensor)
                 _write(files[rank], data, self._plan.ranks[rank].layout.entries[name].start)
                 checksums.setdefault(str(rank), {})[name] = _checksums(data)
-                say(len(data))
+                report(len(data))
         return checksums
 
     def is_intact(self, unit: Unit, expected: Checksums) -> bool:

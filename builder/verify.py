@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from trimaran.builder.foreign_flags import FlagSink
-from trimaran.builder.processes import ForkedWorkers, Say
+from trimaran.builder.processes import ForkedWorkers, ReportProgress
 from trimaran.builder.progress import ProgressBar
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.files.flag_values import workers
@@ -70,11 +70,11 @@ def _broken(
     """Tensors whose checksums differ from those in their headers."""
     tasks = [(number, name) for number, each in enumerate(headers) for name in each.entries]
 
-    def job(task: tuple[int, str], say: Say) -> tuple[int, str, bool]:
+    def job(task: tuple[int, str], report: ReportProgress) -> tuple[int, str, bool]:
         number, name = task
         entry = headers[number].entries[name]
         found = checksum_of(files[number], entry.start, entry.num_bytes)
-        say(entry.num_bytes)
+        report(entry.num_bytes)
         return number, name, found == headers[number].checksums[name]
 
     num_bytes = sum(entry.num_bytes for each in headers for entry in each.entries.values())

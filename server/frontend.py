@@ -142,7 +142,7 @@ class Frontend:
                 await asyncio.wait_for(admission.wait_idle(), timeout_s)
             except asyncio.TimeoutError:
                 num_unfinished = admission.num_running
-                await admission.give_up(timeout_s)
+                await admission.abort_running(timeout_s)
         self._engines.expect_the_end()
         facts: dict[str, Any] = {
             "num_unfinished": num_unfinished,

@@ -96,12 +96,12 @@ def _placements_for(
     ):
         return None
     found: list[RankPlacement] = []
-    share = request.num_ranks // request.num_nodes if request.num_nodes else 0
+    per_node = request.num_ranks // request.num_nodes if request.num_nodes else 0
     for host in hosts:
         left = request.num_ranks - len(found)
         room = _room(request, host, placements, len(found))
-        count = min(left, room) if not share else share if room >= share else 0
-        if not share:
+        count = min(left, room) if not per_node else per_node if room >= per_node else 0
+        if not per_node:
             count -= count % request.num_together
         named = request.devices[len(found) : len(found) + count]
         devices = named or _free_devices(request, host, placements, count)

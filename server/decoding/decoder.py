@@ -12,6 +12,7 @@ from trimaran.comm.errors import ErrorKind, RequestError
 from trimaran.server.decoding.body import LongBody
 from trimaran.server.decoding.exchange import ParsedHead, receive_parsed
 from trimaran.server.decoding.process import Refusal
+from trimaran.server.decoding.slots import SizeOrderedSlots
 from trimaran.server.decoding.tasks import (
     GenerateTask,
     InferTask,
@@ -21,7 +22,6 @@ from trimaran.server.decoding.tasks import (
     OtherTask,
     Task,
 )
-from trimaran.server.decoding.turns import SizeOrderedSlots
 from trimaran.server.inference.helper_process import HelperProcess
 from trimaran.server.inference.request import Model
 from trimaran.server.inference.tensor_bytes import Buffer

@@ -17,9 +17,9 @@ from trimaran.server.models.preprocessing import PreprocessingModel
 from trimaran.server.models.sample_inputs import PlainInputs, SampleInputs
 from trimaran.server.models.sampling_inputs import PERF_METRICS, check_request_type, read_fields
 from trimaran.server.models.sequence_outputs import SequenceOutputs
-from trimaran.server.models.text_job import TextJob
 from trimaran.server.models.text_models import BlsModel
 from trimaran.server.models.text_pipeline import TextPipeline
+from trimaran.server.models.text_request import TextRequest
 from trimaran.server.models.text_run import TOKEN_FROM_PREPROCESSING
 from trimaran.server.models.token_inputs import salted
 from trimaran.server.models.token_job import OneSequence
@@ -147,37 +147,37 @@ class PlainReader:
             )
         return found
 
-    def of_job(self, job: TextJob) -> PlainRequest | None:
-        """The plain request of a job; None as for `of_values`."""
+    def of_text_request(self, request: TextRequest) -> PlainRequest | None:
+        """The plain request of a text request; None as for `of_values`."""
         if (
-            len(job.prompts) != 1
-            or job.is_streaming
-            or job.num_sequences != 1
-            or job.stop_words
-            or job.num_top
+            len(request.prompts) != 1
+            or request.is_streaming
+            or request.num_sequences != 1
+            or request.stop_words
+            or request.num_top
         ):
             return None
         token: dict[str, Any] = {}
-        for name, value in job.sampling.items():
+        for name, value in request.sampling.items():
             if name not in _KNOWN or not isinstance(value, (bool, int, float)):
                 return None
             if (name in _OFF and value) or (name in _ONE and value != 1):
                 return None
             # As the tensor of the value holds it.
             token[name] = float(np.float32(value)) if isinstance(value, float) else value
-        token["request_output_len"] = job.max_tokens
-        self._add_ends(token, -1 if job.ignores_end else None, None, ("end_id", "pad_id"))
+        token["request_output_len"] = request.max_tokens
+        self._add_ends(token, -1 if request.ignores_end else None, None, ("end_id", "pad_id"))
         ids = None
-        if job.prompt_ids is not None:
-            if len(job.prompt_ids[0]) > INLINE_IDS:
+        if request.prompt_ids is not None:
+            if len(request.prompt_ids[0]) > INLINE_IDS:
                 return None
-            ids = job.prompt_ids[0].tolist()
+            ids = request.prompt_ids[0].tolist()
         found = self._checked(
-            job, job.prompts[0], token, () if job.ignores_end else None,
-            ids=ids, add_special_tokens=job.add_special_tokens,
+            request, request.prompts[0], token, () if request.ignores_end else None,
+            ids=ids, add_special_tokens=request.add_special_tokens,
         )  # fmt: skip
         if found is not None:
-            asked = job.skip_special_tokens
+            asked = request.skip_special_tokens
             found.skip_special_tokens = (
                 self._steps.skip_special_tokens if asked is None else asked
             )

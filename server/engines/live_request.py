@@ -60,8 +60,8 @@ class Beams:
 def padded(rows: Sequence[Sequence[float]], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
     """[1, rows, longest]: rows of different lengths, padded."""
     table = np.full((1, len(rows), max(map(len, rows), default=0)), PADDING, dtype=dtype)
-    for place, row in enumerate(rows):
-        table[0, place, : len(row)] = row
+    for index, row in enumerate(rows):
+        table[0, index, : len(row)] = row
     return table
 
 
@@ -69,8 +69,8 @@ def logits_by_beam(counts: Sequence[int], logits_NV: npt.NDArray[Any]) -> npt.ND
     """[beams, most of ``counts``, V] of logits beam by beam; zeros behind shorter ones."""
     table = np.zeros((len(counts), max(counts), logits_NV.shape[1]), dtype=logits_NV.dtype)
     start = 0
-    for place, count in enumerate(counts):
-        table[place, :count] = logits_NV[start : start + count]
+    for index, count in enumerate(counts):
+        table[index, :count] = logits_NV[start : start + count]
         start += count
     return table
 
@@ -120,10 +120,10 @@ class TokenChunk:
             return
         others = {n: value for n, value in self.extras.items() if n not in _OF_IDS}
         prompt = {n: others.pop(n) for n in ("context_logits",) if n in others}
-        for place, token_id in enumerate(self.token_ids):
-            extras = {n: v[place : place + 1] for n, v in self.extras.items() if n in _OF_IDS}
-            extras |= prompt if place == 0 else others if place == last else {}
-            reason = self.finish_reason if place == last else FinishReason.NOT_FINISHED
+        for index, token_id in enumerate(self.token_ids):
+            extras = {n: v[index : index + 1] for n, v in self.extras.items() if n in _OF_IDS}
+            extras |= prompt if index == 0 else others if index == last else {}
+            reason = self.finish_reason if index == last else FinishReason.NOT_FINISHED
             yield TokenChunk([token_id], reason, extras)
 
     def cut(self, num_ids: int) -> TokenChunk:
@@ -187,7 +187,7 @@ class LiveRequest:
         self._is_context_done = False
         self._pending: TokenChunk | None = None
         self._error: RequestError | None = None
-        self.on_news: Callable[[], None] = _no_listener
+        self.on_output: Callable[[], None] = _no_listener
         """Called when there is something to take."""
         self._last_token_s = 0.0
         self._arrived_s = submit.arrival_ns / 1e9 or time.monotonic()
@@ -231,7 +231,7 @@ class LiveRequest:
             chunk.merge(ids, reason, extras)
         self.is_over = is_over
         if is_over or self.submit.streaming:
-            self.on_news()
+            self.on_output()
         if self._pending is not None and self._pending.extras and self.submit.streaming:
             self._unread.hold(self, logits_bytes(self._pending.extras))
 
@@ -239,7 +239,7 @@ class LiveRequest:
         """End with an error, after the tokens that are still unread."""
         self._error = error
         self.is_over = True
-        self.on_news()
+        self.on_output()
 
     def reject(self, error: RequestError) -> None:
         """End with an error here and at the engine."""
@@ -269,10 +269,10 @@ class LiveRequest:
         # comes, and logits are megabytes.
         self._pending = None
         self._unread.hold(self, 0)
-        self.on_news = _no_listener
+        self.on_output = _no_listener
 
     @property
-    def has_news(self) -> bool:
+    def has_output(self) -> bool:
         """Whether `take` has something to give."""
         if self._error is not None:
             return True

@@ -112,7 +112,7 @@ class Router:
         self._used = 0.0
 
     @property
-    def used_share(self) -> float:
+    def used_fraction(self) -> float:
         """Output tokens of finished requests as a share of their limits."""
         return self._used / self._asked if self._asked else 1.0
 
@@ -123,9 +123,9 @@ class Router:
 
     def choose(self, loads: Sequence[GroupLoad], prompt: Prompt) -> int:
         """The index of the group for this request; there is at least one."""
-        share = self.used_share
-        outstanding = [load.context_tokens + share * load.output_tokens for load in loads]
-        own = prompt.num_tokens + share * prompt.max_tokens
+        fraction = self.used_fraction
+        outstanding = [load.context_tokens + fraction * load.output_tokens for load in loads]
+        own = prompt.num_tokens + fraction * prompt.max_tokens
         limit = MAX_IMBALANCE * min(outstanding) + own
         costs = [
             (outstanding[i] - KNOWN_TOKEN_WORTH * prompt.num_known(load), load.last_chosen, i)

@@ -58,7 +58,7 @@ class ModelMirror:
         self._making: dict[str, asyncio.Task[Candidate | None]] = {}
         """The task or object that will serve each wanted model that is not served yet."""
 
-        self._given_up: dict[str, asyncio.Task[None]] = {}
+        self._discarding: dict[str, asyncio.Task[None]] = {}
         self._superseded: asyncio.Future[None] | None = None
         self._unsettled: set[str] = set()
         self._has_settled = asyncio.Event()
@@ -71,7 +71,7 @@ class ModelMirror:
         before, self._state, self._wanted = self._wanted, state, _wanted(state)
         for name in list(self._making):
             if self._wanted.get(name) != before.get(name):
-                self._give_up(name)
+                self._cancel(name)
         self._withdraw(self._served.keys() - self._wanted.keys())
         for model in self._wanted.values():
             if not model.groups:
@@ -119,8 +119,8 @@ class ModelMirror:
     async def close(self) -> None:
         """Cancel the starts under way, and end what the models started."""
         for name in list(self._making):
-            self._give_up(name)
-        await asyncio.gather(*self._given_up.values())
+            self._cancel(name)
+        await asyncio.gather(*self._discarding.values())
         await self._retiring.cancel()
         await asyncio.gather(*(close_model(m.candidate.plain) for m in self._set.loaded()))
 
@@ -167,25 +167,25 @@ class ModelMirror:
         self._has_settled.set()
         return bool(failures)
 
-    def _give_up(self, name: str) -> None:
+    def _cancel(self, name: str) -> None:
         """Drop a prepared model; a later state may list the model again."""
         making = self._making.pop(name)
         making.cancel()
-        before = self._given_up.get(name)
-        given_up = asyncio.ensure_future(_discard(making, before))
-        self._given_up[name] = given_up
-        given_up.add_done_callback(lambda done: self._forget(name, done))
+        before = self._discarding.get(name)
+        discarding = asyncio.ensure_future(_discard(making, before))
+        self._discarding[name] = discarding
+        discarding.add_done_callback(lambda done: self._forget(name, done))
 
-    def _forget(self, name: str, given_up: asyncio.Task[None]) -> None:
-        if self._given_up.get(name) is given_up:
-            del self._given_up[name]
+    def _forget(self, name: str, discarding: asyncio.Task[None]) -> None:
+        if self._discarding.get(name) is discarding:
+            del self._discarding[name]
 
     async def _candidate(self, model: SavedModel) -> Candidate | None:
         """The task or object that serves this model; None while the model has no worker
         groups.
         """
-        if model.name in self._given_up:
-            await asyncio.wait({self._given_up[model.name]})
+        if model.name in self._discarding:
+            await asyncio.wait({self._discarding[model.name]})
         read = await asyncio.to_thread(read_again, model, self._python)
         plain, engines = None, None
         if read.source.role is Role.TOKEN:

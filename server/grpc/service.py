@@ -141,7 +141,7 @@ class InferenceServicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type:
     ) -> pb.ModelInferResponse:
         arrival_ns = time.monotonic_ns()
         service = self._service
-        with service.admission.admit(GRPC_STOPPING), service.admission.unless_given_up():
+        with service.admission.admit(GRPC_STOPPING), service.admission.unless_aborted():
             names = request.names
             model = service.registry.get_ready(names.model_name, names.model_version)
             if model.is_decoupled:

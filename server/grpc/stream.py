@@ -132,7 +132,7 @@ class StreamSession:
         try:
             admission = self._service.admission
             with admission.admit(GRPC_STOPPING):
-                with admission.unless_given_up():
+                with admission.unless_aborted():
                     model, parsed, responses = await self._start(message, arrival_ns)
                 await self._answer(message, model, parsed, responses, before)
         except _ClientGoneError:
@@ -167,7 +167,7 @@ class StreamSession:
     ) -> None:
         has_begun, has_ended, is_decoupled = False, False, model.is_decoupled
         try:
-            with self._service.admission.unless_given_up():
+            with self._service.admission.unless_aborted():
                 async with aclosing(responses):  # type: ignore[type-var]
                     async for response in responses:
                         await _over(before)
@@ -181,7 +181,7 @@ class StreamSession:
             if has_ended:
                 return
             is_refused = isinstance(error, RefusedError) and not has_begun
-            with self._service.admission.unless_given_up():
+            with self._service.admission.unless_aborted():
                 await (self._refuse if is_refused else self._fail)(message, error, before)
             return
         if not has_ended and parsed.wants_empty_final:

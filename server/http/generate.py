@@ -24,7 +24,7 @@ from trimaran.server.http.messages import (
     send_json,
     write_parts,
 )
-from trimaran.server.http.pending_bodies import PendingBodies, Share
+from trimaran.server.http.pending_bodies import BodyMemory, PendingBodies
 from trimaran.server.http.routes import Route
 from trimaran.server.inference.cooperative import run_cooperatively
 from trimaran.server.inference.request import InferRequest, InferResponse, Model
@@ -62,11 +62,11 @@ class GenerateEndpoint:
             RequestError: nothing was answered.
         """
         admission = self._service.admission
-        with self._pending.share() as share:
-            body = await self._read(request, route, share)
+        with self._pending.body() as memory:
+            body = await self._read(request, route, memory)
             with admission.admit():
-                with admission.unless_given_up():
-                    parts = await self._only_parts(route, body, share)
+                with admission.unless_aborted():
+                    parts = await self._only_parts(route, body, memory)
                 load, num_bytes = self._load_header(request), sum(map(len, parts))
                 if num_bytes > LONG_ANSWER_BYTES:
                     headers = {"Content-Type": JSON, **load}
@@ -85,17 +85,17 @@ class GenerateEndpoint:
         Raises:
             RequestError: nothing was answered.
         """
-        with self._pending.share() as share:
-            body = await self._read(request, route, share)
-            return await self._answer_stream(request, route, body, share)
+        with self._pending.body() as memory:
+            body = await self._read(request, route, memory)
+            return await self._answer_stream(request, route, body, memory)
 
     async def _answer_stream(
-        self, request: web.BaseRequest, route: Route, body: Body, share: Share
+        self, request: web.BaseRequest, route: Route, body: Body, memory: BodyMemory
     ) -> web.StreamResponse:
         admission = self._service.admission
         with admission.admit():
-            with admission.unless_given_up():
-                parsed, responses = await self._start(route, body, share)
+            with admission.unless_aborted():
+                parsed, responses = await self._start(route, body, memory)
             async with aclosing(responses):  # type: ignore[type-var]
                 first, refusal = await self._first(responses)
                 headers = {"Content-Type": _EVENT_STREAM, **self._load_header(request)}
@@ -125,7 +125,7 @@ class GenerateEndpoint:
         Raises:
             RefusedError: the queue is full: the model did not begin.
         """
-        with self._service.admission.unless_given_up():
+        with self._service.admission.unless_aborted():
             try:
                 return await anext(responses, None), None
             except RefusedError:
@@ -144,7 +144,7 @@ class GenerateEndpoint:
         encoder = GenerateEncoder()
         first.id = request.id
         try:
-            with self._service.admission.unless_given_up():
+            with self._service.admission.unless_aborted():
                 await writer.write(await run_cooperatively(encoder.encode(first)))
                 async for response in responses:
                     response.id = request.id
@@ -162,16 +162,16 @@ class GenerateEndpoint:
             logger.exception("a stream of model %s failed", request.model_name)
             await writer.write(error_object(INTERNAL))
 
-    async def _read(self, request: web.BaseRequest, route: Route, share: Share) -> Body:
+    async def _read(self, request: web.BaseRequest, route: Route, memory: BodyMemory) -> Body:
         service = self._service
         service.admission.check()
         # A model that cannot answer is refused before its body is read.
         service.registry.get_ready(route.name, route.version)
         if request.headers.get("Content-Encoding", "identity") not in ("", "identity"):
             raise RequestError("Unsupported content-encoding, only 'identity' is supported.")
-        return await read_body(request, service.config.http_max_input_bytes, share)
+        return await read_body(request, service.config.http_max_input_bytes, memory)
 
-    async def _only_parts(self, route: Route, body: Body, share: Share) -> deque[bytes]:
+    async def _only_parts(self, route: Route, body: Body, memory: BodyMemory) -> deque[bytes]:
         """The answer of one JSON object, in parts.
 
         Raises:
@@ -179,11 +179,11 @@ class GenerateEndpoint:
         """
         arrival_ns = time.monotonic_ns()
         if isinstance(body, LongBody):
-            return await _only_answer(*await self._start(route, body, share), self._encoder)
+            return await _only_answer(*await self._start(route, body, memory), self._encoder)
         model = self._service.registry.get_ready(route.name, route.version)
         mapper = self._mapper(model)
         document = mapper.document(body)
-        share.release()
+        memory.release()
         direct, found = self._service.direct(model), mapper.plain_values(document)
         if direct is not None and found is not None:
             request_id, values = found
@@ -204,7 +204,7 @@ class GenerateEndpoint:
         return await _only_answer(request, responses, self._encoder)
 
     async def _start(
-        self, route: Route, body: Body, share: Share
+        self, route: Route, body: Body, memory: BodyMemory
     ) -> tuple[InferRequest, AsyncIterator[InferResponse]]:
         arrival_ns = time.monotonic_ns()
         # Looked up after the body: the model may be replaced while the body arrives.
@@ -215,7 +215,7 @@ class GenerateEndpoint:
         else:
             model = ready()
             parsed, inputs = self._mapper(model).parse(body)
-        share.release()
+        memory.release()
         return parsed, await self._infer(model, parsed, inputs, arrival_ns)
 
     async def _infer(

@@ -22,7 +22,7 @@ from trimaran.server.http.messages import (
     read_body,
     write_parts,
 )
-from trimaran.server.http.pending_bodies import PendingBodies, Share
+from trimaran.server.http.pending_bodies import BodyMemory, PendingBodies
 from trimaran.server.http.routes import Route
 from trimaran.server.inference.cooperative import run_cooperatively
 from trimaran.server.inference.request import Model
@@ -56,12 +56,12 @@ class InferEndpoint:
         model = service.registry.get_ready(route.name, route.version)
         if model.is_decoupled:
             raise RequestError(DECOUPLED, ErrorKind.UNSUPPORTED)
-        with self._pending.share() as share:
-            body = await self._read(request, share)
+        with self._pending.body() as memory:
+            body = await self._read(request, memory)
             with service.admission.admit():
-                with service.admission.unless_given_up():
+                with service.admission.unless_aborted():
                     model, parsed = await self._parsed(request, route, body)
-                    share.release()
+                    memory.release()
                     response = await service.infer_once(model, parsed)
                     encoded = await run_cooperatively(encode_infer(response, parsed))
                     headers, parts = await _coded(request, encoded)
@@ -70,13 +70,13 @@ class InferEndpoint:
                     return await write_parts(request, parts, headers, is_last=is_last)
         return web.Response(body=b"".join(parts), headers=headers)
 
-    async def _read(self, request: web.BaseRequest, share: Share) -> Body:
+    async def _read(self, request: web.BaseRequest, memory: BodyMemory) -> Body:
         """The decompressed body."""
         limit = self._service.config.http_max_input_bytes
-        body = await read_body(request, limit, share)
+        body = await read_body(request, limit, memory)
         coding = request.headers.get("Content-Encoding", "")
         if coding and len(body) > _SHORT_CODED_BYTES:
-            share.add(limit)
+            memory.add(limit)
             return await asyncio.to_thread(decompress, body, coding, limit)
         return decompress(body, coding, limit)
 

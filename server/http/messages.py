@@ -15,7 +15,7 @@ from aiohttp.http import SERVER_SOFTWARE
 
 from trimaran.comm.errors import EngineDeadError, ErrorKind, RequestError
 from trimaran.server.decoding.body import SHORT_BYTES, Body, BodyBuilder, view_of
-from trimaran.server.http.pending_bodies import Share
+from trimaran.server.http.pending_bodies import BodyMemory
 from trimaran.server.inference.registry import NotReadyError
 from trimaran.server.inference.tensor_bytes import Buffer
 from trimaran.server.protocol import json_access
@@ -121,7 +121,7 @@ RETRY_AFTER_S = "2"
 """Retry-After of requests to a dead worker group, in seconds."""
 
 
-async def read_body(request: web.BaseRequest, max_bytes: int, share: Share) -> Body:
+async def read_body(request: web.BaseRequest, max_bytes: int, memory: BodyMemory) -> Body:
     """The whole body, whose memory is counted in ``share``.
 
     A longer body is refused as soon as its size is known. The connection discards the rest, so
@@ -139,14 +139,14 @@ async def read_body(request: web.BaseRequest, max_bytes: int, share: Share) -> B
     if content.is_eof() and announced is not None and announced <= SHORT_BYTES:
         # It came with its head, as those of most requests.
         whole = content.read_nowait()
-        share.add(len(whole))
+        memory.add(len(whole))
         return whole
     body = BodyBuilder()
     while part := await request.content.readany():
         num_bytes = body.num_bytes + len(part)
         if num_bytes > max_bytes:
             raise json_too_large(num_bytes, max_bytes)
-        share.add(len(part))
+        memory.add(len(part))
         body.append(part)
     return body.finish()
 

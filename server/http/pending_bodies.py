@@ -19,9 +19,9 @@ class PendingBodies:
         self._max_bytes = max_bytes
         self._num_bytes = 0
 
-    def share(self) -> Share:
+    def body(self) -> BodyMemory:
         """The memory of one request's body, which is given back at the context's end."""
-        return Share(self)
+        return BodyMemory(self)
 
     def take(self, num_bytes: int) -> None:
         """Count so many bytes more.
@@ -43,7 +43,7 @@ class PendingBodies:
         self._num_bytes -= num_bytes
 
 
-class Share:
+class BodyMemory:
     """What one body takes of `PendingBodies`."""
 
     def __init__(self, bodies: PendingBodies) -> None:
@@ -63,7 +63,7 @@ class Share:
             self._bodies.take(missing)
             self._num_taken += missing
 
-    def __enter__(self) -> Share:
+    def __enter__(self) -> BodyMemory:
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -40,8 +40,8 @@ async def load(
     Raises:
         RequestError: the request was wrong, or the model cannot be loaded.
     """
-    with pending.share() as share:
-        body = await read_body(request, service.config.http_max_input_bytes, share)
+    with pending.body() as memory:
+        body = await read_body(request, service.config.http_max_input_bytes, memory)
         if isinstance(body, LongBody):
             parsed = await decoder.read_load(route.name, body)
         else:

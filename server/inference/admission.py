@@ -13,7 +13,7 @@ STOPPING = (
 )
 
 _GIVE_UP_S = 0.5
-"""Clients of requests that were ended by `give_up` are answered within this time."""
+"""Clients of requests that were ended by `abort_running` are answered within this time."""
 
 
 class Admission:
@@ -25,10 +25,10 @@ class Admission:
         self._num_running = 0
         self._tasks: set[asyncio.Task[object] | None] = set()
         self._is_draining = False
-        self._given_up = ""
+        self._abort_reason = ""
         """Why the running requests were ended; empty before."""
         self._uncut: dict[asyncio.Task[object] | None, bool] = {}
-        """Tasks within `uncut`, and whether `give_up` ended them meanwhile."""
+        """Tasks within `uncut`, and whether `abort_running` ended them meanwhile."""
         self._changed = asyncio.Event()
 
     @property
@@ -70,7 +70,7 @@ class Admission:
 
     def sending(self) -> Callable[[], None]:
         """Count a request whose response is still being sent, until the result is called.
-        `give_up` does not end the request: the end of the connection does.
+        `abort_running` does not end the request: the end of the connection does.
         """
 
         def sent() -> None:
@@ -85,22 +85,22 @@ class Admission:
         self._is_draining = True
 
     @contextmanager
-    def unless_given_up(self) -> Iterator[None]:
-        """The context of waits that `give_up` may end.
+    def unless_aborted(self) -> Iterator[None]:
+        """The context of waits that `abort_running` may end.
 
         Raises:
-            RequestError: the request was ended by `give_up`.
+            RequestError: the request was ended by `abort_running`.
         """
         try:
             yield
         except asyncio.CancelledError:
-            if not self._given_up:
+            if not self._abort_reason:
                 raise
-            raise RequestError(self._given_up, ErrorKind.UNAVAILABLE) from None
+            raise RequestError(self._abort_reason, ErrorKind.UNAVAILABLE) from None
 
     @contextmanager
     def uncut(self) -> Iterator[None]:
-        """The context of work that must be completed: `give_up` ends the request afterwards."""
+        """The context of work that `abort_running` lets end: the request ends afterwards."""
         task = asyncio.current_task()
         self._uncut[task] = False
         try:
@@ -110,11 +110,11 @@ class Admission:
             if is_over and task is not None:
                 task.cancel()
 
-    async def give_up(self, waited_s: float) -> None:
+    async def abort_running(self, waited_s: float) -> None:
         """End the requests that still run after a drain of ``waited_s``; clients get the
         reason.
         """
-        self._given_up = (
+        self._abort_reason = (
             f"Server is stopping: the request had not ended within the {waited_s:g} s that "
             "--exit-timeout leaves. Send it again, or raise --exit-timeout."
         )

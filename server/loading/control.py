@@ -22,7 +22,7 @@ from trimaran.server.loading.group_requests import LeavingGroups, SavedModel, Sa
 from trimaran.server.loading.model_set import Candidate, ExclusiveNames, LoadedModel, ModelSet
 from trimaran.server.loading.preparation import (
     BackgroundTasks,
-    GivenUpError,
+    LoadCancelledError,
     ModelPreparation,
     all_idle,
     is_expected,
@@ -172,7 +172,7 @@ class ModelControl:
                 for name, number in num_unloads.items():
                     if self._num_unloads[name] > number:
                         self._reader.discard(read)
-                        raise GivenUpError(name)
+                        raise LoadCancelledError(name)
                 if read.keys() <= names:
                     return await self.load_read(read)
                 # The steps are locked too, then everything is read again.
@@ -198,7 +198,9 @@ class ModelControl:
         started_s = time.monotonic()
         candidates, failures = await self._preparation.prepare(changed, all_or_none=all_or_none)
         for name, failure in failures.items():
-            if self._preparation.is_vacated(name) and not isinstance(failure, GivenUpError):
+            if self._preparation.is_vacated(name) and not isinstance(
+                failure, LoadCancelledError
+            ):
                 await self._reopen(name)
         if not (failures and all_or_none):
             for name, error in self._install(candidates, started_s).items():
@@ -290,7 +292,7 @@ class ModelControl:
                 if name in failures:
                     logger.error("Model '%s' is not served any more: %s", name, failures[name])
                     self._note_failure(read, failures[name])
-        is_lost = any(not isinstance(each, GivenUpError) for each in failures.values())
+        is_lost = any(not isinstance(each, LoadCancelledError) for each in failures.values())
         waiting = {each.name for each in self._set.waiting()}
         for each in users:
             if self._registry.state(each.name, each.version) is VersionState.LOADING:

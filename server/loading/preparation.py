@@ -21,7 +21,7 @@ from trimaran.server.repository.model_repository import Role
 logger = logging.getLogger(__name__)
 
 
-class GivenUpError(LoadError):
+class LoadCancelledError(LoadError):
     """The model was unloaded before it was loaded."""
 
     def __init__(self, name: str) -> None:
@@ -72,7 +72,7 @@ class ModelPreparation:
         self._save_state = save_state
         self._adopted: dict[str, OpenedGroups] = {}
         self._under_way: dict[str, tuple[ReadModel, asyncio.Future[Candidate]]] = {}
-        self._given_up: set[str] = set()
+        self._cancelled: set[str] = set()
         """Candidates that are complete while other models of the same load are not."""
 
         self._leaving: dict[str, tuple[ModelEngines, asyncio.Task[None]]] = {}
@@ -87,7 +87,7 @@ class ModelPreparation:
         for name in self._under_way.keys() & set(names):
             _, task = self._under_way[name]
             if not task.cancel():
-                self._given_up.add(name)
+                self._cancelled.add(name)
 
     def steps(self, name: str) -> set[str]:
         """The steps of a model that is being prepared."""
@@ -119,19 +119,21 @@ class ModelPreparation:
         failures: dict[str, BaseException] = {}
         for name, result in zip(tasks, found, strict=True):
             del self._under_way[name]
-            is_given_up = name in self._given_up
-            self._given_up.discard(name)
+            is_cancelled = name in self._cancelled
+            self._cancelled.discard(name)
             if isinstance(result, asyncio.CancelledError):
-                failures[name] = GivenUpError(name)
+                failures[name] = LoadCancelledError(name)
             elif isinstance(result, BaseException):
                 failures[name] = result
-            elif is_given_up:
-                failures[name] = GivenUpError(name)
+            elif is_cancelled:
+                failures[name] = LoadCancelledError(name)
                 self._discard(result)
             else:
                 candidates.append(result)
         if all_or_none:
-            by_cause = sorted(failures.items(), key=lambda f: isinstance(f[1], GivenUpError))
+            by_cause = sorted(
+                failures.items(), key=lambda f: isinstance(f[1], LoadCancelledError)
+            )
             failures = dict(by_cause)
         return candidates, failures
 

@@ -185,18 +185,18 @@ class HeldMetrics:
 
     def change(self, number: int, verb: str, amount: float) -> None:
         """Execute ``add``, ``set``, ``observe`` or ``drop``."""
-        place = self._held.get(number)
-        if place is None:
+        series = self._held.get(number)
+        if series is None:
             return
         if verb == "add":
-            self._metrics.add(*place, amount)
+            self._metrics.add(*series, amount)
         elif verb == "set":
-            self._metrics.set(*place, amount)
+            self._metrics.set(*series, amount)
         elif verb == "observe":
-            self._metrics.observe(*place, amount)
+            self._metrics.observe(*series, amount)
         else:
             del self._held[number]
-            self._metrics.release(*place)
+            self._metrics.release(*series)
 
     def value(self, number: int) -> float:
         """The value of a series that is held."""
@@ -205,5 +205,5 @@ class HeldMetrics:
     def drop_all(self) -> None:
         """The process has ended."""
         held, self._held = list(self._held.values()), {}
-        for place in held:
-            self._metrics.release(*place)
+        for series in held:
+            self._metrics.release(*series)

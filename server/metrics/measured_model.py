@@ -203,7 +203,7 @@ class Measurement:
         if (is_final or not self._is_decoupled) and not self._is_over:
             self._succeed()
 
-    def given_up(self) -> None:
+    def cancelled(self) -> None:
         """The caller wants no further response."""
         self._failure(FailureReason.CANCELED)
 
@@ -233,7 +233,7 @@ class Measurement:
             if not self._is_over:
                 self._succeed()
         elif isinstance(error, (GeneratorExit, asyncio.CancelledError)):
-            self.given_up()
+            self.cancelled()
         elif isinstance(error, RequestError):
             is_refused = isinstance(error, RefusedError)
             self._failure(self._model.reason(error), has_begun=not is_refused)

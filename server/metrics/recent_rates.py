@@ -38,15 +38,15 @@ class Counts:
         pairs = zip(self.counts, before.counts, strict=True)
         return Counts(self.bounds, tuple(now - then for now, then in pairs))
 
-    def quantile(self, share: float) -> float | None:
-        """The value below which ``share`` of the observations lie, in seconds.
+    def quantile(self, fraction: float) -> float | None:
+        """The value below which ``fraction`` of the observations lie, in seconds.
 
         Linear inside a bucket, as Prometheus' histogram_quantile; the last finite bound for
         values beyond it. None without observations.
         """
         if not self.total:
             return None
-        rank = share * self.total
+        rank = fraction * self.total
         index = bisect_left(self.counts, rank)
         if index >= len(self.bounds) - 1:
             return self.bounds[-2]

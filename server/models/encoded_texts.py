@@ -130,8 +130,8 @@ class WordForms:
         each, size = encoded.each(), len(self.before_ids)
         known: set[bytes] = set()
         found: list[Ids] = []
-        for place, ids in enumerate(each):
-            if place % _NUM_FORMS == 1:
+        for index, ids in enumerate(each):
+            if index % _NUM_FORMS == 1:
                 if tuple(ids[:size].tolist()) != self.before_ids:
                     continue
                 ids = ids[size:]

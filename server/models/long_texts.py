@@ -119,16 +119,16 @@ def _cut(found: Encoding, text: str, start: int, size: int) -> tuple[int, int]:
     """The last place for a cut: the number of ids and of characters before it; zeros where
     there is none."""
     for index in range(len(found) - 1, 0, -1):
-        place = found.token_to_chars(index)
-        if place is None or place[0] > size - MARGIN_CHARACTERS:
+        span = found.token_to_chars(index)
+        if span is None or span[0] > size - MARGIN_CHARACTERS:
             continue
         if found.token_to_word(index) == found.token_to_word(index - 1):
             continue
         # Space that reaches the end of a part could belong to the word before it, and a
         # combining character too.
-        following = text[start + place[0] : start + place[0] + 2]
+        following = text[start + span[0] : start + span[0] + 2]
         if following[0].isascii() and not following.isspace():
-            return index, place[0]
+            return index, span[0]
     return 0, 0
 
 

@@ -61,11 +61,11 @@ class StopText:
         words, state = self._words, self._state
         if not words:
             return text
-        for place, character in enumerate(text):
+        for index, character in enumerate(text):
             state = state.following.get(character) or words.next(state, character)
             if state.ends_word:
                 self.is_matched = True
-                shown = self._held + text[: place + 1]
+                shown = self._held + text[: index + 1]
                 num_hidden = words.num_ending(state) if self._hides_word else 0
                 return shown[: len(shown) - num_hidden]
         self._state = state

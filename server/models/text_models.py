@@ -14,8 +14,8 @@ from trimaran.server.metrics.measured_model import MeasuredModel
 from trimaran.server.models.graph_model import GraphModel
 from trimaran.server.models.sample_inputs import SampleInputs, batch_size
 from trimaran.server.models.sampling_inputs import PERF_METRICS
-from trimaran.server.models.text_job import TextJob
 from trimaran.server.models.text_pipeline import TextPipeline, asks_to_stop
+from trimaran.server.models.text_request import TextRequest
 from trimaran.server.models.text_run import (
     TOKEN_FROM_PREPROCESSING,
     PipelineOptions,
@@ -183,7 +183,8 @@ class EnsembleModel:
 
     @property
     def pipeline(self) -> TextPipeline | None:
-        """The native pipeline that takes a `TextJob`; None where user code makes prompts."""
+        """The native pipeline, which takes a `TextRequest`; None where user code makes
+        prompts."""
         return native_pipeline(self._pipeline)
 
     def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
@@ -240,13 +241,16 @@ class BlsModel:
 
     @property
     def pipeline(self) -> TextPipeline | None:
-        """The native pipeline that takes a `TextJob`; None where user code makes prompts."""
+        """The native pipeline, which takes a `TextRequest`; None where user code makes
+        prompts."""
         return native_pipeline(self._pipeline)
 
     def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
         """Run one request; see `inference.Model`."""
-        is_job = isinstance(request, TextJob)
-        if not is_job and not asks_to_stop(request, BLS_MAPS, is_batched=self._is_batched):
+        is_text_request = isinstance(request, TextRequest)
+        if not is_text_request and not asks_to_stop(
+            request, BLS_MAPS, is_batched=self._is_batched
+        ):
             self._take_documented(request)
             self._check(request)
         return self._pipeline.infer(request)

@@ -22,7 +22,7 @@ from trimaran.server.models.preprocessing import PROMPTS, PromptJob
 from trimaran.server.models.sample_inputs import SampleInputs, batch_size
 from trimaran.server.models.sampling_inputs import check_words
 from trimaran.server.models.stop_text import MANY_WORDS, StopWords, read_stop_words
-from trimaran.server.models.text_job import JobRun, TextJob
+from trimaran.server.models.text_request import TextRequest, TextRequestRun
 from trimaran.server.models.text_run import (
     TOKEN_FROM_PREPROCESSING,
     PipelineOptions,
@@ -66,12 +66,12 @@ class TextPipeline:
         """What tells the text model from others."""
         return self._options
 
-    def job(self, job: TextJob) -> TextJob:
-        """A job as a request of this pipeline, which its model counts."""
-        job.model_name = self._options.name
+    def adopt(self, request: TextRequest) -> TextRequest:
+        """A text request as a request of this pipeline, which its model counts."""
+        request.model_name = self._options.name
         is_batched = self._options.is_batched
-        job.inputs = job.prompt_tensors(self._maps.text, is_batched=is_batched)
-        return job
+        request.inputs = request.prompt_tensors(self._maps.text, is_batched=is_batched)
+        return request
 
     @property
     def is_ready(self) -> bool:
@@ -100,8 +100,8 @@ class TextPipeline:
     async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
         """Run one request; see `inference.Model`."""
         try:
-            is_job = isinstance(request, TextJob)
-            if not is_job and asks_to_stop(
+            is_text_request = isinstance(request, TextRequest)
+            if not is_text_request and asks_to_stop(
                 request, self._maps, is_batched=self._options.is_batched
             ):
                 async with aclosing(self._stop(request)) as stopped:
@@ -120,7 +120,7 @@ class TextPipeline:
                         )
                     except BaseException:
                         # The token model did not fail: its request was abandoned.
-                        token.given_up()
+                        token.cancelled()
                         raise
                     if answer is not None:
                         yield answer
@@ -131,16 +131,16 @@ class TextPipeline:
 
     async def _prepare(self, request: InferRequest) -> tuple[TokenJob, TextRun]:
         """Run preprocessing: the request to the token model, and the maker of its answers."""
-        is_job = isinstance(request, TextJob)
+        is_text_request = isinstance(request, TextRequest)
         with self._steps.arrivals.expect(request.id) as arrival:
-            if isinstance(request, TextJob):
-                token_inputs = await self._job_inputs(request)
+            if isinstance(request, TextRequest):
+                token_inputs = await self._text_request_inputs(request)
                 words = WordAutomaton(request.stop_words)
                 stop_words = [words] * len(request.prompts)
             else:
                 token_inputs = await self._token_inputs(request)
                 stop_words = await self._stop_words(request)
-        make = JobRun if is_job else TextRun
+        make = TextRequestRun if is_text_request else TextRun
         run = make(self._steps, self._maps, self._options, request, token_inputs, stop_words)
         job = TokenJob(
             model_name=self._steps.token.name,
@@ -161,7 +161,7 @@ class TextPipeline:
         """The ids that end the output if the request names none itself."""
         if self._steps.has_own_preprocessing:
             return ()
-        if isinstance(request, TextJob):
+        if isinstance(request, TextRequest):
             names_own = request.ignores_end
         else:
             names_own = self._maps.preprocessing.get("END_ID", "") in request.inputs
@@ -200,15 +200,15 @@ class TextPipeline:
         token_inputs.update(_renamed(outputs, self._from_preprocessing))
         return token_inputs
 
-    async def _job_inputs(self, job: TextJob) -> dict[str, Tensor]:
+    async def _text_request_inputs(self, request: TextRequest) -> dict[str, Tensor]:
         is_batched = self._options.is_batched
         pre_request = PromptJob(
             model_name=self._steps.preprocessing.name,
-            id=job.id,
-            inputs=job.preprocessing_inputs(is_batched=is_batched),
+            id=request.id,
+            inputs=request.preprocessing_inputs(is_batched=is_batched),
             max_input_len=self._steps.max_input_len(),
-            add_special_tokens=job.add_special_tokens,
-            prompt_ids=job.prompt_ids,
+            add_special_tokens=request.add_special_tokens,
+            prompt_ids=request.prompt_ids,
         )
         try:
             response = await self._steps.preprocessing.respond(pre_request)
@@ -218,7 +218,7 @@ class TextPipeline:
         # By the preprocessing model's own wires: an ensemble may leave some of these out.
         return {
             **_renamed(response.outputs, _TO_TOKEN),
-            **job.token_inputs(is_batched=is_batched),
+            **request.token_inputs(is_batched=is_batched),
         }
 
     async def _stop_words(self, request: InferRequest) -> list[StopWords]:
@@ -235,7 +235,7 @@ class TextPipeline:
 
 def asks_to_stop(request: InferRequest, maps: TensorMaps, *, is_batched: bool) -> bool:
     """Whether a request only stops the other requests of its id."""
-    if isinstance(request, TextJob):
+    if isinstance(request, TextRequest):
         return False
     return SampleInputs(request.inputs, 0, is_batched).flag(maps.token.get("stop", ""))
 

@@ -185,17 +185,17 @@ class TextRun:
     def take_at_once(self, response: InferResponse) -> InferResponse | None:
         """The text response for this chunk, or None, of a chunk that `takes_at_once` found."""
         assert isinstance(response, ChunkResponse)
-        place, chunk = (response.sample, response.sequence), response.chunk
-        answer = self._answer(place)
+        key, chunk = (response.sample, response.sequence), response.chunk
+        answer = self._answer(key)
         answer.progress.add(chunk)
         delta = answer.push(chunk.token_ids)
-        return self._one(place, answer, delta) if self._is_streaming and delta else None
+        return self._one(key, answer, delta) if self._is_streaming and delta else None
 
     async def take(self, response: InferResponse) -> InferResponse | None:
         """The text response for this chunk, or None."""
         assert isinstance(response, ChunkResponse)
-        place, chunk = (response.sample, response.sequence), response.chunk
-        answer = self._answer(place)
+        key, chunk = (response.sample, response.sequence), response.chunk
+        answer = self._answer(key)
         if answer.stop.is_matched:
             return None
         delta, ids = "", chunk.token_ids
@@ -209,7 +209,7 @@ class TextRun:
             chunk, ids = chunk.beginning(num_ids), []
         answer.progress.add(chunk)
         if answer.progress.beams is not None:
-            return await self._take_beams(place, answer, chunk)
+            return await self._take_beams(key, answer, chunk)
         if not chunk.is_last:
             delta += (
                 answer.push(ids)
@@ -224,23 +224,23 @@ class TextRun:
             # A no-op if the engine has ended the sequence.
             response.end_sequence()
             is_stopped = chunk.finish_reason is FinishReason.CANCELLED
-            has_news = delta or self._outputs[response.sample].tell_of_ends
-            if is_stopped and self._is_streaming and not has_news:
+            has_output = delta or self._outputs[response.sample].tell_of_ends
+            if is_stopped and self._is_streaming and not has_output:
                 # A stopped stream ends with the final flag alone, unless outputs remain.
                 return None
-            return self._one(place, answer, delta, is_last=True)
+            return self._one(key, answer, delta, is_last=True)
         if self._is_streaming and delta:
-            return self._one(place, answer, delta)
+            return self._one(key, answer, delta)
         return None
 
     async def _take_beams(
-        self, place: tuple[int, int], answer: TextAnswer, chunk: TokenChunk
+        self, key: tuple[int, int], answer: TextAnswer, chunk: TokenChunk
     ) -> InferResponse | None:
         """The whole texts of all beams, because beams may change."""
         self._num_open -= chunk.is_last
         is_stopped = chunk.finish_reason is FinishReason.CANCELLED
-        has_news = "beams" in chunk.extras or self._outputs[place[0]].tell_of_ends
-        if not has_news and is_stopped and self._is_streaming:
+        has_output = "beams" in chunk.extras or self._outputs[key[0]].tell_of_ends
+        if not has_output and is_stopped and self._is_streaming:
             return None
         if not (chunk.is_last or self._is_streaming):
             return None
@@ -249,7 +249,7 @@ class TextRun:
         texts, reasons = [], []
         are_long = beams.num_tokens > INLINE_IDS
         for ids, reason in zip(beams.token_ids, beams.reasons, strict=True):
-            one = self._new_answer(place[0])
+            one = self._new_answer(key[0])
             if are_long:
                 # Others take their turn between two beams.
                 await asyncio.sleep(0)
@@ -257,7 +257,7 @@ class TextRun:
             # The engine does not match stop words that other ids spell.
             reasons.append(FinishReason.STOP_WORDS if one.stop.is_matched else reason)
         answer.progress.beams = replace(beams, reasons=reasons)
-        return self._response(place, answer, texts, is_last=chunk.is_last)
+        return self._response(key, answer, texts, is_last=chunk.is_last)
 
     async def _last(self, answer: TextAnswer, ids: list[int]) -> str:
         job = LastIdsJob(
@@ -288,10 +288,10 @@ class TextRun:
         ids = inputs.array("input_ids")
         return NO_IDS if ids is None else ids.reshape(-1)[: inputs.scalar("input_lengths")]
 
-    def _answer(self, place: tuple[int, int]) -> TextAnswer:
-        answer = self._answers.get(place)
+    def _answer(self, key: tuple[int, int]) -> TextAnswer:
+        answer = self._answers.get(key)
         if answer is None:
-            answer = self._answers[place] = self._new_answer(place[0])
+            answer = self._answers[key] = self._new_answer(key[0])
         return answer
 
     def _skips_special_tokens(self) -> bool:
@@ -306,26 +306,26 @@ class TextRun:
         return TextAnswer(detokenizer, stop, Progress(len(ids)))
 
     def _one(
-        self, place: tuple[int, int], answer: TextAnswer, delta: str, *, is_last: bool = False
+        self, key: tuple[int, int], answer: TextAnswer, delta: str, *, is_last: bool = False
     ) -> InferResponse:
         """The response of a sequence without beams: the new text, or all text."""
         is_delta = self._is_streaming and not self._options.accumulates
         texts = [delta if is_delta else answer.text]
-        return self._response(place, answer, texts, is_last=is_last)
+        return self._response(key, answer, texts, is_last=is_last)
 
     def _response(
         self,
-        place: tuple[int, int],
+        key: tuple[int, int],
         answer: TextAnswer,
         texts: list[str],
         *,
         is_last: bool = False,
     ) -> InferResponse:
         """``texts`` has one text for each beam, without the prompt."""
-        if not self._is_streaming and not self._excludes_input(place[0]):
-            prompt = self._prompt(place[0])
+        if not self._is_streaming and not self._excludes_input(key[0]):
+            prompt = self._prompt(key[0])
             texts = [prompt + text for text in texts]
-        outputs = self._outputs[place[0]].tensors(*place, answer.progress, is_last=is_last)
+        outputs = self._outputs[key[0]].tensors(*key, answer.progress, is_last=is_last)
         if not self._options.is_batched:
             outputs = [Tensor(o.name, o.datatype, o.data[0]) for o in outputs]
         # As postprocessing answers: [beams], with no batch dimension.

@@ -131,18 +131,18 @@ class TensorAnswers:
         self, sample: int, sequence: int, chunk: TokenChunk, is_end: bool
     ) -> InferResponse | None:
         """See `Answers`."""
-        place, prompt = (sample, sequence), self._samples[sample].prompt_ids
+        key, prompt = (sample, sequence), self._samples[sample].prompt_ids
         others = self._outputs[sample]
-        progress = self._progress.setdefault(place, Progress(len(prompt)))
+        progress = self._progress.setdefault(key, Progress(len(prompt)))
         progress.add(chunk)
         ids = chunk.token_ids
         if self.is_streaming:
             # A stopped stream ends with the final flag alone, unless outputs remain.
-            has_news = bool(ids) or "beams" in chunk.extras or others.tell_of_ends
-            if not has_news and chunk.finish_reason is FinishReason.CANCELLED:
+            has_output = bool(ids) or "beams" in chunk.extras or others.tell_of_ends
+            if not has_output and chunk.finish_reason is FinishReason.CANCELLED:
                 return None
         else:
-            so_far = self._ids.setdefault(place, [])
+            so_far = self._ids.setdefault(key, [])
             so_far += ids
             if not chunk.is_last:
                 return None

@@ -121,13 +121,13 @@ class OneStream:
             client_request_id=request.id,
             arrival_ns=request.arrival_ns,
         )
-        live.on_news = self._wake
+        live.on_output = self._wake
         timeout_s = policy.timeout_s(request)
         timer = loop.call_later(timeout_s, self._expire) if timeout_s else None
         try:
             if self._is_cancelled:
                 live.cancel()
-            if not live.has_news:
+            if not live.has_output:
                 await self._waiter
             return live.take()
         finally:
@@ -232,7 +232,7 @@ class TokenStream:
                         client_request_id=request.id,
                         arrival_ns=request.arrival_ns,
                     )
-                    live.on_news = self._wake
+                    live.on_output = self._wake
                     self._live[index, sequence] = live
         except BaseException:
             self.abandon()
@@ -269,10 +269,10 @@ class TokenStream:
 
     def poll(self) -> bool:
         """Whether there are chunks to `take` now."""
-        self._ready = [place for place, live in self._unfinished.items() if live.has_news]
+        self._ready = [key for key, live in self._unfinished.items() if live.has_output]
         return bool(self._ready)
 
-    def news(self) -> asyncio.Future[None]:
+    def output(self) -> asyncio.Future[None]:
         """Resolves at the next chunk of any sequence. One reader at a time may wait."""
         self._waiter = asyncio.get_running_loop().create_future()
         return self._waiter
@@ -287,11 +287,11 @@ class TokenStream:
         """
         return map(self._taken, self._ready)
 
-    def _taken(self, place: tuple[int, int]) -> tuple[int, int, TokenChunk, bool]:
-        chunk = self._unfinished[place].take()
+    def _taken(self, key: tuple[int, int]) -> tuple[int, int, TokenChunk, bool]:
+        chunk = self._unfinished[key].take()
         if chunk.is_last:
-            del self._unfinished[place]
-        return *place, chunk, not self._unfinished
+            del self._unfinished[key]
+        return *key, chunk, not self._unfinished
 
     def _wake(self) -> None:
         waiter, self._waiter = self._waiter, None

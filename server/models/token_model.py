@@ -168,7 +168,7 @@ class TokenModel:
             stream.start(samples, num_sequences, self._policy, is_incremental=is_incremental)
             while not stream.is_over:
                 if not stream.poll():
-                    await stream.news()
+                    await stream.output()
                     continue
                 for response in _taken(answers, stream):
                     yield response

@@ -38,7 +38,7 @@ def _bytes_by_character() -> dict[str, int]:
     plain = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
     found = {chr(byte): byte for byte in plain}
-    found.update({chr(0x100 + place): byte for place, byte in enumerate(others)})
+    found.update({chr(0x100 + index): byte for index, byte in enumerate(others)})
     return found
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from json.encoder import encode_basestring
 from typing import Any, Protocol
 
-from trimaran.server.models.text_job import TextChunk
+from trimaran.server.models.text_request import TextChunk
 from trimaran.server.protocol import json_access
 
 DONE = b"[DONE]"
@@ -17,7 +17,7 @@ _CACHED_BLOCKS = "kv_cache_reused_blocks"
 
 
 @dataclass(frozen=True, slots=True)
-class Label:
+class ResponseMetadata:
     """The members that all parts of an answer share."""
 
     id: str
@@ -28,7 +28,7 @@ class Label:
     service_tier: str | None = None
 
     @classmethod
-    def new(cls, prefix: str, model: str, service_tier: str | None = None) -> Label:
+    def new(cls, prefix: str, model: str, service_tier: str | None = None) -> ResponseMetadata:
         """A label of now."""
         return cls(f"{prefix}{uuid.uuid4().hex}", model, int(time.time()), service_tier)
 

@@ -290,8 +290,8 @@ def _cut(rendered: str, final: str) -> str:
             "out, or changes it",
             param="continue_final_message",
         )
-    place = rendered.rindex(tag)
-    if rendered[place : place + len(_CONTINUED)] == _CONTINUED:
-        return rendered[:place]
+    start = rendered.rindex(tag)
+    if rendered[start : start + len(_CONTINUED)] == _CONTINUED:
+        return rendered[:start]
     # The template trimmed the end of the message.
-    return rendered[:place].rstrip()
+    return rendered[:start].rstrip()

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from trimaran.server.models.text_job import TextChunk
+from trimaran.server.models.text_request import TextChunk
 from trimaran.server.models.tokenizer import Tokenizer
-from trimaran.server.openai.answers import DONE, EventForm, Label, Usage, finish_reason
+from trimaran.server.openai.answers import (
+    DONE,
+    EventForm,
+    ResponseMetadata,
+    Usage,
+    finish_reason,
+)
 from trimaran.server.openai.log_probs import chat_content, scored
 from trimaran.server.openai.outputs import Output, delta_of, foreign_tokens
 from trimaran.server.openai.requests import GenerationRequest
-from trimaran.server.openai.tools import Parsing
+from trimaran.server.openai.tools import ParserOptions
 from trimaran.server.protocol import json_access
 
 
@@ -18,14 +24,18 @@ class ChatAnswer:
     """See `Answer`."""
 
     def __init__(
-        self, label: Label, request: GenerationRequest, tokenizer: Tokenizer, usage: Usage
+        self,
+        metadata: ResponseMetadata,
+        request: GenerationRequest,
+        tokenizer: Tokenizer,
+        usage: Usage,
     ) -> None:
-        self._label = label
+        self._metadata = metadata
         self._request = request
         self._tokenizer = tokenizer
         self._usage = usage
-        self._parsing = request.parsing
-        self._dropped = foreign_tokens(self._parsing or Parsing(), tokenizer)
+        self._parser_options = request.parser_options
+        self._dropped = foreign_tokens(self._parser_options or ParserOptions(), tokenizer)
         self._outputs: dict[int, Output] = {}
         self._forms: dict[int, EventForm] = {}
         self._choices: dict[int, dict[str, Any]] = {}
@@ -35,14 +45,14 @@ class ChatAnswer:
         first = {"role": "assistant", "content": ""}
         return [
             json_access.dump(self._event([self._choice(index, first)]))
-            for index in range(self._request.asked.num_sequences)
+            for index in range(self._request.params.num_sequences)
         ]
 
     def events(self, chunk: TextChunk) -> list[bytes]:
         """See `Answer`."""
         self._usage.add(chunk)
-        if self._parsing is not None:
-            return self._parsed_events(chunk, self._parsing)
+        if self._parser_options is not None:
+            return self._parsed_events(chunk, self._parser_options)
         if not chunk.finish_reason and self._request.num_top is None:
             form = self._forms.get(chunk.sequence)
             if form is None:
@@ -56,7 +66,7 @@ class ChatAnswer:
 
     def closing(self) -> list[bytes]:
         """See `Answer`."""
-        if not self._request.asked.include_usage:
+        if not self._request.params.include_usage:
             return [DONE]
         last = self._event([])
         last["usage"] = self._usage.document()
@@ -66,8 +76,8 @@ class ChatAnswer:
         """See `Answer`."""
         self._usage.add(chunk)
         message = {"role": "assistant", "content": chunk.text, "refusal": None}
-        if self._parsing is not None:
-            output = self._output(chunk.sequence, self._parsing)
+        if self._parser_options is not None:
+            output = self._output(chunk.sequence, self._parser_options)
             output.feed(chunk.text, is_last=True)
             message |= _parsed_message(output)
         choice: dict[str, Any] = {
@@ -84,9 +94,9 @@ class ChatAnswer:
         found["usage"] = self._usage.document()
         return found
 
-    def _parsed_events(self, chunk: TextChunk, parsing: Parsing) -> list[bytes]:
+    def _parsed_events(self, chunk: TextChunk, options: ParserOptions) -> list[bytes]:
         """An event for each segment; the last one has the end and the log-probabilities."""
-        output = self._output(chunk.sequence, parsing)
+        output = self._output(chunk.sequence, options)
         is_last = bool(chunk.finish_reason)
         deltas = [
             delta_of(segment, number, output)
@@ -99,10 +109,10 @@ class ChatAnswer:
             self._complete(choices[-1], chunk)
         return [json_access.dump(self._event([choice])) for choice in choices]
 
-    def _output(self, sequence: int, parsing: Parsing) -> Output:
+    def _output(self, sequence: int, options: ParserOptions) -> Output:
         output = self._outputs.get(sequence)
         if output is None:
-            output = self._outputs[sequence] = Output(parsing, self._dropped)
+            output = self._outputs[sequence] = Output(options, self._dropped)
         return output
 
     def _complete(self, choice: dict[str, Any], chunk: TextChunk) -> None:
@@ -121,17 +131,17 @@ class ChatAnswer:
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def _event(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        label = self._label
+        metadata = self._metadata
         event: dict[str, Any] = {
-            "id": label.id,
+            "id": metadata.id,
             "object": "chat.completion.chunk",
-            "created": label.created_s,
-            "model": label.model,
+            "created": metadata.created_s,
+            "model": metadata.model,
             "choices": choices,
         }
-        if label.service_tier is not None:
-            event["service_tier"] = label.service_tier
-        if self._request.asked.include_usage:
+        if metadata.service_tier is not None:
+            event["service_tier"] = metadata.service_tier
+        if self._request.params.include_usage:
             event["usage"] = None
         return event
 

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from trimaran.server.models.text_job import TextChunk
+from trimaran.server.models.text_request import TextChunk
 from trimaran.server.models.tokenizer import Tokenizer
-from trimaran.server.openai.answers import DONE, EventForm, Label, Usage, finish_reason
+from trimaran.server.openai.answers import (
+    DONE,
+    EventForm,
+    ResponseMetadata,
+    Usage,
+    finish_reason,
+)
 from trimaran.server.openai.log_probs import completion_object, scored
 from trimaran.server.openai.requests import GenerationRequest
 from trimaran.server.protocol import json_access
@@ -16,13 +22,17 @@ class CompletionAnswer:
     """See `Answer`."""
 
     def __init__(
-        self, label: Label, request: GenerationRequest, tokenizer: Tokenizer, usage: Usage
+        self,
+        metadata: ResponseMetadata,
+        request: GenerationRequest,
+        tokenizer: Tokenizer,
+        usage: Usage,
     ) -> None:
-        self._label = label
+        self._metadata = metadata
         self._request = request
         self._tokenizer = tokenizer
         self._usage = usage
-        self._num_sequences = request.asked.num_sequences
+        self._num_sequences = request.params.num_sequences
         self._forms: dict[int, EventForm] = {}
         self._offsets: dict[int, int] = {}
         self._choices: dict[int, dict[str, Any]] = {}
@@ -47,7 +57,7 @@ class CompletionAnswer:
 
     def closing(self) -> list[bytes]:
         """See `Answer`."""
-        if not self._request.asked.include_usage:
+        if not self._request.params.include_usage:
             return [DONE]
         last = self._event([])
         last["usage"] = self._usage.document()
@@ -93,14 +103,14 @@ class CompletionAnswer:
         return {"index": index, "text": text, "logprobs": None, "finish_reason": None}
 
     def _event(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        label = self._label
+        metadata = self._metadata
         event = {
-            "id": label.id,
+            "id": metadata.id,
             "object": "text_completion",
-            "created": label.created_s,
-            "model": label.model,
+            "created": metadata.created_s,
+            "model": metadata.model,
             "choices": choices,
         }
-        if self._request.asked.include_usage:
+        if self._request.params.include_usage:
             event["usage"] = None
         return event

@@ -25,11 +25,11 @@ from trimaran.server.http.messages import (
     send_json,
     write_parts,
 )
-from trimaran.server.http.pending_bodies import PendingBodies, Share
-from trimaran.server.models.text_job import TextChunk, TextJob
-from trimaran.server.openai.answers import Answer, Label, Usage
-from trimaran.server.openai.catalogue import Catalogue, ServedModel, facts_of
+from trimaran.server.http.pending_bodies import BodyMemory, PendingBodies
+from trimaran.server.models.text_request import TextChunk, TextRequest
+from trimaran.server.openai.answers import Answer, ResponseMetadata, Usage
 from trimaran.server.openai.errors import ApiError, ErrorFacts, error_object, error_of
+from trimaran.server.openai.models import OpenAIModels, ServedModel, facts_of
 from trimaran.server.openai.requests import BodyTask, GenerationRequest
 from trimaran.server.protocol import json_access
 from trimaran.server.service import INTERNAL, Service
@@ -50,7 +50,7 @@ _INLINE_TOKENS = 1 << 9
 
 _EVENT_STREAM = "text/event-stream; charset=utf-8"
 
-MakeAnswer = Callable[[Label, GenerationRequest, Any, Usage], Answer]
+MakeAnswer = Callable[[ResponseMetadata, GenerationRequest, Any, Usage], Answer]
 
 
 class GenerationEndpoint:
@@ -61,13 +61,13 @@ class GenerationEndpoint:
         service: Service,
         decoder: Decoder,
         pending: PendingBodies,
-        catalogue: Catalogue,
+        models: OpenAIModels,
         config: OpenAiConfig,
     ) -> None:
         self._service = service
         self._decoder = decoder
         self._pending = pending
-        self._catalogue = catalogue
+        self._models = models
         self._config = config
 
     async def generate(
@@ -87,30 +87,30 @@ class GenerationEndpoint:
             RequestError: nothing was answered.
         """
         admission = self._service.admission
-        with self._pending.share() as share:
-            body = await self.read_body(request, share)
+        with self._pending.body() as memory:
+            body = await self.read_body(request, memory)
             with admission.admit():
-                with admission.unless_given_up():
-                    asked = await self.read(body, reader, is_chat=is_chat)
-                    share.release()
-                    served = await self._catalogue.find(asked.model)
-                    job = self._job(served, asked, default_max_tokens)
+                with admission.unless_aborted():
+                    generation = await self.read(body, reader, is_chat=is_chat)
+                    memory.release()
+                    served = await self._models.find(generation.model)
+                    wanted = self._text_request(served, generation, default_max_tokens)
                     tokenizer = served.pipeline.steps.tokenizer
                     block = int(facts_of(served.pipeline).get("tokens_per_block", 0))
-                    label = Label.new(prefix, asked.model, _tier(asked))
-                    answer = make(label, asked, tokenizer, Usage(block))
-                    job.id = label.id
-                if asked.asked.is_streaming:
-                    return await self._stream(request, served, job, answer)
-                with admission.unless_given_up():
-                    document = await self._whole(served, job, answer)
+                    metadata = ResponseMetadata.new(prefix, generation.model, _tier(generation))
+                    answer = make(metadata, generation, tokenizer, Usage(block))
+                    wanted.id = metadata.id
+                if generation.params.is_streaming:
+                    return await self._stream(request, served, wanted, answer)
+                with admission.unless_aborted():
+                    document = await self._whole(served, wanted, answer)
                 if len(document) > LONG_ANSWER_BYTES:
                     headers, parts = {"Content-Type": JSON}, deque((document,))
                     is_last = admission.is_draining
                     return await write_parts(request, parts, headers, is_last=is_last)
         return await send_json(request, document, is_last=admission.is_draining)
 
-    async def read_body(self, request: web.BaseRequest, share: Share) -> Body:
+    async def read_body(self, request: web.BaseRequest, memory: BodyMemory) -> Body:
         """The whole body.
 
         Raises:
@@ -119,7 +119,7 @@ class GenerationEndpoint:
         self._service.admission.check()
         if request.headers.get("Content-Encoding", "identity") not in ("", "identity"):
             raise ApiError("Content-Encoding is not served: send the body uncompressed")
-        return await read_body(request, self._service.config.http_max_input_bytes, share)
+        return await read_body(request, self._service.config.http_max_input_bytes, memory)
 
     async def read(
         self, body: Body, reader: Callable[..., Any], *, is_chat: bool = False
@@ -129,7 +129,7 @@ class GenerationEndpoint:
         Raises:
             ApiError: the body is wrong.
         """
-        arguments = (await self._catalogue.offers(),) if is_chat else ()
+        arguments = (await self._models.chat_models(),) if is_chat else ()
         task = BodyTask(reader, self._service.config.http_max_input_bytes, arguments)
         if isinstance(body, LongBody):
             found = await self._decoder.read_other(task, body, READ_TIMEOUT_S)
@@ -141,10 +141,10 @@ class GenerationEndpoint:
             raise found.error()
         return found
 
-    def _job(
+    def _text_request(
         self, served: ServedModel, request: GenerationRequest, default_max_tokens: int | None
-    ) -> TextJob:
-        job = TextJob(
+    ) -> TextRequest:
+        wanted = TextRequest(
             model_name=served.name,
             prompts=request.prompts,
             prompt_ids=request.prompt_ids,
@@ -152,34 +152,34 @@ class GenerationEndpoint:
             arrival_ns=time.monotonic_ns(),
         )
         most = served.model.config.max_batch_size or 1
-        if len(job.prompts) > most:
+        if len(wanted.prompts) > most:
             raise ApiError(
-                f"'prompt' holds {len(job.prompts)} prompts, and the model takes at most "
+                f"'prompt' holds {len(wanted.prompts)} prompts, and the model takes at most "
                 f"{most} (max_batch_size). Send several requests.",
                 param="prompt",
             )
         facts = facts_of(served.pipeline)
         num_ids = int(facts.get("vocab_size", served.pipeline.steps.tokenizer.num_ids))
-        _check_biases(request.asked.biases, num_ids)
+        _check_biases(request.params.biases, num_ids)
         limit = self._config.default_max_tokens or default_max_tokens
         if limit is None:
             # The engine lowers the number to the room that the prompt leaves.
             limit = int(facts.get("max_seq_len", 1))
-        request.asked.fill(job, limit)
-        job.num_top = request.num_top or 0
+        request.params.fill(wanted, limit)
+        wanted.num_top = request.num_top or 0
         if served.adapter:
-            job.sampling = {**job.sampling, "lora_name": served.adapter}
-        job.priority = _priority(request.asked.service_tier, served)
-        return served.pipeline.job(job)
+            wanted.sampling = {**wanted.sampling, "lora_name": served.adapter}
+        wanted.priority = _priority(request.params.service_tier, served)
+        return served.pipeline.adopt(wanted)
 
-    async def _whole(self, served: ServedModel, job: TextJob, answer: Answer) -> bytes:
+    async def _whole(self, served: ServedModel, wanted: TextRequest, answer: Answer) -> bytes:
         """The answer's document."""
         direct = self._service.direct(served.model)
-        plain = direct.reader.of_job(job) if direct is not None else None
+        plain = direct.reader.of_text_request(wanted) if direct is not None else None
         if direct is not None and plain is not None:
             return await self._added(answer, _chunk_of(await direct.run(served.model, plain)))
         num_tokens = 0
-        async with aclosing(_chunks(served, job)) as chunks:  # type: ignore[type-var]
+        async with aclosing(_chunks(served, wanted)) as chunks:  # type: ignore[type-var]
             async for chunk in chunks:
                 num_tokens += chunk.num_output
                 if _is_long(chunk):
@@ -200,11 +200,15 @@ class GenerationEndpoint:
         return _dumped(answer)
 
     async def _stream(
-        self, request: web.BaseRequest, served: ServedModel, job: TextJob, answer: Answer
+        self,
+        request: web.BaseRequest,
+        served: ServedModel,
+        wanted: TextRequest,
+        answer: Answer,
     ) -> web.StreamResponse:
         admission = self._service.admission
-        async with aclosing(_chunks(served, job)) as chunks:  # type: ignore[type-var]
-            with admission.unless_given_up():
+        async with aclosing(_chunks(served, wanted)) as chunks:  # type: ignore[type-var]
+            with admission.unless_aborted():
                 # An error before the first text determines the status.
                 first = await anext(chunks, None)
             headers = {"Content-Type": _EVENT_STREAM, "Cache-Control": "no-cache"}
@@ -227,7 +231,7 @@ class GenerationEndpoint:
     ) -> None:
         """Write all events. A slow reader delays its own request only."""
         try:
-            with self._service.admission.unless_given_up():
+            with self._service.admission.unless_aborted():
                 for event in answer.opening():
                     await writer.write(event)
                 if first is not None:
@@ -277,9 +281,9 @@ async def _write_chunk(writer: EventWriter, answer: Answer, chunk: TextChunk) ->
             await writer.write(event)
 
 
-async def _chunks(served: ServedModel, job: TextJob) -> AsyncIterator[TextChunk]:
-    """The chunks of a job; closing them cancels the job."""
-    responses = served.model.infer(job)
+async def _chunks(served: ServedModel, wanted: TextRequest) -> AsyncIterator[TextChunk]:
+    """The chunks of a request; closing them cancels the request."""
+    responses = served.model.infer(wanted)
     async with aclosing(responses):  # type: ignore[type-var]
         async for response in responses:
             assert isinstance(response, TextChunk)
@@ -331,5 +335,5 @@ def _priority(tier: str | None, served: ServedModel) -> int:
 
 def _tier(request: GenerationRequest) -> str | None:
     """The tier that an answer names: the served tier, where a request names a tier."""
-    tier = request.asked.service_tier
+    tier = request.params.service_tier
     return "default" if tier in ("auto", "scale") else tier

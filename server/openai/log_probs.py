@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trimaran.server.models.text_job import Likeliest, TextChunk, likeliest
+from trimaran.server.models.text_request import Likeliest, TextChunk, likeliest
 from trimaran.server.models.tokenizer import Tokenizer
 
 _LEAST = -9999.0

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimaran.server.models.tokenizer import Tokenizer
-from trimaran.server.openai.segments import Kind, Reasoning, Segment, Segmenter
+from trimaran.server.openai.output_parser import Kind, OutputParser, Reasoning, Segment
 from trimaran.server.openai.tool_formats import literals_of
-from trimaran.server.openai.tools import Parsing
+from trimaran.server.openai.tools import ParserOptions
 
 _ID_LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 _ID_LENGTHS = {"mistral": 9}
@@ -36,11 +36,11 @@ class Call:
 class Output:
     """Cuts a sequence's text, and keeps what was found."""
 
-    def __init__(self, parsing: Parsing, dropped: re.Pattern[str] | None) -> None:
+    def __init__(self, options: ParserOptions, dropped: re.Pattern[str] | None) -> None:
         """``dropped`` matches special tokens that are no part of the output's form."""
-        self._parsing = parsing
+        self._parser_options = options
         self._dropped = dropped
-        self._segmenter: Segmenter = parsing.segmenter()
+        self._parser: OutputParser = options.parser()
         self.text = ""
         self.reasoning = ""
         self.calls: list[Call] = []
@@ -50,14 +50,14 @@ class Output:
         """The new segments, each with the number of its call."""
         if self._dropped is not None:
             text = self._dropped.sub("", text)
-        segments = self._segmenter.feed(text)
+        segments = self._parser.feed(text)
         if is_last:
-            segments += self._segmenter.finish()
+            segments += self._parser.finish()
         return [(segment, len(self.calls) - 1) for segment in segments if self._take(segment)]
 
     def _take(self, segment: Segment) -> bool:
         """Keep a segment; False for a segment of a call beyond the limit."""
-        most = self._parsing.max_calls
+        most = self._parser_options.max_calls
         if segment.kind is Kind.TEXT:
             self.text += segment.text
         elif segment.kind is Kind.REASONING:
@@ -74,7 +74,7 @@ class Output:
         return True
 
     def _new_id(self) -> str:
-        length = _ID_LENGTHS.get(self._parsing.tool_format)
+        length = _ID_LENGTHS.get(self._parser_options.tool_format)
         letters = "".join(secrets.choice(_ID_LETTERS) for _ in range(length or _LENGTH))
         return letters if length else f"call_{letters}"
 
@@ -93,12 +93,12 @@ def delta_of(segment: Segment, number: int, output: Output) -> dict[str, Any]:
     return {"tool_calls": [{"index": number, "function": {"arguments": segment.text}}]}
 
 
-def foreign_tokens(parsing: Parsing, tokenizer: Tokenizer) -> re.Pattern[str] | None:
+def foreign_tokens(options: ParserOptions, tokenizer: Tokenizer) -> re.Pattern[str] | None:
     """Matches special tokens that are no part of the output's form; None if none are shown."""
-    if not parsing.shows_special_tokens:
+    if not options.shows_special_tokens:
         return None
     reasoning = Reasoning()
-    literals = literals_of(parsing.tool_format) if parsing.tool_format else ""
+    literals = literals_of(options.tool_format) if options.tool_format else ""
     literals += reasoning.opening + reasoning.closing
     tokens = [token for token in tokenizer.special_texts if token not in literals]
     return re.compile("|".join(map(re.escape, tokens))) if tokens else None

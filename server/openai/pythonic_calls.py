@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from trimaran.server.openai.segments import MalformedError, Scanner, Section, Steps
+from trimaran.server.openai.output_parser import MalformedError, Scanner, Steps, ToolParser
 from trimaran.server.openai.structural_tags import (
     Pieces,
     Schema,
@@ -23,21 +23,21 @@ _OPENING, _CLOSING = "([{", ")]}"
 
 
 @dataclass(frozen=True, slots=True)
-class PythonicSection(Section):
+class PythonicToolParser(ToolParser):
     """The whole output is a list of calls in Python's syntax."""
 
     @property
     def is_at_start(self) -> bool:
-        """See `Section`."""
+        """See `ToolParser`."""
         return True
 
     @property
     def openings(self) -> tuple[str, ...]:
-        """See `Section`."""
+        """See `ToolParser`."""
         return ()
 
     def read(self, scanner: Scanner, opening: str) -> Steps:
-        """See `Section`."""
+        """See `ToolParser`."""
         yield from scanner.space()
         yield from scanner.expect("[")
         while True:

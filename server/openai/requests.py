@@ -18,15 +18,15 @@ from trimaran.server.openai.messages import read_messages
 from trimaran.server.openai.sampling import (
     IGNORED,
     MAX_TOP_LOGPROBS,
-    Asked,
-    read_asked,
+    GenerationParams,
+    read_generation_params,
     read_log_probs,
 )
 from trimaran.server.openai.tools import (
     OutputForm,
-    Parsing,
+    ParserOptions,
     guide_of,
-    parsing_of,
+    parser_options_of,
     read_response_format,
     read_tools,
 )
@@ -39,7 +39,7 @@ _MAX_ID = (1 << 31) - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class ChatModel:
     """The facts of a model's name that the reading of a chat needs."""
 
     template: ChatTemplate | None
@@ -50,18 +50,18 @@ class Offer:
     """Why the model's chat template cannot be used."""
 
 
-def find_offer(offers: Mapping[str, Offer], name: str) -> Offer:
-    """The offer of a model's name.
+def find_chat_model(chat_models: Mapping[str, ChatModel], name: str) -> ChatModel:
+    """The facts of a model's name.
 
     Raises:
         ApiError: no such model, or a model that takes no texts.
     """
-    offer = offers.get(name)
-    if offer is None:
+    chat_model = chat_models.get(name)
+    if chat_model is None:
         raise unknown_model(name[:100])
-    if not offer.is_text:
+    if not chat_model.is_text:
         raise no_text_model(name)
-    return offer
+    return chat_model
 
 
 @dataclass(slots=True, kw_only=True)
@@ -69,7 +69,7 @@ class GenerationRequest:
     """A request for new text after one prompt or several."""
 
     model: str
-    asked: Asked
+    params: GenerationParams
     prompts: list[str] = field(default_factory=list)
     prompt_ids: list[Ids] | None = None
     num_top: int | None = None
@@ -79,7 +79,7 @@ class GenerationRequest:
     """Whether the prompt is part of the answer."""
 
     add_special_tokens: bool | None = None
-    parsing: Parsing | None = None
+    parser_options: ParserOptions | None = None
     """How outputs are cut into segments; None: they are texts."""
 
     repeated: dict[str, Any] = field(default_factory=dict)
@@ -119,14 +119,14 @@ def read_completion(fields: Fields) -> GenerationRequest:
         ApiError: a member is wrong, unknown, or not served.
     """
     model = fields.needed_text("model")
-    asked = read_asked(fields, "max_tokens")
-    found = GenerationRequest(model=model, asked=asked)
+    params = read_generation_params(fields, "max_tokens")
+    found = GenerationRequest(model=model, params=params)
     found.prompts, found.prompt_ids = _prompts(fields)
     found.add_special_tokens = fields.boolean("add_special_tokens")
     best_of = fields.integer("best_of", 1, 1 << 10)
-    if best_of is not None and best_of != asked.num_sequences:
+    if best_of is not None and best_of != params.num_sequences:
         raise ApiError(
-            f"'best_of' is {best_of} but must equal 'n' ({asked.num_sequences}): every "
+            f"'best_of' is {best_of} but must equal 'n' ({params.num_sequences}): every "
             "sequence is returned. Choose the best at the client.",
             param="best_of",
         )
@@ -134,7 +134,7 @@ def read_completion(fields: Fields) -> GenerationRequest:
     found.echo = fields.boolean("echo") or False
     num_top = fields.integer("logprobs", 0, _MAX_LOGPROBS)
     if num_top is not None:
-        read_log_probs(asked, num_top=num_top)
+        read_log_probs(params, num_top=num_top)
         found.num_top = num_top
     if found.echo and (num_top is not None or found.prompt_ids is not None):
         raise ApiError(
@@ -144,32 +144,34 @@ def read_completion(fields: Fields) -> GenerationRequest:
     return found
 
 
-def read_chat(fields: Fields, offers: Mapping[str, Offer]) -> GenerationRequest:
+def read_chat(fields: Fields, chat_models: Mapping[str, ChatModel]) -> GenerationRequest:
     """The request of ``/v1/chat/completions``, with its prompt rendered.
 
     Raises:
         ApiError: a member is wrong, unknown, or not served, or the template refuses the chat.
     """
     model = fields.needed_text("model")
-    offer = find_offer(offers, model)
-    asked = read_asked(fields, "max_completion_tokens", "max_tokens")
-    found = GenerationRequest(model=model, asked=asked, add_special_tokens=False)
+    chat_model = find_chat_model(chat_models, model)
+    params = read_generation_params(fields, "max_completion_tokens", "max_tokens")
+    found = GenerationRequest(model=model, params=params, add_special_tokens=False)
     choice = read_tools(fields)
     answer = read_response_format(fields)
-    prompt = render_chat(fields, model, offer, choice.tools if choice.mode != "none" else None)
+    prompt = render_chat(
+        fields, model, chat_model, choice.tools if choice.mode != "none" else None
+    )
     found.prompts = [prompt]
-    parsing = parsing_of(offer.form, choice, model, prompt)
-    asked.values |= guide_of(offer.form, choice, parsing, answer)
-    if parsing.tool_format or parsing.has_reasoning:
-        found.parsing = parsing
-        if parsing.shows_special_tokens:
-            asked.skip_special_tokens = False
+    options = parser_options_of(chat_model.form, choice, model, prompt)
+    params.values |= guide_of(chat_model.form, choice, options, answer)
+    if options.tool_format or options.has_reasoning:
+        found.parser_options = options
+        if options.shows_special_tokens:
+            params.skip_special_tokens = False
     has_log_probs = fields.boolean("logprobs") or False
     num_top = fields.integer("top_logprobs", 0, MAX_TOP_LOGPROBS)
     if num_top and not has_log_probs:
         raise ApiError("'top_logprobs' needs 'logprobs': true", param="top_logprobs")
     if has_log_probs:
-        read_log_probs(asked, num_top=num_top or 0)
+        read_log_probs(params, num_top=num_top or 0)
         found.num_top = num_top or 0
     _refuse_unserved(fields)
     fields.finish(*IGNORED)
@@ -187,16 +189,16 @@ def _refuse_unserved(fields: Fields) -> None:
 
 
 def render_chat(
-    fields: Fields, model: str, offer: Offer, tools: list[dict[str, Any]] | None = None
+    fields: Fields, model: str, chat_model: ChatModel, tools: list[dict[str, Any]] | None = None
 ) -> str:
     """The prompt of a chat's messages.
 
     Raises:
         ApiError: a member is wrong, or the template refuses the chat.
     """
-    template = offer.template
-    if offer.fault:
-        raise ApiError(offer.fault, param="messages", kind=ErrorKind.UNAVAILABLE)
+    template = chat_model.template
+    if chat_model.fault:
+        raise ApiError(chat_model.fault, param="messages", kind=ErrorKind.UNAVAILABLE)
     if template is None:
         raise ApiError(
             f"the model '{model}' has no chat template: its tokenizer's folder holds none. "
@@ -236,7 +238,7 @@ def render_chat(
         continue_final_message=is_continued,
         options={name: value for name, value in values.items() if name not in _OWN},
     )
-    return render(template, chat, offer.max_prompt_bytes)
+    return render(template, chat, chat_model.max_prompt_bytes)
 
 
 _OWN = frozenset(("messages", "tools", "documents", "add_generation_prompt"))

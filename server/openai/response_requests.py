@@ -7,7 +7,7 @@ from typing import Any
 
 from trimaran.server.openai.errors import ApiError
 from trimaran.server.openai.fields import Fields, list_of
-from trimaran.server.openai.requests import GenerationRequest, Offer, read_chat
+from trimaran.server.openai.requests import ChatModel, GenerationRequest, read_chat
 from trimaran.server.openai.sampling import IGNORED
 
 _SAME = (
@@ -35,7 +35,7 @@ _ECHOED = (
 """Members that an answer repeats."""
 
 
-def read_response(fields: Fields, offers: Mapping[str, Offer]) -> GenerationRequest:
+def read_response(fields: Fields, chat_models: Mapping[str, ChatModel]) -> GenerationRequest:
     """The request of ``/v1/responses``, with its prompt rendered.
 
     Raises:
@@ -69,7 +69,7 @@ def read_response(fields: Fields, offers: Mapping[str, Offer]) -> GenerationRequ
     _check_included(fields)
     fields.take("stream_options")
     fields.finish(*IGNORED, "instructions")
-    found = read_chat(Fields({k: v for k, v in chat.items() if v is not None}), offers)
+    found = read_chat(Fields({k: v for k, v in chat.items() if v is not None}), chat_models)
     found.repeated = {name: members.get(name) for name in _ECHOED}
     found.repeated["tools"] = members.get("tools") or []
     found.repeated["tool_choice"] = members.get("tool_choice") or "auto"

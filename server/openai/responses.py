@@ -5,13 +5,13 @@ from __future__ import annotations
 import uuid
 from typing import Any
 
-from trimaran.server.models.text_job import TextChunk
+from trimaran.server.models.text_request import TextChunk
 from trimaran.server.models.tokenizer import Tokenizer
-from trimaran.server.openai.answers import Label, Usage
+from trimaran.server.openai.answers import ResponseMetadata, Usage
+from trimaran.server.openai.output_parser import Kind
 from trimaran.server.openai.outputs import Output, foreign_tokens
 from trimaran.server.openai.requests import GenerationRequest
-from trimaran.server.openai.segments import Kind
-from trimaran.server.openai.tools import Parsing
+from trimaran.server.openai.tools import ParserOptions
 from trimaran.server.protocol import json_access
 
 _PREFIXES = {Kind.TEXT: "msg_", Kind.REASONING: "rs_", Kind.CALL: "fc_"}
@@ -21,13 +21,17 @@ class ResponseAnswer:
     """See `Answer`. One item is open at a time; another kind of segment closes it."""
 
     def __init__(
-        self, label: Label, request: GenerationRequest, tokenizer: Tokenizer, usage: Usage
+        self,
+        metadata: ResponseMetadata,
+        request: GenerationRequest,
+        tokenizer: Tokenizer,
+        usage: Usage,
     ) -> None:
-        self._label = label
+        self._metadata = metadata
         self._request = request
         self._usage = usage
-        parsing = request.parsing or Parsing()
-        self._output = Output(parsing, foreign_tokens(parsing, tokenizer))
+        options = request.parser_options or ParserOptions()
+        self._output = Output(options, foreign_tokens(options, tokenizer))
         self._num_events = 0
         self._items: list[dict[str, Any]] = []
         self._open: Kind | None = None
@@ -94,12 +98,12 @@ class ResponseAnswer:
             item |= {"type": "reasoning", "summary": [], "content": [], "status": "in_progress"}
         self._open = kind
         self._items.append(item)
-        events = [self._event("response.output_item.added", **self._place(), item=item)]
+        events = [self._event("response.output_item.added", **self._item_fields(), item=item)]
         if kind is not Kind.CALL:
             item["content"] = [_part(kind)]
-            place = {**self._place(has_item=True), "content_index": 0}
+            fields = {**self._item_fields(has_item=True), "content_index": 0}
             part = item["content"][0]
-            events.append(self._event("response.content_part.added", **place, part=part))
+            events.append(self._event("response.content_part.added", **fields, part=part))
         return events
 
     def _close(self) -> list[bytes]:
@@ -107,39 +111,46 @@ class ResponseAnswer:
         kind, self._open = self._open, None
         if kind is None:
             return []
-        item, place = self._items[-1], self._place(has_item=True)
+        item, fields = self._items[-1], self._item_fields(has_item=True)
         item["status"] = "incomplete" if self._is_cut else "completed"
         if kind is Kind.CALL:
             done = self._event(
                 "response.function_call_arguments.done",
-                **place, name=item["name"], arguments=item["arguments"],
+                **fields, name=item["name"], arguments=item["arguments"],
             )  # fmt: skip
             events = [done]
         else:
             part = item["content"][0]
-            place["content_index"] = 0
+            fields["content_index"] = 0
             name = "output_text" if kind is Kind.TEXT else "reasoning_text"
             extra: dict[str, Any] = {"logprobs": []} if kind is Kind.TEXT else {}
             events = [
-                self._event(f"response.{name}.done", **place, text=part["text"], **extra),
-                self._event("response.content_part.done", **place, part=part),
+                self._event(f"response.{name}.done", **fields, text=part["text"], **extra),
+                self._event("response.content_part.done", **fields, part=part),
             ]
-        return [*events, self._event("response.output_item.done", **self._place(), item=item)]
+        return [
+            *events,
+            self._event("response.output_item.done", **self._item_fields(), item=item),
+        ]
 
     def _num_calls(self) -> int:
         """Calls that are items already."""
         return sum(item["type"] == "function_call" for item in self._items)
 
-    def _place(self, *, has_item: bool = False) -> dict[str, Any]:
-        place: dict[str, Any] = {"output_index": len(self._items) - 1}
+    def _item_fields(self, *, has_item: bool = False) -> dict[str, Any]:
+        fields: dict[str, Any] = {"output_index": len(self._items) - 1}
         if has_item:
-            place["item_id"] = self._items[-1]["id"]
-        return place
+            fields["item_id"] = self._items[-1]["id"]
+        return fields
 
-    def _delta(self, name: str, text: str, **place: int) -> bytes:
+    def _delta(self, name: str, text: str, **fields: Any) -> bytes:
         extra: dict[str, Any] = {"logprobs": []} if name == "output_text" else {}
         return self._event(
-            f"response.{name}.delta", **self._place(has_item=True), **place, delta=text, **extra
+            f"response.{name}.delta",
+            **self._item_fields(has_item=True),
+            **fields,
+            delta=text,
+            **extra,
         )
 
     # ---- the whole ----------------------------------------------------------------------
@@ -151,24 +162,24 @@ class ResponseAnswer:
         return json_access.dump(event) + b"\nevent: " + kind.encode()
 
     def _response(self, status: str) -> dict[str, Any]:
-        label, is_over = self._label, status != "in_progress"
+        metadata, is_over = self._metadata, status != "in_progress"
         return {
-            "id": label.id,
+            "id": metadata.id,
             "object": "response",
-            "created_at": label.created_s,
+            "created_at": metadata.created_s,
             "status": status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"}
             if status == "incomplete"
             else None,
-            "model": label.model,
+            "model": metadata.model,
             "output": self._items,
             "previous_response_id": None,
             "store": False,
             **self._request.repeated,
             "text": self._request.repeated.get("text") or {"format": {"type": "text"}},
             "usage": self._used() if is_over else None,
-            "service_tier": label.service_tier,
+            "service_tier": metadata.service_tier,
         }
 
     def _used(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from trimaran.server.models.text_job import TextJob, Value
+from trimaran.server.models.text_request import TextRequest, Value
 from trimaran.server.openai.errors import ApiError
 from trimaran.server.openai.fields import Fields, list_of
 
@@ -37,8 +37,8 @@ IGNORED = (
 
 
 @dataclass(slots=True, kw_only=True)
-class Asked:
-    """What a request asks of every sequence."""
+class GenerationParams:
+    """Sampling parameters, limits and form of the answer, the same for every sequence."""
 
     values: dict[str, Value] = field(default_factory=dict)
     """Inputs of the token model by name."""
@@ -54,66 +54,66 @@ class Asked:
     service_tier: str | None = None
     cache_salt: str | None = None
 
-    def fill(self, job: TextJob, max_tokens: int) -> TextJob:
-        """A job that asks for all this; ``max_tokens`` is for requests that set no limit."""
-        job.sampling = self.values
+    def fill(self, request: TextRequest, max_tokens: int) -> TextRequest:
+        """Set these on a request; ``max_tokens`` is for requests that set no limit."""
+        request.sampling = self.values
         if self.biases:
             bias = np.zeros(max(self.biases) + 1, np.float32)
             for token, value in self.biases.items():
                 bias[token] = value
-            job.sampling = {**self.values, "embedding_bias": bias}
-        job.stop_words = self.stop_words
-        job.max_tokens = max_tokens if self.max_tokens is None else self.max_tokens
-        job.num_sequences = self.num_sequences
-        job.ignores_end = self.ignores_end
-        job.skip_special_tokens = self.skip_special_tokens
-        job.is_streaming = self.is_streaming
+            request.sampling = {**self.values, "embedding_bias": bias}
+        request.stop_words = self.stop_words
+        request.max_tokens = max_tokens if self.max_tokens is None else self.max_tokens
+        request.num_sequences = self.num_sequences
+        request.ignores_end = self.ignores_end
+        request.skip_special_tokens = self.skip_special_tokens
+        request.is_streaming = self.is_streaming
         if self.cache_salt is not None:
-            job.parameters["cache_salt"] = self.cache_salt
-        return job
+            request.parameters["cache_salt"] = self.cache_salt
+        return request
 
 
-def read_asked(fields: Fields, *limits: str) -> Asked:
+def read_generation_params(fields: Fields, *limits: str) -> GenerationParams:
     """The shared members of a request; ``limits`` are names of the limit on tokens.
 
     Raises:
         ApiError: a member of another type or out of range.
     """
-    asked = Asked()
+    params = GenerationParams()
     for name, token_name, low, high in _NUMBERS:
         value = fields.number(name, low, high)
         if value is not None:
-            asked.values[token_name] = value
-    _read_choice(fields, asked)
-    asked.max_tokens = _limit(fields, limits)
-    asked.num_sequences = fields.integer("n", 1, MAX_CHOICES) or 1
-    asked.stop_words = _stop_words(fields)
-    asked.biases = _biases(fields)
+            params.values[token_name] = value
+    _read_choice(fields, params)
+    params.max_tokens = _limit(fields, limits)
+    params.num_sequences = fields.integer("n", 1, MAX_CHOICES) or 1
+    params.stop_words = _stop_words(fields)
+    params.biases = _biases(fields)
     least = fields.integer("min_tokens", 0, _MAX_TOKENS)
     if least:
-        asked.values["min_tokens"] = least
-    asked.ignores_end = fields.boolean("ignore_eos") or False
-    asked.skip_special_tokens = fields.boolean("skip_special_tokens")
-    asked.service_tier = fields.choice(
+        params.values["min_tokens"] = least
+    params.ignores_end = fields.boolean("ignore_eos") or False
+    params.skip_special_tokens = fields.boolean("skip_special_tokens")
+    params.service_tier = fields.choice(
         "service_tier", "auto", "default", "flex", "priority", "scale"
     )
-    asked.cache_salt = fields.text("cache_salt")
-    asked.is_streaming = fields.boolean("stream") or False
-    asked.include_usage = _include_usage(fields, is_streaming=asked.is_streaming)
+    params.cache_salt = fields.text("cache_salt")
+    params.is_streaming = fields.boolean("stream") or False
+    params.include_usage = _include_usage(fields, is_streaming=params.is_streaming)
     # The engine's figures tell how much of the prompt was cached.
-    asked.values["return_perf_metrics"] = True
-    return asked
+    params.values["return_perf_metrics"] = True
+    return params
 
 
-def read_log_probs(asked: Asked, *, num_top: int) -> None:
+def read_log_probs(params: GenerationParams, *, num_top: int) -> None:
     """Ask for log-probabilities, and with ``num_top`` for what the likeliest are computed
     from."""
-    asked.values["return_log_probs"] = True
+    params.values["return_log_probs"] = True
     if num_top:
-        asked.values["return_generation_logits"] = True
+        params.values["return_generation_logits"] = True
 
 
-def _read_choice(fields: Fields, asked: Asked) -> None:
+def _read_choice(fields: Fields, params: GenerationParams) -> None:
     """Which ids are drawn from. Without any filter the engine would be greedy."""
     top_p = fields.number("top_p", 0.0, 1.0)
     top_k = fields.integer("top_k", -1, _MAX_ID)
@@ -121,16 +121,16 @@ def _read_choice(fields: Fields, asked: Asked) -> None:
         # The smallest set of ids holds the likeliest alone.
         top_k = 1
     seed = fields.integer("seed", -(1 << _SEED_BITS), (1 << _SEED_BITS) - 1)
-    if asked.values.get("temperature") == 0 or top_k == 1:
+    if params.values.get("temperature") == 0 or top_k == 1:
         # Greedy, which a request is for the engine that asks for nothing.
-        asked.values.pop("temperature", None)
+        params.values.pop("temperature", None)
         return
-    asked.values["runtime_top_p"] = top_p or 1.0
+    params.values["runtime_top_p"] = top_p or 1.0
     if top_k is not None and top_k > 0:
-        asked.values["runtime_top_k"] = top_k
+        params.values["runtime_top_k"] = top_k
     if seed is None:
         seed = secrets.randbits(_SEED_BITS)
-    asked.values["seed"] = seed % (1 << _SEED_BITS)
+    params.values["seed"] = seed % (1 << _SEED_BITS)
 
 
 def _limit(fields: Fields, names: tuple[str, ...]) -> int | None:

@@ -18,11 +18,11 @@ from trimaran.server.decoding.decoder import Decoder
 from trimaran.server.http.messages import json_response, read_small_body
 from trimaran.server.http.pending_bodies import PendingBodies
 from trimaran.server.http.port import HttpPort, PortPlace
-from trimaran.server.openai.catalogue import Catalogue, ServedModel, facts_of
 from trimaran.server.openai.chats import ChatAnswer
 from trimaran.server.openai.completions import CompletionAnswer
 from trimaran.server.openai.endpoint import GenerationEndpoint
 from trimaran.server.openai.errors import ApiError, error_response, plain_error
+from trimaran.server.openai.models import OpenAIModels, ServedModel, facts_of
 from trimaran.server.openai.requests import read_chat, read_completion
 from trimaran.server.openai.response_requests import read_response
 from trimaran.server.openai.responses import ResponseAnswer
@@ -63,9 +63,9 @@ class OpenAiServer(HttpPort):
         place = PortPlace("OpenAI service", config.address, config.port or 0, is_shared=True)
         super().__init__(service, place, guard)
         pending = PendingBodies(service.config.http_max_pending_bytes)
-        self._catalogue = catalogue = Catalogue(service, config)
-        self._endpoint = GenerationEndpoint(service, decoder, pending, catalogue, config)
-        tokens = TokensEndpoint(self._endpoint, pending, catalogue)
+        self._served = models = OpenAIModels(service, config)
+        self._endpoint = GenerationEndpoint(service, decoder, pending, models, config)
+        tokens = TokensEndpoint(self._endpoint, pending, models)
         self._handlers: dict[str, Handler] = {
             "models": self._models,
             "model": self._model,
@@ -133,17 +133,17 @@ class OpenAiServer(HttpPort):
     # ---- models -------------------------------------------------------------------------
 
     async def _models(self, request: web.BaseRequest, route: OpenAiRoute) -> web.Response:
-        data = [self._card(served) for served in await self._catalogue.all()]
+        data = [self._card(served) for served in await self._served.all()]
         return json_response({"object": "list", "data": data})
 
     async def _model(self, request: web.BaseRequest, route: OpenAiRoute) -> web.Response:
-        return json_response(self._card(await self._catalogue.find(route.name)))
+        return json_response(self._card(await self._served.find(route.name)))
 
     def _card(self, served: ServedModel) -> dict[str, Any]:
         card = {
             "id": served.name,
             "object": "model",
-            "created": self._catalogue.created_s,
+            "created": self._served.created_s,
             "owned_by": "trimaran",
         }
         longest = facts_of(served.pipeline).get("max_seq_len")

@@ -14,11 +14,11 @@ from trimaran.server.http.messages import json_response
 from trimaran.server.http.pending_bodies import PendingBodies
 from trimaran.server.models.encoded_texts import EncodedTexts, Ids
 from trimaran.server.models.tokenizer import INLINE_IDS
-from trimaran.server.openai.catalogue import Catalogue, facts_of
 from trimaran.server.openai.endpoint import GenerationEndpoint
 from trimaran.server.openai.errors import ApiError
 from trimaran.server.openai.fields import Fields, list_of
-from trimaran.server.openai.requests import Offer, find_offer, read_ids, render_chat
+from trimaran.server.openai.models import OpenAIModels, facts_of
+from trimaran.server.openai.requests import ChatModel, find_chat_model, read_ids, render_chat
 from trimaran.server.openai.routes import OpenAiRoute
 
 _MAX_IDS = 1 << 20
@@ -42,20 +42,20 @@ class DetokenizeRequest:
     ids: Ids
 
 
-def read_tokenize(fields: Fields, offers: Mapping[str, Offer]) -> TokenizeRequest:
+def read_tokenize(fields: Fields, chat_models: Mapping[str, ChatModel]) -> TokenizeRequest:
     """The request of ``/tokenize``: with ``prompt`` or ``messages``.
 
     Raises:
         ApiError: a member is wrong or unknown.
     """
     model = fields.needed_text("model")
-    offer = find_offer(offers, model)
+    chat_model = find_chat_model(chat_models, model)
     add_special = fields.boolean("add_special_tokens")
     text = fields.text("prompt")
     if text is None:
-        text = render_chat(fields, model, offer)
+        text = render_chat(fields, model, chat_model)
         add_special = add_special or False
-    _check_text(text, offer.max_prompt_bytes)
+    _check_text(text, chat_model.max_prompt_bytes)
     has_texts = fields.boolean("return_token_strs") or False
     fields.finish()
     return TokenizeRequest(model, text, add_special, has_texts)
@@ -96,11 +96,11 @@ class TokensEndpoint:
     """Both routes."""
 
     def __init__(
-        self, endpoint: GenerationEndpoint, pending: PendingBodies, catalogue: Catalogue
+        self, endpoint: GenerationEndpoint, pending: PendingBodies, models: OpenAIModels
     ) -> None:
         self._endpoint = endpoint
         self._pending = pending
-        self._catalogue = catalogue
+        self._models = models
 
     async def tokenize(self, request: web.BaseRequest, route: OpenAiRoute) -> web.Response:
         """The ids of a text or a chat.
@@ -108,11 +108,11 @@ class TokensEndpoint:
         Raises:
             RequestError: the request is wrong.
         """
-        asked: TokenizeRequest = await self._read(request, read_tokenize, is_chat=True)
-        served = await self._catalogue.find(asked.model)
+        wanted: TokenizeRequest = await self._read(request, read_tokenize, is_chat=True)
+        served = await self._models.find(wanted.model)
         tokenizer = served.pipeline.steps.tokenizer
-        add_special = asked.add_special_tokens
-        found = await tokenizer.encode([asked.text], add_special is None or add_special)
+        add_special = wanted.add_special_tokens
+        found = await tokenizer.encode([wanted.text], add_special is None or add_special)
         longest = facts_of(served.pipeline).get("max_seq_len")
 
         def answer() -> web.Response:
@@ -123,7 +123,7 @@ class TokensEndpoint:
                     "count": len(ids),
                     "max_model_len": longest,
                     "tokens": ids,
-                    "token_strs": texts if asked.has_token_texts else None,
+                    "token_strs": texts if wanted.has_token_texts else None,
                 }
             )
 
@@ -136,20 +136,20 @@ class TokensEndpoint:
         Raises:
             RequestError: the request is wrong.
         """
-        asked: DetokenizeRequest = await self._read(request, read_detokenize)
-        served = await self._catalogue.find(asked.model)
-        lengths = np.array([len(asked.ids)], np.int64)
+        wanted: DetokenizeRequest = await self._read(request, read_detokenize)
+        served = await self._models.find(wanted.model)
+        lengths = np.array([len(wanted.ids)], np.int64)
         tokenizer = served.pipeline.steps.tokenizer
         (text,) = await tokenizer.decode_each(
-            EncodedTexts(asked.ids, lengths), skip_special_tokens=False
+            EncodedTexts(wanted.ids, lengths), skip_special_tokens=False
         )
         answer = partial(json_response, {"prompt": text})
-        is_short = len(asked.ids) <= INLINE_IDS
+        is_short = len(wanted.ids) <= INLINE_IDS
         return answer() if is_short else await tokenizer.in_thread(answer)
 
     async def _read(
         self, request: web.BaseRequest, reader: Any, *, is_chat: bool = False
     ) -> Any:
-        with self._pending.share() as share:
-            body = await self._endpoint.read_body(request, share)
+        with self._pending.body() as memory:
+            body = await self._endpoint.read_body(request, memory)
             return await self._endpoint.read(body, reader, is_chat=is_chat)

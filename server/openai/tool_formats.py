@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from trimaran.server.openai.pythonic_calls import PythonicSection
-from trimaran.server.openai.segments import MalformedError, Scanner, Section, Steps
+from trimaran.server.openai.output_parser import MalformedError, Scanner, Steps, ToolParser
+from trimaran.server.openai.pythonic_calls import PythonicToolParser
 from trimaran.server.openai.structural_tags import (
     Pieces,
     Schema,
@@ -113,7 +113,7 @@ def _as_object(text: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class HermesSection(Section):
+class HermesToolParser(ToolParser):
     """A JSON object between two literals."""
 
     opening: str = "<tool_call>"
@@ -122,11 +122,11 @@ class HermesSection(Section):
 
     @property
     def openings(self) -> tuple[str, ...]:
-        """See `Section`."""
+        """See `ToolParser`."""
         return (self.opening,)
 
     def read(self, scanner: Scanner, opening: str) -> Steps:
-        """See `Section`."""
+        """See `ToolParser`."""
         yield from self.call.read(scanner)
         yield from scanner.space()
         yield from scanner.take(self.closing)
@@ -143,7 +143,7 @@ class HermesSection(Section):
 
 
 @dataclass(frozen=True, slots=True)
-class LlamaSection(Section):
+class LlamaToolParser(ToolParser):
     """The whole output is JSON objects with semicolons between."""
 
     call: JsonCall = field(
@@ -152,16 +152,16 @@ class LlamaSection(Section):
 
     @property
     def openings(self) -> tuple[str, ...]:
-        """See `Section`."""
+        """See `ToolParser`."""
         return ("<|python_tag|>",)
 
     @property
     def is_at_start(self) -> bool:
-        """See `Section`."""
+        """See `ToolParser`."""
         return True
 
     def read(self, scanner: Scanner, opening: str) -> Steps:
-        """See `Section`."""
+        """See `ToolParser`."""
         if not opening:
             yield from scanner.space()
             yield from scanner.take(*self.openings)
@@ -179,7 +179,7 @@ class LlamaSection(Section):
 
 
 @dataclass(frozen=True, slots=True)
-class MistralSection(Section):
+class MistralToolParser(ToolParser):
     """A literal, then a list of JSON objects, or a name and its arguments."""
 
     opening: str = "[TOOL_CALLS]"
@@ -187,11 +187,11 @@ class MistralSection(Section):
 
     @property
     def openings(self) -> tuple[str, ...]:
-        """See `Section`."""
+        """See `ToolParser`."""
         return (self.opening,)
 
     def read(self, scanner: Scanner, opening: str) -> Steps:
-        """See `Section`."""
+        """See `ToolParser`."""
         first = yield from scanner.space()
         if first not in ("[", "{"):
             yield from self._named(scanner)
@@ -229,7 +229,7 @@ class MistralSection(Section):
 
 
 @dataclass(frozen=True, slots=True)
-class DeepSeekSection(Section):
+class DeepSeekToolParser(ToolParser):
     """Names and JSON arguments between literals."""
 
     before_name: str = ""
@@ -242,11 +242,11 @@ class DeepSeekSection(Section):
 
     @property
     def openings(self) -> tuple[str, ...]:
-        """See `Section`."""
+        """See `ToolParser`."""
         return (self.begins,)
 
     def read(self, scanner: Scanner, opening: str) -> Steps:
-        """See `Section`."""
+        """See `ToolParser`."""
         while True:
             yield from scanner.space()
             yield from scanner.expect(self.begin + self.before_name)
@@ -282,7 +282,7 @@ _VALUE_ENDS = ("\n</parameter>", "</parameter>")
 
 
 @dataclass(frozen=True, slots=True)
-class XmlSection(Section):
+class XmlToolParser(ToolParser):
     """Functions and parameters as tags, whose values are texts or JSON by their schema."""
 
     opening: str = "<tool_call>"
@@ -290,11 +290,11 @@ class XmlSection(Section):
 
     @property
     def openings(self) -> tuple[str, ...]:
-        """See `Section`."""
+        """See `ToolParser`."""
         return (self.opening,)
 
     def read(self, scanner: Scanner, opening: str) -> Steps:
-        """See `Section`."""
+        """See `ToolParser`."""
         yield from scanner.space()
         yield from scanner.expect("<function=")
         name = yield from scanner.until((">",))
@@ -360,22 +360,22 @@ def _json_of(text: str) -> str:
 
 
 ToolFormat = (
-    HermesSection | LlamaSection | MistralSection | DeepSeekSection | XmlSection
-    | PythonicSection
+    HermesToolParser | LlamaToolParser | MistralToolParser | DeepSeekToolParser | XmlToolParser
+    | PythonicToolParser
 )  # fmt: skip
 
 FORMATS: Mapping[str, ToolFormat] = {
-    "hermes": HermesSection(),
-    "llama3": LlamaSection(),
-    "mistral": MistralSection(),
-    "pythonic": PythonicSection(),
-    "qwen3_coder": XmlSection(),
-    "deepseek_v3": DeepSeekSection(
+    "hermes": HermesToolParser(),
+    "llama3": LlamaToolParser(),
+    "mistral": MistralToolParser(),
+    "pythonic": PythonicToolParser(),
+    "qwen3_coder": XmlToolParser(),
+    "deepseek_v3": DeepSeekToolParser(
         before_name="function<｜tool▁sep｜>",
         before_arguments="\n```json\n",
         after_arguments="\n```",
     ),
-    "deepseek_v31": DeepSeekSection(),
+    "deepseek_v31": DeepSeekToolParser(),
 }
 """By the names that vLLM and Triton's OpenAI front end use."""
 

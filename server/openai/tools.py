@@ -10,7 +10,7 @@ from typing import Any
 
 from trimaran.server.openai.errors import ApiError
 from trimaran.server.openai.fields import Fields
-from trimaran.server.openai.segments import Reasoning, Segmenter
+from trimaran.server.openai.output_parser import OutputParser, Reasoning
 from trimaran.server.openai.structural_tags import (
     Pieces,
     Schema,
@@ -40,7 +40,7 @@ class OutputForm:
 
 
 @dataclass(slots=True, kw_only=True)
-class Parsing:
+class ParserOptions:
     """How one request's outputs are cut into segments."""
 
     tool_format: str = ""
@@ -55,9 +55,9 @@ class Parsing:
     shows_special_tokens: bool = False
     """Whether special tokens are part of the form."""
 
-    def segmenter(self) -> Segmenter:
+    def parser(self) -> OutputParser:
         """For one sequence."""
-        return Segmenter(
+        return OutputParser(
             FORMATS.get(self.tool_format),
             self.tools,
             Reasoning() if self.has_reasoning else None,
@@ -184,15 +184,17 @@ def read_response_format(fields: Fields) -> Schema | bool | None:
     return schema
 
 
-def parsing_of(form: OutputForm, choice: ToolChoice, model: str, prompt: str) -> Parsing:
+def parser_options_of(
+    form: OutputForm, choice: ToolChoice, model: str, prompt: str
+) -> ParserOptions:
     """How the outputs of a request are cut.
 
     Raises:
         ApiError: tools are asked of a model whose form of calls is not known.
     """
-    parsing = Parsing(has_reasoning=form.has_reasoning)
+    options = ParserOptions(has_reasoning=form.has_reasoning)
     if form.has_reasoning:
-        parsing.starts_in_reasoning = prompt.rstrip().endswith(Reasoning().opening)
+        options.starts_in_reasoning = prompt.rstrip().endswith(Reasoning().opening)
     if choice.mode != "none":
         if not form.tool_format:
             raise ApiError(
@@ -200,16 +202,19 @@ def parsing_of(form: OutputForm, choice: ToolChoice, model: str, prompt: str) ->
                 f"written. Start the server with --tool-call-parser ({', '.join(FORMATS)}).",
                 param="tools",
             )
-        parsing.tool_format = form.tool_format
-        parsing.tools = choice.schemas
-        parsing.max_calls = 1 if choice.is_one else None
-    is_used = bool(parsing.tool_format or parsing.has_reasoning)
-    parsing.shows_special_tokens = is_used and bool(form.special)
-    return parsing
+        options.tool_format = form.tool_format
+        options.tools = choice.schemas
+        options.max_calls = 1 if choice.is_one else None
+    is_used = bool(options.tool_format or options.has_reasoning)
+    options.shows_special_tokens = is_used and bool(form.special)
+    return options
 
 
 def guide_of(
-    form: OutputForm, choice: ToolChoice, parsing: Parsing, answer: Schema | bool | None
+    form: OutputForm,
+    choice: ToolChoice,
+    options: ParserOptions,
+    answer: Schema | bool | None,
 ) -> dict[str, str]:
     """The guide's inputs of the token model: calls that must come, or the JSON of an answer.
     Empty where any text may come.
@@ -228,7 +233,7 @@ def guide_of(
     content = _json(answer) if calls is None and answer is not None else calls
     assert content is not None
     if form.has_reasoning:
-        content = _behind_reasoning(content, pieces, is_open=parsing.starts_in_reasoning)
+        content = _behind_reasoning(content, pieces, is_open=options.starts_in_reasoning)
     tag = {"type": "structural_tag", "format": content}
     return {_GUIDE_TYPE: "structural_tag", _GUIDE: json.dumps(tag)}
 

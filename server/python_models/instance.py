@@ -55,7 +55,7 @@ class Instance:
         self._capacity = 1
         self._is_closing = False
         self.is_ready = False
-        self.has_given_up = False
+        self.has_failed = False
         self._jobs: dict[int, Job] = {}
         self._batches: set[int] = set()
         self._numbers = itertools.count(1)
@@ -200,7 +200,7 @@ class Instance:
             "Model instance '%s' %s: given up after %d deaths within %g s. Mend its code and "
             "load the model again.", self._name, how, len(self._deaths), DEATHS_WINDOW_S,
         )  # fmt: skip
-        self.has_given_up = True
+        self.has_failed = True
         self._on_free()
 
 

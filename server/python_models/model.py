@@ -157,7 +157,7 @@ class PythonModel:
 
     def _dispatch(self) -> None:
         """Give batches to the instances that are free."""
-        if all(instance.has_given_up for instance in self._instances):
+        if all(instance.has_failed for instance in self._instances):
             for job in self._queue.drain():
                 job.take(self._dead())
         while len(self._queue):
@@ -188,7 +188,7 @@ class PythonModel:
             job.take(RequestError("Request timeout expired", ErrorKind.UNAVAILABLE))
 
     def _check_alive(self) -> None:
-        if all(instance.has_given_up for instance in self._instances):
+        if all(instance.has_failed for instance in self._instances):
             raise self._dead()
 
     def _dead(self) -> RequestError:

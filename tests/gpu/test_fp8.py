@@ -186,7 +186,7 @@ def test_layers_of_every_format_give_the_results_of_the_cpu(form, tmp_path):
                  "layers.1.mlp.down_proj", "layers.1.attention.o_proj"):  # fmt: skip
         layer, other = ours.get_submodule(path), theirs.get_submodule(path)
         for rows in (1, 20, 100):
-            x = torch.randn((rows, layer.input_share.size), dtype=torch.bfloat16)
+            x = torch.randn((rows, layer.input_partition.size), dtype=torch.bfloat16)
             found, expected = layer.forward(x.cuda()), other.forward(x.float())
             assert error(found.cpu(), expected) < TOLERANCE, (path, rows)
 

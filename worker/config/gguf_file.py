@@ -313,8 +313,8 @@ def _llama3_scaling(file: GgufFile, values: Mapping[str, Any]) -> dict[str, Any]
     for index in range(len(stored)):
         base = values.get("rope_theta", 10000.0)
         turns = _LLAMA3_LENGTH / (2 * math.pi * base ** (2 * index / values["head_dim"]))
-        share = min(1.0, max(0.0, (turns - low) / (high - low)))
-        expected.append(1.0 / ((1.0 - share) / factor + share))
+        ramp = min(1.0, max(0.0, (turns - low) / (high - low)))
+        expected.append(1.0 / ((1.0 - ramp) / factor + ramp))
     pairs = zip(stored, expected, strict=True)
     is_known = len(stored) * 2 == values["head_dim"] and all(
         abs(one - other) <= _FACTOR_ERROR * other for one, other in pairs

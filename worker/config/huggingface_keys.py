@@ -45,20 +45,20 @@ def rope(values: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
 
     Only for families that rotate whole heads.
     """
-    base, scaling, share = partial_rope(values)
-    if share != 1.0:
+    base, scaling, fraction = partial_rope(values)
+    if fraction != 1.0:
         raise ConfigError(
-            f"partial_rotary_factor is {share}, which is not served. It must be 1"
+            f"partial_rotary_factor is {fraction}, which is not served. It must be 1"
         )
     return base, scaling
 
 
 def partial_rope(
-    values: Mapping[str, Any], share: float = 1.0
+    values: Mapping[str, Any], fraction: float = 1.0
 ) -> tuple[float, dict[str, Any] | None, float]:
     """Rotary base, scaling, and the fraction of a head's dims that is rotated.
 
-    ``share`` is the default of the fraction. Lengths that scalings depend on are completed as
+    ``fraction`` is the default. Lengths that scalings depend on are completed as
     in transformers.
     """
     scaling = rotation(values)
@@ -68,7 +68,7 @@ def partial_rope(
     if kind in _STRETCHED:
         _complete_lengths(values, scaling)
     plain = kind == "default"
-    return base, None if plain else scaling, share if named is None else float(named)
+    return base, None if plain else scaling, fraction if named is None else float(named)
 
 
 def rotation(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -46,8 +46,10 @@ def from_gpt_neox(values: Mapping[str, Any]) -> dict[str, Any]:
     head_size = head_size_of(hidden, heads)
     # Outside of the rotation's dictionary the keys have names of this family alone.
     outside = {"rope_theta": values.get("rotary_emb_base"), "partial_rotary_factor": None}
-    base, scaling, share = partial_rope({**values, **outside}, values.get("rotary_pct", 0.25))
-    check_positive("rotary_pct times the head size", int(head_size * share))
+    base, scaling, fraction = partial_rope(
+        {**values, **outside}, values.get("rotary_pct", 0.25)
+    )
+    check_positive("rotary_pct times the head size", int(head_size * fraction))
     return {
         "hidden_size": hidden,
         "intermediate_size": values["intermediate_size"],
@@ -60,7 +62,7 @@ def from_gpt_neox(values: Mapping[str, Any]) -> dict[str, Any]:
         "hidden_act": activation_name(values.get("hidden_act", "gelu")),
         "position_embedding_type": "rope_gpt_neox",
         "rotary_base": base,
-        "rotary_size": int(head_size * share),
+        "rotary_size": int(head_size * fraction),
         "rope_scaling": scaling,
         "tie_word_embeddings": bool(values.get("tie_word_embeddings", False)),
         "attn_bias": bool(values.get("attention_bias", True)),
@@ -111,8 +113,8 @@ def from_phi(values: Mapping[str, Any]) -> dict[str, Any]:
     """Phi 1 and 2: half of each head is rotated unless the configuration names the fraction."""
     heads, hidden = values["num_attention_heads"], values["hidden_size"]
     head_size = head_size_of(hidden, heads)
-    base, scaling, share = partial_rope(values, 0.5)
-    check_positive("partial_rotary_factor times the head size", int(head_size * share))
+    base, scaling, fraction = partial_rope(values, 0.5)
+    check_positive("partial_rotary_factor times the head size", int(head_size * fraction))
     return {
         "hidden_size": hidden,
         "intermediate_size": values["intermediate_size"],
@@ -125,7 +127,7 @@ def from_phi(values: Mapping[str, Any]) -> dict[str, Any]:
         "hidden_act": activation_name(values.get("hidden_act", "gelu_new")),
         "position_embedding_type": "rope_gpt_neox",
         "rotary_base": base,
-        "rotary_size": int(head_size * share),
+        "rotary_size": int(head_size * fraction),
         "rope_scaling": scaling,
         "tie_word_embeddings": bool(values.get("tie_word_embeddings", False)),
         "attn_bias": True,

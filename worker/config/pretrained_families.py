@@ -119,10 +119,10 @@ def _from_qwen3(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _from_phi3(values: Mapping[str, Any]) -> dict[str, Any]:
-    base, scaling, share = partial_rope(_as_longrope(values))
+    base, scaling, fraction = partial_rope(_as_longrope(values))
     plain = {"rope_scaling": None, "rope_parameters": {"rope_theta": base}}
     common = _from_mistral({**values, **plain, "partial_rotary_factor": None})
-    rotated = int(common["head_size"] * share)
+    rotated = int(common["head_size"] * fraction)
     check_positive("partial_rotary_factor times the head size", rotated)
     return {
         **common,

@@ -76,8 +76,8 @@ def num_chunk_chars(num_bytes: int) -> int:
 def _digests(text: str) -> list[bytes]:
     digests = bytes.fromhex(text)
     return [
-        digests[place : place + _DIGEST_BYTES]
-        for place in range(0, len(digests), _DIGEST_BYTES)
+        digests[offset : offset + _DIGEST_BYTES]
+        for offset in range(0, len(digests), _DIGEST_BYTES)
     ]
 
 

@@ -269,8 +269,8 @@ def _first_steps(
         group.free()
     if graphs:
         # Each graph keeps the memory of its largest step.
-        share = max(prompts, default=0) / limits.max_num_batched_tokens
-        step_bytes += max(decode_bytes, int(share * prompt_bytes))
+        fraction = max(prompts, default=0) / limits.max_num_batched_tokens
+        step_bytes += max(decode_bytes, int(fraction * prompt_bytes))
     return step_bytes
 
 

@@ -140,9 +140,9 @@ class Placement:
 def _copies(tokens_X: IntArray, num_parts: int, num_slots: int) -> IntArray:
     copies = np.ones(len(tokens_X), dtype=np.int64)
     for _ in range(num_slots - len(tokens_X)):
-        shares = np.where(copies < num_parts, tokens_X / copies, 0.0)
-        busiest = int(shares.argmax())
-        if shares[busiest] <= 0:
+        loads = np.where(copies < num_parts, tokens_X / copies, 0.0)
+        busiest = int(loads.argmax())
+        if loads[busiest] <= 0:
             break
         copies[busiest] += 1
     return copies

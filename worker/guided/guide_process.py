@@ -31,7 +31,7 @@ NUM_SLOTS = 128
 BEGUN = b"begun"
 TOO_LARGE = "too large"
 COMPLETE, OPEN, REJECTED = 1, 0, -1
-"""What follows a question's ids; `REJECTED` less the place of an id that may not come."""
+"""What follows a question's ids; `REJECTED` less the index of an id that may not come."""
 
 _PR_SET_PDEATHSIG = 1
 _CACHE_BYTES = 1 << 25
@@ -193,9 +193,9 @@ class _Copy:
         if matcher is None:
             matcher = self._matchers[number] = self._guide.start(end_id)
         status = OPEN
-        for place, token_id in enumerate(ids):
+        for index, token_id in enumerate(ids):
             if not matcher.accept(token_id):
-                status = REJECTED - place
+                status = REJECTED - index
                 break
         else:
             status = COMPLETE if matcher.fill(self._masks, slot) else OPEN

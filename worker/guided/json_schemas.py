@@ -27,24 +27,24 @@ def check_pattern(pattern: str) -> None:
         anchor.
     """
     depth = 0
-    for place, character in _syntax(pattern):
+    for index, character in _syntax(pattern):
         depth += (character == "(") - (character == ")")
         if depth > MAX_GROUP:
             raise RequestError(
                 f"groups nest deeper than {MAX_GROUP} in the regular expression that begins "
                 f"with {pattern[:20]!r}. Write it with fewer parentheses."
             )
-        if pattern.startswith(_LOOKS, place):
+        if pattern.startswith(_LOOKS, index):
             raise RequestError(
-                f"{pattern[place : place + 3]!r} at place {place} of a regular expression "
+                f"{pattern[index : index + 3]!r} at position {index} of a regular expression "
                 "looks ahead, which cannot be followed. Leave it out."
             )
-        is_start = place == 0 or pattern[place - 1] in "(|:"
-        is_end = place + 1 == len(pattern) or pattern[place + 1] in ")|"
+        is_start = index == 0 or pattern[index - 1] in "(|:"
+        is_end = index + 1 == len(pattern) or pattern[index + 1] in ")|"
         if (character == "^" and not is_start) or (character == "$" and not is_end):
             raise RequestError(
-                f"{character!r} at place {place} is inside of a regular expression, where it "
-                f"cannot be followed. Write \\{character} for the character itself, or leave "
+                f"{character!r} at position {index} is inside of a regular expression, where "
+                f"it cannot be followed. Write \\{character} for the character itself or leave "
                 "it out: the whole text matches."
             )
 
@@ -61,7 +61,7 @@ def in_ascii(pattern: str) -> str:
 def _syntax(pattern: str) -> Iterator[tuple[int, str]]:
     """(position, character) of all unescaped characters outside of character classes."""
     is_escaped, in_class = False, False
-    for place, character in enumerate(pattern):
+    for index, character in enumerate(pattern):
         if is_escaped:
             is_escaped = False
         elif character == "\\":
@@ -71,7 +71,7 @@ def _syntax(pattern: str) -> Iterator[tuple[int, str]]:
         elif character == "[":
             in_class = True
         else:
-            yield place, character
+            yield index, character
 
 
 MAX_LEVELS = 100

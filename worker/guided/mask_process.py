@@ -199,9 +199,9 @@ class MaskProcess:
                 continue
             self._asked[slot] = None
             if status <= REJECTED:
-                place = REJECTED - status
+                index = REJECTED - status
                 guide.error = RequestError(
-                    f"the id at place {place} of the output does not follow the guide"
+                    f"the id at index {index} of the output does not follow the guide"
                 )
                 continue
             mask = self._masks[slot].copy()

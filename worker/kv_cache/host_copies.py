@@ -105,12 +105,12 @@ class HostCopies:
             if drained is not None:
                 main.wait_event(drained)
             staged = self._staging[self._turn, : len(piece)]
-            places = to_device(piece[:, 0].astype("int64"), self._blocks.device)
-            torch.index_select(self._blocks, 0, places, out=staged)
+            blocks = to_device(piece[:, 0].astype("int64"), self._blocks.device)
+            torch.index_select(self._blocks, 0, blocks, out=staged)
             self._stream.wait_stream(main)
             with torch.cuda.stream(self._stream):
-                for place, slot in enumerate(piece[:, 1].tolist()):
-                    self._host[slot].copy_(staged[place], non_blocking=True)
+                for index, slot in enumerate(piece[:, 1].tolist()):
+                    self._host[slot].copy_(staged[index], non_blocking=True)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._stream)
             self._drained[self._turn] = event

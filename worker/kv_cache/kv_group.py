@@ -102,6 +102,6 @@ def layer_views(groups: list[KVGroup]) -> list[Tensor]:
     views: dict[int, Tensor] = {}
     for group in groups:
         assert group.pool is not None
-        for place, layer in enumerate(group.layers):
-            views[layer] = group.pool[:, place]
+        for index, layer in enumerate(group.layers):
+            views[layer] = group.pool[:, index]
     return [views[layer] for layer in sorted(views)]

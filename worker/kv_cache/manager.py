@@ -281,11 +281,11 @@ class KVCacheManager:
             host.pin([slots[i] for i in wanted])
             taken = self.pools[group].allocate(len(wanted), table)
             assert taken is not None, "a prefix was begun without room for what is loaded"
-            places = dict(zip(wanted, taken, strict=True))
+            block_of = dict(zip(wanted, taken, strict=True))
             # Blocks outside of the window are never read: any written block will do.
             filler = (taken or table or [0])[0]
-            table += [places.get(i, filler) for i in range(len(slots))]
-            blocks.load += [(group, slots[i], places[i]) for i in wanted]
+            table += [block_of.get(i, filler) for i in range(len(slots))]
+            blocks.load += [(group, slots[i], block_of[i]) for i in wanted]
         self._loads += blocks.load
         self.prefixes.under_way.update(blocks.hashes[num_shared : blocks.num_blocks])
 

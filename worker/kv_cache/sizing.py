@@ -12,7 +12,7 @@ from trimaran.worker.config.host_limits import free_memory_bytes
 
 logger = logging.getLogger(__name__)
 
-CPU_SHARE = 0.5
+CPU_FRACTION = 0.5
 """Fraction of a CPU host's free memory for the cache; other processes need the rest."""
 
 CPU_MAX_BYTES = 4 << 30
@@ -24,8 +24,8 @@ def free_bytes(device: torch.device, ranks_on_host: int) -> int:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(device)[0]
-    share = int(free_memory_bytes() * CPU_SHARE) // ranks_on_host
-    return min(share, CPU_MAX_BYTES)
+    each_bytes = int(free_memory_bytes() * CPU_FRACTION) // ranks_on_host
+    return min(each_bytes, CPU_MAX_BYTES)
 
 
 def blocks_that_fit(

@@ -69,12 +69,12 @@ class ExpertDispatch:
         """This rank's part of the weighted sums, [T, D]. Collective over all dp ranks."""
         num_tokens, most = x_TD.shape[0], self._bound.most_tokens
         is_bounded = 0 < most <= MOST_TO_ALL
-        share = -(-(most if is_bounded else num_tokens) // self._tp.size)
-        first = min(self._tp.rank * share, num_tokens)
-        own = slice(first, min(first + share, num_tokens))
+        num_rows = -(-(most if is_bounded else num_tokens) // self._tp.size)
+        first = min(self._tp.rank * num_rows, num_tokens)
+        own = slice(first, min(first + num_rows, num_tokens))
         rows_S = torch.cat([_bytes_of(each[own]) for each in (weights_TC, ids_TC, x_TD)], dim=1)
         if is_bounded:
-            sums_SD = self._through_all(rows_S, share, x_TD)
+            sums_SD = self._through_all(rows_S, num_rows, x_TD)
         else:
             delivery = self._send(rows_S, ids_TC[own])
             found_RD = self._run(delivery.rows, x_TD)
@@ -93,18 +93,18 @@ class ExpertDispatch:
         ids = nothing.to(torch.int32)
         self.forward(weight.new_empty((0, weight.shape[-1])), nothing.float(), ids)
 
-    def _through_all(self, rows_S: Tensor, share: int, like: Tensor) -> Tensor:
-        """Float32 sums [S, D] of all ranks' results, where each rank sends ``share`` rows."""
+    def _through_all(self, rows_S: Tensor, num_rows: int, like: Tensor) -> Tensor:
+        """Float32 sums [S, D] of all ranks' results; each rank sends ``num_rows`` rows."""
         num_own, size = len(rows_S), self._ranks.size
-        padded = rows_S.new_zeros((share, rows_S.shape[1]))
+        padded = rows_S.new_zeros((num_rows, rows_S.shape[1]))
         padded[:num_own] = rows_S
         ids = slice(_WORD * self._num_chosen, 2 * _WORD * self._num_chosen)
         # All bytes of `_NOWHERE` are ones.
         padded[num_own:, ids] = _NOWHERE % 256
         found_RD = self._run(self._ranks.all_gather(padded, 0), like)
-        returned = self._ranks.all_to_all(found_RD, [[share] * size] * size)
+        returned = self._ranks.all_to_all(found_RD, [[num_rows] * size] * size)
         sums_SD = like.new_zeros((num_own, like.shape[1]), dtype=torch.float32)
-        for rows in returned.view(size, share, -1)[:, :num_own]:
+        for rows in returned.view(size, num_rows, -1)[:, :num_own]:
             sums_SD += rows.float()
         return sums_SD
 

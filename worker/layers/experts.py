@@ -19,7 +19,7 @@ from trimaran.worker.layers.linear import (
     MergedColumnParallelLinear,
     RowParallelLinear,
     check_shape,
-    copy_share,
+    copy_partition,
 )
 from trimaran.worker.parallel.partition import even_partition
 from trimaran.worker.parallel.tensor_parallel import PendingSum, can_wait, split
@@ -134,11 +134,11 @@ class Experts(nn.Module):
         self._inner = config.moe_intermediate_size
         numbers = expert_numbers(config, context)
         self.first, num_experts = numbers.start, len(numbers)
-        num_shares = split("expert_ranks", ranks.size, num_parts)
-        self._share = even_partition(
-            self._inner, ranks.rank // num_parts, num_shares, multiple=context.share_multiple
+        num_cuts = split("expert_ranks", ranks.size, num_parts)
+        self._partition = even_partition(
+            self._inner, ranks.rank // num_parts, num_cuts, multiple=context.partition_multiple
         )
-        local = self._share.size
+        local = self._partition.size
         self.gate_up = context.empty(num_experts, 2 * local, self._hidden)
         self.down = context.empty(num_experts, self._hidden, local)
         self._ops = context.ops
@@ -169,11 +169,13 @@ class Experts(nn.Module):
         matrix = parameter.data[int(number) - self.first]
         if part == "down":
             check_shape(loaded, (self._hidden, self._inner))
-            copy_share(loaded.t(), matrix.t(), self._share)
+            copy_partition(loaded.t(), matrix.t(), self._partition)
             return
         check_shape(loaded, (self._inner, self._hidden))
-        rows = self._share.size
-        copy_share(loaded, matrix[:rows] if part == "gate" else matrix[rows:], self._share)
+        rows = self._partition.size
+        copy_partition(
+            loaded, matrix[:rows] if part == "gate" else matrix[rows:], self._partition
+        )
 
 
 class SharedExpert(nn.Module):

@@ -10,7 +10,7 @@ from trimaran.worker.layers.linear import (
     QKVParallelLinear,
     RowParallelLinear,
     check_shape,
-    copy_share,
+    copy_partition,
 )
 from trimaran.worker.parallel.partition import DimPartition
 
@@ -56,7 +56,7 @@ def sum_of_products(*products: tuple[RowParallelLinear, Tensor]) -> Tensor:
     first = products[0][0]
     if first.tp.size == 1:
         return _add_up([layer.forward(x_TE) for layer, x_TE in products])
-    total_TD = first.tp.all_reduce(_add_up([_share(layer, x_TE) for layer, x_TE in products]))
+    total_TD = first.tp.all_reduce(_add_up([_partial(layer, x_TE) for layer, x_TE in products]))
     for layer, _ in products:
         # After the all-reduce, because every rank holds the whole bias.
         if layer.bias is not None:
@@ -64,7 +64,7 @@ def sum_of_products(*products: tuple[RowParallelLinear, Tensor]) -> Tensor:
     return total_TD
 
 
-def _share(layer: RowParallelLinear, x_TE: Tensor) -> Tensor:
+def _partial(layer: RowParallelLinear, x_TE: Tensor) -> Tensor:
     """This rank's part of a layer's output, without the bias."""
     output_TD = layer.method.apply(layer, x_TE, None)
     return layer.lora.apply(x_TE, output_TD) if layer.lora.is_active else output_TD
@@ -112,7 +112,7 @@ class HeadMatrices(nn.Module):
         heads = loaded.view(-1, self._head_rows, self._whole_shape[1])
         ours = heads[:, self._rows.start : self._rows.stop]
         ours = ours.transpose(1, 2) if self._is_transposed else ours
-        copy_share(ours, parameter.data, self._heads)
+        copy_partition(ours, parameter.data, self._heads)
 
 
 class BiasedLMHead(ParallelLMHead):

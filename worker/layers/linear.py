@@ -58,7 +58,7 @@ class LayerContext:
         self.max_seq_len = max_seq_len
         self.linear_method: LinearMethod = UnquantizedLinearMethod(ops)
         self.quantization = quantization
-        self.share_multiple = max(quantization.block_sizes) if quantization else 1
+        self.partition_multiple = max(quantization.block_sizes) if quantization else 1
         """Ranks' shares of inner widths are multiples of this, so that no block of values with
         one scale is cut."""
 
@@ -67,9 +67,11 @@ class LayerContext:
         """The device of the weights of linear layers as they are made."""
         return self.device if self.quantization is None else _META
 
-    def share_of(self, whole: int) -> DimPartition:
+    def partition_of(self, whole: int) -> DimPartition:
         """This tensor rank's share of an inner width."""
-        return even_partition(whole, self.tp.rank, self.tp.size, multiple=self.share_multiple)
+        return even_partition(
+            whole, self.tp.rank, self.tp.size, multiple=self.partition_multiple
+        )
 
     def alone(self) -> LayerContext:
         """A context for layers that every rank holds and computes whole."""
@@ -147,7 +149,7 @@ class ParallelLinear(nn.Module):
         raise NotImplementedError
 
     @property
-    def input_share(self) -> DimPartition:
+    def input_partition(self) -> DimPartition:
         """The inputs of this rank."""
         raise NotImplementedError
 
@@ -179,8 +181,8 @@ class MergedColumnParallelLinear(ParallelLinear):
         self._parts: dict[str, OutputPart] = {}
         offset = 0
         for name, whole in parts.items():
-            self._parts[name] = OutputPart(_share_of(whole, context), offset)
-            offset += self._parts[name].share.size
+            self._parts[name] = OutputPart(_partition_of(whole, context), offset)
+            offset += self._parts[name].partition.size
         return offset
 
     def weight_loader(self, parameter: nn.Parameter, loaded: Tensor, shard: str = "") -> None:
@@ -190,14 +192,16 @@ class MergedColumnParallelLinear(ParallelLinear):
         """
         tail = (self._in_features,) if loaded.dim() == 2 else ()
         if shard == "*":
-            sizes = [part.share.whole for part in self._parts.values()]
+            sizes = [part.partition.whole for part in self._parts.values()]
             check_shape(loaded, (sum(sizes), *tail))
             for name, rows in zip(self._parts, torch.split(loaded, sizes), strict=True):
                 self.weight_loader(parameter, rows, name)
             return
         part = self._parts[shard]
-        check_shape(loaded, (part.share.whole, *tail))
-        copy_share(loaded, parameter.data.narrow(0, part.offset, part.share.size), part.share)
+        check_shape(loaded, (part.partition.whole, *tail))
+        copy_partition(
+            loaded, parameter.data.narrow(0, part.offset, part.partition.size), part.partition
+        )
 
     @property
     def output_parts(self) -> dict[str, OutputPart]:
@@ -205,7 +209,7 @@ class MergedColumnParallelLinear(ParallelLinear):
         return self._parts
 
     @property
-    def input_share(self) -> DimPartition:
+    def input_partition(self) -> DimPartition:
         """Every rank has all inputs."""
         return even_partition(self._in_features, 0, 1)
 
@@ -248,12 +252,12 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         lora: LoRAMethod | None = None,
     ) -> None:
         tp = context.tp
-        shares = partition_heads(num_heads, num_kv_heads, tp.rank, tp.size)
-        self.num_heads, self.num_kv_heads = shares.queries.size, shares.keys.size
-        self.output_share = shares.queries.times(head_size)
+        heads = partition_heads(num_heads, num_kv_heads, tp.rank, tp.size)
+        self.num_heads, self.num_kv_heads = heads.queries.size, heads.keys.size
+        self.output_partition = heads.queries.times(head_size)
         """The outputs of this rank's query heads."""
-        keys = shares.keys.times(head_size)
-        stacked = {"q": self.output_share, "k": keys, "v": keys}
+        keys = heads.keys.times(head_size)
+        stacked = {"q": self.output_partition, "k": keys, "v": keys}
         rows = self._stack(stacked, hidden_size, context)
         ParallelLinear.__init__(
             self, context, (rows, hidden_size), bias=bias, method=method, lora=lora
@@ -267,7 +271,7 @@ class QKVParallelLinear(MergedColumnParallelLinear):
 
     def keys_and_values(self, x_TD: Tensor) -> Tensor:
         """The keys and values of `forward` [T, 2 * K * H]; only if it `is_separable`."""
-        first = self.output_share.size
+        first = self.output_partition.size
         bias = None if self.bias is None else self.bias[first:]
         return self._linear(x_TD, self.weight[first:], bias)
 
@@ -288,11 +292,11 @@ class RowParallelLinear(ParallelLinear):
         method: LinearMethod | None = None,
         lora: LoRAMethod | None = None,
     ) -> None:
-        self._share = _share_of(in_features, context)
-        self._whole_shape = (out_features, self._share.whole)
+        self._partition = _partition_of(in_features, context)
+        self._whole_shape = (out_features, self._partition.whole)
         self._add_linear = context.ops.add_linear
         self._linear_parts = context.ops.linear_parts
-        local_shape = out_features, self._share.size
+        local_shape = out_features, self._partition.size
         super().__init__(context, local_shape, bias=bias, method=method, lora=lora)
 
     def forward(self, x_TD: Tensor) -> Tensor:
@@ -333,7 +337,7 @@ class RowParallelLinear(ParallelLinear):
             parameter.data.copy_(loaded)
             return
         check_shape(loaded, self._whole_shape)
-        copy_share(loaded.t(), parameter.data.t(), self._share)
+        copy_partition(loaded.t(), parameter.data.t(), self._partition)
 
     @property
     def output_parts(self) -> dict[str, OutputPart]:
@@ -341,24 +345,24 @@ class RowParallelLinear(ParallelLinear):
         return {"": OutputPart(even_partition(self._whole_shape[0], 0, 1), 0)}
 
     @property
-    def input_share(self) -> DimPartition:
+    def input_partition(self) -> DimPartition:
         """This rank's inputs."""
-        return self._share
+        return self._partition
 
 
 @dataclass(frozen=True, slots=True)
 class OutputPart:
     """This rank's shard of one of the stacked weights, and its first row there."""
 
-    share: DimPartition
+    partition: DimPartition
     offset: int
 
 
-def _share_of(whole: int | DimPartition, context: LayerContext) -> DimPartition:
-    return whole if isinstance(whole, DimPartition) else context.share_of(whole)
+def _partition_of(whole: int | DimPartition, context: LayerContext) -> DimPartition:
+    return whole if isinstance(whole, DimPartition) else context.partition_of(whole)
 
 
-def copy_share(loaded: Tensor, target: Tensor, share: DimPartition) -> None:
+def copy_partition(loaded: Tensor, target: Tensor, partition: DimPartition) -> None:
     """Copy a rank's share of the rows of a whole tensor to ``target``, padded with zeros."""
-    target[: share.count].copy_(loaded.narrow(0, share.first, share.count))
-    target[share.count :].zero_()
+    target[: partition.count].copy_(loaded.narrow(0, partition.first, partition.count))
+    target[partition.count :].zero_()

@@ -41,8 +41,8 @@ class OutgoingAdapter:
     def chunks(self) -> Iterator[memoryview]:
         """All weights in order, in chunks that are small enough to be sent before one step."""
         for part in self.parts:
-            for place in range(0, len(part), CHUNK_BYTES):
-                yield part[place : place + CHUNK_BYTES]
+            for offset in range(0, len(part), CHUNK_BYTES):
+                yield part[offset : offset + CHUNK_BYTES]
 
 
 class ArrivingAdapter:
@@ -77,13 +77,13 @@ class ArrivingAdapter:
         """The matrices as they were sent: views of the received bytes."""
         if not self._rows:
             return
-        values, place = torch.frombuffer(self._data, dtype=self._dtype), 0
+        values, offset = torch.frombuffer(self._data, dtype=self._dtype), 0
         for module, layer, rank, num_inputs, num_outputs in self._rows:
-            at_b = place + rank * num_inputs
+            at_b = offset + rank * num_inputs
             end = at_b + rank * num_outputs
-            a, b = values[place:at_b].view(rank, -1), values[at_b:end].view(-1, rank)
+            a, b = values[offset:at_b].view(rank, -1), values[at_b:end].view(-1, rank)
             yield Matrices(module, layer, a, b)
-            place = end
+            offset = end
 
 
 def _raw(matrix: Tensor) -> memoryview:

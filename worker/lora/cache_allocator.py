@@ -31,4 +31,4 @@ class CacheAllocator:
 
     def give_back(self, first: int) -> None:
         """Free the range that begins at ``first``."""
-        self._used = [place for place in self._used if place[0] != first]
+        self._used = [extent for extent in self._used if extent[0] != first]

@@ -102,9 +102,9 @@ class AdapterTensors:
 
     def check(self, layout: AdapterLayout, max_rank: int) -> None:
         """Raise `AdapterFormatError` unless a model of this layout can use all rows."""
-        places = [f"lora_config row {n}, {list(row)}" for n, row in enumerate(self.ranks)]
-        check_modules(places, self.ranks, layout, max_rank)
-        for where, (module, layer, rank) in zip(places, self.ranks, strict=True):
+        sources = [f"lora_config row {n}, {list(row)}" for n, row in enumerate(self.ranks)]
+        check_modules(sources, self.ranks, layout, max_rank)
+        for where, (module, layer, rank) in zip(sources, self.ranks, strict=True):
             shape = layout.shape_of(module, layer)
             assert shape is not None
             needed, given = rank * sum(shape), self.weights_NK.shape[1]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from trimaran.worker.layers.linear import ParallelLinear, copy_share
+from trimaran.worker.layers.linear import ParallelLinear, copy_partition
 from trimaran.worker.models.interfaces import CausalLM
 from trimaran.worker.parallel.partition import DimPartition
 
@@ -114,8 +114,8 @@ class AdapterLayout:
         for shard, part in linear.output_parts.items():
             targets[shard] = Target(
                 index=len(self.targets),
-                inputs=linear.input_share,
-                outputs=part.share,
+                inputs=linear.input_partition,
+                outputs=part.partition,
                 offset=part.offset,
             )
             self.targets.append(targets[shard])
@@ -186,41 +186,41 @@ class AdapterLayout:
         For a GPU the memory is page-locked, so that copies are asynchronous.
         """
         data = torch.zeros(size, dtype=dtype, pin_memory=self._is_gpu)
-        placed, place = [], 0
+        placed, offset = [], 0
         for one in matrices:
             rank, first_row = one.a.shape[0], 0
             for target in self._modules.get((one.module, one.layer), ()):
                 inputs, outputs = target.inputs, target.outputs
-                a = data[place : place + rank * inputs.size].view(rank, inputs.size)
-                copy_share(one.a.t(), a.t(), inputs)
-                at_b = place + _padded(a.numel())
+                a = data[offset : offset + rank * inputs.size].view(rank, inputs.size)
+                copy_partition(one.a.t(), a.t(), inputs)
+                at_b = offset + _padded(a.numel())
                 b = data[at_b : at_b + rank * outputs.size]
                 rows = one.b.narrow(0, first_row, outputs.whole)
                 first_row += outputs.whole
                 b_rows = b.view(rank, -1).t() if is_transposed else b.view(-1, rank)
-                copy_share(rows, b_rows, outputs)
+                copy_partition(rows, b_rows, outputs)
                 shape = inputs.size, outputs.size
-                placed.append(PackedMatrices(target.index, rank, shape, place, at_b))
-                place = at_b + _padded(b.numel())
+                placed.append(PackedMatrices(target.index, rank, shape, offset, at_b))
+                offset = at_b + _padded(b.numel())
         return PackedAdapter(data, tuple(placed))
 
 
 def check_modules(
-    places: Sequence[str],
+    sources: Sequence[str],
     ranks: Sequence[tuple[int, int, int]],
     layout: AdapterLayout,
     max_rank: int,
 ) -> None:
     """Check that a model has all modules of an adapter, given as (module, layer, rank).
 
-    ``places`` are the names of the modules' positions for errors.
+    ``sources`` say in errors where each module was read.
 
     Raises:
         AdapterFormatError: a module is missing in the model, comes twice or has too large a
             rank.
     """
     seen = set()
-    for where, (module, layer, rank) in zip(places, ranks, strict=True):
+    for where, (module, layer, rank) in zip(sources, ranks, strict=True):
         if layout.shape_of(module, layer) is None:
             known = ", ".join(layout.module_names) or "none that take adapters"
             raise AdapterFormatError(

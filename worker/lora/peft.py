@@ -151,7 +151,7 @@ class PeftAdapter:
             )
         scale = _scale(config, words, a_shape[0])
         num_rows = b_shape[0] // len(modules)
-        for place, module in enumerate(modules):
+        for index, module in enumerate(modules):
             yield _Pair(
                 module=MODULE_NAMES.index(module),
                 layer=layer,
@@ -159,7 +159,7 @@ class PeftAdapter:
                 b_key=b_key,
                 a_shape=a_shape,
                 b_shape=(num_rows, *b_shape[1:]),
-                first_row=place * num_rows,
+                first_row=index * num_rows,
                 scale=scale,
             )
 
@@ -170,8 +170,8 @@ class PeftAdapter:
 
     def check(self, layout: AdapterLayout, max_rank: int) -> None:
         """Raise `AdapterFormatError` unless a model of this layout can use every matrix."""
-        places = [str(self._weights)] * len(self._pairs)
-        check_modules(places, self.ranks, layout, max_rank)
+        sources = [str(self._weights)] * len(self._pairs)
+        check_modules(sources, self.ranks, layout, max_rank)
         for pair in self._pairs:
             whole = layout.shape_of(pair.module, pair.layer)
             assert whole is not None

@@ -68,16 +68,16 @@ class LatentAttention(nn.Module):
         )
         if config.q_lora_rank:
             self.q_norm = RMSNorm(context, config.q_lora_rank, _LATENT_NORM_EPSILON)
-        share = even_partition(heads, context.tp.rank, context.tp.size, alignment=1)
+        mine = even_partition(heads, context.tp.rank, context.tp.size, alignment=1)
         self.q_proj = ColumnParallelLinear(
-            context, config.q_lora_rank or hidden, share.times(config.head_size)
+            context, config.q_lora_rank or hidden, mine.times(config.head_size)
         )
         self.kv_norm = RMSNorm(context, rank, _LATENT_NORM_EPSILON)
         keys, rows = config.qk_nope_head_dim, config.qk_nope_head_dim + config.v_head_dim
-        self.key_up = HeadMatrices(context, share, rows, range(keys), rank, is_transposed=True)
-        self.value_up = HeadMatrices(context, share, rows, range(keys, rows), rank)
+        self.key_up = HeadMatrices(context, mine, rows, range(keys), rank, is_transposed=True)
+        self.value_up = HeadMatrices(context, mine, rows, range(keys, rows), rank)
         self.o_proj = RowParallelLinear(
-            context, share.times(config.v_head_dim), hidden, bias=config.attn_bias
+            context, mine.times(config.v_head_dim), hidden, bias=config.attn_bias
         )
         self._ops = context.ops
         # All layers share this module, which the model owns.

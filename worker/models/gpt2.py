@@ -51,7 +51,7 @@ class GPT2Attention(nn.Module):
             context, config.hidden_size, config.head_size, heads, heads, bias=True
         )
         self.o_proj = RowParallelLinear(
-            context, self.qkv_proj.output_share, config.hidden_size, bias=True
+            context, self.qkv_proj.output_partition, config.hidden_size, bias=True
         )
         self.backend: AttentionBackend = PagedAttention(
             context.ops, attention_spec(config, number)

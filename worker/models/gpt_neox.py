@@ -102,7 +102,7 @@ class NeoXAttention(nn.Module):
             bias=config.attn_bias,
         )
         self.o_proj = RowParallelLinear(
-            context, self.qkv_proj.output_share, config.hidden_size, bias=config.attn_bias
+            context, self.qkv_proj.output_partition, config.hidden_size, bias=config.attn_bias
         )
         self.has_head_norms = config.qk_norm
         if config.qk_norm:

@@ -222,11 +222,11 @@ class CausalLM(nn.Module):
         if fused is not None:
             hidden, residual = fused.forward(hidden_TD, positions_T, context)
         else:
-            for place, layer in self._stack:
-                context.known_product = known_TE if place == 0 else None
-                context.is_in_last_layer = place == len(context.kv_caches) - 1
+            for index, layer in self._stack:
+                context.known_product = known_TE if index == 0 else None
+                context.is_in_last_layer = index == len(context.kv_caches) - 1
                 hidden, residual = layer.forward(
-                    hidden, residual, positions_T, context.kv_caches[place], context
+                    hidden, residual, positions_T, context.kv_caches[index], context
                 )
         if self.stage.is_last:
             return self.norm.forward(hidden, residual)[0]
@@ -242,8 +242,8 @@ class CausalLM(nn.Module):
         """
         stack = self._stack
         kinds = {
-            tuple(weight.shape for weight in layer.parameters()): (place, layer)
-            for place, layer in (stack[0], *reversed(stack[1:]))
+            tuple(weight.shape for weight in layer.parameters()): (index, layer)
+            for index, layer in (stack[0], *reversed(stack[1:]))
         }
         last = stack[-1]
         self._stack = sorted({*kinds.values(), last}, key=lambda each: each[0])

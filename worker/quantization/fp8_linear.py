@@ -30,7 +30,7 @@ class _ShardedLayer(Protocol):
     def output_parts(self) -> dict[str, OutputPart]: ...
 
     @property
-    def input_share(self) -> DimPartition: ...
+    def input_partition(self) -> DimPartition: ...
 
     def weight_loader(self, parameter: nn.Parameter, loaded: Tensor, shard: str) -> None: ...
 
@@ -84,7 +84,7 @@ class Fp8LinearMethod:
         if name == INPUT_SCALE:
             _load_input_scale(sharded, parameter, loaded, shard)
         elif self.scheme.block is None:
-            outputs = sum(part.share.whole for part in _parts_of(sharded, shard).values())
+            outputs = sum(part.partition.whole for part in _parts_of(sharded, shard).values())
             sharded.weight_loader(parameter, _row_scales(loaded, outputs), shard)
         else:
             self._load_block_scales(sharded, parameter, loaded, shard)
@@ -102,7 +102,7 @@ class Fp8LinearMethod:
         if self.scheme.block is not None:
             rows, columns = self.scheme.block
             rows_E = block_rows(sharded, rows).of_outputs.to(weight.device)
-            blocks = BlockMap(rows_E, columns, sharded.input_share.first % columns)
+            blocks = BlockMap(rows_E, columns, sharded.input_partition.first % columns)
         static = getattr(layer, INPUT_SCALE, None)
         inputs = Fp8Inputs(
             None if static is None else static.data.max(),
@@ -121,8 +121,8 @@ class Fp8LinearMethod:
 
     def _num_columns(self, sharded: _ShardedLayer) -> int:
         assert self.scheme.block is not None
-        share, columns = sharded.input_share, self.scheme.block[1]
-        return -(-(share.first % columns + share.size) // columns)
+        mine, columns = sharded.input_partition, self.scheme.block[1]
+        return -(-(mine.first % columns + mine.size) // columns)
 
     def _load_block_scales(
         self, sharded: _ShardedLayer, parameter: nn.Parameter, loaded: Tensor, shard: str
@@ -134,8 +134,8 @@ class Fp8LinearMethod:
                 "a weight whose heads hold queries, keys and values in turn has scales of "
                 "blocks, which is not served. Name a checkpoint with a scale a row."
             )
-        parts, inputs = _parts_of(sharded, shard), sharded.input_share
-        outputs = sum(part.share.whole for part in parts.values())
+        parts, inputs = _parts_of(sharded, shard), sharded.input_partition
+        outputs = sum(part.partition.whole for part in parts.values())
         check_shape(loaded, (-(-outputs // rows), -(-inputs.whole // columns)))
         first = inputs.first // columns
         count = -(-(inputs.first + inputs.count) // columns) - first if inputs.count else 0
@@ -147,12 +147,12 @@ class Fp8LinearMethod:
                     f"one matrix begins at row {start}: such a block belongs to two. Name a "
                     "checkpoint with a scale a row, or in bfloat16."
                 )
-            source = slice(start // rows + part.share.first // rows, None)
+            source = slice(start // rows + part.partition.first // rows, None)
             target = parameter.data[targets[name]]
             target.zero_()
             mine = loaded[source, first : first + count][: target.shape[0]]
             target[: mine.shape[0], :count].copy_(mine)
-            start += part.share.whole
+            start += part.partition.whole
 
 
 class BlockRows:
@@ -162,13 +162,13 @@ class BlockRows:
         self.of_parts: dict[str, slice] = {}
         numbers, at = [], 0
         for name, part in parts.items():
-            share = part.share
-            skipped = share.first // rows
-            count = -(-(share.first + share.count) // rows) - skipped if share.count else 0
+            mine = part.partition
+            skipped = mine.first // rows
+            count = -(-(mine.first + mine.count) // rows) - skipped if mine.count else 0
             self.of_parts[name] = slice(at, at + count)
             # Outputs of padding have values of zero, so that any scale will do.
-            places = torch.arange(share.first, share.first + share.size) // rows - skipped
-            numbers.append(at + places.clamp_max(max(count - 1, 0)))
+            blocks = torch.arange(mine.first, mine.first + mine.size) // rows - skipped
+            numbers.append(at + blocks.clamp_max(max(count - 1, 0)))
             at += count
         self.count = max(at, 1)
         self.of_outputs = torch.cat(numbers).clamp_max(self.count - 1).to(torch.int32)

@@ -267,13 +267,13 @@ def advance_groups(
     found: dict[BeamGroup, list[Candidates]] = {}
     logits: dict[BeamGroup, list[Any]] = {}
     kept = {} if step.logits is None else step.logits.generation
-    places = [place for place, sequence in enumerate(step.sampled) if sequence.beams]
-    for place, each in zip(places, candidates, strict=True):
-        group = step.sampled[place].beams
+    indices = [index for index, sequence in enumerate(step.sampled) if sequence.beams]
+    for index, each in zip(indices, candidates, strict=True):
+        group = step.sampled[index].beams
         assert isinstance(group, BeamGroup)
         found.setdefault(group, []).append(each)
-        if place in kept:
-            logits.setdefault(group, []).append(kept[place])
+        if index in kept:
+            logits.setdefault(group, []).append(kept[index])
     changed = []
     for group, each_beam in found.items():
         is_ended = group.leader.status is RequestStatus.FINISHED

@@ -264,7 +264,7 @@ class DataParallelAdapters:
         ops: list[list[AdapterOp]] = [[] for _ in self.ranks]
         room = CHUNK_BYTES
         self._turn += 1
-        numbers = [(self._turn + place) % len(self.ranks) for place in range(len(self.ranks))]
+        numbers = [(self._turn + offset) % len(self.ranks) for offset in range(len(self.ranks))]
         for number in sorted(numbers, key=lambda number: not self.ranks[number].is_awaited):
             ops[number] = self.ranks[number].take_ops(room)
             room -= num_chunk_bytes(ops[number])
@@ -282,8 +282,8 @@ class DataParallelAdapters:
             # The weights come this once. Adapters that are only named may be on one rank alone.
             self.keep(message.adapter_id, message.adapter)
         refusal: RequestError | None = None
-        for place in range(len(self.ranks)):
-            number = (request.dp_rank + place) % len(self.ranks)
+        for offset in range(len(self.ranks)):
+            number = (request.dp_rank + offset) % len(self.ranks)
             is_for_room = refusal is None or refusal.kind is ErrorKind.UNAVAILABLE
             if not is_for_room and not self.ranks[number].knows(message):
                 # This rank would read the same files and refuse them too.

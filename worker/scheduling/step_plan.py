@@ -207,9 +207,9 @@ class StepPlan:
         indices = np.arange(len(sequences), dtype=np.int32)
         sampled = sequences
         if first.unsampled or then.unsampled:
-            unsampled = first.unsampled + [num_decodes + place for place in then.unsampled]
+            unsampled = first.unsampled + [num_decodes + index for index in then.unsampled]
             indices = np.delete(indices, unsampled)
-            sampled = [sequences[place] for place in indices]
+            sampled = [sequences[index] for index in indices]
         chunks = np.ones(len(sequences), dtype=np.int32)
         chunks[num_decodes:] = then.chunks
         decision = SchedulerOutput(

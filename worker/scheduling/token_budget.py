@@ -78,7 +78,7 @@ class MicroBatches:
     With p stages p steps run at once, one on each stage, and they hold different sequences: the
     next decode of a sequence is possible once its token has left the last stage. Prompts have
     no such limit, and their chunks follow each other in consecutive steps. Each step takes an
-    equal share of the decoding sequences, so stages neither wait for a large step nor run empty
+    equal quota of the decoding sequences, so stages neither wait for a large step nor run empty
     ones. Sequences that were scheduled longest ago go first.
     """
 
@@ -98,8 +98,8 @@ class MicroBatches:
             is_known = len(sequence.token_ids) > sequence.num_computed_tokens
             if is_known and not sequence.num_pending:
                 ready.append(sequence)
-        share = num_decoding // self.count + (step % self.count < num_decoding % self.count)
-        share = max(1, share)
-        if len(ready) > share:
-            ready = sorted(ready, key=_LAST_STEP)[:share]
+        quota = num_decoding // self.count + (step % self.count < num_decoding % self.count)
+        quota = max(1, quota)
+        if len(ready) > quota:
+            ready = sorted(ready, key=_LAST_STEP)[:quota]
         return sorted(prompts + ready, key=KEY)

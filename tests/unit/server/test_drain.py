@@ -61,9 +61,9 @@ GIVEN_UP = (
 )
 
 
-async def _give_up(server):
+async def _abort_running(server):
     await _drain(server)
-    await server.service.admission.give_up(30.0)
+    await server.service.admission.abort_running(30.0)
 
 
 def test_requests_that_outlast_the_drain_get_an_error(fresh_server):
@@ -83,7 +83,7 @@ def test_requests_that_outlast_the_drain_get_an_error(fresh_server):
     for thread in threads[1:]:
         thread.start()
     server.wait_until(lambda: server.repeat.num_running == 3)
-    server.run(_give_up(server))
+    server.run(_abort_running(server))
     for thread in threads:
         thread.join()
     assert server.repeat.num_ended_early == 3
@@ -108,7 +108,7 @@ def test_streams_of_grpc_that_outlast_the_drain_end_with_an_error(fresh_server):
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         responses = stub.ModelStreamInfer(requests())
         next(responses)
-        server.run(_give_up(server))
+        server.run(_abort_running(server))
         go_on.set()
         last = list(responses)[-1]
     assert last.error_message == GIVEN_UP
@@ -127,7 +127,7 @@ def test_a_pending_message_arrives_before_the_error_of_the_drain(fresh_server, c
         responses = stub.ModelStreamInfer(iter([long]))
         # The event arrives with the first message, whose rest waits for the reader.
         assert responses.initial_metadata() is not None
-        server.run(_give_up(server))
+        server.run(_abort_running(server))
         first, *others = responses
     assert len(first.infer_response.raw_output_contents[0]) > 12 << 20
     # A complete stream has no error.
@@ -156,7 +156,7 @@ def test_unary_calls_that_outlast_the_drain_are_unavailable(fresh_server):
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         call = stub.ModelInfer.future(repeat_request("call", 1, 100_000))
         server.wait_until(lambda: server.repeat.num_running == 2)
-        server.run(_give_up(server))
+        server.run(_abort_running(server))
         thread.join()
         assert (call.exception().code().name, call.exception().details()) == (
             "UNAVAILABLE",

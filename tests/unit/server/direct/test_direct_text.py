@@ -13,7 +13,7 @@ from trimaran.comm.messages.messages import unpack_ids
 from trimaran.server.direct.direct_text import DirectText
 from trimaran.server.inference.request import InferRequest
 from trimaran.server.inference.validation import Validator
-from trimaran.server.models.text_job import TextChunk, TextJob
+from trimaran.server.models.text_request import TextChunk, TextRequest
 from trimaran.server.protocol.generate import GenerateEncoder, GenerateMapper
 
 BOTH = pytest.mark.parametrize("name", ["ensemble", "tensorrt_llm_bls"])
@@ -155,8 +155,8 @@ async def test_a_plain_job_gets_the_long_ways_chunk(serve, fields):
         model = served.models["ensemble"]
         direct = DirectText.of(model)
         pipeline = direct.reader.pipeline
-        prepared = pipeline.job(TextJob(model_name="", prompts=["A house"], **fields))
-        answer = await direct.run(model, direct.reader.of_job(prepared))
+        prepared = pipeline.adopt(TextRequest(model_name="", prompts=["A house"], **fields))
+        answer = await direct.run(model, direct.reader.of_text_request(prepared))
         (chunk,) = [each async for each in model.infer(prepared)]
         assert isinstance(chunk, TextChunk)
         assert (answer.text, answer.token_ids, answer.finish_reason, answer.num_input) == (

@@ -20,10 +20,10 @@ class Reader:
 
     def __init__(self, request: LiveRequest) -> None:
         self.request = request
-        request.on_news = self.look
+        request.on_output = self.look
 
     def look(self) -> None:
-        """See `LiveRequest.on_news`."""
+        """See `LiveRequest.on_output`."""
 
 
 def _submitted(cancelled: list[LiveRequest], unread: UnreadLogits | None = None) -> LiveRequest:
@@ -48,7 +48,7 @@ def test_a_slow_reader_gets_large_logits_in_parts():
     request.push([], FinishReason.LENGTH, {"figures": {"kv_cache_reused_blocks": 1}})
 
     chunks = []
-    while request.has_news:
+    while request.has_output:
         chunks.append(request.take())
 
     assert [chunk.token_ids for chunk in chunks] == [[0, 1, 2], [3, 4, 5], [6]]

@@ -78,10 +78,10 @@ class Replicas:
 async def read(request):
     """All ids of a request."""
     news = asyncio.Event()
-    request.on_news = news.set
+    request.on_output = news.set
     ids = []
     while True:
-        while not request.has_news:
+        while not request.has_output:
             news.clear()
             await news.wait()
         chunk = request.take()

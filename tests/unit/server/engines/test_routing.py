@@ -130,16 +130,16 @@ def test_the_last_prompt_token_does_not_count_as_cached():
 
 def test_the_expected_output_is_scaled_by_the_used_part_of_finished_requests():
     router = Router()
-    assert router.used_share == 1
+    assert router.used_fraction == 1
     for _ in range(1000):
         router.finished(max_tokens=1000, num_tokens=100)
-    assert router.used_share == pytest.approx(0.1)
+    assert router.used_fraction == pytest.approx(0.1)
     groups = [GroupLoad(output_tokens=2000), GroupLoad(output_tokens=1500, context_tokens=500)]
     groups[0].context_tokens = 100
     assert router.choose(groups, prompt([1])) == 0
     for _ in range(2000):
         router.finished(max_tokens=1000, num_tokens=1000)
-    assert router.used_share == pytest.approx(1, abs=0.01)
+    assert router.used_fraction == pytest.approx(1, abs=0.01)
     assert router.choose(groups, prompt([1])) == 1
 
 

@@ -22,7 +22,7 @@ from trimaran.server.openai.chat_templates import (
 from trimaran.server.openai.errors import ApiError, ErrorFacts
 from trimaran.server.openai.fields import Fields
 from trimaran.server.openai.messages import read_messages
-from trimaran.server.openai.requests import BodyTask, GenerationRequest, Offer, read_chat
+from trimaran.server.openai.requests import BodyTask, ChatModel, GenerationRequest, read_chat
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 TOOLS = [{"type": "function", "function": {
@@ -191,7 +191,7 @@ def test_messages_have_the_form_that_templates_read():
 
 def test_values_that_are_nested_too_deeply_are_refused_at_any_depth():
     template = ChatTemplate({"default": "{{ value | tojson }}"})
-    task = BodyTask(read_chat, 1 << 20, ({"m": Offer(template, 1 << 20)},))
+    task = BodyTask(read_chat, 1 << 20, ({"m": ChatModel(template, 1 << 20)},))
 
     def read(depth):
         value = "[" * depth + "]" * depth

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import xgrammar
 
-from trimaran.server.openai.segments import Kind, Reasoning, Segmenter
+from trimaran.server.openai.output_parser import Kind, OutputParser, Reasoning
 from trimaran.server.openai.structural_tags import Pieces
 from trimaran.server.openai.tool_formats import FORMATS, format_of_template
 
@@ -121,8 +121,8 @@ def random_calls(draw, name):
 
 def segment(name, parts, **options):
     """(kind, text) of the segments, those of one kind in a row joined."""
-    segmenter = Segmenter(FORMATS[name], TOOLS, **options)
-    found = [s for part in parts for s in segmenter.feed(part)] + segmenter.finish()
+    parser = OutputParser(FORMATS[name], TOOLS, **options)
+    found = [s for part in parts for s in parser.feed(part)] + parser.finish()
     joined = []
     for each in found:
         is_more = joined and joined[-1][0] is each.kind and each.kind is not Kind.CALL
@@ -232,12 +232,12 @@ def test_reasoning_comes_before_text_and_calls():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_text_that_was_told_takes_no_memory(name):
-    segmenter = Segmenter(FORMATS[name], TOOLS, reasoning=Reasoning())
-    segmenter.feed("<think>Hm.</think>So. ")
+    parser = OutputParser(FORMATS[name], TOOLS, reasoning=Reasoning())
+    parser.feed("<think>Hm.</think>So. ")
     tracemalloc.start()
     try:
         for _ in range(5_000):
-            segmenter.feed("東京 x.")
+            parser.feed("東京 x.")
         num_bytes, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

@@ -28,12 +28,15 @@ def test_every_head_is_on_one_rank_beside_its_key_value_head(num_heads, num_kv_h
     if size > num_heads:
         size = num_heads
     group = num_heads // num_kv_heads
-    shares = [partition_heads(num_heads, num_kv_heads, rank, size) for rank in range(size)]
+    partitions = [partition_heads(num_heads, num_kv_heads, rank, size) for rank in range(size)]
 
     found = []
-    for share in shares:
-        queries, keys = share.queries, share.keys
-        assert (queries.size, keys.size) == (shares[0].queries.size, shares[0].keys.size)
+    for partition in partitions:
+        queries, keys = partition.queries, partition.keys
+        assert (queries.size, keys.size) == (
+            partitions[0].queries.size,
+            partitions[0].keys.size,
+        )
         # A rank's heads are grouped evenly, heads of zeros included.
         local_group = queries.size // keys.size
         assert local_group * keys.size == queries.size
@@ -44,7 +47,7 @@ def test_every_head_is_on_one_rank_beside_its_key_value_head(num_heads, num_kv_h
             found.append(head)
     assert sorted(found) == list(range(num_heads))
     # The smallest possible number of key-value heads on a rank.
-    assert shares[0].keys.size == -(-num_kv_heads // size)
+    assert partitions[0].keys.size == -(-num_kv_heads // size)
 
 
 @pytest.mark.parametrize(
@@ -61,18 +64,20 @@ def test_every_head_is_on_one_rank_beside_its_key_value_head(num_heads, num_kv_h
     ],
 )
 def test_ranks_hold_few_padding_heads(heads, size, expected):
-    share = partition_heads(*heads, num_ranks=size)
-    assert (share.queries.size, share.keys.size) == expected
+    partition = partition_heads(*heads, num_ranks=size)
+    assert (partition.queries.size, partition.keys.size) == expected
 
 
 @pytest.mark.parametrize(("whole", "size"), [(96, 4), (104, 3), (11008, 6), (10, 4), (7, 2)])
 def test_a_width_is_divided_between_ranks_in_order_and_aligned(whole, size):
-    shares = [even_partition(whole, rank, size) for rank in range(size)]
+    partitions = [even_partition(whole, rank, size) for rank in range(size)]
 
-    parts = [range(share.first, share.first + share.count) for share in shares]
+    parts = [
+        range(partition.first, partition.first + partition.count) for partition in partitions
+    ]
     assert list(itertools.chain(*parts)) == list(range(whole))
-    assert len({share.size for share in shares}) == 1
-    assert whole % size == 0 or shares[0].size % 8 == 0
+    assert len({partition.size for partition in partitions}) == 1
+    assert whole % size == 0 or partitions[0].size % 8 == 0
 
 
 @pytest.mark.parametrize("name", ["qwen3-tied-biases", "mixtral", "deepseek3"])
@@ -94,9 +99,9 @@ def test_padding_weights_of_a_rank_are_set_to_zero(name, tmp_path):
 
     assert all(parameter.isfinite().all() for parameter in model.parameters())
     # The last of four ranks has room for three heads, and fewer than three.
-    share = model.layers["1"].attention.o_proj.input_share
-    assert 0 < share.count < share.size
-    assert not model.layers["1"].attention.o_proj.weight[:, share.count :].any()
+    partition = model.layers["1"].attention.o_proj.input_partition
+    assert 0 < partition.count < partition.size
+    assert not model.layers["1"].attention.o_proj.weight[:, partition.count :].any()
     if name != "deepseek3":
-        rows = model.layers["1"].attention.qkv_proj.weight[: share.size]
-        assert rows[: share.count].any(dim=1).all() and not rows[share.count :].any()
+        rows = model.layers["1"].attention.qkv_proj.weight[: partition.size]
+        assert rows[: partition.count].any(dim=1).all() and not rows[partition.count :].any()

@@ -114,14 +114,14 @@ def test_all_ranks_together_hold_the_weights_of_a_single_rank(form, size, tmp_pa
             mine = rank.get_submodule(path)
             assert type(mine.method) is type(layer.method)
             found, expected = floats_of(mine), floats_of(layer)
-            columns = mine.input_share
+            columns = mine.input_partition
             for name, part in mine.output_parts.items():
-                share, offset = part.share, layer.output_parts[name].offset
-                rows = expected[offset + share.first :][: share.count]
+                partition, offset = part.partition, layer.output_parts[name].offset
+                rows = expected[offset + partition.first :][: partition.count]
                 rows = rows[:, columns.first :][:, : columns.count]
-                block = found[part.offset :][: share.size]
-                assert block[: share.count, : columns.count].equal(rows), (path, name)
-                assert not block[share.count :].any()
+                block = found[part.offset :][: partition.size]
+                assert block[: partition.count, : columns.count].equal(rows), (path, name)
+                assert not block[partition.count :].any()
                 assert not block[:, columns.count :].any()
 
 

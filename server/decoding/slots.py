@@ -1,4 +1,4 @@
-"""Whose work comes next where long work waits for a few workers."""
+"""Slots for long work, given out by the size of the work."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ class SizeOrderedSlots:
             self._num_free -= 1
             return
         loop = asyncio.get_running_loop()
-        turn: asyncio.Future[None] = loop.create_future()
+        granted: asyncio.Future[None] = loop.create_future()
         due = loop.time() + num_bytes / _BYTES_PER_S
-        heapq.heappush(self._waiting, (due, next(self._order), turn))
+        heapq.heappush(self._waiting, (due, next(self._order), granted))
         try:
-            await turn
+            await granted
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
+            if granted.done() and not granted.cancelled():
                 self._release()
             raise
 
     def _release(self) -> None:
         while self._waiting:
-            _, _, turn = heapq.heappop(self._waiting)
-            if not turn.done():
-                turn.set_result(None)
+            _, _, granted = heapq.heappop(self._waiting)
+            if not granted.done():
+                granted.set_result(None)
                 return
         self._num_free += 1

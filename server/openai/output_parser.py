@@ -1,4 +1,4 @@
-"""Cuts generated text into reasoning, text and tool calls as the text comes.
+"""Parses generated text into reasoning, text and tool calls as the text comes.
 
 A format of `tool_formats` is a coroutine that is given one character after the other, so that
 the cuts depend on the characters alone: no split of the text changes them.
@@ -271,27 +271,27 @@ def _without_halves(text: str) -> str:
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
-class Section(ABC):
-    """What follows an opening literal of a tool format."""
+class ToolParser(ABC):
+    """Reads the tool calls that follow an opening literal of one tool format."""
 
     __slots__ = ()
 
     @property
     @abstractmethod
     def openings(self) -> tuple[str, ...]:
-        """Literals that begin a section anywhere in the text."""
+        """Literals that begin tool calls anywhere in the text."""
 
     @property
     def is_at_start(self) -> bool:
-        """Whether the output itself may be a section, without an opening."""
+        """Whether the output as a whole may be tool calls, without an opening."""
         return False
 
     @abstractmethod
     def read(self, scanner: Scanner, opening: str) -> Steps:
-        """Read the section behind ``opening``.
+        """Read the tool calls behind ``opening``.
 
         Raises:
-            MalformedError: the text is no section.
+            MalformedError: the text is no tool call.
         """
 
 
@@ -303,12 +303,12 @@ class Reasoning:
     closing: str = "</think>"
 
 
-class Segmenter:
-    """Cuts one output. Takes the text in any parts; costs a constant a character."""
+class OutputParser:
+    """Parses one output. Takes the text in any parts; costs a constant a character."""
 
     def __init__(
         self,
-        section: Section | None = None,
+        tool_parser: ToolParser | None = None,
         tools: Mapping[str, Mapping[str, Any]] | None = None,
         reasoning: Reasoning | None = None,
         *,
@@ -316,7 +316,7 @@ class Segmenter:
     ) -> None:
         """``starts_in_reasoning``: the prompt ends with the reasoning's opening."""
         self._scanner = Scanner(tools or {})
-        self._section = section
+        self._tool_parser = tool_parser
         self._reasoning = reasoning
         self._starts_in_reasoning = starts_in_reasoning
         self._has_text = False
@@ -363,19 +363,19 @@ class Segmenter:
         yield from scanner.space()
 
     def _begin(self) -> Steps:
-        """A section that is the whole output."""
-        section = self._section
-        if section is not None and section.is_at_start:
+        """Tool calls that are the whole output."""
+        tool_parser = self._tool_parser
+        if tool_parser is not None and tool_parser.is_at_start:
             yield from self._read("")
 
     def _read(self, opening: str) -> Steps:
-        """A section, or the text that is none."""
-        scanner, section = self._scanner, self._section
-        assert section is not None
+        """Tool calls, or the text that is none."""
+        scanner, tool_parser = self._scanner, self._tool_parser
+        assert tool_parser is not None
         before = scanner.num_calls
         scanner.keep(opening)
         try:
-            yield from section.read(scanner, opening)
+            yield from tool_parser.read(scanner, opening)
         except MalformedError:
             # The text before a call's name is given back. The written part of a call stays.
             given_back = scanner.kept if scanner.num_calls == before else ""
@@ -387,7 +387,7 @@ class Segmenter:
         opening, and behind the last call, is no text."""
         scanner = self._scanner
         scanner.forget()
-        openings = self._section.openings if self._section is not None else ()
+        openings = self._tool_parser.openings if self._tool_parser is not None else ()
         spaces = ""
 
         def emit(character: str) -> None:

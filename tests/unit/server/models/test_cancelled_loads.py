@@ -11,7 +11,11 @@ from trimaran.server.engines.client import EngineClient
 from trimaran.server.inference.registry import ModelRegistry
 from trimaran.server.loading.group_requests import GroupsRefusedError
 from trimaran.server.loading.model_set import ModelSet
-from trimaran.server.loading.preparation import BackgroundTasks, GivenUpError, ModelPreparation
+from trimaran.server.loading.preparation import (
+    BackgroundTasks,
+    LoadCancelledError,
+    ModelPreparation,
+)
 from trimaran.server.loading.reader import ReadModel
 from trimaran.server.loading.token_groups import TokenGroups
 from trimaran.server.metrics.group_board import GroupBoard
@@ -106,7 +110,7 @@ async def test_a_group_started_for_a_cancelled_load_is_ended(loads, num_unloads)
     await until(lambda: not loads.supervisor.running)
     candidates, failures = await loading
     assert candidates == []
-    assert isinstance(failures[MODEL], GivenUpError)
+    assert isinstance(failures[MODEL], LoadCancelledError)
 
 
 async def test_a_load_waits_for_the_groups_of_a_cancelled_load_to_end(loads):

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from trimaran.server.decoding.turns import SizeOrderedSlots
+from trimaran.server.decoding.slots import SizeOrderedSlots
 
 MB = 1_000_000
 

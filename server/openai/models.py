@@ -18,8 +18,8 @@ from trimaran.server.models.text_pipeline import TextPipeline
 from trimaran.server.models.tokenizer import Tokenizer
 from trimaran.server.openai.chat_templates import ChatTemplate, compiled, read_chat_template
 from trimaran.server.openai.errors import no_text_model, unknown_model
-from trimaran.server.openai.requests import Offer
-from trimaran.server.openai.segments import Reasoning
+from trimaran.server.openai.output_parser import Reasoning
+from trimaran.server.openai.requests import ChatModel
 from trimaran.server.openai.tool_formats import format_of_template, literals_of
 from trimaran.server.openai.tools import OutputForm
 from trimaran.server.service import Service
@@ -39,7 +39,7 @@ class ServedModel:
     """The adapter of the name; empty for the model itself."""
 
 
-class Catalogue:
+class OpenAIModels:
     """All served names at this time. Used on the event loop."""
 
     def __init__(self, service: Service, config: OpenAiConfig) -> None:
@@ -73,9 +73,9 @@ class Catalogue:
         """Models, then adapters."""
         return [*self._models(), *await self._all_adapters()]
 
-    async def offers(self) -> Mapping[str, Offer]:
+    async def chat_models(self) -> Mapping[str, ChatModel]:
         """What reading a chat needs of each name."""
-        offers: dict[str, Offer] = {}
+        chat_models: dict[str, ChatModel] = {}
         for served in await self.all():
             steps = served.pipeline.steps
             most = steps.tokenizer.limits.most_bytes(steps.max_input_len())
@@ -83,14 +83,16 @@ class Catalogue:
                 template = await self._template(steps.tokenizer)
             except ConfigError as error:
                 # Chats with other models go on.
-                offer = Offer(None, most, fault=str(error))
+                chat_model = ChatModel(None, most, fault=str(error))
             else:
-                offer = Offer(template, most, form=self._form(steps.tokenizer, template))
+                chat_model = ChatModel(
+                    template, most, form=self._form(steps.tokenizer, template)
+                )
             # The first of two equal names counts, as in `find`.
-            offers.setdefault(served.name, offer)
+            chat_models.setdefault(served.name, chat_model)
         for model in self._service.registry.models():
-            offers.setdefault(model.name, Offer(None, 0, is_text=False))
-        return offers
+            chat_models.setdefault(model.name, ChatModel(None, 0, is_text=False))
+        return chat_models
 
     async def _template(self, tokenizer: Tokenizer) -> ChatTemplate | None:
         if tokenizer not in self._templates:

@@ -28,7 +28,7 @@ _NUM_ROWS = 16
 
 
 @dataclass(slots=True, kw_only=True)
-class TextJob(InferRequest):
+class TextRequest(InferRequest):
     """A request of an interface whose form is not the model's tensors.
 
     A text model counts the request like any other but answers with `TextChunk`. Stop words are
@@ -53,7 +53,7 @@ class TextJob(InferRequest):
     """Of each prompt."""
 
     num_top: int = 0
-    """Likeliest ids of each place that answers tell; needs the logits in `sampling`."""
+    """Likeliest ids of each position that answers tell; needs the logits in `sampling`."""
 
     sampling: Mapping[str, Value] = field(default_factory=dict)
     """Inputs of the token model by its names, the same for each prompt."""
@@ -109,10 +109,10 @@ class TextChunk(InferResponse):
     """One for each of the ids, if asked for."""
 
     tops: list[Likeliest] = field(default_factory=list)
-    """The likeliest ids of the first places, whose logits were read already."""
+    """The likeliest ids of the first positions, whose logits were read already."""
 
     logits: npt.NDArray[Any] | None = None
-    """[ids, vocabulary] of the other places, if asked for."""
+    """[ids, vocabulary] of the other positions, if asked for."""
 
     finish_reason: str = ""
     """``stop``, ``length`` or ``cancelled`` with the sequence's last part; else empty."""
@@ -126,7 +126,7 @@ class TextChunk(InferResponse):
 
 
 @dataclass(slots=True)
-class _JobAnswer(TextAnswer):
+class _TextRequestAnswer(TextAnswer):
     """A text whose ids since the last response are known."""
 
     new_ids: list[int] = field(default_factory=list)
@@ -139,8 +139,8 @@ class _JobAnswer(TextAnswer):
         return TextAnswer.push(self, ids)
 
 
-class JobRun(TextRun):
-    """The answers of a `TextJob`."""
+class TextRequestRun(TextRun):
+    """The answers of a `TextRequest`."""
 
     hides_stop_words = True
 
@@ -160,7 +160,7 @@ class JobRun(TextRun):
         if taken is None and self._num_top:
             assert isinstance(response, ChunkResponse)
             answer = self._answer((response.sample, response.sequence))
-            assert isinstance(answer, _JobAnswer)
+            assert isinstance(answer, _TextRequestAnswer)
             logits = answer.progress.take_logits(_LOGITS)
             if logits is not None:
                 answer.tops += await asyncio.to_thread(likeliest, logits, self._num_top)
@@ -168,32 +168,32 @@ class JobRun(TextRun):
 
     @property
     def _num_top(self) -> int:
-        assert isinstance(self._request, TextJob)
+        assert isinstance(self._request, TextRequest)
         return self._request.num_top
 
     def _skips_special_tokens(self) -> bool:
-        assert isinstance(self._request, TextJob)
+        assert isinstance(self._request, TextRequest)
         asked = self._request.skip_special_tokens
         return TextRun._skips_special_tokens(self) if asked is None else asked
 
     def _new_answer(self, sample: int) -> TextAnswer:
         plain = TextRun._new_answer(self, sample)
-        return _JobAnswer(plain.detokenizer, plain.stop, plain.progress)
+        return _TextRequestAnswer(plain.detokenizer, plain.stop, plain.progress)
 
     async def _last(self, answer: TextAnswer, ids: list[int]) -> str:
-        assert isinstance(answer, _JobAnswer)
+        assert isinstance(answer, _TextRequestAnswer)
         answer.new_ids += ids
         return await TextRun._last(self, answer, ids)
 
     def _response(
         self,
-        place: tuple[int, int],
+        key: tuple[int, int],
         answer: TextAnswer,
         texts: list[str],
         *,
         is_last: bool = False,
     ) -> InferResponse:
-        assert isinstance(answer, _JobAnswer)
+        assert isinstance(answer, _TextRequestAnswer)
         ids, answer.new_ids = answer.new_ids, []
         tops, answer.tops = answer.tops, []
         progress = answer.progress
@@ -202,8 +202,8 @@ class JobRun(TextRun):
             model_version=self._options.version,
             id=self._request.id,
             is_final=self._num_open == 0,
-            sample=place[0],
-            sequence=place[1],
+            sample=key[0],
+            sequence=key[1],
             text=texts[0],
             token_ids=ids,
             log_probs=progress.take_log_probs(),
@@ -225,8 +225,8 @@ def likeliest(logits_TV: npt.NDArray[Any], count: int) -> list[Likeliest]:
         rows = logits_TV[start : start + _NUM_ROWS].astype(np.float32, copy=False)
         highest = rows.max(axis=1, keepdims=True)
         totals = highest[:, 0] + np.log(np.exp(rows - highest).sum(axis=1))
-        places = np.argpartition(rows, -count, axis=1)[:, -count:]
-        for row, ids, total in zip(rows, places, totals, strict=True):
+        columns = np.argpartition(rows, -count, axis=1)[:, -count:]
+        for row, ids, total in zip(rows, columns, totals, strict=True):
             ranked = sorted(((int(i), float(row[i] - total)) for i in ids), key=_by_log_prob)
             found.append(ranked)
     return found
