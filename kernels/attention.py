@@ -102,6 +102,10 @@ class AttentionMetadata:
     rows: Tensor | None = None
     """int32 [S]: sequence s has the blocks ``block_tables[rows[s]]``; None: row s."""
 
+    shares_rows: bool = False
+    """Whether decodes may be of one sequence: then keys and values of all tokens are stored
+    before any query attends."""
+
     plans: dict[tuple[Any, ...], Any] = field(default_factory=dict)
     """Plans that kernels made for this step, by their settings; later layers reuse them."""
 

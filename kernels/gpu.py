@@ -137,6 +137,9 @@ class TritonOps(TorchOps):
         """One kernel, for a step of decode rows alone."""
         if not is_neox or metadata.num_decodes < metadata.seq_lens.shape[0]:
             return None
+        if metadata.shares_rows:
+            # The kernel stores a row's keys while it attends in other rows.
+            return None
         return self._decodes.rotated(
             heads, cos_sin, kv_cache, metadata, spec, is_fixed=self.is_deterministic
         )

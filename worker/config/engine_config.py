@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.topology import MAX_RANKS
 from trimaran.worker.config.experts_config import ExpertsConfig
+from trimaran.worker.config.speculation_config import SpeculationConfig
 
 ALL_REDUCES = ("auto", "nccl", "peer", "fused")
 """Values of `EngineConfig.all_reduce`."""
@@ -108,10 +109,17 @@ class SchedulerConfig:
     """Steps in flight: 1 without overlap, 2 overlapped, in a pipeline the number of stages or
     one more; 0 chooses by device (GPU 2, CPU 1) and stages."""
 
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+
     @property
     def has_queue_limits(self) -> bool:
         """Whether a request may be refused because its queue is full."""
         return bool(self.max_queue_size or self.level_queue_sizes)
+
+    @property
+    def max_num_rows(self) -> int:
+        """Most decode rows of a step; more than sequences if draft tokens are verified."""
+        return self.speculation.num_rows(self.max_num_seqs, self.max_num_batched_tokens)
 
     @property
     def is_v1(self) -> bool:
@@ -388,7 +396,10 @@ class EngineConfig:
         values["parallel"] = ParallelConfig(**{**parallel, "pp_partition": stages})
         scheduler = values["scheduler"]
         levels = tuple(scheduler["level_queue_sizes"])
-        values["scheduler"] = SchedulerConfig(**{**scheduler, "level_queue_sizes": levels})
+        drafts = SpeculationConfig(**scheduler["speculation"])
+        values["scheduler"] = SchedulerConfig(
+            **{**scheduler, "level_queue_sizes": levels, "speculation": drafts}
+        )
         cache = values["cache"]
         windows = tuple(cache["attention_windows"])
         values["cache"] = CacheConfig(**{**cache, "attention_windows": windows})

@@ -40,7 +40,7 @@ from trimaran.worker.experts.reports import REPORT_REQUEST, ExpertReports
 from trimaran.worker.guided.compiler import GuideCompiler
 from trimaran.worker.lora.adapter_messages import decode_ops, encode_ops, holds_ops
 from trimaran.worker.requests.request import Request
-from trimaran.worker.scheduling.scheduler import Emission
+from trimaran.worker.scheduling.step_plan import Emission
 from trimaran.worker.steps.step_times import Part, StepTimes
 
 logger = logging.getLogger(__name__)
@@ -96,8 +96,8 @@ class Engine:
         self._num_submitted = 0
         self._taken: list[AdapterTaken] = []
         self.times = StepTimes()
-        is_overlapped = self.depth > 1 and topology.pp_size == 1
-        self._timing = PlanTiming(is_overlapped and self.device.type == "cuda")
+        self._is_overlapped = self.depth > 1 and topology.pp_size == 1
+        self._timing = PlanTiming(self._is_overlapped and self.device.type == "cuda")
         self._stats = EngineStats(loaded, self.scheduler, self.times)
         self._expert_reports = ExpertReports(loaded.expert_loads, control, loaded.links)
 
@@ -286,6 +286,10 @@ class Engine:
             self._add_compiled(result)
         if self._profile is not None:
             self._profile.begin_step(self.scheduler.step + 1, self.times)
+        if self._is_overlapped and self.scheduler.needs_results:
+            while self._in_flight:
+                self._take_result(result)
+            start = self.times.enter(Part.SCHEDULE)
         if self.scheduler.swap_ins:
             self.scheduler.swap_ins.done_step = self.runner.loaded_step
         step = self.scheduler.schedule()
@@ -367,7 +371,7 @@ class Engine:
             part.logits = own.logits
             emissions = self.scheduler.update_from_output(part, own.token_ids, own.beams)
             self._fail_guided(result)
-            details = StepDetails.of(part.sampled, own)
+            details = StepDetails.of(part, own)
             self._emit(result, step.decision.step, emissions, details)
             # The gauges refer to this step until the next one: free its logits now.
             part.logits = None

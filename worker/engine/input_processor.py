@@ -60,7 +60,7 @@ def request_from(
             f"a request with {len(output)} output ids continues one sequence, but "
             f"num_return_sequences is {sampling.num_return_sequences}; send one request each"
         )
-    _check_drafts(message, vocab_size)
+    _check_drafts(message, sampling, limits, vocab_size)
     room = limits.max_seq_len - len(prompt)
     if sampling.max_tokens > room:
         sampling = dataclasses.replace(sampling, max_tokens=room)
@@ -189,9 +189,12 @@ def _check_numbers(message: Submit, num_sequences: int) -> None:
             )
 
 
-def _check_drafts(message: Submit, vocab_size: int) -> None:
+def _check_drafts(
+    message: Submit, sampling: SamplingParams, limits: SchedulerConfig, vocab_size: int
+) -> None:
     """Drafts are verified against the model's own choices; no other rule is served yet."""
-    _check_words("draft_input_ids", (message.draft_token_ids,), range(vocab_size))
+    ids, config = message.draft_token_ids, limits.speculation
+    _check_words("draft_input_ids", (ids,), range(vocab_size))
     if message.draft_acceptance_threshold != 0:
         raise RequestError(
             f"draft_acceptance_threshold is {message.draft_acceptance_threshold!r} but this "
@@ -203,6 +206,25 @@ def _check_drafts(message: Submit, vocab_size: int) -> None:
         raise RequestError(
             f"max_draft_tokens is {most!r} but must be a whole number from 0; 0 asks for no "
             "drafts"
+        )
+    if ids and not config.is_on:
+        raise RequestError(
+            f"draft_input_ids holds {len(ids)} ids but this model verifies no draft tokens. "
+            "Serve with --speculative-decoding draft_tokens.",
+            ErrorKind.UNSUPPORTED,
+        )
+    if config.is_on and max(len(ids), most or 0) > config.max_draft_tokens:
+        raise RequestError(
+            f"a request asks for {max(len(ids), most or 0)} draft tokens but this model "
+            f"verifies at most {config.max_draft_tokens} in a step. Send fewer, or serve with "
+            "a larger --max-draft-tokens."
+        )
+    if ids and (sampling.beam_width > 1 or sampling.guide_type):
+        other = "beam_width above 1" if sampling.beam_width > 1 else "a guide"
+        raise RequestError(
+            f"draft_input_ids holds {len(ids)} ids in a request with {other}: such outputs "
+            "follow no drafts. Leave one of the two out.",
+            ErrorKind.UNSUPPORTED,
         )
 
 

@@ -7,7 +7,7 @@ With several dp ranks the classes of `scheduling.data_parallel` and of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from collections.abc import Sequence as List
 from typing import Any, NamedTuple, Protocol
 
@@ -25,8 +25,8 @@ from trimaran.worker.sampling.beam_search import Candidates
 from trimaran.worker.scheduling.data_parallel import DataParallelAdapters, DataParallelScheduler
 from trimaran.worker.scheduling.preemption import PreemptionCounts
 from trimaran.worker.scheduling.resources import SwapIns
-from trimaran.worker.scheduling.scheduler import Emission, Scheduler
-from trimaran.worker.scheduling.step_plan import ScheduledStep
+from trimaran.worker.scheduling.scheduler import Scheduler
+from trimaran.worker.scheduling.step_plan import Emission, ScheduledStep
 from trimaran.worker.steps.data_parallel_decisions import DataParallelDecisions
 from trimaran.worker.steps.step_types import SampledTokens, SchedulerOutput
 
@@ -178,12 +178,17 @@ class StepScheduler(Protocol):
         """Forget the ends that were to be sent to a connection that is gone."""
         ...
 
+    @property
+    def needs_results(self) -> bool:
+        """Whether to await the results of all steps before the next `schedule`."""
+        ...
+
     def schedule(self) -> EngineStep | None:
         """Decide the next step; None if there is nothing to compute."""
         ...
 
     def update_from_output(
-        self, step: ScheduledStep, token_ids: Iterable[int], candidates: List[Candidates] = ()
+        self, step: ScheduledStep, token_ids: List[int], candidates: List[Candidates] = ()
     ) -> list[Emission]:
         """Take in the sampled ids of one of a step's parts."""
         ...

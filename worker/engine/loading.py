@@ -141,6 +141,7 @@ def load_engine(
         vocab = model.config.vocab_size
         runner = ModelRunner(model, maker.groups, inputs, vocab, tp, depth, kernel, links)
         runner.expert_loads = expert_loads
+        runner.shares_rows = limits.speculation.is_on
         return runner
 
     step_bytes = 0
@@ -285,7 +286,9 @@ def _make_inputs(
     rows, length = limits.max_num_seqs, limits.max_seq_len
     if device.type == "cuda":
         tokens = limits.max_num_batched_tokens
-        return DeviceInputs(rows, length, tokens, block_size, device, depth, switch_at)
+        inputs = DeviceInputs(rows, length, tokens, block_size, device, depth, switch_at)
+        inputs.most_sampled = limits.max_num_rows
+        return inputs
     return InputBatch(rows, length, block_size, 1, device, depth, kernel, switch_at)
 
 
@@ -349,7 +352,7 @@ def load_adapters(
         memory = torch.empty(size, dtype=model.dtype, device=model.device)
         slots = DeviceSlots(
             layout, model.adapters, memory, num_rows, lora.max_adapter_size,
-            is_deterministic=config.deterministic,
+            num_rows=limits.max_num_rows, is_deterministic=config.deterministic,
         )  # fmt: skip
     else:
         slots = HostSlots(model.context.ops, model.adapters)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from itertools import count
 from typing import Any
 
 import psutil
@@ -15,7 +16,7 @@ from trimaran.comm.messages.messages import STATS_KEYS, StepOutput
 from trimaran.worker.engine.interfaces import EngineStep, StepScheduler
 from trimaran.worker.engine.loading import LoadedEngine
 from trimaran.worker.requests.request import Sequence
-from trimaran.worker.scheduling.scheduler import Emission
+from trimaran.worker.scheduling.step_plan import Emission, ScheduledStep
 from trimaran.worker.steps.step_times import StepTimes
 from trimaran.worker.steps.step_types import SampledTokens
 
@@ -79,24 +80,41 @@ def _bytes(tensor: Tensor) -> memoryview:
 class StepDetails:
     """One step's outputs other than ids, by sequence."""
 
-    def __init__(self, sequences: list[Sequence], sampled: SampledTokens) -> None:
-        """``sequences`` are the sampled ones."""
-        self.log_probs: dict[Sequence, float] = {}
+    def __init__(self, step: ScheduledStep, sampled: SampledTokens) -> None:
+        sequences = step.sampled
+        self._log_probs = sampled.log_probs
+        self._places = {sequence: place for place, sequence in enumerate(sequences)}
+        self._later: dict[Sequence, Iterator[int]] = {}
+        for run in step.drafts:
+            self._places[run.sequence] = run.own
+            self._later[run.sequence] = count(run.first)
         self.context_logits: dict[Sequence, list[Tensor]] = {}
-        self.generation_logits: dict[Sequence, Tensor] = {}
-        if sampled.log_probs is not None:
-            self.log_probs = dict(zip(sequences, sampled.log_probs, strict=True))
+        self._generation: dict[int, Tensor] = {}
         logits = sampled.logits
         if logits is not None:
             self.context_logits = {sequences[i]: x for i, x in logits.context.items()}
-            self.generation_logits = {sequences[i]: x for i, x in logits.generation.items()}
+            self._generation = logits.generation
 
     @classmethod
-    def of(cls, sequences: list[Sequence], sampled: SampledTokens) -> StepDetails | None:
+    def of(cls, step: ScheduledStep, sampled: SampledTokens) -> StepDetails | None:
         """The details, or None if there are none."""
         if sampled.log_probs is None and sampled.logits is None:
             return None
-        return cls(sequences, sampled)
+        return cls(step, sampled)
+
+    def log_prob(self, sequence: Sequence) -> float:
+        """The log-probability of a sequence's next token."""
+        assert self._log_probs is not None
+        return self._log_probs[self._places[sequence]]
+
+    def generation_logits(self, sequence: Sequence) -> Tensor | None:
+        """The logits of a sequence's next token, if they are kept."""
+        return self._generation.get(self._places[sequence])
+
+    def pass_token(self, sequence: Sequence) -> None:
+        """All of a sequence's next token was told: the one behind it comes next."""
+        if sequence in self._later:
+            self._places[sequence] = next(self._later[sequence])
 
 
 def _extras(sequence: Sequence, details: StepDetails | None, has_token: bool) -> dict[str, Any]:
@@ -118,7 +136,7 @@ def _extras(sequence: Sequence, details: StepDetails | None, has_token: bool) ->
     if details is None:
         return extras
     if sampling.return_log_probs and sequence.beams is None:
-        new = [details.log_probs[sequence]] if has_token else []
+        new = [details.log_prob(sequence)] if has_token else []
         sequence.cum_log_prob += sum(new)
         extras["log_probs"], extras["cum_log_prob"] = new, sequence.cum_log_prob
     chunks = details.context_logits.get(sequence)
@@ -126,10 +144,13 @@ def _extras(sequence: Sequence, details: StepDetails | None, has_token: bool) ->
         sequence.has_told_prompt = True
         extras["logits_dtype"] = sampling.logits_dtype
         extras["context_logits"] = [_bytes(chunk) for chunk in chunks]
-    of_token = details.generation_logits.get(sequence)
-    if of_token is not None and has_token:
+    if not has_token:
+        return extras
+    of_token = details.generation_logits(sequence)
+    if of_token is not None:
         extras["logits_dtype"] = sampling.logits_dtype
         extras["generation_logits"] = [_bytes(of_token)]
+    details.pass_token(sequence)
     return extras
 
 

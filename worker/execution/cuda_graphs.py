@@ -20,14 +20,14 @@ from trimaran.worker.steps.step_types import SchedulerOutput
 logger = logging.getLogger(__name__)
 
 
-def graph_sizes(max_num_seqs: int, max_graphs: int = 0) -> list[int]:
-    """Numbers of sequences for which decode steps are captured; the last is ``max_num_seqs``.
+def graph_sizes(max_num_rows: int, max_graphs: int = 0) -> list[int]:
+    """Numbers of rows for which decode steps are captured; the last is ``max_num_rows``.
 
     Dense where a decode is short and padding would show: 1, 2, 4, then multiples of 8 up to 64,
     of 16 up to 256, and of 32. ``max_graphs`` keeps the smallest sizes; 0 keeps all.
     """
-    sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, max_num_seqs + 32, 32)]
-    sizes = [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
+    sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, max_num_rows + 32, 32)]
+    sizes = [size for size in sizes if size < max_num_rows] + [max_num_rows]
     return sizes[:max_graphs] if max_graphs else sizes
 
 
@@ -147,7 +147,7 @@ def choose_graphs(
             logger.info("no CUDA graphs, steps are launched: %s", launched)
         return [], []
     limits = config.scheduler
-    sizes = graph_sizes(limits.max_num_seqs, config.max_cuda_graphs)
+    sizes = graph_sizes(limits.max_num_rows, config.max_cuda_graphs)
     if config.parallel.expert_dp_size > 1:
         # In larger steps the host must know the number of tokens sent to each rank.
         sizes = [size for size in sizes if size <= MOST_TO_ALL]

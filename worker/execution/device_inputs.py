@@ -103,6 +103,8 @@ class DeviceInputs:
         self.token_table = torch.zeros(shape, dtype=torch.int32, device=device)
         table = (num_rows + 1, self.max_blocks)
         self.block_tables = torch.zeros(table, dtype=torch.int32, device=device)
+        self.most_sampled = num_rows
+        """Most sampled rows of a step; more than sequences if draft tokens are verified."""
         size = max(max_tokens, num_rows)
         self._target = triton_inputs.StepTensors.allocate(size, block_size, device)
         self._switch_at = switch_at

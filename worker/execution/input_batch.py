@@ -169,6 +169,8 @@ class InputBatch:
         inputs, host = self._compute(decision)
         is_repeatable = self.device.type == "cpu" and inputs.logits_indices is None
         self._last_decode = None
+        # Sequences with draft tokens, which the host writes, have several rows.
+        is_repeatable = is_repeatable and not decision.token_writes
         if is_repeatable and decision.num_decodes == len(decision.rows):
             self._last_decode = _DecodeStep(self.block_size, inputs, host)
         return inputs

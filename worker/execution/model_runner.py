@@ -69,6 +69,9 @@ class ModelRunner:
         self.expert_loads: ExpertLoads | None = None
         """None unless the model's expert loads are counted."""
 
+        self.shares_rows = False
+        """Whether a step's decodes may be of one sequence: a token and its drafts."""
+
         self.hosts: list[HostCopies] = []
         """Each group's host memory, if blocks are kept there."""
         self._fixed_TD: Tensor | None = None
@@ -278,7 +281,7 @@ class ModelRunner:
         wanted: Tensor | None = None,
     ) -> Tensor:
         context = ForwardContext(
-            attention=_metadata(inputs, num_decodes),
+            attention=_metadata(inputs, num_decodes, self.shares_rows),
             kv_caches=self._kv_caches,
             wanted=wanted,
             wanted_attention=self._wanted_attention(inputs, wanted),
@@ -326,7 +329,7 @@ class ModelRunner:
                 group.pool.index_copy_(0, pairs[1], group.pool.index_select(0, pairs[0]))
 
 
-def _metadata(inputs: StepInputs, num_decodes: int) -> AttentionMetadata:
+def _metadata(inputs: StepInputs, num_decodes: int, shares_rows: bool) -> AttentionMetadata:
     return AttentionMetadata(
         query_start_loc=inputs.query_start_loc,
         seq_lens=inputs.seq_lens,
@@ -337,4 +340,5 @@ def _metadata(inputs: StepInputs, num_decodes: int) -> AttentionMetadata:
         num_decodes=num_decodes,
         has_past=inputs.has_past,
         rows=inputs.rows,
+        shares_rows=shares_rows,
     )

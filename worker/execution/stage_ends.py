@@ -234,7 +234,8 @@ class LastStage:
         self._logits_rows = LogitsRows(num_rows, vocab_size, is_keeper=tp.rank == 0)
         self._copier: Copier | None = None
         if inputs.device.type == "cuda":
-            self._copier = Copier(inputs.device, num_rows, depth)
+            most = inputs.most_sampled if isinstance(inputs, DeviceInputs) else num_rows
+            self._copier = Copier(inputs.device, most, depth)
 
     @property
     def needs_all(self) -> bool:
@@ -330,4 +331,7 @@ class LastStage:
                 self._logits_rows.keep_generation(decision, logits_NV, kept)
             output = self._sampler.sample(logits_NV, batch, table)
         self._inputs.write_sampled(inputs, output.token_ids)
+        for write in decision.token_writes:
+            # Of draft tokens that this step verified, some may be replaced.
+            self._sampling.rewrite(write.row, write.start)
         return output

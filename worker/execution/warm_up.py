@@ -101,7 +101,8 @@ def load_product_kernels(runner: ModelRunner, limits: SchedulerConfig) -> None:
     hundred steps would begin late. Sizes are multiples of 8 for sequences, and of 64 for
     tokens. Collective.
     """
-    rows = [_row(row, 1, _PLAIN) for row in range(limits.max_num_seqs)]
+    # A sequence with draft tokens has several rows in a step.
+    rows = [_row(row % limits.max_num_seqs, 1, _PLAIN) for row in range(limits.max_num_rows)]
     with runner.model.one_layer_per_shape():
         ones = int32s([1] * len(rows))
         runner.run_alone(_step(rows, ones, ones))
@@ -128,7 +129,7 @@ def peak_step_bytes(runner: ModelRunner, limits: SchedulerConfig) -> tuple[int, 
     # With a cached token each: attention to cached tokens may take memory of its own.
     past = int32s([min(1, longest - 1)] * num_full)
     prompt_bytes = _peak_bytes(runner, _step(prompts, past, longest - past))
-    short = [_row(row, 1, _EDITED) for row in range(limits.max_num_seqs)]
+    short = [_row(row % limits.max_num_seqs, 1, _EDITED) for row in range(limits.max_num_rows)]
     ones = int32s([1] * len(short))
     decode_bytes = _peak_bytes(runner, _step(short, ones, ones))
     for new in short:

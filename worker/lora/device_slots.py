@@ -40,9 +40,11 @@ class DeviceSlots:
         num_slots: int,
         max_rank: int,
         *,
+        num_rows: int,
         is_deterministic: bool,
     ) -> None:
-        """``data`` is the memory, in the model's dtype, all of it free.
+        """``data`` is the memory, in the model's dtype, all of it free. A step has at most
+        ``num_rows`` decode rows.
 
         With ``is_deterministic`` a token's sum does not depend on the tokens beside it.
         """
@@ -55,8 +57,8 @@ class DeviceSlots:
         self._ranks = np.zeros(num_slots, dtype=np.int64)
         self._blocks: AdapterBlocks | None = None
         self._max_rank = max_rank
-        # At most one sequence in each row decodes, and each sequence may have another adapter.
-        size = num_slots * (_SMALL_BLOCK + 1)
+        # At most so many rows decode, and each sequence may have another adapter.
+        size = num_rows * (_SMALL_BLOCK + 1)
         self._fixed = torch.full((size,), -1, dtype=torch.int32, device=data.device)
 
     def load(self, slot: int, first: int, adapter: PackedAdapter) -> None:

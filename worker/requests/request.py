@@ -143,6 +143,7 @@ class Sequence:
         "blocks",
         "capacity",
         "cum_log_prob",
+        "drafts",
         "end_ids",
         "figures",
         "finish_reason",
@@ -214,6 +215,8 @@ class Sequence:
         """Sum over the output sampled here, without the output that a replay brought."""
         self.guide: Guide | None = None
         """The state of its grammar."""
+        self.drafts: Any = None
+        """`scheduling.draft_rows` keeps the state of its drafts here."""
         self.figures: SequenceFigures | None = None
         if request.sampling.return_perf_metrics:
             self.figures = SequenceFigures(request.arrival_ns)

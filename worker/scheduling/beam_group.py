@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as List
 from typing import Any
 
@@ -11,7 +11,7 @@ from trimaran.comm.messages.sampling_params import SamplingParams
 from trimaran.worker.kv_cache.manager import BlockCopy, KVCacheManager
 from trimaran.worker.requests.request import RequestStatus, Sequence
 from trimaran.worker.sampling.beam_search import BeamSearch, Candidates, Hypothesis
-from trimaran.worker.scheduling.step_plan import ScheduledStep, StepPlan
+from trimaran.worker.scheduling.step_plan import Emission, ScheduledStep, StepPlan
 
 _INTERVAL = 16
 """Tokens between two messages about beams to a client that does not stream."""
@@ -154,6 +154,24 @@ class BeamGroup:
             for number in self._live
         )
 
+    def plan_all(
+        self,
+        plan: StepPlan,
+        cache: KVCacheManager,
+        preempt_last: Callable[[StepPlan], Sequence],
+    ) -> None:
+        """Schedule a token of every beam, all or none, and preempt others for their blocks."""
+        leader = self.leader
+        if plan.budget < self.width:
+            return
+        while self.num_needed(cache) > cache.num_available:
+            if preempt_last(plan) is leader:
+                return
+        self.plan(plan, cache)
+        leader.num_computed_before = leader.num_computed_tokens
+        leader.num_computed_tokens += 1
+        leader.last_step = plan.step
+
     def plan(self, plan: StepPlan, cache: KVCacheManager) -> None:
         """Schedule one token of each live beam; there is room."""
         num_computed = len(self.leader.token_ids) - 1
@@ -258,9 +276,13 @@ def num_next_tokens(sequences: Iterable[Sequence]) -> int:
 
 
 def advance_groups(
-    step: ScheduledStep, candidates: Iterable[Candidates], cache: KVCacheManager
-) -> list[BeamGroup]:
-    """Let every group of a step select. Returns the groups whose outputs are to be sent.
+    step: ScheduledStep,
+    candidates: Iterable[Candidates],
+    cache: KVCacheManager,
+    finish: Callable[[Sequence, FinishReason], None],
+) -> list[Emission]:
+    """Let every group of a step select, and finish those that are over. Returns the leaders of
+    the groups whose outputs are to be sent.
 
     ``candidates`` are those of the sampled beams, in the order of the step.
     """
@@ -274,13 +296,16 @@ def advance_groups(
         found.setdefault(group, []).append(each)
         if index in kept:
             logits.setdefault(group, []).append(kept[index])
-    changed = []
+    emitted: list[Emission] = []
     for group, each_beam in found.items():
         is_ended = group.leader.status is RequestStatus.FINISHED
         # A group that was preempted meanwhile has started over.
         if is_ended or group.awaited_step != step.decision.step:
             continue
         group.advance(each_beam, cache, logits.get(group, ()))
-        if group.has_changed() or group.search.is_over:
-            changed.append(group)
-    return changed
+        if group.search.is_over:
+            finish(group.leader, group.finish_reason)
+        elif not group.has_changed():
+            continue
+        emitted.append((group.leader, -1, group.finish_reason))
+    return emitted

@@ -6,7 +6,7 @@ together, since they may share experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from collections.abc import Sequence as List
 from dataclasses import dataclass
 from typing import Any
@@ -22,8 +22,8 @@ from trimaran.worker.sampling.beam_search import Candidates
 from trimaran.worker.scheduling.capacity import check_limits
 from trimaran.worker.scheduling.preemption import PreemptionCounts
 from trimaran.worker.scheduling.resources import SwapIns
-from trimaran.worker.scheduling.scheduler import Emission, Scheduler
-from trimaran.worker.scheduling.step_plan import ScheduledStep
+from trimaran.worker.scheduling.scheduler import Scheduler
+from trimaran.worker.scheduling.step_plan import Emission, ScheduledStep
 from trimaran.worker.scheduling.waiting_queue import check_queue
 from trimaran.worker.steps.data_parallel_decisions import DataParallelDecisions
 from trimaran.worker.steps.step_types import SampledTokens
@@ -152,6 +152,11 @@ class DataParallelScheduler:
         return self.ranks[0].swap_ins
 
     @property
+    def needs_results(self) -> bool:
+        """Whether a dp rank awaits the results of all steps before the next `schedule`."""
+        return any(rank.needs_results for rank in self.ranks)
+
+    @property
     def micro_batch(self) -> int:
         """The last step's place among the steps in flight of a pipeline."""
         return self.ranks[0].micro_batch
@@ -217,7 +222,7 @@ class DataParallelScheduler:
     def update_from_output(
         self,
         step: ScheduledStep,
-        token_ids: Iterable[int],
+        token_ids: List[int],
         candidates: List[Candidates] = (),
     ) -> list[Emission]:
         """Take in the sampled ids of one dp rank's step."""

@@ -22,14 +22,12 @@ from trimaran.worker.sampling.beam_search import Candidates
 from trimaran.worker.scheduling.admission_policy import Batch, policy_of
 from trimaran.worker.scheduling.beam_group import BeamGroup, advance_groups, num_next_tokens
 from trimaran.worker.scheduling.capacity import CapacityCheck, check_limits
+from trimaran.worker.scheduling.draft_rows import DraftRows
 from trimaran.worker.scheduling.guided_sequences import GuidedSequences
 from trimaran.worker.scheduling.resources import DeferredFrees, Rows
-from trimaran.worker.scheduling.step_plan import ScheduledStep, StepPlan
+from trimaran.worker.scheduling.step_plan import Emission, ScheduledStep, StepPlan
 from trimaran.worker.scheduling.token_budget import ChunkedPrefill, MicroBatches
 from trimaran.worker.scheduling.waiting_queue import check_queue
-
-Emission = tuple[Sequence, int, FinishReason]
-"""A sequence, its next token id or -1 if there is none, and its finish reason."""
 
 
 class Scheduler:
@@ -76,6 +74,8 @@ class Scheduler:
         self._micro_batches = MicroBatches(num_micro_batches) if num_micro_batches else None
         self._guided = GuidedSequences()
         self.wait_for_masks = self._guided.wait
+        is_drafting = config.speculation.is_on
+        self.draft_rows = DraftRows(config, cache) if is_drafting else None
         self._ended: list[Emission] = []
         """Ends that no step's result brings."""
         self._batch_size = 0
@@ -146,6 +146,12 @@ class Scheduler:
         return bool(self.running or self.waiting or self.swap_ins or self._ended)
 
     @property
+    def needs_results(self) -> bool:
+        """Whether to await the results of all steps before the next `schedule`."""
+        rows = self.draft_rows
+        return rows is not None and rows.needs_results(self.running)
+
+    @property
     def micro_batch(self) -> int:
         """The last step's place among the steps in flight of a pipeline; 0 without one."""
         return self.step % self._micro_batches.count if self._micro_batches else 0
@@ -172,6 +178,8 @@ class Scheduler:
         self._ended += self._guided.receive(self._finish)
         can_cut = self.config.enable_chunked_context
         plan = StepPlan(self.step + 1, self.config.max_num_batched_tokens, can_cut=can_cut)
+        if self.draft_rows is not None:
+            self.draft_rows.begin(plan.step)
         self.batch.step = plan.step
         self.cache.begin_step()
         victim = self.policy.victim(self.batch)
@@ -188,6 +196,8 @@ class Scheduler:
             if not plan.has_entries:
                 # All of them had been cancelled, so there is room for others.
                 self._admit(plan, is_beside_others)
+        if self.draft_rows is not None and plan.has_entries:
+            self.draft_rows.extend(plan)
         self.cache.end_step()
         if not plan.has_entries:
             return None
@@ -276,18 +286,8 @@ class Scheduler:
         return self._chunked_prefill.size(sequence, missing, budget, waiting, self.step + 1)
 
     def _plan_beams(self, leader: Sequence, plan: StepPlan) -> None:
-        """Schedule a token of every beam, all or none, and preempt others for their blocks."""
-        beams = leader.beams
-        assert isinstance(beams, BeamGroup)
-        if plan.budget < beams.width:
-            return
-        while beams.num_needed(self.cache) > self.cache.num_available:
-            if self._preempt_last(plan) is leader:
-                return
-        beams.plan(plan, self.cache)
-        leader.num_computed_before = leader.num_computed_tokens
-        leader.num_computed_tokens += 1
-        leader.last_step = plan.step
+        assert isinstance(leader.beams, BeamGroup)
+        leader.beams.plan_all(plan, self.cache, self._preempt_last)
 
     def _advance(
         self, sequence: Sequence, chunk: int, is_sampled: bool, plan: StepPlan
@@ -431,7 +431,7 @@ class Scheduler:
     def update_from_output(
         self,
         step: ScheduledStep,
-        token_ids: Iterable[int],
+        token_ids: List[int],
         candidates: List[Candidates] = (),
     ) -> list[Emission]:
         """Take in one step's sampled ids, in order of the step's ``sampled`` sequences.
@@ -442,11 +442,10 @@ class Scheduler:
         emitted: list[Emission] = []
         not_finished = FinishReason.NOT_FINISHED
         pairs: Iterable[tuple[Sequence, int]] = zip(step.sampled, token_ids, strict=True)
+        if step.drafts and self.draft_rows is not None:
+            pairs = self.draft_rows.verified(step, token_ids)
         if candidates:
-            for group in advance_groups(step, candidates, self.cache):
-                if group.search.is_over:
-                    self._finish(group.leader, group.finish_reason)
-                emitted.append((group.leader, -1, group.finish_reason))
+            emitted = advance_groups(step, candidates, self.cache, self._finish)
             pairs = [pair for pair in pairs if pair[0].beams is None]
         for sequence, token_id in pairs:
             sequence.num_pending -= 1
@@ -465,6 +464,8 @@ class Scheduler:
             emitted.append((sequence, token_id, reason))
         self._guided.ask()
         self.deferred_frees.step_done(step.decision.step)
+        if self.draft_rows is not None:
+            self.draft_rows.done(step)
         return emitted
 
     def _look_at(self, sequence: Sequence, token_id: int) -> FinishReason:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence as List
+from dataclasses import dataclass
 
 import numpy as np
 
+from trimaran.comm.messages.messages import FinishReason
 from trimaran.worker.kv_cache.manager import BlockCopy, KVCacheManager
 from trimaran.worker.kv_cache.sequence_blocks import SequenceBlocks
 from trimaran.worker.requests.request import Sequence
@@ -21,6 +23,9 @@ from trimaran.worker.steps.step_types import (
     int32s,
 )
 
+Emission = tuple[Sequence, int, FinishReason]
+"""A sequence, its next token id or -1 if there is none, and its finish reason."""
+
 _NO_BLOCKS = int32s((), 4)
 _NO_COPIES = int32s((), 3)
 _NO_TRANSFERS = int32s((), 4)
@@ -30,12 +35,25 @@ _MOST_RECOMPUTED = 512
 """Most tokens that a step recomputes after preemptions, beside other sequences."""
 
 
+@dataclass(slots=True)
+class DraftRun:
+    """Draft tokens of one sequence that a step verifies."""
+
+    sequence: Sequence
+    token_ids: array[int]
+    own: int = 0
+    """Index in ``sampled`` of the row that samples the token in place of the first draft."""
+
+    first: int = 0
+    """Index in ``sampled`` of the row that computes the first draft; others follow."""
+
+
 class ScheduledStep:
     """A decision, and the sequences in its rows."""
 
     __slots__ = (
-        "decision", "dp_rank", "logits", "num_context", "num_context_tokens", "num_scheduled",
-        "sampled",
+        "decision", "dp_rank", "drafts", "logits", "num_context", "num_context_tokens",
+        "num_scheduled", "sampled",
     )  # fmt: skip
 
     def __init__(
@@ -55,12 +73,16 @@ class ScheduledStep:
         """Sequences that compute tokens; beams of one request count once."""
         self.logits: KeptLogits | None = None
         """Logits of its result, if clients asked for any."""
+        self.drafts: list[DraftRun] = []
+        """Drafts that it verifies. Their sequences are several times in ``sampled``."""
         self.dp_rank = 0
 
     @property
     def num_generation_tokens(self) -> int:
-        """Ids that this step samples for outputs, or finds as candidates of beams."""
-        return len(self.decision.rows) - self.num_context
+        """Ids that this step samples for outputs, or finds as candidates of beams; without
+        those in place of draft tokens, which may be accepted or not."""
+        num_drafts = sum(len(run.token_ids) for run in self.drafts)
+        return len(self.decision.rows) - num_drafts - self.num_context
 
     def parts(self, sampled: SampledTokens) -> list[tuple[ScheduledStep, SampledTokens]]:
         """The steps that `update_from_output` takes one by one, each with its sampled ids."""
@@ -103,6 +125,7 @@ class StepPlan:
         """Sequences whose first new token this step samples."""
         self._decodes = _Entries()
         self._chunks = _Entries()
+        self._drafts: list[DraftRun] = []
         self._new_rows: list[NewRow] = []
         self._new_blocks: list[tuple[int, int, int, int]] = []
         self._copies: list[BlockCopy] = []
@@ -135,6 +158,57 @@ class StepPlan:
         entries.rows.append(sequence.row)
         entries.starts.append(start)
         self.budget -= 1
+
+    @property
+    def num_decodes(self) -> int:
+        """Decodes so far, which have a row each."""
+        return len(self._decodes.sequences)
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether the step verifies draft tokens."""
+        return bool(self._drafts)
+
+    @property
+    def has_chunks(self) -> bool:
+        """Whether a sequence computes several tokens, or a part of its prompt."""
+        return bool(self._chunks.sequences)
+
+    def sampled(self) -> list[Sequence]:
+        """The sequences whose next token is sampled, decodes first."""
+        found = []
+        for entries in (self._decodes, self._chunks):
+            unsampled = set(entries.unsampled)
+            found += [s for place, s in enumerate(entries.sequences) if place not in unsampled]
+        return found
+
+    def add_drafts(self, sequence: Sequence, token_ids: array[int]) -> None:
+        """Verify these ids, which may follow the known ids of a sequence that is sampled.
+
+        Each id is a decode of its own in the sequence's row. Layers write the keys and values
+        of all tokens before they attend, so a row finds those of the drafts before it. Call
+        after all other entries are added.
+        """
+        self._drafts.append(DraftRun(sequence, token_ids))
+        self.budget -= len(token_ids)
+        ids = np.array(token_ids, dtype=np.int32)
+        first = len(sequence.token_ids)
+        self._token_writes.append(TokenWrite(row=sequence.row, start=first, token_ids=ids))
+
+    def _enter_drafts(self) -> Int32Array:
+        """Enter the draft rows behind the decodes. Returns their ids."""
+        entries = self._decodes
+        place = len(entries.sequences) - len(entries.unsampled)
+        ids = array("i")
+        for run in self._drafts:
+            count = len(run.token_ids)
+            first = len(run.sequence.token_ids)
+            run.first = place + len(ids)
+            ids += run.token_ids
+            entries.sequences += [run.sequence] * count
+            entries.rows.extend([run.sequence.row] * count)
+            entries.starts.extend(range(first, first + count))
+        return np.frombuffer(ids, dtype=np.int32)
 
     def add(self, sequence: Sequence, start: int, chunk: int, is_sampled: bool) -> None:
         """Schedule ``chunk`` tokens after the first ``start``."""
@@ -202,6 +276,10 @@ class StepPlan:
     def finish(self, finished_rows: List[int], *, has_ids: bool = False) -> ScheduledStep:
         """The decision, decodes first; with ``has_ids`` it holds the ids that they compute."""
         first, then = self._decodes, self._chunks
+        decode_ids = first.ids() if has_ids else _NONE
+        if self._drafts:
+            draft_ids = self._enter_drafts()
+            decode_ids = np.concatenate((decode_ids, draft_ids)) if has_ids else _NONE
         sequences = first.sequences + then.sequences
         num_decodes = len(first.sequences)
         indices = np.arange(len(sequences), dtype=np.int32)
@@ -225,9 +303,25 @@ class StepPlan:
             token_writes=self._token_writes,
             num_decodes=num_decodes,
             transfers=self.transfers,
-            decode_ids=first.ids() if has_ids else _NONE,
+            decode_ids=decode_ids,
         )
         num_scheduled = len(sequences) - self.num_further_beams
-        return ScheduledStep(
+        step = ScheduledStep(
             decision, sampled, self._num_context, self._num_context_tokens, num_scheduled
         )
+        if self._drafts:
+            self._locate_drafts(step)
+        return step
+
+    def _locate_drafts(self, step: ScheduledStep) -> None:
+        """Find the rows that sample in place of each first draft, and correct the counts."""
+        step.drafts = self._drafts
+        num_drafts = sum(len(run.token_ids) for run in self._drafts)
+        step.num_scheduled -= num_drafts
+        first = self._drafts[0].first
+        own = step.sampled.copy()
+        del own[first : first + num_drafts]
+        places = {sequence: place for place, sequence in enumerate(own)}
+        for run in self._drafts:
+            place = places[run.sequence]
+            run.own = place if place < first else place + num_drafts

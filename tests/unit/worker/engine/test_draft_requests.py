@@ -5,14 +5,16 @@ from __future__ import annotations
 import pytest
 
 from trimaran.comm.messages.messages import FinishReason
+from trimaran.worker.config.speculation_config import SpeculationConfig
 
+DRAFTS = SpeculationConfig(drafter="draft_tokens", max_draft_tokens=8)
 PROMPT, SAMPLINGS = [3, 1, 4, 1, 5], ({}, {"top_k": 20, "temperature": 1.5, "seed": 9})
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "seeded"])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_the_output_ends_at_the_first_id_behind_accepted_drafts(make_engine, sampling, depth):
-    driver = make_engine(depth=depth)
+    driver = make_engine(depth=depth, speculation=DRAFTS)
     ((plain,),) = driver.serve([PROMPT], [sampling])
     wrong = [(each + 1) % 150 for each in plain]
     # All right, wrong at the start and in the middle, and behind an output of two ids.
@@ -35,7 +37,7 @@ def test_the_output_ends_at_the_first_id_behind_accepted_drafts(make_engine, sam
 
 
 def test_an_end_id_or_the_limit_ends_the_output_before_its_drafts_do(make_engine):
-    driver = make_engine()
+    driver = make_engine(speculation=DRAFTS)
     ((plain,),) = driver.serve([PROMPT])
     end_id = plain[2]
     drafts = {"draft_token_ids": tuple(plain[:8]), "ends_after_drafts": True}

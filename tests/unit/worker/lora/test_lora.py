@@ -36,8 +36,9 @@ def use_gpu_kernels(driver):
     runner, manager = driver.engine.runner, driver.engine._adapters
     memory = torch.empty(manager._allocator.size, dtype=torch.float32)
     slots = DeviceSlots(
-        manager._layout, runner.model.adapters, memory, 16, 8, is_deterministic=False
-    )
+        manager._layout, runner.model.adapters, memory, 16, 8, num_rows=16,
+        is_deterministic=False,
+    )  # fmt: skip
     runner.adapters = AdapterStore(runner.model, manager._layout, slots, 16)
     manager.is_packed = runner.adapters.is_packed
     forward = runner._forward

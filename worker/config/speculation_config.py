@@ -1,0 +1,58 @@
+"""Configuration of speculative decoding; free of torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trimaran.comm.errors import ConfigError
+
+DRAFTERS = ("none", "draft_tokens", "ngram")
+"""Values of ``--speculative-decoding``."""
+
+MAX_DRAFT_TOKENS = 64
+"""Most draft tokens that a step may verify for one sequence."""
+
+_MOST_DRAFTED = 16
+"""Sequences for whose drafts a step has rows in any case."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationConfig:
+    """Which draft tokens an engine verifies, and how many."""
+
+    drafter: str = "none"
+    """``none``; ``draft_tokens``: the tokens that requests bring; ``ngram``: these, and for
+    other requests the continuation of an earlier place with the same last tokens."""
+
+    max_draft_tokens: int = 5
+    """Most draft tokens of a sequence in a step."""
+
+    is_adaptive: bool = True
+    """Whether drafts of ``ngram`` are verified only where that is expected to save time."""
+
+    def __post_init__(self) -> None:
+        if self.drafter not in DRAFTERS:
+            raise ConfigError(
+                f"--speculative-decoding is {self.drafter!r} but must be one of "
+                f"{', '.join(DRAFTERS)}"
+            )
+        if not 1 <= self.max_draft_tokens <= MAX_DRAFT_TOKENS:
+            raise ConfigError(
+                f"--max-draft-tokens is {self.max_draft_tokens} but must be 1 to "
+                f"{MAX_DRAFT_TOKENS}. For no drafts leave out --speculative-decoding."
+            )
+
+    @property
+    def is_on(self) -> bool:
+        """Whether any draft tokens are verified."""
+        return self.drafter != "none"
+
+    def num_rows(self, max_num_seqs: int, max_num_tokens: int) -> int:
+        """Most decode rows of a step, those that verify draft tokens included.
+
+        Every sequence has a row of its own. The first sequences may have draft rows beside.
+        """
+        if not self.is_on:
+            return max_num_seqs
+        wanted = min(max_num_seqs, _MOST_DRAFTED) * (1 + self.max_draft_tokens)
+        return min(max_num_tokens, max(max_num_seqs, wanted))

@@ -1,0 +1,276 @@
+"""Draft rows: a step's rows that verify draft tokens, and the tokens that they yield."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Iterator
+from collections.abc import Sequence as List
+
+from trimaran.worker.config.engine_config import SchedulerConfig
+from trimaran.worker.kv_cache.manager import KVCacheManager
+from trimaran.worker.requests.request import Request, RequestStatus, Sequence
+from trimaran.worker.scheduling.step_plan import DraftRun, ScheduledStep, StepPlan
+from trimaran.worker.speculation.controller import AcceptanceRate, DraftController
+from trimaran.worker.speculation.drafters import Drafter, NgramDrafter, RequestDrafter
+
+_LEAST_FREE = 0.02
+"""Share of the KV cache's blocks that must be free for drafts to take new blocks."""
+
+_LEAST_REST, _MOST_REST = 4, 64
+"""After a step without worthwhile drafts, steps until n-gram drafts are made again: at first,
+and after many such steps in a row."""
+
+
+class _Drafts:
+    """One sequence's drafter, its acceptance rate, and the drafts that were not verified."""
+
+    __slots__ = ("drafter", "most", "rate", "unverified", "unverified_at")
+
+    def __init__(self, drafter: Drafter, most: int) -> None:
+        self.drafter = drafter
+        self.most = most
+        self.rate = AcceptanceRate()
+        self.unverified = array("i")
+        self.unverified_at = 0
+
+    def compare(self, sequence: Sequence) -> None:
+        """Learn from drafts that were made but not verified, once the output is known.
+
+        So the rate of a sequence stays current while it verifies no drafts.
+        """
+        new = sequence.token_ids[self.unverified_at :]
+        if not self.unverified or not new:
+            return
+        pairs = list(zip(self.unverified, new, strict=False))
+        same = next((n for n, (a, b) in enumerate(pairs) if a != b), len(pairs))
+        self.rate.observe(same, has_rejected=same < len(pairs))
+        self.unverified = array("i")
+
+
+class DraftCounts:
+    """Drafts since the start: sequences' drafts, their tokens, and accepted tokens by place."""
+
+    def __init__(self, most: int) -> None:
+        self.num_drafts = 0
+        self.num_tokens = 0
+        self.accepted_at = [0] * most
+
+    @property
+    def num_accepted(self) -> int:
+        """Accepted draft tokens."""
+        return sum(self.accepted_at)
+
+
+def _can_be_drafted(sequence: Sequence, plan: StepPlan) -> bool:
+    """Whether drafts may follow what a step computes of a sequence."""
+    # A step in flight may sample another id before the drafts; forks begin in this step.
+    if sequence.num_pending != 1 or sequence in plan.first_samples:
+        return False
+    # The rows of a prompt whose logits are kept are its own alone.
+    is_prompt = sequence.num_computed_before < sequence.num_prompt_tokens
+    return not (is_prompt and sequence.request.sampling.return_context_logits)
+
+
+class DraftRows:
+    """Adds draft rows to a planned step, and takes in the tokens of these rows.
+
+    Draft rows come last: they take what budget, rows and blocks a step leaves, and preempt no
+    sequence. The model's own token is drawn in each row, from logits that all processors have
+    edited with the draft tokens before the row as output. Draft tokens are accepted as far as
+    they are equal to these own tokens, so an output is the same as without drafts. Keys and
+    values of rejected tokens lie behind the computed length, and are overwritten.
+
+    A sequence has drafts only in a step whose predecessors' results are known.
+    """
+
+    def __init__(self, config: SchedulerConfig, cache: KVCacheManager) -> None:
+        self._config = config.speculation
+        self._cache = cache
+        self._most_rows = config.max_num_rows
+        self.counts = DraftCounts(self._config.max_draft_tokens)
+        self._controller = DraftController()
+        self._rest, self._next_rest = 0, _LEAST_REST
+        """Steps in which no n-gram drafts are made, of now and of the next pause."""
+        self._num_awaited = 0
+        """Steps in flight with drafts: the lengths of their sequences are unknown."""
+        self._begun = (0, 0.0)
+        """The last planned step, and the time at which its planning began."""
+        self._last_end = 0.0
+
+    # ---- plan ----------------------------------------------------------------------------
+
+    def begin(self, step: int) -> None:
+        """The planning of a step begins."""
+        self._begun = step, time.perf_counter()
+
+    def needs_results(self, running: List[Sequence]) -> bool:
+        """Whether to await all results before the next step: drafts are in flight, or may be
+        worthwhile in the next step. Drafts follow the last known id.
+        """
+        if self._num_awaited:
+            return True
+        for sequence in running:
+            drafts = self._drafts_of(sequence)
+            if drafts is None or drafts.drafter.is_spent:
+                continue
+            if drafts.drafter.is_asked or not self._rest:
+                return True
+        return False
+
+    def extend(self, plan: StepPlan) -> None:
+        """Add draft rows for the sequences that a step samples."""
+        self._extend(plan)
+        self._num_awaited += plan.has_drafts
+
+    def _extend(self, plan: StepPlan) -> None:
+        sampled = plan.sampled()
+        room = min(plan.budget, self._most_rows - len(sampled))
+        if room <= 0:
+            return
+        asked, own = self._candidates(plan, sampled)
+        for sequence, ids in asked:
+            room -= self._add(plan, sequence, ids[:room])
+        if not own or plan.has_chunks:
+            return
+        counts = [len(ids) for _, ids in own]
+        if self._config.is_adaptive:
+            rates = [sequence.drafts.rate.value for sequence, _ in own]
+            counts = self._controller.choose(plan.num_decodes, rates, counts)
+            self._pause(is_worthwhile=any(counts))
+        for (sequence, ids), count in zip(own, counts, strict=True):
+            used = self._add(plan, sequence, ids[: min(count, room)])
+            room -= used
+            if not used:
+                sequence.drafts.unverified = ids
+                sequence.drafts.unverified_at = len(sequence.token_ids)
+
+    def _pause(self, *, is_worthwhile: bool) -> None:
+        """Choose for how many steps no n-gram drafts are made."""
+        self._rest = 0 if is_worthwhile else self._next_rest
+        longer = min(2 * self._next_rest, _MOST_REST)
+        self._next_rest = _LEAST_REST if is_worthwhile else longer
+
+    def _candidates(
+        self, plan: StepPlan, sampled: List[Sequence]
+    ) -> tuple[list[tuple[Sequence, array[int]]], list[tuple[Sequence, array[int]]]]:
+        """Sequences with the drafts of their requests, and sequences with n-gram drafts."""
+        asked: list[tuple[Sequence, array[int]]] = []
+        own: list[tuple[Sequence, array[int]]] = []
+        self._rest = max(0, self._rest - 1)
+        for sequence in sampled:
+            drafts = self._drafts_of(sequence)
+            if drafts is None or not _can_be_drafted(sequence, plan):
+                continue
+            if self._rest and not drafts.drafter.is_asked:
+                continue
+            drafts.compare(sequence)
+            most = min(drafts.most, self._room_of(sequence))
+            ids = drafts.drafter.propose(sequence, most) if most > 0 else array("i")
+            if ids:
+                (asked if drafts.drafter.is_asked else own).append((sequence, ids))
+        return asked, own
+
+    def _drafts_of(self, sequence: Sequence) -> _Drafts | None:
+        """The state of a sequence's drafts; None if it has none."""
+        if sequence.drafts is None:
+            sequence.drafts = self._new_drafts(sequence.request) or False
+        return sequence.drafts or None
+
+    def _new_drafts(self, request: Request) -> _Drafts | None:
+        most = self._config.max_draft_tokens
+        if request.max_draft_tokens is not None:
+            most = min(most, request.max_draft_tokens)
+        if not most or request.sampling.beam_width > 1 or request.guide is not None:
+            return None
+        if request.draft_token_ids:
+            return _Drafts(RequestDrafter(request), most)
+        # An earlier place may hold ids of a prompt table, which are not in the vocabulary.
+        if self._config.drafter != "ngram" or request.prompt_table is not None:
+            return None
+        return _Drafts(NgramDrafter(), most)
+
+    def _room_of(self, sequence: Sequence) -> int:
+        """Draft tokens behind which a sequence may have one more token."""
+        num_known = len(sequence.token_ids)
+        most = sequence.max_len
+        if not sequence.blocks.is_long:
+            most = min(most, self._cache.switch_at)
+        return most - num_known - 1
+
+    def _add(self, plan: StepPlan, sequence: Sequence, ids: array[int]) -> int:
+        """Add rows for as many of these drafts as the sequence's blocks hold; their number."""
+        num_known = len(sequence.token_ids)
+        self._grow(plan, sequence, num_known + len(ids))
+        ids = ids[: max(0, sequence.capacity - num_known)]
+        if ids:
+            plan.add_drafts(sequence, ids)
+        return len(ids)
+
+    def _grow(self, plan: StepPlan, sequence: Sequence, num_tokens: int) -> None:
+        """Take blocks for drafts, if the cache is far from full or blocks are reserved."""
+        blocks, cache = sequence.blocks, self._cache
+        if num_tokens <= sequence.capacity:
+            return
+        is_ample = cache.num_available > _LEAST_FREE * cache.num_blocks
+        num_blocks = blocks.num_blocks
+        if (is_ample or blocks.max_blocks) and cache.grow(blocks, num_tokens):
+            plan.add_blocks(sequence.row, blocks, num_blocks)
+            sequence.capacity = blocks.num_blocks * cache.block_size
+
+    # ---- results -------------------------------------------------------------------------
+
+    def verified(
+        self, step: ScheduledStep, token_ids: List[int]
+    ) -> Iterator[tuple[Sequence, int]]:
+        """The sequences of a step with their new tokens, in order; several tokens of a
+        sequence follow each other."""
+        num_drafts = sum(len(run.token_ids) for run in step.drafts)
+        first = step.drafts[0].first
+        runs = {run.own: run for run in step.drafts}
+        for place, token_id in enumerate(token_ids):
+            run = runs.get(place)
+            if run is not None:
+                yield from self._accepted(run, token_ids)
+            elif not first <= place < first + num_drafts:
+                yield step.sampled[place], token_id
+
+    def _accepted(self, run: DraftRun, token_ids: List[int]) -> Iterator[tuple[Sequence, int]]:
+        """The tokens of one sequence: those equal to its drafts, and the one behind them."""
+        sequence, drafts = run.sequence, run.token_ids
+        own = [token_ids[run.own], *token_ids[run.first : run.first + len(drafts)]]
+        count = next((n for n, draft in enumerate(drafts) if draft != own[n]), len(drafts))
+        if sequence.status is not RequestStatus.FINISHED:
+            self._count(sequence, count, len(drafts))
+            # Each new token takes one from the count of pending tokens.
+            sequence.num_pending += count
+            # A sequence that was preempted meanwhile has nothing computed.
+            if sequence.status is RequestStatus.RUNNING:
+                sequence.num_computed_tokens += count
+        else:
+            count = 0
+        for token_id in own[: count + 1]:
+            yield sequence, token_id
+
+    def _count(self, sequence: Sequence, num_accepted: int, num_drafts: int) -> None:
+        sequence.drafts.rate.observe(num_accepted, has_rejected=num_accepted < num_drafts)
+        counts, figures = self.counts, sequence.figures
+        counts.num_drafts += 1
+        counts.num_tokens += num_drafts
+        for place in range(num_accepted):
+            counts.accepted_at[place] += 1
+        if figures is not None:
+            figures.num_draft_tokens += num_drafts
+            figures.num_accepted_draft_tokens += num_accepted
+
+    def done(self, step: ScheduledStep) -> None:
+        """The result of a step was taken in: learn its time."""
+        self._num_awaited -= bool(step.drafts)
+        now = time.perf_counter()
+        number, begun = self._begun
+        # With steps in flight the time between two results counts.
+        since = max(self._last_end, begun) if number == step.decision.step else self._last_end
+        self._last_end = now
+        num_rows = step.decision.num_decodes
+        if since and num_rows == len(step.decision.rows):
+            self._controller.record(num_rows, now - since, is_drafted=bool(step.drafts))
