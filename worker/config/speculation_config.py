@@ -47,6 +47,11 @@ class SpeculationConfig:
         """Whether any draft tokens are verified."""
         return self.drafter != "none"
 
+    @property
+    def most_per_request(self) -> int:
+        """Most draft tokens that a request may bring."""
+        return self.max_draft_tokens if self.is_on else 0
+
     def num_rows(self, max_num_seqs: int, max_num_tokens: int) -> int:
         """Most decode rows of a step, those that verify draft tokens included.
 
