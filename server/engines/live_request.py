@@ -168,8 +168,11 @@ class LiveRequest:
     ) -> None:
         self.submit = submit
         self.max_tokens: int = submit.sampling.get("max_tokens", _DEFAULT_MAX_TOKENS)
-        self.output_ids: list[int] = []
-        """Empty for beam search, whose output may still change."""
+        self.output_ids: list[int] = (
+            unpack_ids(submit.output_ids).tolist() if submit.output_ids else []
+        )
+        """With those that the request began with. Empty for beam search, whose output may
+        still change."""
         self.num_output_tokens = 0
         """Of all beams together."""
         self._beam_length = 0

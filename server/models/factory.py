@@ -19,6 +19,7 @@ from trimaran.server.config import FrontendConfig
 from trimaran.server.engines.model_engines import ModelEngines
 from trimaran.server.inference.request import Model
 from trimaran.server.metrics.measured_model import MeasuredModel
+from trimaran.server.models.draft_rounds import TokenStep
 from trimaran.server.models.graph_model import GraphModel, GraphStep
 from trimaran.server.models.postprocessing import PostprocessingModel
 from trimaran.server.models.preprocessing import PreprocessingModel
@@ -285,19 +286,41 @@ class ModelFactory:
         return GraphModel(model, version, graph)
 
     def _bls(self, model: RepositoryModel, version: int, steps: Mapping[str, Step]) -> Model:
-        names = dict(zip(_STEPS, model.steps, strict=True))
+        names = dict(zip(_STEPS, model.steps, strict=False))
+        draft = model.parameters.get_str("tensorrt_llm_draft_model_name")
         for role, name in names.items():
-            found = steps[name].source.role
-            if found not in (role, Role.OTHER):
-                raise ConfigError(
-                    f"{model.config_path}: its step '{name}' is of the role '{found.value}' "
-                    f"but must be of '{role.value}'. Correct that model's configuration, or "
-                    "name another model."
-                )
+            _check_role(model, name, steps[name], role, Role.OTHER)
+        if draft:
+            _check_role(model, draft, steps[draft], Role.TOKEN)
         if any(_part(steps[name]) is not role for role, name in names.items()):
+            if draft:
+                raise ConfigError(
+                    f"{model.config_path}: tensorrt_llm_draft_model_name is {draft!r}, but the "
+                    "steps run code of their own, and drafts need native postprocessing. Leave "
+                    "the draft model out, or postprocessing out of --python-models."
+                )
             models = {role: steps[name].model for role, name in names.items()}
             return BlsModel(model, version, bls_graph(model, version, models))
-        return BlsModel(model, version, _wired(model.name, names, steps))
+        wired = _wired(model.name, names, steps)
+        if draft:
+            wired = replace(wired, draft=_token_step(steps[draft]))
+        return BlsModel(model, version, wired)
+
+
+def _check_role(model: RepositoryModel, name: str, step: Step, *allowed: Role) -> None:
+    """Refuse a step of a BLS model that has another role; raises ConfigError."""
+    found = step.source.role
+    if found not in allowed:
+        raise ConfigError(
+            f"{model.config_path}: its step '{name}' is of the role '{found.value}' but must "
+            f"be of '{allowed[0].value}'. Correct that model's configuration, or name another "
+            "model."
+        )
+
+
+def _token_step(step: Step) -> TokenStep:
+    assert isinstance(step.plain, TokenModel)
+    return TokenStep(step.model, step.plain.facts)
 
 
 def read_labels(model: RepositoryModel) -> dict[str, list[str]]:

@@ -46,9 +46,6 @@ _WHOLE = "context_and_generation"
 # Inputs of unsupported features; a request with one of them is refused.
 _REFUSED: tuple[tuple[str, str], ...] = (
     ("encoder_input_features", "encoder-decoder models are not served"),
-    ("draft_input_ids", "speculative decoding is not served"),
-    ("draft_logits", "speculative decoding is not served"),
-    ("draft_acceptance_threshold", "speculative decoding is not served"),
     ("cross_attention_mask", "cross attention is not served"),
     ("skip_cross_attn_blocks", "cross attention is not served"),
     ("mrope_rotary_cos_sin", "multimodal positions are not served"),
@@ -254,6 +251,6 @@ def _refuse_lookahead(inputs: SampleInputs) -> None:
         raise RequestError(f"{', '.join(_LOOKAHEAD)} must be given together or not at all")
     raise RequestError(
         "Cannot set the request lookahead decoding configuration when model instance lookahead "
-        "parameters are not set. Speculative decoding is not served: leave the inputs "
+        "parameters are not set. Lookahead decoding is not served: leave the inputs "
         f"{', '.join(_LOOKAHEAD)} out."
     )

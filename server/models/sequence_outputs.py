@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -205,10 +205,9 @@ class SequenceOutputs:
             data = object_array([reason.encode() for reason in reasons], (1, len(reasons)))
             tensors.append(Tensor("finish_reason", "BYTES", data))
         if self._has_figures and is_last:
-            # Figures of draft tokens are 0: there is no speculative decoding.
+            figures = {**progress.figures, "acceptance_rate": acceptance(progress.figures)}
             tensors += [
-                _scalar(name, datatype, progress.figures.get(name, 0))
-                for name, datatype in _FIGURES
+                _scalar(name, datatype, figures.get(name, 0)) for name, datatype in _FIGURES
             ]
         return tensors
 
@@ -238,6 +237,12 @@ class SequenceOutputs:
                     data.swapaxes(0, 1)[np.newaxis] if self._is_streaming else data[np.newaxis]
                 )
             yield Tensor(name, datatype, data)
+
+
+def acceptance(figures: Mapping[str, int]) -> float:
+    """The accepted part of the draft tokens; 0 without drafts."""
+    num_drafted = figures.get("total_draft_tokens", 0)
+    return figures.get("total_accepted_draft_tokens", 0) / num_drafted if num_drafted else 0.0
 
 
 def _zero(name: str, config: ModelConfig, num_input: int) -> Tensor:

@@ -11,6 +11,7 @@ from trimaran.comm.errors import ConfigError, RequestError
 from trimaran.server.inference.request import InferRequest, InferResponse, Tensor
 from trimaran.server.inference.text_limits import PromptBound, prompt_bound
 from trimaran.server.metrics.measured_model import MeasuredModel
+from trimaran.server.models.draft_rounds import NUM_DRAFT_TOKENS
 from trimaran.server.models.graph_model import GraphModel
 from trimaran.server.models.sample_inputs import SampleInputs, batch_size
 from trimaran.server.models.sampling_inputs import PERF_METRICS
@@ -201,11 +202,6 @@ class BlsModel:
         self.version = str(version)
         self.config = model.config
         parameters = model.parameters
-        if parameters.get_str("tensorrt_llm_draft_model_name"):
-            raise ConfigError(
-                f"{model.config_path}: tensorrt_llm_draft_model_name is set, but speculative "
-                "decoding is not served. Leave it unset."
-            )
         if parameters.get_str("multimodal_encoders_name"):
             raise ConfigError(
                 f"{model.config_path}: multimodal_encoders_name is set, but multimodal models "
@@ -290,11 +286,35 @@ class BlsModel:
         for sample in samples:
             if (sample.scalar("max_tokens") or 0) <= 0:
                 raise RequestError("max_tokens must be a single value > 0")
-            if (sample.scalar("num_draft_tokens") or 0) > 0:
-                raise RequestError("cannot perform speculative decoding without draft model")
+        if (samples[0].scalar(NUM_DRAFT_TOKENS) or 0) > 0:
+            self._check_drafts(samples)
         first = samples[0]
         if self._accumulates and (first.scalar("beam_width") or 1) > 1:
             raise RequestError("Accumulation of tokens is only implemented for beam width = 1")
         if self._accumulates and count > 1:
             raise RequestError("Expected batch size of 1")
         check_transaction(self.is_decoupled, count, num_responses(first), first.flag("stream"))
+
+    def _check_drafts(self, samples: list[SampleInputs]) -> None:
+        """Refuse what a draft model cannot be used with; raises RequestError."""
+        first = samples[0]
+        if self.pipeline is None or self.pipeline.steps.draft is None:
+            raise RequestError("cannot perform speculative decoding without draft model")
+        if first.flag("stream"):
+            raise RequestError("streaming is not supported with speculative decoding")
+        if first.flag("return_context_logits"):
+            raise RequestError("context logits are not supported with speculative decoding")
+        if len(samples) > 1:
+            raise RequestError("speculative decoding is not supported with batch size > 1")
+        for name in ("beam_width", "num_return_sequences"):
+            count = first.scalar(name) or 1
+            if count > 1:
+                raise RequestError(
+                    f"{name} is {count} but must be 1 with speculative decoding, which drafts "
+                    "one sequence. Leave one of the two out."
+                )
+        if first.array("prompt_embedding_table") is not None:
+            raise RequestError(
+                "prompt_embedding_table is not supported with speculative decoding: the draft "
+                "model has vectors of its own. Leave one of the two out."
+            )

@@ -17,6 +17,8 @@ from trimaran.server.inference.request import (
     Tensor,
 )
 from trimaran.server.inference.text_limits import PromptBound
+from trimaran.server.metrics.measured_model import Measurement
+from trimaran.server.models.draft_rounds import NUM_DRAFT_TOKENS, DraftRounds, TokenStep
 from trimaran.server.models.graph_model import prefixed, sequence_parameters
 from trimaran.server.models.preprocessing import PROMPTS, PromptJob
 from trimaran.server.models.sample_inputs import SampleInputs, batch_size
@@ -109,7 +111,7 @@ class TextPipeline:
                         yield nothing
                 return
             job, run = await self._prepare(request)
-            async with self._steps.token.measure(job) as token:
+            async with self._tokens(request, job) as token:
                 async for response in token.responses:
                     token.response(response)
                     try:
@@ -128,6 +130,15 @@ class TextPipeline:
             if not self._options.is_ensemble:
                 raise
             raise prefixed(f"in ensemble '{self._options.name}', ", error) from error
+
+    def _tokens(self, request: InferRequest, job: TokenJob) -> Measurement | DraftRounds:
+        """The token model's answers, alone or with a draft model."""
+        steps, asked = self._steps, SampleInputs(request.inputs, 0, self._options.is_batched)
+        count = int(asked.scalar(NUM_DRAFT_TOKENS) or 0) if steps.draft is not None else 0
+        if steps.draft is None or count < 1:
+            return steps.token.measure(job)
+        target = TokenStep(steps.token, steps.facts)
+        return DraftRounds(target, steps.draft, steps.arrivals, job, count)
 
     async def _prepare(self, request: InferRequest) -> tuple[TokenJob, TextRun]:
         """Run preprocessing: the request to the token model, and the maker of its answers."""

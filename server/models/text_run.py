@@ -16,6 +16,7 @@ from trimaran.server.engines.live_request import TokenChunk
 from trimaran.server.inference.request import InferRequest, InferResponse, Tensor
 from trimaran.server.inference.tensor_bytes import object_array
 from trimaran.server.metrics.measured_model import MeasuredModel
+from trimaran.server.models.draft_rounds import TokenStep
 from trimaran.server.models.encoded_texts import NO_IDS, Ids
 from trimaran.server.models.graph_model import sequence_parameters
 from trimaran.server.models.pending_requests import Arrivals
@@ -94,6 +95,9 @@ class Steps:
 
     normalises_log_probs: bool = True
     """Whether a beam's log-probability is divided by its length, as its score is."""
+
+    draft: TokenStep | None = None
+    """The draft model."""
 
     @property
     def end_ids(self) -> tuple[int, ...]:

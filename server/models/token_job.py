@@ -14,6 +14,7 @@ from trimaran.server.engines.live_request import LiveRequest, TokenChunk
 from trimaran.server.engines.model_engines import ModelEngines
 from trimaran.server.inference.queue_policy import QueuePolicy
 from trimaran.server.inference.request import InferRequest, InferResponse
+from trimaran.server.models.draft_inputs import NO_DRAFTS, Drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +36,15 @@ class Sample:
     adapter: dict[str, Any] | None = None
     """The fields ``adapter_id`` and ``adapter`` of `Submit`."""
 
+    output_ids: Sequence[int] = ()
+    """Ids of the output so far, behind which the engine goes on."""
+
+    drafts: Drafts = NO_DRAFTS
+
     @property
     def num_bytes(self) -> int:
         """What each sequence of the sample sends to its engine, about."""
-        sampling, num_ids = self.sampling, len(self.prompt_ids)
+        sampling, num_ids = self.sampling, len(self.prompt_ids) + len(self.drafts.token_ids)
         for words in (sampling.stop_words, sampling.bad_words):
             num_ids += sum(map(len, words))
         parts = [(self.adapter or {}).get(name) for name in ("weights", "config")]
@@ -169,6 +175,12 @@ class TokenJob(InferRequest):
     is_stopped: bool = False
     """Whether the client stopped the request while its prompt was tokenized."""
 
+    output_ids: Sequence[int] = ()
+    """Ids of the output so far, behind which the only sample's only sequence goes on."""
+
+    drafts: Drafts = NO_DRAFTS
+    """Those of the only sample, checked."""
+
 
 @dataclass(slots=True, kw_only=True)
 class ChunkResponse(InferResponse):
@@ -220,6 +232,7 @@ class TokenStream:
                         sampling = replace(sampling, num_return_sequences=1)
                     live = self._engines.submit(
                         prompt_ids=pack_ids(sample.prompt_ids),
+                        output_ids=pack_ids(sample.output_ids) if sample.output_ids else b"",
                         sequence_index=sequence,
                         sampling=sampling.to_wire(),
                         embeddings=sample.prompt_table,
@@ -227,6 +240,10 @@ class TokenStream:
                         retention=sample.retention,
                         adapter_id=sample.adapter_id,
                         adapter=sample.adapter,
+                        draft_token_ids=sample.drafts.token_ids,
+                        draft_acceptance_threshold=sample.drafts.acceptance_threshold,
+                        max_draft_tokens=sample.drafts.max_draft_tokens,
+                        ends_after_drafts=sample.drafts.ends_after,
                         priority=policy.priority(request),
                         streaming=is_incremental,
                         client_request_id=request.id,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from trimaran.server.engines.live_request import TokenChunk
 from trimaran.server.engines.model_engines import ModelEngines
 from trimaran.server.inference.queue_policy import QueuePolicy
 from trimaran.server.inference.request import InferRequest, InferResponse
+from trimaran.server.models.draft_inputs import Drafts, read_drafts
 from trimaran.server.models.pending_requests import Arrivals, Gathering
 from trimaran.server.models.sample_inputs import SampleInputs, batch_size
 from trimaran.server.models.sampling_inputs import check_request_type, read_sampling
@@ -271,8 +272,20 @@ class TokenModel:
             key = salted(request.parameters, key)
             adapter = read_adapter(inputs, request.inputs)
             retention = read_retention(inputs)
-            samples.append(Sample(prompt, sampling, table, key, retention, *adapter))
+            output_ids, drafts = _drafts(request, inputs, facts)
+            samples.append(
+                Sample(prompt, sampling, table, key, retention, *adapter, output_ids, drafts)
+            )
         return samples
+
+
+def _drafts(
+    request: InferRequest, inputs: SampleInputs, facts: Mapping[str, Any]
+) -> tuple[Sequence[int], Drafts]:
+    """The output so far, and the drafts behind it."""
+    if isinstance(request, TokenJob) and (request.output_ids or request.drafts.token_ids):
+        return request.output_ids, request.drafts
+    return (), read_drafts(inputs, request.parameters, facts)
 
 
 def _taken(answers: Answers, stream: TokenStream) -> Iterator[InferResponse]:

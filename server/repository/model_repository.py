@@ -115,7 +115,9 @@ class RepositoryModel:
         """The distinct models that this one runs; empty unless it is composed of others."""
         if self.role is Role.BLS:
             token = self.parameters.get_str("tensorrt_llm_model_name") or "tensorrt_llm"
-            return ("preprocessing", token, "postprocessing")
+            draft = self.parameters.get_str("tensorrt_llm_draft_model_name")
+            drafts = (draft,) if draft and draft != token else ()
+            return ("preprocessing", token, "postprocessing", *drafts)
         steps = self.config.ensemble_scheduling.step
         return tuple(dict.fromkeys(step.model_name for step in steps))
 

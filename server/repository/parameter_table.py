@@ -177,15 +177,13 @@ POSTPROCESSING_PARAMETERS: dict[str, Known] = {
 BLS_PARAMETERS: dict[str, Known] = {
     "accumulate_tokens": served("loose_bool"),
     "tensorrt_llm_model_name": served("str"),
-    "tensorrt_llm_draft_model_name": refused(
-        "str", "speculative decoding is not served by this version"
-    ),
+    "tensorrt_llm_draft_model_name": served("str"),
     "multimodal_encoders_name": refused("str", _NO_IMAGES),
 }
 
 
 _TRT_ONLY = "it tunes TensorRT, which is not used here"
-_NO_DRAFT = "speculative decoding is not served by this version"
+_NO_DRAFT = "lookahead decoding and heads that draft are not served by this version"
 _NO_ENCODER = "encoder-decoder models are not served by this version"
 _NO_DISAGGREGATION = "disaggregated serving is not served by this version"
 _OBSOLETE = "it is obsolete; the engine folder and the flags of `trimaran serve` hold it"
@@ -240,7 +238,7 @@ TOKEN_PARAMETERS: dict[str, Known] = {
     "lora_prefetch_dir": served("str"),
     "max_beam_width": served("int", low=1),
     "decoding_mode": refused(
-        "str", "it asks for drafts, which are not served",
+        "str", "it asks for drafts of heads or of lookahead, which are not served",
         "auto", "top_k", "top_p", "top_k_top_p", "beam_search",
         allowed=(
             "auto", "top_k", "top_p", "top_k_top_p", "beam_search", "medusa", "redrafter",
@@ -252,8 +250,8 @@ TOKEN_PARAMETERS: dict[str, Known] = {
     "lookahead_verification_set_size": refused("int", _NO_DRAFT),
     "medusa_choices": refused("str", _NO_DRAFT),
     "eagle_choices": refused("str", _NO_DRAFT),
-    "speculative_decoding_fast_logits": refused(
-        "bool", _NO_DRAFT, "False", "false", "FALSE", "0"
+    "speculative_decoding_fast_logits": accepted(
+        "bool", "the ids of drafts alone decide, so that no logits of drafts are sent"
     ),
     "guided_decoding_backend": served("str", "xgrammar"),
     "tokenizer_dir": served("str"),

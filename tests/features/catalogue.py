@@ -26,7 +26,7 @@ from trimaran.server.repository.parameter_table import (
 from trimaran.server.repository.signatures import Role
 
 SERVED, NO_EFFECT, REFUSED, NEVER = "served", "no effect", "refused", "never comes"
-_NO_DRAFTS = "speculative decoding is not served"
+_NO_LOOKAHEAD = "lookahead decoding is not served"
 # Inputs of sampling that no row of the table of fields reads.
 _FIELDS = dict.fromkeys(sampling_inputs._LOOKAHEAD, "lookahead")
 _ROLES = {
@@ -153,7 +153,7 @@ def _token_inputs() -> dict[str, tuple[str, str]]:
     fields = {**scalars, **_FIELDS}
     refused = {
         **dict(sampling_inputs._REFUSED),
-        **{name: _NO_DRAFTS for name, f in fields.items() if f not in SERVED_FIELDS},
+        **{name: _NO_LOOKAHEAD for name, f in fields.items() if f not in SERVED_FIELDS},
     }
     return {
         name: _found(

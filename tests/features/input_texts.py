@@ -58,8 +58,13 @@ TOKEN = {
     "guided_decoding_guide_type": "`json`, `json_schema`, `regex`, `ebnf_grammar`, `choice`, "
     "`structural_tag`",
     "guided_decoding_guide": "what the output follows",
+    "draft_input_ids": "ids that the model checks: the output is the accepted ids and one more",
+    "draft_acceptance_threshold": "0: an accepted id is the model's own choice; the engine "
+    "refuses other values",
 }
 TOKEN_WITHOUT_EFFECT = {
+    "draft_logits": "one row for each draft id; the ids alone decide, and the law of outputs "
+    "is the same",
     "pad_id": "responses are padded with -1",
     "encoder_output_lengths": "the encoder's output, which it measures, is refused",
     "decoder_input_ids": "preprocessing makes some; only encoder-decoder models read them",
@@ -73,15 +78,15 @@ TEXT = {
     "stop_words": "texts that end the output, found across tokens too; they stay in it",
     "embedding_bias_words": "words whose ids' logits are changed",
     "embedding_bias_weights": "by how much",
+    "num_draft_tokens": "tokens of each round of the draft model",
 }
 TEXT_WITHOUT_EFFECT = {
     "decoder_text_input": "only encoder-decoder models read it",
     "prompt_table_extra_id": "no word of a text has an id of the table: the table decides "
     "who shares blocks",
-    "use_draft_logits": "there are no drafts",
+    "use_draft_logits": "the ids of drafts alone decide; the law of outputs is the same",
 }
 TEXT_REFUSED = {
-    "num_draft_tokens": "speculative decoding is not served",
     "image_input": "images are not served",
 }
 PREPROCESSING = {

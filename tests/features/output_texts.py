@@ -10,9 +10,9 @@ _FIGURES = {
     "first_scheduled_time_ns": "when its first step was planned",
     "first_token_time_ns": "when its first token was there",
     "last_token_time_ns": "when its last one was",
-    "acceptance_rate": "0: there are no drafts",
-    "total_accepted_draft_tokens": "0: there are no drafts",
-    "total_draft_tokens": "0: there are no drafts",
+    "acceptance_rate": "accepted part of the draft tokens; 0 without drafts",
+    "total_accepted_draft_tokens": "draft tokens that became output",
+    "total_draft_tokens": "draft tokens that were checked",
 }
 _BOTH = {
     "cum_log_probs": "of each beam; divided by length as `normalize_log_probs` says",

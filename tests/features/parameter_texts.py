@@ -51,6 +51,7 @@ POSTPROCESSING = {
 TEXT = {
     "accumulate_tokens": "each response of a stream has the whole text so far",
     "tensorrt_llm_model_name": "the token model; `tensorrt_llm`",
+    "tensorrt_llm_draft_model_name": "the model whose tokens are drafts for the token model",
 }
 FIXED = {"FORCE_CPU_ONLY_INPUT_TENSORS": "inputs come by way of the host"}
 
@@ -71,6 +72,7 @@ SETTINGS_WITHOUT_EFFECT = {
 }
 REQUEST_PARAMETERS = {
     "cache_salt": "requests share cached blocks only under equal salts",
+    "max_draft_tokens": "most draft tokens of a step; 0 for none",
     "priority": "level 1 goes first, where the model has `priority_levels`",
     "request_type": "`context_and_generation`; the halves of disaggregated serving are refused",
     "timeout": "microseconds to the first token, where the model allows it",

@@ -71,6 +71,7 @@ FACTS = {
     "vocab_size": 600,
     "world_size": 1,
     "lora_host_bytes": 48,
+    "max_draft_len": 5,
 }
 
 
@@ -173,6 +174,8 @@ class ScriptedEngine:
             ids = self._script(message)[: message.sampling.get("max_tokens", 16)]
             done = unpack_ids(message.output_ids).tolist()
             assert done == ids[: len(done)]
+            if message.ends_after_drafts:
+                ids = _behind_drafts(ids, list(message.draft_token_ids))
             self._answers[message.request_id] = ids
             self._given[message.request_id] = len(done)
         elif isinstance(message, Cancel):
@@ -220,6 +223,12 @@ class ScriptedEngine:
         ids = self._answers[request_id][start : start + count]
         self._given[request_id] = start + len(ids)
         return ids
+
+
+def _behind_drafts(ids: list[int], drafts: list[int]) -> list[int]:
+    """The accepted drafts, and one further id."""
+    pairs = enumerate(zip(ids, drafts, strict=False))
+    return ids[: next((place for place, (a, b) in pairs if a != b), len(drafts)) + 1]
 
 
 def build(
@@ -282,14 +291,16 @@ class Served:
         await asyncio.gather(*map(start_model, self._plain))
 
     async def dial(
-        self, script: Script, *, max_per_step: int = 1, incarnation: int = 0, group: str = "g0"
+        self,
+        script: Script,
+        *,
+        max_per_step: int = 1,
+        **fields: Any,
     ) -> ScriptedEngine:
-        """Another engine, accepted and serving."""
+        """Another engine, accepted and serving; ``fields`` are those of its greeting."""
         engine = ScriptedEngine(script, max_per_step=max_per_step)
         self.dialled.append(engine)
-        answer = await engine.dial(
-            self.config.engine_listen[-1], self.hello(incarnation=incarnation, group=group)
-        )
+        answer = await engine.dial(self.config.engine_listen[-1], self.hello(**fields))
         assert answer.accepted, answer.reason
         return engine
 
@@ -476,6 +487,13 @@ def _write_repository(root: Path, tokenizer_folder: Path, values: dict[str, str]
         folder = root / "models" / model
         (folder / "1").mkdir(parents=True)
         (folder / "config.pbtxt").write_text(fill(template(model), filled))
+    draft = values.get("tensorrt_llm_draft_model_name")
+    if draft is not None:
+        shutil.copytree(root / "models" / "tensorrt_llm", root / "models" / draft)
+        config = root / "models" / draft / "config.pbtxt"
+        config.write_text(
+            config.read_text().replace('name: "tensorrt_llm"', f'name: "{draft}"')
+        )
     return root / "models"
 
 

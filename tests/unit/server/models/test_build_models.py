@@ -68,7 +68,7 @@ async def test_an_unused_python_file_of_a_model_is_logged(
             "tensorrt_llm_bls",
             "${tensorrt_llm_draft_model_name}",
             "draft",
-            ("tensorrt_llm_bls/config.pbtxt", "tensorrt_llm_draft_model_name"),
+            ("tensorrt_llm_bls/config.pbtxt", "its step 'draft' is not loaded"),
         ),
         (
             "preprocessing",

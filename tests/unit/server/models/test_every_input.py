@@ -31,6 +31,7 @@ RANGES = {
     "retention_token_range_durations_ms": [100],
 }
 BIAS = {"embedding_bias_words": ["zoo"], "embedding_bias_weights": [2.0]}
+DRAFTS = {"draft_input_ids": [1, 2]}
 LATENTS = {"prompt_embedding_table": TABLE}
 BEAMS = {"beam_width": 2}
 JSON = {"guided_decoding_guide_type": "regex", "guided_decoding_guide": "a"}
@@ -92,6 +93,8 @@ TOKEN = {
     "retention_token_range_durations_ms": (RANGES, [200]),
     "retention_decode_priority": ({}, 60),
     "retention_decode_duration_ms": ({"retention_decode_priority": 60}, 200),
+    "draft_input_ids": ({}, [1, 2]),
+    "draft_acceptance_threshold": (DRAFTS, 0.5),
 }
 TEXT = {
     **COMMON,
@@ -139,6 +142,7 @@ TOKEN_WITHOUT_EFFECT = {
     "decoder_input_ids": ({}, [1, 2]),
     "decoder_input_lengths": ({}, 2),
     "prompt_vocab_size": (LATENTS, 2),
+    "draft_logits": (DRAFTS, np.ones((1, 2, 600), np.float32)),
 }
 TEXT_WITHOUT_EFFECT = {
     "pad_id": ({}, 5),
@@ -149,9 +153,6 @@ TEXT_WITHOUT_EFFECT = {
 }
 TOKEN_REFUSED = {
     "encoder_input_features": ({}, np.ones((1, 2, 4), np.float16)),
-    "draft_input_ids": ({}, [1, 2]),
-    "draft_logits": ({}, np.ones((1, 2, 4), np.float32)),
-    "draft_acceptance_threshold": ({}, 0.5),
     "cross_attention_mask": ({}, np.ones((1, 2, 4), np.bool_)),
     "skip_cross_attn_blocks": ({}, True),
     "mrope_rotary_cos_sin": ({}, [1.0]),

@@ -32,7 +32,37 @@ def _column(*values, dtype=np.int32):
             "input 'guided_decoding_guide_type' is not UTF-8 text",
         ),
         ({"lora_name": ""}, "lora_name is empty; leave it out, or name a folder"),
-        ({"draft_input_ids": [4]}, "input 'draft_input_ids' is set but speculative decoding"),
+        (
+            {"draft_input_ids": [4] * 6},
+            "input 'draft_input_ids' holds 6 ids but this engine verifies at most 5. Send "
+            "fewer, or build the engine with --max_draft_len 6",
+        ),
+        (
+            {"draft_input_ids": [4, 600]},
+            "input 'draft_input_ids' holds 600, which is no token id: ids are 0 to 599",
+        ),
+        ({"draft_input_ids": [-1]}, "holds -1, which is no token id: ids are 0 to 599"),
+        (
+            {"draft_input_ids": [4], "beam_width": 2},
+            "beam_width is 2 together with draft_input_ids, but beams are not drafted",
+        ),
+        ({"draft_acceptance_threshold": 0.5}, "is set without draft_input_ids; send both"),
+        (
+            {"draft_input_ids": [4], "draft_acceptance_threshold": 1.5},
+            "'draft_acceptance_threshold' is 1.5 but must be between 0 and 1",
+        ),
+        (
+            {"draft_input_ids": [4], "draft_acceptance_threshold": np.nan},
+            "'draft_acceptance_threshold' is nan but must be between 0 and 1",
+        ),
+        (
+            {"draft_logits": np.ones((1, 1, 600), np.float32)},
+            "input 'draft_logits' is set without draft_input_ids; send both",
+        ),
+        (
+            {"draft_input_ids": [4, 5], "draft_logits": np.ones((1, 1, 600), np.float32)},
+            "input 'draft_logits' has the shape [1, 600] but must be [2, 600]",
+        ),
         (
             {"num_return_sequences": 1025},
             "num_return_sequences is 1025 for each of 1 prompt(s) but a request may have at "

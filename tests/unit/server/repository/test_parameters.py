@@ -143,7 +143,6 @@ def test_a_text_model_needs_its_tokenizer(write_repository, edit, model):
         ({"add_special_tokens": "maybe"}, "'maybe' but must be true, false, yes, no"),
         ({"accumulate_tokens": "2"}, "parameter 'accumulate_tokens' is '2'"),
         ({"multimodal_model_path": "/m"}, "multimodal models are not served"),
-        ({"tensorrt_llm_draft_model_name": "d"}, "speculative decoding is not served"),
     ],
 )
 def test_text_models_refuse_unsupported_parameters(write_repository, values, complaint):

@@ -1,0 +1,255 @@
+"""Draft tokens: of a request to the token model, and of a draft model by the BLS model."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+
+from tests.unit.server.models.conftest import FACTS, text_of
+from trimaran.comm.errors import RequestError
+from trimaran.comm.messages.messages import unpack_ids
+
+ANSWER = "Hello world and more, größer 東京 🙂🎉 and so on"
+REQUEST = {"text_input": "A house", "max_tokens": 100}
+
+
+@asynccontextmanager
+async def two_models(serve, is_wrong=lambda place: False, draft_facts=(), **frontend):
+    """A target model and a draft model, whose ids are wrong at these places of the output."""
+    groups = {"tensorrt_llm": ("g0",), "draft": ("d0",)}
+    async with serve(
+        frontend={"groups": groups, **frontend}, tensorrt_llm_draft_model_name="draft"
+    ) as served:
+        ids = served.tokenizer.encode_now(ANSWER, False)
+        wrong = [(each + 1) % 600 if is_wrong(i) else each for i, each in enumerate(ids)]
+
+        def drafted(submit):
+            done = unpack_ids(submit.output_ids).tolist()
+            return done + wrong[len(done) :]
+
+        target = await served.dial(lambda submit: ids)
+        draft = await served.dial(
+            drafted, model="draft", group="d0", facts={**FACTS, **dict(draft_facts)}
+        )
+        yield served, target, draft
+
+
+def lengths(engine):
+    """(Ids of the output so far, ids asked for at most, draft ids) of each request."""
+    return [
+        (len(s.output_ids) // 4, s.sampling["max_tokens"], len(s.draft_token_ids))
+        for s in engine.submits
+    ]
+
+
+def told(response):
+    return {tensor.name: tensor.data.tolist() for tensor in response.outputs}
+
+
+@pytest.mark.feature("input:num_draft_tokens", "parameter:tensorrt_llm_draft_model_name",
+                     of="text")  # fmt: skip
+@pytest.mark.parametrize("num_drafts", [1, 3, 5])
+@pytest.mark.parametrize(
+    "is_wrong",
+    [lambda i: False, lambda i: True, lambda i: i % 3 == 2],
+    ids=["right", "wrong", "mixed"],
+)
+async def test_a_text_with_drafts_equals_the_text_without(serve, is_wrong, num_drafts):
+    async with two_models(serve, is_wrong) as (served, target, _):
+        (plain,) = await served.texts("tensorrt_llm_bls", **REQUEST)
+        target.submits.clear()
+        (text,) = await served.texts("tensorrt_llm_bls", **REQUEST, num_draft_tokens=num_drafts)
+
+    assert text == plain
+    assert ANSWER in text
+    assert all(s.ends_after_drafts for s in target.submits if s.draft_token_ids)
+
+
+async def test_each_round_drafts_behind_the_output_and_leaves_room_for_one_more_id(serve):
+    async with two_models(serve, lambda i: i == 4) as (served, target, draft):
+        request = {**REQUEST, "max_tokens": 9, "num_draft_tokens": 3, "random_seed": 7}
+        await served.texts("tensorrt_llm_bls", **request, temperature=0.5, min_length=2)
+
+    # The fifth id is wrong: the second round accepts none, and so gives one id.
+    assert lengths(draft) == [(0, 3, 0), (4, 7, 0), (5, 8, 0)]
+    assert [s.sampling["min_tokens"] for s in draft.submits] == [3, 7, 8]
+    assert lengths(target) == [(0, 4, 3), (4, 8, 7), (5, 9, 8)]
+    for submit in (*target.submits, *draft.submits):
+        assert submit.sampling["seed"] == 7
+        assert (
+            unpack_ids(submit.prompt_ids).tolist()
+            == unpack_ids(target.submits[0].prompt_ids).tolist()
+        )
+    assert {s.sampling["min_tokens"] for s in target.submits} == {2}
+
+
+@pytest.mark.feature("output:acceptance_rate", "output:total_draft_tokens",
+                     "output:total_accepted_draft_tokens", of="text")  # fmt: skip
+async def test_the_answer_has_the_drafts_of_all_rounds(serve):
+    async with two_models(serve, lambda i: i % 3 == 2) as (served, target, _):
+        target.extras = lambda ids: {
+            "figures": {"total_draft_tokens": 3, "total_accepted_draft_tokens": 1,
+                        "arrival_time_ns": len(target.submits), "last_token_time_ns": 9}
+        }  # fmt: skip
+        asked = {**REQUEST, "num_draft_tokens": 3, "return_perf_metrics": True}
+        (response,) = await served.infer("tensorrt_llm_bls", **asked)
+        num_rounds = len(target.submits)
+
+    figures = told(response)
+    # The last round has one id to come, and needs no drafts; this engine counts it like others.
+    assert figures["total_draft_tokens"] == [[3 * num_rounds]]
+    assert figures["total_accepted_draft_tokens"] == [[num_rounds]]
+    assert figures["acceptance_rate"] == [[pytest.approx(1 / 3)]]
+    assert figures["arrival_time_ns"] == [[1]]
+
+
+async def test_log_probs_of_all_rounds_are_in_one_answer(serve):
+    async with two_models(serve) as (served, target, _):
+        target.extras = lambda ids: {"log_probs": [-0.5] * len(ids)}
+        asked = {**REQUEST, "max_tokens": 8, "num_draft_tokens": 3, "return_log_probs": True}
+        (response,) = await served.infer("tensorrt_llm_bls", **asked)
+
+    assert told(response)["output_log_probs"] == [[[-0.5] * 8]]
+    assert told(response)["cum_log_probs"] == [[-4.0]]
+
+
+async def test_a_stop_word_within_a_round_ends_the_text_and_the_rounds(serve):
+    async with two_models(serve) as (served, target, _):
+        asked = {**REQUEST, "stop_words": ["and"]}
+        (plain,) = await served.texts("tensorrt_llm_bls", **asked)
+        target.submits.clear()
+        (text,) = await served.texts("tensorrt_llm_bls", **asked, num_draft_tokens=5)
+        num_rounds = len(target.submits)
+        num_ids = len(served.tokenizer.encode_now(ANSWER, False))
+
+    assert text == plain
+    assert text.endswith("Hello world and")
+    assert num_rounds < num_ids // 6
+
+
+async def test_a_stop_request_ends_the_rounds_while_the_draft_model_runs(serve):
+    async with two_models(serve) as (served, target, draft):
+        draft.gate.clear()
+        running = asyncio.ensure_future(
+            served.infer("tensorrt_llm_bls", id="7", **REQUEST, num_draft_tokens=5)
+        )
+        await draft.until(lambda: draft.submits)
+        await served.infer("tensorrt_llm_bls", id="7", text_input="", max_tokens=1, stop=True)
+        draft.gate.set()
+        (response,) = await running
+
+    assert text_of(response) == "A house"
+    assert len(target.submits) <= 1
+
+
+async def test_rounds_end_where_the_draft_model_has_no_more_room(serve):
+    async with two_models(serve, draft_facts={"max_seq_len": 12}) as (served, target, draft):
+        (plain,) = await served.texts("tensorrt_llm_bls", **REQUEST)
+        target.submits.clear()
+        (text,) = await served.texts("tensorrt_llm_bls", **REQUEST, num_draft_tokens=3)
+        num_prompt = len(target.submits[0].prompt_ids) // 4
+
+    assert text == plain
+    assert draft.submits
+    assert all(num_prompt + s.sampling["max_tokens"] <= 12 for s in draft.submits)
+    assert not target.submits[-1].draft_token_ids
+
+
+async def test_drafts_outside_the_targets_vocabulary_are_left_out(serve):
+    async with two_models(serve, draft_facts={"vocab_size": 700}) as (served, target, draft):
+        draft._script = lambda submit: [*unpack_ids(submit.output_ids).tolist(), 650, 650]
+        (text,) = await served.texts("tensorrt_llm_bls", **REQUEST, num_draft_tokens=3)
+
+    assert ANSWER in text
+    assert all(each < 600 for s in target.submits for each in s.draft_token_ids)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "text"),
+    [
+        ({"stream": True}, "streaming is not supported with speculative decoding"),
+        (
+            {"return_context_logits": True},
+            "context logits are not supported with speculative decoding",
+        ),
+        ({"beam_width": 2}, "beam_width is 2 but must be 1 with speculative decoding"),
+        (
+            {"num_return_sequences": 2},
+            "num_return_sequences is 2 but must be 1 with speculative decoding",
+        ),
+        (
+            {"prompt_embedding_table": np.ones((1, 2, 4), np.float16)},
+            "prompt_embedding_table is not supported with speculative decoding",
+        ),
+        (
+            {"text_input": np.array([[b"a"], [b"b"]], object),
+             "max_tokens": np.full((2, 1), 3, np.int32),
+             "num_draft_tokens": np.full((2, 1), 3, np.int32)},
+            "speculative decoding is not supported with batch size > 1",
+        ),
+        (
+            {"num_draft_tokens": 6},
+            "num_draft_tokens is 6 but the engine of 'tensorrt_llm' verifies at most 5",
+        ),
+    ],
+)  # fmt: skip
+async def test_what_drafts_cannot_do_is_refused(serve, inputs, text):
+    async with two_models(serve) as (served, target, draft):
+        with pytest.raises(RequestError, match=re.escape(text)):
+            await served.infer(
+                "tensorrt_llm_bls", **{**REQUEST, "num_draft_tokens": 3, **inputs}
+            )
+    assert target.submits == draft.submits == []
+
+
+async def test_an_error_of_the_draft_model_names_the_model(serve):
+    async with two_models(serve) as (served, _, draft):
+        prompt = served.tokenizer.encode_now("A house", True)
+        draft.refusals[np.array(prompt, "<i4").tobytes()] = ("INVALID_ARG", "no such guide")
+        with pytest.raises(RequestError, match="draft model 'draft': no such guide"):
+            await served.infer("tensorrt_llm_bls", **REQUEST, num_draft_tokens=3)
+        (text,) = await served.texts("tensorrt_llm_bls", **REQUEST)
+    assert ANSWER in text
+
+
+async def test_an_engine_that_verifies_no_drafts_refuses_them(serve):
+    facts = {name: value for name, value in FACTS.items() if name != "max_draft_len"}
+    async with serve() as served:
+        engine = await served.dial(lambda submit: [7], facts=facts)
+        with pytest.raises(RequestError, match="this engine: the engine verifies no draft"):
+            await served.infer(
+                "tensorrt_llm", input_ids=[1], input_lengths=1, request_output_len=4,
+                draft_input_ids=[7],
+            )  # fmt: skip
+    assert engine.submits == []
+
+
+@pytest.mark.feature("parameter:max_draft_tokens", of="request")
+async def test_a_request_with_drafts_has_the_accepted_ids_and_one_more(serve):
+    async with serve() as served:
+        engine = await served.dial(lambda submit: list(range(10, 30)))
+        engine.extras = lambda ids: {
+            "figures": {"total_draft_tokens": 3, "total_accepted_draft_tokens": 2}
+        }
+        (response,) = await served.infer(
+            "tensorrt_llm", input_ids=[1], input_lengths=1, request_output_len=15,
+            draft_input_ids=[10, 11, 99], draft_logits=np.ones((1, 3, 600), np.float32),
+            exclude_input_in_output=True, return_perf_metrics=True,
+            draft_acceptance_threshold=0.25, parameters={"max_draft_tokens": 4},
+        )  # fmt: skip
+        with pytest.raises(RequestError, match="'max_draft_tokens' is -1 but must be a whole"):
+            await served.infer(
+                "tensorrt_llm", input_ids=[1], input_lengths=1, request_output_len=4,
+                parameters={"max_draft_tokens": -1},
+            )  # fmt: skip
+
+    assert told(response)["output_ids"] == [[[10, 11, 12]]]
+    assert told(response)["acceptance_rate"] == [[pytest.approx(2 / 3)]]
+    (submit,) = engine.submits
+    assert submit.draft_token_ids == [10, 11, 99]
+    assert submit.draft_acceptance_threshold == 0.25
+    assert submit.max_draft_tokens == 4
