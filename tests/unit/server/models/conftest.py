@@ -174,8 +174,6 @@ class ScriptedEngine:
             ids = self._script(message)[: message.sampling.get("max_tokens", 16)]
             done = unpack_ids(message.output_ids).tolist()
             assert done == ids[: len(done)]
-            if message.ends_after_drafts:
-                ids = _behind_drafts(ids, list(message.draft_token_ids))
             self._answers[message.request_id] = ids
             self._given[message.request_id] = len(done)
         elif isinstance(message, Cancel):
@@ -223,12 +221,6 @@ class ScriptedEngine:
         ids = self._answers[request_id][start : start + count]
         self._given[request_id] = start + len(ids)
         return ids
-
-
-def _behind_drafts(ids: list[int], drafts: list[int]) -> list[int]:
-    """The accepted drafts, and one further id."""
-    pairs = enumerate(zip(ids, drafts, strict=False))
-    return ids[: next((place for place, (a, b) in pairs if a != b), len(drafts)) + 1]
 
 
 def build(
@@ -290,13 +282,7 @@ class Served:
         await self.engines.start()
         await asyncio.gather(*map(start_model, self._plain))
 
-    async def dial(
-        self,
-        script: Script,
-        *,
-        max_per_step: int = 1,
-        **fields: Any,
-    ) -> ScriptedEngine:
+    async def dial(self, script: Script, *, max_per_step: int = 1, **fields: Any) -> Any:
         """Another engine, accepted and serving; ``fields`` are those of its greeting."""
         engine = ScriptedEngine(script, max_per_step=max_per_step)
         self.dialled.append(engine)
@@ -487,13 +473,6 @@ def _write_repository(root: Path, tokenizer_folder: Path, values: dict[str, str]
         folder = root / "models" / model
         (folder / "1").mkdir(parents=True)
         (folder / "config.pbtxt").write_text(fill(template(model), filled))
-    draft = values.get("tensorrt_llm_draft_model_name")
-    if draft is not None:
-        shutil.copytree(root / "models" / "tensorrt_llm", root / "models" / draft)
-        config = root / "models" / draft / "config.pbtxt"
-        config.write_text(
-            config.read_text().replace('name: "tensorrt_llm"', f'name: "{draft}"')
-        )
     return root / "models"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import shutil
 from contextlib import asynccontextmanager
 
 import numpy as np
@@ -14,16 +15,45 @@ from trimaran.comm.errors import RequestError
 from trimaran.comm.messages.messages import unpack_ids
 
 ANSWER = "Hello world and more, größer 東京 🙂🎉 and so on"
+_PLACEHOLDER = "${tensorrt_llm_draft_model_name}"
 REQUEST = {"text_input": "A house", "max_tokens": 100}
 
 
+def verified(ids):
+    """The answers of an engine that chooses these ids: with drafts, the accepted ids and one
+    more."""
+
+    def script(submit):
+        if not submit.ends_after_drafts:
+            return ids
+        drafts = submit.draft_token_ids
+        pairs = enumerate(zip(ids, drafts, strict=False))
+        num_equal = next((place for place, (a, b) in pairs if a != b), len(drafts))
+        return ids[: num_equal + 1]
+
+    return script
+
+
 @asynccontextmanager
-async def two_models(serve, is_wrong=lambda place: False, draft_facts=(), **frontend):
-    """A target model and a draft model, whose ids are wrong at these places of the output."""
+async def with_draft_model(serve, tmp_path, **frontend):
+    """The five models, and a copy of the token model whose name is draft."""
+    async with serve():
+        pass
+    root = tmp_path / "with_draft"
+    shutil.move(tmp_path / "models", root)
+    shutil.copytree(root / "tensorrt_llm", root / "draft")
+    for name, old in (("draft", "tensorrt_llm"), ("tensorrt_llm_bls", _PLACEHOLDER)):
+        path = root / name / "config.pbtxt"
+        path.write_text(path.read_text().replace(f'"{old}"', '"draft"'))
     groups = {"tensorrt_llm": ("g0",), "draft": ("d0",)}
-    async with serve(
-        frontend={"groups": groups, **frontend}, tensorrt_llm_draft_model_name="draft"
-    ) as served:
+    async with serve(repository=root, frontend={"groups": groups, **frontend}) as served:
+        yield served
+
+
+@asynccontextmanager
+async def two_models(serve, tmp_path, is_wrong=lambda place: False, draft_facts=()):
+    """A target model and a draft model, whose ids are wrong at these places of the output."""
+    async with with_draft_model(serve, tmp_path) as served:
         ids = served.tokenizer.encode_now(ANSWER, False)
         wrong = [(each + 1) % 600 if is_wrong(i) else each for i, each in enumerate(ids)]
 
@@ -31,7 +61,7 @@ async def two_models(serve, is_wrong=lambda place: False, draft_facts=(), **fron
             done = unpack_ids(submit.output_ids).tolist()
             return done + wrong[len(done) :]
 
-        target = await served.dial(lambda submit: ids)
+        target = await served.dial(verified(ids))
         draft = await served.dial(
             drafted, model="draft", group="d0", facts={**FACTS, **dict(draft_facts)}
         )
@@ -58,8 +88,10 @@ def told(response):
     [lambda i: False, lambda i: True, lambda i: i % 3 == 2],
     ids=["right", "wrong", "mixed"],
 )
-async def test_a_text_with_drafts_equals_the_text_without(serve, is_wrong, num_drafts):
-    async with two_models(serve, is_wrong) as (served, target, _):
+async def test_a_text_with_drafts_equals_the_text_without(
+    serve, tmp_path, is_wrong, num_drafts
+):
+    async with two_models(serve, tmp_path, is_wrong) as (served, target, _):
         (plain,) = await served.texts("tensorrt_llm_bls", **REQUEST)
         target.submits.clear()
         (text,) = await served.texts("tensorrt_llm_bls", **REQUEST, num_draft_tokens=num_drafts)
@@ -69,8 +101,10 @@ async def test_a_text_with_drafts_equals_the_text_without(serve, is_wrong, num_d
     assert all(s.ends_after_drafts for s in target.submits if s.draft_token_ids)
 
 
-async def test_each_round_drafts_behind_the_output_and_leaves_room_for_one_more_id(serve):
-    async with two_models(serve, lambda i: i == 4) as (served, target, draft):
+async def test_each_round_drafts_behind_the_output_and_leaves_room_for_one_more_id(
+    serve, tmp_path
+):
+    async with two_models(serve, tmp_path, lambda i: i == 4) as (served, target, draft):
         request = {**REQUEST, "max_tokens": 9, "num_draft_tokens": 3, "random_seed": 7}
         await served.texts("tensorrt_llm_bls", **request, temperature=0.5, min_length=2)
 
@@ -89,8 +123,8 @@ async def test_each_round_drafts_behind_the_output_and_leaves_room_for_one_more_
 
 @pytest.mark.feature("output:acceptance_rate", "output:total_draft_tokens",
                      "output:total_accepted_draft_tokens", of="text")  # fmt: skip
-async def test_the_answer_has_the_drafts_of_all_rounds(serve):
-    async with two_models(serve, lambda i: i % 3 == 2) as (served, target, _):
+async def test_the_answer_has_the_drafts_of_all_rounds(serve, tmp_path):
+    async with two_models(serve, tmp_path, lambda i: i % 3 == 2) as (served, target, _):
         target.extras = lambda ids: {
             "figures": {"total_draft_tokens": 3, "total_accepted_draft_tokens": 1,
                         "arrival_time_ns": len(target.submits), "last_token_time_ns": 9}
@@ -107,8 +141,8 @@ async def test_the_answer_has_the_drafts_of_all_rounds(serve):
     assert figures["arrival_time_ns"] == [[1]]
 
 
-async def test_log_probs_of_all_rounds_are_in_one_answer(serve):
-    async with two_models(serve) as (served, target, _):
+async def test_log_probs_of_all_rounds_are_in_one_answer(serve, tmp_path):
+    async with two_models(serve, tmp_path) as (served, target, _):
         target.extras = lambda ids: {"log_probs": [-0.5] * len(ids)}
         asked = {**REQUEST, "max_tokens": 8, "num_draft_tokens": 3, "return_log_probs": True}
         (response,) = await served.infer("tensorrt_llm_bls", **asked)
@@ -117,8 +151,8 @@ async def test_log_probs_of_all_rounds_are_in_one_answer(serve):
     assert told(response)["cum_log_probs"] == [[-4.0]]
 
 
-async def test_a_stop_word_within_a_round_ends_the_text_and_the_rounds(serve):
-    async with two_models(serve) as (served, target, _):
+async def test_a_stop_word_within_a_round_ends_the_text_and_the_rounds(serve, tmp_path):
+    async with two_models(serve, tmp_path) as (served, target, _):
         asked = {**REQUEST, "stop_words": ["and"]}
         (plain,) = await served.texts("tensorrt_llm_bls", **asked)
         target.submits.clear()
@@ -131,8 +165,8 @@ async def test_a_stop_word_within_a_round_ends_the_text_and_the_rounds(serve):
     assert num_rounds < num_ids // 6
 
 
-async def test_a_stop_request_ends_the_rounds_while_the_draft_model_runs(serve):
-    async with two_models(serve) as (served, target, draft):
+async def test_a_stop_request_ends_the_rounds_while_the_draft_model_runs(serve, tmp_path):
+    async with two_models(serve, tmp_path) as (served, target, draft):
         draft.gate.clear()
         running = asyncio.ensure_future(
             served.infer("tensorrt_llm_bls", id="7", **REQUEST, num_draft_tokens=5)
@@ -146,8 +180,12 @@ async def test_a_stop_request_ends_the_rounds_while_the_draft_model_runs(serve):
     assert len(target.submits) <= 1
 
 
-async def test_rounds_end_where_the_draft_model_has_no_more_room(serve):
-    async with two_models(serve, draft_facts={"max_seq_len": 12}) as (served, target, draft):
+async def test_rounds_end_where_the_draft_model_has_no_more_room(serve, tmp_path):
+    async with two_models(serve, tmp_path, draft_facts={"max_seq_len": 12}) as (
+        served,
+        target,
+        draft,
+    ):
         (plain,) = await served.texts("tensorrt_llm_bls", **REQUEST)
         target.submits.clear()
         (text,) = await served.texts("tensorrt_llm_bls", **REQUEST, num_draft_tokens=3)
@@ -159,8 +197,12 @@ async def test_rounds_end_where_the_draft_model_has_no_more_room(serve):
     assert not target.submits[-1].draft_token_ids
 
 
-async def test_drafts_outside_the_targets_vocabulary_are_left_out(serve):
-    async with two_models(serve, draft_facts={"vocab_size": 700}) as (served, target, draft):
+async def test_drafts_outside_the_targets_vocabulary_are_left_out(serve, tmp_path):
+    async with two_models(serve, tmp_path, draft_facts={"vocab_size": 700}) as (
+        served,
+        target,
+        draft,
+    ):
         draft._script = lambda submit: [*unpack_ids(submit.output_ids).tolist(), 650, 650]
         (text,) = await served.texts("tensorrt_llm_bls", **REQUEST, num_draft_tokens=3)
 
@@ -197,8 +239,8 @@ async def test_drafts_outside_the_targets_vocabulary_are_left_out(serve):
         ),
     ],
 )  # fmt: skip
-async def test_what_drafts_cannot_do_is_refused(serve, inputs, text):
-    async with two_models(serve) as (served, target, draft):
+async def test_what_drafts_cannot_do_is_refused(serve, tmp_path, inputs, text):
+    async with two_models(serve, tmp_path) as (served, target, draft):
         with pytest.raises(RequestError, match=re.escape(text)):
             await served.infer(
                 "tensorrt_llm_bls", **{**REQUEST, "num_draft_tokens": 3, **inputs}
@@ -206,8 +248,8 @@ async def test_what_drafts_cannot_do_is_refused(serve, inputs, text):
     assert target.submits == draft.submits == []
 
 
-async def test_an_error_of_the_draft_model_names_the_model(serve):
-    async with two_models(serve) as (served, _, draft):
+async def test_an_error_of_the_draft_model_names_the_model(serve, tmp_path):
+    async with two_models(serve, tmp_path) as (served, _, draft):
         prompt = served.tokenizer.encode_now("A house", True)
         draft.refusals[np.array(prompt, "<i4").tobytes()] = ("INVALID_ARG", "no such guide")
         with pytest.raises(RequestError, match="draft model 'draft': no such guide"):
@@ -231,7 +273,7 @@ async def test_an_engine_that_verifies_no_drafts_refuses_them(serve):
 @pytest.mark.feature("parameter:max_draft_tokens", of="request")
 async def test_a_request_with_drafts_has_the_accepted_ids_and_one_more(serve):
     async with serve() as served:
-        engine = await served.dial(lambda submit: list(range(10, 30)))
+        engine = await served.dial(verified(list(range(10, 30))))
         engine.extras = lambda ids: {
             "figures": {"total_draft_tokens": 3, "total_accepted_draft_tokens": 2}
         }
