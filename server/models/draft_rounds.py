@@ -16,11 +16,11 @@ from trimaran.comm.messages.messages import FinishReason
 from trimaran.server.engines.live_request import TokenChunk
 from trimaran.server.inference.request import InferResponse, Tensor
 from trimaran.server.metrics.measured_model import MeasuredModel
-from trimaran.server.models.draft_inputs import Drafts, max_draft_len
 from trimaran.server.models.graph_model import prefixed
 from trimaran.server.models.pending_requests import Arrivals
 from trimaran.server.models.sample_inputs import SampleInputs
 from trimaran.server.models.sampling_inputs import PERF_METRICS
+from trimaran.server.models.token_inputs import Drafts, max_draft_len
 from trimaran.server.models.token_job import ChunkResponse, TokenJob
 
 NUM_DRAFT_TOKENS = "num_draft_tokens"
@@ -107,7 +107,7 @@ class DraftRounds:
     def response(self, response: InferResponse) -> None:
         """Nothing: each round counts as a request of its models."""
 
-    def given_up(self) -> None:
+    def cancelled(self) -> None:
         """Nothing: each round counts as a request of its models."""
 
     async def _rounds(self) -> AsyncGenerator[InferResponse, None]:

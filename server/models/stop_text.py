@@ -1,12 +1,15 @@
-"""Stop words in generated text: found as the text grows, whatever tokens spell them."""
+"""The text of an answer as its ids arrive, and stop words in it, whatever tokens spell them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from trimaran.comm.word_automaton import WordAutomaton
 from trimaran.server.inference.request import Tensor
 from trimaran.server.models.sample_inputs import SampleInputs
+from trimaran.server.models.sequence_outputs import Progress
+from trimaran.server.models.tokenizer import IncrementalDetokenizer
 
 MANY_WORDS = 1 << 10
 """More words than these are read and sorted in a thread: that takes over a millisecond."""
@@ -73,3 +76,40 @@ class StopText:
         num_shown = len(text) if is_last else len(text) - state.depth
         self._held = text[num_shown:]
         return text[:num_shown]
+
+
+@dataclass(slots=True)
+class TextAnswer:
+    """One sequence's detokenizer, stop words and emitted text."""
+
+    detokenizer: IncrementalDetokenizer
+    stop: StopText
+    progress: Progress
+    _parts: list[str] = field(default_factory=list)
+
+    def push(self, ids: list[int]) -> str:
+        """The text that may be shown after these ids."""
+        return self._shown(self.stop.push(self.detokenizer.push(ids)))
+
+    def push_each(self, ids: list[int]) -> tuple[str, int]:
+        """Push id by id up to the end of a stop word: the text, and the number of ids used."""
+        deltas = []
+        for token in ids:
+            deltas.append(self.push([token]))
+            if self.stop.is_matched:
+                break
+        return "".join(deltas), len(deltas)
+
+    def finish(self, rest: str) -> str:
+        """The last text; ``rest`` is the text that the detokenizer still held."""
+        return self._shown(self.stop.push(rest, is_last=True))
+
+    @property
+    def text(self) -> str:
+        """All text shown so far."""
+        return "".join(self._parts)
+
+    def _shown(self, text: str) -> str:
+        if text:
+            self._parts.append(text)
+        return text

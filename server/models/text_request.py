@@ -13,7 +13,7 @@ import numpy.typing as npt
 from trimaran.server.inference.request import InferRequest, InferResponse, Tensor
 from trimaran.server.inference.tensor_bytes import object_array
 from trimaran.server.models.encoded_texts import Ids
-from trimaran.server.models.text_answer import TextAnswer
+from trimaran.server.models.stop_text import TextAnswer
 from trimaran.server.models.text_run import TextRun
 from trimaran.server.models.token_job import ChunkResponse
 

@@ -23,8 +23,7 @@ from trimaran.server.models.pending_requests import Arrivals
 from trimaran.server.models.postprocessing import LastIdsJob
 from trimaran.server.models.sample_inputs import SampleInputs, batch_size
 from trimaran.server.models.sequence_outputs import STOPPED, Progress, SequenceOutputs
-from trimaran.server.models.stop_text import StopText, StopWords
-from trimaran.server.models.text_answer import TextAnswer
+from trimaran.server.models.stop_text import StopText, StopWords, TextAnswer
 from trimaran.server.models.token_job import ChunkResponse
 from trimaran.server.models.tokenizer import INLINE_IDS, IncrementalDetokenizer, Tokenizer
 from trimaran.server.models.transaction import num_responses

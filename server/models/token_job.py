@@ -14,7 +14,7 @@ from trimaran.server.engines.live_request import LiveRequest, TokenChunk
 from trimaran.server.engines.model_engines import ModelEngines
 from trimaran.server.inference.queue_policy import QueuePolicy
 from trimaran.server.inference.request import InferRequest, InferResponse
-from trimaran.server.models.draft_inputs import NO_DRAFTS, Drafts
+from trimaran.server.models.token_inputs import NO_DRAFTS, Drafts
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,6 @@ from trimaran.server.engines.live_request import TokenChunk
 from trimaran.server.engines.model_engines import ModelEngines
 from trimaran.server.inference.queue_policy import QueuePolicy
 from trimaran.server.inference.request import InferRequest, InferResponse
-from trimaran.server.models.draft_inputs import Drafts, read_drafts
 from trimaran.server.models.pending_requests import Arrivals, Gathering
 from trimaran.server.models.sample_inputs import SampleInputs, batch_size
 from trimaran.server.models.sampling_inputs import check_request_type, read_sampling
@@ -29,9 +28,11 @@ from trimaran.server.models.token_answers import (
     TensorAnswers,
 )
 from trimaran.server.models.token_inputs import (
+    Drafts,
     add_digests,
     cache_key,
     read_adapter,
+    read_drafts,
     read_retention,
     read_table,
     salted,

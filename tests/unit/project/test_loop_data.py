@@ -167,7 +167,7 @@ PLACES: dict[str, Places] = {
         "join": OPERATOR,
     },
     "models/sequence_outputs.py": _all(ENGINE, "join frombuffer encode"),
-    "models/text_answer.py": {"join": ENGINE},
+    "models/stop_text.py": {"join": ENGINE},
     "models/text_request.py": {"encode": FLAG},
     "models/text_limits.py": _all(OPERATOR, "loads encode"),
     "models/text_pipeline.py": {"sub": SHORT},
