@@ -226,10 +226,11 @@ class ModelMirror:
                 # For example, the load was cut off with the previous first front end.
                 self._registry.forget(known.name, known.version)
         for loaded in self._set.loaded():
-            key = loaded.candidate.name, loaded.candidate.version
-            is_ready = self._registry.state(*key) is VersionState.READY
-            if key not in told and not is_ready:
-                self._registry.set_state(*key, VersionState.READY)
+            for version in loaded.candidate.versions:
+                key = loaded.candidate.name, version
+                is_ready = self._registry.state(*key) is VersionState.READY
+                if key not in told and not is_ready:
+                    self._registry.set_state(*key, VersionState.READY)
 
     def _withdraw(self, names: Collection[str]) -> None:
         if names:
@@ -259,8 +260,9 @@ class ModelMirror:
             if candidate.engines is not None:
                 candidate.engines.close()
             current = self._set.get(candidate.name)
-            if current is None or current.candidate.version != candidate.version:
-                self._metrics.forget(candidate.name, candidate.version)
+            for version in candidate.versions:
+                if current is None or version not in current.candidate.versions:
+                    self._metrics.forget(candidate.name, version)
 
 
 def _wanted(state: SharedState) -> dict[str, SavedModel]:

@@ -330,10 +330,11 @@ class ModelControl:
         elapsed_s = time.monotonic() - started_s
         for candidate in candidates:
             if candidate.name not in outcome.failures:
-                self._metrics.set_load_duration(candidate.name, candidate.version, elapsed_s)
+                for version in candidate.versions:
+                    self._metrics.set_load_duration(candidate.name, version, elapsed_s)
                 logger.info(
                     "Model '%s' version %s is loaded (%.1f s)",
-                    candidate.name, candidate.version, elapsed_s,
+                    candidate.name, ", ".join(candidate.versions), elapsed_s,
                 )  # fmt: skip
         self._retire(outcome.replaced)
         self.save_state()
@@ -346,8 +347,8 @@ class ModelControl:
         return loaded.candidate.fingerprint != read.fingerprint
 
     def _set_state(self, read: ReadModel, state: VersionState, reason: str = "") -> None:
-        version = str(read.source.versions[-1])
-        self._registry.set_state(read.source.name, version, state, reason)
+        for version in read.source.versions:
+            self._registry.set_state(read.source.name, str(version), state, reason)
 
     def _note_failure(self, read: ReadModel, failure: BaseException) -> None:
         name = read.source.name
@@ -405,12 +406,12 @@ class ModelControl:
         if candidate.groups:
             self._preparation.ended(candidate.groups)
         self._remove_files([candidate])
-        name, version = candidate.name, candidate.version
-        if self._registry.state(name, version) is VersionState.UNLOADING:
-            self._registry.set_state(name, version, VersionState.UNAVAILABLE, UNLOADED)
-        current = self._set.get(name)
-        if current is None or current.candidate.version != version:
-            self._metrics.forget(name, version)
+        name, current = candidate.name, self._set.get(candidate.name)
+        for version in candidate.versions:
+            if self._registry.state(name, version) is VersionState.UNLOADING:
+                self._registry.set_state(name, version, VersionState.UNAVAILABLE, UNLOADED)
+            if current is None or version not in current.candidate.versions:
+                self._metrics.forget(name, version)
 
     def _remove_files(self, candidates: Iterable[Candidate]) -> None:
         """Delete the request files of models that neither serve nor are to be restored."""

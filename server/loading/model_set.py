@@ -15,6 +15,7 @@ from trimaran.server.inference.request import Model
 from trimaran.server.metrics.measured_model import MeasuredModel
 from trimaran.server.metrics.metrics import Metrics
 from trimaran.server.models.factory import COMPOSED, ModelFactory, Step
+from trimaran.server.python_models.model import PythonModel
 from trimaran.server.repository.model_repository import RepositoryModel
 
 logger = logging.getLogger(__name__)
@@ -46,8 +47,13 @@ class Candidate:
 
     @property
     def version(self) -> str:
-        """The version that is served."""
-        return str(self.source.versions[0])
+        """The latest version that is served."""
+        return str(self.source.versions[-1])
+
+    @property
+    def versions(self) -> list[str]:
+        """All versions that are served."""
+        return list(map(str, self.source.versions))
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +62,11 @@ class LoadedModel(Step):
 
     candidate: Candidate
     model: MeasuredModel
+
+    async def wait_idle(self) -> None:
+        """Return when no request is running on any version."""
+        for model in (self.model, *self.older):
+            await model.wait_idle()
 
 
 @dataclass(slots=True)
@@ -148,8 +159,8 @@ class ModelSet:
             del self._loaded[name]
             if name not in chosen:
                 self._waiting[name] = loaded.candidate
-            version = loaded.candidate.version
-            self._registry.set_state(name, version, VersionState.UNLOADING)
+            for version in loaded.candidate.versions:
+                self._registry.set_state(name, version, VersionState.UNLOADING)
         for name in explicitly:
             self._waiting.pop(name, None)
         return going
@@ -175,8 +186,8 @@ class ModelSet:
         """
         going = [*self.dependents([name]), *self._bottom({name})]
         for loaded in going:
-            candidate = loaded.candidate
-            self._registry.set_state(candidate.name, candidate.version, VersionState.LOADING)
+            for version in loaded.candidate.versions:
+                self._registry.set_state(loaded.candidate.name, version, VersionState.LOADING)
         return going
 
     def detach_engines(self, name: str) -> None:
@@ -249,13 +260,17 @@ class ModelSet:
         else:
             # This also applies without an old model: requests of an unloaded model may still
             # run.
-            self._metrics.forget(candidate.name, candidate.version)
-            if old is not None:
-                self._metrics.forget(candidate.name, old.candidate.version)
+            served = set(candidate.versions)
+            for version in served.union(old.candidate.versions if old is not None else ()):
+                self._metrics.forget(candidate.name, version)
             model = self._metrics.measure(plain)
-        self._loaded[candidate.name] = LoadedModel(candidate.source, plain, model, candidate)
+        older = plain.older if isinstance(plain, PythonModel) else ()
+        measured = tuple(map(self._metrics.measure, older))
+        self._loaded[candidate.name] = LoadedModel(
+            candidate.source, plain, model, candidate, older=measured
+        )
         self._waiting.pop(candidate.name, None)
-        self._registry.publish([model], candidate.labels)
+        self._registry.publish([*measured, model], candidate.labels)
         if old is not None:
             outcome.replaced.append(old)
 

@@ -277,7 +277,7 @@ class ModelPreparation:
 async def all_idle(models: Iterable[LoadedModel]) -> None:
     """Return when no request runs on these models, in which users come before steps."""
     for loaded in models:
-        await loaded.model.wait_idle()
+        await loaded.wait_idle()
 
 
 def is_expected(failure: BaseException) -> bool:

@@ -61,7 +61,7 @@ class TokenGroups:
         self, source: RepositoryModel, generation: int, groups: Sequence[str]
     ) -> OpenedGroups:
         """Use groups that are already started."""
-        return self.adopt_of(source.name, str(source.versions[0]), generation, groups)
+        return self.adopt_of(source.name, str(source.versions[-1]), generation, groups)
 
     def adopt_of(
         self, model: str, version: str, generation: int, groups: Sequence[str]

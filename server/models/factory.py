@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
 from weakref import WeakValueDictionary
@@ -142,6 +142,13 @@ class Step:
     """The model itself."""
     model: MeasuredModel
     """The same, counted."""
+    older: tuple[MeasuredModel, ...] = field(default=(), kw_only=True)
+    """Older versions that are served too."""
+
+    def of_version(self, number: int) -> MeasuredModel:
+        """A served version; the latest for -1 and 0."""
+        numbered = {int(model.version): model for model in self.older}
+        return numbered.get(number, self.model)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,11 +241,13 @@ class ModelFactory:
     # ---- single models ------------------------------------------------------------------
 
     def _python(self, model: RepositoryModel) -> Model:
-        version = _only_version(model)
-        if not model.has_code(version):
-            raise _unserved(model)
-        logger.info("Model '%s': runs its own %s/model.py", model.name, version)
-        return PythonModel(model, version, self._calls)
+        for version in model.versions:
+            if not model.has_code(version):
+                raise _unserved(model)
+            logger.info("Model '%s': runs its own %s/model.py", model.name, version)
+        *rest, latest = model.versions
+        older = [PythonModel(model, version, self._calls) for version in rest]
+        return PythonModel(model, latest, self._calls, older)
 
     def _preprocessing(self, model: RepositoryModel, version: int) -> Model:
         return PreprocessingModel(model, version, self._tokenizer(model))
@@ -280,7 +289,11 @@ class ModelFactory:
             if maps is not None:
                 return EnsembleModel(model, version, _wired(model.name, names, steps), maps)
         graph = [
-            GraphStep(steps[step.model_name].model, dict(step.input_map), dict(step.output_map))
+            GraphStep(
+                steps[step.model_name].of_version(step.model_version),
+                dict(step.input_map),
+                dict(step.output_map),
+            )
             for step in scheduled
         ]
         return GraphModel(model, version, graph)
@@ -366,8 +379,9 @@ def _own_config(source: RepositoryModel) -> RepositoryModel:
 def _only_version(model: RepositoryModel) -> int:
     if len(model.versions) > 1:
         raise ConfigError(
-            f"{model.folder} holds the versions {model.versions}, but one version of a "
-            "model is served. Keep one."
+            f"{model.config_path}: version_policy chooses the versions "
+            f"{', '.join(map(str, model.versions))}, but only models that run their own "
+            "model.py have several. Choose one."
         )
     return model.versions[0]
 

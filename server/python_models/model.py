@@ -6,7 +6,7 @@ import asyncio
 import json
 import math
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 
 from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelInstanceGroup, ModelOutput
 
@@ -60,14 +60,21 @@ THREADS, MAX_THREADS = "execute_threads", 512
 class PythonModel:
     """Runs requests in the processes of its instances; between `start` and `close`."""
 
-    def __init__(self, model: RepositoryModel, version: int, calls: ModelCalls) -> None:
-        """Check the configuration.
+    def __init__(
+        self,
+        model: RepositoryModel,
+        version: int,
+        calls: ModelCalls,
+        older: Sequence[PythonModel] = (),
+    ) -> None:
+        """Check the configuration. ``older`` versions start and end with this one.
 
         Raises:
             ConfigError: the configuration requests an unsupported feature.
         """
         self.name = model.name
         self.version = str(version)
+        self.older = tuple(older)
         self.config: ModelConfig = model.config
         self._file = model.folder / self.version / "model.py"
         _check(model)
@@ -91,11 +98,20 @@ class PythonModel:
         return len(self._queue)
 
     async def start(self) -> None:
-        """Start every instance; returns once all are initialized.
+        """Start every instance, those of older versions too; returns once all are initialized.
 
         Raises:
             ConfigError: an instance failed; none is left running.
         """
+        try:
+            await asyncio.gather(
+                *(version.start() for version in self.older), self._start_own()
+            )
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _start_own(self) -> None:
         opened = [asyncio.ensure_future(instance.open()) for instance in self._instances]
         try:
             await asyncio.gather(*opened)
@@ -103,13 +119,16 @@ class PythonModel:
             for task in opened:
                 task.cancel()
             await asyncio.gather(*opened, return_exceptions=True)
-            await self.close()
+            await self._close_own()
             if isinstance(error, ConfigError):
                 raise ConfigError(f"{self._file}: {error}") from error
             raise
 
     async def close(self) -> None:
-        """Finalize every instance and end its process."""
+        """Finalize every instance and end its process, those of older versions too."""
+        await asyncio.gather(*(version.close() for version in self.older), self._close_own())
+
+    async def _close_own(self) -> None:
         await asyncio.gather(*(instance.close() for instance in self._instances))
 
     async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
