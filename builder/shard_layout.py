@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
 from trimaran.worker.config.shard_file import (
@@ -17,13 +16,7 @@ from trimaran.worker.config.shard_file import (
     chunks_key,
     num_chunk_chars,
 )
-
-_WORDS = {
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-}
+from trimaran.worker.models.weights.checkpoint import DTYPE_WORDS
 
 
 class ShardLayout:
@@ -52,7 +45,7 @@ class ShardLayout:
         self.num_bytes = start + end
         self.entries = {
             name: TensorEntry(
-                _WORDS[self.dtypes[name]],
+                DTYPE_WORDS[self.dtypes[name]],
                 self._shapes[name],
                 start + self._ends[name] - parameters[name].nbytes,
                 parameters[name].nbytes,
@@ -82,7 +75,7 @@ class ShardLayout:
         values: dict[str, object] = {"__metadata__": metadata}
         start = 0
         for name, end in self._ends.items():
-            word = _WORDS[self.dtypes[name]]
+            word = DTYPE_WORDS[self.dtypes[name]]
             shape = list(self._shapes[name])
             values[name] = {"dtype": word, "shape": shape, "data_offsets": [start, end]}
             start = end

@@ -87,7 +87,8 @@ class UnitWriter:
             whole = part.whole(stored, checkpoint.read, tensor.dtype)
             load_weight(plan.model, parameter, part.target, whole, part.stored)
         # Search whole tensors, which every rank reads, only if the result is not finite.
-        if tensor.dtype != FP8 and not tensor.isfinite().all():
+        is_float = tensor.dtype.is_floating_point and tensor.dtype != FP8
+        if is_float and not tensor.isfinite().all():
             for part in plan.parts[name]:
                 refuse_overflow(checkpoint.read(part.stored), tensor.dtype, part.stored)
         return tensor

@@ -27,6 +27,7 @@ AVX512_FEATURES = ("avx512f", "avx512bw", "avx512vl", "avx512dq")
 """Instruction sets used if the processor has all of them."""
 USED_FEATURES = {
     "avx512_bf16": "avx512bf16",
+    "avx512_vnni": "avx512vnni",
     "amx_tile": "amx-tile",
     "amx_bf16": "amx-bf16",
 }

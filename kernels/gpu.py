@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from trimaran.kernels import paged_attention, reference
+from trimaran.kernels import integer_products, paged_attention, reference
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec, LatentHeads
 from trimaran.kernels.decode_attention import DecodeAttention, TritonDecodes
 from trimaran.kernels.experts import FixedExperts, Mixture
 from trimaran.kernels.fp8_products import make_product
+from trimaran.kernels.integers import IntegerProduct, IntegerWeight
 from trimaran.kernels.products import Products, TorchProducts
 from trimaran.kernels.prompt_attention import PromptAttention, TritonPrompts
 from trimaran.kernels.quantized import Fp8Inputs, Fp8Product, Fp8Weight
@@ -70,6 +71,7 @@ class TritonOps(TorchOps):
         names.update(dict.fromkeys(_PRODUCTS, self._products.backend))
         names["expert_mlp"] = self._experts.backend
         names["fp8_product"] = "triton" if self.is_deterministic else "triton, torch"
+        names["integer_product"] = "triton"
         attention = {self._decodes.backend, self._prompts.backend, "triton"}
         names["paged_attention"] = ", ".join(sorted(attention))
         return names
@@ -79,6 +81,13 @@ class TritonOps(TorchOps):
 
     def fp8_product(self, weight: Fp8Weight, inputs: Fp8Inputs) -> Fp8Product:
         return make_product(weight, inputs, is_fixed=self.is_deterministic)
+
+    def integer_product(
+        self, weight: IntegerWeight, *, has_byte_inputs: bool = False
+    ) -> IntegerProduct:
+        return integer_products.make_product(
+            weight, has_byte_inputs=has_byte_inputs, is_fixed=self.is_deterministic
+        )
 
     def head_linear(self, x: Tensor, weight: Tensor) -> Tensor:
         return triton_heads.head_linear(x, weight, is_fixed=self.is_deterministic)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec, LatentHeads
 from trimaran.kernels.cpu.decoder import Decoder, DecoderShape, LayerWeights
+from trimaran.kernels.integers import IntegerProduct, IntegerWeight
 from trimaran.kernels.quantized import Fp8Inputs, Fp8Product, Fp8Weight
 from trimaran.kernels.routing import ExpertCounter, ExpertRouting, ExpertSlotTable
 
@@ -46,6 +47,15 @@ class Ops(Protocol):
 
     def fp8_product(self, weight: Fp8Weight, inputs: Fp8Inputs) -> Fp8Product:
         """The product by an FP8 weight, whose inputs are quantized on the way.
+
+        Call after the weight is loaded. The product keeps ``weight``'s tensors or copies.
+        """
+        ...
+
+    def integer_product(
+        self, weight: IntegerWeight, *, has_byte_inputs: bool = False
+    ) -> IntegerProduct:
+        """The product by a weight of integers, whose inputs keep their dtype or become bytes.
 
         Call after the weight is loaded. The product keeps ``weight``'s tensors or copies.
         """

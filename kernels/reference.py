@@ -20,11 +20,11 @@ from trimaran.kernels.routing import ExpertCounter, ExpertRouting, ExpertSlotTab
 # of experts: G groups, S experts of a group.
 
 OPERATORS = (
-    "linear", "fp8_product", "head_linear", "add_linear", "gated_linear", "logits", "rms_norm",
-    "add_rms_norm", "norm_heads", "layer_norm", "add_layer_norm", "silu_and_mul",
-    "gelu_and_mul", "activation", "embed", "rope_and_cache", "rope_and_cache_latent",
-    "write_kv", "paged_attention", "latent_attention", "router_logits", "choose_experts",
-    "expert_mlp",
+    "linear", "fp8_product", "integer_product", "head_linear", "add_linear", "gated_linear",
+    "logits", "rms_norm", "add_rms_norm", "norm_heads", "layer_norm", "add_layer_norm",
+    "silu_and_mul", "gelu_and_mul", "activation", "embed", "rope_and_cache",
+    "rope_and_cache_latent", "write_kv", "paged_attention", "latent_attention",
+    "router_logits", "choose_experts", "expert_mlp",
 )  # fmt: skip
 """The operators that `Ops.backends` names, in the order of the log."""
 

@@ -10,6 +10,8 @@ from trimaran.kernels import reference
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec, LatentHeads
 from trimaran.kernels.cpu.decoder import Decoder, DecoderShape, LayerWeights
 from trimaran.kernels.fp8_reference import ReferenceProduct
+from trimaran.kernels.integer_reference import ReferenceIntegerProduct
+from trimaran.kernels.integers import IntegerProduct, IntegerWeight
 from trimaran.kernels.quantized import Fp8Inputs, Fp8Product, Fp8Weight
 
 
@@ -42,6 +44,11 @@ class TorchOps:
 
     def fp8_product(self, weight: Fp8Weight, inputs: Fp8Inputs) -> Fp8Product:
         return ReferenceProduct(weight, inputs)
+
+    def integer_product(
+        self, weight: IntegerWeight, *, has_byte_inputs: bool = False
+    ) -> IntegerProduct:
+        return ReferenceIntegerProduct(weight, has_byte_inputs=has_byte_inputs)
 
     def expert_mlp(
         self,

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from trimaran.kernels.cpu.integers import CpuIntegerProduct
 from trimaran.kernels.cpu.kernel import DTYPE_CODES, Kernel
 
 # Shapes: T tokens of the step, D hidden size, P positions, H head size.
@@ -35,27 +36,42 @@ class DecoderShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
-    """One layer's weights on this rank. A norm without bias is a root-mean-square norm.
+    """One layer's weights on this rank, of which those of products may be integers. A norm
+    without bias is a root-mean-square norm.
 
     The order of the fields matches the kernels' struct.
     """
 
     attention_norm: Tensor
     attention_norm_bias: Tensor | None
-    qkv: Tensor
+    qkv: Tensor | CpuIntegerProduct
     qkv_bias: Tensor | None
-    out: Tensor
+    out: Tensor | CpuIntegerProduct
     out_bias: Tensor | None
     mlp_norm: Tensor
     mlp_norm_bias: Tensor | None
-    up: Tensor
+    up: Tensor | CpuIntegerProduct
     up_bias: Tensor | None
-    down: Tensor
+    down: Tensor | CpuIntegerProduct
     down_bias: Tensor | None
 
-    def tensors(self) -> list[Tensor | None]:
-        """All tensors, in order."""
-        return [getattr(self, name) for name in self.__slots__]
+    def addresses(self) -> list[int]:
+        """Addresses of all weights, in order; 0 for none."""
+        return [_address(getattr(self, name)) for name in self.__slots__]
+
+    @property
+    def integers(self) -> int:
+        """A bit for each product, from the lowest: whether its weight is one of integers."""
+        products = (self.qkv, self.out, self.up, self.down)
+        return sum(
+            isinstance(each, CpuIntegerProduct) << place for place, each in enumerate(products)
+        )
+
+
+def _address(weight: Tensor | CpuIntegerProduct | None) -> int:
+    if weight is None:
+        return 0
+    return weight.data_ptr() if isinstance(weight, Tensor) else weight.address
 
 
 @dataclass(slots=True)
@@ -128,8 +144,7 @@ class CpuDecoder:
         assert all(cache.stride() == caches[0].stride() for cache in caches)
         rows = []
         for layer, cache in zip(self._layers, caches, strict=True):
-            tensors = [*layer.tensors(), cache]
-            addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-            rows.append(struct.pack(f"={len(addresses)}q", *addresses))
+            fields = [*layer.addresses(), cache.data_ptr(), layer.integers]
+            rows.append(struct.pack(f"={len(fields)}q", *fields))
         self._table = ctypes.create_string_buffer(b"".join(rows))
         self._caches = caches

@@ -13,7 +13,9 @@ from trimaran.kernels.attention import AttentionMetadata, AttentionSpec, LatentH
 from trimaran.kernels.build import cpu_features, has_avx512
 from trimaran.kernels.cpu.decoder import CpuDecoder, Decoder, DecoderShape, LayerWeights
 from trimaran.kernels.cpu.fp8 import CpuFp8Product
+from trimaran.kernels.cpu.integers import CpuIntegerProduct
 from trimaran.kernels.cpu.kernel import DTYPE_CODES, Kernel
+from trimaran.kernels.integers import IntegerProduct, IntegerWeight
 from trimaran.kernels.quantized import Fp8Inputs, Fp8Product, Fp8Weight
 from trimaran.kernels.routing import ExpertCounter, ExpertRouting, ExpertSlotTable
 
@@ -37,6 +39,7 @@ class CpuOps:
         self._dtype = dtype
         self._code = DTYPE_CODES[dtype]
         self._linear = Kernel(library, "trimaran_linear", "10q")
+        self._integers = Kernel(library, "trimaran_integer_linear", "8q")
         self._norm = Kernel(library, "trimaran_norm", "10qd")
         self._activation = Kernel(library, "trimaran_activation", "6q")
         self._rotate = Kernel(library, "trimaran_rotate", "8q")
@@ -65,6 +68,8 @@ class CpuOps:
                 router_logits=product,
                 expert_mlp=product,
             )
+        has_dots = has_avx512() and "avx512_vnni" in cpu_features()
+        names["integer_product"] = "avx512_vnni" if has_dots else usual
         names["activation"] = f"{usual} (gelu_new), torch (others)"
         names.update(gelu_and_mul="torch", embed="torch", choose_experts="torch")
         names["rope_and_cache_latent"] = "torch"
@@ -84,6 +89,11 @@ class CpuOps:
 
     def fp8_product(self, weight: Fp8Weight, inputs: Fp8Inputs) -> Fp8Product:
         return CpuFp8Product(self._linear, weight, inputs)
+
+    def integer_product(
+        self, weight: IntegerWeight, *, has_byte_inputs: bool = False
+    ) -> IntegerProduct:
+        return CpuIntegerProduct(self._integers, weight, has_byte_inputs=has_byte_inputs)
 
     def head_linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """One product for each head."""

@@ -15,9 +15,9 @@ from trimaran.worker.config.pretrained_families import FAMILIES
 from trimaran.worker.config.quantization import QuantizationConfig
 from trimaran.worker.config.quantization_formats import (
     SERVED_METHODS,
-    NotServedError,
     read_quantization,
 )
+from trimaran.worker.config.schemes import NotServedError
 from trimaran.worker.config.shard_file import TensorEntry, read_tensor_entries
 
 _TITLES = {
@@ -211,6 +211,9 @@ def check_weight_files(folder: Path, files: tuple[Path, ...], config: Pretrained
     if config.dense_layers:
         # The MLP of dense layers has different tensors from that of layers with experts.
         names = {name for name in names if ".mlp." not in name}
+    if config.quantization is not None:
+        # Matrices of some layers alone may be quantized, and then have other names.
+        names = {name for name in names if len(entries[name].shape) == 1}
     _check_layers(folder, names, config.num_hidden_layers)
 
 

@@ -9,7 +9,13 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from trimaran.comm.errors import ConfigError
-from trimaran.worker.config.schemes import Activations, Fp8Scheme, Scheme, scheme_from_dict
+from trimaran.worker.config.schemes import (
+    Activations,
+    Fp8Scheme,
+    IntegerScheme,
+    Scheme,
+    scheme_from_dict,
+)
 
 ANY_LINEAR = "Linear"
 """A target that every linear layer matches."""
@@ -67,6 +73,11 @@ class QuantizationConfig:
         """The largest rows and columns that share a scale or a byte; (1, 1) if none do."""
         blocks = [rule.scheme.shared for rule in self.rules] or [(1, 1)]
         return max(rows for rows, _ in blocks), max(columns for _, columns in blocks)
+
+    @property
+    def has_integers(self) -> bool:
+        """Whether weights of some layers are integers."""
+        return any(isinstance(rule.scheme, IntegerScheme) for rule in self.rules)
 
     def describe(self) -> str:
         """A few words for the log."""

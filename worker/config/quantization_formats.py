@@ -1,4 +1,4 @@
-"""The formats in which checkpoints describe FP8 weights, read into one configuration."""
+"""The formats in which checkpoints describe quantized weights, read into one configuration."""
 
 from __future__ import annotations
 
@@ -6,22 +6,20 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from trimaran.comm.errors import ConfigError
+from trimaran.worker.config.integer_formats import compressed_integers, read_awq, read_gptq
 from trimaran.worker.config.quantization import ANY_LINEAR, QuantizationConfig, SchemeRule
-from trimaran.worker.config.schemes import Activations, Fp8Scheme
+from trimaran.worker.config.schemes import Activations, Fp8Scheme, NotServedError, Scheme
 
-SERVED_METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors", "modelopt")
+SERVED_METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors", "modelopt", "gptq", "awq")
 
 _E4M3_NAMES = ("e4m3", "float8_e4m3fn", "float8_e4m3")
 _COMPRESSED_FORMATS = ("float-quantized", "naive-quantized", "dense")
+_INTEGER_FORMATS = ("pack-quantized", "int-quantized")
 _MODELOPT_ALGORITHMS = {
     "FP8": Fp8Scheme(activations=Activations.STATIC),
     "FP8_PER_CHANNEL_PER_TOKEN": Fp8Scheme(),
 }
 _FP8_BITS = 8
-
-
-class NotServedError(Exception):
-    """A format holds what is not served; the text names that."""
 
 
 def read_quantization(values: Mapping[str, Any]) -> QuantizationConfig:
@@ -83,10 +81,10 @@ def _compressed(values: Mapping[str, Any]) -> QuantizationConfig:
     rules = []
     for group in dict(values["config_groups"]).values():
         form = str(group.get("format") or stored)
-        if form not in _COMPRESSED_FORMATS:
+        if form not in (*_COMPRESSED_FORMATS, *_INTEGER_FORMATS):
             raise NotServedError(f"format {form}")
         targets = tuple(str(target) for target in group["targets"])
-        rules.append(SchemeRule(targets=targets, scheme=_compressed_scheme(group)))
+        rules.append(SchemeRule(targets=targets, scheme=_compressed_scheme(group, form)))
     # A layer's name counts before its class.
     rules.sort(key=lambda rule: ANY_LINEAR in rule.targets)
     ignored = _names(values, "ignore")
@@ -95,7 +93,9 @@ def _compressed(values: Mapping[str, Any]) -> QuantizationConfig:
     )
 
 
-def _compressed_scheme(group: Mapping[str, Any]) -> Fp8Scheme:
+def _compressed_scheme(group: Mapping[str, Any], form: str) -> Scheme:
+    if form in _INTEGER_FORMATS or (group.get("weights") or {}).get("type") == "int":
+        return compressed_integers(group, form)
     weights, inputs = group.get("weights") or {}, group.get("input_activations")
     for name, numbers in (("weights", weights), ("input_activations", inputs)):
         if not numbers:
@@ -165,6 +165,8 @@ _READERS: dict[str, Callable[[Mapping[str, Any]], QuantizationConfig]] = {
     "fbgemm_fp8": _fbgemm,
     "compressed-tensors": _compressed,
     "modelopt": _modelopt,
+    "gptq": read_gptq,
+    "awq": read_awq,
 }
 
 

@@ -10,6 +10,10 @@ from typing import Any, ClassVar
 from trimaran.comm.errors import ConfigError
 
 
+class NotServedError(Exception):
+    """A format holds what is not served; the text names that."""
+
+
 class Activations(Enum):
     """Which inputs of a product share a scale."""
 

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from trimaran.kernels.cpu.decoder import Decoder, DecoderShape, DecoderStep, LayerWeights
+from trimaran.kernels.cpu.integers import CpuIntegerProduct
 from trimaran.worker.attention.backend import AttentionSpec, ForwardContext
 from trimaran.worker.config.pretrained_config import PretrainedConfig
 from trimaran.worker.layers.linear import LayerContext
 from trimaran.worker.layers.methods import NoLoRA, UnquantizedLinearMethod
 from trimaran.worker.layers.rotary import RotaryEmbedding
+from trimaran.worker.quantization.integer_linear import IntegerLinearMethod
 
 # Shapes: T tokens of the step, D hidden size.
 
@@ -90,7 +92,7 @@ def fuse_layers(
     first: Any = layers[0]
     shape = DecoderShape(
         hidden=config.hidden_size,
-        inner=first.mlp.down_proj.weight.shape[1],
+        inner=first.mlp.down_proj.input_partition.size,
         num_heads=first.attention.qkv_proj.num_heads,
         num_kv_heads=first.attention.qkv_proj.num_kv_heads,
         head_size=config.head_size,
@@ -113,8 +115,8 @@ _ATTENTION_PARTS = {"qkv_proj", "o_proj"}
 
 
 def _is_plain(layer: Any) -> bool:
-    """Whether a layer consists of two norms, unquantized products and plain attention, and of
-    nothing else."""
+    """Whether a layer consists of two norms, products without quantized inputs or with integer
+    weights, and plain attention, and of nothing else."""
     attention = layer.attention
     if {name for name, _ in layer.named_children()} != _PARTS:
         return False
@@ -133,9 +135,26 @@ def _is_plain(layer: Any) -> bool:
         layer.mlp.down_proj,
     )
     return all(
-        isinstance(linear.method, UnquantizedLinearMethod) and isinstance(linear.lora, NoLoRA)
+        _product_of(linear) is not None and isinstance(linear.lora, NoLoRA)
         for linear in linears
     )
+
+
+def _product_of(linear: Any) -> Tensor | CpuIntegerProduct | None:
+    """A layer's weight as the operator takes it; None if the operator does not."""
+    if isinstance(linear.method, UnquantizedLinearMethod):
+        weight: Tensor = linear.weight
+        return weight
+    if isinstance(linear.method, IntegerLinearMethod):
+        product = linear.integer_product
+        return product if isinstance(product, CpuIntegerProduct) else None
+    return None
+
+
+def _taken(linear: Any) -> Tensor | CpuIntegerProduct:
+    product = _product_of(linear)
+    assert product is not None, "checked by _is_plain"
+    return product
 
 
 def _up(layer: Any) -> Any:
@@ -151,14 +170,14 @@ def _weights_of(layer: Any, *, with_row_biases: bool) -> LayerWeights:
     return LayerWeights(
         attention_norm=layer.attention_norm.weight,
         attention_norm_bias=getattr(layer.attention_norm, "bias", None),
-        qkv=layer.attention.qkv_proj.weight,
+        qkv=_taken(layer.attention.qkv_proj),
         qkv_bias=layer.attention.qkv_proj.bias,
-        out=layer.attention.o_proj.weight,
+        out=_taken(layer.attention.o_proj),
         out_bias=out_bias,
         mlp_norm=layer.mlp_norm.weight,
         mlp_norm_bias=getattr(layer.mlp_norm, "bias", None),
-        up=_up(layer).weight,
+        up=_taken(_up(layer)),
         up_bias=_up(layer).bias,
-        down=layer.mlp.down_proj.weight,
+        down=_taken(layer.mlp.down_proj),
         down_bias=down_bias,
     )

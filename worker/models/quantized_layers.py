@@ -12,6 +12,9 @@ from trimaran.worker.layers.linear import ParallelLinear
 from trimaran.worker.layers.methods import LinearMethod, UnquantizedLinearMethod
 from trimaran.worker.models.interfaces import CausalLM
 from trimaran.worker.quantization.fp8_linear import Fp8LinearMethod
+from trimaran.worker.quantization.integer_linear import IntegerLinearMethod
+
+QuantizedMethod = Fp8LinearMethod | IntegerLinearMethod
 
 logger = logging.getLogger(__name__)
 
@@ -72,11 +75,11 @@ def scheme_of_key(model: CausalLM, key: str) -> Scheme | None:
     return quantization.scheme_of(tuple(dict.fromkeys(prefix + name for prefix in prefixes)))
 
 
-def fp8_method_of(model: CausalLM, parameter: str) -> Fp8LinearMethod | None:
-    """The method by which a parameter is an FP8 weight; None for other parameters."""
+def quantized_method_of(model: CausalLM, parameter: str) -> QuantizedMethod | None:
+    """The method by which a parameter is a quantized weight; None for other parameters."""
     path, _, name = parameter.rpartition(".")
     method = getattr(model.get_submodule(path), "method", None)
-    return method if name == "weight" and isinstance(method, Fp8LinearMethod) else None
+    return method if name == "weight" and isinstance(method, QuantizedMethod) else None
 
 
 def _method_of(scheme: Scheme | None, ops: Ops) -> LinearMethod:
@@ -84,10 +87,7 @@ def _method_of(scheme: Scheme | None, ops: Ops) -> LinearMethod:
         return UnquantizedLinearMethod(ops)
     if isinstance(scheme, Fp8Scheme):
         return Fp8LinearMethod(ops, scheme)
-    raise ConfigError(
-        f"weights of {scheme.bits} bits are not served yet. Name a checkpoint in bfloat16, "
-        "float16 or float32."
-    )
+    return IntegerLinearMethod(ops, scheme)
 
 
 def _scheme_of(model: CausalLM, keys: list[str]) -> Scheme | None:

@@ -23,7 +23,7 @@ INPUT_SCALE = "input_scale"
 ALL_PARTS = "*"
 
 
-class _ShardedLayer(Protocol):
+class ShardedLayer(Protocol):
     """The part of a linear layer that says which rows and columns are this rank's."""
 
     @property
@@ -60,15 +60,17 @@ class Fp8LinearMethod:
     ) -> None:
         """``weight`` [E, D] in FP8; ``weight_scale`` float32 [E] or [R, C]; for static inputs
         ``input_scale`` float32, one for each stacked matrix."""
-        sharded: _ShardedLayer = layer  # type: ignore[assignment]
+        sharded: ShardedLayer = layer  # type: ignore[assignment]
         self._dtype = dtype
         scales: tuple[int, ...] = shape[:1]
         if self.scheme.block is not None:
             scales = block_rows(sharded, self.scheme.block[0]).count, self._num_columns(sharded)
-        _add(layer, "weight", shape, FP8, device)
-        _add(layer, WEIGHT_SCALE, scales, torch.float32, device)
+        add_parameter(layer, "weight", shape, FP8, device)
+        add_parameter(layer, WEIGHT_SCALE, scales, torch.float32, device)
         if self.has_input_scale:
-            _add(layer, INPUT_SCALE, (len(sharded.output_parts),), torch.float32, device)
+            add_parameter(
+                layer, INPUT_SCALE, (len(sharded.output_parts),), torch.float32, device
+            )
 
     def load_scale(
         self, layer: nn.Module, parameter: nn.Parameter, loaded: Tensor, target: tuple[str, str]
@@ -79,7 +81,7 @@ class Fp8LinearMethod:
         Raises:
             WeightShapeError: the tensor has another shape than the configuration implies.
         """
-        sharded: _ShardedLayer = layer  # type: ignore[assignment]
+        sharded: ShardedLayer = layer  # type: ignore[assignment]
         name, shard = target
         if name == INPUT_SCALE:
             _load_input_scale(sharded, parameter, loaded, shard)
@@ -95,7 +97,7 @@ class Fp8LinearMethod:
         Raises:
             ConfigError: the results differ.
         """
-        sharded: _ShardedLayer = layer  # type: ignore[assignment]
+        sharded: ShardedLayer = layer  # type: ignore[assignment]
         weight, scales = layer.weight.data, layer.weight_scale.data
         assert isinstance(weight, Tensor) and isinstance(scales, Tensor)
         blocks = None
@@ -119,13 +121,13 @@ class Fp8LinearMethod:
         product: Fp8Product = layer.fp8_product  # type: ignore[assignment]
         return product(x_TD, bias_E)
 
-    def _num_columns(self, sharded: _ShardedLayer) -> int:
+    def _num_columns(self, sharded: ShardedLayer) -> int:
         assert self.scheme.block is not None
         mine, columns = sharded.input_partition, self.scheme.block[1]
         return -(-(mine.first % columns + mine.size) // columns)
 
     def _load_block_scales(
-        self, sharded: _ShardedLayer, parameter: nn.Parameter, loaded: Tensor, shard: str
+        self, sharded: ShardedLayer, parameter: nn.Parameter, loaded: Tensor, shard: str
     ) -> None:
         assert self.scheme.block is not None
         rows, columns = self.scheme.block
@@ -174,12 +176,12 @@ class BlockRows:
         self.of_outputs = torch.cat(numbers).clamp_max(self.count - 1).to(torch.int32)
 
 
-def block_rows(sharded: _ShardedLayer, rows: int) -> BlockRows:
+def block_rows(sharded: ShardedLayer, rows: int) -> BlockRows:
     """The rows of block scales of a layer."""
     return BlockRows(sharded.output_parts, rows)
 
 
-def _parts_of(sharded: _ShardedLayer, shard: str) -> dict[str, OutputPart]:
+def _parts_of(sharded: ShardedLayer, shard: str) -> dict[str, OutputPart]:
     """The stacked matrices that a checkpoint's tensor holds."""
     parts = sharded.output_parts
     return {shard: parts[shard]} if shard in parts else parts
@@ -194,7 +196,7 @@ def _row_scales(loaded: Tensor, outputs: int) -> Tensor:
 
 
 def _load_input_scale(
-    sharded: _ShardedLayer, parameter: nn.Parameter, loaded: Tensor, shard: str
+    sharded: ShardedLayer, parameter: nn.Parameter, loaded: Tensor, shard: str
 ) -> None:
     if loaded.numel() != 1:
         raise WeightShapeError(tuple(loaded.shape), ())
@@ -204,13 +206,14 @@ def _load_input_scale(
         parameter.data[place].copy_(loaded.reshape(()))
 
 
-def _add(
+def add_parameter(
     layer: nn.Module,
     name: str,
     shape: tuple[int, ...],
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
+    """Register a parameter of zeros."""
     # Zeros, because a rank without outputs has a scale that no tensor fills.
     values = torch.zeros(shape, dtype=dtype, device=device)
     layer.register_parameter(name, nn.Parameter(values, requires_grad=False))

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from trimaran.comm.errors import ConfigError
 from trimaran.kernels.fp8_reference import ReferenceProduct
+from trimaran.kernels.integer_reference import ReferenceIntegerProduct
+from trimaran.kernels.integers import IntegerProduct, IntegerWeight
 from trimaran.kernels.quantized import Fp8Inputs, Fp8Product, Fp8Weight
 
 _ROWS = (1, 64, 80)
@@ -23,22 +28,55 @@ def check_product(
     product: Fp8Product, weight: Fp8Weight, inputs: Fp8Inputs, dtype: torch.dtype
 ) -> None:
     """Raise `ConfigError` unless ``product`` computes what its definition does."""
-    device, (outputs, inner) = weight.values.device, weight.values.shape
+
+    def definition(outputs: slice) -> _Product:
+        return ReferenceProduct(_part(weight, outputs), inputs)
+
+    _check(product, definition, _Kind("FP8", weight.values.shape, weight.values.device, dtype))
+
+
+def check_integer_product(
+    product: IntegerProduct, weight: IntegerWeight, dtype: torch.dtype, *, has_byte_inputs: bool
+) -> None:
+    """Raise `ConfigError` unless ``product`` computes what its definition does."""
+
+    def definition(outputs: slice) -> _Product:
+        part = weight.outputs(outputs)
+        return ReferenceIntegerProduct(part, has_byte_inputs=has_byte_inputs)
+
+    numbers = f"INT{weight.bits}"
+    _check(product, definition, _Kind(numbers, weight.shape, weight.values.device, dtype))
+
+
+_Product = Callable[[Tensor], Tensor]
+
+
+class _Kind(NamedTuple):
+    """What is multiplied, and where."""
+
+    numbers: str
+    shape: tuple[int, ...]
+    device: torch.device
+    dtype: torch.dtype
+
+
+def _check(product: _Product, definition: Callable[[slice], _Product], kind: _Kind) -> None:
+    (outputs, inner), device = kind.shape, kind.device
     generator = torch.Generator(device).manual_seed(0)
     with torch.inference_mode():
         for rows in _ROWS:
-            x = torch.randn((rows, inner), generator=generator, device=device).to(dtype)
+            x = torch.randn((rows, inner), generator=generator, device=device).to(kind.dtype)
             found = product(x)
             for end in (slice(0, _OUTPUTS), slice(max(outputs - _OUTPUTS, 0), outputs)):
-                expected = ReferenceProduct(_part(weight, end), inputs)(x)
+                expected = definition(end)(x)
                 difference = _difference(found[:, end], expected)
                 # NaN is no agreement either.
                 if not difference <= _MOST_DIFFERENCE:
                     raise ConfigError(
-                        f"a product of {rows} tokens by FP8 weights [{outputs}, {inner}] is "
-                        f"{100 * difference:.1f} % off its definition on {device}: the kernel "
-                        "does not suit this device, or scales are no numbers. Serve the "
-                        "checkpoint in bfloat16, and report this."
+                        f"a product of {rows} tokens by {kind.numbers} weights "
+                        f"[{outputs}, {inner}] is {100 * difference:.1f} % off its definition "
+                        f"on {device}: the kernel does not suit this device, or scales are no "
+                        "numbers. Serve the checkpoint in bfloat16, and report this."
                     )
 
 

@@ -15,6 +15,29 @@ struct LinearArgs {
 };
 void trimaran_linear(const LinearArgs* args);
 
+// Weights of integers in blocks of 16 outputs; `integers.cpp` has the order of the values.
+struct IntegerWeights {
+  // Signed bytes, or unsigned halves of bytes.
+  const void* values;
+  // [blocks, num_scales, 16]. A weight is integer * scale + offset; without offsets the integer
+  // 8 of 4 bits stands for zero.
+  const float *scales, *offsets;
+  // The input of each of k columns, or -1 for a column of padding; null: the inputs in order.
+  const int32_t* order;
+  // First column, number of columns and place of the scale of each segment.
+  const int32_t* segments;
+  long bits, k, num_segments, num_scales, outputs, has_byte_inputs;
+};
+struct IntegerArgs {
+  long dtype, float_output;
+  const void* x;
+  const IntegerWeights* weight;
+  const void* bias;
+  void* y;
+  long rows, x_stride;
+};
+void trimaran_integer_linear(const IntegerArgs* args);
+
 // Whether products of bf16 use tile instructions.
 long trimaran_has_amx();
 
@@ -81,6 +104,8 @@ struct DecoderLayer {
   const void *attention_norm, *attention_norm_bias, *qkv, *qkv_bias, *out, *out_bias;
   const void *mlp_norm, *mlp_norm_bias, *up, *up_bias, *down, *down_bias;
   void* cache;
+  // A bit for each of qkv, out, up and down, from the lowest: the weight is IntegerWeights.
+  long integers;
 };
 
 struct DecoderArgs {

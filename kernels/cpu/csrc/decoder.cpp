@@ -45,7 +45,7 @@ class Decoder {
     } else {
       norm(a_.x, a_.residual, layer.attention_norm, layer.attention_norm_bias);
     }
-    linear(normed_, layer.qkv, layer.qkv_bias, wide_, a_.hidden, qkv_width_);
+    linear(normed_, layer.qkv, layer.integers & 1, layer.qkv_bias, wide_, a_.hidden, qkv_width_);
     if (a_.cos_sin) {
       RotateArgs rotate{a_.dtype, wide_, a_.cos_sin, a_.positions,
                         a_.rows, a_.heads + a_.kv_heads, a_.head_size, qkv_width_};
@@ -61,15 +61,17 @@ class Decoder {
                          a_.head_size, a_.block_size, qkv_width_, a_.block_stride,
                          a_.table_stride, 0, 0, 0, nullptr, 0, a_.scale, 0.0};
     trimaran_attention(&attend);
-    linear(attended_, layer.out, layer.out_bias, a_.x, query_width_, a_.hidden);
+    linear(attended_, layer.out, layer.integers & 2, layer.out_bias, a_.x, query_width_,
+           a_.hidden);
   }
 
   void mlp(const DecoderLayer& layer) {
     norm(a_.x, a_.residual, layer.mlp_norm, layer.mlp_norm_bias);
-    linear(normed_, layer.up, layer.up_bias, wide_, a_.hidden, up_width_);
+    linear(normed_, layer.up, layer.integers & 4, layer.up_bias, wide_, a_.hidden, up_width_);
     ActivationArgs activation{a_.dtype, a_.is_gelu, wide_, activated_, a_.rows, a_.inner};
     trimaran_activation(&activation);
-    linear(activated_, layer.down, layer.down_bias, a_.x, a_.inner, a_.hidden);
+    linear(activated_, layer.down, layer.integers & 8, layer.down_bias, a_.x, a_.inner,
+           a_.hidden);
   }
 
   void norm(const void* x, void* residual, const void* weight, const void* bias) {
@@ -78,8 +80,12 @@ class Decoder {
     trimaran_norm(&args);
   }
 
-  void linear(const void* x, const void* weight, const void* bias, void* y, long k,
-              long outputs) {
+  void linear(const void* x, const void* weight, bool has_integers, const void* bias, void* y,
+              long k, long outputs) {
+    if (has_integers) {
+      IntegerArgs args{a_.dtype, 0, x, (const IntegerWeights*)weight, bias, y, a_.rows, k};
+      return trimaran_integer_linear(&args);
+    }
     LinearArgs args{a_.dtype, 0, x, weight, bias, y, a_.rows, k, outputs, k};
     trimaran_linear(&args);
   }

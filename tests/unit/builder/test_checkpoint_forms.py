@@ -266,8 +266,8 @@ def test_files_of_other_programs_are_named(file, words, llama, refused):
 @pytest.mark.parametrize(
     ("method", "words"),
     [
-        ({"quant_method": "gptq", "bits": 4}, "GPTQ, 4 bits"),
-        ({"quant_method": "awq", "bits": 4}, "AWQ, 4 bits"),
+        ({"quant_method": "gptq", "bits": 3}, "GPTQ, 3 bits"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "AWQ, 4 bits"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "(FP8), as"),
         ({"quant_method": "fp8", "expert_dtype": "fp4"}, "not served: expert_dtype fp4"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "not served: quant_algo NVFP4"),
@@ -286,8 +286,8 @@ def test_quantized_checkpoints_are_refused_by_the_methods_name(method, words, ll
 @pytest.mark.parametrize(
     ("file", "values", "words"),
     [
-        ("quantize_config.json", {"bits": 4, "group_size": 128}, "GPTQ, 4 bits"),
-        ("quant_config.json", {"w_bit": 4}, "AWQ, 4 bits"),
+        ("quantize_config.json", {"bits": 2, "group_size": 128}, "GPTQ, 2 bits"),
+        ("quant_config.json", {"w_bit": 3}, "AWQ, 3 bits"),
         ("hf_quant_config.json", {"quantization": {"quant_algo": "NVFP4"}}, "ModelOpt, NVFP4"),
     ],
 )

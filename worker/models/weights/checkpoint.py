@@ -27,12 +27,16 @@ _DAMAGED = (
 )  # fmt: skip
 """Errors of reading a file that is incomplete, or whose list of tensors is damaged."""
 
-_WORDS = {
+DTYPE_WORDS = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
     torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
 }
 
 
@@ -53,7 +57,7 @@ def file_entries(path: Path) -> dict[str, TensorEntry]:
         return gguf_entries(path)
     return {
         name: TensorEntry(
-            _WORDS.get(tensor.dtype, str(tensor.dtype).removeprefix("torch.")),
+            DTYPE_WORDS.get(tensor.dtype, str(tensor.dtype).removeprefix("torch.")),
             tuple(tensor.shape),
             start=0,
             num_bytes=tensor.nbytes,
@@ -123,23 +127,31 @@ _HEAD = "lm_head.weight"
 _ROWS = 4096
 """Rows of a matrix that are compared in one call."""
 
-_FLOATS = ("F64", "F32", "F16", "BF16")
+FLOAT_WORDS = ("F64", "F32", "F16", "BF16")
 FP8_WORD = "F8_E4M3"
-_SCALES = {
+INTEGER_WORDS = ("I8", "I16", "I32", "I64", "U8")
+_QUANTIZED_PARTS = {
+    ".qweight": ".weight",
+    ".weight_packed": ".weight",
+    ".scales": ".weight_scale",
+    ".qzeros": ".weight_zero",
+    ".weight_zero_point": ".weight_zero",
+    ".g_idx": ".weight_group",
+    ".weight_g_idx": ".weight_group",
     ".weight_scale_inv": ".weight_scale",
     ".weight_scale": ".weight_scale",
     ".activation_scale": ".input_scale",
     ".input_scale": ".input_scale",
 }
-"""Endings of the names of scales, and those that `find_tensors` gives them. All are factors of
-the values, also those called inverse."""
+"""Endings of the names of the parts of quantized weights, and those that `find_tensors` gives
+them. All scales are factors of the values, also those called inverse."""
 
 _UNUSED_SCALES = (
     ".input_scale_ub", ".k_scale", ".v_scale", ".q_scale", ".kv_scale", ".prob_output_scale",
-    "k_proj.output_scale", "v_proj.output_scale",
+    "k_proj.output_scale", "v_proj.output_scale", ".weight_shape",
 )  # fmt: skip
-"""Endings of the names of tensors that are not read: bounds that config.json repeats, and
-scales of a quantized KV cache or of attention, which have the model's dtype here."""
+"""Endings of the names of tensors that are not read: bounds and shapes that config.json has,
+and scales of a quantized KV cache or of attention, which have the model's dtype here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +187,8 @@ class CheckpointTensors:
 def find_tensors(model: CausalLM, files: Sequence[Path]) -> dict[str, StoredTensor]:
     """The tensors of a checkpoint by their names in ``model.checkpoint_weights()``.
 
-    The scales of a quantized weight ``x.weight`` are ``x.weight_scale`` and ``x.input_scale``.
+    The scales of a quantized weight ``x.weight`` are ``x.weight_scale`` and ``x.input_scale``,
+    zero points ``x.weight_zero``, and the groups of inputs ``x.weight_group``.
     Reads no tensor except a tied head that is stored beside its embedding. The result is the
     same for every rank's model.
 
@@ -190,7 +203,7 @@ def find_tensors(model: CausalLM, files: Sequence[Path]) -> dict[str, StoredTens
     for path in files:
         for name, entry in file_entries(path).items():
             key = name.removeprefix(model.outer_prefix).removeprefix(model.name_prefix)
-            weight, key = _weight_of_scale(model, key)
+            weight, key = _weight_of_part(model, key)
             if key not in wanted and weight not in wanted:
                 if _is_tied_head(model, key):
                     tied_head = StoredTensor(path, name, entry)
@@ -202,7 +215,7 @@ def find_tensors(model: CausalLM, files: Sequence[Path]) -> dict[str, StoredTens
                     f"{path}: the tensor {name!r} was in {found[key].path.name} too. Keep the "
                     "files of one download alone, or download the folder again."
                 )
-            _check_floats(model, path, name, entry)
+            _check_numbers(model, path, name, entry)
             found[key] = StoredTensor(path, name, entry)
     first = files[0] if files else Path()
     place = first if is_gguf(first) else first.parent
@@ -274,20 +287,23 @@ def _refuse_other_head(head: StoredTensor, embedding: StoredTensor) -> None:
     )
 
 
-def _weight_of_scale(model: CausalLM, key: str) -> tuple[str, str]:
-    """The weight that a scale of a quantized model belongs to, and the scale's usual name;
+def _weight_of_part(model: CausalLM, key: str) -> tuple[str, str]:
+    """The weight that a part of a quantized weight belongs to, and the part's usual name;
     twice ``key`` for other tensors."""
     layer, dot, ending = key.rpartition(".")
-    known = _SCALES.get(dot + ending)
+    known = _QUANTIZED_PARTS.get(dot + ending)
     if model.context.quantization is None or known is None:
         return key, key
     return f"{layer}.weight", layer + known
 
 
-def _check_floats(model: CausalLM, path: Path, name: str, entry: TensorEntry) -> None:
-    if entry.dtype == FP8_WORD and model.context.quantization is not None:
+def _check_numbers(model: CausalLM, path: Path, name: str, entry: TensorEntry) -> None:
+    quantization = model.context.quantization
+    if entry.dtype == FP8_WORD and quantization is not None:
         return
-    if entry.dtype not in _FLOATS:
+    if entry.dtype in INTEGER_WORDS and quantization is not None and quantization.has_integers:
+        return
+    if entry.dtype not in FLOAT_WORDS:
         raise ConfigError(
             f"{path}: the tensor {name!r} holds {entry.dtype}, so the weights are quantized, "
             "which is not served. Name the checkpoint in bfloat16, float16 or float32."

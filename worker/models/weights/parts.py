@@ -11,11 +11,20 @@ from torch import Tensor
 
 from trimaran.comm.errors import ConfigError
 from trimaran.kernels.fp8_reference import dequantize_weight, quantize_weight
-from trimaran.worker.config.schemes import Fp8Scheme
+from trimaran.worker.config.schemes import Fp8Scheme, IntegerScheme, Layout, Zeros
 from trimaran.worker.models.interfaces import CausalLM, WeightTarget
-from trimaran.worker.models.quantized_layers import fp8_method_of, scheme_of_key
-from trimaran.worker.models.weights.checkpoint import FP8_WORD, StoredTensor
+from trimaran.worker.models.quantized_layers import quantized_method_of, scheme_of_key
+from trimaran.worker.models.weights.checkpoint import FP8_WORD, INTEGER_WORDS, StoredTensor
 from trimaran.worker.quantization.fp8_linear import INPUT_SCALE, WEIGHT_SCALE, Fp8LinearMethod
+from trimaran.worker.quantization.integer_formats import (
+    WEIGHT,
+    WEIGHT_GROUP,
+    WEIGHT_ZERO,
+    dequantized,
+    from_floats,
+    unpacked,
+)
+from trimaran.worker.quantization.integer_linear import IntegerLinearMethod
 
 
 class Conversion(Enum):
@@ -25,6 +34,9 @@ class Conversion(Enum):
     DEQUANTIZED = "values times scales"
     VALUES = "FP8 values of floats"
     SCALES = "scales of floats"
+    UNPACKED = "integers, scales, zero points or order of a format"
+    INTEGERS = "integers or scales of floats"
+    DEQUANTIZED_INTEGERS = "the floats of integers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +52,12 @@ class Part:
     block: tuple[int, int] | None = None
     """Rows and columns that share a scale."""
 
+    scheme: IntegerScheme | None = None
+    """The scheme of integers."""
+
+    others: tuple[tuple[str, StoredTensor], ...] = ()
+    """Names and tensors that belong to integers that are dequantized."""
+
     def whole(
         self, tensor: Tensor, read: Callable[[StoredTensor], Tensor], dtype: torch.dtype
     ) -> Tensor:
@@ -49,6 +67,8 @@ class Part:
         """
         if self.conversion is Conversion.NONE:
             return tensor
+        if self.scheme is not None:
+            return self._of_integers(self.scheme, tensor, read, dtype)
         if self.conversion is Conversion.DEQUANTIZED:
             assert self.scales is not None
             return dequantize_weight(tensor, read(self.scales), self.block, dtype)
@@ -56,6 +76,23 @@ class Part:
         values, scales = quantize_weight(weight, self.block)
         made = values if self.conversion is Conversion.VALUES else scales
         return made.t() if self.target.is_transposed and made.dim() > 1 else made
+
+    def _of_integers(
+        self,
+        scheme: IntegerScheme,
+        tensor: Tensor,
+        read: Callable[[StoredTensor], Tensor],
+        dtype: torch.dtype,
+    ) -> Tensor:
+        name = self.target.parameter.rpartition(".")[2]
+        if self.conversion is Conversion.UNPACKED:
+            return unpacked(scheme, name, tensor)
+        if self.conversion is Conversion.DEQUANTIZED_INTEGERS:
+            tensors = {other: read(stored) for other, stored in self.others}
+            return dequantized(scheme, {WEIGHT: tensor, **tensors}, dtype)
+        weight = tensor.t() if self.target.is_transposed else tensor
+        made = from_floats(scheme, name, weight)
+        return made.t() if self.target.is_transposed else made
 
 
 def parts_of(model: CausalLM, found: Mapping[str, StoredTensor]) -> list[Part]:
@@ -80,11 +117,22 @@ def _parts(
     model: CausalLM, found: Mapping[str, StoredTensor], key: str, target: WeightTarget
 ) -> Iterator[Part]:
     stored = found[key]
-    method = fp8_method_of(model, target.parameter)
-    if method is not None:
+    method = quantized_method_of(model, target.parameter)
+    scheme = scheme_of_key(model, key)
+    if isinstance(method, IntegerLinearMethod):
+        yield from _integer_parts(model, found, key, target, method.scheme)
+    elif method is not None:
         yield from _quantized_parts(model, found, key, target, method)
+    elif isinstance(scheme, IntegerScheme) and stored.entry.dtype in INTEGER_WORDS:
+        others = tuple(_others_of(found, key, scheme))
+        yield Part(
+            stored,
+            WeightTarget(target.parameter, target.shard),
+            Conversion.DEQUANTIZED_INTEGERS,
+            scheme=scheme,
+            others=others,
+        )
     elif stored.entry.dtype == FP8_WORD:
-        scheme = scheme_of_key(model, key)
         if not isinstance(scheme, Fp8Scheme):
             raise ConfigError(
                 f"{stored.path}: the tensor {stored.name!r} holds {FP8_WORD}, but config.json "
@@ -129,6 +177,49 @@ def _quantized_parts(
     if method.has_input_scale:
         source = _found(found, stored, f"{key.removesuffix('weight')}{INPUT_SCALE}")
         yield Part(source, WeightTarget(layer + INPUT_SCALE, target.shard))
+
+
+def _integer_parts(
+    model: CausalLM,
+    found: Mapping[str, StoredTensor],
+    key: str,
+    target: WeightTarget,
+    scheme: IntegerScheme,
+) -> Iterator[Part]:
+    """The parts of a weight of integers, and of its scales, zero points and order."""
+    stored = found[key]
+    layer = target.parameter.removesuffix(WEIGHT)
+    quantization = model.context.quantization
+    if quantization is not None and quantization.quantizes_at_load:
+        for name in (WEIGHT, WEIGHT_SCALE):
+            made = WeightTarget(layer + name, target.shard, target.is_transposed)
+            yield Part(stored, made, Conversion.INTEGERS, scheme=scheme)
+        return
+    if stored.entry.dtype not in INTEGER_WORDS:
+        raise ConfigError(
+            f"{stored.path}: the tensor {stored.name!r} holds {stored.entry.dtype}, but "
+            f"config.json says that it is quantized to {scheme.bits} bits. Use the weights and "
+            "the configuration of one model."
+        )
+    if target.is_transposed and scheme.layout in (Layout.PACKED, Layout.PLAIN):
+        raise ConfigError(
+            f"{stored.path}: the tensor {stored.name!r} holds integers as [in, out], which is "
+            "not served. Name the checkpoint in bfloat16, float16 or float32."
+        )
+    for name, source in ((WEIGHT, stored), *_others_of(found, key, scheme)):
+        made = WeightTarget(layer + name, target.shard)
+        yield Part(source, made, Conversion.UNPACKED, scheme=scheme)
+
+
+def _others_of(
+    found: Mapping[str, StoredTensor], key: str, scheme: IntegerScheme
+) -> Iterator[tuple[str, StoredTensor]]:
+    """The tensors beside those of integers, by the names of their parameters."""
+    names = [WEIGHT_SCALE]
+    names += [WEIGHT_ZERO] if scheme.zeros is Zeros.POINT else []
+    names += [WEIGHT_GROUP] if scheme.has_order else []
+    for name in names:
+        yield name, _found(found, found[key], key.removesuffix(WEIGHT) + name)
 
 
 def _found(found: Mapping[str, StoredTensor], stored: StoredTensor, key: str) -> StoredTensor:

@@ -17,7 +17,8 @@ from trimaran.worker.config.shard_file import read_tensor_entries
 from trimaran.worker.layers.linear import WeightShapeError
 from trimaran.worker.models.interfaces import CausalLM, LoadsWeight, WeightTarget
 from trimaran.worker.models.weights.checkpoint import (
-    FP8_WORD,
+    DTYPE_WORDS,
+    FLOAT_WORDS,
     CheckpointTensors,
     StoredTensor,
     find_tensors,
@@ -29,12 +30,17 @@ from trimaran.worker.models.weights.parts import Conversion, Part, parts_of
 from trimaran.worker.models.weights.tensor_reader import TensorReader
 from trimaran.worker.models.weights.verification import BackgroundVerification, ShardVerifier
 from trimaran.worker.quantization.fp8_linear import INPUT_SCALE, WEIGHT_SCALE, Fp8LinearMethod
+from trimaran.worker.quantization.integer_formats import WEIGHT, WEIGHT_ZERO
+from trimaran.worker.quantization.integer_linear import IntegerLinearMethod
 
 logger = logging.getLogger(__name__)
 
 _RANDOM_STD = 0.02
 _MAX_NAMES = 3
 _SCALES = (WEIGHT_SCALE, INPUT_SCALE)
+_KEPT_DTYPES = (FP8, torch.uint8, torch.int8, torch.int16, torch.int32)
+"""Dtypes of the parameters of quantized layers, whatever the model's dtype."""
+
 _WIDER = (torch.bfloat16, torch.float32, torch.float64)
 """Dtypes whose values may exceed the range of float16."""
 
@@ -112,11 +118,17 @@ def _fill_from_shard(model: CausalLM, path: Path, files: _Files) -> None:
                 f"{path}: the tensor {name!r} has shape {list(entries[name].shape)}, but "
                 f"config.json implies {list(parameters[name].shape)}. Build the folder again."
             )
-        is_fp8 = parameters[name].dtype == FP8
-        if (entries[name].dtype == FP8_WORD) != is_fp8:
+        dtype = parameters[name].dtype
+        is_kept = dtype in _KEPT_DTYPES
+        if (
+            entries[name].dtype != DTYPE_WORDS[dtype]
+            if is_kept
+            else entries[name].dtype not in FLOAT_WORDS
+        ):
+            implied = DTYPE_WORDS[dtype] if is_kept else "floats"
             raise ConfigError(
                 f"{path}: the tensor {name!r} holds {entries[name].dtype}, but config.json "
-                f"says that it is {'' if is_fp8 else 'not '}quantized. Build the folder again."
+                f"implies {implied}. Build the folder again."
             )
     for name, tensor in files.tensors(path, known):
         parameter = parameters[name]
@@ -133,27 +145,43 @@ def fill_random(model: CausalLM, seed: int = 0) -> None:
 
     The same seed gives the same weights on the same device and shard.
     """
-    context = model.context
     for name, parameter in model.named_parameters():
         if name.endswith(".bias"):
             parameter.data.zero_()
+        elif parameter.dtype in (torch.uint8, torch.int16, torch.int32):
+            _fill_integers(name, parameter, _generator_of(model, name, parameter.device, seed))
         elif name.endswith(_SCALES):
             # Random values of FP8 weights have a deviation of 1.
             parameter.data.fill_(_RANDOM_STD)
         elif parameter.dim() == 1:
             parameter.data.fill_(1.0)
         else:
-            # Every rank holds these weights whole, so their values must agree.
-            is_whole = any(whole in name for whole in _WHOLE)
-            ranks = context.expert_ranks if ".experts." in name else context.tp
-            shard = "" if is_whole else f"@{ranks.rank}"
-            generator = torch.Generator(device=parameter.device)
-            generator.manual_seed(_seed_of(f"{seed}:{name}{shard}"))
+            generator = _generator_of(model, name, parameter.device, seed)
             if parameter.dtype == FP8:
                 values = torch.empty(parameter.shape, dtype=model.dtype, device=model.device)
                 parameter.data.copy_(values.normal_(generator=generator))
             else:
                 parameter.data.normal_(0.0, _RANDOM_STD, generator=generator)
+
+
+def _generator_of(
+    model: CausalLM, name: str, device: torch.device, seed: int
+) -> torch.Generator:
+    # Every rank holds these weights whole, so their values must agree.
+    is_whole = any(whole in name for whole in _WHOLE)
+    context = model.context
+    ranks = context.expert_ranks if ".experts." in name else context.tp
+    shard = "" if is_whole else f"@{ranks.rank}"
+    generator = torch.Generator(device=device)
+    return generator.manual_seed(_seed_of(f"{seed}:{name}{shard}"))
+
+
+def _fill_integers(name: str, parameter: nn.Parameter, generator: torch.Generator) -> None:
+    """Integers of the whole range; zero points in the middle of 4 bits, one group for all."""
+    if name.endswith(f".{WEIGHT}"):
+        parameter.data.random_(0, 256, generator=generator)
+    else:
+        parameter.data.fill_(8 if name.endswith(f".{WEIGHT_ZERO}") else 0)
 
 
 class _Files:
@@ -211,7 +239,10 @@ def load_weight(
     module = model.get_submodule(path)
     whole = tensor.t() if target.is_transposed and tensor.dim() == 2 else tensor
     try:
-        if name in _SCALES:
+        method = getattr(module, "method", None)
+        if isinstance(method, IntegerLinearMethod) and name != "bias":
+            method.load_part(module, parameter, whole, (name, target.shard))
+        elif name in _SCALES:
             method = cast(Fp8LinearMethod, module.method)
             method.load_scale(module, parameter, whole, (name, target.shard))
         else:

@@ -1,0 +1,342 @@
+// y = x @ w.T + bias over weights of 4 or 8 bits with a scale for each output and segment of k.
+//
+// x becomes 16-bit integers with a power of two as the scale of each segment, which holds bf16
+// values within 2^-7 of the segment's largest exactly, or bytes with a scale a row. Products are
+// added up as integers inside a segment, then as floats, in one order whatever the rows.
+//
+// Sixteen outputs are a block. Memory holds a block's pairs (8 bits) or fours (4 bits) of k one
+// after another: 32 bytes with the integers of each output side by side.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "api.h"
+#include "pool.h"
+#include "vec.h"
+
+namespace trimaran {
+namespace {
+
+constexpr int kMaxRows = HAS_AVX512 ? 8 : 4;
+constexpr long kBlock = 16;
+constexpr long kStep = 4;
+
+#if HAS_AVX512
+using Words = __m512i;
+INLINE Words zero_words() { return _mm512_setzero_si512(); }
+INLINE Words signed_words(const uint8_t* p) {
+  return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p));
+}
+INLINE Words unsigned_words(const uint8_t* p) {
+  return _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)p));
+}
+INLINE Words low_halves(Words w) { return _mm512_and_si512(w, _mm512_set1_epi16(15)); }
+INLINE Words high_halves(Words w) { return _mm512_srli_epi16(w, 4); }
+INLINE Words add_products(Words sums, Words w, int pair) {
+#ifdef __AVX512VNNI__
+  return _mm512_dpwssd_epi32(sums, w, _mm512_set1_epi32(pair));
+#else
+  return _mm512_add_epi32(sums, _mm512_madd_epi16(w, _mm512_set1_epi32(pair)));
+#endif
+}
+INLINE Words add_words(Words a, Words b) { return _mm512_add_epi32(a, b); }
+INLINE __m512 to_floats(Words sums, int less) {
+  return _mm512_cvtepi32_ps(_mm512_sub_epi32(sums, _mm512_set1_epi32(less)));
+}
+#else
+struct Words {
+  __m256i lo, hi;
+};
+INLINE Words zero_words() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+INLINE Words signed_words(const uint8_t* p) {
+  return {_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)),
+          _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(p + 16)))};
+}
+INLINE Words unsigned_words(const uint8_t* p) {
+  return {_mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)p)),
+          _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)(p + 16)))};
+}
+INLINE Words low_halves(Words w) {
+  const __m256i mask = _mm256_set1_epi16(15);
+  return {_mm256_and_si256(w.lo, mask), _mm256_and_si256(w.hi, mask)};
+}
+INLINE Words high_halves(Words w) {
+  return {_mm256_srli_epi16(w.lo, 4), _mm256_srli_epi16(w.hi, 4)};
+}
+INLINE Words add_words(Words a, Words b) {
+  return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)};
+}
+INLINE Words add_products(Words sums, Words w, int pair) {
+  const __m256i x = _mm256_set1_epi32(pair);
+  return add_words(sums, {_mm256_madd_epi16(w.lo, x), _mm256_madd_epi16(w.hi, x)});
+}
+INLINE __m512 to_floats(Words sums, int less) {
+  const __m256i by = _mm256_set1_epi32(less);
+  return {_mm256_cvtepi32_ps(_mm256_sub_epi32(sums.lo, by)),
+          _mm256_cvtepi32_ps(_mm256_sub_epi32(sums.hi, by))};
+}
+#endif
+
+INLINE int pair_at(const int16_t* x) {
+  int pair;
+  std::memcpy(&pair, x, sizeof pair);
+  return pair;
+}
+
+INLINE float to_float(float x) { return x; }
+INLINE float to_float(bf16 x) {
+  uint32_t bits = (uint32_t)x.bits << 16;
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+INLINE float to_float(f16 x) { return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(x.bits))); }
+
+INLINE uint32_t magnitude_bits(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return bits & 0x7fffffff;
+}
+
+// The rows of x as integers. Rows of floats become two: the rest of the first, 2^-15 of its unit.
+struct Inputs {
+  std::vector<int16_t> values;  // [rows, k]
+  std::vector<float> scales;    // [rows, segments]
+  std::vector<int32_t> sums;    // [rows, segments]
+  std::vector<float> row_scales;
+  std::vector<float> floats;
+  long rows;
+};
+
+constexpr uint32_t kInfinite = 0x7f800000;
+
+// The power of two by which values below 2 * 2^exponent become less than 2^15.
+INLINE float power_for(uint32_t largest) {
+  int exponent = std::max((int)(largest >> 23) - 127, -100);
+  return std::ldexp(1.0f, 14 - exponent);
+}
+
+void quantize_segment(const float* x, long count, bool has_rest, int16_t* values,
+                      int16_t* rest, float* scale, float* rest_scale, int32_t sums[2]) {
+  uint32_t largest = 0;
+  for (long i = 0; i < count; ++i) largest = std::max(largest, magnitude_bits(x[i]));
+  sums[0] = sums[1] = 0;
+  if (largest >= kInfinite) {
+    // Infinities and NaN in, NaN out.
+    std::fill(values, values + count, (int16_t)0);
+    if (has_rest) std::fill(rest, rest + count, (int16_t)0);
+    *scale = *rest_scale = NAN;
+    return;
+  }
+  float by = power_for(largest);
+  *scale = 1.0f / by;
+  *rest_scale = *scale / 32768.0f;
+  for (long i = 0; i < count; ++i) {
+    float scaled = x[i] * by;
+    float whole = std::min(std::nearbyintf(scaled), 32767.0f);
+    values[i] = (int16_t)whole;
+    sums[0] += (int32_t)whole;
+    if (has_rest) {
+      float less = std::nearbyintf((scaled - whole) * 32768.0f);
+      less = std::min(std::max(less, -32767.0f), 32767.0f);
+      rest[i] = (int16_t)less;
+      sums[1] += (int32_t)less;
+    }
+  }
+}
+
+// Signed bytes of a row, with one scale: 1/127 of the largest.
+void quantize_row(const IntegerWeights& w, const float* x, int16_t* values, float* scales,
+                  int32_t* sums, float* row_scale) {
+  float largest = 0.0f;
+  bool is_finite = true;
+  for (long i = 0; i < w.k; ++i) {
+    is_finite &= magnitude_bits(x[i]) < kInfinite;
+    largest = std::max(largest, std::fabs(x[i]));
+  }
+  *row_scale = is_finite ? std::max(largest, 1e-10f) / 127.0f : NAN;
+  float by = is_finite ? 1.0f / *row_scale : 0.0f;
+  for (long s = 0; s < w.num_segments; ++s) {
+    const int32_t* segment = w.segments + 3 * s;
+    int32_t sum = 0;
+    for (long i = segment[0]; i < segment[0] + segment[1]; ++i) {
+      float whole = is_finite ? std::nearbyintf(x[i] * by) : 0.0f;
+      values[i] = (int16_t)std::min(std::max(whole, -127.0f), 127.0f);
+      sum += values[i];
+    }
+    sums[s] = sum;
+    scales[s] = 1.0f;
+  }
+}
+
+template <class T>
+void quantize(const IntegerArgs& a, const IntegerWeights& w, long row, Inputs& in) {
+  constexpr bool kHasRest = sizeof(T) == 4;
+  long copies = kHasRest && !w.has_byte_inputs ? 2 : 1, at = row * copies;
+  const T* x = (const T*)a.x + row * a.x_stride;
+  float* floats = in.floats.data() + row * w.k;
+  if (w.order)
+    for (long i = 0; i < w.k; ++i) floats[i] = w.order[i] < 0 ? 0.0f : to_float(x[w.order[i]]);
+  else
+    for (long i = 0; i < w.k; ++i) floats[i] = to_float(x[i]);
+  int16_t* values = in.values.data() + at * w.k;
+  float* scales = in.scales.data() + at * w.num_segments;
+  int32_t* sums = in.sums.data() + at * w.num_segments;
+  for (long copy = 0; copy < copies; ++copy) in.row_scales[at + copy] = 1.0f;
+  if (w.has_byte_inputs)
+    return quantize_row(w, floats, values, scales, sums, &in.row_scales[at]);
+  for (long s = 0; s < w.num_segments; ++s) {
+    const int32_t* segment = w.segments + 3 * s;
+    int32_t both[2];
+    float rest_scale;
+    long first = segment[0];
+    quantize_segment(floats + first, segment[1], copies == 2, values + first,
+                     values + w.k + first, scales + s, &rest_scale, both);
+    sums[s] = both[0];
+    if (copies == 2) {
+      scales[w.num_segments + s] = rest_scale;
+      sums[w.num_segments + s] = both[1];
+    }
+  }
+}
+
+// Sixteen outputs for R rows.
+template <int Bits, int R>
+INLINE void tile(const IntegerWeights& w, const Inputs& in, long row, long block,
+                 __m512 sums[R]) {
+  constexpr int kChains = R <= 2 ? 2 : 1;
+  constexpr long kBytes = kBlock * kStep * Bits / 8;
+  const uint8_t* at = (const uint8_t*)w.values + block * w.k / kStep * kBytes;
+  const float* scales = w.scales + block * w.num_scales * kBlock;
+  const float* offsets = w.offsets ? w.offsets + block * w.num_scales * kBlock : nullptr;
+  const int16_t* x = in.values.data() + row * w.k;
+  for (int r = 0; r < R; ++r) sums[r] = _mm512_setzero_ps();
+  for (long s = 0; s < w.num_segments; ++s) {
+    const int32_t* segment = w.segments + 3 * s;
+    Words dots[R][kChains];
+    for (int r = 0; r < R; ++r)
+      for (int c = 0; c < kChains; ++c) dots[r][c] = zero_words();
+    const int16_t* xs = x + segment[0];
+    for (long i = 0; i < segment[1]; i += kStep, at += kBytes) {
+      Words first, second;
+      if (Bits == 4) {
+        Words both = unsigned_words(at);
+        first = low_halves(both);
+        second = high_halves(both);
+      } else {
+        first = signed_words(at);
+        second = signed_words(at + 32);
+      }
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        const int16_t* mine = xs + r * w.k + i;
+        dots[r][0] = add_products(dots[r][0], first, pair_at(mine));
+        dots[r][kChains - 1] = add_products(dots[r][kChains - 1], second, pair_at(mine + 2));
+      }
+    }
+    __m512 scale = load(scales + segment[2] * kBlock);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      long place = (row + r) * w.num_segments + s;
+      Words dot = kChains == 2 ? add_words(dots[r][0], dots[r][kChains - 1]) : dots[r][0];
+      int less = Bits == 4 && !offsets ? 8 * in.sums[place] : 0;
+      __m512 by = _mm512_mul_ps(scale, _mm512_set1_ps(in.scales[place]));
+      sums[r] = _mm512_fmadd_ps(to_floats(dot, less), by, sums[r]);
+      if (offsets) {
+        __m512 sum = _mm512_set1_ps(in.scales[place] * (float)in.sums[place]);
+        sums[r] = _mm512_fmadd_ps(load(offsets + segment[2] * kBlock), sum, sums[r]);
+      }
+    }
+  }
+}
+
+template <class T, class Out>
+struct Product {
+  const IntegerArgs& a;
+  const IntegerWeights& w;
+  const Inputs& in;
+  long copies;
+
+  // Rows of integers [row, row + R), whose pairs are one row of floats.
+  template <int Bits, int R>
+  void rows_of(long row, long block) const {
+    __m512 sums[R];
+    tile<Bits, R>(w, in, row, block, sums);
+    long output = block * kBlock;
+    __mmask16 mask = mask_of(std::min(kBlock, w.outputs - output));
+    for (long r = 0; r < R; r += copies) {
+      __m512 sum = sums[r];
+      if (w.has_byte_inputs) sum = _mm512_mul_ps(sum, _mm512_set1_ps(in.row_scales[row + r]));
+      if (copies == 2) sum = _mm512_add_ps(sum, sums[std::min(r + 1, (long)R - 1)]);
+      if (a.bias) sum = _mm512_add_ps(sum, load((const T*)a.bias + output, mask));
+      store((Out*)a.y + (row + r) / copies * w.outputs + output, sum, mask);
+    }
+  }
+
+  template <int Bits>
+  void block(long block) const {
+    long most = kMaxRows, row = 0;
+    while (row < in.rows) {
+      long count = std::min(most, in.rows - row);
+      switch (count) {
+        case 1: rows_of<Bits, 1>(row, block); break;
+        case 2: rows_of<Bits, 2>(row, block); break;
+        case 3: rows_of<Bits, 3>(row, block); break;
+        case 4: rows_of<Bits, 4>(row, block); break;
+#if HAS_AVX512
+        case 5: rows_of<Bits, 5>(row, block); break;
+        case 6: rows_of<Bits, 6>(row, block); break;
+        case 7: rows_of<Bits, 7>(row, block); break;
+        default: rows_of<Bits, 8>(row, block); break;
+#endif
+      }
+      row += count;
+    }
+  }
+
+  void run() const {
+    Pool& pool = Pool::get();
+    long blocks = (w.outputs + kBlock - 1) / kBlock;
+    // Work items of about 64 KiB of weights, and at least as many items as threads.
+    long bytes = std::max(1l, kBlock * w.k * w.bits / 8);
+    long width = std::max(1l, std::min(65536 / bytes, (blocks + pool.size() - 1) / pool.size()));
+    pool.each((blocks + width - 1) / width, [&](long item) {
+      for (long n = item * width; n < std::min((item + 1) * width, blocks); ++n)
+        w.bits == 4 ? block<4>(n) : block<8>(n);
+    });
+  }
+};
+
+template <class T>
+void run(const IntegerArgs& a) {
+  // Kept for the next call: one caller at a time.
+  static Inputs in;
+  const IntegerWeights& w = *a.weight;
+  long copies = sizeof(T) == 4 && !w.has_byte_inputs ? 2 : 1;
+  in.rows = a.rows * copies;
+  if ((long)in.values.size() < in.rows * w.k) in.values.resize(in.rows * w.k);
+  if ((long)in.floats.size() < a.rows * w.k) in.floats.resize(a.rows * w.k);
+  if ((long)in.scales.size() < in.rows * w.num_segments) {
+    in.scales.resize(in.rows * w.num_segments);
+    in.sums.resize(in.rows * w.num_segments);
+  }
+  if ((long)in.row_scales.size() < in.rows) in.row_scales.resize(in.rows);
+  Pool::get().each(a.rows, [&](long row) { quantize<T>(a, w, row, in); });
+  if (a.float_output)
+    Product<T, float>{a, w, in, copies}.run();
+  else
+    Product<T, T>{a, w, in, copies}.run();
+}
+
+}  // namespace
+}  // namespace trimaran
+
+extern "C" void trimaran_integer_linear(const IntegerArgs* args) {
+  using namespace trimaran;
+  switch (args->dtype) {
+    case kFloat32: return run<float>(*args);
+    case kFloat16: return run<f16>(*args);
+    default: return run<bf16>(*args);
+  }
+}

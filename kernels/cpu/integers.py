@@ -1,0 +1,128 @@
+"""Products by integer weights on a CPU, in the order of the C++ kernel's blocks."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+
+import torch
+from torch import Tensor
+
+from trimaran.kernels.cpu.kernel import DTYPE_CODES, Kernel
+from trimaran.kernels.integer_reference import unpack
+from trimaran.kernels.integers import IntegerWeight
+
+# Shapes: T tokens, D inner width, E outputs, G groups of inputs, K columns with padding.
+
+_BLOCK = 16
+_STEP = 4
+_MAX_SEGMENT = 128
+"""Columns whose inputs share a scale: few, so that a large input spoils few small ones."""
+
+_BYTE_HALF = 128
+
+
+class CpuIntegerProduct:
+    """`IntegerProduct` by the C++ kernel; a token's result is independent of other tokens."""
+
+    def __init__(self, linear: Kernel, weight: IntegerWeight, *, has_byte_inputs: bool) -> None:
+        self._linear = linear
+        self._outputs, inner = weight.shape
+        columns, segments = _segments(weight, inner)
+        is_in_order = columns == list(range(inner))
+        order = torch.tensor(columns, dtype=torch.int32)
+        self._segments = torch.tensor(segments, dtype=torch.int32)
+        self._order = None if is_in_order else order
+        self._values = _blocked_values(weight, order.long())
+        self._scales = _blocked(weight.scales)
+        offsets = _offsets(weight)
+        self._offsets = None if offsets is None else _blocked(offsets)
+        numbers = struct.pack(
+            "=11q",
+            self._values.data_ptr(), self._scales.data_ptr(), _address(self._offsets),
+            _address(self._order), self._segments.data_ptr(), weight.bits, len(columns),
+            len(segments), weight.scales.shape[1], self._outputs, has_byte_inputs,
+        )  # fmt: skip
+        self._struct = ctypes.create_string_buffer(numbers)
+
+    @property
+    def address(self) -> int:
+        """The kernels' description of the weight, valid as long as this object."""
+        return ctypes.addressof(self._struct)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the weight."""
+        others = (self._values, self._scales, self._offsets)
+        return sum(each.nbytes for each in others if each is not None)
+
+    def __call__(
+        self, x_TD: Tensor, bias_E: Tensor | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """See `IntegerProduct`; ``dtype`` is that of ``x``, or float32."""
+        y_TE = torch.empty((x_TD.shape[0], self._outputs), dtype=dtype or x_TD.dtype)
+        self._linear(
+            DTYPE_CODES[x_TD.dtype], y_TE.dtype is torch.float32, x_TD.data_ptr(), self.address,
+            _address(bias_E), y_TE.data_ptr(), x_TD.shape[0], x_TD.stride(0),
+        )  # fmt: skip
+        return y_TE
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _segments(weight: IntegerWeight, inner: int) -> tuple[list[int], list[tuple[int, ...]]]:
+    """The input of each column, -1 for padding, and the segments: their first column, number of
+    columns and group."""
+    groups = weight.groups.numbers(inner, torch.device("cpu"))
+    # Inputs of a group keep their order, so that results do not depend on how ranks cut them.
+    order = torch.argsort(groups, stable=True)
+    numbers, counts = torch.unique_consecutive(groups[order], return_counts=True)
+    columns: list[int] = []
+    segments: list[tuple[int, ...]] = []
+    start = 0
+    for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
+        inputs = order[start : start + count].tolist()
+        start += count
+        for first in range(0, count, _MAX_SEGMENT):
+            mine = inputs[first : first + _MAX_SEGMENT]
+            padded = mine + [-1] * (-len(mine) % _STEP)
+            segments.append((len(columns), len(padded), number))
+            columns += padded
+    return columns, segments
+
+
+def _blocked_values(weight: IntegerWeight, order_K: Tensor) -> Tensor:
+    """The integers as the kernel reads them."""
+    integers_ED = unpack(weight.values, weight.bits)
+    outputs = integers_ED.shape[0]
+    columns = order_K.numel()
+    if not torch.equal(order_K, torch.arange(integers_ED.shape[1])):
+        integers_ED = integers_ED[:, order_K.clamp_min(0)]
+    missing = -outputs % _BLOCK
+    if missing:
+        integers_ED = torch.nn.functional.pad(integers_ED, (0, 0, 0, missing))
+    if weight.bits == 8:
+        pairs = (integers_ED ^ _BYTE_HALF).view(-1, _BLOCK, columns // 2, 2)
+        return pairs.permute(0, 2, 1, 3).contiguous()
+    fours = integers_ED.view(-1, _BLOCK, columns // _STEP, 2, 2)
+    packed = fours[:, :, :, 0] | fours[:, :, :, 1] << 4
+    return packed.permute(0, 2, 1, 3).contiguous()
+
+
+def _offsets(weight: IntegerWeight) -> Tensor | None:
+    """float32 [E, G] added to the kernel's integer times scale; None if nothing is."""
+    # The kernel's bytes are less by half.
+    half = _BYTE_HALF if weight.bits == 8 else 0
+    if weight.minimums is not None:
+        return weight.minimums + weight.scales * half
+    if weight.zeros is None:
+        return None
+    return weight.scales * (half - weight.zeros)
+
+
+def _blocked(numbers_EG: Tensor) -> Tensor:
+    """[blocks, G, 16]."""
+    padded = torch.nn.functional.pad(numbers_EG, (0, 0, 0, -numbers_EG.shape[0] % _BLOCK))
+    return padded.view(-1, _BLOCK, numbers_EG.shape[1]).transpose(1, 2).contiguous()

@@ -1,0 +1,113 @@
+"""Products by integer weights in plain torch: what the fast kernels are compared with.
+
+Weights are dequantized in float32. Inputs of signed bytes are rounded to the nearest, halves to
+even, with a float32 scale a token, 1/127 of the largest magnitude.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trimaran.kernels.integers import Groups, IntegerWeight
+
+# Shapes: T tokens, D inner width, E outputs, G groups of inputs.
+
+LARGEST_INPUT = 127
+_SMALLEST_PEAK = 1e-10
+"""Peaks below count as this, so that zeros have a scale above zero."""
+
+_NIBBLE = 15
+
+
+def pack(integers_ED: Tensor, bits: int) -> Tensor:
+    """uint8 [E, D] as `IntegerWeight` holds them."""
+    if bits == 8:
+        return integers_ED.contiguous()
+    return integers_ED[:, ::2] | integers_ED[:, 1::2] << 4
+
+
+def unpack(values: Tensor, bits: int) -> Tensor:
+    """uint8 [E, D]: the inverse of `pack`."""
+    if bits == 8:
+        return values
+    return torch.stack((values & _NIBBLE, values >> 4), 2).flatten(1)
+
+
+def dequantize(weight: IntegerWeight, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The weight [E, D], rounded once from float32."""
+    integers_ED = unpack(weight.values, weight.bits)
+    numbers = weight.groups.numbers(integers_ED.shape[1], integers_ED.device)
+    scales_ED = weight.scales[:, numbers]
+    if weight.minimums is not None:
+        floats = integers_ED.float() * scales_ED + weight.minimums[:, numbers]
+        return floats.to(dtype)
+    zeros: Tensor | int = weight.half
+    if weight.zeros is not None:
+        zeros = weight.zeros[:, numbers]
+    return ((integers_ED.to(torch.int16) - zeros).float() * scales_ED).to(dtype)
+
+
+def quantize_inputs(x_TD: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 values [T, D], and float32 scales [T, 1]."""
+    peaks_T1 = x_TD.abs().amax(1, keepdim=True).float().clamp_min(_SMALLEST_PEAK)
+    scales_T1 = peaks_T1 / torch.full_like(peaks_T1, LARGEST_INPUT)
+    values = (x_TD.float() * scales_T1.reciprocal()).round()
+    return values.clamp(-LARGEST_INPUT, LARGEST_INPUT).to(torch.int8), scales_T1
+
+
+class ReferenceIntegerProduct:
+    """`IntegerProduct` in torch, on any device."""
+
+    def __init__(self, weight: IntegerWeight, *, has_byte_inputs: bool) -> None:
+        self._weight = weight
+        self._has_byte_inputs = has_byte_inputs
+
+    def __call__(
+        self, x_TD: Tensor, bias_E: Tensor | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """See `IntegerProduct`."""
+        weight_ED = dequantize(self._weight)
+        if self._has_byte_inputs:
+            values, scales_T1 = quantize_inputs(x_TD)
+            total_TE = values.float() @ weight_ED.T * scales_T1
+        else:
+            total_TE = x_TD.float() @ weight_ED.T
+        if bias_E is not None:
+            total_TE = total_TE + bias_E.float()
+        return total_TE.to(dtype or x_TD.dtype)
+
+
+def quantize_weight(
+    weight_ED: Tensor, bits: int, group_size: int | None
+) -> tuple[Tensor, Tensor]:
+    """Unsigned integers uint8 [E, D] and float32 scales [E, G], symmetric around half of the
+    range; the last group may be smaller.
+
+    Scales are bf16 numbers, because checkpoints store them so.
+    """
+    outputs, inner = weight_ED.shape
+    size = group_size or inner
+    half = 1 << (bits - 1)
+    floats = torch.nn.functional.pad(weight_ED.float(), (0, -inner % size))
+    grouped = floats.view(outputs, -1, size)
+    # The largest magnitude becomes the least integer, whose magnitude is one more than that of
+    # the greatest: a finer scale.
+    peaks = grouped.gather(2, grouped.abs().argmax(2, keepdim=True)) if bits == 4 else None
+    if peaks is None:
+        scales = grouped.abs().amax(2, keepdim=True) / (half - 1)
+    else:
+        scales = peaks / -half
+    tiny = torch.finfo(torch.bfloat16).tiny
+    scales = torch.where(scales.abs() < tiny, tiny, scales).to(torch.bfloat16).float()
+    integers = (grouped / scales).round().clamp(-half, half - 1) + half
+    return integers.to(torch.uint8).view(outputs, -1)[:, :inner], scales.squeeze(2)
+
+
+def regular_groups(groups: Groups, inner: int) -> Groups:
+    """``groups`` without the list of their inputs, if their inputs are consecutive."""
+    if groups.of_inputs is None:
+        return groups
+    plain = groups._replace(of_inputs=None)
+    expected = plain.numbers(inner, groups.of_inputs.device)
+    return plain if bool((groups.of_inputs == expected).all()) else groups

@@ -1,0 +1,83 @@
+"""Weights of unsigned integers as operators take them: values, scales, zeros and groups."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+# Shapes: T tokens, D inner width, E outputs, G groups of inputs.
+
+
+class Groups(NamedTuple):
+    """The inputs that share a scale."""
+
+    size: int
+    """Inputs of a group; consecutive unless ``of_inputs`` is there."""
+
+    first: int = 0
+    """Place of the first input inside its group."""
+
+    of_inputs: Tensor | None = None
+    """int32 [D]: the group of each input, in any order."""
+
+    def numbers(self, inner: int, device: torch.device) -> Tensor:
+        """int64 [D]: the group of each of ``inner`` inputs."""
+        if self.of_inputs is not None:
+            return self.of_inputs.to(device, torch.int64)
+        places: Tensor = torch.arange(inner, device=device) + self.first
+        return places // self.size
+
+
+class IntegerWeight(NamedTuple):
+    """A weight of unsigned integers of 4 or 8 bits.
+
+    A value is ``(integer - zero) * scale``, or ``integer * scale + minimum``.
+    """
+
+    values: Tensor
+    """uint8 [E, D], or for 4 bits [E, D / 2], the even input in the low half of a byte."""
+
+    scales: Tensor
+    """float32 [E, G]."""
+
+    groups: Groups
+    bits: int
+    zeros: Tensor | None = None
+    """int16 [E, G]; None without minimums: half of the range."""
+
+    minimums: Tensor | None = None
+    """float32 [E, G]."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+        return self.values.shape[0], self.values.shape[1] * (8 // self.bits)
+
+    @property
+    def half(self) -> int:
+        """The integer that stands for zero without zero points."""
+        return 1 << (self.bits - 1)
+
+    def outputs(self, part: slice) -> IntegerWeight:
+        """Some outputs of the weight."""
+        return self._replace(
+            values=self.values[part],
+            scales=self.scales[part],
+            zeros=None if self.zeros is None else self.zeros[part],
+            minimums=None if self.minimums is None else self.minimums[part],
+        )
+
+
+class IntegerProduct(Protocol):
+    """A product by one weight of integers, whose storage suits the device."""
+
+    def __call__(
+        self, x_TD: Tensor, bias_E: Tensor | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """``x @ weight.T + bias`` [T, E] in the dtype of ``x``, or ``dtype``: float32.
+
+        Products are added up in float32 or in integers.
+        """
+        ...

@@ -1,0 +1,152 @@
+"""Integer weights on a GPU: the kernel against the plain twin, and layers against the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from tests.unit.worker.quantization import integer_checkpoints
+from tests.unit.worker.quantization.integer_checkpoints import FORMS
+from trimaran.kernels.dispatch import select_ops
+from trimaran.kernels.integer_products import TritonIntegerProduct
+from trimaran.kernels.integer_reference import ReferenceIntegerProduct
+from trimaran.kernels.integers import Groups, IntegerWeight
+from trimaran.worker.config.engine_folder import EngineFolder
+from trimaran.worker.models.interfaces import StageRange
+from trimaran.worker.models.registry import build_model
+from trimaran.worker.models.weights.weight_loader import load_checkpoint
+from trimaran.worker.parallel.tensor_parallel import ShardPosition
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = torch.device("cuda")
+SIZES = [(1, 4096, 4096), (7, 6144, 4096), (16, 4096, 14336), (33, 200, 320),
+         (64, 28672, 4096), (65, 4096, 4096), (300, 1032, 512), (1024, 6144, 4096)]  # fmt: skip
+TOLERANCE = 3e-3
+"""Norm of the deviation relative to the result's: rounding to bf16 makes 1.6e-3."""
+
+KINDS = {
+    "4-bits": (4, 128, ""),
+    "4-bits-zeros": (4, 64, "zeros"),
+    "4-bits-order": (4, 128, "order"),
+    "4-bits-minimums": (4, 32, "minimums"),
+    "8-bits-rows": (8, None, ""),
+    "8-bits-zeros": (8, 128, "zeros"),
+}
+
+
+def weight_of(kind, outputs, inner):
+    bits, size, extra = KINDS[kind]
+    generator = torch.Generator(DEVICE).manual_seed(outputs + inner)
+    shape = outputs, inner * bits // 8
+    values = torch.randint(0, 256, shape, generator=generator, device=DEVICE).to(torch.uint8)
+    groups = Groups(size or inner)
+    numbers = groups.numbers(inner, DEVICE)
+    if extra == "order":
+        mixed = numbers[torch.randperm(inner, generator=generator, device=DEVICE)]
+        groups = groups._replace(of_inputs=mixed.to(torch.int32))
+    counts = outputs, int(numbers.max()) + 1
+    scales = torch.rand(counts, generator=generator, device=DEVICE) / 64
+    zeros = torch.randint(1, 1 << bits, counts, generator=generator, device=DEVICE)
+    minimums = torch.rand(counts, generator=generator, device=DEVICE) / -8
+    return IntegerWeight(
+        values,
+        scales.half().float(),
+        groups,
+        bits,
+        zeros.to(torch.int16) if extra in ("zeros", "order") else None,
+        minimums.half().float() if extra == "minimums" else None,
+    )
+
+
+def drawn(rows, inner, dtype=torch.bfloat16, seed=0):
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    x = torch.randn((rows, inner), generator=generator, device=DEVICE)
+    # Tokens and channels of very different sizes, as in real models.
+    spread = torch.randn(inner, generator=generator, device=DEVICE).exp()
+    return (x * spread * torch.logspace(-2, 2, rows, device=DEVICE)[:, None]).to(dtype)
+
+
+def error(found, expected):
+    return float((found.float() - expected.float()).norm() / expected.float().norm())
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize(("rows", "outputs", "inner"), SIZES)
+def test_products_are_those_of_the_torch_twin(kind, rows, outputs, inner):
+    weight = weight_of(kind, outputs, inner)
+    for dtype in (torch.bfloat16, torch.float16):
+        x = drawn(rows, inner, dtype) * 0.01
+        bias = torch.randn(outputs, device=DEVICE, dtype=dtype)
+        twin = ReferenceIntegerProduct(weight, has_byte_inputs=False)
+        expected = twin(x.float(), bias)
+        for is_fixed in (False, True):
+            product = TritonIntegerProduct(weight, has_byte_inputs=False, is_fixed=is_fixed)
+            for _ in range(2):
+                # Counters are left at zero for the next product.
+                assert error(product(x, bias), expected) < TOLERANCE
+
+
+@pytest.mark.parametrize(("rows", "outputs", "inner"), SIZES[::3])
+def test_products_of_bytes_are_those_of_the_torch_twin(rows, outputs, inner):
+    weight, x = weight_of("8-bits-rows", outputs, inner), drawn(rows, inner)
+    product = TritonIntegerProduct(weight, has_byte_inputs=True, is_fixed=False)
+    expected = ReferenceIntegerProduct(weight, has_byte_inputs=True)(x)
+    assert error(product(x), expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("kind", ["4-bits-zeros", "8-bits-rows"])
+def test_a_row_of_a_deterministic_product_does_not_depend_on_other_rows(kind):
+    weight, x = weight_of(kind, 4096, 4096), drawn(300, 4096)
+    product = TritonIntegerProduct(weight, has_byte_inputs=False, is_fixed=True)
+    whole = product(x)
+    for rows in (1, 16, 65, 129):
+        assert product(x[:rows].contiguous()).equal(whole[:rows])
+
+
+@pytest.mark.parametrize("kind", ["4-bits", "4-bits-order", "8-bits-rows"])
+@pytest.mark.parametrize("rows", [1, 64, 256])
+def test_products_are_captured_in_a_graph(rows, kind):
+    weight, x = weight_of(kind, 4096, 4096), drawn(rows, 4096)
+    product = TritonIntegerProduct(weight, has_byte_inputs=False, is_fixed=False)
+    product(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = product(product(x))
+    x.copy_(drawn(rows, 4096, seed=1))
+    graph.replay()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert found.equal(product(product(x)))
+
+
+def model_of(folder, device, dtype):
+    found = EngineFolder.load(folder)
+    stage = StageRange.of(found.config.num_hidden_layers, 0, 1)
+    ops = select_ops(device, dtype)
+    model = build_model(
+        found.config, stage, ShardPosition(), dtype=dtype, device=device, ops=ops
+    )
+    load_checkpoint(model, found.weight_files)
+    model.process_weights_after_loading()
+    return model
+
+
+@pytest.mark.parametrize("form", list(FORMS))
+def test_layers_of_every_format_give_the_results_of_the_cpu(form, tmp_path):
+    config = LlamaConfig(
+        vocab_size=150, hidden_size=144, intermediate_size=208, num_hidden_layers=2,
+        num_attention_heads=8, num_key_value_heads=4, head_dim=24, initializer_range=0.1,
+        max_position_embeddings=128, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    folder = integer_checkpoints.make(tmp_path, FORMS[form], config)
+    ours = model_of(folder, DEVICE, torch.bfloat16)
+    theirs = model_of(folder, torch.device("cpu"), torch.float32)
+    for path in ("layers.0.attention.qkv_proj", "layers.1.mlp.gate_up_proj",
+                 "layers.1.mlp.down_proj", "layers.1.attention.o_proj"):  # fmt: skip
+        layer, other = ours.get_submodule(path), theirs.get_submodule(path)
+        for rows in (1, 20, 100):
+            x = torch.randn((rows, layer.input_partition.size), dtype=torch.bfloat16)
+            found, expected = layer.forward(x.cuda()), other.forward(x.float())
+            assert error(found.cpu(), expected) < TOLERANCE, (path, rows)

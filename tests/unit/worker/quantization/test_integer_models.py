@@ -1,0 +1,185 @@
+"""Models with integer weights: against transformers, and over ranks."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.unit.worker.models import models
+from tests.unit.worker.models.conftest import OPS
+from tests.unit.worker.models.paged_run import PagedRun, logits_alone_and_beside
+from tests.unit.worker.quantization import integer_checkpoints
+from tests.unit.worker.quantization.integer_checkpoints import FORMS, Form, compressed
+from trimaran.comm.errors import ConfigError
+from trimaran.kernels.integer_reference import dequantize, quantize_inputs
+from trimaran.worker.config.engine_folder import EngineFolder
+from trimaran.worker.layers.linear import ParallelLinear
+from trimaran.worker.models.interfaces import StageRange
+from trimaran.worker.models.registry import build_model
+from trimaran.worker.models.weights.weight_loader import load_checkpoint
+from trimaran.worker.parallel.tensor_parallel import ShardPosition
+from trimaran.worker.quantization.integer_linear import IntegerLinearMethod
+
+CONFIG = models.llama_config(
+    hidden_size=72, intermediate_size=104, head_dim=12, attention_bias=True
+)
+
+
+@pytest.fixture(params=list(FORMS))
+def form(request):
+    return FORMS[request.param]
+
+
+def loaded(folder, rank=0, size=1):
+    """A rank's model whose weights are loaded, before the products take them."""
+    source = EngineFolder.load(folder)
+    stage = StageRange.of(source.config.num_hidden_layers, 0, 1)
+    model = build_model(
+        source.config, stage, ShardPosition(rank, size), dtype=torch.float32, device=models.CPU
+    )
+    load_checkpoint(model, source.weight_files)
+    return model
+
+
+def quantize_inputs_of(model):
+    """Let transformers' linear layers see their inputs as bytes."""
+
+    def quantized(module, args):
+        values, scales = quantize_inputs(args[0].flatten(0, -2))
+        return ((values.float() * scales).view_as(args[0]),)
+
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and name != "lm_head":
+            module.register_forward_pre_hook(quantized)
+
+
+def floats_of(layer):
+    return dequantize(layer.method.weight_of(layer))
+
+
+def test_dequantized_weights_equal_the_formats_numbers_to_the_bit(form, tmp_path):
+    folder = integer_checkpoints.make(tmp_path, form, CONFIG)
+    expected = load_file(tmp_path / "floats" / "model.safetensors")
+    model = loaded(folder)
+    count = 0
+    for path, layer in model.named_modules():
+        if not isinstance(layer, ParallelLinear):
+            continue
+        assert isinstance(layer.method, IntegerLinearMethod)
+        floats = floats_of(layer)
+        parent, _, name = path.rpartition(".")
+        for part, each in layer.output_parts.items():
+            own = f"{part}_proj" if part else name
+            theirs = f"model.{parent}.{own}.weight".replace("attention", "self_attn")
+            rows = floats[each.offset : each.offset + each.partition.size]
+            assert rows.equal(expected[theirs]), theirs
+            count += 1
+    assert count == 7 * CONFIG.num_hidden_layers
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("ops", list(OPS))
+def test_logits_are_those_of_transformers_on_the_dequantized_weights(form, ops, tmp_path):
+    folder = integer_checkpoints.make(tmp_path, form, CONFIG)
+    theirs = models.load_huggingface(tmp_path / "floats", CONFIG)
+    has_byte_inputs = "token" in str(form.config)
+    if has_byte_inputs:
+        quantize_inputs_of(theirs)
+    ours = models.load_ours(folder, ops=OPS[ops](torch.float32))
+    (prompt,) = models.prompts(40)
+
+    logits = PagedRun(ours, 1).logits({0: prompt})
+
+    expected = theirs(torch.tensor([prompt])).logits[0]
+    if has_byte_inputs:
+        # Sums in another order may round an input to the neighbouring byte.
+        assert (logits - expected).abs().median() < 0.01 * expected.std()
+    else:
+        assert (logits - expected).abs().max() < 1e-4 * expected.std()
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", ["gptq-desc-act", "packed", "plain-bytes"])
+def test_a_token_does_not_depend_on_other_tokens_of_its_step(name, tmp_path):
+    folder = integer_checkpoints.make(tmp_path, FORMS[name], CONFIG)
+    ours = models.load_ours(folder, ops=OPS["cpu kernels"](torch.float32))
+
+    alone, beside = logits_alone_and_beside(ours)
+
+    assert alone.equal(beside)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_all_ranks_together_hold_the_weights_of_a_single_rank(form, size, tmp_path):
+    folder = integer_checkpoints.make(tmp_path, form, CONFIG)
+    whole = loaded(folder)
+    for rank in range(size):
+        model = loaded(folder, rank, size)
+        for path, layer in model.named_modules():
+            if not isinstance(layer, ParallelLinear):
+                continue
+            mine, expected = floats_of(layer), floats_of(whole.get_submodule(path))
+            columns = layer.input_partition
+            taken = slice(columns.first, columns.first + columns.count)
+            for name, part in layer.output_parts.items():
+                offset = whole.get_submodule(path).output_parts[name].offset
+                rows = expected[offset + part.partition.first :][: part.partition.count]
+                found = mine[part.offset : part.offset + part.partition.size, : columns.count]
+                assert found[: part.partition.count].equal(rows[:, taken]), path
+                assert not found[part.partition.count :].any(), path
+
+
+def test_layers_that_a_checkpoint_leaves_out_keep_the_models_dtype(tmp_path):
+    form = FORMS["gptq"]
+    folder = integer_checkpoints.make(tmp_path, form, CONFIG)
+    floats = load_file(tmp_path / "floats" / "model.safetensors")
+    tensors = load_file(folder / "model.safetensors")
+    layer = "model.layers.1.mlp.down_proj"
+    kept = {name: each for name, each in tensors.items() if not name.startswith(layer)}
+    kept[f"{layer}.weight"] = floats[f"{layer}.weight"]
+    save_file(kept, folder / "model.safetensors")
+    values = json.loads((folder / "config.json").read_text())
+    for change in (
+        {"dynamic": {r"-:.*layers\.1\.mlp\.down.*": {}}},
+        {"modules_to_not_convert": [layer]},
+    ):
+        values["quantization_config"] = {**form.config, **change}
+        (folder / "config.json").write_text(json.dumps(values))
+        model = loaded(folder)
+        names = {path: each.method.name for path, each in model.named_modules()
+                 if isinstance(each, ParallelLinear)}  # fmt: skip
+        others = [path for path, name in names.items() if name != "int4"]
+        assert others == ["layers.1.mlp.down_proj"]
+
+
+REFUSED = {
+    "3 bits": {"quant_method": "gptq", "bits": 3, "group_size": 128},
+    "version gemv": {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemv"},
+    "checkpoint_format marlin": {
+        "quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin",
+    },
+    "static INT8 inputs with a scale by tensor": compressed(
+        "int-quantized", num_bits=8, strategy="channel",
+        inputs={"num_bits": 8, "type": "int", "strategy": "tensor", "dynamic": False},
+    ),
+    "inputs with zero points": compressed(
+        "int-quantized", num_bits=8, strategy="channel",
+        inputs={"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True,
+                "symmetric": False},
+    ),
+    "weights of 4 bits with inputs of 8 bits": compressed(
+        "pack-quantized", num_bits=4, strategy="group", group_size=32,
+        inputs={"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True},
+    ),
+    "format nvfp4-pack-quantized": compressed("nvfp4-pack-quantized", num_bits=4),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("reason", list(REFUSED))
+def test_what_is_not_served_is_refused_by_name(reason, tmp_path):
+    folder = integer_checkpoints.make(tmp_path, Form(REFUSED[reason], "awq"), CONFIG)
+    with pytest.raises(ConfigError, match=reason):
+        EngineFolder.load(folder)

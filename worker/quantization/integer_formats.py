@@ -1,0 +1,103 @@
+"""The tensors in which checkpoints hold integer weights, unpacked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from trimaran.kernels.integer_reference import dequantize, pack, quantize_weight
+from trimaran.kernels.integers import Groups, IntegerWeight
+from trimaran.worker.config.schemes import IntegerScheme, Layout
+
+# Shapes: D inner width, E outputs, G groups of inputs.
+
+WEIGHT = "weight"
+WEIGHT_SCALE = "weight_scale"
+WEIGHT_ZERO = "weight_zero"
+WEIGHT_MINIMUM = "weight_minimum"
+WEIGHT_GROUP = "weight_group"
+
+_WORD_BITS = 32
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""The place in a word of each of eight consecutive outputs."""
+
+
+def unpacked(scheme: IntegerScheme, name: str, tensor: Tensor) -> Tensor:
+    """A whole tensor of a checkpoint as the parameter ``name`` takes it.
+
+    uint8 [E, D] of integers, float32 [E, G] of scales, int16 [E, G] of zero points, or int32
+    [D] of the inputs' groups. Packed tensors may have values of padding at the end.
+    """
+    if name == WEIGHT:
+        return _integers(scheme, tensor)
+    if name == WEIGHT_SCALE:
+        return _scales(scheme, tensor)
+    if name == WEIGHT_ZERO:
+        return _zeros(scheme, tensor)
+    return tensor.to(torch.int32)
+
+
+def dequantized(
+    scheme: IntegerScheme, tensors: Mapping[str, Tensor], dtype: torch.dtype
+) -> Tensor:
+    """The floats [E, D] of a checkpoint's tensors, by the names of their parameters."""
+    parts = {name: unpacked(scheme, name, tensor) for name, tensor in tensors.items()}
+    integers = parts[WEIGHT]
+    outputs, inner = parts[WEIGHT_SCALE].shape[0], integers.shape[1]
+    order = parts.get(WEIGHT_GROUP)
+    zeros = parts.get(WEIGHT_ZERO)
+    weight = IntegerWeight(
+        pack(integers[:outputs], scheme.bits),
+        parts[WEIGHT_SCALE],
+        Groups(scheme.group_size or inner, of_inputs=order),
+        scheme.bits,
+        None if zeros is None else zeros[:outputs],
+    )
+    return dequantize(weight, dtype)
+
+
+def _integers(scheme: IntegerScheme, tensor: Tensor) -> Tensor:
+    bits, half = scheme.bits, 1 << (scheme.bits - 1)
+    if scheme.layout is Layout.AWQ:
+        return _split_words(tensor, bits, _AWQ_ORDER).t()
+    if scheme.layout in (Layout.GPTQ, Layout.GPTQ_V2):
+        return _split_words(tensor.t(), bits)
+    if scheme.layout is Layout.PACKED:
+        return _split_words(tensor, bits)
+    return (tensor.to(torch.int16) + half).to(torch.uint8)
+
+
+def _scales(scheme: IntegerScheme, tensor: Tensor) -> Tensor:
+    if scheme.layout in (Layout.AWQ, Layout.GPTQ, Layout.GPTQ_V2):
+        tensor = tensor.t()
+    floats = tensor.float()
+    return floats.reshape(-1, 1) if floats.dim() < 2 else floats
+
+
+def _zeros(scheme: IntegerScheme, tensor: Tensor) -> Tensor:
+    bits, half = scheme.bits, 1 << (scheme.bits - 1)
+    if scheme.layout is Layout.AWQ:
+        return _split_words(tensor, bits, _AWQ_ORDER).t().to(torch.int16)
+    if scheme.layout in (Layout.GPTQ, Layout.GPTQ_V2):
+        less = int(scheme.layout is Layout.GPTQ)
+        return _split_words(tensor, bits).t().to(torch.int16) + less
+    if scheme.layout is Layout.PACKED:
+        return _split_words(tensor.t(), bits).t().to(torch.int16)
+    zeros = tensor.to(torch.int16) + half
+    return zeros.reshape(-1, 1) if zeros.dim() < 2 else zeros
+
+
+def _split_words(words: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Tensor:
+    """uint8: the integers of int32 words along the last dim, the lowest bits first."""
+    places = order or tuple(range(_WORD_BITS // bits))
+    mask = (1 << bits) - 1
+    parts = [(words >> bits * place & mask).to(torch.uint8) for place in places]
+    return torch.stack(parts, -1).flatten(-2)
+
+
+def from_floats(scheme: IntegerScheme, name: str, weight_ED: Tensor) -> Tensor:
+    """A float weight as the parameter ``name`` takes it."""
+    integers, scales = quantize_weight(weight_ED, scheme.bits, scheme.group_size)
+    return integers if name == WEIGHT else scales
