@@ -142,6 +142,10 @@ class FrontendConfig:
     max_unread_logits_bytes: int = 0
     """Logits that streams hold together until clients read them; 0: by the vocabularies."""
 
+    http_header_forward_pattern: str = ""
+    grpc_header_forward_pattern: str = ""
+    """Regular expressions of the headers that models get as parameters; empty: of none."""
+
     allow_client_shm: bool = False
     """Whether clients may register shared memory."""
 

@@ -47,10 +47,6 @@ _OTHERS: dict[str, tuple[str, tuple[str, ...]]] = {
         "a load that fails is not tried again, but a group that dies is started again "
         "(--max-restarts N); it must be 0", ("0",)),
     "model-namespacing": ("every model needs a name of its own; it must be false", _NO),
-    "http-header-forward-pattern": (
-        "headers do not reach models: send what they need as parameters of the request", ()),
-    "grpc-header-forward-pattern": (
-        "headers do not reach models: send what they need as parameters of the request", ()),
     "reuse-http-port": (
         "only the front ends of one server share its ports (--frontend-processes N); it must "
         "be false", _NO),
@@ -122,6 +118,9 @@ def add_triton_flags(parser: argparse.ArgumentParser) -> None:
     for name in ("cpu", "gpu"):
         add(f"--allow-{name}-metrics", type=boolean, default=True, metavar="BOOL",
             help=f"show nv_{name}_* among the metrics (true)")  # fmt: skip
+    for name in ("http", "grpc"):
+        add(f"--{name}-header-forward-pattern", default="", metavar="REGEX",
+            help="requests' headers that models get as parameters (none)")  # fmt: skip
     add("--allow-client-shm", type=boolean, default=False, metavar="BOOL",
         help="clients may register shared memory of this host (false)")  # fmt: skip
     add("--metrics-interval-ms", type=positive, default=2000, metavar="MS",
@@ -133,6 +132,7 @@ def add_triton_flags(parser: argparse.ArgumentParser) -> None:
         add(flag.name, nargs="*", action="extend", metavar="VALUE", help=flag.refusal)
     if isinstance(parser, FlagParser):
         served = ("allow_cpu_metrics", "allow_gpu_metrics", "metrics_interval_ms",
+                  "http_header_forward_pattern", "grpc_header_forward_pattern",
                   "allow_client_shm", "log_info", "log_warning", "log_error")  # fmt: skip
         parser.hide(*served, *map(_dest, GRPC_OPTIONS), *map(_dest, _IDLE))
         parser.hide(*(flag.dest for flag in _REFUSED))

@@ -24,6 +24,7 @@ from trimaran.launcher.resolution.access import access_config, connection_limits
 from trimaran.launcher.resolution.engine_args import EngineFlags
 from trimaran.launcher.resolution.openai import openai_config
 from trimaran.server.config import FrontendConfig
+from trimaran.server.inference.forwarded_headers import compiled
 from trimaran.server.metrics.options import MetricsOptions
 from trimaran.server.settings import LOG_KINDS, level_name
 from trimaran.worker.config.engine_config import ProfileConfig
@@ -91,6 +92,8 @@ def check_flags(args: argparse.Namespace, job: Job | None) -> None:
     _check_model_control(args)
     _check_frontends(args)
     MetricsOptions.parse(_metrics_config(args))
+    for flag in ("--http-header-forward-pattern", "--grpc-header-forward-pattern"):
+        compiled(flag, getattr(args, flag[2:].replace("-", "_")))
 
 
 def _check_frontends(args: argparse.Namespace) -> None:
@@ -288,6 +291,8 @@ def frontend_config(
         metrics_config=_metrics_config(args),
         metrics_interval_s=args.metrics_interval_ms / 1000,
         allow_client_shm=args.allow_client_shm,
+        http_header_forward_pattern=args.http_header_forward_pattern,
+        grpc_header_forward_pattern=args.grpc_header_forward_pattern,
         allow_cpu_metrics=args.allow_cpu_metrics,
         allow_gpu_metrics=args.allow_gpu_metrics,
     )

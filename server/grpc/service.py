@@ -21,6 +21,7 @@ from trimaran.server.grpc.convert import fill_response, utf8
 from trimaran.server.grpc.messages import InferMessage
 from trimaran.server.grpc.stream import GRPC_STOPPING, Context, StreamSession
 from trimaran.server.inference.cooperative import run_cooperatively
+from trimaran.server.inference.forwarded_headers import HeaderForwarding
 from trimaran.server.inference.metadata import metadata_message, server_metadata
 from trimaran.server.protocol.load_request import (
     refuse_repository_name,
@@ -87,6 +88,8 @@ class InferenceServicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type:
     def __init__(self, service: Service, decoder: Decoder) -> None:
         self._service = service
         self._decoder = decoder
+        pattern = service.config.grpc_header_forward_pattern
+        self._forwarding = HeaderForwarding("--grpc-header-forward-pattern", pattern)
 
     @_rpc
     async def ServerLive(
@@ -149,6 +152,7 @@ class InferenceServicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type:
             parsed = await request.parse(self._decoder)
             parsed.request.model_version = names.model_version
             parsed.request.arrival_ns = arrival_ns
+            self._forwarding.apply(parsed.request, context.invocation_metadata() or ())
             await service.find_places(parsed, service.config.grpc_max_message_bytes)
             response = await service.infer_once(model, parsed)
             message = pb.ModelInferResponse()
@@ -160,7 +164,8 @@ class InferenceServicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type:
     async def ModelStreamInfer(
         self, request_iterator: AsyncIterator[InferMessage], context: Context
     ) -> None:
-        error = await StreamSession(self._service, self._decoder, context).run(request_iterator)
+        session = StreamSession(self._service, self._decoder, self._forwarding, context)
+        error = await session.run(request_iterator)
         if error is not None:
             await abort(context, error)
 

@@ -17,6 +17,7 @@ from trimaran.server.decoding.decoder import Decoder
 from trimaran.server.grpc.convert import FINAL, fill_response, utf8
 from trimaran.server.grpc.messages import InferMessage
 from trimaran.server.inference.cooperative import run_cooperatively
+from trimaran.server.inference.forwarded_headers import HeaderForwarding
 from trimaran.server.inference.request import InferResponse, Model
 from trimaran.server.protocol.infer_json import ParsedInfer
 from trimaran.server.service import INTERNAL, Service
@@ -46,7 +47,13 @@ class StreamSession:
     stream.
     """
 
-    def __init__(self, service: Service, decoder: Decoder, context: Context) -> None:
+    def __init__(
+        self,
+        service: Service,
+        decoder: Decoder,
+        forwarding: HeaderForwarding,
+        context: Context,
+    ) -> None:
         self._service = service
         self._decoder = decoder
         self._context = context
@@ -59,8 +66,9 @@ class StreamSession:
         """Ends the call although a message is on its way, which the client does not take."""
         self._writing_since: float | None = None
         self._send_timeout_s = service.config.grpc_send_timeout_s
-        metadata = context.invocation_metadata() or ()
-        self._ends_on_error = any((key, value) == _END_ON_ERROR for key, value in metadata)
+        self._forwarding = forwarding
+        self._metadata = context.invocation_metadata() or ()
+        self._ends_on_error = any(tuple(pair) == _END_ON_ERROR for pair in self._metadata)
 
     async def run(self, requests: AsyncIterator[InferMessage]) -> RequestError | None:
         """Serve until the client sends no more and everything is answered.
@@ -151,6 +159,7 @@ class StreamSession:
         parsed = await message.parse(self._decoder)
         parsed.request.model_version = names.model_version
         parsed.request.arrival_ns = arrival_ns
+        self._forwarding.apply(parsed.request, self._metadata)
         await self._service.find_places(parsed, self._service.config.grpc_max_message_bytes)
         responses = await self._service.infer(
             model, parsed.request, parsed.inputs, parsed.outputs

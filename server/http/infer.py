@@ -25,6 +25,7 @@ from trimaran.server.http.messages import (
 from trimaran.server.http.pending_bodies import BodyMemory, PendingBodies
 from trimaran.server.http.routes import Route
 from trimaran.server.inference.cooperative import run_cooperatively
+from trimaran.server.inference.forwarded_headers import HeaderForwarding
 from trimaran.server.inference.request import Model
 from trimaran.server.protocol.infer_json import ParsedInfer, header_length, parse_infer
 from trimaran.server.protocol.infer_response import EncodedInfer, encode_infer
@@ -44,6 +45,8 @@ class InferEndpoint:
         self._service = service
         self._decoder = decoder
         self._pending = pending
+        pattern = service.config.http_header_forward_pattern
+        self._forwarding = HeaderForwarding("--http-header-forward-pattern", pattern)
 
     async def infer(self, request: web.BaseRequest, route: Route) -> web.StreamResponse:
         """Answer one inference request.
@@ -95,6 +98,7 @@ class InferEndpoint:
             parsed = parse_infer(view_of(body), json_bytes, model.config, limit)
         parsed.request.model_version = model.version
         parsed.request.arrival_ns = arrival_ns
+        self._forwarding.apply(parsed.request, request.raw_headers)
         await self._service.find_places(parsed, self._service.config.http_max_input_bytes)
         return model, parsed
 

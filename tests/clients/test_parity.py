@@ -32,6 +32,7 @@ _REPORTED = 12
 CONTROL = (
     "--model-control-mode", "explicit", "--load-model", "*", "--http-address", "127.0.0.1",
     "--grpc-address", "127.0.0.1", "--allow-gpu-metrics", "false",
+    "--http-header-forward-pattern", "^x-told|tell", "--grpc-header-forward-pattern", "^x-told",
 )  # fmt: skip
 
 

@@ -76,6 +76,7 @@ def all_cases(seed: int) -> Iterator[GrpcCase]:
     yield from parameters()
     yield from mutated(rng, 600)
     yield from settings()
+    yield from forwarded()
     yield from shared_memory()
     yield from repository()
     yield from streams()
@@ -271,6 +272,20 @@ def settings() -> Iterator[GrpcCase]:
                 for each in ("trace_level", "trace_rate", "trace_count", "log_frequency"):
                     clear.settings[each].SetInParent()
                 yield GrpcCase("trace", "TraceSetting", (clear,))
+
+
+def forwarded() -> Iterator[GrpcCase]:
+    """Metadata that matches the servers' pattern, and other."""
+    for metadata in ((("x-told-a", "1"),), (("x-told", "b"), ("y-told", "c")),
+                     (("x-told-a", "1"), ("x-told-a", "2"))):
+        for own in ({}, {"x-told-a": "own"}, {"k": "1"}):
+            message = pb.ModelInferRequest(model_name="told", id="t")
+            message.inputs.add(name="TEXT", datatype="BYTES", shape=[1])
+            message.raw_input_contents.append(_string(b"x"))
+            for name, value in own.items():
+                message.parameters[name].string_param = value
+            for method in ("ModelInfer", "ModelStreamInfer"):
+                yield GrpcCase("forwarded", method, (message,), metadata)
 
 
 def shared_memory() -> Iterator[GrpcCase]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 
 import infer_cases
 import other_cases
-from http_case import MODELS, HttpCase, post
+from http_case import MODELS, TOLD, HttpCase, post
 
 # fmt: off
 
@@ -19,6 +20,7 @@ def all_cases(seed: int) -> Iterator[HttpCase]:
     yield from infer_cases.infer_documents()
     yield from infer_cases.mutated(rng, 1200)
     yield from infer_cases.parameters()
+    yield from forwarded()
     yield from infer_cases.types(rng)
     yield from infer_cases.binary(rng)
     yield from infer_cases.compressed()
@@ -72,6 +74,18 @@ def routes() -> Iterator[HttpCase]:
     for path in beside:
         for method in ("GET", "POST"):
             yield HttpCase("routes", method, path)
+
+
+def forwarded() -> Iterator[HttpCase]:
+    """Headers that match the servers' pattern, and others."""
+    for headers in ({"X-Told-A": "1"}, {"x-told": "b", "y-told": "c"}, {"z-TELL-z": "d"},
+                    {"timeout-tell": "5"}, {"X-Told-A": "1", "X-TOLD-a": "2"}):
+        for parameters in ({}, {"X-Told-A": "own"}, {"k": 1}):
+            document = {**TOLD, "parameters": parameters}
+            yield HttpCase("forwarded", "POST", "/v2/models/told/infer",
+                           json.dumps(document).encode(), headers)
+        yield HttpCase("forwarded", "POST", "/v2/models/told/generate", b'{"TEXT": "x"}',
+                       headers)
 
 
 def queries() -> Iterator[HttpCase]:

@@ -144,6 +144,9 @@ PLACES: dict[str, Places] = {
     "http/routes.py": {"join": HEAD},
     "http/server.py": {"match": HEAD},
     # ---- inference
+    "inference/forwarded_headers.py": {
+        "search": Limit("inference.forwarded_headers.MAX_NAME", 256), "decode": HEAD,
+    },
     "inference/tensor_bytes.py": {
         **_all(ITEMS, "tolist"), **_all(BYTES, "tobytes join encode"),
         "frombuffer": "a view, without a copy",
