@@ -27,7 +27,6 @@ def engine_values(
     build = {
         **limits.to_dict(),
         "kv_cache_type": "paged",
-        "speculative_decoding_mode": "none",
         "lora_config": {"max_lora_rank": limits.max_lora_rank},
     }
     pretrained = _pretrained_values(config, mapping)

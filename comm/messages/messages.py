@@ -282,6 +282,12 @@ class Answer(Message):
     """Name of the error's `ErrorKind`."""
 
 
+DRAFT_POSITIONS = ("1", "2", "3", "4", "5", "6", "7", "8", "later")
+"""Places of draft tokens among a sequence's drafts of one step, as metrics name them."""
+
+DRAFT_POSITION_KEYS = tuple(f"accepted_draft_tokens_{name}" for name in DRAFT_POSITIONS)
+"""Accepted draft tokens since the start, by place."""
+
 STATS_KEYS = (
     "active_requests",
     "max_requests",
@@ -322,6 +328,9 @@ STATS_KEYS = (
     "emit_seconds",
     "device_seconds",
     "sample_seconds",
+    "num_drafts",
+    "num_draft_tokens",
+    *DRAFT_POSITION_KEYS,
 )
 
 

@@ -16,6 +16,7 @@ from trimaran.launcher.flags.access_flags import add_access_flags
 from trimaran.launcher.flags.limit_flags import add_body_flags, add_text_flags
 from trimaran.launcher.flags.openai_flags import add_openai_flags
 from trimaran.launcher.flags.parser import FlagParser
+from trimaran.launcher.flags.step_flags import add_step_flags
 from trimaran.launcher.flags.triton_flags import add_triton_flags
 from trimaran.worker.config.quantization import FP8_METHODS
 
@@ -101,6 +102,9 @@ _RARE = (
     "first_layer_table",
     "all_reduce",
     "adapter_graphs",
+    "speculative_decoding",
+    "max_draft_tokens",
+    "verify_all_drafts",
     "connect_timeout",
     "startup_timeout",
     "stall_timeout",
@@ -272,45 +276,7 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="CPU threads a rank (default: the cores shared out)",
     )
-    _add_graph_flags(parser)
-
-
-def _add_graph_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "--deterministic",
-        action="store_true",
-        help="equal tokens whatever else is in the batch",
-    )
-    add(
-        "--prompt-graph-tokens",
-        type=count,
-        metavar="N",
-        help="CUDA graphs also of steps with prompts, up to N tokens (1024 where they can be)",
-    )
-    add(
-        "--collective-graphs",
-        action=argparse.BooleanOptionalAction,
-        help="CUDA graphs also of steps in which GPUs meet (where these are on one host)",
-    )
-    add(
-        "--first-layer-table",
-        action=argparse.BooleanOptionalAction,
-        help="look up the first layer's queries, keys and values by token id (on a GPU of "
-        "which that takes 2 %% or less)",
-    )
-    add(
-        "--all-reduce",
-        choices=("auto", "nccl", "peer", "fused"),
-        default="auto",
-        help="sums over GPUs: NCCL's, by reading peers' memory, or fused: so, and by the norms "
-        "behind them in steps of few tokens (auto: what works and was found to be faster)",
-    )
-    add(
-        "--adapter-graphs",
-        action="store_true",
-        help="CUDA graphs also of decode steps with LoRA adapters",
-    )
+    add_step_flags(parser)
 
 
 def _add_size_flags(parser: argparse.ArgumentParser) -> None:

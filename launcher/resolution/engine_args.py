@@ -25,6 +25,7 @@ from trimaran.worker.config.engine_folder import EngineFolder, FolderKind
 from trimaran.worker.config.experts_config import ExpertsConfig
 from trimaran.worker.config.host_limits import usable_cores
 from trimaran.worker.config.parallel_sizes import RequestedSizes, layout_of
+from trimaran.worker.config.speculation_config import SpeculationConfig
 
 _BATCHING = {
     "inflight_fused_batching": "inflight_fused_batching",
@@ -76,10 +77,18 @@ class EngineFlags:
     first_layer_table: bool | None = None
     all_reduce: str = "auto"
     adapter_graphs: bool = False
+    speculative_decoding: str | None = None
+    """The drafter; None: the folder's."""
+
+    max_draft_tokens: int | None = None
+    verifies_all_drafts: bool = False
     guide_timeout_s: float = 30.0
     guide_step_timeout_s: float = 1.0
     max_guide_processes: int = 64
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
+
+
+_MAX_DRAFT_TOKENS = SpeculationConfig().max_draft_tokens
 
 
 def engine_config(
@@ -222,6 +231,32 @@ def _scheduler(
         level_queue_sizes=queue.queue_sizes,
         expected_output_tokens=flags.expected_output_tokens,
         depth=steps_in_flight(model, flags.depth, num_stages),
+        speculation=_speculation(folder, flags),
+    )
+
+
+def _speculation(folder: EngineFolder, flags: EngineFlags) -> SpeculationConfig:
+    """The flags' drafter, or the drafter that the folder was built for."""
+    is_built_for_drafts = folder.build.speculative_decoding_mode == "draft_tokens_external"
+    built = "draft_tokens" if is_built_for_drafts else "none"
+    drafter = flags.speculative_decoding or built
+    if drafter == "none":
+        others = {"--max-draft-tokens": flags.max_draft_tokens}
+        others["--verify-all-drafts"] = flags.verifies_all_drafts
+        for flag in (name for name, is_set in others.items() if is_set):
+            raise ConfigError(
+                f"{flag} is set but no draft tokens are verified. Add --speculative-decoding "
+                "ngram or draft_tokens, or leave the flag out."
+            )
+        return SpeculationConfig()
+    if flags.verifies_all_drafts and drafter != "ngram":
+        raise ConfigError(
+            f"--verify-all-drafts is about drafts of ngram, but the drafter is {drafter}, of "
+            "which all drafts are verified. Leave the flag out."
+        )
+    most = flags.max_draft_tokens or folder.build.max_draft_len or _MAX_DRAFT_TOKENS
+    return SpeculationConfig(
+        drafter=drafter, max_draft_tokens=most, is_adaptive=not flags.verifies_all_drafts
     )
 
 

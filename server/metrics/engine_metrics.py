@@ -9,6 +9,7 @@ from typing import Any
 from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.registry import CollectorRegistry
 
+from trimaran.comm.messages.messages import DRAFT_POSITION_KEYS, DRAFT_POSITIONS
 from trimaran.server.metrics.other_counts import OtherCounts
 from trimaran.server.metrics.recent_rates import Key, ModelCounts, read_counts
 from trimaran.server.metrics.step_metrics import GroupSums, StepMetrics
@@ -120,6 +121,17 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, str]]] = {
             "used": "lora_used_adapters",
             "loaded": "lora_loaded_adapters",
         },
+    ),
+    "trimaran_drafts": (
+        "Speculative decoding since the start: drafts of one sequence in one step, and their "
+        "tokens",
+        "type",
+        {"drafts": "num_drafts", "tokens": "num_draft_tokens"},
+    ),
+    "trimaran_accepted_draft_tokens": (
+        "Draft tokens since the start that became output, by their place in the draft",
+        "position",
+        dict(zip(DRAFT_POSITIONS, DRAFT_POSITION_KEYS, strict=True)),
     ),
     "nv_trt_llm_general_metrics": (
         "General TRT LLM metrics",

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from prometheus_client import Counter
 from prometheus_client.registry import CollectorRegistry
 
+from trimaran.comm.messages.messages import DRAFT_POSITION_KEYS
+
 PARTS = ("receive", "schedule", "launch", "wait", "emit", "device", "sample")
 """The first five are the host's loop and add up to its time with work; ``device`` is the
 model and ``sample`` the sampler where they run. Engines report each as ``PART_seconds``."""
@@ -58,7 +60,8 @@ _Key = tuple[str, str]
 
 SUMS = (
     "iteration_counter", "paused_sequences", "paused_tokens", "kv_host_moved_blocks",
-    "kv_host_loaded_blocks", "lora_loaded_adapters",
+    "kv_host_loaded_blocks", "lora_loaded_adapters", "num_drafts", "num_draft_tokens",
+    *DRAFT_POSITION_KEYS,
 )  # fmt: skip
 """The keys of `comm.messages.STATS_KEYS` whose values only grow while an engine lives."""
 

@@ -127,6 +127,12 @@ class BuildConfig:
     max_lora_rank: int = 64
     """Largest rank of a LoRA adapter."""
 
+    speculative_decoding_mode: str = "none"
+    """``none``, or ``draft_tokens_external``: the engine verifies draft tokens of requests."""
+
+    max_draft_len: int = 0
+    """Most draft tokens of a request; 0 for none."""
+
     gather_context_logits: bool = False
     gather_generation_logits: bool = False
     plugin_config: dict[str, Any] = field(default_factory=dict)
@@ -413,7 +419,8 @@ def _rank_mapping(
 def _build_config(values: Mapping[str, Any], source: str) -> BuildConfig:
     known = {field.name for field in fields(BuildConfig)}
     chosen = {key: value for key, value in values.items() if key in known}
-    limits = {key: chosen[key] for key in chosen if key.startswith("max_")}
+    # Without draft tokens their limit is 0.
+    limits = {k: v for k, v in chosen.items() if k.startswith("max_") and k != "max_draft_len"}
     _check_positive_integers(limits, "build_config", source)
     plugins = chosen.setdefault("plugin_config", {})
     _check_type_of("build_config.", BuildConfig, chosen, source)

@@ -23,6 +23,7 @@ from trimaran.worker.models.interfaces import CausalLM
 from trimaran.worker.requests.request import Request, Sequence
 from trimaran.worker.sampling.beam_search import Candidates
 from trimaran.worker.scheduling.data_parallel import DataParallelAdapters, DataParallelScheduler
+from trimaran.worker.scheduling.draft_rows import DraftCounts
 from trimaran.worker.scheduling.preemption import PreemptionCounts
 from trimaran.worker.scheduling.resources import SwapIns
 from trimaran.worker.scheduling.scheduler import Scheduler
@@ -176,6 +177,11 @@ class StepScheduler(Protocol):
 
     def discard_ended(self, source: Hashable) -> None:
         """Forget the ends that were to be sent to a connection that is gone."""
+        ...
+
+    @property
+    def draft_counts(self) -> DraftCounts:
+        """Draft tokens since the start."""
         ...
 
     @property

@@ -185,6 +185,7 @@ class EngineStats:
             "iteration_counter": self._scheduler.step,
             "timestamp_us": time.time_ns() // 1000,
             **self._times.values(),
+            **self._scheduler.draft_counts.values(),
         }
         assert values.keys() == set(STATS_KEYS)
         return values

@@ -20,6 +20,7 @@ from trimaran.worker.lora.store import num_chunk_bytes
 from trimaran.worker.requests.request import Request, Sequence
 from trimaran.worker.sampling.beam_search import Candidates
 from trimaran.worker.scheduling.capacity import check_limits
+from trimaran.worker.scheduling.draft_rows import DraftCounts
 from trimaran.worker.scheduling.preemption import PreemptionCounts
 from trimaran.worker.scheduling.resources import SwapIns
 from trimaran.worker.scheduling.scheduler import Scheduler
@@ -150,6 +151,11 @@ class DataParallelScheduler:
         that needs them waits for them on the device in any case.
         """
         return self.ranks[0].swap_ins
+
+    @property
+    def draft_counts(self) -> DraftCounts:
+        """Draft tokens of all dp ranks since the start."""
+        return DraftCounts.sum(rank.draft_counts for rank in self.ranks)
 
     @property
     def needs_results(self) -> bool:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as List
 
+from trimaran.comm.messages.messages import DRAFT_POSITION_KEYS
 from trimaran.worker.config.engine_config import SchedulerConfig
 from trimaran.worker.kv_cache.manager import KVCacheManager
 from trimaran.worker.requests.request import Request, RequestStatus, Sequence
@@ -51,15 +52,38 @@ class _Drafts:
 class DraftCounts:
     """Drafts since the start: sequences' drafts, their tokens, and accepted tokens by place."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self) -> None:
         self.num_drafts = 0
         self.num_tokens = 0
-        self.accepted_at = [0] * most
+        self.accepted_at = [0] * len(DRAFT_POSITION_KEYS)
 
     @property
     def num_accepted(self) -> int:
         """Accepted draft tokens."""
         return sum(self.accepted_at)
+
+    def add(self, num_tokens: int, num_accepted: int) -> None:
+        """Count one sequence's draft of one step."""
+        self.num_drafts += 1
+        self.num_tokens += num_tokens
+        for place in range(num_accepted):
+            self.accepted_at[min(place, len(self.accepted_at) - 1)] += 1
+
+    @classmethod
+    def sum(cls, each: Iterable[DraftCounts]) -> DraftCounts:
+        """All of them together."""
+        total = cls()
+        for counts in each:
+            total.num_drafts += counts.num_drafts
+            total.num_tokens += counts.num_tokens
+            pairs = zip(total.accepted_at, counts.accepted_at, strict=True)
+            total.accepted_at = [a + b for a, b in pairs]
+        return total
+
+    def values(self) -> dict[str, float]:
+        """The counts by key of ``STATS_KEYS``."""
+        accepted = dict(zip(DRAFT_POSITION_KEYS, self.accepted_at, strict=True))
+        return {"num_drafts": self.num_drafts, "num_draft_tokens": self.num_tokens, **accepted}
 
 
 def _can_be_drafted(sequence: Sequence, plan: StepPlan) -> bool:
@@ -88,7 +112,7 @@ class DraftRows:
         self._config = config.speculation
         self._cache = cache
         self._most_rows = config.max_num_rows
-        self.counts = DraftCounts(self._config.max_draft_tokens)
+        self.counts = DraftCounts()
         self._controller = DraftController()
         self._rest, self._next_rest = 0, _LEAST_REST
         """Steps in which no n-gram drafts are made, of now and of the next pause."""
@@ -131,7 +155,8 @@ class DraftRows:
         asked, own = self._candidates(plan, sampled)
         for sequence, ids in asked:
             room -= self._add(plan, sequence, ids[:room])
-        if not own or plan.has_chunks:
+        # The gain beside prompts is not known: their steps take times of their own.
+        if not own or (plan.has_chunks and self._config.is_adaptive):
             return
         counts = [len(ids) for _, ids in own]
         if self._config.is_adaptive:
@@ -254,11 +279,8 @@ class DraftRows:
 
     def _count(self, sequence: Sequence, num_accepted: int, num_drafts: int) -> None:
         sequence.drafts.rate.observe(num_accepted, has_rejected=num_accepted < num_drafts)
-        counts, figures = self.counts, sequence.figures
-        counts.num_drafts += 1
-        counts.num_tokens += num_drafts
-        for place in range(num_accepted):
-            counts.accepted_at[place] += 1
+        figures = sequence.figures
+        self.counts.add(num_drafts, num_accepted)
         if figures is not None:
             figures.num_draft_tokens += num_drafts
             figures.num_accepted_draft_tokens += num_accepted

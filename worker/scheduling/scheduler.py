@@ -22,7 +22,7 @@ from trimaran.worker.sampling.beam_search import Candidates
 from trimaran.worker.scheduling.admission_policy import Batch, policy_of
 from trimaran.worker.scheduling.beam_group import BeamGroup, advance_groups, num_next_tokens
 from trimaran.worker.scheduling.capacity import CapacityCheck, check_limits
-from trimaran.worker.scheduling.draft_rows import DraftRows
+from trimaran.worker.scheduling.draft_rows import DraftCounts, DraftRows
 from trimaran.worker.scheduling.guided_sequences import GuidedSequences
 from trimaran.worker.scheduling.resources import DeferredFrees, Rows
 from trimaran.worker.scheduling.step_plan import Emission, ScheduledStep, StepPlan
@@ -74,8 +74,7 @@ class Scheduler:
         self._micro_batches = MicroBatches(num_micro_batches) if num_micro_batches else None
         self._guided = GuidedSequences()
         self.wait_for_masks = self._guided.wait
-        is_drafting = config.speculation.is_on
-        self.draft_rows = DraftRows(config, cache) if is_drafting else None
+        self.draft_rows = DraftRows(config, cache) if config.speculation.is_on else None
         self._ended: list[Emission] = []
         """Ends that no step's result brings."""
         self._batch_size = 0
@@ -146,10 +145,14 @@ class Scheduler:
         return bool(self.running or self.waiting or self.swap_ins or self._ended)
 
     @property
+    def draft_counts(self) -> DraftCounts:
+        """Draft tokens since the start."""
+        return DraftCounts() if self.draft_rows is None else self.draft_rows.counts
+
+    @property
     def needs_results(self) -> bool:
         """Whether to await the results of all steps before the next `schedule`."""
-        rows = self.draft_rows
-        return rows is not None and rows.needs_results(self.running)
+        return self.draft_rows is not None and self.draft_rows.needs_results(self.running)
 
     @property
     def micro_batch(self) -> int:
@@ -269,7 +272,8 @@ class Scheduler:
         for the running sequences behind it."""
         start = sequence.num_computed_tokens
         if sequence.beams is not None and start >= sequence.num_prompt_tokens:
-            self._plan_beams(sequence, plan)
+            assert isinstance(sequence.beams, BeamGroup)
+            sequence.beams.plan_all(plan, self.cache, self._preempt_last)
             return
         chunk = 1
         if missing > 1:
@@ -284,10 +288,6 @@ class Scheduler:
         """Tokens of a sequence to compute in this step."""
         waiting = self.policy.queue.ready if self.rows.free else []
         return self._chunked_prefill.size(sequence, missing, budget, waiting, self.step + 1)
-
-    def _plan_beams(self, leader: Sequence, plan: StepPlan) -> None:
-        assert isinstance(leader.beams, BeamGroup)
-        leader.beams.plan_all(plan, self.cache, self._preempt_last)
 
     def _advance(
         self, sequence: Sequence, chunk: int, is_sampled: bool, plan: StepPlan

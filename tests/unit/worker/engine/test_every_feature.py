@@ -20,6 +20,7 @@ from trimaran.worker.config.engine_config import (
     ParallelConfig,
     SchedulerConfig,
 )
+from trimaran.worker.config.speculation_config import SpeculationConfig
 from trimaran.worker.execution.prompt_tables import PromptTable
 
 MODEL = Path(__file__).parents[4] / "examples" / "demo_models" / "base"
@@ -43,7 +44,7 @@ def adapters():
     return make_adapters()
 
 
-def make_engine(depth, max_tokens, parallel=None, ties=(), device="cpu"):
+def make_engine(depth, max_tokens, parallel=None, ties=(), device="cpu", speculation=None):
     return Driver(
         EngineConfig(
             model="test",
@@ -59,6 +60,7 @@ def make_engine(depth, max_tokens, parallel=None, ties=(), device="cpu"):
                 max_beam_width=4,
                 expected_output_tokens=1,
                 depth=depth,
+                speculation=speculation or SpeculationConfig(),
             ),
             cache=CacheConfig(tokens_per_block=16, max_tokens=max_tokens, host_bytes=1 << 22),
             guided=GuidedConfig(backend="xgrammar"),

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.unit.worker.conftest import VOCAB
+from tests.unit.worker.engine import test_every_feature
 from trimaran.worker.config.speculation_config import SpeculationConfig
 
 ASKED = SpeculationConfig(drafter="draft_tokens", max_draft_tokens=6)
@@ -114,7 +115,7 @@ def test_drafts_of_requests_change_no_output(make_engine, way):
     drafts = [() if "beam_width" in f else d for d, (_, f) in zip(drafts, asked, strict=True)]
     check(serve(driver, asked, drafts), expected)
 
-    counts = driver.engine.scheduler.draft_rows.counts
+    counts = driver.engine.scheduler.draft_counts
     assert 0 < counts.num_accepted < counts.num_tokens
 
 
@@ -128,5 +129,31 @@ def test_ngram_drafts_change_no_output(make_engine, way):
     driver = make_engine(max_beam_width=3, speculation=NGRAM, **WAYS[way])
     check(serve(driver, asked), expected)
 
-    counts = driver.engine.scheduler.draft_rows.counts
+    counts = driver.engine.scheduler.draft_counts
     assert 0 < counts.num_accepted < counts.num_tokens
+
+
+@pytest.mark.matrix(keep=1)
+@pytest.mark.parametrize("num_requests", [120, 1000])
+def test_drafts_beside_every_other_feature_change_no_output(num_requests):
+    rng = random.Random(8)
+    adapters = test_every_feature.make_adapters()
+    asked = [test_every_feature.draw(rng, adapters) for _ in range(num_requests)]
+    for fields in asked:
+        fields["max_tokens"] *= 3
+    driver = test_every_feature.make_engine(2, 1024, speculation=NGRAM)
+
+    killed = test_every_feature.run_all(driver, asked, rng)
+
+    assert driver.engine.scheduler.draft_counts.num_accepted
+    driver.submit([2], max_tokens=1)
+    driver.run(max_steps=100_000)
+    driver.check_idle()
+    alone = test_every_feature.make_engine(1, 1024)
+    whole = [request for request in range(1, num_requests + 1) if request not in killed]
+    for request in rng.sample(whole, min(len(whole), 200)):
+        fields = asked[request - 1]
+        again = alone.submit(**fields)
+        alone.run(max_steps=100_000)
+        own = test_every_feature.outputs_of(alone, again, fields)
+        assert own == test_every_feature.outputs_of(driver, request, fields), fields
