@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from trimaran.bench.kernels import cases_operators, library_kernels
+from trimaran.bench.kernels import cases_integers, cases_operators, library_kernels
 from trimaran.bench.kernels.kernel_case import KernelCase
 from trimaran.bench.kernels.kernel_timing import seconds_a_call
 from trimaran.bench.kernels.library_kernels import LibraryKernel
@@ -92,9 +92,9 @@ def _check(args: argparse.Namespace, device: torch.device) -> None:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
             "--device is cuda but torch finds no GPU here: name --device cpu, which has the "
-            "area operators, or run it on a GPU"
+            "areas operators and integers, or run it on a GPU"
         )
-    others = [area for area in args.areas if area != "operators"]
+    others = [area for area in args.areas if area not in ("operators", "integers")]
     if others and device.type != "cuda":
         raise ConfigError(f"--areas {others[0]}: these kernels run on a GPU: --device cuda")
     if "kv_lora_rank" in SHAPES[args.shape]:
@@ -105,7 +105,7 @@ def _check(args: argparse.Namespace, device: torch.device) -> None:
     if set(others) - {"fp8"} and args.shape != "llama8b":
         raise ConfigError(
             f"--areas {others[0]} has the sizes of llama8b, not of {args.shape}: leave --shape "
-            "out, or name only the area operators"
+            "out, or name only the areas operators, fp8 and integers"
         )
 
 
@@ -139,6 +139,8 @@ def _cases(
             # Imported only if requested: the module holds GPU kernels.
             cases_fp8 = importlib.import_module("trimaran.bench.kernels.cases_fp8")
             yield from cases_fp8.cases(shape, device, dtype, args.rows)
+        elif area == "integers":
+            yield from cases_integers.cases(shape, device, dtype, args.rows)
         else:
             # Imported only if requested: these modules hold GPU kernels.
             module = importlib.import_module(f"trimaran.bench.kernels.cases_{area}")

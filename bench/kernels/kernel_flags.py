@@ -7,7 +7,7 @@ import argparse
 from trimaran.bench.limits.shapes import SHAPES
 from trimaran.comm.files.flag_values import positive, seconds
 
-AREAS = ("operators", "fp8", "attention", "elementwise", "sampling")
+AREAS = ("operators", "fp8", "integers", "attention", "elementwise", "sampling")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
