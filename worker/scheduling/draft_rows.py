@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as List
 
 from trimaran.comm.messages.messages import DRAFT_POSITION_KEYS
@@ -113,6 +113,8 @@ class DraftRows:
         self._cache = cache
         self._most_rows = config.max_num_rows
         self.counts = DraftCounts()
+        self.make_drafter: Callable[[Request], Drafter] = lambda _: NgramDrafter()
+        """The drafter of a request without draft tokens of its own."""
         self._controller = DraftController()
         self._rest, self._next_rest = 0, _LEAST_REST
         """Steps in which no n-gram drafts are made, of now and of the next pause."""
@@ -213,7 +215,7 @@ class DraftRows:
         # An earlier place may hold ids of a prompt table, which are not in the vocabulary.
         if self._config.drafter != "ngram" or request.prompt_table is not None:
             return None
-        return _Drafts(NgramDrafter(), most)
+        return _Drafts(self.make_drafter(request), most)
 
     def _room_of(self, sequence: Sequence) -> int:
         """Draft tokens behind which a sequence may have one more token."""
