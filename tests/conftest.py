@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -29,9 +30,28 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def _use_own_cache() -> None:
+    """Keep the tokenizers of tests out of the user's cache, which forgets the oldest of 64.
+
+    Compiled kernels and packages are shared with the user.
+    """
+    users = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    # The same for all processes: TMPDIR is another folder in each session of MPI.
+    own = Path("/var/tmp") / f"trimaran-tests-{os.getuid()}"
+    if users == own:
+        return
+    (own / "trimaran").mkdir(mode=0o755, parents=True, exist_ok=True)
+    for name in ("pip", "trimaran/kernels"):
+        (users / name).mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            (own / name).symlink_to(users / name)
+    os.environ["XDG_CACHE_HOME"] = str(own)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Report only on request; parallel processes keep separate files."""
+    _use_own_cache()
     # Garbage collection is off until the tests are collected: imports create millions of
     # objects and no garbage.
     gc.disable()

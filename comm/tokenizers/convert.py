@@ -60,6 +60,7 @@ def main() -> None:
     try:
         _check_packages(folder)
         _check_file(folder)
+        _check_class(folder)
         mend_sentencepiece()
         tokenizer, notes = _read(folder)
         raw, more = _fast_form(tokenizer, folder)
@@ -115,6 +116,32 @@ def _check_file(folder: Path) -> None:
         read_tokenizer(path.read_bytes())
     except Exception as error:
         raise _RefusedError(f"{path} cannot be read: {error}") from error
+
+
+def _check_class(folder: Path) -> None:
+    """Refuse a class of transformers that is no tokenizer: AutoTokenizer calls any class that
+    the folder names, and some read their files by unpickling."""
+    import transformers
+
+    for file in ("tokenizer_config.json", "config.json"):
+        path = folder / file
+        name = read_json_object(path).get("tokenizer_class") if path.exists() else None
+        if not isinstance(name, str) or name == "AutoTokenizer":
+            continue
+        try:
+            found: Any = getattr(transformers, name, None)
+        # A class whose packages are missing cannot be called either.
+        except Exception:
+            continue
+        is_class = isinstance(found, type)
+        if is_class and issubclass(found, transformers.PreTrainedTokenizerBase):
+            continue
+        # A class whose packages are missing says so itself.
+        if found is None or (is_class and ".dummy_" in found.__module__):
+            continue
+        raise _RefusedError(
+            f"{file} names {name} as its tokenizer_class, which is no tokenizer of transformers"
+        )
 
 
 def _read(folder: Path) -> tuple[Any, tuple[str, ...]]:

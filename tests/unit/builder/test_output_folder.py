@@ -32,6 +32,18 @@ def test_a_second_build_replaces_the_first(llama, trimaran, tmp_path):
     assert _names(output.parent) == ["engine"]
 
 
+def test_a_tokenizer_that_was_copied_beside_the_weights_survives_the_next_build(
+    llama, trimaran, tmp_path
+):
+    folder, output = llama().folder, tmp_path / "engine"
+    trimaran("build", "--checkpoint", folder, "--output", output)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (output / name).write_text(name)
+    trimaran("build", "--checkpoint", folder, "--output", output)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (output / name).read_text() == name
+
+
 def test_a_reader_of_the_replaced_folder_keeps_its_weights(llama, trimaran, tmp_path):
     folder, output = llama().folder, tmp_path / "engine"
     trimaran("build", "--checkpoint", folder, "--output", output)

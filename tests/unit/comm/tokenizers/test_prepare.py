@@ -121,6 +121,17 @@ def test_code_of_a_folder_is_not_run(cache, tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.parametrize("name", ["AutoConfig", "pipeline", "CLIPProcessor"])
+def test_a_folder_names_no_class_but_tokenizers(cache, tmp_path, name):
+    folder = tmp_path / "other"
+    folder.mkdir()
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": name}))
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    text = f"tokenizer_config.json names {name} as its tokenizer_class, which is no tokenizer"
+    with pytest.raises(ConfigError, match=text):
+        prepare(folder)
+
+
 @pytest.mark.parametrize(
     ("content", "package"), [(b"\n\x0e\n\x05<unk>", "sentencepiece"), (b"IQ== 0\n", "tiktoken")]
 )
