@@ -24,6 +24,7 @@ from trimaran.builder.journal import empty
 from trimaran.builder.output_folder import check_replaceable, replaced_folder, say_done
 from trimaran.builder.settings import (
     add_checkpoint_flags,
+    add_draft_flags,
     add_model_flags,
     build_config,
     load_source,
@@ -58,6 +59,7 @@ def add_arguments(parser: FlagSink) -> None:
         parser.add_argument(f"--{name}", type=positive, metavar="N", help=text)
     parser.add_argument("--max-seq-len", "--max-decoder-seq-len", type=positive, metavar="N",
                         help="prompt and output together (the model's positions)")  # fmt: skip
+    add_draft_flags(parser)
     parser.add_argument("--build-config", type=Path, metavar="FILE", help="JSON file of limits")
     parser.add_argument("--dry-run", action="store_true", help="check, but write nothing")
     parser.hide("max_output_len", "build_config")

@@ -79,8 +79,6 @@ BUILD_FLAGS = (
     *_refused("lora_dir",
               "adapters are named when they are served: set lora_prefetch_dir in config.pbtxt"),
     *_refused("lora_ckpt_source", "adapters are PEFT's; it must be hf", ("hf",)),
-    *_refused("speculative_decoding_mode", "drafts are not served; it must be none"),
-    *_refused("max_draft_len", "drafts are not served; it must be 0"),
     *_refused("weight_streaming", "all weights stay on the device; remove the flag"),
     *_refused("auto_parallel", "name --tp-size and --pp-size; it must be 1", ("1",)),
     *_refused("use_fp8_context_fmha", "FP8 attention is not served; it must be disable"),

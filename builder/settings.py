@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from trimaran.builder.foreign_flags import FlagSink
 from trimaran.comm.errors import ConfigError
-from trimaran.comm.files.flag_values import positive, workers
+from trimaran.comm.files.flag_values import count, positive, workers
 from trimaran.comm.files.input_files import UTF8, parse_json
 from trimaran.worker.config.engine_config import MAX_SEQS
 from trimaran.worker.config.engine_folder import (
@@ -23,6 +24,7 @@ from trimaran.worker.config.gguf_file import is_gguf, load_gguf
 from trimaran.worker.config.parallel_sizes import RequestedSizes, layout_of
 from trimaran.worker.config.pretrained_config import DTYPES, PretrainedConfig
 from trimaran.worker.config.quantization import FP8_METHODS
+from trimaran.worker.config.speculation_config import MAX_DRAFT_TOKENS
 from trimaran.worker.config.stages import parse_partition, stage_sizes
 
 LOGITS_DTYPES = ("float32", "float16")
@@ -39,6 +41,18 @@ _OVERRIDES = {
     "vocab_size": "vocab_size",
     "n_positions": "max_position_embeddings",
     "rotary_base": "rotary_base",
+}
+
+
+_NO_DRAFTS, _EXTERNAL = "none", "draft_tokens_external"
+_NO_HEADS = (
+    "heads that draft are not served. Use a draft model with draft_tokens_external, or serve "
+    "with --speculative-decoding ngram."
+)
+_UNSERVED_MODES = {
+    "lookahead_decoding": "lookahead decoding is not served. Serve with --speculative-decoding "
+    "ngram, which drafts without another model too.",
+    **dict.fromkeys(("medusa", "explicit_draft_tokens", "eagle"), _NO_HEADS),
 }
 
 
@@ -165,8 +179,38 @@ def build_config(
         max_num_tokens=max_num_tokens,
         max_beam_width=max_beam_width,
         max_lora_rank=given.get("max_lora_rank", BuildConfig().max_lora_rank),
+        **_drafts(args, filed),
         plugin_config={**blocks, **plugins},
     )
+
+
+def _drafts(args: argparse.Namespace, filed: Mapping[str, Any]) -> dict[str, Any]:
+    """Which drafts the engine verifies, and how many; empty for none."""
+    mode, most = args.speculative_decoding_mode, args.max_draft_len
+    mode = filed.get("speculative_decoding_mode") if mode is None else mode
+    most = filed.get("max_draft_len") if most is None else most
+    if mode is None:
+        # Older versions have the second flag alone. Files may hold the mode as a number.
+        mode = _EXTERNAL if most else _NO_DRAFTS
+    if mode in _UNSERVED_MODES:
+        raise ConfigError(f"--speculative_decoding_mode {mode}: {_UNSERVED_MODES[mode]}")
+    if mode not in (_NO_DRAFTS, _EXTERNAL):
+        raise ConfigError(
+            f"--speculative_decoding_mode is {mode!r} but must be {_NO_DRAFTS} or {_EXTERNAL}"
+        )
+    if mode == _NO_DRAFTS and most:
+        raise ConfigError(
+            f"--max_draft_len is {most} but --speculative_decoding_mode is {_NO_DRAFTS}, with "
+            f"which no draft tokens are verified. Name {_EXTERNAL}, or leave the first out."
+        )
+    if mode == _NO_DRAFTS:
+        return {}
+    if type(most) is not int or not 1 <= most <= MAX_DRAFT_TOKENS:
+        raise ConfigError(
+            f"--max_draft_len is {most or 0} but must be 1 to {MAX_DRAFT_TOKENS} with "
+            f"--speculative_decoding_mode {mode}"
+        )
+    return {"speculative_decoding_mode": mode, "max_draft_len": most}
 
 
 def _max_seq_len(
@@ -277,3 +321,13 @@ def add_model_flags(parser: FlagSink, others: OtherNames = OtherNames()) -> None
         parser.add_argument(f"--{flag}", type=float, metavar="N",
                             help=f"checked against the checkpoint's {name}")  # fmt: skip
     parser.hide("world_size", "gpus_per_node", *_OVERRIDES)
+
+
+def add_draft_flags(parser: FlagSink) -> None:
+    """Flags of the draft tokens that an engine verifies."""
+    parser.add_argument("--speculative_decoding_mode",
+                        choices=(_NO_DRAFTS, _EXTERNAL, *_UNSERVED_MODES),
+                        help="draft_tokens_external: of requests and of a draft model "
+                        "(none); the others are refused")  # fmt: skip
+    parser.add_argument("--max_draft_len", type=count, metavar="N",
+                        help="most draft tokens of a request (0)")  # fmt: skip

@@ -213,9 +213,11 @@ def _check_drafts(
             "Serve with --speculative-decoding draft_tokens.",
             ErrorKind.UNSUPPORTED,
         )
-    if config.is_on and max(len(ids), most or 0) > config.max_draft_tokens:
+    # Draft ids count from the prompt's end: those in place of known output are not drafts.
+    num_drafts = max(len(ids) - len(message.output_ids) // 4, most or 0)
+    if config.is_on and num_drafts > config.max_draft_tokens:
         raise RequestError(
-            f"a request asks for {max(len(ids), most or 0)} draft tokens but this model "
+            f"a request asks for {num_drafts} draft tokens but this model "
             f"verifies at most {config.max_draft_tokens} in a step. Send fewer, or serve with "
             "a larger --max-draft-tokens."
         )

@@ -82,7 +82,7 @@ def test_impossible_numbers_of_build_processes_are_refused(command, tmp_path, ca
     [
         "--use-weight-only", "--int8_kv_cache", "--fp8_kv_cache", "--use_nvfp4",
         "--smoothquant=0.5", "--weight_streaming", "--nougat",
-        "--lora_dir=adapters", "--lora_ckpt_source=nemo", "--max_draft_len=4",
+        "--lora_dir=adapters", "--lora_ckpt_source=nemo", "--max_draft_len=65",
         "--speculative_decoding_mode=medusa", "--kv_cache_type=continuous", "--cp_size=2",
         "--paged_kv_cache=disable", "--max_multimodal_len=64", "--meta_ckpt_dir=x",
         "--use_fp8_context_fmha=enable", "--model_config=x.json",
