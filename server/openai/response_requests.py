@@ -14,6 +14,7 @@ _SAME = (
     "model", "temperature", "top_p", "parallel_tool_calls", "service_tier", "stream", "seed",
     "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "stop",
     "ignore_eos", "min_tokens", "chat_template_kwargs", "cache_salt",
+    "max_draft_tokens",
 )  # fmt: skip
 """Members of the same meaning in a chat."""
 

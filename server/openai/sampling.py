@@ -18,6 +18,7 @@ MAX_BIASES = 1 << 12
 MAX_TOP_LOGPROBS = 20
 _MAX_ID = 1 << 24
 _MAX_TOKENS = 1 << 30
+_MAX_DRAFT_TOKENS = 1 << 10
 _SEED_BITS = 63
 
 _NUMBERS = (
@@ -53,6 +54,8 @@ class GenerationParams:
     include_usage: bool = False
     service_tier: str | None = None
     cache_salt: str | None = None
+    max_draft_tokens: int | None = None
+    """Most draft tokens of a step; None for the engine's limit, 0 for none."""
 
     def fill(self, request: TextRequest, max_tokens: int) -> TextRequest:
         """Set these on a request; ``max_tokens`` is for requests that set no limit."""
@@ -70,6 +73,8 @@ class GenerationParams:
         request.is_streaming = self.is_streaming
         if self.cache_salt is not None:
             request.parameters["cache_salt"] = self.cache_salt
+        if self.max_draft_tokens is not None:
+            request.parameters["max_draft_tokens"] = self.max_draft_tokens
         return request
 
 
@@ -98,6 +103,7 @@ def read_generation_params(fields: Fields, *limits: str) -> GenerationParams:
         "service_tier", "auto", "default", "flex", "priority", "scale"
     )
     params.cache_salt = fields.text("cache_salt")
+    params.max_draft_tokens = fields.integer("max_draft_tokens", 0, _MAX_DRAFT_TOKENS)
     params.is_streaming = fields.boolean("stream") or False
     params.include_usage = _include_usage(fields, is_streaming=params.is_streaming)
     # The engine's figures tell how much of the prompt was cached.

@@ -46,6 +46,37 @@ def test_an_engine_folder_reads_back_as_built(engine, llama):
     assert folder.shard_of(1) == engine / "rank1.safetensors"
 
 
+@pytest.mark.parametrize(
+    ("flags", "filed"),
+    [
+        (("--speculative_decoding_mode", "draft_tokens_external", "--max_draft_len", 7), {}),
+        (("--max_draft_len", 7), {"max_draft_len": 3}),
+        ((), {"max_draft_len": 7, "speculative_decoding_mode": "draft_tokens_external"}),
+    ],
+    ids=["both flags", "the flag of older versions", "a file"],
+)
+def test_an_engine_folder_records_the_draft_tokens_that_it_is_built_for(
+    llama, trimaran, tmp_path, flags, filed
+):
+    output, limits = tmp_path / "engine", tmp_path / "limits.json"
+    limits.write_text(json.dumps(filed))
+    done = trimaran(
+        "build", "--checkpoint", llama().folder, "--output", output, "--build-config", limits,
+        *flags,
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    build = EngineFolder.load(output).build
+    assert (build.speculative_decoding_mode, build.max_draft_len) == (
+        "draft_tokens_external",
+        7,
+    )
+
+
+def test_an_engine_folder_is_built_for_no_draft_tokens_by_default(engine):
+    build = EngineFolder.load(engine).build
+    assert (build.speculative_decoding_mode, build.max_draft_len) == ("none", 0)
+
+
 def test_reading_a_folder_imports_no_torch(engine):
     code = (
         "import sys; from trimaran.worker.config.engine_folder import EngineFolder; "

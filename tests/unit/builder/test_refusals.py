@@ -60,6 +60,18 @@ def test_fewer_layers_than_configured_are_refused(llama, refused):
         (["--max-num-tokens", "8", "--max-batch-size", "16"], ["(8)", "(16)", "decode step"]),
         (["--max-batch-size", "65537"], ["--max-batch-size (65537)", "the 65536 sequences"]),
         (["--max-beam-width", "9", "--max-batch-size", "8"], ["--max-beam-width is 9", "(8)"]),
+        (
+            ["--speculative_decoding_mode", "draft_tokens_external"],
+            ["--max_draft_len is 0 but must be 1 to 64"],
+        ),
+        (
+            ["--speculative_decoding_mode", "none", "--max_draft_len", "3"],
+            ["--max_draft_len is 3", "is none", "Name draft_tokens_external"],
+        ),
+        (
+            ["--speculative_decoding_mode", "lookahead_decoding"],
+            ["lookahead decoding is not served", "--speculative-decoding ngram"],
+        ),
         (["--n_layer", "9"], ["--n_layer is 9", "num_hidden_layers 3", "Remove the flag"]),
     ],
 )
