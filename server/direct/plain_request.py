@@ -21,7 +21,7 @@ from trimaran.server.models.text_models import BlsModel
 from trimaran.server.models.text_pipeline import TextPipeline
 from trimaran.server.models.text_request import TextRequest
 from trimaran.server.models.text_run import TOKEN_FROM_PREPROCESSING
-from trimaran.server.models.token_inputs import salted
+from trimaran.server.models.token_inputs import MAX_DRAFT_TOKENS, salted
 from trimaran.server.models.token_job import OneSequence
 from trimaran.server.models.token_model import TokenModel
 from trimaran.server.models.tokenizer import INLINE_IDS
@@ -246,6 +246,8 @@ class PlainReader:
         began_ns = time.monotonic_ns()
         preprocessing, model = self._preprocessing, self._token
         if preprocessing is None or model is None or not model.is_ready:
+            return None
+        if MAX_DRAFT_TOKENS in request.parameters:
             return None
         facts = model.facts()
         vocab_size = int(facts["vocab_size"])

@@ -240,7 +240,8 @@ _DRAFT_INPUTS = frozenset((_IDS, _LOGITS, _THRESHOLD))
 _MAX_DRAFT_LEN = "max_draft_len"
 """The engine's fact: most draft tokens that one step verifies; 0 for none."""
 
-_MAX_DRAFTS = "max_draft_tokens"
+MAX_DRAFT_TOKENS = "max_draft_tokens"
+"""The parameter of a request that limits the draft tokens of a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,12 +276,12 @@ def read_drafts(
     Raises:
         RequestError: names the value, the limit and the remedy.
     """
-    most = parameters.get(_MAX_DRAFTS)
+    most = parameters.get(MAX_DRAFT_TOKENS)
     if most is None and not inputs.has_any(_DRAFT_INPUTS):
         return NO_DRAFTS
     if most is not None and (type(most) is not int or most < 0):
         raise RequestError(
-            f"parameter '{_MAX_DRAFTS}' is {most!r} but must be a whole number; 0 asks for no "
+            f"parameter '{MAX_DRAFT_TOKENS}' is {most!r} but must be a whole number; 0 asks for no "
             "drafts"
         )
     array = inputs.array(_IDS)

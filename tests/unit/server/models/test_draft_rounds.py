@@ -13,6 +13,8 @@ import pytest
 from tests.unit.server.models.conftest import FACTS, text_of
 from trimaran.comm.errors import RequestError
 from trimaran.comm.messages.messages import unpack_ids
+from trimaran.server.direct.direct_text import DirectText
+from trimaran.server.inference.request import InferRequest
 
 ANSWER = "Hello world and more, größer 東京 🙂🎉 and so on"
 _PLACEHOLDER = "${tensorrt_llm_draft_model_name}"
@@ -295,3 +297,17 @@ async def test_a_request_with_drafts_has_the_accepted_ids_and_one_more(serve):
     assert submit.draft_token_ids == [10, 11, 99]
     assert submit.draft_acceptance_threshold == 0.25
     assert submit.max_draft_tokens == 4
+
+
+@pytest.mark.feature("parameter:max_draft_tokens", of="request")
+@pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
+async def test_a_text_request_limits_the_draft_tokens_of_a_step(serve, model):
+    async with serve() as served:
+        engine = await served.dial(served.answer(ANSWER))
+        direct = DirectText.of(served.models[model])
+        request = InferRequest(model_name=model, parameters={"max_draft_tokens": 0})
+        await served.infer(model, **REQUEST, parameters={"max_draft_tokens": 0})
+
+        # The short way, which has no drafts, leaves the request to the long one.
+        assert direct.reader.of_values(request, REQUEST) is None
+        assert [submit.max_draft_tokens for submit in engine.submits] == [0]

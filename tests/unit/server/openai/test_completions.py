@@ -67,6 +67,16 @@ def test_a_wrong_completion_is_refused_with_its_member(served, change, param):
     assert caught.value.param == param
 
 
+def test_a_completion_limits_the_draft_tokens_of_a_step(served):
+    complete(served)
+    complete(served, extra_body={"max_draft_tokens": 0})
+    complete(served, extra_body={"max_draft_tokens": 3})
+    assert [submit.max_draft_tokens for submit in served.engine.submits] == [None, 0, 3]
+    with pytest.raises(openai.BadRequestError, match="'max_draft_tokens' is -1") as got:
+        complete(served, extra_body={"max_draft_tokens": -1})
+    assert got.value.param == "max_draft_tokens"
+
+
 def test_a_text_that_is_not_utf_8_is_refused(served):
     for path, body in (
         ("/v1/completions", b'{"model": "ensemble", "prompt": "a\xff"}'),
