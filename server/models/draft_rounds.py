@@ -86,7 +86,6 @@ class DraftRounds:
         self._num_prompt = size if length is None else min(int(length), size)
         room = int(facts["max_seq_len"]) - self._num_prompt
         self._max_tokens = min(int(inputs.scalar("request_output_len") or 0), room)
-        self._has_guide = bool(inputs.scalar("guided_decoding_guide_type"))
         self._vocab_size = int(facts["vocab_size"])
         self._output: list[int] = []
         self._figures: dict[str, int] = {}
@@ -147,9 +146,7 @@ class DraftRounds:
         num_tokens = len(self._output) + count
         inputs = {n: each for n, each in self._job.inputs.items() if n not in _OF_TARGET}
         inputs["request_output_len"] = self._number("request_output_len", num_tokens)
-        if not self._has_guide:
-            # A guide may be complete earlier, and then allows the end alone.
-            inputs["min_length"] = self._number("min_length", num_tokens)
+        inputs["min_length"] = self._number("min_length", num_tokens)
         try:
             chunk = await self._one(self._draft.model, self._inner(inputs))
         except RequestError as error:

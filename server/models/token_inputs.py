@@ -281,8 +281,8 @@ def read_drafts(
         return NO_DRAFTS
     if most is not None and (type(most) is not int or most < 0):
         raise RequestError(
-            f"parameter '{MAX_DRAFT_TOKENS}' is {most!r} but must be a whole number; 0 asks for no "
-            "drafts"
+            f"parameter '{MAX_DRAFT_TOKENS}' is {most!r} but must be a whole number; 0 asks "
+            "for no drafts"
         )
     array = inputs.array(_IDS)
     _check_logits(inputs, 0 if array is None else array.size, facts)

@@ -226,6 +226,10 @@ async def test_drafts_outside_the_targets_vocabulary_are_left_out(serve, tmp_pat
             "num_return_sequences is 2 but must be 1 with speculative decoding",
         ),
         (
+            {"guided_decoding_guide_type": "json"},
+            "guided_decoding_guide_type is not supported with speculative decoding",
+        ),
+        (
             {"prompt_embedding_table": np.ones((1, 2, 4), np.float16)},
             "prompt_embedding_table is not supported with speculative decoding",
         ),
