@@ -13,6 +13,20 @@ from torch import Tensor
 # G blocks of M tokens that share an adapter, D adapter size.
 
 
+SMALL_BLOCK, LARGE_BLOCK = 16, 64
+"""Tokens of a block, which reads its adapter once; a decode has few tokens of each adapter."""
+
+MIN_RANK = 16
+"""Smallest dim of a product on tensor cores, to which smaller ranks are padded."""
+
+
+def kernel_variants(max_rank: int, *, has_large_blocks: bool) -> list[tuple[int, int]]:
+    """Tokens of a block and padded rank of each kernel for adapters of up to ``max_rank``."""
+    sizes = (SMALL_BLOCK, LARGE_BLOCK) if has_large_blocks else (SMALL_BLOCK,)
+    num_ranks = max(0, -(-max_rank // MIN_RANK) - 1).bit_length() + 1
+    return [(size, MIN_RANK << number) for size in sizes for number in range(num_ranks)]
+
+
 @dataclass(frozen=True, slots=True)
 class AdapterTables:
     """All loaded adapters: one buffer, and the offsets of the matrices in it."""

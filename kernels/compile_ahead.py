@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -19,16 +19,22 @@ from trimaran.kernels.tables.product_table import ProductTable
 
 
 def compile_ahead(
-    device: torch.device, dtype: torch.dtype, hidden_size: int, vocab_size: int
+    device: torch.device,
+    dtype: torch.dtype,
+    hidden_size: int,
+    vocab_size: int,
+    adapter_variants: Sequence[tuple[int, int]] = (),
 ) -> None:
     """Start to compile the kernels that a model of these sizes uses on a GPU; returns at once.
 
     These are the CUDA C++ attention kernels, the measured products that read or write
-    ``hidden_size``, and the sampling kernel that Triton compiles the longest.
+    ``hidden_size``, and the sampling kernel that Triton compiles the longest. With
+    ``adapter_variants``, tokens of a block and rank, also the kernels of LoRA adapters.
     """
     if importlib.util.find_spec("triton") is None:
         return
     from trimaran.kernels.triton.filters import compile_filters
+    from trimaran.kernels.triton.lora import compile_adapters
 
     jobs: list[Callable[[], object]] = []
     if can_multiply(device, dtype):
@@ -48,6 +54,8 @@ def compile_ahead(
         for cut, grouped_kind, count in experts.kernels(hidden_size):
             limit = expert_limit(count)
             jobs.append(partial(compile_grouped, cut, dtype, grouped_kind, limit))
+    for block_size, rank in adapter_variants:
+        jobs.append(partial(compile_adapters, device, dtype, block_size, rank))
     run_beside(jobs)
 
 

@@ -21,7 +21,7 @@ from trimaran.kernels.triton.launch import Launcher, num_tiles
 _TILE = 256
 
 
-@triton.jit(do_not_specialize=["num_updates", "num_segments"])  # type: ignore[untyped-decorator,unused-ignore]
+@triton.jit(do_not_specialize=["places_at", "segments_at", "num_updates", "num_segments"])  # type: ignore[untyped-decorator,unused-ignore]
 def _enter_kernel(  # type: ignore[no-untyped-def]
     packed, table, block_tables, places_at, segments_at, num_updates, num_segments, row_len,
     TILE: tl.constexpr,

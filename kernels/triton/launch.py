@@ -84,6 +84,21 @@ class Launcher:
             kernel.packed_metadata, None, None, None, *args, *constants,
         )  # fmt: skip
 
+    def compile_ahead(
+        self, device: torch.device, types: tuple[Any, ...], constants: tuple[Any, ...]
+    ) -> None:
+        """Compile a variant with the usual numbers of warps and stages, without a launch.
+
+        ``types`` are dtypes for tensors, and numbers of the same specialisation for numbers.
+        Safe in a thread beside other threads.
+        """
+        options = {"num_warps": 4, "num_stages": 3}
+        with torch.cuda.device(device):
+            overlaps = can_overlap(torch.cuda.current_device())
+            if overlaps:
+                options["launch_pdl"] = True
+            self._kernel.warmup(*types, *constants, overlaps, grid=(1,), **options)
+
     def _compile(
         self,
         key: tuple[Any, ...],

@@ -13,14 +13,11 @@ from triton.language.extra.cuda import (  # type: ignore[import-not-found,import
     gdc_wait,
 )
 
-from trimaran.kernels.adapters import AdapterBlocks, AdapterTables
+from trimaran.kernels.adapters import MIN_RANK, AdapterBlocks, AdapterTables
 from trimaran.kernels.triton.launch import Launcher, num_tiles, padded_size
 
 # Shapes: T tokens of the step, I inputs and O outputs, G blocks of M tokens that share an
 # adapter, P targets of the product, C chunks of the inputs, D adapter size.
-
-_MIN_RANK = 16
-"""Smallest dim of a product on tensor cores."""
 
 _TILE_I = 128
 _TILE_O = 256
@@ -29,7 +26,7 @@ _MAX_CHUNKS = 8
 """Inputs of a chunk; chunks let few tokens keep many multiprocessors busy."""
 
 
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+@triton.jit(do_not_specialize=["num_targets", "first_target", "num_parts"])  # type: ignore[untyped-decorator,unused-ignore]
 def _shrink_kernel(  # type: ignore[no-untyped-def]
     x, data, offsets, tokens, slots, inner, width, row_stride, num_targets, first_target,
     num_parts, chunk_width, M: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr,
@@ -65,7 +62,7 @@ def _shrink_kernel(  # type: ignore[no-untyped-def]
         tl.store(inner + first + rows[:, None] * D + dims[None, :], sums)
 
 
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+@triton.jit(do_not_specialize=["num_targets", "first_target", "num_parts", "num_chunks"])  # type: ignore[untyped-decorator,unused-ignore]
 def _expand_kernel(  # type: ignore[no-untyped-def]
     inner, data, offsets, tokens, slots, output, row_stride, num_targets, first_target,
     num_parts, num_chunks, size_0, size_1, size_2, M: tl.constexpr, D: tl.constexpr,
@@ -113,6 +110,32 @@ _shrink = Launcher(_shrink_kernel)
 _expand = Launcher(_expand_kernel)
 
 
+def compile_adapters(
+    device: torch.device, dtype: torch.dtype, block_size: int, max_rank: int
+) -> None:
+    """Compile the kernels of `add_adapters` for blocks of ``block_size`` tokens and one rank.
+
+    They are those of layers whose sizes are multiples of 16. Safe in a thread.
+    """
+    tables = (dtype, torch.int64, torch.int32, torch.int32)
+    size = 16
+    _shrink.compile_ahead(
+        device,
+        (dtype, *tables, torch.float32, size, size, 3, 3, 3, _TILE_I),
+        (block_size, max_rank, _TILE_I),
+    )
+    _expand.compile_ahead(
+        device,
+        (torch.float32, *tables, dtype, size, 3, 3, 3, 2, size, size, size),
+        (block_size, max_rank, _expand_tile(block_size)),
+    )
+
+
+def _expand_tile(block_size: int) -> int:
+    """Outputs of a tile, so few that a block's sums stay in registers."""
+    return _TILE_O if block_size * _TILE_O <= _MAX_SUMS else _MAX_SUMS // block_size
+
+
 def add_adapters(
     x_TI: Tensor,
     output_TO: Tensor,
@@ -128,7 +151,7 @@ def add_adapters(
     """
     num_blocks, block_size = blocks.tokens.shape
     width, num_parts = x_TI.shape[1], len(sizes)
-    rank = max(_MIN_RANK, padded_size(blocks.max_rank))
+    rank = max(MIN_RANK, padded_size(blocks.max_rank))
     chunk_width = num_tiles(num_tiles(width, _TILE_I), _MAX_CHUNKS) * _TILE_I
     num_chunks = num_tiles(width, chunk_width)
     shape = (num_chunks, num_blocks, num_parts, block_size, rank)
@@ -144,8 +167,7 @@ def add_adapters(
         (block_size, rank, _TILE_I),
     )  # fmt: skip
     size_0, size_1, size_2 = (*sizes, 0, 0)[:3]
-    # The tile is small enough that a block's sums stay in registers.
-    tile = _TILE_O if block_size * _TILE_O <= _MAX_SUMS else _MAX_SUMS // block_size
+    tile = _expand_tile(block_size)
     num_outputs = sum(num_tiles(size, tile) for size in sizes)
     _expand(
         (num_outputs, num_blocks),

@@ -226,7 +226,7 @@ def _warm_up(
     *,
     has_adapters: bool,
 ) -> None:
-    """Run small steps, then capture graphs of these sizes. Collective."""
+    """Run steps of every kind, then capture graphs of these sizes. Collective."""
     run_small_steps(runner, limits)
     if graphs:
         runner.capture_graphs(graphs, prompts, has_adapters=has_adapters)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from trimaran.comm.messages.sampling_params import SamplingParams
 from trimaran.worker.config.engine_config import SchedulerConfig
 from trimaran.worker.execution.model_runner import ModelRunner
+from trimaran.worker.execution.prompt_tables import PromptTable
 from trimaran.worker.steps.step_types import Int32Array, NewRow, SchedulerOutput, int32s
 
 _FILTERED = SamplingParams(top_p=0.9, seed=1).to_wire()
@@ -33,6 +35,12 @@ _EDITED = SamplingParams(
 _GUIDED = {**_EDITED, "guide_type": "json", "guide": "{}"}
 """The same with a guide; its mask allows all ids."""
 
+_RESET = SamplingParams(top_p=0.9, top_p_decay=0.9, top_p_reset_ids=0, seed=1).to_wire()
+
+_LOGITS = SamplingParams(
+    top_p=1.0, seed=1, return_context_logits=True, return_generation_logits=True
+).to_wire()
+
 
 _ROWS_APART, _TOKENS_APART = 8, 64
 _MOST_TOKENS = 8192
@@ -50,8 +58,15 @@ def _step(
     masks: Int32Array | None = None,
     *,
     are_new: bool = True,
+    left: tuple[int, ...] = (),
 ) -> SchedulerOutput:
-    """A step whose rows all use the first blocks; the written KV is never read."""
+    """A step whose rows all use the first blocks; the written KV is never read.
+
+    Rows with one token and cached tokens are decodes and come first; sequences of the rows
+    ``left`` end before the step.
+    """
+    is_decode = (chunks == 1) & (computed > 0)
+    num_decodes = len(rows) if bool((chunks == 1).all()) else int(is_decode.sum())
     return SchedulerOutput(
         step=0,
         rows=int32s([new.row for new in rows]),
@@ -60,9 +75,9 @@ def _step(
         sampled=int32s(range(len(rows))),
         new_blocks=int32s((), 4),
         block_copies=int32s((), 3),
-        finished_rows=int32s(()),
+        finished_rows=int32s(left),
         new_rows=rows if are_new else [],
-        num_decodes=len(rows) if bool((chunks == 1).all()) else 0,
+        num_decodes=num_decodes,
         masks=int32s(()) if masks is None else masks,
     )
 
@@ -77,20 +92,108 @@ def _row(row: int, length: int, sampling: dict[str, Any]) -> NewRow:
 
 
 def run_small_steps(runner: ModelRunner, limits: SchedulerConfig) -> None:
-    """Run a prompt and a decode, so that the first request does not wait for lazy loading."""
-    length = min(limits.max_seq_len - 1, limits.max_num_batched_tokens)
-    length = max(1, min(length, 2 * runner.inputs.block_size))
-    is_gpu = runner.inputs.device.type == "cuda"
-    samplings = [_FILTERED, _GUIDED] if is_gpu else [_FILTERED]
-    if is_gpu and runner.tp.size > 1:
-        samplings.append(_PLAIN)
-    num_words = -(-runner.model.config.vocab_size // 32)
-    for sampling in samplings:
-        rows = [_row(0, length, sampling)]
-        masks = int32s([-1] * num_words if sampling is _GUIDED else ())
-        runner.run_alone(_step(rows, int32s([0]), int32s([length]), masks))
-        runner.run_alone(_step(rows, int32s([length]), int32s([1]), masks))
+    """Run a prompt and a decode, so that the first request does not wait for lazy loading; on a
+    GPU also steps that load the kernels of all later steps. Collective."""
+    if runner.inputs.device.type == "cuda":
+        load_step_kernels(runner, limits)
+        run_features(runner, limits)
+        return
+    _run_sequence(runner, _row(0, _usual_length(runner, limits), _FILTERED))
     runner.end.leave(0)
+
+
+def _usual_length(runner: ModelRunner, limits: SchedulerConfig) -> int:
+    """Two blocks of tokens, or as many as a sequence and a step may have."""
+    length = min(limits.max_seq_len - 1, limits.max_num_batched_tokens)
+    return max(1, min(length, 2 * runner.inputs.block_size))
+
+
+def run_features(runner: ModelRunner, limits: SchedulerConfig) -> None:
+    """Run a prompt and a decode with each feature of sampling and of prompts. Collective."""
+    length = _usual_length(runner, limits)
+    num_words = -(-runner.model.config.vocab_size // 32)
+    for sampling in _samplings(limits):
+        masks = int32s([-1] * num_words if sampling is _GUIDED else ())
+        _run_sequence(runner, _row(0, length, sampling), masks)
+    _run_sequence(runner, _row_with_table(runner, length))
+    # The row keeps its table until its sequence leaves.
+    _run_sequence(runner, _row(0, length, _PLAIN))
+    runner.end.leave(0)
+
+
+def _samplings(limits: SchedulerConfig) -> Iterator[dict[str, Any]]:
+    """Requests whose sampling runs, together, all that a GPU's sampler may launch."""
+    yield from (_FILTERED, _PLAIN, _GUIDED, _RESET, _LOGITS)
+    if limits.max_beam_width > 1:
+        beams = SamplingParams(beam_width=2, num_return_sequences=2, end_id=0)
+        yield beams.to_wire()
+        yield {**_EDITED, "top_p": 0.0, "beam_width": 2, "num_return_sequences": 2}
+
+
+def _row_with_table(runner: ModelRunner, length: int) -> NewRow:
+    """A prompt whose first token has an entry of a prompt table."""
+    hidden = runner.model.config.hidden_size
+    row = _row(0, length, _PLAIN)
+    row.token_ids[0] = runner.model.config.vocab_size
+    row.prompt_table = PromptTable("FP32", (1, hidden), bytes(4 * hidden)).to_wire()
+    return row
+
+
+def _run_sequence(runner: ModelRunner, row: NewRow, masks: Int32Array | None = None) -> None:
+    """Run a sequence's prompt and a decode; the row's earlier sequence leaves."""
+    length = len(row.token_ids)
+    runner.run_alone(_step([row], int32s([0]), int32s([length]), masks, left=(row.row,)))
+    runner.run_alone(_step([row], int32s([length]), int32s([1]), masks, are_new=False))
+
+
+def load_step_kernels(runner: ModelRunner, limits: SchedulerConfig) -> None:
+    """Run steps of every kind through few layers, so that no later step compiles a kernel.
+
+    Kernels that are compiled for a number of sequences or tokens are compiled for powers of
+    two. Steps hold decodes, prompts, prompts with cached tokens, or decodes beside prompts.
+    Each kind runs without adapters, and with each variant of the adapters' kernels. Collective.
+    """
+    # A sequence with draft tokens has several rows in a step.
+    rows = [_row(row % limits.max_num_seqs, 1, _PLAIN) for row in range(limits.max_num_rows)]
+    ones = int32s([1] * len(rows))
+    with runner.model.one_layer_per_shape():
+        runner.run_alone(_step(rows, ones, ones))
+        _run_kinds(runner, limits, rows, _counts(len(rows)))
+        for tokens in _counts(limits.max_num_batched_tokens):
+            _run_prompts(runner, limits, rows, tokens)
+        if runner.adapters is not None:
+            counts = _counts(len(rows))
+            for variant in runner.adapters.kernel_variants:
+                with runner.adapters.unused_variant(variant):
+                    _run_kinds(runner, limits, rows, counts)
+                # Numbers of sequences and sizes of adapters do not depend on each other.
+                counts = [min(2, len(rows))]
+    for new in rows:
+        runner.end.leave(new.row)
+
+
+def _counts(most: int) -> list[int]:
+    """All small numbers, the powers of two, and the largest number."""
+    powers = [1 << bits for bits in range(most.bit_length())]
+    return sorted({*range(1, min(8, most) + 1), *powers, most})
+
+
+def _run_kinds(
+    runner: ModelRunner, limits: SchedulerConfig, rows: list[NewRow], counts: list[int]
+) -> None:
+    """Run decodes and prompts of these numbers of sequences, which are in their rows."""
+    has_prompts = min(limits.max_input_len, limits.max_seq_len - 2) >= 2
+    for count in counts:
+        ones = int32s([1] * count)
+        runner.run_alone(_step(rows[:count], ones, ones, are_new=False))
+        most = min(limits.max_num_seqs, limits.max_num_batched_tokens // 2)
+        if not has_prompts or count > most:
+            continue
+        runner.run_alone(_step(rows[:count], 0 * ones, 2 * ones, are_new=False))
+        runner.run_alone(_step(rows[:count], ones, 2 * ones, are_new=False))
+        if count > 1:
+            mixed = int32s([1] + [2] * (count - 1))
+            runner.run_alone(_step(rows[:count], ones, mixed, are_new=False))
 
 
 def load_product_kernels(runner: ModelRunner, limits: SchedulerConfig) -> None:
@@ -110,15 +213,22 @@ def load_product_kernels(runner: ModelRunner, limits: SchedulerConfig) -> None:
             runner.run_alone(_step(rows[:count], ones[:count], ones[:count], are_new=False))
         most = min(limits.max_num_batched_tokens, _MOST_TOKENS)
         for tokens in range(_TOKENS_APART, most + 1, _TOKENS_APART):
-            count = -(-tokens // min(_CHUNK, limits.max_input_len, limits.max_seq_len - 1))
-            if count > limits.max_num_seqs:
-                break
-            ends = np.linspace(0, tokens, count + 1).astype(int)
-            chunks = int32s(np.diff(ends).tolist())
-            zeros = int32s([0] * count)
-            runner.run_alone(_step(rows[:count], zeros, chunks, are_new=False))
+            _run_prompts(runner, limits, rows, tokens)
     for new in rows:
         runner.end.leave(new.row)
+
+
+def _run_prompts(
+    runner: ModelRunner, limits: SchedulerConfig, rows: list[NewRow], tokens: int
+) -> None:
+    """Run prompts of so many tokens together, if the rows can hold them."""
+    count = -(-tokens // min(_CHUNK, limits.max_input_len, limits.max_seq_len - 1))
+    if count > limits.max_num_seqs:
+        return
+    ends = np.linspace(0, tokens, count + 1).astype(int)
+    chunks = int32s(np.diff(ends).tolist())
+    zeros = int32s([0] * count)
+    runner.run_alone(_step(rows[:count], zeros, chunks, are_new=False))
 
 
 def peak_step_bytes(runner: ModelRunner, limits: SchedulerConfig) -> tuple[int, int]:

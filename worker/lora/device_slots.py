@@ -8,16 +8,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trimaran.kernels.adapters import AdapterBlocks, AdapterTables
+from trimaran.kernels.adapters import (
+    LARGE_BLOCK,
+    SMALL_BLOCK,
+    AdapterBlocks,
+    AdapterTables,
+    kernel_variants,
+)
 from trimaran.kernels.triton.lora import add_adapters
 from trimaran.worker.layers.linear import ParallelLinear
 from trimaran.worker.layers.methods import AdapterState
 from trimaran.worker.lora.layout import AdapterLayout, PackedAdapter, Target
 from trimaran.worker.lora.token_slots import token_blocks
 from trimaran.worker.steps.step_types import Int32Array
-
-_SMALL_BLOCK, _LARGE_BLOCK = 16, 64
-"""Tokens of a block, which reads its adapter once; a decode has few tokens of each adapter."""
 
 _LARGE_FROM = 32
 """Average tokens of an adapter in a step from which blocks are large."""
@@ -58,7 +61,7 @@ class DeviceSlots:
         self._blocks: AdapterBlocks | None = None
         self._max_rank = max_rank
         # At most so many rows decode, and each sequence may have another adapter.
-        size = num_rows * (_SMALL_BLOCK + 1)
+        size = num_rows * (SMALL_BLOCK + 1)
         self._fixed = torch.full((size,), -1, dtype=torch.int32, device=data.device)
 
     def load(self, slot: int, first: int, adapter: PackedAdapter) -> None:
@@ -75,7 +78,7 @@ class DeviceSlots:
         """Group the next step's tokens by adapter; with ``num_padded`` for a captured step."""
         used, counts = np.unique(slots_T[slots_T >= 0], return_counts=True)
         is_large = self._can_grow and not num_padded and counts.mean() >= _LARGE_FROM
-        size = _LARGE_BLOCK if is_large else _SMALL_BLOCK
+        size = LARGE_BLOCK if is_large else SMALL_BLOCK
         tokens, slots = token_blocks(slots_T, size)
         if num_padded:
             padding = num_padded - len(slots)
@@ -90,7 +93,20 @@ class DeviceSlots:
 
     def begin_captured(self, num_tokens: int) -> None:
         """Let the next step read blocks of one token each, which `begin` fills later."""
-        self._blocks = _blocks(self._fixed, num_tokens, _SMALL_BLOCK, self._max_rank)
+        self._blocks = _blocks(self._fixed, num_tokens, SMALL_BLOCK, self._max_rank)
+
+    @property
+    def kernel_variants(self) -> Sequence[tuple[int, int]]:
+        """See `Slots`. Empty if there is no memory for adapters."""
+        if not len(self._tables.data):
+            return ()
+        return kernel_variants(self._max_rank, has_large_blocks=self._can_grow)
+
+    def begin_unused(self, variant: tuple[int, int]) -> None:
+        """Let the next step launch the kernels of a variant on a block without tokens."""
+        size, rank = variant
+        packed = torch.full((size + 1,), -1, dtype=torch.int32, device=self._device)
+        self._blocks = _blocks(packed, 1, size, rank)
 
     def add(
         self, first_target: int, sizes: Sequence[int], x_TI: Tensor, output_TO: Tensor

@@ -53,6 +53,15 @@ class Slots(Protocol):
         """Prepare the capture of a step of so many tokens with any slots."""
         ...
 
+    @property
+    def kernel_variants(self) -> Sequence[tuple[int, int]]:
+        """Tokens of a block and rank of each pair of kernels that a step may launch."""
+        ...
+
+    def begin_unused(self, variant: tuple[int, int]) -> None:
+        """Let the next step launch the kernels of a variant on no token."""
+        ...
+
     def attach(self, linear: ParallelLinear, targets: Sequence[Target]) -> None:
         """Let a layer add the products of adapters to its output."""
         ...
@@ -82,6 +91,7 @@ class AdapterStore:
         self._packer = ThreadPoolExecutor(1, thread_name_prefix="adapters")
         self._slot_of: dict[int, int] = {}
         self._slots_T: Int32Array | None = None
+        self._unused: tuple[int, int] | None = None
         for linear, targets in layout.linears:
             slots.attach(linear, targets)
 
@@ -99,7 +109,7 @@ class AdapterStore:
             if new.adapter_id:
                 self._rows.set(new.row, self._slot_of[new.adapter_id])
         self._slots_T = self._rows.of_tokens(decision) if self._rows.is_used else None
-        self._state.has_tokens = self._slots_T is not None
+        self._state.has_tokens = self._slots_T is not None or self._unused is not None
         self._state.is_active = self._is_always_active or self._state.has_tokens
 
     def prepare(self, num_padded: int) -> None:
@@ -107,6 +117,8 @@ class AdapterStore:
         captured step of so many tokens reads."""
         if self._slots_T is not None:
             self._slots.begin(self._slots_T, num_padded)
+        elif self._unused is not None:
+            self._slots.begin_unused(self._unused)
 
     @contextmanager
     def captured(self, num_tokens: int) -> Iterator[None]:
@@ -117,6 +129,22 @@ class AdapterStore:
         try:
             yield
         finally:
+            self._state.has_tokens = False
+            self._state.is_active = self._is_always_active
+
+    @property
+    def kernel_variants(self) -> Sequence[tuple[int, int]]:
+        """See `Slots`."""
+        return self._slots.kernel_variants
+
+    @contextmanager
+    def unused_variant(self, variant: tuple[int, int]) -> Iterator[None]:
+        """A context in which steps without adapters launch a variant's kernels on no token."""
+        self._unused = variant
+        try:
+            yield
+        finally:
+            self._unused = None
             self._state.has_tokens = False
             self._state.is_active = self._is_always_active
 
@@ -208,6 +236,16 @@ class HostSlots:
             RuntimeError: always.
         """
         raise RuntimeError("a step on the CPU is never captured")
+
+    kernel_variants: Sequence[tuple[int, int]] = ()
+
+    def begin_unused(self, variant: tuple[int, int]) -> None:
+        """Refuse: no kernel is compiled for a step on a CPU.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError("no kernel is compiled for adapters on the CPU")
 
     def attach(self, linear: ParallelLinear, targets: Sequence[Target]) -> None:
         """Let a layer add the products of adapters to its output."""

@@ -10,6 +10,7 @@ import torch
 
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.topology import ParallelLayout
+from trimaran.kernels.adapters import kernel_variants
 from trimaran.kernels.dispatch import select_ops
 from trimaran.kernels.operators import Ops
 from trimaran.kernels.torch_ops import TorchOps
@@ -126,6 +127,14 @@ def build_model(
     return model
 
 
+def _adapter_variants(config: EngineConfig) -> list[tuple[int, int]]:
+    """The kernels of the adapters that the engine may serve."""
+    if not config.lora.gpu_memory_fraction:
+        return []
+    has_large_blocks = not config.deterministic
+    return kernel_variants(config.lora.max_adapter_size, has_large_blocks=has_large_blocks)
+
+
 def load_model(
     config: EngineConfig,
     layout: ParallelLayout,
@@ -153,7 +162,9 @@ def load_model(
     if device.type == "cuda":
         from trimaran.kernels.compile_ahead import compile_ahead
 
-        compile_ahead(device, dtype, folder.config.hidden_size, folder.config.vocab_size)
+        variants = _adapter_variants(config)
+        sizes = folder.config.hidden_size, folder.config.vocab_size
+        compile_ahead(device, dtype, *sizes, adapter_variants=variants)
     ops = select_ops(device, dtype, config.num_threads, config.deterministic)
     model = build_model(
         folder.config,

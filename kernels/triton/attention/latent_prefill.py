@@ -52,7 +52,7 @@ class LatentPrefillConfig:
         return cls(rows, heads, 64 if itemsize == 2 else 16, 8 if itemsize == 2 else 4)
 
 
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+@triton.jit(do_not_specialize=["query_start_loc", "seq_lens", "tables"])  # type: ignore[untyped-decorator,unused-ignore]
 def _latent_prefill_kernel(  # type: ignore[no-untyped-def]
     query, cache, output, tiles, query_start_loc, seq_lens, tables, log_sums, scale, cap,
     query_stride, output_stride, table_stride, block_stride, token_stride,

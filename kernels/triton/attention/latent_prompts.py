@@ -63,7 +63,7 @@ def _step(  # type: ignore[no-untyped-def]
     return top, total, tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
 
 
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+@triton.jit(do_not_specialize=["query_start_loc", "seq_lens"])  # type: ignore[untyped-decorator,unused-ignore]
 def _prompts_kernel(  # type: ignore[no-untyped-def]
     query, keys, rotated, values, output, past_output, past_log_sums, tiles, query_start_loc,
     seq_lens, scale, cap, rotated_stride, NUM_HEADS: tl.constexpr, PLAIN: tl.constexpr,

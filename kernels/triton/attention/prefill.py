@@ -47,7 +47,8 @@ class PrefillConfig:
         return cls(128, 128, 8) if head_size <= 128 else cls(64, 64, 4)
 
 
-@triton.jit(do_not_specialize=["num_sequences"])  # type: ignore[untyped-decorator,unused-ignore]
+# The sequences behind a step's decodes begin at any address of the step's arrays.
+@triton.jit(do_not_specialize=["query_start_loc", "rows", "num_sequences"])  # type: ignore[untyped-decorator,unused-ignore]
 def _tiles_kernel(  # type: ignore[no-untyped-def]
     query_start_loc, rows, tiles, num_sequences, STEP: tl.constexpr, HAS_ROWS: tl.constexpr,
     SPAN: tl.constexpr, WRITERS: tl.constexpr,
@@ -136,7 +137,7 @@ def _load_tile(  # type: ignore[no-untyped-def]
     return k, tl.load(place + value_offset, mask=mask, other=0.0)
 
 
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+@triton.jit(do_not_specialize=["query_start_loc", "seq_lens", "tables"])  # type: ignore[untyped-decorator,unused-ignore]
 def _prefill_kernel(  # type: ignore[no-untyped-def]
     query, cache, output, tiles, query_start_loc, seq_lens, tables, bias, scale, cap,
     bias_stride, query_stride, output_stride, table_stride, block_stride, value_offset,
