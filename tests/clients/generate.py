@@ -46,8 +46,8 @@ _BEHAVIOUR = (
     ),
     (
         "all",
-        "what asks for drafts, images, encoders or disaggregated serving is refused by name, "
-        "where [features.md](features.md) says so",
+        "what asks for lookahead or for heads that draft, for images, encoders or "
+        "disaggregated serving is refused by name, where [features.md](features.md) says so",
     ),
 )
 TITLES = {
