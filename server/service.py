@@ -118,6 +118,20 @@ class Service:
         Raises:
             RequestError: the request does not fit the model; it was not started.
         """
+        return (await self._checked(model, request, inputs, outputs)).infer(request)
+
+    async def _checked(
+        self,
+        model: Model,
+        request: InferRequest,
+        inputs: Sequence[WireInput],
+        outputs: Sequence[RequestedOutput],
+    ) -> Model:
+        """The model that takes a request, whose inputs are checked and set.
+
+        Raises:
+            RequestError: the request does not fit the model.
+        """
         names = tuple(output.name for output in outputs)
         check = self.registry.validator(model).check_in_chunks(inputs, names, request.id)
         request.inputs = await run_cooperatively(check)
@@ -126,7 +140,7 @@ class Service:
         current = self.registry.get_ready(model.name, request.model_version)
         if current is not model and current.config != model.config:
             raise NotReadyError(model.name, model.version)
-        return current.infer(request)
+        return current
 
     async def find_places(self, parsed: ParsedInfer, max_bytes: int) -> None:
         """Read the inputs that are in memory of the client, and find that of its outputs.
@@ -161,18 +175,30 @@ class Service:
         Raises:
             RequestError: the request does not fit or has failed.
         """
-        only: InferResponse | None = None
         request = parsed.request
-        responses = await self.infer(model, request, parsed.inputs, parsed.outputs)
-        async with aclosing(responses):  # type: ignore[type-var]
-            async for response in responses:
-                only = only or response
+        model = await self._checked(model, request, parsed.inputs, parsed.outputs)
+        direct = self.direct(model)
+        plain = direct.reader.of_tensors(request) if direct is not None else None
+        if direct is not None and plain is not None:
+            only: InferResponse | None = await direct.respond(model, plain)
+        else:
+            only = await self._only(model, request)
         if only is None:
             raise RequestError(
                 f"model '{model.name}' ended without a response", ErrorKind.INTERNAL
             )
         only.id = request.id
         await self.select(model, only, parsed)
+        return only
+
+    @staticmethod
+    async def _only(model: Model, request: InferRequest) -> InferResponse | None:
+        """The first response of a model; None if there is none."""
+        only: InferResponse | None = None
+        responses = model.infer(request)
+        async with aclosing(responses):  # type: ignore[type-var]
+            async for response in responses:
+                only = only or response
         return only
 
     async def select(self, model: Model, response: InferResponse, parsed: ParsedInfer) -> None:

@@ -10,7 +10,8 @@ from functools import partial
 from trimaran.comm.errors import RequestError
 from trimaran.server.direct.plain_request import PlainReader, PlainRequest
 from trimaran.server.engines.live_request import TokenChunk
-from trimaran.server.inference.request import InferRequest, InferResponse, Model
+from trimaran.server.inference.request import InferRequest, InferResponse, Model, Tensor
+from trimaran.server.inference.tensor_bytes import object_array
 from trimaran.server.metrics.measured_model import MeasuredModel
 from trimaran.server.models.graph_model import prefixed, sequence_parameters
 from trimaran.server.models.sequence_outputs import REASONS
@@ -67,6 +68,14 @@ class DirectText:
             parameters=sequence_parameters(request) if options.is_ensemble else {},
             is_final=True,
         )
+
+    async def respond(self, model: Model, plain: PlainRequest) -> InferResponse:
+        """`run`, with the response in the text model's form."""
+        answer = await self.run(model, plain)
+        response = self.response(plain.request)
+        data = object_array([answer.text.encode()])
+        response.outputs = [Tensor(self.reader.output, "BYTES", data)]
+        return response
 
     async def run(self, model: Model, plain: PlainRequest) -> PlainAnswer:
         """Run a request of `reader` for the model itself. Cancelling the caller's task cancels

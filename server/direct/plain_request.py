@@ -45,6 +45,9 @@ _FURTHER_OUTPUTS = frozenset((
     "return_num_input_tokens", "return_num_output_tokens", "return_finish_reason",
     *PERF_METRICS,
 ))  # fmt: skip
+_MAX_TEXT_BYTES = 16 << 10
+"""A longer text has more characters than a plain prompt."""
+
 _EXCLUDES_INPUT = "exclude_input_in_output"
 _ONE = ("beam_width", "num_return_sequences")
 _KNOWN = _SCALARS | _OFF | _FURTHER_OUTPUTS | {_EXCLUDES_INPUT, *_ONE}
@@ -146,6 +149,25 @@ class PlainReader:
                 self._steps.excludes_input if excluded is None else bool(excluded)
             )
         return found
+
+    def of_tensors(self, request: InferRequest) -> PlainRequest | None:
+        """`of_values`, of a request whose inputs fit the model's configuration."""
+        if not self.takes_tensors or any(name != self.output for name in request.outputs):
+            return None
+        values: dict[str, Any] = {}
+        for name, tensor in request.inputs.items():
+            if tensor.data.size != 1:
+                return None
+            value = tensor.data.item()
+            if isinstance(value, bytes):
+                if len(value) > _MAX_TEXT_BYTES:
+                    return None
+                try:
+                    value = value.decode()
+                except UnicodeDecodeError:
+                    return None
+            values[name] = value
+        return self.of_values(request, values)
 
     def of_text_request(self, request: TextRequest) -> PlainRequest | None:
         """The plain request of a text request; None as for `of_values`."""
