@@ -30,6 +30,7 @@ class Admission:
         self._uncut: dict[asyncio.Task[object] | None, bool] = {}
         """Tasks within `uncut`, and whether `abort_running` ended them meanwhile."""
         self._changed = asyncio.Event()
+        self._unless_aborted = UnlessAborted(self)
 
     @property
     def is_draining(self) -> bool:
@@ -50,23 +51,25 @@ class Admission:
         if self._is_draining:
             raise RequestError(refusal, ErrorKind.UNAVAILABLE)
 
-    @contextmanager
-    def admit(self, refusal: str = STOPPING) -> Iterator[None]:
-        """Count one running request, whose body is complete, within the context.
+    def admit(self, refusal: str = STOPPING) -> Admitted:
+        """The context in which one running request counts, whose body is complete.
 
         Raises:
             RequestError: as for `check`.
         """
         self.check(refusal)
-        task = asyncio.current_task()
+        return Admitted(self, asyncio.current_task())
+
+    def begin(self, task: asyncio.Task[object] | None) -> None:
+        """A request of this task runs."""
         self._num_running += 1
         self._tasks.add(task)
-        try:
-            yield
-        finally:
-            self._num_running -= 1
-            self._tasks.discard(task)
-            self._changed.set()
+
+    def end(self, task: asyncio.Task[object] | None) -> None:
+        """The request of this task has ended."""
+        self._num_running -= 1
+        self._tasks.discard(task)
+        self._changed.set()
 
     def sending(self) -> Callable[[], None]:
         """Count a request whose response is still being sent, until the result is called.
@@ -84,19 +87,18 @@ class Admission:
         """Admit no further requests."""
         self._is_draining = True
 
-    @contextmanager
-    def unless_aborted(self) -> Iterator[None]:
+    def unless_aborted(self) -> UnlessAborted:
         """The context of waits that `abort_running` may end.
 
         Raises:
             RequestError: the request was ended by `abort_running`.
         """
-        try:
-            yield
-        except asyncio.CancelledError:
-            if not self._abort_reason:
-                raise
-            raise RequestError(self._abort_reason, ErrorKind.UNAVAILABLE) from None
+        return self._unless_aborted
+
+    @property
+    def abort_reason(self) -> str:
+        """Why the running requests were ended; empty before."""
+        return self._abort_reason
 
     @contextmanager
     def uncut(self) -> Iterator[None]:
@@ -131,3 +133,37 @@ class Admission:
         while self._num_running:
             self._changed.clear()
             await self._changed.wait()
+
+
+class Admitted:
+    """See `Admission.admit`. A class: a generator takes twice as long for each request."""
+
+    __slots__ = ("_admission", "_task")
+
+    def __init__(self, admission: Admission, task: asyncio.Task[object] | None) -> None:
+        self._admission = admission
+        self._task = task
+
+    def __enter__(self) -> None:
+        self._admission.begin(self._task)
+
+    def __exit__(self, *error: object) -> None:
+        self._admission.end(self._task)
+
+
+class UnlessAborted:
+    """See `Admission.unless_aborted`."""
+
+    __slots__ = ("_admission",)
+
+    def __init__(self, admission: Admission) -> None:
+        self._admission = admission
+
+    def __enter__(self) -> None:
+        """Nothing happens before an end."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
+        if isinstance(error, asyncio.CancelledError) and self._admission.abort_reason:
+            raise RequestError(self._admission.abort_reason, ErrorKind.UNAVAILABLE) from None

@@ -104,6 +104,10 @@ class ModelRegistry:
         self.on_change: Callable[[], None] = _ignore
         """Called when a version starts or stops serving."""
 
+        self.made_of_models: dict[object, Any] = {}
+        """What callers made of `models`. Emptied at each change, so that nothing keeps an
+        unloaded model."""
+
         by_name: dict[str, list[Model]] = {}
         for model in models:
             by_name.setdefault(model.name, []).append(model)
@@ -127,7 +131,7 @@ class ModelRegistry:
         for model in models:
             self._extras[model] = _Extras(Validator(model.config), labels or {})
             versions[int(model.version)] = _Version(VersionState.READY, model=model)
-        self.on_change()
+        self._changed()
 
     def set_state(self, name: str, version: str, state: VersionState, reason: str = "") -> None:
         """Change one version's state; its model stays if the version may serve again."""
@@ -136,7 +140,7 @@ class ModelRegistry:
         known.state, known.reason = state, reason
         if state in (VersionState.UNLOADING, VersionState.UNAVAILABLE):
             known.model = None
-        self.on_change()
+        self._changed()
 
     def set_loading(self, name: str, reason: str) -> None:
         """Mark a model as not serving yet: its known versions, or else the first."""
@@ -148,7 +152,7 @@ class ModelRegistry:
         for version in self._versions.get(name, {}).values():
             if version.state is VersionState.UNAVAILABLE:
                 version.reason = UNLOADED
-        self.on_change()
+        self._changed()
 
     def forget(self, name: str, version: str) -> None:
         """Remove a version from the registry, as if it had never been loaded."""
@@ -156,6 +160,10 @@ class ModelRegistry:
         del versions[int(version)]
         if not versions:
             del self._versions[name]
+        self._changed()
+
+    def _changed(self) -> None:
+        self.made_of_models.clear()
         self.on_change()
 
     # ---- questions ----------------------------------------------------------------------

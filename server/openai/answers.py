@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import time
-import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from json.encoder import encode_basestring
@@ -30,7 +30,7 @@ class ResponseMetadata:
     @classmethod
     def new(cls, prefix: str, model: str, service_tier: str | None = None) -> ResponseMetadata:
         """A label of now."""
-        return cls(f"{prefix}{uuid.uuid4().hex}", model, int(time.time()), service_tier)
+        return cls(f"{prefix}{os.urandom(16).hex()}", model, int(time.time()), service_tier)
 
 
 class Answer(Protocol):

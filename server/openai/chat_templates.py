@@ -159,9 +159,16 @@ def render(template: ChatTemplate, chat: Chat, max_bytes: int) -> str:
     return _cut(rendered, final) if chat.continue_final_message else rendered
 
 
+@lru_cache(maxsize=_MAX_CACHED)
 def takes_parts(text: str) -> bool:
     """Whether a template goes through the parts of a message's content."""
     return _LOOPS_OVER_CONTENT.search(text) is not None
+
+
+@lru_cache(maxsize=_MAX_CACHED)
+def knows_developer(text: str) -> bool:
+    """Whether a template names the role ``developer``."""
+    return "developer" in text
 
 
 @lru_cache(maxsize=_MAX_CACHED)
@@ -179,7 +186,11 @@ def compiled(text: str) -> Template:
     environment.globals["strftime_now"] = _strftime_now
     environment.globals["dict"] = _Dict()
     environment.globals["namespace"] = _Namespace
-    return environment.from_string(text)
+    template = environment.from_string(text)
+    # A plain dictionary: each rendering goes through all names, and jinja2's chain of
+    # dictionaries takes longer than a short template.
+    template.globals = dict(template.globals)
+    return template
 
 
 class _Generation(Extension):

@@ -170,7 +170,7 @@ class GenerationEndpoint:
         if served.adapter:
             wanted.sampling = {**wanted.sampling, "lora_name": served.adapter}
         wanted.priority = _priority(request.params.service_tier, served)
-        return served.pipeline.adopt(wanted)
+        return wanted
 
     async def _whole(self, served: ServedModel, wanted: TextRequest, answer: Answer) -> bytes:
         """The answer's document."""
@@ -283,7 +283,7 @@ async def _write_chunk(writer: EventWriter, answer: Answer, chunk: TextChunk) ->
 
 async def _chunks(served: ServedModel, wanted: TextRequest) -> AsyncIterator[TextChunk]:
     """The chunks of a request; closing them cancels the request."""
-    responses = served.model.infer(wanted)
+    responses = served.model.infer(served.pipeline.adopt(wanted))
     async with aclosing(responses):  # type: ignore[type-var]
         async for response in responses:
             assert isinstance(response, TextChunk)

@@ -24,6 +24,9 @@ from trimaran.server.openai.tool_formats import format_of_template, literals_of
 from trimaran.server.openai.tools import OutputForm
 from trimaran.server.service import Service
 
+_SERVED, _CHATS = "openai: served", "openai: chats"
+"""Keys of `ModelRegistry.made_of_models`."""
+
 _ADAPTERS_AGE_S = 2.0
 """Names of adapters are read again after this time, where a request asks for them."""
 
@@ -74,9 +77,22 @@ class OpenAIModels:
         return [*self._models(), *await self._all_adapters()]
 
     async def chat_models(self) -> Mapping[str, ChatModel]:
-        """What reading a chat needs of each name."""
+        """What reading a chat needs of each name. The same object until that changes."""
+        # Adapters come with their folder, and the longest prompt with an engine.
+        models = self._models()
+        served, known = await self.all(), self._service.registry.made_of_models
+        state = [(each.name, each.pipeline.steps.max_input_len()) for each in served]
+        made_of, chat_models = known.get(_CHATS, (None, {}))
+        if made_of != state:
+            chat_models = await self._new_chat_models(served)
+            if self._models() is models:
+                known[_CHATS] = state, chat_models
+        found: Mapping[str, ChatModel] = chat_models
+        return found
+
+    async def _new_chat_models(self, all_served: list[ServedModel]) -> Mapping[str, ChatModel]:
         chat_models: dict[str, ChatModel] = {}
-        for served in await self.all():
+        for served in all_served:
             steps = served.pipeline.steps
             most = steps.tokenizer.limits.most_bytes(steps.max_input_len())
             try:
@@ -121,6 +137,13 @@ class OpenAIModels:
         return found
 
     def _models(self) -> list[ServedModel]:
+        known = self._service.registry.made_of_models
+        if _SERVED not in known:
+            known[_SERVED] = self._native_models()
+        found: list[ServedModel] = known[_SERVED]
+        return found
+
+    def _native_models(self) -> list[ServedModel]:
         found = []
         for model in self._service.registry.models():
             pipeline = native_pipeline(model)
@@ -131,6 +154,8 @@ class OpenAIModels:
     async def _all_adapters(self) -> list[ServedModel]:
         """Adapters under names of their own: the first model's. With a separator each model's,
         behind its name."""
+        if not any(served.pipeline.steps.adapter_folder for served in self._models()):
+            return []
         found: dict[str, ServedModel] = {}
         separator = self._config.lora_separator
         for served in self._models():

@@ -11,7 +11,13 @@ import numpy as np
 from trimaran.comm.errors import ErrorKind, RequestError
 from trimaran.server.inference.tensor_bytes import Buffer
 from trimaran.server.models.encoded_texts import Ids
-from trimaran.server.openai.chat_templates import Chat, ChatTemplate, render, takes_parts
+from trimaran.server.openai.chat_templates import (
+    Chat,
+    ChatTemplate,
+    knows_developer,
+    render,
+    takes_parts,
+)
 from trimaran.server.openai.errors import ApiError, ErrorFacts, no_text_model, unknown_model
 from trimaran.server.openai.fields import Fields, list_of, parse_body
 from trimaran.server.openai.messages import read_messages
@@ -221,7 +227,7 @@ def render_chat(
         values = {"reasoning_effort": effort, **values}
     text = template.text(has_tools=bool(tools))
     messages = read_messages(
-        fields, takes_parts=takes_parts(text), knows_developer="developer" in text
+        fields, takes_parts=takes_parts(text), knows_developer=knows_developer(text)
     )
     is_continued = fields.boolean("continue_final_message") or False
     begins_answer = fields.boolean("add_generation_prompt")

@@ -6,8 +6,9 @@ import gc
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from json import encoder as json_encoder
 from typing import Any
 
 from trimaran.comm.errors import ErrorKind, RequestError
@@ -119,6 +120,8 @@ def check_num_values(body: Buffer, max_input_bytes: int) -> None:
 
 def _exceeds(body: Buffer, marks: bytes, limit: int) -> bool:
     """Whether more than ``limit`` of these characters are outside of strings."""
+    if len(body) <= limit:
+        return False
     if _count(body, marks) <= limit:
         return False
     # One string after the other: a copy without strings would take many times their memory.
@@ -156,7 +159,7 @@ def _collector_off() -> Iterator[None]:
 
 def _check_surrogates(text: str) -> None:
     """Refuse escapes of unpaired surrogates, which are neither text nor bytes."""
-    if _HALF_ESCAPE.search(text) is None:
+    if "\\u" not in text or _HALF_ESCAPE.search(text) is None:
         return
     # An escaped backslash does not start an escape.
     lone = _LONE_HALF.search(text.replace("\\\\", "  "))
@@ -213,6 +216,18 @@ def as_object(value: object, field: str) -> JsonObject:
     return value
 
 
+def _encode_quickly(value: object) -> str:
+    # `JSONEncoder.encode` makes the library's encoder in C for each value anew.
+    return "".join(_QUICK_ENCODER(value, 0))
+
+
+_MAKE_ENCODER = getattr(json_encoder, "c_make_encoder", None)
+_QUICK_ENCODER: Any = _MAKE_ENCODER and _MAKE_ENCODER(
+    None, _ENCODER.default, json_encoder.encode_basestring, None, ":", ",", False, False, True
+)
+_encode: Callable[[object], str] = _encode_quickly if _QUICK_ENCODER else _ENCODER.encode
+
+
 def dump(value: object) -> bytes:
     """Compact JSON; surrogates become the bytes that they escaped."""
-    return _ENCODER.encode(value).encode("utf-8", "surrogateescape")
+    return _encode(value).encode("utf-8", "surrogateescape")
