@@ -149,7 +149,7 @@ class EngineGroup:
                 reason = _REASONS[reasons[row]]
                 # Each request keeps its extras, and adds to them.
                 request.push(tokens[start:end], reason, extras.get(row) or {} if extras else {})
-                if request.is_over:
-                    self.remove(request_id)
+                # A request that was cut off while it took its tokens has left already.
+                if request.is_over and self.remove(request_id) is not None:
                     self.on_end(request)
             start = end

@@ -192,6 +192,8 @@ class LiveRequest:
         self._error: RequestError | None = None
         self.on_output: Callable[[], None] = _no_listener
         """Called when there is something to take."""
+        self.answer: object = None
+        """What all sequences of a client's request share; None: the request has this one."""
         self._last_token_s = 0.0
         self._arrived_s = submit.arrival_ns / 1e9 or time.monotonic()
 
@@ -235,7 +237,13 @@ class LiveRequest:
         self.is_over = is_over
         if is_over or self.submit.streaming:
             self.on_output()
-        if self._pending is not None and self._pending.extras and self.submit.streaming:
+        if not extras:
+            return
+        if not self.submit.streaming:
+            num_bytes = logits_bytes(extras)
+            if num_bytes:
+                self._unread.hold_whole(self.answer or self, self, num_bytes)
+        elif self._pending is not None:
             self._unread.hold(self, logits_bytes(self._pending.extras))
 
     def fail(self, error: RequestError) -> None:
@@ -271,7 +279,8 @@ class LiveRequest:
         # The listener refers to this request: what is unread would stay until the collector
         # comes, and logits are megabytes.
         self._pending = None
-        self._unread.hold(self, 0)
+        self._unread.release(self.answer or self, self)
+        self.answer = None
         self.on_output = _no_listener
 
     @property

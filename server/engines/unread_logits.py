@@ -1,4 +1,4 @@
-"""A limit on the logits of streams that no client has read yet."""
+"""A limit on the logits that no client has read yet: those of streams, and of whole answers."""
 
 from __future__ import annotations
 
@@ -22,11 +22,14 @@ class Stream(Protocol):
 
 
 class UnreadLogits:
-    """What all streams of a front end hold together, in bytes.
+    """What all streams of a front end hold together, in bytes, and beside them what all answers
+    hold that come as a whole.
 
     Ids and texts are small, and so the engine never waits for a client. Logits have the size of
     the vocabulary for each token. Beyond the limit, the stream that holds most is ended: the
-    streams of clients that read go on.
+    streams of clients that read go on. Of whole answers the last one to begin is ended, so that
+    the others get done. A single answer has a limit of its own (`transaction.check_logits`) and
+    may hold more than this limit.
     """
 
     def __init__(self, max_bytes: int = 0) -> None:
@@ -34,7 +37,10 @@ class UnreadLogits:
         self._is_set = max_bytes > 0
         self._max_bytes = max_bytes or _LEAST_BYTES
         self._sizes: dict[Stream, int] = {}
+        self._wholes: dict[object, dict[Stream, int]] = {}
+        """By whole answer, the first to begin first: what each of its sequences holds."""
         self.num_bytes = 0
+        self.num_whole_bytes = 0
 
     def fit(self, token_bytes: int) -> None:
         """Have room for the logits of an engine, which take so many bytes a token."""
@@ -59,6 +65,38 @@ class UnreadLogits:
             )
             self.num_bytes -= self._sizes.pop(largest)
             largest.cut_off(RequestError(error, ErrorKind.UNAVAILABLE))
+
+    def hold_whole(self, answer: object, sequence: Stream, num_bytes: int) -> None:
+        """A sequence of an answer that comes as a whole holds so many bytes more."""
+        self.num_whole_bytes += num_bytes
+        held = self._wholes.setdefault(answer, {})
+        held[sequence] = held.get(sequence, 0) + num_bytes
+        while self.num_whole_bytes > self._max_bytes and len(self._wholes) > 1:
+            last = next(reversed(self._wholes))
+            sequences = self._wholes[last]
+            most = sum(sequences.values())
+            logger.warning(
+                "An answer with %d bytes of logits is ended: others came first", most
+            )
+            error = (
+                f"the answers that are being made hold {self.num_whole_bytes} bytes of logits, "
+                f"and several together may hold {self._max_bytes}. Send the request again "
+                "later, stream it, or start the server with a larger "
+                "--max-unread-logits-bytes."
+            )
+            del self._wholes[last]
+            self.num_whole_bytes -= most
+            for each in sequences:
+                each.cut_off(RequestError(error, ErrorKind.UNAVAILABLE))
+
+    def release(self, answer: object, sequence: Stream) -> None:
+        """A sequence holds nothing any more."""
+        self.num_bytes -= self._sizes.pop(sequence, 0)
+        held = self._wholes.get(answer)
+        if held is not None and sequence in held:
+            self.num_whole_bytes -= held.pop(sequence)
+            if not held:
+                del self._wholes[answer]
 
 
 def logits_bytes(extras: dict[str, Any]) -> int:

@@ -247,6 +247,21 @@ async def write_parts(
     return stream
 
 
+async def send_document(
+    request: web.BaseRequest, document: bytes, *, is_last: bool
+) -> web.StreamResponse:
+    """Answer with a JSON text of any length, from within the context in which the request
+    counts as running.
+
+    Raises:
+        ConnectionError: the client is gone.
+    """
+    if len(document) <= LONG_ANSWER_BYTES:
+        return await send_json(request, document, is_last=is_last)
+    parts, headers = deque((document,)), {"Content-Type": JSON}
+    return await write_parts(request, parts, headers, is_last=is_last)
+
+
 def json_response(value: Any, headers: Mapping[str, str] | None = None) -> web.Response:
     """A successful answer."""
     return web.Response(body=json_access.dump(value), content_type=JSON, headers=headers)

@@ -250,6 +250,7 @@ class TokenStream:
                         arrival_ns=request.arrival_ns,
                     )
                     live.on_output = self._wake
+                    live.answer = self
                     self._live[index, sequence] = live
         except BaseException:
             self.abandon()

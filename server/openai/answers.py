@@ -10,6 +10,7 @@ from json.encoder import encode_basestring
 from typing import Any, Protocol
 
 from trimaran.server.models.text_request import TextChunk
+from trimaran.server.openai.errors import ErrorFacts
 from trimaran.server.protocol import json_access
 
 DONE = b"[DONE]"
@@ -46,6 +47,10 @@ class Answer(Protocol):
 
     def closing(self) -> list[bytes]:
         """The events behind the last chunk."""
+        ...
+
+    def failure(self, error: ErrorFacts) -> list[bytes]:
+        """The events of an error that ends a stream."""
         ...
 
     def add(self, chunk: TextChunk) -> None:

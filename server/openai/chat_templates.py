@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import lru_cache
@@ -15,7 +18,7 @@ from jinja2 import Template, TemplateError, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.runtime import Macro
+from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
@@ -123,6 +126,62 @@ class Chat:
     """Further values that the template may read: ``enable_thinking`` and the like."""
 
 
+class SlowTemplateError(Exception):
+    """A rendering takes longer than `rendered_within` allows."""
+
+
+@dataclass(slots=True)
+class _Clock:
+    """When renderings of this process have to end. One rendering runs at a time."""
+
+    due: float = math.inf
+    num_steps: int = 0
+
+    def step(self) -> None:
+        """Called for each part, attribute, item and call of a template: no loop does without.
+
+        Raises:
+            SlowTemplateError: the time is over.
+        """
+        self.num_steps += 1
+        if self.num_steps % _CLOCK_STEPS == 0 and time.monotonic() > self.due:
+            raise SlowTemplateError
+
+
+_CLOCK_STEPS = 64
+_clock = _Clock()
+
+
+@contextmanager
+def rendered_within(seconds: float) -> Iterator[None]:
+    """The context in which a rendering that takes longer ends with `SlowTemplateError`. For the
+    event loop, which renders at once."""
+    _clock.due = time.monotonic() + seconds
+    try:
+        yield
+    finally:
+        _clock.due = math.inf
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """A sandbox that looks at the time."""
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """See `Environment`."""
+        _clock.step()
+        return super().getattr(obj, attribute)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        """See `Environment`."""
+        _clock.step()
+        return super().getitem(obj, argument)
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **values: Any) -> Any:  # noqa: N805
+        """See `SandboxedEnvironment`."""
+        _clock.step()
+        return super().call(__context, __obj, *args, **values)
+
+
 def render(template: ChatTemplate, chat: Chat, max_bytes: int) -> str:
     """The prompt of a chat, as ``apply_chat_template`` of transformers makes it.
 
@@ -142,6 +201,7 @@ def render(template: ChatTemplate, chat: Chat, max_bytes: int) -> str:
             add_generation_prompt=chat.add_generation_prompt,
             **values,
         ):
+            _clock.step()
             # A character has a byte or more.
             num_characters += len(part)
             if num_characters > max_bytes:
@@ -178,7 +238,7 @@ def compiled(text: str) -> Template:
     Raises:
         TemplateError: a mistake in the template.
     """
-    environment = ImmutableSandboxedEnvironment(
+    environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
     environment.filters["tojson"] = _tojson

@@ -13,6 +13,7 @@ from trimaran.server.openai.answers import (
     Usage,
     finish_reason,
 )
+from trimaran.server.openai.errors import ErrorFacts
 from trimaran.server.openai.log_probs import chat_content, scored
 from trimaran.server.openai.outputs import Output, delta_of, foreign_tokens
 from trimaran.server.openai.requests import GenerationRequest
@@ -71,6 +72,10 @@ class ChatAnswer:
         last = self._event([])
         last["usage"] = self._usage.document()
         return [json_access.dump(last), DONE]
+
+    def failure(self, error: ErrorFacts) -> list[bytes]:
+        """See `Answer`."""
+        return [error.document()]
 
     def add(self, chunk: TextChunk) -> None:
         """See `Answer`."""

@@ -13,6 +13,7 @@ from trimaran.server.openai.answers import (
     Usage,
     finish_reason,
 )
+from trimaran.server.openai.errors import ErrorFacts
 from trimaran.server.openai.log_probs import completion_object, scored
 from trimaran.server.openai.requests import GenerationRequest
 from trimaran.server.protocol import json_access
@@ -62,6 +63,10 @@ class CompletionAnswer:
         last = self._event([])
         last["usage"] = self._usage.document()
         return [json_access.dump(last), DONE]
+
+    def failure(self, error: ErrorFacts) -> list[bytes]:
+        """See `Answer`."""
+        return [error.document()]
 
     def add(self, chunk: TextChunk) -> None:
         """See `Answer`."""

@@ -5,30 +5,25 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from contextlib import aclosing
 from typing import Any
 
 from aiohttp import web
 
-from trimaran.comm.errors import RequestError
+from trimaran.comm.errors import ErrorKind, RequestError
 from trimaran.server.config import OpenAiConfig
 from trimaran.server.decoding.body import Body, LongBody
 from trimaran.server.decoding.decoder import Decoder
 from trimaran.server.direct.direct_text import PlainAnswer
 from trimaran.server.http.events import EventWriter
-from trimaran.server.http.messages import (
-    JSON,
-    LONG_ANSWER_BYTES,
-    read_body,
-    send_json,
-    write_parts,
-)
+from trimaran.server.http.messages import read_body, send_document
 from trimaran.server.http.pending_bodies import BodyMemory, PendingBodies
+from trimaran.server.inference.admission import Admission
 from trimaran.server.models.text_request import TextChunk, TextRequest
 from trimaran.server.openai.answers import Answer, ResponseMetadata, Usage
-from trimaran.server.openai.errors import ApiError, ErrorFacts, error_object, error_of
+from trimaran.server.openai.chat_templates import SlowTemplateError, rendered_within
+from trimaran.server.openai.errors import ApiError, ErrorFacts
 from trimaran.server.openai.models import OpenAIModels, ServedModel, facts_of
 from trimaran.server.openai.requests import BodyTask, GenerationRequest
 from trimaran.server.protocol import json_access
@@ -41,6 +36,9 @@ INLINE_BODY_BYTES = 16 << 10
 
 INLINE_OBJECTS = 128
 """So many JSON objects at most: templates take time for each message."""
+
+INLINE_RENDER_S = 0.02
+"""Longest time for a chat template on the event loop."""
 
 READ_TIMEOUT_S = 20.0
 """Longest time for a body that is read in a process, its chat template among it."""
@@ -69,6 +67,11 @@ class GenerationEndpoint:
         self._pending = pending
         self._models = models
         self._config = config
+
+    @property
+    def admission(self) -> Admission:
+        """That of the server."""
+        return self._service.admission
 
     async def generate(
         self,
@@ -104,11 +107,7 @@ class GenerationEndpoint:
                     return await self._stream(request, served, wanted, answer)
                 with admission.unless_aborted():
                     document = await self._whole(served, wanted, answer)
-                if len(document) > LONG_ANSWER_BYTES:
-                    headers, parts = {"Content-Type": JSON}, deque((document,))
-                    is_last = admission.is_draining
-                    return await write_parts(request, parts, headers, is_last=is_last)
-        return await send_json(request, document, is_last=admission.is_draining)
+                return await send_document(request, document, is_last=admission.is_draining)
 
     async def read_body(self, request: web.BaseRequest, memory: BodyMemory) -> Body:
         """The whole body.
@@ -136,7 +135,12 @@ class GenerationEndpoint:
         elif len(body) > INLINE_BODY_BYTES or body.count(b"{") > INLINE_OBJECTS:
             found = await self._decoder.read_other(task, LongBody((body,)), READ_TIMEOUT_S)
         else:
-            found = task.read(body)
+            try:
+                with rendered_within(INLINE_RENDER_S):
+                    found = task.read(body)
+            except SlowTemplateError:
+                # The template takes long for this chat: begun anew, where only the chat waits.
+                found = await self._decoder.read_other(task, LongBody((body,)), READ_TIMEOUT_S)
         if isinstance(found, ErrorFacts):
             raise found.error()
         return found
@@ -232,22 +236,21 @@ class GenerationEndpoint:
         """Write all events. A slow reader delays its own request only."""
         try:
             with self._service.admission.unless_aborted():
-                for event in answer.opening():
-                    await writer.write(event)
+                await _write_all(writer, answer.opening())
                 if first is not None:
                     await _write_chunk(writer, answer, first)
                 async for chunk in chunks:
                     await _write_chunk(writer, answer, chunk)
-                for event in answer.closing():
-                    await writer.write(event)
+                await _write_all(writer, answer.closing())
         except RequestError as error:
-            await writer.write(error_of(error))
+            await _write_all(writer, answer.failure(ErrorFacts.of(error)))
         except ConnectionError:
             raise
         except Exception:
             # The status is already sent: errors go into an event.
             logger.exception("a stream failed")
-            await writer.write(error_object(500, INTERNAL))
+            facts = ErrorFacts(INTERNAL, None, None, ErrorKind.INTERNAL)
+            await _write_all(writer, answer.failure(facts))
 
 
 def _chunk_of(answer: PlainAnswer) -> TextChunk:
@@ -268,6 +271,11 @@ def _chunk_of(answer: PlainAnswer) -> TextChunk:
 def _is_long(chunk: TextChunk) -> bool:
     """Whether a chunk takes too much time for the event loop."""
     return chunk.logits is not None or len(chunk.token_ids) > _INLINE_TOKENS
+
+
+async def _write_all(writer: EventWriter, events: Iterable[bytes]) -> None:
+    for event in events:
+        await writer.write(event)
 
 
 async def _write_chunk(writer: EventWriter, answer: Answer, chunk: TextChunk) -> None:

@@ -52,6 +52,15 @@ class ErrorFacts:
         code = error.code if isinstance(error, ApiError) else None
         return cls(str(error), param, code, error.kind)
 
+    @property
+    def shown_code(self) -> str | None:
+        """The code that clients see."""
+        return self.code or _CODES.get(self.kind.http_status)
+
+    def document(self) -> bytes:
+        """The JSON object of the error."""
+        return error_object(self.kind.http_status, self.message, self.param, self.code)
+
     def error(self) -> ApiError:
         """The error again."""
         return ApiError(self.message, param=self.param, code=self.code, kind=self.kind)
@@ -94,8 +103,7 @@ def error_object(
 
 def error_of(error: RequestError) -> bytes:
     """The JSON object of a request's error."""
-    facts = ErrorFacts.of(error)
-    return error_object(error.kind.http_status, facts.message, facts.param, facts.code)
+    return ErrorFacts.of(error).document()
 
 
 def error_response(error: RequestError) -> web.Response:

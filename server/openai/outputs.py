@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from trimaran.server.models.tokenizer import Tokenizer
@@ -25,7 +25,13 @@ class Call:
 
     id: str
     name: str
-    arguments: str = ""
+    parts: list[str] = field(default_factory=list)
+    """Of the arguments. One growing text would be copied for each part."""
+
+    @property
+    def arguments(self) -> str:
+        """The JSON text so far."""
+        return "".join(self.parts)
 
     def document(self) -> dict[str, Any]:
         """The member of ``tool_calls``."""
@@ -41,10 +47,20 @@ class Output:
         self._parser_options = options
         self._dropped = dropped
         self._parser: OutputParser = options.parser()
-        self.text = ""
-        self.reasoning = ""
+        self._text: list[str] = []
+        self._reasoning: list[str] = []
         self.calls: list[Call] = []
         self._num_seen = 0
+
+    @property
+    def text(self) -> str:
+        """The text so far, in time proportional to its length."""
+        return "".join(self._text)
+
+    @property
+    def reasoning(self) -> str:
+        """The reasoning so far; as for `text`."""
+        return "".join(self._reasoning)
 
     def feed(self, text: str, *, is_last: bool) -> list[tuple[Segment, int]]:
         """The new segments, each with the number of its call."""
@@ -59,9 +75,9 @@ class Output:
         """Keep a segment; False for a segment of a call beyond the limit."""
         most = self._parser_options.max_calls
         if segment.kind is Kind.TEXT:
-            self.text += segment.text
+            self._text.append(segment.text)
         elif segment.kind is Kind.REASONING:
-            self.reasoning += segment.text
+            self._reasoning.append(segment.text)
         elif segment.kind is Kind.CALL:
             self._num_seen += 1
             if most is not None and self._num_seen > most:
@@ -70,7 +86,7 @@ class Output:
         else:
             if most is not None and self._num_seen > most:
                 return False
-            self.calls[-1].arguments += segment.text
+            self.calls[-1].parts.append(segment.text)
         return True
 
     def _new_id(self) -> str:

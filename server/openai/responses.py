@@ -8,11 +8,15 @@ from typing import Any
 from trimaran.server.models.text_request import TextChunk
 from trimaran.server.models.tokenizer import Tokenizer
 from trimaran.server.openai.answers import ResponseMetadata, Usage
+from trimaran.server.openai.errors import ErrorFacts
 from trimaran.server.openai.output_parser import Kind
 from trimaran.server.openai.outputs import Output, foreign_tokens
 from trimaran.server.openai.requests import GenerationRequest
 from trimaran.server.openai.tools import ParserOptions
 from trimaran.server.protocol import json_access
+
+_ERROR_CODES = {"rate_limit_exceeded": "rate_limit_exceeded"}
+"""The codes of errors that responses know; any other is ``server_error``."""
 
 _PREFIXES = {Kind.TEXT: "msg_", Kind.REASONING: "rs_", Kind.CALL: "fc_"}
 
@@ -35,7 +39,12 @@ class ResponseAnswer:
         self._num_events = 0
         self._items: list[dict[str, Any]] = []
         self._open: Kind | None = None
+        self._parts: list[str] = []
+        """Of the open item's text or arguments. One growing text would be copied for each."""
+        self._num_calls = 0
+        """Calls that are items already."""
         self._is_cut = False
+        self._error: dict[str, Any] | None = None
 
     def opening(self) -> list[bytes]:
         """See `Answer`."""
@@ -52,7 +61,7 @@ class ResponseAnswer:
         for segment, _ in self._output.feed(chunk.text, is_last=bool(chunk.finish_reason)):
             if segment.kind is Kind.ARGUMENTS:
                 events.append(self._delta("function_call_arguments", segment.text))
-                self._items[-1]["arguments"] += segment.text
+                self._parts.append(segment.text)
                 continue
             if segment.kind is Kind.CALL or segment.kind is not self._open:
                 events += self._close()
@@ -60,7 +69,7 @@ class ResponseAnswer:
             if segment.kind is not Kind.CALL:
                 name = "output_text" if segment.kind is Kind.TEXT else "reasoning_text"
                 events.append(self._delta(name, segment.text, content_index=0))
-                self._items[-1]["content"][0]["text"] += segment.text
+                self._parts.append(segment.text)
         self._is_cut = chunk.finish_reason == "length"
         return events
 
@@ -69,6 +78,20 @@ class ResponseAnswer:
         events = self._close()
         status = "incomplete" if self._is_cut else "completed"
         return [*events, self._event(f"response.{status}", response=self._response(status))]
+
+    def failure(self, error: ErrorFacts) -> list[bytes]:
+        """See `Answer`: an event of the error, and the end of the response."""
+        code = error.shown_code
+        told = self._event("error", code=code, message=error.message, param=error.param)
+        self._is_cut = True
+        events = self._close()
+        self._error = {"code": _ERROR_CODES.get(code or "", "server_error"),
+                       "message": error.message}  # fmt: skip
+        return [
+            told,
+            *events,
+            self._event("response.failed", response=self._response("failed")),
+        ]
 
     def add(self, chunk: TextChunk) -> None:
         """See `Answer`."""
@@ -85,7 +108,8 @@ class ResponseAnswer:
         """Open an item."""
         item: dict[str, Any] = {"id": f"{_PREFIXES[kind]}{uuid.uuid4().hex}"}
         if kind is Kind.CALL:
-            call = self._output.calls[self._num_calls()]
+            call = self._output.calls[self._num_calls]
+            self._num_calls += 1
             item |= {
                 "type": "function_call", "call_id": call.id, "name": call.name,
                 "arguments": "", "status": "in_progress",
@@ -113,7 +137,9 @@ class ResponseAnswer:
             return []
         item, fields = self._items[-1], self._item_fields(has_item=True)
         item["status"] = "incomplete" if self._is_cut else "completed"
+        text, self._parts = "".join(self._parts), []
         if kind is Kind.CALL:
+            item["arguments"] = text
             done = self._event(
                 "response.function_call_arguments.done",
                 **fields, name=item["name"], arguments=item["arguments"],
@@ -121,6 +147,7 @@ class ResponseAnswer:
             events = [done]
         else:
             part = item["content"][0]
+            part["text"] = text
             fields["content_index"] = 0
             name = "output_text" if kind is Kind.TEXT else "reasoning_text"
             extra: dict[str, Any] = {"logprobs": []} if kind is Kind.TEXT else {}
@@ -132,10 +159,6 @@ class ResponseAnswer:
             *events,
             self._event("response.output_item.done", **self._item_fields(), item=item),
         ]
-
-    def _num_calls(self) -> int:
-        """Calls that are items already."""
-        return sum(item["type"] == "function_call" for item in self._items)
 
     def _item_fields(self, *, has_item: bool = False) -> dict[str, Any]:
         fields: dict[str, Any] = {"output_index": len(self._items) - 1}
@@ -168,7 +191,7 @@ class ResponseAnswer:
             "object": "response",
             "created_at": metadata.created_s,
             "status": status,
-            "error": None,
+            "error": self._error,
             "incomplete_details": {"reason": "max_output_tokens"}
             if status == "incomplete"
             else None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from aiohttp import web
 
-from trimaran.server.http.messages import json_response
+from trimaran.server.http.messages import send_document
 from trimaran.server.http.pending_bodies import PendingBodies
 from trimaran.server.models.encoded_texts import EncodedTexts, Ids
 from trimaran.server.models.tokenizer import INLINE_IDS
@@ -20,6 +20,7 @@ from trimaran.server.openai.fields import Fields, list_of
 from trimaran.server.openai.models import OpenAIModels, facts_of
 from trimaran.server.openai.requests import ChatModel, find_chat_model, read_ids, render_chat
 from trimaran.server.openai.routes import OpenAiRoute
+from trimaran.server.protocol import json_access
 
 _MAX_IDS = 1 << 20
 
@@ -102,23 +103,57 @@ class TokensEndpoint:
         self._pending = pending
         self._models = models
 
-    async def tokenize(self, request: web.BaseRequest, route: OpenAiRoute) -> web.Response:
+    async def tokenize(
+        self, request: web.BaseRequest, route: OpenAiRoute
+    ) -> web.StreamResponse:
         """The ids of a text or a chat.
 
         Raises:
             RequestError: the request is wrong.
         """
-        wanted: TokenizeRequest = await self._read(request, read_tokenize, is_chat=True)
+        return await self._answer(request, read_tokenize, self._tokenized, is_chat=True)
+
+    async def detokenize(
+        self, request: web.BaseRequest, route: OpenAiRoute
+    ) -> web.StreamResponse:
+        """The text of some ids.
+
+        Raises:
+            RequestError: the request is wrong.
+        """
+        return await self._answer(request, read_detokenize, self._detokenized)
+
+    async def _answer(
+        self,
+        request: web.BaseRequest,
+        reader: Any,
+        work: Callable[[Any], Awaitable[bytes]],
+        *,
+        is_chat: bool = False,
+    ) -> web.StreamResponse:
+        """Answer with the document that ``work`` makes of what ``reader`` reads. The request
+        counts as running, so that a drain waits for its answer."""
+        admission = self._endpoint.admission
+        with self._pending.body() as memory:
+            body = await self._endpoint.read_body(request, memory)
+            with admission.admit():
+                with admission.unless_aborted():
+                    wanted = await self._endpoint.read(body, reader, is_chat=is_chat)
+                    memory.release()
+                    document = await work(wanted)
+                return await send_document(request, document, is_last=admission.is_draining)
+
+    async def _tokenized(self, wanted: TokenizeRequest) -> bytes:
         served = await self._models.find(wanted.model)
         tokenizer = served.pipeline.steps.tokenizer
         add_special = wanted.add_special_tokens
         found = await tokenizer.encode([wanted.text], add_special is None or add_special)
         longest = facts_of(served.pipeline).get("max_seq_len")
 
-        def answer() -> web.Response:
+        def answer() -> bytes:
             ids = found.ids.tolist()
             texts = [tokenizer.token_text(token) for token in ids]
-            return json_response(
+            return json_access.dump(
                 {
                     "count": len(ids),
                     "max_model_len": longest,
@@ -130,26 +165,13 @@ class TokensEndpoint:
         is_short = len(found.ids) <= INLINE_IDS
         return answer() if is_short else await tokenizer.in_thread(answer)
 
-    async def detokenize(self, request: web.BaseRequest, route: OpenAiRoute) -> web.Response:
-        """The text of some ids.
-
-        Raises:
-            RequestError: the request is wrong.
-        """
-        wanted: DetokenizeRequest = await self._read(request, read_detokenize)
+    async def _detokenized(self, wanted: DetokenizeRequest) -> bytes:
         served = await self._models.find(wanted.model)
         lengths = np.array([len(wanted.ids)], np.int64)
         tokenizer = served.pipeline.steps.tokenizer
         (text,) = await tokenizer.decode_each(
             EncodedTexts(wanted.ids, lengths), skip_special_tokens=False
         )
-        answer = partial(json_response, {"prompt": text})
+        answer = partial(json_access.dump, {"prompt": text})
         is_short = len(wanted.ids) <= INLINE_IDS
         return answer() if is_short else await tokenizer.in_thread(answer)
-
-    async def _read(
-        self, request: web.BaseRequest, reader: Any, *, is_chat: bool = False
-    ) -> Any:
-        with self._pending.body() as memory:
-            body = await self._endpoint.read_body(request, memory)
-            return await self._endpoint.read(body, reader, is_chat=is_chat)

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from trimaran.comm.errors import RequestError
-from trimaran.comm.messages.messages import FinishReason, Submit, pack_ids
+from trimaran.comm.messages.messages import FinishReason, StepOutput, Submit, pack_ids
 from trimaran.comm.messages.sampling_params import SamplingParams
+from trimaran.server.engines.group import EngineGroup
 from trimaran.server.engines.live_request import LiveRequest
 from trimaran.server.engines.unread_logits import UnreadLogits
 
@@ -133,3 +134,71 @@ def test_the_limit_on_unread_logits_has_room_for_512_tokens_of_an_engine():
     other = _submitted(cancelled, is_set)
     is_set.hold(other, 1001)
     assert cancelled == [request, other]
+
+
+def _whole(cancelled: list[LiveRequest], unread: UnreadLogits) -> LiveRequest:
+    request = _submitted(cancelled, unread)
+    request.submit.streaming = False
+    return request
+
+
+def test_of_answers_with_too_many_logits_together_the_last_one_to_begin_ends():
+    cancelled: list[LiveRequest] = []
+    unread = UnreadLogits(1000)
+    first, last = _whole(cancelled, unread), _whole(cancelled, unread)
+    for request in (first, last):
+        request.push([1], FinishReason.NOT_FINISHED, {"generation_logits": [bytes(450)]})
+    assert cancelled == []
+
+    first.push([2], FinishReason.NOT_FINISHED, {"generation_logits": [bytes(450)]})
+    assert cancelled == [last]
+    with pytest.raises(RequestError, match=r"hold 1350 bytes .* --max-unread-logits-bytes"):
+        last.take()
+
+    first.push([3], FinishReason.LENGTH, {"generation_logits": [bytes(450)]})
+    assert first.take().token_ids == [1, 2, 3]
+    assert unread.num_whole_bytes == 1350
+    first.abandon()
+    last.abandon()
+    assert unread.num_whole_bytes == 0
+
+
+def test_the_sequences_of_one_answer_may_hold_more_logits_than_several_answers():
+    cancelled: list[LiveRequest] = []
+    unread, answer = UnreadLogits(1000), object()
+    sequences = [_whole(cancelled, unread) for _ in range(3)]
+    for request in sequences:
+        request.answer = answer
+        request.push([1], FinishReason.LENGTH, {"generation_logits": [bytes(450)]})
+    later = _whole(cancelled, unread)
+    later.push([1], FinishReason.NOT_FINISHED, {"generation_logits": [bytes(5)]})
+    assert cancelled == [later]
+    for request in sequences:
+        assert request.take().token_ids == [1]
+        request.abandon()
+    assert unread.num_whole_bytes == 0
+
+
+def test_a_stream_that_is_cut_off_in_a_step_does_not_count_as_finished():
+    ended: list[LiveRequest] = []
+    group = EngineGroup("g0", ended.append)
+
+    def cancel(request: LiveRequest) -> None:
+        group.remove(request.request_id)
+
+    request = LiveRequest(
+        Submit(request_id=3, model="m", prompt_ids=b"", streaming=True),
+        cancel, lambda gap: None, lambda request, seconds: None, UnreadLogits(1000),
+    )  # fmt: skip
+    group.take(request)
+    step = StepOutput(
+        step=1,
+        request_ids=(3).to_bytes(8, "little"),
+        sequence_indices=bytes(2),
+        num_tokens=(1).to_bytes(2, "little"),
+        finish_reasons=bytes(1),
+        token_ids=bytes(4),
+        extras={0: {"generation_logits": [bytes(2000)]}},
+    )
+    group.take_step(step)
+    assert request.is_over and ended == [] and group.num_requests() == 0

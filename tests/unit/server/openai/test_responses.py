@@ -4,7 +4,9 @@ import json
 
 import openai
 import pytest
-from openai.types.responses import Response
+from openai.types.responses import Response, ResponseErrorEvent, ResponseFailedEvent
+
+from trimaran.comm.messages.messages import RequestFailed
 
 PARAMETERS = {
     "type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"],
@@ -129,3 +131,31 @@ def test_a_wrong_response_is_refused_with_its_member(served, change, param):
     with pytest.raises(openai.BadRequestError) as caught:
         served.client.responses.create(**{"model": "ensemble", "input": "hi", **change})
     assert caught.value.param == param
+
+
+def test_a_stream_that_fails_ends_with_an_error_and_a_failed_response(served):
+    served.engine.gate.clear()
+    stream = served.client.responses.create(model="ensemble", input="hi", stream=True)
+    events = []
+    for event in stream:
+        events.append(event)
+        if event.type == "response.output_text.delta":
+            break
+    request_id = served.engine.submits[-1].request_id
+    failure = RequestFailed(request_id=request_id, kind="INTERNAL", text="the engine broke")
+    served.engine._peer.send(failure)
+    events += stream
+    served.engine.gate.set()
+    error, *done, failed = events[-5:]
+    assert isinstance(error, ResponseErrorEvent)
+    assert (error.type, error.code, error.param) == ("error", None, None)
+    assert error.message.endswith("the engine broke")
+    assert [event.type for event in done] == [
+        "response.output_text.done", "response.content_part.done", "response.output_item.done",
+    ]  # fmt: skip
+    assert isinstance(failed, ResponseFailedEvent)
+    ResponseFailedEvent.model_validate(failed.model_dump())
+    assert failed.response.status == "failed"
+    assert failed.response.error.code == "server_error"
+    assert failed.response.error.message == error.message
+    assert [event.sequence_number for event in events] == list(range(len(events)))
