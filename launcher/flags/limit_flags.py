@@ -44,7 +44,8 @@ def add_text_flags(parser: argparse.ArgumentParser) -> None:
     add("--max-unread-logits-bytes", type=size, default=0, metavar="BYTES",
         help="limit on the logits that streams of a front end hold until clients read them; "
         "beyond the limit the stream that holds most is ended, and likewise the last of "
-        "several unary answers (512 tokens of the largest vocabulary, at least 33554432)")  # fmt: skip
+        "several unary answers (512 tokens of the largest vocabulary, at least "
+        "33554432)")  # fmt: skip
     add("--out-of-vocabulary", choices=("refuse", "clamp"), default="refuse",
         help="prompt ids outside the vocabulary: refuse the request, or take the first or last "
         "id, for benchmarks that draw any ids (%(default)s)")  # fmt: skip
