@@ -116,7 +116,11 @@ PLACES: dict[str, Places] = {
     # A request to load is read on the loop too, up to `SHORT`.
     "decoding/tasks.py": {"FromString": SHORT},
     # ---- the short way
-    "direct/plain_request.py": {"encode": INLINE_TEXT, "tolist": INLINE_IDS},
+    "direct/direct_text.py": {"encode": ENGINE},
+    "direct/plain_request.py": {
+        "encode": INLINE_TEXT, "tolist": INLINE_IDS,
+        "decode": Limit("direct.plain_request._MAX_TEXT_BYTES", 16 * KIB),
+    },
     # ---- engines
     "engines/client.py": {"join": OPERATOR},
     "engines/group.py": _all(ENGINE, "frombuffer tolist"),
@@ -202,12 +206,14 @@ PLACES: dict[str, Places] = {
     "openai/messages.py": {"loads": INLINE_BODY, "join": INLINE_BODY},
     "openai/outputs.py": _all(ENGINE, "join sub"),
     "openai/pythonic_calls.py": _all(ENGINE, "join loads dumps"),
-    "openai/responses.py": _all(ENGINE, "json_access.dump encode"),
+    "openai/responses.py": _all(ENGINE, "json_access.dump encode join"),
     "openai/output_parser.py": _all(ENGINE, "join loads dumps encode decode"),
     "openai/server.py": {"match": HEAD, **_all(OPERATOR, "b64encode decode encode findall")},
     "openai/tool_formats.py": _all(ENGINE, "join loads dumps"),
     "openai/tools.py": {"join": OPERATOR, "dumps": INLINE_BODY, "fullmatch": INLINE_BODY},
-    "openai/tokens.py": {"tolist": INLINE_IDS, "encode": INLINE_TEXT},
+    "openai/tokens.py": {
+        **_all(INLINE_IDS, "tolist json_access.dump"), "encode": INLINE_TEXT,
+    },
     # ---- protocol
     "protocol/generate.py": {
         "json_access.parse": SHORT, "json_access.dump": SHORT, "encode": VALUE, "join": VALUE,
@@ -217,7 +223,7 @@ PLACES: dict[str, Places] = {
     },
     "protocol/infer_message.py": {"join": OPERATOR},
     "protocol/infer_response.py": {"json_access.dump": BYTES, "encode": THREAD},
-    "protocol/json_access.py": _all(SHORT, "decode encode search finditer"),
+    "protocol/json_access.py": _all(SHORT, "decode encode search finditer join"),
     "protocol/limits.py": {"encode": SHORT},
     "protocol/load_request.py": {
         "json_access.parse": SHORT, "b64decode": SHORT, "Parse": CONFIG, "fullmatch": NAME,
