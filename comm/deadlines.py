@@ -109,6 +109,8 @@ class Watchdog:
         self._on_hang = on_hang
         self._deadline = float("inf")
         self._what: Callable[[], str] = str
+        self._interrupted: tuple[Callable[[], str], float, float] | None = None
+        """The activity that waits for another one, its deadline, and the wait's begin."""
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
@@ -116,11 +118,30 @@ class Watchdog:
     def watch(self, what: Callable[[], str], timeout_s: float | None = None) -> None:
         """An activity begins; ``what()`` describes the activity in the report of a hang."""
         limit = self.hang_timeout_s if timeout_s is None else timeout_s
+        self._interrupted = None
         self._what = what
         self._deadline = time.monotonic() + limit
 
+    def interrupt(self, what: Callable[[], str], timeout_s: float) -> None:
+        """The activity waits for another one, which may take ``timeout_s``; see `resume`."""
+        now = time.monotonic()
+        if self._interrupted is None:
+            self._interrupted = self._what, self._deadline, now
+        self._watch_until(what, now + timeout_s)
+
+    def resume(self) -> None:
+        """The activity goes on: its time limit does not include the interruption."""
+        if self._interrupted is not None:
+            what, deadline, begin = self._interrupted
+            self._interrupted = None
+            self._watch_until(what, deadline + time.monotonic() - begin)
+
+    def _watch_until(self, what: Callable[[], str], deadline: float) -> None:
+        self._what, self._deadline = what, deadline
+
     def pause(self) -> None:
         """Nothing runs that could hang."""
+        self._interrupted = None
         self._deadline = float("inf")
 
     def stop(self) -> None:

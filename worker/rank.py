@@ -124,7 +124,7 @@ class RankProcess:
             from trimaran.comm.control.control_plane import connect_control
             from trimaran.worker.engine.engine import Engine
             from trimaran.worker.execution.device import select_device
-            from trimaran.worker.serving.rank_process import pin_near, watch_compilations
+            from trimaran.worker.serving.rank_process import pin_near
 
             gc.freeze()
         torch.set_num_threads(config.engine.num_threads)
@@ -143,7 +143,7 @@ class RankProcess:
         engine = Engine.load(config, topology, self._control, self._group, ranks)
         self._times.end("engine")
         if device.type == "cuda":
-            watch_compilations()
+            engine.compilations.watch(self._watchdog, config.start_timeout_s)
         waits = StepTimeouts.of(topology, self._hang_timeout_s)
         self._group.timeout_s = waits.tensor_s
         engine.links.set_timeouts(waits)

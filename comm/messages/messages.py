@@ -331,6 +331,8 @@ STATS_KEYS = (
     "num_drafts",
     "num_draft_tokens",
     *DRAFT_POSITION_KEYS,
+    "num_compiled_kernels",
+    "num_loaded_kernels",
 )
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from trimaran.kernels.build import KernelsUnavailableError, kernels_folder
+from trimaran.kernels.compilations import hooks
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,9 @@ def load_cubin(name: str, architecture: str, defines: tuple[str, ...] = ()) -> b
         if not cubin.exists():
             logger.info("compiling the kernels of %s.cu with NVRTC %s", name, version)
             partial = cubin.with_suffix(f".{os.getpid()}.partial")
-            partial.write_bytes(_compile(library, name, options))
+            with hooks.compiling(f"{name}.cu"):
+                code = _compile(library, name, options)
+            partial.write_bytes(code)
             partial.replace(cubin)
     return cubin.read_bytes()
 

@@ -133,6 +133,12 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, str]]] = {
         "position",
         dict(zip(DRAFT_POSITIONS, DRAFT_POSITION_KEYS, strict=True)),
     ),
+    "trimaran_late_kernels": (
+        "Kernels that rank 0 compiled, or read from the cache of an earlier process, after the "
+        "engine's start; each delayed a step",
+        "type",
+        {"compiled": "num_compiled_kernels", "loaded": "num_loaded_kernels"},
+    ),
     "nv_trt_llm_general_metrics": (
         "General TRT LLM metrics",
         "general_type",

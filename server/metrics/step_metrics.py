@@ -61,7 +61,7 @@ _Key = tuple[str, str]
 SUMS = (
     "iteration_counter", "paused_sequences", "paused_tokens", "kv_host_moved_blocks",
     "kv_host_loaded_blocks", "lora_loaded_adapters", "num_drafts", "num_draft_tokens",
-    *DRAFT_POSITION_KEYS,
+    *DRAFT_POSITION_KEYS, "num_compiled_kernels", "num_loaded_kernels",
 )  # fmt: skip
 """The keys of `comm.messages.STATS_KEYS` whose values only grow while an engine lives."""
 

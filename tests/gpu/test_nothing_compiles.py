@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import random
 import sys
+import threading
 
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
@@ -16,6 +19,7 @@ from tests.models.families import family_configs, one_of_each_family
 from tests.unit.worker.engine.test_every_feature import MODEL, draw
 from tests.unit.worker.lora_adapters import LINEARS, make_adapter, on_the_wire
 from tests.unit.worker.models import models
+from trimaran.comm.deadlines import Watchdog
 from trimaran.kernels.adapters import AdapterBlocks, AdapterTables, kernel_variants
 from trimaran.kernels.triton.launch import Launcher
 from trimaran.kernels.triton.lora import add_adapters, compile_adapters
@@ -26,6 +30,7 @@ from trimaran.worker.config.engine_config import (
     LoraConfig,
     SchedulerConfig,
 )
+from trimaran.worker.engine.compilations import Compilations
 
 pytestmark = pytest.mark.gpu
 
@@ -174,3 +179,31 @@ def test_kernels_of_adapters_compiled_ahead_are_those_that_steps_launch(compiled
             add_adapters(x, output, tables, blocks, first, sizes)
 
     assert names == []
+
+
+@triton.jit
+def _add_one_kernel(x, TILE: tl.constexpr):
+    places = tl.arange(0, TILE)
+    tl.store(x + places, tl.load(x + places) + 1)
+
+
+def test_a_rank_that_compiles_is_not_hung(monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(knobs.runtime, "jit_cache_hook", None)
+    monkeypatch.setattr(knobs.compilation, "listener", None)
+    x = torch.zeros(1 << 14, device="cuda")
+    _add_one_kernel[(1,)](x, TILE=128)
+    barked, compilations = threading.Event(), Compilations()
+    watchdog = Watchdog(0.3, barked.set)
+    compilations.watch(watchdog, 60.0)
+    sizes = [256 << bits for bits in range(7)]
+
+    # Together the compilations take longer than the step may.
+    watchdog.watch(lambda: "a step")
+    for size in sizes:
+        _add_one_kernel[(1,)](x, TILE=size)
+    watchdog.pause()
+    watchdog.stop()
+
+    assert not barked.is_set()
+    assert compilations.num_compiled == len(sizes)

@@ -28,6 +28,7 @@ from trimaran.comm.stages.pipeline import PipelineLinks
 from trimaran.comm.stages.world_group import WorldGroup
 from trimaran.comm.topology import ParallelLayout
 from trimaran.worker.config.engine_config import RankConfig
+from trimaran.worker.engine.compilations import Compilations
 from trimaran.worker.engine.input_processor import GuidedRequests, request_from
 from trimaran.worker.engine.interfaces import EngineStep, engine_parts
 from trimaran.worker.engine.loading import LoadedEngine, load_engine
@@ -98,7 +99,8 @@ class Engine:
         self.times = StepTimes()
         self._is_overlapped = self.depth > 1 and topology.pp_size == 1
         self._timing = PlanTiming(self._is_overlapped and self.device.type == "cuda")
-        self._stats = EngineStats(loaded, self.scheduler, self.times)
+        self.compilations = Compilations()
+        self._stats = EngineStats(loaded, self.scheduler, self.times, self.compilations)
         self._expert_reports = ExpertReports(loaded.expert_loads, control, loaded.links)
 
     # ---- life ----------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from trimaran.comm.messages.messages import STATS_KEYS, StepOutput
+from trimaran.worker.engine.compilations import Compilations
 from trimaran.worker.engine.interfaces import EngineStep, StepScheduler
 from trimaran.worker.engine.loading import LoadedEngine
 from trimaran.worker.requests.request import Sequence
@@ -158,11 +159,16 @@ class EngineStats:
     """The gauges of the last step, for metrics. An idle engine reports no request."""
 
     def __init__(
-        self, loaded: LoadedEngine, scheduler: StepScheduler, times: StepTimes
+        self,
+        loaded: LoadedEngine,
+        scheduler: StepScheduler,
+        times: StepTimes,
+        compilations: Compilations,
     ) -> None:
         self._loaded = loaded
         self._scheduler = scheduler
         self._times = times
+        self._compilations = compilations
         self._process = psutil.Process()
         self._last: EngineStep | None = None
         self._num_active = 0
@@ -186,6 +192,7 @@ class EngineStats:
             "timestamp_us": time.time_ns() // 1000,
             **self._times.values(),
             **self._scheduler.draft_counts.values(),
+            **self._compilations.values(),
         }
         assert values.keys() == set(STATS_KEYS)
         return values

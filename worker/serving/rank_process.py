@@ -1,4 +1,4 @@
-"""The process of a rank: CPU affinity, garbage collection, start times, late compilation."""
+"""The process of a rank: CPU affinity, garbage collection, start times."""
 
 from __future__ import annotations
 
@@ -114,26 +114,6 @@ class GarbageCollection:
         if now - self._last >= period_s:
             gc.collect()
             self._last = time.monotonic()
-
-
-def watch_compilations() -> None:
-    """From now on log each Triton kernel that this process compiles or loads.
-
-    The warm-up runs all kernels that it knows. A kernel that is compiled later delays one step;
-    the next start finds it in Triton's cache.
-    """
-    # Imported late, because a CPU needs no Triton.
-    from triton import knobs
-
-    knobs.compilation.listener = _log
-
-
-def _log(*, metadata: dict[str, Any], times: Any, cache_hit: bool, **_: object) -> None:
-    name, seconds = metadata.get("name", "?"), times.total / 1e6
-    if cache_hit:
-        logger.debug("kernel %s read from the cache while serving in %.2f s", name, seconds)
-    else:
-        logger.warning("kernel %s compiled while serving, which took %.1f s", name, seconds)
 
 
 class StartTimes:

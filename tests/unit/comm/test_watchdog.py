@@ -67,3 +67,31 @@ def test_an_activity_may_have_a_limit_of_its_own():
 
     assert not barked.wait(0.3)
     watchdog.stop()
+
+
+def test_an_activity_that_waits_for_another_one_has_the_time_limit_of_that_one(caplog):
+    barked = threading.Event()
+    watchdog = Watchdog(0.1, barked.set)
+    watchdog.watch(lambda: "a step")
+    watchdog.interrupt(lambda: "a compilation", 0.4)
+
+    with caplog.at_level(logging.ERROR):
+        assert barked.wait(60.0)
+    watchdog.stop()
+
+    assert "a compilation did not end" in caplog.text
+
+
+def test_an_interruption_does_not_count_to_an_activitys_time_limit(caplog):
+    barked = threading.Event()
+    watchdog = Watchdog(0.4, barked.set)
+    watchdog.watch(lambda: "a step")
+    watchdog.interrupt(lambda: "a compilation", 60.0)
+    assert not barked.wait(1.0)
+    watchdog.resume()
+
+    with caplog.at_level(logging.ERROR):
+        assert barked.wait(60.0)
+    watchdog.stop()
+
+    assert "a step did not end" in caplog.text

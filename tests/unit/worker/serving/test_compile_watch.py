@@ -3,6 +3,11 @@
 import os
 import subprocess
 import sys
+import threading
+
+from trimaran.comm.deadlines import Watchdog
+from trimaran.kernels.compilations import hooks
+from trimaran.worker.engine.compilations import Compilations
 
 SCRIPT = """
 import logging
@@ -10,7 +15,7 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from trimaran.worker.serving.rank_process import watch_compilations
+from trimaran.worker.engine.compilations import Compilations
 
 @triton.jit
 def add_one(x, n, SIZE: tl.constexpr):
@@ -24,9 +29,11 @@ def make(size):
 
 logging.basicConfig(level=logging.DEBUG, format="%(levelname)s %(message)s")
 make(32)
-watch_compilations()
+compilations = Compilations()
+compilations.watch(None, 60.0)
 make(32)
 make(64)
+print(compilations.values())
 """
 
 
@@ -38,7 +45,40 @@ def test_a_kernel_that_delays_a_step_is_named(tmp_path):
         [sys.executable, "-P", script], env=env, capture_output=True, text=True, timeout=100
     )
     assert done.returncode == 0, done.stderr
+    assert done.stdout == "{'num_compiled_kernels': 1, 'num_loaded_kernels': 1}\n"
     lines = [line for line in done.stderr.splitlines() if "kernel" in line]
     assert len(lines) == 2
     assert lines[0].startswith("DEBUG kernel add_one read from the cache while serving")
     assert lines[1].startswith("WARNING kernel add_one compiled while serving, which took")
+
+
+def test_a_rank_that_compiles_is_not_hung(monkeypatch):
+    barked = threading.Event()
+    watchdog = Watchdog(0.2, barked.set)
+    compilations = Compilations()
+    monkeypatch.setattr(hooks, "_listener", None)
+    compilations.watch(watchdog, 60.0)
+    watchdog.watch(lambda: "a step")
+
+    with hooks.compiling("attention.cu"):
+        assert not barked.wait(0.8)
+
+    # The step itself may still hang.
+    assert barked.wait(60.0)
+    watchdog.stop()
+    assert compilations.num_compiled == 1
+
+
+def test_kernels_that_other_threads_compile_ahead_do_not_count(monkeypatch):
+    compilations = Compilations()
+    monkeypatch.setattr(hooks, "_listener", compilations)
+
+    def compile_ahead():
+        with hooks.compiling("attention.cu"):
+            pass
+
+    thread = threading.Thread(target=compile_ahead)
+    thread.start()
+    thread.join()
+
+    assert compilations.num_compiled == 0
