@@ -83,7 +83,7 @@ class ScriptedEngine:
     """
 
     def __init__(self, script: Script, *, max_per_step: int = 1) -> None:
-        self._script = script
+        self.script = script
         self._random = random.Random(7)
         self._max_per_step = max_per_step
         self._frames = FrameBuffer()
@@ -171,7 +171,7 @@ class ScriptedEngine:
             if self.takes_adapters and "weights" in (message.adapter or {}):
                 task, digest = message.adapter_id, message.adapter["digest"]
                 self.send(AdapterTaken(adapter_id=task, digest=digest))
-            ids = self._script(message)[: message.sampling.get("max_tokens", 16)]
+            ids = self.script(message)[: message.sampling.get("max_tokens", 16)]
             done = unpack_ids(message.output_ids).tolist()
             assert done == ids[: len(done)]
             self._answers[message.request_id] = ids

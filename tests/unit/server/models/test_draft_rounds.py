@@ -182,6 +182,33 @@ async def test_a_stop_request_ends_the_rounds_while_the_draft_model_runs(serve, 
     assert len(target.submits) <= 1
 
 
+async def test_rounds_go_on_where_an_engine_died(serve, tmp_path):
+    async with two_models(serve, tmp_path, lambda i: i % 4 == 3) as (served, target, draft):
+        (plain,) = await served.texts("tensorrt_llm_bls", **REQUEST)
+        answer = target.script
+        target.submits.clear()
+        for engine in (target, draft):
+            engine.gate.clear()
+        running = asyncio.ensure_future(
+            served.texts("tensorrt_llm_bls", **REQUEST, num_draft_tokens=3)
+        )
+        await draft.until(lambda: draft.submits)
+        draft.gate.set()
+        await target.until(lambda: target.submits)
+        # The target dies in the middle of its first verify, two ids of which are known.
+        target.step()
+        target.step()
+        await target.until(lambda: target.num_live)
+        await target.end()
+        again = await served.dial(answer, incarnation=1)
+        (text,) = await running
+
+    assert text == plain
+    first = again.submits[0]
+    assert (len(first.output_ids) // 4, len(first.draft_token_ids)) == (2, 3)
+    assert first.ends_after_drafts
+
+
 async def test_rounds_end_where_the_draft_model_has_no_more_room(serve, tmp_path):
     async with two_models(serve, tmp_path, draft_facts={"max_seq_len": 12}) as (
         served,
@@ -205,7 +232,7 @@ async def test_drafts_outside_the_targets_vocabulary_are_left_out(serve, tmp_pat
         target,
         draft,
     ):
-        draft._script = lambda submit: [*unpack_ids(submit.output_ids).tolist(), 650, 650]
+        draft.script = lambda submit: [*unpack_ids(submit.output_ids).tolist(), 650, 650]
         (text,) = await served.texts("tensorrt_llm_bls", **REQUEST, num_draft_tokens=3)
 
     assert ANSWER in text
