@@ -21,6 +21,11 @@ from trimaran.builder.foreign_flags import (
 )
 from trimaran.builder.gguf_tokenizer import tokenizer_files, write_files
 from trimaran.builder.journal import empty
+from trimaran.builder.kv_cache import (
+    add_kv_cache_flags,
+    with_kv_cache_dtype,
+    write_kv_scales,
+)
 from trimaran.builder.output_folder import check_replaceable, replaced_folder, say_done
 from trimaran.builder.settings import (
     add_checkpoint_flags,
@@ -47,6 +52,7 @@ def add_arguments(parser: FlagSink) -> None:
     what = "a Hugging Face folder, a GGUF file, or the result of `convert`"
     add_checkpoint_flags(parser, what, "engine_outputs")
     add_model_flags(parser)
+    add_kv_cache_flags(parser)
     for name, text in (
         ("max-batch-size", "requests in one step (2048)"),
         ("max-input-len", "longest prompt (1024)"),
@@ -77,7 +83,7 @@ def _build(args: argparse.Namespace) -> int:
     source = load_source(args.checkpoint, args.quantization)
     _say_tokenizer(args.checkpoint)
     mapping = rank_mapping(args, source)
-    config = pretrained_config(args, source)
+    config = with_kv_cache_dtype(args, source, pretrained_config(args, source))
     limits = build_config(args, config, plugin_values(args))
     tokenizer = tokenizer_files(source)
     if args.dry_run:
@@ -90,6 +96,7 @@ def _build(args: argparse.Namespace) -> int:
         return 0
     with replaced_folder(args.output) as folder:
         shards = _shards(args, source, config, mapping, folder)
+        write_kv_scales(args, source, config, folder)
         write_files(folder, tokenizer)
         write_config(folder, engine_values(config, mapping, limits, shards))
         EngineFolder.load(folder, check_weights=not args.save_config_only)

@@ -16,6 +16,11 @@ from trimaran.builder.foreign_flags import (
 )
 from trimaran.builder.gguf_tokenizer import tokenizer_files, write_files
 from trimaran.builder.journal import empty
+from trimaran.builder.kv_cache import (
+    add_kv_cache_flags,
+    with_kv_cache_dtype,
+    write_kv_scales,
+)
 from trimaran.builder.output_folder import replaced_folder, say_done
 from trimaran.builder.settings import (
     OtherNames,
@@ -44,6 +49,7 @@ def add_arguments(parser: FlagSink) -> None:
     what = "a Hugging Face folder or a GGUF file"
     add_checkpoint_flags(parser, what, "tllm_checkpoint", _OLDER_NAMES)
     add_model_flags(parser, _OLDER_NAMES)
+    add_kv_cache_flags(parser)
     parser.add_argument("-tp", "--tensor-parallelism", type=positive, metavar="N",
                         help="as --tp-size, into the output's folder N-gpu")  # fmt: skip
     parser.hide("tensor_parallelism")
@@ -66,7 +72,7 @@ def _convert(args: argparse.Namespace) -> int:
             f"with `trimaran build --checkpoint-dir {args.checkpoint}`."
         )
     mapping = rank_mapping(args, source)
-    config = pretrained_config(args, source)
+    config = with_kv_cache_dtype(args, source, pretrained_config(args, source))
     tokenizer = tokenizer_files(source)
     with replaced_folder(args.output) as folder:
         shards: ShardTable = []
@@ -76,6 +82,7 @@ def _convert(args: argparse.Namespace) -> int:
             from trimaran.builder.shards import write_shards  # imports torch
 
             shards = write_shards(source, config, mapping, folder, args.workers)
+        write_kv_scales(args, source, config, folder)
         write_files(folder, tokenizer)
         write_config(folder, checkpoint_values(config, mapping, shards))
         EngineFolder.load(folder, check_weights=not args.save_config_only)

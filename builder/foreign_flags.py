@@ -57,15 +57,14 @@ def _refused(
 
 CONVERT_FLAGS = (
     *_refused("use_weight_only smoothquant use_qserve use_nvfp4", _QUANTIZED),
-    *_refused("int8_kv_cache fp8_kv_cache", "the KV cache has the model's dtype; remove it"),
     *_refused("quant_ckpt_path", _QUANTIZED),
     *_refused("meta_ckpt_dir", "convert Meta's files to a Hugging Face folder and name that"),
     *_refused("cp_size", "context parallelism is not served; it must be 1", ("1",)),
     *_refused("model_type nougat", "encoder-decoder models are not served"),
     *_refused("rotary_scaling", "it comes from the checkpoint's config.json; change it there"),
     *_ignored(
-        "weight_only_precision per_group group_size per_channel per_token calib_dataset "
-        "calib_size use_parallel_embedding embedding_sharding_dim use_embedding_sharing "
+        "weight_only_precision per_group group_size per_channel per_token "
+        "use_parallel_embedding embedding_sharding_dim use_embedding_sharing "
         "load_by_shard load_model_on_cpu"
     ),
 )

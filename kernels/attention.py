@@ -38,7 +38,17 @@ class AttentionSpec:
     ``scale``; None for no bias. P is at least the tokens of any sequence.
     """
 
+    kv_scales: Tensor | None = field(default=None, repr=False)
+    """float32 [4, K] of `kv_quantization.head_scales` for a cache of one byte a number; None
+    for a cache in the dtype of queries.
+    """
+
     def __post_init__(self) -> None:
+        if self.kv_scales is not None and self.latent_size:
+            raise ValueError(
+                f"attention takes no kv_scales with a latent_size ({self.latent_size}). Leave "
+                "out the scales."
+            )
         if self.position_bias is not None and (self.soft_cap or self.latent_size):
             raise ValueError(
                 f"attention takes no position_bias with a soft_cap ({self.soft_cap}) or a "

@@ -198,6 +198,7 @@ class Ops(Protocol):
         kv_cache: Tensor,
         slots: Tensor,
         is_neox: bool = True,
+        scales: Tensor | None = None,
     ) -> None:
         """Rotate query and key heads in place, then `write_kv` keys and values.
 
@@ -226,9 +227,20 @@ class Ops(Protocol):
         """
         ...
 
-    def write_kv(self, key: Tensor, value: Tensor, kv_cache: Tensor, slots: Tensor) -> None:
+    def write_kv(
+        self,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        slots: Tensor,
+        scales: Tensor | None = None,
+    ) -> None:
         """Store each token's key and value [T, K, H] at the token's slot of ``kv_cache``
-        [blocks, 2, B, K, H]."""
+        [blocks, 2, B, K, H].
+
+        ``scales`` [4, K] quantizes them for a cache of one byte a number, see
+        `kv_quantization.quantize_heads`.
+        """
         ...
 
     def rotated_attention(
@@ -259,7 +271,8 @@ class Ops(Protocol):
         ``query`` is [T, N, H] and ``kv_cache`` [blocks, 2, B, K, H], with any strides. The
         queries of sequence s are the last ``query_start_loc[s + 1] - query_start_loc[s]``
         tokens of s. Scores are float32. The result is [T, N, H]. With a ``latent_size`` L,
-        ``kv_cache`` is [blocks, 1, B, 1, H] and the result [T, N, L].
+        ``kv_cache`` is [blocks, 1, B, 1, H] and the result [T, N, L]. With ``kv_scales``,
+        ``kv_cache`` holds quantized numbers.
         """
         ...
 

@@ -12,6 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec, LatentHeads
+from trimaran.kernels.kv_quantization import (
+    KEY,
+    KEY_INVERSE,
+    VALUE,
+    VALUE_INVERSE,
+    as_bytes,
+    quantize_heads,
+)
 from trimaran.kernels.routing import ExpertCounter, ExpertRouting, ExpertSlotTable
 
 # Shapes: T tokens, D and E widths, S sequences, M blocks of the longest sequence, Q queries
@@ -247,10 +255,12 @@ def rope_and_cache(
     kv_cache: Tensor,
     slots_T: Tensor,
     is_neox: bool = True,
+    scales_4K: Tensor | None = None,
 ) -> None:
     num_kv = kv_cache.shape[3]
     rotate(heads_TAH[:, :-num_kv], cos_sin_PR, positions_T, is_neox)
-    write_kv(heads_TAH[:, -2 * num_kv : -num_kv], heads_TAH[:, -num_kv:], kv_cache, slots_T)
+    key_TKH, value_TKH = heads_TAH[:, -2 * num_kv : -num_kv], heads_TAH[:, -num_kv:]
+    write_kv(key_TKH, value_TKH, kv_cache, slots_T, scales_4K)
 
 
 def rope_and_cache_latent(
@@ -271,8 +281,18 @@ def rope_and_cache_latent(
     kv_cache[:, 0, :, 0][blocks, slots_T - blocks * block_size] = vectors_TH
 
 
-def write_kv(key_TKH: Tensor, value_TKH: Tensor, kv_cache: Tensor, slots_T: Tensor) -> None:
-    block_size = kv_cache.shape[2]
+def write_kv(
+    key_TKH: Tensor,
+    value_TKH: Tensor,
+    kv_cache: Tensor,
+    slots_T: Tensor,
+    scales_4K: Tensor | None = None,
+) -> None:
+    block_size, dtype = kv_cache.shape[2], kv_cache.dtype
+    if scales_4K is not None:
+        key_TKH = quantize_heads(key_TKH, scales_4K[KEY_INVERSE], dtype)
+        value_TKH = quantize_heads(value_TKH, scales_4K[VALUE_INVERSE], dtype)
+        kv_cache, key_TKH, value_TKH = map(as_bytes, (kv_cache, key_TKH, value_TKH))
     blocks = torch.div(slots_T, block_size, rounding_mode="floor")
     offsets = slots_T - blocks * block_size
     kv_cache[:, 0][blocks, offsets] = key_TKH
@@ -351,9 +371,12 @@ def _gather_kv(
     starts = torch.arange(num_blocks, device=kv_cache.device) * block_size
     tables = block_tables[:, :num_blocks].long()
     tables = torch.where(starts < seq_lens[:, None], tables, 0)
-    gathered = kv_cache[tables]
+    gathered = as_bytes(kv_cache)[tables].view(kv_cache.dtype)
     keys = gathered[:, :, 0].flatten(1, 2).float()
     values = gathered[:, :, -1].flatten(1, 2).float()
+    if spec.kv_scales is not None:
+        keys = keys * spec.kv_scales[KEY][:, None]
+        values = values * spec.kv_scales[VALUE][:, None]
     tokens = torch.arange(keys.shape[1], device=kv_cache.device)
     # Blocks without an owner and other sequences' blocks may hold NaN; zero times NaN is NaN.
     is_outside = tokens >= seq_lens[:, None]

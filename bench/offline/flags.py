@@ -19,6 +19,7 @@ from trimaran.worker.config.engine_config import (
     SchedulerConfig,
 )
 from trimaran.worker.config.experts_config import ExpertsConfig
+from trimaran.worker.config.kv_cache_dtype import KV_CACHE_DTYPES
 from trimaran.worker.config.parallel_sizes import expert_sizes
 from trimaran.worker.config.quantization import FP8_METHODS
 
@@ -57,6 +58,10 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     )
     quantized = "of float weights; no limit is reported then (none)"
     add("--quantization", choices=("none", *FP8_METHODS), default="none", help=quantized)
+    stored = "of keys and values: fp8, int8 or the model's (auto: as the folder says)"
+    add(
+        "--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto", metavar="TYPE", help=stored
+    )
     add("--threads", type=workers, default=1, metavar="N", help="of a rank on the CPU (1)")
     add(
         "--tp-size",
@@ -175,5 +180,9 @@ def engine_config(args: argparse.Namespace, folder: str, loads: list[Load]) -> E
             policy="max_utilization",
             depth=args.depth,
         ),
-        cache=CacheConfig(enable_block_reuse=False, host_bytes=int(args.kv_host_gib * 2**30)),
+        cache=CacheConfig(
+            enable_block_reuse=False,
+            host_bytes=int(args.kv_host_gib * 2**30),
+            dtype=args.kv_cache_dtype,
+        ),
     )

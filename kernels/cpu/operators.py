@@ -22,6 +22,8 @@ from trimaran.kernels.routing import ExpertCounter, ExpertRouting, ExpertSlotTab
 # Shapes: T tokens, D and E widths, N query heads, K key-value heads, H head size.
 
 _GELU_NAMES = ("gelu_new", "gelu_pytorch_tanh")
+_CACHE_CODES = {torch.float8_e4m3fn: 1, torch.int8: 2}
+"""The kernels' numbers of caches of one byte a number; 0: a cache in the queries' dtype."""
 
 
 class CpuOps:
@@ -44,7 +46,7 @@ class CpuOps:
         self._activation = Kernel(library, "trimaran_activation", "6q")
         self._rotate = Kernel(library, "trimaran_rotate", "8q")
         self._write_kv = Kernel(library, "trimaran_write_kv", "11q")
-        self._attention = Kernel(library, "trimaran_attention", "20q2d")
+        self._attention = Kernel(library, "trimaran_attention", "22q2d")
         library.trimaran_has_amx.restype = ctypes.c_long
         library.trimaran_set_num_threads.argtypes = [ctypes.c_long]
         library.trimaran_set_num_threads(num_threads)
@@ -251,6 +253,7 @@ class CpuOps:
         kv_cache: Tensor,
         slots: Tensor,
         is_neox: bool = True,
+        scales: Tensor | None = None,
     ) -> None:
         """Torch rotates partial heads and pairs of neighbouring dims."""
         num_kv = kv_cache.shape[3]
@@ -258,7 +261,8 @@ class CpuOps:
             self.rotate(heads[:, :-num_kv], cos_sin, positions)
         else:
             reference.rotate(heads[:, :-num_kv], cos_sin, positions, is_neox)
-        self.write_kv(heads[:, -2 * num_kv : -num_kv], heads[:, -num_kv:], kv_cache, slots)
+        key, value = heads[:, -2 * num_kv : -num_kv], heads[:, -num_kv:]
+        self.write_kv(key, value, kv_cache, slots, scales)
 
     def rope_and_cache_latent(
         self,
@@ -276,7 +280,18 @@ class CpuOps:
             query, latent, key, cos_sin, positions, kv_cache, slots, is_neox
         )
 
-    def write_kv(self, key: Tensor, value: Tensor, kv_cache: Tensor, slots: Tensor) -> None:
+    def write_kv(
+        self,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        slots: Tensor,
+        scales: Tensor | None = None,
+    ) -> None:
+        """Torch quantizes."""
+        if scales is not None:
+            reference.write_kv(key, value, kv_cache, slots, scales)
+            return
         tokens, heads, head_size = key.shape
         self._write_kv(
             self._code, key.data_ptr(), value.data_ptr(), kv_cache.data_ptr(),
@@ -300,7 +315,7 @@ class CpuOps:
         tokens, heads, head_size = query.shape
         value_size = spec.latent_size or head_size
         output = torch.empty((tokens, heads, value_size), dtype=self._dtype)
-        tables, bias = metadata.block_tables, spec.position_bias
+        tables, bias, scales = metadata.block_tables, spec.position_bias, spec.kv_scales
         self._attention(
             self._code, query.data_ptr(), kv_cache.data_ptr(), output.data_ptr(),
             metadata.query_start_loc.data_ptr(), metadata.seq_lens.data_ptr(),
@@ -308,7 +323,8 @@ class CpuOps:
             head_size, kv_cache.shape[2], query.stride(0), kv_cache.stride(0),
             tables.stride(0), spec.window, spec.num_sinks if spec.window else 0,
             spec.latent_size, 0 if bias is None else bias.data_ptr(),
-            0 if bias is None else bias.stride(0), spec.scale, spec.soft_cap,
+            0 if bias is None else bias.stride(0), _CACHE_CODES.get(kv_cache.dtype, 0),
+            0 if scales is None else scales.data_ptr(), spec.scale, spec.soft_cap,
         )  # fmt: skip
         return output
 

@@ -17,11 +17,36 @@ from trimaran.kernels.triton.launch import Launcher, num_tiles, padded_size
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _inverse_of(scales, head, mask, num_kv, HAS_SCALES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The inverse scales of heads: those of all keys, then of all values, behind the scales."""
+    inverse = 1.0
+    if HAS_SCALES:
+        inverse = tl.load(scales + 2 * num_kv + head, mask=mask, other=0.0)
+    return inverse
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _stored(value, inverse, element, HAS_SCALES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A key or value as the cache holds it, see `kv_quantization.quantize_heads`."""
+    if HAS_SCALES:
+        value = value.to(tl.float32) * inverse
+        if element == tl.int8:
+            # The sum has no bits behind the point: it rounds to even.
+            value = tl.minimum(tl.maximum(value, -127.0), 127.0)
+            value = (value + 12582912.0) - 12582912.0
+        else:
+            value = tl.minimum(tl.maximum(value, -448.0), 448.0)
+        value = value.to(element)
+    return value
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _rope_and_cache_kernel(  # type: ignore[no-untyped-def]
-    heads, cos_sin, positions, cache, slots, token_stride, num_queries, num_kv,
+    heads, cos_sin, positions, cache, slots, scales, token_stride, num_queries, num_kv,
     block_stride, kind_stride, place_stride, head_stride, BLOCK: tl.constexpr,
     HEAD_SIZE: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr, REST: tl.constexpr,
-    HEADS: tl.constexpr, IS_NEOX: tl.constexpr, OVERLAPS: tl.constexpr,
+    HEADS: tl.constexpr, IS_NEOX: tl.constexpr, HAS_SCALES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Program (t, g) handles the g-th ``HEADS`` heads of token t, of any kind."""
     token = tl.program_id(0).to(tl.int64)
@@ -39,9 +64,10 @@ def _rope_and_cache_kernel(  # type: ignore[no-untyped-def]
     target = cache + slot // BLOCK * block_stride + slot % BLOCK * place_stride
     target += (kind * kind_stride + (kv_head - kind * num_kv) * head_stride)[:, None]
     source = heads + token * token_stride + head[:, None] * HEAD_SIZE
+    inverse = _inverse_of(scales, kv_head[:, None], is_cached, num_kv, HAS_SCALES)
     if OVERLAPS:
         gdc_wait()
-    element = heads.dtype.element_ty
+    element, in_cache = heads.dtype.element_ty, cache.dtype.element_ty
     # Heads are loaded before their angles, whose address is known only with the position.
     is_pair = (pairs < HALF)[None, :]
     dims = tl.arange(0, 2 * PADDED)[None, :]
@@ -61,23 +87,28 @@ def _rope_and_cache_kernel(  # type: ignore[no-untyped-def]
     if IS_NEOX:
         tl.store(source + pairs[None, :], near, mask=is_rotated & is_pair)
         tl.store(source + HALF + pairs[None, :], far, mask=is_rotated & is_pair)
+        near = _stored(near, inverse, in_cache, HAS_SCALES)
+        far = _stored(far, inverse, in_cache, HAS_SCALES)
         tl.store(target + pairs[None, :], near, mask=is_cached & is_pair)
         tl.store(target + HALF + pairs[None, :], far, mask=is_cached & is_pair)
     else:
         both = tl.reshape(tl.join(near, far), [HEADS, 2 * PADDED])
         tl.store(source + dims, both, mask=is_rotated & is_dim)
+        both = _stored(both, inverse, in_cache, HAS_SCALES)
         tl.store(target + dims, both, mask=is_cached & is_dim)
     if REST > 0:
         behind = 2 * HALF + tl.arange(0, REST)[None, :]
         is_kept = is_cached & (behind < HEAD_SIZE)
-        tl.store(target + behind, tl.load(source + behind, mask=is_kept), mask=is_kept)
+        rest = tl.load(source + behind, mask=is_kept, other=0.0)
+        tl.store(target + behind, _stored(rest, inverse, in_cache, HAS_SCALES), mask=is_kept)
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _write_kv_kernel(  # type: ignore[no-untyped-def]
-    key, value, cache, slots, key_stride, value_stride, num_kv, block_stride, kind_stride,
-    place_stride, head_stride, BLOCK: tl.constexpr, HEAD_SIZE: tl.constexpr,
-    PADDED: tl.constexpr, HEADS: tl.constexpr, OVERLAPS: tl.constexpr,
+    key, value, cache, slots, scales, key_stride, value_stride, num_kv, block_stride,
+    kind_stride, place_stride, head_stride, BLOCK: tl.constexpr, HEAD_SIZE: tl.constexpr,
+    PADDED: tl.constexpr, HEADS: tl.constexpr, HAS_SCALES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Program (t, g) stores the g-th ``HEADS`` heads of token t's key and value."""
     token = tl.program_id(0).to(tl.int64)
@@ -90,10 +121,15 @@ def _write_kv_kernel(  # type: ignore[no-untyped-def]
     target = cache + slot // BLOCK * block_stride + slot % BLOCK * place_stride
     target += head * head_stride + dims
     source = head * HEAD_SIZE + dims
+    element = cache.dtype.element_ty
+    of_keys = _inverse_of(scales, head, head < num_kv, num_kv, HAS_SCALES)
+    of_values = _inverse_of(scales, num_kv + head, head < num_kv, num_kv, HAS_SCALES)
     if OVERLAPS:
         gdc_wait()
-    k = tl.load(key + token * key_stride + source, mask=is_value)
-    v = tl.load(value + token * value_stride + source, mask=is_value)
+    k = tl.load(key + token * key_stride + source, mask=is_value, other=0.0)
+    v = tl.load(value + token * value_stride + source, mask=is_value, other=0.0)
+    k = _stored(k, of_keys, element, HAS_SCALES)
+    v = _stored(v, of_values, element, HAS_SCALES)
     tl.store(target, k, mask=is_value)
     tl.store(target + kind_stride, v, mask=is_value)
 
@@ -109,13 +145,14 @@ def rope_and_cache(
     kv_cache: Tensor,
     slots_T: Tensor,
     is_neox: bool = True,
+    scales_4K: Tensor | None = None,
 ) -> None:
     """Rotate query and key heads in place and store keys and values at their slots.
 
     ``heads`` is a view of the product: queries, then keys, then values, contiguous except for
     the stride of tokens. ``kv_cache`` is [blocks, 2, B, K, H] with any strides except a last
     stride of 1. The first R dims of a head are rotated: by halves (``is_neox``), or by pairs of
-    neighbours. Safe under CUDA graph capture.
+    neighbours. ``scales`` quantizes keys and values. Safe under CUDA graph capture.
 
     Positions and slots are read before the preceding kernel has ended. A kernel between the
     writer of positions and slots and this kernel must first wait for the writer, and then let
@@ -127,27 +164,34 @@ def rope_and_cache(
     chunk = min(max(1024 // padded, 1), padded_size(all_heads))
     rest = head_size - 2 * half
     args = (
-        heads_TAH, cos_sin_PR, positions_T, kv_cache, slots_T, heads_TAH.stride(0),
+        heads_TAH, cos_sin_PR, positions_T, kv_cache, slots_T,
+        cos_sin_PR if scales_4K is None else scales_4K, heads_TAH.stride(0),
         all_heads - 2 * num_kv, num_kv, *kv_cache.stride()[:4],
     )  # fmt: skip
     constants = (
         kv_cache.shape[2], head_size, half, padded,
-        padded_size(rest) if rest else 0, chunk, is_neox,
+        padded_size(rest) if rest else 0, chunk, is_neox, scales_4K is not None,
     )  # fmt: skip
     _rope_and_cache((tokens, num_tiles(all_heads, chunk)), args, constants)
 
 
-def write_kv(key_TKH: Tensor, value_TKH: Tensor, kv_cache: Tensor, slots_T: Tensor) -> None:
+def write_kv(
+    key_TKH: Tensor,
+    value_TKH: Tensor,
+    kv_cache: Tensor,
+    slots_T: Tensor,
+    scales_4K: Tensor | None = None,
+) -> None:
     """Store each token's key and value at its slot of ``kv_cache`` [blocks, 2, B, K, H].
 
-    Strides and slots as for `rope_and_cache`.
+    Strides, slots and scales as for `rope_and_cache`.
     """
     tokens, num_kv, head_size = key_TKH.shape
     padded = padded_size(head_size)
     chunk = min(max(2048 // padded, 1), padded_size(num_kv))
     args = (
-        key_TKH, value_TKH, kv_cache, slots_T, key_TKH.stride(0), value_TKH.stride(0), num_kv,
-        *kv_cache.stride()[:4],
+        key_TKH, value_TKH, kv_cache, slots_T, slots_T if scales_4K is None else scales_4K,
+        key_TKH.stride(0), value_TKH.stride(0), num_kv, *kv_cache.stride()[:4],
     )  # fmt: skip
-    constants = (kv_cache.shape[2], head_size, padded, chunk)
+    constants = (kv_cache.shape[2], head_size, padded, chunk, scales_4K is not None)
     _write_kv((tokens, num_tiles(num_kv, chunk)), args, constants)

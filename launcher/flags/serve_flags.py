@@ -18,6 +18,7 @@ from trimaran.launcher.flags.openai_flags import add_openai_flags
 from trimaran.launcher.flags.parser import FlagParser
 from trimaran.launcher.flags.step_flags import add_step_flags
 from trimaran.launcher.flags.triton_flags import add_triton_flags
+from trimaran.worker.config.kv_cache_dtype import FLOATS, KV_CACHE_DTYPES
 from trimaran.worker.config.quantization import FP8_METHODS
 
 DEFAULT_LOG_FILE = "triton_log.txt"
@@ -92,6 +93,7 @@ _RARE = (
     "moe_redundant_experts",
     "load_format",
     "quantization",
+    "kv_cache_dtype",
     "skip_weight_verification",
     "tokens_per_block",
     "expected_output_tokens",
@@ -229,27 +231,15 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
         "--device", default="auto", choices=("auto", "cpu", "cuda"),
         help="auto: a GPU if there is one",
     )  # fmt: skip
+    _add_dtype_flags(parser)
     add(
-        "--dtype",
-        default="auto",
-        choices=("auto", "float32", "float16", "bfloat16"),
-        help="of the weights in memory (the folder's)",
-    )
-    add(
-        "--quantization", default="none", choices=("none", *FP8_METHODS),
-        help="of a Hugging Face folder's float weights as they are loaded",
+        "--load-format", default="auto", choices=("auto", "random"),
+        help="random: weights made on the device, no files read",
     )  # fmt: skip
     add(
-        "--load-format",
-        default="auto",
-        choices=("auto", "random"),
-        help="random: weights made on the device, no files read",
-    )
-    add(
-        "--skip-weight-verification",
-        action="store_true",
+        "--skip-weight-verification", action="store_true",
         help="load weights without a comparison with their checksums",
-    )
+    )  # fmt: skip
     for flag, what in (
         ("--max-batch-size", "sequences in flight at once"),
         ("--max-num-tokens", "tokens a step computes at most"),
@@ -277,6 +267,22 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
         help="CPU threads a rank (default: the cores shared out)",
     )
     add_step_flags(parser)
+
+
+def _add_dtype_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--dtype", default="auto", choices=("auto", *FLOATS),
+        help="of the weights in memory (the folder's)",
+    )  # fmt: skip
+    add(
+        "--quantization", default="none", choices=("none", *FP8_METHODS),
+        help="of a Hugging Face folder's float weights as they are loaded",
+    )  # fmt: skip
+    add(
+        "--kv-cache-dtype", default="auto", choices=KV_CACHE_DTYPES, metavar="TYPE",
+        help="fp8, int8 or the model's; auto: as the folder says",
+    )  # fmt: skip
 
 
 def _add_size_flags(parser: argparse.ArgumentParser) -> None:

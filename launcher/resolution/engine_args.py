@@ -24,7 +24,9 @@ from trimaran.worker.config.engine_config import (
 from trimaran.worker.config.engine_folder import EngineFolder, FolderKind
 from trimaran.worker.config.experts_config import ExpertsConfig
 from trimaran.worker.config.host_limits import usable_cores
+from trimaran.worker.config.kv_cache_dtype import check_scales_exist, resolve_kv_cache_dtype
 from trimaran.worker.config.parallel_sizes import RequestedSizes, layout_of
+from trimaran.worker.config.shard_file import read_tensor_entries
 from trimaran.worker.config.speculation_config import SpeculationConfig
 
 _BATCHING = {
@@ -62,6 +64,7 @@ class EngineFlags:
     dtype: str = "auto"
     load_format: str = "auto"
     quantization: str = "none"
+    kv_cache_dtype: str = "auto"
     verify_weights: bool = True
     max_batch_size: int | None = None
     max_num_tokens: int | None = None
@@ -105,6 +108,7 @@ def engine_config(
     engine_dir = _engine_dir(model)
     folder = EngineFolder.load(engine_dir, check_weights=flags.load_format != "random")
     folder = folder.quantized(flags.quantization)
+    _check_kv_cache_dtype(folder, flags)
     try:
         parallel = _parallel(folder, flags, num_named)
     except ConfigError as error:
@@ -137,11 +141,25 @@ def engine_config(
         parallel=parallel,
         scheduler=scheduler,
         cache=cache_config(
-            model, flags.tokens_per_block or folder.build.tokens_per_block, scheduler
+            model,
+            flags.tokens_per_block or folder.build.tokens_per_block,
+            scheduler,
+            flags.kv_cache_dtype,
         ),
         lora=lora_config(model, folder, has_graphs=flags.adapter_graphs),
         experts=flags.experts,
     )
+
+
+def _check_kv_cache_dtype(folder: EngineFolder, flags: EngineFlags) -> None:
+    """Refuse a dtype of the KV cache that the model cannot have, before any rank starts."""
+    dtype = folder.config.dtype if flags.dtype == "auto" else flags.dtype
+    kind = resolve_kv_cache_dtype(flags.kv_cache_dtype, folder.config, folder.path, dtype)
+    if kind == "int8" and flags.load_format != "random":
+        files = folder.weight_files if folder.kind is FolderKind.HUGGINGFACE else ()
+        tensors = [file for file in files if file.suffix == ".safetensors"]
+        names = (name for file in tensors for name in read_tensor_entries(file))
+        check_scales_exist(kind, folder.path, names)
 
 
 def _guided(model: RepositoryModel, engine_dir: str, flags: EngineFlags) -> GuidedConfig:
@@ -339,7 +357,7 @@ def lora_config(
 
 
 def cache_config(
-    model: RepositoryModel, tokens_per_block: int, scheduler: SchedulerConfig
+    model: RepositoryModel, tokens_per_block: int, scheduler: SchedulerConfig, dtype: str
 ) -> CacheConfig:
     """The KV cache of one model.
 
@@ -371,6 +389,7 @@ def cache_config(
             attention_windows=windows,
             num_sinks=values.get_int("sink_token_length") or 0,
             host_bytes=host_bytes,
+            dtype=dtype,
         )
         cache.check_use_of_host(scheduler)
     except ConfigError as error:

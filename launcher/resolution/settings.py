@@ -208,6 +208,7 @@ def engine_flags(args: argparse.Namespace) -> EngineFlags:
         dtype=args.dtype,
         load_format=args.load_format,
         quantization=args.quantization,
+        kv_cache_dtype=args.kv_cache_dtype,
         verify_weights=not args.skip_weight_verification,
         max_batch_size=args.max_batch_size,
         max_num_tokens=args.max_num_tokens,

@@ -114,6 +114,11 @@ class AttentionBackend(Protocol):
         first ``num_sinks`` tokens of the sequence. Called before the first step."""
         ...
 
+    def quantize_cache(self, scales_4K: Tensor) -> None:
+        """Store and read keys and values of one byte a number, with these scales of
+        `kv_quantization.head_scales`. Called before the first step."""
+        ...
+
     def forward(
         self,
         query_TNH: Tensor,

@@ -27,6 +27,11 @@ class PagedAttention:
         first ``num_sinks`` tokens of the sequence. Called before the first step."""
         self.spec = replace(self.spec, window=window, num_sinks=num_sinks)
 
+    def quantize_cache(self, scales_4K: Tensor) -> None:
+        """Store and read keys and values of one byte a number. Called before the first
+        step."""
+        self.spec = replace(self.spec, kv_scales=scales_4K)
+
     def forward(
         self,
         query_TNH: Tensor,
@@ -36,7 +41,8 @@ class PagedAttention:
         metadata: AttentionMetadata,
     ) -> Tensor:
         """Write keys and values to their slots, then attend causally. Returns [T, N, H]."""
-        self._ops.write_kv(key_TKH, value_TKH, kv_cache, metadata.slot_mapping)
+        slots_T, scales_4K = metadata.slot_mapping, self.spec.kv_scales
+        self._ops.write_kv(key_TKH, value_TKH, kv_cache, slots_T, scales_4K)
         return self.attend(query_TNH, kv_cache, metadata)
 
     def rotate_and_attend(
@@ -55,7 +61,8 @@ class PagedAttention:
             )
             if output_TNH is not None:
                 return output_TNH
-        rotary.forward(heads_TAH, positions_T, kv_cache, metadata.slot_mapping)
+        slots_T, scales_4K = metadata.slot_mapping, self.spec.kv_scales
+        rotary.forward(heads_TAH, positions_T, kv_cache, slots_T, scales_4K)
         query_TNH = heads_TAH[:, : -2 * kv_cache.shape[3]]
         return self.attend(query_TNH, kv_cache, metadata)
 

@@ -182,8 +182,10 @@ class CacheConfig:
     """First tokens that every query sees, whatever the window (``sink_token_length``)."""
 
     host_bytes: int = 0
-    """Host memory of each rank for evicted blocks (``kv_cache_host_memory_bytes``); without
-    block reuse, for the blocks of preempted sequences."""
+    """Host memory of a rank for evicted blocks; without reuse, of preempted sequences."""
+
+    dtype: str = "auto"
+    """Of keys and values: ``auto`` or another name of `kv_cache_dtype.KV_CACHE_DTYPES`."""
 
     def __post_init__(self) -> None:
         if any(window < 1 for window in self.attention_windows):

@@ -22,6 +22,7 @@ from trimaran.worker.config.checkpoint_folder import (
     stored_dtype,
     tied_unless_stored,
 )
+from trimaran.worker.config.kv_cache_dtype import kv_algorithm
 from trimaran.worker.config.pretrained_config import PretrainedConfig
 from trimaran.worker.config.quantization import load_time_quantization
 from trimaran.worker.config.shard_file import read_header
@@ -44,7 +45,8 @@ _OF_RANKS = ("tp_size", "pp_size", "dp_size", "moe_ep_size")
 
 def origin_of(config: PretrainedConfig, mapping: RankMapping) -> dict[str, Any]:
     """The configuration that a model's weights depend on, by the keys of ``config.json``."""
-    values, sizes = config.to_dict(), asdict(mapping)
+    # The KV cache may have another dtype without other weights.
+    values, sizes = replace(config, kv_cache_quant_algo="").to_dict(), asdict(mapping)
     layers = stage_sizes(config.num_hidden_layers, mapping.pp_size, mapping.pp_partition)
     return {
         **{name: values[name] for name in _OF_MODEL},
@@ -190,7 +192,12 @@ class EngineFolder:
         config = PretrainedConfig.from_huggingface(values, source)
         # Only ids that the folder itself names, and not the defaults of its family.
         ends = model_end_ids(folder)
-        config = replace(config, quantization=quantization, eos_token_ids=ends)
+        config = replace(
+            config,
+            quantization=quantization,
+            kv_cache_quant_algo=kv_algorithm(folder, values),
+            eos_token_ids=ends,
+        )
         check_weight_files(folder, files, config)
         return cls(
             path=folder,

@@ -169,6 +169,10 @@ class PretrainedConfig:
     quantization: QuantizationConfig | None = None
     """Which weights are quantized; None if all have the model's dtype."""
 
+    kv_cache_quant_algo: str = ""
+    """``FP8`` or ``INT8`` if the KV cache is to have one byte a number; another name is not
+    served; empty for the model's dtype."""
+
     def __post_init__(self) -> None:
         _check_architecture(self.architecture)
         for name in (
@@ -227,6 +231,7 @@ class PretrainedConfig:
         for name in _TUPLES:
             values[name] = list(values[name])
         section = dict(_FLOATS) if self.quantization is None else self.quantization.to_dict()
+        section["kv_cache_quant_algo"] = values.pop("kv_cache_quant_algo") or None
         values["quantization"] = section
         return values
 
@@ -242,6 +247,7 @@ class PretrainedConfig:
         quantization = (
             None if section is None else QuantizationConfig.from_dict(section, source)
         )
+        chosen["kv_cache_quant_algo"] = (section or {}).get("kv_cache_quant_algo") or ""
         try:
             _check_architecture(chosen.get("architecture"))
             check_field_types(cls, chosen)

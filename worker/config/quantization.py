@@ -103,19 +103,14 @@ class QuantizationConfig:
         """The inverse of `to_dict`; None if nothing is quantized.
 
         Raises:
-            ConfigError: a section of another program, or a quantized KV cache.
+            ConfigError: a section of another program.
         """
         again = "Build the folder again with `trimaran build`."
         if not isinstance(values, Mapping):
             raise ConfigError(
                 f"{source}: quantization is {values!r} but must be an object. {again}"
             )
-        kv_algorithm, algorithm = values.get("kv_cache_quant_algo"), values.get("quant_algo")
-        if kv_algorithm is not None:
-            raise ConfigError(
-                f"{source}: quantization.kv_cache_quant_algo is {kv_algorithm!r}, which is not "
-                f"served: the KV cache has the model's dtype. {again}"
-            )
+        algorithm = values.get("quant_algo")
         if algorithm is None:
             return None
         if "rules" not in values:

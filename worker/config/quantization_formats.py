@@ -136,8 +136,11 @@ def _modelopt(values: Mapping[str, Any]) -> QuantizationConfig:
     """One algorithm for all layers, or one for each that is listed."""
     nested = values.get("quantization")
     values = {**values, **(nested if isinstance(nested, Mapping) else {})}
-    algorithm = str(values.get("quant_algo", "")).upper()
+    algorithm = str(values.get("quant_algo") or "").upper()
     ignored = (*_names(values, "exclude_modules"), *_names(values, "ignore"))
+    if not algorithm and values.get("kv_cache_quant_algo"):
+        # The KV cache alone is quantized.
+        return QuantizationConfig(method="modelopt", rules=(), ignored=ignored)
     if algorithm != "MIXED_PRECISION":
         return _of_all_linears("modelopt", _modelopt_scheme(algorithm), ignored)
     layers = {

@@ -90,6 +90,7 @@ class LoadedEngine:
             "vocab_size_padded": model.vocab_size_padded,
             "logits_dtype": "float32",
             "dtype": str(model.dtype).removeprefix("torch."),
+            "kv_cache_dtype": model.kv_cache_dtype,
             "device": str(model.device),
             "world_size": topology.world_size,
             "tp_size": topology.tp_size,

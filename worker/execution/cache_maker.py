@@ -86,10 +86,11 @@ class CacheMaker:
         if num_slots:
             self._keep_on_host(runner, num_slots)
         logger.info(
-            "KV cache ready: %d blocks of %d tokens, %.2f GiB",
+            "KV cache ready: %d blocks of %d tokens, %.2f GiB, %s",
             num_blocks,
             self.block_size,
             num_blocks * self.block_bytes / 2**30,
+            self._model.kv_cache_dtype,
         )
         num_dp_ranks = topology.dp_size if topology.is_leader else 1
         managers = [self._manager(num_blocks, num_slots) for _ in range(num_dp_ranks)]

@@ -11,6 +11,7 @@ from torch import Tensor
 from trimaran.comm.collectives.tensor_group import TensorParallelGroup
 from trimaran.comm.stages.pipeline import PipelineLinks
 from trimaran.kernels.cpu.sampling import CpuSampling
+from trimaran.kernels.kv_quantization import as_bytes
 from trimaran.worker.attention.backend import AttentionMetadata, ForwardContext
 from trimaran.worker.execution.cuda_graphs import CudaGraphs, fits_prompt_graph
 from trimaran.worker.execution.device_inputs import DeviceInputs
@@ -326,7 +327,8 @@ class ModelRunner:
             if len(copies):
                 assert group.pool is not None
                 pairs = to_device(copies[:, 1:].T.astype("int64"), group.pool.device)
-                group.pool.index_copy_(0, pairs[1], group.pool.index_select(0, pairs[0]))
+                pool = as_bytes(group.pool)
+                pool.index_copy_(0, pairs[1], pool.index_select(0, pairs[0]))
 
 
 def _metadata(inputs: StepInputs, num_decodes: int, shares_rows: bool) -> AttentionMetadata:

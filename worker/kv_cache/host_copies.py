@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from trimaran.kernels.kv_quantization import as_bytes
 from trimaran.worker.kv_cache.host_memory import CudaLocks, HostMemory
 from trimaran.worker.steps.staging import to_device
 from trimaran.worker.steps.step_types import Int32Array, TransferKind
@@ -27,6 +28,7 @@ class HostCopies:
 
     def __init__(self, pool: Tensor, num_slots: int, num_staged: int) -> None:
         """``pool`` [blocks, ...] is dense; at most ``num_staged`` blocks are staged."""
+        pool = as_bytes(pool)
         self._blocks = pool.view(pool.shape[0], -1)
         self._is_gpu = pool.device.type == "cuda"
         width = self._blocks.shape[1]

@@ -60,14 +60,20 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("cos_sin", table, persistent=False)
 
     def forward(
-        self, heads_TAH: Tensor, positions_T: Tensor, kv_cache: Tensor, slots_T: Tensor
+        self,
+        heads_TAH: Tensor,
+        positions_T: Tensor,
+        kv_cache: Tensor,
+        slots_T: Tensor,
+        scales_4K: Tensor | None = None,
     ) -> None:
         """Rotate query and key heads in place and store keys and values at their slots.
 
         ``heads`` holds the queries, then the K keys and K values that ``kv_cache`` takes.
+        ``scales`` are those of a quantized cache.
         """
         self._ops.rope_and_cache(
-            heads_TAH, self.cos_sin, positions_T, kv_cache, slots_T, self.is_neox
+            heads_TAH, self.cos_sin, positions_T, kv_cache, slots_T, self.is_neox, scales_4K
         )
 
     def rotates_whole_heads(self, head_size: int) -> bool:

@@ -126,7 +126,10 @@ def _is_plain(layer: Any) -> bool:
     if {name for name, _ in attention.named_children()} != _ATTENTION_PARTS:
         return False
     spec = attention.backend.spec
-    if spec.position_bias is not None or spec != AttentionSpec(scale=attention.head_size**-0.5):
+    # Tensors in specs are compared before the specs, since tensors have no plain equality.
+    if spec.position_bias is not None or spec.kv_scales is not None:
+        return False
+    if spec != AttentionSpec(scale=attention.head_size**-0.5):
         return False
     linears = (
         layer.attention.qkv_proj,

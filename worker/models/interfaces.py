@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
+from trimaran.kernels.kv_quantization import KV_DTYPES
 from trimaran.worker.attention.backend import ForwardContext, KVCacheSpec
 from trimaran.worker.config.pretrained_config import PretrainedConfig
 from trimaran.worker.config.stages import stage_sizes
@@ -131,6 +132,8 @@ class CausalLM(nn.Module):
         self.context = context
         self.adapters = AdapterState()
         self._fused: FusedLayers | None = None
+        self.cache_dtype = context.dtype
+        """The dtype of keys and values in the cache."""
         self.first_layer_table: Tensor | None = None
         """[V, E] of `first_projection`, if the first layer's table is used."""
         vocabulary = (
@@ -266,7 +269,7 @@ class CausalLM(nn.Module):
         spec = KVCacheSpec(
             num_kv_heads=partition_heads(*heads, num_ranks=self.context.tp.size).keys.size,
             head_size=self.config.head_size,
-            dtype=self.context.dtype,
+            dtype=self.cache_dtype,
         )
         return [spec] * (self.stage.end - self.stage.first)
 
@@ -301,8 +304,14 @@ class CausalLM(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of weights, activations and KV cache."""
+        """The dtype of weights and activations."""
         return self.context.dtype
+
+    @property
+    def kv_cache_dtype(self) -> str:
+        """The dtype of keys and values by its name in logs and metrics."""
+        names = {dtype: name for name, dtype in KV_DTYPES.items()}
+        return names.get(self.cache_dtype, str(self.cache_dtype).removeprefix("torch."))
 
     @property
     def device(self) -> torch.device:
@@ -313,6 +322,7 @@ class CausalLM(nn.Module):
         """Backend name by operator, for the log and the metrics."""
         names = dict(self.context.ops.backends)
         names["decoder"] = "one by one" if self._fused is None else "fused"
+        names["kv_cache"] = self.kv_cache_dtype
         names["first_product"] = "computed" if self.first_layer_table is None else "looked up"
         return names
 

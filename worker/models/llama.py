@@ -118,7 +118,8 @@ class LlamaAttention(nn.Module):
         """Write the keys and values of all tokens to their slots, without computing queries."""
         heads_TAH = self._heads(self.qkv_proj.keys_and_values(hidden_TD))
         slots_T = context.attention.slot_mapping
-        self._rotary[0].forward(heads_TAH, positions_T, kv_cache, slots_T)
+        scales_4K = self.backend.spec.kv_scales
+        self._rotary[0].forward(heads_TAH, positions_T, kv_cache, slots_T, scales_4K)
 
     def _heads(self, product: Tensor) -> Tensor:
         """The heads of a product [T, A * H]; queries and keys are normalised in place."""

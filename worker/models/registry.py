@@ -45,6 +45,7 @@ from trimaran.worker.models.qwen import (
     Qwen3ForCausalLM,
     Qwen3MoeForCausalLM,
 )
+from trimaran.worker.models.weights.kv_scales import quantize_kv_cache
 from trimaran.worker.models.weights.weight_loader import (
     fill_random,
     load_checkpoint,
@@ -185,6 +186,7 @@ def load_model(
         shard = folder.shard_of(layout.rank)
         load_shard(model, shard, is_verified=config.verify_weights)
     _limit_attention(model, config.cache, config.scheduler.max_seq_len)
+    quantize_kv_cache(model, folder, config.cache.dtype, has_weights=not is_random)
     model.process_weights_after_loading()
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -5,6 +5,9 @@
 
 enum DType { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2 };
 
+// Numbers of a cache: those of the queries, or of one byte with a scale for each head.
+enum CacheType { kAsQueries = 0, kFloat8 = 1, kInt8 = 2 };
+
 extern "C" {
 
 struct LinearArgs {
@@ -94,6 +97,9 @@ struct AttentionArgs {
   // Added to a head's scores of the key at a position, [heads, bias_stride]; or null.
   const float* position_bias;
   long bias_stride;
+  long cache_type;
+  // Scales of each head's keys, then of each head's values; null with kAsQueries.
+  const float* kv_scales;
   double scale, soft_cap;  // a cap of 0 leaves scores as they are
 };
 void trimaran_attention(const AttentionArgs* args);

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "api.h"
+#include "kv_bytes.h"
 #include "pool.h"
 #include "vec.h"
 
@@ -56,7 +57,7 @@ class Attention {
   // One work item's position in the batch and its memory: for each head its rows, which are its
   // queries times the query heads of its group.
   struct Scratch {
-    std::vector<T> query;
+    std::vector<T> query, block;
     std::vector<float> scores, output;
     long rows, keys, stride, past, first_token;
     // Whole blocks that some row sees: those before `sink_end`, and from `first_seen` on.
@@ -86,7 +87,8 @@ class Attention {
     });
     for (long row = 0; row < rows; ++row) {
       float factor = softmax(s.scores.data() + row * s.stride, s.past + row % s.rows / group_,
-                             s.stride, bias_of(head_of(item, s, row)));
+                             s.stride, bias_of(head_of(item, s, row)),
+                             key_scale(item.first_head + row / s.rows));
       // Stored behind the row's output.
       s.output[row * padded_size() + padded_size() - 16] = factor;
     }
@@ -115,6 +117,13 @@ class Attention {
     return (item.first_head + row / s.rows) * group_ + row % group_;
   }
 
+  // The scales of a key-value head; those of keys are factors of scores, and those of values of
+  // results.
+  float key_scale(long head) const { return a_.kv_scales ? a_.kv_scales[head] : 1.0f; }
+  float value_scale(long head) const {
+    return a_.kv_scales ? a_.kv_scales[a_.kv_heads + head] : 1.0f;
+  }
+
   const float* bias_of(long head) const {
     return a_.position_bias ? a_.position_bias + head * a_.bias_stride : nullptr;
   }
@@ -122,7 +131,7 @@ class Attention {
   // Calls body(memory, first token, tokens) for each visible block of keys, or of values
   // further on.
   template <class F>
-  void each_block(const WorkItem& item, const Scratch& s, long offset, F&& body) const {
+  void each_block(const WorkItem& item, Scratch& s, long offset, F&& body) const {
     const int32_t* table = a_.block_tables + item.sequence * a_.table_stride;
     offset += item.first_head * size_;
     auto at = [&](long block) { return (const T*)a_.cache + table[block] * a_.block_stride; };
@@ -133,8 +142,22 @@ class Attention {
       next = first + a_.block_size;
       if (next >= s.sink_end) next = std::max(next, s.first_seen);
       long ahead = next < s.keys ? next / a_.block_size : block;
-      body(at(block) + offset, first, count, at(ahead) - at(block));
+      if (a_.cache_type == kAsQueries)
+        body(at(block) + offset, first, count, at(ahead) - at(block));
+      else
+        body(expand(item, s, table[block] * a_.block_stride + offset, count), first, count, 0);
     }
+  }
+
+  // The numbers of an item's heads of a block, without their scales: T holds them exactly.
+  const T* expand(const WorkItem& item, Scratch& s, long from, long count) const {
+    const T* values = values_of_bytes<T>(a_.cache_type);
+    const uint8_t* bytes = (const uint8_t*)a_.cache + from;
+    s.block.resize(a_.block_size * token_stride_);
+    for (long t = 0; t < count; ++t)
+      for (long i = t * token_stride_; i < t * token_stride_ + item.num_heads * size_; ++i)
+        s.block[i] = values[bytes[i]];
+    return s.block.data();
   }
 
   // Blocks are scattered, which hardware prefetching cannot predict: prefetch the next one.
@@ -191,8 +214,9 @@ class Attention {
 
   // Turns the scores of the query at a position into weights, zero for hidden keys; returns the
   // inverse of their sum. `bias` is added to the scores, unless it is null.
-  float softmax(float* scores, long position, long stride, const float* bias) const {
-    __m512 scale = _mm512_set1_ps((float)a_.scale);
+  float softmax(float* scores, long position, long stride, const float* bias,
+                float key_scale) const {
+    __m512 scale = _mm512_set1_ps((float)a_.scale * key_scale);
     __m512 top = _mm512_set1_ps(-INFINITY);
     long keys = position + 1, start = window_start(position);
     for (long i = 0; i < keys; i += 16) {
@@ -267,7 +291,8 @@ class Attention {
   // Divides a row by its sum of weights and writes it out.
   void finish(const WorkItem& item, const Scratch& s, long row) const {
     const float* sums = s.output.data() + row * padded_size();
-    __m512 factor = _mm512_set1_ps(sums[padded_size() - 16]);
+    __m512 factor =
+        _mm512_set1_ps(sums[padded_size() - 16] * value_scale(item.first_head + row / s.rows));
     T* y = (T*)a_.output + place(item, s, row, a_.heads * value_size_, value_size_);
     for (long i = 0; i < value_size_; i += 16) {
       long left = value_size_ - i;

@@ -15,8 +15,12 @@ from trimaran.kernels.triton.attention.scores import (
     bias_of,
     bias_rows,
     load_bias,
+    load_scales,
+    no_keys,
+    scales_of,
     score_factors,
     softmax_step,
+    weighted_mean,
 )
 
 # Shapes: S sequences, N query heads, K key-value heads, G = N / K, H head size, B tokens of a
@@ -93,12 +97,13 @@ def read_split(splits, split):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _decode_kernel(  # type: ignore[no-untyped-def]
-    query, cache, output, splits, counters, partial, log_sums, tables, bias, scale, cap,
-    bias_stride, query_stride, output_stride, table_stride, block_stride, value_offset,
+    query, cache, output, splits, counters, partial, log_sums, tables, bias, kv_scales, scale,
+    cap, bias_stride, query_stride, output_stride, table_stride, block_stride, value_offset,
     token_stride, head_stride, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     GROUP_PADDED: tl.constexpr, HEAD: tl.constexpr, HEAD_PADDED: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr, SINKS: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SCALES: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One split of a sequence's keys for the query heads of one key-value head.
 
@@ -112,14 +117,13 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     head_mask = is_head[:, None] & is_dim[None, :]
     from_head = heads[:, None] * HEAD + dims[None, :]
     from_bias = bias_rows(bias, bias_stride, kv_head, heads, is_head, GROUP)
+    scale, of_values = load_scales(kv_scales, kv_head, scale, KV_HEADS, HAS_SCALES)
     keys_of_head = cache + kv_head * head_stride + dims[None, :]
     first, step = tl.program_id(0) // KV_HEADS, tl.num_programs(0) // KV_HEADS
     for split in range(first, tl.load(splits), step):
         sequence, row, start, end, first_split, num_splits, skipped = read_split(splits, split)
         q = tl.load(query + sequence * query_stride + from_head, mask=head_mask, other=0.0)
-        top = tl.full([GROUP_PADDED], float("-inf"), tl.float32)
-        total = tl.zeros([GROUP_PADDED], tl.float32)
-        acc = tl.zeros([GROUP_PADDED, HEAD_PADDED], tl.float32)
+        top, total, acc = no_keys(GROUP_PADDED, HEAD_PADDED)
         table = tables + row * table_stride
         for at_key in range(start, end, TILE):
             keys = at_key + tl.arange(0, TILE)
@@ -129,15 +133,15 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
             blocks = tl.load(table + keys // BLOCK, mask=is_key, other=0).to(tl.int64)
             places = blocks * block_stride + keys % BLOCK * token_stride
             place, mask = keys_of_head + places[:, None], is_key[:, None] & is_dim[None, :]
-            k = tl.load(place, mask=mask, other=0.0)
-            v = tl.load(place + value_offset, mask=mask, other=0.0)
+            k = tl.load(place, mask=mask, other=0.0).to(q.dtype)
+            v = tl.load(place + value_offset, mask=mask, other=0.0).to(q.dtype)
             raised = load_bias(from_bias, keys, is_key, HAS_BIAS)
             top, total, acc = softmax_step(
                 q, k, v, is_key[None, :], raised, scale, cap, top, total, acc, HAS_BIAS,
                 HAS_CAP, True, PRECISION,
             )  # fmt: skip
         to_output = output + sequence * output_stride + from_head
-        result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        result = weighted_mean(acc, total, of_values, HAS_SCALES)
         if num_splits == 1:
             tl.store(to_output, result.to(output.dtype.element_ty), mask=head_mask)
         else:
@@ -186,8 +190,8 @@ def decode(
     strides = kv_cache.stride()
     _decode_kernel[(plan.num_programs * num_kv_heads,)](
         query_SNH, kv_cache, output_SNH, plan.splits, plan.counters, plan.partial,
-        plan.log_sums, metadata.block_tables, bias, scale, cap, bias_stride,
-        query_SNH.stride(0),
+        plan.log_sums, metadata.block_tables, bias, scales_of(spec, query_SNH), scale, cap,
+        bias_stride, query_SNH.stride(0),
         output_SNH.stride(0), metadata.block_tables.stride(0),
         strides[0], strides[1], strides[2], strides[3],
         KV_HEADS=num_kv_heads, GROUP=group,
@@ -195,6 +199,7 @@ def decode(
         HEAD_PADDED=max(16, triton.next_power_of_2(head_size)), BLOCK=kv_cache.shape[2],
         TILE=config.tile, SINKS=spec.num_sinks, HAS_WINDOW=spec.window > 0,
         HAS_BIAS=spec.position_bias is not None, HAS_CAP=spec.soft_cap > 0,
+        HAS_SCALES=spec.kv_scales is not None,
         PRECISION="ieee" if query_SNH.dtype is torch.float32 else "tf32",
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip

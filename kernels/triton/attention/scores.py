@@ -25,6 +25,39 @@ def bias_of(spec: AttentionSpec, unused: Tensor) -> tuple[Tensor, int]:
     return (unused, 0) if bias is None else (bias, bias.stride(0))
 
 
+def scales_of(spec: AttentionSpec, unused: Tensor) -> Tensor:
+    """The scales of a quantized cache; ``unused`` without scales."""
+    return unused if spec.kv_scales is None else spec.kv_scales
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def load_scales(scales, kv_head, scale, KV_HEADS: tl.constexpr, HAS_SCALES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The factor of scores, from ``scale`` and that of a head's keys, and the factor of the
+    head's result. The stored numbers are exact in the dtype of queries.
+    """
+    of_values = 1.0
+    if HAS_SCALES:
+        scale = scale * tl.load(scales + kv_head)
+        of_values = tl.load(scales + KV_HEADS + kv_head)
+    return scale, of_values
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def no_keys(ROWS: tl.constexpr, DIMS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The maximum, the sum and the weighted values of `softmax_step` before any key."""
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    return top, tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, DIMS], tl.float32)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def weighted_mean(acc, total, of_values, HAS_SCALES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The results of `softmax_step`, with the factor of `load_scales`; 0 without keys."""
+    result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    if HAS_SCALES:
+        result = result * of_values
+    return result
+
+
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def softmax_weights(  # type: ignore[no-untyped-def]
     scores, is_seen, scale, cap, top, total, HAS_CAP: tl.constexpr, IS_MASKED: tl.constexpr,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -49,7 +50,10 @@ def make_engine(model_folder):
     """A function that makes a driver; changes go to the scheduler's or cache's config."""
 
     def make(
-        profile: ProfileConfig | None = None, lora: LoraConfig | None = None, **changes
+        profile: ProfileConfig | None = None,
+        lora: LoraConfig | None = None,
+        folder: Path = model_folder,
+        **changes,
     ) -> Driver:
         values = {
             "max_num_batched_tokens": 64,
@@ -69,7 +73,7 @@ def make_engine(model_folder):
         return Driver(
             EngineConfig(
                 model="test",
-                engine_dir=str(model_folder),
+                engine_dir=str(folder),
                 dtype="float32",
                 device="cpu",
                 scheduler=SchedulerConfig(**{name: values[name] for name in scheduler}),

@@ -150,8 +150,8 @@ _UNUSED_SCALES = (
     ".input_scale_ub", ".k_scale", ".v_scale", ".q_scale", ".kv_scale", ".prob_output_scale",
     "k_proj.output_scale", "v_proj.output_scale", ".weight_shape",
 )  # fmt: skip
-"""Endings of the names of tensors that are not read: bounds and shapes that config.json has,
-and scales of a quantized KV cache or of attention, which have the model's dtype here."""
+"""Endings of the names of tensors that hold no weights: bounds and shapes that config.json has,
+scales of attention, which has the model's dtype, and those that `kv_scales.py` reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +259,8 @@ def _is_buffer(key: str, entry: TensorEntry) -> bool:
 
 def _carries_no_weight(model: CausalLM, key: str) -> bool:
     is_elsewhere = key.startswith(FAMILIES[model.config.architecture].ignored_parts)
-    is_scale = model.context.quantization is not None and key.endswith(_UNUSED_SCALES)
+    is_quantized = model.context.quantization or model.config.kv_cache_quant_algo
+    is_scale = bool(is_quantized) and key.endswith(_UNUSED_SCALES)
     return is_elsewhere or is_scale or key.endswith(model.ignored_weights)
 
 

@@ -1,0 +1,18 @@
+"""The tests of quantized KV caches on a GPU, here by Triton's interpreter."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+_PATH = Path(__file__).resolve().parents[3] / "gpu" / "test_kv_cache_dtypes.py"
+_SPEC = importlib.util.spec_from_file_location("gpu_kv_cache_dtypes", _PATH)
+assert _SPEC is not None and _SPEC.loader is not None
+_tests = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(_tests)
+
+# Tests and fixtures keep their names; the mark that requires a GPU is not imported.
+_NAMES = [
+    name for name in vars(_tests) if name.startswith("test_") or name in ("dtype", "kind")
+]
+globals().update({name: vars(_tests)[name] for name in _NAMES})
