@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from trimaran.comm.errors import ConfigError
-from trimaran.server.access.categories import parse_categories
+from trimaran.server.access.restrictions import parse_categories
 
 logger = logging.getLogger(__name__)
 

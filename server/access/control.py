@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from trimaran.server.access.api_keys import KeyFile
-from trimaran.server.access.categories import ADMIN_CATEGORIES, SERVING_ONLY
 from trimaran.server.access.config import AccessConfig
 from trimaran.server.access.policy import AccessPolicy
+from trimaran.server.access.restrictions import ADMIN_CATEGORIES, SERVING_ONLY
 from trimaran.server.access.tls import ServerTls, TlsFiles
 
 logger = logging.getLogger(__name__)

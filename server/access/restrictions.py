@@ -1,15 +1,54 @@
-"""Restricted APIs as in Triton: a header and its value open a group of endpoints."""
+"""Restricted APIs as in Triton: a header and its value open a category of endpoints."""
 
 from __future__ import annotations
 
 import hmac
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from trimaran.comm.errors import ConfigError
-from trimaran.server.access.categories import CATEGORIES
+
+CATEGORIES = (
+    "health",
+    "metadata",
+    "inference",
+    "shared-memory",
+    "model-config",
+    "model-repository",
+    "statistics",
+    "trace",
+    "logging",
+)
+
+ADMIN_CATEGORIES = frozenset(("model-repository", "trace", "logging"))
+"""Changes the server for all clients: what the administration port serves, where it is open."""
+
+SERVING_ONLY = frozenset(("inference", "shared-memory"))
+"""What the administration port does not serve."""
+
+
+def parse_categories(text: str, where: str) -> frozenset[str]:
+    """The categories of a list with commas between, of ``all``, or of ``none``.
+
+    Raises:
+        ConfigError: an unknown name; the message begins with ``where``.
+    """
+    if text == "all":
+        return frozenset(CATEGORIES)
+    names = [] if text == "none" else text.split(",")
+    _check(names, where)
+    return frozenset(names)
+
+
+def _check(names: Iterable[str], where: str) -> None:
+    for name in names:
+        if name not in CATEGORIES:
+            raise ConfigError(
+                f"{where}: unknown category '{name}'. Categories are {', '.join(CATEGORIES)}."
+            )
+
 
 GRPC_PREFIX = "triton-grpc-protocol-"
 """Comes before the key of ``--grpc-restricted-protocol`` in the metadata of a call."""

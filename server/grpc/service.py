@@ -17,8 +17,7 @@ from trimaran.comm.errors import ErrorKind, RequestError
 from trimaran.server.decoding.body import SHORT_BYTES
 from trimaran.server.decoding.decoder import Decoder
 from trimaran.server.decoding.tasks import LoadMessageTask
-from trimaran.server.grpc.convert import fill_response, utf8
-from trimaran.server.grpc.messages import InferMessage
+from trimaran.server.grpc.messages import InferMessage, fill_response, utf8
 from trimaran.server.grpc.stream import GRPC_STOPPING, Context, StreamSession
 from trimaran.server.inference.cooperative import run_cooperatively
 from trimaran.server.inference.forwarded_headers import HeaderForwarding

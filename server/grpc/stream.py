@@ -14,8 +14,7 @@ from tritonclient.grpc import service_pb2 as pb
 
 from trimaran.comm.errors import ErrorKind, RefusedError, RequestError
 from trimaran.server.decoding.decoder import Decoder
-from trimaran.server.grpc.convert import FINAL, fill_response, utf8
-from trimaran.server.grpc.messages import InferMessage
+from trimaran.server.grpc.messages import FINAL, InferMessage, fill_response, utf8
 from trimaran.server.inference.cooperative import run_cooperatively
 from trimaran.server.inference.forwarded_headers import HeaderForwarding
 from trimaran.server.inference.request import InferResponse, Model

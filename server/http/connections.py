@@ -20,7 +20,7 @@ from aiohttp.http_parser import RawRequestMessage
 from aiohttp.streams import StreamReader
 
 from trimaran.server.access.config import ConnectionLimits
-from trimaran.server.access.notices import Notice
+from trimaran.server.access.policy import Notice
 from trimaran.server.http.messages import JSON, RETRY_AFTER_S, plain_error
 from trimaran.server.protocol.generate import error_object
 

@@ -15,10 +15,10 @@ from aiohttp import web
 from trimaran.comm.errors import RefusedError, RequestError
 from trimaran.server.decoding.body import Body, LongBody
 from trimaran.server.decoding.decoder import Decoder
-from trimaran.server.http.events import EventWriter
 from trimaran.server.http.messages import (
     JSON,
     LONG_ANSWER_BYTES,
+    EventWriter,
     read_body,
     retry_header,
     send_json,

@@ -103,7 +103,6 @@ def _all(bound: Bound, calls: str) -> Places:
 
 PLACES: dict[str, Places] = {
     "access/api_keys.py": {"decode": KEY, "b64decode": KEY, "encode": HEAD},
-    "access/categories.py": {"join": OPERATOR},
     "access/control.py": {"join": OPERATOR},
     "access/restrictions.py": {"join": OPERATOR, "encode": HEAD},
     # ---- decoding
@@ -129,8 +128,9 @@ PLACES: dict[str, Places] = {
     "engines/model_engines.py": {"join": OPERATOR},
     # ---- gRPC
     "grpc/access.py": {"decode": "gRPC's own limit on metadata, 16 KiB"},
-    "grpc/convert.py": {"join": VALUE, "encode": NAME, "decode": NAME},
-    "grpc/messages.py": {"FromString": SHORT},
+    "grpc/messages.py": {
+        "FromString": SHORT, "join": VALUE, "encode": NAME, "decode": NAME,
+    },
     "grpc/service.py": {"encode": SHORT, "decode": STATUS, "join": STATUS},
     # ---- HTTP
     "http/connections.py": {"join": HEAD, "encode": HEAD},

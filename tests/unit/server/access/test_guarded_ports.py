@@ -16,9 +16,8 @@ from tritonclient.http.auth import BasicAuth
 from tritonclient.utils import InferenceServerException
 
 from tests.unit.server.conftest import RunningServer
-from trimaran.server.access.categories import CATEGORIES
 from trimaran.server.access.config import AccessConfig
-from trimaran.server.access.restrictions import GRPC_PREFIX, parse_restrictions
+from trimaran.server.access.restrictions import CATEGORIES, GRPC_PREFIX, parse_restrictions
 from trimaran.server.grpc.access import CATEGORIES as GRPC_CATEGORIES
 from trimaran.server.http.routes import _CATEGORIES, match
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from trimaran.server.decoding.slots import SizeOrderedSlots
+from trimaran.server.decoding.decoder import SizeOrderedSlots
 
 MB = 1_000_000
 
