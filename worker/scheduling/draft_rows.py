@@ -86,6 +86,11 @@ class DraftCounts:
         return {"num_drafts": self.num_drafts, "num_draft_tokens": self.num_tokens, **accepted}
 
 
+def num_accepted(drafts: List[int], own: List[int]) -> int:
+    """Leading drafts that equal the model's own tokens at their places."""
+    return next((n for n, draft in enumerate(drafts) if draft != own[n]), len(drafts))
+
+
 def _can_be_drafted(sequence: Sequence, plan: StepPlan) -> bool:
     """Whether drafts may follow what a step computes of a sequence."""
     # A step in flight may sample another id before the drafts; forks begin in this step.
@@ -266,7 +271,7 @@ class DraftRows:
         """The tokens of one sequence: those equal to its drafts, and the one behind them."""
         sequence, drafts = run.sequence, run.token_ids
         own = [token_ids[run.own], *token_ids[run.first : run.first + len(drafts)]]
-        count = next((n for n, draft in enumerate(drafts) if draft != own[n]), len(drafts))
+        count = num_accepted(drafts, own)
         if sequence.status is not RequestStatus.FINISHED:
             self._count(sequence, count, len(drafts))
             # Each new token takes one from the count of pending tokens.

@@ -1,0 +1,64 @@
+"""The number of draft tokens follows acceptance rates and measured times of steps."""
+
+from __future__ import annotations
+
+from trimaran.worker.speculation.controller import AcceptanceRate, DraftController
+
+
+def controller_of(times):
+    """A controller that has measured steps of these rows without drafts, in seconds."""
+    controller = DraftController()
+    for num_rows, seconds in times.items():
+        for _ in range(3):
+            controller.record(num_rows, seconds, is_drafted=False)
+            controller.record(num_rows, seconds, is_drafted=True)
+    return controller
+
+
+def test_all_drafts_are_verified_where_rows_cost_nothing():
+    controller = controller_of({1: 1.0, 2: 1.0, 4: 1.0, 6: 1.0})
+
+    assert controller.choose(1, [0.8], [5]) == [5]
+
+
+def test_no_draft_is_verified_where_each_row_costs_as_much_as_a_token_gains():
+    controller = controller_of({n: float(n) for n in (8, 12, 16, 24, 48)})
+
+    assert controller.choose(8, [0.9] * 8, [5] * 8) == [0] * 8
+
+
+def test_rows_go_to_sequences_with_the_best_acceptance():
+    controller = controller_of({4: 1.0, 6: 1.1, 8: 1.2, 12: 3.0, 16: 4.0, 24: 6.0})
+
+    chosen = controller.choose(4, [0.1, 0.95, 0.1, 0.9], [3] * 4)
+
+    assert chosen[0] == chosen[2] == 0
+    assert min(chosen[1], chosen[3]) >= 1
+
+
+def test_no_draft_is_verified_before_steps_without_drafts_were_measured():
+    controller = DraftController()
+
+    assert controller.choose(1, [1.0], [5]) == [0]
+    for _ in range(2):
+        controller.record(1, 1.0, is_drafted=False)
+    assert controller.choose(1, [1.0], [5]) == [5]
+
+
+def test_steps_without_drafts_are_measured_again_now_and_then():
+    controller = controller_of({1: 1.0, 6: 1.0})
+
+    chosen = [controller.choose(1, [0.9], [5]) for _ in range(200)]
+
+    assert 1 <= chosen.count([0]) <= 4
+
+
+def test_a_rate_of_rejections_falls_and_rises_again():
+    rate = AcceptanceRate()
+    for _ in range(30):
+        rate.observe(0, has_rejected=True)
+    low = rate.value
+    for _ in range(30):
+        rate.observe(3, has_rejected=False)
+
+    assert low < 0.1 and rate.value > 0.9
