@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from trimaran.comm.errors import ConfigError
-from trimaran.kernels.quantized import Fp8Inputs, Fp8Product, Fp8Weight
+from trimaran.kernels.quantized import BlockMap, Fp8Inputs, Fp8Product, Fp8Weight
 from trimaran.kernels.triton.fp8_gemm import (
     MAX_STREAM_ROWS,
     Inputs,
@@ -112,16 +112,21 @@ def make_product(weight: Fp8Weight, inputs: Fp8Inputs, *, is_fixed: bool) -> Fp8
         ConfigError: the GPU has no FP8 products, or the blocks have another size than the
             kernels take.
     """
-    device = weight.values.device
+    check_served(weight.values, weight.blocks)
+    return TritonFp8Product(weight, inputs, is_fixed=is_fixed)
+
+
+def check_served(values: Tensor, blocks: BlockMap | None) -> None:
+    """Raise `ConfigError` unless the GPU multiplies by these FP8 values."""
+    device = values.device
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         raise ConfigError(
             f"the weights are FP8, but {torch.cuda.get_device_name(device)} has no products of "
             "FP8. Serve a checkpoint in bfloat16, or on a GPU of compute capability 8.9 or up."
         )
-    size = _MIN_BLOCK if weight.blocks is None else weight.blocks.size
+    size = _MIN_BLOCK if blocks is None else blocks.size
     if size != padded_size(size) or not _MIN_BLOCK <= size <= _MAX_BLOCK:
         raise ConfigError(
             f"the weights have blocks of {size} columns, but the GPU's kernels take powers of "
             f"two from {_MIN_BLOCK} to {_MAX_BLOCK}. Serve another checkpoint, or on the CPU."
         )
-    return TritonFp8Product(weight, inputs, is_fixed=is_fixed)

@@ -10,7 +10,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trimaran.kernels.quantized import FP8, LARGEST, BlockMap, Fp8Inputs, Fp8Weight
+from trimaran.kernels.quantized import (
+    FP8,
+    LARGEST,
+    BlockMap,
+    Fp8Experts,
+    Fp8Inputs,
+    Fp8Weight,
+)
+from trimaran.kernels.reference import silu_and_mul, sum_experts
 
 # Shapes: T tokens, D inner width, E outputs, G groups of inputs; of scales: R rows and C
 # columns of blocks.
@@ -91,6 +99,24 @@ class ReferenceProduct:
             scales_E = weight.scales[:, number][blocks.rows]
             total_TE += part_TE * scales_TG[:, number, None] * scales_E
         return total_TE
+
+
+def expert_mlp(
+    x_TD: Tensor,
+    weights_TC: Tensor,
+    ids_TC: Tensor,
+    gate_up: Fp8Experts,
+    down: Fp8Experts,
+    first_expert: int = 0,
+) -> Tensor:
+    """See `Ops.fp8_expert_mlp`; values are [X, E, D], as stored in checkpoints."""
+
+    def run(expert: int, rows: Tensor) -> Tensor:
+        inner = silu_and_mul(ReferenceProduct(*gate_up.of(expert))(rows))
+        return ReferenceProduct(*down.of(expert))(inner)
+
+    experts = range(first_expert, first_expert + len(gate_up.values))
+    return sum_experts(x_TD, weights_TC, ids_TC, experts, run)
 
 
 def quantize_weight(

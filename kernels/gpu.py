@@ -8,26 +8,34 @@ from trimaran.kernels import integer_products, paged_attention, reference
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec, LatentHeads
 from trimaran.kernels.decode_attention import DecodeAttention, TritonDecodes
 from trimaran.kernels.experts import FixedExperts, Mixture
-from trimaran.kernels.fp8_products import make_product
+from trimaran.kernels.fp8_products import check_served, make_product
 from trimaran.kernels.integers import IntegerProduct, IntegerWeight
 from trimaran.kernels.products import Products, TorchProducts
 from trimaran.kernels.prompt_attention import PromptAttention, TritonPrompts
-from trimaran.kernels.quantized import Fp8Inputs, Fp8Product, Fp8Weight
+from trimaran.kernels.quantized import (
+    BlockMap,
+    Fp8Experts,
+    Fp8Inputs,
+    Fp8Product,
+    Fp8Weight,
+)
 from trimaran.kernels.torch_ops import TorchOps
 from trimaran.kernels.triton import elementwise as triton_elementwise
+from trimaran.kernels.triton import fp8_experts as triton_fp8_experts
 from trimaran.kernels.triton import heads as triton_heads
 from trimaran.kernels.triton import norm as triton_norm
 from trimaran.kernels.triton import rotary as triton_rotary
 from trimaran.kernels.triton import routing as triton_routing
 from trimaran.kernels.triton.attention import latent_cache as triton_latent_cache
 from trimaran.kernels.triton.attention import latent_prompts as triton_latent_prompts
+from trimaran.kernels.triton.experts import FIXED_ROWS
 
 _TRITON = (
     "rms_norm", "add_rms_norm", "norm_heads", "layer_norm", "add_layer_norm", "silu_and_mul",
     "gelu_and_mul", "activation", "embed", "rope_and_cache",
     "rope_and_cache_latent", "write_kv", "head_linear", "paged_attention",
     "latent_attention",
-    "choose_experts", "expert_mlp",
+    "choose_experts", "expert_mlp", "fp8_expert_mlp",
 )  # fmt: skip
 _PRODUCTS = ("linear", "add_linear", "gated_linear", "logits", "router_logits")
 
@@ -87,6 +95,24 @@ class TritonOps(TorchOps):
     ) -> IntegerProduct:
         return integer_products.make_product(
             weight, has_byte_inputs=has_byte_inputs, is_fixed=self.is_deterministic
+        )
+
+    def fp8_expert_storage(self, values: Tensor, blocks: BlockMap | None) -> Tensor:
+        check_served(values, blocks)
+        return values
+
+    def fp8_expert_mlp(
+        self,
+        x: Tensor,
+        weights: Tensor,
+        ids: Tensor,
+        gate_up: Fp8Experts,
+        down: Fp8Experts,
+        first_expert: int = 0,
+    ) -> Tensor:
+        fixed_rows = FIXED_ROWS if self.is_deterministic else 0
+        return triton_fp8_experts.expert_mlp(
+            x, weights, ids, gate_up, down, first_expert, fixed_rows
         )
 
     def head_linear(self, x: Tensor, weight: Tensor) -> Tensor:

@@ -10,7 +10,13 @@ from torch import Tensor
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec, LatentHeads
 from trimaran.kernels.cpu.decoder import Decoder, DecoderShape, LayerWeights
 from trimaran.kernels.integers import IntegerProduct, IntegerWeight
-from trimaran.kernels.quantized import Fp8Inputs, Fp8Product, Fp8Weight
+from trimaran.kernels.quantized import (
+    BlockMap,
+    Fp8Experts,
+    Fp8Inputs,
+    Fp8Product,
+    Fp8Weight,
+)
 from trimaran.kernels.routing import ExpertCounter, ExpertRouting, ExpertSlotTable
 
 
@@ -180,6 +186,30 @@ class Ops(Protocol):
         ``gate_up`` [X, E, D] has gate rows above up rows; ``down`` is [X, D, F]. The matrices
         belong to the experts from ``first_expert`` on. A chosen expert of another rank adds
         nothing.
+        """
+        ...
+
+    def fp8_expert_storage(self, values: Tensor, blocks: BlockMap | None) -> Tensor:
+        """FP8 matrices [X, E, D] as `fp8_expert_mlp` takes them: the same, or a copy of the
+        same shape.
+
+        Raises:
+            ConfigError: the device has no products of such matrices.
+        """
+        ...
+
+    def fp8_expert_mlp(
+        self,
+        x: Tensor,
+        weights: Tensor,
+        ids: Tensor,
+        gate_up: Fp8Experts,
+        down: Fp8Experts,
+        first_expert: int = 0,
+    ) -> Tensor:
+        """`expert_mlp` by FP8 matrices, whose inputs are quantized on the way.
+
+        SwiGLU is rounded to the dtype of ``x`` before it is quantized.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""FP8 weights and inputs as operators take them: values, scales and where blocks lie."""
+"""FP8 weights and inputs as operators take them: values, scales and places of blocks."""
 
 from __future__ import annotations
 
@@ -57,6 +57,31 @@ class Fp8Weight(NamedTuple):
     blocks: BlockMap | None = None
     """None: each output has a scale. Otherwise inputs are quantized in groups that end where
     blocks do."""
+
+
+class Fp8Experts(NamedTuple):
+    """A matrix of each of a rank's experts in FP8; all have one shape.
+
+    Shapes: X experts, E outputs, D inner width.
+    """
+
+    values: Tensor
+    """[X, E, D] as `Ops.fp8_expert_storage` returns them."""
+
+    scales: Tensor
+    """float32 [X, E], or with ``blocks`` [X, R, C]."""
+
+    blocks: BlockMap | None = None
+    """The blocks of each expert; the first input begins a block."""
+
+    inputs: Fp8Inputs = Fp8Inputs()
+    """How inputs are quantized; ``scale`` is None or float32 [X], a scale for each expert."""
+
+    def of(self, expert: int) -> tuple[Fp8Weight, Fp8Inputs]:
+        """The matrix of one expert, and how its inputs are quantized."""
+        scale = self.inputs.scale
+        inputs = self.inputs if scale is None else self.inputs._replace(scale=scale[expert])
+        return Fp8Weight(self.values[expert], self.scales[expert], self.blocks), inputs
 
 
 class Fp8Product(Protocol):

@@ -32,7 +32,7 @@ OPERATORS = (
     "logits", "rms_norm", "add_rms_norm", "norm_heads", "layer_norm", "add_layer_norm",
     "silu_and_mul", "gelu_and_mul", "activation", "embed", "rope_and_cache",
     "rope_and_cache_latent", "write_kv", "paged_attention", "latent_attention",
-    "router_logits", "choose_experts", "expert_mlp",
+    "router_logits", "choose_experts", "expert_mlp", "fp8_expert_mlp",
 )  # fmt: skip
 """The operators that `Ops.backends` names, in the order of the log."""
 
@@ -198,9 +198,28 @@ def expert_mlp(
     products: tuple[Callable[..., Tensor], Callable[..., Tensor]] = (gated_linear, linear),
 ) -> Tensor:
     """``products`` are a backend's `gated_linear` and `linear`."""
-    num_experts, num_chosen = gate_up_XED.shape[0], ids_TC.shape[1]
     gated, plain = products
-    owners = ids_TC.flatten().long() - first_expert
+
+    def run(expert: int, rows: Tensor) -> Tensor:
+        return plain(gated(rows, gate_up_XED[expert]), down_XDF[expert])
+
+    experts = range(first_expert, first_expert + gate_up_XED.shape[0])
+    return sum_experts(x_TD, weights_TC, ids_TC, experts, run)
+
+
+def sum_experts(
+    x_TD: Tensor,
+    weights_TC: Tensor,
+    ids_TC: Tensor,
+    experts: range,
+    run: Callable[[int, Tensor], Tensor],
+) -> Tensor:
+    """The weighted sum of each token's ``experts``; see `Ops.expert_mlp`.
+
+    ``run`` computes the outputs of the n-th of ``experts`` for some rows.
+    """
+    num_experts, num_chosen = len(experts), ids_TC.shape[1]
+    owners = ids_TC.flatten().long() - experts.start
     # Experts of other ranks sort behind all experts of this rank.
     owners = owners.where((owners >= 0) & (owners < num_experts), num_experts)
     order = owners.argsort(stable=True)
@@ -210,8 +229,7 @@ def expert_mlp(
     for expert, count in enumerate(counts[:num_experts]):
         if count:
             assignments = order[first : first + count]
-            inner = gated(x_TD[assignments // num_chosen], gate_up_XED[expert])
-            outputs[assignments] = plain(inner, down_XDF[expert]).float()
+            outputs[assignments] = run(expert, x_TD[assignments // num_chosen]).float()
         first += count
     outputs_TCD = outputs.view(x_TD.shape[0], num_chosen, -1)
     total = outputs_TCD[:, 0] * weights_TC[:, :1]

@@ -6,13 +6,12 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from trimaran.kernels import reference
+from trimaran.kernels import fp8_reference, reference
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec, LatentHeads
 from trimaran.kernels.cpu.decoder import Decoder, DecoderShape, LayerWeights
-from trimaran.kernels.fp8_reference import ReferenceProduct
 from trimaran.kernels.integer_reference import ReferenceIntegerProduct
 from trimaran.kernels.integers import IntegerProduct, IntegerWeight
-from trimaran.kernels.quantized import Fp8Inputs, Fp8Product, Fp8Weight
+from trimaran.kernels.quantized import BlockMap, Fp8Inputs, Fp8Product, Fp8Weight
 
 
 class TorchOps:
@@ -41,9 +40,13 @@ class TorchOps:
     rope_and_cache_latent = staticmethod(reference.rope_and_cache_latent)
     write_kv = staticmethod(reference.write_kv)
     paged_attention = staticmethod(reference.paged_attention)
+    fp8_expert_mlp = staticmethod(fp8_reference.expert_mlp)
 
     def fp8_product(self, weight: Fp8Weight, inputs: Fp8Inputs) -> Fp8Product:
-        return ReferenceProduct(weight, inputs)
+        return fp8_reference.ReferenceProduct(weight, inputs)
+
+    def fp8_expert_storage(self, values: Tensor, blocks: BlockMap | None) -> Tensor:
+        return values
 
     def integer_product(
         self, weight: IntegerWeight, *, has_byte_inputs: bool = False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -14,25 +16,41 @@ from trimaran.kernels.quantized import BlockMap, Fp8Inputs, Fp8Weight
 _BF16 = torch.bfloat16
 
 
-class CpuFp8Product:
-    """`Fp8Product` by the C++ product; a token's result is independent of other tokens.
+def pack(values_ED: Tensor, blocks: BlockMap | None) -> Tensor:
+    """FP8 values in bf16 (twice the bytes), as `CpuFp8Product` reads them.
 
-    The weight is stored in bf16 (twice the bytes of FP8), with one contiguous matrix for each
-    column of blocks.
+    With blocks the memory holds one contiguous matrix for each column of blocks.
     """
+    if blocks is None:
+        return values_ED.to(_BF16)
+    packed_ED = torch.empty(values_ED.shape, dtype=_BF16)
+    groups = blocks.groups(values_ED.shape[1])
+    for group, part in zip(groups, _parts(packed_ED, blocks), strict=True):
+        part.copy_(values_ED[:, group])
+    return packed_ED
 
-    def __init__(self, linear: Kernel, weight: Fp8Weight, inputs: Fp8Inputs) -> None:
+
+def _parts(packed_ED: Tensor, blocks: BlockMap | None) -> Sequence[Tensor]:
+    """The matrices [E, W] that a packed weight consists of."""
+    if blocks is None:
+        return [packed_ED]
+    outputs, inner = packed_ED.shape
+    widths = [group.stop - group.start for group in blocks.groups(inner)]
+    parts = torch.split(packed_ED.view(-1), [outputs * width for width in widths])
+    return [part.view(outputs, width) for part, width in zip(parts, widths, strict=True)]
+
+
+class CpuFp8Product:
+    """`Fp8Product` by the C++ product; a token's result is independent of other tokens."""
+
+    def __init__(self, linear: Kernel, packed: Fp8Weight, inputs: Fp8Inputs) -> None:
+        """The values of ``packed`` are those of `pack`."""
         self._linear = linear
         self._inputs = inputs
-        self._blocks = weight.blocks
-        self._scales = weight.scales
-        self._outputs = weight.values.shape[0]
-        values_ED = weight.values
-        if self._blocks is None:
-            self._parts = [values_ED.to(_BF16)]
-            return
-        groups = self._blocks.groups(values_ED.shape[1])
-        self._parts = [values_ED[:, group].to(_BF16).contiguous() for group in groups]
+        self._blocks = packed.blocks
+        self._scales = packed.scales
+        self._outputs = packed.values.shape[0]
+        self._parts = _parts(packed.values, packed.blocks)
 
     def __call__(self, x_TD: Tensor, bias_E: Tensor | None = None) -> Tensor:
         """See `Fp8Product`."""

@@ -12,11 +12,17 @@ from trimaran.kernels import reference
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec, LatentHeads
 from trimaran.kernels.build import cpu_features, has_avx512
 from trimaran.kernels.cpu.decoder import CpuDecoder, Decoder, DecoderShape, LayerWeights
-from trimaran.kernels.cpu.fp8 import CpuFp8Product
+from trimaran.kernels.cpu.fp8 import CpuFp8Product, pack
 from trimaran.kernels.cpu.integers import CpuIntegerProduct
 from trimaran.kernels.cpu.kernel import DTYPE_CODES, Kernel
 from trimaran.kernels.integers import IntegerProduct, IntegerWeight
-from trimaran.kernels.quantized import Fp8Inputs, Fp8Product, Fp8Weight
+from trimaran.kernels.quantized import (
+    BlockMap,
+    Fp8Experts,
+    Fp8Inputs,
+    Fp8Product,
+    Fp8Weight,
+)
 from trimaran.kernels.routing import ExpertCounter, ExpertRouting, ExpertSlotTable
 
 # Shapes: T tokens, D and E widths, N query heads, K key-value heads, H head size.
@@ -69,6 +75,7 @@ class CpuOps:
                 logits=product,
                 router_logits=product,
                 expert_mlp=product,
+                fp8_expert_mlp=product,
             )
         has_dots = has_avx512() and "avx512_vnni" in cpu_features()
         names["integer_product"] = "avx512_vnni" if has_dots else usual
@@ -90,7 +97,29 @@ class CpuOps:
         return self._multiply(x, weight, bias, self._dtype)
 
     def fp8_product(self, weight: Fp8Weight, inputs: Fp8Inputs) -> Fp8Product:
-        return CpuFp8Product(self._linear, weight, inputs)
+        packed = weight._replace(values=pack(weight.values, weight.blocks))
+        return CpuFp8Product(self._linear, packed, inputs)
+
+    def fp8_expert_storage(self, values: Tensor, blocks: BlockMap | None) -> Tensor:
+        return torch.stack([pack(matrix, blocks) for matrix in values])
+
+    def fp8_expert_mlp(
+        self,
+        x: Tensor,
+        weights: Tensor,
+        ids: Tensor,
+        gate_up: Fp8Experts,
+        down: Fp8Experts,
+        first_expert: int = 0,
+    ) -> Tensor:
+        """One pair of products for each expert that a token has chosen."""
+
+        def run(expert: int, rows: Tensor) -> Tensor:
+            inner = self.silu_and_mul(CpuFp8Product(self._linear, *gate_up.of(expert))(rows))
+            return CpuFp8Product(self._linear, *down.of(expert))(inner)
+
+        experts = range(first_expert, first_expert + len(gate_up.values))
+        return reference.sum_experts(x, weights, ids, experts, run)
 
     def integer_product(
         self, weight: IntegerWeight, *, has_byte_inputs: bool = False

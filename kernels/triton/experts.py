@@ -101,7 +101,7 @@ def _sort_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _find_tile(counts, tile, PADDED: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+def find_tile(counts, tile, PADDED: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
     """A tile's expert, its first row among the expert's, their number, and the number of
     rows before the expert's.
     """
@@ -152,7 +152,7 @@ def _experts_kernel(  # type: ignore[no-untyped-def]
         height = tl.minimum(last - first_tile, GROUP)
         within = program % (GROUP * NUM_COLUMNS)
         tile = first_tile + within % height
-        expert, first_row, count, before = _find_tile(counts, tile, PADDED, ROWS)
+        expert, first_row, count, before = find_tile(counts, tile, PADDED, ROWS)
         rows = first_row + tl.arange(0, ROWS)
         is_row = rows < count
         rows += before
@@ -254,9 +254,9 @@ def expert_mlp(
     capture. ``cuts`` are the tile shapes of the two products; with equal cuts for any number of
     tokens, a token's result does not depend on the other tokens.
     """
-    (num_tokens, hidden), num_chosen = x_TD.shape, ids_TC.shape[1]
+    hidden = x_TD.shape[1]
     num_experts, _, inner = down_XDF.shape
-    num_assignments = num_tokens * num_chosen
+    num_assignments = ids_TC.numel()
     if not num_assignments:
         return torch.empty_like(x_TD)
     by_expert = sort_assignments(ids_TC, num_experts, first_expert)
@@ -267,7 +267,15 @@ def expert_mlp(
     _products(cuts[0], by_expert, (x_TD, gate_up_XED, inner_NF), weights_TC, is_gated=True)
     parts_ND = torch.empty((num_assignments, hidden), dtype=torch.float32, device=x_TD.device)
     _products(cuts[1], by_expert, (inner_NF, down_XDF, parts_ND), weights_TC, is_gated=False)
-    output_TD = torch.empty((num_tokens, hidden), dtype=x_TD.dtype, device=x_TD.device)
+    return add_parts(parts_ND, ids_TC, num_experts, first_expert, x_TD)
+
+
+def add_parts(
+    parts_ND: Tensor, ids_TC: Tensor, num_experts: int, first_expert: int, like_TD: Tensor
+) -> Tensor:
+    """The sums [T, D] of the parts of each token's experts on this rank, as ``like``."""
+    (num_tokens, num_chosen), hidden = ids_TC.shape, parts_ND.shape[1]
+    output_TD = torch.empty((num_tokens, hidden), dtype=like_TD.dtype, device=like_TD.device)
     tile = min(padded_size(hidden), _SUM_TILE)
     constants = (hidden, num_experts, num_chosen, tile)
     grid = (num_tokens, num_tiles(hidden, tile))

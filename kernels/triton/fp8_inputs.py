@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
@@ -82,8 +84,95 @@ def _groups_kernel(  # type: ignore[no-untyped-def]
     tl.store(values + row * width + dims, as_fp8(value, scale[:, None]), mask=is_dim)
 
 
+@triton.jit(do_not_specialize=["first_expert"])  # type: ignore[untyped-decorator,unused-ignore]
+def _choices_kernel(  # type: ignore[no-untyped-def]
+    x, ids, order, totals, static, values, scales, x_stride, width, bound, first_expert,
+    EXPERTS: tl.constexpr, CHOSEN: tl.constexpr, COUNTED: tl.constexpr, IS_STATIC: tl.constexpr,
+    HAS_BOUND: tl.constexpr, HAS_POWERS: tl.constexpr, PADDED: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Program n quantizes row n for the n-th sorted choice, or choice n's token for it.
+
+    Choices are sorted if ``COUNTED``, the experts in ``totals``, is not zero. Rows of other
+    ranks' experts are left as they are.
+    """
+    row = tl.program_id(0)
+    dims = tl.arange(0, PADDED)
+    is_dim = dims < width
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
+    if COUNTED:
+        # Entries of the order behind those of this rank's experts are uninitialised.
+        is_used = row < tl.sum(tl.load(totals + tl.arange(0, COUNTED)), 0)
+        choice, source = tl.load(order + row, mask=is_used, other=0), row
+    else:
+        is_used, choice, source = row >= 0, row, row // CHOSEN
+    expert = tl.load(ids + choice) - first_expert
+    if is_used & (expert >= 0) & (expert < EXPERTS):
+        token = x + source.to(tl.int64) * x_stride
+        value = tl.load(token + dims, mask=is_dim, other=0.0).to(tl.float32)
+        if IS_STATIC:
+            scale = tl.load(static + expert)
+        else:
+            peak = tl.max(tl.abs(value), 0)
+            if HAS_BOUND:
+                peak = tl.minimum(peak, bound)
+            scale = scale_of(peak, HAS_POWERS)
+        tl.store(scales + row, scale)
+        target = values + row.to(tl.int64) * width + dims
+        tl.store(target, as_fp8(value, scale), mask=is_dim)
+
+
+_choices = Launcher(_choices_kernel)
 _tokens = Launcher(_tokens_kernel)
 _groups = Launcher(_groups_kernel)
+
+
+class Choices(NamedTuple):
+    """The experts that tokens chose."""
+
+    ids: Tensor
+    """int32 [T, C]."""
+
+    first_expert: int
+    """The first of this rank's experts."""
+
+    num_experts: int
+    sorted_by: tuple[Tensor, Tensor] | None = None
+    """int32 [N]: the numbers of the choices sorted by expert, those of this rank's experts
+    first; and int32 [X]: the number of each expert's choices, padded to a power of two."""
+
+
+def quantize_choices(x: Tensor, choices: Choices, inputs: Fp8Inputs) -> tuple[Tensor, Tensor]:
+    """FP8 values [N, D] and float32 scales [N]; a static scale is that of the expert.
+
+    Row n is that of choice n's token. With an order ``x`` is [N, D], and row n of ``x`` and of
+    the result belongs to the n-th choice of the order. Rows of other ranks' experts are
+    uninitialised. As `quantize_tokens` otherwise.
+    """
+    ids, first, count, by = choices
+    rows, width, static = ids.numel(), x.shape[1], inputs.scale
+    values_ND = torch.empty((rows, width), dtype=FP8, device=x.device)
+    scales_N = torch.empty(rows, dtype=torch.float32, device=x.device)
+    if rows:
+        order, totals = by or (ids, ids)
+        args = (
+            x, ids, order, totals, scales_N if static is None else static, values_ND, scales_N,
+            x.stride(0), width, float(inputs.bound), first,
+        )  # fmt: skip
+        constants = (
+            count, ids.shape[1], totals.numel() if by else 0, static is not None,
+            inputs.bound > 0, inputs.has_power_scales, padded_size(width),
+        )  # fmt: skip
+        _choices((rows, 1), args, constants, num_warps=_warps(width))
+    return values_ND, scales_N
+
+
+def _warps(width: int) -> int:
+    """Warps of a program that quantizes a token."""
+    padded = padded_size(width)
+    return 4 if padded <= 4096 else 8 if padded <= 8192 else 16
 
 
 def quantize_tokens(x_TD: Tensor, inputs: Fp8Inputs) -> tuple[Tensor, Tensor]:
@@ -101,9 +190,7 @@ def quantize_tokens(x_TD: Tensor, inputs: Fp8Inputs) -> tuple[Tensor, Tensor]:
             width, float(inputs.bound),
         )  # fmt: skip
         flags = (static is not None, inputs.bound > 0, inputs.has_power_scales)
-        padded = padded_size(width)
-        warps = 4 if padded <= 4096 else 8 if padded <= 8192 else 16
-        _tokens((rows, 1), args, (padded, *flags), num_warps=warps)
+        _tokens((rows, 1), args, (padded_size(width), *flags), num_warps=_warps(width))
     return values_TD, scales_T
 
 

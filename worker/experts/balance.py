@@ -100,8 +100,8 @@ class ExpertBalancer:
             if not moves:
                 continue
             num_moves += len(moves)
-            for matrices in (mixture.experts.gate_up, mixture.experts.down):
-                self._move(matrices.data, moves)
+            for parameter in mixture.experts.parameters():
+                self._move(_bytes_of(parameter.data), moves)
             self._slots[index].set(new.slots(), new.num_copies())
             self._placements[index] = new
         return num_moves, before, after
@@ -155,6 +155,12 @@ class ExpertBalancer:
             for first in range(0, size, num_parts):
                 pairs[first + move.from_part][first + move.to_part] += 1
         return pairs
+
+
+def _bytes_of(slots: Tensor) -> Tensor:
+    """The bytes [slots, rows, width] of what slots hold, whatever the dtype, in place."""
+    rows = slots.shape[1] if slots.dim() == 3 else 1
+    return slots.view(len(slots), -1).view(torch.uint8).view(len(slots), rows, -1)
 
 
 def balance_experts(model: CausalLM, loads: ExpertLoads | None, config: ExpertsConfig) -> None:

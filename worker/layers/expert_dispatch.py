@@ -25,7 +25,14 @@ _NOWHERE = -1
 class RunsExperts(Protocol):
     """The experts of one rank."""
 
-    gate_up: torch.nn.Parameter
+    @property
+    def num_slots(self) -> int:
+        """Slots of experts on this rank."""
+        ...
+
+    def no_tokens(self) -> Tensor:
+        """Hidden states of no tokens [0, D]."""
+        ...
 
     def forward(self, x_TD: Tensor, weights_TC: Tensor, ids_TC: Tensor) -> Tensor:
         """This rank's part of the weighted sum of each token's experts, [T, D]."""
@@ -88,10 +95,9 @@ class ExpertDispatch:
     def forward_without_tokens(self) -> None:
         """Do the part of a dp rank without tokens in `forward`. Collective over all dp
         ranks."""
-        weight = self._experts.gate_up
-        nothing = weight.new_empty((0, self._num_chosen))
-        ids = nothing.to(torch.int32)
-        self.forward(weight.new_empty((0, weight.shape[-1])), nothing.float(), ids)
+        hidden = self._experts.no_tokens()
+        nothing = hidden.new_empty((0, self._num_chosen), dtype=torch.float32)
+        self.forward(hidden, nothing, nothing.to(torch.int32))
 
     def _through_all(self, rows_S: Tensor, num_rows: int, like: Tensor) -> Tensor:
         """Float32 sums [S, D] of all ranks' results; each rank sends ``num_rows`` rows."""
@@ -109,7 +115,7 @@ class ExpertDispatch:
         return sums_SD
 
     def _send(self, rows_S: Tensor, ids_SC: Tensor) -> _Delivery:
-        num_local = self._experts.gate_up.shape[0]
+        num_local = self._experts.num_slots
         parts_SC = ids_SC.long() // num_local
         is_needed_SP = torch.zeros(
             (len(rows_S), self._num_parts), dtype=torch.bool, device=rows_S.device

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import cast
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from trimaran.kernels.operators import Ops
 from trimaran.kernels.reference import sigmoid
 from trimaran.kernels.routing import ExpertCounter, ExpertRouting, ExpertSlotTable, Scoring
 from trimaran.worker.config.pretrained_config import PretrainedConfig
@@ -17,11 +19,13 @@ from trimaran.worker.layers.expert_dispatch import ExpertDispatch
 from trimaran.worker.layers.linear import (
     LayerContext,
     MergedColumnParallelLinear,
+    OutputPart,
     RowParallelLinear,
     check_shape,
     copy_partition,
 )
-from trimaran.worker.parallel.partition import even_partition
+from trimaran.worker.layers.methods import ExpertMethod
+from trimaran.worker.parallel.partition import DimPartition, even_partition
 from trimaran.worker.parallel.tensor_parallel import PendingSum, can_wait, split
 
 # Shapes: X experts, P parts of the ranks.
@@ -119,6 +123,69 @@ class Router(WholeLinear):
         )
 
 
+class ExpertMatrix:
+    """The stacked matrices of an expert with one input, and this rank's share of them."""
+
+    def __init__(self, parts: Mapping[str, DimPartition], inputs: DimPartition) -> None:
+        self.input_partition = inputs
+        """The inputs of this rank."""
+
+        self.output_parts: dict[str, OutputPart] = {}
+        """The stacked matrices by name."""
+
+        offset = 0
+        for name, partition in parts.items():
+            self.output_parts[name] = OutputPart(partition, offset)
+            offset += partition.size
+        self.shape = offset, inputs.size
+        """Outputs and inputs of this rank."""
+
+    def weight_loader(self, parameter: nn.Parameter, loaded: Tensor, shard: str = "") -> None:
+        """Copy this rank's share of the matrix ``shard`` [out, in], or of its rows' scales
+        [out], to an expert's slot."""
+        part, inputs = self.output_parts[shard], self.input_partition
+        tail = (inputs.whole,) if loaded.dim() == 2 else ()
+        check_shape(loaded, (part.partition.whole, *tail))
+        rows = parameter.data.narrow(0, part.offset, part.partition.size)
+        if not tail:
+            copy_partition(loaded, rows, part.partition)
+            return
+        count = part.partition.count
+        mine = loaded.narrow(0, part.partition.first, count)
+        copy_partition(mine.t(), rows[:count].t(), inputs)
+        rows[count:].zero_()
+
+
+class UnquantizedExpertMethod:
+    """Matrices in the model's dtype."""
+
+    name = "unquantized"
+
+    def __init__(self, ops: Ops) -> None:
+        self._ops = ops
+
+    def create_weights(
+        self, layer: nn.Module, num_experts: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Two parameters, ``gate_up`` and ``down``."""
+        assert isinstance(layer, Experts)
+        for name, matrix in layer.matrices.items():
+            values = torch.empty((num_experts, *matrix.shape), dtype=dtype, device=device)
+            layer.register_parameter(name, nn.Parameter(values, requires_grad=False))
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Do nothing."""
+
+    def apply(
+        self, layer: nn.Module, x_TD: Tensor, weights_TC: Tensor, ids_TC: Tensor
+    ) -> Tensor:
+        """The sum of this rank's experts."""
+        assert isinstance(layer, Experts)
+        return self._ops.expert_mlp(
+            x_TD, weights_TC, ids_TC, layer.gate_up, layer.down, layer.first
+        )
+
+
 class Experts(nn.Module):
     """This rank's experts, or its shard of each, as stacked matrices.
 
@@ -127,32 +194,56 @@ class Experts(nn.Module):
     of the experts' columns.
     """
 
+    gate_up: nn.Parameter
+    down: nn.Parameter
+
     def __init__(self, config: PretrainedConfig, context: LayerContext) -> None:
         super().__init__()
         ranks, num_parts = context.expert_ranks, context.moe_ep_size
-        self._hidden = config.hidden_size
-        self._inner = config.moe_intermediate_size
+        self.hidden_size = config.hidden_size
         numbers = expert_numbers(config, context)
-        self.first, num_experts = numbers.start, len(numbers)
+        self.first, self._num_experts = numbers.start, len(numbers)
         num_cuts = split("expert_ranks", ranks.size, num_parts)
-        self._partition = even_partition(
-            self._inner, ranks.rank // num_parts, num_cuts, multiple=context.partition_multiple
+        inner = even_partition(
+            config.moe_intermediate_size,
+            ranks.rank // num_parts,
+            num_cuts,
+            multiple=context.partition_multiple,
         )
-        local = self._partition.size
-        self.gate_up = context.empty(num_experts, 2 * local, self._hidden)
-        self.down = context.empty(num_experts, self._hidden, local)
-        self._ops = context.ops
+        hidden = even_partition(config.hidden_size, 0, 1)
+        self.matrices = {
+            "gate_up": ExpertMatrix({"gate": inner, "up": inner}, hidden),
+            "down": ExpertMatrix({"down": hidden}, inner),
+        }
+        """The parameters of matrices by name."""
+
+        self.dtype = context.dtype
+        self.method: ExpertMethod = UnquantizedExpertMethod(context.ops)
+        self.use_method(self.method, context.linear_device)
+
+    def use_method(self, method: ExpertMethod, device: torch.device) -> None:
+        """Let ``method`` store and multiply the matrices, with new memory on ``device``."""
+        self._parameters.clear()
+        self.method = method
+        method.create_weights(self, self._num_experts, self.dtype, device)
 
     def forward(self, x_TD: Tensor, weights_TC: Tensor, ids_TC: Tensor) -> Tensor:
         """This rank's part of the weighted sum of each token's experts, [T, D]."""
-        return self._ops.expert_mlp(
-            x_TD, weights_TC, ids_TC, self.gate_up, self.down, self.first
-        )
+        return self.method.apply(self, x_TD, weights_TC, ids_TC)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of experts on this rank."""
+        return self.gate_up.shape[0]
+
+    def no_tokens(self) -> Tensor:
+        """Hidden states of no tokens [0, D]."""
+        return self.gate_up.new_empty((0, self.hidden_size), dtype=self.dtype)
 
     def make_slots(self, num_spare: int) -> None:
-        """Allocate the matrices with ``num_spare`` more slots after the last."""
-        num_held = self.gate_up.shape[0]
-        for parameter in (self.gate_up, self.down):
+        """Allocate every parameter with ``num_spare`` more slots after the last."""
+        num_held = self.num_slots
+        for parameter in self.parameters():
             # Loaded weights may be mapped from a file that must not be written.
             shape = (num_held + num_spare, *parameter.shape[1:])
             slots = parameter.data.new_empty(shape)
@@ -160,22 +251,23 @@ class Experts(nn.Module):
             parameter.data = slots
         self.first = self.first // num_held * (num_held + num_spare)
 
-    def weight_loader(self, parameter: nn.Parameter, loaded: Tensor, shard: str = "") -> None:
-        """Copy this rank's shard of a whole matrix of one of its experts.
+    def place(self, shard: str) -> tuple[int, str]:
+        """The slot of an expert on this rank, and the name of one of its matrices.
 
         ``shard`` is the expert's id and ``gate``, ``up`` or ``down``, as in ``3.gate``.
         """
         number, _, part = shard.partition(".")
-        matrix = parameter.data[int(number) - self.first]
-        if part == "down":
-            check_shape(loaded, (self._hidden, self._inner))
-            copy_partition(loaded.t(), matrix.t(), self._partition)
-            return
-        check_shape(loaded, (self._inner, self._hidden))
-        rows = self._partition.size
-        copy_partition(
-            loaded, matrix[:rows] if part == "gate" else matrix[rows:], self._partition
-        )
+        return int(number) - self.first, part
+
+    def weight_loader(self, parameter: nn.Parameter, loaded: Tensor, shard: str = "") -> None:
+        """Copy this rank's shard of a whole matrix of one of its experts; see `place`."""
+        slot, part = self.place(shard)
+        target = nn.Parameter(parameter.data[slot], requires_grad=False)
+        self.matrix_of(part).weight_loader(target, loaded, part)
+
+    def matrix_of(self, part: str) -> ExpertMatrix:
+        """The stacked matrices of which ``part`` is one."""
+        return self.matrices["down" if part == "down" else "gate_up"]
 
 
 class SharedExpert(nn.Module):

@@ -1,4 +1,4 @@
-"""Methods of linear layers: how they multiply (quantization), and LoRA."""
+"""Methods of layers: how products and experts multiply (quantization), and LoRA."""
 
 from __future__ import annotations
 
@@ -51,6 +51,33 @@ class UnquantizedLinearMethod:
     def apply(self, layer: nn.Module, x_TD: Tensor, bias_E: Tensor | None) -> Tensor:
         """``x @ weight.T + bias``."""
         return self._linear(x_TD, layer.weight, bias_E)  # type: ignore[arg-type]
+
+
+class ExpertMethod(Protocol):
+    """How a layer of experts stores its matrices and multiplies by them.
+
+    The first dimension of every parameter is the slots of experts, so that slots can be added
+    and moved. Shapes: X experts of this rank, D hidden size, F this rank's inner width,
+    E = 2 F.
+    """
+
+    name: str
+
+    def create_weights(
+        self, layer: nn.Module, num_experts: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Register ``gate_up`` [X, E, D], ``down`` [X, D, F] and their scales."""
+        ...
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Called once when all weights are loaded."""
+        ...
+
+    def apply(
+        self, layer: nn.Module, x_TD: Tensor, weights_TC: Tensor, ids_TC: Tensor
+    ) -> Tensor:
+        """This rank's part of the weighted sum of each token's experts, [T, D]."""
+        ...
 
 
 class AdapterState:

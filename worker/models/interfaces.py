@@ -15,6 +15,7 @@ from trimaran.worker.attention.backend import ForwardContext, KVCacheSpec
 from trimaran.worker.config.pretrained_config import PretrainedConfig
 from trimaran.worker.config.stages import stage_sizes
 from trimaran.worker.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from trimaran.worker.layers.experts import Experts
 from trimaran.worker.layers.linear import LayerContext, ParallelLinear
 from trimaran.worker.layers.methods import AdapterState
 from trimaran.worker.layers.norm import LayerNorm, RMSNorm, add_residual
@@ -280,7 +281,7 @@ class CausalLM(nn.Module):
     def process_weights_after_loading(self) -> None:
         """Let every layer's quantization method finish, once all weights are loaded."""
         for module in self.modules():
-            if isinstance(module, ParallelLinear):
+            if isinstance(module, (ParallelLinear, Experts)):
                 module.method.process_weights_after_loading(module)
         rotary = getattr(self, "rotary", None)
         self._fused = fuse_layers(self.config, self.context, list(self.layers.values()), rotary)

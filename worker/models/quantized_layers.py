@@ -1,4 +1,4 @@
-"""The method of each linear layer of a model, chosen by its names in the checkpoint."""
+"""The method of each linear layer and of experts, chosen by names in the checkpoint."""
 
 from __future__ import annotations
 
@@ -7,23 +7,30 @@ import logging
 from trimaran.comm.errors import ConfigError
 from trimaran.kernels.operators import Ops
 from trimaran.worker.config.schemes import Fp8Scheme, Scheme
-from trimaran.worker.layers.experts import Experts
+from trimaran.worker.layers.experts import Experts, UnquantizedExpertMethod
 from trimaran.worker.layers.linear import ParallelLinear
-from trimaran.worker.layers.methods import LinearMethod, UnquantizedLinearMethod
+from trimaran.worker.layers.methods import (
+    ExpertMethod,
+    LinearMethod,
+    UnquantizedLinearMethod,
+)
 from trimaran.worker.models.interfaces import CausalLM
+from trimaran.worker.quantization.fp8_experts import Fp8ExpertMethod
 from trimaran.worker.quantization.fp8_linear import Fp8LinearMethod
 from trimaran.worker.quantization.integer_linear import IntegerLinearMethod
 
-QuantizedMethod = Fp8LinearMethod | IntegerLinearMethod
+Fp8Method = Fp8LinearMethod | Fp8ExpertMethod
+QuantizedMethod = Fp8Method | IntegerLinearMethod
 
 logger = logging.getLogger(__name__)
 
 
 def choose_methods(model: CausalLM) -> None:
-    """Give each linear layer the method that the model's quantization names, and memory.
+    """Give each linear layer, and each layer of experts, the method that the model's
+    quantization names, and memory.
 
     Raises:
-        ConfigError: stacked matrices of a layer are quantized differently, or experts are.
+        ConfigError: stacked matrices of a layer, or its experts, are quantized differently.
     """
     context = model.context
     if context.quantization is None:
@@ -37,7 +44,9 @@ def choose_methods(model: CausalLM) -> None:
             scheme = _scheme_of(model, keys_of[f"{path}.weight"])
             module.use_method(_method_of(scheme, context.ops), context.device)
         elif isinstance(module, Experts):
-            _refuse_quantized_experts(model, keys_of[f"{path}.gate_up"])
+            keys = [key for name in module.matrices for key in keys_of[f"{path}.{name}"]]
+            scheme = _scheme_of(model, keys)
+            module.use_method(_expert_method_of(scheme, context.ops), context.device)
 
 
 def log_methods(model: CausalLM) -> None:
@@ -48,11 +57,12 @@ def log_methods(model: CausalLM) -> None:
     methods = {
         path: module.method.name
         for path, module in model.named_modules()
-        if isinstance(module, ParallelLinear)
+        if isinstance(module, (ParallelLinear, Experts))
     }
     floats = [path for path, name in methods.items() if name == UnquantizedLinearMethod.name]
     logger.info(
-        "%d of %d products are quantized (%s), each compared with its definition%s",
+        "%d of %d products and layers of experts are quantized (%s), each compared with its "
+        "definition%s",
         len(methods) - len(floats),
         len(methods),
         quantization.describe(),
@@ -78,7 +88,11 @@ def scheme_of_key(model: CausalLM, key: str) -> Scheme | None:
 def quantized_method_of(model: CausalLM, parameter: str) -> QuantizedMethod | None:
     """The method by which a parameter is a quantized weight; None for other parameters."""
     path, _, name = parameter.rpartition(".")
-    method = getattr(model.get_submodule(path), "method", None)
+    module = model.get_submodule(path)
+    method = getattr(module, "method", None)
+    if isinstance(module, Experts):
+        is_weight = name in module.matrices
+        return method if is_weight and isinstance(method, Fp8ExpertMethod) else None
     return method if name == "weight" and isinstance(method, QuantizedMethod) else None
 
 
@@ -88,6 +102,17 @@ def _method_of(scheme: Scheme | None, ops: Ops) -> LinearMethod:
     if isinstance(scheme, Fp8Scheme):
         return Fp8LinearMethod(ops, scheme)
     return IntegerLinearMethod(ops, scheme)
+
+
+def _expert_method_of(scheme: Scheme | None, ops: Ops) -> ExpertMethod:
+    if scheme is None:
+        return UnquantizedExpertMethod(ops)
+    if isinstance(scheme, Fp8Scheme):
+        return Fp8ExpertMethod(ops, scheme)
+    raise ConfigError(
+        f"experts of {scheme.bits} bits are not served yet. Name a checkpoint in bfloat16, "
+        "float16 or float32."
+    )
 
 
 def _scheme_of(model: CausalLM, keys: list[str]) -> Scheme | None:
@@ -103,11 +128,3 @@ def _scheme_of(model: CausalLM, keys: list[str]) -> Scheme | None:
             "bfloat16, float16 or float32."
         )
     return next(iter(schemes.values()))
-
-
-def _refuse_quantized_experts(model: CausalLM, keys: list[str]) -> None:
-    if any(scheme_of_key(model, key) is not None for key in keys):
-        raise ConfigError(
-            f"the experts ({keys[0]} and others) are quantized, which is not served yet. Name "
-            "a checkpoint in bfloat16, float16 or float32."
-        )

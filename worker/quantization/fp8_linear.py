@@ -23,8 +23,17 @@ INPUT_SCALE = "input_scale"
 ALL_PARTS = "*"
 
 
+def scale_prefix(parameter: str) -> str:
+    """What stands before `WEIGHT_SCALE` and `INPUT_SCALE` in the names of a weight's scales:
+    experts have several weights."""
+    weight = "weight"
+    is_weight = parameter.endswith(f".{weight}")
+    return parameter.removesuffix(weight) if is_weight else f"{parameter}_"
+
+
 class ShardedLayer(Protocol):
-    """The part of a linear layer that says which rows and columns are this rank's."""
+    """The part of a linear layer, or of a matrix of experts, that says which rows and columns
+    are this rank's."""
 
     @property
     def output_parts(self) -> dict[str, OutputPart]: ...
@@ -64,7 +73,10 @@ class Fp8LinearMethod:
         self._dtype = dtype
         scales: tuple[int, ...] = shape[:1]
         if self.scheme.block is not None:
-            scales = block_rows(sharded, self.scheme.block[0]).count, self._num_columns(sharded)
+            rows, columns = self.scheme.block
+            mine = sharded.input_partition
+            count = -(-(mine.first % columns + mine.size) // columns)
+            scales = block_rows(sharded, rows).count, count
         add_parameter(layer, "weight", shape, FP8, device)
         add_parameter(layer, WEIGHT_SCALE, scales, torch.float32, device)
         if self.has_input_scale:
@@ -84,12 +96,9 @@ class Fp8LinearMethod:
         sharded: ShardedLayer = layer  # type: ignore[assignment]
         name, shard = target
         if name == INPUT_SCALE:
-            _load_input_scale(sharded, parameter, loaded, shard)
-        elif self.scheme.block is None:
-            outputs = sum(part.partition.whole for part in _parts_of(sharded, shard).values())
-            sharded.weight_loader(parameter, _row_scales(loaded, outputs), shard)
+            load_input_scale(sharded, parameter, loaded, shard)
         else:
-            self._load_block_scales(sharded, parameter, loaded, shard)
+            load_weight_scales(self.scheme.block, sharded, parameter, loaded, shard)
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Hand the weight to the device's product, and compare that with its definition.
@@ -121,40 +130,58 @@ class Fp8LinearMethod:
         product: Fp8Product = layer.fp8_product  # type: ignore[assignment]
         return product(x_TD, bias_E)
 
-    def _num_columns(self, sharded: ShardedLayer) -> int:
-        assert self.scheme.block is not None
-        mine, columns = sharded.input_partition, self.scheme.block[1]
-        return -(-(mine.first % columns + mine.size) // columns)
 
-    def _load_block_scales(
-        self, sharded: ShardedLayer, parameter: nn.Parameter, loaded: Tensor, shard: str
-    ) -> None:
-        assert self.scheme.block is not None
-        rows, columns = self.scheme.block
-        if shard not in (*sharded.output_parts, ALL_PARTS):
+def load_weight_scales(
+    block: tuple[int, int] | None,
+    sharded: ShardedLayer,
+    parameter: nn.Parameter,
+    loaded: Tensor,
+    shard: str,
+) -> None:
+    """Copy this rank's scales of a weight from a checkpoint's tensor.
+
+    Raises:
+        WeightShapeError: the tensor has another shape than the configuration implies.
+    """
+    if block is None:
+        outputs = sum(part.partition.whole for part in _parts_of(sharded, shard).values())
+        sharded.weight_loader(parameter, _row_scales(loaded, outputs), shard)
+    else:
+        _load_block_scales(block, sharded, parameter, loaded, shard)
+
+
+def _load_block_scales(
+    block: tuple[int, int],
+    sharded: ShardedLayer,
+    parameter: nn.Parameter,
+    loaded: Tensor,
+    shard: str,
+) -> None:
+    rows, columns = block
+    if shard not in (*sharded.output_parts, ALL_PARTS):
+        raise ConfigError(
+            "a weight whose heads hold queries, keys and values in turn has scales of "
+            "blocks, which is not served. Name a checkpoint with a scale a row."
+        )
+    parts, inputs = _parts_of(sharded, shard), sharded.input_partition
+    outputs = sum(part.partition.whole for part in parts.values())
+    check_shape(loaded, (-(-outputs // rows), -(-inputs.whole // columns)))
+    first = inputs.first // columns
+    count = -(-(inputs.first + inputs.count) // columns) - first if inputs.count else 0
+    targets, start = block_rows(sharded, rows).of_parts, 0
+    for name, part in parts.items():
+        if start % rows:
             raise ConfigError(
-                "a weight whose heads hold queries, keys and values in turn has scales of "
-                "blocks, which is not served. Name a checkpoint with a scale a row."
+                f"a weight of stacked matrices has scales of blocks of {rows} rows, but "
+                f"one matrix begins at row {start}: such a block belongs to two. Name a "
+                "checkpoint with a scale a row, or in bfloat16."
             )
-        parts, inputs = _parts_of(sharded, shard), sharded.input_partition
-        outputs = sum(part.partition.whole for part in parts.values())
-        check_shape(loaded, (-(-outputs // rows), -(-inputs.whole // columns)))
-        first = inputs.first // columns
-        count = -(-(inputs.first + inputs.count) // columns) - first if inputs.count else 0
-        targets, start = block_rows(sharded, rows).of_parts, 0
-        for name, part in parts.items():
-            if start % rows:
-                raise ConfigError(
-                    f"a weight of stacked matrices has scales of blocks of {rows} rows, but "
-                    f"one matrix begins at row {start}: such a block belongs to two. Name a "
-                    "checkpoint with a scale a row, or in bfloat16."
-                )
-            source = slice(start // rows + part.partition.first // rows, None)
-            target = parameter.data[targets[name]]
-            target.zero_()
-            mine = loaded[source, first : first + count][: target.shape[0]]
-            target[: mine.shape[0], :count].copy_(mine)
-            start += part.partition.whole
+        source = slice(start // rows + part.partition.first // rows, None)
+        target = parameter.data[targets[name]]
+        target.zero_()
+        mine = loaded[source, first : first + count][: target.shape[0]]
+        target[: mine.shape[0], :count].copy_(mine)
+        start += part.partition.whole
 
 
 class BlockRows:
@@ -195,9 +222,10 @@ def _row_scales(loaded: Tensor, outputs: int) -> Tensor:
     return loaded.reshape(outputs)
 
 
-def _load_input_scale(
+def load_input_scale(
     sharded: ShardedLayer, parameter: nn.Parameter, loaded: Tensor, shard: str
 ) -> None:
+    """Copy the static scale of the inputs of a stacked matrix; see `load_weight_scales`."""
     if loaded.numel() != 1:
         raise WeightShapeError(tuple(loaded.shape), ())
     names = list(sharded.output_parts)

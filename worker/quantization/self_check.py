@@ -1,4 +1,4 @@
-"""Runs a quantized product once at load and compares it with its definition."""
+"""Runs quantized products and experts once at load and compares them with definitions."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from trimaran.comm.errors import ConfigError
+from trimaran.kernels import fp8_reference
 from trimaran.kernels.fp8_reference import ReferenceProduct
 from trimaran.kernels.integer_reference import ReferenceIntegerProduct
 from trimaran.kernels.integers import IntegerProduct, IntegerWeight
-from trimaran.kernels.quantized import Fp8Inputs, Fp8Product, Fp8Weight
+from trimaran.kernels.operators import Ops
+from trimaran.kernels.quantized import Fp8Experts, Fp8Inputs, Fp8Product, Fp8Weight
 
 _ROWS = (1, 64, 80)
 """Tokens: few, the most that a streaming kernel takes, and more, which take other kernels."""
@@ -22,6 +24,13 @@ _OUTPUTS = 128
 
 _MOST_DIFFERENCE = 0.02
 """Largest deviation relative to the norm; rounding to bf16 makes less than 0.002."""
+
+_CHECKED_EXPERTS = 4
+_EXPERT_ROWS = (1, 64)
+"""Tokens: few, and so many that an expert has several."""
+
+_MOST_EXPERT_DIFFERENCE = 0.05
+"""Rounding of SwiGLU to bf16 may move an input of the second product to the next FP8 number."""
 
 
 def check_product(
@@ -92,3 +101,38 @@ def _difference(found: Tensor, expected: Tensor) -> float:
     found, expected = found.float(), expected.float()
     # A rank may hold padding alone, whose results are zero.
     return float((found - expected).norm() / expected.norm().clamp_min(1e-30))
+
+
+def check_experts(
+    ops: Ops,
+    experts: tuple[Fp8Experts, Fp8Experts],
+    stored: tuple[Fp8Experts, Fp8Experts],
+    dtype: torch.dtype,
+) -> None:
+    """Raise `ConfigError` unless the sums of some ``experts``, gate and up stacks and down
+    stacks, are those of the definition on the ``stored`` values."""
+    values = stored[0].values
+    (num_experts, _, hidden), device = values.shape, values.device
+    chosen = sorted({num_experts * at // _CHECKED_EXPERTS for at in range(_CHECKED_EXPERTS)})
+    chosen[-1] = num_experts - 1
+    generator = torch.Generator(device).manual_seed(0)
+    with torch.inference_mode():
+        is_finite = all(bool(each.scales.isfinite().all()) for each in stored)
+        for rows in _EXPERT_ROWS:
+            x = torch.randn((rows, hidden), generator=generator, device=device).to(dtype)
+            numbers = torch.arange(rows, device=device)[:, None] + torch.arange(
+                min(2, len(chosen)), device=device
+            )
+            ids = torch.tensor(chosen, device=device, dtype=torch.int32)[numbers % len(chosen)]
+            weights = torch.full(ids.shape, 0.5, device=device)
+            found = ops.fp8_expert_mlp(x, weights, ids, *experts)
+            expected = fp8_reference.expert_mlp(x, weights, ids, *stored)
+            difference = _difference(found, expected)
+            # NaN is no agreement either.
+            if not (is_finite and difference <= _MOST_EXPERT_DIFFERENCE):
+                raise ConfigError(
+                    f"experts in FP8 {list(values.shape)} are {100 * difference:.1f} % off "
+                    f"their definition for {rows} tokens on {device}: the kernel does not suit "
+                    "this device, or scales are no numbers. Serve the checkpoint in bfloat16, "
+                    "and report this."
+                )

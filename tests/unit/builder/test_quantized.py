@@ -122,6 +122,16 @@ def test_a_family_that_stores_matrices_transposed_is_quantized(gpt2, trimaran, t
     assert distance.abs().max() <= 2**-4 * floats.abs().max()
 
 
-def test_experts_in_fp8_are_refused_by_name(tmp_path, refused):
-    folder = checkpoints.make(tmp_path, "fp8-blocks", models.expert_configs()["qwen3-moe"])
-    assert "experts.0.gate_proj.weight and others) are quantized" in refused(folder)
+@pytest.mark.parametrize("flags", ["--tp-size 3", "--tp-size 2 --moe-ep-size 2 --pp-size 2"])
+@pytest.mark.parametrize("form", ["fp8-blocks", "fp8-tensor-static"])
+def test_built_experts_are_those_that_a_rank_cuts_from_the_checkpoint(
+    form, flags, tmp_path, trimaran
+):
+    folder = checkpoints.make(tmp_path, form, models.expert_configs()["qwen3-moe"])
+    source = EngineFolder.load(folder)
+    built = _build(trimaran, folder, tmp_path / "engine", *flags.split())
+    for rank, path in enumerate(built.weight_files):
+        mine, expected = _bytes_of(load_file(path)), _bytes_of(_in_memory(source, rank, built))
+        assert "layers.0.mlp.experts.gate_up_weight_scale" in mine or rank
+        assert mine.keys() == expected.keys()
+        assert all(mine[key].equal(expected[key]) for key in mine), rank

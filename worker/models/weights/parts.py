@@ -13,9 +13,13 @@ from trimaran.comm.errors import ConfigError
 from trimaran.kernels.fp8_reference import dequantize_weight, quantize_weight
 from trimaran.worker.config.schemes import Fp8Scheme, IntegerScheme, Layout, Zeros
 from trimaran.worker.models.interfaces import CausalLM, WeightTarget
-from trimaran.worker.models.quantized_layers import quantized_method_of, scheme_of_key
+from trimaran.worker.models.quantized_layers import (
+    Fp8Method,
+    quantized_method_of,
+    scheme_of_key,
+)
 from trimaran.worker.models.weights.checkpoint import FP8_WORD, INTEGER_WORDS, StoredTensor
-from trimaran.worker.quantization.fp8_linear import INPUT_SCALE, WEIGHT_SCALE, Fp8LinearMethod
+from trimaran.worker.quantization.fp8_linear import INPUT_SCALE, WEIGHT_SCALE, scale_prefix
 from trimaran.worker.quantization.integer_formats import (
     WEIGHT,
     WEIGHT_GROUP,
@@ -150,11 +154,11 @@ def _quantized_parts(
     found: Mapping[str, StoredTensor],
     key: str,
     target: WeightTarget,
-    method: Fp8LinearMethod,
+    method: Fp8Method,
 ) -> Iterator[Part]:
     """The parts of a quantized weight and of its scales."""
     stored, block = found[key], method.scheme.block
-    layer = target.parameter.removesuffix("weight")
+    layer = scale_prefix(target.parameter)
     scales = WeightTarget(layer + WEIGHT_SCALE, target.shard, target.is_transposed)
     if stored.entry.dtype != FP8_WORD:
         quantization = model.context.quantization

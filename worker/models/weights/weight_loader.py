@@ -16,6 +16,7 @@ from trimaran.kernels.quantized import FP8
 from trimaran.worker.config.shard_file import read_tensor_entries
 from trimaran.worker.layers.linear import WeightShapeError
 from trimaran.worker.models.interfaces import CausalLM, LoadsWeight, WeightTarget
+from trimaran.worker.models.quantized_layers import Fp8Method
 from trimaran.worker.models.weights.checkpoint import (
     DTYPE_WORDS,
     FLOAT_WORDS,
@@ -29,7 +30,7 @@ from trimaran.worker.models.weights.checkpoint import (
 from trimaran.worker.models.weights.parts import Conversion, Part, parts_of
 from trimaran.worker.models.weights.tensor_reader import TensorReader
 from trimaran.worker.models.weights.verification import BackgroundVerification, ShardVerifier
-from trimaran.worker.quantization.fp8_linear import INPUT_SCALE, WEIGHT_SCALE, Fp8LinearMethod
+from trimaran.worker.quantization.fp8_linear import INPUT_SCALE, WEIGHT_SCALE
 from trimaran.worker.quantization.integer_formats import WEIGHT, WEIGHT_ZERO
 from trimaran.worker.quantization.integer_linear import IntegerLinearMethod
 
@@ -242,8 +243,8 @@ def load_weight(
         method = getattr(module, "method", None)
         if isinstance(method, IntegerLinearMethod) and name != "bias":
             method.load_part(module, parameter, whole, (name, target.shard))
-        elif name in _SCALES:
-            method = cast(Fp8LinearMethod, module.method)
+        elif name.endswith(_SCALES):
+            method = cast(Fp8Method, module.method)
             method.load_scale(module, parameter, whole, (name, target.shard))
         else:
             cast(LoadsWeight, module).weight_loader(parameter, whole, target.shard)

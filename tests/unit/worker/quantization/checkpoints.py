@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +71,26 @@ def is_quantized(name: str, values: dict[str, Any]) -> bool:
     """Whether a format quantizes the tensor of this name."""
     if "norm" in name or "embed" in name or "lm_head" in name or not name.endswith("weight"):
         return False
-    if name.endswith(("mlp.gate.weight", "shared_expert_gate.weight")):
+    if name.endswith((".gate.weight", "shared_expert_gate.weight")):
         return False
     return not ("exclude_modules" in values and ".1.self_attn" in name)
+
+
+_SECOND = ("k_proj", "up_proj", "w3")
+"""Stacked matrices whose static scales of inputs are larger than those beside them."""
+
+
+def expert_factors(count: int) -> list[tuple[float, float]]:
+    """By which factors the static scales of experts differ: for gate and up, and for down."""
+    return [(1.1 + 0.05 * number, 1.0 + 0.05 * number) for number in range(count)]
+
+
+def _factor(layer: str) -> float:
+    """By which factor a layer's static scale differs from the others."""
+    of_experts = re.search(r"experts[.](\d+)[.]", layer)
+    # Stacked matrices have scales of their own, of which the largest counts.
+    is_second = layer.endswith(_SECOND if of_experts else "k_proj")
+    return 1 + 0.1 * is_second + (0.05 * int(of_experts[1]) if of_experts else 0)
 
 
 def quantize_folder(folder: Path, form: str) -> None:
@@ -96,10 +114,7 @@ def quantize_folder(folder: Path, form: str) -> None:
         is_inverse = values["quant_method"] == "fp8" and kind == "block"
         tensors[f"{layer}.weight_scale{'_inv' if is_inverse else ''}"] = scale
         if static:
-            # Stacked layers have scales of their own, of which the largest counts.
-            tensors[f"{layer}.{static}"] = torch.tensor(
-                STATIC_SCALE * (1 + 0.1 * ("k_" in name))
-            )
+            tensors[f"{layer}.{static}"] = torch.tensor(STATIC_SCALE * _factor(layer))
         if values["quant_method"] == "fbgemm_fp8":
             tensors[f"{layer}.input_scale_ub"] = torch.tensor([1.5])
     save_file(tensors, path)

@@ -12,13 +12,9 @@ from tests.unit.worker.models import models
 from tests.unit.worker.models.conftest import OPS
 from tests.unit.worker.models.paged_run import PagedRun, logits_alone_and_beside
 from tests.unit.worker.quantization import checkpoints
-from tests.unit.worker.quantization.checkpoints import BLOCK, FORMATS
+from tests.unit.worker.quantization.checkpoints import FORMATS
+from tests.unit.worker.quantization.emulation import emulate
 from trimaran.comm.errors import ConfigError
-from trimaran.kernels.fp8_reference import (
-    quantize_groups,
-    quantize_tokens,
-)
-from trimaran.kernels.quantized import BlockMap, Fp8Inputs
 from trimaran.worker.layers.linear import ParallelLinear
 from trimaran.worker.parallel.tensor_parallel import ShardPosition
 from trimaran.worker.quantization.fp8_linear import Fp8LinearMethod
@@ -26,32 +22,6 @@ from trimaran.worker.quantization.fp8_linear import Fp8LinearMethod
 CONFIG = models.llama_config(
     hidden_size=72, intermediate_size=104, head_dim=12, attention_bias=True
 )
-
-
-def emulate(model, form):
-    """Let transformers' linear layers see their inputs as the format quantizes them."""
-    values, kind, static = FORMATS[form]
-
-    def quantized(module, args):
-        x = args[0].flatten(0, -2)
-        if kind == "block":
-            blocks = BlockMap(torch.empty(0), BLOCK[1], 0)
-            powers = Fp8Inputs(has_power_scales="scale_fmt" in values)
-            numbers, scales = quantize_groups(x, blocks, powers)
-            sizes = torch.tensor([s.stop - s.start for s in blocks.groups(x.shape[1])])
-            scales = scales.repeat_interleave(sizes, 1)
-        else:
-            fixed = torch.tensor(checkpoints.STATIC_SCALE * module.factor) if static else None
-            bound = values.get("activation_scale_ub", 0.0)
-            numbers, scales = quantize_tokens(x, Fp8Inputs(fixed, bound))
-        return ((numbers.float() * scales).view_as(args[0]),)
-
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear) and checkpoints.is_quantized(
-            f"{name}.weight", values
-        ):
-            module.factor = 1.1 if name.split(".")[-1] in ("q_proj", "k_proj", "v_proj") else 1
-            module.register_forward_pre_hook(quantized)
 
 
 @pytest.fixture(params=list(FORMATS))
