@@ -339,6 +339,14 @@ def _log_probs(server: Versioned) -> None:
     np.testing.assert_allclose(answer.as_numpy("cum_log_probs"), each.sum(-1), rtol=1e-5)
 
 
+def _drafts(server: Versioned) -> None:
+    """The answer has the accepted drafts and one further id."""
+    plain = server.infer("tensorrt_llm", **server.ids()).as_numpy("output_ids").reshape(-1)
+    drafts = plain[len(IDS) :][:3].tolist()
+    answer = server.infer("tensorrt_llm", **server.ids(draft_input_ids=drafts))
+    assert answer.as_numpy("output_ids").reshape(-1).tolist() == plain[: len(IDS) + 4].tolist()
+
+
 def _logits(server: Versioned) -> None:
     asked = server.ids(return_context_logits=True, return_generation_logits=True)
     answer = server.infer("tensorrt_llm", **asked)
@@ -379,6 +387,7 @@ CLIENTS = (
     Row("Clients", "... `--return-context-logits --return-generation-logits`", _logits, 8),
     Row("Clients", "... `--num-return-sequences 2`", _sequences, 14, is_decoupled=True),
     Row("Clients", "... `--return-kv-cache-reuse-stats`", _reuse, 16),
+    Row("Clients", "... `--draft-tokens-csv`", _drafts, 7),
     Row("Clients", "`end_to_end_grpc_client.py`", _text_client, 6, is_decoupled=True),
     Row("Clients", "... `--streaming`", _text_stream, 6, is_decoupled=True),
     Row("Clients", "... `--batch-inputs`", _batch, 6, is_decoupled=True),
@@ -403,7 +412,7 @@ def engine(bench: Bench) -> Path:
     """An engine of one rank."""
     bench.succeed(
         "trimaran build --checkpoint model --output one --max-batch-size 64 "
-        "--max-input-len 896 --max-num-tokens 1024 --max-beam-width 4"
+        "--max-input-len 896 --max-num-tokens 1024 --max-beam-width 4 --max-draft-len 5"
     )
     return bench.folder / "one"
 
