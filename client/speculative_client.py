@@ -18,7 +18,7 @@ from trimaran.client.text_client import Texts
 from trimaran.comm.errors import ConfigError
 
 _TOKENS_PER_WORD = 1.3
-_CONTROL = "ensemble"
+_CONTROL, _EXCLUDE = "ensemble", "exclude_input_in_output"
 # Inputs of the token and the text models, with their types.
 _SAMPLING = {
     "temperature": np.float32,
@@ -147,6 +147,23 @@ def run(args: argparse.Namespace) -> int:
     return int(num_failed > 0)
 
 
+class _Server(GrpcSteps):
+    """A server whose answers hold the prompt, whatever its models do by default."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self._has_input: dict[str, bool] = {}
+        """By model: older repositories do not have the input."""
+
+    def ask(self, model: str, inputs: Mapping[str, Array]) -> list[Outputs]:
+        """See `StepClient.ask`."""
+        if model not in self._has_input:
+            self._has_input[model] = self.has_input(model, _EXCLUDE)
+        if self._has_input[model]:
+            inputs = {**inputs, _EXCLUDE: one_of(False, np.bool_)}
+        return super().ask(model, inputs)
+
+
 class _Servers:
     """The three servers, which may be one."""
 
@@ -154,9 +171,9 @@ class _Servers:
         urls = {name: getattr(args, f"url_{name}") for name in ("target", "draft", "control")}
         for name, url in urls.items():
             check_url(url or urls["target"], f"--url-{name}")
-        self.target = GrpcSteps(urls["target"])
-        self.draft = GrpcSteps(urls["draft"] or urls["target"])
-        self.control = GrpcSteps(urls["control"] or urls["target"])
+        self.target = _Server(urls["target"])
+        self.draft = _Server(urls["draft"] or urls["target"])
+        self.control = _Server(urls["control"] or urls["target"])
 
 
 def _prompts(args: argparse.Namespace) -> list[Prompt]:
@@ -213,7 +230,7 @@ def _say(number: int, prompt: Prompt, wanted: str, text: str) -> bool:
     return False
 
 
-def _by_bls(server: GrpcSteps, args: argparse.Namespace, prompt: Prompt) -> tuple[str, Drafts]:
+def _by_bls(server: _Server, args: argparse.Namespace, prompt: Prompt) -> tuple[str, Drafts]:
     """The BLS model's text; its drafts if they were asked for."""
     inputs = {
         **_text_inputs(args, prompt),
@@ -231,7 +248,7 @@ def _by_bls(server: GrpcSteps, args: argparse.Namespace, prompt: Prompt) -> tupl
 
 
 def _text(
-    server: GrpcSteps, model: str, inputs: Mapping[str, Array]
+    server: _Server, model: str, inputs: Mapping[str, Array]
 ) -> tuple[str, dict[str, Array]]:
     texts = Texts(is_appended=False)
     for outputs in server.ask(model, inputs):
@@ -272,12 +289,6 @@ class Rounds:
             args.draft_tensorrt_llm_model_name,
             args.target_tensorrt_llm_model_name,
         )
-        # A repository may exclude prompts from answers; older ones do not know the input.
-        exclude = "exclude_input_in_output"
-        self._has_exclude = {
-            "draft": servers.draft.has_input(self._draft, exclude),
-            "target": servers.target.has_input(self._target, exclude),
-        }
 
     def text(self, prompt: Prompt) -> tuple[str, Drafts]:
         """The text of a prompt with its answer."""
@@ -327,7 +338,7 @@ class Rounds:
         self, before: Outputs, ids: list[int], num_drafts: int
     ) -> tuple[list[int], Array | None]:
         asks_logits = self._args.return_draft_model_draft_logits
-        inputs = self._inputs("draft", before, ids, num_drafts)
+        inputs = self._inputs(before, ids, num_drafts)
         if asks_logits:
             inputs["return_generation_logits"] = one_of(True, np.bool_)
         outputs = self._servers.draft.ask(self._draft, inputs)
@@ -338,7 +349,7 @@ class Rounds:
     def _verified(
         self, before: Outputs, ids: list[int], draft: list[int], logits: Array | None
     ) -> list[int]:
-        inputs = self._inputs("target", before, ids, len(draft) + 1)
+        inputs = self._inputs(before, ids, len(draft) + 1)
         if draft:
             inputs["draft_input_ids"] = np.array([draft], dtype=np.int32)
         if draft and logits is not None:
@@ -347,9 +358,7 @@ class Rounds:
             inputs["return_generation_logits"] = one_of(True, np.bool_)
         return self._new_ids("target", self._servers.target.ask(self._target, inputs), ids)
 
-    def _inputs(
-        self, who: str, before: Outputs, ids: list[int], output_len: int
-    ) -> dict[str, Array]:
+    def _inputs(self, before: Outputs, ids: list[int], output_len: int) -> dict[str, Array]:
         inputs: dict[str, Any] = {
             "input_ids": np.array([ids], dtype=np.int32),
             "input_lengths": one_of(len(ids), np.int32),
@@ -361,8 +370,6 @@ class Rounds:
             "beam_width": one_of(1, np.int32),
             **_sampling(self._args),
         }
-        if self._has_exclude[who]:
-            inputs["exclude_input_in_output"] = one_of(False, np.bool_)
         return inputs
 
     def _new_ids(self, who: str, outputs: list[Outputs], ids: list[int]) -> list[int]:

@@ -29,7 +29,8 @@ BUILD = (
     "trimaran build --checkpoint_dir {engine}_checkpoint --output_dir {engine} "
     "--max_batch_size 64 --max_input_len 896 --max_num_tokens 1024 --max_beam_width 4 "
     "--gemm_plugin auto --gather_context_logits --gather_generation_logits --workers 1 "
-    "--kv_cache_type paged --use_paged_context_fmha enable --remove_input_padding enable",
+    "--kv_cache_type paged --use_paged_context_fmha enable --remove_input_padding enable "
+    "--speculative_decoding_mode draft_tokens_external --max_draft_len 5",
 )
 FILL = (
     "python3 tools/fill_template.py -i {repo}/ensemble/config.pbtxt "

@@ -10,6 +10,15 @@ import pytest
 TOKEN = "python3 inflight_batcher_llm/client/inflight_batcher_llm_client.py"
 TEXT = "python3 inflight_batcher_llm/client/end_to_end_grpc_client.py"
 BENCH = "python3 tools/inflight_batcher_llm/benchmark_core_model.py"
+SPECULATIVE = (
+    "python3 tools/inflight_batcher_llm/speculative_decoding_test.py --max-input-len 200 "
+    "--dataset data.json --url-target localhost:8001 --url-draft localhost:8001 "
+    "--url-control localhost:8001"
+)
+SPECULATIVE_ONE = (
+    "python3 inflight_batcher_llm/client/e2e_grpc_speculative_decoding_client.py "
+    "--url-target localhost:8001 -p 'It was a dark and' -o 12 --num-draft-tokens 3"
+)
 CHECK = "python3 tools/inflight_batcher_llm/end_to_end_test.py"
 ENSEMBLE = "curl -s -X POST localhost:8000/v2/models/ensemble/generate -d "
 STREAM = "curl -s -N -X POST localhost:8000/v2/models/ensemble/generate_stream -d "
@@ -237,6 +246,16 @@ PLAIN = {
         DATASET + f"{CHECK} --dataset data.json",
         0,
         [r"^\[INFO\] Start testing on 1 prompts\.$", "Functionality test succeed"],
+    ),
+    "drafts": (
+        DATASET + SPECULATIVE,
+        0,
+        ["^1: Outputs match$", "^accepted 1 of 1 draft tokens", "^failed/total: 0/1$"],
+    ),
+    "drafts of one prompt": (
+        SPECULATIVE_ONE,
+        0,
+        ["^It was a dark and", "^accepted 9 of 9 draft tokens .*, 4.00 tokens a verify$"],
     ),
     "the process's name": (
         "grep -lx tritonserver /proc/[0-9]*/comm",
