@@ -105,7 +105,7 @@ def open_doors(config: FrontendConfig) -> Iterator[str]:
             yield (
                 f"--model-control-mode explicit on {where}: every client that reaches it "
                 "may load models, and with them code that runs as this user. Use "
-                f"{flag} {_LOAD}{door.form}, --api-keys FILE, a port of the administration "
+                f"{flag} {_LOAD}{door.form}, --api-keys FILE, an administration port "
                 "(--admin-port), or an address of this host alone (127.0.0.1)."
             )
 

@@ -26,7 +26,7 @@ class AccessConfig:
 
     admin_address: str = "127.0.0.1"
     admin_port: int | None = None
-    """HTTP port of the administration; None means the serving port."""
+    """Administration port, HTTP; None means the serving port."""
 
     admin_grpc_port: int | None = None
     http_tls: TlsFiles | None = None

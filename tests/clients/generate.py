@@ -19,8 +19,8 @@ PAGE = ROOT / "docs" / "compatibility.md"
 WORKS, ABSENT = "yes", "-"
 HEAD = """# Compatibility, version by version
 
-Each column is a server over a repository with the tensors, the types and the wires of that
-version of Triton's TensorRT-LLM backend. `make compatibility` starts the servers, runs every
+Each column stands for a server whose model repository has the tensors, the types and the
+connections between models of that version of Triton's TensorRT-LLM backend. `make compatibility` starts the servers, runs every
 cell and writes this page. *yes*: the row works;
 *-*: the version has no such feature. The page is not written if a row fails. Rows apply to a
 server that is not decoupled, except those named *decoupled*, which stream.
@@ -46,8 +46,8 @@ _BEHAVIOUR = (
     ),
     (
         "all",
-        "what asks for lookahead or for heads that draft, for images, encoders or "
-        "disaggregated serving is refused by name, where [features.md](features.md) says so",
+        "lookahead decoding, draft heads, images, encoders and disaggregated serving are not "
+        "served: [features.md](features.md) names the inputs and settings that are refused",
     ),
 )
 TITLES = {

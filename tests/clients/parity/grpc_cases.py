@@ -95,10 +95,18 @@ def queries() -> Iterator[GrpcCase]:
 
 def contents() -> Iterator[GrpcCase]:
     """Tensors as raw bytes and as typed values."""
+    yield from _raw_contents()
+    yield from _typed_contents()
+    yield from _contents_of_models()
 
-    def infer(request: Any, group: str = "contents") -> GrpcCase:
-        return GrpcCase(group, "ModelInfer", (request,))
 
+def _infer(request: Any, group: str = "contents") -> GrpcCase:
+    return GrpcCase(group, "ModelInfer", (request,))
+
+
+def _raw_contents() -> Iterator[GrpcCase]:
+    """Raw bytes that are missing, too many or of a wrong size."""
+    infer = _infer
     yield infer(_numbers())
     for size in (0, 4, 15, 17, 32):
         request = _numbers()
@@ -113,6 +121,11 @@ def contents() -> Iterator[GrpcCase]:
     request = _numbers()
     request.inputs[0].contents.int_contents.extend([1, 2, 3, 4])
     yield infer(request)
+
+
+def _typed_contents() -> Iterator[GrpcCase]:
+    """Values of each type in the field of each type."""
+    infer = _infer
     fields = {
         "bool_contents": [True] * 4, "int_contents": [1, -2, 3, 70000],
             "int64_contents": [1] * 4,
@@ -135,6 +148,11 @@ def contents() -> Iterator[GrpcCase]:
         yield infer(request, "contents/typed")
         request.raw_input_contents.append(bytes(16))
         yield infer(request, "contents/typed")
+
+
+def _contents_of_models() -> Iterator[GrpcCase]:
+    """Texts, outputs, models that fail, and versions."""
+    infer = _infer
     for raw in (
         _string(b"a"),
         _string(b"a", b"b"),

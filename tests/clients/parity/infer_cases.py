@@ -41,11 +41,20 @@ def infer_documents() -> Iterator[HttpCase]:
         yield post("infer/valid", f"/v2/models/{model}/infer", {**document, "outputs": []})
         yield post("infer/valid", f"/v2/models/{model}/versions/1/infer", document)
         yield post("infer/valid", f"/v2/models/{model}/infer", {**document, "extra": {"a": 1}})
-    path = "/v2/models/numbers/infer"
+    yield from _inputs()
+    yield from _members()
+    yield from _models()
 
-    def numbers(*inputs: Json, **members: Json) -> HttpCase:
-        return post("infer/inputs", path, {"inputs": list(inputs), **members})
 
+def _numbers(*inputs: Json, **members: Json) -> HttpCase:
+    """A request to the model `numbers`."""
+    body = {"inputs": list(inputs), **members}
+    return post("infer/inputs", "/v2/models/numbers/infer", body)
+
+
+def _inputs() -> Iterator[HttpCase]:
+    """Missing, doubled and wrong inputs."""
+    numbers = _numbers
     yield numbers()
     yield numbers(A)
     yield numbers(A, B, int32("C", [1, 2, 3, 4]))
@@ -70,6 +79,11 @@ def infer_documents() -> Iterator[HttpCase]:
         yield numbers(A, tensor("B", "INT32", [1, 4], data))
     for datatype in ("INT31", "int32", "TYPE_INT32", "", "STRING", "BF16", "FP16", "<invalid>"):
         yield numbers(A, tensor("B", datatype, [1, 4], [1, 2, 3, 4]))
+
+
+def _members() -> Iterator[HttpCase]:
+    """Outputs, ids, and where the data of an input is."""
+    numbers = _numbers
     for outputs in ([], [{"name": "SUM"}], [{"name": "DIFFERENCE"}, {"name": "SUM"}],
                     [{"name": "SUM"}, {"name": "SUM"}], [{"name": "Q"}], [{}], ["SUM"], {},
                     None,
@@ -94,6 +108,10 @@ def infer_documents() -> Iterator[HttpCase]:
         yield numbers(A, {**bare, "parameters": source})
         yield numbers(A, {**bare, "parameters": source, "data": [1, 2, 3, 4]})
     yield numbers(A, {"name": "B", "datatype": "INT32", "shape": [1, 4]})
+
+
+def _models() -> Iterator[HttpCase]:
+    """Texts, models that fail, and steps of an ensemble."""
     for text in ("plain", "", "\0a", "\x1f\x7f", "😀", "\ud800", "a\\\"b/", "line\nfeed"):
         body = {"inputs": [tensor("TEXT", "BYTES", [1, 1], [text])]}
         yield post("infer/text", "/v2/models/text/infer", body)
