@@ -20,10 +20,11 @@ WORKS, ABSENT = "yes", "-"
 HEAD = """# Compatibility, version by version
 
 Each column stands for a server whose model repository has the tensors, the types and the
-connections between models of that version of Triton's TensorRT-LLM backend. `make compatibility` starts the servers, runs every
-cell and writes this page. *yes*: the row works;
-*-*: the version has no such feature. The page is not written if a row fails. Rows apply to a
-server that is not decoupled, except those named *decoupled*, which stream.
+connections between models of that version of Triton's TensorRT-LLM backend.
+`make compatibility` starts the servers, runs every cell and writes this page. *yes*: the row
+works; *-*: the version has no such feature. The page is not written if a row fails. Rows apply
+to a server whose model is not decoupled. The model of a row named *decoupled* is decoupled and
+streams its responses.
 """
 _BEHAVIOUR = (
     ("0.5, 0.6", "counts are unsigned; 0.5 has no `sequence_length`; there is no BLS model"),
