@@ -33,6 +33,8 @@ MANIFESTS = [
 # Flags of other programs that the pages name.
 FOREIGN = {
     "--collect-metrics", "--string-length",  # perf_analyzer
+    "--endpoint", "--endpoint-type", "--extra-inputs", "--isl", "--osl", "--request-count",
+    "--server-metrics", "--tokenizer", "--url", "--concurrency",  # aiperf
     "--build-arg", "--exclusive", "--from-file", "--gpus", "--gres", "--help-all", "--init",
     "--jobs", "--merge", "--overlap", "--pid", "--previous", "--requeue", "--set", "--shm-size",
     "--strict", "--test-only",
