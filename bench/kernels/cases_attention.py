@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,7 @@ from trimaran.bench.kernels.paged_inputs import (
 )
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
 from trimaran.kernels.decode_attention import DecodeAttention, select_decode_attention
+from trimaran.kernels.kv_quantization import KV_DTYPES, head_scales
 from trimaran.kernels.prompt_attention import PromptAttention, select_prompt_attention
 
 Attend = Callable[[Tensor, Tensor, AttentionMetadata], Tensor | None]
@@ -35,11 +37,16 @@ DECODES = {
     "256 of 150": [150] * 256,
     "256 of 128 to 384": _DRAW.choices(range(128, 385), k=256),
     "64 of 2048": [2048] * 64,
+    "64 of 4096": [4096] * 64,
+    "256 of 1024": [1024] * 256,
     "768 of 1500": [1500] * 768,
     "1 of 20000": [20_000],
     "1 of 20000, 255 of 128": [20_000] + [128] * 255,
 }
 """Cached lengths of the sequences of decode cases, one query each."""
+
+QUANTIZED = ("64 of 256", "64 of 4096", "256 of 1024")
+"""Lengths of decodes over KV caches of one byte a number."""
 
 ROTATED = ("1 of 256", "64 of 256", "256 of 150")
 """Lengths for which rotation is timed too, if one kernel rotates and attends."""
@@ -60,6 +67,9 @@ def cases(device: torch.device, dtype: torch.dtype) -> list[KernelCase]:
     attend = select_decode_attention(device, dtype)
     if attend.backend == "cuda":
         decodes += [_rotated(device, dtype, name, attend) for name in ROTATED]
+    has_fp8 = torch.cuda.get_device_capability(device) >= (8, 9)
+    for kind in KV_DTYPES if has_fp8 else ("int8",):
+        decodes += [_quantized(device, dtype, name, kind) for name in QUANTIZED]
     return decodes + [_prompts(device, dtype, name) for name in PROMPTS]
 
 
@@ -75,6 +85,24 @@ def _decode(device: torch.device, dtype: torch.dtype, name: str) -> KernelCase:
         num_bytes=_num_bytes(lengths, dtype),
         flops=_flops(lengths),
         libraries=flashinfer_attention.of_decodes(inputs, _SPEC),
+    )
+
+
+def _quantized(device: torch.device, dtype: torch.dtype, name: str, kind: str) -> KernelCase:
+    """Decodes over a KV cache of one byte a number."""
+    lengths = [(length - 1, 1) for length in DECODES[name]]
+    attend = select_decode_attention(device, dtype)
+    inputs = paged_inputs(device, dtype, lengths, KV_DTYPES[kind])
+    ones = torch.ones(KV_HEADS, device=device)
+    spec = replace(_SPEC, kv_scales=head_scales(ones, ones))
+    cached = sum(DECODES[name]) * 2 * KV_HEADS * HEAD_SIZE
+    return KernelCase(
+        name=f"attention of decodes over {kind}",
+        shape=name,
+        dtype=str(dtype).removeprefix("torch."),
+        run=_run(inputs, _of_queries(attend, spec)),
+        num_bytes=cached + 2 * len(lengths) * HEADS * HEAD_SIZE * dtype.itemsize,
+        flops=_flops(lengths),
     )
 
 
@@ -129,13 +157,15 @@ def _run(inputs: PagedInputs, attend: Attend) -> Callable[[], object]:
     return in_turn(lambda layer: attend(inputs.heads, layer, inputs.metadata), inputs.layers)
 
 
-def _of_queries(attend: PromptAttention | DecodeAttention) -> Attend:
+def _of_queries(
+    attend: PromptAttention | DecodeAttention, spec: AttentionSpec = _SPEC
+) -> Attend:
     """Attention of queries in a product's output, whose keys are cached."""
 
     def run(heads: Tensor, layer: Tensor, metadata: AttentionMetadata) -> Tensor:
         query = heads[:, :HEADS]
         output = torch.empty_like(query, memory_format=torch.contiguous_format)
-        attend(query, layer, metadata, _SPEC, output)
+        attend(query, layer, metadata, spec, output)
         return output
 
     return run

@@ -40,14 +40,21 @@ class PagedInputs:
         return self.heads[:, :HEADS]
 
 
-def paged_inputs(device: torch.device, dtype: torch.dtype, lengths: Lengths) -> PagedInputs:
-    """Random values for sequences of these lengths."""
+def paged_inputs(
+    device: torch.device,
+    dtype: torch.dtype,
+    lengths: Lengths,
+    cache_dtype: torch.dtype | None = None,
+) -> PagedInputs:
+    """Random values for sequences of these lengths; the cache has ``dtype`` unless another is
+    given."""
+    cache_dtype = cache_dtype or dtype
     most = max(-(-(past + queries) // BLOCK) for past, queries in lengths)
     num_blocks = sum(-(-(past + queries) // BLOCK) for past, queries in lengths)
-    layer_bytes = num_blocks * 2 * BLOCK * KV_HEADS * HEAD_SIZE * dtype.itemsize
+    layer_bytes = num_blocks * 2 * BLOCK * KV_HEADS * HEAD_SIZE * cache_dtype.itemsize
     num_layers = min(max(2, _CACHE_BYTES // layer_bytes), 64)
     shape = (num_blocks, num_layers, 2, KV_HEADS, BLOCK, HEAD_SIZE)
-    pool = torch.randn(shape, device=device, dtype=dtype).transpose(3, 4)
+    pool = torch.randn(shape, device=device, dtype=dtype).to(cache_dtype).transpose(3, 4)
     blocks = torch.randperm(num_blocks).int()
     tables, first = torch.zeros(len(lengths), most, dtype=torch.int32), 0
     for row, (past, queries) in zip(tables, lengths, strict=True):

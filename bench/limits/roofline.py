@@ -80,7 +80,10 @@ class ModelShape:
 
     is_tied: bool = False
     value_bytes: float = 2.0
-    """Bytes of an element of weights, activations and KV cache."""
+    """Bytes of an element of weights and activations."""
+
+    cached_bytes: float = 0.0
+    """Bytes of an element of the KV cache; 0: ``value_bytes``."""
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> ModelShape:
@@ -105,7 +108,7 @@ class ModelShape:
     @property
     def kv_token_bytes(self) -> float:
         """KV cache of one token over all layers."""
-        return 2 * self.layers * self.kv_width * self.value_bytes
+        return 2 * self.layers * self.kv_width * (self.cached_bytes or self.value_bytes)
 
     @property
     def expert_bytes(self) -> float:
@@ -162,7 +165,8 @@ class ModelShape:
 
     def _attention(self, tokens: float, read_tokens: float, pairs: float) -> Work:
         kv_moved = 2 * self.kv_width * (read_tokens + tokens)
-        moved = (kv_moved + 2 * tokens * self.query_width) * self.value_bytes
+        moved = kv_moved * (self.cached_bytes or self.value_bytes)
+        moved += 2 * tokens * self.query_width * self.value_bytes
         return Work(moved, 4 * self.query_width * pairs)
 
     def _mlp(self, tokens: float, inner: float, read: float, chosen: float) -> Work:

@@ -18,6 +18,7 @@ from typing import IO, Any
 
 from trimaran.bench.offline.load import Load
 from trimaran.comm.errors import ConfigError
+from trimaran.worker.config.kv_cache_dtype import FLOATS
 
 Prompts = list[list[int]]
 Generate = Callable[[Prompts, int], int]
@@ -42,6 +43,7 @@ class PeerRun:
     gpu_memory: float
     threads: int
     quantization: str = "none"
+    kv_cache_dtype: str = "auto"
 
 
 def check_installed(name: str) -> None:
@@ -217,6 +219,7 @@ def _vllm(work: PeerRun) -> Generate:
         max_model_len=max(load.isl + load.osl for load in work.loads),
         gpu_memory_utilization=work.gpu_memory,
         quantization=None if work.quantization == "none" else work.quantization,
+        kv_cache_dtype="auto" if work.kv_cache_dtype in FLOATS else work.kv_cache_dtype,
     )
 
     def generate(prompts: Prompts, count: int) -> int:

@@ -37,6 +37,12 @@ from trimaran.bench.results import results
 from trimaran.comm.errors import ConfigError
 from trimaran.worker.config.engine_config import ParallelConfig
 from trimaran.worker.config.engine_folder import EngineFolder
+from trimaran.worker.config.kv_cache_dtype import (
+    ALGORITHMS,
+    FLOATS,
+    SYNONYMS,
+    resolve_kv_cache_dtype,
+)
 from trimaran.worker.config.pretrained_config import PretrainedConfig
 from trimaran.worker.engine.engine import Engine
 from trimaran.worker.models.registry import dtype_by_name
@@ -114,6 +120,7 @@ class _Subject:
         self.memory: list[dict[str, float]] = []
         """The parts of each rank's memory, in GB."""
         self.dtype = facts["dtype"]
+        self.kv_cache_dtype = facts["kv_cache_dtype"]
         self.engine = engine
         self.driver = OfflineDriver(engine, ranks.control, facts["vocab_size"])
         self.device = engine.device
@@ -159,6 +166,7 @@ class _Subject:
             "out_tok_s_runs": [round(rate, 1) for rate in sorted(rates)],
             "dtype": self.dtype,
             "quantization": self.quantization,
+            "kv_cache_dtype": self.kv_cache_dtype,
             "temperature": load.temperature,
         }
         if self.limits is not None:
@@ -182,12 +190,18 @@ def _subject(args: argparse.Namespace, loads: list[Load]) -> Iterator[_Subject |
                 f"--peer {name} does not quantize float weights as --quantization "
                 f"{args.quantization} does: leave one of them out"
             )
+        kinds = ("auto", *FLOATS, *(["fp8"] if name == "vllm" else []))
+        if SYNONYMS.get(args.kv_cache_dtype, args.kv_cache_dtype) not in kinds:
+            raise ConfigError(
+                f"--peer {name} has no KV cache as --kv-cache-dtype {args.kv_cache_dtype} asks "
+                "for: leave one of them out"
+            )
     with _folder(args, loads) as (folder, model):
         config = engine_config(args, folder, loads)
         if config.parallel.world_size > 1 and _peer_names(args):
             raise ConfigError("--peer compares engines on one device: leave it out, or ranks")
         with connected(config) as ranks:
-            shape = shape_of(model)
+            shape = _shape(args, folder, model)
             share = _memory_fraction(args, shape, ranks)
             limits = _limits(args, ranks, shape, model.dtype)
             peers = _peers(args, folder, model, loads)
@@ -206,6 +220,13 @@ def _subject(args: argparse.Namespace, loads: list[Load]) -> Iterator[_Subject |
                     yield None
             finally:
                 engine.shutdown()
+
+
+def _shape(args: argparse.Namespace, folder: str, model: PretrainedConfig) -> ModelShape:
+    """The model's sizes, with the bytes of the KV cache that the flags ask for."""
+    kind = resolve_kv_cache_dtype(args.kv_cache_dtype, model, Path(folder), model.dtype)
+    shape = shape_of(model)
+    return replace(shape, cached_bytes=1.0) if kind in ALGORITHMS else shape
 
 
 def _limits(
@@ -249,6 +270,7 @@ def _peers(
             gpu_memory=args.gpu_memory,
             threads=args.threads,
             quantization=args.quantization,
+            kv_cache_dtype=args.kv_cache_dtype,
         )
         found[name] = run_peer(name, work)
     return found

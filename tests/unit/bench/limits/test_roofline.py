@@ -57,6 +57,17 @@ def test_memory_bounds_the_resident_sequences_and_the_token_rate():
     assert rates[0] < rates[1]
 
 
+def test_a_cache_of_one_byte_a_number_holds_and_reads_twice_as_many_tokens():
+    half = dataclasses.replace(SHAPE, cached_bytes=1.0)
+    assert SHAPE.kv_token_bytes == 2 * half.kv_token_bytes
+    assert resident_sequences(half, H200, 1000, 1000, 2000) == 2 * resident_sequences(
+        SHAPE, H200, 1000, 1000, 1000
+    )
+    few, many = (decode_step_s(each, H200, 256, 8000) for each in (half, SHAPE))
+    cached = SHAPE.kv_token_bytes * 256 * 8001 / H200.bandwidth
+    assert many - few == pytest.approx(cached / 2, rel=1e-3)
+
+
 def test_every_device_reserves_memory_for_its_workspace():
     two = dataclasses.replace(H200, memory=2 * H200.memory, devices=2)
     tokens = [

@@ -21,8 +21,13 @@ DEMO = Path(__file__).parents[4] / "examples" / "demo_models" / "base"
 FLAGS = ["--shape", "tiny", "--device", "cpu", "--runs", "2", "--ceiling-seconds", "0.2"]
 
 
-@pytest.mark.parametrize("command", ["throughput", "latency"])
-def test_results_name_the_load_the_limit_and_the_command(tmp_path, capsys, command):
+@pytest.mark.parametrize(
+    ("command", "asked", "cached"),
+    [("throughput", "fp8_e4m3", "fp8"), ("latency", "auto", "bfloat16")],
+)
+def test_results_name_the_load_the_limit_and_the_command(
+    tmp_path, capsys, command, asked, cached
+):
     output = tmp_path / "results.jsonl"
 
     code = main(
@@ -30,6 +35,8 @@ def test_results_name_the_load_the_limit_and_the_command(tmp_path, capsys, comma
             "bench",
             command,
             *FLAGS,
+            "--kv-cache-dtype",
+            asked,
             "--load",
             "20/6x2",
             "--load",
@@ -47,6 +54,7 @@ def test_results_name_the_load_the_limit_and_the_command(tmp_path, capsys, comma
     ]
     for line in lines:
         assert (line["shape"], line["gpus"]) == ("tiny", 0)
+        assert line["kv_cache_dtype"] == cached
         assert len(line["out_tok_s_runs"]) == 2
         assert line["limit_pct"] > 0
         assert line["out_tok_s"] == pytest.approx(sum(line["out_tok_s_runs"]) / 2, rel=0.01)
