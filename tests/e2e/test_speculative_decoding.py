@@ -24,7 +24,8 @@ DTYPES = {
     "text_input": object, "stop_words": object, "temperature": np.float32, "top_p": np.float32,
     "repetition_penalty": np.float32, "presence_penalty": np.float32,
     "frequency_penalty": np.float32, "random_seed": np.uint64, "return_perf_metrics": bool,
-    "return_log_probs": bool, "use_draft_logits": bool, "exclude_input_in_output": bool,
+    "return_log_probs": bool,
+    "return_generation_logits": bool, "use_draft_logits": bool, "exclude_input_in_output": bool,
     "stream": bool,
 }  # fmt: skip
 SAMPLINGS = {
@@ -112,13 +113,17 @@ def test_the_text_with_a_draft_model_is_the_text_without(server, sampling):
             assert outputs["acceptance_rate"].item() == pytest.approx(accepted / drafted)
 
 
-def test_log_probs_of_an_answer_with_drafts_are_those_without(server):
-    asked = {"return_log_probs": True, "top_k": 40, "random_seed": 5}
+def test_log_probs_and_logits_of_an_answer_with_drafts_are_those_without(server):
+    asked = {
+        "return_log_probs": True, "return_generation_logits": True, "top_k": 40,
+        "random_seed": 5,
+    }  # fmt: skip
     _, plain = server.text("tensorrt_llm_bls", PROMPTS[0], **asked)
     _, drafted = server.text(
         "tensorrt_llm_bls", PROMPTS[0], num_draft_tokens=NUM_DRAFTS, **asked
     )
-    for name in ("output_log_probs", "cum_log_probs"):
+    assert drafted["generation_logits"].shape == (1, 1, NUM_TOKENS, 4096)
+    for name in ("output_log_probs", "cum_log_probs", "generation_logits"):
         np.testing.assert_allclose(drafted[name], plain[name], rtol=1e-4, atol=1e-4)
 
 
