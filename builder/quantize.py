@@ -11,7 +11,7 @@ from trimaran.builder.foreign_flags import FlagSink
 from trimaran.builder.stop_signals import run_stoppable
 from trimaran.comm.errors import ConfigError
 from trimaran.worker.config.engine_folder import EngineFolder, FolderKind
-from trimaran.worker.config.quantization import FP8_METHODS
+from trimaran.worker.config.quantization import LOAD_METHODS
 
 
 def add_arguments(parser: FlagSink) -> None:
@@ -20,7 +20,7 @@ def add_arguments(parser: FlagSink) -> None:
                         help="a Hugging Face folder in safetensors")  # fmt: skip
     parser.add_argument("--output", "--output-dir", type=Path, required=True, metavar="DIR",
                         help="a new folder")  # fmt: skip
-    parser.add_argument("--quantization", choices=FP8_METHODS, default=FP8_METHODS[0],
+    parser.add_argument("--quantization", choices=LOAD_METHODS, default=LOAD_METHODS[0],
                         help="a scale a row, or one for 128x128 (fp8)")  # fmt: skip
 
 

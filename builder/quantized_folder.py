@@ -32,14 +32,16 @@ from trimaran.worker.parallel.tensor_parallel import ShardPosition
 _INDEX = "model.safetensors.index.json"
 _WEIGHTS = (".safetensors", ".bin", ".gguf", ".pth", ".pt", ".index.json")
 _FLOATS = {"num_bits": 8, "type": "float", "symmetric": True}
+_WORD_BITS = 32
 _MATRIX_DIMS = 2
 
 
 class QuantizedFolder:
     """The files of a quantized folder; files of the source keep their names.
 
-    With a scale a row the format is compressed-tensors' ``float-quantized``, with blocks that
-    of transformers' ``fp8``: other programs load both. Memory holds one tensor.
+    FP8 with a scale a row is compressed-tensors' ``float-quantized``, with blocks transformers'
+    ``fp8``; integers are compressed-tensors' ``pack-quantized``: other programs load all of
+    them. Memory holds one tensor.
     """
 
     def __init__(self, source: EngineFolder, name: str) -> None:

@@ -23,7 +23,7 @@ from trimaran.worker.config.engine_folder import (
 from trimaran.worker.config.gguf_file import is_gguf, load_gguf
 from trimaran.worker.config.parallel_sizes import RequestedSizes, layout_of
 from trimaran.worker.config.pretrained_config import DTYPES, PretrainedConfig
-from trimaran.worker.config.quantization import FP8_METHODS
+from trimaran.worker.config.quantization import LOAD_METHODS
 from trimaran.worker.config.speculation_config import MAX_DRAFT_TOKENS
 from trimaran.worker.config.stages import parse_partition, stage_sizes
 
@@ -305,7 +305,7 @@ def add_model_flags(parser: FlagSink, others: OtherNames = OtherNames()) -> None
     parser.add_argument(*_names(others.dtype, "--dtype"), choices=("auto", *DTYPES),
                         default="auto",
                         help="of weights (default: the checkpoint's)")  # fmt: skip
-    parser.add_argument("--quantization", choices=("none", *FP8_METHODS), default="none",
+    parser.add_argument("--quantization", choices=("none", *LOAD_METHODS), default="none",
                         help="of float weights as they are read")  # fmt: skip
     own = {"dest": "quantization", "action": "store_const", "const": "fp8"}
     parser.add_argument("--use_fp8", "--use_fp8_rowwise", **own, help="--quantization fp8")

@@ -21,7 +21,7 @@ from trimaran.worker.config.engine_config import (
 from trimaran.worker.config.experts_config import ExpertsConfig
 from trimaran.worker.config.kv_cache_dtype import KV_CACHE_DTYPES
 from trimaran.worker.config.parallel_sizes import expert_sizes
-from trimaran.worker.config.quantization import FP8_METHODS
+from trimaran.worker.config.quantization import LOAD_METHODS
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +57,7 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         help="auto: a GPU if there is one",
     )
     quantized = "of float weights; no limit is reported then (none)"
-    add("--quantization", choices=("none", *FP8_METHODS), default="none", help=quantized)
+    add("--quantization", choices=("none", *LOAD_METHODS), default="none", help=quantized)
     stored = "of keys and values: fp8, int8 or the model's (auto: as the folder says)"
     add(
         "--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto", metavar="TYPE", help=stored

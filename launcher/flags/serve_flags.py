@@ -19,7 +19,7 @@ from trimaran.launcher.flags.parser import FlagParser
 from trimaran.launcher.flags.step_flags import add_step_flags
 from trimaran.launcher.flags.triton_flags import add_triton_flags
 from trimaran.worker.config.kv_cache_dtype import FLOATS, KV_CACHE_DTYPES
-from trimaran.worker.config.quantization import FP8_METHODS
+from trimaran.worker.config.quantization import LOAD_METHODS
 
 DEFAULT_LOG_FILE = "triton_log.txt"
 USAGE = "%(prog)s --model-repo DIR [--world-size N] [flags]"
@@ -276,7 +276,7 @@ def _add_dtype_flags(parser: argparse.ArgumentParser) -> None:
         help="of the weights in memory (the folder's)",
     )  # fmt: skip
     add(
-        "--quantization", default="none", choices=("none", *FP8_METHODS),
+        "--quantization", default="none", choices=("none", *LOAD_METHODS),
         help="of a Hugging Face folder's float weights as they are loaded",
     )  # fmt: skip
     add(

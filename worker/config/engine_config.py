@@ -305,8 +305,7 @@ class EngineConfig:
 
     quantization: str = "none"
     """How float weights of a Hugging Face folder are quantized as they are loaded: ``none``,
-    ``fp8`` (a scale a row and a token) or ``fp8_block`` (blocks of 128x128 weights, groups of
-    128 inputs)."""
+    or a name of `LOAD_METHODS`."""
 
     load_format: str = "auto"
     """``auto``, or ``random``: random weights made on the device, without reading files."""

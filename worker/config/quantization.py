@@ -21,10 +21,21 @@ ANY_LINEAR = "Linear"
 """A target that every linear layer matches."""
 
 _REGULAR = "re:"
-FP8_METHODS = ("fp8", "fp8_block")
-"""Schemes by which float weights are quantized as they are loaded or built."""
+_SCHEMES: dict[str, Scheme] = {
+    "fp8": Fp8Scheme(),
+    "fp8_block": Fp8Scheme(block=(128, 128), activations=Activations.GROUP),
+    "int8": IntegerScheme(bits=8, group_size=None),
+    "int4": IntegerScheme(bits=4, group_size=128),
+    "int4_g64": IntegerScheme(bits=4, group_size=64),
+    "int4_g32": IntegerScheme(bits=4, group_size=32),
+}
+LOAD_METHODS = tuple(_SCHEMES)
+"""Schemes by which float weights are quantized as they are loaded or built: ``fp8`` has a scale
+for each row and token, ``fp8_block`` for 128x128 blocks and groups of 128 inputs, ``int8`` for
+each row, ``int4`` for groups of 128 inputs or as many as its ending says."""
 
-_BLOCK = (128, 128)
+_HEAD_BITS = 8
+"""Of the head beside integer weights: a large part of the bytes of a small model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +66,10 @@ class QuantizationConfig:
 
     quantizes_at_load: bool = False
     """Whether the weights come as floats and are quantized as they are read."""
+
+    head_bits: int = 0
+    """Bits of the integers that replace the output head's floats once these are loaded; 0: it
+    keeps them."""
 
     def scheme_of(self, names: tuple[str, ...]) -> Scheme | None:
         """The scheme of the linear layer with these names; None for a layer without
@@ -92,6 +107,7 @@ class QuantizationConfig:
             "kv_cache_quant_algo": None,
             "exclude_modules": list(self.ignored),
             "method": self.method,
+            "head_bits": self.head_bits,
             "rules": [
                 {"targets": list(rule.targets), "scheme": rule.scheme.to_dict()}
                 for rule in self.rules
@@ -129,27 +145,30 @@ class QuantizationConfig:
             ignored = tuple(str(pattern) for pattern in values.get("exclude_modules") or ())
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"{source}: quantization is damaged ({error}). {again}") from None
-        return cls(method=str(values.get("method")), rules=rules, ignored=ignored)
+        # Folders of earlier versions have no such key.
+        bits = values.get("head_bits", 0)
+        if bits not in (0, _HEAD_BITS):
+            raise ConfigError(f"{source}: quantization.head_bits is {bits!r}. {again}")
+        method = str(values.get("method"))
+        return cls(method=method, rules=rules, ignored=ignored, head_bits=bits)
 
 
 def load_time_quantization(name: str) -> QuantizationConfig:
     """The configuration of weights that are quantized as they are read.
 
-    ``fp8`` has a scale for each row and token, ``fp8_block`` for 128x128 blocks and groups of
-    128 inputs.
-
     Raises:
         ConfigError: no such scheme.
     """
-    if name not in FP8_METHODS:
-        raise ConfigError(
-            f"quantization is {name!r} but must be one of {', '.join(FP8_METHODS)}"
-        )
-    scheme = Fp8Scheme()
-    if name == "fp8_block":
-        scheme = Fp8Scheme(block=_BLOCK, activations=Activations.GROUP)
+    if name not in _SCHEMES:
+        raise ConfigError(f"quantization is {name!r} but must be one of {', '.join(_SCHEMES)}")
+    scheme = _SCHEMES[name]
     rule = SchemeRule(targets=(ANY_LINEAR,), scheme=scheme)
-    return QuantizationConfig(method="trimaran", rules=(rule,), quantizes_at_load=True)
+    return QuantizationConfig(
+        method="trimaran",
+        rules=(rule,),
+        quantizes_at_load=True,
+        head_bits=_HEAD_BITS if isinstance(scheme, IntegerScheme) else 0,
+    )
 
 
 def _matches(pattern: str, name: str) -> bool:

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trimaran.kernels.integers import IntegerProduct
 from trimaran.worker.layers.linear import LayerContext, check_shape
 from trimaran.worker.parallel.tensor_parallel import split
 
@@ -86,14 +87,32 @@ class ParallelLMHead(_VocabParallel):
             self.first_row = tied_to.first_row
         # In a list, so that a tied weight is not a parameter of this module too.
         self._tied = [] if tied_to is None else [tied_to]
-        self._logits = context.ops.logits
+        self._ops = context.ops
+        self._product: IntegerProduct | None = None
         self._soft_cap = soft_cap
+
+    @property
+    def floats(self) -> Tensor:
+        """The weight of this rank as it was loaded."""
+        weight: Tensor = self._tied[0].weight if self._tied else self.weight
+        return weight
+
+    def use_product(self, product: IntegerProduct) -> None:
+        """Multiply by ``product`` in place of the floats from now on. A tied embedding keeps
+        the floats."""
+        self._product = product
+        if not self._tied:
+            self.weight.data = self.weight.data.new_empty(0)
 
     def local_logits(self, hidden_ND: Tensor) -> Tensor:
         """[N, local rows], starting at id ``first_row``; float32 or a GPU's dtype, zero
         padded."""
-        weight = self._tied[0].weight if self._tied else self.weight
-        logits = self._logits(hidden_ND, weight)
+        if self._product is None:
+            logits = self._ops.logits(hidden_ND, self.floats)
+        else:
+            # As `Ops.logits`: rounded on a GPU alone.
+            is_rounded = hidden_ND.is_cuda
+            logits = self._product(hidden_ND, None, None if is_rounded else torch.float32)
         if self._soft_cap:
             logits.div_(self._soft_cap).tanh_().mul_(self._soft_cap)
         return logits

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import logging
 
+import torch
+
 from trimaran.comm.errors import ConfigError
+from trimaran.kernels.integer_reference import pack, quantize_weight
+from trimaran.kernels.integers import Groups, IntegerWeight
 from trimaran.kernels.operators import Ops
 from trimaran.worker.config.schemes import Fp8Scheme, Scheme
 from trimaran.worker.layers.experts import Experts, UnquantizedExpertMethod
@@ -18,9 +22,12 @@ from trimaran.worker.models.interfaces import CausalLM
 from trimaran.worker.quantization.fp8_experts import Fp8ExpertMethod
 from trimaran.worker.quantization.fp8_linear import Fp8LinearMethod
 from trimaran.worker.quantization.integer_linear import IntegerLinearMethod
+from trimaran.worker.quantization.self_check import check_integer_product
 
 Fp8Method = Fp8LinearMethod | Fp8ExpertMethod
 QuantizedMethod = Fp8Method | IntegerLinearMethod
+
+_HEAD_ROWS = 4096
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +56,32 @@ def choose_methods(model: CausalLM) -> None:
             module.use_method(_expert_method_of(scheme, context.ops), context.device)
 
 
+def finish_weights(model: CausalLM) -> None:
+    """Let every layer's method finish, and the head, once all weights are loaded."""
+    model.process_weights_after_loading()
+    _quantize_head(model)
+
+
+def _quantize_head(model: CausalLM) -> None:
+    """Let the output head multiply by integers if the model's quantization says so, once its
+    floats are loaded."""
+    quantization = model.context.quantization
+    if quantization is None or not quantization.head_bits or not model.stage.is_last:
+        return
+    head, bits = model.lm_head, quantization.head_bits
+    # Some rows at a time: float32 of all rows would take several times the weight's memory.
+    made = [quantize_weight(rows, bits, None) for rows in torch.split(head.floats, _HEAD_ROWS)]
+    weight = IntegerWeight(
+        pack(torch.cat([integers for integers, _ in made]), bits),
+        torch.cat([scales for _, scales in made]),
+        Groups(head.floats.shape[1]),
+        bits,
+    )
+    product = model.context.ops.integer_product(weight)
+    check_integer_product(product, weight, head.floats.dtype, has_byte_inputs=False)
+    head.use_product(product)
+
+
 def log_methods(model: CausalLM) -> None:
     """Name the method of the linear layers, and the layers that have another one."""
     quantization = model.context.quantization
@@ -61,11 +94,12 @@ def log_methods(model: CausalLM) -> None:
     }
     floats = [path for path, name in methods.items() if name == UnquantizedLinearMethod.name]
     logger.info(
-        "%d of %d products and layers of experts are quantized (%s), each compared with its "
+        "%d of %d products and layers of experts are quantized (%s%s), each compared with its "
         "definition%s",
         len(methods) - len(floats),
         len(methods),
         quantization.describe(),
+        f", the head to {quantization.head_bits} bits" if quantization.head_bits else "",
         f"; not quantized: {', '.join(floats)}" if floats else "",
     )
 

@@ -38,7 +38,7 @@ from trimaran.worker.models.llama import (
 )
 from trimaran.worker.models.mixtral import MixtralForCausalLM
 from trimaran.worker.models.phi import Phi3ForCausalLM, PhiForCausalLM
-from trimaran.worker.models.quantized_layers import choose_methods, log_methods
+from trimaran.worker.models.quantized_layers import choose_methods, finish_weights, log_methods
 from trimaran.worker.models.qwen import (
     Qwen2ForCausalLM,
     Qwen2MoeForCausalLM,
@@ -187,7 +187,7 @@ def load_model(
         load_shard(model, shard, is_verified=config.verify_weights)
     _limit_attention(model, config.cache, config.scheduler.max_seq_len)
     quantize_kv_cache(model, folder, config.cache.dtype, has_weights=not is_random)
-    model.process_weights_after_loading()
+    finish_weights(model)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     log_methods(model)

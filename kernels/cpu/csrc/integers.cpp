@@ -33,12 +33,18 @@ INLINE Words unsigned_words(const uint8_t* p) {
 }
 INLINE Words low_halves(Words w) { return _mm512_and_si512(w, _mm512_set1_epi16(15)); }
 INLINE Words high_halves(Words w) { return _mm512_srli_epi16(w, 4); }
-INLINE Words add_products(Words sums, Words w, int pair) {
+INLINE Words add_products(Words sums, Words w, Words x) {
 #ifdef __AVX512VNNI__
-  return _mm512_dpwssd_epi32(sums, w, _mm512_set1_epi32(pair));
+  return _mm512_dpwssd_epi32(sums, w, x);
 #else
-  return _mm512_add_epi32(sums, _mm512_madd_epi16(w, _mm512_set1_epi32(pair)));
+  return _mm512_add_epi32(sums, _mm512_madd_epi16(w, x));
 #endif
+}
+// In assembly: compilers load two pairs into a general register, and move each from there.
+INLINE Words pairs_of(const int16_t* x) {
+  Words pairs;
+  __asm__("vpbroadcastd %1, %0" : "=v"(pairs) : "m"(*(const int16_t(*)[2])x));
+  return pairs;
 }
 INLINE Words add_words(Words a, Words b) { return _mm512_add_epi32(a, b); }
 INLINE __m512 to_floats(Words sums, int less) {
@@ -67,9 +73,14 @@ INLINE Words high_halves(Words w) {
 INLINE Words add_words(Words a, Words b) {
   return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)};
 }
-INLINE Words add_products(Words sums, Words w, int pair) {
-  const __m256i x = _mm256_set1_epi32(pair);
-  return add_words(sums, {_mm256_madd_epi16(w.lo, x), _mm256_madd_epi16(w.hi, x)});
+INLINE Words add_products(Words sums, Words w, Words x) {
+  return add_words(sums, {_mm256_madd_epi16(w.lo, x.lo), _mm256_madd_epi16(w.hi, x.lo)});
+}
+// In assembly: compilers load two pairs into a general register, and move each from there.
+INLINE Words pairs_of(const int16_t* x) {
+  __m256i pairs;
+  __asm__("vpbroadcastd %1, %0" : "=x"(pairs) : "m"(*(const int16_t(*)[2])x));
+  return {pairs, pairs};
 }
 INLINE __m512 to_floats(Words sums, int less) {
   const __m256i by = _mm256_set1_epi32(less);
@@ -77,12 +88,6 @@ INLINE __m512 to_floats(Words sums, int less) {
           _mm256_cvtepi32_ps(_mm256_sub_epi32(sums.hi, by))};
 }
 #endif
-
-INLINE int pair_at(const int16_t* x) {
-  int pair;
-  std::memcpy(&pair, x, sizeof pair);
-  return pair;
-}
 
 INLINE float to_float(float x) { return x; }
 INLINE float to_float(bf16 x) {
@@ -201,51 +206,81 @@ void quantize(const IntegerArgs& a, const IntegerWeights& w, long row, Inputs& i
   }
 }
 
-// Sixteen outputs for R rows.
-template <int Bits, int R>
-INLINE void tile(const IntegerWeights& w, const Inputs& in, long row, long block,
-                 __m512 sums[R]) {
-  constexpr int kChains = R <= 2 ? 2 : 1;
-  constexpr long kBytes = kBlock * kStep * Bits / 8;
-  const uint8_t* at = (const uint8_t*)w.values + block * w.k / kStep * kBytes;
-  const float* scales = w.scales + block * w.num_scales * kBlock;
-  const float* offsets = w.offsets ? w.offsets + block * w.num_scales * kBlock : nullptr;
-  const int16_t* x = in.values.data() + row * w.k;
-  for (int r = 0; r < R; ++r) sums[r] = _mm512_setzero_ps();
-  for (long s = 0; s < w.num_segments; ++s) {
-    const int32_t* segment = w.segments + 3 * s;
-    Words dots[R][kChains];
-    for (int r = 0; r < R; ++r)
-      for (int c = 0; c < kChains; ++c) dots[r][c] = zero_words();
-    const int16_t* xs = x + segment[0];
-    for (long i = 0; i < segment[1]; i += kStep, at += kBytes) {
-      Words first, second;
+// Adds up one segment's products of R rows and N blocks, whose bytes lie `stride` apart. Bytes are
+// prefetched `ahead` of their use; 0 disables prefetching.
+template <int Bits, int R, int N>
+INLINE void add_segment(const int16_t* x, long x_stride, const uint8_t* at, long stride,
+                        long count, long ahead, Words dots[R][N]) {
+  // With few sums each is two, which do not wait for each other.
+  constexpr bool kHasTwo = R * N <= 4;
+  Words others[kHasTwo ? R : 1][N];
+  for (int r = 0; r < R; ++r)
+    for (int n = 0; n < N; ++n) {
+      dots[r][n] = zero_words();
+      if constexpr (kHasTwo) others[r][n] = zero_words();
+    }
+  for (long i = 0; i < count; i += kStep, at += kBlock * kStep * Bits / 8) {
+    Words first[N], second[N];
+#pragma GCC unroll 2
+    for (int n = 0; n < N; ++n) {
       if (Bits == 4) {
-        Words both = unsigned_words(at);
-        first = low_halves(both);
-        second = high_halves(both);
+        Words both = unsigned_words(at + n * stride);
+        first[n] = low_halves(both);
+        second[n] = high_halves(both);
       } else {
-        first = signed_words(at);
-        second = signed_words(at + 32);
+        first[n] = signed_words(at + n * stride);
+        second[n] = signed_words(at + n * stride + 32);
       }
+      if (ahead) _mm_prefetch((const char*)(at + n * stride + ahead), _MM_HINT_T0);
+    }
 #pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) {
-        const int16_t* mine = xs + r * w.k + i;
-        dots[r][0] = add_products(dots[r][0], first, pair_at(mine));
-        dots[r][kChains - 1] = add_products(dots[r][kChains - 1], second, pair_at(mine + 2));
+    for (int r = 0; r < R; ++r) {
+      const Words pairs = pairs_of(x + r * x_stride + i);
+      const Words next = pairs_of(x + r * x_stride + i + 2);
+#pragma GCC unroll 2
+      for (int n = 0; n < N; ++n) {
+        dots[r][n] = add_products(dots[r][n], first[n], pairs);
+        if constexpr (kHasTwo)
+          others[r][n] = add_products(others[r][n], second[n], next);
+        else
+          dots[r][n] = add_products(dots[r][n], second[n], next);
       }
     }
-    __m512 scale = load(scales + segment[2] * kBlock);
+  }
+  if constexpr (kHasTwo)
+    for (int r = 0; r < R; ++r)
+      for (int n = 0; n < N; ++n) dots[r][n] = add_words(dots[r][n], others[r][n]);
+}
+
+// N blocks of sixteen outputs for R rows.
+template <int Bits, int R, int N>
+INLINE void tile(const IntegerWeights& w, const Inputs& in, long row, long block,
+                 __m512 sums[R][N]) {
+  const long stride = kBlock * w.k * Bits / 8, of_scales = w.num_scales * kBlock;
+  const uint8_t* values = (const uint8_t*)w.values + block * stride;
+  const float* scales = w.scales + block * of_scales;
+  const float* offsets = w.offsets ? w.offsets + block * of_scales : nullptr;
+  const int16_t* x = in.values.data() + row * w.k;
+  const long ahead = row == 0 ? N * stride : 0;
+  for (int r = 0; r < R; ++r)
+    for (int n = 0; n < N; ++n) sums[r][n] = _mm512_setzero_ps();
+  for (long s = 0; s < w.num_segments; ++s) {
+    const int32_t* segment = w.segments + 3 * s;
+    Words dots[R][N];
+    add_segment<Bits, R, N>(x + segment[0], w.k, values + segment[0] * kBlock * Bits / 8,
+                            stride, segment[1], ahead, dots);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
       long place = (row + r) * w.num_segments + s;
-      Words dot = kChains == 2 ? add_words(dots[r][0], dots[r][kChains - 1]) : dots[r][0];
       int less = Bits == 4 && !offsets ? 8 * in.sums[place] : 0;
-      __m512 by = _mm512_mul_ps(scale, _mm512_set1_ps(in.scales[place]));
-      sums[r] = _mm512_fmadd_ps(to_floats(dot, less), by, sums[r]);
-      if (offsets) {
-        __m512 sum = _mm512_set1_ps(in.scales[place] * (float)in.sums[place]);
-        sums[r] = _mm512_fmadd_ps(load(offsets + segment[2] * kBlock), sum, sums[r]);
+      __m512 by = _mm512_set1_ps(in.scales[place]);
+      __m512 sum = _mm512_set1_ps(in.scales[place] * (float)in.sums[place]);
+#pragma GCC unroll 2
+      for (int n = 0; n < N; ++n) {
+        long at = segment[2] * kBlock + n * of_scales;
+        __m512 scale = _mm512_mul_ps(load(scales + at), by);
+        sums[r][n] = _mm512_fmadd_ps(to_floats(dots[r][n], less), scale, sums[r][n]);
+        if (offsets) sums[r][n] = _mm512_fmadd_ps(load(offsets + at), sum, sums[r][n]);
       }
     }
   }
@@ -259,39 +294,44 @@ struct Product {
   long copies;
 
   // Rows of integers [row, row + R), whose pairs are one row of floats.
-  template <int Bits, int R>
+  template <int Bits, int R, int N>
   void rows_of(long row, long block) const {
-    __m512 sums[R];
-    tile<Bits, R>(w, in, row, block, sums);
-    long output = block * kBlock;
-    __mmask16 mask = mask_of(std::min(kBlock, w.outputs - output));
-    for (long r = 0; r < R; r += copies) {
-      __m512 sum = sums[r];
-      if (w.has_byte_inputs) sum = _mm512_mul_ps(sum, _mm512_set1_ps(in.row_scales[row + r]));
-      if (copies == 2) sum = _mm512_add_ps(sum, sums[std::min(r + 1, (long)R - 1)]);
-      if (a.bias) sum = _mm512_add_ps(sum, load((const T*)a.bias + output, mask));
-      store((Out*)a.y + (row + r) / copies * w.outputs + output, sum, mask);
+    __m512 sums[R][N];
+    tile<Bits, R, N>(w, in, row, block, sums);
+    for (int n = 0; n < N; ++n) {
+      long output = (block + n) * kBlock;
+      __mmask16 mask = mask_of(std::min(kBlock, w.outputs - output));
+      for (long r = 0; r < R; r += copies) {
+        __m512 sum = sums[r][n];
+        if (w.has_byte_inputs) sum = _mm512_mul_ps(sum, _mm512_set1_ps(in.row_scales[row + r]));
+        if (copies == 2) sum = _mm512_add_ps(sum, sums[std::min(r + 1, (long)R - 1)][n]);
+        if (a.bias) sum = _mm512_add_ps(sum, load((const T*)a.bias + output, mask));
+        store((Out*)a.y + (row + r) / copies * w.outputs + output, sum, mask);
+      }
     }
   }
 
-  template <int Bits>
-  void block(long block) const {
-    long most = kMaxRows, row = 0;
-    while (row < in.rows) {
-      long count = std::min(most, in.rows - row);
-      switch (count) {
-        case 1: rows_of<Bits, 1>(row, block); break;
-        case 2: rows_of<Bits, 2>(row, block); break;
-        case 3: rows_of<Bits, 3>(row, block); break;
-        case 4: rows_of<Bits, 4>(row, block); break;
+  template <int Bits, int N>
+  void blocks_of(long block) const {
+    long passes = (in.rows + kMaxRows - 1) / kMaxRows;
+    for (long pass = 0; pass < passes; ++pass) {
+      // Even, so that a row of floats stays whole.
+      long row = in.rows * pass / passes & -copies;
+      long end = pass + 1 < passes ? in.rows * (pass + 1) / passes & -copies : in.rows;
+      switch (end - row) {
+        case 1: rows_of<Bits, 1, N>(row, block); break;
+        case 2: rows_of<Bits, 2, N>(row, block); break;
+        case 3: rows_of<Bits, 3, N>(row, block); break;
 #if HAS_AVX512
-        case 5: rows_of<Bits, 5>(row, block); break;
-        case 6: rows_of<Bits, 6>(row, block); break;
-        case 7: rows_of<Bits, 7>(row, block); break;
-        default: rows_of<Bits, 8>(row, block); break;
+        case 4: rows_of<Bits, 4, N>(row, block); break;
+        case 5: rows_of<Bits, 5, N>(row, block); break;
+        case 6: rows_of<Bits, 6, N>(row, block); break;
+        case 7: rows_of<Bits, 7, N>(row, block); break;
+        default: rows_of<Bits, 8, N>(row, block); break;
+#else
+        default: rows_of<Bits, 4, N>(row, block); break;
 #endif
       }
-      row += count;
     }
   }
 
@@ -302,8 +342,11 @@ struct Product {
     long bytes = std::max(1l, kBlock * w.k * w.bits / 8);
     long width = std::max(1l, std::min(65536 / bytes, (blocks + pool.size() - 1) / pool.size()));
     pool.each((blocks + width - 1) / width, [&](long item) {
-      for (long n = item * width; n < std::min((item + 1) * width, blocks); ++n)
-        w.bits == 4 ? block<4>(n) : block<8>(n);
+      long n = item * width, end = std::min(n + width, blocks);
+      // Two blocks share the loads of x; the registers of AVX2 hold one.
+      if (HAS_AVX512)
+        for (; n + 2 <= end; n += 2) w.bits == 4 ? blocks_of<4, 2>(n) : blocks_of<8, 2>(n);
+      for (; n < end; ++n) w.bits == 4 ? blocks_of<4, 1>(n) : blocks_of<8, 1>(n);
     });
   }
 };

@@ -47,7 +47,7 @@ def test_a_built_file_equals_the_shard_that_a_rank_cuts_from_the_checkpoint(
         assert all(mine[key].equal(expected[key]) for key in mine), rank
 
 
-@pytest.mark.parametrize("name", ["fp8", "fp8_block"])
+@pytest.mark.parametrize("name", ["fp8", "fp8_block", "int8", "int4_g32"])
 def test_weights_quantized_by_a_build_are_those_quantized_by_a_load(name, tmp_path, trimaran):
     models.save_huggingface(tmp_path / "floats", CONFIG)
     source = EngineFolder.load(tmp_path / "floats").quantized(name)
@@ -59,6 +59,7 @@ def test_weights_quantized_by_a_build_are_those_quantized_by_a_load(name, tmp_pa
         assert all(mine[key].equal(expected[key]) for key in mine), rank
     again = built.config.quantization
     assert again is not None and again.rules == source.config.quantization.rules
+    assert again.head_bits == source.config.quantization.head_bits
 
 
 @torch.inference_mode()
