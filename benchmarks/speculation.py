@@ -3,14 +3,16 @@
     .venv/bin/python benchmarks/speculation.py --model .demo/smollm2.gguf --drafter ngram
     .venv/bin/python benchmarks/speculation.py --shape llama8b --drafter oracle --requests 1 64
 
-Two engines run in this process, one after the other: one without drafts, whose outputs are
-kept, and one with the drafter. ``ngram`` is the drafter that `trimaran serve` has. ``oracle``
-proposes the kept output, and replaces each token by another with a set probability: a synthetic
-drafter of known acceptance, which waits as long as a draft head would compute. Prompts consist
-of one random passage that is repeated, or of the ids in --prompt-ids. All requests are greedy.
+Two engines are in this process, one without drafts, whose outputs are kept, and one with the
+drafter. Their runs alternate, so that other work on the machine slows both. ``ngram`` is the
+drafter that `trimaran serve` has. ``oracle`` proposes the kept output, and replaces each token
+by another with a set probability: a synthetic drafter of known acceptance. For each draft that
+is verified the oracle waits as long as a draft head would compute: --draft-us for each token of
+a draft, once for all sequences of a step. Prompts consist of one random passage that is
+repeated, or of the ids in --prompt-ids. All requests are greedy.
 
 Each line of the result has the tokens a second of both engines, the accepted tokens of a
-verification (with the model's own), and the number of requests whose outputs differ.
+verification (with the model's own), and the number of outputs that differ.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import platform
 import random
 import statistics
@@ -53,25 +56,33 @@ class Oracle:
 
     is_asked = False
     is_spent = False
-    _paid_length = 0
 
     def __init__(self, output: list[int], rate: float, token_us: float, seed: int) -> None:
         self._output, self._rate, self._token_us = output, rate, token_us
         self._coin = random.Random(seed)
+        self._last = 0, 0
 
     def propose(self, sequence: Sequence, most: int) -> array[int]:
         """The next ids of the output; each is wrong with the set probability."""
+        self._pay(sequence)
         count = sequence.num_output_tokens
         ids = array("i", self._output[count : count + most])
         for place in range(len(ids)):
             if self._coin.random() >= self._rate:
                 ids[place] ^= 1
-        # Heads draft for a whole batch at once, so the first sequence waits for all.
-        if sequence.request.request_id % 1000 == 1:
-            end = time.perf_counter() + len(ids) * self._token_us / 1e6
-            while time.perf_counter() < end:
-                pass
+        self._last = len(sequence.token_ids), len(ids)
         return ids
+
+    def _pay(self, sequence: Sequence) -> None:
+        """Wait for the last draft, if it was verified: a head drafts after the choice of k."""
+        length, count = self._last
+        # Heads draft for a whole batch at once, so one sequence waits for all.
+        is_first = sequence.request.request_id % 1000 == 1
+        if not is_first or not count or sequence.drafts.unverified_at == length:
+            return
+        end = time.perf_counter() + count * self._token_us / 1e6
+        while time.perf_counter() < end:
+            pass
 
 
 @contextlib.contextmanager
@@ -163,31 +174,24 @@ def prompts_of(args: argparse.Namespace, vocab_size: int) -> list[list[int]]:
     return [passage * 2 for passage in passages]
 
 
-def measured(
-    args: argparse.Namespace, speculation: SpeculationConfig, known: dict[int, Any]
-) -> dict[int, Any]:
-    """By number of requests: outputs of the last run, median tokens a second, and tokens of a
-    verification. ``known`` are the results without drafts."""
-    found: dict[int, Any] = {}
-    with engine_of(args, speculation) as engine:
-        prompts = prompts_of(args, engine.facts()["vocab_size"])
-        rows = engine.scheduler.draft_rows if speculation.is_on else None
-        first = 1000
-        for count in args.requests:
-            if rows is not None and args.drafter == "oracle":
-                rows.make_drafter = maker(args, known[count][0], prompts)
-            run(engine, prompts[:count], min(32, args.output_len), first)
-            speeds, outputs = [], {}
-            before = counts_of(engine)
-            for _ in range(args.runs):
-                first = (first // 1000 + 1) * 1000 + 1
-                outputs, speed = run(engine, prompts[:count], args.output_len, first)
-                speeds.append(speed)
-            after = counts_of(engine)
-            drafts, accepted = (a - b for a, b in zip(after, before, strict=True))
-            mean = 1 + accepted / drafts if drafts else 1.0
-            found[count] = list(outputs.values()), statistics.median(speeds), mean
-    return found
+def measured(args: argparse.Namespace, plain: Engine, own: Engine, count: int) -> Any:
+    """Of ``count`` requests: median tokens a second with drafts and without, tokens of a
+    verification, and the number of requests whose outputs differ."""
+    prompts = prompts_of(args, plain.facts()["vocab_size"])[:count]
+    warm, _ = run(plain, prompts, args.output_len, 1001)
+    if args.drafter == "oracle":
+        own.scheduler.draft_rows.make_drafter = maker(args, list(warm.values()), prompts)
+    run(own, prompts, args.output_len, 1001)
+    before, speeds, differ = counts_of(own), [], 0
+    for first in range(2001, 2001 + 1000 * args.runs, 1000):
+        theirs, plain_speed = run(plain, prompts, args.output_len, first)
+        mine, speed = run(own, prompts, args.output_len, first)
+        speeds.append((speed, plain_speed))
+        differ += sum(mine[number] != theirs[number] for number in mine)
+    drafts, accepted = (a - b for a, b in zip(counts_of(own), before, strict=True))
+    mean = 1 + accepted / drafts if drafts else 1.0
+    medians = [statistics.median(each) for each in zip(*speeds, strict=True)]
+    return (*medians, mean, differ)
 
 
 def counts_of(engine: Engine) -> tuple[int, int]:
@@ -210,35 +214,39 @@ def maker(args: argparse.Namespace, outputs: list[list[int]], prompts: list[list
 def main() -> None:
     """Measure, and write one line a number of requests."""
     args = arguments()
-    plain = measured(args, SpeculationConfig(), {})
     drafted = SpeculationConfig(
         drafter="ngram", max_draft_tokens=args.max_draft_tokens, is_adaptive=not args.all
     )
-    own = measured(args, drafted, plain)
-    for count in args.requests:
-        outputs, speed, mean = own[count]
-        differ = sum(a != b for a, b in zip(outputs, plain[count][0], strict=True))
-        line = {
-            "benchmark": "speculation",
-            "drafter": args.drafter,
-            "model": Path(args.model).name if args.model else args.shape,
-            "dtype": args.dtype,
-            "requests": count,
-            "max_draft_tokens": args.max_draft_tokens,
-            "mean_accepted": round(mean, 2),
-            "out_tok_s": round(speed, 1),
-            "plain_tok_s": round(plain[count][1], 1),
-            "ratio": round(speed / plain[count][1], 3),
-            "requests_that_differ": differ,
-            "deterministic": args.deterministic,
-            "device": device_name(args.device),
-        }
-        if args.drafter == "oracle":
-            line |= {"acceptance": args.acceptance, "draft_us": args.draft_us}
-        print(json.dumps(line), flush=True)
-        if args.output:
-            with Path(args.output).open("a", encoding="utf-8") as results:
-                results.write(json.dumps(line) + "\n")
+    with engine_of(args, SpeculationConfig()) as plain, engine_of(args, drafted) as own:
+        for count in args.requests:
+            report(args, count, measured(args, plain, own, count))
+
+
+def report(args: argparse.Namespace, count: int, found: Any) -> None:
+    """Print one line, and append the line to the file of results."""
+    speed, plain_speed, mean, differ = found
+    line = {
+        "benchmark": "speculation",
+        "drafter": args.drafter,
+        "model": args.name or (Path(args.model).name if args.model else args.shape),
+        "dtype": args.dtype,
+        "requests": count,
+        "max_draft_tokens": args.max_draft_tokens,
+        "mean_accepted": round(mean, 2),
+        "out_tok_s": round(speed, 1),
+        "plain_tok_s": round(plain_speed, 1),
+        "ratio": round(speed / plain_speed, 3),
+        "outputs_that_differ": differ,
+        "deterministic": args.deterministic,
+        "device": device_name(args.device),
+        "load_average": round(os.getloadavg()[0], 1),
+    }
+    if args.drafter == "oracle":
+        line |= {"acceptance": args.acceptance, "draft_us": args.draft_us}
+    print(json.dumps(line), flush=True)
+    if args.output:
+        with Path(args.output).open("a", encoding="utf-8") as results:
+            results.write(json.dumps(line) + "\n")
 
 
 def device_name(device: str) -> str:
@@ -256,6 +264,7 @@ def arguments() -> argparse.Namespace:
     add = parser.add_argument
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--model", default="", metavar="PATH", help="a folder or a GGUF file")
+    add("--name", default="", help="of the model in the result (the folder's)")
     model.add_argument("--shape", choices=sorted(SHAPES), help="random weights")
     add("--drafter", choices=("ngram", "oracle"), default="ngram")
     add("--acceptance", type=float, default=0.75, metavar="P", help="of the oracle's tokens")

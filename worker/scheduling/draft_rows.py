@@ -125,15 +125,16 @@ class DraftRows:
         """Steps in which no n-gram drafts are made, of now and of the next pause."""
         self._num_awaited = 0
         """Steps in flight with drafts: the lengths of their sequences are unknown."""
-        self._begun = (0, 0.0)
-        """The last planned step, and the time at which its planning began."""
+        self._num_in_flight = 0
         self._last_end = 0.0
+        """The last result, or the planning of the first step after a time without steps."""
 
     # ---- plan ----------------------------------------------------------------------------
 
-    def begin(self, step: int) -> None:
+    def begin(self) -> None:
         """The planning of a step begins."""
-        self._begun = step, time.perf_counter()
+        if not self._num_in_flight:
+            self._last_end = time.perf_counter()
 
     def needs_results(self, running: List[Sequence]) -> bool:
         """Whether to await all results before the next step: drafts are in flight, or may be
@@ -152,6 +153,7 @@ class DraftRows:
     def extend(self, plan: StepPlan) -> None:
         """Add draft rows for the sequences that a step samples."""
         self._extend(plan)
+        self._num_in_flight += 1
         self._num_awaited += plan.has_drafts
 
     def _extend(self, plan: StepPlan) -> None:
@@ -295,11 +297,10 @@ class DraftRows:
     def done(self, step: ScheduledStep) -> None:
         """The result of a step was taken in: learn its time."""
         self._num_awaited -= bool(step.drafts)
-        now = time.perf_counter()
-        number, begun = self._begun
+        self._num_in_flight -= 1
         # With steps in flight the time between two results counts.
-        since = max(self._last_end, begun) if number == step.decision.step else self._last_end
-        self._last_end = now
+        now = time.perf_counter()
+        seconds, self._last_end = now - self._last_end, now
         num_rows = step.decision.num_decodes
-        if since and num_rows == len(step.decision.rows):
-            self._controller.record(num_rows, now - since, is_drafted=bool(step.drafts))
+        if num_rows == len(step.decision.rows):
+            self._controller.record(num_rows, seconds, is_drafted=bool(step.drafts))

@@ -182,7 +182,7 @@ class Scheduler:
         can_cut = self.config.enable_chunked_context
         plan = StepPlan(self.step + 1, self.config.max_num_batched_tokens, can_cut=can_cut)
         if self.draft_rows is not None:
-            self.draft_rows.begin(plan.step)
+            self.draft_rows.begin()
         self.batch.step = plan.step
         self.cache.begin_step()
         victim = self.policy.victim(self.batch)
