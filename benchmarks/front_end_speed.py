@@ -10,8 +10,9 @@ end can send. A late front end merges tokens into fewer messages, so the figure 
 counts messages or events instead of tokens. The processor time is that of the front end's
 process, all threads of it.
 
-`chat` and `chat_stream` are OpenAI chats. `--peer-url URL --peer-pid PID` drives another server
-of that protocol by the same requests: the process of that number is the other front end.
+`live` asks for nothing (`GET /v2/health/live`): the cost of HTTP alone. `completions`, `chat`
+and `chat_stream` are OpenAI requests. `--peer-url URL --peer-pid PID` drives another server of
+that protocol by the same requests: the process of that number is the other front end.
 """
 
 from __future__ import annotations
@@ -37,21 +38,32 @@ import psutil
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
-from streaming import PROMPT, QUEUE, STEPS, TOKENIZER, run_streams, served  # noqa: E402
+from streaming import (  # noqa: E402
+    PROMPT,
+    QUEUE,
+    STEPS,
+    TOKENIZER,
+    run_streams,
+    run_unary,
+    served,
+)
 
 from trimaran.bench.results.machine import surroundings  # noqa: E402
 from trimaran.bench.serving.free_ports import free_ports  # noqa: E402
 from trimaran.bench.serving.server_process import write_repository  # noqa: E402
 
 CASES = (
+    "live",
     "generate",
     "infer",
     "chat",
+    "completions",
     "generate_stream",
     "chat_stream",
     "grpc_stream",
     "grpc_infer",
 )
+OPENAI_CASES = {"chat", "completions", "chat_stream"}
 CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 MODEL = "ensemble"
 _WARMUP_S = 3.0
@@ -82,7 +94,7 @@ class Bench:
         )
         step_ms = args.step_ms if self.is_stream else 0.0
         tokens = 1 if self.is_stream else args.unary_tokens
-        flags = self.open_chats() if set(args.cases) & {"chat", "chat_stream"} else ()
+        flags = self.open_chats() if set(args.cases) & OPENAI_CASES else ()
         with served(self.folder, 1, step_ms, tokens, self.tree, flags) as (http, grpc, pid):
             self.http, self.grpc = http, grpc
             self.pid = front_end(pid)
@@ -140,10 +152,16 @@ class Bench:
         args, body = self.args, self.folder / f"{case}.json"
         if case.startswith("chat"):
             url, document = self.chat_url, self.chat()
+        elif case == "completions":
+            document = self.chat()
+            document["prompt"] = document.pop("messages")[0]["content"]
+            url = self.chat_url.replace("chat/completions", "completions")
+        elif case == "live":
+            url, document = f"http://127.0.0.1:{self.http}/v2/health/live", None
         else:
             url = f"http://127.0.0.1:{self.http}/v2/models/{MODEL}/{case}"
             document = infer_body(self.inputs()) if case == "infer" else self.inputs()
-        body.write_text(json.dumps(document))
+        body.write_text("" if document is None else json.dumps(document))
         connections = args.streams if self.is_stream else args.concurrency
         threads = min(len(os.sched_getaffinity(0)), 8, connections)
         command = [
@@ -192,6 +210,20 @@ class Bench:
         if done.returncode or not rates:
             raise SystemExit(f"perf_analyzer failed: {' '.join(command)}\n{text}")
         return {"per_s": float(rates[-1]), "concurrency": concurrency}
+
+    def own_requests(self, seconds: float) -> dict[str, Any]:
+        """Drive unary gRPC requests by processes of `streaming.py`."""
+        args = self.args
+        num_processes = min(args.concurrency, max(1, len(os.sched_getaffinity(0)) - 1))
+        # Between the two readings of the processor time the load also starts and warms up.
+        count = run_unary(
+            MODEL, self.grpc, args.concurrency, args.unary_tokens, num_processes, seconds
+        )
+        return {
+            "per_s": count / seconds,
+            "count_in_all": count,
+            "concurrency": args.concurrency,
+        }
 
     def own_streams(self) -> dict[str, Any]:
         """Drive gRPC streams by processes of `streaming.py`."""
@@ -253,7 +285,7 @@ def cpus(text: str) -> set[int]:
 def measure(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
     """Every run of the chosen cases."""
     for kind, cases in (
-        ("unary", ("generate", "infer", "chat", "grpc_infer")),
+        ("unary", ("live", "generate", "infer", "chat", "completions", "grpc_infer")),
         ("stream", ("generate_stream", "chat_stream", "grpc_stream")),
     ):
         chosen = [case for case in cases if case in args.cases]
@@ -287,11 +319,18 @@ def runs(bench: Bench, case: str, load: str) -> Iterator[Callable[[], dict[str, 
             return
         work = lambda seconds: bench.wrk(case, seconds)  # noqa: E731
     elif load == "perf_analyzer":
-        if not args.perf_analyzer or case.startswith(("generate", "chat")):
+        if not args.perf_analyzer or case in (
+            "live",
+            "generate",
+            "generate_stream",
+            *OPENAI_CASES,
+        ):
             return
         work = lambda seconds: bench.perf_analyzer(case, seconds)  # noqa: E731
     elif case == "grpc_stream":
         work = lambda seconds: bench.own_streams()  # noqa: E731
+    elif case == "grpc_infer":
+        work = bench.own_requests
     else:
         return
     if load == "wrk":

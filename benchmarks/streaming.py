@@ -39,6 +39,7 @@ STEPS = ("preprocessing", "postprocessing", "bls")
 QUEUE = {"max_queue_delay_microseconds": 0, "max_queue_size": 0}
 PROMPT, PROMPT_IDS = "The captain of the ship", [1, 300, 301, 302]
 METHOD = "/inference.GRPCInferenceService/ModelStreamInfer"
+UNARY_METHOD = "/inference.GRPCInferenceService/ModelInfer"
 _EVENT, _LAST_CHUNK = b"data: ", b"\r\n0\r\n\r\n"
 
 
@@ -121,10 +122,10 @@ async def http_stream(model: str, port: int, num_tokens: int) -> int:
     return num_events
 
 
-async def grpc_stream(model: str, port: int, num_tokens: int) -> int:
-    """Read one stream to its end; the number of its messages."""
+def infer_message(model: str, inputs: dict[str, object]) -> pb.ModelInferRequest:
+    """A request with these inputs as raw contents."""
     request = pb.ModelInferRequest(model_name=model)
-    for name, value in inputs_of(model, num_tokens).items():
+    for name, value in inputs.items():
         values = value if isinstance(value, list) else [value]
         datatype, raw = "INT32", array("i", [int(v) for v in values if not isinstance(v, str)])
         data = raw.tobytes()
@@ -134,6 +135,12 @@ async def grpc_stream(model: str, port: int, num_tokens: int) -> int:
             datatype, data = "BYTES", len(value).to_bytes(4, "little") + value.encode()
         request.inputs.add(name=name, datatype=datatype, shape=[1, len(values)])
         request.raw_input_contents.append(data)
+    return request
+
+
+async def grpc_stream(model: str, port: int, num_tokens: int) -> int:
+    """Read one stream to its end; the number of its messages."""
+    request = infer_message(model, inputs_of(model, num_tokens))
     # Otherwise all streams of this process would share one connection and one front end.
     options = (("grpc.use_local_subchannel_pool", 1),)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options) as channel:
@@ -144,6 +151,44 @@ async def grpc_stream(model: str, port: int, num_tokens: int) -> int:
         async for _ in call:
             num_messages += 1
     return num_messages
+
+
+async def grpc_unary(model: str, port: int, num_tokens: int, seconds: float) -> int:
+    """Send unary requests one after the other for some time; their number."""
+    inputs = {**inputs_of(model, num_tokens), "stream": False}
+    request = infer_message(model, inputs)
+    options = (("grpc.use_local_subchannel_pool", 1),)
+    count, end = 0, time.monotonic() + seconds
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options) as channel:
+        call = channel.unary_unary(
+            UNARY_METHOD, request_serializer=pb.ModelInferRequest.SerializeToString
+        )
+        while time.monotonic() < end:
+            await call(request)
+            count += 1
+    return count
+
+
+def unary_load(model: str, port: int, num_callers: int, num_tokens: int, seconds: float) -> int:
+    """Unary requests of some callers at once in this process; the number of answers."""
+
+    async def every() -> int:
+        callers = (grpc_unary(model, port, num_tokens, seconds) for _ in range(num_callers))
+        return sum(await asyncio.gather(*callers))
+
+    return asyncio.run(every())
+
+
+def run_unary(
+    model: str, port: int, concurrency: int, num_tokens: int, num_processes: int, seconds: float
+) -> int:
+    """Unary requests over gRPC from several processes; the number of answers."""
+    count = min(num_processes, concurrency)
+    shares = [concurrency // count + (i < concurrency % count) for i in range(count)]
+    with multiprocessing.get_context("spawn").Pool(count) as pool:
+        pool.starmap(unary_load, [(model, port, 1, num_tokens, 0.5)] * count)
+        work = [(model, port, share, num_tokens, seconds) for share in shares]
+        return sum(pool.starmap(unary_load, work, chunksize=1))
 
 
 def load(

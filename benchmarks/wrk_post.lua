@@ -11,9 +11,13 @@ end
 
 function init(args)
    local file = assert(io.open(args[1], "r"))
-   wrk.method = "POST"
-   wrk.body = file:read("*a")
-   wrk.headers["Content-Type"] = "application/json"
+   local body = file:read("*a")
+   -- Without a body the request asks instead.
+   if body ~= "" then
+      wrk.method = "POST"
+      wrk.body = body
+      wrk.headers["Content-Type"] = "application/json"
+   end
    file:close()
    num_events, num_errors = 0, 0
 end

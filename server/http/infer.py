@@ -20,6 +20,7 @@ from trimaran.server.http.messages import (
     compress,
     decompress,
     read_body,
+    send_json,
     write_parts,
 )
 from trimaran.server.http.pending_bodies import BodyMemory, PendingBodies
@@ -34,6 +35,7 @@ from trimaran.server.service import Service
 # Decoding that takes longer than a few milliseconds runs in a thread.
 _SHORT_CODED_BYTES = 4 << 10
 
+_PLAIN_HEADERS = {"Content-Type": JSON}
 LENGTH_HEADER = "Inference-Header-Content-Length"
 DECOUPLED = "HTTP end point doesn't support models with decoupled transaction policy"
 
@@ -60,10 +62,10 @@ class InferEndpoint:
         if model.is_decoupled:
             raise RequestError(DECOUPLED, ErrorKind.UNSUPPORTED)
         with self._pending.body() as memory:
-            body = await self._read(request, memory)
+            sent = await self._read(request, memory)
             with service.admission.admit():
                 with service.admission.unless_aborted():
-                    model, parsed = await self._parsed(request, route, body)
+                    model, parsed = await self._parsed(request, route, sent)
                     memory.release()
                     response = await service.infer_once(model, parsed)
                     encoded = await run_cooperatively(encode_infer(response, parsed))
@@ -71,7 +73,10 @@ class InferEndpoint:
                 if encoded.num_bytes > LONG_ANSWER_BYTES:
                     is_last = service.admission.is_draining
                     return await write_parts(request, parts, headers, is_last=is_last)
-        return web.Response(body=b"".join(parts), headers=headers)
+        body = parts[0] if len(parts) == 1 else b"".join(parts)
+        if headers == _PLAIN_HEADERS:
+            return await send_json(request, body, is_last=service.admission.is_draining)
+        return web.Response(body=body, headers=headers)
 
     async def _read(self, request: web.BaseRequest, memory: BodyMemory) -> Body:
         """The decompressed body."""

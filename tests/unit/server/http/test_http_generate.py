@@ -1,7 +1,10 @@
 """The generate routes as clients see them."""
 
+import contextlib
+import email.utils
 import http.client
 import json
+import socket
 import time
 
 import pytest
@@ -261,3 +264,59 @@ def test_the_endpoint_load_header_is_sent_if_requested_and_known(fresh_server):
         "TEXT named_metrics.kv_cache_utilization=0.100000, "
         "named_metrics.max_token_capacity=8000"
     )
+
+
+def _exchange(server, version, *lines):
+    """The heads and bodies of two requests on one connection, and whether it then ends."""
+    body = b'{"text_input": "hi", "max_tokens": 1}'
+    head = [
+        f"POST {GENERATE} HTTP/{version}",
+        "Host: x",
+        f"Content-Length: {len(body)}",
+        *lines,
+    ]
+    found = []
+    with socket.create_connection(("127.0.0.1", server.http_port), timeout=60) as sock:
+        reader = sock.makefile("rb")
+        for _ in range(2):
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                sock.sendall("\r\n".join((*head, "", "")).encode() + body)
+            status = reader.readline()
+            if not status:
+                return found, True
+            headers = http.client.parse_headers(reader)
+            found.append((status, headers, reader.read(int(headers["Content-Length"]))))
+    return found, False
+
+
+def test_a_short_answer_has_the_head_of_other_answers(server):
+    # The metadata of the server are sent by the HTTP library itself.
+    answer, other = (
+        server.post(GENERATE, {"text_input": "hi", "max_tokens": 1}),
+        server.get("/v2"),
+    )
+    assert sorted(answer.headers) == sorted(other.headers)
+    for name in ("Content-Type", "Server"):
+        assert answer.headers[name] == other.headers[name]
+    assert email.utils.parsedate_to_datetime(answer.headers["Date"]).tzinfo is not None
+    assert int(answer.headers["Content-Length"]) == len(answer.body)
+
+
+@pytest.mark.parametrize(
+    ("version", "lines", "connection", "is_closed"),
+    [
+        ("1.1", (), None, False),
+        ("1.1", ("Connection: close",), "close", True),
+        ("1.0", (), None, True),
+        ("1.0", ("Connection: keep-alive",), "keep-alive", False),
+    ],
+)
+def test_a_short_answer_keeps_the_connection_as_its_request_asks(
+    server, version, lines, connection, is_closed
+):
+    answers, ended = _exchange(server, version, *lines)
+    assert (ended, len(answers)) == (is_closed, 1 if is_closed else 2)
+    for status, headers, body in answers:
+        assert status.startswith(f"HTTP/{version} 200".encode())
+        assert headers["Connection"] == connection
+        assert json.loads(body)["text_output"] == "hi 0"
