@@ -26,8 +26,8 @@ class Groups(NamedTuple):
         """int64 [D]: the group of each of ``inner`` inputs."""
         if self.of_inputs is not None:
             return self.of_inputs.to(device, torch.int64)
-        places: Tensor = torch.arange(inner, device=device) + self.first
-        return places // self.size
+        inputs: Tensor = torch.arange(inner, device=device) + self.first
+        return inputs // self.size
 
 
 class IntegerWeight(NamedTuple):

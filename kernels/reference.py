@@ -233,9 +233,9 @@ def sum_experts(
         first += count
     outputs_TCD = outputs.view(x_TD.shape[0], num_chosen, -1)
     total = outputs_TCD[:, 0] * weights_TC[:, :1]
-    for place in range(1, num_chosen):
+    for choice in range(1, num_chosen):
         # Product and sum stay apart: a fused operation rounds differently at the end of a row.
-        total += outputs_TCD[:, place] * weights_TC[:, place : place + 1]
+        total += outputs_TCD[:, choice] * weights_TC[:, choice : choice + 1]
     return total.to(x_TD.dtype)
 
 

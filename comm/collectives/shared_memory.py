@@ -289,8 +289,8 @@ class AllToAllWindows:
         for other in range(len(self._table)):
             found = self._overlap(self._rank, other, start, length)
             if found is not None:
-                offset, place, size = found
-                yield self._held_at[other] + offset, place, size
+                offset, at, size = found
+                yield self._held_at[other] + offset, at, size
 
     def received(self, start: int, length: int) -> Iterator[tuple[int, int, int, int]]:
         """Each range for this rank in a window: source rank, offset in the window, target
@@ -298,8 +298,8 @@ class AllToAllWindows:
         for other in range(len(self._table)):
             found = self._overlap(other, self._rank, start, length)
             if found is not None:
-                offset, place, size = found
-                yield other, place, self._taken_at[other] + offset, size
+                offset, at, size = found
+                yield other, at, self._taken_at[other] + offset, size
 
     def _overlap(
         self, source: int, target: int, start: int, length: int

@@ -55,10 +55,10 @@ class _Mapped:
         assert self._memory is not None
         handle = self._memory.handle
         first = self._memory.addresses[rank] - int(handle.buffer_ptrs[rank])
-        places: Tensor = handle.get_buffer(
+        slots: Tensor = handle.get_buffer(
             rank, self._sizes, self._dtype, first // self._dtype.itemsize
         )
-        return places
+        return slots
 
     def signal(self, rank: int, number: int) -> None:
         """Signal a rank's GPU once the work on the current stream so far is done."""
@@ -93,12 +93,12 @@ class PeerSender(StageSender):
     def send(self, hidden_TD: Tensor) -> None:
         """Hand on a step's hidden states; see `StageSender.send`."""
         num_slots = len(self._slots)
-        place = self._num_sent % num_slots
+        slot = self._num_sent % num_slots
         self._counts.await_slot(self._num_sent, num_slots, self)
         if self._num_sent >= num_slots:
-            self._mapped.await_signal(self._next, place)
-        self._slots[place, : len(hidden_TD)].copy_(hidden_TD)
-        self._mapped.signal(self._next, place)
+            self._mapped.await_signal(self._next, slot)
+        self._slots[slot, : len(hidden_TD)].copy_(hidden_TD)
+        self._mapped.signal(self._next, slot)
         self._num_sent += 1
         self._counts.raise_to(SENT, self._num_sent)
 
@@ -129,10 +129,10 @@ class PeerReceiver(StageReceiver):
             self._mapped.signal(self._previous, (self._num_received - 1) % num_slots)
             self._counts.raise_to(FREED, self._num_received)
         self._counts.await_step(self._num_received, self)
-        place = self._num_received % num_slots
-        self._mapped.await_signal(self._previous, place)
+        slot = self._num_received % num_slots
+        self._mapped.await_signal(self._previous, slot)
         self._num_received += 1
-        return self._slots[place, :num_tokens]
+        return self._slots[slot, :num_tokens]
 
     def close(self) -> None:
         """Free what this end holds."""

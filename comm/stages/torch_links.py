@@ -39,9 +39,9 @@ class _Slots:
         self._turn = (self._turn + 1) % len(self._works)
         return self._turn, self._memory[self._turn], self._works[self._turn]
 
-    def keep(self, place: int, work: Any) -> None:
+    def keep(self, number: int, work: Any) -> None:
         """Keep the transfer of a slot."""
-        self._works[place] = work
+        self._works[number] = work
 
 
 def _guarded(what: str, call: Callable[[], Any]) -> Any:
@@ -67,13 +67,13 @@ class GlooSender(StageSender):
 
     def send(self, hidden_TD: Tensor) -> None:
         """Hand on a step's hidden states; see `StageSender.send`."""
-        place, memory, work = self._slots.next()
+        number, memory, work = self._slots.next()
         what = took_nothing(self)
         if work is not None:
             _guarded(what, lambda: work.wait(timedelta(seconds=self.timeout_s)))
         slot = memory[: len(hidden_TD)].copy_(hidden_TD)
         self._slots.keep(
-            place, _guarded(what, lambda: self._group.send([slot], self._next, _TAG))
+            number, _guarded(what, lambda: self._group.send([slot], self._next, _TAG))
         )
 
 
@@ -173,12 +173,12 @@ class NcclSender(StageSender):
 
     def send(self, hidden_TD: Tensor) -> None:
         """Hand on a step's hidden states; see `StageSender.send`."""
-        place, memory, work = self._slots.next()
+        number, memory, work = self._slots.next()
         if work is not None:
             # Only the device waits, and only if all slots are unread by the next stage.
             work.wait()
         slot = memory[: len(hidden_TD)].copy_(hidden_TD)
-        self._slots.keep(place, self._pairs.send(slot, self._pairs.rank + 1))
+        self._slots.keep(number, self._pairs.send(slot, self._pairs.rank + 1))
 
     def close(self) -> None:
         """Free what this end holds."""

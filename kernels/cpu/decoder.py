@@ -64,7 +64,7 @@ class LayerWeights:
         """A bit for each product, from the lowest: whether its weight is one of integers."""
         products = (self.qkv, self.out, self.up, self.down)
         return sum(
-            isinstance(each, CpuIntegerProduct) << place for place, each in enumerate(products)
+            isinstance(each, CpuIntegerProduct) << bit for bit, each in enumerate(products)
         )
 
 

@@ -265,7 +265,7 @@ def _check_clear(values: Tensor, what: str) -> None:
 def _words(bits: list[bool]) -> tuple[int, ...]:
     """32 bits a word, lowest bit first."""
     return tuple(
-        sum(bit << place for place, bit in enumerate(bits[first : first + 32]))
+        sum(bit << index for index, bit in enumerate(bits[first : first + 32]))
         for first in range(0, len(bits), 32)
     )
 

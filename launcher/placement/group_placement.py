@@ -144,8 +144,8 @@ def _in_the_way(
         wanted = place(requests, hosts)
     except PlacementError:
         return ()
-    places = {(each.host, each.device) for each in wanted}
-    held = {each.group for each in placements_of(running) if (each.host, each.device) in places}
+    slots = {(each.host, each.device) for each in wanted}
+    held = {each.group for each in placements_of(running) if (each.host, each.device) in slots}
     return tuple(group.name for group in running if group.name in held)
 
 

@@ -51,9 +51,9 @@ def choose_launch(
                 f"--worker-launch {wanted} cannot take effect: {fixed.why}. Leave it out."
             )
         return fixed
-    place = _Place(args, hosts, find_mpi, environ)
+    site = _LaunchSite(args, hosts, find_mpi, environ)
     if wanted != "auto":
-        reason = place.obstacle(wanted)
+        reason = site.obstacle(wanted)
         if reason:
             raise ConfigError(
                 f"--worker-launch {wanted} cannot work here: {reason}. Leave it out, and what "
@@ -62,11 +62,11 @@ def choose_launch(
         return Launch(wanted, "--worker-launch asks for it")
     if not args.multi_model:
         return Launch("mpirun", "leader mode has one group")
-    if not place.obstacle("srun"):
+    if not site.obstacle("srun"):
         return Launch(
             "srun", f"inside Slurm job {environ['SLURM_JOB_ID']} groups are its steps"
         )
-    reason = place.obstacle("spawn")
+    reason = site.obstacle("spawn")
     if not reason:
         return Launch("spawn", f"{find_mpi()} on one host can spawn groups and outlive them")
     return Launch("mpirun", f"no spawning: {reason}")
@@ -84,7 +84,7 @@ def _fixed(args: argparse.Namespace, job: Job | None) -> Launch | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _LaunchSite:
     """The flags, hosts and MPI that decide which ways work."""
 
     args: argparse.Namespace
