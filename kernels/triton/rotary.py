@@ -26,9 +26,10 @@ def _inverse_of(scales, head, mask, num_kv, HAS_SCALES: tl.constexpr):  # type: 
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _stored(value, inverse, element, HAS_SCALES: tl.constexpr):  # type: ignore[no-untyped-def]
+def _stored(value, inverse, cache, HAS_SCALES: tl.constexpr):  # type: ignore[no-untyped-def]
     """A key or value as the cache holds it, see `kv_quantization.quantize_heads`."""
     if HAS_SCALES:
+        element = cache.dtype.element_ty
         value = value.to(tl.float32) * inverse
         if element == tl.int8:
             # The sum has no bits behind the point: it rounds to even.
@@ -67,7 +68,7 @@ def _rope_and_cache_kernel(  # type: ignore[no-untyped-def]
     inverse = _inverse_of(scales, kv_head[:, None], is_cached, num_kv, HAS_SCALES)
     if OVERLAPS:
         gdc_wait()
-    element, in_cache = heads.dtype.element_ty, cache.dtype.element_ty
+    element = heads.dtype.element_ty
     # Heads are loaded before their angles, whose address is known only with the position.
     is_pair = (pairs < HALF)[None, :]
     dims = tl.arange(0, 2 * PADDED)[None, :]
@@ -87,20 +88,20 @@ def _rope_and_cache_kernel(  # type: ignore[no-untyped-def]
     if IS_NEOX:
         tl.store(source + pairs[None, :], near, mask=is_rotated & is_pair)
         tl.store(source + HALF + pairs[None, :], far, mask=is_rotated & is_pair)
-        near = _stored(near, inverse, in_cache, HAS_SCALES)
-        far = _stored(far, inverse, in_cache, HAS_SCALES)
+        near = _stored(near, inverse, cache, HAS_SCALES)
+        far = _stored(far, inverse, cache, HAS_SCALES)
         tl.store(target + pairs[None, :], near, mask=is_cached & is_pair)
         tl.store(target + HALF + pairs[None, :], far, mask=is_cached & is_pair)
     else:
         both = tl.reshape(tl.join(near, far), [HEADS, 2 * PADDED])
         tl.store(source + dims, both, mask=is_rotated & is_dim)
-        both = _stored(both, inverse, in_cache, HAS_SCALES)
+        both = _stored(both, inverse, cache, HAS_SCALES)
         tl.store(target + dims, both, mask=is_cached & is_dim)
     if REST > 0:
         behind = 2 * HALF + tl.arange(0, REST)[None, :]
         is_kept = is_cached & (behind < HEAD_SIZE)
         rest = tl.load(source + behind, mask=is_kept, other=0.0)
-        tl.store(target + behind, _stored(rest, inverse, in_cache, HAS_SCALES), mask=is_kept)
+        tl.store(target + behind, _stored(rest, inverse, cache, HAS_SCALES), mask=is_kept)
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
@@ -121,15 +122,14 @@ def _write_kv_kernel(  # type: ignore[no-untyped-def]
     target = cache + slot // BLOCK * block_stride + slot % BLOCK * place_stride
     target += head * head_stride + dims
     source = head * HEAD_SIZE + dims
-    element = cache.dtype.element_ty
     of_keys = _inverse_of(scales, head, head < num_kv, num_kv, HAS_SCALES)
     of_values = _inverse_of(scales, num_kv + head, head < num_kv, num_kv, HAS_SCALES)
     if OVERLAPS:
         gdc_wait()
     k = tl.load(key + token * key_stride + source, mask=is_value, other=0.0)
     v = tl.load(value + token * value_stride + source, mask=is_value, other=0.0)
-    k = _stored(k, of_keys, element, HAS_SCALES)
-    v = _stored(v, of_values, element, HAS_SCALES)
+    k = _stored(k, of_keys, cache, HAS_SCALES)
+    v = _stored(v, of_values, cache, HAS_SCALES)
     tl.store(target, k, mask=is_value)
     tl.store(target + kind_stride, v, mask=is_value)
 
