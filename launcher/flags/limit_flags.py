@@ -48,4 +48,5 @@ def add_text_flags(parser: argparse.ArgumentParser) -> None:
         "33554432)")  # fmt: skip
     add("--out-of-vocabulary", choices=("refuse", "clamp"), default="refuse",
         help="prompt ids outside the vocabulary: refuse the request, or take the first or last "
-        "id, for benchmarks that draw any ids (%(default)s)")  # fmt: skip
+        "id; and input_lengths beyond the ids: refuse, or take all ids; for benchmarks "
+        "(%(default)s)")  # fmt: skip

@@ -327,6 +327,9 @@ def _prompt(
     ids = np.empty(0, np.int32) if array is None else array.reshape(-1)
     length = inputs.scalar("input_lengths")
     if length is not None:
+        if clamps:
+            # The warm-up of identity_test.py sends one prompt with the lengths of others.
+            length = min(length, ids.size)
         if not 0 <= length <= ids.size:
             raise RequestError(
                 f"input_lengths is {length} but must be between 0 and {ids.size}, the number "

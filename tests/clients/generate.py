@@ -51,6 +51,43 @@ _BEHAVIOUR = (
         "served: [features.md](features.md) names the inputs and settings that are refused",
     ),
 )
+_DOCUMENTS = (
+    (
+        "`docker build -f dockerfile/Dockerfile.trt_llm_backend .`",
+        "`docker build -f deploy/Dockerfile .`: there is no TensorRT-LLM to compile "
+        "([deployment.md](deployment.md))",
+    ),
+    (
+        "`sbatch tensorrt_llm_triton.sub`, `tensorrt_llm_triton.sh`",
+        "`trimaran slurm render --template leader` writes the script, with the same container "
+        "flags; those files start another server's container ([slurm.md](slurm.md))",
+    ),
+    (
+        "`tritonserver --model-repository=REPO`, `pkill tritonserver`",
+        "as written, with the scripts of `trimaran init-repo REPO --scripts .` "
+        "([clients.md](clients.md))",
+    ),
+    (
+        "`benchmark_core_model.py token-norm-dist`, `identity_test.py`",
+        "as written, with `trimaran serve --out-of-vocabulary clamp`: they send any id, and "
+        "prompts with lengths of others",
+    ),
+    (
+        "`inflight_batcher_llm_client.py` without `--tokenizer-dir`",
+        "sends ids of GPT-2, which a model with a smaller vocabulary refuses by the id",
+    ),
+    (
+        "`medusa_choices`, Medusa, ReDrafter, Lookahead, Eagle",
+        "refused by name; drafts of a second model are served "
+        "([speculative-decoding.md](speculative-decoding.md))",
+    ),
+    (
+        "tutorials of Baichuan, Whisper, encoder-decoder and multimodal models",
+        "refused by name: `trimaran build` serves the families of [models.md](models.md)",
+    ),
+)
+"""Lines of the backend's documents, and what becomes of them."""
+
 TITLES = {
     "HTTP": "HTTP routes",
     "gRPC": "gRPC methods",
@@ -82,6 +119,9 @@ def page(report: Sequence[Sequence[object]]) -> str:
             if row.table == table:
                 parts.append(_line(number, row, outcomes))
         parts.append("")
+    parts.append("## Lines of the documents\n\n| line | here |\n| --- | --- |")
+    parts += [f"| {line} | {text} |" for line, text in _DOCUMENTS]
+    parts.append("")
     return "\n".join(parts)
 
 

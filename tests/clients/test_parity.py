@@ -10,7 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,7 @@ sys.path[:0] = [str(_PARITY), str(_PARITY.parents[1] / "e2e")]
 
 import grpc_cases  # noqa: E402
 import http_cases  # noqa: E402
+import restricted_cases  # noqa: E402
 from differences import GRPC, HTTP, reason_of, text_of  # noqa: E402
 from exchange import HttpServer, wait_ready  # noqa: E402
 from grpc_exchange import GrpcServer  # noqa: E402
@@ -45,14 +46,14 @@ class Ports:
 
 
 @contextlib.contextmanager
-def _real(triton: Path, repository: Path, log: Path) -> Iterator[Ports]:
+def _real(triton: Path, repository: Path, log: Path, flags: Sequence[str]) -> Iterator[Ports]:
     http, grpc, metrics = free_ports(3)
     server = triton / "pytriton" / "tritonserver"
     command = [
         str(server / "bin" / "tritonserver"), "--model-repository", str(repository),
         "--backend-directory", str(server / "backends"), "--disable-auto-complete-config",
         "--http-port", str(http), "--grpc-port", str(grpc), "--metrics-port", str(metrics),
-        *CONTROL,
+        *flags,
     ]  # fmt: skip
     env = {**os.environ, "LD_LIBRARY_PATH": str(triton / "nvidia_pytriton.libs")}
     env["PATH"] = f"{triton / 'python' / 'bin'}:{env['PATH']}"
@@ -81,27 +82,30 @@ def _region() -> Iterator[None]:
         path.unlink()
 
 
+@contextlib.contextmanager
+def _pair(triton: Path, folder: Path, *flags: str) -> Iterator[tuple[Ports, Ports]]:
+    """The reference and our server, with copies of the same models."""
+    for name in ("reference", "ours"):
+        shutil.copytree(_PARITY / "models", folder / name)
+    # Triton 2.51 always takes memory of clients.
+    own = (*flags, "--allow-client-shm", "true")
+    served = Served(folder / "ours", flags=own, log_path=folder / "ours.log")
+    log = folder / "reference.log"
+    with _real(triton, folder / "reference", log, flags) as reference, served:
+        yield reference, Ports(served.http_port, served.grpc_port)
+
+
 @pytest.fixture(scope="module")
 def both(
     triton: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Ports, Ports]]:
-    """The reference and our server, with copies of the same models."""
-    folder = tmp_path_factory.mktemp("parity")
-    for name in ("reference", "ours"):
-        shutil.copytree(_PARITY / "models", folder / name)
-    # Triton 2.51 always takes memory of clients.
-    flags = (*CONTROL, "--allow-client-shm", "true")
-    served = Served(folder / "ours", flags=flags, log_path=folder / "ours.log")
-    with (
-        _region(),
-        _real(triton, folder / "reference", folder / "reference.log") as reference,
-        served,
-    ):
-        yield reference, Ports(served.http_port, served.grpc_port)
+    """The two servers, and memory of a client."""
+    with _region(), _pair(triton, tmp_path_factory.mktemp("parity"), *CONTROL) as both:
+        yield both
 
 
-def _check(table, found):
-    """Fail for answers that the table does not explain, and for entries that explain none."""
+def _explained(table, found):
+    """The entries of the table that explain answers, and the answers that none explains."""
     explained, faults = set(), []
     for case, name, reference, ours in found:
         entry = reason_of(table, name, reference, ours)
@@ -110,32 +114,50 @@ def _check(table, found):
                 f"{case}\n  reference {text_of(reference)}\n  ours      {text_of(ours)}"
             )
         explained.add(entry)
-    unused = [entry.reason for entry in table if entry not in explained]
     assert not faults, f"{len(faults)} differences:\n" + "\n".join(faults[:_REPORTED])
+    return explained
+
+
+def _check(table, found):
+    """Fail for answers that the table does not explain, and for entries that explain none."""
+    explained = _explained(table, found)
+    unused = [entry.reason for entry in table if entry not in explained]
     assert not unused, f"no case differs any more by: {unused}"
 
 
-def test_http_answers_are_those_of_the_reference_but_for_the_table(both):
+def _over_http(both, cases):
+    """The cases with different answers."""
     with contextlib.ExitStack() as stack:
         reference, ours = (
             stack.enter_context(contextlib.closing(HttpServer(ports.http))) for ports in both
         )
-        found = []
-        for case in http_cases.all_cases(SEED):
+        for case in cases:
             theirs, answer = reference.ask(case), ours.ask(case)
             if theirs != answer:
-                found.append((case, f"{case.group} {case.method} {case.path}", theirs, answer))
-    _check(HTTP, found)
+                yield case, f"{case.group} {case.method} {case.path}", theirs, answer
 
 
-def test_grpc_answers_are_those_of_the_reference_but_for_the_table(both):
+def _over_grpc(both, cases):
+    """The cases with different answers."""
     with contextlib.ExitStack() as stack:
         reference, ours = (
             stack.enter_context(contextlib.closing(GrpcServer(ports.grpc))) for ports in both
         )
-        found = []
-        for case in grpc_cases.all_cases(SEED):
+        for case in cases:
             theirs, answer = reference.ask(case), ours.ask(case)
             if theirs != answer:
-                found.append((case, f"{case.group} {case.method}", theirs, answer))
-    _check(GRPC, found)
+                yield case, f"{case.group} {case.method}", theirs, answer
+
+
+def test_http_answers_are_those_of_the_reference_but_for_the_table(both):
+    _check(HTTP, _over_http(both, http_cases.all_cases(SEED)))
+
+
+def test_grpc_answers_are_those_of_the_reference_but_for_the_table(both):
+    _check(GRPC, _over_grpc(both, grpc_cases.all_cases(SEED)))
+
+
+def test_restricted_endpoints_answer_as_those_of_the_reference(triton, tmp_path):
+    with _pair(triton, tmp_path, *CONTROL, *restricted_cases.FLAGS) as both:
+        _explained(HTTP, _over_http(both, restricted_cases.over_http()))
+        _explained(GRPC, _over_grpc(both, restricted_cases.over_grpc()))

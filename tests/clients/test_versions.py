@@ -119,10 +119,11 @@ class Row:
     check: Check
     since: int = 5
     is_decoupled: bool = False
+    until: int = 99
 
     def is_for(self, version: str) -> bool:
         """Whether the version has what the row checks."""
-        return minor_of(version) >= self.since
+        return self.since <= minor_of(version) <= self.until
 
 
 def _get(path: str, status: int = 200) -> Check:
@@ -378,6 +379,14 @@ def _any_ids(server: Versioned) -> None:
     assert server.infer("tensorrt_llm", **asked).as_numpy("output_ids").shape[2] == 38
 
 
+def _foreign_lengths(server: Versioned) -> None:
+    """The warm-up of `identity_test.py` sends the first prompt with each prompt's length."""
+    for length in (3, 4, 40):
+        asked = server.ids(input_ids=np.array([[5, 6, 7, 8]]), input_lengths=length)
+        used = min(length, 4)
+        assert server.infer("tensorrt_llm", **asked).as_numpy("output_ids").shape[2] == used + 6
+
+
 CLIENTS = (
     Row("Clients", "`inflight_batcher_llm_client.py`", _token_client),
     Row("Clients", "... `--streaming`", _token_stream, is_decoupled=True),
@@ -392,6 +401,7 @@ CLIENTS = (
     Row("Clients", "... `--streaming`", _text_stream, 6, is_decoupled=True),
     Row("Clients", "... `--batch-inputs`", _batch, 6, is_decoupled=True),
     Row("Clients", "`end_to_end_test.py`", _steps),
+    Row("Clients", "`identity_test.py`", _foreign_lengths, until=6),
     Row("Clients", "`benchmark_core_model.py token-norm-dist`", _any_ids),
 )
 ROWS = (*ROUTES, *CLIENTS)

@@ -35,7 +35,8 @@ def _string(*texts: bytes) -> bytes:
     return b"".join(len(text).to_bytes(4, "little") + text for text in texts)
 
 
-def _numbers() -> Any:
+def numbers() -> Any:
+    """A valid request to the model of that name."""
     request = pb.ModelInferRequest(model_name="numbers", id="n")
     for name in ("A", "B"):
         request.inputs.add(name=name, datatype="INT32", shape=[1, 4])
@@ -107,18 +108,18 @@ def _infer(request: Any, group: str = "contents") -> GrpcCase:
 def _raw_contents() -> Iterator[GrpcCase]:
     """Raw bytes that are missing, too many or of a wrong size."""
     infer = _infer
-    yield infer(_numbers())
+    yield infer(numbers())
     for size in (0, 4, 15, 17, 32):
-        request = _numbers()
+        request = numbers()
         request.raw_input_contents[1] = bytes(size)
         yield infer(request)
-    request = _numbers()
+    request = numbers()
     request.raw_input_contents.append(b"more")
     yield infer(request)
-    request = _numbers()
+    request = numbers()
     del request.raw_input_contents[1]
     yield infer(request)
-    request = _numbers()
+    request = numbers()
     request.inputs[0].contents.int_contents.extend([1, 2, 3, 4])
     yield infer(request)
 
@@ -165,7 +166,7 @@ def _contents_of_models() -> Iterator[GrpcCase]:
     for shape in ([1], [], [0, 1], [5, 1], [1, -1], [2, 1], [1, 1, 1]):
         yield infer(_one("text", "TEXT", "BYTES", shape, _string(b"a")))
     for outputs in (["SUM"], ["DIFFERENCE", "SUM"], ["SUM", "SUM"], ["Q"], [""]):
-        request = _numbers()
+        request = numbers()
         for name in outputs:
             request.outputs.add(name=name)
         yield infer(request)
@@ -177,8 +178,8 @@ def _contents_of_models() -> Iterator[GrpcCase]:
     for model in ("repeater", "absent", "", "streaming_chain"):
         yield infer(_one(model, "COUNT", "INT32", [1], _int32(1)))
     for version in ("1", "3", "7", "x", "-1", "0"):
-        numbers = np.array([1, 2], np.int64).tobytes()
-        yield infer(_one("versions", "IN", "INT64", [2], numbers, model_version=version))
+        values = np.array([1, 2], np.int64).tobytes()
+        yield infer(_one("versions", "IN", "INT64", [2], values, model_version=version))
     chain = _one("chain", "X", "INT32", [1, 4], _int32(1, 2, 3, 4))
     chain.inputs.add(name="Y", datatype="INT32", shape=[1, 4])
     chain.raw_input_contents.append(_int32(1, 1, 1, 1))
@@ -204,11 +205,11 @@ def parameters() -> Iterator[GrpcCase]:
              "shared_memory_offset", "binary_data", "x")
     for name in names:
         for value in _VALUES:
-            request = _numbers()
+            request = numbers()
             output = request.outputs.add(name="SUM")
             ParseDict(value, output.parameters[name])
             yield GrpcCase("parameters/output", "ModelInfer", (request,))
-            request = _numbers()
+            request = numbers()
             ParseDict(value, request.inputs[1].parameters[name])
             yield GrpcCase("parameters/input", "ModelInfer", (request,))
 
@@ -216,7 +217,7 @@ def parameters() -> Iterator[GrpcCase]:
 def mutated(rng: random.Random, count: int) -> Iterator[GrpcCase]:
     """Valid requests with one or two fields changed."""
     for _ in range(count):
-        request = _numbers()
+        request = numbers()
         for _ in range(rng.choice((1, 1, 2))):
             entry = rng.choice(list(request.inputs) or [request.inputs.add()])
             change = rng.randrange(9)
@@ -256,17 +257,17 @@ def streams() -> Iterator[GrpcCase]:
                             name = "triton_enable_empty_final_response"
                             request.parameters[name].bool_param = True
                         yield GrpcCase("stream", "ModelStreamInfer", (request,), metadata)
-        bad = _numbers()
+        bad = numbers()
         bad.inputs[0].name = "Q"
         absent = pb.ModelInferRequest(model_name="absent", id="a")
         code = _one("failing", "CODE", "BYTES", [1], _string(b"refused"), id="f")
         yield GrpcCase("stream", "ModelStreamInfer", (), metadata)
-        yield GrpcCase("stream", "ModelStreamInfer", (_numbers(), _numbers()), metadata)
+        yield GrpcCase("stream", "ModelStreamInfer", (numbers(), numbers()), metadata)
         for request in (bad, absent, code):
             yield GrpcCase("stream", "ModelStreamInfer", (request,), metadata)
             if not metadata:
                 # An error behind other requests ends the reference with a fault of memory.
-                yield GrpcCase("stream", "ModelStreamInfer", (_numbers(), request))
+                yield GrpcCase("stream", "ModelStreamInfer", (numbers(), request))
         chained = _one("streaming_chain", "N", "INT32", [1], _int32(2), id="c")
         yield GrpcCase("stream", "ModelStreamInfer", (chained,), metadata)
 

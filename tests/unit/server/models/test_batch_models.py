@@ -151,5 +151,6 @@ async def test_ids_outside_the_vocabulary_are_refused_or_clamped(serve, reposito
     async with serve({"clamps_ids": True}, repository=repository) as served:
         engine = await served.dial(lambda submit: [70])
         await served.infer("tensorrt_llm", **inputs)
+        await served.infer("tensorrt_llm", **{**inputs, "input_lengths": column(2, 9)})
         prompts = [np.frombuffer(s.prompt_ids, "<i4").tolist() for s in engine.submits]
-    assert prompts == [[599, 51, 0], [599]]
+    assert prompts == [[599, 51, 0], [599], [599, 51], [599, 2, 2]]

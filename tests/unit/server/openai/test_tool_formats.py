@@ -1,14 +1,18 @@
 """Tool calls of each family: read alike however the text is cut, and made by a grammar."""
 
+import codecs
+import functools
 import itertools
 import json
 import random
 import tracemalloc
+from pathlib import Path
 
 import numpy as np
 import pytest
 import xgrammar
 
+from trimaran.server.models.tokenizer import IncrementalDetokenizer, Tokenizer
 from trimaran.server.openai.output_parser import Kind, OutputParser, Reasoning
 from trimaran.server.openai.structural_tags import Pieces
 from trimaran.server.openai.tool_formats import FORMATS, format_of_template
@@ -41,6 +45,8 @@ TEXTS = [
     "x, y=1",
 ]
 NAMES = sorted(FORMATS)
+DEMO_MODEL = Path(__file__).resolve().parents[4] / "examples" / "demo_models" / "base"
+MAX_BURST = 8
 
 
 def hermes(calls):
@@ -161,8 +167,27 @@ def tokens_of(draw, text):
         place += count
 
 
+def in_two(raw, cut):
+    """A text whose bytes come in two parts. Only whole characters reach the parser."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    return [decoder.decode(raw[:cut]), decoder.decode(raw[cut:], final=True)]
+
+
+@functools.cache
+def tokenizer():
+    return Tokenizer(str(DEMO_MODEL))
+
+
+def detokenized(ids, size):
+    """The text of ids, in bursts of so many, as the front end makes it."""
+    detokenizer = IncrementalDetokenizer(tokenizer(), [])
+    for start in range(0, len(ids), size):
+        yield detokenizer.push(ids[start : start + size], is_last=start + size >= len(ids))
+
+
 def check_calls(name, number):
-    """Generated calls, cut at each place, and in bursts of tokens: equal segments."""
+    """Generated calls, cut at each byte, and in bursts of one to eight tokens of a tokenizer:
+    equal segments."""
     draw = random.Random(f"{name} {number}")
     calls = random_calls(draw, name)
     text = WRITE[name](calls)
@@ -174,10 +199,14 @@ def check_calls(name, number):
     else:
         calls_found = whole = segment(name, [text])
     assert parsed(calls_found) == expected(calls), text
-    for cut in range(1, len(text)):
-        assert segment(name, [text[:cut], text[cut:]]) == whole, (text, cut)
+    raw = text.encode()
+    for cut in range(1, len(raw)):
+        assert segment(name, in_two(raw, cut)) == whole, (text, cut)
     assert segment(name, text) == whole
     assert segment(name, bursts(draw, list(tokens_of(draw, text)))) == whole
+    ids = tokenizer().encode_short(text, add_special_tokens=False)
+    for size in range(1, MAX_BURST + 1):
+        assert segment(name, detokenized(ids, size)) == whole, (text, size)
 
 
 @pytest.mark.parametrize("name", NAMES)
