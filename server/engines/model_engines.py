@@ -167,14 +167,18 @@ class ModelEngines:
                 return group.facts
         raise self._unavailable()
 
-    def submit(self, **fields: Any) -> LiveRequest:
+    def submit(self, *, has_begun: bool = False, **fields: Any) -> LiveRequest:
         """Start one request; ``fields`` are those of `Submit`.
+
+        With ``has_begun`` the request goes on with another one, and waits for a group that
+        restarts as replayed requests do.
 
         Raises:
             RequestError: no group is up.
         """
         up = self._up()
-        if not up:
+        restarting = [group for group in self.groups.values() if not group.failure]
+        if not up and not (has_begun and restarting):
             raise self._unavailable()
         submit = Submit(request_id=self._owner.next_id(), model=self.model, **fields)
         request = LiveRequest(
@@ -184,10 +188,13 @@ class ModelEngines:
             self._context_done,
             self._owner.unread_logits,
         )
+        self._adapters.use(submit.adapter_id)
+        if not up:
+            self._park([request], restarting[0])
+            return request
         group = self._choose(up, request)
         group.take(request)
         group.ask(submit)
-        self._adapters.use(submit.adapter_id)
         return request
 
     def stop(self, client_request_id: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from trimaran.comm.errors import RequestError
+from trimaran.comm.errors import EngineDeadError, RequestError
 from trimaran.comm.messages.messages import FinishReason
 from trimaran.server.engines.live_request import TokenChunk
 from trimaran.server.inference.request import InferResponse, Tensor
@@ -134,7 +134,8 @@ class DraftRounds:
         return chunk.finish_reason is not FinishReason.LENGTH or not has_room
 
     async def _drafted(self) -> tuple[int, ...] | None:
-        """Ids of the draft model that may follow the output; None if no more fit into it."""
+        """Ids of the draft model that may follow the output; None if no more fit into that
+        model, or its engine is gone since an earlier round."""
         facts, num_known = self._draft.facts(), self._num_prompt + len(self._output)
         room = int(facts["max_seq_len"]) - num_known
         if self._num_prompt > int(facts["max_input_len"]):
@@ -149,6 +150,10 @@ class DraftRounds:
         inputs["min_length"] = self._number("min_length", num_tokens)
         try:
             chunk = await self._one(self._draft.model, self._inner(inputs))
+        except EngineDeadError:
+            if not self._output:
+                raise
+            return None
         except RequestError as error:
             raise prefixed(f"draft model '{self._draft.model.name}': ", error) from error
         ids = chunk.token_ids
@@ -168,6 +173,7 @@ class DraftRounds:
         inputs["request_output_len"] = self._number("request_output_len", num_tokens)
         job = self._inner(inputs)
         job.is_stopped = is_stopped or self._job.is_stopped
+        job.has_begun = bool(self._output)
         if not self._output:
             job.arrival_ns, job.timeout_us = self._job.arrival_ns, self._job.timeout_us
         if drafts:

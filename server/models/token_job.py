@@ -181,6 +181,9 @@ class TokenJob(InferRequest):
     drafts: Drafts = NO_DRAFTS
     """Those of the only sample, checked."""
 
+    has_begun: bool = False
+    """Whether to wait for an engine that restarts: it has answered a part of the request."""
+
 
 @dataclass(slots=True, kw_only=True)
 class ChunkResponse(InferResponse):
@@ -244,6 +247,7 @@ class TokenStream:
                         draft_acceptance_threshold=sample.drafts.acceptance_threshold,
                         max_draft_tokens=sample.drafts.max_draft_tokens,
                         ends_after_drafts=sample.drafts.ends_after,
+                        has_begun=isinstance(request, TokenJob) and request.has_begun,
                         priority=policy.priority(request),
                         streaming=is_incremental,
                         client_request_id=request.id,

@@ -209,6 +209,61 @@ async def test_rounds_go_on_where_an_engine_died(serve, tmp_path):
     assert first.ends_after_drafts
 
 
+async def test_rounds_wait_for_a_target_that_restarts_between_two_of_them(serve, tmp_path):
+    async with two_models(serve, tmp_path) as (served, target, draft):
+        (plain,) = await served.texts("tensorrt_llm_bls", **REQUEST)
+        answer = target.script
+        draft.submits.clear()
+        running = await _at_second_draft(served, draft)
+        await target.end()
+        await target.until(lambda: not served.models["tensorrt_llm"].is_ready)
+        draft.gate.set()
+        await draft.until(lambda: not draft.num_live)
+        again = await served.dial(answer, incarnation=1)
+        (text,) = await running
+        assert again.submits
+
+    assert text == plain
+
+
+async def test_the_target_goes_on_alone_where_the_draft_model_dies(serve, tmp_path):
+    async with two_models(serve, tmp_path) as (served, target, draft):
+        (plain,) = await served.texts("tensorrt_llm_bls", **REQUEST)
+        draft.submits.clear()
+        target.submits.clear()
+        target.gate.clear()
+        running = asyncio.ensure_future(
+            served.texts("tensorrt_llm_bls", **REQUEST, num_draft_tokens=3)
+        )
+        await target.until(lambda: target.submits)
+        await draft.end()
+        await target.until(lambda: not served.models["draft"].is_ready)
+        target.gate.set()
+        (text,) = await running
+        with pytest.raises(RequestError, match="'draft' version 1 is not at ready state"):
+            await served.texts("tensorrt_llm_bls", **REQUEST, num_draft_tokens=3)
+
+    assert text == plain
+    num_drafts, *others = [len(s.draft_token_ids) for s in target.submits]
+    assert (num_drafts, set(others)) == (3, {0})
+
+
+async def _at_second_draft(served, draft):
+    """A request whose second round waits for its drafts."""
+    draft.gate.set()
+    running = asyncio.ensure_future(
+        served.texts("tensorrt_llm_bls", **REQUEST, num_draft_tokens=3)
+    )
+    await draft.until(lambda: len(draft.submits) == 1)
+    draft.gate.clear()
+    while len(draft.submits) < 2:
+        # The first round's drafts may not be complete yet.
+        if draft.num_live:
+            draft.step()
+        await asyncio.sleep(0)
+    return running
+
+
 async def test_rounds_end_where_the_draft_model_has_no_more_room(serve, tmp_path):
     async with two_models(serve, tmp_path, draft_facts={"max_seq_len": 12}) as (
         served,
