@@ -37,6 +37,11 @@ from trimaran.builder.settings import (
     rank_mapping,
 )
 from trimaran.builder.stop_signals import run_stoppable
+from trimaran.builder.weight_only_flags import (
+    add_weight_only_flags,
+    check_calibrated,
+    quantization_name,
+)
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.files.flag_values import positive
 from trimaran.comm.tokenizers.end_ids import summary
@@ -69,6 +74,7 @@ def add_arguments(parser: FlagSink) -> None:
     parser.add_argument("--build-config", type=Path, metavar="FILE", help="JSON file of limits")
     parser.add_argument("--dry-run", action="store_true", help="check, but write nothing")
     parser.hide("max_output_len", "build_config")
+    add_weight_only_flags(parser)
     add_foreign_flags(parser, _FOREIGN)
 
 
@@ -80,7 +86,8 @@ def run(args: argparse.Namespace) -> int:
 def _build(args: argparse.Namespace) -> int:
     began = time.monotonic()
     say_harmless(check_foreign_flags(args, _FOREIGN))
-    source = load_source(args.checkpoint, args.quantization)
+    source = load_source(args.checkpoint, quantization_name(args))
+    check_calibrated(args, source)
     _say_tokenizer(args.checkpoint)
     mapping = rank_mapping(args, source)
     config = with_kv_cache_dtype(args, source, pretrained_config(args, source))

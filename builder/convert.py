@@ -31,6 +31,11 @@ from trimaran.builder.settings import (
     rank_mapping,
 )
 from trimaran.builder.stop_signals import run_stoppable
+from trimaran.builder.weight_only_flags import (
+    add_weight_only_flags,
+    check_calibrated,
+    quantization_name,
+)
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.files.flag_values import positive
 from trimaran.worker.config.engine_folder import EngineFolder, FolderKind
@@ -53,6 +58,7 @@ def add_arguments(parser: FlagSink) -> None:
     parser.add_argument("-tp", "--tensor-parallelism", type=positive, metavar="N",
                         help="as --tp-size, into the output's folder N-gpu")  # fmt: skip
     parser.hide("tensor_parallelism")
+    add_weight_only_flags(parser)
     add_foreign_flags(parser, CONVERT_FLAGS)
 
 
@@ -65,7 +71,8 @@ def _convert(args: argparse.Namespace) -> int:
     began = time.monotonic()
     say_harmless(check_foreign_flags(args, CONVERT_FLAGS))
     args = _with_tensor_parallelism(args)
-    source = load_source(args.checkpoint, args.quantization)
+    source = load_source(args.checkpoint, quantization_name(args))
+    check_calibrated(args, source)
     if source.kind is not FolderKind.HUGGINGFACE:
         raise ConfigError(
             f"{args.checkpoint}: is converted already. Name the Hugging Face folder, or go on "

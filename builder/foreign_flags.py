@@ -42,7 +42,7 @@ class ForeignFlag:
 
 _OFF = ("disable", "none", "false", "0", "off", "no")
 _FLOATS = "--dtype takes float32, float16 and bfloat16"
-_QUANTIZED = f"such weights are not served; --quantization takes FP8, {_FLOATS}"
+_QUANTIZED = f"such weights are not served; --quantization takes FP8 and integers, {_FLOATS}"
 
 
 def _ignored(names: str) -> tuple[ForeignFlag, ...]:
@@ -56,14 +56,19 @@ def _refused(
 
 
 CONVERT_FLAGS = (
-    *_refused("use_weight_only smoothquant use_qserve use_nvfp4", _QUANTIZED),
-    *_refused("quant_ckpt_path", _QUANTIZED),
+    *_refused("use_qserve use_nvfp4", _QUANTIZED),
+    *_refused(
+        "smoothquant",
+        "it is fitted to texts, which is not done here: name a W8A8 folder of "
+        "compressed-tensors as --checkpoint",
+    ),
+    *_refused("quant_ckpt_path", "name the folder of quantized weights as --checkpoint"),
     *_refused("meta_ckpt_dir", "convert Meta's files to a Hugging Face folder and name that"),
     *_refused("cp_size", "context parallelism is not served; it must be 1", ("1",)),
     *_refused("model_type nougat", "encoder-decoder models are not served"),
     *_refused("rotary_scaling", "it comes from the checkpoint's config.json; change it there"),
     *_ignored(
-        "weight_only_precision per_group group_size per_channel per_token "
+        "per_channel per_token "
         "use_parallel_embedding embedding_sharding_dim use_embedding_sharing "
         "load_by_shard load_model_on_cpu"
     ),

@@ -1,4 +1,4 @@
-"""``trimaran quantize``: a Hugging Face folder of floats in, one with FP8 weights out."""
+"""``trimaran quantize``: a Hugging Face folder of floats in, one with quantized weights out."""
 
 from __future__ import annotations
 
@@ -20,8 +20,35 @@ def add_arguments(parser: FlagSink) -> None:
                         help="a Hugging Face folder in safetensors")  # fmt: skip
     parser.add_argument("--output", "--output-dir", type=Path, required=True, metavar="DIR",
                         help="a new folder")  # fmt: skip
+    parser.add_argument("--qformat", metavar="NAME",
+                        help="TensorRT-LLM's name: fp8, int8_wo or int4_wo")  # fmt: skip
     parser.add_argument("--quantization", choices=LOAD_METHODS, default=LOAD_METHODS[0],
-                        help="a scale a row, or one for 128x128 (fp8)")  # fmt: skip
+                        help="FP8, or integers of 8 or 4 bits (fp8)")  # fmt: skip
+
+
+_QFORMATS = {"fp8": "fp8", "int8_wo": "int8", "int4_wo": "int4"}
+_QFORMAT_REASONS = {
+    "int4_awq": "its scales are fitted to texts, which is not done here: quantize with "
+    "AutoAWQ or llm-compressor, whose folders are served, or name int4_wo",
+    "int8_sq": "SmoothQuant is fitted to texts, which is not done here: quantize with "
+    "llm-compressor, whose W8A8 folders are served, or name int8_wo",
+}
+
+
+def _scheme_name(args: argparse.Namespace) -> str:
+    """The scheme that the flags name.
+
+    Raises:
+        ConfigError: --qformat names a format that is not made here.
+    """
+    form = args.qformat
+    if form is None:
+        name: str = args.quantization
+        return name
+    if form not in _QFORMATS:
+        reason = _QFORMAT_REASONS.get(form, "such weights are not made here")
+        raise ConfigError(f"--qformat {form}: {reason}. Made are {', '.join(_QFORMATS)}.")
+    return _QFORMATS[form]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -36,13 +63,14 @@ def _quantize(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"{args.checkpoint}: holds the shards of ranks. Name the Hugging Face folder."
         )
-    source = source.quantized(args.quantization)
+    source = source.quantized(_scheme_name(args))
     from trimaran.builder.quantized_folder import QuantizedFolder  # imports torch
 
-    folder = QuantizedFolder(source, args.quantization)
+    folder = QuantizedFolder(source)
     folder.write(args.output)
     print(
-        f"trimaran quantize: wrote {args.output}: {folder.num_quantized} weights in FP8, "
-        f"{folder.num_bytes / 2**20:.1f} MiB, {time.monotonic() - began:.1f} s"
+        f"trimaran quantize: wrote {args.output}: {folder.num_quantized} weights in "
+        f"{folder.numbers}, {folder.num_bytes / 2**20:.1f} MiB, "
+        f"{time.monotonic() - began:.1f} s"
     )
     return 0

@@ -12,15 +12,14 @@ import torch
 from torch import Tensor
 
 from trimaran.builder.progress import ProgressBar
+from trimaran.builder.quantized_forms import form_of
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.files.input_files import parse_json, read_text
-from trimaran.kernels.fp8_reference import quantize_weight
 from trimaran.worker.config.engine_folder import CONFIG_FILE, EngineFolder
 from trimaran.worker.config.shard_file import TensorEntry
 from trimaran.worker.models.interfaces import StageRange
 from trimaran.worker.models.registry import build_model, dtype_by_name
 from trimaran.worker.models.weights.checkpoint import (
-    FP8_WORD,
     file_entries,
     find_tensors,
     is_safetensors,
@@ -31,8 +30,6 @@ from trimaran.worker.parallel.tensor_parallel import ShardPosition
 
 _INDEX = "model.safetensors.index.json"
 _WEIGHTS = (".safetensors", ".bin", ".gguf", ".pth", ".pt", ".index.json")
-_FLOATS = {"num_bits": 8, "type": "float", "symmetric": True}
-_WORD_BITS = 32
 _MATRIX_DIMS = 2
 
 
@@ -44,15 +41,17 @@ class QuantizedFolder:
     them. Memory holds one tensor.
     """
 
-    def __init__(self, source: EngineFolder, name: str) -> None:
-        """``source`` is quantized as it is read, by the scheme ``name``.
+    def __init__(self, source: EngineFolder) -> None:
+        """``source`` is quantized as it is read.
 
         Raises:
             ConfigError: the checkpoint does not fit its configuration, or is not served
                 quantized.
         """
         self._source = source
-        self._is_block = name == "fp8_block"
+        quantization = source.config.quantization
+        assert quantization is not None, "quantized as it is read"
+        self._form = form_of(quantization.rules[0].scheme)
         unread = [path for path in source.weight_files if not is_safetensors(path)]
         if unread:
             raise ConfigError(
@@ -67,18 +66,21 @@ class QuantizedFolder:
             dtype=dtype_by_name(source.config.dtype),
             device=torch.device("meta"),
         )
-        self._block_of: dict[str, tuple[int, int] | None] = {}
-        """Rows and columns of blocks, by the name of each tensor that is quantized."""
+        self._quantized: set[str] = set()
+        """The names of tensors that are quantized."""
         for part in parts_of(model, find_tensors(model, source.weight_files)):
-            if part.conversion is not Conversion.VALUES:
+            if part.conversion not in (Conversion.VALUES, Conversion.INTEGERS):
                 continue
             if part.target.is_transposed:
                 raise ConfigError(
-                    f"{source.path}: stores matrices as [in, out], which no format of FP8 "
-                    "weights has. Build or serve it with --quantization."
+                    f"{source.path}: stores matrices as [in, out], which no format of "
+                    "quantized weights has. Build or serve it with --quantization."
                 )
-            self._block_of[part.stored.name] = part.block
-        self.num_quantized = len(self._block_of)
+            self._quantized.add(part.stored.name)
+        self.numbers = self._form.numbers
+        """What the weights become."""
+
+        self.num_quantized = len(self._quantized)
         self._num_read = 0
         self.num_bytes = 0
         """Bytes of the weights that were written."""
@@ -115,7 +117,7 @@ class QuantizedFolder:
                 kept += [
                     name.removesuffix(".weight")
                     for name, entry in entries.items()
-                    if name not in self._block_of and name.endswith(".weight")
+                    if name not in self._quantized and name.endswith(".weight")
                     if len(entry.shape) == _MATRIX_DIMS
                 ]
                 names = self._write_file(folder / path.name, path, entries, progress)
@@ -143,55 +145,29 @@ class QuantizedFolder:
         """Type and shape of each tensor that a file will hold."""
         made: dict[str, tuple[str, list[int]]] = {}
         for name, entry in entries.items():
-            made[name] = entry.dtype, list(entry.shape)
-            if name not in self._block_of:
-                continue
-            made[name] = FP8_WORD, list(entry.shape)
-            rows, columns = self._block_of[name] or (1, entry.shape[1])
-            shape = [-(-entry.shape[0] // rows), -(-entry.shape[1] // columns)]
-            made[self._scale_of(name)] = "F32", shape
+            if name in self._quantized:
+                made |= self._form.entries(name, entry)
+            else:
+                made[name] = entry.dtype, list(entry.shape)
         return made
 
     def _made(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
-        """What becomes of a tensor: itself, or its FP8 values and their scales."""
-        if name not in self._block_of:
+        """What becomes of a tensor: itself, or its quantized values and their scales."""
+        if name not in self._quantized:
             return [(name, tensor)]
-        values, scales = quantize_weight(tensor, self._block_of[name])
-        return [(name, values), (self._scale_of(name), scales)]
-
-    def _scale_of(self, name: str) -> str:
-        return f"{name}_scale{'_inv' if self._is_block else ''}"
+        return self._form.tensors(name, tensor)
 
     def _write_config(self, folder: Path, kept: list[str]) -> None:
         """Describe the format in ``config.json``, and copy tokenizer and templates."""
         source = self._source.path
         values = dict(parse_json(read_text(source / CONFIG_FILE)))
-        values["quantization_config"] = self._description(kept)
+        values["quantization_config"] = self._form.description(kept)
         text = json.dumps(values, indent=2) + "\n"
         (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
         for path in source.iterdir():
             is_other = path.is_file() and not path.name.endswith(_WEIGHTS)
             if is_other and path.name != CONFIG_FILE:
                 shutil.copyfile(path, folder / path.name)
-
-    def _description(self, kept: list[str]) -> dict[str, Any]:
-        if self._is_block:
-            blocks = {block for block in self._block_of.values() if block is not None}
-            return {
-                "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
-                "weight_block_size": list(blocks.pop()), "modules_to_not_convert": kept,
-            }  # fmt: skip
-        group = {
-            "targets": ["Linear"],
-            "weights": {**_FLOATS, "strategy": "channel", "dynamic": False},
-            "input_activations": {**_FLOATS, "strategy": "token", "dynamic": True},
-            "output_activations": None,
-        }
-        return {
-            "quant_method": "compressed-tensors", "format": "float-quantized",
-            "quantization_status": "compressed", "config_groups": {"group_0": group},
-            "ignore": kept, "kv_cache_scheme": None,
-        }  # fmt: skip
 
 
 _ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}

@@ -15,7 +15,8 @@ from trimaran.worker.models.registry import build_model
 from trimaran.worker.models.weights.weight_loader import load_checkpoint
 from trimaran.worker.parallel.tensor_parallel import ShardPosition
 
-CONFIG = models.llama_config(hidden_size=72, intermediate_size=104, head_dim=32)
+CONFIG = models.llama_config(hidden_size=96, intermediate_size=160, head_dim=32)
+NUMBERS = {"fp8": "FP8", "fp8_block": "FP8", "int8": "INT8", "int4_g32": "INT4"}
 
 
 def parameters(folder: EngineFolder):
@@ -28,7 +29,7 @@ def parameters(folder: EngineFolder):
 
 
 @pytest.mark.parametrize("file_size", ["5GB", "50KB"])
-@pytest.mark.parametrize("name", ["fp8", "fp8_block"])
+@pytest.mark.parametrize("name", ["fp8", "fp8_block", "int8", "int4_g32"])
 def test_a_quantized_folder_loads_as_its_source_quantized_by_a_load(
     name, file_size, tmp_path, trimaran
 ):
@@ -41,7 +42,7 @@ def test_a_quantized_folder_loads_as_its_source_quantized_by_a_load(
     )
 
     assert done.code == 0, done.err
-    assert "21 weights in FP8" in done.out
+    assert f"21 weights in {NUMBERS[name]}" in done.out
     found = parameters(EngineFolder.load(tmp_path / "out"))
     expected = parameters(EngineFolder.load(source).quantized(name))
     assert found.keys() == expected.keys()
@@ -59,8 +60,9 @@ def test_quantized_values_times_scales_equal_the_floats(tmp_path, trimaran):
     floats = load_file(source / "model.safetensors")
     name = "model.layers.1.mlp.down_proj.weight"
     assert tensors[name].dtype == torch.float8_e4m3fn
-    assert tensors[f"{name}_scale_inv"].shape == (1, 1)
-    found = tensors[name].float() * tensors[f"{name}_scale_inv"]
+    assert tensors[f"{name}_scale_inv"].shape == (1, 2)
+    scales = tensors[f"{name}_scale_inv"].repeat_interleave(128, 1)[:, :160]
+    found = tensors[name].float() * scales
     # Half of the distance of two FP8 numbers: of normal numbers, and of numbers near zero.
     torch.testing.assert_close(found, floats[name].float(), atol=1e-3, rtol=2**-4)
 
@@ -93,3 +95,19 @@ def test_models_that_cannot_be_quantized_are_refused(gpt2, llama, trimaran, tmp_
     done = trimaran("quantize", "--output", again, "--checkpoint", tmp_path / "out")
     assert done.code == 2 and "quantized already (compressed-tensors" in done.err
     assert not again.exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--qformat", "int4_awq"), "--qformat int4_awq: its scales are fitted to texts"),
+        (("--qformat", "nvfp4"), "Made are fp8, int8_wo, int4_wo"),
+        (("--quantization", "int4"), "inputs, which groups of 128 do not divide"),
+    ],
+)
+def test_integers_that_no_folder_holds_are_refused(flags, words, tmp_path, trimaran):
+    models.save_huggingface(tmp_path / "floats", CONFIG, dtype=torch.bfloat16)
+    output = tmp_path / "out"
+    done = trimaran("quantize", "--checkpoint", tmp_path / "floats", "--output", output, *flags)
+    assert done.code == 2 and words in done.err
+    assert not output.exists()

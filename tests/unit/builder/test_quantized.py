@@ -100,6 +100,33 @@ def test_flags_of_the_converter_of_tensorrt_llm_quantize(llama, trimaran, tmp_pa
         )
 
 
+@pytest.mark.parametrize(
+    ("flags", "name"),
+    [
+        ((), "int8"),
+        (("--weight_only_precision", "int4", "--per_group", "--group_size", 32), "int4_g32"),
+    ],
+)
+def test_weight_only_flags_name_a_quantization(flags, name, llama, trimaran, tmp_path):
+    built = _build(trimaran, llama().folder, tmp_path / "out", "--use_weight_only", *flags)
+    expected = EngineFolder.load(tmp_path / "llama").quantized(name).config.quantization
+    assert built.config.quantization.rules == expected.rules
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--weight_only_precision", "int4_awq"), "in the format awq as --checkpoint"),
+        (("--weight_only_precision", "int2"), "must be one of int8, int4"),
+        (("--group_size", 48, "--weight_only_precision", "int4"), "have 32, 64 or 128"),
+        (("--per_group",), "int8 has a scale a row"),
+        (("--quantization", "fp8"), "means --quantization int8, but --quantization is fp8"),
+    ],
+)
+def test_weight_only_flags_that_ask_for_other_weights_are_refused(flags, words, llama, refused):
+    assert words in refused(llama().folder, "--use_weight_only", *flags)
+
+
 def test_quantized_weights_are_not_quantized_again(tmp_path, refused):
     folder = checkpoints.make(tmp_path, "fbgemm", CONFIG)
     error = refused(folder, "--quantization", "fp8_block")

@@ -92,7 +92,7 @@ def test_impossible_numbers_of_build_processes_are_refused(command, tmp_path, ca
 @pytest.mark.parametrize(
     "flag",
     [
-        "--use-weight-only", "--use_nvfp4",
+        "--use_nvfp4",
         "--smoothquant=0.5", "--weight_streaming", "--nougat",
         "--lora_dir=adapters", "--lora_ckpt_source=nemo", "--max_draft_len=65",
         "--speculative_decoding_mode=medusa", "--kv_cache_type=continuous", "--cp_size=2",

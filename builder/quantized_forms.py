@@ -1,0 +1,149 @@
+"""The formats of quantized folders: the tensors that replace a float tensor, and their
+description.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from trimaran.comm.errors import ConfigError
+from trimaran.kernels import fp8_reference, integer_reference
+from trimaran.worker.config.schemes import Fp8Scheme, IntegerScheme, Scheme
+from trimaran.worker.config.shard_file import TensorEntry
+from trimaran.worker.models.weights.checkpoint import FP8_WORD
+
+_FLOATS = {"num_bits": 8, "type": "float", "symmetric": True}
+_WORD_BITS = 32
+
+
+class QuantizedForm(Protocol):
+    """One format of weights."""
+
+    numbers: str
+    """What the weights become, for the last line of the command."""
+
+    def entries(self, name: str, entry: TensorEntry) -> dict[str, tuple[str, list[int]]]:
+        """Types and shapes of the tensors that replace the float matrix ``name``.
+
+        Raises:
+            ConfigError: the format has no such shape.
+        """
+        ...
+
+    def tensors(self, name: str, floats: Tensor) -> list[tuple[str, Tensor]]:
+        """These tensors."""
+        ...
+
+    def description(self, kept: list[str]) -> dict[str, Any]:
+        """The ``quantization_config``; ``kept`` are the modules that stay floats."""
+        ...
+
+
+def form_of(scheme: Scheme) -> QuantizedForm:
+    """The format in which a folder holds weights of a scheme."""
+    return PackedForm(scheme) if isinstance(scheme, IntegerScheme) else Fp8Form(scheme)
+
+
+class Fp8Form:
+    """FP8: compressed-tensors' ``float-quantized`` with a scale a row, or transformers' ``fp8``
+    with blocks."""
+
+    numbers = "FP8"
+
+    def __init__(self, scheme: Fp8Scheme) -> None:
+        self._block = scheme.block
+
+    def entries(self, name: str, entry: TensorEntry) -> dict[str, tuple[str, list[int]]]:
+        """See `QuantizedForm`."""
+        rows, columns = self._block or (1, entry.shape[1])
+        shape = [-(-entry.shape[0] // rows), -(-entry.shape[1] // columns)]
+        return {name: (FP8_WORD, list(entry.shape)), self._scale_of(name): ("F32", shape)}
+
+    def tensors(self, name: str, floats: Tensor) -> list[tuple[str, Tensor]]:
+        """See `QuantizedForm`."""
+        values, scales = fp8_reference.quantize_weight(floats, self._block)
+        return [(name, values), (self._scale_of(name), scales)]
+
+    def description(self, kept: list[str]) -> dict[str, Any]:
+        """See `QuantizedForm`."""
+        if self._block is not None:
+            return {
+                "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+                "weight_block_size": list(self._block), "modules_to_not_convert": kept,
+            }  # fmt: skip
+        inputs = {**_FLOATS, "strategy": "token", "dynamic": True}
+        weights = {**_FLOATS, "strategy": "channel", "dynamic": False}
+        return _compressed("float-quantized", weights, inputs, kept)
+
+    def _scale_of(self, name: str) -> str:
+        return f"{name}_scale{'' if self._block is None else '_inv'}"
+
+
+class PackedForm:
+    """Integers: compressed-tensors' ``pack-quantized``, symmetric, with scales in bf16."""
+
+    def __init__(self, scheme: IntegerScheme) -> None:
+        self._scheme = scheme
+        self.numbers = f"INT{scheme.bits}"
+
+    def entries(self, name: str, entry: TensorEntry) -> dict[str, tuple[str, list[int]]]:
+        """See `QuantizedForm`."""
+        outputs, inner = entry.shape
+        size, bits = self._scheme.group_size or inner, self._scheme.bits
+        if inner % size:
+            raise ConfigError(
+                f"the weight {name!r} has {inner} inputs, which groups of {size} do not "
+                "divide. Name --quantization int4_g64, int4_g32 or int8, or serve the folder "
+                "with --quantization int4, whose last group may be smaller."
+            )
+        return {
+            f"{name}_packed": ("I32", [outputs, -(-inner * bits // _WORD_BITS)]),
+            f"{name}_scale": ("BF16", [outputs, inner // size]),
+            f"{name}_shape": ("I64", [2]),
+        }
+
+    def tensors(self, name: str, floats: Tensor) -> list[tuple[str, Tensor]]:
+        """See `QuantizedForm`."""
+        bits = self._scheme.bits
+        integers, scales = integer_reference.quantize_weight(
+            floats, bits, self._scheme.group_size
+        )
+        return [
+            (f"{name}_packed", _words(integers, bits)),
+            (f"{name}_scale", scales.to(torch.bfloat16)),
+            (f"{name}_shape", torch.tensor(floats.shape)),
+        ]
+
+    def description(self, kept: list[str]) -> dict[str, Any]:
+        """See `QuantizedForm`."""
+        size = self._scheme.group_size
+        weights: dict[str, Any] = {
+            "num_bits": self._scheme.bits, "type": "int", "symmetric": True, "dynamic": False,
+            "strategy": "channel" if size is None else "group", "group_size": size,
+        }  # fmt: skip
+        return _compressed("pack-quantized", weights, None, kept)
+
+
+def _words(integers_ED: Tensor, bits: int) -> Tensor:
+    """int32: consecutive inputs in a word, the lowest bits first."""
+    count = _WORD_BITS // bits
+    padded = torch.nn.functional.pad(integers_ED, (0, -integers_ED.shape[1] % count))
+    # Bytes in memory are in the order of a word's bits.
+    return integer_reference.pack(padded, bits).contiguous().view(torch.int32)
+
+
+def _compressed(
+    form: str, weights: dict[str, Any], inputs: dict[str, Any] | None, kept: list[str]
+) -> dict[str, Any]:
+    group = {
+        "targets": ["Linear"], "weights": weights, "input_activations": inputs,
+        "output_activations": None,
+    }  # fmt: skip
+    return {
+        "quant_method": "compressed-tensors", "format": form,
+        "quantization_status": "compressed", "config_groups": {"group_0": group},
+        "ignore": kept, "kv_cache_scheme": None,
+    }  # fmt: skip
