@@ -39,6 +39,7 @@ LONG = [
     {**WHAT, "num_return_sequences": 2},
     {**WHAT, "beam_width": 2},
     {**WHAT, "unknown": 3},
+    {**WHAT, "num_draft_tokens": 3},
     {**WHAT, "parameters": {"temperature": 0.5}},
 ]
 WRONG = [
@@ -118,7 +119,7 @@ async def test_requests_of_other_forms_and_wrong_ones_take_the_long_way(serve, n
     async with serve() as served:
         await served.dial(served.answer("a"))
         ways = Ways(served, name)
-        assert [ways.plain(document) for document in (*LONG, *WRONG)] == [None] * 19
+        assert [ways.plain(document) for document in (*LONG, *WRONG)] == [None] * 20
 
 
 @BOTH
