@@ -26,10 +26,30 @@ class BlockMap(NamedTuple):
     first: int
     """Place of the first input inside its block."""
 
+    uniform: int = 1
+    """Outputs that have one row of scales: those from each multiple of this number on."""
+
+    @classmethod
+    def of(cls, rows: Tensor, size: int, first: int, device: torch.device) -> BlockMap:
+        """The map on a device of ``rows``, which are in the host's memory."""
+        return cls(rows.to(device), size, first, _uniform(rows))
+
     def groups(self, inner: int) -> list[slice]:
         """The inputs of each column of blocks, out of ``inner``."""
         starts = range(-self.first, inner, self.size)
         return [slice(max(start, 0), min(start + self.size, inner)) for start in starts]
+
+
+_UNIFORM = (128, 64, 32, 16)
+"""Widths of tiles of outputs that kernels distinguish."""
+
+
+def _uniform(rows: Tensor) -> int:
+    """The widest of tiles whose outputs all have one row of scales."""
+    for width in _UNIFORM:
+        if all(bool((tile == tile[0]).all()) for tile in torch.split(rows, width)):
+            return width
+    return 1
 
 
 class Fp8Inputs(NamedTuple):

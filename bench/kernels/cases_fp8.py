@@ -1,7 +1,8 @@
-"""FP8 products of a layer of any shape: as served, each kernel alone, and bf16 beside."""
+"""FP8 products and experts of a layer: as served, each kernel alone, and bf16 beside."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 
 import torch
@@ -10,7 +11,6 @@ from torch import Tensor
 from trimaran.bench.kernels.kernel_case import KernelCase, in_turn
 from trimaran.bench.kernels.kernel_timing import rotated
 from trimaran.bench.limits.roofline import ModelShape
-from trimaran.comm.errors import ConfigError
 from trimaran.kernels.dispatch import select_ops
 from trimaran.kernels.fp8_products import (
     FIXED_TILE,
@@ -20,10 +20,11 @@ from trimaran.kernels.fp8_products import (
     stream_tile,
     wide_tile,
 )
-from trimaran.kernels.quantized import FP8, BlockMap, Fp8Inputs, Fp8Weight
+from trimaran.kernels.quantized import FP8, BlockMap, Fp8Experts, Fp8Inputs, Fp8Weight
 from trimaran.kernels.triton.fp8_gemm import (
     MAX_STREAM_ROWS,
     Inputs,
+    Tile,
     multiply_stream,
     multiply_tiles,
 )
@@ -32,6 +33,18 @@ from trimaran.kernels.triton.fp8_gemm import (
 
 _BLOCK = 128
 _Set = tuple[Tensor, Inputs, TritonFp8Product, Fp8Weight]
+_Experts = tuple[Tensor, Tensor, Tensor, Fp8Experts, Fp8Experts]
+
+_OTHER_TILES = (
+    Tile(64, 128, 128, warps=4, stages=4), Tile(64, 128, 128, warps=4, stages=3),
+    Tile(128, 64, 128, warps=4, stages=4), Tile(128, 128, 128, warps=8, stages=3),
+    Tile(64, 64, 128, warps=4, stages=4),
+)  # fmt: skip
+"""Cuts of many rows with blocks that are timed besides the served cut. With small cuts one
+program of a multiprocessor can multiply while another one scales its sums."""
+
+_MANY_ROWS = 1024
+"""Rows from which other cuts are timed."""
 
 
 def cases(
@@ -39,18 +52,66 @@ def cases(
 ) -> Iterator[KernelCase]:
     """Each product of a layer with scales a row and with blocks; the column ``torch`` has the
     same product in ``dtype`` by our operators."""
-    if shape.experts > 1:
-        raise ConfigError("--areas fp8 has no experts yet: name a shape with an MLP")
     sizes = {
         "qkv": (shape.hidden, shape.query_width + 2 * shape.kv_width),
         "out": (shape.query_width, shape.hidden),
-        "gate_up": (shape.hidden, 2 * shape.inner),
-        "down": (shape.inner, shape.hidden),
     }
+    if shape.experts <= 1:
+        sizes["gate_up"] = shape.hidden, 2 * shape.inner
+        sizes["down"] = shape.inner, shape.hidden
     for count in rows:
         for name, size in sizes.items():
             for is_block in (False, True):
                 yield from _cases(name, (count, *size), is_block, device, dtype)
+        if shape.experts > 1:
+            for is_block in (False, True):
+                yield _experts(shape, device, dtype, count, is_block=is_block)
+
+
+def _experts(
+    shape: ModelShape, device: torch.device, dtype: torch.dtype, rows: int, *, is_block: bool
+) -> KernelCase:
+    """The experts that are drawn for each token, without the choice; the column ``torch`` has
+    the same in ``dtype`` by our operators."""
+    experts, chosen, hidden, inner = shape.experts, shape.chosen, shape.hidden, shape.inner
+    ops = select_ops(device, dtype)
+
+    def make() -> _Experts:
+        x = torch.randn((rows, hidden), device=device, dtype=dtype)
+        weights, ids = torch.rand((rows, experts), device=device).topk(chosen)
+        sizes = (2 * inner, hidden), (hidden, inner)
+        stacks = [_stack(experts, *size, is_block, device) for size in sizes]
+        return x, weights, ids.int(), stacks[0], stacks[1]
+
+    def make_floats() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        x, weights, ids, *_ = make()
+        gate_up = torch.randn((experts, 2 * inner, hidden), device=device, dtype=dtype)
+        down = torch.randn((experts, hidden, inner), device=device, dtype=dtype)
+        return x, weights, ids, gate_up.mul_(0.02), down.mul_(0.02)
+
+    read = experts * (1 - (1 - chosen / experts) ** rows)
+    num_bytes = int(3 * read * hidden * inner + 2 * rows * hidden * dtype.itemsize)
+    floats = rotated(make_floats, num_bytes * dtype.itemsize)
+    return KernelCase(
+        name=f"experts {'block' if is_block else 'row'}",
+        shape=f"{rows} x {hidden} x {inner}, {chosen} of {experts}",
+        dtype="float8_e4m3fn",
+        run=in_turn(lambda each: ops.fp8_expert_mlp(*each), rotated(make, num_bytes)),
+        num_bytes=num_bytes,
+        # The unit of the limit is a product in 16 bits, which takes twice the time.
+        flops=3 * rows * chosen * hidden * inner,
+        peer=in_turn(lambda each: ops.expert_mlp(*each), floats),
+    )
+
+
+def _stack(
+    experts: int, outputs: int, inner: int, is_block: bool, device: torch.device
+) -> Fp8Experts:
+    one = _weight(outputs, inner, is_block, device)
+    values = torch.empty((experts, outputs, inner), device=device, dtype=FP8)
+    values.copy_(one.values)
+    scales = one.scales.expand(experts, *one.scales.shape).contiguous()
+    return Fp8Experts(values, scales, one.blocks)
 
 
 def _cases(
@@ -101,6 +162,10 @@ def _kernels(
         found["stream"] = lambda each: multiply_stream(each[1], each[3], None, dtype, tile)
     wide = wide_tile(rows)
     found["tiles"] = lambda each: multiply_tiles(each[1], each[3], None, dtype, wide)
+    if example.blocks is not None and rows >= _MANY_ROWS:
+        for other in _OTHER_TILES:
+            name = f"{other.rows}x{other.columns} {other.warps} warps {other.stages} stages"
+            found[name] = functools.partial(_multiply, tile=other, dtype=dtype)
     found["fixed"] = lambda each: multiply_tiles(each[1], each[3], None, dtype, FIXED_TILE)
     if can_use_library(example) and dtype is torch.bfloat16:
         found["library"] = lambda each: multiply_by_library(each[1], each[3], None)
@@ -111,14 +176,18 @@ def _kernels(
     return found
 
 
+def _multiply(each: _Set, *, tile: Tile, dtype: torch.dtype) -> Tensor:
+    return multiply_tiles(each[1], each[3], None, dtype, tile)
+
+
 def _weight(outputs: int, inner: int, is_block: bool, device: torch.device) -> Fp8Weight:
     values = torch.randn((outputs, inner), device=device, dtype=torch.bfloat16).to(FP8)
     if not is_block:
         return Fp8Weight(values, torch.full((outputs,), 0.02, device=device))
-    rows = (torch.arange(outputs, device=device) // _BLOCK).to(torch.int32)
+    rows = (torch.arange(outputs) // _BLOCK).to(torch.int32)
     shape = (-(-outputs // _BLOCK), -(-inner // _BLOCK))
     scales = torch.full(shape, 0.02, device=device)
-    return Fp8Weight(values, scales, BlockMap(rows, _BLOCK, 0))
+    return Fp8Weight(values, scales, BlockMap.of(rows, _BLOCK, 0, device))
 
 
 def _floats(

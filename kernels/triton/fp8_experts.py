@@ -57,13 +57,16 @@ def _read(pointers, is_inside, IS_EVEN: tl.constexpr):  # type: ignore[no-untype
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _step(  # type: ignore[no-untyped-def]
     total, lines, values, scales_at, of_rows, step, is_value, HAS_BLOCKS: tl.constexpr,
-    STEP: tl.constexpr, IS_EVEN: tl.constexpr,
+    IS_UNIFORM: tl.constexpr, STEP: tl.constexpr, IS_EVEN: tl.constexpr,
 ):  # fmt: skip
     """``total`` [COLUMNS, ROWS] with one more step of ``STEP`` inputs."""
     line = _read(lines + step * STEP, is_value, IS_EVEN)
     if HAS_BLOCKS:
         of_columns = tl.load(scales_at + step)
-        total += tl.dot(line, values) * (of_columns[:, None] * of_rows[None, :])
+        if IS_UNIFORM:
+            total += tl.dot(line, values) * (of_columns * of_rows)[None, :]
+        else:
+            total += tl.dot(line, values) * (of_columns[:, None] * of_rows[None, :])
     else:
         # Hopper's own sums have 22 bits: they are added to float32 after every step.
         total = tl.dot(line, values, total, max_num_imprecise_acc=STEP)
@@ -74,8 +77,8 @@ def _step(  # type: ignore[no-untyped-def]
 def _scaled_sums(  # type: ignore[no-untyped-def]
     tokens, x_scales, is_row, lines, w_scales, block_rows, columns, INNER: tl.constexpr,
     UP: tl.constexpr, COLUMNS_OF_SCALES: tl.constexpr, HAS_BLOCKS: tl.constexpr,
-    IS_GATED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
-    IS_EVEN: tl.constexpr,
+    IS_UNIFORM: tl.constexpr, IS_GATED: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, STEP: tl.constexpr, IS_EVEN: tl.constexpr,
 ):  # fmt: skip
     """[COLUMNS, ROWS] twice: products of ``lines`` and, if gated, of lines ``UP`` rows below.
 
@@ -83,9 +86,11 @@ def _scaled_sums(  # type: ignore[no-untyped-def]
     """
     scales_at, up_scales_at = w_scales + columns, w_scales + columns + UP
     if HAS_BLOCKS:
-        scales_at = w_scales + tl.load(block_rows + columns) * COLUMNS_OF_SCALES
+        # Uniform columns share the scales of the first of them.
+        of_scale = tl.min(columns, 0) if IS_UNIFORM else columns
+        scales_at = w_scales + tl.load(block_rows + of_scale) * COLUMNS_OF_SCALES
         if IS_GATED:
-            up_scales_at = w_scales + tl.load(block_rows + UP + columns) * COLUMNS_OF_SCALES
+            up_scales_at = w_scales + tl.load(block_rows + UP + of_scale) * COLUMNS_OF_SCALES
     inner = tl.arange(0, STEP)
     total = tl.zeros([COLUMNS, ROWS], tl.float32)
     up = tl.zeros([COLUMNS, ROWS], tl.float32)
@@ -98,12 +103,12 @@ def _scaled_sums(  # type: ignore[no-untyped-def]
             of_rows = tl.load(x_scales + step, mask=is_row, other=0.0)
         total = _step(
             total, lines, values, scales_at, of_rows, step, is_inner[None, :], HAS_BLOCKS,
-            STEP, IS_EVEN,
+            IS_UNIFORM, STEP, IS_EVEN,
         )  # fmt: skip
         if IS_GATED:
             up = _step(
                 up, lines + UP * INNER, values, up_scales_at, of_rows, step, is_inner[None, :],
-                HAS_BLOCKS, STEP, IS_EVEN,
+                HAS_BLOCKS, IS_UNIFORM, STEP, IS_EVEN,
             )  # fmt: skip
     if not HAS_BLOCKS:
         of_rows = tl.load(x_scales, mask=is_row, other=0.0)
@@ -140,9 +145,9 @@ def _experts_kernel(  # type: ignore[no-untyped-def]
     x, x_scales, weight, w_scales, block_rows, output, out_scales, order, totals,
     routing_weights, like, INNER: tl.constexpr, OUTPUTS: tl.constexpr, SHARE: tl.constexpr,
     PADDED: tl.constexpr, SCALES: tl.constexpr, COLUMNS_OF_SCALES: tl.constexpr,
-    HAS_BLOCKS: tl.constexpr, IS_GATED: tl.constexpr, EMITS: tl.constexpr,
-    HAS_POWERS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
-    GROUP: tl.constexpr, IS_EVEN: tl.constexpr, OVERLAPS: tl.constexpr,
+    HAS_BLOCKS: tl.constexpr, IS_UNIFORM: tl.constexpr, IS_GATED: tl.constexpr,
+    EMITS: tl.constexpr, HAS_POWERS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    STEP: tl.constexpr, GROUP: tl.constexpr, IS_EVEN: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """A program computes ``COLUMNS`` outputs of up to ``ROWS`` choices of one expert.
 
@@ -181,7 +186,8 @@ def _experts_kernel(  # type: ignore[no-untyped-def]
         total, up = _scaled_sums(
             x + source[None, :] * INNER + inner[:, None], x_scales + source * COLUMNS_OF_SCALES,
             is_row, lines, w_scales + expert.to(tl.int64) * SCALES, block_rows, columns, INNER,
-            OUTPUTS, COLUMNS_OF_SCALES, HAS_BLOCKS, IS_GATED, ROWS, COLUMNS, STEP, IS_EVEN,
+            OUTPUTS, COLUMNS_OF_SCALES, HAS_BLOCKS, IS_UNIFORM, IS_GATED, ROWS, COLUMNS, STEP,
+            IS_EVEN,
         )  # fmt: skip
         if IS_GATED:
             total = total / (1.0 + tl.exp(-total)) * up
@@ -302,6 +308,9 @@ def _product(
     num_experts, _, inner = experts.values.shape
     blocks, scales = experts.blocks, experts.scales
     step = cut.step if blocks is None else blocks.size
+    is_uniform = blocks is not None and blocks.uniform % cut.columns == 0
+    # The rows of up matrices follow those of gate matrices.
+    is_uniform &= outputs % cut.columns == 0
     # Each expert with rows has at most one tile that is not full.
     tiles = num_choices // cut.rows + min(num_experts, num_choices)
     args = (
@@ -311,7 +320,8 @@ def _product(
     )  # fmt: skip
     constants = (
         inner, outputs, share or 1, padded_size(num_experts), scales[0].numel(),
-        1 if blocks is None else scales.shape[2], blocks is not None, share > 0, emits,
+        1 if blocks is None else scales.shape[2], blocks is not None, is_uniform, share > 0,
+        emits,
         has_powers, cut.rows, cut.columns, step, _GROUP, inner % step == 0,
     )  # fmt: skip
     grid = (tiles * num_tiles(outputs, cut.columns), 1)

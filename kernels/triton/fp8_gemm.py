@@ -50,11 +50,13 @@ def _tile_kernel(  # type: ignore[no-untyped-def]
     x, weight, x_scales, w_scales, block_rows, bias, output, num_rows, x_stride, num_outputs,
     INNER: tl.constexpr, FIRST: tl.constexpr, COLUMNS_OF_SCALES: tl.constexpr,
     HAS_BLOCKS: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, STEP: tl.constexpr, TOGETHER: tl.constexpr, OVERLAPS: tl.constexpr,
+    COLUMNS: tl.constexpr, STEP: tl.constexpr, IS_UNIFORM: tl.constexpr,
+    TOGETHER: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """A program computes a tile of ``ROWS`` x ``COLUMNS`` outputs.
 
-    ``TOGETHER`` tiles of rows share the columns that they read from the L2 cache.
+    ``IS_UNIFORM``: the columns of a tile have one scale a block of inputs. ``TOGETHER``
+    tiles of rows share the columns that they read from the L2 cache.
     """
     program = tl.program_id(0)
     num_row_tiles = tl.cdiv(num_rows, ROWS)
@@ -76,6 +78,9 @@ def _tile_kernel(  # type: ignore[no-untyped-def]
     scales_at = w_scales + safe_columns
     if HAS_BLOCKS:
         scales_at = w_scales + tl.load(block_rows + safe_columns) * COLUMNS_OF_SCALES
+        if IS_UNIFORM:
+            first = tl.load(block_rows + place // in_band * COLUMNS)
+            scales_at = w_scales + first * COLUMNS_OF_SCALES
     if OVERLAPS:
         gdc_wait()
     NUM_STEPS: tl.constexpr = (INNER + FIRST + STEP - 1) // STEP
@@ -93,7 +98,11 @@ def _tile_kernel(  # type: ignore[no-untyped-def]
         if HAS_BLOCKS:
             of_rows = tl.load(x_scales + safe_rows * COLUMNS_OF_SCALES + step)
             of_columns = tl.load(scales_at + step)
-            total += tl.dot(values, line) * of_rows[:, None] * of_columns[None, :]
+            if IS_UNIFORM:
+                # One operation for each sum instead of three, while the matrix units wait.
+                total += tl.dot(values, line) * (of_rows * of_columns)[:, None]
+            else:
+                total += tl.dot(values, line) * of_rows[:, None] * of_columns[None, :]
         else:
             # Hopper's own sums have 22 bits: they are added to float32 after every step.
             total = tl.dot(values, line, total, max_num_imprecise_acc=STEP)
@@ -241,9 +250,11 @@ def multiply_tiles(
     together = 8
     args = (*_operands(x, weight, bias_E), output_TE, rows, x.values.stride(0), outputs)
     constants = (*_constants(weight, bias_E), tile.rows, tile.columns, _step(weight, tile))
+    blocks = weight.blocks
+    is_uniform = blocks is not None and blocks.uniform % tile.columns == 0
     grid = (num_tiles(rows, tile.rows) * num_tiles(outputs, tile.columns), 1)
     if rows:
-        _tiles(grid, args, (*constants, together), tile.warps, tile.stages)
+        _tiles(grid, args, (*constants, is_uniform, together), tile.warps, tile.stages)
     return output_TE
 
 

@@ -93,8 +93,8 @@ class Fp8ExpertMethod:
             blocks = None
             if self.scheme.block is not None:
                 rows, columns = self.scheme.block
-                rows_E = block_rows(matrix, rows).of_outputs.to(layer.gate_up.device)
-                blocks = BlockMap(rows_E, columns, 0)
+                rows_E = block_rows(matrix, rows).of_outputs
+                blocks = BlockMap.of(rows_E, columns, 0, layer.gate_up.device)
             self._blocks[name] = blocks
             if self.has_input_scale:
                 # Stacked matrices share their input.

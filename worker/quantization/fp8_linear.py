@@ -112,8 +112,9 @@ class Fp8LinearMethod:
         blocks = None
         if self.scheme.block is not None:
             rows, columns = self.scheme.block
-            rows_E = block_rows(sharded, rows).of_outputs.to(weight.device)
-            blocks = BlockMap(rows_E, columns, sharded.input_partition.first % columns)
+            rows_E = block_rows(sharded, rows).of_outputs
+            first = sharded.input_partition.first % columns
+            blocks = BlockMap.of(rows_E, columns, first, weight.device)
         static = getattr(layer, INPUT_SCALE, None)
         inputs = Fp8Inputs(
             None if static is None else static.data.max(),

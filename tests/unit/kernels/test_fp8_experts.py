@@ -29,14 +29,15 @@ FORMS = ("rows", "static", "bound", "blocks", "powers")
 
 
 def experts_of(form, count, outputs, inner, seed):
-    """Random matrices, with scales of rows or of blocks of 32 x 64."""
+    """Random matrices, with scales of rows or of blocks."""
     generator = torch.Generator().manual_seed(seed)
     floats = torch.randn(count, outputs, inner, generator=generator) / inner**0.5
-    block = (32, 64) if form in ("blocks", "powers") else None
+    block = {"blocks": (32, 64), "powers": (64, 64)}.get(form)
     pairs = [quantize_weight(matrix, block) for matrix in floats]
     blocks = None
     if block is not None:
-        blocks = BlockMap((torch.arange(outputs) // 32).to(torch.int32), 64, 0)
+        rows = (torch.arange(outputs) // block[0]).to(torch.int32)
+        blocks = BlockMap.of(rows, 64, 0, rows.device)
     inputs = Fp8Inputs(
         torch.rand(count, generator=generator) / 64 + 0.01 if form == "static" else None,
         1.5 if form == "bound" else 0.0,
@@ -56,7 +57,9 @@ def as_interpreter(x, scales):
     return (torch.where(is_lost, rounded / 2, rounded) * values.sign()).to(FP8)
 
 
-def make(form, tokens, count=6, chosen=2, hidden=128, inner=96):
+def make(form, tokens, count=6, chosen=2, hidden=128):
+    # Blocks of 64 rows end where the matrices do: one scale serves a tile of columns.
+    inner = 128 if form == "powers" else 96
     generator = torch.Generator().manual_seed(tokens)
     x = torch.randn(tokens, hidden, generator=generator)
     weights = torch.rand(tokens, chosen, generator=generator)

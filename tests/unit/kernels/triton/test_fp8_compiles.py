@@ -21,6 +21,7 @@ blocks = scales == "blocks"
 fixed = dict(
     OUTPUTS=1024, SHARE=8, PADDED=128, SCALES=256 if blocks else 2048, IS_GATED=True,
     EMITS=blocks, HAS_POWERS=False, GROUP=8, IS_EVEN=True,
+    IS_UNIFORM=blocks,
     INNER=4096, FIRST=0, COLUMNS_OF_SCALES=32 if blocks else 1, HAS_BLOCKS=blocks,
     HAS_BIAS=True, ROWS=64, COLUMNS=128, STEP=128, TOGETHER=8, PARTS=2, OVERLAPS=True,
 )

@@ -68,7 +68,7 @@ def weights(outputs, inner, first=0, block=0):
     if not block:
         return Fp8Weight(draw(outputs, inner), torch.rand(outputs, generator=generator) / 4096)
     rows = (torch.arange(outputs) // 48).to(torch.int32)
-    blocks = BlockMap(rows, block, first)
+    blocks = BlockMap.of(rows, block, first, rows.device)
     shape = (int(rows[-1]) + 1, len(blocks.groups(inner)))
     return Fp8Weight(
         draw(outputs, inner), torch.rand(shape, generator=generator) / 4096, blocks
@@ -88,13 +88,16 @@ def test_products_are_those_of_the_twin(rows, outputs, inner, has_bias, first, b
     expected = fp8_reference.ReferenceProduct(weight, Fp8Inputs())(x, bias)
     quantized = TritonFp8Product(weight, Fp8Inputs(), is_fixed=False).quantize(x)
 
-    tiles = multiply_tiles(quantized, weight, bias, x.dtype, Tile(16, 32, 32))
+    tiles = [
+        multiply_tiles(quantized, weight, bias, x.dtype, Tile(16, columns, 32))
+        for columns in (16, 32)
+    ]
     streams = [
         multiply_stream(quantized, weight, bias, x.dtype, Tile(32, 32, 32, parts))
         for parts in (1, 3, 3)
     ]
 
-    for found in (tiles, *streams):
+    for found in (*tiles, *streams):
         torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-3)
 
 
