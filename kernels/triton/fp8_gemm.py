@@ -45,6 +45,23 @@ class Tile(NamedTuple):
     stages: int = 4
 
 
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _read_step(  # type: ignore[no-untyped-def]
+    tokens, lines, step, INNER: tl.constexpr, FIRST: tl.constexpr, STEP: tl.constexpr
+):
+    """The inputs [ROWS, STEP] and weights [STEP, COLUMNS] of a step, zero outside."""
+    IS_EVEN: tl.constexpr = FIRST == 0 and INNER % STEP == 0
+    if IS_EVEN:
+        values = tl.load(tokens + step * STEP)
+        line = tl.load(lines + step * STEP)
+    else:
+        dims = step * STEP - FIRST + tl.arange(0, STEP)
+        is_dim = (dims >= 0) & (dims < INNER)
+        values = tl.load(tokens + step * STEP, mask=is_dim[None, :], other=0.0)
+        line = tl.load(lines + step * STEP, mask=is_dim[:, None], other=0.0)
+    return values, line
+
+
 @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator,unused-ignore]
 def _tile_kernel(  # type: ignore[no-untyped-def]
     x, weight, x_scales, w_scales, block_rows, bias, output, num_rows, x_stride, num_outputs,
@@ -77,24 +94,14 @@ def _tile_kernel(  # type: ignore[no-untyped-def]
         gdc_launch_dependents()
     scales_at = w_scales + safe_columns
     if HAS_BLOCKS:
-        scales_at = w_scales + tl.load(block_rows + safe_columns) * COLUMNS_OF_SCALES
-        if IS_UNIFORM:
-            first = tl.load(block_rows + place // in_band * COLUMNS)
-            scales_at = w_scales + first * COLUMNS_OF_SCALES
+        scaled = place // in_band * COLUMNS if IS_UNIFORM else safe_columns
+        scales_at = w_scales + tl.load(block_rows + scaled) * COLUMNS_OF_SCALES
     if OVERLAPS:
         gdc_wait()
     NUM_STEPS: tl.constexpr = (INNER + FIRST + STEP - 1) // STEP
-    IS_EVEN: tl.constexpr = FIRST == 0 and INNER % STEP == 0
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for step in range(NUM_STEPS):
-        if IS_EVEN:
-            values = tl.load(tokens + step * STEP)
-            line = tl.load(lines + step * STEP)
-        else:
-            dims = step * STEP - FIRST + inner
-            is_dim = (dims >= 0) & (dims < INNER)
-            values = tl.load(tokens + step * STEP, mask=is_dim[None, :], other=0.0)
-            line = tl.load(lines + step * STEP, mask=is_dim[:, None], other=0.0)
+        values, line = _read_step(tokens, lines, step, INNER, FIRST, STEP)
         if HAS_BLOCKS:
             of_rows = tl.load(x_scales + safe_rows * COLUMNS_OF_SCALES + step)
             of_columns = tl.load(scales_at + step)
