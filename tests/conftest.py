@@ -51,7 +51,9 @@ def _use_own_cache() -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Report only on request; parallel processes keep separate files."""
-    _use_own_cache()
+    # Where the user has no writable cache, there are no tokenizers to keep.
+    with suppress(OSError, RuntimeError):
+        _use_own_cache()
     # Garbage collection is off until the tests are collected: imports create millions of
     # objects and no garbage.
     gc.disable()
