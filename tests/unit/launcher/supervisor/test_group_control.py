@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 
-class Asked:
+class ControlledSupervisor:
     """A supervisor whose front end sends requests that a test writes."""
 
     def __init__(self, server: Any, folder: Path) -> None:
@@ -58,16 +58,16 @@ class Asked:
 @pytest.fixture
 def asked(
     supervise: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., Asked]:
+) -> Callable[..., ControlledSupervisor]:
     """Start a supervisor and wait until it serves."""
 
-    def start(behaviour: str = "", **settings: Any) -> Asked:
+    def start(behaviour: str = "", **settings: Any) -> ControlledSupervisor:
         folder = tmp_path / "asked"
         folder.mkdir(exist_ok=True)
         monkeypatch.setenv("TEST_REQUESTS", str(folder / "requests"))
         server = supervise(behaviour, **settings)
         server.wait_ready()
-        return Asked(server, folder)
+        return ControlledSupervisor(server, folder)
 
     return start
 
