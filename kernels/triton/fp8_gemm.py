@@ -16,6 +16,7 @@ from triton.language.extra.cuda import (  # type: ignore[import-not-found,import
 
 from trimaran.kernels.quantized import Fp8Weight
 from trimaran.kernels.triton.launch import Launcher, num_tiles
+from trimaran.kernels.triton.skinny import prefetch
 
 # Shapes: T tokens, D inner width, E outputs, G groups of inputs; of scales: R rows and C
 # columns of blocks.
@@ -43,6 +44,8 @@ class Tile(NamedTuple):
 
     warps: int = 4
     stages: int = 4
+    ahead: int = 4
+    """Lines of 128 weights of each output that are prefetched before the inputs are ready."""
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
@@ -139,8 +142,9 @@ def _scaled(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _sums(  # type: ignore[no-untyped-def]
-    tokens, lines, x_scales, w_scales, begin, end, INNER: tl.constexpr, FIRST: tl.constexpr,
-    HAS_BLOCKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
+    tokens, is_row, lines, x_scales, w_scales, begin, end, INNER: tl.constexpr,
+    FIRST: tl.constexpr, HAS_BLOCKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    STEP: tl.constexpr,
 ):  # fmt: skip
     """[COLUMNS, ROWS]: the sums of the steps from ``begin`` to ``end``; with blocks times their
     scales."""
@@ -150,12 +154,13 @@ def _sums(  # type: ignore[no-untyped-def]
     for step in range(begin, end):
         if IS_EVEN:
             line = tl.load(lines + step * STEP)
-            values = tl.load(tokens + step * STEP)
+            values = tl.load(tokens + step * STEP, mask=is_row[None, :], other=0.0)
         else:
             dims = step * STEP - FIRST + inner
             is_dim = (dims >= 0) & (dims < INNER)
             line = tl.load(lines + step * STEP, mask=is_dim[None, :], other=0.0)
-            values = tl.load(tokens + step * STEP, mask=is_dim[:, None], other=0.0)
+            is_value = is_dim[:, None] & is_row[None, :]
+            values = tl.load(tokens + step * STEP, mask=is_value, other=0.0)
         if HAS_BLOCKS:
             of_rows, of_columns = tl.load(x_scales + step), tl.load(w_scales + step)
             total += tl.dot(line, values) * of_rows[None, :] * of_columns[:, None]
@@ -171,7 +176,7 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
     x_stride, num_outputs, INNER: tl.constexpr, FIRST: tl.constexpr,
     COLUMNS_OF_SCALES: tl.constexpr, HAS_BLOCKS: tl.constexpr, HAS_BIAS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, PARTS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    AHEAD: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Program (e, s) adds up the s-th part of D for the e-th ``COLUMNS`` outputs of all rows.
 
@@ -186,18 +191,21 @@ def _stream_kernel(  # type: ignore[no-untyped-def]
     inner = tl.arange(0, STEP)
     lines = weight + safe_columns[:, None] * INNER + inner[None, :] - FIRST
     tokens = x + safe_rows[None, :] * x_stride + inner[:, None] - FIRST
+    NUM_STEPS: tl.constexpr = (INNER + FIRST + STEP - 1) // STEP
+    SHARE: tl.constexpr = (NUM_STEPS + PARTS - 1) // PARTS
     if OVERLAPS:
         gdc_launch_dependents()
+        first_line = weight + safe_columns[:, None] * INNER + part * SHARE * STEP
+        prefetch(first_line + 128 * tl.arange(0, AHEAD)[None, :])
     of_columns = w_scales + safe_columns
     if HAS_BLOCKS:
         of_columns = w_scales + tl.load(block_rows + safe_columns) * COLUMNS_OF_SCALES
     if OVERLAPS:
         gdc_wait()
-    NUM_STEPS: tl.constexpr = (INNER + FIRST + STEP - 1) // STEP
-    SHARE: tl.constexpr = (NUM_STEPS + PARTS - 1) // PARTS
     total = _sums(
-        tokens, lines, x_scales + safe_rows * COLUMNS_OF_SCALES, of_columns, part * SHARE,
-        min(part * SHARE + SHARE, NUM_STEPS), INNER, FIRST, HAS_BLOCKS, ROWS, COLUMNS, STEP,
+        tokens, is_row, lines, x_scales + safe_rows * COLUMNS_OF_SCALES, of_columns,
+        part * SHARE, min(part * SHARE + SHARE, NUM_STEPS), INNER, FIRST, HAS_BLOCKS, ROWS,
+        COLUMNS, STEP,
     )  # fmt: skip
     is_last = True
     if PARTS > 1:
@@ -281,7 +289,7 @@ def multiply_stream(
         *_operands(x, weight, bias_E), output_TE, sums, _counters(device), rows,
         x.values.stride(0), outputs,
     )  # fmt: skip
-    cut = (tile.rows, tile.columns, _step(weight, tile), tile.parts)
+    cut = (tile.rows, tile.columns, _step(weight, tile), tile.parts, tile.ahead)
     constants = (*_constants(weight, bias_E), *cut)
     if rows:
         _stream((count, tile.parts), args, constants, tile.warps, tile.stages)

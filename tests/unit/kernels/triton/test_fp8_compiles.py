@@ -23,7 +23,8 @@ fixed = dict(
     EMITS=blocks, HAS_POWERS=False, GROUP=8, IS_EVEN=True,
     IS_UNIFORM=blocks,
     INNER=4096, FIRST=0, COLUMNS_OF_SCALES=32 if blocks else 1, HAS_BLOCKS=blocks,
-    HAS_BIAS=True, ROWS=64, COLUMNS=128, STEP=128, TOGETHER=8, PARTS=2, OVERLAPS=True,
+    HAS_BIAS=True, ROWS=64, COLUMNS=128, STEP=128, TOGETHER=8, PARTS=2, AHEAD=4,
+    OVERLAPS=True,
 )
 types = dict(
     x="*fp8e4nv", weight="*fp8e4nv", x_scales="*fp32", w_scales="*fp32",
