@@ -51,6 +51,25 @@ def test_a_quantized_folder_loads_as_its_source_quantized_by_a_load(
     assert not list(tmp_path.glob(".out*"))
 
 
+@pytest.mark.parametrize("name", ["fp8", "fp8_block"])
+def test_a_folder_with_quantized_experts_loads_as_its_source_quantized_by_a_load(
+    name, tmp_path, trimaran
+):
+    source, config = tmp_path / "floats", models.expert_configs()["qwen3-moe"]
+    models.save_huggingface(source, config, dtype=torch.bfloat16)
+
+    done = trimaran(
+        "quantize", "--checkpoint", source, "--output", tmp_path / "out", "--quantization", name
+    )
+
+    assert done.code == 0, done.err
+    found = parameters(EngineFolder.load(tmp_path / "out"))
+    expected = parameters(EngineFolder.load(source).quantized(name))
+    assert "layers.0.mlp.experts.down_weight_scale" in found
+    assert found.keys() == expected.keys()
+    assert all(found[key].equal(expected[key]) for key in found)
+
+
 def test_quantized_values_times_scales_equal_the_floats(tmp_path, trimaran):
     source = tmp_path / "floats"
     models.save_huggingface(source, CONFIG, dtype=torch.bfloat16)
