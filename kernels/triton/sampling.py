@@ -53,9 +53,10 @@ def _gumbel_kernel(  # type: ignore[no-untyped-def]
     first = part * tiles_each
     last = tl.minimum(first + tiles_each, num_tiles)
     source = logits + entry.to(tl.int64) * row_stride
-    # Rows with top-k draw from a short list instead.
+    # Rows that draw with top-k do so from a short list instead.
     top_k = tl.load(own + _TOP_K)
-    if (row < 0) | ((has_filters > 0) & (top_k > 0) & (top_k < vocab_size)):
+    is_listed = (temperature > 0.0) & (top_k > 0) & (top_k < vocab_size)
+    if (row < 0) | ((has_filters > 0) & is_listed):
         score, winner = float("-inf"), 0
     elif temperature > 0.0:
         length = tl.load(lengths + entry)

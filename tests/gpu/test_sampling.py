@@ -34,6 +34,7 @@ SAMPLINGS = [
     {"top_p": 0.3, "temperature": 2.0},
     {"top_p": 1.0, "min_p": 0.05},
     {"top_p": 0.95, "top_p_decay": 0.9, "top_p_min": 0.3},
+    {"temperature": 0.0, "top_k": 50},
 ]
 EDITS = [
     {"repetition_penalty": 1.3},

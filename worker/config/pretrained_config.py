@@ -247,7 +247,8 @@ class PretrainedConfig:
         quantization = (
             None if section is None else QuantizationConfig.from_dict(section, source)
         )
-        chosen["kv_cache_quant_algo"] = (section or {}).get("kv_cache_quant_algo") or ""
+        algorithm = (section or {}).get("kv_cache_quant_algo")
+        chosen["kv_cache_quant_algo"] = "" if algorithm is None else algorithm
         try:
             _check_architecture(chosen.get("architecture"))
             check_field_types(cls, chosen)

@@ -116,6 +116,7 @@ FILTERS = [
     {"top_p": 0.999, "temperature": 20.0},
     {"top_p": 1.0},
     {},
+    {"temperature": 0.0, "top_k": 40, "min_p": 0.1},
 ]
 
 
