@@ -143,6 +143,7 @@ class AttentionMetadata:
             num_decodes=end - first if is_decode else 0,
             has_past=self.has_past,
             rows=None if self.rows is None else self.rows[first:end],
+            shares_rows=self.shares_rows,
         )
         return tokens, part
 

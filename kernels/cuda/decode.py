@@ -40,7 +40,7 @@ class _Arguments(ctypes.Structure):
         ("query_stride", ctypes.c_longlong), ("output_stride", ctypes.c_longlong),
         ("table_stride", ctypes.c_longlong), ("scale_log2", ctypes.c_float),
         ("group", ctypes.c_int), ("kv_heads", ctypes.c_int), ("block_shift", ctypes.c_int),
-        ("has_old_plan", ctypes.c_int), ("halves_per_block", ctypes.c_int),
+        ("reads_ahead", ctypes.c_int), ("halves_per_block", ctypes.c_int),
         ("angles", ctypes.c_void_p), ("cache", ctypes.c_void_p),
         ("cache_strides", ctypes.c_longlong * 4),
         ("page_partitions", ctypes.c_void_p), ("readers", ctypes.c_void_p),
@@ -113,7 +113,8 @@ def decode(
     partitions = partitions_of_heads(kv_cache)
     key = ("cuda_decode", num_heads, num_kv_heads, is_fixed)
     plan: WorkPlan | None = metadata.plans.get(key)
-    has_old_plan = plan is not None
+    # The preceding kernel stores several keys of a sequence if rows are shared.
+    reads_ahead = plan is not None and not metadata.shares_rows
     if plan is None:
         heads = (num_heads, num_kv_heads, head_size)
         num_programs = _num_processors(device) * _PROGRAMS_PER_SM
@@ -129,7 +130,7 @@ def decode(
         plan.partial.data_ptr(), plan.log_sums.data_ptr(), query_SNH.stride(0),
         output_SNH.stride(0), tables.stride(0), spec.scale * math.log2(math.e),
         num_heads // num_kv_heads, num_kv_heads, kv_cache.shape[2].bit_length() - 1,
-        has_old_plan, kv_cache.stride(0) // kv_cache.stride(1),
+        reads_ahead, kv_cache.stride(0) // kv_cache.stride(1),
         None if cos_sin_PH is None else cos_sin_PH.data_ptr(), kv_cache.data_ptr(),
         kv_cache.stride()[:4],
     )  # fmt: skip

@@ -253,13 +253,13 @@ __device__ __forceinline__ void decode(const TensorMap* blocks, const TensorMap*
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
-    if (!a.has_old_plan) wait_for_kernel_in_front();
+    if (!a.reads_ahead) wait_for_kernel_in_front();
     __syncthreads();
     if (warp == CONSUMER_WARPS) {
         prefetch_map(blocks);
         prefetch_map(fews);
         Copier<HEAD> copier{blocks, fews, a, shared, memory, {barriers}, lane,
-                            a.has_old_plan == 0};
+                            a.reads_ahead == 0};
         copier.copy(find_place(a));
         return;
     }

@@ -51,8 +51,9 @@ struct Arguments {
     long long query_stride, output_stride, table_stride;
     float scale_log2;
     int group, kv_heads, block_shift;
-    // Whether items, splits and tables were complete before the preceding kernel began.
-    int has_old_plan;
+    // Whether items, splits, tables and all keys but each sequence's newest were complete before
+    // the preceding kernel began.
+    int reads_ahead;
     int halves_per_block;
     // [positions, HEAD], cosines and then sines; or null if queries and keys are already
     // rotated, and all keys are in the cache. With angles, queries are followed by the tokens'
