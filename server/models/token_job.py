@@ -135,7 +135,9 @@ class OneStream:
                 live.cancel()
             if not live.has_output:
                 await self._waiter
-            return live.take()
+            chunk = live.take()
+            # Behind ids without an end there is an error, which the next call raises.
+            return chunk if chunk.is_last else live.take()
         finally:
             if timer is not None:
                 timer.cancel()

@@ -47,6 +47,10 @@ def _text(value: Any) -> str:
     return value
 
 
+def _is_short_id(value: object) -> bool:
+    return isinstance(value, str) and len(value) <= _SHORT_ID
+
+
 def _flag(value: Any) -> bool:
     if type(value) is not bool:
         raise _NotPlainError
@@ -136,7 +140,7 @@ class GenerateMapper:
                     values[name] = read(value)
                 except _NotPlainError:
                     return None
-            elif name == "id" and isinstance(value, str) and len(value) <= _SHORT_ID:
+            elif name == "id" and name not in self._inputs and _is_short_id(value):
                 request_id = value
             else:
                 return None
@@ -163,7 +167,7 @@ class GenerateMapper:
 
     def _is_single(self, entry: ModelInput) -> bool:
         datatype, dims = self._inputs[entry.name]
-        if entry.name == "id" or datatype not in _SINGLES:
+        if entry.name in ("id", _PARAMETERS) or datatype not in _SINGLES:
             return False
         return all(dim in (-1, 1) for dim in dims)
 

@@ -7,9 +7,10 @@ import re
 import shutil
 
 import pytest
+from tritonclient.grpc.model_config_pb2 import DataType, ModelConfig
 
 from trimaran.comm.errors import ErrorKind, RequestError
-from trimaran.comm.messages.messages import unpack_ids
+from trimaran.comm.messages.messages import RequestFailed, unpack_ids
 from trimaran.server.direct.direct_text import DirectText
 from trimaran.server.inference.request import InferRequest
 from trimaran.server.inference.validation import Validator
@@ -230,6 +231,34 @@ async def test_an_engines_refusal_of_a_plain_request_names_the_ensemble(serve):
             errors.append((str(found.value), found.value.kind))
         assert errors[0] == errors[1]
         assert errors[0][0] == "in ensemble 'ensemble', too odd"
+
+
+async def test_a_failure_behind_some_ids_is_the_error_of_a_plain_request(serve):
+    async with serve() as served:
+        engine = await served.dial(served.answer(" one two three"))
+        engine.gate.clear()
+        ways, errors = Ways(served, "ensemble"), []
+        for way in (ways.short, ways.long):
+            del engine.submits[:]
+            task = asyncio.ensure_future(way(WHAT))
+            await engine.until(lambda: engine.submits)
+            engine.step()
+            request_id = engine.submits[0].request_id
+            engine.send(RequestFailed(request_id=request_id, kind="INTERNAL", text="broken"))
+            with pytest.raises(RequestError) as found:
+                await task
+            errors.append((str(found.value), found.value.kind))
+        assert errors[0] == errors[1] == ("in ensemble 'ensemble', broken", ErrorKind.INTERNAL)
+
+
+def test_members_with_a_second_meaning_are_not_plain():
+    config = ModelConfig(name="m")
+    for name in ("text", "id", "parameters"):
+        config.input.add(name=name, data_type=DataType.TYPE_STRING, dims=[1], optional=True)
+    mapper = GenerateMapper(config, 1 << 20)
+    assert mapper.plain_values({"text": "a"}) == ("", {"text": "a"})
+    assert mapper.plain_values({"text": "a", "id": "b"}) is None
+    assert mapper.plain_values({"text": "a", "parameters": "b"}) is None
 
 
 async def test_a_plain_request_without_an_engine_is_left_to_the_long_way(serve):
