@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
+from typing import Any
 from weakref import WeakValueDictionary
 
 from tritonclient.grpc.model_config_pb2 import ModelConfig
@@ -287,10 +288,11 @@ class ModelFactory:
         if len(scheduled) == len(_STEPS) and set(names) == set(_STEPS):
             maps = ensemble_maps(model, names)
             if maps is not None:
-                return EnsembleModel(model, version, _wired(model.name, names, steps), maps)
+                chosen = {s.model_name: _chosen(steps, s) for s in scheduled}
+                return EnsembleModel(model, version, _wired(model.name, names, chosen), maps)
         graph = [
             GraphStep(
-                steps[step.model_name].of_version(step.model_version),
+                _chosen(steps, step).model,
                 dict(step.input_map),
                 dict(step.output_map),
             )
@@ -318,6 +320,12 @@ class ModelFactory:
         if draft:
             wired = replace(wired, draft=_token_step(steps[draft]))
         return BlsModel(model, version, wired)
+
+
+def _chosen(steps: Mapping[str, Step], scheduled: Any) -> Step:
+    """The step of an ensemble (``ModelEnsembling.Step``), in the version that it names."""
+    step = steps[scheduled.model_name]
+    return replace(step, model=step.of_version(scheduled.model_version))
 
 
 def _check_role(model: RepositoryModel, name: str, step: Step, *allowed: Role) -> None:

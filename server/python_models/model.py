@@ -103,11 +103,15 @@ class PythonModel:
         Raises:
             ConfigError: an instance failed; none is left running.
         """
+        work = [*(version.start() for version in self.older), self._start_own()]
+        starting = [asyncio.ensure_future(each) for each in work]
         try:
-            await asyncio.gather(
-                *(version.start() for version in self.older), self._start_own()
-            )
+            await asyncio.gather(*starting)
         except BaseException:
+            # A version that is still starting would leave its processes behind.
+            for task in starting:
+                task.cancel()
+            await asyncio.gather(*starting, return_exceptions=True)
             await self.close()
             raise
 

@@ -310,5 +310,5 @@ def _chosen(path: Path, config: ModelConfig, found: tuple[int, ...]) -> tuple[in
                 f"{path}: version_policy names {named}, but the folder holds "
                 f"{', '.join(map(str, found))}"
             )
-        return tuple(sorted(policy.specific.versions))
+        return tuple(sorted(set(policy.specific.versions)))
     return found[-(policy.latest.num_versions or 1) :]

@@ -1,5 +1,7 @@
 """Several versions of a Python model, as its version policy chooses them."""
 
+from pathlib import Path
+
 import pytest
 from controlled_frontend import with_nothing_loaded
 
@@ -131,3 +133,36 @@ def test_a_step_of_an_ensemble_runs_the_version_that_it_names(frontend):
     status, body = frontend.load("chain")
     assert status == 500
     assert "a step runs version 4 of 'times', which serves 2, 3, 10" in body["error"]
+
+
+SLOW = """
+import os, time
+
+class TritonPythonModel:
+    def initialize(self, args):
+        file = os.path.join(args["model_repository"], "pid")
+        if args["model_version"] == "1":
+            while not os.path.exists(file):
+                time.sleep(0.01)
+            raise RuntimeError("broken")
+        with open(file + ".new", "w") as new:
+            new.write(str(os.getpid()))
+        os.rename(file + ".new", file)
+        time.sleep(60)
+
+    def execute(self, requests):
+        return []
+"""
+
+
+def test_a_version_that_fails_ends_the_processes_of_versions_that_still_start(frontend):
+    folder = frontend.repository / "slow"
+    for version in ("1", "2"):
+        (folder / version).mkdir(parents=True)
+        (folder / version / "model.py").write_text(SLOW)
+    (folder / "config.pbtxt").write_text(CONFIG + "version_policy { all { } }")
+    status, body = frontend.load("slow")
+    assert status == 500
+    assert "broken" in body["error"]
+    assert not Path("/proc", (folder / "pid").read_text()).exists()
+    frontend.unload("slow")

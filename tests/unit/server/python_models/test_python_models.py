@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 from contextlib import aclosing
 
 import numpy as np
@@ -392,6 +393,26 @@ async def test_a_python_preprocessing_keeps_built_in_streaming_and_stop_words(se
         assert "".join(streamed) == "größer 東"
         assert len(streamed) > 1
         assert await served.texts(model, **options) == ["Q: why? A:größer 東"]
+
+
+async def test_an_ensemble_runs_the_version_of_a_python_preprocessing_that_its_step_names(
+    serve, tmp_path
+):
+    async with serve():
+        root = tmp_path / "models"
+    folder, ensemble = root / "preprocessing", root / "ensemble" / "config.pbtxt"
+    (folder / "2").mkdir()
+    (folder / "1" / "model.py").write_text(TEMPLATED)
+    (folder / "2" / "model.py").write_text(TEMPLATED.replace("Q:", "Latest:"))
+    with (folder / "config.pbtxt").open("a") as file:
+        file.write("version_policy { all { } }")
+    named = re.sub(r'("preprocessing"\s+model_version: )-1', r"\g<1>1", ensemble.read_text())
+    for text, begin in ((named, "Q:"), (ensemble.read_text(), "Latest:")):
+        ensemble.write_text(text)
+        async with serve(repository=root, frontend={"python_models": "execute"}) as served:
+            await served.dial(served.answer(" so"))
+            texts = await served.texts("ensemble", text_input="why?", max_tokens=9)
+            assert texts == [f"{begin} why? A: so"]
 
 
 async def test_an_exec_name_without_code_is_refused(serve_own):

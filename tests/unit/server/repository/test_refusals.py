@@ -262,7 +262,7 @@ def test_a_version_folder_must_have_a_plain_number(write_repository, caplog, nam
     [
         ("", (10,)), ("version_policy { latest { num_versions: 2 } }", (3, 10)),
         ("version_policy { all { } }", (1, 3, 10)),
-        ("version_policy { specific { versions: [ 3 ] } }", (3,)),
+        ("version_policy { specific { versions: [ 3, 1, 3 ] } }", (1, 3)),
     ],
 )  # fmt: skip
 def test_the_version_policy_chooses_versions(write_repository, policy, versions):
