@@ -16,6 +16,7 @@ from trimaran.server.inference.registry import IndexEntry, ModelRegistry, parse_
 from trimaran.server.loading.control import ModelControl
 from trimaran.server.metrics.measured_model import MeasuredModel
 from trimaran.server.metrics.metrics import Metrics
+from trimaran.server.protocol.limits import check_id
 from trimaran.server.protocol.load_request import LoadRequest
 from trimaran.server.settings import Changes, LogSettings, TraceSettings
 from trimaran.server.shared_memory.places import Kind, RegionSpec
@@ -97,6 +98,7 @@ class OwnAdministration:
 
     async def register_region(self, spec: RegionSpec) -> None:
         """See `Administration`."""
+        check_id("the region's name", spec.name)
         await self._regions.register(spec)
         self._peers.publish()
         await self._peers.await_update()

@@ -14,6 +14,9 @@ from tritonclient.utils import shared_memory as shm
 
 from tests.unit.server.conftest import RunningServer
 from trimaran.comm.errors import RequestError
+from trimaran.server.inference.request import InferRequest
+from trimaran.server.inference.validation import WireInput
+from trimaran.server.protocol.infer_json import ParsedInfer
 from trimaran.server.shared_memory.places import RegionPlace, RegionSpec
 from trimaran.server.shared_memory.regions import SharedRegions
 
@@ -203,6 +206,40 @@ def test_a_long_body_may_have_inputs_in_regions(sharing):
         (output,) = sharing.post("/v2/models/echo/infer", body).json["outputs"]
         assert output["data"] == [0, 1]
         client.unregister_system_shared_memory("r")
+
+
+def test_other_requests_take_their_turn_while_many_places_are_read(sharing):
+    async def scenario(key):
+        num_turns, is_over = 0, False
+
+        async def others():
+            nonlocal num_turns
+            while not is_over:
+                num_turns += 1
+                await asyncio.sleep(0)
+
+        service, place = sharing.service, RegionPlace("many", 0, 8)
+        spec = RegionSpec(kind="system", name="many", key=key, num_bytes=8)
+        await service.register_region(spec)
+        wires = [WireInput(str(n), "FP32", (2,), b"", place) for n in range(1600)]
+        task = asyncio.ensure_future(others())
+        await service.find_places(ParsedInfer(InferRequest(model_name="m"), wires), MAX_BYTES)
+        is_over = True
+        await task
+        await service.unregister_region("system", "many")
+        assert all(wire.data == b"12345678" for wire in wires)
+        return num_turns
+
+    with memory(8) as (region, key):
+        shm.set_shared_memory_region(region, [np.frombuffer(b"12345678", np.uint8)])
+        assert sharing.run(scenario(key)) > 100
+
+
+def test_the_name_of_a_region_has_a_limit(wire):
+    _, client = wire
+    with memory(8) as (_, key):
+        with pytest.raises(InferenceServerException, match=r"name has 5000 bytes, .* at most"):
+            client.register_system_shared_memory("x" * 5000, key, 8)
 
 
 def test_a_request_keeps_its_region_when_that_is_unregistered():
