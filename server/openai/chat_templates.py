@@ -138,7 +138,8 @@ class _Clock:
     num_steps: int = 0
 
     def step(self) -> None:
-        """Called for each part, attribute, item and call of a template: no loop does without.
+        """Called for each part, attribute, item and call of a template, of which the rounds of
+        a template's loops have some.
 
         Raises:
             SlowTemplateError: the time is over.

@@ -85,7 +85,9 @@ class OpenAIModels:
         made_of, chat_models = known.get(_CHATS, (None, {}))
         if made_of != state:
             chat_models = await self._new_chat_models(served)
-            if self._models() is models:
+            # A template that could not be read is read again, as a share may be away.
+            is_whole = not any(each.fault for each in chat_models.values())
+            if is_whole and self._models() is models:
                 known[_CHATS] = state, chat_models
         found: Mapping[str, ChatModel] = chat_models
         return found

@@ -105,7 +105,9 @@ def test_a_separator_puts_the_models_name_before_the_adapters(start_served, tmp_
         served.chat()
 
 
-def test_a_wrong_template_refuses_the_chats_of_its_model_alone(start_served, tmp_path):
+def test_a_wrong_template_refuses_the_chats_of_its_model_until_its_file_is_mended(
+    start_served, tmp_path
+):
     for path in FILL["tokenizer_dir"].glob("*.json"):
         shutil.copy(path, tmp_path)
     (tmp_path / "chat_template.jinja").write_text("{% for %}")
@@ -117,6 +119,8 @@ def test_a_wrong_template_refuses_the_chats_of_its_model_alone(start_served, tmp
     assert status == 503 and "the chat template is wrong" in answer["error"]["message"]
     # Templates of all models are read for each of these requests.
     assert served.post("/tokenize", {"model": "ensemble", "prompt": "a"})[0] == 200
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    assert served.post("/v1/chat/completions", body)[0] == 200
 
 
 def test_a_drain_waits_for_a_stream(start_served):
