@@ -22,7 +22,7 @@ def add_arguments(parser: FlagSink) -> None:
                         help="a new folder")  # fmt: skip
     parser.add_argument("--qformat", metavar="NAME",
                         help="TensorRT-LLM's name: fp8, int8_wo or int4_wo")  # fmt: skip
-    parser.add_argument("--quantization", choices=LOAD_METHODS, default=LOAD_METHODS[0],
+    parser.add_argument("--quantization", choices=LOAD_METHODS,
                         help="FP8, or integers of 8 or 4 bits (fp8)")  # fmt: skip
 
 
@@ -39,16 +39,22 @@ def _scheme_name(args: argparse.Namespace) -> str:
     """The scheme that the flags name.
 
     Raises:
-        ConfigError: --qformat names a format that is not made here.
+        ConfigError: --qformat names a format that is not made here, or the two flags differ.
     """
     form = args.qformat
+    name: str | None = args.quantization
     if form is None:
-        name: str = args.quantization
-        return name
+        return name or LOAD_METHODS[0]
     if form not in _QFORMATS:
         reason = _QFORMAT_REASONS.get(form, "such weights are not made here")
         raise ConfigError(f"--qformat {form}: {reason}. Made are {', '.join(_QFORMATS)}.")
-    return _QFORMATS[form]
+    meant = _QFORMATS[form]
+    if name not in (None, meant):
+        raise ConfigError(
+            f"--qformat {form} means --quantization {meant}, but --quantization is {name}. "
+            "Leave one of them out."
+        )
+    return meant
 
 
 def run(args: argparse.Namespace) -> int:
@@ -63,7 +69,14 @@ def _quantize(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"{args.checkpoint}: holds the shards of ranks. Name the Hugging Face folder."
         )
+    floats = source.config
     source = source.quantized(_scheme_name(args))
+    if floats.quantization is not None:
+        raise ConfigError(
+            f"{args.checkpoint}: asks for a KV cache of {floats.kv_cache_quant_algo} in the "
+            "section that describes quantized weights, which would be replaced. Build or serve "
+            "the folder with --quantization."
+        )
     from trimaran.builder.quantized_folder import QuantizedFolder  # imports torch
 
     folder = QuantizedFolder(source)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from trimaran.builder.foreign_flags import FlagSink
+from trimaran.builder.foreign_flags import FlagSink, say_harmless
 from trimaran.comm.errors import ConfigError
 from trimaran.worker.config.engine_folder import EngineFolder
 
@@ -37,6 +37,8 @@ def quantization_name(args: argparse.Namespace) -> str:
     """
     own: str = args.quantization
     if not _is_on(args.use_weight_only):
+        others = ("weight_only_precision", "per_group", "group_size")
+        say_harmless([f"--{each}" for each in others if getattr(args, each) is not None])
         return own
     precision = (args.weight_only_precision or "int8").lower()
     if precision in _CALIBRATED:

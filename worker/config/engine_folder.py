@@ -24,7 +24,7 @@ from trimaran.worker.config.checkpoint_folder import (
 )
 from trimaran.worker.config.kv_cache_dtype import kv_algorithm
 from trimaran.worker.config.pretrained_config import PretrainedConfig
-from trimaran.worker.config.quantization import load_time_quantization
+from trimaran.worker.config.quantization import QuantizationConfig, load_time_quantization
 from trimaran.worker.config.shard_file import read_header
 from trimaran.worker.config.stages import stage_sizes
 
@@ -71,11 +71,20 @@ def check_origin(file: Path, said: str, wanted: dict[str, Any], source: str) -> 
             "Build or copy the folder again."
         ) from None
     for key, value in wanted.items():
-        if key in origin and origin[key] != value:
+        found = origin.get(key, value)
+        if key == "quantization" and found != value:
+            found = _in_todays_form(found, str(file))
+        if found != value:
             raise ConfigError(
                 f"{source}: {key} is {json.dumps(value)}, but {file.name} was cut for "
-                f"{json.dumps(origin[key])}. Set it back to that, or build the folder again."
+                f"{json.dumps(found)}. Set it back to that, or build the folder again."
             )
+
+
+def _in_todays_form(section: Any, source: str) -> Any:
+    """A ``quantization`` section with the keys that earlier versions did not write."""
+    quantization = QuantizationConfig.from_dict(section, source)
+    return section if quantization is None else quantization.to_dict()
 
 
 FORMAT_VERSION = 1
@@ -243,7 +252,8 @@ class EngineFolder:
         if name == "none":
             return self
         quantization = self.config.quantization
-        if quantization is not None:
+        # Without rules the KV cache alone is quantized.
+        if quantization is not None and quantization.rules:
             raise ConfigError(
                 f"--quantization is {name} but the weights of {self.path} are quantized "
                 f"already ({quantization.describe()}). Leave the flag out."

@@ -121,6 +121,10 @@ def test_models_that_cannot_be_quantized_are_refused(gpt2, llama, trimaran, tmp_
     [
         (("--qformat", "int4_awq"), "--qformat int4_awq: its scales are fitted to texts"),
         (("--qformat", "nvfp4"), "Made are fp8, int8_wo, int4_wo"),
+        (
+            ("--qformat", "int8_wo", "--quantization", "int4_g32"),
+            "--qformat int8_wo means --quantization int8, but --quantization is int4_g32",
+        ),
         (("--quantization", "int4"), "inputs, which groups of 128 do not divide"),
     ],
 )

@@ -6,7 +6,8 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from tests.unit.builder.test_layouts import _in_memory
 from tests.unit.worker.models import models
@@ -78,6 +79,55 @@ def test_a_built_folder_gives_the_logits_of_its_checkpoint(tmp_path, trimaran):
     logits = PagedRun(ours, 1).logits({0: prompt})
 
     assert logits.equal(PagedRun(models.load_ours(folder, ops=ops), 1).logits({0: prompt}))
+
+
+def test_folders_of_versions_that_knew_fp8_alone_are_read(tmp_path, trimaran):
+    folder = checkpoints.make(tmp_path, "fp8-blocks", CONFIG)
+    built = _build(trimaran, folder, tmp_path / "engine")
+
+    def without_new_keys(section):
+        del section["head_bits"]
+        for rule in section["rules"]:
+            del rule["scheme"]["kind"]
+
+    path = built.path / "config.json"
+    values = json.loads(path.read_text())
+    without_new_keys(values["pretrained_config"]["quantization"])
+    del values["shards"]
+    path.write_text(json.dumps(values))
+    (file,) = built.weight_files
+    with safe_open(file, "pt") as opened:
+        metadata = opened.metadata()
+    origin = json.loads(metadata["origin"])
+    without_new_keys(origin["quantization"])
+    save_file(load_file(file), file, {**metadata, "origin": json.dumps(origin)})
+
+    assert EngineFolder.load(built.path).config.quantization == built.config.quantization
+
+
+def test_floats_beside_a_quantized_cache_are_quantized_as_they_are_loaded(llama, trimaran):
+    checkpoint = llama()
+    section = {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"}
+    checkpoint.edit_config(quantization_config=section)
+
+    folder = EngineFolder.load(checkpoint.folder).quantized("int8")
+
+    assert folder.config.kv_cache_quant_algo == "FP8"
+    assert folder.config.quantization.has_integers
+    done = trimaran(
+        "quantize", "--checkpoint", checkpoint.folder, "--output", checkpoint.folder / "out"
+    )
+    assert done.code == 2 and "asks for a KV cache of FP8" in done.err
+
+
+def test_weight_only_flags_without_effect_are_named(llama, trimaran, tmp_path):
+    done = trimaran(
+        "build", "--checkpoint", llama().folder, "--output", tmp_path / "out",
+        "--weight_only_precision", "int4",
+    )  # fmt: skip
+    assert done.code == 0
+    assert "accepted without effect: --weight_only_precision" in done.err
+    assert EngineFolder.load(tmp_path / "out").config.quantization is None
 
 
 def test_the_quantization_config_of_an_engine_folder_names_the_algorithm_of_tensorrt_llm(
