@@ -55,6 +55,13 @@ class TritonIntegerProduct:
         self._has_byte_inputs = has_byte_inputs
         self._steps = _steps_of(weight, order, groups, step)
 
+    @property
+    def nbytes(self) -> int:
+        """See `IntegerProduct`."""
+        steps = self._steps
+        parts = (steps.values, steps.scales, steps.zeros, steps.minimums, self._order)
+        return sum(each.nbytes for each in parts if each is not None)
+
     def __call__(
         self, x_TD: Tensor, bias_E: Tensor | None = None, dtype: torch.dtype | None = None
     ) -> Tensor:
@@ -90,8 +97,11 @@ def _regular_step(weight: IntegerWeight, inner: int) -> int:
     groups = weight.groups
     if groups.of_inputs is not None:
         return 0
-    size = groups.size if groups.size < inner else inner
-    common = math.gcd(size, groups.first, inner)
+    if groups.first + inner <= groups.size:
+        # All inputs are in one group.
+        common = inner
+    else:
+        common = math.gcd(groups.size, groups.first, inner)
     step = common & -common
     return min(step, _MAX_STEP) if step >= _MIN_STEP else 0
 

@@ -63,6 +63,13 @@ class ReferenceIntegerProduct:
         self._weight = weight
         self._has_byte_inputs = has_byte_inputs
 
+    @property
+    def nbytes(self) -> int:
+        """See `IntegerProduct`."""
+        weight = self._weight
+        parts = (weight.values, weight.scales, weight.zeros, weight.minimums)
+        return sum(each.nbytes for each in parts if each is not None)
+
     def __call__(
         self, x_TD: Tensor, bias_E: Tensor | None = None, dtype: torch.dtype | None = None
     ) -> Tensor:

@@ -73,6 +73,11 @@ class IntegerWeight(NamedTuple):
 class IntegerProduct(Protocol):
     """A product by one weight of integers, whose storage suits the device."""
 
+    @property
+    def nbytes(self) -> int:
+        """Memory of the weight."""
+        ...
+
     def __call__(
         self, x_TD: Tensor, bias_E: Tensor | None = None, dtype: torch.dtype | None = None
     ) -> Tensor:

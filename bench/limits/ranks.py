@@ -126,7 +126,8 @@ def memory_of(engine: Engine) -> dict[str, float]:
     """GB of this rank: weights, KV cache, and the total in use: the peak of a GPU's memory,
     or the current memory of the process.
     """
-    weights = sum(each.numel() * each.element_size() for each in _tensors(engine))
+    model = engine.runner.model
+    weights = model.num_weight_bytes + sum(each.nbytes for each in model.buffers())
     pools = [group.memory for group in engine.runner.groups if group.memory is not None]
     if engine.device.type == "cuda":
         used = torch.cuda.max_memory_reserved(engine.device)
@@ -134,11 +135,6 @@ def memory_of(engine: Engine) -> dict[str, float]:
         used = psutil.Process().memory_info().rss
     cache = sum(pool.numel() * pool.element_size() for pool in pools)
     sizes = {"weights": weights, "kv_cache": cache, "used": used}
-    if (table := engine.runner.model.first_layer_table) is not None:
+    if (table := model.first_layer_table) is not None:
         sizes["first_layer_table"] = table.numel() * table.element_size()
     return {name: round(size / 1e9, 3) for name, size in sizes.items()}
-
-
-def _tensors(engine: Engine) -> list[torch.Tensor]:
-    model = engine.runner.model
-    return [*model.parameters(), *model.buffers()]

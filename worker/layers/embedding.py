@@ -88,7 +88,7 @@ class ParallelLMHead(_VocabParallel):
         # In a list, so that a tied weight is not a parameter of this module too.
         self._tied = [] if tied_to is None else [tied_to]
         self._ops = context.ops
-        self._product: IntegerProduct | None = None
+        self.integer_product: IntegerProduct | None = None
         self._soft_cap = soft_cap
 
     @property
@@ -100,19 +100,21 @@ class ParallelLMHead(_VocabParallel):
     def use_product(self, product: IntegerProduct) -> None:
         """Multiply by ``product`` in place of the floats from now on. A tied embedding keeps
         the floats."""
-        self._product = product
+        self.integer_product = product
         if not self._tied:
             self.weight.data = self.weight.data.new_empty(0)
 
     def local_logits(self, hidden_ND: Tensor) -> Tensor:
         """[N, local rows], starting at id ``first_row``; float32 or a GPU's dtype, zero
         padded."""
-        if self._product is None:
+        if self.integer_product is None:
             logits = self._ops.logits(hidden_ND, self.floats)
         else:
             # As `Ops.logits`: rounded on a GPU alone.
             is_rounded = hidden_ND.is_cuda
-            logits = self._product(hidden_ND, None, None if is_rounded else torch.float32)
+            logits = self.integer_product(
+                hidden_ND, None, None if is_rounded else torch.float32
+            )
         if self._soft_cap:
             logits.div_(self._soft_cap).tanh_().mul_(self._soft_cap)
         return logits

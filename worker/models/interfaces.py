@@ -238,17 +238,15 @@ class CausalLM(nn.Module):
 
     @contextmanager
     def one_layer_per_shape(self) -> Iterator[None]:
-        """A context in which few layers run: one of each set of weight shapes, and the last.
+        """A context in which few layers run: one of each set of weight shapes and schemes of
+        quantization, and the last.
 
         The first layer of each set runs, except that layer 0 runs only if no other layer has
-        its shapes, because its product may be known. The last layer may run otherwise than the
+        its kind, because its product may be known. The last layer may run otherwise than the
         others (see `ForwardContext.narrow`).
         """
         stack = self._stack
-        kinds = {
-            tuple(weight.shape for weight in layer.parameters()): (index, layer)
-            for index, layer in (stack[0], *reversed(stack[1:]))
-        }
+        kinds = {_kind_of(each[1]): each for each in (stack[0], *reversed(stack[1:]))}
         last = stack[-1]
         self._stack = sorted({*kinds.values(), last}, key=lambda each: each[0])
         try:
@@ -304,6 +302,13 @@ class CausalLM(nn.Module):
         return 0 if rotary is None else int(rotary.switch_at)
 
     @property
+    def num_weight_bytes(self) -> int:
+        """Memory of the weights; integers are in the storage of their products."""
+        products = [getattr(module, "integer_product", None) for module in self.modules()]
+        stored = [*self.parameters(), *(each for each in products if each is not None)]
+        return sum(each.nbytes for each in stored)
+
+    @property
     def dtype(self) -> torch.dtype:
         """The dtype of weights and activations."""
         return self.context.dtype
@@ -330,3 +335,11 @@ class CausalLM(nn.Module):
     def layer_numbers(self) -> Iterator[int]:
         """Numbers of this stage's layers in the whole model."""
         return iter(range(self.stage.first, self.stage.end))
+
+
+def _kind_of(layer: nn.Module) -> tuple[Any, ...]:
+    """The shapes of a layer's weights, and the schemes of its quantized products."""
+    methods = [getattr(module, "method", None) for module in layer.modules()]
+    # The storage of an integer product has no shape among the parameters.
+    schemes = tuple(getattr(method, "scheme", None) for method in methods)
+    return (*(weight.shape for weight in layer.parameters()), *schemes)

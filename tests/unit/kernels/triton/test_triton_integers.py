@@ -58,6 +58,20 @@ def test_products_are_those_of_the_twin(name, has_byte_inputs):
     torch.testing.assert_close(found, expected, atol=1e-2, rtol=2e-3)
 
 
+@pytest.mark.parametrize(("size", "first"), [(96, 64), (128, 64), (192, 0)])
+def test_a_group_may_be_larger_than_the_inputs_of_a_rank(size, first):
+    generator = torch.Generator().manual_seed(size)
+    groups = Groups(size, first)
+    count = int(groups.numbers(64, torch.device("cpu")).max()) + 1
+    integers = torch.randint(0, 16, (72, 64), generator=generator).to(torch.uint8)
+    scales = torch.rand((72, count), generator=generator) / 64
+    weight = IntegerWeight(pack(integers, 4), scales, groups, 4)
+    x = torch.randn((5, 64), generator=generator).half()
+    product = TritonIntegerProduct(weight, has_byte_inputs=False, is_fixed=False)
+    twin = ReferenceIntegerProduct(weight, has_byte_inputs=False)
+    torch.testing.assert_close(product(x), twin(x), atol=1e-2, rtol=2e-3)
+
+
 @pytest.mark.parametrize("parts", [1, 3])
 def test_programs_that_share_a_tile_leave_the_sums_of_one(parts):
     weight = weight_of("4-bits-zeros")
