@@ -144,8 +144,8 @@ def _expert_method_of(scheme: Scheme | None, ops: Ops) -> ExpertMethod:
     if isinstance(scheme, Fp8Scheme):
         return Fp8ExpertMethod(ops, scheme)
     raise ConfigError(
-        f"experts of {scheme.bits} bits are not served yet. Name a checkpoint in bfloat16, "
-        "float16 or float32."
+        f"experts of {scheme.bits} bits are not served. Name a checkpoint in bfloat16, float16 "
+        "or float32, whose experts --quantization fp8 may quantize."
     )
 
 

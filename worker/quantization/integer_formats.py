@@ -83,7 +83,8 @@ def _zeros(scheme: IntegerScheme, tensor: Tensor) -> Tensor:
     if scheme.layout in (Layout.GPTQ, Layout.GPTQ_V2):
         less = int(scheme.layout is Layout.GPTQ)
         return _split_words(tensor, bits).t().to(torch.int16) + less
-    if scheme.layout is Layout.PACKED:
+    # A zero point of a whole matrix is not packed.
+    if scheme.layout is Layout.PACKED and tensor.dtype is torch.int32:
         return _split_words(tensor.t(), bits).t().to(torch.int16)
     zeros = tensor.to(torch.int16) + half
     return zeros.reshape(-1, 1) if zeros.dim() < 2 else zeros

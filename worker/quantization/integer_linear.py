@@ -21,6 +21,9 @@ from trimaran.worker.quantization.integer_formats import (
 )
 from trimaran.worker.quantization.self_check import check_integer_product
 
+_MAX_PADDING = 8
+"""Integers of a word of 4 bits: fewer lie behind the last integer of a row or column."""
+
 # Shapes: T tokens, D inputs of this rank, E outputs of this rank, G groups of these inputs.
 
 
@@ -95,9 +98,9 @@ class IntegerLinearMethod:
         product = self._ops.integer_product(weight, has_byte_inputs=has_byte_inputs)
         check_integer_product(product, weight, self._dtype, has_byte_inputs=has_byte_inputs)
         layer.integer_product = product  # type: ignore[assignment]
-        for parameter in (layer.weight, layer.weight_scale):
-            assert isinstance(parameter, nn.Parameter)
-            parameter.data = parameter.data.new_empty(0)
+        for parameter in layer.parameters(recurse=False):
+            if parameter is not layer.bias:
+                parameter.data = parameter.data.new_empty(0)
 
     def weight_of(self, layer: nn.Module) -> IntegerWeight:
         """This rank's weight as operators take it, before its parameters are freed."""
@@ -147,21 +150,21 @@ class IntegerLinearMethod:
         self, sharded: ShardedLayer, parameter: nn.Parameter, loaded: Tensor, shard: str
     ) -> None:
         inputs = sharded.input_partition
-        if loaded.shape[1] > inputs.whole:
+        if inputs.whole < loaded.shape[1] < inputs.whole + _MAX_PADDING:
             # Packed words are padded.
             loaded = loaded[:, : inputs.whole]
-        local = unpack(parameter.data, self.scheme.bits)
         if shard in sharded.output_parts:
             part = sharded.output_parts[shard]
             loaded = _rows_of(loaded, part.partition.whole, inputs.whole)
             mine = loaded[part.partition.first : part.partition.first + part.partition.count]
             mine = mine[:, inputs.first : inputs.first + inputs.count]
             rows = slice(part.offset, part.offset + len(mine))
-            whole = local.new_zeros(len(mine), inputs.size)
+            whole = mine.new_zeros(len(mine), inputs.size)
             whole[:, : inputs.count] = mine
             parameter.data[rows] = pack(whole, self.scheme.bits)
             return
         # Rows of several matrices in an order that the layer alone knows.
+        local = unpack(parameter.data, self.scheme.bits)
         unpacked = nn.Parameter(local.clone(), requires_grad=False)
         sharded.weight_loader(unpacked, loaded, shard)
         parameter.data.copy_(pack(unpacked.data, self.scheme.bits))
@@ -193,7 +196,15 @@ class IntegerLinearMethod:
                 f"inputs have groups from {int(loaded.min())} to {int(loaded.max())}, but the "
                 f"weight has {num_groups}. Download the folder again."
             )
-        parameter.data[: inputs.count].copy_(loaded[inputs.first : inputs.first + inputs.count])
+        mine = loaded[inputs.first : inputs.first + inputs.count]
+        held = parameter.data[: inputs.count]
+        if bool(held.any()) and not held.equal(mine.to(held.device)):
+            raise ConfigError(
+                "matrices that are multiplied as one put the same inputs into different "
+                "groups, which is not served. Name a checkpoint without desc_act or actorder, "
+                "or in bfloat16."
+            )
+        held.copy_(mine)
 
     def _num_outputs(self, sharded: ShardedLayer, shard: str) -> int:
         parts = sharded.output_parts
@@ -208,7 +219,7 @@ def _sharded(layer: nn.Module) -> ShardedLayer:
 
 def _rows_of(loaded: Tensor, outputs: int, columns: int) -> Tensor:
     """``loaded`` [outputs, columns]; packed words may have made it longer."""
-    if loaded.shape[0] < outputs or loaded.shape[0] - outputs >= 8:
+    if not outputs <= loaded.shape[0] < outputs + _MAX_PADDING:
         raise WeightShapeError(tuple(loaded.shape), (outputs, columns))
     loaded = loaded[:outputs]
     check_shape(loaded, (outputs, columns))

@@ -41,7 +41,8 @@ def check_product(
     def definition(outputs: slice) -> _Product:
         return ReferenceProduct(_part(weight, outputs), inputs)
 
-    _check(product, definition, _Kind("FP8", weight.values.shape, weight.values.device, dtype))
+    kind = _Kind("FP8", weight.values.shape, weight.values.device, dtype)
+    _check(product, definition, kind, weight.scales)
 
 
 def check_integer_product(
@@ -53,8 +54,8 @@ def check_integer_product(
         part = weight.outputs(outputs)
         return ReferenceIntegerProduct(part, has_byte_inputs=has_byte_inputs)
 
-    numbers = f"INT{weight.bits}"
-    _check(product, definition, _Kind(numbers, weight.shape, weight.values.device, dtype))
+    kind = _Kind(f"INT{weight.bits}", weight.shape, weight.values.device, dtype)
+    _check(product, definition, kind, weight.scales)
 
 
 _Product = Callable[[Tensor], Tensor]
@@ -69,8 +70,17 @@ class _Kind(NamedTuple):
     dtype: torch.dtype
 
 
-def _check(product: _Product, definition: Callable[[slice], _Product], kind: _Kind) -> None:
+def _check(
+    product: _Product, definition: Callable[[slice], _Product], kind: _Kind, scales: Tensor
+) -> None:
     (outputs, inner), device = kind.shape, kind.device
+    # The outputs that are compared may have others.
+    if not bool(scales.isfinite().all()):
+        raise ConfigError(
+            f"some scales of {kind.numbers} weights [{outputs}, {inner}] are infinite or no "
+            "numbers: the folder is damaged, or the floats that were quantized held such "
+            "values. Download the folder again."
+        )
     generator = torch.Generator(device).manual_seed(0)
     with torch.inference_mode():
         for rows in _ROWS:
@@ -84,8 +94,8 @@ def _check(product: _Product, definition: Callable[[slice], _Product], kind: _Ki
                     raise ConfigError(
                         f"a product of {rows} tokens by {kind.numbers} weights "
                         f"[{outputs}, {inner}] is {100 * difference:.1f} % off its definition "
-                        f"on {device}: the kernel does not suit this device, or scales are no "
-                        "numbers. Serve the checkpoint in bfloat16, and report this."
+                        f"on {device}: the kernel does not suit this device. Serve the "
+                        "checkpoint in bfloat16, and report this."
                     )
 
 

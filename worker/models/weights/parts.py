@@ -136,12 +136,12 @@ def _parts(
             scheme=scheme,
             others=others,
         )
-    elif stored.entry.dtype == FP8_WORD:
-        if not isinstance(scheme, Fp8Scheme):
+    elif stored.entry.dtype in (FP8_WORD, *INTEGER_WORDS):
+        if not isinstance(scheme, Fp8Scheme) or stored.entry.dtype != FP8_WORD:
             raise ConfigError(
-                f"{stored.path}: the tensor {stored.name!r} holds {FP8_WORD}, but config.json "
-                "says that it is not quantized. Use the weights and the configuration of one "
-                "model."
+                f"{stored.path}: the tensor {stored.name!r} holds {stored.entry.dtype}, but "
+                "config.json does not describe such numbers. Use the weights and the "
+                "configuration of one model."
             )
         scales = _found(found, stored, f"{key}_scale")
         yield Part(stored, target, Conversion.DEQUANTIZED, scales, scheme.block)

@@ -77,7 +77,8 @@ def load_checkpoint(model: CausalLM, files: Sequence[Path]) -> None:
 
 
 def _log_dequantized(parts: Sequence[Part]) -> None:
-    names = [part.stored.name for part in parts if part.conversion is Conversion.DEQUANTIZED]
+    kinds = (Conversion.DEQUANTIZED, Conversion.DEQUANTIZED_INTEGERS)
+    names = [part.stored.name for part in parts if part.conversion in kinds]
     if names:
         logger.info("%d weights are dequantized: %s", len(names), ", ".join(names[:_MAX_NAMES]))
 

@@ -16,11 +16,14 @@ from tests.unit.worker.quantization.integer_checkpoints import FORMS, Form, comp
 from trimaran.comm.errors import ConfigError
 from trimaran.kernels.integer_reference import dequantize, quantize_inputs
 from trimaran.worker.config.engine_folder import EngineFolder
+from trimaran.worker.config.schemes import IntegerScheme, Layout, Zeros
 from trimaran.worker.layers.linear import ParallelLinear
 from trimaran.worker.models.interfaces import StageRange
+from trimaran.worker.models.quantized_layers import finish_weights
 from trimaran.worker.models.registry import build_model
-from trimaran.worker.models.weights.weight_loader import load_checkpoint
+from trimaran.worker.models.weights.weight_loader import fill_random, load_checkpoint
 from trimaran.worker.parallel.tensor_parallel import ShardPosition
+from trimaran.worker.quantization.integer_formats import unpacked
 from trimaran.worker.quantization.integer_linear import IntegerLinearMethod
 
 CONFIG = models.llama_config(
@@ -153,6 +156,79 @@ def test_layers_that_a_checkpoint_leaves_out_keep_the_models_dtype(tmp_path):
                  if isinstance(each, ParallelLinear)}  # fmt: skip
         others = [path for path, name in names.items() if name != "int4"]
         assert others == ["layers.1.mlp.down_proj"]
+
+
+def _changed(folder, change):
+    """Rewrite the tensors of a folder."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def test_integers_of_a_layer_that_the_configuration_leaves_out_are_refused(tmp_path):
+    form = FORMS["plain-8-bits"]
+    folder = integer_checkpoints.make(tmp_path, form, CONFIG)
+    values = json.loads((folder / "config.json").read_text())
+    layer = "model.layers.1.mlp.down_proj"
+    values["quantization_config"] = {**form.config, "ignore": [layer, "lm_head"]}
+    (folder / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match=rf"{layer}.weight' holds I8, but config.json"):
+        loaded(folder)
+
+
+def test_stacked_matrices_whose_inputs_have_other_groups_are_refused(tmp_path):
+    folder = integer_checkpoints.make(tmp_path, FORMS["gptq-desc-act"], CONFIG)
+
+    def turn(tensors):
+        name = "model.layers.1.self_attn.k_proj.g_idx"
+        tensors[name] = tensors[name].flip(0).contiguous()
+
+    _changed(folder, turn)
+    with pytest.raises(ConfigError, match="put the same inputs into different groups"):
+        loaded(folder)
+
+
+def test_a_weight_with_more_inputs_than_the_configuration_implies_is_refused(tmp_path):
+    folder = integer_checkpoints.make(tmp_path, FORMS["plain-8-bits"], CONFIG)
+
+    def widen(tensors):
+        name = "model.layers.1.mlp.down_proj.weight"
+        tensors[name] = torch.nn.functional.pad(tensors[name], (0, 16))
+
+    _changed(folder, widen)
+    with pytest.raises(ConfigError, match=r"has shape \[72, 120\], but .* implies \[72, 104\]"):
+        loaded(folder)
+
+
+def test_a_zero_point_of_a_whole_packed_matrix_is_read():
+    scheme = IntegerScheme(bits=4, group_size=None, zeros=Zeros.POINT, layout=Layout.PACKED)
+    zeros = unpacked(scheme, "weight_zero", torch.tensor([-3], dtype=torch.int8))
+    assert zeros.equal(torch.tensor([[5]], dtype=torch.int16))
+
+
+def test_integers_count_as_weights_once_products_hold_them(tmp_path):
+    folder = integer_checkpoints.make(tmp_path, FORMS["packed"], CONFIG)
+    stored = loaded(folder).num_weight_bytes
+    for ops in OPS.values():
+        served = models.load_ours(folder, ops=ops(torch.float32)).num_weight_bytes
+        assert stored <= served < 1.2 * stored
+
+
+def test_the_warm_up_runs_a_layer_of_each_number_of_bits(tmp_path):
+    config = models.llama_config(num_hidden_layers=4)
+    folder = integer_checkpoints.make(tmp_path, FORMS["gptq"], config)
+    values = json.loads((folder / "config.json").read_text())
+    values["quantization_config"] |= {"dynamic": {r"+:.*layers\.2\.": {"bits": 8}}}
+    (folder / "config.json").write_text(json.dumps(values))
+    source = EngineFolder.load(folder)
+    stage = StageRange.of(4, 0, 1)
+    model = build_model(
+        source.config, stage, ShardPosition(), dtype=torch.float32, device=models.CPU
+    )
+    fill_random(model)
+    finish_weights(model)
+    with model.one_layer_per_shape():
+        assert [number for number, _ in model._stack] == [1, 2, 3]
 
 
 REFUSED = {

@@ -6,11 +6,13 @@ import pytest
 import torch
 
 from trimaran.comm.errors import ConfigError
+from trimaran.kernels import integer_reference
 from trimaran.kernels.build import load_library
 from trimaran.kernels.cpu.operators import CpuOps
 from trimaran.kernels.fp8_reference import quantize_weight
+from trimaran.kernels.integers import Groups, IntegerWeight
 from trimaran.kernels.quantized import BlockMap, Fp8Inputs, Fp8Weight
-from trimaran.worker.quantization.self_check import check_product
+from trimaran.worker.quantization.self_check import check_integer_product, check_product
 
 
 def weight_of(block):
@@ -39,11 +41,24 @@ def test_a_wrong_scale_of_the_last_outputs_is_found(block):
         check_product(product_of(wrong), weight, Fp8Inputs(), torch.bfloat16)
 
 
-def test_scales_that_are_no_numbers_are_found():
-    weight = weight_of(None)
-    weight.scales[3] = float("nan")
-    with pytest.raises(ConfigError, match="nan % off"):
-        check_product(product_of(weight), weight, Fp8Inputs(), torch.bfloat16)
+def test_scales_that_are_no_numbers_are_found_wherever_they_are():
+    generator = torch.Generator().manual_seed(1)
+    floats = torch.randn(400, 64, generator=generator)
+    # Neither among the first outputs nor among the last, which are compared.
+    floats[200, 5] = float("nan")
+    ops = CpuOps(load_library(), torch.bfloat16, 1)
+    fp8 = Fp8Weight(*quantize_weight(floats))
+    with pytest.raises(ConfigError, match=r"scales of FP8 weights \[400, 64\] are infinite"):
+        check_product(product_of(fp8), fp8, Fp8Inputs(), torch.bfloat16)
+    for bits, size in ((4, 32), (8, None)):
+        values, scales = integer_reference.quantize_weight(floats, bits, size)
+        weight = IntegerWeight(
+            integer_reference.pack(values, bits), scales, Groups(size or 64), bits
+        )
+        with pytest.raises(ConfigError, match=rf"scales of INT{bits} weights"):
+            check_integer_product(
+                ops.integer_product(weight), weight, torch.bfloat16, has_byte_inputs=False
+            )
 
 
 def test_a_rank_with_padding_alone_is_served():
