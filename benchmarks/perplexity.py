@@ -26,7 +26,9 @@ from trimaran.kernels.dispatch import select_ops
 from trimaran.worker.attention.backend import AttentionMetadata, ForwardContext
 from trimaran.worker.config.engine_folder import EngineFolder
 from trimaran.worker.models.interfaces import CausalLM, StageRange
+from trimaran.worker.models.quantized_layers import finish_weights
 from trimaran.worker.models.registry import build_model, dtype_by_name
+from trimaran.worker.models.weights.kv_scales import quantize_kv_cache
 from trimaran.worker.models.weights.weight_loader import load_shard
 from trimaran.worker.parallel.tensor_parallel import ShardPosition
 
@@ -42,7 +44,8 @@ def load(path: Path, num_threads: int) -> CausalLM:
     ops = select_ops(CPU, dtype, num_threads)
     model = build_model(folder.config, stage, ShardPosition(), dtype=dtype, device=CPU, ops=ops)
     load_shard(model, folder.shard_of(0))
-    model.process_weights_after_loading()
+    quantize_kv_cache(model, folder, "auto")
+    finish_weights(model)
     return model
 
 
