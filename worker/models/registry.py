@@ -191,10 +191,9 @@ def load_model(
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     log_methods(model)
+    num_bytes = model.num_weight_bytes
     logger.info(
-        "weights ready: %.2f GiB in %.1f s",
-        model.num_weight_bytes / 2**30,
-        time.monotonic() - start,
+        "weights ready: %.2f GiB in %.1f s", num_bytes / 2**30, time.monotonic() - start
     )
     return model
 
