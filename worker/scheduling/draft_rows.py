@@ -13,7 +13,13 @@ from trimaran.worker.kv_cache.manager import KVCacheManager
 from trimaran.worker.requests.request import Request, RequestStatus, Sequence
 from trimaran.worker.scheduling.step_plan import DraftRun, ScheduledStep, StepPlan
 from trimaran.worker.speculation.controller import AcceptanceRate, DraftController
-from trimaran.worker.speculation.drafters import Drafter, NgramDrafter, RequestDrafter
+from trimaran.worker.speculation.drafters import (
+    MAX_NEW,
+    Drafter,
+    IndexRoom,
+    NgramDrafter,
+    RequestDrafter,
+)
 
 _LEAST_FREE = 0.02
 """Share of the KV cache's blocks that must be free for drafts to take new blocks."""
@@ -118,7 +124,9 @@ class DraftRows:
         self._cache = cache
         self._most_rows = config.max_num_rows
         self.counts = DraftCounts()
-        self.make_drafter: Callable[[Request], Drafter] = lambda _: NgramDrafter()
+        self._index_room = IndexRoom()
+        self.make_drafter: Callable[[Request], Drafter]
+        self.make_drafter = lambda _: NgramDrafter(self._index_room)
         """The drafter of a request without draft tokens of its own."""
         self._controller = DraftController()
         self._rest, self._next_rest = 0, _LEAST_REST
@@ -133,6 +141,7 @@ class DraftRows:
 
     def begin(self) -> None:
         """The planning of a step begins."""
+        self._index_room.left = MAX_NEW
         if not self._num_in_flight:
             self._last_end = time.perf_counter()
 

@@ -18,8 +18,17 @@ _MAX_MATCH = 16
 _MAX_PLACES = 8
 """Earlier places that are compared, the latest first."""
 
-_MAX_NEW = 8192
-"""Ids that enter an index in one step: a long prompt takes some steps, and delays none."""
+MAX_NEW = 8192
+"""Ids that enter indices in one step: long prompts take some steps, and delay no step much."""
+
+
+class IndexRoom:
+    """The ids that may still enter indices in a step, those of all sequences together."""
+
+    __slots__ = ("left",)
+
+    def __init__(self) -> None:
+        self.left = MAX_NEW
 
 
 class Drafter(Protocol):
@@ -73,7 +82,9 @@ class NgramDrafter:
     is_asked = False
     is_spent = False
 
-    def __init__(self) -> None:
+    def __init__(self, room: IndexRoom) -> None:
+        """``room`` is filled up with each step; drafters of one engine share it."""
+        self._room = room
         self._last: dict[int, int] = {}
         """By pair of ids, the number of ids up to its latest place."""
         self._earlier = array("i", [0] * _MIN_MATCH)
@@ -100,7 +111,8 @@ class NgramDrafter:
     def _index(self, ids: array[int]) -> bool:
         """Enter new ids into the index; False while there are more than one step may enter."""
         start = len(self._earlier)
-        end = min(len(ids) + 1, start + _MAX_NEW)
+        end = min(len(ids) + 1, start + self._room.left)
+        self._room.left -= end - start
         if end - start > 1:
             wide = np.array(ids[start - 2 : end - 1], dtype=np.int64)
             pairs = (wide[:-1] << 32 | wide[1:]).tolist()

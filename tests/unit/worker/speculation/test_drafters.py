@@ -9,7 +9,12 @@ import pytest
 
 from trimaran.comm.messages.sampling_params import SamplingParams
 from trimaran.worker.requests.request import Request, Sequence
-from trimaran.worker.speculation.drafters import NgramDrafter, RequestDrafter
+from trimaran.worker.speculation.drafters import (
+    MAX_NEW,
+    IndexRoom,
+    NgramDrafter,
+    RequestDrafter,
+)
 
 
 def sequence_of(prompt, output=(), drafts=()):
@@ -34,23 +39,32 @@ CASES = {
 def test_ngram_drafts_are_what_followed(case):
     prompt, most, expected = CASES[case]
 
-    assert NgramDrafter().propose(sequence_of(prompt), most).tolist() == expected
+    found = NgramDrafter(IndexRoom()).propose(sequence_of(prompt), most)
+
+    assert found.tolist() == expected
 
 
 def test_an_index_that_grows_gives_the_drafts_of_a_new_one():
     rng = random.Random(4)
-    sequence, drafter = sequence_of([rng.randrange(6)]), NgramDrafter()
+    sequence, drafter = sequence_of([rng.randrange(6)]), NgramDrafter(IndexRoom())
     for _ in range(300):
         sequence.token_ids.extend(rng.randrange(6) for _ in range(rng.randrange(1, 4)))
-        assert drafter.propose(sequence, 4) == NgramDrafter().propose(sequence, 4)
+        new = NgramDrafter(IndexRoom())
+        assert drafter.propose(sequence, 4) == new.propose(sequence, 4)
 
 
-def test_a_long_prompt_enters_the_index_over_several_steps():
-    sequence, drafter = sequence_of([1, 2, 3] * 7000), NgramDrafter()
+def test_long_prompts_enter_indices_over_several_steps_that_all_sequences_share():
+    room = IndexRoom()
+    sequences = [sequence_of([1, 2, 3] * length) for length in (3000, 4000)]
+    drafters = [NgramDrafter(room) for _ in sequences]
+    found = []
+    for _ in range(3):
+        room.left = MAX_NEW
+        pairs = zip(sequences, drafters, strict=True)
+        found.append([drafter.propose(each, 3).tolist() for each, drafter in pairs])
 
-    found = [drafter.propose(sequence, 3).tolist() for _ in range(4)]
-
-    assert found == [[], [], [1, 2, 3], [1, 2, 3]]
+    drafts = [1, 2, 3]
+    assert found == [[[], []], [drafts, []], [drafts, drafts]]
 
 
 def test_drafts_of_a_request_follow_the_output_until_it_differs():
