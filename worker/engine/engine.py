@@ -283,6 +283,7 @@ class Engine:
     def step(self) -> StepResult:
         """Run one engine step on rank 0; returns the messages for front ends."""
         start = self.times.enter(Part.SCHEDULE)
+        self._stats.begin()
         result = StepResult()
         if self._guided:
             self._add_compiled(result)
@@ -372,6 +373,7 @@ class Engine:
         for part, own in step.parts(sampled):
             part.logits = own.logits
             emissions = self.scheduler.update_from_output(part, own.token_ids, own.beams)
+            self._stats.taken(part)
             self._fail_guided(result)
             details = StepDetails.of(part, own)
             self._emit(result, step.decision.step, emissions, details)

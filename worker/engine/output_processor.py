@@ -172,6 +172,16 @@ class EngineStats:
         self._process = psutil.Process()
         self._last: EngineStep | None = None
         self._num_active = 0
+        self._num_accepted = 0
+        """Draft tokens that became output by the results of this iteration."""
+
+    def begin(self) -> None:
+        """An iteration begins: results, and then the next step."""
+        self._num_accepted = 0
+
+    def taken(self, step: ScheduledStep) -> None:
+        """The result of a step was taken in."""
+        self._num_accepted += sum(run.num_accepted for run in step.drafts)
 
     def record(self, step: EngineStep) -> None:
         """Record a step that was just scheduled."""
@@ -202,6 +212,7 @@ class EngineStats:
         active = self._scheduler.num_active if last is None else self._num_active
         scheduled = 0 if last is None else last.num_scheduled
         context = 0 if last is None else last.num_context
+        generated = 0 if last is None else last.num_generation_tokens + self._num_accepted
         preempted = self._scheduler.preemptions
         return {
             "active_requests": active,
@@ -214,7 +225,7 @@ class EngineStats:
             "paused_sequences": preempted.num_sequences,
             "paused_tokens": preempted.num_tokens,
             "total_context_tokens": 0 if last is None else last.num_context_tokens,
-            "total_generation_tokens": 0 if last is None else last.num_generation_tokens,
+            "total_generation_tokens": generated,
         }
 
     def _of_cache(self) -> dict[str, float]:

@@ -267,7 +267,7 @@ class DraftRows:
         self, step: ScheduledStep, token_ids: List[int]
     ) -> Iterator[tuple[Sequence, int]]:
         """The sequences of a step with their new tokens, in order; several tokens of a
-        sequence follow each other."""
+        sequence follow each other. The reader takes in each token before the next one."""
         num_drafts = sum(len(run.token_ids) for run in step.drafts)
         first = step.drafts[0].first
         runs = {run.own: run for run in step.drafts}
@@ -282,26 +282,30 @@ class DraftRows:
         """The tokens of one sequence: those equal to its drafts, and the one behind them."""
         sequence, drafts = run.sequence, run.token_ids
         own = [token_ids[run.own], *token_ids[run.first : run.first + len(drafts)]]
+        if sequence.status is RequestStatus.FINISHED:
+            yield sequence, own[0]
+            return
         count = num_accepted(drafts, own)
-        if sequence.status is not RequestStatus.FINISHED:
-            self._count(sequence, count, len(drafts))
-            # Each new token takes one from the count of pending tokens.
-            sequence.num_pending += count
-            # A sequence that was preempted meanwhile has nothing computed.
-            if sequence.status is RequestStatus.RUNNING:
-                sequence.num_computed_tokens += count
-        else:
-            count = 0
+        # Each new token takes one from the count of pending tokens.
+        sequence.num_pending += count
+        # A sequence that was preempted meanwhile has nothing computed.
+        if sequence.status is RequestStatus.RUNNING:
+            sequence.num_computed_tokens += count
+        num_before = sequence.num_output_tokens
         for token_id in own[: count + 1]:
             yield sequence, token_id
+        # The reader has taken all tokens in: those behind an end did not become output.
+        run.num_accepted = min(count, sequence.num_output_tokens - num_before)
+        self._count(run, has_rejected=count < len(drafts))
 
-    def _count(self, sequence: Sequence, num_accepted: int, num_drafts: int) -> None:
-        sequence.drafts.rate.observe(num_accepted, has_rejected=num_accepted < num_drafts)
+    def _count(self, run: DraftRun, *, has_rejected: bool) -> None:
+        sequence, num_drafts = run.sequence, len(run.token_ids)
+        sequence.drafts.rate.observe(run.num_accepted, has_rejected=has_rejected)
         figures = sequence.figures
-        self.counts.add(num_drafts, num_accepted)
+        self.counts.add(num_drafts, run.num_accepted)
         if figures is not None:
             figures.num_draft_tokens += num_drafts
-            figures.num_accepted_draft_tokens += num_accepted
+            figures.num_accepted_draft_tokens += run.num_accepted
 
     def done(self, step: ScheduledStep) -> None:
         """The result of a step was taken in: learn its time."""

@@ -446,7 +446,7 @@ class Scheduler:
             pairs = self.draft_rows.verified(step, token_ids)
         if candidates:
             emitted = advance_groups(step, candidates, self.cache, self._finish)
-            pairs = [pair for pair in pairs if pair[0].beams is None]
+            pairs = (pair for pair in pairs if pair[0].beams is None)
         for sequence, token_id in pairs:
             sequence.num_pending -= 1
             if sequence.status is RequestStatus.FINISHED:

@@ -47,6 +47,9 @@ class DraftRun:
     first: int = 0
     """Index in ``sampled`` of the row that computes the first draft; others follow."""
 
+    num_accepted: int = 0
+    """Drafts that became output, once the step's result was taken in."""
+
 
 class ScheduledStep:
     """A decision, and the sequences in its rows."""
