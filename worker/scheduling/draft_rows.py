@@ -255,6 +255,10 @@ class DraftRows:
         blocks, cache = sequence.blocks, self._cache
         if num_tokens <= sequence.capacity:
             return
+        if cache.window.num_tokens and sequence.is_alone:
+            # The scheduler does this for sequences that outgrow their blocks: drafts take
+            # blocks before that.
+            cache.free_outside_window(blocks, sequence.num_computed_before)
         is_ample = cache.num_available > _LEAST_FREE * cache.num_blocks
         num_blocks = blocks.num_blocks
         if (is_ample or blocks.max_blocks) and cache.grow(blocks, num_tokens):
