@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
@@ -11,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from trimaran.comm.errors import EngineDeadError, RequestError
+from trimaran.comm.errors import EngineDeadError, ErrorKind, RequestError
 from trimaran.comm.messages.messages import FinishReason
+from trimaran.comm.messages.sampling_params import SamplingParams
 from trimaran.server.engines.live_request import TokenChunk
 from trimaran.server.inference.request import InferResponse, Tensor
 from trimaran.server.metrics.measured_model import MeasuredModel
@@ -20,8 +22,10 @@ from trimaran.server.models.graph_model import prefixed
 from trimaran.server.models.pending_requests import Arrivals
 from trimaran.server.models.sample_inputs import SampleInputs
 from trimaran.server.models.sampling_inputs import PERF_METRICS
-from trimaran.server.models.token_inputs import Drafts, max_draft_len
+from trimaran.server.models.sequence_outputs import LOGITS_DTYPES, logits_type
+from trimaran.server.models.token_inputs import Drafts, draft_limit, max_draft_len
 from trimaran.server.models.token_job import ChunkResponse, TokenJob
+from trimaran.server.models.transaction import check_logits
 
 NUM_DRAFT_TOKENS = "num_draft_tokens"
 _LENGTHS = ("min_length", "min_tokens")
@@ -53,7 +57,7 @@ class DraftRounds:
     """
 
     responses: AsyncIterator[InferResponse]
-    """One `ChunkResponse` a round."""
+    """`ChunkResponse`, one a round; several where the target model goes on alone."""
 
     def __init__(
         self,
@@ -66,9 +70,13 @@ class DraftRounds:
         """``arrivals`` are those of the target model.
 
         Raises:
-            RequestError: the target's engine verifies fewer draft tokens, or none.
+            RequestError: the target's engine verifies fewer draft tokens, or none, or the
+                answer cannot hold the logits that the request asks for.
         """
         self._target, self._draft, self._arrivals, self._job = target, draft, arrivals, job
+        limit = draft_limit(job.parameters)
+        if limit is not None:
+            num_draft_tokens = min(num_draft_tokens, limit)
         self._num_draft_tokens = num_draft_tokens
         facts = target.facts()
         most = max_draft_len(facts)
@@ -87,9 +95,23 @@ class DraftRounds:
         room = int(facts["max_seq_len"]) - self._num_prompt
         self._max_tokens = min(int(inputs.scalar("request_output_len") or 0), room)
         self._vocab_size = int(facts["vocab_size"])
+        if inputs.flag("return_generation_logits"):
+            # A round checks its own tokens alone.
+            self._check_logits(int(facts["max_seq_len"]))
         self._output: list[int] = []
         self._figures: dict[str, int] = {}
+        """Of the rounds that are over."""
         self._is_ended = False
+
+    def _check_logits(self, max_seq_len: int) -> None:
+        sampling = SamplingParams(
+            max_tokens=self._max_tokens,
+            return_generation_logits=True,
+            logits_dtype=LOGITS_DTYPES[logits_type(self._target.model.config)],
+        )
+        check_logits(
+            sampling, self._num_prompt, self._vocab_size, max_seq_len, is_streaming=False
+        )
 
     async def __aenter__(self) -> DraftRounds:
         self.responses = self._rounds()
@@ -110,32 +132,57 @@ class DraftRounds:
         """Nothing: each round counts as a request of its models."""
 
     async def _rounds(self) -> AsyncGenerator[InferResponse, None]:
-        while not self._is_ended:
-            with self._arrivals.expect(self._job.id) as arrival:
-                drafts = await self._drafted()
-            chunk = await self._verified(drafts, is_stopped=arrival.is_stopped)
-            self._output += chunk.token_ids
-            is_over = self._is_over(chunk)
-            if not is_over:
-                chunk = replace(chunk, finish_reason=FinishReason.NOT_FINISHED)
-            self._is_ended = is_over
-            yield ChunkResponse(
-                model_name=self._target.model.name,
-                model_version=self._target.model.version,
-                id=self._job.id,
-                is_final=is_over,
-                chunk=chunk,
-                end_sequence=partial(setattr, self, "_is_ended", True),
-            )
+        # All the time: a stop request may come while no engine has the request.
+        with self._arrivals.expect(self._job.id) as arrival:
+            arrival.is_stopped = self._job.is_stopped
+            while not self._is_ended:
+                drafts = None if arrival.is_stopped else await self._drafted()
+                job = self._verifying(drafts, is_stopped=arrival.is_stopped)
+                async with aclosing(self._round(job)) as answers:
+                    async for answer in answers:
+                        yield answer
+
+    async def _round(self, job: TokenJob) -> AsyncGenerator[InferResponse, None]:
+        """The target model's answer to one request, or its start if a reader ends that."""
+        async with self._target.model.measure(job) as measure:
+            async for response in measure.responses:
+                measure.response(response)
+                assert isinstance(response, ChunkResponse)
+                yield self._answer(response.chunk)
+                if self._is_ended:
+                    break
+
+    def _answer(self, chunk: TokenChunk) -> ChunkResponse:
+        """The response for ids of the target model; only the last one ends the sequence."""
+        self._output += chunk.token_ids
+        figures = chunk.extras.get("figures")
+        if figures is not None:
+            figures = self._sum(figures)
+            chunk = replace(chunk, extras={**chunk.extras, "figures": figures})
+            if chunk.is_last:
+                self._figures = figures
+        is_over = self._is_over(chunk)
+        if chunk.is_last and not is_over:
+            chunk = replace(chunk, finish_reason=FinishReason.NOT_FINISHED)
+        self._is_ended = is_over
+        return ChunkResponse(
+            model_name=self._target.model.name,
+            model_version=self._target.model.version,
+            id=self._job.id,
+            is_final=is_over,
+            chunk=chunk,
+            end_sequence=partial(setattr, self, "_is_ended", True),
+        )
 
     def _is_over(self, chunk: TokenChunk) -> bool:
         """Whether the sequence has ended, and not a round alone."""
         has_room = len(self._output) < self._max_tokens and bool(chunk.token_ids)
-        return chunk.finish_reason is not FinishReason.LENGTH or not has_room
+        is_full = chunk.finish_reason is not FinishReason.LENGTH or not has_room
+        return chunk.is_last and is_full
 
     async def _drafted(self) -> tuple[int, ...] | None:
         """Ids of the draft model that may follow the output; None if no more fit into that
-        model, or its engine is gone since an earlier round."""
+        model, or, since an earlier round, its engine is gone or too busy to answer."""
         facts, num_known = self._draft.facts(), self._num_prompt + len(self._output)
         room = int(facts["max_seq_len"]) - num_known
         if self._num_prompt > int(facts["max_input_len"]):
@@ -150,40 +197,37 @@ class DraftRounds:
         inputs["min_length"] = self._number("min_length", num_tokens)
         try:
             chunk = await self._one(self._draft.model, self._inner(inputs))
-        except EngineDeadError:
-            if not self._output:
-                raise
-            return None
         except RequestError as error:
+            # An error would lose the output so far.
+            if self._output and error.kind is ErrorKind.UNAVAILABLE:
+                return None
+            if isinstance(error, EngineDeadError):
+                raise
             raise prefixed(f"draft model '{self._draft.model.name}': ", error) from error
         ids = chunk.token_ids
         # The vocabularies of two models of a family may be padded differently.
         unknown = next((i for i, each in enumerate(ids) if each >= self._vocab_size), len(ids))
         return tuple(ids[:unknown])
 
-    async def _verified(
-        self, drafts: tuple[int, ...] | None, *, is_stopped: bool
-    ) -> TokenChunk:
-        """The ids of the target model in place of the drafts, and one more; without drafts all
-        further ids."""
+    def _verifying(self, drafts: tuple[int, ...] | None, *, is_stopped: bool) -> TokenJob:
+        """The request for the ids of the target model in place of the drafts, and one more;
+        without drafts for all further ids."""
         num_tokens = self._max_tokens
         if drafts is not None:
             num_tokens = min(num_tokens, len(self._output) + len(drafts) + 1)
         inputs = dict(self._job.inputs)
         inputs["request_output_len"] = self._number("request_output_len", num_tokens)
         job = self._inner(inputs)
-        job.is_stopped = is_stopped or self._job.is_stopped
+        job.model_name = self._target.model.name
+        job.is_stopped = is_stopped
         job.has_begun = bool(self._output)
+        # All further ids may be many behind a stop word that the text alone shows.
+        job.is_incremental = drafts is None and self._job.is_incremental
         if not self._output:
-            job.arrival_ns, job.timeout_us = self._job.arrival_ns, self._job.timeout_us
+            job.arrival_ns = self._job.arrival_ns
         if drafts:
             job.drafts = Drafts((*self._output, *drafts), ends_after=True)
-        chunk = await self._one(self._target.model, job)
-        figures = chunk.extras.get("figures")
-        if figures is None:
-            return chunk
-        self._add(figures)
-        return replace(chunk, extras={**chunk.extras, "figures": dict(self._figures)})
+        return job
 
     def _inner(self, inputs: dict[str, Tensor]) -> TokenJob:
         """A request that continues the output so far."""
@@ -194,7 +238,7 @@ class DraftRounds:
             outputs=(),
             arrival_ns=now,
             handed_ns=now,
-            timeout_us=0,
+            timeout_us=0 if self._output else self._job.timeout_us,
             started_ns=0,
             executed_batch=None,
             is_incremental=False,
@@ -217,12 +261,13 @@ class DraftRounds:
         shape = (1, 1) if self._target.model.is_batched else (1,)
         return Tensor(name, "INT32", np.full(shape, value, np.int32))
 
-    def _add(self, figures: Mapping[str, int]) -> None:
-        """Add a round's figures: sums of drafts, times from the first to the last round, and
-        the blocks of the last round."""
-        before, self._figures = self._figures, dict(figures)
+    def _sum(self, figures: Mapping[str, int]) -> dict[str, int]:
+        """A round's figures with those of earlier rounds: sums of drafts, times from the first
+        to the last round, and the blocks of the last round."""
+        before, sums = self._figures, dict(figures)
         for name in _SUMS:
-            self._figures[name] = before.get(name, 0) + figures.get(name, 0)
+            sums[name] = before.get(name, 0) + figures.get(name, 0)
         for name in _OF_FIRST:
             if name in before:
-                self._figures[name] = before[name]
+                sums[name] = before[name]
+        return sums

@@ -32,6 +32,7 @@ from trimaran.server.models.text_run import (
     TensorMaps,
     TextRun,
 )
+from trimaran.server.models.token_inputs import draft_limit
 from trimaran.server.models.token_job import TokenJob
 
 _JOB_NAMES = {"QUERY": "prompt", "STOP_WORDS_DICT": "stop"}
@@ -135,7 +136,7 @@ class TextPipeline:
         """The token model's answers, alone or with a draft model."""
         steps, asked = self._steps, SampleInputs(request.inputs, 0, self._options.is_batched)
         count = int(asked.scalar(NUM_DRAFT_TOKENS) or 0) if steps.draft is not None else 0
-        if steps.draft is None or count < 1:
+        if steps.draft is None or count < 1 or draft_limit(job.parameters) == 0:
             return steps.token.measure(job)
         target = TokenStep(steps.token, steps.facts)
         return DraftRounds(target, steps.draft, steps.arrivals, job, count)

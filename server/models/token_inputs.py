@@ -268,6 +268,21 @@ def max_draft_len(facts: Mapping[str, Any]) -> int:
     return int(facts.get(_MAX_DRAFT_LEN, 0))
 
 
+def draft_limit(parameters: Mapping[str, Any]) -> int | None:
+    """The draft tokens of a step that a request allows; None for the engine's limit.
+
+    Raises:
+        RequestError: the parameter is no whole number from 0.
+    """
+    most: int | None = parameters.get(MAX_DRAFT_TOKENS)
+    if most is not None and (type(most) is not int or most < 0):
+        raise RequestError(
+            f"parameter '{MAX_DRAFT_TOKENS}' is {most!r} but must be a whole number; 0 asks "
+            "for no drafts"
+        )
+    return most
+
+
 def read_drafts(
     inputs: SampleInputs, parameters: Mapping[str, Any], facts: Mapping[str, Any]
 ) -> Drafts:
@@ -276,14 +291,9 @@ def read_drafts(
     Raises:
         RequestError: names the value, the limit and the remedy.
     """
-    most = parameters.get(MAX_DRAFT_TOKENS)
+    most = draft_limit(parameters)
     if most is None and not inputs.has_any(_DRAFT_INPUTS):
         return NO_DRAFTS
-    if most is not None and (type(most) is not int or most < 0):
-        raise RequestError(
-            f"parameter '{MAX_DRAFT_TOKENS}' is {most!r} but must be a whole number; 0 asks "
-            "for no drafts"
-        )
     array = inputs.array(_IDS)
     _check_logits(inputs, 0 if array is None else array.size, facts)
     threshold = inputs.scalar(_THRESHOLD)

@@ -184,7 +184,8 @@ class TokenJob(InferRequest):
     """Those of the only sample, checked."""
 
     has_begun: bool = False
-    """Whether to wait for an engine that restarts: it has answered a part of the request."""
+    """Whether an engine has answered a part of the request: it waits for an engine that
+    restarts, and for its next token as long as that takes."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -229,6 +230,7 @@ class TokenStream:
             RequestError: the engine is down; no sequence is left running.
         """
         request = self._request
+        has_begun = isinstance(request, TokenJob) and request.has_begun
         try:
             for index, sample in enumerate(samples):
                 for sequence in range(num_sequences):
@@ -249,7 +251,7 @@ class TokenStream:
                         draft_acceptance_threshold=sample.drafts.acceptance_threshold,
                         max_draft_tokens=sample.drafts.max_draft_tokens,
                         ends_after_drafts=sample.drafts.ends_after,
-                        has_begun=isinstance(request, TokenJob) and request.has_begun,
+                        has_begun=has_begun,
                         priority=policy.priority(request),
                         streaming=is_incremental,
                         client_request_id=request.id,
@@ -264,7 +266,8 @@ class TokenStream:
         self._unfinished = dict(self._live)
         if self._is_cancelled:
             self.cancel()
-        timeout_s = policy.timeout_s(request)
+        # The limit is one of the first token, which an earlier part of the answer has brought.
+        timeout_s = 0.0 if has_begun else policy.timeout_s(request)
         if timeout_s:
             loop = asyncio.get_running_loop()
             self._timeout = loop.call_later(timeout_s, self._expire)

@@ -166,7 +166,9 @@ class TokenModel:
             stream.cancel()
         try:
             await add_digests([sample.adapter for sample in samples])
-            await self._gathering.join(len(samples))
+            if not (isinstance(request, TokenJob) and request.output_ids):
+                # A request that goes on with its output waited before its first token.
+                await self._gathering.join(len(samples))
             stream.start(samples, num_sequences, self._policy, is_incremental=is_incremental)
             while not stream.is_over:
                 if not stream.poll():

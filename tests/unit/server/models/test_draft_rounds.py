@@ -12,9 +12,12 @@ import pytest
 
 from tests.unit.server.models.conftest import FACTS, text_of
 from trimaran.comm.errors import RequestError
-from trimaran.comm.messages.messages import unpack_ids
+from trimaran.comm.messages.messages import FinishReason, unpack_ids
 from trimaran.server.direct.direct_text import DirectText
-from trimaran.server.inference.request import InferRequest
+from trimaran.server.inference.request import InferRequest, Tensor
+from trimaran.server.models.draft_rounds import DraftRounds, TokenStep
+from trimaran.server.models.text_models import native_pipeline
+from trimaran.server.models.token_job import TokenJob
 
 ANSWER = "Hello world and more, größer 東京 🙂🎉 and so on"
 _PLACEHOLDER = "${tensorrt_llm_draft_model_name}"
@@ -37,9 +40,10 @@ def verified(ids):
 
 
 @asynccontextmanager
-async def with_draft_model(serve, tmp_path, **frontend):
-    """The five models, and a copy of the token model whose name is draft."""
-    async with serve():
+async def with_draft_model(serve, tmp_path, fill=(), **frontend):
+    """The five models with these template values, and a copy of the token model whose name is
+    draft."""
+    async with serve(**dict(fill)):
         pass
     root = tmp_path / "with_draft"
     shutil.move(tmp_path / "models", root)
@@ -53,9 +57,9 @@ async def with_draft_model(serve, tmp_path, **frontend):
 
 
 @asynccontextmanager
-async def two_models(serve, tmp_path, is_wrong=lambda place: False, draft_facts=()):
+async def two_models(serve, tmp_path, is_wrong=lambda place: False, draft_facts=(), fill=()):
     """A target model and a draft model, whose ids are wrong at these places of the output."""
-    async with with_draft_model(serve, tmp_path) as served:
+    async with with_draft_model(serve, tmp_path, fill) as served:
         ids = served.tokenizer.encode_now(ANSWER, False)
         wrong = [(each + 1) % 600 if is_wrong(i) else each for i, each in enumerate(ids)]
 
@@ -182,6 +186,72 @@ async def test_a_stop_request_ends_the_rounds_while_the_draft_model_runs(serve, 
     assert len(target.submits) <= 1
 
 
+async def test_a_stop_request_between_two_rounds_ends_them(serve, tmp_path):
+    async with two_models(serve, tmp_path) as (served, _, _):
+        steps = native_pipeline(served.models["tensorrt_llm_bls"]).steps
+        ids = {"input_ids": [[5]], "input_lengths": [[1]], "request_output_len": [[60]]}
+        inputs = {name: Tensor(name, "INT32", np.array(v, np.int32)) for name, v in ids.items()}
+        job = TokenJob(model_name="tensorrt_llm", id="7", inputs=inputs)
+        target = TokenStep(steps.token, steps.facts)
+        async with DraftRounds(target, steps.draft, steps.arrivals, job, 3) as rounds:
+            first = await anext(rounds.responses)
+            stop = {"text_input": "", "max_tokens": 1, "stop": True}
+            await served.infer("tensorrt_llm_bls", id="7", **stop)
+            (last,) = [each async for each in rounds.responses]
+
+    assert len(first.chunk.token_ids) == 4
+    assert (last.chunk.token_ids, last.chunk.finish_reason) == ([], FinishReason.CANCELLED)
+
+
+async def test_queue_timeouts_end_no_request_that_has_output(serve, tmp_path):
+    fill = {"max_queue_size": "0 default_timeout_microseconds: 500000"}
+    async with two_models(serve, tmp_path, fill=fill) as (served, target, draft):
+        (plain,) = await served.texts("tensorrt_llm_bls", **REQUEST)
+        draft.submits.clear()
+        target.submits.clear()
+        running = await _at_second_draft(served, draft)
+        target.gate.clear()
+        # The drafts of the second round do not come in time: the target goes on alone.
+        await draft.until(lambda: draft.cancelled)
+        await target.until(lambda: len(target.submits) == 2)
+        await asyncio.sleep(0.7)
+        target.gate.set()
+        (text,) = await running
+
+    assert text == plain
+    assert not target.submits[1].draft_token_ids
+
+
+@pytest.mark.parametrize("limit", [0, 2])
+async def test_a_limit_of_draft_tokens_holds_in_rounds(serve, tmp_path, limit):
+    async with two_models(serve, tmp_path) as (served, target, draft):
+        (plain,) = await served.texts("tensorrt_llm_bls", **REQUEST)
+        target.submits.clear()
+        asked = {**REQUEST, "num_draft_tokens": 5, "parameters": {"max_draft_tokens": limit}}
+        (text,) = await served.texts("tensorrt_llm_bls", **asked)
+
+    assert text == plain
+    num_drafts = {max(0, ids - known) for known, _, ids in lengths(target)}
+    assert max(num_drafts) == limit
+    assert bool(draft.submits) == bool(limit)
+
+
+async def test_logits_that_no_answer_holds_are_refused_before_the_first_round(serve, tmp_path):
+    facts = {**FACTS, "max_seq_len": 1 << 21}
+    async with with_draft_model(serve, tmp_path) as served:
+        engines = [
+            await served.dial(served.answer(ANSWER), facts=facts, **fields)
+            for fields in ({}, {"model": "draft", "group": "d0"})
+        ]
+        asked = {**REQUEST, "max_tokens": 1 << 20, "return_generation_logits": True}
+        for num_draft_tokens in (0, 5):
+            with pytest.raises(RequestError, match="but an answer holds"):
+                await served.infer(
+                    "tensorrt_llm_bls", **asked, num_draft_tokens=num_draft_tokens
+                )
+    assert not any(engine.submits for engine in engines)
+
+
 async def test_rounds_go_on_where_an_engine_died(serve, tmp_path):
     async with two_models(serve, tmp_path, lambda i: i % 4 == 3) as (served, target, draft):
         (plain,) = await served.texts("tensorrt_llm_bls", **REQUEST)
@@ -279,6 +349,34 @@ async def test_rounds_end_where_the_draft_model_has_no_more_room(serve, tmp_path
     assert draft.submits
     assert all(num_prompt + s.sampling["max_tokens"] <= 12 for s in draft.submits)
     assert not target.submits[-1].draft_token_ids
+
+
+async def test_a_stop_word_in_the_text_ends_a_target_that_goes_on_alone(serve, tmp_path):
+    async with two_models(serve, tmp_path, draft_facts={"max_seq_len": 2}) as (
+        served,
+        target,
+        draft,
+    ):
+        asked = {**REQUEST, "stop_words": ["and"], "return_perf_metrics": True}
+        (plain,) = await served.texts("tensorrt_llm_bls", **asked)
+        target.extras = lambda ids: {"figures": {"total_draft_tokens": 2}}
+        target.gate.clear()
+        running = asyncio.ensure_future(
+            served.infer("tensorrt_llm_bls", **asked, num_draft_tokens=3)
+        )
+        await target.until(lambda: target.num_live)
+        num_steps = 0
+        while not running.done():
+            target.step()
+            num_steps += 1
+            await served.processed(target)
+        (response,) = await running
+        num_ids = len(served.tokenizer.encode_now(ANSWER, False))
+
+    assert text_of(response) == plain
+    assert told(response)["total_draft_tokens"] == [[2]]
+    assert num_steps < num_ids
+    assert draft.submits == []
 
 
 async def test_drafts_outside_the_targets_vocabulary_are_left_out(serve, tmp_path):

@@ -9,6 +9,7 @@ import pytest
 from google.protobuf import text_format
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
+from tests.unit.server.models.test_draft_rounds import two_models
 from trimaran.comm.errors import ErrorKind, RequestError
 from trimaran.server.inference.queue_policy import QueuePolicy
 from trimaran.server.inference.request import InferRequest, Tensor
@@ -125,6 +126,21 @@ async def test_a_batch_is_sent_when_the_queue_delay_has_passed(serve):
         engine = await served.dial(served.answer("a b c"))
         assert len(await asyncio.gather(*(served.texts(**SHORT) for _ in range(2)))) == 2
         assert len(engine.submits) == 2
+
+
+async def test_the_queue_delay_applies_to_the_first_of_a_requests_rounds_alone(serve, tmp_path):
+    async with two_models(serve, tmp_path, fill=HOUR) as (served, target, draft):
+        asked = {"text_input": "A house", "num_draft_tokens": 2}
+        # The first rounds of four requests are a batch; one request ends with its first round.
+        texts = await asyncio.gather(
+            *(
+                served.texts("tensorrt_llm_bls", **asked, max_tokens=count)
+                for count in (3, 9, 9, 9)
+            )
+        )
+
+    assert [len(submits) for submits in (target.submits, draft.submits)] == [10, 10]
+    assert texts[1:] == texts[1:2] * 3
 
 
 async def test_a_request_stopped_within_the_queue_delay_ends_without_a_token(serve):
