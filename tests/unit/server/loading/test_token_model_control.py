@@ -169,7 +169,7 @@ def test_without_free_devices_the_old_version_finishes_first(frontend):
     assert running.text() == whole
     loading.join()
     assert results == [(200, None)]
-    assert frontend.stopped == ["tensorrt_llm"]
+    frontend.wait_until(lambda: frontend.stopped == ["tensorrt_llm"])
     assert [group for group, _ in frontend.started] == ["tensorrt_llm", "tensorrt_llm@3"]
     assert frontend.generate()[0] == 200
 
@@ -236,7 +236,7 @@ def test_unload_dependents_unloads_the_steps(frontend):
     assert frontend.load("ensemble")[0] == 200
     assert frontend.unload("ensemble", unload_dependents=True)[0] == 200
     frontend.wait_until(lambda: set(states(frontend).values()) == {"UNAVAILABLE"})
-    assert frontend.stopped == ["tensorrt_llm"]
+    frontend.wait_until(lambda: frontend.stopped == ["tensorrt_llm"])
 
 
 def test_unload_dependents_unloads_the_steps_of_an_ensemble_that_waits_for_a_step(frontend):
@@ -244,7 +244,7 @@ def test_unload_dependents_unloads_the_steps_of_an_ensemble_that_waits_for_a_ste
     frontend.wait_until(lambda: frontend.index()["ensemble"] == ("UNAVAILABLE", "unloaded"))
     assert frontend.unload("ensemble", unload_dependents=True)[0] == 200
     frontend.wait_until(lambda: set(states(frontend).values()) == {"UNAVAILABLE"})
-    assert frontend.stopped == ["tensorrt_llm"]
+    frontend.wait_until(lambda: frontend.stopped == ["tensorrt_llm"])
 
 
 def test_unload_dependents_unloads_the_steps_of_an_ensemble_in_loading(start):
@@ -256,7 +256,8 @@ def test_unload_dependents_unloads_the_steps_of_an_ensemble_in_loading(start):
     loading.join()
     assert "unloaded while it was being loaded" in results[0][1]["error"]
     frontend.wait_until(lambda: {r for _, r in frontend.index().values() if r} == {"unloaded"})
-    assert frontend.stopped == ["tensorrt_llm"]
+    # The cancelled load of the step stops the step's workers when that load ends.
+    frontend.wait_until(lambda: frontend.stopped == ["tensorrt_llm"])
     assert frontend.is_ready()
 
 
@@ -378,7 +379,7 @@ def test_a_group_in_start_ends_with_its_cancelled_load(start):
 
     loading.join()
     assert "unloaded while it was being loaded" in results[0][1]["error"]
-    assert frontend.stopped == ["tensorrt_llm"]
+    frontend.wait_until(lambda: frontend.stopped == ["tensorrt_llm"])
     assert frontend.load("ensemble")[0] == 200
     assert frontend.generate()[0] == 200
 
