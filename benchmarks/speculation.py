@@ -20,8 +20,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
-import platform
 import random
 import statistics
 import time
@@ -31,10 +29,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from trimaran.bench.limits.shapes import SHAPES, shape_config
 from trimaran.bench.offline.engine_run import random_checkpoint
-from trimaran.bench.results.machine import cpu_model
+from trimaran.bench.results.results import environment
 from trimaran.comm.collectives.tensor_group import SingleRankGroup
 from trimaran.comm.control.control_plane import LocalControlPlane
 from trimaran.comm.messages.messages import StepOutput, Submit, pack_ids
@@ -238,24 +237,14 @@ def report(args: argparse.Namespace, count: int, found: Any) -> None:
         "ratio": round(speed / plain_speed, 3),
         "outputs_that_differ": differ,
         "deterministic": args.deterministic,
-        "device": device_name(args.device),
-        "load_average": round(os.getloadavg()[0], 1),
     }
     if args.drafter == "oracle":
         line |= {"acceptance": args.acceptance, "draft_us": args.draft_us}
+    line |= environment(torch.device(args.device), None)
     print(json.dumps(line), flush=True)
     if args.output:
         with Path(args.output).open("a", encoding="utf-8") as results:
             results.write(json.dumps(line) + "\n")
-
-
-def device_name(device: str) -> str:
-    """The card, or the processor."""
-    if device == "cpu":
-        return cpu_model() or platform.machine()
-    import torch
-
-    return torch.cuda.get_device_name()
 
 
 def arguments() -> argparse.Namespace:

@@ -53,13 +53,6 @@ def stream_tile(rows: int, outputs: int, inner: int, *, has_blocks: bool = False
     return Tile(max(16, padded_size(rows)), columns, 128, parts, 4, 6)
 
 
-def wide_tile(rows: int) -> Tile:
-    """A larger cut of many rows, which benchmarks time beside `FIXED_TILE`."""
-    if rows <= 64:
-        return FIXED_TILE
-    return Tile(128, 128, 128, warps=8, stages=4)
-
-
 FIXED_TILE = Tile(64, 128, 128, warps=4, stages=4)
 """The cut of a product of many rows, and whatever their number for results that do not depend
 on it. On an H200 tiles of 128 rows take 5 to 30 % longer."""

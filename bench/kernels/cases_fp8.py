@@ -18,7 +18,6 @@ from trimaran.kernels.fp8_products import (
     can_use_library,
     multiply_by_library,
     stream_tile,
-    wide_tile,
 )
 from trimaran.kernels.quantized import FP8, BlockMap, Fp8Experts, Fp8Inputs, Fp8Weight
 from trimaran.kernels.triton.fp8_gemm import (
@@ -36,7 +35,7 @@ _Set = tuple[Tensor, Inputs, TritonFp8Product, Fp8Weight]
 _Experts = tuple[Tensor, Tensor, Tensor, Fp8Experts, Fp8Experts]
 
 _OTHER_TILES = (
-    Tile(64, 128, 128, warps=4, stages=4), Tile(64, 128, 128, warps=4, stages=3),
+    Tile(64, 128, 128, warps=4, stages=3), Tile(128, 128, 128, warps=8, stages=4),
     Tile(128, 64, 128, warps=4, stages=4), Tile(128, 128, 128, warps=8, stages=3),
     Tile(64, 64, 128, warps=4, stages=4),
 )  # fmt: skip
@@ -160,8 +159,6 @@ def _kernels(
     if rows <= MAX_STREAM_ROWS:
         tile = stream_tile(rows, outputs, inner)
         found["stream"] = lambda each: multiply_stream(each[1], each[3], None, dtype, tile)
-    wide = wide_tile(rows)
-    found["tiles"] = lambda each: multiply_tiles(each[1], each[3], None, dtype, wide)
     if example.blocks is not None and rows >= _MANY_ROWS:
         for other in _OTHER_TILES:
             name = f"{other.rows}x{other.columns} {other.warps} warps {other.stages} stages"

@@ -15,7 +15,6 @@ from trimaran.kernels.fp8_products import (
     can_use_library,
     multiply_by_library,
     stream_tile,
-    wide_tile,
 )
 from trimaran.kernels.quantized import FP8, BlockMap, Fp8Inputs, Fp8Weight
 from trimaran.kernels.triton.fp8_gemm import Inputs, Tile, multiply_stream, multiply_tiles
@@ -120,7 +119,7 @@ def test_products_of_many_rows_are_those_of_the_torch_twin(rows, outputs, inner,
     weight, x = weight_of(outputs, inner, block, first), drawn(rows, inner)
     product = TritonFp8Product(weight, Fp8Inputs(), is_fixed=False)
     quantized, expected = product.quantize(x), expected_of(x, weight, Fp8Inputs())
-    for tile in (wide_tile(rows), FIXED_TILE, Tile(16, 64, 128)):
+    for tile in (Tile(128, 128, 128, warps=8), FIXED_TILE, Tile(16, 64, 128)):
         found = multiply_tiles(quantized, weight, None, x.dtype, tile)
         assert error(found, expected) < TOLERANCE, tile
     assert error(product(x), expected) < TOLERANCE

@@ -75,8 +75,8 @@ class RequestDrafter:
 class NgramDrafter:
     """Prompt lookup: the ids that followed the longest match of a sequence's last ids.
 
-    An index finds earlier places of the last two ids in constant time. Of the latest places the
-    one with the longest match counts, as in LZ77. Prompt lookup decoding is by Saxena (2023).
+    An index finds earlier places of the last two ids in constant time. The longest match among
+    the latest places counts, as in LZ77. Prompt lookup decoding is by Saxena (2023).
     """
 
     is_asked = False

@@ -31,7 +31,7 @@ def test_drafts_without_room_in_a_step_wait_for_the_next_one(
 
     counts = driver.engine.scheduler.draft_counts
     assert driver.output(request) == plain
-    # Of the ids that are no drafts of a step, one follows the drafts or the prompt before it.
+    # Each step adds one id of the model's own behind the accepted drafts, or behind the prompt.
     assert (counts.num_tokens, counts.num_accepted) == (num_drafts, num_drafts)
 
 
