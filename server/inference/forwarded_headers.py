@@ -7,10 +7,11 @@ from collections.abc import Iterable
 from functools import lru_cache
 
 from trimaran.comm.errors import ConfigError, RequestError
+from trimaran.server.inference.linear_pattern import LinearPattern
 from trimaran.server.inference.request import InferRequest
 
 MAX_NAME = 256
-"""A longer name matches no pattern: the time of a match may grow with the name."""
+"""A longer name matches no pattern: the time of a match grows with the name."""
 
 _NUM_KEPT = 1024
 _KEEPS_CASE = "(?-i)"
@@ -21,7 +22,7 @@ _RESERVED = frozenset((
 _RESERVED_PREFIX = "triton_"
 
 
-def compiled(flag: str, pattern: str) -> re.Pattern[str]:
+def compiled(flag: str, pattern: str) -> LinearPattern:
     """A pattern as Triton reads it: without regard to case, unless it starts with ``(?-i)``.
 
     Raises:
@@ -29,10 +30,11 @@ def compiled(flag: str, pattern: str) -> re.Pattern[str]:
     """
     flags = 0 if pattern.startswith(_KEEPS_CASE) else re.IGNORECASE
     try:
-        return re.compile(pattern.removeprefix(_KEEPS_CASE), flags)
-    except (re.error, RecursionError, OverflowError) as error:
+        return LinearPattern(pattern.removeprefix(_KEEPS_CASE), flags)
+    except ValueError as error:
         raise ConfigError(
-            f"{flag} is {pattern!r}, which is no regular expression: {error}. Correct it."
+            f"{flag} is {pattern!r}, which is no regular expression for names of headers: "
+            f"{error}. Correct it."
         ) from None
 
 
@@ -72,7 +74,7 @@ class HeaderForwarding:
 
     def _is_match(self, name: str) -> bool:
         assert self._pattern is not None
-        return self._pattern.search(name) is not None
+        return self._pattern.search(name)
 
 
 def _text(raw: str | bytes) -> str:

@@ -34,14 +34,22 @@ def test_reserved_names_are_refused_where_they_match():
     assert forwarded("^x-", (b"timeout", b"1")) == {"own": "1"}
 
 
-def test_a_long_name_costs_no_match():
-    name = "x" * (MAX_NAME + 1)
-    assert forwarded("(x+x+)+y", (name, "1")) == {"own": "1"}
+def test_a_long_name_matches_nothing():
+    longest = "x" * MAX_NAME
+    assert forwarded("x", (longest, "1"), (longest + "x", "1")) == {"own": "1", longest: "1"}
+
+
+def test_no_name_holds_up_the_event_loop_whatever_the_pattern_is():
+    """A backtracking match would not end."""
+    names = [("x" * (MAX_NAME - 4) + str(number), "1") for number in range(100, 164)]
+    assert forwarded("(x+x+)+y", *names) == {"own": "1"}
 
 
 def test_a_pattern_that_is_none_is_the_operators_error():
     with pytest.raises(ConfigError, match=r"--flag is '\(', which is no regular expression"):
         HeaderForwarding("--flag", "(")
+    with pytest.raises(ConfigError, match="write it without lookaround"):
+        HeaderForwarding("--flag", "x-(?=tenant)")
 
 
 def test_both_wires_refuse_a_forwarded_reserved_name():
