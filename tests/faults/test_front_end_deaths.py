@@ -5,12 +5,14 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import signal
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from chaos_server import ChaosServer, Member
 from models import Model, build_repository
@@ -24,6 +26,9 @@ FLAGS = (
     "--stall-timeout", str(STALL_TIMEOUT_S),
 )  # fmt: skip
 NUM_TOKENS = 1000
+NUM_SEQUENCES = 128
+"""Two full batches: the engine takes far longer than `FREED_S` for all their tokens."""
+FREED_S = 5.0
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -51,11 +56,16 @@ def second(server: ChaosServer) -> Member:
 
 def is_up(server: ChaosServer) -> bool:
     """Whether both front ends live and serve."""
+    living = {member.group: member.pid for member in server.find("front end")}
+    # Read after the processes: the lines of a process that is found may still be to come, and a
+    # front end that was killed before it served has one line alone.
     log = server.log()
-    living = {member.group for member in server.find("front end")}
-    return living == {":frontend", ":frontend-1"} and all(
-        log.count(f"{name}: started pid") == log.count(f"{name}: ready")
-        for name in ("front end", "front end 1")
+    return set(living) == {":frontend", ":frontend-1"} and all(
+        re.search(rf"\b{name}: started pid {pid}\n(?s:.)*\b{name}: ready\n", log)
+        for name, pid in (
+            ("front end", living[":frontend"]),
+            ("front end 1", living[":frontend-1"]),
+        )
     )
 
 
@@ -66,43 +76,65 @@ def stall(server: ChaosServer, member: Member, how: str, seconds: float) -> None
 
 
 class Stream(threading.Thread):
-    """A stream of tokens, read to its end, and its front end."""
+    """Streams of tokens at one front end, one after the other over one connection, each read to
+    its end, until `finish` or a failure."""
 
-    def __init__(self, server: ChaosServer) -> None:
+    def __init__(self, connection: http.client.HTTPConnection, num_sequences: int = 1) -> None:
         super().__init__(daemon=True)
-        self._connection = http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=60)
-        self._connection.connect()
+        self._num_sequences = num_sequences
+        self._connection = connection
+        self._is_over = threading.Event()
+        self.times: list[float] = []
+        """Of each event."""
+        self.num_tokens: list[int] = []
+        """Of each stream."""
+        self.error = ""
+        self._first = self._ask()
+        self.start()
+
+    def _ask(self) -> http.client.HTTPResponse:
         body = {
             "input_ids": [5, 6, 7], "input_lengths": 3, "request_output_len": NUM_TOKENS,
             "end_id": -1, "streaming": True, "exclude_input_in_output": True,
+            "num_return_sequences": self._num_sequences,
         }  # fmt: skip
         self._connection.request("POST", "/v2/models/base/generate_stream", json.dumps(body))
-        self.answer = self._connection.getresponse()
-        assert self.answer.status == 200
-        own = self._connection.sock.getsockname()
-        self.pid = next(
-            member.pid
-            for member in server.find("front end")
-            if any(each.raddr == own for each in member.process.net_connections("tcp"))
-        )
-        self.times: list[float] = []
-        self.num_tokens = 0
-        self.error = ""
-        self.start()
+        answer = self._connection.getresponse()
+        assert answer.status == 200
+        return answer
 
     def run(self) -> None:
-        """Note when each event came, and count its tokens."""
+        """Note when each event came, and count the tokens of each stream."""
+        answer = self._first
         try:
-            for line in self.answer:
-                if line.startswith(b"data: "):
-                    self.times.append(time.monotonic())
-                    ids = json.loads(line[6:])["output_ids"]
-                    self.num_tokens += len(ids) if isinstance(ids, list) else 1
-        except (OSError, http.client.HTTPException) as error:
+            while True:
+                self._read(answer)
+                if self._is_over.is_set():
+                    return
+                answer = self._ask()
+        except (OSError, http.client.HTTPException, ValueError) as error:
             self.error = f"{type(error).__name__}: {error}"
         finally:
-            self.answer.close()
+            answer.close()
             self._connection.close()
+
+    def _read(self, answer: http.client.HTTPResponse) -> None:
+        self.num_tokens.append(0)
+        for line in answer:
+            if line.startswith(b"data: "):
+                self.times.append(time.monotonic())
+                ids = json.loads(line[6:])["output_ids"]
+                self.num_tokens[-1] += len(ids) if isinstance(ids, list) else 1
+
+    def finish(self) -> None:
+        """Wait for the end of the stream that runs."""
+        self._is_over.set()
+        self.join(60)
+
+    def check(self) -> None:
+        """Each stream was whole."""
+        assert self.error == ""
+        assert set(self.num_tokens) == {NUM_TOKENS * self._num_sequences}
 
     @property
     def longest_gap_s(self) -> float:
@@ -111,18 +143,23 @@ class Stream(threading.Thread):
         return max(later - earlier for earlier, later in pairs)
 
 
-def streams_at(server: ChaosServer, pid: int) -> tuple[Stream, Stream]:
-    """A stream at that front end, and a stream at the other front end."""
-    here = there = None
+def stream_at(server: ChaosServer, pid: int, num_sequences: int = 1) -> Stream:
+    """A stream at that front end."""
+    process = psutil.Process(pid)
     for _ in range(100):
-        stream = Stream(server)
-        if stream.pid == pid:
-            here = here or stream
-        else:
-            there = there or stream
-        if here and there:
-            return here, there
-    raise AssertionError("all connections came to the same front end")
+        connection = http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=60)
+        connection.request("GET", "/v2/health/live")
+        connection.getresponse().read()
+        own = connection.sock.getsockname()
+        if any(each.raddr == own for each in process.net_connections("tcp")):
+            return Stream(connection, num_sequences)
+        connection.close()
+    raise AssertionError("all connections came to the other front end")
+
+
+def other(server: ChaosServer, member: Member) -> int:
+    """The pid of the other front end."""
+    return next(each.pid for each in server.find("front end") if each.pid != member.pid)
 
 
 def active_requests(server: ChaosServer) -> float:
@@ -136,16 +173,17 @@ def active_requests(server: ChaosServer) -> float:
 def test_a_short_stall_is_in_the_log_with_its_stacks_and_kills_nothing(
     server, second, how, function
 ):
-    here, there = streams_at(server, second.pid)
+    here = stream_at(server, second.pid)
+    there = stream_at(server, other(server, second))
     told = server.log().count(function)
 
     stall(server, second, how, 3.5)
 
     server.wait_log(function, told + 1)
-    here.join(60)
-    there.join(60)
-    assert (here.error, there.error) == ("", "")
-    assert here.num_tokens == there.num_tokens == NUM_TOKENS
+    here.finish()
+    there.finish()
+    here.check()
+    there.check()
     assert there.longest_gap_s < 1.5 < here.longest_gap_s
     assert second.process.is_running()
 
@@ -169,22 +207,24 @@ def test_a_computing_front_end_has_a_longer_timeout_than_an_idle_front_end(serve
 
 
 def test_streams_of_a_dead_front_end_end_and_are_freed_in_the_engine(server, second):
-    here, there = streams_at(server, second.pid)
+    there = stream_at(server, other(server, second))
+    here = stream_at(server, second.pid, NUM_SEQUENCES)
     wait_until(lambda: len(here.times) > 5 and len(there.times) > 5, "tokens on both")
-    before = active_requests(server)
+    server.wait_until(
+        lambda: active_requests(server) >= NUM_SEQUENCES, "all sequences in the engine"
+    )
 
     second.process.kill()
 
     here.join(10)
     assert not here.is_alive(), "the client of a dead front end got no closed connection"
     server.wait_until(
-        lambda: active_requests(server) < before or not there.is_alive(),
+        lambda: active_requests(server) < NUM_SEQUENCES,
         "requests of the dead front end dropped",
-        timeout_s=5,
+        timeout_s=FREED_S,
     )
-    assert there.is_alive()
-    there.join(60)
-    assert there.num_tokens == NUM_TOKENS
+    there.finish()
+    there.check()
     server.wait_until(lambda: is_up(server), "a new front end")
 
 
