@@ -156,6 +156,11 @@ class ModelEngines:
         """Whether a group is up."""
         return bool(self._up())
 
+    @property
+    def unread_logits(self) -> UnreadLogits:
+        """Those of all models' answers."""
+        return self._owner.unread_logits
+
     def facts(self) -> dict[str, Any]:
         """The facts of the engine, of its last incarnation.
 

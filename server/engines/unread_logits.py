@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from trimaran.comm.errors import ErrorKind, RequestError
@@ -97,6 +98,37 @@ class UnreadLogits:
             self.num_whole_bytes -= held.pop(sequence)
             if not held:
                 del self._wholes[answer]
+
+
+class GatheredLogits:
+    """The logits of one answer that come in parts and are kept until the answer is whole. They
+    count among those of whole answers."""
+
+    def __init__(self, unread: UnreadLogits, drop: Callable[[], None]) -> None:
+        """``drop`` forgets what is kept."""
+        self._unread = unread
+        self._drop = drop
+        self._error: RequestError | None = None
+
+    def hold(self, extras: dict[str, Any]) -> None:
+        """Keep the logits of one more part.
+
+        Raises:
+            RequestError: the answer is ended, because several hold too much.
+        """
+        if num_bytes := logits_bytes(extras):
+            self._unread.hold_whole(self, self, num_bytes)
+        if self._error is not None:
+            raise self._error
+
+    def cut_off(self, error: RequestError) -> None:
+        """End the answer at its next part, and drop what is kept now."""
+        self._error = error
+        self._drop()
+
+    def release(self) -> None:
+        """Nothing is kept any more."""
+        self._unread.release(self, self)
 
 
 def logits_bytes(extras: dict[str, Any]) -> int:

@@ -424,6 +424,7 @@ def _wired(name: str, names: Mapping[Role, str], steps: Mapping[str, Step]) -> S
         arrivals=token.arrivals,
         max_input_len=partial(getattr, token, "max_input_len"),
         facts=token.facts,
+        unread_logits=token.unread_logits,
         adapter_folder=token.adapter_folder,
         skip_special_tokens=post.skip_special_tokens,
         excludes_input=token.excludes_input,

@@ -112,7 +112,7 @@ class TextPipeline:
                         yield nothing
                 return
             job, run = await self._prepare(request)
-            async with self._tokens(request, job) as token:
+            async with self._tokens(request, job) as token, aclosing(run):
                 async for response in token.responses:
                     token.response(response)
                     try:

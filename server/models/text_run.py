@@ -13,6 +13,7 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 from trimaran.comm.errors import RequestError
 from trimaran.comm.messages.messages import FinishReason
 from trimaran.server.engines.live_request import TokenChunk
+from trimaran.server.engines.unread_logits import GatheredLogits, UnreadLogits
 from trimaran.server.inference.request import InferRequest, InferResponse, Tensor
 from trimaran.server.inference.tensor_bytes import object_array
 from trimaran.server.metrics.measured_model import MeasuredModel
@@ -79,6 +80,9 @@ class Steps:
 
     max_input_len: Callable[[], int | None]
     """Tokens of the engine's longest prompt; None as long as no engine was up."""
+
+    unread_logits: UnreadLogits
+    """The limit on the logits that answers keep."""
 
     facts: Callable[[], Mapping[str, Any]]
     """The engine's facts; a RequestError as long as no engine was up."""
@@ -161,6 +165,7 @@ class TextRun:
         self._is_streaming = flags.flag("streaming")
         self._stop_words = stop_words
         self._answers: dict[tuple[int, int], TextAnswer] = {}
+        self._gathered = GatheredLogits(steps.unread_logits, self._drop_logits)
         self._parameters = sequence_parameters(request) if options.is_ensemble else {}
         """Of every response; never changed."""
 
@@ -190,7 +195,7 @@ class TextRun:
         assert isinstance(response, ChunkResponse)
         key, chunk = (response.sample, response.sequence), response.chunk
         answer = self._answer(key)
-        answer.progress.add(chunk)
+        self._add(answer, chunk)
         delta = answer.push(chunk.token_ids)
         return self._one(key, answer, delta) if self._is_streaming and delta else None
 
@@ -210,7 +215,7 @@ class TextRun:
                 else await self._steps.tokenizer.in_thread(partial(answer.push_each, ids))
             )
             chunk, ids = chunk.beginning(num_ids), []
-        answer.progress.add(chunk)
+        self._add(answer, chunk)
         if answer.progress.beams is not None:
             return await self._take_beams(key, answer, chunk)
         if not chunk.is_last:
@@ -235,6 +240,20 @@ class TextRun:
         if self._is_streaming and delta:
             return self._one(key, answer, delta)
         return None
+
+    def _add(self, answer: TextAnswer, chunk: TokenChunk) -> None:
+        """Take in a chunk. An answer that comes as a whole keeps the logits of its chunks."""
+        if chunk.extras and not chunk.is_last and not self._is_streaming:
+            self._gathered.hold(chunk.extras)
+        answer.progress.add(chunk)
+
+    def _drop_logits(self) -> None:
+        for answer in self._answers.values():
+            answer.progress.logits.clear()
+
+    async def aclose(self) -> None:
+        """No response is made any more."""
+        self._gathered.release()
 
     async def _take_beams(
         self, key: tuple[int, int], answer: TextAnswer, chunk: TokenChunk

@@ -14,6 +14,7 @@ from trimaran.comm.errors import RequestError
 from trimaran.comm.messages.sampling_params import SamplingParams
 from trimaran.server.engines.live_request import TokenChunk
 from trimaran.server.engines.model_engines import ModelEngines
+from trimaran.server.engines.unread_logits import UnreadLogits
 from trimaran.server.inference.queue_policy import QueuePolicy
 from trimaran.server.inference.request import InferRequest, InferResponse
 from trimaran.server.models.pending_requests import Arrivals, Gathering
@@ -115,6 +116,11 @@ class TokenModel:
         return self._engines.facts()
 
     @property
+    def unread_logits(self) -> UnreadLogits:
+        """The limit on the logits of all answers of the front end."""
+        return self._engines.unread_logits
+
+    @property
     def vocab_size(self) -> int | None:
         """Size of the engine's vocabulary; None before an engine was up."""
         try:
@@ -143,28 +149,16 @@ class TokenModel:
                     is_final=True,
                 )
             return
-        is_large = sum(t.data.nbytes for t in request.inputs.values()) > _LARGE_BYTES
-        samples = (
-            await asyncio.to_thread(self._samples, request)
-            if is_large
-            else self._samples(request)
-        )
-        num_sequences = num_responses(first)
-        check_equal(request.inputs, "beam_width", "num_return_sequences", "streaming")
-        check_transaction(
-            self.is_decoupled,
-            1 if self.answers_batches else len(samples),
-            num_sequences,
-            first.flag("streaming"),
-            self._texts,
-        )
-        check_copies(samples, num_sequences)
+        # First of all: stop requests may come while the request is read in a thread.
         stream = TokenStream(self._engines, request)
-        answers, is_incremental = self._answers(request, samples, stream, num_sequences)
         self._running.setdefault(request.id, set()).add(stream)
         if isinstance(request, TokenJob) and request.is_stopped:
             stream.cancel()
         try:
+            samples = await self._read(request)
+            num_sequences = num_responses(first)
+            self._check(request, first, samples, num_sequences)
+            answers, is_incremental = self._answers(request, samples, stream, num_sequences)
             await add_digests([sample.adapter for sample in samples])
             if not (isinstance(request, TokenJob) and request.output_ids):
                 # A request that goes on with its output waited before its first token.
@@ -179,6 +173,34 @@ class TokenModel:
         finally:
             stream.abandon()
             self._forget(request.id, stream)
+
+    async def _read(self, request: InferRequest) -> list[Sample]:
+        """The samples of a request, read off the event loop where that takes long."""
+        if sum(t.data.nbytes for t in request.inputs.values()) > _LARGE_BYTES:
+            return await asyncio.to_thread(self._samples, request)
+        return self._samples(request)
+
+    def _check(
+        self,
+        request: InferRequest,
+        first: SampleInputs,
+        samples: list[Sample],
+        num_sequences: int,
+    ) -> None:
+        """Refuse what samples may not ask for together.
+
+        Raises:
+            RequestError: names the input.
+        """
+        check_equal(request.inputs, "beam_width", "num_return_sequences", "streaming")
+        check_transaction(
+            self.is_decoupled,
+            1 if self.answers_batches else len(samples),
+            num_sequences,
+            first.flag("streaming"),
+            self._texts,
+        )
+        check_copies(samples, num_sequences)
 
     async def run_one(self, request: InferRequest, one: OneSequence) -> TokenChunk:
         """All ids of a checked request of one sequence, without the generator of `infer`.

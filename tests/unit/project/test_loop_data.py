@@ -151,6 +151,7 @@ PLACES: dict[str, Places] = {
     "inference/forwarded_headers.py": {
         "search": Limit("inference.forwarded_headers.MAX_NAME", 256), "decode": HEAD,
     },
+    "inference/linear_pattern.py": {"match": "one character"},
     "inference/tensor_bytes.py": {
         **_all(ITEMS, "tolist"), **_all(BYTES, "tobytes join encode"),
         "frombuffer": "a view, without a copy",

@@ -257,3 +257,36 @@ async def test_each_sample_of_a_batch_gets_its_requested_outputs(serve, model, i
     else:
         whole, new = first["text_output"].item(), second["text_output"].item()
         assert whole == b"A house" + new
+
+
+LOGITS_LIMIT = 40_000
+"""Less than the logits of two answers of six tokens."""
+
+
+@pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
+async def test_logits_of_answers_that_wait_for_a_stop_word_are_kept_within_the_limit(
+    serve, model
+):
+    """Their ids come one by one, because a stop word may end them."""
+    async with serve({"max_unread_logits_bytes": LOGITS_LIMIT}) as served:
+        engine = await served.dial(lambda submit: [7] * 12)
+        row = np.arange(600, dtype=np.float32).tobytes()
+        engine.extras = lambda ids: {
+            "generation_logits": [row] * len(ids), "logits_dtype": "float32",
+        }  # fmt: skip
+        asked = {
+            "text_input": "x", "max_tokens": 12, "end_id": -1, "stop_words": "never said",
+            "return_generation_logits": True,
+        }  # fmt: skip
+        both = await asyncio.gather(
+            served.infer(model, **asked), served.infer(model, **asked), return_exceptions=True
+        )
+        ended = [each for each in both if isinstance(each, RequestError)]
+        assert len(ended) == 1 and "--max-unread-logits-bytes" in str(ended[0])
+        assert served.engines.unread_logits.num_whole_bytes == 0
+
+        (alone,) = await served.infer(model, **asked)
+        logits = {each.name: each.data for each in alone.outputs}["generation_logits"]
+        assert logits.shape[-2:] == (12, 600)
+        assert (logits == np.arange(600)).all()
+        assert served.engines.unread_logits.num_whole_bytes == 0

@@ -1,11 +1,14 @@
 """Stop requests to the text models themselves."""
 
 import asyncio
+import threading
 
 import pytest
 
+from tests.unit.server.models.conftest import text_of
 from trimaran.comm.errors import RequestError
 from trimaran.comm.messages.messages import Stop
+from trimaran.server.models.token_model import TokenModel
 from trimaran.server.models.tokenizer import Tokenizer
 
 STOP = {"text_input": "", "max_tokens": 0, "stop": True}
@@ -54,6 +57,36 @@ async def test_a_stop_reaches_a_request_during_tokenization(serve, monkeypatch, 
         inputs = {"input_ids": [0], "input_lengths": 0, "request_output_len": 0, "stop": True}
         await served.infer(through, id="a", **(inputs if through == "tensorrt_llm" else STOP))
         assert await request == ["x"]
+
+
+@pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm"])
+async def test_a_stop_reaches_a_request_whose_tensors_are_read_in_a_thread(
+    serve, monkeypatch, model
+):
+    monkeypatch.setattr("trimaran.server.models.token_model._LARGE_BYTES", 0)
+    reading, go_on, read = threading.Event(), threading.Event(), TokenModel._samples
+
+    def late(*arguments):
+        reading.set()
+        assert go_on.wait(60)
+        return read(*arguments)
+
+    monkeypatch.setattr(TokenModel, "_samples", late)
+    ids = {"input_ids": [5, 6], "input_lengths": 2, "request_output_len": 99}
+    async with serve() as served:
+        engine = await served.dial(served.answer("one two three four"))
+        engine.gate.clear()
+        asked = ids if model == "tensorrt_llm" else {"text_input": "x", "max_tokens": 99}
+        request = asyncio.ensure_future(served.infer(model, id="a", **asked))
+        assert await asyncio.to_thread(reading.wait, 60)
+        stop = {**ids, "stop": True} if model == "tensorrt_llm" else STOP
+        await served.infer(model, id="a", **stop)
+        go_on.set()
+        (response,) = await asyncio.wait_for(request, 60)
+        if model == "ensemble":
+            assert text_of(response) == "x"
+        else:
+            assert response.outputs[0].data.reshape(-1).tolist() == [5, 6]
 
 
 @pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
