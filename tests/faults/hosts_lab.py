@@ -19,8 +19,12 @@ _START_TIMEOUT_S = 20.0
 _BOOT = """
 set -e
 hostname {name}
+mkdir -p {cache} {folder}/cache
+mount --bind {cache} {folder}/cache
 mount -t tmpfs tmpfs /dev/shm
 mount -t tmpfs tmpfs {tmp}
+mkdir -p {cache}
+mount --bind {folder}/cache {cache}
 mount -t tmpfs tmpfs /run
 mkdir /run/sshd
 mount --bind {folder}/hosts /etc/hosts
@@ -64,7 +68,8 @@ class LabHost:
 class HostsLab:
     """Hosts ``one``, ``two``, ... that reach each other by ssh. Needs root and openssh-server.
 
-    They share the file system except /tmp and /dev/shm. A process of one host sees no process
+    They share the file system except /var/tmp and /dev/shm, and of /var/tmp the tests' cache:
+    no host compiles kernels anew. A process of one host sees no process
     of another, so features that need a single machine fail here. A context manager: all hosts
     end with the block.
     """
@@ -160,7 +165,7 @@ class HostsLab:
         return sorted(os.listdir(f"/proc/{self.hosts[name].init_pid}/root/dev/shm"))
 
     def temporary_files(self, name: str) -> list[str]:
-        """Names in a host's temporary folder, without the tests' own cache of tokenizers."""
+        """Names in a host's temporary folder, without the tests' cache."""
         names = os.listdir(f"/proc/{self.hosts[name].init_pid}/root{_TMP}")
         return sorted(name for name in names if not name.startswith("trimaran-tests-"))
 
@@ -183,7 +188,8 @@ class HostsLab:
     def _boot(self, name: str, number: int) -> LabHost:
         sshd = shutil.which("sshd", path="/usr/sbin:/usr/bin")
         assert sshd is not None, "no sshd: apt-get install openssh-server"
-        script = _BOOT.format(name=name, tmp=_TMP, folder=self.folder, sshd=sshd)
+        cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+        script = _BOOT.format(name=name, tmp=_TMP, folder=self.folder, sshd=sshd, cache=cache)
         log = (self.folder / f"sshd-{name}.log").open("wb")
         with log:
             power = subprocess.Popen(
