@@ -171,6 +171,11 @@ class TextRequestRun(TextRun):
         assert isinstance(self._request, TextRequest)
         return self._request.num_top
 
+    @property
+    def _keeps_logits(self) -> bool:
+        """See `TextRun`. The likeliest ids of each chunk are kept in place of its logits."""
+        return not self._num_top and super()._keeps_logits
+
     def _skips_special_tokens(self) -> bool:
         assert isinstance(self._request, TextRequest)
         asked = self._request.skip_special_tokens

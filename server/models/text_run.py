@@ -242,10 +242,15 @@ class TextRun:
         return None
 
     def _add(self, answer: TextAnswer, chunk: TokenChunk) -> None:
-        """Take in a chunk. An answer that comes as a whole keeps the logits of its chunks."""
-        if chunk.extras and not chunk.is_last and not self._is_streaming:
+        """Take in a chunk, whose logits may be kept until the answer is whole."""
+        if chunk.extras and not chunk.is_last and self._keeps_logits:
             self._gathered.hold(chunk.extras)
         answer.progress.add(chunk)
+
+    @property
+    def _keeps_logits(self) -> bool:
+        """Whether no response takes the logits of a chunk before the last one."""
+        return not self._is_streaming
 
     def _drop_logits(self) -> None:
         for answer in self._answers.values():

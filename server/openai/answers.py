@@ -58,7 +58,7 @@ class Answer(Protocol):
         ...
 
     def document(self) -> dict[str, Any]:
-        """The answer as one object."""
+        """The answer as one object; with log-probabilities, for `dump_in_parts`."""
         ...
 
 

@@ -14,7 +14,7 @@ from trimaran.server.openai.answers import (
     finish_reason,
 )
 from trimaran.server.openai.errors import ErrorFacts
-from trimaran.server.openai.log_probs import chat_content, scored
+from trimaran.server.openai.log_probs import chat_content, chat_fragment, scored
 from trimaran.server.openai.outputs import Output, delta_of, foreign_tokens
 from trimaran.server.openai.requests import GenerationRequest
 from trimaran.server.openai.tools import ParserOptions
@@ -89,7 +89,10 @@ class ChatAnswer:
             "index": chunk.sequence, "message": message, "logprobs": None,
             "finish_reason": None,
         }  # fmt: skip
-        self._complete(choice, chunk)
+        self._end(choice, chunk)
+        num_top = self._request.num_top
+        if num_top is not None:
+            choice["logprobs"] = chat_fragment(self._tokenizer, scored(chunk, num_top))
         self._choices[chunk.sequence] = choice
 
     def document(self) -> dict[str, Any]:
@@ -120,12 +123,17 @@ class ChatAnswer:
             output = self._outputs[sequence] = Output(options, self._dropped)
         return output
 
-    def _complete(self, choice: dict[str, Any], chunk: TextChunk) -> None:
+    def _end(self, choice: dict[str, Any], chunk: TextChunk) -> None:
+        """Say why a choice ends, where it does."""
         if chunk.finish_reason:
             choice["finish_reason"] = finish_reason(chunk)
             output = self._outputs.get(chunk.sequence)
             if output is not None and output.calls and choice["finish_reason"] == "stop":
                 choice["finish_reason"] = "tool_calls"
+
+    def _complete(self, choice: dict[str, Any], chunk: TextChunk) -> None:
+        """Add an event's end and log-probabilities."""
+        self._end(choice, chunk)
         if self._request.num_top is not None:
             tokens = scored(chunk, self._request.num_top)
             content = chat_content(self._tokenizer, tokens)

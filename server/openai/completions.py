@@ -17,6 +17,7 @@ from trimaran.server.openai.errors import ErrorFacts
 from trimaran.server.openai.log_probs import completion_object, scored
 from trimaran.server.openai.requests import GenerationRequest
 from trimaran.server.protocol import json_access
+from trimaran.server.protocol.json_access import Fragment
 
 
 class CompletionAnswer:
@@ -73,7 +74,11 @@ class CompletionAnswer:
         self._usage.add(chunk)
         index = self._index(chunk)
         text = self._echo(index, chunk) + chunk.text
-        self._choices[index] = self._whole_choice(index, text, chunk)
+        choice = self._whole_choice(index, text, chunk)
+        if choice["logprobs"] is not None:
+            # Several times smaller than the objects.
+            choice["logprobs"] = Fragment(json_access.dump_in_parts(choice["logprobs"]))
+        self._choices[index] = choice
 
     def document(self) -> dict[str, Any]:
         """See `Answer`."""

@@ -43,7 +43,8 @@ READ_TIMEOUT_S = 20.0
 """Longest time for a body that is read in a process, its chat template among it."""
 
 _INLINE_TOKENS = 1 << 9
-"""A longer answer, and a longer part of a stream, is made in a thread."""
+"""Tokens, with the likeliest tokens of their places: a longer answer, and a longer part of a
+stream, is made in a thread."""
 
 _EVENT_STREAM = "text/event-stream; charset=utf-8"
 
@@ -181,24 +182,28 @@ class GenerationEndpoint:
         plain = direct.reader.of_text_request(wanted) if direct is not None else None
         if direct is not None and plain is not None:
             return await self._added(answer, _chunk_of(await direct.run(served.model, plain)))
-        num_tokens = 0
+        num_tokens = num_inline = 0
         async with aclosing(_chunks(served, wanted)) as chunks:  # type: ignore[type-var]
             async for chunk in chunks:
-                num_tokens += chunk.num_output
-                if _is_long(chunk):
+                num_tokens += max(chunk.num_output, _num_tokens(chunk))
+                num_inline += _num_tokens(chunk)
+                # The sequences of a request may all end at once.
+                if _is_long(chunk) or num_inline > _INLINE_TOKENS:
+                    num_inline = 0
                     await asyncio.to_thread(answer.add, chunk)
                 else:
                     answer.add(chunk)
         if num_tokens > _INLINE_TOKENS:
-            return await asyncio.to_thread(_dumped, answer)
-        return _dumped(answer)
+            return await asyncio.to_thread(_dumped_in_parts, answer)
+        is_plain = "return_log_probs" not in wanted.sampling
+        return _dumped(answer) if is_plain else _dumped_in_parts(answer)
 
     @staticmethod
     async def _added(answer: Answer, chunk: TextChunk) -> bytes:
         """The document of an answer's only chunk."""
         if _is_long(chunk):
             await asyncio.to_thread(answer.add, chunk)
-            return await asyncio.to_thread(_dumped, answer)
+            return await asyncio.to_thread(_dumped_in_parts, answer)
         answer.add(chunk)
         return _dumped(answer)
 
@@ -269,7 +274,12 @@ def _chunk_of(answer: PlainAnswer) -> TextChunk:
 
 def _is_long(chunk: TextChunk) -> bool:
     """Whether a chunk takes too much time for the event loop."""
-    return chunk.logits is not None or len(chunk.token_ids) > _INLINE_TOKENS
+    return chunk.logits is not None or _num_tokens(chunk) > _INLINE_TOKENS
+
+
+def _num_tokens(chunk: TextChunk) -> int:
+    """The tokens of a chunk, with the likeliest tokens of their places."""
+    return len(chunk.token_ids) + sum(map(len, chunk.tops))
 
 
 async def _write_all(writer: EventWriter, events: Iterable[bytes]) -> None:
@@ -299,6 +309,10 @@ async def _chunks(served: ServedModel, wanted: TextRequest) -> AsyncIterator[Tex
 
 def _dumped(answer: Answer) -> bytes:
     return json_access.dump(answer.document())
+
+
+def _dumped_in_parts(answer: Answer) -> bytes:
+    return json_access.dump_in_parts(answer.document())
 
 
 def _check_biases(ids: Collection[int], num_ids: int) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from trimaran.server.models.text_request import Likeliest, TextChunk, likeliest
 from trimaran.server.models.tokenizer import Tokenizer
+from trimaran.server.protocol import json_access
+from trimaran.server.protocol.json_access import Fragment
 
 _LEAST = -9999.0
 """Stands for minus infinity, which JSON lacks."""
@@ -50,6 +52,17 @@ def chat_content(tokenizer: Tokenizer, tokens: Sequence[ScoredToken]) -> list[di
         }
         for each in tokens
     ]
+
+
+def chat_fragment(tokenizer: Tokenizer, tokens: Iterable[ScoredToken]) -> Fragment:
+    """The object ``logprobs`` of a chat, token by token: the objects of all tokens would take
+    several times the size of their JSON."""
+    written = [
+        json_access.dump(content)
+        for each in tokens
+        for content in chat_content(tokenizer, (each,))
+    ]
+    return Fragment(b'{"content":[' + b",".join(written) + b'],"refusal":null}')
 
 
 def completion_object(

@@ -28,6 +28,7 @@ _REFUSED = {
     "context_management": "is not served. Leave it out.",
     "moderation": "is not served. Leave it out.",
 }
+MAX_REPEATED_LENGTH = 1 << 20
 _LOG_PROBS = "message.output_text.logprobs"
 _ECHOED = (
     "instructions", "max_output_tokens", "metadata", "temperature", "top_p", "text",
@@ -43,6 +44,7 @@ def read_response(fields: Fields, chat_models: Mapping[str, ChatModel]) -> Gener
         ApiError: a member is wrong, unknown, or not served.
     """
     members = fields.plain()
+    repeated = _repeated(members)
     for name, reason in _REFUSED.items():
         fields.refuse(name, reason)
     chat: dict[str, Any] = {name: fields.take(name) for name in _SAME}
@@ -71,11 +73,44 @@ def read_response(fields: Fields, chat_models: Mapping[str, ChatModel]) -> Gener
     fields.take("stream_options")
     fields.finish(*IGNORED, "instructions")
     found = read_chat(Fields({k: v for k, v in chat.items() if v is not None}), chat_models)
-    found.repeated = {name: members.get(name) for name in _ECHOED}
-    found.repeated["tools"] = members.get("tools") or []
-    found.repeated["tool_choice"] = members.get("tool_choice") or "auto"
-    found.repeated["parallel_tool_calls"] = members.get("parallel_tool_calls") is not False
+    found.repeated = repeated
     return found
+
+
+def _repeated(members: dict[str, Any]) -> dict[str, Any]:
+    """The members that an answer repeats, in a stream with each event of the whole response.
+
+    Raises:
+        ApiError: too long for that.
+    """
+    repeated = {name: members.get(name) for name in _ECHOED}
+    repeated["tools"] = members.get("tools") or []
+    repeated["tool_choice"] = members.get("tool_choice") or "auto"
+    repeated["parallel_tool_calls"] = members.get("parallel_tool_calls") is not False
+    left = MAX_REPEATED_LENGTH
+    for name, value in repeated.items():
+        left = _left(left, value)
+        if left < 0:
+            raise ApiError(
+                f"{', '.join(repeated)} may have at most {MAX_REPEATED_LENGTH} characters and "
+                f"values together, because the answer repeats them. Shorten '{name}'.",
+                param=name,
+            )
+    return repeated
+
+
+def _left(left: int, value: object) -> int:
+    """What a value leaves of a number of characters and values; below 0: too little."""
+    waiting = [value]
+    while waiting and left >= 0:
+        item = waiting.pop()
+        if isinstance(item, dict):
+            left -= sum(map(len, item))
+            waiting += item.values()
+        elif isinstance(item, list):
+            waiting += item
+        left -= len(item) if isinstance(item, str) else 1
+    return left
 
 
 def _check_included(fields: Fields) -> None:

@@ -10,6 +10,8 @@ import pytest
 from tests.unit.server.models.conftest import FACTS, ScriptedEngine
 from trimaran.comm.errors import RequestError
 from trimaran.comm.messages.sampling_params import SamplingParams
+from trimaran.server.direct.direct_text import DirectText
+from trimaran.server.models.text_request import TextRequest
 
 VOCAB = 6
 FIGURES = {
@@ -290,3 +292,40 @@ async def test_logits_of_answers_that_wait_for_a_stop_word_are_kept_within_the_l
         assert logits.shape[-2:] == (12, 600)
         assert (logits == np.arange(600)).all()
         assert served.engines.unread_logits.num_whole_bytes == 0
+
+
+async def test_likeliest_ids_take_the_place_of_logits_that_would_be_kept(serve):
+    """The logits of such answers do not add up."""
+    async with serve({"max_unread_logits_bytes": LOGITS_LIMIT}) as served:
+        engine = await served.dial(lambda submit: [7] * 60)
+        row = np.arange(600, dtype=np.float32).tobytes()
+        engine.extras = lambda ids: {
+            "generation_logits": [row] * len(ids), "log_probs": [-0.5] * len(ids),
+            "logits_dtype": "float32",
+        }  # fmt: skip
+        model = served.models["ensemble"]
+        pipeline = DirectText.of(model).reader.pipeline
+        wanted = [
+            TextRequest(
+                model_name="", prompts=["x"], max_tokens=60, ignores_end=True, num_top=2,
+                sampling={"return_log_probs": True, "return_generation_logits": True},
+            )
+            for _ in range(2)
+        ]  # fmt: skip
+
+        async def whole(request):
+            return [chunk async for chunk in model.infer(pipeline.adopt(request))]
+
+        # No faster than the front end reads.
+        engine.gate.clear()
+        both = asyncio.gather(*map(whole, wanted))
+        await engine.until(lambda: len(engine.submits) == 2)
+        while not both.done():
+            engine.step()
+            await served.processed(engine)
+            await asyncio.sleep(0.002)
+        for (chunk,) in await both:
+            assert [[token_id for token_id, _ in top] for top in chunk.tops] == [
+                [599, 598]
+            ] * 59
+            assert chunk.logits.shape == (1, 600)

@@ -7,6 +7,7 @@ import pytest
 from openai.types.responses import Response, ResponseErrorEvent, ResponseFailedEvent
 
 from trimaran.comm.messages.messages import RequestFailed
+from trimaran.server.openai.response_requests import MAX_REPEATED_LENGTH
 
 PARAMETERS = {
     "type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"],
@@ -125,6 +126,9 @@ def test_a_required_call_and_a_json_answer_are_guided(served):
         ({"include": ["message.output_text.logprobs"]}, "include"),
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"extra_body": {"colour": 1}}, "colour"),
+        # The answer repeats these.
+        ({"metadata": {"a": "x" * MAX_REPEATED_LENGTH}}, "metadata"),
+        ({"user": "x" * MAX_REPEATED_LENGTH}, "user"),
     ],
 )
 def test_a_wrong_response_is_refused_with_its_member(served, change, param):

@@ -26,3 +26,17 @@ def test_garbage_collection_resumes_after_an_invalid_json_body():
     with pytest.raises(RequestError, match="Missing a comma"):
         json_access.parse(b"[" + b"0 " * 1_000_000)
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {}, [], "a", None, {"a": []}, {"a": {}, "b": [[], {}]},
+        [1, [2.5, [True, ["\udc80é", [[0]]]]]],
+        {"choices": [{"index": n, "top": [{"t": [1, {"x": None}]}] * 3} for n in range(3)]},
+    ],
+)  # fmt: skip
+def test_json_in_parts_is_that_of_one_call(value):
+    assert json_access.dump_in_parts(value) == json_access.dump(value)
+    made = json_access.Fragment(json_access.dump(value))
+    assert json_access.dump_in_parts({"a": [made]}) == json_access.dump({"a": [value]})
