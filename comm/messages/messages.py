@@ -124,7 +124,10 @@ class Submit(Message):
     """Ids that the client expects after the prompt; the engine verifies them."""
     draft_acceptance_threshold: float = 0.0
     """0 accepts the draft ids that the model chooses itself. A higher value also accepts draft
-    ids of at least this probability."""
+    ids of at least this probability, relative to the draft's if there are logits."""
+    draft_logits: bytes = b""
+    """float32 [n, V]: the logits from which the last n draft ids were drawn, for rejection
+    sampling; empty for none."""
     max_draft_tokens: int | None = None
     """Most draft tokens of a step; None for the engine's limit, 0 for no drafts."""
     ends_after_drafts: bool = False

@@ -21,19 +21,22 @@ from trimaran.server.metrics.measured_model import MeasuredModel
 from trimaran.server.models.graph_model import prefixed
 from trimaran.server.models.pending_requests import Arrivals
 from trimaran.server.models.sample_inputs import SampleInputs
-from trimaran.server.models.sampling_inputs import PERF_METRICS
+from trimaran.server.models.sampling_inputs import PERF_METRICS, read_sampling
 from trimaran.server.models.sequence_outputs import LOGITS_DTYPES, logits_type
-from trimaran.server.models.token_inputs import Drafts, draft_limit, max_draft_len
+from trimaran.server.models.token_inputs import Drafts, draft_limit, is_seeded, max_draft_len
 from trimaran.server.models.token_job import ChunkResponse, TokenJob
 from trimaran.server.models.transaction import check_logits
 
-NUM_DRAFT_TOKENS = "num_draft_tokens"
+NUM_DRAFT_TOKENS, USE_DRAFT_LOGITS = "num_draft_tokens", "use_draft_logits"
 _LENGTHS = ("min_length", "min_tokens")
 # Inputs that apply to the target model alone: further outputs, and an adapter of its layers.
 _OF_TARGET = frozenset((
     *_LENGTHS, *PERF_METRICS, "return_log_probs", "output_log_probs", "return_context_logits",
     "return_generation_logits", "lora_task_id", "lora_name", "lora_weights", "lora_config",
 ))  # fmt: skip
+_GENERATION_LOGITS = "generation_logits"
+_GUIDES = frozenset(("guided_decoding_guide_type", "guided_decoding_guide"))
+_LOGITS = "return_generation_logits"
 _SUMS = ("total_draft_tokens", "total_accepted_draft_tokens")
 _OF_FIRST = ("arrival_time_ns", "first_scheduled_time_ns", "first_token_time_ns")
 
@@ -53,7 +56,8 @@ class DraftRounds:
     Each round asks the draft model for some tokens, and the target model for the tokens that it
     chooses in their place: those that agree, and one more. Both requests continue the output so
     far, so that penalties, limits and draws are those of a request without drafts. The tokens
-    are therefore those of such a request, whatever the drafts are.
+    are therefore those of such a request, whatever the drafts are. With logits of the draft
+    model the tokens have the same distribution, and may be others.
     """
 
     responses: AsyncIterator[InferResponse]
@@ -66,8 +70,11 @@ class DraftRounds:
         arrivals: Arrivals,
         job: TokenJob,
         num_draft_tokens: int,
+        *,
+        uses_logits: bool = False,
     ) -> None:
-        """``arrivals`` are those of the target model.
+        """``arrivals`` are those of the target model. With ``uses_logits`` the draft model's
+        logits decide with the target's, where the request draws and has no seed.
 
         Raises:
             RequestError: the target's engine verifies fewer draft tokens, or none, or the
@@ -79,6 +86,7 @@ class DraftRounds:
             num_draft_tokens = min(num_draft_tokens, limit)
         self._num_draft_tokens = num_draft_tokens
         facts = target.facts()
+        self._vocab_size = int(facts["vocab_size"])
         most = max_draft_len(facts)
         if num_draft_tokens > most:
             raise RequestError(
@@ -94,7 +102,9 @@ class DraftRounds:
         self._num_prompt = size if length is None else min(int(length), size)
         room = int(facts["max_seq_len"]) - self._num_prompt
         self._max_tokens = min(int(inputs.scalar("request_output_len") or 0), room)
-        self._vocab_size = int(facts["vocab_size"])
+        self._has_logits = False
+        if uses_logits and not is_seeded(inputs):
+            self._has_logits = not read_sampling(inputs, self._vocab_size).is_greedy
         if inputs.flag("return_generation_logits"):
             # A round checks its own tokens alone.
             self._check_logits(int(facts["max_seq_len"]))
@@ -180,7 +190,7 @@ class DraftRounds:
         is_full = chunk.finish_reason is not FinishReason.LENGTH or not has_room
         return chunk.is_last and is_full
 
-    async def _drafted(self) -> tuple[int, ...] | None:
+    async def _drafted(self) -> Drafts | None:
         """Ids of the draft model that may follow the output; None if no more fit into that
         model, or, since an earlier round, its engine is gone or too busy to answer."""
         facts, num_known = self._draft.facts(), self._num_prompt + len(self._output)
@@ -194,7 +204,13 @@ class DraftRounds:
         num_tokens = len(self._output) + count
         inputs = {n: each for n, each in self._job.inputs.items() if n not in _OF_TARGET}
         inputs["request_output_len"] = self._number("request_output_len", num_tokens)
-        inputs["min_length"] = self._number("min_length", num_tokens)
+        if _GUIDES.isdisjoint(inputs):
+            inputs["min_length"] = self._number("min_length", num_tokens)
+        elif not facts.get("serves_guides"):
+            # The target model keeps what the guide allows.
+            inputs = {name: each for name, each in inputs.items() if name not in _GUIDES}
+        if self._has_logits:
+            inputs[_LOGITS] = self._input(_LOGITS, "BOOL", np.bool_(True))
         try:
             chunk = await self._one(self._draft.model, self._inner(inputs))
         except RequestError as error:
@@ -207,14 +223,17 @@ class DraftRounds:
         ids = chunk.token_ids
         # The vocabularies of two models of a family may be padded differently.
         unknown = next((i for i, each in enumerate(ids) if each >= self._vocab_size), len(ids))
-        return tuple(ids[:unknown])
+        logits = b""
+        if self._has_logits and unknown:
+            logits = _logits_of(chunk, unknown, self._vocab_size)
+        return Drafts((*self._output, *ids[:unknown]), logits=logits, ends_after=True)
 
-    def _verifying(self, drafts: tuple[int, ...] | None, *, is_stopped: bool) -> TokenJob:
+    def _verifying(self, drafts: Drafts | None, *, is_stopped: bool) -> TokenJob:
         """The request for the ids of the target model in place of the drafts, and one more;
         without drafts for all further ids."""
         num_tokens = self._max_tokens
         if drafts is not None:
-            num_tokens = min(num_tokens, len(self._output) + len(drafts) + 1)
+            num_tokens = min(num_tokens, len(drafts.token_ids) + 1)
         inputs = dict(self._job.inputs)
         inputs["request_output_len"] = self._number("request_output_len", num_tokens)
         job = self._inner(inputs)
@@ -225,8 +244,8 @@ class DraftRounds:
         job.is_incremental = drafts is None and self._job.is_incremental
         if not self._output:
             job.arrival_ns = self._job.arrival_ns
-        if drafts:
-            job.drafts = Drafts((*self._output, *drafts), ends_after=True)
+        if drafts is not None and len(drafts.token_ids) > len(self._output):
+            job.drafts = drafts
         return job
 
     def _inner(self, inputs: dict[str, Tensor]) -> TokenJob:
@@ -258,8 +277,11 @@ class DraftRounds:
         return whole
 
     def _number(self, name: str, value: int) -> Tensor:
+        return self._input(name, "INT32", np.int32(value))
+
+    def _input(self, name: str, datatype: str, value: np.generic) -> Tensor:
         shape = (1, 1) if self._target.model.is_batched else (1,)
-        return Tensor(name, "INT32", np.full(shape, value, np.int32))
+        return Tensor(name, datatype, np.full(shape, value))
 
     def _sum(self, figures: Mapping[str, int]) -> dict[str, int]:
         """A round's figures with those of earlier rounds: sums of drafts, times from the first
@@ -271,3 +293,14 @@ class DraftRounds:
             if name in before:
                 sums[name] = before[name]
         return sums
+
+
+def _logits_of(chunk: TokenChunk, count: int, vocab_size: int) -> bytes:
+    """float32 [count, vocab_size]: the logits of a draft model's first ids. Ids that the draft
+    model does not have cannot be drawn from them."""
+    dtype = np.dtype(chunk.extras.get("logits_dtype", "float32"))
+    found = np.full((count, vocab_size), -np.inf, "<f4")
+    for row, raw in zip(found, chunk.extras[_GENERATION_LOGITS], strict=False):
+        logits = np.frombuffer(raw, dtype)[:vocab_size]
+        row[: len(logits)] = logits
+    return found.tobytes()

@@ -313,11 +313,6 @@ class BlsModel:
                     f"{name} is {count} but must be 1 with speculative decoding, which drafts "
                     "one sequence. Leave one of the two out."
                 )
-        if first.scalar("guided_decoding_guide_type"):
-            raise RequestError(
-                "guided_decoding_guide_type is not supported with speculative decoding: an "
-                "output that follows a guide follows no drafts. Leave one of the two out."
-            )
         if first.array("prompt_embedding_table") is not None:
             raise RequestError(
                 "prompt_embedding_table is not supported with speculative decoding: the draft "

@@ -18,7 +18,12 @@ from trimaran.server.inference.request import (
 )
 from trimaran.server.inference.text_limits import PromptBound
 from trimaran.server.metrics.measured_model import Measurement
-from trimaran.server.models.draft_rounds import NUM_DRAFT_TOKENS, DraftRounds, TokenStep
+from trimaran.server.models.draft_rounds import (
+    NUM_DRAFT_TOKENS,
+    USE_DRAFT_LOGITS,
+    DraftRounds,
+    TokenStep,
+)
 from trimaran.server.models.graph_model import prefixed, sequence_parameters
 from trimaran.server.models.preprocessing import PROMPTS, PromptJob
 from trimaran.server.models.sample_inputs import SampleInputs, batch_size
@@ -139,7 +144,10 @@ class TextPipeline:
         if steps.draft is None or count < 1 or draft_limit(job.parameters) == 0:
             return steps.token.measure(job)
         target = TokenStep(steps.token, steps.facts)
-        return DraftRounds(target, steps.draft, steps.arrivals, job, count)
+        uses_logits = asked.flag(USE_DRAFT_LOGITS)
+        return DraftRounds(
+            target, steps.draft, steps.arrivals, job, count, uses_logits=uses_logits
+        )
 
     async def _prepare(self, request: InferRequest) -> tuple[TokenJob, TextRun]:
         """Run preprocessing: the request to the token model, and the maker of its answers."""

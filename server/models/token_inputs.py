@@ -246,8 +246,12 @@ MAX_DRAFT_TOKENS = "max_draft_tokens"
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """The drafts of one sample. The engine draws each token as without drafts, and accepts a
-    draft token that equals the drawn token: drafts change no token and no probability.
+    """The drafts of one sample.
+
+    The engine draws each token as without drafts, and accepts a draft token that equals the
+    drawn token: drafts change no token and no probability. With logits the engine accepts by
+    rejection sampling, which changes no probability; with a threshold, all draft tokens that
+    are likely enough.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -255,6 +259,9 @@ class Drafts:
     max_draft_tokens: int | None = None
     """Most draft tokens of a step, with those that the engine drafts itself; None for the
     engine's limit."""
+
+    logits: bytes = b""
+    """float32 [n, V]: the logits from which the last n ids were drawn; empty for none."""
 
     ends_after: bool = False
     """Whether the output ends with the first id that is no draft id, or follows the last."""
@@ -295,7 +302,7 @@ def read_drafts(
     if most is None and not inputs.has_any(_DRAFT_INPUTS):
         return NO_DRAFTS
     array = inputs.array(_IDS)
-    _check_logits(inputs, 0 if array is None else array.size, facts)
+    logits = _logits(inputs, 0 if array is None else array.size, facts)
     threshold = inputs.scalar(_THRESHOLD)
     if array is None:
         if threshold is not None:
@@ -304,7 +311,16 @@ def read_drafts(
     _check_drafts(array, facts)
     _check_sequences(inputs)
     ids = tuple(inputs.ids(_IDS))
-    return Drafts(ids, _checked_threshold(threshold), most, ends_after=True)
+    threshold = _checked_threshold(threshold)
+    if logits is None or (is_seeded(inputs) and not threshold):
+        return Drafts(ids, threshold, most, ends_after=True)
+    raw = logits.astype("<f4").tobytes()
+    return Drafts(ids, threshold, most, raw, ends_after=True)
+
+
+def is_seeded(inputs: SampleInputs) -> bool:
+    """Whether a sample has a seed, with which its text is the same with and without drafts."""
+    return any(inputs.scalar(name) is not None for name in ("random_seed", "seed"))
 
 
 def _check_drafts(ids: np.ndarray[Any, Any], facts: Mapping[str, Any]) -> None:
@@ -338,11 +354,17 @@ def _check_sequences(inputs: SampleInputs) -> None:
         )
 
 
-def _check_logits(inputs: SampleInputs, num_ids: int, facts: Mapping[str, Any]) -> None:
-    """Draft logits are checked against the ids, and have no effect beyond that."""
+def _logits(
+    inputs: SampleInputs, num_ids: int, facts: Mapping[str, Any]
+) -> np.ndarray[Any, Any] | None:
+    """The draft logits, [ids, V]; None without any.
+
+    Raises:
+        RequestError: there is not one row for each id.
+    """
     logits = inputs.array(_LOGITS)
     if logits is None:
-        return
+        return None
     if not num_ids:
         raise RequestError(f"input '{_LOGITS}' is set without {_IDS}; send both")
     sizes = {int(facts["vocab_size"]), int(facts.get("vocab_size_padded", 0))}
@@ -352,6 +374,7 @@ def _check_logits(inputs: SampleInputs, num_ids: int, facts: Mapping[str, Any]) 
             f"{facts['vocab_size']}]: one row for each of the {_IDS}, one value for each id of "
             "the vocabulary"
         )
+    return logits[:, : int(facts["vocab_size"])]
 
 
 def _checked_threshold(threshold: float | None) -> float:

@@ -50,6 +50,7 @@ class Sample:
         parts = [(self.adapter or {}).get(name) for name in ("weights", "config")]
         data = [part["data"] for part in (self.prompt_table, *parts) if part is not None]
         num_bytes = len(sampling.embedding_bias) + len(sampling.guide) + sum(map(len, data))
+        num_bytes += len(self.drafts.logits)
         return num_bytes + _ID_BYTES * num_ids
 
 
@@ -249,6 +250,7 @@ class TokenStream:
                         adapter=sample.adapter,
                         draft_token_ids=sample.drafts.token_ids,
                         draft_acceptance_threshold=sample.drafts.acceptance_threshold,
+                        draft_logits=sample.drafts.logits,
                         max_draft_tokens=sample.drafts.max_draft_tokens,
                         ends_after_drafts=sample.drafts.ends_after,
                         has_begun=has_begun,

@@ -251,7 +251,7 @@ TOKEN_PARAMETERS: dict[str, Known] = {
     "medusa_choices": refused("str", _NO_DRAFT),
     "eagle_choices": refused("str", _NO_DRAFT),
     "speculative_decoding_fast_logits": accepted(
-        "bool", "the ids of drafts alone decide, so that no logits of drafts are sent"
+        "bool", "logits of drafts pass within the server, without a way to choose"
     ),
     "guided_decoding_backend": served("str", "xgrammar"),
     "tokenizer_dir": served("str"),

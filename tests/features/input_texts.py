@@ -59,12 +59,11 @@ TOKEN = {
     "`structural_tag`",
     "guided_decoding_guide": "what the output follows",
     "draft_input_ids": "ids that the model checks: the output is the accepted ids and one more",
-    "draft_acceptance_threshold": "0: an accepted id is the model's own choice; the engine "
-    "refuses other values",
+    "draft_acceptance_threshold": "0: outputs have the law of the model; above 0, also ids of "
+    "at least this probability",
+    "draft_logits": "rejection sampling, for requests that draw and have no seed",
 }
 TOKEN_WITHOUT_EFFECT = {
-    "draft_logits": "one row for each draft id; the ids alone decide, and the law of outputs "
-    "is the same",
     "pad_id": "responses are padded with -1",
     "encoder_output_lengths": "the encoder's output, which it measures, is refused",
     "decoder_input_ids": "preprocessing makes some; only encoder-decoder models read them",
@@ -79,12 +78,12 @@ TEXT = {
     "embedding_bias_words": "words whose ids' logits are changed",
     "embedding_bias_weights": "by how much",
     "num_draft_tokens": "tokens of each round of the draft model",
+    "use_draft_logits": "logits of the draft model decide too, as `draft_logits`",
 }
 TEXT_WITHOUT_EFFECT = {
     "decoder_text_input": "only encoder-decoder models read it",
     "prompt_table_extra_id": "no word of a text has an id of the table: the table decides "
     "who shares blocks",
-    "use_draft_logits": "the ids of drafts alone decide; the law of outputs is the same",
 }
 TEXT_REFUSED = {
     "image_input": "images are not served",

@@ -9,6 +9,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from trimaran.comm.errors import ErrorKind, RequestError
@@ -81,6 +82,7 @@ def request_from(
         is_streaming=message.streaming,
         draft_token_ids=tuple(message.draft_token_ids),
         draft_acceptance_threshold=message.draft_acceptance_threshold,
+        draft_logits=_draft_logits(message, sampling, vocab_size),
         max_draft_tokens=message.max_draft_tokens,
         ends_after_drafts=message.ends_after_drafts,
     )
@@ -192,14 +194,13 @@ def _check_numbers(message: Submit, num_sequences: int) -> None:
 def _check_drafts(
     message: Submit, sampling: SamplingParams, limits: SchedulerConfig, vocab_size: int
 ) -> None:
-    """Drafts are verified against the model's own choices; no other rule is served yet."""
     ids, config = message.draft_token_ids, limits.speculation
     _check_words("draft_input_ids", (ids,), range(vocab_size))
-    if message.draft_acceptance_threshold != 0:
+    threshold = message.draft_acceptance_threshold
+    # Written so that NaN is refused too.
+    if type(threshold) not in (int, float) or not 0 <= threshold <= 1:
         raise RequestError(
-            f"draft_acceptance_threshold is {message.draft_acceptance_threshold!r} but this "
-            "version serves 0 alone: a draft token is accepted if the model chooses it",
-            ErrorKind.UNSUPPORTED,
+            f"draft_acceptance_threshold is {threshold!r} but must be between 0 and 1"
         )
     most = message.max_draft_tokens
     if most is not None and (not _is_whole(most) or most < 0):
@@ -221,13 +222,33 @@ def _check_drafts(
             f"verifies at most {config.max_draft_tokens} in a step. Send fewer, or serve with "
             "a larger --max-draft-tokens."
         )
-    if ids and (sampling.beam_width > 1 or sampling.guide_type):
-        other = "beam_width above 1" if sampling.beam_width > 1 else "a guide"
+    if ids and sampling.beam_width > 1:
         raise RequestError(
-            f"draft_input_ids holds {len(ids)} ids in a request with {other}: such outputs "
+            f"draft_input_ids holds {len(ids)} ids in a request with beam_width above 1: beams "
             "follow no drafts. Leave one of the two out.",
             ErrorKind.UNSUPPORTED,
         )
+
+
+def _draft_logits(
+    message: Submit, sampling: SamplingParams, vocab_size: int
+) -> npt.NDArray[np.float32] | None:
+    """The logits of the last draft ids, [n, V]; None if they have no effect.
+
+    A greedy request without a threshold accepts the likeliest ids, whatever the logits are.
+    """
+    if not message.draft_logits:
+        return None
+    size = len(message.draft_logits)
+    count = size // (4 * vocab_size)
+    if size != 4 * vocab_size * count or count > len(message.draft_token_ids):
+        raise RequestError(
+            f"draft_logits holds {size} bytes but must hold {4 * vocab_size} for each of at "
+            f"most {len(message.draft_token_ids)} draft_input_ids"
+        )
+    if sampling.is_greedy and not message.draft_acceptance_threshold:
+        return None
+    return np.frombuffer(message.draft_logits, "<f4").reshape(count, vocab_size)
 
 
 def _ids(raw: bytes) -> array[int]:
@@ -367,7 +388,8 @@ class GuidedRequests:
                 failed.append(Compiled(request, error))
                 continue
             end_id, output_ids = request.sampling.end_id, request.output_ids
-            self._started[request] = future.result().start(end_id, output_ids)
+            drafts = request.draft_token_ids[len(output_ids) :]
+            self._started[request] = future.result().start(end_id, output_ids, drafts)
         for process in self._processes():
             process.flush()
         receive_masks(self._processes())

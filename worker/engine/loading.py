@@ -84,6 +84,7 @@ class LoadedEngine:
             "max_num_tokens": limits.max_num_batched_tokens,
             "max_seq_len": limits.max_seq_len,
             "max_input_len": limits.max_input_len,
+            "serves_guides": bool(self.config.guided.backend),
             "max_draft_len": limits.speculation.most_per_request,
             "vocab_size": self.vocab_size,
             "end_ids": model.config.eos_token_ids,

@@ -320,6 +320,7 @@ class LastStage:
         if len(decision.masks):
             words = -(-self._sampling.vocab_size // 32)
             batch.masks = to_device(decision.masks.reshape(-1, words), self._inputs.device)
+        batch.draft_rules = decision.draft_rules
         table = self._inputs.token_table
         if self._tp.size > 1 and self._sampler.takes_shards(batch):
             head = self._model.lm_head

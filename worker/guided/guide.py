@@ -15,6 +15,8 @@ from trimaran.worker.guided.mask_process import MaskProcess
 Mask = npt.NDArray[np.int32]
 """int32 [ceil(V / 32)]: bit ``id % 32`` of word ``id // 32`` lets the id come."""
 
+_NO_MASKS: Mask = np.empty((0, 0), np.int32)
+
 _SLOW_STEPS = 10
 
 _numbers = count(1)
@@ -33,16 +35,17 @@ class Grammar:
         self._slow_s = 0.0
         self._num_guides = 0
 
-    def start(self, end_id: int, output_ids: List[int]) -> Guide:
-        """Ask for the mask after this output; ``end_id`` -1 means that no id ends one."""
+    def start(self, end_id: int, output_ids: List[int], draft_ids: List[int] = ()) -> Guide:
+        """Ask for the mask after this output, and for those after each of the draft ids behind
+        the output; ``end_id`` -1 means that no id ends one."""
         guide = self._new(end_id)
-        self.process.ask(guide, output_ids)
+        guide.ask(output_ids, draft_ids)
         return guide
 
     def fork(self, guide: Guide) -> Guide:
         """Another sequence with the start state of ``guide``. Requests no mask."""
         copy = self._new(guide.end_id)
-        copy.mask, copy.is_complete = guide.mask, guide.is_complete
+        copy.masks, copy.is_complete = guide.masks[:1], guide.is_complete
         return copy
 
     def _new(self, end_id: int) -> Guide:
@@ -79,17 +82,27 @@ class Guide:
     """One sequence's state in its grammar.
 
     The mask of a position is requested as soon as the previous id is known, and computed while
-    other steps run. The sequence joins no step before the mask has arrived.
+    other steps run. The sequence joins no step before the mask has arrived. Masks of the
+    positions behind draft ids come with the mask, so that one step can verify these ids.
     """
 
-    __slots__ = ("end_id", "error", "grammar", "is_complete", "mask", "number")
+    __slots__ = (
+        "_asked_drafts", "draft_ids", "end_id", "error", "grammar",
+        "is_complete", "masks", "new_ids", "number",
+    )  # fmt: skip
 
     def __init__(self, grammar: Grammar, number: int, end_id: int) -> None:
         self.grammar = grammar
         self.number = number
         self.end_id = end_id
-        self.mask: Mask | None = None
-        """The ids that may come next; None until they are known."""
+        self.masks: Mask = _NO_MASKS
+        """[n, words]: the ids that may come next, and those that may come after each of
+        ``draft_ids``; empty until they are known."""
+        self.draft_ids: List[int] = ()
+        """The draft ids that the guide allows and whose masks are known."""
+        self.new_ids: list[int] = []
+        """Ids that followed since masks were asked for."""
+        self._asked_drafts: List[int] = ()
         self.is_complete = False
         """Whether the output ends here: no end id exists, and the guide allows no further
         id.
@@ -100,27 +113,41 @@ class Guide:
     @property
     def is_settled(self) -> bool:
         """Whether the mask is there, or will not come."""
-        return self.mask is not None or self.error is not None
+        return bool(len(self.masks)) or self.error is not None
 
     def fork(self) -> Guide:
         """Another sequence of the request that starts where this guide does."""
         return self.grammar.fork(self)
 
+    @property
+    def mask(self) -> Mask | None:
+        """The ids that may come next; None until they are known."""
+        return self.masks[0] if len(self.masks) else None
+
     def accept(self, token_id: int) -> bool:
-        """Advance by one id and request the next mask; False if the guide forbids the id."""
-        mask = self.mask
-        assert mask is not None, "an id was sampled without its mask"
-        if not mask[token_id >> 5] >> (token_id & 31) & 1:
+        """Take in one more id; False if the guide forbids the id.
+
+        Call `ask` behind the last id. All ids but the last must be ``draft_ids``, in order.
+        """
+        place = len(self.new_ids)
+        assert place < len(self.masks), "an id was sampled without its mask"
+        if not self.masks[place, token_id >> 5] >> (token_id & 31) & 1:
             return False
-        self.mask = None
-        self.grammar.process.ask(self, (token_id,))
+        self.new_ids.append(token_id)
         return True
 
-    def settle(self, mask: Mask, seconds: float, *, is_complete: bool) -> None:
-        """Accept the requested mask; ``seconds`` is the time of a slow mask."""
+    def ask(self, token_ids: List[int], draft_ids: List[int] = ()) -> None:
+        """Advance by these ids, and request the next mask and the masks behind draft ids."""
+        self.masks, self.draft_ids, self.new_ids = _NO_MASKS, (), []
+        self._asked_drafts = draft_ids
+        self.grammar.process.ask(self, token_ids, draft_ids)
+
+    def settle(self, masks: Mask, seconds: float, *, is_complete: bool) -> None:
+        """Accept the requested masks; ``seconds`` is the time of a slow first mask."""
         self.error = self.grammar.took(seconds)
         if self.error is None:
-            self.mask, self.is_complete = mask, is_complete
+            self.masks, self.is_complete = masks, is_complete
+            self.draft_ids = self._asked_drafts[: len(masks) - 1]
 
     def close(self) -> None:
         """The sequence has ended."""

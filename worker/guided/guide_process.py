@@ -28,6 +28,10 @@ from trimaran.worker.guided.matcher import CompiledGuide, Matcher
 NUM_SLOTS = 128
 """Most masks that one batch of questions requests."""
 
+Question = tuple[int, int, list[int], list[int], int]
+"""An output's number, its end id, its further ids, draft ids behind these, and the slot of the
+first mask. The masks behind draft ids follow in the next slots."""
+
 BEGUN = b"begun"
 TOO_LARGE = "too large"
 COMPLETE, OPEN, REJECTED = 1, 0, -1
@@ -160,27 +164,30 @@ class _Copy:
             return TOO_LARGE
         return ""
 
-    def fill(self, questions: list[tuple[int, int, list[int]]], dropped: list[int]) -> None:
-        """Answer each question (an output's number, end id and further ids) by a mask.
+    def fill(self, questions: list[Question], dropped: list[int]) -> None:
+        """Answer each question by the mask after its ids, and by masks after its draft ids.
 
-        An answer is int64 [n, 3]: the slot of the mask, the state after the ids, and the
-        microseconds of a slow mask (0 for a quick mask).
+        An answer is int64 [n, 4]: the slot of the mask, the state after the ids, the
+        microseconds of a slow mask (0 for a quick mask), and how many draft ids have a mask.
         """
         for number in dropped:
             self._matchers.pop(number, None)
-        answers: list[tuple[int, int, int]] = []
+        answers: list[tuple[int, int, int, int]] = []
         sent_at = time.monotonic()
-        for slot, question in enumerate(questions):
+        for index, (number, end_id, ids, drafts, slot) in enumerate(questions):
             began, cpu_began = time.monotonic(), time.process_time()
-            status = self._answer(slot, *question)
+            status = self._answer(slot, number, end_id, ids)
             seconds = 0.0
             cpu_s = time.process_time() - cpu_began
             if cpu_s > SLOW_S:
                 seconds = time.monotonic() - began
             if cpu_s > _GIVE_WAY_S:
                 self._give_way()
-            answers.append((slot, status, int(1e6 * seconds)))
-            if time.monotonic() - sent_at > _ANSWER_S or slot + 1 == len(questions):
+            count = 0
+            if drafts and status == OPEN and not seconds:
+                count = self._fill_drafts(self._matchers[number], drafts, slot + 1)
+            answers.append((slot, status, int(1e6 * seconds), count))
+            if time.monotonic() - sent_at > _ANSWER_S or index + 1 == len(questions):
                 self._connection.send_bytes(np.array(answers, np.int64).tobytes())
                 answers, sent_at = [], time.monotonic()
 
@@ -201,6 +208,28 @@ class _Copy:
             status = COMPLETE if matcher.fill(self._masks, slot) else OPEN
         signal.setitimer(signal.ITIMER_PROF, 0.0)
         return status
+
+    def _fill_drafts(self, matcher: Matcher, drafts: list[int], slot: int) -> int:
+        """Fill the masks after each of these ids, from ``slot`` on; the number of masks.
+
+        The masks end before the first id that may not come, that ends the output, or whose
+        mask is slow. The matcher's state is the same afterwards.
+        """
+        num_accepted = num_filled = 0
+        for token_id in drafts:
+            cpu_began = time.process_time()
+            signal.setitimer(signal.ITIMER_PROF, self._step_timeout_s)
+            if not matcher.begin_drafts(token_id):
+                break
+            num_accepted += 1
+            if matcher.fill(self._masks, slot + num_filled):
+                break
+            num_filled += 1
+            if time.process_time() - cpu_began > SLOW_S:
+                break
+        matcher.end_drafts(num_accepted)
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        return num_filled
 
     def _give_way(self) -> None:
         missing = _SLOW_NICE - os.nice(0)

@@ -15,7 +15,14 @@ import numpy as np
 import numpy.typing as npt
 
 from trimaran.comm.errors import ErrorKind, RequestError
-from trimaran.worker.guided.guide_process import BEGUN, COMPLETE, NUM_SLOTS, REJECTED, TOO_LARGE
+from trimaran.worker.guided.guide_process import (
+    BEGUN,
+    COMPLETE,
+    NUM_SLOTS,
+    REJECTED,
+    TOO_LARGE,
+    Question,
+)
 
 _POLL_S = 0.05
 """Seconds between checks that a request still wants its guide compiled."""
@@ -51,8 +58,13 @@ class AwaitsMask(Protocol):
     end_id: int
     error: RequestError | None
 
-    def settle(self, mask: npt.NDArray[np.int32], seconds: float, *, is_complete: bool) -> None:
-        """Accept a mask. ``seconds`` is the time of a slow mask, 0 for a quick mask."""
+    def settle(
+        self, masks: npt.NDArray[np.int32], seconds: float, *, is_complete: bool
+    ) -> None:
+        """Accept a mask, and the masks after leading draft ids: [1 to n, words].
+
+        ``seconds`` is the time of a slow first mask, 0 for a quick mask.
+        """
         ...
 
 
@@ -94,10 +106,9 @@ class MaskProcess:
         self.has_ended = False
         self.patience_s = _PATIENCE_S
         """How long steps may still wait for masks of this process, all together."""
-        self._queued: dict[int, tuple[AwaitsMask, List[int]]] = {}
-        self._asked: list[AwaitsMask | None] = []
-        """By slot, the questions of the batch in progress; None for answered questions."""
-        self._num_answered = 0
+        self._queued: dict[int, tuple[AwaitsMask, List[int], List[int]]] = {}
+        self._asked: dict[int, AwaitsMask | None] = {}
+        """By slot, the open questions of the batch in progress; None for dropped outputs."""
         self._asked_at = 0.0
         self._dropped: list[int] = []
 
@@ -141,19 +152,21 @@ class MaskProcess:
 
     # ---- masks ---------------------------------------------------------------------------
 
-    def ask(self, guide: AwaitsMask, token_ids: List[int]) -> None:
-        """Queue a question: the mask of ``guide`` after these further ids."""
+    def ask(self, guide: AwaitsMask, token_ids: List[int], draft_ids: List[int] = ()) -> None:
+        """Queue a question: the mask of ``guide`` after these further ids, and the masks after
+        each of the draft ids behind these ids, as far as the guide allows the draft ids."""
         if self.has_ended:
             guide.error = self._ended_error()
         else:
-            self._queued[guide.number] = guide, token_ids
+            self._queued[guide.number] = guide, token_ids, draft_ids
 
     def drop(self, guide: AwaitsMask) -> None:
         """Remove an output and its pending questions."""
         self._queued.pop(guide.number, None)
         self._dropped.append(guide.number)
-        if guide in self._asked:
-            self._asked[self._asked.index(guide)] = None
+        for slot, each in self._asked.items():
+            if each is guide:
+                self._asked[slot] = None
 
     def release(self) -> None:
         """A request that the process was lent to is over."""
@@ -169,11 +182,16 @@ class MaskProcess:
         if self._asked or not self._queued or self.has_ended:
             return
         batch = list(self._queued.values())[:NUM_SLOTS]
-        for guide, _ in batch:
+        # Masks of draft ids take the slots that the first masks leave.
+        most = (NUM_SLOTS - len(batch)) // len(batch)
+        questions: list[Question] = []
+        slot = 0
+        for guide, ids, drafts in batch:
             del self._queued[guide.number]
-        self._asked = [guide for guide, _ in batch]
-        self._num_answered, self._asked_at = 0, time.monotonic()
-        questions = [(guide.number, guide.end_id, list(ids)) for guide, ids in batch]
+            self._asked[slot] = guide
+            questions.append((guide.number, guide.end_id, [*ids], [*drafts[:most]], slot))
+            slot += 1 + len(questions[-1][3])
+        self._asked_at = time.monotonic()
         dropped, self._dropped = self._dropped, []
         try:
             self._connection.send(("masks", questions, dropped))
@@ -192,24 +210,20 @@ class MaskProcess:
         self.flush()
 
     def _take(self, answers: npt.NDArray[np.int64]) -> None:
-        for slot, status, micros in answers.reshape(-1, 3).tolist():
-            self._num_answered += 1
-            guide = self._asked[slot]
+        for slot, status, micros, num_drafts in answers.reshape(-1, 4).tolist():
+            guide = self._asked.pop(slot)
             if guide is None:
                 continue
-            self._asked[slot] = None
             if status <= REJECTED:
                 index = REJECTED - status
                 guide.error = RequestError(
                     f"the id at index {index} of the output does not follow the guide"
                 )
                 continue
-            mask = self._masks[slot].copy()
-            guide.settle(mask, micros / 1e6, is_complete=status == COMPLETE)
+            masks = self._masks[slot : slot + 1 + num_drafts].copy()
+            guide.settle(masks, micros / 1e6, is_complete=status == COMPLETE)
         self._asked_at = time.monotonic()
         self.patience_s = min(_PATIENCE_S, self.patience_s + _REGAINED_S)
-        if self._num_answered == len(self._asked):
-            self._asked = []
 
     @property
     def _hang_s(self) -> float:
@@ -220,11 +234,11 @@ class MaskProcess:
         waited_s = time.monotonic() - self._asked_at
         self.has_ended = True
         self._connection.close()
-        queued = [guide for guide, _ in self._queued.values()]
+        queued = [guide for guide, *_ in self._queued.values()]
         error = self._ended_error(is_slow=waited_s >= self._step_timeout_s * 0.9)
-        for guide in filter(None, [*self._asked, *queued]):
+        for guide in filter(None, [*self._asked.values(), *queued]):
             guide.error = error
-        self._asked, self._queued = [], {}
+        self._asked, self._queued = {}, {}
 
     def _ended_error(self, *, is_slow: bool = False) -> RequestError:
         if is_slow:

@@ -51,3 +51,13 @@ class Matcher:
         for token_id in self._stop_ids:
             mask[token_id // 32] &= ~np.left_shift(np.int32(1), np.int32(token_id % 32))
         return not self._has_end and not mask.any() and bool(self._matcher.is_completed())
+
+    def begin_drafts(self, token_id: int) -> bool:
+        """Advance by a draft id, to be taken back; False, with nothing changed, if the id may
+        not come here or ends the output."""
+        return token_id not in self._matcher.stop_token_ids and self.accept(token_id)
+
+    def end_drafts(self, count: int) -> None:
+        """Take the last ``count`` ids back."""
+        if count:
+            self._matcher.rollback(count)

@@ -12,6 +12,9 @@ from operator import attrgetter
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
+import numpy as np
+import numpy.typing as npt
+
 from trimaran.comm.messages.messages import FinishReason
 from trimaran.comm.messages.sampling_params import SamplingParams
 from trimaran.comm.word_automaton import WordAutomaton, WordState
@@ -316,6 +319,10 @@ class Request:
 
     draft_acceptance_threshold: float = 0.0
     """0 accepts the draft ids that the model chooses itself."""
+
+    draft_logits: npt.NDArray[np.float32] | None = None
+    """[n, V]: the logits from which the last n of ``draft_token_ids`` were drawn, for
+    rejection sampling."""
 
     max_draft_tokens: int | None = None
     """Most draft tokens of a step; None for the engine's limit, 0 for no drafts."""

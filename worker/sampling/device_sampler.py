@@ -11,6 +11,7 @@ from trimaran.comm.collectives.tensor_group import TensorParallelGroup
 from trimaran.kernels.triton import logits as triton_logits
 from trimaran.kernels.triton import sampling as triton_sampling
 from trimaran.worker.sampling.candidates import LEAST_KEY, id_of_best_key, is_forbidden
+from trimaran.worker.sampling.draft_acceptance import DraftAcceptance
 from trimaran.worker.sampling.draw import with_resets
 from trimaran.worker.sampling.outputs import (
     BeamCandidates,
@@ -57,12 +58,17 @@ class DeviceSampler:
     ) -> SamplerOutput:
         """Choose each row's next id from whole logits."""
         params = _params(batch, token_table_RL)
+        drafted = None
+        if batch.draft_rules:
+            drafted = DraftAcceptance(logits_NV, batch, batch.draft_rules)
         entries = _edited(batch)
         if len(entries):
             output = _sample_edited(logits_NV, batch, token_table_RL, entries, params)
         else:
             ids, beams = _draw(logits_NV, batch, params), _beams(logits_NV, batch)
             output = SamplerOutput(ids, None, joined(beams))
+        if drafted is not None:
+            drafted.replace(output.token_ids, _edit_drafted, token_table_RL)
         if batch.all_features & RowFeature.LOG_PROBS:
             output.log_probs = triton_logits.log_probs(logits_NV, output.token_ids)
         return output
@@ -173,6 +179,16 @@ def _sample_edited(
     if stuck:
         is_stuck = stuck[0] if len(stuck) == 1 else torch.cat(stuck)
     return SamplerOutput(ids, None, joined(beams), _spread(is_stuck, index, len(batch.rows)))
+
+
+def _edit_drafted(logits_NV: Tensor, batch: SamplingBatch, token_table_RL: Tensor) -> None:
+    """Apply the processors in parts, for which there is memory."""
+    for start in range(0, len(batch.rows), _EDITED_ROWS):
+        rows = np.arange(start, min(start + _EDITED_ROWS, len(batch.rows)))
+        part = batch.copy_of(rows)
+        guided = batch.index(part.rows_wanting(RowFeature.GUIDE))
+        # The slice is a view: the processors work in place.
+        _edit(logits_NV[start : start + len(rows)], part, token_table_RL, guided)
 
 
 def _draw(logits_NV: Tensor, batch: SamplingBatch, params_RW: Tensor) -> Tensor:

@@ -88,7 +88,7 @@ def draw(logits_NV: Tensor, batch: SamplingBatch, entries: Entries) -> Tensor:
     Rows without a filter, with top-k, and with other filters take separate paths, so that no
     row is slower for another's filter. The CPU's kernel does the same row by row.
     """
-    params = _Params(batch, entries)
+    params = Params(batch, entries)
     kernel = batch.state.kernel
     if kernel is not None:
         filters = np.ascontiguousarray(params.floats[:, (TEMPERATURE, TOP_P, MIN_P)])
@@ -113,7 +113,7 @@ def draw(logits_NV: Tensor, batch: SamplingBatch, entries: Entries) -> Tensor:
     return ids
 
 
-class _Params:
+class Params:
     """Sampling parameters of rows that draw, on the host, and their copies on the device."""
 
     def __init__(self, batch: SamplingBatch, entries: Entries) -> None:
@@ -134,9 +134,9 @@ class _Params:
             # The minimum applies to rows whose top-p has decayed already, and to no others.
             np.copyto(self.floats[:, TOP_P], decayed, where=(decay != 1) & (steps > 0))
 
-    def of(self, rows: Entries) -> _Params:
+    def of(self, rows: Entries) -> Params:
         """The parameters of some of the rows."""
-        return _Params(self._batch, self._entries[rows])
+        return Params(self._batch, self._entries[rows])
 
     def host_keys(self) -> npt.NDArray[np.int32]:
         """int32 [N, 2]: the noise's keys."""
@@ -151,13 +151,13 @@ class _Params:
         return logits_NK / to_device(self.floats[:, TEMPERATURE, None], logits_NK.device)
 
 
-def _draw_any(logits_NV: Tensor, params: _Params) -> Tensor:
+def _draw_any(logits_NV: Tensor, params: Params) -> Tensor:
     ids = torch.arange(logits_NV.shape[1], device=logits_NV.device)[None]
     noise = gumbel(params.keys(logits_NV.device), ids)
     return argmax(noise.add_(params.tempered(logits_NV)))
 
 
-def _draw_top_k(logits_NV: Tensor, params: _Params) -> Tensor:
+def _draw_top_k(logits_NV: Tensor, params: Params) -> Tensor:
     """Top-k, then top-p over the mass of what is left, then min-p."""
     count = int(params.top_k.max())
     logits, ids = largest(logits_NV, count)
@@ -171,7 +171,7 @@ def _draw_top_k(logits_NV: Tensor, params: _Params) -> Tensor:
     return _draw_from(values, ids, mass, mass.sum(dim=-1, keepdim=True), is_out, params)
 
 
-def _draw_top_p(logits_NV: Tensor, params: _Params) -> Tensor:
+def _draw_top_p(logits_NV: Tensor, params: Params) -> Tensor:
     """Top-p and min-p over the whole vocabulary."""
     num_rows, vocab_size = logits_NV.shape
     if logits_NV.device.type != "cpu" or vocab_size < 4 * _FEW:
@@ -196,7 +196,7 @@ def _draw_top_p(logits_NV: Tensor, params: _Params) -> Tensor:
     return chosen
 
 
-def _draw_sorted(logits_NV: Tensor, params: _Params) -> Tensor:
+def _draw_sorted(logits_NV: Tensor, params: Params) -> Tensor:
     logits, ids = largest(logits_NV, logits_NV.shape[1])
     values = params.tempered(logits)
     mass = _relative_mass(values)
@@ -215,10 +215,22 @@ def _draw_from(
     mass_NK: Tensor,
     total_N1: Tensor,
     is_out_NK: Tensor | None,
-    params: _Params,
+    params: Params,
 ) -> Tensor:
     """Apply top-p of ``total_N1`` and min-p to descending candidates, and draw."""
-    device = values_NK.device
+    is_out_NK = _filtered(mass_NK, total_N1, is_out_NK, params)
+    noisy = gumbel(params.keys(values_NK.device), ids_NK).add_(values_NK)
+    if is_out_NK is not None:
+        noisy.masked_fill_(is_out_NK, float("-inf"))
+    return ids_NK.gather(1, noisy.argmax(dim=-1, keepdim=True))[:, 0]
+
+
+def _filtered(
+    mass_NK: Tensor, total_N1: Tensor, is_out_NK: Tensor | None, params: Params
+) -> Tensor | None:
+    """Which of the descending candidates top-p of ``total_N1`` or min-p excludes, besides
+    those that are out already; None for none."""
+    device = mass_NK.device
     if (params.floats[:, TOP_P] < 1).any():
         top_p = to_device(params.floats[:, TOP_P].astype(np.float64), device)[:, None]
         is_beyond = mass_NK.cumsum(dim=-1).sub_(mass_NK) >= top_p * total_N1
@@ -229,9 +241,22 @@ def _draw_from(
         min_p = to_device(params.floats[:, MIN_P].astype(np.float64), device)[:, None]
         is_small = mass_NK < min_p
         is_out_NK = is_small if is_out_NK is None else is_out_NK | is_small
-    noisy = gumbel(params.keys(device), ids_NK).add_(values_NK)
     if is_out_NK is not None:
         # The likeliest id stays whatever the parameters are.
         is_out_NK[:, 0] = False
-        noisy.masked_fill_(is_out_NK, float("-inf"))
-    return ids_NK.gather(1, noisy.argmax(dim=-1, keepdim=True))[:, 0]
+    return is_out_NK
+
+
+def probabilities(logits_NV: Tensor, params: Params) -> Tensor:
+    """float64 [N, V]: the probabilities with which `draw` draws each id."""
+    logits, ids = largest(logits_NV, logits_NV.shape[1])
+    mass = _relative_mass(params.tempered(logits))
+    top_k = np.where(params.top_k > 0, params.top_k, logits_NV.shape[1])
+    limits = to_device(top_k, logits_NV.device)[:, None]
+    is_out = torch.arange(logits_NV.shape[1], device=logits_NV.device) >= limits
+    mass.masked_fill_(is_out, 0.0)
+    is_left_out = _filtered(mass, mass.sum(dim=-1, keepdim=True), is_out, params)
+    assert is_left_out is not None
+    mass.masked_fill_(is_left_out, 0.0)
+    mass /= mass.sum(dim=-1, keepdim=True)
+    return torch.zeros_like(mass).scatter_(1, ids, mass)

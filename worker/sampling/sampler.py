@@ -11,6 +11,7 @@ from torch import Tensor
 from trimaran.comm.collectives.tensor_group import TensorParallelGroup
 from trimaran.worker.sampling import logits_processors
 from trimaran.worker.sampling.candidates import argmax_over_shards, is_forbidden
+from trimaran.worker.sampling.draft_acceptance import DraftAcceptance
 from trimaran.worker.sampling.draw import draw
 from trimaran.worker.sampling.outputs import SamplerOutput, beam_candidates
 from trimaran.worker.sampling.sampling_rows import FORBIDS, RowFeature, SamplingBatch
@@ -73,7 +74,7 @@ class HostSampler:
 
     def takes_shards(self, batch: SamplingBatch) -> bool:
         """Only if every row takes its likeliest id."""
-        return not batch.all_features
+        return not batch.all_features and not batch.draft_rules
 
     def sample(
         self, logits_NV: Tensor, batch: SamplingBatch, token_table_RL: Tensor
@@ -82,15 +83,18 @@ class HostSampler:
         features = batch.all_features
         if features & RowFeature.RESET:
             batch.token_table = token_table_RL
-        if not features:
+        drafted = None
+        if batch.draft_rules:
+            drafted = DraftAcceptance(logits_NV, batch, batch.draft_rules)
+        elif not features:
             return SamplerOutput(batch.state.likeliest(logits_NV))
         model_logits = logits_NV.clone() if features & RowFeature.LOG_PROBS else logits_NV
-        for feature, process in PROCESSORS:
-            if features & feature:
-                process(logits_NV, batch, token_table_RL)
+        _edit(logits_NV, batch, token_table_RL)
         beams = beam_candidates(logits_NV, batch) if features & RowFeature.BEAM else None
         ids = _draw(logits_NV, batch)
         is_stuck = is_forbidden(logits_NV, ids) if features & FORBIDS else None
+        if drafted is not None:
+            drafted.replace(ids, _edit, token_table_RL)
         if not features & RowFeature.LOG_PROBS:
             return SamplerOutput(ids, None, beams, is_stuck)
         chosen = model_logits.gather(1, ids[:, None])[:, 0]
@@ -102,6 +106,12 @@ class HostSampler:
         """The likeliest ids, without gathering logits. Collective."""
         num_real = min(max(batch.state.vocab_size - first_id, 0), logits_NS.shape[1])
         return SamplerOutput(argmax_over_shards(logits_NS[:, :num_real], first_id, self._tp))
+
+
+def _edit(logits_NV: Tensor, batch: SamplingBatch, token_table_RL: Tensor) -> None:
+    for feature, process in PROCESSORS:
+        if batch.all_features & feature:
+            process(logits_NV, batch, token_table_RL)
 
 
 def _draw(logits_NV: Tensor, batch: SamplingBatch) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntFlag
 
 import numpy as np
@@ -19,7 +19,7 @@ from trimaran.worker.sampling.device_sampling_state import DeviceSamplingState
 from trimaran.worker.sampling.ngram_index import NgramIndex
 from trimaran.worker.sampling.noise import noise_keys
 from trimaran.worker.steps.staging import to_device
-from trimaran.worker.steps.step_types import Int32Array, NewRow
+from trimaran.worker.steps.step_types import DraftRule, Int32Array, NewRow
 
 
 class RowFeature(IntFlag):
@@ -110,6 +110,9 @@ class SamplingBatch:
     masks: Tensor | None = None
     """int32 [n, ceil(V / 32)] on the device: the allowed ids of each row with a guide."""
 
+    draft_rules: list[DraftRule] = field(default_factory=list)
+    """Draft tokens that more than the own draw decides about; see `draft_acceptance`."""
+
     def rows_wanting(self, feature: RowFeature) -> npt.NDArray[np.int64]:
         """Entries that ask for ``feature``, ascending."""
         return np.flatnonzero(self.features & np.uint32(feature))
@@ -122,6 +125,8 @@ class SamplingBatch:
     def is_mostly_plain(self) -> bool:
         """Whether it pays to gather logits of the rows that need more than a plain draw, alone.
         False if logits of a row are to be kept."""
+        if self.draft_rules:
+            return False
         if not self.all_features & ~RowFeature.RANDOM:
             return True
         is_kept = self.all_features & RowFeature.LOGITS
@@ -147,6 +152,27 @@ class SamplingBatch:
             self.device_rows.index_select(0, index_n),
             self.device_lengths.index_select(0, index_n),
             masks=masks,
+        )
+
+    def copy_of(self, entries: npt.NDArray[np.int64]) -> SamplingBatch:
+        """A batch of these entries, in any order and with repetitions."""
+        features, masks = self.features[entries], self.masks
+        if masks is not None:
+            has_guide = (self.features & np.uint32(RowFeature.GUIDE)) > 0
+            index = np.cumsum(has_guide)[entries[has_guide[entries]]] - 1
+            masks = masks[to_device(index, self.state.device)]
+        rows, lengths = self.rows[entries], self.lengths[entries]
+        has_device = self.device_rows is not None
+        return SamplingBatch(
+            rows,
+            lengths,
+            features,
+            int(np.bitwise_or.reduce(features)),
+            self.state,
+            to_device(rows, self.state.device) if has_device else None,
+            to_device(lengths, self.state.device) if has_device else None,
+            self.token_table,
+            masks,
         )
 
     def without(self, entries: npt.NDArray[np.int64], index_n: Tensor) -> SamplingBatch:

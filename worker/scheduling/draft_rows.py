@@ -153,7 +153,8 @@ class DraftRows:
             return True
         for sequence in running:
             drafts = self._drafts_of(sequence)
-            if drafts is None or drafts.drafter.is_spent:
+            # A guided sequence is in no step before its last id is known.
+            if drafts is None or drafts.drafter.is_spent or sequence.guide is not None:
                 continue
             if drafts.drafter.is_asked or not self._rest:
                 return True
@@ -208,11 +209,26 @@ class DraftRows:
             if self._rest and not drafts.drafter.is_asked:
                 continue
             drafts.compare(sequence)
-            most = min(drafts.most, self._room_of(sequence))
-            ids = drafts.drafter.propose(sequence, most) if most > 0 else array("i")
+            ids = self._ids_for(sequence, drafts)
             if ids:
                 (asked if drafts.drafter.is_asked else own).append((sequence, ids))
         return asked, own
+
+    def _ids_for(self, sequence: Sequence, drafts: _Drafts) -> array[int]:
+        """Draft ids that the next step may verify."""
+        most = max(0, min(drafts.most, self._room_of(sequence)))
+        if sequence.guide is not None:
+            return array("i", sequence.guide.draft_ids[:most])
+        return drafts.drafter.propose(sequence, most) if most else array("i")
+
+    def propose(self, sequence: Sequence) -> array[int]:
+        """Draft ids behind the output of a guided sequence. Those that the guide allows may be
+        verified once their masks are known."""
+        drafts = self._drafts_of(sequence)
+        if drafts is None or (self._rest and not drafts.drafter.is_asked):
+            return array("i")
+        most = min(drafts.most, self._room_of(sequence))
+        return drafts.drafter.propose(sequence, most) if most > 0 else array("i")
 
     def _drafts_of(self, sequence: Sequence) -> _Drafts | None:
         """The state of a sequence's drafts; None if it has none."""
@@ -224,7 +240,7 @@ class DraftRows:
         most = self._config.max_draft_tokens
         if request.max_draft_tokens is not None:
             most = min(most, request.max_draft_tokens)
-        if not most or request.sampling.beam_width > 1 or request.guide is not None:
+        if not most or request.sampling.beam_width > 1:
             return None
         if request.draft_token_ids:
             return _Drafts(RequestDrafter(request), most)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as List
 
 import numpy as np
 
@@ -38,6 +39,8 @@ class GuidedSequences:
         self._awaited: dict[Guide, Sequence] = {}
         """Sequences whose next mask is to come."""
         self._failed: list[tuple[Request, RequestError]] = []
+        self.propose: Callable[[Sequence], List[int]] = lambda _: ()
+        """Draft ids of a sequence, for which masks are asked in advance."""
 
     def add(self, request: Request) -> None:
         """Count a request whose sequences were just made."""
@@ -54,7 +57,10 @@ class GuidedSequences:
     # ---- masks ---------------------------------------------------------------------------
 
     def ask(self) -> None:
-        """Send what was asked for since the last call."""
+        """Ask for the masks behind the ids that were accepted since the last call."""
+        for guide, sequence in self._awaited.items():
+            if guide.new_ids:
+                guide.ask(guide.new_ids, self.propose(sequence))
         for process in self._processes():
             process.flush()
 
@@ -105,11 +111,14 @@ class GuidedSequences:
                 process.patience_s -= waited_s
 
     def fill_masks(self, step: ScheduledStep) -> ScheduledStep:
-        """Add the ids allowed next to the decision, for each guided sequence it samples."""
+        """Add the ids allowed next to the decision, for each row of guided sequences."""
         if self._count:
-            guides = [s.guide for s in step.sampled if s.guide is not None]
-            masks = [guide.mask for guide in guides if guide.mask is not None]
-            assert len(masks) == len(guides), "a guided sequence is sampled without its mask"
+            places = step.draft_places()
+            masks = [
+                sequence.guide.masks[places.get(index, 0)]
+                for index, sequence in enumerate(step.sampled)
+                if sequence.guide is not None
+            ]
             if masks:
                 step.decision.masks = np.concatenate(masks)
         return step
@@ -125,6 +134,7 @@ class GuidedSequences:
         if token_id != NO_ID and guide is None:
             return True
         if token_id != NO_ID and guide is not None and guide.accept(token_id):
+            # `ask` follows once all ids of the step are accepted.
             self._awaited[guide] = sequence
             return True
         self._fail(sequence.request, RequestError(_NOTHING_ALLOWED), finish)

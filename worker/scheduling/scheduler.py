@@ -75,6 +75,8 @@ class Scheduler:
         self._guided = GuidedSequences()
         self.wait_for_masks = self._guided.wait
         self.draft_rows = DraftRows(config, cache) if config.speculation.is_on else None
+        if self.draft_rows is not None:
+            self._guided.propose = self.draft_rows.propose
         self._ended: list[Emission] = []
         """Ends that no step's result brings."""
         self._batch_size = 0

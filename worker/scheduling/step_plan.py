@@ -13,6 +13,7 @@ from trimaran.worker.kv_cache.manager import BlockCopy, KVCacheManager
 from trimaran.worker.kv_cache.sequence_blocks import SequenceBlocks
 from trimaran.worker.requests.request import Sequence
 from trimaran.worker.steps.step_types import (
+    DraftRule,
     Int32Array,
     KeptLogits,
     NewRow,
@@ -86,6 +87,14 @@ class ScheduledStep:
         those in place of draft tokens, which may be accepted or not."""
         num_drafts = sum(len(run.token_ids) for run in self.drafts)
         return len(self.decision.rows) - num_drafts - self.num_context
+
+    def draft_places(self) -> dict[int, int]:
+        """By index in ``sampled`` of each draft row, the number of drafts up to its own."""
+        return {
+            run.first + place: place + 1
+            for run in self.drafts
+            for place in range(len(run.token_ids))
+        }
 
     def parts(self, sampled: SampledTokens) -> list[tuple[ScheduledStep, SampledTokens]]:
         """The steps that `update_from_output` takes one by one, each with its sampled ids."""
@@ -328,3 +337,26 @@ class StepPlan:
         for run in self._drafts:
             place = places[run.sequence]
             run.own = place if place < first else place + num_drafts
+            rule = _rule_of(run)
+            if rule is not None:
+                step.decision.draft_rules.append(rule)
+
+
+def _rule_of(run: DraftRun) -> DraftRule | None:
+    """How a request's draft tokens are accepted; None for equality with the own draws."""
+    request, count = run.sequence.request, len(run.token_ids)
+    threshold, logits = request.draft_acceptance_threshold, request.draft_logits
+    if not threshold and logits is None:
+        return None
+    rows = None
+    if logits is not None:
+        start = run.sequence.num_output_tokens
+        start -= len(request.draft_token_ids) - len(logits)
+        # Logits of draft tokens in place of known output are not sent.
+        rows = logits[start : start + count] if start >= 0 else None
+    return DraftRule(
+        places=int32s([run.own, *range(run.first, run.first + count - 1)]),
+        token_ids=np.array(run.token_ids, dtype=np.int32),
+        threshold=threshold,
+        logits=rows,
+    )

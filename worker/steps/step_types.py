@@ -82,6 +82,35 @@ class TokenWrite:
 
 
 @dataclass(slots=True, kw_only=True)
+class DraftRule:
+    """How draft tokens of one sequence are accepted, if not by the model's own draws."""
+
+    places: Int32Array
+    """Indices into ``sampled`` of the rows that sample in place of the draft tokens."""
+
+    token_ids: Int32Array
+    """The draft tokens."""
+
+    threshold: float = 0.0
+    logits: npt.NDArray[np.float32] | None = None
+    """[n, V]: the logits from which each draft token was drawn."""
+
+    def to_wire(self) -> list[Any]:
+        """A msgpack list; raw arrays."""
+        logits = None if self.logits is None else self.logits.tobytes()
+        return [self.places.tobytes(), self.token_ids.tobytes(), self.threshold, logits]
+
+    @classmethod
+    def from_wire(cls, wire: list[Any]) -> DraftRule:
+        """The inverse of `to_wire`."""
+        places, ids = (np.frombuffer(raw, np.int32) for raw in wire[:2])
+        logits = None
+        if wire[3] is not None:
+            logits = np.frombuffer(wire[3], np.float32).reshape(len(ids), -1)
+        return cls(places=places, token_ids=ids, threshold=wire[2], logits=logits)
+
+
+@dataclass(slots=True, kw_only=True)
 class SchedulerOutput:
     """The decision of one step: flat arrays that hold changes alone.
 
@@ -120,6 +149,9 @@ class SchedulerOutput:
     num_decodes: int = 0
     """Leading entries that compute one token of output each; other entries follow."""
 
+    draft_rules: list[DraftRule] = field(default_factory=list)
+    """Of sequences whose draft tokens more than the model's own draws decide about."""
+
     decode_ids: Int32Array = field(default_factory=lambda: int32s(()))
     """[num_decodes]: the tokens that decodes compute; empty if every rank that needs them has
     sampled them. The first stage of a pipeline has not."""
@@ -130,7 +162,7 @@ class SchedulerOutput:
         return int(self.num_scheduled_tokens.sum())
 
     def encode(self) -> bytes:
-        """A msgpack list: two integers, the raw arrays, new rows, token writes."""
+        """A msgpack list: two integers, the raw arrays, new rows, token writes, draft rules."""
         arrays = [getattr(self, name).tobytes() for name in _ARRAYS]
         rows = [
             [
@@ -147,7 +179,10 @@ class SchedulerOutput:
         writes = [
             [each.row, each.start, each.token_ids.tobytes()] for each in self.token_writes
         ]
-        packed: bytes = msgpack.packb([self.step, self.num_decodes, arrays, rows, writes])
+        rules = [rule.to_wire() for rule in self.draft_rules]
+        packed: bytes = msgpack.packb(
+            [self.step, self.num_decodes, arrays, rows, writes, rules]
+        )
         return packed
 
     @classmethod
@@ -158,7 +193,7 @@ class SchedulerOutput:
             ProtocolError: ``payload`` is not an encoded decision.
         """
         try:
-            step, num_decodes, raw_arrays, raw_rows, raw_writes = msgpack.unpackb(
+            step, num_decodes, raw_arrays, raw_rows, raw_writes, rules = msgpack.unpackb(
                 payload, strict_map_key=False
             )
             arrays = {
@@ -188,6 +223,7 @@ class SchedulerOutput:
                 num_decodes=num_decodes,
                 new_rows=new_rows,
                 token_writes=writes,
+                draft_rules=[DraftRule.from_wire(rule) for rule in rules],
                 **arrays,
             )
         except (ValueError, TypeError, msgpack.UnpackException) as error:

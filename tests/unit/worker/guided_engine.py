@@ -16,11 +16,13 @@ from trimaran.worker.config.engine_config import (
     GuidedConfig,
     SchedulerConfig,
 )
+from trimaran.worker.config.speculation_config import SpeculationConfig
 
 ROOT = Path(__file__).parents[3]
 MODEL = ROOT / "examples" / "demo_models" / "base"
 TOKENIZER = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
 END = 1
+NONE = SpeculationConfig()
 SCHEMA = json.dumps(
     {
         "type": "object",
@@ -56,7 +58,9 @@ def texts(count):
     return json.dumps([f"value number {place * 7919 % 1000003}" for place in range(count)])
 
 
-def make_engine(depth=1, max_tokens=2048, guided=None, max_queue_size=0, **changes):
+def make_engine(
+    depth=1, max_tokens=2048, guided=None, max_queue_size=0, speculation=NONE, **changes
+):
     driver = Driver(
         EngineConfig(
             model="test",
@@ -72,6 +76,7 @@ def make_engine(depth=1, max_tokens=2048, guided=None, max_queue_size=0, **chang
                 policy="max_utilization",
                 expected_output_tokens=1,
                 depth=depth,
+                speculation=speculation,
             ),
             cache=CacheConfig(tokens_per_block=16, max_tokens=max_tokens),
             guided=guided or GuidedConfig(backend="xgrammar"),

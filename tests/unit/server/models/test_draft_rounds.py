@@ -222,6 +222,50 @@ async def test_queue_timeouts_end_no_request_that_has_output(serve, tmp_path):
     assert not target.submits[1].draft_token_ids
 
 
+@pytest.mark.feature("input:use_draft_logits", of="text")
+@pytest.mark.parametrize(
+    ("sampling", "is_sent"),
+    [
+        ({"top_k": 9}, True),
+        ({"top_k": 9, "random_seed": 4}, False),
+        ({"top_k": 1}, False),
+    ],
+)
+async def test_logits_of_drafts_go_to_the_target_model_if_they_matter(
+    serve, tmp_path, sampling, is_sent
+):
+    async with two_models(serve, tmp_path) as (served, target, draft):
+        row = np.arange(620, dtype="<f4")
+        draft.extras = lambda ids: {"generation_logits": [row.tobytes()] * len(ids)}
+        asked = {**REQUEST, "max_tokens": 6, "num_draft_tokens": 2, "use_draft_logits": True}
+        await served.texts("tensorrt_llm_bls", **asked, **sampling)
+
+    first, second = target.submits
+    assert [len(submit.draft_token_ids) for submit in (first, second)] == [2, 5]
+    for submit in target.submits:
+        found = np.frombuffer(submit.draft_logits, "<f4").reshape(-1, 600)
+        assert (found == row[:600]).all()
+        assert len(found) == 2 * is_sent
+    assert draft.submits[0].sampling.get("return_generation_logits", False) == is_sent
+
+
+@pytest.mark.parametrize("serves_guides", [True, False])
+async def test_a_guide_goes_to_the_models_that_serve_guides(serve, tmp_path, serves_guides):
+    facts = {"serves_guides": serves_guides}
+    async with two_models(serve, tmp_path, draft_facts=facts) as (served, target, draft):
+        guide = {"guided_decoding_guide_type": "regex", "guided_decoding_guide": "[a-z ]+"}
+        (plain,) = await served.texts("tensorrt_llm_bls", **REQUEST, **guide)
+        target.submits.clear()
+        (text,) = await served.texts("tensorrt_llm_bls", **REQUEST, **guide, num_draft_tokens=3)
+
+    assert text == plain
+    assert {submit.sampling["guide_type"] for submit in target.submits} == {"regex"}
+    for submit in draft.submits:
+        assert submit.sampling.get("guide_type", "") == ("regex" if serves_guides else "")
+        # With a minimum the guide may leave no id.
+        assert "min_tokens" not in submit.sampling or not submit.sampling["min_tokens"]
+
+
 @pytest.mark.parametrize("limit", [0, 2])
 async def test_a_limit_of_draft_tokens_holds_in_rounds(serve, tmp_path, limit):
     async with two_models(serve, tmp_path) as (served, target, draft):
@@ -406,10 +450,6 @@ async def test_drafts_outside_the_targets_vocabulary_are_left_out(serve, tmp_pat
             "num_return_sequences is 2 but must be 1 with speculative decoding",
         ),
         (
-            {"guided_decoding_guide_type": "json"},
-            "guided_decoding_guide_type is not supported with speculative decoding",
-        ),
-        (
             {"prompt_embedding_table": np.ones((1, 2, 4), np.float16)},
             "prompt_embedding_table is not supported with speculative decoding",
         ),
@@ -469,6 +509,12 @@ async def test_a_request_with_drafts_has_the_accepted_ids_and_one_more(serve):
             exclude_input_in_output=True, return_perf_metrics=True,
             draft_acceptance_threshold=0.25, parameters={"max_draft_tokens": 4},
         )  # fmt: skip
+        for further in ({"runtime_top_k": 9}, {"runtime_top_k": 9, "random_seed": 3}):
+            await served.infer(
+                "tensorrt_llm", input_ids=[1], input_lengths=1, request_output_len=15,
+                draft_input_ids=[10, 11], draft_logits=np.ones((1, 2, 600), np.float32),
+                **further,
+            )  # fmt: skip
         with pytest.raises(RequestError, match="'max_draft_tokens' is -1 but must be a whole"):
             await served.infer(
                 "tensorrt_llm", input_ids=[1], input_lengths=1, request_output_len=4,
@@ -477,7 +523,11 @@ async def test_a_request_with_drafts_has_the_accepted_ids_and_one_more(serve):
 
     assert told(response)["output_ids"] == [[[10, 11, 12]]]
     assert told(response)["acceptance_rate"] == [[pytest.approx(2 / 3)]]
-    (submit,) = engine.submits
+    submit, drawn, seeded = engine.submits
+    assert np.frombuffer(submit.draft_logits, "<f4").tolist() == [1.0] * 1800
+    # A request with a seed has the ids that it has without drafts.
+    assert len(drawn.draft_logits) == 4 * 1200
+    assert not seeded.draft_logits
     assert submit.draft_token_ids == [10, 11, 99]
     assert submit.draft_acceptance_threshold == 0.25
     assert submit.max_draft_tokens == 4

@@ -95,6 +95,7 @@ TOKEN = {
     "retention_decode_duration_ms": ({"retention_decode_priority": 60}, 200),
     "draft_input_ids": ({}, [1, 2]),
     "draft_acceptance_threshold": (DRAFTS, 0.5),
+    "draft_logits": (DRAFTS, np.ones((1, 2, 600), np.float32)),
 }
 TEXT = {
     **COMMON,
@@ -142,7 +143,6 @@ TOKEN_WITHOUT_EFFECT = {
     "decoder_input_ids": ({}, [1, 2]),
     "decoder_input_lengths": ({}, 2),
     "prompt_vocab_size": (LATENTS, 2),
-    "draft_logits": (DRAFTS, np.ones((1, 2, 600), np.float32)),
 }
 TEXT_WITHOUT_EFFECT = {
     "pad_id": ({}, 5),

@@ -36,6 +36,23 @@ def law(logits_V, params):
     return found
 
 
+def check_law(counts_VV, p_VV, num_tests):
+    """Counts of pairs of ids have these probabilities of the second id after the first, by a
+    chi-squared test, of which there are ``num_tests``."""
+    expected = p_VV * counts_VV.sum(1)[:, None]
+    assert not counts_VV[expected == 0].any()
+    is_common = expected >= 5
+    statistic = ((counts_VV - expected)[is_common] ** 2 / expected[is_common]).sum()
+    # All rare pairs of an id count as one.
+    rare = np.where(is_common, 0, expected).sum(1), np.where(is_common, 0, counts_VV).sum(1)
+    has_rare = rare[0] >= 5
+    statistic += ((rare[1] - rare[0])[has_rare] ** 2 / rare[0][has_rare]).sum()
+    free = is_common.sum() + has_rare.sum() - VOCAB
+    halves = torch.tensor([free / 2, statistic / 2], dtype=torch.float64)
+    p_value = float(torch.special.gammaincc(halves[0], halves[1]))
+    assert p_value > 0.01 / num_tests
+
+
 def draw_chains(logits_VV, drafts_VV, params, num_tokens):
     """Outputs of a model whose next id depends on the last one, ``CHAINS`` sequences at once.
 
@@ -81,15 +98,5 @@ def test_pairs_of_tokens_follow_the_law_of_the_model(name, num_tokens):
     counts = np.zeros((VOCAB, VOCAB))
     for output in outputs:
         np.add.at(counts, (output[:-1], output[1:]), 1)
-    expected = np.array([law(row, params) for row in logits_VV]) * counts.sum(1)[:, None]
-    assert not counts[expected == 0].any()
-    is_common = expected >= 5
-    statistic = ((counts - expected)[is_common] ** 2 / expected[is_common]).sum()
-    # All rare pairs of an id count as one.
-    rare = np.where(is_common, 0, expected).sum(1), np.where(is_common, 0, counts).sum(1)
-    has_rare = rare[0] >= 5
-    statistic += ((rare[1] - rare[0])[has_rare] ** 2 / rare[0][has_rare]).sum()
-    free = is_common.sum() + has_rare.sum() - VOCAB
-    halves = torch.tensor([free / 2, statistic / 2], dtype=torch.float64)
-    p_value = float(torch.special.gammaincc(halves[0], halves[1]))
-    assert p_value > 0.01 / len(PARAMS)
+    p_VV = np.array([law(row, params) for row in logits_VV])
+    check_law(counts, p_VV, num_tests=len(PARAMS))
