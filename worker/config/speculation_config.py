@@ -15,6 +15,11 @@ MAX_DRAFT_TOKENS = 64
 _MOST_DRAFTED = 16
 """Sequences for whose drafts a step has rows in any case."""
 
+_MOST_ROWS = 512
+"""Rows up to which a step has rows for the drafts of all sequences. On an H200 the products of
+an 8B model take 5.7 ms for 256 rows and 9.2 ms for 384: with more rows than these, few drafts
+are worth their time."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationConfig:
@@ -59,5 +64,6 @@ class SpeculationConfig:
         """
         if not self.is_on:
             return max_num_seqs
-        wanted = min(max_num_seqs, _MOST_DRAFTED) * (1 + self.max_draft_tokens)
+        of_each = 1 + self.max_draft_tokens
+        wanted = min(max_num_seqs * of_each, max(_MOST_ROWS, _MOST_DRAFTED * of_each))
         return min(max_num_tokens, max(max_num_seqs, wanted))
