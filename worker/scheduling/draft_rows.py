@@ -28,6 +28,9 @@ _LEAST_REST, _MOST_REST = 4, 64
 """After a step without worthwhile drafts, steps until n-gram drafts are made again: at first,
 and after many such steps in a row."""
 
+_MEASURED = 2
+"""Further steps without drafts, if the first of them is to measure the time without drafts."""
+
 
 class _Drafts:
     """One sequence's drafter, its acceptance rate, and the drafts that were not verified."""
@@ -181,7 +184,10 @@ class DraftRows:
         if self._config.is_adaptive:
             rates = [sequence.drafts.rate.value for sequence, _ in own]
             counts = self._controller.choose(plan.num_decodes, rates, counts)
-            self._pause(is_worthwhile=any(counts))
+            if self._controller.is_measuring:
+                self._rest = _MEASURED
+            else:
+                self._pause(is_worthwhile=any(counts))
         for (sequence, ids), count in zip(own, counts, strict=True):
             used = self._add(plan, sequence, ids[: min(count, room)])
             room -= used

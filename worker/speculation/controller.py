@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Sequence as List
+
+import numpy as np
+import numpy.typing as npt
 
 _EDGES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """Numbers of rows up to which step times count as times of one size."""
@@ -20,9 +24,9 @@ _OUTLIER = 3.0
 _ENOUGH = 2
 """Times of a size without drafts that are measured before the first draft."""
 
-_PLAIN_EVERY = 64
-"""Of so many steps with drafts in a row, one step more runs without drafts: the time without
-drafts grows with the lengths of the sequences."""
+_PLAIN_EVERY = 128
+"""After so many steps with drafts, some run without drafts: the time without drafts grows with
+the lengths of the sequences."""
 
 _PRIOR_RATE = 0.5
 _RATE_SHARE = 0.08
@@ -67,22 +71,21 @@ class _Times:
         self._rows[size] += (num_rows - self._rows[size]) * share
 
     def is_known(self, num_rows: int) -> bool:
+        """Whether steps of this size were measured often enough."""
         return self.counts[bisect_left(_EDGES, num_rows)] >= _ENOUGH
 
-    def estimate(self, num_rows: int) -> float | None:
-        """Seconds of a step of so many rows, between the means of the sizes beside it. None if
-        no smaller and no equal size was measured."""
-        size = bisect_left(_EDGES, num_rows)
-        lower = next((i for i in range(size, -1, -1) if self.counts[i]), None)
-        if lower is None:
-            return None
-        if num_rows <= self._rows[lower]:
-            return self._means[lower]
-        upper = next((i for i in range(lower + 1, len(self.counts)) if self.counts[i]), None)
-        if upper is None:
-            return self._means[lower]
-        place = (num_rows - self._rows[lower]) / (self._rows[upper] - self._rows[lower])
-        return self._means[lower] + place * (self._means[upper] - self._means[lower])
+    @property
+    def least_rows(self) -> float:
+        """The least number of rows of a measured size; infinite if none was measured."""
+        size = next((i for i, count in enumerate(self.counts) if count), 0)
+        return (0, *_EDGES)[size] + 1 if self.counts[size] else math.inf
+
+    def estimates(self, num_rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        """Seconds of steps of so many rows, between the means of the measured sizes beside
+        them. Some size must have been measured."""
+        known = [size for size, count in enumerate(self.counts) if count]
+        rows, means = ([each[size] for size in known] for each in (self._rows, self._means))
+        return np.interp(num_rows, rows, means)
 
 
 class DraftController:
@@ -98,44 +101,54 @@ class DraftController:
         self._plain = _Times()
         self._drafted = _Times()
         self._num_in_a_row = 0
+        self._was_drafted = False
+        self.is_measuring = False
+        """Whether the last choice was no drafts because their alternative is to be measured."""
 
     def record(self, num_rows: int, seconds: float, *, is_drafted: bool) -> None:
-        """Take in the time of a step of decodes alone."""
-        (self._drafted if is_drafted else self._plain).record(num_rows, seconds)
+        """Take in the time of a step of decodes alone, in order of steps."""
+        is_first = self._was_drafted and not is_drafted
+        self._was_drafted = is_drafted
+        # The first step without drafts is planned after the result of a step with drafts;
+        # later ones may be planned while the device works.
+        if not is_first:
+            (self._drafted if is_drafted else self._plain).record(num_rows, seconds)
 
     def choose(self, num_decodes: int, rates: List[float], most: List[int]) -> list[int]:
         """The number of draft rows of each candidate, beside ``num_decodes`` decode rows.
 
         Candidate i accepts with rate ``rates[i]`` and has ``most[i]`` draft tokens.
         """
-        chosen = [0] * len(rates)
-        plain_s = self._plain.estimate(num_decodes)
-        if plain_s is None or not self._plain.is_known(num_decodes):
-            return chosen
-        if self._num_in_a_row >= _PLAIN_EVERY:
-            self._num_in_a_row = 0
-            return chosen
-        gains = [
-            (rate**place, number)
-            for number, (rate, count) in enumerate(zip(rates, most, strict=True))
-            for place in range(1, count + 1)
-        ]
-        gains.sort(reverse=True)
-        plain_rate = num_decodes / plain_s
-        best_rate, best_count, tokens = plain_rate * _LEAST_GAIN, 0, float(num_decodes)
-        for count, (gain, _) in enumerate(gains, 1):
-            tokens += gain
-            rate = tokens / self._seconds(num_decodes + count, plain_s)
-            if rate > best_rate:
-                best_rate, best_count = rate, count
-        for _, number in gains[:best_count]:
-            chosen[number] += 1
-        self._num_in_a_row += best_count > 0
+        self.is_measuring = self._is_to_measure(num_decodes)
+        if self.is_measuring or not rates:
+            return [0] * len(rates)
+        places = np.arange(1, max(most) + 1)[:, None]
+        is_draft = places <= np.array(most)
+        gains = (np.array(rates) ** places)[is_draft]
+        numbers = np.broadcast_to(np.arange(len(rates)), is_draft.shape)[is_draft]
+        order = np.argsort(-gains, kind="stable")
+        num_rows = num_decodes + np.arange(len(gains) + 1)
+        tokens = np.concatenate(([num_decodes], num_decodes + np.cumsum(gains[order])))
+        speeds = tokens / self._seconds(num_rows)
+        best = int(np.argmax(speeds))
+        if speeds[best] <= speeds[0] * _LEAST_GAIN:
+            best = 0
+        self._num_in_a_row += best > 0
+        chosen: list[int] = np.bincount(numbers[order[:best]], minlength=len(rates)).tolist()
         return chosen
 
-    def _seconds(self, num_rows: int, plain_s: float) -> float:
-        """Expected seconds of a step with drafts, of so many rows in all."""
-        drafted = self._drafted.estimate(num_rows)
-        if drafted is not None:
-            return drafted
-        return self._plain.estimate(num_rows) or plain_s
+    def _is_to_measure(self, num_decodes: int) -> bool:
+        """Whether the time of steps without drafts is unknown, or was measured long ago."""
+        is_old = self._num_in_a_row >= _PLAIN_EVERY
+        if is_old:
+            self._num_in_a_row = 0
+        return is_old or not self._plain.is_known(num_decodes)
+
+    def _seconds(self, num_rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        """Expected seconds of steps of so many rows in all, the first one without drafts."""
+        seconds = self._plain.estimates(num_rows)
+        is_drafted = num_rows >= self._drafted.least_rows
+        is_drafted[0] = False
+        if is_drafted.any():
+            seconds[is_drafted] = self._drafted.estimates(num_rows[is_drafted])
+        return seconds

@@ -8,10 +8,10 @@ from trimaran.worker.speculation.controller import AcceptanceRate, DraftControll
 def controller_of(times):
     """A controller that has measured steps of these rows without drafts, in seconds."""
     controller = DraftController()
-    for num_rows, seconds in times.items():
-        for _ in range(3):
-            controller.record(num_rows, seconds, is_drafted=False)
-            controller.record(num_rows, seconds, is_drafted=True)
+    for is_drafted in (False, True):
+        for num_rows, seconds in times.items():
+            for _ in range(3):
+                controller.record(num_rows, seconds, is_drafted=is_drafted)
     return controller
 
 
@@ -51,6 +51,35 @@ def test_steps_without_drafts_are_measured_again_now_and_then():
     chosen = [controller.choose(1, [0.9], [5]) for _ in range(200)]
 
     assert 1 <= chosen.count([0]) <= 4
+
+
+def test_the_time_of_the_first_step_behind_drafts_does_not_count():
+    controller = controller_of({1: 1.0, 2: 1.4, 6: 1.4})
+    for _ in range(40):
+        # The host works while the device waits for it, as in no later step.
+        controller.record(1, 3.0, is_drafted=False)
+        controller.record(6, 1.4, is_drafted=True)
+
+    assert controller.choose(1, [0.3], [5]) == [0]
+
+
+def test_a_choice_says_whether_no_drafts_are_a_measurement():
+    controller = controller_of({1: 1.0, 6: 9.0})
+
+    assert controller.choose(1, [0.5], [5]) == [0]
+    assert not controller.is_measuring
+    assert controller.choose(64, [0.5] * 64, [5] * 64) == [0] * 64
+    assert controller.is_measuring
+
+
+def test_sizes_that_were_not_measured_are_tried():
+    controller = DraftController()
+    for _ in range(2):
+        controller.record(8, 1.0, is_drafted=False)
+
+    assert controller.choose(8, [0.5] * 8, [5] * 8) == [5] * 8
+    controller.record(48, 9.0, is_drafted=True)
+    assert controller.choose(8, [0.5] * 8, [5] * 8) not in ([0] * 8, [5] * 8)
 
 
 def test_a_rate_of_rejections_falls_and_rises_again():
