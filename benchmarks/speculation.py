@@ -5,14 +5,18 @@
 
 Two engines are in this process, one without drafts, whose outputs are kept, and one with the
 drafter. Their runs alternate, so that other work on the machine slows both. ``ngram`` is the
-drafter that `trimaran serve` has. ``oracle`` proposes the kept output, and replaces each token
-by another with a set probability: a synthetic drafter of known acceptance. For each draft that
-is verified the oracle waits as long as a draft head would compute: --draft-us for each token of
-a draft, once for all sequences of a step. Prompts consist of one random passage that is
-repeated, or of the ids in --prompt-ids. All requests are greedy.
+drafter that `trimaran serve` has. The others are synthetic drafters of known acceptance:
+``oracle`` proposes the kept output, and replaces each token by another with a set probability;
+``coins`` proposes ids without meaning, each of which counts as accepted with a set probability,
+whatever the model's own token is. Without --deterministic an output may differ from the kept
+one by rounding, and the oracle then knows the rest no more: ``coins`` measures speed there.
+Both wait as long as a draft head would compute: --draft-us for each token of the drafts that a
+step verified, once for all sequences. Prompts consist of one random passage that is repeated,
+or of the ids in --prompt-ids. All requests are greedy.
 
-Each line of the result has the tokens a second of both engines, the accepted tokens of a
-verification (with the model's own), and the number of outputs that differ.
+Each line of the result has the tokens a second of both engines from all first tokens to the
+last end, which includes steps of ever fewer requests, and to the first end (``steady``); the
+accepted tokens of a verification (with the model's own), and the number of outputs that differ.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import random
 import statistics
 import time
@@ -48,40 +53,72 @@ from trimaran.worker.config.engine_config import (
 from trimaran.worker.config.speculation_config import SpeculationConfig
 from trimaran.worker.engine.engine import Engine
 from trimaran.worker.requests.request import Request, Sequence
+from trimaran.worker.scheduling import draft_rows
+
+
+class Head:
+    """Takes the time of a draft head: one pass for each token of a draft, for all sequences."""
+
+    def __init__(self, engine: Engine, token_us: float) -> None:
+        self._counts = engine.scheduler.draft_counts
+        self._token_us = token_us
+        self._seen = self._counts.num_drafts, self._counts.num_tokens
+
+    def wait(self) -> None:
+        """Wait once for the drafts that the last step verified: a head drafts after the choice
+        of their number."""
+        counts = self._counts
+        drafts, tokens = counts.num_drafts - self._seen[0], counts.num_tokens - self._seen[1]
+        if not drafts:
+            return
+        self._seen = counts.num_drafts, counts.num_tokens
+        end = time.perf_counter() + math.ceil(tokens / drafts) * self._token_us / 1e6
+        while time.perf_counter() < end:
+            pass
 
 
 class Oracle:
-    """Drafts the output that is known beforehand, with errors, and takes the time of a head."""
+    """Drafts the output that is known beforehand; each id is wrong with a set probability."""
 
     is_asked = False
     is_spent = False
 
-    def __init__(self, output: list[int], rate: float, token_us: float, seed: int) -> None:
-        self._output, self._rate, self._token_us = output, rate, token_us
+    def __init__(self, output: list[int], rate: float, head: Head, seed: int) -> None:
+        self._output, self._rate, self._head = output, rate, head
         self._coin = random.Random(seed)
-        self._last = 0, 0
 
     def propose(self, sequence: Sequence, most: int) -> array[int]:
-        """The next ids of the output; each is wrong with the set probability."""
-        self._pay(sequence)
+        """The next ids of the output, with errors."""
+        self._head.wait()
         count = sequence.num_output_tokens
         ids = array("i", self._output[count : count + most])
         for place in range(len(ids)):
             if self._coin.random() >= self._rate:
                 ids[place] ^= 1
-        self._last = len(sequence.token_ids), len(ids)
         return ids
 
-    def _pay(self, sequence: Sequence) -> None:
-        """Wait for the last draft, if it was verified: a head drafts after the choice of k."""
-        length, count = self._last
-        # Heads draft for a whole batch at once, so one sequence waits for all.
-        is_first = sequence.request.request_id % 1000 == 1
-        if not is_first or not count or sequence.drafts.unverified_at == length:
-            return
-        end = time.perf_counter() + count * self._token_us / 1e6
-        while time.perf_counter() < end:
-            pass
+
+class Coins:
+    """Drafts even ids, which shall be accepted, and with a set probability odd ids, which shall
+    not."""
+
+    is_asked = False
+    is_spent = False
+
+    def __init__(self, rate: float, head: Head, seed: int) -> None:
+        self._rate, self._head = rate, head
+        self._coin = random.Random(seed)
+
+    def propose(self, sequence: Sequence, most: int) -> array[int]:
+        """``most`` ids."""
+        self._head.wait()
+        ids = (2 * number + (self._coin.random() >= self._rate) for number in range(most))
+        return array("i", ids)
+
+
+def num_even(drafts: array[int], own: list[int]) -> int:
+    """Leading drafts that shall be accepted, whatever the model's own ids are."""
+    return next((n for n, draft in enumerate(drafts) if draft % 2), len(drafts))
 
 
 @contextlib.contextmanager
@@ -130,7 +167,8 @@ def engine_of(args: argparse.Namespace, speculation: SpeculationConfig) -> Itera
 
 
 def run(engine: Engine, prompts: list[list[int]], num_tokens: int, first: int) -> Any:
-    """The outputs of all prompts, and the tokens a second after every first token is there."""
+    """The outputs of all prompts, and the tokens a second after every first token is there: up
+    to the end of the last request, and up to the end of the first one."""
     outputs: dict[int, list[int]] = {}
     for number, prompt in enumerate(prompts, first):
         sampling = SamplingParams(max_tokens=num_tokens, top_k=1).to_wire()
@@ -139,15 +177,18 @@ def run(engine: Engine, prompts: list[list[int]], num_tokens: int, first: int) -
         )
         engine.submit("bench", message)
         outputs[number] = []
-    begin, num_before = 0.0, 0
+    begin, num_before, steady = 0.0, 0, 0.0
     while engine.has_work:
         for _, message in engine.step().messages:
             assert isinstance(message, StepOutput), message
             file(message, outputs)
         if not begin and all(outputs.values()):
             begin, num_before = time.perf_counter(), sum(map(len, outputs.values()))
+        if begin and not steady and max(map(len, outputs.values())) >= num_tokens:
+            count = sum(map(len, outputs.values())) - num_before
+            steady = count / (time.perf_counter() - begin)
     seconds = time.perf_counter() - begin
-    return outputs, (sum(map(len, outputs.values())) - num_before) / seconds
+    return outputs, (sum(map(len, outputs.values())) - num_before) / seconds, steady
 
 
 def file(message: StepOutput, outputs: dict[int, list[int]]) -> None:
@@ -174,23 +215,23 @@ def prompts_of(args: argparse.Namespace, vocab_size: int) -> list[list[int]]:
 
 
 def measured(args: argparse.Namespace, plain: Engine, own: Engine, count: int) -> Any:
-    """Of ``count`` requests: median tokens a second with drafts and without, tokens of a
-    verification, and the number of requests whose outputs differ."""
+    """Of ``count`` requests: median tokens a second with drafts and without, the same while all
+    requests run, tokens of a verification, and the number of requests whose outputs differ."""
     prompts = prompts_of(args, plain.facts()["vocab_size"])[:count]
-    warm, _ = run(plain, prompts, args.output_len, 1001)
-    if args.drafter == "oracle":
-        own.scheduler.draft_rows.make_drafter = maker(args, list(warm.values()), prompts)
+    warm, *_ = run(plain, prompts, args.output_len, 1001)
+    if args.drafter != "ngram":
+        own.scheduler.draft_rows.make_drafter = maker(args, own, list(warm.values()), prompts)
     run(own, prompts, args.output_len, 1001)
     before, speeds, differ = counts_of(own), [], 0
     for first in range(2001, 2001 + 1000 * args.runs, 1000):
-        theirs, plain_speed = run(plain, prompts, args.output_len, first)
-        mine, speed = run(own, prompts, args.output_len, first)
-        speeds.append((speed, plain_speed))
+        theirs, plain_speed, plain_steady = run(plain, prompts, args.output_len, first)
+        mine, speed, steady = run(own, prompts, args.output_len, first)
+        speeds.append((speed, plain_speed, steady, plain_steady))
         differ += sum(mine[number] != theirs[number] for number in mine)
     drafts, accepted = (a - b for a, b in zip(counts_of(own), before, strict=True))
     mean = 1 + accepted / drafts if drafts else 1.0
     medians = [statistics.median(each) for each in zip(*speeds, strict=True)]
-    return (*medians, mean, differ)
+    return medians, mean, differ
 
 
 def counts_of(engine: Engine) -> tuple[int, int]:
@@ -199,13 +240,18 @@ def counts_of(engine: Engine) -> tuple[int, int]:
     return counts.num_drafts, counts.num_accepted
 
 
-def maker(args: argparse.Namespace, outputs: list[list[int]], prompts: list[list[int]]) -> Any:
-    """The oracle of each request, by its prompt."""
+def maker(
+    args: argparse.Namespace, own: Engine, outputs: list[list[int]], prompts: list[list[int]]
+) -> Any:
+    """Makes the synthetic drafter of a request; the oracle knows the outputs by prompt."""
     known = {tuple(p): output for p, output in zip(prompts, outputs, strict=False)}
+    head = Head(own, args.draft_us)
 
-    def make(request: Request) -> Oracle:
+    def make(request: Request) -> Oracle | Coins:
+        if args.drafter == "coins":
+            return Coins(args.acceptance, head, request.number)
         output = known[tuple(request.prompt_ids)]
-        return Oracle(output, args.acceptance, args.draft_us, request.number)
+        return Oracle(output, args.acceptance, head, request.number)
 
     return make
 
@@ -213,6 +259,8 @@ def maker(args: argparse.Namespace, outputs: list[list[int]], prompts: list[list
 def main() -> None:
     """Measure, and write one line a number of requests."""
     args = arguments()
+    if args.drafter == "coins":
+        draft_rows.num_accepted = num_even  # type: ignore[assignment]
     drafted = SpeculationConfig(
         drafter="ngram", max_draft_tokens=args.max_draft_tokens, is_adaptive=not args.all
     )
@@ -223,7 +271,7 @@ def main() -> None:
 
 def report(args: argparse.Namespace, count: int, found: Any) -> None:
     """Print one line, and append the line to the file of results."""
-    speed, plain_speed, mean, differ = found
+    (speed, plain_speed, steady, plain_steady), mean, differ = found
     line = {
         "benchmark": "speculation",
         "drafter": args.drafter,
@@ -235,10 +283,13 @@ def report(args: argparse.Namespace, count: int, found: Any) -> None:
         "out_tok_s": round(speed, 1),
         "plain_tok_s": round(plain_speed, 1),
         "ratio": round(speed / plain_speed, 3),
-        "outputs_that_differ": differ,
+        "steady_tok_s": round(steady, 1),
+        "plain_steady_tok_s": round(plain_steady, 1),
+        "steady_ratio": round(steady / plain_steady, 3),
+        "outputs_that_differ": None if args.drafter == "coins" else differ,
         "deterministic": args.deterministic,
     }
-    if args.drafter == "oracle":
+    if args.drafter != "ngram":
         line |= {"acceptance": args.acceptance, "draft_us": args.draft_us}
     line |= environment(torch.device(args.device), None)
     print(json.dumps(line), flush=True)
@@ -255,9 +306,17 @@ def arguments() -> argparse.Namespace:
     model.add_argument("--model", default="", metavar="PATH", help="a folder or a GGUF file")
     add("--name", default="", help="of the model in the result (the folder's)")
     model.add_argument("--shape", choices=sorted(SHAPES), help="random weights")
-    add("--drafter", choices=("ngram", "oracle"), default="ngram")
-    add("--acceptance", type=float, default=0.75, metavar="P", help="of the oracle's tokens")
-    add("--draft-us", type=float, default=190.0, metavar="US", help="time of an oracle's token")
+    add("--drafter", choices=("ngram", "oracle", "coins"), default="ngram")
+    add(
+        "--acceptance", type=float, default=0.75, metavar="P", help="of a synthetic draft token"
+    )
+    add(
+        "--draft-us",
+        type=float,
+        default=190.0,
+        metavar="US",
+        help="time of a synthetic draft token",
+    )
     add("--max-draft-tokens", type=int, default=5, metavar="N")
     add("--all", action="store_true", help="verify drafts whether they gain time or not")
     add("--requests", type=int, nargs="+", default=[1], metavar="N", help="at once")

@@ -16,14 +16,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import time
-from array import array
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from speculation import engine_of, prompts_of
+from speculation import Coins, Head, engine_of, num_even, prompts_of
 from torch.profiler import ProfilerActivity, profile
 
 from trimaran.bench.limits.shapes import SHAPES
@@ -31,30 +29,9 @@ from trimaran.comm.messages.messages import Submit, pack_ids
 from trimaran.comm.messages.sampling_params import SamplingParams
 from trimaran.worker.config.speculation_config import SpeculationConfig
 from trimaran.worker.engine.engine import Engine
-from trimaran.worker.requests.request import Request, Sequence
 from trimaran.worker.scheduling import draft_rows
 
 _PARTS = ("schedule", "launch", "wait", "emit", "device", "sample")
-
-
-class Coins:
-    """Drafts without meaning: an even id shall be accepted, an odd id shall not."""
-
-    is_asked = False
-    is_spent = False
-
-    def __init__(self, rate: float, seed: int) -> None:
-        self._rate, self._coin = rate, random.Random(seed)
-
-    def propose(self, sequence: Sequence, most: int) -> array[int]:
-        """``most`` ids, each even with the set probability."""
-        ids = (2 * number + (self._coin.random() >= self._rate) for number in range(most))
-        return array("i", ids)
-
-
-def num_even(drafts: array[int], own: list[int]) -> int:
-    """Leading drafts that shall be accepted."""
-    return next((n for n, draft in enumerate(drafts) if draft % 2), len(drafts))
 
 
 class Requests:
@@ -132,7 +109,10 @@ def measure(engine: Engine, args: argparse.Namespace, count: int, k: int, name: 
     """Print one line of parts, and the kernels."""
     engine_drafts = engine.scheduler.draft_rows
     if engine_drafts is not None:
-        engine_drafts.make_drafter = lambda request: _coins(args, request)
+        head = Head(engine, args.draft_us)
+        engine_drafts.make_drafter = lambda request: Coins(
+            args.acceptance, head, request.number
+        )
     requests = Requests(engine, args, count, k)
     parts = parts_of(requests, args.steps)
     line = {"engine": name, "requests": count, "drafts": k, **parts}
@@ -141,10 +121,6 @@ def measure(engine: Engine, args: argparse.Namespace, count: int, k: int, name: 
         for text in kernels_of(requests, args.traced_steps, args.kernels):
             print(text, flush=True)
     requests.end()
-
-
-def _coins(args: argparse.Namespace, request: Request) -> Coins:
-    return Coins(args.acceptance, request.number)
 
 
 def main() -> None:
@@ -176,6 +152,7 @@ def arguments() -> argparse.Namespace:
     add("--requests", type=int, nargs="+", default=[16, 64], metavar="N")
     add("--drafts", type=int, nargs="+", default=[0, 3, 5], metavar="N", help="a sequence")
     add("--acceptance", type=float, default=0.8, metavar="P", help="of each draft token")
+    add("--draft-us", type=float, default=0.0, metavar="US", help="time of a draft token")
     add("--input-len", type=int, default=128, metavar="N")
     add("--output-len", type=int, default=400, metavar="N")
     add("--steps", type=int, default=30, metavar="N", help="that are timed")

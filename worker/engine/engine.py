@@ -64,6 +64,20 @@ class StepResult:
     """With the sources that the caller gave to `Engine.submit`."""
 
 
+@dataclass(slots=True)
+class _Untold:
+    """A result that the scheduler has taken in, and front ends have not been told."""
+
+    step: int
+    emissions: list[Emission]
+    details: StepDetails | None
+
+    @property
+    def has_extras(self) -> bool:
+        """Whether messages have more than ids, which the next planning may change."""
+        return any(sequence.request.has_extras for sequence, _, _ in self.emissions)
+
+
 class Engine:
     """One loop for every mode: keeps up to ``depth`` steps in flight on the device.
 
@@ -289,9 +303,13 @@ class Engine:
             self._add_compiled(result)
         if self._profile is not None:
             self._profile.begin_step(self.scheduler.step + 1, self.times)
+        untold: list[_Untold] = []
         if self._is_overlapped and self.scheduler.needs_results:
             while self._in_flight:
-                self._take_result(result)
+                untold += self._take_ids(result)
+            # The device has nothing to do: messages that can wait are made after the launch.
+            if any(each.has_extras for each in untold):
+                self._tell(result, untold)
             start = self.times.enter(Part.SCHEDULE)
         if self.scheduler.swap_ins:
             self.scheduler.swap_ins.done_step = self.runner.loaded_step
@@ -308,6 +326,7 @@ class Engine:
             self._balance_experts()
             self._in_flight.append((step, output))
         launched = self.times.enter(Part.EMIT)
+        self._tell(result, untold)
         if step is not None:
             self._timing.planned(start, launched, step.num_context_tokens)
         ended = self.scheduler.take_ended()
@@ -364,7 +383,12 @@ class Engine:
         self._forget(request)
 
     def _take_result(self, result: StepResult) -> None:
+        """Wait for the oldest step in flight, take in its ids and tell the front ends."""
+        self._tell(result, self._take_ids(result))
+
+    def _take_ids(self, result: StepResult) -> list[_Untold]:
         """Wait for the oldest step in flight and take in its ids."""
+        untold: list[_Untold] = []
         step, output = self._in_flight.popleft()
         begin = self.times.enter(Part.WAIT)
         sampled = output.wait()
@@ -376,11 +400,18 @@ class Engine:
             self._stats.taken(part)
             self._fail_guided(result)
             details = StepDetails.of(part, own)
-            self._emit(result, step.decision.step, emissions, details)
+            untold.append(_Untold(step.decision.step, emissions, details))
             # The gauges refer to this step until the next one: free its logits now.
             part.logits = None
         if self._profile is not None:
             self._profile.end_step(step.decision.step)
+        return untold
+
+    def _tell(self, result: StepResult, untold: list[_Untold]) -> None:
+        """Make the messages of these results, once."""
+        for each in untold:
+            self._emit(result, each.step, each.emissions, each.details)
+        untold.clear()
 
     def _emit(
         self,

@@ -264,12 +264,12 @@ def _pack_ids(
 def _pack_decode_ids(
     array: Int32Array, at_segments: int, at_ids: int, decision: SchedulerOutput
 ) -> None:
-    """One segment, with one id for each decode."""
-    ids = decision.decode_ids
+    """A segment of one id for each decode whose id the decision has."""
+    ids, told = decision.decode_ids, decision.told_decodes
     count = len(ids)
     segments = array[at_segments : at_segments + 4 * count].reshape(count, 4)
-    segments[:, 0] = decision.rows[:count]
-    segments[:, 1] = decision.num_computed_tokens[:count]
+    segments[:, 0] = decision.rows[told]
+    segments[:, 1] = decision.num_computed_tokens[told]
     segments[:, 2] = np.arange(at_ids, at_ids + count, dtype=np.int32)
     segments[:, 3] = 1
     array[at_ids : at_ids + count] = ids

@@ -69,6 +69,8 @@ class _DecodeStep:
         host = self.host
         if len(decision.new_blocks) or decision.new_rows or decision.token_writes:
             return False
+        if decision.told_decodes.start and len(decision.decode_ids):
+            return False
         if decision.rows.tobytes() != host.rows.tobytes():
             return False
         computed = decision.num_computed_tokens
@@ -144,10 +146,10 @@ class InputBatch:
                 self._send_blocks(groups, rows, indices, values)
 
     def _write_decode_ids(self, decision: SchedulerOutput) -> None:
-        """Write the tokens of decodes that another rank has sampled."""
-        count = len(decision.decode_ids)
-        places = decision.rows[:count].astype(np.int64) * self.row_len
-        places += decision.num_computed_tokens[:count]
+        """Write the tokens of decodes that this rank has not sampled."""
+        told = decision.told_decodes
+        places = decision.rows[told].astype(np.int64) * self.row_len
+        places += decision.num_computed_tokens[told]
         ids = torch.from_numpy(np.array(decision.decode_ids))
         self._flat_ids[to_device(places, self.device)] = ids.to(self.device)
 
@@ -169,8 +171,9 @@ class InputBatch:
         inputs, host = self._compute(decision)
         is_repeatable = self.device.type == "cpu" and inputs.logits_indices is None
         self._last_decode = None
-        # Sequences with draft tokens, which the host writes, have several rows.
-        is_repeatable = is_repeatable and not decision.token_writes
+        # Sequences with draft tokens have several rows.
+        has_drafts = len(decision.decode_ids) and decision.told_decodes.start
+        is_repeatable = is_repeatable and not (decision.token_writes or has_drafts)
         if is_repeatable and decision.num_decodes == len(decision.rows):
             self._last_decode = _DecodeStep(self.block_size, inputs, host)
         return inputs

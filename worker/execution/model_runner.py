@@ -162,8 +162,7 @@ class ModelRunner:
             self.end.enter(new)
             if self._previous is None:
                 self._prompt_tables.enter(new, self.model.dtype)
-        for write in decision.token_writes:
-            self.end.rewrite(write.row, write.start)
+        self.end.rewrite(decision)
         if len(decision.transfers):
             begin_transfers(self.hosts, decision.step, decision.transfers)
         if len(decision.block_copies):

@@ -146,8 +146,8 @@ class StageEnd(Protocol):
         """Drop the sequence that left a row."""
         ...
 
-    def rewrite(self, row: int, start: int) -> None:
-        """Take note that a row's ids from ``start`` on are replaced before the step."""
+    def rewrite(self, decision: SchedulerOutput) -> None:
+        """Take note of ids that the decision replaces."""
         ...
 
     def finish(
@@ -193,7 +193,7 @@ class EarlierStage:
     def leave(self, row: int) -> None:
         """Do nothing: no row's data is kept here."""
 
-    def rewrite(self, row: int, start: int) -> None:
+    def rewrite(self, decision: SchedulerOutput) -> None:
         """Do nothing: no row's data is kept here."""
 
     def finish(
@@ -252,9 +252,16 @@ class LastStage:
         self._sampling.leave(row)
         self._logits_rows.leave(row)
 
-    def rewrite(self, row: int, start: int) -> None:
-        """Take note that a row's ids from ``start`` on are replaced before the step."""
-        self._sampling.rewrite(row, start)
+    def rewrite(self, decision: SchedulerOutput) -> None:
+        """Take note of ids that the decision replaces."""
+        if not self._sampling.ngrams:
+            return
+        for write in decision.token_writes:
+            self._sampling.rewrite(write.row, write.start)
+        told = decision.told_decodes
+        rows, starts = decision.rows[told], decision.num_computed_tokens[told]
+        for row, start in zip(rows.tolist(), starts.tolist(), strict=True):
+            self._sampling.rewrite(row, start)
 
     def finish(
         self,
@@ -332,7 +339,6 @@ class LastStage:
                 self._logits_rows.keep_generation(decision, logits_NV, kept)
             output = self._sampler.sample(logits_NV, batch, table)
         self._inputs.write_sampled(inputs, output.token_ids)
-        for write in decision.token_writes:
-            # Of draft tokens that this step verified, some may be replaced.
-            self._sampling.rewrite(write.row, write.start)
+        # Of draft tokens that this step verified, some may be replaced.
+        self.rewrite(decision)
         return output

@@ -49,8 +49,10 @@ class _Drafts:
 
         So the rate of a sequence stays current while it verifies no drafts.
         """
+        if not self.unverified:
+            return
         new = sequence.token_ids[self.unverified_at :]
-        if not self.unverified or not new:
+        if not new:
             return
         pairs = list(zip(self.unverified, new, strict=False))
         same = next((n for n, (a, b) in enumerate(pairs) if a != b), len(pairs))
@@ -97,7 +99,12 @@ class DraftCounts:
 
 def num_accepted(drafts: List[int], own: List[int]) -> int:
     """Leading drafts that equal the model's own tokens at their places."""
-    return next((n for n, draft in enumerate(drafts) if draft != own[n]), len(drafts))
+    count = 0
+    for draft in drafts:
+        if draft != own[count]:
+            break
+        count += 1
+    return count
 
 
 def _can_be_drafted(sequence: Sequence, plan: StepPlan) -> bool:

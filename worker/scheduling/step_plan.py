@@ -203,9 +203,6 @@ class StepPlan:
         """
         self._drafts.append(DraftRun(sequence, token_ids))
         self.budget -= len(token_ids)
-        ids = np.array(token_ids, dtype=np.int32)
-        first = len(sequence.token_ids)
-        self._token_writes.append(TokenWrite(row=sequence.row, start=first, token_ids=ids))
 
     def _enter_drafts(self) -> Int32Array:
         """Enter the draft rows behind the decodes. Returns their ids."""
@@ -286,12 +283,13 @@ class StepPlan:
                 self._new_blocks.append((group, row, index, table[index]))
 
     def finish(self, finished_rows: List[int], *, has_ids: bool = False) -> ScheduledStep:
-        """The decision, decodes first; with ``has_ids`` it holds the ids that they compute."""
+        """The decision, decodes first. With ``has_ids`` the decision holds the ids that decodes
+        compute, else those of drafts alone."""
         first, then = self._decodes, self._chunks
         decode_ids = first.ids() if has_ids else _NONE
         if self._drafts:
             draft_ids = self._enter_drafts()
-            decode_ids = np.concatenate((decode_ids, draft_ids)) if has_ids else _NONE
+            decode_ids = np.concatenate((decode_ids, draft_ids))
         sequences = first.sequences + then.sequences
         num_decodes = len(first.sequences)
         indices = np.arange(len(sequences), dtype=np.int32)

@@ -46,10 +46,14 @@ class AcceptanceRate:
 
     def observe(self, num_accepted: int, *, has_rejected: bool) -> None:
         """Take in the outcomes of drafts: accepted tokens, and whether one was rejected."""
-        for outcome in [1.0] * num_accepted + [0.0] * has_rejected:
-            self._num_trials += 1
-            share = max(_RATE_SHARE, 1.0 / (self._num_trials + 2))
-            self.value += (outcome - self.value) * share
+        value, trials = self.value, self._num_trials
+        for number in range(num_accepted + has_rejected):
+            trials += 1
+            share = 1.0 / (trials + 2)
+            if share < _RATE_SHARE:
+                share = _RATE_SHARE
+            value += ((number < num_accepted) - value) * share
+        self.value, self._num_trials = value, trials
 
 
 class _Times:

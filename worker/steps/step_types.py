@@ -153,8 +153,14 @@ class SchedulerOutput:
     """Of sequences whose draft tokens more than the model's own draws decide about."""
 
     decode_ids: Int32Array = field(default_factory=lambda: int32s(()))
-    """[num_decodes]: the tokens that decodes compute; empty if every rank that needs them has
-    sampled them. The first stage of a pipeline has not."""
+    """The tokens that the last so many decodes compute: those of drafts; in a pipeline those of
+    all decodes, because the first stage has sampled none. The other tokens were sampled by the
+    ranks that need them."""
+
+    @property
+    def told_decodes(self) -> slice:
+        """The decodes of ``decode_ids``."""
+        return slice(self.num_decodes - len(self.decode_ids), self.num_decodes)
 
     @property
     def num_tokens(self) -> int:

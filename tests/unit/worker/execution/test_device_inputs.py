@@ -195,3 +195,26 @@ def test_decodes_read_the_ids_that_a_decision_carries(both):
     compare(*both, again)
     expected, _ = compare(*both, then)
     assert expected.token_ids.tolist() == [3, 4]
+
+
+def test_ids_of_drafts_follow_those_that_a_rank_has_sampled(both):
+    (first, blocks), (second, more) = admit(2, 33, 5), admit(5, 16, 50)
+    entered = blocks + more
+    compare(*both, decide([(2, 0, 33), (5, 0, 16)], [0, 1], [first, second], entered))
+    before = compare(*both, decide([(2, 33, 1), (5, 16, 1)], [0, 1], num_decodes=2))[1]
+    own = before.token_ids[:2].tolist()
+    entries = [(2, 33, 1), (5, 16, 1), (2, 34, 1), (2, 35, 1), (5, 17, 1)]
+    for ids in ([7, 8, 9], [70, 80, 90]):
+        decision = decide(entries, list(range(5)), num_decodes=5)
+        decision.decode_ids = int32s(ids)
+        decision = SchedulerOutput.decode(decision.encode())
+
+        expected, found = compare(*both, decision)
+
+        assert expected.token_ids.tolist() == found.token_ids[:5].tolist() == [*own, *ids]
+    # Rows of drafts are never advanced in place, whatever the lengths are.
+    entries = [(row, start + 1, 1) for row, start, _ in entries]
+    decision = decide(entries, list(range(5)), num_decodes=5)
+    decision.decode_ids = int32s([1, 2, 3])
+    expected, _ = compare(*both, decision)
+    assert expected.token_ids[2:].tolist() == [1, 2, 3]
