@@ -121,6 +121,16 @@ def num_even(drafts: array[int], own: list[int]) -> int:
     return next((n for n, draft in enumerate(drafts) if draft % 2), len(drafts))
 
 
+def accept_by_coins() -> None:
+    """From now on accept the drafts of `Coins`; those that were not verified teach nothing."""
+
+    def forget(drafts: Any, _sequence: Sequence) -> None:
+        drafts.unverified = array("i")
+
+    draft_rows.num_accepted = num_even  # type: ignore[assignment]
+    draft_rows._Drafts.compare = forget  # type: ignore[method-assign]
+
+
 @contextlib.contextmanager
 def engine_of(args: argparse.Namespace, speculation: SpeculationConfig) -> Iterator[Engine]:
     """A ready engine."""
@@ -260,7 +270,7 @@ def main() -> None:
     """Measure, and write one line a number of requests."""
     args = arguments()
     if args.drafter == "coins":
-        draft_rows.num_accepted = num_even  # type: ignore[assignment]
+        accept_by_coins()
     drafted = SpeculationConfig(
         drafter="ngram", max_draft_tokens=args.max_draft_tokens, is_adaptive=not args.all
     )

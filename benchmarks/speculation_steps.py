@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from speculation import Coins, Head, engine_of, num_even, prompts_of
+from speculation import Coins, Head, accept_by_coins, engine_of, prompts_of
 from torch.profiler import ProfilerActivity, profile
 
 from trimaran.bench.limits.shapes import SHAPES
@@ -29,7 +29,6 @@ from trimaran.comm.messages.messages import Submit, pack_ids
 from trimaran.comm.messages.sampling_params import SamplingParams
 from trimaran.worker.config.speculation_config import SpeculationConfig
 from trimaran.worker.engine.engine import Engine
-from trimaran.worker.scheduling import draft_rows
 
 _PARTS = ("schedule", "launch", "wait", "emit", "device", "sample")
 
@@ -126,7 +125,7 @@ def measure(engine: Engine, args: argparse.Namespace, count: int, k: int, name: 
 def main() -> None:
     """See the module's docstring."""
     args = arguments()
-    draft_rows.num_accepted = num_even  # type: ignore[assignment]
+    accept_by_coins()
     if args.kernels:
         # Kernels of graphs that are captured earlier are not attributed.
         with profile(activities=[ProfilerActivity.CUDA], acc_events=True):

@@ -37,10 +37,10 @@ class _Drafts:
 
     __slots__ = ("drafter", "most", "rate", "unverified", "unverified_at")
 
-    def __init__(self, drafter: Drafter, most: int) -> None:
+    def __init__(self, drafter: Drafter, most: int, typical: AcceptanceRate) -> None:
         self.drafter = drafter
         self.most = most
-        self.rate = AcceptanceRate()
+        self.rate = AcceptanceRate(typical)
         self.unverified = array("i")
         self.unverified_at = 0
 
@@ -139,6 +139,8 @@ class DraftRows:
         self.make_drafter = lambda _: NgramDrafter(self._index_room)
         """The drafter of a request without draft tokens of its own."""
         self._controller = DraftController()
+        self._typical, self._typical_asked = AcceptanceRate(), AcceptanceRate()
+        """The acceptance of all sequences' drafts, and of drafts that requests brought."""
         self._rest, self._next_rest = 0, _LEAST_REST
         """Steps in which no n-gram drafts are made, of now and of the next pause."""
         self._num_awaited = 0
@@ -199,6 +201,7 @@ class DraftRows:
             used = self._add(plan, sequence, ids[: min(count, room)])
             room -= used
             if not used:
+                sequence.drafts.rate.idle()
                 sequence.drafts.unverified = ids
                 sequence.drafts.unverified_at = len(sequence.token_ids)
 
@@ -256,11 +259,11 @@ class DraftRows:
         if not most or request.sampling.beam_width > 1:
             return None
         if request.draft_token_ids:
-            return _Drafts(RequestDrafter(request), most)
+            return _Drafts(RequestDrafter(request), most, self._typical_asked)
         # An earlier place may hold ids of a prompt table, which are not in the vocabulary.
         if self._config.drafter != "ngram" or request.prompt_table is not None:
             return None
-        return _Drafts(self.make_drafter(request), most)
+        return _Drafts(self.make_drafter(request), most, self._typical)
 
     def _room_of(self, sequence: Sequence) -> int:
         """Draft tokens behind which a sequence may have one more token."""

@@ -9,8 +9,12 @@ from collections.abc import Sequence as List
 import numpy as np
 import numpy.typing as npt
 
-_EDGES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-"""Numbers of rows up to which step times count as times of one size."""
+_EDGES = (
+    1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 288, 320,
+    384, 448, 512, 768, 1024,
+)  # fmt: skip
+"""Numbers of rows up to which step times count as times of one size. CUDA graphs have sizes of
+this kind, so that the last rows of a size cost nothing."""
 
 _LEAST_GAIN = 1.03
 """Drafts are verified if the expected tokens a second rise by this factor."""
@@ -29,31 +33,44 @@ _PLAIN_EVERY = 128
 the lengths of the sequences."""
 
 _PRIOR_RATE = 0.5
-_RATE_SHARE = 0.08
+_RATE_SHARE = 0.06
+_TYPICAL_SHARE = 0.005
+_PRIOR_TRIALS = 4
+_RETURN_SHARE = 0.02
 
 
 class AcceptanceRate:
     """The probability that a draft token is accepted if all before it were, for one sequence.
 
-    A running mean; the first trials weigh more.
+    A running mean; the first trials weigh more. A sequence begins with the ``typical`` rate of
+    others, and returns to it as long as no trial comes.
     """
 
-    __slots__ = ("_num_trials", "value")
+    __slots__ = ("_least_share", "_num_trials", "_typical", "value")
 
-    def __init__(self) -> None:
-        self.value = _PRIOR_RATE
+    def __init__(self, typical: AcceptanceRate | None = None) -> None:
+        self._typical = typical
+        self.value = _PRIOR_RATE if typical is None else typical.value
+        self._least_share = _TYPICAL_SHARE if typical is None else _RATE_SHARE
         self._num_trials = 0
+
+    def idle(self) -> None:
+        """A step had no trial."""
+        if self._typical is not None:
+            self.value += (self._typical.value - self.value) * _RETURN_SHARE
 
     def observe(self, num_accepted: int, *, has_rejected: bool) -> None:
         """Take in the outcomes of drafts: accepted tokens, and whether one was rejected."""
         value, trials = self.value, self._num_trials
         for number in range(num_accepted + has_rejected):
             trials += 1
-            share = 1.0 / (trials + 2)
-            if share < _RATE_SHARE:
-                share = _RATE_SHARE
+            share = 1.0 / (trials + _PRIOR_TRIALS)
+            if share < self._least_share:
+                share = self._least_share
             value += ((number < num_accepted) - value) * share
         self.value, self._num_trials = value, trials
+        if self._typical is not None:
+            self._typical.observe(num_accepted, has_rejected=has_rejected)
 
 
 class _Times:
@@ -61,10 +78,10 @@ class _Times:
 
     def __init__(self) -> None:
         self.counts = [0] * (len(_EDGES) + 1)
-        self._rows = [0.0] * (len(_EDGES) + 1)
         self._means = [0.0] * (len(_EDGES) + 1)
 
     def record(self, num_rows: int, seconds: float) -> None:
+        """Take in a step's time."""
         size = bisect_left(_EDGES, num_rows)
         self.counts[size] += 1
         mean = self._means[size]
@@ -72,7 +89,6 @@ class _Times:
         if mean:
             seconds = min(seconds, _OUTLIER * mean)
         self._means[size] += (seconds - mean) * share
-        self._rows[size] += (num_rows - self._rows[size]) * share
 
     def is_known(self, num_rows: int) -> bool:
         """Whether steps of this size were measured often enough."""
@@ -88,8 +104,8 @@ class _Times:
         """Seconds of steps of so many rows, between the means of the measured sizes beside
         them. Some size must have been measured."""
         known = [size for size, count in enumerate(self.counts) if count]
-        rows, means = ([each[size] for size in known] for each in (self._rows, self._means))
-        return np.interp(num_rows, rows, means)
+        rows = [(*_EDGES, 2 * _EDGES[-1])[size] for size in known]
+        return np.interp(num_rows, rows, [self._means[size] for size in known])
 
 
 class DraftController:

@@ -83,7 +83,7 @@ def test_sizes_that_were_not_measured_are_tried():
 
 
 def test_a_rate_of_rejections_falls_and_rises_again():
-    rate = AcceptanceRate()
+    rate = AcceptanceRate(AcceptanceRate())
     for _ in range(30):
         rate.observe(0, has_rejected=True)
     low = rate.value
@@ -91,3 +91,33 @@ def test_a_rate_of_rejections_falls_and_rises_again():
         rate.observe(3, has_rejected=False)
 
     assert low < 0.1 and rate.value > 0.9
+
+
+def test_a_new_sequence_begins_with_the_rate_of_others_and_returns_to_it():
+    typical = AcceptanceRate()
+    for _ in range(200):
+        AcceptanceRate(typical).observe(4, has_rejected=True)
+    assert 0.75 < typical.value < 0.85
+
+    rate = AcceptanceRate(typical)
+    assert rate.value == typical.value
+    for _ in range(20):
+        rate.observe(0, has_rejected=True)
+    assert rate.value < 0.3
+    for _ in range(200):
+        rate.idle()
+    assert rate.value > 0.7
+
+
+def test_rows_that_fill_the_size_of_a_step_are_used():
+    controller = DraftController()
+    drafted = {80: 7.1, 128: 7.3, 160: 8.0, 192: 8.9, 224: 9.6, 256: 10.2, 320: 12.9}
+    for is_drafted, times in ((False, {64: 4.5}), (True, drafted)):
+        for num_rows, seconds in times.items():
+            for _ in range(3):
+                controller.record(num_rows, seconds, is_drafted=is_drafted)
+    # Steps of 245 rows are steps of the same size.
+    for _ in range(20):
+        controller.record(245, 10.2, is_drafted=True)
+
+    assert sum(controller.choose(64, [0.8] * 64, [5] * 64)) == 256 - 64
