@@ -50,7 +50,7 @@ class AcceptanceRate:
 
     def __init__(self, typical: AcceptanceRate | None = None) -> None:
         self._typical = typical
-        self.value = _PRIOR_RATE if typical is None else typical.value
+        self.value: float = _PRIOR_RATE if typical is None else typical.value
         self._least_share = _TYPICAL_SHARE if typical is None else _RATE_SHARE
         self._num_trials = 0
 

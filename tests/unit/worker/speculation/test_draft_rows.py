@@ -15,6 +15,18 @@ NGRAM = SpeculationConfig(drafter="ngram", max_draft_tokens=5, is_adaptive=False
 PROMPT = [3, 1, 4, 1, 5]
 
 
+@pytest.mark.parametrize(
+    ("max_num_seqs", "most", "num_rows"),
+    [(1, 5, 6), (64, 5, 384), (256, 5, 512), (1024, 5, 1024), (32, 63, 1024)],
+)
+def test_steps_have_rows_for_the_drafts_of_many_sequences(max_num_seqs, most, num_rows):
+    config = SpeculationConfig(drafter="ngram", max_draft_tokens=most)
+
+    assert config.num_rows(max_num_seqs, 8192) == num_rows
+    assert config.num_rows(max_num_seqs, 500) == min(500, num_rows)
+    assert SpeculationConfig().num_rows(max_num_seqs, 8192) == max_num_seqs
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize(("budget", "num_drafts"), [(8, 5), (5, 4)])
 def test_drafts_without_room_in_a_step_wait_for_the_next_one(
