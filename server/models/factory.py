@@ -165,6 +165,9 @@ class FactoryOptions:
     clamps_ids: bool = False
     """Whether ids of prompts outside the vocabulary become its first or last id."""
 
+    num_frontends: int = 1
+    """Front ends that serve the same models, each with processes of its own."""
+
     @classmethod
     def of(cls, config: FrontendConfig) -> FactoryOptions:
         """The settings in a front end's configuration."""
@@ -172,6 +175,7 @@ class FactoryOptions:
             tokenizer_workers=config.tokenizer_workers,
             max_text_bytes=config.max_text_bytes,
             clamps_ids=config.clamps_ids,
+            num_frontends=config.num_frontends,
         )
 
 
@@ -246,6 +250,12 @@ class ModelFactory:
             if not model.has_code(version):
                 raise _unserved(model)
             logger.info("Model '%s': runs its own %s/model.py", model.name, version)
+        num_frontends = self._options.num_frontends
+        if model.config.HasField("sequence_batching") and num_frontends > 1:
+            raise ConfigError(
+                f"{model.config_path}: sequence_batching needs all requests of a sequence in "
+                f"one front end, but --frontend-processes is {num_frontends}. Set it to 1."
+            )
         *rest, latest = model.versions
         older = [PythonModel(model, version, self._calls) for version in rest]
         return PythonModel(model, latest, self._calls, older)

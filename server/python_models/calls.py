@@ -16,6 +16,8 @@ from trimaran.server.inference.validation import WireInput
 from trimaran.server.metrics.custom_metrics import CustomMetrics, HeldMetrics
 from trimaran.server.protocol.load_request import LoadRequest, load_request_of_files
 from trimaran.server.python_models.wire import (
+    SEQUENCE_END,
+    SEQUENCE_START,
     Call,
     Packed,
     Question,
@@ -26,8 +28,6 @@ from trimaran.server.python_models.wire import (
 )
 
 logger = logging.getLogger(__name__)
-
-SEQUENCE_START, SEQUENCE_END = 1, 2
 
 
 class Loader(Protocol):

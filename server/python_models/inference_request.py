@@ -160,8 +160,18 @@ class InferenceRequest:
 class ReceivedRequest(InferenceRequest):
     """A request that ``execute`` receives."""
 
-    def __init__(self, fields: RequestFields, outputs: Sequence[str], ticket: Ticket) -> None:
+    def __init__(
+        self,
+        fields: RequestFields,
+        outputs: Sequence[str],
+        ticket: Ticket,
+        *,
+        is_iterative: bool = False,
+    ) -> None:
         """``outputs`` are all outputs of the model, for a request without a list."""
+        self._is_iterative = is_iterative
+        self.is_rescheduled = False
+        """Whether the request is to be executed again."""
         self._inputs = [Tensor.from_packed(packed) for packed in fields.inputs]
         self._fields = fields
         fields.inputs = []
@@ -177,16 +187,23 @@ class ReceivedRequest(InferenceRequest):
         return InferenceResponseSender(self.ticket)
 
     def set_release_flags(self, flags: int) -> None:
-        """Accept only ALL, which is the default behaviour.
+        """ALL ends the request with its response, as without a call. RESCHEDULE executes the
+        request again once ``execute`` has returned, with None as its response.
 
         Raises:
-            TritonModelException: the request is to be executed again.
+            TritonModelException: another flag, or the model's sequences are not iterative.
         """
-        if flags != RELEASE_ALL:
+        if flags not in (RELEASE_ALL, RELEASE_RESCHEDULE):
             raise TritonModelException(
-                f"Unsupported release flag {flags}: requests are executed once, as "
-                "sequence_batching is not served. Loop inside execute instead."
+                f"Unsupported release flag {flags}; use TRITONSERVER_REQUEST_RELEASE_ALL or "
+                "TRITONSERVER_REQUEST_RELEASE_RESCHEDULE."
             )
+        if flags == RELEASE_RESCHEDULE and not self._is_iterative:
+            raise TritonModelException(
+                "Unable to reschedule the request: its model has no sequence_batching with "
+                "iterative_sequence. Set it to true, or loop inside execute."
+            )
+        self.is_rescheduled = flags == RELEASE_RESCHEDULE
 
 
 class ResponseIterator:

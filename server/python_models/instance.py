@@ -8,6 +8,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from trimaran.comm.errors import ConfigError, EngineDeadError, ErrorKind, RequestError
@@ -16,6 +17,7 @@ from trimaran.server.python_models.calls import ModelCalls
 from trimaran.server.python_models.job import Job
 from trimaran.server.python_models.process_link import ProcessLink
 from trimaran.server.python_models.wire import (
+    NULL_KEY,
     Call,
     CancelCall,
     CancelRequests,
@@ -38,6 +40,16 @@ MAX_DEATHS, DEATHS_WINDOW_S = 5, 600.0
 """A process that dies more often within this time is not started again."""
 
 
+@dataclass(frozen=True, slots=True)
+class InstanceSequences:
+    """What an instance tells the queue of its sequences."""
+
+    reschedule: Callable[[Job], None]
+    """A job is to be executed again."""
+    on_lost: Callable[..., None]
+    """The process ended; ``for_good`` tells that no other process follows."""
+
+
 class Instance:
     """Runs jobs in its process. Used on the event loop only.
 
@@ -45,9 +57,18 @@ class Instance:
     unless it has died too often.
     """
 
-    def __init__(self, start: Start, calls: ModelCalls, on_free: Callable[[], None]) -> None:
-        """``on_free`` is called when the instance can take a batch, or has failed for good."""
+    def __init__(
+        self,
+        start: Start,
+        calls: ModelCalls,
+        on_free: Callable[[], None],
+        sequences: InstanceSequences | None = None,
+    ) -> None:
+        """``on_free`` is called when the instance can take a batch, or has failed for good.
+        An instance with ``sequences`` executes one batch after the other.
+        """
         self._start = start
+        self._sequences = sequences
         self._model_calls = calls
         self._on_free = on_free
         self._name = start.args["model_instance_name"]
@@ -85,7 +106,8 @@ class Instance:
         ready = await link.open(self._start)
         if not link.is_open:
             raise ConfigError("its process ended as soon as the model was initialized")
-        self._link, self._capacity, self.is_ready = link, ready.capacity, True
+        self._capacity = ready.capacity if self._sequences is None else 1
+        self._link, self.is_ready = link, True
         self._on_free()
 
     def execute(self, jobs: Sequence[Job]) -> None:
@@ -100,7 +122,7 @@ class Instance:
                 job.take(RequestError(str(error)))
             return
         self._batches.add(number)
-        self._jobs.update({job.key: job for job in jobs})
+        self._jobs.update({job.key: job for job in jobs if job.key != NULL_KEY})
 
     def cancel(self, job: Job) -> None:
         """Tell the model that a job is cancelled; a finished job is ignored."""
@@ -134,6 +156,7 @@ class Instance:
                 job.take(message)
         elif isinstance(message, Executed):
             self._batches.discard(message.batch)
+            self._reschedule(message.rescheduled)
             self._on_free()
         elif isinstance(message, Call):
             reply = partial(_reply, link)
@@ -149,6 +172,13 @@ class Instance:
             self._metrics.change(message.metric, message.verb, message.amount)
         elif isinstance(message, Log):
             logger.log(message.level, "[%s] %s", self._name, message.text)
+
+    def _reschedule(self, keys: Sequence[int]) -> None:
+        for key in keys:
+            # Without the job its client is gone.
+            job = self._jobs.pop(key, None)
+            if job is not None and self._sequences is not None:
+                self._sequences.reschedule(job)
 
     def _begin(self, number: int, work: Coroutine[object, object, None]) -> None:
         task = asyncio.ensure_future(work)
@@ -173,6 +203,8 @@ class Instance:
                     "request; try again"
                 )
             )
+        if self._sequences is not None:
+            self._sequences.on_lost(for_good=False)
         # Without a link the process ended before it was ready, which `open` reports.
         if link is not None and not self._is_closing:
             self._restart = asyncio.ensure_future(self._start_again(link))
@@ -201,6 +233,8 @@ class Instance:
             "load the model again.", self._name, how, len(self._deaths), DEATHS_WINDOW_S,
         )  # fmt: skip
         self.has_failed = True
+        if self._sequences is not None:
+            self._sequences.on_lost(for_good=True)
         self._on_free()
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import bisect
 import itertools
+import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
@@ -15,7 +16,13 @@ from trimaran.comm.errors import ErrorKind, RefusedError, RequestError, with_req
 from trimaran.server.inference.cooperative import run_cooperatively
 from trimaran.server.inference.queue_policy import QueuePolicy
 from trimaran.server.inference.request import InferRequest
-from trimaran.server.python_models.wire import Packed, RequestFields, Respond, pack_in_chunks
+from trimaran.server.python_models.wire import (
+    NULL_KEY,
+    Packed,
+    RequestFields,
+    Respond,
+    pack_in_chunks,
+)
 
 MAX_UNREAD_BYTES, UNREAD_S = 256 << 20, 30.0
 """Bytes and seconds: a request with more unread bytes, of which the client has read none for
@@ -34,10 +41,18 @@ _keys = itertools.count(1)
 class Job:
     """A request and its responses. Pack the request before its execution."""
 
-    def __init__(self, request: InferRequest) -> None:
+    def __init__(self, request: InferRequest, *, is_null: bool = False) -> None:
+        """A null request fills an empty slot of a batch; its responses are dropped."""
         self.request = request
-        self._inputs: list[Packed] = []
-        self.key = next(_keys)
+        self.packed: list[Packed] = []
+        """The inputs of the client."""
+        self.sequence_inputs: list[Packed] = []
+        """The inputs that the model's ``sequence_batching`` adds."""
+        self.take_states: Callable[[list[Packed]], list[Packed]] | None = None
+        """Keeps the states among a response's tensors, and returns the client's tensors."""
+        self.sequence_id = request.sequence_id
+        self.flags = request.sequence_start + 2 * request.sequence_end
+        self.key = NULL_KEY if is_null else next(_keys)
         self.arrived_s = time.monotonic()
         first = next(iter(request.inputs.values()), None)
         self.batch_size = first.shape[0] if first is not None and first.shape else 1
@@ -49,10 +64,12 @@ class Job:
     async def pack(self) -> None:
         """Make the inputs ready for the wire."""
         for tensor in self.request.inputs.values():
-            self._inputs.append(await run_cooperatively(pack_in_chunks(tensor)))
+            self.packed.append(await run_cooperatively(pack_in_chunks(tensor)))
 
     def take(self, response: Respond | RequestError) -> None:
         """A response or the request's error arrived."""
+        if self.take_states is not None and isinstance(response, Respond) and response.tensors:
+            response.tensors = self.take_states(response.tensors)
         if not self._responses:
             self._unread_since_s = time.monotonic()
         self._unread_bytes += _num_bytes(response)
@@ -110,13 +127,14 @@ class Job:
             model=request.model_name,
             version=request.model_version,
             id=request.id,
-            inputs=self._inputs,
+            # Sending changes a packed tensor, and a job may be executed again.
+            inputs=[list(packed) for packed in (*self.packed, *self.sequence_inputs)],
             outputs=list(request.outputs),
             parameters=dict(request.parameters),
             priority=request.priority,
             timeout_us=request.timeout_us,
-            correlation_id=request.sequence_id,
-            flags=request.sequence_start + 2 * request.sequence_end,
+            correlation_id=self.sequence_id,
+            flags=self.flags,
         )
 
 
@@ -124,6 +142,19 @@ def _num_bytes(response: Respond | RequestError) -> int:
     if isinstance(response, RequestError):
         return 0
     return _RESPONSE_BYTES + sum(len(packed[3]) for packed in response.tensors or ())
+
+
+def ragged_inputs(config: ModelConfig) -> frozenset[str]:
+    """The inputs whose shapes may differ in a batch."""
+    return frozenset(each.name for each in config.input if each.allow_ragged_batch)
+
+
+def batch_shapes(job: Job, ragged: Collection[str]) -> dict[str, tuple[int, ...] | None]:
+    """What requests of one batch have in common."""
+    return {
+        name: None if name in ragged else tensor.shape[1:]
+        for name, tensor in job.request.inputs.items()
+    }
 
 
 class JobQueue:
@@ -137,7 +168,7 @@ class JobQueue:
     def __init__(self, config: ModelConfig) -> None:
         self._policy = QueuePolicy(config)
         self._jobs: list[Job] = []
-        self._ragged = {t.name for t in config.input if t.allow_ragged_batch}
+        self._ragged = ragged_inputs(config)
         batching = config.dynamic_batching
         batches = config.HasField("dynamic_batching") and config.max_batch_size > 0
         self._max_batch_size = config.max_batch_size if batches else 0
@@ -190,8 +221,17 @@ class JobQueue:
         oldest = min((job.arrived_s for job in batch), default=0.0)
         return max(0.0, oldest + self._delay_s - time.monotonic())
 
-    def take(self) -> list[Job]:
-        """The next batch."""
+    def place(self, free: Sequence[int]) -> tuple[int | None, float]:
+        """The first free instance, if a batch is due; else None, with the seconds until then.
+        The seconds are infinite without a request.
+        """
+        if not self._jobs or not free:
+            return None, math.inf
+        wait_s = self.wait_s()
+        return (None, wait_s) if wait_s else (free[0], 0.0)
+
+    def take(self, _instance: int = 0) -> list[Job]:
+        """The next batch, which any instance may execute."""
         batch = self._next()
         for job in batch:
             self._jobs.remove(job)
@@ -203,7 +243,9 @@ class JobQueue:
         batch: list[Job] = []
         size = 0
         for job in self._jobs:
-            if batch and self._shapes(job) != self._shapes(batch[0]):
+            if batch and batch_shapes(job, self._ragged) != batch_shapes(
+                batch[0], self._ragged
+            ):
                 continue
             if size + job.batch_size > self._max_batch_size:
                 break
@@ -213,9 +255,3 @@ class JobQueue:
 
     def _level(self, job: Job) -> int:
         return self._policy.level(job.request)
-
-    def _shapes(self, job: Job) -> dict[str, tuple[int, ...] | None]:
-        return {
-            name: None if name in self._ragged else tensor.shape[1:]
-            for name, tensor in job.request.inputs.items()
-        }

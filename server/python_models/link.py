@@ -17,6 +17,7 @@ from trimaran.comm.errors import ErrorKind
 from trimaran.comm.messages.bulk import BulkSender
 from trimaran.server.python_models.responses import Ticket
 from trimaran.server.python_models.wire import (
+    NULL_KEY,
     Call,
     CancelCall,
     CancelRequests,
@@ -194,12 +195,20 @@ class Link:
         self._cancel(early)
         return scope
 
+    def forget(self, key: int) -> None:
+        """A request is executed again: its next execution has a scope of its own."""
+        with self._lock:
+            self._scopes.pop(key, None)
+
     def respond(self, message: Respond) -> None:
-        """Send a response; an ended request is forgotten.
+        """Send a response; an ended request is forgotten. Responses of null requests are
+        dropped.
 
         Raises:
             MessageTooLongError: its tensors are too large.
         """
+        if message.key == NULL_KEY:
+            return
         self.send(message)
         if message.is_final:
             with self._lock:
@@ -225,7 +234,8 @@ class Link:
             self.send(release)
         if isinstance(message, Execute):
             with self._lock:
-                self._arriving.update((r["key"], False) for r in message.requests)
+                keys = [request["key"] for request in message.requests]
+                self._arriving.update((key, False) for key in keys if key != NULL_KEY)
             self.inbox.put(message)
         elif isinstance(message, Release):
             with self._bulk_lock:

@@ -7,6 +7,7 @@ import json
 import math
 import time
 from collections.abc import AsyncGenerator, Sequence
+from functools import partial
 
 from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelInstanceGroup, ModelOutput
 
@@ -16,9 +17,11 @@ from trimaran.server.inference.metadata import completed_config, to_json
 from trimaran.server.inference.request import InferRequest, InferResponse, Model, Tensor
 from trimaran.server.inference.tensor_bytes import from_config
 from trimaran.server.python_models.calls import ModelCalls
-from trimaran.server.python_models.instance import Instance
+from trimaran.server.python_models.instance import Instance, InstanceSequences
 from trimaran.server.python_models.job import Job, JobQueue
-from trimaran.server.python_models.wire import Respond, Start, unpack_in_chunks
+from trimaran.server.python_models.sequence_inputs import SequenceInputs
+from trimaran.server.python_models.sequence_queue import SequenceQueue, check_sequences
+from trimaran.server.python_models.wire import NULL_KEY, Respond, Start, unpack_in_chunks
 from trimaran.server.repository.model_repository import RepositoryModel
 
 
@@ -81,11 +84,20 @@ class PythonModel:
         self.is_decoupled = bool(self.config.model_transaction_policy.decoupled)
         """Whether a request may have other than one response."""
         self._num_threads = _num_threads(model)
-        self._queue = JobQueue(self.config)
         self._shapes = OutputShapes(self.config)
         self._timer: asyncio.TimerHandle | None = None
         arguments = self._arguments(model)
-        self._instances = [Instance(self._start(a), calls, self._dispatch) for a in arguments]
+        self._sequence_inputs: SequenceInputs | None = None
+        self._queue: JobQueue | SequenceQueue = JobQueue(self.config)
+        if self.config.HasField("sequence_batching"):
+            self._sequence_inputs = SequenceInputs(model.config_path, self.config)
+            self._queue = SequenceQueue(
+                self.config, len(arguments), self._sequence_inputs, self._dispatch
+            )
+        self._instances = [
+            Instance(self._start(own), calls, self._dispatch, self._told(index))
+            for index, own in enumerate(arguments)
+        ]
 
     @property
     def is_ready(self) -> bool:
@@ -183,17 +195,20 @@ class PythonModel:
         if all(instance.has_failed for instance in self._instances):
             for job in self._queue.drain():
                 job.take(self._dead())
-        while len(self._queue):
-            free = [instance for instance in self._instances if instance.is_free]
-            if not free:
+        while True:
+            # A batch that any instance may execute goes to the one with the fewest requests.
+            free = sorted(
+                (n for n, instance in enumerate(self._instances) if instance.is_free),
+                key=lambda n: self._instances[n].num_jobs,
+            )
+            number, wait_s = self._queue.place(free)
+            if number is None:
+                if math.isfinite(wait_s):
+                    self._dispatch_later(wait_s)
                 return
-            wait_s = self._queue.wait_s()
-            if wait_s:
-                self._dispatch_later(wait_s)
-                return
-            batch = self._queue.take()
-            _note_begin(batch)
-            min(free, key=lambda instance: instance.num_jobs).execute(batch)
+            batch = self._queue.take(number)
+            _note_begin([job for job in batch if job.key != NULL_KEY])
+            self._instances[number].execute(batch)
 
     def _dispatch_later(self, wait_s: float) -> None:
         if self._timer is not None:
@@ -232,7 +247,15 @@ class PythonModel:
             is_decoupled=self.is_decoupled,
             num_threads=self._num_threads,
             outputs={t.name: from_config(t.data_type) for t in self.config.output},
+            states={} if self._sequence_inputs is None else self._sequence_inputs.state_outputs,
+            is_iterative=self.config.sequence_batching.iterative_sequence,
         )
+
+    def _told(self, instance: int) -> InstanceSequences | None:
+        queue = self._queue
+        if not isinstance(queue, SequenceQueue):
+            return None
+        return InstanceSequences(queue.reschedule, partial(queue.lose, instance))
 
     def _arguments(self, model: RepositoryModel) -> list[dict[str, str]]:
         """The arguments of ``initialize`` for each instance."""
@@ -310,10 +333,12 @@ def _check(model: RepositoryModel) -> None:
             "completed from model.py. Declare its inputs and outputs."
         )
     if config.HasField("sequence_batching"):
-        raise ConfigError(
-            f"{path}: sequence_batching is not served. Remove it; a request's "
-            "correlation_id() and flags() tell which sequence it belongs to."
-        )
+        check_sequences(path, config)
+        if model.parameters.get_int(THREADS) is not None:
+            raise ConfigError(
+                f"{path}: {THREADS} is set beside sequence_batching, but an instance executes "
+                "one batch of sequences after the other. Remove one of the two."
+            )
     if model.parameters.get_str("EXECUTION_ENV_PATH"):
         raise ConfigError(
             f"{path}: EXECUTION_ENV_PATH is set, but a Python model runs in the environment "

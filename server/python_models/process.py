@@ -33,6 +33,7 @@ from trimaran.server.python_models.link import Link, current_scope, set_link
 from trimaran.server.python_models.responses import InferenceResponse, Ticket
 from trimaran.server.python_models.tensors import TritonModelException
 from trimaran.server.python_models.wire import (
+    NULL_KEY,
     Execute,
     Executed,
     Failed,
@@ -156,7 +157,9 @@ class Runner:
     def run(self, batch: Execute) -> None:
         """Execute a batch; returns when the next batch may come."""
         requests = [self._received(RequestFields.from_wire(wire)) for wire in batch.requests]
-        scope = self._link.open_scope(request.ticket for request in requests)
+        # A null request has no client: the calls of a batch must not wait for one.
+        tickets = [request.ticket for request in requests]
+        scope = self._link.open_scope(each for each in tickets if each.key != NULL_KEY)
         token = current_scope.set(scope)
         try:
             if self._is_async:
@@ -176,7 +179,7 @@ class Runner:
         except BaseException as error:
             self._fail(requests, error)
         finally:
-            self._link.send(Executed(batch=batch.batch))
+            self._executed(batch, requests)
 
     async def _run_async(self, batch: Execute, requests: list[ReceivedRequest]) -> None:
         try:
@@ -184,15 +187,24 @@ class Runner:
         except BaseException as error:
             self._fail(requests, error)
         finally:
-            self._link.send(Executed(batch=batch.batch))
+            self._executed(batch, requests)
+
+    def _executed(self, batch: Execute, requests: Sequence[ReceivedRequest]) -> None:
+        again = [request for request in requests if request.is_rescheduled]
+        for request in again:
+            request.ticket.is_closed = True
+            self._link.forget(request.ticket.key)
+        keys = [request.ticket.key for request in again if request.ticket.key != NULL_KEY]
+        self._link.send(Executed(batch=batch.batch, rescheduled=keys))
 
     def _received(self, fields: RequestFields) -> ReceivedRequest:
         all_outputs = self._start.outputs
         wanted = fields.outputs or list(all_outputs)
-        outputs = {name: all_outputs[name] for name in wanted}
+        outputs = {name: all_outputs[name] for name in wanted} | self._start.states
         is_decoupled = self._start.is_decoupled
         ticket = Ticket(fields.key, outputs, self._link.respond, is_decoupled=is_decoupled)
-        return ReceivedRequest(fields, wanted, ticket)
+        is_iterative = self._start.is_iterative
+        return ReceivedRequest(fields, wanted, ticket, is_iterative=is_iterative)
 
     def _answer(self, requests: Sequence[ReceivedRequest], responses: Any) -> None:
         """Send the responses that ``execute`` returned.
@@ -214,7 +226,7 @@ class Runner:
                 f"InferenceResponse(s) size is:{len(responses)}"
             )
         for request, response in zip(requests, responses, strict=True):
-            if response is None and request.ticket.is_closed:
+            if response is None and (request.ticket.is_closed or request.is_rescheduled):
                 continue
             if not isinstance(response, InferenceResponse):
                 raise TritonModelException(

@@ -29,6 +29,12 @@ COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
 BULK_PEER = 0
 """The only receiver of this process's shared memory."""
 
+SEQUENCE_START, SEQUENCE_END = 1, 2
+"""Bits of a request's sequence flags."""
+
+NULL_KEY = 0
+"""The key of a null request. No client waits for its responses."""
+
 Packed = list[Any]
 """A tensor as name, datatype, shape and data: a buffer, or its location in shared memory. BYTES
 data has the clients' wire format.
@@ -50,6 +56,10 @@ class Start:
     """Threads that call ``execute``, unless it is a coroutine."""
     outputs: dict[str, str]
     """The model's outputs with their datatypes."""
+    states: dict[str, str] = field(default_factory=dict)
+    """Outputs that hold a sequence's next state, with their datatypes."""
+    is_iterative: bool = False
+    """Whether requests may be executed again."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -119,6 +129,8 @@ class Executed:
     """From the process: ``execute`` has returned, the next batch may come."""
 
     batch: int
+    rescheduled: list[int] = field(default_factory=list)
+    """The keys of requests that are to be executed again."""
 
 
 @dataclass(slots=True, kw_only=True)

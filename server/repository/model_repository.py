@@ -229,6 +229,12 @@ def repository_model(
         role = Role.OTHER
     check_tensors(path, own, role)
     check_queue(path, own)
+    if role is not Role.OTHER and own.HasField("sequence_batching"):
+        raise ConfigError(
+            f"{path}: sequence_batching is set, but this {role.value} model runs natively and "
+            "takes each request by itself. Remove it, or run the model's own model.py "
+            "(--python-models)."
+        )
     check_tags(path, own)
     check_buckets(path, own)
     if role in _PARAMETERS:

@@ -318,10 +318,11 @@ class Served:
         outputs: tuple[str, ...] = (),
         id: str = "",
         parameters: dict[str, Any] | None = None,
+        sequence: tuple[int | str, int] = (0, 0),
         **inputs: Any,
     ) -> Any:
         """The responses as they come. A value is a sample's scalar or list, or the whole
-        array."""
+        array; ``sequence`` is an id with its flags."""
         config = self.models[model].config
         types = {tensor.name: tensor.data_type for tensor in config.input}
         wires = [
@@ -331,6 +332,8 @@ class Served:
         request = InferRequest(
             model_name=model, id=id, outputs=outputs, parameters=parameters or {}
         )
+        request.sequence_id, flags = sequence
+        request.sequence_start, request.sequence_end = bool(flags & 1), bool(flags & 2)
         request.inputs = Validator(config).check(wires, outputs, id)
         return self.models[model].infer(request)
 

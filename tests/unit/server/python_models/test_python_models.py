@@ -426,7 +426,6 @@ async def test_an_exec_name_without_code_is_refused(serve_own):
     [
         (parameter("execute_threads", 0), "execute_threads is 0 but must be from 1 to 512"),
         (parameter("EXECUTION_ENV_PATH", "/env"), "EXECUTION_ENV_PATH is set, but"),
-        ("sequence_batching { }", "sequence_batching is not served"),
         ("instance_group { count: 65 }", "asks for 65 instances, .* at most 64"),
         ("instance_group { count: 2147483647 gpus: [0, 1] }", "asks for 4294967294 instances"),
     ],
