@@ -253,10 +253,11 @@ class SequenceQueue:
         """The next batch of an instance. Slots without a request have null requests."""
         batch: list[Job] = []
         jobs = self._next(instance)
-        ready = next(job for job in jobs if job is not None)
+        null = None
         for job in jobs:
             if job is None:
-                batch.append(self._null(ready))
+                null = null or self._null(next(each for each in jobs if each is not None))
+                batch.append(null)
                 continue
             sequence = self._of_job.pop(job.key)
             sequence.jobs.remove(job)

@@ -245,6 +245,7 @@ PLACES: dict[str, Places] = {
     "python_models/process.py": _all(PROCESS, "encode decode join"),
     "python_models/process_link.py": {"encode": FLAG},
     "python_models/responses.py": {"dumps": PROCESS},
+    "python_models/sequence_inputs.py": {"encode": NAME, "join": OPERATOR},
     "python_models/tensors.py": {"join": PROCESS},
     "python_models/utils.py": {"join": PROCESS},
     "python_models/wire.py": {
