@@ -7,9 +7,15 @@ import time
 from functools import partial
 from pathlib import Path
 
+from trimaran.builder.calibration_text import (
+    NUM_SEQUENCES,
+    SEQUENCE_TOKENS,
+    check_calibration,
+)
 from trimaran.builder.foreign_flags import FlagSink
 from trimaran.builder.stop_signals import run_stoppable
 from trimaran.comm.errors import ConfigError
+from trimaran.comm.files.flag_values import positive
 from trimaran.worker.config.engine_folder import EngineFolder, FolderKind
 from trimaran.worker.config.quantization import LOAD_METHODS
 
@@ -21,17 +27,23 @@ def add_arguments(parser: FlagSink) -> None:
     parser.add_argument("--output", "--output-dir", type=Path, required=True, metavar="DIR",
                         help="a new folder")  # fmt: skip
     parser.add_argument("--qformat", metavar="NAME",
-                        help="TensorRT-LLM's name: fp8, int8_wo or int4_wo")  # fmt: skip
+                        help="TensorRT-LLM's fp8, int8_wo, int4_wo or int4_awq")  # fmt: skip
     parser.add_argument("--quantization", choices=LOAD_METHODS,
                         help="FP8, or integers of 8 or 4 bits (fp8)")  # fmt: skip
+    parser.add_argument("--calib", "--calib_dataset", "--calib-dataset", metavar="FILE",
+                        help="text to whose inputs the weights are fitted")  # fmt: skip
+    parser.add_argument("--calib_size", "--calib-size", type=positive, metavar="N",
+                        help=f"sequences of {SEQUENCE_TOKENS} tokens that are read "
+                        f"({NUM_SEQUENCES})")  # fmt: skip
 
 
-_QFORMATS = {"fp8": "fp8", "int8_wo": "int8", "int4_wo": "int4"}
+_FITTED = "int4_awq"
+"""A format whose weights are fitted to a text."""
+
+_QFORMATS = {"fp8": "fp8", "int8_wo": "int8", "int4_wo": "int4", _FITTED: "int4"}
 _QFORMAT_REASONS = {
-    "int4_awq": "its scales are fitted to texts, which is not done here: quantize with "
-    "AutoAWQ or llm-compressor, whose folders are served, or name int4_wo",
-    "int8_sq": "SmoothQuant is fitted to texts, which is not done here: quantize with "
-    "llm-compressor, whose W8A8 folders are served, or name int8_wo",
+    "int8_sq": "INT8 inputs need weights that SmoothQuant has changed, which is not done here: "
+    "quantize with llm-compressor, whose W8A8 folders are served, or name int8_wo",
 }
 
 
@@ -48,6 +60,11 @@ def _scheme_name(args: argparse.Namespace) -> str:
     if form not in _QFORMATS:
         reason = _QFORMAT_REASONS.get(form, "such weights are not made here")
         raise ConfigError(f"--qformat {form}: {reason}. Made are {', '.join(_QFORMATS)}.")
+    if form == _FITTED and args.calib is None:
+        raise ConfigError(
+            f"--qformat {form}: such weights are fitted to a text. Add --calib FILE, or name "
+            "int4_wo."
+        )
     meant = _QFORMATS[form]
     if name not in (None, meant):
         raise ConfigError(
@@ -79,7 +96,13 @@ def _quantize(args: argparse.Namespace) -> int:
         )
     from trimaran.builder.quantized_folder import QuantizedFolder  # imports torch
 
+    if args.calib is not None:
+        check_calibration("--calib", args.calib, source)
+    elif args.calib_size is not None:
+        raise ConfigError("--calib_size counts sequences of a text. Add --calib FILE.")
     folder = QuantizedFolder(source)
+    if args.calib is not None:
+        folder.calibrate(args.calib, args.calib_size)
     folder.write(args.output)
     print(
         f"trimaran quantize: wrote {args.output}: {folder.num_quantized} weights in "

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trimaran.builder.calibrated_weights import calibrated_weights
 from trimaran.builder.progress import ProgressBar
 from trimaran.builder.quantized_forms import form_of
 from trimaran.comm.errors import ConfigError
@@ -25,7 +26,7 @@ from trimaran.worker.models.weights.checkpoint import (
     is_safetensors,
     mapped_file,
 )
-from trimaran.worker.models.weights.parts import Conversion, parts_of
+from trimaran.worker.models.weights.parts import Conversion, Part, parts_of
 from trimaran.worker.parallel.tensor_parallel import ShardPosition
 
 _INDEX = "model.safetensors.index.json"
@@ -38,7 +39,7 @@ class QuantizedFolder:
 
     FP8 with a scale a row is compressed-tensors' ``float-quantized``, with blocks transformers'
     ``fp8``; integers are compressed-tensors' ``pack-quantized``: other programs load all of
-    them. Memory holds one tensor.
+    them. Memory holds one tensor, unless weights are fitted to a text.
     """
 
     def __init__(self, source: EngineFolder) -> None:
@@ -66,8 +67,10 @@ class QuantizedFolder:
             dtype=dtype_by_name(source.config.dtype),
             device=torch.device("meta"),
         )
-        self._quantized: set[str] = set()
-        """The names of tensors that are quantized."""
+        self._parts: dict[str, Part] = {}
+        """What is quantized, by the names of tensors."""
+
+        self._calibrated: dict[str, list[tuple[str, Tensor]]] = {}
         for part in parts_of(model, find_tensors(model, source.weight_files)):
             if part.conversion not in (Conversion.VALUES, Conversion.INTEGERS):
                 continue
@@ -76,14 +79,28 @@ class QuantizedFolder:
                     f"{source.path}: stores matrices as [in, out], which no format of "
                     "quantized weights has. Build or serve it with --quantization."
                 )
-            self._quantized.add(part.stored.name)
+            # The weight itself comes before its scales.
+            self._parts.setdefault(part.stored.name, part)
         self.numbers = self._form.numbers
         """What the weights become."""
 
-        self.num_quantized = len(self._quantized)
+        self.num_quantized = len(self._parts)
         self._num_read = 0
         self.num_bytes = 0
         """Bytes of the weights that were written."""
+
+    def calibrate(self, text: str, most_sequences: int | None) -> None:
+        """Fit the weights of linear layers to the inputs of a text (`calibrated_weights`).
+
+        Memory holds the model and its quantized weights from then on.
+
+        Raises:
+            ConfigError: the file cannot be read as text, or some inputs are not finite.
+        """
+        parts = list(self._parts.values())
+        self._calibrated = calibrated_weights(
+            self._source, parts, self._form, text, most_sequences
+        )
 
     def write(self, output: Path) -> None:
         """Write the folder, which appears whole or not at all.
@@ -117,7 +134,7 @@ class QuantizedFolder:
                 kept += [
                     name.removesuffix(".weight")
                     for name, entry in entries.items()
-                    if name not in self._quantized and name.endswith(".weight")
+                    if name not in self._parts and name.endswith(".weight")
                     if len(entry.shape) == _MATRIX_DIMS
                 ]
                 names = self._write_file(folder / path.name, path, entries, progress)
@@ -145,7 +162,7 @@ class QuantizedFolder:
         """Type and shape of each tensor that a file will hold."""
         made: dict[str, tuple[str, list[int]]] = {}
         for name, entry in entries.items():
-            if name in self._quantized:
+            if name in self._parts:
                 made |= self._form.entries(name, entry)
             else:
                 made[name] = entry.dtype, list(entry.shape)
@@ -153,9 +170,9 @@ class QuantizedFolder:
 
     def _made(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
         """What becomes of a tensor: itself, or its quantized values and their scales."""
-        if name not in self._quantized:
+        if name not in self._parts:
             return [(name, tensor)]
-        return self._form.tensors(name, tensor)
+        return self._calibrated.get(name) or self._form.tensors(name, tensor)
 
     def _write_config(self, folder: Path, kept: list[str]) -> None:
         """Describe the format in ``config.json``, and copy tokenizer and templates."""

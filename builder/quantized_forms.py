@@ -4,6 +4,7 @@ description.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -11,9 +12,11 @@ from torch import Tensor
 
 from trimaran.comm.errors import ConfigError
 from trimaran.kernels import fp8_reference, integer_reference
-from trimaran.worker.config.schemes import Fp8Scheme, IntegerScheme, Scheme
+from trimaran.worker.config.schemes import Fp8Scheme, IntegerScheme, Layout, Scheme
 from trimaran.worker.config.shard_file import TensorEntry
 from trimaran.worker.models.weights.checkpoint import FP8_WORD
+from trimaran.worker.quantization.calibrated_rounding import fit_integers, round_to_inputs
+from trimaran.worker.quantization.integer_formats import WEIGHT, WEIGHT_SCALE, dequantized
 
 _FLOATS = {"num_bits": 8, "type": "float", "symmetric": True}
 _WORD_BITS = 32
@@ -33,8 +36,15 @@ class QuantizedForm(Protocol):
         """
         ...
 
-    def tensors(self, name: str, floats: Tensor) -> list[tuple[str, Tensor]]:
-        """These tensors."""
+    def tensors(
+        self, name: str, floats: Tensor, gram_DD: Tensor | None = None
+    ) -> list[tuple[str, Tensor]]:
+        """These tensors; with the sum of ``x.T @ x`` of its inputs (`input_grams`) fitted to
+        those."""
+        ...
+
+    def floats(self, tensors: list[Tensor]) -> Tensor:
+        """Float32 numbers [E, D] that the values and scales of `tensors` stand for."""
         ...
 
     def description(self, kept: list[str]) -> dict[str, Any]:
@@ -62,10 +72,27 @@ class Fp8Form:
         shape = [-(-entry.shape[0] // rows), -(-entry.shape[1] // columns)]
         return {name: (FP8_WORD, list(entry.shape)), self._scale_of(name): ("F32", shape)}
 
-    def tensors(self, name: str, floats: Tensor) -> list[tuple[str, Tensor]]:
+    def tensors(
+        self, name: str, floats: Tensor, gram_DD: Tensor | None = None
+    ) -> list[tuple[str, Tensor]]:
         """See `QuantizedForm`."""
         values, scales = fp8_reference.quantize_weight(floats, self._block)
+        if gram_DD is not None:
+            spread = self._spread(scales, tuple(floats.shape)).to(gram_DD.device)
+            rounded = round_to_inputs(floats.to(gram_DD.device), gram_DD, spread, _fp8_grid)
+            values = fp8_reference.to_fp8(rounded, spread).to(floats.device)
         return [(name, values), (self._scale_of(name), scales)]
+
+    def floats(self, tensors: list[Tensor]) -> Tensor:
+        """See `QuantizedForm`."""
+        values, scales = tensors
+        return fp8_reference.dequantize_weight(values, scales, self._block, torch.float32)
+
+    def _spread(self, scales: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """The scale of each number of a weight."""
+        if self._block is None:
+            return scales[:, None].expand(shape)
+        return fp8_reference.spread_scales(scales, shape, self._block)
 
     def description(self, kept: list[str]) -> dict[str, Any]:
         """See `QuantizedForm`."""
@@ -86,7 +113,7 @@ class PackedForm:
     """Integers: compressed-tensors' ``pack-quantized``, symmetric, with scales in bf16."""
 
     def __init__(self, scheme: IntegerScheme) -> None:
-        self._scheme = scheme
+        self._scheme = replace(scheme, layout=Layout.PACKED)
         self.numbers = f"INT{scheme.bits}"
 
     def entries(self, name: str, entry: TensorEntry) -> dict[str, tuple[str, list[int]]]:
@@ -105,17 +132,27 @@ class PackedForm:
             f"{name}_shape": ("I64", [2]),
         }
 
-    def tensors(self, name: str, floats: Tensor) -> list[tuple[str, Tensor]]:
+    def tensors(
+        self, name: str, floats: Tensor, gram_DD: Tensor | None = None
+    ) -> list[tuple[str, Tensor]]:
         """See `QuantizedForm`."""
-        bits = self._scheme.bits
-        integers, scales = integer_reference.quantize_weight(
-            floats, bits, self._scheme.group_size
-        )
+        bits, size = self._scheme.bits, self._scheme.group_size
+        if gram_DD is None:
+            integers, scales = integer_reference.quantize_weight(floats, bits, size)
+        else:
+            integers, scales = fit_integers(floats.to(gram_DD.device), bits, size, gram_DD)
         return [
-            (f"{name}_packed", _words(integers, bits)),
-            (f"{name}_scale", scales.to(torch.bfloat16)),
+            (f"{name}_packed", _words(integers.cpu(), bits)),
+            (f"{name}_scale", scales.to(torch.bfloat16).cpu()),
             (f"{name}_shape", torch.tensor(floats.shape)),
         ]
+
+    def floats(self, tensors: list[Tensor]) -> Tensor:
+        """See `QuantizedForm`."""
+        parts = dict(zip((WEIGHT, WEIGHT_SCALE), tensors, strict=False))
+        whole = dequantized(self._scheme, parts, torch.float32)
+        # Words may have padding at the end of a row.
+        return whole[:, : int(tensors[2][1])]
 
     def description(self, kept: list[str]) -> dict[str, Any]:
         """See `QuantizedForm`."""
@@ -125,6 +162,10 @@ class PackedForm:
             "strategy": "channel" if size is None else "group", "group_size": size,
         }  # fmt: skip
         return _compressed("pack-quantized", weights, None, kept)
+
+
+def _fp8_grid(floats_E: Tensor, scales_E: Tensor) -> Tensor:
+    return fp8_reference.to_fp8(floats_E, scales_E).float() * scales_E
 
 
 def _words(integers_ED: Tensor, bits: int) -> Tensor:

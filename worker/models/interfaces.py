@@ -254,6 +254,15 @@ class CausalLM(nn.Module):
         finally:
             self._stack = stack
 
+    @contextmanager
+    def unfused(self) -> Iterator[None]:
+        """A context in which each layer's products run one by one."""
+        fused, self._fused = self._fused, None
+        try:
+            yield
+        finally:
+            self._fused = fused
+
     def compute_logits(self, hidden_ND: Tensor) -> Tensor:
         """Logits [N, V], whole on every rank, float32 or on a GPU the model's dtype.
 

@@ -35,7 +35,7 @@ def calibrate_kv_scales(
     """
     peaks_L2K: Tensor | None = None
     for ids in sequences:
-        mine = torch.stack([_peaks(cache) for cache in _read(model, ids)])
+        mine = torch.stack([_peaks(cache) for cache in read_sequence(model, ids)])
         peaks_L2K = mine if peaks_L2K is None else torch.maximum(peaks_L2K, mine)
         tell(len(ids))
     if peaks_L2K is None:
@@ -57,8 +57,9 @@ def _peaks(cache: Tensor) -> Tensor:
     return cache.abs().amax(dim=(0, 2, 4)).float()
 
 
-def _read(model: CausalLM, ids: list[int]) -> list[Tensor]:
-    """Each layer's cache of one sequence; slots without a token are zero."""
+def read_sequence(model: CausalLM, ids: list[int]) -> list[Tensor]:
+    """Run a model over one sequence. Returns each layer's cache, in which slots without a token
+    are zero."""
     device, count = model.device, len(ids)
     num_blocks = -(-count // _BLOCK_SIZE)
     caches = [

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from tests.unit.worker.models import models
+from tests.unit.worker.models.paged_run import PagedRun
+from trimaran.comm.tokenizers.prepare import prepare
 from trimaran.worker.config.engine_folder import EngineFolder
 from trimaran.worker.models.interfaces import StageRange
+from trimaran.worker.models.quantized_layers import finish_weights
 from trimaran.worker.models.registry import build_model
 from trimaran.worker.models.weights.weight_loader import load_checkpoint
 from trimaran.worker.parallel.tensor_parallel import ShardPosition
 
+TEXT = (
+    "It was a cold morning, and the road to the village was white with frost. The old man who "
+    "kept the gate came out with a lantern in his hand, and asked us where we were going. "
+    "We told him that we had come a long way, and that we hoped to be home before dark. "
+) * 2
 CONFIG = models.llama_config(hidden_size=96, intermediate_size=160, head_dim=32)
 NUMBERS = {"fp8": "FP8", "fp8_block": "FP8", "int8": "INT8", "int4_g32": "INT4"}
 
@@ -119,8 +128,11 @@ def test_models_that_cannot_be_quantized_are_refused(gpt2, llama, trimaran, tmp_
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("--qformat", "int4_awq"), "--qformat int4_awq: its scales are fitted to texts"),
-        (("--qformat", "nvfp4"), "Made are fp8, int8_wo, int4_wo"),
+        (("--qformat", "int4_awq"), "fitted to a text. Add --calib FILE"),
+        (("--qformat", "int8_sq"), "which is not done here"),
+        (("--qformat", "nvfp4"), "Made are fp8, int8_wo, int4_wo, int4_awq"),
+        (("--calib_size", "2"), "--calib_size counts sequences of a text. Add --calib FILE"),
+        (("--calib", "missing.txt"), "holds no tokenizer for the text"),
         (
             ("--qformat", "int8_wo", "--quantization", "int4_g32"),
             "--qformat int8_wo means --quantization int8, but --quantization is int4_g32",
@@ -134,3 +146,50 @@ def test_integers_that_no_folder_holds_are_refused(flags, words, tmp_path, trima
     done = trimaran("quantize", "--checkpoint", tmp_path / "floats", "--output", output, *flags)
     assert done.code == 2 and words in done.err
     assert not output.exists()
+
+
+@pytest.fixture
+def base():
+    """A small trained model with a tokenizer."""
+    return Path(__file__).parents[3] / "examples" / "demo_models" / "base"
+
+
+def logits(folder, ids):
+    """The logits of a folder's model for a text's tokens."""
+    source = EngineFolder.load(folder)
+    stage = StageRange.of(source.config.num_hidden_layers, 0, 1)
+    model = build_model(
+        source.config, stage, ShardPosition(), dtype=torch.bfloat16, device=models.CPU
+    )
+    load_checkpoint(model, source.weight_files)
+    finish_weights(model)
+    run = PagedRun(model, 1, max_len=len(ids))
+    with torch.inference_mode():
+        return model.compute_logits(run.hidden({0: ids})).float()
+
+
+@pytest.mark.parametrize("flags", [("--qformat", "int4_awq"), ("--qformat", "fp8")])
+def test_weights_that_are_fitted_to_a_text_change_its_logits_less(
+    flags, base, tmp_path, trimaran
+):
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    plain = ("--qformat", "int4_wo") if "int4_awq" in flags else flags
+    words = ("quantize", "--checkpoint", base, "--output")
+
+    trimaran(*words, tmp_path / "plain", *plain)
+    done = trimaran(*words, tmp_path / "fitted", *flags, "--calib", text, "--calib_size", "1")
+
+    assert done.code == 0, done.err
+    configs = [
+        json.loads((tmp_path / name / "config.json").read_text())
+        for name in ("plain", "fitted")
+    ]
+    assert configs[0] == configs[1]
+    ids = prepare(base).fast().encode(TEXT).ids[:128]
+    floats = logits(base, ids)
+    errors = [
+        float((logits(tmp_path / name, ids) - floats).square().mean())
+        for name in ("plain", "fitted")
+    ]
+    assert errors[1] < 0.8 * errors[0]
