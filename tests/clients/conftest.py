@@ -18,6 +18,7 @@ _TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(_TESTS / "clients"), str(_TESTS / "e2e")]
 
 from adapters import write_peft  # noqa: E402
+from packages import pip  # noqa: E402
 from served import BIN, DEMO_MODEL, Served, command_env, free_ports  # noqa: E402
 
 TRITON_WHEEL = "nvidia-pytriton==0.7.0"
@@ -190,12 +191,6 @@ def plain(bench: Bench) -> Iterator[Served]:
     filled = {"decoupled": "False", "besides": PLAIN}
     with _launched(bench, "plain", "--pp_size 2", **filled) as server:
         yield server
-
-
-def pip(*arguments: str) -> None:
-    """Run pip, which must succeed."""
-    command = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check", *arguments]
-    subprocess.run(command, check=True, timeout=600)
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import pip
+from packages import pip
 from served import Served
 
 WHEEL = "tritonclient==2.47.0"
