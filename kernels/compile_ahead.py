@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from trimaran.kernels.cuda import attention as cuda_attention
-from trimaran.kernels.cuda.build import load_cubin
+from trimaran.kernels.cuda import decode as cuda_decode
 from trimaran.kernels.cuda.grouped_gemm import compile_grouped
 from trimaran.kernels.cuda.hopper_gemm import can_multiply, compile_gemm
 from trimaran.kernels.tables.grouped_table import GroupedTable, expert_limit
@@ -24,10 +24,11 @@ def compile_ahead(
     hidden_size: int,
     vocab_size: int,
     adapter_variants: Sequence[tuple[int, int]] = (),
+    kv_dtype: torch.dtype | None = None,
 ) -> None:
     """Start to compile the kernels that a model of these sizes uses on a GPU; returns at once.
 
-    These are the CUDA C++ attention kernels, the measured products that read or write
+    These are the CUDA C++ attention kernels, also over a quantized cache of ``kv_dtype``, the measured products that read or write
     ``hidden_size``, and the sampling kernel that Triton compiles the longest. With
     ``adapter_variants``, tokens of a block and rank, also the kernels of LoRA adapters.
     """
@@ -38,7 +39,8 @@ def compile_ahead(
 
     jobs: list[Callable[[], object]] = []
     if can_multiply(device, dtype):
-        jobs.append(partial(load_cubin, "attention_decode", "sm_90a"))
+        for cache_dtype in {dtype: None, kv_dtype or dtype: None}:
+            jobs.append(partial(cuda_decode.compile_decode, cache_dtype))
         for head_size in cuda_attention.HEAD_SIZES:
             jobs.append(partial(cuda_attention.compile_prefill, dtype, head_size))
     # The dtype of the model's logits, and of the copies that penalties edit.

@@ -19,13 +19,16 @@ from trimaran.kernels.triton.attention.work_items import WorkPlan, plan_work
 # Shapes: S sequences, N query heads, K key-value heads, H head size, B tokens of a block.
 
 _SOURCE = "attention_decode"
-_PANEL = 64
+_PANEL_BYTES = 128
 _FEW = 8
 _UNIT = 32
 _THREADS = 160
 _PROGRAMS_PER_SM = 2
 _SHARED_BYTES = {64: 109_248, 128: 113_184}
+_SHARED_BYTES_OF_BYTES = {64: 97_128, 128: 100_984}
 DTYPES = (torch.float16, torch.bfloat16)
+_STORED = {torch.float8_e4m3fn: 1, torch.int8: 2}
+"""DECODE_STORED of quantized caches."""
 _BLOCKS = (8, 16, 32, 64)
 _MAX_GROUP = 8
 _MAX_ROTATED_GROUP = 4
@@ -42,7 +45,7 @@ class _Arguments(ctypes.Structure):
         ("group", ctypes.c_int), ("kv_heads", ctypes.c_int), ("block_shift", ctypes.c_int),
         ("reads_ahead", ctypes.c_int), ("halves_per_block", ctypes.c_int),
         ("angles", ctypes.c_void_p), ("cache", ctypes.c_void_p),
-        ("cache_strides", ctypes.c_longlong * 4),
+        ("cache_strides", ctypes.c_longlong * 4), ("kv_scales", ctypes.c_void_p),
         ("page_partitions", ctypes.c_void_p), ("readers", ctypes.c_void_p),
         ("first_page", ctypes.c_longlong), ("num_pages", ctypes.c_int),
         ("partition_mask", ctypes.c_uint), ("processor_partitions", ctypes.c_uint * 8),
@@ -53,7 +56,10 @@ def refusal(query_SNH: Tensor, kv_cache: Tensor, spec: AttentionSpec) -> str | N
     """Why these kernels cannot serve this attention; None if they can."""
     head_size = query_SNH.shape[2]
     group = query_SNH.shape[1] // kv_cache.shape[3]
-    if query_SNH.dtype not in DTYPES or kv_cache.dtype != query_SNH.dtype:
+    is_quantized = kv_cache.dtype in _STORED and spec.kv_scales is not None
+    if query_SNH.dtype not in DTYPES or not (
+        is_quantized or kv_cache.dtype == query_SNH.dtype
+    ):
         return f"queries of {query_SNH.dtype} and a cache of {kv_cache.dtype}"
     if head_size not in _SHARED_BYTES:
         return f"heads of {head_size}"
@@ -68,8 +74,9 @@ def refusal(query_SNH: Tensor, kv_cache: Tensor, spec: AttentionSpec) -> str | N
     if kv_cache.stride(4) != 1 or query_SNH.stride()[1:] != (head_size, 1):
         return "heads that are not dense"
     strides = kv_cache.stride()[:4]
-    if any(stride % 8 for stride in (*strides, query_SNH.stride(0))):
-        return f"strides {(*strides, query_SNH.stride(0))} of odd numbers of bytes"
+    sizes = [*(kv_cache.element_size() * each for each in strides), 2 * query_SNH.stride(0)]
+    if any(size % 16 for size in sizes):
+        return f"strides of {sizes} bytes, not all multiples of 16"
     if strides[0] % strides[1]:
         return f"blocks {strides[0]} elements apart, whose halves are {strides[1]} apart"
     if kv_cache.data_ptr() % 16 or query_SNH.data_ptr() % 16:
@@ -105,7 +112,10 @@ def decode(
     ``cos_sin`` requires that `rotates` allows the rotation. In memory the K keys and the K
     values of the same token, the last token of its sequence, then follow the queries. The
     kernel rotates queries and keys as `Ops.rope_and_cache` rotates whole heads by halves, and
-    stores keys and values at their slots.
+    stores keys and values at their slots, quantized if the cache is.
+
+    FP8 and INT8 become float16 in registers, which holds them exactly. There a query is
+    multiplied by a power of two that brings its largest number to float16's range.
     """
     num_sequences, num_heads, head_size = query_SNH.shape
     num_kv_heads = kv_cache.shape[3]
@@ -133,10 +143,11 @@ def decode(
         reads_ahead, kv_cache.stride(0) // kv_cache.stride(1),
         None if cos_sin_PH is None else cos_sin_PH.data_ptr(), kv_cache.data_ptr(),
         kv_cache.stride()[:4],
+        None if spec.kv_scales is None else spec.kv_scales.data_ptr(),
     )  # fmt: skip
     if partitions is not None:
         _read_by_partitions(arguments, plan, partitions)
-    kernel = _kernel(device, query_SNH.dtype, head_size)
+    kernel = _kernel(device, query_SNH.dtype, head_size, kv_cache.dtype)
     stream = torch.cuda.current_stream(device).cuda_stream
     kernel.launch(
         plan.num_programs * num_kv_heads, stream, *_cache_maps(kv_cache), arguments
@@ -160,23 +171,34 @@ def _read_by_partitions(
 
 
 def load(device: torch.device, dtype: torch.dtype) -> None:
-    """Compile and load the kernels, or raise `KernelsUnavailableError` with the cause."""
+    """Compile and load the kernels over caches of ``dtype``, or raise
+    `KernelsUnavailableError` with the cause.
+    """
     torch.empty(0, device=device)  # opens the device's context
     for head_size in _SHARED_BYTES:
-        _kernel(device, dtype, head_size)
+        _kernel(device, dtype, head_size, dtype)
 
 
 @lru_cache
-def _module() -> CudaModule:
-    return CudaModule(load_cubin(_SOURCE, "sm_90a"))
+def compile_decode(cache_dtype: torch.dtype) -> bytes:
+    """The kernels over caches of one of `DTYPES`, FP8 or INT8."""
+    defines = (f"DECODE_STORED={_STORED.get(cache_dtype, 0)}",)
+    return load_cubin(_SOURCE, "sm_90a", defines)
 
 
 @lru_cache
-def _kernel(device: torch.device, dtype: torch.dtype, head_size: int) -> CudaKernel:
+def _module(cache_dtype: torch.dtype) -> CudaModule:
+    return CudaModule(compile_decode(cache_dtype))
+
+
+@lru_cache
+def _kernel(
+    device: torch.device, dtype: torch.dtype, head_size: int, cache_dtype: torch.dtype
+) -> CudaKernel:
     name = f"decode_{str(dtype).removeprefix('torch.')}_{head_size}"
-    return _module().kernel(
-        name, device, num_threads=_THREADS, shared_bytes=_SHARED_BYTES[head_size],
-        overlaps=True,
+    sizes = _SHARED_BYTES_OF_BYTES if cache_dtype in _STORED else _SHARED_BYTES
+    return _module(cache_dtype).kernel(
+        name, device, num_threads=_THREADS, shared_bytes=sizes[head_size], overlaps=True
     )  # fmt: skip
 
 
@@ -202,15 +224,16 @@ def _cache_maps(kv_cache: Tensor) -> tuple[TensorMap, TensorMap]:
         blocks, _, size, heads, width = kv_cache.shape
         block_stride, half_stride, *strides = kv_cache.stride()
         num_halves = (blocks - 1) * (block_stride // half_stride) + 2
-        panels = width // _PANEL
+        panel = min(width, _PANEL_BYTES // kv_cache.element_size())
+        panels = width // panel
         halves = kv_cache.as_strided(
-            (num_halves, heads, size, panels, _PANEL),
-            (half_stride, strides[1], strides[0], _PANEL, 1),
+            (num_halves, heads, size, panels, panel),
+            (half_stride, strides[1], strides[0], panel, 1),
         )
         dims = (4, 3, 2, 1, 0)
         # L2 promotion costs 5 % where every byte is read once.
         found = _maps[key] = (
-            tensor_map(halves, dims, (_PANEL, panels, size, 1, 1), promotes=False),
-            tensor_map(halves, dims, (_PANEL, panels, _FEW, 1, 1), promotes=False),
+            tensor_map(halves, dims, (panel, panels, size, 1, 1), promotes=False),
+            tensor_map(halves, dims, (panel, panels, _FEW, 1, 1), promotes=False),
         )
     return found

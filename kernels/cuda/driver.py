@@ -12,8 +12,12 @@ from torch import Tensor
 from trimaran.kernels.build import KernelsUnavailableError
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-_TYPES = {torch.float16: 6, torch.bfloat16: 9}  # CUtensorMapDataType
-_SWIZZLE_128 = 3
+_TYPES = {
+    torch.float16: 6, torch.bfloat16: 9, torch.float8_e4m3fn: 0, torch.int8: 0,
+}  # fmt: skip
+"""CUtensorMapDataType; bytes are copied as uint8."""
+_SWIZZLES = {64: 2, 128: 3}
+"""CUtensorMapSwizzle by the bytes of a row in shared memory."""
 _PROMOTE_256 = 3
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
 _CLUSTER, _OVERLAP = 4, 6  # CUlaunchAttributeID
@@ -126,8 +130,8 @@ def tensor_map(
 ) -> TensorMap:
     """``tensor`` for copies of ``box`` elements in each of its ``dims``, the fastest first.
 
-    The first dim must have stride 1 and 64 elements in the box, which lie in shared memory in
-    swizzled rows of 128 bytes. Elements outside the tensor are read as 0. With ``promotes`` the
+    The first dim must have stride 1 and 64 or 128 bytes in the box, which lie in shared memory
+    in swizzled rows of this size. Elements outside the tensor are read as 0. With ``promotes`` the
     L2 cache reads 256 bytes at a time.
     """
     sizes = (ctypes.c_uint64 * len(dims))(*(tensor.shape[dim] for dim in dims))
@@ -140,7 +144,7 @@ def tensor_map(
         "cuTensorMapEncodeTiled", ctypes.byref(buffer, start), _TYPES[tensor.dtype],
         len(dims), ctypes.c_void_p(tensor.data_ptr()), sizes, strides,
         (ctypes.c_uint32 * len(box))(*box), (ctypes.c_uint32 * len(box))(*[1] * len(box)),
-        0, _SWIZZLE_128, _PROMOTE_256 if promotes else 0, 0,
+        0, _SWIZZLES[box[0] * tensor.element_size()], _PROMOTE_256 if promotes else 0, 0,
     )  # fmt: skip
     return TensorMap.from_buffer(buffer, start)
 

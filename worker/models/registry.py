@@ -45,7 +45,7 @@ from trimaran.worker.models.qwen import (
     Qwen3ForCausalLM,
     Qwen3MoeForCausalLM,
 )
-from trimaran.worker.models.weights.kv_scales import quantize_kv_cache
+from trimaran.worker.models.weights.kv_scales import quantize_kv_cache, quantized_kv_dtype
 from trimaran.worker.models.weights.weight_loader import (
     fill_random,
     load_checkpoint,
@@ -165,7 +165,8 @@ def load_model(
 
         variants = _adapter_variants(config)
         sizes = folder.config.hidden_size, folder.config.vocab_size
-        compile_ahead(device, dtype, *sizes, adapter_variants=variants)
+        kv_dtype = quantized_kv_dtype(folder, config.cache.dtype, dtype)
+        compile_ahead(device, dtype, *sizes, variants, kv_dtype)
     ops = select_ops(device, dtype, config.num_threads, config.deterministic)
     model = build_model(
         folder.config,

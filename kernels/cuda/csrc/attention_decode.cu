@@ -9,6 +9,10 @@
 // results at a split's end. The warp that finishes last combines the splits of a sequence, in
 // their order.
 //
+// DECODE_STORED names the numbers of the cache: those of queries, FP8 or INT8. Bytes are
+// multiplied in float16, which holds both. Scales of keys are factors of the scores, scales of
+// values factors of the result.
+//
 // If the L2 partition of each head is known (`kv_cache_partitions.py`), thread blocks read the
 // heads of their own partition, which takes less power and time.
 
@@ -29,9 +33,9 @@ __device__ __forceinline__ void copy_bytes(u32 to, const void* from, int count, 
 // ---- The warp that copies.
 
 // Lane l has the l-th box of a tile: a block's keys or values, contiguous in memory.
-template <int HEAD>
+template <int HEAD, int STORED>
 struct Copier {
-    using S = Shape<HEAD>;
+    using S = Shape<HEAD, STORED>;
     const TensorMap *blocks, *fews;
     const Arguments& a;
     u32 shared;
@@ -53,7 +57,7 @@ struct Copier {
     // Bytes copied for a number of rows: a short tile's last box may hold more.
     __device__ __forceinline__ int bytes_of(int rows) const {
         const int whole = rows >> a.block_shift << a.block_shift;
-        return (whole + (rows - whole + FEW - 1) / FEW * FEW) * ROW_BYTES * S::PANELS * 2;
+        return (whole + (rows - whole + FEW - 1) / FEW * FEW) * S::TOKEN_BYTES * 2;
     }
 
     // Waits for a free slot, and announces the tile and its number of bytes.
@@ -72,15 +76,15 @@ struct Copier {
     __device__ __forceinline__ void copy_boxes(int block, int rows) {
         const int first = index() << a.block_shift;
         const u32 to = shared + ring.slot * 2 * S::TILE_BYTES + is_value() * S::TILE_BYTES +
-                       first * 2 * HEAD;
+                       first * S::TOKEN_BYTES;
         const int half = block * a.halves_per_block + is_value();
         if (block < 0) return;
         if (first + (1 << a.block_shift) <= rows) {
             copy_box_5d(to, blocks, ring.full(), 0, 0, 0, kv_head, half, kReadOnce);
         } else {
             for (int row = 0; row < rows - first; row += FEW)
-                copy_box_5d(to + row * 2 * HEAD, fews, ring.full(), 0, 0, row, kv_head, half,
-                            kReadOnce);
+                copy_box_5d(to + row * S::TOKEN_BYTES, fews, ring.full(), 0, 0, row, kv_head,
+                            half, kReadOnce);
         }
     }
 
@@ -189,8 +193,8 @@ struct Copier {
     __device__ __forceinline__ int head_of(const Place& place, int first_block) const {
         if (place.partition < 0) return place.head;
         const u64 address = reinterpret_cast<u64>(a.cache) +
-                            2 * (first_block * a.cache_block_stride +
-                                 place.head * a.cache_head_stride);
+                            S::SIZE * (first_block * a.cache_block_stride +
+                                       place.head * a.cache_head_stride);
         // A sequence without keys may have any block.
         const long long asked = static_cast<long long>(address >> PAGE_SHIFT) - a.first_page;
         const int page = asked >= 0 && asked < a.num_pages ? static_cast<int>(asked) : 0;
@@ -237,10 +241,10 @@ struct Copier {
     }
 };
 
-template <bool IS_BF16, int HEAD>
+template <bool IS_BF16, int HEAD, int STORED>
 __device__ __forceinline__ void decode(const TensorMap* blocks, const TensorMap* fews,
                                        const Arguments& a) {
-    using S = Shape<HEAD>;
+    using S = Shape<HEAD, STORED>;
     extern __shared__ __align__(1024) char memory[];
     const u32 shared = shared_address(memory);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -258,13 +262,13 @@ __device__ __forceinline__ void decode(const TensorMap* blocks, const TensorMap*
     if (warp == CONSUMER_WARPS) {
         prefetch_map(blocks);
         prefetch_map(fews);
-        Copier<HEAD> copier{blocks, fews, a, shared, memory, {barriers}, lane,
-                            a.reads_ahead == 0};
+        Copier<HEAD, STORED> copier{blocks, fews, a, shared, memory, {barriers}, lane,
+                                    a.reads_ahead == 0};
         copier.copy(find_place(a));
         return;
     }
     wait_for_kernel_in_front();
-    Multiplier<IS_BF16, HEAD>{a, shared, memory, {barriers}, warp, lane}.take_all();
+    Multiplier<IS_BF16, HEAD, STORED>{a, shared, memory, {barriers}, warp, lane}.take_all();
 }
 
 }  // namespace
@@ -273,7 +277,7 @@ __device__ __forceinline__ void decode(const TensorMap* blocks, const TensorMap*
     extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 2)                       \
         NAME(const __grid_constant__ TensorMap blocks, const __grid_constant__ TensorMap  \
              fews, const __grid_constant__ Arguments arguments) {                         \
-        decode<IS_BF16, HEAD>(&blocks, &fews, arguments);                                 \
+        decode<IS_BF16, HEAD, DECODE_STORED>(&blocks, &fews, arguments);                                 \
     }
 
 DECODE(decode_float16_64, false, 64)

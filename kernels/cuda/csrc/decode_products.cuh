@@ -1,77 +1,15 @@
 // The multiplying warps of a decode's attention: each takes 16 keys of a tile.
 #pragma once
 
+#include "decode_bytes.cuh"
 #include "decode_splits.cuh"
+#include "warp_products.cuh"
 
 namespace {
 
 // How far above the reference weight, as a power of two, later weights may be: far below the
 // range of float16.
 constexpr float SLACK = 8;
-
-// Four 8x8 matrices of 2 bytes to a warp's registers; lane l names row l % 8 of matrix l / 8.
-template <bool IS_TRANSPOSED>
-__device__ __forceinline__ void load_matrices(u32 (&to)[4], u32 address) {
-    if constexpr (IS_TRANSPOSED) {
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-                     : "r"(address)
-                     : "memory");
-    } else {
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-                     : "r"(address)
-                     : "memory");
-    }
-}
-
-// sum [16, 8] += a [16, 16] @ b [16, 8] by a warp.
-template <bool IS_BF16>
-__device__ __forceinline__ void multiply(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-#define WARP_PRODUCT(TYPE)                                                                \
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE                   \
-                 ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"   \
-                 : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])                 \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
-    if constexpr (IS_BF16) {
-        WARP_PRODUCT("bf16");
-    } else {
-        WARP_PRODUCT("f16");
-    }
-#undef WARP_PRODUCT
-}
-
-// The transpose of an 8x8 matrix of 2 bytes in a warp's registers.
-__device__ __forceinline__ u32 transposed(u32 matrix) {
-    u32 result;
-    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(matrix));
-    return result;
-}
-
-template <bool IS_BF16>
-__device__ __forceinline__ float2 unpack(u32 pair) {
-    if constexpr (IS_BF16) {
-        return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xFFFF0000));
-    } else {
-        float2 both;
-        asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\n"
-            "cvt.f32.f16 %0, low;\ncvt.f32.f16 %1, high;\n}\n"
-            : "=f"(both.x), "=f"(both.y)
-            : "r"(pair));
-        return both;
-    }
-}
-
-// Two pairs of numbers that are half a head apart, rotated, in the order of operations of the
-// kernel that rotates prompts: a token's key is the same whichever kernel made it.
-template <bool IS_BF16>
-__device__ __forceinline__ void rotate(u32& near, u32& far, float2 cosine, float2 sine) {
-    const float2 left = unpack<IS_BF16>(near), right = unpack<IS_BF16>(far);
-    near = pack<IS_BF16>(__fmaf_rn(left.x, cosine.x, -__fmul_rn(right.x, sine.x)),
-                         __fmaf_rn(left.y, cosine.y, -__fmul_rn(right.y, sine.y)));
-    far = pack<IS_BF16>(__fmaf_rn(right.x, cosine.x, __fmul_rn(left.x, sine.x)),
-                        __fmaf_rn(right.y, cosine.y, __fmul_rn(left.y, sine.y)));
-}
 
 // Over the lanes that hold the same columns of a result.
 __device__ __forceinline__ float most_of_column(float x) {
@@ -86,19 +24,26 @@ __device__ __forceinline__ float sum_of_column(float x) {
     return x;
 }
 
-// The offset of 16 bytes of a token in a tile of keys or values.
-template <int HEAD>
+// The offset of 16 bytes of a token in a tile of keys or values, as the copies swizzle them.
+template <int TOKEN_BYTES>
 __device__ __forceinline__ u32 place_of(int token, int chunk) {
-    const int row = token * Shape<HEAD>::PANELS + chunk / 8;
-    return row * ROW_BYTES + ((chunk % 8) ^ (row % 8)) * 16;
+    constexpr u32 CHUNKS = TOKEN_BYTES < 128 ? TOKEN_BYTES / 16 : 8;
+    const u32 plain = token * TOKEN_BYTES + chunk * 16;
+    return plain ^ (plain / 128 % CHUNKS * 16);
 }
 
 // Keys are the rows of the first product and head dims those of the second, so that the queries
 // of a group, at most 8, fill the columns of both.
-template <bool IS_BF16, int HEAD>
+//
+// With bytes a lane's four adjacent dims of a key are columns lane % 4 * 2, the next, and those
+// + 8 of the first product, whose order does not matter. In the second product rows lane / 4
+// and that + 8 are adjacent dims, since matrices are transposed by pairs of bytes.
+template <bool IS_BF16, int HEAD, int STORED>
 struct Multiplier {
-    using S = Shape<HEAD>;
+    using S = Shape<HEAD, STORED>;
     static constexpr int STEPS = HEAD / 16;
+    static constexpr bool HAS_BYTES = STORED != AS_QUERIES;
+    static constexpr bool IN_BF16 = IS_BF16 && !HAS_BYTES;  // the products
     const Arguments& a;
     u32 shared;
     char* memory;
@@ -107,12 +52,24 @@ struct Multiplier {
     int kv_head;  // of the tile
 
     u32 query[STEPS][2];
-    // Dims lane / 4 and that + 8 of 16, of the queries lane % 4 * 2 and the next.
+    // Dims lane / 4 and that + 8 of 16, of the queries lane % 4 * 2 and the next. With bytes
+    // dims lane / 4 * 2 and the next.
     float sum[STEPS][4];
+    float factor[2];  // of the scores of these queries, base 2; with bytes
     float top[2], total[2];  // of these queries, the total of this lane's keys only
 
     __device__ __forceinline__ char* beside(int row) const {
         return memory + S::BESIDES + ring.slot * S::BESIDE_BYTES + row * HEAD * 2;
+    }
+
+    // The first of the two dims of a query's register.
+    __device__ __forceinline__ int column_of(int step, int half) const {
+        return step * 16 + (HAS_BYTES ? lane % 4 * 4 + half * 2 : half * 8 + lane % 4 * 2);
+    }
+
+    // Row `kind` of the scales, for this tile's head.
+    __device__ __forceinline__ float head_scale(int kind) const {
+        return __ldg(a.kv_scales + kind * a.kv_heads + kv_head);
     }
 
     __device__ __forceinline__ float2 angles_of(int column, bool are_sines) const {
@@ -125,7 +82,7 @@ struct Multiplier {
         for (int step = 0; step < STEPS / 2; ++step)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const int column = step * 16 + half * 8 + lane % 4 * 2;
+                const int column = column_of(step, half);
                 rotate<IS_BF16>(query[step][half], query[step + STEPS / 2][half],
                                 angles_of(column, false), angles_of(column, true));
             }
@@ -137,29 +94,42 @@ struct Multiplier {
         const u32 keys = shared + ring.slot * 2 * S::TILE_BYTES;
         if (lane < HEAD / 4) {
             const int column = lane * 2;
-            char* key = a.cache + 2 * tile.newest + 2 * column;
             const u32* own = reinterpret_cast<const u32*>(beside(KEY_ROW) + 2 * column);
             u32 near = own[0], far = own[HEAD / 4];
             rotate<IS_BF16>(near, far, angles_of(column, false), angles_of(column, true));
-            *reinterpret_cast<u32*>(key) = near;
-            *reinterpret_cast<u32*>(key + HEAD) = far;
-            put(keys, row, 2 * column, near);
-            put(keys, row, 2 * column + HEAD, far);
             const uint2 both = *reinterpret_cast<const uint2*>(beside(VALUE_ROW) + 8 * lane);
-            char* value = a.cache + 2 * (tile.newest + a.cache_half_stride) + 8 * lane;
-            *reinterpret_cast<uint2*>(value) = both;
-            put(keys + S::TILE_BYTES, row, 8 * lane, both.x);
-            put(keys + S::TILE_BYTES, row, 8 * lane + 4, both.y);
+            const long long value = tile.newest + a.cache_half_stride;
+            if constexpr (HAS_BYTES) {
+                const float of_keys = head_scale(2), of_values = head_scale(3);
+                put(keys, row, tile.newest, column, narrow<IS_BF16, STORED>(near, of_keys));
+                put(keys, row, tile.newest, column + HEAD / 2,
+                    narrow<IS_BF16, STORED>(far, of_keys));
+                const u32 low = narrow<IS_BF16, STORED>(both.x, of_values);
+                const u32 high = narrow<IS_BF16, STORED>(both.y, of_values);
+                put(keys + S::TILE_BYTES, row, value, 2 * column, low | high << 16);
+            } else {
+                put(keys, row, tile.newest, column, near);
+                put(keys, row, tile.newest, column + HEAD / 2, far);
+                put(keys + S::TILE_BYTES, row, value, 2 * column, both.x);
+                put(keys + S::TILE_BYTES, row, value, 2 * column + 2, both.y);
+            }
         }
         fence_shared_for_async();
         __syncwarp();
     }
 
-    __device__ __forceinline__ void put(u32 tile, int row, int byte, u32 word) const {
-        asm volatile("st.shared.b32 [%0], %1;" ::"r"(tile + place_of<HEAD>(row, byte / 16) +
-                                                     byte % 16),
-                     "r"(word)
-                     : "memory");
+    // The numbers of a row of a tile from a column on, also in the cache at a slot.
+    template <typename NUMBERS>
+    __device__ __forceinline__ void put(u32 tile, int row, long long slot, int column,
+                                        NUMBERS numbers) const {
+        const int byte = column * S::SIZE;
+        const u32 place = tile + place_of<S::TOKEN_BYTES>(row, byte / 16) + byte % 16;
+        if constexpr (sizeof(NUMBERS) == 2) {
+            asm volatile("st.shared.b16 [%0], %1;" ::"r"(place), "h"(numbers) : "memory");
+        } else {
+            asm volatile("st.shared.b32 [%0], %1;" ::"r"(place), "r"(numbers) : "memory");
+        }
+        *reinterpret_cast<NUMBERS*>(a.cache + slot * S::SIZE + byte) = numbers;
     }
 
     __device__ __forceinline__ void begin() {
@@ -169,11 +139,12 @@ struct Multiplier {
         for (int step = 0; step < STEPS; ++step)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const int column = step * 16 + half * 8 + lane % 4 * 2;
+                const int column = column_of(step, half);
                 query[step][half] =
                     row < a.group ? *reinterpret_cast<const u32*>(own + 2 * column) : 0;
             }
         if (a.angles) rotate_query();
+        if constexpr (HAS_BYTES) widen_query();
 #pragma unroll
         for (int i = 0; i < STEPS; ++i)
 #pragma unroll
@@ -182,13 +153,43 @@ struct Multiplier {
         total[0] = total[1] = 0;
     }
 
+    // Queries in float16, each times a power of two such that its largest number is 1 to 2.
+    __device__ __forceinline__ void widen_query() {
+        float most = 0;
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const float2 both = unpack<IS_BF16>(query[step][half]);
+                most = fmaxf(most, fmaxf(fabsf(both.x), fabsf(both.y)));
+            }
+        most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+        most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+        constexpr u32 EXPONENTS = 0x7F800000, LEAST = 0x00800000, MOST = 0x7E800000;
+        const u32 power = min(max(__float_as_uint(most) & EXPONENTS, LEAST), MOST);
+        const float inverse = __uint_as_float(0x7F000000 - power);
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const float2 both = unpack<IS_BF16>(query[step][half]);
+                query[step][half] = pack<false>(both.x * inverse, both.y * inverse);
+            }
+        const float scale = a.scale_log2 * head_scale(0);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const u32 of_query = __shfl_sync(~0u, power, (lane % 4 * 2 + i) * 4);
+            factor[i] = scale * __uint_as_float(of_query);
+        }
+    }
+
     // Values behind the sequence's end may be anything, including NaN.
     __device__ __forceinline__ void clear_values(u32 values, int valid) {
-        constexpr int CHUNKS = 2 * HEAD / 16;
+        constexpr int CHUNKS = S::TOKEN_BYTES / 16;
         for (int i = lane; i < (WARP_KEYS - valid) * CHUNKS; i += 32) {
             const int row = warp * WARP_KEYS + valid + i / CHUNKS;
             asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(
-                             values + place_of<HEAD>(row, i % CHUNKS)),
+                             values + place_of<S::TOKEN_BYTES>(row, i % CHUNKS)),
                          "r"(0)
                          : "memory");
         }
@@ -201,24 +202,58 @@ struct Multiplier {
         const int row = warp * WARP_KEYS + lane / 8 % 2 * 8 + lane % 8;
         float odd[4] = {0, 0, 0, 0};
 #pragma unroll
-        for (int step = 0; step < STEPS; ++step) {
+        for (int step = 0; step < STEPS; step += HAS_BYTES ? 2 : 1) {
             u32 matrices[4];
-            load_matrices<false>(matrices, keys + place_of<HEAD>(row, step * 2 + lane / 16));
-            multiply<IS_BF16>(step % 2 ? odd : scores, matrices, query[step][0],
-                              query[step][1]);
+            const int chunk = step * S::SIZE + lane / 16;
+            load_matrices<false>(matrices, keys + place_of<S::TOKEN_BYTES>(row, chunk));
+            if constexpr (HAS_BYTES) {
+                u32 near[4], far[4];
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    widen<STORED>(matrices[i], near[i], near[i + 2]);
+                    widen<STORED>(matrices[i + 2], far[i], far[i + 2]);
+                }
+                multiply<IN_BF16>(scores, near, query[step][0], query[step][1]);
+                multiply<IN_BF16>(odd, far, query[step + 1][0], query[step + 1][1]);
+            } else {
+                multiply<IN_BF16>(step % 2 ? odd : scores, matrices, query[step][0],
+                                  query[step][1]);
+            }
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i) scores[i] += odd[i];
     }
 
     __device__ __forceinline__ void add_values(u32 weights_low, u32 weights_high, u32 values) {
+        if constexpr (HAS_BYTES) {
+            add_bytes(weights_low, weights_high, values);
+            return;
+        }
         const int row = warp * WARP_KEYS + lane / 16 * 8 + lane % 8;
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) {
             u32 matrices[4];
-            load_matrices<true>(matrices,
-                                values + place_of<HEAD>(row, step * 2 + lane / 8 % 2));
-            multiply<IS_BF16>(sum[step], matrices, weights_low, weights_high);
+            const int chunk = step * 2 + lane / 8 % 2;
+            load_matrices<true>(matrices, values + place_of<S::TOKEN_BYTES>(row, chunk));
+            multiply<IN_BF16>(sum[step], matrices, weights_low, weights_high);
+        }
+    }
+
+    // A lane has two keys' numbers of two adjacent dims.
+    __device__ __forceinline__ void add_bytes(u32 weights_low, u32 weights_high, u32 values) {
+        const int row = warp * WARP_KEYS + lane / 8 % 2 * 8 + lane % 8;
+#pragma unroll
+        for (int step = 0; step < STEPS; step += 2) {
+            u32 matrices[4];
+            const int chunk = step + lane / 16;
+            load_matrices<true>(matrices, values + place_of<S::TOKEN_BYTES>(row, chunk));
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                u32 dims[4];
+                widen<STORED>(regrouped(matrices[2 * i]), dims[0], dims[1]);
+                widen<STORED>(regrouped(matrices[2 * i + 1]), dims[2], dims[3]);
+                multiply<IN_BF16>(sum[step + i], dims, weights_low, weights_high);
+            }
         }
     }
 
@@ -240,6 +275,10 @@ struct Multiplier {
             for (int j = 0; j < 4; ++j) sum[i][j] *= decay[j % 2];
     }
 
+    __device__ __forceinline__ float scale_of(int query) const {
+        return HAS_BYTES ? factor[query] : a.scale_log2;
+    }
+
     // This warp's keys of the tile in the ring's slot, the first `valid` of them.
     __device__ __forceinline__ void take(int valid) {
         const u32 keys = shared + ring.slot * 2 * S::TILE_BYTES;
@@ -252,17 +291,17 @@ struct Multiplier {
         }
         float most[2];
 #pragma unroll
-        for (int i = 0; i < 2; ++i) most[i] = fmaxf(scores[i], scores[i + 2]) * a.scale_log2;
+        for (int i = 0; i < 2; ++i) most[i] = fmaxf(scores[i], scores[i + 2]) * scale_of(i);
         if (__any_sync(~0u, most[0] > top[0] + SLACK || most[1] > top[1] + SLACK)) raise(most);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            scores[i] = exp2_fast(scores[i] * a.scale_log2 - top[i]);
-            scores[i + 2] = exp2_fast(scores[i + 2] * a.scale_log2 - top[i]);
+            scores[i] = exp2_fast(scores[i] * scale_of(i) - top[i]);
+            scores[i + 2] = exp2_fast(scores[i + 2] * scale_of(i) - top[i]);
             total[i] += scores[i] + scores[i + 2];
         }
         if (valid < WARP_KEYS) clear_values(keys + S::TILE_BYTES, valid);
-        add_values(transposed(pack<IS_BF16>(scores[0], scores[1])),
-                   transposed(pack<IS_BF16>(scores[2], scores[3])), keys + S::TILE_BYTES);
+        add_values(transposed(pack<IN_BF16>(scores[0], scores[1])),
+                   transposed(pack<IN_BF16>(scores[2], scores[3])), keys + S::TILE_BYTES);
     }
 
     // Combines the warps' results of a split: the output, or a partial result.
@@ -278,11 +317,13 @@ struct Multiplier {
                 const int row = lane % 4 * 2 + j - first;
                 if (row < 0 || row >= EXCHANGED) continue;
                 const int place = warp * EXCHANGED + row;
-                float* own = exchange + place * S::EXCHANGE_ROW + lane / 4;
+                constexpr int BETWEEN = HAS_BYTES ? 1 : 8;  // a lane's two dims
+                const int dim = lane / 4 * (HAS_BYTES ? 2 : 1);
+                float* own = exchange + place * S::EXCHANGE_ROW + dim;
 #pragma unroll
                 for (int i = 0; i < STEPS; ++i) {
                     own[i * 16] = sum[i][j];
-                    own[i * 16 + 8] = sum[i][j + 2];
+                    own[i * 16 + BETWEEN] = sum[i][j + 2];
                 }
                 if (lane < 4) statistics[place] = make_float2(top[j], total[j]);
             }
@@ -313,7 +354,8 @@ struct Multiplier {
             value.w += weight * part.w;
             all += weight * own.y;
         }
-        const float scale = all > 0 ? 1 / all : 0;
+        float scale = all > 0 ? 1 / all : 0;
+        if constexpr (HAS_BYTES) scale *= head_scale(1);
         value = make_float4(value.x * scale, value.y * scale, value.z * scale, value.w * scale);
         const int head = kv_head * a.group + first + row;
         if (tile.count == 1) {

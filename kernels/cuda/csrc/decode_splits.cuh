@@ -9,12 +9,11 @@ constexpr int KEYS = 64;
 constexpr int WARP_KEYS = 16;
 constexpr int CONSUMER_WARPS = 4;
 constexpr int CONSUMERS = 32 * CONSUMER_WARPS;
-constexpr int ROW_BYTES = 128;  // that a swizzle covers
-constexpr int PANEL = ROW_BYTES / 2;  // columns
 constexpr int MAX_GROUP = 8;
 constexpr int EXCHANGED = 4;  // queries of a group that warps weigh at once
 constexpr int FEW = 8;  // tokens of the smaller box
-constexpr int STAGE_BYTES_OF_ALL = 98304;
+// Tiles of bytes are half as large, so that more rows of queries lie beside them.
+constexpr int STAGE_BYTES_OF_ALL = 98304, STAGE_BYTES_OF_BYTES = 81920;
 // Bytes in flight within a long split while all thread blocks read: more would only lengthen
 // the memory queue, and with it every wait. Short splits use the whole ring, so that their ends
 // cause no stall.
@@ -61,6 +60,9 @@ struct Arguments {
     const float* angles;
     char* cache;
     long long cache_block_stride, cache_half_stride, cache_token_stride, cache_head_stride;
+    // [4, K]: scales of keys and of values, then their inverses; null unless the cache has one
+    // byte a number.
+    const float* kv_scales;
     // `l2_partitions.L2Partitions` of the cache; no pages if any block may read any head.
     const u32* page_partitions;
     // For each partition the number of thread blocks that read it, zero before a launch.
@@ -91,14 +93,21 @@ constexpr int HAS_NEWEST = 4096;  // the last row is not in the cache yet
 // value of a token that is not in the cache yet, and the cosines and sines of either.
 constexpr int KEY_ROW = 4, VALUE_ROW = 5, ANGLE_ROWS = 6;
 
-template <int HEAD>
+// Numbers of a cache as they are stored.
+constexpr int AS_QUERIES = 0, FP8 = 1, INT8 = 2;
+
+constexpr int size_of(int stored) { return stored == AS_QUERIES ? 2 : 1; }
+
+template <int HEAD, int STORED>
 struct Shape {
-    static constexpr int PANELS = HEAD / PANEL;
-    static constexpr int TILE_BYTES = KEYS * HEAD * 2;
-    static constexpr int STAGES = STAGE_BYTES_OF_ALL / (2 * TILE_BYTES);
+    static constexpr int SIZE = size_of(STORED);
+    static constexpr int TOKEN_BYTES = HEAD * SIZE;
+    static constexpr int TILE_BYTES = KEYS * TOKEN_BYTES;
+    static constexpr int BYTES = SIZE == 1 ? STAGE_BYTES_OF_BYTES : STAGE_BYTES_OF_ALL;
+    static constexpr int STAGES = BYTES / (2 * TILE_BYTES);
     static constexpr int FEW_STAGES = STAGE_BYTES_OF_FEW / (2 * TILE_BYTES);
     static constexpr int BESIDE_BYTES = MAX_GROUP * HEAD * 2;  // of a tile
-    static constexpr int BESIDES = STAGE_BYTES_OF_ALL;
+    static constexpr int BESIDES = BYTES;
     static constexpr int EXCHANGE = BESIDES + STAGES * BESIDE_BYTES;
     static constexpr int EXCHANGE_ROW = HEAD + 4;  // so that rows begin in different banks
     static constexpr int STATISTICS = EXCHANGE + CONSUMER_WARPS * EXCHANGED * EXCHANGE_ROW * 4;

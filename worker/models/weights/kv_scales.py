@@ -66,6 +66,19 @@ def folder_kv_scales(folder: EngineFolder) -> KVScales | None:
     return scales
 
 
+def quantized_kv_dtype(
+    folder: EngineFolder, asked: str, dtype: torch.dtype
+) -> torch.dtype | None:
+    """The dtype of the quantized KV cache that ``--kv-cache-dtype`` asks for; None for a cache
+    in the model's ``dtype``.
+
+    Raises:
+        ConfigError: as `quantize_kv_cache`, if the dtype is not served with the model.
+    """
+    name = str(dtype).removeprefix("torch.")
+    return KV_DTYPES.get(resolve_kv_cache_dtype(asked, folder.config, folder.path, name))
+
+
 def quantize_kv_cache(
     model: CausalLM, folder: EngineFolder, asked: str, *, has_weights: bool = True
 ) -> None:
