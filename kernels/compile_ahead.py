@@ -28,9 +28,10 @@ def compile_ahead(
 ) -> None:
     """Start to compile the kernels that a model of these sizes uses on a GPU; returns at once.
 
-    These are the CUDA C++ attention kernels, also over a quantized cache of ``kv_dtype``, the measured products that read or write
+    These are the CUDA C++ attention kernels, the measured products that read or write
     ``hidden_size``, and the sampling kernel that Triton compiles the longest. With
-    ``adapter_variants``, tokens of a block and rank, also the kernels of LoRA adapters.
+    ``adapter_variants``, tokens of a block and rank, also the kernels of LoRA adapters. With
+    ``kv_dtype`` also attention of decodes over a quantized cache.
     """
     if importlib.util.find_spec("triton") is None:
         return

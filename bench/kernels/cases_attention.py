@@ -45,8 +45,14 @@ DECODES = {
 }
 """Cached lengths of the sequences of decode cases, one query each."""
 
-QUANTIZED = ("64 of 256", "64 of 4096", "256 of 1024")
-"""Lengths of decodes over KV caches of one byte a number."""
+QUANTIZED = {
+    f"{count} of {length}": [length] * count
+    for count, length in (
+        (64, 256), (64, 400), (64, 2000), (64, 4096), (64, 8000), (256, 400), (256, 1024),
+        (256, 2000), (256, 8000),
+    )
+}  # fmt: skip
+"""Cached lengths of decodes over KV caches of one byte a number."""
 
 ROTATED = ("1 of 256", "64 of 256", "256 of 150")
 """Lengths for which rotation is timed too, if one kernel rotates and attends."""
@@ -90,14 +96,14 @@ def _decode(device: torch.device, dtype: torch.dtype, name: str) -> KernelCase:
 
 def _quantized(device: torch.device, dtype: torch.dtype, name: str, kind: str) -> KernelCase:
     """Decodes over a KV cache of one byte a number."""
-    lengths = [(length - 1, 1) for length in DECODES[name]]
+    lengths = [(length - 1, 1) for length in QUANTIZED[name]]
     attend = select_decode_attention(device, dtype)
     inputs = paged_inputs(device, dtype, lengths, KV_DTYPES[kind])
     ones = torch.ones(KV_HEADS, device=device)
     spec = replace(_SPEC, kv_scales=head_scales(ones, ones))
-    cached = sum(DECODES[name]) * 2 * KV_HEADS * HEAD_SIZE
+    cached = sum(QUANTIZED[name]) * 2 * KV_HEADS * HEAD_SIZE
     return KernelCase(
-        name=f"attention of decodes over {kind}",
+        name=f"attention of decodes over {kind} ({attend.backend})",
         shape=name,
         dtype=str(dtype).removeprefix("torch."),
         run=_run(inputs, _of_queries(attend, spec)),

@@ -57,9 +57,7 @@ def refusal(query_SNH: Tensor, kv_cache: Tensor, spec: AttentionSpec) -> str | N
     head_size = query_SNH.shape[2]
     group = query_SNH.shape[1] // kv_cache.shape[3]
     is_quantized = kv_cache.dtype in _STORED and spec.kv_scales is not None
-    if query_SNH.dtype not in DTYPES or not (
-        is_quantized or kv_cache.dtype == query_SNH.dtype
-    ):
+    if query_SNH.dtype not in DTYPES or not (is_quantized or kv_cache.dtype == query_SNH.dtype):
         return f"queries of {query_SNH.dtype} and a cache of {kv_cache.dtype}"
     if head_size not in _SHARED_BYTES:
         return f"heads of {head_size}"

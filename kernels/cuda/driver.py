@@ -131,8 +131,8 @@ def tensor_map(
     """``tensor`` for copies of ``box`` elements in each of its ``dims``, the fastest first.
 
     The first dim must have stride 1 and 64 or 128 bytes in the box, which lie in shared memory
-    in swizzled rows of this size. Elements outside the tensor are read as 0. With ``promotes`` the
-    L2 cache reads 256 bytes at a time.
+    in swizzled rows of this size. Elements outside the tensor are read as 0. With ``promotes``
+    the L2 cache reads 256 bytes at a time.
     """
     sizes = (ctypes.c_uint64 * len(dims))(*(tensor.shape[dim] for dim in dims))
     strides = (ctypes.c_uint64 * (len(dims) - 1))(

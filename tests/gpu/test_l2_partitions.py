@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.gpu.test_cuda_decode import LENGTHS, Step
+from tests.gpu.test_cuda_decode_bytes import ByteStep
 from trimaran.kernels.cuda import decode as cuda_decode
 from trimaran.kernels.cuda import l2_partitions
 from trimaran.kernels.cuda.kv_cache_partitions import (
@@ -16,6 +17,7 @@ from trimaran.kernels.cuda.kv_cache_partitions import (
     partitions_of_heads,
 )
 from trimaran.kernels.decode_attention import HopperDecodes
+from trimaran.kernels.kv_quantization import KV_DTYPES, as_bytes
 from trimaran.kernels.triton import rotary as triton_rotary
 from trimaran.kernels.triton.attention import work_items
 
@@ -34,20 +36,21 @@ SHAPES = [
 def moved_to_measured_memory(step):
     """The step's cache in an allocation whose L2 partitions are known."""
     blocks, _, size, heads, width = step.cache.shape
-    count = max(blocks, (80 << 20) // (LAYERS * 4 * size * heads * width))
+    number = step.cache.element_size()
+    count = max(blocks, (80 << 20) // (LAYERS * 2 * number * size * heads * width))
     shape = [count, LAYERS, 2, heads, size, width]
     mask = l2_partitions.mask_of(DEVICE)
-    goes_first = keys_go_first(LAYERS, heads, 2 * size * width, mask)
+    goes_first = keys_go_first(LAYERS, heads, number * size * width, mask)
     if goes_first:
         shape[1:3] = 2, LAYERS
     page = l2_partitions.PAGE_BYTES
-    room = torch.zeros(2 * math.prod(shape) + page, dtype=torch.uint8, device=DEVICE)
+    room = torch.zeros(number * math.prod(shape) + page, dtype=torch.uint8, device=DEVICE)
     first = -room.data_ptr() % page
-    memory = room[first : first + 2 * math.prod(shape)].view(step.query.dtype).view(shape)
+    memory = room[first : first + number * math.prod(shape)].view(step.cache.dtype).view(shape)
     assert l2_partitions.measure(memory) is not None
     step.memory = memory
     cache = (memory[:, :, 1] if goes_first else memory[:, 1]).transpose(2, 3)
-    cache[:blocks] = step.cache
+    as_bytes(cache)[:blocks] = as_bytes(step.cache)
     step.cache = cache
     return step
 
@@ -115,6 +118,17 @@ def test_any_lengths_agree_with_the_torch_twin(dtype, lengths, shape, is_fixed):
     assert min(plan.readers[0].tolist()) >= of_either
     assert plan.readers[1].tolist() == [0, 0]
     assert found.equal(wanted)
+
+
+@pytest.mark.parametrize("kind", KV_DTYPES)
+@pytest.mark.parametrize("lengths", LENGTHS, ids=lambda lengths: f"{len(lengths)} sequences")
+def test_caches_of_bytes_are_read_by_partitions_too(kind, lengths):
+    step = ByteStep(kind, torch.bfloat16, lengths, heads=32, kv_heads=8, size=128, block=32)
+    wanted = step.run()
+    step = moved_to_measured_memory(step)
+    metadata = step.metadata()
+    assert step.run(metadata).equal(wanted)
+    assert plan_of(metadata).num_launches == 1
 
 
 def test_a_result_is_the_same_in_every_run_and_layer_of_a_step():
