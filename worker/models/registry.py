@@ -128,6 +128,17 @@ def build_model(
     return model
 
 
+def _compile_ahead(
+    config: EngineConfig, folder: EngineFolder, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Start to compile the slowest kernels of a folder's model on a GPU."""
+    from trimaran.kernels.compile_ahead import compile_ahead
+
+    sizes = folder.config.hidden_size, folder.config.vocab_size
+    kv_dtype = quantized_kv_dtype(folder, config.cache.dtype, dtype)
+    compile_ahead(device, dtype, *sizes, _adapter_variants(config), kv_dtype)
+
+
 def _adapter_variants(config: EngineConfig) -> list[tuple[int, int]]:
     """The kernels of the adapters that the engine may serve."""
     if not config.lora.gpu_memory_fraction:
@@ -161,12 +172,7 @@ def load_model(
     num_layers = folder.config.num_hidden_layers
     stage = StageRange.of(num_layers, layout.pp_rank, layout.pp_size, parallel.pp_partition)
     if device.type == "cuda":
-        from trimaran.kernels.compile_ahead import compile_ahead
-
-        variants = _adapter_variants(config)
-        sizes = folder.config.hidden_size, folder.config.vocab_size
-        kv_dtype = quantized_kv_dtype(folder, config.cache.dtype, dtype)
-        compile_ahead(device, dtype, *sizes, variants, kv_dtype)
+        _compile_ahead(config, folder, device, dtype)
     ops = select_ops(device, dtype, config.num_threads, config.deterministic)
     model = build_model(
         folder.config,
