@@ -17,6 +17,7 @@ from trimaran.server.http.pending_bodies import PendingBodies
 from trimaran.server.http.port import STOP_GRACE_S, HttpPort, PortPlace, listen
 from trimaran.server.http.routes import Route, match
 from trimaran.server.http.status_page import StatusReport, render_page
+from trimaran.server.metrics.openmetrics import negotiated
 from trimaran.server.service import Service
 
 logger = logging.getLogger(__name__)
@@ -106,4 +107,7 @@ class MetricsServer:
         if path == "/status.json":
             return json_response(self._status.document())
         body = self._service.metrics.render() if path in ("/metrics", "/metrics/") else b""
-        return web.Response(body=body, content_type="text/plain", charset="utf-8")
+        # As in Triton, another path has an empty body.
+        accept = request.headers.get("Accept", "") if body else ""
+        body, content_type = negotiated(body, accept)
+        return web.Response(body=body, headers={"Content-Type": content_type})

@@ -18,6 +18,7 @@ from trimaran.server.decoding.decoder import Decoder
 from trimaran.server.http.messages import json_response, read_small_body
 from trimaran.server.http.pending_bodies import PendingBodies
 from trimaran.server.http.port import HttpPort, PortPlace
+from trimaran.server.metrics.openmetrics import negotiated
 from trimaran.server.openai.chats import ChatAnswer
 from trimaran.server.openai.completions import CompletionAnswer
 from trimaran.server.openai.endpoint import GenerationEndpoint
@@ -180,5 +181,7 @@ class OpenAiServer(HttpPort):
 
     async def _metrics(self, request: web.BaseRequest, route: OpenAiRoute) -> web.Response:
         await self._service.refresh()
-        body = self._service.metrics.render()
-        return web.Response(body=body, content_type="text/plain", charset="utf-8")
+        body, content_type = negotiated(
+            self._service.metrics.render(), request.headers.get("Accept", "")
+        )
+        return web.Response(body=body, headers={"Content-Type": content_type})

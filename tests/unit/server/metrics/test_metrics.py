@@ -4,6 +4,10 @@ import json
 import urllib.request
 
 import pytest
+from prometheus_client.openmetrics.parser import (
+    text_string_to_metric_families as strict_families,
+)
+from prometheus_client.parser import text_string_to_metric_families as text_families
 
 from trimaran.comm.errors import ConfigError
 from trimaran.server.metrics.group_board import GroupBoard
@@ -36,6 +40,18 @@ def of(name, model="double", **labels):
     pairs = {"model": model, "version": "1", **labels}.items()
     pairs = sorted(pairs, key=lambda pair: (pair[0] in ("le", "quantile"), pair[0]))
     return name + "{" + ",".join(f'{k}="{v}"' for k, v in pairs) + "}"
+
+
+def test_a_scraper_that_takes_openmetrics_alone_gets_openmetrics(server):
+    request = urllib.request.Request(f"{server.metrics_url}/metrics")
+    with urllib.request.urlopen(request) as response:
+        assert response.headers["Content-Type"] == "text/plain; charset=utf-8"
+        families = len(list(text_families(response.read().decode())))
+    request.add_header("Accept", "application/openmetrics-text; version=1.0.0")
+    with urllib.request.urlopen(request) as response:
+        kind = response.headers["Content-Type"]
+        assert kind == "application/openmetrics-text; version=1.0.0; charset=utf-8"
+        assert len(list(strict_families(response.read().decode()))) == families
 
 
 def observe_lengths(metrics, model, num_input, num_output):
