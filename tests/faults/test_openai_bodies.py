@@ -200,8 +200,8 @@ ATTACKS: dict[str, tuple[str, Callable[[], Any]]] = {
             {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
         ] * 50_000),
     ),
-    "30 MB of metadata": (
-        RESPONSE, lambda: response("a", metadata={"x": "\u00e9" * (10 * MB)}, stream=True),
+    "20 MB of metadata": (
+        RESPONSE, lambda: response("a", metadata={"x": "x" * (20 * MB)}, stream=True),
     ),
     "a million members of metadata": (
         RESPONSE, lambda: response("a", metadata={str(n): [] for n in range(1_000_000)}),

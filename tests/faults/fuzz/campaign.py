@@ -21,6 +21,7 @@ import psutil
 from cases import Case
 from grpc_cases import grpc_case
 from http_cases import http_case, metrics_case
+from openai_cases import openai_case
 from pieces import build
 from raw_cases import raw_case
 from sending import Outcome, Ports, Sender
@@ -43,7 +44,8 @@ _LOGGED = re.compile(r"Traceback \(most recent call last\)| CRITICAL |Fatal Pyth
 def case_of(seed: int, number: int) -> Case:
     """The case of this number, always the same one."""
     rng = random.Random(f"{seed}:{number}")
-    make = rng.choices((http_case, grpc_case, raw_case, metrics_case), (50, 40, 8, 2))[0]
+    kinds = (http_case, grpc_case, openai_case, raw_case, metrics_case)
+    make = rng.choices(kinds, (40, 30, 20, 8, 2))[0]
     while (case := make(rng)).weight > LARGEST:
         continue
     return case

@@ -19,7 +19,7 @@ class Case:
     name: str
     """What it is, in words."""
     port: str = "http"
-    """``http``, ``grpc`` or ``metrics``."""
+    """``http``, ``grpc``, ``openai`` or ``metrics``."""
     method: str = ""
     """The full name of a gRPC method; empty: the bytes go over a connection as they are."""
     parts: list[Piece] = field(default_factory=list)

@@ -121,7 +121,7 @@ def _plain(rng: random.Random) -> Case:
     body: Piece = "" if is_get and rng.random() < 0.9 else {"json": rng.choice(_SMALL)}
     if rng.random() < 0.2:
         body = mutations.of_bytes(rng, mutations.built(body))
-    return _with_manners(rng, f"{method} {route}", method, _target(rng, route), body)
+    return with_manners(rng, f"{method} {route}", method, _target(rng, route), body)
 
 
 def _inference(rng: random.Random) -> Case:
@@ -135,15 +135,16 @@ def _inference(rng: random.Random) -> Case:
         headers.append(f"Inference-Header-Content-Length: {length}")
     else:
         make: Callable[..., Any] = infer_body if kind == "infer" else generate_body
-        body = _json(rng, make(rng, model, malice))
+        body = json_piece(rng, make(rng, model, malice))
     route = "/v2/models/{M}/" + ("infer" if kind == "binary" else kind)
     target = route.replace("{M}", model)
     if rng.random() < 0.05:
         target = _target(rng, route)
-    return _with_manners(rng, f"{kind} of {model}", "POST", target, body, headers)
+    return with_manners(rng, f"{kind} of {model}", "POST", target, body, headers)
 
 
-def _json(rng: random.Random, value: Any) -> Piece:
+def json_piece(rng: random.Random, value: Any) -> Piece:
+    """A value as JSON, most often as it is."""
     roll = rng.random()
     if roll < 0.85:
         return {"json": value}
@@ -160,7 +161,7 @@ def _json(rng: random.Random, value: Any) -> Piece:
     ))  # fmt: skip
 
 
-def _with_manners(
+def with_manners(
     rng: random.Random, name: str, method: str, target: str, body: Piece,
     headers: list[str] | None = None,
 ) -> Case:  # fmt: skip

@@ -34,7 +34,11 @@ from forms import FORMS, Access, flags_of  # noqa: E402
 from sending import Ports  # noqa: E402
 from served import DEMO_MODEL, Served, init_repo, run_trimaran  # noqa: E402
 
+from trimaran.bench.serving.free_ports import free_ports  # noqa: E402
+
 NUM_RANKS = 2
+CHAT_TEMPLATE = """{%- for tool in tools or [] %}{{ tool | tojson }}{% endfor %}
+{%- for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"""
 
 
 @dataclass
@@ -42,6 +46,13 @@ class FuzzServed(Served):
     """A server that clients reach in a certain way."""
 
     access: Access = field(default_factory=Access)
+    openai_port: int = 0
+
+    def start(self) -> None:
+        """Start the supervisor, with an OpenAI port too."""
+        (self.openai_port,) = free_ports(1)
+        self.flags += ("--openai-port", str(self.openai_port))
+        super().start()
 
     def is_ready(self) -> bool:
         """Whether /v2/health/ready answers 200 now."""
@@ -72,6 +83,9 @@ def demo_server(
     }  # fmt: skip
     fill = ",".join(f"{key}:{value}" for key, value in values.items())
     init_repo(str(folder / "models"), "--defaults", "--fill", fill)
+    template = folder / "chat.jinja"
+    template.write_text(CHAT_TEMPLATE)
+    flags += ("--chat-template", str(template), "--tool-call-parser", "hermes")
     log = folder / "serve.log"
     fields: dict[str, Any] = {}
     for form in forms:
@@ -85,7 +99,10 @@ def demo_server(
 
 def target_of(served: FuzzServed) -> Target:
     """The interface of a server for the campaign."""
-    ports = Ports(served.http_port, served.grpc_port, served.metrics_port, served.access)
+    ports = Ports(
+        served.http_port, served.grpc_port, served.metrics_port, served.access,
+        served.openai_port,
+    )  # fmt: skip
     return Target(ports, served.process.pid, served.log)
 
 
@@ -102,7 +119,9 @@ def main() -> int:
     options.save.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         if options.pid:
-            target = Target(Ports(*options.ports), options.pid)
+            http_port, grpc_port, metrics_port, openai_port = (*options.ports, 0)[:4]
+            ports = Ports(http_port, grpc_port, metrics_port, openai=openai_port)
+            target = Target(ports, options.pid)
         else:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fuzz-")))
             flags = tuple(options.serve_flags.split())
@@ -151,7 +170,8 @@ def _options() -> argparse.Namespace:
         help="serve with TLS, with API keys and restricted APIs, or with two front ends; "
         "several may be given")  # fmt: skip
     add("--pid", type=int, default=0, help="the process of a `trimaran serve` that runs")
-    add("--ports", type=int, nargs=3, metavar="PORT", help="its HTTP, gRPC and metrics ports")
+    add("--ports", type=int, nargs="+", metavar="PORT",
+        help="its HTTP, gRPC and metrics ports, and the OpenAI port if it has one")  # fmt: skip
     add("--replay", type=Path, nargs="+", metavar="FILE", help="send the cases of files")
     add("--corpus", action="store_true", help="send the committed corpus")
     add("--numbers", default="", help="send the cases of these numbers, such as 7,8")

@@ -48,7 +48,7 @@ class Outcome:
         return INTERNAL in self.text or self.kind == "UNKNOWN"
 
 
-_ENCRYPTED = {"http": "http/1.1", "grpc": "h2"}
+_ENCRYPTED = {"http": "http/1.1", "openai": "http/1.1", "grpc": "h2"}
 """The ports that may be encrypted, and what their clients offer."""
 
 
@@ -60,6 +60,8 @@ class Ports:
     grpc: int
     metrics: int
     access: Access = field(default_factory=Access)
+    openai: int = 0
+    """0: closed."""
 
     def channel(self) -> grpc.Channel:
         """A gRPC channel of its own connection."""
