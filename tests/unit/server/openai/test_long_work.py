@@ -3,6 +3,7 @@
 import http.client
 import json
 import threading
+import time
 
 import pytest
 
@@ -35,6 +36,15 @@ def test_a_rendering_ends_when_its_time_is_over(text):
     with rendered_within(0.0), pytest.raises(SlowTemplateError):
         render(template, chat, 1 << 20)
     render(template, chat, 1 << 20)
+
+
+def test_the_time_of_a_rendering_is_what_it_computes():
+    """Other processes of a busy host send no short chat to a helper process."""
+    text = "{% for i in range(200) %}{{ messages[0].role }}{% endfor %}"
+    template, chat = ChatTemplate({"default": text}), Chat(messages=[{"role": "user"}])
+    with rendered_within(0.4):
+        time.sleep(0.5)
+        assert render(template, chat, 1 << 20) == "user" * 200
 
 
 @pytest.fixture(scope="module")
