@@ -89,7 +89,7 @@ class BuildPlan:
         with ProgressBar(mapping.world_size, counts_bytes=False) as progress:
             for number in range(mapping.world_size):
                 progress.show(number, "laying out the ranks' files")
-                model = _model_of(number, config, mapping)
+                model = model_on_meta(number, config, mapping)
                 found = found or find_tensors(model, source.weight_files)
                 rank = RankPlan(model, found, origin)
                 rank.check_shapes(checked)
@@ -112,7 +112,7 @@ def _empty(stored: StoredTensor) -> Tensor:
     return torch.empty(stored.entry.shape, device=_META)
 
 
-def _model_of(rank: int, config: PretrainedConfig, mapping: RankMapping) -> CausalLM:
+def model_on_meta(rank: int, config: PretrainedConfig, mapping: RankMapping) -> CausalLM:
     layout = ParallelLayout(
         rank=rank,
         tp_size=mapping.tp_size,

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from trimaran.builder.config_file import ShardTable, engine_values, write_config
+from trimaran.builder.draft_heads import check_head, draft_head, write_head
 from trimaran.builder.foreign_flags import (
     BUILD_FLAGS,
     CONVERT_FLAGS,
@@ -92,6 +93,8 @@ def _build(args: argparse.Namespace) -> int:
     mapping = rank_mapping(args, source)
     config = with_kv_cache_dtype(args, source, pretrained_config(args, source))
     limits = build_config(args, config, plugin_values(args))
+    head = draft_head(args, limits)
+    check_head(head, config, mapping)
     tokenizer = tokenizer_files(source)
     if args.dry_run:
         check_replaceable(args.output)
@@ -105,6 +108,7 @@ def _build(args: argparse.Namespace) -> int:
         shards = _shards(args, source, config, mapping, folder)
         write_kv_scales(args, source, config, folder)
         write_files(folder, tokenizer)
+        write_head(head, folder)
         write_config(folder, engine_values(config, mapping, limits, shards))
         EngineFolder.load(folder, check_weights=not args.save_config_only)
     say_done("build", args.output, mapping, began)

@@ -17,6 +17,7 @@ from trimaran.builder.progress import ProgressBar
 from trimaran.builder.stop_signals import StoppedError, ignore_stops
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.files.input_files import parse_json
+from trimaran.worker.config.draft_network import DRAFT_FOLDER
 from trimaran.worker.config.engine_folder import CONFIG_FILE, RankMapping
 from trimaran.worker.config.kv_cache_dtype import SCALES_FILE
 
@@ -128,7 +129,7 @@ def _is_ours(folder: Path, names: set[str]) -> bool:
 
 def _is_written(name: str) -> bool:
     """Whether builds write files of this name."""
-    known = (CONFIG_FILE, SCALES_FILE, *TOKENIZER_FILES)
+    known = (CONFIG_FILE, SCALES_FILE, DRAFT_FOLDER, *TOKENIZER_FILES)
     return name in known or Path(name).match("rank*.safetensors")
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from trimaran.builder.draft_heads import HEAD_MODES, add_head_flags, chain_length
 from trimaran.builder.foreign_flags import FlagSink
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.files.flag_values import count, positive, workers
@@ -45,14 +46,12 @@ _OVERRIDES = {
 
 
 _NO_DRAFTS, _EXTERNAL = "none", "draft_tokens_external"
-_NO_HEADS = (
-    "heads that draft are not served. Use a draft model with draft_tokens_external, or serve "
-    "with --speculative-decoding ngram."
-)
+_SERVED_MODES = (_NO_DRAFTS, _EXTERNAL, *HEAD_MODES)
 _UNSERVED_MODES = {
     "lookahead_decoding": "lookahead decoding is not served. Serve with --speculative-decoding "
     "ngram, which drafts without another model too.",
-    **dict.fromkeys(("medusa", "explicit_draft_tokens", "eagle"), _NO_HEADS),
+    "explicit_draft_tokens": "ReDrafter is not served. Use an EAGLE head (eagle) or Medusa "
+    "heads (medusa).",
 }
 
 
@@ -194,10 +193,12 @@ def _drafts(args: argparse.Namespace, filed: Mapping[str, Any]) -> dict[str, Any
         mode = _EXTERNAL if most else _NO_DRAFTS
     if mode in _UNSERVED_MODES:
         raise ConfigError(f"--speculative_decoding_mode {mode}: {_UNSERVED_MODES[mode]}")
-    if mode not in (_NO_DRAFTS, _EXTERNAL):
+    if mode not in _SERVED_MODES:
         raise ConfigError(
-            f"--speculative_decoding_mode is {mode!r} but must be {_NO_DRAFTS} or {_EXTERNAL}"
+            f"--speculative_decoding_mode is {mode!r} but must be one of "
+            f"{', '.join(_SERVED_MODES)}"
         )
+    most = chain_length(args, mode, most)
     if mode == _NO_DRAFTS and most:
         raise ConfigError(
             f"--max_draft_len is {most} but --speculative_decoding_mode is {_NO_DRAFTS}, with "
@@ -326,8 +327,9 @@ def add_model_flags(parser: FlagSink, others: OtherNames = OtherNames()) -> None
 def add_draft_flags(parser: FlagSink) -> None:
     """Flags of the draft tokens that an engine verifies."""
     parser.add_argument("--speculative_decoding_mode",
-                        choices=(_NO_DRAFTS, _EXTERNAL, *_UNSERVED_MODES),
-                        help="draft_tokens_external: of requests and of a draft model "
-                        "(none); the others are refused")  # fmt: skip
+                        choices=(*_SERVED_MODES, *_UNSERVED_MODES),
+                        help="draft_tokens_external: of requests and of a draft model; eagle, "
+                        "medusa: of heads (none); the others are refused")  # fmt: skip
     parser.add_argument("--max_draft_len", type=count, metavar="N",
                         help="most draft tokens of a request (0)")  # fmt: skip
+    add_head_flags(parser)

@@ -105,6 +105,7 @@ _RARE = (
     "all_reduce",
     "adapter_graphs",
     "speculative_decoding",
+    "draft_model",
     "max_draft_tokens",
     "verify_all_drafts",
     "connect_timeout",

@@ -57,8 +57,14 @@ def _add_draft_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--speculative-decoding",
         choices=DRAFTERS,
-        help="source of draft tokens: draft_tokens: requests; ngram: these, and repetitions in "
-        "prompt and output (the folder's, or none)",
+        help="source of draft tokens: draft_tokens: requests; the others: these, and ngram: "
+        "repetitions in prompt and output; eagle, medusa, draft_model: the network of "
+        "--draft-model (the folder's, or none)",
+    )
+    add(
+        "--draft-model",
+        metavar="DIR",
+        help="the heads' or the draft model's folder (heads: the engine folder's own)",
     )
     add(
         "--max-draft-tokens",
@@ -69,5 +75,5 @@ def _add_draft_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--verify-all-drafts",
         action="store_true",
-        help="verify drafts of ngram also where no time is saved by it",
+        help="verify drafts of ngram or of a network also where no time is saved by it",
     )

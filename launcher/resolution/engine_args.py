@@ -13,6 +13,7 @@ from trimaran.launcher.placement.hosts import num_visible_gpus, torch_is_cpu_onl
 from trimaran.server.inference.queue_policy import QueuePolicy
 from trimaran.server.repository.model_repository import RepositoryModel
 from trimaran.server.repository.parameter_table import is_class_path
+from trimaran.worker.config.draft_network import DRAFT_FOLDER, EAGLE, MEDUSA
 from trimaran.worker.config.engine_config import (
     CacheConfig,
     EngineConfig,
@@ -83,6 +84,9 @@ class EngineFlags:
     speculative_decoding: str | None = None
     """The drafter; None: the folder's."""
 
+    draft_model: str | None = None
+    """The folder of the network that drafts; None: the head in the engine folder."""
+
     max_draft_tokens: int | None = None
     verifies_all_drafts: bool = False
     guide_timeout_s: float = 30.0
@@ -92,6 +96,8 @@ class EngineFlags:
 
 
 _MAX_DRAFT_TOKENS = SpeculationConfig().max_draft_tokens
+_DRAFTER_OF_MODE = {"draft_tokens_external": "draft_tokens", EAGLE: EAGLE, MEDUSA: MEDUSA}
+"""The drafter of an engine that was built for it, by the build's mode."""
 
 
 def engine_config(
@@ -249,17 +255,25 @@ def _scheduler(
         level_queue_sizes=queue.queue_sizes,
         expected_output_tokens=flags.expected_output_tokens,
         depth=steps_in_flight(model, flags.depth, num_stages),
-        speculation=_speculation(folder, flags),
+        speculation=_speculation(model, folder, flags),
     )
 
 
-def _speculation(folder: EngineFolder, flags: EngineFlags) -> SpeculationConfig:
+def _speculation(
+    model: RepositoryModel, folder: EngineFolder, flags: EngineFlags
+) -> SpeculationConfig:
     """The flags' drafter, or the drafter that the folder was built for."""
-    is_built_for_drafts = folder.build.speculative_decoding_mode == "draft_tokens_external"
-    built = "draft_tokens" if is_built_for_drafts else "none"
+    built = _DRAFTER_OF_MODE.get(folder.build.speculative_decoding_mode, "none")
     drafter = flags.speculative_decoding or built
+    mode = model.parameters.get_str("decoding_mode")
+    if mode in (EAGLE, MEDUSA) and mode != drafter:
+        raise ConfigError(
+            f"{model.config_path}: decoding_mode is {mode} but the drafter is {drafter}. Build "
+            f"the engine with --speculative_decoding_mode {mode}, or set decoding_mode to auto."
+        )
     if drafter == "none":
-        others = {"--max-draft-tokens": flags.max_draft_tokens}
+        others: dict[str, object] = {"--max-draft-tokens": flags.max_draft_tokens}
+        others["--draft-model"] = flags.draft_model
         others["--verify-all-drafts"] = flags.verifies_all_drafts
         for flag in (name for name, is_set in others.items() if is_set):
             raise ConfigError(
@@ -267,14 +281,20 @@ def _speculation(folder: EngineFolder, flags: EngineFlags) -> SpeculationConfig:
                 "ngram or draft_tokens, or leave the flag out."
             )
         return SpeculationConfig()
-    if flags.verifies_all_drafts and drafter != "ngram":
+    if flags.verifies_all_drafts and drafter == "draft_tokens":
         raise ConfigError(
-            f"--verify-all-drafts is about drafts of ngram, but the drafter is {drafter}, of "
-            "which all drafts are verified. Leave the flag out."
+            f"--verify-all-drafts is about drafts of ngram or of a network, but the drafter is "
+            f"{drafter}, of which all drafts are verified. Leave the flag out."
         )
+    draft_dir = flags.draft_model or ""
+    if not draft_dir and drafter == built and drafter in (EAGLE, MEDUSA):
+        draft_dir = str(folder.path / DRAFT_FOLDER)
     most = flags.max_draft_tokens or folder.build.max_draft_len or _MAX_DRAFT_TOKENS
     return SpeculationConfig(
-        drafter=drafter, max_draft_tokens=most, is_adaptive=not flags.verifies_all_drafts
+        drafter=drafter,
+        draft_dir=os.path.abspath(draft_dir) if draft_dir else "",
+        max_draft_tokens=most,
+        is_adaptive=not flags.verifies_all_drafts,
     )
 
 

@@ -223,6 +223,7 @@ def engine_flags(args: argparse.Namespace) -> EngineFlags:
         all_reduce=args.all_reduce,
         adapter_graphs=args.adapter_graphs,
         speculative_decoding=args.speculative_decoding,
+        draft_model=args.draft_model,
         max_draft_tokens=args.max_draft_tokens,
         verifies_all_drafts=args.verify_all_drafts,
         guide_timeout_s=args.guide_timeout,

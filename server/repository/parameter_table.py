@@ -183,7 +183,8 @@ BLS_PARAMETERS: dict[str, Known] = {
 
 
 _TRT_ONLY = "it tunes TensorRT, which is not used here"
-_NO_DRAFT = "lookahead decoding and heads that draft are not served by this version"
+_NO_DRAFT = "lookahead decoding is not served by this version"
+_NO_TREE = "trees of drafts are not served by this version; heads draft chains without it"
 _NO_ENCODER = "encoder-decoder models are not served by this version"
 _NO_DISAGGREGATION = "disaggregated serving is not served by this version"
 _OBSOLETE = "it is obsolete; the engine folder and the flags of `trimaran serve` hold it"
@@ -238,8 +239,8 @@ TOKEN_PARAMETERS: dict[str, Known] = {
     "lora_prefetch_dir": served("str"),
     "max_beam_width": served("int", low=1),
     "decoding_mode": refused(
-        "str", "it asks for drafts of heads or of lookahead, which are not served",
-        "auto", "top_k", "top_p", "top_k_top_p", "beam_search",
+        "str", "it asks for drafts of ReDrafter or of lookahead, which are not served",
+        "auto", "top_k", "top_p", "top_k_top_p", "beam_search", "medusa", "eagle",
         allowed=(
             "auto", "top_k", "top_p", "top_k_top_p", "beam_search", "medusa", "redrafter",
             "lookahead", "eagle",
@@ -248,8 +249,8 @@ TOKEN_PARAMETERS: dict[str, Known] = {
     "lookahead_window_size": refused("int", _NO_DRAFT),
     "lookahead_ngram_size": refused("int", _NO_DRAFT),
     "lookahead_verification_set_size": refused("int", _NO_DRAFT),
-    "medusa_choices": refused("str", _NO_DRAFT),
-    "eagle_choices": refused("str", _NO_DRAFT),
+    "medusa_choices": refused("str", _NO_TREE),
+    "eagle_choices": refused("str", _NO_TREE),
     "speculative_decoding_fast_logits": accepted(
         "bool", "logits of drafts pass within the server, without a way to choose"
     ),

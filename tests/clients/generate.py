@@ -77,9 +77,13 @@ _DOCUMENTS = (
         "sends ids of GPT-2, which a model with a smaller vocabulary refuses by the id",
     ),
     (
-        "`medusa_choices`, Medusa, ReDrafter, Lookahead, Eagle",
-        "refused by name; drafts of a second model are served "
+        "Medusa, Eagle",
+        "chains are served; trees (`medusa_choices`, `eagle_choices`) are refused by name "
         "([speculative-decoding.md](speculative-decoding.md))",
+    ),
+    (
+        "ReDrafter, Lookahead",
+        "refused by name; drafts of heads and of a second model are served",
     ),
     (
         "tutorials of Baichuan, Whisper, encoder-decoder and multimodal models",

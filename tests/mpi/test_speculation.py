@@ -9,6 +9,7 @@ import pytest
 
 from tests.driver import Driver, Ranks
 from tests.unit.worker.speculation.test_exactness import check, corrupt
+from trimaran.comm.errors import ConfigError
 from trimaran.worker.config.engine_config import (
     CacheConfig,
     EngineConfig,
@@ -17,7 +18,12 @@ from trimaran.worker.config.engine_config import (
 )
 from trimaran.worker.config.speculation_config import SpeculationConfig
 
-MODEL = Path(__file__).parents[2] / "examples" / "demo_models" / "base"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+MODEL = EXAMPLES / "demo_models" / "base"
+NETWORKS = {
+    "eagle": EXAMPLES / "draft_heads" / "eagle",
+    "draft_model": EXAMPLES / "demo_models" / "draft",
+}
 DRAFTERS = {
     "none": SpeculationConfig(),
     "draft_tokens": SpeculationConfig(drafter="draft_tokens", max_draft_tokens=6),
@@ -74,6 +80,12 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.ranks(2)
 def test_drafts_change_no_output_of_ranks_together(world, layout):
+    drafters = dict(DRAFTERS)
+    if layout != "pp 2":
+        for kind, folder in NETWORKS.items():
+            drafters[kind] = SpeculationConfig(
+                drafter=kind, draft_dir=str(folder), is_adaptive=False
+            )
     rng = random.Random(layout)
     words = [rng.randrange(2, 4000) for _ in range(6)]
     asked = [
@@ -81,7 +93,7 @@ def test_drafts_change_no_output_of_ranks_together(world, layout):
         for _ in range(24)
     ]
     told: dict[str, list] = {}
-    for name, speculation in DRAFTERS.items():
+    for name, speculation in drafters.items():
         drafts: list = []
         if name == "draft_tokens" and world.rank == 0:
             kinds = ("right", "wrong", "mixed", "beyond")
@@ -93,3 +105,12 @@ def test_drafts_change_no_output_of_ranks_together(world, layout):
         if world.rank == 0 and name != "none":
             check(told[name], told["none"])
             assert driver.engine.scheduler.draft_counts.num_accepted
+
+
+@pytest.mark.ranks(2)
+def test_heads_are_refused_in_a_pipeline(world):
+    eagle = SpeculationConfig(drafter="eagle", draft_dir=str(NETWORKS["eagle"]))
+    ranks = Ranks(world, LAYOUTS["pp 2"])
+
+    with pytest.raises(ConfigError, match="is not served with --pp-size 2"):
+        make_driver(LAYOUTS["pp 2"], ranks.ties, eagle)

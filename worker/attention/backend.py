@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
+from trimaran.worker.attention.taps import LayerTaps
 from trimaran.worker.config.pretrained_config import PretrainedConfig
 from trimaran.worker.layers.rotary import RotaryEmbedding
 
@@ -72,6 +73,9 @@ class ForwardContext:
     known_product: Tensor | None = None
     """The query, key and value product of a layer's normalised input [T, E], if it was looked
     up by token id; None if the layer computes it. Set by the model before each layer."""
+
+    taps: LayerTaps | None = None
+    """Keeps the inputs of some layers, if a network drafts from them."""
 
     def narrow(self, x: Tensor) -> Tensor:
         """Drop the rows of tokens that the wanted results do not depend on: [T, ...] to [N,

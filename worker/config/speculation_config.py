@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trimaran.comm.errors import ConfigError
+from trimaran.worker.config.draft_network import NETWORKS
 
-DRAFTERS = ("none", "draft_tokens", "ngram")
+DRAFTERS = ("none", "draft_tokens", "ngram", *NETWORKS)
 """Values of ``--speculative-decoding``."""
 
 MAX_DRAFT_TOKENS = 64
@@ -27,19 +28,30 @@ class SpeculationConfig:
 
     drafter: str = "none"
     """``none``; ``draft_tokens``: the tokens that requests bring; ``ngram``: these, and for
-    other requests the continuation of an earlier place with the same last tokens."""
+    other requests the continuation of an earlier place with the same last tokens; ``eagle``,
+    ``medusa``, ``draft_model``: these, and for other requests the tokens of a network."""
+
+    draft_dir: str = ""
+    """The folder of the network that drafts."""
 
     max_draft_tokens: int = 5
     """Most draft tokens of a sequence in a step."""
 
     is_adaptive: bool = True
-    """Whether drafts of ``ngram`` are verified only where that is expected to save time."""
+    """Whether drafts that no request brought are verified only where that is expected to save
+    time."""
 
     def __post_init__(self) -> None:
         if self.drafter not in DRAFTERS:
             raise ConfigError(
                 f"--speculative-decoding is {self.drafter!r} but must be one of "
                 f"{', '.join(DRAFTERS)}"
+            )
+        if self.is_network != bool(self.draft_dir):
+            needed = "needs the" if self.is_network else "takes no"
+            raise ConfigError(
+                f"--speculative-decoding {self.drafter} {needed} folder of a network that "
+                f"drafts, but --draft-model is {self.draft_dir or 'not set'}."
             )
         if not 1 <= self.max_draft_tokens <= MAX_DRAFT_TOKENS:
             raise ConfigError(
@@ -51,6 +63,11 @@ class SpeculationConfig:
     def is_on(self) -> bool:
         """Whether any draft tokens are verified."""
         return self.drafter != "none"
+
+    @property
+    def is_network(self) -> bool:
+        """Whether a network in the ranks drafts."""
+        return self.drafter in NETWORKS
 
     @property
     def most_per_request(self) -> int:

@@ -395,7 +395,7 @@ class Engine:
         end = self.times.enter(Part.EMIT)
         self._timing.arrived(end, has_waited=end - begin > _WAITED_S)
         for part, own in step.parts(sampled):
-            part.logits = own.logits
+            part.logits, part.proposed = own.logits, own.proposals
             emissions = self.scheduler.update_from_output(part, own.token_ids, own.beams)
             self._stats.taken(part)
             self._fail_guided(result)

@@ -17,6 +17,7 @@ from trimaran.comm.topology import ParallelLayout
 from trimaran.kernels.build import load_library
 from trimaran.kernels.cpu.sampling import CpuSampling
 from trimaran.worker.config.engine_config import EngineConfig, LoraConfig, SchedulerConfig
+from trimaran.worker.engine.draft_networks import load_network
 from trimaran.worker.execution.cache_maker import CacheMaker
 from trimaran.worker.execution.cuda_graphs import choose_graphs
 from trimaran.worker.execution.device_inputs import DeviceInputs
@@ -132,19 +133,20 @@ def load_engine(
     kernel = _sampling_kernel(model, device)
     limits = _limits(config.scheduler, model)
     _make_first_layer_table_if_used(config, model, tp, group)
-    maker = CacheMaker(config.cache, limits, model, topology)
+    network = load_network(config, topology, tp, model)
+    maker = CacheMaker(config.cache, limits, model, topology, network)
     inputs = _make_inputs(limits, maker.block_size, device, depth, kernel, model.switch_at)
     expert_loads = _count_experts(config, model, inputs)
     links = _connect_stages(group, model, limits, topology)
 
     def make_runner(num_blocks: int) -> ModelRunner:
-        for group in maker.groups:
+        for group in maker.groups + maker.draft_groups:
             group.allocate(num_blocks, maker.block_size, device)
         inputs.use_spare_block(num_blocks)
         vocab = model.config.vocab_size
         runner = ModelRunner(model, maker.groups, inputs, vocab, tp, depth, kernel, links)
         runner.expert_loads = expert_loads
-        runner.shares_rows = limits.speculation.is_on
+        maker.prepare_drafts(runner)
         return runner
 
     step_bytes = 0
@@ -269,7 +271,7 @@ def _first_steps(
         load_product_kernels(runner, limits)
     prompt_bytes, decode_bytes = peak_step_bytes(runner, limits)
     step_bytes = max(prompt_bytes, decode_bytes)
-    for group in runner.groups:
+    for group in runner.groups + runner.draft_groups:
         group.free()
     if graphs:
         # Each graph keeps the memory of its largest step.

@@ -14,6 +14,7 @@ from trimaran.worker.execution.model_runner import ModelRunner
 from trimaran.worker.kv_cache.host_copies import HostCopies
 from trimaran.worker.kv_cache.kv_group import KVGroup, group_layers
 from trimaran.worker.kv_cache.manager import KVCacheManager
+from trimaran.worker.models.drafting.interfaces import DraftNetwork
 from trimaran.worker.models.interfaces import CausalLM
 
 logger = logging.getLogger(__name__)
@@ -31,7 +32,9 @@ class CacheMaker:
         limits: SchedulerConfig,
         model: CausalLM,
         topology: ParallelLayout,
+        network: DraftNetwork | None = None,
     ) -> None:
+        """``network`` drafts, and has entries in blocks of the same numbers."""
         self._limits = limits
         self._model = model
         # Partitions differ between GPUs, but the blocks of a sequence are equal on all ranks.
@@ -41,7 +44,12 @@ class CacheMaker:
         self.block_size = config.tokens_per_block or self._usual_block_size()
         """Tokens of a block."""
         self.config = replace(config, tokens_per_block=self.block_size)
-        self.block_bytes = sum(group.block_bytes(self.block_size) for group in self.groups)
+        self._network = network
+        specs = [] if network is None else network.kv_cache_specs()
+        self.draft_groups = group_layers(specs)
+        """The cache of the network that drafts."""
+        every = self.groups + self.draft_groups
+        self.block_bytes = sum(group.block_bytes(self.block_size) for group in every)
         """The bytes of one block, over all groups."""
 
     def _usual_block_size(self) -> int:
@@ -54,6 +62,15 @@ class CacheMaker:
         captured."""
         for group in self.groups if self._partition_mask else ():
             group.find_partitions()
+
+    def prepare_drafts(self, runner: ModelRunner) -> None:
+        """Let a runner verify drafts if the limits ask for that, and draft with the network.
+        Before graphs are captured."""
+        limits = self._limits
+        runner.shares_rows = limits.speculation.is_on
+        if self._network is not None:
+            most_tokens = max(limits.max_num_batched_tokens, limits.max_num_rows)
+            runner.use_network(self._network, self.draft_groups, most_tokens)
 
     @property
     def staged_bytes(self) -> int:
@@ -100,11 +117,13 @@ class CacheMaker:
 
     def _keep_on_host(self, runner: ModelRunner, num_slots: int) -> None:
         """Give each group of a runner its host memory for evicted blocks."""
-        for group in self.groups:
+        groups = [(group, runner.hosts) for group in self.groups]
+        groups += [(group, runner.draft_hosts) for group in self.draft_groups]
+        for group, hosts in groups:
             assert group.memory is not None
             begin = time.monotonic()
             host = HostCopies(group.memory, num_slots, self._num_staged)
-            runner.hosts.append(host)
+            hosts.append(host)
             logger.info(
                 "KV cache on the host: %d blocks, %.2f GiB a rank, mapped in %.1f s",
                 num_slots,

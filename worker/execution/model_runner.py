@@ -13,16 +13,19 @@ from trimaran.comm.stages.pipeline import PipelineLinks
 from trimaran.kernels.cpu.sampling import CpuSampling
 from trimaran.kernels.kv_quantization import as_bytes
 from trimaran.worker.attention.backend import AttentionMetadata, ForwardContext
+from trimaran.worker.attention.taps import LayerTaps
 from trimaran.worker.execution.cuda_graphs import CudaGraphs, fits_prompt_graph
 from trimaran.worker.execution.device_inputs import DeviceInputs
+from trimaran.worker.execution.draft_runner import DraftRunner
 from trimaran.worker.execution.input_batch import InputBatch, StepInputs
 from trimaran.worker.execution.prompt_tables import PromptTables
-from trimaran.worker.execution.stage_ends import stage_end
+from trimaran.worker.execution.stage_ends import LastStage, stage_end
 from trimaran.worker.execution.step_result import ModelRunnerOutput
 from trimaran.worker.experts.loads import ExpertLoads
 from trimaran.worker.kv_cache.host_copies import HostCopies, begin_transfers
 from trimaran.worker.kv_cache.kv_group import KVGroup, layer_views
 from trimaran.worker.lora.store import AdapterStore
+from trimaran.worker.models.drafting.interfaces import DraftNetwork
 from trimaran.worker.models.interfaces import CausalLM
 from trimaran.worker.steps.staging import to_device
 from trimaran.worker.steps.step_times import DeviceClock
@@ -75,8 +78,29 @@ class ModelRunner:
 
         self.hosts: list[HostCopies] = []
         """Each group's host memory, if blocks are kept there."""
+        self.draft_groups: list[KVGroup] = []
+        """The cache of a network that drafts: its blocks follow those of the first group."""
+        self.draft_hosts: list[HostCopies] = []
+        """Host memory of ``draft_groups``, each with the slots of the first group."""
+        self._taps: LayerTaps | None = None
         self._fixed_TD: Tensor | None = None
         """Fixed memory of a later stage's graphs for the preceding stage's hidden states."""
+
+    def use_network(
+        self, network: DraftNetwork, groups: list[KVGroup], max_tokens: int
+    ) -> None:
+        """Draft with ``network``, whose cache is in ``groups``, after steps of ``max_tokens``
+        at most. Before graphs are captured."""
+        config = self.model.config
+        if network.taps:
+            sizes = max_tokens, config.hidden_size
+            device = self.inputs.device
+            self._taps = LayerTaps(network.taps, *sizes, self.model.dtype, device)
+        self.draft_groups = groups
+        assert isinstance(self.end, LastStage), "networks draft in the last stage"
+        self.end.drafting = DraftRunner(
+            network, layer_views(groups), self.inputs, self._taps, config.vocab_size
+        )
 
     def capture_graphs(
         self, sizes: list[int], prompt_sizes: list[int], *, has_adapters: bool
@@ -122,14 +146,16 @@ class ModelRunner:
     def pinned_bytes(self) -> int:
         """Page-locked host memory of this rank."""
         is_gpu = self.inputs.device.type == "cuda"
-        blocks = sum(host.num_bytes for host in self.hosts) if is_gpu else 0
+        hosts = self.hosts + self.draft_hosts
+        blocks = sum(host.num_bytes for host in hosts) if is_gpu else 0
         return self.inputs.pinned_bytes + blocks
 
     @property
     def loaded_step(self) -> int:
         """The last step whose copies from the host cache are complete, like those of all
         earlier steps."""
-        return min((host.done_step for host in self.hosts), default=0)
+        hosts = self.hosts + self.draft_hosts
+        return min((host.done_step for host in hosts), default=0)
 
     def close(self) -> None:
         """Free graphs and host memory. Before the tensor group's communicator is closed."""
@@ -139,9 +165,9 @@ class ModelRunner:
             if graphs is not None:
                 graphs.close()
         self._graphs = self._prompt_graphs = self._adapter_graphs = None
-        for host in self.hosts:
+        for host in self.hosts + self.draft_hosts:
             host.close()
-        self.hosts = []
+        self.hosts, self.draft_hosts = [], []
 
     @torch.inference_mode()
     def move_adapters(self, ops: list[Any]) -> None:
@@ -165,6 +191,8 @@ class ModelRunner:
         self.end.rewrite(decision)
         if len(decision.transfers):
             begin_transfers(self.hosts, decision.step, decision.transfers)
+            for host in self.draft_hosts:
+                begin_transfers([host], decision.step, decision.transfers)
         if len(decision.block_copies):
             self._copy_blocks(decision)
         hidden_TD, inputs = self._run_model(decision)
@@ -285,6 +313,7 @@ class ModelRunner:
             kv_caches=self._kv_caches,
             wanted=wanted,
             wanted_attention=self._wanted_attention(inputs, wanted),
+            taps=self._taps,
         )
         return self.model.forward(inputs.token_ids, inputs.positions, context, hidden_TD)
 
@@ -321,11 +350,14 @@ class ModelRunner:
 
     def _copy_blocks(self, decision: SchedulerOutput) -> None:
         """Make the step's block copies; all sources are read before any block is written."""
-        for number, group in enumerate(self.groups):
+        for number in range(len(self.groups)):
             copies = decision.block_copies[decision.block_copies[:, 0] == number]
-            if len(copies):
+            if not len(copies):
+                continue
+            pairs = to_device(copies[:, 1:].T.astype("int64"), self.inputs.device)
+            followers = self.draft_groups if number == 0 else []
+            for group in (self.groups[number], *followers):
                 assert group.pool is not None
-                pairs = to_device(copies[:, 1:].T.astype("int64"), group.pool.device)
                 pool = as_bytes(group.pool)
                 pool.index_copy_(0, pairs[1], pool.index_select(0, pairs[0]))
 

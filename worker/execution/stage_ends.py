@@ -14,6 +14,7 @@ from trimaran.comm.collectives.tensor_group import TensorParallelGroup
 from trimaran.comm.stages.pipeline import PipelineLinks
 from trimaran.kernels.cpu.sampling import CpuSampling
 from trimaran.worker.execution.device_inputs import DeviceInputs
+from trimaran.worker.execution.draft_runner import DraftRunner
 from trimaran.worker.execution.input_batch import InputBatch, StepInputs
 from trimaran.worker.execution.step_result import (
     Copier,
@@ -232,6 +233,8 @@ class LastStage:
         self._sampler = make_sampler(inputs.device, tp)
         self._sampling = SamplingRows(num_rows, vocab_size, inputs.device, kernel)
         self._logits_rows = LogitsRows(num_rows, vocab_size, is_keeper=tp.rank == 0)
+        self.drafting: DraftRunner | None = None
+        """Runs a network that drafts, after each step."""
         self._copier: Copier | None = None
         if inputs.device.type == "cuda":
             most = inputs.most_sampled if isinstance(inputs, DeviceInputs) else num_rows
@@ -239,8 +242,9 @@ class LastStage:
 
     @property
     def needs_all(self) -> bool:
-        """Whether a row keeps the logits of its prompt."""
-        return not self._logits_rows.is_empty
+        """Whether a row keeps the logits of its prompt, or a network drafts from all states."""
+        has_drafter = self.drafting is not None and self.drafting.network.needs_states
+        return has_drafter or not self._logits_rows.is_empty
 
     def enter(self, new: NewRow) -> None:
         """Take in the sampling parameters of the sequence that enters a row."""
@@ -301,25 +305,34 @@ class LastStage:
                 decision, hidden_TD, self._model.compute_logits, kept
             )
         if len(decision.sampled) == 0:
+            if self.drafting is not None:
+                self.drafting.follow(hidden_TD, inputs, decision)
             marks.end()
             nothing = torch.empty(0, dtype=torch.int64)
             return LocalOutput(SamplerOutput(nothing), nothing, None, marks)
         marks.sampling()
-        sampled = self._sample(hidden_TD, inputs, decision, kept)
+        wanted_ND = hidden_TD
+        if inputs.logits_indices is not None:
+            wanted_ND = hidden_TD.index_select(0, inputs.logits_indices)
+        sampled = self._sample(wanted_ND, inputs, decision, kept)
         ids_for_host = sampled.ids_for_host()
+        proposals = None
+        if self.drafting is not None:
+            states = self.drafting.follow(hidden_TD, inputs, decision)
+            proposals = self.drafting.propose(states, wanted_ND, decision, sampled.token_ids)
+        if proposals is not None:
+            proposals = _to_host(proposals, torch.int32)
         marks.end()
-        return LocalOutput(sampled, ids_for_host, self._copier, marks, kept)
+        return LocalOutput(sampled, ids_for_host, self._copier, marks, kept, proposals)
 
     def _sample(
         self,
-        hidden_TD: Tensor,
+        hidden_ND: Tensor,
         inputs: StepInputs,
         decision: SchedulerOutput,
         kept: KeptLogits | None,
     ) -> SamplerOutput:
         sampled = decision.sampled
-        if inputs.logits_indices is not None:
-            hidden_TD = hidden_TD.index_select(0, inputs.logits_indices)
         lengths = (decision.num_computed_tokens + decision.num_scheduled_tokens)[sampled]
         batch = self._sampling.batch(
             decision.rows[sampled], lengths, inputs.sampled_rows, inputs.sampled_lengths
@@ -331,10 +344,10 @@ class LastStage:
         table = self._inputs.token_table
         if self._tp.size > 1 and self._sampler.takes_shards(batch):
             head = self._model.lm_head
-            logits_NS = head.local_logits(hidden_TD)
+            logits_NS = head.local_logits(hidden_ND)
             output = self._sampler.sample_shards(logits_NS, head.first_row, batch, table)
         else:
-            logits_NV = self._model.compute_logits(hidden_TD)
+            logits_NV = self._model.compute_logits(hidden_ND)
             if kept is not None:
                 self._logits_rows.keep_generation(decision, logits_NV, kept)
             output = self._sampler.sample(logits_NV, batch, table)

@@ -31,6 +31,7 @@ def encode_sampled(step: int, sampled: SampledTokens) -> bytes:
                 for ids, values in sampled.beams
             ],
             None if logits is None else _logits_to_wire(logits),
+            sampled.proposals,
         ]
     )
     return packed
@@ -43,7 +44,9 @@ def decode_sampled(payload: bytes, step: int) -> SampledTokens:
         ProtocolError: ``payload`` is no valid result, or the result of another step.
     """
     try:
-        told, ids, log_probs, beams, logits = msgpack.unpackb(payload, strict_map_key=False)
+        told, ids, log_probs, beams, logits, proposals = msgpack.unpackb(
+            payload, strict_map_key=False
+        )
         found = SampledTokens(
             token_ids=np.frombuffer(ids, np.int32).tolist(),
             log_probs=None if log_probs is None else np.frombuffer(log_probs, "<f4").tolist(),
@@ -52,6 +55,7 @@ def decode_sampled(payload: bytes, step: int) -> SampledTokens:
                 (np.frombuffer(ids, np.int32).tolist(), np.frombuffer(values, "<f4").tolist())
                 for ids, values in beams
             ],
+            proposals=proposals,
         )
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise ProtocolError(
@@ -124,7 +128,9 @@ class RemoteOutput:
 class LocalOutput:
     """A step's result on this rank's device."""
 
-    __slots__ = ("_beams", "_event", "_log_probs", "_logits", "_token_ids", "marks")
+    __slots__ = (
+        "_beams", "_event", "_log_probs", "_logits", "_proposals", "_token_ids", "marks",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -133,13 +139,16 @@ class LocalOutput:
         copier: Copier | None,
         marks: StepMarks,
         logits: KeptLogits | None = None,
+        proposals: Tensor | None = None,
     ) -> None:
-        """``ids_for_host`` were launched before the end of the step was marked."""
+        """``ids_for_host``, and the copy to the host of a network's ``proposals`` [n, k], were
+        launched before the end of the step was marked."""
         self.marks = marks
         self._logits = logits
         self._token_ids = ids_for_host
         self._log_probs = output.log_probs
         self._beams = None if output.beams is None else output.beams.to_host()
+        self._proposals = proposals
         self._event: torch.cuda.Event | None = None
         if copier is not None:
             self._token_ids, self._log_probs, self._event = copier.start(
@@ -155,6 +164,7 @@ class LocalOutput:
             log_probs=None if self._log_probs is None else self._log_probs.tolist(),
             logits=self._logits,
             beams=[] if self._beams is None else self._beams.to_lists(),
+            proposals=[] if self._proposals is None else self._proposals.tolist(),
         )
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from trimaran.kernels.cpu.decoder import Decoder, DecoderShape, DecoderStep, LayerWeights
 from trimaran.kernels.cpu.integers import CpuIntegerProduct
 from trimaran.worker.attention.backend import AttentionSpec, ForwardContext
+from trimaran.worker.attention.taps import LayerTaps
 from trimaran.worker.config.pretrained_config import PretrainedConfig
 from trimaran.worker.layers.linear import LayerContext
 from trimaran.worker.layers.methods import NoLoRA, UnquantizedLinearMethod
@@ -47,13 +48,27 @@ class FusedLayers:
         )
         x, residual = hidden_TD.clone(), torch.empty_like(hidden_TD)
         last = 2 * len(self._biases) - 1
+        first = self._run_to_taps(x, residual, step, context.taps)
         if context.wanted is None:
-            self._run((0, last + 1), x, residual, step)
+            self._run((first, last + 1), x, residual, step)
             return x, residual
-        self._run((0, last), x, residual, step)
+        self._run((first, last), x, residual, step)
         x, residual = (each.index_select(0, context.wanted) for each in (x, residual))
         self._run((last, last + 1), x, residual, step)
         return x, residual
+
+    def _run_to_taps(
+        self, x_TD: Tensor, residual_TD: Tensor, step: DecoderStep, taps: LayerTaps | None
+    ) -> int:
+        """Run the layers before the last one whose input is kept. Returns the next half."""
+        done = 0
+        for layer in sorted(set(taps.layers)) if taps is not None else ():
+            assert taps is not None
+            if 2 * layer > done:
+                self._run((done, 2 * layer), x_TD, residual_TD, step)
+                done = 2 * layer
+            taps.take(layer, x_TD, residual_TD if done else None)
+        return done
 
     def _run(
         self, halves: tuple[int, int], x_TD: Tensor, residual_TD: Tensor, step: DecoderStep

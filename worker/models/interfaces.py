@@ -229,6 +229,8 @@ class CausalLM(nn.Module):
             for index, layer in self._stack:
                 context.known_product = known_TE if index == 0 else None
                 context.is_in_last_layer = index == len(context.kv_caches) - 1
+                if context.taps is not None:
+                    context.taps.take(index, hidden, residual)
                 hidden, residual = layer.forward(
                     hidden, residual, positions_T, context.kv_caches[index], context
                 )

@@ -17,6 +17,7 @@ from trimaran.worker.speculation.drafters import (
     MAX_NEW,
     Drafter,
     IndexRoom,
+    NetworkDrafter,
     NgramDrafter,
     RequestDrafter,
 )
@@ -25,8 +26,8 @@ _LEAST_FREE = 0.02
 """Share of the KV cache's blocks that must be free for drafts to take new blocks."""
 
 _LEAST_REST, _MOST_REST = 4, 64
-"""After a step without worthwhile drafts, steps until n-gram drafts are made again: at first,
-and after many such steps in a row."""
+"""After a step without worthwhile drafts, steps until n-grams or a network draft again: at
+first, and after many such steps in a row."""
 
 _MEASURED = 2
 """Further steps without drafts, if the first of them is to measure the time without drafts."""
@@ -136,7 +137,9 @@ class DraftRows:
         self.counts = DraftCounts()
         self._index_room = IndexRoom()
         self.make_drafter: Callable[[Request], Drafter]
-        self.make_drafter = lambda _: NgramDrafter(self._index_room)
+        self.make_drafter = lambda _: (
+            NetworkDrafter() if self._config.is_network else NgramDrafter(self._index_room)
+        )
         """The drafter of a request without draft tokens of its own."""
         self._controller = DraftController()
         self._typical, self._typical_asked = AcceptanceRate(), AcceptanceRate()
@@ -173,22 +176,45 @@ class DraftRows:
         return False
 
     def extend(self, plan: StepPlan) -> None:
-        """Add draft rows for the sequences that a step samples."""
-        self._extend(plan)
+        """Add draft rows for the sequences that a step samples, and ask a network for the next
+        drafts."""
+        counts = self._extend(plan)
+        if self._config.is_network and not self._rest:
+            self._ask_network(plan, counts)
         self._num_in_flight += 1
-        self._num_awaited += plan.has_drafts
+        self._num_awaited += plan.has_drafts or plan.has_proposals
 
-    def _extend(self, plan: StepPlan) -> None:
+    def _ask_network(self, plan: StepPlan, num_drafts: dict[Sequence, int]) -> None:
+        """Let the network draft for the sequences that a step samples, behind the drafts that
+        the step verifies and the sampled id."""
+        for sequence in plan.sampled():
+            drafts = self._drafts_of(sequence)
+            if drafts is None or drafts.drafter.is_asked:
+                continue
+            if sequence.num_pending != 1 or sequence in plan.first_samples:
+                continue
+            # The step adds one id at least.
+            count = min(drafts.most, self._room_of(sequence) - 1)
+            if count <= 0:
+                continue
+            end = len(sequence.token_ids) + num_drafts.get(sequence, 0) + count
+            self._grow(plan, sequence, min(end, sequence.max_len))
+            plan.ask_network(sequence, count)
+
+    def _extend(self, plan: StepPlan) -> dict[Sequence, int]:
+        """Add draft rows. Returns their numbers by sequence."""
+        added: dict[Sequence, int] = {}
         sampled = plan.sampled()
         room = min(plan.budget, self._most_rows - len(sampled))
         if room <= 0:
-            return
+            return added
         asked, own = self._candidates(plan, sampled)
         for sequence, ids in asked:
-            room -= self._add(plan, sequence, ids[:room])
+            added[sequence] = self._add(plan, sequence, ids[:room])
+            room -= added[sequence]
         # The gain beside prompts is not known: their steps take times of their own.
         if not own or (plan.has_chunks and self._config.is_adaptive):
-            return
+            return added
         counts = [len(ids) for _, ids in own]
         if self._config.is_adaptive:
             rates = [sequence.drafts.rate.value for sequence, _ in own]
@@ -198,12 +224,13 @@ class DraftRows:
             else:
                 self._pause(is_worthwhile=any(counts))
         for (sequence, ids), count in zip(own, counts, strict=True):
-            used = self._add(plan, sequence, ids[: min(count, room)])
+            used = added[sequence] = self._add(plan, sequence, ids[: min(count, room)])
             room -= used
             if not used:
                 sequence.drafts.rate.idle()
                 sequence.drafts.unverified = ids
                 sequence.drafts.unverified_at = len(sequence.token_ids)
+        return added
 
     def _pause(self, *, is_worthwhile: bool) -> None:
         """Choose for how many steps no n-gram drafts are made."""
@@ -260,8 +287,8 @@ class DraftRows:
             return None
         if request.draft_token_ids:
             return _Drafts(RequestDrafter(request), most, self._typical_asked)
-        # An earlier place may hold ids of a prompt table, which are not in the vocabulary.
-        if self._config.drafter != "ngram" or request.prompt_table is not None:
+        # A prompt table's ids are not in the vocabulary, and may be at an earlier place.
+        if self._config.drafter == "draft_tokens" or request.prompt_table is not None:
             return None
         return _Drafts(self.make_drafter(request), most, self._typical)
 
@@ -343,13 +370,25 @@ class DraftRows:
             figures.num_draft_tokens += num_drafts
             figures.num_accepted_draft_tokens += run.num_accepted
 
+    def _take_proposals(self, step: ScheduledStep) -> None:
+        """Hand each sequence the ids that a network drafted, as far as its blocks reached."""
+        limits = step.decision.proposals[:, 3].tolist()
+        for sequence, ids, limit in zip(step.proposers, step.proposed, limits, strict=True):
+            if sequence.status is RequestStatus.RUNNING:
+                # The sampled id has an entry, the last draft has none.
+                count = max(0, limit - len(sequence.token_ids) + 1)
+                sequence.drafts.drafter.offer(sequence, ids[:count])
+
     def done(self, step: ScheduledStep) -> None:
         """The result of a step was taken in: learn its time."""
-        self._num_awaited -= bool(step.drafts)
+        self._take_proposals(step)
+        self._num_awaited -= bool(step.drafts or step.proposers)
         self._num_in_flight -= 1
         # With steps in flight the time between two results counts.
         now = time.perf_counter()
         seconds, self._last_end = now - self._last_end, now
         num_rows = step.decision.num_decodes
-        if num_rows == len(step.decision.rows):
+        is_measured = bool(step.drafts) or not step.proposers
+        if num_rows == len(step.decision.rows) and is_measured:
+            # A step that verifies drafts also makes the next ones: both count.
             self._controller.record(num_rows, seconds, is_drafted=bool(step.drafts))

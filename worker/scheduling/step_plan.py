@@ -57,7 +57,7 @@ class ScheduledStep:
 
     __slots__ = (
         "decision", "dp_rank", "drafts", "logits", "num_context", "num_context_tokens",
-        "num_scheduled", "sampled",
+        "num_scheduled", "proposed", "proposers", "sampled",
     )  # fmt: skip
 
     def __init__(
@@ -79,6 +79,10 @@ class ScheduledStep:
         """Logits of its result, if clients asked for any."""
         self.drafts: list[DraftRun] = []
         """Drafts that it verifies. Their sequences are several times in ``sampled``."""
+        self.proposers: list[Sequence] = []
+        """Sequences for which a network drafts after the step."""
+        self.proposed: list[list[int]] = []
+        """The ids of each of them, once the step's result is here."""
         self.dp_rank = 0
 
     @property
@@ -138,6 +142,7 @@ class StepPlan:
         self._decodes = _Entries()
         self._chunks = _Entries()
         self._drafts: list[DraftRun] = []
+        self._proposals: list[tuple[Sequence, int]] = []
         self._new_rows: list[NewRow] = []
         self._new_blocks: list[tuple[int, int, int, int]] = []
         self._copies: list[BlockCopy] = []
@@ -182,6 +187,11 @@ class StepPlan:
         return bool(self._drafts)
 
     @property
+    def has_proposals(self) -> bool:
+        """Whether a network drafts after the step."""
+        return bool(self._proposals)
+
+    @property
     def has_chunks(self) -> bool:
         """Whether a sequence computes several tokens, or a part of its prompt."""
         return bool(self._chunks.sequences)
@@ -203,6 +213,26 @@ class StepPlan:
         """
         self._drafts.append(DraftRun(sequence, token_ids))
         self.budget -= len(token_ids)
+
+    def ask_network(self, sequence: Sequence, count: int) -> None:
+        """Let a network draft ``count`` ids behind those that the step yields of a sampled
+        sequence."""
+        self._proposals.append((sequence, count))
+
+    def _enter_proposals(self, step: ScheduledStep) -> None:
+        """Tell ranks where each sequence ends for which a network drafts."""
+        first: dict[int, int] = {}
+        for place, sequence in enumerate(step.sampled):
+            first.setdefault(id(sequence), place)
+        runs = {id(run.sequence): run for run in step.drafts}
+        rows: list[tuple[int, int, int, int, int]] = []
+        for sequence, count in self._proposals:
+            run = runs.get(id(sequence))
+            own = first[id(sequence)] if run is None else run.own
+            drafts = (0, 0) if run is None else (run.first, len(run.token_ids))
+            rows.append((own, *drafts, sequence.capacity, count))
+        step.proposers = [sequence for sequence, _ in self._proposals]
+        step.decision.proposals = int32s(rows, 5)
 
     def _enter_drafts(self) -> Int32Array:
         """Enter the draft rows behind the decodes. Returns their ids."""
@@ -321,6 +351,8 @@ class StepPlan:
         )
         if self._drafts:
             self._locate_drafts(step)
+        if self._proposals:
+            self._enter_proposals(step)
         return step
 
     def _locate_drafts(self, step: ScheduledStep) -> None:

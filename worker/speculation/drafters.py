@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence as List
 from typing import Protocol
 
 import numpy as np
@@ -70,6 +71,27 @@ class RequestDrafter:
         self._num_same = count
         self.is_spent = count + most >= len(self._ids)
         return self._ids[count : count + most]
+
+
+class NetworkDrafter:
+    """The tokens that a network in the ranks drafted after the last step."""
+
+    is_asked = False
+    is_spent = False
+
+    def __init__(self) -> None:
+        self._ids = array("i")
+        self._place = 0
+
+    def offer(self, sequence: Sequence, token_ids: List[int]) -> None:
+        """Take in the ids that a network drafted behind the ids that are known now."""
+        self._ids = array("i", token_ids)
+        self._place = len(sequence.token_ids)
+
+    def propose(self, sequence: Sequence, most: int) -> array[int]:
+        """The network's ids, unless the sequence has gone on without them."""
+        is_current = self._place == len(sequence.token_ids)
+        return self._ids[:most] if is_current else array("i")
 
 
 class NgramDrafter:

@@ -29,8 +29,9 @@ _ARRAYS = (
     "masks",
     "transfers",
     "decode_ids",
+    "proposals",
 )
-_COLUMNS = {"new_blocks": 4, "block_copies": 3, "transfers": 4}
+_COLUMNS = {"new_blocks": 4, "block_copies": 3, "transfers": 4, "proposals": 5}
 
 
 def int32s(values: Sequence[Any], num_columns: int = 0) -> Int32Array:
@@ -162,6 +163,11 @@ class SchedulerOutput:
         """The decodes of ``decode_ids``."""
         return slice(self.num_decodes - len(self.decode_ids), self.num_decodes)
 
+    proposals: Int32Array = field(default_factory=lambda: int32s((), 5))
+    """[n, 5]: for each sequence for which a network drafts after the step: the index in
+    ``sampled`` of the row that samples its next id; the index of its first draft row and the
+    number of these rows; the tokens for which it has blocks; the number of ids to draft."""
+
     @property
     def num_tokens(self) -> int:
         """Tokens of the step."""
@@ -272,6 +278,9 @@ class SampledTokens:
 
     beams: list[tuple[list[int], list[float]]] = field(default_factory=list)
     """The likeliest ids of each sampled beam, in order, and their log-probabilities."""
+
+    proposals: list[list[int]] = field(default_factory=list)
+    """The ids that a network drafted, in order of the decision's ``proposals``."""
 
     by_dp_rank: list[SampledTokens] = field(default_factory=list)
     """With data parallelism, the result of each dp rank; all other fields are unset then."""

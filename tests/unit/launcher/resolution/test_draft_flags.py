@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 from launcher_repository import resolve, write_engine, write_model
 
@@ -47,3 +50,37 @@ def test_flags_of_drafts_without_effect_are_refused(repository, flags, complaint
         resolve(repository, *flags)
 
     assert complaint in str(caught.value)
+
+
+def test_an_engine_with_a_head_drafts_with_it(repository, tmp_path):
+    config = tmp_path / "engine" / "config.json"
+    values = json.loads(config.read_text())
+    build = {"speculative_decoding_mode": "eagle", "max_draft_len": 3}
+    values["build_config"].update(build)
+    config.write_text(json.dumps(values))
+
+    found = resolve(repository).groups[0].engine.scheduler.speculation
+
+    folder = str(tmp_path / "engine" / "draft_head")
+    assert (found.drafter, found.draft_dir, found.max_draft_tokens) == ("eagle", folder, 3)
+    flags = ("--draft-model", "other", "--verify-all-drafts")
+    found = resolve(repository, *flags).groups[0].engine.scheduler.speculation
+    assert (found.draft_dir, found.is_adaptive) == (str(Path("other").absolute()), False)
+
+
+def test_a_network_of_the_flags_needs_its_folder(repository):
+    flags = ("--speculative-decoding", "draft_model")
+    with pytest.raises(ConfigError, match="needs the folder of a network"):
+        resolve(repository, *flags)
+
+    found = resolve(repository, *flags, "--draft-model", "/x").groups[0].engine.scheduler
+    assert found.speculation.draft_dir == "/x"
+
+
+def test_a_decoding_mode_must_be_that_of_the_engine(tmp_path):
+    write_engine(tmp_path / "engine", tp_size=1)
+    keys = {"gpt_model_path": str(tmp_path / "engine"), "decoding_mode": "medusa"}
+    write_model(tmp_path / "repo" / "a", **keys)
+
+    with pytest.raises(ConfigError, match="decoding_mode is medusa but the drafter is none"):
+        resolve(tmp_path / "repo")

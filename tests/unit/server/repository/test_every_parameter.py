@@ -25,7 +25,7 @@ TABLES = {
 }
 VALUES = {"str": "some", "int": "3", "float": "0.5", "bool": "true", "loose_bool": "yes"}
 # Any other value is no accepted word.
-CHOICES = {"decoding_mode": "medusa"}
+CHOICES = {"decoding_mode": "redrafter"}
 
 
 def with_effect(effect):

@@ -1,0 +1,122 @@
+"""Flags of heads that draft, and their copy in the engine folder."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from trimaran.builder.foreign_flags import FlagSink
+from trimaran.comm.errors import ConfigError
+from trimaran.comm.files.flag_values import positive
+from trimaran.worker.config.checkpoint_folder import find_weight_files
+from trimaran.worker.config.draft_network import (
+    CONFIG_FILE,
+    DRAFT_FOLDER,
+    EAGLE,
+    MEDUSA,
+    MEDUSA_FILES,
+    medusa_config,
+)
+from trimaran.worker.config.engine_folder import BuildConfig, RankMapping
+from trimaran.worker.config.pretrained_config import PretrainedConfig
+
+HEAD_MODES = (EAGLE, MEDUSA)
+"""Values of ``--speculative_decoding_mode`` for heads."""
+
+_FOLDER_FLAG = {EAGLE: "eagle_model_dir", MEDUSA: "medusa_model_dir"}
+_LENGTH_FLAG = {EAGLE: "num_eagle_layers", MEDUSA: "num_medusa_heads"}
+
+
+@dataclass(frozen=True, slots=True)
+class DraftHead:
+    """A head's kind and its checkpoint folder."""
+
+    kind: str
+    folder: Path
+
+
+def add_head_flags(parser: FlagSink) -> None:
+    """Declare the flags of heads that draft."""
+    parser.add_argument("--eagle_model_dir", type=Path, metavar="DIR",
+                        help="checkpoint of an EAGLE head, with mode eagle")  # fmt: skip
+    parser.add_argument("--num_eagle_layers", type=positive, metavar="N",
+                        help="tokens of an EAGLE draft (--max_draft_len)")  # fmt: skip
+    parser.add_argument("--medusa_model_dir", type=Path, metavar="DIR",
+                        help="checkpoint of Medusa heads, with mode medusa")  # fmt: skip
+    parser.add_argument("--num_medusa_heads", type=positive, metavar="N",
+                        help="Medusa heads that draft (the checkpoint's)")  # fmt: skip
+    parser.hide("num_eagle_layers", "num_medusa_heads")
+
+
+def chain_length(args: argparse.Namespace, mode: str, most: int | None) -> int | None:
+    """Draft tokens of an engine with heads: the smaller of ``--max_draft_len``, which used to
+    count the tokens of a tree, and the number of a head's steps; None for no number at all."""
+    if mode not in HEAD_MODES:
+        return most
+    numbers = [most, getattr(args, _LENGTH_FLAG[mode])]
+    folder = args.medusa_model_dir
+    if mode == MEDUSA and folder is not None:
+        numbers.append(medusa_config(folder).num_heads)
+    return min((number for number in numbers if number), default=None)
+
+
+def draft_head(args: argparse.Namespace, limits: BuildConfig) -> DraftHead | None:
+    """The head that the flags name; None if the engine drafts with none.
+
+    Raises:
+        ConfigError: a flag of heads without its mode, or a mode without its folder.
+    """
+    mode = limits.speculative_decoding_mode
+    for kind in HEAD_MODES:
+        for name in (_FOLDER_FLAG[kind], _LENGTH_FLAG[kind]):
+            value = getattr(args, name)
+            if value is not None and kind != mode:
+                raise ConfigError(
+                    f"--{name} is {value}, but --speculative_decoding_mode is {mode}. Name "
+                    f"{kind}, or leave the flag out."
+                )
+    if mode not in HEAD_MODES:
+        return None
+    folder = getattr(args, _FOLDER_FLAG[mode])
+    if folder is None:
+        raise ConfigError(
+            f"--speculative_decoding_mode is {mode}, but --{_FOLDER_FLAG[mode]} is not set. "
+            "Name the folder of the checkpoint."
+        )
+    return DraftHead(mode, folder)
+
+
+def check_head(head: DraftHead | None, config: PretrainedConfig, mapping: RankMapping) -> None:
+    """Check a head's tensors against the target's configuration.
+
+    Raises:
+        ConfigError: the head cannot draft for this target, or not with these stages.
+    """
+    if head is None:
+        return
+    if mapping.pp_size > 1:
+        raise ConfigError(
+            f"--pp-size is {mapping.pp_size} but --speculative_decoding_mode is {head.kind}: "
+            "heads need the hidden states of all layers. Build with --pp-size 1."
+        )
+    # Both import torch.
+    from trimaran.builder.build_plan import model_on_meta
+    from trimaran.worker.models.drafting.loading import load_head
+
+    load_head(head.kind, head.folder, model_on_meta(0, config, mapping))
+
+
+def write_head(head: DraftHead | None, output: Path) -> None:
+    """Copy a head's configuration and weights into an engine folder."""
+    if head is None:
+        return
+    folder = output / DRAFT_FOLDER
+    # What a build that was stopped left.
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    own = [head.folder / name for name in MEDUSA_FILES if (head.folder / name).is_file()]
+    files = own[:1] if head.kind == MEDUSA and own else list(find_weight_files(head.folder))
+    for path in (head.folder / CONFIG_FILE, *files):
+        shutil.copyfile(path, folder / path.name)

@@ -1,0 +1,125 @@
+"""An engine folder takes along the head that drafts for it, checked against the model."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from transformers import AutoConfig
+
+from tests.driver import Driver
+from tests.unit.worker.speculation.head_reference import random_eagle, random_medusa
+from trimaran.worker.config.engine_config import CacheConfig, EngineConfig, SchedulerConfig
+from trimaran.worker.config.engine_folder import EngineFolder
+from trimaran.worker.config.speculation_config import SpeculationConfig
+
+EAGLE = ("--speculative_decoding_mode", "eagle")
+MEDUSA = ("--speculative_decoding_mode", "medusa")
+
+
+@pytest.fixture
+def model(llama):
+    """The folder of the model."""
+    return llama().folder
+
+
+@pytest.fixture
+def heads(model, tmp_path):
+    """An EAGLE-3 head and Medusa heads for the model."""
+    config = AutoConfig.from_pretrained(model)
+    config.head_dim = config.hidden_size // config.num_attention_heads
+    random_eagle(tmp_path / "eagle", config, draft_vocab=40)
+    random_medusa(tmp_path / "medusa", config, num_heads=3)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("flags", "mode", "most"),
+    [
+        ((*EAGLE, "--eagle_model_dir", "eagle", "--max_draft_len", "4"), "eagle", 4),
+        # The first number counted the tokens of a tree.
+        (
+            (*EAGLE, "--eagle_model_dir", "eagle", "--max_draft_len", "63",
+             "--num_eagle_layers", "4"),
+            "eagle", 4,
+        ),
+        ((*MEDUSA, "--medusa_model_dir", "medusa", "--max_draft_len", "63"), "medusa", 3),
+        ((*MEDUSA, "--medusa_model_dir", "medusa", "--num_medusa_heads", "2"), "medusa", 2),
+    ],
+)  # fmt: skip
+def test_an_engine_folder_drafts_with_its_head(
+    model, trimaran, heads, tmp_path, flags, mode, most
+):
+    flags = [str(heads / flag) if flag in ("eagle", "medusa") else flag for flag in flags]
+    flags[1] = mode
+    output = tmp_path / "engine"
+    for _ in range(2):  # The second build replaces the first.
+        done = trimaran("build", "--checkpoint", model, "--output", output, *flags)
+        assert done.code == 0, done.err
+
+    build = EngineFolder.load(output).build
+    assert (build.speculative_decoding_mode, build.max_draft_len) == (mode, most)
+    outputs = []
+    for drafter in ("none", mode):
+        folder = str(output / "draft_head") if drafter == mode else ""
+        driver = Driver(
+            EngineConfig(
+                model="test", engine_dir=str(output), device="cpu", dtype="float32",
+                scheduler=SchedulerConfig(
+                    max_seq_len=64, max_input_len=40, max_num_seqs=4,
+                    speculation=SpeculationConfig(
+                        drafter=drafter, draft_dir=folder, max_draft_tokens=most,
+                        is_adaptive=False,
+                    ),
+                ),
+                cache=CacheConfig(max_tokens=512),
+            )
+        )  # fmt: skip
+        request = driver.submit([5, 6, 7], max_tokens=20, top_k=1)
+        driver.run()
+        outputs.append(driver.output(request))
+    assert outputs[0] == outputs[1]
+    assert driver.engine.scheduler.draft_counts.num_tokens
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ((*EAGLE, "--max_draft_len", "4"), ["--eagle_model_dir is not set"]),
+        (("--eagle_model_dir", "x"), ["--eagle_model_dir is x", "is none"]),
+        (
+            (*MEDUSA, "--max_draft_len", "2", "--num_eagle_layers", "2"),
+            ["--num_eagle_layers is 2"],
+        ),
+        ((*EAGLE, "--eagle_model_dir", "medusa"), ["--max_draft_len is 0"]),
+        (
+            (*EAGLE, "--eagle_model_dir", "medusa", "--max_draft_len", "2"),
+            ["no tensor fc.weight"],
+        ),
+        (
+            (*EAGLE, "--eagle_model_dir", "eagle", "--max_draft_len", "2", "--pp-size", "2"),
+            ["--pp-size is 2", "hidden states of all layers"],
+        ),
+        (
+            ("--speculative_decoding_mode", "explicit_draft_tokens", "--max_draft_len", "2"),
+            ["ReDrafter is not served"],
+        ),
+    ],
+)
+def test_heads_that_cannot_draft_are_refused(model, refused, heads, flags, words):
+    folders = {"eagle", "medusa"}
+    values = [
+        str(heads / flag) if flag in folders and flags[place - 1].endswith("_dir") else flag
+        for place, flag in enumerate(flags)
+    ]
+    error = refused(model, *values)
+    for word in words:
+        assert word in error
+
+
+def test_a_head_of_another_model_is_refused(model, refused, heads):
+    path = heads / "eagle" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "intermediate_size": 8}))
+    flags = (*EAGLE, "--eagle_model_dir", heads / "eagle", "--max_draft_len", "2")
+
+    assert "belongs to another model" in refused(model, *flags)

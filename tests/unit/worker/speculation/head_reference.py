@@ -1,0 +1,198 @@
+"""Heads that draft, written out with plain tensors, and the loop of drafting and verifying.
+
+The loop is the published one: draft a chain greedily, let the target compute all of it, accept
+the drafts that equal the target's choice, go on behind them. Nothing is cached.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+
+
+def random_eagle(folder, config, *, draft_vocab, seed=3, scale=0.3, prefix="midlayer", **more):
+    """Write an EAGLE-3 head of random weights in SpecForge's format for a target."""
+    generator = torch.Generator().manual_seed(seed)
+    width, inner, size = config.hidden_size, config.intermediate_size, config.head_dim
+    queries, keys = config.num_attention_heads * size, config.num_key_value_heads * size
+    shapes = {
+        "fc": (width, 3 * width), "lm_head": (draft_vocab, width), "norm": (width,),
+        f"{prefix}.self_attn.q_proj": (queries, 2 * width),
+        f"{prefix}.self_attn.k_proj": (keys, 2 * width),
+        f"{prefix}.self_attn.v_proj": (keys, 2 * width),
+        f"{prefix}.self_attn.o_proj": (width, queries),
+        f"{prefix}.mlp.gate_proj": (inner, width), f"{prefix}.mlp.up_proj": (inner, width),
+        f"{prefix}.mlp.down_proj": (width, inner), f"{prefix}.hidden_norm": (width,),
+        f"{prefix}.input_layernorm": (width,), f"{prefix}.post_attention_layernorm": (width,),
+    }  # fmt: skip
+    tensors = {
+        f"{name}.weight": torch.randn(shape, generator=generator) * scale + (len(shape) == 1)
+        for name, shape in shapes.items()
+    }
+    ids = torch.randperm(config.vocab_size, generator=generator)[:draft_vocab].sort().values
+    tensors["d2t"] = ids - torch.arange(draft_vocab)
+    tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool)
+    tensors["t2d"][ids] = True
+    save(folder, tensors, "model.safetensors", {**sizes_of(config, draft_vocab), **more})
+    return folder
+
+
+def sizes_of(config, draft_vocab):
+    """The keys of a head's config.json."""
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama",
+        "vocab_size": config.vocab_size, "draft_vocab_size": draft_vocab,
+        "hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": 1, "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads, "head_dim": config.head_dim,
+        "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+        "hidden_act": "silu",
+    }  # fmt: skip
+
+
+def random_medusa(folder, config, *, num_heads, seed=4):
+    """Write Medusa heads of random weights."""
+    generator = torch.Generator().manual_seed(seed)
+    width = config.hidden_size
+    tensors = {}
+    for head in range(num_heads):
+        tensors[f"{head}.0.linear.weight"] = torch.randn(width, width, generator=generator)
+        tensors[f"{head}.0.linear.bias"] = torch.randn(width, generator=generator)
+        shape = config.vocab_size, width
+        tensors[f"{head}.1.weight"] = torch.randn(shape, generator=generator)
+    values = {"medusa_num_heads": num_heads, "medusa_num_layers": 1}
+    save(folder, tensors, "medusa_lm_head.safetensors", values)
+    return folder
+
+
+def save(folder, tensors, name, values):
+    """Write a checkpoint folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / name)
+    (folder / "config.json").write_text(json.dumps(values))
+
+
+class EagleReference:
+    """An EAGLE-3 head: drafts behind known ids, from the target's states of these ids."""
+
+    def __init__(self, folder, target, taps):
+        tensors = load_file(folder / "model.safetensors")
+        self.weights = tensors
+        self.values = json.loads((folder / "config.json").read_text())
+        self.target, self.taps = target, taps
+        self.prefix = "midlayer" if "midlayer.hidden_norm.weight" in tensors else "layers.0"
+
+    def draft(self, ids, states, last, count):
+        """``count`` ids; ``ids`` [L + 1] are known, ``states`` those of the first L."""
+        joined = torch.cat([states[tap] for tap in self.taps], -1)
+        inputs = self._times(joined, "fc")
+        outputs = self._layer(torch.tensor(ids[1:]), inputs)
+        drafts, chain = [], inputs
+        known = list(ids[1:])
+        while True:
+            normed = self._norm(outputs[-1:], "norm")
+            own = int(self._times(normed, "lm_head").argmax())
+            drafts.append(own + int(self.weights["d2t"][own]))
+            if len(drafts) == count:
+                return drafts
+            chain = torch.cat((chain, outputs[-1:]))
+            known.append(drafts[-1])
+            outputs = self._layer(torch.tensor(known), chain)
+
+    def _layer(self, ids, states):
+        embedding = self.target.get_input_embeddings()(ids)
+        normed = self._norm(states, "hidden_norm")
+        x = torch.cat((self._norm(embedding, "input_layernorm"), normed), -1)
+        residual = normed if self.values.get("norm_before_residual") else states
+        residual = residual + self._attention(x)
+        normed = self._norm(residual, "post_attention_layernorm")
+        gate, up = (self._times(normed, f"mlp.{name}_proj") for name in ("gate", "up"))
+        return residual + self._times(F.silu(gate) * up, "mlp.down_proj")
+
+    def _attention(self, x):
+        size = self.values["head_dim"]
+        q, k, v = (
+            self._times(x, f"self_attn.{name}_proj").view(len(x), -1, size).transpose(0, 1)
+            for name in "qkv"
+        )
+        exponents = torch.arange(0, size, 2).float() / size
+        angles = torch.outer(torch.arange(len(x)).float(), 10000.0**-exponents)
+        q, k = self._rotated(q, angles), self._rotated(k, angles)
+        count = q.shape[0] // k.shape[0]
+        k, v = k.repeat_interleave(count, 0), v.repeat_interleave(count, 0)
+        output = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
+        return self._times(output.transpose(0, 1).flatten(1), "self_attn.o_proj")
+
+    @staticmethod
+    def _rotated(heads, angles):
+        first, second = heads.chunk(2, -1)
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+    def _weight(self, name):
+        own = f"{name}.weight"
+        found = self.weights.get(own, self.weights.get(f"{self.prefix}.{own}"))
+        return found.float()
+
+    def _times(self, x, name):
+        return x @ self._weight(name).T
+
+    def _norm(self, x, name):
+        eps = self.values["rms_norm_eps"]
+        return F.rms_norm(x, x.shape[-1:], self._weight(name), eps)
+
+
+class MedusaReference:
+    """Medusa heads: the likeliest token of each, from the target's last state."""
+
+    def __init__(self, folder):
+        self.weights = load_file(folder / "medusa_lm_head.safetensors")
+
+    def draft(self, ids, states, last, count):
+        """The first ``count`` heads' ids."""
+        drafts = []
+        for head in range(count):
+            block = f"{head}.0.linear"
+            inner = last[-1] @ self._weight(f"{block}.weight").T + self._weight(f"{block}.bias")
+            logits = (last[-1] + F.silu(inner)) @ self._weight(f"{head}.1.weight").T
+            drafts.append(int(logits.argmax()))
+        return drafts
+
+    def _weight(self, name):
+        return self.weights[name].float()
+
+
+@dataclass
+class Counts:
+    """Verifications and accepted drafts."""
+
+    drafts: int = 0
+    accepted: int = 0
+
+
+@torch.no_grad()
+def generate(target, head, prompt, num_tokens, count):
+    """Greedy output with drafts, and the counts. ``target`` is transformers' model.
+
+    The first step computes the prompt alone; each further step verifies ``count`` drafts, or
+    as many as the output has room for before its last token.
+    """
+    ids, end, counts = list(prompt), len(prompt) + num_tokens, Counts()
+    drafts: list[int] = []
+    while len(ids) < end:
+        result = target(torch.tensor([ids + drafts]), output_hidden_states=True)
+        first = len(ids) - 1
+        own = result.logits[0, first:].argmax(-1).tolist()
+        same = next((n for n, draft in enumerate(drafts) if draft != own[n]), len(drafts))
+        counts.drafts += bool(drafts)
+        counts.accepted += same
+        ids += own[: same + 1]
+        known = len(ids) - 1
+        states = [each[0, :known] for each in result.hidden_states]
+        most = min(count, end - len(ids) - 1)
+        drafts = head.draft(ids, states, states[-1], most) if most > 0 else []
+    return ids[len(prompt) :], counts

@@ -1,0 +1,306 @@
+"""Networks that draft in the ranks: outputs are those without, drafts those of a plain loop."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from tests.driver import Driver
+from tests.unit.worker.conftest import VOCAB
+from tests.unit.worker.speculation.head_reference import (
+    EagleReference,
+    MedusaReference,
+    generate,
+    random_eagle,
+    random_medusa,
+)
+from tests.unit.worker.speculation.test_exactness import WAYS, check, draw, serve
+from trimaran.comm.errors import ConfigError
+from trimaran.worker.config.engine_config import CacheConfig, EngineConfig, SchedulerConfig
+from trimaran.worker.config.speculation_config import SpeculationConfig
+
+EXAMPLES = Path(__file__).parents[4] / "examples"
+LAYERS = 6
+COUNT = 4
+
+
+@pytest.fixture(scope="session")
+def target_folder(tmp_path_factory):
+    """A Llama of six layers, since EAGLE-3 heads take the inputs of three."""
+    torch.manual_seed(11)
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=LAYERS,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=256,
+        initializer_range=0.2, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("target")
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def target(target_folder):
+    """The target in transformers."""
+    return AutoModelForCausalLM.from_pretrained(target_folder, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="session")
+def networks(target, target_folder, tmp_path_factory):
+    """The folder of each kind of network."""
+    root = tmp_path_factory.mktemp("networks")
+    # As a draft model: the target with other weights in its last layers.
+    other = AutoModelForCausalLM.from_pretrained(target_folder, dtype=torch.float32)
+    with torch.no_grad():
+        other.lm_head.weight.add_(torch.randn_like(other.lm_head.weight) * 0.05)
+    other.save_pretrained(root / "draft_model")
+    return {
+        "eagle": random_eagle(root / "eagle", target.config, draft_vocab=40),
+        "medusa": random_medusa(root / "medusa", target.config, num_heads=COUNT),
+        "draft_model": root / "draft_model",
+    }
+
+
+def make_engine(folder, speculation, **changes):
+    """An engine step by step, whose other values are those of `conftest.make_engine`."""
+    values = {
+        "max_num_batched_tokens": 64, "max_num_seqs": 16, "max_seq_len": 128,
+        "max_input_len": 127, "policy": "max_utilization", "expected_output_tokens": 1,
+        "depth": 1, "tokens_per_block": 16, "max_tokens": 2048, "max_beam_width": 3, **changes,
+    }  # fmt: skip
+    names = {f.name for f in dataclasses.fields(SchedulerConfig)}
+    scheduler = {name: value for name, value in values.items() if name in names}
+    cache = {name: value for name, value in values.items() if name not in names}
+    return Driver(
+        EngineConfig(
+            model="test", engine_dir=str(folder), dtype="float32", device="cpu",
+            scheduler=SchedulerConfig(speculation=speculation, **scheduler),
+            cache=CacheConfig(**cache),
+        )
+    )  # fmt: skip
+
+
+def drafts_by(kind, networks, **fields):
+    """The configuration of one kind of network."""
+    values = {"max_draft_tokens": COUNT, "is_adaptive": False, **fields}
+    return SpeculationConfig(drafter=kind, draft_dir=str(networks[kind]), **values)
+
+
+@pytest.mark.matrix(keep=5)
+@pytest.mark.parametrize("kind", ["eagle", "draft_model", "medusa"])
+@pytest.mark.parametrize("way", WAYS)
+def test_drafts_of_networks_change_no_output(target_folder, networks, kind, way):
+    rng = random.Random(way)
+    asked = [draw(rng) for _ in range(40)]
+    expected = serve(make_engine(target_folder, SpeculationConfig(), **WAYS[way]), asked)
+
+    driver = make_engine(target_folder, drafts_by(kind, networks), **WAYS[way])
+    check(serve(driver, asked), expected)
+
+    counts = driver.engine.scheduler.draft_counts
+    assert counts.num_tokens
+    assert counts.num_accepted or kind != "draft_model"
+
+
+def test_drafts_of_networks_now_and_then_change_no_output(target_folder, networks):
+    rng = random.Random(5)
+    asked = [draw(rng) for _ in range(40)]
+    expected = serve(make_engine(target_folder, SpeculationConfig()), asked)
+
+    adaptive = drafts_by("draft_model", networks, is_adaptive=True)
+    driver = make_engine(target_folder, adaptive)
+
+    check(serve(driver, asked), expected)
+
+
+def count_with(driver, prompts, num_tokens):
+    """Outputs one after another, and the engine's counts of drafts."""
+    outputs = []
+    for prompt in prompts:
+        request = driver.submit(prompt, max_tokens=num_tokens, top_k=1)
+        driver.run(max_steps=100_000)
+        outputs.append(driver.output(request))
+    return outputs, driver.engine.scheduler.draft_counts
+
+
+@pytest.mark.parametrize(
+    ("variant", "changes"),
+    [
+        ("plain", {}),
+        ("plain", {"max_num_batched_tokens": 16}),
+        ("plain", {"tokens_per_block": 4, "max_tokens": 160}),
+        ("normed residual", {}),
+        ("speculators", {}),
+        ("named layers", {}),
+    ],
+)
+def test_an_eagle_head_drafts_as_the_plain_loop_does(
+    target, target_folder, tmp_path, variant, changes
+):
+    more, prefix, taps = {}, "midlayer", (2, 3, 3)
+    if variant == "normed residual":
+        more["norm_before_residual"] = True
+    if variant == "named layers":
+        more["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [0, 2, 4]}
+        taps = 1, 3, 5
+    # Small weights leave the head near its inputs, so that some of its drafts are right.
+    folder = random_eagle(
+        tmp_path / "head", target.config, draft_vocab=VOCAB, prefix=prefix, scale=0.2, **more
+    )
+    if variant == "speculators":
+        as_speculators(folder)
+    prompts = [[rng % VOCAB for rng in range(n, 3 * n + 9, 2)] for n in range(1, 13)]
+    head = EagleReference(folder, target, taps)
+    if variant == "speculators":
+        head.values.update(head_dim=8, rms_norm_eps=1e-5, norm_before_residual=True)
+    told = [generate(target, head, prompt, 40, COUNT) for prompt in prompts]
+
+    driver = make_engine(target_folder, drafts_by("eagle", {"eagle": folder}), **changes)
+    outputs, counts = count_with(driver, prompts, 40)
+
+    assert outputs == [ids for ids, _ in told]
+    assert counts.num_drafts == sum(each.drafts for _, each in told)
+    assert counts.num_accepted == sum(each.accepted for _, each in told)
+
+
+def test_the_shipped_head_drafts_as_the_plain_loop_does():
+    base = EXAMPLES / "demo_models" / "base"
+    folder = EXAMPLES / "draft_heads" / "eagle"
+    target = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+    tokenizer = Tokenizer.from_file(str(base / "tokenizer.json"))
+    texts = ["Once upon a time there was", "The captain ordered the men to"]
+    prompts = [tokenizer.encode(text).ids for text in texts]
+    head = EagleReference(folder, target, (2, 4, 5))
+    told = [generate(target, head, prompt, 60, COUNT) for prompt in prompts]
+
+    driver = make_engine(base, drafts_by("eagle", {"eagle": folder}))
+    outputs, counts = count_with(driver, prompts, 60)
+
+    assert outputs == [ids for ids, _ in told]
+    length = 1 + counts.num_accepted / counts.num_drafts
+    drafts = sum(each.drafts for _, each in told)
+    wanted = 1 + sum(each.accepted for _, each in told) / drafts
+    assert length == pytest.approx(wanted, rel=0.02)
+    assert length > 1.8
+
+
+def as_speculators(folder):
+    """Rewrite a head's config.json in the format of speculators."""
+    path = folder / "config.json"
+    values = json.loads(path.read_text())
+    own = {"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3"}
+    own["draft_vocab_size"] = values.pop("draft_vocab_size")
+    del values["architectures"]
+    path.write_text(json.dumps({**own, "transformer_layer_config": values}))
+
+
+def test_medusa_heads_draft_as_the_plain_loop_does(target, target_folder, networks):
+    prompts = [[rng % VOCAB for rng in range(n, 3 * n + 9, 2)] for n in range(1, 9)]
+    head = MedusaReference(networks["medusa"])
+    told = [generate(target, head, prompt, 30, COUNT) for prompt in prompts]
+
+    driver = make_engine(target_folder, drafts_by("medusa", networks))
+    outputs, counts = count_with(driver, prompts, 30)
+
+    assert outputs == [ids for ids, _ in told]
+    assert (counts.num_drafts, counts.num_accepted) == (
+        sum(each.drafts for _, each in told),
+        sum(each.accepted for _, each in told),
+    )
+
+
+def test_a_target_that_drafts_for_itself_is_always_right(target_folder):
+    own = {"draft_model": target_folder}
+    driver = make_engine(target_folder, drafts_by("draft_model", own), tokens_per_block=4)
+    rng = random.Random(3)
+    prompts = [[rng.randrange(VOCAB) for _ in range(rng.choice([1, 9, 60]))] for _ in range(12)]
+
+    count_with(driver, prompts, 30)
+
+    counts = driver.engine.scheduler.draft_counts
+    assert counts.num_accepted == counts.num_tokens > 0
+
+
+@pytest.mark.parametrize("change", [{}, {"host_bytes": 1 << 21}])
+def test_the_cache_of_a_network_follows_pauses_and_reuse(target_folder, change):
+    """Sequences that pause, and prompts whose blocks are reused, go on to draft rightly."""
+    own = drafts_by("draft_model", {"draft_model": target_folder})
+    driver = make_engine(
+        target_folder, own, tokens_per_block=4, max_tokens=320, max_num_batched_tokens=40,
+        **change,
+    )  # fmt: skip
+    rng = random.Random(6)
+    start = [rng.randrange(VOCAB) for _ in range(24)]
+    for number in range(24):
+        driver.submit([*start[: number % 25], number], max_tokens=50, top_k=1)
+        driver.step()
+    driver.run(max_steps=100_000)
+    driver.check_idle()
+
+    scheduler = driver.engine.scheduler
+    counts = scheduler.draft_counts
+    assert scheduler.cache.num_reused_blocks
+    assert counts.num_accepted == counts.num_tokens > 0
+
+
+def test_a_request_can_opt_out_and_limit_its_drafts(target_folder, networks):
+    driver = make_engine(target_folder, drafts_by("draft_model", networks))
+    driver.submit([5, 6, 7], max_tokens=12, max_draft_tokens=0)
+    driver.run()
+    assert driver.engine.scheduler.draft_counts.num_drafts == 0
+
+    driver.submit([5, 6, 7], max_tokens=12, max_draft_tokens=1)
+    driver.run()
+    counts = driver.engine.scheduler.draft_counts
+    assert 0 < counts.num_tokens == counts.num_drafts
+
+
+def edit(folder, **values):
+    """A copy of a head's folder with changed values."""
+    copy = folder.with_name(f"{folder.name}-{random.randrange(1 << 30)}")
+    shutil.copytree(folder, copy)
+    path = copy / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "complaint"),
+    [
+        ("eagle", {"vocab_size": 151}, "the head belongs to another model"),
+        ("eagle", {"target_hidden_size": 64}, "target_hidden_size is 64"),
+        ("eagle", {"num_hidden_layers": 2}, "heads of one layer are served"),
+        ("eagle", {"draft_vocab_size": 41}, "has shape [40]"),
+        ("eagle", {"norm_before_fc": True}, "norm_before_fc is True"),
+        ("eagle", {"eagle_aux_hidden_state_layer_ids": [1, 2, 6]}, "but must be a list of"),
+        ("eagle", {"eagle_aux_hidden_state_layer_ids": [1, 2]}, "has shape [32, 96]"),
+        ("medusa", {"medusa_num_heads": 5}, "lacks heads.4."),
+        ("medusa", {"medusa_num_heads": 2}, "holds the unexpected"),
+        ("medusa", {"medusa_num_heads": 0}, "medusa_num_heads is 0"),
+        ("draft_model", {"vocab_size": 151}, "vocab_size"),
+        ("draft_model", {"max_position_embeddings": 64}, "has 64 positions"),
+    ],
+)
+def test_networks_of_another_model_are_refused(
+    target_folder, networks, kind, values, complaint
+):
+    folder = edit(networks[kind], **values)
+
+    with pytest.raises(ConfigError) as caught:
+        make_engine(target_folder, drafts_by(kind, {kind: folder}, max_draft_tokens=2))
+
+    assert complaint in str(caught.value)
+
+
+def test_more_drafts_than_heads_are_refused(target_folder, networks):
+    with pytest.raises(ConfigError) as caught:
+        make_engine(target_folder, drafts_by("medusa", networks, max_draft_tokens=COUNT + 1))
+
+    assert f"has {COUNT} heads" in str(caught.value)

@@ -1,0 +1,111 @@
+"""Loads the network that an engine drafts with, if the engine has one."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from trimaran.comm.errors import ConfigError
+from trimaran.comm.topology import ParallelLayout
+from trimaran.worker.config.draft_network import DRAFT_MODEL
+from trimaran.worker.config.engine_config import EngineConfig
+from trimaran.worker.config.speculation_config import SpeculationConfig
+from trimaran.worker.models.drafting.interfaces import DraftNetwork
+from trimaran.worker.models.drafting.loading import load_head, random_head
+from trimaran.worker.models.drafting.small_model import SmallModel
+from trimaran.worker.models.interfaces import CausalLM
+from trimaran.worker.models.registry import load_model
+from trimaran.worker.parallel.tensor_parallel import TensorGroup
+
+
+def load_network(
+    config: EngineConfig, topology: ParallelLayout, tp: TensorGroup, target: CausalLM
+) -> DraftNetwork | None:
+    """The network that drafts for ``target`` on this rank; None if the engine has none.
+
+    Raises:
+        ConfigError: the folder cannot draft for the target, or the engine's layout is not
+            served together with such a network.
+    """
+    speculation = config.scheduler.speculation
+    if not speculation.is_network:
+        return None
+    _check_layout(speculation, config, topology, target)
+    folder = Path(speculation.draft_dir)
+    network: DraftNetwork
+    if speculation.drafter == DRAFT_MODEL:
+        network = SmallModel(_small_model(config, folder, topology, tp, target))
+    elif config.load_format == "random":
+        network = random_head(speculation.drafter, folder, target)
+    else:
+        network = load_head(speculation.drafter, folder, target)
+    if network.num_heads and speculation.max_draft_tokens > network.num_heads:
+        raise ConfigError(
+            f"--max-draft-tokens is {speculation.max_draft_tokens}, but {folder} has "
+            f"{network.num_heads} heads, of which each drafts one token. Lower it."
+        )
+    for layer in network.taps:
+        if not 0 <= layer < target.config.num_hidden_layers:
+            raise ConfigError(
+                f"{folder}: takes the input of layer {layer} of the target, which has "
+                f"{target.config.num_hidden_layers} layers: the head belongs to another model."
+            )
+    return network
+
+
+def _check_layout(
+    speculation: SpeculationConfig,
+    config: EngineConfig,
+    topology: ParallelLayout,
+    target: CausalLM,
+) -> None:
+    """Refuse what networks that draft are not served with."""
+    problem = ""
+    if topology.pp_size > 1:
+        problem = f"--pp-size {topology.pp_size}: a stage has not all hidden states"
+    elif config.parallel.expert_dp_size > 1:
+        problem = "experts that dp ranks share"
+    elif target.switch_at:
+        problem = (
+            "a target whose rotation changes with the length of a sequence. Choose a "
+            f"--max-seq-len of at most {target.switch_at}"
+        )
+    if problem:
+        raise ConfigError(
+            f"--speculative-decoding {speculation.drafter} is not served with {problem}, or "
+            "draft by ngram."
+        )
+
+
+def _small_model(
+    config: EngineConfig,
+    folder: Path,
+    topology: ParallelLayout,
+    tp: TensorGroup,
+    target: CausalLM,
+) -> CausalLM:
+    own = dataclasses.replace(
+        config,
+        engine_dir=str(folder),
+        quantization="none",
+        cache=dataclasses.replace(config.cache, dtype="auto", attention_windows=()),
+    )
+    model = load_model(own, topology, tp, target.device)
+    if model.config.vocab_size != target.config.vocab_size:
+        raise ConfigError(
+            f"{folder}: has a vocabulary of {model.config.vocab_size} ids, but the target has "
+            f"{target.config.vocab_size}. A draft model needs the target's tokenizer."
+        )
+    longest = model.config.max_position_embeddings
+    wanted = min(config.scheduler.max_seq_len, target.config.max_position_embeddings)
+    if longest < wanted:
+        raise ConfigError(
+            f"{folder}: has {longest} positions, but sequences have up to {wanted} tokens. "
+            "Lower --max-seq-len, or name another draft model."
+        )
+    if model.switch_at:
+        raise ConfigError(
+            f"{folder}: its rotation changes with the length of a sequence, which is not "
+            "served for a draft model. Name another one."
+        )
+    return model

@@ -1,0 +1,60 @@
+"""The interface of a network that drafts, for the rank that runs it after the target's step."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from trimaran.worker.attention.backend import ForwardContext, KVCacheSpec
+
+# Shapes: T tokens, N sequences, D hidden size of the network, X width of its inputs.
+
+
+class DraftNetwork(Protocol):
+    """A network with one cache entry a token, beside the target's and in blocks of the same
+    numbers.
+
+    It runs over all tokens of each step of the target, whose cache is complete therefore. Then
+    a chain of single tokens follows for each sequence that wants drafts.
+    """
+
+    taps: tuple[int, ...]
+    """The target's layers whose inputs are the network's; empty for none."""
+
+    needs_states: bool
+    """Whether the target's last hidden states of all tokens are the network's inputs."""
+
+    num_heads: int
+    """Most tokens that `propose` makes; 0 if the network drafts one token after another."""
+
+    is_shifted: bool
+    """Whether the network computes at each position the token behind it, together with the
+    position's hidden state."""
+
+    def kv_cache_specs(self) -> list[KVCacheSpec]:
+        """One entry a layer of the network; empty if it has no cache."""
+        ...
+
+    def forward(
+        self,
+        token_ids_T: Tensor,
+        states_TX: Tensor | None,
+        positions_T: Tensor,
+        context: ForwardContext,
+    ) -> Tensor:
+        """Run all layers. Returns hidden states [T, D], which are the inputs of a chain's next
+        token.
+
+        ``states`` are taps [T, taps * target's hidden size], last hidden states, or [T, D] of
+        the network itself. Collective over the tensor group.
+        """
+        ...
+
+    def draft_ids(self, states_ND: Tensor) -> Tensor:
+        """The likeliest ids of the target's vocabulary, int64 [N]. Collective."""
+        ...
+
+    def propose(self, states_NX: Tensor, count: int) -> Tensor:
+        """The ids at the next ``count`` places at once, int64 [N, count]. Collective."""
+        ...

@@ -1,0 +1,234 @@
+"""Makes the network that an engine drafts with, from a checkpoint folder, and fills it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from trimaran.comm.errors import ConfigError
+from trimaran.worker.config.checkpoint_folder import find_weight_files
+from trimaran.worker.config.draft_network import (
+    EAGLE,
+    MEDUSA,
+    MEDUSA_FILES,
+    eagle_config,
+    medusa_config,
+)
+from trimaran.worker.config.shard_file import TensorEntry
+from trimaran.worker.layers.linear import WeightShapeError
+from trimaran.worker.models.drafting.eagle import EagleHead
+from trimaran.worker.models.drafting.interfaces import DraftNetwork
+from trimaran.worker.models.drafting.medusa import MedusaHeads
+from trimaran.worker.models.interfaces import CausalLM, LoadsWeight
+from trimaran.worker.models.weights.checkpoint import file_entries, mapped_file
+
+logger = logging.getLogger(__name__)
+
+_Places = dict[str, tuple[str, str]]
+"""(parameter, part of a fused weight) by checkpoint name."""
+
+_EAGLE_LAYER = (
+    ("self_attn.q_proj", "attention.qkv_proj", "q"),
+    ("self_attn.k_proj", "attention.qkv_proj", "k"),
+    ("self_attn.v_proj", "attention.qkv_proj", "v"),
+    ("self_attn.o_proj", "attention.o_proj", ""),
+    ("mlp.gate_proj", "mlp.gate_up_proj", "gate"),
+    ("mlp.up_proj", "mlp.gate_up_proj", "up"),
+    ("mlp.down_proj", "mlp.down_proj", ""),
+    ("input_layernorm", "attention_norm", ""),
+    ("hidden_norm", "hidden_norm", ""),
+    ("post_attention_layernorm", "mlp_norm", ""),
+)
+_UNUSED = ("t2d", "verifier_norm.", "verifier_lm_head.", "rotary_emb.inv_freq")
+"""Parts of names of tensors that training needs alone."""
+
+_MOST_NAMES = 4
+
+
+class _Checkpoint:
+    """The tensors of a folder's files, by name."""
+
+    def __init__(self, folder: Path, files: tuple[Path, ...]) -> None:
+        self.folder = folder
+        self._file_of: dict[str, Path] = {}
+        self.entries: dict[str, TensorEntry] = {}
+        for path in files:
+            for name, entry in file_entries(path).items():
+                if not any(part in name for part in _UNUSED):
+                    self._file_of[name], self.entries[name] = path, entry
+
+    def read(self, name: str) -> Tensor:
+        """A copy of one tensor, on the host."""
+        with mapped_file(self._file_of[name]) as tensor_of:
+            return tensor_of(name).clone()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """A tensor's shape; empty if there is no such tensor."""
+        entry = self.entries.get(name)
+        return () if entry is None else tuple(entry.shape)
+
+
+def load_head(kind: str, folder: Path, target: CausalLM) -> DraftNetwork:
+    """This rank's part of the head in ``folder``: ``kind`` is ``eagle`` or ``medusa``.
+
+    Raises:
+        ConfigError: the folder holds another kind of head, or one of another model.
+    """
+    assert kind in (EAGLE, MEDUSA), kind
+    head: EagleHead | MedusaHeads
+    head, places, found = (_eagle if kind == EAGLE else _medusa)(folder, target)
+    _fill(head, places, found)
+    num_bytes = sum(each.nbytes for each in head.parameters())
+    logger.info("%s head of %s: %.2f MiB a rank", kind, folder, num_bytes / 2**20)
+    return head.eval()
+
+
+def random_head(kind: str, folder: Path, target: CausalLM) -> DraftNetwork:
+    """A head of random weights and of the sizes in ``folder``; for measurements."""
+    assert kind == EAGLE, "Medusa heads of random weights are not made"
+    head = EagleHead(
+        eagle_config(folder, target.config),
+        target,
+        is_third=True,
+        has_embedding=False,
+        has_head=True,
+    )
+    for name, parameter in head.named_parameters():
+        if name == "d2t":
+            continue
+        if parameter.dim() == 1:
+            parameter.data.fill_(1.0)
+        else:
+            parameter.data.normal_(0.0, 0.02)
+    return head.eval()
+
+
+def _eagle(folder: Path, target: CausalLM) -> tuple[EagleHead, _Places, _Checkpoint]:
+    found = _Checkpoint(folder, find_weight_files(folder))
+    names = {_eagle_name(name): name for name in found.entries}
+    if "fc.weight" not in names:
+        raise ConfigError(
+            f"{folder}: has no tensor fc.weight, so it holds no EAGLE head. Name the folder of "
+            "a head."
+        )
+    is_third = "layer.hidden_norm.weight" in names
+    head = EagleHead(
+        eagle_config(folder, target.config),
+        target,
+        is_third=is_third,
+        has_embedding="embed_tokens.weight" in names,
+        has_head="lm_head.weight" in names,
+        has_bias="fc.bias" in names,
+    )
+    if "lm_head.weight" not in names and head.num_draft_ids != target.config.vocab_size:
+        raise ConfigError(
+            f"{folder}: has a vocabulary of {head.num_draft_ids} ids, but no lm_head.weight. "
+            "Download it again."
+        )
+    if "embed_tokens.weight" not in names:
+        width = head.layer.mlp_norm.weight.shape[0]
+        if width != target.config.hidden_size:
+            raise ConfigError(
+                f"{folder}: has no embedding, and the target's has {target.config.hidden_size} "
+                f"dims, not the {width} of the head. Download it again."
+            )
+    return head, {name: _eagle_place(own) for own, name in names.items()}, found
+
+
+def _eagle_name(name: str) -> str:
+    """The name without prefixes, with the layer as ``layer``."""
+    name = name.removeprefix("model.")
+    for prefix in ("midlayer.", "layers.0."):
+        if name.startswith(prefix):
+            return "layer." + name.removeprefix(prefix)
+    return "d2t" if name == "draft_id_to_target_id" else name
+
+
+def _eagle_place(name: str) -> tuple[str, str]:
+    for own, target, shard in _EAGLE_LAYER:
+        prefix = f"layer.{own}."
+        if name.startswith(prefix):
+            return f"layer.{target}.{name.removeprefix(prefix)}", shard
+    return name, ""
+
+
+def _medusa(folder: Path, target: CausalLM) -> tuple[MedusaHeads, _Places, _Checkpoint]:
+    config = medusa_config(folder)
+    own = tuple(folder / name for name in MEDUSA_FILES if (folder / name).is_file())
+    found = _Checkpoint(folder, own[:1] or find_weight_files(folder))
+    heads = MedusaHeads(config, target)
+    places: _Places = {}
+    for name in found.entries:
+        number, _, rest = name.removeprefix("medusa_head.").partition(".")
+        block, _, kind = rest.partition(".")
+        if block == str(config.num_layers):
+            places[name] = f"heads.{number}.lm_head.{kind}", ""
+        else:
+            kind = kind.removeprefix("linear.")
+            places[name] = f"heads.{number}.blocks.{block}.{kind}", ""
+    return heads, places, found
+
+
+def _fill(head: nn.Module, places: _Places, found: _Checkpoint) -> None:
+    """Copy this rank's parts of all tensors.
+
+    Raises:
+        ConfigError: a tensor is missing, unexpected or of another shape.
+    """
+    parameters = dict(head.named_parameters())
+    wanted = set(parameters) - {"d2t"}
+    unexpected = sorted(name for name, (to, _) in places.items() if to not in parameters)
+    missing = sorted(wanted - {to for to, _ in places.values()})
+    for what, names in (("lacks", missing), ("holds the unexpected", unexpected)):
+        if names:
+            more = ", ..." if len(names) > _MOST_NAMES else ""
+            listed = ", ".join(names[:_MOST_NAMES])
+            raise ConfigError(
+                f"{found.folder}: {what} {listed}{more}: its weights and its config.json "
+                "belong to different heads, or the head is of a kind that is not served."
+            )
+    for name, (place, shard) in places.items():
+        _fill_one(head, parameters, (place, shard), name, found)
+
+
+def _fill_one(
+    head: nn.Module,
+    parameters: Mapping[str, nn.Parameter],
+    place: tuple[str, str],
+    name: str,
+    found: _Checkpoint,
+) -> None:
+    path, shard = place
+    parameter, tensor = parameters[path], found.read(name)
+    try:
+        if path == "d2t":
+            _check_ids(head, tensor, found.folder)
+            parameter.data.copy_(tensor)
+            return
+        module: Any = head.get_submodule(path.rpartition(".")[0])
+        cast(LoadsWeight, module).weight_loader(parameter, tensor.to(parameter.dtype), shard)
+    except WeightShapeError as error:
+        raise ConfigError(
+            f"{found.folder}: the tensor {name!r} {error}. The head belongs to another model, "
+            "or its config.json to another head."
+        ) from None
+
+
+def _check_ids(head: nn.Module, offsets: Tensor, folder: Path) -> None:
+    """Refuse a table of ids that leads outside of the target's vocabulary."""
+    assert isinstance(head, EagleHead)
+    expected = head.d2t.shape
+    if offsets.shape != expected:
+        raise WeightShapeError(tuple(offsets.shape), tuple(expected))
+    ids = torch.arange(len(offsets)) + offsets.long()
+    most = head.num_target_ids
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < most:
+        raise ConfigError(
+            f"{folder}: d2t leads to ids from {int(ids.min())} to {int(ids.max())}, but the "
+            f"target has {most}: the head belongs to another model."
+        )

@@ -1,0 +1,76 @@
+"""Medusa heads: each predicts the token at one place behind the next, from one hidden state.
+
+Medusa by Cai et al. (2024). Head i drafts the token i places behind the token that the target
+chooses itself; the likeliest token of each head makes a chain.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trimaran.worker.attention.backend import ForwardContext, KVCacheSpec
+from trimaran.worker.config.draft_network import MedusaConfig
+from trimaran.worker.layers.embedding import ParallelLMHead
+from trimaran.worker.layers.linear import ColumnParallelLinear
+from trimaran.worker.models.interfaces import CausalLM
+
+# Shapes: N sequences, D hidden size of the target, V vocabulary.
+
+
+class MedusaHead(nn.Module):
+    """Residual blocks ``x + silu(Wx + b)``, and an output matrix."""
+
+    def __init__(self, target: CausalLM, num_layers: int) -> None:
+        super().__init__()
+        context, width = target.context, target.config.hidden_size
+        self.blocks = nn.ModuleList(
+            ColumnParallelLinear(context.alone(), width, width, bias=True)
+            for _ in range(num_layers)
+        )
+        sizes = target.config.vocab_size, target.vocab_size_padded, width
+        self.lm_head = ParallelLMHead(context, *sizes)
+
+    def forward(self, states_ND: Tensor) -> Tensor:
+        """The likeliest id of each sequence, int64 [N]."""
+        for block in self.blocks:
+            states_ND = states_ND + F.silu(block.forward(states_ND))
+        return self.lm_head.forward(states_ND).argmax(dim=-1)
+
+
+class MedusaHeads(nn.Module):
+    """All heads of a checkpoint. They have no cache."""
+
+    taps: tuple[int, ...] = ()
+    needs_states = False
+    is_shifted = True
+
+    def __init__(self, config: MedusaConfig, target: CausalLM) -> None:
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.heads = nn.ModuleList(
+            MedusaHead(target, config.num_layers) for _ in range(config.num_heads)
+        )
+
+    def kv_cache_specs(self) -> list[KVCacheSpec]:
+        """None: no token has an entry."""
+        return []
+
+    def propose(self, states_NX: Tensor, count: int) -> Tensor:
+        """See `DraftNetwork.propose`."""
+        return torch.stack([head.forward(states_NX) for head in self.heads[:count]], dim=1)
+
+    def forward(
+        self,
+        token_ids_T: Tensor,
+        states_TX: Tensor | None,
+        positions_T: Tensor,
+        context: ForwardContext,
+    ) -> Tensor:
+        """Nothing runs over the tokens of a step."""
+        raise NotImplementedError
+
+    def draft_ids(self, states_ND: Tensor) -> Tensor:
+        """Heads draft all places at once."""
+        raise NotImplementedError

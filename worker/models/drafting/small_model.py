@@ -1,0 +1,44 @@
+"""An ordinary language model, smaller than the target, as a network that drafts."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from trimaran.worker.attention.backend import ForwardContext, KVCacheSpec
+from trimaran.worker.models.interfaces import CausalLM
+
+# Shapes: T tokens, N sequences, D hidden size of the small model.
+
+
+class SmallModel:
+    """The whole small model on each tensor rank's shard; it reads the tokens alone."""
+
+    taps: tuple[int, ...] = ()
+    needs_states = False
+    num_heads = 0
+    is_shifted = False
+
+    def __init__(self, model: CausalLM) -> None:
+        self.model = model
+
+    def kv_cache_specs(self) -> list[KVCacheSpec]:
+        """One entry a layer of the small model."""
+        return self.model.kv_cache_specs()
+
+    def forward(
+        self,
+        token_ids_T: Tensor,
+        states_TX: Tensor | None,
+        positions_T: Tensor,
+        context: ForwardContext,
+    ) -> Tensor:
+        """See `DraftNetwork.forward`; ``states`` are unused."""
+        return self.model.forward(token_ids_T, positions_T, context)
+
+    def draft_ids(self, states_ND: Tensor) -> Tensor:
+        """See `DraftNetwork.draft_ids`."""
+        return self.model.compute_logits(states_ND).argmax(dim=-1)
+
+    def propose(self, states_NX: Tensor, count: int) -> Tensor:
+        """A chain drafts one token after another."""
+        raise NotImplementedError
