@@ -22,6 +22,7 @@ from trimaran.worker.config.engine_folder import (
     check_parallel_sizes,
 )
 from trimaran.worker.config.gguf_file import is_gguf, load_gguf
+from trimaran.worker.config.gguf_integers import KEEP_INTEGERS, with_integers
 from trimaran.worker.config.parallel_sizes import RequestedSizes, layout_of
 from trimaran.worker.config.pretrained_config import DTYPES, PretrainedConfig
 from trimaran.worker.config.quantization import LOAD_METHODS
@@ -59,6 +60,8 @@ def load_source(path: Path, quantization: str) -> EngineFolder:
     """The checkpoint: a Hugging Face folder, a GGUF file, or a folder made by ``trimaran
     convert``."""
     source = load_gguf(path) if is_gguf(path) else EngineFolder.load(path)
+    if quantization == KEEP_INTEGERS:
+        return with_integers(source)
     source = source.quantized(quantization)
     if source.kind is FolderKind.ENGINE:
         raise ConfigError(
@@ -306,8 +309,9 @@ def add_model_flags(parser: FlagSink, others: OtherNames = OtherNames()) -> None
     parser.add_argument(*_names(others.dtype, "--dtype"), choices=("auto", *DTYPES),
                         default="auto",
                         help="of weights (default: the checkpoint's)")  # fmt: skip
-    parser.add_argument("--quantization", choices=("none", *LOAD_METHODS), default="none",
-                        help="of float weights as they are read")  # fmt: skip
+    parser.add_argument("--quantization", choices=("none", *LOAD_METHODS, KEEP_INTEGERS),
+                        default="none",
+                        help="of float weights as read; gguf keeps integers")  # fmt: skip
     own = {"dest": "quantization", "action": "store_const", "const": "fp8"}
     parser.add_argument("--use_fp8", "--use_fp8_rowwise", **own, help="--quantization fp8")
     parser.add_argument("--logits-dtype", choices=LOGITS_DTYPES, help="of returned logits")

@@ -30,6 +30,9 @@ def unpacked(scheme: IntegerScheme, name: str, tensor: Tensor) -> Tensor:
     uint8 [E, D] of integers, float32 [E, G] of scales, int16 [E, G] of zero points, or int32
     [D] of the inputs' groups. Packed tensors may have values of padding at the end.
     """
+    if scheme.layout is Layout.GGUF:
+        # The file's reader takes blocks apart.
+        return tensor.to(torch.uint8) if name == WEIGHT else tensor.float()
     if name == WEIGHT:
         return _integers(scheme, tensor)
     if name == WEIGHT_SCALE:

@@ -32,6 +32,7 @@ from tests.unit.builder.gguf_files import (
 )
 from tests.unit.worker.models import models
 from tests.unit.worker.models.paged_run import PagedRun
+from trimaran.kernels.integer_reference import dequantize
 from trimaran.worker.config.engine_folder import EngineFolder
 from trimaran.worker.config.gguf_file import GGUF_TYPES
 from trimaran.worker.models.interfaces import StageRange
@@ -98,6 +99,55 @@ def test_weights_of_each_type_are_those_that_gguf_dequantizes_rounded_to_bfloat1
     for number in range(LAYERS):
         for name, expected in _fused(written.tensors, number).items():
             assert stored[f"layers.{number}.{name}"].equal(expected.bfloat16()), name
+
+
+def _ranks(folder, size):
+    """Each rank's model of an engine folder, before its weights are converted."""
+    engine = EngineFolder.load(folder)
+    stage = StageRange.of(engine.config.num_hidden_layers, 0, 1)
+    for rank in range(size):
+        model = build_model(
+            engine.config,
+            stage,
+            ShardPosition(rank, size),
+            dtype=torch.float32,
+            device=models.CPU,
+        )
+        load_shard(model, engine.shard_of(rank))
+        yield model
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
+def test_kept_integers_are_to_the_bit_the_numbers_that_gguf_dequantizes(kind, tmp_path, built):
+    written = write_gguf(tmp_path / "model.gguf", kind)
+    folder = built(written.path, "--quantization", "gguf", "--tp-size", "2")
+    ranks = list(_ranks(folder, 2))
+    for number in range(LAYERS):
+        layers = [model.layers[str(number)] for model in ranks]
+        downs = [layer.mlp.down_proj for layer in layers]
+        found = torch.cat([dequantize(each.method.weight_of(each)) for each in downs], 1)
+        expected = written.tensors[f"model.layers.{number}.mlp.down_proj.weight"]
+        assert found.equal(expected)
+        qkv = [layer.attention.qkv_proj for layer in layers]
+        weights = [dequantize(each.method.weight_of(each)) for each in qkv]
+        sizes = HEADS * HEAD_DIM // 2, KV_HEADS * HEAD_DIM // 2, KV_HEADS * HEAD_DIM // 2
+        parts = zip(*(weight.split(sizes) for weight in weights), strict=True)
+        for name, part in zip("qkv", parts, strict=True):
+            expected = written.tensors[f"model.layers.{number}.self_attn.{name}_proj.weight"]
+            assert torch.cat(part).equal(expected), name
+
+
+def test_a_file_without_such_integers_or_no_file_is_refused(tmp_path, trimaran, llama):
+    written = write_gguf(tmp_path / "model.gguf", "Q5_0")
+    for checkpoint, words in (
+        (written.path, "no matrices of"),
+        (llama().folder, "keeps the integers of a GGUF file"),
+    ):
+        done = trimaran(
+            "build", "--checkpoint", checkpoint, "--output", tmp_path / "out",
+            "--quantization", "gguf",
+        )  # fmt: skip
+        assert done.code == 2 and words in done.err
 
 
 def _theirs(architecture, tensors, **changes):
@@ -167,6 +217,15 @@ def test_the_greedy_text_is_that_of_transformers(
         )
         expected = models.reference_greedy(theirs, prompts, 20)
         assert _ours(tmp_path / "engine").greedy(prompts, 20) == expected
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0"])
+def test_kept_integers_give_the_text_of_the_dequantized_model(kind, tmp_path, built):
+    written = write_gguf(tmp_path / "model.gguf", kind, "qwen3")
+    theirs = _theirs("qwen3", written.tensors, tie_word_embeddings=True)
+    prompts = models.prompts(20, vocab_size=VOCAB)
+    folder = built(written.path, "--dtype", "float32", "--quantization", "gguf")
+    assert _ours(folder).greedy(prompts, 12) == models.reference_greedy(theirs, prompts, 12)
 
 
 def test_two_ranks_and_two_steps_give_the_same_weights_and_tokenizer(trimaran, tmp_path, built):

@@ -1,4 +1,5 @@
-"""Tensors of GGUF files under Hugging Face's names, dequantized to float32 as they are read."""
+"""Tensors of GGUF files under Hugging Face's names: dequantized to float32 as they are read, or
+the integers, scales and minimums of their blocks."""
 
 from __future__ import annotations
 
@@ -18,6 +19,15 @@ _MAX_KEPT = 3
 
 _PERMUTED = {"self_attn.q_proj": "head_count", "self_attn.k_proj": "head_count_kv"}
 """Layers whose rows the converter of Llama's weights reorders, and the key of their heads."""
+
+
+INTEGERS, SCALES, MINIMUMS = ":integers", ":scales", ":minimums"
+"""Endings behind the name of a matrix of Q4_0, Q4_1 or Q8_0 that `gguf_reader` takes: uint8
+[E, D] of unsigned integers, float32 [E, D / 32] of scales, and of minimums (Q4_1)."""
+
+_BLOCK_INPUTS = 32
+_HALF_BYTES = 2
+_BYTE_HALF = 128
 
 
 def gguf_entries(path: Path) -> dict[str, TensorEntry]:
@@ -46,7 +56,11 @@ def gguf_reader(path: Path) -> Callable[[str], Tensor]:
         if name not in kept:
             while len(kept) >= _MAX_KEPT:
                 kept.popitem(last=False)
-            kept[name] = _dequantized(file, sources[name], name)
+            whole, colon, part = name.partition(":")
+            if colon:
+                kept[name] = _part_of_blocks(file, sources[whole], whole, colon + part)
+            else:
+                kept[name] = _dequantized(file, sources[name], name)
         return kept[name]
 
     return read
@@ -65,6 +79,32 @@ def _dequantized(file: GgufFile, source: str, name: str) -> Tensor:
             f"{file.path}: the tensor {source!r} cannot be dequantized: {error}. Download the "
             "file again."
         ) from None
+    return _in_order(file, name, tensor)
+
+
+def _part_of_blocks(file: GgufFile, source: str, name: str, part: str) -> Tensor:
+    """The integers, scales or minimums of a matrix; see `INTEGERS`."""
+    stored = file.tensors[source]
+    kind, rows = stored.tensor_type.name, int(stored.shape[1])
+    data = torch.from_numpy(stored.data.reshape(rows, -1).copy())
+    num_blocks = int(stored.shape[0]) // _BLOCK_INPUTS
+    blocks = data.view(rows, num_blocks, -1)
+    num_halves = 2 if kind == "Q4_1" else 1
+    if part != INTEGERS:
+        first = 0 if part == SCALES else _HALF_BYTES
+        halves = blocks[:, :, first : first + _HALF_BYTES].contiguous().view(torch.float16)
+        return _in_order(file, name, halves.view(rows, num_blocks).float())
+    values = blocks[:, :, num_halves * _HALF_BYTES :]
+    if kind == "Q8_0":
+        # A signed byte plus 128 differs in its highest bit.
+        integers = values ^ _BYTE_HALF
+    else:
+        integers = torch.cat((values & 15, values >> 4), 2)
+    return _in_order(file, name, integers.flatten(1))
+
+
+def _in_order(file: GgufFile, name: str, tensor: Tensor) -> Tensor:
+    """The rows of a tensor in Hugging Face's order."""
     layer = name.rpartition(".")[0]
     for ending, key in _PERMUTED.items():
         if file.architecture == "llama" and layer.endswith(ending):

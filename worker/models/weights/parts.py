@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
@@ -19,10 +19,12 @@ from trimaran.worker.models.quantized_layers import (
     scheme_of_key,
 )
 from trimaran.worker.models.weights.checkpoint import FP8_WORD, INTEGER_WORDS, StoredTensor
+from trimaran.worker.models.weights.gguf_tensors import INTEGERS, MINIMUMS, SCALES
 from trimaran.worker.quantization.fp8_linear import INPUT_SCALE, WEIGHT_SCALE, scale_prefix
 from trimaran.worker.quantization.integer_formats import (
     WEIGHT,
     WEIGHT_GROUP,
+    WEIGHT_MINIMUM,
     WEIGHT_ZERO,
     dequantized,
     from_floats,
@@ -193,6 +195,9 @@ def _integer_parts(
     """The parts of a weight of integers, and of its scales, zero points and order."""
     stored = found[key]
     layer = target.parameter.removesuffix(WEIGHT)
+    if scheme.layout is Layout.GGUF:
+        yield from _gguf_parts(stored, layer, target.shard, scheme)
+        return
     quantization = model.context.quantization
     if quantization is not None and quantization.quantizes_at_load:
         for name in (WEIGHT, WEIGHT_SCALE):
@@ -213,6 +218,26 @@ def _integer_parts(
     for name, source in ((WEIGHT, stored), *_others_of(found, key, scheme)):
         made = WeightTarget(layer + name, target.shard)
         yield Part(source, made, Conversion.UNPACKED, scheme=scheme)
+
+
+def _gguf_parts(
+    stored: StoredTensor, layer: str, shard: str, scheme: IntegerScheme
+) -> Iterator[Part]:
+    """The parts of a matrix whose integers and scales lie in blocks."""
+    assert scheme.group_size is not None, "a block is a group"
+    outputs, inner = stored.entry.shape
+    groups = outputs, inner // scheme.group_size
+    parts = [(WEIGHT, INTEGERS, "U8", (outputs, inner)), (WEIGHT_SCALE, SCALES, "F32", groups)]
+    if scheme.zeros is Zeros.MINIMUM:
+        parts.append((WEIGHT_MINIMUM, MINIMUMS, "F32", groups))
+    for name, ending, dtype, shape in parts:
+        entry = replace(stored.entry, dtype=dtype, shape=shape)
+        yield Part(
+            replace(stored, name=stored.name + ending, entry=entry),
+            WeightTarget(layer + name, shard),
+            Conversion.UNPACKED,
+            scheme=scheme,
+        )
 
 
 def _others_of(
