@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import struct
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +20,22 @@ from trimaran.server.models.token_job import ChunkResponse
 
 Value = bool | int | float | str | npt.NDArray[Any]
 
-Likeliest = list[tuple[int, float]]
-"""Ids with their log-probabilities, highest first."""
+_PAIR = np.dtype([("id", np.int32), ("log_prob", np.float32)])
+
+
+@dataclass(frozen=True, slots=True)
+class Likeliest:
+    """Ids with their log-probabilities, the likeliest first. A long answer has millions of
+    these, of which each takes the bytes of a `_PAIR`."""
+
+    pairs: bytes = b""
+
+    def __len__(self) -> int:
+        return len(self.pairs) // _PAIR.itemsize
+
+    def __iter__(self) -> Iterator[tuple[int, float]]:
+        return cast("Iterator[tuple[int, float]]", struct.iter_unpack("=if", self.pairs))
+
 
 _LOGITS = "generation_logits"
 _NUM_ROWS = 16
@@ -229,16 +244,15 @@ def likeliest(logits_TV: npt.NDArray[Any], count: int) -> list[Likeliest]:
     for start in range(0, len(logits_TV), _NUM_ROWS):
         rows = logits_TV[start : start + _NUM_ROWS].astype(np.float32, copy=False)
         highest = rows.max(axis=1, keepdims=True)
-        totals = highest[:, 0] + np.log(np.exp(rows - highest).sum(axis=1))
+        totals = highest + np.log(np.exp(rows - highest).sum(axis=1, keepdims=True))
         columns = np.argpartition(rows, -count, axis=1)[:, -count:]
-        for row, ids, total in zip(rows, columns, totals, strict=True):
-            ranked = sorted(((int(i), float(row[i] - total)) for i in ids), key=_by_log_prob)
-            found.append(ranked)
+        log_probs = np.take_along_axis(rows, columns, axis=1) - totals
+        order = np.argsort(-log_probs, axis=1, kind="stable")
+        pairs = np.empty(order.shape, _PAIR)
+        pairs["id"] = np.take_along_axis(columns, order, axis=1)
+        pairs["log_prob"] = np.take_along_axis(log_probs, order, axis=1)
+        found += [Likeliest(row.tobytes()) for row in pairs]
     return found
-
-
-def _by_log_prob(likely: tuple[int, float]) -> float:
-    return -likely[1]
 
 
 def _tensor(name: str, value: Value, count: int, *, is_batched: bool) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,24 +23,25 @@ class ScoredToken:
     log_prob: float
     top: Likeliest
 
+    @property
+    def alternatives(self) -> Iterator[tuple[int, float]]:
+        """The likeliest tokens with finite log-probabilities."""
+        return ((token_id, max(log_prob, _LEAST)) for token_id, log_prob in self.top)
+
 
 def scored(chunk: TextChunk, num_top: int) -> list[ScoredToken]:
     """The tokens of a chunk. Takes time in proportion to the vocabulary with ``num_top``."""
     count = min(len(chunk.token_ids), len(chunk.log_probs))
-    tops: list[Likeliest] = [[]] * count
+    tops = [Likeliest()] * count
     if num_top:
         rest = [] if chunk.logits is None else likeliest(chunk.logits, num_top)
         tops = [*chunk.tops, *rest, *tops][:count]
     return [
-        ScoredToken(token_id, max(log_prob, _LEAST), _finite(top))
+        ScoredToken(token_id, max(log_prob, _LEAST), top)
         for token_id, log_prob, top in zip(
             chunk.token_ids[:count], chunk.log_probs[:count], tops, strict=True
         )
     ]
-
-
-def _finite(top: Likeliest) -> Likeliest:
-    return [(token_id, max(log_prob, _LEAST)) for token_id, log_prob in top]
 
 
 def chat_content(tokenizer: Tokenizer, tokens: Sequence[ScoredToken]) -> list[dict[str, Any]]:
@@ -48,7 +49,7 @@ def chat_content(tokenizer: Tokenizer, tokens: Sequence[ScoredToken]) -> list[di
     return [
         {
             **_token(tokenizer, each.token_id, each.log_prob),
-            "top_logprobs": [_token(tokenizer, *likely) for likely in each.top],
+            "top_logprobs": [_token(tokenizer, *likely) for likely in each.alternatives],
         }
         for each in tokens
     ]
@@ -75,7 +76,7 @@ def completion_object(
         offsets.append(offset)
         offset += len(text)
     tops = [
-        {tokenizer.token_text(token_id): log_prob for token_id, log_prob in each.top}
+        {tokenizer.token_text(token_id): log_prob for token_id, log_prob in each.alternatives}
         for each in tokens
     ]
     return {

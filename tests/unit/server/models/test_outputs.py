@@ -11,7 +11,7 @@ from tests.unit.server.models.conftest import FACTS, ScriptedEngine
 from trimaran.comm.errors import RequestError
 from trimaran.comm.messages.sampling_params import SamplingParams
 from trimaran.server.direct.direct_text import DirectText
-from trimaran.server.models.text_request import TextRequest
+from trimaran.server.models.text_request import TextRequest, likeliest
 
 VOCAB = 6
 FIGURES = {
@@ -329,3 +329,15 @@ async def test_likeliest_ids_take_the_place_of_logits_that_would_be_kept(serve):
                 [599, 598]
             ] * 59
             assert chunk.logits.shape == (1, 600)
+
+
+def test_the_likeliest_ids_of_a_place_are_ranked_and_take_eight_bytes_each():
+    rng = np.random.default_rng(3)
+    logits = rng.normal(size=(40, 90)).astype(np.float32)
+    exact = logits - np.log(np.exp(logits.astype(np.float64)).sum(axis=1, keepdims=True))
+    for top, row in zip(likeliest(logits, 20), exact, strict=True):
+        ids = [token_id for token_id, _ in top]
+        assert ids == np.argsort(-row)[:20].tolist()
+        np.testing.assert_allclose([each for _, each in top], row[ids], rtol=1e-5, atol=1e-6)
+        assert len(top) == 20 and len(top.pairs) == 160
+    assert [len(top) for top in likeliest(logits[:2, :3], 20)] == [3, 3]
