@@ -464,10 +464,11 @@ class Scheduler:
                     continue
                 reason = self._look_at(sequence, token_id)
             emitted.append((sequence, token_id, reason))
-        self._guided.ask()
         self.deferred_frees.step_done(step.decision.step)
         if self.draft_rows is not None:
             self.draft_rows.done(step)
+        # Masks of draft ids are asked for too, with all that drafters learn from the step.
+        self._guided.ask()
         return emitted
 
     def _look_at(self, sequence: Sequence, token_id: int) -> FinishReason:

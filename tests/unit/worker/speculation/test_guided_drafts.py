@@ -7,10 +7,14 @@ import random
 
 import pytest
 
-from tests.unit.worker.guided_engine import END, GUIDES, ids, make_engine, submit
+from tests.unit.worker.guided_engine import END, GUIDES, ROOT, ids, make_engine, submit
 from trimaran.worker.config.speculation_config import SpeculationConfig
 
 NGRAM = SpeculationConfig(drafter="ngram", max_draft_tokens=6, is_adaptive=False)
+HEADS = SpeculationConfig(
+    drafter="eagle", draft_dir=str(ROOT / "examples" / "draft_heads" / "eagle"),
+    max_draft_tokens=4, is_adaptive=False,
+)  # fmt: skip
 LONG = "((red|green|blue) [0-9]{2}, ){6}"
 MORE = {
     **GUIDES,
@@ -33,8 +37,8 @@ def serve():
     """A function that makes a driver for one test, with these changes."""
     drivers = []
 
-    def make(**changes):
-        drivers.append(make_engine(speculation=NGRAM, **changes))
+    def make(speculation=NGRAM, **changes):
+        drivers.append(make_engine(speculation=speculation, **changes))
         return drivers[-1]
 
     yield make
@@ -113,6 +117,18 @@ def test_drafts_change_no_guided_output(serve, way):
             counts.num_accepted - before[1],
         )
         assert 0 < num_accepted < num_tokens
+
+
+@pytest.mark.matrix(keep=1)
+@pytest.mark.parametrize("way", [*WAYS][::-1])
+def test_drafts_of_a_network_change_no_guided_output(serve, way):
+    driver = serve(HEADS, **WAYS[way])
+    counts = driver.engine.scheduler.draft_counts
+    kinds = [*MORE] * 2
+    expected = run(driver, kinds, [{"max_draft_tokens": 0}] * len(kinds))
+
+    check(run(driver, kinds, [{}] * len(kinds)), expected)
+    assert 0 < counts.num_accepted < counts.num_tokens
 
 
 def test_drafts_that_a_guide_forbids_have_no_rows(serve):
