@@ -30,6 +30,8 @@ WEIGH_S = 0.2
 WEIGHED_MB = 100.0
 """From this growth of the resident memory on, shared pages are told from others, which takes
 the kernel longer."""
+_FIRST_STREAM_S = 180.0
+"""For a stream on a host that is busy with other work."""
 TOLD_GAP_S = 0.25
 """Shorter gaps are no events."""
 PROMPT = {"text_input": "It was a dark and", "max_tokens": 700, "end_id": -1}
@@ -213,9 +215,9 @@ class Watching:
 
     def __enter__(self) -> Watching:
         self._thread.start()
-        if not self._is_ready.wait(60):
+        if not self._is_ready.wait(_FIRST_STREAM_S):
             self.__exit__()
-            raise RuntimeError("no stream came to its end within 60 s")
+            raise RuntimeError(f"no stream came to its end within {_FIRST_STREAM_S:g} s")
         return self
 
     def __exit__(self, *_: object) -> None:
