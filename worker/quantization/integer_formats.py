@@ -101,7 +101,6 @@ def _split_words(words: Tensor, bits: int, order: tuple[int, ...] | None = None)
     return torch.stack(parts, -1).flatten(-2)
 
 
-def from_floats(scheme: IntegerScheme, name: str, weight_ED: Tensor) -> Tensor:
-    """A float weight as the parameter ``name`` takes it."""
-    integers, scales = quantize_weight(weight_ED, scheme.bits, scheme.group_size)
-    return integers if name == WEIGHT else scales
+def from_floats(scheme: IntegerScheme, weight_ED: Tensor) -> tuple[Tensor, Tensor]:
+    """The integers and scales of a float weight, as the parameters take them."""
+    return quantize_weight(weight_ED, scheme.bits, scheme.group_size)

@@ -189,8 +189,8 @@ def find_tensors(model: CausalLM, files: Sequence[Path]) -> dict[str, StoredTens
 
     The scales of a quantized weight ``x.weight`` are ``x.weight_scale`` and ``x.input_scale``,
     zero points ``x.weight_zero``, and the groups of inputs ``x.weight_group``.
-    Reads no tensor except a tied head that is stored beside its embedding. The result is the
-    same for every rank's model.
+    Reads no tensor except a tied head that is stored beside its embedding, and biases that the
+    model lacks. The result is the same for every rank's model.
 
     Raises:
         ConfigError: tensors are missing or unexpected (the error names all), are in two files,
@@ -207,7 +207,11 @@ def find_tensors(model: CausalLM, files: Sequence[Path]) -> dict[str, StoredTens
             if key not in wanted and weight not in wanted:
                 if _is_tied_head(model, key):
                     tied_head = StoredTensor(path, name, entry)
-                elif not (_is_buffer(key, entry) or _carries_no_weight(model, weight)):
+                elif not (
+                    _is_buffer(key, entry)
+                    or _carries_no_weight(model, weight)
+                    or _is_bias_of_zeros(model, key, StoredTensor(path, name, entry))
+                ):
                     unexpected.append(name)
                 continue
             if key in found:
@@ -262,6 +266,16 @@ def _carries_no_weight(model: CausalLM, key: str) -> bool:
     is_quantized = model.context.quantization or model.config.kv_cache_quant_algo
     is_scale = bool(is_quantized) and key.endswith(_UNUSED_SCALES)
     return is_elsewhere or is_scale or key.endswith(model.ignored_weights)
+
+
+def _is_bias_of_zeros(model: CausalLM, key: str, stored: StoredTensor) -> bool:
+    """Whether a tensor is a bias that changes nothing, as AutoGPTQ stored for each layer."""
+    layer, _, ending = key.rpartition(".")
+    is_known = f"{layer}.weight" in model.checkpoint_weights()
+    if model.context.quantization is None or ending != "bias" or not is_known:
+        return False
+    with mapped_file(stored.path) as tensor_of:
+        return not bool(tensor_of(stored.name).any())
 
 
 def _embedding_of(wanted: Mapping[str, Sequence[WeightTarget]]) -> str:

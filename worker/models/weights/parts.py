@@ -45,6 +45,10 @@ class Conversion(Enum):
     DEQUANTIZED_INTEGERS = "the floats of integers"
 
 
+QuantizedFloats = dict[IntegerScheme | tuple[int, int] | None, tuple[Tensor, Tensor]]
+"""Values and scales of one tensor of floats, by their scheme or by blocks of FP8."""
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """A whole tensor of the checkpoint that fills a parameter, or a part of it."""
@@ -65,21 +69,29 @@ class Part:
     """Names and tensors that belong to integers that are dequantized."""
 
     def whole(
-        self, tensor: Tensor, read: Callable[[StoredTensor], Tensor], dtype: torch.dtype
+        self,
+        tensor: Tensor,
+        read: Callable[[StoredTensor], Tensor],
+        dtype: torch.dtype,
+        quantized: QuantizedFloats | None = None,
     ) -> Tensor:
         """What is cut for ranks: ``tensor``, as stored, or converted.
 
-        ``read`` gives the scales, and ``dtype`` is that of the parameter.
+        ``read`` gives the scales, and ``dtype`` is that of the parameter. ``quantized`` holds
+        what was made of this tensor for other parts.
         """
+        quantized = {} if quantized is None else quantized
         if self.conversion is Conversion.NONE:
             return tensor
         if self.scheme is not None:
-            return self._of_integers(self.scheme, tensor, read, dtype)
+            return self._of_integers(self.scheme, tensor, read, dtype, quantized)
         if self.conversion is Conversion.DEQUANTIZED:
             assert self.scales is not None
             return dequantize_weight(tensor, read(self.scales), self.block, dtype)
-        weight = tensor.t() if self.target.is_transposed else tensor
-        values, scales = quantize_weight(weight, self.block)
+        if self.block not in quantized:
+            weight = tensor.t() if self.target.is_transposed else tensor
+            quantized[self.block] = quantize_weight(weight, self.block)
+        values, scales = quantized[self.block]
         made = values if self.conversion is Conversion.VALUES else scales
         return made.t() if self.target.is_transposed and made.dim() > 1 else made
 
@@ -89,6 +101,7 @@ class Part:
         tensor: Tensor,
         read: Callable[[StoredTensor], Tensor],
         dtype: torch.dtype,
+        quantized: QuantizedFloats,
     ) -> Tensor:
         name = self.target.parameter.rpartition(".")[2]
         if self.conversion is Conversion.UNPACKED:
@@ -96,8 +109,11 @@ class Part:
         if self.conversion is Conversion.DEQUANTIZED_INTEGERS:
             tensors = {other: read(stored) for other, stored in self.others}
             return dequantized(scheme, {WEIGHT: tensor, **tensors}, dtype)
-        weight = tensor.t() if self.target.is_transposed else tensor
-        made = from_floats(scheme, name, weight)
+        if scheme not in quantized:
+            weight = tensor.t() if self.target.is_transposed else tensor
+            quantized[scheme] = from_floats(scheme, weight)
+        integers, scales = quantized[scheme]
+        made = integers if name == WEIGHT else scales
         return made.t() if self.target.is_transposed else made
 
 

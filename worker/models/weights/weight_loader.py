@@ -27,7 +27,12 @@ from trimaran.worker.models.weights.checkpoint import (
     mapped_file,
     refuse_differences,
 )
-from trimaran.worker.models.weights.parts import Conversion, Part, parts_of
+from trimaran.worker.models.weights.parts import (
+    Conversion,
+    Part,
+    QuantizedFloats,
+    parts_of,
+)
 from trimaran.worker.models.weights.tensor_reader import TensorReader
 from trimaran.worker.models.weights.verification import BackgroundVerification, ShardVerifier
 from trimaran.worker.quantization.fp8_linear import INPUT_SCALE, WEIGHT_SCALE
@@ -66,12 +71,13 @@ def load_checkpoint(model: CausalLM, files: Sequence[Path]) -> None:
     with _Files(model.device) as reader, CheckpointTensors() as scales:
         for path, names in wanted.items():
             for name, tensor in reader.tensors(path, list(names)):
+                quantized: QuantizedFloats = {}
                 for part in names[name]:
                     parameter = parameters[part.target.parameter]
                     refuse_overflow(tensor, parameter.dtype, part.stored)
                     whole = part.whole(
                         tensor, lambda stored: scales.read(stored).to(model.device),
-                        parameter.dtype,
+                        parameter.dtype, quantized,
                     )  # fmt: skip
                     load_weight(model, parameter, part.target, whole, part.stored)
 

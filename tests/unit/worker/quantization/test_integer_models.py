@@ -104,6 +104,25 @@ def test_logits_are_those_of_transformers_on_the_dequantized_weights(form, ops, 
         assert (logits - expected).abs().max() < 1e-4 * expected.std()
 
 
+@pytest.mark.parametrize("value", [0.0, 0.5])
+def test_biases_that_the_model_lacks_may_be_zero(value, tmp_path):
+    config = models.llama_config(hidden_size=72, intermediate_size=104, head_dim=12)
+    folder = integer_checkpoints.make(tmp_path, FORMS["gptq-desc-act"], config)
+    (path,) = EngineFolder.load(folder).weight_files
+    tensors = load_file(path)
+    # As AutoGPTQ stored a bias for each layer.
+    for number in range(config.num_hidden_layers):
+        bias = torch.zeros(104, dtype=torch.float16)
+        bias[7] = value
+        tensors[f"model.layers.{number}.mlp.up_proj.bias"] = bias
+    save_file(tensors, path)
+    if value:
+        with pytest.raises(ConfigError, match=r"3 unexpected .*up_proj\.bias"):
+            loaded(folder)
+    else:
+        assert loaded(folder).layers["0"].mlp.gate_up_proj.bias is None
+
+
 @torch.inference_mode()
 @pytest.mark.parametrize("name", ["gptq-desc-act", "packed", "plain-bytes"])
 def test_a_token_does_not_depend_on_other_tokens_of_its_step(name, tmp_path):
