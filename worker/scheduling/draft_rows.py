@@ -218,7 +218,7 @@ class DraftRows:
         counts = [len(ids) for _, ids in own]
         if self._config.is_adaptive:
             rates = [sequence.drafts.rate.value for sequence, _ in own]
-            counts = self._controller.choose(plan.num_decodes, rates, counts)
+            counts = self._controller.choose(plan.num_decodes, rates, counts, room)
             if self._controller.is_measuring:
                 self._rest = _MEASURED
             else:

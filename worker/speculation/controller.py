@@ -134,10 +134,13 @@ class DraftController:
         if not is_first:
             (self._drafted if is_drafted else self._plain).record(num_rows, seconds)
 
-    def choose(self, num_decodes: int, rates: List[float], most: List[int]) -> list[int]:
+    def choose(
+        self, num_decodes: int, rates: List[float], most: List[int], room: int
+    ) -> list[int]:
         """The number of draft rows of each candidate, beside ``num_decodes`` decode rows.
 
-        Candidate i accepts with rate ``rates[i]`` and has ``most[i]`` draft tokens.
+        Candidate i accepts with rate ``rates[i]`` and has ``most[i]`` draft tokens. The
+        candidates together get ``room`` rows at most.
         """
         self.is_measuring = self._is_to_measure(num_decodes)
         if self.is_measuring or not rates:
@@ -146,8 +149,8 @@ class DraftController:
         is_draft = places <= np.array(most)
         gains = (np.array(rates) ** places)[is_draft]
         numbers = np.broadcast_to(np.arange(len(rates)), is_draft.shape)[is_draft]
-        order = np.argsort(-gains, kind="stable")
-        num_rows = num_decodes + np.arange(len(gains) + 1)
+        order = np.argsort(-gains, kind="stable")[:room]
+        num_rows = num_decodes + np.arange(len(order) + 1)
         tokens = np.concatenate(([num_decodes], num_decodes + np.cumsum(gains[order])))
         speeds = tokens / self._seconds(num_rows)
         best = int(np.argmax(speeds))
