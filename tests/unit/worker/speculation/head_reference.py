@@ -146,6 +146,45 @@ class EagleReference:
         return F.rms_norm(x, x.shape[-1:], self._weight(name), eps)
 
 
+def first_eagle(folder):
+    """Turn an EAGLE-3 head's folder into one of EAGLE-1: no norms at the layer's inputs, no
+    vocabulary and no head of its own, and half of the attention's inputs."""
+    tensors = load_file(folder / "model.safetensors")
+    gone = ("hidden_norm", "input_layernorm", "lm_head", "d2t", "t2d")
+    kept = {
+        name.replace("midlayer", "layers.0"): tensor
+        for name, tensor in tensors.items()
+        if name != "norm.weight" and not any(part in name for part in gone)
+    }
+    width = kept["fc.weight"].shape[0]
+    kept["fc.weight"] = kept["fc.weight"][:, : 2 * width].contiguous()
+    for name in "qkv":
+        key = f"layers.0.self_attn.{name}_proj.weight"
+        kept[key] = kept[key][:, :width].contiguous()
+    values = json.loads((folder / "config.json").read_text())
+    del values["draft_vocab_size"]
+    save(folder, kept, "model.safetensors", values)
+
+
+class FirstEagleReference(EagleReference):
+    """An EAGLE-1 head, which drafts from the target's last states with the target's head."""
+
+    def draft(self, ids, states, last, count):
+        """``count`` ids; see `EagleReference.draft`."""
+        known, chain, drafts = list(ids[1:]), last, []
+        while len(drafts) < count:
+            embedding = self.target.get_input_embeddings()(torch.tensor(known))
+            x = self._times(torch.cat((embedding, chain), -1), "fc")
+            x = x + self._attention(x)
+            normed = self._norm(x, "post_attention_layernorm")
+            gate, up = (self._times(normed, f"mlp.{name}_proj") for name in ("gate", "up"))
+            x = x + self._times(F.silu(gate) * up, "mlp.down_proj")
+            drafts.append(int(self.target.lm_head(x[-1]).argmax()))
+            known.append(drafts[-1])
+            chain = torch.cat((chain, x[-1:]))
+        return drafts
+
+
 class MedusaReference:
     """Medusa heads: the likeliest token of each, from the target's last state."""
 

@@ -17,7 +17,9 @@ from tests.driver import Driver
 from tests.unit.worker.conftest import VOCAB
 from tests.unit.worker.speculation.head_reference import (
     EagleReference,
+    FirstEagleReference,
     MedusaReference,
+    first_eagle,
     generate,
     random_eagle,
     random_medusa,
@@ -168,6 +170,27 @@ def test_an_eagle_head_drafts_as_the_plain_loop_does(
     assert outputs == [ids for ids, _ in told]
     assert counts.num_drafts == sum(each.drafts for _, each in told)
     assert counts.num_accepted == sum(each.accepted for _, each in told)
+
+
+def test_a_head_of_the_first_eagle_drafts_as_the_plain_loop_does(
+    target, target_folder, tmp_path
+):
+    folder = random_eagle(tmp_path / "head", target.config, draft_vocab=VOCAB, scale=0.2)
+    first_eagle(folder)
+    prompts = [[place % VOCAB for place in range(n, 3 * n + 9, 2)] for n in range(1, 7)]
+    head = FirstEagleReference(folder, target, ())
+    told = [generate(target, head, prompt, 30, COUNT) for prompt in prompts]
+
+    driver = make_engine(
+        target_folder, drafts_by("eagle", {"eagle": folder}), max_num_batched_tokens=16
+    )
+    outputs, counts = count_with(driver, prompts, 30)
+
+    assert outputs == [ids for ids, _ in told]
+    assert (counts.num_drafts, counts.num_accepted) == (
+        sum(each.drafts for _, each in told),
+        sum(each.accepted for _, each in told),
+    )
 
 
 def test_the_shipped_head_drafts_as_the_plain_loop_does():
