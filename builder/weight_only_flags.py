@@ -78,10 +78,11 @@ def check_calibrated(args: argparse.Namespace, source: EngineFolder) -> None:
     quantization = source.config.quantization
     if quantization is None or quantization.method != method:
         raise ConfigError(
-            f"--weight_only_precision {precision}: such weights are fitted to texts by another "
-            f"tool, and {source.path} does not hold them. Name the folder in the format "
+            f"--weight_only_precision {precision}: such weights are fitted to texts "
+            f"before, and {source.path} does not hold them. Name the folder in the format "
             f"{method} as --checkpoint, or --weight_only_precision "
-            f"{precision.partition('_')[0]}."
+            f"{precision.partition('_')[0]}; or fit weights with `trimaran quantize --calib "
+            "FILE`, and build that folder without the flag."
         )
 
 
