@@ -238,7 +238,7 @@ class ModelControl:
                 self._note_failure(each, error)
                 if name in opened:
                     going.append(opened[name])
-        # After the models are known: every end of a group writes the remembered state again.
+        # After the models are known: every end of a group writes the saved state again.
         ends = [self._preparation.end(gone.engines) for gone in going]
         self._set.await_steps(c for c in candidates if c.source.role in COMPOSED)
         singles = [c for c in candidates if c.source.role not in COMPOSED]

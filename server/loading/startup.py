@@ -118,11 +118,11 @@ class ModelStartup:
 
     # ---- models of the predecessor ------------------------------------------------------
 
-    def _read_saved_state(self, remembered: SavedState) -> None:
+    def _read_saved_state(self, saved: SavedState) -> None:
         python = PythonModels.parse(self._config.python_models)
-        self._groups.generations.update(remembered.generations)
-        self._states += remembered.states
-        for model in remembered.models:
+        self._groups.generations.update(saved.generations)
+        self._states += saved.states
+        for model in saved.models:
             try:
                 read = read_again(model, python)
             # A failure of one model must not stop the other models.
@@ -136,7 +136,7 @@ class ModelStartup:
             if model.groups:
                 opened = self._groups.adopt(read.source, model.generation, model.groups)
                 self._opened[model.name] = opened
-        for each in remembered.leaving:
+        for each in saved.leaving:
             self._leave(each.model, each.version, each.generation, each.groups)
 
     def _leave(self, model: str, version: str, generation: int, groups: Sequence[str]) -> None:

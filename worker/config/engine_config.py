@@ -185,7 +185,7 @@ class CacheConfig:
     """Host memory of a rank for evicted blocks; without reuse, of preempted sequences."""
 
     dtype: str = "auto"
-    """Of keys and values: ``auto`` or another name of `kv_cache_dtype.KV_CACHE_DTYPES`."""
+    """The dtype of keys and values: ``auto`` or a name of `kv_cache_dtype.KV_CACHE_DTYPES`."""
 
     def __post_init__(self) -> None:
         if any(window < 1 for window in self.attention_windows):

@@ -35,7 +35,7 @@ for each row and token, ``fp8_block`` for 128x128 blocks and groups of 128 input
 each row, ``int4`` for groups of 128 inputs or as many as its ending says."""
 
 _HEAD_BITS = 8
-"""Of the head beside integer weights: a large part of the bytes of a small model."""
+"""Bits of the head beside integer weights: the head is a large part of a small model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
