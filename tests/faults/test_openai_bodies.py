@@ -19,7 +19,7 @@ from served import DEMO_MODEL, Served, init_repo, run_trimaran
 
 from trimaran.bench.serving.free_ports import free_ports
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(400)
 
 MAX_GAP_S = 1.0
 MAX_GROWTH_MB = 200.0
@@ -71,7 +71,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenServed]:
 def post(server: OpenServed, path: str, body: Any) -> tuple[int, str]:
     """Status and the first 4,000 characters of the answer, all of which is read."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    connection = http.client.HTTPConnection("127.0.0.1", server.openai_port, timeout=120)
+    connection = http.client.HTTPConnection("127.0.0.1", server.openai_port, timeout=300)
     with contextlib.closing(connection):
         connection.request("POST", path, data, {"Content-Type": "application/json"})
         reply = connection.getresponse()
