@@ -193,7 +193,10 @@ def test_a_head_of_the_first_eagle_drafts_as_the_plain_loop_does(
     )
 
 
-def test_the_shipped_head_drafts_as_the_plain_loop_does():
+@pytest.mark.parametrize(
+    "changes", [{}, {"max_num_batched_tokens": 5, "max_num_seqs": 3}, {"tokens_per_block": 4}]
+)
+def test_the_shipped_head_drafts_as_the_plain_loop_does(changes):
     base = EXAMPLES / "demo_models" / "base"
     folder = EXAMPLES / "draft_heads" / "eagle"
     target = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
@@ -203,7 +206,7 @@ def test_the_shipped_head_drafts_as_the_plain_loop_does():
     head = EagleReference(folder, target, (2, 4, 5))
     told = [generate(target, head, prompt, 60, COUNT) for prompt in prompts]
 
-    driver = make_engine(base, drafts_by("eagle", {"eagle": folder}))
+    driver = make_engine(base, drafts_by("eagle", {"eagle": folder}), **changes)
     outputs, counts = count_with(driver, prompts, 60)
 
     assert outputs == [ids for ids, _ in told]
