@@ -16,6 +16,8 @@ from trimaran.kernels.quantized import (
     BlockMap,
     Fp8Experts,
     Fp8Inputs,
+    Fp8Product,
+    Fp8Rows,
     Fp8Weight,
 )
 from trimaran.kernels.reference import silu_and_mul, sum_experts
@@ -70,16 +72,17 @@ def quantize_groups(x_TD: Tensor, blocks: BlockMap, inputs: Fp8Inputs) -> tuple[
     return to_fp8(x_TD, spread_TD), scales_TG
 
 
-class ReferenceProduct:
+class ReferenceProduct(Fp8Product):
     """`Fp8Product` in torch, on any device."""
 
     def __init__(self, weight: Fp8Weight, inputs: Fp8Inputs) -> None:
         self._weight = weight
         self._inputs = inputs
 
-    def __call__(self, x_TD: Tensor, bias_E: Tensor | None = None) -> Tensor:
+    def __call__(self, x_TD: Tensor | Fp8Rows, bias_E: Tensor | None = None) -> Tensor:
         """See `Fp8Product`."""
         weight = self._weight
+        assert isinstance(x_TD, Tensor), "this product makes no quantized rows"
         if weight.blocks is None:
             values_TD, scales_T1 = quantize_tokens(x_TD, self._inputs)
             total_TE = values_TD.float() @ weight.values.float().T

@@ -78,7 +78,8 @@ class TritonOps(TorchOps):
         names.update(dict.fromkeys(_TRITON, "triton"))
         names.update(dict.fromkeys(_PRODUCTS, self._products.backend))
         names["expert_mlp"] = self._experts.backend
-        names["fp8_product"] = "triton" if self.is_deterministic else "triton, torch"
+        others = ("cuda, " if "cuda" in self._products.backend else "") + "triton, torch"
+        names["fp8_product"] = "triton" if self.is_deterministic else others
         names["integer_product"] = "triton"
         attention = {self._decodes.backend, self._prompts.backend, "triton"}
         names["paged_attention"] = ", ".join(sorted(attention))

@@ -79,6 +79,22 @@ class Fp8Weight(NamedTuple):
     blocks do."""
 
 
+class Fp8Rows(NamedTuple):
+    """Inputs of a product that are quantized already, with a scale a token.
+
+    Shapes: T tokens, D inner width.
+    """
+
+    values: Tensor
+    """float8_e4m3fn [T, D], contiguous."""
+
+    scales: Tensor
+    """float32 [T], also if the scale is static."""
+
+    dtype: torch.dtype
+    """That of the product's result."""
+
+
 class Fp8Experts(NamedTuple):
     """A matrix of each of a rank's experts in FP8; all have one shape.
 
@@ -105,11 +121,32 @@ class Fp8Experts(NamedTuple):
 
 
 class Fp8Product(Protocol):
-    """A product by one weight, whose storage suits the device."""
+    """A product by one weight, whose storage suits the device.
 
-    def __call__(self, x_TD: Tensor, bias_E: Tensor | None = None) -> Tensor:
+    The methods that return None have no kernel there: the caller runs the operators one by
+    one, with the same result.
+    """
+
+    def __call__(self, x_TD: Tensor | Fp8Rows, bias_E: Tensor | None = None) -> Tensor:
         """``x @ weight.T + bias`` [T, E] in the dtype of ``x``, rounded once.
 
-        Inputs are quantized, products are added up in float32.
+        Inputs are quantized, products are added up in float32. `Fp8Rows` are those that this
+        product made.
         """
         ...
+
+    def gated(self, x_TD: Tensor | Fp8Rows) -> Tensor | None:
+        """``silu(x @ gate.T) * (x @ up.T)`` [T, E / 2] for a weight of gate rows above up
+        rows."""
+        return None
+
+    def normalise(
+        self, x: Tensor, residual_TD: Tensor | None, weight_D: Tensor, eps: float
+    ) -> Fp8Rows | None:
+        """The inputs that `Ops.rms_norm`, or with ``residual`` `Ops.add_rms_norm`, would
+        make."""
+        return None
+
+    def activate(self, gate_up_TE: Tensor, name: str) -> Fp8Rows | None:
+        """The inputs that the gated activation ``name`` of ``gate_up`` would make."""
+        return None

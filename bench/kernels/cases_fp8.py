@@ -14,7 +14,7 @@ from trimaran.bench.limits.roofline import ModelShape
 from trimaran.kernels.dispatch import select_ops
 from trimaran.kernels.fp8_products import (
     FIXED_TILE,
-    TritonFp8Product,
+    GpuFp8Product,
     can_use_library,
     multiply_by_library,
     stream_tile,
@@ -31,7 +31,7 @@ from trimaran.kernels.triton.fp8_gemm import (
 # Shapes: T rows (tokens), D inner width, E outputs.
 
 _BLOCK = 128
-_Set = tuple[Tensor, Inputs, TritonFp8Product, Fp8Weight]
+_Set = tuple[Tensor, Inputs, GpuFp8Product, Fp8Weight]
 _Experts = tuple[Tensor, Tensor, Tensor, Fp8Experts, Fp8Experts]
 
 _OTHER_TILES = (
@@ -125,7 +125,7 @@ def _cases(
     def make() -> _Set:
         x = torch.randn((rows, inner), device=device, dtype=dtype)
         weight = _weight(outputs, inner, is_block, device)
-        product = TritonFp8Product(weight, Fp8Inputs(), is_fixed=False)
+        product = GpuFp8Product(weight, Fp8Inputs(), is_fixed=False)
         return x, product.quantize(x), product, weight
 
     num_bytes = inner * outputs + rows * (inner + outputs * dtype.itemsize)
@@ -146,6 +146,8 @@ def _cases(
 
     yield case("served", lambda each: each[2](each[0]), peer=_floats(size, device, dtype))
     yield case("quantize", lambda each: each[2].quantize(each[0]))
+    if name == "gate_up" and sets[0][2].gated(sets[0][0]) is not None:
+        yield case("with SwiGLU", lambda each: each[2].gated(each[0]))
     for kernel, run in _kernels(size, sets[0][3], dtype).items():
         yield case(kernel, run)
 

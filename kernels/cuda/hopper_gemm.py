@@ -34,6 +34,8 @@ class _Arguments(ctypes.Structure):
         ("slice_w", ctypes.c_int),
         ("most_early", ctypes.c_int),
         ("hint_w", ctypes.c_uint64),
+        ("scales_x", ctypes.c_void_p),
+        ("scales_w", ctypes.c_void_p),
     )
 
 
@@ -53,12 +55,14 @@ class HopperGemm:
         kind: Kind = "plain",
         *,
         overlaps: bool = True,
+        is_fp8: bool = False,
     ) -> None:
         shape.check(kind)
         self.shape = shape
         self._kind = kind
+        self._dtype = dtype
         cluster = shape.cluster(kind)
-        self._kernel = CudaModule(compile_gemm(shape, dtype, kind)).kernel(
+        self._kernel = CudaModule(compile_gemm(shape, dtype, kind, is_fp8)).kernel(
             "gemm",
             device,
             num_threads=128 * (shape.warpgroups + 1),
@@ -73,6 +77,27 @@ class HopperGemm:
 
     def __call__(self, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
         """[T, E]; [T, E / 2] of ``silu(gate) * up``; or float32 [split, T, E] to add up."""
+        return self._multiply(x_TD, weight_ED, x_TD.dtype)
+
+    def multiply_fp8(
+        self, x_TD: Tensor, scales_T: Tensor, weight_ED: Tensor, scales_E: Tensor
+    ) -> Tensor:
+        """The same of e4m3 values that are multiplied by float32 scales of rows, in the dtype
+        of the kernel.
+
+        D is a multiple of 16. Sums are added to float32 after each 128 values. For a kernel
+        that was made with ``is_fp8``.
+        """
+        pairs = x_TD.view(torch.bfloat16), weight_ED.view(torch.bfloat16)
+        return self._multiply(*pairs, self._dtype, (scales_T, scales_E))
+
+    def _multiply(
+        self,
+        x_TD: Tensor,
+        weight_ED: Tensor,
+        dtype: torch.dtype,
+        scales: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
         shape = self.shape
         num_rows, inner = x_TD.shape
         inner_steps = -(-inner // INNER_STEP)
@@ -89,7 +114,7 @@ class HopperGemm:
         if self._kind == "parts":
             out = x_TD.new_empty((shape.split, num_rows, pitch), dtype=torch.float32)
         else:
-            out = x_TD.new_empty((num_rows, pitch))
+            out = x_TD.new_empty((num_rows, pitch), dtype=dtype)
         # The tiles that blocks share: `sharing` times as wide, or as high.
         wide, high = (1, shape.sharing) if shape.shares_weights else (shape.sharing, 1)
         row_groups = -(-num_rows // (shape.rows * high))
@@ -104,6 +129,7 @@ class HopperGemm:
             out.data_ptr(), num_rows, num_columns, pitch, inner_steps, row_groups,
             groups, shape.split, shape.sharing, slice_rows, slice_columns, shape.early_tiles,
             _READ_ONCE if row_groups == 1 else _READ_AGAIN,
+            *(each.data_ptr() for each in scales or ()),
         )  # fmt: skip
         maps: tuple[TensorMap, TensorMap] = (
             _tiles(x_TD, slice_rows),
@@ -122,7 +148,9 @@ def can_multiply(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 @functools.lru_cache(maxsize=256)
-def compile_gemm(shape: GemmShape, dtype: torch.dtype, kind: Kind) -> bytes:
+def compile_gemm(
+    shape: GemmShape, dtype: torch.dtype, kind: Kind, is_fp8: bool = False
+) -> bytes:
     """The kernel for this shape; a split's number and ``most_early`` are launch arguments."""
     defines = [
         f"GEMM_MI={shape.rows // 64 // shape.warpgroups}",
@@ -137,6 +165,8 @@ def compile_gemm(shape: GemmShape, dtype: torch.dtype, kind: Kind) -> bytes:
         defines.append("GEMM_GATED")
     if dtype == torch.float16:
         defines.append("GEMM_FLOAT16")
+    if is_fp8:
+        defines.append("GEMM_FP8")
     return load_cubin("gemm", "sm_90a", tuple(defines))
 
 

@@ -21,12 +21,12 @@ _VECTOR_TILE = 2048
 60; few vectors take equally long.
 """
 
-_CODES = {"silu": 0, "gelu_new": 1, "gelu_pytorch_tanh": 1, "gelu": 2, "relu": 3}
+CODES = {"silu": 0, "gelu_new": 1, "gelu_pytorch_tanh": 1, "gelu": 2, "relu": 3}
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _activate(x, CODE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """An activation of float32 values, by its number in ``_CODES``."""
+def activate(x, CODE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """An activation of float32 values, by its number in ``CODES``."""
     if CODE == 0:
         return x / (1.0 + tl.exp(-x))
     elif CODE == 1:
@@ -53,7 +53,7 @@ def _gated_kernel(  # type: ignore[no-untyped-def]
         gdc_wait()
     gate = tl.load(source, mask=is_dim, other=0.0).to(tl.float32)
     up = tl.load(source + width, mask=is_dim, other=0.0).to(tl.float32)
-    value = _activate(gate, CODE) * up
+    value = activate(gate, CODE) * up
     tl.store(output + row * width + dims, value.to(output.dtype.element_ty), mask=is_dim)
 
 
@@ -69,7 +69,7 @@ def _activation_kernel(  # type: ignore[no-untyped-def]
         gdc_launch_dependents()
         gdc_wait()
     value = tl.load(x + row * row_stride + dims, mask=is_dim, other=0.0).to(tl.float32)
-    value = _activate(value, CODE)
+    value = activate(value, CODE)
     tl.store(output + row * width + dims, value.to(output.dtype.element_ty), mask=is_dim)
 
 
@@ -104,7 +104,7 @@ def gated_activation(gate_up_TE: Tensor, name: str) -> Tensor:
     rows, width = gate_up_TE.shape[0], gate_up_TE.shape[1] // 2
     output = torch.empty((rows, width), dtype=gate_up_TE.dtype, device=gate_up_TE.device)
     args = (gate_up_TE, output, gate_up_TE.stride(0), width)
-    _gated((rows, num_tiles(width, _TILE)), args, (_TILE, _CODES[name]))
+    _gated((rows, num_tiles(width, _TILE)), args, (_TILE, CODES[name]))
     return output
 
 
@@ -118,7 +118,7 @@ def activation(x_TD: Tensor, name: str) -> Tensor:
     rows, width = x_TD.shape
     output = torch.empty((rows, width), dtype=x_TD.dtype, device=x_TD.device)
     args = (x_TD, output, x_TD.stride(0), width)
-    _activation((rows, num_tiles(width, _TILE)), args, (_TILE, _CODES[name]))
+    _activation((rows, num_tiles(width, _TILE)), args, (_TILE, CODES[name]))
     return output
 
 

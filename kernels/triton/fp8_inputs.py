@@ -165,11 +165,11 @@ def quantize_choices(x: Tensor, choices: Choices, inputs: Fp8Inputs) -> tuple[Te
             count, ids.shape[1], totals.numel() if by else 0, static is not None,
             inputs.bound > 0, inputs.has_power_scales, padded_size(width),
         )  # fmt: skip
-        _choices((rows, 1), args, constants, num_warps=_warps(width))
+        _choices((rows, 1), args, constants, num_warps=token_warps(width))
     return values_ND, scales_N
 
 
-def _warps(width: int) -> int:
+def token_warps(width: int) -> int:
     """Warps of a program that quantizes a token."""
     padded = padded_size(width)
     return 4 if padded <= 4096 else 8 if padded <= 8192 else 16
@@ -190,7 +190,7 @@ def quantize_tokens(x_TD: Tensor, inputs: Fp8Inputs) -> tuple[Tensor, Tensor]:
             width, float(inputs.bound),
         )  # fmt: skip
         flags = (static is not None, inputs.bound > 0, inputs.has_power_scales)
-        _tokens((rows, 1), args, (padded_size(width), *flags), num_warps=_warps(width))
+        _tokens((rows, 1), args, (padded_size(width), *flags), num_warps=token_warps(width))
     return values_TD, scales_T
 
 

@@ -26,7 +26,7 @@ one row a program.
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _added(value, held, place, is_dim):  # type: ignore[no-untyped-def]
+def added(value, held, place, is_dim):  # type: ignore[no-untyped-def]
     """Add ``value`` into the residual; returns the sum, rounded as stored."""
     rounded = (value + held.to(tl.float32)).to(held.dtype)
     tl.store(place, rounded, mask=is_dim)
@@ -68,7 +68,7 @@ def _norm_kernel(  # type: ignore[no-untyped-def]
         value += tl.load(source + part * part_stride, mask=is_dim, other=0.0)
     if HAS_RESIDUAL:
         place = residual + row * residual_stride + dims
-        value = _added(value, tl.load(place, mask=is_dim, other=0.0), place, is_dim)
+        value = added(value, tl.load(place, mask=is_dim, other=0.0), place, is_dim)
     _put_normalised(
         value, scale, bias, output, row, dims, is_dim, width, eps, IS_CENTRED
     )  # fmt: skip
@@ -103,7 +103,7 @@ def _norm_rows_kernel(  # type: ignore[no-untyped-def]
         if HAS_RESIDUAL:
             place = residual + dims
             next_held = tl.load(place + following * residual_stride, mask=is_next, other=0.0)
-            total = _added(total, held, place + row * residual_stride, is_dim)
+            total = added(total, held, place + row * residual_stride, is_dim)
         _put_normalised(
             total, scale, weight, output, row, dims, is_dim, width, eps, False
         )  # fmt: skip

@@ -11,12 +11,14 @@ from trimaran.kernels import fp8_reference
 from trimaran.kernels.dispatch import select_ops
 from trimaran.kernels.fp8_products import (
     FIXED_TILE,
-    TritonFp8Product,
+    GpuFp8Product,
     can_use_library,
     multiply_by_library,
     stream_tile,
 )
 from trimaran.kernels.quantized import FP8, BlockMap, Fp8Inputs, Fp8Weight
+from trimaran.kernels.reference import silu_and_mul
+from trimaran.kernels.triton import elementwise, norm
 from trimaran.kernels.triton.fp8_gemm import Inputs, Tile, multiply_stream, multiply_tiles
 from trimaran.kernels.triton.fp8_inputs import quantize_groups, quantize_tokens
 from trimaran.worker.config.engine_folder import EngineFolder
@@ -102,7 +104,7 @@ CASES = [(0, 0), (128, 0), (128, 48), (64, 0)]
 def test_products_of_few_rows_are_those_of_the_torch_twin(rows, outputs, inner, block, first):
     weight, x = weight_of(outputs, inner, block, first), drawn(rows, inner)
     bias = torch.randn(outputs, device=DEVICE, dtype=x.dtype)
-    product = TritonFp8Product(weight, Fp8Inputs(), is_fixed=False)
+    product = GpuFp8Product(weight, Fp8Inputs(), is_fixed=False)
     quantized, expected = product.quantize(x), expected_of(x, weight, Fp8Inputs(), bias)
     chosen = stream_tile(rows, outputs, inner)
     for tile in (chosen, chosen._replace(parts=1), chosen._replace(parts=5)):
@@ -117,7 +119,7 @@ def test_products_of_few_rows_are_those_of_the_torch_twin(rows, outputs, inner, 
 @pytest.mark.parametrize(("rows", "outputs", "inner"), [*SIZES[:2], *MANY])
 def test_products_of_many_rows_are_those_of_the_torch_twin(rows, outputs, inner, block, first):
     weight, x = weight_of(outputs, inner, block, first), drawn(rows, inner)
-    product = TritonFp8Product(weight, Fp8Inputs(), is_fixed=False)
+    product = GpuFp8Product(weight, Fp8Inputs(), is_fixed=False)
     quantized, expected = product.quantize(x), expected_of(x, weight, Fp8Inputs())
     for tile in (Tile(128, 128, 128, warps=8), FIXED_TILE, Tile(16, 64, 128)):
         found = multiply_tiles(quantized, weight, None, x.dtype, tile)
@@ -134,10 +136,72 @@ def test_the_product_of_the_library_is_that_of_the_torch_twin(rows, outputs, inn
     assert error(found, expected_of(x, weight, Fp8Inputs(), bias)) < TOLERANCE
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rows", [1, 16, 33, 64])
+@pytest.mark.parametrize(
+    ("outputs", "inner"), [(4096, 4096), (28672, 4096), (4096, 14336), (544, 144), (96, 16)]
+)
+def test_gated_products_are_those_of_the_torch_twin(rows, outputs, inner, dtype):
+    weight, x = weight_of(outputs, inner), drawn(rows, inner, dtype)
+    # The products of gates and ups are in the range of float16 in every row.
+    x = x / x.abs().amax(1, keepdim=True)
+    product = GpuFp8Product(weight, Fp8Inputs(), is_fixed=False)
+    whole = fp8_reference.ReferenceProduct(weight, Fp8Inputs())(x.float())
+    gated = product.gated(x)
+    assert gated is not None and gated.dtype is dtype
+    assert error(gated, silu_and_mul(whole)) < TOLERANCE
+    factor = torch.ones(inner, device=DEVICE).to(dtype)
+    normed, quantized = norm.rms_norm(x, factor, 1.0), product.normalise(x, None, factor, 1.0)
+    assert quantized is not None
+    assert product.gated(quantized).equal(product.gated(normed))
+    assert product(quantized).equal(product(normed))
+
+
+@pytest.mark.parametrize("rows", [0, 65])
+def test_other_numbers_of_rows_have_no_gated_products(rows):
+    product = GpuFp8Product(weight_of(256, 256), Fp8Inputs(), is_fixed=False)
+    x = drawn(rows, 256)
+    assert product.gated(x) is None
+
+
+@pytest.mark.parametrize("kind", ["token", "powers", "bound", "static"])
+@pytest.mark.parametrize(("rows", "width"), [(1, 4096), (300, 4096), (5, 200), (64, 14336)])
+def test_norms_and_activations_make_the_bits_of_separate_kernels(rows, width, kind):
+    inputs = {
+        "token": Fp8Inputs(),
+        "powers": Fp8Inputs(has_power_scales=True),
+        "bound": Fp8Inputs(bound=0.5),
+        "static": Fp8Inputs(scale=torch.tensor(0.01, device=DEVICE)),
+    }[kind]
+    product = GpuFp8Product(weight_of(64, width), inputs, is_fixed=True)
+    x, residual = drawn(rows, width), drawn(rows, width, seed=1)
+    parts, gate_up = drawn(3 * rows, width, torch.float32), drawn(rows, 2 * width)
+    factor = drawn(1, width)[0]
+    for addend in (x, parts.view(3, rows, width)):
+        totals = residual.clone(), residual.clone()
+        normed = norm.rms_norm(addend, factor, 1e-5, totals[0])
+        same_rows(product.normalise(addend, totals[1], factor, 1e-5), normed, inputs)
+        assert totals[0].equal(totals[1])
+    same_rows(product.normalise(x, None, factor, 1e-5), norm.rms_norm(x, factor, 1e-5), inputs)
+    activated = elementwise.gated_activation(gate_up, "gelu_new")
+    if rows > 64:
+        same_rows(product.activate(gate_up, "gelu_new"), activated, inputs)
+    else:
+        assert product.activate(gate_up, "gelu_new") is None
+
+
+def same_rows(found, floats, inputs):
+    """Quantized rows are ``floats``, quantized."""
+    values, scales = quantize_tokens(floats, inputs)
+    assert found.dtype is floats.dtype
+    assert found.values.view(torch.uint8).equal(values.view(torch.uint8))
+    assert found.scales.equal(scales)
+
+
 @pytest.mark.parametrize("block", [0, 128])
 def test_a_row_of_a_deterministic_product_does_not_depend_on_other_rows(block):
     weight, x = weight_of(4096, 4096, block), drawn(300, 4096)
-    product = TritonFp8Product(weight, Fp8Inputs(), is_fixed=True)
+    product = GpuFp8Product(weight, Fp8Inputs(), is_fixed=True)
     whole = product(x)
     for rows in (1, 16, 65, 129):
         assert product(x[:rows].contiguous()).equal(whole[:rows])
@@ -147,7 +211,7 @@ def test_a_row_of_a_deterministic_product_does_not_depend_on_other_rows(block):
 @pytest.mark.parametrize("rows", [1, 64, 256])
 def test_products_are_captured_in_a_graph(rows, block):
     weight, x = weight_of(4096, 4096, block), drawn(rows, 4096)
-    product = TritonFp8Product(weight, Fp8Inputs(), is_fixed=False)
+    product = GpuFp8Product(weight, Fp8Inputs(), is_fixed=False)
     product(x)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from trimaran.worker.layers.linear import LayerContext, MergedColumnParallelLinear
+from trimaran.kernels.quantized import Fp8Rows
+from trimaran.worker.layers.linear import (
+    LayerContext,
+    MergedColumnParallelLinear,
+    ParallelLinear,
+)
 from trimaran.worker.layers.methods import UnquantizedLinearMethod
 
 
@@ -22,13 +27,33 @@ class GatedActivation(nn.Module):
             return self._ops.silu_and_mul(gate_up_TE)
         return self._ops.gelu_and_mul(gate_up_TE, self._name)
 
-    def project(self, gate_up: MergedColumnParallelLinear, x_TD: Tensor) -> Tensor:
+    def project(self, gate_up: MergedColumnParallelLinear, x_TD: Tensor | Fp8Rows) -> Tensor:
         """``forward(gate_up(x))``, fused unless bias, LoRA or quantization come between."""
-        is_plain = isinstance(gate_up.method, UnquantizedLinearMethod)
-        is_alone = gate_up.bias is None and not gate_up.lora.is_active
-        if is_plain and is_alone and self._name == "silu":
+        fused_TF = self._fused(gate_up, x_TD)
+        return self.forward(gate_up.forward(x_TD)) if fused_TF is None else fused_TF
+
+    def project_to(
+        self, down: ParallelLinear, gate_up: MergedColumnParallelLinear, x_TD: Tensor | Fp8Rows
+    ) -> Tensor | Fp8Rows:
+        """`project` for the inputs of ``down`` alone, quantized where that is one kernel."""
+        fused_TF = self._fused(gate_up, x_TD)
+        if fused_TF is not None:
+            return fused_TF
+        gate_up_TE, product = gate_up.forward(x_TD), down.own_product
+        rows = None if product is None else product.activate(gate_up_TE, self._name)
+        return self.forward(gate_up_TE) if rows is None else rows
+
+    def _fused(
+        self, gate_up: MergedColumnParallelLinear, x_TD: Tensor | Fp8Rows
+    ) -> Tensor | None:
+        """The projection in one kernel, or None."""
+        if gate_up.bias is not None or gate_up.lora.is_active or self._name != "silu":
+            return None
+        if gate_up.own_product is not None:
+            return gate_up.own_product.gated(x_TD)
+        if isinstance(gate_up.method, UnquantizedLinearMethod) and isinstance(x_TD, Tensor):
             return self._ops.gated_linear(x_TD, gate_up.weight)
-        return self.forward(gate_up.forward(x_TD))
+        return None
 
 
 class Activation(nn.Module):

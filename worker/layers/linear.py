@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trimaran.kernels.operators import Ops
+from trimaran.kernels.quantized import Fp8Product, Fp8Rows
 from trimaran.worker.config.quantization import QuantizationConfig
 from trimaran.worker.layers.methods import (
     LinearMethod,
@@ -123,6 +124,14 @@ class ParallelLinear(nn.Module):
         self._local_shape, self._dtype = local_shape, context.dtype
         self.method.create_weights(self, local_shape, context.dtype, context.linear_device)
         self.bias = context.empty(local_shape[0]) if bias else None
+        self.fp8_product: Fp8Product | None = None
+        """The product by the loaded weight, set by the method of FP8 weights."""
+
+    @property
+    def own_product(self) -> Fp8Product | None:
+        """The FP8 product, for operators that are fused with it; None for other weights, and
+        where adapters need the inputs too."""
+        return None if self.lora.is_active else self.fp8_product
 
     def use_method(self, method: LinearMethod, device: torch.device) -> None:
         """Let ``method`` store and multiply the weight, with new memory on ``device``."""
@@ -131,12 +140,17 @@ class ParallelLinear(nn.Module):
         self.method = method
         method.create_weights(self, self._local_shape, self._dtype, device)
 
-    def forward(self, x_TD: Tensor) -> Tensor:
-        """This rank's part of ``x @ weight.T + bias``."""
-        output_TE = self.method.apply(self, x_TD, self.bias)
-        if self.lora.is_active:
-            output_TE = self.lora.apply(x_TD, output_TE)
-        return output_TE
+    def forward(self, x_TD: Tensor | Fp8Rows) -> Tensor:
+        """This rank's part of ``x @ weight.T + bias``. Quantized rows are those that
+        `own_product` made."""
+        return self._product(x_TD, self.bias)
+
+    def _product(self, x_TD: Tensor | Fp8Rows, bias_E: Tensor | None) -> Tensor:
+        if isinstance(x_TD, Fp8Rows):
+            assert self.own_product is not None, "another product made these rows"
+            return self.own_product(x_TD, bias_E)
+        output_TE = self.method.apply(self, x_TD, bias_E)
+        return self.lora.apply(x_TD, output_TE) if self.lora.is_active else output_TE
 
     def weight_loader(self, parameter: nn.Parameter, loaded: Tensor, shard: str = "") -> None:
         """Copy this rank's shard of a whole tensor; ``shard`` names a part of a fused
@@ -299,15 +313,15 @@ class RowParallelLinear(ParallelLinear):
         local_shape = out_features, self._partition.size
         super().__init__(context, local_shape, bias=bias, method=method, lora=lora)
 
-    def forward(self, x_TD: Tensor) -> Tensor:
+    def forward(self, x_TD: Tensor | Fp8Rows) -> Tensor:
         """``x @ weight.T + bias``, whole on every rank."""
         if self.tp.size == 1:
             return super().forward(x_TD)
-        output_TE = self.tp.all_reduce(self._addend(x_TD))
+        output_TE = self.tp.all_reduce(self._product(x_TD, None))
         # After the all-reduce, because every rank holds the whole bias.
         return output_TE if self.bias is None else output_TE.add_(self.bias)
 
-    def add_to(self, residual_TD: Tensor | None, x_TD: Tensor) -> Addend:
+    def add_to(self, residual_TD: Tensor | None, x_TD: Tensor | Fp8Rows) -> Addend:
         """Add ``forward(x)`` to ``residual`` and return None, or return it unadded.
 
         It is returned if the addition would be a pass of its own, or if there is no residual.
@@ -317,18 +331,14 @@ class RowParallelLinear(ParallelLinear):
         if residual_TD is None or self.bias is not None:
             return self.forward(x_TD)
         is_plain = isinstance(self.method, UnquantizedLinearMethod) and not self.lora.is_active
-        if self.tp.size == 1 and is_plain:
-            return self._add_linear(x_TD, self.weight, residual_TD)
+        plain = x_TD if is_plain and isinstance(x_TD, Tensor) else None
+        if self.tp.size == 1 and plain is not None:
+            return self._add_linear(plain, self.weight, residual_TD)
         if not can_wait(self.tp, residual_TD):
             return self.forward(x_TD)
-        if is_plain:
-            return PendingSum(self._linear_parts(x_TD, self.weight), self.tp)
-        return PendingSum(self._addend(x_TD), self.tp)
-
-    def _addend(self, x_TD: Tensor) -> Tensor:
-        """This rank's part of ``x @ weight.T``, before the all-reduce."""
-        output_TE = self.method.apply(self, x_TD, None)
-        return self.lora.apply(x_TD, output_TE) if self.lora.is_active else output_TE
+        if plain is not None:
+            return PendingSum(self._linear_parts(plain, self.weight), self.tp)
+        return PendingSum(self._product(x_TD, None), self.tp)
 
     def weight_loader(self, parameter: nn.Parameter, loaded: Tensor, shard: str = "") -> None:
         """Copy this rank's columns of a whole [out, in], or the whole bias [out]."""

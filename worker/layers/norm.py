@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from trimaran.worker.layers.linear import LayerContext, check_shape
+from trimaran.kernels.quantized import Fp8Rows
+from trimaran.worker.layers.linear import LayerContext, ParallelLinear, check_shape
 from trimaran.worker.parallel.tensor_parallel import Addend, PendingSum
 
 
@@ -37,6 +38,20 @@ class RMSNorm(nn.Module):
             assert total_TD is not None, "nothing to normalise"
             return self._ops.rms_norm(total_TD, self.weight, self.eps), total_TD
         return self._ops.add_rms_norm(x_TD, residual_TD, self.weight, self.eps), residual_TD
+
+    def forward_to(
+        self, linear: ParallelLinear | None, x_TD: Addend, residual_TD: Tensor | None
+    ) -> tuple[Tensor | Fp8Rows, Tensor]:
+        """`forward` for the inputs of ``linear`` alone, quantized where that is one kernel."""
+        product = None if linear is None else linear.own_product
+        if product is None or isinstance(x_TD, PendingSum):
+            return self.forward(x_TD, residual_TD)
+        whole = residual_TD if x_TD is None else x_TD
+        assert whole is not None, "nothing to normalise"
+        total_TD = whole if residual_TD is None else residual_TD
+        is_sum = x_TD is not None and residual_TD is not None
+        rows = product.normalise(whole, residual_TD if is_sum else None, self.weight, self.eps)
+        return self.forward(x_TD, residual_TD) if rows is None else (rows, total_TD)
 
     def weight_loader(self, parameter: nn.Parameter, loaded: Tensor, shard: str = "") -> None:
         """Copy the whole tensor, with the offset added before it is rounded."""

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from trimaran.kernels.quantized import Fp8Rows
 from trimaran.worker.attention.backend import (
     AttentionBackend,
     ForwardContext,
@@ -18,6 +19,7 @@ from trimaran.worker.layers.embedding import ParallelLMHead, VocabParallelEmbedd
 from trimaran.worker.layers.linear import (
     LayerContext,
     MergedColumnParallelLinear,
+    ParallelLinear,
     QKVParallelLinear,
     RowParallelLinear,
 )
@@ -78,7 +80,7 @@ class LlamaAttention(nn.Module):
 
     def forward(
         self,
-        hidden_TD: Tensor,
+        hidden_TD: Tensor | Fp8Rows,
         residual_TD: Tensor | None,
         positions_T: Tensor,
         kv_cache: Tensor,
@@ -96,6 +98,7 @@ class LlamaAttention(nn.Module):
         else:
             # The rotation reads positions early, so a kernel that starts after all earlier ones
             # have ended must run between the product and the kernels before it.
+            assert isinstance(hidden_TD, Tensor), "a separable product takes floats"
             narrow_positions = context.narrow(positions_T)
             self._store(hidden_TD, positions_T, kv_cache, context)
             hidden_TD, positions_T = context.narrow(hidden_TD), narrow_positions
@@ -149,10 +152,17 @@ class LlamaMLP(nn.Module):
             context, inner, config.hidden_size, bias=config.mlp_bias
         )
 
-    def forward(self, hidden_TD: Tensor, residual_TD: Tensor | None) -> Addend:
+    def forward(self, hidden_TD: Tensor | Fp8Rows, residual_TD: Tensor | None) -> Addend:
         """[T, D] to [T, D], added to the residual or returned. Collective over the group."""
-        inner_TF = self.act.project(self.gate_up_proj, hidden_TD)
+        inner_TF = self.act.project_to(self.down_proj, self.gate_up_proj, hidden_TD)
         return self.down_proj.add_to(residual_TD, inner_TF)
+
+
+def first_linear(module: nn.Module) -> ParallelLinear | None:
+    """The linear layer that alone reads a module's input; None for other modules."""
+    if isinstance(module, LlamaAttention):
+        return module.qkv_proj
+    return module.gate_up_proj if isinstance(module, LlamaMLP) else None
 
 
 class LlamaLayer(nn.Module):
@@ -200,16 +210,17 @@ class LlamaLayer(nn.Module):
         normed, residual = self.normalise(hidden_TD, residual_TD, context)
         residual = context.narrow(residual)
         attended = self.attention.forward(normed, residual, positions_T, kv_cache, context)
-        normed, residual = self.mlp_norm.forward(attended, residual)
+        normed, residual = self.mlp_norm.forward_to(first_linear(self.mlp), attended, residual)
         return self.mlp.forward(normed, residual), residual
 
     def normalise(
         self, hidden_TD: Addend, residual_TD: Tensor | None, context: ForwardContext
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor | Fp8Rows, Tensor]:
         """The attention's input, and the residual. If the attention's product is known, both
         are the same tensor, because the attention needs no input."""
         if context.known_product is None:
-            return self.attention_norm.forward(hidden_TD, residual_TD)
+            linear = first_linear(self.attention)
+            return self.attention_norm.forward_to(linear, hidden_TD, residual_TD)
         assert isinstance(hidden_TD, Tensor), "only the first layer's product is known"
         return hidden_TD, hidden_TD
 

@@ -123,7 +123,8 @@ class Fp8LinearMethod:
         )
         whole = Fp8Weight(weight, scales, blocks)
         product = self._ops.fp8_product(whole, inputs)
-        check_product(product, whole, inputs, self._dtype)
+        is_gated = list(sharded.output_parts) == ["gate", "up"]
+        check_product(product, whole, inputs, self._dtype, is_gated=is_gated)
         layer.fp8_product = product  # type: ignore[assignment]
 
     def apply(self, layer: nn.Module, x_TD: Tensor, bias_E: Tensor | None) -> Tensor:

@@ -15,6 +15,7 @@ from trimaran.kernels.integer_reference import ReferenceIntegerProduct
 from trimaran.kernels.integers import IntegerProduct, IntegerWeight
 from trimaran.kernels.operators import Ops
 from trimaran.kernels.quantized import Fp8Experts, Fp8Inputs, Fp8Product, Fp8Weight
+from trimaran.kernels.reference import silu_and_mul
 
 _ROWS = (1, 64, 80)
 """Tokens: few, the most that a streaming kernel takes, and more, which take other kernels."""
@@ -34,15 +35,24 @@ _MOST_EXPERT_DIFFERENCE = 0.05
 
 
 def check_product(
-    product: Fp8Product, weight: Fp8Weight, inputs: Fp8Inputs, dtype: torch.dtype
+    product: Fp8Product,
+    weight: Fp8Weight,
+    inputs: Fp8Inputs,
+    dtype: torch.dtype,
+    *,
+    is_gated: bool = False,
 ) -> None:
-    """Raise `ConfigError` unless ``product`` computes what its definition does."""
+    """Raise `ConfigError` unless ``product`` computes what its definition does; for a weight
+    of gate rows above up rows (``is_gated``) also with SwiGLU.
+    """
 
     def definition(outputs: slice) -> _Product:
         return ReferenceProduct(_part(weight, outputs), inputs)
 
     kind = _Kind("FP8", weight.values.shape, weight.values.device, dtype)
     _check(product, definition, kind, weight.scales)
+    if is_gated:
+        _check_gated(product, definition, kind)
 
 
 def check_integer_product(
@@ -97,6 +107,32 @@ def _check(
                         f"on {device}: the kernel does not suit this device. Serve the "
                         "checkpoint in bfloat16, and report this."
                     )
+
+
+def _check_gated(
+    product: Fp8Product, definition: Callable[[slice], _Product], kind: _Kind
+) -> None:
+    (outputs, inner), device = kind.shape, kind.device
+    generator = torch.Generator(device).manual_seed(0)
+    with torch.inference_mode():
+        # Small, so that products of gates and ups are in the range of float16.
+        x = torch.randn((_ROWS[1], inner), generator=generator, device=device) / 16
+        x = x.to(kind.dtype)
+        found = product.gated(x)
+        if found is None:
+            return
+        half = outputs // 2
+        first = max(half - _OUTPUTS, 0)
+        gate = definition(slice(first, half))(x.float())
+        up = definition(slice(half + first, outputs))(x.float())
+        expected = silu_and_mul(torch.cat((gate, up), 1))
+        difference = _difference(found[:, first:], expected)
+    if not difference <= _MOST_DIFFERENCE:
+        raise ConfigError(
+            f"SwiGLU of {_ROWS[1]} tokens by {kind.numbers} weights [{outputs}, {inner}] is "
+            f"{100 * difference:.1f} % off its definition on {device}: the kernel does not "
+            "suit this device. Serve the checkpoint in bfloat16, and report this."
+        )
 
 
 def _part(weight: Fp8Weight, outputs: slice) -> Fp8Weight:

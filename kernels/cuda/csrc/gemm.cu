@@ -13,9 +13,13 @@
 // pitch], and its parts are separate work rather than blocks of a cluster. GEMM_SHARES_WEIGHTS:
 // 1 where the blocks that share work have neighbouring rows of x. GEMM_GATED: w holds gate rows
 // above as many up rows; out = silu(x @ gate.T) * (x @ up.T). GEMM_FLOAT16: float16 instead of
-// bfloat16.
+// bfloat16. GEMM_FP8: x and w are e4m3, copied as pairs in bfloat16, with a scale for each row.
+// The matrix units' own sums of FP8 have 22 bits: they are added to float32 after each 128.
 #include "gemm_sums.cuh"
 #include "wide_product.cuh"
+#ifdef GEMM_FP8
+#include "scaled_sums.cuh"
+#endif
 
 namespace {
 
@@ -118,16 +122,61 @@ __device__ __forceinline__ void release(const Arguments& args, const Place& plac
     }
 }
 
-__device__ __forceinline__ void multiply_tile(const Arguments& args, const Place& place,
-                                              Ring& ring, int num_steps,
-                                              float (&sums)[GEMM_MI][kSums]) {
-    const int warpgroup = threadIdx.x / 128;
-    u32 last = 0;
+__device__ __forceinline__ void clear(float (&sums)[GEMM_MI][kSums]) {
 #pragma unroll
     for (int i = 0; i < GEMM_MI; ++i) {
 #pragma unroll
         for (int n = 0; n < kSums; ++n) sums[i][n] = 0.0f;
     }
+}
+
+#ifdef GEMM_FP8
+__device__ __forceinline__ void multiply_tile(const Arguments& args, const Place& place,
+                                              Ring& ring, const Tile& tile,
+                                              float (&sums)[GEMM_MI][kSums]) {
+    const int warpgroup = threadIdx.x / 128;
+    float short_sums[GEMM_MI][kSums];
+    clear(sums);
+    clear(short_sums);
+    Scales scales(args, tile);
+    // Products that run while others are added up are serialised by the compiler, and slower.
+    for (int n = 0; n < tile.num_steps; ++n, ring.advance()) {
+        barrier_wait(ring.filled(), ring.parity);
+        const u64 x = operand(ring.x() + warpgroup * GEMM_MI * 64 * kRowBytes, 16);
+        const u64 w = operand(ring.w(), 16);
+        products_fence();
+#pragma unroll
+        for (int k = 0; k < kRowBytes / 32; ++k) {
+#pragma unroll
+            for (int i = 0; i < GEMM_MI; ++i) {
+                const u64 rows = x + i * (64 * kRowBytes / 16) + 2 * k;
+                if (k == 0) {
+                    put_wide_product(short_sums[i], rows, w);
+                } else {
+                    add_wide_product(short_sums[i], rows, w + 2 * k);
+                }
+            }
+        }
+        products_commit();
+        if (n == 0) scales.load_rows(args, tile);
+        products_wait<0>();
+        release(args, place, ring.released());
+#pragma unroll
+        for (int i = 0; i < GEMM_MI; ++i) {
+            pin(short_sums[i]);
+#pragma unroll
+            for (int j = 0; j < kSums; ++j) sums[i][j] += short_sums[i][j];
+        }
+    }
+    scales.apply(sums);
+}
+#else
+__device__ __forceinline__ void multiply_tile(const Arguments& args, const Place& place,
+                                              Ring& ring, const Tile& tile,
+                                              float (&sums)[GEMM_MI][kSums]) {
+    const int warpgroup = threadIdx.x / 128, num_steps = tile.num_steps;
+    u32 last = 0;
+    clear(sums);
     for (int n = 0; n < num_steps; ++n, ring.advance()) {
         barrier_wait(ring.filled(), ring.parity);
         const u64 x = operand(ring.x() + warpgroup * GEMM_MI * 64 * kRowBytes, 16);
@@ -148,6 +197,7 @@ __device__ __forceinline__ void multiply_tile(const Arguments& args, const Place
     products_wait<0>();
     release(args, place, last);
 }
+#endif
 
 }  // namespace
 
@@ -194,7 +244,7 @@ extern "C" __global__ void __launch_bounds__(kMultipliers + 128, 1)
         float sums[GEMM_MI][kSums];
         for (int group = place.cluster; group < args.groups; group += place.num_clusters) {
             const Tile tile(args, place, group);
-            multiply_tile(args, place, ring, tile.num_steps, sums);
+            multiply_tile(args, place, ring, tile, sums);
 #if GEMM_SPLIT
             const Exchange exchange(args, place, ring, tile.row,
                                     shared_address(barriers + 2 * GEMM_STAGES));

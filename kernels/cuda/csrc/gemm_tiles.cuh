@@ -30,7 +30,7 @@ struct Arguments {
     int rows;        // of x
     int columns;     // of out
     int pitch;       // of rows of out: columns, rounded up to a multiple of 8
-    int inner_steps; // the inner dimension in steps of 64, rounded up
+    int inner_steps; // the inner dimension in steps of 128 bytes, rounded up
     int row_groups;  // row tiles, or groups of `sharing` of them that share weights
     int groups;      // of tiles for a cluster: row groups x those of columns (x parts)
     int split;       // blocks of a cluster, or parts, that share the inner dimension
@@ -39,6 +39,8 @@ struct Arguments {
     int slice_w;  // rows of w that a block copies if these are shared
     int most_early;  // tiles of weights in flight before the rows of x are ready
     u64 hint_w;      // cache policy of weights
+    // With GEMM_FP8: the scale of each row of x, and of each row of w.
+    const float *scales_x, *scales_w;
 };
 
 namespace {

@@ -6,7 +6,7 @@
 
 namespace {
 
-constexpr int kInner = 64;
+constexpr int kInner = 64;  // numbers of 2 bytes, or pairs of FP8
 constexpr int kRowBytes = 2 * kInner;
 #ifdef GEMM_FLOAT16
 constexpr bool kIsBf16 = false;

@@ -61,21 +61,35 @@
 
 #define JOIN_(a, b) a##b
 #define JOIN(a, b) JOIN_(a, b)
-#define CODE_(columns, a, b, list, type)                                                     \
-    "{\n.reg .pred add;\nsetp.eq.u32 add, 0, 0;\n"                                           \
-    "wgmma.mma_async.sync.aligned.m64n" columns "k16.f32." type "." type " {" list "}, " a   \
-    ", " b ", add, 1, 1, 0, 0;\n}"
+#define CODE_(columns, a, b, list, type, adds)                                               \
+    "{\n.reg .pred add;\nsetp.eq.u32 add, 1, " adds ";\n"                                    \
+    "wgmma.mma_async.sync.aligned.m64n" columns type " {" list "}, " a ", " b                \
+    ", add, 1, 1" TRANSPOSITIONS ";\n}"
 #define CODE(...) CODE_(__VA_ARGS__)
 
-#ifdef GEMM_FLOAT16
-#define OPERAND_TYPE "f16"
+// 32 bytes of the inner dimension: 16 numbers of 2 bytes, or 32 of FP8.
+#ifdef GEMM_FP8
+#define OPERAND_TYPE "k32.f32.e4m3.e4m3"
+#define TRANSPOSITIONS ""
+#elif defined(GEMM_FLOAT16)
+#define OPERAND_TYPE "k16.f32.f16.f16"
+#define TRANSPOSITIONS ", 0, 0"
 #else
-#define OPERAND_TYPE "bf16"
+#define OPERAND_TYPE "k16.f32.bf16.bf16"
+#define TRANSPOSITIONS ", 0, 0"
 #endif
+#define WIDE_PRODUCT(adds)                                                                   \
+    asm volatile(CODE(JOIN(SHAPE_, GEMM_CHUNKS), JOIN(LIST_, GEMM_CHUNKS), OPERAND_TYPE,     \
+                      adds)                                                                  \
+                 : JOIN(SUMS_, GEMM_CHUNKS)                                                  \
+                 : "l"(x), "l"(w))
 
-// d += (64 rows of x) @ (16 x GEMM_CHUNKS rows of w).T over 16 inner columns.
+// d += (64 rows of x) @ (16 x GEMM_CHUNKS rows of w).T over 32 bytes of the inner dimension.
 __device__ __forceinline__ void add_wide_product(float (&d)[8 * GEMM_CHUNKS], u64 x, u64 w) {
-    asm volatile(CODE(JOIN(SHAPE_, GEMM_CHUNKS), JOIN(LIST_, GEMM_CHUNKS), OPERAND_TYPE)
-                 : JOIN(SUMS_, GEMM_CHUNKS)
-                 : "l"(x), "l"(w));
+    WIDE_PRODUCT("1");
+}
+
+// The same product alone in d.
+__device__ __forceinline__ void put_wide_product(float (&d)[8 * GEMM_CHUNKS], u64 x, u64 w) {
+    WIDE_PRODUCT("0");
 }

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from trimaran.kernels import fp8_reference
-from trimaran.kernels.fp8_products import FIXED_TILE, TritonFp8Product, stream_tile
+from trimaran.kernels.cuda import fp8_gemm
+from trimaran.kernels.fp8_products import FIXED_TILE, GpuFp8Product, stream_tile
 from trimaran.kernels.quantized import FP8, BlockMap, Fp8Inputs, Fp8Weight
+from trimaran.kernels.triton import elementwise, fp8_rows, norm
 from trimaran.kernels.triton.fp8_gemm import Inputs, Tile, multiply_stream, multiply_tiles
 from trimaran.kernels.triton.fp8_inputs import quantize_groups, quantize_tokens
 
@@ -86,7 +88,7 @@ def test_products_are_those_of_the_twin(rows, outputs, inner, has_bias, first, b
     x = exact(rows, inner, 16)
     bias = torch.randn(outputs).half() if has_bias else None
     expected = fp8_reference.ReferenceProduct(weight, Fp8Inputs())(x, bias)
-    quantized = TritonFp8Product(weight, Fp8Inputs(), is_fixed=False).quantize(x)
+    quantized = GpuFp8Product(weight, Fp8Inputs(), is_fixed=False).quantize(x)
 
     tiles = [
         multiply_tiles(quantized, weight, bias, x.dtype, Tile(16, columns, 32))
@@ -106,7 +108,7 @@ def test_products_are_those_of_the_twin(rows, outputs, inner, has_bias, first, b
 def test_the_product_of_a_weight_takes_any_number_of_rows(rows, is_fixed):
     weight = weights(192, 256)
     x = exact(rows, 256, 16)
-    found = TritonFp8Product(weight, Fp8Inputs(), is_fixed=is_fixed)(x)
+    found = GpuFp8Product(weight, Fp8Inputs(), is_fixed=is_fixed)(x)
     expected = fp8_reference.ReferenceProduct(weight, Fp8Inputs())(x)
     torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-3)
 
@@ -123,3 +125,36 @@ def test_a_row_of_a_fixed_tile_shape_does_not_depend_on_other_rows():
 @pytest.mark.parametrize(("outputs", "parts"), [(4096, 4), (28672, 1), (6144, 2)])
 def test_products_with_few_outputs_are_split_between_more_programs(outputs, parts):
     assert stream_tile(1, outputs, 4096).parts == parts
+
+
+@pytest.mark.parametrize("name", INPUTS)
+@pytest.mark.parametrize("width", [96, 136])
+def test_norms_and_activations_make_the_bits_of_separate_kernels(name, width):
+    inputs = INPUTS[name]
+    draws = torch.Generator().manual_seed(1)
+    x, residual, factor = (
+        torch.randn(shape, generator=draws).half()
+        for shape in ((5, width), (5, width), (width,))
+    )
+    gate_up = torch.randn(5, 2 * width, generator=draws).half()
+    parts = torch.randn(3, 5, width, generator=draws)
+    for addend in (x, parts):
+        totals = residual.clone(), residual.clone()
+        normed = norm.rms_norm(addend, factor, 1e-5, totals[0])
+        found = fp8_rows.rms_norm(addend, totals[1], factor, 1e-5, inputs)
+        same(found[:2], quantize_tokens(normed, inputs))
+        assert totals[0].equal(totals[1]) and found.dtype is torch.float16
+    found = fp8_rows.rms_norm(x, None, factor, 1e-5, inputs)
+    same(found[:2], quantize_tokens(norm.rms_norm(x, factor, 1e-5), inputs))
+    found = fp8_rows.gated_activation(gate_up, "silu", inputs)
+    same(found[:2], quantize_tokens(elementwise.silu_and_mul(gate_up), inputs))
+
+
+@pytest.mark.parametrize(
+    ("outputs", "columns", "most_tiles"), [(28672, 112, 2), (2048, 80, 1), (25344, 96, 2)]
+)
+def test_cuts_of_few_rows_keep_all_processors_busy(outputs, columns, most_tiles):
+    cut = fp8_gemm.gated_cut(outputs, 132)
+    cut.check("gated")
+    assert cut.columns == columns
+    assert -(-outputs // columns) <= 132 * most_tiles

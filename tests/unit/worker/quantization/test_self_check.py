@@ -9,9 +9,10 @@ from trimaran.comm.errors import ConfigError
 from trimaran.kernels import integer_reference
 from trimaran.kernels.build import load_library
 from trimaran.kernels.cpu.operators import CpuOps
-from trimaran.kernels.fp8_reference import quantize_weight
+from trimaran.kernels.fp8_reference import ReferenceProduct, quantize_weight
 from trimaran.kernels.integers import Groups, IntegerWeight
 from trimaran.kernels.quantized import BlockMap, Fp8Inputs, Fp8Weight
+from trimaran.kernels.reference import silu_and_mul
 from trimaran.worker.quantization.self_check import check_integer_product, check_product
 
 
@@ -64,3 +65,27 @@ def test_scales_that_are_no_numbers_are_found_wherever_they_are():
 def test_a_rank_with_padding_alone_is_served():
     weight = Fp8Weight(torch.zeros(16, 144).to(torch.float8_e4m3fn), torch.zeros(16))
     check_product(product_of(weight), weight, Fp8Inputs(), torch.bfloat16)
+
+
+class GatedProduct(ReferenceProduct):
+    """A product whose SwiGLU multiplies by another weight."""
+
+    def __init__(self, weight, other):
+        super().__init__(weight, Fp8Inputs())
+        self._other = ReferenceProduct(other, Fp8Inputs())
+
+    def gated(self, x_TD):
+        return silu_and_mul(self._other(x_TD))
+
+
+@pytest.mark.parametrize("output", [99, 199])
+def test_a_wrong_swiglu_is_found(output):
+    weight = weight_of(None)
+    wrong = weight._replace(scales=weight.scales.clone())
+    wrong.scales[output] *= 1.5
+    right = GatedProduct(weight, weight)
+    check_product(right, weight, Fp8Inputs(), torch.bfloat16, is_gated=True)
+    product = GatedProduct(weight, wrong)
+    check_product(product, weight, Fp8Inputs(), torch.bfloat16)
+    with pytest.raises(ConfigError, match=r"SwiGLU of 64 tokens by FP8 weights .* % off"):
+        check_product(product, weight, Fp8Inputs(), torch.bfloat16, is_gated=True)
