@@ -53,6 +53,7 @@ def _gpu_ops(device: torch.device, dtype: torch.dtype, deterministic: bool) -> O
     from trimaran.kernels.decode_attention import select_decode_attention
     from trimaran.kernels.experts import select_experts
     from trimaran.kernels.gpu import TritonOps
+    from trimaran.kernels.integer_products import select_integer_products
     from trimaran.kernels.products import select_products
     from trimaran.kernels.prompt_attention import select_prompt_attention
 
@@ -62,4 +63,5 @@ def _gpu_ops(device: torch.device, dtype: torch.dtype, deterministic: bool) -> O
         select_prompt_attention(device, dtype),
         select_decode_attention(device, dtype),
         select_experts(device, dtype, deterministic),
+        select_integer_products(device, dtype, deterministic),
     )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from trimaran.kernels import integer_products, paged_attention, reference
+from trimaran.kernels import paged_attention, reference
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec, LatentHeads
 from trimaran.kernels.decode_attention import DecodeAttention, TritonDecodes
 from trimaran.kernels.experts import FixedExperts, Mixture
 from trimaran.kernels.fp8_products import check_served, make_product
+from trimaran.kernels.integer_products import IntegerProducts
 from trimaran.kernels.integers import IntegerProduct, IntegerWeight
 from trimaran.kernels.products import Products, TorchProducts
 from trimaran.kernels.prompt_attention import PromptAttention, TritonPrompts
@@ -44,8 +45,9 @@ class TritonOps(TorchOps):
     """`Ops` on a GPU; methods without a docstring do exactly what `Ops` declares.
 
     Triton runs the operators on each token, ``products`` the matrix products, ``prompts`` and
-    ``decodes`` the attention of prefill and decode rows, ``experts`` the expert MLPs. With
-    ``is_deterministic``, a token's result is independent of the other tokens in the batch.
+    ``decodes`` the attention of prefill and decode rows, ``experts`` the expert MLPs,
+    ``integers`` the products by integer weights. With ``is_deterministic``, a token's result is
+    independent of the other tokens in the batch.
     """
 
     silu_and_mul = staticmethod(triton_elementwise.silu_and_mul)
@@ -65,12 +67,14 @@ class TritonOps(TorchOps):
         prompts: PromptAttention | None = None,
         decodes: DecodeAttention | None = None,
         experts: Mixture | None = None,
+        integers: IntegerProducts | None = None,
     ) -> None:
         self.is_deterministic = is_deterministic
         self._products = products or TorchProducts()
         self._prompts = prompts or TritonPrompts()
         self._decodes = decodes or TritonDecodes()
         self._experts = experts or FixedExperts()
+        self._integers = integers or IntegerProducts(is_fixed=is_deterministic)
 
     @property
     def backends(self) -> dict[str, str]:
@@ -80,7 +84,7 @@ class TritonOps(TorchOps):
         names["expert_mlp"] = self._experts.backend
         others = ("cuda, " if "cuda" in self._products.backend else "") + "triton, torch"
         names["fp8_product"] = "triton" if self.is_deterministic else others
-        names["integer_product"] = "triton"
+        names["integer_product"] = self._integers.backend
         attention = {self._decodes.backend, self._prompts.backend, "triton"}
         names["paged_attention"] = ", ".join(sorted(attention))
         return names
@@ -94,9 +98,7 @@ class TritonOps(TorchOps):
     def integer_product(
         self, weight: IntegerWeight, *, has_byte_inputs: bool = False
     ) -> IntegerProduct:
-        return integer_products.make_product(
-            weight, has_byte_inputs=has_byte_inputs, is_fixed=self.is_deterministic
-        )
+        return self._integers.make(weight, has_byte_inputs=has_byte_inputs)
 
     def fp8_expert_storage(self, values: Tensor, blocks: BlockMap | None) -> Tensor:
         check_served(values, blocks)

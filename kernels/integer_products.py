@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-import math
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from trimaran.kernels.build import KernelsUnavailableError
+from trimaran.kernels.cuda import integer_gemm
+from trimaran.kernels.cuda.build import check_compiler
+from trimaran.kernels.cuda.hopper_gemm import can_multiply
+from trimaran.kernels.cuda.integer_floats import compile_floats, dequantize
+from trimaran.kernels.cuda.integer_units import UnitFormat, can_pack, pack_units
+from trimaran.kernels.integer_columns import Columns, narrowest
 from trimaran.kernels.integer_reference import quantize_inputs, unpack
 from trimaran.kernels.integers import IntegerProduct, IntegerWeight
 from trimaran.kernels.triton.integer_gemm import Cut, Steps, multiply
@@ -14,10 +22,11 @@ from trimaran.kernels.triton.launch import padded_size
 
 # Shapes: T tokens, D inner width, E outputs, G groups of inputs, K columns with padding.
 
-_MAX_STEP = 128
-_MIN_STEP = 32
 _FULL_TILES = 192
 """Programs from which a product keeps all multiprocessors of the largest GPU busy."""
+
+_FLOAT_ROWS = 1024
+"""Rows from which the CUDA kernel is slower than torch's product of dequantized weights."""
 
 _MAX_PARTS = 8
 FIXED_CUT = Cut(64, 128, warps=4, stages=4)
@@ -25,7 +34,7 @@ FIXED_CUT = Cut(64, 128, warps=4, stages=4)
 
 
 def choose_cut(rows: int, outputs: int, num_steps: int) -> Cut:
-    """The cut of a product: enough programs for all multiprocessors."""
+    """The cut of a product by Triton: enough programs for all multiprocessors."""
     if rows > 64:
         return Cut(128, 128, warps=8, stages=3)
     columns = 64 if rows <= 32 else 128
@@ -35,32 +44,18 @@ def choose_cut(rows: int, outputs: int, num_steps: int) -> Cut:
     return Cut(max(16, padded_size(rows)), columns, parts, warps=4, stages=5)
 
 
-class TritonIntegerProduct:
-    """`IntegerProduct` by Triton's kernel.
+class _GpuProduct:
+    """`IntegerProduct` of inputs in the order of columns; a subclass multiplies.
 
     With ``is_fixed`` a token's result does not depend on the other tokens or their number.
     Inputs in other than whole groups are gathered first. Signed bytes of inputs are multiplied
     as floats, which hold them exactly.
     """
 
-    def __init__(self, weight: IntegerWeight, *, has_byte_inputs: bool, is_fixed: bool) -> None:
-        inner = weight.shape[1]
-        step = _regular_step(weight, inner)
-        if step:
-            order, groups = None, _groups_of_steps(weight, inner, step)
-        else:
-            order, groups, step = _gathered(weight, inner)
-        self._order = order
+    def __init__(self, columns: Columns, *, has_byte_inputs: bool, is_fixed: bool) -> None:
+        self._columns = columns
         self._is_fixed = is_fixed
         self._has_byte_inputs = has_byte_inputs
-        self._steps = _steps_of(weight, order, groups, step)
-
-    @property
-    def nbytes(self) -> int:
-        """See `IntegerProduct`."""
-        steps = self._steps
-        parts = (steps.values, steps.scales, steps.zeros, steps.minimums, self._order)
-        return sum(each.nbytes for each in parts if each is not None)
 
     def __call__(
         self, x_TD: Tensor, bias_E: Tensor | None = None, dtype: torch.dtype | None = None
@@ -68,94 +63,130 @@ class TritonIntegerProduct:
         """See `IntegerProduct`. Safe under CUDA graph capture."""
         dtype = dtype or x_TD.dtype
         if not self._has_byte_inputs:
-            return self._multiply(x_TD, bias_E, dtype)
+            return self._multiply(self._columns.gather(x_TD), bias_E, dtype)
         values_TD, scales_T1 = quantize_inputs(x_TD)
-        total_TE = self._multiply(values_TD.to(x_TD.dtype), None, torch.float32) * scales_T1
+        x_TK = self._columns.gather(values_TD.to(x_TD.dtype))
+        total_TE = self._multiply(x_TK, None, torch.float32) * scales_T1
         return (total_TE if bias_E is None else total_TE + bias_E).to(dtype)
 
-    def _multiply(self, x_TD: Tensor, bias_E: Tensor | None, dtype: torch.dtype) -> Tensor:
-        if self._order is not None:
-            # A column of zeros in front stands for padding.
-            x_TD = torch.nn.functional.pad(x_TD, (1, 0)).index_select(1, self._order)
+    def _multiply(self, x_TK: Tensor, bias_E: Tensor | None, dtype: torch.dtype) -> Tensor:
+        raise NotImplementedError
+
+
+class TritonIntegerProduct(_GpuProduct):
+    """`IntegerProduct` by Triton's kernel."""
+
+    def __init__(self, weight: IntegerWeight, *, has_byte_inputs: bool, is_fixed: bool) -> None:
+        columns = Columns.of(weight)
+        super().__init__(columns, has_byte_inputs=has_byte_inputs, is_fixed=is_fixed)
+        self._steps = _steps_of(weight, columns)
+
+    @property
+    def nbytes(self) -> int:
+        """See `IntegerProduct`."""
+        steps, order = self._steps, self._columns.order
+        parts = (steps.values, steps.scales, steps.zeros, steps.minimums, order)
+        return sum(each.nbytes for each in parts if each is not None)
+
+    def _multiply(self, x_TK: Tensor, bias_E: Tensor | None, dtype: torch.dtype) -> Tensor:
         steps = self._steps
         cut = FIXED_CUT
         if not self._is_fixed:
-            cut = choose_cut(x_TD.shape[0], steps.values.shape[0], steps.groups.shape[0])
-        return multiply(x_TD, steps, bias_E, dtype, cut)
+            cut = choose_cut(x_TK.shape[0], steps.values.shape[0], steps.groups.shape[0])
+        return multiply(x_TK, steps, bias_E, dtype, cut)
 
 
-def make_product(
-    weight: IntegerWeight, *, has_byte_inputs: bool, is_fixed: bool
-) -> IntegerProduct:
-    """The product by a weight on a GPU."""
-    return TritonIntegerProduct(weight, has_byte_inputs=has_byte_inputs, is_fixed=is_fixed)
+class HopperIntegerProduct(_GpuProduct):
+    """`IntegerProduct` by the CUDA kernel of Hopper GPUs, for inputs of ``dtype``: bfloat16 or
+    float16."""
+
+    def __init__(
+        self,
+        weight: IntegerWeight,
+        dtype: torch.dtype,
+        *,
+        has_byte_inputs: bool,
+        is_fixed: bool,
+    ) -> None:
+        columns = Columns.of(weight)
+        super().__init__(columns, has_byte_inputs=has_byte_inputs, is_fixed=is_fixed)
+        self._units = pack_units(weight, columns)
+        integer_gemm.compile_variants(self._units, dtype, is_fixed=is_fixed)
+        if not is_fixed:
+            compile_floats(UnitFormat.of(self._units, dtype))
+
+    @property
+    def nbytes(self) -> int:
+        """See `IntegerProduct`."""
+        order = self._columns.order
+        return self._units.values.nbytes + (0 if order is None else order.nbytes)
+
+    def _multiply(self, x_TK: Tensor, bias_E: Tensor | None, dtype: torch.dtype) -> Tensor:
+        units, rows = self._units, x_TK.shape[0]
+        if rows >= _FLOAT_ROWS and not self._is_fixed:
+            weight_EK = dequantize(units, x_TK.dtype)[:, : x_TK.shape[1]]
+            if dtype == x_TK.dtype:
+                return F.linear(x_TK, weight_EK, bias_E)
+            total_TE = torch.mm(x_TK, weight_EK.T, out_dtype=dtype)
+            return total_TE if bias_E is None else total_TE + bias_E
+        tiles, steps, _ = units.values.shape
+        cut = integer_gemm.choose_cut(rows, tiles, steps, is_fixed=self._is_fixed)
+        return integer_gemm.multiply(x_TK, units, bias_E, dtype, cut)
 
 
-def _regular_step(weight: IntegerWeight, inner: int) -> int:
-    """The most columns that share a scale everywhere, if there are enough for matrix units; 0
-    otherwise."""
-    groups = weight.groups
-    if groups.of_inputs is not None:
-        return 0
-    if groups.first + inner <= groups.size:
-        # All inputs are in one group.
-        common = inner
-    else:
-        common = math.gcd(groups.size, groups.first, inner)
-    step = common & -common
-    return min(step, _MAX_STEP) if step >= _MIN_STEP else 0
+class IntegerProducts(NamedTuple):
+    """The kernels of integer weights for one GPU and dtype."""
+
+    dtype: torch.dtype | None = None
+    """Of the inputs of the CUDA kernel of Hopper GPUs; None: Triton multiplies."""
+
+    is_fixed: bool = False
+
+    @property
+    def backend(self) -> str:
+        """The kernels by name."""
+        return "triton" if self.dtype is None else "cuda, triton"
+
+    def make(self, weight: IntegerWeight, *, has_byte_inputs: bool) -> IntegerProduct:
+        """The product by a weight. Triton multiplies by a weight that has minimums, or zero
+        points outside of the range of its integers."""
+        if self.dtype is None or not can_pack(weight):
+            return TritonIntegerProduct(
+                weight, has_byte_inputs=has_byte_inputs, is_fixed=self.is_fixed
+            )
+        return HopperIntegerProduct(
+            weight, self.dtype, has_byte_inputs=has_byte_inputs, is_fixed=self.is_fixed
+        )
 
 
-def _groups_of_steps(weight: IntegerWeight, inner: int, step: int) -> Tensor:
-    numbers = weight.groups.numbers(inner, weight.values.device)
-    return numbers[::step].to(torch.int32)
+def select_integer_products(
+    device: torch.device, dtype: torch.dtype, is_deterministic: bool = False
+) -> IntegerProducts:
+    """The fastest kernels for a GPU and the dtype of inputs."""
+    if not can_multiply(device, dtype):
+        return IntegerProducts(is_fixed=is_deterministic)
+    try:
+        check_compiler()
+    except KernelsUnavailableError:
+        return IntegerProducts(is_fixed=is_deterministic)
+    return IntegerProducts(dtype, is_deterministic)
 
 
-def _gathered(weight: IntegerWeight, inner: int) -> tuple[Tensor, Tensor, int]:
-    """The input of each column plus one, 0 for padding; the group of each step; the step."""
-    device = weight.values.device
-    numbers = weight.groups.numbers(inner, torch.device("cpu"))
-    order = torch.argsort(numbers, stable=True)
-    found, counts = torch.unique_consecutive(numbers[order], return_counts=True)
-    step = _MIN_STEP
-    while step < _MAX_STEP and int(counts.median()) >= 2 * step:
-        step *= 2
-    columns, groups, start = [], [], 0
-    for number, count in zip(found.tolist(), counts.tolist(), strict=True):
-        inputs = order[start : start + count] + 1
-        start += count
-        columns.append(torch.nn.functional.pad(inputs, (0, -count % step)))
-        groups += [number] * -(-count // step)
-    steps = torch.tensor(groups, dtype=torch.int32, device=device)
-    return torch.cat(columns).to(device), steps, step
-
-
-def _steps_of(weight: IntegerWeight, order: Tensor | None, groups: Tensor, step: int) -> Steps:
-    integers_EK = unpack(weight.values, weight.bits)
-    if order is not None:
-        integers_EK = integers_EK[:, (order - 1).clamp_min(0)]
-    values = integers_EK.contiguous()
+def _steps_of(weight: IntegerWeight, columns: Columns) -> Steps:
+    values = columns.arrange(unpack(weight.values, weight.bits)).contiguous()
     if weight.bits == 4:
-        halves = integers_EK.view(values.shape[0], -1, 2, step // 2)
+        halves = values.view(values.shape[0], -1, 2, columns.step // 2)
         values = (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1).contiguous()
     scales, minimums = weight.scales.t().contiguous(), None
     if weight.minimums is not None:
         minimums = weight.minimums.t().contiguous()
-    narrow = _narrowest([scales] if minimums is None else [scales, minimums])
+    dtype = narrowest([scales] if minimums is None else [scales, minimums])
     return Steps(
         values,
-        scales.to(narrow),
+        scales.to(dtype),
         None if weight.zeros is None else weight.zeros.t().contiguous(),
-        None if minimums is None else minimums.to(narrow),
-        groups,
-        step,
+        None if minimums is None else minimums.to(dtype),
+        columns.groups,
+        columns.step,
         weight.bits,
     )
-
-
-def _narrowest(tensors: list[Tensor]) -> torch.dtype:
-    """The narrowest dtype that holds every number exactly."""
-    for dtype in (torch.bfloat16, torch.float16):
-        if all(bool((each.to(dtype).float() == each).all()) for each in tensors):
-            return dtype
-    return torch.float32

@@ -8,9 +8,13 @@ from transformers import LlamaConfig
 
 from tests.unit.worker.quantization import integer_checkpoints
 from tests.unit.worker.quantization.integer_checkpoints import FORMS
+from trimaran.kernels.cuda import integer_floats, integer_gemm
+from trimaran.kernels.cuda.integer_gemm import Cut
+from trimaran.kernels.cuda.integer_units import pack_units
 from trimaran.kernels.dispatch import select_ops
-from trimaran.kernels.integer_products import TritonIntegerProduct
-from trimaran.kernels.integer_reference import ReferenceIntegerProduct
+from trimaran.kernels.integer_columns import Columns
+from trimaran.kernels.integer_products import HopperIntegerProduct, TritonIntegerProduct
+from trimaran.kernels.integer_reference import ReferenceIntegerProduct, dequantize
 from trimaran.kernels.integers import Groups, IntegerWeight
 from trimaran.worker.config.engine_folder import EngineFolder
 from trimaran.worker.models.interfaces import StageRange
@@ -68,13 +72,26 @@ def drawn(rows, inner, dtype=torch.bfloat16, seed=0):
     return (x * spread * torch.logspace(-2, 2, rows, device=DEVICE)[:, None]).to(dtype)
 
 
+def product_of(kernel, weight, dtype=torch.bfloat16, *, has_byte_inputs=False, is_fixed=False):
+    how = {"has_byte_inputs": has_byte_inputs, "is_fixed": is_fixed}
+    if kernel == "triton":
+        return TritonIntegerProduct(weight, **how)
+    return HopperIntegerProduct(weight, dtype, **how)
+
+
 def error(found, expected):
     return float((found.float() - expected.float()).norm() / expected.float().norm())
 
 
+KERNELS = ("cuda", "triton")
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize(("rows", "outputs", "inner"), SIZES)
-def test_products_are_those_of_the_torch_twin(kind, rows, outputs, inner):
+def test_products_are_those_of_the_torch_twin(kernel, kind, rows, outputs, inner):
+    if (kernel, kind) == ("cuda", "4-bits-minimums"):
+        pytest.skip("minimums are Triton's")
     weight = weight_of(kind, outputs, inner)
     for dtype in (torch.bfloat16, torch.float16):
         x = drawn(rows, inner, dtype) * 0.01
@@ -82,24 +99,58 @@ def test_products_are_those_of_the_torch_twin(kind, rows, outputs, inner):
         twin = ReferenceIntegerProduct(weight, has_byte_inputs=False)
         expected = twin(x.float(), bias)
         for is_fixed in (False, True):
-            product = TritonIntegerProduct(weight, has_byte_inputs=False, is_fixed=is_fixed)
+            product = product_of(kernel, weight, dtype, is_fixed=is_fixed)
             for _ in range(2):
                 # Counters are left at zero for the next product.
                 assert error(product(x, bias), expected) < TOLERANCE
 
 
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "4-bits-minimums"])
+@pytest.mark.parametrize(("outputs", "inner"), [(4096, 4096), (200, 320)])
+def test_units_become_the_floats_of_their_definition(kind, outputs, inner):
+    weight = weight_of(kind, outputs, inner)
+    columns = Columns.of(weight)
+    units = pack_units(weight, columns)
+    for dtype in (torch.bfloat16, torch.float16):
+        expected = dequantize(weight, dtype)
+        if columns.order is not None:
+            expected = columns.gather(expected)
+        found = integer_floats.dequantize(units, dtype)[:, : expected.shape[1]]
+        if columns.order is not None:
+            found = found * (columns.order > 0)
+        assert found.equal(expected)
+
+
+@pytest.mark.parametrize("rows", [16, 64, 96, 128, 300])
+@pytest.mark.parametrize(("outputs", "inner"), [(4096, 4096), (6144, 4096), (1000, 640)])
+def test_blocks_that_share_rows_have_the_results_of_others(rows, outputs, inner):
+    weight = weight_of("4-bits-zeros", outputs, inner)
+    units = pack_units(weight, Columns.of(weight))
+    x = drawn(rows, inner)
+    for split in (1, 2):
+        cut = Cut(min(rows, 128), 2, split)
+        expected = integer_gemm.multiply(x, units, None, x.dtype, cut)
+        for sharing in (2, 4):
+            if cut.rows // sharing % 8:
+                continue
+            shared = cut._replace(sharing=sharing)
+            assert integer_gemm.multiply(x, units, None, x.dtype, shared).equal(expected)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(("rows", "outputs", "inner"), SIZES[::3])
-def test_products_of_bytes_are_those_of_the_torch_twin(rows, outputs, inner):
+def test_products_of_bytes_are_those_of_the_torch_twin(kernel, rows, outputs, inner):
     weight, x = weight_of("8-bits-rows", outputs, inner), drawn(rows, inner)
-    product = TritonIntegerProduct(weight, has_byte_inputs=True, is_fixed=False)
+    product = product_of(kernel, weight, has_byte_inputs=True)
     expected = ReferenceIntegerProduct(weight, has_byte_inputs=True)(x)
     assert error(product(x), expected) < TOLERANCE
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("kind", ["4-bits-zeros", "8-bits-rows"])
-def test_a_row_of_a_deterministic_product_does_not_depend_on_other_rows(kind):
+def test_a_row_of_a_deterministic_product_does_not_depend_on_other_rows(kernel, kind):
     weight, x = weight_of(kind, 4096, 4096), drawn(300, 4096)
-    product = TritonIntegerProduct(weight, has_byte_inputs=False, is_fixed=True)
+    product = product_of(kernel, weight, is_fixed=True)
     whole = product(x)
     for rows in (1, 16, 65, 129):
         assert product(x[:rows].contiguous()).equal(whole[:rows])
@@ -107,9 +158,10 @@ def test_a_row_of_a_deterministic_product_does_not_depend_on_other_rows(kind):
 
 @pytest.mark.parametrize("kind", ["4-bits", "4-bits-order", "8-bits-rows"])
 @pytest.mark.parametrize("rows", [1, 64, 256])
-def test_products_are_captured_in_a_graph(rows, kind):
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_products_are_captured_in_a_graph(kernel, rows, kind):
     weight, x = weight_of(kind, 4096, 4096), drawn(rows, 4096)
-    product = TritonIntegerProduct(weight, has_byte_inputs=False, is_fixed=False)
+    product = product_of(kernel, weight)
     product(x)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -1,0 +1,37 @@
+// The product of a warpgroup with INT_ROWS columns, a number of the build. The first operand lies
+// in registers.
+#pragma once
+
+#include "accumulators.cuh"
+
+// Columns of the instruction; numbers of the operands behind the sums.
+#define FRAGMENT_0 "8", "{%4, %5, %6, %7}", "%8", "%9"
+#define FRAGMENT_1 "16", "{%8, %9, %10, %11}", "%12", "%13"
+#define FRAGMENT_2 "32", "{%16, %17, %18, %19}", "%20", "%21"
+#define FRAGMENT_3 "48", "{%24, %25, %26, %27}", "%28", "%29"
+#define FRAGMENT_4 "64", "{%32, %33, %34, %35}", "%36", "%37"
+#define FRAGMENT_5 "80", "{%40, %41, %42, %43}", "%44", "%45"
+#define FRAGMENT_6 "96", "{%48, %49, %50, %51}", "%52", "%53"
+#define FRAGMENT_7 "112", "{%56, %57, %58, %59}", "%60", "%61"
+#define FRAGMENT_8 "128", "{%64, %65, %66, %67}", "%68", "%69"
+
+#ifdef GEMM_FLOAT16
+#define NUMBERS "f16"
+#else
+#define NUMBERS "bf16"
+#endif
+
+#define FRAGMENT_CODE_(columns, a, b, adds, list, type)                                      \
+    "{\n.reg .pred adds;\nsetp.ne.b32 adds, " adds ", 0;\n"                                  \
+    "wgmma.mma_async.sync.aligned.m64n" columns "k16.f32." type "." type " {" list "}, " a   \
+    ", " b ", adds, 1, 1, 0;\n}"
+#define FRAGMENT_CODE(...) FRAGMENT_CODE_(__VA_ARGS__)
+
+// d = or += a @ x.T: a [64, 16] in the registers of a warpgroup, x [INT_ROWS, 16] in shared
+// memory.
+__device__ __forceinline__ void add_fragment_product(float (&d)[INT_ROWS / 2], const u32* a,
+                                                     u64 x, int adds) {
+    asm volatile(FRAGMENT_CODE(JOIN(FRAGMENT_, INT_CHUNKS), JOIN(LIST_, INT_CHUNKS), NUMBERS)
+                 : JOIN(SUMS_, INT_CHUNKS)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x), "r"(adds));
+}

@@ -1,0 +1,93 @@
+"""The columns of an integer weight in the order of the GPU's kernels: groups one by one."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from trimaran.kernels.integers import IntegerWeight
+
+# Shapes: T tokens, D inner width, K columns with padding, S steps.
+
+_MAX_STEP = 128
+_MIN_STEP = 32
+
+
+class Columns(NamedTuple):
+    """Inputs of a weight in steps of columns that share a scale."""
+
+    order: Tensor | None
+    """int64 [K]: the input of each column plus one, 0 for padding; None: inputs as they are."""
+
+    groups: Tensor
+    """int32 [S]: the group of each step."""
+
+    step: int
+    """Columns of a step: 32, 64 or 128."""
+
+    @classmethod
+    def of(cls, weight: IntegerWeight) -> Columns:
+        """The columns of a weight, gathered unless groups are cut at multiples of a step."""
+        inner = weight.shape[1]
+        step = _regular_step(weight, inner)
+        if not step:
+            return _gathered(weight, inner)
+        numbers = weight.groups.numbers(inner, weight.values.device)
+        return cls(None, numbers[::step].to(torch.int32), step)
+
+    def gather(self, x_TD: Tensor) -> Tensor:
+        """The inputs of the columns [T, K]; zeros for padding."""
+        if self.order is None:
+            return x_TD
+        # A column of zeros in front stands for padding.
+        return torch.nn.functional.pad(x_TD, (1, 0)).index_select(1, self.order)
+
+    def arrange(self, integers_ED: Tensor) -> Tensor:
+        """Integers of the columns [E, K]; those of padding are arbitrary."""
+        if self.order is None:
+            return integers_ED
+        return integers_ED[:, (self.order - 1).clamp_min(0)]
+
+
+def narrowest(tensors: list[Tensor]) -> torch.dtype:
+    """The narrowest dtype that holds every number exactly."""
+    for dtype in (torch.bfloat16, torch.float16):
+        if all(bool((each.to(dtype).float() == each).all()) for each in tensors):
+            return dtype
+    return torch.float32
+
+
+def _regular_step(weight: IntegerWeight, inner: int) -> int:
+    """The most columns that share a scale everywhere, if there are enough for matrix units; 0
+    otherwise."""
+    groups = weight.groups
+    if groups.of_inputs is not None:
+        return 0
+    if groups.first + inner <= groups.size:
+        # All inputs are in one group.
+        common = inner
+    else:
+        common = math.gcd(groups.size, groups.first, inner)
+    step = common & -common
+    return min(step, _MAX_STEP) if step >= _MIN_STEP else 0
+
+
+def _gathered(weight: IntegerWeight, inner: int) -> Columns:
+    device = weight.values.device
+    numbers = weight.groups.numbers(inner, torch.device("cpu"))
+    order = torch.argsort(numbers, stable=True)
+    found, counts = torch.unique_consecutive(numbers[order], return_counts=True)
+    step = _MIN_STEP
+    while step < _MAX_STEP and int(counts.median()) >= 2 * step:
+        step *= 2
+    columns, groups, start = [], [], 0
+    for number, count in zip(found.tolist(), counts.tolist(), strict=True):
+        inputs = order[start : start + count] + 1
+        start += count
+        columns.append(torch.nn.functional.pad(inputs, (0, -count % step)))
+        groups += [number] * -(-count // step)
+    steps = torch.tensor(groups, dtype=torch.int32, device=device)
+    return Columns(torch.cat(columns).to(device), steps, step)
