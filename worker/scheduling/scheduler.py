@@ -169,9 +169,8 @@ class Scheduler:
     @property
     def num_empty_slots(self) -> int:
         """Sequences of a static batch that have ended before others of it."""
-        num_left = self.batch.num_sequences
-        is_static = self.policy.whole_batches
-        return max(0, self._batch_size - num_left) if is_static and num_left else 0
+        num_left = self.batch.num_sequences if self.policy.whole_batches else 0
+        return max(0, self._batch_size - num_left) if num_left else 0
 
     # ---- run: schedule -------------------------------------------------------------------
 
@@ -431,10 +430,7 @@ class Scheduler:
     # ---- update --------------------------------------------------------------------------
 
     def update_from_output(
-        self,
-        step: ScheduledStep,
-        token_ids: List[int],
-        candidates: List[Candidates] = (),
+        self, step: ScheduledStep, token_ids: List[int], candidates: List[Candidates] = ()
     ) -> list[Emission]:
         """Take in one step's sampled ids, in order of the step's ``sampled`` sequences.
 
