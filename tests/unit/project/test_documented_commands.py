@@ -35,6 +35,8 @@ FOREIGN = {
     "--collect-metrics", "--string-length",  # perf_analyzer
     "--endpoint", "--endpoint-type", "--extra-inputs", "--isl", "--osl", "--request-count",
     "--server-metrics", "--tokenizer", "--url", "--concurrency",  # aiperf
+    "--backend", "--output-tokens-mean", "--synthetic-input-tokens-mean",
+    "--warmup-request-count",  # genai-perf
     "--build-arg", "--exclusive", "--from-file", "--gpus", "--gres", "--help-all", "--init",
     "--jobs", "--merge", "--overlap", "--pid", "--previous", "--requeue", "--set", "--shm-size",
     "--strict", "--test-only",
@@ -78,6 +80,7 @@ def _known_flags():
         known.update(parser._option_string_actions)
     scripts = [
         *(ROOT / "benchmarks").glob("*.py"),
+        *(ROOT / "examples").glob("*/*.py"),
         ROOT / "tests" / "faults" / "fuzz" / "run.py",
     ]
     for script in scripts:

@@ -159,6 +159,7 @@ PLACES: dict[str, Places] = {
     "inference/text_limits.py": {"encode": PROCESS},
     "inference/validation.py": {"join": (NUMBER, DIMENSIONS)},
     # ---- models
+    "models/draft_rounds.py": _all(ENGINE, "frombuffer tobytes"),
     "models/encoded_texts.py": {
         **_all(INLINE_TEXT, "encode_batch_fast decode_batch tolist"),
         "tobytes": Limit("models.preprocessing._FEW_WORDS", 256), "encode": OPERATOR,
@@ -176,7 +177,7 @@ PLACES: dict[str, Places] = {
     },
     "models/sequence_outputs.py": _all(ENGINE, "join frombuffer encode"),
     "models/stop_text.py": {"join": ENGINE},
-    "models/text_request.py": {"encode": FLAG},
+    "models/text_request.py": {"encode": FLAG, "tobytes": ENGINE},
     "models/text_limits.py": _all(OPERATOR, "loads encode"),
     "models/text_pipeline.py": {"sub": SHORT},
     "models/text_run.py": {"encode": ENGINE, **_all(PROMPT, "tolist decode")},
