@@ -4,9 +4,10 @@
     .venv/bin/python benchmarks/speculation.py --shape llama8b --drafter oracle --requests 1 64
 
 Two engines are in this process, one without drafts, whose outputs are kept, and one with the
-drafter. Their runs alternate, so that other work on the machine slows both. ``ngram`` is the
-drafter that `trimaran serve` has. The others are synthetic drafters of known acceptance:
-``oracle`` proposes the kept output, and replaces each token by another with a set probability;
+drafter. Their runs alternate, so that other work on the machine slows both. ``ngram`` and
+``lookahead`` are drafters that `trimaran serve` has. The others are synthetic drafters of known
+acceptance: ``oracle`` proposes the kept output, and replaces each token by another with a set
+probability;
 ``coins`` proposes ids without meaning, each of which counts as accepted with a set probability,
 whatever the model's own token is. Without --deterministic an output may differ from the kept
 one by rounding, and the oracle then knows the rest no more: ``coins`` measures speed there.
@@ -54,6 +55,9 @@ from trimaran.worker.config.speculation_config import SpeculationConfig
 from trimaran.worker.engine.engine import Engine
 from trimaran.worker.requests.request import Request, Sequence
 from trimaran.worker.scheduling import draft_rows
+
+SERVED = ("ngram", "lookahead")
+"""Drafters of the engine that need no network."""
 
 
 class Head:
@@ -229,7 +233,7 @@ def measured(args: argparse.Namespace, plain: Engine, own: Engine, count: int) -
     requests run, tokens of a verification, and the number of requests whose outputs differ."""
     prompts = prompts_of(args, plain.facts()["vocab_size"])[:count]
     warm, *_ = run(plain, prompts, args.output_len, 1001)
-    if args.drafter != "ngram":
+    if args.drafter not in SERVED:
         own.scheduler.draft_rows.make_drafter = maker(args, own, list(warm.values()), prompts)
     run(own, prompts, args.output_len, 1001)
     before, speeds, differ = counts_of(own), [], 0
@@ -272,7 +276,9 @@ def main() -> None:
     if args.drafter == "coins":
         accept_by_coins()
     drafted = SpeculationConfig(
-        drafter="ngram", max_draft_tokens=args.max_draft_tokens, is_adaptive=not args.all
+        drafter=args.drafter if args.drafter in SERVED else "ngram",
+        max_draft_tokens=args.max_draft_tokens,
+        is_adaptive=not args.all,
     )
     with engine_of(args, SpeculationConfig()) as plain, engine_of(args, drafted) as own:
         for count in args.requests:
@@ -299,7 +305,7 @@ def report(args: argparse.Namespace, count: int, found: Any) -> None:
         "outputs_that_differ": None if args.drafter == "coins" else differ,
         "deterministic": args.deterministic,
     }
-    if args.drafter != "ngram":
+    if args.drafter not in SERVED:
         line |= {"acceptance": args.acceptance, "draft_us": args.draft_us}
     line |= environment(torch.device(args.device), None)
     print(json.dumps(line), flush=True)
@@ -316,7 +322,7 @@ def arguments() -> argparse.Namespace:
     model.add_argument("--model", default="", metavar="PATH", help="a folder or a GGUF file")
     add("--name", default="", help="of the model in the result (the folder's)")
     model.add_argument("--shape", choices=sorted(SHAPES), help="random weights")
-    add("--drafter", choices=("ngram", "oracle", "coins"), default="ngram")
+    add("--drafter", choices=(*SERVED, "oracle", "coins"), default="ngram")
     add(
         "--acceptance", type=float, default=0.75, metavar="P", help="of a synthetic draft token"
     )

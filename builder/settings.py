@@ -47,10 +47,9 @@ _OVERRIDES = {
 
 
 _NO_DRAFTS, _EXTERNAL = "none", "draft_tokens_external"
-_SERVED_MODES = (_NO_DRAFTS, _EXTERNAL, *HEAD_MODES)
+_LOOKAHEAD = "lookahead_decoding"
+_SERVED_MODES = (_NO_DRAFTS, _EXTERNAL, _LOOKAHEAD, *HEAD_MODES)
 _UNSERVED_MODES = {
-    "lookahead_decoding": "lookahead decoding is not served. Serve with --speculative-decoding "
-    "ngram, which drafts without another model too.",
     "explicit_draft_tokens": "ReDrafter is not served. Use an EAGLE head (eagle) or Medusa "
     "heads (medusa).",
 }
@@ -209,6 +208,9 @@ def _drafts(args: argparse.Namespace, filed: Mapping[str, Any]) -> dict[str, Any
         )
     if mode == _NO_DRAFTS:
         return {}
+    if mode == _LOOKAHEAD and type(most) is int:
+        # A tree of drafts has more; one chain needs no more.
+        most = min(most, MAX_DRAFT_TOKENS)
     if type(most) is not int or not 1 <= most <= MAX_DRAFT_TOKENS:
         raise ConfigError(
             f"--max_draft_len is {most or 0} but must be 1 to {MAX_DRAFT_TOKENS} with "
@@ -332,8 +334,9 @@ def add_draft_flags(parser: FlagSink) -> None:
     """Flags of the draft tokens that an engine verifies."""
     parser.add_argument("--speculative_decoding_mode",
                         choices=(*_SERVED_MODES, *_UNSERVED_MODES),
-                        help="draft_tokens_external: of requests and of a draft model; eagle, "
-                        "medusa: of heads (none); the others are refused")  # fmt: skip
+                        help="draft_tokens_external: of requests and of a draft model; "
+                        "lookahead_decoding: of the model itself; eagle, medusa: of heads "
+                        "(none); the other is refused")  # fmt: skip
     parser.add_argument("--max_draft_len", type=count, metavar="N",
                         help="most draft tokens of a request (0)")  # fmt: skip
     add_head_flags(parser)

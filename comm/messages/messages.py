@@ -128,6 +128,8 @@ class Submit(Message):
     draft_logits: bytes = b""
     """float32 [n, V]: the logits from which the last n draft ids were drawn, for rejection
     sampling; empty for none."""
+    lookahead: tuple[int, ...] = ()
+    """Window, n-gram and verification set of lookahead decoding; empty for the engine's."""
     max_draft_tokens: int | None = None
     """Most draft tokens of a step; None for the engine's limit, 0 for no drafts."""
     ends_after_drafts: bool = False

@@ -28,7 +28,11 @@ from trimaran.worker.config.host_limits import usable_cores
 from trimaran.worker.config.kv_cache_dtype import check_scales_exist, resolve_kv_cache_dtype
 from trimaran.worker.config.parallel_sizes import RequestedSizes, layout_of
 from trimaran.worker.config.shard_file import read_tensor_entries
-from trimaran.worker.config.speculation_config import SpeculationConfig
+from trimaran.worker.config.speculation_config import (
+    LOOKAHEAD,
+    LookaheadSizes,
+    SpeculationConfig,
+)
 
 _BATCHING = {
     "inflight_fused_batching": "inflight_fused_batching",
@@ -96,7 +100,10 @@ class EngineFlags:
 
 
 _MAX_DRAFT_TOKENS = SpeculationConfig().max_draft_tokens
-_DRAFTER_OF_MODE = {"draft_tokens_external": "draft_tokens", EAGLE: EAGLE, MEDUSA: MEDUSA}
+_DRAFTER_OF_MODE = {
+    "draft_tokens_external": "draft_tokens", "lookahead_decoding": LOOKAHEAD, EAGLE: EAGLE,
+    MEDUSA: MEDUSA,
+}  # fmt: skip
 """The drafter of an engine that was built for it, by the build's mode."""
 
 
@@ -266,11 +273,13 @@ def _speculation(
     built = _DRAFTER_OF_MODE.get(folder.build.speculative_decoding_mode, "none")
     drafter = flags.speculative_decoding or built
     mode = model.parameters.get_str("decoding_mode")
-    if mode in (EAGLE, MEDUSA) and mode != drafter:
+    if mode in (EAGLE, MEDUSA, LOOKAHEAD) and mode != drafter:
         raise ConfigError(
             f"{model.config_path}: decoding_mode is {mode} but the drafter is {drafter}. Build "
-            f"the engine with --speculative_decoding_mode {mode}, or set decoding_mode to auto."
+            f"the engine with --speculative_decoding_mode {_mode_of(mode)}, or set "
+            "decoding_mode to auto."
         )
+    sizes = _lookahead_sizes(model, drafter, mode)
     if drafter == "none":
         others: dict[str, object] = {"--max-draft-tokens": flags.max_draft_tokens}
         others["--draft-model"] = flags.draft_model
@@ -292,10 +301,41 @@ def _speculation(
     most = flags.max_draft_tokens or folder.build.max_draft_len or _MAX_DRAFT_TOKENS
     return SpeculationConfig(
         drafter=drafter,
+        lookahead=sizes,
         draft_dir=os.path.abspath(draft_dir) if draft_dir else "",
         max_draft_tokens=most,
         is_adaptive=not flags.verifies_all_drafts,
     )
+
+
+def _mode_of(drafter: str) -> str:
+    """The build's mode of a drafter."""
+    return next(mode for mode, each in _DRAFTER_OF_MODE.items() if each == drafter)
+
+
+_LOOKAHEAD_SIZES = (
+    "lookahead_window_size", "lookahead_ngram_size", "lookahead_verification_set_size",
+)  # fmt: skip
+
+
+def _lookahead_sizes(model: RepositoryModel, drafter: str, mode: str | None) -> LookaheadSizes:
+    """The sizes of config.pbtxt, or else the defaults."""
+    sizes = [model.parameters.get_int(name) for name in _LOOKAHEAD_SIZES]
+    names = ", ".join(_LOOKAHEAD_SIZES)
+    given = [size for size in sizes if size is not None]
+    if given and drafter != LOOKAHEAD:
+        raise ConfigError(
+            f"{model.config_path}: {names} are set but the drafter is {drafter}. Build the "
+            "engine with --speculative_decoding_mode lookahead_decoding, or leave them out."
+        )
+    if len(given) == len(sizes):
+        return LookaheadSizes(*given)
+    if given or mode == LOOKAHEAD:
+        raise ConfigError(
+            f"{model.config_path}: lookahead decoding needs all of {names}, but not all are "
+            "set."
+        )
+    return LookaheadSizes()
 
 
 def _max_beam_width(model: RepositoryModel, folder: EngineFolder) -> int:

@@ -35,7 +35,7 @@ _SCALARS = tuple(
 _ROWS_OF = {name: row for row, (_, names, _) in enumerate(_SCALARS) for name in names}
 """The row of `_SCALARS` of each input."""
 
-_LOOKAHEAD = (
+LOOKAHEAD = (
     "lookahead_window_size",
     "lookahead_ngram_size",
     "lookahead_verification_set_size",
@@ -52,7 +52,7 @@ _REFUSED: tuple[tuple[str, str], ...] = (
     ("mrope_position_deltas", "multimodal positions are not served"),
     ("context_phase_params", "disaggregated serving is not served"),
 )
-_UNSERVED = frozenset((*_LOOKAHEAD, *(name for name, _ in _REFUSED)))
+_UNSERVED = frozenset(name for name, _ in _REFUSED)
 
 
 def read_sampling(
@@ -77,7 +77,6 @@ def read_fields(
     """
     if inputs.has_any(_UNSERVED):
         _refuse_unserved(inputs)
-        _refuse_lookahead(inputs)
     values: dict[str, Any] = {}
     # Most inputs of most requests are absent.
     for row in sorted({_ROWS_OF[name] for name in inputs.names if name in _ROWS_OF}):
@@ -241,16 +240,3 @@ def _refuse_unserved(inputs: SampleInputs) -> None:
     for name, reason in _REFUSED:
         if inputs.array(name) is not None:
             raise RequestError(f"input '{name}' is set but {reason}; leave it out")
-
-
-def _refuse_lookahead(inputs: SampleInputs) -> None:
-    values = [inputs.scalar(name) for name in _LOOKAHEAD]
-    if all(value is None for value in values):
-        return
-    if any(value is None for value in values):
-        raise RequestError(f"{', '.join(_LOOKAHEAD)} must be given together or not at all")
-    raise RequestError(
-        "Cannot set the request lookahead decoding configuration when model instance lookahead "
-        "parameters are not set. Lookahead decoding is not served: leave the inputs "
-        f"{', '.join(_LOOKAHEAD)} out."
-    )

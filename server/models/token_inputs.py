@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 from trimaran.comm.errors import RequestError
 from trimaran.server.inference.request import Tensor
 from trimaran.server.models.sample_inputs import SampleInputs, to_text
+from trimaran.server.models.sampling_inputs import LOOKAHEAD
 
 _TABLE = "prompt_embedding_table"
 _EXTRA_IDS = "prompt_table_extra_ids"
@@ -237,6 +238,7 @@ def salted(parameters: Mapping[str, Any], cache_key: bytes) -> bytes:
 
 _IDS, _LOGITS, _THRESHOLD = "draft_input_ids", "draft_logits", "draft_acceptance_threshold"
 _DRAFT_INPUTS = frozenset((_IDS, _LOGITS, _THRESHOLD))
+_LOOKAHEAD_INPUTS = frozenset(LOOKAHEAD)
 _MAX_DRAFT_LEN = "max_draft_len"
 """The engine's fact: most draft tokens that one step verifies; 0 for none."""
 
@@ -262,6 +264,9 @@ class Drafts:
 
     logits: bytes = b""
     """float32 [n, V]: the logits from which the last n ids were drawn; empty for none."""
+
+    lookahead: tuple[int, ...] = ()
+    """The three sizes of lookahead decoding; empty for the engine's."""
 
     ends_after: bool = False
     """Whether the output ends with the first id that is no draft id, or follows the last."""
@@ -299,8 +304,45 @@ def read_drafts(
         RequestError: names the value, the limit and the remedy.
     """
     most = draft_limit(parameters)
+    if inputs.has_any(_LOOKAHEAD_INPUTS):
+        sizes = _lookahead(inputs, facts)
+        return replace(_read_drafts(inputs, most, facts), lookahead=sizes)
     if most is None and not inputs.has_any(_DRAFT_INPUTS):
         return NO_DRAFTS
+    return _read_drafts(inputs, most, facts)
+
+
+def _lookahead(inputs: SampleInputs, facts: Mapping[str, Any]) -> tuple[int, ...]:
+    """The sizes of lookahead decoding; raises RequestError if the engine cannot serve them."""
+    values = [inputs.scalar(name) for name in LOOKAHEAD]
+    names = ", ".join(LOOKAHEAD)
+    sizes = tuple(int(value) for value in values if value is not None)
+    if len(sizes) != len(values):
+        raise RequestError(f"{names} must be given together or not at all")
+    most = tuple(facts.get("lookahead", ()))
+    if not most:
+        raise RequestError(
+            "Cannot set the request lookahead decoding configuration when model instance "
+            "lookahead parameters are not set. Lookahead decoding is not served by this "
+            f"engine: leave the inputs {names} out, or build the engine with "
+            "--speculative_decoding_mode lookahead_decoding."
+        )
+    if any(not low <= n <= high for n, low, high in zip(sizes, (1, 2, 1), most, strict=True)):
+        raise RequestError(
+            f"{names} are {list(sizes)} but must be at least [1, 2, 1] and at most the "
+            f"engine's {list(most)}. Send smaller ones, or set larger ones in config.pbtxt."
+        )
+    width = inputs.scalar("beam_width") or 1
+    both = _IDS if inputs.array(_IDS) is not None else f"beam_width {width}"
+    if width > 1 or both == _IDS:
+        raise RequestError(
+            f"{names} are {list(sizes)} together with {both}, but then lookahead drafts "
+            "nothing. Leave one of the two out."
+        )
+    return sizes
+
+
+def _read_drafts(inputs: SampleInputs, most: int | None, facts: Mapping[str, Any]) -> Drafts:
     array = inputs.array(_IDS)
     logits = _logits(inputs, 0 if array is None else array.size, facts)
     threshold = inputs.scalar(_THRESHOLD)

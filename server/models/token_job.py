@@ -251,6 +251,7 @@ class TokenStream:
                         draft_token_ids=sample.drafts.token_ids,
                         draft_acceptance_threshold=sample.drafts.acceptance_threshold,
                         draft_logits=sample.drafts.logits,
+                        lookahead=sample.drafts.lookahead,
                         max_draft_tokens=sample.drafts.max_draft_tokens,
                         ends_after_drafts=sample.drafts.ends_after,
                         has_begun=has_begun,

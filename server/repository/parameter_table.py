@@ -183,7 +183,6 @@ BLS_PARAMETERS: dict[str, Known] = {
 
 
 _TRT_ONLY = "it tunes TensorRT, which is not used here"
-_NO_DRAFT = "lookahead decoding is not served by this version"
 _NO_TREE = "trees of drafts are not served by this version; heads draft chains without it"
 _NO_ENCODER = "encoder-decoder models are not served by this version"
 _NO_DISAGGREGATION = "disaggregated serving is not served by this version"
@@ -239,16 +238,16 @@ TOKEN_PARAMETERS: dict[str, Known] = {
     "lora_prefetch_dir": served("str"),
     "max_beam_width": served("int", low=1),
     "decoding_mode": refused(
-        "str", "it asks for drafts of ReDrafter or of lookahead, which are not served",
-        "auto", "top_k", "top_p", "top_k_top_p", "beam_search", "medusa", "eagle",
+        "str", "it asks for drafts of ReDrafter, which are not served",
+        "auto", "top_k", "top_p", "top_k_top_p", "beam_search", "medusa", "eagle", "lookahead",
         allowed=(
             "auto", "top_k", "top_p", "top_k_top_p", "beam_search", "medusa", "redrafter",
             "lookahead", "eagle",
         ),
     ),
-    "lookahead_window_size": refused("int", _NO_DRAFT),
-    "lookahead_ngram_size": refused("int", _NO_DRAFT),
-    "lookahead_verification_set_size": refused("int", _NO_DRAFT),
+    "lookahead_window_size": served("int", low=1),
+    "lookahead_ngram_size": served("int", low=2),
+    "lookahead_verification_set_size": served("int", low=1),
     "medusa_choices": refused("str", _NO_TREE),
     "eagle_choices": refused("str", _NO_TREE),
     "speculative_decoding_fast_logits": accepted(

@@ -47,7 +47,7 @@ _BEHAVIOUR = (
     ),
     (
         "all",
-        "lookahead decoding, draft heads, images, encoders and disaggregated serving are not "
+        "trees of drafts, ReDrafter, images, encoders and disaggregated serving are not "
         "served: [features.md](features.md) names the inputs and settings that are refused",
     ),
 )
@@ -82,7 +82,12 @@ _DOCUMENTS = (
         "([speculative-decoding.md](speculative-decoding.md))",
     ),
     (
-        "ReDrafter, Lookahead",
+        "Lookahead",
+        "a step verifies one chain a sequence, and not branches "
+        "([speculative-decoding.md](speculative-decoding.md#lookahead))",
+    ),
+    (
+        "ReDrafter",
         "refused by name; drafts of heads and of a second model are served",
     ),
     (

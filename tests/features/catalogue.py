@@ -11,7 +11,7 @@ import input_texts
 import output_texts
 import parameter_texts
 
-from trimaran.comm.messages.sampling_fields import FIELDS, SERVED_FIELDS
+from trimaran.comm.messages.sampling_fields import FIELDS
 from trimaran.server.models import preprocessing, sampling_inputs
 from trimaran.server.models.text_models import BLS_MAPS
 from trimaran.server.repository import signatures
@@ -26,9 +26,6 @@ from trimaran.server.repository.parameter_table import (
 from trimaran.server.repository.signatures import Role
 
 SERVED, NO_EFFECT, REFUSED, NEVER = "served", "no effect", "refused", "never comes"
-_NO_LOOKAHEAD = "lookahead decoding is not served"
-# Inputs of sampling that no row of the table of fields reads.
-_FIELDS = dict.fromkeys(sampling_inputs._LOOKAHEAD, "lookahead")
 _ROLES = {
     Role.TOKEN: "tensorrt_llm",
     Role.BLS: "tensorrt_llm_bls",
@@ -149,16 +146,11 @@ def _found(name: str, *choices: tuple[str, Mapping[str, str]]) -> tuple[str, str
 
 
 def _token_inputs() -> dict[str, tuple[str, str]]:
-    scalars = {name: row.name for row in FIELDS.values() for name in row.inputs}
-    fields = {**scalars, **_FIELDS}
-    refused = {
-        **dict(sampling_inputs._REFUSED),
-        **{name: _NO_LOOKAHEAD for name, f in fields.items() if f not in SERVED_FIELDS},
-    }
+    scalars = [name for row in FIELDS.values() for name in row.inputs]
     return {
         name: _found(
             name,
-            (REFUSED, refused),
+            (REFUSED, dict(sampling_inputs._REFUSED)),
             (NO_EFFECT, input_texts.TOKEN_WITHOUT_EFFECT),
             (SERVED, input_texts.TOKEN),
         )

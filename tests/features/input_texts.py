@@ -62,6 +62,9 @@ TOKEN = {
     "draft_acceptance_threshold": "0: outputs have the law of the model; above 0, also ids of "
     "at least this probability",
     "draft_logits": "rejection sampling, for requests that draw and have no seed",
+    "lookahead_window_size": "guesses behind the output that a step computes at most",
+    "lookahead_ngram_size": "ids of an n-gram: a draft has one less",
+    "lookahead_verification_set_size": "n-grams of one first id, which agree on one draft",
 }
 TOKEN_WITHOUT_EFFECT = {
     "pad_id": "responses are padded with -1",

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from trimaran.comm.errors import ConfigError
 from trimaran.worker.config.draft_network import NETWORKS
 
-DRAFTERS = ("none", "draft_tokens", "ngram", *NETWORKS)
+LOOKAHEAD = "lookahead"
+DRAFTERS = ("none", "draft_tokens", "ngram", LOOKAHEAD, *NETWORKS)
 """Values of ``--speculative-decoding``."""
 
 MAX_DRAFT_TOKENS = 64
@@ -22,14 +24,34 @@ an 8B model take 5.7 ms for 256 rows and 9.2 ms for 384: with more rows than the
 are worth their time."""
 
 
+class LookaheadSizes(NamedTuple):
+    """The sizes of lookahead decoding, with the defaults of TensorRT-LLM's documents."""
+
+    window: int = 7
+    """Most guesses behind the output that a step computes."""
+
+    ngram: int = 7
+    """Ids of an n-gram, 2 or more."""
+
+    verification_set: int = 7
+    """N-grams that are kept for one first id, the latest."""
+
+
+_DEFAULT_SIZES = LookaheadSizes()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationConfig:
     """Which draft tokens an engine verifies, and how many."""
 
     drafter: str = "none"
     """``none``; ``draft_tokens``: the tokens that requests bring; ``ngram``: these, and for
-    other requests the continuation of an earlier place with the same last tokens; ``eagle``,
+    other requests the continuation of an earlier place with the same last tokens;
+    ``lookahead``: these, and n-grams that the model makes beside the output; ``eagle``,
     ``medusa``, ``draft_model``: these, and for other requests the tokens of a network."""
+
+    lookahead: LookaheadSizes = _DEFAULT_SIZES
+    """The largest sizes of requests for ``lookahead``, and their defaults."""
 
     draft_dir: str = ""
     """The folder of the network that drafts."""
@@ -46,6 +68,13 @@ class SpeculationConfig:
             raise ConfigError(
                 f"--speculative-decoding is {self.drafter!r} but must be one of "
                 f"{', '.join(DRAFTERS)}"
+            )
+        object.__setattr__(self, "lookahead", LookaheadSizes(*self.lookahead))
+        if min(self.lookahead) < 1 or self.lookahead.ngram < 2:
+            raise ConfigError(
+                "lookahead_window_size, lookahead_ngram_size and "
+                f"lookahead_verification_set_size are {', '.join(map(str, self.lookahead))} "
+                "but must be 1 or more, and the second 2 or more."
             )
         if self.is_network != bool(self.draft_dir):
             needed = "needs the" if self.is_network else "takes no"
@@ -68,6 +97,11 @@ class SpeculationConfig:
     def is_network(self) -> bool:
         """Whether a network in the ranks drafts."""
         return self.drafter in NETWORKS
+
+    @property
+    def lookahead_sizes(self) -> tuple[int, ...]:
+        """The largest sizes of lookahead decoding; empty for another drafter."""
+        return tuple(self.lookahead) if self.drafter == LOOKAHEAD else ()
 
     @property
     def most_per_request(self) -> int:

@@ -17,6 +17,7 @@ from trimaran.comm.messages.messages import Submit
 from trimaran.comm.messages.sampling_fields import check_values, refuse_unserved
 from trimaran.comm.messages.sampling_params import SamplingParams
 from trimaran.worker.config.engine_config import SchedulerConfig
+from trimaran.worker.config.speculation_config import LOOKAHEAD, LookaheadSizes
 from trimaran.worker.execution.prompt_tables import PromptTable
 from trimaran.worker.guided.compiler import GuideCompiler
 from trimaran.worker.guided.guide import Grammar, Guide
@@ -83,6 +84,7 @@ def request_from(
         draft_token_ids=tuple(message.draft_token_ids),
         draft_acceptance_threshold=message.draft_acceptance_threshold,
         draft_logits=_draft_logits(message, sampling, vocab_size),
+        lookahead=_lookahead(message, sampling, limits),
         max_draft_tokens=message.max_draft_tokens,
         ends_after_drafts=message.ends_after_drafts,
     )
@@ -228,6 +230,31 @@ def _check_drafts(
             "follow no drafts. Leave one of the two out.",
             ErrorKind.UNSUPPORTED,
         )
+
+
+def _lookahead(
+    message: Submit, sampling: SamplingParams, limits: SchedulerConfig
+) -> LookaheadSizes | None:
+    """The sizes of a request; raises RequestError if the engine has none, or smaller ones."""
+    if not message.lookahead:
+        return None
+    most = limits.speculation.lookahead
+    is_served = limits.speculation.drafter == LOOKAHEAD and len(message.lookahead) == len(most)
+    pairs = zip(message.lookahead, (1, 2, 1), most, strict=False)
+    if not is_served or any(type(n) is not int or not a <= n <= b for n, a, b in pairs):
+        raise RequestError(
+            f"the sizes of lookahead decoding are {list(message.lookahead)} but must be three "
+            f"whole numbers, at least [1, 2, 1] and at most {list(most)}, for an engine that "
+            "is built for lookahead decoding. Leave them out."
+        )
+    if message.draft_token_ids or message.embeddings is not None or sampling.beam_width > 1:
+        raise RequestError(
+            f"the sizes of lookahead decoding are {list(message.lookahead)} in a request with "
+            "draft_input_ids, a prompt table or beams, for which lookahead drafts nothing. "
+            "Leave one of the two out.",
+            ErrorKind.UNSUPPORTED,
+        )
+    return LookaheadSizes(*message.lookahead)
 
 
 def _draft_logits(

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from trimaran.comm.messages.messages import FinishReason
 from trimaran.comm.messages.sampling_params import SamplingParams
 from trimaran.comm.word_automaton import WordAutomaton, WordState
+from trimaran.worker.config.speculation_config import LookaheadSizes
 from trimaran.worker.guided.guide import Guide
 from trimaran.worker.kv_cache.manager import KVCacheManager
 from trimaran.worker.kv_cache.sequence_blocks import RetentionPlan, SequenceBlocks, root_hash
@@ -323,6 +324,9 @@ class Request:
     draft_logits: npt.NDArray[np.float32] | None = None
     """[n, V]: the logits from which the last n of ``draft_token_ids`` were drawn, for
     rejection sampling."""
+
+    lookahead: LookaheadSizes | None = None
+    """The sizes of lookahead decoding; None for the engine's."""
 
     max_draft_tokens: int | None = None
     """Most draft tokens of a step; None for the engine's limit, 0 for no drafts."""

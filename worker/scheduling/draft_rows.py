@@ -9,6 +9,7 @@ from collections.abc import Sequence as List
 
 from trimaran.comm.messages.messages import DRAFT_POSITION_KEYS
 from trimaran.worker.config.engine_config import SchedulerConfig
+from trimaran.worker.config.speculation_config import LOOKAHEAD
 from trimaran.worker.kv_cache.manager import KVCacheManager
 from trimaran.worker.requests.request import Request, RequestStatus, Sequence
 from trimaran.worker.scheduling.step_plan import DraftRun, ScheduledStep, StepPlan
@@ -21,6 +22,7 @@ from trimaran.worker.speculation.drafters import (
     NgramDrafter,
     RequestDrafter,
 )
+from trimaran.worker.speculation.lookahead import LookaheadDrafter
 
 _LEAST_FREE = 0.02
 """Share of the KV cache's blocks that must be free for drafts to take new blocks."""
@@ -36,14 +38,48 @@ _MEASURED = 2
 class _Drafts:
     """One sequence's drafter, its acceptance rate, and the drafts that were not verified."""
 
-    __slots__ = ("drafter", "most", "rate", "unverified", "unverified_at")
+    __slots__ = (
+        "_guess_rate", "_lookahead", "_rate", "drafter", "most", "unverified", "unverified_at",
+    )  # fmt: skip
 
-    def __init__(self, drafter: Drafter, most: int, typical: AcceptanceRate) -> None:
+    def __init__(
+        self,
+        drafter: Drafter,
+        most: int,
+        typical: AcceptanceRate,
+        typical_guess: AcceptanceRate | None = None,
+    ) -> None:
         self.drafter = drafter
+        self._lookahead = drafter if isinstance(drafter, LookaheadDrafter) else None
         self.most = most
-        self.rate = AcceptanceRate(typical)
+        self._rate, self._guess_rate = AcceptanceRate(typical), AcceptanceRate(typical_guess)
         self.unverified = array("i")
         self.unverified_at = 0
+
+    @property
+    def is_guess(self) -> bool:
+        """Whether the last proposal was the window of lookahead, which is seldom accepted."""
+        return self._lookahead is not None and self._lookahead.is_guess
+
+    @property
+    def rate(self) -> AcceptanceRate:
+        """The acceptance of proposals like the last one."""
+        return self._guess_rate if self.is_guess else self._rate
+
+    def observe(self, run: DraftRun, num_known: int, own: List[int], num_same: int) -> None:
+        """Learn from a verified draft behind ``num_known`` ids, of which ``num_same`` equal the
+        model's ``own`` ids."""
+        self.rate.observe(run.num_accepted, has_rejected=num_same < len(run.token_ids))
+        if self._lookahead is not None:
+            self._lookahead.observe(num_known, own, num_same)
+
+    def put_off(self, sequence: Sequence, ids: array[int]) -> None:
+        """A step verifies none of these drafts."""
+        self.rate.idle()
+        # Guesses follow from the verified ones: without rows their acceptance says nothing.
+        if not self.is_guess:
+            self.unverified = ids
+            self.unverified_at = len(sequence.token_ids)
 
     def compare(self, sequence: Sequence) -> None:
         """Learn from drafts that were made but not verified, once the output is known.
@@ -57,7 +93,7 @@ class _Drafts:
             return
         pairs = list(zip(self.unverified, new, strict=False))
         same = next((n for n, (a, b) in enumerate(pairs) if a != b), len(pairs))
-        self.rate.observe(same, has_rejected=same < len(pairs))
+        self._rate.observe(same, has_rejected=same < len(pairs))
         self.unverified = array("i")
 
 
@@ -137,13 +173,13 @@ class DraftRows:
         self.counts = DraftCounts()
         self._index_room = IndexRoom()
         self.make_drafter: Callable[[Request], Drafter]
-        self.make_drafter = lambda _: (
-            NetworkDrafter() if self._config.is_network else NgramDrafter(self._index_room)
-        )
+        self.make_drafter = self._own_drafter
         """The drafter of a request without draft tokens of its own."""
         self._controller = DraftController()
         self._typical, self._typical_asked = AcceptanceRate(), AcceptanceRate()
         """The acceptance of all sequences' drafts, and of drafts that requests brought."""
+        self._typical_guess = AcceptanceRate()
+        """The acceptance of the windows of lookahead."""
         self._rest, self._next_rest = 0, _LEAST_REST
         """Steps in which no n-gram drafts are made, of now and of the next pause."""
         self._num_awaited = 0
@@ -151,6 +187,14 @@ class DraftRows:
         self._num_in_flight = 0
         self._last_end = 0.0
         """The last result, or the planning of the first step after a time without steps."""
+
+    def _own_drafter(self, request: Request) -> Drafter:
+        if self._config.is_network:
+            return NetworkDrafter()
+        if self._config.drafter == LOOKAHEAD:
+            sizes = request.lookahead or self._config.lookahead
+            return LookaheadDrafter(sizes, self._index_room)
+        return NgramDrafter(self._index_room)
 
     # ---- plan ----------------------------------------------------------------------------
 
@@ -221,15 +265,14 @@ class DraftRows:
             counts = self._controller.choose(plan.num_decodes, rates, counts, room)
             if self._controller.is_measuring:
                 self._rest = _MEASURED
-            else:
+            elif any(counts) or not all(sequence.drafts.is_guess for sequence, _ in own):
+                # Guesses alone are no reason for a pause: the next step may have an n-gram.
                 self._pause(is_worthwhile=any(counts))
         for (sequence, ids), count in zip(own, counts, strict=True):
             used = added[sequence] = self._add(plan, sequence, ids[: min(count, room)])
             room -= used
             if not used:
-                sequence.drafts.rate.idle()
-                sequence.drafts.unverified = ids
-                sequence.drafts.unverified_at = len(sequence.token_ids)
+                sequence.drafts.put_off(sequence, ids)
         return added
 
     def _pause(self, *, is_worthwhile: bool) -> None:
@@ -290,7 +333,7 @@ class DraftRows:
         # A prompt table's ids are not in the vocabulary, and may be at an earlier place.
         if self._config.drafter == "draft_tokens" or request.prompt_table is not None:
             return None
-        return _Drafts(self.make_drafter(request), most, self._typical)
+        return _Drafts(self.make_drafter(request), most, self._typical, self._typical_guess)
 
     def _room_of(self, sequence: Sequence) -> int:
         """Draft tokens behind which a sequence may have one more token."""
@@ -354,16 +397,16 @@ class DraftRows:
         # A sequence that was preempted meanwhile has nothing computed.
         if sequence.status is RequestStatus.RUNNING:
             sequence.num_computed_tokens += count
-        num_before = sequence.num_output_tokens
+        num_known, num_before = len(sequence.token_ids), sequence.num_output_tokens
         for token_id in own[: count + 1]:
             yield sequence, token_id
         # The reader has taken all tokens in: those behind an end did not become output.
         run.num_accepted = min(count, sequence.num_output_tokens - num_before)
-        self._count(run, has_rejected=count < len(drafts))
+        sequence.drafts.observe(run, num_known, own, count)
+        self._count(run)
 
-    def _count(self, run: DraftRun, *, has_rejected: bool) -> None:
+    def _count(self, run: DraftRun) -> None:
         sequence, num_drafts = run.sequence, len(run.token_ids)
-        sequence.drafts.rate.observe(run.num_accepted, has_rejected=has_rejected)
         figures = sequence.figures
         self.counts.add(num_drafts, run.num_accepted)
         if figures is not None:

@@ -174,4 +174,6 @@ class DraftController:
         is_drafted[0] = False
         if is_drafted.any():
             seconds[is_drafted] = self._drafted.estimates(num_rows[is_drafted])
-        return seconds
+        # More rows save no time: a step without drafts that seems slower was disturbed.
+        least: npt.NDArray[np.float64] = np.maximum(seconds, seconds[0])
+        return least

@@ -15,6 +15,8 @@ from trimaran.worker.config.engine_folder import EngineFolder, FolderKind
 from trimaran.worker.config.parallel_sizes import RequestedSizes, layout_of
 from trimaran.worker.config.pretrained_config import PretrainedConfig
 
+EXTERNAL, LOOKAHEAD = "draft_tokens_external", "lookahead_decoding"
+
 
 @pytest.fixture
 def engine(llama, trimaran, tmp_path):
@@ -47,16 +49,22 @@ def test_an_engine_folder_reads_back_as_built(engine, llama):
 
 
 @pytest.mark.parametrize(
-    ("flags", "filed"),
+    ("flags", "filed", "mode", "most"),
     [
-        (("--speculative_decoding_mode", "draft_tokens_external", "--max_draft_len", 7), {}),
-        (("--max_draft_len", 7), {"max_draft_len": 3}),
-        ((), {"max_draft_len": 7, "speculative_decoding_mode": "draft_tokens_external"}),
+        (("--speculative_decoding_mode", EXTERNAL, "--max_draft_len", 7), {}, EXTERNAL, 7),
+        (("--max_draft_len", 7), {"max_draft_len": 3}, EXTERNAL, 7),
+        ((), {"max_draft_len": 7, "speculative_decoding_mode": EXTERNAL}, EXTERNAL, 7),
+        (("--speculative_decoding_mode", LOOKAHEAD, "--max_draft_len", 6), {}, LOOKAHEAD, 6),
+        # The tree of window 7, n-grams of 7 and 7 of them.
+        (("--speculative_decoding_mode", LOOKAHEAD, "--max_draft_len", 83), {}, LOOKAHEAD, 64),
     ],
-    ids=["both flags", "the flag of older versions", "a file"],
-)
+    ids=[
+        "both flags", "the flag of older versions", "a file", "lookahead",
+        "the tree of lookahead",
+    ],
+)  # fmt: skip
 def test_an_engine_folder_records_the_draft_tokens_that_it_is_built_for(
-    llama, trimaran, tmp_path, flags, filed
+    llama, trimaran, tmp_path, flags, filed, mode, most
 ):
     output, limits = tmp_path / "engine", tmp_path / "limits.json"
     limits.write_text(json.dumps(filed))
@@ -66,10 +74,7 @@ def test_an_engine_folder_records_the_draft_tokens_that_it_is_built_for(
     )  # fmt: skip
     assert done.code == 0, done.err
     build = EngineFolder.load(output).build
-    assert (build.speculative_decoding_mode, build.max_draft_len) == (
-        "draft_tokens_external",
-        7,
-    )
+    assert (build.speculative_decoding_mode, build.max_draft_len) == (mode, most)
 
 
 def test_an_engine_folder_is_built_for_no_draft_tokens_by_default(engine):

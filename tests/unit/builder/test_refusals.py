@@ -70,7 +70,7 @@ def test_fewer_layers_than_configured_are_refused(llama, refused):
         ),
         (
             ["--speculative_decoding_mode", "lookahead_decoding"],
-            ["lookahead decoding is not served", "--speculative-decoding ngram"],
+            ["--max_draft_len is 0 but must be 1 to 64", "lookahead_decoding"],
         ),
         (["--n_layer", "9"], ["--n_layer is 9", "num_hidden_layers 3", "Remove the flag"]),
     ],

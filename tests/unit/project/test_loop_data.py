@@ -173,7 +173,6 @@ PLACES: dict[str, Places] = {
     },
     "models/sampling_inputs.py": {
         "tolist": WORD_IDS, "tobytes": "a number for each id of the vocabulary",
-        "join": OPERATOR,
     },
     "models/sequence_outputs.py": _all(ENGINE, "join frombuffer encode"),
     "models/stop_text.py": {"join": ENGINE},
@@ -181,7 +180,7 @@ PLACES: dict[str, Places] = {
     "models/text_limits.py": _all(OPERATOR, "loads encode"),
     "models/text_pipeline.py": {"sub": SHORT},
     "models/text_run.py": {"encode": ENGINE, **_all(PROMPT, "tolist decode")},
-    "models/token_inputs.py": {"tobytes": FLAG, "encode": FLAG},
+    "models/token_inputs.py": {"tobytes": FLAG, "encode": FLAG, "join": OPERATOR},
     "models/token_model.py": {"tolist": PROMPT, "join": OPERATOR},
     "models/tokenizer.py": {
         **_all(INLINE_TEXT, "encode encode_batch_fast tolist"),

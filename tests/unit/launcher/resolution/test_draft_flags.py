@@ -84,3 +84,60 @@ def test_a_decoding_mode_must_be_that_of_the_engine(tmp_path):
 
     with pytest.raises(ConfigError, match="decoding_mode is medusa but the drafter is none"):
         resolve(tmp_path / "repo")
+
+
+SIZES = ("lookahead_window_size", "lookahead_ngram_size", "lookahead_verification_set_size")
+
+
+def with_lookahead(tmp_path, **keys):
+    """A repository with an engine that is built for lookahead decoding, and these keys."""
+    build = {"speculative_decoding_mode": "lookahead_decoding", "max_draft_len": 64}
+    write_engine(tmp_path / "engine", tp_size=1, **build)
+    write_model(tmp_path / "repo" / "a", gpt_model_path=str(tmp_path / "engine"), **keys)
+    return tmp_path / "repo"
+
+
+@pytest.mark.feature(*(f"parameter:{name}" for name in SIZES))
+def test_an_engine_for_lookahead_has_the_sizes_of_the_repository(tmp_path):
+    for number, (keys, sizes) in enumerate(
+        [
+            ({}, (7, 7, 7)),
+            (dict(zip(SIZES, "435", strict=True)) | {"decoding_mode": "lookahead"}, (4, 3, 5)),
+        ]
+    ):
+        repository = with_lookahead(tmp_path / str(number), **keys)
+        found = resolve(repository).groups[0].engine.scheduler.speculation
+        assert (found.drafter, found.lookahead, found.max_draft_tokens) == (
+            "lookahead", sizes, 64,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("keys", "complaint"),
+    [
+        ({"decoding_mode": "lookahead"}, "needs all of lookahead_window_size, lookahead_ng"),
+        ({SIZES[0]: "4"}, "needs all of lookahead_window_size, lookahead_ngram_size"),
+        (dict(zip(SIZES, "417", strict=True)), "'lookahead_ngram_size' is 1 but must be at "),
+    ],
+)
+def test_incomplete_sizes_of_lookahead_are_refused(tmp_path, keys, complaint):
+    with pytest.raises(ConfigError, match=complaint):
+        resolve(with_lookahead(tmp_path, **keys))
+
+
+@pytest.mark.parametrize(
+    ("keys", "complaint"),
+    [
+        (dict.fromkeys(SIZES, "4"), "lookahead_verification_set_size are set but the drafter "),
+        (
+            {"decoding_mode": "lookahead"},
+            "Build the engine with --speculative_decoding_mode lo",
+        ),
+    ],
+)
+def test_lookahead_needs_an_engine_that_is_built_for_it(tmp_path, keys, complaint):
+    write_engine(tmp_path / "engine", tp_size=1)
+    write_model(tmp_path / "repo" / "a", gpt_model_path=str(tmp_path / "engine"), **keys)
+
+    with pytest.raises(ConfigError, match=complaint):
+        resolve(tmp_path / "repo")

@@ -51,6 +51,10 @@ ELSEWHERE = {
     "num_nodes",
     # False is refused beside host memory, because blocks there have no other use.
     "kv_cache_onboard_blocks",
+    # They need an engine that is built for lookahead decoding: test_draft_flags.py.
+    "lookahead_window_size",
+    "lookahead_ngram_size",
+    "lookahead_verification_set_size",
 }
 
 

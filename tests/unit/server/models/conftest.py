@@ -72,6 +72,7 @@ FACTS = {
     "world_size": 1,
     "lora_host_bytes": 48,
     "max_draft_len": 5,
+    "lookahead": (4, 3, 4),
 }
 
 

@@ -10,6 +10,7 @@ from tests.unit.server.models.test_draft_rounds import ANSWER, REQUEST, told, ve
 from trimaran.comm.errors import RequestError
 from trimaran.server.direct.direct_text import DirectText
 from trimaran.server.inference.request import InferRequest
+from trimaran.server.models.sampling_inputs import LOOKAHEAD
 
 
 async def test_an_engine_that_verifies_no_drafts_refuses_them(serve):
@@ -22,6 +23,29 @@ async def test_an_engine_that_verifies_no_drafts_refuses_them(serve):
                 draft_input_ids=[7],
             )  # fmt: skip
     assert engine.submits == []
+
+
+async def test_an_engine_that_has_no_lookahead_refuses_its_sizes(serve):
+    facts = {**FACTS, "lookahead": ()}
+    sizes = dict.fromkeys(LOOKAHEAD, 4)
+    async with serve() as served:
+        engine = await served.dial(lambda submit: [7], facts=facts)
+        with pytest.raises(RequestError, match="model instance lookahead parameters are not"):
+            await served.infer(
+                "tensorrt_llm", input_ids=[1], input_lengths=1, request_output_len=4, **sizes
+            )
+    assert engine.submits == []
+
+
+async def test_sizes_of_lookahead_reach_the_engine(serve):
+    sizes = dict(zip(LOOKAHEAD, (4, 2, 1), strict=True))
+    async with serve() as served:
+        engine = await served.dial(lambda submit: [7])
+        for further in (sizes, {}):
+            await served.infer(
+                "tensorrt_llm", input_ids=[1], input_lengths=1, request_output_len=4, **further
+            )
+    assert [tuple(submit.lookahead) for submit in engine.submits] == [(4, 2, 1), ()]
 
 
 @pytest.mark.feature("parameter:max_draft_tokens", of="request")

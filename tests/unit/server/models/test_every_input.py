@@ -94,6 +94,9 @@ TOKEN = {
     "retention_decode_priority": ({}, 60),
     "retention_decode_duration_ms": ({"retention_decode_priority": 60}, 200),
     "draft_input_ids": ({}, [1, 2]),
+    "lookahead_window_size": (LOOKAHEAD, 3),
+    "lookahead_ngram_size": (LOOKAHEAD, 2),
+    "lookahead_verification_set_size": (LOOKAHEAD, 3),
     "draft_acceptance_threshold": (DRAFTS, 0.5),
     "draft_logits": (DRAFTS, np.ones((1, 2, 600), np.float32)),
 }
@@ -158,9 +161,6 @@ TOKEN_REFUSED = {
     "mrope_rotary_cos_sin": ({}, [1.0]),
     "mrope_position_deltas": ({}, 1),
     "context_phase_params": ({}, np.ones((1, 4), np.uint8)),
-    "lookahead_window_size": (LOOKAHEAD, 4),
-    "lookahead_ngram_size": (LOOKAHEAD, 3),
-    "lookahead_verification_set_size": (LOOKAHEAD, 4),
 }
 PIXELS = np.ones((1, 1, 2, 2, 3), np.uint8)
 TEXT_REFUSED = {

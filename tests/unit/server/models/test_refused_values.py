@@ -8,6 +8,11 @@ import pytest
 from trimaran.comm.errors import ErrorKind, RequestError
 
 PROMPT = {"input_ids": [7, 8, 9], "input_lengths": 3, "request_output_len": 5}
+LOOKAHEAD = {
+    "lookahead_window_size": 4,
+    "lookahead_ngram_size": 3,
+    "lookahead_verification_set_size": 4,
+}
 TWO = {
     "input_ids": np.ones((2, 3), np.int32),
     "input_lengths": np.full((2, 1), 3, np.int32),
@@ -46,6 +51,14 @@ def _column(*values, dtype=np.int32):
             {"draft_input_ids": [4], "beam_width": 2},
             "beam_width is 2 together with draft_input_ids, but beams are not drafted",
         ),
+        (
+            {**LOOKAHEAD, "lookahead_ngram_size": 5},
+            "lookahead_verification_set_size are [4, 5, 4] but must be at least [1, 2, 1] and "
+            "at most the engine's [4, 3, 4]. Send smaller ones",
+        ),
+        ({**LOOKAHEAD, "lookahead_ngram_size": 1}, "are [4, 1, 4] but must be at least [1, 2"),
+        ({**LOOKAHEAD, "beam_width": 2}, "are [4, 3, 4] together with beam_width 2"),
+        ({**LOOKAHEAD, "draft_input_ids": [4]}, "are [4, 3, 4] together with draft_input_ids"),
         ({"draft_acceptance_threshold": 0.5}, "is set without draft_input_ids; send both"),
         (
             {"draft_input_ids": [4], "draft_acceptance_threshold": 1.5},

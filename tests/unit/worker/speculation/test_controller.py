@@ -30,6 +30,16 @@ def test_no_draft_is_verified_where_each_row_costs_as_much_as_a_token_gains():
     assert controller.choose(8, [0.9] * 8, [5] * 8, 512) == [0] * 8
 
 
+def test_useless_drafts_are_not_verified_where_steps_without_drafts_were_disturbed():
+    controller = DraftController()
+    for seconds, is_drafted, num_rows in ((5.0, False, 1), (1.0, True, 3)):
+        for _ in range(3):
+            controller.record(num_rows, seconds, is_drafted=is_drafted)
+
+    assert controller.choose(1, [0.01], [5], 512) == [0]
+    assert controller.choose(1, [0.8], [5], 512) != [0]
+
+
 def test_rows_go_to_sequences_with_the_best_acceptance():
     controller = controller_of({4: 1.0, 6: 1.1, 8: 1.2, 12: 3.0, 16: 4.0, 24: 6.0})
 

@@ -13,6 +13,9 @@ from trimaran.worker.config.speculation_config import SpeculationConfig
 
 ASKED = SpeculationConfig(drafter="draft_tokens", max_draft_tokens=6)
 NGRAM = SpeculationConfig(drafter="ngram", max_draft_tokens=5, is_adaptive=False)
+LOOKAHEAD = SpeculationConfig(
+    drafter="lookahead", lookahead=(5, 3, 4), max_draft_tokens=5, is_adaptive=False
+)
 
 WAYS = {
     "together": {},
@@ -123,14 +126,15 @@ def test_drafts_of_requests_change_no_output(make_engine, way):
     assert 0 < counts.num_accepted < counts.num_tokens
 
 
-@pytest.mark.matrix(keep=4)
+@pytest.mark.matrix(keep=6)
+@pytest.mark.parametrize("drafts", [NGRAM, LOOKAHEAD], ids=["ngram", "lookahead"])
 @pytest.mark.parametrize("way", WAYS)
-def test_ngram_drafts_change_no_output(make_engine, way):
+def test_drafts_of_the_text_change_no_output(make_engine, way, drafts):
     rng = random.Random(way)
     asked = [draw(rng) for _ in range(80)]
     expected = serve(make_engine(max_beam_width=3, **WAYS[way]), asked)
 
-    driver = make_engine(max_beam_width=3, speculation=NGRAM, **WAYS[way])
+    driver = make_engine(max_beam_width=3, speculation=drafts, **WAYS[way])
     check(serve(driver, asked), expected)
 
     counts = driver.engine.scheduler.draft_counts

@@ -15,6 +15,7 @@ HEADS = SpeculationConfig(
     drafter="eagle", draft_dir=str(ROOT / "examples" / "draft_heads" / "eagle"),
     max_draft_tokens=4, is_adaptive=False,
 )  # fmt: skip
+LOOKAHEAD = SpeculationConfig(drafter="lookahead", max_draft_tokens=6, is_adaptive=False)
 LONG = "((red|green|blue) [0-9]{2}, ){6}"
 MORE = {
     **GUIDES,
@@ -119,10 +120,11 @@ def test_drafts_change_no_guided_output(serve, way):
         assert 0 < num_accepted < num_tokens
 
 
-@pytest.mark.matrix(keep=1)
+@pytest.mark.matrix(keep=2)
+@pytest.mark.parametrize("drafter", [HEADS, LOOKAHEAD], ids=["a network", "lookahead"])
 @pytest.mark.parametrize("way", [*WAYS][::-1])
-def test_drafts_of_a_network_change_no_guided_output(serve, way):
-    driver = serve(HEADS, **WAYS[way])
+def test_drafts_of_a_network_and_of_lookahead_change_no_guided_output(serve, way, drafter):
+    driver = serve(drafter, **WAYS[way])
     counts = driver.engine.scheduler.draft_counts
     kinds = [*MORE] * 2
     expected = run(driver, kinds, [{"max_draft_tokens": 0}] * len(kinds))
