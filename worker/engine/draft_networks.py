@@ -10,7 +10,7 @@ from trimaran.comm.topology import ParallelLayout
 from trimaran.worker.config.draft_network import DRAFT_MODEL
 from trimaran.worker.config.engine_config import EngineConfig
 from trimaran.worker.config.speculation_config import SpeculationConfig
-from trimaran.worker.models.drafting.interfaces import DraftNetwork
+from trimaran.worker.models.drafting.interfaces import DraftNetwork, ParallelHeads
 from trimaran.worker.models.drafting.loading import load_head, random_head
 from trimaran.worker.models.drafting.small_model import SmallModel
 from trimaran.worker.models.interfaces import CausalLM
@@ -39,10 +39,11 @@ def load_network(
         network = random_head(speculation.drafter, folder, target)
     else:
         network = load_head(speculation.drafter, folder, target)
-    if network.num_heads and speculation.max_draft_tokens > network.num_heads:
+    most = speculation.max_draft_tokens
+    if isinstance(network, ParallelHeads) and most > network.num_heads:
         raise ConfigError(
-            f"--max-draft-tokens is {speculation.max_draft_tokens}, but {folder} has "
-            f"{network.num_heads} heads, of which each drafts one token. Lower it."
+            f"--max-draft-tokens is {most}, but {folder} has {network.num_heads} heads, of "
+            "which each drafts one token. Lower it."
         )
     for layer in network.taps:
         if not 0 <= layer < target.config.num_hidden_layers:

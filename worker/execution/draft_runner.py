@@ -13,7 +13,7 @@ from trimaran.worker.attention.backend import AttentionMetadata, ForwardContext
 from trimaran.worker.attention.taps import LayerTaps
 from trimaran.worker.execution.device_inputs import DeviceInputs
 from trimaran.worker.execution.input_batch import InputBatch, StepInputs
-from trimaran.worker.models.drafting.interfaces import DraftNetwork
+from trimaran.worker.models.drafting.interfaces import ChainNetwork, DraftNetwork, ParallelHeads
 from trimaran.worker.steps.staging import to_device
 from trimaran.worker.steps.step_types import SchedulerOutput
 
@@ -56,7 +56,8 @@ class DraftRunner:
         vocab_size: int,
     ) -> None:
         """``kv_caches`` has a view a layer of the network, with one spare block at the end."""
-        self.network = network
+        self._chain = network if isinstance(network, ChainNetwork) else None
+        self._heads = network if isinstance(network, ParallelHeads) else None
         self._kv_caches = kv_caches
         self._inputs = inputs
         self.taps = taps
@@ -69,6 +70,11 @@ class DraftRunner:
         self._row_len = inputs.token_table.shape[1]
         self._longest = self._row_len - 1
 
+    @property
+    def needs_states(self) -> bool:
+        """Whether `follow` reads the target's last hidden states of all tokens."""
+        return self._chain is not None and self._chain.needs_states
+
     # ---- the pass over a step's tokens ---------------------------------------------------
 
     def follow(
@@ -76,20 +82,21 @@ class DraftRunner:
     ) -> Tensor | None:
         """Run the network over a step's tokens, once its ids are sampled.
 
-        ``hidden`` are the target's last states. Returns the network's [T, D], or None if it has
-        no cache. Collective over the tensor group.
+        ``hidden`` are the target's last states. Returns the network's [T, D], or None for
+        heads that have no cache. Collective over the tensor group.
         """
-        if not self._kv_caches:
+        network = self._chain
+        if network is None:
             return None
         count = decision.num_tokens
         states_TX: Tensor | None = None
         if self.taps is not None:
             states_TX = self.taps.states(count)
-        elif self.network.needs_states:
+        elif network.needs_states:
             states_TX = hidden_TD[:count]
-        places = _token_places(decision, self._row_len) + self.network.is_shifted
+        places = _token_places(decision, self._row_len) + network.is_shifted
         ids_T = self._ids_at(to_device(places, self._inputs.device))
-        return self.network.forward(
+        return network.forward(
             ids_T,
             states_TX,
             inputs.positions[:count],
@@ -121,11 +128,11 @@ class DraftRunner:
             return None
         ends = self._ends(decision, token_ids_N)
         count = int(decision.proposals[:, 4].max())
-        if self.network.num_heads:
+        if self._heads is not None:
             states_ND = wanted_ND.index_select(0, ends.sampled)
-            return self.network.propose(states_ND, min(count, self.network.num_heads))
-        assert states_TD is not None, "a chain goes on from the pass over the step"
-        return self._chain(states_TD, ends, decision, count)
+            return self._heads.propose(states_ND, min(count, self._heads.num_heads))
+        assert self._chain is not None and states_TD is not None, "a chain follows a pass"
+        return self._draft_chain(self._chain, states_TD, ends, decision, count)
 
     def _ends(self, decision: SchedulerOutput, token_ids_N: Tensor) -> _Ends:
         """Compare drafts with the ids that were sampled in their place."""
@@ -155,11 +162,16 @@ class DraftRunner:
             token_ids_N.index_select(0, sampled),
         )
 
-    def _chain(
-        self, states_TD: Tensor, ends: _Ends, decision: SchedulerOutput, count: int
+    def _draft_chain(
+        self,
+        network: ChainNetwork,
+        states_TD: Tensor,
+        ends: _Ends,
+        decision: SchedulerOutput,
+        count: int,
     ) -> Tensor:
         """The ids of ``count`` tokens, one after another."""
-        network, device = self.network, self._inputs.device
+        device = self._inputs.device
         entries = decision.sampled[decision.proposals[:, 0]]
         rows_n = to_device(decision.rows[entries], device)
         limits_n = to_device(decision.proposals[:, 3].astype(np.int64), device)

@@ -243,7 +243,7 @@ class LastStage:
     @property
     def needs_all(self) -> bool:
         """Whether a row keeps the logits of its prompt, or a network drafts from all states."""
-        has_drafter = self.drafting is not None and self.drafting.network.needs_states
+        has_drafter = self.drafting is not None and self.drafting.needs_states
         return has_drafter or not self._logits_rows.is_empty
 
     def enter(self, new: NewRow) -> None:

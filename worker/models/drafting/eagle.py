@@ -91,7 +91,6 @@ class EagleHead(nn.Module):
     """An EAGLE-3 head, or one of EAGLE-1 and 2, which differ in the tree alone."""
 
     is_shifted = True
-    num_heads = 0
 
     def __init__(
         self,
@@ -161,7 +160,7 @@ class EagleHead(nn.Module):
         positions_T: Tensor,
         context: ForwardContext,
     ) -> Tensor:
-        """See `DraftNetwork.forward`."""
+        """See `ChainNetwork.forward`."""
         assert states_TX is not None, "a head computes from hidden states"
         embed = self._embedding[0] if self._embedding else self.embed_tokens
         embedding_TD = embed.forward(token_ids_T)
@@ -175,13 +174,9 @@ class EagleHead(nn.Module):
         return add_residual(output, residual)
 
     def draft_ids(self, states_ND: Tensor) -> Tensor:
-        """See `DraftNetwork.draft_ids`."""
+        """See `ChainNetwork.draft_ids`."""
         if self._is_third:
             states_ND, _ = self.norm.forward(states_ND, None)
         head = self._head[0] if self._head else self.lm_head
         own_N = head.forward(states_ND).argmax(dim=-1)
         return own_N + self.d2t.index_select(0, own_N)
-
-    def propose(self, states_NX: Tensor, count: int) -> Tensor:
-        """A chain drafts one token after another."""
-        raise NotImplementedError

@@ -1,8 +1,8 @@
-"""The interface of a network that drafts, for the rank that runs it after the target's step."""
+"""Interfaces of networks that draft, for the rank that runs one after the target's step."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -12,29 +12,31 @@ from trimaran.worker.attention.backend import ForwardContext, KVCacheSpec
 
 
 class DraftNetwork(Protocol):
-    """A network with one cache entry a token, beside the target's and in blocks of the same
-    numbers.
+    """What the two kinds of networks have in common."""
+
+    taps: tuple[int, ...]
+    """The target's layers whose inputs are the network's; empty for none."""
+
+    def kv_cache_specs(self) -> list[KVCacheSpec]:
+        """One entry a layer of the network; empty if it has no cache."""
+        ...
+
+
+@runtime_checkable
+class ChainNetwork(DraftNetwork, Protocol):
+    """A network that drafts one token after another, with one cache entry a token, beside the
+    target's and in blocks of the same numbers.
 
     It runs over all tokens of each step of the target, whose cache is complete therefore. Then
     a chain of single tokens follows for each sequence that wants drafts.
     """
 
-    taps: tuple[int, ...]
-    """The target's layers whose inputs are the network's; empty for none."""
-
     needs_states: bool
     """Whether the target's last hidden states of all tokens are the network's inputs."""
-
-    num_heads: int
-    """Most tokens that `propose` makes; 0 if the network drafts one token after another."""
 
     is_shifted: bool
     """Whether the network computes at each position the token behind it, together with the
     position's hidden state."""
-
-    def kv_cache_specs(self) -> list[KVCacheSpec]:
-        """One entry a layer of the network; empty if it has no cache."""
-        ...
 
     def forward(
         self,
@@ -54,6 +56,14 @@ class DraftNetwork(Protocol):
     def draft_ids(self, states_ND: Tensor) -> Tensor:
         """The likeliest ids of the target's vocabulary, int64 [N]. Collective."""
         ...
+
+
+@runtime_checkable
+class ParallelHeads(DraftNetwork, Protocol):
+    """Heads that draft the tokens at the next places at once. They have no cache."""
+
+    num_heads: int
+    """Most tokens that `propose` makes."""
 
     def propose(self, states_NX: Tensor, count: int) -> Tensor:
         """The ids at the next ``count`` places at once, int64 [N, count]. Collective."""

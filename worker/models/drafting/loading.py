@@ -89,8 +89,16 @@ def load_head(kind: str, folder: Path, target: CausalLM) -> DraftNetwork:
 
 
 def random_head(kind: str, folder: Path, target: CausalLM) -> DraftNetwork:
-    """A head of random weights and of the sizes in ``folder``; for measurements."""
-    assert kind == EAGLE, "Medusa heads of random weights are not made"
+    """A head of random weights and of the sizes in ``folder``; for measurements.
+
+    Raises:
+        ConfigError: ``kind`` is no EAGLE head.
+    """
+    if kind != EAGLE:
+        raise ConfigError(
+            f"--load-format random makes no {kind} heads. Use --load-format auto, or an EAGLE "
+            "head."
+        )
     head = EagleHead(
         eagle_config(folder, target.config),
         target,

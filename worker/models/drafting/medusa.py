@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trimaran.worker.attention.backend import ForwardContext, KVCacheSpec
+from trimaran.worker.attention.backend import KVCacheSpec
 from trimaran.worker.config.draft_network import MedusaConfig
 from trimaran.worker.layers.embedding import ParallelLMHead
 from trimaran.worker.layers.linear import ColumnParallelLinear
@@ -43,8 +43,6 @@ class MedusaHeads(nn.Module):
     """All heads of a checkpoint. They have no cache."""
 
     taps: tuple[int, ...] = ()
-    needs_states = False
-    is_shifted = True
 
     def __init__(self, config: MedusaConfig, target: CausalLM) -> None:
         super().__init__()
@@ -58,19 +56,5 @@ class MedusaHeads(nn.Module):
         return []
 
     def propose(self, states_NX: Tensor, count: int) -> Tensor:
-        """See `DraftNetwork.propose`."""
+        """See `ParallelHeads.propose`."""
         return torch.stack([head.forward(states_NX) for head in self.heads[:count]], dim=1)
-
-    def forward(
-        self,
-        token_ids_T: Tensor,
-        states_TX: Tensor | None,
-        positions_T: Tensor,
-        context: ForwardContext,
-    ) -> Tensor:
-        """Nothing runs over the tokens of a step."""
-        raise NotImplementedError
-
-    def draft_ids(self, states_ND: Tensor) -> Tensor:
-        """Heads draft all places at once."""
-        raise NotImplementedError

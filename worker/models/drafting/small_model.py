@@ -15,7 +15,6 @@ class SmallModel:
 
     taps: tuple[int, ...] = ()
     needs_states = False
-    num_heads = 0
     is_shifted = False
 
     def __init__(self, model: CausalLM) -> None:
@@ -32,13 +31,9 @@ class SmallModel:
         positions_T: Tensor,
         context: ForwardContext,
     ) -> Tensor:
-        """See `DraftNetwork.forward`; ``states`` are unused."""
+        """See `ChainNetwork.forward`; ``states`` are unused."""
         return self.model.forward(token_ids_T, positions_T, context)
 
     def draft_ids(self, states_ND: Tensor) -> Tensor:
-        """See `DraftNetwork.draft_ids`."""
+        """See `ChainNetwork.draft_ids`."""
         return self.model.compute_logits(states_ND).argmax(dim=-1)
-
-    def propose(self, states_NX: Tensor, count: int) -> Tensor:
-        """A chain drafts one token after another."""
-        raise NotImplementedError

@@ -70,7 +70,7 @@ def networks(target, target_folder, tmp_path_factory):
     }
 
 
-def make_engine(folder, speculation, **changes):
+def make_engine(folder, speculation, load_format="auto", **changes):
     """An engine step by step, whose other values are those of `conftest.make_engine`."""
     values = {
         "max_num_batched_tokens": 64, "max_num_seqs": 16, "max_seq_len": 128,
@@ -83,6 +83,7 @@ def make_engine(folder, speculation, **changes):
     return Driver(
         EngineConfig(
             model="test", engine_dir=str(folder), dtype="float32", device="cpu",
+            load_format=load_format,
             scheduler=SchedulerConfig(speculation=speculation, **scheduler),
             cache=CacheConfig(**cache),
         )
@@ -330,3 +331,8 @@ def test_more_drafts_than_heads_are_refused(target_folder, networks):
         make_engine(target_folder, drafts_by("medusa", networks, max_draft_tokens=COUNT + 1))
 
     assert f"has {COUNT} heads" in str(caught.value)
+
+
+def test_medusa_heads_of_random_weights_are_refused(target_folder, networks):
+    with pytest.raises(ConfigError, match="--load-format random makes no medusa heads"):
+        make_engine(target_folder, drafts_by("medusa", networks), load_format="random")
