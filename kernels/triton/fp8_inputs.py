@@ -41,6 +41,23 @@ def as_fp8(value, scale):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def put_quantized(  # type: ignore[no-untyped-def]
+    value, static, values, scales, row, dims, is_dim, width, bound, IS_STATIC: tl.constexpr,
+    HAS_BOUND: tl.constexpr, HAS_POWERS: tl.constexpr,
+):  # fmt: skip
+    """Quantizes a token; ``value`` is zero where ``is_dim`` is false."""
+    if IS_STATIC:
+        scale = tl.load(static)
+    else:
+        peak = tl.max(tl.abs(value), 0)
+        if HAS_BOUND:
+            peak = tl.minimum(peak, bound)
+        scale = scale_of(peak, HAS_POWERS)
+    tl.store(scales + row, scale)
+    tl.store(values + row * width + dims, as_fp8(value, scale), mask=is_dim)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _tokens_kernel(  # type: ignore[no-untyped-def]
     x, static, values, scales, x_stride, width, bound, PADDED: tl.constexpr,
     IS_STATIC: tl.constexpr, HAS_BOUND: tl.constexpr, HAS_POWERS: tl.constexpr,
@@ -54,15 +71,10 @@ def _tokens_kernel(  # type: ignore[no-untyped-def]
         gdc_launch_dependents()
         gdc_wait()
     value = tl.load(x + row * x_stride + dims, mask=is_dim, other=0.0).to(tl.float32)
-    if IS_STATIC:
-        scale = tl.load(static)
-    else:
-        peak = tl.max(tl.abs(value), 0)
-        if HAS_BOUND:
-            peak = tl.minimum(peak, bound)
-        scale = scale_of(peak, HAS_POWERS)
-    tl.store(scales + row, scale)
-    tl.store(values + row * width + dims, as_fp8(value, scale), mask=is_dim)
+    put_quantized(
+        value, static, values, scales, row, dims, is_dim, width, bound, IS_STATIC, HAS_BOUND,
+        HAS_POWERS,
+    )  # fmt: skip
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]

@@ -13,28 +13,11 @@ from triton.language.extra.cuda import (  # type: ignore[import-not-found,import
 
 from trimaran.kernels.quantized import FP8, Fp8Inputs, Fp8Rows
 from trimaran.kernels.triton.elementwise import CODES, activate
-from trimaran.kernels.triton.fp8_inputs import as_fp8, scale_of, token_warps
+from trimaran.kernels.triton.fp8_inputs import put_quantized, token_warps
 from trimaran.kernels.triton.launch import Launcher, padded_size
 from trimaran.kernels.triton.norm import added, norm_warps
 
 # Shapes: T tokens, D width, E = 2 F gate and up.
-
-
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _put_quantized(  # type: ignore[no-untyped-def]
-    value, static, values, scales, row, dims, is_dim, width, bound, IS_STATIC: tl.constexpr,
-    HAS_BOUND: tl.constexpr, HAS_POWERS: tl.constexpr,
-):  # fmt: skip
-    """Quantizes a token as `fp8_inputs.quantize_tokens` does; ``value`` is zero outside."""
-    if IS_STATIC:
-        scale = tl.load(static)
-    else:
-        peak = tl.max(tl.abs(value), 0)
-        if HAS_BOUND:
-            peak = tl.minimum(peak, bound)
-        scale = scale_of(peak, HAS_POWERS)
-    tl.store(scales + row, scale)
-    tl.store(values + row * width + dims, as_fp8(value, scale), mask=is_dim)
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
@@ -62,7 +45,7 @@ def _norm_kernel(  # type: ignore[no-untyped-def]
         value = added(value, tl.load(place, mask=is_dim, other=0.0), place, is_dim)
     value *= tl.rsqrt(tl.sum(value * value, 0) / width + eps) * factor.to(tl.float32)
     value = value.to(residual.dtype.element_ty).to(tl.float32)
-    _put_quantized(
+    put_quantized(
         value, static, values, scales, row, dims, is_dim, width, bound, IS_STATIC, HAS_BOUND,
         HAS_POWERS,
     )  # fmt: skip
@@ -85,7 +68,7 @@ def _gated_kernel(  # type: ignore[no-untyped-def]
     gate = tl.load(source, mask=is_dim, other=0.0).to(tl.float32)
     up = tl.load(source + width, mask=is_dim, other=0.0).to(tl.float32)
     value = (activate(gate, CODE) * up).to(gate_up.dtype.element_ty).to(tl.float32)
-    _put_quantized(
+    put_quantized(
         value, static, values, scales, row, dims, is_dim, width, bound, IS_STATIC, HAS_BOUND,
         HAS_POWERS,
     )  # fmt: skip
