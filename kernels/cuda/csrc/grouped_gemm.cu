@@ -26,7 +26,7 @@ struct Product;
     struct Product<chunks> {                                                                 \
         static __device__ __forceinline__ void add(float (&d)[8 * GEMM_CHUNKS], u64 w,       \
                                                    u64 x) {                                  \
-            asm volatile(CODE(JOIN(SHAPE_, chunks), JOIN(LIST_, chunks), OPERAND_TYPE)       \
+            asm volatile(CODE(JOIN(SHAPE_, chunks), JOIN(LIST_, chunks), OPERAND_TYPE, "1")  \
                          : JOIN(SUMS_, chunks)                                               \
                          : "l"(w), "l"(x));                                                  \
         }                                                                                    \
