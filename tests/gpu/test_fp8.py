@@ -166,7 +166,7 @@ def test_other_numbers_of_rows_have_no_gated_products(rows):
 
 @pytest.mark.parametrize("kind", ["token", "powers", "bound", "static"])
 @pytest.mark.parametrize(("rows", "width"), [(1, 4096), (300, 4096), (5, 200), (64, 14336)])
-def test_norms_and_activations_make_the_bits_of_separate_kernels(rows, width, kind):
+def test_norms_and_activations_make_the_rows_of_separate_kernels(rows, width, kind):
     inputs = {
         "token": Fp8Inputs(),
         "powers": Fp8Inputs(has_power_scales=True),
@@ -180,14 +180,30 @@ def test_norms_and_activations_make_the_bits_of_separate_kernels(rows, width, ki
     for addend in (x, parts.view(3, rows, width)):
         totals = residual.clone(), residual.clone()
         normed = norm.rms_norm(addend, factor, 1e-5, totals[0])
-        same_rows(product.normalise(addend, totals[1], factor, 1e-5), normed, inputs)
+        near_rows(product.normalise(addend, totals[1], factor, 1e-5), normed, inputs)
         assert totals[0].equal(totals[1])
-    same_rows(product.normalise(x, None, factor, 1e-5), norm.rms_norm(x, factor, 1e-5), inputs)
+    near_rows(product.normalise(x, None, factor, 1e-5), norm.rms_norm(x, factor, 1e-5), inputs)
     activated = elementwise.gated_activation(gate_up, "gelu_new")
     if rows > 64:
         same_rows(product.activate(gate_up, "gelu_new"), activated, inputs)
     else:
         assert product.activate(gate_up, "gelu_new") is None
+
+
+def near_rows(found, floats, inputs):
+    """Quantized rows are ``floats``, quantized, but for few values that differ by one step.
+
+    Triton adds the squares of a row in an order of the kernel's own, so a sum can differ in its
+    last bit, and a value on the border of two bf16 numbers with it.
+    """
+    values, scales = quantize_tokens(floats, inputs)
+    assert found.dtype is floats.dtype
+    torch.testing.assert_close(found.scales, scales, rtol=0.01, atol=0.0)
+    is_other = found.values.view(torch.uint8) != values.view(torch.uint8)
+    assert int(is_other.sum()) <= 1 + values.numel() // 10_000
+    is_same_scale = (found.scales == scales)[:, None]
+    found_bits, bits = (v.view(torch.uint8).to(torch.int32) for v in (found.values, values))
+    assert bool((((found_bits - bits).abs() <= 1) | ~is_same_scale).all())
 
 
 def same_rows(found, floats, inputs):
