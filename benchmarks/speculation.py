@@ -10,7 +10,7 @@ acceptance: ``oracle`` proposes the kept output, and replaces each token by anot
 probability;
 ``coins`` proposes ids without meaning, each of which counts as accepted with a set probability,
 whatever the model's own token is. Without --deterministic an output may differ from the kept
-one by rounding, and the oracle then knows the rest no more: ``coins`` measures speed there.
+output by rounding, and the oracle then lacks the rest: ``coins`` measures speed there.
 Both wait as long as a draft head would compute: --draft-us for each token of the drafts that a
 step verified, once for all sequences. Prompts consist of one random passage that is repeated,
 or of the ids in --prompt-ids. All requests are greedy.
@@ -257,7 +257,7 @@ def counts_of(engine: Engine) -> tuple[int, int]:
 def maker(
     args: argparse.Namespace, own: Engine, outputs: list[list[int]], prompts: list[list[int]]
 ) -> Any:
-    """Makes the synthetic drafter of a request; the oracle knows the outputs by prompt."""
+    """Makes the synthetic drafter of a request; the oracle finds outputs by prompt."""
     known = {tuple(p): output for p, output in zip(prompts, outputs, strict=False)}
     head = Head(own, args.draft_us)
 

@@ -19,7 +19,7 @@ LOG_PIPE = "TRIMARAN_LOG_PIPE"
 """A path to the common log, for a process whose starter drops its output."""
 
 JOB = "TRIMARAN_JOB"
-"""Set in a job that the supervisor did not start: rank 0 alone knows the supervisor."""
+"""Set in a job that the supervisor did not start: rank 0 alone has the supervisor's address."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

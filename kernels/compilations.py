@@ -72,4 +72,4 @@ class CompilationHooks:
 
 
 hooks = CompilationHooks()
-"""Of this process, like Triton's own."""
+"""The hooks of this process; Triton's hooks are global too."""

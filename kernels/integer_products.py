@@ -138,7 +138,7 @@ class IntegerProducts(NamedTuple):
     """The kernels of integer weights for one GPU and dtype."""
 
     dtype: torch.dtype | None = None
-    """Of the inputs of the CUDA kernel of Hopper GPUs; None: Triton multiplies."""
+    """Dtype of the inputs of Hopper's CUDA kernel; None: Triton multiplies."""
 
     is_fixed: bool = False
 

@@ -108,7 +108,7 @@ class FrontendConfig:
     """Routing between the groups of a model: ``least_loaded``, ``prefix_aware``, or ``auto``.
     """
 
-    remembered: bytes = b""
+    saved_state: bytes = b""
     """The loaded models of the previous front end, serialized; empty for the first one."""
 
     log_verbose_level: int = 0

@@ -46,7 +46,7 @@ def state_of(job_id: str) -> str:
     """The job's state in Slurm's words; for an array, the state of its slowest task.
 
     Raises:
-        ConfigError: Slurm knows no such job.
+        ConfigError: Slurm has no such job.
     """
     done = _run(["scontrol", "--oneliner", "show", "job", job_id])
     if done.returncode != 0:
@@ -94,7 +94,7 @@ def drain(job_id: str) -> None:
     """Ask the job's server to drain and end.
 
     Raises:
-        ConfigError: Slurm knows no such job, or may not signal it.
+        ConfigError: Slurm has no such job, or may not signal the job.
     """
     done = _run(["scancel", "--signal=TERM", "--batch", job_id])
     if done.returncode != 0:

@@ -27,7 +27,7 @@ class LatentShape(ModelShape):
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> LatentShape:
-        """Of a model."""
+        """The shape of a model with this configuration."""
         sizes = common_sizes(config)
         sizes["head_size"] = config.qk_nope_head_dim + config.qk_rope_head_dim
         return cls(

@@ -246,7 +246,7 @@ class KeepAdapter(Message):
     adapter_id: int
     adapter: dict[str, Any]
     """As in `Submit`."""
-    is_remembered: bool = False
+    is_resent: bool = False
     """The adapter is from an earlier incarnation: weights from later requests are newer."""
 
 
@@ -360,7 +360,7 @@ class ChildHello(Message):
     pid: int = 0
     host: str = ""
     incarnation: int = -1
-    """Which start of the group the child belongs to; -1 if it does not know."""
+    """Which start of the group the child belongs to; -1 if the child was not told."""
 
 
 @dataclass(slots=True, kw_only=True)

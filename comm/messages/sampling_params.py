@@ -1,4 +1,4 @@
-"""The sampling parameters of a request: every field that the served interfaces know."""
+"""The sampling parameters of a request: every field of the served interfaces."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ FACTS_FILE = "facts.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerFacts:
-    """What transformers knows of a tokenizer beside its ``tokenizer.json``."""
+    """Attributes that transformers gives a tokenizer beside its ``tokenizer.json``."""
 
     class_name: str
     """The class of transformers that read the folder."""
@@ -30,7 +30,7 @@ class TokenizerFacts:
     """Whether special tokens that a text spells are encoded as ordinary text."""
 
     notes: tuple[str, ...] = ()
-    """What an operator should know of the way that the folder was read."""
+    """Log messages for the operator about the way that the folder was read."""
 
     digest: str = ""
     """SHA-256 of ``tokenizer.json``."""

@@ -2,7 +2,7 @@
 
 The listener sends a nonce. The dialer answers with a second nonce and an HMAC-SHA256 over both
 nonces, keyed with the token of the run; the listener answers with another HMAC. Each end
-thereby knows that the other end holds the token, and the token itself never travels.
+thereby proves that it holds the token, and the token itself never travels.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class DialerGreeting:
         self._theirs = b""
         self._received = b""
         self.is_done = False
-        """Whether the listener has proved that it knows the token."""
+        """Whether the listener has proved that it holds the token."""
 
     @property
     def num_missing(self) -> int:

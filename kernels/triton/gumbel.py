@@ -108,7 +108,7 @@ def gumbel(ids, first_key, second_key):  # type: ignore[no-untyped-def]
 def is_before(x, ids, bound, bound_id):  # type: ignore[no-untyped-def]
     """Whether ids come before (bound, bound_id) in the order of descending logits.
 
-    Of equal logits the lower id comes first.
+    The lower id comes first if logits are equal.
     """
     return (x > bound) | ((x == bound) & (ids < bound_id))
 

@@ -208,15 +208,15 @@ class _Watched:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        with self._remembering():
+        with self._recording_errors():
             return self._stream.write(text)
 
     def flush(self) -> None:
-        with self._remembering():
+        with self._recording_errors():
             self._stream.flush()
 
     @contextlib.contextmanager
-    def _remembering(self) -> Iterator[None]:
+    def _recording_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:

@@ -22,7 +22,7 @@ _FIXED = {
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do one action; the exit code. Exits with 2 if `serve` knows no such flag.
+    """Do one action; the exit code. Exits with 2 if `serve` has no such flag.
 
     Raises:
         ConfigError: the flags of `serve` and those of the job contradict each other.

@@ -156,7 +156,7 @@ def check_host_names(config: ServeConfig, environ: Mapping[str, str] = os.enviro
     """
     if config.advertise_address:
         advertised_ip(config.advertise_address)
-    # In a Slurm job the daemons are a step: Slurm knows the nodes, even unresolvable ones.
+    # In a Slurm job the daemons are a step: Slurm reaches nodes whose names have no address.
     if "SLURM_JOB_ID" in environ or any(name in environ for name in _OTHER_AGENTS):
         return
     hosts = [entry.host for group in config.groups for entry in group.hosts]

@@ -15,7 +15,7 @@ _TITLES = {ORCHESTRATOR: "orchestrator"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
-    """One engine that the processes of a group run, as the front end knows it."""
+    """One engine that the processes of a group run, under the front end's name for it."""
 
     name: str
     """The group that its rank 0 names when it dials the front end."""

@@ -29,7 +29,7 @@ from trimaran.launcher.supervisor.signs_of_life import SignsOfLife
 logger = logging.getLogger(__name__)
 
 _NOTICE_S = 0.3
-"""Within this time the starter has noticed a death and knows which process died first."""
+"""Within this time the starter has noticed a death and found the process that died first."""
 
 _STARTER_END_S = 2.0
 """Time for the starter to end after its last process."""

@@ -58,8 +58,8 @@ class GroupControl:
                 self._reply(connection, request.request_id, **self._start(arguments))
             elif request.verb == "stop_groups":
                 self._stop(connection, request.request_id, list(arguments["groups"]))
-            elif request.verb == "remember":
-                self._table.remembered.update(
+            elif request.verb == "save_state":
+                self._table.saved_frontend.update(
                     state=arguments["state"], groups=list(arguments["groups"])
                 )
                 self._reply(connection, request.request_id)
@@ -108,7 +108,7 @@ class GroupControl:
 
     def on_new_frontend(self, connection: ChildConnection) -> None:
         """End the groups that a dead front end had started and not used yet."""
-        used = self._table.remembered["groups"]
+        used = self._table.saved_frontend["groups"]
         if used is not None:
             unused = [name for name in self._table.configs if name not in used]
             if unused:

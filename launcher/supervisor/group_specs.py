@@ -101,12 +101,12 @@ class SpecMaker:
         self._addresses = addresses
         self._session_dirs = session_dirs
 
-    def frontends(self, remembered: Mapping[str, Any]) -> list[GroupSpec]:
-        """All front ends; every incarnation of the first one gets ``remembered["state"]``."""
+    def frontends(self, saved: Mapping[str, Any]) -> list[GroupSpec]:
+        """All front ends; every incarnation of the first one gets ``saved["state"]``."""
         count = self._config.frontend.num_frontends
-        return [self._frontend(index, remembered) for index in range(count)]
+        return [self._frontend(index, saved) for index in range(count)]
 
-    def _frontend(self, index: int, remembered: Mapping[str, Any]) -> GroupSpec:
+    def _frontend(self, index: int, saved: Mapping[str, Any]) -> GroupSpec:
         name = frontend_name(index)
         env = {
             **starter_env(os.environ),
@@ -126,7 +126,7 @@ class SpecMaker:
         wire = config.to_wire()
 
         def make_config(incarnation: int, rank: int) -> dict[str, Any]:
-            return {**wire, "remembered": remembered["state"] if index == 0 else b""}
+            return {**wire, "saved_state": saved["state"] if index == 0 else b""}
 
         return self._spec(FRONTEND, name, self._programs.frontend, env, make_config)
 

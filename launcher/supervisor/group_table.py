@@ -85,7 +85,7 @@ class GroupTable:
         self._session_dirs = session_dirs
         self._events = events
         self._policy = policy
-        self.remembered: dict[str, Any] = {"state": b"", "groups": None}
+        self.saved_frontend: dict[str, Any] = {"state": b"", "groups": None}
         """The state that a front end saves for its next incarnation; ``groups``: those it
         uses.
         """
@@ -93,7 +93,7 @@ class GroupTable:
         self.spawn_client = SpawnClient(self._send_to_orchestrator)
         self.frontends = [
             Group(spec, self._starter(spec), events)
-            for spec in maker.frontends(self.remembered)
+            for spec in maker.frontends(self.saved_frontend)
         ]
         self.orchestrator: Group | None = None
         self.workers: dict[str, Group] = {}

@@ -174,7 +174,7 @@ class LiveRequest:
         """With those that the request began with. Empty for beam search, whose output may
         still change."""
         self.num_output_tokens = 0
-        """Of all beams together."""
+        """Output tokens of all beams together."""
         self._beam_length = 0
         self._num_repeated = 0
         """Beam length up to which a replayed beam search produces nothing new."""

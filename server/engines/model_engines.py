@@ -72,7 +72,7 @@ class KnownAdapters:
     def messages(self) -> Iterator[KeepAdapter]:
         """The messages that give all adapters to a restarted group."""
         for task, adapter in self._adapters.items():
-            yield KeepAdapter(adapter_id=task, adapter=adapter, is_remembered=True)
+            yield KeepAdapter(adapter_id=task, adapter=adapter, is_resent=True)
 
     def _forget(self, task: int) -> None:
         adapter = self._adapters.pop(task, None)

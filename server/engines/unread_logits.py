@@ -28,9 +28,9 @@ class UnreadLogits:
 
     Ids and texts are small, and so the engine never waits for a client. Logits have the size of
     the vocabulary for each token. Beyond the limit, the stream that holds most is ended: the
-    streams of clients that read go on. Of whole answers the last one to begin is ended, so that
-    the others get done. A single answer has a limit of its own (`transaction.check_logits`) and
-    may hold more than this limit.
+    streams of clients that read go on. Among whole answers the last answer to begin is ended,
+    so that the other answers complete. A single answer has a limit of its own
+    (`transaction.check_logits`) and may hold more than this limit.
     """
 
     def __init__(self, max_bytes: int = 0) -> None:

@@ -216,7 +216,7 @@ class ModelMirror:
     def _apply_states(self, state: SharedState) -> None:
         told = {(each.name, each.version): each for each in state.states}
         for each in told.values():
-            # Only this front end knows when its own load of the model has ended.
+            # The first front end is not told when this front end's load of the model ends.
             if each.state is VersionState.LOADING or self._set.get(each.name) is None:
                 self._registry.set_state(each.name, each.version, each.state, each.reason)
         for known in self._registry.not_ready():
@@ -267,9 +267,9 @@ class ModelMirror:
 
 def _wanted(state: SharedState) -> dict[str, SavedModel]:
     """The loaded models by name."""
-    if not state.remembered:
+    if not state.saved_state:
         return {}
-    models = SavedState.from_bytes(state.remembered).models
+    models = SavedState.from_bytes(state.saved_state).models
     return {model.name: model for model in models if model.is_loaded}
 
 

@@ -70,7 +70,7 @@ class OtherFrontends:
         self._service: AdministeredService | None = None
         self._server: asyncio.Server | None = None
         self._links: dict[int, PeerLink] = {}
-        self._remembered = b""
+        self._saved_state = b""
         self._id = secrets.token_hex(8)
         self._has_inherited = False
         self._round: asyncio.Task[None] | None = None
@@ -115,7 +115,7 @@ class OtherFrontends:
 
     def save_state(self, state: bytes) -> None:
         """Take the models that are loaded now (`SavedState`)."""
-        self._remembered = state
+        self._saved_state = state
         self.publish()
 
     def publish(self) -> None:
@@ -227,7 +227,7 @@ class OtherFrontends:
     def _state(self) -> SharedState:
         assert self._service is not None
         return SharedState(
-            remembered=self._remembered,
+            saved_state=self._saved_state,
             states=tuple(self._registry.not_ready()),
             log_settings=self._service.log_settings.values(),
             trace_settings=self._service.trace_settings.changed,

@@ -143,7 +143,7 @@ def _ignore(link: PeerLink) -> None:
 class SharedState:
     """The state that the first front end sends to followers."""
 
-    remembered: bytes = b""
+    saved_state: bytes = b""
     """`SavedState`, the loaded models."""
 
     states: tuple[StateOfVersion, ...] = ()
@@ -160,7 +160,7 @@ class SharedState:
         """Plain values, for msgpack."""
         states = [each.to_wire() for each in self.states]
         return {
-            "remembered": self.remembered,
+            "saved_state": self.saved_state,
             "states": states,
             "log_settings": dict(self.log_settings),
             "trace_settings": dict(self.trace_settings),
@@ -171,7 +171,7 @@ class SharedState:
     def from_wire(cls, wire: Mapping[str, Any]) -> SharedState:
         """The inverse of `to_wire`."""
         return cls(
-            remembered=wire["remembered"],
+            saved_state=wire["saved_state"],
             states=tuple(map(StateOfVersion.from_wire, wire["states"])),
             log_settings=wire["log_settings"],
             trace_settings=wire["trace_settings"],

@@ -197,7 +197,7 @@ class GrpcServer:
         port: int,
         guard: PortGuard | None = None,
     ) -> None:
-        """``guard`` says who may do what and how the port is encrypted; None: all, not."""
+        """``guard`` holds the permissions and the TLS context; None: all requests, no TLS."""
         self._service = service
         self._host = host
         self._asked_port = port

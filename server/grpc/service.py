@@ -294,7 +294,7 @@ class InferenceServicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type:
             for name, each in request.settings.items()
             if name in known
         }
-        # Most clients only want to know.
+        # Most calls read the settings and change none.
         if changes:
             await self._service.change_log_settings(changes)
         response = pb.LogSettingsResponse()

@@ -53,7 +53,7 @@ class GenerateEndpoint:
         self._pending = pending
         self._mappers: WeakKeyDictionary[Model, GenerateMapper] = WeakKeyDictionary()
         self._encoder = GenerateEncoder()
-        """Of short answers; a stream has its own."""
+        """The encoder of short answers; a stream has its own."""
 
     async def generate(self, request: web.BaseRequest, route: Route) -> web.StreamResponse:
         """Answer with the model's only response as one JSON object.

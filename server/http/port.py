@@ -35,7 +35,7 @@ _BACKLOG = 1024
 
 
 class PortRoute(Protocol):
-    """The members of a matched path that every port knows."""
+    """The members of a matched path on every port."""
 
     @property
     def methods(self) -> frozenset[str]:
@@ -62,11 +62,11 @@ class PortPlace:
 class HttpPort(ABC):
     """Serves one address. A request ends at once when its connection does.
 
-    A subclass knows the paths, answers them, and gives errors the form of its clients.
+    A subclass matches paths, answers requests, and gives errors the form of its protocol.
     """
 
     def __init__(self, service: Service, place: PortPlace, guard: PortGuard) -> None:
-        """``guard`` says who may do what, and how the port is encrypted."""
+        """``guard`` holds the port's permissions and TLS context."""
         self._service = service
         self._place = place
         self._guard = guard

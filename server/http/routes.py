@@ -22,7 +22,7 @@ class Route:
     name: str = ""
     version: str = ""
     kind: Kind = "system"
-    """Of shared memory."""
+    """The kind of shared memory that the path names."""
 
     @property
     def category(self) -> str:

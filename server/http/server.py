@@ -34,7 +34,7 @@ class HttpServer(HttpPort):
         port: int,
         guard: PortGuard | None = None,
     ) -> None:
-        """``guard`` says who may do what and how the port is encrypted; None: all, not."""
+        """``guard`` holds the permissions and the TLS context; None: all requests, no TLS."""
         guard = guard or PortGuard(flag="--http-port")
         is_admin = guard.flag == "--admin-port"
         title = "administration" if is_admin else "HTTPService"

@@ -1,9 +1,9 @@
 """Regular expressions whose match takes a time that grows with the text alone.
 
 A pattern of Python's `re` becomes a nondeterministic automaton (Thompson, "Regular expression
-search algorithm", 1968), which is simulated with all its states at once, and whose sets of
-states are kept as they come up. No pattern can therefore take time that is exponential in a
-text that a client chooses. Like RE2, the automaton knows no lookaround and no backreferences.
+search algorithm", 1968). The simulation advances all states at once and caches each set of
+states that comes up. No pattern can therefore take time that is exponential in the length of
+a client's text. Like RE2, the automaton has no lookaround and no backreferences.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ else:
     import sre_parse as syntax
 
 MAX_STATES = 10_000
-"""Of the automaton: repetitions are written out."""
+"""States of an automaton; a repetition counts once for each time that it is written out."""
 _MAX_STEPS = 50_000
 """Steps from one set of states to the next that are kept."""
 
@@ -55,7 +55,9 @@ class _State:
     following: list[int]
     takes: _Character | None = None
     is_here: Callable[[str, str], bool] | None = None
-    """Of a state that no character leaves: whether it may be left between these two."""
+    """For a state that no character leaves: whether the simulation may leave the state between
+    these two characters.
+    """
 
 
 class LinearPattern:

@@ -10,7 +10,7 @@ from trimaran.comm.errors import RequestError
 
 _LEAST_LIMIT = 1 << 20
 _BYTES_PER_TOKEN = 16
-"""Of prompts, four times what tokens of common text have."""
+"""Bytes of a prompt's token: four times the bytes of a token of common text."""
 
 _CHUNK_CHARACTERS = 1 << 20
 

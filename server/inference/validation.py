@@ -56,7 +56,7 @@ class _Entry:
 
     datatype: str
     shape: tuple[int, ...]
-    """Of clients' tensors, with the batch dimension; -1 is any."""
+    """The shape of clients' tensors, with the batch dimension; -1 is any."""
 
     reshape: tuple[int, ...] | None
     """The shape for the model without the batch dimension; None if it is the same."""

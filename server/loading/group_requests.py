@@ -68,7 +68,7 @@ class GroupRequests:
     def save_state(self, groups: Sequence[str], state: bytes) -> None:
         """Save ``state`` for the next front end, which finds exactly these groups."""
         arguments = {"groups": list(groups), "state": state}
-        self._link.request(next(self._ids), "remember", arguments)
+        self._link.request(next(self._ids), "save_state", arguments)
 
     def on_reply(self, arguments: Mapping[str, Any]) -> None:
         """Take the supervisor's answer."""

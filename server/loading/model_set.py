@@ -115,7 +115,7 @@ class ModelSet:
         return self._graph({}).get(name, set())
 
     def is_kept(self, candidate: Candidate) -> bool:
-        """Whether a model is loaded, or waits, with the same files as this one."""
+        """Whether a model is loaded, or waits, with the same folder as ``candidate``."""
         kept = [loaded.candidate for loaded in self.loaded()] + self.waiting()
         return any(each.source.folder == candidate.source.folder for each in kept)
 
@@ -258,8 +258,8 @@ class ModelSet:
         elif candidate.name in counted:
             model = self._metrics.measure(plain)
         else:
-            # This also applies without an old model: requests of an unloaded model may still
-            # run.
+            # Counts are also cleared without an old model: requests of an unloaded model may
+            # still run.
             served = set(candidate.versions)
             for version in served.union(old.candidate.versions if old is not None else ()):
                 self._metrics.forget(candidate.name, version)

@@ -150,7 +150,7 @@ class ModelPreparation:
         return _candidate(read, plain=plain, opened=opened)
 
     async def reopened(self, name: str) -> Candidate:
-        """A vacated model over new groups.
+        """A vacated model with new groups.
 
         Raises:
             RequestError, ConfigError: the groups do not become ready.
@@ -202,7 +202,7 @@ class ModelPreparation:
         return _candidate(read, plain=plain)
 
     async def _over(self, read: ReadModel, opened: OpenedGroups) -> Candidate:
-        """A token-level model over its groups, which end if they do not become ready."""
+        """A token-level model with its groups, which end if they do not become ready."""
         try:
             return await self._served_by(read, opened)
         except BaseException:
@@ -229,7 +229,7 @@ class ModelPreparation:
         self.ended(groups)
 
     async def _served_by(self, read: ReadModel, opened: OpenedGroups) -> Candidate:
-        """A token-level model over its groups, once all groups are up."""
+        """A token-level model with its groups, once all groups are up."""
         plain = self._factory.single(read.source, opened.engines)
         await self._groups.wait_up(opened)
         return _candidate(read, plain=plain, opened=opened)

@@ -54,8 +54,8 @@ class ModelStartup:
             ConfigError: a model cannot be served.
         """
         config = self._config
-        if config.remembered:
-            self._read_saved_state(SavedState.from_bytes(config.remembered))
+        if config.saved_state:
+            self._read_saved_state(SavedState.from_bytes(config.saved_state))
             return
         try:
             self._read = await asyncio.to_thread(self._read_first)
@@ -75,7 +75,7 @@ class ModelStartup:
             ConfigError: a model cannot be served.
             LoadError: a worker group failed.
         """
-        if self._config.remembered:
+        if self._config.saved_state:
             await self._control.restore(self._read, self._opened, self._leaving, self._states)
             return
         if self._surplus:

@@ -89,7 +89,7 @@ class TokenGroups:
         try:
             groups = await asyncio.shield(starting)
         except asyncio.CancelledError:
-            # A separate task, which goes on if this one is cancelled again.
+            # A separate task continues if this task is cancelled again.
             ending = asyncio.ensure_future(self._end_started(starting))
             self._ending.add(ending)
             ending.add_done_callback(self._ending.discard)
@@ -158,8 +158,8 @@ class TokenGroups:
         """
         if groups and self._released is not None:
             await self._released(groups)
-        # Closed last: a group that dies in the meantime is restarted for requests of other
-        # front ends. A group unknown here would be refused and would end.
+        # The engines are closed last: a group that dies in the meantime is restarted for
+        # requests of other front ends, and this front end refuses unknown groups.
         if engines is not None:
             engines.close()
         if not groups:

@@ -110,7 +110,7 @@ class DraftRounds:
             self._check_logits(int(facts["max_seq_len"]))
         self._output: list[int] = []
         self._figures: dict[str, int] = {}
-        """Of the rounds that are over."""
+        """Sums over the rounds that are over."""
         self._is_ended = False
 
     def _check_logits(self, max_seq_len: int) -> None:

@@ -37,7 +37,7 @@ _FEW_WORDS = 1 << 8
 
 @dataclass(slots=True, kw_only=True)
 class PromptJob(InferRequest):
-    """A request of a text model in this process, which knows where the prompts go."""
+    """A request of a text model in this process, with the destination of the prompt's ids."""
 
     max_input_len: int | None = None
     """The longest prompt of the engine; None as long as no engine was up."""

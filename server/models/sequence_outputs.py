@@ -86,7 +86,7 @@ class Progress:
         if "beams" in chunk.extras:
             self.beams = Beams.from_wire(chunk.extras["beams"])
             self.num_output = self.beams.num_tokens
-        # Summed here: after a replay an engine knows only the tokens that it sampled.
+        # Summed here: after a replay an engine reports only the tokens that it sampled.
         new = chunk.extras.get("log_probs", ())
         self.cum_log_prob += sum(new)
         self.log_probs += new

@@ -261,7 +261,7 @@ def asks_to_stop(request: InferRequest, maps: TensorMaps, *, is_batched: bool) -
 
 
 def _in_own_names(error: RequestError, sources: Mapping[str, str]) -> RequestError:
-    """A step's error with the inputs named as the client of the text model knows them."""
+    """A step's error, with the input names of the text model in place of the step's."""
     text = re.sub(
         r"(?<=input ')[^']+(?=')", lambda named: sources.get(named[0], named[0]), str(error)
     )

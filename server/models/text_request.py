@@ -65,7 +65,7 @@ class TextRequest(InferRequest):
     ignores_end: bool = False
     is_streaming: bool = False
     num_sequences: int = 1
-    """Of each prompt."""
+    """Sequences of each prompt."""
 
     num_top: int = 0
     """Likeliest ids of each position that answers tell; needs the logits in `sampling`."""

@@ -167,7 +167,7 @@ class TextRun:
         self._answers: dict[tuple[int, int], TextAnswer] = {}
         self._gathered = GatheredLogits(steps.unread_logits, self._drop_logits)
         self._parameters = sequence_parameters(request) if options.is_ensemble else {}
-        """Of every response; never changed."""
+        """Parameters of every response; never changed."""
 
     @property
     def is_incremental(self) -> bool:

@@ -57,7 +57,7 @@ ValueT = TypeVar("ValueT")
 class LastUsed(OrderedDict[int, ValueT]):
     """Values by a tokenizer's number, of the `MAX_TOKENIZERS` that were used last.
 
-    The front end has one too, with which it knows what a process knows.
+    The front end has an equal cache for each process, and so sends no tokenizer twice.
     """
 
     def use(self, number: int, make: Callable[[], ValueT]) -> ValueT:

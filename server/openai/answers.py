@@ -67,7 +67,7 @@ class Usage:
     """Tokens of a request: prompts count once, outputs of all sequences together."""
 
     tokens_per_block: int = 0
-    """Of the engine's cache; 0: not known."""
+    """Block size of the engine's cache; 0: not known."""
 
     _inputs: dict[int, int] = field(default_factory=dict)
     _outputs: dict[tuple[int, int], int] = field(default_factory=dict)

@@ -26,7 +26,7 @@ class Call:
     id: str
     name: str
     parts: list[str] = field(default_factory=list)
-    """Of the arguments. One growing text would be copied for each part."""
+    """Parts of the arguments. One growing text would be copied for each part."""
 
     @property
     def arguments(self) -> str:

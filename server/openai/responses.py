@@ -40,7 +40,7 @@ class ResponseAnswer:
         self._items: list[dict[str, Any]] = []
         self._open: Kind | None = None
         self._parts: list[str] = []
-        """Of the open item's text or arguments. One growing text would be copied for each."""
+        """Parts of the open item's text or arguments; a growing text would be copied often."""
         self._num_calls = 0
         """Calls that are items already."""
         self._is_cut = False

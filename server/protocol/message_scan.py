@@ -20,7 +20,7 @@ NUM_FIRST_FIELDS = 1 << 10
 """Fields among which the names of a message are looked for: libraries write them first."""
 
 MAX_FIELDS = 1 << 16
-"""Of a message at the top level: inputs, outputs, parameters, raw tensors and names."""
+"""Top-level fields of a message: inputs, outputs, parameters, raw tensors and names."""
 
 _NAME, _VERSION, _ID, _INPUTS, _OUTPUTS, _RAW_CONTENTS = 1, 2, 3, 5, 6, 7
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5

@@ -109,7 +109,7 @@ class Served:
     def wait_ready(self, timeout_s: float = 180) -> None:
         """Return when the server answers ready; fail with its log otherwise."""
         self.wait_until(self.is_ready, "ready", timeout_s)
-        self.remember_tree()
+        self.record_tree()
 
     def wait_log(self, text: str, count: int = 1, timeout_s: float = 120) -> None:
         """Wait until the log holds ``text`` this many times."""
@@ -189,7 +189,7 @@ class Served:
             text = reply.read().decode()
         return [json.loads(event[len("data: ") :]) for event in text.split("\n\n") if event]
 
-    def remember_tree(self) -> dict[int, psutil.Process]:
+    def record_tree(self) -> dict[int, psutil.Process]:
         """Record every process of the tree, to find orphans later."""
         with contextlib.suppress(psutil.NoSuchProcess):
             root = psutil.Process(self.process.pid)
@@ -227,7 +227,7 @@ class Served:
 
     def stop(self, timeout_s: float = 40) -> int:
         """SIGTERM, wait, and make sure that the whole tree is gone; the exit code."""
-        self.remember_tree()
+        self.record_tree()
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         try:
@@ -237,7 +237,7 @@ class Served:
 
     def kill(self) -> None:
         """Kill the remaining processes of the tree, by pid."""
-        self.remember_tree()
+        self.record_tree()
         for process in self.survivors():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()

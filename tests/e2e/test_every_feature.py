@@ -105,7 +105,7 @@ async def run_all(url: str) -> list[str]:
 def num_bulk_files(server) -> int:
     """Payloads beside messages that no front end has released, of all processes."""
     count = 0
-    for pid in server.remember_tree():
+    for pid in server.record_tree():
         folder = f"/proc/{pid}/fd"
         for name in os.listdir(folder):
             try:

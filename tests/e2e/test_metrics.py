@@ -137,7 +137,7 @@ def test_metrics_and_log_name_backends_transports_and_start_times(decoupled_serv
 
 def test_all_processes_together_idle_below_two_percent_of_a_core(decoupled_server):
     time.sleep(1)
-    processes = list(decoupled_server.remember_tree().values())
+    processes = list(decoupled_server.record_tree().values())
 
     def cpu_s() -> float:
         total = 0.0

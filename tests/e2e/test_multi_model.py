@@ -90,7 +90,7 @@ def test_a_restarted_front_end_reconnects_to_every_group(server, undisturbed):
 
 
 def test_a_signal_lets_the_streams_of_every_model_end(server, undisturbed):
-    server.remember_tree()
+    server.record_tree()
     streams = {model: server.stream(model) for model in WORLD_SIZES}
     server.process.send_signal(signal.SIGTERM)
     server.wait_log("draining")
@@ -117,6 +117,6 @@ def test_an_exhausted_restart_budget_lets_other_models_finish_and_ends_with_code
 def test_no_process_of_any_model_outlives_a_killed_supervisor(repository, tmp_path):
     with serve(repository, tmp_path / "serve.log") as doomed:
         doomed.stream(PAIR)
-        assert len(doomed.remember_tree()) == 7
+        assert len(doomed.record_tree()) == 7
         doomed.process.kill()
         doomed.wait_gone(GONE_S)

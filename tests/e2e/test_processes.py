@@ -146,7 +146,7 @@ def test_a_stream_survives_the_death_of_its_engine(server, undisturbed, victim, 
 
 def test_a_hung_rank_is_noticed_and_its_group_restarted(server, undisturbed):
     server.wait_ready()
-    server.remember_tree()
+    server.record_tree()
     hung = find(server, "rank", 1)
     num_restarts = server.log().count("restart in")
     stream = Stream(server)
@@ -201,7 +201,7 @@ def test_a_second_server_refuses_the_ports_of_the_first(server, repository):
 
 def test_a_draining_server_finishes_its_streams_and_refuses_new_requests(server, undisturbed):
     server.wait_ready()
-    server.remember_tree()
+    server.record_tree()
     stream = Stream(server)
     server.process.send_signal(signal.SIGTERM)
     server.wait_log("draining")
@@ -216,7 +216,7 @@ def test_an_idle_server_exits_within_5_seconds_of_a_signal(serve, number):
     with closing(http.client.HTTPConnection("127.0.0.1", server.http_port)) as idle:
         idle.request("GET", "/v2/health/ready")
         idle.getresponse().read()
-        server.remember_tree()
+        server.record_tree()
         server.process.send_signal(number)
         server.wait_gone(GONE_IDLE_S)
     assert server.wait_ended() == 0
@@ -226,7 +226,7 @@ def test_an_idle_server_exits_within_5_seconds_of_a_signal(serve, number):
 def test_a_second_signal_ends_a_busy_server_at_once(serve):
     server = serve()
     stream = Stream(server)
-    server.remember_tree()
+    server.record_tree()
     server.process.send_signal(signal.SIGINT)
     server.wait_log("draining")
     server.process.send_signal(signal.SIGINT)
@@ -238,7 +238,7 @@ def test_a_second_signal_ends_a_busy_server_at_once(serve):
 @pytest.mark.parametrize("victim", ["rank", "mpirun", "front end"])
 def test_without_restarts_a_death_ends_the_server_with_code_1(serve, victim):
     server = serve("--restart", "never")
-    server.remember_tree()
+    server.record_tree()
     dead = find(server, victim)
     Stream(server)
     dead.kill()
@@ -250,7 +250,7 @@ def test_without_restarts_a_death_ends_the_server_with_code_1(serve, victim):
 def test_no_process_outlives_the_supervisor(serve):
     server = serve()
     Stream(server)
-    assert len(server.remember_tree()) == 5
+    assert len(server.record_tree()) == 5
     server.process.kill()
     server.wait_gone(GONE_KILLED_S)
 
@@ -262,7 +262,7 @@ def test_no_process_outlives_a_supervisor_killed_during_the_start(
     server = Served(repository, 2, log_path=tmp_path / "serve.log")
     server.start()
     time.sleep(delay_s)
-    server.remember_tree()
+    server.record_tree()
     server.process.kill()
     server.wait_gone(GONE_KILLED_S)
     server.kill()

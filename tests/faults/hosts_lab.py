@@ -203,7 +203,7 @@ class HostsLab:
             str(host.init_pid))  # fmt: skip
         _ip("link", "set", host.cable, "master", self._bridge, "up")
         inside = ("nsenter", f"--target={host.init_pid}", "--net", "ip")
-        # A host that comes back has the network card that its peers remember.
+        # A restarted host keeps its address: the ARP tables of its peers hold the address.
         _run(*inside, "link", "set", "eth0", "address", f"02:00:00:00:00:{number:02x}")
         _run(*inside, "addr", "add", f"{host.address}/24", "dev", "eth0")
         for interface in ("lo", "eth0"):

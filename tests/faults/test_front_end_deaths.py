@@ -85,9 +85,9 @@ class Stream(threading.Thread):
         self._connection = connection
         self._is_over = threading.Event()
         self.times: list[float] = []
-        """Of each event."""
+        """The time of each event."""
         self.num_tokens: list[int] = []
-        """Of each stream."""
+        """The tokens of each stream."""
         self.error = ""
         self._first = self._ask()
         self.start()

@@ -86,7 +86,7 @@ TEXT = {
 TEXT_WITHOUT_EFFECT = {
     "decoder_text_input": "only encoder-decoder models read it",
     "prompt_table_extra_id": "no word of a text has an id of the table: the table decides "
-    "who shares blocks",
+    "which requests share blocks",
 }
 TEXT_REFUSED = {
     "image_input": "images are not served",

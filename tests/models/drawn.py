@@ -32,7 +32,7 @@ class Drawn:
     """A model, its engine, and its requests."""
 
     values: dict[str, Any]
-    """Of its ``config.json``."""
+    """The values of the model's ``config.json``."""
 
     config: EngineConfig
     theirs: Any

@@ -61,7 +61,7 @@ _ROTATIONS: dict[str, Changes] = {
     },
     "rope type of no theta": {"rope_parameters": {"rope_type": "default"}},
 }  # fmt: skip
-"""Of families that rotate whole heads of 20."""
+"""Changes for families that rotate whole heads of 20."""
 
 _GATED: dict[str, Changes] = {
     "rms_norm_eps": {"rms_norm_eps": 0.05},

@@ -17,7 +17,7 @@ _SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
 def from_deepseek_v2(values: Mapping[str, Any]) -> dict[str, Any]:
-    """DeepSeek V2 and V2 Lite: the experts of highest score, optionally of the best groups."""
+    """DeepSeek V2 and V2 Lite: experts of highest score, optionally within the best groups."""
     if values.get("norm_topk_prob"):
         # With norm_topk_prob the published code drops the scaling, transformers the
         # normalisation.

@@ -26,12 +26,12 @@ CONFIG_FILE = "config.json"
 _LARGEST_HEADS = 64
 
 _UNSERVED_FLAGS = ("norm_before_fc", "norm_output", "fc_norm", "parallel_drafting")
-"""Variants of EAGLE-3 heads that compute something else."""
+"""Keys of variants of EAGLE-3 heads whose computation differs and is not served."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EagleConfig:
-    """An EAGLE head: the sizes of its layer, and what it takes of the target."""
+    """An EAGLE head: the sizes of its layer, and its inputs from the target."""
 
     layer: PretrainedConfig
     """The head as a model of one layer, of the head's own vocabulary."""
@@ -49,7 +49,7 @@ class EagleConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MedusaConfig:
-    """Medusa heads, each of which drafts the token at one place."""
+    """Medusa heads, each of which drafts the token at one position."""
 
     num_heads: int
     num_layers: int

@@ -91,7 +91,7 @@ class SchedulerConfig:
     """Largest beam width of a request."""
 
     max_queue_size: int = 0
-    """Requests that may wait; 0 means no limit."""
+    """Requests that may wait in the queue; 0 means no limit."""
 
     level_queue_sizes: tuple[int, ...] = ()
     """The same for each priority level, which has its own queue: the first limit is for

@@ -1,4 +1,4 @@
-"""Reads and checks a model folder, and what its weight files were cut for; free of torch."""
+"""Reads and checks a model folder and the layout of its weight files; free of torch."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def origin_of(config: PretrainedConfig, mapping: RankMapping) -> dict[str, Any]:
 def check_origin(file: Path, said: str, wanted: dict[str, Any], source: str) -> None:
     """Refuse a configuration whose parallel sizes differ from those of ``file``.
 
-    ``said`` holds the sizes in the file's header and is empty for files of older versions.
+    ``said`` holds the sizes in the file's header; files of older versions have none.
 
     Raises:
         ConfigError: names the key, its value, and the value in the file.

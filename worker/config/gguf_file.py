@@ -107,7 +107,7 @@ class GgufFile:
             )
         self._fields = reader.fields
         self.tensors: dict[str, ReaderTensor] = {each.name: each for each in reader.tensors}
-        """By the file's own names."""
+        """The tensors by the file's own names."""
 
         if self.value("split.count", 1) > 1:
             raise ConfigError(
@@ -250,7 +250,7 @@ def huggingface_values(file: GgufFile) -> dict[str, Any]:
 
 
 def _end_ids(file: GgufFile) -> list[int]:
-    """Ids that end an output: that of a text, then that of a turn."""
+    """Ids that end an output: the end id of a text, then the end id of a chat turn."""
     ids = [file.value(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
     return list(dict.fromkeys(each for each in ids if each is not None))
 

@@ -36,8 +36,8 @@ _STACKED = (
 def with_integers(source: EngineFolder) -> EngineFolder:
     """A GGUF file's model with the matrices of Q4_0, Q4_1 and Q8_0 as they are stored.
 
-    Others are dequantized as they are read, and so are matrices that are multiplied as one but
-    stored in several types.
+    Other matrices are dequantized as they are read. Matrices that are multiplied as one, but
+    are stored in several types, are dequantized too.
 
     Raises:
         ConfigError: ``source`` is no GGUF file, or has no matrix of these types.

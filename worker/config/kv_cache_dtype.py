@@ -39,8 +39,8 @@ Heads = tuple[float, ...]
 
 
 def kv_algorithm(folder: Path, values: Mapping[str, Any]) -> str:
-    """TensorRT-LLM's name of the KV cache that a Hugging Face folder asks for, or a few words;
-    empty if the folder names none.
+    """TensorRT-LLM's name of the KV cache that a Hugging Face folder describes. A cache that is
+    not served has a short description as its name; the name is empty without a KV cache.
 
     ``values`` are those of ``config.json``.
     """

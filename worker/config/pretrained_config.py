@@ -170,8 +170,8 @@ class PretrainedConfig:
     """Which weights are quantized; None if all have the model's dtype."""
 
     kv_cache_quant_algo: str = ""
-    """``FP8`` or ``INT8`` if the KV cache is to have one byte a number; another name is not
-    served; empty for the model's dtype."""
+    """``FP8`` or ``INT8`` for a KV cache with one byte a number; empty for the model's dtype.
+    Other names are not served."""
 
     def __post_init__(self) -> None:
         _check_architecture(self.architecture)

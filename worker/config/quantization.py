@@ -68,8 +68,8 @@ class QuantizationConfig:
     """Whether the weights come as floats and are quantized as they are read."""
 
     head_bits: int = 0
-    """Bits of the integers that replace the output head's floats once these are loaded; 0: it
-    keeps them."""
+    """Bits of the integers that replace the output head's floats once these are loaded; 0: the
+    head keeps its floats."""
 
     def scheme_of(self, names: tuple[str, ...]) -> Scheme | None:
         """The scheme of the linear layer with these names; None for a layer without
@@ -95,7 +95,7 @@ class QuantizationConfig:
         return any(isinstance(rule.scheme, IntegerScheme) for rule in self.rules)
 
     def describe(self) -> str:
-        """A few words for the log."""
+        """A short description for the log."""
         names = sorted({rule.scheme.algorithm for rule in self.rules})
         return f"{self.method}: {', '.join(names)}"
 

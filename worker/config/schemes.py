@@ -11,17 +11,17 @@ from trimaran.comm.errors import ConfigError
 
 
 class NotServedError(Exception):
-    """A format holds what is not served; the text names that."""
+    """A format contains a feature that is not served; the text names the feature."""
 
 
 class Activations(Enum):
     """Which inputs of a product share a scale."""
 
     STATIC = "static"
-    """All of them: the checkpoint holds the scale."""
+    """All inputs: the checkpoint holds the scale."""
 
     TOKEN = "token"
-    """Those of a token, whose largest value makes the scale."""
+    """The inputs of a token, whose largest value makes the scale."""
 
     GROUP = "group"
     """Consecutive inputs of a token, as many as a block of the weight has columns."""
@@ -87,7 +87,7 @@ class Layout(Enum):
     """The tensors in which a checkpoint holds integers."""
 
     NATIVE = "native"
-    """Ours: unsigned integers, the inputs of an output side by side."""
+    """Trimaran's format: unsigned integers, the inputs of an output side by side."""
 
     GPTQ = "gptq"
     """``qweight`` packs inputs, ``qzeros`` holds zero points less one."""
@@ -109,7 +109,7 @@ class Layout(Enum):
 
 
 class Zeros(Enum):
-    """What an integer of zero means."""
+    """The weight that an integer of zero represents."""
 
     NONE = "none"
     """Half of the range stands for zero."""
@@ -137,7 +137,7 @@ class IntegerScheme:
 
     zeros: Zeros = Zeros.NONE
     has_order: bool = False
-    """Whether the checkpoint says for each input which group is the input's."""
+    """Whether the checkpoint stores the group of each input (``g_idx``)."""
 
     activations: Activations | None = None
     """How inputs are quantized; None: not at all."""

@@ -13,7 +13,7 @@ from trimaran.comm.files.input_files import parse_json, require_file
 
 CHECKSUM_CHARS = 64
 CHUNK_BYTES = 8 << 20
-"""Each tensor has a checksum for so many bytes, the last one for the remainder."""
+"""Bytes of a tensor for each checksum; the last checksum covers the remainder."""
 
 ORIGIN_KEY = "origin"
 """Metadata key of the configuration that the tensors were cut for."""

@@ -16,7 +16,7 @@ MAX_DRAFT_TOKENS = 64
 """Most draft tokens that a step may verify for one sequence."""
 
 _MOST_DRAFTED = 16
-"""Sequences for whose drafts a step has rows in any case."""
+"""Sequences whose drafts always have rows in a step."""
 
 _MOST_ROWS = 512
 """Rows up to which a step has rows for the drafts of all sequences. On an H200 the products of

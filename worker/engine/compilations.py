@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 class Compilations:
     """The kernels that this rank compiled after its start, each of which delayed a step.
 
-    The warm-up runs all kernels that it knows. A rank that compiles a kernel all the same is
+    The warm-up runs all kernels of its list. A rank that compiles a kernel all the same is
     not hung: the watchdog waits for the kernel as long as for a start.
     """
 

@@ -243,8 +243,8 @@ class Engine:
 
     def keep_adapter(self, message: KeepAdapter) -> None:
         """Cache an adapter before any request asks for it."""
-        if message.is_remembered and self._adapters.digest_of(message.adapter_id):
-            # A front end that remembers another version learns of this one.
+        if message.is_resent and self._adapters.digest_of(message.adapter_id):
+            # The front end may hold another version, and gets the id of this version.
             self._announce_adapter(message.adapter_id)
             return
         try:

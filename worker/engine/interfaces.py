@@ -2,7 +2,7 @@
 
 `Scheduler`, `AdapterManager` and `ModelRunner` serve these interfaces without data parallelism.
 With several dp ranks the classes of `scheduling.data_parallel` and of
-`execution.data_parallel_runner` hold one of each per rank. The engine knows only interfaces.
+`execution.data_parallel_runner` hold one of each per rank. The engine uses only interfaces.
 """
 
 from __future__ import annotations

@@ -352,6 +352,6 @@ class LastStage:
                 self._logits_rows.keep_generation(decision, logits_NV, kept)
             output = self._sampler.sample(logits_NV, batch, table)
         self._inputs.write_sampled(inputs, output.token_ids)
-        # Of draft tokens that this step verified, some may be replaced.
+        # The decision may replace draft tokens that this step verified.
         self.rewrite(decision)
         return output

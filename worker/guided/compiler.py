@@ -16,11 +16,11 @@ from trimaran.worker.guided.mask_process import MaskProcess, TooSlowError
 from trimaran.worker.guided.process_pool import GuideKey, GuideProcesses
 
 _SLICES_S = (0.1, 1.0, 4.0)
-"""A guide that takes longer than one of these is compiled anew at the next level, with the
-configured time at the last one."""
+"""A guide that takes longer than its level's time is compiled anew at the next level. The last
+level has the configured time."""
 
 _THREADS = ((0, 1), (1, 0), (2, 3), (3, 2))
-"""The levels that each thread serves, in this order: guides wait for guides of their like."""
+"""The levels that each thread serves, in order; slow guides have threads of their own."""
 
 _FIRST_SLOW_LEVEL = 2
 _MAX_SLOW = 16
@@ -229,7 +229,7 @@ class GuideCompiler:
         )
 
     def close(self) -> None:
-        """End the threads and the processes; what they do is dropped."""
+        """End the threads and the processes; unfinished work is dropped."""
         self._jobs.close()
         self._processes.close()
 

@@ -23,7 +23,7 @@ _numbers = count(1)
 
 
 class Grammar:
-    """One request's hold on the process that compiled its guide. Owned by the engine's thread.
+    """One request's lease of the process that compiled its guide. Owned by the engine's thread.
 
     Requests with the same guide share a process. The process is given back when the guides of
     all sequences of the request are closed.
@@ -36,8 +36,8 @@ class Grammar:
         self._num_guides = 0
 
     def start(self, end_id: int, output_ids: List[int], draft_ids: List[int] = ()) -> Guide:
-        """Ask for the mask after this output, and for those after each of the draft ids behind
-        the output; ``end_id`` -1 means that no id ends one."""
+        """Request the mask after this output, and the masks after each of the draft ids behind
+        the output; ``end_id`` -1 means that no id ends an output."""
         guide = self._new(end_id)
         guide.ask(output_ids, draft_ids)
         return guide
@@ -96,12 +96,12 @@ class Guide:
         self.number = number
         self.end_id = end_id
         self.masks: Mask = _NO_MASKS
-        """[n, words]: the ids that may come next, and those that may come after each of
-        ``draft_ids``; empty until they are known."""
+        """[n, words]: the ids that may come next, and the ids that may come after each of
+        ``draft_ids``; empty until the masks arrive."""
         self.draft_ids: List[int] = ()
         """The draft ids that the guide allows and whose masks are known."""
         self.new_ids: list[int] = []
-        """Ids that followed since masks were asked for."""
+        """Ids that followed since masks were requested."""
         self._asked_drafts: List[int] = ()
         self.is_complete = False
         """Whether the output ends here: no end id exists, and the guide allows no further

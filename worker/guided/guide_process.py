@@ -35,7 +35,7 @@ first mask. The masks behind draft ids follow in the next slots."""
 BEGUN = b"begun"
 TOO_LARGE = "too large"
 COMPLETE, OPEN, REJECTED = 1, 0, -1
-"""What follows a question's ids; `REJECTED` less the index of an id that may not come."""
+"""The state after a question's ids; `REJECTED` less the index of an id that may not come."""
 
 _PR_SET_PDEATHSIG = 1
 _CACHE_BYTES = 1 << 25
@@ -50,10 +50,10 @@ _GIVE_WAY_S = 0.05
 """A process in which a mask takes more processor time has a lower priority from then on."""
 
 _ANSWER_S = 0.005
-"""Masks that are filled go to the rank at least so often while others are being filled."""
+"""Filled masks go to the rank at least so often while further masks are being filled."""
 
 _IDS_A_LIMIT = 100
-"""A question with more ids, which a replayed request asks, has more time by this measure."""
+"""Ids of a question for each time limit: a replayed request has a question with many ids."""
 
 
 def main() -> None:
@@ -77,7 +77,7 @@ def main() -> None:
         library = Library.from_text(file.read(), _CACHE_BYTES)
     # The exit codes of copies are not collected.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    # They need not look for garbage here, which would copy the memory.
+    # A garbage collection in a copy would copy the shared pages of memory.
     gc.freeze()
     pid = os.getpid()
     while descriptors := socket.recv_fds(control, 1, 2)[1]:

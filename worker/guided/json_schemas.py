@@ -170,7 +170,7 @@ def _inner(schema: dict[str, Any]) -> Iterator[Any]:
         if key not in schema:
             continue
         inner = schema[key]
-        # A property's name is a string, whether or not its schema says so.
+        # A property's name is a string even if its schema has no type.
         named = key == "propertyNames" and isinstance(inner, dict)
         yield {"type": "string", **inner} if named else inner
     for key in _LISTS:

@@ -16,8 +16,8 @@ from trimaran.worker.guided.matcher import CompiledGuide
 from trimaran.worker.guided.structural_tags import read_structural_tag
 
 _THREADS = 1
-"""With more threads the library hangs where one of them gets no memory, and near the memory
-limit, which counts a thread's stack and heap, none can start."""
+"""With several threads the library hangs if a thread gets no memory. Near the memory limit,
+which counts a thread's stack and heap, no thread can start."""
 
 _OUT_OF_MEMORY = ("std::bad_alloc", "Resource temporarily unavailable")
 """The library's whole error message where it gets no memory, or no thread."""

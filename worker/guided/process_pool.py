@@ -189,7 +189,7 @@ class GuideProcesses:
                 try:
                     socket.send_fds(self._control, [b"t"], [theirs.fileno(), file])
                 except OSError:
-                    # It is about to end; the next one takes its place.
+                    # The parent is about to end, and the next parent replaces it.
                     self._process.wait()
                     raise
                 connection = Connection(ours.detach())
@@ -229,7 +229,7 @@ class GuideProcesses:
             return process
 
     def release(self, process: MaskProcess) -> None:
-        """A request lets go of a process that it was lent."""
+        """A request returns a process that was lent to it."""
         with self._changed:
             key, num_users = self._users[process]
             if num_users > 1:

@@ -2,6 +2,6 @@
 
 Owns linear layers, embeddings, norms, rotary positions and mixtures of experts.
 In: a tensor-parallel group, the kernels chosen for the device, and shapes.
-Out: `nn.Module`s that know their shard of each weight and how a checkpoint fills it.
+Out: `nn.Module`s with this rank's shard of each weight, and loaders that fill the shards.
 Quantization and LoRA plug in as a layer's method object (`methods.py`).
 """

@@ -31,8 +31,8 @@ _MOST_SENT_BYTES = (1 << 31) - (64 << 20)
 """Largest adapter in bytes: a single message may hold a whole adapter, and larger messages
 cannot be sent to other hosts."""
 
-_MOST_SEEN = 4096
-"""Contents that are remembered as checked, the least recently used replaced first."""
+_MAX_CHECKED = 4096
+"""Digests of checked adapters that are kept; the least recently used one goes first."""
 
 AdapterOp = tuple[Any, ...]
 """An operation on an adapter; see `lora.store`."""
@@ -335,7 +335,7 @@ class AdapterManager:
         if content:
             self._finite[content] = None
             self._finite.move_to_end(content)
-            if len(self._finite) > _MOST_SEEN:
+            if len(self._finite) > _MAX_CHECKED:
                 self._finite.popitem(last=False)
 
     def _content_of_read(self, folder: Path, source: AdapterSource, content: object) -> object:

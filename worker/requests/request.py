@@ -87,7 +87,7 @@ class Beams(Protocol):
     """The beams of one request, attached to its first sequence, the leader.
 
     `scheduling.beam_group.BeamGroup` implements this and adds the selection among beams, which
-    the scheduler alone uses. All other modules know beams by this interface.
+    the scheduler alone uses. All other modules use beams through this interface.
     """
 
     width: int
@@ -137,7 +137,7 @@ class Beams(Protocol):
 class Sequence:
     """One stream of tokens of a request.
 
-    ``token_ids`` are the ids that the host knows: the prompt, then the output. The step being
+    ``token_ids`` are the ids on the host: the prompt, then the output. The step being
     planned may build on ``num_pending`` more, which steps in flight sample on the device.
     ``num_computed_tokens`` counts the tokens whose KV is written once all launched steps end.
     """
@@ -240,7 +240,7 @@ class Sequence:
 
     @property
     def num_output_tokens(self) -> int:
-        """Output ids that the host knows."""
+        """Output ids on the host."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     def ends_by(self, token_id: int) -> FinishReason:

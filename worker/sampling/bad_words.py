@@ -78,7 +78,7 @@ def _pack(words: Words) -> BadWords:
     ids = np.fromiter(chain.from_iterable(in_order), np.int32, int(lengths.sum()))
     ends = np.cumsum(lengths)
     starts = np.concatenate([[0], np.cumsum(lengths - 1)]).astype(np.int32)
-    # Of each word the id before the last one comes first.
+    # The ids of each word are stored backwards, from the id before the last id.
     backwards = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths - 1)
     before = ids[np.repeat(ends, lengths - 1) - 2 - backwards]
     return BadWords(ids[ends - 1], starts, before)

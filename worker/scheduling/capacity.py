@@ -143,13 +143,13 @@ class CapacityCheck:
             prefix = find_prefix(sequence, step, cache, takes_parts=False)
         num_taken = cache.blocks_to_take(prefix, num_blocks)
         if num_taken > room:
-            self._remember(sequence, num_blocks - num_taken)
+            self._record_refusal(sequence, num_blocks - num_taken)
             return None
         if prefix.is_under_way:
             return None
         return Allocation(prefix, prefix.num_cached(cache.block_size), max_blocks)
 
-    def _remember(self, sequence: Sequence, num_held: int) -> None:
+    def _record_refusal(self, sequence: Sequence, num_held: int) -> None:
         # A fork shares what its parent holds, and windows move with the prefix that is found:
         # neither is reported as a gain.
         if sequence.parent is None and not self._cache.window.num_tokens:

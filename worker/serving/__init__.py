@@ -3,5 +3,5 @@
 Owns the connections to front ends, the loop that waits for work, and process settings.
 In: messages of front ends and the supervisor.
 Out: step messages, separate large payloads, heartbeats.
-The engine knows nothing of sockets.
+The engine itself uses no sockets.
 """

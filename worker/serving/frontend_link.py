@@ -77,7 +77,7 @@ class _Connection:
 
     @property
     def is_greeting(self) -> bool:
-        """Whether the front end has yet to prove that it knows the token of this run."""
+        """Whether the front end has yet to prove that it holds the token of this run."""
         return self._greeting is not None
 
     def flush(self) -> None:

@@ -42,7 +42,7 @@ class Drafter(Protocol):
     """Whether no drafts will follow."""
 
     def propose(self, sequence: Sequence, most: int) -> array[int]:
-        """At most ``most`` ids that may follow the ids that the host knows.
+        """At most ``most`` ids that may follow the ids on the host.
 
         The step in planning samples the first of them itself.
         """

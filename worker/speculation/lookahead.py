@@ -24,9 +24,9 @@ class LookaheadDrafter:
     Decoding, 2024).
 
     In the paper a step computes the window and up to ``verification_set`` n-grams as branches,
-    which need a mask for trees. Here a step has one chain a sequence. The chain is an n-gram if
-    one of the pool begins with the last id, and the window otherwise. Of several n-grams, the
-    chain goes at each place to the id that was seen most often, and to the latest of equals.
+    which need a mask for trees. Here a step has one chain a sequence. The chain is an n-gram of
+    the pool that begins with the last id, or else the window. Where several n-grams match, the
+    chain takes the most frequent id at each position, and the latest among equal counts.
     """
 
     is_asked = False
@@ -108,7 +108,7 @@ def _agreed(ngrams: dict[tuple[int, ...], int]) -> array[int]:
         counts: Counter[int] = Counter()
         for further, count in left:
             counts[further[place]] += count
-        # Of equal counts the first one is that of the latest n-gram.
+        # The latest n-gram comes first among equal counts.
         best = max(counts, key=counts.__getitem__)
         chain.append(best)
         left = [each for each in left if each[0][place] == best]

@@ -151,7 +151,7 @@ class SchedulerOutput:
     """Leading entries that compute one token of output each; other entries follow."""
 
     draft_rules: list[DraftRule] = field(default_factory=list)
-    """Of sequences whose draft tokens more than the model's own draws decide about."""
+    """Rules of sequences whose drafts are not verified by the model's own draws alone."""
 
     decode_ids: Int32Array = field(default_factory=lambda: int32s(()))
     """The tokens that the last so many decodes compute: those of drafts; in a pipeline those of

@@ -103,7 +103,7 @@ AVX2_INLINE Ints cvtepu16_epi32(__m256i v) {
   return {_mm256_cvtepu16_epi32(_mm256_castsi256_si128(v)),
           _mm256_cvtepu16_epi32(_mm256_extracti128_si256(v, 1))};
 }
-// Of values that fit in 16 bits.
+// The values must fit in 16 bits.
 AVX2_INLINE __m256i cvtepi32_epi16(Ints v) {
   return _mm256_permute4x64_epi64(_mm256_packus_epi32(v.lo, v.hi), 0xd8);
 }

@@ -200,7 +200,7 @@ class Row {
     for (const Candidate& c : candidates_) sum += mass_of(c);
     return sum;
   }
-  // Of all ids, into masses_; returns their sum.
+  // Writes the masses of all ids to masses_; returns their sum.
   double fill_masses() {
     masses_.resize(vocab_);
     const __m512 most = _mm512_set1_ps(candidates_[0].value);

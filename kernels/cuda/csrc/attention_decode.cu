@@ -188,8 +188,8 @@ struct Copier {
         }
     }
 
-    // Of two neighbouring heads the one on this block's L2 partition. All blocks of the
-    // sequence are on the partition of the first one.
+    // The one of two neighbouring heads that is on this thread block's L2 partition. All KV
+    // blocks of the sequence are on the partition of the first KV block.
     __device__ __forceinline__ int head_of(const Place& place, int first_block) const {
         if (place.partition < 0) return place.head;
         const u64 address = reinterpret_cast<u64>(a.cache) +

@@ -51,7 +51,7 @@ __device__ __forceinline__ void widen(u32 bytes, u32& first, u32& last) {
     }
 }
 
-// Of four bytes the first and the third, then the second and the fourth.
+// The first and the third of four bytes, then the second and the fourth.
 __device__ __forceinline__ u32 regrouped(u32 bytes) { return __byte_perm(bytes, 0, 0x3120); }
 
 // Two numbers times the inverse scale of their head as bytes, as `kv_quantization` rounds.

@@ -119,7 +119,7 @@ __device__ __forceinline__ float inverse_root(float sum, float count, float eps)
     return root;
 }
 
-// Of this block.
+// Shared memory of this thread block: a sum of each warp.
 __device__ __forceinline__ float* shared_sums() {
     __shared__ float sums[kMaxNormWarps];
     return sums;

@@ -129,7 +129,7 @@ def _clear(  # type: ignore[no-untyped-def]
 def _longest(cost, is_sequence, num_sequences, turns):  # type: ignore[no-untyped-def]
     """An estimate of the largest load of a program with whole sequences, this many in turn.
 
-    Of some dozens of sums of independent lengths, the largest is two deviations above the mean.
+    The largest of some dozens of sums of independent lengths is two deviations above the mean.
     """
     mean = tl.sum(cost).to(tl.float32) / num_sequences
     distance = tl.where(is_sequence, cost.to(tl.float32) - mean, 0.0)

@@ -34,7 +34,7 @@ class Case:
     """Whether the client says that nothing more comes; a call always does, without `stays`."""
     metadata: list[list[str]] = field(default_factory=list)
     is_stream: bool = False
-    """Of a call: whether both sides send any number of messages."""
+    """Whether both sides of a call send any number of messages."""
 
     @property
     def weight(self) -> int:

@@ -82,7 +82,7 @@ def test_a_folder_without_an_adapter_is_refused_by_file(trimaran, tmp_path):
     assert f"{tmp_path}/adapter_config.json: No such file or directory" in done.err
 
 
-def test_an_engine_folder_remembers_the_largest_adapter(llama, trimaran, tmp_path):
+def test_an_engine_folder_records_the_largest_adapter(llama, trimaran, tmp_path):
     flags = ("--max_lora_rank", "16", "--lora_plugin", "auto")
     done = trimaran("build", "--checkpoint", llama().folder, "--output", tmp_path / "e", *flags)
 

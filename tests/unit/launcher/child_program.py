@@ -81,7 +81,7 @@ class Requests:
 
                 config = ModelConfig(name=arguments["model"], backend="python")
                 arguments["config"] = config.SerializeToString()
-            if verb == "remember":
+            if verb == "save_state":
                 arguments["state"] = arguments["state"].encode()
             self._link.request(request_id, verb, arguments)
 
@@ -120,8 +120,8 @@ def main() -> None:
         os._exit(7)
     link, config = SupervisorLink.connect(ChildEnv.from_environ(), role, RANK, SIZE)
     todo = acts(role, config.get("incarnation", 0))
-    if config.get("remembered"):
-        print(f"remembers {config['remembered'].decode()}", file=sys.stderr, flush=True)
+    if config.get("saved_state"):
+        print(f"saved state {config['saved_state'].decode()}", file=sys.stderr, flush=True)
     link.state("loading", "half way")
     misbehave_early(link, todo)
     if "grandchild" in todo and os.fork() == 0:

@@ -123,7 +123,7 @@ class ControlledFrontend(StartedFrontend):
         self.stopped = []
         self.stop_takes_s = 0.0
         """Seconds in which groups that were told to end are still in the way of others."""
-        self.remembered = {}
+        self.saved = {}
         self.engines = {}
         self.started = []
         self.conflicts = dict(conflicts or {})
@@ -138,7 +138,7 @@ class ControlledFrontend(StartedFrontend):
         self.held = set(held)
         """Groups that are started and do not get ready until `release`."""
         self.may_answer = threading.Event()
-        """Whether who asked for a group may hear that it is started."""
+        """Whether the requester of a group may be told that the group is started."""
         self.may_answer.set()
         defaults = {"model_control_mode": "explicit", "groups": {}}
         super().__init__(stack, tmp_path, **{**defaults, **config})
@@ -262,7 +262,7 @@ class ControlledFrontend(StartedFrontend):
         handlers = {
             "start_groups": self._start_groups,
             "stop_groups": self._stop_groups,
-            "remember": self._save_state,
+            "save_state": self._save_state,
         }
         with contextlib.suppress(OSError):
             while (message := self.supervisor.receive(ChildState, ChildRequest)) is not None:
@@ -342,7 +342,7 @@ class ControlledFrontend(StartedFrontend):
             self._reply(**self._late.pop())
 
     def _save_state(self, request_id, arguments):
-        self.remembered = arguments
+        self.saved = arguments
         self._reply(request_id)
 
     def _reply(self, request_id, error="", groups=(), conflicts=()):

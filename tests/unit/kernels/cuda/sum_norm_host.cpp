@@ -122,7 +122,7 @@ float inverse_root(float sum, float count, float eps) {
     return 1.0f / std::sqrt(sum / count + eps);
 }
 
-// What is exchanged has two places in turn: who waits in the next exchange has read this one's.
+// What is exchanged has two places in turn: a thread that waits in the next exchange has read this exchange.
 float __shfl_xor_sync(u32, float value, int far) {
     Warp& warp = own_block().warps[threadIdx.x / kWarp];
     float* values = warp.values[num_exchanges++ % 2];

@@ -236,12 +236,12 @@ def test_a_group_stopped_between_death_and_restart_is_not_started_again(asked):
 def test_a_restarted_front_end_gets_its_loaded_models_and_only_their_groups(asked):
     server = asked()
     server.start("n")
-    server.ask("remember", groups=["m", "n"], state="m and n")
+    server.ask("save_state", groups=["m", "n"], state="m and n")
     server.start("unknown")
     for group in ("n", "unknown"):
         server.server.wait_for(f"told up {group}\n")
     os.kill(server.server.pid_of(r"front end: started pid (\d+)"), signal.SIGKILL)
-    server.server.wait_for("remembers m and n")
+    server.server.wait_for("saved state m and n")
     server.server.wait_for("group unknown: ended")
     server.server.wait_for("front end: ready", count=2)
     server.server.wait_for("told up (m|n)\n", count=4)

@@ -75,7 +75,7 @@ class Follower(StartedFrontend):
 
     def serve(self, first, *models, ask_id=1):
         """Let the follower serve these models; returns the error, if any."""
-        wire = SharedState(remembered=SavedState(models=models).to_bytes()).to_wire()
+        wire = SharedState(saved_state=SavedState(models=models).to_bytes()).to_wire()
         first.send(Ask(ask_id=ask_id, verb="state", arguments=wire))
         return lambda: first.receive(Answer).error
 
@@ -90,7 +90,7 @@ class Follower(StartedFrontend):
         return found
 
 
-def remembered(repository, name, groups=()):
+def saved_model(repository, name, groups=()):
     folder = repository / name
     config = read_config(folder / "config.pbtxt").SerializeToString(deterministic=True)
     return SavedModel(name=name, folder=str(folder), config=config, groups=groups)
@@ -124,8 +124,8 @@ def test_a_load_started_before_the_death_of_the_first_front_end_continues_for_it
     write_repository(repository)
     write_python_model(repository, tmp_path, SLOW_CODE)
     models = (
-        remembered(repository, "tensorrt_llm", ("g0",)),
-        remembered(repository, "slow"),
+        saved_model(repository, "tensorrt_llm", ("g0",)),
+        saved_model(repository, "slow"),
     )
     follower = Follower(stack, tmp_path)
     first = follower.joined()
@@ -148,7 +148,7 @@ def test_a_slow_model_delays_no_other_model(stack, tmp_path):
     write_repository(repository)
     write_python_model(repository, tmp_path, SLOW_CODE)
     pre, post, slow = (
-        remembered(repository, name) for name in ("preprocessing", "postprocessing", "slow")
+        saved_model(repository, name) for name in ("preprocessing", "postprocessing", "slow")
     )
     follower = Follower(stack, tmp_path)
     first = follower.joined()
@@ -171,7 +171,7 @@ def test_a_load_that_is_no_longer_wanted_is_not_awaited(stack, tmp_path):
     repository = tmp_path / "repository"
     write_repository(repository)
     write_python_model(repository, tmp_path, SLOW_CODE)
-    post, slow = (remembered(repository, name) for name in ("postprocessing", "slow"))
+    post, slow = (saved_model(repository, name) for name in ("postprocessing", "slow"))
     follower = Follower(stack, tmp_path)
     first = follower.joined()
     follower.serve(first, slow)
@@ -194,11 +194,11 @@ def test_a_model_version_releases_its_groups_for_the_next_version(stack, tmp_pat
     write_repository(repository)
     follower = Follower(stack, tmp_path)
     first = follower.joined()
-    answer = follower.serve(first, remembered(repository, "tensorrt_llm", ("g0",)))
+    answer = follower.serve(first, saved_model(repository, "tensorrt_llm", ("g0",)))
     follower.dial_in(stack)
     assert answer() == ""
     follower.supervisor.wait_for_state("ready")
-    assert follower.serve(first, remembered(repository, "tensorrt_llm"))() == ""
+    assert follower.serve(first, saved_model(repository, "tensorrt_llm"))() == ""
     first.send(Ask(ask_id=2, verb="release", arguments={"groups": ["g0"]}))
     first.sock.settimeout(5)
     assert first.receive(Answer).ask_id == 2
@@ -208,7 +208,7 @@ def test_a_model_that_fails_at_a_follower_is_reported_and_retried(stack, tmp_pat
     repository = tmp_path / "repository"
     write_python_model(repository, tmp_path, FAILING_CODE)
     follower = Follower(stack, tmp_path)
-    answer = follower.serve(follower.joined(), remembered(repository, "slow"))
+    answer = follower.serve(follower.joined(), saved_model(repository, "slow"))
     follower.wait_until_listening()
     assert answer() == ""
     follower.supervisor.wait_for_state("ready")
@@ -229,7 +229,7 @@ def test_a_load_ends_after_the_new_group_has_connected_to_every_front_end(stack,
     state = {"group": "g0", "model": "tensorrt_llm", "generation": 1, "state": "starting"}
     follower.supervisor.send(Command(verb="group_state", arguments=state))
     first = follower.joined()
-    answer = follower.serve(first, remembered(repository, "tensorrt_llm", ("g0",)))
+    answer = follower.serve(first, saved_model(repository, "tensorrt_llm", ("g0",)))
     assert not select.select([first.sock], [], [], 1)[0]
     follower.dial_in(stack)
     assert answer() == ""

@@ -32,11 +32,11 @@ class Successions:
         supervisor reports ``other`` as the follower's state to the successor."""
         self.first.process.kill()
         self.first.process.wait()
-        engines, remembered = self.first.engines, self.first.remembered
-        self.first = self._start(remembered=remembered["state"], **config)
+        engines, saved = self.first.engines, self.first.saved
+        self.first = self._start(saved_state=saved["state"], **config)
         self.first.engines.update(engines)
         self.first._report("front end 1", "", 1, other)
-        return remembered["groups"]
+        return saved["groups"]
 
     def _start(self, **config):
         first = ControlledFrontend(
@@ -45,9 +45,9 @@ class Successions:
         first.wait_ready()
         return first
 
-    def remembers(self, *groups):
+    def wait_until_saved(self, *groups):
         """Wait until the supervisor is to keep these groups."""
-        self.first.wait_until(lambda: self.first.remembered.get("groups") == list(groups))
+        self.first.wait_until(lambda: self.first.saved.get("groups") == list(groups))
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ def test_a_successor_ends_groups_after_every_front_end_has_released_them(server)
 
     server.follower.serve()
     server.first.wait_until(lambda: server.first.stopped == ["tensorrt_llm"])
-    server.remembers()
+    server.wait_until_saved()
 
 
 def test_a_successor_does_not_wait_for_a_dead_front_end(server):
@@ -117,7 +117,7 @@ def test_a_successor_does_not_wait_for_a_dead_front_end(server):
 def test_replaced_groups_end_after_every_front_end_has_released_them(server):
     load = begin_load(server)
     server.first.wait_until(lambda: server.follower.was_asked_to_release)
-    server.remembers("tensorrt_llm@2", "tensorrt_llm")
+    server.wait_until_saved("tensorrt_llm@2", "tensorrt_llm")
     server.succeed(started=["tensorrt_llm@2"])
     load.join()
 
@@ -127,24 +127,24 @@ def test_replaced_groups_end_after_every_front_end_has_released_them(server):
     assert server.first.stopped == []
     server.follower.serve()
     server.first.wait_until(lambda: server.first.stopped == ["tensorrt_llm"])
-    server.remembers("tensorrt_llm@2")
+    server.wait_until_saved("tensorrt_llm@2")
 
 
 def test_groups_ended_at_a_successor_keep_models_that_are_not_restored_yet(server, tmp_path):
     load = begin_load(server)
     server.first.wait_until(lambda: server.follower.was_asked_to_release)
-    server.remembers("tensorrt_llm@2", "tensorrt_llm")
+    server.wait_until_saved("tensorrt_llm@2", "tensorrt_llm")
     server.first.process.kill()
     server.first.process.wait()
     load.join()
 
     with contextlib.ExitStack() as stack:
-        state = server.first.remembered["state"]
-        successor = ControlledFrontend(stack, tmp_path, remembered=state)
+        state = server.first.saved["state"]
+        successor = ControlledFrontend(stack, tmp_path, saved_state=state)
         timer = threading.Timer(0.5, successor._start_engine_if_needed, ["tensorrt_llm@2"])
         timer.start()
-        successor.wait_until(lambda: successor.remembered)
-        assert "tensorrt_llm@2" in successor.remembered["groups"]
+        successor.wait_until(lambda: successor.saved)
+        assert "tensorrt_llm@2" in successor.saved["groups"]
         successor.wait_until(lambda: successor.stopped == ["tensorrt_llm"])
         timer.join()
 
@@ -153,7 +153,7 @@ def test_a_model_that_freed_its_devices_for_a_failed_load_returns_at_a_successor
     server.first.conflicts["tensorrt_llm@2"] = ["tensorrt_llm"]
     load = begin_load(server)
     server.first.wait_until(lambda: server.follower.was_asked_to_release)
-    server.remembers("tensorrt_llm")
+    server.wait_until_saved("tensorrt_llm")
     conflicts = {f"tensorrt_llm@{number}": ["tensorrt_llm"] for number in (3, 4)}
     server.succeed(conflicts=conflicts)
     load.join()
@@ -168,14 +168,14 @@ def test_a_model_that_freed_its_devices_for_a_failed_load_returns_at_a_successor
     server.follower.serve()
     server.first.wait_until(lambda: server.first.generate()[0] == 200)
     assert server.first.stopped == ["tensorrt_llm"]
-    server.remembers(server.first.started[-1][0])
+    server.wait_until_saved(server.first.started[-1][0])
 
 
 def test_a_polling_successor_loads_an_interrupted_change(server):
     server.first.conflicts["tensorrt_llm@2"] = ["tensorrt_llm"]
     load = begin_load(server)
     server.first.wait_until(lambda: server.follower.was_asked_to_release)
-    server.remembers("tensorrt_llm")
+    server.wait_until_saved("tensorrt_llm")
     polls = {"model_control_mode": "poll", "repository_poll_s": 0.1}
     server.succeed(conflicts={"tensorrt_llm@3": ["tensorrt_llm"]}, **polls)
     load.join()
@@ -192,7 +192,7 @@ def test_unloading_returning_models_makes_the_server_ready(server, name):
     server.first.conflicts["tensorrt_llm@2"] = ["tensorrt_llm"]
     load = begin_load(server)
     server.first.wait_until(lambda: server.follower.was_asked_to_release)
-    server.remembers("tensorrt_llm")
+    server.wait_until_saved("tensorrt_llm")
     server.succeed(conflicts={"tensorrt_llm@3": ["tensorrt_llm"]})
     load.join()
 
@@ -212,7 +212,7 @@ def test_files_of_released_groups_are_deleted_also_at_a_successor(server):
     assert server.first.load_with_file(folder) == (200, None)
     (note,) = server.first.files("note")
     server.first.wait_until(lambda: server.first.stopped == ["tensorrt_llm"])
-    server.remembers("tensorrt_llm@2")
+    server.wait_until_saved("tensorrt_llm@2")
     unload(server)
     assert server.succeed() == ["tensorrt_llm@2"]
 
@@ -247,7 +247,7 @@ def test_files_of_an_interrupted_load_are_deleted_and_those_of_loaded_models_kep
 def test_groups_of_an_unreadable_model_end_after_every_front_end_has_released_them(server):
     (server.repository / "tensorrt_llm" / "1").rename(server.repository / "elsewhere")
     server.follower.may_serve.clear()
-    server.remembers("tensorrt_llm")
+    server.wait_until_saved("tensorrt_llm")
     server.succeed()
 
     assert "Model 'tensorrt_llm' is not served any more" in server.first.text()

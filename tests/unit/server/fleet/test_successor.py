@@ -53,12 +53,12 @@ def test_a_model_that_cannot_be_restored_is_unavailable_with_the_reason(start, d
     before = start()
     for name in ("preprocessing", "postprocessing"):
         assert before.load(name)[0] == 200
-    before.wait_until(lambda: len(remembered_by(before).models) == 2)
+    before.wait_until(lambda: len(saved_state_of(before).models) == 2)
     before.process.kill()
     before.process.wait()
-    state = damage(before.repository / "preprocessing", remembered_by(before))
+    state = damage(before.repository / "preprocessing", saved_state_of(before))
 
-    after = start(remembered=state.to_bytes())
+    after = start(saved_state=state.to_bytes())
 
     assert after.index()["postprocessing"] == ("READY", None)
     shown, told = after.index()["preprocessing"]
@@ -75,10 +75,10 @@ def test_a_restarted_front_end_shows_the_state_of_models_that_do_not_serve(start
     assert frontend.load("tensorrt_llm")[0] == 500
     before = frontend.index()
     assert before["preprocessing"] == ("UNAVAILABLE", "unloaded")
-    frontend.wait_until(lambda: b"out of memory" in frontend.remembered["state"])
+    frontend.wait_until(lambda: b"out of memory" in frontend.saved["state"])
     frontend.process.kill()
     frontend.process.wait()
-    after = start(remembered=frontend.remembered["state"])
+    after = start(saved_state=frontend.saved["state"])
     assert after.index() == before
     assert not after.is_ready()
     assert after.unload("tensorrt_llm")[0] == 200
@@ -88,17 +88,17 @@ def test_a_restarted_front_end_shows_the_state_of_models_that_do_not_serve(start
 def test_a_restarted_front_end_does_not_wait_for_a_dead_group(start):
     frontend = start()
     assert frontend.load("ensemble")[0] == 200
-    frontend.wait_until(lambda: frontend.remembered.get("groups") == ["tensorrt_llm"])
-    remembered = frontend.remembered["state"]
+    frontend.wait_until(lambda: frontend.saved.get("groups") == ["tensorrt_llm"])
+    saved_state = frontend.saved["state"]
     frontend.process.kill()
     frontend.process.wait()
-    after = start(remembered=remembered, down=["tensorrt_llm"])
+    after = start(saved_state=saved_state, down=["tensorrt_llm"])
     assert after.tokenize()[0] == 200
     assert after.generate()[0] == 503
     after.release("tensorrt_llm")
     after.wait_until(lambda: after.generate()[0] == 200)
 
 
-def remembered_by(frontend):
+def saved_state_of(frontend):
     """The state that a front end has saved so far."""
-    return SavedState.from_bytes(frontend.remembered["state"])
+    return SavedState.from_bytes(frontend.saved["state"])

@@ -66,7 +66,7 @@ class Pair:
         """Kill the first front end, and start another."""
         self.first.process.kill()
         self.first.process.wait()
-        self.first = self.start(remembered=self.first.remembered["state"], **config)
+        self.first = self.start(saved_state=self.first.saved["state"], **config)
         self.first._report("front end 1", "", 1, "up")
         self.first.wait_until(lambda: "Front end 1 has joined" in self.first.text())
 
@@ -160,7 +160,7 @@ def test_counters_of_models_continue_at_a_successor(pair):
     first.wait_until(
         lambda: [g for g, _ in first.started] == ["tensorrt_llm", "tensorrt_llm@3"]
     )
-    first.wait_until(lambda: first.remembered["groups"] == [])
+    first.wait_until(lambda: first.saved["groups"] == [])
     pair.succeed(held=["tensorrt_llm@4"])
     loading.join()
 
@@ -178,7 +178,7 @@ def test_a_load_interrupted_by_a_death_ends_at_all_front_ends(pair):
     first.held.add("tensorrt_llm")
     loading = start_load(first)
     pair.other.wait_until(lambda: not pair.other.is_ready())
-    first.wait_until(lambda: first.remembered)
+    first.wait_until(lambda: first.saved)
     pair.succeed()
     loading.join()
 

@@ -76,7 +76,7 @@ def test_a_successor_loads_a_new_model_whose_load_was_interrupted(tmp_path):
         before.process.wait()
         loading.join()
         after = ControlledFrontend(
-            stack, tmp_path, remembered=before.remembered["state"],
+            stack, tmp_path, saved_state=before.saved["state"],
             model_control_mode="poll", repository_poll_s=0.1,
         )  # fmt: skip
         after.wait_ready()

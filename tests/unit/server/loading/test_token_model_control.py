@@ -338,11 +338,11 @@ def test_a_restarted_front_end_serves_the_loaded_models(start):
     change(frontend)
     assert frontend.load("tensorrt_llm")[0] == 200
     frontend.wait_until(lambda: frontend.stopped == ["tensorrt_llm"])
-    frontend.wait_until(lambda: frontend.remembered["groups"] == ["tensorrt_llm@2"])
-    remembered = frontend.remembered["state"]
+    frontend.wait_until(lambda: frontend.saved["groups"] == ["tensorrt_llm@2"])
+    saved_state = frontend.saved["state"]
     frontend.process.kill()
     frontend.process.wait()
-    after = start(remembered=remembered, started=["tensorrt_llm@2"])
+    after = start(saved_state=saved_state, started=["tensorrt_llm@2"])
     assert after.generate()[0] == 200
     assert after.load("tensorrt_llm")[0] == 200
     assert not after.started

@@ -153,7 +153,7 @@ async def test_a_restarted_group_gets_the_newest_accepted_adapter(serve):
         await again.until(lambda: bool(again.others))
 
         (kept,) = again.others
-        assert kept.is_remembered
+        assert kept.is_resent
         assert _carried(kept.adapter) == (WEIGHTS[0].tolist(), CONFIG[0].tolist())
 
 

@@ -148,8 +148,8 @@ def test_adapters_replayed_by_a_front_end_do_not_replace_newer_weights(
     old, new = ({**on_the_wire(adapters[task]), "digest": b"%d" % task} for task in (5, 9))
     driver.submit(prompt, max_tokens=1, adapter_id=5, adapter=new)
     driver.engine.take_new_adapters()
-    driver.engine.keep_adapter(KeepAdapter(adapter_id=5, adapter=old, is_remembered=True))
-    driver.engine.keep_adapter(KeepAdapter(adapter_id=9, adapter=old, is_remembered=True))
+    driver.engine.keep_adapter(KeepAdapter(adapter_id=5, adapter=old, is_resent=True))
+    driver.engine.keep_adapter(KeepAdapter(adapter_id=9, adapter=old, is_resent=True))
 
     told = [(taken.adapter_id, taken.digest) for taken in driver.engine.take_new_adapters()]
     assert told == [(5, b"9")]
