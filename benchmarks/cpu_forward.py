@@ -88,7 +88,7 @@ def make_step(model: CausalLM, rows: int, queries: int, length: int) -> Callable
     return step
 
 
-def least_ms(step: Callable[[], object], seconds: float) -> float:
+def min_ms(step: Callable[[], object], seconds: float) -> float:
     """Least wall time of one call over about ``seconds`` of calls, in milliseconds."""
     step()
     best, end = float("inf"), time.perf_counter() + seconds
@@ -103,7 +103,7 @@ def read_gb_s(num_bytes: int, threads: int) -> float:
     """Best rate at which torch sums memory of this size: the practical limit of a machine."""
     torch.set_num_threads(threads)
     memory = torch.ones(num_bytes // 4)
-    return num_bytes / least_ms(memory.sum, 0.5) / 1e6
+    return num_bytes / min_ms(memory.sum, 0.5) / 1e6
 
 
 def main() -> None:
@@ -131,8 +131,8 @@ def main() -> None:
     cases += [(1, args.prompt, args.prompt), (4, args.prompt, args.prompt)]
     with torch.inference_mode():
         for rows, queries, length in cases:
-            ours = least_ms(make_step(model, rows, queries, length), args.seconds)
-            theirs = least_ms(make_step(plain, rows, queries, length), args.seconds)
+            ours = min_ms(make_step(model, rows, queries, length), args.seconds)
+            theirs = min_ms(make_step(plain, rows, queries, length), args.seconds)
             what = "decode" if queries == 1 else f"prompt of {queries}"
             load = os.getloadavg()[0]
             print(

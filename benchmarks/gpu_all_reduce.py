@@ -26,22 +26,22 @@ from trimaran.kernels.triton.peer_sum import PeerSum, region_bytes
 from trimaran.worker.parallel.peer_sums import check_sums
 
 SIZES = [1 << shift for shift in range(12, 27)]
-MOST_BYTES = SIZES[-1]
+MAX_BYTES = SIZES[-1]
 Sum = Callable[[torch.Tensor], object]
 
 
 def ways_of(group: NcclGroup) -> dict[str, tuple[int, Sum]]:
     """By name: the largest size in bytes, and the function that sums a tensor in place."""
-    memory = map_peer_memory(group, region_bytes(group.size, MOST_BYTES))
-    ways: dict[str, tuple[int, Sum]] = {"nccl": (MOST_BYTES, group.all_reduce)}
+    memory = map_peer_memory(group, region_bytes(group.size, MAX_BYTES))
+    ways: dict[str, tuple[int, Sum]] = {"nccl": (MAX_BYTES, group.all_reduce)}
     # One set of counters a region, so two algorithms need two regions.
-    again = map_peer_memory(group, region_bytes(group.size, MOST_BYTES))
-    for name, own, one_shot in (("one-shot", memory, MOST_BYTES), ("two-shot", again, 0)):
-        sums = PeerSum(own.addresses, group.rank, MOST_BYTES, one_shot, group.device, own)
+    again = map_peer_memory(group, region_bytes(group.size, MAX_BYTES))
+    for name, own, one_shot in (("one-shot", memory, MAX_BYTES), ("two-shot", again, 0)):
+        sums = PeerSum(own.addresses, group.rank, MAX_BYTES, one_shot, group.device, own)
         problem = check_sums(group, sums)
         if problem:
             raise SystemExit(f"rank {group.rank}: {problem}")
-        ways[f"peer {name}"] = (MOST_BYTES, sums)
+        ways[f"peer {name}"] = (MAX_BYTES, sums)
     return ways
 
 
@@ -51,7 +51,7 @@ def torch_ways(group: NcclGroup) -> dict[str, tuple[int, Sum]]:
 
     symmetric: Any = _symmetric_memory
     name = group.handle.group_name
-    buffer = symmetric.empty(MOST_BYTES // 2, dtype=torch.bfloat16, device=group.device)
+    buffer = symmetric.empty(MAX_BYTES // 2, dtype=torch.bfloat16, device=group.device)
     symmetric.rendezvous(buffer, name)
     ops = torch.ops.symm_mem
 
@@ -65,7 +65,7 @@ def torch_ways(group: NcclGroup) -> dict[str, tuple[int, Sum]]:
         ops.two_shot_all_reduce_(part, "sum", name)
         x.copy_(part)
 
-    return {"torch one-shot": (8 << 20, one_shot), "torch two-shot": (MOST_BYTES, two_shot)}
+    return {"torch one-shot": (8 << 20, one_shot), "torch two-shot": (MAX_BYTES, two_shot)}
 
 
 def _microseconds(call: Sum, x: torch.Tensor) -> float:

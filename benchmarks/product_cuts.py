@@ -17,7 +17,7 @@ _FLOPS_S, COPIED_BYTES_S = 674e12, 4.25e12
 _HALF_RING = 113_664
 """Bytes of a ring that leaves room for another block of the same size."""
 
-_MOST_HALF_COLUMNS = 128
+_MAX_HALF_COLUMNS = 128
 """Wider tiles of more than 64 rows take all registers of a multiprocessor."""
 
 # The least cost of a block's step, by resource: to rank tile shapes, not to predict times.
@@ -87,8 +87,8 @@ class Product:
     def _shorter(self, cut: GemmShape) -> Iterator[GemmShape]:
         """The tile shape with a ring that leaves room for another block, if registers do."""
         stages = _HALF_RING // cut.stage_bytes
-        is_light = cut.rows == 64 or (cut.rows == 128 and cut.columns <= _MOST_HALF_COLUMNS)
-        shorter = replace(cut, most_stages=stages)
+        is_light = cut.rows == 64 or (cut.rows == 128 and cut.columns <= _MAX_HALF_COLUMNS)
+        shorter = replace(cut, max_stages=stages)
         if is_light and 3 <= stages < cut.stages and self._can_be(shorter):
             yield shorter
 

@@ -246,7 +246,7 @@ def _as_list(cut: Choice) -> list[int] | None:
     if cut is None:
         return None
     numbers = [cut.rows, cut.columns, cut.split, cut.sharing]
-    rare = [cut.most_stages, cut.most_early, int(cut.shares_weights)]
+    rare = [cut.max_stages, cut.max_early, int(cut.shares_weights)]
     usual = [16, 0, 0]
     while rare and rare[-1] == usual[len(rare) - 1]:
         rare.pop()
@@ -284,7 +284,7 @@ def tune(
         cuts: list[Choice] = [None, *candidates.cuts(product, rows)]
         best, best_us = _best_of(layers, rows, best, product, cuts)
         if (cut := best[product]) is not None:
-            paced = [replace(cut, most_early=tiles) for tiles in _EARLY_TILES]
+            paced = [replace(cut, max_early=tiles) for tiles in _EARLY_TILES]
             best, best_us = _best_of(layers, rows, best, product, paced)
     told = ", ".join(f"{product.name} {_as_list(cut)}" for product, cut in best.items())
     limit_us = layers.sizes.limit_us(rows)

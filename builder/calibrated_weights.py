@@ -27,7 +27,7 @@ def calibrated_weights(
     parts: list[Part],
     form: QuantizedForm,
     text: str,
-    most_sequences: int | None,
+    max_sequences: int | None,
 ) -> dict[str, list[tuple[str, Tensor]]]:
     """The tensors that replace each float weight, by the weight's name in the checkpoint.
 
@@ -38,7 +38,7 @@ def calibrated_weights(
     Raises:
         ConfigError: the file cannot be read as text, or some inputs are not finite.
     """
-    sequences = calibration_sequences("--calib", text, source, most_sequences)
+    sequences = calibration_sequences("--calib", text, source, max_sequences)
     model = calibration_model(source, source.config.dtype, "none")
     made: dict[str, list[tuple[str, Tensor]]] = {}
     passes = list(_passes(model, parts))

@@ -89,7 +89,7 @@ class QuantizedFolder:
         self.num_bytes = 0
         """Bytes of the weights that were written."""
 
-    def calibrate(self, text: str, most_sequences: int | None) -> None:
+    def calibrate(self, text: str, max_sequences: int | None) -> None:
         """Fit the weights of linear layers to the inputs of a text (`calibrated_weights`).
 
         Memory holds the model and its quantized weights from then on.
@@ -99,7 +99,7 @@ class QuantizedFolder:
         """
         parts = list(self._parts.values())
         self._calibrated = calibrated_weights(
-            self._source, parts, self._form, text, most_sequences
+            self._source, parts, self._form, text, max_sequences
         )
 
     def write(self, output: Path) -> None:

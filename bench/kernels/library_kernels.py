@@ -14,7 +14,7 @@ from torch import Tensor
 LIBRARIES = ("flashinfer",)
 """Optional libraries, by the names of their packages; torch is not one of them."""
 
-_MOST_DIFFERENCE = 0.05
+_MAX_DIFFERENCE = 0.05
 """Largest deviation of a head's output, relative to its norm: rounding to 16 bits makes less
 than 0.01.
 """
@@ -51,7 +51,7 @@ def differing(run: Callable[[], object], kernels: tuple[LibraryKernel, ...]) -> 
         ours = run()
         shares = {kernel: _difference(ours, kernel.run()) for kernel in kernels}
     # NaN is no agreement either.
-    return {kernel: share for kernel, share in shares.items() if not share <= _MOST_DIFFERENCE}
+    return {kernel: share for kernel, share in shares.items() if not share <= _MAX_DIFFERENCE}
 
 
 def fields(times_s: dict[LibraryKernel, float]) -> dict[str, Any]:

@@ -47,7 +47,7 @@ from trimaran.worker.config.pretrained_config import PretrainedConfig
 from trimaran.worker.engine.engine import Engine
 from trimaran.worker.models.registry import dtype_by_name
 
-_LEAST_STEPS = 3
+_MIN_STEPS = 3
 """Steps of a request up to the first decode-only step that follows another one."""
 
 Facts = dict[str, Any]
@@ -67,10 +67,10 @@ def run_latency(args: argparse.Namespace) -> int:
     """Time to the first token, and between tokens, of one request or of a few at once."""
     loads = loads_of(args, ["128/128x1"])
     for load in loads:
-        if load.osl < _LEAST_STEPS:
+        if load.osl < _MIN_STEPS:
             raise ConfigError(
                 f"--load {load}: {load.osl} new tokens have no time between them that can be "
-                f"measured. Ask for {_LEAST_STEPS} or more."
+                f"measured. Ask for {_MIN_STEPS} or more."
             )
     with _subject(args, loads) as subject:
         for load in loads:
@@ -97,7 +97,7 @@ def _latency(args: argparse.Namespace, subject: _Subject, load: Load) -> None:
 def token_times(runs: list[OfflineRun]) -> dict[str, float]:
     """Milliseconds to the first token, the median of all requests, and between tokens."""
     first = np.concatenate([run.first_token_s for run in runs])
-    between = np.concatenate([run.steps_s[_LEAST_STEPS - 1 :] for run in runs])
+    between = np.concatenate([run.steps_s[_MIN_STEPS - 1 :] for run in runs])
     return {
         "first_token_ms": round(1e3 * float(np.median(first)), 3),
         "token_ms_p50": round(1e3 * float(np.percentile(between, 50)), 3),

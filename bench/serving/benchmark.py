@@ -37,10 +37,10 @@ from trimaran.comm.files.input_files import UTF8, parse_json
 from trimaran.comm.files.output_files import check_writable, writing
 
 _MAX_REQUESTS = 30000
-_MOST_OF_INT32 = 2**31 - 1
-_LEAST_RATE = 1e-6
+_MAX_OF_INT32 = 2**31 - 1
+_MIN_RATE = 1e-6
 _FILES = ("json", "op_stats_csv", "dump_perfetto_trace")
-_MOST_MADE = 1 << 24
+_MAX_MADE = 1 << 24
 """Limits on requests, and on tokens of a prompt, which are created in memory."""
 
 
@@ -128,9 +128,9 @@ def check(args: argparse.Namespace) -> None:
 def _check_times(args: argparse.Namespace) -> None:
     """Refuse paces that cannot be sent, and timeouts that cannot be met."""
     rate, timeout_s = args.request_rate, args.stream_timeout
-    if rate != UNPACED and not _LEAST_RATE <= rate < math.inf:
+    if rate != UNPACED and not _MIN_RATE <= rate < math.inf:
         raise ConfigError(
-            f"--request-rate is {rate:g} but must be a number of {_LEAST_RATE:g} or more, or "
+            f"--request-rate is {rate:g} but must be a number of {_MIN_RATE:g} or more, or "
             f"{UNPACED} for requests that are sent without pauses"
         )
     if timeout_s is not None and not 0 < timeout_s < math.inf:
@@ -148,17 +148,17 @@ def _check_sizes(args: argparse.Namespace) -> None:
     for name in ("output_len", "vocab_size", "output_mean", "output_stdev",
                  "op_tokens_per_word"):  # fmt: skip
         value = getattr(args, name, None)
-        if value is not None and value > _MOST_OF_INT32:
+        if value is not None and value > _MAX_OF_INT32:
             raise ConfigError(
                 f"--{name.replace('_', '-')} is {value} but ids and lengths are sent as INT32: "
-                f"name {_MOST_OF_INT32} at most"
+                f"name {_MAX_OF_INT32} at most"
             )
     for name in ("num_requests", "warmup", "input_len", "input_mean", "input_stdev"):
         value = getattr(args, name, None)
-        if value is not None and value > _MOST_MADE:
+        if value is not None and value > _MAX_MADE:
             raise ConfigError(
                 f"--{name.replace('_', '-')} is {value} but prompts are made before the first "
-                f"is sent: name {_MOST_MADE} at most"
+                f"is sent: name {_MAX_MADE} at most"
             )
 
 

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 _RANGE_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
-_LEAST_PORTS = 1000
+_MIN_PORTS = 1000
 _USUAL = range(20_000, 32_000)
 
 _given: set[int] = set()
@@ -51,7 +51,7 @@ def _candidates() -> range:
     except OSError:
         return _USUAL
     most = max(range(10_000, first), range(last + 1, 65_536), key=len)
-    return most if len(most) >= _LEAST_PORTS else _USUAL
+    return most if len(most) >= _MIN_PORTS else _USUAL
 
 
 def _is_unused(port: int) -> bool:

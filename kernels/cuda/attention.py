@@ -118,7 +118,7 @@ def _cache_map(kv_cache: Tensor) -> tuple[TensorMap, tuple[int, ...]]:
     key = (kv_cache.data_ptr(), kv_cache.shape, kv_cache.stride(), kv_cache.dtype)
     found = _cache_maps.get(key)
     if found is None:
-        if len(_cache_maps) >= _MOST_MAPS:
+        if len(_cache_maps) >= _MAX_MAPS:
             _cache_maps.clear()
         pieces = _pieces(kv_cache)
         copied = tensor_map(pieces, (4, 3, 2, 1, 0), (*reversed(pieces.shape[1:]), 1))
@@ -209,7 +209,7 @@ def _num_processors(device: torch.device) -> int:
 
 
 _maps: dict[tuple[object, ...], TensorMap] = {}
-_MOST_MAPS = 8192
+_MAX_MAPS = 8192
 
 
 def _map(tensor: Tensor, dims: tuple[int, ...], box: tuple[int, ...]) -> TensorMap:
@@ -217,7 +217,7 @@ def _map(tensor: Tensor, dims: tuple[int, ...], box: tuple[int, ...]) -> TensorM
     key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, box)
     found = _maps.get(key)
     if found is None:
-        if len(_maps) >= _MOST_MAPS:
+        if len(_maps) >= _MAX_MAPS:
             _maps.clear()
         found = _maps[key] = tensor_map(tensor, dims, box)
     return found

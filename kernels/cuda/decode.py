@@ -206,7 +206,7 @@ def _num_processors(device: torch.device) -> int:
 
 
 _maps: dict[tuple[object, ...], tuple[TensorMap, TensorMap]] = {}
-_MOST_MAPS = 4096
+_MAX_MAPS = 4096
 
 
 def _cache_maps(kv_cache: Tensor) -> tuple[TensorMap, TensorMap]:
@@ -216,7 +216,7 @@ def _cache_maps(kv_cache: Tensor) -> tuple[TensorMap, TensorMap]:
     key = (kv_cache.data_ptr(), kv_cache.shape, kv_cache.stride(), kv_cache.dtype)
     found = _maps.get(key)
     if found is None:
-        if len(_maps) >= _MOST_MAPS:
+        if len(_maps) >= _MAX_MAPS:
             _maps.clear()
         # A block's keys and its values are halves at one constant stride.
         blocks, _, size, heads, width = kv_cache.shape

@@ -43,11 +43,11 @@ def can_multiply(weight: Fp8Weight) -> bool:
 def gated_cut(outputs: int, processors: int) -> GemmShape:
     """The cut by which the processor that reads the most weights reads the fewest."""
 
-    def most_columns(columns: int) -> int:
+    def max_columns(columns: int) -> int:
         tiles = -(-outputs // columns)
         return -(-tiles // processors) * columns
 
-    return GemmShape(64, min(reversed(_COLUMNS), key=most_columns))
+    return GemmShape(64, min(reversed(_COLUMNS), key=max_columns))
 
 
 def multiply_gated(x: Fp8Rows, weight: Fp8Weight) -> Tensor:

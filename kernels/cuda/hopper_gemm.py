@@ -32,7 +32,7 @@ class _Arguments(ctypes.Structure):
         ("sharing", ctypes.c_int),
         ("slice", ctypes.c_int),
         ("slice_w", ctypes.c_int),
-        ("most_early", ctypes.c_int),
+        ("max_early", ctypes.c_int),
         ("hint_w", ctypes.c_uint64),
         ("scales_x", ctypes.c_void_p),
         ("scales_w", ctypes.c_void_p),
@@ -151,7 +151,7 @@ def can_multiply(device: torch.device, dtype: torch.dtype) -> bool:
 def compile_gemm(
     shape: GemmShape, dtype: torch.dtype, kind: Kind, is_fp8: bool = False
 ) -> bytes:
-    """The kernel for this shape; a split's number and ``most_early`` are launch arguments."""
+    """The kernel for this shape; a split's number and ``max_early`` are launch arguments."""
     defines = [
         f"GEMM_MI={shape.rows // 64 // shape.warpgroups}",
         f"GEMM_WARPGROUPS={shape.warpgroups}",

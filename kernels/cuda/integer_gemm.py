@@ -24,7 +24,7 @@ from trimaran.kernels.cuda.integer_units import (
 # Shapes: T tokens, K columns, E outputs.
 
 _COPIED_INPUTS = 64
-_MOST_STAGES = 16
+_MAX_STAGES = 16
 _SHARED_BYTES = 231_424
 """Dynamic shared memory available to a block beside its barriers."""
 
@@ -114,7 +114,7 @@ def multiply(
     stage_bytes = 2 * UNIT_INPUTS * cut.rows + cut.tiles * unit_bytes
     stage_bytes = -(-stage_bytes // 1024) * 1024
     # A unit is released when the next unit is there.
-    stages = max(2, min(cut.ring_bytes // stage_bytes, _MOST_STAGES))
+    stages = max(2, min(cut.ring_bytes // stage_bytes, _MAX_STAGES))
     sums_bytes = 4 * cut.rows * (UNIT_OUTPUTS * cut.tiles + 4)
     shared_bytes = max(stages * stage_bytes, sums_bytes) + 1024
     row_tiles = -(-rows // cut.rows)
@@ -139,7 +139,7 @@ def multiply(
 
 
 _ROWS = (8, 16, 32, 64, 96, 128)
-_MOST_ROWS = _ROWS[-1]
+_MAX_ROWS = _ROWS[-1]
 _BLOCKS = {1: 132, 2: 132, 4: 112, 8: 96}
 """Blocks that run at once, by the size of clusters, which lie inside groups of processors."""
 
@@ -166,11 +166,11 @@ def choose_cut(rows: int, unit_tiles: int, inner_steps: int, *, is_fixed: bool) 
         # The split for few rows, which read the weight alone.
         cuts = [cut for cut in _cuts(8, inner_steps) if cut.tiles == _FIXED_TILES]
         best = min(cuts, key=lambda cut: _cost(cut, 8, unit_tiles, inner_steps))
-        cut_rows = _tile_rows(rows, _MOST_ROWS)
+        cut_rows = _tile_rows(rows, _MAX_ROWS)
         return best._replace(rows=cut_rows, sharing=_sharing(cut_rows, best.split))
     # Some tiles of rows may suit the number of processors better than one.
-    most_rows = [most for most in _ROWS if most >= min(rows, 32)]
-    sizes = sorted({_tile_rows(rows, most) for most in most_rows})
+    max_rows = [most for most in _ROWS if most >= min(rows, 32)]
+    sizes = sorted({_tile_rows(rows, most) for most in max_rows})
     cuts = [cut for size in sizes for cut in _cuts(size, inner_steps)]
     return min(cuts, key=lambda cut: _cost(cut, rows, unit_tiles, inner_steps))
 
@@ -186,8 +186,8 @@ def _sharing(rows: int, split: int) -> int:
 
 
 def _cuts(rows: int, inner_steps: int) -> Iterator[Cut]:
-    most_tiles = 4 if rows < 48 else 3 if rows < 96 else 2
-    for tiles in range(2, most_tiles + 1):
+    max_tiles = 4 if rows < 48 else 3 if rows < 96 else 2
+    for tiles in range(2, max_tiles + 1):
         for split in (1, 2, 4, 8):
             if split == 1 or 2 * split <= inner_steps:
                 yield Cut(rows, tiles, split, _sharing(rows, split))

@@ -14,7 +14,7 @@ from trimaran.kernels.integers import IntegerWeight
 # Shapes: E outputs, K columns, S steps, N tiles of 64 outputs, C units of 128 columns.
 
 UNIT_OUTPUTS, UNIT_INPUTS = 64, 128
-_MOST_ZERO = {4: 127, 8: 255}
+_MAX_ZERO = {4: 127, 8: 255}
 """Largest zero point of which the difference to an integer is exact in the kernel."""
 
 _SCALE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -73,7 +73,7 @@ def can_pack(weight: IntegerWeight) -> bool:
     if weight.minimums is not None or not weight.values.numel():
         return False
     zeros = weight.zeros
-    return zeros is None or bool(((zeros >= 0) & (zeros <= _MOST_ZERO[weight.bits])).all())
+    return zeros is None or bool(((zeros >= 0) & (zeros <= _MAX_ZERO[weight.bits])).all())
 
 
 def pack_units(weight: IntegerWeight, columns: Columns) -> Units:

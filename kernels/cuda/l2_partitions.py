@@ -42,12 +42,12 @@ _UNUSED = "the L2 partitions are not used: %s"
 _WHOLE_PROCESSOR_BYTES = 200_000
 _SAMPLED = 400
 _REPEATS, _PAGE_REPEATS = 8, 3
-_LEAST_CLARITY = 0.4
+_MIN_CLARITY = 0.4
 """Share of the median distance between near and far; measurements closer to the middle are
 ambiguous.
 """
 
-_LEAST_BYTES = 64 << 20
+_MIN_BYTES = 64 << 20
 
 
 def changes(address: int, mask: int) -> bool:
@@ -117,7 +117,7 @@ def measure(memory: Tensor) -> L2Partitions | None:
     """
     forget(memory)
     mask = mask_of(memory.device)
-    if not mask or memory.nbytes < _LEAST_BYTES:
+    if not mask or memory.nbytes < _MIN_BYTES:
         return None
     begin = time.monotonic()
     try:
@@ -258,7 +258,7 @@ class _Survey:
 
 def _check_clear(values: Tensor, what: str) -> None:
     distances = values.abs()
-    if float(distances.min()) < _LEAST_CLARITY * float(distances.median()):
+    if float(distances.min()) < _MIN_CLARITY * float(distances.median()):
         raise KernelsUnavailableError(f"the partitions of {what} are ambiguous")
 
 

@@ -30,9 +30,9 @@ class GemmShape:
     A block computes ``rows`` x ``columns`` of the product at a time: 64, 128, 192 or 256, and a
     multiple of 16 up to 256. ``split`` blocks share the inner dimension; ``sharing`` blocks
     share rows of x, or of the weight with ``shares_weights``. A cluster has at most 8 blocks in
-    all; blocks of parts do not count. The ring has at most ``most_stages``: a shorter ring
+    all; blocks of parts do not count. The ring has at most ``max_stages``: a shorter ring
     leaves room for the next kernel's blocks, which then begin to read while this kernel runs.
-    Before the rows of x are ready, a block has ``most_early`` tiles of weights in flight (0:
+    Before the rows of x are ready, a block has ``max_early`` tiles of weights in flight (0:
     `_EARLY_BYTES`): more would lengthen the memory queue of the kernel that writes the rows.
     """
 
@@ -40,8 +40,8 @@ class GemmShape:
     columns: int
     split: int = 1
     sharing: int = 1
-    most_stages: int = 16
-    most_early: int = 0
+    max_stages: int = 16
+    max_early: int = 0
     shares_weights: bool = False
 
     def check(self, kind: Kind) -> None:
@@ -93,12 +93,12 @@ class GemmShape:
     @property
     def stages(self) -> int:
         """The largest allowed number of stages that fit."""
-        return min(self.most_stages, _SHARED_BYTES // self.stage_bytes)
+        return min(self.max_stages, _SHARED_BYTES // self.stage_bytes)
 
     @property
     def early_tiles(self) -> int:
         """Tiles of weights in flight before the rows of x are ready."""
-        return self.most_early or _EARLY_BYTES // (2 * INNER_STEP * self.columns)
+        return self.max_early or _EARLY_BYTES // (2 * INNER_STEP * self.columns)
 
 
 Choice = GemmShape | None

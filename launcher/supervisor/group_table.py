@@ -17,7 +17,7 @@ from trimaran.launcher.supervisor.child_connections import ChildConnection
 from trimaran.launcher.supervisor.group import Group, GroupEvents, GroupState
 from trimaran.launcher.supervisor.group_specs import PRESTARTED, SpecMaker
 
-_MOST_DOUBLINGS = 64
+_MAX_DOUBLINGS = 64
 """Exponent above the longest pause in any case; keeps the power within a float."""
 
 _FREE_WINDOW_S = 60.0
@@ -51,14 +51,14 @@ class RestartBudget:
         if is_free and self._policy.max_restarts:
             while self._free and now - self._free[0] > _FREE_WINDOW_S:
                 self._free.popleft()
-            delay = self._policy.first_delay_s * 2.0 ** min(len(self._free), _MOST_DOUBLINGS)
+            delay = self._policy.first_delay_s * 2.0 ** min(len(self._free), _MAX_DOUBLINGS)
             self._free.append(now)
             return min(delay, self._policy.max_delay_s, _FREE_MAX_DELAY_S)
         while self._taken and now - self._taken[0] > self._policy.window_s:
             self._taken.popleft()
         if len(self._taken) >= self._policy.max_restarts:
             return None
-        delay = self._policy.first_delay_s * 2.0 ** min(len(self._taken), _MOST_DOUBLINGS)
+        delay = self._policy.first_delay_s * 2.0 ** min(len(self._taken), _MAX_DOUBLINGS)
         self._taken.append(now)
         return min(delay, self._policy.max_delay_s)
 

@@ -10,8 +10,8 @@ from trimaran.comm.errors import ErrorKind, RequestError
 
 logger = logging.getLogger(__name__)
 
-_LEAST_BYTES = 32 << 20
-_LEAST_TOKENS = 512
+_MIN_BYTES = 32 << 20
+_MIN_TOKENS = 512
 _LOGITS = ("context_logits", "generation_logits")
 
 
@@ -36,7 +36,7 @@ class UnreadLogits:
     def __init__(self, max_bytes: int = 0) -> None:
         """``max_bytes`` is what the operator set; 0: by the engines' vocabularies."""
         self._is_set = max_bytes > 0
-        self._max_bytes = max_bytes or _LEAST_BYTES
+        self._max_bytes = max_bytes or _MIN_BYTES
         self._sizes: dict[Stream, int] = {}
         self._wholes: dict[object, dict[Stream, int]] = {}
         """By whole answer, the first to begin first: what each of its sequences holds."""
@@ -46,7 +46,7 @@ class UnreadLogits:
     def fit(self, token_bytes: int) -> None:
         """Have room for the logits of an engine, which take so many bytes a token."""
         if not self._is_set:
-            self._max_bytes = max(self._max_bytes, _LEAST_TOKENS * token_bytes)
+            self._max_bytes = max(self._max_bytes, _MIN_TOKENS * token_bytes)
 
     def hold(self, stream: Stream, num_bytes: int) -> None:
         """A stream now holds so many bytes."""

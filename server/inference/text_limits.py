@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from trimaran.comm.errors import RequestError
 
-_LEAST_LIMIT = 1 << 20
+_MIN_LIMIT = 1 << 20
 _BYTES_PER_TOKEN = 16
 """Bytes of a prompt's token: four times the bytes of a token of common text."""
 
@@ -25,7 +25,7 @@ class TextLimits:
 
     def most_bytes(self, max_input_len: int | None) -> int:
         """The longest text that is tokenized, for an engine of this longest prompt or none."""
-        most = max(_LEAST_LIMIT, _BYTES_PER_TOKEN * (max_input_len or 0))
+        most = max(_MIN_LIMIT, _BYTES_PER_TOKEN * (max_input_len or 0))
         return self.max_text_bytes or most
 
     def check_prompt(self, name: str, num_bytes: int, max_input_len: int | None) -> None:

@@ -15,10 +15,10 @@ DRAFTERS = ("none", "draft_tokens", "ngram", LOOKAHEAD, *NETWORKS)
 MAX_DRAFT_TOKENS = 64
 """Most draft tokens that a step may verify for one sequence."""
 
-_MOST_DRAFTED = 16
+_MAX_DRAFTED = 16
 """Sequences whose drafts always have rows in a step."""
 
-_MOST_ROWS = 512
+_MAX_ROWS = 512
 """Rows up to which a step has rows for the drafts of all sequences. On an H200 the products of
 an 8B model take 5.7 ms for 256 rows and 9.2 ms for 384: with more rows than these, few drafts
 are worth their time."""
@@ -104,7 +104,7 @@ class SpeculationConfig:
         return tuple(self.lookahead) if self.drafter == LOOKAHEAD else ()
 
     @property
-    def most_per_request(self) -> int:
+    def max_per_request(self) -> int:
         """Most draft tokens that a request may bring."""
         return self.max_draft_tokens if self.is_on else 0
 
@@ -116,5 +116,5 @@ class SpeculationConfig:
         if not self.is_on:
             return max_num_seqs
         of_each = 1 + self.max_draft_tokens
-        wanted = min(max_num_seqs * of_each, max(_MOST_ROWS, _MOST_DRAFTED * of_each))
+        wanted = min(max_num_seqs * of_each, max(_MAX_ROWS, _MAX_DRAFTED * of_each))
         return min(max_num_tokens, max(max_num_seqs, wanted))

@@ -27,7 +27,7 @@ from trimaran.worker.kv_cache.sequence_blocks import RetentionPlan
 from trimaran.worker.requests.request import Request
 
 _MAX_INT32 = (1 << 31) - 1
-_MOST_SEQUENCES, _MOST_IDS = 1 << 16, 1 << 64
+_MAX_SEQUENCES, _MAX_IDS = 1 << 16, 1 << 64
 """The numbers that `StepOutput` can hold."""
 
 
@@ -178,8 +178,8 @@ def _check_beams(sampling: SamplingParams, limits: SchedulerConfig, has_output: 
 def _check_numbers(message: Submit, num_sequences: int) -> None:
     """A step's message tells requests apart by these numbers."""
     checks = (
-        ("request_id", message.request_id, _MOST_IDS - 1),
-        ("sequence_index", message.sequence_index, _MOST_SEQUENCES - num_sequences),
+        ("request_id", message.request_id, _MAX_IDS - 1),
+        ("sequence_index", message.sequence_index, _MAX_SEQUENCES - num_sequences),
     )
     for name in ("request_id", "sequence_index", "priority"):
         value = getattr(message, name)

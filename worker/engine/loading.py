@@ -87,7 +87,7 @@ class LoadedEngine:
             "max_input_len": limits.max_input_len,
             "serves_guides": bool(self.config.guided.backend),
             "lookahead": limits.speculation.lookahead_sizes,
-            "max_draft_len": limits.speculation.most_per_request,
+            "max_draft_len": limits.speculation.max_per_request,
             "vocab_size": self.vocab_size,
             "end_ids": model.config.eos_token_ids,
             "vocab_size_padded": model.vocab_size_padded,

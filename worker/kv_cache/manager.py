@@ -109,7 +109,7 @@ class KVCacheManager:
         """Blocks that hold ``num_tokens``."""
         return -(-num_tokens // self.block_size)
 
-    def most_held(self, num_tokens: int, max_chunk: int) -> int:
+    def max_held(self, num_tokens: int, max_chunk: int) -> int:
         """Most blocks that a sequence of ``num_tokens`` holds at once, if computed in such
         chunks."""
         num_blocks = self.blocks_for(num_tokens)

@@ -27,7 +27,7 @@ _SHOWN_CHARACTERS = 256
 _MANY = 256
 """Requests of an adapter that are kept before finished requests are removed."""
 
-_MOST_SENT_BYTES = (1 << 31) - (64 << 20)
+_MAX_SENT_BYTES = (1 << 31) - (64 << 20)
 """Largest adapter in bytes: a single message may hold a whole adapter, and larger messages
 cannot be sent to other hosts."""
 
@@ -58,7 +58,7 @@ class Adapter:
     requests: list[Request] = field(default_factory=list)
     """The requests of this adapter; some of them may have finished."""
 
-    most_requests: int = _MANY
+    max_requests: int = _MANY
     """Length of `requests` at which finished requests are removed."""
 
     slot: int = -1
@@ -148,10 +148,10 @@ class AdapterManager:
         if not request.has_adapter:
             return 0
         adapter = self.keep(message.adapter_id, message.adapter or {})
-        if len(adapter.requests) >= adapter.most_requests:
+        if len(adapter.requests) >= adapter.max_requests:
             self._is_wanted(adapter)
             # Twice the rest: the cost a request is constant, however many are open.
-            adapter.most_requests = max(_MANY, 2 * len(adapter.requests))
+            adapter.max_requests = max(_MANY, 2 * len(adapter.requests))
         adapter.requests.append(request)
         self._on_host.move_to_end(adapter.number)
         return adapter.number
@@ -307,10 +307,10 @@ class AdapterManager:
         num_sent = 0
         for module, layer, rank in source.ranks:
             num_sent += rank * sum(self._layout.shape_of(module, layer) or ())
-        if num_sent * self._element_bytes > _MOST_SENT_BYTES:
+        if num_sent * self._element_bytes > _MAX_SENT_BYTES:
             raise AdapterFormatError(
                 f"the adapter takes {num_sent * self._element_bytes} bytes in the model's "
-                f"type, but at most {_MOST_SENT_BYTES} can be sent to all ranks. Serve one of "
+                f"type, but at most {_MAX_SENT_BYTES} can be sent to all ranks. Serve one of "
                 "a smaller size."
             )
         size = self._layout.size_of(source.ranks)

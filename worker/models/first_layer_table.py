@@ -17,7 +17,7 @@ from trimaran.worker.models.interfaces import CausalLM
 
 logger = logging.getLogger(__name__)
 
-MOST_SHARE = 0.02
+MAX_SHARE = 0.02
 """Largest fraction of a GPU's memory for a table that the configuration does not ask for. The
 table of an 8B Llama (1.6 GB) gains 0.2 %, about as much as that memory as KV cache gains."""
 
@@ -81,6 +81,6 @@ def _why_not(config: EngineConfig, model: CausalLM, gpu_memory: tuple[int, int] 
     # `torch.cat` needs memory for the parts and the table at the same time.
     if 2 * num_bytes > free:
         return f"{size}, and twice as much is needed of the {free / 2**30:.2f} GiB free"
-    if not config.first_layer_table and num_bytes > MOST_SHARE * total:
-        return f"{size}, above {MOST_SHARE:.0%} of the memory"
+    if not config.first_layer_table and num_bytes > MAX_SHARE * total:
+        return f"{size}, above {MAX_SHARE:.0%} of the memory"
     return ""

@@ -65,9 +65,9 @@ def partition_heads(
     """
     group = num_heads // num_kv_heads
     kv_size = -(-num_kv_heads // num_ranks)
-    most_copies = min(group, kv_size * num_ranks // num_kv_heads)
+    max_copies = min(group, kv_size * num_ranks // num_kv_heads)
     # Among parts of equal length prefer the fewest copies, which leave fewer parts empty.
-    copies = min(range(1, most_copies + 1), key=lambda count: (-(-group // count), count))
+    copies = min(range(1, max_copies + 1), key=lambda count: (-(-group // count), count))
     if copies == 1:
         keys = _contiguous(num_kv_heads, rank, kv_size)
         return HeadPartition(queries=keys.times(group), keys=keys)

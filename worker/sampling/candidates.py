@@ -12,7 +12,7 @@ from trimaran.comm.collectives.tensor_group import TensorParallelGroup
 
 _ID_BITS = 0x7FFFFFFF
 
-LEAST_KEY = -(1 << 63)
+MIN_KEY = -(1 << 63)
 """The key of a rank without ids."""
 
 
@@ -36,7 +36,7 @@ def argmax_over_shards(logits_NS: Tensor, first_id: int, tp: TensorParallelGroup
     ranks exchange 8 bytes a row, which order like (value, inverted id).
     """
     if logits_NS.shape[1] == 0:
-        best = torch.full((len(logits_NS), 1), LEAST_KEY, device=logits_NS.device)
+        best = torch.full((len(logits_NS), 1), MIN_KEY, device=logits_NS.device)
     else:
         ids = argmax(logits_NS)[:, None]
         best = _sort_keys(logits_NS.gather(1, ids).float(), ids + first_id)

@@ -10,7 +10,7 @@ from torch import Tensor
 from trimaran.comm.collectives.tensor_group import TensorParallelGroup
 from trimaran.kernels.triton import logits as triton_logits
 from trimaran.kernels.triton import sampling as triton_sampling
-from trimaran.worker.sampling.candidates import LEAST_KEY, id_of_best_key, is_forbidden
+from trimaran.worker.sampling.candidates import MIN_KEY, id_of_best_key, is_forbidden
 from trimaran.worker.sampling.draft_acceptance import DraftAcceptance
 from trimaran.worker.sampling.draw import with_resets
 from trimaran.worker.sampling.outputs import (
@@ -117,7 +117,7 @@ def _draw_over_shards(
     assert batch.device_lengths is not None
     params = state.tensor()
     if logits_NS.shape[1] == 0:
-        keys = torch.full((len(logits_NS),), LEAST_KEY, device=logits_NS.device)
+        keys = torch.full((len(logits_NS),), MIN_KEY, device=logits_NS.device)
     else:
         keys = triton_sampling.best_keys(
             logits_NS, first_id, batch.device_rows, batch.device_lengths, params

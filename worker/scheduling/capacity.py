@@ -29,7 +29,7 @@ def check_limits(request: Request, config: SchedulerConfig, cache: KVCacheManage
         )
     total = num_prompt + request.sampling.max_tokens
     longest = max(num_prompt, total - 1)
-    num_blocks = most_held(sampling, longest, config, cache)
+    num_blocks = max_held(sampling, longest, config, cache)
     num_blocks += num_further_blocks(sampling, cache, num_prompt, num_blocks)
     if num_blocks > cache.num_blocks:
         raise RequestError(
@@ -52,14 +52,14 @@ def check_limits(request: Request, config: SchedulerConfig, cache: KVCacheManage
         )
 
 
-def most_held(
+def max_held(
     sampling: SamplingParams, num_tokens: int, config: SchedulerConfig, cache: KVCacheManager
 ) -> int:
     """Blocks that one sequence of ``num_tokens`` holds at once."""
     if sampling.num_return_sequences > 1 or sampling.beam_width > 1:
         # A block that has left one sequence's window may be in another's: all are kept.
         return cache.blocks_for(num_tokens)
-    return cache.most_held(num_tokens, config.max_num_batched_tokens)
+    return cache.max_held(num_tokens, config.max_num_batched_tokens)
 
 
 class Allocation(NamedTuple):
@@ -126,10 +126,10 @@ class CapacityCheck:
         """
         cache, config = self._cache, self._config
         num_known, sampling = len(sequence.token_ids), sequence.request.sampling
-        max_blocks = most_held(sampling, max(num_known, sequence.max_len - 1), config, cache)
+        max_blocks = max_held(sampling, max(num_known, sequence.max_len - 1), config, cache)
         num_blocks = max_blocks
         if can_grow_later:
-            num_blocks = min(max_blocks, most_held(sampling, num_known + 1, config, cache))
+            num_blocks = min(max_blocks, max_held(sampling, num_known + 1, config, cache))
         room = cache.num_available - num_kept
         if sequence.beams is not None:
             room -= sequence.beams.num_further_blocks(cache, num_blocks)

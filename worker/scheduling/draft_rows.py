@@ -24,10 +24,10 @@ from trimaran.worker.speculation.drafters import (
 )
 from trimaran.worker.speculation.lookahead import LookaheadDrafter
 
-_LEAST_FREE = 0.02
+_MIN_FREE = 0.02
 """Share of the KV cache's blocks that must be free for drafts to take new blocks."""
 
-_LEAST_REST, _MOST_REST = 4, 64
+_MIN_REST, _MAX_REST = 4, 64
 """After a step without worthwhile drafts, steps until n-grams or a network draft again: at
 first, and after many such steps in a row."""
 
@@ -169,7 +169,7 @@ class DraftRows:
     def __init__(self, config: SchedulerConfig, cache: KVCacheManager) -> None:
         self._config = config.speculation
         self._cache = cache
-        self._most_rows = config.max_num_rows
+        self._max_rows = config.max_num_rows
         self.counts = DraftCounts()
         self._index_room = IndexRoom()
         self.make_drafter: Callable[[Request], Drafter]
@@ -180,7 +180,7 @@ class DraftRows:
         """The acceptance of all sequences' drafts, and of drafts that requests brought."""
         self._typical_guess = AcceptanceRate()
         """The acceptance of the windows of lookahead."""
-        self._rest, self._next_rest = 0, _LEAST_REST
+        self._rest, self._next_rest = 0, _MIN_REST
         """Steps in which no n-gram drafts are made, of now and of the next pause."""
         self._num_awaited = 0
         """Steps in flight with drafts: the lengths of their sequences are unknown."""
@@ -249,7 +249,7 @@ class DraftRows:
         """Add draft rows. Returns their numbers by sequence."""
         added: dict[Sequence, int] = {}
         sampled = plan.sampled()
-        room = min(plan.budget, self._most_rows - len(sampled))
+        room = min(plan.budget, self._max_rows - len(sampled))
         if room <= 0:
             return added
         asked, own = self._candidates(plan, sampled)
@@ -278,8 +278,8 @@ class DraftRows:
     def _pause(self, *, is_worthwhile: bool) -> None:
         """Choose for how many steps no n-gram drafts are made."""
         self._rest = 0 if is_worthwhile else self._next_rest
-        longer = min(2 * self._next_rest, _MOST_REST)
-        self._next_rest = _LEAST_REST if is_worthwhile else longer
+        longer = min(2 * self._next_rest, _MAX_REST)
+        self._next_rest = _MIN_REST if is_worthwhile else longer
 
     def _candidates(
         self, plan: StepPlan, sampled: List[Sequence]
@@ -361,7 +361,7 @@ class DraftRows:
             # The scheduler does this for sequences that outgrow their blocks: drafts take
             # blocks before that.
             cache.free_outside_window(blocks, sequence.num_computed_before)
-        is_ample = cache.num_available > _LEAST_FREE * cache.num_blocks
+        is_ample = cache.num_available > _MIN_FREE * cache.num_blocks
         num_blocks = blocks.num_blocks
         if (is_ample or blocks.max_blocks) and cache.grow(blocks, num_tokens):
             plan.add_blocks(sequence.row, blocks, num_blocks)

@@ -35,7 +35,7 @@ class _Forecast:
     most_tokens: float
     """Tokens held if all sequences ended at the same step."""
 
-    most_blocks: int
+    max_blocks: int
     """Blocks held if all sequences reached their length limits."""
 
     def join(self, other: _Forecast) -> None:
@@ -45,7 +45,7 @@ class _Forecast:
         self.num_entries += other.num_entries
         self.num_blocks += other.num_blocks
         self.most_tokens += other.most_tokens
-        self.most_blocks += other.most_blocks
+        self.max_blocks += other.max_blocks
 
 
 class KVForecast:
@@ -104,7 +104,7 @@ class KVForecast:
         num_held = cache.num_blocks - cache.num_free
         room = cache.num_blocks + max(0, known.num_blocks - num_held)
         # A sequence holds most blocks at its length limit.
-        if known.most_blocks + own.most_blocks <= room:
+        if known.max_blocks + own.max_blocks <= room:
             return True
         # The last block of a sequence is half empty on average.
         room_tokens = (room - (known.num_entries + own.num_entries) / 2) * size
@@ -136,12 +136,12 @@ class KVForecast:
     def _forecast(self, sequences: List[Sequence], block_size: int) -> _Forecast:
         known = [len(s.token_ids) for s in sequences]
         pending = [s.num_pending for s in sequences]
-        most_known = [s.max_len - 1 for s in sequences]
+        max_known = [s.max_len - 1 for s in sequences]
         for beam, num_shared in self._further_beams(sequences, block_size):
             known.append(len(beam.token_ids) - num_shared)
             pending.append(0)
-            most_known.append(beam.max_len - 1 - num_shared)
-        num_held, limits = np.array(known, float), np.array(most_known, float)
+            max_known.append(beam.max_len - 1 - num_shared)
+        num_held, limits = np.array(known, float), np.array(max_known, float)
         num_known = num_held + np.array(pending, float)
         growth = self.expected(np.maximum(limits - num_known, 0.0))
         most = np.maximum(limits, num_known)
@@ -151,7 +151,7 @@ class KVForecast:
             num_entries=len(known),
             num_blocks=int(np.ceil(num_held / block_size).sum()),
             most_tokens=float((num_known + growth).sum()),
-            most_blocks=int(np.ceil(most / block_size).sum()),
+            max_blocks=int(np.ceil(most / block_size).sum()),
         )
 
     def _further_beams(

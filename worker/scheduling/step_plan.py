@@ -32,7 +32,7 @@ _NO_COPIES = int32s((), 3)
 _NO_TRANSFERS = int32s((), 4)
 _NONE = int32s(())
 
-_MOST_RECOMPUTED = 512
+_MAX_RECOMPUTED = 512
 """Most tokens that a step recomputes after preemptions, beside other sequences."""
 
 
@@ -134,7 +134,7 @@ class StepPlan:
         self.step = step
         self.budget = budget
         """Tokens that may still be scheduled."""
-        self._recompute_budget = _MOST_RECOMPUTED if can_cut else budget
+        self._recompute_budget = _MAX_RECOMPUTED if can_cut else budget
         self.has_preempted = False
         self.transfers = _NO_TRANSFERS
         self.first_samples: list[Sequence] = []

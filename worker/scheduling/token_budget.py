@@ -10,7 +10,7 @@ from trimaran.worker.requests.request import KEY, Sequence
 
 _LAST_STEP = attrgetter("last_step")
 
-_MOST_SEEN = 32
+_MAX_SEEN = 32
 """Waiting sequences that are looked at."""
 
 _BLOCKED_STEPS = 4
@@ -65,7 +65,7 @@ def left_to_waiting(waiting: List[Sequence], budget: int) -> int:
     """
     left = budget // 2
     taken = 0
-    for sequence in islice(waiting, _MOST_SEEN):
+    for sequence in islice(waiting, _MAX_SEEN):
         length = len(sequence.token_ids)
         if taken + length <= left:
             taken += length

@@ -16,7 +16,7 @@ _EDGES = (
 """Numbers of rows up to which step times count as times of one size. CUDA graphs have sizes of
 this kind, so that the last rows of a size cost nothing."""
 
-_LEAST_GAIN = 1.03
+_MIN_GAIN = 1.03
 """Drafts are verified if the expected tokens a second rise by this factor."""
 
 _NEW_SHARE = 0.2
@@ -46,12 +46,12 @@ class AcceptanceRate:
     others, and returns to it as long as no trial comes.
     """
 
-    __slots__ = ("_least_share", "_num_trials", "_typical", "value")
+    __slots__ = ("_min_share", "_num_trials", "_typical", "value")
 
     def __init__(self, typical: AcceptanceRate | None = None) -> None:
         self._typical = typical
         self.value: float = _PRIOR_RATE if typical is None else typical.value
-        self._least_share = _TYPICAL_SHARE if typical is None else _RATE_SHARE
+        self._min_share = _TYPICAL_SHARE if typical is None else _RATE_SHARE
         self._num_trials = 0
 
     def idle(self) -> None:
@@ -65,8 +65,8 @@ class AcceptanceRate:
         for number in range(num_accepted + has_rejected):
             trials += 1
             share = 1.0 / (trials + _PRIOR_TRIALS)
-            if share < self._least_share:
-                share = self._least_share
+            if share < self._min_share:
+                share = self._min_share
             value += ((number < num_accepted) - value) * share
         self.value, self._num_trials = value, trials
         if self._typical is not None:
@@ -95,7 +95,7 @@ class _Times:
         return self.counts[bisect_left(_EDGES, num_rows)] >= _ENOUGH
 
     @property
-    def least_rows(self) -> float:
+    def min_rows(self) -> float:
         """The least number of rows of a measured size; infinite if none was measured."""
         size = next((i for i, count in enumerate(self.counts) if count), 0)
         return (0, *_EDGES)[size] + 1 if self.counts[size] else math.inf
@@ -154,7 +154,7 @@ class DraftController:
         tokens = np.concatenate(([num_decodes], num_decodes + np.cumsum(gains[order])))
         speeds = tokens / self._seconds(num_rows)
         best = int(np.argmax(speeds))
-        if speeds[best] <= speeds[0] * _LEAST_GAIN:
+        if speeds[best] <= speeds[0] * _MIN_GAIN:
             best = 0
         self._num_in_a_row += best > 0
         chosen: list[int] = np.bincount(numbers[order[:best]], minlength=len(rates)).tolist()
@@ -170,7 +170,7 @@ class DraftController:
     def _seconds(self, num_rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         """Expected seconds of steps of so many rows in all, the first one without drafts."""
         seconds = self._plain.estimates(num_rows)
-        is_drafted = num_rows >= self._drafted.least_rows
+        is_drafted = num_rows >= self._drafted.min_rows
         is_drafted[0] = False
         if is_drafted.any():
             seconds[is_drafted] = self._drafted.estimates(num_rows[is_drafted])

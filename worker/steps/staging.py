@@ -151,7 +151,7 @@ class StagingRing:
         return sum(len(slot.host) for slot in self._slots if not slot.is_cpu)
 
 
-_MOST_PAGEABLE = 1 << 16
+_MAX_PAGEABLE = 1 << 16
 """Bytes up to which CUDA takes the data of a copy along with the call. For more pageable memory
 the host may wait until the stream has reached the copy."""
 
@@ -165,7 +165,7 @@ def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
     tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
     if device.type == "cpu":
         return tensor
-    if tensor.nbytes > _MOST_PAGEABLE:
+    if tensor.nbytes > _MAX_PAGEABLE:
         # From a pool, which reuses the memory once the copy has finished.
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)

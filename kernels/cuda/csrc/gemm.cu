@@ -68,10 +68,10 @@ __device__ __forceinline__ void copy_all_weights(const Arguments& args, const Pl
     int group = place.cluster;
     const Tile first(args, place, group);
     int ahead = group < args.groups ? min(first.num_steps, GEMM_STAGES) : 0;
-    for (int n = 0; n < ahead + args.most_early; ++n) {
-        if (n >= args.most_early && n - args.most_early < ahead) {
-            barrier_wait(landed + 8 * (n - args.most_early), 0);
-            barrier_arrive(ring.full + 8 * (n - args.most_early));
+    for (int n = 0; n < ahead + args.max_early; ++n) {
+        if (n >= args.max_early && n - args.max_early < ahead) {
+            barrier_wait(landed + 8 * (n - args.max_early), 0);
+            barrier_arrive(ring.full + 8 * (n - args.max_early));
         }
         if (n < ahead) {
             barrier_arrive_expect(landed + 8 * n, kTileW);

@@ -37,7 +37,7 @@ struct Arguments {
     int sharing;     // blocks of a cluster that share rows of x, or of w
     int slice;  // rows of x that a block copies; rows beyond them are not read
     int slice_w;  // rows of w that a block copies if these are shared
-    int most_early;  // tiles of weights in flight before the rows of x are ready
+    int max_early;  // tiles of weights in flight before the rows of x are ready
     u64 hint_w;      // cache policy of weights
     // With GEMM_FP8: the scale of each row of x, and of each row of w.
     const float *scales_x, *scales_w;

@@ -52,7 +52,7 @@ class Watch:
         self._worst: dict[str, float] = {"stream": 0.0, "probe": 0.0}
         self._counts = {"events": 0, "streams": 0, "probes": 0}
         self._members: dict[int, tuple[psutil.Process, str]] = {}
-        self._most_mb = self._held_mb = 0.0
+        self._max_mb = self._held_mb = 0.0
         self._held_by: dict[str, float] = {}
 
     def run(self) -> None:
@@ -71,7 +71,7 @@ class Watch:
         for thread in threads:
             thread.join()
         gaps = {f"{name}_gap_s": round(gap, 3) for name, gap in self._worst.items()}
-        memory: dict[str, Any] = {"grown_mb": self._most_mb, "held_mb": self._held_mb}
+        memory: dict[str, Any] = {"grown_mb": self._max_mb, "held_mb": self._held_mb}
         memory["held_by"] = self._held_by
         self._tell("end", **gaps, **self._counts, **memory)
 
@@ -157,10 +157,10 @@ class Watch:
             if grown_mb > WEIGHED_MB:
                 now = self._memory("pss")
                 grown_mb = _grown_mb(shared_before, now)
-                if grown_mb > self._most_mb + 2.0:
+                if grown_mb > self._max_mb + 2.0:
                     largest = _largest(shared_before, now)
                     self._tell("memory", grown_mb=grown_mb, largest=largest)
-            self._most_mb, self._held_mb = max(self._most_mb, grown_mb), grown_mb
+            self._max_mb, self._held_mb = max(self._max_mb, grown_mb), grown_mb
         self._held_by = _largest(shared_before, self._memory("pss"))
 
     def _look_around(self) -> None:

@@ -52,7 +52,7 @@ options = {"num_warps": 8 if name == "prefill" else 4, "num_stages": 2}
 made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 print(made.metadata.shared, len(made.asm["cubin"]))
 """
-_MOST_SHARED = 227 << 10
+_MAX_SHARED = 227 << 10
 """Bytes of shared memory that a block of a Hopper GPU may have."""
 
 
@@ -67,4 +67,4 @@ def test_a_kernel_compiles_for_each_dtype_of_the_cache(kernel, cached, element, 
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     shared, size = map(int, done.stdout.split())
-    assert shared <= _MOST_SHARED and size > 0
+    assert shared <= _MAX_SHARED and size > 0

@@ -151,10 +151,10 @@ def test_norms_and_activations_make_the_bits_of_separate_kernels(name, width):
 
 
 @pytest.mark.parametrize(
-    ("outputs", "columns", "most_tiles"), [(28672, 112, 2), (2048, 80, 1), (25344, 96, 2)]
+    ("outputs", "columns", "max_tiles"), [(28672, 112, 2), (2048, 80, 1), (25344, 96, 2)]
 )
-def test_cuts_of_few_rows_keep_all_processors_busy(outputs, columns, most_tiles):
+def test_cuts_of_few_rows_keep_all_processors_busy(outputs, columns, max_tiles):
     cut = fp8_gemm.gated_cut(outputs, 132)
     cut.check("gated")
     assert cut.columns == columns
-    assert -(-outputs // columns) <= 132 * most_tiles
+    assert -(-outputs // columns) <= 132 * max_tiles

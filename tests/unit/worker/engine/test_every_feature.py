@@ -25,7 +25,7 @@ from trimaran.worker.execution.prompt_tables import PromptTable
 
 MODEL = Path(__file__).parents[4] / "examples" / "demo_models" / "base"
 VOCAB, HIDDEN, END = 4096, 256, 1
-MOST_AT_ONCE, NUM_ALONE = 60, 30
+MAX_AT_ONCE, NUM_ALONE = 60, 30
 TASKS = (5, 9, 11)
 
 
@@ -146,7 +146,7 @@ def run_all(driver: Driver, asked: list[dict], rng: random.Random) -> set[int]:
         fields = {"client_request_id": f"name {number}", **fields}
         assert driver.submit(source=source, **fields) == number
         alive[number] = source
-        while len(alive) >= MOST_AT_ONCE:
+        while len(alive) >= MAX_AT_ONCE:
             driver.step()
             ended = {request for request, _ in driver.reasons}
             alive = {r: s for r, s in alive.items() if r not in ended and r not in killed}

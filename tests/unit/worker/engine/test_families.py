@@ -88,16 +88,16 @@ def test_latent_vectors_survive_preemption_and_copies_to_the_host_and_back(
 
     for prompt in prompts:
         driver.submit(prompt, max_tokens=NUM_TOKENS)
-    most_paused = 0
+    max_paused = 0
     while driver.engine.has_work:
         driver.step()
-        most_paused = max(most_paused, driver.engine.scheduler.preemptions.num_waiting)
+        max_paused = max(max_paused, driver.engine.scheduler.preemptions.num_waiting)
     for _ in range(2):
         assert outputs_of(driver, prompts) == expected
 
     host = driver.engine.scheduler.cache.hosts[0]
     assert host.num_stored > 0 and host.num_loaded > 0
-    assert most_paused > 0
+    assert max_paused > 0
 
 
 @pytest.mark.parametrize("checkpoint", ["deepseek3"], indirect=True)

@@ -83,12 +83,12 @@ def test_a_preempted_request_returns_each_logit_once(make_engine):
         "return_context_logits": True,
     }
     asked = [driver.submit(PROMPT[shift : shift + 20], **values) for shift in (0, 5)]
-    most_preempted = 0
+    max_preempted = 0
     while driver.engine.has_work:
         driver.step()
-        most_preempted = max(most_preempted, driver.engine.scheduler.preemptions.num_waiting)
+        max_preempted = max(max_preempted, driver.engine.scheduler.preemptions.num_waiting)
 
-    assert most_preempted == 1
+    assert max_preempted == 1
     for request_id in asked:
         assert len(_logits(driver, request_id, "context_logits")) == 20
         logits = _logits(driver, request_id, "generation_logits")

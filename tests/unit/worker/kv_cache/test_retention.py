@@ -186,7 +186,7 @@ def test_a_sequence_frees_blocks_outside_its_window_and_sinks():
 def test_a_windowed_sequence_reserves_the_most_blocks_that_it_holds_at_a_time():
     manager = KVCacheManager([4], SIZE, enable_reuse=False, window=4)
     blocks = SequenceBlocks(1, root_hash(b"", 0))
-    assert manager.most_held(1000, 1) == 3
+    assert manager.max_held(1000, 1) == 3
     manager.reserve(blocks, 3)
     for length in range(1, 200):
         manager.free_outside_window(blocks, length - 1)

@@ -360,7 +360,7 @@ def test_values_of_an_adapter_are_checked_once_for_each_version(
 
 
 def test_the_record_of_received_weights_is_bounded(make_engine, adapter, monkeypatch):
-    monkeypatch.setattr(manager, "_MOST_SEEN", 8)
+    monkeypatch.setattr(manager, "_MAX_CHECKED", 8)
     tiny = LoraConfig(
         host_memory_bytes=int(1.5 * sum(one.a.nbytes + one.b.nbytes for one in adapter))
     )

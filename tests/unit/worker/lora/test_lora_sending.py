@@ -55,7 +55,7 @@ def test_an_adapter_too_large_to_send_is_refused_before_any_read_or_eviction(
     make_engine, model_folder, adapter, tmp_path, monkeypatch
 ):
     size = sum(one.a.nbytes + one.b.nbytes for one in adapter)
-    monkeypatch.setattr(manager, "_MOST_SENT_BYTES", size)
+    monkeypatch.setattr(manager, "_MAX_SENT_BYTES", size)
     monkeypatch.setattr(TensorFile, "read", None)
     larger = make_adapter(model_folder, seed=2, rank=5)
     write_peft(tmp_path / "larger", larger, alpha=4.0)

@@ -107,5 +107,5 @@ def test_a_sequence_with_drafts_holds_the_blocks_of_its_window_alone(make_engine
 
     assert driver.output(request) == [7] * 110
     assert scheduler.draft_counts.num_tokens > 110
-    assert max(held) <= scheduler.cache.most_held(115, 8)
+    assert max(held) <= scheduler.cache.max_held(115, 8)
     driver.check_idle()
