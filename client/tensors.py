@@ -78,7 +78,7 @@ def _refusal(name: str, values: Any, dtype: np.dtype[Any]) -> ConfigError:
         what, least, most = "whole number", np.iinfo(dtype).min, np.iinfo(dtype).max
         outside = next(each for each in given if not least <= each <= most or each % 1)
     else:
-        # numpy.finfo knows no bfloat16.
+        # numpy.finfo has no bfloat16.
         what, most = "number", float(np.nextafter(dtype.type(np.inf), dtype.type(0)))
         least = -most
         outside = next(each for each in given if most < abs(each) < np.inf)

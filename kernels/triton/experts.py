@@ -138,7 +138,7 @@ def _experts_kernel(  # type: ignore[no-untyped-def]
 
     ``IS_GATED``: SwiGLU of the choices' tokens, in the order by expert. Otherwise: products of
     rows in this order, times the choices' weights, each stored at its choice. Programs behind
-    the last tile, whose number only the device knows, end at once.
+    the last tile, whose number is on the device only, end at once.
     """
     NUM_COLUMNS: tl.constexpr = (OUTPUTS + COLUMNS - 1) // COLUMNS
     if OVERLAPS:

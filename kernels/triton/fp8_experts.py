@@ -156,7 +156,7 @@ def _experts_kernel(  # type: ignore[no-untyped-def]
     stored at its choice. With ``EMITS`` the columns of a program are a group of the next
     product's inputs, and the program stores them in FP8 with their scales, first rounded to
     the type of ``like``. An expert has ``SCALES`` scales. Programs behind the last tile, whose
-    number only the device knows, end at once.
+    number is on the device only, end at once.
     """
     NUM_COLUMNS: tl.constexpr = (OUTPUTS + COLUMNS - 1) // COLUMNS
     if OVERLAPS:

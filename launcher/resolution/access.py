@@ -24,7 +24,7 @@ _LOAD = "model-repository"
 
 
 def access_config(args: argparse.Namespace) -> AccessConfig:
-    """Who may do what on which port.
+    """The permissions of clients, by port.
 
     Raises:
         ConfigError: flags that do not go together, or files that do not hold what they should.

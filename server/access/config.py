@@ -12,7 +12,7 @@ from trimaran.server.access.tls import TlsFiles
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccessConfig:
-    """Who may do what on which port; by default every client may do everything."""
+    """The permissions of clients, by port; by default every client may do everything."""
 
     http_restrictions: Mapping[str, Restriction] = field(default_factory=dict)
     """By category, over HTTP."""

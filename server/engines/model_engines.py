@@ -267,7 +267,7 @@ class ModelEngines:
             group.failure = ""
             group.ended_incarnation = -1
         self._show_state(group)
-        # The supervisor also reports "starting" until it learns that the group is ready.
+        # The supervisor also reports "starting" until it hears that the group is ready.
         is_next = state == "starting" and restarts > group.incarnation
         if is_up and (state in ("down", "failed") or is_next):
             group.ended_incarnation = group.incarnation

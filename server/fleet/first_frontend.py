@@ -241,6 +241,6 @@ class FirstFrontend:
     async def _on_counts(
         self, link: PeerLink, arguments: Mapping[str, Any]
     ) -> Mapping[str, Any]:
-        # A successor of the first front end learns the old counts from the followers only.
+        # A successor of the first front end gets the old counts from the followers only.
         self._legacy = arguments["legacy"]
         return self._counts()

@@ -94,7 +94,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class BodyTask:
-    """One body, read by a function that pickle knows by name."""
+    """One body, read by a module-level function, which pickle sends by name."""
 
     reader: Callable[..., Any]
     """Called with the body's `Fields` and `arguments`."""

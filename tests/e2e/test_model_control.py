@@ -146,7 +146,7 @@ def test_a_version_that_cannot_start_leaves_the_running_version(server, reposito
     expected = text_of(server)
     config = repository / "tensorrt_llm" / "config.pbtxt"
     kept = config.read_text()
-    # Only the rank knows the size of a block.
+    # The size of a block is known in the rank only.
     config.write_text(kept.replace("${kv_cache_host_memory_bytes}", "1000"))
     assert config.read_text() != kept
     try:

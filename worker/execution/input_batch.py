@@ -20,7 +20,7 @@ from trimaran.worker.steps.step_types import Int32Array, SchedulerOutput
 
 @dataclass(slots=True)
 class StepInputs:
-    """A step's inputs on the device, with sizes that the host knows."""
+    """A step's inputs on the device, and their sizes on the host."""
 
     token_ids: Tensor
     positions: Tensor

@@ -240,7 +240,7 @@ class ModelRunner:
     def _counting(
         self, wanted: Tensor | None, decision: SchedulerOutput
     ) -> AbstractContextManager[None]:
-        """Excludes the last layer from expert counts if the step wants no token's result."""
+        """Excludes the last layer from expert counts if no result of the step is sampled."""
         is_narrow = wanted is not None
         if is_narrow and not len(decision.sampled) and self.expert_loads is not None:
             return self.expert_loads.skip_last_layer()

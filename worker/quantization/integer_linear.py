@@ -163,7 +163,7 @@ class IntegerLinearMethod:
             whole[:, : inputs.count] = mine
             parameter.data[rows] = pack(whole, self.scheme.bits)
             return
-        # Rows of several matrices in an order that the layer alone knows.
+        # The rows of several matrices are in the layer's own order.
         local = unpack(parameter.data, self.scheme.bits)
         unpacked = nn.Parameter(local.clone(), requires_grad=False)
         sharded.weight_loader(unpacked, loaded, shard)

@@ -194,7 +194,7 @@ class MaxUtilization(AdmissionPolicy):
         return self._rotation.victim(batch.running, self.queue.sequences, batch.step)
 
     def sequence_ended(self, sequence: Sequence, reason: FinishReason) -> None:
-        """The forecast learns from the output's length."""
+        """The forecast takes the output's length into account."""
         self._full_until = 0
         if sequence.row >= 0:
             self._forecast.observe(sequence.num_output_tokens, reason is FinishReason.LENGTH)

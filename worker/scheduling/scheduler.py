@@ -316,7 +316,7 @@ class Scheduler:
         while self.waiting and self.rows.free and plan.budget > 0:
             may_overtake = is_beside_others or bool(self.running)
             sequence = policy.queue.next(may_overtake=may_overtake)
-            # A preempted sequence resumes when the host knows all of its tokens.
+            # A preempted sequence resumes when all of its tokens are on the host.
             if sequence is None or sequence.num_pending:
                 break
             if not plan.budget_for(sequence, len(self.running)):

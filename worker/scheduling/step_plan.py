@@ -120,7 +120,7 @@ class _Entries:
         """Entries whose last token is not sampled: the few incomplete prompts."""
 
     def ids(self) -> Int32Array:
-        """The one token that each entry computes; the host knows it."""
+        """The one token that each entry computes, which must be on the host."""
         pairs = zip(self.sequences, self.starts, strict=True)
         ids = (sequence.token_ids[start] for sequence, start in pairs)
         return np.fromiter(ids, dtype=np.int32, count=len(self.starts))

@@ -1,5 +1,5 @@
 // out = x @ w[expert].T for rows of x in the order of their experts, or SwiGLU of the product,
-// on Hopper. Only the device knows the number of rows of each expert.
+// on Hopper. The number of rows of each expert is on the device only.
 //
 // A block multiplies GROUPED_MI x GROUPED_WARPGROUPS x 64 rows of a matrix of weights with a
 // run of up to 16 x GEMM_CHUNKS rows of x. Rows of x are the instruction's columns, whose

@@ -77,7 +77,7 @@ struct Place {
     }
 };
 
-// The warpgroup of this thread, as the compiler knows equal for a whole warp.
+// The warpgroup of this thread, in a form that the compiler takes as uniform in a warp.
 __device__ __forceinline__ int warpgroup() {
     return __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
 }

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 PROMPT = "It was"
 CHAT = [ChatMessage(role="user", content=PROMPT)]
-# The class knows the context sizes of OpenAI's own models alone.
+# The class has the context sizes of OpenAI's own models alone.
 SETTINGS: dict[str, Any] = {
     "model": "gpt-4o-mini", "api_base": sys.argv[1], "api_key": "none", "temperature": 0,
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Rounding that knows the inputs of a product: less error than rounding to the nearest."""
+"""Rounding by the inputs of a product has less error than rounding to the nearest."""
 
 from __future__ import annotations
 

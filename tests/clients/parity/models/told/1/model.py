@@ -1,4 +1,4 @@
-"""Says what a model learns of its request besides tensors."""
+"""Answers with the facts of a request that a model gets besides tensors."""
 
 import json
 
