@@ -67,7 +67,7 @@ on it. On an H200 tiles of 128 rows take 5 to 30 % longer."""
 
 class GpuFp8Product(Fp8Product):
     """`Fp8Product` by Triton's kernels, by the library for many rows with a scale per row, and
-    by our Hopper kernel for SwiGLU of few rows.
+    by our Hopper kernel for few rows.
 
     With ``is_fixed`` a token's result does not depend on the other tokens or their number.
     """
@@ -94,18 +94,37 @@ class GpuFp8Product(Fp8Product):
             has_blocks = weight.blocks is not None
             tile = stream_tile(rows, outputs, inner, has_blocks=has_blocks)
             return multiply_stream(x, weight, bias_E, dtype, tile)
+        if self._can_use_hopper(x_TD) and bias_E is None:
+            output_TE = fp8_gemm.multiply(Fp8Rows(x.values, x.scales, dtype), weight)
+            if output_TE is not None:
+                return output_TE
         if self._has_library and dtype is torch.bfloat16:
             return multiply_by_library(x, weight, bias_E)
         return multiply_tiles(x, weight, bias_E, dtype, FIXED_TILE)
 
+    def parts(self, x_TD: Tensor | Fp8Rows) -> Tensor:
+        """Few rows by our Hopper kernel."""
+        if self._can_use_hopper(x_TD):
+            parts_STE = fp8_gemm.multiply_parts(self._rows(x_TD), self._weight)
+            if parts_STE is not None:
+                return parts_STE
+        return self(x_TD)
+
     def gated(self, x_TD: Tensor | Fp8Rows) -> Tensor | None:
         """Few rows by our Hopper kernel."""
         num_rows = (x_TD.values if isinstance(x_TD, Fp8Rows) else x_TD).shape[0]
-        if not self._has_hopper or not 0 < num_rows <= fp8_gemm.MAX_ROWS:
+        if not self._can_use_hopper(x_TD) or not 0 < num_rows <= fp8_gemm.MAX_ROWS:
             return None
-        if not isinstance(x_TD, Fp8Rows):
-            x_TD = Fp8Rows(*quantize_tokens(x_TD, self._inputs), x_TD.dtype)
-        return fp8_gemm.multiply_gated(x_TD, self._weight)
+        return fp8_gemm.multiply_gated(self._rows(x_TD), self._weight)
+
+    def _can_use_hopper(self, x_TD: Tensor | Fp8Rows) -> bool:
+        return self._has_hopper and x_TD.dtype in (torch.bfloat16, torch.float16)
+
+    def _rows(self, x_TD: Tensor | Fp8Rows) -> Fp8Rows:
+        """The inputs in FP8, with a scale a token."""
+        if isinstance(x_TD, Fp8Rows):
+            return x_TD
+        return Fp8Rows(*quantize_tokens(x_TD, self._inputs), x_TD.dtype)
 
     def normalise(
         self, x: Tensor, residual_TD: Tensor | None, weight_D: Tensor, eps: float

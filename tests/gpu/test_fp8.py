@@ -137,7 +137,7 @@ def test_the_product_of_the_library_is_that_of_the_torch_twin(rows, outputs, inn
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("rows", [1, 16, 33, 64])
+@pytest.mark.parametrize("rows", [1, 16, 33, 64, 65, 128])
 @pytest.mark.parametrize(
     ("outputs", "inner"), [(4096, 4096), (28672, 4096), (4096, 14336), (544, 144), (96, 16)]
 )
@@ -157,7 +157,30 @@ def test_gated_products_are_those_of_the_torch_twin(rows, outputs, inner, dtype)
     assert product(quantized).equal(product(normed))
 
 
-@pytest.mark.parametrize("rows", [0, 65])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rows", [1, 16, 33, 64, 65, 128, 129, 256, 300])
+@pytest.mark.parametrize(
+    ("outputs", "inner"), [(4096, 4096), (6144, 4096), (4096, 14336), (544, 1552), (96, 16)]
+)
+def test_whole_products_and_parts_are_those_of_the_torch_twin(rows, outputs, inner, dtype):
+    weight, x = weight_of(outputs, inner), drawn(rows, inner, dtype)
+    product = GpuFp8Product(weight, Fp8Inputs(), is_fixed=False)
+    expected = expected_of(x, weight, Fp8Inputs())
+    whole, parts = product(x), product.parts(x)
+    assert whole.dtype is dtype
+    assert error(whole, expected) < TOLERANCE
+    assert parts.dim() == 2 or parts.dtype is torch.float32
+    assert error(parts if parts.dim() == 2 else parts.sum(0), expected) < TOLERANCE
+
+
+def test_products_of_float32_are_float32():
+    weight, x = weight_of(4096, 4096), drawn(16, 4096, torch.float32)
+    product = GpuFp8Product(weight, Fp8Inputs(), is_fixed=False)
+    assert product.gated(x) is None
+    assert error(product.parts(x), expected_of(x, weight, Fp8Inputs())) < TOLERANCE
+
+
+@pytest.mark.parametrize("rows", [0, 129])
 def test_other_numbers_of_rows_have_no_gated_products(rows):
     product = GpuFp8Product(weight_of(256, 256), Fp8Inputs(), is_fixed=False)
     x = drawn(rows, 256)

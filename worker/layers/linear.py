@@ -334,10 +334,14 @@ class RowParallelLinear(ParallelLinear):
         plain = x_TD if is_plain and isinstance(x_TD, Tensor) else None
         if self.tp.size == 1 and plain is not None:
             return self._add_linear(plain, self.weight, residual_TD)
+        if self.tp.size == 1 and self.own_product is not None:
+            return self.own_product.parts(x_TD)
         if not can_wait(self.tp, residual_TD):
             return self.forward(x_TD)
         if plain is not None:
             return PendingSum(self._linear_parts(plain, self.weight), self.tp)
+        if self.own_product is not None:
+            return PendingSum(self.own_product.parts(x_TD), self.tp)
         return PendingSum(self._product(x_TD, None), self.tp)
 
     def weight_loader(self, parameter: nn.Parameter, loaded: Tensor, shard: str = "") -> None:

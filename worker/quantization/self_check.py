@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -19,6 +20,8 @@ from trimaran.kernels.reference import silu_and_mul
 
 _ROWS = (1, 64, 80)
 """Tokens: few, the most that a streaming kernel takes, and more, which take other kernels."""
+
+_PARTS_ROWS = (*_ROWS, 160)
 
 _OUTPUTS = 128
 """Outputs at either end that are compared, so that little is dequantized."""
@@ -51,8 +54,17 @@ def check_product(
 
     kind = _Kind("FP8", weight.values.shape, weight.values.device, dtype)
     _check(product, definition, kind, weight.scales)
+    _check(
+        functools.partial(_sum_of_parts, product), definition, kind, weight.scales, _PARTS_ROWS
+    )
     if is_gated:
-        _check_gated(product, definition, kind)
+        for rows in _ROWS[1:]:
+            _check_gated(product, definition, kind, rows)
+
+
+def _sum_of_parts(product: Fp8Product, x_TD: Tensor) -> Tensor:
+    output = product.parts(x_TD)
+    return output if output.dim() == 2 else output.sum(0)
 
 
 def check_integer_product(
@@ -81,7 +93,11 @@ class _Kind(NamedTuple):
 
 
 def _check(
-    product: _Product, definition: Callable[[slice], _Product], kind: _Kind, scales: Tensor
+    product: _Product,
+    definition: Callable[[slice], _Product],
+    kind: _Kind,
+    scales: Tensor,
+    num_rows: tuple[int, ...] = _ROWS,
 ) -> None:
     (outputs, inner), device = kind.shape, kind.device
     # The outputs that are compared may have others.
@@ -93,7 +109,7 @@ def _check(
         )
     generator = torch.Generator(device).manual_seed(0)
     with torch.inference_mode():
-        for rows in _ROWS:
+        for rows in num_rows:
             x = torch.randn((rows, inner), generator=generator, device=device).to(kind.dtype)
             found = product(x)
             for end in (slice(0, _OUTPUTS), slice(max(outputs - _OUTPUTS, 0), outputs)):
@@ -110,13 +126,13 @@ def _check(
 
 
 def _check_gated(
-    product: Fp8Product, definition: Callable[[slice], _Product], kind: _Kind
+    product: Fp8Product, definition: Callable[[slice], _Product], kind: _Kind, rows: int
 ) -> None:
     (outputs, inner), device = kind.shape, kind.device
     generator = torch.Generator(device).manual_seed(0)
     with torch.inference_mode():
         # Small, so that products of gates and ups are in the range of float16.
-        x = torch.randn((_ROWS[1], inner), generator=generator, device=device) / 16
+        x = torch.randn((rows, inner), generator=generator, device=device) / 16
         x = x.to(kind.dtype)
         found = product.gated(x)
         if found is None:
@@ -129,7 +145,7 @@ def _check_gated(
         difference = _difference(found[:, first:], expected)
     if not difference <= _MOST_DIFFERENCE:
         raise ConfigError(
-            f"SwiGLU of {_ROWS[1]} tokens by {kind.numbers} weights [{outputs}, {inner}] is "
+            f"SwiGLU of {rows} tokens by {kind.numbers} weights [{outputs}, {inner}] is "
             f"{100 * difference:.1f} % off its definition on {device}: the kernel does not "
             "suit this device. Serve the checkpoint in bfloat16, and report this."
         )

@@ -13,6 +13,7 @@ from trimaran.kernels import fp8_reference
 from trimaran.kernels.cuda import fp8_gemm
 from trimaran.kernels.fp8_products import FIXED_TILE, GpuFp8Product, stream_tile
 from trimaran.kernels.quantized import FP8, BlockMap, Fp8Inputs, Fp8Weight
+from trimaran.kernels.tables.product_table import GemmShape
 from trimaran.kernels.triton import elementwise, fp8_rows, norm
 from trimaran.kernels.triton.fp8_gemm import Inputs, Tile, multiply_stream, multiply_tiles
 from trimaran.kernels.triton.fp8_inputs import quantize_groups, quantize_tokens
@@ -154,7 +155,39 @@ def test_norms_and_activations_make_the_bits_of_separate_kernels(name, width):
     ("outputs", "columns", "max_tiles"), [(28672, 112, 2), (2048, 80, 1), (25344, 96, 2)]
 )
 def test_cuts_of_few_rows_keep_all_processors_busy(outputs, columns, max_tiles):
-    cut = fp8_gemm.gated_cut(outputs, 132)
+    cut = fp8_gemm.gated_cut(64, outputs, 132)
     cut.check("gated")
     assert cut.columns == columns
     assert -(-outputs // columns) <= 132 * max_tiles
+
+
+@pytest.mark.parametrize("rows", [1, 16, 17, 64, 65, 128])
+@pytest.mark.parametrize(("outputs", "inner"), [(4096, 4096), (8192, 28672), (576, 1536)])
+def test_blocks_of_parts_all_run_at_once(outputs, inner, rows):
+    cut = fp8_gemm.parts_cut(rows, outputs, inner, 132)
+    assert cut is not None and cut.rows >= rows
+    cut.check("parts")
+    assert cut.split > 1 and -(-outputs // cut.columns) * cut.split <= 132
+
+
+def test_parts_of_more_rows_are_made_of_many_inputs_alone():
+    assert fp8_gemm.parts_cut(256, 4096, 14336, 132) == GemmShape(256, 96, 3)
+    assert fp8_gemm.parts_cut(256, 4096, 4096, 132) is None
+    assert fp8_gemm.parts_cut(257, 4096, 14336, 132) is None
+    # So many tiles that they cannot be split, or too few inputs.
+    assert fp8_gemm.parts_cut(1, 16384, 4096, 132) is None
+    assert fp8_gemm.parts_cut(1, 4096, 512, 132) is None
+
+
+@pytest.mark.parametrize(
+    ("rows", "cut"),
+    [(64, None), (65, GemmShape(128, 48)), (128, GemmShape(128, 48)), (129, None)],
+)
+def test_whole_products_of_more_rows_than_a_tile_of_64(rows, cut):
+    assert fp8_gemm.whole_cut(rows, 6144, 4096, 132) == cut
+
+
+def test_whole_products_of_few_outputs_are_split():
+    cut = fp8_gemm.whole_cut(128, 4096, 14336, 132)
+    assert cut == GemmShape(128, 64, 2)
+    cut.check("plain")
