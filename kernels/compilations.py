@@ -29,6 +29,8 @@ class CompilationHooks:
 
     def __init__(self) -> None:
         self._listener: CompilationListener | None = None
+        self._num_compiled = 0
+        """Kernels of ours that any thread has compiled."""
 
     def connect(self, listener: CompilationListener) -> None:
         """From now on tell ``listener``. On a machine with Triton."""
@@ -40,16 +42,24 @@ class CompilationHooks:
         knobs.compilation.listener = self._triton_ended
 
     @contextmanager
-    def compiling(self, name: str) -> Iterator[None]:
-        """The context in which a kernel of ours is compiled."""
+    def waiting(self, name: str) -> Iterator[None]:
+        """The context in which a kernel of ours is compiled or read, by this thread, or by
+        others that this thread waits for."""
         listener = self._current()
         if listener is None:
             yield
             return
-        begin = time.monotonic()
+        begin, num_before = time.monotonic(), self._num_compiled
         listener.begin(name)
-        yield
-        listener.end(name, time.monotonic() - begin, is_cached=False)
+        try:
+            yield
+        finally:
+            is_cached = self._num_compiled == num_before
+            listener.end(name, time.monotonic() - begin, is_cached=is_cached)
+
+    def compiled(self) -> None:
+        """Take note that a thread has compiled a kernel of ours."""
+        self._num_compiled += 1
 
     def _current(self) -> CompilationListener | None:
         is_main = threading.current_thread() is threading.main_thread()

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from trimaran.comm.errors import ConfigError
 from trimaran.kernels.build import KernelsUnavailableError
+from trimaran.kernels.compilations import hooks
 from trimaran.kernels.cuda.build import check_compiler
 from trimaran.kernels.cuda.hopper_gemm import HopperGemm, can_multiply, compile_gemm
 from trimaran.kernels.reference import add_linear
@@ -47,7 +48,9 @@ def num_parts(num_rows: int, outputs: int, inner: int) -> int:
     """
     tiles = -(-outputs // _TILE) * -(-num_rows // _TILE)
     parts = 1 if tiles > _MAX_TILES else 4 if num_rows <= 64 else 2
-    return parts if inner % (8 * parts) == 0 else 1
+    # With other outputs the alignment of parts would depend on the number of rows, and the
+    # kernel that adds them would be compiled for both.
+    return parts if inner % (8 * parts) == outputs % 16 == 0 else 1
 
 
 def split_product(x_TD: Tensor, weight_ED: Tensor, parts: int) -> Tensor:
@@ -215,7 +218,8 @@ class HopperProducts:
         self._compiled.add((outputs, inner, kind))
         choices = self._table.choices(outputs, inner, kind)
         compile_one = functools.partial(compile_gemm, dtype=self._dtype, kind=kind)
-        with ThreadPoolExecutor(max_workers=8) as pool:
+        name = f"products by {outputs} x {inner}"
+        with hooks.waiting(name), ThreadPoolExecutor(max_workers=8) as pool:
             list(pool.map(compile_one, choices))
 
 

@@ -39,16 +39,16 @@ def load_cubin(name: str, architecture: str, defines: tuple[str, ...] = ()) -> b
     cubin = folder / f"{name}-{digest.hexdigest()[:16]}.cubin"
     if cubin.exists():
         return cubin.read_bytes()
-    with cubin.with_suffix(".lock").open("w") as lock:
+    # The wait for another thread or rank that compiles the kernel counts too.
+    with hooks.waiting(f"{name}.cu"), cubin.with_suffix(".lock").open("w") as lock:
         # Ranks start together: one rank compiles, and the other ranks wait for the result.
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not cubin.exists():
             logger.info("compiling the kernels of %s.cu with NVRTC %s", name, version)
             partial = cubin.with_suffix(f".{os.getpid()}.partial")
-            with hooks.compiling(f"{name}.cu"):
-                code = _compile(library, name, options)
-            partial.write_bytes(code)
+            partial.write_bytes(_compile(library, name, options))
             partial.replace(cubin)
+            hooks.compiled()
     return cubin.read_bytes()
 
 

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import triton
 import triton.language as tl
+from transformers import (
+    AutoConfig,
+    DeepseekV2Config,
+    LlamaConfig,
+    Phi3Config,
+    Qwen3MoeConfig,
+)
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
@@ -20,8 +29,10 @@ from tests.unit.worker.engine.test_every_feature import MODEL, draw
 from tests.unit.worker.execution.test_step_kernels import DrawnSteps
 from tests.unit.worker.lora_adapters import LINEARS, make_adapter, on_the_wire
 from tests.unit.worker.models import models
+from tests.unit.worker.speculation.head_reference import random_medusa
 from trimaran.comm.deadlines import Watchdog
 from trimaran.kernels.adapters import AdapterBlocks, AdapterTables, kernel_variants
+from trimaran.kernels.compilations import hooks
 from trimaran.kernels.triton.launch import Launcher
 from trimaran.kernels.triton.lora import add_adapters, compile_adapters
 from trimaran.worker.config.engine_config import (
@@ -30,7 +41,11 @@ from trimaran.worker.config.engine_config import (
     LoraConfig,
     SchedulerConfig,
 )
+from trimaran.worker.config.speculation_config import SpeculationConfig
 from trimaran.worker.engine.compilations import Compilations
+from trimaran.worker.execution.prompt_tables import PromptTable
+from trimaran.worker.lora.layout import MODULE_NAMES, AdapterLayout, Matrices
+from trimaran.worker.models.kv_calibration import calibrate_kv_scales
 
 pytestmark = pytest.mark.gpu
 
@@ -62,9 +77,23 @@ def triton_objects():
             yield from vars(module).values()
 
 
+class CudaNotices:
+    """Takes the place of `Compilations` for the kernels in CUDA C++."""
+
+    def __init__(self, names: list[str]) -> None:
+        self._names = names
+
+    def begin(self, name: str) -> None:
+        self._names.append(name)
+
+    def end(self, name: str, seconds: float, *, is_cached: bool) -> None:
+        pass
+
+
 @pytest.fixture
 def compiled(monkeypatch):
-    """The kernels compiled or loaded since `begin`; those of earlier tests count as unknown."""
+    """The kernels compiled or loaded since `begin`, with types and constants; Triton's of
+    earlier tests count as unknown."""
     for each in triton_objects():
         if isinstance(each, JITFunction):
             each.device_caches.clear()
@@ -72,33 +101,30 @@ def compiled(monkeypatch):
             each._compiled.clear()
     names: list[str] = []
 
-    def begin() -> list[str]:
-        def note(*, metadata, **_) -> None:
-            names.append(metadata["name"])
+    def note(*, repr, **_) -> bool:
+        names.append(repr)
+        return False
 
-        monkeypatch.setattr(knobs.compilation, "listener", note)
+    def begin() -> list[str]:
+        monkeypatch.setattr(hooks, "_listener", CudaNotices(names))
+        monkeypatch.setattr(knobs.runtime, "jit_cache_hook", note)
         return names
 
     return begin
 
 
-def make_driver(folder, **changes):
+def make_driver(folder, *, limits=None, cache=None, **changes):
+    """An engine of small steps, unless ``limits`` say otherwise."""
+    sizes = {"max_num_batched_tokens": 96, "max_num_seqs": 20, "max_seq_len": 128}
+    sizes |= {"max_input_len": 127, "max_beam_width": 4, "policy": "max_utilization"}
+    values = {"device": "cuda", "dtype": "bfloat16", **changes}
     return Driver(
         EngineConfig(
             model="test",
             engine_dir=str(folder),
-            device="cuda",
-            dtype="bfloat16",
-            scheduler=SchedulerConfig(
-                max_num_batched_tokens=96,
-                max_num_seqs=20,
-                max_seq_len=128,
-                max_input_len=127,
-                max_beam_width=4,
-                policy="max_utilization",
-            ),
-            cache=CacheConfig(tokens_per_block=16, max_tokens=2048),
-            **changes,
+            scheduler=SchedulerConfig(**{**sizes, **(limits or {})}),
+            cache=CacheConfig(**{"tokens_per_block": 16, "max_tokens": 2048, **(cache or {})}),
+            **values,
         )
     )
 
@@ -127,7 +153,7 @@ def test_a_family_compiles_nothing_after_its_start(compiled, name, tmp_path):
     serve_in_waves(driver, requests)
 
     driver.engine.shutdown()
-    assert names == []
+    assert not names, "\n".join(names)
 
 
 def test_drawn_steps_with_masks_of_guides_compile_nothing_after_the_start(compiled, tmp_path):
@@ -142,7 +168,7 @@ def test_drawn_steps_with_masks_of_guides_compile_nothing_after_the_start(compil
             runner.execute_model(decision).wait()
 
     driver.engine.shutdown()
-    assert names == []
+    assert not names, "\n".join(names)
 
 
 WAYS = {
@@ -175,7 +201,154 @@ def test_every_feature_compiles_nothing_after_the_start(compiled, way):
     serve_in_waves(driver, requests)
 
     driver.engine.shutdown()
-    assert names == []
+    assert not names, "\n".join(names)
+
+
+_SIZES = {
+    "vocab_size": 1000, "hidden_size": 384, "intermediate_size": 512, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024,
+    "initializer_range": 0.1, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+SHAPES = {
+    "heads of 128": LlamaConfig(**_SIZES, head_dim=128),
+    "heads of 96": Phi3Config(**_SIZES, pad_token_id=None),
+    "experts": Qwen3MoeConfig(
+        **_SIZES, head_dim=64, num_experts=32, num_experts_per_tok=4, moe_intermediate_size=128
+    ),
+    "latent": DeepseekV2Config(
+        **{**_SIZES, "num_key_value_heads": 4}, qk_nope_head_dim=128, qk_rope_head_dim=64,
+        v_head_dim=128, kv_lora_rank=512, q_lora_rank=None, first_k_dense_replace=1,
+        n_routed_experts=16, num_experts_per_tok=6, moe_intermediate_size=128,
+        n_shared_experts=2,
+    ),
+}  # fmt: skip
+"""The sizes of heads of published models, to which the choice of kernels goes."""
+
+LIMITS = {
+    "max_num_batched_tokens": 1536, "max_num_seqs": 40, "max_seq_len": 600,
+    "max_input_len": 500,
+}  # fmt: skip
+"""Steps so large that the last layer skips the queries of prompts."""
+
+FEW = {**LIMITS, "max_num_seqs": 3, "max_seq_len": 1000, "max_input_len": 900}
+ENGINES = {
+    "llama": ("heads of 128", {}),
+    "llama, adapters in graphs": ("heads of 128", {"lora": LoraConfig(has_graphs=True)}),
+    "llama, deterministic": ("heads of 128", {"deterministic": True}),
+    "llama, FP8": ("heads of 128", {"quantization": "fp8"}),
+    "llama, 4 bits": ("heads of 128", {"quantization": "int4"}),
+    "llama, FP8 cache": ("heads of 128", {"cache": {"dtype": "fp8"}}),
+    "llama, INT8 cache": ("heads of 128", {"cache": {"dtype": "int8"}}),
+    "phi3": ("heads of 96", {}),
+    "phi3, float32": ("heads of 96", {"dtype": "float32"}),
+    "phi3, INT8 cache": ("heads of 96", {"cache": {"dtype": "int8"}}),
+    "phi3, FP8 in blocks": ("heads of 96", {"quantization": "fp8_block"}),
+    "experts": ("experts", {}),
+    "experts, few sequences": ("experts", {"limits": FEW}),
+    "experts, FP8": ("experts", {"quantization": "fp8"}),
+    "experts, deterministic": ("experts", {"deterministic": True}),
+    "latent": ("latent", {}),
+    "latent, FP8 in blocks": ("latent", {"quantization": "fp8_block"}),
+}
+"""The shape of each engine's model, and what sets the engine apart."""
+
+
+RANKS = (3, 20, 64, 16, 40, 33)
+
+
+def adapters_of(model):
+    """Adapters of all modules that a model has, of each alone, and of two; of several ranks."""
+    layout = AdapterLayout(model)
+    modules = [MODULE_NAMES.index(name) for name in layout.module_names]
+    generator = torch.Generator().manual_seed(4)
+    sets = [modules, *([each] for each in modules), modules[:2]]
+    found = {}
+    for number, (chosen, rank) in enumerate(zip(sets, itertools.cycle(RANKS), strict=False)):
+        adapter = []
+        for layer, module in itertools.product(range(layout.num_layers), chosen):
+            if shape := layout.shape_of(module, layer):
+                inputs, outputs = shape
+                a = 0.1 * torch.randn(rank, inputs, generator=generator)
+                b = 0.1 * torch.randn(outputs, rank, generator=generator)
+                adapter.append(Matrices(module, layer, a, b))
+        found[number + 1] = on_the_wire(adapter)
+    return found
+
+
+def mixed_requests(rng, driver, count):
+    """Requests of drawn lengths with samplings, adapters and prompt tables."""
+    model = driver.engine.runner.model
+    vocab, longest = model.config.vocab_size, driver.engine.scheduler.config.max_input_len
+    adapters, requests = adapters_of(model), []
+    for number in range(count):
+        length = min(rng.choice((*LENGTHS, 100, 200, 450, 900)), longest)
+        prompt = [rng.randrange(vocab) for _ in range(length)]
+        fields = {"prompt": prompt, "max_tokens": 12, **SAMPLINGS[number % len(SAMPLINGS)]}
+        if rng.random() < 0.3:
+            task = rng.choice(list(adapters))
+            fields.update(adapter_id=task, adapter=adapters[task])
+        elif rng.random() < 0.15:
+            table = np.zeros((2, model.config.hidden_size), dtype="<f2")
+            fields["embeddings"] = PromptTable("FP16", table.shape, table.tobytes()).to_wire()
+            prompt[-1] = vocab + 1
+        requests.append(fields)
+    return requests
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_loaded_engine_compiles_nothing_after_its_start(compiled, name, tmp_path):
+    shape, changes = ENGINES[name]
+    models.save_huggingface(tmp_path, SHAPES[shape])
+    if kind := changes.get("cache", {}).get("dtype"):
+        calibrate_kv_scales(models.load_ours(tmp_path), kind, [[3, 4, 5]]).write(tmp_path)
+    values = {"limits": LIMITS, **changes, "cache": {"max_tokens": 24000}}
+    values["cache"] |= changes.get("cache", {})
+    driver = make_driver(tmp_path, **values)
+    names = compiled()
+
+    requests = mixed_requests(random.Random(name), driver, 160)
+    # Many prompts at once, then waves.
+    for fields in requests[:30]:
+        driver.submit(**fields)
+    serve_in_waves(driver, requests[30:])
+
+    driver.engine.shutdown()
+    assert not names, "\n".join(names)
+
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+DRAFTERS = {
+    "draft_tokens": "", "ngram": "", "lookahead": "", "medusa": "",
+    "eagle": str(EXAMPLES / "draft_heads" / "eagle"),
+    "draft_model": str(EXAMPLES / "demo_models" / "draft"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_drafts_compile_nothing_after_the_start(compiled, drafter, tmp_path):
+    folder = DRAFTERS[drafter]
+    if drafter == "medusa":
+        config = AutoConfig.from_pretrained(MODEL)
+        folder = str(random_medusa(tmp_path, config, num_heads=4))
+    speculation = SpeculationConfig(
+        drafter=drafter, draft_dir=folder, max_draft_tokens=4, is_adaptive=False
+    )
+    driver = make_driver(MODEL, limits={"speculation": speculation, "max_beam_width": 1})
+    names = compiled()
+
+    rng, requests = random.Random(drafter), []
+    for number in range(100):
+        words = [rng.randrange(2, 4096) for _ in range(4)]
+        fields = {"prompt": [rng.choice(words) for _ in range(rng.choice(LENGTHS))]}
+        fields |= {"max_tokens": 30, **SAMPLINGS[number % 6]}
+        if rng.random() < 0.4:
+            fields["draft_token_ids"] = tuple(words)
+        requests.append(fields)
+    serve_in_waves(driver, requests)
+
+    assert driver.engine.scheduler.draft_counts.num_tokens > 50
+    driver.engine.shutdown()
+    assert not names, "\n".join(names)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -195,7 +368,7 @@ def test_kernels_of_adapters_compiled_ahead_are_those_that_steps_launch(compiled
             output = torch.zeros((20, sum(sizes)), dtype=dtype, device="cuda")
             add_adapters(x, output, tables, blocks, first, sizes)
 
-    assert names == []
+    assert not names, "\n".join(names)
 
 
 @triton.jit

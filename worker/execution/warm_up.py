@@ -41,6 +41,8 @@ _LOGITS = SamplingParams(
     top_p=1.0, seed=1, return_context_logits=True, return_generation_logits=True
 ).to_wire()
 
+_SHORTEST = 4
+"""Longest sequence from which steps have two tokens behind a cached token."""
 
 _ROWS_APART, _TOKENS_APART = 8, 64
 _MOST_TOKENS = 8192
@@ -65,8 +67,6 @@ def _step(
     Rows with one token and cached tokens are decodes and come first; sequences of the rows
     ``left`` end before the step.
     """
-    is_decode = (chunks == 1) & (computed > 0)
-    num_decodes = len(rows) if bool((chunks == 1).all()) else int(is_decode.sum())
     return SchedulerOutput(
         step=0,
         rows=int32s([new.row for new in rows]),
@@ -77,7 +77,7 @@ def _step(
         block_copies=int32s((), 3),
         finished_rows=int32s(left),
         new_rows=rows if are_new else [],
-        num_decodes=num_decodes,
+        num_decodes=int(((chunks == 1) & (computed > 0)).sum()),
         masks=int32s(()) if masks is None else masks,
     )
 
@@ -158,16 +158,18 @@ def load_step_kernels(runner: ModelRunner, limits: SchedulerConfig) -> None:
     ones = int32s([1] * len(rows))
     with runner.model.one_layer_per_shape():
         runner.run_alone(_step(rows, ones, ones))
-        _run_kinds(runner, limits, rows, _counts(len(rows)))
-        for tokens in _counts(limits.max_num_batched_tokens):
-            _run_prompts(runner, limits, rows, tokens)
-        if runner.adapters is not None:
-            counts = _counts(len(rows))
-            for variant in runner.adapters.kernel_variants:
+        _run_all_kinds(runner, limits, rows)
+        if limits.speculation.is_network:
+            for count in _counts(limits.max_num_seqs):
+                runner.run_alone(_step_with_drafts(limits, rows[:count]))
+        if runner.adapters is not None and runner.adapters.kernel_variants:
+            first, *others = runner.adapters.kernel_variants
+            with runner.adapters.unused_variant(first):
+                _run_all_kinds(runner, limits, rows)
+            # Numbers of sequences and sizes of adapters do not depend on each other.
+            for variant in others:
                 with runner.adapters.unused_variant(variant):
-                    _run_kinds(runner, limits, rows, counts)
-                # Numbers of sequences and sizes of adapters do not depend on each other.
-                counts = [min(2, len(rows))]
+                    _run_kinds(runner, limits, rows, [min(2, len(rows))])
     for new in rows:
         runner.end.leave(new.row)
 
@@ -178,22 +180,59 @@ def _counts(most: int) -> list[int]:
     return sorted({*range(1, min(8, most) + 1), *powers, most})
 
 
+def _run_all_kinds(runner: ModelRunner, limits: SchedulerConfig, rows: list[NewRow]) -> None:
+    """Run decodes and prompts of all numbers of sequences, and prompts of all numbers of
+    tokens."""
+    _run_kinds(runner, limits, rows, _counts(len(rows)))
+    for tokens in _counts(_most_prompt_tokens(limits)):
+        _run_prompts(runner, limits, rows, tokens)
+
+
 def _run_kinds(
     runner: ModelRunner, limits: SchedulerConfig, rows: list[NewRow], counts: list[int]
 ) -> None:
     """Run decodes and prompts of these numbers of sequences, which are in their rows."""
-    has_prompts = min(limits.max_input_len, limits.max_seq_len - 2) >= 2
     for count in counts:
         ones = int32s([1] * count)
         runner.run_alone(_step(rows[:count], ones, ones, are_new=False))
-        most = min(limits.max_num_seqs, limits.max_num_batched_tokens // 2)
-        if not has_prompts or count > most:
+        spare = limits.max_num_batched_tokens - count
+        if count > limits.max_num_seqs or spare < 0:
             continue
-        runner.run_alone(_step(rows[:count], 0 * ones, 2 * ones, are_new=False))
-        runner.run_alone(_step(rows[:count], ones, 2 * ones, are_new=False))
-        if count > 1:
-            mixed = int32s([1] + [2] * (count - 1))
-            runner.run_alone(_step(rows[:count], ones, mixed, are_new=False))
+        # A step may have room for prompts of one token alone.
+        num_longer = min(count, spare) if limits.max_seq_len >= _SHORTEST else 0
+        chunks = int32s([1] * (count - num_longer) + [2] * num_longer)
+        runner.run_alone(_step(rows[:count], 0 * ones, chunks, are_new=False))
+        if num_longer:
+            runner.run_alone(_step(rows[:count], ones, chunks, are_new=False))
+        if num_longer == count > 1:
+            chunks[0] = 1
+            runner.run_alone(_step(rows[:count], ones, chunks, are_new=False))
+
+
+def _longest_chunk(limits: SchedulerConfig) -> int:
+    """Most tokens of a sequence in a step; resumed sequences have output too."""
+    return max(1, limits.max_seq_len - 1)
+
+
+def _most_prompt_tokens(limits: SchedulerConfig) -> int:
+    """Most tokens of a step with prompts alone."""
+    return min(limits.max_num_batched_tokens, limits.max_num_seqs * _longest_chunk(limits))
+
+
+def _step_with_drafts(limits: SchedulerConfig, rows: list[NewRow]) -> SchedulerOutput:
+    """Decodes after which a network drafts for each sequence, the first with a draft that the
+    step verifies, if it has room. No sequence has blocks for what is drafted."""
+    count = len(rows)
+    is_verified = count < limits.max_num_rows and limits.max_seq_len >= _SHORTEST
+    entries = [*rows, *rows[:1]] if is_verified else rows
+    computed = int32s([1] * count + [2] * is_verified)
+    step = _step(entries, computed, int32s([1] * len(entries)), are_new=False)
+    step.decode_ids = int32s([0] * is_verified)
+    asked = limits.speculation.max_draft_tokens
+    step.proposals = int32s([(row, 0, 0, 2, asked) for row in range(count)], 5)
+    if is_verified:
+        step.proposals[0, 1:3] = count, 1
+    return step
 
 
 def load_product_kernels(runner: ModelRunner, limits: SchedulerConfig) -> None:
@@ -211,7 +250,7 @@ def load_product_kernels(runner: ModelRunner, limits: SchedulerConfig) -> None:
         runner.run_alone(_step(rows, ones, ones))
         for count in range(_ROWS_APART, len(rows), _ROWS_APART):
             runner.run_alone(_step(rows[:count], ones[:count], ones[:count], are_new=False))
-        most = min(limits.max_num_batched_tokens, _MOST_TOKENS)
+        most = min(_most_prompt_tokens(limits), _MOST_TOKENS)
         for tokens in range(_TOKENS_APART, most + 1, _TOKENS_APART):
             _run_prompts(runner, limits, rows, tokens)
     for new in rows:
@@ -221,10 +260,8 @@ def load_product_kernels(runner: ModelRunner, limits: SchedulerConfig) -> None:
 def _run_prompts(
     runner: ModelRunner, limits: SchedulerConfig, rows: list[NewRow], tokens: int
 ) -> None:
-    """Run prompts of so many tokens together, if the rows can hold them."""
-    count = -(-tokens // min(_CHUNK, limits.max_input_len, limits.max_seq_len - 1))
-    if count > limits.max_num_seqs:
-        return
+    """Run prompts of so many tokens together: short ones, if there are rows for so many."""
+    count = min(-(-tokens // min(_CHUNK, _longest_chunk(limits))), limits.max_num_seqs)
     ends = np.linspace(0, tokens, count + 1).astype(int)
     chunks = int32s(np.diff(ends).tolist())
     zeros = int32s([0] * count)

@@ -148,7 +148,7 @@ def _last_unit_before(  # type: ignore[no-untyped-def]
     return place - COST - former + tl.maximum((former + UNIT - 1) // UNIT - 1, 0) * UNIT
 
 
-@triton.jit(do_not_specialize=["num_sequences", "num_shares"])  # type: ignore[untyped-decorator,unused-ignore]
+@triton.jit(do_not_specialize=["num_sequences", "num_items"])  # type: ignore[untyped-decorator,unused-ignore]
 def _items_kernel(  # type: ignore[no-untyped-def]
     seq_lens, rows, items, splits, counters, readers, num_sequences, num_items,
     KV_HEADS: tl.constexpr, UNIT: tl.constexpr, MIN_KEYS: tl.constexpr, COST: tl.constexpr,

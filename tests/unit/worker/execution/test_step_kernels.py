@@ -17,8 +17,10 @@ from tests.unit.worker.models import models
 from trimaran.comm.collectives.tensor_group import SingleRankGroup
 from trimaran.comm.messages.sampling_params import SamplingParams
 from trimaran.kernels.adapters import kernel_variants
+from trimaran.kernels.attention import AttentionMetadata
 from trimaran.kernels.gpu import TritonOps
 from trimaran.kernels.triton import inputs as input_kernels
+from trimaran.kernels.triton.attention.work_items import plan_work
 from trimaran.worker.config.engine_config import SchedulerConfig
 from trimaran.worker.execution.device_inputs import DeviceInputs
 from trimaran.worker.execution.model_runner import ModelRunner
@@ -105,20 +107,26 @@ CONFIGS = {
 }
 
 
-@pytest.fixture(params=list(CONFIGS))
-def runner(request, tmp_path):
+def make_runner(folder, name, limits=LIMITS):
     """A runner with a GPU's inputs, operators and sampler."""
-    models.save_huggingface(tmp_path, CONFIGS[request.param])
-    model = models.load_ours(tmp_path, ops=TritonOps())
+    models.save_huggingface(folder, CONFIGS[name])
+    model = models.load_ours(folder, ops=TritonOps())
+    num_rows, longest = limits.max_num_seqs, limits.max_seq_len
     groups = group_layers(model.kv_cache_specs())
     for group in groups:
-        group.allocate(NUM_ROWS * MAX_LEN // BLOCK, BLOCK, CPU)
-    inputs = DeviceInputs(NUM_ROWS, MAX_LEN, MAX_TOKENS, BLOCK, CPU, depth=1)
+        group.allocate(num_rows * -(-longest // BLOCK), BLOCK, CPU)
+    most_tokens = limits.max_num_batched_tokens
+    inputs = DeviceInputs(num_rows, longest, most_tokens, BLOCK, CPU, depth=1)
     tp = SingleRankGroup()
     runner = ModelRunner(model, groups, inputs, VOCAB, tp, depth=1)
-    runner.end._sampling.device_state = DeviceSamplingState(NUM_ROWS, CPU)
+    runner.end._sampling.device_state = DeviceSamplingState(num_rows, CPU)
     runner.end._sampler = DeviceSampler(tp)
     return runner
+
+
+@pytest.fixture(params=list(CONFIGS))
+def runner(request, tmp_path):
+    return make_runner(tmp_path, request.param)
 
 
 class DrawnSteps:
@@ -206,6 +214,89 @@ def test_drawn_steps_launch_no_kernel_that_warm_up_has_not_launched(runner, laun
 
     assert len(launched) > 10
     assert launched - warm == set()
+
+
+def prompts(lengths) -> SchedulerOutput:
+    """A step of whole prompts."""
+    rows = [
+        NewRow(
+            row=row, token_ids=int32s([5] * length), num_prompt_tokens=length,
+            sampling=SamplingParams(top_p=1.0).to_wire(),
+        )
+        for row, length in enumerate(lengths)
+    ]  # fmt: skip
+    return SchedulerOutput(
+        step=1,
+        rows=int32s(range(len(rows))),
+        num_scheduled_tokens=int32s(lengths),
+        num_computed_tokens=int32s([0] * len(rows)),
+        sampled=int32s(range(len(rows))),
+        new_blocks=int32s((), 4),
+        block_copies=int32s((), 3),
+        finished_rows=int32s(()),
+        new_rows=rows,
+    )
+
+
+AT_LIMITS = {
+    # More prompts than the step has tokens for two each.
+    "prompts of a token or two": ("llama", (20, 24, 96), [1] * 17),
+    "prompts of a token": ("llama", (20, 20, 96), [1] * 20),
+    # Experts are sorted by several programs.
+    "one long prompt": ("mixtral", (1, 1024, 1100), [900]),
+}
+"""A model, the most sequences and tokens of a step, the longest sequence, and a step."""
+
+
+@pytest.fixture(params=list(AT_LIMITS))
+def at_limits(request, tmp_path):
+    """A runner, its limits, and the lengths of a step's prompts."""
+    name, (num_seqs, num_tokens, longest), lengths = AT_LIMITS[request.param]
+    limits = SchedulerConfig(
+        max_num_seqs=num_seqs, max_num_batched_tokens=num_tokens, max_seq_len=longest,
+        max_input_len=longest - 1,
+    )  # fmt: skip
+    return make_runner(tmp_path, name, limits), limits, lengths
+
+
+def test_steps_at_the_limits_launch_no_kernel_that_warm_up_has_not_launched(
+    at_limits, launched
+):
+    runner, limits, lengths = at_limits
+    load_step_kernels(runner, limits)
+    run_features(runner, limits)
+    warm = set(launched)
+    launched.clear()
+
+    runner.execute_model(prompts(lengths))
+
+    assert len(launched) > 5
+    assert launched - warm == set()
+
+
+@pytest.mark.parametrize("is_fixed", [False, True])
+def test_plans_of_decodes_have_a_variant_that_warm_up_runs(launched, is_fixed):
+    def plan(count):
+        metadata = AttentionMetadata(
+            query_start_loc=torch.arange(count + 1, dtype=torch.int32),
+            seq_lens=torch.ones(count, dtype=torch.int32),
+            block_tables=torch.zeros((count, 4), dtype=torch.int32),
+            slot_mapping=torch.zeros(count, dtype=torch.int64),
+            max_query_len=1,
+            max_seq_len=64,
+            num_decodes=count,
+            rows=torch.arange(count, dtype=torch.int32),
+        )
+        plan_work(metadata, (8, 2, 128), count, 264, 32, is_fixed=is_fixed)
+
+    for count in (*range(1, 9), 16, 32, 64, 100):
+        plan(count)
+    warm = set(launched)
+    for count in range(1, 101):
+        plan(count)
+
+    assert len(warm) == 4
+    assert launched == warm
 
 
 @pytest.mark.parametrize("is_deterministic", [False, True])

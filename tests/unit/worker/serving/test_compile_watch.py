@@ -4,6 +4,10 @@ import os
 import subprocess
 import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
 
 from trimaran.comm.deadlines import Watchdog
 from trimaran.kernels.compilations import hooks
@@ -52,16 +56,22 @@ def test_a_kernel_that_delays_a_step_is_named(tmp_path):
     assert lines[1].startswith("WARNING kernel add_one compiled while serving, which took")
 
 
-def test_a_rank_that_compiles_is_not_hung(monkeypatch):
+@pytest.fixture
+def compilations(monkeypatch):
+    """Those of this process, which ends the watch of an earlier test."""
+    monkeypatch.setattr(hooks, "_listener", None)
+    return Compilations()
+
+
+def test_a_rank_that_compiles_is_not_hung(compilations):
     barked = threading.Event()
     watchdog = Watchdog(0.2, barked.set)
-    compilations = Compilations()
-    monkeypatch.setattr(hooks, "_listener", None)
     compilations.watch(watchdog, 60.0)
     watchdog.watch(lambda: "a step")
 
-    with hooks.compiling("attention.cu"):
+    with hooks.waiting("attention.cu"):
         assert not barked.wait(0.8)
+        hooks.compiled()
 
     # The step itself may still hang.
     assert barked.wait(60.0)
@@ -69,16 +79,48 @@ def test_a_rank_that_compiles_is_not_hung(monkeypatch):
     assert compilations.num_compiled == 1
 
 
-def test_kernels_that_other_threads_compile_ahead_do_not_count(monkeypatch):
-    compilations = Compilations()
-    monkeypatch.setattr(hooks, "_listener", compilations)
+def test_a_rank_that_waits_for_threads_that_compile_is_not_hung(compilations):
+    barked = threading.Event()
+    watchdog = Watchdog(0.2, barked.set)
+    compilations.watch(watchdog, 60.0)
+    watchdog.watch(lambda: "a step")
+
+    def compile_one(name):
+        with hooks.waiting(name):
+            time.sleep(0.8)
+            hooks.compiled()
+
+    with hooks.waiting("products"), ThreadPoolExecutor(2) as pool:
+        list(pool.map(compile_one, ("products.cu", "more.cu")))
+    assert not barked.is_set()
+    watchdog.stop()
+    # The step waited once.
+    assert compilations.values() == {"num_compiled_kernels": 1, "num_loaded_kernels": 0}
+
+
+def test_a_compilation_that_fails_ends_the_wait(compilations):
+    barked = threading.Event()
+    watchdog = Watchdog(0.2, barked.set)
+    compilations.watch(watchdog, 60.0)
+    watchdog.watch(lambda: "a step")
+
+    with pytest.raises(OSError), hooks.waiting("attention.cu"):
+        raise OSError
+
+    assert barked.wait(60.0)
+    watchdog.stop()
+    assert compilations.num_compiled == 0
+
+
+def test_kernels_that_other_threads_compile_ahead_do_not_count(compilations):
+    compilations.watch(None, 60.0)
 
     def compile_ahead():
-        with hooks.compiling("attention.cu"):
-            pass
+        with hooks.waiting("attention.cu"):
+            hooks.compiled()
 
     thread = threading.Thread(target=compile_ahead)
     thread.start()
     thread.join()
 
-    assert compilations.num_compiled == 0
+    assert compilations.values() == {"num_compiled_kernels": 0, "num_loaded_kernels": 0}
