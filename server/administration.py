@@ -19,7 +19,7 @@ from trimaran.server.metrics.metrics import Metrics
 from trimaran.server.protocol.limits import check_id
 from trimaran.server.protocol.load_request import LoadRequest
 from trimaran.server.settings import Changes, LogSettings, TraceSettings
-from trimaran.server.shared_memory.places import Kind, RegionSpec
+from trimaran.server.shared_memory.region_specs import Kind, RegionSpec
 from trimaran.server.shared_memory.regions import SharedRegions
 
 CONTROL_REFUSED = "explicit model load / unload is not allowed if polling is enabled"

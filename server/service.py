@@ -36,15 +36,15 @@ from trimaran.server.protocol.infer_json import ParsedInfer, RequestedOutput
 from trimaran.server.protocol.infer_response import select_outputs
 from trimaran.server.protocol.load_request import LoadRequest
 from trimaran.server.settings import Changes, LogSettings, TraceSettings
-from trimaran.server.shared_memory.places import Kind, RegionSpec
+from trimaran.server.shared_memory.region_specs import Kind, RegionSpec
 from trimaran.server.shared_memory.regions import SharedRegions
 
 INTERNAL = "internal error; the server's log has the details"
 """The text that clients get for an internal error."""
 
-_PLACES_AT_ONCE = 16
-"""Places in memory of clients that are found, or read where they are short, between two turns
-of other requests: at most a megabyte."""
+_SLICES_AT_ONCE = 16
+"""Slices of clients' memory that are found, or read if they are short, before other requests
+run: at most a megabyte."""
 
 
 @dataclass(slots=True)
@@ -147,34 +147,34 @@ class Service:
             raise NotReadyError(model.name, model.version)
         return current
 
-    async def find_places(self, parsed: ParsedInfer, max_bytes: int) -> None:
-        """Read the inputs that are in memory of the client, and find that of its outputs.
+    async def find_slices(self, parsed: ParsedInfer, max_bytes: int) -> None:
+        """Read the inputs in the client's memory, and find the slices of its outputs.
 
         Raises:
-            RequestError: a region or a place does not exist, or the inputs have more than
+            RequestError: a region or a slice does not exist, or the inputs have more than
                 ``max_bytes`` together.
         """
-        if not parsed.has_places:
+        if not parsed.has_slices:
             return
         found = []
         for number, wire in enumerate(parsed.inputs, 1):
-            await _take_turns(number)
-            if wire.place is not None:
-                found.append((wire, await self.regions.find(wire.place)))
+            await _let_others_run(number)
+            if wire.region_slice is not None:
+                found.append((wire, await self.regions.find(wire.region_slice)))
         for number, output in enumerate(parsed.outputs, 1):
-            await _take_turns(number)
-            if output.place is not None:
-                parsed.targets[output.name] = await self.regions.find(output.place)
-        num_bytes = sum(place.num_bytes for _, place in found)
+            await _let_others_run(number)
+            if output.region_slice is not None:
+                parsed.targets[output.name] = await self.regions.find(output.region_slice)
+        num_bytes = sum(part.num_bytes for _, part in found)
         if num_bytes > max_bytes:
             raise RequestError(
                 f"the inputs in shared memory have {num_bytes} bytes together, and a request "
                 f"has at most {max_bytes}. Use --http-max-input-size (over gRPC: "
                 "--grpc-max-message-size) to increase the limit."
             )
-        for number, (wire, place) in enumerate(found, 1):
-            await _take_turns(number)
-            wire.data = await place.read()
+        for number, (wire, part) in enumerate(found, 1):
+            await _let_others_run(number)
+            wire.data = await part.read()
 
     async def infer_once(self, model: Model, parsed: ParsedInfer) -> InferResponse:
         """Run a parsed request over a protocol with room for one response. Returns the first
@@ -214,7 +214,7 @@ class Service:
         that clients want in their memory.
 
         Raises:
-            RequestError: an output does not fit its place.
+            RequestError: an output does not fit its slice.
         """
         response.outputs = await select_outputs(
             response.outputs,
@@ -278,7 +278,7 @@ class Service:
         await self._administration.unregister_region(kind, name)
 
 
-async def _take_turns(number: int) -> None:
-    """Let other requests take their turn at some of a request's places, by their number."""
-    if number % _PLACES_AT_ONCE == 0:
+async def _let_others_run(number: int) -> None:
+    """Let other requests run after each `_SLICES_AT_ONCE` slices of a request."""
+    if number % _SLICES_AT_ONCE == 0:
         await asyncio.sleep(0)

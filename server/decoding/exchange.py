@@ -73,7 +73,7 @@ def receive_parsed(
         if isinstance(wire.data, np.ndarray):
             wire.data = np.empty(size, wire.data.dtype)
             _fill(connection, wire.data)
-        elif wire.place is None:
+        elif wire.region_slice is None:
             wire.data = take_blob(size)
     return parsed
 

@@ -55,7 +55,7 @@ class InferTask:
         config = ModelConfig.FromString(self.config)
         blobs = _stand_in(self.num_blob_bytes)
         parsed = parse_document(data, blobs, config, self.max_input_bytes, self.prompts)
-        _check(config, parsed, has_blobs=self.num_blob_bytes > 0 or parsed.has_places)
+        _check(config, parsed, has_blobs=self.num_blob_bytes > 0 or parsed.has_slices)
         return parsed
 
 

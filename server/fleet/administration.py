@@ -9,7 +9,7 @@ from tritonclient.grpc.service_pb2 import ModelStatisticsResponse
 from trimaran.server.inference.registry import IndexEntry
 from trimaran.server.protocol.load_request import LoadRequest
 from trimaran.server.settings import Changes
-from trimaran.server.shared_memory.places import Kind, RegionSpec
+from trimaran.server.shared_memory.region_specs import Kind, RegionSpec
 
 
 class Administration(Protocol):

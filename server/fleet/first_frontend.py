@@ -18,7 +18,7 @@ from trimaran.server.fleet.peer_link import PeerLink, SharedState, Verb
 from trimaran.server.inference.registry import IndexEntry
 from trimaran.server.protocol.load_request import LoadRequest
 from trimaran.server.settings import Changes
-from trimaran.server.shared_memory.places import Kind, RegionSpec
+from trimaran.server.shared_memory.region_specs import Kind, RegionSpec
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from trimaran.server.metrics.group_board import GroupBoard
 from trimaran.server.metrics.other_counts import OtherCounts
 from trimaran.server.protocol.load_request import LoadRequest
 from trimaran.server.settings import LogSettings, TraceSettings
-from trimaran.server.shared_memory.places import RegionSpec
+from trimaran.server.shared_memory.region_specs import RegionSpec
 from trimaran.server.shared_memory.regions import SharedRegions
 
 logger = logging.getLogger(__name__)

@@ -29,7 +29,7 @@ from trimaran.server.protocol.load_request import (
 from trimaran.server.protocol.region_json import check_handle
 from trimaran.server.service import INTERNAL, Service
 from trimaran.server.settings import FORMATS, log_file_refused
-from trimaran.server.shared_memory.places import RegionSpec
+from trimaran.server.shared_memory.region_specs import RegionSpec
 
 logger = logging.getLogger(__name__)
 
@@ -152,7 +152,7 @@ class InferenceServicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type:
             parsed.request.model_version = names.model_version
             parsed.request.arrival_ns = arrival_ns
             self._forwarding.apply(parsed.request, context.invocation_metadata() or ())
-            await service.find_places(parsed, service.config.grpc_max_message_bytes)
+            await service.find_slices(parsed, service.config.grpc_max_message_bytes)
             response = await service.infer_once(model, parsed)
             message = pb.ModelInferResponse()
             await run_cooperatively(fill_response(message, response, parsed.targets))

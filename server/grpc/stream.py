@@ -159,7 +159,7 @@ class StreamSession:
         parsed.request.model_version = names.model_version
         parsed.request.arrival_ns = arrival_ns
         self._forwarding.apply(parsed.request, self._metadata)
-        await self._service.find_places(parsed, self._service.config.grpc_max_message_bytes)
+        await self._service.find_slices(parsed, self._service.config.grpc_max_message_bytes)
         responses = await self._service.infer(
             model, parsed.request, parsed.inputs, parsed.outputs
         )

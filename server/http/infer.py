@@ -104,7 +104,7 @@ class InferEndpoint:
         parsed.request.model_version = model.version
         parsed.request.arrival_ns = arrival_ns
         self._forwarding.apply(parsed.request, request.raw_headers)
-        await self._service.find_places(parsed, self._service.config.http_max_input_bytes)
+        await self._service.find_slices(parsed, self._service.config.http_max_input_bytes)
         return model, parsed
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from urllib.parse import unquote
 
-from trimaran.server.shared_memory.places import Kind
+from trimaran.server.shared_memory.region_specs import Kind
 
 GET = frozenset(("GET",))
 POST = frozenset(("POST",))

@@ -21,7 +21,7 @@ from trimaran.server.inference.tensor_bytes import (
     from_config,
     split_in_chunks,
 )
-from trimaran.server.shared_memory.places import RegionPlace
+from trimaran.server.shared_memory.region_specs import RegionSlice
 
 INVALID_DATATYPE = "<invalid>"
 MAX_ELEMENTS = (1 << 63) - 1
@@ -46,8 +46,8 @@ class WireInput:
     data: Array | Buffer
     """A flat array, or the bytes of a binary tensor."""
 
-    place: RegionPlace | None = None
-    """The place of the bytes in memory of the client; ``data`` is empty until they are read."""
+    region_slice: RegionSlice | None = None
+    """The bytes in memory of the client; ``data`` is empty until they are read."""
 
 
 @dataclass(frozen=True, slots=True)

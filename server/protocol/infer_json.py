@@ -33,8 +33,8 @@ from trimaran.server.protocol.json_access import (
 )
 from trimaran.server.protocol.limits import check_dimensions, check_id, check_number
 from trimaran.server.protocol.tensor_json import array_from_json, flatten
-from trimaran.server.shared_memory.places import RegionPlace
-from trimaran.server.shared_memory.regions import OpenPlace
+from trimaran.server.shared_memory.region_specs import RegionSlice
+from trimaran.server.shared_memory.regions import OpenSlice
 
 RESERVED_PREFIX = "triton_"
 
@@ -111,7 +111,7 @@ class RequestedOutput:
     num_classes: int = 0
     """The number of best classes to return instead of the values; 0 means the values."""
 
-    place: RegionPlace | None = None
+    region_slice: RegionSlice | None = None
     """Memory of the client in place of the response."""
 
 
@@ -128,14 +128,14 @@ class ParsedInfer:
     wants_empty_final: bool = False
     """gRPC streams: a flag-only response ends the answers."""
 
-    targets: dict[str, OpenPlace] = field(default_factory=dict)
+    targets: dict[str, OpenSlice] = field(default_factory=dict)
     """Outputs that are written to memory of the client, once it is found."""
 
     @property
-    def has_places(self) -> bool:
+    def has_slices(self) -> bool:
         """Whether tensors are in memory of the client."""
-        return any(wire.place for wire in self.inputs) or any(
-            output.place for output in self.outputs
+        return any(wire.region_slice for wire in self.inputs) or any(
+            output.region_slice for output in self.outputs
         )
 
 
@@ -273,7 +273,7 @@ def _inputs(
         dims = as_list(_member(entry, "shape"), "'shape'")
         check_dimensions(name, len(dims))
         shape = tuple(as_unsigned(dim, "'shape'") for dim in dims)
-        if isinstance(source, RegionPlace):
+        if isinstance(source, RegionSlice):
             inputs.append(WireInput(name, datatype, shape, b"", source))
             continue
         if source is None:
@@ -293,8 +293,8 @@ def _inputs(
     return inputs
 
 
-def _data_source(entry: JsonObject) -> int | RegionPlace | None:
-    """Size of the input's blob, its place in a region, or None if the data is in the JSON."""
+def _data_source(entry: JsonObject) -> int | RegionSlice | None:
+    """Size of the input's blob, its slice of a region, or None if the data is in the JSON."""
     parameters = _members(entry.get("parameters"))
     sources = [f"'{name}'" for name in ("data",) if name in entry] + [
         f"'{name}'"
@@ -308,20 +308,20 @@ def _data_source(entry: JsonObject) -> int | RegionPlace | None:
             f"'parameters', 'shared_memory_region' in 'parameters'. But {found}"
         )
     if "shared_memory_region" in parameters:
-        return _place(parameters)
+        return _slice(parameters)
     if "data" in entry:
         return None
     return as_unsigned(parameters["binary_data_size"], "'binary_data_size'")
 
 
-def _place(parameters: JsonObject) -> RegionPlace:
-    """The place that the parameters of a tensor name."""
+def _slice(parameters: JsonObject) -> RegionSlice:
+    """The slice that the parameters of a tensor name."""
     region = as_string(parameters["shared_memory_region"], "'shared_memory_region'")
-    place = (
+    extent = (
         as_unsigned(parameters.get(name, 0), f"'{name}'")
         for name in ("shared_memory_offset", "shared_memory_byte_size")
     )
-    return RegionPlace(region, *place)
+    return RegionSlice(region, *extent)
 
 
 def _json_data(entry: JsonObject, wire: WireInput, limits: _InputLimits) -> Any:
@@ -354,7 +354,7 @@ def _output(entry: JsonObject) -> RequestedOutput:
             raise RequestError(
                 "Output can't set both 'shared_memory_region' and 'classification'"
             )
-        return RequestedOutput(name, place=_place(parameters))
+        return RequestedOutput(name, region_slice=_slice(parameters))
     is_binary = False
     if "binary_data" in parameters:
         is_binary = json_access.as_bool(parameters["binary_data"], "'binary_data'")

@@ -19,7 +19,7 @@ from trimaran.server.protocol.infer_json import (
     RequestedOutput,
 )
 from trimaran.server.protocol.limits import check_dimensions, check_id, check_number
-from trimaran.server.shared_memory.places import RegionPlace
+from trimaran.server.shared_memory.region_specs import RegionSlice
 
 EMPTY_FINAL = "triton_enable_empty_final_response"
 
@@ -138,12 +138,12 @@ def _input(
     entry: pb.ModelInferRequest.InferInputTensor,
 ) -> Cooperative[WireInput]:
     name, model = entry.name, message.model_name
-    place = _place(name, entry.parameters)
+    region_slice = _slice(name, entry.parameters)
     check_dimensions(name, len(entry.shape))
     shape = tuple(entry.shape)
     datatype = entry.datatype if entry.datatype in NUMPY_TYPES else INVALID_DATATYPE
-    if place is not None:
-        return WireInput(name, datatype, shape, b"", place)
+    if region_slice is not None:
+        return WireInput(name, datatype, shape, b"", region_slice)
     if contents is not None:
         if entry.HasField("contents"):
             raise RequestError(
@@ -200,12 +200,14 @@ def _output(output: pb.ModelInferRequest.InferRequestedOutputTensor) -> Requeste
         num_classes = parameter.int64_param
         if num_classes <= 0:
             raise RequestError("invalid value for 'classification' parameter, expected >= 0")
-    place = _place(output.name, output.parameters)
-    return RequestedOutput(output.name, is_binary=True, num_classes=num_classes, place=place)
+    region_slice = _slice(output.name, output.parameters)
+    return RequestedOutput(
+        output.name, is_binary=True, num_classes=num_classes, region_slice=region_slice
+    )
 
 
-def _place(tensor: str, parameters: Mapping[str, pb.InferParameter]) -> RegionPlace | None:
-    """The place of a tensor in a region; None if it is in the message."""
+def _slice(tensor: str, parameters: Mapping[str, pb.InferParameter]) -> RegionSlice | None:
+    """The slice of a region that holds a tensor; None for a tensor in the message."""
     if _REGION not in parameters:
         for name in (_SIZE, _OFFSET):
             if name in parameters:
@@ -225,7 +227,7 @@ def _place(tensor: str, parameters: Mapping[str, pb.InferParameter]) -> RegionPl
             f"'{_SIZE}' must be specified along with '{_REGION}' parameter for tensor "
             f"'{tensor}'"
         )
-    return RegionPlace(
+    return RegionSlice(
         parameter.string_param,
         offset=_size(tensor, parameters, _OFFSET) if _OFFSET in parameters else 0,
         num_bytes=_size(tensor, parameters, _SIZE),

@@ -11,7 +11,7 @@ from trimaran.server.inference.tensor_bytes import Buffer
 from trimaran.server.protocol import json_access
 from trimaran.server.protocol.json_access import JsonObject, as_string, as_unsigned
 from trimaran.server.shared_memory.cuda_memory import HANDLE_BYTES
-from trimaran.server.shared_memory.places import Kind, RegionSpec
+from trimaran.server.shared_memory.region_specs import Kind, RegionSpec
 
 _WRONG_HANDLE = "'raw_handle' must be a valid base64 encoded cudaIpcMemHandle_t"
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from trimaran.comm.errors import ErrorKind, RequestError
-from trimaran.server.shared_memory.places import (
+from trimaran.server.shared_memory.region_specs import (
     RegionSpec,
     invalid_args,
     invalid_handle,

@@ -10,7 +10,12 @@ from typing import Any, Protocol
 
 from trimaran.comm.errors import ErrorKind, RequestError
 from trimaran.server.shared_memory.cuda_memory import CudaRegion
-from trimaran.server.shared_memory.places import Kind, RegionPlace, RegionSpec, unknown_region
+from trimaran.server.shared_memory.region_specs import (
+    Kind,
+    RegionSlice,
+    RegionSpec,
+    unknown_region,
+)
 from trimaran.server.shared_memory.system_memory import SystemRegion
 
 logger = logging.getLogger(__name__)
@@ -44,15 +49,15 @@ class _Region(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class OpenPlace:
-    """The place of one tensor, which keeps its region open."""
+class OpenSlice:
+    """The slice of one tensor, which keeps its region open."""
 
     region: _Region
     offset: int
     num_bytes: int
 
     async def read(self) -> bytes:
-        """A copy of the place: the client may change the original while the request runs.
+        """A copy of the slice: the client may change the original while the request runs.
 
         Raises:
             RequestError: the memory is gone.
@@ -65,7 +70,7 @@ class OpenPlace:
         """Write an output of a model.
 
         Raises:
-            RequestError: the output is longer than the place, or the memory is gone.
+            RequestError: the output is longer than the slice, or the memory is gone.
         """
         num_bytes = sum(map(len, parts))
         if num_bytes > self.num_bytes:
@@ -144,34 +149,34 @@ class SharedRegions:
             )
         return [spec]
 
-    async def find(self, place: RegionPlace) -> OpenPlace:
-        """The memory of a place.
+    async def find(self, part: RegionSlice) -> OpenSlice:
+        """The memory of a slice.
 
         Raises:
-            RequestError: there is no such region, or the place is not inside the region.
+            RequestError: there is no such region, or the slice exceeds the region.
         """
-        spec = self._specs.get(place.region)
+        spec = self._specs.get(part.region)
         if spec is None:
-            raise unknown_region(place.region)
-        if place.offset >= spec.num_bytes:
-            raise RequestError(f"Invalid offset for shared memory region: '{place.region}'")
-        if place.offset + place.num_bytes > SIZE_MAX:
+            raise unknown_region(part.region)
+        if part.offset >= spec.num_bytes:
+            raise RequestError(f"Invalid offset for shared memory region: '{part.region}'")
+        if part.offset + part.num_bytes > SIZE_MAX:
             raise RequestError(
-                f"Integer overflow detected: byte_size ({place.num_bytes}) + offset "
-                f"({place.offset}) exceeds maximum value ({SIZE_MAX}) for region "
-                f"'{place.region}'"
+                f"Integer overflow detected: byte_size ({part.num_bytes}) + offset "
+                f"({part.offset}) exceeds maximum value ({SIZE_MAX}) for region "
+                f"'{part.region}'"
             )
-        if place.offset + place.num_bytes > spec.num_bytes:
+        if part.offset + part.num_bytes > spec.num_bytes:
             raise RequestError(
-                f"Invalid offset + byte size for shared memory region: '{place.region}'"
+                f"Invalid offset + byte size for shared memory region: '{part.region}'"
             )
-        region = self._open.get(place.region)
+        region = self._open.get(part.region)
         if region is None:
             # A CUDA region of the first front end, used here for the first time.
             region = await asyncio.to_thread(CudaRegion, spec)
-            if self._specs.get(place.region) is spec:
-                self._open[place.region] = region
-        return OpenPlace(region, place.offset, place.num_bytes)
+            if self._specs.get(part.region) is spec:
+                self._open[part.region] = region
+        return OpenSlice(region, part.offset, part.num_bytes)
 
     def to_wire(self) -> list[dict[str, Any]]:
         """The regions, for other front ends."""

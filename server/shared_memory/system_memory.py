@@ -11,7 +11,11 @@ import stat
 from collections.abc import Sequence
 
 from trimaran.comm.errors import ErrorKind, RequestError
-from trimaran.server.shared_memory.places import RegionSpec, invalid_args, no_address_space
+from trimaran.server.shared_memory.region_specs import (
+    RegionSpec,
+    invalid_args,
+    no_address_space,
+)
 
 FOLDER = "/dev/shm"
 _LONGEST_NAME_BYTES = 255

@@ -13,7 +13,7 @@ SERVER = """
 import asyncio, sys
 import numpy as np
 from trimaran.comm.errors import RequestError
-from trimaran.server.shared_memory.places import RegionPlace, RegionSpec
+from trimaran.server.shared_memory.region_specs import RegionSlice, RegionSpec
 from trimaran.server.shared_memory.regions import SharedRegions
 
 async def main():
@@ -29,8 +29,8 @@ async def main():
             print(refused.name, error)
     await regions.register(spec("r"))
     await regions.register(spec("again"))
-    source = await regions.find(RegionPlace("r", 16, 32))
-    target = await regions.find(RegionPlace("again", 1024, 4096 - 1024))
+    source = await regions.find(RegionSlice("r", 16, 32))
+    target = await regions.find(RegionSlice("again", 1024, 4096 - 1024))
     values = np.frombuffer(await source.read(), np.float32)
     print(values.tolist())
     await target.write("OUT", [(values * 2).tobytes(), b"end!"])

@@ -17,7 +17,7 @@ from trimaran.comm.errors import RequestError
 from trimaran.server.inference.request import InferRequest
 from trimaran.server.inference.validation import WireInput
 from trimaran.server.protocol.infer_json import ParsedInfer
-from trimaran.server.shared_memory.places import RegionPlace, RegionSpec
+from trimaran.server.shared_memory.region_specs import RegionSlice, RegionSpec
 from trimaran.server.shared_memory.regions import SharedRegions
 
 MAX_BYTES = 1 << 20
@@ -218,12 +218,12 @@ def test_other_requests_take_their_turn_while_many_places_are_read(sharing):
                 num_turns += 1
                 await asyncio.sleep(0)
 
-        service, place = sharing.service, RegionPlace("many", 0, 8)
+        service, place = sharing.service, RegionSlice("many", 0, 8)
         spec = RegionSpec(kind="system", name="many", key=key, num_bytes=8)
         await service.register_region(spec)
         wires = [WireInput(str(n), "FP32", (2,), b"", place) for n in range(1600)]
         task = asyncio.ensure_future(others())
-        await service.find_places(ParsedInfer(InferRequest(model_name="m"), wires), MAX_BYTES)
+        await service.find_slices(ParsedInfer(InferRequest(model_name="m"), wires), MAX_BYTES)
         is_over = True
         await task
         await service.unregister_region("system", "many")
@@ -246,10 +246,10 @@ def test_a_request_keeps_its_region_when_that_is_unregistered():
     async def scenario(key):
         regions = SharedRegions(is_allowed=True)
         await regions.register(RegionSpec(kind="system", name="r", key=key, num_bytes=64))
-        place = await regions.find(RegionPlace("r", 4, 8))
+        place = await regions.find(RegionSlice("r", 4, 8))
         regions.unregister("system", "")
         with pytest.raises(RequestError, match="Unable to find shared memory region: 'r'"):
-            await regions.find(RegionPlace("r", 4, 8))
+            await regions.find(RegionSlice("r", 4, 8))
         return await place.read()
 
     with memory(64) as (region, key):

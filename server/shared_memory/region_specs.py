@@ -1,4 +1,4 @@
-"""Regions and places inside them, as clients name them."""
+"""Regions and slices of regions, as clients name them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ Kind = Literal["system", "cuda"]
 
 
 @dataclass(frozen=True, slots=True)
-class RegionPlace:
-    """The place of one tensor, not yet looked up."""
+class RegionSlice:
+    """The slice of a region that holds one tensor, not yet looked up."""
 
     region: str
     offset: int
