@@ -10,6 +10,7 @@ import torch
 
 from trimaran.bench.limits.ranks import Ranks
 from trimaran.bench.limits.roofline import Ceilings, ModelShape
+from trimaran.kernels.quantized import FP8
 
 _ROWS = 8192
 _USABLE = 0.9
@@ -17,31 +18,53 @@ _USABLE = 0.9
 
 
 def measure(
-    shape: ModelShape, device: torch.device, dtype: torch.dtype, seconds: float
+    shape: ModelShape,
+    device: torch.device,
+    dtype: torch.dtype,
+    seconds: float,
+    *,
+    has_fp8: bool = False,
 ) -> Ceilings:
     """Run the layer's own products for ``seconds``, then copies; returns the sustained rates.
+
+    With ``has_fp8`` the products run with FP8 weights and inputs too, on a GPU.
 
     A GPU under load lowers its clock: a short burst would give a ceiling that no longer run can
     reach.
     """
     with torch.inference_mode():
-        flops = _product_rate(shape, device, dtype, seconds)
+        run, flops_a_run = _products(shape, device, dtype)
+        flops = flops_a_run * _calls_per_s(run, device, seconds)
+        quantized_flops = 0.0
+        if has_fp8 and device.type == "cuda":
+            run, flops_a_run = _fp8_products(shape, device)
+            quantized_flops = flops_a_run * _calls_per_s(run, device, seconds)
         bandwidth = _copy_rate(device)
     if device.type == "cuda":
         memory = float(torch.cuda.get_device_properties(device).total_memory)
     else:
         memory = float(psutil.virtual_memory().total)
-    return Ceilings(flops=flops, bandwidth=bandwidth, memory=_USABLE * memory)
+    return Ceilings(
+        flops=flops,
+        bandwidth=bandwidth,
+        memory=_USABLE * memory,
+        quantized_flops=quantized_flops,
+    )
 
 
 def measure_all(
-    shape: ModelShape, ranks: Ranks, dtype: torch.dtype, seconds: float
+    shape: ModelShape,
+    ranks: Ranks,
+    dtype: torch.dtype,
+    seconds: float,
+    *,
+    has_fp8: bool = False,
 ) -> Ceilings:
     """The sum of the rates that the devices of all ranks sustain at the same time.
     Collective.
     """
     ranks.barrier()
-    every = ranks.of_all(measure(shape, ranks.device, dtype, seconds))
+    every = ranks.of_all(measure(shape, ranks.device, dtype, seconds, has_fp8=has_fp8))
     memories = [each.memory for each in every]
     return Ceilings(
         flops=sum(each.flops for each in every),
@@ -49,35 +72,57 @@ def measure_all(
         # Ranks on the CPU share their host's.
         memory=sum(memories) if ranks.device.type == "cuda" else max(memories),
         devices=len(every) if ranks.device.type == "cuda" else 1,
+        quantized_flops=sum(each.quantized_flops for each in every),
     )
 
 
-def _product_rate(
-    shape: ModelShape, device: torch.device, dtype: torch.dtype, seconds: float
-) -> float:
-    rows = _ROWS if device.type == "cuda" else 256
-    sizes = (
+_Runs = tuple[Callable[[], None], float]
+"""A call of a layer's products, and its operations."""
+
+
+def _sizes(shape: ModelShape) -> tuple[tuple[int, int], ...]:
+    """(inputs, outputs) of a layer's products."""
+    return (
         (shape.hidden, shape.query_width + 2 * shape.kv_width),
         (shape.query_width, shape.hidden),
         # The experts of a token as one MLP: the rate of a narrow expert alone would be lower.
         (shape.hidden, (shape.mlp_matrices - 1) * shape.mlp_width),
         (shape.mlp_width, shape.hidden),
     )
+
+
+def _products(shape: ModelShape, device: torch.device, dtype: torch.dtype) -> _Runs:
+    rows = _ROWS if device.type == "cuda" else 256
     # Random values: products of zeros take less power and run faster.
     pairs = [
         (
             torch.randn((rows, inputs), device=device, dtype=dtype),
             torch.randn((outputs, inputs), device=device, dtype=dtype),
         )
-        for inputs, outputs in sizes
+        for inputs, outputs in _sizes(shape)
     ]
-    flops = sum(2.0 * rows * inputs * outputs for inputs, outputs in sizes)
 
     def run() -> None:
         for x, weight in pairs:
             torch.nn.functional.linear(x, weight)
 
-    return flops * _calls_per_s(run, device, seconds)
+    return run, sum(2.0 * rows * inputs * outputs for inputs, outputs in _sizes(shape))
+
+
+def _fp8_products(shape: ModelShape, device: torch.device) -> _Runs:
+    """The same with a scale a token and an output, by the library."""
+    products = []
+    for inputs, outputs in _sizes(shape):
+        x = torch.randn((_ROWS, inputs), device=device).to(FP8)
+        weight = torch.randn((outputs, inputs), device=device).to(FP8)
+        scales = torch.ones((_ROWS, 1), device=device), torch.ones((1, outputs), device=device)
+        products.append((x, weight.t(), *scales))
+
+    def run() -> None:
+        for x, weight, of_x, of_weight in products:
+            torch._scaled_mm(x, weight, of_x, of_weight, out_dtype=torch.bfloat16)
+
+    return run, sum(2.0 * _ROWS * inputs * outputs for inputs, outputs in _sizes(shape))
 
 
 def _copy_rate(device: torch.device) -> float:

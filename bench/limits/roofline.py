@@ -33,8 +33,14 @@ class Ceilings:
     devices: int = 1
     """Number of devices; the other figures are their sums."""
 
+    quantized_flops: float = 0.0
+    """Operations a second of products with quantized weights; 0: ``flops``."""
+
     def __str__(self) -> str:
-        return f"{self.flops / 1e12:.4g} TFLOP/s, {self.bandwidth / 1e12:.3g} TB/s"
+        quantized = (
+            f"{self.quantized_flops / 1e12:.4g} quantized, " if self.quantized_flops else ""
+        )
+        return f"{self.flops / 1e12:.4g} TFLOP/s, {quantized}{self.bandwidth / 1e12:.3g} TB/s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +49,8 @@ class Work:
 
     bytes: float
     flops: float
-
-
-def product(rows: float, inputs: int, outputs: int, value: float, weights: float) -> Work:
-    """A product of ``rows`` by a matrix; ``weights`` is 1 if the matrix is read."""
-    moved = weights * inputs * outputs + rows * (inputs + outputs)
-    return Work(moved * value, 2 * rows * inputs * outputs)
+    is_quantized: bool = False
+    """Whether the products are those with quantized weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +87,13 @@ class ModelShape:
     cached_bytes: float = 0.0
     """Bytes of an element of the KV cache; 0: ``value_bytes``."""
 
+    quantized_bytes: float = 0.0
+    """Bytes of an element of the layers' weights with its share of a scale; 0: ``value_bytes``.
+    Embeddings and router are not quantized."""
+
+    head_bytes: float = 0.0
+    """Bytes of an element of the head of logits; 0: ``value_bytes``."""
+
     @classmethod
     def of(cls, config: PretrainedConfig) -> ModelShape:
         """The sizes of a model; for latent attention see `latent_shape`."""
@@ -117,19 +126,28 @@ class ModelShape:
             return 0.0
         mixed = self.layers - self.dense_layers
         weights = mixed * self.mlp_matrices * self.hidden * self.inner * self.experts
-        return weights * self.value_bytes
+        return weights * self.layer_bytes
+
+    @property
+    def layer_bytes(self) -> float:
+        """Bytes of an element of the layers' weights."""
+        return self.quantized_bytes or self.value_bytes
 
     @property
     def weight_bytes(self) -> float:
         """All weights."""
         router = self.hidden * self.experts if self.experts > 1 else 0
-        mlp = self.mlp_matrices * self.hidden * (self.inner * self.experts + self.shared)
-        mixed = (self.layers - self.dense_layers) * (mlp + router)
+        mixed = self.layers - self.dense_layers
+        mlp = (
+            mixed * self.mlp_matrices * self.hidden * (self.inner * self.experts + self.shared)
+        )
         dense = self.dense_layers * self.mlp_matrices * self.hidden * self.dense_inner
-        others = self.layers * (self._attention_weights() + 2 * self.hidden)
-        matrices = 1 if self.is_tied else 2
-        whole = mixed + dense + others + self.hidden + matrices * self.vocab * self.hidden
-        return whole * self.value_bytes
+        products = mlp + dense + self.layers * self._attention_weights()
+        norms = (2 * self.layers + 1) * self.hidden
+        others = norms + mixed * router + self.vocab * self.hidden
+        has_head = self.head_bytes > 0 or not self.is_tied
+        head = self.vocab * self.hidden * (self.head_bytes or self.value_bytes) * has_head
+        return products * self.layer_bytes + others * self.value_bytes + head
 
     def step_work(
         self, tokens: float, read_tokens: float, pairs: float, logits: float
@@ -142,7 +160,7 @@ class ModelShape:
         # Experts are drawn at random; an expert is read if some token has chosen it.
         read = self.experts * (1 - (1 - self.chosen / self.experts) ** tokens)
         work = [
-            *((self.layers, product(tokens, *each, value, 1)) for each in self._products()),
+            *((self.layers, self._product(tokens, *each)) for each in self._products()),
             (self.layers, self._attention(tokens, read_tokens, pairs)),
             (mixed, self._mlp(tokens, self.inner, read, self.chosen)),
         ]
@@ -150,8 +168,13 @@ class ModelShape:
             work.append((mixed, self._mlp(tokens, self.shared, 1, 1)))
         if self.dense_layers:
             work.append((self.dense_layers, self._mlp(tokens, self.dense_inner, 1, 1)))
-        moved = (self.hidden + logits) * self.vocab * value
+        moved = (self.hidden * (self.head_bytes or value) + logits * value) * self.vocab
         return [*work, (1, Work(moved, 2 * logits * self.hidden * self.vocab))]
+
+    def _product(self, tokens: float, inputs: int, outputs: int) -> Work:
+        moved = inputs * outputs * self.layer_bytes
+        moved += tokens * (inputs + outputs) * self.value_bytes
+        return Work(moved, 2 * tokens * inputs * outputs, self.quantized_bytes > 0)
 
     def _products(self) -> list[tuple[int, int]]:
         """(inputs, outputs) of the products of a layer's attention, except products of single
@@ -175,9 +198,10 @@ class ModelShape:
         Inner values between the products can stay on the chip.
         """
         width, matrices = chosen * inner, self.mlp_matrices
-        moved = matrices * read * self.hidden * inner + 2 * tokens * (self.hidden + width)
+        moved = matrices * read * self.hidden * inner * self.layer_bytes
+        moved += 2 * tokens * (self.hidden + width) * self.value_bytes
         flops = 2 * matrices * tokens * self.hidden * width
-        return Work(moved * self.value_bytes, flops)
+        return Work(moved, flops, self.quantized_bytes > 0)
 
 
 def common_sizes(config: PretrainedConfig) -> dict[str, Any]:
@@ -202,8 +226,10 @@ def common_sizes(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def _seconds(work: list[tuple[int, Work]], at: Ceilings) -> float:
+    rates = {False: at.flops, True: at.quantized_flops or at.flops}
     return sum(
-        count * max(each.bytes / at.bandwidth, each.flops / at.flops) for count, each in work
+        count * max(each.bytes / at.bandwidth, each.flops / rates[each.is_quantized])
+        for count, each in work
     )
 
 

@@ -56,7 +56,7 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="auto: a GPU if there is one",
     )
-    quantized = "of float weights; no limit is reported then (none)"
+    quantized = "of float weights; no limit is reported then of latent attention (none)"
     add("--quantization", choices=("none", *LOAD_METHODS), default="none", help=quantized)
     stored = "of keys and values: fp8, int8 or the model's (auto: as the folder says)"
     add(

@@ -201,9 +201,9 @@ def _subject(args: argparse.Namespace, loads: list[Load]) -> Iterator[_Subject |
         if config.parallel.world_size > 1 and _peer_names(args):
             raise ConfigError("--peer compares engines on one device: leave it out, or ranks")
         with connected(config) as ranks:
-            shape = _shape(args, folder, model)
+            shape = _shape(args, folder, model, is_gpu=ranks.device.type == "cuda")
             share = _memory_fraction(args, shape, ranks)
-            limits = _limits(args, ranks, shape, model.dtype)
+            limits = _limits(args, ranks, shape, model)
             peers = _peers(args, folder, model, loads)
             cache = replace(config.cache, free_memory_fraction=share)
             engine = load_engine(replace(config, cache=cache), ranks, profile)
@@ -222,21 +222,56 @@ def _subject(args: argparse.Namespace, loads: list[Load]) -> Iterator[_Subject |
                 engine.shutdown()
 
 
-def _shape(args: argparse.Namespace, folder: str, model: PretrainedConfig) -> ModelShape:
-    """The model's sizes, with the bytes of the KV cache that the flags ask for."""
+_GROUP_SCALE_BYTES = 2.0
+_WEIGHT_BYTES = {
+    "fp8": 1.0,
+    "fp8_block": 1.0,
+    "int8": 1.0,
+    "int4": 0.5 + _GROUP_SCALE_BYTES / 128,
+    "int4_g64": 0.5 + _GROUP_SCALE_BYTES / 64,
+    "int4_g32": 0.5 + _GROUP_SCALE_BYTES / 32,
+}
+"""Bytes of an element of a layer's weights by ``--quantization``, with a group's scale."""
+
+
+def _shape(
+    args: argparse.Namespace, folder: str, model: PretrainedConfig, *, is_gpu: bool
+) -> ModelShape:
+    """The model's sizes, with the bytes of weights and KV cache that the flags ask for."""
     kind = resolve_kv_cache_dtype(args.kv_cache_dtype, model, Path(folder), model.dtype)
     shape = shape_of(model)
-    return replace(shape, cached_bytes=1.0) if kind in ALGORITHMS else shape
+    quantized = _WEIGHT_BYTES.get(args.quantization, 0.0)
+    if args.quantization.startswith("fp8") and not is_gpu:
+        # The CPU keeps FP8 weights in bf16.
+        quantized = 0.0
+    cached = 1.0 if kind in ALGORITHMS else 0.0
+    # The head beside integer weights has 8 bits.
+    head = 1.0 if args.quantization.startswith("int") else 0.0
+    return replace(shape, cached_bytes=cached, quantized_bytes=quantized, head_bytes=head)
+
+
+def _has_limit(args: argparse.Namespace, model: PretrainedConfig) -> bool:
+    """Whether the limit counts the model's weights: not those that the folder quantizes in a
+    way of its own, nor quantized weights of latent attention."""
+    if args.ceiling_seconds <= 0 or model.quantization is not None:
+        return False
+    return args.quantization == "none" or not model.kv_lora_rank
 
 
 def _limits(
-    args: argparse.Namespace, ranks: Ranks, shape: ModelShape, dtype: str
+    args: argparse.Namespace, ranks: Ranks, shape: ModelShape, model: PretrainedConfig
 ) -> Ceilings | None:
-    """The rates that all devices sustain at the same time; None for quantized weights, which
-    have other bytes and rates. Collective."""
-    if args.ceiling_seconds <= 0 or args.quantization != "none":
+    """The rates that all devices sustain at the same time; None without a limit.
+    Collective."""
+    if not _has_limit(args, model):
         return None
-    limits = ceilings.measure_all(shape, ranks, dtype_by_name(dtype), args.ceiling_seconds)
+    limits = ceilings.measure_all(
+        shape,
+        ranks,
+        dtype_by_name(model.dtype),
+        args.ceiling_seconds,
+        has_fp8=args.quantization.startswith("fp8"),
+    )
     if ranks.is_leader:
         print(f"ceilings: {limits}")
     if ranks.device.type == "cuda":

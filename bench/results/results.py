@@ -52,6 +52,8 @@ def surroundings(gpu: str | None, ceilings: Ceilings | None) -> dict[str, Any]:
     if ceilings is not None:
         # Significant digits, not decimals: a CPU core has some thousandths of these units.
         facts["ceiling_tflops"] = float(f"{ceilings.flops / 1e12:.6g}")
+        if ceilings.quantized_flops:
+            facts["ceiling_quantized_tflops"] = float(f"{ceilings.quantized_flops / 1e12:.6g}")
         facts["ceiling_tb_s"] = float(f"{ceilings.bandwidth / 1e12:.5g}")
         facts["ceiling_gb"] = round(ceilings.memory / 1e9, 1)
     return facts
@@ -64,6 +66,7 @@ def ceilings_in(facts: Mapping[str, Any]) -> Ceilings:
         bandwidth=1e12 * facts["ceiling_tb_s"],
         memory=1e9 * facts["ceiling_gb"],
         devices=max(facts.get("gpus") or 1, 1),
+        quantized_flops=1e12 * facts.get("ceiling_quantized_tflops", 0.0),
     )
 
 

@@ -208,3 +208,25 @@ def test_weight_counts_of_every_family_equal_those_of_an_engine(config, paramete
     embedding = 0 if shape.is_tied else 2 * shape.vocab * shape.hidden
     least = (shape.weight_bytes - idle - embedding) / H200.bandwidth
     assert decode_step_s(shape, H200, 1, 1) == pytest.approx(least, rel=0.02)
+
+
+def test_quantized_weights_have_their_bytes_and_rates():
+    fp8 = dataclasses.replace(SHAPE, quantized_bytes=1.0, cached_bytes=1.0)
+    twice = dataclasses.replace(H200, quantized_flops=2 * H200.flops)
+    embedding = 2 * SHAPE.vocab * SHAPE.hidden
+    assert fp8.weight_bytes == pytest.approx(SHAPE.weight_bytes / 2 + embedding, rel=1e-3)
+    # Products in FP8 of a huge batch take half the time, the head's the same.
+    head = 2 * 65536 * SHAPE.vocab * SHAPE.hidden / H200.flops
+    whole, half = (decode_step_s(SHAPE, H200, 65536, 1), decode_step_s(fp8, twice, 65536, 1))
+    assert half - head == pytest.approx((whole - head) / 2, rel=0.03)
+    # Without a rate of their own quantized products have that of the others.
+    assert decode_step_s(fp8, H200, 65536, 1) == pytest.approx(whole, rel=0.03)
+
+
+def test_a_quantized_head_is_read_in_its_bytes():
+    shape = dataclasses.replace(SHAPE, quantized_bytes=0.516, head_bytes=1.0)
+    head, products = SHAPE.vocab * SHAPE.hidden, SHAPE.weight_bytes / 2 - 2 * SHAPE.vocab * 4096
+    read = head + 0.516 * products
+    assert decode_step_s(shape, H200, 1, 1) == pytest.approx(read / H200.bandwidth, rel=0.01)
+    tied = dataclasses.replace(shape, is_tied=True)
+    assert tied.weight_bytes == shape.weight_bytes
