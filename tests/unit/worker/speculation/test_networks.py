@@ -28,6 +28,7 @@ from tests.unit.worker.speculation.test_exactness import WAYS, check, draw, serv
 from trimaran.comm.errors import ConfigError
 from trimaran.worker.config.engine_config import CacheConfig, EngineConfig, SchedulerConfig
 from trimaran.worker.config.speculation_config import SpeculationConfig
+from trimaran.worker.execution.warm_up import load_step_kernels
 
 EXAMPLES = Path(__file__).parents[4] / "examples"
 LAYERS = 6
@@ -110,6 +111,35 @@ def test_drafts_of_networks_change_no_output(target_folder, networks, kind, way)
     counts = driver.engine.scheduler.draft_counts
     assert counts.num_tokens
     assert counts.num_accepted or kind != "draft_model"
+
+
+@pytest.mark.parametrize("kind", ["eagle", "draft_model", "medusa"])
+def test_the_start_runs_networks_with_and_without_drafts_to_verify(
+    target_folder, networks, kind
+):
+    driver = make_engine(target_folder, drafts_by(kind, networks))
+    runner, asked = driver.engine.runner, []
+    propose = runner.end.drafting.propose
+
+    def note(states, wanted, decision, token_ids):
+        found = propose(states, wanted, decision, token_ids)
+        if found is not None:
+            asked.append((len(decision.proposals), *decision.proposals[0, 1:3], found.shape))
+        return found
+
+    runner.end.drafting.propose = note
+    load_step_kernels(runner, driver.engine.scheduler.config)
+
+    # Up to the largest number of sequences, each with a draft that the step verifies.
+    counts = [1, 2, 3, 4, 5, 6, 7, 8, 16]
+    assert asked == [(count, count, 1, (count, COUNT)) for count in counts]
+    prompt = [3, 4, 5]
+    request = driver.submit(prompt, max_tokens=8, top_k=1)
+    driver.run()
+    plain = make_engine(target_folder, SpeculationConfig())
+    assert plain.submit(prompt, max_tokens=8, top_k=1) == request
+    plain.run()
+    assert driver.output(request) == plain.output(request)
 
 
 def test_drafts_of_networks_now_and_then_change_no_output(target_folder, networks):
