@@ -48,7 +48,7 @@ from streaming import (  # noqa: E402
     served,
 )
 
-from trimaran.bench.results.machine import surroundings  # noqa: E402
+from trimaran.bench.results.machine import environment  # noqa: E402
 from trimaran.bench.serving.free_ports import free_ports  # noqa: E402
 from trimaran.bench.serving.server_process import write_repository  # noqa: E402
 
@@ -366,7 +366,7 @@ def main() -> None:
             print(f"{name} is not installed: what it drives is left out")
     if args.load_cpus:
         os.sched_setaffinity(0, args.load_cpus)
-    machine = surroundings(None)
+    machine = environment(None)
     print(f"{'case':>15} {'load':>13} {'a second':>9} {'CPU us each':>11} {'cores':>5} "
           f"{'tokens/s':>9} {'CPU us a token':>14} tree")  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:

@@ -44,11 +44,11 @@ def times_of(
     x, weight, residual = (draw(*each).bfloat16() for each in (shape, shape[1:], shape))
     parts = draw(4, *shape)
     # Repeated sums in place would overflow the type.
-    noughts = torch.zeros_like(x)
+    zeros = torch.zeros_like(x)
 
     def apart() -> None:
-        sums(noughts)
-        rms_norm(noughts, weight, EPS, residual)
+        sums(zeros)
+        rms_norm(zeros, weight, EPS, residual)
 
     return {
         "apart": microseconds_of_collective(apart),

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from trimaran.bench.results import machine
-from trimaran.bench.results.results import append, surroundings
+from trimaran.bench.results.results import append, environment
 
 _Raw = argparse.RawDescriptionHelpFormatter
 
@@ -106,7 +106,7 @@ def main() -> int:
     )
     if args.json:
         gpus = machine.gpus()
-        append(args.json, line | surroundings(gpus[0] if gpus else None, None))
+        append(args.json, line | environment(gpus[0] if gpus else None, None))
     return 0 if line["reused_blocks"] else 1
 
 

@@ -129,7 +129,7 @@ class Spawner:
             for command in self._link.commands():
                 if command.verb == "shutdown":
                     return
-                self._obey(command)
+                self._execute(command)
             self._take_finished()
             self._spawn_next()
             if time.monotonic() >= next_question:
@@ -142,7 +142,7 @@ class Spawner:
         self._daemon.ask()
         self._watchdog.pause()
 
-    def _obey(self, command: Command) -> None:
+    def _execute(self, command: Command) -> None:
         key = _key(command.arguments)
         if command.verb == "spawn":
             self._waiting.append(command)

@@ -111,9 +111,9 @@ class Frontend:
 
     def _take_commands(self) -> None:
         for command in self._link.commands():
-            self._obey(command)
+            self._execute(command)
 
-    def _obey(self, command: Command) -> None:
+    def _execute(self, command: Command) -> None:
         if command.verb == "shutdown":
             self._shutdown.set()
         elif command.verb == "drain" and self._drain is None:

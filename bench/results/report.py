@@ -18,7 +18,7 @@ from trimaran.comm.files.output_files import writing
 Line = dict[str, Any]
 
 _REMEDY = "Take the line out, or name files of `trimaran bench ... --output`."
-_LOAD = {"isl": JsonType.WHOLE, "osl": JsonType.WHOLE, "requests": JsonType.WHOLE}
+_LOAD = {"isl": JsonType.INTEGER, "osl": JsonType.INTEGER, "requests": JsonType.INTEGER}
 _MODEL = {"shape": JsonType.TEXT, "dtype": JsonType.TEXT}
 _RATE = {"out_tok_s": JsonType.AMOUNT}
 _NEEDED: dict[str, dict[str, JsonType]] = {
@@ -29,19 +29,19 @@ _NEEDED: dict[str, dict[str, JsonType]] = {
     },
     "serve": {
         **_LOAD, **_RATE, "protocol": JsonType.TEXT, "request_rate": JsonType.NUMBER,
-        "concurrency": JsonType.WHOLE,
+        "concurrency": JsonType.INTEGER,
     },
     "kernels": {
         "operator": JsonType.TEXT, "size": JsonType.TEXT, "us": JsonType.AMOUNT,
         "limit_pct": JsonType.AMOUNT,
     },
 }  # fmt: skip
-_LAYOUT = dict.fromkeys(("tp_size", "pp_size", "dp_size", "moe_ep_size"), JsonType.WHOLE)
+_LAYOUT = dict.fromkeys(("tp_size", "pp_size", "dp_size", "moe_ep_size"), JsonType.INTEGER)
 _LIMIT = {"limit_tok_s": JsonType.AMOUNT, "limit_pct": JsonType.AMOUNT}
 _OFFLINE = {**_LAYOUT, **_LIMIT}
 _IF_THERE = {"throughput": _OFFLINE, "latency": _OFFLINE, "serve": _LAYOUT, "kernels": _LAYOUT}
 _OR_NULL = {
-    **dict.fromkeys(("engine", "device", *_MODEL), JsonType.TEXT), "gpus": JsonType.WHOLE,
+    **dict.fromkeys(("engine", "device", *_MODEL), JsonType.TEXT), "gpus": JsonType.INTEGER,
 }  # fmt: skip
 _TIME_STARTS = ("ttft_ms_", "itl_ms_", "e2e_ms_")
 

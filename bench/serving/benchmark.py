@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     """
     check(args)
     # Checked before the load, so that an error does not lose results.
-    around = _surroundings(args) if args.json else {}
+    around = _environment(args) if args.json else {}
     expected_ms = _expected_ms(args)
     url = args.url or DEFAULT_URLS[args.protocol]
     workload = Workload(args.vocab_size, args.seed)
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     delays = workload.delays(len(items), args.request_rate, args.time_delay_dist)
     load_before = os.getloadavg()
     started_at = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-    warmup = workload.strangers(items[: args.warmup])
+    warmup = workload.unseen_prompts(items[: args.warmup])
     done = measure(args, url, warmup, list(zip(items, delays, strict=True)))
     if done.num_left:
         _tell_interrupted(args, done)
@@ -288,7 +288,7 @@ def _print_errors(done: Run, is_verbose: bool) -> None:
         print(f"Request failed: {error}", file=sys.stderr)
 
 
-def _surroundings(args: argparse.Namespace) -> dict[str, Any]:
+def _environment(args: argparse.Namespace) -> dict[str, Any]:
     try:
         return machine.surroundings(args.metrics_url)
     except (OSError, ValueError) as error:

@@ -120,7 +120,7 @@ def _run_once(point: argparse.Namespace, turn: int) -> Run:
     workload = Workload(point.vocab_size, point.seed + turn)
     items = workload.fixed(point.num_requests, point.input_len, point.output_len)
     delays = workload.delays(len(items), point.request_rate, point.time_delay_dist)
-    warmup = workload.strangers(items[: point.warmup])
+    warmup = workload.unseen_prompts(items[: point.warmup])
     url = point.url or DEFAULT_URLS[point.protocol]
     # One line a point is printed, not the plain benchmark's progress.
     with contextlib.redirect_stdout(io.StringIO()):
@@ -213,7 +213,7 @@ def _known_ceilings(path: str, num_gpus: int) -> dict[str, float]:
     known = {name: lines[-1][name] for name in names}
     try:
         check_types(known, dict.fromkeys(names, JsonType.POSITIVE), may_be_null=False)
-        check_types(lines[-1], {"gpus": JsonType.WHOLE})
+        check_types(lines[-1], {"gpus": JsonType.INTEGER})
     except ConfigError as error:
         raise ConfigError(f"--ceilings-of {path}: {error}. Name another file.") from None
     measured = max(lines[-1].get("gpus") or 1, 1)

@@ -86,7 +86,7 @@ class Workload:
         print(f"Tokenizer: Tokens per word =  {num_tokens / max(1, num_words):.3f}")
         return items
 
-    def strangers(self, items: Sequence[Item]) -> list[Item]:
+    def unseen_prompts(self, items: Sequence[Item]) -> list[Item]:
         """Random prompts of the same lengths, which no prefix cache has seen."""
         return [Item(self._ids(len(item.ids)), item.output_len) for item in items]
 

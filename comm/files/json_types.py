@@ -43,18 +43,18 @@ def _list_of(is_one: Callable[[Any], bool]) -> Callable[[Any], bool]:
 class JsonType(Enum):
     """A JSON type; the value is its description in error messages."""
 
-    WHOLE = "a whole number of 32 bits"
+    INTEGER = "a whole number of 32 bits"
     NUMBER = "a finite number"
     POSITIVE = "a finite number above 0"
     AMOUNT = "a finite number of 0 or more"
     TEXT = "a string"
     FLAG = "true or false"
     OBJECT = "an object"
-    WHOLES = "a list of whole numbers"
+    INTEGERS = "a list of whole numbers"
     AMOUNTS = "a list of one or more finite numbers of 0 or more"
     POSITIVES = "a list of finite numbers above 0"
     TEXTS = "a list of strings"
-    WHOLE_OR_WHOLES = "a whole number or a list of them"
+    INTEGER_OR_INTEGERS = "a whole number or a list of them"
 
     def fits(self, value: Any) -> bool:
         """Whether a value that `json` has read is of this type."""
@@ -62,7 +62,7 @@ class JsonType(Enum):
 
 
 _CHECKS: dict[JsonType, Callable[[Any], bool]] = {
-    JsonType.WHOLE: _is_whole,
+    JsonType.INTEGER: _is_whole,
     JsonType.NUMBER: _is_number,
     JsonType.POSITIVE: _is_positive,
     JsonType.AMOUNT: _is_amount,
@@ -70,10 +70,10 @@ _CHECKS: dict[JsonType, Callable[[Any], bool]] = {
     JsonType.TEXT: _is_text,
     JsonType.FLAG: lambda value: isinstance(value, bool),
     JsonType.OBJECT: lambda value: isinstance(value, Mapping),
-    JsonType.WHOLES: _list_of(_is_whole),
+    JsonType.INTEGERS: _list_of(_is_whole),
     JsonType.POSITIVES: _list_of(_is_positive),
     JsonType.TEXTS: _list_of(_is_text),
-    JsonType.WHOLE_OR_WHOLES: lambda value: _is_whole(value) or _list_of(_is_whole)(value),
+    JsonType.INTEGER_OR_INTEGERS: lambda value: _is_whole(value) or _list_of(_is_whole)(value),
 }
 
 
@@ -97,12 +97,12 @@ def check_types(
 
 
 _TYPE_OF_ANNOTATION = {
-    "int": JsonType.WHOLE,
+    "int": JsonType.INTEGER,
     "float": JsonType.NUMBER,
     "str": JsonType.TEXT,
     "bool": JsonType.FLAG,
     "dict[str, Any]": JsonType.OBJECT,
-    "tuple[int, ...]": JsonType.WHOLES,
+    "tuple[int, ...]": JsonType.INTEGERS,
 }
 _OR_NULL = " | None"
 

@@ -61,7 +61,7 @@ def main() -> None:
         _check_packages(folder)
         _check_file(folder)
         _check_class(folder)
-        mend_sentencepiece()
+        patch_sentencepiece()
         tokenizer, notes = _read(folder)
         raw, more = _fast_form(tokenizer, folder)
         facts = _facts(tokenizer, (*notes, *more))
@@ -87,7 +87,7 @@ def _check_packages(folder: Path) -> None:
             )
 
 
-def mend_sentencepiece() -> None:
+def patch_sentencepiece() -> None:
     """Let transformers parse SentencePiece models with its own messages where those of the
     package want a newer protobuf than the installed one."""
     try:

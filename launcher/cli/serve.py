@@ -14,7 +14,7 @@ from trimaran.launcher.flags.serve_flags import add_arguments
 from trimaran.launcher.placement import preflight
 from trimaran.launcher.placement.job import abort_job, become_rank
 from trimaran.launcher.resolution import settings
-from trimaran.launcher.resolution.access import forget_secrets, open_doors
+from trimaran.launcher.resolution.access import forget_secrets, open_port_warnings
 from trimaran.launcher.resolution.resolver import Resolver
 from trimaran.launcher.starters.mpi_launch import check_library, library_version
 from trimaran.launcher.supervisor.group_specs import Programs
@@ -73,7 +73,7 @@ def _serve(args: argparse.Namespace) -> int:
         return EXIT_CONFIG
     for note in config.notes:
         logger.info("%s", note)
-    for warning in open_doors(config.frontend):
+    for warning in open_port_warnings(config.frontend):
         logger.warning("%s", warning)
     for line in config.picture.splitlines():
         logger.info("%s", line)

@@ -106,10 +106,10 @@ def check_ports(wanted: Iterable[Endpoint]) -> None:
     """Refuse a port that is named twice, in use, or not permitted for this user."""
     seen: dict[int, Endpoint] = {}
     for endpoint in wanted:
-        twin = seen.setdefault(endpoint.port, endpoint)
-        if twin is not endpoint and _overlap(twin.address, endpoint.address):
+        earlier = seen.setdefault(endpoint.port, endpoint)
+        if earlier is not endpoint and _overlap(earlier.address, endpoint.address):
             raise ConfigError(
-                f"--{twin.name}-port and --{endpoint.name}-port are both {endpoint.port}. "
+                f"--{earlier.name}-port and --{endpoint.name}-port are both {endpoint.port}. "
                 "Give each a port of its own."
             )
         _check_free(endpoint)
@@ -157,17 +157,17 @@ def check_host_memory(groups: Sequence[GroupConfig]) -> None:
     }
     needed, free = sum(bytes_of.values()), free_memory_bytes()
     if needed > free:
-        takers = ", ".join(name for name, num_bytes in bytes_of.items() if num_bytes)
+        users = ", ".join(name for name, num_bytes in bytes_of.items() if num_bytes)
         raise ConfigError(
             f"kv_cache_host_memory_bytes, which is a rank's, adds up to {needed} bytes for all "
-            f"ranks of {takers}, but this host has {free} free. Lower it in config.pbtxt, or "
+            f"ranks of {users}, but this host has {free} free. Lower it in config.pbtxt, or "
             "free memory."
         )
 
 
 def _overlap(one: str, other: str) -> bool:
-    wild = ("", "0.0.0.0", "::")
-    return one == other or one in wild or other in wild
+    wildcards = ("", "0.0.0.0", "::")
+    return one == other or one in wildcards or other in wildcards
 
 
 def _check_free(endpoint: Endpoint) -> None:

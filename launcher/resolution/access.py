@@ -78,15 +78,15 @@ def forget_secrets(args: argparse.Namespace, environ: MutableMapping[str, str]) 
             environ.pop(name, None)
 
 
-def open_doors(config: FrontendConfig) -> Iterator[str]:
+def open_port_warnings(config: FrontendConfig) -> Iterator[str]:
     """Warnings of ports on which every client may load models, which may be code."""
     if config.model_control_mode != "explicit":
         return
     access = config.access
-    http = _Door("http", config.allow_http, config.http_address, access.admin_port)
-    grpc = _Door("grpc", config.allow_grpc, config.grpc_address, access.admin_grpc_port)
-    openai = _Door("openai", config.openai.port is not None, config.openai.address, None)
-    for door, flag, restrictions, tls in (
+    http = _Listener("http", config.allow_http, config.http_address, access.admin_port)
+    grpc = _Listener("grpc", config.allow_grpc, config.grpc_address, access.admin_grpc_port)
+    openai = _Listener("openai", config.openai.port is not None, config.openai.address, None)
+    for listener, flag, restrictions, tls in (
         (http, "--http-restricted-api", access.http_restrictions, access.http_tls),
         (grpc, "--grpc-restricted-protocol", access.grpc_restrictions, access.grpc_tls),
         (openai, "--openai-restricted-api", access.openai_restrictions, access.http_tls),
@@ -94,23 +94,23 @@ def open_doors(config: FrontendConfig) -> Iterator[str]:
         is_guarded = access.api_keys or _LOAD in restrictions or (tls and tls.is_mutual)
         if access.has_admin:
             is_open, where = (
-                door.admin_port is not None,
+                listener.admin_port is not None,
                 f"--admin-address {access.admin_address}",
             )
             is_near = is_loopback(access.admin_address)
         else:
-            is_open, where = door.is_open, f"--{door.name}-address {door.address}"
-            is_near = is_loopback(door.address)
+            is_open, where = listener.is_open, f"--{listener.name}-address {listener.address}"
+            is_near = is_loopback(listener.address)
         if is_open and not is_guarded and not is_near:
             yield (
                 f"--model-control-mode explicit on {where}: every client that reaches it "
                 "may load models, and with them code that runs as this user. Use "
-                f"{flag} {_LOAD}{door.form}, --api-keys FILE, an administration port "
+                f"{flag} {_LOAD}{listener.form}, --api-keys FILE, an administration port "
                 "(--admin-port), or an address of this host alone (127.0.0.1)."
             )
 
 
-class _Door(NamedTuple):
+class _Listener(NamedTuple):
     name: str
     is_open: bool
     address: str

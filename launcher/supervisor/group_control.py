@@ -126,10 +126,10 @@ class GroupControl:
         model = repository_model(Path(arguments["folder"]), config)
         running = list(self._table.configs.values())
         configs = self._resolver.groups_of(model, int(arguments["generation"]), running)
-        twins = [config.name for config in configs if config.name in self._table.configs]
-        if twins:
+        started = [config.name for config in configs if config.name in self._table.configs]
+        if started:
             raise ConfigError(
-                f"group '{twins[0]}' runs already: stop it first, or start another generation"
+                f"group '{started[0]}' runs already: stop it first, or start another generation"
             )
         if any(config.launch == "prestarted" for config in configs):
             raise ConfigError(

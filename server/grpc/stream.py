@@ -237,7 +237,7 @@ class StreamSession:
         async with self._writing:
             try:
                 # The call accepts the next message only after this one has been sent.
-                with self._service.admission.uncut():
+                with self._service.admission.uninterrupted():
                     self._writing_since = self._loop.time()
                     await self._context.write(message)
             except (grpc.aio.InternalError, grpc.aio.UsageError) as error:

@@ -27,8 +27,8 @@ class Admission:
         self._is_draining = False
         self._abort_reason = ""
         """Why the running requests were ended; empty before."""
-        self._uncut: dict[asyncio.Task[object] | None, bool] = {}
-        """Tasks within `uncut`, and whether `abort_running` ended them meanwhile."""
+        self._uninterrupted: dict[asyncio.Task[object] | None, bool] = {}
+        """Tasks within `uninterrupted`, and whether `abort_running` ended them meanwhile."""
         self._changed = asyncio.Event()
         self._unless_aborted = UnlessAborted(self)
 
@@ -101,14 +101,14 @@ class Admission:
         return self._abort_reason
 
     @contextmanager
-    def uncut(self) -> Iterator[None]:
+    def uninterrupted(self) -> Iterator[None]:
         """The context of work that `abort_running` lets end: the request ends afterwards."""
         task = asyncio.current_task()
-        self._uncut[task] = False
+        self._uninterrupted[task] = False
         try:
             yield
         finally:
-            is_over = self._uncut.pop(task)
+            is_over = self._uninterrupted.pop(task)
             if is_over and task is not None:
                 task.cancel()
 
@@ -121,8 +121,8 @@ class Admission:
             "--exit-timeout leaves. Send it again, or raise --exit-timeout."
         )
         for task in self._tasks:
-            if task in self._uncut:
-                self._uncut[task] = True
+            if task in self._uninterrupted:
+                self._uninterrupted[task] = True
             elif task is not None:
                 task.cancel()
         with suppress(asyncio.TimeoutError):

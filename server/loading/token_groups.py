@@ -19,7 +19,7 @@ from trimaran.server.repository.model_repository import RepositoryModel
 logger = logging.getLogger(__name__)
 
 _READY_POLL_S = 0.02
-_UNHEARD_S = 5.0
+_UNKNOWN_S = 5.0
 _OF_ONE_JOB = ("job", "prestarted")
 
 
@@ -142,11 +142,11 @@ class TokenGroups:
         """Return once every group is reported up or down. A group unknown to the supervisor
         counts as down after a short time.
         """
-        unheard_until_s = time.monotonic() + _UNHEARD_S
+        unknown_until_s = time.monotonic() + _UNKNOWN_S
         for name, group in opened.engines.groups.items():
             while group.link is None:
                 state = self._board.group(name)
-                if state is None and time.monotonic() > unheard_until_s:
+                if state is None and time.monotonic() > unknown_until_s:
                     break
                 if state is not None and not _is_coming(state):
                     break

@@ -31,7 +31,7 @@ from trimaran.server.python_models.wire import (
     Respond,
     Result,
     encode,
-    open_stowed,
+    open_tensors,
     released,
 )
 
@@ -229,7 +229,7 @@ class Link:
             return b""
 
     def _take(self, message: Message) -> None:
-        release = open_stowed(message)
+        release = open_tensors(message)
         if release is not None:
             self.send(release)
         if isinstance(message, Execute):

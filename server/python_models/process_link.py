@@ -21,7 +21,7 @@ from trimaran.server.python_models.wire import (
     Release,
     Start,
     encode,
-    open_stowed,
+    open_tensors,
     released,
 )
 
@@ -120,7 +120,7 @@ class ProcessLink(asyncio.Protocol):
         """Dispatch complete messages; a process that breaks the protocol is killed."""
         try:
             for message in self._frames.feed(data):
-                release = open_stowed(message)
+                release = open_tensors(message)
                 if release is not None:
                     self.send(release)
                 self._take(message)

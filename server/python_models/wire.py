@@ -235,7 +235,7 @@ def encode(message: Message, bulk: BulkSender) -> bytes:
     Raises:
         MessageTooLongError: texts too large for one message.
     """
-    stowed = _stow(message, bulk)
+    moved = _move_to_bulk(message, bulk)
     number = _NUMBERS[type(message)]
     values = (getattr(message, name) for name in _FIELDS[number])
     # Clients' texts need not be UTF-8: their bytes are kept.
@@ -243,7 +243,7 @@ def encode(message: Message, bulk: BulkSender) -> bytes:
         [number, *values], use_bin_type=True, unicode_errors="surrogateescape"
     )
     if len(body) > MAX_FRAME_BYTES:
-        bulk.release(BULK_PEER, stowed)
+        bulk.release(BULK_PEER, moved)
         raise MessageTooLongError(
             f"the tensors make a message of {len(body)} bytes, over the limit of "
             f"{MAX_FRAME_BYTES} between a front end and a Python model. Send them in parts."
@@ -251,7 +251,7 @@ def encode(message: Message, bulk: BulkSender) -> bytes:
     return frame(body)
 
 
-def open_stowed(message: Message) -> Release | None:
+def open_tensors(message: Message) -> Release | None:
     """Read the tensors that lie beside a message; returns the message to its sender.
 
     Raises:
@@ -271,7 +271,7 @@ def released(message: Release, bulk: BulkSender) -> None:
     bulk.release(BULK_PEER, message.numbers)
 
 
-def _stow(message: Message, bulk: BulkSender) -> list[int]:
+def _move_to_bulk(message: Message, bulk: BulkSender) -> list[int]:
     numbers = []
     for tensors in _tensor_lists(message):
         for packed in tensors:
@@ -330,7 +330,7 @@ def pack_in_chunks(tensor: Tensor) -> Cooperative[Packed]:
 
 
 def unpack(packed: Packed, *, is_writable: bool = False) -> Tensor:
-    """The inverse of `pack`, after `open_stowed`; a view of the message unless the result has
+    """The inverse of `pack`, after `open_tensors`; a view of the message unless the result has
     to be writable.
     """
     return run_at_once(unpack_in_chunks(packed, is_writable=is_writable))

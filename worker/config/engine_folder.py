@@ -73,7 +73,7 @@ def check_origin(file: Path, said: str, wanted: dict[str, Any], source: str) -> 
     for key, value in wanted.items():
         found = origin.get(key, value)
         if key == "quantization" and found != value:
-            found = _in_todays_form(found, str(file))
+            found = _in_current_form(found, str(file))
         if found != value:
             raise ConfigError(
                 f"{source}: {key} is {json.dumps(value)}, but {file.name} was cut for "
@@ -81,7 +81,7 @@ def check_origin(file: Path, said: str, wanted: dict[str, Any], source: str) -> 
             )
 
 
-def _in_todays_form(section: Any, source: str) -> Any:
+def _in_current_form(section: Any, source: str) -> Any:
     """A ``quantization`` section with the keys that earlier versions did not write."""
     quantization = QuantizationConfig.from_dict(section, source)
     return section if quantization is None else quantization.to_dict()

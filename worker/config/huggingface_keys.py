@@ -158,7 +158,7 @@ def with_defaults(values: Mapping[str, Any], model_type: str) -> Mapping[str, An
 
 
 _NAMES: dict[JsonType, str] = {
-    JsonType.WHOLE: """
+    JsonType.INTEGER: """
         vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
         num_key_value_heads head_dim max_position_embeddings original_max_position_embeddings
         bos_token_id pad_token_id sliding_window sliding_window_pattern max_window_layers
@@ -189,9 +189,9 @@ _NAMES: dict[JsonType, str] = {
         parallel_attn multi_query alibi norm_topk_prob rope_interleave
     """,
     JsonType.OBJECT: "rope_parameters rope_scaling text_config",
-    JsonType.WHOLES: "mlp_only_layers",
+    JsonType.INTEGERS: "mlp_only_layers",
     JsonType.TEXTS: "architectures layer_types",
-    JsonType.WHOLE_OR_WHOLES: "eos_token_id",
+    JsonType.INTEGER_OR_INTEGERS: "eos_token_id",
 }
 _ROPE_NAMES: dict[JsonType, str] = {
     JsonType.POSITIVE: """

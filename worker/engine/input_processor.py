@@ -420,7 +420,7 @@ class GuidedRequests:
         for process in self._processes():
             process.flush()
         receive_masks(self._processes())
-        done = [request for request, guide in self._started.items() if guide.is_settled]
+        done = [request for request, guide in self._started.items() if guide.is_answered]
         return failed + [self._take(request) for request in done]
 
     def _take(self, request: Request) -> Compiled:

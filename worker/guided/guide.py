@@ -111,7 +111,7 @@ class Guide:
         """Why no mask comes."""
 
     @property
-    def is_settled(self) -> bool:
+    def is_answered(self) -> bool:
         """Whether the mask is there, or will not come."""
         return bool(len(self.masks)) or self.error is not None
 
@@ -142,7 +142,7 @@ class Guide:
         self._asked_drafts = draft_ids
         self.grammar.process.ask(self, token_ids, draft_ids)
 
-    def settle(self, masks: Mask, seconds: float, *, is_complete: bool) -> None:
+    def accept_masks(self, masks: Mask, seconds: float, *, is_complete: bool) -> None:
         """Accept the requested masks; ``seconds`` is the time of a slow first mask."""
         self.error = self.grammar.took(seconds)
         if self.error is None:

@@ -145,16 +145,16 @@ def read_schema(guide: str) -> tuple[str, set[str]]:
         raise _too_deep() from None
     except ValueError:
         return guide, set()
-    level, patterns, is_spelt = [root], set(), False
+    level, patterns, has_changed = [root], set(), False
     for _ in range(MAX_LEVELS):
         schemas = [schema for schema in level if isinstance(schema, dict)]
         for schema in schemas:
             _check_keywords(schema)
-            is_spelt |= _spell_patterns(schema)
+            has_changed |= _spell_patterns(schema)
             patterns.update(_patterns(schema))
         level = [inner for schema in schemas for inner in _inner(schema)]
         if not level:
-            return json.dumps(root) if is_spelt else guide, patterns
+            return json.dumps(root) if has_changed else guide, patterns
     raise _too_deep()
 
 

@@ -58,7 +58,7 @@ class AwaitsMask(Protocol):
     end_id: int
     error: RequestError | None
 
-    def settle(
+    def accept_masks(
         self, masks: npt.NDArray[np.int32], seconds: float, *, is_complete: bool
     ) -> None:
         """Accept a mask, and the masks after leading draft ids: [1 to n, words].
@@ -221,7 +221,7 @@ class MaskProcess:
                 )
                 continue
             masks = self._masks[slot : slot + 1 + num_drafts].copy()
-            guide.settle(masks, micros / 1e6, is_complete=status == COMPLETE)
+            guide.accept_masks(masks, micros / 1e6, is_complete=status == COMPLETE)
         self._asked_at = time.monotonic()
         self.patience_s = min(_PATIENCE_S, self.patience_s + _REGAINED_S)
 

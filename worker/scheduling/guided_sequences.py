@@ -79,7 +79,7 @@ class GuidedSequences:
         receive_masks(self._processes())
         self._be_patient()
         ends = []
-        for guide, sequence in [item for item in self._awaited.items() if item[0].is_settled]:
+        for guide, sequence in [item for item in self._awaited.items() if item[0].is_answered]:
             # A request that failed meanwhile took its other sequences along.
             if self._awaited.pop(guide, None) is None:
                 continue
@@ -99,7 +99,7 @@ class GuidedSequences:
             processes = {
                 guide.grammar.process
                 for guide, sequence in self._awaited.items()
-                if not guide.is_settled and sequence.status is RequestStatus.RUNNING
+                if not guide.is_answered and sequence.status is RequestStatus.RUNNING
             }
             patient = [process for process in processes if process.patience_s > 0.0]
             if not patient:

@@ -423,10 +423,10 @@ class TestWorkload:
         workload = Workload(1000)
         items = workload.fixed(3, 20, 5)
 
-        strangers = workload.strangers(items)
+        unseen_prompts = workload.unseen_prompts(items)
 
-        assert [len(item.ids) for item in strangers] == [20] * 3
-        assert not {tuple(i.ids) for i in items} & {tuple(i.ids) for i in strangers}
+        assert [len(item.ids) for item in unseen_prompts] == [20] * 3
+        assert not {tuple(i.ids) for i in items} & {tuple(i.ids) for i in unseen_prompts}
 
 
 class TestFigures:

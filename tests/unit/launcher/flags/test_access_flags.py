@@ -9,7 +9,7 @@ from launcher_repository import parse, resolve, write_engine, write_model
 
 from trimaran.comm.errors import ConfigError
 from trimaran.launcher.placement.preflight import endpoints
-from trimaran.launcher.resolution.access import forget_secrets, is_loopback, open_doors
+from trimaran.launcher.resolution.access import forget_secrets, is_loopback, open_port_warnings
 from trimaran.launcher.supervisor.readiness import endpoint_lines
 
 KEY = "k" * 32
@@ -89,7 +89,7 @@ def test_a_start_warns_where_every_client_may_load_models(
 ):
     (tmp_path / "keys").write_text(f"operator all {KEY}\n")
     words = [word.replace("KEYS", str(tmp_path / "keys")) for word in flags]
-    warnings = list(open_doors(resolve(repository, *words).frontend))
+    warnings = list(open_port_warnings(resolve(repository, *words).frontend))
     assert len(warnings) == num_warnings
     assert all("may load models" in warning for warning in warnings)
 

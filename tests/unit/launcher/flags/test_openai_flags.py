@@ -9,7 +9,7 @@ from launcher_repository import parse, resolve, write_engine, write_model
 
 from trimaran.comm.errors import ConfigError
 from trimaran.launcher.placement.preflight import endpoints
-from trimaran.launcher.resolution.access import forget_secrets, open_doors
+from trimaran.launcher.resolution.access import forget_secrets, open_port_warnings
 
 
 @pytest.fixture
@@ -66,6 +66,6 @@ def test_a_start_warns_of_loads_through_the_open_port(repository):
     explicit = ("--model-control-mode", "explicit", "--http-address", "127.0.0.1",
                 "--grpc-address", "127.0.0.1", "--openai-port", "9000")  # fmt: skip
     open_port = (*explicit, "--openai-address", "0.0.0.0")
-    (said,) = open_doors(resolve(repository, *open_port).frontend)
+    (said,) = open_port_warnings(resolve(repository, *open_port).frontend)
     assert "--openai-restricted-api model-repository KEY VALUE" in said
-    assert not list(open_doors(resolve(repository, *explicit).frontend))
+    assert not list(open_port_warnings(resolve(repository, *explicit).frontend))

@@ -10,7 +10,7 @@ from trimaran.server.python_models.wire import (
     FrameBuffer,
     Respond,
     encode,
-    open_stowed,
+    open_tensors,
     released,
 )
 
@@ -20,7 +20,7 @@ def there_and_back(tensor, datatype=None):
     bulk = BulkSender()
     sent = Respond(key=1, tensors=[tensor.to_packed(datatype)])
     (received,) = FrameBuffer().feed(encode(sent, bulk))
-    release = open_stowed(received)
+    release = open_tensors(received)
     if release is not None:
         released(release, bulk)
     assert not bulk.num_held

@@ -121,9 +121,9 @@ def test_an_engine_folder_of_the_right_types_is_loaded(tmp_path):
 )
 def test_every_field_of_an_engine_folder_has_a_type(tmp_path, section, owner):
     kinds = {
-        "int": JsonType.WHOLE, "float": JsonType.NUMBER, "str": JsonType.TEXT,
+        "int": JsonType.INTEGER, "float": JsonType.NUMBER, "str": JsonType.TEXT,
         "bool": JsonType.FLAG, "dict[str, Any]": JsonType.OBJECT,
-        "tuple[int, ...]": JsonType.WHOLES, "QuantizationConfig": JsonType.OBJECT,
+        "tuple[int, ...]": JsonType.INTEGERS, "QuantizationConfig": JsonType.OBJECT,
     }  # fmt: skip
     for field in fields(owner):
         if field.name == "architecture":
