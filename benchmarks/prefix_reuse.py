@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from trimaran.bench.results import machine
-from trimaran.bench.results.results import append, environment
+from trimaran.bench.results.results import append, machine_facts
 
 _Raw = argparse.RawDescriptionHelpFormatter
 
@@ -106,7 +106,7 @@ def main() -> int:
     )
     if args.json:
         gpus = machine.gpus()
-        append(args.json, line | environment(gpus[0] if gpus else None, None))
+        append(args.json, line | machine_facts(gpus[0] if gpus else None, None))
     return 0 if line["reused_blocks"] else 1
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 
-def surroundings(metrics_url: str | None) -> dict[str, Any]:
+def environment(metrics_url: str | None) -> dict[str, Any]:
     """The conditions of a measurement: this machine, versions, and the engine's own facts."""
     packages = ("trimaran", "tritonclient", "aiohttp", "grpcio", "numpy")
     return {

@@ -35,10 +35,10 @@ def environment(device: torch.device, ceilings: Ceilings | None) -> dict[str, An
     import torch
 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-    return surroundings(name, ceilings)
+    return machine_facts(name, ceilings)
 
 
-def surroundings(gpu: str | None, ceilings: Ceilings | None) -> dict[str, Any]:
+def machine_facts(gpu: str | None, ceilings: Ceilings | None) -> dict[str, Any]:
     """The same for a GPU of this name, without using the GPU; without a name, for the CPU."""
     facts: dict[str, Any] = {
         "device": gpu or cpu_model(),
@@ -60,7 +60,7 @@ def surroundings(gpu: str | None, ceilings: Ceilings | None) -> dict[str, Any]:
 
 
 def ceilings_in(facts: Mapping[str, Any]) -> Ceilings:
-    """The ceilings that `surroundings` wrote."""
+    """The ceilings that `machine_facts` wrote."""
     return Ceilings(
         flops=1e12 * facts["ceiling_tflops"],
         bandwidth=1e12 * facts["ceiling_tb_s"],

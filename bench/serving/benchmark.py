@@ -290,7 +290,7 @@ def _print_errors(done: Run, is_verbose: bool) -> None:
 
 def _environment(args: argparse.Namespace) -> dict[str, Any]:
     try:
-        return machine.surroundings(args.metrics_url)
+        return machine.environment(args.metrics_url)
     except (OSError, ValueError) as error:
         raise ConfigError(f"--metrics-url {args.metrics_url}: {error}") from error
 

@@ -196,7 +196,7 @@ def _facts(args: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError("--ceilings-of gives a limit only with the model's --shape")
     gpus = machine.gpus()
     count = args.gpus if gpus else 0
-    facts = {"gpus": count, **results.surroundings(gpus[0] if gpus else None, None)}
+    facts = {"gpus": count, **results.machine_facts(gpus[0] if gpus else None, None)}
     if args.ceilings_of:
         facts |= _known_ceilings(args.ceilings_of, args.gpus)
     return facts

@@ -80,7 +80,7 @@ def test_a_file_without_ceilings_is_refused(tmp_path, capsys):
 def test_ceilings_of_another_number_of_gpus_are_refused(tmp_path, capsys):
     path = tmp_path / "results.jsonl"
     known = Ceilings(flops=680e12, bandwidth=4.3e12, memory=127e9)
-    results.append(str(path), {"gpus": 1, **results.environment("a card", known)})
+    results.append(str(path), {"gpus": 1, **results.machine_facts("a card", known)})
     flags = ["--load", "8/4x2", "--shape", "tiny", "--ceilings-of", str(path), "--gpus", "2"]
     assert main(["bench", "serve", *flags]) == 2
     assert "is what 1 device(s) sustain, but --gpus is 2" in capsys.readouterr().err
@@ -113,7 +113,7 @@ def test_results_name_the_command_as_given(monkeypatch):
 def test_ceilings_are_read_back_as_they_were_written(tmp_path):
     path = tmp_path / "results.jsonl"
     known = Ceilings(flops=680e12, bandwidth=4.3e12, memory=127e9)
-    facts = results.environment("a card", known)
+    facts = results.machine_facts("a card", known)
     results.append(str(path), facts)
     assert results.read([str(path)]) == [json.loads(json.dumps(facts))]
     assert results.ceilings_in(facts) == known
@@ -121,7 +121,7 @@ def test_ceilings_are_read_back_as_they_were_written(tmp_path):
 
 def test_the_ceilings_of_a_slow_core_are_not_rounded_away():
     known = Ceilings(flops=4.6218e8, bandwidth=8.7123e9, memory=127e9)
-    assert results.ceilings_in(results.environment(None, known)) == known
+    assert results.ceilings_in(results.machine_facts(None, known)) == known
     assert str(known) == "0.0004622 TFLOP/s, 0.00871 TB/s"
 
 
