@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 
 class CompilationListener(Protocol):
-    """Told of the kernels that the main thread waits for."""
+    """Gets a notice of each kernel that the main thread waits for."""
 
     def begin(self, name: str) -> None:
         """A kernel is about to be compiled or read."""

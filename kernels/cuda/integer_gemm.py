@@ -194,7 +194,7 @@ def _cuts(rows: int, inner_steps: int) -> Iterator[Cut]:
 
 
 def _cost(cut: Cut, rows: int, unit_tiles: int, inner_steps: int) -> float:
-    """About the cycles of a product: rounds of blocks, times the units of a processor."""
+    """The estimated cycles of a product: rounds of blocks, times the units of a processor."""
     cluster = cut.split * cut.sharing
     wide = cut.tiles * cut.sharing
     blocks = cluster * -(-rows // cut.rows) * -(-unit_tiles // wide)

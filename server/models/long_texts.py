@@ -149,7 +149,7 @@ def _special_ids(fast: FastTokenizer) -> tuple[list[int], list[int]]:
 
 @contextmanager
 def _without_post_processor(fast: FastTokenizer) -> Iterator[None]:
-    """Post-processors move the places of ids in the text."""
+    """Post-processors move the offsets of ids in the text."""
     found = fast.post_processor
     fast.post_processor = None
     try:

@@ -201,7 +201,7 @@ class BatchAnswers(_WholeChunks):
         self._wanted = request.outputs or declared
         self._samples = samples
         self._excludes_input = excludes_input
-        # A client may ask for more ids than a sequence has places.
+        # A client may ask for more ids than a sequence has positions.
         self._max_new = max(
             min(sample.sampling.max_tokens, max_seq_len - len(sample.prompt_ids))
             for sample in samples

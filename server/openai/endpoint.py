@@ -43,7 +43,7 @@ READ_TIMEOUT_S = 20.0
 """Longest time for a body that is read in a process, its chat template among it."""
 
 _INLINE_TOKENS = 1 << 9
-"""Tokens, with the likeliest tokens of their places: a longer answer, and a longer part of a
+"""Tokens, with the likeliest tokens of their positions: a longer answer, and a longer part of a
 stream, is made in a thread."""
 
 _EVENT_STREAM = "text/event-stream; charset=utf-8"
@@ -278,7 +278,7 @@ def _is_long(chunk: TextChunk) -> bool:
 
 
 def _num_tokens(chunk: TextChunk) -> int:
-    """The tokens of a chunk, with the likeliest tokens of their places."""
+    """The tokens of a chunk, with the likeliest tokens of their positions."""
     return len(chunk.token_ids) + sum(map(len, chunk.tops))
 
 

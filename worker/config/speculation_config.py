@@ -46,7 +46,7 @@ class SpeculationConfig:
 
     drafter: str = "none"
     """``none``; ``draft_tokens``: the tokens that requests bring; ``ngram``: these, and for
-    other requests the continuation of an earlier place with the same last tokens;
+    other requests the tokens behind an earlier occurrence of the last tokens;
     ``lookahead``: these, and n-grams that the model makes beside the output; ``eagle``,
     ``medusa``, ``draft_model``: these, and for other requests the tokens of a network."""
 

@@ -17,7 +17,7 @@ many n-grams with equal hashes."""
 
 
 class _Context:
-    """The n - 1 ids at one or more places of a sequence, and the ids that follow there."""
+    """The n - 1 ids at one or more positions of a sequence, and the ids that follow there."""
 
     __slots__ = ("end", "following", "other")
 
@@ -25,7 +25,7 @@ class _Context:
         self.end = end
         """Where the ids end for the first time."""
         self.following = array("i")
-        """In the order of their first places; none twice."""
+        """In the order of their first positions; none twice."""
         self.other: _Context | None = other
         """An earlier context with the same hash."""
 

@@ -135,7 +135,7 @@ class DraftCounts:
 
 
 def num_accepted(drafts: List[int], own: List[int]) -> int:
-    """Leading drafts that equal the model's own tokens at their places."""
+    """Leading drafts that equal the model's own tokens at their positions."""
     count = 0
     for draft in drafts:
         if draft != own[count]:

@@ -17,7 +17,7 @@ _MAX_MATCH = 16
 """Ids that are compared at each earlier place."""
 
 _MAX_PLACES = 8
-"""Earlier places that are compared, the latest first."""
+"""Earlier positions that are compared, the latest first."""
 
 MAX_NEW = 8192
 """Ids that enter indices in one step: long prompts take some steps, and delay no step much."""
@@ -50,7 +50,7 @@ class Drafter(Protocol):
 
 
 class RequestDrafter:
-    """The draft tokens of a request, at their places in the output.
+    """The draft tokens of a request, at their positions in the output.
 
     Once an output id differs from its draft there are no further drafts.
     """
@@ -97,8 +97,8 @@ class NetworkDrafter:
 class NgramDrafter:
     """Prompt lookup: the ids that followed the longest match of a sequence's last ids.
 
-    An index finds earlier places of the last two ids in constant time. The longest match among
-    the latest places counts, as in LZ77. Prompt lookup decoding is by Saxena (2023).
+    An index finds earlier positions of the last two ids in constant time. The longest match
+    among the latest positions counts, as in LZ77. Prompt lookup decoding is by Saxena (2023).
     """
 
     is_asked = False

@@ -11,7 +11,7 @@ from trimaran.worker.requests.request import Sequence
 from trimaran.worker.speculation.drafters import IndexRoom
 
 _STRIDE = 7919
-"""A prime number: guesses of the first window come from many places of a prompt."""
+"""A prime number: guesses of the first window come from many positions of a prompt."""
 
 
 class LookaheadDrafter:

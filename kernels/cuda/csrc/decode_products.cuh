@@ -11,7 +11,7 @@ namespace {
 // range of float16.
 constexpr float SLACK = 8;
 
-// Over the lanes that hold the same columns of a result.
+// The maximum over the lanes that hold the same columns of a result.
 __device__ __forceinline__ float most_of_column(float x) {
 #pragma unroll
     for (int i = 4; i < 32; i *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, i));

@@ -56,7 +56,7 @@ struct Arguments {
 
 namespace {
 
-// A block's tile, its part of the inner dimension and its place among the blocks that share rows
+// A block's tile, its part of the inner dimension and its rank among the blocks that share rows
 // of x. Blocks of the same outputs lie one after another.
 struct Place {
     int neighbour, part, row, tile, first, count;
