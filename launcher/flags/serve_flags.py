@@ -13,8 +13,11 @@ from trimaran.comm.files.flag_values import (
     workers,
 )
 from trimaran.launcher.flags.access_flags import add_access_flags
-from trimaran.launcher.flags.limit_flags import add_body_flags, add_text_flags
-from trimaran.launcher.flags.openai_flags import add_openai_flags
+from trimaran.launcher.flags.frontend_flags import (
+    add_body_flags,
+    add_openai_flags,
+    add_text_flags,
+)
 from trimaran.launcher.flags.parser import FlagParser
 from trimaran.launcher.flags.step_flags import add_step_flags
 from trimaran.launcher.flags.triton_flags import add_triton_flags
