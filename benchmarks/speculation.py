@@ -2,6 +2,7 @@
 
     .venv/bin/python benchmarks/speculation.py --model .demo/smollm2.gguf --drafter ngram
     .venv/bin/python benchmarks/speculation.py --shape llama8b --drafter oracle --requests 1 64
+    .venv/bin/python benchmarks/speculation.py --shape llama8b --drafter eagle --requests 1 64
 
 Two engines are in this process, one without drafts, whose outputs are kept, and one with the
 drafter. Their runs alternate, so that other work on the machine slows both. ``ngram`` and
@@ -9,11 +10,12 @@ drafter. Their runs alternate, so that other work on the machine slows both. ``n
 acceptance: ``oracle`` proposes the kept output, and replaces each token by another with a set
 probability;
 ``coins`` proposes ids without meaning, each of which counts as accepted with a set probability,
-whatever the model's own token is. Without --deterministic an output may differ from the kept
-output by rounding, and the oracle then lacks the rest: ``coins`` measures speed there.
-Both wait as long as a draft head would compute: --draft-us for each token of the drafts that a
-step verified, once for all sequences. Prompts consist of one random passage that is repeated,
-or of the ids in --prompt-ids. All requests are greedy.
+whatever the model's own token is; ``eagle`` runs an EAGLE-3 head of random weights in the
+engine, and replaces its ids by those of ``coins``. Without --deterministic an output may differ
+from the kept one by rounding, and the oracle then lacks the rest: ``coins`` measures
+speed there. ``oracle`` and ``coins`` wait as long as a draft head would compute: --draft-us for
+each token of the drafts that a step verified, once for all sequences. Prompts consist of one
+random passage that is repeated, or of the ids in --prompt-ids. All requests are greedy.
 
 Each line of the result has the tokens a second of both engines from all first tokens to the
 last end, which includes steps of ever fewer requests, and to the first end (``steady``); the
@@ -45,6 +47,7 @@ from trimaran.comm.control.control_plane import LocalControlPlane
 from trimaran.comm.messages.messages import StepOutput, Submit, pack_ids
 from trimaran.comm.messages.sampling_params import SamplingParams
 from trimaran.comm.topology import ParallelLayout
+from trimaran.worker.config.draft_network import EAGLE
 from trimaran.worker.config.engine_config import (
     CacheConfig,
     EngineConfig,
@@ -55,6 +58,7 @@ from trimaran.worker.config.speculation_config import SpeculationConfig
 from trimaran.worker.engine.engine import Engine
 from trimaran.worker.requests.request import Request, Sequence
 from trimaran.worker.scheduling import draft_rows
+from trimaran.worker.speculation.drafters import NetworkDrafter
 
 SERVED = ("ngram", "lookahead")
 """Drafters of the engine that need no network."""
@@ -116,8 +120,26 @@ class Coins:
     def propose(self, sequence: Sequence, most: int) -> array[int]:
         """``most`` ids."""
         self._head.wait()
-        ids = (2 * number + (self._coin.random() >= self._rate) for number in range(most))
-        return array("i", ids)
+        return tossed(self._coin, self._rate, most)
+
+
+class NetworkCoins(NetworkDrafter):
+    """As many drafts as a network in the engine made, with ids like those of `Coins`."""
+
+    def __init__(self, rate: float, seed: int) -> None:
+        super().__init__()
+        self._rate = rate
+        self._coin = random.Random(seed)
+
+    def propose(self, sequence: Sequence, most: int) -> array[int]:
+        """As many ids as the network drafted, ``most`` at most."""
+        count = len(super().propose(sequence, most))
+        return tossed(self._coin, self._rate, count)
+
+
+def tossed(coin: random.Random, rate: float, count: int) -> array[int]:
+    """Ids of which each is even with probability ``rate``."""
+    return array("i", (2 * number + (coin.random() >= rate) for number in range(count)))
 
 
 def num_even(drafts: array[int], own: list[int]) -> int:
@@ -133,6 +155,23 @@ def accept_by_coins() -> None:
 
     draft_rows.num_accepted = num_even  # type: ignore[assignment]
     draft_rows._Drafts.compare = forget  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def speculation_of(
+    args: argparse.Namespace, most: int, *, is_adaptive: bool
+) -> Iterator[SpeculationConfig]:
+    """The configuration of the engine with drafts; the folder of its head lives as long."""
+    if args.drafter != EAGLE:
+        drafter = args.drafter if args.drafter in SERVED else "ngram"
+        yield SpeculationConfig(drafter=drafter, max_draft_tokens=most, is_adaptive=is_adaptive)
+        return
+    sizes = shape_config(args.shape, args.dtype, args.input_len + args.output_len + 8)
+    head = {**sizes, "num_hidden_layers": 1, "draft_vocab_size": args.head_vocab}
+    with random_checkpoint(head) as folder:
+        yield SpeculationConfig(
+            drafter=EAGLE, draft_dir=folder, max_draft_tokens=most, is_adaptive=is_adaptive
+        )
 
 
 @contextlib.contextmanager
@@ -155,6 +194,7 @@ def engine_of(args: argparse.Namespace, speculation: SpeculationConfig) -> Itera
                     device=args.device,
                     num_threads=args.threads,
                     deterministic=args.deterministic,
+                    cuda_graphs=not args.no_cuda_graphs,
                     scheduler=SchedulerConfig(
                         max_num_seqs=most,
                         max_num_batched_tokens=max(4096, most),
@@ -261,7 +301,9 @@ def maker(
     known = {tuple(p): output for p, output in zip(prompts, outputs, strict=False)}
     head = Head(own, args.draft_us)
 
-    def make(request: Request) -> Oracle | Coins:
+    def make(request: Request) -> Oracle | Coins | NetworkCoins:
+        if args.drafter == EAGLE:
+            return NetworkCoins(args.acceptance, request.number)
         if args.drafter == "coins":
             return Coins(args.acceptance, head, request.number)
         output = known[tuple(request.prompt_ids)]
@@ -273,14 +315,14 @@ def maker(
 def main() -> None:
     """Measure, and write one line a number of requests."""
     args = arguments()
-    if args.drafter == "coins":
+    if args.drafter in ("coins", EAGLE):
         accept_by_coins()
-    drafted = SpeculationConfig(
-        drafter=args.drafter if args.drafter in SERVED else "ngram",
-        max_draft_tokens=args.max_draft_tokens,
-        is_adaptive=not args.all,
-    )
-    with engine_of(args, SpeculationConfig()) as plain, engine_of(args, drafted) as own:
+    most, is_adaptive = args.max_draft_tokens, not args.all
+    with (
+        speculation_of(args, most, is_adaptive=is_adaptive) as drafted,
+        engine_of(args, SpeculationConfig()) as plain,
+        engine_of(args, drafted) as own,
+    ):
         for count in args.requests:
             report(args, count, measured(args, plain, own, count))
 
@@ -302,11 +344,13 @@ def report(args: argparse.Namespace, count: int, found: Any) -> None:
         "steady_tok_s": round(steady, 1),
         "plain_steady_tok_s": round(plain_steady, 1),
         "steady_ratio": round(steady / plain_steady, 3),
-        "outputs_that_differ": None if args.drafter == "coins" else differ,
+        "outputs_that_differ": None if args.drafter in ("coins", EAGLE) else differ,
         "deterministic": args.deterministic,
     }
     if args.drafter not in SERVED:
-        line |= {"acceptance": args.acceptance, "draft_us": args.draft_us}
+        line["acceptance"] = args.acceptance
+        is_network = args.drafter == EAGLE
+        line |= {"head_vocab": args.head_vocab} if is_network else {"draft_us": args.draft_us}
     line |= environment(torch.device(args.device), None)
     print(json.dumps(line), flush=True)
     if args.output:
@@ -322,7 +366,8 @@ def arguments() -> argparse.Namespace:
     model.add_argument("--model", default="", metavar="PATH", help="a folder or a GGUF file")
     add("--name", default="", help="of the model in the result (the folder's)")
     model.add_argument("--shape", choices=sorted(SHAPES), help="random weights")
-    add("--drafter", choices=(*SERVED, "oracle", "coins"), default="ngram")
+    add("--drafter", choices=(*SERVED, "oracle", "coins", EAGLE), default="ngram")
+    add("--head-vocab", type=int, default=32000, metavar="N", help="ids of an EAGLE-3 head")
     add(
         "--acceptance", type=float, default=0.75, metavar="P", help="of a synthetic draft token"
     )
@@ -344,8 +389,11 @@ def arguments() -> argparse.Namespace:
     add("--dtype", default="float32", metavar="DTYPE")
     add("--threads", type=int, default=1, metavar="N", help="of the CPU")
     add("--deterministic", action="store_true")
+    add("--no-cuda-graphs", action="store_true", help="launch steps and drafts on a GPU")
     add("--output", default="", metavar="FILE", help="append the lines here")
     args = parser.parse_args()
+    if args.drafter == EAGLE and not args.shape:
+        parser.error("--drafter eagle makes a head of random weights, for --shape alone")
     if args.prompt_ids:
         args.input_len = len(json.loads(Path(args.prompt_ids).read_text(encoding="utf-8")))
     return args

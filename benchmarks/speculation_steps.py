@@ -7,9 +7,10 @@ same number of draft tokens for each. Drafts are random ids, and each is accepte
 probability, whatever the model's own token is: the time of a step depends on the number of
 accepted tokens alone. `plain` is another engine, which verifies no drafts at all.
 
-For each step the program prints milliseconds: from result to result, in the parts of the
-host's loop, in the model and in the sampler on the device. With --kernels it also prints the
-kernels that take most of the device's time, by name.
+With --drafter eagle an EAGLE-3 head of random weights drafts in the engine; its time is part of
+``sample``. For each step the program prints milliseconds: from result to result, in the parts
+of the host's loop, in the model and in the sampler on the device. With --kernels it also prints
+the kernels that take most of the device's time, by name.
 """
 
 from __future__ import annotations
@@ -21,12 +22,21 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from speculation import Coins, Head, accept_by_coins, engine_of, prompts_of
+from speculation import (
+    Coins,
+    Head,
+    NetworkCoins,
+    accept_by_coins,
+    engine_of,
+    prompts_of,
+    speculation_of,
+)
 from torch.profiler import ProfilerActivity, profile
 
 from trimaran.bench.limits.shapes import SHAPES
 from trimaran.comm.messages.messages import Submit, pack_ids
 from trimaran.comm.messages.sampling_params import SamplingParams
+from trimaran.worker.config.draft_network import EAGLE
 from trimaran.worker.config.speculation_config import SpeculationConfig
 from trimaran.worker.engine.engine import Engine
 
@@ -108,9 +118,11 @@ def measure(engine: Engine, args: argparse.Namespace, count: int, k: int, name: 
     """Print one line of parts, and the kernels."""
     engine_drafts = engine.scheduler.draft_rows
     if engine_drafts is not None:
-        head = Head(engine, args.draft_us)
-        engine_drafts.make_drafter = lambda request: Coins(
-            args.acceptance, head, request.number
+        head, rate = Head(engine, args.draft_us), args.acceptance
+        engine_drafts.make_drafter = lambda request: (
+            NetworkCoins(rate, request.number)
+            if args.drafter == EAGLE
+            else Coins(rate, head, request.number)
         )
     requests = Requests(engine, args, count, k)
     parts = parts_of(requests, args.steps)
@@ -130,16 +142,14 @@ def main() -> None:
         # Kernels of graphs that are captured earlier are not attributed.
         with profile(activities=[ProfilerActivity.CUDA], acc_events=True):
             torch.zeros(1, device=args.device)
-    drafted = SpeculationConfig(
-        drafter="ngram", max_draft_tokens=max(args.drafts), is_adaptive=False
-    )
-    for name, config in (("plain", SpeculationConfig()), ("drafts", drafted)):
-        if name not in args.engines:
-            continue
-        with engine_of(args, config) as engine:
-            for count in args.requests:
-                for k in args.drafts if name == "drafts" else (0,):
-                    measure(engine, args, count, k, name)
+    with speculation_of(args, max(args.drafts), is_adaptive=False) as drafted:
+        for name, config in (("plain", SpeculationConfig()), ("drafts", drafted)):
+            if name not in args.engines:
+                continue
+            with engine_of(args, config) as engine:
+                for count in args.requests:
+                    for k in args.drafts if name == "drafts" else (0,):
+                        measure(engine, args, count, k, name)
 
 
 def arguments() -> argparse.Namespace:
@@ -147,6 +157,8 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--shape", choices=sorted(SHAPES), default="llama8b")
+    add("--drafter", choices=("coins", EAGLE), default="coins")
+    add("--head-vocab", type=int, default=32000, metavar="N", help="ids of an EAGLE-3 head")
     add("--engines", nargs="+", choices=("plain", "drafts"), default=("plain", "drafts"))
     add("--requests", type=int, nargs="+", default=[16, 64], metavar="N")
     add("--drafts", type=int, nargs="+", default=[0, 3, 5], metavar="N", help="a sequence")
@@ -161,6 +173,7 @@ def arguments() -> argparse.Namespace:
     add("--dtype", default="bfloat16", metavar="DTYPE")
     add("--threads", type=int, default=1, metavar="N", help="of the CPU")
     add("--deterministic", action="store_true")
+    add("--no-cuda-graphs", action="store_true", help="launch steps and drafts")
     args = parser.parse_args()
     args.model, args.prompt_ids = "", ""
     return args

@@ -26,7 +26,7 @@ BEGINNINGS = (
 MAX_SEQ_LEN = 400
 
 
-def make_driver(speculation: SpeculationConfig) -> Driver:
+def make_driver(speculation: SpeculationConfig, *, has_graphs: bool = True) -> Driver:
     return Driver(
         EngineConfig(
             model="test",
@@ -34,6 +34,7 @@ def make_driver(speculation: SpeculationConfig) -> Driver:
             device="cuda",
             dtype="bfloat16",
             deterministic=True,
+            cuda_graphs=has_graphs,
             scheduler=SchedulerConfig(
                 max_num_batched_tokens=2048,
                 max_num_seqs=8,
@@ -57,23 +58,41 @@ def outputs(driver: Driver) -> list[list[int]]:
     return [driver.output(request) for request in requests]
 
 
+def drafts_by(drafter: str) -> SpeculationConfig:
+    return SpeculationConfig(
+        drafter=drafter,
+        draft_dir=str(DRAFTERS[drafter]),
+        max_draft_tokens=4,
+        is_adaptive=False,
+    )
+
+
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_a_network_changes_no_output_and_saves_steps(drafter):
     plain = make_driver(SpeculationConfig())
     expected = outputs(plain)
     plain.engine.shutdown()
 
-    driver = make_driver(
-        SpeculationConfig(
-            drafter=drafter,
-            draft_dir=str(DRAFTERS[drafter]),
-            max_draft_tokens=4,
-            is_adaptive=False,
-        )
-    )
+    driver = make_driver(drafts_by(drafter))
+    drafting = driver.engine.runner.drafting
+    assert drafting is not None
+    # Passes of 1 to 40 rows, and 1 to 4 drafts of 1 to 8 sequences.
+    assert drafting.num_graphs == 8 + 4 * 4
     assert outputs(driver) == expected
     counts = driver.engine.scheduler.draft_counts
     driver.engine.shutdown()
     # Two drafted tokens in three steps would be few for networks that know these texts.
     assert counts.num_accepted > 2 / 3 * counts.num_drafts
     assert driver.num_steps < plain.num_steps
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_graphs_change_no_draft(drafter):
+    found = []
+    for has_graphs in (True, False):
+        driver = make_driver(drafts_by(drafter), has_graphs=has_graphs)
+        texts = outputs(driver)
+        counts = driver.engine.scheduler.draft_counts
+        found.append((texts, counts.num_drafts, counts.num_tokens, counts.accepted_at))
+        driver.engine.shutdown()
+    assert found[0] == found[1]

@@ -44,6 +44,11 @@ class LayerTaps:
                 columns = slice(first, first + self._width)
                 self._memory[: len(total_TD), columns].copy_(total_TD)
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory on the device."""
+        return self._memory.nbytes
+
     def states(self, num_tokens: int) -> Tensor:
         """The last step's inputs [T, X]; the next step overwrites them."""
         return self._memory[:num_tokens]

@@ -156,6 +156,7 @@ def load_engine(
         first = make_runner(inputs.max_blocks)
         step_bytes = _first_steps(first, config, limits, sizes, prompt_sizes)
         step_bytes += maker.staged_bytes
+        step_bytes += 0 if first.drafting is None else first.drafting.num_bytes
         del first
     available = free_bytes(device, len(topology.local_ranks)) - step_bytes
     mine = blocks_that_fit(maker.config, limits, maker.block_bytes, available)

@@ -69,8 +69,7 @@ class CacheMaker:
         limits = self._limits
         runner.shares_rows = limits.speculation.is_on
         if self._network is not None:
-            most_tokens = max(limits.max_num_batched_tokens, limits.max_num_rows)
-            runner.use_network(self._network, self.draft_groups, most_tokens)
+            runner.use_network(self._network, self.draft_groups, limits)
 
     @property
     def staged_bytes(self) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,31 +12,18 @@ from torch import Tensor
 
 from trimaran.worker.attention.backend import AttentionMetadata, ForwardContext
 from trimaran.worker.attention.taps import LayerTaps
+from trimaran.worker.config.engine_config import SchedulerConfig
+from trimaran.worker.execution.cuda_graphs import CudaGraphs, draft_counts
 from trimaran.worker.execution.device_inputs import DeviceInputs
+from trimaran.worker.execution.draft_inputs import DraftInputs, DraftPlaces
 from trimaran.worker.execution.input_batch import InputBatch, StepInputs
 from trimaran.worker.models.drafting.interfaces import ChainNetwork, DraftNetwork, ParallelHeads
+from trimaran.worker.models.interfaces import CausalLM
 from trimaran.worker.steps.staging import to_device
 from trimaran.worker.steps.step_types import SchedulerOutput
 
-# Shapes: T tokens of the step, S entries, N sampled rows, n sequences that want drafts, K most
-# draft rows of a sequence, k ids to draft, D hidden size of the network, X of its inputs.
-
-
-@dataclass(slots=True)
-class _Ends:
-    """Where each of n sequences ends once its accepted drafts are known."""
-
-    sampled: Tensor
-    """Index of the last accepted row among the sampled rows."""
-
-    tokens: Tensor
-    """Index of its token in the step."""
-
-    lengths: Tensor
-    """int64 tokens up to it, itself included: the position of the sampled id behind it."""
-
-    next_ids: Tensor
-    """The sampled id behind it."""
+# Shapes: T tokens of the step, N sampled rows, n sequences that want drafts, k ids to draft, D
+# hidden size of the network, E hidden size of the target, X width of the network's inputs.
 
 
 class DraftRunner:
@@ -45,6 +33,10 @@ class DraftRunner:
     cache holds what the target's holds, whatever becomes of the blocks: reused, copied, moved
     to the host, or overwritten behind rejected drafts. Then each sequence that wants drafts has
     a chain of tokens, whose entries the next steps overwrite.
+
+    With CUDA graphs the pass behind a step of decodes is one graph, and so are all tokens of
+    the chains. A chain begins behind ids that the device compares, so that the host waits for
+    nothing.
     """
 
     def __init__(
@@ -52,58 +44,154 @@ class DraftRunner:
         network: DraftNetwork,
         kv_caches: list[Tensor],
         inputs: InputBatch | DeviceInputs,
-        taps: LayerTaps | None,
-        vocab_size: int,
+        target: CausalLM,
+        limits: SchedulerConfig,
     ) -> None:
         """``kv_caches`` has a view a layer of the network, with one spare block at the end."""
         self._chain = network if isinstance(network, ChainNetwork) else None
         self._heads = network if isinstance(network, ParallelHeads) else None
         self._kv_caches = kv_caches
         self._inputs = inputs
-        self.taps = taps
-        self._last_id = vocab_size - 1
-        self._block_size = inputs.block_size
-        self._spare_slot = 0
-        if kv_caches:
-            self._spare_slot = (kv_caches[0].shape[0] - 1) * inputs.block_size
+        self._last_id = target.config.vocab_size - 1
         self._flat_ids = inputs.token_table.view(-1)
         self._row_len = inputs.token_table.shape[1]
-        self._longest = self._row_len - 1
+        spare_slot = 0
+        if kv_caches:
+            spare_slot = (kv_caches[0].shape[0] - 1) * inputs.block_size
+        self.max_drafts = limits.speculation.max_draft_tokens
+        """Most ids of a sequence that `propose` drafts."""
+
+        rows = max(limits.max_num_rows, limits.max_num_seqs)
+        self._begin = DraftInputs(
+            inputs, rows, self.max_drafts, network.state_size, target.dtype, spare_slot
+        )
+        self.taps: LayerTaps | None = None
+        if network.taps:
+            sizes = max(limits.max_num_batched_tokens, rows), target.config.hidden_size
+            self.taps = LayerTaps(network.taps, *sizes, target.dtype, inputs.device)
+        self._last_RE: Tensor | None = None
+        if self.needs_states:
+            self._last_RE = torch.zeros(
+                (rows, target.config.hidden_size), dtype=target.dtype, device=inputs.device
+            )
+        self._passes: CudaGraphs | None = None
+        self._drafts: dict[int, CudaGraphs] = {}
 
     @property
     def needs_states(self) -> bool:
         """Whether `follow` reads the target's last hidden states of all tokens."""
         return self._chain is not None and self._chain.needs_states
 
+    @property
+    def num_bytes(self) -> int:
+        """Device memory for inputs, which lie at fixed addresses."""
+        taps = 0 if self.taps is None else self.taps.num_bytes
+        last = 0 if self._last_RE is None else self._last_RE.nbytes
+        return self._begin.num_bytes + taps + last
+
+    # ---- graphs --------------------------------------------------------------------------
+
+    def capture(self, sizes: list[int], pool: Any) -> None:
+        """From now on run passes over decodes, and drafts, from CUDA graphs. ``sizes`` are
+        those of the target's graphs, whose memory ``pool`` they share. Collective."""
+        device = self._inputs.device
+        if self._chain is not None:
+            self._passes = CudaGraphs("rows, for drafts", sizes, self._launch_pass, pool)
+            self._passes.capture(device)
+        most = len(self._inputs.num_prompt_tokens)
+        sequences = [size for size in sizes if size < most]
+        if max(sizes) >= most:
+            sequences.append(most)
+        for count in draft_counts(self.max_drafts):
+            kind = f"sequences, {count} drafts each"
+            launch = partial(self._launch_drafts, count=count)
+            self._drafts[count] = CudaGraphs(kind, sequences, launch, pool)
+            self._drafts[count].capture(device)
+
+    @property
+    def num_graphs(self) -> int:
+        """Captured sizes of passes and of drafts."""
+        passes = 0 if self._passes is None else len(self._passes)
+        return passes + sum(map(len, self._drafts.values()))
+
+    def close(self) -> None:
+        """Free graphs. Before the tensor group's communicator is closed."""
+        for graphs in (self._passes, *self._drafts.values()):
+            if graphs is not None:
+                graphs.close()
+        self._passes, self._drafts = None, {}
+
     # ---- the pass over a step's tokens ---------------------------------------------------
 
-    def follow(
-        self, hidden_TD: Tensor, inputs: StepInputs, decision: SchedulerOutput
-    ) -> Tensor | None:
+    def follow(self, hidden_TE: Tensor, inputs: StepInputs, decision: SchedulerOutput) -> None:
         """Run the network over a step's tokens, once its ids are sampled.
 
-        ``hidden`` are the target's last states. Returns the network's [T, D], or None for
-        heads that have no cache. Collective over the tensor group.
+        ``hidden`` are the target's last states. Collective over the tensor group.
         """
         network = self._chain
         if network is None:
-            return None
-        count = decision.num_tokens
+            return
+        count, size = decision.num_tokens, len(inputs.token_ids)
+        is_decode, passes = decision.num_decodes == len(decision.rows), self._passes
+        # A step of decodes is in fixed memory, padded to the size of a graph.
+        if passes is not None and is_decode and size in passes.sizes:
+            if self._last_RE is not None:
+                self._last_RE[:count].copy_(hidden_TE[:count])
+            self._keep(passes.replay(size), decision)
+            return
         states_TX: Tensor | None = None
         if self.taps is not None:
             states_TX = self.taps.states(count)
         elif network.needs_states:
-            states_TX = hidden_TD[:count]
+            states_TX = hidden_TE[:count]
         places = _token_places(decision, self._row_len) + network.is_shifted
-        ids_T = self._ids_at(to_device(places, self._inputs.device))
-        return network.forward(
-            ids_T,
+        states_TD = network.forward(
+            self._ids_at(to_device(places, self._inputs.device)),
             states_TX,
             inputs.positions[:count],
             ForwardContext(
                 attention=_attention_of(inputs, decision), kv_caches=self._kv_caches
             ),
         )
+        self._keep(states_TD, decision)
+
+    def _launch_pass(self, size: int) -> Tensor:
+        """Launch the pass over a step of ``size`` decodes, which are in fixed memory."""
+        network, inputs = self._chain, self._inputs
+        assert network is not None and isinstance(inputs, DeviceInputs)
+        step = inputs.views(size, size, size)
+        assert step.rows is not None
+        places = step.rows.long() * self._row_len + step.positions + network.is_shifted
+        states_TX: Tensor | None = None
+        if self.taps is not None:
+            states_TX = self.taps.states(size)
+        elif self._last_RE is not None:
+            states_TX = self._last_RE[:size]
+        attention = AttentionMetadata(
+            query_start_loc=step.query_start_loc,
+            seq_lens=step.seq_lens,
+            block_tables=step.block_tables[0],
+            slot_mapping=step.slot_mappings[0],
+            max_query_len=1,
+            max_seq_len=step.max_seq_len,
+            num_decodes=size,
+            rows=step.rows,
+            # Drafts are several rows of one sequence.
+            shares_rows=True,
+        )
+        context = ForwardContext(attention=attention, kv_caches=self._kv_caches)
+        states_TD = network.forward(self._ids_at(places), states_TX, step.positions, context)
+        return self._begin.keep(states_TD)
+
+    def _keep(self, states_TD: Tensor, decision: SchedulerOutput) -> None:
+        """Keep the states of the sampled rows, where drafts begin."""
+        sampled = decision.sampled
+        if len(sampled) < decision.num_tokens:
+            # The step's own indices are gone if the target's last layer dropped tokens.
+            tokens = (np.cumsum(decision.num_scheduled_tokens) - 1)[sampled]
+            indices = to_device(tokens.astype(np.int64), self._inputs.device)
+            states_TD = states_TD.index_select(0, indices)
+        self._begin.keep(states_TD)
 
     def _ids_at(self, places: Tensor) -> Tensor:
         """Ids of the token table. Those of a prompt table, and of rows without an id, are none
@@ -113,111 +201,73 @@ class DraftRunner:
     # ---- proposals -----------------------------------------------------------------------
 
     def propose(
-        self,
-        states_TD: Tensor | None,
-        wanted_ND: Tensor,
-        decision: SchedulerOutput,
-        token_ids_N: Tensor,
+        self, wanted_NE: Tensor, decision: SchedulerOutput, token_ids_N: Tensor
     ) -> Tensor | None:
         """Draft for the decision's ``proposals``: int64 [n, k], or None without any.
 
-        ``states`` is the result of `follow`, ``wanted`` the target's states of the sampled
-        rows. Collective over the tensor group.
+        ``wanted`` are the target's states of the sampled rows. After `follow`. Collective over
+        the tensor group.
         """
-        if not len(decision.proposals):
+        wanted = decision.proposals
+        if not len(wanted):
             return None
-        ends = self._ends(decision, token_ids_N)
-        count = int(decision.proposals[:, 4].max())
         if self._heads is not None:
-            states_ND = wanted_ND.index_select(0, ends.sampled)
-            return self._heads.propose(states_ND, min(count, self._heads.num_heads))
-        assert self._chain is not None and states_TD is not None, "a chain follows a pass"
-        return self._draft_chain(self._chain, states_TD, ends, decision, count)
+            self._begin.keep(wanted_NE)
+        count = int(wanted[:, 4].max())
+        graphs = self._graphs_of(count)
+        size = 0 if graphs is None else graphs.pick(len(wanted))
+        self._begin.send(decision, token_ids_N, size or len(wanted))
+        if graphs is None or not size:
+            return self._launch_drafts(len(wanted), count)
+        return graphs.replay(size)[: len(wanted), :count]
 
-    def _ends(self, decision: SchedulerOutput, token_ids_N: Tensor) -> _Ends:
-        """Compare drafts with the ids that were sampled in their place."""
-        device = self._inputs.device
-        own, first, num_drafts = decision.proposals[:, :3].T.astype(np.int64)
-        most = int(num_drafts.max())
-        rows = np.repeat(own[:, None], most + 1, axis=1)
-        places = np.arange(most)
-        has_draft = places < num_drafts[:, None]
-        rows[:, 1:][has_draft] = (first[:, None] + places)[has_draft]
-        lengths = decision.num_computed_tokens + decision.num_scheduled_tokens
-        tokens = np.cumsum(decision.num_scheduled_tokens) - 1
-        entries = decision.sampled[rows]
-        table = np.stack((rows, tokens[entries], lengths[entries]))
-        rows_nK, tokens_nK, lengths_nK = to_device(table.astype(np.int64), device)
-        if not most:
-            sampled, last = rows_nK[:, 0], None
-        else:
-            drafts = to_device(_drafts_of(decision, has_draft, entries), device)
-            is_right = token_ids_N[rows_nK[:, :-1]] == drafts
-            last = is_right.long().cumprod(1).sum(1, keepdim=True)
-            sampled = rows_nK.gather(1, last)[:, 0]
-        return _Ends(
-            sampled,
-            tokens_nK[:, 0] if last is None else tokens_nK.gather(1, last)[:, 0],
-            lengths_nK[:, 0] if last is None else lengths_nK.gather(1, last)[:, 0],
-            token_ids_N.index_select(0, sampled),
-        )
+    def _graphs_of(self, count: int) -> CudaGraphs | None:
+        """The graphs of the least captured number of drafts that is enough."""
+        counts = [each for each in self._drafts if each >= count]
+        return self._drafts[min(counts)] if counts else None
 
-    def _draft_chain(
-        self,
-        network: ChainNetwork,
-        states_TD: Tensor,
-        ends: _Ends,
-        decision: SchedulerOutput,
-        count: int,
-    ) -> Tensor:
+    def _launch_drafts(self, size: int, count: int) -> Tensor:
+        """Launch ``count`` drafts of each of the first ``size`` sequences in fixed memory."""
+        places = self._begin.places(size)
+        if self._heads is not None:
+            states_ND = self._begin.states.index_select(0, places.sampled)
+            return self._heads.propose(states_ND, count)
+        assert self._chain is not None
+        return self._draft_chain(self._chain, places, count)
+
+    def _draft_chain(self, network: ChainNetwork, places: DraftPlaces, count: int) -> Tensor:
         """The ids of ``count`` tokens, one after another."""
-        device = self._inputs.device
-        entries = decision.sampled[decision.proposals[:, 0]]
-        rows_n = to_device(decision.rows[entries], device)
-        limits_n = to_device(decision.proposals[:, 3].astype(np.int64), device)
         drafted: list[Tensor] = []
         states_nD: Tensor | None = None
-        ids_n, positions_n = ends.next_ids, ends.lengths
+        ids_n = places.next_ids.clamp(0, self._last_id)
         if network.is_shifted:
-            states_nD = states_TD.index_select(0, ends.tokens)
+            states_nD = self._begin.states.index_select(0, places.sampled)
             ids_n = network.draft_ids(states_nD)
             drafted.append(ids_n)
-        while len(drafted) < count:
-            context = self._chain_context(rows_n, positions_n, limits_n)
+        for place in range(count - len(drafted)):
             states_nD = network.forward(
-                ids_n.clamp(0, self._last_id).to(torch.int32),
+                ids_n.to(torch.int32),
                 states_nD,
-                positions_n.clamp(max=self._longest - 1),
-                context,
+                places.positions[place],
+                self._chain_context(places, place),
             )
             ids_n = network.draft_ids(states_nD)
             drafted.append(ids_n)
-            positions_n = positions_n + 1
         return torch.stack(drafted, dim=1)
 
-    def _chain_context(
-        self, rows_n: Tensor, positions_n: Tensor, limits_n: Tensor
-    ) -> ForwardContext:
-        """One token of each sequence. A token behind a sequence's blocks goes to the spare
-        block: its drafts are not used."""
-        size, device = self._block_size, self._inputs.device
-        tables = self._inputs.block_tables
-        tables_RM = tables[0] if isinstance(self._inputs, InputBatch) else tables
-        blocks_n = (positions_n // size).clamp(max=tables_RM.shape[1] - 1)
-        slots_n = tables_RM[rows_n.long(), blocks_n].long() * size + positions_n % size
-        has_room = positions_n < limits_n
-        slots_n = slots_n.where(has_room, torch.full_like(slots_n, self._spare_slot))
-        lengths_n = torch.minimum(positions_n + 1, limits_n).to(torch.int32)
-        count = len(rows_n)
+    def _chain_context(self, places: DraftPlaces, place: int) -> ForwardContext:
+        """One token of each sequence."""
+        rows_n, device = places.rows, self._inputs.device
+        count, tables_RM = len(rows_n), self._begin.block_tables
         # Operators of the CPU take one table a sequence, those of a GPU one table a row.
         is_by_row = device.type == "cuda"
         attention = AttentionMetadata(
             query_start_loc=torch.arange(count + 1, dtype=torch.int32, device=device),
-            seq_lens=lengths_n,
+            seq_lens=places.lengths[place],
             block_tables=tables_RM if is_by_row else tables_RM.index_select(0, rows_n),
-            slot_mapping=slots_n,
+            slot_mapping=places.slots[place],
             max_query_len=1,
-            max_seq_len=self._longest,
+            max_seq_len=self._row_len - 1,
             num_decodes=count,
             rows=rows_n if is_by_row else None,
         )
@@ -234,16 +284,6 @@ def _token_places(decision: SchedulerOutput, row_len: int) -> _Places:
     first = decision.rows.astype(np.int64) * row_len + decision.num_computed_tokens - starts
     places: _Places = np.arange(int(chunks.sum()), dtype=np.int64) + np.repeat(first, chunks)
     return places
-
-
-def _drafts_of(
-    decision: SchedulerOutput, has_draft: npt.NDArray[np.bool_], entries_nK: _Places
-) -> _Places:
-    """int64 [n, K]: the draft ids that the step's entries computed; -1 for none."""
-    drafts = np.full(has_draft.shape, -1, dtype=np.int64)
-    places = entries_nK[:, 1:][has_draft] - decision.told_decodes.start
-    drafts[has_draft] = decision.decode_ids[places]
-    return drafts
 
 
 def _attention_of(inputs: StepInputs, decision: SchedulerOutput) -> AttentionMetadata:

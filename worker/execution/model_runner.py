@@ -14,6 +14,7 @@ from trimaran.kernels.cpu.sampling import CpuSampling
 from trimaran.kernels.kv_quantization import as_bytes
 from trimaran.worker.attention.backend import AttentionMetadata, ForwardContext
 from trimaran.worker.attention.taps import LayerTaps
+from trimaran.worker.config.engine_config import SchedulerConfig
 from trimaran.worker.execution.cuda_graphs import CudaGraphs, fits_prompt_graph
 from trimaran.worker.execution.device_inputs import DeviceInputs
 from trimaran.worker.execution.draft_runner import DraftRunner
@@ -82,25 +83,23 @@ class ModelRunner:
         """The cache of a network that drafts: its blocks follow those of the first group."""
         self.draft_hosts: list[HostCopies] = []
         """Host memory of ``draft_groups``, each with the slots of the first group."""
+        self.drafting: DraftRunner | None = None
+        """Runs a network that drafts, after each step."""
+
         self._taps: LayerTaps | None = None
         self._fixed_TD: Tensor | None = None
         """Fixed memory of a later stage's graphs for the preceding stage's hidden states."""
 
     def use_network(
-        self, network: DraftNetwork, groups: list[KVGroup], max_tokens: int
+        self, network: DraftNetwork, groups: list[KVGroup], limits: SchedulerConfig
     ) -> None:
-        """Draft with ``network``, whose cache is in ``groups``, after steps of ``max_tokens``
-        at most. Before graphs are captured."""
-        config = self.model.config
-        if network.taps:
-            sizes = max_tokens, config.hidden_size
-            device = self.inputs.device
-            self._taps = LayerTaps(network.taps, *sizes, self.model.dtype, device)
+        """Draft with ``network``, whose cache is in ``groups``. Before graphs are captured."""
         self.draft_groups = groups
         assert isinstance(self.end, LastStage), "networks draft in the last stage"
-        self.end.drafting = DraftRunner(
-            network, layer_views(groups), self.inputs, self._taps, config.vocab_size
-        )
+        caches = layer_views(groups)
+        self.drafting = DraftRunner(network, caches, self.inputs, self.model, limits)
+        self.end.drafting = self.drafting
+        self._taps = self.drafting.taps
 
     def capture_graphs(
         self, sizes: list[int], prompt_sizes: list[int], *, has_adapters: bool
@@ -126,6 +125,8 @@ class ModelRunner:
         for graphs in (self._graphs, self._prompt_graphs, self._adapter_graphs):
             if graphs.sizes:
                 graphs.capture(self.inputs.device)
+        if self.drafting is not None:
+            self.drafting.capture(sizes, pool)
         self._tokens_across_dp.most_tokens = 0
 
     def graph_size(self, num_tokens: int) -> int:
@@ -165,6 +166,8 @@ class ModelRunner:
             if graphs is not None:
                 graphs.close()
         self._graphs = self._prompt_graphs = self._adapter_graphs = None
+        if self.drafting is not None:
+            self.drafting.close()
         for host in self.hosts + self.draft_hosts:
             host.close()
         self.hosts, self.draft_hosts = [], []

@@ -318,8 +318,8 @@ class LastStage:
         ids_for_host = sampled.ids_for_host()
         proposals = None
         if self.drafting is not None:
-            states = self.drafting.follow(hidden_TD, inputs, decision)
-            proposals = self.drafting.propose(states, wanted_ND, decision, sampled.token_ids)
+            self.drafting.follow(hidden_TD, inputs, decision)
+            proposals = self.drafting.propose(wanted_ND, decision, sampled.token_ids)
         if proposals is not None:
             proposals = _to_host(proposals, torch.int32)
         marks.end()

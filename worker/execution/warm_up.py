@@ -209,6 +209,17 @@ def _run_kinds(
             runner.run_alone(_step(rows[:count], ones, chunks, are_new=False))
 
 
+def _asking(limits: SchedulerConfig, step: SchedulerOutput) -> SchedulerOutput:
+    """The step; if a network drafts, all sequences that are sampled want the most drafts."""
+    if limits.speculation.is_network:
+        most = limits.speculation.max_draft_tokens
+        count = min(len(step.sampled), limits.max_num_seqs)
+        lengths = (step.num_computed_tokens + step.num_scheduled_tokens)[step.sampled]
+        rows = [(row, 0, 0, int(lengths[row]), most) for row in range(count)]
+        step.proposals = int32s(rows, 5)
+    return step
+
+
 def _longest_chunk(limits: SchedulerConfig) -> int:
     """Most tokens of a sequence in a step; resumed sequences have output too."""
     return max(1, limits.max_seq_len - 1)
@@ -249,7 +260,8 @@ def load_product_kernels(runner: ModelRunner, limits: SchedulerConfig) -> None:
         ones = int32s([1] * len(rows))
         runner.run_alone(_step(rows, ones, ones))
         for count in range(_ROWS_APART, len(rows), _ROWS_APART):
-            runner.run_alone(_step(rows[:count], ones[:count], ones[:count], are_new=False))
+            step = _step(rows[:count], ones[:count], ones[:count], are_new=False)
+            runner.run_alone(_asking(limits, step))
         most = min(_most_prompt_tokens(limits), _MOST_TOKENS)
         for tokens in range(_TOKENS_APART, most + 1, _TOKENS_APART):
             _run_prompts(runner, limits, rows, tokens)
@@ -275,10 +287,11 @@ def peak_step_bytes(runner: ModelRunner, limits: SchedulerConfig) -> tuple[int, 
     prompts = [_row(row, longest, _EDITED) for row in range(num_full)]
     # With a cached token each: attention to cached tokens may take memory of its own.
     past = int32s([min(1, longest - 1)] * num_full)
-    prompt_bytes = _peak_bytes(runner, _step(prompts, past, longest - past))
+    step = _asking(limits, _step(prompts, past, longest - past))
+    prompt_bytes = _peak_bytes(runner, step)
     short = [_row(row % limits.max_num_seqs, 1, _EDITED) for row in range(limits.max_num_rows)]
     ones = int32s([1] * len(short))
-    decode_bytes = _peak_bytes(runner, _step(short, ones, ones))
+    decode_bytes = _peak_bytes(runner, _asking(limits, _step(short, ones, ones)))
     for new in short:
         runner.end.leave(new.row)
     return prompt_bytes, decode_bytes

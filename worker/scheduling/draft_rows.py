@@ -13,7 +13,7 @@ from trimaran.worker.config.speculation_config import LOOKAHEAD
 from trimaran.worker.kv_cache.manager import KVCacheManager
 from trimaran.worker.requests.request import Request, RequestStatus, Sequence
 from trimaran.worker.scheduling.step_plan import DraftRun, ScheduledStep, StepPlan
-from trimaran.worker.speculation.controller import AcceptanceRate, DraftController
+from trimaran.worker.speculation.controller import AcceptanceRate, DraftController, DraftReach
 from trimaran.worker.speculation.drafters import (
     MAX_NEW,
     Drafter,
@@ -176,6 +176,8 @@ class DraftRows:
         self.make_drafter = self._own_drafter
         """The drafter of a request without draft tokens of its own."""
         self._controller = DraftController()
+        self._reach = DraftReach(self._config.max_draft_tokens)
+        """Tokens that a network drafts for each sequence."""
         self._typical, self._typical_asked = AcceptanceRate(), AcceptanceRate()
         """The acceptance of all sequences' drafts, and of drafts that requests brought."""
         self._typical_guess = AcceptanceRate()
@@ -238,7 +240,7 @@ class DraftRows:
             if sequence.num_pending != 1 or sequence in plan.first_samples:
                 continue
             # The step adds one id at least.
-            count = min(drafts.most, self._room_of(sequence) - 1)
+            count = min(drafts.most, self._room_of(sequence) - 1, self._reach.value)
             if count <= 0:
                 continue
             end = len(sequence.token_ids) + num_drafts.get(sequence, 0) + count
@@ -263,6 +265,8 @@ class DraftRows:
         if self._config.is_adaptive:
             rates = [sequence.drafts.rate.value for sequence, _ in own]
             counts = self._controller.choose(plan.num_decodes, rates, counts, room)
+            if any(counts):
+                self._reach.observe(max(counts))
             if self._controller.is_measuring:
                 self._rest = _MEASURED
             elif any(counts) or not all(sequence.drafts.is_guess for sequence, _ in own):

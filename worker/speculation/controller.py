@@ -32,6 +32,9 @@ _PLAIN_EVERY = 128
 """After so many steps with drafts, some run without drafts: the time without drafts grows with
 the lengths of the sequences."""
 
+_SPARE_STEPS = 8
+"""After so many steps in a row that verify fewer drafts than a network made, it makes fewer."""
+
 _PRIOR_RATE = 0.5
 _RATE_SHARE = 0.06
 _TYPICAL_SHARE = 0.005
@@ -177,3 +180,25 @@ class DraftController:
         # More rows save no time: a step without drafts that seems slower was disturbed.
         least: npt.NDArray[np.float64] = np.maximum(seconds, seconds[0])
         return least
+
+
+class DraftReach:
+    """How many tokens a network drafts for each sequence: one more than the steps verify of any.
+
+    Without the one more, no step would show that more drafts are worth their rows.
+    """
+
+    def __init__(self, most: int) -> None:
+        """At first, and at most, a network drafts ``most`` tokens."""
+        self.value = most
+        self._most = most
+        self._num_spare = 0
+
+    def observe(self, most_verified: int) -> None:
+        """A step verifies so many drafts of the sequence with the most."""
+        if most_verified >= self.value:
+            self.value = min(self._most, most_verified + 1)
+        self._num_spare = self._num_spare + 1 if most_verified + 1 < self.value else 0
+        if self._num_spare >= _SPARE_STEPS:
+            self.value -= 1
+            self._num_spare = 0

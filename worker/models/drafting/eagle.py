@@ -113,6 +113,7 @@ class EagleHead(nn.Module):
             (config.taps or default_taps(target.config.num_hidden_layers)) if is_third else ()
         )
         self.needs_states = not is_third
+        self.state_size = layer.hidden_size
         width = config.target_hidden_size * len(self.taps)
         if not is_third:
             width = layer.hidden_size + config.target_hidden_size

@@ -17,6 +17,9 @@ class DraftNetwork(Protocol):
     taps: tuple[int, ...]
     """The target's layers whose inputs are the network's; empty for none."""
 
+    state_size: int
+    """Dims of the hidden states from which the first draft follows; 0 for none."""
+
     def kv_cache_specs(self) -> list[KVCacheSpec]:
         """One entry a layer of the network; empty if it has no cache."""
         ...

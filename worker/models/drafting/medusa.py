@@ -47,6 +47,7 @@ class MedusaHeads(nn.Module):
     def __init__(self, config: MedusaConfig, target: CausalLM) -> None:
         super().__init__()
         self.num_heads = config.num_heads
+        self.state_size = target.config.hidden_size
         self.heads = nn.ModuleList(
             MedusaHead(target, config.num_layers) for _ in range(config.num_heads)
         )

@@ -14,6 +14,7 @@ class SmallModel:
     """The whole small model on each tensor rank's shard; it reads the tokens alone."""
 
     taps: tuple[int, ...] = ()
+    state_size = 0
     needs_states = False
     is_shifted = False
 

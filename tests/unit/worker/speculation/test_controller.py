@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from trimaran.worker.speculation.controller import AcceptanceRate, DraftController
+from trimaran.worker.speculation.controller import AcceptanceRate, DraftController, DraftReach
 
 
 def controller_of(times):
@@ -168,3 +168,25 @@ def test_a_batch_that_fills_the_device_loses_some_steps_alone():
 @pytest.mark.parametrize(("count", "plain_ms", "gain"), [(16, 4.1, 1.9), (64, 5.0, 1.4)])
 def test_a_batch_that_leaves_room_gains(count, plain_ms, gain):
     assert np.mean(speeds_of(count, plain_ms)) > gain
+
+
+def test_a_network_drafts_one_token_more_than_steps_verify():
+    reach = DraftReach(5)
+    for _ in range(100):
+        reach.observe(2)
+    assert reach.value == 3
+
+    reach.observe(3)
+    assert reach.value == 4
+    for verified in (4, 5, 5):
+        reach.observe(verified)
+    assert reach.value == 5
+
+
+def test_a_step_now_and_then_that_verifies_more_keeps_the_drafts_of_a_network():
+    reach = DraftReach(5)
+    for _ in range(20):
+        for verified in (1, 1, 1, 4):
+            reach.observe(verified)
+
+    assert reach.value == 5

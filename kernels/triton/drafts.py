@@ -1,0 +1,95 @@
+"""Where the next drafts of a step's sequences go, once the last drafts are verified."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+from torch import Tensor
+
+# Shapes: n sequences, K most drafts of a sequence, R rows, M blocks of a longest sequence, N
+# sampled rows, W sequences in memory.
+
+_ALIGNED = 64
+"""Sequences in memory are a multiple of this: every row of a table begins at a cache line."""
+
+
+@triton.jit(do_not_specialize=["longest", "spare_slot"])  # type: ignore[untyped-decorator,unused-ignore]
+def _places_kernel(  # type: ignore[no-untyped-def]
+    table, ids, block_tables, wide, narrow, longest, spare_slot, max_blocks, stride,
+    COLUMNS: tl.constexpr, MOST: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program s computes the places of sequence s."""
+    sequence = tl.program_id(0)
+    own_row = table + sequence * (COLUMNS + MOST)
+    row, limit, length = tl.load(own_row), tl.load(own_row + 1), tl.load(own_row + 2)
+    own, first = tl.load(own_row + 3), tl.load(own_row + 4)
+    places = tl.arange(0, TILE)
+    is_place = places < MOST
+    drafts = tl.load(own_row + COLUMNS + places, mask=is_place, other=-1)
+    at = tl.where(places == 0, own, first + places - 1)
+    found = tl.load(ids + at, mask=is_place, other=-2)
+    accepted = tl.min(tl.where(found == drafts, TILE, places), 0)
+    accepted = tl.minimum(accepted, MOST)
+    sampled = tl.where(accepted == 0, own, first + accepted - 1)
+    positions = length + accepted + places
+    block_at = tl.minimum(positions // BLOCK, max_blocks - 1)
+    blocks = tl.load(block_tables + row * max_blocks + block_at, mask=is_place, other=0)
+    slots = blocks.to(tl.int64) * BLOCK + positions % BLOCK
+    slots = tl.where(positions < limit, slots, spare_slot)
+    lengths = tl.minimum(positions + 1, limit)
+    tl.store(wide + sequence, sampled)
+    tl.store(wide + stride + sequence, tl.load(ids + sampled))
+    tl.store(narrow + sequence, row.to(tl.int32))
+    to = wide + 2 * stride + places * stride + sequence
+    tl.store(to, tl.minimum(positions, longest - 1), mask=is_place)
+    tl.store(to + MOST * stride, slots, mask=is_place)
+    to = narrow + stride + places * stride + sequence
+    tl.store(to, lengths.to(tl.int32), mask=is_place)
+
+
+@dataclass(slots=True)
+class PlaceTensors:
+    """The outputs of `draft_places`: buffers at fixed addresses, as CUDA graphs need."""
+
+    wide: Tensor
+    """int64 [2 + 2 * K, W]: index of the last accepted row among the sampled rows, the id that
+    was sampled there, positions of K drafts, their slots."""
+
+    narrow: Tensor
+    """int32 [1 + K, W]: row of the sequence, tokens up to each of the positions."""
+
+    @classmethod
+    def allocate(cls, num_rows: int, most: int, device: torch.device) -> PlaceTensors:
+        """For ``num_rows`` sequences of ``most`` drafts."""
+        width = -(-num_rows // _ALIGNED) * _ALIGNED
+        wide = torch.zeros((2 + 2 * most, width), dtype=torch.int64, device=device)
+        narrow = torch.zeros((1 + most, width), dtype=torch.int32, device=device)
+        return cls(wide, narrow)
+
+
+def draft_places(
+    table: Tensor,
+    ids_N: Tensor,
+    block_tables_RM: Tensor,
+    target: PlaceTensors,
+    num_columns: int,
+    block_size: int,
+    longest: int,
+    spare_slot: int,
+) -> None:
+    """Compare drafts with sampled ids, and fill ``target``.
+
+    ``table`` is int64 [n, num_columns + K]: row, tokens for which the sequence has blocks,
+    tokens up to its own row, indices among the sampled rows of its own row and of its first
+    draft row, then K draft ids, -1 for none. Positions from the blocks' end on have the slot
+    ``spare_slot``, and no position is beyond ``longest``.
+    """
+    most = table.shape[1] - num_columns
+    _places_kernel[(table.shape[0],)](
+        table, ids_N, block_tables_RM, target.wide, target.narrow, longest, spare_slot,
+        block_tables_RM.shape[1], target.wide.stride(0), COLUMNS=num_columns, MOST=most,
+        TILE=triton.next_power_of_2(most), BLOCK=block_size, num_warps=1,
+    )  # fmt: skip

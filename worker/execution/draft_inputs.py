@@ -1,0 +1,188 @@
+"""Where the drafts of a step begin: fixed memory that CUDA graphs read, and what follows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from trimaran.worker.execution.device_inputs import DeviceInputs
+from trimaran.worker.execution.input_batch import InputBatch
+from trimaran.worker.steps.step_types import SchedulerOutput
+
+if TYPE_CHECKING:
+    from trimaran.kernels.triton.drafts import PlaceTensors
+
+# Shapes: N sampled rows of the step, n sequences that want drafts, K most drafts of a sequence,
+# D width of the states, R rows, M blocks of a longest sequence.
+
+_ROW, _LIMIT, _LENGTH, _OWN, _FIRST, _DRAFTS = range(6)
+"""Columns of the table: row of the sequence, tokens for which it has blocks, tokens up to its
+own row, indices of its own row and of its first draft row among the sampled rows, draft ids."""
+
+_MOST_PAGEABLE = 1 << 16
+"""See `staging.to_device`."""
+
+
+@dataclass(slots=True)
+class DraftPlaces:
+    """The places of n sequences' drafts, once the accepted drafts are known."""
+
+    sampled: Tensor
+    """int64 [n]: index of the last accepted row among the sampled rows."""
+
+    next_ids: Tensor
+    """int64 [n]: the sampled id behind that row."""
+
+    rows: Tensor
+    """int32 [n]: row of the sequence."""
+
+    positions: Tensor
+    """int64 [K, n]: of the sampled id, and of the drafts behind it but the last one."""
+
+    slots: Tensor
+    """int64 [K, n]: slot of each position; those behind a sequence's blocks have the spare
+    block, and their drafts are not used."""
+
+    lengths: Tensor
+    """int32 [K, n]: tokens of the sequence up to each position, within its blocks."""
+
+
+class DraftInputs:
+    """The table of the sequences that want drafts, the step's sampled ids, and the states of
+    the sampled rows.
+
+    Steps run in order on one stream, so this memory serves all steps in flight.
+    """
+
+    def __init__(
+        self,
+        inputs: InputBatch | DeviceInputs,
+        max_rows: int,
+        max_drafts: int,
+        state_size: int,
+        dtype: torch.dtype,
+        spare_slot: int,
+    ) -> None:
+        """Steps have ``max_rows`` sampled rows at most; states have ``state_size`` dims, 0 for
+        none. ``spare_slot`` belongs to no sequence."""
+        device = inputs.device
+        num_rows = len(inputs.num_prompt_tokens)
+        self._inputs = inputs
+        self._spare_slot = spare_slot
+        self._most = max_drafts
+        self._block_size = inputs.block_size
+        self._longest = inputs.token_table.shape[1] - 1
+        # Indices of draft rows that a sequence has not lie at most so far behind the end.
+        self._ids = torch.zeros(max_rows + max_drafts, dtype=torch.int64, device=device)
+        self.states = torch.zeros((max_rows, state_size), dtype=dtype, device=device)
+        """The states of the sampled rows, [rows, D]."""
+
+        self._targets: PlaceTensors | None = None
+        if isinstance(inputs, DeviceInputs):
+            # Imported late, because a CPU needs no Triton.
+            from trimaran.kernels.triton.drafts import PlaceTensors, draft_places
+
+            self._draft_places = draft_places
+            self._targets = PlaceTensors.allocate(num_rows, max_drafts, device)
+        self._padding = np.full(_DRAFTS + max_drafts, -1, dtype=np.int64)
+        # One token in the spare row, whose blocks are the spare block.
+        self._padding[:_DRAFTS] = num_rows, 1, 0, 0, 0
+        table = np.tile(self._padding, (num_rows, 1))
+        self._table = torch.from_numpy(table).to(device)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory on the device."""
+        each = [self._table, self._ids, self.states]
+        if self._targets is not None:
+            each += [self._targets.wide, self._targets.narrow]
+        return sum(tensor.nbytes for tensor in each)
+
+    @property
+    def block_tables(self) -> Tensor:
+        """int32 [rows, blocks]."""
+        tables = self._inputs.block_tables
+        return tables[0] if isinstance(self._inputs, InputBatch) else tables
+
+    def keep(self, states_ND: Tensor) -> Tensor:
+        """Copy the states of the first sampled rows, unless they are kept already or drafts
+        need none. Returns the kept ones."""
+        kept = self.states[: len(states_ND)]
+        if kept.shape[1] and kept.data_ptr() != states_ND.data_ptr():
+            kept.copy_(states_ND)
+        return kept
+
+    def send(self, decision: SchedulerOutput, token_ids_N: Tensor, size: int) -> None:
+        """Write the sampled ids and the table of the decision's ``proposals``, padded to
+        ``size`` sequences. The host does not wait."""
+        self._ids[: len(token_ids_N)].copy_(token_ids_N)
+        table = torch.from_numpy(self._packed(decision, size))
+        if self._table.is_cuda and table.nbytes > _MOST_PAGEABLE:
+            table = table.pin_memory()
+        self._table[:size].copy_(table, non_blocking=True)
+
+    def _packed(self, decision: SchedulerOutput, size: int) -> npt.NDArray[np.int64]:
+        own, first, num_drafts, limits, _ = decision.proposals.T.astype(np.int64)
+        entries = decision.sampled[own]
+        table = np.tile(self._padding, (size, 1))
+        real = table[: len(own)]
+        real[:, _ROW] = decision.rows[entries]
+        real[:, _LIMIT] = limits
+        lengths = decision.num_computed_tokens + decision.num_scheduled_tokens
+        real[:, _LENGTH] = lengths[entries]
+        real[:, _OWN], real[:, _FIRST] = own, first
+        places = np.arange(self._most)
+        has_draft = places < num_drafts[:, None]
+        rows = (first[:, None] + places)[has_draft]
+        ids = decision.decode_ids[decision.sampled[rows] - decision.told_decodes.start]
+        real[:, _DRAFTS:][has_draft] = ids
+        return table
+
+    def places(self, size: int) -> DraftPlaces:
+        """Where drafts of the first ``size`` sequences go: the ids that were sampled in the
+        place of drafts are compared with them."""
+        table, targets = self._table[:size], self._targets
+        if targets is None:
+            return self._places_on_cpu(table)
+        most = self._most
+        self._draft_places(
+            table, self._ids, self.block_tables, targets, _DRAFTS, self._block_size,
+            self._longest, self._spare_slot,
+        )  # fmt: skip
+        wide, narrow = targets.wide[:, :size], targets.narrow[:, :size]
+        return DraftPlaces(
+            sampled=wide[0],
+            next_ids=wide[1],
+            rows=narrow[0],
+            positions=wide[2 : 2 + most],
+            slots=wide[2 + most :],
+            lengths=narrow[1:],
+        )
+
+    def _places_on_cpu(self, table: Tensor) -> DraftPlaces:
+        block_size = self._block_size
+        steps_K1 = torch.arange(self._most)[:, None]
+        own, first = table[:, _OWN, None], table[:, _FIRST, None]
+        rows_nK = torch.cat((own, first + steps_K1.T), 1)
+        is_right = self._ids[rows_nK[:, :-1]] == table[:, _DRAFTS:]
+        accepted_n = is_right.long().cumprod(1).sum(1)
+        sampled_n = rows_nK.gather(1, accepted_n[:, None])[:, 0]
+        limits_n = table[:, _LIMIT]
+        positions_Kn = table[:, _LENGTH] + accepted_n + steps_K1
+        tables_RM = self.block_tables
+        blocks_Kn = (positions_Kn // block_size).clamp_(max=tables_RM.shape[1] - 1)
+        slots_Kn = tables_RM[table[:, _ROW], blocks_Kn].long() * block_size
+        slots_Kn += positions_Kn % block_size
+        return DraftPlaces(
+            sampled=sampled_n,
+            next_ids=self._ids.index_select(0, sampled_n),
+            rows=table[:, _ROW].to(torch.int32),
+            positions=positions_Kn.clamp(max=self._longest - 1),
+            slots=slots_Kn.masked_fill_(positions_Kn >= limits_n, self._spare_slot),
+            lengths=torch.minimum(positions_Kn + 1, limits_n).to(torch.int32),
+        )
