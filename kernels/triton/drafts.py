@@ -1,4 +1,4 @@
-"""Where the next drafts of a step's sequences go, once the last drafts are verified."""
+"""Drafts of a network: where they go once the last drafts are verified, and their ids."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import triton.language as tl  # type: ignore[import-not-found,import-untyped,unu
 from torch import Tensor
 
 # Shapes: n sequences, K most drafts of a sequence, R rows, M blocks of a longest sequence, N
-# sampled rows, W sequences in memory.
+# sampled rows, W sequences in memory, V vocabulary of the network.
 
 _ALIGNED = 64
 """Sequences in memory are a multiple of this: every row of a table begins at a cache line."""
+
+_IDS_TILE = 2048
 
 
 @triton.jit(do_not_specialize=["longest", "spare_slot"])  # type: ignore[untyped-decorator,unused-ignore]
@@ -93,3 +95,61 @@ def draft_places(
         block_tables_RM.shape[1], target.wide.stride(0), COLUMNS=num_columns, MOST=most,
         TILE=triton.next_power_of_2(most), BLOCK=block_size, num_warps=1,
     )  # fmt: skip
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _parts_kernel(  # type: ignore[no-untyped-def]
+    logits, scores, winners, row_stride, vocab_size, num_parts, TILE: tl.constexpr
+):
+    """Program (s, p) finds the first of the largest logits in part p of row s."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    ids = part * TILE + tl.arange(0, TILE)
+    own = logits + row * row_stride + ids
+    values = tl.load(own, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
+    best = tl.max(values, 0)
+    # No logit equals a maximum that is not a number: the last id then counts, a valid one.
+    winner = tl.min(tl.where(values == best, ids, vocab_size - 1), 0)
+    tl.store(scores + row * num_parts + part, best)
+    tl.store(winners + row * num_parts + part, winner)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _winners_kernel(  # type: ignore[no-untyped-def]
+    scores, winners, offsets, output, vocab_size, num_parts, PARTS: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr,
+):  # fmt: skip
+    """Program s finds the first of the largest logits among the parts of row s."""
+    row = tl.program_id(0).to(tl.int64)
+    parts = tl.arange(0, PARTS)
+    is_part = parts < num_parts
+    own = row * num_parts + parts
+    values = tl.load(scores + own, mask=is_part, other=float("-inf"))
+    found = tl.load(winners + own, mask=is_part, other=0)
+    is_best = is_part & (values == tl.max(values, 0))
+    winner = tl.min(tl.where(is_best, found, vocab_size - 1), 0).to(tl.int64)
+    if HAS_OFFSETS:
+        winner += tl.load(offsets + winner)
+    tl.store(output + row, winner)
+
+
+def likeliest_ids(logits_NV: Tensor, offsets_V: Tensor | None = None) -> Tensor:
+    """The first id of the largest logit of each row, int64 [N], plus its offset.
+
+    ``offsets`` is int64. A row that holds a logit that is not a number has some valid id.
+    Torch's own kernel reads a row with one block.
+    """
+    count, vocab_size = logits_NV.shape
+    device = logits_NV.device
+    num_parts = triton.cdiv(vocab_size, _IDS_TILE)
+    scores = torch.empty((count, num_parts), dtype=torch.float32, device=device)
+    winners = torch.empty((count, num_parts), dtype=torch.int32, device=device)
+    output = torch.empty(count, dtype=torch.int64, device=device)
+    _parts_kernel[(count, num_parts)](
+        logits_NV, scores, winners, logits_NV.stride(0), vocab_size, num_parts, TILE=_IDS_TILE
+    )
+    _winners_kernel[(count,)](
+        scores, winners, output if offsets_V is None else offsets_V, output, vocab_size,
+        num_parts, PARTS=triton.next_power_of_2(num_parts), HAS_OFFSETS=offsets_V is not None,
+        num_warps=1,
+    )  # fmt: skip
+    return output

@@ -156,7 +156,6 @@ def load_engine(
         first = make_runner(inputs.max_blocks)
         step_bytes = _first_steps(first, config, limits, sizes, prompt_sizes)
         step_bytes += maker.staged_bytes
-        step_bytes += 0 if first.drafting is None else first.drafting.num_bytes
         del first
     available = free_bytes(device, len(topology.local_ranks)) - step_bytes
     mine = blocks_that_fit(maker.config, limits, maker.block_bytes, available)
@@ -265,8 +264,9 @@ def _first_steps(
 ) -> int:
     """Load kernels, then measure the device memory, in bytes, that the largest steps need.
 
-    With ``graphs`` the memory of graphs is added, also of those of ``prompts`` tokens. The
-    cache is freed. Collective over the stages, which run steps together.
+    With ``graphs`` the memory of graphs is added, also of those of ``prompts`` tokens, and with
+    a network that drafts the memory of its inputs. The cache is freed. Collective over the
+    stages, which run steps together.
     """
     if not config.deterministic:
         # Before memory is divided, because kernels take some.
@@ -279,6 +279,8 @@ def _first_steps(
         # Each graph keeps the memory of its largest step.
         fraction = max(prompts, default=0) / limits.max_num_batched_tokens
         step_bytes += max(decode_bytes, int(fraction * prompt_bytes))
+    if runner.drafting is not None:
+        step_bytes += runner.drafting.num_bytes
     return step_bytes
 
 

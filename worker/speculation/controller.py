@@ -183,7 +183,7 @@ class DraftController:
 
 
 class DraftReach:
-    """How many tokens a network drafts for each sequence: one more than the steps verify of any.
+    """How many tokens a network drafts for each sequence: one more than steps verify of any.
 
     Without the one more, no step would show that more drafts are worth their rows.
     """

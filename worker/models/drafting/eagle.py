@@ -21,6 +21,7 @@ from trimaran.worker.layers.linear import (
 )
 from trimaran.worker.layers.norm import RMSNorm, add_residual
 from trimaran.worker.layers.rotary import RotaryEmbedding
+from trimaran.worker.models.drafting.likeliest import likeliest_ids
 from trimaran.worker.models.interfaces import CausalLM
 from trimaran.worker.models.llama import LlamaAttention, LlamaMLP
 from trimaran.worker.parallel.partition import partition_heads
@@ -179,5 +180,4 @@ class EagleHead(nn.Module):
         if self._is_third:
             states_ND, _ = self.norm.forward(states_ND, None)
         head = self._head[0] if self._head else self.lm_head
-        own_N = head.forward(states_ND).argmax(dim=-1)
-        return own_N + self.d2t.index_select(0, own_N)
+        return likeliest_ids(head.forward(states_ND), self.d2t)

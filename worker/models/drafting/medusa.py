@@ -14,6 +14,7 @@ from trimaran.worker.attention.backend import KVCacheSpec
 from trimaran.worker.config.draft_network import MedusaConfig
 from trimaran.worker.layers.embedding import ParallelLMHead
 from trimaran.worker.layers.linear import ColumnParallelLinear
+from trimaran.worker.models.drafting.likeliest import likeliest_ids
 from trimaran.worker.models.interfaces import CausalLM
 
 # Shapes: N sequences, D hidden size of the target, V vocabulary.
@@ -36,7 +37,7 @@ class MedusaHead(nn.Module):
         """The likeliest id of each sequence, int64 [N]."""
         for block in self.blocks:
             states_ND = states_ND + F.silu(block.forward(states_ND))
-        return self.lm_head.forward(states_ND).argmax(dim=-1)
+        return likeliest_ids(self.lm_head.forward(states_ND))
 
 
 class MedusaHeads(nn.Module):

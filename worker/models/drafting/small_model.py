@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from trimaran.worker.attention.backend import ForwardContext, KVCacheSpec
+from trimaran.worker.models.drafting.likeliest import likeliest_ids
 from trimaran.worker.models.interfaces import CausalLM
 
 # Shapes: T tokens, N sequences, D hidden size of the small model.
@@ -37,4 +38,4 @@ class SmallModel:
 
     def draft_ids(self, states_ND: Tensor) -> Tensor:
         """See `ChainNetwork.draft_ids`."""
-        return self.model.compute_logits(states_ND).argmax(dim=-1)
+        return likeliest_ids(self.model.compute_logits(states_ND))

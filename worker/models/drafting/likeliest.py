@@ -1,0 +1,18 @@
+"""The likeliest token of each row of logits."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+# Shapes: N rows, V vocabulary of the network.
+
+
+def likeliest_ids(logits_NV: Tensor, offsets_V: Tensor | None = None) -> Tensor:
+    """The ids of the largest logits, int64 [N], plus their ``offsets``."""
+    if logits_NV.is_cuda:
+        # Imported late, because a CPU needs no Triton.
+        from trimaran.kernels.triton import drafts
+
+        return drafts.likeliest_ids(logits_NV, offsets_V)
+    own_N = logits_NV.argmax(dim=-1)
+    return own_N if offsets_V is None else own_N + offsets_V.index_select(0, own_N)
