@@ -160,8 +160,8 @@ class Leader:
         self._is_idle = kind == _Kind.IDLE
         if self._ring is not None:
             self._ring.write(message, self._timeout_s)
-        # A large message moves only while its sender is inside MPI. It is completed here, as
-        # the step that follows may not call MPI.
+        # A large message moves only while its sender is inside MPI. The transfer is completed
+        # here, because the following step may not call MPI.
         if requests and not wait_for(lambda: MPI.Request.Testall(requests), self._timeout_s):
             raise PeerLostError(
                 f"the first rank of another host (one of {self._first_ranks}) took no "

@@ -84,9 +84,9 @@ class ModelSet:
     """All loaded models by name. Used on the event loop only.
 
     Each method makes its whole change between two steps of the event loop, registry included. A
-    composed model always runs the loaded models with its steps' names. It is rebuilt when a
-    step is replaced, waits while a step is unloaded, and is restored when the step is loaded
-    again.
+    composed model always runs the loaded models with its steps' names. A composed model is
+    rebuilt when a step is replaced, waits while a step is unloaded, and is restored when the
+    step is loaded again.
     """
 
     def __init__(

@@ -33,7 +33,7 @@ from trimaran.worker.steps.step_types import SampledTokens, SchedulerOutput
 
 
 class StepRunner(Protocol):
-    """Runs decided steps on this rank. It takes the decisions of the scheduler beside it."""
+    """Runs steps on this rank, by the decisions of the scheduler of the same rank."""
 
     @property
     def model(self) -> CausalLM:

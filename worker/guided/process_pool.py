@@ -127,7 +127,7 @@ class GuideProcesses:
                 self._give_back_blank(process)
                 raise
             except BaseException:
-                # That ends the process.
+                # The closed process ends.
                 self.close_one(process)
                 raise
             else:

@@ -322,11 +322,11 @@ class RowParallelLinear(ParallelLinear):
         return output_TE if self.bias is None else output_TE.add_(self.bias)
 
     def add_to(self, residual_TD: Tensor | None, x_TD: Tensor | Fp8Rows) -> Addend:
-        """Add ``forward(x)`` to ``residual`` and return None, or return it unadded.
+        """Add ``forward(x)`` to ``residual`` and return None, or return ``forward(x)``.
 
-        It is returned if the addition would be a pass of its own, or if there is no residual.
-        It may then be float32 parts [parts, T, E], which the next norm adds up, or a
-        `PendingSum`, whose all-reduce the next norm does.
+        The product is returned if the addition would be a pass of its own, or if there is no
+        residual. The product may then be float32 parts [parts, T, E], which the next norm adds
+        up, or a `PendingSum`, whose all-reduce the next norm does.
         """
         if residual_TD is None or self.bias is not None:
             return self.forward(x_TD)

@@ -245,10 +245,11 @@ class BeamGroup:
         return best[0].reason if self.search.is_over else FinishReason.NOT_FINISHED
 
     def forget(self) -> None:
-        """Let go of all outputs and of their logits: everything was sent.
+        """Drop all outputs and their logits, which were sent.
 
         A group and its beams refer to each other, so their memory would stay until the garbage
-        collector runs. That is seldom, and logits of every id are hundreds of megabytes.
+        collector runs. The collector runs seldom, and logits of every id take hundreds of
+        megabytes.
         """
         self.search.live, self.search.finished = [], []
 

@@ -10,10 +10,10 @@ from trimaran.worker.config.pretrained_config import PretrainedConfig
 from trimaran.worker.kv_cache.manager import KVCacheManager
 from trimaran.worker.requests.request import Sequence
 
-_TURN_STEPS = 32
-"""Steps for which a sequence stays preempted at least, before another is preempted for it."""
-_STEPS_BETWEEN = 2
-"""Steps between two such preemptions at least: copying so many blocks takes a while."""
+_MIN_PREEMPTED_STEPS = 32
+"""Least steps of a sequence in preemption before another sequence is preempted for it."""
+_MIN_STEPS_BETWEEN = 2
+"""Least steps between two such preemptions: copying so many blocks takes a while."""
 _RETRY_STEPS = 8
 """Steps until the next attempt, if no running sequence could be preempted."""
 
@@ -64,13 +64,13 @@ class PreemptionCounts:
 
 
 class ResumeRotation:
-    """Preempts a running sequence for one that was preempted long ago.
+    """Preempts a running sequence for a sequence that was preempted long ago.
 
-    The victim has more output than the sequence that resumes. So all sequences of a batch end
-    at about the same time. Without rotation the preempted ones would run alone at the end, in
-    steps that read all weights for few rows. A rotation costs two copies, which run beside the
-    steps, and the tokens of one partial block are computed again. Only a host cache makes it
-    that cheap, so there is no rotation without one.
+    The victim has more output than the sequence that resumes, so that all sequences of a batch
+    end at about the same time. Without rotation the preempted sequences would run alone at the
+    end, in steps that read all weights for few rows. A rotation costs two copies, which run
+    beside the steps, and recomputes the tokens of one partial block. Rotation needs a host
+    cache: without the copies a rotation would recompute whole sequences.
     """
 
     def __init__(self, cache: KVCacheManager) -> None:
@@ -88,7 +88,7 @@ class ResumeRotation:
         first = waiting[0]
         if not first.is_preempted or first.num_pending:
             return None
-        if step < max(first.preempted_at + _TURN_STEPS, self._not_before):
+        if step < max(first.preempted_at + _MIN_PREEMPTED_STEPS, self._not_before):
             return None
         num_blocks = self._cache.blocks_for(len(first.token_ids) + 1)
         if self.is_next(first) and num_blocks <= self._cache.num_available:
@@ -99,7 +99,7 @@ class ResumeRotation:
             self._not_before = step + _RETRY_STEPS
             return None
         self._next, self._preempted_at = first, first.preempted_at
-        self._not_before = step + _STEPS_BETWEEN
+        self._not_before = step + _MIN_STEPS_BETWEEN
         return victim
 
     def is_next(self, sequence: Sequence) -> bool:
@@ -107,16 +107,17 @@ class ResumeRotation:
         return sequence is self._next and sequence.preempted_at == self._preempted_at
 
     def _most_advanced(self, running: List[Sequence], first: Sequence) -> Sequence | None:
-        """The running sequence with most output, and with more than that of ``first``.
+        """The running sequence with the most output, and with more output than ``first``.
 
-        It has no higher priority, and more tokens to come than one turn has steps.
+        The sequence's priority is not higher than that of ``first``, and its remaining tokens
+        exceed `_MIN_PREEMPTED_STEPS`.
         """
         best, most = None, first.num_output_tokens
         for sequence in running:
             count = sequence.num_output_tokens
             if count > most and (
                 sequence.key[0] >= first.key[0]
-                and sequence.max_len - len(sequence.token_ids) > _TURN_STEPS
+                and sequence.max_len - len(sequence.token_ids) > _MIN_PREEMPTED_STEPS
                 and sequence.is_alone
                 and not sequence.blocks.num_skipped
             ):

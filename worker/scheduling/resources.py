@@ -124,9 +124,10 @@ class SwapIns:
         self._under_way.append((step, sequence))
 
     def take(self, cache: KVCacheManager, *, is_urgent: bool) -> Sequence | None:
-        """A sequence whose copies are made; None if there is none. It may have ended.
+        """A sequence whose copies are made; None if there is none. The sequence may have ended.
 
-        With ``is_urgent`` the first one is taken in any case: the device waits for its copies.
+        With ``is_urgent`` the first sequence is taken in any case: the device waits for its
+        copies.
         """
         if not self._under_way:
             return None
