@@ -17,7 +17,7 @@ DONE = b"[DONE]"
 _CACHED_BLOCKS = "kv_cache_reused_blocks"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ResponseMetadata:
     """The members that all parts of an answer share."""
 

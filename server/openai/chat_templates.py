@@ -6,8 +6,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import lru_cache
@@ -43,6 +42,8 @@ _FILE, _OTHERS, _CONFIG = (
 _DEFAULT, _TOOL_USE = "default", "tool_use"
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of a message's reasoning; templates read the first, older ones the second."""
+
+_REASONING_NAMES = frozenset(_REASONING)
 
 _CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "
 _LOOPS_OVER_CONTENT = re.compile(r"for\s+\w+\s+in\s+[\w.]*(\[['\"])?content")
@@ -113,7 +114,7 @@ def _read_texts(folder: Path) -> dict[str, str]:
         ) from None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Chat:
     """What a template renders."""
 
@@ -127,7 +128,7 @@ class Chat:
 
 
 class SlowTemplateError(Exception):
-    """A rendering takes longer than `rendered_within` allows."""
+    """A rendering takes longer than `RenderedWithin` allows."""
 
 
 @dataclass(slots=True)
@@ -166,15 +167,25 @@ _CLOCK_STEPS = 64
 _clock = _Clock()
 
 
-@contextmanager
-def rendered_within(seconds: float) -> Iterator[None]:
+class RenderedWithin:
     """The context in which a rendering that takes longer ends with `SlowTemplateError`. For the
-    event loop, which renders at once."""
-    _clock.due, _clock.seconds = time.monotonic() + seconds, seconds
-    try:
-        yield
-    finally:
+    event loop, which renders at once. A class: a generator takes twice as long for each
+    request."""
+
+    __slots__ = ("_seconds",)
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def __enter__(self) -> None:
+        _clock.due, _clock.seconds = time.monotonic() + self._seconds, self._seconds
+
+    def __exit__(self, *error: object) -> None:
         _clock.due, _clock.computed_due = math.inf, None
+
+
+_DICT_ATTRIBUTES = frozenset(dir(dict))
+_ABSENT = object()
 
 
 class _Environment(ImmutableSandboxedEnvironment):
@@ -183,6 +194,10 @@ class _Environment(ImmutableSandboxedEnvironment):
     def getattr(self, obj: Any, attribute: str) -> Any:
         """See `Environment`."""
         _clock.step()
+        if type(obj) is dict and attribute not in _DICT_ATTRIBUTES:
+            # What jinja2 does as well, once the error of an absent attribute is made.
+            found = obj.get(attribute, _ABSENT)
+            return self.undefined(obj=obj, name=attribute) if found is _ABSENT else found
         return super().getattr(obj, attribute)
 
     def getitem(self, obj: Any, argument: Any) -> Any:
@@ -343,9 +358,9 @@ def _strftime_now(form: str) -> str:
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     """A message without nulls, with its reasoning under the names that templates read."""
     given = {name: value for name, value in message.items() if value is not None}
-    reasoning = next((given[name] for name in _REASONING if name in given), None)
-    if reasoning is None:
+    if _REASONING_NAMES.isdisjoint(given):
         return given
+    reasoning = next(given[name] for name in _REASONING if name in given)
     return {"thinking": reasoning, **given, "reasoning_content": reasoning}
 
 

@@ -36,7 +36,8 @@ class ChatAnswer:
         self._tokenizer = tokenizer
         self._usage = usage
         self._parser_options = request.parser_options
-        self._dropped = foreign_tokens(self._parser_options or ParserOptions(), tokenizer)
+        options = self._parser_options
+        self._dropped = None if options is None else foreign_tokens(options, tokenizer)
         self._outputs: dict[int, Output] = {}
         self._forms: dict[int, EventForm] = {}
         self._choices: dict[int, dict[str, Any]] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterable
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -21,7 +21,7 @@ from trimaran.server.http.pending_bodies import BodyMemory, PendingBodies
 from trimaran.server.inference.admission import Admission
 from trimaran.server.models.text_request import TextChunk, TextRequest
 from trimaran.server.openai.answers import Answer, ResponseMetadata, Usage
-from trimaran.server.openai.chat_templates import SlowTemplateError, rendered_within
+from trimaran.server.openai.chat_templates import RenderedWithin, SlowTemplateError
 from trimaran.server.openai.errors import ApiError, ErrorFacts
 from trimaran.server.openai.models import OpenAIModels, ServedModel, facts_of
 from trimaran.server.openai.requests import BodyTask, GenerationRequest
@@ -97,9 +97,10 @@ class GenerationEndpoint:
                     generation = await self.read(body, reader, is_chat=is_chat)
                     memory.release()
                     served = await self._models.find(generation.model)
-                    wanted = self._text_request(served, generation, default_max_tokens)
+                    facts = facts_of(served.pipeline)
+                    wanted = self._text_request(served, generation, facts, default_max_tokens)
                     tokenizer = served.pipeline.steps.tokenizer
-                    block = int(facts_of(served.pipeline).get("tokens_per_block", 0))
+                    block = int(facts.get("tokens_per_block", 0))
                     metadata = ResponseMetadata.new(prefix, generation.model, _tier(generation))
                     answer = make(metadata, generation, tokenizer, Usage(block))
                     wanted.id = metadata.id
@@ -136,7 +137,7 @@ class GenerationEndpoint:
             found = await self._decoder.read_other(task, LongBody((body,)), READ_TIMEOUT_S)
         else:
             try:
-                with rendered_within(INLINE_RENDER_S):
+                with RenderedWithin(INLINE_RENDER_S):
                     found = task.read(body)
             except SlowTemplateError:
                 # The template takes long for this chat: begun anew, where only the chat waits.
@@ -146,8 +147,13 @@ class GenerationEndpoint:
         return found
 
     def _text_request(
-        self, served: ServedModel, request: GenerationRequest, default_max_tokens: int | None
+        self,
+        served: ServedModel,
+        request: GenerationRequest,
+        facts: Mapping[str, Any],
+        default_max_tokens: int | None,
     ) -> TextRequest:
+        """The request for a model whose engine has these facts."""
         wanted = TextRequest(
             model_name=served.name,
             prompts=request.prompts,
@@ -162,9 +168,9 @@ class GenerationEndpoint:
                 f"{most} (max_batch_size). Send several requests.",
                 param="prompt",
             )
-        facts = facts_of(served.pipeline)
-        num_ids = int(facts.get("vocab_size", served.pipeline.steps.tokenizer.num_ids))
-        _check_biases(request.params.biases, num_ids)
+        if request.params.biases:
+            num_ids = int(facts.get("vocab_size", served.pipeline.steps.tokenizer.num_ids))
+            _check_biases(request.params.biases, num_ids)
         limit = self._config.default_max_tokens or default_max_tokens
         if limit is None:
             # The engine lowers the number to the room that the prompt leaves.

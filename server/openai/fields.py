@@ -44,8 +44,16 @@ class Fields:
 
     def take(self, name: str) -> Any:
         """A member of any type; None where it is left out."""
+        members = self._members
+        if name not in members:
+            return None
         self._read.add(name)
-        return self._members.get(name)
+        return members[name]
+
+    def has_any(self, names: frozenset[str]) -> bool:
+        """Whether a member of these names is given, maybe as a null. Readers ask once for
+        members that few requests have."""
+        return not names.isdisjoint(self._members)
 
     def number(self, name: str, low: float, high: float) -> float | None:
         """A number within a range."""

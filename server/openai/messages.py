@@ -23,13 +23,27 @@ def read_messages(fields: Fields, *, takes_parts: bool, knows_developer: bool) -
         raise ApiError("'messages' must hold at least one message", param="messages")
     found = []
     for number, message in enumerate(given):
-        where = f"messages[{number}]"
-        if not isinstance(message, dict):
-            raise ApiError(f"'{where}' must be an object", param=where)
-        found.append(_message(message, where, takes_parts=takes_parts))
+        if _is_plain(message):
+            found.append(dict(message))
+        else:
+            where = f"messages[{number}]"
+            if not isinstance(message, dict):
+                raise ApiError(f"'{where}' must be an object", param=where)
+            found.append(_message(message, where, takes_parts=takes_parts))
         if message["role"] == "developer" and not knows_developer:
             found[-1]["role"] = "system"
     return found
+
+
+def _is_plain(message: Any) -> bool:
+    """Whether a message holds a text and no calls, so that templates take the message as it
+    is."""
+    return (
+        isinstance(message, dict)
+        and isinstance(message.get("role"), str)
+        and isinstance(message.get("content"), str)
+        and message.get("tool_calls") is None
+    )
 
 
 def _message(message: dict[str, Any], where: str, *, takes_parts: bool) -> dict[str, Any]:

@@ -42,6 +42,23 @@ class ServedModel:
     """The adapter of the name; empty for the model itself."""
 
 
+@dataclass(frozen=True, slots=True)
+class _NativeModels:
+    """The text models of this time, without adapters."""
+
+    models: list[ServedModel]
+    by_name: Mapping[str, ServedModel]
+    """The first model of each name: that of the lowest version."""
+
+    has_adapters: bool
+    """Whether one of the models may have adapters."""
+
+    @classmethod
+    def of(cls, models: list[ServedModel]) -> _NativeModels:
+        by_name = {served.name: served for served in reversed(models)}
+        return cls(models, by_name, any(s.pipeline.steps.adapter_folder for s in models))
+
+
 class OpenAIModels:
     """All served names at this time. Used on the event loop."""
 
@@ -60,10 +77,10 @@ class OpenAIModels:
             ApiError: no such name.
             NotReadyError: known but not able to run now.
         """
-        for served in self._models():
-            if served.name == name:
-                self._service.registry.get_ready(name)
-                return served
+        served = self._native().by_name.get(name)
+        if served is not None:
+            self._service.registry.get_ready(name)
+            return served
         for served in await self._all_adapters():
             if served.name == name:
                 self._service.registry.get_ready(served.model.name)
@@ -74,12 +91,15 @@ class OpenAIModels:
 
     async def all(self) -> list[ServedModel]:
         """Models, then adapters."""
-        return [*self._models(), *await self._all_adapters()]
+        native = self._native()
+        if not native.has_adapters:
+            return native.models
+        return [*native.models, *await self._all_adapters()]
 
     async def chat_models(self) -> Mapping[str, ChatModel]:
         """What reading a chat needs of each name. The same object until that changes."""
         # Adapters come with their folder, and the longest prompt with an engine.
-        models = self._models()
+        native = self._native()
         served, known = await self.all(), self._service.registry.made_of_models
         state = [(each.name, each.pipeline.steps.max_input_len()) for each in served]
         made_of, chat_models = known.get(_CHATS, (None, {}))
@@ -87,7 +107,7 @@ class OpenAIModels:
             chat_models = await self._new_chat_models(served)
             # A template that could not be read is read again, as a share may be away.
             is_whole = not any(each.fault for each in chat_models.values())
-            if is_whole and self._models() is models:
+            if is_whole and self._native() is native:
                 known[_CHATS] = state, chat_models
         found: Mapping[str, ChatModel] = chat_models
         return found
@@ -138,11 +158,11 @@ class OpenAIModels:
             self._forms[tokenizer] = found
         return found
 
-    def _models(self) -> list[ServedModel]:
+    def _native(self) -> _NativeModels:
         known = self._service.registry.made_of_models
         if _SERVED not in known:
-            known[_SERVED] = self._native_models()
-        found: list[ServedModel] = known[_SERVED]
+            known[_SERVED] = _NativeModels.of(self._native_models())
+        found: _NativeModels = known[_SERVED]
         return found
 
     def _native_models(self) -> list[ServedModel]:
@@ -156,11 +176,12 @@ class OpenAIModels:
     async def _all_adapters(self) -> list[ServedModel]:
         """Adapters under names of their own: the first model's. With a separator each model's,
         behind its name."""
-        if not any(served.pipeline.steps.adapter_folder for served in self._models()):
+        native = self._native()
+        if not native.has_adapters:
             return []
         found: dict[str, ServedModel] = {}
         separator = self._config.lora_separator
-        for served in self._models():
+        for served in native.models:
             for adapter in await self._adapters_in(served.pipeline.steps.adapter_folder):
                 name = f"{served.name}{separator}{adapter}" if separator else adapter
                 found.setdefault(

@@ -92,7 +92,7 @@ class GenerationRequest:
     """Members of the request that the answer repeats."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BodyTask:
     """One body, read by a module-level function, which pickle sends by name."""
 
@@ -166,28 +166,42 @@ def read_chat(fields: Fields, chat_models: Mapping[str, ChatModel]) -> Generatio
         fields, model, chat_model, choice.tools if choice.mode != "none" else None
     )
     found.prompts = [prompt]
-    options = parser_options_of(chat_model.form, choice, model, prompt)
-    params.values |= guide_of(chat_model.form, choice, options, answer)
-    if options.tool_format or options.has_reasoning:
-        found.parser_options = options
-        if options.shows_special_tokens:
-            params.skip_special_tokens = False
+    form = chat_model.form
+    if choice.mode != "none" or answer is not None or form.has_reasoning:
+        options = parser_options_of(form, choice, model, prompt)
+        params.values |= guide_of(form, choice, options, answer)
+        if options.tool_format or options.has_reasoning:
+            found.parser_options = options
+            if options.shows_special_tokens:
+                params.skip_special_tokens = False
+    if fields.has_any(_LOG_PROB_MEMBERS):
+        _read_chat_log_probs(fields, found)
+    if fields.has_any(_UNSERVED_MEMBERS):
+        _refuse_unserved(fields)
+    fields.finish(*IGNORED)
+    return found
+
+
+_LOG_PROB_MEMBERS = frozenset(("logprobs", "top_logprobs"))
+_UNSERVED = ("audio", "prediction", "web_search_options", "moderation")
+_OLDER = ("functions", "function_call")
+_UNSERVED_MEMBERS = frozenset((*_UNSERVED, *_OLDER, "modalities"))
+
+
+def _read_chat_log_probs(fields: Fields, request: GenerationRequest) -> None:
     has_log_probs = fields.boolean("logprobs") or False
     num_top = fields.integer("top_logprobs", 0, MAX_TOP_LOGPROBS)
     if num_top and not has_log_probs:
         raise ApiError("'top_logprobs' needs 'logprobs': true", param="top_logprobs")
     if has_log_probs:
-        read_log_probs(params, num_top=num_top or 0)
-        found.num_top = num_top or 0
-    _refuse_unserved(fields)
-    fields.finish(*IGNORED)
-    return found
+        read_log_probs(request.params, num_top=num_top or 0)
+        request.num_top = num_top or 0
 
 
 def _refuse_unserved(fields: Fields) -> None:
-    for name in ("audio", "prediction", "web_search_options", "moderation"):
+    for name in _UNSERVED:
         fields.refuse(name, "is not served. Leave it out.")
-    for name in ("functions", "function_call"):
+    for name in _OLDER:
         fields.refuse(name, "is the older form of tools. Send 'tools' and 'tool_choice'.")
     kinds = list_of(fields, "modalities", str, "strings", 4)
     if kinds not in (None, ["text"]):
@@ -211,6 +225,26 @@ def render_chat(
             "Start the server with --chat-template FILE, or use /v1/completions.",
             param="messages",
         )
+    has_options = fields.has_any(_TEMPLATE_MEMBERS)
+    values = _template_values(fields) if has_options else {}
+    text = template.text(has_tools=bool(tools))
+    messages = read_messages(
+        fields, takes_parts=takes_parts(text), knows_developer=knows_developer(text)
+    )
+    chat = Chat(messages=messages, tools=tools or None)
+    if has_options:
+        _read_chat_options(fields, chat, values)
+    return render(template, chat, chat_model.max_prompt_bytes)
+
+
+_TEMPLATE_MEMBERS = frozenset((
+    "chat_template", "chat_template_kwargs", "reasoning_effort", "continue_final_message",
+    "add_generation_prompt", "documents",
+))  # fmt: skip
+
+
+def _template_values(fields: Fields) -> dict[str, Any]:
+    """Further values that the template may read."""
     fields.refuse(
         "chat_template", "of a request is not used. Start the server with --chat-template FILE."
     )
@@ -223,12 +257,11 @@ def render_chat(
             param="chat_template_kwargs",
         )
     effort = fields.text("reasoning_effort")
-    if effort is not None:
-        values = {"reasoning_effort": effort, **values}
-    text = template.text(has_tools=bool(tools))
-    messages = read_messages(
-        fields, takes_parts=takes_parts(text), knows_developer=knows_developer(text)
-    )
+    return values if effort is None else {"reasoning_effort": effort, **values}
+
+
+def _read_chat_options(fields: Fields, chat: Chat, values: dict[str, Any]) -> None:
+    """The members that change how a chat is rendered; ``values`` are for the template."""
     is_continued = fields.boolean("continue_final_message") or False
     begins_answer = fields.boolean("add_generation_prompt")
     if is_continued and begins_answer:
@@ -236,15 +269,10 @@ def render_chat(
             "'continue_final_message' and 'add_generation_prompt' cannot both be true",
             param="continue_final_message",
         )
-    chat = Chat(
-        messages=messages,
-        tools=tools or None,
-        documents=list_of(fields, "documents", dict, "objects", MAX_PROMPTS),
-        add_generation_prompt=not is_continued if begins_answer is None else begins_answer,
-        continue_final_message=is_continued,
-        options={name: value for name, value in values.items() if name not in _OWN},
-    )
-    return render(template, chat, chat_model.max_prompt_bytes)
+    chat.documents = list_of(fields, "documents", dict, "objects", MAX_PROMPTS)
+    chat.add_generation_prompt = not is_continued if begins_answer is None else begins_answer
+    chat.continue_final_message = is_continued
+    chat.options = {name: value for name, value in values.items() if name not in _OWN}
 
 
 _OWN = frozenset(("messages", "tools", "documents", "add_generation_prompt"))

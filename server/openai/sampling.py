@@ -30,6 +30,12 @@ _NUMBERS = (
 )
 """A member, the token model's input, and the range."""
 
+_NUMBER_NAMES = frozenset(name for name, *_ in _NUMBERS)
+_RARE = frozenset((
+    "n", "stop", "logit_bias", "min_tokens", "skip_special_tokens", "service_tier",
+    "cache_salt", "max_draft_tokens",
+))  # fmt: skip
+
 IGNORED = (
     "user", "metadata", "store", "safety_identifier", "prompt_cache_key",
     "prompt_cache_retention", "prompt_cache_options",
@@ -85,30 +91,37 @@ def read_generation_params(fields: Fields, *limits: str) -> GenerationParams:
         ApiError: a member of another type or out of range.
     """
     params = GenerationParams()
-    for name, token_name, low, high in _NUMBERS:
-        value = fields.number(name, low, high)
-        if value is not None:
-            params.values[token_name] = value
+    if fields.has_any(_NUMBER_NAMES):
+        for name, token_name, low, high in _NUMBERS:
+            value = fields.number(name, low, high)
+            if value is not None:
+                params.values[token_name] = value
     _read_choice(fields, params)
     params.max_tokens = _limit(fields, limits)
+    if fields.has_any(_RARE):
+        _read_rare(fields, params)
+    params.ignores_end = fields.boolean("ignore_eos") or False
+    params.is_streaming = fields.boolean("stream") or False
+    params.include_usage = _include_usage(fields, is_streaming=params.is_streaming)
+    # The engine's figures tell how much of the prompt was cached.
+    params.values["return_perf_metrics"] = True
+    return params
+
+
+def _read_rare(fields: Fields, params: GenerationParams) -> None:
+    """The members of `_RARE`."""
     params.num_sequences = fields.integer("n", 1, MAX_CHOICES) or 1
     params.stop_words = _stop_words(fields)
     params.biases = _biases(fields)
     least = fields.integer("min_tokens", 0, _MAX_TOKENS)
     if least:
         params.values["min_tokens"] = least
-    params.ignores_end = fields.boolean("ignore_eos") or False
     params.skip_special_tokens = fields.boolean("skip_special_tokens")
     params.service_tier = fields.choice(
         "service_tier", "auto", "default", "flex", "priority", "scale"
     )
     params.cache_salt = fields.text("cache_salt")
     params.max_draft_tokens = fields.integer("max_draft_tokens", 0, _MAX_DRAFT_TOKENS)
-    params.is_streaming = fields.boolean("stream") or False
-    params.include_usage = _include_usage(fields, is_streaming=params.is_streaming)
-    # The engine's figures tell how much of the prompt was cached.
-    params.values["return_perf_metrics"] = True
-    return params
 
 
 def read_log_probs(params: GenerationParams, *, num_top: int) -> None:
@@ -140,8 +153,11 @@ def _read_choice(fields: Fields, params: GenerationParams) -> None:
 
 
 def _limit(fields: Fields, names: tuple[str, ...]) -> int | None:
-    given = [(name, fields.integer(name, 1, _MAX_TOKENS)) for name in names]
-    found = [(name, value) for name, value in given if value is not None]
+    found = []
+    for name in names:
+        value = fields.integer(name, 1, _MAX_TOKENS)
+        if value is not None:
+            found.append((name, value))
     for name, value in found[1:]:
         if value != found[0][1]:
             raise ApiError(

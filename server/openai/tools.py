@@ -24,6 +24,7 @@ from trimaran.server.openai.tool_formats import FORMATS
 _MAX_TOOLS = 512
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 _GUIDE_TYPE, _GUIDE = "guided_decoding_guide_type", "guided_decoding_guide"
+_TOOL_MEMBERS = frozenset(("tools", "tool_choice", "parallel_tool_calls"))
 _SPACE: Tag = {"type": "regex", "pattern": "[ \\n]{0,4}"}
 
 
@@ -86,6 +87,8 @@ def read_tools(fields: Fields) -> ToolChoice:
     Raises:
         ApiError: a tool is no function, or the choice names none.
     """
+    if not fields.has_any(_TOOL_MEMBERS):
+        return ToolChoice()
     given = fields.items("tools") or []
     if len(given) > _MAX_TOOLS:
         raise ApiError(

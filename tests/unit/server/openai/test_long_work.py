@@ -11,9 +11,9 @@ from trimaran.comm.messages.messages import Command
 from trimaran.server.openai.chat_templates import (
     Chat,
     ChatTemplate,
+    RenderedWithin,
     SlowTemplateError,
     render,
-    rendered_within,
 )
 
 SLOW = (
@@ -33,7 +33,7 @@ SLOW = (
 )
 def test_a_rendering_ends_when_its_time_is_over(text):
     template, chat = ChatTemplate({"default": text}), Chat(messages=[{"role": "user"}])
-    with rendered_within(0.0), pytest.raises(SlowTemplateError):
+    with RenderedWithin(0.0), pytest.raises(SlowTemplateError):
         render(template, chat, 1 << 20)
     render(template, chat, 1 << 20)
 
@@ -42,7 +42,7 @@ def test_the_time_of_a_rendering_is_what_it_computes():
     """Other processes of a busy host send no short chat to a helper process."""
     text = "{% for i in range(200) %}{{ messages[0].role }}{% endfor %}"
     template, chat = ChatTemplate({"default": text}), Chat(messages=[{"role": "user"}])
-    with rendered_within(0.4):
+    with RenderedWithin(0.4):
         time.sleep(0.5)
         assert render(template, chat, 1 << 20) == "user" * 200
 
