@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trimaran.comm.errors import ProtocolError
-from trimaran.comm.transport.sockets import FrameCutter, frame
+from trimaran.comm.transport.sockets import FrameCutter, frame, frame_head
 
 PROTOCOL_VERSION = 4
 MAX_FRAME_BYTES = (1 << 31) - 1
@@ -426,11 +426,52 @@ _VALUES = {cls: attrgetter("number", *names) for cls, names in _FIELDS.items()}
 
 def encode(message: Message) -> bytes:
     """A whole frame, length included."""
-    # Clients' texts need not be UTF-8: their bytes are passed on unchanged.
-    body: bytes = msgpack.packb(
-        _VALUES[type(message)](message), use_bin_type=True, unicode_errors="surrogateescape"
+    return frame(_packed(_VALUES[type(message)](message)))
+
+
+def encode_parts(message: Message) -> list[bytes | memoryview]:
+    """`encode`, in parts to be sent one after the other, for a caller that makes no copy of
+    long binary values: an adapter may take all the bytes of a request."""
+    values = _VALUES[type(message)](message)
+    is_long = isinstance(message, KeepAdapter) or (
+        isinstance(message, Submit) and bool(message.adapter or message.embeddings)
     )
-    return frame(body)
+    if not is_long:
+        return [frame(_packed(values))]
+    parts: list[bytes | memoryview] = []
+    _add_parts(parts, values)
+    return [frame_head(sum(map(len, parts))), *parts]
+
+
+def _packed(values: object) -> bytes:
+    # Clients' texts need not be UTF-8: their bytes are passed on unchanged.
+    packed: bytes = msgpack.packb(values, use_bin_type=True, unicode_errors="surrogateescape")
+    return packed
+
+
+_LONG_BYTES = 1 << 20
+"""Binary values from this size on are parts of their own."""
+
+_BIN_32 = b"\xc6"
+"""Stands before the length of a binary value in msgpack's longest form."""
+
+
+def _add_parts(parts: list[bytes | memoryview], value: object) -> None:
+    """Add a value of a message; containers with many members have no long values."""
+    packer = msgpack.Packer()
+    if isinstance(value, tuple):
+        parts.append(packer.pack_array_header(len(value)))
+        for item in value:
+            _add_parts(parts, item)
+    elif isinstance(value, dict):
+        parts.append(packer.pack_map_header(len(value)))
+        for name, item in value.items():
+            parts.append(_packed(name))
+            _add_parts(parts, item)
+    elif isinstance(value, (bytes, memoryview)) and len(value) >= _LONG_BYTES:
+        parts += (_BIN_32 + len(value).to_bytes(4, "big"), value)
+    else:
+        parts.append(_packed(value))
 
 
 def decode(body: bytes | memoryview) -> Message:

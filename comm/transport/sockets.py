@@ -77,7 +77,12 @@ class Address:
 
 def frame(body: bytes) -> bytes:
     """A whole frame, length included."""
-    return _LENGTH.pack(len(body)) + body
+    return frame_head(len(body)) + body
+
+
+def frame_head(num_bytes: int) -> bytes:
+    """What stands in a frame before a body of so many bytes."""
+    return _LENGTH.pack(num_bytes)
 
 
 class FrameCutter(Generic[MessageT]):

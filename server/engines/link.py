@@ -15,7 +15,7 @@ from trimaran.comm.messages.messages import (
     Message,
     Ping,
     Pong,
-    encode,
+    encode_parts,
 )
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class EngineLink(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._frames: GuardedFrames | None = None
         self._is_retired = False
-        self._unsent: list[bytes] = []
+        self._unsent: list[bytes | memoryview] = []
         """The messages of this round of the event loop."""
         self.hello: EngineHello | None = None
 
@@ -98,7 +98,7 @@ class EngineLink(asyncio.Protocol):
             return
         if not self._unsent:
             asyncio.get_running_loop().call_soon(self._write)
-        self._unsent.append(encode(message))
+        self._unsent += encode_parts(message)
 
     def close(self) -> None:
         """Close the connection once what is queued is sent."""

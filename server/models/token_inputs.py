@@ -71,6 +71,8 @@ def _table_digest(*parts: bytes) -> bytes:
 
 
 _WEIGHTS, _CONFIG = "lora_weights", "lora_config"
+_MAX_NAME_BYTES = 255
+"""Of a folder's name, on the file systems of Linux."""
 
 
 def read_adapter(
@@ -95,6 +97,11 @@ def read_adapter(
             raise RequestError(
                 "lora_name is empty; leave it out, or name a folder of lora_prefetch_dir"
             )
+        if len(name) > _MAX_NAME_BYTES:
+            raise RequestError(
+                f"lora_name has {len(name)} bytes, but the name of a folder has at most "
+                f"{_MAX_NAME_BYTES}. Name a folder of lora_prefetch_dir."
+            )
         return 0, {"name": to_text("lora_name", name)}
     if task is None:
         if given:
@@ -112,8 +119,23 @@ def read_adapter(
 
 def _on_the_wire(array: np.ndarray[Any, Any] | None, datatype: str) -> dict[str, Any]:
     assert array is not None
-    data = np.ascontiguousarray(array).tobytes()
-    return {"datatype": datatype, "shape": list(array.shape), "data": data}
+    return {"datatype": datatype, "shape": list(array.shape), "data": _bytes_of(array)}
+
+
+def _bytes_of(array: np.ndarray[Any, Any]) -> bytes | memoryview:
+    """The bytes of a tensor: a view where they are most of a buffer that never changes.
+
+    An adapter may have all the bytes of a body. A view of a small part would keep the whole
+    body as long as the adapter, and a client may write to its shared memory.
+    """
+    base = array.base
+    while isinstance(base, np.ndarray):
+        base = base.base
+    owner = base.obj if isinstance(base, memoryview) else base
+    is_most = isinstance(owner, bytes) and 2 * array.nbytes >= len(owner)
+    if is_most and array.flags.c_contiguous:
+        return array.reshape(-1).view(np.uint8).data
+    return np.ascontiguousarray(array).tobytes()
 
 
 async def add_digests(adapters: Sequence[dict[str, Any] | None]) -> None:

@@ -5,9 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Collection,
+    Iterable,
+    Mapping,
+)
 from contextlib import aclosing
-from typing import Any
+from typing import Any, cast
 
 from aiohttp import web
 
@@ -189,7 +196,7 @@ class GenerationEndpoint:
         if direct is not None and plain is not None:
             return await self._added(answer, _chunk_of(await direct.run(served.model, plain)))
         num_tokens = num_inline = 0
-        async with aclosing(_chunks(served, wanted)) as chunks:  # type: ignore[type-var]
+        async with aclosing(_chunks(served, wanted)) as chunks:
             async for chunk in chunks:
                 num_tokens += max(chunk.num_output, _num_tokens(chunk))
                 num_inline += _num_tokens(chunk)
@@ -221,7 +228,7 @@ class GenerationEndpoint:
         answer: Answer,
     ) -> web.StreamResponse:
         admission = self._service.admission
-        async with aclosing(_chunks(served, wanted)) as chunks:  # type: ignore[type-var]
+        async with aclosing(_chunks(served, wanted)) as chunks:
             with admission.unless_aborted():
                 # An error before the first text determines the status.
                 first = await anext(chunks, None)
@@ -250,7 +257,12 @@ class GenerationEndpoint:
                 if first is not None:
                     await _write_chunk(writer, answer, first)
                 async for chunk in chunks:
-                    await _write_chunk(writer, answer, chunk)
+                    if _is_long(chunk):
+                        await _write_chunk(writer, answer, chunk)
+                        continue
+                    for event in answer.events(chunk):
+                        if not writer.write_at_once(event):
+                            await writer.write(event)
                 await _write_all(writer, answer.closing())
         except RequestError as error:
             await _write_all(writer, answer.failure(ErrorFacts.of(error)))
@@ -285,7 +297,8 @@ def _is_long(chunk: TextChunk) -> bool:
 
 def _num_tokens(chunk: TextChunk) -> int:
     """The tokens of a chunk, with the likeliest tokens of their positions."""
-    return len(chunk.token_ids) + sum(map(len, chunk.tops))
+    count = len(chunk.token_ids)
+    return count + sum(map(len, chunk.tops)) if chunk.tops else count
 
 
 async def _write_all(writer: EventWriter, events: Iterable[bytes]) -> None:
@@ -304,13 +317,11 @@ async def _write_chunk(writer: EventWriter, answer: Answer, chunk: TextChunk) ->
             await writer.write(event)
 
 
-async def _chunks(served: ServedModel, wanted: TextRequest) -> AsyncIterator[TextChunk]:
+def _chunks(served: ServedModel, wanted: TextRequest) -> AsyncGenerator[TextChunk, None]:
     """The chunks of a request; closing them cancels the request."""
+    # The model's own iterator: one more around it would take its time for each token.
     responses = served.model.infer(served.pipeline.adopt(wanted))
-    async with aclosing(responses):  # type: ignore[type-var]
-        async for response in responses:
-            assert isinstance(response, TextChunk)
-            yield response
+    return cast("AsyncGenerator[TextChunk, None]", responses)
 
 
 def _dumped(answer: Answer) -> bytes:

@@ -102,6 +102,13 @@ class AdapterTensors:
 
     def check(self, layout: AdapterLayout, max_rank: int) -> None:
         """Raise `AdapterFormatError` unless a model of this layout can use all rows."""
+        # Before anything is made of each row: a client chooses their number, and steps wait.
+        if len(self.config_N3) > layout.num_modules:
+            raise AdapterFormatError(
+                f"lora_config has {len(self.config_N3)} rows, but the model's "
+                f"{layout.num_layers} layers have {layout.num_modules} modules that take "
+                "adapters. Send at most one row for each of them."
+            )
         sources = [f"lora_config row {n}, {list(row)}" for n, row in enumerate(self.ranks)]
         check_modules(sources, self.ranks, layout, max_rank)
         for where, (module, layer, rank) in zip(sources, self.ranks, strict=True):

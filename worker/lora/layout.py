@@ -147,6 +147,11 @@ class AdapterLayout:
         known = {module for sizes in self._ranks for module, _ in sizes}
         return tuple(MODULE_NAMES[module] for module in sorted(known))
 
+    @property
+    def num_modules(self) -> int:
+        """Modules of all layers together."""
+        return len(set().union(*self._ranks))
+
     def shape_of(self, module: int, layer: int) -> tuple[int, int] | None:
         """Inputs and outputs of a module in the whole model; None if the model lacks it."""
         for sizes in self._ranks:

@@ -16,12 +16,15 @@ from trimaran.comm.messages.messages import (
     MAX_FRAME_BYTES,
     Cancel,
     FrameBuffer,
+    KeepAdapter,
     Message,
     Ping,
     RequestFailed,
     Stop,
+    Submit,
     decode,
     encode,
+    encode_parts,
     pack_ids,
     unpack_ids,
 )
@@ -174,3 +177,31 @@ def test_a_damaged_message_is_read_or_a_protocol_error():
         except ProtocolError:
             num_refused += 1
     assert 0 < num_refused < 2000
+
+
+@pytest.mark.parametrize("message_type", TYPES)
+def test_the_parts_of_a_message_are_its_encoding(message_type):
+    message = sample(message_type)
+    whole = b"".join(encode_parts(message))
+    assert decode(body(whole)) == decode(body(encode(message)))
+
+
+def test_long_binary_values_are_not_copied():
+    weights = np.arange(1 << 20, dtype="<u2").view(np.uint8).data
+    adapter = {
+        "weights": {"datatype": "FP16", "shape": [1, 1 << 20], "data": weights},
+        "config": {"datatype": "INT32", "shape": [1, 3], "data": b"\0" * 12},
+        "digest": b"d" * 16,
+    }
+    for message in (
+        Submit(
+            request_id=1, model="m", prompt_ids=b"\1\0\0\0", sampling={"stop_words": ((1,),)},
+            adapter_id=1 << 63, adapter=adapter,
+        ),
+        KeepAdapter(adapter_id=7, adapter=adapter),
+    ):  # fmt: skip
+        parts = encode_parts(message)
+        assert any(part is weights for part in parts)
+        whole = b"".join(parts)
+        assert decode(body(whole)) == decode(body(encode(message)))
+        assert decode(body(whole)).adapter["weights"]["data"] == bytes(weights)

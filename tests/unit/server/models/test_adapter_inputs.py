@@ -75,6 +75,16 @@ async def test_adapter_weights_without_rows_count_as_absent(serve):
             )
 
 
+async def test_a_name_that_no_folder_can_have_is_refused_here(serve):
+    async with serve() as served:
+        engine = await served.dial(_ids)
+        text = "lora_name has 256 bytes, but the name of a folder has at most 255"
+        with pytest.raises(RequestError, match=text):
+            await served.infer("tensorrt_llm", **PROMPT, lora_name="n" * 256)
+        await served.infer("tensorrt_llm", **PROMPT, lora_name="n" * 255)
+        assert [s.adapter for s in engine.submits] == [{"name": "n" * 255}]
+
+
 @pytest.mark.feature("input:lora_name")
 @pytest.mark.parametrize("model", ["tensorrt_llm", "ensemble", "tensorrt_llm_bls"])
 async def test_an_adapter_can_be_requested_by_name(serve, model):

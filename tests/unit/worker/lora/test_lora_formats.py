@@ -179,6 +179,28 @@ def test_tensors_of_other_shapes_are_refused(make_engine, adapter):
         driver.submit([1, 2], adapter_id=7, adapter=message)
 
 
+def test_more_rows_than_the_model_has_modules_are_refused_before_each_is_looked_at(make_engine):
+    driver = make_engine()
+    config = np.tile(np.array([[1, 0, 1]], "<i4"), (1 << 20, 1))
+    tensors = AdapterTensors(np.zeros((len(config), 1), np.float32), config)
+
+    class Rows(AdapterTensors):
+        @property
+        def ranks(self):
+            raise AssertionError("each row is looked at")
+
+    rows = Rows(tensors.weights_NK, tensors.config_N3)
+    layout = driver.engine._adapters._layout
+    text = (
+        rf"lora_config has {1 << 20} rows, but the model's 2 layers have {layout.num_modules}"
+    )
+    with pytest.raises(AdapterFormatError, match=text):
+        rows.check(layout, 64)
+    with pytest.raises(RequestError, match=f"LoRA task 7: {text}"):
+        driver.submit([1, 2], adapter_id=7, adapter=tensors_on_the_wire(tensors))
+    driver.check_idle()
+
+
 @pytest.mark.parametrize("name", ["weights", "config"])
 def test_tensors_with_a_truncated_number_are_refused_and_end_nothing(
     make_engine, adapter, name
