@@ -111,6 +111,14 @@ class AdapterTensors:
             )
         sources = [f"lora_config row {n}, {list(row)}" for n, row in enumerate(self.ranks)]
         check_modules(sources, self.ranks, layout, max_rank)
+        longest = layout.longest_row(max_rank)
+        if self.weights_NK.shape[1] > longest:
+            # Front ends keep adapters as they came, with all zeros behind the weights.
+            raise AdapterFormatError(
+                f"a row of lora_weights has {self.weights_NK.shape[1]} weights, but the "
+                f"model's largest module has {longest} at the adapter size {max_rank} "
+                "(lora_cache_max_adapter_size of the model). Leave out zeros behind these."
+            )
         for where, (module, layer, rank) in zip(sources, self.ranks, strict=True):
             shape = layout.shape_of(module, layer)
             assert shape is not None

@@ -159,6 +159,11 @@ class AdapterLayout:
                 return sizes[module, layer][0]
         return None
 
+    def longest_row(self, rank: int) -> int:
+        """Weights of the largest module at an adapter size, which is what a row may need."""
+        shapes = (shape for sizes in self._ranks for shape, _ in sizes.values())
+        return rank * max(map(sum, shapes), default=0)
+
     def size_of(self, ranks: Sequence[tuple[int, int, int]]) -> int:
         """Elements of the largest rank's shard of an adapter of (module, layer, rank)s."""
         return max(

@@ -201,6 +201,20 @@ def test_more_rows_than_the_model_has_modules_are_refused_before_each_is_looked_
     driver.check_idle()
 
 
+def test_a_row_longer_than_any_module_needs_is_refused(make_engine):
+    driver = make_engine()
+    longest = driver.engine._adapters._layout.longest_row(64)
+    config = np.array([[1, 0, 1]], "<i4")
+    tensors = AdapterTensors(np.zeros((1, longest + 1), np.float32), config)
+    text = (
+        f"a row of lora_weights has {longest + 1} weights, but the model's largest module has"
+    )
+    with pytest.raises(RequestError, match=f"LoRA task 7: {text} {longest} at"):
+        driver.submit([1, 2], adapter_id=7, adapter=tensors_on_the_wire(tensors))
+    tensors = AdapterTensors(np.zeros((1, longest), np.float32), config)
+    driver.submit([1, 2], adapter_id=7, adapter=tensors_on_the_wire(tensors))
+
+
 @pytest.mark.parametrize("name", ["weights", "config"])
 def test_tensors_with_a_truncated_number_are_refused_and_end_nothing(
     make_engine, adapter, name
