@@ -256,13 +256,7 @@ class GenerationEndpoint:
                 await _write_all(writer, answer.opening())
                 if first is not None:
                     await _write_chunk(writer, answer, first)
-                async for chunk in chunks:
-                    if _is_long(chunk):
-                        await _write_chunk(writer, answer, chunk)
-                        continue
-                    for event in answer.events(chunk):
-                        if not writer.write_at_once(event):
-                            await writer.write(event)
+                await _write_chunks(writer, answer, chunks)
                 await _write_all(writer, answer.closing())
         except RequestError as error:
             await _write_all(writer, answer.failure(ErrorFacts.of(error)))
@@ -304,6 +298,19 @@ def _num_tokens(chunk: TextChunk) -> int:
 async def _write_all(writer: EventWriter, events: Iterable[bytes]) -> None:
     for event in events:
         await writer.write(event)
+
+
+async def _write_chunks(
+    writer: EventWriter, answer: Answer, chunks: AsyncIterator[TextChunk]
+) -> None:
+    """Write the events of all chunks; a coroutine for each would take its time."""
+    async for chunk in chunks:
+        if _is_long(chunk):
+            await _write_chunk(writer, answer, chunk)
+            continue
+        for event in answer.events(chunk):
+            if not writer.write_at_once(event):
+                await writer.write(event)
 
 
 async def _write_chunk(writer: EventWriter, answer: Answer, chunk: TextChunk) -> None:
