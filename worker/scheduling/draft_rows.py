@@ -266,7 +266,7 @@ class DraftRows:
             rates = [sequence.drafts.rate.value for sequence, _ in own]
             counts = self._controller.choose(plan.num_decodes, rates, counts, room)
             if any(counts):
-                self._reach.observe(max(counts))
+                self._reach.observe(counts)
             if self._controller.is_measuring:
                 self._rest = _MEASURED
             elif any(counts) or not all(sequence.drafts.is_guess for sequence, _ in own):
