@@ -305,8 +305,14 @@ class LiveRequest:
                 left = {} if self._pending is None else self._pending.extras
                 self._unread.hold(self, logits_bytes(left))
             return chunk
-        assert self._error is not None
-        raise self._error
+        error, self._error = self._error, None
+        assert error is not None
+        try:
+            raise error
+        finally:
+            # The error's traceback refers to this frame and to those of the readers: the
+            # tensors of their request would stay until the collector comes.
+            del error
 
     def _take_beams(self, wire: dict[str, Any]) -> None:
         self.num_output_tokens = sum(len(ids) // 4 for ids in wire["ids"])

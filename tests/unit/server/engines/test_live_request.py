@@ -202,3 +202,24 @@ def test_a_stream_that_is_cut_off_in_a_step_does_not_count_as_finished():
     )
     group.take_step(step)
     assert request.is_over and ended == [] and group.num_requests() == 0
+
+
+class _Tensors:
+    """Stands for the tensors of a client's request."""
+
+
+def test_the_tensors_of_a_refused_request_do_not_wait_for_the_collector():
+    def read(request: LiveRequest) -> weakref.ref[_Tensors]:
+        tensors = _Tensors()
+        with pytest.raises(RequestError, match="refused"):
+            request.take()
+        return weakref.ref(tensors)
+
+    request = _submitted([])
+    request.fail(RequestError("refused"))
+    gc.collect()
+    gc.disable()
+    try:
+        assert read(request)() is None
+    finally:
+        gc.enable()
