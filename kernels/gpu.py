@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from trimaran.kernels import paged_attention, reference
@@ -9,8 +11,8 @@ from trimaran.kernels.attention import AttentionMetadata, AttentionSpec, LatentH
 from trimaran.kernels.decode_attention import DecodeAttention, TritonDecodes
 from trimaran.kernels.experts import FixedExperts, Mixture
 from trimaran.kernels.fp8_products import check_served, make_product
-from trimaran.kernels.integer_products import IntegerProducts
-from trimaran.kernels.integers import IntegerProduct, IntegerWeight
+from trimaran.kernels.integer_products import IntegerProducts, expert_storage
+from trimaran.kernels.integers import IntegerExperts, IntegerProduct, IntegerWeight
 from trimaran.kernels.products import Products, TorchProducts
 from trimaran.kernels.prompt_attention import PromptAttention, TritonPrompts
 from trimaran.kernels.quantized import (
@@ -24,6 +26,7 @@ from trimaran.kernels.torch_ops import TorchOps
 from trimaran.kernels.triton import elementwise as triton_elementwise
 from trimaran.kernels.triton import fp8_experts as triton_fp8_experts
 from trimaran.kernels.triton import heads as triton_heads
+from trimaran.kernels.triton import integer_experts as triton_integer_experts
 from trimaran.kernels.triton import norm as triton_norm
 from trimaran.kernels.triton import rotary as triton_rotary
 from trimaran.kernels.triton import routing as triton_routing
@@ -37,6 +40,7 @@ _TRITON = (
     "rope_and_cache_latent", "write_kv", "head_linear", "paged_attention",
     "latent_attention",
     "choose_experts", "expert_mlp", "fp8_expert_mlp",
+    "integer_expert_mlp",
 )  # fmt: skip
 _PRODUCTS = ("linear", "add_linear", "gated_linear", "logits", "router_logits")
 
@@ -116,6 +120,22 @@ class TritonOps(TorchOps):
         fixed_rows = FIXED_ROWS if self.is_deterministic else 0
         return triton_fp8_experts.expert_mlp(
             x, weights, ids, gate_up, down, first_expert, fixed_rows
+        )
+
+    def integer_expert_storage(self, weights: Sequence[IntegerWeight]) -> IntegerExperts:
+        return expert_storage(weights)
+
+    def integer_expert_mlp(
+        self,
+        x: Tensor,
+        weights: Tensor,
+        ids: Tensor,
+        gate_up: IntegerExperts,
+        down: IntegerExperts,
+        first_expert: int = 0,
+    ) -> Tensor:
+        return triton_integer_experts.expert_mlp(
+            x, weights, ids, gate_up, down, first_expert, is_fixed=self.is_deterministic
         )
 
     def head_linear(self, x: Tensor, weight: Tensor) -> Tensor:

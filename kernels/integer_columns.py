@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -37,6 +38,25 @@ class Columns(NamedTuple):
             return _gathered(weight, inner)
         numbers = weight.groups.numbers(inner, weight.values.device)
         return cls(None, numbers[::step].to(torch.int32), step)
+
+    @classmethod
+    def of_experts(cls, weights: Sequence[IntegerWeight]) -> list[Columns]:
+        """The columns of matrices of one shape: all are gathered or none, in the same number of
+        equal steps, of which the last may be padding alone."""
+        found = [cls.of(each) for each in weights]
+        step = min(each.step for each in found)
+        if all(each.order is None and each.step == step for each in found):
+            return found
+        inner = weights[0].shape[1]
+        found = [_gathered(each, inner, step) for each in weights]
+        longest = max(len(each.groups) for each in found)
+        return [each._padded(longest) for each in found]
+
+    def _padded(self, num_steps: int) -> Columns:
+        missing = num_steps - len(self.groups)
+        assert self.order is not None
+        order = torch.nn.functional.pad(self.order, (0, missing * self.step))
+        return Columns(order, torch.nn.functional.pad(self.groups, (0, missing)), self.step)
 
     def gather(self, x_TD: Tensor) -> Tensor:
         """The inputs of the columns [T, K]; zeros for padding."""
@@ -75,13 +95,15 @@ def _regular_step(weight: IntegerWeight, inner: int) -> int:
     return min(step, _MAX_STEP) if step >= _MIN_STEP else 0
 
 
-def _gathered(weight: IntegerWeight, inner: int) -> Columns:
+def _gathered(weight: IntegerWeight, inner: int, step: int = 0) -> Columns:
+    """Columns by groups, in steps of ``step`` or as many as suit the groups."""
     device = weight.values.device
     numbers = weight.groups.numbers(inner, torch.device("cpu"))
     order = torch.argsort(numbers, stable=True)
     found, counts = torch.unique_consecutive(numbers[order], return_counts=True)
-    step = _MIN_STEP
-    while step < _MAX_STEP and int(counts.median()) >= 2 * step:
+    largest = step or _MAX_STEP
+    step = step or _MIN_STEP
+    while step < largest and int(counts.median()) >= 2 * step:
         step *= 2
     columns, groups, start = [], [], 0
     for number, count in zip(found.tolist(), counts.tolist(), strict=True):

@@ -6,12 +6,16 @@ even, with a float32 scale a token, 1/127 of the largest magnitude.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from trimaran.kernels.integers import Groups, IntegerWeight
+from trimaran.kernels.integers import Groups, IntegerExperts, IntegerWeight
+from trimaran.kernels.reference import silu_and_mul, sum_experts
 
-# Shapes: T tokens, D inner width, E outputs, G groups of inputs.
+# Shapes: T tokens, D inner width, E outputs, G groups of inputs, X experts, C experts of a
+# token.
 
 LARGEST_INPUT = 127
 _SMALLEST_PEAK = 1e-10
@@ -83,6 +87,63 @@ class ReferenceIntegerProduct:
         if bias_E is not None:
             total_TE = total_TE + bias_E.float()
         return total_TE.to(dtype or x_TD.dtype)
+
+
+def expert_storage(weights: Sequence[IntegerWeight]) -> IntegerExperts:
+    """See `Ops.integer_expert_storage`: values [X, E, D] or [X, E, D / 2], float32 scales
+    [X, E, G], int16 zeros [X, E, G] and the group of each input [X, D]."""
+    inner = weights[0].shape[1]
+    numbers = [each.groups.numbers(inner, each.values.device).int() for each in weights]
+    return IntegerExperts(
+        torch.stack([each.values for each in weights]),
+        torch.stack([each.scales for each in weights]),
+        stacked_zeros(weights),
+        torch.stack(numbers),
+        None,
+        weights[0].bits,
+    )
+
+
+def stacked_zeros(weights: Sequence[IntegerWeight]) -> Tensor | None:
+    """int16 [X, E, G]; None if half of the range stands for zero everywhere."""
+    if all(each.zeros is None for each in weights):
+        return None
+    return torch.stack(
+        [
+            torch.full_like(each.scales, each.half, dtype=torch.int16)
+            if each.zeros is None
+            else each.zeros
+            for each in weights
+        ]
+    )
+
+
+def expert_mlp(
+    x_TD: Tensor,
+    weights_TC: Tensor,
+    ids_TC: Tensor,
+    gate_up: IntegerExperts,
+    down: IntegerExperts,
+    first_expert: int = 0,
+) -> Tensor:
+    """See `Ops.integer_expert_mlp`; the experts are those of `expert_storage`."""
+
+    def product(experts: IntegerExperts, number: int) -> ReferenceIntegerProduct:
+        assert experts.scales is not None and experts.groups is not None
+        weight = IntegerWeight(
+            experts.values[number],
+            experts.scales[number],
+            Groups(1, of_inputs=experts.groups[number]),
+            experts.bits,
+            None if experts.zeros is None else experts.zeros[number],
+        )
+        return ReferenceIntegerProduct(weight, has_byte_inputs=False)
+
+    def run(expert: int, rows: Tensor) -> Tensor:
+        return product(down, expert)(silu_and_mul(product(gate_up, expert)(rows)))
+
+    experts = range(first_expert, first_expert + len(gate_up.values))
+    return sum_experts(x_TD, weights_TC, ids_TC, experts, run)
 
 
 def quantize_weight(

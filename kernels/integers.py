@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-# Shapes: T tokens, D inner width, E outputs, G groups of inputs.
+# Shapes: T tokens, D inner width, E outputs, G groups of inputs, X slots of experts.
 
 
 class Groups(NamedTuple):
@@ -86,3 +86,33 @@ class IntegerProduct(Protocol):
         Products are added up in float32 or in integers.
         """
         ...
+
+
+class IntegerExperts(NamedTuple):
+    """A matrix of each of a rank's experts in integers, stored as the device's products read
+    them; all have one shape.
+
+    The first dimension of every tensor is the slots of experts, so that slots can be added and
+    moved. What the tensors hold is the business of the operators that made them.
+    """
+
+    values: Tensor
+    """uint8 [X, ...]: the integers; on a CPU all of an expert."""
+
+    scales: Tensor | None
+    zeros: Tensor | None
+    groups: Tensor | None
+    """int32: the groups of inputs or of steps."""
+
+    order: Tensor | None
+    """int32: the inputs by groups; None: as they are."""
+
+    bits: int
+    step: int = 1
+    """Inputs that share a scale and are multiplied at once."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that there are, by their names."""
+        every = ("values", "scales", "zeros", "groups", "order")
+        found = {name: getattr(self, name) for name in every}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}

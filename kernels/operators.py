@@ -9,7 +9,7 @@ from torch import Tensor
 
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec, LatentHeads
 from trimaran.kernels.cpu.decoder import Decoder, DecoderShape, LayerWeights
-from trimaran.kernels.integers import IntegerProduct, IntegerWeight
+from trimaran.kernels.integers import IntegerExperts, IntegerProduct, IntegerWeight
 from trimaran.kernels.quantized import (
     BlockMap,
     Fp8Experts,
@@ -211,6 +211,23 @@ class Ops(Protocol):
 
         SwiGLU is rounded to the dtype of ``x`` before it is quantized.
         """
+        ...
+
+    def integer_expert_storage(self, weights: Sequence[IntegerWeight]) -> IntegerExperts:
+        """The matrices of a rank's experts, without minimums, as `integer_expert_mlp` takes
+        them. Call after the weights are loaded."""
+        ...
+
+    def integer_expert_mlp(
+        self,
+        x: Tensor,
+        weights: Tensor,
+        ids: Tensor,
+        gate_up: IntegerExperts,
+        down: IntegerExperts,
+        first_expert: int = 0,
+    ) -> Tensor:
+        """`expert_mlp` by matrices of integers. SwiGLU is rounded to the dtype of ``x``."""
         ...
 
     def embed(self, ids: Tensor, table: Tensor, first_row: int | None = None) -> Tensor:

@@ -33,6 +33,7 @@ OPERATORS = (
     "silu_and_mul", "gelu_and_mul", "activation", "embed", "rope_and_cache",
     "rope_and_cache_latent", "write_kv", "paged_attention", "latent_attention",
     "router_logits", "choose_experts", "expert_mlp", "fp8_expert_mlp",
+    "integer_expert_mlp",
 )  # fmt: skip
 """The operators that `Ops.backends` names, in the order of the log."""
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from trimaran.kernels import fp8_reference, reference
+from trimaran.kernels import fp8_reference, integer_reference, reference
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec, LatentHeads
 from trimaran.kernels.cpu.decoder import Decoder, DecoderShape, LayerWeights
 from trimaran.kernels.integer_reference import ReferenceIntegerProduct
@@ -41,6 +41,8 @@ class TorchOps:
     write_kv = staticmethod(reference.write_kv)
     paged_attention = staticmethod(reference.paged_attention)
     fp8_expert_mlp = staticmethod(fp8_reference.expert_mlp)
+    integer_expert_storage = staticmethod(integer_reference.expert_storage)
+    integer_expert_mlp = staticmethod(integer_reference.expert_mlp)
 
     def fp8_product(self, weight: Fp8Weight, inputs: Fp8Inputs) -> Fp8Product:
         return fp8_reference.ReferenceProduct(weight, inputs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,27 +23,55 @@ _MAX_SEGMENT = 128
 _BYTE_HALF = 128
 
 
+class CpuIntegerWeight(NamedTuple):
+    """A weight in the order of the C++ kernel's blocks."""
+
+    values: Tensor
+    scales: Tensor
+    offsets: Tensor | None
+    order: Tensor | None
+    segments: Tensor
+    numbers: tuple[int, ...]
+    """Bits, columns, segments, groups and outputs, as the kernel's description has them behind
+    the addresses of the tensors."""
+
+    @classmethod
+    def of(cls, weight: IntegerWeight) -> CpuIntegerWeight:
+        """The blocks of a weight."""
+        outputs, inner = weight.shape
+        columns, segments = _segments(weight, inner)
+        is_in_order = columns == list(range(inner))
+        order = torch.tensor(columns, dtype=torch.int32)
+        offsets = _offsets(weight)
+        return cls(
+            _blocked_values(weight, order.long()),
+            _blocked(weight.scales),
+            None if offsets is None else _blocked(offsets),
+            None if is_in_order else order,
+            torch.tensor(segments, dtype=torch.int32),
+            (weight.bits, len(columns), len(segments), weight.scales.shape[1], outputs),
+        )
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """The tensors in the order of the kernel's description."""
+        return self[:5]  # type: ignore[return-value]
+
+
+DESCRIPTION = "=11q"
+"""The kernels' description of a weight: addresses of its tensors, its numbers, and whether
+inputs are bytes."""
+
+
 class CpuIntegerProduct:
     """`IntegerProduct` by the C++ kernel; a token's result is independent of other tokens."""
 
     def __init__(self, linear: Kernel, weight: IntegerWeight, *, has_byte_inputs: bool) -> None:
         self._linear = linear
-        self._outputs, inner = weight.shape
-        columns, segments = _segments(weight, inner)
-        is_in_order = columns == list(range(inner))
-        order = torch.tensor(columns, dtype=torch.int32)
-        self._segments = torch.tensor(segments, dtype=torch.int32)
-        self._order = None if is_in_order else order
-        self._values = _blocked_values(weight, order.long())
-        self._scales = _blocked(weight.scales)
-        offsets = _offsets(weight)
-        self._offsets = None if offsets is None else _blocked(offsets)
-        numbers = struct.pack(
-            "=11q",
-            self._values.data_ptr(), self._scales.data_ptr(), _address(self._offsets),
-            _address(self._order), self._segments.data_ptr(), weight.bits, len(columns),
-            len(segments), weight.scales.shape[1], self._outputs, has_byte_inputs,
-        )  # fmt: skip
+        self._outputs = weight.shape[0]
+        self._weight = CpuIntegerWeight.of(weight)
+        addresses = [_address(each) for each in self._weight.tensors]
+        numbers = struct.pack(DESCRIPTION, *addresses, *self._weight.numbers, has_byte_inputs)
         self._struct = ctypes.create_string_buffer(numbers)
 
     @property
@@ -53,7 +82,7 @@ class CpuIntegerProduct:
     @property
     def nbytes(self) -> int:
         """Memory of the weight."""
-        others = (self._values, self._scales, self._offsets)
+        others = self._weight[:3]
         return sum(each.nbytes for each in others if each is not None)
 
     def __call__(
@@ -61,11 +90,18 @@ class CpuIntegerProduct:
     ) -> Tensor:
         """See `IntegerProduct`; ``dtype`` is that of ``x``, or float32."""
         y_TE = torch.empty((x_TD.shape[0], self._outputs), dtype=dtype or x_TD.dtype)
-        self._linear(
-            DTYPE_CODES[x_TD.dtype], y_TE.dtype is torch.float32, x_TD.data_ptr(), self.address,
-            _address(bias_E), y_TE.data_ptr(), x_TD.shape[0], x_TD.stride(0),
-        )  # fmt: skip
+        multiply(self._linear, x_TD, self.address, bias_E, y_TE)
         return y_TE
+
+
+def multiply(
+    linear: Kernel, x_TD: Tensor, description: int, bias_E: Tensor | None, y_TE: Tensor
+) -> None:
+    """Write ``x @ weight.T + bias`` to ``y``; ``description`` is an address."""
+    linear(
+        DTYPE_CODES[x_TD.dtype], y_TE.dtype is torch.float32, x_TD.data_ptr(), description,
+        _address(bias_E), y_TE.data_ptr(), x_TD.shape[0], x_TD.stride(0),
+    )  # fmt: skip
 
 
 def _address(tensor: Tensor | None) -> int:

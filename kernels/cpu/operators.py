@@ -11,11 +11,12 @@ from torch import Tensor
 from trimaran.kernels import reference
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec, LatentHeads
 from trimaran.kernels.build import cpu_features, has_avx512
+from trimaran.kernels.cpu import integer_experts
 from trimaran.kernels.cpu.decoder import CpuDecoder, Decoder, DecoderShape, LayerWeights
 from trimaran.kernels.cpu.fp8 import CpuFp8Product, pack
 from trimaran.kernels.cpu.integers import CpuIntegerProduct
 from trimaran.kernels.cpu.kernel import DTYPE_CODES, Kernel
-from trimaran.kernels.integers import IntegerProduct, IntegerWeight
+from trimaran.kernels.integers import IntegerExperts, IntegerProduct, IntegerWeight
 from trimaran.kernels.quantized import (
     BlockMap,
     Fp8Experts,
@@ -78,7 +79,8 @@ class CpuOps:
                 fp8_expert_mlp=product,
             )
         has_dots = has_avx512() and "avx512_vnni" in cpu_features()
-        names["integer_product"] = "avx512_vnni" if has_dots else usual
+        integers = "avx512_vnni" if has_dots else usual
+        names.update(integer_product=integers, integer_expert_mlp=integers)
         names["activation"] = f"{usual} (gelu_new), torch (others)"
         names.update(gelu_and_mul="torch", embed="torch", choose_experts="torch")
         names["rope_and_cache_latent"] = "torch"
@@ -125,6 +127,28 @@ class CpuOps:
         self, weight: IntegerWeight, *, has_byte_inputs: bool = False
     ) -> IntegerProduct:
         return CpuIntegerProduct(self._integers, weight, has_byte_inputs=has_byte_inputs)
+
+    def integer_expert_storage(self, weights: Sequence[IntegerWeight]) -> IntegerExperts:
+        return integer_experts.expert_storage(weights)
+
+    def integer_expert_mlp(
+        self,
+        x: Tensor,
+        weights: Tensor,
+        ids: Tensor,
+        gate_up: IntegerExperts,
+        down: IntegerExperts,
+        first_expert: int = 0,
+    ) -> Tensor:
+        """One pair of products for each expert that a token has chosen."""
+
+        def run(expert: int, rows: Tensor) -> Tensor:
+            both = integer_experts.multiply_row(self._integers, gate_up.values[expert], rows)
+            inner = self.silu_and_mul(both)
+            return integer_experts.multiply_row(self._integers, down.values[expert], inner)
+
+        experts = range(first_expert, first_expert + len(gate_up.values))
+        return reference.sum_experts(x, weights, ids, experts, run)
 
     def head_linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """One product for each head."""

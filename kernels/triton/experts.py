@@ -190,9 +190,10 @@ def _experts_kernel(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _sum_kernel(  # type: ignore[no-untyped-def]
     parts, ids, output, first_expert, WIDTH: tl.constexpr, EXPERTS: tl.constexpr,
-    CHOSEN: tl.constexpr, TILE: tl.constexpr, OVERLAPS: tl.constexpr,
+    CHOSEN: tl.constexpr, SHARES: tl.constexpr, TILE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Program (t, i) adds up the i-th tile of the outputs of token t's experts on this rank."""
+    """Program (t, i) adds up the i-th tile of the outputs of token t's experts on this rank,
+    each in ``SHARES`` sums."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
     is_column = columns < WIDTH
@@ -200,10 +201,10 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
         gdc_launch_dependents()
         gdc_wait()
     total = tl.zeros((TILE,), tl.float32)
-    for place in tl.static_range(CHOSEN):
-        owner = tl.load(ids + token * CHOSEN + place) - first_expert
+    for place in tl.static_range(CHOSEN * SHARES):
+        owner = tl.load(ids + token * CHOSEN + place // SHARES) - first_expert
         is_here = (owner >= 0) & (owner < EXPERTS)
-        source = parts + (token * CHOSEN + place) * WIDTH + columns
+        source = parts + (token * CHOSEN * SHARES + place) * WIDTH + columns
         total += tl.load(source, mask=is_column & is_here, other=0.0)
     target = output + token * WIDTH + columns
     tl.store(target, total.to(output.dtype.element_ty), mask=is_column)
@@ -273,11 +274,15 @@ def expert_mlp(
 def add_parts(
     parts_ND: Tensor, ids_TC: Tensor, num_experts: int, first_expert: int, like_TD: Tensor
 ) -> Tensor:
-    """The sums [T, D] of the parts of each token's experts on this rank, as ``like``."""
+    """The sums [T, D] of the parts of each token's experts on this rank, as ``like``.
+
+    ``parts`` has as many rows for each choice [N, D], side by side, as it is longer than N.
+    """
     (num_tokens, num_chosen), hidden = ids_TC.shape, parts_ND.shape[1]
     output_TD = torch.empty((num_tokens, hidden), dtype=like_TD.dtype, device=like_TD.device)
     tile = min(padded_size(hidden), _SUM_TILE)
-    constants = (hidden, num_experts, num_chosen, tile)
+    shares = parts_ND.shape[0] // ids_TC.numel()
+    constants = (hidden, num_experts, num_chosen, shares, tile)
     grid = (num_tokens, num_tiles(hidden, tile))
     _sum(grid, (parts_ND, ids_TC, output_TD, first_expert), constants)
     return output_TD

@@ -61,7 +61,7 @@ class Cut(NamedTuple):
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _floats(words, zeros, BITS: tl.constexpr, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+def integer_floats(words, zeros, BITS: tl.constexpr, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Integers less their zeros, exact in ``DTYPE``; ``zeros`` are int16 [E, 1]."""
     if tl.float16 == DTYPE:
         # The bits of 1024 plus an integer.
@@ -95,12 +95,14 @@ def _sums(  # type: ignore[no-untyped-def]
         first = tl.load(tokens + step * STEP)
         if BITS == 4:
             second = tl.load(tokens + step * STEP + BYTES)
-            part = tl.dot(_floats(words & 15, zero, 4, DTYPE), first, input_precision="ieee")
             part = tl.dot(
-                _floats(words >> 4, zero, 4, DTYPE), second, part, input_precision="ieee"
+                integer_floats(words & 15, zero, 4, DTYPE), first, input_precision="ieee"
+            )
+            part = tl.dot(
+                integer_floats(words >> 4, zero, 4, DTYPE), second, part, input_precision="ieee"
             )
         else:
-            part = tl.dot(_floats(words, zero, 8, DTYPE), first, input_precision="ieee")
+            part = tl.dot(integer_floats(words, zero, 8, DTYPE), first, input_precision="ieee")
         total += part * scale[:, None]
         if HAS_MINIMUMS:
             least = tl.load(minimums + group, mask=is_column, other=0.0).to(tl.float32)

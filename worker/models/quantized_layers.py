@@ -21,11 +21,13 @@ from trimaran.worker.layers.methods import (
 from trimaran.worker.models.interfaces import CausalLM
 from trimaran.worker.quantization.fp8_experts import Fp8ExpertMethod
 from trimaran.worker.quantization.fp8_linear import Fp8LinearMethod
+from trimaran.worker.quantization.integer_experts import IntegerExpertMethod
 from trimaran.worker.quantization.integer_linear import IntegerLinearMethod
 from trimaran.worker.quantization.self_check import check_integer_product
 
 Fp8Method = Fp8LinearMethod | Fp8ExpertMethod
-QuantizedMethod = Fp8Method | IntegerLinearMethod
+IntegerMethod = IntegerLinearMethod | IntegerExpertMethod
+QuantizedMethod = Fp8Method | IntegerMethod
 
 _HEAD_ROWS = 4096
 
@@ -37,7 +39,8 @@ def choose_methods(model: CausalLM) -> None:
     quantization names, and memory.
 
     Raises:
-        ConfigError: stacked matrices of a layer, or its experts, are quantized differently.
+        ConfigError: stacked matrices of a layer, or its experts, are quantized differently, or
+            in a way that is not served for experts.
     """
     context = model.context
     if context.quantization is None:
@@ -126,7 +129,7 @@ def quantized_method_of(model: CausalLM, parameter: str) -> QuantizedMethod | No
     method = getattr(module, "method", None)
     if isinstance(module, Experts):
         is_weight = name in module.matrices
-        return method if is_weight and isinstance(method, Fp8ExpertMethod) else None
+        return method if is_weight and isinstance(method, QuantizedMethod) else None
     return method if name == "weight" and isinstance(method, QuantizedMethod) else None
 
 
@@ -143,10 +146,7 @@ def _expert_method_of(scheme: Scheme | None, ops: Ops) -> ExpertMethod:
         return UnquantizedExpertMethod(ops)
     if isinstance(scheme, Fp8Scheme):
         return Fp8ExpertMethod(ops, scheme)
-    raise ConfigError(
-        f"experts of {scheme.bits} bits are not served. Name a checkpoint in bfloat16, float16 "
-        "or float32, whose experts --quantization fp8 may quantize."
-    )
+    return IntegerExpertMethod(ops, scheme)
 
 
 def _scheme_of(model: CausalLM, keys: list[str]) -> Scheme | None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from trimaran.kernels.integer_reference import dequantize, pack, quantize_weight
 from trimaran.kernels.integers import Groups, IntegerWeight
 from trimaran.worker.config.schemes import IntegerScheme, Layout
+from trimaran.worker.quantization.fp8_linear import scale_prefix
 
 # Shapes: D inner width, E outputs, G groups of inputs.
 
@@ -19,13 +20,26 @@ WEIGHT_ZERO = "weight_zero"
 WEIGHT_MINIMUM = "weight_minimum"
 WEIGHT_GROUP = "weight_group"
 
+_KINDS = (WEIGHT_SCALE, WEIGHT_ZERO, WEIGHT_MINIMUM, WEIGHT_GROUP)
+
 _WORD_BITS = 32
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """The place in a word of each of eight consecutive outputs."""
 
 
+def kind_of(parameter: str) -> str:
+    """What a parameter of integers holds: `WEIGHT` or what belongs to a weight."""
+    return next((kind for kind in _KINDS if parameter.endswith(kind)), WEIGHT)
+
+
+def parameter_name(weight: str, kind: str) -> str:
+    """The parameter of a kind beside the parameter ``weight``: a linear layer's ``x.weight``,
+    or the stacked matrices of experts."""
+    return weight if kind == WEIGHT else scale_prefix(weight) + kind
+
+
 def unpacked(scheme: IntegerScheme, name: str, tensor: Tensor) -> Tensor:
-    """A whole tensor of a checkpoint as the parameter ``name`` takes it.
+    """A whole tensor of a checkpoint as a parameter of the kind ``name`` takes it.
 
     uint8 [E, D] of integers, float32 [E, G] of scales, int16 [E, G] of zero points, or int32
     [D] of the inputs' groups. Packed tensors may have values of padding at the end.

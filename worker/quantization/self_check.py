@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from trimaran.comm.errors import ConfigError
-from trimaran.kernels import fp8_reference
+from trimaran.kernels import fp8_reference, integer_reference
 from trimaran.kernels.fp8_reference import ReferenceProduct
 from trimaran.kernels.integer_reference import ReferenceIntegerProduct
-from trimaran.kernels.integers import IntegerProduct, IntegerWeight
+from trimaran.kernels.integers import IntegerExperts, IntegerProduct, IntegerWeight
 from trimaran.kernels.operators import Ops
 from trimaran.kernels.quantized import Fp8Experts, Fp8Inputs, Fp8Product, Fp8Weight
 from trimaran.kernels.reference import silu_and_mul
@@ -81,6 +81,8 @@ def check_integer_product(
 
 
 _Product = Callable[[Tensor], Tensor]
+_Sums = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Inputs, weights and ids of experts to sums."""
 
 
 class _Kind(NamedTuple):
@@ -174,27 +176,53 @@ def check_experts(
     """Raise `ConfigError` unless the sums of some ``experts``, gate and up stacks and down
     stacks, are those of the definition on the ``stored`` values."""
     values = stored[0].values
-    (num_experts, _, hidden), device = values.shape, values.device
+    is_finite = all(bool(each.scales.isfinite().all()) for each in stored)
+    _compare_sums(
+        lambda *inputs: ops.fp8_expert_mlp(*inputs, *experts),
+        lambda *inputs: fp8_reference.expert_mlp(*inputs, *stored),
+        _Kind("FP8", values.shape, values.device, dtype),
+        is_finite=is_finite,
+    )
+
+
+def check_integer_experts(
+    ops: Ops,
+    experts: tuple[IntegerExperts, IntegerExperts],
+    defined: tuple[IntegerExperts, IntegerExperts],
+    dtype: torch.dtype,
+) -> None:
+    """Raise `ConfigError` unless the sums of some ``experts``, gate and up stacks and down
+    stacks, are those of the plain twin on the ``defined`` ones."""
+    values, bits = defined[0].values, defined[0].bits
+    scales = [each.scales for each in defined if each.scales is not None]
+    shape = *values.shape[:2], values.shape[2] * 8 // bits
+    _compare_sums(
+        lambda *inputs: ops.integer_expert_mlp(*inputs, *experts),
+        lambda *inputs: integer_reference.expert_mlp(*inputs, *defined),
+        _Kind(f"INT{bits}", torch.Size(shape), values.device, dtype),
+        is_finite=all(bool(each.isfinite().all()) for each in scales),
+    )
+
+
+def _compare_sums(run: _Sums, definition: _Sums, kind: _Kind, *, is_finite: bool) -> None:
+    (num_experts, _, hidden), device = kind.shape, kind.device
     chosen = sorted({num_experts * at // _CHECKED_EXPERTS for at in range(_CHECKED_EXPERTS)})
     chosen[-1] = num_experts - 1
     generator = torch.Generator(device).manual_seed(0)
     with torch.inference_mode():
-        is_finite = all(bool(each.scales.isfinite().all()) for each in stored)
         for rows in _EXPERT_ROWS:
-            x = torch.randn((rows, hidden), generator=generator, device=device).to(dtype)
+            x = torch.randn((rows, hidden), generator=generator, device=device).to(kind.dtype)
             numbers = torch.arange(rows, device=device)[:, None] + torch.arange(
                 min(2, len(chosen)), device=device
             )
             ids = torch.tensor(chosen, device=device, dtype=torch.int32)[numbers % len(chosen)]
             weights = torch.full(ids.shape, 0.5, device=device)
-            found = ops.fp8_expert_mlp(x, weights, ids, *experts)
-            expected = fp8_reference.expert_mlp(x, weights, ids, *stored)
-            difference = _difference(found, expected)
+            difference = _difference(run(x, weights, ids), definition(x, weights, ids))
             # NaN is no agreement either.
             if not (is_finite and difference <= _MOST_EXPERT_DIFFERENCE):
                 raise ConfigError(
-                    f"experts in FP8 {list(values.shape)} are {100 * difference:.1f} % off "
-                    f"their definition for {rows} tokens on {device}: the kernel does not suit "
-                    "this device, or scales are no numbers. Serve the checkpoint in bfloat16, "
-                    "and report this."
+                    f"experts in {kind.numbers} {list(kind.shape)} are "
+                    f"{100 * difference:.1f} % off their definition for {rows} tokens on "
+                    f"{device}: the kernel does not suit this device, or scales are no "
+                    "numbers. Serve the checkpoint in bfloat16, and report this."
                 )

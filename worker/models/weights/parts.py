@@ -15,6 +15,7 @@ from trimaran.worker.config.schemes import Fp8Scheme, IntegerScheme, Layout, Zer
 from trimaran.worker.models.interfaces import CausalLM, WeightTarget
 from trimaran.worker.models.quantized_layers import (
     Fp8Method,
+    IntegerMethod,
     quantized_method_of,
     scheme_of_key,
 )
@@ -28,9 +29,10 @@ from trimaran.worker.quantization.integer_formats import (
     WEIGHT_ZERO,
     dequantized,
     from_floats,
+    kind_of,
+    parameter_name,
     unpacked,
 )
-from trimaran.worker.quantization.integer_linear import IntegerLinearMethod
 
 
 class Conversion(Enum):
@@ -103,7 +105,7 @@ class Part:
         dtype: torch.dtype,
         quantized: QuantizedFloats,
     ) -> Tensor:
-        name = self.target.parameter.rpartition(".")[2]
+        name = kind_of(self.target.parameter)
         if self.conversion is Conversion.UNPACKED:
             return unpacked(scheme, name, tensor)
         if self.conversion is Conversion.DEQUANTIZED_INTEGERS:
@@ -141,7 +143,7 @@ def _parts(
     stored = found[key]
     method = quantized_method_of(model, target.parameter)
     scheme = scheme_of_key(model, key)
-    if isinstance(method, IntegerLinearMethod):
+    if isinstance(method, IntegerMethod):
         yield from _integer_parts(model, found, key, target, method.scheme)
     elif method is not None:
         yield from _quantized_parts(model, found, key, target, method)
@@ -209,15 +211,15 @@ def _integer_parts(
     scheme: IntegerScheme,
 ) -> Iterator[Part]:
     """The parts of a weight of integers, and of its scales, zero points and order."""
-    stored = found[key]
-    layer = target.parameter.removesuffix(WEIGHT)
+    stored, weight = found[key], target.parameter
     if scheme.layout is Layout.GGUF:
-        yield from _gguf_parts(stored, layer, target.shard, scheme)
+        yield from _gguf_parts(stored, target, scheme)
         return
     quantization = model.context.quantization
     if quantization is not None and quantization.quantizes_at_load:
         for name in (WEIGHT, WEIGHT_SCALE):
-            made = WeightTarget(layer + name, target.shard, target.is_transposed)
+            own = parameter_name(weight, name)
+            made = WeightTarget(own, target.shard, target.is_transposed)
             yield Part(stored, made, Conversion.INTEGERS, scheme=scheme)
         return
     if stored.entry.dtype not in INTEGER_WORDS:
@@ -232,12 +234,12 @@ def _integer_parts(
             "not served. Name the checkpoint in bfloat16, float16 or float32."
         )
     for name, source in ((WEIGHT, stored), *_others_of(found, key, scheme)):
-        made = WeightTarget(layer + name, target.shard)
+        made = WeightTarget(parameter_name(weight, name), target.shard)
         yield Part(source, made, Conversion.UNPACKED, scheme=scheme)
 
 
 def _gguf_parts(
-    stored: StoredTensor, layer: str, shard: str, scheme: IntegerScheme
+    stored: StoredTensor, target: WeightTarget, scheme: IntegerScheme
 ) -> Iterator[Part]:
     """The parts of a matrix whose integers and scales lie in blocks."""
     assert scheme.group_size is not None, "a block is a group"
@@ -250,7 +252,7 @@ def _gguf_parts(
         entry = replace(stored.entry, dtype=dtype, shape=shape)
         yield Part(
             replace(stored, name=stored.name + ending, entry=entry),
-            WeightTarget(layer + name, shard),
+            WeightTarget(parameter_name(target.parameter, name), target.shard),
             Conversion.UNPACKED,
             scheme=scheme,
         )

@@ -16,7 +16,7 @@ from trimaran.kernels.quantized import FP8
 from trimaran.worker.config.shard_file import read_tensor_entries
 from trimaran.worker.layers.linear import WeightShapeError
 from trimaran.worker.models.interfaces import CausalLM, LoadsWeight, WeightTarget
-from trimaran.worker.models.quantized_layers import Fp8Method
+from trimaran.worker.models.quantized_layers import Fp8Method, IntegerMethod
 from trimaran.worker.models.weights.checkpoint import (
     DTYPE_WORDS,
     FLOAT_WORDS,
@@ -36,8 +36,7 @@ from trimaran.worker.models.weights.parts import (
 from trimaran.worker.models.weights.tensor_reader import TensorReader
 from trimaran.worker.models.weights.verification import BackgroundVerification, ShardVerifier
 from trimaran.worker.quantization.fp8_linear import INPUT_SCALE, WEIGHT_SCALE
-from trimaran.worker.quantization.integer_formats import WEIGHT, WEIGHT_ZERO
-from trimaran.worker.quantization.integer_linear import IntegerLinearMethod
+from trimaran.worker.quantization.integer_formats import WEIGHT, WEIGHT_ZERO, kind_of
 
 logger = logging.getLogger(__name__)
 
@@ -186,10 +185,11 @@ def _generator_of(
 
 def _fill_integers(name: str, parameter: nn.Parameter, generator: torch.Generator) -> None:
     """Integers of the whole range; zero points in the middle of 4 bits, one group for all."""
-    if name.endswith(f".{WEIGHT}"):
+    kind = kind_of(name)
+    if kind == WEIGHT:
         parameter.data.random_(0, 256, generator=generator)
     else:
-        parameter.data.fill_(8 if name.endswith(f".{WEIGHT_ZERO}") else 0)
+        parameter.data.fill_(8 if kind == WEIGHT_ZERO else 0)
 
 
 class _Files:
@@ -248,7 +248,7 @@ def load_weight(
     whole = tensor.t() if target.is_transposed and tensor.dim() == 2 else tensor
     try:
         method = getattr(module, "method", None)
-        if isinstance(method, IntegerLinearMethod) and name != "bias":
+        if isinstance(method, IntegerMethod) and name != "bias":
             method.load_part(module, parameter, whole, (name, target.shard))
         elif name.endswith(_SCALES):
             method = cast(Fp8Method, module.method)

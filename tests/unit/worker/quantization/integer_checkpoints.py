@@ -159,9 +159,12 @@ def stored(numbers: Numbers, form: Form) -> dict[str, Tensor]:
     return tensors
 
 
+_STACKED = ("q_proj", "k_proj", "v_proj", "gate", "up", "w1", "w3")
+
+
 def is_quantized(name: str) -> bool:
     """Whether the tensor of this name is the weight of a linear layer."""
-    others = ("norm", "embed", "lm_head", "mlp.gate.weight")
+    others = ("norm", "embed", "lm_head", ".gate.weight", "expert_gate")
     return name.endswith("weight") and not any(other in name for other in others)
 
 
@@ -177,7 +180,7 @@ def make(folder: Path, form: Form, config: Any) -> Path:
             made[name] = tensor
             continue
         # Stacked matrices see the same inputs, and so the same order.
-        is_stacked = any(part in name for part in ("q_proj", "k_proj", "v_proj", "gate", "up"))
+        is_stacked = any(part in name for part in _STACKED)
         numbers = quantize(tensor, form, seed=0 if is_stacked else seed)
         layer = name.removesuffix(".weight")
         made |= {

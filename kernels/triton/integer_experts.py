@@ -1,0 +1,287 @@
+"""A mixture of experts with integer weights on a GPU: grouped products, dequantized in
+registers."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+from torch import Tensor
+from triton.language.extra.cuda import (  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    gdc_launch_dependents,
+    gdc_wait,
+)
+
+from trimaran.kernels.integers import IntegerExperts
+from trimaran.kernels.triton.experts import (
+    FIXED_ROWS,
+    SortedAssignments,
+    add_parts,
+    find_tile,
+    sort_assignments,
+)
+from trimaran.kernels.triton.integer_gemm import integer_floats
+from trimaran.kernels.triton.launch import Launcher, num_tiles, padded_size
+
+# Shapes: T tokens, D hidden size, X experts of this rank, C experts of a token, N = T C choices
+# (token t's c-th choice is number t C + c), F inner width, E = 2 F; of a matrix: K columns
+# (inputs, or inputs by groups and padding), S steps of columns, G groups.
+
+_GROUP = 8
+"""Tiles of rows that process the same columns at about the same time, for the cache."""
+
+_FULL_TILES = 264
+"""Programs from which a product keeps all multiprocessors of the largest GPU busy."""
+
+_MAX_SHARES = 4
+
+
+class Cut(NamedTuple):
+    """How a grouped product is cut."""
+
+    rows: int
+    """Choices of a program, a power of two from 16 on."""
+
+    columns: int
+    """Outputs of a program."""
+
+    shares: int = 1
+    """Programs that share the steps of a tile."""
+
+    warps: int = 4
+    stages: int = 4
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _with_step(  # type: ignore[no-untyped-def]
+    total, lines, scales, zeros, first, second, is_column, BITS: tl.constexpr,
+    HAS_ZEROS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """``total`` [COLUMNS, ROWS] with one more step, whose inputs are ``first`` and, for 4 bits,
+    ``second``."""
+    DTYPE: tl.constexpr = first.dtype
+    HALF: tl.constexpr = 1 << (BITS - 1)
+    words = tl.load(lines)
+    scale = tl.load(scales, mask=is_column, other=0.0).to(tl.float32)
+    zero = tl.full([COLUMNS, 1], HALF, tl.int16)
+    if HAS_ZEROS:
+        zero = tl.load(zeros, mask=is_column, other=0)[:, None]
+    if BITS == 4:
+        low = integer_floats(words & 15, zero, 4, DTYPE)
+        part = tl.dot(low, first, input_precision="ieee")
+        high = integer_floats(words >> 4, zero, 4, DTYPE)
+        part = tl.dot(high, second, part, input_precision="ieee")
+    else:
+        part = tl.dot(integer_floats(words, zero, 8, DTYPE), first, input_precision="ieee")
+    return total + part * scale[:, None]
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _inputs(  # type: ignore[no-untyped-def]
+    tokens, order, columns, HAS_ORDER: tl.constexpr
+):
+    """The inputs [columns, ROWS] at some columns of a matrix; zeros for padding."""
+    if HAS_ORDER:
+        places = tl.load(order + columns)
+        values = tl.load(
+            tokens[None, :] + (places - 1)[:, None], mask=(places > 0)[:, None], other=0.0
+        )
+    else:
+        values = tl.load(tokens[None, :] + columns[:, None])
+    return values
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _sums(  # type: ignore[no-untyped-def]
+    tokens, order, lines, scales, zeros, groups, begin, end, is_column, UP: tl.constexpr,
+    HEIGHT: tl.constexpr, LINE: tl.constexpr, BITS: tl.constexpr, STEP: tl.constexpr,
+    HAS_ZEROS: tl.constexpr, HAS_ORDER: tl.constexpr, IS_GATED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """[COLUMNS, ROWS] twice: products of ``lines`` and, if gated, of lines ``UP`` rows below,
+    over the steps from ``begin`` to ``end``."""
+    BYTES: tl.constexpr = STEP * BITS // 8
+    inner = tl.arange(0, BYTES)
+    total = tl.zeros([COLUMNS, ROWS], tl.float32)
+    up = tl.zeros([COLUMNS, ROWS], tl.float32)
+    for step in range(begin, end):
+        first = _inputs(tokens, order, step * STEP + inner, HAS_ORDER)
+        second = first
+        if BITS == 4:
+            second = _inputs(tokens, order, step * STEP + BYTES + inner, HAS_ORDER)
+        group = tl.load(groups + step).to(tl.int64) * HEIGHT
+        total = _with_step(
+            total, lines + step * BYTES, scales + group, zeros + group, first, second,
+            is_column, BITS, HAS_ZEROS, COLUMNS,
+        )  # fmt: skip
+        if IS_GATED:
+            up = _with_step(
+                up, lines + UP * LINE + step * BYTES, scales + group + UP,
+                zeros + group + UP, first, second, is_column, BITS, HAS_ZEROS, COLUMNS,
+            )  # fmt: skip
+    return total, up
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _experts_kernel(  # type: ignore[no-untyped-def]
+    x, values, scales, zeros, groups, inputs, output, order, totals, routing_weights, x_stride,
+    num_groups, OUTPUTS: tl.constexpr, NUM_STEPS: tl.constexpr, CHOSEN: tl.constexpr,
+    PADDED: tl.constexpr, BITS: tl.constexpr, STEP: tl.constexpr, HAS_ZEROS: tl.constexpr,
+    HAS_ORDER: tl.constexpr, IS_GATED: tl.constexpr, SHARES: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, GROUP: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Program (t, s) adds up the s-th share of the steps for ``COLUMNS`` outputs of up to
+    ``ROWS`` choices of one expert.
+
+    ``IS_GATED``: SwiGLU of the choices' tokens, in the order by expert; one share. Otherwise:
+    products of rows in this order, times the choices' weights; the shares of a choice are
+    stored side by side. Programs behind the last tile, whose number only the device knows, end
+    at once.
+    """
+    NUM_COLUMNS: tl.constexpr = (OUTPUTS + COLUMNS - 1) // COLUMNS
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
+    counts = tl.load(totals + tl.arange(0, PADDED))
+    last = tl.sum((counts + ROWS - 1) // ROWS, axis=0)
+    program, share = tl.program_id(0), tl.program_id(1)
+    if program < last * NUM_COLUMNS:
+        first_tile = program // (GROUP * NUM_COLUMNS) * GROUP
+        height = tl.minimum(last - first_tile, GROUP)
+        within = program % (GROUP * NUM_COLUMNS)
+        tile = first_tile + within % height
+        expert, first_row, count, before = find_tile(counts, tile, PADDED, ROWS)
+        expert = expert.to(tl.int64)
+        rows = first_row + tl.arange(0, ROWS)
+        is_row = rows < count
+        rows += before
+        assignments = tl.load(order + rows, mask=is_row, other=0)
+        source = assignments // CHOSEN if IS_GATED else tl.where(is_row, rows, 0)
+        columns = within // height * COLUMNS + tl.arange(0, COLUMNS)
+        is_column = columns < OUTPUTS
+        # Columns beyond the end read the first of them, and are not stored.
+        columns = tl.where(is_column, columns, 0)
+        HEIGHT: tl.constexpr = OUTPUTS * 2 if IS_GATED else OUTPUTS
+        BYTES: tl.constexpr = STEP * BITS // 8
+        LINE: tl.constexpr = NUM_STEPS * BYTES
+        PART: tl.constexpr = (NUM_STEPS + SHARES - 1) // SHARES
+        lines = values + (expert * HEIGHT + columns)[:, None] * LINE
+        scale_of = expert * num_groups * HEIGHT + columns
+        total, up = _sums(
+            x + source.to(tl.int64) * x_stride, inputs + expert * NUM_STEPS * STEP,
+            lines + tl.arange(0, BYTES)[None, :], scales + scale_of, zeros + scale_of,
+            groups + expert * NUM_STEPS, share * PART, min(share * PART + PART, NUM_STEPS),
+            is_column, OUTPUTS, HEIGHT, LINE, BITS, STEP, HAS_ZEROS, HAS_ORDER, IS_GATED, ROWS,
+            COLUMNS,
+        )  # fmt: skip
+        if IS_GATED:
+            total = total / (1.0 + tl.exp(-total)) * up
+            target = rows
+        else:
+            of_choices = tl.load(routing_weights + assignments, mask=is_row, other=0.0)
+            total *= of_choices[None, :]
+            target = assignments * SHARES + share
+        place = output + target[None, :].to(tl.int64) * OUTPUTS + columns[:, None]
+        is_output = is_row[None, :] & is_column[:, None]
+        tl.store(place, total.to(output.dtype.element_ty), mask=is_output)
+
+
+_multiply = Launcher(_experts_kernel)
+
+
+def choose_cuts(
+    average: int, num_choices: int, shape: tuple[int, int], num_steps: int
+) -> tuple[Cut, Cut]:
+    """The cuts of the gated product and of the second product.
+
+    ``average`` is an expert's likely number of rows, ``shape`` the outputs of the two products,
+    ``num_steps`` the steps of the second.
+    """
+    rows = min(max(padded_size(average), 16), 128)
+    if rows > 32:
+        return Cut(rows, 128, warps=8, stages=3), Cut(rows, 128, warps=8, stages=3)
+    shares = 1
+    tiles = num_choices * num_tiles(shape[1], 64)
+    while tiles * shares < _FULL_TILES and shares < _MAX_SHARES and num_steps >= 8 * shares:
+        shares *= 2
+    columns = 64 if num_choices * num_tiles(shape[0], 64) >= _FULL_TILES else 32
+    return Cut(rows, columns), Cut(rows, 64, shares)
+
+
+FIXED_CUTS = Cut(FIXED_ROWS, 64, stages=3), Cut(FIXED_ROWS, 64, stages=3)
+"""Cuts whatever the number of tokens, for results that do not depend on it."""
+
+
+def expert_mlp(
+    x_TD: Tensor,
+    weights_TC: Tensor,
+    ids_TC: Tensor,
+    gate_up: IntegerExperts,
+    down: IntegerExperts,
+    first_expert: int = 0,
+    *,
+    is_fixed: bool = False,
+    cuts: tuple[Cut, Cut] | None = None,
+) -> Tensor:
+    """The weighted sum of each token's experts; see `Ops.integer_expert_mlp`.
+
+    ``gate_up`` and ``down`` hold values [X, E, S, step] of 8 bits, or [X, E, S, step / 2] of 4,
+    where a byte's low half belongs to the first half of a step; scales and zeros [X, G, E],
+    the groups of steps [X, S], and the input of each column plus one [X, K], 0 for padding.
+
+    Rows of ``x`` are contiguous. The host does not read the choices: grids depend on the number
+    of tokens alone, so this is safe under CUDA graph capture. With ``is_fixed`` a token's
+    result does not depend on the other tokens.
+    """
+    (num_experts, hidden), num_choices = down.values.shape[:2], ids_TC.numel()
+    if not num_choices:
+        return torch.empty_like(x_TD)
+    inner = gate_up.values.shape[1] // 2
+    if is_fixed:
+        cuts = FIXED_CUTS
+    elif cuts is None:
+        average = num_tiles(num_choices, num_experts)
+        num_steps = down.values.shape[2]
+        cuts = choose_cuts(average, num_choices, (inner, hidden), num_steps)
+    by_expert = sort_assignments(ids_TC, num_experts, first_expert)
+    device = x_TD.device
+    inner_NF = torch.empty((num_choices, inner), dtype=x_TD.dtype, device=device)
+    _product(cuts[0], by_expert, (x_TD, inner_NF), gate_up, weights_TC, is_gated=True)
+    rows = num_choices * cuts[1].shares
+    parts_ND = torch.empty((rows, hidden), dtype=torch.float32, device=device)
+    _product(cuts[1], by_expert, (inner_NF, parts_ND), down, weights_TC, is_gated=False)
+    return add_parts(parts_ND, ids_TC, num_experts, first_expert, x_TD)
+
+
+def _product(
+    cut: Cut,
+    by_expert: SortedAssignments,
+    operands: tuple[Tensor, Tensor],
+    experts: IntegerExperts,
+    weights_TC: Tensor,
+    *,
+    is_gated: bool,
+) -> None:
+    """One of the two grouped products: ``operands`` are rows and the output."""
+    x, output = operands
+    num_experts, _, num_steps = experts.values.shape[:3]
+    outputs, num_choices = output.shape[1], weights_TC.numel()
+    assert experts.scales is not None and experts.groups is not None
+    # Each expert with rows has at most one tile that is not full.
+    tiles = num_choices // cut.rows + min(num_experts, num_choices)
+    # An unread tensor replaces an absent tensor.
+    args = (
+        x, experts.values, experts.scales,
+        experts.scales if experts.zeros is None else experts.zeros, experts.groups,
+        experts.groups if experts.order is None else experts.order, output, by_expert.order,
+        by_expert.totals, weights_TC, x.stride(0), experts.scales.shape[1],
+    )  # fmt: skip
+    constants = (
+        outputs, num_steps, weights_TC.shape[1], padded_size(num_experts), experts.bits,
+        experts.step, experts.zeros is not None, experts.order is not None, is_gated,
+        cut.shares, cut.rows, cut.columns, _GROUP,
+    )  # fmt: skip
+    grid = (tiles * num_tiles(outputs, cut.columns), cut.shares)
+    _multiply(grid, args, constants, num_warps=cut.warps, num_stages=cut.stages)

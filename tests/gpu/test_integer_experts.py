@@ -1,0 +1,108 @@
+"""Experts with integer weights on a GPU: kernels against the plain twin, layers against the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.gpu.test_fp8 import error, model_of
+from tests.unit.worker.models import models
+from tests.unit.worker.quantization import integer_checkpoints
+from tests.unit.worker.quantization.integer_checkpoints import FORMS
+from trimaran.kernels import integer_reference
+from trimaran.kernels.gpu import TritonOps
+from trimaran.kernels.integer_reference import pack
+from trimaran.kernels.integers import Groups, IntegerWeight
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = torch.device("cuda")
+SIZES = {"qwen3": (128, 8, 2048, 768), "mixtral": (8, 2, 4096, 1792), "odd": (6, 3, 272, 200)}
+KINDS = {"groups": (4, 128, False), "zeros": (4, 32, True), "rows": (8, 0, False)}
+"""Bits, size of groups (0: all inputs), and whether there are zero points."""
+
+TOLERANCE = 0.01
+"""SwiGLU is rounded to bf16 once in both."""
+
+
+def experts_of(kind, count, outputs, inner):
+    bits, size, has_zeros = KINDS[kind]
+    groups = Groups(size or inner)
+    generator = torch.Generator(DEVICE).manual_seed(outputs)
+    found = []
+    for _ in range(count):
+        integers = torch.randint(
+            0, 1 << bits, (outputs, inner), generator=generator, device=DEVICE
+        )
+        shape = outputs, -(-inner // groups.size)
+        scales = torch.rand(shape, generator=generator, device=DEVICE) / (inner**0.5 * 2**bits)
+        zeros = torch.randint(1, 1 << bits, shape, generator=generator, device=DEVICE)
+        weight = IntegerWeight(pack(integers.to(torch.uint8), bits), scales, groups, bits)
+        found.append(weight._replace(zeros=zeros.to(torch.int16)) if has_zeros else weight)
+    return found
+
+
+def make(kind, tokens, size):
+    count, chosen, hidden, inner = SIZES[size]
+    generator = torch.Generator(DEVICE).manual_seed(tokens)
+    x = torch.randn((tokens, hidden), generator=generator, device=DEVICE).bfloat16()
+    odds = torch.rand((tokens, count), generator=generator, device=DEVICE)
+    weights, ids = odds.topk(chosen)
+    gate_up = experts_of(kind, count, 2 * inner, hidden)
+    return (x, weights, ids.int()), gate_up, experts_of(kind, count, hidden, inner)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_sums_are_those_of_the_plain_twin(kind, size):
+    _, gate_up, down = make(kind, 1, size)
+    defined = [integer_reference.expert_storage(each) for each in (gate_up, down)]
+    for is_fixed in (False, True):
+        ops = TritonOps(is_deterministic=is_fixed)
+        stored = [ops.integer_expert_storage(each) for each in (gate_up, down)]
+        for tokens in (1, 16, 300):
+            count, chosen, hidden, _ = SIZES[size]
+            x = torch.randn((tokens, hidden), device=DEVICE).bfloat16()
+            weights, ids = torch.rand((tokens, count), device=DEVICE).topk(chosen)
+            found = ops.integer_expert_mlp(x, weights, ids.int(), *stored)
+            expected = integer_reference.expert_mlp(x, weights, ids.int(), *defined)
+            assert error(found, expected) < TOLERANCE, (is_fixed, tokens)
+
+
+def test_a_fixed_result_of_a_token_does_not_depend_on_other_tokens():
+    (x, weights, ids), gate_up, down = make("zeros", 130, "qwen3")
+    ops = TritonOps(is_deterministic=True)
+    stored = [ops.integer_expert_storage(each) for each in (gate_up, down)]
+    whole = ops.integer_expert_mlp(x, weights, ids, *stored)
+    for row in (0, 77, 129):
+        one = slice(row, row + 1)
+        alone = ops.integer_expert_mlp(x[one], weights[one], ids[one], *stored)
+        assert alone.equal(whole[one])
+
+
+def test_experts_are_captured_in_a_graph():
+    inputs, gate_up, down = make("groups", 16, "qwen3")
+    ops = TritonOps()
+    stored = [ops.integer_expert_storage(each) for each in (gate_up, down)]
+    ops.integer_expert_mlp(*inputs, *stored)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = ops.integer_expert_mlp(*inputs, *stored)
+    inputs[2].copy_(inputs[2].flip(0))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert found.equal(ops.integer_expert_mlp(*inputs, *stored))
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq-desc-act", "packed-8-bits"])
+def test_layers_of_experts_give_the_results_of_the_cpu(name, tmp_path):
+    config = models.expert_configs()["qwen3-moe"]
+    folder = integer_checkpoints.make(tmp_path, FORMS[name], config)
+    ours = model_of(folder, DEVICE, torch.bfloat16)
+    theirs = model_of(folder, torch.device("cpu"), torch.float32)
+    path = "layers.1.mlp.experts"
+    x = torch.randn((40, 240), dtype=torch.bfloat16)
+    weights, ids = torch.rand(40, 6).topk(3)
+    found = ours.get_submodule(path).forward(x.cuda(), weights.cuda(), ids.int().cuda())
+    expected = theirs.get_submodule(path).forward(x.float(), weights, ids.int())
+    assert error(found.cpu(), expected) < 2 * TOLERANCE
