@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 import torch
@@ -116,3 +117,11 @@ class IntegerExperts(NamedTuple):
         every = ("values", "scales", "zeros", "groups", "order")
         found = {name: getattr(self, name) for name in every}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> IntegerExperts:
+        """The same experts in other tensors, by the names of `tensors`."""
+        get = tensors.get
+        return IntegerExperts(
+            tensors["values"], get("scales"), get("zeros"), get("groups"), get("order"),
+            self.bits, self.step,
+        )  # fmt: skip

@@ -55,7 +55,7 @@ class CpuIntegerWeight(NamedTuple):
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         """The tensors in the order of the kernel's description."""
-        return self[:5]  # type: ignore[return-value]
+        return self[:5]
 
 
 DESCRIPTION = "=11q"

@@ -1,4 +1,4 @@
-"""Experts with integer weights on a GPU: kernels against the plain twin, layers against the CPU."""
+"""Experts with integer weights on a GPU: kernels against the twin, layers against the CPU."""
 
 from __future__ import annotations
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from tests.models.families import family_configs
 from tests.unit.worker.models import models
 from tests.unit.worker.models.paged_run import PagedRun
+from tests.unit.worker.quantization import integer_checkpoints
+from tests.unit.worker.quantization.integer_checkpoints import FORMS
 from trimaran.comm.collectives.connect import connect_group
 from trimaran.comm.collectives.tensor_group import TensorParallelGroup
 from trimaran.kernels import reference
@@ -130,6 +134,29 @@ def test_logits_are_the_same_bits_on_every_rank(group, world, ops_of, checkpoint
     logits = PagedRun(ours, 1).logits({0: prompt})
 
     assert len(set(world.comm.allgather(logits.numpy().tobytes()))) == 1
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("name", "form"), [("mixtral", "gptq-desc-act"), ("qwen3-moe", "awq")])
+@pytest.mark.parametrize("moe_ep_size", [1, 2])
+def test_experts_of_integers_are_cut_as_floats_are(
+    name, form, moe_ep_size, tensor_group, world, tmp_path
+):
+    if world.rank == 0:
+        integer_checkpoints.make(tmp_path, FORMS[form], CONFIGS[name])
+    folder = Path(world.comm.bcast(str(tmp_path)))
+    ops = OPS["cpu kernels"](torch.float32)
+    experts = ExpertRanks(moe_ep_size)
+    ours = models.load_ours(folder / "quantized", tensor_group, ops=ops, experts=experts)
+    (prompt,) = models.prompts(23)
+
+    outputs = PagedRun(ours, 2).greedy([prompt], 5)
+
+    expected = None
+    if world.rank == 0:
+        theirs = models.load_huggingface(folder / "floats", CONFIGS[name])
+        expected = models.reference_greedy(theirs, [prompt], 5)
+    assert outputs == world.comm.bcast(expected)
 
 
 @pytest.mark.ranks(2)

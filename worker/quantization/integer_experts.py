@@ -32,11 +32,7 @@ class IntegerExpertMethod:
         """Raises `ConfigError` for schemes whose experts are not served."""
         if scheme.activations is not None:
             raise ConfigError(f"experts whose inputs become INT8 are not served. {_REMEDY}")
-        if scheme.zeros is Zeros.MINIMUM:
-            raise ConfigError(
-                "experts of integers with minimums, as GGUF files hold, are not served. Build "
-                "the folder without --quantization gguf."
-            )
+        assert scheme.zeros is not Zeros.MINIMUM, "GGUF files with experts are refused"
         self._ops = ops
         self._shards = IntegerShards(scheme)
         self.scheme = scheme
@@ -88,8 +84,8 @@ class IntegerExpertMethod:
                 own = nn.Parameter(tensor, requires_grad=False)
                 layer.register_parameter(_stored_name(name, field), own)
             # The layer alone owns the tensors: slots that are added take new memory.
-            self._forms[name] = stored._replace(
-                **{field: tensor.new_empty(0) for field, tensor in tensors.items()}
+            self._forms[name] = stored.with_tensors(
+                {field: tensor.new_empty(0) for field, tensor in tensors.items()}
             )
         defined = expert_storage(weights["gate_up"]), expert_storage(weights["down"])
         check_integer_experts(self._ops, self._experts(layer), defined, layer.dtype)
@@ -118,8 +114,8 @@ class IntegerExpertMethod:
     def _experts(self, layer: Experts) -> tuple[IntegerExperts, IntegerExperts]:
         """The two stacks of matrices, as the slots hold them now."""
         found = [
-            form._replace(
-                **{
+            form.with_tensors(
+                {
                     field: getattr(layer, _stored_name(name, field)).data
                     for field in form.tensors()
                 }

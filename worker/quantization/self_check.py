@@ -178,8 +178,8 @@ def check_experts(
     values = stored[0].values
     is_finite = all(bool(each.scales.isfinite().all()) for each in stored)
     _compare_sums(
-        lambda *inputs: ops.fp8_expert_mlp(*inputs, *experts),
-        lambda *inputs: fp8_reference.expert_mlp(*inputs, *stored),
+        lambda x, weights, ids: ops.fp8_expert_mlp(x, weights, ids, *experts),
+        lambda x, weights, ids: fp8_reference.expert_mlp(x, weights, ids, *stored),
         _Kind("FP8", values.shape, values.device, dtype),
         is_finite=is_finite,
     )
@@ -197,8 +197,8 @@ def check_integer_experts(
     scales = [each.scales for each in defined if each.scales is not None]
     shape = *values.shape[:2], values.shape[2] * 8 // bits
     _compare_sums(
-        lambda *inputs: ops.integer_expert_mlp(*inputs, *experts),
-        lambda *inputs: integer_reference.expert_mlp(*inputs, *defined),
+        lambda x, weights, ids: ops.integer_expert_mlp(x, weights, ids, *experts),
+        lambda x, weights, ids: integer_reference.expert_mlp(x, weights, ids, *defined),
         _Kind(f"INT{bits}", torch.Size(shape), values.device, dtype),
         is_finite=all(bool(each.isfinite().all()) for each in scales),
     )

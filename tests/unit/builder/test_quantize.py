@@ -60,7 +60,7 @@ def test_a_quantized_folder_loads_as_its_source_quantized_by_a_load(
     assert not list(tmp_path.glob(".out*"))
 
 
-@pytest.mark.parametrize("name", ["fp8", "fp8_block"])
+@pytest.mark.parametrize("name", ["fp8", "fp8_block", "int8"])
 def test_a_folder_with_quantized_experts_loads_as_its_source_quantized_by_a_load(
     name, tmp_path, trimaran
 ):

@@ -148,7 +148,7 @@ def test_routers_and_excluded_layers_keep_the_models_dtype(tmp_path):
     model = models.load_ours(folder)
 
     names = [each.method.name for _, each in model.named_modules() if isinstance(each, Experts)]
-    assert names == ["int4", "unquantized", "int4"]
+    assert names == ["int4", "unquantized", "int4", "int4"]
     router = model.get_submodule("layers.0.mlp.router")
     assert router.weight.equal(floats["model.layers.0.block_sparse_moe.gate.weight"])
 
