@@ -194,20 +194,21 @@ _multiply = Launcher(_experts_kernel)
 def choose_cuts(
     average: int, num_choices: int, shape: tuple[int, int], num_steps: int
 ) -> tuple[Cut, Cut]:
-    """The cuts of the gated product and of the second product.
+    """The cuts of the gated product and of the second product, as measured on an H200.
 
     ``average`` is an expert's likely number of rows, ``shape`` the outputs of the two products,
     ``num_steps`` the steps of the second.
     """
     rows = min(max(padded_size(average), 16), 128)
+    narrow, wide = Cut(rows, 64), Cut(rows, 128, warps=8, stages=3)
     if rows > 32:
-        return Cut(rows, 128, warps=8, stages=3), Cut(rows, 128, warps=8, stages=3)
-    shares = 1
-    tiles = num_choices * num_tiles(shape[1], 64)
+        return (narrow._replace(stages=3) if rows == 64 else wide), wide
+    if num_choices * num_tiles(shape[1], 128) >= _FULL_TILES:
+        return narrow, wide
+    shares, tiles = 1, num_choices * num_tiles(shape[1], 64)
     while tiles * shares < _FULL_TILES and shares < _MAX_SHARES and num_steps >= 8 * shares:
         shares *= 2
-    columns = 64 if num_choices * num_tiles(shape[0], 64) >= _FULL_TILES else 32
-    return Cut(rows, columns), Cut(rows, 64, shares)
+    return narrow, narrow._replace(shares=shares)
 
 
 FIXED_CUTS = Cut(FIXED_ROWS, 64, stages=3), Cut(FIXED_ROWS, 64, stages=3)
