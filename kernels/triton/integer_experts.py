@@ -136,9 +136,8 @@ def _experts_kernel(  # type: ignore[no-untyped-def]
     ``ROWS`` choices of one expert.
 
     ``IS_GATED``: SwiGLU of the choices' tokens, in the order by expert; one share. Otherwise:
-    products of rows in this order, times the choices' weights; the shares of a choice are
-    stored side by side. Programs behind the last tile, whose number only the device knows, end
-    at once.
+    products of rows in this order, times the choices' weights; a choice's shares lie side by
+    side. Programs behind the last tile end at once.
     """
     NUM_COLUMNS: tl.constexpr = (OUTPUTS + COLUMNS - 1) // COLUMNS
     if OVERLAPS:
