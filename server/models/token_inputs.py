@@ -72,7 +72,7 @@ def _table_digest(*parts: bytes) -> bytes:
 
 _WEIGHTS, _CONFIG = "lora_weights", "lora_config"
 _MAX_NAME_BYTES = 255
-"""Of a folder's name, on the file systems of Linux."""
+"""The longest name of a folder on the file systems of Linux."""
 
 
 def read_adapter(
