@@ -270,7 +270,8 @@ def prompts_of(args: argparse.Namespace, vocab_size: int) -> list[list[int]]:
 
 def measured(args: argparse.Namespace, plain: Engine, own: Engine, count: int) -> Any:
     """The results of ``count`` requests: median tokens a second with drafts and without, the
-    same while all requests run, tokens of a verification, and the number of requests whose outputs differ."""
+    same while all requests run, tokens of a verification, and the number of requests whose
+    outputs differ."""
     prompts = prompts_of(args, plain.facts()["vocab_size"])[:count]
     warm, *_ = run(plain, prompts, args.output_len, 1001)
     if args.drafter not in SERVED:
