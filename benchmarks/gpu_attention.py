@@ -2,6 +2,7 @@
 
     python3 benchmarks/gpu_attention.py            # our kernels at many batches
     python3 benchmarks/gpu_attention.py --layouts  # the orders of a cache's dims in memory
+    python3 benchmarks/gpu_attention.py --drafts   # a token and its drafts in each sequence
 
 One layer of an 8B Llama's shape in bf16, 32 query heads and 8 key-value heads of 128. Blocks
 of 32 tokens lie anywhere in 90 % of the free memory. All layers run in one CUDA graph, so
@@ -14,6 +15,7 @@ import argparse
 import random
 import statistics
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -76,22 +78,46 @@ def in_layout(pool: Tensor, name: str) -> Tensor:
     return pool.view(shape).permute([order.index(dim) for dim in range(6)])
 
 
-def time_us(decode: Decode, caches: Tensor, lengths: list[int], replays: int = 7) -> float:
-    """Microseconds of one layer's launch."""
-    most = -(-max(lengths) // BLOCK)
-    blocks = torch.randperm(caches.shape[1], device=DEVICE).int()
-    wanted = torch.arange(len(lengths) * most, device=DEVICE) % len(blocks)
-    lens = torch.tensor(lengths, device=DEVICE).int()
-    metadata = AttentionMetadata(
-        query_start_loc=torch.arange(len(lengths) + 1, device=DEVICE).int(),
+def metadata_of(
+    lengths: list[int], num_drafts: int, num_blocks: int, *, shares: bool
+) -> AttentionMetadata:
+    """Decodes of sequences of these lengths, then their drafts."""
+    most = -(-(max(lengths) + num_drafts) // BLOCK)
+    blocks = torch.randperm(num_blocks, device=DEVICE).int()
+    wanted = torch.arange(len(lengths) * most, device=DEVICE) % num_blocks
+    places = range(1, num_drafts + 1)
+    all_lengths = lengths + [length + place for length in lengths for place in places]
+    drafts = [number for number in range(len(lengths)) for _ in places]
+    lens = torch.tensor(all_lengths, device=DEVICE).int()
+    return AttentionMetadata(
+        query_start_loc=torch.arange(len(lens) + 1, device=DEVICE).int(),
         seq_lens=lens,
         block_tables=blocks[wanted].view(len(lengths), most),
         slot_mapping=lens,
         max_query_len=1,
-        max_seq_len=max(lengths),
-        num_decodes=len(lengths),
+        max_seq_len=max(all_lengths),
+        num_decodes=len(lens),
+        rows=torch.tensor([*range(len(lengths)), *drafts], device=DEVICE).int()
+        if num_drafts or shares
+        else None,
+        shares_rows=shares,
     )
-    query = torch.randn(len(lengths), HEADS, SIZE, device=DEVICE, dtype=torch.bfloat16)
+
+
+def time_us(
+    decode: Decode,
+    caches: Tensor,
+    lengths: list[int],
+    replays: int = 7,
+    num_drafts: int = 0,
+    *,
+    shares: bool = False,
+) -> float:
+    """Microseconds of one layer's launch."""
+    metadata = metadata_of(lengths, num_drafts, caches.shape[1], shares=shares)
+    query = torch.randn(
+        len(metadata.seq_lens), HEADS, SIZE, device=DEVICE, dtype=torch.bfloat16
+    )
     output = torch.empty_like(query)
 
     def step() -> None:
@@ -110,15 +136,31 @@ def show(label: str, decode: Decode, caches: Tensor, lengths: list[int]) -> None
     print(f"{label:60s} {us:8.1f} us {rate:7.0f} GB/s", flush=True)
 
 
+def show_drafts(caches: Tensor) -> None:
+    """Print lines of decodes with drafts, which read the keys of their sequence together or
+    each alone."""
+    shared_decode = partial(cuda_decode.decode, shares_reads=True)
+    for name in ("1 of 256", "8 of 256", "64 of 256", "64 of 2048", "256 of 256"):
+        lengths = BATCHES[name]
+        for number in (0, 1, 3, 5) if len(lengths) < 256 else (0, 1):
+            each = time_us(cuda_decode.decode, caches, lengths, num_drafts=number)
+            together = time_us(shared_decode, caches, lengths, num_drafts=number, shares=True)
+            print(f"{name}, {number} drafts: {each:7.1f} us alone, {together:7.1f} together")
+
+
 def main() -> None:
     """Print one line per case."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layouts", action="store_true", help="compare orders in memory")
+    parser.add_argument("--drafts", action="store_true", help="compare rows of one sequence")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("torch finds no GPU here: run this on a machine with one")
     print(torch.cuda.get_device_name())
     pool = make_pool()
+    if arguments.drafts:
+        show_drafts(in_layout(pool, OURS))
+        return
     kernels: dict[str, Decode] = {
         "cuda": cuda_decode.decode,
         "triton": triton_attention_decode.decode,

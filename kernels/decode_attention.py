@@ -77,8 +77,12 @@ class HopperDecodes:
 
     backend = "cuda"
 
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype, *, shares_draft_reads: bool = False
+    ) -> None:
+        """With ``shares_draft_reads`` a token and its drafts read their keys together."""
         cuda_decode.load(device, dtype)
+        self._shares_draft_reads = shares_draft_reads
         self._refused: set[str] = set()
 
     def __call__(
@@ -93,11 +97,18 @@ class HopperDecodes:
     ) -> None:
         """Attend, into the sequences' rows of ``output``."""
         refusal = cuda_decode.refusal(query_SNH, kv_cache, spec)
-        serve = cuda_decode.decode if refusal is None else triton_attention_decode.decode
-        if refusal is not None and refusal not in self._refused:
+        if refusal is None:
+            cuda_decode.decode(
+                query_SNH, kv_cache, metadata, spec, output_SNH, is_fixed=is_fixed,
+                shares_reads=self._shares_draft_reads,
+            )  # fmt: skip
+            return
+        if refusal not in self._refused:
             self._refused.add(refusal)
             logger.info("attention of decodes with %s is Triton's", refusal)
-        serve(query_SNH, kv_cache, metadata, spec, output_SNH, is_fixed=is_fixed)
+        triton_attention_decode.decode(
+            query_SNH, kv_cache, metadata, spec, output_SNH, is_fixed=is_fixed
+        )  # fmt: skip
 
     def rotated(
         self,

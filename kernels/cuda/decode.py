@@ -24,13 +24,18 @@ _FEW = 8
 _UNIT = 32
 _THREADS = 160
 _PROGRAMS_PER_SM = 2
-_SHARED_BYTES = {64: 109_248, 128: 113_184}
-_SHARED_BYTES_OF_BYTES = {64: 97_128, 128: 100_984}
+_SHARED_BYTES = {64: 109_344, 128: 113_232}
+_SHARED_BYTES_OF_BYTES = {64: 97_288, 128: 101_064}
+# The same with columns for several tokens.
+_SHARED_BYTES_OF_MANY = {64: 107_296, 128: 115_280}
+_SHARED_BYTES_OF_MANY_BYTES = {64: 91_144, 128: 99_016}
 DTYPES = (torch.float16, torch.bfloat16)
 _STORED = {torch.float8_e4m3fn: 1, torch.int8: 2}
 """DECODE_STORED of quantized caches."""
 _BLOCKS = (8, 16, 32, 64)
 _MAX_GROUP = 8
+_COLUMNS = 16
+"""Query heads of one or more tokens that a split serves, in steps with drafts."""
 _MAX_ROTATED_GROUP = 4
 
 
@@ -49,6 +54,7 @@ class _Arguments(ctypes.Structure):
         ("page_partitions", ctypes.c_void_p), ("readers", ctypes.c_void_p),
         ("first_page", ctypes.c_longlong), ("num_pages", ctypes.c_int),
         ("partition_mask", ctypes.c_uint), ("processor_partitions", ctypes.c_uint * 8),
+        ("shares", ctypes.c_void_p),
     )  # fmt: skip
 
 
@@ -99,6 +105,7 @@ def decode(
     *,
     is_fixed: bool = False,
     cos_sin_PH: Tensor | None = None,
+    shares_reads: bool = False,
 ) -> None:
     """Attention of the first S sequences of a step, one query each, into ``output``.
 
@@ -112,25 +119,20 @@ def decode(
     kernel rotates queries and keys as `Ops.rope_and_cache` rotates whole heads by halves, and
     stores keys and values at their slots, quantized if the cache is.
 
+    With ``shares_reads`` in a step that ``shares_rows``, queries of one sequence read its keys
+    together, as many as fit the columns. With ``is_fixed`` each has its result without others.
+
     FP8 and INT8 become float16 in registers, which holds them exactly. There a query is
     multiplied by a power of two that brings its largest number to float16's range.
     """
-    num_sequences, num_heads, head_size = query_SNH.shape
+    num_heads, head_size = query_SNH.shape[1:]
     num_kv_heads = kv_cache.shape[3]
     device = query_SNH.device
     partitions = partitions_of_heads(kv_cache)
-    key = ("cuda_decode", num_heads, num_kv_heads, is_fixed)
-    plan: WorkPlan | None = metadata.plans.get(key)
-    # The preceding kernel stores several keys of a sequence if rows are shared.
-    reads_ahead = plan is not None and not metadata.shares_rows
-    if plan is None:
-        heads = (num_heads, num_kv_heads, head_size)
-        num_programs = _num_processors(device) * _PROGRAMS_PER_SM
-        unit = max(_UNIT, kv_cache.shape[2])
-        plan = plan_work(
-            metadata, heads, num_sequences, num_programs, unit, is_fixed=is_fixed
-        )  # fmt: skip
-        metadata.plans[key] = plan
+    shares = shares_reads and metadata.shares_rows and cos_sin_PH is None
+    plan, reads_ahead = _plan_of(
+        query_SNH, kv_cache, metadata, is_fixed=is_fixed, shares=shares
+    )
     tables = metadata.block_tables
     arguments = _Arguments(
         output_SNH.data_ptr(), query_SNH.data_ptr(), tables.data_ptr(),
@@ -143,13 +145,47 @@ def decode(
         kv_cache.stride()[:4],
         None if spec.kv_scales is None else spec.kv_scales.data_ptr(),
     )  # fmt: skip
+    if plan.shares is not None:
+        arguments.shares = plan.shares.data_ptr()
     if partitions is not None:
         _read_by_partitions(arguments, plan, partitions)
-    kernel = _kernel(device, query_SNH.dtype, head_size, kv_cache.dtype)
+    kernel = _kernel(
+        device, query_SNH.dtype, head_size, kv_cache.dtype, shares=plan.shares is not None
+    )  # fmt: skip
     stream = torch.cuda.current_stream(device).cuda_stream
     kernel.launch(
         plan.num_programs * num_kv_heads, stream, *_cache_maps(kv_cache), arguments
     )  # fmt: skip
+
+
+def _plan_of(
+    query_SNH: Tensor,
+    kv_cache: Tensor,
+    metadata: AttentionMetadata,
+    *,
+    is_fixed: bool,
+    shares: bool,
+) -> tuple[WorkPlan, bool]:
+    """The step's plan, and whether a launch may read keys ahead of the preceding kernel."""
+    num_sequences, num_heads, head_size = query_SNH.shape
+    num_kv_heads, device = kv_cache.shape[3], query_SNH.device
+    key = ("cuda_decode", num_heads, num_kv_heads, is_fixed, shares)
+    found: WorkPlan | None = metadata.plans.get(key)
+    if found is not None:
+        # The preceding kernel stores keys of the step. The plan of shared reads tells which,
+        # unless drafts follow a prompt's chunk, which is no decode.
+        is_told = shares and metadata.num_decodes == metadata.seq_lens.shape[0]
+        return found, is_told or not metadata.shares_rows
+    heads = (num_heads, num_kv_heads, head_size)
+    num_programs = _num_processors(device) * _PROGRAMS_PER_SM
+    unit = max(_UNIT, kv_cache.shape[2])
+    max_queries = _COLUMNS * num_kv_heads // num_heads if shares else 1
+    plan = plan_work(
+        metadata, heads, num_sequences, num_programs, unit, is_fixed=is_fixed,
+        max_queries=max_queries,
+    )  # fmt: skip
+    metadata.plans[key] = plan
+    return plan, False
 
 
 def _read_by_partitions(
@@ -174,28 +210,38 @@ def load(device: torch.device, dtype: torch.dtype) -> None:
     """
     torch.empty(0, device=device)  # opens the device's context
     for head_size in _SHARED_BYTES:
-        _kernel(device, dtype, head_size, dtype)
+        _kernel(device, dtype, head_size, dtype, shares=False)
 
 
 @lru_cache
-def compile_decode(cache_dtype: torch.dtype) -> bytes:
-    """The kernels over caches of one of `DTYPES`, FP8 or INT8."""
-    defines = (f"DECODE_STORED={_STORED.get(cache_dtype, 0)}",)
+def compile_decode(cache_dtype: torch.dtype, *, shares: bool = False) -> bytes:
+    """The kernels over caches of one of `DTYPES`, FP8 or INT8; those of steps with drafts if
+    queries may share reads."""
+    columns = _COLUMNS if shares else _MAX_GROUP
+    defines = (f"DECODE_STORED={_STORED.get(cache_dtype, 0)}", f"DECODE_COLUMNS={columns}")
     return load_cubin(_SOURCE, "sm_90a", defines)
 
 
 @lru_cache
-def _module(cache_dtype: torch.dtype) -> CudaModule:
-    return CudaModule(compile_decode(cache_dtype))
+def _module(cache_dtype: torch.dtype, *, shares: bool) -> CudaModule:
+    return CudaModule(compile_decode(cache_dtype, shares=shares))
 
 
 @lru_cache
 def _kernel(
-    device: torch.device, dtype: torch.dtype, head_size: int, cache_dtype: torch.dtype
+    device: torch.device,
+    dtype: torch.dtype,
+    head_size: int,
+    cache_dtype: torch.dtype,
+    *,
+    shares: bool,
 ) -> CudaKernel:
     name = f"decode_{str(dtype).removeprefix('torch.')}_{head_size}"
-    sizes = _SHARED_BYTES_OF_BYTES if cache_dtype in _STORED else _SHARED_BYTES
-    return _module(cache_dtype).kernel(
+    if cache_dtype in _STORED:
+        sizes = _SHARED_BYTES_OF_MANY_BYTES if shares else _SHARED_BYTES_OF_BYTES
+    else:
+        sizes = _SHARED_BYTES_OF_MANY if shares else _SHARED_BYTES
+    return _module(cache_dtype, shares=shares).kernel(
         name, device, num_threads=_THREADS, shared_bytes=sizes[head_size], overlaps=True
     )  # fmt: skip
 

@@ -28,6 +28,8 @@ def dtype(request):
 class Step:
     """Decodes over a cache whose memory is NaN where it holds no token."""
 
+    shares_reads = False
+
     def __init__(
         self, dtype, lengths, *, heads=8, kv_heads=2, size=128, block=32, order="head"
     ):
@@ -75,7 +77,10 @@ class Step:
         assert cuda_decode.refusal(query, self.cache, self.spec) is None
         output = torch.full(query.shape, float("nan"), dtype=query.dtype, device=DEVICE)
         metadata = metadata or self.metadata()
-        cuda_decode.decode(query, self.cache, metadata, self.spec, output, is_fixed=is_fixed)
+        cuda_decode.decode(
+            query, self.cache, metadata, self.spec, output, is_fixed=is_fixed,
+            shares_reads=self.shares_reads,
+        )  # fmt: skip
         return output
 
     def check(self, found):

@@ -1,5 +1,10 @@
 // Attention of one query a sequence over a paged cache of keys and values.
 //
+// DECODE_COLUMNS above 8 is for steps in which several queries follow each other in one
+// sequence: a token and its drafts. They share one read of the keys, as long as their heads fit
+// the columns, and each sees the keys up to its own. A query's result is the same with any
+// number of other queries, and with 8 columns, given the same cuts of its keys.
+//
 // The keys of all sequences are distributed over the thread blocks as work items. An item holds
 // whole sequences, or also the end of one and the beginning of another; the part of a sequence
 // in an item is a split. One warp walks the splits and copies their queries and tiles to shared
@@ -33,9 +38,9 @@ __device__ __forceinline__ void copy_bytes(u32 to, const void* from, int count, 
 // ---- The warp that copies.
 
 // Lane l has the l-th box of a tile: a block's keys or values, contiguous in memory.
-template <int HEAD, int STORED>
+template <int HEAD, int STORED, int COLUMNS>
 struct Copier {
-    using S = Shape<HEAD, STORED>;
+    using S = Shape<HEAD, STORED, COLUMNS>;
     const TensorMap *blocks, *fews;
     const Arguments& a;
     u32 shared;
@@ -44,6 +49,7 @@ struct Copier {
     int lane;
     bool has_waited;
     int kv_head;  // of the split
+    u32 turn = 0;  // place of the queries of several tokens
 
     __device__ __forceinline__ int is_value() const { return lane % 2; }
     __device__ __forceinline__ int index() const { return lane / 2; }
@@ -68,6 +74,8 @@ struct Copier {
             to[0] = make_int4(tile.rows_and_flags, tile.sequence, tile.number, tile.count);
             to[1] = make_int4(tile.first_cut, tile.heads, static_cast<int>(tile.newest),
                               static_cast<int>(tile.newest >> 32));
+            if constexpr (S::SHARES)
+                to[2] = make_int4(tile.queries, tile.next, tile.partial, tile.seen);
             barrier_arrive_expect(ring.full(), bytes);
         }
         __syncwarp();
@@ -90,9 +98,9 @@ struct Copier {
 
     // Rows of the step's token that a sequence attends with, copied beside the tile in a slot.
     __device__ __forceinline__ void copy_rows(int sequence, int head, int count, u32 slot,
-                                              int to_row) {
+                                              u32 place, int to_row) {
         const char* token = static_cast<const char*>(a.query) + 2 * sequence * a.query_stride;
-        copy_bytes(beside(slot, to_row), token + 2 * head * HEAD, count * HEAD * 2,
+        copy_bytes(beside(place, to_row), token + 2 * head * HEAD, count * HEAD * 2,
                    ring.barriers + slot * 8);
     }
 
@@ -102,17 +110,26 @@ struct Copier {
                    HEAD * 4, ring.barriers + slot * 8);
     }
 
-    __device__ __forceinline__ u32 beside(u32 slot, int row) const {
-        return shared + S::BESIDES + slot * S::BESIDE_BYTES + row * HEAD * 2;
+    __device__ __forceinline__ u32 beside(u32 place, int row) const {
+        return shared + S::BESIDES + place * S::BESIDE_BYTES + row * HEAD * 2;
     }
 
-    __device__ __forceinline__ int query_bytes() const {
+    __device__ __forceinline__ int query_bytes(const Split& split) const {
+        if constexpr (S::SHARES) return split.queries * a.group * HEAD * 2;
         return a.group * HEAD * 2 + (a.angles ? HEAD * 4 : 0);
     }
 
-    __device__ __forceinline__ void copy_query(const Split& split, u32 slot) {
-        if (lane == 0) {
-            copy_rows(split.sequence, kv_head * a.group, a.group, slot, 0);
+    // `is_late`: the block's first split, whose first tiles have been announced.
+    __device__ __forceinline__ void copy_query(const Split& split, u32 slot, bool is_late) {
+        if constexpr (S::SHARES) {
+            // The tile with which the split before the last one began has been read.
+            if (!is_late) ring.wait_for_room(S::BESIDE_PLACES);
+            if (lane < split.queries)
+                copy_rows(sequence_of(split, lane), kv_head * a.group, a.group, slot, turn,
+                          lane * a.group);
+            turn ^= 1;
+        } else if (lane == 0) {
+            copy_rows(split.sequence, kv_head * a.group, a.group, slot, slot, 0);
             if (a.angles) copy_angles(split, slot);
         }
         __syncwarp();
@@ -126,8 +143,8 @@ struct Copier {
     __device__ __forceinline__ void copy_newest(const Split& split, bool begins) {
         if (lane == 0) {
             const int key = a.kv_heads * a.group + kv_head;
-            copy_rows(split.sequence, key, 1, ring.slot, KEY_ROW);
-            copy_rows(split.sequence, key + a.kv_heads, 1, ring.slot, VALUE_ROW);
+            copy_rows(split.sequence, key, 1, ring.slot, ring.slot, KEY_ROW);
+            copy_rows(split.sequence, key + a.kv_heads, 1, ring.slot, ring.slot, VALUE_ROW);
             if (!begins) copy_angles(split, ring.slot);
         }
         __syncwarp();
@@ -162,11 +179,14 @@ struct Copier {
             const int rows = min(KEYS, split.end - key);
             const int next = block_at(table, key + KEYS, split.end);
             const bool begins = i == 0, ends = i == tiles - 1;
-            const bool has_row = has_newest && ends && rows > 0 && a.angles;
-            // Queries and the newest token's key and value come from the preceding kernel.
-            if (!has_waited && (i == S::STAGES || (has_newest && ends))) {
+            const bool has_row =
+                !S::SHARES && has_newest && ends && rows > 0 && a.angles;
+            // Queries and keys and values of the step come from the preceding kernel.
+            const bool has_new =
+                S::SHARES ? key + rows > split.known : has_newest && ends;
+            if (!has_waited && (i == S::STAGES || has_new)) {
                 wait_once();
-                if (!begins) copy_query(split, begin);
+                if (!begins) copy_query(split, begin, true);
             }
             // The ring is not read before the first query arrives.
             if (all_read && has_waited && tiles > LONG_TILES && i >= S::FEW_STAGES)
@@ -174,9 +194,10 @@ struct Copier {
             if (has_row) tile.newest = place_in_cache(block, rows - 1);
             tile.rows_and_flags = rows | (begins ? BEGINS : 0) | (ends ? ENDS | flags : 0) |
                                   (has_row ? HAS_NEWEST : 0);
-            announce(tile, bytes_of(rows) + (begins ? query_bytes() : 0) +
+            tile.seen = split.length - key;
+            announce(tile, bytes_of(rows) + (begins ? query_bytes(split) : 0) +
                                (has_row ? newest_bytes(begins) : 0));
-            if (begins && has_waited) copy_query(split, begin);
+            if (begins && has_waited) copy_query(split, begin, false);
             if (has_row) copy_newest(split, begins);
             copy_boxes(block, rows);
             ring.next();
@@ -184,7 +205,7 @@ struct Copier {
         }
         if (!has_waited) {
             wait_once();
-            copy_query(split, begin);
+            copy_query(split, begin, true);
         }
     }
 
@@ -207,21 +228,25 @@ struct Copier {
         return __ldcg(a.tables + split.row * a.table_stride);
     }
 
+    __device__ __forceinline__ Split ahead(const Walk& walk, int steps) const {
+        return walk.template ahead<S::SHARES>(a, steps);
+    }
+
     // Requested a split ahead: each answer takes as long as a tile.
     __device__ void copy(const Place& place) {
         Walk walk{a, place.program, place.programs};
         if (walk.is_over()) {
-            announce({IS_FINAL, 0, 0, 0, 0, 0, 0}, 0);
+            announce({IS_FINAL}, 0);
             return;
         }
         const int first = walk.number;
         bool is_cut = false;
-        Split split = walk.ahead(a, 0), next = walk.ahead(a, 1);
+        Split split = ahead(walk, 0), next = ahead(walk, 1);
         int block = first_block_of(split);
         kv_head = head_of(place, first_of_sequence(split));
         const int first_head = kv_head;
         for (; !walk.is_over(); walk.number += walk.stride) {
-            const Split after = walk.ahead(a, 2);
+            const Split after = ahead(walk, 2);
             const int first_of_next = first_block_of(next);
             const int sequence_of_next = first_of_sequence(next);
             const bool is_final = walk.number + walk.stride >= walk.end;
@@ -231,7 +256,8 @@ struct Copier {
             const int first_cut = walk.is_item ? first : walk.number;
             const int heads = kv_head | (walk.is_item ? first_head : kv_head) << 16;
             copy_split(split, block,
-                       {0, split.sequence, walk.number, split.count, first_cut, heads, 0},
+                       {0, split.sequence, walk.number, split.count, first_cut, heads, 0,
+                        split.queries, split.next, split.partial, 0},
                        (finishes ? FINISHES : 0) | (is_final ? IS_FINAL : 0), walk.all_read());
             block = first_of_next;
             kv_head = head_of(place, sequence_of_next);
@@ -241,10 +267,10 @@ struct Copier {
     }
 };
 
-template <bool IS_BF16, int HEAD, int STORED>
+template <bool IS_BF16, int HEAD, int STORED, int COLUMNS>
 __device__ __forceinline__ void decode(const TensorMap* blocks, const TensorMap* fews,
                                        const Arguments& a) {
-    using S = Shape<HEAD, STORED>;
+    using S = Shape<HEAD, STORED, COLUMNS>;
     extern __shared__ __align__(1024) char memory[];
     const u32 shared = shared_address(memory);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -262,13 +288,14 @@ __device__ __forceinline__ void decode(const TensorMap* blocks, const TensorMap*
     if (warp == CONSUMER_WARPS) {
         prefetch_map(blocks);
         prefetch_map(fews);
-        Copier<HEAD, STORED> copier{blocks, fews, a, shared, memory, {barriers}, lane,
-                                    a.reads_ahead == 0};
+        Copier<HEAD, STORED, COLUMNS> copier{blocks, fews, a, shared, memory, {barriers}, lane,
+                                             a.reads_ahead == 0};
         copier.copy(find_place(a));
         return;
     }
     wait_for_kernel_in_front();
-    Multiplier<IS_BF16, HEAD, STORED>{a, shared, memory, {barriers}, warp, lane}.take_all();
+    Multiplier<IS_BF16, HEAD, STORED, COLUMNS>{{a, memory, warp, lane}, shared, {barriers}}
+        .take_all();
 }
 
 }  // namespace
@@ -277,7 +304,7 @@ __device__ __forceinline__ void decode(const TensorMap* blocks, const TensorMap*
     extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 2)                       \
         NAME(const __grid_constant__ TensorMap blocks, const __grid_constant__ TensorMap  \
              fews, const __grid_constant__ Arguments arguments) {                         \
-        decode<IS_BF16, HEAD, DECODE_STORED>(&blocks, &fews, arguments);                                 \
+        decode<IS_BF16, HEAD, DECODE_STORED, DECODE_COLUMNS>(&blocks, &fews, arguments);  \
     }
 
 DECODE(decode_float16_64, false, 64)

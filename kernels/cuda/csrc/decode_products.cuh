@@ -3,6 +3,7 @@
 
 #include "decode_bytes.cuh"
 #include "decode_splits.cuh"
+#include "decode_sums.cuh"
 #include "warp_products.cuh"
 
 namespace {
@@ -10,6 +11,8 @@ namespace {
 // How far above the reference weight, as a power of two, later weights may be: far below the
 // range of float16.
 constexpr float SLACK = 8;
+// The reference weight before a key: finite, so that a column that sees none has no NaN.
+constexpr float MIN_TOP = -3e38f;
 
 // The maximum over the lanes that hold the same columns of a result.
 __device__ __forceinline__ float most_of_column(float x) {
@@ -33,33 +36,38 @@ __device__ __forceinline__ u32 place_of(int token, int chunk) {
 }
 
 // Keys are the rows of the first product and head dims those of the second, so that the queries
-// of a group, at most 8, fill the columns of both.
+// of a group, at most 8, fill the columns of both. The groups of several tokens fill COLUMNS one
+// behind the other, in products of 8 columns.
 //
 // With bytes a lane's four adjacent dims of a key are columns lane % 4 * 2, the next, and those
 // + 8 of the first product, whose order does not matter. In the second product rows lane / 4
 // and that + 8 are adjacent dims, since matrices are transposed by pairs of bytes.
-template <bool IS_BF16, int HEAD, int STORED>
-struct Multiplier {
-    using S = Shape<HEAD, STORED>;
+template <bool IS_BF16, int HEAD, int STORED, int COLUMNS>
+struct Multiplier : SplitSums<IS_BF16, HEAD, Shape<HEAD, STORED, COLUMNS>> {
+    using S = Shape<HEAD, STORED, COLUMNS>;
+    using Sums = SplitSums<IS_BF16, HEAD, S>;
+    using Sums::a, Sums::memory, Sums::warp, Sums::lane;
+    using Sums::columns_of, Sums::finish, Sums::store, Sums::token_of;
+    static constexpr int PRODUCTS = COLUMNS / 8;
     static constexpr int STEPS = HEAD / 16;
     static constexpr bool HAS_BYTES = STORED != AS_QUERIES;
     static constexpr bool IN_BF16 = IS_BF16 && !HAS_BYTES;  // the products
-    const Arguments& a;
     u32 shared;
-    char* memory;
     Ring<S::STAGES> ring;
-    int warp, lane;
     int kv_head;  // of the tile
+    u32 turn = 0;  // place of the queries of several tokens
 
-    u32 query[STEPS][2];
-    // Dims lane / 4 and that + 8 of 16, of the queries lane % 4 * 2 and the next. With bytes
+    u32 query[PRODUCTS][STEPS][2];
+    // Dims lane / 4 and that + 8 of 16, of the columns lane % 4 * 2 and the next. With bytes
     // dims lane / 4 * 2 and the next.
-    float sum[STEPS][4];
-    float factor[2];  // of the scores of these queries, base 2; with bytes
-    float top[2], total[2];  // of these queries, the total of this lane's keys only
+    float sum[PRODUCTS][STEPS][4];
+    float factor[PRODUCTS][2];  // of the scores of these columns, base 2; with bytes
+    float top[PRODUCTS][2], total[PRODUCTS][2];  // the total of this lane's keys only
+    int token[PRODUCTS][2];  // of these columns, of several
 
     __device__ __forceinline__ char* beside(int row) const {
-        return memory + S::BESIDES + ring.slot * S::BESIDE_BYTES + row * HEAD * 2;
+        const u32 place = S::SHARES ? turn : ring.slot;
+        return memory + S::BESIDES + place * S::BESIDE_BYTES + row * HEAD * 2;
     }
 
     // The first of the two dims of a query's register.
@@ -83,7 +91,7 @@ struct Multiplier {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const int column = column_of(step, half);
-                rotate<IS_BF16>(query[step][half], query[step + STEPS / 2][half],
+                rotate<IS_BF16>(query[0][step][half], query[0][step + STEPS / 2][half],
                                 angles_of(column, false), angles_of(column, true));
             }
     }
@@ -132,35 +140,49 @@ struct Multiplier {
         *reinterpret_cast<NUMBERS*>(a.cache + slot * S::SIZE + byte) = numbers;
     }
 
-    __device__ __forceinline__ void begin() {
-        const int row = lane / 4;
+    __device__ __forceinline__ void begin(const Tile& tile) {
+        const int columns = columns_of(tile);
+#pragma unroll
+        for (int product = 0; product < PRODUCTS; ++product) {
+            if (product > 0 && columns <= product * 8) break;
+            load_query(product, columns);
+            if constexpr (!S::SHARES)
+                if (a.angles) rotate_query();
+            if constexpr (HAS_BYTES) widen_query(product);
+#pragma unroll
+            for (int i = 0; i < STEPS; ++i)
+#pragma unroll
+                for (int j = 0; j < 4; ++j) sum[product][i][j] = 0;
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                top[product][i] = MIN_TOP;
+                total[product][i] = 0;
+                token[product][i] = token_of(product * 8 + lane % 4 * 2 + i);
+            }
+        }
+    }
+
+    __device__ __forceinline__ void load_query(int product, int columns) {
+        const int row = product * 8 + lane / 4;
         const char* own = beside(row);
 #pragma unroll
         for (int step = 0; step < STEPS; ++step)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const int column = column_of(step, half);
-                query[step][half] =
-                    row < a.group ? *reinterpret_cast<const u32*>(own + 2 * column) : 0;
+                query[product][step][half] =
+                    row < columns ? *reinterpret_cast<const u32*>(own + 2 * column) : 0;
             }
-        if (a.angles) rotate_query();
-        if constexpr (HAS_BYTES) widen_query();
-#pragma unroll
-        for (int i = 0; i < STEPS; ++i)
-#pragma unroll
-            for (int j = 0; j < 4; ++j) sum[i][j] = 0;
-        top[0] = top[1] = minus_infinity();
-        total[0] = total[1] = 0;
     }
 
     // Queries in float16, each times a power of two such that its largest number is 1 to 2.
-    __device__ __forceinline__ void widen_query() {
+    __device__ __forceinline__ void widen_query(int product) {
         float most = 0;
 #pragma unroll
         for (int step = 0; step < STEPS; ++step)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const float2 both = unpack<IS_BF16>(query[step][half]);
+                const float2 both = unpack<IS_BF16>(query[product][step][half]);
                 most = fmaxf(most, fmaxf(fabsf(both.x), fabsf(both.y)));
             }
         most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
@@ -172,14 +194,14 @@ struct Multiplier {
         for (int step = 0; step < STEPS; ++step)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const float2 both = unpack<IS_BF16>(query[step][half]);
-                query[step][half] = pack<false>(both.x * inverse, both.y * inverse);
+                const float2 both = unpack<IS_BF16>(query[product][step][half]);
+                query[product][step][half] = pack<false>(both.x * inverse, both.y * inverse);
             }
         const float scale = a.scale_log2 * head_scale(0);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const u32 of_query = __shfl_sync(~0u, power, (lane % 4 * 2 + i) * 4);
-            factor[i] = scale * __uint_as_float(of_query);
+            factor[product][i] = scale * __uint_as_float(of_query);
         }
     }
 
@@ -197,10 +219,11 @@ struct Multiplier {
         __syncwarp();
     }
 
-    // Keys lane / 4 and that + 8, of the queries lane % 4 * 2 and the next.
-    __device__ __forceinline__ void score(float (&scores)[4], u32 keys) {
+    // Keys lane / 4 and that + 8, of the columns lane % 4 * 2 and the next of LIVE products.
+    template <int LIVE>
+    __device__ __forceinline__ void score(float (&scores)[LIVE][4], u32 keys) {
         const int row = warp * WARP_KEYS + lane / 8 % 2 * 8 + lane % 8;
-        float odd[4] = {0, 0, 0, 0};
+        float odd[LIVE][4] = {};
 #pragma unroll
         for (int step = 0; step < STEPS; step += HAS_BYTES ? 2 : 1) {
             u32 matrices[4];
@@ -213,20 +236,30 @@ struct Multiplier {
                     widen<STORED>(matrices[i], near[i], near[i + 2]);
                     widen<STORED>(matrices[i + 2], far[i], far[i + 2]);
                 }
-                multiply<IN_BF16>(scores, near, query[step][0], query[step][1]);
-                multiply<IN_BF16>(odd, far, query[step + 1][0], query[step + 1][1]);
+#pragma unroll
+                for (int p = 0; p < LIVE; ++p) {
+                    multiply<IN_BF16>(scores[p], near, query[p][step][0], query[p][step][1]);
+                    multiply<IN_BF16>(odd[p], far, query[p][step + 1][0],
+                                      query[p][step + 1][1]);
+                }
             } else {
-                multiply<IN_BF16>(step % 2 ? odd : scores, matrices, query[step][0],
-                                  query[step][1]);
+#pragma unroll
+                for (int p = 0; p < LIVE; ++p)
+                    multiply<IN_BF16>(step % 2 ? odd[p] : scores[p], matrices,
+                                      query[p][step][0], query[p][step][1]);
             }
         }
 #pragma unroll
-        for (int i = 0; i < 4; ++i) scores[i] += odd[i];
+        for (int p = 0; p < LIVE; ++p)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) scores[p][i] += odd[p][i];
     }
 
-    __device__ __forceinline__ void add_values(u32 weights_low, u32 weights_high, u32 values) {
+    // The weights of keys 0 to 7 and 8 to 15.
+    template <int LIVE>
+    __device__ __forceinline__ void add_values(const u32 (&weights)[LIVE][2], u32 values) {
         if constexpr (HAS_BYTES) {
-            add_bytes(weights_low, weights_high, values);
+            add_bytes<LIVE>(weights, values);
             return;
         }
         const int row = warp * WARP_KEYS + lane / 16 * 8 + lane % 8;
@@ -235,12 +268,15 @@ struct Multiplier {
             u32 matrices[4];
             const int chunk = step * 2 + lane / 8 % 2;
             load_matrices<true>(matrices, values + place_of<S::TOKEN_BYTES>(row, chunk));
-            multiply<IN_BF16>(sum[step], matrices, weights_low, weights_high);
+#pragma unroll
+            for (int p = 0; p < LIVE; ++p)
+                multiply<IN_BF16>(sum[p][step], matrices, weights[p][0], weights[p][1]);
         }
     }
 
     // A lane has two keys' numbers of two adjacent dims.
-    __device__ __forceinline__ void add_bytes(u32 weights_low, u32 weights_high, u32 values) {
+    template <int LIVE>
+    __device__ __forceinline__ void add_bytes(const u32 (&weights)[LIVE][2], u32 values) {
         const int row = warp * WARP_KEYS + lane / 8 % 2 * 8 + lane % 8;
 #pragma unroll
         for (int step = 0; step < STEPS; step += 2) {
@@ -252,86 +288,120 @@ struct Multiplier {
                 u32 dims[4];
                 widen<STORED>(regrouped(matrices[2 * i]), dims[0], dims[1]);
                 widen<STORED>(regrouped(matrices[2 * i + 1]), dims[2], dims[3]);
-                multiply<IN_BF16>(sum[step + i], dims, weights_low, weights_high);
+#pragma unroll
+                for (int p = 0; p < LIVE; ++p)
+                    multiply<IN_BF16>(sum[p][step + i], dims, weights[p][0], weights[p][1]);
             }
         }
     }
 
     // Weights are relative to a reference maximum. A slightly larger maximum does not replace
-    // it: rescaling all sums takes more instructions than weighing 16 keys.
-    __device__ __forceinline__ void raise(const float (&most)[2]) {
+    // it: rescaling all sums takes more instructions than weighing 16 keys. Each column decides
+    // for itself, so that its result does not depend on other columns.
+    __device__ __forceinline__ void raise(int product, const float (&most)[2]) {
         float decay[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            // The first key is valid, so this is finite.
-            const float new_top = fmaxf(top[i], most_of_column(most[i]));
-            decay[i] = exp2_fast(top[i] - new_top);
-            top[i] = new_top;
-            total[i] *= decay[i];
+            const float found = most_of_column(most[i]);
+            const float former = top[product][i];
+            if (found > former + SLACK) top[product][i] = found;
+            decay[i] = exp2_fast(former - top[product][i]);
+            total[product][i] *= decay[i];
         }
 #pragma unroll
         for (int i = 0; i < STEPS; ++i)
 #pragma unroll
-            for (int j = 0; j < 4; ++j) sum[i][j] *= decay[j % 2];
+            for (int j = 0; j < 4; ++j) sum[product][i][j] *= decay[j % 2];
     }
 
-    __device__ __forceinline__ float scale_of(int query) const {
-        return HAS_BYTES ? factor[query] : a.scale_log2;
+    __device__ __forceinline__ float scale_of(int product, int i) const {
+        return HAS_BYTES ? factor[product][i] : a.scale_log2;
+    }
+
+    // Scores of keys that a column's query does not see, of `valid` keys. The first query sees
+    // `seen` of them, and each later one a key more.
+    __device__ __forceinline__ void hide(int product, float (&scores)[4], int valid, int seen) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int limit = S::SHARES ? min(valid, seen + token[product][i % 2]) : valid;
+            if (lane / 4 + i / 2 * 8 >= limit) scores[i] = minus_infinity();
+        }
+    }
+
+    // The weights of a product's columns in place of their scores.
+    __device__ __forceinline__ void weigh(int product, float (&scores)[4], u32 (&weights)[2]) {
+        float most[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+            most[i] = fmaxf(scores[i], scores[i + 2]) * scale_of(product, i);
+        if (__any_sync(~0u, most[0] > top[product][0] + SLACK ||
+                                most[1] > top[product][1] + SLACK))
+            raise(product, most);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const float scale = scale_of(product, i), reference = top[product][i];
+            scores[i] = exp2_fast(scores[i] * scale - reference);
+            scores[i + 2] = exp2_fast(scores[i + 2] * scale - reference);
+            total[product][i] += scores[i] + scores[i + 2];
+        }
+        weights[0] = transposed(pack<IN_BF16>(scores[0], scores[1]));
+        weights[1] = transposed(pack<IN_BF16>(scores[2], scores[3]));
     }
 
     // This warp's keys of the tile in the ring's slot, the first `valid` of them.
-    __device__ __forceinline__ void take(int valid) {
+    template <int LIVE>
+    __device__ __forceinline__ void take(int valid, int seen) {
         const u32 keys = shared + ring.slot * 2 * S::TILE_BYTES;
-        float scores[4] = {0, 0, 0, 0};
-        score(scores, keys);
-        if (valid < WARP_KEYS) {
+        float scores[LIVE][4] = {};
+        u32 weights[LIVE][2];
+        score<LIVE>(scores, keys);
 #pragma unroll
-            for (int i = 0; i < 4; ++i)
-                if (lane / 4 + i / 2 * 8 >= valid) scores[i] = minus_infinity();
-        }
-        float most[2];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) most[i] = fmaxf(scores[i], scores[i + 2]) * scale_of(i);
-        if (__any_sync(~0u, most[0] > top[0] + SLACK || most[1] > top[1] + SLACK)) raise(most);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            scores[i] = exp2_fast(scores[i] * scale_of(i) - top[i]);
-            scores[i + 2] = exp2_fast(scores[i + 2] * scale_of(i) - top[i]);
-            total[i] += scores[i] + scores[i + 2];
+        for (int p = 0; p < LIVE; ++p) {
+            if (seen < WARP_KEYS) hide(p, scores[p], valid, seen);
+            weigh(p, scores[p], weights[p]);
         }
         if (valid < WARP_KEYS) clear_values(keys + S::TILE_BYTES, valid);
-        add_values(transposed(pack<IN_BF16>(scores[0], scores[1])),
-                   transposed(pack<IN_BF16>(scores[2], scores[3])), keys + S::TILE_BYTES);
+        add_values<LIVE>(weights, keys + S::TILE_BYTES);
     }
 
     // Combines the warps' results of a split: the output, or a partial result.
     __device__ void end(const Tile& tile) {
-        total[0] = sum_of_column(total[0]);
-        total[1] = sum_of_column(total[1]);
+        const int columns = columns_of(tile);
+#pragma unroll
+        for (int product = 0; product < PRODUCTS; ++product) {
+            total[product][0] = sum_of_column(total[product][0]);
+            total[product][1] = sum_of_column(total[product][1]);
+            for (int first = product * 8; first < min(product * 8 + 8, columns);
+                 first += EXCHANGED)
+                exchange_columns(tile, product, first, columns);
+        }
+    }
+
+    __device__ __forceinline__ void exchange_columns(const Tile& tile, int product, int first,
+                                                     int columns) {
         float* exchange = reinterpret_cast<float*>(memory + S::EXCHANGE);
         float2* statistics = reinterpret_cast<float2*>(memory + S::STATISTICS);
-        for (int first = 0; first < a.group; first += EXCHANGED) {
-            named_wait(IS_FREE, CONSUMERS);
+        named_wait(IS_FREE, CONSUMERS);
 #pragma unroll
-            for (int j = 0; j < 2; ++j) {
-                const int row = lane % 4 * 2 + j - first;
-                if (row < 0 || row >= EXCHANGED) continue;
-                const int place = warp * EXCHANGED + row;
-                constexpr int BETWEEN = HAS_BYTES ? 1 : 8;  // a lane's two dims
-                const int dim = lane / 4 * (HAS_BYTES ? 2 : 1);
-                float* own = exchange + place * S::EXCHANGE_ROW + dim;
+        for (int j = 0; j < 2; ++j) {
+            const int row = product * 8 + lane % 4 * 2 + j - first;
+            if (row < 0 || row >= EXCHANGED) continue;
+            const int place = warp * EXCHANGED + row;
+            constexpr int BETWEEN = HAS_BYTES ? 1 : 8;  // a lane's two dims
+            const int dim = lane / 4 * (HAS_BYTES ? 2 : 1);
+            float* own = exchange + place * S::EXCHANGE_ROW + dim;
 #pragma unroll
-                for (int i = 0; i < STEPS; ++i) {
-                    own[i * 16] = sum[i][j];
-                    own[i * 16 + BETWEEN] = sum[i][j + 2];
-                }
-                if (lane < 4) statistics[place] = make_float2(top[j], total[j]);
+            for (int i = 0; i < STEPS; ++i) {
+                own[i * 16] = sum[product][i][j];
+                own[i * 16 + BETWEEN] = sum[product][i][j + 2];
             }
-            named_wait(IS_THERE, CONSUMERS);
-            const int row = threadIdx.x * 4 / HEAD;
-            if (row < EXCHANGED && first + row < a.group)
-                weigh_warps(tile, first, row, threadIdx.x * 4 % HEAD, exchange, statistics);
+            if (lane < 4)
+                statistics[place] = make_float2(top[product][j], total[product][j]);
         }
+        named_wait(IS_THERE, CONSUMERS);
+        const int row = threadIdx.x * 4 / HEAD;
+        if (row < EXCHANGED && first + row < columns)
+            weigh_warps(tile, first, row, threadIdx.x * 4 % HEAD, exchange, statistics);
     }
 
     __device__ __forceinline__ void weigh_warps(const Tile& tile, int first, int row,
@@ -357,86 +427,31 @@ struct Multiplier {
         float scale = all > 0 ? 1 / all : 0;
         if constexpr (HAS_BYTES) scale *= head_scale(1);
         value = make_float4(value.x * scale, value.y * scale, value.z * scale, value.w * scale);
-        const int head = kv_head * a.group + first + row;
+        const int token = token_of(first + row);
+        const int head = kv_head * a.group + first + row - token * a.group;
         if (tile.count == 1) {
-            store(tile.sequence, head * HEAD + column, value);
+            const int sequence = S::SHARES ? sequence_of(tile, token) : tile.sequence;
+            store(sequence, head * HEAD + column, value);
             return;
         }
         const long long heads = static_cast<long long>(a.kv_heads) * a.group;
-        const long long pair = tile.number * heads + head;
+        const int number = S::SHARES ? tile.partial + token : tile.number;
+        const long long pair = number * heads + head;
         *reinterpret_cast<float4*>(a.partial + pair * HEAD + column) = value;
         if (column == 0) a.log_sums[pair] = all > 0 ? most + __log2f(all) : minus_infinity();
     }
 
-    __device__ __forceinline__ void store(int sequence, int place, float4 value) const {
-        char* to = static_cast<char*>(a.output) + 2 * (sequence * a.output_stride + place);
-        *reinterpret_cast<uint2*>(to) =
-            make_uint2(pack<IS_BF16>(value.x, value.y), pack<IS_BF16>(value.z, value.w));
-    }
-
-    // Counts two splits, of these `heads`, as done; the last warp of a sequence combines all of
-    // its splits.
-    __device__ void finish(int first, int last, int heads) {
-        int* flags = reinterpret_cast<int*>(memory + S::FLAGS);
-        __threadfence();
-        named_wait(IS_FREE, CONSUMERS);
-        if (warp < 2 && lane == 0) {
-            const int number = warp == 0 ? first : last;
-            const Split split = read_split(a.splits + number);
-            int is_last = 0;
-            if (split.count > 1 && (warp == 0 || first != last)) {
-                int* counter = a.counters + split.sequence * a.kv_heads +
-                               (warp == 0 ? heads >> 16 : heads & 0xFFFF);
-                is_last = atomicAdd(counter, 1) == split.count - 1;
-                if (is_last) *counter = 0;
+    __device__ __forceinline__ void take_keys(const Tile& tile, int valid) {
+        if constexpr (S::SHARES) {
+            const int seen = tile.seen - warp * WARP_KEYS;
+            if (columns_of(tile) > 8) {
+                take<PRODUCTS>(valid, seen);
+            } else {
+                take<1>(valid, seen);
             }
-            flags[warp] = is_last;
-            __threadfence();
+        } else {
+            take<1>(valid, valid);
         }
-        named_wait(IS_THERE, CONSUMERS);
-        for (int i = 0; i < 2; ++i) {
-            if (flags[i] == 0) continue;
-            const Split split = read_split(a.splits + (i == 0 ? first : last));
-            const int head = i == 0 ? heads >> 16 : heads & 0xFFFF;
-            for (int row = warp; row < a.group; row += CONSUMER_WARPS)
-                weigh_splits(split, head * a.group + row);
-        }
-    }
-
-    __device__ __forceinline__ void weigh_splits(const Split& split, int head) {
-        const int heads = a.kv_heads * a.group;
-        const float* log_sums = a.log_sums + static_cast<long long>(split.first) * heads + head;
-        float most = minus_infinity();
-        for (int i = lane; i < split.count; i += 32)
-            most = fmaxf(most, __ldcg(log_sums + static_cast<long long>(i) * heads));
-        for (int i = 16; i > 0; i /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, i));
-        // With heads of 64, two lanes share four columns.
-        const int column = lane * 4 % HEAD;
-        const float* partial =
-            a.partial + (static_cast<long long>(split.first) * heads + head) * HEAD + column;
-        float4 value = make_float4(0, 0, 0, 0);
-        float all = 0;
-        for (int base = 0; base < split.count; base += 32) {
-            const int number = min(32, split.count - base);
-            float own = 0;
-            if (lane < number)
-                own = exp2_fast(__ldcg(log_sums + static_cast<long long>(base + lane) * heads) -
-                                most);
-#pragma unroll 16
-            for (int i = 0; i < number; ++i) {
-                const float weight = __shfl_sync(~0u, own, i);
-                const float4 part = __ldcg(reinterpret_cast<const float4*>(
-                    partial + static_cast<long long>(base + i) * heads * HEAD));
-                value.x += weight * part.x;
-                value.y += weight * part.y;
-                value.z += weight * part.z;
-                value.w += weight * part.w;
-                all += weight;
-            }
-        }
-        const float scale = 1 / all;
-        store(split.sequence, head * HEAD + column,
-              make_float4(value.x * scale, value.y * scale, value.z * scale, value.w * scale));
     }
 
     // Processes all tiles of the ring.
@@ -445,17 +460,26 @@ struct Multiplier {
             barrier_wait(ring.full(), ring.parity);
             const char* place = memory + S::TILES + ring.slot * sizeof(Tile);
             const int4 words = *reinterpret_cast<const int4*>(place);
-            const int first_cut = reinterpret_cast<const Tile*>(place)->first_cut;
-            const int heads = reinterpret_cast<const Tile*>(place)->heads;
-            const long long newest = reinterpret_cast<const Tile*>(place)->newest;
-            const Tile tile{words.x, words.y, words.z, words.w, first_cut, heads, newest};
+            const Tile& stored = *reinterpret_cast<const Tile*>(place);
+            Tile tile{words.x, words.y, words.z, words.w, stored.first_cut, stored.heads,
+                      stored.newest};
+            if constexpr (S::SHARES) {
+                const int4 shares = *reinterpret_cast<const int4*>(place + 32);
+                tile.queries = shares.x;
+                tile.next = shares.y;
+                tile.partial = shares.z;
+                tile.seen = shares.w;
+            }
+            const int heads = tile.heads;
             kv_head = heads & 0xFFFF;
             const int rows = words.x & 255, valid = rows - warp * WARP_KEYS;
             flags = words.x;
-            if (flags & BEGINS) begin();
-            if ((flags & HAS_NEWEST) && (rows - 1) / WARP_KEYS == warp)
-                place_newest(tile, rows - 1);
-            if (valid > 0) take(min(WARP_KEYS, valid));
+            if (flags & BEGINS) begin(tile);
+            if constexpr (!S::SHARES)
+                if ((flags & HAS_NEWEST) && (rows - 1) / WARP_KEYS == warp)
+                    place_newest(tile, rows - 1);
+            if (valid > 0) take_keys(tile, min(WARP_KEYS, valid));
+            if (S::SHARES && (flags & BEGINS)) turn ^= 1;
             __syncwarp();
             if (lane == 0) barrier_arrive(ring.empty());
             if (flags & ENDS) end(tile);

@@ -27,14 +27,18 @@ constexpr int IS_THERE = 2;  // it has been written
 
 __device__ __forceinline__ float minus_infinity() { return __int_as_float(0xFF800000); }
 
-struct alignas(16) Split {
-    int sequence;
+// A sequence may have several queries, each of which sees a key more than the query before.
+struct Split {
+    int sequence;    // of the first query
     int row;         // of the block table
     int start, end;  // its keys
     int first;  // split of the sequence
     int count;  // of splits of the sequence
-    int length;      // of the sequence
-    int unused;
+    int length;      // keys that the first query sees
+    int queries;
+    int next;     // sequence of the second query; later queries follow it
+    int partial;  // of the first query's partial results of this split
+    int known;    // keys that were complete before the step
 };
 
 struct Arguments {
@@ -43,15 +47,15 @@ struct Arguments {
     const int* tables;
     // The numbers of items and of splits, each item's first split, the number of splits.
     const int* items;
-    const Split* splits;
+    const int4* splits;  // [splits, 2]: the first seven numbers of a split
     int* counters;  // [S, K]: splits done; zero before and after a launch
-    float* partial;  // [splits, N, H]
-    float* log_sums;  // [splits, N]: base 2
+    float* partial;  // [queries of splits, N, H]
+    float* log_sums;  // [queries of splits, N]: base 2
     long long query_stride, output_stride, table_stride;
     float scale_log2;
     int group, kv_heads, block_shift;
-    // Whether items, splits, tables and all keys but each sequence's newest were complete before
-    // the preceding kernel began.
+    // Whether items, splits, tables and all keys but those of the step were complete before the
+    // preceding kernel began.
     int reads_ahead;
     int halves_per_block;
     // [positions, HEAD], cosines and then sines; or null if queries and keys are already
@@ -71,6 +75,9 @@ struct Arguments {
     int num_pages;
     u32 partition_mask;
     u32 processor_partitions[8];
+    // [splits]: queries, the second query's sequence, the first partial result of the sequence's
+    // first split, and keys complete before the step; read if columns are for several queries.
+    const int4* shares;
 };
 
 // The copying warp's descriptor of a tile in the ring.
@@ -81,6 +88,8 @@ struct alignas(16) Tile {
     int first_cut;  // with FINISHES: the other split of this block that may be cut
     int heads;  // key-value heads of the split, and of that other split above 16 bits
     long long newest;  // with HAS_NEWEST: the slot of the last row's key in the cache
+    // Fields of a split for several queries, and keys of the tile that the first query sees.
+    int queries, next, partial, seen;
 };
 
 constexpr int BEGINS = 256;  // a split
@@ -98,17 +107,23 @@ constexpr int AS_QUERIES = 0, FP8 = 1, INT8 = 2;
 
 constexpr int size_of(int stored) { return stored == AS_QUERIES ? 2 : 1; }
 
-template <int HEAD, int STORED>
+// COLUMNS are query heads: those of one token, at most `MAX_GROUP`, or of several tokens.
+template <int HEAD, int STORED, int COLUMNS_>
 struct Shape {
+    static constexpr int COLUMNS = COLUMNS_;
+    static constexpr bool SHARES = COLUMNS > MAX_GROUP;
     static constexpr int SIZE = size_of(STORED);
     static constexpr int TOKEN_BYTES = HEAD * SIZE;
     static constexpr int TILE_BYTES = KEYS * TOKEN_BYTES;
     static constexpr int BYTES = SIZE == 1 ? STAGE_BYTES_OF_BYTES : STAGE_BYTES_OF_ALL;
     static constexpr int STAGES = BYTES / (2 * TILE_BYTES);
     static constexpr int FEW_STAGES = STAGE_BYTES_OF_FEW / (2 * TILE_BYTES);
-    static constexpr int BESIDE_BYTES = MAX_GROUP * HEAD * 2;  // of a tile
+    static constexpr int BESIDE_BYTES = COLUMNS * HEAD * 2;  // of a tile
+    // Queries of several tokens have places of their own, taken by splits in turn: beside each
+    // tile there is no room.
+    static constexpr int BESIDE_PLACES = SHARES ? 2 : STAGES;
     static constexpr int BESIDES = BYTES;
-    static constexpr int EXCHANGE = BESIDES + STAGES * BESIDE_BYTES;
+    static constexpr int EXCHANGE = BESIDES + BESIDE_PLACES * BESIDE_BYTES;
     static constexpr int EXCHANGE_ROW = HEAD + 4;  // so that rows begin in different banks
     static constexpr int STATISTICS = EXCHANGE + CONSUMER_WARPS * EXCHANGED * EXCHANGE_ROW * 4;
     static constexpr int TILES = STATISTICS + CONSUMER_WARPS * EXCHANGED * 8;
@@ -143,10 +158,25 @@ __device__ __forceinline__ void wait_for_kernel_in_front() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
-__device__ __forceinline__ Split read_split(const Split* split) {
-    const int4* words = reinterpret_cast<const int4*>(split);
-    const int4 a = __ldcg(words), b = __ldcg(words + 1);
-    return {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+template <bool SHARES>
+__device__ __forceinline__ Split read_split(const Arguments& a, int number) {
+    const int4* words = a.splits + 2 * number;
+    const int4 near = __ldcg(words), far = __ldcg(words + 1);
+    Split split{near.x, near.y, near.z, near.w, far.x, far.y, far.z, 1, 0, number, far.z - 1};
+    if constexpr (SHARES) {
+        const int4 share = __ldcg(a.shares + number);
+        split.queries = share.x;
+        split.next = share.y;
+        split.partial = share.z + (number - split.first) * share.x;
+        split.known = share.w;
+    }
+    return split;
+}
+
+// The sequence of a split's or a tile's query.
+template <typename OWNER>
+__device__ __forceinline__ int sequence_of(const OWNER& owner, int query) {
+    return query == 0 ? owner.sequence : owner.next + query - 1;
 }
 
 // The splits of a thread block: one item; or, if every item is one split, several in turn.
@@ -172,9 +202,10 @@ struct Walk {
     }
 
     // The split this many steps ahead, or the last one.
+    template <bool SHARES>
     __device__ __forceinline__ Split ahead(const Arguments& a, int steps) const {
         const int at = number + steps * stride;
-        return read_split(a.splits + (at < end ? at : number));
+        return read_split<SHARES>(a, at < end ? at : number);
     }
 };
 
