@@ -12,8 +12,7 @@ from safetensors.torch import load_file, save_file
 from tests.unit.builder.test_layouts import _in_memory
 from tests.unit.worker.models import models
 from tests.unit.worker.models.paged_run import PagedRun
-from tests.unit.worker.quantization import checkpoints, integer_checkpoints
-from tests.unit.worker.quantization.integer_checkpoints import FORMS
+from tests.unit.worker.quantization import checkpoints
 from trimaran.kernels.torch_ops import TorchOps
 from trimaran.worker.config.engine_folder import EngineFolder
 from trimaran.worker.models.interfaces import StageRange
@@ -202,15 +201,11 @@ def test_a_family_that_stores_matrices_transposed_is_quantized(gpt2, trimaran, t
 
 
 @pytest.mark.parametrize("flags", ["--tp-size 3", "--tp-size 2 --moe-ep-size 2 --pp-size 2"])
-@pytest.mark.parametrize("form", ["fp8-blocks", "fp8-tensor-static", "gptq-desc-act"])
+@pytest.mark.parametrize("form", ["fp8-blocks", "fp8-tensor-static"])
 def test_built_experts_are_those_that_a_rank_cuts_from_the_checkpoint(
     form, flags, tmp_path, trimaran
 ):
-    config = models.expert_configs()["qwen3-moe"]
-    if form in FORMS:
-        folder = integer_checkpoints.make(tmp_path, FORMS[form], config)
-    else:
-        folder = checkpoints.make(tmp_path, form, config)
+    folder = checkpoints.make(tmp_path, form, models.expert_configs()["qwen3-moe"])
     source = EngineFolder.load(folder)
     built = _build(trimaran, folder, tmp_path / "engine", *flags.split())
     for rank, path in enumerate(built.weight_files):
