@@ -19,6 +19,7 @@ from trimaran.worker.models.interfaces import CausalLM, StageRange
 from trimaran.worker.models.registry import build_model, dtype_by_name
 from trimaran.worker.models.weights.checkpoint import StoredTensor, find_tensors
 from trimaran.worker.models.weights.parts import Part, parts_of
+from trimaran.worker.models.weights.tensor_reader import DTYPES
 from trimaran.worker.models.weights.weight_loader import load_weight
 from trimaran.worker.parallel.tensor_parallel import ExpertRanks, ShardPosition
 
@@ -108,8 +109,9 @@ class BuildPlan:
 
 
 def _empty(stored: StoredTensor) -> Tensor:
-    """A tensor of this shape, without data."""
-    return torch.empty(stored.entry.shape, device=_META)
+    """A tensor of this shape and dtype, without data; its reader refuses unknown dtypes."""
+    dtype = DTYPES.get(stored.entry.dtype, torch.float32)
+    return torch.empty(stored.entry.shape, dtype=dtype, device=_META)
 
 
 def model_on_meta(rank: int, config: PretrainedConfig, mapping: RankMapping) -> CausalLM:

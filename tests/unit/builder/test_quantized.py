@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tests.unit.builder.test_layouts import _in_memory
 from tests.unit.worker.models import models
 from tests.unit.worker.models.paged_run import PagedRun
-from tests.unit.worker.quantization import checkpoints
+from tests.unit.worker.quantization import checkpoints, integer_checkpoints
 from trimaran.kernels.torch_ops import TorchOps
 from trimaran.worker.config.engine_folder import EngineFolder
 from trimaran.worker.models.interfaces import StageRange
@@ -26,6 +26,14 @@ LAYOUTS = ["--tp-size 1", "--tp-size 3", "--tp-size 2 --pp-size 2"]
 
 def _bytes_of(tensors):
     return {name: each.contiguous().view(torch.uint8) for name, each in tensors.items()}
+
+
+def _check_shards(built, source):
+    """The tensors of a built folder are those that ranks cut from its source."""
+    for rank, path in enumerate(built.weight_files):
+        mine, expected = _bytes_of(load_file(path)), _bytes_of(_in_memory(source, rank, built))
+        assert mine.keys() == expected.keys()
+        assert all(mine[key].equal(expected[key]) for key in mine), rank
 
 
 def _build(trimaran, source, output, *flags):
@@ -42,10 +50,7 @@ def test_a_built_file_equals_the_shard_that_a_rank_cuts_from_the_checkpoint(
     folder = checkpoints.make(tmp_path, form, CONFIG)
     source = EngineFolder.load(folder)
     built = _build(trimaran, folder, tmp_path / "engine", *flags.split())
-    for rank, path in enumerate(built.weight_files):
-        mine, expected = _bytes_of(load_file(path)), _bytes_of(_in_memory(source, rank, built))
-        assert mine.keys() == expected.keys()
-        assert all(mine[key].equal(expected[key]) for key in mine), rank
+    _check_shards(built, source)
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp8_block", "int8", "int4_g32"])
@@ -54,10 +59,7 @@ def test_weights_quantized_by_a_build_are_those_quantized_by_a_load(name, tmp_pa
     source = EngineFolder.load(tmp_path / "floats").quantized(name)
     flags = ("--tp-size", 2, "--quantization", name)
     built = _build(trimaran, tmp_path / "floats", tmp_path / "engine", *flags)
-    for rank, path in enumerate(built.weight_files):
-        mine, expected = _bytes_of(load_file(path)), _bytes_of(_in_memory(source, rank, built))
-        assert mine.keys() == expected.keys()
-        assert all(mine[key].equal(expected[key]) for key in mine), rank
+    _check_shards(built, source)
     again = built.config.quantization
     assert again is not None and again.rules == source.config.quantization.rules
     assert again.head_bits == source.config.quantization.head_bits
@@ -213,3 +215,25 @@ def test_built_experts_are_those_that_a_rank_cuts_from_the_checkpoint(
         assert "layers.0.mlp.experts.gate_up_weight_scale" in mine or rank
         assert mine.keys() == expected.keys()
         assert all(mine[key].equal(expected[key]) for key in mine), rank
+
+
+@pytest.mark.parametrize("flags", LAYOUTS[1:2])
+@pytest.mark.parametrize("form", list(integer_checkpoints.FORMS))
+def test_a_built_file_of_integers_equals_the_shard_that_a_rank_cuts_from_the_checkpoint(
+    form, flags, tmp_path, trimaran
+):
+    folder = integer_checkpoints.make(tmp_path, integer_checkpoints.FORMS[form], CONFIG)
+    built = _build(trimaran, folder, tmp_path / "engine", *flags.split())
+    _check_shards(built, EngineFolder.load(folder))
+
+
+@pytest.mark.parametrize("form", ["gptq-desc-act", "awq", "packed-8-bits"])
+def test_built_experts_of_integers_are_those_that_a_rank_cuts_from_the_checkpoint(
+    form, tmp_path, trimaran
+):
+    config = models.expert_configs()["qwen3-moe"]
+    folder = integer_checkpoints.make(tmp_path, integer_checkpoints.FORMS[form], config)
+    flags = ("--tp-size", 2, "--moe-ep-size", 2, "--pp-size", 2)
+    _check_shards(
+        _build(trimaran, folder, tmp_path / "engine", *flags), EngineFolder.load(folder)
+    )

@@ -18,7 +18,7 @@ from trimaran.comm.errors import ConfigError
 from trimaran.worker.config.shard_file import CHUNK_BYTES, TensorEntry, read_tensor_entries
 from trimaran.worker.models.weights.verification import ShardVerifier, read_whole
 
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -32,6 +32,7 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+"""The dtypes that are read, by the words of the format."""
 
 
 class _Staged(NamedTuple):
@@ -160,11 +161,11 @@ class TensorReader:
         entry: TensorEntry,
         verifier: ShardVerifier | None,
     ) -> _Staged:
-        dtype = _DTYPES.get(entry.dtype)
+        dtype = DTYPES.get(entry.dtype)
         if dtype is None:
             raise ConfigError(
                 f"{path}: the tensor {name!r} holds {entry.dtype}, which is not served. Served "
-                f"are {', '.join(_DTYPES)}."
+                f"are {', '.join(DTYPES)}."
             )
         whole = torch.empty(entry.num_bytes, dtype=torch.uint8, device=self._device)
         ready: torch.cuda.Event | None = None
