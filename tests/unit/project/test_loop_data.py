@@ -123,7 +123,6 @@ PLACES: dict[str, Places] = {
     # ---- engines
     "engines/client.py": {"join": OPERATOR},
     "engines/group.py": _all(ENGINE, "frombuffer tolist"),
-    "engines/link.py": {"encode": FLAG},
     "engines/live_request.py": {"tolist": ENGINE},
     "engines/model_engines.py": {"join": OPERATOR},
     # ---- gRPC
