@@ -102,18 +102,18 @@ class GpuFp8Product(Fp8Product):
             return multiply_by_library(x, weight, bias_E)
         return multiply_tiles(x, weight, bias_E, dtype, FIXED_TILE)
 
-    def parts(self, x_TD: Tensor | Fp8Rows) -> Tensor:
+    def parts(self, x_TD: Tensor | Fp8Rows) -> Tensor | None:
         """Few rows by our Hopper kernel."""
-        if self._can_use_hopper(x_TD):
-            parts_STE = fp8_gemm.multiply_parts(self._rows(x_TD), self._weight)
-            if parts_STE is not None:
-                return parts_STE
-        return self(x_TD)
+        # Asked before rows are quantized, because the whole product quantizes them itself.
+        if not self._can_use_hopper(x_TD) or not fp8_gemm.can_make_parts(
+            _num_rows(x_TD), self._weight
+        ):
+            return None
+        return fp8_gemm.multiply_parts(self._rows(x_TD), self._weight)
 
     def gated(self, x_TD: Tensor | Fp8Rows) -> Tensor | None:
         """Few rows by our Hopper kernel."""
-        num_rows = (x_TD.values if isinstance(x_TD, Fp8Rows) else x_TD).shape[0]
-        if not self._can_use_hopper(x_TD) or not 0 < num_rows <= fp8_gemm.MAX_ROWS:
+        if not self._can_use_hopper(x_TD) or not 0 < _num_rows(x_TD) <= fp8_gemm.MAX_ROWS:
             return None
         return fp8_gemm.multiply_gated(self._rows(x_TD), self._weight)
 
@@ -146,6 +146,10 @@ class GpuFp8Product(Fp8Product):
         if self._weight.blocks is None:
             return Inputs(*quantize_tokens(x_TD, self._inputs))
         return Inputs(*quantize_groups(x_TD, self._weight.blocks, self._inputs))
+
+
+def _num_rows(x_TD: Tensor | Fp8Rows) -> int:
+    return (x_TD.values if isinstance(x_TD, Fp8Rows) else x_TD).shape[0]
 
 
 def multiply_by_library(x: Inputs, weight: Fp8Weight, bias_E: Tensor | None) -> Tensor:

@@ -135,9 +135,9 @@ class Fp8Product(Protocol):
         """
         ...
 
-    def parts(self, x_TD: Tensor | Fp8Rows) -> Tensor:
-        """``x @ weight.T`` [T, E], or float32 parts [S, T, E] of it that a norm adds up."""
-        return self(x_TD)
+    def parts(self, x_TD: Tensor | Fp8Rows) -> Tensor | None:
+        """Float32 [S, T, E] whose sum over S is ``x @ weight.T``, for a norm that adds up."""
+        return None
 
     def gated(self, x_TD: Tensor | Fp8Rows) -> Tensor | None:
         """``silu(x @ gate.T) * (x @ up.T)`` [T, E / 2] for a weight of gate rows above up

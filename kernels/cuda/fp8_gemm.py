@@ -32,7 +32,7 @@ _GATED_COLUMNS = (80, 96, 112)
 _COLUMNS = (48, 64, 80, 96, 112)
 _PARTS_COLUMNS = (96, 112, 128)
 _MAX_SPLIT = 8
-_LEAST_INPUTS = 512
+_MIN_INPUTS = 512
 """Inputs of a part that outweigh the start of a block."""
 
 
@@ -80,7 +80,7 @@ def parts_cut(num_rows: int, outputs: int, inner: int, processors: int) -> GemmS
     best = 112 if num_rows <= 16 else 96
     cuts = []
     for columns in _PARTS_COLUMNS:
-        split = min(_MAX_SPLIT, processors // -(-outputs // columns), inner // _LEAST_INPUTS)
+        split = min(_MAX_SPLIT, processors // -(-outputs // columns), inner // _MIN_INPUTS)
         if split > 1:
             cuts.append((columns / split * (1 if columns == best else 1.2), columns, split))
     if not cuts:
@@ -105,7 +105,7 @@ def whole_cut(num_rows: int, outputs: int, inner: int, processors: int) -> GemmS
         exchange = 0 if split == 1 else 8
         return -(-tiles * split // processors) * columns / split + exchange
 
-    splits = [split for split in (1, 2, 3) if split == 1 or inner >= split * _LEAST_INPUTS]
+    splits = [split for split in (1, 2, 3) if split == 1 or inner >= split * _MIN_INPUTS]
     cuts = [(columns, split) for split in splits for columns in _COLUMNS]
     return GemmShape(_tile_rows(num_rows), *min(cuts, key=weights_of_a_block))
 
@@ -127,10 +127,16 @@ def multiply_gated(x: Fp8Rows, weight: Fp8Weight) -> Tensor:
     return _multiply(x, weight, gated_cut(rows, outputs, _processors(weight)), "gated")
 
 
-def multiply_parts(x: Fp8Rows, weight: Fp8Weight) -> Tensor | None:
-    """Float32 [S, T, E] whose sum over S is ``x @ weight.T``; None as `parts_cut`."""
+def can_make_parts(num_rows: int, weight: Fp8Weight) -> bool:
+    """Whether `multiply_parts` takes so many rows; see `parts_cut`."""
+    return parts_cut(num_rows, *weight.values.shape, _processors(weight)) is not None
+
+
+def multiply_parts(x: Fp8Rows, weight: Fp8Weight) -> Tensor:
+    """Float32 [S, T, E] whose sum over S is ``x @ weight.T``, if it `can_make_parts`."""
     cut = parts_cut(x.values.shape[0], *weight.values.shape, _processors(weight))
-    return None if cut is None else _multiply(x, weight, cut, "parts")
+    assert cut is not None, "another kernel multiplies so many rows"
+    return _multiply(x, weight, cut, "parts")
 
 
 def multiply(x: Fp8Rows, weight: Fp8Weight) -> Tensor | None:

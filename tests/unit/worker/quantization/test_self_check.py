@@ -89,3 +89,29 @@ def test_a_wrong_swiglu_is_found(output):
     check_product(product, weight, Fp8Inputs(), torch.bfloat16)
     with pytest.raises(ConfigError, match=r"SwiGLU of 64 tokens by FP8 weights .* % off"):
         check_product(product, weight, Fp8Inputs(), torch.bfloat16, is_gated=True)
+
+
+class PartsProduct(ReferenceProduct):
+    """A product in two parts, the second by another weight, of as many tokens as
+    ``num_rows``."""
+
+    def __init__(self, weight, other, num_rows):
+        super().__init__(weight, Fp8Inputs())
+        self._other = ReferenceProduct(other, Fp8Inputs())
+        self._num_rows = num_rows
+
+    def parts(self, x_TD):
+        if x_TD.shape[0] != self._num_rows:
+            return None
+        return torch.stack((0.5 * self(x_TD), 0.5 * self._other(x_TD)))
+
+
+@pytest.mark.parametrize("num_rows", [1, 160])
+def test_wrong_parts_are_found(num_rows):
+    weight = weight_of(None)
+    wrong = weight._replace(scales=3 * weight.scales)
+    right = PartsProduct(weight, weight, num_rows)
+    check_product(right, weight, Fp8Inputs(), torch.bfloat16)
+    product = PartsProduct(weight, wrong, num_rows)
+    with pytest.raises(ConfigError, match=rf"of {num_rows} tokens by FP8 weights .* % off"):
+        check_product(product, weight, Fp8Inputs(), torch.bfloat16)
