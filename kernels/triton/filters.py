@@ -35,7 +35,7 @@ _LIST = 512
 _WARPS = 8
 """Tile of the single program of a row, which repeats rejected draws."""
 
-_LEAST_KEY = tl.constexpr(-(1 << 31))
+_MIN_KEY = tl.constexpr(-(1 << 31))
 _NO_ID = tl.constexpr(0x7FFFFFFF)
 
 
@@ -136,7 +136,7 @@ def _count(source, vocab_size, num_tiles, low, high, end_id, TILE: tl.constexpr)
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _end_of_top_k(source, vocab_size, num_tiles, top_k, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
     """The bound before which exactly ``top_k`` ids come, by bisection: its logit and id."""
-    low = tl.full([], _LEAST_KEY, tl.int64)
+    low = tl.full([], _MIN_KEY, tl.int64)
     high = -low
     while high - low > 1:
         middle = (low + high) >> 1
@@ -159,7 +159,7 @@ def _end_of_top_k(source, vocab_size, num_tiles, top_k, TILE: tl.constexpr):  # 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _floor_of_top_k(keys, is_group, num_groups, top_k):  # type: ignore[no-untyped-def]
     """A sort key that at least ``top_k`` group maxima reach, and not many more."""
-    low = tl.full([], _LEAST_KEY, tl.int64)
+    low = tl.full([], _MIN_KEY, tl.int64)
     high = tl.max(keys, 0).to(tl.int64) + 1
     reaching = tl.full([], 0, tl.int32) + num_groups
     # A slightly low floor costs less than one more round.

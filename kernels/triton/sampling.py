@@ -30,7 +30,7 @@ _PROGRAMS = 132 * 16
 many parts, so that a slow part, or an exact one, delays the others little.
 """
 
-_MOST_TILES = 6
+_MAX_TILES = 6
 """Tiles of a part if there are more programs than that. On an H200 64 rows of 128,256 take
 17 us, instead of 22 with parts of 7; 256 rows take 41, instead of 44 with parts of 8.
 """
@@ -157,7 +157,7 @@ def _argmax_of_parts(
     count, vocab_size = logits_NV.shape
     device = logits_NV.device
     tiles = num_tiles(vocab_size, _TILE)
-    tiles_each = min(num_tiles(tiles * count, _PROGRAMS), _MOST_TILES)
+    tiles_each = min(num_tiles(tiles * count, _PROGRAMS), _MAX_TILES)
     num_parts = num_tiles(tiles, tiles_each)
     scores = torch.empty((count, num_parts), dtype=torch.float32, device=device)
     winners = torch.empty((count, num_parts), dtype=torch.int32, device=device)

@@ -132,7 +132,7 @@ def test_log_probabilities_are_those_of_transformers(model, prompts, dtype, path
 def test_the_last_layer_computes_queries_for_the_ends_of_chunks_alone(
     model, prompts, dtype, most_tokens, monkeypatch
 ):
-    monkeypatch.setattr(model_runner, "_LEAST_SPARED", 1)
+    monkeypatch.setattr(model_runner, "_MIN_SPARED", 1)
     folder, reference = model
     path = {"cuda_graphs": False, "max_num_batched_tokens": most_tokens}
     ids, log_probs = serve(make_engine(folder, dtype, **path), prompts)

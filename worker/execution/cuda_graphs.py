@@ -14,7 +14,7 @@ from torch import Tensor
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.topology import ParallelLayout
 from trimaran.worker.config.engine_config import EngineConfig
-from trimaran.worker.parallel.tensor_parallel import MOST_TO_ALL
+from trimaran.worker.parallel.tensor_parallel import MAX_TO_ALL
 from trimaran.worker.steps.step_types import SchedulerOutput
 
 logger = logging.getLogger(__name__)
@@ -127,7 +127,7 @@ kernel reads a sequence with one block a key-value head, the decode kernel with 
 At this length a layer's attention takes some 60 us longer, less than the launches cost."""
 
 
-MOST_DECODES = 128
+MAX_DECODES = 128
 """Most sequences that may decode in a graph of a step with prompts. With the prompt kernel a
 layer takes 10 us longer for 64 sequences, 31 us for 256 and 83 us for 768, and the GPU is then
 busy for longer than the host anyway. Measured on an H200 with an 8B model: prompts of 128 and
@@ -159,7 +159,7 @@ def choose_graphs(
     sizes = graph_sizes(limits.max_num_rows, config.max_cuda_graphs)
     if config.parallel.expert_dp_size > 1:
         # In larger steps the host must know the number of tokens sent to each rank.
-        sizes = [size for size in sizes if size <= MOST_TO_ALL]
+        sizes = [size for size in sizes if size <= MAX_TO_ALL]
     return sizes, prompt_graph_sizes(min(most, limits.max_num_batched_tokens))
 
 
@@ -168,7 +168,7 @@ def fits_prompt_graph(decision: SchedulerOutput) -> bool:
     computed = decision.num_computed_tokens[: decision.num_decodes]
     if not len(computed):
         return True
-    return len(computed) <= MOST_DECODES and int(computed.max()) < LONGEST_DECODE
+    return len(computed) <= MAX_DECODES and int(computed.max()) < LONGEST_DECODE
 
 
 def _why_decodes_are_launched(

@@ -24,7 +24,7 @@ _ROW, _LIMIT, _LENGTH, _OWN, _FIRST, _DRAFTS = range(6)
 """Columns of the table: row of the sequence, tokens for which it has blocks, tokens up to its
 own row, indices of its own row and of its first draft row among the sampled rows, draft ids."""
 
-_MOST_PAGEABLE = 1 << 16
+_MAX_PAGEABLE = 1 << 16
 """See `staging.to_device`."""
 
 
@@ -122,7 +122,7 @@ class DraftInputs:
         ``size`` sequences. The host does not wait."""
         self._ids[: len(token_ids_N)].copy_(token_ids_N)
         table = torch.from_numpy(self._packed(decision, size))
-        if self._table.is_cuda and table.nbytes > _MOST_PAGEABLE:
+        if self._table.is_cuda and table.nbytes > _MAX_PAGEABLE:
             table = table.pin_memory()
         self._table[:size].copy_(table, non_blocking=True)
 

@@ -32,7 +32,7 @@ from trimaran.worker.steps.staging import to_device
 from trimaran.worker.steps.step_times import DeviceClock
 from trimaran.worker.steps.step_types import SchedulerOutput
 
-_LEAST_SPARED = 1024
+_MIN_SPARED = 1024
 """Skipped queries of a step that save more time than the extra launches take."""
 
 
@@ -286,7 +286,7 @@ class ModelRunner:
         if wanted is None or self._is_deterministic:
             return None
         rows, lengths = inputs.sampled_rows, inputs.sampled_lengths
-        if len(inputs.token_ids) - len(wanted) < _LEAST_SPARED or rows is None:
+        if len(inputs.token_ids) - len(wanted) < _MIN_SPARED or rows is None:
             return None
         if not len(rows):
             rows, lengths = inputs.rows, inputs.seq_lens[:1]

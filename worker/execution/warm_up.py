@@ -45,7 +45,7 @@ _SHORTEST = 4
 """Longest sequence from which steps have two tokens behind a cached token."""
 
 _ROWS_APART, _TOKENS_APART = 8, 64
-_MOST_TOKENS = 8192
+_MAX_TOKENS = 8192
 """Largest step that is run. For an 8B Llama, the step of 7,168 tokens was the last to load a
 kernel for products; larger steps take time to run."""
 
@@ -262,7 +262,7 @@ def load_product_kernels(runner: ModelRunner, limits: SchedulerConfig) -> None:
         for count in range(_ROWS_APART, len(rows), _ROWS_APART):
             step = _step(rows[:count], ones[:count], ones[:count], are_new=False)
             runner.run_alone(_asking(limits, step))
-        most = min(_most_prompt_tokens(limits), _MOST_TOKENS)
+        most = min(_most_prompt_tokens(limits), _MAX_TOKENS)
         for tokens in range(_TOKENS_APART, most + 1, _TOKENS_APART):
             _run_prompts(runner, limits, rows, tokens)
     for new in rows:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trimaran.worker.layers.linear import LayerContext
-from trimaran.worker.parallel.tensor_parallel import MOST_TO_ALL
+from trimaran.worker.parallel.tensor_parallel import MAX_TO_ALL
 
 # Shapes: T tokens of the step, S tokens that this rank sends, R tokens that it receives, D
 # hidden size, C experts of a token, P parts of the experts' ranks, N ranks.
@@ -75,7 +75,7 @@ class ExpertDispatch:
     def forward(self, x_TD: Tensor, weights_TC: Tensor, ids_TC: Tensor) -> Tensor:
         """This rank's part of the weighted sums, [T, D]. Collective over all dp ranks."""
         num_tokens, most = x_TD.shape[0], self._bound.most_tokens
-        is_bounded = 0 < most <= MOST_TO_ALL
+        is_bounded = 0 < most <= MAX_TO_ALL
         num_rows = -(-(most if is_bounded else num_tokens) // self._tp.size)
         first = min(self._tp.rank * num_rows, num_tokens)
         own = slice(first, min(first + num_rows, num_tokens))

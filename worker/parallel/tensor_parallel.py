@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trimaran.comm.collectives.tensor_group import SumAndNorm
 
-MOST_TO_ALL = 128
+MAX_TO_ALL = 128
 """Most tokens of a dp rank for which an all-gather without counts serves all ranks."""
 
 

@@ -47,7 +47,7 @@ _EAGLE_LAYER = (
 _UNUSED = ("t2d", "verifier_norm.", "verifier_lm_head.", "rotary_emb.inv_freq")
 """Parts of names of tensors that training needs alone."""
 
-_MOST_NAMES = 4
+_MAX_NAMES = 4
 
 
 class _Checkpoint:
@@ -194,8 +194,8 @@ def _fill(head: nn.Module, places: _Places, found: _Checkpoint) -> None:
     missing = sorted(wanted - {to for to, _ in places.values()})
     for what, names in (("lacks", missing), ("holds the unexpected", unexpected)):
         if names:
-            more = ", ..." if len(names) > _MOST_NAMES else ""
-            listed = ", ".join(names[:_MOST_NAMES])
+            more = ", ..." if len(names) > _MAX_NAMES else ""
+            listed = ", ".join(names[:_MAX_NAMES])
             raise ConfigError(
                 f"{found.folder}: {what} {listed}{more}: its weights and its config.json "
                 "belong to different heads, or the head is of a kind that is not served."

@@ -43,7 +43,7 @@ made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 print(made.asm["ptx"].count("wgmma.mma_async"), made.metadata.shared)
 """
 
-_MOST_SHARED_BYTES = 227 * 1024
+_MAX_SHARED_BYTES = 227 * 1024
 
 
 @pytest.mark.parametrize(
@@ -59,4 +59,4 @@ def test_a_grouped_product_uses_the_matrix_units(bits, rows, kind, tmp_path):
     assert done.returncode == 0, done.stderr
     matrix_units, shared_bytes = map(int, done.stdout.split())
     assert matrix_units > 0
-    assert shared_bytes <= _MOST_SHARED_BYTES
+    assert shared_bytes <= _MAX_SHARED_BYTES

@@ -18,7 +18,7 @@ from trimaran.worker.config.parallel_sizes import expert_sizes
 from trimaran.worker.engine.engine import Engine
 from trimaran.worker.execution.cuda_graphs import (
     LONGEST_DECODE,
-    MOST_DECODES,
+    MAX_DECODES,
     choose_graphs,
     fits_prompt_graph,
     graph_sizes,
@@ -165,8 +165,8 @@ def test_adapters_that_cannot_be_captured_are_refused_with_the_reason():
         ((9000,), 0, True),
         ((100, LONGEST_DECODE - 1, 9000), 2, True),
         ((LONGEST_DECODE, 0), 1, False),
-        ((100,) * MOST_DECODES + (0,), MOST_DECODES, True),
-        ((100,) * (MOST_DECODES + 1) + (0,), MOST_DECODES + 1, False),
+        ((100,) * MAX_DECODES + (0,), MAX_DECODES, True),
+        ((100,) * (MAX_DECODES + 1) + (0,), MAX_DECODES + 1, False),
     ],
 )
 def test_decodes_that_are_long_or_many_keep_the_decode_kernel_beside_prompts(

@@ -14,7 +14,7 @@ from trimaran.worker.execution.input_batch import InputBatch
 from trimaran.worker.steps.step_types import SchedulerOutput, int32s
 
 NUM_ROWS, MAX_LEN, BLOCK = 9, 90, 8
-MOST_ROWS, WIDTH, SPARE = 40, 6, 50
+MAX_ROWS, WIDTH, SPARE = 40, 6, 50
 CPU = torch.device("cpu")
 
 
@@ -64,7 +64,7 @@ def make_both(most):
         rows = inputs.block_tables[0] if inputs is batch else inputs.block_tables[:-1]
         rows.copy_(tables)
         spare_slot = SPARE * BLOCK
-        found.append(DraftInputs(inputs, MOST_ROWS, most, WIDTH, torch.float32, spare_slot))
+        found.append(DraftInputs(inputs, MAX_ROWS, most, WIDTH, torch.float32, spare_slot))
     return found
 
 

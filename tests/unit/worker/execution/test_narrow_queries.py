@@ -88,7 +88,7 @@ STEPS = {
 def test_a_last_layer_with_sampled_queries_alone_gives_the_tokens_and_caches_of_all_queries(
     runners, steps, monkeypatch
 ):
-    monkeypatch.setattr(model_runner, "_LEAST_SPARED", 8)
+    monkeypatch.setattr(model_runner, "_MIN_SPARED", 8)
     num_narrow = 0
     keys_and_values = QKVParallelLinear.keys_and_values
 
