@@ -1,0 +1,63 @@
+"""The macros of CUDA sources expand in every variant: a host without NVRTC compiles none."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+
+from trimaran.kernels.cuda.build import SOURCES
+
+CHUNKS = (1, 2, 7, 16)
+GEMM = "-DGEMM_MI=1 -DGEMM_WARPGROUPS=1 -DGEMM_STAGES=4 -DGEMM_SHARES_WEIGHTS=0"
+GROUPED = "-DGROUPED_MI=1 -DGROUPED_WARPGROUPS=1 -DGROUPED_EXPERTS=8 -DGEMM_STAGES=4"
+UNITS = "-DINT_GROUPS=2 -DINT_ZEROS=1 -DINT_SCALES=0"
+VARIANTS = {
+    "gemm": [
+        f"{GEMM} -DGEMM_CHUNKS={chunks} {kind} {numbers}"
+        for chunks in CHUNKS
+        for kind in (
+            "-DGEMM_SPLIT=0 -DGEMM_PARTS=0",
+            "-DGEMM_SPLIT=1 -DGEMM_PARTS=0 -DGEMM_GATED",
+            "-DGEMM_SPLIT=0 -DGEMM_PARTS=1",
+        )
+        for numbers in ("", "-DGEMM_FLOAT16", "-DGEMM_FP8")
+    ],
+    "grouped_gemm": [
+        f"{GROUPED} -DGEMM_CHUNKS={chunks} {numbers}"
+        for chunks in CHUNKS
+        for numbers in ("", "-DGEMM_GATED", "-DGEMM_FLOAT16")
+    ],
+    "attention_decode": [
+        f"-DDECODE_STORED={stored} -DDECODE_COLUMNS={columns}"
+        for stored in range(3)
+        for columns in (8, 16)
+    ],
+    "attention_prefill": [
+        f"-DPREFILL_HEAD={size} -DPREFILL_BF16={is_bf16} {window}"
+        for size in (64, 128)
+        for is_bf16 in (0, 1)
+        for window in ("", "-DWINDOW")
+    ],
+    "sum_norm": ["-DELEMENT_BYTES=2 -DROW_CHUNKS=1 -DNORM_VALUES=4 -DRANKS=2"],
+    "l2_latency": [""],
+    "integer_gemm": [
+        f"{UNITS} -DINT_BITS={bits} -DINT_ROWS={rows} -DINT_CHUNKS={rows // 16} -DINT_TILES=2"
+        for bits in (4, 8)
+        for rows in (8, 16, 32, 64, 96, 128)
+    ],
+    "integer_floats": [f"{UNITS} -DINT_BITS={bits}" for bits in (4, 8)],
+}
+
+
+@pytest.mark.parametrize("name", list(VARIANTS))
+def test_macros_expand_in_every_variant(name):
+    source = SOURCES / f"{name}.cu"
+    for variant in VARIANTS[name]:
+        command = ["g++", "-E", "-P", "-std=c++17", *variant.split()]
+        done = subprocess.run(
+            [*command, "-x", "c++", source], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, f"{variant}: {done.stderr}"
+        # What is left of a macro's name was not expanded.
+        assert "CODE_(" not in done.stdout and "PRODUCT_OF(" not in done.stdout
