@@ -46,6 +46,7 @@ print(made.asm["ptx"].count("wgmma.mma_async"), made.metadata.shared)
 _MAX_SHARED_BYTES = 227 * 1024
 
 
+@pytest.mark.matrix(keep=4)
 @pytest.mark.parametrize(
     ("bits", "rows", "kind"),
     [(4, 16, "gated"), (4, 128, "gated"), (4, 16, "plain"), (8, 64, "plain")],

@@ -43,6 +43,7 @@ print(made.asm["ptx"].count("wgmma.mma_async"), made.metadata.shared)
 _MAX_SHARED_BYTES = 227 * 1024
 
 
+@pytest.mark.matrix(keep=4)
 @pytest.mark.parametrize(
     ("bits", "rows", "dtype"),
     [(4, 16, "bf16"), (4, 128, "bf16"), (4, 64, "fp16"), (8, 16, "bf16"), (8, 128, "fp16")],

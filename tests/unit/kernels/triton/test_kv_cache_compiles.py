@@ -56,6 +56,7 @@ _MAX_SHARED = 227 << 10
 """Bytes of shared memory that a block of a Hopper GPU may have."""
 
 
+@pytest.mark.matrix(keep=12)
 @pytest.mark.parametrize("element", ["bf16", "fp16"])
 @pytest.mark.parametrize("cached", ["fp8e4nv", "i8", ""], ids=["fp8", "int8", "as queries"])
 @pytest.mark.parametrize("kernel", ["decode", "prefill", "rope", "write"])
