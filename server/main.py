@@ -23,6 +23,10 @@ logger = logging.getLogger(__name__)
 
 EXIT_FAILURE, EXIT_CONFIG = 1, 2
 
+_YOUNG_OBJECTS = 10_000
+"""New containers after which the collector looks for garbage. Requests leave none; some hundred
+of them at once have more objects than Python's default, which collects in each round then."""
+
 
 def main() -> None:
     """Connect to the supervisor, serve, and end at the supervisor's command."""
@@ -82,6 +86,7 @@ async def _run(config: FrontendConfig, link: SupervisorLink) -> None:
     # Objects made so far live as long as the process: exclude them from garbage collection.
     gc.collect()
     gc.freeze()
+    gc.set_threshold(_YOUNG_OBJECTS)
     await Frontend(config, link).run()
 
 

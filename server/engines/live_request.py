@@ -162,7 +162,7 @@ class LiveRequest:
         self,
         submit: Submit,
         on_cancel: Callable[[LiveRequest], None],
-        observe_gap: Callable[[float], None],
+        observe_gap: Callable[[float, int], None],
         on_context_done: Callable[[LiveRequest, float | None], None],
         unread: UnreadLogits,
     ) -> None:
@@ -328,9 +328,7 @@ class LiveRequest:
             is_first = not self._last_token_s
             self._on_context_done(self, now - self._arrived_s if is_first else None)
         if self._last_token_s:
-            gap = (now - self._last_token_s) / num_tokens
-            for _ in range(num_tokens):
-                self._observe_gap(gap)
+            self._observe_gap((now - self._last_token_s) / num_tokens, num_tokens)
         self._last_token_s = now
 
 

@@ -225,6 +225,9 @@ class _Connection(web.RequestHandler):
             if timer is not None:
                 timer.cancel()
         self._own_transport = None
+        # The body refers to this connection: both would stay until the collector comes, and a
+        # body may be megabytes.
+        self._last_body = None
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:

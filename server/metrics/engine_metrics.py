@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import Counter, Gauge
 from prometheus_client.registry import CollectorRegistry
 
 from trimaran.comm.messages.messages import DRAFT_POSITION_KEYS, DRAFT_POSITIONS
+from trimaran.server.metrics.histograms import HistogramFamily, HistogramSeries
 from trimaran.server.metrics.other_counts import OtherCounts
 from trimaran.server.metrics.recent_rates import Key, ModelCounts, read_counts
 from trimaran.server.metrics.step_metrics import GroupSums, StepMetrics
@@ -30,6 +31,7 @@ _INTER_TOKEN_BUCKETS = (
 )  # fmt: skip
 
 _LENGTH_HELP, _LENGTH_LABEL = "TRT LLM response metrics", "response_metric_type"
+_INPUT_TOKENS, _OUTPUT_TOKENS = "total_input_tokens", "total_output_tokens"
 
 # The other figures of a model's groups are added up.
 _MAXIMA = ("kv_tokens_per_block", "micro_batch_id", "timestamp_us")
@@ -155,20 +157,18 @@ _IN_FLIGHT, _V1 = "nv_trt_llm_inflight_batcher_metrics", "nv_trt_llm_v1_metrics"
 
 @dataclass(frozen=True, slots=True)
 class RequestSeries:
-    """The histograms of one model version's requests. Their engines look them up beforehand: a
-    look-up by labels takes longer than an observation.
-    """
+    """The histograms of one model version's requests."""
 
-    first_token: Histogram
+    first_token: HistogramSeries
     """Seconds from a request's arrival to its first token."""
 
-    inter_token: Histogram
+    inter_token: HistogramSeries
     """Seconds between successive tokens of a sequence."""
 
-    input_tokens: Histogram
+    input_tokens: HistogramSeries
     """Prompt lengths of finished requests, in tokens."""
 
-    output_tokens: Histogram
+    output_tokens: HistogramSeries
     """Output lengths of finished requests, in tokens."""
 
 
@@ -181,21 +181,24 @@ class EngineMetrics:
             name: self._gauge(name, documentation, label)
             for name, (documentation, label, _) in _FAMILIES.items()
         }
-        self._input_tokens = self._histogram(
-            "nv_llm_input_token_len", _LENGTH_HELP, _TOKEN_BUCKETS, _LENGTH_LABEL
+        length_labels = (*_LABELS, _LENGTH_LABEL)
+        self._input_tokens = HistogramFamily(
+            "nv_llm_input_token_len", _LENGTH_HELP, length_labels, registry
         )
-        self._output_tokens = self._histogram(
-            "nv_llm_output_token_len", _LENGTH_HELP, _TOKEN_BUCKETS, _LENGTH_LABEL
+        self._output_tokens = HistogramFamily(
+            "nv_llm_output_token_len", _LENGTH_HELP, length_labels, registry
         )
-        self._first_token = self._histogram(
+        self._first_token = HistogramFamily(
             "trimaran_time_to_first_token_seconds",
             "Time from a request's arrival to its first token",
-            _FIRST_TOKEN_BUCKETS,
+            _LABELS,
+            registry,
         )
-        self._inter_token = self._histogram(
+        self._inter_token = HistogramFamily(
             "trimaran_inter_token_latency_seconds",
             "Time between successive tokens of a sequence",
-            _INTER_TOKEN_BUCKETS,
+            _LABELS,
+            registry,
         )
         self._info_gauges = {
             name: self._gauge(f"trimaran_{name}_info", f"{what} (value is always 1)", *labels)
@@ -235,20 +238,10 @@ class EngineMetrics:
     def _gauge(self, name: str, documentation: str, *labels: str) -> Gauge:
         return Gauge(name, documentation, (*_LABELS, *labels), registry=self._registry)
 
-    def _histogram(
-        self, name: str, documentation: str, buckets: tuple[float, ...], *labels: str
-    ) -> Histogram:
-        return Histogram(
-            name, documentation, (*_LABELS, *labels), buckets=buckets, registry=self._registry
-        )
-
     def add_model(self, model: str, version: str) -> None:
         """Show the model's series, with value 0 if they are new."""
         self._show_stats((model, version))
-        self._input_tokens.labels(model, version, "total_input_tokens")
-        self._output_tokens.labels(model, version, "total_output_tokens")
-        self._first_token.labels(model, version)
-        self._inter_token.labels(model, version)
+        self.request_series(model, version)
         self._replays.labels(model, version)
         self._lost.labels(model, version)
         for figure in _TRANSFER_FIGURES:
@@ -266,8 +259,8 @@ class EngineMetrics:
         for name, (_, _, keys) in _FAMILIES.items():
             for label in keys:
                 self._gauges[name].remove(model, version, label)
-        self._input_tokens.remove(model, version, "total_input_tokens")
-        self._output_tokens.remove(model, version, "total_output_tokens")
+        self._input_tokens.remove(model, version, _INPUT_TOKENS)
+        self._output_tokens.remove(model, version, _OUTPUT_TOKENS)
         self._first_token.remove(model, version)
         self._inter_token.remove(model, version)
         self._replays.remove(model, version)
@@ -369,23 +362,21 @@ class EngineMetrics:
         self._lost.labels(model, version).inc(num_requests)
 
     def request_series(self, model: str, version: str) -> RequestSeries:
-        """The series of a model version's requests."""
+        """The series of a model version's requests, with value 0 if they are new."""
+        key = model, version
         return RequestSeries(
-            self._first_token.labels(model, version),
-            self._inter_token.labels(model, version),
-            self._input_tokens.labels(model, version, "total_input_tokens"),
-            self._output_tokens.labels(model, version, "total_output_tokens"),
+            self._first_token.series(key, _FIRST_TOKEN_BUCKETS),
+            self._inter_token.series(key, _INTER_TOKEN_BUCKETS),
+            self._input_tokens.series((*key, _INPUT_TOKENS), _TOKEN_BUCKETS),
+            self._output_tokens.series((*key, _OUTPUT_TOKENS), _TOKEN_BUCKETS),
         )
 
     def token_totals(self, model: str, version: str) -> dict[str, float]:
         """Tokens of all requests that this front end has finished, by direction."""
-        labels = {"model": model, "version": version}
+        series = self.request_series(model, version)
         return {
-            sample.labels[_LENGTH_LABEL]: sample.value
-            for lengths in (self._input_tokens, self._output_tokens)
-            for metric in lengths.collect()
-            for sample in metric.samples
-            if sample.name.endswith("_sum") and labels.items() <= sample.labels.items()
+            _INPUT_TOKENS: series.input_tokens.sum,
+            _OUTPUT_TOKENS: series.output_tokens.sum,
         }
 
     def latency_counts(self, others: OtherCounts) -> dict[Key, ModelCounts]:

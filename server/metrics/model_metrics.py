@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from prometheus_client import Gauge, Histogram
+from prometheus_client import Gauge
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import CollectorRegistry
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from trimaran.server.inference.request import QueueingModel
 from trimaran.server.metrics.exposition import QuantileSummary
+from trimaran.server.metrics.histograms import HistogramFamily, HistogramSeries
 from trimaran.server.metrics.model_statistics import FailureReason, ModelStatistics
 from trimaran.server.metrics.options import MetricsOptions
 from trimaran.server.repository.metric_settings import (
@@ -56,7 +57,12 @@ class InferenceFamilies:
             _LABELS,
             registry=registry,
         )
-        self.first_response: dict[tuple[float, ...], Histogram] = {}
+        self.first_response = HistogramFamily(
+            FIRST_RESPONSE,
+            "Duration from request to first response in milliseconds",
+            _LABELS,
+            registry,
+        )
         self.summaries = {
             name: QuantileSummary(
                 f"nv_inference_{name}_summary_us",
@@ -72,7 +78,7 @@ class InferenceFamilies:
         labels = (model, version)
         self.tags.pop(labels, None)
         self.counts.of_models.pop(labels, None)
-        for family in (self.pending, self.load_duration, *self.first_response.values()):
+        for family in (self.pending, self.load_duration, self.first_response):
             family.remove(*labels)
         for summary in self.summaries.values():
             summary.remove_series(model, version)
@@ -153,9 +159,10 @@ class ModelMetrics:
         self._summaries = families.summaries
         for summary in self._summaries.values():
             summary.add_series(name, version)
-        self._first_response: Histogram | None = None
+        self._first_response: HistogramSeries | None = None
         if families.options.has_histograms:
-            self._first_response = _first_response_series(families, labels, config)
+            bounds = first_response_buckets(config)
+            self._first_response = families.first_response.series(labels, bounds)
 
     def show_queue(self, model: QueueingModel) -> None:
         """Show how many requests of the model wait, read at each scrape."""
@@ -200,40 +207,3 @@ class ModelMetrics:
         """Record the time from a request's arrival to its first response."""
         if self._first_response is not None:
             self._first_response.observe(elapsed_ns / 1e6)
-
-
-def _first_response_series(
-    families: InferenceFamilies, labels: tuple[str, str], config: ModelConfig
-) -> Histogram:
-    return _histogram_with(families, first_response_buckets(config)).labels(*labels)
-
-
-def _histogram_with(families: InferenceFamilies, buckets: tuple[float, ...]) -> Histogram:
-    """The family with these buckets: a family of `prometheus_client` has one bucket list."""
-    if buckets not in families.first_response:
-        # Only the first family is registered; the merger shows the others too.
-        is_first = not families.first_response
-        families.first_response[buckets] = Histogram(
-            FIRST_RESPONSE,
-            "Duration from request to first response in milliseconds",
-            _LABELS,
-            buckets=buckets,
-            registry=None,
-        )
-        if is_first:
-            families.registry.register(_MergedHistogram(families.first_response))
-    return families.first_response[buckets]
-
-
-class _MergedHistogram:
-    """Histograms of one name whose series have different buckets, shown as one family."""
-
-    def __init__(self, parts: dict[tuple[float, ...], Histogram]) -> None:
-        self._parts = parts
-
-    def collect(self) -> Iterator[Metric]:
-        """`prometheus_client` collects samples here."""
-        metrics = [metric for part in self._parts.values() for metric in part.collect()]
-        for metric in metrics[1:]:
-            metrics[0].samples += metric.samples
-        yield from metrics[:1]

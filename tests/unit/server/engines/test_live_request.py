@@ -33,7 +33,7 @@ def _submitted(cancelled: list[LiveRequest], unread: UnreadLogits | None = None)
         sampling=SamplingParams(max_tokens=9).to_wire(), streaming=True,
     )  # fmt: skip
     return LiveRequest(
-        submit, cancelled.append, lambda gap: None, lambda live, wait: None,
+        submit, cancelled.append, lambda gap, count: None, lambda live, wait: None,
         unread or UnreadLogits(1 << 20),
     )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import http.client
 import json
 import socket
@@ -12,6 +13,7 @@ import tritonclient.http as httpclient
 
 from tests.unit.server.conftest import RunningServer
 from trimaran.server.access.config import ConnectionLimits
+from trimaran.server.http.connections import _Connection
 
 SOON_S = 0.2
 LATE_S = 3600.0
@@ -212,3 +214,20 @@ def test_the_metrics_port_has_the_same_deadlines(start):
     port = int(server.metrics_url.rpartition(":")[2])
     with socket.create_connection(("127.0.0.1", port), timeout=60) as sock:
         assert read_all(sock) == b""
+
+
+def test_a_closed_connection_and_its_body_need_no_garbage_collection(start):
+    server = start()
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            with connect(server) as sock:
+                sock.sendall(GENERATE % len(BODY) + BODY + GENERATE % 1000 + b'{"text_input"')
+                assert b" 200 " in sock.recv(1 << 16)
+        deadline = time.monotonic() + 20
+        while any(isinstance(each, _Connection) for each in gc.get_objects()):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    finally:
+        gc.enable()
