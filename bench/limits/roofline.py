@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +54,33 @@ class Work:
     """Whether the products are those with quantized weights."""
 
 
+@dataclass(frozen=True, slots=True)
+class StepTokens:
+    """The tokens of one step: equal sequences, and each sequence's position."""
+
+    sequences: float
+    new: float
+    """Tokens of a sequence that the step computes."""
+
+    past: float
+    """Tokens of a sequence whose keys and values earlier steps computed."""
+
+    @property
+    def count(self) -> float:
+        """New tokens of all sequences."""
+        return self.sequences * self.new
+
+    def read(self, window: int) -> float:
+        """Past tokens that one layer reads; ``window`` counts the query too, 0: no window."""
+        return self.sequences * (min(self.past, window - 1) if window else self.past)
+
+    def pairs(self, window: int) -> float:
+        """Queries times the keys that each query sees in one layer."""
+        whole = min(self.new, max(0.0, window - self.past)) if window else self.new
+        pairs = whole * (self.past + (whole + 1) / 2) + (self.new - whole) * window
+        return self.sequences * pairs
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """The sizes of a decoder with grouped queries, and an MLP or experts in each layer."""
@@ -79,6 +107,12 @@ class ModelShape:
     dense_inner: int = 0
     mlp_matrices: int = 3
     """Matrices from the hidden size: 2 for a gated MLP or expert, else 1."""
+
+    windows: tuple[int, ...] = ()
+    """Window of each layer in tokens, 0: no window; empty if no layer has a window."""
+
+    vectors: int = 0
+    """Elements of all norms and biases."""
 
     is_tied: bool = False
     value_bytes: float = 2.0
@@ -119,6 +153,11 @@ class ModelShape:
         """KV cache of one token over all layers."""
         return 2 * self.layers * self.kv_width * (self.cached_bytes or self.value_bytes)
 
+    def kv_bytes(self, tokens: float) -> float:
+        """KV cache of a sequence: a layer with a window keeps no more tokens than that."""
+        held = [min(tokens, window or tokens) for window in self.windows]
+        return self.kv_token_bytes * (sum(held) / self.layers if held else tokens)
+
     @property
     def expert_bytes(self) -> float:
         """The weights of all experts, which ranks may divide; 0 for a plain MLP."""
@@ -143,33 +182,38 @@ class ModelShape:
         )
         dense = self.dense_layers * self.mlp_matrices * self.hidden * self.dense_inner
         products = mlp + dense + self.layers * self._attention_weights()
-        norms = (2 * self.layers + 1) * self.hidden
-        others = norms + mixed * router + self.vocab * self.hidden
+        others = self.vectors + mixed * router + self.vocab * self.hidden
         has_head = self.head_bytes > 0 or not self.is_tied
         head = self.vocab * self.hidden * (self.head_bytes or self.value_bytes) * has_head
         return products * self.layer_bytes + others * self.value_bytes + head
 
-    def step_work(
-        self, tokens: float, read_tokens: float, pairs: float, logits: float
-    ) -> list[tuple[int, Work]]:
-        """(count, work) of each operator of one step over ``tokens`` new tokens.
-
-        ``read_tokens`` are tokens whose KV is read, ``pairs`` queries times keys.
-        """
-        value, mixed = self.value_bytes, self.layers - self.dense_layers
+    def step_work(self, step: StepTokens, logits: float) -> list[tuple[int, Work]]:
+        """(count, work) of each operator of one step that computes ``logits`` rows."""
+        value, mixed, tokens = self.value_bytes, self.layers - self.dense_layers, step.count
         # Experts are drawn at random; an expert is read if some token has chosen it.
         read = self.experts * (1 - (1 - self.chosen / self.experts) ** tokens)
+        windows = Counter(self.windows) if self.windows else {0: self.layers}
         work = [
             *((self.layers, self._product(tokens, *each)) for each in self._products()),
-            (self.layers, self._attention(tokens, read_tokens, pairs)),
+            *(
+                (count, self._attention(tokens, step.read(window), step.pairs(window)))
+                for window, count in windows.items()
+            ),
             (mixed, self._mlp(tokens, self.inner, read, self.chosen)),
         ]
+        if self.experts > 1:
+            work.append((mixed, self._router(tokens)))
         if self.shared:
             work.append((mixed, self._mlp(tokens, self.shared, 1, 1)))
         if self.dense_layers:
             work.append((self.dense_layers, self._mlp(tokens, self.dense_inner, 1, 1)))
         moved = (self.hidden * (self.head_bytes or value) + logits * value) * self.vocab
         return [*work, (1, Work(moved, 2 * logits * self.hidden * self.vocab))]
+
+    def _router(self, tokens: float) -> Work:
+        """The experts' scores. Tokens are counted with the experts, which read the same."""
+        moved = (self.hidden + tokens) * self.experts * self.value_bytes
+        return Work(moved, 2 * tokens * self.hidden * self.experts)
 
     def _product(self, tokens: float, inputs: int, outputs: int) -> Work:
         moved = inputs * outputs * self.layer_bytes
@@ -219,10 +263,36 @@ def common_sizes(config: PretrainedConfig) -> dict[str, Any]:
         "shared": config.shared_expert_intermediate_size,
         "dense_layers": len(config.dense_layers) if is_mixture else 0,
         "dense_inner": config.intermediate_size,
-        "mlp_matrices": 3 if FAMILIES[config.architecture].is_gated else 2,
+        "mlp_matrices": _mlp_matrices(config),
+        "windows": config.layer_windows,
+        "vectors": _vectors(config),
         "is_tied": config.tie_word_embeddings,
         "value_bytes": 4.0 if config.dtype == "float32" else 2.0,
     }
+
+
+def _mlp_matrices(config: PretrainedConfig) -> int:
+    return 3 if FAMILIES[config.architecture].is_gated else 2
+
+
+def _vectors(config: PretrainedConfig) -> int:
+    """Elements of norms and biases: each is read, but no product multiplies by them."""
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    # Families without a gated MLP have norms with biases.
+    norm = 1 if FAMILIES[config.architecture].is_gated else 2
+    norms = 4 if config.architecture.startswith("Gemma") else config.num_input_norms
+    layer = norms * norm * hidden + 2 * norm * config.head_size * config.qk_norm
+    if config.attn_bias or config.qkv_bias:
+        layer += (heads + 2 * config.num_key_value_heads) * config.head_size
+    layer += config.attn_bias * hidden
+    layer += config.kv_lora_rank + config.q_lora_rank
+    mlp = (_mlp_matrices(config) - 1) * config.intermediate_size + hidden
+    experts = config.num_experts * (config.topk_method == "noaux_tc")
+    if config.shared_expert_intermediate_size and config.shared_expert_gate:
+        experts += hidden
+    mixed = (config.num_hidden_layers - len(config.dense_layers)) if config.num_experts else 0
+    layers = config.num_hidden_layers * (layer + config.mlp_bias * mlp) + mixed * experts
+    return layers + norm * hidden + config.lm_head_bias * config.vocab_size
 
 
 def _seconds(work: list[tuple[int, Work]], at: Ceilings) -> float:
@@ -235,21 +305,19 @@ def _seconds(work: list[tuple[int, Work]], at: Ceilings) -> float:
 
 def decode_step_s(shape: ModelShape, at: Ceilings, batch: float, context: float) -> float:
     """Seconds of one decode step of ``batch`` sequences with ``context`` tokens each."""
-    work = shape.step_work(batch, batch * context, batch * (context + 1), batch)
-    return _seconds(work, at)
+    return _seconds(shape.step_work(StepTokens(batch, 1, context), batch), at)
 
 
 def prompt_s(shape: ModelShape, at: Ceilings, length: int) -> float:
     """Seconds for one prompt, as its share of a step that several prompts fill."""
-    tokens = max(length, _STEP_TOKENS)
-    pairs = tokens * (length / 2 + 0.5)
-    return _seconds(shape.step_work(tokens, 0, pairs, tokens / length), at) * length / tokens
+    prompts = max(length, _STEP_TOKENS) / length
+    return _seconds(shape.step_work(StepTokens(prompts, length, 0), prompts), at) / prompts
 
 
 def resident_sequences(shape: ModelShape, at: Ceilings, isl: int, osl: int, most: int) -> int:
     """Sequences that the memory holds at once, on average half way through their output."""
     room = at.memory - at.devices * _WORKSPACE_BYTES - shape.weight_bytes
-    return max(1, min(most, int(room / (shape.kv_token_bytes * (isl + osl / 2)))))
+    return max(1, min(most, int(room / shape.kv_bytes(isl + osl / 2))))
 
 
 def output_tokens_per_s(

@@ -27,6 +27,15 @@ _DEEPSEEK = {
     "norm_topk_prob": False,
 }
 
+_QWEN3_MOE = {
+    **_LLAMA, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe",
+    "rope_theta": 1000000.0, "vocab_size": 151936, "hidden_size": 2048,
+    "intermediate_size": 6144, "num_hidden_layers": 48, "num_attention_heads": 32,
+    "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128,
+    "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
+    "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
+
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
         **_LLAMA, "vocab_size": 32000, "hidden_size": 512, "intermediate_size": 1408,
@@ -61,13 +70,28 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8,
         "head_dim": 128,
     },
-    "qwen3_30b": {
-        **_LLAMA, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe",
-        "rope_theta": 1000000.0, "vocab_size": 151936, "hidden_size": 2048,
-        "intermediate_size": 6144, "num_hidden_layers": 48, "num_attention_heads": 32,
-        "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128,
-        "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
-        "decoder_sparse_step": 1, "mlp_only_layers": [],
+    "qwen3_30b": _QWEN3_MOE,
+    "qwen3_30b_16l": {**_QWEN3_MOE, "num_hidden_layers": 16},
+    "qwen25_7b": {
+        **_LLAMA, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2",
+        "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "vocab_size": 152064,
+        "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+        "num_attention_heads": 28, "num_key_value_heads": 4, "use_sliding_window": False,
+    },
+    "gemma2_9b": {
+        "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0, "hidden_activation": "gelu_pytorch_tanh",
+        "vocab_size": 256000, "hidden_size": 3584, "intermediate_size": 14336,
+        "num_hidden_layers": 42, "num_attention_heads": 16, "num_key_value_heads": 8,
+        "head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096,
+        "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+        "tie_word_embeddings": True,
+    },
+    "phi3_mini": {
+        **_LLAMA, "architectures": ["Phi3ForCausalLM"], "model_type": "phi3",
+        "rope_theta": 10000.0, "vocab_size": 32064, "hidden_size": 3072,
+        "intermediate_size": 8192, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 32, "sliding_window": 2047, "pad_token_id": 32000,
     },
     "tiny_latent": {
         **_DEEPSEEK, "vocab_size": 32000, "hidden_size": 512, "intermediate_size": 1408,
@@ -84,19 +108,32 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def shape_config(name: str, dtype: str, max_seq_len: int) -> dict[str, Any]:
-    """A Hugging Face configuration of this shape.
+def shape_config(
+    name: str, dtype: str, max_seq_len: int, layers: int | None = None
+) -> dict[str, Any]:
+    """A Hugging Face configuration of this shape, cut to its first ``layers``.
 
     Raises:
-        ConfigError: the shape is unknown.
+        ConfigError: the shape is unknown or has fewer layers.
     """
     if name not in SHAPES:
         raise ConfigError(f"no shape is called {name!r}; there are {', '.join(SHAPES)}")
-    return {**SHAPES[name], "dtype": dtype, "max_position_embeddings": max_seq_len}
+    whole: int = SHAPES[name]["num_hidden_layers"]
+    if layers is not None and layers > whole:
+        raise ConfigError(
+            f"--layers {layers} is above the {whole} layers of {name}: name {whole} or fewer"
+        )
+    return {
+        **SHAPES[name],
+        "dtype": dtype,
+        "max_position_embeddings": max_seq_len,
+        "num_hidden_layers": layers or whole,
+    }
 
 
 def pretrained_config(
-    name: str, dtype: str = "bfloat16", max_seq_len: int = 4096
+    name: str, dtype: str = "bfloat16", max_seq_len: int = 4096, layers: int | None = None
 ) -> PretrainedConfig:
     """The shape as engines read it; raises ConfigError."""
-    return PretrainedConfig.from_huggingface(shape_config(name, dtype, max_seq_len), name)
+    values = shape_config(name, dtype, max_seq_len, layers)
+    return PretrainedConfig.from_huggingface(values, name)

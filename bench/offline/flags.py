@@ -32,6 +32,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     model.add_argument("--model", metavar="DIR", help="an engine folder or a checkpoint")
     add = parser.add_argument
+    first = "only the first N layers of --shape"
+    add("--layers", type=positive, metavar="N", help=first)
     add("--load", action="append", metavar="ISL/OSLxN", help="N requests at once; repeat")
     add("--runs", type=positive, default=3, metavar="N", help="the median of N is reported (3)")
     # A value before the sub-command applies unless the flag is repeated.
@@ -113,6 +115,11 @@ def add_peer(parser: argparse.ArgumentParser) -> None:
         "--peer", action="append", choices=("transformers", "vllm"), metavar="NAME",
         help="run it on the same loads too, before ours: transformers, vllm",
     )  # fmt: skip
+
+
+def shape_name(args: argparse.Namespace) -> str:
+    """The name of the random model in results: a cut shape's ends with its layers."""
+    return f"{args.shape}_{args.layers}l" if args.layers else str(args.shape)
 
 
 def loads_of(args: argparse.Namespace, default: Sequence[str]) -> list[Load]:

@@ -30,6 +30,7 @@ from trimaran.bench.offline.flags import (
     loads_of,
     parallel_config,
     profile_config,
+    shape_name,
 )
 from trimaran.bench.offline.load import Load
 from trimaran.bench.offline.peers import PeerRun, check_installed, run_peer
@@ -113,7 +114,7 @@ class _Subject:
     ) -> None:
         facts = engine.facts()
         self.loads = loads
-        self.name = args.shape if args.model is None else Path(args.model).name
+        self.name = Path(args.model).name if args.model else shape_name(args)
         self.shape: ModelShape
         self.limits: Ceilings | None = None
         self.peers: dict[str, list[list[float]]] = {}
@@ -323,13 +324,18 @@ def _folder(
 ) -> Iterator[tuple[str, PretrainedConfig]]:
     """The folder that the engine loads, and its configuration."""
     if args.model:
+        if args.layers:
+            raise ConfigError(
+                f"--layers {args.layers} cuts a --shape, not --model: leave it out"
+            )
         config = EngineFolder.load(args.model).config
         yield args.model, config if args.dtype == "auto" else replace(config, dtype=args.dtype)
         return
     dtype = "bfloat16" if args.dtype == "auto" else args.dtype
     longest = max(load.isl + load.osl for load in loads)
-    with random_checkpoint(shape_config(args.shape, dtype, longest)) as folder:
-        yield folder, pretrained_config(args.shape, dtype, longest)
+    sizes = args.shape, dtype, longest, args.layers
+    with random_checkpoint(shape_config(*sizes)) as folder:
+        yield folder, pretrained_config(*sizes)
 
 
 def _memory_fraction(args: argparse.Namespace, shape: ModelShape, ranks: Ranks) -> float:

@@ -234,3 +234,41 @@ def test_gpu_kernels_are_refused_without_a_gpu(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["bench", "kernels", "--shape", "tiny"]) == 2
     assert "torch finds no GPU here: name --device cpu" in capsys.readouterr().err
+
+
+def test_a_published_shape_runs_with_a_few_of_its_layers(tmp_path):
+    output = tmp_path / "results.jsonl"
+    flags = [
+        "--shape",
+        "phi3_mini",
+        "--layers",
+        "1",
+        "--device",
+        "cpu",
+        "--ceiling-seconds",
+        "0",
+    ]
+
+    code = main(
+        [
+            "bench",
+            "throughput",
+            *flags,
+            "--runs",
+            "1",
+            "--load",
+            "4/2x1",
+            "--output",
+            str(output),
+        ]
+    )
+
+    assert code == 0
+    (line,) = [json.loads(line) for line in output.read_text().splitlines()]
+    assert (line["shape"], line["requests"]) == ("phi3_mini_1l", 1)
+
+
+def test_layers_of_a_folder_are_not_cut(capsys):
+    flags = ["--model", str(DEMO), "--layers", "1", "--device", "cpu", "--load", "4/2x1"]
+    assert main(["bench", "throughput", *flags]) == 2
+    assert "--layers 1 cuts a --shape, not --model" in capsys.readouterr().err
