@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -13,6 +13,24 @@ _BYTES_PER_TOKEN = 16
 """Bytes of a prompt's token: four times the bytes of a token of common text."""
 
 _CHUNK_CHARACTERS = 1 << 20
+
+MAX_WORD_IDS = 1 << 16
+"""Most ids of the stop words, or of the bad words, of one sample, and most words of an input.
+Longer lists would slow down each step for all requests.
+"""
+
+
+def refuse_many(name: str, count: int, what: str) -> None:
+    """Refuse more words, or ids of words, than `MAX_WORD_IDS`.
+
+    Raises:
+        RequestError: the limit is exceeded.
+    """
+    if count > MAX_WORD_IDS:
+        raise RequestError(
+            f"input '{name}' holds {count} {what} but may hold at most {MAX_WORD_IDS}; send "
+            "fewer"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +74,7 @@ class TextLimits:
 
 @dataclass(frozen=True, slots=True)
 class PromptBound:
-    """How long the prompts of a model may be, for a process that only decodes requests."""
+    """How long the texts of a model may be, for a process that only decodes requests."""
 
     limits: TextLimits
     inputs: tuple[str, ...]
@@ -68,15 +86,22 @@ class PromptBound:
     prefix: str = ""
     """Begins the errors of a composed model."""
 
-    def check(self, name: str, values: Iterable[Any]) -> None:
-        """Refuse values of an input from JSON, if they are prompts that are too long.
+    words: tuple[str, ...] = ()
+    """The inputs that hold words, such as stop words."""
+
+    def check(self, name: str, values: Collection[Any]) -> None:
+        """Refuse values of an input from JSON, if they are prompts that are too long, or too
+        many words.
 
         Raises:
-            RequestError: as for `TextLimits.check_prompt`.
+            RequestError: as for `TextLimits.check_prompt` and `refuse_many`.
         """
-        if name not in self.inputs:
+        if name not in self.inputs and name not in self.words:
             return
         try:
+            if name in self.words:
+                refuse_many(name, len(values), "words")
+                return
             for value in values:
                 if isinstance(value, str):
                     self.limits.check_prompt(name, _num_bytes(value), self.max_input_len)

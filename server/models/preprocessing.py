@@ -27,8 +27,10 @@ PROMPTS = ("QUERY", "DECODER_QUERY")
 """The inputs whose texts may be as long as a prompt."""
 
 _REFUSED = ("IMAGE_BYTES", "IMAGE_URL", "VIDEO_BYTES")
-_WORDS = frozenset(("BAD_WORDS_DICT", "STOP_WORDS_DICT", "EMBEDDING_BIAS_WORDS"))
-_WORD_INPUTS = _WORDS | {"EMBEDDING_BIAS_WEIGHTS"}
+WORDS = ("BAD_WORDS_DICT", "STOP_WORDS_DICT", "EMBEDDING_BIAS_WORDS")
+"""The inputs that hold many short texts."""
+
+_WORD_INPUTS = frozenset((*WORDS, "EMBEDDING_BIAS_WEIGHTS"))
 
 
 _FEW_WORDS = 1 << 8
@@ -74,7 +76,7 @@ class PreprocessingModel:
     @property
     def prompt_bound(self) -> PromptBound:
         """See `PromptModel`."""
-        return PromptBound(self.tokenizer.limits, PROMPTS)
+        return PromptBound(self.tokenizer.limits, PROMPTS, words=WORDS)
 
     async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
         """Tokenize every sample; see `inference.Model`."""
@@ -89,7 +91,7 @@ class PreprocessingModel:
         samples = [SampleInputs(request.inputs, i, self._is_batched) for i in range(count)]
         limit = request.max_input_len if isinstance(request, PromptJob) else None
         num_words = sum(
-            check_words(request.inputs, name) for name in request.inputs if name in _WORDS
+            check_words(request.inputs, name) for name in request.inputs if name in WORDS
         )
         read = partial(self._texts, samples, limit)
         texts = read() if num_words <= MANY_WORDS else await asyncio.to_thread(read)

@@ -11,15 +11,11 @@ from trimaran.comm.errors import RequestError
 from trimaran.comm.messages.sampling_fields import FIELDS, check_values
 from trimaran.comm.messages.sampling_params import SamplingParams
 from trimaran.server.inference.request import Tensor
+from trimaran.server.inference.text_limits import refuse_many
 from trimaran.server.models.sample_inputs import SampleInputs
 
 PERF_METRICS = FIELDS["return_perf_metrics"].inputs
 """The newer and the older name of the input."""
-
-MAX_WORD_IDS = 1 << 16
-"""Most ids of the stop words, or of the bad words, of one sample. Longer lists would slow down
-each step for all requests.
-"""
 
 MAX_WORD_BYTES = 1 << 18
 """Most bytes of the words of one input of a request."""
@@ -181,19 +177,6 @@ def word_list(inputs: SampleInputs, name: str) -> tuple[tuple[int, ...], ...]:
         words.append(tuple(ids[start:end]))
         start = end
     return tuple(words)
-
-
-def refuse_many(name: str, count: int, what: str) -> None:
-    """Refuse more words, or ids of words, than `MAX_WORD_IDS`.
-
-    Raises:
-        RequestError: the limit is exceeded.
-    """
-    if count > MAX_WORD_IDS:
-        raise RequestError(
-            f"input '{name}' holds {count} {what} but may hold at most {MAX_WORD_IDS}; send "
-            "fewer"
-        )
 
 
 def check_words(inputs: Mapping[str, Tensor], name: str) -> int:

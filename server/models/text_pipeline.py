@@ -25,7 +25,7 @@ from trimaran.server.models.draft_rounds import (
     TokenStep,
 )
 from trimaran.server.models.graph_model import prefixed, sequence_parameters
-from trimaran.server.models.preprocessing import PROMPTS, PromptJob
+from trimaran.server.models.preprocessing import PROMPTS, WORDS, PromptJob
 from trimaran.server.models.sample_inputs import SampleInputs, batch_size
 from trimaran.server.models.sampling_inputs import check_words
 from trimaran.server.models.stop_text import MANY_WORDS, StopWords, read_stop_words
@@ -103,6 +103,7 @@ class TextPipeline:
             tuple(renamed[name] for name in PROMPTS if name in renamed),
             steps.max_input_len(),
             f"in ensemble '{options.name}', " if options.is_ensemble else "",
+            tuple(renamed[name] for name in WORDS if name in renamed),
         )
 
     async def infer(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:

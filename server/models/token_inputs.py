@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import mmap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -32,7 +33,7 @@ def read_table(inputs: SampleInputs, tensor: Tensor | None) -> dict[str, Any] | 
         raise RequestError(
             f"{_TABLE} has the shape {list(array.shape)} but must be [entries, hidden size]"
         )
-    data = np.ascontiguousarray(array).tobytes()
+    data = _bytes_of(array)
     return {"dtype": tensor.datatype, "shape": list(array.shape), "data": data}
 
 
@@ -71,6 +72,9 @@ def _table_digest(*parts: bytes) -> bytes:
 
 
 _WEIGHTS, _CONFIG = "lora_weights", "lora_config"
+_MAPPED_BYTES = 8 << 20
+"""A tensor of a body from this size on is sent to engines, and kept, without a copy."""
+
 _MAX_NAME_BYTES = 255
 """The longest name of a folder on the file systems of Linux."""
 
@@ -123,16 +127,24 @@ def _on_the_wire(array: np.ndarray[Any, Any] | None, datatype: str) -> dict[str,
 
 
 def _bytes_of(array: np.ndarray[Any, Any]) -> bytes | memoryview:
-    """The bytes of a tensor: a view where they are most of a buffer that never changes.
+    """The bytes of a tensor: a view where they are most of a buffer that never changes, which
+    is a message, or the mapping of a long body.
 
     An adapter may have all the bytes of a body. A view of a small part would keep the whole
-    body as long as the adapter, and a client may write to its shared memory.
+    body as long as the adapter, and a client may write to its shared memory, of which tensors
+    are copies.
     """
     base = array.base
     while isinstance(base, np.ndarray):
         base = base.base
     owner = base.obj if isinstance(base, memoryview) else base
-    is_most = isinstance(owner, bytes) and 2 * array.nbytes >= len(owner)
+    # A mapping holds a descriptor as long as the adapter is kept: only long ones are worth it.
+    least = _MAPPED_BYTES if isinstance(owner, mmap.mmap) else 0
+    is_most = (
+        isinstance(owner, (bytes, mmap.mmap))
+        and array.nbytes >= least
+        and 2 * array.nbytes >= len(owner)
+    )
     if is_most and array.flags.c_contiguous:
         return array.reshape(-1).view(np.uint8).data
     return np.ascontiguousarray(array).tobytes()

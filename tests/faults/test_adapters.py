@@ -301,6 +301,16 @@ def test_rows_with_long_padding_are_refused_and_not_kept(server, capsys):
         assert "a row of lora_weights has 31457280 weights, but the model's largest" in text
 
 
+@pytest.mark.parametrize(("protocol", "count"), [("http", 2), ("grpc", 1)])
+def test_long_adapters_at_once_take_little_memory(server, protocol, count, capsys):
+    """Over HTTP, the memory of their bodies alone; the gRPC library has copies of its own."""
+    ask = _post if protocol == "http" else _call
+    adapters = [_long(task=200 + number) for number in range(count)]
+    with _undisturbed(server, capsys), ThreadPoolExecutor(count) as clients:
+        found = list(clients.map(lambda one: str(ask(server, one)), adapters))
+    assert all("a row of lora_weights has 31457280 weights" in each for each in found), found
+
+
 def test_a_thousand_adapters_disturb_no_other_request(server, capsys):
     def one(task: int) -> tuple[int, str]:
         return _post(server, _adapter(np.full((1, ROW), task / 1e5), task=10_000 + task))

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import mmap
 
 import numpy as np
 import pytest
 
 from trimaran.comm.errors import RequestError
 from trimaran.comm.messages.messages import AdapterTaken, KeepAdapter, pack_ids
+from trimaran.server.decoding.body import LongBody
+from trimaran.server.inference.request import Tensor
+from trimaran.server.models.sample_inputs import SampleInputs
+from trimaran.server.models.token_inputs import read_adapter, read_table
 
 PROMPT = {"input_ids": [7, 8, 9], "input_lengths": 3, "request_output_len": 2}
 WEIGHTS = np.arange(12, dtype=np.float16).reshape(1, 2, 6)
@@ -219,3 +224,32 @@ async def test_an_adapter_of_a_cancelled_request_is_kept_for_replay(serve):
         await again.until(lambda: bool(again.others))
 
         assert [kept.adapter_id for kept in again.others] == [4]
+
+
+@pytest.mark.parametrize(("size", "is_view"), [(10 << 20, True), (1 << 20, False)])
+def test_a_long_tensor_of_a_body_reaches_the_engine_without_a_copy(size, is_view):
+    raw = bytes(range(256)) * (size >> 8)
+    weights = np.frombuffer(LongBody((raw,)).view(), np.float16).reshape(1, 1, -1)
+    tensors = {
+        "lora_task_id": Tensor("lora_task_id", "UINT64", np.array([[7]], np.uint64)),
+        "lora_weights": Tensor("lora_weights", "FP16", weights),
+        "lora_config": Tensor("lora_config", "INT32", CONFIG[:, :1]),
+        "prompt_embedding_table": Tensor("prompt_embedding_table", "FP16", weights),
+    }
+    inputs = SampleInputs(tensors, 0, is_batched=True)
+
+    _, adapter = read_adapter(inputs, tensors)
+    table = read_table(inputs, tensors["prompt_embedding_table"])
+
+    for data in (adapter["weights"]["data"], table["data"]):
+        assert bytes(data) == raw
+        is_mapped = isinstance(data, memoryview) and _is_mapping(data)
+        assert is_mapped == is_view
+
+
+def _is_mapping(view):
+    """Whether the bytes of a view are those of a mapping."""
+    base = view.obj
+    while isinstance(base, np.ndarray):
+        base = base.base
+    return isinstance(base.obj, mmap.mmap)

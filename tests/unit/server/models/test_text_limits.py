@@ -10,7 +10,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.models import BPE, Unigram, WordLevel, WordPiece
 
 from trimaran.comm.errors import RequestError
-from trimaran.server.inference.text_limits import PromptBound, TextLimits
+from trimaran.server.inference.text_limits import MAX_WORD_IDS, PromptBound, TextLimits
 from trimaran.server.models.text_limits import longest_token_bytes
 
 _BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -154,4 +154,17 @@ def test_a_prompt_limit_refuses_only_prompts_that_the_engine_refuses():
     assert str(caught.value).startswith(
         "in ensemble 'e', Prompt length exceeds maximum input length (896): input 'text_input' "
         "has 3585 bytes"
+    )
+
+
+def test_more_words_than_any_request_may_have_are_refused_where_they_are_decoded():
+    bound = PromptBound(
+        TextLimits(4), ("text_input",), 896, "in ensemble 'e', ", ("bad_words",)
+    )
+    bound.check("bad_words", ["w"] * MAX_WORD_IDS)
+    with pytest.raises(RequestError) as caught:
+        bound.check("bad_words", ["w"] * (MAX_WORD_IDS + 1))
+    assert str(caught.value) == (
+        "in ensemble 'e', input 'bad_words' holds 65537 words but may hold at most 65536; send "
+        "fewer"
     )
