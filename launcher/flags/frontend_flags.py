@@ -53,7 +53,8 @@ def add_text_flags(parser: argparse.ArgumentParser) -> None:
         "33554432)")  # fmt: skip
     add("--out-of-vocabulary", choices=("refuse", "clamp"), default="refuse",
         help="prompt ids outside the vocabulary: refuse the request, or take the first or last "
-        "id; and input_lengths beyond the ids: refuse, or take all ids; for benchmarks "
+        "id; input_lengths beyond the ids: refuse, or take all ids; and an end_id outside: "
+        "refuse, or end no output by it; for benchmarks "
         "(%(default)s)")  # fmt: skip
 
 

@@ -52,20 +52,29 @@ _UNSERVED = frozenset(name for name, _ in _REFUSED)
 
 
 def read_sampling(
-    inputs: SampleInputs, vocab_size: int, logits_dtype: str = "float32"
+    inputs: SampleInputs,
+    vocab_size: int,
+    logits_dtype: str = "float32",
+    *,
+    clamps: bool = False,
 ) -> SamplingParams:
     """The sampling parameters of one sample; an absent input keeps its default.
 
     Raises:
         RequestError: as for `read_fields`.
     """
-    return SamplingParams(**read_fields(inputs, vocab_size, logits_dtype))
+    return SamplingParams(**read_fields(inputs, vocab_size, logits_dtype, clamps=clamps))
 
 
 def read_fields(
-    inputs: SampleInputs, vocab_size: int, logits_dtype: str = "float32"
+    inputs: SampleInputs,
+    vocab_size: int,
+    logits_dtype: str = "float32",
+    *,
+    clamps: bool = False,
 ) -> dict[str, Any]:
-    """The fields of `SamplingParams` that one sample sets, by name.
+    """The fields of `SamplingParams` that one sample sets, by name. With ``clamps``, an
+    ``end_id`` beyond the vocabulary is none.
 
     Raises:
         RequestError: a malformed word list, a value out of range, or an input of an
@@ -82,6 +91,8 @@ def read_fields(
             values[field] = _exact(field, convert(value))
     if "max_tokens" not in values:
         raise RequestError("request_output_len is not present in the request")
+    if clamps and values.get("end_id", -1) >= vocab_size:
+        del values["end_id"]
     # NaN does not mean unset: the check below refuses NaN.
     if values.get("top_p", 1.0) <= 0:
         del values["top_p"]

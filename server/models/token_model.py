@@ -72,7 +72,8 @@ class TokenModel:
         clamps_ids: bool = False,
     ) -> None:
         """With ``clamps_ids``, an id of a prompt outside the vocabulary becomes its first or
-        last id; otherwise the request is refused.
+        last id, and an ``end_id`` beyond the vocabulary ends nothing; otherwise the request is
+        refused.
         """
         self.name = model.name
         self.version = str(version)
@@ -279,7 +280,9 @@ class TokenModel:
         samples: list[Sample] = []
         for index in range(count):
             inputs = SampleInputs(request.inputs, index, self._is_batched)
-            sampling = read_sampling(inputs, vocab_size, self._logits_dtype)
+            sampling = read_sampling(
+                inputs, vocab_size, self._logits_dtype, clamps=self._clamps_ids
+            )
             sampling = _with_beams(sampling, inputs)
             if isinstance(request, TokenJob) and request.end_ids:
                 sampling = _with_ends(sampling, request.end_ids, vocab_size)

@@ -74,7 +74,8 @@ _DOCUMENTS = (
     ),
     (
         "`inflight_batcher_llm_client.py` without `--tokenizer-dir`",
-        "sends ids of GPT-2, which a model with a smaller vocabulary refuses by the id",
+        "sends ids of GPT-2, which a model with a smaller vocabulary takes with "
+        "`trimaran serve --out-of-vocabulary clamp` alone",
     ),
     (
         "Medusa, Eagle",

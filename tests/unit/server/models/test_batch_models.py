@@ -148,9 +148,13 @@ async def test_ids_outside_the_vocabulary_are_refused_or_clamped(serve, reposito
         await served.dial(lambda submit: [70])
         with pytest.raises(Exception, match="outside the vocabulary of 600 ids"):
             await served.infer("tensorrt_llm", **inputs)
+        two = two_prompts(end_id=column(50256, 50256))
+        with pytest.raises(Exception, match="'end_id' is 50256 but must be below"):
+            await served.infer("tensorrt_llm", **two)
     async with serve({"clamps_ids": True}, repository=repository) as served:
         engine = await served.dial(lambda submit: [70])
-        await served.infer("tensorrt_llm", **inputs)
+        await served.infer("tensorrt_llm", **{**inputs, "end_id": column(50256, 599)})
+        assert [submit.sampling.get("end_id") for submit in engine.submits] == [None, 599]
         await served.infer("tensorrt_llm", **{**inputs, "input_lengths": column(2, 9)})
         prompts = [np.frombuffer(s.prompt_ids, "<i4").tolist() for s in engine.submits]
     assert prompts == [[599, 51, 0], [599], [599, 51], [599, 2, 2]]

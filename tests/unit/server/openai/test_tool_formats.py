@@ -200,8 +200,10 @@ def check_calls(name, number):
         calls_found = whole = segment(name, [text])
     assert parsed(calls_found) == expected(calls), text
     raw = text.encode()
-    for cut in range(1, len(raw)):
-        assert segment(name, in_two(raw, cut)) == whole, (text, cut)
+    # Cuts inside one character give the same parts.
+    parts_of_cuts = {tuple(in_two(raw, cut)): cut for cut in range(1, len(raw))}
+    for parts, cut in parts_of_cuts.items():
+        assert segment(name, parts) == whole, (text, cut)
     assert segment(name, text) == whole
     assert segment(name, bursts(draw, list(tokens_of(draw, text)))) == whole
     ids = tokenizer().encode_short(text, add_special_tokens=False)
