@@ -20,7 +20,7 @@ from run import demo_server, target_of
 SECONDS = float(os.environ.get("FUZZ_SECONDS", "300"))
 SEED = int(os.environ.get("FUZZ_SEED", "1"))
 FORM_SECONDS = SECONDS / 20
-FORMS_TOGETHER = (("tls",), ("keys", "front-ends"))
+FORMS_TOGETHER = (("tls", "drafts"), ("keys", "front-ends"))
 """Fewer servers than forms, for the sake of time."""
 MAX_CORPUS_BYTES = 500_000
 

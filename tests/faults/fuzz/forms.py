@@ -1,4 +1,4 @@
-"""Forms of the server that the fuzzer drives: TLS, API keys, several front ends."""
+"""Forms of the server that the fuzzer drives: TLS, API keys, several front ends, drafts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 from cases import Case
 from pieces import Piece
 
-FORMS = ("tls", "keys", "front-ends")
+FORMS = ("tls", "keys", "front-ends", "drafts")
 KEY, CHAT_KEY, ADMIN = "k" * 32, "c" * 32, "the value of the admin key"
 _KEYS = f"honest all {KEY}\nchat inference {CHAT_KEY}\nanonymous health\n"
 _RESTRICTED = "logging,trace,model-repository:admin-key"
@@ -91,13 +91,22 @@ def _with_lines(part: Piece, lines: str) -> Piece:
 def flags_of(form: str, folder: Path) -> tuple[tuple[str, ...], dict[str, Any]]:
     """The flags of a server of this form, and the fields of its `Access`."""
     make: Callable[[Path], tuple[tuple[str, ...], dict[str, Any]]] = {
-        "tls": _tls, "keys": _keys, "front-ends": _front_ends,
+        "tls": _tls, "keys": _keys, "front-ends": _front_ends, "drafts": _drafts,
     }[form]  # fmt: skip
     return make(folder)
 
 
 def _front_ends(_: Path) -> tuple[tuple[str, ...], dict[str, Any]]:
     return ("--frontend-processes", "2"), {}
+
+
+def _drafts(_: Path) -> tuple[tuple[str, ...], dict[str, Any]]:
+    # Requests bring drafts too, and `tensorrt_llm_bls` asks for them (`VALUES`).
+    return ("--speculative-decoding", "lookahead", "--max-draft-tokens", "6"), {}
+
+
+VALUES = {"drafts": {"tensorrt_llm_draft_model_name": "tensorrt_llm"}}
+"""Values of the repository's configurations for a form."""
 
 
 def _keys(folder: Path) -> tuple[tuple[str, ...], dict[str, Any]]:

@@ -51,6 +51,7 @@ def _parameter(rng: random.Random, key: int = 4) -> dict[str, Any]:
         "sequence_id", "sequence_start", "sequence_end", "priority", "timeout", "config", "x",
         "triton_enable_empty_final_response", "file:1/model.py", "unload_dependents", "",
         "binary_data_size", "classification", "shared_memory_region", "max_tokens",
+        "max_draft_tokens", "cache_salt", "request_type",
     ))  # fmt: skip
     value = rng.choice((
         integer(1, 1), integer(2, rng.choice((0, 1, 2**63, 2**64 - 1))), text(3, "x"),

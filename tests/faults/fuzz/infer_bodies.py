@@ -47,12 +47,23 @@ _PARAMETERS: tuple[dict[str, Any], ...] = (
 )  # fmt: skip
 
 
+_OPTIONS: tuple[dict[str, Any], ...] = (
+    {"max_draft_tokens": 0}, {"max_draft_tokens": 3}, {"max_draft_tokens": -1},
+    {"max_draft_tokens": "x"}, {"max_draft_tokens": 2**63}, {"cache_salt": "s"},
+    {"cache_salt": "s" * 70_000}, {"cache_salt": 7}, {"request_type": "context_only"},
+    {"request_type": "context_and_generation"}, {"len_penalty": 1.5}, {"len_penalty": "x"},
+)  # fmt: skip
+"""Parameters that a model reads."""
+
+
 def generate_body(rng: random.Random, model: str, malice: float) -> dict[str, Any]:
     """A request of the generate extension."""
     body = {one.name: value_of(rng, one, malice) for one in choose_inputs(rng, model)}
     for name in ("stream", "streaming"):
         if rng.random() < 0.4:
             body[name] = rng.random() < 0.7
+    if rng.random() < 0.15:
+        body |= rng.choice(_OPTIONS)
     if rng.random() < 0.2:
         body["id"] = rng.choice(("r", "", "r" * 5000, 7, -1, None, [], 2**70))
     if rng.random() < malice:
@@ -70,7 +81,7 @@ def infer_body(rng: random.Random, model: str, malice: float) -> dict[str, Any]:
     if rng.random() < 0.3:
         body["outputs"] = [_output(rng, malice) for _ in range(rng.choice((0, 1, 2, 40)))]
     if rng.random() < 0.3:
-        body["parameters"] = rng.choice(_PARAMETERS)
+        body["parameters"] = rng.choice((*_PARAMETERS, *_OPTIONS))
     if rng.random() < 0.2:
         body["id"] = rng.choice(("r", "", "r" * 5000, 7, None))
     if rng.random() < malice:

@@ -30,6 +30,8 @@ _OFTEN = {
     "guided_decoding_guide", "guided_decoding_guide_type", "early_stopping", "len_penalty",
     "length_penalty", "beam_search_diversity_rate", "embedding_bias", "stop", "END_ID",
     "STOP_WORDS_DICT", "BAD_WORDS_DICT", "EMBEDDING_BIAS_WORDS", "EMBEDDING_BIAS_WEIGHTS",
+    "draft_input_ids", "draft_acceptance_threshold", "num_draft_tokens", "use_draft_logits",
+    "lookahead_window_size", "lookahead_ngram_size", "lookahead_verification_set_size",
 }  # fmt: skip
 """Inputs that the demo model has a use for."""
 
@@ -95,6 +97,17 @@ def choose_model(rng: random.Random, *, is_unary: bool = False) -> str:
     return rng.choices(MODELS, _WEIGHTS)[0]
 
 
+_TOGETHER = (
+    ("lookahead_window_size", "lookahead_ngram_size", "lookahead_verification_set_size"),
+    ("draft_input_ids", "draft_logits"), ("draft_input_ids", "draft_acceptance_threshold"),
+    ("num_draft_tokens", "use_draft_logits"), ("lora_task_id", "lora_weights", "lora_config"),
+    ("retention_token_range_starts", "retention_token_range_ends",
+     "retention_token_range_priorities", "retention_token_range_durations_ms"),
+    ("guided_decoding_guide_type", "guided_decoding_guide"),
+)  # fmt: skip
+"""Inputs that mean something together alone."""
+
+
 def choose_inputs(rng: random.Random, model: str) -> list[Input]:
     """The inputs of a request: the required inputs, and some optional inputs."""
     known = INPUTS[model]
@@ -104,7 +117,9 @@ def choose_inputs(rng: random.Random, model: str) -> list[Input]:
         # Others are refused where the model has no adapter, no images or no draft.
         others = [name for name in others if name in _OFTEN]
     names += rng.sample(others, min(len(others), rng.choice((0, 0, 1, 2, 3, 6, 12))))
-    chosen = [known[name] for name in names if name in known]
+    if rng.random() < 0.2:
+        names += rng.choice(_TOGETHER)
+    chosen = [known[name] for name in dict.fromkeys(names) if name in known]
     rng.shuffle(chosen)
     return chosen
 
@@ -176,7 +191,21 @@ def _few(rng: random.Random) -> int:
 _OWN: dict[str, Any] = {
     "input_ids": _ids,
     "decoder_input_ids": _ids,
-    "draft_input_ids": _ids,
+    "draft_input_ids": lambda rng: _ids(rng)[: rng.choice((1, 3, 6, 400))],
+    "draft_logits": lambda rng: [rng.uniform(-4, 4)] * rng.choice((1, 4096, 4096, 8192)),
+    "draft_acceptance_threshold": lambda rng: rng.choice((0.0, 0.3, 1.0)),
+    "num_draft_tokens": lambda rng: rng.choice((0, 1, 3, 6, 40)),
+    "lookahead_window_size": lambda rng: rng.choice((1, 2, 4)),
+    "lookahead_ngram_size": lambda rng: rng.choice((2, 2, 3)),
+    "lookahead_verification_set_size": lambda rng: rng.choice((1, 2, 4)),
+    "retention_token_range_starts": lambda rng: [0],
+    "retention_token_range_ends": lambda rng: [rng.choice((-1, 4, 64))],
+    "retention_token_range_priorities": lambda rng: [rng.choice((0, 35, 100))],
+    "retention_token_range_durations_ms": lambda rng: [rng.choice((-1, 1, 5000))],
+    "lora_task_id": lambda rng: rng.choice((1, 1, 2, 7)),
+    "lora_name": lambda rng: rng.choice(("north", "..", "a" * 300)),
+    "lora_config": lambda rng: [1, rng.choice((0, 1, 9)), rng.choice((1, 1, 64))],
+    "lora_weights": lambda rng: [0.5] * 512,
     "tokens_batch": lambda rng: [[_ids(rng)]],
     "sequence_length": lambda rng: [[rng.choice((1, 4, 16))]],
     "input_lengths": lambda rng: rng.choice((1, 4, 16, 100)),

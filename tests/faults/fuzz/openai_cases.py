@@ -40,10 +40,37 @@ _FIELDS: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (-2, 1), "frequency_penalty": (1,), "repetition_penalty": (1.2,),
     "ignore_eos": (True,), "user": ("u",), "stream_options": ({"include_usage": True},),
     "min_tokens": (2,), "cache_salt": ("s",), "metadata": ({"a": "b"},),
-    "service_tier": ("auto", "flex"), "echo": (True,), "best_of": (2,), "suffix": ("x",),
-    "skip_special_tokens": (False,), "max_draft_tokens": (2,),
+    "service_tier": ("auto", "flex"), "skip_special_tokens": (False,), "store": (False,),
+    "max_draft_tokens": (0, 2, 1000), "prompt_cache_key": ("k",), "safety_identifier": ("x",),
 }  # fmt: skip
 """Members of all routes, with values that one of them takes."""
+
+_FIELDS_OF: dict[str, dict[str, tuple[Any, ...]]] = {
+    "/v1/completions": {
+        "echo": (True,), "best_of": (2,), "suffix": ("x",), "add_special_tokens": (False,),
+        "logprobs": (0, 2, 5),
+    },
+    "/v1/chat/completions": {
+        "max_completion_tokens": (8,), "parallel_tool_calls": (True, False),
+        "reasoning_effort": ("low", "none"), "documents": ([{"text": "a"}], [{}] * 50),
+        "add_generation_prompt": (True, False), "continue_final_message": (True, False),
+        "modalities": (["text"], ["audio"]), "chat_template": ("{{ messages }}",),
+        "functions": ([],), "prediction": (None,),
+    },
+    "/v1/responses": {
+        "instructions": ("the", ""), "parallel_tool_calls": (True, False),
+        "reasoning": ({"effort": "low", "summary": "auto"}, {}), "previous_response_id": ("r",),
+        "text": ({"format": {"type": "json_object"}}, {"verbosity": "low"}, {
+            "format": {"type": "json_schema", "name": "x", "schema": {"type": "integer"}},
+        }),
+        "truncation": ("disabled", "auto"), "tool_choice": ("auto", "none", "required", {
+            "type": "function", "name": "f0",
+        }),
+        "include": (["message.output_text.logprobs"], ["reasoning.encrypted_content"]),
+        "max_tool_calls": (1,), "background": (False, True),
+    },
+}  # fmt: skip
+"""Members of one route."""
 
 
 def openai_case(rng: random.Random) -> Case:
@@ -55,8 +82,9 @@ def openai_case(rng: random.Random) -> Case:
     path = rng.choice(tuple(_ROUTES))
     malice = rng.choice((0.0, 0.0, 0.1, 0.4))
     value = {"model": "ensemble", **_ROUTES[path](rng)}
-    for name in rng.sample(tuple(_FIELDS), rng.randint(0, 6)):
-        value[name] = rng.choice(_FIELDS[name])
+    known = {**_FIELDS, **_FIELDS_OF.get(path, {})}
+    for name in rng.sample(tuple(known), rng.choice((0, 0, 1, 2, 3, 6))):
+        value[name] = rng.choice(known[name])
     if path == "/v1/responses" and "max_tokens" in value:
         value["max_output_tokens"] = value.pop("max_tokens")
     for name in tuple(value):
@@ -135,7 +163,7 @@ def _chat(rng: random.Random) -> dict[str, Any]:
     if rng.random() < 0.2:
         choices = ("auto", "none", "required", {"type": "function", "function": {"name": "f0"}})
         value |= {"tools": _tools(rng), "tool_choice": rng.choice(choices)}
-    elif rng.random() < 0.2:
+    if rng.random() < 0.2:
         schema = {"name": "x", "schema": rng.choice(_SCHEMAS)}
         value["response_format"] = rng.choice((
             {"type": "json_object"}, {"type": "text"},
@@ -143,8 +171,6 @@ def _chat(rng: random.Random) -> dict[str, Any]:
         ))  # fmt: skip
     if rng.random() < 0.1:
         value["chat_template_kwargs"] = {"enable_thinking": True, "x": [1]}
-    if rng.random() < 0.1:
-        value["continue_final_message"] = True
     return value
 
 
@@ -184,6 +210,8 @@ def _tokens(rng: random.Random) -> dict[str, Any]:
     return rng.choice((
         {"prompt": _text(rng)}, {"messages": _messages(rng)},
         {"prompt": "a", "return_token_strs": 1},
+        {"prompt": _text(rng), "return_token_strs": True},
+        {"messages": _messages(rng), "add_generation_prompt": False, "tools": _tools(rng)},
     ))  # fmt: skip
 
 

@@ -30,7 +30,7 @@ for _folder in (_ROOT, _FAULTS.parent / "e2e", _FAULTS, _FAULTS / "fuzz"):
 
 from campaign import Campaign, Target, case_of  # noqa: E402
 from cases import corpus, write  # noqa: E402
-from forms import FORMS, Access, flags_of  # noqa: E402
+from forms import FORMS, VALUES, Access, flags_of  # noqa: E402
 from sending import Ports  # noqa: E402
 from served import DEMO_MODEL, Served, init_repo, run_trimaran  # noqa: E402
 
@@ -81,6 +81,8 @@ def demo_server(
         "tokenizer_dir": str(DEMO_MODEL), "engine_dir": str(engine), "decoupled_mode": "True",
         "guided_decoding_backend": "xgrammar",
     }  # fmt: skip
+    for form in forms:
+        values |= VALUES.get(form, {})
     fill = ",".join(f"{key}:{value}" for key, value in values.items())
     init_repo(str(folder / "models"), "--defaults", "--fill", fill)
     template = folder / "chat.jinja"
@@ -167,8 +169,8 @@ def _options() -> argparse.Namespace:
     add("--json", type=Path, help="write the report to this file too")
     add("--serve-flags", default="", help="flags of the server that is started")
     add("--form", choices=FORMS, action="append", default=[],
-        help="serve with TLS, with API keys and restricted APIs, or with two front ends; "
-        "several may be given")  # fmt: skip
+        help="serve with TLS, with API keys and restricted APIs, with two front ends, or with "
+        "drafts; several may be given")  # fmt: skip
     add("--pid", type=int, default=0, help="the process of a `trimaran serve` that runs")
     add("--ports", type=int, nargs="+", metavar="PORT",
         help="its HTTP, gRPC and metrics ports, and the OpenAI port if it has one")  # fmt: skip
