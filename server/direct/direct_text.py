@@ -17,7 +17,7 @@ from trimaran.server.models.graph_model import prefixed, sequence_parameters
 from trimaran.server.models.sequence_outputs import REASONS
 from trimaran.server.models.text_models import native_pipeline
 from trimaran.server.models.token_model import TokenModel
-from trimaran.server.models.tokenizer import INLINE_IDS, IncrementalDetokenizer
+from trimaran.server.models.tokenizer import INLINE_IDS
 
 
 @dataclass(slots=True)
@@ -134,9 +134,7 @@ class DirectText:
         self, plain: PlainRequest, chunk: TokenChunk, began_ns: int
     ) -> PlainAnswer:
         steps, ids = self._steps, chunk.token_ids
-        detokenizer = IncrementalDetokenizer(
-            steps.tokenizer, plain.prompt_ids, plain.skip_special_tokens
-        )
+        detokenizer = steps.tokenizer.detokenizer(plain.prompt_ids, plain.skip_special_tokens)
         push = partial(detokenizer.push, ids, is_last=True)
         text = push() if len(ids) <= INLINE_IDS else await steps.tokenizer.in_thread(push)
         steps.postprocessing.count(time.monotonic_ns() - began_ns)

@@ -26,7 +26,7 @@ from trimaran.server.models.sample_inputs import SampleInputs, batch_size
 from trimaran.server.models.sequence_outputs import STOPPED, Progress, SequenceOutputs
 from trimaran.server.models.stop_text import StopText, StopWords, TextAnswer
 from trimaran.server.models.token_job import ChunkResponse
-from trimaran.server.models.tokenizer import INLINE_IDS, IncrementalDetokenizer, Tokenizer
+from trimaran.server.models.tokenizer import INLINE_IDS, Tokenizer
 from trimaran.server.models.transaction import num_responses
 
 _FEW_IDS = 128
@@ -326,9 +326,7 @@ class TextRun:
 
     def _new_answer(self, sample: int) -> TextAnswer:
         ids = self._prompt_ids(sample)
-        detokenizer = IncrementalDetokenizer(
-            self._steps.tokenizer, ids, self._skips_special_tokens()
-        )
+        detokenizer = self._steps.tokenizer.detokenizer(ids, self._skips_special_tokens())
         stop = StopText(self._stop_words[sample], hides_word=self.hides_stop_words)
         return TextAnswer(detokenizer, stop, Progress(len(ids)))
 

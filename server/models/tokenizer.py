@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from abc import ABC, abstractmethod
+from codecs import utf_8_decode
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
+
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders
 
 from trimaran.comm.tokenizers.end_ids import end_ids_of, named_ids
 from trimaran.comm.tokenizers.prepare import prepare
@@ -43,6 +48,24 @@ def _bytes_by_character() -> dict[str, int]:
 
 
 _BYTE_OF = _bytes_by_character()
+
+
+class _Pieces(dict[int, bytes]):
+    """The bytes of each id in the texts of a byte-level tokenizer, looked up once each."""
+
+    def __init__(self, fast: FastTokenizer) -> None:
+        super().__init__()
+        self._fast = fast
+
+    def __missing__(self, token_id: int) -> bytes:
+        token: str = self._fast.id_to_token(token_id) or ""
+        # The library takes a token with any other character as it is, and added tokens like
+        # the others.
+        is_plain = all(character in _BYTE_OF for character in token)
+        found = bytes(_BYTE_OF[c] for c in token) if is_plain else token.encode()
+        self[token_id] = found
+        return found
+
 
 T = TypeVar("T")
 
@@ -83,6 +106,9 @@ class Tokenizer:
         self.limits = TextLimits(longest_token_bytes(self._fast), max_text_bytes)
         self._added_ids = frozenset(added)
         self._is_byte_level = self._fast.token_to_id("\u0120") is not None
+        self._pieces: _Pieces | None = None
+        if isinstance(self._fast.decoder, decoders.ByteLevel):
+            self._pieces = _Pieces(self._fast)
 
     async def encode(self, texts: list[str], add_special_tokens: bool) -> EncodedTexts:
         """The ids of each text: of short texts at once, of longer ones in a thread, of long
@@ -152,6 +178,14 @@ class Tokenizer:
             text = self._fast.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
+    def detokenizer(
+        self, prompt_ids: Sequence[int] | Ids, skip_special_tokens: bool = True
+    ) -> IncrementalDetokenizer:
+        """What turns the ids behind a prompt into text as they come."""
+        if self._pieces is not None:
+            return ByteDetokenizer(self, self._pieces, prompt_ids, skip_special_tokens)
+        return WindowDetokenizer(self, prompt_ids, skip_special_tokens)
+
     def named(self, ids: tuple[int, ...]) -> str:
         """Ids with their tokens, for messages."""
         return named_ids(self._fast, ids)
@@ -194,12 +228,74 @@ _MAX_HELD_IDS = 32
 _REPLACEMENT = "\ufffd"
 
 
-class IncrementalDetokenizer:
-    """Turns ids into deltas whose concatenation is the text of all ids.
+class IncrementalDetokenizer(ABC):
+    """Turns ids into deltas whose concatenation is the text of all ids. Ids that end inside a
+    character wait for more. The cost of a step does not grow with the sequence.
+    """
 
-    Two windows over the ids are decoded, with and without the new ones, and their
-    difference is the delta; ids that end inside a character wait for more.
-    The cost of a step does not grow with the sequence.
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+        self._dropped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        """Ids without text."""
+
+        self._cleaner = _Cleaner() if tokenizer.facts.cleans_up else None
+
+    def push(self, ids: list[int], is_last: bool = False) -> str:
+        """The text that these ids complete; with ``is_last`` all remaining text."""
+        delta = self._delta(ids, is_last)
+        return delta if self._cleaner is None else self._cleaner.push(delta, is_last)
+
+    @abstractmethod
+    def _delta(self, ids: list[int], is_last: bool) -> str:
+        """`push`, with the spaces that cleaning up takes out."""
+
+    def _kept(self, ids: Iterable[int]) -> list[int]:
+        return [token for token in ids if token not in self._dropped]
+
+    def _end_of(self, prompt_ids: Sequence[int] | Ids, count: int) -> list[int]:
+        """The last ids of a prompt that have text, at most ``count``."""
+        found: list[int] = []
+        for token in reversed(prompt_ids):
+            if token not in self._dropped:
+                found.append(int(token))
+            if len(found) == count:
+                break
+        return found[::-1]
+
+
+class ByteDetokenizer(IncrementalDetokenizer):
+    """For tokenizers whose texts are the bytes of their ids one behind the other.
+
+    A look-up for each id takes a fraction of the time in which the library decodes a window.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        pieces: Mapping[int, bytes],
+        prompt_ids: Sequence[int] | Ids,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        """``pieces`` are the bytes of each id."""
+        super().__init__(tokenizer, skip_special_tokens)
+        self._pieces = pieces
+        self._rest = b""
+        """The beginning of a character whose end has not come."""
+
+        # A prompt of ids may end inside a character.
+        self._delta(self._end_of(prompt_ids, _MAX_OPEN_IDS), False)
+
+    def _delta(self, ids: list[int], is_last: bool) -> str:
+        pieces, dropped = self._pieces, self._dropped
+        raw = self._rest + b"".join([pieces[token] for token in ids if token not in dropped])
+        # Broken bytes become the same replacement characters as in the library.
+        text, num_bytes = utf_8_decode(raw, "replace", is_last)
+        self._rest = raw[num_bytes:]
+        return text
+
+
+class WindowDetokenizer(IncrementalDetokenizer):
+    """For all tokenizers: two windows over the ids are decoded, with and without the new ones,
+    and their difference is the delta.
     """
 
     def __init__(
@@ -208,19 +304,13 @@ class IncrementalDetokenizer:
         prompt_ids: Sequence[int] | Ids,
         skip_special_tokens: bool = True,
     ) -> None:
+        super().__init__(tokenizer, skip_special_tokens)
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
         # Skipped ids have no text; as context they would hide the space before the next id.
-        self._dropped = tokenizer.special_ids if skip_special_tokens else frozenset()
-        self._ids = self._context(prompt_ids)
+        self._ids = self._end_of(prompt_ids, _CONTEXT_IDS + _MAX_OPEN_IDS)
         self._num_shown, self._shown_text = 0, ""
         self._show(len(self._ids))
-        self._cleaner = _Cleaner() if tokenizer.facts.cleans_up else None
-
-    def push(self, ids: list[int], is_last: bool = False) -> str:
-        """The text that these ids complete; with ``is_last`` all remaining text."""
-        delta = self._delta(ids, is_last)
-        return delta if self._cleaner is None else self._cleaner.push(delta, is_last)
 
     def _delta(self, ids: list[int], is_last: bool) -> str:
         self._ids += self._kept(ids)
@@ -265,21 +355,8 @@ class IncrementalDetokenizer:
         self._num_shown = size
         self._shown_text = text
 
-    def _context(self, prompt_ids: Sequence[int] | Ids) -> list[int]:
-        """The last ids of a prompt that have text, as many as `_show` looks at."""
-        found: list[int] = []
-        for token in reversed(prompt_ids):
-            if token not in self._dropped:
-                found.append(int(token))
-            if len(found) == _CONTEXT_IDS + _MAX_OPEN_IDS:
-                break
-        return found[::-1]
-
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode_raw(ids, self._skip)
-
-    def _kept(self, ids: Iterable[int]) -> list[int]:
-        return [token for token in ids if token not in self._dropped]
 
 
 # A longer tail of characters that cleaning up looks at is passed on as it is.

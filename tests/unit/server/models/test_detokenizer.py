@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,12 @@ from tokenizers import decoders, normalizers, pre_tokenizers, trainers
 from tokenizers.models import BPE, WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from trimaran.server.models.tokenizer import IncrementalDetokenizer, Tokenizer
+from trimaran.server.models.tokenizer import (
+    ByteDetokenizer,
+    IncrementalDetokenizer,
+    Tokenizer,
+    WindowDetokenizer,
+)
 
 TEXT = "größer 東京🙂🎉  and so on, 👨‍👩‍👧‍👦 a\n\tb — Ünïcödé кириллица 🏳️‍🌈 the end"
 
@@ -66,9 +73,14 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
 
 
 def _deltas(
-    tokenizer: Tokenizer, prompt: list[int], ids: list[int], draw: random.Random, most: int
+    tokenizer: Tokenizer,
+    prompt: list[int],
+    ids: list[int],
+    draw: random.Random,
+    most: int,
+    make: Callable[[Tokenizer, list[int]], IncrementalDetokenizer] = Tokenizer.detokenizer,
 ) -> list[str]:
-    detokenizer = IncrementalDetokenizer(tokenizer, prompt)
+    detokenizer = make(tokenizer, prompt)
     deltas, start = [], 0
     while start < len(ids):
         end = start + draw.randint(1, most)
@@ -77,8 +89,9 @@ def _deltas(
     return deltas
 
 
+@pytest.mark.parametrize("make", [Tokenizer.detokenizer, WindowDetokenizer])
 @pytest.mark.parametrize("most", [1, 2, 5, 50])
-def test_deltas_join_to_the_text_after_the_prompt(tokenizer, most):
+def test_deltas_join_to_the_text_after_the_prompt(tokenizer, most, make):
     draw = random.Random(most)
     ids = tokenizer.encode_now(TEXT * 3, False)
     whole = tokenizer.decode(ids)
@@ -89,9 +102,50 @@ def test_deltas_join_to_the_text_after_the_prompt(tokenizer, most):
         prompt_text = tokenizer.decode(ids[:num_prompt])
         if prompt_text.endswith("\ufffd"):
             continue
-        deltas = _deltas(tokenizer, ids[:num_prompt], ids[num_prompt:], draw, most)
+        deltas = _deltas(tokenizer, ids[:num_prompt], ids[num_prompt:], draw, most, make)
         assert prompt_text + "".join(deltas) == whole
         assert not any("\ufffd" in delta for delta in deltas)
+
+
+@pytest.fixture(scope="module")
+def odd_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A byte-level tokenizer with added tokens, of letters that stand for bytes and others."""
+    folder = tmp_path_factory.mktemp("odd")
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    fast = FastTokenizer(
+        BPE({character: n for n, character in enumerate(sorted(alphabet))}, [])
+    )
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = decoders.ByteLevel()
+    fast.add_tokens(["<call>", "é", "日本", "Ġx", "a b"])
+    fast.add_special_tokens(["<end>", "\u3000"])
+    fast.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.mark.parametrize("skips", [True, False])
+@pytest.mark.parametrize("folder", ["tokenizer_folder", "odd_folder"])
+def test_deltas_of_any_ids_of_a_byte_level_tokenizer_join_to_the_librarys_text(
+    folder, skips, request
+):
+    """Broken characters, added and special tokens, ids outside the vocabulary."""
+    tokenizer = Tokenizer(str(request.getfixturevalue(folder)))
+    draw = random.Random(5)
+    for _ in range(300):
+        ids = [draw.randrange(tokenizer.num_ids + 3) for _ in range(draw.randint(1, 60))]
+        detokenizer = tokenizer.detokenizer([], skips)
+        assert isinstance(detokenizer, ByteDetokenizer)
+        cuts = sorted(draw.randrange(len(ids) + 1) for _ in range(draw.randint(0, 20)))
+        parts = [ids[a:b] for a, b in pairwise([0, *cuts, len(ids)])]
+        text = "".join(detokenizer.push(part) for part in parts)
+        assert text + detokenizer.push([], is_last=True) == tokenizer.decode_raw(ids, skips)
+
+
+def test_a_character_that_begins_in_the_prompts_ids_is_shown_whole(tokenizer_folder):
+    tokenizer = Tokenizer(str(tokenizer_folder))
+    ids = tokenizer.encode_now("a 🙂 b", False)
+    middle = next(n for n in range(len(ids)) if tokenizer.decode(ids[:n]).endswith("\ufffd"))
+    assert _deltas(tokenizer, ids[:middle], ids[middle:], random.Random(0), 9) == ["🙂 b"]
 
 
 class Counting:
@@ -110,7 +164,7 @@ class Counting:
 def test_the_cost_of_a_detokenized_step_is_independent_of_the_sequence_length(tokenizer):
     counting = Counting(tokenizer)
     ids = tokenizer.encode_now(TEXT, False)
-    detokenizer = IncrementalDetokenizer(counting, ids * 20)
+    detokenizer = WindowDetokenizer(counting, ids * 20)
     text = "".join(detokenizer.push([token]) for token in ids * 20)
     assert text.endswith("the end")
     assert max(counting.lengths) <= 32
@@ -126,7 +180,7 @@ def test_a_skipped_id_does_not_swallow_the_next_space(tokenizer):
     ids = tokenizer.encode_now("so on", False)
     end = tokenizer.encode_now(" and so on", False)
     special = min(tokenizer.special_ids)
-    detokenizer = IncrementalDetokenizer(tokenizer, ids)
+    detokenizer = tokenizer.detokenizer(ids)
     text = "".join(detokenizer.push([token]) for token in [special, special, *end])
     assert text.startswith(" ")
     assert text.strip() == "and so on"
@@ -134,13 +188,13 @@ def test_a_skipped_id_does_not_swallow_the_next_space(tokenizer):
 
 def test_special_ids_become_text_unless_skipped(tokenizer_folder):
     tokenizer = Tokenizer(str(tokenizer_folder))
-    detokenizer = IncrementalDetokenizer(tokenizer, [0], skip_special_tokens=False)
+    detokenizer = tokenizer.detokenizer([0], skip_special_tokens=False)
     assert detokenizer.push([1]) == "</s>"
 
 
 def test_an_unfinished_character_shows_only_at_the_end(tokenizer):
     ids = tokenizer.encode_now("🙂", False)
-    detokenizer = IncrementalDetokenizer(tokenizer, tokenizer.encode_now("a", False))
+    detokenizer = tokenizer.detokenizer(tokenizer.encode_now("a", False))
     early = "".join(detokenizer.push([token]) for token in ids[:-1])
     assert early.strip() == ""
     assert set(detokenizer.push([], is_last=True)) == {"\ufffd"}
@@ -149,7 +203,7 @@ def test_an_unfinished_character_shows_only_at_the_end(tokenizer):
 def test_invalid_bytes_are_shown_after_a_few_tokens(tokenizer_folder):
     tokenizer = Tokenizer(str(tokenizer_folder))
     (first_byte,) = (i for i in range(600) if tokenizer._fast.id_to_token(i) == "ð")
-    detokenizer = IncrementalDetokenizer(tokenizer, [0])
+    detokenizer = tokenizer.detokenizer([0])
     deltas = [detokenizer.push([first_byte]) for _ in range(100)]
     assert len("".join(deltas)) > 60
 
@@ -186,7 +240,7 @@ def spaced_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_deltas_of_text_that_is_cleaned_up_join_to_the_whole_text(spaced_folder, text, skips):
     tokenizer = Tokenizer(str(spaced_folder))
     ids = tokenizer.encode_now(text, False)
-    detokenizer = IncrementalDetokenizer(tokenizer, [], skips)
+    detokenizer = tokenizer.detokenizer([], skips)
     deltas = [detokenizer.push([each]) for each in ids[:-1]]
     deltas.append(detokenizer.push(ids[-1:], is_last=True))
     reference = PreTrainedTokenizerFast.from_pretrained(str(spaced_folder))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import xgrammar
 
-from trimaran.server.models.tokenizer import IncrementalDetokenizer, Tokenizer
+from trimaran.server.models.tokenizer import Tokenizer
 from trimaran.server.openai.output_parser import Kind, OutputParser, Reasoning
 from trimaran.server.openai.structural_tags import Pieces
 from trimaran.server.openai.tool_formats import FORMATS, format_of_template
@@ -180,7 +180,7 @@ def tokenizer():
 
 def detokenized(ids, size):
     """The text of ids, in bursts of so many, as the front end makes it."""
-    detokenizer = IncrementalDetokenizer(tokenizer(), [])
+    detokenizer = tokenizer().detokenizer([])
     for start in range(0, len(ids), size):
         yield detokenizer.push(ids[start : start + size], is_last=start + size >= len(ids))
 
