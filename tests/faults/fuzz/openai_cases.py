@@ -69,6 +69,10 @@ _FIELDS_OF: dict[str, dict[str, tuple[Any, ...]]] = {
         "include": (["message.output_text.logprobs"], ["reasoning.encrypted_content"]),
         "max_tool_calls": (1,), "background": (False, True),
     },
+    "/tokenize": {
+        "add_special_tokens": (True, False), "return_token_strs": (True, False),
+        "add_generation_prompt": (False,), "continue_final_message": (True,),
+    },
 }  # fmt: skip
 """Members of one route."""
 
@@ -79,11 +83,12 @@ def openai_case(rng: random.Random) -> Case:
         target = rng.choice(_GETS)
         case = with_manners(rng, f"openai: GET {target}", "GET", target, "")
         return Case(**{**case.to_dict(), "port": "openai"})
-    path = rng.choice(tuple(_ROUTES))
+    path = rng.choices(tuple(_ROUTES), _WEIGHTS)[0]
     malice = rng.choice((0.0, 0.0, 0.1, 0.4))
     value = {"model": "ensemble", **_ROUTES[path](rng)}
-    known = {**_FIELDS, **_FIELDS_OF.get(path, {})}
-    for name in rng.sample(tuple(known), rng.choice((0, 0, 1, 2, 3, 6))):
+    own = _FIELDS_OF.get(path, {})
+    known = own if path.endswith("tokenize") else {**_FIELDS, **own}
+    for name in rng.sample(tuple(known), min(len(known), rng.choice((0, 0, 1, 2, 3, 6)))):
         value[name] = rng.choice(known[name])
     if path == "/v1/responses" and "max_tokens" in value:
         value["max_output_tokens"] = value.pop("max_tokens")
@@ -224,3 +229,4 @@ _ROUTES: dict[str, Callable[[random.Random], dict[str, Any]]] = {
     "/v1/embeddings": lambda rng: {"input": _text(rng)},
     "/v1/x": _chat,
 }
+_WEIGHTS = (8, 5, 5, 2, 2, 1, 1)
