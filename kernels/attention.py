@@ -43,7 +43,17 @@ class AttentionSpec:
     for a cache in the dtype of queries.
     """
 
+    sink_logits: Tensor | None = field(default=None, repr=False)
+    """float32 [N]: a head's learned score of no key, in the denominator of its softmax alone
+    (gpt-oss); None for a softmax over keys. Unlike ``num_sinks``, no token stands behind it.
+    """
+
     def __post_init__(self) -> None:
+        if self.sink_logits is not None and self.latent_size:
+            raise ValueError(
+                f"attention takes no sink_logits with a latent_size ({self.latent_size}). "
+                "Leave out the logits."
+            )
         if self.kv_scales is not None and self.latent_size:
             raise ValueError(
                 f"attention takes no kv_scales with a latent_size ({self.latent_size}). Leave "

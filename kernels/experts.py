@@ -9,6 +9,7 @@ from trimaran.kernels.build import KernelsUnavailableError
 from trimaran.kernels.cuda.build import check_compiler
 from trimaran.kernels.cuda.grouped_gemm import GroupedGemm
 from trimaran.kernels.cuda.hopper_gemm import can_multiply
+from trimaran.kernels.routing import ExpertForm
 from trimaran.kernels.tables.grouped_table import (
     GroupedKind,
     GroupedShape,
@@ -29,7 +30,7 @@ class MeasuredExperts:
     """The weighted sums of each token's experts, by the measured tables.
 
     With our Hopper kernel, bf16 or float16, an expert's output is rounded to that dtype before
-    it is weighted. Triton serves shapes without a table entry.
+    it is weighted. Triton serves shapes without a table entry, and experts of another form.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, table: GroupedTable) -> None:
@@ -47,9 +48,12 @@ class MeasuredExperts:
         gate_up_XED: Tensor,
         down_XDF: Tensor,
         first_expert: int = 0,
+        form: ExpertForm | None = None,
     ) -> Tensor:
         """See `Ops.expert_mlp`. Safe under CUDA graph capture."""
         inputs = (x_TD, weights_TC, ids_TC, gate_up_XED, down_XDF, first_expert)
+        if form is not None:
+            return triton_experts.expert_mlp(*inputs, form)
         if can_stream(ids_TC.shape[0], ids_TC.shape[1], gate_up_XED):
             return stream_experts(*inputs)
         num_experts, outputs, inner = gate_up_XED.shape
@@ -57,7 +61,7 @@ class MeasuredExperts:
         gated = self._table.pick(rows, (num_experts, outputs, inner), "gated")
         plain = self._table.pick(rows, (num_experts, inner, outputs // 2), "plain")
         if isinstance(gated, TritonCut) and isinstance(plain, TritonCut):
-            return triton_experts.expert_mlp(*inputs, (gated, plain))
+            return triton_experts.expert_mlp(*inputs, None, (gated, plain))
         if not (isinstance(gated, GroupedShape) and isinstance(plain, GroupedShape)):
             return triton_experts.expert_mlp(*inputs)
         if not rows:
@@ -93,11 +97,12 @@ class FixedExperts:
         gate_up_XED: Tensor,
         down_XDF: Tensor,
         first_expert: int = 0,
+        form: ExpertForm | None = None,
     ) -> Tensor:
         """See `Ops.expert_mlp`. Safe under CUDA graph capture."""
         cut = triton_experts.likely_cut(triton_experts.FIXED_ROWS, x_TD.dtype)
         return triton_experts.expert_mlp(
-            x_TD, weights_TC, ids_TC, gate_up_XED, down_XDF, first_expert, (cut, cut)
+            x_TD, weights_TC, ids_TC, gate_up_XED, down_XDF, first_expert, form, (cut, cut)
         )
 
 

@@ -22,6 +22,7 @@ from trimaran.kernels.quantized import (
     Fp8Product,
     Fp8Weight,
 )
+from trimaran.kernels.routing import ExpertForm
 from trimaran.kernels.torch_ops import TorchOps
 from trimaran.kernels.triton import elementwise as triton_elementwise
 from trimaran.kernels.triton import fp8_experts as triton_fp8_experts
@@ -133,9 +134,11 @@ class TritonOps(TorchOps):
         gate_up: IntegerExperts,
         down: IntegerExperts,
         first_expert: int = 0,
+        form: ExpertForm | None = None,
     ) -> Tensor:
+        cuts = triton_integer_experts.FIXED_CUTS if self.is_deterministic else None
         return triton_integer_experts.expert_mlp(
-            x, weights, ids, gate_up, down, first_expert, is_fixed=self.is_deterministic
+            x, weights, ids, gate_up, down, first_expert, form, cuts
         )
 
     def head_linear(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -180,8 +183,9 @@ class TritonOps(TorchOps):
         gate_up: Tensor,
         down: Tensor,
         first_expert: int = 0,
+        form: ExpertForm | None = None,
     ) -> Tensor:
-        return self._experts.expert_mlp(x, weights, ids, gate_up, down, first_expert)
+        return self._experts.expert_mlp(x, weights, ids, gate_up, down, first_expert, form)
 
     def rotated_attention(
         self,

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from trimaran.kernels.integers import Groups, IntegerExperts, IntegerWeight
-from trimaran.kernels.reference import silu_and_mul, sum_experts
+from trimaran.kernels.reference import clamped_swiglu, silu_and_mul, sum_experts
+from trimaran.kernels.routing import ExpertForm
 
 # Shapes: T tokens, D inner width, E outputs, G groups of inputs, X experts, C experts of a
 # token.
@@ -125,6 +126,7 @@ def expert_mlp(
     gate_up: IntegerExperts,
     down: IntegerExperts,
     first_expert: int = 0,
+    form: ExpertForm | None = None,
 ) -> Tensor:
     """See `Ops.integer_expert_mlp`; the experts are those of `expert_storage`."""
 
@@ -140,7 +142,11 @@ def expert_mlp(
         return ReferenceIntegerProduct(weight, has_byte_inputs=False)
 
     def run(expert: int, rows: Tensor) -> Tensor:
-        return product(down, expert)(silu_and_mul(product(gate_up, expert)(rows)))
+        if form is None:
+            return product(down, expert)(silu_and_mul(product(gate_up, expert)(rows)))
+        both = product(gate_up, expert)(rows, form.gate_up_bias[expert])
+        inner = clamped_swiglu(both, form.alpha, form.limit)
+        return product(down, expert)(inner, form.down_bias[expert])
 
     experts = range(first_expert, first_expert + len(gate_up.values))
     return sum_experts(x_TD, weights_TC, ids_TC, experts, run)

@@ -17,7 +17,12 @@ from trimaran.kernels.quantized import (
     Fp8Product,
     Fp8Weight,
 )
-from trimaran.kernels.routing import ExpertCounter, ExpertRouting, ExpertSlotTable
+from trimaran.kernels.routing import (
+    ExpertCounter,
+    ExpertForm,
+    ExpertRouting,
+    ExpertSlotTable,
+)
 
 
 class Ops(Protocol):
@@ -179,13 +184,14 @@ class Ops(Protocol):
         gate_up: Tensor,
         down: Tensor,
         first_expert: int = 0,
+        form: ExpertForm | None = None,
     ) -> Tensor:
         """The weighted sum [T, D] of the outputs of each token's experts, in float32, rounded
         once.
 
         ``gate_up`` [X, E, D] has gate rows above up rows; ``down`` is [X, D, F]. The matrices
         belong to the experts from ``first_expert`` on. A chosen expert of another rank adds
-        nothing.
+        nothing. Without a ``form`` experts compute SwiGLU and have no biases.
         """
         ...
 
@@ -226,6 +232,7 @@ class Ops(Protocol):
         gate_up: IntegerExperts,
         down: IntegerExperts,
         first_expert: int = 0,
+        form: ExpertForm | None = None,
     ) -> Tensor:
         """`expert_mlp` by matrices of integers. SwiGLU is rounded to the dtype of ``x``."""
         ...

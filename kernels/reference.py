@@ -20,7 +20,12 @@ from trimaran.kernels.kv_quantization import (
     as_bytes,
     quantize_heads,
 )
-from trimaran.kernels.routing import ExpertCounter, ExpertRouting, ExpertSlotTable
+from trimaran.kernels.routing import (
+    ExpertCounter,
+    ExpertForm,
+    ExpertRouting,
+    ExpertSlotTable,
+)
 
 # Shapes: T tokens, D and E widths, S sequences, M blocks of the longest sequence, Q queries
 # of the longest sequence, L its tokens, B tokens of a block, N query heads, K key-value
@@ -112,6 +117,13 @@ def silu_and_mul(gate_up_TE: Tensor) -> Tensor:
     return (F.silu(gate) * up).to(gate_up_TE.dtype)
 
 
+def clamped_swiglu(gate_up_TE: Tensor, alpha: float, limit: float) -> Tensor:
+    """See `ExpertForm`; in float32, rounded once."""
+    gate, up = gate_up_TE.float().chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (gate * sigmoid(alpha * gate) * (up + 1)).to(gate_up_TE.dtype)
+
+
 def gelu_and_mul(gate_up_TE: Tensor, name: str) -> Tensor:
     gate, up = gate_up_TE.float().chunk(2, dim=-1)
     if name == "gelu":
@@ -196,13 +208,18 @@ def expert_mlp(
     gate_up_XED: Tensor,
     down_XDF: Tensor,
     first_expert: int = 0,
-    products: tuple[Callable[..., Tensor], Callable[..., Tensor]] = (gated_linear, linear),
+    form: ExpertForm | None = None,
+    products: tuple[Callable[..., Tensor], ...] = (gated_linear, linear, clamped_swiglu),
 ) -> Tensor:
-    """``products`` are a backend's `gated_linear` and `linear`."""
-    gated, plain = products
+    """``products`` are a backend's `gated_linear`, `linear` and `clamped_swiglu`."""
+    gated, plain, clamped = products
 
     def run(expert: int, rows: Tensor) -> Tensor:
-        return plain(gated(rows, gate_up_XED[expert]), down_XDF[expert])
+        if form is None:
+            return plain(gated(rows, gate_up_XED[expert]), down_XDF[expert])
+        both = plain(rows, gate_up_XED[expert], form.gate_up_bias[expert])
+        inner = clamped(both, form.alpha, form.limit)
+        return plain(inner, down_XDF[expert], form.down_bias[expert])
 
     experts = range(first_expert, first_expert + gate_up_XED.shape[0])
     return sum_experts(x_TD, weights_TC, ids_TC, experts, run)
@@ -429,5 +446,15 @@ def _attend(
         is_past = tokens <= position_SQ[:, :, None] - spec.window
         is_hidden |= is_past & (tokens >= spec.num_sinks)
     scores = scores.masked_fill(is_hidden[:, :, None, None, :], float("-inf"))
-    output = torch.einsum("sqkgl,slkh->sqkgh", torch.softmax(scores, dim=-1), value_SLKH)
+    weights = _softmax_of_keys(scores, spec.sink_logits)
+    output = torch.einsum("sqkgl,slkh->sqkgh", weights, value_SLKH)
     return output.flatten(2, 3).to(query_SQNH.dtype)
+
+
+def _softmax_of_keys(scores_SQKGL: Tensor, sink_logits_N: Tensor | None) -> Tensor:
+    """The softmax over keys; with sinks in the denominator, the weights' sum is below 1."""
+    if sink_logits_N is None:
+        return torch.softmax(scores_SQKGL, dim=-1)
+    shape = (*scores_SQKGL.shape[:-1], 1)
+    sinks = sink_logits_N.view(1, 1, *shape[2:]).expand(shape)
+    return torch.softmax(torch.cat((scores_SQKGL, sinks), dim=-1), dim=-1)[..., :-1]

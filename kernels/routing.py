@@ -1,4 +1,4 @@
-"""From router logits to a choice of experts and their weights."""
+"""From router logits to a choice of experts and their weights, and the form of an expert."""
 
 from __future__ import annotations
 
@@ -59,3 +59,22 @@ class ExpertSlotTable:
 
     num_copies: Tensor
     """int32 [X], the number of valid slots, which come first."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertForm:
+    """What an expert computes beside its products, if not SwiGLU without biases.
+
+    An expert's result is ``down(glu) + down_bias``. With ``gate`` and ``up`` from the first
+    product and its bias, gates clamped from above and ups from both sides to ``limit``,
+    ``glu = gate * sigmoid(alpha * gate) * (up + 1)``, as gpt-oss defines it.
+    """
+
+    gate_up_bias: Tensor
+    """[X, E], in the dtype of the model; gates before ups."""
+
+    down_bias: Tensor
+    """[X, D]; zeros on all but one of the ranks that add up an expert's shares."""
+
+    alpha: float
+    limit: float

@@ -12,6 +12,7 @@ from trimaran.kernels.cpu.decoder import Decoder, DecoderShape, LayerWeights
 from trimaran.kernels.integer_reference import ReferenceIntegerProduct
 from trimaran.kernels.integers import IntegerProduct, IntegerWeight
 from trimaran.kernels.quantized import BlockMap, Fp8Inputs, Fp8Product, Fp8Weight
+from trimaran.kernels.routing import ExpertForm
 
 
 class TorchOps:
@@ -63,8 +64,9 @@ class TorchOps:
         gate_up: Tensor,
         down: Tensor,
         first_expert: int = 0,
+        form: ExpertForm | None = None,
     ) -> Tensor:
-        return reference.expert_mlp(x, weights, ids, gate_up, down, first_expert)
+        return reference.expert_mlp(x, weights, ids, gate_up, down, first_expert, form)
 
     def latent_attention(
         self,

@@ -36,8 +36,10 @@ def expert_storage(weights: Sequence[IntegerWeight]) -> IntegerExperts:
     return IntegerExperts(values, None, None, None, None, weights[0].bits)
 
 
-def multiply_row(linear: Kernel, row_B: Tensor, x_TD: Tensor) -> Tensor:
-    """``x @ weight.T`` [T, E] by the matrix of one expert."""
+def multiply_row(
+    linear: Kernel, row_B: Tensor, x_TD: Tensor, bias_E: Tensor | None = None
+) -> Tensor:
+    """``x @ weight.T + bias`` [T, E] by the matrix of one expert."""
     numbers = row_B[: 8 * _NUM_NUMBERS].view(torch.int64).tolist()
     base = row_B.data_ptr()
     addresses = [0 if at == _NOWHERE else base + at for at in numbers[:_NUM_TENSORS]]
@@ -45,7 +47,7 @@ def multiply_row(linear: Kernel, row_B: Tensor, x_TD: Tensor) -> Tensor:
         struct.pack(DESCRIPTION, *addresses, *numbers[_NUM_TENSORS:])
     )
     y_TE = torch.empty((x_TD.shape[0], numbers[-2]), dtype=x_TD.dtype)
-    multiply(linear, x_TD, ctypes.addressof(description), None, y_TE)
+    multiply(linear, x_TD, ctypes.addressof(description), bias_E, y_TE)
     return y_TE
 
 

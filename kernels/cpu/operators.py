@@ -24,7 +24,12 @@ from trimaran.kernels.quantized import (
     Fp8Product,
     Fp8Weight,
 )
-from trimaran.kernels.routing import ExpertCounter, ExpertRouting, ExpertSlotTable
+from trimaran.kernels.routing import (
+    ExpertCounter,
+    ExpertForm,
+    ExpertRouting,
+    ExpertSlotTable,
+)
 
 # Shapes: T tokens, D and E widths, N query heads, K key-value heads, H head size.
 
@@ -51,9 +56,10 @@ class CpuOps:
         self._integers = Kernel(library, "trimaran_integer_linear", "8q")
         self._norm = Kernel(library, "trimaran_norm", "10qd")
         self._activation = Kernel(library, "trimaran_activation", "6q")
+        self._clamped = Kernel(library, "trimaran_clamped_swiglu", "5q2d")
         self._rotate = Kernel(library, "trimaran_rotate", "8q")
         self._write_kv = Kernel(library, "trimaran_write_kv", "11q")
-        self._attention = Kernel(library, "trimaran_attention", "22q2d")
+        self._attention = Kernel(library, "trimaran_attention", "23q2d")
         library.trimaran_has_amx.restype = ctypes.c_long
         library.trimaran_set_num_threads.argtypes = [ctypes.c_long]
         library.trimaran_set_num_threads(num_threads)
@@ -139,13 +145,20 @@ class CpuOps:
         gate_up: IntegerExperts,
         down: IntegerExperts,
         first_expert: int = 0,
+        form: ExpertForm | None = None,
     ) -> Tensor:
         """One pair of products for each expert that a token has chosen."""
 
         def run(expert: int, rows: Tensor) -> Tensor:
-            both = integer_experts.multiply_row(self._integers, gate_up.values[expert], rows)
-            inner = self.silu_and_mul(both)
-            return integer_experts.multiply_row(self._integers, down.values[expert], inner)
+            first_bias = None if form is None else form.gate_up_bias[expert]
+            second_bias = None if form is None else form.down_bias[expert]
+            both = integer_experts.multiply_row(
+                self._integers, gate_up.values[expert], rows, first_bias
+            )
+            inner = self._activated(both, form)
+            return integer_experts.multiply_row(
+                self._integers, down.values[expert], inner, second_bias
+            )
 
         experts = range(first_expert, first_expert + len(gate_up.values))
         return reference.sum_experts(x, weights, ids, experts, run)
@@ -244,6 +257,18 @@ class CpuOps:
         self._activation(self._code, 0, gate_up.data_ptr(), y.data_ptr(), rows, width)
         return y
 
+    def clamped_swiglu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+        """See `ExpertForm`; ``gate_up`` is contiguous."""
+        rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+        y = torch.empty((rows, width), dtype=self._dtype)
+        self._clamped(self._code, gate_up.data_ptr(), y.data_ptr(), rows, width, alpha, limit)
+        return y
+
+    def _activated(self, gate_up: Tensor, form: ExpertForm | None) -> Tensor:
+        if form is None:
+            return self.silu_and_mul(gate_up)
+        return self.clamped_swiglu(gate_up, form.alpha, form.limit)
+
     def gelu_and_mul(self, gate_up: Tensor, name: str) -> Tensor:
         """Torch computes the result."""
         return reference.gelu_and_mul(gate_up, name)
@@ -270,10 +295,13 @@ class CpuOps:
         gate_up: Tensor,
         down: Tensor,
         first_expert: int = 0,
+        form: ExpertForm | None = None,
     ) -> Tensor:
         """One pair of products for each expert that a token has chosen."""
-        products = (self.gated_linear, self.linear)
-        return reference.expert_mlp(x, weights, ids, gate_up, down, first_expert, products)
+        products = (self.gated_linear, self.linear, self.clamped_swiglu)
+        return reference.expert_mlp(
+            x, weights, ids, gate_up, down, first_expert, form, products
+        )
 
     def embed(self, ids: Tensor, table: Tensor, first_row: int | None = None) -> Tensor:
         """Torch gathers the rows."""
@@ -377,7 +405,9 @@ class CpuOps:
             tables.stride(0), spec.window, spec.num_sinks if spec.window else 0,
             spec.latent_size, 0 if bias is None else bias.data_ptr(),
             0 if bias is None else bias.stride(0), _CACHE_CODES.get(kv_cache.dtype, 0),
-            0 if scales is None else scales.data_ptr(), spec.scale, spec.soft_cap,
+            0 if scales is None else scales.data_ptr(),
+            0 if spec.sink_logits is None else spec.sink_logits.data_ptr(),
+            spec.scale, spec.soft_cap,
         )  # fmt: skip
         return output
 

@@ -59,6 +59,8 @@ def refusal(query_TNH: Tensor, kv_cache: Tensor, spec: AttentionSpec) -> str | N
         return "a soft cap"
     if spec.position_bias is not None:
         return "a bias of positions"
+    if spec.sink_logits is not None:
+        return "a score of no key"
     if group > _ROWS:
         return f"{group} query heads to a key-value head"
     strides = (*kv_cache.stride()[:4], query_TNH.stride(0))

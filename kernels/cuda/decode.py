@@ -73,6 +73,8 @@ def refusal(query_SNH: Tensor, kv_cache: Tensor, spec: AttentionSpec) -> str | N
         return "a window, sinks or a soft cap"
     if spec.position_bias is not None:
         return "a bias of positions"
+    if spec.sink_logits is not None:
+        return "a score of no key"
     if group > _MAX_GROUP:
         return f"{group} query heads to a key-value head"
     if kv_cache.stride(4) != 1 or query_SNH.stride()[1:] != (head_size, 1):

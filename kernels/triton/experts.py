@@ -13,6 +13,7 @@ from triton.language.extra.cuda import (  # type: ignore[import-not-found,import
     gdc_wait,
 )
 
+from trimaran.kernels.routing import ExpertForm
 from trimaran.kernels.tables.grouped_table import TritonCut
 from trimaran.kernels.triton.launch import Launcher, num_tiles, padded_size
 
@@ -128,14 +129,34 @@ def _load(pointers, is_inside, IS_EVEN: tl.constexpr):  # type: ignore[no-untype
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def glu(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """SwiGLU; with ``ALPHA`` that of `ExpertForm`, which keeps NaN."""
+    if ALPHA:
+        gate = tl.where(gate > LIMIT, LIMIT, gate)
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + 1.0
+        result = gate / (1.0 + tl.exp(-ALPHA * gate)) * up
+    else:
+        result = gate / (1.0 + tl.exp(-gate)) * up
+    return result
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def add_bias(total, bias, columns, is_column):  # type: ignore[no-untyped-def]
+    """``total`` [COLUMNS, ROWS] plus the biases of its outputs."""
+    return total + tl.load(bias + columns, mask=is_column, other=0.0).to(tl.float32)[:, None]
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _experts_kernel(  # type: ignore[no-untyped-def]
-    x, weight, output, order, totals, routing_weights, x_stride, INNER: tl.constexpr,
+    x, weight, bias, output, order, totals, routing_weights, x_stride, INNER: tl.constexpr,
     OUTPUTS: tl.constexpr, CHOSEN: tl.constexpr, PADDED: tl.constexpr,
-    IS_GATED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
-    GROUP: tl.constexpr, IS_EVEN: tl.constexpr, OVERLAPS: tl.constexpr,
+    IS_GATED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, STEP: tl.constexpr, GROUP: tl.constexpr, IS_EVEN: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """A program computes ``COLUMNS`` outputs of up to ``ROWS`` choices of one expert.
 
+    With ``ALPHA`` outputs have biases [X, outputs], and SwiGLU is that of `ExpertForm`.
     ``IS_GATED``: SwiGLU of the choices' tokens, in the order by expert. Otherwise: products of
     rows in this order, times the choices' weights, each stored at its choice. Programs behind
     the last tile, whose number is on the device only, end at once.
@@ -165,7 +186,8 @@ def _experts_kernel(  # type: ignore[no-untyped-def]
         tokens = x + source[None, :].to(tl.int64) * x_stride + inner[:, None]
         total = tl.zeros([COLUMNS, ROWS], tl.float32)
         up = tl.zeros([COLUMNS, ROWS], tl.float32)
-        is_column = (columns < OUTPUTS)[:, None]
+        is_output = columns < OUTPUTS
+        is_column = is_output[:, None]
         for first in range(0, INNER, STEP):
             is_inner = inner + first < INNER
             values = _load(tokens + first, is_inner[:, None], IS_EVEN)
@@ -175,8 +197,13 @@ def _experts_kernel(  # type: ignore[no-untyped-def]
             if IS_GATED:
                 upper = _load(matrix + OUTPUTS * INNER + first, is_value, IS_EVEN)
                 up = tl.dot(upper, values, up, input_precision="ieee")
+        if ALPHA:
+            biases = bias + expert.to(tl.int64) * HEIGHT
+            total = add_bias(total, biases, columns, is_output)
+            if IS_GATED:
+                up = add_bias(up, biases + OUTPUTS, columns, is_output)
         if IS_GATED:
-            total = total / (1.0 + tl.exp(-total)) * up
+            total = glu(total, up, ALPHA, LIMIT)
             target = rows
         else:
             total = (
@@ -246,6 +273,7 @@ def expert_mlp(
     gate_up_XED: Tensor,
     down_XDF: Tensor,
     first_expert: int = 0,
+    form: ExpertForm | None = None,
     cuts: tuple[TritonCut, TritonCut] | None = None,
 ) -> Tensor:
     """The weighted sum of each token's experts; see `Ops.expert_mlp`.
@@ -265,9 +293,11 @@ def expert_mlp(
         cut = likely_cut(num_tiles(num_assignments, num_experts), x_TD.dtype)
         cuts = cut, cut
     inner_NF = torch.empty((num_assignments, inner), dtype=x_TD.dtype, device=x_TD.device)
-    _products(cuts[0], by_expert, (x_TD, gate_up_XED, inner_NF), weights_TC, is_gated=True)
+    operands = x_TD, gate_up_XED, inner_NF
+    _products(cuts[0], by_expert, operands, weights_TC, form, is_gated=True)
     parts_ND = torch.empty((num_assignments, hidden), dtype=torch.float32, device=x_TD.device)
-    _products(cuts[1], by_expert, (inner_NF, down_XDF, parts_ND), weights_TC, is_gated=False)
+    operands = inner_NF, down_XDF, parts_ND
+    _products(cuts[1], by_expert, operands, weights_TC, form, is_gated=False)
     return add_parts(parts_ND, ids_TC, num_experts, first_expert, x_TD)
 
 
@@ -322,6 +352,7 @@ def _products(
     by_expert: SortedAssignments,
     operands: tuple[Tensor, Tensor, Tensor],
     weights_TC: Tensor,
+    form: ExpertForm | None,
     *,
     is_gated: bool,
 ) -> None:
@@ -332,12 +363,23 @@ def _products(
     # Each expert with rows has at most one tile that is not full.
     tiles = num_assignments // cut.rows + min(num_experts, num_assignments)
     is_even = inner % cut.step == 0 and outputs % cut.columns == 0
+    bias, alpha, limit = form_arguments(form, matrices, is_gated=is_gated)
     args = (
-        x, matrices, output, by_expert.order, by_expert.totals, weights_TC, x.stride(0),
+        x, matrices, bias, output, by_expert.order, by_expert.totals, weights_TC, x.stride(0),
     )  # fmt: skip
     constants = (
-        inner, outputs, num_chosen, padded_size(num_experts), is_gated, cut.rows,
+        inner, outputs, num_chosen, padded_size(num_experts), is_gated, alpha, limit, cut.rows,
         cut.columns, cut.step, _GROUP, is_even,
     )  # fmt: skip
     grid = (tiles * num_tiles(outputs, cut.columns), 1)
     _multiply(grid, args, constants, num_warps=cut.num_warps, num_stages=cut.num_stages)
+
+
+def form_arguments(
+    form: ExpertForm | None, unused: Tensor, *, is_gated: bool
+) -> tuple[Tensor, float, float]:
+    """The biases of one of the products, ``unused`` without a form, and `glu`'s constants."""
+    if form is None:
+        return unused, 0.0, 0.0
+    bias = form.gate_up_bias if is_gated else form.down_bias
+    return bias, form.alpha, form.limit

@@ -15,11 +15,15 @@ from triton.language.extra.cuda import (  # type: ignore[import-not-found,import
 )
 
 from trimaran.kernels.integers import IntegerExperts
+from trimaran.kernels.routing import ExpertForm
 from trimaran.kernels.triton.experts import (
     FIXED_ROWS,
     SortedAssignments,
+    add_bias,
     add_parts,
     find_tile,
+    form_arguments,
+    glu,
     sort_assignments,
 )
 from trimaran.kernels.triton.integer_gemm import integer_floats
@@ -126,15 +130,17 @@ def _sums(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _experts_kernel(  # type: ignore[no-untyped-def]
-    x, values, scales, zeros, groups, inputs, output, order, totals, routing_weights, x_stride,
-    num_groups, OUTPUTS: tl.constexpr, NUM_STEPS: tl.constexpr, CHOSEN: tl.constexpr,
+    x, values, scales, zeros, groups, inputs, bias, output, order, totals, routing_weights,
+    x_stride, num_groups, OUTPUTS: tl.constexpr, NUM_STEPS: tl.constexpr, CHOSEN: tl.constexpr,
     PADDED: tl.constexpr, BITS: tl.constexpr, STEP: tl.constexpr, HAS_ZEROS: tl.constexpr,
-    HAS_ORDER: tl.constexpr, IS_GATED: tl.constexpr, SHARES: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, GROUP: tl.constexpr, OVERLAPS: tl.constexpr,
+    HAS_ORDER: tl.constexpr, IS_GATED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    SHARES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Program (t, s) adds up the s-th share of the steps for ``COLUMNS`` outputs of up to
     ``ROWS`` choices of one expert.
 
+    With ``ALPHA`` outputs have biases [X, outputs], and SwiGLU is that of `ExpertForm`.
     ``IS_GATED``: SwiGLU of the choices' tokens, in the order by expert; one share. Otherwise:
     products of rows in this order, times the choices' weights; a choice's shares lie side by
     side. Programs behind the last tile end at once.
@@ -175,8 +181,14 @@ def _experts_kernel(  # type: ignore[no-untyped-def]
             is_column, OUTPUTS, HEIGHT, LINE, BITS, STEP, HAS_ZEROS, HAS_ORDER, IS_GATED, ROWS,
             COLUMNS,
         )  # fmt: skip
+        if ALPHA:
+            # The first share has the biases.
+            is_biased = is_column & (share == 0)
+            total = add_bias(total, bias + expert * HEIGHT, columns, is_biased)
+            if IS_GATED:
+                up = add_bias(up, bias + expert * HEIGHT + OUTPUTS, columns, is_biased)
         if IS_GATED:
-            total = total / (1.0 + tl.exp(-total)) * up
+            total = glu(total, up, ALPHA, LIMIT)
             target = rows
         else:
             of_choices = tl.load(routing_weights + assignments, mask=is_row, other=0.0)
@@ -221,8 +233,7 @@ def expert_mlp(
     gate_up: IntegerExperts,
     down: IntegerExperts,
     first_expert: int = 0,
-    *,
-    is_fixed: bool = False,
+    form: ExpertForm | None = None,
     cuts: tuple[Cut, Cut] | None = None,
 ) -> Tensor:
     """The weighted sum of each token's experts; see `Ops.integer_expert_mlp`.
@@ -232,26 +243,26 @@ def expert_mlp(
     the groups of steps [X, S], and the input of each column plus one [X, K], 0 for padding.
 
     Rows of ``x`` are contiguous. The host does not read the choices: grids depend on the number
-    of tokens alone, so this is safe under CUDA graph capture. With ``is_fixed`` a token's
+    of tokens alone, so this is safe under CUDA graph capture. With `FIXED_CUTS` a token's
     result does not depend on the other tokens.
     """
     (num_experts, hidden), num_choices = down.values.shape[:2], ids_TC.numel()
     if not num_choices:
         return torch.empty_like(x_TD)
     inner = gate_up.values.shape[1] // 2
-    if is_fixed:
-        cuts = FIXED_CUTS
-    elif cuts is None:
+    if cuts is None:
         average = num_tiles(num_choices, num_experts)
         num_steps = down.values.shape[2]
         cuts = choose_cuts(average, num_choices, (inner, hidden), num_steps)
     by_expert = sort_assignments(ids_TC, num_experts, first_expert)
     device = x_TD.device
     inner_NF = torch.empty((num_choices, inner), dtype=x_TD.dtype, device=device)
-    _product(cuts[0], by_expert, (x_TD, inner_NF), gate_up, weights_TC, is_gated=True)
+    matrices = gate_up, form
+    _product(cuts[0], by_expert, (x_TD, inner_NF), matrices, weights_TC, is_gated=True)
     rows = num_choices * cuts[1].shares
     parts_ND = torch.empty((rows, hidden), dtype=torch.float32, device=device)
-    _product(cuts[1], by_expert, (inner_NF, parts_ND), down, weights_TC, is_gated=False)
+    matrices = down, form
+    _product(cuts[1], by_expert, (inner_NF, parts_ND), matrices, weights_TC, is_gated=False)
     return add_parts(parts_ND, ids_TC, num_experts, first_expert, x_TD)
 
 
@@ -259,13 +270,15 @@ def _product(
     cut: Cut,
     by_expert: SortedAssignments,
     operands: tuple[Tensor, Tensor],
-    experts: IntegerExperts,
+    matrices: tuple[IntegerExperts, ExpertForm | None],
     weights_TC: Tensor,
     *,
     is_gated: bool,
 ) -> None:
     """One of the two grouped products: ``operands`` are rows and the output."""
     x, output = operands
+    experts, form = matrices
+    bias, alpha, limit = form_arguments(form, experts.values, is_gated=is_gated)
     num_experts, _, num_steps = experts.values.shape[:3]
     outputs, num_choices = output.shape[1], weights_TC.numel()
     assert experts.scales is not None and experts.groups is not None
@@ -275,13 +288,13 @@ def _product(
     args = (
         x, experts.values, experts.scales,
         experts.scales if experts.zeros is None else experts.zeros, experts.groups,
-        experts.groups if experts.order is None else experts.order, output, by_expert.order,
-        by_expert.totals, weights_TC, x.stride(0), experts.scales.shape[1],
+        experts.groups if experts.order is None else experts.order, bias, output,
+        by_expert.order, by_expert.totals, weights_TC, x.stride(0), experts.scales.shape[1],
     )  # fmt: skip
     constants = (
         outputs, num_steps, weights_TC.shape[1], padded_size(num_experts), experts.bits,
-        experts.step, experts.zeros is not None, experts.order is not None, is_gated,
-        cut.shares, cut.rows, cut.columns, _GROUP,
+        experts.step, experts.zeros is not None, experts.order is not None, is_gated, alpha,
+        limit, cut.shares, cut.rows, cut.columns, _GROUP,
     )  # fmt: skip
     grid = (tiles * num_tiles(outputs, cut.columns), cut.shares)
     _multiply(grid, args, constants, num_warps=cut.warps, num_stages=cut.stages)

@@ -128,7 +128,7 @@ def test_a_token_with_fixed_tiles_does_not_depend_on_other_tokens(dtype):
 
     def run(rows: slice) -> torch.Tensor:
         return triton_experts.expert_mlp(
-            x[rows], weights[rows], ids[rows], gate_up, down, 0, (cut, cut)
+            x[rows], weights[rows], ids[rows], gate_up, down, 0, None, (cut, cut)
         )
 
     together = run(slice(0, 700))

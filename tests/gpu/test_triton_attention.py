@@ -164,6 +164,17 @@ def test_a_bias_of_positions_is_that_of_the_reference(heads, kv_heads, window):
         Batch(DTYPES[-1], CASES[name], heads=heads, kv_heads=kv_heads).check(spec)
 
 
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (9, 1)])
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 40}, {"window": 9, "num_sinks": 3}], ids=str
+)
+def test_a_score_of_no_key_counts_once_in_each_softmax(heads, kv_heads, options):
+    logits = torch.randn(heads, generator=torch.Generator().manual_seed(2)) * 2
+    spec = AttentionSpec(scale=0.3, sink_logits=logits.to(DEVICE), **options)
+    for name in ("long decodes", "both"):
+        Batch(DTYPES[-1], CASES[name], heads=heads, kv_heads=kv_heads).check(spec)
+
+
 def test_sequences_find_their_blocks_by_row():
     batch = Batch(DTYPES[-1], CASES["both"])
     batch.check(AttentionSpec(scale=batch.scale), with_rows=True)

@@ -28,6 +28,7 @@ def family_configs() -> dict[str, Any]:
         "mistral3-of-images": _mistral3_of_images(),
         **models.parallel_configs(),
         **models.expert_configs(),
+        **models.sink_configs(),
         **models.latent_configs(),
         **_odd_configs(),
     }
@@ -76,7 +77,7 @@ def _odd_configs() -> dict[str, Any]:
     }
     known = {
         **models.dense_configs(), **models.parallel_configs(), **models.expert_configs(),
-        **models.latent_configs(),
+        **models.latent_configs(), **models.sink_configs(),
     }  # fmt: skip
     changes = {
         "qwen3": heads,
@@ -89,6 +90,7 @@ def _odd_configs() -> dict[str, Any]:
         "qwen2-moe": {
             **heads, "moe_intermediate_size": 26, "shared_expert_intermediate_size": 30
         },
+        "gpt-oss": {**heads, "intermediate_size": 26},
         "deepseek3": {**heads, "num_key_value_heads": 10, "moe_intermediate_size": 26},
     }  # fmt: skip
     for name, values in changes.items():

@@ -43,7 +43,8 @@ def table(report: Report) -> str:
     """One row a model, one column a layout; a cell names the devices.
 
     Raises:
-        NotShown: a test failed or did not run on a device that ran others of as many ranks.
+        NotShown: a test failed, or did not run on a device that ran others of the model with as
+            many ranks; or no device ran it.
     """
     sizes = {device: _world_sizes(models) for device, models in report.items()}
     lines = [
@@ -62,7 +63,7 @@ def table(report: Report) -> str:
             due = [
                 outcome
                 for device, outcome in outcomes.items()
-                if LAYOUTS[layout].world_size in sizes[device]
+                if name in report[device] and LAYOUTS[layout].world_size in sizes[device]
             ]
             if cells[-1] != "–" and (not cells[-1] or set(due) != {"passed"}):
                 complaints.append(f"{name} in {layout}: {outcomes or 'did not run'}")

@@ -143,6 +143,12 @@ _DEFAULTS: dict[str, Mapping[str, Any]] = {
         "pad_token_id": 0,
     },
     "mistral3": _MISTRAL,
+    "gpt_oss": {
+        "num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128, "rope_theta": 150000.0,
+        "num_local_experts": 128, "num_experts_per_tok": 4, "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5, "attention_bias": True, "swiglu_alpha": 1.702,
+        "swiglu_limit": 7.0,
+    },
     "deepseek_v2": {"q_lora_rank": 1536, "n_shared_experts": 2},
     "deepseek_v3": {
         "q_lora_rank": 1536, "n_shared_experts": 1, "n_group": 8, "topk_group": 4,
@@ -176,7 +182,7 @@ _NAMES: dict[JsonType, str] = {
     """,
     JsonType.AMOUNT: """
         rms_norm_eps layer_norm_eps layer_norm_epsilon attn_logit_softcapping
-        final_logit_softcapping
+        final_logit_softcapping swiglu_alpha swiglu_limit
     """,
     JsonType.TEXT: """
         model_type dtype torch_dtype hidden_act hidden_activation activation

@@ -30,7 +30,7 @@ _RANGES = {
         "norm_epsilon", "local_rotary_base", "query_scale", "attn_soft_cap", "final_soft_cap",
         "rotary_size", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
         "v_head_dim", "num_experts", "moe_intermediate_size",
-        "shared_expert_intermediate_size",
+        "shared_expert_intermediate_size", "swiglu_alpha", "swiglu_limit",
     ),
 }  # fmt: skip
 _VOCAB_MULTIPLE = 64
@@ -85,6 +85,9 @@ class PretrainedConfig:
 
     query_scale: float = 0.0
     """Scores are divided by the root of this number; 0 means the head size."""
+
+    attn_sinks: bool = False
+    """Whether the softmax of each head also has a learned score of no key."""
 
     attn_divided_by_layer: bool = False
     """Whether scores are also divided by the layer's number, counted from 1."""
@@ -162,6 +165,16 @@ class PretrainedConfig:
 
     dense_layers: tuple[int, ...] = ()
     """Numbers of the layers that have an MLP of ``intermediate_size`` instead of experts."""
+
+    moe_bias: bool = False
+    """Whether the router and the matrices of experts have biases."""
+
+    swiglu_alpha: float = 0.0
+    """Factor of gates in the sigmoid of experts' SwiGLU, which is that of
+    `kernels.routing.ExpertForm`; 0: plain SwiGLU."""
+
+    swiglu_limit: float = 0.0
+    """The bound of gates and ups in the same."""
 
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()

@@ -268,6 +268,35 @@ def _from_qwen3_moe(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+_GPT_OSS_ROTATION = {
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
+
+
+def _from_gpt_oss(values: Mapping[str, Any]) -> dict[str, Any]:
+    if not (values.get("rope_parameters") or values.get("rope_scaling")):
+        values = {**values, "rope_parameters": _GPT_OSS_ROTATION}
+    common = _from_llama(values)
+    alternating = [number % 2 == 0 for number in _layers(common)]
+    for name in ("swiglu_alpha", "swiglu_limit"):
+        if not values[name]:
+            raise ConfigError(
+                f"{name} is {values[name]!r}, which is not served for gpt-oss. It must be a "
+                "number above 0"
+            )
+    return {
+        **common,
+        **_experts(values, values["intermediate_size"]),
+        "norm_topk_prob": True,
+        "layer_windows": windows(values, alternating),
+        "attn_sinks": True,
+        "moe_bias": True,
+        "swiglu_alpha": float(values["swiglu_alpha"]),
+        "swiglu_limit": float(values["swiglu_limit"]),
+    }
+
+
 def _layers(common: Mapping[str, Any]) -> range:
     return range(common["num_hidden_layers"])
 
@@ -341,6 +370,7 @@ FAMILIES: dict[str, Family] = {
     "MixtralForCausalLM": Family("mixtral", _from_mixtral, ("silu",)),
     "Qwen2MoeForCausalLM": Family("qwen2_moe", _from_qwen2_moe, ("silu",)),
     "Qwen3MoeForCausalLM": Family("qwen3_moe", _from_qwen3_moe, ("silu",)),
+    "GptOssForCausalLM": Family("gpt_oss", _from_gpt_oss, ("silu",)),
     "DeepseekV2ForCausalLM": Family("deepseek_v2", from_deepseek_v2, ("silu",)),
     "DeepseekV3ForCausalLM": Family("deepseek_v3", from_deepseek_v3, ("silu",)),
     "GPT2LMHeadModel": Family("gpt2", _from_gpt2, PLAIN_ACTIVATIONS, "activation_function"),

@@ -12,7 +12,13 @@ from torch import Tensor, nn
 
 from trimaran.kernels.operators import Ops
 from trimaran.kernels.reference import sigmoid
-from trimaran.kernels.routing import ExpertCounter, ExpertRouting, ExpertSlotTable, Scoring
+from trimaran.kernels.routing import (
+    ExpertCounter,
+    ExpertForm,
+    ExpertRouting,
+    ExpertSlotTable,
+    Scoring,
+)
 from trimaran.worker.config.pretrained_config import PretrainedConfig
 from trimaran.worker.layers.activation import GatedActivation
 from trimaran.worker.layers.expert_dispatch import ExpertDispatch
@@ -115,9 +121,16 @@ class Router(WholeLinear):
             values = torch.empty(config.num_experts, device=context.device)
             self.correction_bias = nn.Parameter(values, requires_grad=False)
 
+        self.bias: nn.Parameter | None = None
+        if config.moe_bias:
+            values = torch.empty(config.num_experts, device=context.device)
+            self.bias = nn.Parameter(values, requires_grad=False)
+
     def choose(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Weights [T, C] float32 and slots [T, C] int32 of each token's experts."""
         logits_TX = self._ops.router_logits(x_TD, self.weight)
+        if self.bias is not None:
+            logits_TX += self.bias
         return self._ops.choose_experts(
             logits_TX, self._routing, self.correction_bias, self.counter, self.table
         )
@@ -182,8 +195,31 @@ class UnquantizedExpertMethod:
         """The sum of this rank's experts."""
         assert isinstance(layer, Experts)
         return self._ops.expert_mlp(
-            x_TD, weights_TC, ids_TC, layer.gate_up, layer.down, layer.first
+            x_TD, weights_TC, ids_TC, layer.gate_up, layer.down, layer.first, layer.form
         )
+
+
+class ExpertBiases(nn.Module):
+    """The biases of this rank's experts. Of the ranks that hold shares of the same experts,
+    one adds the biases of outputs."""
+
+    def __init__(
+        self, matrices: Mapping[str, ExpertMatrix], numbers: range, context: LayerContext
+    ) -> None:
+        super().__init__()
+        self._matrices, self._first = matrices, numbers.start
+        self._is_first_share = matrices["down"].input_partition.first == 0
+        self.gate_up = context.empty(len(numbers), matrices["gate_up"].shape[0])
+        self.down = context.empty(len(numbers), matrices["down"].shape[0])
+
+    def weight_loader(self, parameter: nn.Parameter, loaded: Tensor, shard: str = "") -> None:
+        """Copy this rank's share of a whole bias [out]; ``shard`` as in `Experts.place`."""
+        number, _, part = shard.partition(".")
+        matrix = self._matrices["down" if part == "down" else "gate_up"]
+        slot = parameter.data[int(number) - self._first]
+        matrix.weight_loader(nn.Parameter(slot, requires_grad=False), loaded, part)
+        if part == "down" and not self._is_first_share:
+            slot.zero_()
 
 
 class Experts(nn.Module):
@@ -217,6 +253,10 @@ class Experts(nn.Module):
         }
         """The parameters of matrices by name."""
 
+        self.biases: ExpertBiases | None = None
+        if config.moe_bias:
+            self.biases = ExpertBiases(self.matrices, numbers, context)
+        self._glu = config.swiglu_alpha, config.swiglu_limit
         self.dtype = context.dtype
         self.method: ExpertMethod = UnquantizedExpertMethod(context.ops)
         self.use_method(self.method, context.linear_device)
@@ -230,6 +270,13 @@ class Experts(nn.Module):
     def forward(self, x_TD: Tensor, weights_TC: Tensor, ids_TC: Tensor) -> Tensor:
         """This rank's part of the weighted sum of each token's experts, [T, D]."""
         return self.method.apply(self, x_TD, weights_TC, ids_TC)
+
+    @property
+    def form(self) -> ExpertForm | None:
+        """What experts compute beside products; None for SwiGLU without biases."""
+        if self.biases is None:
+            return None
+        return ExpertForm(self.biases.gate_up.data, self.biases.down.data, *self._glu)
 
     @property
     def num_slots(self) -> int:

@@ -142,7 +142,8 @@ def _is_plain(layer: Any) -> bool:
         return False
     spec = attention.backend.spec
     # Tensors in specs are compared before the specs, since tensors have no plain equality.
-    if spec.position_bias is not None or spec.kv_scales is not None:
+    tensors = (spec.position_bias, spec.kv_scales, spec.sink_logits)
+    if any(each is not None for each in tensors):
         return False
     if spec != AttentionSpec(scale=attention.head_size**-0.5):
         return False

@@ -75,6 +75,26 @@ class StageRange:
 
 
 @dataclass(frozen=True, slots=True)
+class OutputSlice:
+    """A matrix, or some of its outputs, of a tensor [matrices, ...] of several."""
+
+    number: int
+    """The matrix."""
+
+    first: int = 0
+    """The first output; outputs of other matrices may lie between."""
+
+    step: int = 1
+
+    def of(self, tensor: Tensor, is_transposed: bool) -> Tensor:
+        """The outputs, which are the last dim of a matrix if it ``is_transposed``, else the
+        first."""
+        matrix = tensor[self.number]
+        outputs = slice(self.first, None, self.step)
+        return matrix[..., outputs] if is_transposed else matrix[outputs]
+
+
+@dataclass(frozen=True, slots=True)
 class WeightTarget:
     """The parameter that a whole tensor of a Hugging Face checkpoint fills."""
 
@@ -87,6 +107,13 @@ class WeightTarget:
 
     is_transposed: bool = False
     """Whether the checkpoint holds the matrix as [in, out]."""
+
+    slice: OutputSlice | None = None
+    """Which matrix of several in one tensor fills the parameter; None: the tensor is one."""
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The whole matrix, or what belongs to it, in a checkpoint's tensor: a view."""
+        return tensor if self.slice is None else self.slice.of(tensor, self.is_transposed)
 
 
 class LoadsWeight(Protocol):

@@ -30,6 +30,7 @@ from trimaran.worker.models.gpt_neox import (
     GPTJForCausalLM,
     GPTNeoXForCausalLM,
 )
+from trimaran.worker.models.gpt_oss import GptOssForCausalLM
 from trimaran.worker.models.interfaces import CausalLM, StageRange
 from trimaran.worker.models.llama import (
     LlamaForCausalLM,
@@ -68,6 +69,7 @@ MODELS: dict[str, type[CausalLM]] = {
     "MixtralForCausalLM": MixtralForCausalLM,
     "Qwen2MoeForCausalLM": Qwen2MoeForCausalLM,
     "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,
+    "GptOssForCausalLM": GptOssForCausalLM,
     "DeepseekV2ForCausalLM": DeepseekV2ForCausalLM,
     "DeepseekV3ForCausalLM": DeepseekV3ForCausalLM,
     "GPT2LMHeadModel": GPT2LMHeadModel,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from trimaran.comm.errors import ConfigError
 from trimaran.kernels.operators import Ops
 from trimaran.kernels.quantized import FP8, BlockMap, Fp8Experts, Fp8Inputs
 from trimaran.worker.config.schemes import Activations, Fp8Scheme
@@ -47,8 +48,17 @@ class Fp8ExpertMethod:
         self, layer: nn.Module, num_experts: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         """For each matrix FP8 values [X, E, D], float32 scales [X, E] or [X, R, C], and for
-        static inputs float32 scales [X, stacked matrices]."""
+        static inputs float32 scales [X, stacked matrices].
+
+        Raises:
+            ConfigError: the experts have biases.
+        """
         assert isinstance(layer, Experts)
+        if layer.biases is not None:
+            raise ConfigError(
+                "experts with biases are not served in FP8. Serve the model in bfloat16, or "
+                "with integer or MXFP4 experts."
+            )
         for name, matrix in layer.matrices.items():
             prefix, block = scale_prefix(name), self.scheme.block
             scales: tuple[int, ...] = matrix.shape[:1]

@@ -108,7 +108,7 @@ class IntegerExpertMethod:
         assert isinstance(layer, Experts)
         gate_up, down = self._experts(layer)
         return self._ops.integer_expert_mlp(
-            x_TD, weights_TC, ids_TC, gate_up, down, layer.first
+            x_TD, weights_TC, ids_TC, gate_up, down, layer.first, layer.form
         )
 
     def _experts(self, layer: Experts) -> tuple[IntegerExperts, IntegerExperts]:

@@ -63,6 +63,17 @@ struct ActivationArgs {
 };
 void trimaran_activation(const ActivationArgs* args);
 
+// gate * sigmoid(alpha * gate) * (up + 1) of rows [gate | up], gates clamped to limit from above,
+// ups from both sides.
+struct ClampedSwigluArgs {
+  long dtype;
+  const void* x;
+  void* y;
+  long rows, width;
+  double alpha, limit;
+};
+void trimaran_clamped_swiglu(const ClampedSwigluArgs* args);
+
 // Rotates `heads` heads of each token in place.
 struct RotateArgs {
   long dtype;
@@ -100,6 +111,8 @@ struct AttentionArgs {
   long cache_type;
   // Scales of each head's keys, then of each head's values; null with kAsQueries.
   const float* kv_scales;
+  // A score of each head in the denominator of its softmax, of no key; or null.
+  const float* sink_logits;
   double scale, soft_cap;  // a cap of 0 leaves scores as they are
 };
 void trimaran_attention(const AttentionArgs* args);

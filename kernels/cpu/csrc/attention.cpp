@@ -87,7 +87,7 @@ class Attention {
     });
     for (long row = 0; row < rows; ++row) {
       float factor = softmax(s.scores.data() + row * s.stride, s.past + row % s.rows / group_,
-                             s.stride, bias_of(head_of(item, s, row)),
+                             s.stride, head_of(item, s, row),
                              key_scale(item.first_head + row / s.rows));
       // Stored behind the row's output.
       s.output[row * padded_size() + padded_size() - 16] = factor;
@@ -212,12 +212,12 @@ class Attention {
     return _mm512_mul_ps(tanh, _mm512_set1_ps((float)a_.soft_cap));
   }
 
-  // Turns the scores of the query at a position into weights, zero for hidden keys; returns the
-  // inverse of their sum. `bias` is added to the scores, unless it is null.
-  float softmax(float* scores, long position, long stride, const float* bias,
-                float key_scale) const {
+  // Turns the scores of a head's query at a position into weights, zero for hidden keys; returns
+  // the inverse of their sum, which has the weight of the head's sink logit if there is one.
+  float softmax(float* scores, long position, long stride, long head, float key_scale) const {
+    const float* bias = bias_of(head);
     __m512 scale = _mm512_set1_ps((float)a_.scale * key_scale);
-    __m512 top = _mm512_set1_ps(-INFINITY);
+    __m512 top = _mm512_set1_ps(a_.sink_logits ? a_.sink_logits[head] : -INFINITY);
     long keys = position + 1, start = window_start(position);
     for (long i = 0; i < keys; i += 16) {
       __mmask16 m = seen(i, start, keys);
@@ -236,7 +236,10 @@ class Attention {
       sum = _mm512_add_ps(sum, v);
       _mm512_storeu_ps(scores + i, v);
     }
-    return 1.0f / sum1(sum);
+    float total = sum1(sum);
+    if (a_.sink_logits)
+      total += _mm512_cvtss_f32(exp16(_mm512_sub_ps(_mm512_set1_ps(a_.sink_logits[head]), max)));
+    return 1.0f / total;
   }
 
   void mix_block(const WorkItem& item, Scratch& s, const T* value, long first,

@@ -59,8 +59,8 @@ class Decoder {
     AttentionArgs attend{a_.dtype, wide_, layer.cache, attended_, a_.query_start_loc,
                          a_.seq_lens, a_.block_tables, a_.sequences, a_.heads, a_.kv_heads,
                          a_.head_size, a_.block_size, qkv_width_, a_.block_stride,
-                         a_.table_stride, 0, 0, 0, nullptr, 0, kAsQueries, nullptr, a_.scale,
-                         0.0};
+                         a_.table_stride, 0, 0, 0, nullptr, 0, kAsQueries, nullptr, nullptr,
+                         a_.scale, 0.0};
     trimaran_attention(&attend);
     linear(attended_, layer.out, layer.integers & 2, layer.out_bias, a_.x, query_width_,
            a_.hidden);

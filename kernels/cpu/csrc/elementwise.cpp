@@ -97,6 +97,22 @@ void gelu_row(const ActivationArgs& a, long row) {
 }
 
 template <class T>
+void clamped_row(const ClampedSwigluArgs& a, long row) {
+  const T* gate = (const T*)a.x + row * 2 * a.width;
+  const T* up = gate + a.width;
+  T* y = (T*)a.y + row * a.width;
+  const __m512 limit = _mm512_set1_ps((float)a.limit), least = _mm512_set1_ps(-(float)a.limit);
+  const __m512 alpha = _mm512_set1_ps((float)a.alpha), one = _mm512_set1_ps(1.0f);
+  each_vector(a.width, [&](long i, __mmask16 m) {
+    // A minimum or maximum with NaN is the second operand.
+    __m512 g = _mm512_min_ps(limit, load(gate + i, m));
+    __m512 u = _mm512_max_ps(least, _mm512_min_ps(limit, load(up + i, m)));
+    __m512 glu = _mm512_mul_ps(g, sigmoid(_mm512_mul_ps(alpha, g)));
+    store(y + i, _mm512_mul_ps(glu, _mm512_add_ps(u, one)), m);
+  });
+}
+
+template <class T>
 void rotate_token(const RotateArgs& a, long token) {
   long half = a.head_size / 2;
   const float* cos = a.cos_sin + a.positions[token] * a.head_size;
@@ -155,6 +171,13 @@ extern "C" void trimaran_activation(const ActivationArgs* a) {
       else
         silu_row<T>(*a, row);
     });
+  });
+}
+
+extern "C" void trimaran_clamped_swiglu(const ClampedSwigluArgs* a) {
+  with_type(a->dtype, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    each_row(a->rows, a->width, [&](long row) { clamped_row<T>(*a, row); });
   });
 }
 

@@ -19,8 +19,10 @@ from trimaran.kernels.triton.attention.scores import (
     no_keys,
     scales_of,
     score_factors,
+    sinks_of,
     softmax_step,
     weighted_mean,
+    with_sinks,
 )
 
 # Shapes: S sequences, N query heads, K key-value heads, G = N / K, H head size, B tokens of a
@@ -97,13 +99,13 @@ def read_split(splits, split):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _decode_kernel(  # type: ignore[no-untyped-def]
-    query, cache, output, splits, counters, partial, log_sums, tables, bias, kv_scales, scale,
-    cap, bias_stride, query_stride, output_stride, table_stride, block_stride, value_offset,
-    token_stride, head_stride, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    query, cache, output, splits, counters, partial, log_sums, tables, bias, kv_scales, sinks,
+    scale, cap, bias_stride, query_stride, output_stride, table_stride, block_stride,
+    value_offset, token_stride, head_stride, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     GROUP_PADDED: tl.constexpr, HEAD: tl.constexpr, HEAD_PADDED: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr, SINKS: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SCALES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    HAS_SINK_LOGITS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One split of a sequence's keys for the query heads of one key-value head.
 
@@ -124,6 +126,9 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
         sequence, row, start, end, first_split, num_splits, skipped = read_split(splits, split)
         q = tl.load(query + sequence * query_stride + from_head, mask=head_mask, other=0.0)
         top, total, acc = no_keys(GROUP_PADDED, HEAD_PADDED)
+        # The first split of a sequence counts the score of no key.
+        if split == first_split:
+            top, total = with_sinks(top, total, sinks, heads, is_head, HAS_SINK_LOGITS)
         table = tables + row * table_stride
         for at_key in range(start, end, TILE):
             keys = at_key + tl.arange(0, TILE)
@@ -190,8 +195,8 @@ def decode(
     strides = kv_cache.stride()
     _decode_kernel[(plan.num_programs * num_kv_heads,)](
         query_SNH, kv_cache, output_SNH, plan.splits, plan.counters, plan.partial,
-        plan.log_sums, metadata.block_tables, bias, scales_of(spec, query_SNH), scale, cap,
-        bias_stride, query_SNH.stride(0),
+        plan.log_sums, metadata.block_tables, bias, scales_of(spec, query_SNH),
+        sinks_of(spec, query_SNH), scale, cap, bias_stride, query_SNH.stride(0),
         output_SNH.stride(0), metadata.block_tables.stride(0),
         strides[0], strides[1], strides[2], strides[3],
         KV_HEADS=num_kv_heads, GROUP=group,
@@ -199,7 +204,7 @@ def decode(
         HEAD_PADDED=max(16, triton.next_power_of_2(head_size)), BLOCK=kv_cache.shape[2],
         TILE=config.tile, SINKS=spec.num_sinks, HAS_WINDOW=spec.window > 0,
         HAS_BIAS=spec.position_bias is not None, HAS_CAP=spec.soft_cap > 0,
-        HAS_SCALES=spec.kv_scales is not None,
+        HAS_SCALES=spec.kv_scales is not None, HAS_SINK_LOGITS=spec.sink_logits is not None,
         PRECISION="ieee" if query_SNH.dtype is torch.float32 else "tf32",
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip

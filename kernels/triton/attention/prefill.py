@@ -18,8 +18,10 @@ from trimaran.kernels.triton.attention.scores import (
     no_keys,
     scales_of,
     score_factors,
+    sinks_of,
     softmax_step,
     weighted_mean,
+    with_sinks,
 )
 
 # Shapes: T tokens, S sequences, N query heads, K key-value heads, G = N / K, H head size,
@@ -143,12 +145,13 @@ def _load_tile(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["query_start_loc", "seq_lens", "tables"])  # type: ignore[untyped-decorator,unused-ignore]
 def _prefill_kernel(  # type: ignore[no-untyped-def]
-    query, cache, output, tiles, query_start_loc, seq_lens, tables, bias, kv_scales, scale, cap,
-    bias_stride, query_stride, output_stride, table_stride, block_stride, value_offset,
-    token_stride, head_stride, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr,
+    query, cache, output, tiles, query_start_loc, seq_lens, tables, bias, kv_scales, sinks,
+    scale, cap, bias_stride, query_stride, output_stride, table_stride, block_stride,
+    value_offset, token_stride, head_stride, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr,
     HEAD_PADDED: tl.constexpr, BLOCK: tl.constexpr, TILE_M: tl.constexpr,
     TILE_N: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_CAP: tl.constexpr, HAS_SCALES: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_SINK_LOGITS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of a sequence's queries, of all heads that share a key-value head."""
     kv_head, tile = tl.program_id(0) % KV_HEADS, tl.program_id(0) // KV_HEADS
@@ -164,6 +167,7 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     from_head = heads[:, None] * HEAD + dims[None, :]
     q = tl.load(query + places[:, None] * query_stride + from_head, mask=mask, other=0.0)
     top, total, acc = no_keys(TILE_M, HEAD_PADDED)
+    top, total = with_sinks(top, total, sinks, heads, is_row, HAS_SINK_LOGITS)
     table, positions = tables + row.to(tl.int64) * table_stride, past + queries
     from_bias = bias_rows(bias, bias_stride, kv_head, heads, is_row, GROUP)
     scale, of_values = load_scales(kv_scales, kv_head, scale, KV_HEADS, HAS_SCALES)
@@ -262,13 +266,13 @@ def prefill(
     strides = kv_cache.stride()
     _prefill_kernel[(most * num_kv_heads,)](
         query_TNH, kv_cache, output_TNH, tiles, starts, metadata.seq_lens[first:], tables,
-        bias, scales_of(spec, query_TNH), scale, cap, bias_stride, query_TNH.stride(0),
-        output_TNH.stride(0), tables.stride(0), strides[0], strides[1], strides[2], strides[3],
+        bias, scales_of(spec, query_TNH), sinks_of(spec, query_TNH), scale, cap,
+        bias_stride, query_TNH.stride(0), output_TNH.stride(0), tables.stride(0), strides[0], strides[1], strides[2], strides[3],
         KV_HEADS=num_kv_heads, GROUP=group, HEAD=head_size,
         HEAD_PADDED=max(16, triton.next_power_of_2(head_size)), BLOCK=kv_cache.shape[2],
         TILE_M=tile_m, TILE_N=config.tile_n, WINDOW=spec.window, SINKS=spec.num_sinks,
         HAS_BIAS=spec.position_bias is not None, HAS_CAP=spec.soft_cap > 0,
-        HAS_SCALES=spec.kv_scales is not None,
+        HAS_SCALES=spec.kv_scales is not None, HAS_SINK_LOGITS=spec.sink_logits is not None,
         PRECISION="ieee" if query_TNH.dtype is torch.float32 else "tf32",
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip

@@ -30,6 +30,11 @@ def scales_of(spec: AttentionSpec, unused: Tensor) -> Tensor:
     return unused if spec.kv_scales is None else spec.kv_scales
 
 
+def sinks_of(spec: AttentionSpec, unused: Tensor) -> Tensor:
+    """The scores of no key; ``unused`` without such scores."""
+    return unused if spec.sink_logits is None else spec.sink_logits
+
+
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def load_scales(scales, kv_head, scale, KV_HEADS: tl.constexpr, HAS_SCALES: tl.constexpr):  # type: ignore[no-untyped-def]
     """The factor of scores, from ``scale`` and that of a head's keys, and the factor of the
@@ -47,6 +52,15 @@ def no_keys(ROWS: tl.constexpr, DIMS: tl.constexpr):  # type: ignore[no-untyped-
     """The maximum, the sum and the weighted values of `softmax_step` before any key."""
     top = tl.full([ROWS], float("-inf"), tl.float32)
     return top, tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, DIMS], tl.float32)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def with_sinks(top, total, sinks, heads, is_head, HAS_SINK_LOGITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The maximum and the sum of `no_keys`, with the weight of the heads' scores of no key."""
+    if HAS_SINK_LOGITS:
+        top = tl.load(sinks + heads, mask=is_head, other=0.0) * LOG2
+        total = total + 1.0
+    return top, total
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]

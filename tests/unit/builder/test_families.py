@@ -20,7 +20,7 @@ from trimaran.worker.parallel.tensor_parallel import ShardPosition
 
 FAMILIES = {
     **models.dense_configs(), **models.parallel_configs(), **models.expert_configs(),
-    **models.latent_configs(),
+    **models.latent_configs(), **models.sink_configs(),
 }  # fmt: skip
 
 

@@ -25,6 +25,7 @@ EXPERTS = [
 CASES = {
     "qwen3-tied-biases": (models.dense_configs(), DENSE),
     "mixtral": (models.expert_configs(), EXPERTS),
+    "gpt-oss": (models.sink_configs(), EXPERTS),
     "qwen2-moe-normalised-mixed": (models.expert_configs(), EXPERTS),
 }
 

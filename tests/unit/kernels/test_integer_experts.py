@@ -7,14 +7,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trimaran.kernels import integer_reference
+from trimaran.kernels import integer_reference, reference
 from trimaran.kernels.build import load_library
 from trimaran.kernels.cpu.operators import CpuOps
 from trimaran.kernels.gpu import TritonOps
 from trimaran.kernels.integer_products import expert_storage
-from trimaran.kernels.integer_reference import ReferenceIntegerProduct, pack
+from trimaran.kernels.integer_reference import ReferenceIntegerProduct, dequantize, pack
 from trimaran.kernels.integers import Groups, IntegerWeight
 from trimaran.kernels.reference import silu_and_mul
+from trimaran.kernels.routing import ExpertForm
 from trimaran.kernels.torch_ops import TorchOps
 from trimaran.kernels.triton.integer_experts import Cut, expert_mlp
 
@@ -66,9 +67,9 @@ def make(form, tokens, count=4, chosen=2, hidden=64, inner=48):
     return x, weights, ids, gate_up, experts_of(form, count, hidden, inner, 2)
 
 
-def run(ops, x, weights, ids, gate_up, down, first=0):
+def run(ops, x, weights, ids, gate_up, down, first=0, form=None):
     stored = ops.integer_expert_storage(gate_up), ops.integer_expert_storage(down)
-    return ops.integer_expert_mlp(x, weights, ids, *stored, first)
+    return ops.integer_expert_mlp(x, weights, ids, *stored, first, form)
 
 
 def error(found, expected):
@@ -95,6 +96,22 @@ def by_hand(x, weights, ids, gate_up, down):
 def test_a_token_gets_the_weighted_sum_of_its_experts(name, most, form, tokens):
     inputs = make(form, tokens)
     assert error(run(OPS[name], *inputs), by_hand(*inputs)) < most
+
+
+@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_experts_of_another_form_have_biases_and_a_clamped_swiglu(name, tokens):
+    inputs = make("groups", tokens)
+    generator = torch.Generator().manual_seed(4)
+    biases = [torch.randn(4, width, generator=generator) for width in (96, 64)]
+    form = ExpertForm(*biases, alpha=1.7, limit=0.5)
+
+    found = run(OPS[name], *inputs, 0, form)
+
+    x, weights, ids, *stacks = inputs
+    gate_up, down = (torch.stack([dequantize(w) for w in each]) for each in stacks)
+    expected = reference.expert_mlp(x, weights, ids, gate_up, down, 0, form)
+    assert error(found, expected) < 1e-3
 
 
 @pytest.mark.parametrize("form", ["groups", "order"])

@@ -12,7 +12,7 @@ from torch import Tensor
 from trimaran.comm.errors import ConfigError
 from trimaran.kernels.fp8_reference import dequantize_weight, quantize_weight
 from trimaran.worker.config.schemes import Fp8Scheme, IntegerScheme, Layout, Zeros
-from trimaran.worker.models.interfaces import CausalLM, WeightTarget
+from trimaran.worker.models.interfaces import CausalLM, OutputSlice, WeightTarget
 from trimaran.worker.models.quantized_layers import (
     Fp8Method,
     IntegerMethod,
@@ -47,8 +47,11 @@ class Conversion(Enum):
     DEQUANTIZED_INTEGERS = "the floats of integers"
 
 
-QuantizedFloats = dict[IntegerScheme | tuple[int, int] | None, tuple[Tensor, Tensor]]
-"""Values and scales of one tensor of floats, by their scheme or by blocks of FP8."""
+QuantizedFloats = dict[
+    tuple[IntegerScheme | tuple[int, int] | None, OutputSlice | None], tuple[Tensor, Tensor]
+]
+"""Values and scales of the matrices of one tensor of floats, by their scheme or by blocks of
+FP8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +86,7 @@ class Part:
         what was made of this tensor for other parts.
         """
         quantized = {} if quantized is None else quantized
+        tensor = self.target.of(tensor)
         if self.conversion is Conversion.NONE:
             return tensor
         if self.scheme is not None:
@@ -90,10 +94,11 @@ class Part:
         if self.conversion is Conversion.DEQUANTIZED:
             assert self.scales is not None
             return dequantize_weight(tensor, read(self.scales), self.block, dtype)
-        if self.block not in quantized:
+        key = self.block, self.target.slice
+        if key not in quantized:
             weight = tensor.t() if self.target.is_transposed else tensor
-            quantized[self.block] = quantize_weight(weight, self.block)
-        values, scales = quantized[self.block]
+            quantized[key] = quantize_weight(weight, self.block)
+        values, scales = quantized[key]
         made = values if self.conversion is Conversion.VALUES else scales
         return made.t() if self.target.is_transposed and made.dim() > 1 else made
 
@@ -111,10 +116,11 @@ class Part:
         if self.conversion is Conversion.DEQUANTIZED_INTEGERS:
             tensors = {other: read(stored) for other, stored in self.others}
             return dequantized(scheme, {WEIGHT: tensor, **tensors}, dtype)
-        if scheme not in quantized:
+        key = scheme, self.target.slice
+        if key not in quantized:
             weight = tensor.t() if self.target.is_transposed else tensor
-            quantized[scheme] = from_floats(scheme, weight)
-        integers, scales = quantized[scheme]
+            quantized[key] = from_floats(scheme, weight)
+        integers, scales = quantized[key]
         made = integers if name == WEIGHT else scales
         return made.t() if self.target.is_transposed else made
 
@@ -179,7 +185,7 @@ def _quantized_parts(
     """The parts of a quantized weight and of its scales."""
     stored, block = found[key], method.scheme.block
     layer = scale_prefix(target.parameter)
-    scales = WeightTarget(layer + WEIGHT_SCALE, target.shard, target.is_transposed)
+    scales = replace(target, parameter=layer + WEIGHT_SCALE)
     if stored.entry.dtype != FP8_WORD:
         quantization = model.context.quantization
         if quantization is None or not quantization.quantizes_at_load:
@@ -219,7 +225,7 @@ def _integer_parts(
     if quantization is not None and quantization.quantizes_at_load:
         for name in (WEIGHT, WEIGHT_SCALE):
             own = parameter_name(weight, name)
-            made = WeightTarget(own, target.shard, target.is_transposed)
+            made = replace(target, parameter=own)
             yield Part(stored, made, Conversion.INTEGERS, scheme=scheme)
         return
     if stored.entry.dtype not in INTEGER_WORDS:

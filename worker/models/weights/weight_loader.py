@@ -73,7 +73,8 @@ def load_checkpoint(model: CausalLM, files: Sequence[Path]) -> None:
                 quantized: QuantizedFloats = {}
                 for part in names[name]:
                     parameter = parameters[part.target.parameter]
-                    refuse_overflow(tensor, parameter.dtype, part.stored)
+                    matrix = part.target.of(tensor)
+                    refuse_overflow(matrix, parameter.dtype, part.stored)
                     whole = part.whole(
                         tensor, lambda stored: scales.read(stored).to(model.device),
                         parameter.dtype, quantized,

@@ -228,6 +228,10 @@ SPECS = [
     AttentionSpec(
         scale=0.2, window=9, position_bias=_random(6, 203, dtype=torch.float32, seed=6)
     ),
+    AttentionSpec(scale=0.2, sink_logits=_random(6, dtype=torch.float32, seed=7)),
+    AttentionSpec(
+        scale=0.2, window=9, num_sinks=3, sink_logits=_random(6, dtype=torch.float32, seed=8)
+    ),
 ]
 
 

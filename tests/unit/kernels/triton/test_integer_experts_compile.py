@@ -22,12 +22,12 @@ bits, rows, gated = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "gated"
 fixed = dict(
     OUTPUTS=768 if gated else 2048, NUM_STEPS=16 if gated else 6, CHOSEN=8, PADDED=128,
     BITS=bits, STEP=128, HAS_ZEROS=True, HAS_ORDER=not gated, IS_GATED=gated,
-    SHARES=1 if gated else 2, ROWS=rows, COLUMNS=64 if rows == 16 else 128, GROUP=8,
-    OVERLAPS=True,
+    ALPHA=1.7 if rows == 16 else 0.0, LIMIT=7.0, SHARES=1 if gated else 2, ROWS=rows,
+    COLUMNS=64 if rows == 16 else 128, GROUP=8, OVERLAPS=True,
 )
 types = dict(
     x="*bf16", values="*u8", scales="*bf16", zeros="*i16", groups="*i32", inputs="*i32",
-    output="*bf16" if gated else "*fp32", order="*i32", totals="*i32",
+    bias="*bf16", output="*bf16" if gated else "*fp32", order="*i32", totals="*i32",
     routing_weights="*fp32",
 )
 names = kernel.arg_names

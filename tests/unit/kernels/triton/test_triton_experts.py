@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from trimaran.kernels import reference
-from trimaran.kernels.experts import MeasuredExperts
+from trimaran.kernels.experts import FixedExperts, MeasuredExperts
+from trimaran.kernels.routing import ExpertForm
 from trimaran.kernels.tables.grouped_table import GroupedTable, stack_name
 from trimaran.kernels.triton import experts as triton_experts
 
@@ -86,6 +87,24 @@ def test_ranks_with_some_of_the_experts_sum_to_the_result_of_all_experts():
 
     expected = reference.expert_mlp(x, weights, ids, gate_up, down)
     torch.testing.assert_close(sum(parts), expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_experts_of_another_form_are_those_of_the_plain_twin(dtype, tokens):
+    inputs = make(dtype, tokens, 5, 2, 64, 40)
+    biases = (torch.randn(5, width, generator=torch.Generator().manual_seed(1)).to(dtype)
+              for width in (80, 64))  # fmt: skip
+    form = ExpertForm(*biases, alpha=1.7, limit=0.5)
+
+    for run in (triton_experts.expert_mlp, FixedExperts().expert_mlp):
+        actual = run(*inputs, 0, form)
+
+        floats = (each if each.dtype is torch.int32 else each.float() for each in inputs)
+        whole = ExpertForm(form.gate_up_bias.float(), form.down_bias.float(), 1.7, 0.5)
+        expected = reference.expert_mlp(*floats, 0, whole)
+        tolerance = TOLERANCE[dtype]
+        torch.testing.assert_close(actual.float(), expected, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize(("tokens", "experts"), [(300, 60), (2, 128)])

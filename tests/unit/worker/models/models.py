@@ -18,6 +18,7 @@ from transformers import (
     GPT2Config,
     GPTJConfig,
     GPTNeoXConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -198,6 +199,33 @@ def expert_configs() -> dict[str, Any]:
     }
 
 
+_SINKS: dict[str, Any] = {
+    **_ODD, "hidden_size": 96, "intermediate_size": 64, "num_hidden_layers": 4,
+    "num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 9,
+    "swiglu_alpha": 1.5, "swiglu_limit": 0.7,
+    "rope_parameters": {**YARN_ROPE, "truncate": False},
+}  # fmt: skip
+"""The clamp of an expert's SwiGLU is so low that values reach it."""
+
+
+def sink_configs() -> dict[str, Any]:
+    """gpt-oss, and other forms of it."""
+    return {
+        "gpt-oss": GptOssConfig(**_SINKS),
+        "gpt-oss-tied-few-windows": GptOssConfig(
+            **{
+                **_SINKS,
+                "intermediate_size": 40,
+                "swiglu_limit": 7.0,
+                "swiglu_alpha": 1.702,
+                "num_hidden_layers": 6,
+            },
+            tie_word_embeddings=True,
+            layer_types=["full_attention", "full_attention", "sliding_attention"] * 2,
+        ),
+    }
+
+
 _LATENT: dict[str, Any] = {
     "vocab_size": 150, "hidden_size": 96, "intermediate_size": 104, "num_hidden_layers": 4,
     "num_attention_heads": 12, "num_key_value_heads": 12, "qk_nope_head_dim": 20,
@@ -315,6 +343,8 @@ def save_huggingface(
         # Norms and biases start as 1 and 0, which would hide errors.
         if parameter.dim() == 1:
             torch.nn.init.normal_(parameter, 1.0 if "bias" not in name else 0.0, 0.2)
+        elif name.endswith("_proj_bias"):
+            torch.nn.init.normal_(parameter, 0.0, 0.2)
     for name, buffer in model.named_buffers():
         if name.endswith("correction_bias"):
             torch.nn.init.normal_(buffer, 0.0, 0.2)

@@ -13,7 +13,7 @@ from trimaran.kernels.cpu.operators import CpuOps
 from trimaran.worker.config.engine_folder import EngineFolder, check_parallel_sizes
 from trimaran.worker.parallel.tensor_parallel import ExpertRanks, ShardPosition
 
-CONFIGS = models.expert_configs()
+CONFIGS = {**models.expert_configs(), **models.sink_configs()}
 
 
 @pytest.mark.matrix(keep=7)
@@ -31,7 +31,7 @@ def test_tokens_and_logits_in_float32_are_those_of_transformers(name, tmp_path, 
     torch.testing.assert_close(logits, expected, atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen2-moe"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen2-moe", "gpt-oss"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_logits_in_half_precision_are_within_rounding_of_float32(name, dtype, tmp_path, ops_of):
     theirs = models.save_huggingface(tmp_path, CONFIGS[name], dtype=dtype)
@@ -49,9 +49,10 @@ def test_logits_in_half_precision_are_within_rounding_of_float32(name, dtype, tm
     assert ours_off <= 1.5 * theirs_off
 
 
+@pytest.mark.parametrize("name", ["qwen2-moe", "gpt-oss"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_tokens_logits_on_the_cpu_do_not_depend_on_the_batch(dtype, tmp_path):
-    models.save_huggingface(tmp_path, CONFIGS["qwen2-moe"], dtype=dtype)
+def test_a_tokens_logits_on_the_cpu_do_not_depend_on_the_batch(name, dtype, tmp_path):
+    models.save_huggingface(tmp_path, CONFIGS[name], dtype=dtype)
     ours = models.load_ours(tmp_path, dtype=dtype, ops=CpuOps(load_library(), dtype, 1))
 
     alone, beside = logits_alone_and_beside(ours)

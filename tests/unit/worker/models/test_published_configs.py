@@ -68,6 +68,20 @@ PUBLISHED = {
         "rope_local_base_freq": 10000, "rope_scaling": None, "rope_theta": 1000000,
         "sliding_window": 512, "sliding_window_pattern": 6,
     },
+    "gpt-oss 20b": {
+        "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "attention_bias": True,
+        "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880,
+        "initial_context_length": 4096, "intermediate_size": 2880,
+        "layer_types": ["sliding_attention", "full_attention"] * 12,
+        "max_position_embeddings": 131072, "num_attention_heads": 64,
+        "num_experts_per_tok": 4, "num_hidden_layers": 24, "num_key_value_heads": 8,
+        "num_local_experts": 32, "rms_norm_eps": 1e-5, "rope_theta": 150000,
+        "rope_scaling": {
+            "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "rope_type": "yarn",
+            "original_max_position_embeddings": 4096, "truncate": False,
+        },
+        "sliding_window": 128, "swiglu_limit": 7.0, "tie_word_embeddings": False,
+    },
 }  # fmt: skip
 
 
@@ -87,7 +101,7 @@ def test_a_published_configuration_means_what_it_does_to_transformers(values):
 
 
 def test_differences_between_families_are_read_from_the_configuration():
-    mistral, qwen2, qwen3, phi3, phi4, gemma2, gemma3 = map(config_of, PUBLISHED.values())
+    mistral, qwen2, qwen3, phi3, phi4, gemma2, gemma3, oss = map(config_of, PUBLISHED.values())
 
     assert mistral.layer_windows == (4096,) * 32
     assert qwen2.qkv_bias and not qwen2.attn_bias and not qwen2.layer_windows
@@ -99,6 +113,9 @@ def test_differences_between_families_are_read_from_the_configuration():
     assert gemma3.layer_windows == ((512,) * 5 + (0,)) * 4 + (512, 512)
     assert (gemma3.rotary_base, gemma3.local_rotary_base) == (1e6, 1e4)
     assert gemma3.qk_norm and gemma3.tie_word_embeddings and gemma3.norm_offset == 1.0
+    assert oss.layer_windows == (128, 0) * 12 and oss.attn_sinks and oss.attn_bias
+    assert (oss.num_experts, oss.num_experts_per_tok, oss.moe_bias) == (32, 4, True)
+    assert (oss.swiglu_alpha, oss.swiglu_limit, oss.rotary_base) == (1.702, 7.0, 150000.0)
 
 
 def test_a_known_architecture_with_an_unknown_model_type_is_served():

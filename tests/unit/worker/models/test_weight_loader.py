@@ -181,7 +181,7 @@ BUFFERS = {
 }
 EVERY_FAMILY = {
     **models.dense_configs(), **models.parallel_configs(), **models.expert_configs(),
-    **models.latent_configs(),
+    **models.latent_configs(), **models.sink_configs(),
 }  # fmt: skip
 
 
