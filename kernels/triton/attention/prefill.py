@@ -147,8 +147,8 @@ def _load_tile(  # type: ignore[no-untyped-def]
 def _prefill_kernel(  # type: ignore[no-untyped-def]
     query, cache, output, tiles, query_start_loc, seq_lens, tables, bias, kv_scales, sinks,
     scale, cap, bias_stride, query_stride, output_stride, table_stride, block_stride,
-    value_offset, token_stride, head_stride, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr,
-    HEAD_PADDED: tl.constexpr, BLOCK: tl.constexpr, TILE_M: tl.constexpr,
+    value_offset, token_stride, head_stride, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    HEAD: tl.constexpr, HEAD_PADDED: tl.constexpr, BLOCK: tl.constexpr, TILE_M: tl.constexpr,
     TILE_N: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_SINK_LOGITS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -267,7 +267,8 @@ def prefill(
     _prefill_kernel[(most * num_kv_heads,)](
         query_TNH, kv_cache, output_TNH, tiles, starts, metadata.seq_lens[first:], tables,
         bias, scales_of(spec, query_TNH), sinks_of(spec, query_TNH), scale, cap,
-        bias_stride, query_TNH.stride(0), output_TNH.stride(0), tables.stride(0), strides[0], strides[1], strides[2], strides[3],
+        bias_stride, query_TNH.stride(0), output_TNH.stride(0), tables.stride(0),
+        strides[0], strides[1], strides[2], strides[3],
         KV_HEADS=num_kv_heads, GROUP=group, HEAD=head_size,
         HEAD_PADDED=max(16, triton.next_power_of_2(head_size)), BLOCK=kv_cache.shape[2],
         TILE_M=tile_m, TILE_N=config.tile_n, WINDOW=spec.window, SINKS=spec.num_sinks,
