@@ -131,7 +131,7 @@ def _load(pointers, is_inside, IS_EVEN: tl.constexpr):  # type: ignore[no-untype
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def glu(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
     """SwiGLU; with ``ALPHA`` that of `ExpertForm`, which keeps NaN."""
-    if ALPHA:
+    if ALPHA > 0:
         gate = tl.where(gate > LIMIT, LIMIT, gate)
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + 1.0
         result = gate / (1.0 + tl.exp(-ALPHA * gate)) * up
@@ -141,9 +141,22 @@ def glu(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr):  # type: ignore[no-
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def add_bias(total, bias, columns, is_column):  # type: ignore[no-untyped-def]
-    """``total`` [COLUMNS, ROWS] plus the biases of its outputs."""
-    return total + tl.load(bias + columns, mask=is_column, other=0.0).to(tl.float32)[:, None]
+def finished(  # type: ignore[no-untyped-def]
+    total, up, bias, is_biased, routing_weights, is_row, OUTPUTS: tl.constexpr,
+    IS_GATED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
+    """Sums [COLUMNS, ROWS] as a grouped product stores them: with ``ALPHA`` plus the biases at
+    the columns' addresses, then SwiGLU, or times the choices' weights at the rows' addresses.
+    """
+    if ALPHA > 0:
+        total += tl.load(bias, mask=is_biased, other=0.0).to(tl.float32)[:, None]
+        if IS_GATED:
+            up += tl.load(bias + OUTPUTS, mask=is_biased, other=0.0).to(tl.float32)[:, None]
+    if IS_GATED:
+        total = glu(total, up, ALPHA, LIMIT)
+    else:
+        total = total * tl.load(routing_weights, mask=is_row, other=0.0)[None, :]
+    return total
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
@@ -197,19 +210,11 @@ def _experts_kernel(  # type: ignore[no-untyped-def]
             if IS_GATED:
                 upper = _load(matrix + OUTPUTS * INNER + first, is_value, IS_EVEN)
                 up = tl.dot(upper, values, up, input_precision="ieee")
-        if ALPHA:
-            biases = bias + expert.to(tl.int64) * HEIGHT
-            total = add_bias(total, biases, columns, is_output)
-            if IS_GATED:
-                up = add_bias(up, biases + OUTPUTS, columns, is_output)
-        if IS_GATED:
-            total = glu(total, up, ALPHA, LIMIT)
-            target = rows
-        else:
-            total = (
-                total * tl.load(routing_weights + assignments, mask=is_row, other=0.0)[None, :]
-            )
-            target = assignments
+        total = finished(
+            total, up, bias + expert * HEIGHT + columns, is_output,
+            routing_weights + assignments, is_row, OUTPUTS, IS_GATED, ALPHA, LIMIT,
+        )  # fmt: skip
+        target = rows if IS_GATED else assignments
         place = output + target[None, :].to(tl.int64) * OUTPUTS + columns[:, None]
         tl.store(place, total.to(output.dtype.element_ty), mask=is_row[None, :] & is_column)
 

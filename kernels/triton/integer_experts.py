@@ -19,11 +19,10 @@ from trimaran.kernels.routing import ExpertForm
 from trimaran.kernels.triton.experts import (
     FIXED_ROWS,
     SortedAssignments,
-    add_bias,
     add_parts,
     find_tile,
+    finished,
     form_arguments,
-    glu,
     sort_assignments,
 )
 from trimaran.kernels.triton.integer_gemm import integer_floats
@@ -138,9 +137,8 @@ def _experts_kernel(  # type: ignore[no-untyped-def]
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Program (t, s) adds up the s-th share of the steps for ``COLUMNS`` outputs of up to
-    ``ROWS`` choices of one expert.
+    ``ROWS`` choices of one expert; with ``ALPHA`` also biases and SwiGLU of `ExpertForm`.
 
-    With ``ALPHA`` outputs have biases [X, outputs], and SwiGLU is that of `ExpertForm`.
     ``IS_GATED``: SwiGLU of the choices' tokens, in the order by expert; one share. Otherwise:
     products of rows in this order, times the choices' weights; a choice's shares lie side by
     side. Programs behind the last tile end at once.
@@ -181,19 +179,12 @@ def _experts_kernel(  # type: ignore[no-untyped-def]
             is_column, OUTPUTS, HEIGHT, LINE, BITS, STEP, HAS_ZEROS, HAS_ORDER, IS_GATED, ROWS,
             COLUMNS,
         )  # fmt: skip
-        if ALPHA:
-            # The first share has the biases.
-            is_biased = is_column & (share == 0)
-            total = add_bias(total, bias + expert * HEIGHT, columns, is_biased)
-            if IS_GATED:
-                up = add_bias(up, bias + expert * HEIGHT + OUTPUTS, columns, is_biased)
-        if IS_GATED:
-            total = glu(total, up, ALPHA, LIMIT)
-            target = rows
-        else:
-            of_choices = tl.load(routing_weights + assignments, mask=is_row, other=0.0)
-            total *= of_choices[None, :]
-            target = assignments * SHARES + share
+        # The first share has the biases.
+        total = finished(
+            total, up, bias + expert * HEIGHT + columns, is_column & (share == 0),
+            routing_weights + assignments, is_row, OUTPUTS, IS_GATED, ALPHA, LIMIT,
+        )  # fmt: skip
+        target = rows if IS_GATED else assignments * SHARES + share
         place = output + target[None, :].to(tl.int64) * OUTPUTS + columns[:, None]
         is_output = is_row[None, :] & is_column[:, None]
         tl.store(place, total.to(output.dtype.element_ty), mask=is_output)

@@ -200,8 +200,8 @@ class UnquantizedExpertMethod:
 
 
 class ExpertBiases(nn.Module):
-    """The biases of this rank's experts. Of the ranks that hold shares of the same experts,
-    one adds the biases of outputs."""
+    """The biases of this rank's experts. Among ranks with shares of the same experts, the first
+    adds the biases of outputs."""
 
     def __init__(
         self, matrices: Mapping[str, ExpertMatrix], numbers: range, context: LayerContext

@@ -14,15 +14,14 @@ from trimaran.kernels.triton.attention.plan import DecodePlan, plan_decodes
 from trimaran.kernels.triton.attention.scores import (
     bias_of,
     bias_rows,
+    first_sums,
     load_bias,
     load_scales,
-    no_keys,
     scales_of,
     score_factors,
     sinks_of,
     softmax_step,
     weighted_mean,
-    with_sinks,
 )
 
 # Shapes: S sequences, N query heads, K key-value heads, G = N / K, H head size, B tokens of a
@@ -105,30 +104,26 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     GROUP_PADDED: tl.constexpr, HEAD: tl.constexpr, HEAD_PADDED: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr, SINKS: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SCALES: tl.constexpr,
-    HAS_SINK_LOGITS: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One split of a sequence's keys for the query heads of one key-value head.
 
     The only split of a sequence writes to ``output`` [S, N, H]. Several splits write partial
     results, and the last split to finish combines the partial results.
     """
-    kv_head = tl.program_id(0) % KV_HEADS
+    kv_head, first = tl.program_id(0) % KV_HEADS, tl.program_id(0) // KV_HEADS
     group, dims = tl.arange(0, GROUP_PADDED), tl.arange(0, HEAD_PADDED)
-    heads = kv_head * GROUP + group
-    is_head, is_dim = group < GROUP, dims < HEAD
+    heads, is_head, is_dim = kv_head * GROUP + group, group < GROUP, dims < HEAD
     head_mask = is_head[:, None] & is_dim[None, :]
     from_head = heads[:, None] * HEAD + dims[None, :]
     from_bias = bias_rows(bias, bias_stride, kv_head, heads, is_head, GROUP)
     scale, of_values = load_scales(kv_scales, kv_head, scale, KV_HEADS, HAS_SCALES)
     keys_of_head = cache + kv_head * head_stride + dims[None, :]
-    first, step = tl.program_id(0) // KV_HEADS, tl.num_programs(0) // KV_HEADS
-    for split in range(first, tl.load(splits), step):
+    for split in range(first, tl.load(splits), tl.num_programs(0) // KV_HEADS):
         sequence, row, start, end, first_split, num_splits, skipped = read_split(splits, split)
         q = tl.load(query + sequence * query_stride + from_head, mask=head_mask, other=0.0)
-        top, total, acc = no_keys(GROUP_PADDED, HEAD_PADDED)
-        # The first split of a sequence counts the score of no key.
-        if split == first_split:
-            top, total = with_sinks(top, total, sinks, heads, is_head, HAS_SINK_LOGITS)
+        is_own = is_head & (split == first_split)
+        top, total, acc = first_sums(sinks + heads, is_own, q, HAS_SINKS)
         table = tables + row * table_stride
         for at_key in range(start, end, TILE):
             keys = at_key + tl.arange(0, TILE)
@@ -204,7 +199,7 @@ def decode(
         HEAD_PADDED=max(16, triton.next_power_of_2(head_size)), BLOCK=kv_cache.shape[2],
         TILE=config.tile, SINKS=spec.num_sinks, HAS_WINDOW=spec.window > 0,
         HAS_BIAS=spec.position_bias is not None, HAS_CAP=spec.soft_cap > 0,
-        HAS_SCALES=spec.kv_scales is not None, HAS_SINK_LOGITS=spec.sink_logits is not None,
+        HAS_SCALES=spec.kv_scales is not None, HAS_SINKS=spec.sink_logits is not None,
         PRECISION="ieee" if query_SNH.dtype is torch.float32 else "tf32",
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip

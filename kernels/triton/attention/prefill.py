@@ -13,15 +13,14 @@ from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
 from trimaran.kernels.triton.attention.scores import (
     bias_of,
     bias_rows,
+    first_sums,
     load_bias,
     load_scales,
-    no_keys,
     scales_of,
     score_factors,
     sinks_of,
     softmax_step,
     weighted_mean,
-    with_sinks,
 )
 
 # Shapes: T tokens, S sequences, N query heads, K key-value heads, G = N / K, H head size,
@@ -150,7 +149,7 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     value_offset, token_stride, head_stride, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     HEAD: tl.constexpr, HEAD_PADDED: tl.constexpr, BLOCK: tl.constexpr, TILE_M: tl.constexpr,
     TILE_N: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_CAP: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_SINK_LOGITS: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of a sequence's queries, of all heads that share a key-value head."""
@@ -163,11 +162,9 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     queries, heads = start + rows // GROUP, kv_head * GROUP + rows % GROUP
     is_row = (queries < num_queries) & (rows < step * GROUP)
     places, is_dim = (first + queries).to(tl.int64), dims < HEAD
-    mask = is_row[:, None] & is_dim[None, :]
-    from_head = heads[:, None] * HEAD + dims[None, :]
+    mask, from_head = is_row[:, None] & is_dim[None, :], heads[:, None] * HEAD + dims[None, :]
     q = tl.load(query + places[:, None] * query_stride + from_head, mask=mask, other=0.0)
-    top, total, acc = no_keys(TILE_M, HEAD_PADDED)
-    top, total = with_sinks(top, total, sinks, heads, is_row, HAS_SINK_LOGITS)
+    top, total, acc = first_sums(sinks + heads, is_row, q, HAS_SINKS)
     table, positions = tables + row.to(tl.int64) * table_stride, past + queries
     from_bias = bias_rows(bias, bias_stride, kv_head, heads, is_row, GROUP)
     scale, of_values = load_scales(kv_scales, kv_head, scale, KV_HEADS, HAS_SCALES)
@@ -273,7 +270,7 @@ def prefill(
         HEAD_PADDED=max(16, triton.next_power_of_2(head_size)), BLOCK=kv_cache.shape[2],
         TILE_M=tile_m, TILE_N=config.tile_n, WINDOW=spec.window, SINKS=spec.num_sinks,
         HAS_BIAS=spec.position_bias is not None, HAS_CAP=spec.soft_cap > 0,
-        HAS_SCALES=spec.kv_scales is not None, HAS_SINK_LOGITS=spec.sink_logits is not None,
+        HAS_SCALES=spec.kv_scales is not None, HAS_SINKS=spec.sink_logits is not None,
         PRECISION="ieee" if query_TNH.dtype is torch.float32 else "tf32",
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip

@@ -55,12 +55,15 @@ def no_keys(ROWS: tl.constexpr, DIMS: tl.constexpr):  # type: ignore[no-untyped-
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def with_sinks(top, total, sinks, heads, is_head, HAS_SINK_LOGITS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The maximum and the sum of `no_keys`, with the weight of the heads' scores of no key."""
-    if HAS_SINK_LOGITS:
-        top = tl.load(sinks + heads, mask=is_head, other=0.0) * LOG2
-        total = total + 1.0
-    return top, total
+def first_sums(sinks, is_counted, q, HAS_SINKS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`no_keys` for the rows and dims of ``q``; with scores of no key, at the rows' addresses
+    ``sinks``, the weights of these scores.
+    """
+    top, total, acc = no_keys(q.shape[0], q.shape[1])
+    if HAS_SINKS:
+        top = tl.load(sinks, mask=is_counted, other=float("-inf")) * LOG2
+        total = tl.where(is_counted, 1.0, 0.0)
+    return top, total, acc
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
