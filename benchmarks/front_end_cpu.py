@@ -20,6 +20,7 @@ import socket
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -47,6 +48,7 @@ from trimaran.bench.serving.server_process import write_repository
 
 UNARY = ("live", "generate", "infer", "completions", "chat", "grpc_infer")
 STREAMS = ("generate_stream", "chat_stream", "grpc_stream")
+_CPU_TIME = 2
 _CHAT = "/v1/chat/completions"
 _END = b"\r\n0\r\n\r\n"
 _EVENT = b"data: "
@@ -63,11 +65,10 @@ class Server:
     pid: int
 
     def cpu_s(self) -> float:
-        """Processor time of all threads of the front end so far, in nanosecond steps."""
-        total = 0
-        for entry in os.scandir(f"/proc/{self.pid}/task"):
-            total += int(Path(entry.path, "schedstat").read_text().split()[0])
-        return total / 1e9
+        """Processor time of all threads of the front end so far, ended ones among them, in
+        nanosecond steps."""
+        # The number of a process's clock, as the C library's clock_getcpuclockid makes it.
+        return time.clock_gettime(~self.pid << 3 | _CPU_TIME)
 
 
 @contextmanager

@@ -154,7 +154,11 @@ class ModelEngines:
     @property
     def is_ready(self) -> bool:
         """Whether a group is up."""
-        return bool(self._up())
+        # Asked several times a request: without a list or a generator.
+        for group in self.groups.values():
+            if group.link is not None:
+                return True
+        return False
 
     @property
     def unread_logits(self) -> UnreadLogits:
