@@ -155,7 +155,7 @@ class ModelEngines:
     def is_ready(self) -> bool:
         """Whether a group is up."""
         # Asked several times a request: without a list or a generator.
-        for group in self.groups.values():
+        for group in self.groups.values():  # noqa: SIM110
             if group.link is not None:
                 return True
         return False
