@@ -58,35 +58,46 @@ class LogSettings:
         """All settings by name."""
         return dict(self._values)
 
-    def update(self, changes: dict[str, Any]) -> None:
-        """Change some settings: all of them, or none on an error. A None value keeps a setting.
+    def update(self, changes: Mapping[str, Any]) -> None:
+        """Change some settings: all of them, or none on an error.
 
         Raises:
-            RequestError: a value of the wrong type, or a setting that clients may not change.
+            RequestError: as for `checked_log_changes`.
         """
-        accepted: dict[str, Any] = {}
-        for name, value in changes.items():
-            if value is None or name not in self._values:
-                continue
-            accepted[name] = self._checked(name, value)
-        self._values |= accepted
+        self._values |= checked_log_changes(changes)
         is_verbose = bool(self._values["log_verbose_level"])
         logging.getLogger().setLevel(level_name(self._values, is_verbose=is_verbose))
 
-    @staticmethod
-    def _checked(name: str, value: Any) -> Any:
-        if name in LOG_KINDS:
-            return as_bool(value, "")
-        if name == "log_verbose_level":
-            # A level beyond gRPC's range means the most verbose.
-            return min(as_unsigned(value, ""), _MAX_LEVEL)
-        if name == "log_file":
-            raise log_file_refused()
-        if as_string(value, "") not in FORMATS:
-            raise RequestError(
-                f"invalid argument for --log_format, got: {value}", ErrorKind.UNAVAILABLE
-            )
-        return value
+
+def checked_log_changes(changes: Mapping[str, Any]) -> dict[str, Any]:
+    """The changes of settings that exist. A None value keeps a setting.
+
+    Raises:
+        RequestError: a value of the wrong type, or a setting that clients may not change.
+    """
+    return {
+        name: _log_value(name, value)
+        for name, value in changes.items()
+        if value is not None and name in _LOG_SETTINGS
+    }
+
+
+_LOG_SETTINGS = frozenset(("log_file", *LOG_KINDS, "log_verbose_level", "log_format"))
+
+
+def _log_value(name: str, value: Any) -> Any:
+    if name in LOG_KINDS:
+        return as_bool(value, "")
+    if name == "log_verbose_level":
+        # A level beyond gRPC's range means the most verbose.
+        return min(as_unsigned(value, ""), _MAX_LEVEL)
+    if name == "log_file":
+        raise log_file_refused()
+    if as_string(value, "") not in FORMATS:
+        raise RequestError(
+            f"invalid argument for --log_format, got: {value}", ErrorKind.UNAVAILABLE
+        )
+    return value
 
 
 _DEFAULTS: dict[str, list[str]] = {

@@ -17,7 +17,7 @@ from trimaran.server.config import FrontendConfig
 from trimaran.server.fleet.peer_link import PeerLink, SharedState, Verb
 from trimaran.server.inference.registry import IndexEntry
 from trimaran.server.protocol.load_request import LoadRequest
-from trimaran.server.settings import Changes
+from trimaran.server.settings import Changes, checked_log_changes
 from trimaran.server.shared_memory.region_specs import Kind, RegionSpec
 
 logger = logging.getLogger(__name__)
@@ -133,7 +133,8 @@ class FirstFrontend:
         Raises:
             RequestError: a setting or a value is not allowed, or the first front end is down.
         """
-        await self._ask("change_log_settings", changes=dict(changes))
+        # Checked here: messages between front ends do not hold every value of JSON.
+        await self._ask("change_log_settings", changes=checked_log_changes(changes))
 
     async def change_trace_settings(self, model: str, changes: Changes) -> None:
         """Change the trace settings of all front ends.

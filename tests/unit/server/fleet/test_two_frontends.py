@@ -207,3 +207,14 @@ def test_memory_that_a_client_registers_at_one_front_end_is_known_to_both(tmp_pa
             assert pair.other.call("GET", path + "/status")[0] == 404
     finally:
         file.unlink(missing_ok=True)
+
+
+def test_a_log_setting_that_no_message_can_hold_is_refused_at_every_front_end(pair):
+    for value in (2**70, -(2**70), [[2**64]], {"a": [1]}):
+        for frontend in (pair.first, pair.other):
+            status, answer = frontend.call("POST", "/v2/logging", {"log_info": value})
+            assert (status, "non-boolean" in answer["error"]) == (500, True), answer
+            # Names that are no setting are left out, whatever their values.
+            status, _ = frontend.call("POST", "/v2/logging", {"name": value, "log_info": True})
+            assert status == 200
+    assert "Traceback" not in pair.other.text()
