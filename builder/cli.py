@@ -108,7 +108,7 @@ def _build(args: argparse.Namespace) -> int:
         shards = _shards(args, source, config, mapping, folder)
         write_kv_scales(args, source, config, folder)
         write_files(folder, tokenizer)
-        write_head(head, folder)
+        write_head(head, folder, config, mapping)
         write_config(folder, engine_values(config, mapping, limits, shards))
         EngineFolder.load(folder, check_weights=not args.save_config_only)
     say_done("build", args.output, mapping, began)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,14 +18,18 @@ from trimaran.worker.config.draft_network import (
     EAGLE,
     MEDUSA,
     MEDUSA_FILES,
+    MTP,
     medusa_config,
 )
 from trimaran.worker.config.engine_folder import BuildConfig, RankMapping
 from trimaran.worker.config.pretrained_config import PretrainedConfig
 
-HEAD_MODES = (EAGLE, MEDUSA)
-"""Values of ``--speculative_decoding_mode`` for heads."""
+_OWN_FOLDER_MODES = (EAGLE, MEDUSA)
+HEAD_MODES = (*_OWN_FOLDER_MODES, MTP)
+"""Values of ``--speculative_decoding_mode`` for heads. Those of MTP are in the target's own
+checkpoint."""
 
+_LAYER_FILE = "model.safetensors"
 _FOLDER_FLAG = {EAGLE: "eagle_model_dir", MEDUSA: "medusa_model_dir"}
 _LENGTH_FLAG = {EAGLE: "num_eagle_layers", MEDUSA: "num_medusa_heads"}
 
@@ -55,6 +60,9 @@ def chain_length(args: argparse.Namespace, mode: str, most: int | None) -> int |
     count the tokens of a tree, and the number of a head's steps; None for no number at all."""
     if mode not in HEAD_MODES:
         return most
+    if mode == MTP:
+        # The layer is trained for one token.
+        return 1 if most is None else most
     numbers = [most, getattr(args, _LENGTH_FLAG[mode])]
     folder = args.medusa_model_dir
     if mode == MEDUSA and folder is not None:
@@ -69,7 +77,7 @@ def draft_head(args: argparse.Namespace, limits: BuildConfig) -> DraftHead | Non
         ConfigError: a flag of heads without its mode, or a mode without its folder.
     """
     mode = limits.speculative_decoding_mode
-    for kind in HEAD_MODES:
+    for kind in _OWN_FOLDER_MODES:
         for name in (_FOLDER_FLAG[kind], _LENGTH_FLAG[kind]):
             value = getattr(args, name)
             if value is not None and kind != mode:
@@ -79,6 +87,8 @@ def draft_head(args: argparse.Namespace, limits: BuildConfig) -> DraftHead | Non
                 )
     if mode not in HEAD_MODES:
         return None
+    if mode == MTP:
+        return DraftHead(mode, args.checkpoint)
     folder = getattr(args, _FOLDER_FLAG[mode])
     if folder is None:
         raise ConfigError(
@@ -101,22 +111,56 @@ def check_head(head: DraftHead | None, config: PretrainedConfig, mapping: RankMa
             f"--pp-size is {mapping.pp_size} but --speculative_decoding_mode is {head.kind}: "
             "heads need the hidden states of all layers. Build with --pp-size 1."
         )
-    # Both import torch.
-    from trimaran.builder.build_plan import model_on_meta
+    # These import torch.
+    from trimaran.builder.build_plan import RankPlan, model_on_meta
     from trimaran.worker.models.drafting.loading import load_head
+    from trimaran.worker.models.drafting.mtp import layer_files, prediction_layer
+    from trimaran.worker.models.weights.checkpoint import find_tensors
 
-    load_head(head.kind, head.folder, model_on_meta(0, config, mapping))
+    target = model_on_meta(0, config, mapping)
+    if head.kind != MTP:
+        load_head(head.kind, head.folder, target)
+        return
+    layer = prediction_layer(target)
+    found = find_tensors(layer, list(layer_files(layer, head.folder)))
+    RankPlan(layer, found, {}).check_shapes(set())
 
 
-def write_head(head: DraftHead | None, output: Path) -> None:
-    """Copy a head's configuration and weights into an engine folder."""
+def write_head(
+    head: DraftHead | None, output: Path, config: PretrainedConfig, mapping: RankMapping
+) -> None:
+    """Copy a head's configuration and weights into an engine folder of this target."""
     if head is None:
         return
     folder = output / DRAFT_FOLDER
     # What a build that was stopped left.
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
+    if head.kind == MTP:
+        _write_layer(head.folder, folder, config, mapping)
+        return
     own = [head.folder / name for name in MEDUSA_FILES if (head.folder / name).is_file()]
     files = own[:1] if head.kind == MEDUSA and own else list(find_weight_files(head.folder))
     for path in (head.folder / CONFIG_FILE, *files):
         shutil.copyfile(path, folder / path.name)
+
+
+def _write_layer(
+    checkpoint: Path, folder: Path, config: PretrainedConfig, mapping: RankMapping
+) -> None:
+    """Write the tensors of a layer for multi-token prediction, as the checkpoint has them."""
+    # These import torch.
+    from safetensors.torch import save_file
+
+    from trimaran.builder.build_plan import model_on_meta
+    from trimaran.worker.models.drafting.mtp import layer_files, prediction_layer
+    from trimaran.worker.models.weights.checkpoint import mapped_file
+
+    layer = prediction_layer(model_on_meta(0, config, mapping))
+    with ExitStack() as stack:
+        tensors = {}
+        for path, names in layer_files(layer, checkpoint).items():
+            tensor_of = stack.enter_context(mapped_file(path))
+            tensors.update({name: tensor_of(name).contiguous() for name in names})
+        save_file(tensors, folder / _LAYER_FILE)
+    shutil.copyfile(checkpoint / CONFIG_FILE, folder / CONFIG_FILE)

@@ -335,8 +335,9 @@ def add_draft_flags(parser: FlagSink) -> None:
     parser.add_argument("--speculative_decoding_mode",
                         choices=(*_SERVED_MODES, *_UNSERVED_MODES),
                         help="draft_tokens_external: of requests and of a draft model; "
-                        "lookahead_decoding: of the model itself; eagle, medusa: of heads "
-                        "(none); the other is refused")  # fmt: skip
+                        "lookahead_decoding: of the model itself; eagle, medusa: of heads; "
+                        "mtp: of the checkpoint's layer for it (none); the other is "
+                        "refused")  # fmt: skip
     parser.add_argument("--max_draft_len", type=count, metavar="N",
                         help="most draft tokens of a request (0)")  # fmt: skip
     add_head_flags(parser)

@@ -13,7 +13,7 @@ from trimaran.launcher.placement.hosts import num_visible_gpus, torch_is_cpu_onl
 from trimaran.server.inference.queue_policy import QueuePolicy
 from trimaran.server.repository.model_repository import RepositoryModel
 from trimaran.server.repository.parameter_table import is_class_path
-from trimaran.worker.config.draft_network import DRAFT_FOLDER, EAGLE, MEDUSA
+from trimaran.worker.config.draft_network import DRAFT_FOLDER, EAGLE, MEDUSA, MTP
 from trimaran.worker.config.engine_config import (
     CacheConfig,
     EngineConfig,
@@ -102,7 +102,7 @@ class EngineFlags:
 _MAX_DRAFT_TOKENS = SpeculationConfig().max_draft_tokens
 _DRAFTER_OF_MODE = {
     "draft_tokens_external": "draft_tokens", "lookahead_decoding": LOOKAHEAD, EAGLE: EAGLE,
-    MEDUSA: MEDUSA,
+    MEDUSA: MEDUSA, MTP: MTP,
 }  # fmt: skip
 """The drafter of an engine that was built for it, by the build's mode."""
 
@@ -296,8 +296,10 @@ def _speculation(
             f"{drafter}, of which all drafts are verified. Leave the flag out."
         )
     draft_dir = flags.draft_model or ""
-    if not draft_dir and drafter == built and drafter in (EAGLE, MEDUSA):
+    if not draft_dir and drafter == built and drafter in (EAGLE, MEDUSA, MTP):
         draft_dir = str(folder.path / DRAFT_FOLDER)
+    elif not draft_dir and drafter == MTP and folder.kind is FolderKind.HUGGINGFACE:
+        draft_dir = str(folder.path)
     most = flags.max_draft_tokens or folder.build.max_draft_len or _MAX_DRAFT_TOKENS
     return SpeculationConfig(
         drafter=drafter,

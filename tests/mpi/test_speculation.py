@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.driver import Driver, Ranks
+from tests.unit.worker.lora_adapters import make_adapter, on_the_wire
 from tests.unit.worker.speculation.test_exactness import check, corrupt
 from trimaran.comm.errors import ConfigError
 from trimaran.worker.config.engine_config import (
@@ -16,7 +17,7 @@ from trimaran.worker.config.engine_config import (
     ParallelConfig,
     SchedulerConfig,
 )
-from trimaran.worker.config.speculation_config import SpeculationConfig
+from trimaran.worker.config.speculation_config import LookaheadSizes, SpeculationConfig
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MODEL = EXAMPLES / "demo_models" / "base"
@@ -28,6 +29,9 @@ DRAFTERS = {
     "none": SpeculationConfig(),
     "draft_tokens": SpeculationConfig(drafter="draft_tokens", max_draft_tokens=6),
     "ngram": SpeculationConfig(drafter="ngram", is_adaptive=False),
+    "lookahead": SpeculationConfig(
+        drafter="lookahead", lookahead=LookaheadSizes(5, 3, 4), is_adaptive=False
+    ),
 }
 SAMPLINGS: tuple[dict, ...] = (
     {"max_tokens": 70},
@@ -88,9 +92,14 @@ def test_drafts_change_no_output_of_ranks_together(world, layout):
             )
     rng = random.Random(layout)
     words = [rng.randrange(2, 4000) for _ in range(6)]
+    own = make_adapter(MODEL, seed=5, modules=("attn_q", "attn_v", "mlp_gate"))
+    adapter = {"adapter_id": 5, "adapter": on_the_wire(own)}
     asked = [
-        ([rng.choice(words) for _ in range(rng.randrange(1, 40))], rng.choice(SAMPLINGS))
-        for _ in range(24)
+        (
+            [rng.choice(words) for _ in range(rng.randrange(1, 40))],
+            {**rng.choice(SAMPLINGS), **(adapter if number % 3 == 0 else {})},
+        )
+        for number in range(24)
     ]
     told: dict[str, list] = {}
     for name, speculation in drafters.items():

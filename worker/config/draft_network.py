@@ -12,8 +12,8 @@ from trimaran.comm.errors import ConfigError
 from trimaran.comm.files.input_files import parse_json, read_text
 from trimaran.worker.config.pretrained_config import PretrainedConfig
 
-EAGLE, MEDUSA, DRAFT_MODEL = "eagle", "medusa", "draft_model"
-NETWORKS = (EAGLE, MEDUSA, DRAFT_MODEL)
+EAGLE, MEDUSA, MTP, DRAFT_MODEL = "eagle", "medusa", "mtp", "draft_model"
+NETWORKS = (EAGLE, MEDUSA, MTP, DRAFT_MODEL)
 """Drafters that are networks in the ranks."""
 
 DRAFT_FOLDER = "draft_head"

@@ -7,11 +7,12 @@ from pathlib import Path
 
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.topology import ParallelLayout
-from trimaran.worker.config.draft_network import DRAFT_MODEL
+from trimaran.worker.config.draft_network import DRAFT_MODEL, MTP
 from trimaran.worker.config.engine_config import EngineConfig
 from trimaran.worker.config.speculation_config import SpeculationConfig
 from trimaran.worker.models.drafting.interfaces import DraftNetwork, ParallelHeads
 from trimaran.worker.models.drafting.loading import load_head, random_head
+from trimaran.worker.models.drafting.mtp import load_mtp
 from trimaran.worker.models.drafting.small_model import SmallModel
 from trimaran.worker.models.interfaces import CausalLM
 from trimaran.worker.models.registry import load_model
@@ -35,6 +36,8 @@ def load_network(
     network: DraftNetwork
     if speculation.drafter == DRAFT_MODEL:
         network = SmallModel(_small_model(config, folder, topology, tp, target))
+    elif speculation.drafter == MTP:
+        network = load_mtp(folder, target, is_random=config.load_format == "random")
     elif config.load_format == "random":
         network = random_head(speculation.drafter, folder, target)
     else:

@@ -80,6 +80,12 @@ class LayerContext:
         context.tp = ShardPosition()
         return context
 
+    def unquantized(self) -> LayerContext:
+        """A context for layers whose weights are floats, whatever the model's are."""
+        context = copy.copy(self)
+        context.quantization = None
+        return context
+
     def empty(self, *shape: int) -> nn.Parameter:
         """A parameter of this model's dtype and device, uninitialised."""
         values = torch.empty(shape, dtype=self.dtype, device=self.device)

@@ -328,6 +328,10 @@ class CausalLM(nn.Module):
         used."""
         return None if self.adapters.is_active else self._fused
 
+    def is_unused(self, name: str) -> bool:
+        """Whether a checkpoint's tensor, named without prefixes, is no weight of the model."""
+        return name.endswith(self.ignored_weights)
+
     @property
     def vocab_size_padded(self) -> int:
         """Rows of the output matrix over all ranks, padding included."""

@@ -106,7 +106,7 @@ class EagleHead(nn.Module):
         """``has_embedding`` and ``has_head``: whether the checkpoint has its own, in place of
         the target's; ``has_bias``: whether ``fc`` has one."""
         super().__init__()
-        context, layer = target.context, config.layer
+        context, layer = target.context.unquantized(), config.layer
         self.context = context
         self._config = config
         self._is_third = is_third

@@ -25,7 +25,7 @@ class MedusaHead(nn.Module):
 
     def __init__(self, target: CausalLM, num_layers: int) -> None:
         super().__init__()
-        context, width = target.context, target.config.hidden_size
+        context, width = target.context.unquantized(), target.config.hidden_size
         self.blocks = nn.ModuleList(
             ColumnParallelLinear(context.alone(), width, width, bias=True)
             for _ in range(num_layers)

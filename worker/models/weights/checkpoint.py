@@ -265,7 +265,7 @@ def _carries_no_weight(model: CausalLM, key: str) -> bool:
     is_elsewhere = key.startswith(FAMILIES[model.config.architecture].ignored_parts)
     is_quantized = model.context.quantization or model.config.kv_cache_quant_algo
     is_scale = bool(is_quantized) and key.endswith(_UNUSED_SCALES)
-    return is_elsewhere or is_scale or key.endswith(model.ignored_weights)
+    return is_elsewhere or is_scale or model.is_unused(key)
 
 
 def _is_bias_of_zeros(model: CausalLM, key: str, stored: StoredTensor) -> bool:

@@ -49,7 +49,7 @@ _KEPT_DTYPES = (FP8, torch.uint8, torch.int8, torch.int16, torch.int32)
 _WIDER = (torch.bfloat16, torch.float32, torch.float64)
 """Dtypes whose values may exceed the range of float16."""
 
-_WHOLE = ("embed_positions.", ".router.", ".attention.down_proj.")
+_WHOLE = ("embed_positions.", ".router.", ".attention.down_proj.", "projection.")
 """Parts of names of weights that every rank holds whole."""
 
 

@@ -52,20 +52,33 @@ def test_flags_of_drafts_without_effect_are_refused(repository, flags, complaint
     assert complaint in str(caught.value)
 
 
-def test_an_engine_with_a_head_drafts_with_it(repository, tmp_path):
+@pytest.mark.parametrize("mode", ["eagle", "medusa", "mtp"])
+def test_an_engine_with_a_head_drafts_with_it(repository, tmp_path, mode):
     config = tmp_path / "engine" / "config.json"
     values = json.loads(config.read_text())
-    build = {"speculative_decoding_mode": "eagle", "max_draft_len": 3}
+    build = {"speculative_decoding_mode": mode, "max_draft_len": 3}
     values["build_config"].update(build)
     config.write_text(json.dumps(values))
 
     found = resolve(repository).groups[0].engine.scheduler.speculation
 
     folder = str(tmp_path / "engine" / "draft_head")
-    assert (found.drafter, found.draft_dir, found.max_draft_tokens) == ("eagle", folder, 3)
+    assert (found.drafter, found.draft_dir, found.max_draft_tokens) == (mode, folder, 3)
     flags = ("--draft-model", "other", "--verify-all-drafts")
     found = resolve(repository, *flags).groups[0].engine.scheduler.speculation
     assert (found.draft_dir, found.is_adaptive) == (str(Path("other").absolute()), False)
+
+
+def test_a_layer_for_prediction_is_in_the_folder_of_the_target(tmp_path, repository):
+    folder = Path(__file__).parents[4] / "examples" / "demo_models" / "base"
+    write_model(tmp_path / "other" / "a", gpt_model_path=str(folder))
+    flags = ("--speculative-decoding", "mtp")
+
+    found = resolve(tmp_path / "other", *flags).groups[0].engine.scheduler.speculation
+    assert (found.drafter, found.draft_dir) == ("mtp", str(folder))
+    # An engine that was built without the layer does not have it.
+    with pytest.raises(ConfigError, match="needs the folder of a network"):
+        resolve(repository, *flags)
 
 
 def test_a_network_of_the_flags_needs_its_folder(repository):

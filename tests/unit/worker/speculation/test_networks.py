@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from tests.driver import Driver
 from tests.unit.worker.conftest import VOCAB
+from tests.unit.worker.quantization.checkpoints import quantize_folder
 from tests.unit.worker.speculation.head_reference import (
     EagleReference,
     FirstEagleReference,
@@ -201,6 +202,21 @@ def test_an_eagle_head_drafts_as_the_plain_loop_does(
     assert outputs == [ids for ids, _ in told]
     assert counts.num_drafts == sum(each.drafts for _, each in told)
     assert counts.num_accepted == sum(each.accepted for _, each in told)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "medusa"])
+def test_heads_draft_for_a_quantized_target(target_folder, networks, tmp_path, kind):
+    """Weights of heads are floats, though the target's are FP8."""
+    folder = shutil.copytree(target_folder, tmp_path / "target")
+    quantize_folder(folder, "fp8-blocks")
+    prompts = [[place % VOCAB for place in range(n, 3 * n + 9, 2)] for n in range(1, 5)]
+    expected, _ = count_with(make_engine(folder, SpeculationConfig()), prompts, 20)
+
+    driver = make_engine(folder, drafts_by(kind, networks))
+    outputs, counts = count_with(driver, prompts, 20)
+
+    assert outputs == expected
+    assert counts.num_tokens
 
 
 def test_a_head_of_the_first_eagle_drafts_as_the_plain_loop_does(

@@ -1,0 +1,102 @@
+"""Networks that draft, cut for several ranks: drafts and outputs are those of one rank."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.driver import Driver, Ranks
+from tests.unit.worker.speculation.head_reference import random_eagle, random_medusa
+from tests.unit.worker.speculation.mtp_reference import write_deepseek
+from trimaran.worker.config.engine_config import (
+    CacheConfig,
+    EngineConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
+from trimaran.worker.config.speculation_config import SpeculationConfig
+
+ONE = ParallelConfig()
+LAYOUTS = {
+    "tp 2": ParallelConfig(tp_size=2),
+    "tp 2, whole experts": ParallelConfig(tp_size=2, moe_tp_size=1, moe_ep_size=2),
+}
+PROMPTS = [[place * 7 % 150 for place in range(n, 3 * n + 9, 2)] for n in (1, 4, 9, 30)]
+
+
+@pytest.fixture
+def root(world):
+    """An empty folder of all ranks."""
+    with tempfile.TemporaryDirectory() as own:
+        yield Path(world.comm.bcast(own))
+        world.barrier(60.0, "read by all")
+
+
+def write_llama(root):
+    """A Llama with an EAGLE-3 head whose drafts are sometimes right, and Medusa heads."""
+    config = LlamaConfig(
+        vocab_size=150, hidden_size=64, intermediate_size=96, num_hidden_layers=6,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=256,
+        initializer_range=0.2, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(root / "llama")
+    random_eagle(root / "eagle", config, draft_vocab=150, scale=0.2)
+    random_medusa(root / "medusa", config, num_heads=3)
+
+
+def run(driver):
+    """Outputs of all prompts, and the counts of drafts."""
+    samplings = ({"top_k": 1}, {"top_k": 20, "seed": 4})
+    requests = [
+        driver.submit(prompt, max_tokens=24, **sampling)
+        for prompt in PROMPTS
+        for sampling in samplings
+    ]
+    driver.run()
+    counts = driver.engine.scheduler.draft_counts
+    return (
+        [driver.output(request) for request in requests],
+        (counts.num_drafts, counts.num_tokens, counts.num_accepted),
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [("eagle", "tp 2"), ("medusa", "tp 2"), *(("mtp", at) for at in LAYOUTS)],
+)
+@pytest.mark.ranks(2)
+def test_two_ranks_draft_as_one_rank_does(world, root, kind, layout):
+    if world.rank == 0:
+        if kind == "mtp":
+            write_deepseek(root / "mtp")
+        else:
+            write_llama(root)
+    world.barrier(60.0, "written")
+
+    def make_driver(parallel, ties=()):
+        return Driver(
+            EngineConfig(
+                model="test", engine_dir=str(root / ("mtp" if kind == "mtp" else "llama")),
+                dtype="float32", device="cpu", parallel=parallel,
+                scheduler=SchedulerConfig(
+                    max_num_batched_tokens=48, max_num_seqs=6, max_seq_len=120,
+                    max_input_len=100, policy="max_utilization",
+                    speculation=SpeculationConfig(
+                        drafter=kind, draft_dir=str(root / kind), max_draft_tokens=3,
+                        is_adaptive=False,
+                    ),
+                ),
+                cache=CacheConfig(tokens_per_block=8, max_tokens=768),
+            ),
+            ties=ties,
+        )  # fmt: skip
+
+    ranks = Ranks(world, LAYOUTS[layout])
+    told = ranks.run(make_driver(LAYOUTS[layout], ranks.ties), run)
+    if world.rank == 0:
+        assert told == run(make_driver(ONE))
+        _, (num_drafts, num_tokens, _) = told
+        assert num_drafts < num_tokens
