@@ -20,10 +20,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from trimaran.bench.kernels.kernel_timing import captured, replays_s
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
 from trimaran.kernels.cuda import decode as cuda_decode
 from trimaran.kernels.triton.attention import decode as triton_attention_decode
+from trimaran.kernels.tuning.graph_timing import captured, replays_s
 
 HEADS, KV_HEADS, SIZE, BLOCK, LAYERS = 32, 8, 128, 32, 32
 TOKEN_BYTES = 2 * KV_HEADS * SIZE * 2

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from trimaran.bench.kernels.kernel_timing import captured, replays_s
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec, LatentHeads
 from trimaran.kernels.gpu import TritonOps
 from trimaran.kernels.triton.attention import latent_decode as triton_latent_decode
@@ -25,6 +24,7 @@ from trimaran.kernels.triton.attention import latent_prefill as triton_latent_pr
 from trimaran.kernels.triton.attention import latent_prompts as triton_latent_prompts
 from trimaran.kernels.triton.attention.latent_decode import LatentDecodeConfig
 from trimaran.kernels.triton.attention.latent_prefill import LatentPrefillConfig
+from trimaran.kernels.tuning.graph_timing import captured, replays_s
 
 LATENT, ROTATED, PLAIN, VALUE, BLOCK = 512, 64, 128, 128, 32
 TOKEN_BYTES = 2 * (LATENT + ROTATED)

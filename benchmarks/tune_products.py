@@ -32,10 +32,8 @@ from pathlib import Path
 from typing import get_args
 
 import torch
-from product_cuts import COPIED_BYTES_S, SUSTAINED_ROWS, Product
 from torch import Tensor
 
-from trimaran.bench.kernels.kernel_timing import captured, replays_s
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
 from trimaran.kernels.cuda.hopper_gemm import compile_gemm
 from trimaran.kernels.decode_attention import HopperDecodes
@@ -47,6 +45,13 @@ from trimaran.kernels.tables.product_table import (
     ProductTable,
 )
 from trimaran.kernels.triton import norm as triton_norm
+from trimaran.kernels.tuning.graph_timing import captured, replays_s
+from trimaran.kernels.tuning.product_candidates import (
+    COPIED_BYTES_S,
+    SUSTAINED_ROWS,
+    Product,
+)
+from trimaran.kernels.tuning.product_timing import numbers_of
 
 DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16
@@ -177,7 +182,7 @@ class Layers:
 
     def time_us(self, rows: int, choices: dict[Product, Choice]) -> float:
         """Median time of a layer with these cuts, or its mean under load."""
-        table = {product.name: [(rows, _as_list(cut))] for product, cut in choices.items()}
+        table = {product.name: [(rows, numbers_of(cut))] for product, cut in choices.items()}
         return self.timed_us(rows, HopperProducts(DEVICE, DTYPE, table=ProductTable(table)))
 
     def warm(self, rows: int, choices: dict[Product, Choice]) -> None:
@@ -242,17 +247,6 @@ def _drawn(rows: int, columns: int) -> Tensor:
     return 0.02 * torch.randn((rows, columns), device=DEVICE, dtype=DTYPE)
 
 
-def _as_list(cut: Choice) -> list[int] | None:
-    if cut is None:
-        return None
-    numbers = [cut.rows, cut.columns, cut.split, cut.sharing]
-    rare = [cut.max_stages, cut.max_early, int(cut.shares_weights)]
-    usual = [16, 0, 0]
-    while rare and rare[-1] == usual[len(rare) - 1]:
-        rare.pop()
-    return numbers + rare
-
-
 class Candidates:
     """The candidates for a product: the likeliest and the requested tile shapes."""
 
@@ -286,7 +280,7 @@ def tune(
         if (cut := best[product]) is not None:
             paced = [replace(cut, max_early=tiles) for tiles in _EARLY_TILES]
             best, best_us = _best_of(layers, rows, best, product, paced)
-    told = ", ".join(f"{product.name} {_as_list(cut)}" for product, cut in best.items())
+    told = ", ".join(f"{product.name} {numbers_of(cut)}" for product, cut in best.items())
     limit_us = layers.sizes.limit_us(rows)
     print(
         f"{rows:5d} rows: torch {torch_us:.1f} us a layer, before {first_us:.1f}, now "
@@ -372,7 +366,7 @@ def main() -> None:
     for rows in args.rows:
         for product, cut in tune(layers, rows, ProductTable(entries), candidates).items():
             steps = dict(entries.get(product.name, ()))
-            steps[rows] = _as_list(cut)
+            steps[rows] = numbers_of(cut)
             entries[product.name] = [[most, steps[most]] for most in sorted(steps)]
         # The table needs no entry for products that torch always computes fastest.
         kept = {key: steps for key, steps in entries.items() if any(cut for _, cut in steps)}

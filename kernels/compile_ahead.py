@@ -14,8 +14,8 @@ from trimaran.kernels.cuda import attention as cuda_attention
 from trimaran.kernels.cuda import decode as cuda_decode
 from trimaran.kernels.cuda.grouped_gemm import compile_grouped
 from trimaran.kernels.cuda.hopper_gemm import can_multiply, compile_gemm
-from trimaran.kernels.tables.grouped_table import GroupedTable, expert_limit
-from trimaran.kernels.tables.product_table import ProductTable
+from trimaran.kernels.tables.grouped_table import expert_limit
+from trimaran.kernels.tables.tuned_choices import TunedChoices
 
 
 def compile_ahead(
@@ -25,13 +25,15 @@ def compile_ahead(
     vocab_size: int,
     adapter_variants: Sequence[tuple[int, int]] = (),
     kv_dtype: torch.dtype | None = None,
+    choices: TunedChoices | None = None,
 ) -> None:
     """Start to compile the kernels that a model of these sizes uses on a GPU; returns at once.
 
     These are the CUDA C++ attention kernels, the measured products that read or write
     ``hidden_size``, and the sampling kernel that Triton compiles the longest. With
     ``adapter_variants``, tokens of a block and rank, also the kernels of LoRA adapters. With
-    ``kv_dtype`` also attention of decodes over a quantized cache.
+    ``kv_dtype`` also attention of decodes over a quantized cache. ``choices`` name the measured
+    products; those that the package ships by default.
     """
     if importlib.util.find_spec("triton") is None:
         return
@@ -48,13 +50,13 @@ def compile_ahead(
     for logits_dtype in (dtype, torch.float32):
         jobs.append(partial(compile_filters, device, logits_dtype, vocab_size))
     if can_multiply(device, dtype):
-        table = ProductTable.of_device(torch.cuda.get_device_name(device))
+        choices = choices or TunedChoices(torch.cuda.get_device_name(device))
+        table = choices.products
         for outputs, inner, kind in table.weights():
             if hidden_size in (outputs, inner):
                 for shape in table.choices(outputs, inner, kind):
                     jobs.append(partial(compile_gemm, shape, dtype, kind))
-        experts = GroupedTable.of_device(torch.cuda.get_device_name(device))
-        for cut, grouped_kind, count in experts.kernels(hidden_size):
+        for cut, grouped_kind, count in choices.experts.kernels(hidden_size):
             limit = expert_limit(count)
             jobs.append(partial(compile_grouped, cut, dtype, grouped_kind, limit))
     for block_size, rank in adapter_variants:

@@ -11,15 +11,22 @@ from trimaran.comm.errors import ConfigError
 from trimaran.kernels.build import KernelsUnavailableError, load_library
 from trimaran.kernels.cpu.operators import CpuOps
 from trimaran.kernels.operators import Ops
+from trimaran.kernels.tables.tuned_choices import TunedChoices
 from trimaran.kernels.torch_ops import TorchOps
 
 logger = logging.getLogger(__name__)
 
 
 def select_ops(
-    device: torch.device, dtype: torch.dtype, num_threads: int = 1, deterministic: bool = False
+    device: torch.device,
+    dtype: torch.dtype,
+    num_threads: int = 1,
+    deterministic: bool = False,
+    choices: TunedChoices | None = None,
 ) -> Ops:
     """The fastest operators for ``device`` and ``dtype``; ``num_threads`` is for a CPU.
+
+    ``choices`` among a GPU's kernels are those that the package ships by default.
 
     With ``deterministic``, a token's result is independent of the other tokens in the batch.
     The C++ kernels for a CPU always have that property.
@@ -28,7 +35,7 @@ def select_ops(
         ConfigError: the device has no operators, or no deterministic operators.
     """
     if device.type != "cpu":
-        return _gpu_ops(device, dtype, deterministic)
+        return _gpu_ops(device, dtype, deterministic, choices)
     try:
         return CpuOps(load_library(), dtype, num_threads)
     except KernelsUnavailableError as error:
@@ -43,7 +50,12 @@ def select_ops(
         return TorchOps()
 
 
-def _gpu_ops(device: torch.device, dtype: torch.dtype, deterministic: bool) -> Ops:
+def _gpu_ops(
+    device: torch.device,
+    dtype: torch.dtype,
+    deterministic: bool,
+    choices: TunedChoices | None,
+) -> Ops:
     if importlib.util.find_spec("triton") is None:
         raise ConfigError(
             f"device is {device.type} but the package triton, by which a GPU runs, is not "
@@ -59,9 +71,9 @@ def _gpu_ops(device: torch.device, dtype: torch.dtype, deterministic: bool) -> O
 
     return TritonOps(
         deterministic,
-        select_products(device, dtype, deterministic),
+        select_products(device, dtype, deterministic, choices),
         select_prompt_attention(device, dtype),
         select_decode_attention(device, dtype),
-        select_experts(device, dtype, deterministic),
+        select_experts(device, dtype, deterministic, choices),
         select_integer_products(device, dtype, deterministic),
     )

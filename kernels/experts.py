@@ -16,6 +16,7 @@ from trimaran.kernels.tables.grouped_table import (
     GroupedTable,
     TritonCut,
 )
+from trimaran.kernels.tables.tuned_choices import TunedChoices
 from trimaran.kernels.triton import experts as triton_experts
 from trimaran.kernels.triton.few_experts import can_stream, stream_experts
 from trimaran.kernels.triton.permutation import permute_rows, unpermute_rows
@@ -30,7 +31,8 @@ class MeasuredExperts:
     """The weighted sums of each token's experts, by the measured tables.
 
     With our Hopper kernel, bf16 or float16, an expert's output is rounded to that dtype before
-    it is weighted. Triton serves shapes without a table entry, and experts of another form.
+    it is weighted. Triton serves shapes without a table entry and experts of another form, and
+    reads each choice's expert separately where tokens are few.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, table: GroupedTable) -> None:
@@ -54,8 +56,6 @@ class MeasuredExperts:
         inputs = (x_TD, weights_TC, ids_TC, gate_up_XED, down_XDF, first_expert)
         if form is not None:
             return triton_experts.expert_mlp(*inputs, form)
-        if can_stream(ids_TC.shape[0], ids_TC.shape[1], gate_up_XED):
-            return stream_experts(*inputs)
         num_experts, outputs, inner = gate_up_XED.shape
         rows = ids_TC.numel()
         gated = self._table.pick(rows, (num_experts, outputs, inner), "gated")
@@ -63,6 +63,8 @@ class MeasuredExperts:
         if isinstance(gated, TritonCut) and isinstance(plain, TritonCut):
             return triton_experts.expert_mlp(*inputs, None, (gated, plain))
         if not (isinstance(gated, GroupedShape) and isinstance(plain, GroupedShape)):
+            if can_stream(ids_TC.shape[0], ids_TC.shape[1], gate_up_XED):
+                return stream_experts(*inputs)
             return triton_experts.expert_mlp(*inputs)
         if not rows:
             return torch.empty_like(x_TD)
@@ -110,14 +112,19 @@ Mixture = MeasuredExperts | FixedExperts
 
 
 def select_experts(
-    device: torch.device, dtype: torch.dtype, is_deterministic: bool = False
+    device: torch.device,
+    dtype: torch.dtype,
+    is_deterministic: bool = False,
+    choices: TunedChoices | None = None,
 ) -> Mixture:
-    """The fastest experts of a GPU."""
+    """The fastest experts of a GPU; ``choices`` are those that the package ships by
+    default."""
     if is_deterministic:
         return FixedExperts()
     table = GroupedTable({})
     if can_multiply(device, dtype) and _has_compiler():
-        table = GroupedTable.of_device(torch.cuda.get_device_name(device))
+        choices = choices or TunedChoices(torch.cuda.get_device_name(device))
+        table = choices.experts
     return MeasuredExperts(device, dtype, table)
 
 

@@ -24,6 +24,7 @@ from trimaran.kernels.tables.product_table import (
     ProductTable,
     fixed_choice,
 )
+from trimaran.kernels.tables.tuned_choices import TunedChoices
 from trimaran.kernels.triton.elementwise import silu_and_mul
 from trimaran.kernels.triton.skinny import (
     MAX_DOT_ROWS,
@@ -233,13 +234,17 @@ def float_product(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
 
 
 def select_products(
-    device: torch.device, dtype: torch.dtype, is_deterministic: bool = False
+    device: torch.device,
+    dtype: torch.dtype,
+    is_deterministic: bool = False,
+    choices: TunedChoices | None = None,
 ) -> Products:
     """The fastest products of a GPU; `ConfigError` if deterministic products are
-    unavailable."""
+    unavailable. ``choices`` are those that the package ships by default."""
     reason = _refusal(device, dtype)
     if reason is None:
-        return HopperProducts(device, dtype, is_deterministic)
+        table = choices.products if choices else None
+        return HopperProducts(device, dtype, is_deterministic, table)
     if is_deterministic:
         raise ConfigError(
             f"deterministic products are not served here: {reason}. Serve without "

@@ -10,6 +10,8 @@ from typing import TypeVar
 
 import torch
 
+from trimaran.kernels.tuning.graph_timing import replays_s
+
 _CACHE_BYTES = 256e6
 """Least total bytes of alternating inputs: more than the last-level cache."""
 
@@ -77,31 +79,6 @@ def microseconds_of_collective(
     # The graph is freed only when the device has finished it.
     torch.cuda.synchronize()
     return 1e6 * statistics.median(times) / _COLLECTIVE_CALLS
-
-
-def captured(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """A graph of one call's launches, captured after a first call and replayed once."""
-    # Inputs were created on another stream.
-    torch.cuda.synchronize()
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call, unused-ignore]
-    with torch.cuda.stream(stream):
-        run()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph, stream=stream):
-            run()
-    graph.replay()
-    return graph
-
-
-def replays_s(graph: torch.cuda.CUDAGraph, count: int = 1) -> float:
-    """Mean time of some consecutive replays."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    begin.record()
-    for _ in range(count):
-        graph.replay()
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end)) / 1e3 / count
 
 
 @functools.cache

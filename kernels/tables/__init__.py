@@ -2,5 +2,6 @@
 
 Owns the JSON tables by device and the lookup by shape and number of rows. In: a product's
 shape; a device's name. Out: the tile shape of a launch, or none for unmeasured shapes.
-`benchmarks/tune_products.py` and `tune_experts.py` write the tables.
+`benchmarks/tune_products.py` and `tune_experts.py` write the tables; `trimaran tune` writes the
+choices of one engine.
 """

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_left
 from dataclasses import dataclass, fields
 from typing import Literal, cast
 
-from trimaran.kernels.tables.product_table import INNER_STEP, TABLES
+from trimaran.kernels.tables.product_table import INNER_STEP, check_bounds, shipped_entries
 
 _SHARED_BYTES = 232_448
 """Shared memory available to a block."""
@@ -105,10 +104,21 @@ class GroupedTable:
     @classmethod
     def of_device(cls, name: str) -> GroupedTable:
         """The table of a GPU by its name; an empty table if the GPU was not measured."""
-        path = TABLES / f"{name.lower().replace(' ', '_')}_experts.json"
-        if not path.exists():
-            return cls({})
-        return cls(json.loads(path.read_text(encoding="utf-8")))
+        return cls(cls.shipped(name))
+
+    @staticmethod
+    def shipped(name: str) -> dict[str, list[tuple[int, list[int] | None]]]:
+        """The entries that the package has for a GPU."""
+        return shipped_entries(name, "_experts")
+
+    def check(self) -> None:
+        """Raise ValueError unless all entries are valid: rising row counts, and tile shapes
+        that a kernel supports."""
+        for name, bounds in self._bounds.items():
+            check_bounds(name, bounds)
+            for cut in self._choices[name]:
+                if isinstance(cut, GroupedShape):
+                    cut.check(int(name.partition("x")[0]))
 
     def pick(self, rows: int, shape: tuple[int, int, int], kind: GroupedKind) -> Cut | None:
         """The choice for weights of this shape [experts, outputs, inner]."""

@@ -46,6 +46,10 @@ class GemmShape:
 
     def check(self, kind: Kind) -> None:
         """Raise ValueError unless the kernel supports this shape for a product of this kind."""
+        if self.rows not in (64, 128, 192, 256) or not 16 <= self.columns <= 256:
+            raise ValueError(f"{self} is no tile: take 64 to 256 rows and 16 to 256 columns")
+        if self.columns % 16 or min(self.split, self.sharing) < 1:
+            raise ValueError(f"{self} takes a multiple of 16 columns, and blocks of 1 or more")
         if self.shares_weights:
             self._check_slices(kind)
         ring, bytes_needed = self.stages * self.stage_bytes, self._exchanged_bytes(kind)
@@ -133,10 +137,20 @@ class ProductTable:
     @classmethod
     def of_device(cls, name: str) -> ProductTable:
         """The table of a GPU by its name; an empty table if the GPU was not measured."""
-        path = TABLES / f"{name.lower().replace(' ', '_')}.json"
-        if not path.exists():
-            return cls({})
-        return cls(json.loads(path.read_text(encoding="utf-8")))
+        return cls(cls.shipped(name))
+
+    @staticmethod
+    def shipped(name: str) -> dict[str, list[tuple[int, list[int] | None]]]:
+        """The entries that the package has for a GPU."""
+        return shipped_entries(name, "")
+
+    def check(self) -> None:
+        """Raise ValueError unless all entries are valid: rising row counts, and tile shapes
+        that the kernel supports."""
+        for (outputs, inner, kind), bounds in self._bounds.items():
+            check_bounds(f"{outputs}x{inner} {kind}", bounds)
+            for choice in self.choices(outputs, inner, kind):
+                choice.check(kind)
 
     def pick(self, num_rows: int, outputs: int, inner: int, kind: Kind) -> Choice:
         """The choice for a product of ``num_rows`` with a weight [outputs, inner]."""
@@ -154,6 +168,22 @@ class ProductTable:
         """All of our kernel's tile shapes for a weight."""
         found = self._choices.get((outputs, inner, kind), [])
         return list(dict.fromkeys(choice for choice in found if choice is not None))
+
+
+def shipped_entries(card: str, suffix: str) -> dict[str, list[tuple[int, list[int] | None]]]:
+    """The entries of the package's table for a GPU by its name; none if not measured."""
+    path = TABLES / f"{card.lower().replace(' ', '_')}{suffix}.json"
+    if not path.exists():
+        return {}
+    found: dict[str, list[tuple[int, list[int] | None]]]
+    found = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def check_bounds(name: str, bounds: list[int]) -> None:
+    """Raise ValueError unless a weight's numbers of rows rise, from 1 on."""
+    if not bounds or bounds[0] < 1 or bounds != sorted(set(bounds)):
+        raise ValueError(f"{name} has entries up to {bounds} rows, which must rise")
 
 
 def fixed_choice(num_rows: int, outputs: int, inner: int) -> GemmShape:

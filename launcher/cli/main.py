@@ -50,6 +50,11 @@ SUBCOMMANDS: dict[str, Subcommand] = {
         "turn a Hugging Face folder of floats into one of FP8 weights",
         "trimaran quantize --checkpoint llama --output llama-fp8",
     ),
+    "tune": Subcommand(
+        "trimaran.launcher.cli.tune",
+        "measure which kernels are fastest for an engine on this GPU",
+        "trimaran tune --engine engine",
+    ),
     "verify": Subcommand(
         "trimaran.builder.verify",
         "compare an engine folder's weights with their checksums",

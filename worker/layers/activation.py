@@ -43,11 +43,15 @@ class GatedActivation(nn.Module):
         rows = None if product is None else product.activate(gate_up_TE, self._name)
         return self.forward(gate_up_TE) if rows is None else rows
 
+    def is_fused(self, gate_up: MergedColumnParallelLinear) -> bool:
+        """Whether the projection is one kernel, as long as no adapter is active."""
+        return gate_up.bias is None and self._name == "silu"
+
     def _fused(
         self, gate_up: MergedColumnParallelLinear, x_TD: Tensor | Fp8Rows
     ) -> Tensor | None:
         """The projection in one kernel, or None."""
-        if gate_up.bias is not None or gate_up.lora.is_active or self._name != "silu":
+        if not self.is_fused(gate_up) or gate_up.lora.is_active:
             return None
         if gate_up.own_product is not None:
             return gate_up.own_product.gated(x_TD)

@@ -13,6 +13,7 @@ from trimaran.comm.topology import ParallelLayout
 from trimaran.kernels.adapters import kernel_variants
 from trimaran.kernels.dispatch import select_ops
 from trimaran.kernels.operators import Ops
+from trimaran.kernels.tables.tuned_choices import TunedChoices, tuned_files
 from trimaran.kernels.torch_ops import TorchOps
 from trimaran.worker.config.engine_config import CacheConfig, EngineConfig
 from trimaran.worker.config.engine_folder import EngineFolder, FolderKind
@@ -130,15 +131,31 @@ def build_model(
     return model
 
 
+def _choices(
+    config: EngineConfig, device: torch.device, dtype: torch.dtype
+) -> TunedChoices | None:
+    """The measured choices of kernels for a GPU; None where no chooser asks for them."""
+    if device.type != "cuda" or config.deterministic or dtype == torch.float32:
+        return None
+    card = torch.cuda.get_device_name(device)
+    choices = TunedChoices(card, tuned_files(config.engine_dir))
+    logger.info("%s", choices)
+    return choices
+
+
 def _compile_ahead(
-    config: EngineConfig, folder: EngineFolder, device: torch.device, dtype: torch.dtype
+    config: EngineConfig,
+    folder: EngineFolder,
+    device: torch.device,
+    dtype: torch.dtype,
+    choices: TunedChoices | None,
 ) -> None:
     """Start to compile the slowest kernels of a folder's model on a GPU."""
     from trimaran.kernels.compile_ahead import compile_ahead
 
     sizes = folder.config.hidden_size, folder.config.vocab_size
     kv_dtype = quantized_kv_dtype(folder, config.cache.dtype, dtype)
-    compile_ahead(device, dtype, *sizes, _adapter_variants(config), kv_dtype)
+    compile_ahead(device, dtype, *sizes, _adapter_variants(config), kv_dtype, choices)
 
 
 def _adapter_variants(config: EngineConfig) -> list[tuple[int, int]]:
@@ -173,9 +190,10 @@ def load_model(
     dtype = dtype_by_name(folder.config.dtype if config.dtype == "auto" else config.dtype)
     num_layers = folder.config.num_hidden_layers
     stage = StageRange.of(num_layers, layout.pp_rank, layout.pp_size, parallel.pp_partition)
+    choices = _choices(config, device, dtype)
     if device.type == "cuda":
-        _compile_ahead(config, folder, device, dtype)
-    ops = select_ops(device, dtype, config.num_threads, config.deterministic)
+        _compile_ahead(config, folder, device, dtype, choices)
+    ops = select_ops(device, dtype, config.num_threads, config.deterministic, choices)
     model = build_model(
         folder.config,
         stage,

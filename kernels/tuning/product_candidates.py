@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from trimaran.kernels.tables.product_table import GemmShape, Kind
+from trimaran.kernels.tables.product_table import INNER_STEP, GemmShape, Kind
 
 SUSTAINED_ROWS = 512
 """Rows from which a GPU is under full load, whatever the tile shape."""
@@ -38,6 +38,7 @@ class Product:
 
     @property
     def name(self) -> str:
+        """The table's key."""
         return f"{self.outputs}x{self.inner} {self.kind}"
 
     def estimate_s(self, rows: int, cut: GemmShape) -> float:
@@ -110,6 +111,8 @@ class Product:
             for sharing in (1, 2, 4):
                 cut = GemmShape(tile, columns, split, sharing)
                 if cut.cluster(self.kind) > 8 or cut.stages < 3:
+                    continue
+                if split > -(-self.inner // INNER_STEP):
                     continue
                 shared = replace(cut, shares_weights=True)
                 if self._can_be(cut):
