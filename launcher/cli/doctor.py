@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from trimaran.comm.errors import ConfigError
 from trimaran.launcher.config import MpiConfig, TokenizerFolder
@@ -206,6 +207,32 @@ def _kernels(args: argparse.Namespace) -> Iterator[Finding]:
     except KernelsUnavailableError as error:
         reason = str(error).partition("\n")[0]
         yield Finding("note", "CPU kernels", f"none, torch is used: {reason}")
+    yield from _tunings(None)
+
+
+def _tunings(engine_dir: str | None) -> Iterator[Finding]:
+    """The choices of kernels that `trimaran tune` measured: the user's, or a folder's."""
+    from trimaran.kernels.tables.tuned_choices import (
+        FILE_NAME,
+        TuningKey,
+        read_tunings,
+        user_file,
+    )
+
+    path = user_file() if engine_dir is None else Path(engine_dir, FILE_NAME)
+    if not path.is_file():
+        return
+    try:
+        for each in read_tunings(path):
+            card = each.key.card
+            text = f"{len(each.products)} products, {len(each.experts)} of experts on {card}"
+            if each.key == TuningKey.of(card):
+                yield Finding("ok", "tuned kernels", f"{text}: {path}")
+            else:
+                text += ", by other kernels or another torch: run trimaran tune again"
+                yield Finding("note", "tuned kernels", f"{text}: {path}")
+    except ConfigError as error:
+        yield Finding("bad", "tuned kernels", str(error))
 
 
 def _ports(args: argparse.Namespace) -> Iterator[Finding]:
@@ -250,6 +277,7 @@ def _models(args: argparse.Namespace) -> Iterator[Finding]:
         engine = group.engine
         text = f"{group.world_size} rank(s) on {engine.device}, {engine.engine_dir}"
         yield Finding("ok", f"group {group.name}", text)
+        yield from _tunings(engine.engine_dir)
     for tokenizer in config.tokenizers:
         yield from _tried("tokenizer", partial(_tokenizer, tokenizer))
     for note in config.notes:

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import socket
+from dataclasses import replace
 
 import pytest
 from launcher_repository import write_checkpoint, write_model
 
+from trimaran.kernels.tables.tuned_choices import (
+    Tuning,
+    TuningKey,
+    user_file,
+    write_tuning,
+)
 from trimaran.launcher.cli import main as cli
 
 
@@ -93,3 +100,25 @@ def test_the_doctors_help_fits_a_screen(capsys):
     with pytest.raises(SystemExit):
         cli.main(["doctor", "--help"])
     assert len(capsys.readouterr().out.splitlines()) <= 30
+
+
+def test_the_doctor_shows_which_tuned_choices_can_be_used(
+    capsys, free_port, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    key = TuningKey.of("NVIDIA H200")
+    entries = {"3072x2048 plain": [(8, [64, 96, 1, 1])]}
+    write_tuning(user_file(), Tuning(key, entries, {}))
+    old = replace(key, card="NVIDIA A", kernels="older")
+    write_tuning(user_file(), Tuning(old, entries, {}))
+
+    assert cli.main(["doctor", *ports(free_port)]) == 0
+    report = capsys.readouterr().out
+    assert "ok   tuned kernels  1 products, 0 of experts on NVIDIA H200: " in report
+    assert (
+        "note tuned kernels  1 products, 0 of experts on NVIDIA A, by other kernels" in report
+    )
+
+    user_file().write_text("{}")
+    assert cli.main(["doctor", *ports(free_port)]) == 1
+    assert f"BAD  tuned kernels  {user_file()}: holds no choices" in capsys.readouterr().out
