@@ -1,4 +1,4 @@
-"""The choices of kernels that `trimaran tune` measured: their files, and who may use them."""
+"""The choices of kernels that `trimaran tune` measured: their files, and their use."""
 
 from __future__ import annotations
 

@@ -91,9 +91,11 @@ def _gated(model: nn.Module) -> Iterator[ParallelLinear]:
     """The layers whose product and activation are one kernel."""
     for module in model.modules():
         gate_up, act = (getattr(module, name, None) for name in ("gate_up_proj", "act"))
-        is_mlp = isinstance(act, GatedActivation)
-        is_mlp = is_mlp and isinstance(gate_up, MergedColumnParallelLinear)
-        if is_mlp and act.is_fused(gate_up):
+        if (
+            isinstance(gate_up, MergedColumnParallelLinear)
+            and isinstance(act, GatedActivation)
+            and act.is_fused(gate_up)
+        ):
             yield gate_up
 
 
