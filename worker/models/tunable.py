@@ -114,7 +114,10 @@ def _adding(model: nn.Module) -> Iterator[ParallelLinear]:
 
 def _mixtures(model: nn.Module, config: PretrainedConfig) -> Iterator[MixtureSizes]:
     for module in model.modules():
-        if isinstance(module, Experts) and isinstance(module.method, UnquantizedExpertMethod):
+        # Experts of another form are Triton's alone.
+        if not isinstance(module, Experts) or module.form is not None:
+            continue
+        if isinstance(module.method, UnquantizedExpertMethod):
             count, outputs, hidden = module.gate_up.shape
             yield MixtureSizes(
                 experts=count,
