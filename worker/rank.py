@@ -20,7 +20,7 @@ from trimaran.comm.log import join_log, setup_logging
 from trimaran.comm.messages.messages import EngineHello
 from trimaran.comm.messages.supervisor_link import SupervisorLink
 from trimaran.worker.config.engine_config import ParallelConfig, RankConfig
-from trimaran.worker.serving.rank_process import GarbageCollection, StartTimes
+from trimaran.worker.serving.rank_process import GarbageCollection, StartTimes, pin_near
 
 if TYPE_CHECKING:
     import torch
@@ -124,7 +124,6 @@ class RankProcess:
             from trimaran.comm.control.control_plane import connect_control
             from trimaran.worker.engine.engine import Engine
             from trimaran.worker.execution.device import select_device
-            from trimaran.worker.serving.rank_process import pin_near
 
             gc.freeze()
         torch.set_num_threads(config.engine.num_threads)

@@ -108,6 +108,7 @@ def dtype(request):
     return request.param
 
 
+@pytest.mark.matrix(keep=5 if IS_INTERPRETED else 24)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "size", "block"), [(4, 2, 32, 8), (6, 2, 80, 16), (8, 2, 128, 32)]
@@ -118,6 +119,7 @@ def test_attention_is_that_of_the_reference(kind, dtype, name, heads, kv_heads, 
     batch.check(batch.spec())
 
 
+@pytest.mark.matrix(keep=3 if IS_INTERPRETED else 12)
 @pytest.mark.parametrize(
     "limits", [{"window": 40}, {"window": 17, "num_sinks": 9}, {"soft_cap": 1.5}], ids=str
 )

@@ -7,10 +7,12 @@ import logging
 import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
-import torch
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +29,9 @@ def pin_near(device: torch.device) -> None:
     """
     if device.type != "cuda":
         return
+    # The import takes seconds, and a rank connects to its supervisor before.
+    import torch
+
     properties: Any = torch.cuda.get_device_properties(device)
     place = pci_place(properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id)
     near = near_cpus(place)

@@ -4,43 +4,10 @@ units.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 
-_PROGRAM = """
-import sys
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from trimaran.kernels.triton import integer_gemm
-
-kernel = integer_gemm._product_kernel
-bits, rows, dtype = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-fixed = dict(
-    NUM_STEPS=32, STEP=128, BITS=bits, HAS_ZEROS=True, HAS_MINIMUMS=False, HAS_BIAS=True,
-    ROWS=rows, COLUMNS=64 if rows == 16 else 128, PARTS=4 if rows == 16 else 1, OVERLAPS=True,
-)
-types = dict(
-    x=f"*{dtype}", values="*u8", scales="*bf16", zeros="*i16", minimums="*bf16",
-    groups="*i32", bias=f"*{dtype}", output=f"*{dtype}", sums="*fp32", counters="*i32",
-)
-names = kernel.arg_names
-signature = {n: "constexpr" if n in fixed else types.get(n, "i32") for n in names}
-constants = {(at,): fixed[n] for at, n in enumerate(names) if n in fixed}
-aligned = {
-    (at,): [["tt.divisibility", 16]] for at, n in enumerate(names)
-    if n in types or n in ("x_stride", "num_outputs")
-}
-source = ASTSource(kernel, signature, constants, aligned)
-options = {"num_stages": 4, "num_warps": 8 if rows == 128 else 4}
-made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-print(made.asm["ptx"].count("wgmma.mma_async"), made.metadata.shared)
-"""
-
-_MAX_SHARED_BYTES = 227 * 1024
+MAX_SHARED_BYTES = 227 << 10
+"""Of a block of a Hopper GPU."""
 
 
 @pytest.mark.matrix(keep=4)
@@ -48,13 +15,43 @@ _MAX_SHARED_BYTES = 227 * 1024
     ("bits", "rows", "dtype"),
     [(4, 16, "bf16"), (4, 128, "bf16"), (4, 64, "fp16"), (8, 16, "bf16"), (8, 128, "fp16")],
 )
-def test_a_product_uses_the_matrix_units(bits, rows, dtype, tmp_path):
-    env = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", _PROGRAM, str(bits), str(rows), dtype],
-        env=env, capture_output=True, text=True, timeout=200,
+def test_a_product_uses_the_matrix_units(bits, rows, dtype, compile_for_hopper):
+    few = rows == 16
+    types = {
+        **dict.fromkeys(("x", "bias", "output"), f"*{dtype}"),
+        **dict.fromkeys(("scales", "minimums"), "*bf16"),
+        "values": "*u8", "zeros": "*i16", "groups": "*i32", "sums": "*fp32", "counters": "*i32",
+    }  # fmt: skip
+    options = {"num_stages": 4, "num_warps": 8 if rows == 128 else 4}
+    made = compile_for_hopper(
+        "integer_gemm._product_kernel", types, ("x_stride", "num_outputs"), options,
+        NUM_STEPS=32, STEP=128, BITS=bits, HAS_ZEROS=True, HAS_MINIMUMS=False, HAS_BIAS=True,
+        ROWS=rows, COLUMNS=64 if few else 128, PARTS=4 if few else 1, OVERLAPS=True,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    matrix_units, shared_bytes = map(int, done.stdout.split())
-    assert matrix_units > 0
-    assert shared_bytes <= _MAX_SHARED_BYTES
+    assert "wgmma.mma_async" in made.ptx
+    assert made.shared_bytes <= MAX_SHARED_BYTES
+
+
+@pytest.mark.matrix(keep=4)
+@pytest.mark.parametrize(
+    ("bits", "rows", "kind"),
+    [(4, 16, "gated"), (4, 128, "gated"), (4, 16, "plain"), (8, 64, "plain")],
+)
+def test_a_grouped_product_uses_the_matrix_units(bits, rows, kind, compile_for_hopper):
+    gated, few = kind == "gated", rows == 16
+    types = {
+        **dict.fromkeys(("x", "scales", "bias"), "*bf16"),
+        **dict.fromkeys(("groups", "inputs", "order", "totals"), "*i32"),
+        "values": "*u8", "zeros": "*i16", "routing_weights": "*fp32",
+        "output": "*bf16" if gated else "*fp32",
+    }  # fmt: skip
+    options = {"num_warps": 4 if few else 8, "num_stages": 4 if few else 3}
+    made = compile_for_hopper(
+        "integer_experts._experts_kernel", types, ("x_stride",), options,
+        OUTPUTS=768 if gated else 2048, NUM_STEPS=16 if gated else 6, CHOSEN=8, PADDED=128,
+        BITS=bits, STEP=128, HAS_ZEROS=True, HAS_ORDER=not gated, IS_GATED=gated,
+        ALPHA=1.7 if few else 0.0, LIMIT=7.0, SHARES=1 if gated else 2, ROWS=rows,
+        COLUMNS=64 if few else 128, GROUP=8, OVERLAPS=True,
+    )  # fmt: skip
+    assert "wgmma.mma_async" in made.ptx
+    assert made.shared_bytes <= MAX_SHARED_BYTES
