@@ -7,6 +7,7 @@ A failure goes to standard error as one line behind `FAILURE`.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -53,6 +54,8 @@ class _RefusedError(Exception):
 
 def main() -> None:
     """Convert one folder."""
+    # The process ends with its folder: collections would only take time.
+    gc.disable()
     folder, target = map(Path, sys.argv[1:])
     os.environ.update(_ENVIRONMENT)
     # Tokenizers need no torch, whose import takes seconds.

@@ -26,8 +26,8 @@ TORCH_FREE = (
     "trimaran.comm.messages.messages", "trimaran.comm.mpi",
     "trimaran.comm.transport.shm_ring", "trimaran.comm.transport.sockets",
     "trimaran.worker.config.engine_config", "trimaran.worker.config.engine_folder",
-    "trimaran.worker.rank", "trimaran.server.main", "trimaran.launcher.cli.main",
-    "trimaran.launcher.supervisor.supervisor",
+    "trimaran.worker.rank", "trimaran.server.main", "trimaran.server.frontend",
+    "trimaran.launcher.cli.main", "trimaran.launcher.supervisor.supervisor",
 )  # fmt: skip
 
 

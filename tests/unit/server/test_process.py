@@ -5,8 +5,6 @@ import json
 import resource
 import signal
 import socket
-import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -36,12 +34,6 @@ def post(port, path, **body):
         f"http://127.0.0.1:{port}{path}", data=json.dumps(body).encode()
     )
     return urllib.request.urlopen(request, timeout=60)
-
-
-def test_the_front_end_never_imports_torch():
-    code = "import sys, trimaran.server.main; sys.exit('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
 def test_the_front_end_serves_after_the_first_engine_connects_and_ends_at_a_shutdown(

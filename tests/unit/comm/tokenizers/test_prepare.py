@@ -27,13 +27,32 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "cache" / "trimaran" / "tokenizers"
 
 
-@pytest.fixture
-def folder(tmp_path):
-    target = tmp_path / "tokenizer"
+def copy_of_demo(target):
     target.mkdir()
     for path in DEMO.glob("*.json"):
         shutil.copy(path, target)
     return target
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return copy_of_demo(tmp_path / "tokenizer")
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    """A cache that holds the demo model's tokenizer, and that tokenizer."""
+    base = tmp_path_factory.mktemp("kept")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(base / "cache"))
+        return base / "cache", prepare(copy_of_demo(base / "tokenizer"))
+
+
+@pytest.fixture
+def filled_cache(kept, cache, tmp_path):
+    """A cache that holds the tokenizer of ``folder``."""
+    shutil.copytree(kept[0], tmp_path / "cache")
+    return cache
 
 
 def _without_child(monkeypatch):
@@ -54,7 +73,7 @@ def test_a_folder_is_converted_once_for_its_contents(cache, folder, tmp_path, mo
         prepare(folder)
 
 
-def test_a_changed_file_gives_another_tokenizer(cache, folder):
+def test_a_changed_file_gives_another_tokenizer(filled_cache, folder):
     assert prepare(folder).facts.end_id == 1
     # transformers prefers this file where both name a token.
     (folder / "special_tokens_map.json").unlink()
@@ -66,15 +85,17 @@ def test_a_changed_file_gives_another_tokenizer(cache, folder):
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "facts.json"])
 @pytest.mark.parametrize("damage", ["cut", "gone"])
-def test_a_damaged_entry_is_made_again(cache, folder, name, damage):
-    first = prepare(folder)
-    (entry,) = cache.iterdir()
+def test_a_damaged_entry_is_made_again(kept, filled_cache, folder, name, damage, monkeypatch):
+    (entry,) = filled_cache.iterdir()
     path = entry / name
     if damage == "cut":
         path.write_bytes(path.read_bytes()[:-9])
     else:
         path.unlink()
-    assert prepare(folder) == first
+    assert prepare(folder) == kept[1]
+    # From now on the entry is read again.
+    _without_child(monkeypatch)
+    assert prepare(folder) == kept[1]
 
 
 def test_a_folder_that_changes_during_its_conversion_is_not_kept(cache, folder):
