@@ -159,7 +159,7 @@ def run_all(driver: Driver, asked: list[dict], rng: random.Random) -> set[int]:
 
 
 @pytest.mark.matrix(keep=1)
-@pytest.mark.parametrize("num_requests", [500, 2000])
+@pytest.mark.parametrize("num_requests", [250, 2000])
 def test_all_features_together_give_the_tokens_of_each_alone_and_free_everything(
     adapters, num_requests
 ):

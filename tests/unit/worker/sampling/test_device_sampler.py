@@ -208,7 +208,7 @@ def masked(vocab_size, allowed):
 
 
 @pytest.mark.matrix(keep=1)
-@pytest.mark.parametrize("at_once", [1, 2, 128])
+@pytest.mark.parametrize("at_once", [4, 1, 2, 128])
 def test_edits_of_logits_change_no_other_row(monkeypatch, at_once):
     """Guided, penalised, filtered and plain rows, of logits in the model's dtype."""
     monkeypatch.setattr(device_sampler, "_EDITED_ROWS", at_once)

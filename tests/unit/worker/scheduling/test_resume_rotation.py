@@ -8,8 +8,8 @@ import pytest
 
 from tests.unit.worker.scheduling.test_scheduler import BLOCK, Planner
 
-NUM_REQUESTS, PROMPT, OUTPUT = 12, 2 * BLOCK, 250 * BLOCK
-ROOM = 9 * 250
+NUM_REQUESTS, PROMPT, OUTPUT = 12, 2 * BLOCK, 120 * BLOCK
+ROOM = 9 * 120
 
 
 def serve(priorities=(0,) * NUM_REQUESTS, **limits):
@@ -66,7 +66,7 @@ def test_a_host_without_room_for_preempted_sequences_allows_no_rotation():
 
 def test_no_sequence_is_preempted_for_a_lower_priority():
     priorities = (1,) * 6 + (0,) * 6
-    ends, _, scheduler = serve(priorities, host_slots=1000, num_blocks=8 * 250)
+    ends, _, scheduler = serve(priorities, host_slots=1000, num_blocks=8 * 120)
 
     first = [ends[number] for number in range(6)]
     assert max(first) < min(ends[number] for number in range(6, NUM_REQUESTS))
