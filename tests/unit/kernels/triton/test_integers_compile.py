@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 MAX_SHARED_BYTES = 227 << 10
-"""Of a block of a Hopper GPU."""
+"""Bytes of shared memory that a block of a Hopper GPU may have."""
 
 
 @pytest.mark.matrix(keep=4)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 MAX_SHARED_BYTES = 227 << 10
-"""Of a block of a Hopper GPU."""
+"""Bytes of shared memory that a block of a Hopper GPU may have."""
 
 KERNELS = {
     "decode": "attention.decode._decode_kernel",
@@ -15,7 +15,7 @@ KERNELS = {
 }
 OF_QUERIES = ("query", "output", "heads", "key", "value", "bias")
 INTEGERS = ("splits", "counters", "tables", "tiles", "query_start_loc", "seq_lens")
-FLOATS = ("partial", "log_sums", "kv_scales", "scales", "cos_sin")
+FLOATS = ("partial", "log_sums", "kv_scales", "scales", "cos_sin", "sinks")
 MULTIPLES = (
     "query_stride", "output_stride", "table_stride", "block_stride", "value_offset",
     "token_stride", "head_stride", "key_stride", "value_stride", "kind_stride",
@@ -40,6 +40,7 @@ def test_a_kernel_compiles_for_each_dtype_of_the_cache(
         KERNELS[kernel], types, MULTIPLES, options,
         KV_HEADS=8, GROUP=4, GROUP_PADDED=16, HEAD=128, HEAD_PADDED=128, BLOCK=32, TILE=64,
         SINKS=0, HAS_WINDOW=False, HAS_BIAS=False, HAS_CAP=False, HAS_SCALES=bool(cached),
+        HAS_SINKS=element == "bf16",
         PRECISION="tf32", TILE_M=128, TILE_N=128, WINDOW=0, HEAD_SIZE=128, HALF=64,
         PADDED=128 if kernel == "write" else 64, REST=0, HEADS=8, IS_NEOX=True, OVERLAPS=True,
     )  # fmt: skip
