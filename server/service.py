@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +16,7 @@ from trimaran.comm.errors import ErrorKind, RequestError
 from trimaran.server.administration import ChangeableState, OwnAdministration
 from trimaran.server.config import FrontendConfig
 from trimaran.server.direct.direct_text import DirectText
+from trimaran.server.direct.plain_request import PlainRequest
 from trimaran.server.fleet.administration import Administration, Peers
 from trimaran.server.inference.admission import Admission
 from trimaran.server.inference.cooperative import run_cooperatively
@@ -176,17 +177,33 @@ class Service:
             await _let_others_run(number)
             wire.data = await part.read()
 
-    async def infer_once(self, model: Model, parsed: ParsedInfer) -> InferResponse:
+    def plain(
+        self, model: Model, parsed: ParsedInfer, values: Mapping[str, Any]
+    ) -> PlainRequest | None:
+        """The plain request of inputs that hold one value each; None if the request is not
+        plain, or is wrong. ``parsed`` has no inputs.
+        """
+        direct = self.direct(model)
+        if direct is None or any(o.name != direct.reader.output for o in parsed.outputs):
+            return None
+        return direct.reader.of_values(parsed.request, values)
+
+    async def infer_once(
+        self, model: Model, parsed: ParsedInfer, plain: PlainRequest | None = None
+    ) -> InferResponse:
         """Run a parsed request over a protocol with room for one response. Returns the first
-        response, under the request's id, with the requested outputs.
+        response, under the request's id, with the requested outputs. ``plain`` is what `plain`
+        has found.
 
         Raises:
             RequestError: the request does not fit or has failed.
         """
         request = parsed.request
-        model = await self._checked(model, request, parsed.inputs, parsed.outputs)
+        if plain is None:
+            model = await self._checked(model, request, parsed.inputs, parsed.outputs)
         direct = self.direct(model)
-        plain = direct.reader.of_tensors(request) if direct is not None else None
+        if plain is None and direct is not None:
+            plain = direct.reader.of_tensors(request)
         if direct is not None and plain is not None:
             only: InferResponse | None = await direct.respond(model, plain)
         else:

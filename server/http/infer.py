@@ -7,12 +7,14 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from functools import partial
+from weakref import WeakKeyDictionary
 
 from aiohttp import web
 
 from trimaran.comm.errors import ErrorKind, RequestError
 from trimaran.server.decoding.body import SHORT_BYTES, Body, LongBody, view_of
 from trimaran.server.decoding.decoder import Decoder
+from trimaran.server.direct.plain_request import PlainRequest
 from trimaran.server.http.messages import (
     JSON,
     LONG_ANSWER_BYTES,
@@ -27,9 +29,17 @@ from trimaran.server.http.pending_bodies import BodyMemory, PendingBodies
 from trimaran.server.http.routes import Route
 from trimaran.server.inference.cooperative import run_cooperatively
 from trimaran.server.inference.forwarded_headers import HeaderForwarding
-from trimaran.server.inference.request import Model
-from trimaran.server.protocol.infer_json import ParsedInfer, header_length, parse_infer
+from trimaran.server.inference.request import InferRequest, Model
+from trimaran.server.protocol import json_access
+from trimaran.server.protocol.infer_json import (
+    ParsedInfer,
+    RequestedOutput,
+    header_length,
+    parse_infer,
+    parse_members,
+)
 from trimaran.server.protocol.infer_response import EncodedInfer, encode_infer
+from trimaran.server.protocol.plain_infer import PlainInferReader
 from trimaran.server.service import Service
 
 # Decoding that takes longer than a few milliseconds runs in a thread.
@@ -47,6 +57,7 @@ class InferEndpoint:
         self._service = service
         self._decoder = decoder
         self._pending = pending
+        self._readers: WeakKeyDictionary[Model, PlainInferReader] = WeakKeyDictionary()
         pattern = service.config.http_header_forward_pattern
         self._forwarding = HeaderForwarding("--http-header-forward-pattern", pattern)
 
@@ -65,9 +76,9 @@ class InferEndpoint:
             sent = await self._read(request, memory)
             with service.admission.admit():
                 with service.admission.unless_aborted():
-                    model, parsed = await self._parsed(request, route, sent)
+                    model, parsed, plain = await self._parsed(request, route, sent)
                     memory.release()
-                    response = await service.infer_once(model, parsed)
+                    response = await service.infer_once(model, parsed, plain)
                     encoded = await run_cooperatively(encode_infer(response, parsed))
                     headers, parts = await _coded(request, encoded)
                 if encoded.num_bytes > LONG_ANSWER_BYTES:
@@ -90,22 +101,46 @@ class InferEndpoint:
 
     async def _parsed(
         self, request: web.BaseRequest, route: Route, body: Body
-    ) -> tuple[Model, ParsedInfer]:
+    ) -> tuple[Model, ParsedInfer, PlainRequest | None]:
+        """The model, its request, and the plain request where there is one: that has no
+        tensors."""
         arrival_ns = time.monotonic_ns()
         # While the body came the model may have been replaced.
         ready = partial(self._service.registry.get_ready, route.name, route.version)
         model = ready()
         json_bytes = header_length(request.headers.get(LENGTH_HEADER), len(body))
+        limit = self._service.config.http_max_input_bytes
         if json_bytes > SHORT_BYTES and isinstance(body, LongBody):
             model, parsed = await self._decoder.read_infer(body, json_bytes, ready)
+        elif isinstance(body, bytes) and 0 < json_bytes == len(body):
+            document = json_access.parse(body)
+            found = self._plain_reader(model).read(document)
+            if found is not None:
+                only = ParsedInfer(InferRequest(model_name=model.name, id=found.id))
+                only.outputs = [RequestedOutput(name) for name in found.outputs]
+                self._complete(only, request, model, arrival_ns)
+                plain = self._service.plain(model, only, found.values)
+                if plain is not None:
+                    return model, only, plain
+            parsed = parse_members(document, memoryview(b""), model.config, limit)
         else:
-            limit = self._service.config.http_max_input_bytes
             parsed = parse_infer(view_of(body), json_bytes, model.config, limit)
+        self._complete(parsed, request, model, arrival_ns)
+        await self._service.find_slices(parsed, limit)
+        return model, parsed, None
+
+    def _complete(
+        self, parsed: ParsedInfer, request: web.BaseRequest, model: Model, arrival_ns: int
+    ) -> None:
         parsed.request.model_version = model.version
         parsed.request.arrival_ns = arrival_ns
         self._forwarding.apply(parsed.request, request.raw_headers)
-        await self._service.find_slices(parsed, self._service.config.http_max_input_bytes)
-        return model, parsed
+
+    def _plain_reader(self, model: Model) -> PlainInferReader:
+        reader = self._readers.get(model)
+        if reader is None:
+            reader = self._readers[model] = PlainInferReader(model.config)
+        return reader
 
 
 async def _coded(

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from json.encoder import encode_basestring
-from struct import Struct
 from typing import Any
 
 from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelInput
@@ -25,6 +22,7 @@ from trimaran.server.protocol import json_access
 from trimaran.server.protocol.infer_json import check_size, custom_value
 from trimaran.server.protocol.json_access import RepeatedKeys, as_string
 from trimaran.server.protocol.limits import check_id, check_number
+from trimaran.server.protocol.single_values import SINGLES, NotPlainError, is_short_id
 from trimaran.server.protocol.tensor_json import array_from_json, flatten, text_of, to_json
 
 EXACTLY_ONE = (
@@ -32,54 +30,6 @@ EXACTLY_ONE = (
     "generates various number of responses"
 )
 _PARAMETERS = "parameters"
-
-
-_SHORT_ID = 128
-
-
-class _NotPlainError(Exception):
-    """A value that needs a closer look."""
-
-
-def _text(value: Any) -> str:
-    if type(value) is not str:
-        raise _NotPlainError
-    return value
-
-
-def _is_short_id(value: object) -> bool:
-    return isinstance(value, str) and len(value) <= _SHORT_ID
-
-
-def _flag(value: Any) -> bool:
-    if type(value) is not bool:
-        raise _NotPlainError
-    return value
-
-
-def _whole(low: int, high: int, value: Any) -> int:
-    if type(value) is not int or not low <= value <= high:
-        raise _NotPlainError
-    return value
-
-
-def _in_32_bits(value: Any) -> float:
-    if type(value) not in (int, float) or not -_LARGEST <= value <= _LARGEST:
-        raise _NotPlainError
-    return float(_FLOAT32.unpack(_FLOAT32.pack(value))[0])
-
-
-_FLOAT32 = Struct("<f")
-_LARGEST = 1e30
-_SINGLES: dict[str, Callable[[Any], Any]] = {
-    "BYTES": _text,
-    "BOOL": _flag,
-    "FP32": _in_32_bits,
-    "INT32": partial(_whole, -(1 << 31), (1 << 31) - 1),
-    "INT64": partial(_whole, -(1 << 63), (1 << 63) - 1),
-    "UINT64": partial(_whole, 0, (1 << 64) - 1),
-}
-"""What a single value of a datatype becomes: the value that the tensor of the value holds."""
 
 
 class GenerateMapper:
@@ -99,7 +49,7 @@ class GenerateMapper:
         self._prompts = prompts
         self._required = frozenset(e.name for e in config.input if not e.optional)
         self._singles = {
-            entry.name: _SINGLES[self._inputs[entry.name][0]]
+            entry.name: SINGLES[self._inputs[entry.name][0]]
             for entry in config.input
             if self._is_single(entry)
         }
@@ -138,9 +88,9 @@ class GenerateMapper:
             if read is not None:
                 try:
                     values[name] = read(value)
-                except _NotPlainError:
+                except NotPlainError:
                     return None
-            elif name == "id" and name not in self._inputs and _is_short_id(value):
+            elif name == "id" and name not in self._inputs and is_short_id(value):
                 request_id = value
             else:
                 return None
@@ -167,7 +117,7 @@ class GenerateMapper:
 
     def _is_single(self, entry: ModelInput) -> bool:
         datatype, dims = self._inputs[entry.name]
-        if entry.name in ("id", _PARAMETERS) or datatype not in _SINGLES:
+        if entry.name in ("id", _PARAMETERS) or datatype not in SINGLES:
             return False
         return all(dim in (-1, 1) for dim in dims)
 

@@ -192,9 +192,23 @@ def parse_document(
     Raises:
         RequestError: with the kind and text that clients know.
     """
+    return parse_members(json_access.parse(json), blobs, config, max_input_bytes, prompts)
+
+
+def parse_members(
+    document: object,
+    blobs: memoryview,
+    config: ModelConfig,
+    max_input_bytes: int,
+    prompts: PromptBound | None = None,
+) -> ParsedInfer:
+    """`parse_document`, of the JSON's value.
+
+    Raises:
+        RequestError: with the kind and text that clients know.
+    """
     request = InferRequest(model_name=config.name)
     parsed = ParsedInfer(request)
-    document = json_access.parse(json)
     if not isinstance(document, dict):
         # As in Triton, a body of another type has no members.
         document = {}

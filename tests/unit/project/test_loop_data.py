@@ -135,6 +135,7 @@ PLACES: dict[str, Places] = {
     "http/connections.py": {"join": HEAD, "encode": HEAD},
     "http/generate.py": {"encode": ITEMS, "join": ANSWER},
     "http/infer.py": {
+        "json_access.parse": SHORT,
         "decompress": Limit("http.infer._SHORT_CODED_BYTES", 4 * KIB), "compress": ANSWER,
         "join": ANSWER,
     },
@@ -183,7 +184,7 @@ PLACES: dict[str, Places] = {
     "models/token_model.py": {"tolist": PROMPT, "join": OPERATOR},
     "models/tokenizer.py": {
         **_all(INLINE_TEXT, "encode encode_batch_fast tolist"),
-        **_all(INLINE_IDS, "decode decode_batch"),
+        **_all(INLINE_IDS, "decode decode_batch join"),
     },
     "models/long_texts.py": _all(
         PROCESS, "encode encode_batch encode_batch_fast loads search sub"
