@@ -129,6 +129,9 @@ _ROWS = 4096
 
 FLOAT_WORDS = ("F64", "F32", "F16", "BF16")
 FP8_WORD = "F8_E4M3"
+POWER_WORD = "F8_E8M0"
+"""Powers of two in a byte: scales of weights in FP8."""
+
 INTEGER_WORDS = ("I8", "I16", "I32", "I64", "U8")
 _QUANTIZED_PARTS = {
     ".qweight": ".weight",
@@ -314,7 +317,7 @@ def _weight_of_part(model: CausalLM, key: str) -> tuple[str, str]:
 
 def _check_numbers(model: CausalLM, path: Path, name: str, entry: TensorEntry) -> None:
     quantization = model.context.quantization
-    if entry.dtype == FP8_WORD and quantization is not None:
+    if entry.dtype in (FP8_WORD, POWER_WORD) and quantization is not None:
         return
     if entry.dtype in INTEGER_WORDS and quantization is not None and quantization.has_integers:
         return

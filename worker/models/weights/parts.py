@@ -19,7 +19,12 @@ from trimaran.worker.models.quantized_layers import (
     quantized_method_of,
     scheme_of_key,
 )
-from trimaran.worker.models.weights.checkpoint import FP8_WORD, INTEGER_WORDS, StoredTensor
+from trimaran.worker.models.weights.checkpoint import (
+    FP8_WORD,
+    INTEGER_WORDS,
+    POWER_WORD,
+    StoredTensor,
+)
 from trimaran.worker.models.weights.gguf_tensors import INTEGERS, MINIMUMS, SCALES
 from trimaran.worker.quantization.fp8_linear import INPUT_SCALE, WEIGHT_SCALE, scale_prefix
 from trimaran.worker.quantization.integer_formats import (
@@ -162,7 +167,7 @@ def _parts(
             scheme=scheme,
             others=others,
         )
-    elif stored.entry.dtype in (FP8_WORD, *INTEGER_WORDS):
+    elif stored.entry.dtype in (FP8_WORD, POWER_WORD, *INTEGER_WORDS):
         if not isinstance(scheme, Fp8Scheme) or stored.entry.dtype != FP8_WORD:
             raise ConfigError(
                 f"{stored.path}: the tensor {stored.name!r} holds {stored.entry.dtype}, but "

@@ -13,11 +13,11 @@ from tests.unit.worker.models.conftest import OPS
 from tests.unit.worker.models.paged_run import PagedRun, logits_alone_and_beside
 from tests.unit.worker.quantization import checkpoints
 from tests.unit.worker.quantization.checkpoints import FORMATS
+from tests.unit.worker.quantization.dequantized import floats_of
 from tests.unit.worker.quantization.emulation import emulate
 from trimaran.comm.errors import ConfigError
 from trimaran.worker.layers.linear import ParallelLinear
 from trimaran.worker.parallel.tensor_parallel import ShardPosition
-from trimaran.worker.quantization.fp8_linear import Fp8LinearMethod
 
 CONFIG = models.llama_config(
     hidden_size=72, intermediate_size=104, head_dim=12, attention_bias=True
@@ -93,20 +93,6 @@ def test_all_ranks_together_hold_the_weights_of_a_single_rank(form, size, tmp_pa
                 assert block[: partition.count, : columns.count].equal(rows), (path, name)
                 assert not block[partition.count :].any()
                 assert not block[:, columns.count :].any()
-
-
-def floats_of(layer):
-    """A rank's weight as its product reads it."""
-    if not isinstance(layer.method, Fp8LinearMethod):
-        return layer.weight.data
-    product = layer.fp8_product
-    weight = product._weight
-    if weight.blocks is None:
-        return weight.values.float() * weight.scales[:, None]
-    spread = torch.empty(weight.values.shape)
-    for number, group in enumerate(weight.blocks.groups(weight.values.shape[1])):
-        spread[:, group] = weight.scales[:, number][weight.blocks.rows][:, None]
-    return weight.values.float() * spread
 
 
 def test_a_layer_that_is_excluded_keeps_its_dtype(tmp_path):

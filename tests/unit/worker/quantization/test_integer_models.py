@@ -12,9 +12,10 @@ from tests.unit.worker.models import models
 from tests.unit.worker.models.conftest import OPS
 from tests.unit.worker.models.paged_run import PagedRun, logits_alone_and_beside
 from tests.unit.worker.quantization import integer_checkpoints
+from tests.unit.worker.quantization.dequantized import floats_of, linear_weights
 from tests.unit.worker.quantization.integer_checkpoints import FORMS, Form, compressed
 from trimaran.comm.errors import ConfigError
-from trimaran.kernels.integer_reference import dequantize, quantize_inputs
+from trimaran.kernels.integer_reference import quantize_inputs
 from trimaran.worker.config.engine_folder import EngineFolder
 from trimaran.worker.config.schemes import IntegerScheme, Layout, Zeros
 from trimaran.worker.layers.linear import ParallelLinear
@@ -24,7 +25,6 @@ from trimaran.worker.models.registry import build_model
 from trimaran.worker.models.weights.weight_loader import fill_random, load_checkpoint
 from trimaran.worker.parallel.tensor_parallel import ShardPosition
 from trimaran.worker.quantization.integer_formats import unpacked
-from trimaran.worker.quantization.integer_linear import IntegerLinearMethod
 
 CONFIG = models.llama_config(
     hidden_size=72, intermediate_size=104, head_dim=12, attention_bias=True
@@ -59,28 +59,14 @@ def quantize_inputs_of(model):
             module.register_forward_pre_hook(quantized)
 
 
-def floats_of(layer):
-    return dequantize(layer.method.weight_of(layer))
-
-
 def test_dequantized_weights_equal_the_formats_numbers_to_the_bit(form, tmp_path):
     folder = integer_checkpoints.make(tmp_path, form, CONFIG)
     expected = load_file(tmp_path / "floats" / "model.safetensors")
     model = loaded(folder)
-    count = 0
-    for path, layer in model.named_modules():
-        if not isinstance(layer, ParallelLinear):
-            continue
-        assert isinstance(layer.method, IntegerLinearMethod)
-        floats = floats_of(layer)
-        parent, _, name = path.rpartition(".")
-        for part, each in layer.output_parts.items():
-            own = f"{part}_proj" if part else name
-            theirs = f"model.{parent}.{own}.weight".replace("attention", "self_attn")
-            rows = floats[each.offset : each.offset + each.partition.size]
-            assert rows.equal(expected[theirs]), theirs
-            count += 1
-    assert count == 7 * CONFIG.num_hidden_layers
+    found = dict(linear_weights(model))
+    assert len(found) == 7 * CONFIG.num_hidden_layers
+    for name, weight in found.items():
+        assert weight.equal(expected[f"{name}.weight"]), name
 
 
 @torch.inference_mode()
