@@ -47,6 +47,7 @@ BATCHES = {
     "1 of 256": [256],
     "1 of 1024": [1024],
     "8 of 256": [256] * 8,
+    "16 of 256": [256] * 16,
     "64 of 256": [256] * 64,
     "64 of 128 to 384": random.Random(1).choices(range(128, 385), k=64),
     "256 of 256": [256] * 256,
@@ -140,7 +141,11 @@ def show_drafts(caches: Tensor) -> None:
     """Print lines of decodes with drafts, which read the keys of their sequence together or
     each alone."""
     shared_decode = partial(cuda_decode.decode, shares_reads=True)
-    for name in ("1 of 256", "8 of 256", "64 of 256", "64 of 2048", "256 of 256"):
+    names = (
+        "1 of 256", "8 of 256", "16 of 256", "64 of 256", "64 of 2048", "256 of 256",
+        "1 of 20000",
+    )  # fmt: skip
+    for name in names:
         lengths = BATCHES[name]
         for number in (0, 1, 3, 5) if len(lengths) < 256 else (0, 1):
             each = time_us(cuda_decode.decode, caches, lengths, num_drafts=number)

@@ -26,6 +26,8 @@ def compile_ahead(
     adapter_variants: Sequence[tuple[int, int]] = (),
     kv_dtype: torch.dtype | None = None,
     choices: TunedChoices | None = None,
+    *,
+    has_drafts: bool = False,
 ) -> None:
     """Start to compile the kernels that a model of these sizes uses on a GPU; returns at once.
 
@@ -33,7 +35,8 @@ def compile_ahead(
     ``hidden_size``, and the sampling kernel that Triton compiles the longest. With
     ``adapter_variants``, tokens of a block and rank, also the kernels of LoRA adapters. With
     ``kv_dtype`` also attention of decodes over a quantized cache. ``choices`` name the measured
-    products; those that the package ships by default.
+    products; those that the package ships by default. With ``has_drafts`` also attention in
+    which a token and its drafts read their keys together.
     """
     if importlib.util.find_spec("triton") is None:
         return
@@ -44,6 +47,8 @@ def compile_ahead(
     if can_multiply(device, dtype):
         for cache_dtype in {dtype: None, kv_dtype or dtype: None}:
             jobs.append(partial(cuda_decode.compile_decode, cache_dtype))
+            if has_drafts:
+                jobs.append(partial(cuda_decode.compile_decode, cache_dtype, shares=True))
         for head_size in cuda_attention.HEAD_SIZES:
             jobs.append(partial(cuda_attention.compile_prefill, dtype, head_size))
     # The dtype of the model's logits, and of the copies that penalties edit.

@@ -17,6 +17,10 @@ logger = logging.getLogger(__name__)
 
 # Shapes: S sequences, N query heads, H head size.
 
+_MIN_SHARED_ROWS = 40
+"""Rows of a step from which a token and its drafts read their keys together. With fewer rows
+separate reads fill more of the GPU's processors and take less time."""
+
 
 class DecodeAttention(Protocol):
     """Attention of a step's leading decodes, one query each."""
@@ -77,12 +81,8 @@ class HopperDecodes:
 
     backend = "cuda"
 
-    def __init__(
-        self, device: torch.device, dtype: torch.dtype, *, shares_draft_reads: bool = False
-    ) -> None:
-        """With ``shares_draft_reads`` a token and its drafts read their keys together."""
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         cuda_decode.load(device, dtype)
-        self._shares_draft_reads = shares_draft_reads
         self._refused: set[str] = set()
 
     def __call__(
@@ -100,7 +100,7 @@ class HopperDecodes:
         if refusal is None:
             cuda_decode.decode(
                 query_SNH, kv_cache, metadata, spec, output_SNH, is_fixed=is_fixed,
-                shares_reads=self._shares_draft_reads,
+                shares_reads=len(query_SNH) >= _MIN_SHARED_ROWS,
             )  # fmt: skip
             return
         if refusal not in self._refused:

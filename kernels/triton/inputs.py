@@ -24,9 +24,12 @@ _TILE = 256
 @triton.jit(do_not_specialize=["places_at", "segments_at", "num_updates", "num_segments"])  # type: ignore[untyped-decorator,unused-ignore]
 def _enter_kernel(  # type: ignore[no-untyped-def]
     packed, table, block_tables, places_at, segments_at, num_updates, num_segments, row_len,
-    TILE: tl.constexpr,
+    TILE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Program (0, t) writes a tile of block ids, program (1 + i, t) one of segment i's ids."""
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
     what, offsets = tl.program_id(0), tl.program_id(1) * TILE + tl.arange(0, TILE)
     if what == 0:
         is_update = offsets < num_updates
@@ -49,9 +52,12 @@ def _enter_kernel(  # type: ignore[no-untyped-def]
 def _prepare_kernel(  # type: ignore[no-untyped-def]
     packed, table, block_tables, wide, narrow, num_entries, num_tokens, num_padded, row_len,
     max_blocks, spare_row, wide_stride, narrow_stride, shifts, BLOCK: tl.constexpr,
-    TILE: tl.constexpr, HAS_SHIFTS: tl.constexpr,
+    TILE: tl.constexpr, HAS_SHIFTS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Program (s, t) computes the t-th tile of entry s's tokens; see `prepare`."""
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
     entry, tile = tl.program_id(0), tl.program_id(1)
     is_real = entry < num_entries
     row = tl.load(packed + entry, mask=is_real, other=spare_row)
@@ -108,6 +114,8 @@ def _store_kernel(  # type: ignore[no-untyped-def]
     tl.store(table + place, value.to(tl.int32), mask=is_id)
 
 
+_enter = Launcher(_enter_kernel)
+_prepare = Launcher(_prepare_kernel)
 _store = Launcher(_store_kernel)
 
 
@@ -159,11 +167,12 @@ def enter(
     row, offset in ``packed``, length) for each segment of token ids, of at most ``longest``
     ids.
     """
-    tiles = triton.cdiv(max(num_updates, longest, 1), _TILE)
-    _enter_kernel[(1 + num_segments, tiles)](
+    tiles = num_tiles(max(num_updates, longest, 1), _TILE)
+    args = (
         packed, table_RL, block_tables, places_at, segments_at, num_updates, num_segments,
-        table_RL.stride(0), TILE=_TILE,
+        table_RL.stride(0),
     )  # fmt: skip
+    _enter((1 + num_segments, tiles), args, (_TILE,))
 
 
 def prepare(
@@ -184,14 +193,13 @@ def prepare(
     ``num_padded`` tokens; later entries have none.
     """
     shifts = target.shifts
-    grid = (num_padded, triton.cdiv(max_query_len, _TILE))
-    _prepare_kernel[grid](
+    args = (
         packed, table_RL, block_tables_RM, target.wide, target.narrow, num_entries, num_tokens,
         num_padded, table_RL.stride(0), block_tables_RM.stride(0), table_RL.shape[0] - 1,
         target.wide.stride(0), target.narrow.stride(0), packed if shifts is None else shifts,
-        BLOCK=target.block_size, TILE=_TILE if max_query_len > 1 else 16,
-        HAS_SHIFTS=shifts is not None,
     )  # fmt: skip
+    constants = target.block_size, _TILE if max_query_len > 1 else 16, shifts is not None
+    _prepare((num_padded, num_tiles(max_query_len, _TILE)), args, constants)
 
 
 def store_ids(ids_N: Tensor, places_N: Tensor, table_RL: Tensor) -> None:

@@ -23,11 +23,11 @@ from trimaran.worker.models.interfaces import CausalLM
 from trimaran.worker.requests.request import Request, Sequence
 from trimaran.worker.sampling.beam_search import Candidates
 from trimaran.worker.scheduling.data_parallel import DataParallelAdapters, DataParallelScheduler
-from trimaran.worker.scheduling.draft_rows import DraftCounts
 from trimaran.worker.scheduling.preemption import PreemptionCounts
 from trimaran.worker.scheduling.resources import SwapIns
 from trimaran.worker.scheduling.scheduler import Scheduler
 from trimaran.worker.scheduling.step_plan import Emission, ScheduledStep
+from trimaran.worker.speculation.draft_counts import DraftCounts
 from trimaran.worker.steps.data_parallel_decisions import DataParallelDecisions
 from trimaran.worker.steps.step_types import SampledTokens, SchedulerOutput
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -14,6 +16,7 @@ from trimaran.worker.steps.step_types import Int32Array, SchedulerOutput, int32s
 # S entries (scheduled sequences), N sampled entries.
 
 _MIN_PACKED = 1 << 14
+_MAX_VIEWS = 1024
 
 _Segment = tuple[int, int, Int32Array]
 """Row, position in it, and the ids to write there."""
@@ -112,6 +115,8 @@ class DeviceInputs:
             shifts = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
             self._target.shifts = shifts
         copies = None if device.type == "cpu" else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._views: dict[tuple[int, int, int], StepInputs] = {}
+        """By sizes of a step, since views take the host as long as a launch."""
         self._ring = [_Staging(device, copies) for _ in range(depth + 1)]
         self._step = 0
 
@@ -185,6 +190,15 @@ class DeviceInputs:
 
     def views(self, num_entries: int, num_tokens: int, num_sampled: int) -> StepInputs:
         """The inputs of a step of these sizes, as views of the fixed memory."""
+        sizes = num_entries, num_tokens, num_sampled
+        found = self._views.get(sizes)
+        if found is None:
+            if len(self._views) >= _MAX_VIEWS:
+                self._views.clear()
+            found = self._views[sizes] = self._make_views(*sizes)
+        return replace(found)
+
+    def _make_views(self, num_entries: int, num_tokens: int, num_sampled: int) -> StepInputs:
         wide, narrow = self._target.wide, self._target.narrow
         return StepInputs(
             token_ids=narrow[0, :num_tokens],

@@ -155,7 +155,10 @@ def _compile_ahead(
 
     sizes = folder.config.hidden_size, folder.config.vocab_size
     kv_dtype = quantized_kv_dtype(folder, config.cache.dtype, dtype)
-    compile_ahead(device, dtype, *sizes, _adapter_variants(config), kv_dtype, choices)
+    compile_ahead(
+        device, dtype, *sizes, _adapter_variants(config), kv_dtype, choices,
+        has_drafts=config.scheduler.speculation.is_on,
+    )  # fmt: skip
 
 
 def _adapter_variants(config: EngineConfig) -> list[tuple[int, int]]:

@@ -20,12 +20,12 @@ from trimaran.worker.lora.store import num_chunk_bytes
 from trimaran.worker.requests.request import Request, Sequence
 from trimaran.worker.sampling.beam_search import Candidates
 from trimaran.worker.scheduling.capacity import check_limits
-from trimaran.worker.scheduling.draft_rows import DraftCounts
 from trimaran.worker.scheduling.preemption import PreemptionCounts
 from trimaran.worker.scheduling.resources import SwapIns
 from trimaran.worker.scheduling.scheduler import Scheduler
 from trimaran.worker.scheduling.step_plan import Emission, ScheduledStep
 from trimaran.worker.scheduling.waiting_queue import check_queue
+from trimaran.worker.speculation.draft_counts import DraftCounts
 from trimaran.worker.steps.data_parallel_decisions import DataParallelDecisions
 from trimaran.worker.steps.step_types import SampledTokens
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as List
+from typing import TypeAlias
 
-from trimaran.comm.messages.messages import DRAFT_POSITION_KEYS
+from trimaran.comm.messages.messages import FinishReason
 from trimaran.worker.config.engine_config import SchedulerConfig
 from trimaran.worker.config.speculation_config import LOOKAHEAD
 from trimaran.worker.kv_cache.manager import KVCacheManager
 from trimaran.worker.requests.request import Request, RequestStatus, Sequence
-from trimaran.worker.scheduling.step_plan import DraftRun, ScheduledStep, StepPlan
+from trimaran.worker.scheduling.step_plan import DraftRun, Emission, ScheduledStep, StepPlan
 from trimaran.worker.speculation.controller import AcceptanceRate, DraftController, DraftReach
+from trimaran.worker.speculation.draft_counts import DraftCounts
 from trimaran.worker.speculation.drafters import (
     MAX_NEW,
     Drafter,
@@ -30,6 +32,8 @@ _MIN_FREE = 0.02
 _MIN_REST, _MAX_REST = 4, 64
 """After a step without worthwhile drafts, steps until n-grams or a network draft again: at
 first, and after many such steps in a row."""
+
+_NOT_FINISHED = FinishReason.NOT_FINISHED
 
 _MEASURED = 2
 """Further steps without drafts, if the first of them is to measure the time without drafts."""
@@ -86,8 +90,6 @@ class _Drafts:
 
         So the rate of a sequence stays current while it verifies no drafts.
         """
-        if not self.unverified:
-            return
         new = sequence.token_ids[self.unverified_at :]
         if not new:
             return
@@ -97,41 +99,8 @@ class _Drafts:
         self.unverified = array("i")
 
 
-class DraftCounts:
-    """Drafts since the start: sequences' drafts, their tokens, and accepted tokens by place."""
-
-    def __init__(self) -> None:
-        self.num_drafts = 0
-        self.num_tokens = 0
-        self.accepted_at = [0] * len(DRAFT_POSITION_KEYS)
-
-    @property
-    def num_accepted(self) -> int:
-        """Accepted draft tokens."""
-        return sum(self.accepted_at)
-
-    def add(self, num_tokens: int, num_accepted: int) -> None:
-        """Count one sequence's draft of one step."""
-        self.num_drafts += 1
-        self.num_tokens += num_tokens
-        for place in range(num_accepted):
-            self.accepted_at[min(place, len(self.accepted_at) - 1)] += 1
-
-    @classmethod
-    def sum(cls, each: Iterable[DraftCounts]) -> DraftCounts:
-        """All of them together."""
-        total = cls()
-        for counts in each:
-            total.num_drafts += counts.num_drafts
-            total.num_tokens += counts.num_tokens
-            pairs = zip(total.accepted_at, counts.accepted_at, strict=True)
-            total.accepted_at = [a + b for a, b in pairs]
-        return total
-
-    def values(self) -> dict[str, float]:
-        """The counts by key of ``STATS_KEYS``."""
-        accepted = dict(zip(DRAFT_POSITION_KEYS, self.accepted_at, strict=True))
-        return {"num_drafts": self.num_drafts, "num_draft_tokens": self.num_tokens, **accepted}
+_Candidate: TypeAlias = "tuple[int, Sequence, array[int]]"
+"""A sequence that a step samples, its index among these, and its draft ids."""
 
 
 def num_accepted(drafts: List[int], own: List[int]) -> int:
@@ -224,60 +193,73 @@ class DraftRows:
     def extend(self, plan: StepPlan) -> None:
         """Add draft rows for the sequences that a step samples, and ask a network for the next
         drafts."""
-        counts = self._extend(plan)
+        sampled = plan.sampled()
+        runs = self._extend(plan, sampled)
         if self._config.is_network and not self._rest:
-            self._ask_network(plan, counts)
+            self._ask_network(plan, sampled, runs)
         self._num_in_flight += 1
         self._num_awaited += plan.has_drafts or plan.has_proposals
 
-    def _ask_network(self, plan: StepPlan, num_drafts: dict[Sequence, int]) -> None:
+    def _ask_network(
+        self, plan: StepPlan, sampled: List[Sequence], runs: dict[int, DraftRun]
+    ) -> None:
         """Let the network draft for the sequences that a step samples, behind the drafts that
-        the step verifies and the sampled id."""
-        for sequence in plan.sampled():
-            drafts = self._drafts_of(sequence)
-            if drafts is None or drafts.drafter.is_asked:
+        the step verifies, ``runs`` by index in ``sampled``, and the sampled id."""
+        reach, none = self._reach.value, plan.first_samples
+        for place, sequence in enumerate(sampled):
+            drafts = sequence.drafts or self._drafts_of(sequence)
+            if not drafts or drafts.drafter.is_asked:
                 continue
-            if sequence.num_pending != 1 or sequence in plan.first_samples:
+            if sequence.num_pending != 1 or sequence in none:
                 continue
             # The step adds one id at least.
-            count = min(drafts.most, self._room_of(sequence) - 1, self._reach.value)
+            count = min(drafts.most, self._room_of(sequence) - 1, reach)
             if count <= 0:
                 continue
-            end = len(sequence.token_ids) + num_drafts.get(sequence, 0) + count
-            self._grow(plan, sequence, min(end, sequence.max_len))
-            plan.ask_network(sequence, count)
+            run = runs.get(place)
+            end = len(sequence.token_ids) + count
+            if run is not None:
+                end += len(run.token_ids)
+            if end > sequence.capacity:
+                self._grow(plan, sequence, min(end, sequence.max_len))
+            plan.ask_network(place, sequence, run, count)
 
-    def _extend(self, plan: StepPlan) -> dict[Sequence, int]:
-        """Add draft rows. Returns their numbers by sequence."""
-        added: dict[Sequence, int] = {}
-        sampled = plan.sampled()
+    def _extend(self, plan: StepPlan, sampled: List[Sequence]) -> dict[int, DraftRun]:
+        """Add draft rows. Returns the drafts by their sequence's index in ``sampled``."""
+        runs: dict[int, DraftRun] = {}
         room = min(plan.budget, self._max_rows - len(sampled))
         if room <= 0:
-            return added
+            return runs
         asked, own = self._candidates(plan, sampled)
-        for sequence, ids in asked:
-            added[sequence] = self._add(plan, sequence, ids[:room])
-            room -= added[sequence]
+        for place, sequence, ids in asked:
+            room -= self._add(plan, place, sequence, ids[:room], runs)
         # The gain beside prompts is not known: their steps take times of their own.
         if not own or (plan.has_chunks and self._config.is_adaptive):
-            return added
-        counts = [len(ids) for _, ids in own]
+            return runs
+        counts = [len(ids) for _, _, ids in own]
         if self._config.is_adaptive:
-            rates = [sequence.drafts.rate.value for sequence, _ in own]
-            counts = self._controller.choose(plan.num_decodes, rates, counts, room)
-            if any(counts):
-                self._reach.observe(counts)
-            if self._controller.is_measuring:
-                self._rest = _MEASURED
-            elif any(counts) or not all(sequence.drafts.is_guess for sequence, _ in own):
-                # Guesses alone are no reason for a pause: the next step may have an n-gram.
-                self._pause(is_worthwhile=any(counts))
-        for (sequence, ids), count in zip(own, counts, strict=True):
-            used = added[sequence] = self._add(plan, sequence, ids[: min(count, room)])
+            counts = self._counts_of(plan, own, counts, room)
+        for (place, sequence, ids), count in zip(own, counts, strict=True):
+            used = self._add(plan, place, sequence, ids[: min(count, room)], runs)
             room -= used
             if not used:
                 sequence.drafts.put_off(sequence, ids)
-        return added
+        return runs
+
+    def _counts_of(
+        self, plan: StepPlan, own: List[_Candidate], most: List[int], room: int
+    ) -> list[int]:
+        """The draft tokens of each candidate that are worth their time, ``most`` at most."""
+        rates = [sequence.drafts.rate.value for _, sequence, _ in own]
+        counts = self._controller.choose(plan.num_decodes, rates, most, room)
+        if any(counts):
+            self._reach.observe(counts)
+        if self._controller.is_measuring:
+            self._rest = _MEASURED
+        elif any(counts) or not all(sequence.drafts.is_guess for _, sequence, _ in own):
+            # Guesses alone are no reason for a pause: the next step may have an n-gram.
+            self._pause(is_worthwhile=any(counts))
+        return counts
 
     def _pause(self, *, is_worthwhile: bool) -> None:
         """Choose for how many steps no n-gram drafts are made."""
@@ -287,21 +269,23 @@ class DraftRows:
 
     def _candidates(
         self, plan: StepPlan, sampled: List[Sequence]
-    ) -> tuple[list[tuple[Sequence, array[int]]], list[tuple[Sequence, array[int]]]]:
-        """Sequences with the drafts of their requests, and sequences with n-gram drafts."""
-        asked: list[tuple[Sequence, array[int]]] = []
-        own: list[tuple[Sequence, array[int]]] = []
+    ) -> tuple[list[_Candidate], list[_Candidate]]:
+        """Sequences with the drafts of their requests, and sequences with drafts of ours."""
+        asked: list[_Candidate] = []
+        own: list[_Candidate] = []
         self._rest = max(0, self._rest - 1)
-        for sequence in sampled:
-            drafts = self._drafts_of(sequence)
-            if drafts is None or not _can_be_drafted(sequence, plan):
+        for place, sequence in enumerate(sampled):
+            drafts = sequence.drafts or self._drafts_of(sequence)
+            if not drafts or not _can_be_drafted(sequence, plan):
                 continue
             if self._rest and not drafts.drafter.is_asked:
                 continue
-            drafts.compare(sequence)
+            if drafts.unverified:
+                drafts.compare(sequence)
             ids = self._ids_for(sequence, drafts)
             if ids:
-                (asked if drafts.drafter.is_asked else own).append((sequence, ids))
+                candidates = asked if drafts.drafter.is_asked else own
+                candidates.append((place, sequence, ids))
         return asked, own
 
     def _ids_for(self, sequence: Sequence, drafts: _Drafts) -> array[int]:
@@ -347,13 +331,21 @@ class DraftRows:
             most = min(most, self._cache.switch_at)
         return most - num_known - 1
 
-    def _add(self, plan: StepPlan, sequence: Sequence, ids: array[int]) -> int:
+    def _add(
+        self,
+        plan: StepPlan,
+        place: int,
+        sequence: Sequence,
+        ids: array[int],
+        runs: dict[int, DraftRun],
+    ) -> int:
         """Add rows for as many of these drafts as the sequence's blocks hold; their number."""
         num_known = len(sequence.token_ids)
-        self._grow(plan, sequence, num_known + len(ids))
-        ids = ids[: max(0, sequence.capacity - num_known)]
+        if num_known + len(ids) > sequence.capacity:
+            self._grow(plan, sequence, num_known + len(ids))
+            ids = ids[: max(0, sequence.capacity - num_known)]
         if ids:
-            plan.add_drafts(sequence, ids)
+            runs[place] = plan.add_drafts(sequence, ids, place)
         return len(ids)
 
     def _grow(self, plan: StepPlan, sequence: Sequence, num_tokens: int) -> None:
@@ -374,28 +366,57 @@ class DraftRows:
     # ---- results -------------------------------------------------------------------------
 
     def verified(
-        self, step: ScheduledStep, token_ids: List[int]
+        self, step: ScheduledStep, token_ids: List[int], emitted: list[Emission]
     ) -> Iterator[tuple[Sequence, int]]:
         """The sequences of a step with their new tokens, in order; several tokens of a
-        sequence follow each other. The reader takes in each token before the next one."""
-        num_drafts = sum(len(run.token_ids) for run in step.drafts)
-        first = step.drafts[0].first
+        sequence follow each other. The reader takes in each token before the next one. Tokens
+        that can end no sequence are taken in here, into ``emitted``."""
+        first, last = step.drafts[0].first, step.drafts[-1]
+        behind = last.first + len(last.token_ids)
         runs = {run.own: run for run in step.drafts}
-        for place, token_id in enumerate(token_ids):
-            run = runs.get(place)
-            if run is not None:
-                yield from self._accepted(run, token_ids)
-            elif not first <= place < first + num_drafts:
-                yield step.sampled[place], token_id
+        for places in (range(first), range(behind, len(token_ids))):
+            for place in places:
+                run = runs.get(place)
+                if run is None:
+                    yield step.sampled[place], token_ids[place]
+                    continue
+                ids = run.token_ids
+                own = [token_ids[place], *token_ids[run.first : run.first + len(ids)]]
+                count = num_accepted(ids, own)
+                if not self._take_in(run, own, count, emitted):
+                    yield from self._accepted(run, own, count)
 
-    def _accepted(self, run: DraftRun, token_ids: List[int]) -> Iterator[tuple[Sequence, int]]:
+    def _take_in(
+        self, run: DraftRun, own: list[int], count: int, emitted: list[Emission]
+    ) -> bool:
+        """Take in the tokens of one sequence as `Scheduler.update_from_output` would one by
+        one, if none of them needs a closer look; whether that was so."""
+        sequence = run.sequence
+        known, new = sequence.token_ids, own[: count + 1]
+        num_known = len(known)
+        if sequence.status is not RequestStatus.RUNNING or sequence.stop_state:
+            return False
+        if num_known + count + 1 >= sequence.look_at:
+            return False
+        if not sequence.end_ids.isdisjoint(new):
+            return False
+        sequence.num_pending -= 1
+        sequence.num_computed_tokens += count
+        known.extend(new)
+        emitted += [(sequence, token_id, _NOT_FINISHED) for token_id in new]
+        run.num_accepted = count
+        sequence.drafts.observe(run, num_known, own, count)
+        self._count(run)
+        return True
+
+    def _accepted(
+        self, run: DraftRun, own: list[int], count: int
+    ) -> Iterator[tuple[Sequence, int]]:
         """The tokens of one sequence: those equal to its drafts, and the one behind them."""
-        sequence, drafts = run.sequence, run.token_ids
-        own = [token_ids[run.own], *token_ids[run.first : run.first + len(drafts)]]
+        sequence = run.sequence
         if sequence.status is RequestStatus.FINISHED:
             yield sequence, own[0]
             return
-        count = num_accepted(drafts, own)
         # Each new token takes one from the count of pending tokens.
         sequence.num_pending += count
         # A sequence that was preempted meanwhile has nothing computed.

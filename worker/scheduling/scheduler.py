@@ -22,12 +22,13 @@ from trimaran.worker.sampling.beam_search import Candidates
 from trimaran.worker.scheduling.admission_policy import Batch, policy_of
 from trimaran.worker.scheduling.beam_group import BeamGroup, advance_groups, num_next_tokens
 from trimaran.worker.scheduling.capacity import CapacityCheck, check_limits
-from trimaran.worker.scheduling.draft_rows import DraftCounts, DraftRows
+from trimaran.worker.scheduling.draft_rows import DraftRows
 from trimaran.worker.scheduling.guided_sequences import GuidedSequences
 from trimaran.worker.scheduling.resources import DeferredFrees, Rows
 from trimaran.worker.scheduling.step_plan import Emission, ScheduledStep, StepPlan
 from trimaran.worker.scheduling.token_budget import ChunkedPrefill, MicroBatches
 from trimaran.worker.scheduling.waiting_queue import check_queue
+from trimaran.worker.speculation.draft_counts import DraftCounts
 
 
 class Scheduler:
@@ -441,9 +442,9 @@ class Scheduler:
         not_finished = FinishReason.NOT_FINISHED
         pairs: Iterable[tuple[Sequence, int]] = zip(step.sampled, token_ids, strict=True)
         if step.drafts and self.draft_rows is not None:
-            pairs = self.draft_rows.verified(step, token_ids)
+            pairs = self.draft_rows.verified(step, token_ids, emitted)
         if candidates:
-            emitted = advance_groups(step, candidates, self.cache, self._finish)
+            emitted += advance_groups(step, candidates, self.cache, self._finish)
             pairs = (pair for pair in pairs if pair[0].beams is None)
         for sequence, token_id in pairs:
             sequence.num_pending -= 1

@@ -142,7 +142,7 @@ class StepPlan:
         self._decodes = _Entries()
         self._chunks = _Entries()
         self._drafts: list[DraftRun] = []
-        self._proposals: list[tuple[Sequence, int]] = []
+        self._proposals: list[tuple[int, Sequence, DraftRun | None, int]] = []
         self._new_rows: list[NewRow] = []
         self._new_blocks: list[tuple[int, int, int, int]] = []
         self._copies: list[BlockCopy] = []
@@ -204,35 +204,46 @@ class StepPlan:
             found += [s for place, s in enumerate(entries.sequences) if place not in unsampled]
         return found
 
-    def add_drafts(self, sequence: Sequence, token_ids: array[int]) -> None:
+    def add_drafts(self, sequence: Sequence, token_ids: array[int], place: int) -> DraftRun:
         """Verify these ids, which may follow the known ids of a sequence that is sampled.
 
-        Each id is a decode of its own in the sequence's row. Layers write the keys and values
-        of all tokens before they attend, so a row finds those of the drafts before it. Call
-        after all other entries are added.
+        ``place`` is the sequence's index in `sampled`. Each id is a decode of its own in the
+        sequence's row. Layers write the keys and values of all tokens before they attend, so a
+        row finds those of the drafts before it. Call after all other entries are added.
         """
-        self._drafts.append(DraftRun(sequence, token_ids))
+        run = DraftRun(sequence, token_ids, place)
+        self._drafts.append(run)
         self.budget -= len(token_ids)
+        return run
 
-    def ask_network(self, sequence: Sequence, count: int) -> None:
+    def ask_network(
+        self, place: int, sequence: Sequence, run: DraftRun | None, count: int
+    ) -> None:
         """Let a network draft ``count`` ids behind those that the step yields of a sampled
-        sequence."""
-        self._proposals.append((sequence, count))
+        sequence, whose index in `sampled` is ``place`` and whose drafts are ``run``."""
+        self._proposals.append((place, sequence, run, count))
 
     def _enter_proposals(self, step: ScheduledStep) -> None:
         """Tell ranks where each sequence ends for which a network drafts."""
-        first: dict[int, int] = {}
-        for place, sequence in enumerate(step.sampled):
-            first.setdefault(id(sequence), place)
-        runs = {id(run.sequence): run for run in step.drafts}
-        rows: list[tuple[int, int, int, int, int]] = []
-        for sequence, count in self._proposals:
-            run = runs.get(id(sequence))
-            own = first[id(sequence)] if run is None else run.own
-            drafts = (0, 0) if run is None else (run.first, len(run.token_ids))
-            rows.append((own, *drafts, sequence.capacity, count))
-        step.proposers = [sequence for sequence, _ in self._proposals]
-        step.decision.proposals = int32s(rows, 5)
+        rows = array("i")
+        first, num_drafts = self._draft_places()
+        for place, sequence, run, count in self._proposals:
+            if run is None:
+                own = place if place < first else place + num_drafts
+                rows.extend((own, 0, 0, sequence.capacity, count))
+            else:
+                drafts = run.first, len(run.token_ids)
+                rows.extend((run.own, *drafts, sequence.capacity, count))
+        step.proposers = [sequence for _, sequence, _, _ in self._proposals]
+        step.decision.proposals = np.frombuffer(rows, dtype=np.int32).reshape(-1, 5)
+
+    def _draft_places(self) -> tuple[int, int]:
+        """The index of the first draft row among the sampled rows, and the number of draft
+        rows."""
+        if not self._drafts:
+            return 0, 0
+        first, last = self._drafts[0].first, self._drafts[-1]
+        return first, last.first + len(last.token_ids) - first
 
     def _enter_drafts(self) -> Int32Array:
         """Enter the draft rows behind the decodes. Returns their ids."""
@@ -358,15 +369,11 @@ class StepPlan:
     def _locate_drafts(self, step: ScheduledStep) -> None:
         """Find the rows that sample in place of each first draft, and correct the counts."""
         step.drafts = self._drafts
-        num_drafts = sum(len(run.token_ids) for run in self._drafts)
+        first, num_drafts = self._draft_places()
         step.num_scheduled -= num_drafts
-        first = self._drafts[0].first
-        own = step.sampled.copy()
-        del own[first : first + num_drafts]
-        places = {sequence: place for place, sequence in enumerate(own)}
         for run in self._drafts:
-            place = places[run.sequence]
-            run.own = place if place < first else place + num_drafts
+            if run.own >= first:
+                run.own += num_drafts
             rule = _rule_of(run)
             if rule is not None:
                 step.decision.draft_rules.append(rule)

@@ -32,16 +32,20 @@ _PLAIN_EVERY = 128
 """After so many steps with drafts, some run without drafts: the time without drafts grows with
 the lengths of the sequences."""
 
-_SPARE_STEPS, _FULL_STEPS = 8, 24
+_LARGER_AT = 64
+"""After so many of these steps a larger size than theirs is measured again."""
+
+_SPARE_STEPS, _FULL_STEPS = 8, 8
 """After so many steps in a row that verify fewer drafts than a network makes, the network makes
 one less a sequence; after so many that verify all, one more."""
 
-_FEW = 8
+_FEW = 3
 """A draft at some place counts as verified if one sequence in so many verifies it. On an H200 a
-token of all drafts takes 2 % of a step of 64 requests."""
+token of all drafts takes 4 % of a step of 64 requests, and one draft in two is accepted at the
+fourth place."""
 
 _PRIOR_RATE = 0.5
-_RATE_SHARE = 0.06
+_RATE_SHARE = 0.04
 _TYPICAL_SHARE = 0.005
 _PRIOR_TRIALS = 4
 _RETURN_SHARE = 0.02
@@ -69,16 +73,20 @@ class AcceptanceRate:
 
     def observe(self, num_accepted: int, *, has_rejected: bool) -> None:
         """Take in the outcomes of drafts: accepted tokens, and whether one was rejected."""
-        value, trials = self.value, self._num_trials
+        value, trials, least = self.value, self._num_trials, self._min_share
+        if self._typical is not None:
+            self._typical.observe(num_accepted, has_rejected=has_rejected)
+        if (trials + 1 + _PRIOR_TRIALS) * least >= 1.0:
+            # All of these trials have the same share.
+            value = 1.0 - (1.0 - value) * (1.0 - least) ** num_accepted
+            self.value = value * (1.0 - least) if has_rejected else value
+            return
         for number in range(num_accepted + has_rejected):
             trials += 1
             share = 1.0 / (trials + _PRIOR_TRIALS)
-            if share < self._min_share:
-                share = self._min_share
+            share = max(share, least)
             value += ((number < num_accepted) - value) * share
         self.value, self._num_trials = value, trials
-        if self._typical is not None:
-            self._typical.observe(num_accepted, has_rejected=has_rejected)
 
 
 class _Times:
@@ -101,6 +109,13 @@ class _Times:
     def is_known(self, num_rows: int) -> bool:
         """Whether steps of this size were measured often enough."""
         return self.counts[bisect_left(_EDGES, num_rows)] >= _ENOUGH
+
+    def forget_above(self, num_rows: int) -> None:
+        """Forget the time of the next larger measured size."""
+        size = bisect_left(_EDGES, num_rows) + 1
+        larger = next((i for i in range(size, len(self.counts)) if self.counts[i]), None)
+        if larger is not None:
+            self.counts[larger], self._means[larger] = 0, 0.0
 
     @property
     def min_rows(self) -> float:
@@ -129,6 +144,8 @@ class DraftController:
         self._plain = _Times()
         self._drafted = _Times()
         self._num_in_a_row = 0
+        self._num_rows = 0
+        """Rows of the last choice."""
         self._was_drafted = False
         self.is_measuring = False
         """Whether the last choice was no drafts because their alternative is to be measured."""
@@ -153,6 +170,9 @@ class DraftController:
         self.is_measuring = self._is_to_measure(num_decodes)
         if self.is_measuring or not rates:
             return [0] * len(rates)
+        if self._num_in_a_row == _LARGER_AT:
+            # A larger size that was disturbed when it was measured gets another chance.
+            self._drafted.forget_above(self._num_rows)
         places = np.arange(1, max(most) + 1)[:, None]
         is_draft = places <= np.array(most)
         gains = (np.array(rates) ** places)[is_draft]
@@ -165,6 +185,7 @@ class DraftController:
         if speeds[best] <= speeds[0] * _MIN_GAIN:
             best = 0
         self._num_in_a_row += best > 0
+        self._num_rows = num_decodes + best
         chosen: list[int] = np.bincount(numbers[order[:best]], minlength=len(rates)).tolist()
         return chosen
 

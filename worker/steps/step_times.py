@@ -83,11 +83,12 @@ class CudaMarks:
     runs uses that step's end as its begin.
     """
 
-    __slots__ = ("_begin", "_end", "_is_end_shared", "_sampling", "_unused")
+    __slots__ = ("_begin", "_end", "_is_end_shared", "_sampling", "_stream", "_unused")
 
     def __init__(self, unused: list[torch.cuda.Event], begin: torch.cuda.Event | None) -> None:
         """``unused`` events are taken from this list and returned to it, except ``begin``."""
         self._unused = unused
+        self._stream = torch.cuda.current_stream()
         self._is_end_shared = False
         self._sampling: torch.cuda.Event | None = None
         self._end: torch.cuda.Event | None = None
@@ -136,7 +137,7 @@ class CudaMarks:
             event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             self._unused.append(event)
         event = self._unused.pop()
-        event.record()
+        event.record(self._stream)
         return event
 
 
