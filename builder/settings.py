@@ -224,6 +224,9 @@ def _max_seq_len(
 ) -> int:
     positions = config.max_position_embeddings
     if args.max_output_len is not None:
+        if "max_input_len" not in given and 0 < args.max_output_len < positions:
+            rest = positions - args.max_output_len
+            given["max_input_len"] = min(BuildConfig().max_input_len, rest)
         max_input_len = given.get("max_input_len", BuildConfig().max_input_len)
         total = max_input_len + args.max_output_len
         if args.max_seq_len not in (None, total):

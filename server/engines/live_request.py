@@ -241,10 +241,13 @@ class LiveRequest:
             return
         if not self.submit.streaming:
             num_bytes = logits_bytes(extras)
-            if num_bytes:
-                self._unread.hold_whole(self.answer or self, self, num_bytes)
-        elif self._pending is not None:
-            self._unread.hold(self, logits_bytes(self._pending.extras))
+        else:
+            # The prompt's logits are kept for every response of the stream.
+            num_bytes = logits_bytes(extras, ("context_logits",))
+            if self._pending is not None:
+                self._hold_unread(self._pending.extras)
+        if num_bytes:
+            self._unread.hold_whole(self.answer or self, self, num_bytes)
 
     def fail(self, error: RequestError) -> None:
         """End with an error, after the tokens that are still unread."""
@@ -303,7 +306,7 @@ class LiveRequest:
             if chunk.extras and self.submit.streaming:
                 self._pending = _rest_of(chunk)
                 left = {} if self._pending is None else self._pending.extras
-                self._unread.hold(self, logits_bytes(left))
+                self._hold_unread(left)
             return chunk
         error, self._error = self._error, None
         assert error is not None
@@ -313,6 +316,9 @@ class LiveRequest:
             # The error's traceback refers to this frame and to those of the readers: the
             # tensors of their request would stay until the collector comes.
             del error
+
+    def _hold_unread(self, extras: dict[str, Any]) -> None:
+        self._unread.hold(self, logits_bytes(extras, ("generation_logits",)))
 
     def _take_beams(self, wire: dict[str, Any]) -> None:
         self.num_output_tokens = sum(len(ids) // 4 for ids in wire["ids"])

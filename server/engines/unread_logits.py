@@ -131,6 +131,6 @@ class GatheredLogits:
         self._unread.release(self, self)
 
 
-def logits_bytes(extras: dict[str, Any]) -> int:
-    """The size of the logits of a chunk."""
-    return sum(len(row) for name in _LOGITS for row in extras.get(name, ()))
+def logits_bytes(extras: dict[str, Any], names: tuple[str, ...] = _LOGITS) -> int:
+    """The size of the logits of a chunk, or of those of the names."""
+    return sum(len(row) for name in names for row in extras.get(name, ()))

@@ -63,7 +63,10 @@ class Progress:
     num_output: int = 0
     cum_log_prob: float = 0.0
     log_probs: list[float] = field(default_factory=list)
-    """Log-probabilities of the ids since the last `take_log_probs`."""
+    """Log-probabilities of all ids so far, if asked for."""
+
+    num_taken: int = 0
+    """How many of them `take_log_probs` has returned."""
 
     logits: dict[str, list[bytes | memoryview]] = field(default_factory=dict)
     """By output name, the logits that no response has carried yet."""
@@ -110,17 +113,22 @@ class Progress:
 
     def take_log_probs(self) -> list[float]:
         """The log-probabilities since the last call."""
-        taken, self.log_probs = self.log_probs, []
+        taken = self.log_probs[self.num_taken :]
+        self.num_taken = len(self.log_probs)
         return taken
 
-    def take_logits(self, name: str) -> npt.NDArray[Any] | None:
-        """The logits [tokens, vocabulary] since the last call; None if there are none."""
+    def take_logits(self, name: str, *, keeps: bool = False) -> npt.NDArray[Any] | None:
+        """The logits [tokens, vocabulary] since the last call; None if there are none. With
+        ``keeps`` the next call has them too.
+        """
         pieces = self.logits.pop(name, None)
         if not pieces:
             return None
         # Context logits come in chunks of any length, generation logits token by token.
         num_tokens = self.num_input if name == "context_logits" else len(pieces)
         raw = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        if keeps:
+            self.logits[name] = [raw]
         return np.frombuffer(raw, self.logits_dtype).reshape(num_tokens, -1)
 
 
@@ -204,7 +212,7 @@ class SequenceOutputs:
             reasons = progress.finish_reasons
             data = object_array([reason.encode() for reason in reasons], (1, len(reasons)))
             tensors.append(Tensor("finish_reason", "BYTES", data))
-        if self._has_figures and is_last:
+        if self._has_figures:
             figures = {**progress.figures, "acceptance_rate": acceptance(progress.figures)}
             tensors += [
                 _scalar(name, datatype, figures.get(name, 0)) for name, datatype in _FIGURES
@@ -212,7 +220,8 @@ class SequenceOutputs:
         return tensors
 
     def _log_probs_tensors(self, progress: Progress) -> list[Tensor]:
-        total, each = [progress.cum_log_prob], [progress.take_log_probs()]
+        # Each response of a stream has those of all ids, beside the new ids alone.
+        total, each = [progress.cum_log_prob], [progress.log_probs]
         beams = progress.beams
         if beams is not None:
             total = beams.scores if self._normalises else beams.cum_log_probs
@@ -225,7 +234,9 @@ class SequenceOutputs:
     def _logits_tensors(self, progress: Progress) -> Iterator[Tensor]:
         datatype = logits_type(self._config) if self._logits else ""
         for name in self._logits:
-            logits = progress.take_logits(name)
+            # Each response of a stream has the prompt's logits.
+            keeps = name == "context_logits" and self._is_streaming
+            logits = progress.take_logits(name, keeps=keeps)
             if logits is None:
                 continue
             data = logits.astype(NUMPY_TYPES[datatype], copy=False)[np.newaxis]

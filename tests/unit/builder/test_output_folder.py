@@ -272,6 +272,18 @@ def test_the_legacy_output_length_sets_the_sequence_length(llama, trimaran, tmp_
     assert "--max-seq-len is 100 but --max-output-len 24 behind" in done.err
 
 
+def test_the_legacy_output_length_alone_leaves_the_rest_of_the_positions_for_the_input(
+    llama, trimaran, tmp_path
+):
+    output = tmp_path / "engine"
+    build = ("build", "--checkpoint", llama().folder, "--output", output)
+    assert trimaran(*build, "--max_output_len", 24).code == 0
+    engine = EngineFolder.load(output)
+    positions = engine.config.max_position_embeddings
+    assert positions < 1024 + 24
+    assert (engine.build.max_input_len, engine.max_seq_len) == (positions - 24, positions)
+
+
 def test_a_size_that_contradicts_the_checkpoint_is_reported_as_written(
     llama, trimaran, tmp_path
 ):

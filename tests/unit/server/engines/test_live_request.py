@@ -91,12 +91,30 @@ def test_a_stream_that_ended_unread_is_told_that_it_was_cut_off():
     unread = UnreadLogits(1000)
     ended, running = _submitted(cancelled, unread), _submitted(cancelled, unread)
     ended.push([1], FinishReason.LENGTH, {"generation_logits": [bytes(600)]})
-    running.push([1], FinishReason.NOT_FINISHED, {"context_logits": [bytes(500)]})
+    running.push([1], FinishReason.NOT_FINISHED, {"generation_logits": [bytes(500)]})
     assert cancelled == [] and not running.is_over
     with pytest.raises(RequestError, match="not read 600 bytes"):
         ended.take()
     running.abandon()
     assert unread.num_bytes == 0
+
+
+def test_the_prompts_logits_of_a_stream_count_until_the_stream_is_over():
+    cancelled: list[LiveRequest] = []
+    unread = UnreadLogits(1000)
+    first, last = _submitted(cancelled, unread), _submitted(cancelled, unread)
+    for request in (first, last):
+        request.push([1], FinishReason.NOT_FINISHED, {"context_logits": [bytes(450)]})
+        request.take()
+    assert (unread.num_bytes, unread.num_whole_bytes) == (0, 900)
+    third = _submitted(cancelled, unread)
+    third.push([1], FinishReason.NOT_FINISHED, {"context_logits": [bytes(450)]})
+    assert cancelled == [third]
+    with pytest.raises(RequestError, match="hold 1350 bytes of logits"):
+        third.take()
+    first.abandon()
+    last.abandon()
+    assert unread.num_whole_bytes == 0
 
 
 def test_unread_outputs_are_freed_at_once_without_garbage_collection():

@@ -275,5 +275,4 @@ async def test_a_replayed_beam_search_repeats_no_response(serve, is_streaming):
             responses = [tensors(response) for response in await found]
     lengths = [r["sequence_length"][0] for r in responses]
     assert lengths == ([[1, 1], [2, 2], [3, 3], [4, 4]] if is_streaming else [[7, 7]])
-    logits = [np.shape(r["context_logits"]) for r in responses if "context_logits" in r]
-    assert logits == [(1, 3, 600)]
+    assert {np.shape(r["context_logits"]) for r in responses} == {(1, 3, 600)}

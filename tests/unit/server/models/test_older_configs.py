@@ -196,6 +196,6 @@ async def test_a_stream_of_models_up_to_0_13_has_one_id_a_response(serve, before
     found = [{o.name: o.data for o in r.outputs} for r in responses]
     assert [f["output_ids"].tolist() for f in found] == [[[[70 + n]]] for n in range(5)]
     assert [f["output_log_probs"].tolist() for f in found] == [
-        [[[-70.0 - n]]] for n in range(5)
+        [[[-70.0 - m for m in range(n + 1)]]] for n in range(5)
     ]
     assert [r.is_final for r in responses] == [False] * 4 + [True]

@@ -202,22 +202,22 @@ async def test_lengths_are_sent_if_requested(serve):
 
 @pytest.mark.feature("output:cum_log_probs", "output:output_log_probs")
 @pytest.mark.parametrize("streaming", [False, True])
-async def test_log_probs_are_those_of_the_responses_ids(serve, streaming):
+async def test_log_probs_are_those_of_all_ids_so_far(serve, streaming):
     async with serve() as served:
         engine = await served.dial(_counting, max_per_step=3)
         engine.extras = lambda ids: {"log_probs": [-i / 10 for i in ids], "cum_log_prob": 1e9}
         responses = await served.infer(
             "tensorrt_llm", **PROMPT, streaming=streaming, return_log_probs=True
         )
-        total = 0.0
+        so_far: list[int] = []
         for response in responses:
             tensors = {o.name: o.data for o in response.outputs}
-            new = _ids(response)[0 if streaming else 3 :]
-            assert tensors["output_log_probs"].shape == (1, 1, len(new))
+            so_far += _ids(response)[0 if streaming else 3 :]
+            assert tensors["output_log_probs"].shape == (1, 1, len(so_far))
             np.testing.assert_allclose(
-                tensors["output_log_probs"].reshape(-1), [-i / 10 for i in new], rtol=1e-6
+                tensors["output_log_probs"].reshape(-1), [-i / 10 for i in so_far], rtol=1e-6
             )
-            total -= sum(new) / 10
+            total = -sum(so_far) / 10
             np.testing.assert_allclose(tensors["cum_log_probs"], [[total]], rtol=1e-6)
 
 
