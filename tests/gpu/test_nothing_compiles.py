@@ -212,6 +212,8 @@ _SIZES = {
 SHAPES = {
     "heads of 128": LlamaConfig(**_SIZES, head_dim=128),
     "heads of 96": Phi3Config(**_SIZES, pad_token_id=None),
+    # As in Phi-3-mini: each of the stacked matrices begins at a block of 128 rows.
+    "heads of 96, alone": Phi3Config(**{**_SIZES, "num_key_value_heads": 4}, pad_token_id=None),
     "experts": Qwen3MoeConfig(
         **_SIZES, head_dim=64, num_experts=32, num_experts_per_tok=4, moe_intermediate_size=128
     ),
@@ -242,7 +244,7 @@ ENGINES = {
     "phi3": ("heads of 96", {}),
     "phi3, float32": ("heads of 96", {"dtype": "float32"}),
     "phi3, INT8 cache": ("heads of 96", {"cache": {"dtype": "int8"}}),
-    "phi3, FP8 in blocks": ("heads of 96", {"quantization": "fp8_block"}),
+    "phi3, FP8 in blocks": ("heads of 96, alone", {"quantization": "fp8_block"}),
     "experts": ("experts", {}),
     "experts, few sequences": ("experts", {"limits": FEW}),
     "experts, FP8": ("experts", {"quantization": "fp8"}),
