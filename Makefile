@@ -8,9 +8,9 @@ HTTP_PORT ?= 8000
 GRPC_PORT ?= 8001
 METRICS_PORT ?= 8002
 OPENAI_PORT ?= 9000
-# Half of the time tests wait for processes that they started: three workers keep two cores busy.
+# Tests often wait for processes that they started: three workers keep two cores busy.
 UNIT_PROCESSES ?= 3
-E2E_PROCESSES ?= 2
+E2E_PROCESSES ?= 3
 SERVE_FLAGS ?=
 SOAK_FLAGS ?=
 # What `make serve` serves: smollm2, or tiny, the model that the project ships and the tests use.
