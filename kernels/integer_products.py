@@ -30,6 +30,9 @@ _FLOAT_ROWS = 1024
 """Rows from which the CUDA kernel is slower than torch's product of dequantized weights."""
 
 _MAX_PARTS = 8
+_MANTISSA_BITS, _INFINITE = 23, 255
+"""Of float32: the bits below the exponent, and the exponent of infinity and NaN."""
+
 FIXED_CUT = Cut(64, 128, warps=4, stages=4)
 """The cut whatever the number of rows, for results that do not depend on it."""
 
@@ -149,8 +152,8 @@ class IntegerProducts(NamedTuple):
         return "triton" if self.dtype is None else "cuda, triton"
 
     def make(self, weight: IntegerWeight, *, has_byte_inputs: bool) -> IntegerProduct:
-        """The product by a weight. Triton multiplies by a weight that has minimums, or zero
-        points outside of the range of its integers."""
+        """The product by a weight. Triton multiplies by a weight that has minimums, zero
+        points outside of the range of its integers, or FP4 numbers."""
         if self.dtype is None or not can_pack(weight):
             return TritonIntegerProduct(
                 weight, has_byte_inputs=has_byte_inputs, is_fixed=self.is_fixed
@@ -186,13 +189,23 @@ def expert_storage(weights: Sequence[IntegerWeight]) -> IntegerExperts:
     orders = [each.order.to(torch.int32) for each in columns if each.order is not None]
     return IntegerExperts(
         values,
-        scales.to(narrowest([scales])),
+        _exponents(scales) if weights[0].is_fp4 else scales.to(narrowest([scales])),
         None if zeros is None else zeros.transpose(1, 2).contiguous(),
         torch.stack([each.groups for each in columns]),
         torch.stack(orders) if orders else None,
         bits,
         step,
+        weights[0].is_fp4,
     )
+
+
+def _exponents(scales: Tensor) -> Tensor:
+    """uint8: the exponent bits of scales that are normal powers of two; else the scales in the
+    narrowest dtype."""
+    bits = scales.view(torch.int32)
+    exponents = bits >> _MANTISSA_BITS
+    is_power = (exponents << _MANTISSA_BITS == bits) & (exponents > 0) & (exponents < _INFINITE)
+    return exponents.to(torch.uint8) if bool(is_power.all()) else scales.to(narrowest([scales]))
 
 
 def _values_of(weight: IntegerWeight, columns: Columns) -> Tensor:
@@ -218,4 +231,5 @@ def _steps_of(weight: IntegerWeight, columns: Columns) -> Steps:
         columns.groups,
         columns.step,
         weight.bits,
+        weight.is_fp4,
     )

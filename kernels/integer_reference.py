@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from trimaran.kernels.integers import Groups, IntegerExperts, IntegerWeight
+from trimaran.kernels.integers import FP4_NUMBERS, Groups, IntegerExperts, IntegerWeight
 from trimaran.kernels.reference import clamped_swiglu, silu_and_mul, sum_experts
 from trimaran.kernels.routing import ExpertForm
 
@@ -23,6 +23,9 @@ _SMALLEST_PEAK = 1e-10
 """Peaks below count as this, so that zeros have a scale above zero."""
 
 _NIBBLE = 15
+_MANTISSA_BITS = 23
+_LEAST_POWER = 2.0**-127
+_NAN_EXPONENT = 255
 
 
 def pack(integers_ED: Tensor, bits: int) -> Tensor:
@@ -39,11 +42,22 @@ def unpack(values: Tensor, bits: int) -> Tensor:
     return torch.stack((values & _NIBBLE, values >> 4), 2).flatten(1)
 
 
+def powers_of_two(exponents: Tensor) -> Tensor:
+    """float32: the numbers of E8M0 exponents, uint8 biased by 127; 255 is NaN."""
+    # The bits of float32, whose exponent 0 stands for subnormal numbers.
+    normal = (exponents.to(torch.int32) << _MANTISSA_BITS).view(torch.float32)
+    floats = torch.where(exponents == 0, torch.full_like(normal, _LEAST_POWER), normal)
+    return floats.masked_fill(exponents == _NAN_EXPONENT, torch.nan)
+
+
 def dequantize(weight: IntegerWeight, dtype: torch.dtype = torch.float32) -> Tensor:
     """The weight [E, D], rounded once from float32."""
     integers_ED = unpack(weight.values, weight.bits)
     numbers = weight.groups.numbers(integers_ED.shape[1], integers_ED.device)
     scales_ED = weight.scales[:, numbers]
+    if weight.is_fp4:
+        table = torch.tensor(FP4_NUMBERS, device=integers_ED.device)
+        return (table[integers_ED.long()] * scales_ED).to(dtype)
     if weight.minimums is not None:
         floats = integers_ED.float() * scales_ED + weight.minimums[:, numbers]
         return floats.to(dtype)
@@ -102,6 +116,7 @@ def expert_storage(weights: Sequence[IntegerWeight]) -> IntegerExperts:
         torch.stack(numbers),
         None,
         weights[0].bits,
+        is_fp4=weights[0].is_fp4,
     )
 
 
@@ -138,6 +153,7 @@ def expert_mlp(
             Groups(1, of_inputs=experts.groups[number]),
             experts.bits,
             None if experts.zeros is None else experts.zeros[number],
+            is_fp4=experts.is_fp4,
         )
         return ReferenceIntegerProduct(weight, has_byte_inputs=False)
 

@@ -1,4 +1,4 @@
-"""Weights of unsigned integers as operators take them: values, scales, zeros and groups."""
+"""Weights of unsigned integers or FP4 codes as operators take them: values, scales, groups."""
 
 from __future__ import annotations
 
@@ -31,10 +31,20 @@ class Groups(NamedTuple):
         return inputs // self.size
 
 
-class IntegerWeight(NamedTuple):
-    """A weight of unsigned integers of 4 or 8 bits.
+FP4_NUMBERS = (
+    0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0,
+)  # fmt: skip
+"""The number of each code of FP4 (E2M1: a sign, two bits of exponent, one of mantissa).
 
-    A value is ``(integer - zero) * scale``, or ``integer * scale + minimum``.
+Source: https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf
+"""
+
+
+class IntegerWeight(NamedTuple):
+    """A weight of unsigned integers of 4 or 8 bits, or of codes of FP4 numbers.
+
+    A value is ``(integer - zero) * scale``, or ``integer * scale + minimum``, or the number of
+    a code times ``scale``.
     """
 
     values: Tensor
@@ -50,6 +60,9 @@ class IntegerWeight(NamedTuple):
 
     minimums: Tensor | None = None
     """float32 [E, G]."""
+
+    is_fp4: bool = False
+    """Whether the 4 bits are codes of `FP4_NUMBERS`; then there are no zeros and minimums."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -112,6 +125,9 @@ class IntegerExperts(NamedTuple):
     step: int = 1
     """Inputs that share a scale and are multiplied at once."""
 
+    is_fp4: bool = False
+    """Whether integers are codes of `FP4_NUMBERS`."""
+
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that there are, by their names."""
         every = ("values", "scales", "zeros", "groups", "order")
@@ -123,5 +139,5 @@ class IntegerExperts(NamedTuple):
         get = tensors.get
         return IntegerExperts(
             tensors["values"], get("scales"), get("zeros"), get("groups"), get("order"),
-            self.bits, self.step,
+            self.bits, self.step, self.is_fp4,
         )  # fmt: skip

@@ -20,6 +20,9 @@ _NOWHERE = -1
 """The place of a tensor that is not there."""
 
 _NUM_TENSORS = 5
+_OUTPUTS = 9
+"""The place of the number of outputs in a description."""
+
 _NUM_NUMBERS = struct.calcsize(DESCRIPTION) // 8
 
 
@@ -46,7 +49,7 @@ def multiply_row(
     description = ctypes.create_string_buffer(
         struct.pack(DESCRIPTION, *addresses, *numbers[_NUM_TENSORS:])
     )
-    y_TE = torch.empty((x_TD.shape[0], numbers[-2]), dtype=x_TD.dtype)
+    y_TE = torch.empty((x_TD.shape[0], numbers[_OUTPUTS]), dtype=x_TD.dtype)
     multiply(linear, x_TD, ctypes.addressof(description), bias_E, y_TE)
     return y_TE
 

@@ -21,6 +21,8 @@ _MAX_SEGMENT = 128
 """Columns whose inputs share a scale: few, so that a large input spoils few small ones."""
 
 _BYTE_HALF = 128
+_FP4_UNIT = 0.5
+"""The kernel's integers of FP4 numbers count halves."""
 
 
 class CpuIntegerWeight(NamedTuple):
@@ -32,8 +34,8 @@ class CpuIntegerWeight(NamedTuple):
     order: Tensor | None
     segments: Tensor
     numbers: tuple[int, ...]
-    """Bits, columns, segments, groups and outputs, as the kernel's description has them behind
-    the addresses of the tensors."""
+    """Bits, columns, segments, groups, outputs and whether numbers are FP4, as the kernel's
+    description has them behind the addresses of the tensors."""
 
     @classmethod
     def of(cls, weight: IntegerWeight) -> CpuIntegerWeight:
@@ -45,11 +47,18 @@ class CpuIntegerWeight(NamedTuple):
         offsets = _offsets(weight)
         return cls(
             _blocked_values(weight, order.long()),
-            _blocked(weight.scales),
+            _blocked(weight.scales * _FP4_UNIT if weight.is_fp4 else weight.scales),
             None if offsets is None else _blocked(offsets),
             None if is_in_order else order,
             torch.tensor(segments, dtype=torch.int32),
-            (weight.bits, len(columns), len(segments), weight.scales.shape[1], outputs),
+            (
+                weight.bits,
+                len(columns),
+                len(segments),
+                weight.scales.shape[1],
+                outputs,
+                int(weight.is_fp4),
+            ),
         )
 
     @property
@@ -58,7 +67,7 @@ class CpuIntegerWeight(NamedTuple):
         return self[:5]
 
 
-DESCRIPTION = "=11q"
+DESCRIPTION = "=12q"
 """The kernels' description of a weight: addresses of its tensors, its numbers, and whether
 inputs are bytes."""
 
@@ -153,7 +162,7 @@ def _offsets(weight: IntegerWeight) -> Tensor | None:
     half = _BYTE_HALF if weight.bits == 8 else 0
     if weight.minimums is not None:
         return weight.minimums + weight.scales * half
-    if weight.zeros is None:
+    if weight.zeros is None or weight.is_fp4:
         return None
     return weight.scales * (half - weight.zeros)
 

@@ -69,8 +69,9 @@ class UnitFormat(NamedTuple):
 
 
 def can_pack(weight: IntegerWeight) -> bool:
-    """Whether the units hold the weight: zero points in the kernel's range, no minimums."""
-    if weight.minimums is not None or not weight.values.numel():
+    """Whether the units hold the weight: integers without minimums, whose zero points are in
+    the kernel's range."""
+    if weight.minimums is not None or weight.is_fp4 or not weight.values.numel():
         return False
     zeros = weight.zeros
     return zeros is None or bool(((zeros >= 0) & (zeros <= _MAX_ZERO[weight.bits])).all())

@@ -25,7 +25,7 @@ from trimaran.kernels.triton.experts import (
     form_arguments,
     sort_assignments,
 )
-from trimaran.kernels.triton.integer_gemm import integer_floats
+from trimaran.kernels.triton.integer_gemm import integer_floats, scale_floats, weight_floats
 from trimaran.kernels.triton.launch import Launcher, num_tiles, padded_size
 
 # Shapes: T tokens, D hidden size, X experts of this rank, C experts of a token, N = T C choices
@@ -60,21 +60,21 @@ class Cut(NamedTuple):
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _with_step(  # type: ignore[no-untyped-def]
     total, lines, scales, zeros, first, second, is_column, BITS: tl.constexpr,
-    HAS_ZEROS: tl.constexpr, COLUMNS: tl.constexpr,
+    IS_FP4: tl.constexpr, HAS_ZEROS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """``total`` [COLUMNS, ROWS] with one more step, whose inputs are ``first`` and, for 4 bits,
     ``second``."""
     DTYPE: tl.constexpr = first.dtype
     HALF: tl.constexpr = 1 << (BITS - 1)
     words = tl.load(lines)
-    scale = tl.load(scales, mask=is_column, other=0.0).to(tl.float32)
+    scale = scale_floats(tl.load(scales, mask=is_column, other=0))
     zero = tl.full([COLUMNS, 1], HALF, tl.int16)
     if HAS_ZEROS:
         zero = tl.load(zeros, mask=is_column, other=0)[:, None]
     if BITS == 4:
-        low = integer_floats(words & 15, zero, 4, DTYPE)
+        low = weight_floats(words & 15, zero, IS_FP4, DTYPE)
         part = tl.dot(low, first, input_precision="ieee")
-        high = integer_floats(words >> 4, zero, 4, DTYPE)
+        high = weight_floats(words >> 4, zero, IS_FP4, DTYPE)
         part = tl.dot(high, second, part, input_precision="ieee")
     else:
         part = tl.dot(integer_floats(words, zero, 8, DTYPE), first, input_precision="ieee")
@@ -99,9 +99,9 @@ def _inputs(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _sums(  # type: ignore[no-untyped-def]
     tokens, order, lines, scales, zeros, groups, begin, end, is_column, UP: tl.constexpr,
-    HEIGHT: tl.constexpr, LINE: tl.constexpr, BITS: tl.constexpr, STEP: tl.constexpr,
-    HAS_ZEROS: tl.constexpr, HAS_ORDER: tl.constexpr, IS_GATED: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    HEIGHT: tl.constexpr, LINE: tl.constexpr, BITS: tl.constexpr, IS_FP4: tl.constexpr,
+    STEP: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_ORDER: tl.constexpr,
+    IS_GATED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """[COLUMNS, ROWS] twice: products of ``lines`` and, if gated, of lines ``UP`` rows below,
     over the steps from ``begin`` to ``end``."""
@@ -117,12 +117,12 @@ def _sums(  # type: ignore[no-untyped-def]
         group = tl.load(groups + step).to(tl.int64) * HEIGHT
         total = _with_step(
             total, lines + step * BYTES, scales + group, zeros + group, first, second,
-            is_column, BITS, HAS_ZEROS, COLUMNS,
+            is_column, BITS, IS_FP4, HAS_ZEROS, COLUMNS,
         )  # fmt: skip
         if IS_GATED:
             up = _with_step(
                 up, lines + UP * LINE + step * BYTES, scales + group + UP,
-                zeros + group + UP, first, second, is_column, BITS, HAS_ZEROS, COLUMNS,
+                zeros + group + UP, first, second, is_column, BITS, IS_FP4, HAS_ZEROS, COLUMNS,
             )  # fmt: skip
     return total, up
 
@@ -131,10 +131,10 @@ def _sums(  # type: ignore[no-untyped-def]
 def _experts_kernel(  # type: ignore[no-untyped-def]
     x, values, scales, zeros, groups, inputs, bias, output, order, totals, routing_weights,
     x_stride, num_groups, OUTPUTS: tl.constexpr, NUM_STEPS: tl.constexpr, CHOSEN: tl.constexpr,
-    PADDED: tl.constexpr, BITS: tl.constexpr, STEP: tl.constexpr, HAS_ZEROS: tl.constexpr,
-    HAS_ORDER: tl.constexpr, IS_GATED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-    SHARES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    PADDED: tl.constexpr, BITS: tl.constexpr, IS_FP4: tl.constexpr, STEP: tl.constexpr,
+    HAS_ZEROS: tl.constexpr, HAS_ORDER: tl.constexpr, IS_GATED: tl.constexpr,
+    ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHARES: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, GROUP: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Program (t, s) adds up the s-th share of the steps for ``COLUMNS`` outputs of up to
     ``ROWS`` choices of one expert; with ``ALPHA`` also biases and SwiGLU of `ExpertForm`.
@@ -176,8 +176,8 @@ def _experts_kernel(  # type: ignore[no-untyped-def]
             x + source.to(tl.int64) * x_stride, inputs + expert * NUM_STEPS * STEP,
             lines + tl.arange(0, BYTES)[None, :], scales + scale_of, zeros + scale_of,
             groups + expert * NUM_STEPS, share * PART, min(share * PART + PART, NUM_STEPS),
-            is_column, OUTPUTS, HEIGHT, LINE, BITS, STEP, HAS_ZEROS, HAS_ORDER, IS_GATED, ROWS,
-            COLUMNS,
+            is_column, OUTPUTS, HEIGHT, LINE, BITS, IS_FP4, STEP, HAS_ZEROS, HAS_ORDER,
+            IS_GATED, ROWS, COLUMNS,
         )  # fmt: skip
         # The first share has the biases.
         total = finished(
@@ -230,7 +230,8 @@ def expert_mlp(
     """The weighted sum of each token's experts; see `Ops.integer_expert_mlp`.
 
     ``gate_up`` and ``down`` hold values [X, E, S, step] of 8 bits, or [X, E, S, step / 2] of 4,
-    where a byte's low half belongs to the first half of a step; scales and zeros [X, G, E],
+    where a byte's low half belongs to the first half of a step; scales (or exponents of powers
+    of two) and zeros [X, G, E],
     the groups of steps [X, S], and the input of each column plus one [X, K], 0 for padding.
 
     Rows of ``x`` are contiguous. The host does not read the choices: grids depend on the number
@@ -284,8 +285,8 @@ def _product(
     )  # fmt: skip
     constants = (
         outputs, num_steps, weights_TC.shape[1], padded_size(num_experts), experts.bits,
-        experts.step, experts.zeros is not None, experts.order is not None, is_gated, alpha,
-        limit, cut.shares, cut.rows, cut.columns, _GROUP,
+        experts.is_fp4, experts.step, experts.zeros is not None, experts.order is not None,
+        is_gated, alpha, limit, cut.shares, cut.rows, cut.columns, _GROUP,
     )  # fmt: skip
     grid = (tiles * num_tiles(outputs, cut.columns), cut.shares)
     _multiply(grid, args, constants, num_warps=cut.warps, num_stages=cut.stages)

@@ -42,6 +42,7 @@ class Steps(NamedTuple):
 
     step: int
     bits: int
+    is_fp4: bool = False
 
 
 class Cut(NamedTuple):
@@ -75,10 +76,45 @@ def integer_floats(words, zeros, BITS: tl.constexpr, DTYPE: tl.constexpr):  # ty
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def fp4_floats(codes, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The numbers of FP4 codes (`integers.FP4_NUMBERS`), exact in ``DTYPE``."""
+    bits = codes.to(tl.int16)
+    sign = (bits & 8) << 12
+    if tl.bfloat16 == DTYPE:
+        # The code's exponent and mantissa stand at the place of the float's, whose exponent is
+        # too small by the difference of biases; code 1 is a subnormal number on both sides.
+        floats = (sign | (bits & 7) << 6).to(tl.bfloat16, bitcast=True)
+        return floats * tl.full([], 8.507059173023462e37, tl.bfloat16)
+    floats = (sign | (bits & 7) << 9).to(tl.float16, bitcast=True)
+    floats = floats * tl.full([], 16384.0, tl.float16)
+    return floats.to(DTYPE)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def weight_floats(codes, zeros, IS_FP4: tl.constexpr, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What codes of 4 bits stand for, before their scale."""
+    if IS_FP4:
+        floats = fp4_floats(codes, DTYPE)
+    else:
+        floats = integer_floats(codes, zeros, 4, DTYPE)
+    return floats
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def scale_floats(scales):  # type: ignore[no-untyped-def]
+    """Scales in float32, of floats or of the exponents of powers of two."""
+    if scales.dtype == tl.uint8:
+        floats = (scales.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    else:
+        floats = scales.to(tl.float32)
+    return floats
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _sums(  # type: ignore[no-untyped-def]
     tokens, lines, scales, zeros, minimums, groups, begin, end, num_outputs, is_column,
     BITS: tl.constexpr, STEP: tl.constexpr, HAS_ZEROS: tl.constexpr,
-    HAS_MINIMUMS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    HAS_MINIMUMS: tl.constexpr, IS_FP4: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """[COLUMNS, ROWS]: the sums of the steps from ``begin`` to ``end``."""
     DTYPE: tl.constexpr = tokens.dtype.element_ty
@@ -95,12 +131,10 @@ def _sums(  # type: ignore[no-untyped-def]
         first = tl.load(tokens + step * STEP)
         if BITS == 4:
             second = tl.load(tokens + step * STEP + BYTES)
-            part = tl.dot(
-                integer_floats(words & 15, zero, 4, DTYPE), first, input_precision="ieee"
-            )
-            part = tl.dot(
-                integer_floats(words >> 4, zero, 4, DTYPE), second, part, input_precision="ieee"
-            )
+            low = weight_floats(words & 15, zero, IS_FP4, DTYPE)
+            part = tl.dot(low, first, input_precision="ieee")
+            high = weight_floats(words >> 4, zero, IS_FP4, DTYPE)
+            part = tl.dot(high, second, part, input_precision="ieee")
         else:
             part = tl.dot(integer_floats(words, zero, 8, DTYPE), first, input_precision="ieee")
         total += part * scale[:, None]
@@ -117,8 +151,9 @@ def _sums(  # type: ignore[no-untyped-def]
 def _product_kernel(  # type: ignore[no-untyped-def]
     x, values, scales, zeros, minimums, groups, bias, output, sums, counters, num_rows,
     x_stride, num_outputs, NUM_STEPS: tl.constexpr, STEP: tl.constexpr, BITS: tl.constexpr,
-    HAS_ZEROS: tl.constexpr, HAS_MINIMUMS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, OVERLAPS: tl.constexpr,
+    HAS_ZEROS: tl.constexpr, HAS_MINIMUMS: tl.constexpr, IS_FP4: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Program (t, s) adds up the s-th part of the steps for tile t of ``COLUMNS`` outputs and
     ``ROWS`` rows; tiles of the same outputs lie one after another.
@@ -145,7 +180,7 @@ def _product_kernel(  # type: ignore[no-untyped-def]
     total = _sums(
         tokens, lines, scales + columns, zeros + columns, minimums + columns, groups,
         part * SHARE, min(part * SHARE + SHARE, NUM_STEPS), num_outputs, is_column, BITS, STEP,
-        HAS_ZEROS, HAS_MINIMUMS, ROWS, COLUMNS,
+        HAS_ZEROS, HAS_MINIMUMS, IS_FP4, ROWS, COLUMNS,
     )  # fmt: skip
     is_last = True
     if PARTS > 1:
@@ -208,7 +243,8 @@ def multiply(
     )  # fmt: skip
     constants = (
         weight.groups.shape[0], weight.step, weight.bits, weight.zeros is not None,
-        weight.minimums is not None, bias_E is not None, cut.rows, cut.columns, cut.parts,
+        weight.minimums is not None, weight.is_fp4, bias_E is not None, cut.rows, cut.columns,
+        cut.parts,
     )  # fmt: skip
     _product((count, cut.parts), args, constants, cut.warps, cut.stages)
     return output_TE

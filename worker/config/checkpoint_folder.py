@@ -30,6 +30,7 @@ _TITLES = {
     "mxfp4": "MXFP4",
     "modelopt": "ModelOpt",
 }
+_GPT_OSS, _GPT_OSS_METHOD = "gpt_oss", "mxfp4"
 _FILES = {
     "quantize_config.json": "gptq",
     "quant_config.json": "awq",
@@ -65,7 +66,13 @@ def quantization_of_folder(
     """
     for key in ("quantization_config", "compression_config"):
         if values.get(key):
-            return _served(f"{folder}/config.json", values[key], key)
+            source = f"{folder}/config.json"
+            found = _served(source, values[key], key)
+            kind = str(values.get("model_type"))
+            if found.method == _GPT_OSS_METHOD and kind != _GPT_OSS:
+                reason = f": in this format a model_type of {_GPT_OSS} is, and this is {kind}"
+                raise _refusal(source, _TITLES[_GPT_OSS_METHOD], key, reason)
+            return found
     for name, method in _FILES.items():
         path = folder / name
         if path.is_file():

@@ -1,4 +1,4 @@
-"""The descriptions of GPTQ, AWQ and integer compressed-tensors, read into schemes."""
+"""The descriptions of GPTQ, AWQ, MXFP4 and integer compressed-tensors, read into schemes."""
 
 from __future__ import annotations
 
@@ -79,6 +79,16 @@ def read_awq(values: Mapping[str, Any]) -> QuantizationConfig:
     ignored = tuple(f"*{name}*" for name in _listed(values, "modules_to_not_convert"))
     rule = SchemeRule(targets=(ANY_LINEAR,), scheme=scheme)
     return QuantizationConfig(method="awq", rules=(rule,), ignored=ignored)
+
+
+def read_mxfp4(values: Mapping[str, Any]) -> QuantizationConfig:
+    """gpt-oss's format: all experts that ``modules_to_not_convert`` does not name."""
+    # A name stands for a module and those inside.
+    names = _listed(values, "modules_to_not_convert")
+    ignored = tuple(part for name in names for part in (name, f"{name}.*"))
+    scheme = IntegerScheme(bits=4, group_size=32, layout=Layout.MXFP4)
+    rule = SchemeRule(targets=("*.experts.*",), scheme=scheme)
+    return QuantizationConfig(method="mxfp4", rules=(rule,), ignored=ignored)
 
 
 def compressed_integers(group: Mapping[str, Any], form: str) -> IntegerScheme:

@@ -6,11 +6,18 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from trimaran.comm.errors import ConfigError
-from trimaran.worker.config.integer_formats import compressed_integers, read_awq, read_gptq
+from trimaran.worker.config.integer_formats import (
+    compressed_integers,
+    read_awq,
+    read_gptq,
+    read_mxfp4,
+)
 from trimaran.worker.config.quantization import ANY_LINEAR, QuantizationConfig, SchemeRule
 from trimaran.worker.config.schemes import Activations, Fp8Scheme, NotServedError, Scheme
 
-SERVED_METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors", "modelopt", "gptq", "awq")
+SERVED_METHODS = (
+    "fp8", "fbgemm_fp8", "compressed-tensors", "modelopt", "gptq", "awq", "mxfp4",
+)  # fmt: skip
 
 _E4M3_NAMES = ("e4m3", "float8_e4m3fn", "float8_e4m3")
 _COMPRESSED_FORMATS = ("float-quantized", "naive-quantized", "dense")
@@ -170,6 +177,7 @@ _READERS: dict[str, Callable[[Mapping[str, Any]], QuantizationConfig]] = {
     "modelopt": _modelopt,
     "gptq": read_gptq,
     "awq": read_awq,
+    "mxfp4": read_mxfp4,
 }
 
 

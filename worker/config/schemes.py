@@ -107,6 +107,10 @@ class Layout(Enum):
     GGUF = "gguf"
     """Blocks of a GGUF file."""
 
+    MXFP4 = "mxfp4"
+    """``x_blocks`` and ``x_scales`` of the matrices of all experts: FP4 (E2M1) numbers, and a
+    power of two (E8M0) for each group of 32."""
+
 
 class Zeros(Enum):
     """The weight that an integer of zero represents."""
@@ -125,8 +129,9 @@ class Zeros(Enum):
 class IntegerScheme:
     """Weights of 4 or 8 bits, a scale for each output and group of inputs.
 
-    A weight is ``(integer - zero) * scale``, or ``integer * scale + minimum``. Inputs keep the
-    model's dtype, or are signed bytes with a scale a token.
+    A weight is ``(integer - zero) * scale``, or ``integer * scale + minimum``; or the integer
+    is the code of an FP4 number, times ``scale``. Inputs keep the model's dtype, or are signed
+    bytes with a scale a token.
     """
 
     kind: ClassVar[str] = "integer"
@@ -162,6 +167,21 @@ class IntegerScheme:
             )
 
     @property
+    def is_fp4(self) -> bool:
+        """Whether integers are codes of FP4 numbers (E2M1)."""
+        return self.layout is Layout.MXFP4
+
+    @property
+    def has_power_scales(self) -> bool:
+        """Whether scales are powers of two, held as their exponents."""
+        return self.layout is Layout.MXFP4
+
+    @property
+    def label(self) -> str:
+        """The numbers by name, in logs and results."""
+        return self.layout.value if self.is_fp4 else f"int{self.bits}"
+
+    @property
     def shared(self) -> tuple[int, int]:
         """A row, and the columns that ranks do not cut: a group, or the inputs of a byte."""
         return 1, self.group_size or 8 // self.bits
@@ -171,7 +191,10 @@ class IntegerScheme:
         """TensorRT-LLM's name."""
         if self.activations is not None:
             return "W8A8_SQ_PER_CHANNEL_PER_TOKEN_PLUGIN"
-        endings = {Layout.AWQ: "_AWQ", Layout.GPTQ: "_GPTQ", Layout.GPTQ_V2: "_GPTQ"}
+        endings = {
+            Layout.AWQ: "_AWQ", Layout.GPTQ: "_GPTQ", Layout.GPTQ_V2: "_GPTQ",
+            Layout.MXFP4: "_MXFP4",
+        }  # fmt: skip
         return f"W{self.bits}A16{endings.get(self.layout, '')}"
 
     def to_dict(self) -> dict[str, Any]:

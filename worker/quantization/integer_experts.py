@@ -36,7 +36,7 @@ class IntegerExpertMethod:
         self._ops = ops
         self._shards = IntegerShards(scheme)
         self.scheme = scheme
-        self.name = f"int{scheme.bits}"
+        self.name = scheme.label
         self._forms: dict[str, IntegerExperts] = {}
 
     def create_weights(

@@ -7,7 +7,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from trimaran.kernels.integer_reference import dequantize, pack, quantize_weight
+from trimaran.kernels.integer_reference import (
+    dequantize,
+    pack,
+    powers_of_two,
+    quantize_weight,
+    unpack,
+)
 from trimaran.kernels.integers import Groups, IntegerWeight
 from trimaran.worker.config.schemes import IntegerScheme, Layout
 from trimaran.worker.quantization.fp8_linear import scale_prefix
@@ -41,12 +47,15 @@ def parameter_name(weight: str, kind: str) -> str:
 def unpacked(scheme: IntegerScheme, name: str, tensor: Tensor) -> Tensor:
     """A whole tensor of a checkpoint as a parameter of the kind ``name`` takes it.
 
-    uint8 [E, D] of integers, float32 [E, G] of scales, int16 [E, G] of zero points, or int32
-    [D] of the inputs' groups. Packed tensors may have values of padding at the end.
+    uint8 [E, D] of integers, float32 [E, G] of scales or uint8 of their exponents, int16 [E, G]
+    of zero points, or int32 [D] of the inputs' groups. Packed tensors may have values of padding at the end.
     """
     if scheme.layout is Layout.GGUF:
         # The file's reader takes blocks apart.
         return tensor.to(torch.uint8) if name == WEIGHT else tensor.float()
+    if scheme.layout is Layout.MXFP4:
+        # [E, G, 16]: two codes a byte, the first in the low half.
+        return unpack(tensor.flatten(1), scheme.bits) if name == WEIGHT else tensor
     if name == WEIGHT:
         return _integers(scheme, tensor)
     if name == WEIGHT_SCALE:
@@ -65,12 +74,14 @@ def dequantized(
     outputs, inner = parts[WEIGHT_SCALE].shape[0], integers.shape[1]
     order = parts.get(WEIGHT_GROUP)
     zeros = parts.get(WEIGHT_ZERO)
+    scales = parts[WEIGHT_SCALE]
     weight = IntegerWeight(
         pack(integers[:outputs], scheme.bits),
-        parts[WEIGHT_SCALE],
+        powers_of_two(scales) if scheme.has_power_scales else scales,
         Groups(scheme.group_size or inner, of_inputs=order),
         scheme.bits,
         None if zeros is None else zeros[:outputs],
+        is_fp4=scheme.is_fp4,
     )
     return dequantize(weight, dtype)
 

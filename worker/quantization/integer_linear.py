@@ -25,7 +25,7 @@ class IntegerLinearMethod:
         self._ops = ops
         self._shards = IntegerShards(scheme)
         self.scheme = scheme
-        self.name = f"int{scheme.bits}"
+        self.name = scheme.label
         self._dtype = torch.float32
 
     def create_weights(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from trimaran.comm.errors import ConfigError
-from trimaran.kernels.integer_reference import pack, regular_groups, unpack
+from trimaran.kernels.integer_reference import pack, powers_of_two, regular_groups, unpack
 from trimaran.kernels.integers import Groups, IntegerWeight
 from trimaran.worker.config.schemes import IntegerScheme, Zeros
 from trimaran.worker.layers.linear import WeightShapeError, check_shape
@@ -42,7 +42,8 @@ class IntegerShards:
         self, sharded: ShardedLayer, shape: tuple[int, int]
     ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shapes and dtypes by kind, for a rank's weight of ``shape`` [E, D]: uint8 integers
-        [E, D] or [E, D / 2], float32 scales [E, G]; as the scheme has them, int16 zero points
+        [E, D] or [E, D / 2], float32 scales [E, G] or the uint8 exponents of powers of two,
+        biased by 127; as the scheme has them, int16 zero points
         [E, G], float32 minimums [E, G] and int32 groups of inputs [D].
 
         Raises:
@@ -56,9 +57,10 @@ class IntegerShards:
                 "fill whole bytes. Choose another --tp, or a checkpoint in bfloat16."
             )
         groups = outputs, self._group_range(sharded)[1]
+        scales = torch.uint8 if scheme.has_power_scales else torch.float32
         found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             WEIGHT: ((outputs, inner * scheme.bits // 8), torch.uint8),
-            WEIGHT_SCALE: (groups, torch.float32),
+            WEIGHT_SCALE: (groups, scales),
         }
         if scheme.zeros is Zeros.POINT:
             found[WEIGHT_ZERO] = groups, torch.int16
@@ -103,13 +105,15 @@ class IntegerShards:
         half = 1 << (self.scheme.bits - 1)
         if zeros is not None and bool((zeros == half).all()):
             zeros = None
+        scales = tensors[WEIGHT_SCALE]
         return IntegerWeight(
             tensors[WEIGHT],
-            tensors[WEIGHT_SCALE],
+            powers_of_two(scales) if self.scheme.has_power_scales else scales,
             regular_groups(groups, inputs.size),
             self.scheme.bits,
             zeros,
             tensors.get(WEIGHT_MINIMUM),
+            self.scheme.is_fp4,
         )
 
     def _group_range(self, sharded: ShardedLayer) -> tuple[int, int]:

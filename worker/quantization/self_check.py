@@ -74,8 +74,12 @@ def check_integer_product(
         part = weight.outputs(outputs)
         return ReferenceIntegerProduct(part, has_byte_inputs=has_byte_inputs)
 
-    kind = _Kind(f"INT{weight.bits}", weight.shape, weight.values.device, dtype)
+    kind = _Kind(_numbers_of(weight), weight.shape, weight.values.device, dtype)
     _check(product, definition, kind, weight.scales)
+
+
+def _numbers_of(weight: IntegerWeight | IntegerExperts) -> str:
+    return "FP4" if weight.is_fp4 else f"INT{weight.bits}"
 
 
 _Product = Callable[[Tensor], Tensor]
@@ -202,7 +206,7 @@ def check_integer_experts(
     _compare_sums(
         lambda x, weights, ids: ops.integer_expert_mlp(x, weights, ids, *experts),
         lambda x, weights, ids: integer_reference.expert_mlp(x, weights, ids, *defined),
-        _Kind(f"INT{bits}", torch.Size(shape), values.device, dtype),
+        _Kind(_numbers_of(defined[0]), torch.Size(shape), values.device, dtype),
         is_finite=all(bool(each.isfinite().all()) for each in scales),
     )
 

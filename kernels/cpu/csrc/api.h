@@ -29,7 +29,8 @@ struct IntegerWeights {
   const int32_t* order;
   // First column, number of columns and place of the scale of each segment.
   const int32_t* segments;
-  long bits, k, num_segments, num_scales, outputs, has_byte_inputs;
+  // Whether halves of bytes are codes of FP4 numbers; scales are then of twice the numbers.
+  long bits, k, num_segments, num_scales, outputs, is_fp4, has_byte_inputs;
 };
 struct IntegerArgs {
   long dtype, float_output;

@@ -1,4 +1,5 @@
-// y = x @ w.T + bias over weights of 4 or 8 bits with a scale for each output and segment of k.
+// y = x @ w.T + bias over weights of 4 or 8 bits, integers or FP4 numbers, with a scale for each
+// output and segment of k.
 //
 // x becomes 16-bit integers with a power of two as the scale of each segment, which holds bf16
 // values within 2^-7 of the segment's largest exactly, or bytes with a scale a row. Products are
@@ -22,6 +23,12 @@ constexpr int kMaxRows = HAS_AVX512 ? 8 : 4;
 constexpr long kBlock = 16;
 constexpr long kStep = 4;
 
+// The numbers of a weight: integers of 4 or 8 bits, or FP4 (E2M1) in 4 bits.
+enum Form { kFour, kEight, kFp4 };
+constexpr long bits_of(int form) { return form == kEight ? 8 : 4; }
+// Twice the number of each FP4 code.
+#define FP4_HALVES 0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12
+
 #if HAS_AVX512
 using Words = __m512i;
 INLINE Words zero_words() { return _mm512_setzero_si512(); }
@@ -33,6 +40,15 @@ INLINE Words unsigned_words(const uint8_t* p) {
 }
 INLINE Words low_halves(Words w) { return _mm512_and_si512(w, _mm512_set1_epi16(15)); }
 INLINE Words high_halves(Words w) { return _mm512_srli_epi16(w, 4); }
+INLINE __m256i fp4_halves(__m256i codes) {
+  const __m256i table = _mm256_setr_epi8(FP4_HALVES, FP4_HALVES);
+  return _mm256_shuffle_epi8(table, _mm256_and_si256(codes, _mm256_set1_epi8(15)));
+}
+INLINE void fp4_words(const uint8_t* p, Words& low, Words& high) {
+  __m256i both = _mm256_loadu_si256((const __m256i*)p);
+  low = _mm512_cvtepi8_epi16(fp4_halves(both));
+  high = _mm512_cvtepi8_epi16(fp4_halves(_mm256_srli_epi16(both, 4)));
+}
 INLINE Words add_products(Words sums, Words w, Words x) {
 #ifdef __AVX512VNNI__
   return _mm512_dpwssd_epi32(sums, w, x);
@@ -69,6 +85,17 @@ INLINE Words low_halves(Words w) {
 }
 INLINE Words high_halves(Words w) {
   return {_mm256_srli_epi16(w.lo, 4), _mm256_srli_epi16(w.hi, 4)};
+}
+INLINE __m256i fp4_halves(__m128i codes) {
+  const __m128i table = _mm_setr_epi8(FP4_HALVES);
+  return _mm256_cvtepi8_epi16(
+      _mm_shuffle_epi8(table, _mm_and_si128(codes, _mm_set1_epi8(15))));
+}
+INLINE void fp4_words(const uint8_t* p, Words& low, Words& high) {
+  __m128i first = _mm_loadu_si128((const __m128i*)p);
+  __m128i second = _mm_loadu_si128((const __m128i*)(p + 16));
+  low = {fp4_halves(first), fp4_halves(second)};
+  high = {fp4_halves(_mm_srli_epi16(first, 4)), fp4_halves(_mm_srli_epi16(second, 4))};
 }
 INLINE Words add_words(Words a, Words b) {
   return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)};
@@ -208,7 +235,7 @@ void quantize(const IntegerArgs& a, const IntegerWeights& w, long row, Inputs& i
 
 // Adds up one segment's products of R rows and N blocks, whose bytes lie `stride` apart. Bytes are
 // prefetched `ahead` of their use; 0 disables prefetching.
-template <int Bits, int R, int N>
+template <int F, int R, int N>
 INLINE void add_segment(const int16_t* x, long x_stride, const uint8_t* at, long stride,
                         long count, long ahead, Words dots[R][N]) {
   // With few sums each is two, which do not wait for each other.
@@ -219,11 +246,13 @@ INLINE void add_segment(const int16_t* x, long x_stride, const uint8_t* at, long
       dots[r][n] = zero_words();
       if constexpr (kHasTwo) others[r][n] = zero_words();
     }
-  for (long i = 0; i < count; i += kStep, at += kBlock * kStep * Bits / 8) {
+  for (long i = 0; i < count; i += kStep, at += kBlock * kStep * bits_of(F) / 8) {
     Words first[N], second[N];
 #pragma GCC unroll 2
     for (int n = 0; n < N; ++n) {
-      if (Bits == 4) {
+      if (F == kFp4) {
+        fp4_words(at + n * stride, first[n], second[n]);
+      } else if (F == kFour) {
         Words both = unsigned_words(at + n * stride);
         first[n] = low_halves(both);
         second[n] = high_halves(both);
@@ -253,10 +282,10 @@ INLINE void add_segment(const int16_t* x, long x_stride, const uint8_t* at, long
 }
 
 // N blocks of sixteen outputs for R rows.
-template <int Bits, int R, int N>
+template <int F, int R, int N>
 INLINE void tile(const IntegerWeights& w, const Inputs& in, long row, long block,
                  __m512 sums[R][N]) {
-  const long stride = kBlock * w.k * Bits / 8, of_scales = w.num_scales * kBlock;
+  const long stride = kBlock * w.k * bits_of(F) / 8, of_scales = w.num_scales * kBlock;
   const uint8_t* values = (const uint8_t*)w.values + block * stride;
   const float* scales = w.scales + block * of_scales;
   const float* offsets = w.offsets ? w.offsets + block * of_scales : nullptr;
@@ -267,12 +296,12 @@ INLINE void tile(const IntegerWeights& w, const Inputs& in, long row, long block
   for (long s = 0; s < w.num_segments; ++s) {
     const int32_t* segment = w.segments + 3 * s;
     Words dots[R][N];
-    add_segment<Bits, R, N>(x + segment[0], w.k, values + segment[0] * kBlock * Bits / 8,
-                            stride, segment[1], ahead, dots);
+    const uint8_t* of_segment = values + segment[0] * kBlock * bits_of(F) / 8;
+    add_segment<F, R, N>(x + segment[0], w.k, of_segment, stride, segment[1], ahead, dots);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
       long place = (row + r) * w.num_segments + s;
-      int less = Bits == 4 && !offsets ? 8 * in.sums[place] : 0;
+      int less = F == kFour && !offsets ? 8 * in.sums[place] : 0;
       __m512 by = _mm512_set1_ps(in.scales[place]);
       __m512 sum = _mm512_set1_ps(in.scales[place] * (float)in.sums[place]);
 #pragma GCC unroll 2
@@ -294,10 +323,10 @@ struct Product {
   long copies;
 
   // Rows of integers [row, row + R), whose pairs are one row of floats.
-  template <int Bits, int R, int N>
+  template <int F, int R, int N>
   void rows_of(long row, long block) const {
     __m512 sums[R][N];
-    tile<Bits, R, N>(w, in, row, block, sums);
+    tile<F, R, N>(w, in, row, block, sums);
     for (int n = 0; n < N; ++n) {
       long output = (block + n) * kBlock;
       __mmask16 mask = mask_of(std::min(kBlock, w.outputs - output));
@@ -311,7 +340,7 @@ struct Product {
     }
   }
 
-  template <int Bits, int N>
+  template <int F, int N>
   void blocks_of(long block) const {
     long passes = (in.rows + kMaxRows - 1) / kMaxRows;
     for (long pass = 0; pass < passes; ++pass) {
@@ -319,34 +348,44 @@ struct Product {
       long row = in.rows * pass / passes & -copies;
       long end = pass + 1 < passes ? in.rows * (pass + 1) / passes & -copies : in.rows;
       switch (end - row) {
-        case 1: rows_of<Bits, 1, N>(row, block); break;
-        case 2: rows_of<Bits, 2, N>(row, block); break;
-        case 3: rows_of<Bits, 3, N>(row, block); break;
+        case 1: rows_of<F, 1, N>(row, block); break;
+        case 2: rows_of<F, 2, N>(row, block); break;
+        case 3: rows_of<F, 3, N>(row, block); break;
 #if HAS_AVX512
-        case 4: rows_of<Bits, 4, N>(row, block); break;
-        case 5: rows_of<Bits, 5, N>(row, block); break;
-        case 6: rows_of<Bits, 6, N>(row, block); break;
-        case 7: rows_of<Bits, 7, N>(row, block); break;
-        default: rows_of<Bits, 8, N>(row, block); break;
+        case 4: rows_of<F, 4, N>(row, block); break;
+        case 5: rows_of<F, 5, N>(row, block); break;
+        case 6: rows_of<F, 6, N>(row, block); break;
+        case 7: rows_of<F, 7, N>(row, block); break;
+        default: rows_of<F, 8, N>(row, block); break;
 #else
-        default: rows_of<Bits, 4, N>(row, block); break;
+        default: rows_of<F, 4, N>(row, block); break;
 #endif
       }
     }
   }
 
+  template <int N>
+  void blocks(long block) const {
+    if (w.is_fp4)
+      blocks_of<kFp4, N>(block);
+    else if (w.bits == 4)
+      blocks_of<kFour, N>(block);
+    else
+      blocks_of<kEight, N>(block);
+  }
+
   void run() const {
     Pool& pool = Pool::get();
-    long blocks = (w.outputs + kBlock - 1) / kBlock;
+    long count = (w.outputs + kBlock - 1) / kBlock;
     // Work items of about 64 KiB of weights, and at least as many items as threads.
     long bytes = std::max(1l, kBlock * w.k * w.bits / 8);
-    long width = std::max(1l, std::min(65536 / bytes, (blocks + pool.size() - 1) / pool.size()));
-    pool.each((blocks + width - 1) / width, [&](long item) {
-      long n = item * width, end = std::min(n + width, blocks);
+    long width = std::max(1l, std::min(65536 / bytes, (count + pool.size() - 1) / pool.size()));
+    pool.each((count + width - 1) / width, [&](long item) {
+      long n = item * width, end = std::min(n + width, count);
       // Two blocks share the loads of x; the registers of AVX2 hold one.
       if (HAS_AVX512)
-        for (; n + 2 <= end; n += 2) w.bits == 4 ? blocks_of<4, 2>(n) : blocks_of<8, 2>(n);
-      for (; n < end; ++n) w.bits == 4 ? blocks_of<4, 1>(n) : blocks_of<8, 1>(n);
+        for (; n + 2 <= end; n += 2) blocks<2>(n);
+      for (; n < end; ++n) blocks<1>(n);
     });
   }
 };

@@ -31,6 +31,8 @@ FORMS = {
     "small groups": (4, 24, True, False),
     "order": (4, 32, True, True),
     "8 bits": (8, None, False, False),
+    "fp4": (4, 32, False, False),
+    "fp4, groups cut": (4, 24, False, False),
 }
 """Bits, size of groups, whether there are zero points, and whether groups are mixed."""
 
@@ -53,7 +55,10 @@ def experts_of(form, count, outputs, inner, seed):
             groups = groups._replace(of_inputs=mixed.int())
         zeros = torch.randint(1, 1 << bits, shape, generator=generator, dtype=torch.int16)
         scales = (torch.rand(shape, generator=generator) + 0.5) / (8 << bits)
+        if form.startswith("fp4"):
+            scales = torch.exp2(torch.randint(-6, -2, shape, generator=generator))
         weight = IntegerWeight(pack(integers.to(torch.uint8), bits), scales, groups, bits)
+        weight = weight._replace(is_fp4=form.startswith("fp4"))
         found.append(weight._replace(zeros=zeros) if has_zeros else weight)
     return found
 

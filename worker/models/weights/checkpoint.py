@@ -149,6 +149,9 @@ _QUANTIZED_PARTS = {
 """Endings of the names of the parts of quantized weights, and those that `find_tensors` gives
 them. All scales are factors of the values, also those called inverse."""
 
+_STACKED_PARTS = {"_blocks": "", "_scales": "weight_scale"}
+"""Endings of the names of MXFP4 matrices of all experts, and the kinds of these."""
+
 _UNUSED_SCALES = (
     ".input_scale_ub", ".k_scale", ".v_scale", ".q_scale", ".kv_scale", ".prob_output_scale",
     "k_proj.output_scale", "v_proj.output_scale", ".weight_shape",
@@ -187,11 +190,19 @@ class CheckpointTensors:
         self._stack.close()
 
 
+def part_key(key: str, name: str) -> str:
+    """The name that `find_tensors` gives a part of the quantized weight ``key``: that of a
+    layer (``x.weight``), or of the stacked matrices of experts (``x``)."""
+    layer = key.removesuffix(".weight")
+    return f"{layer}.{name}"
+
+
 def find_tensors(model: CausalLM, files: Sequence[Path]) -> dict[str, StoredTensor]:
     """The tensors of a checkpoint by their names in ``model.checkpoint_weights()``.
 
     The scales of a quantized weight ``x.weight`` are ``x.weight_scale`` and ``x.input_scale``,
-    zero points ``x.weight_zero``, and the groups of inputs ``x.weight_group``.
+    zero points ``x.weight_zero``, and the groups of inputs ``x.weight_group``. Matrices of all
+    experts in one tensor are ``x`` without an ending.
     Reads no tensor except a tied head that is stored beside its embedding, and biases that the
     model lacks. The result is the same for every rank's model.
 
@@ -308,11 +319,15 @@ def _refuse_other_head(head: StoredTensor, embedding: StoredTensor) -> None:
 def _weight_of_part(model: CausalLM, key: str) -> tuple[str, str]:
     """The weight that a part of a quantized weight belongs to, and the part's usual name;
     twice ``key`` for other tensors."""
-    layer, dot, ending = key.rpartition(".")
-    known = _QUANTIZED_PARTS.get(dot + ending)
-    if model.context.quantization is None or known is None:
+    if model.context.quantization is None:
         return key, key
-    return f"{layer}.weight", layer + known
+    for ending, known in _STACKED_PARTS.items():
+        if key.endswith(ending):
+            stacked = key.removesuffix(ending)
+            return stacked, part_key(stacked, known) if known else stacked
+    layer, dot, ending = key.rpartition(".")
+    named = _QUANTIZED_PARTS.get(dot + ending)
+    return (key, key) if named is None else (f"{layer}.weight", layer + named)
 
 
 def _check_numbers(model: CausalLM, path: Path, name: str, entry: TensorEntry) -> None:

@@ -24,6 +24,7 @@ from trimaran.worker.models.weights.checkpoint import (
     INTEGER_WORDS,
     POWER_WORD,
     StoredTensor,
+    part_key,
 )
 from trimaran.worker.models.weights.gguf_tensors import INTEGERS, MINIMUMS, SCALES
 from trimaran.worker.quantization.fp8_linear import INPUT_SCALE, WEIGHT_SCALE, scale_prefix
@@ -119,7 +120,7 @@ class Part:
         if self.conversion is Conversion.UNPACKED:
             return unpacked(scheme, name, tensor)
         if self.conversion is Conversion.DEQUANTIZED_INTEGERS:
-            tensors = {other: read(stored) for other, stored in self.others}
+            tensors = {other: self.target.of(read(stored)) for other, stored in self.others}
             return dequantized(scheme, {WEIGHT: tensor, **tensors}, dtype)
         key = scheme, self.target.slice
         if key not in quantized:
@@ -162,7 +163,7 @@ def _parts(
         others = tuple(_others_of(found, key, scheme))
         yield Part(
             stored,
-            WeightTarget(target.parameter, target.shard),
+            replace(target, is_transposed=False),
             Conversion.DEQUANTIZED_INTEGERS,
             scheme=scheme,
             others=others,
@@ -245,7 +246,7 @@ def _integer_parts(
             "not served. Name the checkpoint in bfloat16, float16 or float32."
         )
     for name, source in ((WEIGHT, stored), *_others_of(found, key, scheme)):
-        made = WeightTarget(parameter_name(weight, name), target.shard)
+        made = replace(target, parameter=parameter_name(weight, name), is_transposed=False)
         yield Part(source, made, Conversion.UNPACKED, scheme=scheme)
 
 
@@ -277,7 +278,7 @@ def _others_of(
     names += [WEIGHT_ZERO] if scheme.zeros is Zeros.POINT else []
     names += [WEIGHT_GROUP] if scheme.has_order else []
     for name in names:
-        yield name, _found(found, found[key], key.removesuffix(WEIGHT) + name)
+        yield name, _found(found, found[key], part_key(key, name))
 
 
 def _found(found: Mapping[str, StoredTensor], stored: StoredTensor, key: str) -> StoredTensor:

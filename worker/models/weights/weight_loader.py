@@ -185,12 +185,13 @@ def _generator_of(
 
 
 def _fill_integers(name: str, parameter: nn.Parameter, generator: torch.Generator) -> None:
-    """Integers of the whole range; zero points in the middle of 4 bits, one group for all."""
+    """Integers of the whole range; zero points in the middle of 4 bits, one group for all, and
+    exponents of small scales."""
     kind = kind_of(name)
     if kind == WEIGHT:
         parameter.data.random_(0, 256, generator=generator)
     else:
-        parameter.data.fill_(8 if kind == WEIGHT_ZERO else 0)
+        parameter.data.fill_({WEIGHT_ZERO: 8, WEIGHT_SCALE: 127 - 7}.get(kind, 0))
 
 
 class _Files:
