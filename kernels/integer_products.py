@@ -31,7 +31,7 @@ _FLOAT_ROWS = 1024
 
 _MAX_PARTS = 8
 _MANTISSA_BITS, _INFINITE = 23, 255
-"""Of float32: the bits below the exponent, and the exponent of infinity and NaN."""
+"""The bits of float32 below its exponent, and the exponent of infinity and NaN."""
 
 FIXED_CUT = Cut(64, 128, warps=4, stages=4)
 """The cut whatever the number of rows, for results that do not depend on it."""

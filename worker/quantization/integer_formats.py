@@ -48,7 +48,8 @@ def unpacked(scheme: IntegerScheme, name: str, tensor: Tensor) -> Tensor:
     """A whole tensor of a checkpoint as a parameter of the kind ``name`` takes it.
 
     uint8 [E, D] of integers, float32 [E, G] of scales or uint8 of their exponents, int16 [E, G]
-    of zero points, or int32 [D] of the inputs' groups. Packed tensors may have values of padding at the end.
+    of zero points, or int32 [D] of the inputs' groups. Packed tensors may have values of
+    padding at the end.
     """
     if scheme.layout is Layout.GGUF:
         # The file's reader takes blocks apart.
