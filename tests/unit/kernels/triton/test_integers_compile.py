@@ -25,8 +25,9 @@ def test_a_product_uses_the_matrix_units(bits, rows, dtype, compile_for_hopper):
     options = {"num_stages": 4, "num_warps": 8 if rows == 128 else 4}
     made = compile_for_hopper(
         "integer_gemm._product_kernel", types, ("x_stride", "num_outputs"), options,
-        NUM_STEPS=32, STEP=128, BITS=bits, HAS_ZEROS=True, HAS_MINIMUMS=False, HAS_BIAS=True,
-        ROWS=rows, COLUMNS=64 if few else 128, PARTS=4 if few else 1, OVERLAPS=True,
+        NUM_STEPS=32, STEP=128, BITS=bits, HAS_ZEROS=True, HAS_MINIMUMS=False,
+        IS_FP4=False, HAS_BIAS=True, ROWS=rows, COLUMNS=64 if few else 128,
+        PARTS=4 if few else 1, OVERLAPS=True,
     )  # fmt: skip
     assert "wgmma.mma_async" in made.ptx
     assert made.shared_bytes <= MAX_SHARED_BYTES
@@ -35,12 +36,18 @@ def test_a_product_uses_the_matrix_units(bits, rows, dtype, compile_for_hopper):
 @pytest.mark.matrix(keep=4)
 @pytest.mark.parametrize(
     ("bits", "rows", "kind"),
-    [(4, 16, "gated"), (4, 128, "gated"), (4, 16, "plain"), (8, 64, "plain")],
+    [
+        (4, 16, "gated"),
+        (4, 128, "gated"),
+        (4, 16, "plain"),
+        (8, 64, "plain"),
+        ("fp4", 16, "gated"),
+    ],
 )
 def test_a_grouped_product_uses_the_matrix_units(bits, rows, kind, compile_for_hopper):
-    gated, few = kind == "gated", rows == 16
+    gated, few, is_fp4 = kind == "gated", rows == 16, bits == "fp4"
     types = {
-        **dict.fromkeys(("x", "scales", "bias"), "*bf16"),
+        **dict.fromkeys(("x", "bias"), "*bf16"), "scales": "*u8" if is_fp4 else "*bf16",
         **dict.fromkeys(("groups", "inputs", "order", "totals"), "*i32"),
         "values": "*u8", "zeros": "*i16", "routing_weights": "*fp32",
         "output": "*bf16" if gated else "*fp32",
@@ -49,7 +56,8 @@ def test_a_grouped_product_uses_the_matrix_units(bits, rows, kind, compile_for_h
     made = compile_for_hopper(
         "integer_experts._experts_kernel", types, ("x_stride",), options,
         OUTPUTS=768 if gated else 2048, NUM_STEPS=16 if gated else 6, CHOSEN=8, PADDED=128,
-        BITS=bits, STEP=128, HAS_ZEROS=True, HAS_ORDER=not gated, IS_GATED=gated,
+        BITS=4 if is_fp4 else bits, IS_FP4=is_fp4, STEP=32 if is_fp4 else 128,
+        HAS_ZEROS=not is_fp4, HAS_ORDER=not gated, IS_GATED=gated,
         ALPHA=1.7 if few else 0.0, LIMIT=7.0, SHARES=1 if gated else 2, ROWS=rows,
         COLUMNS=64 if few else 128, GROUP=8, OVERLAPS=True,
     )  # fmt: skip
