@@ -84,10 +84,11 @@ def read_adapter(
 ) -> tuple[int, dict[str, Any] | None]:
     """A sample's task id and the field ``adapter`` of `Submit`; 0 and None without LoRA.
 
-    ``tensors`` cover the whole batch.
+    ``tensors`` cover the whole batch. Weights without an id have one of their own, by their
+    digest.
 
     Raises:
-        RequestError: weights without an id or a config, or both an id and a name.
+        RequestError: weights without a config, or both an id and a name.
     """
     task, name = inputs.scalar("lora_task_id"), inputs.scalar("lora_name")
     given = [other for other in (_WEIGHTS, _CONFIG) if inputs.array(other) is not None]
@@ -107,18 +108,21 @@ def read_adapter(
                 f"{_MAX_NAME_BYTES}. Name a folder of lora_prefetch_dir."
             )
         return 0, {"name": to_text("lora_name", name)}
-    if task is None:
-        if given:
-            raise RequestError(f"{given[0]} is set without lora_task_id; send both")
-        return 0, None
     if len(given) == 1:
         raise RequestError(
             f"{given[0]} is set alone; lora_weights and lora_config must come together"
         )
-    return task, {
+    if task is None and not given:
+        return 0, None
+    adapter: dict[str, Any] = {
         other.removeprefix("lora_"): _on_the_wire(inputs.array(other), tensors[other].datatype)
         for other in given
     }
+    if task is None:
+        # Clients up to version 0.8 know no ids.
+        adapter["digest"] = _digest(adapter)
+        task = int.from_bytes(adapter["digest"][:8], "little") | 1
+    return task, adapter
 
 
 def _on_the_wire(array: np.ndarray[Any, Any] | None, datatype: str) -> dict[str, Any]:
@@ -153,7 +157,7 @@ def _bytes_of(array: np.ndarray[Any, Any]) -> bytes | memoryview:
 async def add_digests(adapters: Sequence[dict[str, Any] | None]) -> None:
     """Add digests of adapter weights, by which engines recognise cached adapters."""
     for adapter in adapters:
-        if adapter is not None and "weights" in adapter:
+        if adapter is not None and "weights" in adapter and "digest" not in adapter:
             # Hashed in a thread: adapters have tens of megabytes.
             adapter["digest"] = await asyncio.to_thread(_digest, adapter)
 

@@ -218,10 +218,6 @@ REFUSED: dict[str, tuple[Callable[[], Tensors], str]] = {
     "a negative id": (
         lambda: {**_adapter(), "lora_task_id": ("INT64", np.array([[-1]], "<i8"))}, "INT64"
     ),
-    "weights without an id": (
-        lambda: {name: value for name, value in _long().items() if name != "lora_task_id"},
-        "lora_weights is set without lora_task_id",
-    ),
     "weights without a config": (
         lambda: {name: value for name, value in _long().items() if name != "lora_config"},
         "lora_weights is set alone",

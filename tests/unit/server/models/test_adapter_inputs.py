@@ -66,6 +66,20 @@ async def test_equal_weights_have_equal_digests_and_different_weights_different_
         assert one == same != other
 
 
+async def test_weights_without_a_task_id_have_an_id_of_their_own(serve):
+    async with serve() as served:
+        engine = await served.dial(_ids)
+        for weights in (WEIGHTS, WEIGHTS.copy(), WEIGHTS + np.float16(1)):
+            await served.infer(
+                "tensorrt_llm", **PROMPT, lora_weights=weights, lora_config=CONFIG
+            )
+        first, same, other = (submit.adapter_id for submit in engine.submits)
+        assert first == same != other
+        assert 0 < first < 1 << 64
+        digests = {submit.adapter["digest"] for submit in engine.submits}
+        assert len(digests) == 2
+
+
 async def test_adapter_weights_without_rows_count_as_absent(serve):
     nothing = {"lora_weights": WEIGHTS[:, :0], "lora_config": CONFIG[:, :0]}
     async with serve() as served:
@@ -103,8 +117,8 @@ async def test_an_adapter_can_be_requested_by_name(serve, model):
 @pytest.mark.parametrize(
     ("inputs", "text"),
     [
-        ({"lora_weights": WEIGHTS}, "lora_weights is set without lora_task_id; send both"),
-        ({"lora_config": CONFIG}, "lora_config is set without lora_task_id; send both"),
+        ({"lora_weights": WEIGHTS}, "lora_weights is set alone"),
+        ({"lora_config": CONFIG}, "lora_config is set alone"),
         (
             {"lora_task_id": 3, "lora_weights": WEIGHTS},
             "lora_weights is set alone; lora_weights and lora_config must come together",
