@@ -164,6 +164,7 @@ PREPROCESSING_PARAMETERS: dict[str, Known] = {
     "tokenizer_type": accepted("str", "the tokenizer folder says what it is"),
     "add_special_tokens": served("loose_bool"),
     "multimodal_model_path": refused("str", _NO_IMAGES),
+    "visual_model_path": refused("str", _NO_IMAGES),
     "gpt_model_path": accepted("str", "only multimodal models need it"),
     "max_num_images": accepted("str", "only multimodal models need it"),
 }
@@ -224,6 +225,7 @@ TOKEN_PARAMETERS: dict[str, Known] = {
     "kv_cache_onboard_blocks": served("bool"),
     "enable_kv_cache_reuse": served("bool"),
     "max_attention_window_size": served("str"),
+    "max_kv_cache_length": served("str"),
     "sink_token_length": served("int", low=0),
     "batch_scheduler_policy": named_or_class(
         "max_utilization", "guaranteed_no_evict", "guaranteed_completion", "static_batch"

@@ -24,6 +24,7 @@ TOKEN = {
     "of no use",
     "enable_kv_cache_reuse": "prompts share blocks; true",
     "max_attention_window_size": "tokens that a query sees, or as many for each layer",
+    "max_kv_cache_length": "`max_attention_window_size`, by its name up to version 0.6",
     "sink_token_length": "first tokens that are seen whatever the window",
     "batch_scheduler_policy": "`guaranteed_no_evict`, `max_utilization`, `static_batch`, the "
     "old `guaranteed_completion`, or the import path of an admission policy",

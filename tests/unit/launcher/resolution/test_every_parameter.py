@@ -26,6 +26,7 @@ REACH_THE_ENGINE = {
     "kv_cache_host_memory_bytes": ({}, "1000000"),
     "enable_kv_cache_reuse": ({}, "False"),
     "max_attention_window_size": ({}, "16,64"),
+    "max_kv_cache_length": ({}, "64"),
     "sink_token_length": (WINDOW, "4"),
     "batch_scheduler_policy": ({}, "max_utilization"),
     "enable_chunked_context": ({}, "False"),

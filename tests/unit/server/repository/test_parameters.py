@@ -149,6 +149,17 @@ def test_text_models_refuse_unsupported_parameters(write_repository, values, com
     assert complaint in refusal(write_repository(**values))
 
 
+def test_the_older_name_of_the_multimodal_models_folder_is_known(write_repository, caplog):
+    root = write_repository()
+    path = root / "preprocessing" / "config.pbtxt"
+    old = path.read_text().replace("multimodal_model_path", "visual_model_path")
+    path.write_text(old.replace('"${visual_model_path}"', '"/m"'))
+    assert "'visual_model_path' is '/m', but multimodal models" in refusal(root)
+    path.write_text(old)
+    ModelRepository.load(root)
+    assert "not known" not in caplog.text
+
+
 def test_the_table_covers_every_parameter_of_the_template(write_repository):
     parameters = ModelRepository.load(write_repository()).models["tensorrt_llm"].parameters
 
