@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from trimaran.comm.time_limit import TimeLimit
 from trimaran.comm.topology import ParallelLayout
 
 SPIN_S = 0.0005
@@ -54,10 +55,10 @@ def wait_for(
     """Poll until ``is_done()``; False if that takes longer than ``timeout_s``."""
     if is_done():
         return True
-    deadline = time.monotonic() + timeout_s
+    limit = TimeLimit(timeout_s)
     backoff = Backoff(max_sleep_s)
     while not is_done():
-        if time.monotonic() > deadline:
+        if limit.has_passed():
             return False
         backoff.pause()
     return True
@@ -107,10 +108,10 @@ class Watchdog:
     def __init__(self, hang_timeout_s: float, on_hang: Callable[[], None]) -> None:
         self.hang_timeout_s = hang_timeout_s
         self._on_hang = on_hang
-        self._deadline = float("inf")
+        self._limit: TimeLimit | None = None
         self._what: Callable[[], str] = str
-        self._interrupted: tuple[Callable[[], str], float, float] | None = None
-        """The activity that waits for another one, its deadline, and the wait's begin."""
+        self._interrupted: tuple[Callable[[], str], TimeLimit | None, float] | None = None
+        """The activity that waits for another one, its limit, and the wait's begin."""
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
@@ -120,29 +121,31 @@ class Watchdog:
         limit = self.hang_timeout_s if timeout_s is None else timeout_s
         self._interrupted = None
         self._what = what
-        self._deadline = time.monotonic() + limit
+        self._limit = TimeLimit(limit)
 
     def interrupt(self, what: Callable[[], str], timeout_s: float) -> None:
         """The activity waits for another one, which may take ``timeout_s``; see `resume`."""
         now = time.monotonic()
         if self._interrupted is None:
-            self._interrupted = self._what, self._deadline, now
-        self._watch_until(what, now + timeout_s)
+            self._interrupted = self._what, self._limit, now
+        self._watch_until(what, TimeLimit(timeout_s))
 
     def resume(self) -> None:
         """The activity goes on: its time limit does not include the interruption."""
         if self._interrupted is not None:
-            what, deadline, begin = self._interrupted
+            what, limit, begin = self._interrupted
             self._interrupted = None
-            self._watch_until(what, deadline + time.monotonic() - begin)
+            if limit is not None:
+                limit.extend(time.monotonic() - begin)
+            self._watch_until(what, limit)
 
-    def _watch_until(self, what: Callable[[], str], deadline: float) -> None:
-        self._what, self._deadline = what, deadline
+    def _watch_until(self, what: Callable[[], str], limit: TimeLimit | None) -> None:
+        self._what, self._limit = what, limit
 
     def pause(self) -> None:
         """Nothing runs that could hang."""
         self._interrupted = None
-        self._deadline = float("inf")
+        self._limit = None
 
     def stop(self) -> None:
         """End the thread."""
@@ -152,9 +155,10 @@ class Watchdog:
     def _run(self) -> None:
         period_s = min(self.hang_timeout_s / 4, _LONGEST_PERIOD_S)
         while not self._stopped.wait(period_s):
-            late_s = time.monotonic() - self._deadline
-            if late_s > 0:
-                self._bark(late_s)
+            limit = self._limit
+            # The activity may have ended while the other ranks were asked for their pauses.
+            if limit is not None and limit.has_passed() and limit is self._limit:
+                self._bark(limit.late_s)
                 return
 
     def _bark(self, late_s: float) -> None:

@@ -122,6 +122,8 @@ class RankProcess:
             import torch
 
             from trimaran.comm.control.control_plane import connect_control
+            from trimaran.comm.control.pause_notices import PauseNotices
+            from trimaran.comm.time_limit import pauses
             from trimaran.worker.engine.engine import Engine
             from trimaran.worker.execution.device import select_device
 
@@ -142,7 +144,10 @@ class RankProcess:
         engine = Engine.load(config, topology, self._control, self._group, ranks)
         self._times.end("engine")
         if device.type == "cuda":
-            engine.compilations.watch(self._watchdog, config.start_timeout_s)
+            notices = PauseNotices.connect(world)
+            if notices is not None:
+                pauses.connect(notices.state)
+            engine.compilations.watch(self._watchdog, config.start_timeout_s, notices)
         waits = StepTimeouts.of(topology, self._hang_timeout_s)
         self._group.timeout_s = waits.tensor_s
         engine.links.set_timeouts(waits)

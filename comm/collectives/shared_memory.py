@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import math
 import os
-import time
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
@@ -14,6 +13,7 @@ import torch
 from trimaran.comm.collectives.tensor_group import TensorParallelGroup
 from trimaran.comm.errors import PeerLostError
 from trimaran.comm.mpi import World
+from trimaran.comm.time_limit import TimeLimit
 from trimaran.comm.transport.shared_memory import (
     CACHE_LINE_BYTES,
     WORDS_A_LINE,
@@ -199,9 +199,9 @@ class SharedMemoryGroup(TensorParallelGroup):
 
     def _sleep_until(self, rank: int, count: int, phase: str) -> None:
         """Sleep in the kernel until ``rank`` has raised its flag to ``count``."""
-        deadline = time.monotonic() + self.timeout_s
+        limit = TimeLimit(self.timeout_s)
         while (seen := self._flags[rank]) < count:
-            if time.monotonic() > deadline:
+            if limit.has_passed():
                 raise PeerLostError(self._describe_late(count, phase))
             self._sleepers[rank] = 1
             self._futexes[rank].wait(seen, _LONGEST_SLEEP_S)

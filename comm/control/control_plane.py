@@ -10,6 +10,7 @@ from trimaran.comm.control.host_connections import WakeReceiver, WakeSender, con
 from trimaran.comm.deadlines import Backoff, wait_for
 from trimaran.comm.errors import PeerLostError
 from trimaran.comm.mpi import MPI, Comm, World
+from trimaran.comm.time_limit import TimeLimit
 from trimaran.comm.transport.shared_memory import SharedSegment
 from trimaran.comm.transport.shm_ring import RingReader, RingWriter, ShmRing
 
@@ -247,11 +248,10 @@ class MpiSource:
                 self._wake.wait_beyond(self._num_read)
             else:
                 self._wake.take_waiting()
-        limit_s = self._timeout_s if timeout_s is None else timeout_s
-        deadline = time.monotonic() + limit_s
+        limit = TimeLimit(self._timeout_s if timeout_s is None else timeout_s)
         backoff = Backoff()
         while found is None:
-            if time.monotonic() > deadline:
+            if limit.has_passed():
                 return None
             backoff.pause()
             found = self._comm.Improbe(0, _TAG, status)

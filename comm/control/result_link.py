@@ -7,16 +7,19 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from queue import SimpleQueue
 from typing import Protocol
 
 from trimaran.comm.control.host_connections import connect_to_rank_0
 from trimaran.comm.errors import PeerLostError
 from trimaran.comm.mpi import World
+from trimaran.comm.time_limit import TimeLimit
 from trimaran.comm.transport.shared_memory import SharedSegment
 from trimaran.comm.transport.shm_ring import SLOT_BYTES, RingReader, RingWriter, ShmRing
 
 _LENGTH = struct.Struct("<Q")
+_LONGEST_SLEEP_S = 1.0
 _SMALL_BYTES = 16 << 10
 """A size that fits a socket's buffer many times."""
 
@@ -178,6 +181,17 @@ class _RingSource(RingReader):
 # ---- between hosts ----------------------------------------------------------------------
 
 
+def _within(limit: TimeLimit, sock: socket.socket, call: Callable[[], int]) -> int:
+    """The result of a call of a socket; raises TimeoutError once the limit has passed."""
+    while True:
+        sock.settimeout(limit.sleep_s(_LONGEST_SLEEP_S))
+        try:
+            return call()
+        except TimeoutError:
+            if limit.has_passed():
+                raise
+
+
 class _SocketSink:
     """A TCP connection: MPI is called by the main thread only."""
 
@@ -190,9 +204,11 @@ class _SocketSink:
 
     def write(self, payload: bytes, timeout_s: float) -> None:
         """Send one message."""
-        self._sock.settimeout(timeout_s)
+        limit = TimeLimit(timeout_s)
+        view = memoryview(_LENGTH.pack(len(payload)) + payload)
         try:
-            self._sock.sendall(_LENGTH.pack(len(payload)) + payload)
+            while view:
+                view = view[_within(limit, self._sock, partial(self._sock.send, view)) :]
         except OSError as error:
             raise PeerLostError(f"rank 0 took no result of a step: {error}") from error
 
@@ -216,20 +232,20 @@ class _SocketSource:
 
     def read(self, timeout_s: float) -> bytes | None:
         """The next message; None without a complete message in time."""
-        self._sock.settimeout(timeout_s)
+        limit = TimeLimit(timeout_s)
         try:
-            (length,) = _LENGTH.unpack(self._take(_LENGTH.size))
-            return bytes(self._take(length))
+            (length,) = _LENGTH.unpack(self._take(_LENGTH.size, limit))
+            return bytes(self._take(length, limit))
         except TimeoutError:
             return None
         except OSError as error:
             raise PeerLostError(f"the line of rank {self._rank} broke: {error}") from error
 
-    def _take(self, count: int) -> bytearray:
+    def _take(self, count: int, limit: TimeLimit) -> bytearray:
         data = bytearray(count)
         view, at = memoryview(data), 0
         while at < count:
-            received = self._sock.recv_into(view[at:])
+            received = _within(limit, self._sock, partial(self._sock.recv_into, view[at:]))
             if not received:
                 raise PeerLostError(
                     f"rank {self._rank} is gone: its line of results was closed"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import torch
 from torch import Tensor
 
@@ -16,6 +14,7 @@ from trimaran.comm.stages.stage_links import (
     sent_nothing,
     took_nothing,
 )
+from trimaran.comm.time_limit import TimeLimit
 from trimaran.comm.transport.shared_memory import (
     CACHE_LINE_BYTES,
     WORDS_A_LINE,
@@ -59,12 +58,11 @@ class StepCounts:
         """Sleep until a word has reached ``count``; False after the time limit."""
         words = self._words
         if not spin_until(lambda: bool(words[word] >= count), min(_SPIN_S, timeout_s)):
-            deadline = time.monotonic() + timeout_s
+            limit = TimeLimit(timeout_s)
             while (seen := words[word]) < count:
-                left = deadline - time.monotonic()
-                if left <= 0:
+                if limit.has_passed():
                     return False
-                self._futexes[word].wait(seen, min(left, _LONGEST_SLEEP_S))
+                self._futexes[word].wait(seen, limit.sleep_s(_LONGEST_SLEEP_S))
         fence()
         return True
 

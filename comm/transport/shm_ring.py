@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
-
 from trimaran.comm.deadlines import Backoff
 from trimaran.comm.errors import PeerLostError
+from trimaran.comm.time_limit import TimeLimit
 from trimaran.comm.transport.shared_memory import (
     CACHE_LINE_BYTES,
     WORDS_A_LINE,
@@ -76,13 +75,13 @@ class RingWriter(ShmRing):
         Raises:
             PeerLostError: a reader stayed a whole ring behind for ``timeout_s``.
         """
-        deadline = time.monotonic() + timeout_s
+        limit = TimeLimit(timeout_s)
         view = memoryview(payload)
         start = 0
         while True:
             chunk = view[start : start + self._slot_bytes]
             start += len(chunk)
-            self._write_slot(chunk, start < len(view), deadline)
+            self._write_slot(chunk, start < len(view), limit)
             if start >= len(view):
                 return
 
@@ -93,9 +92,9 @@ class RingWriter(ShmRing):
         oldest: int = min(self._words[self._reader_word(reader)] for reader in readers)
         return self._num_slots - (self._words[0] - oldest)
 
-    def _write_slot(self, chunk: memoryview, has_more: bool, deadline: float) -> None:
+    def _write_slot(self, chunk: memoryview, has_more: bool, limit: TimeLimit) -> None:
         count = self._words[0]
-        self._wait_for_room(count, deadline)
+        self._wait_for_room(count, limit)
         offset = self._slot_offset(count)
         self._words[offset // 8] = len(chunk) | (_HAS_MORE if has_more else 0)
         begin = offset + CACHE_LINE_BYTES
@@ -104,7 +103,7 @@ class RingWriter(ShmRing):
         self._words[0] = count + 1
         self._futex.wake()
 
-    def _wait_for_room(self, count: int, deadline: float) -> None:
+    def _wait_for_room(self, count: int, limit: TimeLimit) -> None:
         oldest = count - self._num_slots + 1
         backoff: Backoff | None = None
         while late := [
@@ -112,7 +111,7 @@ class RingWriter(ShmRing):
             for reader in range(self._num_readers)
             if self._words[self._reader_word(reader)] < oldest
         ]:
-            if time.monotonic() > deadline:
+            if limit.has_passed():
                 raise PeerLostError(
                     f"reader(s) {late} of the control ring took nothing for too long while "
                     f"{self._num_slots} slots waited"
@@ -169,12 +168,11 @@ class RingReader(ShmRing):
     def _wait_for_slot(self, limit_s: float) -> bool:
         if spin_until(self._has_slot, min(SPIN_S, limit_s)):
             return True
-        deadline = time.monotonic() + limit_s
+        limit = TimeLimit(limit_s)
         while not self._has_slot():
-            left = deadline - time.monotonic()
-            if left <= 0:
+            if limit.has_passed():
                 return False
-            self._futex.wait(self._taken, min(left, _MAX_SLEEP_S))
+            self._futex.wait(self._taken, limit.sleep_s(_MAX_SLEEP_S))
         return True
 
     def _take_slot(self) -> tuple[bytes, bool]:
