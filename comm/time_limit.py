@@ -12,7 +12,7 @@ _SHORTEST_SLEEP_S = 0.001
 
 @dataclass(frozen=True, slots=True)
 class PauseState:
-    """What a rank knows of pauses on other ranks, in which they compile kernels."""
+    """The pauses of other ranks, in which these compile kernels, as far as they were told."""
 
     ended_s: float = 0.0
     """Total time of the pauses that have ended."""

@@ -18,7 +18,7 @@ _ATTEMPTS, _ATTEMPT_S = 10, 0.002
 class PauseNotices:
     """This rank's end: a begin brings the longest time of a pause, an end brings its time.
 
-    Sending does not wait. Nobody receives until a time limit passes: MPI keeps the messages.
+    Sending does not wait. MPI keeps the messages until a time limit passes at their receiver.
     """
 
     def __init__(self, comm: Comm) -> None:

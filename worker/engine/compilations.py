@@ -34,7 +34,7 @@ class Compilations:
         notices: PauseNotices | None = None,
     ) -> None:
         """From now on take note of each kernel. The watchdog allows it ``timeout_s``, and so
-        do the other ranks, who get ``notices``."""
+        do the other ranks, to which ``notices`` go."""
         self._watchdog, self._timeout_s = watchdog, timeout_s
         self._notices = notices
         hooks.connect(self)
