@@ -13,12 +13,18 @@ from trimaran.kernels import integer_reference
 from trimaran.kernels.gpu import TritonOps
 from trimaran.kernels.integer_reference import pack
 from trimaran.kernels.integers import Groups, IntegerWeight
+from trimaran.kernels.routing import ExpertForm
 
 pytestmark = pytest.mark.gpu
 
 DEVICE = torch.device("cuda")
 SIZES = {"qwen3": (128, 8, 2048, 768), "mixtral": (8, 2, 4096, 1792), "odd": (6, 3, 272, 200)}
-KINDS = {"groups": (4, 128, False), "zeros": (4, 32, True), "rows": (8, 0, False)}
+OSS = {"oss": (8, 4, 2880, 2880), "oss odd": (6, 3, 288, 224)}
+SIZES |= OSS
+KINDS = {
+    "groups": (4, 128, False), "zeros": (4, 32, True), "rows": (8, 0, False),
+    "fp4": (4, 32, False),
+}  # fmt: skip
 """Bits, size of groups (0: all inputs), and whether there are zero points."""
 
 TOLERANCE = 0.01
@@ -37,7 +43,10 @@ def experts_of(kind, count, outputs, inner):
         shape = outputs, -(-inner // groups.size)
         scales = torch.rand(shape, generator=generator, device=DEVICE) / (inner**0.5 * 2**bits)
         zeros = torch.randint(1, 1 << bits, shape, generator=generator, device=DEVICE)
+        if kind == "fp4":
+            scales = torch.exp2((scales.log2() - 1).ceil())
         weight = IntegerWeight(pack(integers.to(torch.uint8), bits), scales, groups, bits)
+        weight = weight._replace(is_fp4=kind == "fp4")
         found.append(weight._replace(zeros=zeros.to(torch.int16)) if has_zeros else weight)
     return found
 
@@ -66,6 +75,28 @@ def test_sums_are_those_of_the_plain_twin(kind, size):
             weights, ids = torch.rand((tokens, count), device=DEVICE).topk(chosen)
             found = ops.integer_expert_mlp(x, weights, ids.int(), *stored)
             expected = integer_reference.expert_mlp(x, weights, ids.int(), *defined)
+            assert error(found, expected) < TOLERANCE, (is_fixed, tokens)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("size", OSS)
+def test_experts_of_gpt_oss_are_those_of_the_plain_twin(size, dtype):
+    _, gate_up, down = make("fp4", 1, size)
+    count, chosen, hidden, inner = SIZES[size]
+    biases = [
+        torch.randn((count, each), device=DEVICE).to(dtype) for each in (2 * inner, hidden)
+    ]
+    form = ExpertForm(*biases, alpha=1.702, limit=2.0)
+    defined = [integer_reference.expert_storage(each) for each in (gate_up, down)]
+    for is_fixed in (False, True):
+        ops = TritonOps(is_deterministic=is_fixed)
+        stored = [ops.integer_expert_storage(each) for each in (gate_up, down)]
+        for tokens in (1, 16, 300):
+            x = torch.randn((tokens, hidden), device=DEVICE).to(dtype)
+            weights, ids = torch.rand((tokens, count), device=DEVICE).topk(chosen)
+            choice = x, weights, ids.int()
+            found = ops.integer_expert_mlp(*choice, *stored, 0, form)
+            expected = integer_reference.expert_mlp(*choice, *defined, 0, form)
             assert error(found, expected) < TOLERANCE, (is_fixed, tokens)
 
 
