@@ -1,4 +1,4 @@
-"""The descriptions of GPTQ, AWQ, MXFP4 and integer compressed-tensors, read into schemes."""
+"""The descriptions of GPTQ, AWQ, FP4 and integer compressed-tensors, read into schemes."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from trimaran.worker.config.schemes import (
 )
 
 _BITS = (4, 8)
+NVFP4_FORMAT = Layout.NVFP4_PACKED.value
+_NVFP4_GROUP = 16
 
 
 def read_gptq(values: Mapping[str, Any]) -> QuantizationConfig:
@@ -89,6 +91,18 @@ def read_mxfp4(values: Mapping[str, Any]) -> QuantizationConfig:
     scheme = IntegerScheme(bits=4, group_size=32, layout=Layout.MXFP4)
     rule = SchemeRule(targets=("*.experts.*",), scheme=scheme)
     return QuantizationConfig(method="mxfp4", rules=(rule,), ignored=ignored)
+
+
+def compressed_nvfp4(group: Mapping[str, Any]) -> IntegerScheme:
+    """The scheme of a group of layers of compressed-tensors in NVFP4; inputs that the
+    description quantizes keep the model's dtype, which is closer to the original model."""
+    weights = group["weights"]
+    found = weights.get("num_bits"), weights.get("type"), weights.get("group_size")
+    if found != (4, "float", _NVFP4_GROUP):
+        raise NotServedError(
+            f"weights of {found[0]} bits, type {found[1]}, groups of {found[2]}"
+        )
+    return IntegerScheme(bits=4, group_size=_NVFP4_GROUP, layout=Layout.NVFP4_PACKED)
 
 
 def compressed_integers(group: Mapping[str, Any], form: str) -> IntegerScheme:

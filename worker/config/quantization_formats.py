@@ -7,13 +7,22 @@ from typing import Any
 
 from trimaran.comm.errors import ConfigError
 from trimaran.worker.config.integer_formats import (
+    NVFP4_FORMAT,
     compressed_integers,
+    compressed_nvfp4,
     read_awq,
     read_gptq,
     read_mxfp4,
 )
 from trimaran.worker.config.quantization import ANY_LINEAR, QuantizationConfig, SchemeRule
-from trimaran.worker.config.schemes import Activations, Fp8Scheme, NotServedError, Scheme
+from trimaran.worker.config.schemes import (
+    Activations,
+    Fp8Scheme,
+    IntegerScheme,
+    Layout,
+    NotServedError,
+    Scheme,
+)
 
 SERVED_METHODS = (
     "fp8", "fbgemm_fp8", "compressed-tensors", "modelopt", "gptq", "awq", "mxfp4",
@@ -22,7 +31,8 @@ SERVED_METHODS = (
 _E4M3_NAMES = ("e4m3", "float8_e4m3fn", "float8_e4m3")
 _COMPRESSED_FORMATS = ("float-quantized", "naive-quantized", "dense")
 _INTEGER_FORMATS = ("pack-quantized", "int-quantized")
-_MODELOPT_ALGORITHMS = {
+_MODELOPT_ALGORITHMS: dict[str, Scheme] = {
+    "NVFP4": IntegerScheme(bits=4, group_size=16, layout=Layout.NVFP4),
     "FP8": Fp8Scheme(activations=Activations.STATIC),
     "FP8_PER_CHANNEL_PER_TOKEN": Fp8Scheme(),
 }
@@ -88,7 +98,7 @@ def _compressed(values: Mapping[str, Any]) -> QuantizationConfig:
     rules = []
     for group in dict(values["config_groups"]).values():
         form = str(group.get("format") or stored)
-        if form not in (*_COMPRESSED_FORMATS, *_INTEGER_FORMATS):
+        if form not in (*_COMPRESSED_FORMATS, *_INTEGER_FORMATS, NVFP4_FORMAT):
             raise NotServedError(f"format {form}")
         targets = tuple(str(target) for target in group["targets"])
         rules.append(SchemeRule(targets=targets, scheme=_compressed_scheme(group, form)))
@@ -101,6 +111,8 @@ def _compressed(values: Mapping[str, Any]) -> QuantizationConfig:
 
 
 def _compressed_scheme(group: Mapping[str, Any], form: str) -> Scheme:
+    if form == NVFP4_FORMAT:
+        return compressed_nvfp4(group)
     if form in _INTEGER_FORMATS or (group.get("weights") or {}).get("type") == "int":
         return compressed_integers(group, form)
     weights, inputs = group.get("weights") or {}, group.get("input_activations")
@@ -149,7 +161,11 @@ def _modelopt(values: Mapping[str, Any]) -> QuantizationConfig:
         # The KV cache alone is quantized.
         return QuantizationConfig(method="modelopt", rules=(), ignored=ignored)
     if algorithm != "MIXED_PRECISION":
-        return _of_all_linears("modelopt", _modelopt_scheme(algorithm), ignored)
+        scheme = _modelopt_scheme(algorithm)
+        size = values.get("group_size")
+        if isinstance(scheme, IntegerScheme) and size not in (None, scheme.group_size):
+            raise NotServedError(f"quant_algo {algorithm} with groups of {size}")
+        return _of_all_linears("modelopt", scheme, ignored)
     layers = {
         str(name): str((layer or {}).get("quant_algo") or "").upper()
         for name, layer in dict(values["quantized_layers"]).items()
@@ -164,7 +180,7 @@ def _modelopt(values: Mapping[str, Any]) -> QuantizationConfig:
     return QuantizationConfig(method="modelopt", rules=tuple(rules), ignored=ignored)
 
 
-def _modelopt_scheme(algorithm: str) -> Fp8Scheme:
+def _modelopt_scheme(algorithm: str) -> Scheme:
     if algorithm not in _MODELOPT_ALGORITHMS:
         raise NotServedError(f"quant_algo {algorithm or 'without a name'}")
     return _MODELOPT_ALGORITHMS[algorithm]
@@ -182,7 +198,7 @@ _READERS: dict[str, Callable[[Mapping[str, Any]], QuantizationConfig]] = {
 
 
 def _of_all_linears(
-    method: str, scheme: Fp8Scheme, ignored: tuple[str, ...]
+    method: str, scheme: Scheme, ignored: tuple[str, ...]
 ) -> QuantizationConfig:
     rule = SchemeRule(targets=(ANY_LINEAR,), scheme=scheme)
     return QuantizationConfig(method=method, rules=(rule,), ignored=ignored)

@@ -111,6 +111,13 @@ class Layout(Enum):
     """``x_blocks`` and ``x_scales`` of the matrices of all experts: FP4 (E2M1) numbers, and a
     power of two (E8M0) for each group of 32."""
 
+    NVFP4 = "nvfp4"
+    """``weight`` packs FP4 (E2M1) numbers of inputs, ``weight_scale`` holds an FP8 scale for
+    each group of 16, and ``weight_scale_2`` is a factor of all scales."""
+
+    NVFP4_PACKED = "nvfp4-pack-quantized"
+    """``weight_packed`` packs them, and ``weight_global_scale`` divides all scales."""
+
 
 class Zeros(Enum):
     """The weight that an integer of zero represents."""
@@ -169,7 +176,12 @@ class IntegerScheme:
     @property
     def is_fp4(self) -> bool:
         """Whether integers are codes of FP4 numbers (E2M1)."""
-        return self.layout is Layout.MXFP4
+        return self.layout is Layout.MXFP4 or self.has_global_scale
+
+    @property
+    def has_global_scale(self) -> bool:
+        """Whether all scales of a matrix have a common factor."""
+        return self.layout in (Layout.NVFP4, Layout.NVFP4_PACKED)
 
     @property
     def has_power_scales(self) -> bool:
@@ -179,6 +191,8 @@ class IntegerScheme:
     @property
     def label(self) -> str:
         """The numbers by name, in logs and results."""
+        if self.has_global_scale:
+            return Layout.NVFP4.value
         return self.layout.value if self.is_fp4 else f"int{self.bits}"
 
     @property
@@ -193,7 +207,7 @@ class IntegerScheme:
             return "W8A8_SQ_PER_CHANNEL_PER_TOKEN_PLUGIN"
         endings = {
             Layout.AWQ: "_AWQ", Layout.GPTQ: "_GPTQ", Layout.GPTQ_V2: "_GPTQ",
-            Layout.MXFP4: "_MXFP4",
+            Layout.MXFP4: "_MXFP4", Layout.NVFP4: "_NVFP4", Layout.NVFP4_PACKED: "_NVFP4",
         }  # fmt: skip
         return f"W{self.bits}A16{endings.get(self.layout, '')}"
 

@@ -25,6 +25,8 @@ WEIGHT_SCALE = "weight_scale"
 WEIGHT_ZERO = "weight_zero"
 WEIGHT_MINIMUM = "weight_minimum"
 WEIGHT_GROUP = "weight_group"
+WEIGHT_GLOBAL = "weight_global"
+"""The common factor of all scales, which no parameter holds."""
 
 _KINDS = (WEIGHT_SCALE, WEIGHT_ZERO, WEIGHT_MINIMUM, WEIGHT_GROUP)
 
@@ -57,6 +59,8 @@ def unpacked(scheme: IntegerScheme, name: str, tensor: Tensor) -> Tensor:
     if scheme.layout is Layout.MXFP4:
         # [E, G, 16]: two codes a byte, the first in the low half.
         return unpack(tensor.flatten(1), scheme.bits) if name == WEIGHT else tensor
+    if scheme.has_global_scale:
+        return unpack(tensor, scheme.bits) if name == WEIGHT else tensor.float()
     if name == WEIGHT:
         return _integers(scheme, tensor)
     if name == WEIGHT_SCALE:
@@ -66,10 +70,21 @@ def unpacked(scheme: IntegerScheme, name: str, tensor: Tensor) -> Tensor:
     return tensor.to(torch.int32)
 
 
+def with_global_scale(scheme: IntegerScheme, scales: Tensor, factor: Tensor) -> Tensor:
+    """float32 scales of FP8 numbers and their common factor, or divisor, of one number."""
+    is_factor = scheme.layout is Layout.NVFP4
+    floats, factor = scales.float(), factor.float().reshape(())
+    return floats * factor if is_factor else floats / factor
+
+
 def dequantized(
     scheme: IntegerScheme, tensors: Mapping[str, Tensor], dtype: torch.dtype
 ) -> Tensor:
     """The floats [E, D] of a checkpoint's tensors, by the names of their parameters."""
+    tensors = dict(tensors)
+    if scheme.has_global_scale:
+        factor = tensors.pop(WEIGHT_GLOBAL)
+        tensors[WEIGHT_SCALE] = with_global_scale(scheme, tensors[WEIGHT_SCALE], factor)
     parts = {name: unpacked(scheme, name, tensor) for name, tensor in tensors.items()}
     integers = parts[WEIGHT]
     outputs, inner = parts[WEIGHT_SCALE].shape[0], integers.shape[1]

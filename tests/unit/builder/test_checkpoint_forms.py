@@ -270,7 +270,7 @@ def test_files_of_other_programs_are_named(file, words, llama, refused):
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "AWQ, 4 bits"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "(FP8), as"),
         ({"quant_method": "fp8", "expert_dtype": "fp4"}, "not served: expert_dtype fp4"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "not served: quant_algo NVFP4"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "quant_algo NVFP4_AWQ"),
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "bitsandbytes, 8 bits"),
         ({"quant_method": "compressed-tensors"}, "compressed-tensors"),
         ({"quant_method": "mxfp4"}, "MXFP4"),

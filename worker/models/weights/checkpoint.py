@@ -143,6 +143,8 @@ _QUANTIZED_PARTS = {
     ".weight_g_idx": ".weight_group",
     ".weight_scale_inv": ".weight_scale",
     ".weight_scale": ".weight_scale",
+    ".weight_scale_2": ".weight_global",
+    ".weight_global_scale": ".weight_global",
     ".activation_scale": ".input_scale",
     ".input_scale": ".input_scale",
 }
@@ -153,8 +155,8 @@ _STACKED_PARTS = {"_blocks": "", "_scales": "weight_scale"}
 """Endings of the names of MXFP4 matrices of all experts, and the kinds of these."""
 
 _UNUSED_SCALES = (
-    ".input_scale_ub", ".k_scale", ".v_scale", ".q_scale", ".kv_scale", ".prob_output_scale",
-    "k_proj.output_scale", "v_proj.output_scale", ".weight_shape",
+    ".input_scale_ub", ".input_global_scale", ".k_scale", ".v_scale", ".q_scale", ".kv_scale",
+    ".prob_output_scale", "k_proj.output_scale", "v_proj.output_scale", ".weight_shape",
 )  # fmt: skip
 """Endings of the names of tensors that hold no weights: bounds and shapes that config.json has,
 scales of attention, which has the model's dtype, and those that `kv_scales.py` reads."""

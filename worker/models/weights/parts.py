@@ -30,6 +30,7 @@ from trimaran.worker.models.weights.gguf_tensors import INTEGERS, MINIMUMS, SCAL
 from trimaran.worker.quantization.fp8_linear import INPUT_SCALE, WEIGHT_SCALE, scale_prefix
 from trimaran.worker.quantization.integer_formats import (
     WEIGHT,
+    WEIGHT_GLOBAL,
     WEIGHT_GROUP,
     WEIGHT_MINIMUM,
     WEIGHT_ZERO,
@@ -38,6 +39,7 @@ from trimaran.worker.quantization.integer_formats import (
     kind_of,
     parameter_name,
     unpacked,
+    with_global_scale,
 )
 
 
@@ -77,7 +79,8 @@ class Part:
     """The scheme of integers."""
 
     others: tuple[tuple[str, StoredTensor], ...] = ()
-    """Names and tensors that belong to integers that are dequantized."""
+    """Names and tensors that belong to integers that are dequantized, or the common factor of
+    scales."""
 
     def whole(
         self,
@@ -118,6 +121,8 @@ class Part:
     ) -> Tensor:
         name = kind_of(self.target.parameter)
         if self.conversion is Conversion.UNPACKED:
+            for _, factor in self.others:
+                tensor = with_global_scale(scheme, tensor, read(factor))
             return unpacked(scheme, name, tensor)
         if self.conversion is Conversion.DEQUANTIZED_INTEGERS:
             tensors = {other: self.target.of(read(stored)) for other, stored in self.others}
@@ -245,9 +250,14 @@ def _integer_parts(
             f"{stored.path}: the tensor {stored.name!r} holds integers as [in, out], which is "
             "not served. Name the checkpoint in bfloat16, float16 or float32."
         )
-    for name, source in ((WEIGHT, stored), *_others_of(found, key, scheme)):
+    sources = {WEIGHT: stored, **dict(_others_of(found, key, scheme))}
+    factor = sources.pop(WEIGHT_GLOBAL, None)
+    for name, source in sources.items():
         made = replace(target, parameter=parameter_name(weight, name), is_transposed=False)
-        yield Part(source, made, Conversion.UNPACKED, scheme=scheme)
+        others: tuple[tuple[str, StoredTensor], ...] = ()
+        if factor is not None and name == WEIGHT_SCALE:
+            others = ((WEIGHT_GLOBAL, factor),)
+        yield Part(source, made, Conversion.UNPACKED, scheme=scheme, others=others)
 
 
 def _gguf_parts(
@@ -277,6 +287,7 @@ def _others_of(
     names = [WEIGHT_SCALE]
     names += [WEIGHT_ZERO] if scheme.zeros is Zeros.POINT else []
     names += [WEIGHT_GROUP] if scheme.has_order else []
+    names += [WEIGHT_GLOBAL] if scheme.has_global_scale else []
     for name in names:
         yield name, _found(found, found[key], part_key(key, name))
 
