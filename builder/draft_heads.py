@@ -19,19 +19,32 @@ from trimaran.worker.config.draft_network import (
     MEDUSA,
     MEDUSA_FILES,
     MTP,
+    REDRAFTER,
+    REDRAFTER_FILE,
     medusa_config,
 )
 from trimaran.worker.config.engine_folder import BuildConfig, RankMapping
 from trimaran.worker.config.pretrained_config import PretrainedConfig
 
-_OWN_FOLDER_MODES = (EAGLE, MEDUSA)
+_EXPLICIT = "explicit_draft_tokens"
+_OWN_FOLDER_MODES = (EAGLE, MEDUSA, _EXPLICIT)
 HEAD_MODES = (*_OWN_FOLDER_MODES, MTP)
 """Values of ``--speculative_decoding_mode`` for heads. Those of MTP are in the target's own
 checkpoint."""
 
 _LAYER_FILE = "model.safetensors"
-_FOLDER_FLAG = {EAGLE: "eagle_model_dir", MEDUSA: "medusa_model_dir"}
-_LENGTH_FLAG = {EAGLE: "num_eagle_layers", MEDUSA: "num_medusa_heads"}
+_REDRAFTER_LENGTH = 5
+"""Tokens of a ReDrafter draft, as in TensorRT-LLM, unless a flag names a number."""
+
+_KIND_OF_MODE = {EAGLE: EAGLE, MEDUSA: MEDUSA, _EXPLICIT: REDRAFTER}
+_OWN_FILES = {MEDUSA: MEDUSA_FILES, REDRAFTER: (REDRAFTER_FILE,)}
+_FOLDER_FLAG = {
+    EAGLE: "eagle_model_dir", MEDUSA: "medusa_model_dir", _EXPLICIT: "drafter_model_dir",
+}  # fmt: skip
+_LENGTH_FLAG = {
+    EAGLE: "num_eagle_layers", MEDUSA: "num_medusa_heads",
+    _EXPLICIT: "redrafter_draft_len_per_beam",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +65,13 @@ def add_head_flags(parser: FlagSink) -> None:
                         help="checkpoint of Medusa heads, with mode medusa")  # fmt: skip
     parser.add_argument("--num_medusa_heads", type=positive, metavar="N",
                         help="Medusa heads that draft (the checkpoint's)")  # fmt: skip
-    parser.hide("num_eagle_layers", "num_medusa_heads")
+    parser.add_argument("--drafter_model_dir", type=Path, metavar="DIR",
+                        help="checkpoint of ReDrafter, with its mode")  # fmt: skip
+    parser.add_argument("--redrafter_draft_len_per_beam", type=positive, metavar="N",
+                        help="tokens of a ReDrafter draft (--max_draft_len)")  # fmt: skip
+    parser.add_argument("--redrafter_num_beams", type=positive, metavar="N",
+                        help="beams of ReDrafter, of which 1 is served (1)")  # fmt: skip
+    parser.hide(*_LENGTH_FLAG.values(), "redrafter_num_beams")
 
 
 def chain_length(args: argparse.Namespace, mode: str, most: int | None) -> int | None:
@@ -67,7 +86,8 @@ def chain_length(args: argparse.Namespace, mode: str, most: int | None) -> int |
     folder = args.medusa_model_dir
     if mode == MEDUSA and folder is not None:
         numbers.append(medusa_config(folder).num_heads)
-    return min((number for number in numbers if number), default=None)
+    default = _REDRAFTER_LENGTH if mode == _EXPLICIT else None
+    return min((number for number in numbers if number), default=default)
 
 
 def draft_head(args: argparse.Namespace, limits: BuildConfig) -> DraftHead | None:
@@ -85,6 +105,12 @@ def draft_head(args: argparse.Namespace, limits: BuildConfig) -> DraftHead | Non
                     f"--{name} is {value}, but --speculative_decoding_mode is {mode}. Name "
                     f"{kind}, or leave the flag out."
                 )
+    beams = args.redrafter_num_beams
+    if beams is not None and (beams > 1 or mode != _EXPLICIT):
+        raise ConfigError(
+            f"--redrafter_num_beams is {beams} with --speculative_decoding_mode {mode}. "
+            f"{_EXPLICIT} with one beam is served: name both, or leave the flag out."
+        )
     if mode not in HEAD_MODES:
         return None
     if mode == MTP:
@@ -95,7 +121,7 @@ def draft_head(args: argparse.Namespace, limits: BuildConfig) -> DraftHead | Non
             f"--speculative_decoding_mode is {mode}, but --{_FOLDER_FLAG[mode]} is not set. "
             "Name the folder of the checkpoint."
         )
-    return DraftHead(mode, folder)
+    return DraftHead(_KIND_OF_MODE[mode], folder)
 
 
 def check_head(head: DraftHead | None, config: PretrainedConfig, mapping: RankMapping) -> None:
@@ -139,8 +165,9 @@ def write_head(
     if head.kind == MTP:
         _write_layer(head.folder, folder, config, mapping)
         return
-    own = [head.folder / name for name in MEDUSA_FILES if (head.folder / name).is_file()]
-    files = own[:1] if head.kind == MEDUSA and own else list(find_weight_files(head.folder))
+    names = _OWN_FILES.get(head.kind, ())
+    own = [head.folder / name for name in names if (head.folder / name).is_file()]
+    files = own[:1] or list(find_weight_files(head.folder))
     for path in (head.folder / CONFIG_FILE, *files):
         shutil.copyfile(path, folder / path.name)
 

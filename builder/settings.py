@@ -49,10 +49,6 @@ _OVERRIDES = {
 _NO_DRAFTS, _EXTERNAL = "none", "draft_tokens_external"
 _LOOKAHEAD = "lookahead_decoding"
 _SERVED_MODES = (_NO_DRAFTS, _EXTERNAL, _LOOKAHEAD, *HEAD_MODES)
-_UNSERVED_MODES = {
-    "explicit_draft_tokens": "ReDrafter is not served. Use an EAGLE head (eagle) or Medusa "
-    "heads (medusa).",
-}
 
 
 def load_source(path: Path, quantization: str) -> EngineFolder:
@@ -193,8 +189,6 @@ def _drafts(args: argparse.Namespace, filed: Mapping[str, Any]) -> dict[str, Any
     if mode is None:
         # Older versions have the second flag alone. Files may hold the mode as a number.
         mode = _EXTERNAL if most else _NO_DRAFTS
-    if mode in _UNSERVED_MODES:
-        raise ConfigError(f"--speculative_decoding_mode {mode}: {_UNSERVED_MODES[mode]}")
     if mode not in _SERVED_MODES:
         raise ConfigError(
             f"--speculative_decoding_mode is {mode!r} but must be one of "
@@ -336,11 +330,11 @@ def add_model_flags(parser: FlagSink, others: OtherNames = OtherNames()) -> None
 def add_draft_flags(parser: FlagSink) -> None:
     """Flags of the draft tokens that an engine verifies."""
     parser.add_argument("--speculative_decoding_mode",
-                        choices=(*_SERVED_MODES, *_UNSERVED_MODES),
+                        choices=_SERVED_MODES,
                         help="draft_tokens_external: of requests and of a draft model; "
-                        "lookahead_decoding: of the model itself; eagle, medusa: of heads; "
-                        "mtp: of the checkpoint's layer for it (none); the other is "
-                        "refused")  # fmt: skip
+                        "lookahead_decoding: of the model itself; eagle, medusa, "
+                        "explicit_draft_tokens (ReDrafter): of heads; mtp: of the checkpoint's "
+                        "layer for it (none)")  # fmt: skip
     parser.add_argument("--max_draft_len", type=count, metavar="N",
                         help="most draft tokens of a request (0)")  # fmt: skip
     add_head_flags(parser)

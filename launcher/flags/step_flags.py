@@ -59,8 +59,8 @@ def _add_draft_flags(parser: argparse.ArgumentParser) -> None:
         choices=DRAFTERS,
         help="source of draft tokens: draft_tokens: requests; the others: these, and ngram: "
         "repetitions in prompt and output; lookahead: n-grams of the model itself; mtp: the "
-        "layer of the target's checkpoint; eagle, medusa, draft_model: the network of "
-        "--draft-model (the folder's, or none)",
+        "layer of the target's checkpoint; eagle, medusa, redrafter, draft_model: the network "
+        "of --draft-model (the folder's, or none)",
     )
     add(
         "--draft-model",

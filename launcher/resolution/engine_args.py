@@ -13,7 +13,7 @@ from trimaran.launcher.placement.hosts import num_visible_gpus, torch_is_cpu_onl
 from trimaran.server.inference.queue_policy import QueuePolicy
 from trimaran.server.repository.model_repository import RepositoryModel
 from trimaran.server.repository.parameter_table import is_class_path
-from trimaran.worker.config.draft_network import DRAFT_FOLDER, EAGLE, MEDUSA, MTP
+from trimaran.worker.config.draft_network import DRAFT_FOLDER, EAGLE, MEDUSA, MTP, REDRAFTER
 from trimaran.worker.config.engine_config import (
     CacheConfig,
     EngineConfig,
@@ -104,7 +104,7 @@ class EngineFlags:
 _MAX_DRAFT_TOKENS = SpeculationConfig().max_draft_tokens
 _DRAFTER_OF_MODE = {
     "draft_tokens_external": "draft_tokens", "lookahead_decoding": LOOKAHEAD, EAGLE: EAGLE,
-    MEDUSA: MEDUSA, MTP: MTP,
+    MEDUSA: MEDUSA, MTP: MTP, "explicit_draft_tokens": REDRAFTER,
 }  # fmt: skip
 """The drafter of an engine that was built for it, by the build's mode."""
 
@@ -275,7 +275,7 @@ def _speculation(
     built = _DRAFTER_OF_MODE.get(folder.build.speculative_decoding_mode, "none")
     drafter = flags.speculative_decoding or built
     mode = model.parameters.get_str("decoding_mode")
-    if mode in (EAGLE, MEDUSA, LOOKAHEAD) and mode != drafter:
+    if mode in (EAGLE, MEDUSA, LOOKAHEAD, REDRAFTER) and mode != drafter:
         raise ConfigError(
             f"{model.config_path}: decoding_mode is {mode} but the drafter is {drafter}. Build "
             f"the engine with --speculative_decoding_mode {_mode_of(mode)}, or set "
@@ -298,7 +298,7 @@ def _speculation(
             f"{drafter}, of which all drafts are verified. Leave the flag out."
         )
     draft_dir = flags.draft_model or ""
-    if not draft_dir and drafter == built and drafter in (EAGLE, MEDUSA, MTP):
+    if not draft_dir and drafter == built and drafter in (EAGLE, MEDUSA, MTP, REDRAFTER):
         draft_dir = str(folder.path / DRAFT_FOLDER)
     elif not draft_dir and drafter == MTP and folder.kind is FolderKind.HUGGINGFACE:
         draft_dir = str(folder.path)

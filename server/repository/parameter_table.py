@@ -239,13 +239,9 @@ TOKEN_PARAMETERS: dict[str, Known] = {
     "lora_cache_host_memory_bytes": served("int", low=0),
     "lora_prefetch_dir": served("str"),
     "max_beam_width": served("int", low=1),
-    "decoding_mode": refused(
-        "str", "it asks for drafts of ReDrafter, which are not served",
-        "auto", "top_k", "top_p", "top_k_top_p", "beam_search", "medusa", "eagle", "lookahead",
-        allowed=(
-            "auto", "top_k", "top_p", "top_k_top_p", "beam_search", "medusa", "redrafter",
-            "lookahead", "eagle",
-        ),
+    "decoding_mode": served(
+        "str", "auto", "top_k", "top_p", "top_k_top_p", "beam_search", "medusa", "redrafter",
+        "lookahead", "eagle",
     ),
     "lookahead_window_size": served("int", low=1),
     "lookahead_ngram_size": served("int", low=2),

@@ -47,7 +47,7 @@ _BEHAVIOUR = (
     ),
     (
         "all",
-        "trees of drafts, ReDrafter, images, encoders and disaggregated serving are not "
+        "trees of drafts, images, encoders and disaggregated serving are not "
         "served: [features.md](features.md) names the inputs and settings that are refused",
     ),
 )
@@ -89,7 +89,8 @@ _DOCUMENTS = (
     ),
     (
         "ReDrafter",
-        "refused by name; drafts of heads and of a second model are served",
+        "one beam is served (`--redrafter_num_beams 1`); more are refused by name "
+        "([speculative-decoding.md](speculative-decoding.md#networks-in-the-workers))",
     ),
     (
         "tutorials of Baichuan, Whisper, encoder-decoder and multimodal models",

@@ -37,6 +37,8 @@ TOKEN = {
     "lookahead_ngram_size": "the largest of a request, and its default; 7",
     "lookahead_verification_set_size": "the largest of a request, and its default; 7",
     "max_beam_width": "most beams of a request; that of the engine where unset",
+    "decoding_mode": "`medusa`, `eagle`, `redrafter` and `lookahead` must be what the engine "
+    "was built for; `top_k`, `top_p` and `top_k_top_p` forbid beams; `auto`, `beam_search`",
     "guided_decoding_backend": "`xgrammar` turns guided decoding on",
     "tokenizer_dir": "the tokenizer of guided decoding; the engine folder's where unset",
     "xgrammar_tokenizer_info_path": "the same, as a file with the vocabulary",

@@ -9,7 +9,11 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.driver import Driver, Ranks
-from tests.unit.worker.speculation.head_reference import random_eagle, random_medusa
+from tests.unit.worker.speculation.head_reference import (
+    random_eagle,
+    random_medusa,
+    random_redrafter,
+)
 from tests.unit.worker.speculation.mtp_reference import write_deepseek
 from trimaran.worker.config.engine_config import (
     CacheConfig,
@@ -36,7 +40,7 @@ def root(world):
 
 
 def write_llama(root):
-    """A Llama with an EAGLE-3 head whose drafts are sometimes right, and Medusa heads."""
+    """A Llama with an EAGLE-3 head whose drafts are sometimes right, and other heads."""
     config = LlamaConfig(
         vocab_size=150, hidden_size=64, intermediate_size=96, num_hidden_layers=6,
         num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=256,
@@ -45,6 +49,7 @@ def write_llama(root):
     LlamaForCausalLM(config).save_pretrained(root / "llama")
     random_eagle(root / "eagle", config, draft_vocab=150, scale=0.2)
     random_medusa(root / "medusa", config, num_heads=3)
+    random_redrafter(root / "redrafter", config, exit_dim=48, is_recurrent=True)
 
 
 def run(driver):
@@ -65,7 +70,10 @@ def run(driver):
 
 @pytest.mark.parametrize(
     ("kind", "layout"),
-    [("eagle", "tp 2"), ("medusa", "tp 2"), *(("mtp", at) for at in LAYOUTS)],
+    [
+        *((kind, "tp 2") for kind in ("eagle", "medusa", "redrafter")),
+        *(("mtp", layout) for layout in LAYOUTS),
+    ],
 )
 @pytest.mark.ranks(2)
 def test_two_ranks_draft_as_one_rank_does(world, root, kind, layout):

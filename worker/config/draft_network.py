@@ -12,8 +12,9 @@ from trimaran.comm.errors import ConfigError
 from trimaran.comm.files.input_files import parse_json, read_text
 from trimaran.worker.config.pretrained_config import PretrainedConfig
 
-EAGLE, MEDUSA, MTP, DRAFT_MODEL = "eagle", "medusa", "mtp", "draft_model"
-NETWORKS = (EAGLE, MEDUSA, MTP, DRAFT_MODEL)
+EAGLE, MEDUSA, REDRAFTER = "eagle", "medusa", "redrafter"
+MTP, DRAFT_MODEL = "mtp", "draft_model"
+NETWORKS = (EAGLE, MEDUSA, REDRAFTER, MTP, DRAFT_MODEL)
 """Drafters that are networks in the ranks."""
 
 DRAFT_FOLDER = "draft_head"
@@ -21,6 +22,9 @@ DRAFT_FOLDER = "draft_head"
 
 MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 """Names of the weights of Medusa heads."""
+
+REDRAFTER_FILE = "model.pt"
+"""The weights of ReDrafter's head, unless they are in model.safetensors."""
 
 CONFIG_FILE = "config.json"
 _LARGEST_HEADS = 64
@@ -54,6 +58,20 @@ class MedusaConfig:
     num_heads: int
     num_layers: int
     """Residual blocks of a head."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RedrafterConfig:
+    """The recurrent head of ReDrafter."""
+
+    exit_size: int
+    """Width of the residual blocks."""
+
+    num_layers: int
+    """Residual blocks."""
+
+    is_recurrent: bool
+    """Whether the state is a recurrent network's, and not the sum of embeddings."""
 
 
 def read_draft_config(folder: Path) -> dict[str, Any]:
@@ -140,6 +158,32 @@ def medusa_config(folder: Path) -> MedusaConfig:
             "Name a folder of Medusa heads."
         )
     return MedusaConfig(num_heads=num_heads, num_layers=num_layers)
+
+
+def redrafter_config(folder: Path, target: PretrainedConfig) -> RedrafterConfig:
+    """The configuration of ReDrafter's head.
+
+    Raises:
+        ConfigError: a number is missing, out of range or of another model.
+    """
+    values = read_draft_config(folder)
+    source = str(folder / CONFIG_FILE)
+    width = _integer(values, "hidden_size", 0, source)
+    if width != target.hidden_size:
+        raise ConfigError(
+            f"{source}: hidden_size is {width}, but the target's is {target.hidden_size}: the "
+            "head belongs to another model, or is not ReDrafter's."
+        )
+    inner = _integer(values, "exit_dim", 2 * width, source)
+    num_layers = _integer(values, "num_draft_layers", 0, source)
+    if not inner or not num_layers:
+        raise ConfigError(
+            f"{source}: exit_dim is {inner} and num_draft_layers {num_layers}, but both must "
+            "be 1 or more. Name a folder of ReDrafter."
+        )
+    return RedrafterConfig(
+        exit_size=inner, num_layers=num_layers, is_recurrent=bool(values.get("rnn", False))
+    )
 
 
 def default_taps(num_layers: int) -> tuple[int, ...]:

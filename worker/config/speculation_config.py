@@ -48,8 +48,8 @@ class SpeculationConfig:
     """``none``; ``draft_tokens``: the tokens that requests bring; ``ngram``: these, and for
     other requests the tokens behind an earlier occurrence of the last tokens;
     ``lookahead``: these, and n-grams that the model makes beside the output; ``eagle``,
-    ``medusa``, ``mtp``, ``draft_model``: these, and for other requests the tokens of a
-    network."""
+    ``medusa``, ``redrafter``, ``mtp``, ``draft_model``: these, and for other requests the
+    tokens of a network."""
 
     lookahead: LookaheadSizes = _DEFAULT_SIZES
     """The largest sizes of requests for ``lookahead``, and their defaults."""

@@ -10,7 +10,7 @@ from trimaran.comm.topology import ParallelLayout
 from trimaran.worker.config.draft_network import DRAFT_MODEL, MTP
 from trimaran.worker.config.engine_config import EngineConfig
 from trimaran.worker.config.speculation_config import SpeculationConfig
-from trimaran.worker.models.drafting.interfaces import DraftNetwork, ParallelHeads
+from trimaran.worker.models.drafting.interfaces import CachelessHeads, DraftNetwork
 from trimaran.worker.models.drafting.loading import load_head, random_head
 from trimaran.worker.models.drafting.mtp import load_mtp
 from trimaran.worker.models.drafting.small_model import SmallModel
@@ -43,7 +43,7 @@ def load_network(
     else:
         network = load_head(speculation.drafter, folder, target)
     most = speculation.max_draft_tokens
-    if isinstance(network, ParallelHeads) and most > network.num_heads:
+    if isinstance(network, CachelessHeads) and most > network.num_heads:
         raise ConfigError(
             f"--max-draft-tokens is {most}, but {folder} has {network.num_heads} heads, of "
             "which each drafts one token. Lower it."

@@ -17,7 +17,11 @@ from trimaran.worker.execution.cuda_graphs import CudaGraphs, draft_counts
 from trimaran.worker.execution.device_inputs import DeviceInputs
 from trimaran.worker.execution.draft_inputs import DraftInputs, DraftPlaces
 from trimaran.worker.execution.input_batch import InputBatch, StepInputs
-from trimaran.worker.models.drafting.interfaces import ChainNetwork, DraftNetwork, ParallelHeads
+from trimaran.worker.models.drafting.interfaces import (
+    CachelessHeads,
+    ChainNetwork,
+    DraftNetwork,
+)
 from trimaran.worker.models.interfaces import CausalLM
 from trimaran.worker.steps.staging import to_device
 from trimaran.worker.steps.step_types import SchedulerOutput
@@ -49,7 +53,7 @@ class DraftRunner:
     ) -> None:
         """``kv_caches`` has a view a layer of the network, with one spare block at the end."""
         self._chain = network if isinstance(network, ChainNetwork) else None
-        self._heads = network if isinstance(network, ParallelHeads) else None
+        self._heads = network if isinstance(network, CachelessHeads) else None
         self._kv_caches = kv_caches
         self._inputs = inputs
         self._last_id = target.config.vocab_size - 1
@@ -231,7 +235,9 @@ class DraftRunner:
         places = self._begin.places(size)
         if self._heads is not None:
             states_ND = self._begin.states.index_select(0, places.sampled)
-            return self._heads.propose(states_ND, count)
+            return self._heads.propose(
+                states_ND, places.next_ids.clamp(0, self._last_id), count
+            )
         assert self._chain is not None
         return self._draft_chain(self._chain, places, count)
 

@@ -8,12 +8,17 @@ import pytest
 from transformers import AutoConfig
 
 from tests.driver import Driver
-from tests.unit.worker.speculation.head_reference import random_eagle, random_medusa
+from tests.unit.worker.speculation.head_reference import (
+    random_eagle,
+    random_medusa,
+    random_redrafter,
+)
 from trimaran.worker.config.engine_config import CacheConfig, EngineConfig, SchedulerConfig
 from trimaran.worker.config.engine_folder import EngineFolder
 from trimaran.worker.config.speculation_config import SpeculationConfig
 
 EAGLE = ("--speculative_decoding_mode", "eagle")
+REDRAFTER = ("--speculative_decoding_mode", "explicit_draft_tokens")
 MEDUSA = ("--speculative_decoding_mode", "medusa")
 
 
@@ -30,6 +35,7 @@ def heads(model, tmp_path):
     config.head_dim = config.hidden_size // config.num_attention_heads
     random_eagle(tmp_path / "eagle", config, draft_vocab=40)
     random_medusa(tmp_path / "medusa", config, num_heads=3)
+    random_redrafter(tmp_path / "redrafter", config, exit_dim=24, is_recurrent=True)
     return tmp_path
 
 
@@ -45,12 +51,20 @@ def heads(model, tmp_path):
         ),
         ((*MEDUSA, "--medusa_model_dir", "medusa", "--max_draft_len", "63"), "medusa", 3),
         ((*MEDUSA, "--medusa_model_dir", "medusa", "--num_medusa_heads", "2"), "medusa", 2),
+        ((*REDRAFTER, "--drafter_model_dir", "redrafter"), "explicit_draft_tokens", 5),
+        # The first number counted the tokens of all beams.
+        (
+            (*REDRAFTER, "--drafter_model_dir", "redrafter", "--max_draft_len", "25",
+             "--redrafter_num_beams", "1", "--redrafter_draft_len_per_beam", "3"),
+            "explicit_draft_tokens", 3,
+        ),
     ],
 )  # fmt: skip
 def test_an_engine_folder_drafts_with_its_head(
     model, trimaran, heads, tmp_path, flags, mode, most
 ):
-    flags = [str(heads / flag) if flag in ("eagle", "medusa") else flag for flag in flags]
+    names = "eagle", "medusa", "redrafter"
+    flags = [str(heads / flag) if flag in names else flag for flag in flags]
     flags[1] = mode
     output = tmp_path / "engine"
     for _ in range(2):  # The second build replaces the first.
@@ -60,8 +74,9 @@ def test_an_engine_folder_drafts_with_its_head(
     build = EngineFolder.load(output).build
     assert (build.speculative_decoding_mode, build.max_draft_len) == (mode, most)
     outputs = []
-    for drafter in ("none", mode):
-        folder = str(output / "draft_head") if drafter == mode else ""
+    drafting = "redrafter" if mode == "explicit_draft_tokens" else mode
+    for drafter in ("none", drafting):
+        folder = str(output / "draft_head") if drafter == drafting else ""
         driver = Driver(
             EngineConfig(
                 model="test", engine_dir=str(output), device="cpu", dtype="float32",
@@ -100,14 +115,16 @@ def test_an_engine_folder_drafts_with_its_head(
             (*EAGLE, "--eagle_model_dir", "eagle", "--max_draft_len", "2", "--pp-size", "2"),
             ["--pp-size is 2", "hidden states of all layers"],
         ),
+        ((*REDRAFTER, "--max_draft_len", "2"), ["--drafter_model_dir is not set"]),
         (
-            ("--speculative_decoding_mode", "explicit_draft_tokens", "--max_draft_len", "2"),
-            ["ReDrafter is not served"],
+            (*REDRAFTER, "--drafter_model_dir", "redrafter", "--redrafter_num_beams", "5"),
+            ["--redrafter_num_beams is 5", "one beam is served"],
         ),
+        (("--redrafter_num_beams", "1"), ["--speculative_decoding_mode none"]),
     ],
 )
 def test_heads_that_cannot_draft_are_refused(model, refused, heads, flags, words):
-    folders = {"eagle", "medusa"}
+    folders = {"eagle", "medusa", "redrafter"}
     values = [
         str(heads / flag) if flag in folders and flags[place - 1].endswith("_dir") else flag
         for place, flag in enumerate(flags)

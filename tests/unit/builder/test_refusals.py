@@ -95,9 +95,8 @@ def test_impossible_numbers_of_build_processes_are_refused(command, tmp_path, ca
         "--use_nvfp4",
         "--smoothquant=0.5", "--weight_streaming", "--nougat",
         "--lora_dir=adapters", "--lora_ckpt_source=nemo", "--max_draft_len=65",
-        "--speculative_decoding_mode=explicit_draft_tokens", "--cp_size=2",
-        "--kv_cache_type=continuous",
-        "--paged_kv_cache=disable", "--max_multimodal_len=64", "--meta_ckpt_dir=x",
+        "--cp_size=2", "--kv_cache_type=continuous", "--paged_kv_cache=disable",
+        "--max_multimodal_len=64", "--meta_ckpt_dir=x",
         "--use_fp8_context_fmha=enable", "--model_config=x.json",
     ],
 )  # fmt: skip

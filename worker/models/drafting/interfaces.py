@@ -62,12 +62,14 @@ class ChainNetwork(DraftNetwork, Protocol):
 
 
 @runtime_checkable
-class ParallelHeads(DraftNetwork, Protocol):
-    """Heads that draft the tokens at the next places at once. They have no cache."""
+class CachelessHeads(DraftNetwork, Protocol):
+    """Heads that draft from the target's state and the token behind the state. They have no
+    cache."""
 
     num_heads: int
     """Most tokens that `propose` makes."""
 
-    def propose(self, states_NX: Tensor, count: int) -> Tensor:
-        """The ids at the next ``count`` places at once, int64 [N, count]. Collective."""
+    def propose(self, states_NX: Tensor, next_ids_N: Tensor, count: int) -> Tensor:
+        """The ids at the ``count`` places behind the ids that the target has sampled, int64 [N,
+        count]. Collective."""
         ...

@@ -16,14 +16,18 @@ from trimaran.worker.config.draft_network import (
     EAGLE,
     MEDUSA,
     MEDUSA_FILES,
+    REDRAFTER,
+    REDRAFTER_FILE,
     eagle_config,
     medusa_config,
+    redrafter_config,
 )
 from trimaran.worker.config.shard_file import TensorEntry
 from trimaran.worker.layers.linear import WeightShapeError
 from trimaran.worker.models.drafting.eagle import EagleHead
 from trimaran.worker.models.drafting.interfaces import DraftNetwork
 from trimaran.worker.models.drafting.medusa import MedusaHeads
+from trimaran.worker.models.drafting.redrafter import RecurrentHead
 from trimaran.worker.models.interfaces import CausalLM, LoadsWeight
 from trimaran.worker.models.weights.checkpoint import file_entries, mapped_file
 
@@ -74,14 +78,20 @@ class _Checkpoint:
 
 
 def load_head(kind: str, folder: Path, target: CausalLM) -> DraftNetwork:
-    """This rank's part of the head in ``folder``: ``kind`` is ``eagle`` or ``medusa``.
+    """This rank's part of the head in ``folder``, of the kind ``eagle``, ``medusa`` or
+    ``redrafter``.
 
     Raises:
         ConfigError: the folder holds another kind of head, or one of another model.
     """
-    assert kind in (EAGLE, MEDUSA), kind
-    head: EagleHead | MedusaHeads
-    head, places, found = (_eagle if kind == EAGLE else _medusa)(folder, target)
+    head: EagleHead | MedusaHeads | RecurrentHead
+    if kind == EAGLE:
+        head, places, found = _eagle(folder, target)
+    elif kind == MEDUSA:
+        head, places, found = _medusa(folder, target)
+    else:
+        assert kind == REDRAFTER, kind
+        head, places, found = _redrafter(folder, target)
     _fill(head, places, found)
     num_bytes = sum(each.nbytes for each in head.parameters())
     logger.info("%s head of %s: %.2f MiB a rank", kind, folder, num_bytes / 2**20)
@@ -180,6 +190,28 @@ def _medusa(folder: Path, target: CausalLM) -> tuple[MedusaHeads, _Places, _Chec
             kind = kind.removeprefix("linear.")
             places[name] = f"heads.{number}.blocks.{block}.{kind}", ""
     return heads, places, found
+
+
+def _redrafter(folder: Path, target: CausalLM) -> tuple[RecurrentHead, _Places, _Checkpoint]:
+    config = redrafter_config(folder, target.config)
+    own = folder / REDRAFTER_FILE
+    files = (own,) if own.is_file() else find_weight_files(folder)
+    found = _Checkpoint(folder, files)
+    places = {name: (_redrafter_name(name, config.num_layers), "") for name in found.entries}
+    return RecurrentHead(config, target), places, found
+
+
+def _redrafter_name(name: str, num_layers: int) -> str:
+    """The parameter of a tensor, whose name has one of three spellings."""
+    part, _, rest = name.partition(".")
+    if part in ("input_proj", "input_projs"):
+        return f"input_proj.{rest}"
+    if part not in ("lm_head", "lm_heads", "0"):
+        return name
+    layer, _, kind = rest.partition(".")
+    if layer == str(num_layers):
+        return f"lm_head.{kind}"
+    return f"blocks.{layer}.{kind.removeprefix('linear.')}"
 
 
 def _fill(head: nn.Module, places: _Places, found: _Checkpoint) -> None:

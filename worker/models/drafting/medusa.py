@@ -57,6 +57,6 @@ class MedusaHeads(nn.Module):
         """None: no token has an entry."""
         return []
 
-    def propose(self, states_NX: Tensor, count: int) -> Tensor:
-        """See `ParallelHeads.propose`."""
+    def propose(self, states_NX: Tensor, next_ids_N: Tensor, count: int) -> Tensor:
+        """See `CachelessHeads.propose`; the sampled ids are unused."""
         return torch.stack([head.forward(states_NX) for head in self.heads[:count]], dim=1)

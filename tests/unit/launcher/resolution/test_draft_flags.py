@@ -52,8 +52,14 @@ def test_flags_of_drafts_without_effect_are_refused(repository, flags, complaint
     assert complaint in str(caught.value)
 
 
-@pytest.mark.parametrize("mode", ["eagle", "medusa", "mtp"])
-def test_an_engine_with_a_head_drafts_with_it(repository, tmp_path, mode):
+@pytest.mark.parametrize(
+    ("mode", "drafter"),
+    [
+        ("eagle", "eagle"), ("medusa", "medusa"), ("mtp", "mtp"),
+        ("explicit_draft_tokens", "redrafter"),
+    ],
+)  # fmt: skip
+def test_an_engine_with_a_head_drafts_with_it(repository, tmp_path, mode, drafter):
     config = tmp_path / "engine" / "config.json"
     values = json.loads(config.read_text())
     build = {"speculative_decoding_mode": mode, "max_draft_len": 3}
@@ -63,7 +69,7 @@ def test_an_engine_with_a_head_drafts_with_it(repository, tmp_path, mode):
     found = resolve(repository).groups[0].engine.scheduler.speculation
 
     folder = str(tmp_path / "engine" / "draft_head")
-    assert (found.drafter, found.draft_dir, found.max_draft_tokens) == (mode, folder, 3)
+    assert (found.drafter, found.draft_dir, found.max_draft_tokens) == (drafter, folder, 3)
     flags = ("--draft-model", "other", "--verify-all-drafts")
     found = resolve(repository, *flags).groups[0].engine.scheduler.speculation
     assert (found.draft_dir, found.is_adaptive) == (str(Path("other").absolute()), False)
@@ -88,6 +94,17 @@ def test_a_network_of_the_flags_needs_its_folder(repository):
 
     found = resolve(repository, *flags, "--draft-model", "/x").groups[0].engine.scheduler
     assert found.speculation.draft_dir == "/x"
+
+
+@pytest.mark.parametrize("mode", ["auto", "redrafter"])
+def test_the_decoding_mode_of_an_engine_may_be_named(tmp_path, mode):
+    build = {"speculative_decoding_mode": "explicit_draft_tokens", "max_draft_len": 3}
+    write_engine(tmp_path / "engine", tp_size=1, **build)
+    keys = {"gpt_model_path": str(tmp_path / "engine"), "decoding_mode": mode}
+    write_model(tmp_path / "repo" / "a", **keys)
+
+    found = resolve(tmp_path / "repo").groups[0].engine.scheduler.speculation
+    assert found.drafter == "redrafter"
 
 
 def test_a_decoding_mode_must_be_that_of_the_engine(tmp_path):

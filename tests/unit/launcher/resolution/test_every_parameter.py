@@ -52,6 +52,8 @@ ELSEWHERE = {
     "num_nodes",
     # False is refused beside host memory, because blocks there have no other use.
     "kv_cache_onboard_blocks",
+    # It must fit the engine's drafter: test_draft_flags.py.
+    "decoding_mode",
     # They need an engine that is built for lookahead decoding: test_draft_flags.py.
     "lookahead_window_size",
     "lookahead_ngram_size",

@@ -51,7 +51,6 @@ def test_integers_are_plain_decimal(tmp_path, text):
         ("kv_cache_free_gpu_mem_fraction", "most", "'most' but must be a number"),
         ("enable_chunked_context", "maybe", "'maybe' but must be True or False"),
         ("max_beam_width", "0", "is 0 but must be at least 1"),
-        ("decoding_mode", "redrafter", "'redrafter', but it asks for drafts"),
         ("decoding_mode", "topk", "'topk' but must be one of auto, top_k"),
         ("encoder_engine_dir", "/e", "'/e', but encoder-decoder models are not served"),
         ("lora_cache_max_adapter_size", "0", "is 0 but must be at least 1"),

@@ -69,6 +69,33 @@ def random_medusa(folder, config, *, num_heads, seed=4):
     return folder
 
 
+def random_redrafter(folder, config, *, exit_dim, is_recurrent, spelling="lm_head.", seed=4):
+    """Write ReDrafter's head of random weights, with two residual blocks, in one of the three
+    spellings of its names."""
+    generator = torch.Generator().manual_seed(seed)
+    width = config.hidden_size
+    shapes = {
+        f"{spelling}2.weight": (config.vocab_size, exit_dim),
+        **{f"{spelling}{n}.linear.weight": (exit_dim, exit_dim) for n in (0, 1)},
+        **{f"{spelling}{n}.linear.bias": (exit_dim,) for n in (0, 1)},
+    }
+    if exit_dim != 2 * width:
+        name = "input_projs" if spelling == "lm_heads." else "input_proj"
+        shapes |= {f"{name}.weight": (exit_dim, 2 * width), f"{name}.bias": (exit_dim,)}
+    if is_recurrent:
+        shapes |= {"rnn_u.weight": (width, width), "rnn_u.bias": (width,)}
+        shapes["rnn_w.weight"] = width, width
+    tensors = {
+        name: torch.randn(shape, generator=generator) * 0.3 for name, shape in shapes.items()
+    }
+    values = {
+        "hidden_size": width, "exit_dim": exit_dim, "num_draft_layers": 2, "rnn": is_recurrent,
+        "vocab_size": config.vocab_size,
+    }  # fmt: skip
+    save(folder, tensors, "model.safetensors", values)
+    return folder
+
+
 def save(folder, tensors, name, values):
     """Write a checkpoint folder."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -203,6 +230,42 @@ class MedusaReference:
 
     def _weight(self, name):
         return self.weights[name].float()
+
+
+class RedrafterReference:
+    """ReDrafter's head with one beam, from the target's last state and its own token."""
+
+    def __init__(self, folder, target):
+        self.values = json.loads((folder / "config.json").read_text())
+        self._embed = target.get_input_embeddings()
+        self._weights = {}
+        for name, tensor in load_file(folder / "model.safetensors").items():
+            for long in ("lm_heads.", "lm_head.", "input_projs."):
+                short = "in." if "input" in long else "0."
+                name = name.replace(long, short)
+            self._weights[name.replace("input_proj.", "in.")] = tensor
+
+    def draft(self, ids, states, last, count):
+        """``count`` ids behind the last of ``ids``, which the target has sampled."""
+        drafts, state, token = [], torch.zeros(self.values["hidden_size"]), ids[-1]
+        for _ in range(count):
+            embedding = self._embed(torch.tensor(token))
+            if self.values["rnn"]:
+                inner = self._times(embedding, "rnn_w") + self._times(state, "rnn_u")
+                state = F.silu(inner)
+            else:
+                state = state + embedding
+            x = torch.cat((last[-1], state))
+            x = self._times(x, "in") if "in.weight" in self._weights else x
+            for block in range(self.values["num_draft_layers"]):
+                x = x + F.silu(self._times(x, f"0.{block}.linear"))
+            token = int(self._times(x, f"0.{self.values['num_draft_layers']}").argmax())
+            drafts.append(token)
+        return drafts
+
+    def _times(self, x, name):
+        bias = self._weights.get(f"{name}.bias", torch.zeros(()))
+        return self._weights[f"{name}.weight"] @ x + bias
 
 
 @dataclass

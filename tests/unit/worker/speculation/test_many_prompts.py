@@ -16,7 +16,7 @@ from tests.unit.worker.speculation.many_prompts import (
 )
 from trimaran.worker.config.speculation_config import SpeculationConfig
 
-PARTS = [(12, 40, 0), *((100, 256, seed) for seed in range(1, 11))]
+PARTS = [(12, 40, 0), *((50, 256, seed) for seed in range(1, 21))]
 """Prompts, tokens of each and the seed, of the cut in `make test` and of all thousand."""
 
 

@@ -20,10 +20,12 @@ from tests.unit.worker.speculation.head_reference import (
     EagleReference,
     FirstEagleReference,
     MedusaReference,
+    RedrafterReference,
     first_eagle,
     generate,
     random_eagle,
     random_medusa,
+    random_redrafter,
 )
 from tests.unit.worker.speculation.test_exactness import WAYS, check, draw, serve
 from trimaran.comm.errors import ConfigError
@@ -68,6 +70,9 @@ def networks(target, target_folder, tmp_path_factory):
     return {
         "eagle": random_eagle(root / "eagle", target.config, draft_vocab=40),
         "medusa": random_medusa(root / "medusa", target.config, num_heads=COUNT),
+        "redrafter": random_redrafter(
+            root / "redrafter", target.config, exit_dim=40, is_recurrent=True
+        ),
         "draft_model": root / "draft_model",
     }
 
@@ -98,8 +103,8 @@ def drafts_by(kind, networks, **fields):
     return SpeculationConfig(drafter=kind, draft_dir=str(networks[kind]), **values)
 
 
-@pytest.mark.matrix(keep=5)
-@pytest.mark.parametrize("kind", ["eagle", "draft_model", "medusa"])
+@pytest.mark.matrix(keep=7)
+@pytest.mark.parametrize("kind", ["eagle", "draft_model", "medusa", "redrafter"])
 @pytest.mark.parametrize("way", WAYS)
 def test_drafts_of_networks_change_no_output(target_folder, networks, kind, way):
     rng = random.Random(way)
@@ -114,7 +119,7 @@ def test_drafts_of_networks_change_no_output(target_folder, networks, kind, way)
     assert counts.num_accepted or kind != "draft_model"
 
 
-@pytest.mark.parametrize("kind", ["eagle", "draft_model", "medusa"])
+@pytest.mark.parametrize("kind", ["eagle", "draft_model", "medusa", "redrafter"])
 def test_the_start_runs_networks_with_and_without_drafts_to_verify(
     target_folder, networks, kind
 ):
@@ -204,7 +209,7 @@ def test_an_eagle_head_drafts_as_the_plain_loop_does(
     assert counts.num_accepted == sum(each.accepted for _, each in told)
 
 
-@pytest.mark.parametrize("kind", ["eagle", "medusa"])
+@pytest.mark.parametrize("kind", ["eagle", "medusa", "redrafter"])
 def test_heads_draft_for_a_quantized_target(target_folder, networks, tmp_path, kind):
     """Weights of heads are floats, though the target's are FP8."""
     folder = shutil.copytree(target_folder, tmp_path / "target")
@@ -289,6 +294,36 @@ def test_medusa_heads_draft_as_the_plain_loop_does(target, target_folder, networ
     )
 
 
+@pytest.mark.parametrize(
+    ("exit_dim", "is_recurrent", "spelling"),
+    [
+        (40, True, "lm_head."),
+        (64, False, "lm_heads."),
+        (40, False, "lm_heads."),
+        (64, True, "0."),
+    ],
+)
+def test_redrafter_drafts_as_the_plain_loop_does(
+    target, target_folder, tmp_path, exit_dim, is_recurrent, spelling
+):
+    folder = random_redrafter(
+        tmp_path / "head", target.config, exit_dim=exit_dim, is_recurrent=is_recurrent,
+        spelling=spelling,
+    )  # fmt: skip
+    prompts = [[place % VOCAB for place in range(n, 3 * n + 9, 2)] for n in range(1, 7)]
+    head = RedrafterReference(folder, target)
+    told = [generate(target, head, prompt, 30, COUNT) for prompt in prompts]
+
+    driver = make_engine(target_folder, drafts_by("redrafter", {"redrafter": folder}))
+    outputs, counts = count_with(driver, prompts, 30)
+
+    assert outputs == [ids for ids, _ in told]
+    assert (counts.num_drafts, counts.num_accepted) == (
+        sum(each.drafts for _, each in told),
+        sum(each.accepted for _, each in told),
+    )
+
+
 def test_a_target_that_drafts_for_itself_is_always_right(target_folder):
     own = {"draft_model": target_folder}
     driver = make_engine(target_folder, drafts_by("draft_model", own), tokens_per_block=4)
@@ -357,6 +392,10 @@ def edit(folder, **values):
         ("medusa", {"medusa_num_heads": 5}, "lacks heads.4."),
         ("medusa", {"medusa_num_heads": 2}, "holds the unexpected"),
         ("medusa", {"medusa_num_heads": 0}, "medusa_num_heads is 0"),
+        ("redrafter", {"exit_dim": 41}, "has shape"),
+        ("redrafter", {"num_draft_layers": 3}, "lacks blocks.2."),
+        ("redrafter", {"rnn": False}, "holds the unexpected"),
+        ("redrafter", {"hidden_size": 64}, "hidden_size is 64"),
         ("draft_model", {"vocab_size": 151}, "vocab_size"),
         ("draft_model", {"max_position_embeddings": 64}, "has 64 positions"),
     ],
