@@ -6,6 +6,7 @@ import itertools
 import random
 import sys
 import threading
+from dataclasses import astuple, replace
 from pathlib import Path
 
 import numpy as np
@@ -33,19 +34,32 @@ from tests.unit.worker.speculation.head_reference import random_medusa
 from trimaran.comm.deadlines import Watchdog
 from trimaran.kernels.adapters import AdapterBlocks, AdapterTables, kernel_variants
 from trimaran.kernels.compilations import hooks
+from trimaran.kernels.tables.tuned_choices import (
+    FILE_NAME,
+    Tuning,
+    TuningKey,
+    write_tuning,
+)
 from trimaran.kernels.triton.launch import Launcher
 from trimaran.kernels.triton.lora import add_adapters, compile_adapters
+from trimaran.kernels.tuning.expert_candidates import likely_cuts
+from trimaran.kernels.tuning.product_timing import numbers_of
+from trimaran.kernels.tuning.tuner import ROWS, TOKENS
 from trimaran.worker.config.engine_config import (
     CacheConfig,
     EngineConfig,
+    GuidedConfig,
     LoraConfig,
+    ParallelConfig,
     SchedulerConfig,
 )
+from trimaran.worker.config.engine_folder import EngineFolder
 from trimaran.worker.config.speculation_config import SpeculationConfig
 from trimaran.worker.engine.compilations import Compilations
 from trimaran.worker.execution.prompt_tables import PromptTable
 from trimaran.worker.lora.layout import MODULE_NAMES, AdapterLayout, Matrices
 from trimaran.worker.models.kv_calibration import calibrate_kv_scales
+from trimaran.worker.models.tunable import Tunable
 
 pytestmark = pytest.mark.gpu
 
@@ -176,11 +190,14 @@ WAYS = {
     "adapters in graphs": {"lora": LoraConfig(has_graphs=True)},
     "launches": {"cuda_graphs": False},
     "deterministic": {"deterministic": True},
+    "guides": {"guided": GuidedConfig(backend="xgrammar")},
 }
 
 
 @pytest.mark.parametrize("way", list(WAYS))
 def test_every_feature_compiles_nothing_after_the_start(compiled, way):
+    if "guided" in WAYS[way]:
+        pytest.importorskip("xgrammar")
     adapters = {
         task: on_the_wire(make_adapter(MODEL, task, rank, modules))
         for task, (rank, modules) in ADAPTERS.items()
@@ -192,8 +209,9 @@ def test_every_feature_compiles_nothing_after_the_start(compiled, way):
     requests = []
     for _ in range(120):
         fields = draw(rng, adapters)
-        # The masks of guides come from another package; drawn steps have masks.
-        fields = {name: value for name, value in fields.items() if "guide" not in name}
+        if "guided" not in WAYS[way]:
+            # The masks of guides come from another package; drawn steps have masks.
+            fields = {name: value for name, value in fields.items() if "guide" not in name}
         task = rng.choice([0, 0, *adapters])
         if task:
             fields.update(adapter_id=task, adapter=adapters[task])
@@ -241,12 +259,14 @@ ENGINES = {
     "llama, 4 bits": ("heads of 128", {"quantization": "int4"}),
     "llama, FP8 cache": ("heads of 128", {"cache": {"dtype": "fp8"}}),
     "llama, INT8 cache": ("heads of 128", {"cache": {"dtype": "int8"}}),
+    "llama, tuned": ("heads of 128", {}),
     "phi3": ("heads of 96", {}),
     "phi3, float32": ("heads of 96", {"dtype": "float32"}),
     "phi3, INT8 cache": ("heads of 96", {"cache": {"dtype": "int8"}}),
     "phi3, FP8 in blocks": ("heads of 96, alone", {"quantization": "fp8_block"}),
     "experts": ("experts", {}),
     "experts, few sequences": ("experts", {"limits": FEW}),
+    "experts, tuned": ("experts", {}),
     "experts, FP8": ("experts", {"quantization": "fp8"}),
     "experts, deterministic": ("experts", {"deterministic": True}),
     "latent": ("latent", {}),
@@ -297,10 +317,32 @@ def mixed_requests(rng, driver, count):
     return requests
 
 
+def choose_own_kernels(folder):
+    """A file of tuned choices by which our kernels serve every product and expert."""
+    config = EngineFolder.load(folder).config
+    tunable = Tunable.of(replace(config, dtype="bfloat16"), ParallelConfig())
+    products = {
+        each.name: [(rows, numbers_of(each.likely_cuts(rows, 1)[0])) for rows in ROWS]
+        for each in tunable.products
+    }
+    experts = {
+        name: [
+            (tokens * sizes.chosen, list(astuple(next(likely_cuts(tokens, sizes)))))
+            for tokens in TOKENS
+        ]
+        for sizes in tunable.mixtures
+        for name in sizes.names
+    }
+    key = TuningKey.of(torch.cuda.get_device_name())
+    write_tuning(folder / FILE_NAME, Tuning(key, products, experts))
+
+
 @pytest.mark.parametrize("name", ENGINES)
 def test_a_loaded_engine_compiles_nothing_after_its_start(compiled, name, tmp_path):
     shape, changes = ENGINES[name]
     models.save_huggingface(tmp_path, SHAPES[shape])
+    if "tuned" in name:
+        choose_own_kernels(tmp_path)
     if kind := changes.get("cache", {}).get("dtype"):
         calibrate_kv_scales(models.load_ours(tmp_path), kind, [[3, 4, 5]]).write(tmp_path)
     values = {"limits": LIMITS, **changes, "cache": {"max_tokens": 24000}}
