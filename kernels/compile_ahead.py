@@ -28,6 +28,7 @@ def compile_ahead(
     choices: TunedChoices | None = None,
     *,
     has_drafts: bool = False,
+    num_experts: int = 0,
 ) -> None:
     """Start to compile the kernels that a model of these sizes uses on a GPU; returns at once.
 
@@ -36,7 +37,8 @@ def compile_ahead(
     ``adapter_variants``, tokens of a block and rank, also the kernels of LoRA adapters. With
     ``kv_dtype`` also attention of decodes over a quantized cache. ``choices`` name the measured
     products; those that the package ships by default. With ``has_drafts`` also attention in
-    which a token and its drafts read their keys together.
+    which a token and its drafts read their keys together, with ``num_experts`` of a rank also
+    their measured products.
     """
     if importlib.util.find_spec("triton") is None:
         return
@@ -62,8 +64,9 @@ def compile_ahead(
                 for shape in table.choices(outputs, inner, kind):
                     jobs.append(partial(compile_gemm, shape, dtype, kind))
         for cut, grouped_kind, count in choices.experts.kernels(hidden_size):
-            limit = expert_limit(count)
-            jobs.append(partial(compile_grouped, cut, dtype, grouped_kind, limit))
+            if count == num_experts:
+                limit = expert_limit(count)
+                jobs.append(partial(compile_grouped, cut, dtype, grouped_kind, limit))
     for block_size, rank in adapter_variants:
         jobs.append(partial(compile_adapters, device, dtype, block_size, rank))
     run_beside(jobs)

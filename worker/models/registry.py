@@ -155,9 +155,10 @@ def _compile_ahead(
 
     sizes = folder.config.hidden_size, folder.config.vocab_size
     kv_dtype = quantized_kv_dtype(folder, config.cache.dtype, dtype)
+    num_experts = folder.config.num_experts // config.parallel.expert_parts
     compile_ahead(
         device, dtype, *sizes, _adapter_variants(config), kv_dtype, choices,
-        has_drafts=config.scheduler.speculation.is_on,
+        has_drafts=config.scheduler.speculation.is_on, num_experts=num_experts,
     )  # fmt: skip
 
 

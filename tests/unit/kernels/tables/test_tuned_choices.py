@@ -22,11 +22,11 @@ from trimaran.kernels.tables.tuned_choices import (
 
 CARD = "NVIDIA H200"
 KEY = TuningKey.of(CARD)
-STACK = (128, 1536, 2048)
+STACK = (96, 1536, 2048)
 TUNING = Tuning(
     KEY,
-    {"3072x2048 plain": [[8, [64, 96, 1, 1]], [64, None]]},
-    {"128x1536x2048 gated": [[64, [64, 16, 1]], [512, [16, 64, 128, 4, 3]]]},
+    {"1000x2048 plain": [[8, [64, 96, 1, 1]], [64, None]]},
+    {"96x1536x2048 gated": [[64, [64, 16, 1]], [512, [16, 64, 128, 4, 3]]]},
 )
 
 
@@ -40,8 +40,8 @@ def path(tmp_path):
 def test_measured_choices_go_before_rules_and_shipped_tables(path):
     choices = TunedChoices(CARD, [path])
 
-    assert choices.products.pick(1, 3072, 2048, "plain") == GemmShape(64, 96)
-    assert choices.products.pick(9, 3072, 2048, "plain") is None
+    assert choices.products.pick(1, 1000, 2048, "plain") == GemmShape(64, 96)
+    assert choices.products.pick(9, 1000, 2048, "plain") is None
     assert choices.experts.pick(64, STACK, "gated") == GroupedShape(64, 16)
     assert choices.experts.pick(65, STACK, "gated") == TritonCut(16, 64, 128, 4, 3)
     assert str(choices) == (
@@ -50,7 +50,7 @@ def test_measured_choices_go_before_rules_and_shipped_tables(path):
     )
     # Weights that were not measured keep the choices that the package ships.
     shipped = TunedChoices(CARD)
-    assert shipped.products.pick(1, 3072, 2048, "plain") is None
+    assert shipped.products.pick(1, 1000, 2048, "plain") is None
     assert shipped.products.pick(64, 4096, 14336, "parts") is not None
     assert choices.products.pick(64, 4096, 14336, "parts") == shipped.products.pick(
         64, 4096, 14336, "parts"
@@ -67,7 +67,7 @@ def test_choices_of_another_machine_are_not_used(tmp_path, field):
 
     choices = TunedChoices(CARD, [path])
 
-    assert choices.products.pick(1, 3072, 2048, "plain") is None
+    assert choices.products.pick(1, 1000, 2048, "plain") is None
     assert choices.experts.pick(64, STACK, "gated") is None
     is_told = "Run trimaran tune again" in str(choices) and str(path) in str(choices)
     assert is_told == (field != "card")
@@ -79,7 +79,7 @@ def test_the_file_holds_several_cards_and_the_newest_choices_of_each(path):
     new = replace(old, key=replace(old.key, kernels="newer"))
     for each in (other, old, new):
         write_tuning(path, each)
-    more = {"3072x2048 plain": [[8, [64, 64, 1, 1]]], "2048x2048 parts": [[1, [64, 64, 2, 1]]]}
+    more = {"1000x2048 plain": [[8, [64, 64, 1, 1]]], "1000x1000 parts": [[1, [64, 64, 2, 1]]]}
 
     write_tuning(path, replace(TUNING, products=more, experts={}))
 
@@ -99,13 +99,13 @@ def test_the_choices_of_the_engines_folder_go_before_the_users(tmp_path, monkeyp
     write_tuning(users, TUNING)
     write_tuning(
         engine / FILE_NAME,
-        replace(TUNING, products={"3072x2048 plain": [[8, [64, 128, 1, 1]]]}, experts={}),
+        replace(TUNING, products={"1000x2048 plain": [[8, [64, 128, 1, 1]]]}, experts={}),
     )
 
     choices = TunedChoices(CARD, tuned_files(engine))
 
     assert tuned_files(engine) == [users, engine / FILE_NAME]
-    assert choices.products.pick(1, 3072, 2048, "plain") == GemmShape(64, 128)
+    assert choices.products.pick(1, 1000, 2048, "plain") == GemmShape(64, 128)
     assert choices.experts.pick(64, STACK, "gated") == GroupedShape(64, 16)
 
 
