@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import warnings
 
 import pytest
 import torch
@@ -147,3 +149,63 @@ def test_other_groups_than_of_16_inputs_are_refused(tmp_path):
     (folder / "config.json").write_text(json.dumps(values))
     with pytest.raises(ConfigError, match="NVFP4 with groups of 32"):
         models.load_ours(folder)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="compressed-tensors needs Python 3.11")
+@pytest.mark.parametrize("has_inputs", [False, True])
+def test_a_checkpoint_of_compressed_tensors_holds_what_the_tool_dequantizes(
+    has_inputs, tmp_path
+):
+    folder, theirs = made_by_the_tool(tmp_path, has_inputs)
+    ours = models.load_ours(folder, is_finished=False)
+    for number in range(CONFIGS["llama"].num_hidden_layers):
+        for name, own in (
+            ("self_attn.o_proj", "attention.o_proj"),
+            ("mlp.down_proj", "mlp.down_proj"),
+        ):
+            layer = ours.get_submodule(f"layers.{number}.{own}")
+            expected = theirs.get_submodule(f"model.layers.{number}.{name}").weight
+            # The tool rounds to bfloat16.
+            found = dequantize(layer.method.weight_of(layer), torch.bfloat16)
+            assert found.equal(expected.bfloat16()), (number, name)
+            assert expected.bfloat16().float().equal(expected)
+
+
+def made_by_the_tool(folder, has_inputs):
+    """A checkpoint of compressed-tensors in NVFP4, and the model that the tool makes of it."""
+    with warnings.catch_warnings():
+        # Its own imports use what newer versions of other packages call old.
+        warnings.simplefilter("ignore")
+        from compressed_tensors.compressors import ModelCompressor
+        from compressed_tensors.quantization import (
+            QuantizationConfig,
+            apply_quantization_config,
+        )
+    model = models.save_huggingface(folder / "floats", CONFIGS["llama"])
+    numbers = {**_NUMBERS, "type": "float", "scale_dtype": "torch.float8_e4m3fn"}
+    group = {
+        "targets": ["Linear"],
+        "weights": numbers,
+        "input_activations": {**numbers, "dynamic": "local"} if has_inputs else None,
+    }
+    described = QuantizationConfig(config_groups={"group_0": group}, ignore=["lm_head"])
+    apply_quantization_config(model, described, show_progress=False)
+    for layer in [each for each in model.modules() if hasattr(each, "quantization_scheme")]:
+        _choose_scales(layer)
+    compressor = ModelCompressor.from_pretrained_model(model)
+    compressor.compress_model(model)
+    model.save_pretrained(folder / "tool")
+    compressor.update_config(str(folder / "tool"))
+    compressor.decompress_model(model)
+    return folder / "tool", model
+
+
+@torch.no_grad()
+def _choose_scales(layer):
+    """Scales of groups by their largest number, and the factor that fits them to FP8."""
+    factor = 448 * 6 / layer.weight.abs().max()
+    peaks = layer.weight.unflatten(1, (-1, GROUP)).abs().amax(2)
+    layer.weight_global_scale.fill_(factor)
+    layer.weight_scale.copy_((peaks / 6 * factor).to(torch.float8_e4m3fn))
+    if hasattr(layer, "input_global_scale"):
+        layer.input_global_scale.fill_(100.0)
