@@ -41,6 +41,7 @@ from trimaran.builder.stop_signals import run_stoppable
 from trimaran.builder.weight_only_flags import (
     add_weight_only_flags,
     check_calibrated,
+    checkpoint_of,
     quantization_name,
 )
 from trimaran.comm.errors import ConfigError
@@ -87,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
 def _build(args: argparse.Namespace) -> int:
     began = time.monotonic()
     say_harmless(check_foreign_flags(args, _FOREIGN))
-    source = load_source(args.checkpoint, quantization_name(args))
+    source = load_source(checkpoint_of(args), quantization_name(args))
     check_calibrated(args, source)
     _say_tokenizer(args.checkpoint)
     mapping = rank_mapping(args, source)

@@ -34,6 +34,7 @@ from trimaran.builder.stop_signals import run_stoppable
 from trimaran.builder.weight_only_flags import (
     add_weight_only_flags,
     check_calibrated,
+    checkpoint_of,
     quantization_name,
 )
 from trimaran.comm.errors import ConfigError
@@ -71,7 +72,7 @@ def _convert(args: argparse.Namespace) -> int:
     began = time.monotonic()
     say_harmless(check_foreign_flags(args, CONVERT_FLAGS))
     args = _with_tensor_parallelism(args)
-    source = load_source(args.checkpoint, quantization_name(args))
+    source = load_source(checkpoint_of(args), quantization_name(args))
     check_calibrated(args, source)
     if source.kind is not FolderKind.HUGGINGFACE:
         raise ConfigError(

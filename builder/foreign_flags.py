@@ -62,7 +62,6 @@ CONVERT_FLAGS = (
         "it is fitted to texts, which is not done here: name a W8A8 folder of "
         "compressed-tensors as --checkpoint",
     ),
-    *_refused("quant_ckpt_path", "name the folder of quantized weights as --checkpoint"),
     *_refused("meta_ckpt_dir", "convert Meta's files to a Hugging Face folder and name that"),
     *_refused("cp_size", "context parallelism is not served; it must be 1", ("1",)),
     *_refused("model_type nougat", "encoder-decoder models are not served"),

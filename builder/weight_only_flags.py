@@ -1,10 +1,12 @@
-"""The flags by which TensorRT-LLM's conversion scripts ask for integer weights."""
+"""The flags by which TensorRT-LLM's conversion scripts ask for quantized weights."""
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from trimaran.builder.foreign_flags import FlagSink, say_harmless
+from trimaran.builder.settings import load_source
 from trimaran.comm.errors import ConfigError
 from trimaran.worker.config.engine_folder import EngineFolder
 
@@ -14,6 +16,12 @@ _CALIBRATED = {"int4_awq": "awq", "int4_gptq": "gptq", "int8_gptq": "gptq"}
 
 _GROUPED = {32: "int4_g32", 64: "int4_g64", 128: "int4"}
 _DEFAULT_GROUP = 128
+
+_SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+    "num_attention_heads", "num_key_value_heads", "head_size",
+)  # fmt: skip
+"""Sizes that a model and its quantized weights have in common."""
 
 
 def add_weight_only_flags(parser: FlagSink) -> None:
@@ -26,7 +34,46 @@ def add_weight_only_flags(parser: FlagSink) -> None:
                         help="int4 has groups in any case")  # fmt: skip
     parser.add_argument("--group_size", type=int, metavar="N",
                         help="inputs that share a scale of int4: 32, 64 or 128")  # fmt: skip
-    parser.hide("use_weight_only", "weight_only_precision", "per_group", "group_size")
+    parser.add_argument("--quant_ckpt_path", "--quant-ckpt-path", type=Path, metavar="PATH",
+                        help="the model's quantized weights: a folder, or the file in "
+                        "it")  # fmt: skip
+    parser.hide(
+        "use_weight_only", "weight_only_precision", "per_group", "group_size", "quant_ckpt_path"
+    )
+
+
+def checkpoint_of(args: argparse.Namespace) -> Path:
+    """The folder whose weights are converted: that of ``--quant_ckpt_path``, else the
+    checkpoint.
+
+    Raises:
+        ConfigError: the folder's weights are not quantized, are not those of the file that
+            was named, or belong to a model of other sizes than the checkpoint's.
+    """
+    path: Path | None = args.quant_ckpt_path
+    checkpoint: Path = args.checkpoint
+    if path is None:
+        return checkpoint
+    folder = path.parent if path.is_file() else path
+    found = EngineFolder.load(folder)
+    if path.is_file() and [each.resolve() for each in found.weight_files] != [path.resolve()]:
+        raise ConfigError(
+            f"--quant_ckpt_path {path}: {folder} holds other weights too. Name the folder."
+        )
+    if found.config.quantization is None:
+        raise ConfigError(
+            f"--quant_ckpt_path {path}: {folder}/config.json describes no quantized weights "
+            "(quantization_config). Name the folder that the quantization tool wrote."
+        )
+    floats = load_source(checkpoint, "none").config
+    for name in _SIZES:
+        mine, theirs = getattr(found.config, name), getattr(floats, name)
+        if mine != theirs:
+            raise ConfigError(
+                f"--quant_ckpt_path {path}: {name} is {mine}, but {theirs} in {checkpoint}. "
+                "Name the quantized weights of the same model."
+            )
+    return folder
 
 
 def quantization_name(args: argparse.Namespace) -> str:

@@ -28,6 +28,7 @@ from trimaran.launcher.resolution.resolver import Resolver
 from trimaran.launcher.starters import mpi_launch
 from trimaran.launcher.starters.run_dir import RunDir
 from trimaran.server.repository.model_repository import ModelRepository, Role
+from trimaran.worker.config.engine_config import EngineConfig
 
 _MIN_PYTHON = (3, 10)
 _PACKAGES = (
@@ -277,6 +278,7 @@ def _models(args: argparse.Namespace) -> Iterator[Finding]:
         engine = group.engine
         text = f"{group.world_size} rank(s) on {engine.device}, {engine.engine_dir}"
         yield Finding("ok", f"group {group.name}", text)
+        yield from _tried("memory", partial(_fit, engine))
         yield from _tunings(engine.engine_dir)
     for tokenizer in config.tokenizers:
         yield from _tried("tokenizer", partial(_tokenizer, tokenizer))
@@ -284,6 +286,12 @@ def _models(args: argparse.Namespace) -> Iterator[Finding]:
         yield Finding("note", "models", note)
     if config.picture:
         yield Finding("ok", "placement", config.picture)
+
+
+def _fit(engine: EngineConfig) -> str:
+    from trimaran.launcher.cli.fit import memory_lines  # imports torch
+
+    return "\n".join(memory_lines(engine))
 
 
 def _tokenizer(source: TokenizerFolder) -> str:

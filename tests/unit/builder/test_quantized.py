@@ -179,6 +179,32 @@ def test_weight_only_flags_that_ask_for_other_weights_are_refused(flags, words, 
     assert words in refused(llama().folder, "--use_weight_only", *flags)
 
 
+@pytest.mark.parametrize("command", ["build", "convert"])
+@pytest.mark.parametrize("names_file", [False, True])
+def test_quant_ckpt_path_names_the_weights_of_the_model(
+    command, names_file, tmp_path, trimaran
+):
+    folder = integer_checkpoints.make(tmp_path, integer_checkpoints.FORMS["gptq"], CONFIG)
+    path = folder / "model.safetensors" if names_file else folder
+    done = trimaran(
+        command, "--checkpoint", tmp_path / "floats", "--output", tmp_path / "out",
+        "--use_weight_only", "--weight_only_precision", "int4_gptq", "--quant_ckpt_path", path,
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    _check_shards(EngineFolder.load(tmp_path / "out"), EngineFolder.load(folder))
+
+
+def test_quantized_weights_of_no_or_another_model_are_refused(tmp_path, llama, refused):
+    folder = integer_checkpoints.make(tmp_path, integer_checkpoints.FORMS["gptq"], CONFIG)
+    error = refused(llama().folder, "--quant_ckpt_path", folder)
+    assert "hidden_size is 72, but 32 in" in error
+    error = refused(tmp_path / "floats", "--quant_ckpt_path", tmp_path / "floats")
+    assert "describes no quantized weights" in error
+    save_file({"a": torch.zeros(1)}, folder / "b.safetensors")
+    error = refused(tmp_path / "floats", "--quant_ckpt_path", folder / "b.safetensors")
+    assert "holds other weights too. Name the folder" in error
+
+
 def test_quantized_weights_are_not_quantized_again(tmp_path, refused):
     folder = checkpoints.make(tmp_path, "fbgemm", CONFIG)
     error = refused(folder, "--quantization", "fp8_block")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import socket
 from dataclasses import replace
 
@@ -15,6 +17,7 @@ from trimaran.kernels.tables.tuned_choices import (
     write_tuning,
 )
 from trimaran.launcher.cli import main as cli
+from trimaran.worker.config.quantization import LOAD_METHODS
 
 
 def ports(port: int) -> list[str]:
@@ -86,6 +89,25 @@ def test_the_doctor_shows_the_placement_of_ranks(capsys, free_port, tmp_path):
     assert "ok   group a        2 rank(s) on cpu" in report
     assert "GPU 1    a rank 1" in report
     assert "GPU 2    b rank 0" in report
+
+
+def test_the_doctor_says_what_each_quantization_takes(capsys, free_port, tmp_path):
+    flags = repository(tmp_path, a="0")
+    assert cli.main(["doctor", *ports(free_port), *flags]) == 0
+    report = capsys.readouterr().out
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    layers, heads = config["num_hidden_layers"], config["num_key_value_heads"]
+    size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    megabytes = 2 * layers * heads * size * 1000 / 1e6
+    dtype = config["torch_dtype"]
+    width = {"float32": 4, "bfloat16": 2}[dtype]
+    caches = f"{dtype} {megabytes * width:.3g} MB, fp8 {megabytes:.3g} MB, int8 {megabytes:.3g}"
+    assert f"KV cache of 1000 tokens: {caches} MB" in report
+    weights = re.search(r"weights: (.*)", report)[1]
+    sizes = dict(re.findall(r"(\S+) (\S+) GB", weights))
+    assert list(sizes) == [dtype, *LOAD_METHODS]
+    assert float(sizes["int4"]) < float(sizes["int8"]) < float(sizes[dtype])
+    assert "  int4: " in report and " tokens in int8" in report
 
 
 def test_the_doctor_finds_a_gpu_requested_by_two_models(capsys, free_port, tmp_path):
