@@ -20,7 +20,11 @@ from trimaran.worker.layers.experts import Experts
 from trimaran.worker.models.interfaces import StageRange
 from trimaran.worker.models.quantized_layers import finish_weights
 from trimaran.worker.models.registry import build_model
-from trimaran.worker.models.weights.weight_loader import fill_random, load_shard
+from trimaran.worker.models.weights.weight_loader import (
+    fill_random,
+    load_checkpoint,
+    load_shard,
+)
 from trimaran.worker.parallel.tensor_parallel import ExpertRanks, ShardPosition
 
 GROUP = 32
@@ -200,3 +204,29 @@ def test_fp8_experts_with_biases_are_refused(tmp_path):
         build_model(
             source.config, stage, ShardPosition(), dtype=torch.float32, device=models.CPU
         )
+
+
+def test_experts_of_floats_are_quantized_as_they_are_loaded(tmp_path):
+    models.save_huggingface(tmp_path, CONFIG)
+    plain = models.load_ours(tmp_path)
+    source = EngineFolder.load(tmp_path).quantized("int8")
+    stage = StageRange.of(source.config.num_hidden_layers, 0, 1)
+    model = build_model(
+        source.config, stage, ShardPosition(), dtype=torch.float32, device=models.CPU
+    )
+    load_checkpoint(model, source.weight_files)
+    for path, layer in experts_of(model).items():
+        expected = plain.get_submodule(path)
+        for name in layer.matrices:
+            rows = getattr(expected, name)
+            off = (matrices(layer, name) - rows).abs().amax(2)
+            # Half of a step, and the rounding of scales to bf16.
+            assert (off <= 0.51 * rows.abs().amax(2) / 127 * 1.01).all(), (path, name)
+
+
+def test_a_folder_of_quantized_floats_is_refused_for_stacked_experts(tmp_path, capsys):
+    models.save_huggingface(tmp_path / "floats", CONFIG)
+    words = ["quantize", "--checkpoint", tmp_path / "floats", "--output", tmp_path / "int8",
+             "--quantization", "int8"]  # fmt: skip
+    assert main([str(word) for word in words]) != 0
+    assert "stores matrices as [in, out]" in capsys.readouterr().err
