@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -18,27 +19,33 @@ from trimaran.kernels.tables.grouped_table import expert_limit
 from trimaran.kernels.tables.tuned_choices import TunedChoices
 
 
+class ModelSizes(NamedTuple):
+    """The sizes of a model on a rank by which its kernels are known."""
+
+    hidden: int
+    vocab: int
+    experts: int = 0
+    """Experts of a layer on this rank; 0: none."""
+
+
 def compile_ahead(
     device: torch.device,
     dtype: torch.dtype,
-    hidden_size: int,
-    vocab_size: int,
+    sizes: ModelSizes,
     adapter_variants: Sequence[tuple[int, int]] = (),
     kv_dtype: torch.dtype | None = None,
     choices: TunedChoices | None = None,
     *,
     has_drafts: bool = False,
-    num_experts: int = 0,
 ) -> None:
     """Start to compile the kernels that a model of these sizes uses on a GPU; returns at once.
 
-    These are the CUDA C++ attention kernels, the measured products that read or write
-    ``hidden_size``, and the sampling kernel that Triton compiles the longest. With
-    ``adapter_variants``, tokens of a block and rank, also the kernels of LoRA adapters. With
-    ``kv_dtype`` also attention of decodes over a quantized cache. ``choices`` name the measured
-    products; those that the package ships by default. With ``has_drafts`` also attention in
-    which a token and its drafts read their keys together, with ``num_experts`` of a rank also
-    their measured products.
+    These are the CUDA C++ attention kernels, the measured products that read or write the
+    hidden size, of as many experts too, and the sampling kernel that Triton compiles the
+    longest. With ``adapter_variants``, tokens of a block and rank, also the kernels of LoRA
+    adapters. With ``kv_dtype`` also attention of decodes over a quantized cache. ``choices``
+    name the measured products; those that the package ships by default. With ``has_drafts``
+    also attention in which a token and its drafts read their keys together.
     """
     if importlib.util.find_spec("triton") is None:
         return
@@ -55,16 +62,16 @@ def compile_ahead(
             jobs.append(partial(cuda_attention.compile_prefill, dtype, head_size))
     # The dtype of the model's logits, and of the copies that penalties edit.
     for logits_dtype in (dtype, torch.float32):
-        jobs.append(partial(compile_filters, device, logits_dtype, vocab_size))
+        jobs.append(partial(compile_filters, device, logits_dtype, sizes.vocab))
     if can_multiply(device, dtype):
         choices = choices or TunedChoices(torch.cuda.get_device_name(device))
         table = choices.products
         for outputs, inner, kind in table.weights():
-            if hidden_size in (outputs, inner):
+            if sizes.hidden in (outputs, inner):
                 for shape in table.choices(outputs, inner, kind):
                     jobs.append(partial(compile_gemm, shape, dtype, kind))
-        for cut, grouped_kind, count in choices.experts.kernels(hidden_size):
-            if count == num_experts:
+        for cut, grouped_kind, count in choices.experts.kernels(sizes.hidden):
+            if count == sizes.experts:
                 limit = expert_limit(count)
                 jobs.append(partial(compile_grouped, cut, dtype, grouped_kind, limit))
     for block_size, rank in adapter_variants:

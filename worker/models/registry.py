@@ -151,14 +151,15 @@ def _compile_ahead(
     choices: TunedChoices | None,
 ) -> None:
     """Start to compile the slowest kernels of a folder's model on a GPU."""
-    from trimaran.kernels.compile_ahead import compile_ahead
+    from trimaran.kernels.compile_ahead import ModelSizes, compile_ahead
 
-    sizes = folder.config.hidden_size, folder.config.vocab_size
+    model = folder.config
+    num_experts = model.num_experts // config.parallel.expert_parts
+    sizes = ModelSizes(model.hidden_size, model.vocab_size, num_experts)
     kv_dtype = quantized_kv_dtype(folder, config.cache.dtype, dtype)
-    num_experts = folder.config.num_experts // config.parallel.expert_parts
     compile_ahead(
-        device, dtype, *sizes, _adapter_variants(config), kv_dtype, choices,
-        has_drafts=config.scheduler.speculation.is_on, num_experts=num_experts,
+        device, dtype, sizes, _adapter_variants(config), kv_dtype, choices,
+        has_drafts=config.scheduler.speculation.is_on,
     )  # fmt: skip
 
 
