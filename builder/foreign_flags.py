@@ -42,7 +42,9 @@ class ForeignFlag:
 
 _OFF = ("disable", "none", "false", "0", "off", "no")
 _FLOATS = "--dtype takes float32, float16 and bfloat16"
-_QUANTIZED = f"such weights are not served; --quantization takes FP8 and integers, {_FLOATS}"
+_QUANTIZED = (
+    f"these weights cannot be made here; --quantization makes FP8 and integers, {_FLOATS}"
+)
 
 
 def _ignored(names: str) -> tuple[ForeignFlag, ...]:

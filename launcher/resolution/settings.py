@@ -21,7 +21,7 @@ from trimaran.launcher.flags.serve_flags import DEFAULT_LOG_FILE
 from trimaran.launcher.flags.triton_flags import check_triton_flags, grpc_options, idle_notes
 from trimaran.launcher.placement.job import Job, current_job
 from trimaran.launcher.resolution.access import access_config, connection_limits, tls_notes
-from trimaran.launcher.resolution.engine_args import EngineFlags
+from trimaran.launcher.resolution.engine_flags import EngineFlags
 from trimaran.launcher.resolution.openai import openai_config
 from trimaran.server.config import FrontendConfig
 from trimaran.server.inference.forwarded_headers import compiled

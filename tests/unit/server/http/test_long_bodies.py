@@ -191,8 +191,8 @@ def test_no_stream_waits_for_millions_of_strings_after_the_json(server, cut):
     if cut:
         assert answer.error == (
             "[request id: <id_unknown>] incomplete string length indicator for inference input "
-            "'TEXT' for model 'echo', expecting 4 bytes but only 3 bytes available. Please make "
-            "sure the string length indicator is in one buffer."
+            "'TEXT' for model 'echo', expecting 4 bytes but only 3 bytes available. Please "
+            "make sure the string length indicator is in one buffer."
         )
 
 
