@@ -43,9 +43,7 @@ _POLICIES = {
 _DEFAULT_POLICY = "guaranteed_no_evict"
 _HUGGINGFACE_MAX_NUM_SEQS = 256
 
-_WINDOWS = ("max_attention_window_size", "max_kv_cache_length")
-"""The key, and its name up to version 0.6."""
-
+_WINDOWS = ("max_attention_window_size", "max_kv_cache_length")  # The latter up to 0.6.
 _HOST_BYTES = "kv_cache_host_memory_bytes"
 _ONBOARD = "kv_cache_onboard_blocks"
 _OVERLAPS = {
@@ -363,9 +361,8 @@ def steps_in_flight(model: RepositoryModel, depth: int | None, num_stages: int) 
 
 
 def _windows(model: RepositoryModel) -> tuple[int, ...]:
-    given = ((key, model.parameters.get_str(key)) for key in _WINDOWS)
-    key, text = next(((key, text) for key, text in given if text is not None), ("", None))
-    if text is None:
+    key = next((key for key in _WINDOWS if model.parameters.get_str(key) is not None), "")
+    if (text := model.parameters.get_str(key)) is None:
         return ()
     parts = [part.strip() for part in text.strip("[] ").split(",")]
     if not all(re.fullmatch(r"\d+", part) for part in parts):
