@@ -54,7 +54,7 @@ from trimaran.server.models.transaction import (
     texts_of,
 )
 from trimaran.server.repository.model_repository import RepositoryModel
-from trimaran.server.repository.signatures import answers_batches
+from trimaran.server.repository.signatures import answers_batches, returns_every_beam
 
 _LARGE_BYTES = 256 << 10
 """Larger inputs are read in a thread: word lists, tables and adapters."""
@@ -85,6 +85,7 @@ class TokenModel:
         self._texts = texts_of(model.config.backend)
         self._engines = engines
         self._clamps_ids = clamps_ids
+        self._returns_every_beam = returns_every_beam(model.config)
         engines.on_stop = self._stop_here
         self._is_batched = model.config.max_batch_size > 0
         self.excludes_input = model.parameters.get_bool("exclude_input_in_output") or False
@@ -283,7 +284,7 @@ class TokenModel:
             sampling = read_sampling(
                 inputs, vocab_size, self._logits_dtype, clamps=self._clamps_ids
             )
-            sampling = _with_beams(sampling, inputs)
+            sampling = _with_beams(sampling, inputs, returns_all=self._returns_every_beam)
             if isinstance(request, TokenJob) and request.end_ids:
                 sampling = _with_ends(sampling, request.end_ids, vocab_size)
             table = read_table(inputs, request.inputs.get("prompt_embedding_table"))
@@ -325,13 +326,18 @@ def _taken(answers: Answers, stream: TokenStream) -> Iterator[InferResponse]:
                 yield response
 
 
-def _with_beams(sampling: SamplingParams, inputs: SampleInputs) -> SamplingParams:
-    """The beam search, with as many beams returned as requested: by default all."""
+def _with_beams(
+    sampling: SamplingParams, inputs: SampleInputs, *, returns_all: bool
+) -> SamplingParams:
+    """The beam search, with as many beams returned as requested: by default all. With
+    ``returns_all`` a request for one sequence gets all of them too.
+    """
     width = sampling.beam_width
     if width < 2:
         return sampling
     count = inputs.scalar("num_return_sequences")
-    return replace(sampling, num_return_sequences=width if count is None else int(count))
+    has_all = count is None or (returns_all and count == 1)
+    return replace(sampling, num_return_sequences=width if has_all else int(count))
 
 
 def _with_ends(

@@ -134,6 +134,14 @@ def precedes_sequences(config: ModelConfig) -> bool:
     return all(output.name != "sequence_index" for output in config.output)
 
 
+def returns_every_beam(config: ModelConfig) -> bool:
+    """Whether a model is from version 0.14, in which ``num_return_sequences`` counts searches
+    and each search returns all of its beams. Version 0.15 brought features of encoders.
+    """
+    names = {tensor.name for tensor in config.input}
+    return "num_return_sequences" in names and "encoder_input_features" not in names
+
+
 def check_tensors(path: Path, config: ModelConfig, role: Role) -> None:
     """Check the types of the role's tensors and warn of tensors that the role ignores.
 

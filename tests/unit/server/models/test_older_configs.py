@@ -163,6 +163,30 @@ def before_sequences(tmp_path, tokenizer_folder):
     return root
 
 
+@pytest.mark.parametrize("is_of_0_14", [False, True])
+async def test_one_search_of_0_14_returns_all_of_its_beams(
+    serve, tmp_path, tokenizer_folder, is_of_0_14
+):
+    root = _write_repository(tmp_path, tokenizer_folder, {})
+    path = root / "tensorrt_llm" / "config.pbtxt"
+    text = path.read_text()
+    if is_of_0_14:
+        path.write_text(text.replace('"encoder_input_features"', '"features"'))
+        assert path.read_text() != text
+    async with serve(repository=root) as served:
+        engine = await served.dial(lambda submit: [70])
+        await served.infer(
+            "tensorrt_llm",
+            input_ids=np.array([[5]], np.int32),
+            input_lengths=1,
+            request_output_len=1,
+            beam_width=2,
+            num_return_sequences=1,
+        )
+    num_beams = engine.submits[0].sampling.get("num_return_sequences", 1)
+    assert num_beams == (2 if is_of_0_14 else 1)
+
+
 async def test_models_up_to_0_13_answer_with_every_output_of_log_probs_and_logits(
     serve, before_sequences
 ):
