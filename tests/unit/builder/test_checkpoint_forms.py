@@ -288,7 +288,11 @@ def test_quantized_checkpoints_are_refused_by_the_methods_name(method, words, ll
     [
         ("quantize_config.json", {"bits": 2, "group_size": 128}, "GPTQ, 2 bits"),
         ("quant_config.json", {"w_bit": 3}, "AWQ, 3 bits"),
-        ("hf_quant_config.json", {"quantization": {"quant_algo": "NVFP4"}}, "ModelOpt, NVFP4"),
+        (
+            "hf_quant_config.json",
+            {"quantization": {"quant_algo": "W4A8_AWQ"}},
+            "ModelOpt, W4A8_AWQ",
+        ),
     ],
 )
 def test_a_method_that_writes_a_file_of_its_own_is_recognised(

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 from launcher_repository import write_checkpoint, write_model
 
+from trimaran.kernels.build import kernels_folder
 from trimaran.kernels.tables.tuned_choices import (
     Tuning,
     TuningKey,
@@ -127,7 +128,11 @@ def test_the_doctors_help_fits_a_screen(capsys):
 def test_the_doctor_shows_which_tuned_choices_can_be_used(
     capsys, free_port, tmp_path, monkeypatch
 ):
+    # The doctor compiles the CPU's kernels where the cache has none.
+    compiled = kernels_folder()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "trimaran").mkdir()
+    (tmp_path / "trimaran" / "kernels").symlink_to(compiled)
     key = TuningKey.of("NVIDIA H200")
     entries = {"3072x2048 plain": [(8, [64, 96, 1, 1])]}
     write_tuning(user_file(), Tuning(key, entries, {}))

@@ -255,7 +255,6 @@ REFUSED = {
         "pack-quantized", num_bits=4, strategy="group", group_size=32,
         inputs={"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True},
     ),
-    "format nvfp4-pack-quantized": compressed("nvfp4-pack-quantized", num_bits=4),
 }  # fmt: skip
 
 
