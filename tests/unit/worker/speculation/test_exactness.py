@@ -145,7 +145,7 @@ def test_drafts_of_the_text_change_no_output(make_engine, way, drafts):
 
 
 @pytest.mark.matrix(keep=1)
-@pytest.mark.parametrize("num_requests", [120, 1000])
+@pytest.mark.parametrize("num_requests", [60, 1000])
 @pytest.mark.parametrize("drafter", ["ngram", "lookahead", "eagle", "draft_model", "medusa"])
 def test_drafts_beside_every_other_feature_change_no_output(drafter, num_requests, tmp_path):
     own = DRAFTERS.get(drafter)
