@@ -21,7 +21,7 @@ from trimaran.worker.engine.compilations import Compilations
 
 pytestmark = pytest.mark.ranks(2)
 
-HANG_S, COMPILATION_S = 1.0, 3.5
+HANG_S, COMPILATION_S = 1.0, 2.5
 
 
 @pytest.fixture(params=["one_host", "two_hosts"])

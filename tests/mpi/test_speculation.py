@@ -99,7 +99,7 @@ def test_drafts_change_no_output_of_ranks_together(world, layout):
             [rng.choice(words) for _ in range(rng.randrange(1, 40))],
             {**rng.choice(SAMPLINGS), **(adapter if number % 3 == 0 else {})},
         )
-        for number in range(24)
+        for number in range(14)
     ]
     told: dict[str, list] = {}
     for name, speculation in drafters.items():
