@@ -205,12 +205,12 @@ class DraftRows:
     ) -> None:
         """Let the network draft for the sequences that a step samples, behind the drafts that
         the step verifies, ``runs`` by index in ``sampled``, and the sampled id."""
-        reach, none = self._reach.value, plan.first_samples
+        reach, forking = self._reach.value, plan.first_samples
         for place, sequence in enumerate(sampled):
             drafts = sequence.drafts or self._drafts_of(sequence)
             if not drafts or drafts.drafter.is_asked:
                 continue
-            if sequence.num_pending != 1 or sequence in none:
+            if sequence.num_pending != 1 or sequence in forking:
                 continue
             # The step adds one id at least.
             count = min(drafts.most, self._room_of(sequence) - 1, reach)

@@ -41,8 +41,7 @@ one less a sequence; after so many that verify all, one more."""
 
 _FEW = 3
 """A draft at some place counts as verified if one sequence in so many verifies it. On an H200 a
-token of all drafts takes 4 % of a step of 64 requests, and one draft in two is accepted at the
-fourth place."""
+token of all drafts takes 4 % of a step of 64 requests."""
 
 _PRIOR_RATE = 0.5
 _RATE_SHARE = 0.04
@@ -144,8 +143,6 @@ class DraftController:
         self._plain = _Times()
         self._drafted = _Times()
         self._num_in_a_row = 0
-        self._num_rows = 0
-        """Rows of the last choice."""
         self._was_drafted = False
         self.is_measuring = False
         """Whether the last choice was no drafts because their alternative is to be measured."""
@@ -170,9 +167,6 @@ class DraftController:
         self.is_measuring = self._is_to_measure(num_decodes)
         if self.is_measuring or not rates:
             return [0] * len(rates)
-        if self._num_in_a_row == _LARGER_AT:
-            # A larger size that was disturbed when it was measured gets another chance.
-            self._drafted.forget_above(self._num_rows)
         places = np.arange(1, max(most) + 1)[:, None]
         is_draft = places <= np.array(most)
         gains = (np.array(rates) ** places)[is_draft]
@@ -185,7 +179,9 @@ class DraftController:
         if speeds[best] <= speeds[0] * _MIN_GAIN:
             best = 0
         self._num_in_a_row += best > 0
-        self._num_rows = num_decodes + best
+        if best and self._num_in_a_row == _LARGER_AT:
+            # A larger size that was disturbed when it was measured gets another chance.
+            self._drafted.forget_above(num_decodes + best)
         chosen: list[int] = np.bincount(numbers[order[:best]], minlength=len(rates)).tolist()
         return chosen
 

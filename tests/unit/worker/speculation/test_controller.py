@@ -201,6 +201,24 @@ def test_a_size_whose_measurement_was_disturbed_gets_another_chance():
     assert max(step() for _ in range(60)) == 5
 
 
+def test_measured_times_outlast_steps_without_worthwhile_drafts():
+    controller = DraftController()
+
+    def step(rate):
+        (count,) = controller.choose(1, [rate], [5], 5)
+        slow_ms = 20 if count > 2 else 0
+        controller.record(1 + count, (5 + 0.1 * count + slow_ms) / 1e3, is_drafted=count > 0)
+        return count
+
+    for _ in range(10):
+        step(0.8)
+    tried = 0
+    for _ in range(70):
+        assert [step(0.01) for _ in range(20)] == [0] * 20
+        tried += step(0.8) > 2
+    assert tried <= 1
+
+
 def test_a_network_drafts_as_many_tokens_as_steps_verify():
     reach = DraftReach(5)
     for _ in range(100):
