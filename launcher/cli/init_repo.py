@@ -44,7 +44,12 @@ SCRIPTS = {
         "speculative",
     ),
     "tensorrt_llm/examples/gpt/hf_gpt_convert.py": ("convert",),
+    "tensorrt_llm/examples/gpt/convert_checkpoint.py": ("convert",),
+    "tensorrt_llm/examples/llama/convert_checkpoint.py": ("convert",),
+    "tensorrt_llm/examples/hf_lora_convert.py": ("convert-lora",),
     "tensorrt_llm/examples/gpt/build.py": ("build",),
+    "tensorrt_llm/examples/llama/build.py": ("build",),
+    "bin/trtllm-build": ("build",),
 }
 # Documents end the server by `pkill tritonserver`.
 _NAMING = (

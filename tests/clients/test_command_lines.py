@@ -273,6 +273,31 @@ PLAIN = {
         0,
         [r"^trimaran build: wrote engines/2-gpu: 2 rank\(s\)"],
     ),
+    "convert and build of Llama, with an adapter": (
+        "export PATH=$PWD/bin:$PATH; "
+        "python3 tensorrt_llm/examples/llama/convert_checkpoint.py --model_dir model "
+        "--output_dir tllm_checkpoint --dtype bfloat16 --tp_size 2 && "
+        "trtllm-build --checkpoint_dir tllm_checkpoint --remove_input_padding enable "
+        "--gpt_attention_plugin bfloat16 --context_fmha enable --gemm_plugin bfloat16 "
+        "--output_dir engines/llama --kv_cache_type paged --max_batch_size 64 "
+        "--lora_plugin bfloat16 --lora_target_modules attn_q attn_k attn_v --max_lora_rank 8 "
+        "&& python3 tensorrt_llm/examples/hf_lora_convert.py -i peft/north -o north-weights "
+        "--storage-type float16 && ls north-weights",
+        0,
+        [
+            r"^trimaran build: wrote engines/llama: 2 rank\(s\)",
+            r"^model\.lora_config\.npy$",
+            r"^model\.lora_weights\.npy$",
+        ],
+    ),
+    "build of Llama in one step": (
+        "python3 tensorrt_llm/examples/llama/build.py --model_dir model --dtype bfloat16 "
+        "--remove_input_padding --use_gpt_attention_plugin bfloat16 --enable_context_fmha "
+        "--use_gemm_plugin bfloat16 --output_dir trt_engines --paged_kv_cache "
+        "--max_batch_size 64",
+        0,
+        [r"^trimaran build: wrote trt_engines: 1 rank\(s\)"],
+    ),
     "benchmark, http": (
         f"{BENCH} -i http --max-input-len 100 --num-requests 8 -c 4 "
         "token-norm-dist --input-mean 20 --input-stdev 5 --output-mean 8 --output-stdev 2",
