@@ -41,6 +41,11 @@ _BEHAVIOUR = (
         "microseconds, as from 0.12 on; those versions have seconds",
     ),
     (
+        "0.6 to 0.17",
+        "`nv_trt_llm_*` has the samples of 0.18; those versions lack some of `waiting`, "
+        "`fraction`, `reused`, `paused_requests` and disaggregated serving",
+    ),
+    (
         "all",
         "`all_models/gpt`, without in-flight batching, is served too "
         "([serving.md](serving.md#2-write-the-model-repository))",
