@@ -15,7 +15,7 @@ from trimaran.kernels.cuda import attention as cuda_attention
 from trimaran.kernels.cuda import decode as cuda_decode
 from trimaran.kernels.cuda.grouped_gemm import compile_grouped
 from trimaran.kernels.cuda.hopper_gemm import can_multiply, compile_gemm
-from trimaran.kernels.tables.grouped_table import expert_limit
+from trimaran.kernels.tables.grouped_table import derived_shapes, expert_limit
 from trimaran.kernels.tables.tuned_choices import TunedChoices
 
 
@@ -37,6 +37,7 @@ def compile_ahead(
     choices: TunedChoices | None = None,
     *,
     has_drafts: bool = False,
+    num_experts: int = 0,
 ) -> None:
     """Start to compile the kernels that a model of these sizes uses on a GPU; returns at once.
 
@@ -46,6 +47,10 @@ def compile_ahead(
     adapters. With ``kv_dtype`` also attention of decodes over a quantized cache. ``choices``
     name the measured products; those that the package ships by default. With ``has_drafts``
     also attention in which a token and its drafts read their keys together.
+        for cut in derived_shapes() if sizes.experts else ():
+            limit = expert_limit(sizes.experts)
+            jobs.append(partial(compile_grouped, cut, dtype, "gated", limit))
+            jobs.append(partial(compile_grouped, cut, dtype, "plain", limit))
     """
     if importlib.util.find_spec("triton") is None:
         return
@@ -74,6 +79,10 @@ def compile_ahead(
             if count == sizes.experts:
                 limit = expert_limit(count)
                 jobs.append(partial(compile_grouped, cut, dtype, grouped_kind, limit))
+        for cut in derived_shapes() if sizes.experts else ():
+            limit = expert_limit(sizes.experts)
+            jobs.append(partial(compile_grouped, cut, dtype, "gated", limit))
+            jobs.append(partial(compile_grouped, cut, dtype, "plain", limit))
     for block_size, rank in adapter_variants:
         jobs.append(partial(compile_adapters, device, dtype, block_size, rank))
     run_beside(jobs)

@@ -11,10 +11,13 @@ from trimaran.kernels.cuda.grouped_gemm import GroupedGemm
 from trimaran.kernels.cuda.hopper_gemm import can_multiply
 from trimaran.kernels.routing import ExpertForm
 from trimaran.kernels.tables.grouped_table import (
+    EXPERT_LIMITS,
+    INNER_MULTIPLE,
     GroupedKind,
     GroupedShape,
     GroupedTable,
     TritonCut,
+    derived_shape,
 )
 from trimaran.kernels.tables.tuned_choices import TunedChoices
 from trimaran.kernels.triton import experts as triton_experts
@@ -31,16 +34,25 @@ class MeasuredExperts:
     """The weighted sums of each token's experts, by the measured tables.
 
     With our Hopper kernel, bf16 or float16, an expert's output is rounded to that dtype before
-    it is weighted. Triton serves shapes without a table entry and experts of another form, and
-    reads each choice's expert separately where tokens are few.
+    it is weighted. `derived_shape` serves stacks without a table entry; Triton serves those
+    with few rows, those that our kernel does not take, and experts of another form.
     """
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, table: GroupedTable) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        table: GroupedTable,
+        *,
+        has_own: bool = False,
+    ) -> None:
+        """With ``has_own`` our Hopper kernel also serves stacks without a table entry."""
         self._device = device
         self._dtype = dtype
         self._table = table
         self._kernels: dict[_Key, GroupedGemm] = {}
-        self.backend = "cuda, triton" if table.has_kernels else "triton"
+        self._has_own = has_own
+        self.backend = "cuda, triton" if has_own or table.has_kernels else "triton"
 
     def expert_mlp(
         self,
@@ -58,8 +70,11 @@ class MeasuredExperts:
             return triton_experts.expert_mlp(*inputs, form)
         num_experts, outputs, inner = gate_up_XED.shape
         rows = ids_TC.numel()
-        gated = self._table.pick(rows, (num_experts, outputs, inner), "gated")
-        plain = self._table.pick(rows, (num_experts, inner, outputs // 2), "plain")
+        sizes = (num_experts, outputs, inner), (num_experts, inner, outputs // 2)
+        gated = self._table.pick(rows, sizes[0], "gated")
+        plain = self._table.pick(rows, sizes[1], "plain")
+        if self._takes(gate_up_XED) and not self._table.has(rows, sizes[0], "gated"):
+            gated = plain = derived_shape(rows, num_experts)
         if isinstance(gated, TritonCut) and isinstance(plain, TritonCut):
             return triton_experts.expert_mlp(*inputs, None, (gated, plain))
         if not (isinstance(gated, GroupedShape) and isinstance(plain, GroupedShape)):
@@ -76,6 +91,12 @@ class MeasuredExperts:
         inner_NF = make_inner(permute_rows(x_TD, positions_TC), gate_up_XED, totals)
         parts_ND = make_parts(inner_NF, down_XDF, totals)
         return unpermute_rows(parts_ND, positions_TC, weights_TC)
+
+    def _takes(self, gate_up_XED: Tensor) -> bool:
+        """Whether our kernel takes such matrices without a table entry."""
+        num_experts, outputs, inner = gate_up_XED.shape
+        is_whole = not (inner % INNER_MULTIPLE or outputs // 2 % INNER_MULTIPLE)
+        return self._has_own and is_whole and num_experts <= EXPERT_LIMITS[-1]
 
     def _kernel(self, cut: GroupedShape, kind: GroupedKind, num_experts: int) -> GroupedGemm:
         key = (cut, kind, num_experts)
@@ -121,11 +142,10 @@ def select_experts(
     default."""
     if is_deterministic:
         return FixedExperts()
-    table = GroupedTable({})
-    if can_multiply(device, dtype) and _has_compiler():
-        choices = choices or TunedChoices(torch.cuda.get_device_name(device))
-        table = choices.experts
-    return MeasuredExperts(device, dtype, table)
+    if not (can_multiply(device, dtype) and _has_compiler()):
+        return MeasuredExperts(device, dtype, GroupedTable({}))
+    choices = choices or TunedChoices(torch.cuda.get_device_name(device))
+    return MeasuredExperts(device, dtype, choices.experts, has_own=True)
 
 
 def _has_compiler() -> bool:

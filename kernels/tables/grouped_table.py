@@ -17,6 +17,9 @@ _PLAN_BYTES, _BARRIER_BYTES, _ALIGNMENT = 8, 256, 1024
 EXPERT_LIMITS = (64, 256, 512)
 """Numbers of experts that the kernel is built for."""
 
+INNER_MULTIPLE = 8
+"""Inner widths and outputs that the kernel takes are multiples of this."""
+
 GroupedKind = Literal["plain", "gated"]
 """``x @ weight[expert].T``, or SwiGLU of it."""
 
@@ -88,10 +91,10 @@ class GroupedTable:
     """Measured choices for one device: for each stack of weights, the best tile shape by total
     rows.
 
-    For unmeasured stacks, and above the last entry, Triton multiplies with its default tiles. A
-    file maps ``experts x outputs x inner kind`` to a list of ``[most rows, cut]``. Rows are
-    tokens times experts of a token; a cut is null, the numbers of a `GroupedShape` or those of
-    a `TritonCut`. ``benchmarks/tune_experts.py`` writes the file.
+    `derived_shape` serves stacks that were not measured, and rows above the last entry. A file
+    maps ``experts x outputs x inner kind`` to a list of ``[most rows, cut]``. Rows are tokens
+    times experts of a token; a cut is null for Triton's default, the numbers of a `GroupedShape`
+    or those of a `TritonCut`. ``benchmarks/tune_experts.py`` writes the file.
     """
 
     def __init__(self, entries: dict[str, list[tuple[int, list[int] | None]]]) -> None:
@@ -120,8 +123,15 @@ class GroupedTable:
                 if isinstance(cut, GroupedShape):
                     cut.check(int(name.partition("x")[0]))
 
+    def has(self, rows: int, shape: tuple[int, int, int], kind: GroupedKind) -> bool:
+        """Whether weights of this shape [experts, outputs, inner] were measured with as many
+        rows."""
+        bounds = self._bounds.get(stack_name(shape, kind))
+        return bounds is not None and rows <= bounds[-1]
+
     def pick(self, rows: int, shape: tuple[int, int, int], kind: GroupedKind) -> Cut | None:
-        """The choice for weights of this shape [experts, outputs, inner]."""
+        """The choice for weights of this shape [experts, outputs, inner]; None is Triton's
+        default, and that of weights that were not measured."""
         name = stack_name(shape, kind)
         bounds = self._bounds.get(name)
         if bounds is None or rows > bounds[-1]:
@@ -146,6 +156,33 @@ class GroupedTable:
         """Whether any entry chooses our kernel."""
         every = (cut for choices in self._choices.values() for cut in choices)
         return any(isinstance(cut, GroupedShape) for cut in every)
+
+
+_DERIVED = (
+    (8, GroupedShape(256, 16)), (16, GroupedShape(256, 32)), (32, GroupedShape(256, 64)),
+    (64, GroupedShape(256, 96)), (128, GroupedShape(256, 192)),
+)  # fmt: skip
+_DERIVED_SHARED = GroupedShape(256, 192, 2)
+_FEW_ROWS = 3
+"""Rows of an expert up to which Triton's kernels are as fast."""
+
+
+def derived_shape(num_rows: int, num_experts: int) -> GroupedShape | None:
+    """The tile shape of both products of experts that nobody measured; None: Triton's.
+
+    The tile holds an expert's average rows and half as many more, so that most experts have
+    one run. From 4 rows of an expert on, such tiles were the fastest on an H200 for Mixtral
+    8x7B, and for 128 experts of 768 by 2,048 these or the next smaller ones.
+    """
+    average = -(-num_rows // num_experts)
+    if average <= _FEW_ROWS:
+        return None
+    return next((shape for most, shape in _DERIVED if average <= most), _DERIVED_SHARED)
+
+
+def derived_shapes() -> list[GroupedShape]:
+    """All that `derived_shape` returns, the slowest to compile first."""
+    return [_DERIVED_SHARED, *(shape for _, shape in reversed(_DERIVED))]
 
 
 def _cut_of(numbers: list[int] | None) -> Cut | None:

@@ -24,6 +24,11 @@ _SORT_VALUES = 16384
 """Choices times experts that a program of the sort processes."""
 
 _COUNTED = 16
+"""Blocks of choices whose counts each program of the sort adds up; those of more are scanned."""
+
+_SCANNED_EXPERTS, _SCANNED_BLOCKS = 8, 64
+"""Experts of a program of the scan, and blocks at a time."""
+
 _SUM_TILE = 1024
 FIXED_ROWS = 64
 """The height of tiles for any number of choices, if the order of sums must not change."""
@@ -58,16 +63,40 @@ def _count_kernel(  # type: ignore[no-untyped-def]
     tl.store(counts + block * PADDED + tl.arange(0, PADDED), tl.sum(owned, axis=0))
 
 
+@triton.jit(do_not_specialize=["num_blocks"])  # type: ignore[untyped-decorator,unused-ignore]
+def _scan_kernel(  # type: ignore[no-untyped-def]
+    counts, totals, num_blocks, PADDED: tl.constexpr, EXPERTS: tl.constexpr,
+    BLOCKS: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Program i replaces each block's counts of its ``EXPERTS`` experts by the sums of the
+    blocks before, and writes the sums of all blocks.
+    """
+    experts = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
+    before = tl.zeros((EXPERTS,), tl.int32)
+    for first in range(0, num_blocks, BLOCKS):
+        blocks = first + tl.arange(0, BLOCKS)
+        places = counts + blocks[:, None] * PADDED + experts[None, :]
+        is_block = (blocks < num_blocks)[:, None]
+        found = tl.load(places, mask=is_block, other=0)
+        tl.store(places, before[None, :] + tl.cumsum(found, axis=0) - found, mask=is_block)
+        before += tl.sum(found, axis=0)
+    tl.store(totals + experts, before)
+
+
 @triton.jit(do_not_specialize=["num_assignments", "num_blocks"])  # type: ignore[untyped-decorator,unused-ignore]
 def _sort_kernel(  # type: ignore[no-untyped-def]
     ids, counts, order, totals, positions, num_assignments, num_blocks, first_expert,
-    EXPERTS: tl.constexpr,
-    PADDED: tl.constexpr, BLOCK: tl.constexpr, COUNTED: tl.constexpr, IS_ALONE: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    EXPERTS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, COUNTED: tl.constexpr,
+    IS_ALONE: tl.constexpr, IS_SCANNED: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Program b writes the sorted positions of the b-th block's choices.
 
-    In a launch of one program the program also counts the choices.
+    In a launch of one program the program also counts the choices. With ``IS_SCANNED`` counts
+    are those of the blocks before, and ``totals`` are known; otherwise each program adds up the
+    counts of at most ``COUNTED`` blocks.
     """
     block = tl.program_id(0)
     experts = tl.arange(0, PADDED)
@@ -77,16 +106,17 @@ def _sort_kernel(  # type: ignore[no-untyped-def]
         gdc_wait()
     owned = _owned(ids, assignments, num_assignments, first_expert, EXPERTS, PADDED)
     before = tl.zeros((PADDED,), tl.int32)
-    total = tl.zeros((PADDED,), tl.int32)
     if IS_ALONE:
-        total += tl.sum(owned, axis=0)
+        total = tl.sum(owned, axis=0)
+    elif IS_SCANNED:
+        total = tl.load(totals + experts)
+        before += tl.load(counts + block * PADDED + experts)
     else:
-        for first in range(0, num_blocks, COUNTED):
-            blocks = first + tl.arange(0, COUNTED)
-            source = counts + blocks[:, None] * PADDED + experts[None, :]
-            found = tl.load(source, mask=(blocks < num_blocks)[:, None], other=0)
-            total += tl.sum(found, axis=0)
-            before += tl.sum(tl.where((blocks < block)[:, None], found, 0), axis=0)
+        blocks = tl.arange(0, COUNTED)
+        source = counts + blocks[:, None] * PADDED + experts[None, :]
+        found = tl.load(source, mask=(blocks < num_blocks)[:, None], other=0)
+        total = tl.sum(found, axis=0)
+        before += tl.sum(tl.where((blocks < block)[:, None], found, 0), axis=0)
     starts = tl.cumsum(total, axis=0) - total + before
     targets = starts[None, :] + tl.cumsum(owned, axis=0) - owned
     target = tl.sum(targets * owned, axis=1)
@@ -97,8 +127,9 @@ def _sort_kernel(  # type: ignore[no-untyped-def]
         tl.where(is_owned, target, -1),
         mask=assignments < num_assignments,
     )
-    if block == 0:
-        tl.store(totals + experts, total)
+    if not IS_SCANNED:
+        if block == 0:
+            tl.store(totals + experts, total)
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
@@ -243,6 +274,7 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
 
 
 _count = Launcher(_count_kernel)
+_scan = Launcher(_scan_kernel)
 _sort = Launcher(_sort_kernel)
 _multiply = Launcher(_experts_kernel)
 _sum = Launcher(_sum_kernel)
@@ -331,13 +363,17 @@ def sort_assignments(ids_TC: Tensor, num_experts: int, first_expert: int) -> Sor
     sizes = [padded, num_blocks * padded, num_assignments, num_assignments]
     totals, counts, order, positions = _split(sizes, ids_TC.device)
     constants = (num_experts, padded, block)
-    is_alone = num_blocks == 1
+    is_alone, is_scanned = num_blocks == 1, num_blocks > _COUNTED
     if not is_alone:
         _count((num_blocks, 1), (ids_TC, counts, num_assignments, first_expert), constants)
+    if is_scanned:
+        columns = min(padded, _SCANNED_EXPERTS)
+        grid = (padded // columns, 1)
+        _scan(grid, (counts, totals, num_blocks), (padded, columns, _SCANNED_BLOCKS))
     args = (ids_TC, counts, order, totals, positions, num_assignments, num_blocks, first_expert)
     # More than 32 values a thread would not fit in the registers.
     num_warps = min(max(block * padded // 512, 4), 16)
-    _sort((num_blocks, 1), args, (*constants, _COUNTED, is_alone), num_warps)
+    _sort((num_blocks, 1), args, (*constants, _COUNTED, is_alone, is_scanned), num_warps)
     return SortedAssignments(order, totals, positions.view(ids_TC.shape))
 
 

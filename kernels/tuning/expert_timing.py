@@ -50,7 +50,9 @@ class ExpertTimer:
         entries: dict[str, list[tuple[int, list[int] | None]]] = {}
         for name, cut in zip(self.sizes.names, cuts or (), strict=False):
             entries[name] = [(rows, list(astuple(cut)))]
-        mixture = MeasuredExperts(self._device, self._dtype, GroupedTable(entries))
+        mixture = MeasuredExperts(
+            self._device, self._dtype, GroupedTable(entries), has_own=True
+        )
         x, chosen = self._inputs(tokens)
 
         def run() -> None:

@@ -10,6 +10,8 @@ from trimaran.kernels.tables.grouped_table import (
     GroupedShape,
     GroupedTable,
     TritonCut,
+    derived_shape,
+    derived_shapes,
     stack_name,
 )
 from trimaran.kernels.tables.product_table import TABLES
@@ -86,3 +88,26 @@ def test_committed_tables_hold_valid_tile_shapes(path):
         for cut, _, count in table.kernels(inner):
             cut.check(count)
             assert cut.stages(count) >= 3
+
+
+def test_tiles_by_rule_are_close_to_those_measured():
+    entries = json.loads((TABLES / "nvidia_h200_experts.json").read_text(encoding="utf-8"))
+    compared = 0
+    for name, steps in entries.items():
+        num_experts = int(name.partition("x")[0])
+        for rows, numbers in steps:
+            derived = derived_shape(rows, num_experts)
+            if derived is None or numbers is None:
+                continue
+            assert derived in derived_shapes()
+            derived.check(num_experts)
+            assert derived.stages(num_experts) >= 3
+            assert derived.rows / 3 <= numbers[1] <= 3 * derived.rows, (name, rows)
+            compared += 1
+    assert compared > 20
+
+
+def test_few_rows_of_many_experts_are_not_sorted_into_tiles_by_rule():
+    assert derived_shape(3 * 128, 128) is None
+    assert derived_shape(4 * 128, 128) == GroupedShape(256, 16)
+    assert derived_shape(65536, 128) == GroupedShape(256, 192, 2)
