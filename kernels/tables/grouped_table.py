@@ -93,8 +93,8 @@ class GroupedTable:
 
     `derived_shape` serves stacks that were not measured, and rows above the last entry. A file
     maps ``experts x outputs x inner kind`` to a list of ``[most rows, cut]``. Rows are tokens
-    times experts of a token; a cut is null for Triton's default, the numbers of a `GroupedShape`
-    or those of a `TritonCut`. ``benchmarks/tune_experts.py`` writes the file.
+    times experts of a token; a cut is null for Triton's default, the numbers of a
+    `GroupedShape` or those of a `TritonCut`. ``benchmarks/tune_experts.py`` writes the file.
     """
 
     def __init__(self, entries: dict[str, list[tuple[int, list[int] | None]]]) -> None:
@@ -168,7 +168,7 @@ _FEW_ROWS = 3
 
 
 def derived_shape(num_rows: int, num_experts: int) -> GroupedShape | None:
-    """The tile shape of both products of experts that nobody measured; None: Triton's.
+    """The tile shape of both products of experts without measurements; None: Triton's.
 
     The tile holds an expert's average rows and half as many more, so that most experts have
     one run. From 4 rows of an expert on, such tiles were the fastest on an H200 for Mixtral

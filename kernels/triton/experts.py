@@ -24,7 +24,7 @@ _SORT_VALUES = 16384
 """Choices times experts that a program of the sort processes."""
 
 _COUNTED = 16
-"""Blocks of choices whose counts each program of the sort adds up; those of more are scanned."""
+"""The most blocks of choices whose counts each program of the sort adds up itself."""
 
 _SCANNED_EXPERTS, _SCANNED_BLOCKS = 8, 64
 """Experts of a program of the scan, and blocks at a time."""
