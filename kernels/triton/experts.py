@@ -127,7 +127,7 @@ def _sort_kernel(  # type: ignore[no-untyped-def]
         tl.where(is_owned, target, -1),
         mask=assignments < num_assignments,
     )
-    if not IS_SCANNED:
+    if not IS_SCANNED:  # noqa: SIM102 (the compiler removes the branch of a constant)
         if block == 0:
             tl.store(totals + experts, total)
 
