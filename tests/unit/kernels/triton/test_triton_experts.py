@@ -109,7 +109,7 @@ def test_experts_of_another_form_are_those_of_the_plain_twin(dtype, tokens):
 
 @pytest.mark.parametrize(("tokens", "experts"), [(300, 60), (2, 128), (1200, 128), (700, 7)])
 def test_expert_assignments_are_sorted_by_expert_and_counted(tokens, experts):
-    """Of one block of choices, of some, and of so many that their counts are scanned."""
+    """The choices fill one block, some, and so many that their counts are scanned."""
     ids = drawn_ids("drawn", tokens, experts, 4)
 
     order, totals, positions = triton_experts.sort_assignments(ids, experts, 0)
