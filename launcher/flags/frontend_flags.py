@@ -9,7 +9,7 @@ import argparse
 
 from trimaran.comm.files.flag_values import count, port, positive, size
 from trimaran.launcher.flags.parser import FlagParser
-from trimaran.server.openai.tool_formats import FORMATS
+from trimaran.server.openai.parsing.tool_formats import FORMATS
 
 
 def add_body_flags(parser: argparse.ArgumentParser) -> None:

@@ -18,9 +18,9 @@ from trimaran.server.models.text_pipeline import TextPipeline
 from trimaran.server.models.tokenizer import Tokenizer
 from trimaran.server.openai.chat_templates import ChatTemplate, compiled, read_chat_template
 from trimaran.server.openai.errors import no_text_model, unknown_model
-from trimaran.server.openai.output_parser import Reasoning
+from trimaran.server.openai.parsing.output_parser import Reasoning
+from trimaran.server.openai.parsing.tool_formats import format_of_template, literals_of
 from trimaran.server.openai.requests import ChatModel
-from trimaran.server.openai.tool_formats import format_of_template, literals_of
 from trimaran.server.openai.tools import OutputForm
 from trimaran.server.service import Service
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trimaran.server.models.tokenizer import Tokenizer
-from trimaran.server.openai.output_parser import Kind, OutputParser, Reasoning, Segment
-from trimaran.server.openai.tool_formats import literals_of
+from trimaran.server.openai.parsing.output_parser import OutputParser, Reasoning
+from trimaran.server.openai.parsing.scanner import Kind, Segment
+from trimaran.server.openai.parsing.tool_formats import literals_of
 from trimaran.server.openai.tools import ParserOptions
 
 _ID_LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"

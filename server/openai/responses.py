@@ -9,8 +9,8 @@ from trimaran.server.models.text_request import TextChunk
 from trimaran.server.models.tokenizer import Tokenizer
 from trimaran.server.openai.answers import ResponseMetadata, Usage
 from trimaran.server.openai.errors import ErrorFacts
-from trimaran.server.openai.output_parser import Kind
 from trimaran.server.openai.outputs import Output, foreign_tokens
+from trimaran.server.openai.parsing.scanner import Kind
 from trimaran.server.openai.requests import GenerationRequest
 from trimaran.server.openai.tools import ParserOptions
 from trimaran.server.protocol import json_access

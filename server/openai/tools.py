@@ -10,8 +10,8 @@ from typing import Any
 
 from trimaran.server.openai.errors import ApiError
 from trimaran.server.openai.fields import Fields
-from trimaran.server.openai.output_parser import OutputParser, Reasoning
-from trimaran.server.openai.structural_tags import (
+from trimaran.server.openai.parsing.output_parser import OutputParser, Reasoning
+from trimaran.server.openai.parsing.structural_tags import (
     Pieces,
     Schema,
     Tag,
@@ -19,7 +19,7 @@ from trimaran.server.openai.structural_tags import (
     json_schema,
     sequence,
 )
-from trimaran.server.openai.tool_formats import FORMATS
+from trimaran.server.openai.parsing.tool_formats import FORMATS
 
 _MAX_TOOLS = 512
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")

@@ -13,9 +13,10 @@ import pytest
 import xgrammar
 
 from trimaran.server.models.tokenizer import Tokenizer
-from trimaran.server.openai.output_parser import Kind, OutputParser, Reasoning
-from trimaran.server.openai.structural_tags import Pieces
-from trimaran.server.openai.tool_formats import FORMATS, format_of_template
+from trimaran.server.openai.parsing.output_parser import OutputParser, Reasoning
+from trimaran.server.openai.parsing.scanner import Kind
+from trimaran.server.openai.parsing.structural_tags import Pieces
+from trimaran.server.openai.parsing.tool_formats import FORMATS, format_of_template
 
 TOOLS = {
     "get_weather": {

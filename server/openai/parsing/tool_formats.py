@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from trimaran.server.openai.output_parser import MalformedError, Scanner, Steps, ToolParser
-from trimaran.server.openai.pythonic_calls import PythonicToolParser
-from trimaran.server.openai.structural_tags import (
+from trimaran.server.openai.parsing.output_parser import ToolParser
+from trimaran.server.openai.parsing.pythonic_calls import PythonicToolParser
+from trimaran.server.openai.parsing.scanner import MalformedError, Scanner, Steps
+from trimaran.server.openai.parsing.structural_tags import (
     Pieces,
     Schema,
     Tag,

@@ -7,8 +7,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from trimaran.server.openai.output_parser import MalformedError, Scanner, Steps, ToolParser
-from trimaran.server.openai.structural_tags import (
+from trimaran.server.openai.parsing.output_parser import ToolParser
+from trimaran.server.openai.parsing.scanner import MalformedError, Scanner, Steps
+from trimaran.server.openai.parsing.structural_tags import (
     Pieces,
     Schema,
     Tag,

@@ -1,0 +1,173 @@
+"""Parses generated text into reasoning, text and tool calls as the text comes.
+
+A form of `tool_formats` is a coroutine that reads characters from a `Scanner`, so that the
+cuts depend on the characters alone: no split of the text changes them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trimaran.server.openai.parsing.scanner import (
+    SPACE,
+    MalformedError,
+    Reader,
+    Scanner,
+    Segment,
+    Steps,
+)
+
+
+class ToolParser(ABC):
+    """Reads the tool calls that follow an opening literal of one tool format."""
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def openings(self) -> tuple[str, ...]:
+        """Literals that begin tool calls anywhere in the text."""
+
+    @property
+    def is_at_start(self) -> bool:
+        """Whether the output as a whole may be tool calls, without an opening."""
+        return False
+
+    @abstractmethod
+    def read(self, scanner: Scanner, opening: str) -> Steps:
+        """Read the tool calls behind ``opening``.
+
+        Raises:
+            MalformedError: the text is no tool call.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """The literals around the reasoning."""
+
+    opening: str = "<think>"
+    closing: str = "</think>"
+
+
+class OutputParser:
+    """Parses one output. Takes the text in any parts; costs a constant a character."""
+
+    def __init__(
+        self,
+        tool_parser: ToolParser | None = None,
+        tools: Mapping[str, Mapping[str, Any]] | None = None,
+        reasoning: Reasoning | None = None,
+        *,
+        starts_in_reasoning: bool = False,
+    ) -> None:
+        """``starts_in_reasoning``: the prompt ends with the reasoning's opening."""
+        self._scanner = Scanner(tools or {})
+        self._tool_parser = tool_parser
+        self._reasoning = reasoning
+        self._starts_in_reasoning = starts_in_reasoning
+        self._has_text = False
+        self._steps = self._run()
+        next(self._steps)
+
+    def feed(self, text: str) -> list[Segment]:
+        """The segments that a part of the text completes."""
+        self._scanner.give(text)
+        self._steps.send(None)
+        return self._scanner.taken()
+
+    def finish(self) -> list[Segment]:
+        """The last segments."""
+        self._scanner.close()
+        for _ in self._steps:
+            pass
+        return self._scanner.taken()
+
+    def _run(self) -> Steps:
+        if self._reasoning is not None:
+            yield from self._reason(self._reasoning)
+        yield from self._begin()
+        while True:
+            opening = yield from self._text()
+            if not opening:
+                return
+            yield from self._read(opening)
+
+    def _reason(self, reasoning: Reasoning) -> Steps:
+        scanner = self._scanner
+        if not self._starts_in_reasoning:
+            yield from scanner.space()
+            read = yield from scanner.take(reasoning.opening)
+            if not read:
+                scanner.push(scanner.kept)
+                return
+        scanner.forget()
+        yield from scanner.space()
+        emit = _without_last_space(scanner.reason)
+        yield from scanner.until((reasoning.closing,), emit)
+        yield from scanner.space()
+
+    def _begin(self) -> Steps:
+        """Tool calls that are the whole output."""
+        tool_parser = self._tool_parser
+        if tool_parser is not None and tool_parser.is_at_start:
+            yield from self._read("")
+
+    def _read(self, opening: str) -> Steps:
+        """Tool calls, or the text that is none."""
+        scanner, tool_parser = self._scanner, self._tool_parser
+        assert tool_parser is not None
+        before = scanner.num_calls
+        scanner.keep(opening)
+        try:
+            yield from tool_parser.read(scanner, opening)
+        except MalformedError:
+            # The text before a call's name is given back. The written part of a call stays.
+            given_back = scanner.kept if scanner.num_calls == before else ""
+            scanner.text(given_back)
+            self._has_text = self._has_text or bool(given_back)
+
+    def _text(self) -> Reader:
+        """Text up to an opening, which is returned; empty at the end. White space before an
+        opening, and behind the last call, is no text."""
+        scanner = self._scanner
+        scanner.forget()
+        openings = self._tool_parser.openings if self._tool_parser is not None else ()
+        spaces = ""
+
+        def emit(text: str) -> None:
+            nonlocal spaces
+            is_cut = bool(openings or scanner.num_calls)
+            words = text.strip(SPACE) if is_cut else text
+            if not words:
+                spaces += text
+                return
+            before, _, after = text.partition(words)
+            if self._has_text or not scanner.num_calls:
+                scanner.text(spaces + before)
+            scanner.text(words)
+            spaces, self._has_text = after, True
+
+        opening = yield from scanner.until(openings, emit)
+        if not opening and not scanner.num_calls:
+            scanner.text(spaces)
+        return opening
+
+
+def _without_last_space(emit: Callable[[str], None]) -> Callable[[str], None]:
+    """Passes text on, but for white space at its end."""
+    spaces = ""
+
+    def passed(text: str) -> None:
+        nonlocal spaces
+        rest = text.rstrip(SPACE)
+        if not rest:
+            spaces += text
+            return
+        emit(spaces + rest)
+        spaces = text[len(rest) :]
+
+    return passed

@@ -1,0 +1,356 @@
+"""Reads the characters of an output, in any parts, and collects the segments found so far."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache
+from typing import Any
+
+Reader = Generator[None, None, str]
+"""Reads characters and returns text; pauses where the next character has not come yet."""
+
+Steps = Generator[None, None, None]
+
+END = ""
+"""Read behind the last character."""
+
+SPACE = " \t\r\n"
+_DIGITS = "-+.0123456789eE"
+_IN_STRING = re.compile(r'[^"\\]+')
+_IN_VALUE = re.compile(r'(?s:[^"{}\[\]]+|"(?:[^"\\]|\\.)*")+')
+"""What lies between two brackets of a JSON value, whole strings among it."""
+
+_SPACES = re.compile(f"[{SPACE}]+")
+_LOOSE = json.JSONDecoder(strict=False)
+"""Takes line breaks within strings, which models write."""
+
+_MAX_CACHED = 64
+
+
+class Kind(Enum):
+    """What a segment is."""
+
+    REASONING = "reasoning"
+    TEXT = "text"
+    CALL = "call"
+    """A call begins: the text is the function's name."""
+    ARGUMENTS = "arguments"
+    """A part of the JSON of the last call's arguments."""
+
+
+@dataclass(slots=True)
+class Segment:
+    """A part of an output."""
+
+    kind: Kind
+    text: str
+
+
+class MalformedError(Exception):
+    """The text is no tool call after all."""
+
+
+class Scanner:
+    """The characters of an output, and the segments found so far.
+
+    Readers decide by the characters alone: runs of characters that mean nothing special are
+    passed on at once, and where the parts of the text end makes no difference.
+    """
+
+    def __init__(self, tools: Mapping[str, Mapping[str, Any]]) -> None:
+        """``tools`` are the schemas of the parameters of each function."""
+        self.tools = tools
+        self.num_calls = 0
+        self._segments: list[tuple[Kind, list[str]]] = []
+        """The parts of each segment: to grow a text by a character costs a copy of the text."""
+
+        self._kept: list[str] = []
+        self._keeps = True
+        self._text = ""
+        self._place = 0
+        """Of the next character in ``_text``."""
+
+        self._is_over = False
+
+    # ---- segments -----------------------------------------------------------------------
+
+    def emit(self, kind: Kind, text: str) -> None:
+        """Add a segment, or text to the last one."""
+        if kind is Kind.CALL:
+            self.num_calls += 1
+        elif not text:
+            return
+        elif self._segments and self._segments[-1][0] is kind:
+            self._segments[-1][1].append(text)
+            return
+        self._segments.append((kind, [text]))
+
+    def taken(self) -> list[Segment]:
+        """The segments since the last call."""
+        found, self._segments = self._segments, []
+        return [Segment(kind, _without_halves("".join(parts))) for kind, parts in found]
+
+    def call(self, name: str) -> None:
+        """A call begins; what was read is not text any more."""
+        self.emit(Kind.CALL, name)
+        self.forget()
+
+    def arguments(self, text: str) -> None:
+        """A part of the last call's arguments."""
+        self.emit(Kind.ARGUMENTS, text)
+
+    def reason(self, text: str) -> None:
+        """A part of the reasoning."""
+        self.emit(Kind.REASONING, text)
+
+    def text(self, text: str) -> None:
+        """A part of the text."""
+        self.emit(Kind.TEXT, text)
+
+    # ---- characters ---------------------------------------------------------------------
+
+    def give(self, text: str) -> None:
+        """The next part of the output. All before it was read."""
+        self._text, self._place = text, 0
+
+    def close(self) -> None:
+        """No further part comes."""
+        self._is_over = True
+
+    def keep(self, text: str = "") -> None:
+        """Keep the characters that follow, behind ``text``: they may be text after all."""
+        self._kept = list(text)
+        self._keeps = True
+
+    def forget(self) -> None:
+        """Forget the characters that were kept, and keep no more."""
+        self._kept = []
+        self._keeps = False
+
+    @property
+    def kept(self) -> str:
+        """The characters that were read since `keep`, unless `forget` came behind."""
+        return "".join(self._kept)
+
+    def peek(self) -> Reader:
+        """The next character, which is not read yet; empty at the end."""
+        while self._place == len(self._text):
+            if self._is_over:
+                return END
+            yield
+        return self._text[self._place]
+
+    def char(self) -> Reader:
+        """The next character; empty at the end."""
+        while self._place == len(self._text):
+            if self._is_over:
+                return END
+            yield
+        found = self._text[self._place]
+        self._place += 1
+        if self._keeps:
+            self._kept.append(found)
+        return found
+
+    def run(self, pattern: re.Pattern[str]) -> str:
+        """The characters of a pattern that are here already; empty for none."""
+        match = pattern.match(self._text, self._place)
+        if match is None:
+            return ""
+        found = match.group()
+        self._place = match.end()
+        if self._keeps:
+            self._kept.extend(found)
+        return found
+
+    def push(self, text: str) -> None:
+        """Give characters back that were just read, to be read again."""
+        start = self._place - len(text)
+        if start >= 0:
+            self._place = start
+        else:
+            # Some came with an earlier part.
+            self._text, self._place = text + self._text[self._place :], 0
+        if text:
+            del self._kept[-len(text) :]
+
+    def space(self) -> Reader:
+        """Pass white space; the character behind it, which is not read yet."""
+        while True:
+            self.run(_SPACES)
+            if self._place < len(self._text):
+                return self._text[self._place]
+            if self._is_over:
+                return END
+            yield
+
+    def _skip(self, literal: str) -> bool:
+        """Read a literal that is here already as a whole."""
+        if not self._text.startswith(literal, self._place):
+            return False
+        self._place += len(literal)
+        if self._keeps:
+            self._kept.extend(literal)
+        return True
+
+    # ---- literals -----------------------------------------------------------------------
+
+    def expect(self, literal: str) -> Steps:
+        """Read a literal.
+
+        Raises:
+            MalformedError: other characters come.
+        """
+        if self._skip(literal):
+            return
+        for wanted in literal:
+            found = yield from self.char()
+            if found != wanted:
+                raise MalformedError
+
+    def take(self, *literals: str) -> Reader:
+        """Read one of several literals, none a beginning of another; empty if none comes."""
+        first = yield from self.peek()
+        literals = tuple(literal for literal in literals if literal[0] == first)
+        for literal in literals:
+            if self._skip(literal):
+                return literal
+        read = ""
+        while any(literal.startswith(read) for literal in literals):
+            if read in literals:
+                return read
+            found = yield from self.char()
+            if found == END:
+                break
+            read += found
+        self.push(read)
+        return ""
+
+    def until(
+        self, literals: Sequence[str], emit: Callable[[str], None] | None = None
+    ) -> Reader:
+        """Read up to one of these literals, none a beginning of another; that literal is read
+        too. The text before it is returned; with ``emit`` that text goes there as it comes, and
+        the literal is returned, or empty at the end.
+
+        Raises:
+            MalformedError: the end comes first, without ``emit``.
+        """
+        parts: list[str] = []
+        tell = parts.append if emit is None else emit
+        others = _others("".join(literal[0] for literal in literals))
+        held = ""
+        while True:
+            if not held:
+                run = self.run(others)
+                if run:
+                    tell(run)
+                read = next(filter(self._skip, literals), "")
+                if read:
+                    return read if emit is not None else "".join(parts)
+            found = yield from self.char()
+            if found == END:
+                if emit is None:
+                    raise MalformedError
+                emit(held)
+                return ""
+            held += found
+            while held and not any(literal.startswith(held) for literal in literals):
+                tell(held[0])
+                held = held[1:]
+            if held in literals:
+                return held if emit is not None else "".join(parts)
+
+    # ---- JSON ---------------------------------------------------------------------------
+
+    def json_text(self) -> Reader:
+        """The value of a JSON string whose first quotation mark was read.
+
+        Raises:
+            MalformedError: no JSON string.
+        """
+        parts = ['"']
+        yield from self._string(parts.append)
+        try:
+            value: str = _LOOSE.decode("".join(parts))
+        except ValueError:
+            raise MalformedError from None
+        return value
+
+    def _string(self, emit: Callable[[str], None]) -> Steps:
+        """The rest of a JSON string, with its last quotation mark."""
+        is_escaped = False
+        while True:
+            run = "" if is_escaped else self.run(_IN_STRING)
+            if run:
+                emit(run)
+            found = yield from self.char()
+            if found == END:
+                raise MalformedError
+            emit(found)
+            if is_escaped:
+                is_escaped = False
+            elif found == "\\":
+                is_escaped = True
+            elif found == '"':
+                return
+
+    def json_value(self, emit: Callable[[str], None]) -> Steps:
+        """Pass the text of a JSON value on as it comes.
+
+        Raises:
+            MalformedError: no JSON value begins.
+        """
+        first = yield from self.space()
+        if first in ("{", "["):
+            yield from self._nested(emit)
+        elif first == '"':
+            yield from self.char()
+            text = yield from self.json_text()
+            emit(json.dumps(text, ensure_ascii=False))
+        elif first != END and (first in _DIGITS or first.isalpha()):
+            while True:
+                found = yield from self.peek()
+                if found == END or not (found in _DIGITS or found.isalpha()):
+                    return
+                yield from self.char()
+                emit(found)
+        else:
+            raise MalformedError
+
+    def _nested(self, emit: Callable[[str], None]) -> Steps:
+        """An object or a list, up to its end."""
+        depth = 0
+        while True:
+            run = self.run(_IN_VALUE)
+            if run:
+                emit(run)
+            found = yield from self.char()
+            if found == END:
+                raise MalformedError
+            emit(found)
+            if found == '"':
+                yield from self._string(emit)
+            elif found in "{[":
+                depth += 1
+            elif found in "]}":
+                depth -= 1
+                if depth == 0:
+                    return
+
+
+@lru_cache(maxsize=_MAX_CACHED)
+def _others(characters: str) -> re.Pattern[str]:
+    """Matches a run of other characters than these."""
+    return re.compile(f"[^{re.escape(characters)}]+" if characters else "(?s:.+)")
+
+
+def _without_halves(text: str) -> str:
+    """A text whose unpaired surrogates, which models may escape, are replacement characters."""
+    if text.isascii():
+        return text
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
