@@ -18,7 +18,7 @@ _TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(_TESTS / "clients"), str(_TESTS / "e2e")]
 
 from adapters import write_peft  # noqa: E402
-from packages import pip  # noqa: E402
+from packages import fetch_perf_analyzer, pip  # noqa: E402
 from served import BIN, DEMO_MODEL, Served, command_env, free_ports  # noqa: E402
 
 TRITON_WHEEL = "nvidia-pytriton==0.7.0"
@@ -215,3 +215,9 @@ def triton(tmp_path_factory: pytest.TempPathFactory) -> Path:
     packages = python / "lib" / f"python{version}" / "site-packages"
     pip("install", "--no-deps", "--target", str(packages), "numpy<2")
     return folder
+
+
+@pytest.fixture(scope="session")
+def perf_analyzer(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """NVIDIA's perf_analyzer and the folder of its libraries."""
+    return fetch_perf_analyzer(tmp_path_factory.mktemp("perf_analyzer"))

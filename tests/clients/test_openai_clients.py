@@ -1,4 +1,4 @@
-"""LangChain, LlamaIndex and aiperf, unmodified, each in an environment of its own."""
+"""OpenAI clients and NVIDIA's benchmarks, unmodified, each in an environment of its own."""
 
 from __future__ import annotations
 
@@ -136,6 +136,41 @@ def test_aiperf_measures_every_endpoint_without_an_error(server, aiperf, tmp_pat
     found: dict[str, Any] = json.loads(report.read_text())
     assert found["request_count"]["avg"] == NUM_REQUESTS, found
     assert found.get("error_request_count", {"avg": 0})["avg"] == 0, found
+    if streaming:
+        assert found["time_to_first_token"]["avg"] > 0
+
+
+@pytest.fixture(scope="module")
+def genai_perf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """NVIDIA's genai-perf."""
+    folder = tmp_path_factory.mktemp("genai_perf")
+    return _environment(folder / "venv", "genai-perf==0.0.16") / "genai-perf"
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [("chat", "--streaming"), ("chat",), ("completions", "--streaming"), ("completions",)],
+    ids="-".join,
+)  # fmt: skip
+@pytest.mark.timeout(900)
+def test_genai_perf_measures_the_openai_port(server, genai_perf, perf_analyzer, tmp_path, mode):
+    kind, *streaming = mode
+    program, libraries = perf_analyzer
+    os.symlink(DEMO_MODEL, tmp_path / "tokenizer")
+    path = f"{program.parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        [str(genai_perf), "profile", "-m", MODEL, "--endpoint-type", kind, *streaming,
+         "--url", f"127.0.0.1:{server.port}", "--request-count", str(NUM_REQUESTS),
+         "--concurrency", "2", "--synthetic-input-tokens-mean", "10", "--output-tokens-mean",
+         "8", "--warmup-request-count", "0", "--tokenizer", "./tokenizer"],
+        capture_output=True, text=True, timeout=300, cwd=tmp_path,
+        env=_own_env(HOME=str(tmp_path), PATH=path, LD_LIBRARY_PATH=str(libraries)),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    (report,) = tmp_path.glob("artifacts/*/profile_export_genai_perf.json")
+    found: dict[str, Any] = json.loads(report.read_text())
+    assert found["request_count"]["avg"] == NUM_REQUESTS, found
+    assert found["output_sequence_length"]["avg"] > 0, found
     if streaming:
         assert found["time_to_first_token"]["avg"] > 0
 

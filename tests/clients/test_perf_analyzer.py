@@ -7,16 +7,11 @@ import os
 import re
 import shutil
 import subprocess
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from packages import pip
 from served import Served
-
-WHEEL = "tritonclient==2.47.0"
-"""Its wheel carries the program; the package perf-analyzer is empty."""
 
 # A window of 50 requests is stable within 90 %, whatever else the machine does.
 WINDOW = (
@@ -27,28 +22,6 @@ WINDOW = (
     "-s",
     "90",
 )
-
-
-@pytest.fixture(scope="module")
-def perf_analyzer(triton: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The program and the folder of its libraries."""
-    folder = tmp_path_factory.mktemp("perf_analyzer")
-    pip("download", "--no-deps", "--only-binary", ":all:", "--dest", str(folder), WHEEL)
-    (wheel,) = folder.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(folder)
-    (program,) = folder.glob("*.data/data/bin/perf_analyzer")
-    program.chmod(0o755)
-    libraries = folder / "libraries"
-    libraries.mkdir()
-    (cuda,) = (triton / "nvidia_pytriton.libs").glob("libcudart-*.so.12*")
-    shutil.copy(cuda, libraries / "libcudart.so.12")
-    subprocess.run(["apt-get", "download", "-qq", "libb64-0d"], cwd=folder, check=True)
-    (package,) = folder.glob("libb64*.deb")
-    subprocess.run(["dpkg", "-x", str(package), str(folder / "package")], check=True)
-    (base64,) = folder.glob("package/usr/lib/*/libb64.so.0d")
-    shutil.copy(base64, libraries / "libb64.so.0d")
-    return program, libraries
 
 
 @pytest.fixture(scope="module")

@@ -72,7 +72,7 @@ class Scanner:
         self._keeps = True
         self._text = ""
         self._place = 0
-        """Of the next character in ``_text``."""
+        """The place of the next character in `_text`."""
 
         self._is_over = False
 
