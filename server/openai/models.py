@@ -19,7 +19,7 @@ from trimaran.server.models.tokenizer import Tokenizer
 from trimaran.server.openai.chat_templates import ChatTemplate, compiled, read_chat_template
 from trimaran.server.openai.errors import no_text_model, unknown_model
 from trimaran.server.openai.parsing.output_parser import Reasoning
-from trimaran.server.openai.parsing.tool_formats import format_of_template, literals_of
+from trimaran.server.openai.parsing.tool_formats import FORMATS, format_of_template, literals_of
 from trimaran.server.openai.requests import ChatModel
 from trimaran.server.openai.tools import OutputForm
 from trimaran.server.service import Service
@@ -149,7 +149,8 @@ class OpenAIModels:
             name = format_of_template(text) if name == "auto" else name
             has_reasoning = reasoning == "think"
             if reasoning == "auto":
-                has_reasoning = Reasoning().closing in text
+                is_whole = bool(name) and FORMATS[name].is_whole
+                has_reasoning = is_whole or Reasoning().closing in text
             literals = literals_of(name) if name else ""
             if has_reasoning:
                 literals += Reasoning().opening + Reasoning().closing

@@ -167,7 +167,7 @@ def read_chat(fields: Fields, chat_models: Mapping[str, ChatModel]) -> Generatio
     )
     found.prompts = [prompt]
     form = chat_model.form
-    if choice.mode != "none" or answer is not None or form.has_reasoning:
+    if choice.mode != "none" or answer is not None or form.has_reasoning or form.whole:
         options = parser_options_of(form, choice, model, prompt)
         params.values |= guide_of(form, choice, options, answer)
         if options.tool_format or options.has_reasoning:

@@ -10,6 +10,7 @@ from typing import Any
 
 from trimaran.server.openai.errors import ApiError
 from trimaran.server.openai.fields import Fields
+from trimaran.server.openai.parsing.harmony import HarmonyToolParser
 from trimaran.server.openai.parsing.output_parser import OutputParser, Reasoning
 from trimaran.server.openai.parsing.structural_tags import (
     Pieces,
@@ -38,6 +39,12 @@ class OutputForm:
     has_reasoning: bool = False
     special: frozenset[str] = frozenset()
     """Special tokens of the tokenizer that are literals of the form."""
+
+    @property
+    def whole(self) -> HarmonyToolParser | None:
+        """The form if the form covers outputs as a whole."""
+        found = FORMATS.get(self.tool_format)
+        return found if isinstance(found, HarmonyToolParser) else None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -208,6 +215,8 @@ def parser_options_of(
         options.tool_format = form.tool_format
         options.tools = choice.schemas
         options.max_calls = 1 if choice.is_one else None
+    elif form.whole is not None:
+        options.tool_format = form.tool_format
     is_used = bool(options.tool_format or options.has_reasoning)
     options.shows_special_tokens = is_used and bool(form.special)
     return options
@@ -222,20 +231,25 @@ def guide_of(
     """The guide's inputs of the token model: calls that must come, or the JSON of an answer.
     Empty where any text may come.
     """
-    pieces = Pieces(form.special)
+    pieces, whole = Pieces(form.special), form.whole
+    json_answer: Tag | None = None
+    if answer is not None:
+        json_answer = _json(answer) if whole is None else whole.answer(_json(answer), pieces)
     calls: Tag | None = None
     if choice.mode in ("required", "named"):
         tool_format = FORMATS[form.tool_format]
         calls = tool_format.structure(choice.schemas, pieces, is_one=choice.is_one)
-    elif answer is None:
+    elif json_answer is None:
         return {}
     elif choice.mode == "auto":
         tool_format = FORMATS[form.tool_format]
         calls = tool_format.structure(choice.schemas, pieces, is_one=choice.is_one)
-        calls = {"type": "or", "elements": [_json(answer), calls]}
-    content = _json(answer) if calls is None and answer is not None else calls
+        calls = {"type": "or", "elements": [json_answer, calls]}
+    content = json_answer if calls is None else calls
     assert content is not None
-    if form.has_reasoning:
+    if whole is not None:
+        content = whole.behind_reasoning(content, pieces)
+    elif form.has_reasoning:
         content = _behind_reasoning(content, pieces, is_open=options.starts_in_reasoning)
     tag = {"type": "structural_tag", "format": content}
     return {_GUIDE_TYPE: "structural_tag", _GUIDE: json.dumps(tag)}

@@ -7,7 +7,7 @@ cuts depend on the characters alone: no split of the text changes them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from trimaran.server.openai.parsing.scanner import (
     Scanner,
     Segment,
     Steps,
+    without_last_space,
 )
 
 
@@ -35,6 +36,16 @@ class ToolParser(ABC):
     def is_at_start(self) -> bool:
         """Whether the output as a whole may be tool calls, without an opening."""
         return False
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the form covers the output as a whole, its reasoning and texts among it."""
+        return False
+
+    @property
+    def literals(self) -> str:
+        """Literals of the form that no call holds."""
+        return ""
 
     @abstractmethod
     def read(self, scanner: Scanner, opening: str) -> Steps:
@@ -65,7 +76,7 @@ class OutputParser:
         starts_in_reasoning: bool = False,
     ) -> None:
         """``starts_in_reasoning``: the prompt ends with the reasoning's opening."""
-        self._scanner = Scanner(tools or {})
+        self._scanner = Scanner(tools or {}, has_reasoning=reasoning is not None)
         self._tool_parser = tool_parser
         self._reasoning = reasoning
         self._starts_in_reasoning = starts_in_reasoning
@@ -87,6 +98,9 @@ class OutputParser:
         return self._scanner.taken()
 
     def _run(self) -> Steps:
+        if self._tool_parser is not None and self._tool_parser.is_whole:
+            yield from self._tool_parser.read(self._scanner, "")
+            return
         if self._reasoning is not None:
             yield from self._reason(self._reasoning)
         yield from self._begin()
@@ -106,7 +120,7 @@ class OutputParser:
                 return
         scanner.forget()
         yield from scanner.space()
-        emit = _without_last_space(scanner.reason)
+        emit = without_last_space(scanner.reason)
         yield from scanner.until((reasoning.closing,), emit)
         yield from scanner.space()
 
@@ -155,19 +169,3 @@ class OutputParser:
         if not opening and not scanner.num_calls:
             scanner.text(spaces)
         return opening
-
-
-def _without_last_space(emit: Callable[[str], None]) -> Callable[[str], None]:
-    """Passes text on, but for white space at its end."""
-    spaces = ""
-
-    def passed(text: str) -> None:
-        nonlocal spaces
-        rest = text.rstrip(SPACE)
-        if not rest:
-            spaces += text
-            return
-        emit(spaces + rest)
-        spaces = text[len(rest) :]
-
-    return passed

@@ -61,9 +61,13 @@ class Scanner:
     passed on at once, and where the parts of the text end makes no difference.
     """
 
-    def __init__(self, tools: Mapping[str, Mapping[str, Any]]) -> None:
-        """``tools`` are the schemas of the parameters of each function."""
+    def __init__(
+        self, tools: Mapping[str, Mapping[str, Any]], *, has_reasoning: bool = True
+    ) -> None:
+        """``tools`` are the schemas of the parameters of each function; ``has_reasoning``:
+        reasoning is told apart from the text."""
         self.tools = tools
+        self.has_reasoning = has_reasoning
         self.num_calls = 0
         self._segments: list[tuple[Kind, list[str]]] = []
         """The parts of each segment: to grow a text by a character costs a copy of the text."""
@@ -354,3 +358,19 @@ def _without_halves(text: str) -> str:
     if text.isascii():
         return text
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
+def without_last_space(emit: Callable[[str], None]) -> Callable[[str], None]:
+    """Passes text on, but for white space at its end."""
+    spaces = ""
+
+    def passed(text: str) -> None:
+        nonlocal spaces
+        rest = text.rstrip(SPACE)
+        if not rest:
+            spaces += text
+            return
+        emit(spaces + rest)
+        spaces = text[len(rest) :]
+
+    return passed

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from trimaran.server.openai.parsing.harmony import HarmonyToolParser
 from trimaran.server.openai.parsing.output_parser import ToolParser
 from trimaran.server.openai.parsing.pythonic_calls import PythonicToolParser
 from trimaran.server.openai.parsing.scanner import MalformedError, Scanner, Steps
@@ -362,7 +363,7 @@ def _json_of(text: str) -> str:
 
 ToolFormat = (
     HermesToolParser | LlamaToolParser | MistralToolParser | DeepSeekToolParser | XmlToolParser
-    | PythonicToolParser
+    | PythonicToolParser | HarmonyToolParser
 )  # fmt: skip
 
 FORMATS: Mapping[str, ToolFormat] = {
@@ -377,17 +378,20 @@ FORMATS: Mapping[str, ToolFormat] = {
         after_arguments="\n```",
     ),
     "deepseek_v31": DeepSeekToolParser(),
+    "harmony": HarmonyToolParser(),
 }
 """By the names that vLLM and Triton's OpenAI front end use."""
 
 
 def literals_of(name: str) -> str:
     """A text that holds every literal of a form."""
-    tag = FORMATS[name].structure({"name": {"type": "object"}}, Pieces(), is_one=False)
-    return json.dumps(tag, ensure_ascii=False)
+    form = FORMATS[name]
+    tag = form.structure({"name": {"type": "object"}}, Pieces(), is_one=False)
+    return form.literals + json.dumps(tag, ensure_ascii=False)
 
 
 _MARKS = (
+    ("<|channel|>", "harmony"),
     ("<function=", "qwen3_coder"),
     ("<tool_call>", "hermes"),
     ("[TOOL_CALLS]", "mistral"),

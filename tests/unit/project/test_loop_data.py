@@ -212,6 +212,7 @@ PLACES: dict[str, Places] = {
     "openai/parsing/pythonic_calls.py": _all(ENGINE, "join loads dumps"),
     "openai/response_requests.py": {"join": OPERATOR},
     "openai/responses.py": _all(ENGINE, "json_access.dump encode join"),
+    "openai/parsing/harmony.py": _all(ENGINE, "join search"),
     "openai/parsing/scanner.py": _all(ENGINE, "join dumps encode decode match"),
     "openai/server.py": {"match": HEAD, **_all(OPERATOR, "b64encode decode encode findall")},
     "openai/parsing/tool_formats.py": _all(ENGINE, "join loads dumps"),

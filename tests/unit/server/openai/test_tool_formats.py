@@ -15,7 +15,7 @@ import xgrammar
 from trimaran.server.models.tokenizer import Tokenizer
 from trimaran.server.openai.parsing.output_parser import OutputParser, Reasoning
 from trimaran.server.openai.parsing.scanner import Kind
-from trimaran.server.openai.parsing.structural_tags import Pieces
+from trimaran.server.openai.parsing.structural_tags import Pieces, json_schema
 from trimaran.server.openai.parsing.tool_formats import FORMATS, format_of_template
 
 TOOLS = {
@@ -101,10 +101,27 @@ def deepseek_v31(calls):
     return f"<｜tool▁calls▁begin｜>{''.join(each)}<｜tool▁calls▁end｜>"
 
 
+def harmony(calls):
+    each = (
+        f"<|channel|>commentary to=functions.{n} <|constrain|>json<|message|>"
+        f"{json.dumps(a, ensure_ascii=False)}"
+        for n, a in calls
+    )
+    return "<|call|><|start|>assistant".join(each)
+
+
 WRITE = {
     "hermes": hermes, "llama3": llama3, "mistral": mistral, "pythonic": pythonic,
     "qwen3_coder": qwen3_coder, "deepseek_v3": deepseek_v3, "deepseek_v31": deepseek_v31,
+    "harmony": harmony,
 }  # fmt: skip
+
+
+PREFACE = "Let me see."
+WRITE_PREFACE = {
+    "harmony": f"<|channel|>commentary<|message|>{PREFACE}<|end|><|start|>assistant",
+}
+"""The text before calls, where a form does not write the text as it is."""
 
 
 def random_calls(draw, name):
@@ -193,9 +210,9 @@ def check_calls(name, number):
     calls = random_calls(draw, name)
     text = WRITE[name](calls)
     if not FORMATS[name].is_at_start and draw.random() < 0.5:
-        text = "Let me see.\n" + text
+        text = WRITE_PREFACE.get(name, PREFACE + "\n") + text
         whole = segment(name, [text])
-        assert whole[0] == (Kind.TEXT, "Let me see."), text
+        assert whole[0] == (Kind.TEXT, PREFACE), text
         calls_found = whole[1:]
     else:
         calls_found = whole = segment(name, [text])
@@ -262,6 +279,52 @@ def test_reasoning_comes_before_text_and_calls():
     assert segment("hermes", " no", reasoning=Reasoning()) == [(Kind.TEXT, " no")]
 
 
+ANALYSIS = "<|channel|>analysis<|message|>Hm, 1 < 2.<|end|><|start|>assistant"
+FINAL = "<|channel|>final<|message|>"
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        (f"{ANALYSIS}{FINAL} Yes.\n<|return|>",
+         [(Kind.REASONING, "Hm, 1 < 2."), (Kind.TEXT, " Yes.\n")]),
+        (f"{ANALYSIS}{ANALYSIS}{FINAL}Yes.",
+         [(Kind.REASONING, "Hm, 1 < 2.\nHm, 1 < 2."), (Kind.TEXT, "Yes.")]),
+        ("<|channel|>commentary<|message|>One.<|end|><|start|>assistant" + FINAL + "Two.",
+         [(Kind.TEXT, "One.\nTwo.")]),
+        # The recipient may come before the channel, and the type without its mark.
+        (' to=functions.search<|channel|>commentary json<|message|>{"query": "x"}<|call|>',
+         [(Kind.CALL, "search"), (Kind.ARGUMENTS, '{"query": "x"}')]),
+        (ANALYSIS + ' to=functions.search<|channel|>analysis<|message|>\n{"query": "x"}\n',
+         [(Kind.REASONING, "Hm, 1 < 2."), (Kind.CALL, "search"),
+          (Kind.ARGUMENTS, '{"query": "x"}')]),
+        ("<|channel|>commentary to=functions.search<|message|><|call|>",
+         [(Kind.CALL, "search"), (Kind.ARGUMENTS, "{}")]),
+        # A tool that no request offers.
+        ("<|channel|>analysis to=python code<|message|>1 + 1<|call|>",
+         [(Kind.REASONING, "1 + 1")]),
+        (" to be continued", [(Kind.TEXT, " to be continued")]),
+        (" to=day", [(Kind.TEXT, " to=day")]),
+        (f"{ANALYSIS}<|channel|>fin", [(Kind.REASONING, "Hm, 1 < 2.")]),
+        ("rest of a text<|return|>", [(Kind.TEXT, "rest of a text")]),
+        ("", []),
+    ],
+)  # fmt: skip
+def test_messages_of_harmony_are_reasoning_texts_and_calls_however_they_are_cut(text, wanted):
+    assert segment("harmony", [text], reasoning=Reasoning()) == wanted
+    for cut in range(1, len(text)):
+        parts = [text[:cut], text[cut:]]
+        assert segment("harmony", parts, reasoning=Reasoning()) == wanted, cut
+    for size in range(1, MAX_BURST + 1):
+        parts = [text[start : start + size] for start in range(0, len(text), size)]
+        assert segment("harmony", parts, reasoning=Reasoning()) == wanted, size
+
+
+def test_without_a_reasoning_parser_the_analysis_is_text():
+    found = segment("harmony", [f"{ANALYSIS}{FINAL}Yes."])
+    assert found == [(Kind.TEXT, "Hm, 1 < 2.\nYes.")]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_text_that_was_told_takes_no_memory(name):
     parser = OutputParser(FORMATS[name], TOOLS, reasoning=Reasoning())
@@ -296,6 +359,7 @@ def test_a_template_tells_its_form():
     assert format_of_template("{{ tools }}<tool_call>") == "hermes"
     assert format_of_template("{{ tools }}<tool_call><function=") == "qwen3_coder"
     assert format_of_template("{{ tools }}[TOOL_CALLS]") == "mistral"
+    assert format_of_template("{{ tools }}<|channel|>analysis") == "harmony"
     assert format_of_template("<tool_call>") == ""
 
 
@@ -351,3 +415,23 @@ def test_what_the_grammar_of_a_form_allows_is_read_as_calls(name):
             assert matcher.accept_string(text), text
             assert matcher.accept_token(0)
     assert num_read >= 4
+
+
+def test_the_grammar_of_harmony_allows_reasoning_before_an_answer_or_a_call():
+    form = FORMATS["harmony"]
+    calls = form.structure(TOOLS, Pieces(), is_one=False)
+    answer = form.answer(json_schema({"type": "object"}), Pieces())
+    either = {"type": "or", "elements": [answer, calls]}
+    tag = {"type": "structural_tag", "format": form.behind_reasoning(either, Pieces())}
+    vocabulary = ["</s>", *(chr(c) for c in range(32, 127))]
+    info = xgrammar.TokenizerInfo(vocabulary, stop_token_ids=[0])
+    compiler = xgrammar.GrammarCompiler(info, max_threads=1)
+    compiled = compiler.compile_structural_tag(json.dumps(tag))
+    call = harmony([("search", {"query": "x"})])
+    for text, is_allowed in (
+        (call, True), (ANALYSIS + call, True), (FINAL + "{}", True),
+        (ANALYSIS + FINAL + "{}", True), (FINAL + "Yes.", False), ("{}", False),
+        (call.replace("search", "other"), False),
+    ):  # fmt: skip
+        matcher = xgrammar.GrammarMatcher(compiled)
+        assert (matcher.accept_string(text) and matcher.accept_token(0)) == is_allowed, text

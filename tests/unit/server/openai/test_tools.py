@@ -184,3 +184,67 @@ def test_wrong_tools_are_refused_with_their_member(served, change, param):
 def test_a_model_whose_form_of_calls_is_not_known_takes_no_tools(shared):
     with pytest.raises(openai.BadRequestError, match="--tool-call-parser"):
         shared.chat(tools=TOOLS)
+
+
+HARMONY_TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}"
+    "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}{# <|channel|> #}"
+)
+ANALYSIS = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+FINAL = f"{ANALYSIS}<|channel|>final<|message|>Yes."
+MESSAGE_TO_WEATHER = (
+    f"{ANALYSIS}<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
+    '{"place": "Köln"}'
+)
+
+
+@pytest.fixture(scope="session")
+def with_harmony(start_served):
+    return start_served(openai_config={"chat_template": HARMONY_TEMPLATE})
+
+
+@pytest.fixture
+def harmony(with_harmony):
+    with_harmony.engine.reset()
+    return with_harmony
+
+
+def test_channels_of_harmony_are_read_with_and_without_tools(harmony):
+    message = ask(harmony, FINAL).choices[0].message
+    assert (message.reasoning_content, message.content) == ("Hm.", "Yes.")
+    message = ask(harmony, FINAL, tools=TOOLS).choices[0].message
+    assert (message.reasoning_content, message.content) == ("Hm.", "Yes.")
+    answer = ask(harmony, MESSAGE_TO_WEATHER, tools=TOOLS)
+    (choice,) = answer.choices
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+    (call,) = choice.message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == (
+        "weather", {"place": "Köln"},
+    )  # fmt: skip
+    events = list(ask(harmony, MESSAGE_TO_WEATHER, tools=TOOLS, stream=True))
+    calls = [call for e in events for call in e.choices[0].delta.tool_calls or ()]
+    assert calls[0].function.name == "weather"
+    arguments = "".join(call.function.arguments for call in calls)
+    assert json.loads(arguments) == {"place": "Köln"}
+    assert events[-1].choices[0].finish_reason == "tool_calls"
+
+
+def test_an_answer_by_harmony_is_guided_on_its_channel(harmony):
+    ask(harmony, FINAL, response_format={"type": "json_object"})
+    reasoning, answer = guide(harmony)[1]["format"]["elements"]
+    assert reasoning["type"] == "optional"
+    assert answer["elements"][0]["value"] == "<|channel|>final<|message|>"
+    ask(harmony, MESSAGE_TO_WEATHER, tools=TOOLS, tool_choice="required")
+    text = json.dumps(guide(harmony)[1])
+    assert "to=functions.weather" in text and "to=functions.clock" in text
+    ask(harmony, FINAL, tools=TOOLS)
+    assert guide(harmony) == (None, None)
+
+
+def test_a_response_by_harmony_has_items_of_reasoning_and_of_calls(harmony):
+    harmony.engine.texts = {0: MESSAGE_TO_WEATHER}
+    tools = [{"type": "function", "name": "weather", "parameters": PARAMETERS}]
+    answer = harmony.client.responses.create(model="ensemble", input="hi", tools=tools)
+    assert [item.type for item in answer.output] == ["reasoning", "function_call"]
+    assert json.loads(answer.output[1].arguments) == {"place": "Köln"}
