@@ -30,6 +30,9 @@ class OpenAiConfig:
     chat_template: str = ""
     """A template in place of those of tokenizers' folders."""
 
+    chat_tokenizer: str = ""
+    """A tokenizer's folder, whose templates replace those of models' tokenizers."""
+
     tool_call_parser: str = "auto"
     """The form of tool calls; ``auto``: by the chat template."""
 

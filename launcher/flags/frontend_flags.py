@@ -6,10 +6,32 @@ Most flags of the OpenAI port have the names of Triton's own OpenAI front end.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from typing import Any
 
 from trimaran.comm.files.flag_values import count, port, positive, size
 from trimaran.launcher.flags.parser import FlagParser
 from trimaran.server.openai.parsing.tool_formats import FORMATS
+
+
+class _Sets(argparse.Action):
+    """Another name for these flags, or for several at once."""
+
+    def __init__(
+        self, option_strings: Sequence[str], dest: str, sets: tuple[str, ...], **options: Any
+    ) -> None:
+        super().__init__(option_strings, dest, **options)
+        self._sets = sets
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        for name in (self.dest, *self._sets):
+            setattr(namespace, name, values)
 
 
 def add_body_flags(parser: argparse.ArgumentParser) -> None:
@@ -64,6 +86,12 @@ def add_openai_flags(parser: argparse.ArgumentParser) -> None:
     add("--openai-port", type=port, metavar="P",
         help="OpenAI port: /v1/chat/completions and the like (closed)")  # fmt: skip
     add("--openai-address", metavar="ADDR", help="OpenAI's port listens here (HTTP's)")
+    addresses = ("http_address", "grpc_address", "openai_address")
+    add("--host", action=_Sets, sets=addresses, metavar="ADDR",
+        help="HTTP's, gRPC's and OpenAI's ports listen here")  # fmt: skip
+    for name in ("http", "grpc"):
+        add(f"--kserve-{name}-port", action=_Sets, sets=(f"{name}_port",), type=port,
+            metavar="P", help=f"another name for --{name}-port")  # fmt: skip
     add("--openai-restricted-api", nargs=3, action="append", default=[],
         metavar=("API,...", "KEY", "VALUE"),
         help="requests of inference, model-repository, metrics or health need the header KEY: "
@@ -77,6 +105,8 @@ def add_openai_flags(parser: argparse.ArgumentParser) -> None:
         "alone)")  # fmt: skip
     add("--chat-template", default="", metavar="FILE",
         help="jinja2 template of chats in place of the templates of tokenizer_dir")  # fmt: skip
+    add("--tokenizer", default="", metavar="DIR",
+        help="a tokenizer's folder, whose chat templates replace tokenizer_dir's")  # fmt: skip
     add("--tool-call-parser", default="auto", choices=("auto", *FORMATS),
         help="form in which the model writes tool calls (auto: by the chat "
         "template)")  # fmt: skip
@@ -88,5 +118,6 @@ def add_openai_flags(parser: argparse.ArgumentParser) -> None:
         parser.take_flags("--lora-separator")
         parser.hide(
             "openai_address", "openai_restricted_api", "default_max_tokens", "lora_separator",
-            "chat_template", "tool_call_parser", "reasoning_parser",
+            "host", "kserve_http_port", "kserve_grpc_port", "tokenizer", "chat_template",
+            "tool_call_parser", "reasoning_parser",
         )  # fmt: skip

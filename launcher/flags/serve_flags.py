@@ -122,6 +122,7 @@ _RARE = (
     "trtllm_llmapi_launch",
     "backend_config",
     "disable_auto_complete_config",
+    "enable_kserve_frontends",
     "pinned_memory_pool_byte_size",
     "cuda_memory_pool_byte_size",
     "force",
@@ -426,7 +427,8 @@ def _add_log_flags(parser: argparse.ArgumentParser) -> None:
     )
     add("--example-prompt", metavar="FILE", help="prompt of the printed curl line")
     add("--log-file", metavar="FILE", help=f"also log there ({DEFAULT_LOG_FILE} with --log)")
-    add("--log-verbose", type=_verbosity, default=0, metavar="N", help="above 0: debug lines")
+    add("--log-verbose", "--tritonserver-log-verbose-level", type=_verbosity, default=0,
+        metavar="N", help="above 0: debug lines")  # fmt: skip
 
 
 def _add_replaced_flags(parser: argparse.ArgumentParser) -> None:
@@ -446,7 +448,9 @@ def _add_replaced_flags(parser: argparse.ArgumentParser) -> None:
         add(name, metavar=metavar, help="accepted without effect")
     for name in ("--backend-config", "--cuda-memory-pool-byte-size"):
         add(name, action="append", metavar="VALUE", help="accepted without effect")
-    for name in ("--trtllm-llmapi-launch", "--disable-auto-complete-config"):
+    for name in (
+        "--trtllm-llmapi-launch", "--disable-auto-complete-config", "--enable-kserve-frontends",
+    ):  # fmt: skip
         add(name, action="store_true", help="accepted without effect")
 
 

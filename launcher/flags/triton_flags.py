@@ -35,10 +35,15 @@ _IDLE = {
     "vertex-ai-port": "the port is not opened",
     "vertex-ai-thread-count": "the port is not opened",
     "vertex-ai-default-model": "the port is not opened",
+    "uvicorn-log-level": "--log-info, --log-warning, --log-error and --log-verbose set levels",
+    "max-tool-call-parse-bytes": "tool calls are passed on as they are read: no call is kept",
 }
 """The reason why a flag has no effect, whatever its value."""
 
 _OTHERS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "backend": (
+        "models have the inputs and outputs of Triton's TensorRT-LLM backend; it must be "
+        "tensorrtllm", ("tensorrtllm",)),
     "exit-on-error": (
         "a model that fails at the start ends the server: to serve without it, name the others "
         "with --model-control-mode explicit --load-model NAME; it must be true", _YES),

@@ -20,8 +20,8 @@ _CATEGORIES = {
 
 _NEEDS_PORT: tuple[tuple[str, object], ...] = (
     ("openai_address", ""), ("openai_restricted_api", []), ("default_max_tokens", 0),
-    ("lora_separator", ""), ("chat_template", ""), ("tool_call_parser", "auto"),
-    ("reasoning_parser", "auto"),
+    ("lora_separator", ""), ("chat_template", ""), ("tokenizer", ""),
+    ("tool_call_parser", "auto"), ("reasoning_parser", "auto"),
 )  # fmt: skip
 
 
@@ -32,8 +32,12 @@ def openai_config(args: argparse.Namespace) -> OpenAiConfig:
         ConfigError: flags without the port, or a template that cannot be read.
     """
     if args.openai_port is None:
+        # `--host` is the address of the other ports too.
+        given = {name: getattr(args, name) for name, _ in _NEEDS_PORT}
+        if args.openai_address == args.host:
+            given["openai_address"] = None
         for name, default in _NEEDS_PORT:
-            if getattr(args, name) not in (None, default):
+            if given[name] not in (None, default):
                 flag = f"--{name.replace('_', '-')}"
                 raise ConfigError(
                     f"{flag} has no effect without the OpenAI port. Add --openai-port 9000, or "
@@ -45,6 +49,7 @@ def openai_config(args: argparse.Namespace) -> OpenAiConfig:
         default_max_tokens=args.default_max_tokens,
         lora_separator=args.lora_separator,
         chat_template=_template(args.chat_template),
+        chat_tokenizer=_folder(args.tokenizer),
         tool_call_parser=args.tool_call_parser,
         reasoning_parser=args.reasoning_parser,
     )
@@ -75,3 +80,12 @@ def _template(path: str) -> str:
         return read_text(Path(path))
     except (OSError, UnicodeDecodeError) as error:
         raise unreadable(f"--chat-template {path}", error) from error
+
+
+def _folder(path: str) -> str:
+    if path and not Path(path).is_dir():
+        raise ConfigError(
+            f"--tokenizer {path} is no folder: nothing is fetched by name. Give a "
+            "tokenizer's folder, or leave the flag out for the chat templates of tokenizer_dir."
+        )
+    return str(Path(path).resolve()) if path else ""

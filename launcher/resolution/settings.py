@@ -40,6 +40,8 @@ _WITHOUT_EFFECT = {
     "backend_config": "there are no loadable backends",
     "trtllm_llmapi_launch": "Trimaran starts its ranks itself",
     "disable_auto_complete_config": "configurations are never completed",
+    "enable_kserve_frontends": "the ports of /v2 are open, unless --allow-http or --allow-grpc "
+    "is false",
     "force": "servers on other ports never conflict",
 }
 _ALL_MODELS = "*"

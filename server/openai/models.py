@@ -134,7 +134,7 @@ class OpenAIModels:
 
     async def _template(self, tokenizer: Tokenizer) -> ChatTemplate | None:
         if tokenizer not in self._templates:
-            folder = Path(tokenizer.folder)
+            folder = Path(self._config.chat_tokenizer or tokenizer.folder)
             self._templates[tokenizer] = await asyncio.to_thread(
                 _checked_template, folder, self._config.chat_template
             )

@@ -53,6 +53,9 @@ def test_without_the_flag_the_port_is_closed(repository):
     [
         (("--lora-separator", "x"), "--lora-separator has no effect without the OpenAI port"),
         (("--openai-port", "9000", "--chat-template", "/no/file"), "--chat-template /no/file"),
+        (("--openai-port", "9000", "--tokenizer", "org/name"), "org/name is no folder"),
+        (("--tokenizer", "/tmp"), "--tokenizer has no effect without the OpenAI port"),
+        (("--backend", "vllm"), "it must be tensorrtllm"),
         (("--openai-port", "9000", "--openai-restricted-api", "embedding", "k", "v"),
          "unknown restricted api 'embedding'"),
     ],
@@ -60,6 +63,22 @@ def test_without_the_flag_the_port_is_closed(repository):
 def test_flags_without_effect_are_refused(repository, flags, said):
     with pytest.raises(ConfigError, match=said):
         resolve(repository, *flags)
+
+
+def test_the_flags_of_tritons_openai_front_end_have_their_effect(repository, tmp_path):
+    flags = (
+        "--openai-port", "9001", "--host", "127.0.0.1", "--backend", "tensorrtllm",
+        "--tokenizer", str(tmp_path), "--tritonserver-log-verbose-level", "1",
+        "--uvicorn-log-level", "debug", "--max-tool-call-parse-bytes", "1000",
+        "--enable-kserve-frontends", "--kserve-http-port", "8100", "--kserve-grpc-port", "8101",
+    )  # fmt: skip
+    frontend = resolve(repository, *flags).frontend
+    assert (frontend.http_port, frontend.grpc_port, frontend.openai.port) == (8100, 8101, 9001)
+    addresses = frontend.http_address, frontend.grpc_address, frontend.openai.address
+    assert set(addresses) == {"127.0.0.1"}
+    assert frontend.openai.chat_tokenizer == str(tmp_path.resolve())
+    assert parse(*flags).log_verbose == 1
+    assert resolve(repository, "--host", "127.0.0.1").frontend.openai.port is None
 
 
 def test_a_start_warns_of_loads_through_the_open_port(repository):

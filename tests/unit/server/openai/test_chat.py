@@ -223,3 +223,11 @@ def test_events_are_server_sent_events_that_end_with_done(served):
         *events, end = answer.read().decode().split("\n\n")
     assert end == "" and events[-1] == "data: [DONE]"
     assert all(json.loads(event[6:])["choices"] for event in events[:-1])
+
+
+def test_another_tokenizers_folder_gives_the_chat_template(start_served, tmp_path):
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }} and more")
+    config = {"chat_template": "", "chat_tokenizer": str(tmp_path)}
+    served = start_served(openai_config=config)
+    served.chat("a word")
+    assert served.engine.prompt.endswith("a word and more")
