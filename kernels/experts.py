@@ -13,6 +13,7 @@ from trimaran.kernels.routing import ExpertForm
 from trimaran.kernels.tables.grouped_table import (
     EXPERT_LIMITS,
     INNER_MULTIPLE,
+    Cut,
     GroupedKind,
     GroupedShape,
     GroupedTable,
@@ -46,13 +47,13 @@ class MeasuredExperts:
         *,
         has_own: bool = False,
     ) -> None:
-        """With ``has_own`` our Hopper kernel also serves stacks without a table entry."""
+        """``has_own``: our Hopper kernel runs here, and serves stacks without a table entry."""
         self._device = device
         self._dtype = dtype
         self._table = table
         self._kernels: dict[_Key, GroupedGemm] = {}
         self._has_own = has_own
-        self.backend = "cuda, triton" if has_own or table.has_kernels else "triton"
+        self.backend = "cuda, triton" if has_own else "triton"
 
     def expert_mlp(
         self,
@@ -68,13 +69,8 @@ class MeasuredExperts:
         inputs = (x_TD, weights_TC, ids_TC, gate_up_XED, down_XDF, first_expert)
         if form is not None:
             return triton_experts.expert_mlp(*inputs, form)
-        num_experts, outputs, inner = gate_up_XED.shape
-        rows = ids_TC.numel()
-        sizes = (num_experts, outputs, inner), (num_experts, inner, outputs // 2)
-        gated = self._table.pick(rows, sizes[0], "gated")
-        plain = self._table.pick(rows, sizes[1], "plain")
-        if self._takes(gate_up_XED) and not self._table.has(rows, sizes[0], "gated"):
-            gated = plain = derived_shape(rows, num_experts)
+        num_experts, rows = gate_up_XED.shape[0], ids_TC.numel()
+        gated, plain = self._cuts(rows, gate_up_XED)
         if isinstance(gated, TritonCut) and isinstance(plain, TritonCut):
             return triton_experts.expert_mlp(*inputs, None, (gated, plain))
         if not (isinstance(gated, GroupedShape) and isinstance(plain, GroupedShape)):
@@ -92,11 +88,18 @@ class MeasuredExperts:
         parts_ND = make_parts(inner_NF, down_XDF, totals)
         return unpermute_rows(parts_ND, positions_TC, weights_TC)
 
-    def _takes(self, gate_up_XED: Tensor) -> bool:
-        """Whether our kernel takes such matrices without a table entry."""
+    def _cuts(self, rows: int, gate_up_XED: Tensor) -> tuple[Cut | None, Cut | None]:
+        """The tile shapes of the gated and of the plain product; None: Triton's default."""
         num_experts, outputs, inner = gate_up_XED.shape
+        stacks = (num_experts, outputs, inner), (num_experts, inner, outputs // 2)
+        if self._table.has(rows, stacks[0], "gated"):
+            gated = self._table.pick(rows, stacks[0], "gated")
+            return gated, self._table.pick(rows, stacks[1], "plain")
         is_whole = not (inner % INNER_MULTIPLE or outputs // 2 % INNER_MULTIPLE)
-        return self._has_own and is_whole and num_experts <= EXPERT_LIMITS[-1]
+        if not self._has_own or not is_whole or num_experts > EXPERT_LIMITS[-1]:
+            return None, None
+        cut = derived_shape(rows, num_experts)
+        return cut, cut
 
     def _kernel(self, cut: GroupedShape, kind: GroupedKind, num_experts: int) -> GroupedGemm:
         key = (cut, kind, num_experts)

@@ -151,12 +151,6 @@ class GroupedTable:
                 found |= {(cut, cast(GroupedKind, kind), experts) for cut in cuts}
         return sorted(found, key=lambda each: -each[0].rows)
 
-    @property
-    def has_kernels(self) -> bool:
-        """Whether any entry chooses our kernel."""
-        every = (cut for choices in self._choices.values() for cut in choices)
-        return any(isinstance(cut, GroupedShape) for cut in every)
-
 
 _DERIVED = (
     (8, GroupedShape(256, 16)), (16, GroupedShape(256, 32)), (32, GroupedShape(256, 64)),

@@ -154,7 +154,9 @@ def _compile_ahead(
     from trimaran.kernels.compile_ahead import ModelSizes, compile_ahead
 
     model = folder.config
-    num_experts = model.num_experts // config.parallel.expert_parts
+    # Quantized experts, and those that run the same way for any rows, have other kernels.
+    has_products = choices is not None and model.quantization is None
+    num_experts = model.num_experts // config.parallel.expert_parts if has_products else 0
     sizes = ModelSizes(model.hidden_size, model.vocab_size, num_experts)
     kv_dtype = quantized_kv_dtype(folder, config.cache.dtype, dtype)
     compile_ahead(
