@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -152,7 +153,8 @@ def test_a_flag_value_that_is_no_number_is_refused_with_the_valid_values(
         main(["serve", "--model-repo", "/repo", flag, text])
     assert ended.value.code == 2
     said = capsys.readouterr().err
-    assert f"argument {flag}: " in said
+    # A flag of several names is told with all of them.
+    assert re.search(rf"argument {flag}(/--[a-z-]+)*: ", said)
     assert complaint in said
 
 
