@@ -95,7 +95,8 @@ def test_tiles_by_rule_are_close_to_those_measured():
         num_experts = int(name.partition("x")[0])
         for rows, numbers in steps:
             derived = derived_shape(rows, num_experts)
-            if derived is None or numbers is None:
+            # Tiles of Triton's kernel have five numbers.
+            if derived is None or numbers is None or len(numbers) > 3:
                 continue
             assert derived in derived_shapes()
             derived.check(num_experts)
