@@ -182,7 +182,8 @@ def _add_endpoint_flags(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="KEY=VALUE",
         help="counter_latencies, histogram_latencies, summary_latencies: true or false; "
-        "summary_quantiles: QUANTILE:ERROR,...",
+        "summary_quantiles: QUANTILE:ERROR,...; trtllm_version: nv_trt_llm_* as in this "
+        "version, 0.6 to 0.18 (the repository's)",
     )
     add("--id", default="triton", metavar="NAME", help="name in the server metadata (triton)")
 

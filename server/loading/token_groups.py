@@ -15,6 +15,7 @@ from trimaran.server.engines.model_engines import ModelEngines
 from trimaran.server.loading.group_requests import GroupRequests
 from trimaran.server.metrics.group_board import GroupBoard
 from trimaran.server.repository.model_repository import RepositoryModel
+from trimaran.server.repository.signatures import backend_minor
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +62,8 @@ class TokenGroups:
         self, source: RepositoryModel, generation: int, groups: Sequence[str]
     ) -> OpenedGroups:
         """Use groups that are already started."""
+        minor = backend_minor(source.config)
+        self._engines.metrics.set_backend_version(source.name, str(source.versions[-1]), minor)
         return self.adopt_of(source.name, str(source.versions[-1]), generation, groups)
 
     def adopt_of(

@@ -10,6 +10,7 @@ from prometheus_client import Counter, Gauge
 from prometheus_client.registry import CollectorRegistry
 
 from trimaran.comm.messages.messages import DRAFT_POSITION_KEYS, DRAFT_POSITIONS
+from trimaran.server.metrics.backend_samples import EngineSamples
 from trimaran.server.metrics.histograms import HistogramFamily, HistogramSeries
 from trimaran.server.metrics.other_counts import OtherCounts
 from trimaran.server.metrics.recent_rates import Key, ModelCounts, read_counts
@@ -45,57 +46,6 @@ _INFOS = {
 
 # Family: help, label, and the engine statistic of each label value.
 _FAMILIES: dict[str, tuple[str, str, dict[str, str]]] = {
-    "nv_trt_llm_request_metrics": (
-        "TRT LLM request metrics",
-        "request_type",
-        {
-            "active": "active_requests",
-            "max": "max_requests",
-            "scheduled": "scheduled_requests",
-            "context": "context_requests",
-            "waiting": "waiting_requests",
-        },
-    ),
-    "nv_trt_llm_runtime_memory_metrics": (
-        "TRT LLM runtime memory metrics",
-        "memory_type",
-        {
-            "cpu": "cpu_memory_bytes",
-            "gpu": "gpu_memory_bytes",
-            "pinned": "pinned_memory_bytes",
-        },
-    ),
-    "nv_trt_llm_kv_cache_block_metrics": (
-        "TRT LLM KV cache block metrics",
-        "kv_cache_block_type",
-        {
-            "max": "kv_max_blocks",
-            "free": "kv_free_blocks",
-            "used": "kv_used_blocks",
-            "tokens_per": "kv_tokens_per_block",
-            "reused": "kv_reused_blocks",
-            "fraction": "kv_used_fraction",
-        },
-    ),
-    "nv_trt_llm_inflight_batcher_metrics": (
-        "TRT LLM inflight_batcher-specific metrics",
-        "inflight_batcher_specific_metric",
-        {
-            "total_context_tokens": "total_context_tokens",
-            "generation_requests": "generation_requests",
-            "micro_batch_id": "micro_batch_id",
-            "paused_requests": "paused_requests",
-        },
-    ),
-    "nv_trt_llm_v1_metrics": (
-        "TRT LLM v1-specific metrics",
-        "v1_specific_metric",
-        {
-            "total_context_tokens": "total_context_tokens",
-            "total_generation_tokens": "total_generation_tokens",
-            "empty_generation_slots": "empty_generation_slots",
-        },
-    ),
     "trimaran_kv_host_blocks": (
         "KV cache blocks in the host's memory: max is the capacity, used blocks hold "
         "content; moved and loaded blocks were copied there and back since the start",
@@ -141,18 +91,7 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, str]]] = {
         "type",
         {"compiled": "num_compiled_kernels", "loaded": "num_loaded_kernels"},
     ),
-    "nv_trt_llm_general_metrics": (
-        "General TRT LLM metrics",
-        "general_type",
-        {"timestamp": "timestamp_us", "iteration_counter": "iteration_counter"},
-    ),
 }
-
-
-_TRANSFER_FIGURES = ("kv_cache_transfer_ms", "request_count")
-
-# An engine shows one of these two, by its batching type.
-_IN_FLIGHT, _V1 = "nv_trt_llm_inflight_batcher_metrics", "nv_trt_llm_v1_metrics"
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +120,9 @@ class EngineMetrics:
             name: self._gauge(name, documentation, label)
             for name, (documentation, label, _) in _FAMILIES.items()
         }
+        self.samples = EngineSamples(registry)
+        """Those of ``nv_trt_llm_*``."""
+
         length_labels = (*_LABELS, _LENGTH_LABEL)
         self._input_tokens = HistogramFamily(
             "nv_llm_input_token_len", _LENGTH_HELP, length_labels, registry
@@ -221,13 +163,6 @@ class EngineMetrics:
             "trimaran_lost_requests", "Requests that failed because groups died", _LABELS,
             registry=registry,
         )  # fmt: skip
-        # No request is disaggregated: the counts stay 0.
-        self._transfers = Counter(
-            "nv_trt_llm_disaggregated_serving_metrics",
-            "TRT LLM disaggregated serving metrics",
-            (*_LABELS, "disaggregated_serving_type"),
-            registry=registry,
-        )
         self._steps = StepMetrics(registry)
         self._sums = GroupSums()
         self._stats: dict[Key, dict[str, Mapping[str, float]]] = {}
@@ -244,8 +179,6 @@ class EngineMetrics:
         self.request_series(model, version)
         self._replays.labels(model, version)
         self._lost.labels(model, version)
-        for figure in _TRANSFER_FIGURES:
-            self._transfers.labels(model, version, figure)
         self._steps.add_model(model, version)
 
     def remove_model(self, model: str, version: str) -> None:
@@ -256,6 +189,7 @@ class EngineMetrics:
         for known in (self._groups, self._infos, self._stats, self._latest):
             known.pop(key, None)
         self._sums.remove_model(key)
+        self.samples.remove(key)
         for name, (_, _, keys) in _FAMILIES.items():
             for label in keys:
                 self._gauges[name].remove(model, version, label)
@@ -265,8 +199,6 @@ class EngineMetrics:
         self._inter_token.remove(model, version)
         self._replays.remove(model, version)
         self._lost.remove(model, version)
-        for figure in _TRANSFER_FIGURES:
-            self._transfers.remove(model, version, figure)
         self._steps.remove_model(model, version)
 
     def remove_group(self, model: str, version: str, group: str) -> None:
@@ -308,13 +240,10 @@ class EngineMetrics:
         used = values.get("kv_used_blocks", 0)
         values["kv_used_fraction"] = used / num_blocks if num_blocks else 0.0
         self._latest[key] = values
-        absent = _IN_FLIGHT if values.get("v1_batching") else _V1
+        self.samples.show(key, values)
         for name, (_, _, keys) in _FAMILIES.items():
             for label, stat in keys.items():
-                if name == absent:
-                    self._gauges[name].remove(*key, label)
-                else:
-                    self._gauges[name].labels(*key, label).set(values.get(stat, 0))
+                self._gauges[name].labels(*key, label).set(values.get(stat, 0))
 
     def set_info(
         self, model: str, version: str, facts: Mapping[str, Any], group: str = ""

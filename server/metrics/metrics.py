@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from datetime import datetime, timezone
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from tritonclient.grpc.service_pb2 import ModelStatistics as StatisticsMessage
 
 from trimaran.comm.messages.messages import ExpertReport
 from trimaran.server.inference.request import Model, QueueingModel
+from trimaran.server.metrics.backend_samples import BackendSamples
 from trimaran.server.metrics.custom_metrics import CustomMetrics
 from trimaran.server.metrics.engine_metrics import EngineMetrics, RequestSeries
 from trimaran.server.metrics.exposition import render
@@ -87,37 +87,9 @@ class ExpertMetrics:
 
 logger = logging.getLogger(__name__)
 
-_NAMES = {
-    "Active Request Count": "active_requests",
-    "Context Requests": "context_requests",
-    "Free KV cache blocks": "kv_free_blocks",
-    "Iteration Counter": "iteration_counter",
-    "Max KV cache blocks": "kv_max_blocks",
-    "Max Request Count": "max_requests",
-    "Reused KV cache blocks": "kv_reused_blocks",
-    "Runtime CPU Memory Usage": "cpu_memory_bytes",
-    "Runtime GPU Memory Usage": "gpu_memory_bytes",
-    "Runtime Pinned Memory Usage": "pinned_memory_bytes",
-    "Scheduled Requests": "scheduled_requests",
-    "Tokens per KV cache block": "kv_tokens_per_block",
-    "KV cache transfer time": "kv_cache_transfer_ms",
-    "Request count": "kv_cache_transfers",
-    "Total Context Tokens": "total_context_tokens",
-    "Used KV cache blocks": "kv_used_blocks",
-    "Waiting Requests": "waiting_requests",
-}
 _TOTALS = {
     "Total Input Tokens": "total_input_tokens",
     "Total Output Tokens": "total_output_tokens",
-}
-_IN_FLIGHT = {
-    "Generation Requests": "generation_requests",
-    "MicroBatch ID": "micro_batch_id",
-    "Paused Requests": "paused_requests",
-}
-_V1 = {
-    "Empty Generation Slots": "empty_generation_slots",
-    "Total Generation Tokens": "total_generation_tokens",
 }
 
 
@@ -126,17 +98,11 @@ def is_logged() -> bool:
     return logger.isEnabledFor(logging.DEBUG)
 
 
-def log_engine_stats(model: str, stats: Mapping[str, float]) -> None:
+def log_engine_stats(model: str, stats: Mapping[str, float], samples: BackendSamples) -> None:
     """Write two JSON lines: a group's last iteration, with a value for each sample of
     ``nv_trt_llm_*``, and the model's totals.
     """
-    names = {**_NAMES, **(_V1 if stats.get("v1_batching") else _IN_FLIGHT)}
-    values: dict[str, object] = {name: int(stats.get(key, 0)) for name, key in names.items()}
-    num_blocks = stats.get("kv_max_blocks", 0)
-    used = stats.get("kv_used_blocks", 0)
-    values["Fraction used KV cache blocks"] = used / num_blocks if num_blocks else 0.0
-    moment = datetime.fromtimestamp(stats.get("timestamp_us", 0) / 1e6, timezone.utc)
-    values["Timestamp"] = moment.strftime("%m-%d-%Y %H:%M:%S.%f")
+    values = samples.log_values(stats)
     logger.debug("%s: %s", model, json.dumps(values, sort_keys=True))
     totals = {name: int(stats.get(key, 0)) for name, key in _TOTALS.items()}
     logger.debug("%s: %s", model, json.dumps(totals))
@@ -158,6 +124,7 @@ class Metrics:
         options = MetricsOptions.parse(dict(metrics_config or {}))
         self._families = InferenceFamilies(self._registry, options)
         self._engines = EngineMetrics(self._registry)
+        self._backend_minor = options.backend_minor
         self._experts = ExpertMetrics(self._registry)
         self._host = HostMetrics(self._registry, host or HostOptions())
         self.custom = CustomMetrics(self._registry)
@@ -187,6 +154,12 @@ class Metrics:
     def set_load_duration(self, model: str, version: str, seconds: float) -> None:
         """Record how long a model took to load."""
         self._families.load_duration.labels(model, version).set(seconds)
+
+    def set_backend_version(self, model: str, version: str, minor: int) -> None:
+        """Show ``nv_trt_llm_*`` of a model as version 0.``minor`` of Triton's TensorRT-LLM
+        backend does, unless the operator named a version.
+        """
+        self._engines.samples.set_version((model, version), self._backend_minor or minor)
 
     def add_engine(self, model: str, version: str) -> None:
         """Show the engine series of a token-level model, with value 0."""
@@ -219,7 +192,9 @@ class Metrics:
         """
         self._engines.set_stats(model, version, stats, group, incarnation)
         if stats and is_logged():
-            log_engine_stats(model, {**stats, **self._engines.token_totals(model, version)})
+            totals = self._engines.token_totals(model, version)
+            samples = self._engines.samples.of((model, version))
+            log_engine_stats(model, {**stats, **totals}, samples)
 
     def add_expert_tokens(
         self,

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trimaran.comm.errors import ConfigError
+from trimaran.server.metrics.backend_samples import NEWEST, OLDEST
 
+_BACKEND_VERSION = "trtllm_version"
 _QUANTILES = (0.5, 0.9, 0.95, 0.99, 0.999)
 
 
@@ -17,6 +19,10 @@ class MetricsOptions:
     has_histograms: bool = False
     has_summaries: bool = False
     quantiles: tuple[float, ...] = _QUANTILES
+    backend_minor: int | None = None
+    """Samples of ``nv_trt_llm_*`` as version 0.N of Triton's TensorRT-LLM backend has them;
+    None: the version of the repository.
+    """
 
     @classmethod
     def parse(cls, values: dict[str, str]) -> MetricsOptions:
@@ -27,10 +33,10 @@ class MetricsOptions:
         """
         known = ("counter_latencies", "histogram_latencies", "summary_latencies")
         for name, value in values.items():
-            if name not in (*known, "summary_quantiles"):
+            if name not in (*known, "summary_quantiles", _BACKEND_VERSION):
                 raise ConfigError(
-                    f"--metrics-config {name}={value}: known keys are {', '.join(known)} and "
-                    "summary_quantiles"
+                    f"--metrics-config {name}={value}: known keys are {', '.join(known)}, "
+                    f"summary_quantiles and {_BACKEND_VERSION}"
                 )
             if name in known and value not in ("true", "false"):
                 raise ConfigError(f"--metrics-config {name}={value}: must be true or false")
@@ -39,7 +45,20 @@ class MetricsOptions:
             has_histograms=values.get("histogram_latencies") == "true",
             has_summaries=values.get("summary_latencies") == "true",
             quantiles=_quantiles(values.get("summary_quantiles")) or _QUANTILES,
+            backend_minor=_backend_minor(values.get(_BACKEND_VERSION)),
         )
+
+
+def _backend_minor(text: str | None) -> int | None:
+    if text is None:
+        return None
+    known = {f"0.{minor}": minor for minor in range(OLDEST, NEWEST + 1)}
+    if text not in known:
+        raise ConfigError(
+            f"--metrics-config {_BACKEND_VERSION}={text}: must be a version from 0.{OLDEST} to "
+            f"0.{NEWEST}; leave it out to show the samples of the repository's version"
+        )
+    return known[text]
 
 
 def _quantiles(text: str | None) -> tuple[float, ...]:

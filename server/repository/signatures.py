@@ -57,6 +57,22 @@ _SIGNATURES: tuple[tuple[Role, frozenset[str], frozenset[str]], ...] = (
     (Role.BLS, frozenset({"text_input", "max_tokens"}), frozenset({"text_output"})),
 )
 _BATCH_INPUT, _BATCH_OUTPUTS = "output_log_probs", ("log_probs", "cum_log_probs")
+_NEWEST = 18
+# A tensor of the token model that each version brought, from the newest version on.
+_FIRST_OF = (
+    (_NEWEST, "retention_token_range_starts"),
+    (16, "return_kv_cache_reuse_stats"),
+    (15, "encoder_input_features"),
+    (14, "num_return_sequences"),
+    (13, "prompt_table_extra_ids"),
+    (12, "batch_index"),
+    (11, "decoder_input_ids"),
+    (10, "runtime_top_p_min"),
+    (9, "lora_task_id"),
+    (8, "frequency_penalty"),
+    (7, "draft_input_ids"),
+    (6, "embedding_bias"),
+)
 PASSED_ON = frozenset(
     {
         "CUM_LOG_PROBS", "OUTPUT_LOG_PROBS", "CONTEXT_LOGITS", "GENERATION_LOGITS",
@@ -140,6 +156,15 @@ def returns_every_beam(config: ModelConfig) -> bool:
     """
     names = {tensor.name for tensor in config.input}
     return "num_return_sequences" in names and "encoder_input_features" not in names
+
+
+def backend_minor(config: ModelConfig) -> int:
+    """The second number of the version of Triton's TensorRT-LLM backend that a token model's
+    tensors are of. From version 0.17 on they are equal, and count as the newest version's. So
+    do tensors that show no version.
+    """
+    names = {tensor.name for tensor in (*config.input, *config.output)}
+    return next((minor for minor, name in _FIRST_OF if name in names), _NEWEST)
 
 
 def check_tensors(path: Path, config: ModelConfig, role: Role) -> None:

@@ -36,14 +36,15 @@ _BEHAVIOUR = (
     ),
     ("0.6 to 0.13", "postprocessing passes the token model's other outputs on"),
     (
-        "0.5 to 0.11",
-        'the sample `general_type="timestamp"` of `nv_trt_llm_general_metrics` is in '
-        "microseconds, as from 0.12 on; those versions have seconds",
+        "0.6 to 0.16",
+        "`nv_trt_llm_*` has the samples of the version, in 0.6 by the names "
+        "`nv_trt_llm_*_statistics`; `--metrics-config trtllm_version=0.18` shows those of 0.18",
     ),
     (
-        "0.6 to 0.17",
-        "`nv_trt_llm_*` has the samples of 0.18; those versions lack some of `waiting`, "
-        "`fraction`, `reused`, `paused_requests` and disaggregated serving",
+        "0.5, 0.17",
+        "`nv_trt_llm_*` has the samples of 0.18: 0.5 has none, and the repository of 0.17 is "
+        "that of 0.18; `--metrics-config trtllm_version=0.17` leaves out `waiting` and "
+        "`fraction`",
     ),
     (
         "all",

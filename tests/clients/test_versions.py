@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import queue
+import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -190,6 +191,28 @@ def _infer(server: Versioned) -> None:
         assert text.decode().startswith(TEXT)
 
 
+def _engine_samples(server: Versioned) -> None:
+    """As many samples of ``nv_trt_llm_*`` as the version's own test of its metrics expects."""
+    counts = {
+        6: 16,
+        7: 16,
+        8: 17,
+        9: 17,
+        10: 17,
+        11: 17,
+        12: 17,
+        13: 18,
+        14: 18,
+        15: 20,
+        16: 20,
+    }
+    url = f"http://{server.address}:{server.metrics_port}/metrics"
+    with urllib.request.urlopen(url) as response:
+        lines = response.read().decode().splitlines()
+    count = sum(line.startswith("nv_trt_llm_") for line in lines)
+    assert count == counts.get(minor_of(server.version), 22)
+
+
 ROUTES = (
     Row("HTTP", "`GET /v2/health/live`", _get("/v2/health/live")),
     Row("HTTP", "`GET /v2/health/ready`", _get("/v2/health/ready")),
@@ -216,6 +239,7 @@ ROUTES = (
     Row("HTTP", "`GET /v2/trace/setting`", _get("/v2/trace/setting")),
     Row("HTTP", "`GET /v2/systemsharedmemory/status`", _get("/v2/systemsharedmemory/status")),
     Row("HTTP", "`GET /v2/cudasharedmemory/status`", _get("/v2/cudasharedmemory/status")),
+    Row("HTTP", "`GET /metrics`: the version's samples of `nv_trt_llm_*`", _engine_samples),
     Row("gRPC", "`ServerLive`", _call("ServerLive")),
     Row("gRPC", "`ServerReady`", _call("ServerReady")),
     Row("gRPC", "`ModelReady`", _call("ModelReady", name="ensemble")),

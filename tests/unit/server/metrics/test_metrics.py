@@ -256,6 +256,42 @@ def test_each_value_of_the_iteration_line_is_one_sample_of_the_metrics(caplog):
         assert samples[of(name, "m", disaggregated_serving_type=figure)] == 0
 
 
+@pytest.mark.parametrize(
+    ("minor", "num_samples"), [(6, 16), (9, 17), (12, 17), (13, 18), (17, 20)]
+)
+def test_samples_and_log_are_those_of_the_repositorys_version(caplog, minor, num_samples):
+    metrics = Metrics()
+    metrics.set_backend_version("m", "1", minor)
+    metrics.add_engine("m", "1")
+    stats = {"paused_requests": 3, "timestamp_us": 1_700_000_000_500_000}
+    with caplog.at_level("DEBUG"):
+        metrics.set_engine_stats("m", "1", stats)
+    values = json.loads(caplog.records[0].getMessage().partition(": ")[2])
+    samples = {n: v for n, v in parse(metrics.render()).items() if n.startswith("nv_trt_llm_")}
+    assert len(samples) == len(values) == num_samples
+    assert all("_statistics{" in name for name in samples) is (minor == 6)
+    moment = next(v for n, v in samples.items() if 'general_type="timestamp"' in n)
+    is_old = minor < 12
+    assert moment == (1_700_000_000 if is_old else 1_700_000_000_500_000)
+    assert values["Timestamp"] == "11-14-2023 22:13:20" + ("" if is_old else ".500000")
+    names = {"Paused Requests", "Terminated Requests"} & values.keys()
+    assert names == (
+        {"Paused Requests"} if minor >= 10 else {"Terminated Requests"} if minor >= 8 else set()
+    )
+    metrics.remove_engine("m", "1")
+    assert b"nv_trt_llm_" not in metrics.render()
+
+
+def test_an_operator_can_name_the_version_of_the_samples():
+    metrics = Metrics({"trtllm_version": "0.17"})
+    metrics.set_backend_version("m", "1", 9)
+    metrics.add_engine("m", "1")
+    text = metrics.render().decode()
+    assert 'type="paused_requests"' not in text
+    assert 'specific_metric="paused_requests"' in text
+    assert 'request_type="waiting"' not in text
+
+
 def test_every_phase_of_a_request_is_counted_to_the_microsecond(fresh_server):
     for _ in range(50):
         infer_double(fresh_server)
@@ -452,7 +488,8 @@ def test_latency_families_follow_the_configuration(server):
                                     {"summary_quantiles": "0.5:0,nan:0"},
                                     {"summary_quantiles": "-2:0.1"},
                                     {"summary_quantiles": "99:0.1"},
-                                    {"summary_quantiles": "0.9:0.1,0.90:0"}])  # fmt: skip
+                                    {"summary_quantiles": "0.9:0.1,0.90:0"},
+                                    {"trtllm_version": "0.5"}])  # fmt: skip
 def test_a_wrong_metrics_configuration_is_refused(values):
     with pytest.raises(ConfigError, match="--metrics-config"):
         Metrics(values)
