@@ -1,6 +1,6 @@
 """The child process that reads a tokenizer folder with transformers and writes what it read.
 
-    python -m trimaran.comm.tokenizers.convert FOLDER TARGET
+    python -m trimaran.comm.tokenizers.convert FOLDER_OR_FILE TARGET
 
 A failure goes to standard error as one line behind `FAILURE`.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -48,6 +49,10 @@ _NUM_IDS = 64
 """The first and the last ids of a vocabulary that are decoded for the comparison."""
 
 
+_SINGLE = "single"
+"""Folder beside the result that holds a file which was named in place of a folder."""
+
+
 class _RefusedError(Exception):
     """The folder cannot be read; the text is the cause."""
 
@@ -61,6 +66,8 @@ def main() -> None:
     # Tokenizers need no torch, whose import takes seconds.
     sys.modules["torch"] = None  # type: ignore[assignment]
     try:
+        if not folder.is_dir():
+            folder = _folder_of(folder, target)
         _check_packages(folder)
         _check_file(folder)
         _check_class(folder)
@@ -71,7 +78,41 @@ def main() -> None:
         _compare(tokenizer, raw, facts)
     except _RefusedError as error:
         sys.exit(FAILURE + " ".join(str(error).split()))
+    shutil.rmtree(target / _SINGLE, ignore_errors=True)
     write_prepared(target, raw, facts)
+
+
+def _folder_of(file: Path, parent: Path) -> Path:
+    """A new folder in ``parent`` that holds a file alone, by the name that transformers looks
+    for."""
+    folder = parent / _SINGLE
+    folder.mkdir()
+    with file.open("rb") as opened:
+        is_json = opened.read(64).lstrip().startswith(b"{")
+    if is_json:
+        name = TOKENIZER_FILE
+    elif _is_tiktoken(file) or not _is_t5(file):
+        name = "tokenizer.model"
+    else:
+        name = "spiece.model"
+        (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "T5Tokenizer"}')
+    (folder / name).symlink_to(file.resolve())
+    return folder
+
+
+def _is_t5(file: Path) -> bool:
+    """Whether a SentencePiece model has the special ids of T5, whose class adds tokens."""
+    if find_spec("sentencepiece") is None:
+        return False
+    from sentencepiece import SentencePieceProcessor
+
+    try:
+        model = SentencePieceProcessor(model_file=str(file))
+    except Exception as error:
+        raise _RefusedError(
+            f"{file.name} is no tokenizer.json, no SentencePiece model and no tiktoken file"
+        ) from error
+    return (model.pad_id(), model.eos_id(), model.bos_id()) == (0, 1, -1)
 
 
 def _check_packages(folder: Path) -> None:

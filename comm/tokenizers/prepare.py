@@ -52,7 +52,8 @@ _TIMEOUT_S = 300.0
 
 
 def prepare(folder: str | Path) -> PreparedTokenizer:
-    """The tokenizer of a folder as transformers' ``AutoTokenizer`` reads the folder.
+    """The tokenizer of a folder as transformers' ``AutoTokenizer`` reads the folder. A file
+    counts as a folder that holds this file alone.
 
     The first call for these files takes seconds; its result is kept in the user's cache.
 
@@ -61,8 +62,8 @@ def prepare(folder: str | Path) -> PreparedTokenizer:
             the folder and the cause.
     """
     path = Path(folder)
-    if not path.is_dir():
-        raise ConfigError(f"tokenizer_dir {folder} is not a folder")
+    if not path.exists():
+        raise ConfigError(f"tokenizer_dir {folder} is no folder and no file")
     try:
         digest = _digest(path)
     except NoFileError as error:
@@ -115,7 +116,9 @@ def _digest(folder: Path) -> str:
     for package in _PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
             digest.update(f"{package} {importlib.metadata.version(package)}\n".encode())
-    for path in sorted(folder.iterdir()):
+    if folder.is_file():
+        digest.update(b"a file alone\n")
+    for path in [folder] if folder.is_file() else sorted(folder.iterdir()):
         if path.suffix in _WEIGHTS or path.is_dir() or not path.exists():
             continue
         require_file(path)

@@ -405,6 +405,9 @@ def _only_version(model: RepositoryModel) -> int:
 
 
 def _file_times(folder: Path) -> list[tuple[str, int, int]]:
+    if folder.is_file():
+        stat = folder.stat()
+        return [(folder.name, stat.st_mtime_ns, stat.st_size)]
     if not folder.is_dir():
         return []
     with os.scandir(folder) as entries:

@@ -175,8 +175,8 @@ def test_a_missing_tokenizer_is_reported_before_engines_have_loaded(
     failed = frontend.supervisor.wait_for_state("failed")
     assert failed.is_config_error
     assert failed.text == (
-        f"{path}: tokenizer_dir /no/tokenizer is not a folder. Name in tokenizer_dir a folder "
-        "with a tokenizer that can be read."
+        f"{path}: tokenizer_dir /no/tokenizer is no folder and no file. Name in tokenizer_dir "
+        "a folder with a tokenizer that can be read."
     )
     assert frontend.process.wait(60) == 2
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizer_folders import CASES, Case, added
+from tokenizer_folders import CASES, LLAMA, T5, Case, added, sentencepiece_model
 from transformers import AutoTokenizer
 
 from trimaran.comm.errors import ConfigError
@@ -182,3 +182,31 @@ def test_a_folder_whose_files_contradict_has_the_ids_and_texts_of_auto_tokenizer
     folder = saved(case, tmp_path) if is_saved else case.make(tmp_path / name)
     CHANGES[change](folder)
     check(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "beside"),
+    [
+        ("any_name.model", LLAMA, ()),
+        ("spiece.model", T5, ("T5Tokenizer", "spiece.model")),
+    ],
+)
+def test_a_file_is_read_as_a_folder_that_holds_it_alone(tmp_path, name, options, beside):
+    kind = "unigram" if beside else "bpe"
+    sentencepiece_model(kind, name=name, **options)(tmp_path)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    shutil.copy(tmp_path / name, folder / ("spiece.model" if beside else "tokenizer.model"))
+    if beside:
+        config = {"tokenizer_class": beside[0]}
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    check(folder)
+    assert prepare(tmp_path / name).raw == prepare(folder).raw
+
+
+def test_a_file_that_is_no_tokenizer_is_refused_by_name(tmp_path):
+    (tmp_path / "notes.txt").write_text("no tokenizer")
+    with pytest.raises(
+        ConfigError, match=r"notes.txt cannot be used: notes.txt is no tokenizer"
+    ):
+        prepare(tmp_path / "notes.txt")

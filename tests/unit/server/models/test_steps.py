@@ -269,7 +269,7 @@ def test_a_slow_tokenizer_is_converted_once(tmp_path):
 @pytest.mark.parametrize(
     ("content", "text"),
     [
-        (None, "is not a folder"),
+        (None, "is no folder and no file"),
         ("{", "tokenizer.json cannot be read"),
         ("", "cannot be used: AutoTokenizer cannot read it"),
     ],
