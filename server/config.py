@@ -37,7 +37,7 @@ class OpenAiConfig:
     """The form of tool calls; ``auto``: by the chat template."""
 
     reasoning_parser: str = "auto"
-    """``think``: outputs may begin with reasoning; ``none``: not; ``auto``: by the template."""
+    """The form of reasoning; ``none``: outputs have none; ``auto``: by the template."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,11 @@ from typing import Any
 
 from trimaran.comm.files.flag_values import count, port, positive, size
 from trimaran.launcher.flags.parser import FlagParser
-from trimaran.server.openai.parsing.tool_formats import FORMATS
+from trimaran.server.openai.parsing.reasoning_formats import (
+    OTHER_REASONING_NAMES,
+    REASONING_FORMATS,
+)
+from trimaran.server.openai.parsing.tool_formats import FORMATS, OTHER_NAMES
 
 
 class _Sets(argparse.Action):
@@ -80,6 +84,14 @@ def add_text_flags(parser: argparse.ArgumentParser) -> None:
         "(%(default)s)")  # fmt: skip
 
 
+def _tool_format(name: str) -> str:
+    return OTHER_NAMES.get(name, name)
+
+
+def _reasoning_format(name: str) -> str:
+    return OTHER_REASONING_NAMES.get(name, name)
+
+
 def add_openai_flags(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of the OpenAI port; the short help has the port alone."""
     add = parser.add_argument
@@ -107,12 +119,13 @@ def add_openai_flags(parser: argparse.ArgumentParser) -> None:
         help="jinja2 template of chats in place of the templates of tokenizer_dir")  # fmt: skip
     add("--tokenizer", default="", metavar="DIR",
         help="a tokenizer's folder, whose chat templates replace tokenizer_dir's")  # fmt: skip
-    add("--tool-call-parser", default="auto", choices=("auto", *FORMATS),
-        help="form in which the model writes tool calls (auto: by the chat "
-        "template)")  # fmt: skip
-    add("--reasoning-parser", default="auto", choices=("auto", "think", "none"),
-        help="think: outputs may begin with <think>...</think> (auto: by the chat "
-        "template)")  # fmt: skip
+    add("--tool-call-parser", default="auto", choices=("auto", *FORMATS), type=_tool_format,
+        help="form in which the model writes tool calls, also by vLLM's and SGLang's names "
+        "(auto: by the chat template)")  # fmt: skip
+    add("--reasoning-parser", default="auto", type=_reasoning_format,
+        choices=("auto", "none", *REASONING_FORMATS),
+        help="form in which outputs begin with reasoning, also by vLLM's and SGLang's names; "
+        "think: <think>...</think> (auto: by the chat template)")  # fmt: skip
     if isinstance(parser, FlagParser):
         # A separator may begin with a hyphen.
         parser.take_flags("--lora-separator")

@@ -18,7 +18,10 @@ from trimaran.server.models.text_pipeline import TextPipeline
 from trimaran.server.models.tokenizer import Tokenizer
 from trimaran.server.openai.chat_templates import ChatTemplate, compiled, read_chat_template
 from trimaran.server.openai.errors import no_text_model, unknown_model
-from trimaran.server.openai.parsing.output_parser import Reasoning
+from trimaran.server.openai.parsing.reasoning_formats import (
+    REASONING_FORMATS,
+    reasoning_of_template,
+)
 from trimaran.server.openai.parsing.tool_formats import FORMATS, format_of_template, literals_of
 from trimaran.server.openai.requests import ChatModel
 from trimaran.server.openai.tools import OutputForm
@@ -147,15 +150,16 @@ class OpenAIModels:
             text = "".join(template.texts.values()) if template is not None else ""
             name, reasoning = self._config.tool_call_parser, self._config.reasoning_parser
             name = format_of_template(text) if name == "auto" else name
-            has_reasoning = reasoning == "think"
             if reasoning == "auto":
                 is_whole = bool(name) and FORMATS[name].is_whole
-                has_reasoning = is_whole or Reasoning().closing in text
+                reasoning = "think" if is_whole else reasoning_of_template(text)
+            reasoning = "" if reasoning == "none" else reasoning
             literals = literals_of(name) if name else ""
-            if has_reasoning:
-                literals += Reasoning().opening + Reasoning().closing
+            if reasoning:
+                literals += REASONING_FORMATS[reasoning].opening
+                literals += REASONING_FORMATS[reasoning].closing
             special = [token for token in tokenizer.special_texts if token in literals]
-            found = OutputForm(name, has_reasoning, frozenset(special))
+            found = OutputForm(name, reasoning, frozenset(special))
             self._forms[tokenizer] = found
         return found
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trimaran.server.models.tokenizer import Tokenizer
-from trimaran.server.openai.parsing.output_parser import OutputParser, Reasoning
+from trimaran.server.openai.parsing.output_parser import OutputParser
+from trimaran.server.openai.parsing.reasoning_formats import REASONING_FORMATS
 from trimaran.server.openai.parsing.scanner import Kind, Segment
 from trimaran.server.openai.parsing.tool_formats import literals_of
 from trimaran.server.openai.tools import ParserOptions
@@ -83,7 +84,7 @@ class Output:
             self._num_seen += 1
             if most is not None and self._num_seen > most:
                 return False
-            self.calls.append(Call(self._new_id(), segment.text))
+            self.calls.append(Call(segment.call_id or self._new_id(), segment.text))
         else:
             if most is not None and self._num_seen > most:
                 return False
@@ -114,8 +115,9 @@ def foreign_tokens(options: ParserOptions, tokenizer: Tokenizer) -> re.Pattern[s
     """Matches special tokens that are no part of the output's form; None if none are shown."""
     if not options.shows_special_tokens:
         return None
-    reasoning = Reasoning()
     literals = literals_of(options.tool_format) if options.tool_format else ""
-    literals += reasoning.opening + reasoning.closing
+    if options.reasoning:
+        reasoning = REASONING_FORMATS[options.reasoning]
+        literals += reasoning.opening + reasoning.closing
     tokens = [token for token in tokenizer.special_texts if token not in literals]
     return re.compile("|".join(map(re.escape, tokens))) if tokens else None

@@ -167,10 +167,10 @@ def read_chat(fields: Fields, chat_models: Mapping[str, ChatModel]) -> Generatio
     )
     found.prompts = [prompt]
     form = chat_model.form
-    if choice.mode != "none" or answer is not None or form.has_reasoning or form.whole:
+    if choice.mode != "none" or answer is not None or form.reasoning or form.whole:
         options = parser_options_of(form, choice, model, prompt)
         params.values |= guide_of(form, choice, options, answer)
-        if options.tool_format or options.has_reasoning:
+        if options.tool_format or options.reasoning:
             found.parser_options = options
             if options.shows_special_tokens:
                 params.skip_special_tokens = False

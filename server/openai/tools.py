@@ -11,7 +11,8 @@ from typing import Any
 from trimaran.server.openai.errors import ApiError
 from trimaran.server.openai.fields import Fields
 from trimaran.server.openai.parsing.harmony import HarmonyToolParser
-from trimaran.server.openai.parsing.output_parser import OutputParser, Reasoning
+from trimaran.server.openai.parsing.output_parser import OutputParser
+from trimaran.server.openai.parsing.reasoning_formats import REASONING_FORMATS, Reasoning
 from trimaran.server.openai.parsing.structural_tags import (
     Pieces,
     Schema,
@@ -36,7 +37,9 @@ class OutputForm:
     tool_format: str = ""
     """A name of `FORMATS`; empty: tools are refused."""
 
-    has_reasoning: bool = False
+    reasoning: str = ""
+    """A name of `REASONING_FORMATS`; empty: outputs have no reasoning."""
+
     special: frozenset[str] = frozenset()
     """Special tokens of the tokenizer that are literals of the form."""
 
@@ -55,7 +58,7 @@ class ParserOptions:
     """Empty: tool calls are not looked for."""
 
     tools: Mapping[str, Schema] = field(default_factory=dict)
-    has_reasoning: bool = False
+    reasoning: str = ""
     starts_in_reasoning: bool = False
     max_calls: int | None = None
     """Calls behind these are left out; None: no limit."""
@@ -68,7 +71,7 @@ class ParserOptions:
         return OutputParser(
             FORMATS.get(self.tool_format),
             self.tools,
-            Reasoning() if self.has_reasoning else None,
+            REASONING_FORMATS.get(self.reasoning),
             starts_in_reasoning=self.starts_in_reasoning,
         )
 
@@ -202,9 +205,10 @@ def parser_options_of(
     Raises:
         ApiError: tools are asked of a model whose form of calls is not known.
     """
-    options = ParserOptions(has_reasoning=form.has_reasoning)
-    if form.has_reasoning:
-        options.starts_in_reasoning = prompt.rstrip().endswith(Reasoning().opening)
+    options = ParserOptions(reasoning=form.reasoning)
+    if form.reasoning:
+        opening = REASONING_FORMATS[form.reasoning].opening
+        options.starts_in_reasoning = prompt.rstrip().endswith(opening.rstrip())
     if choice.mode != "none":
         if not form.tool_format:
             raise ApiError(
@@ -217,7 +221,7 @@ def parser_options_of(
         options.max_calls = 1 if choice.is_one else None
     elif form.whole is not None:
         options.tool_format = form.tool_format
-    is_used = bool(options.tool_format or options.has_reasoning)
+    is_used = bool(options.tool_format or options.reasoning)
     options.shows_special_tokens = is_used and bool(form.special)
     return options
 
@@ -249,8 +253,11 @@ def guide_of(
     assert content is not None
     if whole is not None:
         content = whole.behind_reasoning(content, pieces)
-    elif form.has_reasoning:
-        content = _behind_reasoning(content, pieces, is_open=options.starts_in_reasoning)
+    elif form.reasoning:
+        reasoning = REASONING_FORMATS[form.reasoning]
+        content = _behind_reasoning(
+            reasoning, content, pieces, is_open=options.starts_in_reasoning
+        )
     tag = {"type": "structural_tag", "format": content}
     return {_GUIDE_TYPE: "structural_tag", _GUIDE: json.dumps(tag)}
 
@@ -259,9 +266,10 @@ def _json(answer: Schema | bool) -> Tag:
     return json_schema(answer if isinstance(answer, Mapping) else {"type": "object"})
 
 
-def _behind_reasoning(content: Tag, pieces: Pieces, *, is_open: bool) -> Tag:
+def _behind_reasoning(
+    reasoning: Reasoning, content: Tag, pieces: Pieces, *, is_open: bool
+) -> Tag:
     """The form with any reasoning before."""
-    reasoning = Reasoning()
     inside: list[Tag] = [
         {"type": "any_text", "excludes": [reasoning.closing]},
         *(pieces.text(reasoning.closing) or [const(reasoning.closing)]),

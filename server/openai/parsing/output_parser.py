@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from trimaran.server.openai.parsing.reasoning_formats import Reasoning
 from trimaran.server.openai.parsing.scanner import (
     SPACE,
     MalformedError,
@@ -54,14 +54,6 @@ class ToolParser(ABC):
         Raises:
             MalformedError: the text is no tool call.
         """
-
-
-@dataclass(frozen=True, slots=True)
-class Reasoning:
-    """The literals around the reasoning."""
-
-    opening: str = "<think>"
-    closing: str = "</think>"
 
 
 class OutputParser:

@@ -48,6 +48,8 @@ class Segment:
 
     kind: Kind
     text: str
+    call_id: str = ""
+    """The id of a call whose form has ids."""
 
 
 class MalformedError(Exception):
@@ -69,8 +71,9 @@ class Scanner:
         self.tools = tools
         self.has_reasoning = has_reasoning
         self.num_calls = 0
-        self._segments: list[tuple[Kind, list[str]]] = []
-        """The parts of each segment: to grow a text by a character costs a copy of the text."""
+        self._segments: list[tuple[Kind, list[str], str]] = []
+        """The parts of each segment, and its call's id: to grow a text by a character costs a
+        copy of the text."""
 
         self._kept: list[str] = []
         self._keeps = True
@@ -82,7 +85,7 @@ class Scanner:
 
     # ---- segments -----------------------------------------------------------------------
 
-    def emit(self, kind: Kind, text: str) -> None:
+    def emit(self, kind: Kind, text: str, call_id: str = "") -> None:
         """Add a segment, or text to the last one."""
         if kind is Kind.CALL:
             self.num_calls += 1
@@ -91,16 +94,19 @@ class Scanner:
         elif self._segments and self._segments[-1][0] is kind:
             self._segments[-1][1].append(text)
             return
-        self._segments.append((kind, [text]))
+        self._segments.append((kind, [text], call_id))
 
     def taken(self) -> list[Segment]:
         """The segments since the last call."""
         found, self._segments = self._segments, []
-        return [Segment(kind, _without_halves("".join(parts))) for kind, parts in found]
+        return [
+            Segment(kind, _without_halves("".join(parts)), call_id)
+            for kind, parts, call_id in found
+        ]
 
-    def call(self, name: str) -> None:
+    def call(self, name: str, call_id: str = "") -> None:
         """A call begins; what was read is not text any more."""
-        self.emit(Kind.CALL, name)
+        self.emit(Kind.CALL, name, call_id)
         self.forget()
 
     def arguments(self, text: str) -> None:

@@ -60,5 +60,6 @@ def repeated(calls: Sequence[Tag], separator: str, *, is_one: bool) -> Tag:
     call = calls[0] if len(calls) == 1 else {"type": "or", "elements": list(calls)}
     if is_one:
         return call
-    more = {"type": "star", "content": sequence(const(separator), call)}
+    following = sequence(const(separator), call) if separator else call
+    more = {"type": "star", "content": following}
     return sequence(call, more)

@@ -215,7 +215,12 @@ PLACES: dict[str, Places] = {
     "openai/parsing/harmony.py": _all(ENGINE, "join search"),
     "openai/parsing/scanner.py": _all(ENGINE, "join dumps encode decode match"),
     "openai/server.py": {"match": HEAD, **_all(OPERATOR, "b64encode decode encode findall")},
-    "openai/parsing/tool_formats.py": _all(ENGINE, "join loads dumps"),
+    "openai/parsing/argument_types.py": _all(ENGINE, "loads dumps"),
+    "openai/parsing/gemma_calls.py": _all(ENGINE, "join dumps"),
+    "openai/parsing/json_calls.py": _all(ENGINE, "join loads dumps"),
+    "openai/parsing/named_calls.py": _all(ENGINE, "fullmatch"),
+    "openai/parsing/tagged_calls.py": _all(ENGINE, "join dumps"),
+    "openai/parsing/tool_formats.py": _all(ENGINE, "dumps"),
     "openai/tools.py": {"join": OPERATOR, "dumps": INLINE_BODY, "fullmatch": INLINE_BODY},
     "openai/tokens.py": {
         **_all(INLINE_IDS, "tolist json_access.dump"), "encode": INLINE_TEXT,

@@ -42,6 +42,12 @@ def test_the_port_and_its_settings_reach_the_front_end(repository, tmp_path, mon
     assert "OPENAI_VALUE" not in os.environ
 
 
+def test_parsers_are_named_as_other_servers_name_them(repository):
+    flags = ("--tool-call-parser", "glm47", "--reasoning-parser", "deepseek_r1")
+    openai = resolve(repository, "--openai-port", "9000", *flags).frontend.openai
+    assert (openai.tool_call_parser, openai.reasoning_parser) == ("glm45", "think")
+
+
 def test_without_the_flag_the_port_is_closed(repository):
     frontend = resolve(repository).frontend
     assert frontend.openai.port is None

@@ -11,136 +11,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xgrammar
+from written_calls import PREFACE, TOOLS, WRITE, WRITE_PREFACE, hermes, random_calls
 
 from trimaran.server.models.tokenizer import Tokenizer
-from trimaran.server.openai.parsing.output_parser import OutputParser, Reasoning
+from trimaran.server.openai.parsing.output_parser import OutputParser
+from trimaran.server.openai.parsing.reasoning_formats import (
+    REASONING_FORMATS,
+    Reasoning,
+    reasoning_of_template,
+)
 from trimaran.server.openai.parsing.scanner import Kind
 from trimaran.server.openai.parsing.structural_tags import Pieces, json_schema
 from trimaran.server.openai.parsing.tool_formats import FORMATS, format_of_template
 
-TOOLS = {
-    "get_weather": {
-        "type": "object",
-        "properties": {
-            "place": {"type": "string"},
-            "days": {"type": "integer"},
-            "units": {"type": "array", "items": {"type": "string"}},
-            "options": {"type": "object", "properties": {"exact": {"type": "boolean"}}},
-        },
-        "required": ["place", "days"],
-    },
-    "search": {
-        "type": "object",
-        "properties": {"query": {"type": "string"}},
-        "required": ["query"],
-    },
-}
-TEXTS = [
-    "Köln",
-    'a "quoted" \\ back',
-    "line\nbreak",
-    "東京 🙂",
-    "",
-    "</tool_call>",
-    "[{]}",
-    "x, y=1",
-]
 NAMES = sorted(FORMATS)
 DEMO_MODEL = Path(__file__).resolve().parents[4] / "examples" / "demo_models" / "base"
 MAX_BURST = 8
-
-
-def hermes(calls):
-    each = (json.dumps({"name": n, "arguments": a}, ensure_ascii=False) for n, a in calls)
-    return "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in each)
-
-
-def llama3(calls):
-    each = (json.dumps({"name": n, "parameters": a}, ensure_ascii=False) for n, a in calls)
-    return "; ".join(each)
-
-
-def mistral(calls):
-    each = [{"name": n, "arguments": a} for n, a in calls]
-    return f"[TOOL_CALLS]{json.dumps(each, ensure_ascii=False)}"
-
-
-def pythonic(calls):
-    each = (f"{n}({', '.join(f'{k}={v!r}' for k, v in a.items())})" for n, a in calls)
-    return f"[{', '.join(each)}]"
-
-
-def qwen3_coder(calls):
-    def value(each):
-        return each if isinstance(each, str) else json.dumps(each, ensure_ascii=False)
-
-    def call(name, arguments):
-        values = "".join(
-            f"<parameter={k}>\n{value(v)}\n</parameter>\n" for k, v in arguments.items()
-        )
-        return f"<tool_call>\n<function={name}>\n{values}</function>\n</tool_call>"
-
-    return "\n".join(call(*each) for each in calls)
-
-
-def deepseek_v3(calls):
-    each = (
-        f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{n}\n```json\n"
-        f"{json.dumps(a, ensure_ascii=False)}\n```<｜tool▁call▁end｜>"
-        for n, a in calls
-    )
-    return f"<｜tool▁calls▁begin｜>{chr(10).join(each)}<｜tool▁calls▁end｜>"
-
-
-def deepseek_v31(calls):
-    each = (
-        f"<｜tool▁call▁begin｜>{n}<｜tool▁sep｜>{json.dumps(a, ensure_ascii=False)}"
-        "<｜tool▁call▁end｜>"
-        for n, a in calls
-    )
-    return f"<｜tool▁calls▁begin｜>{''.join(each)}<｜tool▁calls▁end｜>"
-
-
-def harmony(calls):
-    each = (
-        f"<|channel|>commentary to=functions.{n} <|constrain|>json<|message|>"
-        f"{json.dumps(a, ensure_ascii=False)}"
-        for n, a in calls
-    )
-    return "<|call|><|start|>assistant".join(each)
-
-
-WRITE = {
-    "hermes": hermes, "llama3": llama3, "mistral": mistral, "pythonic": pythonic,
-    "qwen3_coder": qwen3_coder, "deepseek_v3": deepseek_v3, "deepseek_v31": deepseek_v31,
-    "harmony": harmony,
-}  # fmt: skip
-
-
-PREFACE = "Let me see."
-WRITE_PREFACE = {
-    "harmony": f"<|channel|>commentary<|message|>{PREFACE}<|end|><|start|>assistant",
-}
-"""The text before calls, where a form does not write the text as it is."""
-
-
-def random_calls(draw, name):
-    """Some calls of the tools."""
-    calls = []
-    for _ in range(draw.randint(1, 3)):
-        if draw.random() < 0.3:
-            calls.append(("search", {"query": draw.choice(TEXTS)}))
-            continue
-        arguments = {"place": draw.choice(TEXTS), "days": draw.randint(-5, 400)}
-        if draw.random() < 0.5:
-            arguments["units"] = draw.sample(TEXTS, 2)
-        if draw.random() < 0.5:
-            arguments["options"] = {
-                "exact": draw.random() < 0.5,
-                "deep": [{"a": None, "b": 1.5}],
-            }
-        calls.append(("get_weather", arguments))
-    return calls
 
 
 def segment(name, parts, **options):
@@ -231,15 +117,15 @@ def check_calls(name, number):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_calls_are_the_same_however_their_text_is_cut(name):
-    for number in range(4):
+    for number in range(2):
         check_calls(name, number)
 
 
 @pytest.mark.matrix(keep=1)
-@pytest.mark.parametrize("start", range(0, 10_000, 10))
+@pytest.mark.parametrize("start", range(0, 10_000, 25))
 @pytest.mark.parametrize("name", NAMES)
 def test_ten_thousand_calls_of_each_family_survive_each_cut(name, start):
-    for number in range(start, start + 10):
+    for number in range(start, start + 25):
         check_calls(name, number)
 
 
@@ -277,6 +163,18 @@ def test_reasoning_comes_before_text_and_calls():
     found = segment("hermes", opened, reasoning=Reasoning(), starts_in_reasoning=True)
     assert found[0] == (Kind.REASONING, "Hm, 1 < 2.")
     assert segment("hermes", " no", reasoning=Reasoning()) == [(Kind.TEXT, " no")]
+
+
+@pytest.mark.parametrize("name", REASONING_FORMATS)
+def test_each_form_of_reasoning_is_read_however_it_is_cut(name):
+    form = REASONING_FORMATS[name]
+    assert reasoning_of_template(f"{{{{ x }}}}{form.opening}..{form.closing}") == name
+    calls = [("search", {"query": "x"})]
+    text = f"{form.opening}\nHm, 1 < 2.\n{form.closing}\nSo.\n{hermes(calls)}"
+    for cut in range(len(text)):
+        found = segment("hermes", [text[:cut], text[cut:]], reasoning=form)
+        assert found[:2] == [(Kind.REASONING, "Hm, 1 < 2."), (Kind.TEXT, "So.")], cut
+    assert segment("hermes", "So.", reasoning=form) == [(Kind.TEXT, "So.")]
 
 
 ANALYSIS = "<|channel|>analysis<|message|>Hm, 1 < 2.<|end|><|start|>assistant"
@@ -355,7 +253,64 @@ def test_other_spellings_of_a_call_are_read():
     assert parsed(segment("llama3", bare)) == expected(calls[:1])
 
 
+def test_further_spellings_of_tags_and_objects_are_read():
+    calls = [("search", {"query": "x"})]
+    bare = "I look.\n<function=search>\n<parameter=query>\nx\n</parameter>\n</function>"
+    assert parsed(segment("qwen3_coder", bare)[1:]) == expected(calls)
+    inline = "<tool_call>search<arg_key>query</arg_key><arg_value>x</arg_value></tool_call>"
+    assert parsed(segment("glm45", inline)) == expected(calls)
+    assert parsed(segment("glm45", "<tool_call>now\n</tool_call>")) == expected([("now", {})])
+    assert segment("glm45", "<tool_call>no\nmore") == [(Kind.TEXT, "<tool_call>no\nmore")]
+    json_like = '<|tool_call>call:search{"query": "x", <|"|>n<|"|>: -1.5}<tool_call|>'
+    assert parsed(segment("gemma4", json_like)) == expected(
+        [("search", {"query": "x", "n": -1.5})]
+    )
+    deep = f"<|tool_call>call:search{{query:{'[' * 5000}"
+    assert segment("gemma4", deep)[0] == (Kind.CALL, "search")
+    parser = OutputParser(FORMATS["kimi_k2"], TOOLS)
+    found = parser.feed(WRITE["kimi_k2"](calls * 2))
+    ids = [each.call_id for each in found if each.kind is Kind.CALL]
+    assert ids == ["functions.search:0", "functions.search:1"]
+    assert {each.text for each in found if each.call_id} == {"search"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "string"}, "12", "12"),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "12", "12"),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "null", None),
+        ({"type": ["string", "integer"]}, "12", 12),
+        ({"type": ["string", "integer"]}, "true", "true"),
+        ({"$ref": "#/$defs/Unit"}, " 2 ", "2"),
+        ({"allOf": [{"$ref": "#/$defs/Unit"}]}, "c", "c"),
+        ({"enum": [1, "2"]}, "1", 1),
+        ({"type": "boolean"}, "True", True),
+        ({"type": "number"}, "NaN", "NaN"),
+        ({"type": "object"}, '{"a": [1]}', {"a": [1]}),
+        ({"type": "integer"}, "many", "many"),
+        ({}, "12", 12),
+        ({"$ref": "#/$defs/none"}, "x", "x"),
+    ],
+)
+def test_a_value_in_a_tag_has_the_type_that_its_schema_says(schema, text, value):
+    root = {"properties": {"a": schema}, "$defs": {"Unit": {"enum": ["c", "2"]}}}
+    for name, written in (
+        ("glm45", f"<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>{text}</arg_value>\n"),
+        ("qwen3_coder", f"<tool_call><function=f><parameter=a>\n{text}\n</parameter>"),
+        ("minimax_m2", '<minimax:tool_call><invoke name="f">'
+         f'<parameter name="a">{text}</parameter>'),
+    ):  # fmt: skip
+        parser = OutputParser(FORMATS[name], {"f": root})
+        found = parser.feed(written + "</")
+        assert json.loads("".join(each.text for each in found[1:])) == {"a": value}
+
+
 def test_a_template_tells_its_form():
+    marks = {"<|tool_calls_section_begin|>": "kimi_k2", "<minimax:tool_call>": "minimax_m2",
+             "<tool_call>{name}<arg_key>": "glm45", "<|tool_call>": "gemma4"}  # fmt: skip
+    for mark, name in marks.items():
+        assert format_of_template(f"{{{{ tools }}}}{mark}") == name
     assert format_of_template("{{ tools }}<tool_call>") == "hermes"
     assert format_of_template("{{ tools }}<tool_call><function=") == "qwen3_coder"
     assert format_of_template("{{ tools }}[TOOL_CALLS]") == "mistral"
@@ -363,7 +318,15 @@ def test_a_template_tells_its_form():
     assert format_of_template("<tool_call>") == ""
 
 
-_ENDS = ("\n</parameter>", '"', "}")
+_ENDS = (
+    "\n</parameter>",
+    "</｜DSML｜parameter>",
+    "</arg_value>",
+    '<|"|>',
+    "<escape>",
+    '"',
+    "}",
+)
 
 
 def generated(matcher, vocabulary, draw, most):
@@ -377,8 +340,9 @@ def generated(matcher, vocabulary, draw, most):
             return text
         ends = [(k, end[k]) for end in _ENDS for k in range(len(end)) if text.endswith(end[:k])]
         liked = [each for each in sorted(ends) if each[1] in allowed]
-        is_liked = liked and draw.random() < (0.9 if liked[-1][0] else 0.3)
-        character = liked[-1][1] if is_liked else draw.choice(list(allowed))
+        longest = [character for k, character in liked if k == liked[-1][0]]
+        is_liked = liked and draw.random() < (0.95 if liked[-1][0] else 0.3)
+        character = draw.choice(longest) if is_liked else draw.choice(list(allowed))
         assert matcher.accept_token(int(allowed[character]))
         text += character
     return None
@@ -427,7 +391,7 @@ def test_the_grammar_of_harmony_allows_reasoning_before_an_answer_or_a_call():
     info = xgrammar.TokenizerInfo(vocabulary, stop_token_ids=[0])
     compiler = xgrammar.GrammarCompiler(info, max_threads=1)
     compiled = compiler.compile_structural_tag(json.dumps(tag))
-    call = harmony([("search", {"query": "x"})])
+    call = WRITE["harmony"]([("search", {"query": "x"})])
     for text, is_allowed in (
         (call, True), (ANALYSIS + call, True), (FINAL + "{}", True),
         (ANALYSIS + FINAL + "{}", True), (FINAL + "Yes.", False), ("{}", False),

@@ -1,0 +1,120 @@
+"""The types of arguments that models write as texts, from the schemas of tools."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_NAMES = {"True": True, "False": False, "None": None}
+_MAX_DEPTH = 8
+_DEFINITIONS = ("#/$defs/", "#/definitions/")
+
+
+@dataclass(frozen=True, slots=True)
+class ArgumentType:
+    """What a schema allows as a value."""
+
+    kinds: frozenset[str] = frozenset()
+    """Types of JSON; empty: any."""
+
+    choices: tuple[str, ...] = ()
+    """The texts that are allowed, where the schema lists them."""
+
+    @property
+    def is_any_text(self) -> bool:
+        """Whether the value is a text, whatever the model writes."""
+        return self.kinds == {"string"} and not self.choices
+
+    def json_of(self, text: str) -> str:
+        """The JSON of a value that was written as ``text``."""
+        for choice in (text, text.strip()):
+            if choice in self.choices:
+                return json.dumps(choice, ensure_ascii=False)
+        stripped = text.strip()
+        try:
+            value, written = _NAMES[stripped], ""
+        except KeyError:
+            value, written = _read(text)
+        else:
+            written = json.dumps(value)
+        if written and self._allows(value):
+            return written
+        if "string" in self.kinds or not written:
+            return json.dumps(text, ensure_ascii=False)
+        return written
+
+    def _allows(self, value: Any) -> bool:
+        return not self.kinds or bool(_kinds_of(value) & self.kinds)
+
+
+def _read(text: str) -> tuple[Any, str]:
+    """A JSON value and its text; an empty text if there is none."""
+    try:
+        return json.loads(text, parse_constant=_refuse), text.strip()
+    except (ValueError, RecursionError):
+        return None, ""
+
+
+def _refuse(name: str) -> Any:
+    """NaN and infinities are no JSON."""
+    raise ValueError(name)
+
+
+def _kinds_of(value: Any) -> set[str]:
+    if isinstance(value, bool):
+        return {"boolean"}
+    if isinstance(value, int):
+        return {"integer", "number"}
+    if isinstance(value, float):
+        return {"number", "integer"} if value.is_integer() else {"number"}
+    names = {str: "string", type(None): "null", list: "array", dict: "object"}
+    return {names[type(value)]}
+
+
+def argument_type(schema: Mapping[str, Any], key: str) -> ArgumentType | None:
+    """The type of a function's argument; None if the schema does not tell the type."""
+    properties = schema.get("properties")
+    found = properties.get(key) if isinstance(properties, Mapping) else None
+    return _type_of(found, schema, _MAX_DEPTH)
+
+
+def _type_of(schema: Any, root: Mapping[str, Any], depth: int) -> ArgumentType | None:
+    if not isinstance(schema, Mapping) or depth == 0:
+        return None
+    reference = schema.get("$ref")
+    if isinstance(reference, str):
+        return _type_of(_definition(reference, root), root, depth - 1)
+    for name in ("anyOf", "oneOf", "allOf"):
+        options = schema.get(name)
+        if isinstance(options, list) and options:
+            return _joined([_type_of(each, root, depth - 1) for each in options])
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if isinstance(values, list) and values:
+        kinds = frozenset().union(*map(_kinds_of, values))
+        return ArgumentType(kinds, tuple(each for each in values if isinstance(each, str)))
+    named = schema.get("type")
+    names = named if isinstance(named, list) else [named]
+    kinds = frozenset(name for name in names if isinstance(name, str))
+    return ArgumentType(kinds) if kinds else None
+
+
+def _definition(reference: str, root: Mapping[str, Any]) -> Any:
+    for prefix in _DEFINITIONS:
+        if reference.startswith(prefix):
+            definitions = root.get(prefix[2:-1])
+            if isinstance(definitions, Mapping):
+                return definitions.get(reference.removeprefix(prefix))
+    return None
+
+
+def _joined(found: list[ArgumentType | None]) -> ArgumentType | None:
+    """What one of several types allows."""
+    if None in found:
+        return None
+    types = [each for each in found if each is not None]
+    # A free text beside listed texts allows any text.
+    is_free = any(each.is_any_text for each in types)
+    choices = () if is_free else tuple(text for each in types for text in each.choices)
+    return ArgumentType(frozenset().union(*(each.kinds for each in types)), choices)
