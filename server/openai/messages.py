@@ -92,8 +92,8 @@ def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
     found = []
     for call in calls:
         function = call.get("function")
-        if not isinstance(function, dict):
-            raise ApiError(f"'{path}' must hold calls of functions", param=path)
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ApiError(f"'{path}' must hold calls of functions by name", param=path)
         arguments = function.get("arguments")
         if isinstance(arguments, str):
             try:

@@ -185,7 +185,7 @@ def read_chat(fields: Fields, chat_models: Mapping[str, ChatModel]) -> Generatio
 _LOG_PROB_MEMBERS = frozenset(("logprobs", "top_logprobs"))
 _UNSERVED = ("audio", "prediction", "web_search_options", "moderation")
 _OLDER = ("functions", "function_call")
-_UNSERVED_MEMBERS = frozenset((*_UNSERVED, *_OLDER, "modalities"))
+_UNSERVED_MEMBERS = frozenset((*_UNSERVED, *_OLDER, "modalities", "verbosity"))
 
 
 def _read_chat_log_probs(fields: Fields, request: GenerationRequest) -> None:
@@ -203,6 +203,7 @@ def _refuse_unserved(fields: Fields) -> None:
         fields.refuse(name, "is not served. Leave it out.")
     for name in _OLDER:
         fields.refuse(name, "is the older form of tools. Send 'tools' and 'tool_choice'.")
+    fields.choice("verbosity", "medium")
     kinds = list_of(fields, "modalities", str, "strings", 4)
     if kinds not in (None, ["text"]):
         raise ApiError("'modalities' must be [\"text\"]", param="modalities")
@@ -226,8 +227,8 @@ def render_chat(
             param="messages",
         )
     has_options = fields.has_any(_TEMPLATE_MEMBERS)
-    values = _template_values(fields) if has_options else {}
     text = template.text(has_tools=bool(tools))
+    values = _template_values(fields, text) if has_options else {}
     messages = read_messages(
         fields, takes_parts=takes_parts(text), knows_developer=knows_developer(text)
     )
@@ -243,8 +244,12 @@ _TEMPLATE_MEMBERS = frozenset((
 ))  # fmt: skip
 
 
-def _template_values(fields: Fields) -> dict[str, Any]:
-    """Further values that the template may read."""
+_SWITCHES = ("enable_thinking", "thinking")
+"""Values by which templates leave reasoning out."""
+
+
+def _template_values(fields: Fields, text: str) -> dict[str, Any]:
+    """Further values that the template of this text may read."""
     fields.refuse(
         "chat_template", "of a request is not used. Start the server with --chat-template FILE."
     )
@@ -257,7 +262,10 @@ def _template_values(fields: Fields) -> dict[str, Any]:
             param="chat_template_kwargs",
         )
     effort = fields.text("reasoning_effort")
-    return values if effort is None else {"reasoning_effort": effort, **values}
+    if effort is None:
+        return values
+    off = {name: False for name in _SWITCHES if effort == "none" and name in text}
+    return {"reasoning_effort": effort, **off, **values}
 
 
 def _read_chat_options(fields: Fields, chat: Chat, values: dict[str, Any]) -> None:

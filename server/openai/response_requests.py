@@ -8,6 +8,7 @@ from typing import Any
 from trimaran.server.openai.errors import ApiError
 from trimaran.server.openai.fields import Fields, list_of
 from trimaran.server.openai.requests import ChatModel, GenerationRequest, read_chat
+from trimaran.server.openai.response_input import ResponseInput
 from trimaran.server.openai.sampling import IGNORED
 
 _SAME = (
@@ -49,14 +50,12 @@ def read_response(fields: Fields, chat_models: Mapping[str, ChatModel]) -> Gener
         fields.refuse(name, reason)
     chat: dict[str, Any] = {name: fields.take(name) for name in _SAME}
     chat["max_completion_tokens"] = fields.integer("max_output_tokens", 1, 1 << 30)
-    chat["messages"] = _messages(fields)
+    given = ResponseInput(fields)
+    chat["messages"] = given.messages
     tools = [_tool(tool, n) for n, tool in enumerate(fields.items("tools") or [])]
     if tools:
         chat["tools"] = tools
-    choice = fields.take("tool_choice")
-    if isinstance(choice, dict) and choice.get("type") == "function":
-        choice = {"type": "function", "function": {"name": choice.get("name")}}
-    chat["tool_choice"] = choice
+    chat["tool_choice"] = _tool_choice(fields.take("tool_choice"))
     chat["response_format"] = _response_format(fields)
     reasoning = fields.member("reasoning")
     if reasoning is not None:
@@ -72,7 +71,11 @@ def read_response(fields: Fields, chat_models: Mapping[str, ChatModel]) -> Gener
     _check_included(fields)
     fields.take("stream_options")
     fields.finish(*IGNORED, "instructions")
-    found = read_chat(Fields({k: v for k, v in chat.items() if v is not None}), chat_models)
+    chat = {name: value for name, value in chat.items() if value is not None}
+    try:
+        found = read_chat(Fields(chat), chat_models)
+    except ApiError as error:
+        raise given.named(error) from None
     found.repeated = repeated
     return found
 
@@ -123,53 +126,6 @@ def _check_included(fields: Fields) -> None:
         )
 
 
-def _messages(fields: Fields) -> list[Any]:
-    """The items of the input as messages of a chat."""
-    instructions = fields.text("instructions")
-    messages: list[Any] = []
-    if instructions:
-        messages.append({"role": "system", "content": instructions})
-    given = fields.take("input")
-    if isinstance(given, str):
-        return [*messages, {"role": "user", "content": given}]
-    if not isinstance(given, list) or not given:
-        raise ApiError("'input' must be a string or a list of items", param="input")
-    for number, item in enumerate(given):
-        where = f"input[{number}]"
-        if not isinstance(item, dict):
-            raise ApiError(f"'{where}' must be an object", param=where)
-        _add_item(messages, item, where)
-    return messages
-
-
-def _add_item(messages: list[Any], item: dict[str, Any], where: str) -> None:
-    kind = item.get("type", "message")
-    if kind == "message":
-        messages.append({"role": item.get("role"), "content": item.get("content")})
-    elif kind == "function_call":
-        call = {
-            "id": item.get("call_id"),
-            "type": "function",
-            "function": {"name": item.get("name"), "arguments": item.get("arguments")},
-        }
-        # Calls that follow each other are one message, as they were written.
-        if messages and "tool_calls" in messages[-1]:
-            messages[-1]["tool_calls"].append(call)
-        else:
-            messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
-    elif kind == "function_call_output":
-        output = item.get("output")
-        messages.append(
-            {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}
-        )
-    elif kind != "reasoning":
-        raise ApiError(
-            f"'{where}' has the type {str(kind)[:50]!r} but must be message, function_call, "
-            "function_call_output or reasoning",
-            param=where,
-        )
-
-
 def _tool(tool: Any, number: int) -> dict[str, Any]:
     """A tool in the form of chats."""
     if not isinstance(tool, dict) or tool.get("type") != "function":
@@ -177,6 +133,24 @@ def _tool(tool: Any, number: int) -> dict[str, Any]:
         raise ApiError(f"'{where}' must be a tool of the type 'function'", param=where)
     function = {name: value for name, value in tool.items() if name not in ("type", "strict")}
     return {"type": "function", "function": function}
+
+
+def _tool_choice(choice: Any) -> Any:
+    """A choice in the form of chats."""
+    if not isinstance(choice, dict):
+        return choice
+    if choice.get("type") == "function":
+        return _named(choice)
+    tools = choice.get("tools")
+    if choice.get("type") == "allowed_tools" and isinstance(tools, list):
+        allowed = {"mode": choice.get("mode"), "tools": [_named(tool) for tool in tools]}
+        return {"type": "allowed_tools", "allowed_tools": allowed}
+    return choice
+
+
+def _named(tool: Any) -> dict[str, Any]:
+    name = tool.get("name") if isinstance(tool, dict) else None
+    return {"type": "function", "function": {"name": name}}
 
 
 def _response_format(fields: Fields) -> dict[str, Any] | None:

@@ -153,19 +153,9 @@ def _read_choice(fields: Fields, params: GenerationParams) -> None:
 
 
 def _limit(fields: Fields, names: tuple[str, ...]) -> int | None:
-    found = []
-    for name in names:
-        value = fields.integer(name, 1, _MAX_TOKENS)
-        if value is not None:
-            found.append((name, value))
-    for name, value in found[1:]:
-        if value != found[0][1]:
-            raise ApiError(
-                f"'{found[0][0]}' is {found[0][1]} but '{name}', another name for it, is "
-                f"{value}. Send one of them.",
-                param=name,
-            )
-    return found[0][1] if found else None
+    """The first limit that is given, as in Triton's OpenAI front end."""
+    found = [fields.integer(name, 1, _MAX_TOKENS) for name in names]
+    return next((value for value in found if value is not None), None)
 
 
 def _stop_words(fields: Fields) -> tuple[str, ...]:

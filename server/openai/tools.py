@@ -85,7 +85,8 @@ class ToolChoice:
 
     schemas: dict[str, Schema] = field(default_factory=dict)
     mode: str = "none"
-    """``none``, ``auto``, ``required``, or ``named``: then `schemas` holds that tool alone."""
+    """``none``, ``auto``, ``required``, or ``named``: then `schemas` holds that tool alone.
+    With ``allowed_tools`` `tools` and `schemas` hold the allowed tools."""
 
     is_one: bool = False
     """Whether at most one call is allowed."""
@@ -109,17 +110,21 @@ def read_tools(fields: Fields) -> ToolChoice:
     for number, tool in enumerate(given):
         name, schema = read_function(tool, f"tools[{number}]")
         schemas[name] = schema
-    mode, name = _choice(fields.take("tool_choice"), has_tools=bool(given))
+    mode, names = _choice(fields.take("tool_choice"), has_tools=bool(given))
     is_parallel = fields.boolean("parallel_tool_calls")
-    if mode == "named" and name not in schemas:
-        raise ApiError(
-            f"'tool_choice' names '{name[:50]}', which is no tool of the request",
-            param="tool_choice",
-        )
     if mode in ("required", "named") and not given:
         raise ApiError("'tool_choice' needs 'tools'", param="tool_choice")
-    if mode == "named":
-        schemas = {name: schemas[name]}
+    if names is not None:
+        for name in names:
+            if name not in schemas:
+                raise ApiError(
+                    f"'tool_choice' names '{name[:50]}', which is no tool of the request",
+                    param="tool_choice",
+                )
+        schemas = {name: schemas[name] for name in names}
+        if mode != "named":
+            # The model may call the tools that its prompt shows.
+            given = [tool for tool in given if tool["function"]["name"] in schemas]
     is_one = mode == "named" or is_parallel is False
     return ToolChoice(tools=given, schemas=schemas, mode=mode, is_one=is_one)
 
@@ -156,19 +161,37 @@ def read_function(tool: Any, where: str) -> tuple[str, Schema]:
     return name, schema or {"type": "object", "properties": {}}
 
 
-def _choice(value: Any, *, has_tools: bool) -> tuple[str, str]:
+def _choice(value: Any, *, has_tools: bool) -> tuple[str, list[str] | None]:
+    """The mode of a choice, and the tools that the choice names; None: all tools."""
     if value is None:
-        return ("auto" if has_tools else "none"), ""
+        return ("auto" if has_tools else "none"), None
     if value in ("none", "auto", "required"):
-        return (value if has_tools or value == "required" else "none"), ""
-    function = value.get("function") if isinstance(value, dict) else None
+        return (value if has_tools or value == "required" else "none"), None
+    allowed = value.get("allowed_tools") if isinstance(value, dict) else None
+    if isinstance(allowed, dict) and allowed.get("mode") in ("auto", "required"):
+        tools = allowed.get("tools")
+        names = [_name_of(tool) for tool in tools] if isinstance(tools, list) else []
+        if names and len(names) <= _MAX_TOOLS:
+            return allowed["mode"], names
+    elif isinstance(value, dict) and "function" in value:
+        return "named", [_name_of(value)]
+    raise _wrong_choice()
+
+
+def _name_of(tool: Any) -> str:
+    function = tool.get("function") if isinstance(tool, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
-        raise ApiError(
-            "'tool_choice' must be none, auto, required, or name a function",
-            param="tool_choice",
-        )
-    return "named", name
+        raise _wrong_choice()
+    return name
+
+
+def _wrong_choice() -> ApiError:
+    return ApiError(
+        "'tool_choice' must be none, auto, required, name a function, or list functions as "
+        "allowed_tools",
+        param="tool_choice",
+    )
 
 
 def read_response_format(fields: Fields) -> Schema | bool | None:

@@ -121,8 +121,9 @@ def _header(scanner: Scanner, begun: str) -> Reader:
     read = yield from scanner.until((_MESSAGE,), parts.append)
     if read:
         return "".join(parts)
-    if begun in _TO:
-        scanner.text("".join(parts))
+    header = "".join(parts)
+    if begun in _TO and _CHANNEL not in header:
+        scanner.text(header)
     return ""
 
 

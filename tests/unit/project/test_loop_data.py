@@ -211,6 +211,7 @@ PLACES: dict[str, Places] = {
     "openai/outputs.py": _all(ENGINE, "join sub"),
     "openai/parsing/pythonic_calls.py": _all(ENGINE, "join loads dumps"),
     "openai/response_requests.py": {"join": OPERATOR},
+    "openai/response_input.py": {"join": INLINE_BODY, "match": OPERATOR, "sub": OPERATOR},
     "openai/responses.py": _all(ENGINE, "json_access.dump encode join"),
     "openai/parsing/harmony.py": _all(ENGINE, "join search"),
     "openai/parsing/scanner.py": _all(ENGINE, "join dumps encode decode match"),

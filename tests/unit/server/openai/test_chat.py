@@ -75,7 +75,8 @@ def test_a_stop_word_ends_the_text_and_is_no_part_of_it(served):
 
 
 def test_a_limit_on_tokens_ends_the_text_for_length(served):
-    for limit in ({"max_tokens": 2}, {"max_completion_tokens": 2}):
+    both = {"max_completion_tokens": 2, "max_tokens": 3}
+    for limit in ({"max_tokens": 2}, {"max_completion_tokens": 2}, both):
         answer = served.chat(**limit)
         assert answer.choices[0].finish_reason == "length"
         assert answer.usage.completion_tokens == 2
@@ -148,7 +149,9 @@ def test_the_likeliest_tokens_of_a_long_answer_come_whole(served):
         ({"top_logprobs": 2}, "needs 'logprobs'", "top_logprobs"),
         ({"n": 0}, "between 1 and 128", "n"),
         ({"colour": 1}, "Unrecognized request argument supplied: colour", "colour"),
-        ({"max_tokens": 2, "max_completion_tokens": 3}, "another name for it", "max_tokens"),
+        ({"verbosity": "low"}, "must be one of medium", "verbosity"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": None}}]}]},
+         "calls of functions by name", "messages[0].tool_calls"),
         ({"stream_options": {"include_usage": True}}, "only allowed when", "stream_options"),
         ({"logit_bias": {"x": 1}}, "no token id", "logit_bias"),
         ({"logit_bias": {"4096": 1}}, "the vocabulary has 4096 ids", "logit_bias"),

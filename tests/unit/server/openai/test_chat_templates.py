@@ -189,6 +189,19 @@ def test_messages_have_the_form_that_templates_read():
     assert read(call)[0] == {"role": "assistant", "content": "", "tool_calls": [CALL]}
 
 
+def test_no_reasoning_effort_switches_the_reasoning_of_a_template_off():
+    text = "{% if enable_thinking is false %}off {% endif %}{{ reasoning_effort }}"
+    models = {"m": ChatModel(ChatTemplate({"default": text}), 1 << 20)}
+    for members, prompt in (
+        ({"reasoning_effort": "none"}, "off none"),
+        ({"reasoning_effort": "high"}, "high"),
+        ({"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}},
+         "none"),
+    ):  # fmt: skip
+        body = {"model": "m", "messages": [USER], **members}
+        assert read_chat(Fields(body), models).prompts == [prompt]
+
+
 def test_values_that_are_nested_too_deeply_are_refused_at_any_depth():
     template = ChatTemplate({"default": "{{ value | tojson }}"})
     task = BodyTask(read_chat, 1 << 20, ({"m": ChatModel(template, 1 << 20)},))

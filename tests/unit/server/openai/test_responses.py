@@ -16,7 +16,9 @@ TOOLS = [{"type": "function", "name": "weather", "parameters": PARAMETERS, "stri
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"place": "Köln"}}\n</tool_call>'
 TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool.function.name }} <tool_call>{% endfor %}"
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "{% for m in messages %}<|{{ m.role }}|>"
+    "{% if m.reasoning_content %}[{{ m.reasoning_content }}]{% endif %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}"
     "{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"
     "<|assistant|>{# </think> #}"
 )
@@ -105,6 +107,32 @@ def test_calls_and_their_results_go_back_into_the_chat(served):
     assert served.engine.prompt == expected
 
 
+def test_what_an_answer_held_goes_back_as_one_message_with_its_reasoning(served):
+    answer = respond(served, text=f"<think>Hm.</think>So.\n{CALL}\n{CALL}", tools=TOOLS)
+    calls = [item for item in answer.output if item.type == "function_call"]
+    results = [
+        {"type": "function_call_output", "call_id": call.call_id,
+         "output": [{"type": "input_text", "text": "rain"}]}
+        for call in calls
+    ]  # fmt: skip
+    respond(served, [{"role": "user", "content": "?"}, *answer.output, *results])
+    call = 'weather{"place": "Köln"}'
+    assert served.engine.prompt == (
+        f"<|user|>?<|assistant|>[Hm.]So.{call}{call}<|tool|>rain<|tool|>rain<|assistant|>"
+    )
+    text = {"role": "assistant", "content": "One."}
+    respond(served, [text, text, {"role": "user", "content": "?"}])
+    assert served.engine.prompt == "<|assistant|>One.<|assistant|>One.<|user|>?<|assistant|>"
+
+
+def test_allowed_tools_leave_the_others_out(served):
+    clock = {"type": "function", "name": "clock", "parameters": {}, "strict": False}
+    choice = {"type": "allowed_tools", "mode": "required",
+              "tools": [{"type": "function", "name": "weather"}]}  # fmt: skip
+    respond(served, text=CALL, tools=[*TOOLS, clock], tool_choice=choice)
+    assert "clock" not in served.engine.prompt + served.engine.sampling["guide"]
+
+
 def test_a_required_call_and_a_json_answer_are_guided(served):
     choice = {"type": "function", "name": "weather"}
     respond(served, text=CALL, tools=TOOLS, tool_choice=choice)
@@ -123,6 +151,20 @@ def test_a_required_call_and_a_json_answer_are_guided(served):
         ({"truncation": "auto"}, "truncation"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
         ({"input": []}, "input"),
+        (
+            {
+                "instructions": "a",
+                "input": [
+                    {"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}
+                ],
+            },
+            "input[0].content[0]",
+        ),
+        (
+            {"input": [{"type": "function_call", "call_id": "c", "arguments": "{}"}]},
+            "input[0].tool_calls",
+        ),
+        ({"tools": TOOLS, "tool_choice": {"type": "file_search"}}, "tool_choice"),
         ({"include": ["message.output_text.logprobs"]}, "include"),
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"extra_body": {"colour": 1}}, "colour"),

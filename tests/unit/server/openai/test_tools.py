@@ -108,6 +108,21 @@ def test_a_required_call_is_guided_and_any_reasoning_may_come_before(served):
     assert len(answer.choices[0].message.tool_calls) == 1
 
 
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_a_choice_of_allowed_tools_leaves_the_others_out(served, mode):
+    named = {"type": "function", "function": {"name": "clock"}}
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [named]}}
+    answer = ask(served, CLOCK, tools=TOOLS, tool_choice=allowed)
+    assert answer.choices[0].message.tool_calls[0].function.name == "clock"
+    assert '"clock"' in served.engine.prompt and "weather" not in served.engine.prompt
+    assert ("clock" in json.dumps(guide(served)[1])) == (mode == "required")
+    for wrong in ([], [{"type": "function", "function": {"name": "no"}}]):
+        choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": wrong}}
+        with pytest.raises(openai.BadRequestError) as caught:
+            ask(served, CLOCK, tools=TOOLS, tool_choice=choice)
+        assert caught.value.param == "tool_choice"
+
+
 def test_with_no_choice_a_call_is_a_text_and_the_template_sees_no_tools(served):
     answer = ask(served, CALL, tools=TOOLS, tool_choice="none")
     assert answer.choices[0].message.content == CALL
