@@ -257,6 +257,14 @@ def _fast_form(tokenizer: Any, folder: Path) -> tuple[bytes, tuple[str, ...]]:
 
 def _facts(tokenizer: Any, notes: tuple[str, ...]) -> dict[str, Any]:
     """The fields of `TokenizerFacts`."""
+    fill = _fill_token(tokenizer)
+    if fill is not None:
+        marks = (getattr(tokenizer, f"{part}_token") for part in ("prefix", "suffix", "middle"))
+        notes = (
+            *notes,
+            f"texts are not cut at {fill}: write {', '.join(map(str, marks))} into a text that "
+            "is to be filled in",
+        )
     return {
         "class_name": type(tokenizer).__name__,
         "end_id": tokenizer.eos_token_id,
@@ -286,7 +294,13 @@ def _compare(tokenizer: Any, raw: bytes, facts: dict[str, Any]) -> None:
     lists = [[each] for each in _some_ids(fast)]
     for text in _some_texts(tokenizer):
         for adds in (True, False):
-            wanted = tokenizer.encode(text, add_special_tokens=adds)
+            try:
+                wanted = tokenizer.encode(text, add_special_tokens=adds)
+            # Classes raise what their files make them raise.
+            except Exception as error:
+                raise _RefusedError(
+                    f"its class {name} cannot encode {text!r}: {_first_line(error)}"
+                ) from error
             found = fast.encode(text, add_special_tokens=adds).ids
             if list(wanted) != found:
                 raise _RefusedError(
@@ -308,8 +322,16 @@ def _compare(tokenizer: Any, raw: bytes, facts: dict[str, Any]) -> None:
 
 def _some_texts(tokenizer: Any) -> Iterator[str]:
     yield from _TEXTS
+    fill = _fill_token(tokenizer)
     for token in tokenizer.all_special_tokens[:_NUM_IDS]:
-        yield f"a{token} b {token}c"
+        if token != fill:
+            yield f"a{token} b {token}c"
+
+
+def _fill_token(tokenizer: Any) -> str | None:
+    """The token at which the class of Code Llama cuts a text into prefix and suffix."""
+    found = getattr(tokenizer, "fill_token", None)
+    return None if found is None else str(found)
 
 
 def _some_ids(fast: Any) -> list[int]:

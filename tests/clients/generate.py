@@ -84,6 +84,11 @@ _DOCUMENTS = (
         "`trimaran serve --out-of-vocabulary clamp` alone",
     ),
     (
+        "figures of KV blocks in the documents",
+        "blocks have 32 tokens; `trtllm-build --tokens_per_block 64` brings the figures of the "
+        "documents and of the backend's own tests",
+    ),
+    (
         "Medusa, Eagle",
         "chains are served; trees (`medusa_choices`, `eagle_choices`) are refused by name "
         "([speculative-decoding.md](speculative-decoding.md))",

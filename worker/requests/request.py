@@ -36,7 +36,8 @@ class SequenceFigures:
     """Blocks taken for the prompt. The copy of a cached partial block counts too."""
 
     num_reused_blocks: int = 0
-    """Blocks of the prompt that were in the prefix cache."""
+    """Blocks of the prompt that were in the prefix cache and are read alone. A block that the
+    prompt writes on in counts as new."""
 
     num_draft_tokens: int = 0
     """Draft tokens that were verified."""
@@ -44,13 +45,13 @@ class SequenceFigures:
     num_accepted_draft_tokens: int = 0
     """Draft tokens that became output."""
 
-    def started(self, num_prompt_blocks: int, num_reused: int, num_last: int) -> None:
+    def started(self, num_prompt_blocks: int, num_reused: int) -> None:
         """The sequence has started. A resumption after preemption does not count."""
         if self.first_scheduled_ns:
             return
         self.first_scheduled_ns = time.monotonic_ns()
         self.num_reused_blocks = num_reused
-        self.num_new_blocks = max(0, num_prompt_blocks - num_reused) + num_last
+        self.num_new_blocks = max(0, num_prompt_blocks - num_reused)
 
     def token(self) -> None:
         """Another output token is known."""

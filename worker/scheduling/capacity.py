@@ -83,7 +83,7 @@ class Allocation(NamedTuple):
         sequence.num_computed_tokens, copies = cache.begin(blocks, prefix)
         if sequence.figures is not None:
             num_prompt_blocks = cache.blocks_for(sequence.num_prompt_tokens)
-            sequence.figures.started(num_prompt_blocks, blocks.num_blocks, len(prefix.last))
+            sequence.figures.started(num_prompt_blocks, blocks.num_blocks - bool(prefix.last))
         if is_reserved:
             cache.reserve(blocks, self.max_blocks)
             if sequence.beams is not None:

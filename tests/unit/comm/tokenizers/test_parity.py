@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -210,3 +211,12 @@ def test_a_file_that_is_no_tokenizer_is_refused_by_name(tmp_path):
         ConfigError, match=r"notes.txt cannot be used: notes.txt is no tokenizer"
     ):
         prepare(tmp_path / "notes.txt")
+
+
+def test_a_fill_token_of_code_llama_is_named_at_the_start(tmp_path):
+    case = BY_NAME["codellama"]
+    folder = replace(case, name="infilling", settings={}).make(tmp_path / "infilling")
+    ours, wanted = prepare(folder), expected(folder)
+    assert ours.facts.notes[0].startswith("texts are not cut at <FILL_ME>: write ")
+    text = "def f(x):\n    return x"
+    assert ours.fast().encode(text).ids == wanted.encode(text)

@@ -142,6 +142,11 @@ def test_perf_metrics_count_reused_blocks_and_times(make_engine):
     assert cold["figures"]["kv_cache_reused_blocks"] == 0
     assert warm["figures"]["kv_cache_alloc_new_blocks"] == 1
     assert warm["figures"]["kv_cache_reused_blocks"] == 2
+    # The two whole blocks and the ids behind them are kept: the last block is written on in.
+    third = driver.submit([*prompt, 7, 8], max_tokens=1, return_perf_metrics=True)
+    driver.run()
+    longer = driver.extras[third, 0][-1]["figures"]
+    assert (longer["kv_cache_alloc_new_blocks"], longer["kv_cache_reused_blocks"]) == (1, 2)
     for extras in (cold, warm):
         times = [
             extras["figures"][f"{name}_time_ns"]
