@@ -9,6 +9,7 @@ from aiohttp import web
 from trimaran.comm.errors import ErrorKind, RequestError
 from trimaran.server.http.messages import JSON, retry_header
 from trimaran.server.protocol import json_access
+from trimaran.server.protocol.infer_json import BodyTooLargeError
 
 _TYPES = {
     401: "authentication_error",
@@ -17,6 +18,7 @@ _TYPES = {
     405: "invalid_request_error",
     501: "invalid_request_error",
 }
+_TOO_LARGE = 413
 _CODES = {401: "invalid_api_key", 404: "not_found", 501: "unsupported"}
 
 
@@ -108,6 +110,9 @@ def error_of(error: RequestError) -> bytes:
 
 def error_response(error: RequestError) -> web.Response:
     """The answer to a request that failed before anything was sent."""
+    if isinstance(error, BodyTooLargeError):
+        body = error_object(_TOO_LARGE, str(error), code="content_too_large")
+        return web.Response(status=_TOO_LARGE, body=body, content_type=JSON)
     return web.Response(
         status=error.kind.http_status,
         body=error_of(error),

@@ -1,5 +1,10 @@
 """``/v1/completions`` and the other routes of the port, as clients call them."""
 
+import http.client
+import json
+import urllib.parse
+from contextlib import closing
+
 import openai
 import pytest
 from openai.types import Completion
@@ -143,3 +148,15 @@ def test_long_prompts_are_read_in_a_process(served):
     assert len(answer.choices) == 8
     status, found = served.post("/tokenize", {"model": "ensemble", "prompt": "word " * 20_000})
     assert status == 200 and found["count"] > 20_000
+
+
+def test_a_body_over_the_limit_is_refused_by_its_announced_length(served):
+    address = urllib.parse.urlsplit(served.url)
+    with closing(http.client.HTTPConnection(address.hostname, address.port)) as connection:
+        connection.putrequest("POST", "/v1/completions")
+        connection.putheader("Content-Length", str((64 << 20) + 1))
+        connection.endheaders()
+        answer = connection.getresponse()
+        error = json.loads(answer.read())["error"]
+    assert (answer.status, error["code"]) == (413, "content_too_large")
+    assert "--http-max-input-size" in error["message"]
