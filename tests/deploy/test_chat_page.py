@@ -115,6 +115,47 @@ def test_a_chat_is_held_by_keyboard_alone(
         assert json.load(answer)["server"]["running_requests"] == 0
 
 
+def num_cancelled(server: Served) -> float:
+    name = "nv_inference_request_failure"
+    return server.metric(name, model="ensemble", reason="CANCELED")
+
+
+async def click(browser: Browser, selector: str) -> None:
+    """Press and release the mouse on the middle of an element."""
+    box = await browser.evaluate(
+        f"(b => [b.x + b.width / 2, b.y + b.height / 2])"
+        f"(document.querySelector('{selector}').getBoundingClientRect())"
+    )
+    for kind in ("mousePressed", "mouseReleased"):
+        await browser.send(
+            "Input.dispatchMouseEvent",
+            type=kind, x=box[0], y=box[1], button="left", clickCount=1,
+        )  # fmt: skip
+
+
+def test_the_stop_button_ends_a_long_answer_at_the_server(
+    chromium: str, address: tuple[Served, str]
+):
+    server, url = address
+
+    async def look(browser: Browser) -> None:
+        await set_number(browser, "max_tokens", 100_000)
+        await ask(browser, QUESTION)
+        await browser.until(f"{LAST.format('assistant', 'text')}?.length > 40")
+        cancelled = num_cancelled(server)
+        await click(browser, "#stop")
+        await browser.until(f"{LAST.format('assistant', 'facts')}?.includes('stopped')")
+        # The answer did not run on to its last token.
+        while num_cancelled(server) == cancelled:
+            await asyncio.sleep(0.02)
+        # The page takes the next message at once.
+        await set_number(browser, "max_tokens", 3)
+        await ask(browser, "The sea was")
+        await browser.until(f"{LAST.format('assistant', 'facts')}?.startsWith('3 tokens')")
+
+    in_browser(chromium, url, look)
+
+
 def test_the_page_follows_the_colors_of_the_system(chromium: str, address: tuple[Served, str]):
     async def look(browser: Browser) -> None:
         colors = set()
