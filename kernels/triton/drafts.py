@@ -9,6 +9,8 @@ import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 from torch import Tensor
 
+from trimaran.kernels.triton.inputs import StepTensors
+
 # Shapes: n sequences, K most drafts of a sequence, R rows, M blocks of a longest sequence, N
 # sampled rows, W sequences in memory, V vocabulary of the network.
 
@@ -20,22 +22,28 @@ _IDS_TILE = 2048
 
 @triton.jit(do_not_specialize=["longest", "spare_slot"])  # type: ignore[untyped-decorator,unused-ignore]
 def _places_kernel(  # type: ignore[no-untyped-def]
-    table, ids, block_tables, wide, narrow, longest, spare_slot, max_blocks, stride,
+    table, ids, block_tables, wide, narrow, step_wide, step_narrow, rejected, longest,
+    spare_slot, max_blocks, stride, step_wide_stride, step_narrow_stride,
     COLUMNS: tl.constexpr, MOST: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program s computes the places of sequence s."""
     sequence = tl.program_id(0)
-    own_row = table + sequence * (COLUMNS + MOST)
-    row, limit, length = tl.load(own_row), tl.load(own_row + 1), tl.load(own_row + 2)
-    own, first = tl.load(own_row + 3), tl.load(own_row + 4)
+    own_row = table + sequence * COLUMNS
+    row, limit, own = tl.load(own_row), tl.load(own_row + 1), tl.load(own_row + 2)
+    first, num_drafts = tl.load(own_row + 3), tl.load(own_row + 4)
+    length = tl.load(step_narrow + 5 * step_narrow_stride + own)
     places = tl.arange(0, TILE)
-    is_place = places < MOST
-    drafts = tl.load(own_row + COLUMNS + places, mask=is_place, other=-1)
+    is_draft = places < num_drafts
+    # The draft rows' own tokens are the drafts.
+    tokens = tl.load(step_wide + 2 * step_wide_stride + first + places, mask=is_draft, other=0)
+    drafts = tl.load(step_narrow + tokens, mask=is_draft, other=-1)
     at = tl.where(places == 0, own, first + places - 1)
-    found = tl.load(ids + at, mask=is_place, other=-2)
-    accepted = tl.min(tl.where(found == drafts, TILE, places), 0)
-    accepted = tl.minimum(accepted, MOST)
+    found = tl.load(ids + at, mask=is_draft, other=-2)
+    accepted = tl.min(tl.where(is_draft & (found == drafts), TILE, places), 0)
+    accepted = tl.minimum(accepted, num_drafts)
+    tl.store(rejected + row, (num_drafts - accepted).to(tl.int32))
     sampled = tl.where(accepted == 0, own, first + accepted - 1)
+    is_place = places < MOST
     positions = length + accepted + places
     block_at = tl.minimum(positions // BLOCK, max_blocks - 1)
     blocks = tl.load(block_tables + row * max_blocks + block_at, mask=is_place, other=0)
@@ -50,6 +58,22 @@ def _places_kernel(  # type: ignore[no-untyped-def]
     tl.store(to + MOST * stride, slots, mask=is_place)
     to = narrow + stride + places * stride + sequence
     tl.store(to, lengths.to(tl.int32), mask=is_place)
+
+
+@triton.jit(do_not_specialize=["row_len", "count", "stride_n", "stride_k"])  # type: ignore[untyped-decorator,unused-ignore]
+def _store_kernel(  # type: ignore[no-untyped-def]
+    drafts, rows, positions, table, row_len, count, stride_n, stride_k, TILE: tl.constexpr
+):
+    """Program s writes the drafts of sequence s behind the id at its first position."""
+    sequence = tl.program_id(0)
+    row = tl.load(rows + sequence).to(tl.int64)
+    places = tl.arange(0, TILE)
+    # The last place of a row is behind its longest sequence.
+    to = tl.minimum(tl.load(positions + sequence) + 1 + places, row_len - 1)
+    is_draft = places < count
+    own = drafts + sequence * stride_n + places * stride_k
+    ids = tl.load(own, mask=is_draft, other=0)
+    tl.store(table + row * row_len + to, ids.to(tl.int32), mask=is_draft)
 
 
 @dataclass(slots=True)
@@ -76,24 +100,39 @@ def draft_places(
     table: Tensor,
     ids_N: Tensor,
     block_tables_RM: Tensor,
+    step: StepTensors,
     target: PlaceTensors,
-    num_columns: int,
-    block_size: int,
+    most: int,
     longest: int,
     spare_slot: int,
 ) -> None:
-    """Compare drafts with sampled ids, and fill ``target``.
+    """Compare the drafts of ``step`` with its sampled ids, and fill ``target`` for ``most``
+    drafts of each sequence, and ``step.rejected``.
 
-    ``table`` is int64 [n, num_columns + K]: row, tokens for which the sequence has blocks,
-    tokens up to its own row, indices among the sampled rows of its own row and of its first
-    draft row, then K draft ids, -1 for none. Positions from the blocks' end on have the slot
-    ``spare_slot``, and no position is beyond ``longest``.
+    ``table`` is int64 [n, 5]: row, tokens for which the sequence has blocks, indices among the
+    sampled rows of its own row and of its first draft row, and the number of draft rows, which
+    is ``most`` at most. Positions from the blocks' end on have the slot ``spare_slot``, and no
+    position is beyond ``longest``.
     """
-    most = table.shape[1] - num_columns
     _places_kernel[(table.shape[0],)](
-        table, ids_N, block_tables_RM, target.wide, target.narrow, longest, spare_slot,
-        block_tables_RM.shape[1], target.wide.stride(0), COLUMNS=num_columns, MOST=most,
-        TILE=triton.next_power_of_2(most), BLOCK=block_size, num_warps=1,
+        table, ids_N, block_tables_RM, target.wide, target.narrow, step.wide, step.narrow,
+        step.rejected, longest, spare_slot, block_tables_RM.shape[1], target.wide.stride(0),
+        step.wide.stride(0), step.narrow.stride(0), COLUMNS=table.shape[1], MOST=most,
+        TILE=triton.next_power_of_2(most), BLOCK=step.block_size, num_warps=1,
+    )  # fmt: skip
+
+
+def store_drafts(
+    drafts_nK: Tensor, rows_n: Tensor, positions_n: Tensor, token_table_RL: Tensor, most: int
+) -> None:
+    """Write the drafts of each sequence, ``most`` at most, behind the id at its position, as
+    far as its row goes.
+
+    ``drafts`` is int64, ``rows`` int32 and ``positions`` int64.
+    """
+    _store_kernel[(len(drafts_nK),)](
+        drafts_nK, rows_n, positions_n, token_table_RL, token_table_RL.stride(0),
+        drafts_nK.shape[1], *drafts_nK.stride(), TILE=triton.next_power_of_2(most), num_warps=1,
     )  # fmt: skip
 
 

@@ -51,7 +51,7 @@ def _enter_kernel(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["num_entries", "num_tokens", "num_padded"])  # type: ignore[untyped-decorator,unused-ignore]
 def _prepare_kernel(  # type: ignore[no-untyped-def]
     packed, table, block_tables, wide, narrow, num_entries, num_tokens, num_padded, row_len,
-    max_blocks, spare_row, wide_stride, narrow_stride, shifts, BLOCK: tl.constexpr,
+    max_blocks, spare_row, wide_stride, narrow_stride, shifts, rejected, BLOCK: tl.constexpr,
     TILE: tl.constexpr, HAS_SHIFTS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Program (s, t) computes the t-th tile of entry s's tokens; see `prepare`."""
@@ -62,6 +62,9 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     is_real = entry < num_entries
     row = tl.load(packed + entry, mask=is_real, other=spare_row)
     computed = tl.load(packed + num_entries + entry, mask=is_real, other=0)
+    # Inverted, the number counts drafts of which the preceding step may have rejected some.
+    fewer = tl.load(rejected + row, mask=computed < 0, other=0)
+    computed = tl.where(computed < 0, -1 - computed - fewer, computed)
     sampled = tl.load(packed + 2 * num_entries + entry, mask=is_real, other=-1)
     starts = packed + 3 * num_entries + entry
     # Padding entries stand behind the real ones, with one token each as long as tokens remain.
@@ -137,17 +140,24 @@ class StepTensors:
 
     block_size: int
 
+    rejected: Tensor
+    """int32 [R]: drafts of each row that the last step with drafts of the row has rejected."""
+
     shifts: Tensor | None = None
     """int32 [R]: added to the positions of each row's tokens; None for nothing."""
 
     @classmethod
-    def allocate(cls, size: int, block_size: int, device: torch.device) -> StepTensors:
-        """For steps of at most ``size`` tokens, entries and padding entries."""
+    def allocate(
+        cls, size: int, num_rows: int, block_size: int, device: torch.device
+    ) -> StepTensors:
+        """For steps of at most ``size`` tokens, entries and padding entries, in ``num_rows``
+        rows."""
         # Every row starts at a cache line: kernels then load whole lines.
         size = -(-(size + 1) // 64) * 64
         wide = torch.zeros((4, size), dtype=torch.int64, device=device)
         narrow = torch.zeros((7, size), dtype=torch.int32, device=device)
-        return cls(wide, narrow, block_size)
+        rejected = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        return cls(wide, narrow, block_size, rejected)
 
 
 def enter(
@@ -188,15 +198,17 @@ def prepare(
     """Fill ``target`` for one step of ``num_entries`` entries.
 
     ``packed`` is int32: rows [S], computed tokens [S], index among the sampled entries or -1
-    [S], query starts [S + 1]. Entries from ``num_entries`` to ``num_padded`` are padding: one
-    token each, at position 0 of the last row, which no sequence has, until there are
-    ``num_padded`` tokens; later entries have none.
+    [S], query starts [S + 1]. A negative number -1 - n of computed tokens stands for n tokens
+    without those that the row's entry of ``target.rejected`` counts. Entries from
+    ``num_entries`` to ``num_padded`` are padding: one token each, at position 0 of the last
+    row, which no sequence has, until there are ``num_padded`` tokens; later entries have none.
     """
     shifts = target.shifts
     args = (
         packed, table_RL, block_tables_RM, target.wide, target.narrow, num_entries, num_tokens,
         num_padded, table_RL.stride(0), block_tables_RM.stride(0), table_RL.shape[0] - 1,
         target.wide.stride(0), target.narrow.stride(0), packed if shifts is None else shifts,
+        target.rejected,
     )  # fmt: skip
     constants = target.block_size, _TILE if max_query_len > 1 else 16, shifts is not None
     _prepare((num_padded, num_tiles(max_query_len, _TILE)), args, constants)

@@ -91,7 +91,7 @@ def test_two_ranks_draft_as_one_rank_does(world, root, kind, layout):
                 dtype="float32", device="cpu", parallel=parallel,
                 scheduler=SchedulerConfig(
                     max_num_batched_tokens=48, max_num_seqs=6, max_seq_len=120,
-                    max_input_len=100, policy="max_utilization",
+                    max_input_len=100, policy="max_utilization", depth=2,
                     speculation=SpeculationConfig(
                         drafter=kind, draft_dir=str(root / kind), max_draft_tokens=3,
                         is_adaptive=False,

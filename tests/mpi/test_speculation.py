@@ -44,6 +44,8 @@ def make_driver(parallel, ties, speculation):
     scheduler = SchedulerConfig(
         max_num_batched_tokens=96, max_num_seqs=12, max_seq_len=120, max_input_len=100,
         policy="max_utilization", speculation=speculation,
+        # A network's drafts stay on the ranks while further steps are planned.
+        depth=2 if speculation.is_network else 0,
     )  # fmt: skip
     return Driver(
         EngineConfig(

@@ -64,6 +64,9 @@ class SpeculationConfig:
     """Whether drafts that no request brought are verified only where that is expected to save
     time."""
 
+    is_overlapped: bool = True
+    """Whether steps with a network's drafts are planned before the result of the last step."""
+
     def __post_init__(self) -> None:
         if self.drafter not in DRAFTERS:
             raise ConfigError(

@@ -109,11 +109,12 @@ class DeviceInputs:
         self.most_sampled = num_rows
         """Most sampled rows of a step; more than sequences if draft tokens are verified."""
         size = max(max_tokens, num_rows)
-        self._target = triton_inputs.StepTensors.allocate(size, block_size, device)
+        self.target = triton_inputs.StepTensors.allocate(size, num_rows + 1, block_size, device)
+        """The inputs of the last prepared step, in fixed memory."""
         self._switch_at = switch_at
         if switch_at:
             shifts = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
-            self._target.shifts = shifts
+            self.target.shifts = shifts
         copies = None if device.type == "cpu" else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._views: dict[tuple[int, int, int], StepInputs] = {}
         """By sizes of a step, since views take the host as long as a launch."""
@@ -123,13 +124,23 @@ class DeviceInputs:
     @property
     def num_tokens(self) -> Tensor:
         """int32 [1]: the step's number of tokens without padding."""
-        return self._target.narrow[6, :1]
+        return self.target.narrow[6, :1]
 
     def use_spare_block(self, block: int) -> None:
         """Set the block that padding entries write to; no sequence may have it."""
         self.block_tables[-1].fill_(block)
 
     # ---- one step ------------------------------------------------------------------------
+
+    @property
+    def rejected(self) -> Tensor:
+        """int32 [R + 1]: see `InputBatch.rejected`."""
+        return self.target.rejected
+
+    def resolved(self, decision: SchedulerOutput) -> SchedulerOutput:
+        """The decision itself: kernels subtract rejected drafts, and the host's numbers of
+        computed tokens are upper bounds."""
+        return decision
 
     def prepare(self, decision: SchedulerOutput, num_padded: int = 0) -> StepInputs:
         """Apply the decision's changes and make the step's inputs.
@@ -163,7 +174,7 @@ class DeviceInputs:
         is_decode = decision.num_decodes == num_entries
         max_query_len = 1 if is_decode else int(decision.num_scheduled_tokens.max())
         self._kernels.prepare(
-            packed, self.token_table, self.block_tables, self._target, num_entries,
+            packed, self.token_table, self.block_tables, self.target, num_entries,
             max(num_entries, num_padded), num_tokens, max_query_len,
         )  # fmt: skip
         staging.release()
@@ -184,7 +195,7 @@ class DeviceInputs:
         """Make the inputs of a step of ``count`` padding entries alone."""
         self._ring[0].reserve(1)
         self._kernels.prepare(
-            self._ring[0].twin, self.token_table, self.block_tables, self._target, 0, count,
+            self._ring[0].twin, self.token_table, self.block_tables, self.target, 0, count,
             0, 1,
         )  # fmt: skip
 
@@ -199,7 +210,7 @@ class DeviceInputs:
         return replace(found)
 
     def _make_views(self, num_entries: int, num_tokens: int, num_sampled: int) -> StepInputs:
-        wide, narrow = self._target.wide, self._target.narrow
+        wide, narrow = self.target.wide, self.target.narrow
         return StepInputs(
             token_ids=narrow[0, :num_tokens],
             positions=wide[0, :num_tokens],
@@ -223,6 +234,8 @@ class DeviceInputs:
         fields = array[: 3 * count].reshape(3, count)
         fields[0] = decision.rows
         fields[1] = decision.num_computed_tokens
+        if len(decision.behind_drafts):
+            fields[1][decision.behind_drafts] = ~fields[1][decision.behind_drafts]
         if len(decision.sampled) == count:
             fields[2] = np.arange(count, dtype=np.int32)
         else:
@@ -244,13 +257,13 @@ class DeviceInputs:
     def _segments(self, decision: SchedulerOutput) -> list[_Segment]:
         for new in decision.new_rows:
             self.num_prompt_tokens[new.row] = new.num_prompt_tokens
-        if self._target.shifts is not None and decision.new_rows:
+        if self.target.shifts is not None and decision.new_rows:
             entered = [
                 (new.row, shift_of(len(new.token_ids), self._switch_at))
                 for new in decision.new_rows
             ]
             rows, shifts = to_device(int32s(entered, 2).T.copy(), self.device)
-            self._target.shifts[rows.long()] = shifts
+            self.target.shifts[rows.long()] = shifts
         segments = [(new.row, 0, new.token_ids) for new in decision.new_rows]
         segments += [(each.row, each.start, each.token_ids) for each in decision.token_writes]
         return segments

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trimaran.worker.execution.device_inputs import DeviceInputs
-from trimaran.worker.execution.input_batch import InputBatch
+from trimaran.worker.execution.input_batch import InputBatch, StepInputs
 from trimaran.worker.steps.step_types import SchedulerOutput
 
 if TYPE_CHECKING:
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 # Shapes: N sampled rows of the step, n sequences that want drafts, K most drafts of a sequence,
 # D width of the states, R rows, M blocks of a longest sequence.
 
-_ROW, _LIMIT, _LENGTH, _OWN, _FIRST, _DRAFTS = range(6)
-"""Columns of the table: row of the sequence, tokens for which it has blocks, tokens up to its
-own row, indices of its own row and of its first draft row among the sampled rows, draft ids."""
+_ROW, _LIMIT, _OWN, _FIRST, _COUNT = range(5)
+"""Columns of the table: row of the sequence, tokens for which it has blocks, indices of its own
+row and of its first draft row among the sampled rows, number of draft rows."""
 
 _MAX_PAGEABLE = 1 << 16
 """See `staging.to_device`."""
@@ -85,15 +85,17 @@ class DraftInputs:
         self._targets: PlaceTensors | None = None
         if isinstance(inputs, DeviceInputs):
             # Imported late, because a CPU needs no Triton.
-            from trimaran.kernels.triton.drafts import PlaceTensors, draft_places
+            from trimaran.kernels.triton.drafts import PlaceTensors, draft_places, store_drafts
 
-            self._draft_places = draft_places
+            self._draft_places, self._store_drafts = draft_places, store_drafts
             self._targets = PlaceTensors.allocate(num_rows, max_drafts, device)
-        self._padding = np.full(_DRAFTS + max_drafts, -1, dtype=np.int64)
         # One token in the spare row, whose blocks are the spare block.
-        self._padding[:_DRAFTS] = num_rows, 1, 0, 0, 0
+        self._padding = np.array([num_rows, 1, 0, 0, 0])
         table = np.tile(self._padding, (num_rows, 1))
         self._table = torch.from_numpy(table).to(device)
+        # On the CPU: tokens up to each sequence's own row, and the drafts that it verifies.
+        self._lengths_n = torch.zeros(0, dtype=torch.int64)
+        self._drafts_nK = torch.zeros((0, max_drafts), dtype=torch.int64)
 
     @property
     def num_bytes(self) -> int:
@@ -117,41 +119,52 @@ class DraftInputs:
             kept.copy_(states_ND)
         return kept
 
-    def send(self, decision: SchedulerOutput, token_ids_N: Tensor, size: int) -> None:
+    def send(
+        self, decision: SchedulerOutput, inputs: StepInputs, token_ids_N: Tensor, size: int
+    ) -> None:
         """Write the sampled ids and the table of the decision's ``proposals``, padded to
-        ``size`` sequences. The host does not wait."""
+        ``size`` sequences. The host does not wait. ``inputs`` are the step's."""
         self._ids[: len(token_ids_N)].copy_(token_ids_N)
         table = torch.from_numpy(self._packed(decision, size))
+        if self._targets is None:
+            self._read_drafts(decision, inputs)
         if self._table.is_cuda and table.nbytes > _MAX_PAGEABLE:
             table = table.pin_memory()
         self._table[:size].copy_(table, non_blocking=True)
 
     def _packed(self, decision: SchedulerOutput, size: int) -> npt.NDArray[np.int64]:
         own, first, num_drafts, limits, _ = decision.proposals.T.astype(np.int64)
-        entries = decision.sampled[own]
         table = np.tile(self._padding, (size, 1))
         real = table[: len(own)]
-        real[:, _ROW] = decision.rows[entries]
+        real[:, _ROW] = decision.rows[decision.sampled[own]]
         real[:, _LIMIT] = limits
-        lengths = decision.num_computed_tokens + decision.num_scheduled_tokens
-        real[:, _LENGTH] = lengths[entries]
-        real[:, _OWN], real[:, _FIRST] = own, first
+        real[:, _OWN], real[:, _FIRST], real[:, _COUNT] = own, first, num_drafts
+        return table
+
+    def _read_drafts(self, decision: SchedulerOutput, inputs: StepInputs) -> None:
+        """On the CPU: read the step's drafts from its inputs, which the next step changes."""
+        own, first, num_drafts, *_ = decision.proposals.T.astype(np.int64)
+        ends = decision.num_computed_tokens + decision.num_scheduled_tokens
+        self._lengths_n = torch.from_numpy(ends[decision.sampled[own]].astype(np.int64))
         places = np.arange(self._most)
         has_draft = places < num_drafts[:, None]
         rows = (first[:, None] + places)[has_draft]
-        ids = decision.decode_ids[decision.sampled[rows] - decision.told_decodes.start]
-        real[:, _DRAFTS:][has_draft] = ids
-        return table
+        tokens = (np.cumsum(decision.num_scheduled_tokens) - 1)[decision.sampled[rows]]
+        drafts = np.full((len(own), self._most), -1, dtype=np.int64)
+        drafts[has_draft] = inputs.token_ids.numpy()[tokens]
+        self._drafts_nK = torch.from_numpy(drafts)
 
     def places(self, size: int) -> DraftPlaces:
         """Where drafts of the first ``size`` sequences go: the ids that were sampled in the
-        place of drafts are compared with them."""
+        place of drafts are compared with them. The numbers of rejected drafts are written to
+        the rows' state, from which the next step's positions follow."""
         table, targets = self._table[:size], self._targets
         if targets is None:
             return self._places_on_cpu(table)
         most = self._most
+        assert isinstance(self._inputs, DeviceInputs)
         self._draft_places(
-            table, self._ids, self.block_tables, targets, _DRAFTS, self._block_size,
+            table, self._ids, self.block_tables, self._inputs.target, targets, most,
             self._longest, self._spare_slot,
         )  # fmt: skip
         wide, narrow = targets.wide[:, :size], targets.narrow[:, :size]
@@ -169,11 +182,13 @@ class DraftInputs:
         steps_K1 = torch.arange(self._most)[:, None]
         own, first = table[:, _OWN, None], table[:, _FIRST, None]
         rows_nK = torch.cat((own, first + steps_K1.T), 1)
-        is_right = self._ids[rows_nK[:, :-1]] == table[:, _DRAFTS:]
+        is_right = self._ids[rows_nK[:, :-1]] == self._drafts_nK
         accepted_n = is_right.long().cumprod(1).sum(1)
+        rejected_n = table[:, _COUNT] - accepted_n
+        self._inputs.rejected[table[:, _ROW]] = rejected_n.to(torch.int32)
         sampled_n = rows_nK.gather(1, accepted_n[:, None])[:, 0]
         limits_n = table[:, _LIMIT]
-        positions_Kn = table[:, _LENGTH] + accepted_n + steps_K1
+        positions_Kn = self._lengths_n + accepted_n + steps_K1
         tables_RM = self.block_tables
         blocks_Kn = (positions_Kn // block_size).clamp_(max=tables_RM.shape[1] - 1)
         slots_Kn = tables_RM[table[:, _ROW], blocks_Kn].long() * block_size
@@ -186,3 +201,15 @@ class DraftInputs:
             slots=slots_Kn.masked_fill_(positions_Kn >= limits_n, self._spare_slot),
             lengths=torch.minimum(positions_Kn + 1, limits_n).to(torch.int32),
         )
+
+    def store(self, drafts_nK: Tensor, places: DraftPlaces) -> None:
+        """Write drafts to the token table, behind the ids that were sampled, where the next
+        step finds them."""
+        table_RL, first_n = self._inputs.token_table, places.positions[0]
+        if self._targets is not None:
+            self._store_drafts(drafts_nK, places.rows, first_n, table_RL, self._most)
+            return
+        steps = torch.arange(1, drafts_nK.shape[1] + 1)
+        # The last place of a row is behind its longest sequence.
+        positions_nK = (first_n[:, None] + steps).clamp_(max=self._longest)
+        table_RL[places.rows.long()[:, None], positions_nK] = drafts_nK.to(torch.int32)

@@ -148,9 +148,9 @@ class DraftRunner:
             states_TX = self.taps.states(count)
         elif network.needs_states:
             states_TX = hidden_TE[:count]
-        places = _token_places(decision, self._row_len) + network.is_shifted
+        places = self._token_places(inputs, decision) + network.is_shifted
         states_TD = network.forward(
-            self._ids_at(to_device(places, self._inputs.device)),
+            self._ids_at(places),
             states_TX,
             inputs.positions[:count],
             ForwardContext(
@@ -197,6 +197,17 @@ class DraftRunner:
             states_TD = states_TD.index_select(0, indices)
         self._begin.keep(states_TD)
 
+    def _token_places(self, inputs: StepInputs, decision: SchedulerOutput) -> Tensor:
+        """int64 [T]: the place of each token of a step in the flat token table."""
+        places = to_device(_token_places(decision, self._row_len), self._inputs.device)
+        if len(decision.behind_drafts):
+            # The device alone has the positions of these decodes.
+            count = decision.num_decodes
+            assert inputs.rows is not None
+            rows = inputs.rows[:count].long()
+            places[:count] = rows * self._row_len + inputs.positions[:count]
+        return places
+
     def _ids_at(self, places: Tensor) -> Tensor:
         """Ids of the token table. Those of a prompt table, and of rows without an id, are none
         of the vocabulary."""
@@ -205,9 +216,14 @@ class DraftRunner:
     # ---- proposals -----------------------------------------------------------------------
 
     def propose(
-        self, wanted_NE: Tensor, decision: SchedulerOutput, token_ids_N: Tensor
+        self,
+        wanted_NE: Tensor,
+        inputs: StepInputs,
+        decision: SchedulerOutput,
+        token_ids_N: Tensor,
     ) -> Tensor | None:
-        """Draft for the decision's ``proposals``: int64 [n, k], or None without any.
+        """Draft for the decision's ``proposals``: int64 [n, k], or None if no sequence wants
+        drafts. The next step may verify them before the host has seen them.
 
         ``wanted`` are the target's states of the sampled rows. After `follow`. Collective over
         the tensor group.
@@ -218,9 +234,12 @@ class DraftRunner:
         if self._heads is not None:
             self._begin.keep(wanted_NE)
         count = int(wanted[:, 4].max())
-        graphs = self._graphs_of(count)
+        graphs = self._graphs_of(count) if count else None
         size = 0 if graphs is None else graphs.pick(len(wanted))
-        self._begin.send(decision, token_ids_N, size or len(wanted))
+        self._begin.send(decision, inputs, token_ids_N, size or len(wanted))
+        if not count:
+            self._begin.places(len(wanted))
+            return None
         if graphs is None or not size:
             return self._launch_drafts(len(wanted), count)
         return graphs.replay(size)[: len(wanted), :count]
@@ -235,11 +254,13 @@ class DraftRunner:
         places = self._begin.places(size)
         if self._heads is not None:
             states_ND = self._begin.states.index_select(0, places.sampled)
-            return self._heads.propose(
-                states_ND, places.next_ids.clamp(0, self._last_id), count
-            )
-        assert self._chain is not None
-        return self._draft_chain(self._chain, places, count)
+            next_ids = places.next_ids.clamp(0, self._last_id)
+            drafts_nk = self._heads.propose(states_ND, next_ids, count)
+        else:
+            assert self._chain is not None
+            drafts_nk = self._draft_chain(self._chain, places, count)
+        self._begin.store(drafts_nk, places)
+        return drafts_nk
 
     def _draft_chain(self, network: ChainNetwork, places: DraftPlaces, count: int) -> Tensor:
         """The ids of ``count`` tokens, one after another."""

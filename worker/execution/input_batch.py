@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trimaran.kernels.cpu.sampling import CpuSampling
 from trimaran.worker.steps.staging import StagingRing, StepArrays, to_device
-from trimaran.worker.steps.step_types import Int32Array, SchedulerOutput
+from trimaran.worker.steps.step_types import Int32Array, SchedulerOutput, int32s
 
 # Shapes: R rows, L longest sequence, M blocks of a longest sequence, T tokens of the step,
 # S entries (scheduled sequences), N sampled entries.
@@ -69,7 +69,7 @@ class _DecodeStep:
         host = self.host
         if len(decision.new_blocks) or decision.new_rows or decision.token_writes:
             return False
-        if decision.told_decodes.start and len(decision.decode_ids):
+        if decision.num_drafts:
             return False
         if decision.rows.tobytes() != host.rows.tobytes():
             return False
@@ -114,6 +114,9 @@ class InputBatch:
         table = torch.from_numpy(np.zeros((num_rows, self.row_len), dtype=np.int32))
         self.token_table = table.to(device)
         self._flat_ids = self.token_table.view(-1)
+        self.rejected = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        """int32 [R]: drafts of each row that the last step with drafts of the row has
+        rejected."""
         shape = (num_groups, num_rows, self.max_blocks)
         self._block_ids: npt.NDArray[np.int32] = np.zeros(shape, dtype=np.int32)
         mirror = torch.from_numpy(self._block_ids)
@@ -123,6 +126,16 @@ class InputBatch:
 
     def use_spare_block(self, block: int) -> None:
         """Do nothing: steps are not padded here."""
+
+    def resolved(self, decision: SchedulerOutput) -> SchedulerOutput:
+        """The decision with exact numbers of computed tokens, once the preceding step has
+        ended."""
+        behind = decision.behind_drafts
+        if not len(behind):
+            return decision
+        computed = decision.num_computed_tokens.copy()
+        computed[behind] -= self.rejected.numpy()[decision.rows[behind]]
+        return replace(decision, num_computed_tokens=computed, behind_drafts=int32s(()))
 
     def _apply_changes(self, decision: SchedulerOutput) -> None:
         """Apply the decision's new rows and blocks."""
@@ -172,8 +185,7 @@ class InputBatch:
         is_repeatable = self.device.type == "cpu" and inputs.logits_indices is None
         self._last_decode = None
         # Sequences with draft tokens have several rows.
-        has_drafts = len(decision.decode_ids) and decision.told_decodes.start
-        is_repeatable = is_repeatable and not (decision.token_writes or has_drafts)
+        is_repeatable = is_repeatable and not (decision.token_writes or decision.num_drafts)
         if is_repeatable and decision.num_decodes == len(decision.rows):
             self._last_decode = _DecodeStep(self.block_size, inputs, host)
         return inputs

@@ -182,6 +182,7 @@ class ModelRunner:
     def execute_model(self, decision: SchedulerOutput) -> ModelRunnerOutput:
         """Launch one step. Collective over the tensor group."""
         marks = self._clock.begin()
+        decision = self.inputs.resolved(decision)
         if self.adapters is not None:
             self.adapters.begin_step(decision)
         for row in decision.finished_rows:

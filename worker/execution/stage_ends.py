@@ -262,8 +262,9 @@ class LastStage:
             return
         for write in decision.token_writes:
             self._sampling.rewrite(write.row, write.start)
-        told = decision.told_decodes
-        rows, starts = decision.rows[told], decision.num_computed_tokens[told]
+        end = decision.num_decodes
+        given = slice(end - max(len(decision.decode_ids), decision.num_drafts), end)
+        rows, starts = decision.rows[given], decision.num_computed_tokens[given]
         for row, start in zip(rows.tolist(), starts.tolist(), strict=True):
             self._sampling.rewrite(row, start)
 
@@ -319,7 +320,7 @@ class LastStage:
         proposals = None
         if self.drafting is not None:
             self.drafting.follow(hidden_TD, inputs, decision)
-            proposals = self.drafting.propose(wanted_ND, decision, sampled.token_ids)
+            proposals = self.drafting.propose(wanted_ND, inputs, decision, sampled.token_ids)
         if proposals is not None:
             proposals = _to_host(proposals, torch.int32)
         marks.end()

@@ -239,6 +239,7 @@ def _step_with_drafts(limits: SchedulerConfig, rows: list[NewRow]) -> SchedulerO
     computed = int32s([1] * count + [2] * is_verified)
     step = _step(entries, computed, int32s([1] * len(entries)), are_new=False)
     step.decode_ids = int32s([0] * is_verified)
+    step.num_drafts = int(is_verified)
     asked = limits.speculation.max_draft_tokens
     step.proposals = int32s([(row, 0, 0, 2, asked) for row in range(count)], 5)
     if is_verified:

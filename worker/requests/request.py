@@ -164,6 +164,7 @@ class Sequence:
         "num_computed_tokens",
         "num_pending",
         "num_prompt_tokens",
+        "num_unverified",
         "parent",
         "preempted_at",
         "publish_at",
@@ -196,6 +197,9 @@ class Sequence:
         self.num_computed_before = 0
         """``num_computed_tokens`` before ``last_step``."""
         self.num_pending = 0
+        self.num_unverified = 0
+        """Draft tokens that steps in flight verify. The sequence has up to so many tokens more
+        than ``num_pending`` says, and up to so many more are computed."""
         self.row = -1
         self.last_step = 0
         """The last step that computes tokens of this sequence."""

@@ -13,6 +13,7 @@ from trimaran.worker.config.engine_config import SchedulerConfig
 from trimaran.worker.config.speculation_config import LOOKAHEAD
 from trimaran.worker.kv_cache.manager import KVCacheManager
 from trimaran.worker.requests.request import Request, RequestStatus, Sequence
+from trimaran.worker.scheduling.sequence_drafts import SequenceDrafts
 from trimaran.worker.scheduling.step_plan import DraftRun, Emission, ScheduledStep, StepPlan
 from trimaran.worker.speculation.controller import AcceptanceRate, DraftController, DraftReach
 from trimaran.worker.speculation.draft_counts import DraftCounts
@@ -39,66 +40,6 @@ _MEASURED = 2
 """Further steps without drafts, if the first of them is to measure the time without drafts."""
 
 
-class _Drafts:
-    """One sequence's drafter, its acceptance rate, and the drafts that were not verified."""
-
-    __slots__ = (
-        "_guess_rate", "_lookahead", "_rate", "drafter", "most", "unverified", "unverified_at",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        drafter: Drafter,
-        most: int,
-        typical: AcceptanceRate,
-        typical_guess: AcceptanceRate | None = None,
-    ) -> None:
-        self.drafter = drafter
-        self._lookahead = drafter if isinstance(drafter, LookaheadDrafter) else None
-        self.most = most
-        self._rate, self._guess_rate = AcceptanceRate(typical), AcceptanceRate(typical_guess)
-        self.unverified = array("i")
-        self.unverified_at = 0
-
-    @property
-    def is_guess(self) -> bool:
-        """Whether the last proposal was the window of lookahead, which is seldom accepted."""
-        return self._lookahead is not None and self._lookahead.is_guess
-
-    @property
-    def rate(self) -> AcceptanceRate:
-        """The acceptance of proposals like the last one."""
-        return self._guess_rate if self.is_guess else self._rate
-
-    def observe(self, run: DraftRun, num_known: int, own: List[int], num_same: int) -> None:
-        """Learn from a verified draft behind ``num_known`` ids, of which ``num_same`` equal the
-        model's ``own`` ids."""
-        self.rate.observe(run.num_accepted, has_rejected=num_same < len(run.token_ids))
-        if self._lookahead is not None:
-            self._lookahead.observe(num_known, own, num_same)
-
-    def put_off(self, sequence: Sequence, ids: array[int]) -> None:
-        """A step verifies none of these drafts."""
-        self.rate.idle()
-        # Guesses follow from the verified ones: without rows their acceptance says nothing.
-        if not self.is_guess:
-            self.unverified = ids
-            self.unverified_at = len(sequence.token_ids)
-
-    def compare(self, sequence: Sequence) -> None:
-        """Learn from drafts that were made but not verified, once the output is known.
-
-        So the rate of a sequence stays current while it verifies no drafts.
-        """
-        new = sequence.token_ids[self.unverified_at :]
-        if not new:
-            return
-        pairs = list(zip(self.unverified, new, strict=False))
-        same = next((n for n, (a, b) in enumerate(pairs) if a != b), len(pairs))
-        self._rate.observe(same, has_rejected=same < len(pairs))
-        self.unverified = array("i")
-
-
 _Candidate: TypeAlias = "tuple[int, Sequence, array[int]]"
 """A sequence that a step samples, its index among these, and its draft ids."""
 
@@ -115,8 +56,8 @@ def num_accepted(drafts: List[int], own: List[int]) -> int:
 
 def _can_be_drafted(sequence: Sequence, plan: StepPlan) -> bool:
     """Whether drafts may follow what a step computes of a sequence."""
-    # A step in flight may sample another id before the drafts; forks begin in this step.
-    if sequence.num_pending != 1 or sequence in plan.first_samples:
+    # Forks begin in this step.
+    if sequence in plan.first_samples:
         return False
     # The rows of a prompt whose logits are kept are its own alone.
     is_prompt = sequence.num_computed_before < sequence.num_prompt_tokens
@@ -132,7 +73,10 @@ class DraftRows:
     they are equal to these own tokens, so an output is the same as without drafts. Keys and
     values of rejected tokens lie behind the computed length, and are overwritten.
 
-    A sequence has drafts only in a step whose predecessors' results are known.
+    Drafts of a request and of the text follow the last known id: steps that may verify them are
+    planned after the results of all steps. A network's drafts stay on the device. The next step
+    is planned without the result: its rows count the drafts in flight as accepted, and blocks
+    and length limits hold for this case; ranks subtract the rejected drafts.
     """
 
     def __init__(self, config: SchedulerConfig, cache: KVCacheManager) -> None:
@@ -153,8 +97,8 @@ class DraftRows:
         """The acceptance of the windows of lookahead."""
         self._rest, self._next_rest = 0, _MIN_REST
         """Steps in which no n-gram drafts are made, of now and of the next pause."""
-        self._num_awaited = 0
-        """Steps in flight with drafts: the lengths of their sequences are unknown."""
+        self._awaited: set[int] = set()
+        """Steps in flight after which the host must know the lengths of sequences."""
         self._num_in_flight = 0
         self._last_end = 0.0
         """The last result, or the planning of the first step after a time without steps."""
@@ -176,53 +120,65 @@ class DraftRows:
             self._last_end = time.perf_counter()
 
     def needs_results(self, running: List[Sequence]) -> bool:
-        """Whether to await all results before the next step: drafts are in flight, or may be
-        worthwhile in the next step. Drafts follow the last known id.
-        """
-        if self._num_awaited:
+        """Whether to await all results before the next step: drafts that the host makes are in
+        flight, or may be worthwhile in the next step."""
+        if self._awaited:
             return True
         for sequence in running:
             drafts = self._drafts_of(sequence)
             # A guided sequence is in no step before its last id is known.
             if drafts is None or drafts.drafter.is_spent or sequence.guide is not None:
                 continue
+            if self._stays_on_device(drafts):
+                continue
             if drafts.drafter.is_asked or not self._rest:
                 return True
         return False
+
+    def _stays_on_device(self, drafts: SequenceDrafts) -> bool:
+        """Whether a sequence's steps are planned before its drafts are known or verified."""
+        return drafts.is_on_device and self._config.is_overlapped
 
     def extend(self, plan: StepPlan) -> None:
         """Add draft rows for the sequences that a step samples, and ask a network for the next
         drafts."""
         sampled = plan.sampled()
         runs = self._extend(plan, sampled)
-        if self._config.is_network and not self._rest:
+        if self._config.is_network:
             self._ask_network(plan, sampled, runs)
         self._num_in_flight += 1
-        self._num_awaited += plan.has_drafts or plan.has_proposals
+        is_awaited = plan.has_proposals and not self._config.is_overlapped
+        stay = (self._stays_on_device(run.sequence.drafts) for run in runs.values())
+        if is_awaited or not all(stay):
+            self._awaited.add(plan.step)
 
     def _ask_network(
         self, plan: StepPlan, sampled: List[Sequence], runs: dict[int, DraftRun]
     ) -> None:
         """Let the network draft for the sequences that a step samples, behind the drafts that
         the step verifies, ``runs`` by index in ``sampled``, and the sampled id."""
-        reach, forking = self._reach.value, plan.first_samples
+        forking = plan.first_samples
+        reach = 0 if self._rest else self._reach.value
         for place, sequence in enumerate(sampled):
             drafts = sequence.drafts or self._drafts_of(sequence)
-            if not drafts or drafts.drafter.is_asked:
+            if not drafts or drafts.drafter.is_asked or sequence in forking:
                 continue
-            if sequence.num_pending != 1 or sequence in forking:
-                continue
-            # The step adds one id at least.
-            count = min(drafts.most, self._room_of(sequence) - 1, reach)
-            if count <= 0:
+            if sequence.num_pending != 1 and not self._stays_on_device(drafts):
                 continue
             run = runs.get(place)
-            end = len(sequence.token_ids) + count
-            if run is not None:
-                end += len(run.token_ids)
-            if end > sequence.capacity:
+            # The step adds one id at least, and no draft if all are rejected.
+            room = self._room_of(sequence) + (0 if run is None else len(run.token_ids))
+            count = max(0, min(drafts.most, room - 1, reach))
+            # Without further drafts, ranks still must verify those of the step.
+            if not count and (run is None or not self._stays_on_device(drafts)):
+                continue
+            most_known = self._most_known(sequence)
+            end = most_known + count
+            if count and end > sequence.capacity:
                 self._grow(plan, sequence, min(end, sequence.max_len))
             plan.ask_network(place, sequence, run, count)
+            # The sampled id has an entry in the network's cache, the last draft has none.
+            drafts.ask(plan.step, min(count, max(0, sequence.capacity - most_known)))
 
     def _extend(self, plan: StepPlan, sampled: List[Sequence]) -> dict[int, DraftRun]:
         """Add draft rows. Returns the drafts by their sequence's index in ``sampled``."""
@@ -243,7 +199,7 @@ class DraftRows:
             used = self._add(plan, place, sequence, ids[: min(count, room)], runs)
             room -= used
             if not used:
-                sequence.drafts.put_off(sequence, ids)
+                sequence.drafts.put_off(sequence, ids, is_told=sequence.num_pending == 1)
         return runs
 
     def _counts_of(
@@ -282,15 +238,20 @@ class DraftRows:
                 continue
             if drafts.unverified:
                 drafts.compare(sequence)
-            ids = self._ids_for(sequence, drafts)
+            ids = self._ids_for(sequence, drafts, plan.step)
             if ids:
                 candidates = asked if drafts.drafter.is_asked else own
                 candidates.append((place, sequence, ids))
         return asked, own
 
-    def _ids_for(self, sequence: Sequence, drafts: _Drafts) -> array[int]:
-        """Draft ids that the next step may verify."""
+    def _ids_for(self, sequence: Sequence, drafts: SequenceDrafts, step: int) -> array[int]:
+        """Draft ids that ``step``, the next one, may verify: zeros if ranks alone have them."""
         most = max(0, min(drafts.most, self._room_of(sequence)))
+        if sequence.num_pending > 1:
+            # A step in flight samples another id, behind which ranks draft themselves.
+            is_known = self._stays_on_device(drafts)
+            count = drafts.num_untold(step - 1) if is_known else 0
+            return array("i", [0]) * min(count, most)
         if sequence.guide is not None:
             return array("i", sequence.guide.draft_ids[:most])
         return drafts.drafter.propose(sequence, most) if most else array("i")
@@ -304,32 +265,39 @@ class DraftRows:
         most = min(drafts.most, self._room_of(sequence))
         return drafts.drafter.propose(sequence, most) if most > 0 else array("i")
 
-    def _drafts_of(self, sequence: Sequence) -> _Drafts | None:
+    def _drafts_of(self, sequence: Sequence) -> SequenceDrafts | None:
         """The state of a sequence's drafts; None if it has none."""
         if sequence.drafts is None:
             sequence.drafts = self._new_drafts(sequence.request) or False
         return sequence.drafts or None
 
-    def _new_drafts(self, request: Request) -> _Drafts | None:
+    def _new_drafts(self, request: Request) -> SequenceDrafts | None:
         most = self._config.max_draft_tokens
         if request.max_draft_tokens is not None:
             most = min(most, request.max_draft_tokens)
         if not most or request.sampling.beam_width > 1:
             return None
         if request.draft_token_ids:
-            return _Drafts(RequestDrafter(request), most, self._typical_asked)
+            return SequenceDrafts(RequestDrafter(request), most, self._typical_asked)
         # A prompt table's ids are not in the vocabulary, and may be at an earlier place.
         if self._config.drafter == "draft_tokens" or request.prompt_table is not None:
             return None
-        return _Drafts(self.make_drafter(request), most, self._typical, self._typical_guess)
+        return SequenceDrafts(
+            self.make_drafter(request), most, self._typical, self._typical_guess
+        )
+
+    def _most_known(self, sequence: Sequence) -> int:
+        """Tokens of a sequence, without the id that the step in planning samples, if all drafts
+        in flight and in planning are accepted."""
+        num_sampled = max(0, sequence.num_pending - 1)
+        return len(sequence.token_ids) + num_sampled + sequence.num_unverified
 
     def _room_of(self, sequence: Sequence) -> int:
         """Draft tokens behind which a sequence may have one more token."""
-        num_known = len(sequence.token_ids)
         most = sequence.max_len
         if not sequence.blocks.is_long:
             most = min(most, self._cache.switch_at)
-        return most - num_known - 1
+        return most - self._most_known(sequence) - 1
 
     def _add(
         self,
@@ -340,12 +308,17 @@ class DraftRows:
         runs: dict[int, DraftRun],
     ) -> int:
         """Add rows for as many of these drafts as the sequence's blocks hold; their number."""
-        num_known = len(sequence.token_ids)
-        if num_known + len(ids) > sequence.capacity:
-            self._grow(plan, sequence, num_known + len(ids))
-            ids = ids[: max(0, sequence.capacity - num_known)]
+        start = self._most_known(sequence)
+        if start + len(ids) > sequence.capacity:
+            self._grow(plan, sequence, start + len(ids))
+            ids = ids[: max(0, sequence.capacity - start)]
         if ids:
-            runs[place] = plan.add_drafts(sequence, ids, place)
+            run = DraftRun(sequence, ids, start, is_told=sequence.num_pending == 1, own=place)
+            runs[place] = run
+            plan.add_drafts(run)
+            sequence.num_unverified += len(ids)
+            if not run.is_told:
+                sequence.drafts.await_ids(run)
         return len(ids)
 
     def _grow(self, plan: StepPlan, sequence: Sequence, num_tokens: int) -> None:
@@ -357,9 +330,14 @@ class DraftRows:
             # The scheduler does this for sequences that outgrow their blocks: drafts take
             # blocks before that.
             cache.free_outside_window(blocks, sequence.num_computed_before)
-        is_ample = cache.num_available > _MIN_FREE * cache.num_blocks
         num_blocks = blocks.num_blocks
-        if (is_ample or blocks.max_blocks) and cache.grow(blocks, num_tokens):
+        if blocks.max_blocks:
+            # Drafts in flight and in planning together may be more than a chunk.
+            num_left = blocks.max_blocks - blocks.num_held
+            has_room = cache.blocks_for(num_tokens) - num_blocks <= num_left
+        else:
+            has_room = cache.num_available > _MIN_FREE * cache.num_blocks
+        if has_room and cache.grow(blocks, num_tokens):
             plan.add_blocks(sequence.row, blocks, num_blocks)
             sequence.capacity = blocks.num_blocks * cache.block_size
 
@@ -401,6 +379,7 @@ class DraftRows:
         if not sequence.end_ids.isdisjoint(new):
             return False
         sequence.num_pending -= 1
+        sequence.num_unverified -= len(run.token_ids)
         sequence.num_computed_tokens += count
         known.extend(new)
         emitted += [(sequence, token_id, _NOT_FINISHED) for token_id in new]
@@ -414,6 +393,7 @@ class DraftRows:
     ) -> Iterator[tuple[Sequence, int]]:
         """The tokens of one sequence: those equal to its drafts, and the one behind them."""
         sequence = run.sequence
+        sequence.num_unverified -= len(run.token_ids)
         if sequence.status is RequestStatus.FINISHED:
             yield sequence, own[0]
             return
@@ -440,17 +420,17 @@ class DraftRows:
 
     def _take_proposals(self, step: ScheduledStep) -> None:
         """Hand each sequence the ids that a network drafted, as far as its blocks reached."""
-        limits = step.decision.proposals[:, 3].tolist()
-        for sequence, ids, limit in zip(step.proposers, step.proposed, limits, strict=True):
-            if sequence.status is RequestStatus.RUNNING:
-                # The sampled id has an entry, the last draft has none.
-                count = max(0, limit - len(sequence.token_ids) + 1)
-                sequence.drafts.drafter.offer(sequence, ids[:count])
+        wanted = step.decision.proposals[:, 3:].tolist()
+        told = step.proposed or [[]] * len(wanted)
+        for sequence, ids, (limit, count) in zip(step.proposers, told, wanted, strict=True):
+            # The sampled id has an entry, the last draft has none.
+            num_usable = max(0, limit - len(sequence.token_ids) + 1)
+            sequence.drafts.arrived(sequence, array("i", ids[:count]), num_usable)
 
     def done(self, step: ScheduledStep) -> None:
         """The result of a step was taken in: learn its time."""
         self._take_proposals(step)
-        self._num_awaited -= bool(step.drafts or step.proposers)
+        self._awaited.discard(step.decision.step)
         self._num_in_flight -= 1
         # With steps in flight the time between two results counts.
         now = time.perf_counter()

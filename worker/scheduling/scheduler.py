@@ -27,6 +27,7 @@ from trimaran.worker.scheduling.guided_sequences import GuidedSequences
 from trimaran.worker.scheduling.resources import DeferredFrees, Rows
 from trimaran.worker.scheduling.step_plan import Emission, ScheduledStep, StepPlan
 from trimaran.worker.scheduling.token_budget import ChunkedPrefill, MicroBatches
+from trimaran.worker.scheduling.token_intake import TokenIntake
 from trimaran.worker.scheduling.waiting_queue import check_queue
 from trimaran.worker.speculation.draft_counts import DraftCounts
 
@@ -78,6 +79,7 @@ class Scheduler:
         self.draft_rows = DraftRows(config, cache) if config.speculation.is_on else None
         if self.draft_rows is not None:
             self._guided.propose = self.draft_rows.propose
+        self._intake = TokenIntake(cache, self._guided, self._finish)
         self._ended: list[Emission] = []
         """Ends that no step's result brings."""
         self._batch_size = 0
@@ -236,8 +238,9 @@ class Scheduler:
             num_known = len(sequence.token_ids) + sequence.num_pending
             start = sequence.num_computed_tokens
             missing = num_known - start
+            num_ahead = sequence.num_unverified
             # At its length limit a sequence only waits for tokens in flight.
-            if num_known >= sequence.max_len or missing <= 0:
+            if num_known + num_ahead >= sequence.max_len or missing <= 0:
                 continue
             # A guide allows ids by the last token, which the host must have seen.
             guide = sequence.guide
@@ -245,7 +248,7 @@ class Scheduler:
                 continue
             if (
                 missing == 1
-                and num_known <= sequence.capacity
+                and num_known + num_ahead <= sequence.capacity
                 and num_known < sequence.publish_at
                 and start >= sequence.num_prompt_tokens
             ):
@@ -283,7 +286,7 @@ class Scheduler:
             chunk = self._chunk(sequence, missing, budget - num_later)
         if self.cache.window.num_tokens and sequence.is_alone:
             self.cache.free_outside_window(sequence.blocks, start)
-        if self._make_room(sequence, start + chunk, plan):
+        if self._make_room(sequence, start + sequence.num_unverified + chunk, plan):
             self._advance(sequence, chunk, chunk == missing, plan)
 
     def _chunk(self, sequence: Sequence, missing: int, budget: int) -> int:
@@ -439,48 +442,19 @@ class Scheduler:
         nothing. Ids of sequences that have ended meanwhile are dropped.
         """
         emitted: list[Emission] = []
-        not_finished = FinishReason.NOT_FINISHED
         pairs: Iterable[tuple[Sequence, int]] = zip(step.sampled, token_ids, strict=True)
         if step.drafts and self.draft_rows is not None:
             pairs = self.draft_rows.verified(step, token_ids, emitted)
         if candidates:
             emitted += advance_groups(step, candidates, self.cache, self._finish)
             pairs = (pair for pair in pairs if pair[0].beams is None)
-        for sequence, token_id in pairs:
-            sequence.num_pending -= 1
-            if sequence.status is RequestStatus.FINISHED:
-                continue
-            if token_id in sequence.end_ids:
-                self._finish(sequence, FinishReason.END_ID)
-                emitted.append((sequence, -1, FinishReason.END_ID))
-                continue
-            sequence.token_ids.append(token_id)
-            reason = not_finished
-            if sequence.stop_state or len(sequence.token_ids) >= sequence.look_at:
-                if not self._guided.accept(sequence, token_id, self._finish):
-                    continue
-                reason = self._look_at(sequence, token_id)
-            emitted.append((sequence, token_id, reason))
+        self._intake.take(pairs, emitted)
         self.deferred_frees.step_done(step.decision.step)
         if self.draft_rows is not None:
             self.draft_rows.done(step)
         # Masks of draft ids are asked for too, with all that drafters learn from the step.
         self._guided.ask()
         return emitted
-
-    def _look_at(self, sequence: Sequence, token_id: int) -> FinishReason:
-        """Hash a block that the new token fills, and end the sequence if the token does."""
-        num_known, block_size = len(sequence.token_ids), self.cache.block_size
-        if num_known % block_size == 0:
-            self.cache.extend_hashes(sequence.blocks, sequence.token_ids)
-        next_end = (num_known // block_size + 1) * block_size
-        request = sequence.request
-        is_always = request.may_get_stuck or request.ends_after_drafts
-        sequence.look_at = 0 if is_always else min(sequence.max_len, next_end)
-        reason = sequence.ends_by(token_id)
-        if reason is not FinishReason.NOT_FINISHED:
-            self._finish(sequence, reason)
-        return reason
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """End a sequence, wherever it is."""

@@ -42,6 +42,14 @@ class DraftRun:
 
     sequence: Sequence
     token_ids: array[int]
+    """Zeros until the host has them, if they were drafted by the preceding step."""
+
+    start: int
+    """Position of the first draft, if the preceding step accepts all of its drafts."""
+
+    is_told: bool
+    """Whether the host has the drafts, and tells the ranks."""
+
     own: int = 0
     """Index in ``sampled`` of the row that samples the token in place of the first draft."""
 
@@ -142,6 +150,8 @@ class StepPlan:
         self._decodes = _Entries()
         self._chunks = _Entries()
         self._drafts: list[DraftRun] = []
+        self._behind = array("i")
+        """Decodes whose positions follow drafts of the step in flight."""
         self._proposals: list[tuple[int, Sequence, DraftRun | None, int]] = []
         self._new_rows: list[NewRow] = []
         self._new_blocks: list[tuple[int, int, int, int]] = []
@@ -169,11 +179,17 @@ class StepPlan:
         return min(self.budget, self._recompute_budget + num_later)
 
     def add_decode(self, sequence: Sequence, start: int) -> None:
-        """Schedule one decode: the token at ``start``, with the next one sampled."""
+        """Schedule one decode: the token at ``start``, with the next one sampled.
+
+        The token is at a later place if a step in flight accepts drafts of the sequence.
+        """
         entries = self._decodes
+        ahead = sequence.num_unverified
+        if ahead:
+            self._behind.append(len(entries.sequences))
         entries.sequences.append(sequence)
         entries.rows.append(sequence.row)
-        entries.starts.append(start)
+        entries.starts.append(start + ahead)
         self.budget -= 1
 
     @property
@@ -204,17 +220,15 @@ class StepPlan:
             found += [s for place, s in enumerate(entries.sequences) if place not in unsampled]
         return found
 
-    def add_drafts(self, sequence: Sequence, token_ids: array[int], place: int) -> DraftRun:
-        """Verify these ids, which may follow the known ids of a sequence that is sampled.
+    def add_drafts(self, run: DraftRun) -> None:
+        """Verify ids that may follow the known ids of a sequence that is sampled.
 
-        ``place`` is the sequence's index in `sampled`. Each id is a decode of its own in the
+        ``run.own`` is the sequence's index in `sampled`. Each id is a decode of its own in the
         sequence's row. Layers write the keys and values of all tokens before they attend, so a
         row finds those of the drafts before it. Call after all other entries are added.
         """
-        run = DraftRun(sequence, token_ids, place)
         self._drafts.append(run)
-        self.budget -= len(token_ids)
-        return run
+        self.budget -= len(run.token_ids)
 
     def ask_network(
         self, place: int, sequence: Sequence, run: DraftRun | None, count: int
@@ -246,18 +260,24 @@ class StepPlan:
         return first, last.first + len(last.token_ids) - first
 
     def _enter_drafts(self) -> Int32Array:
-        """Enter the draft rows behind the decodes. Returns their ids."""
+        """Enter the draft rows behind the decodes. Returns the ids that the host has, which
+        come last."""
         entries = self._decodes
         place = len(entries.sequences) - len(entries.unsampled)
+        behind = {entries.sequences[index] for index in self._behind}
+        self._drafts.sort(key=lambda run: run.is_told)
         ids = array("i")
         for run in self._drafts:
-            count = len(run.token_ids)
-            first = len(run.sequence.token_ids)
-            run.first = place + len(ids)
-            ids += run.token_ids
+            count, first = len(run.token_ids), len(entries.sequences)
+            run.first = place
+            place += count
+            if run.is_told:
+                ids += run.token_ids
+            if run.sequence in behind:
+                self._behind.extend(range(first, first + count))
             entries.sequences += [run.sequence] * count
             entries.rows.extend([run.sequence.row] * count)
-            entries.starts.extend(range(first, first + count))
+            entries.starts.extend(range(run.start, run.start + count))
         return np.frombuffer(ids, dtype=np.int32)
 
     def add(self, sequence: Sequence, start: int, chunk: int, is_sampled: bool) -> None:
@@ -265,6 +285,9 @@ class StepPlan:
         # A prompt's single token is computed as part of a prompt, so that its rounding does
         # not depend on where the prompt was cut.
         is_prompt = start < sequence.num_prompt_tokens
+        if not is_prompt and chunk == 1 and is_sampled:
+            self.add_decode(sequence, start)
+            return
         entries = self._chunks if is_prompt or chunk > 1 else self._decodes
         if not is_sampled:
             entries.unsampled.append(len(entries.sequences))
@@ -354,7 +377,9 @@ class StepPlan:
             token_writes=self._token_writes,
             num_decodes=num_decodes,
             transfers=self.transfers,
+            num_drafts=sum(len(run.token_ids) for run in self._drafts),
             decode_ids=decode_ids,
+            behind_drafts=np.frombuffer(self._behind, np.int32) if self._behind else _NONE,
         )
         num_scheduled = len(sequences) - self.num_further_beams
         step = ScheduledStep(

@@ -29,6 +29,7 @@ _ARRAYS = (
     "masks",
     "transfers",
     "decode_ids",
+    "behind_drafts",
     "proposals",
 )
 _COLUMNS = {"new_blocks": 4, "block_copies": 3, "transfers": 4, "proposals": 5}
@@ -150,13 +151,21 @@ class SchedulerOutput:
     num_decodes: int = 0
     """Leading entries that compute one token of output each; other entries follow."""
 
+    num_drafts: int = 0
+    """The last so many decodes compute draft tokens, each in its sequence's row."""
+
     draft_rules: list[DraftRule] = field(default_factory=list)
     """Rules of sequences whose drafts are not verified by the model's own draws alone."""
 
     decode_ids: Int32Array = field(default_factory=lambda: int32s(()))
-    """The tokens that the last so many decodes compute: those of drafts; in a pipeline those of
-    all decodes, because the first stage has sampled none. The other tokens were sampled by the
-    ranks that need them."""
+    """The tokens that the last so many decodes compute: drafts that the host has; in a pipeline
+    those of all decodes, because the first stage has sampled none. The ranks that need the
+    other tokens have sampled or drafted them."""
+
+    behind_drafts: Int32Array = field(default_factory=lambda: int32s(()))
+    """Decodes of sequences whose drafts in the preceding step were not verified when this step
+    was planned. ``num_computed_tokens`` counts all of these drafts as accepted; ranks subtract
+    the rejected ones."""
 
     @property
     def told_decodes(self) -> slice:
@@ -164,9 +173,10 @@ class SchedulerOutput:
         return slice(self.num_decodes - len(self.decode_ids), self.num_decodes)
 
     proposals: Int32Array = field(default_factory=lambda: int32s((), 5))
-    """[n, 5]: for each sequence for which a network drafts after the step: the index in
-    ``sampled`` of the row that samples its next id; the index of its first draft row and the
-    number of these rows; the tokens for which it has blocks; the number of ids to draft."""
+    """[n, 5]: for each sequence for which a network drafts after the step, or whose next step
+    may be planned before the step's result: the index in ``sampled`` of the row that samples
+    its next id; the index of its first draft row and the number of these rows; the tokens for
+    which it has blocks; the number of ids to draft."""
 
     @property
     def num_tokens(self) -> int:
@@ -174,7 +184,8 @@ class SchedulerOutput:
         return int(self.num_scheduled_tokens.sum())
 
     def encode(self) -> bytes:
-        """A msgpack list: two integers, the raw arrays, new rows, token writes, draft rules."""
+        """A msgpack list: three integers, the raw arrays, new rows, token writes, draft
+        rules."""
         arrays = [getattr(self, name).tobytes() for name in _ARRAYS]
         rows = [
             [
@@ -193,7 +204,7 @@ class SchedulerOutput:
         ]
         rules = [rule.to_wire() for rule in self.draft_rules]
         packed: bytes = msgpack.packb(
-            [self.step, self.num_decodes, arrays, rows, writes, rules]
+            [self.step, self.num_decodes, self.num_drafts, arrays, rows, writes, rules]
         )
         return packed
 
@@ -205,8 +216,8 @@ class SchedulerOutput:
             ProtocolError: ``payload`` is not an encoded decision.
         """
         try:
-            step, num_decodes, raw_arrays, raw_rows, raw_writes, rules = msgpack.unpackb(
-                payload, strict_map_key=False
+            step, num_decodes, num_drafts, raw_arrays, raw_rows, raw_writes, rules = (
+                msgpack.unpackb(payload, strict_map_key=False)
             )
             arrays = {
                 name: np.frombuffer(raw, dtype=np.int32)
@@ -233,6 +244,7 @@ class SchedulerOutput:
             return cls(
                 step=step,
                 num_decodes=num_decodes,
+                num_drafts=num_drafts,
                 new_rows=new_rows,
                 token_writes=writes,
                 draft_rules=[DraftRule.from_wire(rule) for rule in rules],

@@ -46,8 +46,9 @@ def admit(row, length, first_block):
 
 
 def compare(cpu, device, decision, num_padded=0):
-    expected = cpu.prepare(decision)
-    found = device.prepare(decision, num_padded)
+    exact = cpu.resolved(decision)
+    expected = cpu.prepare(exact)
+    found = device.prepare(device.resolved(decision), num_padded)
     tokens, entries = len(expected.positions), len(decision.rows)
     assert torch.equal(found.token_ids[:tokens], expected.token_ids)
     assert torch.equal(found.positions[:tokens], expected.positions)
@@ -57,14 +58,13 @@ def compare(cpu, device, decision, num_padded=0):
     assert found.rows[:entries].tolist() == decision.rows.tolist()
     assert torch.equal(found.sampled_slots, cpu_places(expected, device))
     assert found.sampled_rows.tolist() == decision.rows[decision.sampled].tolist()
-    ends = decision.num_computed_tokens + decision.num_scheduled_tokens
+    ends = exact.num_computed_tokens + exact.num_scheduled_tokens
     assert found.sampled_lengths.tolist() == ends[decision.sampled].tolist()
     if expected.logits_indices is not None:
         assert torch.equal(found.logits_indices, expected.logits_indices)
-    assert (found.max_query_len, found.max_seq_len) == (
-        expected.max_query_len,
-        expected.max_seq_len,
-    )
+    most = decision.num_computed_tokens + decision.num_scheduled_tokens
+    assert found.max_query_len == expected.max_query_len
+    assert found.max_seq_len == most.max() >= expected.max_seq_len
     return expected, found
 
 
@@ -206,7 +206,7 @@ def test_ids_of_drafts_follow_those_that_a_rank_has_sampled(both):
     entries = [(2, 33, 1), (5, 16, 1), (2, 34, 1), (2, 35, 1), (5, 17, 1)]
     for ids in ([7, 8, 9], [70, 80, 90]):
         decision = decide(entries, list(range(5)), num_decodes=5)
-        decision.decode_ids = int32s(ids)
+        decision.decode_ids, decision.num_drafts = int32s(ids), 3
         decision = SchedulerOutput.decode(decision.encode())
 
         expected, found = compare(*both, decision)
@@ -215,6 +215,22 @@ def test_ids_of_drafts_follow_those_that_a_rank_has_sampled(both):
     # Rows of drafts are never advanced in place, whatever the lengths are.
     entries = [(row, start + 1, 1) for row, start, _ in entries]
     decision = decide(entries, list(range(5)), num_decodes=5)
-    decision.decode_ids = int32s([1, 2, 3])
+    decision.decode_ids, decision.num_drafts = int32s([1, 2, 3]), 3
     expected, _ = compare(*both, decision)
     assert expected.token_ids[2:].tolist() == [1, 2, 3]
+
+
+def test_decodes_behind_drafts_begin_where_the_accepted_drafts_end(both):
+    (first, blocks), (second, more) = admit(2, 60, 5), admit(5, 16, 50)
+    compare(*both, decide([(2, 0, 60), (5, 0, 16)], [0, 1], [first, second], blocks + more))
+    # Three drafts of row 2 were in flight, of which the device has rejected two.
+    for inputs in both:
+        inputs.rejected[2] = 2
+    decision = decide([(2, 50, 1), (5, 15, 1), (2, 51, 1)], [0, 1, 2], num_decodes=3)
+    decision.behind_drafts, decision.num_drafts = int32s([0, 2]), 1
+    decision = SchedulerOutput.decode(decision.encode())
+
+    expected, found = compare(*both, decision, num_padded=8)
+
+    assert found.positions[:3].tolist() == [48, 15, 49]
+    assert expected.token_ids.tolist() == [2048, 5015, 2049]

@@ -46,6 +46,7 @@ def decide(rng, most):
         finished_rows=int32s(()),
         new_rows=[],
         num_decodes=len(computed),
+        num_drafts=len(ids),
         decode_ids=int32s(ids),
         proposals=int32s(proposals, 5),
     )
@@ -54,7 +55,7 @@ def decide(rng, most):
 
 
 def make_both(most):
-    """Draft inputs of the CPU and of a GPU, whose tables have the same blocks."""
+    """Inputs and draft inputs of the CPU and of a GPU, whose tables have the same blocks."""
     found = []
     tables = torch.from_numpy(np.random.default_rng(1).integers(0, SPARE, (NUM_ROWS, 12)))
     batch = InputBatch(NUM_ROWS, MAX_LEN, BLOCK, 1, CPU, 2)
@@ -64,27 +65,33 @@ def make_both(most):
         rows = inputs.block_tables[0] if inputs is batch else inputs.block_tables[:-1]
         rows.copy_(tables)
         spare_slot = SPARE * BLOCK
-        found.append(DraftInputs(inputs, MAX_ROWS, most, WIDTH, torch.float32, spare_slot))
+        own = DraftInputs(inputs, MAX_ROWS, most, WIDTH, torch.float32, spare_slot)
+        found.append((inputs, own))
     return found
 
 
 @pytest.mark.parametrize("most", [1, 3, 4])
 def test_a_gpu_finds_the_same_places_and_pads_in_the_spare_block(most):
-    cpu, gpu = make_both(most)
+    (batch, cpu), (device, gpu) = make_both(most)
     rng = np.random.default_rng(most)
     num_accepted = set()
     for _ in range(15):
         decision, ids = decide(rng, most)
         count = len(decision.proposals)
-        cpu.send(decision, ids, count)
-        gpu.send(decision, ids, NUM_ROWS)
+        cpu.send(decision, batch.prepare(decision), ids, count)
+        gpu.send(decision, device.prepare(decision), ids, NUM_ROWS)
         expected, found = cpu.places(count), gpu.places(NUM_ROWS)
+        drafts = torch.from_numpy(rng.integers(2, 99, (NUM_ROWS, most)))
+        cpu.store(drafts[:count], expected)
+        gpu.store(drafts, found)
 
         for field in dataclasses.fields(expected):
             wanted = getattr(expected, field.name)
             told = getattr(found, field.name)
             assert told.dtype == wanted.dtype
             assert torch.equal(told[..., :count], wanted), field.name
+        assert torch.equal(device.rejected[:-1], batch.rejected)
+        assert torch.equal(device.token_table[:-1], batch.token_table)
         assert (found.slots[:, count:] // BLOCK == SPARE).all()
         assert (found.lengths[:, count:] == 1).all()
         ends = decision.num_computed_tokens + decision.num_scheduled_tokens
@@ -94,7 +101,7 @@ def test_a_gpu_finds_the_same_places_and_pads_in_the_spare_block(most):
 
 
 def test_states_of_sampled_rows_are_kept_for_drafts():
-    cpu, _ = make_both(2)
+    (_, cpu), _ = make_both(2)
     states = torch.randn(5, WIDTH)
 
     kept = cpu.keep(states)

@@ -24,13 +24,14 @@ WAYS = {
     "together": {},
     "overlapped, in chunks": {"depth": 2, "max_num_batched_tokens": 40},
     "paused": {"max_tokens": 320, "tokens_per_block": 4},
+    "paused, overlapped": {"max_tokens": 320, "tokens_per_block": 4, "depth": 2},
     "reserved, without reuse": {"policy": "guaranteed_no_evict", "enable_block_reuse": False},
     "few rows": {"max_num_seqs": 3},
     "blocks of 5, overlapped": {"tokens_per_block": 5, "depth": 2},
     "static": {"policy": "static_batch"},
     "a window": {
         "policy": "guaranteed_no_evict", "enable_block_reuse": False, "tokens_per_block": 4,
-        "attention_windows": (20,),
+        "attention_windows": (20,), "depth": 2,
     },
     "offloaded": {"max_tokens": 320, "tokens_per_block": 4, "host_bytes": 1 << 20},
 }  # fmt: skip

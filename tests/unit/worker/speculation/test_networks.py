@@ -127,8 +127,8 @@ def test_the_start_runs_networks_with_and_without_drafts_to_verify(
     runner, asked = driver.engine.runner, []
     propose = runner.end.drafting.propose
 
-    def note(wanted, decision, token_ids):
-        found = propose(wanted, decision, token_ids)
+    def note(wanted, inputs, decision, token_ids):
+        found = propose(wanted, inputs, decision, token_ids)
         if found is not None:
             asked.append((len(decision.proposals), *decision.proposals[0, 1:3], found.shape))
         return found
