@@ -8,14 +8,14 @@ Two engines are in this process, one without drafts, whose outputs are kept, and
 drafter. Their runs alternate, so that other work on the machine slows both. ``ngram`` and
 ``lookahead`` are drafters that `trimaran serve` has. The others are synthetic drafters of known
 acceptance: ``oracle`` proposes the kept output, and replaces each token by another with a set
-probability;
-``coins`` proposes ids without meaning, each of which counts as accepted with a set probability,
-whatever the model's own token is; ``eagle`` runs an EAGLE-3 head of random weights in the
-engine, and replaces its ids by those of ``coins``. Without --deterministic an output may differ
-from the kept one by rounding, and the oracle then lacks the rest: ``coins`` measures
-speed there. ``oracle`` and ``coins`` wait as long as a draft head would compute: --draft-us for
-each token of the drafts that a step verified, once for all sequences. Prompts consist of one
-random passage that is repeated, or of the ids in --prompt-ids. All requests are greedy.
+probability; ``coins`` is a network in the engine that takes --draft-us for each token of the
+drafts of all sequences, and ``eagle`` an EAGLE-3 head of random weights. Drafts of the last two
+count as accepted with a set probability, whatever the model's own token is: the device
+replaces the model's own tokens. Without --deterministic an output may differ from the kept one
+by rounding, and the oracle then lacks the rest: ``coins`` measures speed there. ``oracle``
+waits on the host as long as a head would compute for the drafts that a step verified. Prompts
+consist of one random passage that is repeated, or of the ids in --prompt-ids. All requests are
+greedy.
 
 Each line of the result has the tokens a second of both engines from all first tokens to the
 last end, which includes steps of ever fewer requests, and to the first end (``steady``); the
@@ -38,6 +38,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from coins import CoinSampler, SyntheticHeads
 
 from trimaran.bench.limits.shapes import SHAPES, shape_config
 from trimaran.bench.offline.engine_run import random_checkpoint
@@ -47,7 +48,7 @@ from trimaran.comm.control.control_plane import LocalControlPlane
 from trimaran.comm.messages.messages import StepOutput, Submit, pack_ids
 from trimaran.comm.messages.sampling_params import SamplingParams
 from trimaran.comm.topology import ParallelLayout
-from trimaran.worker.config.draft_network import EAGLE
+from trimaran.worker.config.draft_network import EAGLE, MEDUSA
 from trimaran.worker.config.engine_config import (
     CacheConfig,
     EngineConfig,
@@ -55,13 +56,15 @@ from trimaran.worker.config.engine_config import (
     SchedulerConfig,
 )
 from trimaran.worker.config.speculation_config import SpeculationConfig
+from trimaran.worker.engine import loading
 from trimaran.worker.engine.engine import Engine
 from trimaran.worker.requests.request import Request, Sequence
-from trimaran.worker.scheduling import draft_rows
-from trimaran.worker.speculation.drafters import NetworkDrafter
 
 SERVED = ("ngram", "lookahead")
 """Drafters of the engine that need no network."""
+
+NETWORKS = ("coins", EAGLE)
+"""Networks without meaning, whose drafts are accepted by chance."""
 
 
 class Head:
@@ -106,72 +109,40 @@ class Oracle:
         return ids
 
 
-class Coins:
-    """Drafts even ids, which shall be accepted, and with a set probability odd ids, which shall
-    not."""
-
-    is_asked = False
-    is_spent = False
-
-    def __init__(self, rate: float, head: Head, seed: int) -> None:
-        self._rate, self._head = rate, head
-        self._coin = random.Random(seed)
-
-    def propose(self, sequence: Sequence, most: int) -> array[int]:
-        """``most`` ids."""
-        self._head.wait()
-        return tossed(self._coin, self._rate, most)
-
-
-class NetworkCoins(NetworkDrafter):
-    """As many drafts as a network in the engine made, with ids like those of `Coins`."""
-
-    def __init__(self, rate: float, seed: int) -> None:
-        super().__init__()
-        self._rate = rate
-        self._coin = random.Random(seed)
-
-    def propose(self, sequence: Sequence, most: int) -> array[int]:
-        """As many ids as the network drafted, ``most`` at most."""
-        count = len(super().propose(sequence, most))
-        return tossed(self._coin, self._rate, count)
-
-
-def tossed(coin: random.Random, rate: float, count: int) -> array[int]:
-    """Ids of which each is even with probability ``rate``."""
-    return array("i", (2 * number + (coin.random() >= rate) for number in range(count)))
-
-
-def num_even(drafts: array[int], own: list[int]) -> int:
-    """Leading drafts that shall be accepted, whatever the model's own ids are."""
-    return next((n for n, draft in enumerate(drafts) if draft % 2), len(drafts))
-
-
-def accept_by_coins() -> None:
-    """From now on accept the drafts of `Coins`; those that were not verified teach nothing."""
-
-    def forget(drafts: Any, _sequence: Sequence) -> None:
-        drafts.unverified = array("i")
-
-    draft_rows.num_accepted = num_even  # type: ignore[assignment]
-    draft_rows._Drafts.compare = forget  # type: ignore[method-assign]
-
-
 @contextlib.contextmanager
 def speculation_of(
     args: argparse.Namespace, most: int, *, is_adaptive: bool
 ) -> Iterator[SpeculationConfig]:
     """The configuration of the engine with drafts; the folder of its head lives as long."""
+    values: dict[str, Any] = {
+        "max_draft_tokens": most,
+        "is_adaptive": is_adaptive,
+        "is_overlapped": not args.no_overlap,
+    }
+    if args.drafter == "coins":
+        # Heads take the place of those that the engine would load.
+        loading.load_network = synthetic_heads(args, most)  # type: ignore[attr-defined]
+        yield SpeculationConfig(drafter=MEDUSA, draft_dir="none", **values)
+        return
     if args.drafter != EAGLE:
         drafter = args.drafter if args.drafter in SERVED else "ngram"
-        yield SpeculationConfig(drafter=drafter, max_draft_tokens=most, is_adaptive=is_adaptive)
+        yield SpeculationConfig(drafter=drafter, **values)
         return
     sizes = shape_config(args.shape, args.dtype, args.input_len + args.output_len + 8)
     head = {**sizes, "num_hidden_layers": 1, "draft_vocab_size": args.head_vocab}
     with random_checkpoint(head) as folder:
-        yield SpeculationConfig(
-            drafter=EAGLE, draft_dir=folder, max_draft_tokens=most, is_adaptive=is_adaptive
-        )
+        yield SpeculationConfig(drafter=EAGLE, draft_dir=folder, **values)
+
+
+def synthetic_heads(args: argparse.Namespace, most: int) -> Any:
+    """A function that makes heads for an engine whose configuration has a network."""
+
+    def make(config: EngineConfig, _topology: Any, _tp: Any, target: Any) -> Any:
+        if not config.scheduler.speculation.is_network:
+            return None
+        return SyntheticHeads(most, args.draft_us, target.config.vocab_size, target.device)
+
+    return make
 
 
 @contextlib.contextmanager
@@ -274,7 +245,7 @@ def measured(args: argparse.Namespace, plain: Engine, own: Engine, count: int) -
     outputs differ."""
     prompts = prompts_of(args, plain.facts()["vocab_size"])[:count]
     warm, *_ = run(plain, prompts, args.output_len, 1001)
-    if args.drafter not in SERVED:
+    if args.drafter == "oracle":
         own.scheduler.draft_rows.make_drafter = maker(args, own, list(warm.values()), prompts)
     run(own, prompts, args.output_len, 1001)
     before, speeds, differ = counts_of(own), [], 0
@@ -298,15 +269,11 @@ def counts_of(engine: Engine) -> tuple[int, int]:
 def maker(
     args: argparse.Namespace, own: Engine, outputs: list[list[int]], prompts: list[list[int]]
 ) -> Any:
-    """Makes the synthetic drafter of a request; the oracle finds outputs by prompt."""
+    """Makes the oracle of a request, which finds the output by prompt."""
     known = {tuple(p): output for p, output in zip(prompts, outputs, strict=False)}
     head = Head(own, args.draft_us)
 
-    def make(request: Request) -> Oracle | Coins | NetworkCoins:
-        if args.drafter == EAGLE:
-            return NetworkCoins(args.acceptance, request.number)
-        if args.drafter == "coins":
-            return Coins(args.acceptance, head, request.number)
+    def make(request: Request) -> Oracle:
         output = known[tuple(request.prompt_ids)]
         return Oracle(output, args.acceptance, head, request.number)
 
@@ -316,14 +283,14 @@ def maker(
 def main() -> None:
     """Measure, and write one line a number of requests."""
     args = arguments()
-    if args.drafter in ("coins", EAGLE):
-        accept_by_coins()
     most, is_adaptive = args.max_draft_tokens, not args.all
     with (
         speculation_of(args, most, is_adaptive=is_adaptive) as drafted,
         engine_of(args, SpeculationConfig()) as plain,
         engine_of(args, drafted) as own,
     ):
+        if args.drafter in NETWORKS:
+            CoinSampler(own, args.acceptance)
         for count in args.requests:
             report(args, count, measured(args, plain, own, count))
 
@@ -345,13 +312,15 @@ def report(args: argparse.Namespace, count: int, found: Any) -> None:
         "steady_tok_s": round(steady, 1),
         "plain_steady_tok_s": round(plain_steady, 1),
         "steady_ratio": round(steady / plain_steady, 3),
-        "outputs_that_differ": None if args.drafter in ("coins", EAGLE) else differ,
+        "outputs_that_differ": None if args.drafter in NETWORKS else differ,
         "deterministic": args.deterministic,
     }
     if args.drafter not in SERVED:
         line["acceptance"] = args.acceptance
-        is_network = args.drafter == EAGLE
-        line |= {"head_vocab": args.head_vocab} if is_network else {"draft_us": args.draft_us}
+        is_head = args.drafter == EAGLE
+        line |= {"head_vocab": args.head_vocab} if is_head else {"draft_us": args.draft_us}
+    if args.drafter in NETWORKS:
+        line["overlapped"] = not args.no_overlap
     line |= environment(torch.device(args.device), None)
     print(json.dumps(line), flush=True)
     if args.output:
@@ -381,6 +350,7 @@ def arguments() -> argparse.Namespace:
     )
     add("--max-draft-tokens", type=int, default=5, metavar="N")
     add("--all", action="store_true", help="verify drafts whether they gain time or not")
+    add("--no-overlap", action="store_true", help="plan each step after the last one's result")
     add("--requests", type=int, nargs="+", default=[1], metavar="N", help="at once")
     add("--input-len", type=int, default=128, metavar="N")
     add("--output-len", type=int, default=256, metavar="N")

@@ -3,14 +3,15 @@
     python benchmarks/speculation_steps.py --requests 16 64 --drafts 0 2 3 5
 
 One engine of random weights on a GPU decodes a number of requests at once, and verifies the
-same number of draft tokens for each. Drafts are random ids, and each is accepted with a set
-probability, whatever the model's own token is: the time of a step depends on the number of
-accepted tokens alone. `plain` is another engine, which verifies no drafts at all.
+same number of draft tokens for each. Each is accepted with a set probability, whatever the
+model's own token is: the time of a step depends on the number of accepted tokens alone. `plain`
+is another engine, which verifies no drafts at all.
 
-With --drafter eagle an EAGLE-3 head of random weights drafts in the engine; its time is part of
-``sample``. For each step the program prints milliseconds: from result to result, in the parts
-of the host's loop, in the model and in the sampler on the device. With --kernels it also prints
-the kernels that take most of the device's time, by name.
+A network in the engine drafts, and its time is part of ``sample``: --draft-us for each token of
+all drafts. With --drafter eagle an EAGLE-3 head of random weights drafts instead. For each step
+the program prints milliseconds: from result to result, in the parts of the host's loop, in the
+model and in the sampler on the device. With --kernels it also prints the kernels that take most
+of the device's time, by name.
 """
 
 from __future__ import annotations
@@ -22,15 +23,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from speculation import (
-    Coins,
-    Head,
-    NetworkCoins,
-    accept_by_coins,
-    engine_of,
-    prompts_of,
-    speculation_of,
-)
+from coins import CoinSampler
+from speculation import engine_of, prompts_of, speculation_of
 from torch.profiler import ProfilerActivity, profile
 
 from trimaran.bench.limits.shapes import SHAPES
@@ -116,14 +110,6 @@ def kernels_of(requests: Requests, num_steps: int, most: int) -> Iterator[str]:
 
 def measure(engine: Engine, args: argparse.Namespace, count: int, k: int, name: str) -> None:
     """Print one line of parts, and the kernels."""
-    engine_drafts = engine.scheduler.draft_rows
-    if engine_drafts is not None:
-        head, rate = Head(engine, args.draft_us), args.acceptance
-        engine_drafts.make_drafter = lambda request: (
-            NetworkCoins(rate, request.number)
-            if args.drafter == EAGLE
-            else Coins(rate, head, request.number)
-        )
     requests = Requests(engine, args, count, k)
     parts = parts_of(requests, args.steps)
     line = {"engine": name, "requests": count, "drafts": k, **parts}
@@ -137,7 +123,6 @@ def measure(engine: Engine, args: argparse.Namespace, count: int, k: int, name: 
 def main() -> None:
     """See the module's docstring."""
     args = arguments()
-    accept_by_coins()
     if args.kernels:
         # Kernels of graphs that are captured earlier are not attributed.
         with profile(activities=[ProfilerActivity.CUDA], acc_events=True):
@@ -147,6 +132,8 @@ def main() -> None:
             if name not in args.engines:
                 continue
             with engine_of(args, config) as engine:
+                if config.is_on:
+                    CoinSampler(engine, args.acceptance)
                 for count in args.requests:
                     for k in args.drafts if name == "drafts" else (0,):
                         measure(engine, args, count, k, name)
@@ -174,6 +161,7 @@ def arguments() -> argparse.Namespace:
     add("--threads", type=int, default=1, metavar="N", help="of the CPU")
     add("--deterministic", action="store_true")
     add("--no-cuda-graphs", action="store_true", help="launch steps and drafts")
+    add("--no-overlap", action="store_true", help="plan each step after the last one's result")
     args = parser.parse_args()
     args.model, args.prompt_ids = "", ""
     return args
