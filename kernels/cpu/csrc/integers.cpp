@@ -22,6 +22,7 @@ namespace {
 constexpr int kMaxRows = HAS_AVX512 ? 8 : 4;
 constexpr long kBlock = 16;
 constexpr long kStep = 4;
+constexpr __mmask16 kAll = 0xffff;
 
 // The numbers of a weight: integers of 4 or 8 bits, or FP4 (E2M1) in 4 bits.
 enum Form { kFour, kEight, kFp4 };
@@ -281,16 +282,18 @@ INLINE void add_segment(const int16_t* x, long x_stride, const uint8_t* at, long
       for (int n = 0; n < N; ++n) dots[r][n] = add_words(dots[r][n], others[r][n]);
 }
 
-// N blocks of sixteen outputs for R rows.
+// N blocks of sixteen outputs for R rows: floats [R, N, 16]. Apart from what writes the outputs,
+// so that compilers see each tile once, not for each type of x and y.
 template <int F, int R, int N>
-INLINE void tile(const IntegerWeights& w, const Inputs& in, long row, long block,
-                 __m512 sums[R][N]) {
+__attribute__((noinline)) void tile(const IntegerWeights& w, const Inputs& in, long row,
+                                    long block, float* outputs) {
   const long stride = kBlock * w.k * bits_of(F) / 8, of_scales = w.num_scales * kBlock;
   const uint8_t* values = (const uint8_t*)w.values + block * stride;
   const float* scales = w.scales + block * of_scales;
   const float* offsets = w.offsets ? w.offsets + block * of_scales : nullptr;
   const int16_t* x = in.values.data() + row * w.k;
   const long ahead = row == 0 ? N * stride : 0;
+  __m512 sums[R][N];
   for (int r = 0; r < R; ++r)
     for (int n = 0; n < N; ++n) sums[r][n] = _mm512_setzero_ps();
   for (long s = 0; s < w.num_segments; ++s) {
@@ -313,6 +316,27 @@ INLINE void tile(const IntegerWeights& w, const Inputs& in, long row, long block
       }
     }
   }
+  for (int r = 0; r < R; ++r)
+    for (int n = 0; n < N; ++n) store(outputs + (r * N + n) * kBlock, sums[r][n], kAll);
+}
+
+template <int F, int N>
+void tile_of(long rows, const IntegerWeights& w, const Inputs& in, long row, long block,
+             float* outputs) {
+  switch (rows) {
+    case 1: return tile<F, 1, N>(w, in, row, block, outputs);
+    case 2: return tile<F, 2, N>(w, in, row, block, outputs);
+    case 3: return tile<F, 3, N>(w, in, row, block, outputs);
+#if HAS_AVX512
+    case 4: return tile<F, 4, N>(w, in, row, block, outputs);
+    case 5: return tile<F, 5, N>(w, in, row, block, outputs);
+    case 6: return tile<F, 6, N>(w, in, row, block, outputs);
+    case 7: return tile<F, 7, N>(w, in, row, block, outputs);
+    default: return tile<F, 8, N>(w, in, row, block, outputs);
+#else
+    default: return tile<F, 4, N>(w, in, row, block, outputs);
+#endif
+  }
 }
 
 template <class T, class Out>
@@ -322,56 +346,38 @@ struct Product {
   const Inputs& in;
   long copies;
 
-  // Rows of integers [row, row + R), whose pairs are one row of floats.
-  template <int F, int R, int N>
-  void rows_of(long row, long block) const {
-    __m512 sums[R][N];
-    tile<F, R, N>(w, in, row, block, sums);
-    for (int n = 0; n < N; ++n) {
+  // Rows of integers from `row` on, whose pairs are one row of floats.
+  void write(const float* sums, long row, long rows, long block, long num_blocks) const {
+    for (long n = 0; n < num_blocks; ++n) {
       long output = (block + n) * kBlock;
       __mmask16 mask = mask_of(std::min(kBlock, w.outputs - output));
-      for (long r = 0; r < R; r += copies) {
-        __m512 sum = sums[r][n];
+      for (long r = 0; r < rows; r += copies) {
+        const float* at = sums + (r * num_blocks + n) * kBlock;
+        __m512 sum = load(at);
         if (w.has_byte_inputs) sum = _mm512_mul_ps(sum, _mm512_set1_ps(in.row_scales[row + r]));
-        if (copies == 2) sum = _mm512_add_ps(sum, sums[std::min(r + 1, (long)R - 1)][n]);
+        if (copies == 2) sum = _mm512_add_ps(sum, load(at + num_blocks * kBlock));
         if (a.bias) sum = _mm512_add_ps(sum, load((const T*)a.bias + output, mask));
         store((Out*)a.y + (row + r) / copies * w.outputs + output, sum, mask);
       }
     }
   }
 
-  template <int F, int N>
-  void blocks_of(long block) const {
+  template <int N>
+  void blocks(long block) const {
+    alignas(64) float sums[kMaxRows * N * kBlock];
     long passes = (in.rows + kMaxRows - 1) / kMaxRows;
     for (long pass = 0; pass < passes; ++pass) {
       // Even, so that a row of floats stays whole.
       long row = in.rows * pass / passes & -copies;
       long end = pass + 1 < passes ? in.rows * (pass + 1) / passes & -copies : in.rows;
-      switch (end - row) {
-        case 1: rows_of<F, 1, N>(row, block); break;
-        case 2: rows_of<F, 2, N>(row, block); break;
-        case 3: rows_of<F, 3, N>(row, block); break;
-#if HAS_AVX512
-        case 4: rows_of<F, 4, N>(row, block); break;
-        case 5: rows_of<F, 5, N>(row, block); break;
-        case 6: rows_of<F, 6, N>(row, block); break;
-        case 7: rows_of<F, 7, N>(row, block); break;
-        default: rows_of<F, 8, N>(row, block); break;
-#else
-        default: rows_of<F, 4, N>(row, block); break;
-#endif
-      }
+      if (w.is_fp4)
+        tile_of<kFp4, N>(end - row, w, in, row, block, sums);
+      else if (w.bits == 4)
+        tile_of<kFour, N>(end - row, w, in, row, block, sums);
+      else
+        tile_of<kEight, N>(end - row, w, in, row, block, sums);
+      write(sums, row, end - row, block, N);
     }
-  }
-
-  template <int N>
-  void blocks(long block) const {
-    if (w.is_fp4)
-      blocks_of<kFp4, N>(block);
-    else if (w.bits == 4)
-      blocks_of<kFour, N>(block);
-    else
-      blocks_of<kEight, N>(block);
   }
 
   void run() const {
@@ -383,7 +389,7 @@ struct Product {
     pool.each((count + width - 1) / width, [&](long item) {
       long n = item * width, end = std::min(n + width, count);
       // Two blocks share the loads of x; the registers of AVX2 hold one.
-      if (HAS_AVX512)
+      if constexpr (HAS_AVX512)
         for (; n + 2 <= end; n += 2) blocks<2>(n);
       for (; n < end; ++n) blocks<1>(n);
     });
