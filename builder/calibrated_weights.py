@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,11 +18,32 @@ from trimaran.worker.config.engine_folder import EngineFolder
 from trimaran.worker.layers.linear import ParallelLinear
 from trimaran.worker.models.input_grams import input_grams
 from trimaran.worker.models.interfaces import CausalLM
+from trimaran.worker.models.layer_divergence import layer_divergences
 from trimaran.worker.models.weights.checkpoint import mapped_file
 from trimaran.worker.models.weights.parts import Part
 
 _PASS_BYTES = 4 << 30
 """Memory for the sums over inputs: layers beyond are measured in a further pass."""
+
+_DIVERGENCE_SEQUENCES = 1
+"""Sequences of the text that the model reads once for each layer."""
+
+Tensors = Mapping[str, list[tuple[str, Tensor]]]
+"""The tensors that replace a float weight, by the weight's name in the checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class FloatWeights:
+    """The weights that stay floats, since their layers are sensitive to quantization."""
+
+    names: frozenset[str]
+    """In the checkpoint."""
+
+    bits: float
+    """Bits of a weight in the mean, scales not counted."""
+
+    share: float
+    """The divergences of the quantized layers, as a part of those of all layers."""
 
 
 def calibrated_weights(
@@ -64,21 +88,111 @@ def calibrated_weights(
     return made
 
 
-def _passes(model: CausalLM, parts: list[Part]) -> Iterator[dict[str, list[Part]]]:
+def float_weights(
+    source: EngineFolder,
+    parts: list[Part],
+    form: QuantizedForm,
+    made: Tensors,
+    text: str,
+    bits: float,
+) -> FloatWeights:
+    """The weights that stay floats so that weights have at most ``bits`` bits in the mean.
+
+    Each linear layer is quantized alone, its inputs too, and the predictions for the beginning
+    of the file ``text`` (``--calib``) are compared with those of floats. The layers whose
+    predictions diverge most for their size stay floats. ``made`` are the `calibrated_weights`.
+
+    Raises:
+        ConfigError: no layer of floats fits.
+    """
+    sequences = calibration_sequences("--calib", text, source, _DIVERGENCE_SEQUENCES)
+    model = calibration_model(source, source.config.dtype, "none")
+    layers = _layers(model, parts)
+
+    def rounded(path: str) -> dict[str, Tensor]:
+        return {
+            part.target.shard: form.floats([each for _, each in made[part.stored.name]])
+            for part in layers[path]
+        }
+
+    num_tokens = len(layers) * sum(map(len, sequences))
+    done = 0
+    with ProgressBar(num_tokens, counts_bytes=False) as progress:
+
+        def tell(count: int) -> None:
+            nonlocal done
+            done += count
+            progress.show(done, "tokens read, each layer quantized alone")
+
+        found = layer_divergences(
+            model,
+            {path: partial(rounded, path) for path in layers},
+            form.round_inputs,
+            sequences,
+            tell,
+        )
+    return _choice(found, layers, parts, form.bits, bits)
+
+
+def _choice(
+    divergences: Mapping[str, float],
+    layers: Mapping[str, list[Part]],
+    parts: list[Part],
+    quantized_bits: int,
+    bits: float,
+) -> FloatWeights:
+    """The layers that diverge most for their size and fit into ``bits`` with all ``parts``."""
+    sizes = {path: sum(map(_num_weights, mine)) for path, mine in layers.items()}
+    num_weights = sum(map(_num_weights, parts))
+    spare = (bits - quantized_bits) * num_weights
+    kept: list[str] = []
+    for path in sorted(layers, key=lambda path: divergences[path] / sizes[path], reverse=True):
+        extra = sum(8 * part.stored.entry.num_bytes for part in layers[path])
+        extra -= quantized_bits * sizes[path]
+        if extra <= spare:
+            kept.append(path)
+            spare -= extra
+    if not kept:
+        raise ConfigError(
+            f"--auto_quantize_bits {bits:g}: leaves no room for one layer of floats. Name a "
+            "larger number."
+        )
+    whole = sum(divergences.values())
+    return FloatWeights(
+        frozenset(part.stored.name for path in kept for part in layers[path]),
+        bits - spare / num_weights,
+        (whole - sum(divergences[path] for path in kept)) / (whole or 1.0),
+    )
+
+
+def _num_weights(part: Part) -> int:
+    return math.prod(part.stored.entry.shape)
+
+
+def _layers(model: CausalLM, parts: list[Part]) -> dict[str, list[Part]]:
     """The parts of linear layers by the layer's name, in the model's order."""
     of_layers: dict[str, list[Part]] = {}
     for part in parts:
         of_layers.setdefault(part.target.parameter.rpartition(".")[0], []).append(part)
+    return {
+        path: of_layers[path]
+        for path, module in model.named_modules()
+        if path in of_layers and isinstance(module, ParallelLinear)
+    }
+
+
+def _passes(model: CausalLM, parts: list[Part]) -> Iterator[dict[str, list[Part]]]:
+    """The layers whose sums over inputs are in memory at a time."""
     chosen: dict[str, list[Part]] = {}
     num_bytes = 0
-    for path, module in model.named_modules():
-        if path not in of_layers or not isinstance(module, ParallelLinear):
-            continue
-        needed = 4 * module.weight.shape[1] ** 2
+    for path, mine in _layers(model, parts).items():
+        layer = model.get_submodule(path)
+        assert isinstance(layer, ParallelLinear)
+        needed = 4 * layer.weight.shape[1] ** 2
         if chosen and num_bytes + needed > _PASS_BYTES:
             yield chosen
             chosen, num_bytes = {}, 0
-        chosen[path] = of_layers[path]
+        chosen[path] = mine
         num_bytes += needed
     if chosen:
         yield chosen

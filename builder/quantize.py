@@ -35,6 +35,9 @@ def add_arguments(parser: FlagSink) -> None:
     parser.add_argument("--calib_size", "--calib-size", type=positive, metavar="N",
                         help=f"sequences of {SEQUENCE_TOKENS} tokens that are read "
                         f"({NUM_SEQUENCES})")  # fmt: skip
+    parser.add_argument("--auto_quantize_bits", "--auto-quantize-bits", type=float,
+                        metavar="BITS", help="most bits of a weight in the mean: with --calib "
+                        "the most sensitive layers stay floats")  # fmt: skip
 
 
 _FITTED = "int4_awq"
@@ -100,9 +103,18 @@ def _quantize(args: argparse.Namespace) -> int:
         check_calibration("--calib", args.calib, source)
     elif args.calib_size is not None:
         raise ConfigError("--calib_size counts sequences of a text. Add --calib FILE.")
-    folder = QuantizedFolder(source)
+    elif args.auto_quantize_bits is not None:
+        raise ConfigError(
+            "--auto_quantize_bits compares predictions of a text. Add --calib FILE."
+        )
+    folder, bits = QuantizedFolder(source), args.auto_quantize_bits
     if args.calib is not None:
-        folder.calibrate(args.calib, args.calib_size)
+        kept = folder.calibrate(args.calib, args.calib_size, bits)
+        if kept is not None:
+            print(
+                f"trimaran quantize: {len(kept.names)} weights stay floats, {kept.bits:.2f} "
+                f"bits in the mean; the others cause {100 * kept.share:.0f} % of the divergence"
+            )
     folder.write(args.output)
     print(
         f"trimaran quantize: wrote {args.output}: {folder.num_quantized} weights in "

@@ -11,7 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trimaran.builder.calibrated_weights import calibrated_weights
+from trimaran.builder.calibrated_weights import (
+    FloatWeights,
+    calibrated_weights,
+    float_weights,
+)
 from trimaran.builder.progress import ProgressBar
 from trimaran.builder.quantized_forms import form_of
 from trimaran.comm.errors import ConfigError
@@ -89,18 +93,37 @@ class QuantizedFolder:
         self.num_bytes = 0
         """Bytes of the weights that were written."""
 
-    def calibrate(self, text: str, max_sequences: int | None) -> None:
+    def calibrate(
+        self, text: str, max_sequences: int | None, bits: float | None = None
+    ) -> FloatWeights | None:
         """Fit the weights of linear layers to the inputs of a text (`calibrated_weights`).
 
-        Memory holds the model and its quantized weights from then on.
+        With ``bits`` the most sensitive layers stay floats, so that weights have at most so
+        many bits in the mean (`float_weights`). Memory holds the model and its quantized
+        weights from then on.
 
         Raises:
-            ConfigError: the file cannot be read as text, or some inputs are not finite.
+            ConfigError: the file cannot be read as text, some inputs are not finite, or the
+                layers cannot have so many bits.
         """
+        least, most = self._form.bits, 8 * dtype_by_name(self._source.config.dtype).itemsize
+        if bits is not None and not least < bits < most:
+            raise ConfigError(
+                f"--auto_quantize_bits {bits:g}: must be more than the {least} bits of "
+                f"{self.numbers} weights and less than the {most} bits of floats. Name "
+                f"{(least + most) / 2:g}, or leave the flag out."
+            )
         parts = list(self._parts.values())
         self._calibrated = calibrated_weights(
             self._source, parts, self._form, text, max_sequences
         )
+        if bits is None:
+            return None
+        kept = float_weights(self._source, parts, self._form, self._calibrated, text, bits)
+        for name in kept.names:
+            del self._parts[name], self._calibrated[name]
+        self.num_quantized = len(self._parts)
+        return kept
 
     def write(self, output: Path) -> None:
         """Write the folder, which appears whole or not at all.

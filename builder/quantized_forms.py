@@ -15,7 +15,11 @@ from trimaran.kernels import fp8_reference, integer_reference
 from trimaran.worker.config.schemes import Fp8Scheme, IntegerScheme, Layout, Scheme
 from trimaran.worker.config.shard_file import TensorEntry
 from trimaran.worker.models.weights.checkpoint import FP8_WORD
-from trimaran.worker.quantization.calibrated_rounding import fit_integers, round_to_inputs
+from trimaran.worker.quantization.calibrated_rounding import (
+    fit_integers,
+    fp8_scales,
+    round_to_inputs,
+)
 from trimaran.worker.quantization.integer_formats import WEIGHT, WEIGHT_SCALE, dequantized
 
 _FLOATS = {"num_bits": 8, "type": "float", "symmetric": True}
@@ -27,6 +31,9 @@ class QuantizedForm(Protocol):
 
     numbers: str
     """What the weights become, for the last line of the command."""
+
+    bits: int
+    """Bits of a weight, scales not counted."""
 
     def entries(self, name: str, entry: TensorEntry) -> dict[str, tuple[str, list[int]]]:
         """Types and shapes of the tensors that replace the float matrix ``name``.
@@ -47,6 +54,10 @@ class QuantizedForm(Protocol):
         """Float32 numbers [E, D] that the values and scales of `tensors` stand for."""
         ...
 
+    def round_inputs(self, x_TD: Tensor) -> Tensor:
+        """Inputs of products as they are multiplied."""
+        ...
+
     def description(self, kept: list[str]) -> dict[str, Any]:
         """The ``quantization_config``; ``kept`` are the modules that stay floats."""
         ...
@@ -62,6 +73,7 @@ class Fp8Form:
     with blocks."""
 
     numbers = "FP8"
+    bits = 8
 
     def __init__(self, scheme: Fp8Scheme) -> None:
         self._block = scheme.block
@@ -76,23 +88,29 @@ class Fp8Form:
         self, name: str, floats: Tensor, gram_DD: Tensor | None = None
     ) -> list[tuple[str, Tensor]]:
         """See `QuantizedForm`."""
-        values, scales = fp8_reference.quantize_weight(floats, self._block)
-        if gram_DD is not None:
-            spread = self._spread(scales, tuple(floats.shape)).to(gram_DD.device)
-            rounded = round_to_inputs(floats.to(gram_DD.device), gram_DD, spread, _fp8_grid)
-            values = fp8_reference.to_fp8(rounded, spread).to(floats.device)
-        return [(name, values), (self._scale_of(name), scales)]
+        if gram_DD is None:
+            values, scales = fp8_reference.quantize_weight(floats, self._block)
+        else:
+            floats = floats.to(gram_DD.device)
+            scales = fp8_scales(floats, self._block, gram_DD.diagonal())
+            spread = fp8_reference.spread_scales(scales, tuple(floats.shape), self._block)
+            rounded = round_to_inputs(floats, gram_DD, spread, _fp8_grid)
+            values = fp8_reference.to_fp8(rounded, spread)
+        return [(name, values.cpu()), (self._scale_of(name), scales.cpu())]
 
     def floats(self, tensors: list[Tensor]) -> Tensor:
         """See `QuantizedForm`."""
         values, scales = tensors
         return fp8_reference.dequantize_weight(values, scales, self._block, torch.float32)
 
-    def _spread(self, scales: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """The scale of each number of a weight."""
-        if self._block is None:
-            return scales[:, None].expand(shape)
-        return fp8_reference.spread_scales(scales, shape, self._block)
+    def round_inputs(self, x_TD: Tensor) -> Tensor:
+        """FP8 numbers with a scale a token, or a group of inputs as large as a block's."""
+        inner = x_TD.shape[1]
+        size = inner if self._block is None else self._block[1]
+        groups = torch.nn.functional.pad(x_TD, (0, -inner % size))
+        groups = groups.view(len(x_TD), -1, size)
+        scales = fp8_reference.scales_of(groups.abs().amax(-1, keepdim=True))
+        return _fp8_grid(groups, scales).flatten(1)[:, :inner]
 
     def description(self, kept: list[str]) -> dict[str, Any]:
         """See `QuantizedForm`."""
@@ -114,6 +132,7 @@ class PackedForm:
 
     def __init__(self, scheme: IntegerScheme) -> None:
         self._scheme = replace(scheme, layout=Layout.PACKED)
+        self.bits = scheme.bits
         self.numbers = f"INT{scheme.bits}"
 
     def entries(self, name: str, entry: TensorEntry) -> dict[str, tuple[str, list[int]]]:
@@ -154,6 +173,10 @@ class PackedForm:
         # Words may have padding at the end of a row.
         return whole[:, : int(tensors[2][1])]
 
+    def round_inputs(self, x_TD: Tensor) -> Tensor:
+        """Inputs are not rounded."""
+        return x_TD
+
     def description(self, kept: list[str]) -> dict[str, Any]:
         """See `QuantizedForm`."""
         size = self._scheme.group_size
@@ -164,8 +187,8 @@ class PackedForm:
         return _compressed("pack-quantized", weights, None, kept)
 
 
-def _fp8_grid(floats_E: Tensor, scales_E: Tensor) -> Tensor:
-    return fp8_reference.to_fp8(floats_E, scales_E).float() * scales_E
+def _fp8_grid(floats: Tensor, scales: Tensor) -> Tensor:
+    return fp8_reference.to_fp8(floats, scales).float() * scales
 
 
 def _words(integers_ED: Tensor, bits: int) -> Tensor:

@@ -131,10 +131,10 @@ def quantize_weight(
     Scales are rounded up to bf16 numbers, because some programs store scales in bf16.
     """
     if block is None:
-        scales_E = _as_bf16(scales_of(weight_ED.abs().amax(1)))
-        return to_fp8(weight_ED, scales_E[:, None]), scales_E
-    scales_RC = _as_bf16(scales_of(_block_peaks(weight_ED, block)))
-    return to_fp8(weight_ED, spread_scales(scales_RC, tuple(weight_ED.shape), block)), scales_RC
+        scales = as_bf16(scales_of(weight_ED.abs().amax(1)))
+    else:
+        scales = as_bf16(scales_of(split_blocks(weight_ED.abs(), block).amax((1, 3))))
+    return to_fp8(weight_ED, spread_scales(scales, tuple(weight_ED.shape), block)), scales
 
 
 def dequantize_weight(
@@ -152,23 +152,24 @@ def dequantize_weight(
     return (values_ED.float() * scales.float()).to(dtype)
 
 
-def spread_scales(scales_RC: Tensor, shape: tuple[int, ...], block: tuple[int, int]) -> Tensor:
-    """The scales of blocks for each value of a weight [E, D]."""
+def spread_scales(
+    scales: Tensor, shape: tuple[int, ...], block: tuple[int, int] | None
+) -> Tensor:
+    """The scales [E] of rows, or [R, C] of blocks, for each value of a weight [E, D]."""
+    if block is None:
+        return scales[:, None].expand(shape)
     rows, columns = block
-    spread = scales_RC.repeat_interleave(rows, 0)[: shape[0]]
+    spread = scales.repeat_interleave(rows, 0)[: shape[0]]
     return spread.repeat_interleave(columns, 1)[:, : shape[1]]
 
 
-def _as_bf16(scales: Tensor) -> Tensor:
+def as_bf16(scales: Tensor) -> Tensor:
     """The smallest bf16 numbers at or above ``scales``, as float32; for positive scales."""
     return ((scales.view(torch.int32) + 0xFFFF) & ~0xFFFF).view(torch.float32)
 
 
-def _block_peaks(weight_ED: Tensor, block: tuple[int, int]) -> Tensor:
-    """The largest magnitude of each block."""
-    (outputs, inner), (rows, columns) = weight_ED.shape, block
-    missing = (0, -inner % columns, 0, -outputs % rows)
-    whole = torch.nn.functional.pad(weight_ED.abs(), missing)
-    split = whole.view(whole.shape[0] // rows, rows, whole.shape[1] // columns, columns)
-    peaks: Tensor = split.amax((1, 3))
-    return peaks
+def split_blocks(x_ED: Tensor, block: tuple[int, int]) -> Tensor:
+    """``x`` as [R, rows, C, columns]; zeros fill the last blocks."""
+    (outputs, inner), (rows, columns) = x_ED.shape, block
+    whole = torch.nn.functional.pad(x_ED, (0, -inner % columns, 0, -outputs % rows))
+    return whole.view(whole.shape[0] // rows, rows, whole.shape[1] // columns, columns)

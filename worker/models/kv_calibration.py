@@ -11,7 +11,8 @@ from trimaran.worker.attention.backend import AttentionMetadata, ForwardContext
 from trimaran.worker.config.kv_cache_dtype import LARGEST, KVScales
 from trimaran.worker.models.interfaces import CausalLM
 
-# Shapes: L layers, K key-value heads, H head size, B tokens of a block.
+# Shapes: T tokens, D inner width, L layers, K key-value heads, H head size, B tokens of a
+# block.
 
 _BLOCK_SIZE = 16
 _SMALLEST = 1e-6
@@ -35,7 +36,7 @@ def calibrate_kv_scales(
     """
     peaks_L2K: Tensor | None = None
     for ids in sequences:
-        mine = torch.stack([_peaks(cache) for cache in read_sequence(model, ids)])
+        mine = torch.stack([_peaks(cache) for cache in read_sequence(model, ids)[1]])
         peaks_L2K = mine if peaks_L2K is None else torch.maximum(peaks_L2K, mine)
         tell(len(ids))
     if peaks_L2K is None:
@@ -57,9 +58,9 @@ def _peaks(cache: Tensor) -> Tensor:
     return cache.abs().amax(dim=(0, 2, 4)).float()
 
 
-def read_sequence(model: CausalLM, ids: list[int]) -> list[Tensor]:
-    """Run a model over one sequence. Returns each layer's cache, in which slots without a token
-    are zero."""
+def read_sequence(model: CausalLM, ids: list[int]) -> tuple[Tensor, list[Tensor]]:
+    """Run a model over one sequence. Returns the hidden states [T, D], and each layer's cache,
+    in which slots without a token are zero."""
     device, count = model.device, len(ids)
     num_blocks = -(-count // _BLOCK_SIZE)
     caches = [
@@ -78,5 +79,5 @@ def read_sequence(model: CausalLM, ids: list[int]) -> list[Tensor]:
         has_past=False,
     )
     context = ForwardContext(attention=metadata, kv_caches=caches)
-    model.forward(torch.tensor(ids, device=device), positions, context)
-    return caches
+    hidden_TD = model.forward(torch.tensor(ids, device=device), positions, context)
+    return hidden_TD, caches

@@ -7,7 +7,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-# Shapes: D inner width, E outputs, G groups of inputs.
+from trimaran.kernels.fp8_reference import (
+    as_bf16,
+    quantize_weight,
+    split_blocks,
+    spread_scales,
+    to_fp8,
+)
+
+# Shapes: D inner width, E outputs, G groups of inputs; of blocks: R rows and C columns.
 
 _COLUMNS = 128
 """Inputs that are rounded one by one before the others hear of their errors."""
@@ -18,6 +26,9 @@ other."""
 
 _RATIOS = tuple(1.0 - 0.04 * step for step in range(13))
 """Shares of the largest magnitude that the range of a group's integers may end at."""
+
+_FP8_SCALES = 8
+"""Scales of FP8 numbers that are tried in an octave: a factor of two changes no fraction."""
 
 Grid = Callable[[Tensor, Tensor], Tensor]
 """The numbers nearest to floats [E] that a scale for each of them [E] allows."""
@@ -103,3 +114,28 @@ def fit_integers(
     rounded_ED = round_to_inputs(weight_ED, gram_DD, spread_ED, grid)
     integers_ED = (rounded_ED / spread_ED).round() + half
     return integers_ED.to(torch.uint8), scales_EG
+
+
+def fp8_scales(
+    weight_ED: Tensor, block: tuple[int, int] | None, weights_of_inputs: Tensor
+) -> Tensor:
+    """Float32 scales, bf16 numbers, [E] of rows or [R, C] of blocks, of FP8 numbers with the
+    least squared error.
+
+    ``weights_of_inputs`` [D] says how much the error of each input counts. With the smallest
+    scale that is tried the largest magnitude fills the range.
+    """
+    floats = weight_ED.float()
+    _, first = quantize_weight(weight_ED, block)
+    best = least = torch.empty(0)
+    for step in range(_FP8_SCALES):
+        scales = as_bf16(first * 2.0 ** (step / _FP8_SCALES))
+        spread = spread_scales(scales, tuple(floats.shape), block)
+        rounded = to_fp8(floats, spread).float() * spread
+        errors = (rounded - floats).square() * weights_of_inputs
+        sums = errors.sum(1) if block is None else split_blocks(errors, block).sum((1, 3))
+        if not len(best):
+            best, least = scales, sums
+        best = torch.where(sums < least, scales, best)
+        least = torch.minimum(sums, least)
+    return best

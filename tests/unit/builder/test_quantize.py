@@ -132,6 +132,7 @@ def test_models_that_cannot_be_quantized_are_refused(gpt2, llama, trimaran, tmp_
         (("--qformat", "int8_sq"), "which is not done here"),
         (("--qformat", "nvfp4"), "Made are fp8, int8_wo, int4_wo, int4_awq"),
         (("--calib_size", "2"), "--calib_size counts sequences of a text. Add --calib FILE"),
+        (("--auto_quantize_bits", "10"), "compares predictions of a text. Add --calib FILE"),
         (("--calib", "missing.txt"), "holds no tokenizer for the text"),
         (
             ("--qformat", "int8_wo", "--quantization", "int4_g32"),
@@ -192,3 +193,47 @@ def test_weights_that_are_fitted_to_a_text_change_its_logits_less(
         for name in ("plain", "fitted")
     ]
     assert errors[1] < 0.8 * errors[0]
+
+
+def test_sensitive_layers_stay_floats_up_to_the_bits_that_are_named(
+    trained, tmp_path, trimaran
+):
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    ids = prepare(trained).fast().encode(TEXT).ids[:128]
+    floats = logits(trained, ids)
+    errors = []
+    for bits in ((), ("--auto_quantize_bits", "10"), ("--auto_quantize_bits", "14")):
+        output = tmp_path / f"out{len(errors)}"
+        done = trimaran(
+            "quantize", "--checkpoint", trained, "--output", output, "--calib", text, *bits
+        )
+        assert done.code == 0, done.err
+        assert ("weights stay floats" in done.out) == bool(bits)
+        errors.append(float((logits(output, ids) - floats).square().mean()))
+        values = json.loads((output / "config.json").read_text())["quantization_config"]
+        tensors = load_file(output / "model.safetensors")
+        layers = {name: each for name, each in tensors.items() if ".layers." in name}
+        matrices = [each for each in layers.values() if each.dim() == 2 and each.shape[1] > 1]
+        found = sum(8 * each.nbytes for each in matrices) / sum(map(torch.numel, matrices))
+        assert 8 <= found <= float(bits[-1] if bits else 8)
+        kept = [name for name in values["ignore"] if ".layers." in name]
+        assert bool(kept) == bool(bits)
+        assert all(layers[f"{name}.weight"].dtype == torch.bfloat16 for name in kept)
+    assert errors[0] > errors[1] > errors[2]
+
+
+@pytest.mark.parametrize(
+    ("bits", "words"),
+    [("8", "more than the 8 bits of FP8"), ("8.001", "no room for one layer")],
+)
+def test_bits_that_no_choice_of_layers_has_are_refused(
+    bits, words, trained, tmp_path, trimaran
+):
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    done = trimaran(
+        "quantize", "--checkpoint", trained, "--output", tmp_path / "out",
+        "--calib", text, "--auto_quantize_bits", bits,
+    )  # fmt: skip
+    assert done.code == 2 and words in done.err

@@ -9,6 +9,7 @@ from trimaran.kernels import fp8_reference
 from trimaran.kernels.integer_reference import quantize_weight
 from trimaran.worker.quantization.calibrated_rounding import (
     fit_integers,
+    fp8_scales,
     integer_scales,
     round_to_inputs,
 )
@@ -79,3 +80,18 @@ def test_searched_scales_leave_no_larger_error_than_the_largest_magnitude(weight
     searched = (weight / found).round().clamp(-8, 7) * found
     errors = [((each - weight).square() * counts).sum(1) for each in (searched, plain)]
     assert bool((errors[0] <= errors[1]).all()) and bool((errors[0] < errors[1]).any())
+
+
+@pytest.mark.parametrize("block", [None, (16, 80)])
+def test_searched_fp8_scales_leave_no_larger_error_than_the_largest_magnitude(weight, block):
+    counts = torch.linspace(0.1, 2.0, INNER)
+    plain = fp8_reference.quantize_weight(weight, block)[1]
+    found = fp8_scales(weight, block, counts)
+    assert found.shape == plain.shape and found.equal(found.bfloat16().float())
+    assert bool((found >= plain).all()) and bool((found < 2 * plain).all())
+    errors = []
+    for scales in (found, plain):
+        spread = fp8_reference.spread_scales(scales, (OUTPUTS, INNER), block)
+        rounded = fp8_reference.to_fp8(weight, spread).float() * spread
+        errors.append(((rounded - weight).square() * counts).sum())
+    assert errors[0] < 0.99 * errors[1]
