@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -41,9 +42,18 @@ class ArgumentType:
             written = json.dumps(value)
         if written and self._allows(value):
             return written
-        if "string" in self.kinds or not written:
+        if "string" in self.kinds:
             return json.dumps(text, ensure_ascii=False)
-        return written
+        return written or self._python_json(stripped) or json.dumps(text, ensure_ascii=False)
+
+    def _python_json(self, text: str) -> str:
+        """The JSON of a list or an object that is written in Python's syntax, or nothing."""
+        if not self.kinds or text[:1] not in ("[", "{"):
+            return ""
+        try:
+            return json.dumps(ast.literal_eval(text), ensure_ascii=False, allow_nan=False)
+        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+            return ""
 
     def _allows(self, value: Any) -> bool:
         return not self.kinds or bool(_kinds_of(value) & self.kinds)

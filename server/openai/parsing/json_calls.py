@@ -176,6 +176,7 @@ class MistralToolParser(ToolParser):
     """A literal, then a list of JSON objects, or a name and its arguments."""
 
     opening: str = "[TOOL_CALLS]"
+    closing: str = ""
     call: JsonCall = field(default_factory=JsonCall)
 
     @property
@@ -195,11 +196,14 @@ class MistralToolParser(ToolParser):
             following = yield from scanner.space()
             if following != ",":
                 yield from scanner.take("]")
-                return
+                break
             yield from scanner.expect(",")
+        if self.closing:
+            yield from scanner.space()
+            yield from scanner.take(self.closing)
 
     def _named(self, scanner: Scanner) -> Steps:
-        """``NAME[ARGS]{...}`` or ``NAME{...}``."""
+        """``NAME[CALL_ID]ID[ARGS]{...}``, with or without the literals and the id."""
         name = ""
         while True:
             found = yield from scanner.char()
@@ -207,15 +211,18 @@ class MistralToolParser(ToolParser):
                 scanner.push(found)
                 break
             name += found
-        yield from scanner.take("[ARGS]")
+        read, call_id = (yield from scanner.take("[ARGS]", "[CALL_ID]")), ""
+        if read == "[CALL_ID]":
+            call_id = yield from scanner.until(("[ARGS]",))
         first = yield from scanner.space()
         if not name or first != "{":
             raise MalformedError
-        scanner.call(name)
+        scanner.call(name, call_id.strip())
         yield from scanner.json_value(scanner.arguments)
 
     def structure(self, tools: Mapping[str, Schema], pieces: Pieces, *, is_one: bool) -> Tag:
         """The structural tag of calls."""
         tags = [self.call.tag(name, schema) for name, schema in tools.items()]
         calls = repeated(tags, ", ", is_one=is_one)
-        return sequence(*pieces.text(self.opening), const("["), calls, const("]"))
+        closing = pieces.text(self.closing)
+        return sequence(*pieces.text(self.opening), const("["), calls, const("]"), *closing)

@@ -39,6 +39,11 @@ class DeepSeekToolParser(ToolParser):
         """See `ToolParser`."""
         return (self.begins,)
 
+    @property
+    def ends_reasoning(self) -> bool:
+        """See `ToolParser`. Reasoning does not quote special tokens."""
+        return True
+
     def read(self, scanner: Scanner, opening: str) -> Steps:
         """See `ToolParser`."""
         while True:

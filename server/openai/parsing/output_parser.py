@@ -43,6 +43,11 @@ class ToolParser(ABC):
         return False
 
     @property
+    def ends_reasoning(self) -> bool:
+        """Whether an opening ends the reasoning, whose closing some models leave out there."""
+        return False
+
+    @property
     def literals(self) -> str:
         """Literals of the form that no call holds."""
         return ""
@@ -94,7 +99,9 @@ class OutputParser:
             yield from self._tool_parser.read(self._scanner, "")
             return
         if self._reasoning is not None:
-            yield from self._reason(self._reasoning)
+            opening = yield from self._reason(self._reasoning)
+            if opening:
+                yield from self._read(opening)
         yield from self._begin()
         while True:
             opening = yield from self._text()
@@ -102,19 +109,26 @@ class OutputParser:
                 return
             yield from self._read(opening)
 
-    def _reason(self, reasoning: Reasoning) -> Steps:
-        scanner = self._scanner
+    def _reason(self, reasoning: Reasoning) -> Reader:
+        """The reasoning; the opening of tool calls that ended the reasoning, or empty."""
+        scanner, tool_parser = self._scanner, self._tool_parser
+        ends = [reasoning.closing]
+        if tool_parser is not None and tool_parser.ends_reasoning:
+            ends += tool_parser.openings
         if not self._starts_in_reasoning:
             yield from scanner.space()
             read = yield from scanner.take(reasoning.opening)
             if not read:
                 scanner.push(scanner.kept)
-                return
+                return ""
         scanner.forget()
         yield from scanner.space()
         emit = without_last_space(scanner.reason)
-        yield from scanner.until((reasoning.closing,), emit)
-        yield from scanner.space()
+        read = yield from scanner.until(ends, emit)
+        if read in (reasoning.closing, ""):
+            yield from scanner.space()
+            return ""
+        return read
 
     def _begin(self) -> Steps:
         """Tool calls that are the whole output."""

@@ -50,6 +50,9 @@ FORMATS: Mapping[str, ToolFormat] = {
     "longcat": HermesToolParser("<longcat_tool_call>", "</longcat_tool_call>"),
     "llama3": LlamaToolParser(),
     "mistral": MistralToolParser(),
+    "jamba": MistralToolParser("<tool_calls>", "</tool_calls>"),
+    "granite": MistralToolParser("<|tool_call|>"),
+    "phi4_mini_json": MistralToolParser("functools"),
     "pythonic": PythonicToolParser(),
     "qwen3_coder": XmlToolParser(may_lack_opening=True),
     "seed_oss": XmlToolParser("<seed:tool_call>", "</seed:tool_call>"),
@@ -85,7 +88,8 @@ FORMATS: Mapping[str, ToolFormat] = {
 
 OTHER_NAMES: Mapping[str, str] = {
     "qwen": "hermes", "qwen25": "hermes", "granite4": "hermes",
-    "llama3_json": "llama3", "llama4_json": "llama3", "llama4_pythonic": "pythonic",
+    "hunyuan_a13b": "jamba", "llama3_json": "llama3", "llama4_json": "llama3",
+    "llama4_pythonic": "pythonic",
     "qwen3_xml": "qwen3_coder", "mimo": "qwen3_coder", "minimax-m2": "minimax_m2",
     "glm": "glm45", "glm47": "glm45", "deepseekv3": "deepseek_v3",
     "deepseekv31": "deepseek_v31", "deepseekv32": "deepseek_v32", "deepseekv4": "deepseek_v4",
@@ -101,35 +105,40 @@ def literals_of(name: str) -> str:
     return form.literals + json.dumps(tag, ensure_ascii=False)
 
 
-_MARKS = (
-    ("<|channel|>", "harmony"),
-    ("<｜DSML｜function_calls>", "deepseek_v32"),
-    ("<｜DSML｜tool_calls>", "deepseek_v4"),
-    ("<|tool_calls_section_begin|>", "kimi_k2"),
-    ("<minimax:tool_call>", "minimax_m2"),
-    ("<seed:tool_call>", "seed_oss"),
-    ("<longcat_tool_call>", "longcat"),
-    ("<start_function_call>", "functiongemma"),
-    ("<|tool_call>", "gemma4"),
-    ("<arg_key>", "glm45"),
-    ("<function=", "qwen3_coder"),
-    ("<tool_call>", "hermes"),
-    ("[TOOL_CALLS]", "mistral"),
-    ("```json", "deepseek_v3"),
-    ("<｜tool▁calls▁begin｜>", "deepseek_v31"),
-    ("<|python_tag|>", "llama3"),
-    ("[func_name1(", "pythonic"),
-    ('"parameters":', "llama3"),
+_MARKS: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("<|channel|>",), "harmony"),
+    (("｜DSML｜", "function_calls>"), "deepseek_v32"),
+    (("｜DSML｜", "tool_calls>"), "deepseek_v4"),
+    (("<|tool_calls_section_begin|>",), "kimi_k2"),
+    (("]<]minimax[>[",), ""),
+    (("<minimax:tool_call>",), "minimax_m2"),
+    (("<seed:tool_call>",), "seed_oss"),
+    (("<longcat_tool_call>",), "longcat"),
+    (("<start_function_call>",), "functiongemma"),
+    (("<|tool_call>",), "gemma4"),
+    (("<arg_key>",), "glm45"),
+    (("<function=", "<parameter="), "qwen3_coder"),
+    (("<function=",), ""),
+    (("<tool_calls>[",), "jamba"),
+    (("<|tool_call|>",), "granite"),
+    (("functools[",), "phi4_mini_json"),
+    (("<tool_call>",), "hermes"),
+    (("[TOOL_CALLS]",), "mistral"),
+    (("```json", "<｜tool▁calls▁begin｜>"), "deepseek_v3"),
+    (("<｜tool▁calls▁begin｜>",), "deepseek_v31"),
+    (("<|python_tag|>",), "llama3"),
+    (("[func_name1(",), "pythonic"),
+    (('"name": function name, "parameters":',), "llama3"),
 )
-"""Texts of chat templates, and the form that a template with this text asks for; the first
-counts."""
+"""Texts that a chat template holds, and the form that such a template asks for; the first
+counts. An empty form is one that the table does not have."""
 
 
 def format_of_template(text: str) -> str:
     """The name of the form that a chat template asks for; empty if the template tells none."""
     if "tools" not in text:
         return ""
-    for mark, name in _MARKS:
-        if mark in text and (mark != "```json" or "<｜tool▁calls▁begin｜>" in text):
+    for marks, name in _MARKS:
+        if all(mark in text for mark in marks):
             return name
     return ""

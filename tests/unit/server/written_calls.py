@@ -51,6 +51,18 @@ def mistral(calls):
     return f"[TOOL_CALLS]{json.dumps(each, ensure_ascii=False)}"
 
 
+def jamba(calls):
+    return mistral(calls).replace("[TOOL_CALLS]", "<tool_calls>") + "</tool_calls>"
+
+
+def granite(calls):
+    return mistral(calls).replace("[TOOL_CALLS]", "<|tool_call|>")
+
+
+def phi4_mini_json(calls):
+    return mistral(calls).replace("[TOOL_CALLS]", "functools")
+
+
 def pythonic(calls):
     each = (f"{n}({', '.join(f'{k}={v!r}' for k, v in a.items())})" for n, a in calls)
     return f"[{', '.join(each)}]"
@@ -171,6 +183,7 @@ WRITE = {
     "seed_oss": tagged("<seed:tool_call>", "</seed:tool_call>"), "glm45": glm45,
     "longcat": longcat,
     "deepseek_v32": dsml("function_calls"), "deepseek_v4": dsml("tool_calls"),
+    "jamba": jamba, "granite": granite, "phi4_mini_json": phi4_mini_json,
     "kimi_k2": kimi_k2, "gemma4": gemma("<|tool_call>", "<tool_call|>", '<|"|>'),
     "functiongemma": gemma("<start_function_call>", "<end_function_call>", "<escape>"),
 }  # fmt: skip

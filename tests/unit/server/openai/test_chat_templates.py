@@ -49,6 +49,7 @@ CHATS = {
                  "add_generation_prompt": False, "options": {"enable_thinking": True}},
     "parts": {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"},
                                                         {"type": "text", "text": "b"}]}]},
+    "documents": {"messages": [USER], "documents": [{"title": "Köln", "text": "<rain>"}]},
     "continued": {"messages": [USER, {"role": "assistant", "content": "It is "}],
                   "add_generation_prompt": False, "continue_final_message": True},
 }  # fmt: skip
@@ -82,6 +83,8 @@ TEMPLATES = {
     "<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}{% endfor %}",
     "loop controls": "{% for m in messages %}{% if m.role == 'system' %}{% continue %}"
     "{% endif %}{% if loop.index > 3 %}{% break %}{% endif %}{{ m.content }};{% endfor %}",
+    "documents": "{% for d in documents or [] %}{{ loop.index }}. {{ d.title }}: "
+    "{{ d.text or d | tojson }}\n{% endfor %}{{ messages[-1].content }}",
     "macro": "{% macro show(m, mark='#') %}{{ mark }} {{ m.role | upper }}: {{ m.content }}\n"
     "{% endmacro %}{% for m in messages %}{{ show(m, mark='##' if loop.last else '#') }}"
     "{% endfor %}",

@@ -177,6 +177,16 @@ def test_each_form_of_reasoning_is_read_however_it_is_cut(name):
     assert segment("hermes", "So.", reasoning=form) == [(Kind.TEXT, "So.")]
 
 
+def test_special_tokens_of_calls_end_a_reasoning_that_was_left_open():
+    calls = [("search", {"query": "x"})]
+    text = f"<think>Hm.\n{WRITE['kimi_k2'](calls)} So."
+    for cut in range(len(text)):
+        found = segment("kimi_k2", [text[:cut], text[cut:]], reasoning=Reasoning())
+        assert found[0] == (Kind.REASONING, "Hm.")
+        assert parsed(found[1:3]) == expected(calls)
+        assert found[3:] == [(Kind.TEXT, "So.")]
+
+
 ANALYSIS = "<|channel|>analysis<|message|>Hm, 1 < 2.<|end|><|start|>assistant"
 FINAL = "<|channel|>final<|message|>"
 
@@ -223,6 +233,7 @@ def test_without_a_reasoning_parser_the_analysis_is_text():
     assert found == [(Kind.TEXT, "Hm, 1 < 2.\nYes.")]
 
 
+@pytest.mark.matrix(keep=3)
 @pytest.mark.parametrize("name", NAMES)
 def test_text_that_was_told_takes_no_memory(name):
     parser = OutputParser(FORMATS[name], TOOLS, reasoning=Reasoning())
@@ -265,6 +276,10 @@ def test_further_spellings_of_tags_and_objects_are_read():
     assert parsed(segment("gemma4", json_like)) == expected(
         [("search", {"query": "x", "n": -1.5})]
     )
+    numbered = '[TOOL_CALLS]search[CALL_ID]c00000001[ARGS]{"query": "x"}'
+    parser = OutputParser(FORMATS["mistral"], TOOLS)
+    assert parser.feed(numbered)[0].call_id == "c00000001"
+    assert parsed(segment("mistral", numbered)) == expected(calls)
     deep = f"<|tool_call>call:search{{query:{'[' * 5000}"
     assert segment("gemma4", deep)[0] == (Kind.CALL, "search")
     parser = OutputParser(FORMATS["kimi_k2"], TOOLS)
@@ -289,6 +304,8 @@ def test_further_spellings_of_tags_and_objects_are_read():
         ({"type": "number"}, "NaN", "NaN"),
         ({"type": "object"}, '{"a": [1]}', {"a": [1]}),
         ({"type": "integer"}, "many", "many"),
+        ({"type": "array"}, "['a', True]", ["a", True]),
+        ({"type": "array"}, "[a", "[a"),
         ({}, "12", 12),
         ({"$ref": "#/$defs/none"}, "x", "x"),
     ],
@@ -308,11 +325,14 @@ def test_a_value_in_a_tag_has_the_type_that_its_schema_says(schema, text, value)
 
 def test_a_template_tells_its_form():
     marks = {"<|tool_calls_section_begin|>": "kimi_k2", "<minimax:tool_call>": "minimax_m2",
-             "<tool_call>{name}<arg_key>": "glm45", "<|tool_call>": "gemma4"}  # fmt: skip
+             "<tool_call>{name}<arg_key>": "glm45", "<|tool_call>": "gemma4",
+             "'｜DSML｜' + 'function_calls>' + 'tool_calls>'": "deepseek_v32",
+             "<function=name>{}": "", "]<]minimax[>[<tool_call>": "",
+             '{"tool_name": "", "parameters": ""}': ""}  # fmt: skip
     for mark, name in marks.items():
         assert format_of_template(f"{{{{ tools }}}}{mark}") == name
     assert format_of_template("{{ tools }}<tool_call>") == "hermes"
-    assert format_of_template("{{ tools }}<tool_call><function=") == "qwen3_coder"
+    assert format_of_template("{{ tools }}<tool_call><function=<parameter=") == "qwen3_coder"
     assert format_of_template("{{ tools }}[TOOL_CALLS]") == "mistral"
     assert format_of_template("{{ tools }}<|channel|>analysis") == "harmony"
     assert format_of_template("<tool_call>") == ""
