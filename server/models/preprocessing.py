@@ -22,6 +22,7 @@ from trimaran.server.models.stop_text import MANY_WORDS
 from trimaran.server.models.text_limits import check_prompt_length
 from trimaran.server.models.tokenizer import Tokenizer
 from trimaran.server.repository.model_repository import RepositoryModel
+from trimaran.server.repository.signatures import adds_special_tokens
 
 PROMPTS = ("QUERY", "DECODER_QUERY")
 """The inputs whose texts may be as long as a prompt."""
@@ -64,7 +65,8 @@ class PreprocessingModel:
         self.tokenizer = tokenizer
         parameters = model.parameters
         add_special = parameters.get_loose_bool("add_special_tokens")
-        self.add_special_tokens = True if add_special is None else add_special
+        default = adds_special_tokens(model.config)
+        self.add_special_tokens = default if add_special is None else add_special
         if parameters.get_str("multimodal_model_path"):
             raise ConfigError(
                 f"{model.config_path}: multimodal_model_path is set, but multimodal models "

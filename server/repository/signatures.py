@@ -158,6 +158,14 @@ def returns_every_beam(config: ModelConfig) -> bool:
     return "num_return_sequences" in names and "encoder_input_features" not in names
 
 
+def adds_special_tokens(config: ModelConfig) -> bool:
+    """Whether a preprocessing model that leaves ``add_special_tokens`` open adds them. Those of
+    versions 0.9 and 0.10, which have the key and no decoder's text, do not.
+    """
+    names = {tensor.name for tensor in config.input}
+    return "DECODER_QUERY" in names or "add_special_tokens" not in config.parameters
+
+
 def backend_minor(config: ModelConfig) -> int:
     """The second number of the version of Triton's TensorRT-LLM backend that a token model's
     tensors are of. From version 0.17 on they are equal, and count as the newest version's. So

@@ -36,6 +36,15 @@ _BEHAVIOUR = (
     ),
     ("0.6 to 0.13", "postprocessing passes the token model's other outputs on"),
     (
+        "0.5, 0.6",
+        "special tokens, such as those of the beginning and the end, are no part of texts; "
+        "those versions write them",
+    ),
+    (
+        "0.9, 0.10",
+        "prompts begin without special tokens unless the repository sets `add_special_tokens`",
+    ),
+    (
         "0.6 to 0.16",
         "`nv_trt_llm_*` has the samples of the version, in 0.6 by the names "
         "`nv_trt_llm_*_statistics`; `--metrics-config trtllm_version=0.18` shows those of 0.18",

@@ -48,7 +48,8 @@ TOKEN = {
 _TOKENIZER = "a tokenizer's folder; must be set"
 PREPROCESSING = {
     "tokenizer_dir": _TOKENIZER,
-    "add_special_tokens": "whether prompts begin with what the tokenizer adds; true",
+    "add_special_tokens": "whether prompts begin with what the tokenizer adds; true (false "
+    "in repositories of versions 0.9 and 0.10 that leave it open)",
 }
 POSTPROCESSING = {
     "tokenizer_dir": _TOKENIZER,

@@ -10,9 +10,11 @@ import sys
 import numpy as np
 import pytest
 from transformers import GPT2Tokenizer
+from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from trimaran.comm.errors import ConfigError, RequestError
 from trimaran.server.models.tokenizer import Tokenizer
+from trimaran.server.repository.signatures import adds_special_tokens
 
 
 async def _preprocess(served, **inputs):
@@ -112,6 +114,21 @@ async def test_special_tokens_are_added_only_where_configured(serve):
     async with serve(add_special_tokens="false") as served:
         tensors = await _preprocess(served, QUERY="x")
         assert tensors["INPUT_ID"].data.tolist() == [served.tokenizer.encode_now("x", False)]
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "adds"),
+    [
+        ("QUERY", "add_special_tokens", False),  # versions 0.9 and 0.10
+        ("QUERY", "tokenizer_type", True),  # versions 0.5 and 0.6
+        ("DECODER_QUERY", "add_special_tokens", True),
+    ],
+)
+def test_an_open_parameter_means_what_the_version_meant(name, key, adds):
+    config = ModelConfig()
+    config.input.add(name=name)
+    config.parameters[key].string_value = "${" + key + "}"
+    assert adds_special_tokens(config) is adds
 
 
 async def test_preprocessing_returns_only_requested_outputs(serve):
