@@ -86,6 +86,7 @@ class DirectText:
         """
         assert isinstance(model, MeasuredModel)
         measure = model.measure(plain.request)
+        measure.began_earlier(plain.tokenized_ns)
         model.begin()
         try:
             chunk, ended_ns = await self._run_steps(plain)
@@ -118,6 +119,7 @@ class DirectText:
             timeout_us=request.timeout_us,
             arrival_ns=request.arrival_ns,
             handed_ns=time.monotonic_ns(),
+            parent=request,
         )
         measure = token.measure(to_token)
         token.begin()

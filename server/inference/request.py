@@ -54,6 +54,12 @@ class InferRequest:
     handed_ns: int = 0
     """Arrival at the composed model that sent this request to a step; 0 for a client's request.
     """
+    parent: InferRequest | None = None
+    """The request of the composed model that sent this request to a step."""
+    steps_output_ns: int = 0
+    """Time that the steps of a composed model have spent on their outputs: a part of the
+    request's own time for outputs, as in Triton.
+    """
     started_ns: int = 0
     """``time.monotonic_ns()`` when execution began, set by a model with a queue."""
     executed_batch: int | None = None

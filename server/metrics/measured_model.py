@@ -165,6 +165,12 @@ class Measurement:
         self._is_over = False
         self._batch_size = request.batch_size if model.is_batched else 1
 
+    def began_earlier(self, elapsed_ns: int) -> None:
+        """The model's work began this long before the measurement: a step's work on the
+        request's text.
+        """
+        self._started_ns = max(self._arrived_ns, self._started_ns - elapsed_ns)
+
     async def __aenter__(self) -> Measurement:
         """Start the request."""
         self._model.begin()
@@ -217,6 +223,9 @@ class Measurement:
         input_ns = self._started_ns - self._arrived_ns
         queue_ns = started_ns - self._started_ns
         infer_ns = (self._responded_ns or now) - started_ns
+        infer_ns = max(0, infer_ns - self._request.steps_output_ns)
+        if (parent := self._request.parent) is not None:
+            parent.steps_output_ns += max(0, total_ns - input_ns - queue_ns - infer_ns)
         executed = self._request.executed_batch
         self._metrics.success(
             batch_size=self._batch_size,

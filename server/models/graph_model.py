@@ -155,6 +155,7 @@ def _inner(
         sequence_end=request.sequence_end,
         arrival_ns=request.arrival_ns,
         handed_ns=time.monotonic_ns(),
+        parent=request,
     )
 
 

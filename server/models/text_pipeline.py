@@ -172,6 +172,7 @@ class TextPipeline:
             timeout_us=request.timeout_us,
             arrival_ns=request.arrival_ns,
             handed_ns=time.monotonic_ns(),
+            parent=request,
             is_incremental=run.is_incremental,
             end_ids=self._end_ids(request),
             is_stopped=arrival.is_stopped,
@@ -210,6 +211,7 @@ class TextPipeline:
             model_name=self._steps.preprocessing.name,
             id=request.id,
             inputs=_renamed(request.inputs.values(), self._to_preprocessing),
+            parent=request,
             max_input_len=self._steps.max_input_len(),
         )
         try:
@@ -227,6 +229,7 @@ class TextPipeline:
             model_name=self._steps.preprocessing.name,
             id=request.id,
             inputs=request.preprocessing_inputs(is_batched=is_batched),
+            parent=request,
             max_input_len=self._steps.max_input_len(),
             add_special_tokens=request.add_special_tokens,
             prompt_ids=request.prompt_ids,

@@ -289,6 +289,7 @@ class TextRun:
     async def _last(self, answer: TextAnswer, ids: list[int]) -> str:
         job = LastIdsJob(
             model_name=self._steps.postprocessing.name,
+            parent=self._request,
             id=self._request.id,
             detokenizer=answer.detokenizer,
             ids=ids,

@@ -48,6 +48,29 @@ def test_a_request_to_the_ensemble_counts_once_in_every_model(plain_server):
     assert {model: after[model] - before[model] for model in STEPS} == dict.fromkeys(STEPS, 3)
 
 
+def test_each_phase_of_the_ensemble_lasts_as_long_as_those_of_its_steps(plain_server):
+    body = {"text_input": "Once upon a time", "max_tokens": 5}
+    phases = ("request", "compute_input", "compute_infer", "compute_output")
+
+    def spent() -> dict[tuple[str, str], float]:
+        return {
+            (model, phase): plain_server.metric(
+                f"nv_inference_{phase}_duration_us", model=model
+            )
+            for model in STEPS
+            for phase in phases
+        }
+
+    before = spent()
+    for _ in range(5):
+        assert plain_server.post("/v2/models/ensemble/generate", body)[0] == 200
+    after = spent()
+    for phase in phases:
+        ensemble, *steps = (after[m, phase] - before[m, phase] for m in STEPS)
+        # Each figure is cut to microseconds.
+        assert ensemble >= sum(steps) - len(steps), phase
+
+
 def test_token_lengths_and_latencies_are_observed(plain_server):
     def count(name: str) -> float:
         return plain_server.metric(name, model="tensorrt_llm")
