@@ -63,6 +63,7 @@ def checkpoints(tmp_path_factory):
     return folder
 
 
+@pytest.mark.matrix(keep=14)
 @pytest.mark.parametrize(
     ("name", "flags"), [(name, flags) for name in CASES for flags in CASES[name][1]]
 )

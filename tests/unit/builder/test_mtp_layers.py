@@ -33,6 +33,7 @@ def drafted(engine_dir, draft_dir, **fields):
     return outputs, (counts.num_drafts, counts.num_tokens, counts.num_accepted)
 
 
+@pytest.mark.matrix(keep=2)
 @pytest.mark.parametrize("form", [None, "fp8-blocks"])
 @pytest.mark.parametrize(("flags", "most"), [((), 1), (("--max_draft_len", "2"), 2)])
 def test_a_built_engine_drafts_as_its_checkpoint_does(

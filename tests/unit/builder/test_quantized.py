@@ -42,6 +42,7 @@ def _build(trimaran, source, output, *flags):
     return EngineFolder.load(output)
 
 
+@pytest.mark.matrix(keep=12)
 @pytest.mark.parametrize("flags", LAYOUTS)
 @pytest.mark.parametrize("form", list(checkpoints.FORMATS))
 def test_a_built_file_equals_the_shard_that_a_rank_cuts_from_the_checkpoint(
@@ -243,6 +244,7 @@ def test_built_experts_are_those_that_a_rank_cuts_from_the_checkpoint(
         assert all(mine[key].equal(expected[key]) for key in mine), rank
 
 
+@pytest.mark.matrix(keep=6)
 @pytest.mark.parametrize("flags", LAYOUTS[1:2])
 @pytest.mark.parametrize("form", list(integer_checkpoints.FORMS))
 def test_a_built_file_of_integers_equals_the_shard_that_a_rank_cuts_from_the_checkpoint(

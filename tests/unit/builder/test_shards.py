@@ -55,6 +55,7 @@ def _assert_same_llama(engine, tensors, is_tied):
             assert norm.equal(tensors[f"{theirs}.{other}_layernorm.weight"])
 
 
+@pytest.mark.matrix(keep=12)
 @pytest.mark.parametrize(("tp_size", "pp_size"), SIZES)
 @pytest.mark.parametrize("is_tied", [False, True])
 @pytest.mark.parametrize("num_kv_heads", [4, 2, 1])

@@ -44,6 +44,7 @@ def made(request, tmp_path_factory):
     return TOOLS[tool][0](tmp_path_factory.mktemp(tool), name, CONFIG)
 
 
+@pytest.mark.matrix(keep=6)
 def test_weights_equal_those_that_the_tool_dequantizes_to_the_bit(made):
     quantization = EngineFolder.load(made.folder).config.quantization
     # Integers are unpacked before the products take them.
@@ -54,6 +55,7 @@ def test_weights_equal_those_that_the_tool_dequantizes_to_the_bit(made):
         assert weight.equal(made.weights[name]), name
 
 
+@pytest.mark.matrix(keep=10)
 @pytest.mark.parametrize("flags", ["--tp-size 1", "--tp-size 3"])
 def test_a_build_holds_what_a_rank_cuts_from_the_checkpoint(made, flags, tmp_path, trimaran):
     source = EngineFolder.load(made.folder)

@@ -94,6 +94,7 @@ def by_hand(x, weights, ids, gate_up, down):
     return total
 
 
+@pytest.mark.matrix(keep=20)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("name", "most"), [("torch", 1e-5), ("cpu", 1e-3), ("triton", 1e-5),
                                             ("triton fixed", 1e-5)])  # fmt: skip
@@ -119,6 +120,7 @@ def test_experts_of_another_form_have_biases_and_a_clamped_swiglu(name, tokens):
     assert error(found, expected) < 1e-3
 
 
+@pytest.mark.matrix(keep=4)
 @pytest.mark.parametrize("form", ["groups", "order"])
 @pytest.mark.parametrize("name", OPS)
 def test_ranks_with_some_of_the_experts_sum_to_the_result_of_all_experts(name, form):

@@ -78,6 +78,7 @@ def test_experts_are_chosen_by_the_rules(routing, has_bias):
         torch.testing.assert_close(weights[row], torch.tensor(list(wanted.values())))
 
 
+@pytest.mark.matrix(keep=12)
 @pytest.mark.parametrize("routing", ROUTINGS.values(), ids=ROUTINGS)
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(("tokens", "experts"), [(1, 20), (9, 60), (6, 160)])

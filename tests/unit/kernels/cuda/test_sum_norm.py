@@ -33,6 +33,7 @@ ADMITTED = [
 """Dtypes and padded widths of the rows that it takes."""
 
 
+@pytest.mark.matrix(keep=1)
 @pytest.mark.parametrize(
     ("num_ranks", "dtype", "parts", "first_count"),
     [

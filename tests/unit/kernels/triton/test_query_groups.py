@@ -104,6 +104,7 @@ def test_queries_whose_keys_are_cut_elsewhere_share_nothing_in_deterministic_mod
     assert groups_of(plan_of(pairs, 4, is_fixed=True)) == {0: [0, 1], 2: [2]}
 
 
+@pytest.mark.matrix(keep=5)
 @pytest.mark.parametrize("is_fixed", [False, True])
 @pytest.mark.parametrize("seed", range(6))
 def test_random_steps_with_drafts_have_whole_plans(seed, is_fixed):

@@ -41,7 +41,7 @@ def make(dtype, tokens, experts, chosen, hidden, inner, routing="drawn"):
     return x, weights, ids, gate_up, down
 
 
-@pytest.mark.matrix(keep=6)
+@pytest.mark.matrix(keep=3)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize(

@@ -81,6 +81,7 @@ def weights(outputs, inner, first=0, block=0):
 CASES = [(0, 0), (0, 64), (24, 64)]
 
 
+@pytest.mark.matrix(keep=5)
 @pytest.mark.parametrize(("first", "block"), CASES)
 @pytest.mark.parametrize("has_bias", [True, False])
 @pytest.mark.parametrize(("rows", "outputs", "inner"), [(1, 128, 256), (21, 136, 208)])
@@ -128,6 +129,7 @@ def test_products_with_few_outputs_are_split_between_more_programs(outputs, part
     assert stream_tile(1, outputs, 4096).parts == parts
 
 
+@pytest.mark.matrix(keep=4)
 @pytest.mark.parametrize("name", INPUTS)
 @pytest.mark.parametrize("width", [96, 136])
 def test_norms_and_activations_make_the_bits_of_separate_kernels(name, width):

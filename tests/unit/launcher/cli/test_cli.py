@@ -51,6 +51,7 @@ def printing(request):
     return run
 
 
+@pytest.mark.matrix(keep=3)
 @pytest.mark.parametrize("words", ["--version", "bench --help", "slurm render --model-repo r"])
 def test_a_full_disk_at_standard_output_is_a_one_line_error(printing, words):
     with open("/dev/full", "w") as full:
@@ -61,6 +62,7 @@ def test_a_full_disk_at_standard_output_is_a_one_line_error(printing, words):
     )
 
 
+@pytest.mark.matrix(keep=3)
 @pytest.mark.parametrize("words", ["--version", "bench --help", "slurm render --model-repo r"])
 def test_a_closed_pipe_at_standard_output_ends_a_command_silently(printing, words):
     reader, writer = os.pipe()

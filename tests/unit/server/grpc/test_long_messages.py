@@ -64,6 +64,7 @@ STRANGERS = {
 }
 
 
+@pytest.mark.matrix(keep=6)
 @pytest.mark.parametrize("kind", STRANGERS)
 @pytest.mark.parametrize("model", ["echo", "none"])
 def test_no_stream_waits_for_millions_of_fields(server, channel, kind, model):

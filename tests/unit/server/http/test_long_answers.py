@@ -83,7 +83,7 @@ def contents(server, stub):
     return lambda: stub.ModelInfer(message)
 
 
-@pytest.mark.matrix(keep=4)
+@pytest.mark.matrix(keep=2)
 @pytest.mark.parametrize(
     "prepare",
     [

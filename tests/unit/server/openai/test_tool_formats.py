@@ -368,6 +368,7 @@ def generated(matcher, vocabulary, draw, most):
     return None
 
 
+@pytest.mark.matrix(keep=4)
 @pytest.mark.parametrize("name", NAMES)
 def test_what_the_grammar_of_a_form_allows_is_read_as_calls(name):
     vocabulary = ["</s>", *(chr(c) for c in range(32, 127)), "\n", "｜", "▁", "ü"]

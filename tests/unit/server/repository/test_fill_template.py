@@ -199,6 +199,7 @@ def test_init_repo_refuses_a_fill_key_that_no_template_has(tmp_path, capsys):
     assert not (tmp_path / "r").exists()
 
 
+@pytest.mark.matrix(keep=8)
 @pytest.mark.parametrize("path", list(init_repo.SCRIPTS))
 def test_the_documented_scripts_run_their_command(tmp_path, path):
     main(["init-repo", str(tmp_path / "repo"), "--scripts", str(tmp_path)])

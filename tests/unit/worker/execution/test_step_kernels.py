@@ -199,7 +199,7 @@ class DrawnSteps:
         )
 
 
-@pytest.mark.matrix(keep=2)
+@pytest.mark.matrix(keep=1)
 def test_drawn_steps_launch_no_kernel_that_warm_up_has_not_launched(runner, launched):
     load_step_kernels(runner, LIMITS)
     run_features(runner, LIMITS)

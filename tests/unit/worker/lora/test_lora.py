@@ -60,7 +60,7 @@ def submit(driver, adapters, prompt, task, **fields):
 
 
 @pytest.mark.feature("input:lora_task_id", "input:lora_weights", "input:lora_config")
-@pytest.mark.matrix(keep=2)
+@pytest.mark.matrix(keep=1)
 @pytest.mark.parametrize(
     ("changes", "has_gpu_kernels"),
     [

@@ -64,6 +64,7 @@ def adapted(theirs, folder, *, with_fused):
     return merged
 
 
+@pytest.mark.matrix(keep=15)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_are_those_of_the_merged_weights(name, tmp_path):
     theirs = models.save_huggingface(tmp_path / "model", CONFIGS[name])

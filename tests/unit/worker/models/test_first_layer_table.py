@@ -33,6 +33,7 @@ def load_pair(folder, config):
     return made, looked_up
 
 
+@pytest.mark.matrix(keep=10)
 @pytest.mark.parametrize("name", CONFIGS)
 @torch.inference_mode()
 def test_hidden_states_with_the_first_layer_table_equal_those_with_the_product(name, tmp_path):

@@ -36,7 +36,7 @@ def model_folder(checkpoint):
     return checkpoint[0]
 
 
-@pytest.mark.matrix(keep=4)
+@pytest.mark.matrix(keep=2)
 @pytest.mark.parametrize(
     "changes",
     [

@@ -25,6 +25,7 @@ CONFIGS = {
 FORMATS = ("fp8-blocks", "fp8-tensor-static", "compressed-channel-token")
 
 
+@pytest.mark.matrix(keep=5)
 @torch.inference_mode()
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("family", CONFIGS)
@@ -60,6 +61,7 @@ def test_a_token_does_not_depend_on_other_tokens_of_its_step(form, tmp_path):
     assert alone.equal(beside)
 
 
+@pytest.mark.matrix(keep=3)
 @pytest.mark.parametrize("layout", [(3, 1), (4, 2)], ids=str)
 @pytest.mark.parametrize("form", FORMATS)
 def test_all_ranks_together_hold_the_experts_of_a_single_rank(form, layout, tmp_path):

@@ -73,6 +73,7 @@ def shares_of(folder, size, config=CONFIG):
     return [models.load_ours(folder, tp=ShardPosition(rank, size)) for rank in range(size)]
 
 
+@pytest.mark.matrix(keep=12)
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_all_ranks_together_hold_the_weights_of_a_single_rank(form, size, tmp_path):
     folder = checkpoints.make(tmp_path, form, CONFIG)

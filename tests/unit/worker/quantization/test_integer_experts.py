@@ -74,6 +74,7 @@ def test_dequantized_experts_equal_the_formats_numbers_to_the_bit(family, name, 
     assert count == 3 * layers[0].num_slots * len(layers)
 
 
+@pytest.mark.matrix(keep=5)
 @torch.inference_mode()
 @pytest.mark.parametrize(("family", "name"), PAIRS)
 def test_logits_are_those_of_transformers_on_the_dequantized_weights(family, name, tmp_path):

@@ -69,6 +69,7 @@ def test_dequantized_weights_equal_the_formats_numbers_to_the_bit(form, tmp_path
         assert weight.equal(expected[f"{name}.weight"]), name
 
 
+@pytest.mark.matrix(keep=12)
 @torch.inference_mode()
 @pytest.mark.parametrize("ops", list(OPS))
 def test_logits_are_those_of_transformers_on_the_dequantized_weights(form, ops, tmp_path):
@@ -120,6 +121,7 @@ def test_a_token_does_not_depend_on_other_tokens_of_its_step(name, tmp_path):
     assert alone.equal(beside)
 
 
+@pytest.mark.matrix(keep=10)
 @pytest.mark.parametrize("size", [2, 3])
 def test_all_ranks_together_hold_the_weights_of_a_single_rank(form, size, tmp_path):
     folder = integer_checkpoints.make(tmp_path, form, CONFIG)

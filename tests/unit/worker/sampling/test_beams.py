@@ -80,6 +80,7 @@ CASES = {
 STOPPING = {0: False, 1: True, 2: "never"}
 
 
+@pytest.mark.matrix(keep=5)
 @pytest.mark.feature("input:beam_width", "input:len_penalty", "input:early_stopping")
 @pytest.mark.parametrize(("width", "ours", "theirs"), CASES.values(), ids=CASES.keys())
 def test_beams_are_those_of_transformers(make, reference, prompt_of, width, ours, theirs):

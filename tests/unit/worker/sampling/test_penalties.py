@@ -39,6 +39,7 @@ def reference(model_folder):
     return LlamaForCausalLM.from_pretrained(model_folder).eval()
 
 
+@pytest.mark.matrix(keep=5)
 @pytest.mark.feature(
     "input:repetition_penalty",
     "input:no_repeat_ngram_size",

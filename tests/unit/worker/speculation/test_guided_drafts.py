@@ -120,7 +120,7 @@ def test_drafts_change_no_guided_output(serve, way):
         assert 0 < num_accepted < num_tokens
 
 
-@pytest.mark.matrix(keep=2)
+@pytest.mark.matrix(keep=1)
 @pytest.mark.parametrize("drafter", [HEADS, LOOKAHEAD], ids=["a network", "lookahead"])
 @pytest.mark.parametrize("way", [*WAYS][::-1])
 def test_drafts_of_a_network_and_of_lookahead_change_no_guided_output(serve, way, drafter):

@@ -83,7 +83,7 @@ def draw_chains(logits_VV, drafts_VV, params, num_tokens):
     return outputs
 
 
-@pytest.mark.matrix(keep=2)
+@pytest.mark.matrix(keep=1)
 @pytest.mark.parametrize("num_tokens", [40_000, 1_000_000])
 @pytest.mark.parametrize("name", PARAMS)
 def test_pairs_of_tokens_follow_the_law_of_the_model(name, num_tokens):

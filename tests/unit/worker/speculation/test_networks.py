@@ -169,6 +169,7 @@ def count_with(driver, prompts, num_tokens):
     return outputs, driver.engine.scheduler.draft_counts
 
 
+@pytest.mark.matrix(keep=3)
 @pytest.mark.parametrize(
     ("variant", "changes"),
     [
@@ -209,6 +210,7 @@ def test_an_eagle_head_drafts_as_the_plain_loop_does(
     assert counts.num_accepted == sum(each.accepted for _, each in told)
 
 
+@pytest.mark.matrix(keep=2)
 @pytest.mark.parametrize("kind", ["eagle", "medusa", "redrafter"])
 def test_heads_draft_for_a_quantized_target(target_folder, networks, tmp_path, kind):
     """Weights of heads are floats, though the target's are FP8."""
@@ -245,6 +247,7 @@ def test_a_head_of_the_first_eagle_drafts_as_the_plain_loop_does(
     )
 
 
+@pytest.mark.matrix(keep=2)
 @pytest.mark.parametrize(
     "changes", [{}, {"max_num_batched_tokens": 5, "max_num_seqs": 3}, {"tokens_per_block": 4}]
 )
@@ -294,6 +297,7 @@ def test_medusa_heads_draft_as_the_plain_loop_does(target, target_folder, networ
     )
 
 
+@pytest.mark.matrix(keep=2)
 @pytest.mark.parametrize(
     ("exit_dim", "is_recurrent", "spelling"),
     [
