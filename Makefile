@@ -195,10 +195,11 @@ test-models: $(VENV)/.test  ## every case of every matrix, every family in every
 test-e2e: $(VENV)/.test  ## end-to-end tests: real mpirun, sockets and clients
 	$(PYTEST) --timeout=300 -n $(E2E_PROCESSES) $(BY_FILE) tests/e2e
 
-test-faults: $(VENV)/.test  ## kills, hangs and partitions of several models and hosts; a soak; fuzzing
+test-faults: $(VENV)/.test  ## kills, hangs and partitions of several models and hosts; a soak; fuzzing; every kill of tests/e2e
 	@{ test -x /usr/sbin/sshd && command -v ip >/dev/null; } || [ "$$(id -u)" != 0 ] || \
 		{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq openssh-server iproute2; }
 	$(PYTEST) --timeout=600 tests/faults
+	$(PYTEST) --timeout=300 --all-cases -m matrix -n $(E2E_PROCESSES) $(BY_FILE) tests/e2e
 
 test-clients: $(VENV)/.test  ## documented command lines, curl and every tritonclient; the model of make serve
 	$(PYTEST) tests/clients

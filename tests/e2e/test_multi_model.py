@@ -47,6 +47,7 @@ def test_tokens_are_the_same_as_in_leader_mode(leader_tokens, undisturbed):
     assert undisturbed[PAIR] == leader_tokens
 
 
+@pytest.mark.matrix(keep=2)
 @pytest.mark.parametrize(
     "victims", [("rank 0",), ("rank 1",), ("mpirun",), ("rank 0", "rank 1")], ids=" and ".join
 )

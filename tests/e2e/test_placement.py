@@ -80,6 +80,7 @@ def participants(make_models) -> Path:
     return make_models({"participant_ids": r"3\,1"}, {"participant_ids": "2"})
 
 
+@pytest.mark.matrix(keep=1)
 @pytest.mark.parametrize("kind", [Served, InJob], ids=["own mpirun", "foreign mpirun"])
 def test_groups_within_one_mpi_job_give_the_tokens_of_leader_mode(
     participants, leader_tokens, tmp_path, kind

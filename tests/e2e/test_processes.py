@@ -124,6 +124,7 @@ def find(server: Served, name: str, number: int = 0) -> psutil.Process:
     return sorted(found, key=lambda process: process.pid)[number]
 
 
+@pytest.mark.matrix(keep=2)
 @pytest.mark.parametrize(
     ("victim", "number", "told"),
     [
@@ -210,6 +211,7 @@ def test_a_draining_server_finishes_its_streams_and_refuses_new_requests(server,
     server.wait_gone(GONE_IDLE_S)
 
 
+@pytest.mark.matrix(keep=1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_an_idle_server_exits_within_5_seconds_of_a_signal(serve, number):
     server = serve()
@@ -235,6 +237,7 @@ def test_a_second_signal_ends_a_busy_server_at_once(serve):
     stream.finish()
 
 
+@pytest.mark.matrix(keep=1)
 @pytest.mark.parametrize("victim", ["rank", "mpirun", "front end"])
 def test_without_restarts_a_death_ends_the_server_with_code_1(serve, victim):
     server = serve("--restart", "never")
@@ -255,6 +258,7 @@ def test_no_process_outlives_the_supervisor(serve):
     server.wait_gone(GONE_KILLED_S)
 
 
+@pytest.mark.matrix(keep=2)
 @pytest.mark.parametrize("delay_s", [0.4, 0.8, 1.2, 2.0])
 def test_no_process_outlives_a_supervisor_killed_during_the_start(
     repository, tmp_path, delay_s

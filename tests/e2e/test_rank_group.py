@@ -149,6 +149,7 @@ def test_a_shutdown_ends_every_rank_in_order(served):
     assert "Traceback" not in group.log()
 
 
+@pytest.mark.matrix(keep=1)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_ends_the_group(busy, rank):
     group, _ = busy

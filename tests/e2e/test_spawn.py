@@ -55,6 +55,7 @@ def test_spawned_ranks_write_to_the_common_log(server):
         server.wait_log(f"[{model} rank 0 pid ")
 
 
+@pytest.mark.matrix(keep=1)
 @pytest.mark.parametrize(
     ("victim", "number"), [("rank 0", signal.SIGKILL), ("rank 1", signal.SIGSTOP)]
 )
@@ -70,6 +71,7 @@ def test_a_crash_of_a_spawned_rank_ends_only_its_own_group(server, undisturbed, 
     server.wait_ready()
 
 
+@pytest.mark.matrix(keep=1)
 @pytest.mark.parametrize(
     ("victim", "number"),
     [

@@ -155,6 +155,7 @@ def test_a_model_whose_folder_is_gone_is_refused(asked, tmp_path):
     assert server.server.terminate() == 0
 
 
+@pytest.mark.matrix(keep=2)
 @pytest.mark.parametrize("act", ["fail-loading", "config-error", "die-loading"])
 def test_a_failed_load_is_reported_and_removed_and_the_server_continues(asked, act):
     server = asked(f"rank:0:*:{act}:n")
@@ -179,6 +180,7 @@ def test_a_load_whose_processes_cannot_be_started_ends_as_failed(asked):
     assert server.server.terminate() == 0
 
 
+@pytest.mark.matrix(keep=2)
 @pytest.mark.parametrize("act", ["exit-early", "die-loading", "config-error"])
 def test_loads_fail_with_their_orchestrator_and_the_server_continues(asked, act):
     server = asked(f"orchestrator:0:*:{act}")

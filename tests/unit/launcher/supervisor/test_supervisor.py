@@ -29,6 +29,7 @@ def test_the_ready_message_ends_with_the_endpoints_and_a_sample_request(supervis
     ]
 
 
+@pytest.mark.matrix(keep=1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_drains_and_ends_every_process_with_code_0(supervise, number):
     server = supervise(world_size=2)
@@ -58,6 +59,7 @@ def test_a_signal_while_loading_ends_at_once(supervise):
     assert server.survivors() == []
 
 
+@pytest.mark.matrix(keep=1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_at_the_very_start_leaves_no_run_folder(supervise, number):
     server = supervise()
@@ -78,6 +80,7 @@ def test_a_second_signal_ends_the_server_without_a_drain(supervise):
     assert server.survivors() == []
 
 
+@pytest.mark.matrix(keep=1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_signals_during_the_exit_do_not_change_the_exit_code(supervise, number):
     server = supervise(world_size=2)
@@ -298,6 +301,7 @@ def test_a_rank_that_never_gets_ready_is_named_with_its_last_state(supervise):
     assert server.survivors() == []
 
 
+@pytest.mark.matrix(keep=1)
 @pytest.mark.parametrize(
     ("pattern", "told"),
     [
