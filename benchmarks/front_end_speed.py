@@ -39,6 +39,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 from streaming import (  # noqa: E402
+    CHAT_TEMPLATE,
     PROMPT,
     QUEUE,
     STEPS,
@@ -64,7 +65,6 @@ CASES = (
     "grpc_infer",
 )
 OPENAI_CASES = {"chat", "completions", "chat_stream"}
-CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 MODEL = "ensemble"
 _WARMUP_S = 3.0
 
@@ -231,7 +231,7 @@ class Bench:
         num_processes = min(args.streams, max(1, len(os.sched_getaffinity(0)) - 1))
         # The number of consecutive streams that fill the time at the offered rate.
         rounds = max(1, round(1000 * args.seconds / (args.step_ms * args.tokens)))
-        num_messages, elapsed_s = run_streams(
+        num_messages, elapsed_s, _ = run_streams(
             "grpc", MODEL, self.grpc, args.streams, args.tokens, num_processes, rounds
         )
         return {

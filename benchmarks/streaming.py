@@ -3,10 +3,12 @@
     .venv/bin/python benchmarks/streaming.py --frontends 1 4 --streams 256 --load-processes 4
 
 Each run starts `trimaran serve` with `null_engine.py` as its rank, which gives every stream a
-token each step. Several processes load the server over HTTP (server-sent events) or gRPC. The
-offered rate is streams by steps a second; a front end that cannot keep up merges tokens into
-fewer messages, so the table has tokens a message beside the rate, and the processor time of the
-front ends, which does not depend on the speed of clients.
+token each step. Several processes load the server over HTTP (server-sent events), gRPC or the
+OpenAI port (`completions`, `chat`). The offered rate is streams by steps a second; a front end
+that cannot keep up merges tokens into fewer messages, so the table has tokens a message beside
+the rate, and the processor time of the front ends, which does not depend on the speed of
+clients. With several repeats, protocols take turns. A stream's first token is the first event
+with text, timed from the request on.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ import asyncio
 import json
 import multiprocessing
 import os
+import re
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -41,6 +45,15 @@ PROMPT, PROMPT_IDS = "The captain of the ship", [1, 300, 301, 302]
 METHOD = "/inference.GRPCInferenceService/ModelStreamInfer"
 UNARY_METHOD = "/inference.GRPCInferenceService/ModelInfer"
 _EVENT, _LAST_CHUNK = b"data: ", b"\r\n0\r\n\r\n"
+_TEXT = re.compile(rb'"(?:text_output|text|content)": ?"[^"]')
+PATHS = {
+    "http": "/v2/models/{model}/generate_stream",
+    "completions": "/v1/completions",
+    "chat": "/v1/chat/completions",
+}
+"""Routes of server-sent events by the names of `--protocols`."""
+
+CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 
 @contextmanager
@@ -102,24 +115,45 @@ def inputs_of(model: str, num_tokens: int) -> dict[str, object]:
     }  # fmt: skip
 
 
-async def http_stream(model: str, port: int, num_tokens: int) -> int:
-    """Read one stream to its end; the number of its events."""
-    body = json.dumps(inputs_of(model, num_tokens))
+def body_of(protocol: str, model: str, num_tokens: int) -> dict[str, object]:
+    """The body of a stream of server-sent events."""
+    if protocol == "http":
+        return inputs_of(model, num_tokens)
+    prompt = {"prompt": PROMPT} if protocol == "completions" else {
+        "messages": [{"role": "user", "content": PROMPT}]
+    }  # fmt: skip
+    return {
+        "model": model, **prompt, "max_tokens": num_tokens, "stream": True, "temperature": 0,
+        "ignore_eos": True,
+    }  # fmt: skip
+
+
+async def event_stream(
+    protocol: str, model: str, port: int, num_tokens: int
+) -> tuple[int, float]:
+    """Read one stream to its end: the number of its events, the seconds to its first text."""
+    body, path = json.dumps(body_of(protocol, model, num_tokens)), PATHS[protocol]
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    began = time.monotonic()
     writer.write(
-        b"POST /v2/models/%b/generate_stream HTTP/1.1\r\nHost: x\r\n"
-        b"Content-Length: %d\r\n\r\n%b" % (model.encode(), len(body), body.encode())
+        b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"Content-Length: %d\r\n\r\n%b"
+        % (path.format(model=model).encode(), len(body), body.encode())
     )
-    num_events, tail = 0, b""
+    num_events, tail, first_s = 0, b"", 0.0
     while tail[-len(_LAST_CHUNK) :] != _LAST_CHUNK:
         data = await reader.read(1 << 16)
         if not data:
             raise SystemExit(f"a stream ended early: {tail!r}")
+        if not first_s and _TEXT.search(data):
+            first_s = time.monotonic() - began
         both = tail + data
         num_events += both.count(_EVENT) - tail.count(_EVENT)
         tail = both[-len(_LAST_CHUNK) :]
     writer.close()
-    return num_events
+    if not first_s:
+        raise SystemExit(f"{path} streamed no text: {both[:500]!r}")
+    return num_events, first_s
 
 
 def infer_message(model: str, inputs: dict[str, object]) -> pb.ModelInferRequest:
@@ -138,19 +172,21 @@ def infer_message(model: str, inputs: dict[str, object]) -> pb.ModelInferRequest
     return request
 
 
-async def grpc_stream(model: str, port: int, num_tokens: int) -> int:
-    """Read one stream to its end; the number of its messages."""
+async def grpc_stream(model: str, port: int, num_tokens: int) -> tuple[int, float]:
+    """Read one stream to its end: the number of its messages, the seconds to the first."""
     request = infer_message(model, inputs_of(model, num_tokens))
     # Otherwise all streams of this process would share one connection and one front end.
     options = (("grpc.use_local_subchannel_pool", 1),)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options) as channel:
+        began = time.monotonic()
         call = channel.stream_stream(
             METHOD, request_serializer=pb.ModelInferRequest.SerializeToString
         )(iter([request]))
-        num_messages = 0
+        num_messages, first_s = 0, 0.0
         async for _ in call:
             num_messages += 1
-    return num_messages
+            first_s = first_s or time.monotonic() - began
+    return num_messages, first_s
 
 
 async def grpc_unary(model: str, port: int, num_tokens: int, seconds: float) -> int:
@@ -193,15 +229,20 @@ def run_unary(
 
 def load(
     protocol: str, model: str, port: int, num_streams: int, num_tokens: int, rounds: int = 1
-) -> int:
-    """Run some streams at once in this process, each so often; the number of messages."""
-    stream = http_stream if protocol == "http" else grpc_stream
+) -> tuple[int, list[float]]:
+    """Run some streams at once in this process, each so often: the number of messages, and the
+    seconds to the first token of each stream."""
 
-    async def one() -> int:
-        return sum([await stream(model, port, num_tokens) for _ in range(rounds)])
+    async def one() -> list[tuple[int, float]]:
+        if protocol == "grpc":
+            return [await grpc_stream(model, port, num_tokens) for _ in range(rounds)]
+        return [await event_stream(protocol, model, port, num_tokens) for _ in range(rounds)]
 
-    async def every() -> int:
-        return sum(await asyncio.gather(*(one() for _ in range(num_streams))))
+    async def every() -> tuple[int, list[float]]:
+        found = await asyncio.gather(*(one() for _ in range(num_streams)))
+        return sum(num for each in found for num, _ in each), [
+            s for each in found for _, s in each
+        ]
 
     return asyncio.run(every())
 
@@ -214,16 +255,18 @@ def run_streams(
     num_tokens: int,
     num_processes: int,
     rounds: int = 1,
-) -> tuple[int, float]:
-    """Run streams from several processes, each stream so often: messages and seconds."""
+) -> tuple[int, float, list[float]]:
+    """Run streams from several processes, each stream so often: messages, seconds, and the
+    seconds to the first token of each stream."""
     count, where = min(num_processes, num_streams), (protocol, model, port)
     shares = [num_streams // count + (i < num_streams % count) for i in range(count)]
     with multiprocessing.get_context("spawn").Pool(count) as pool:
         pool.starmap(load, [(*where, 1, 8)] * count)
         start = time.monotonic()
         work = [(*where, share, num_tokens, rounds) for share in shares]
-        num_messages = sum(pool.starmap(load, work, chunksize=1))
-        return num_messages, time.monotonic() - start
+        found = pool.starmap(load, work, chunksize=1)
+        elapsed_s = time.monotonic() - start
+    return sum(num for num, _ in found), elapsed_s, [s for _, firsts in found for s in firsts]
 
 
 # ---- measurement ------------------------------------------------------------------------
@@ -243,16 +286,19 @@ def measure(
 ) -> dict[str, float]:
     """One run of all streams."""
     before = cpu_seconds(pid)
-    num_messages, elapsed_s = run_streams(
-        protocol, args.model, ports[protocol], args.streams, args.tokens, args.load_processes
-    )
+    num_messages, elapsed_s, firsts_s = run_streams(
+        protocol, args.model, ports[protocol], args.streams, args.tokens, args.load_processes,
+        args.rounds,
+    )  # fmt: skip
     cpu_s = cpu_seconds(pid) - before
-    num_tokens = args.streams * args.tokens
+    num_tokens = args.streams * args.tokens * args.rounds
     return {
         "tok_s": num_tokens / elapsed_s,
         "tokens_per_message": num_tokens / num_messages,
         "cpu_us_per_token": 1e6 * cpu_s / num_tokens,
         "cores": cpu_s / elapsed_s,
+        "first_ms_p50": 1e3 * statistics.median(firsts_s),
+        "first_ms_min": 1e3 * min(firsts_s),
     }
 
 
@@ -260,10 +306,12 @@ def main() -> None:
     """Measure and print a table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--frontends", type=int, nargs="+", default=[1])
-    parser.add_argument("--protocols", nargs="+", default=["http", "grpc"])
+    parser.add_argument("--protocols", nargs="+", default=["http", "grpc"],
+                        choices=[*PATHS, "grpc"])  # fmt: skip
     parser.add_argument("--model", default="ensemble", choices=["ensemble", "tensorrt_llm"])
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=400, help="of each stream")
+    parser.add_argument("--rounds", type=int, default=1, help="streams one after the other")
     parser.add_argument("--step-ms", type=float, default=10.0)
     parser.add_argument("--load-processes", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=1)
@@ -271,23 +319,31 @@ def main() -> None:
     args = parser.parse_args()
     offered = 1000 * args.streams / args.step_ms
     print(f"{args.streams} streams of {args.tokens} tokens; offered {offered:,.0f} tokens/s")
-    print(f"{'frontends':>9} {'protocol':>8} {'tokens/s':>9} {'a message':>9} "
-          f"{'CPU us/token':>12} {'cores':>6}")  # fmt: skip
+    print(f"{'frontends':>9} {'protocol':>11} {'tokens/s':>9} {'a message':>9} "
+          f"{'CPU us/token':>12} {'cores':>6} {'first ms':>9}")  # fmt: skip
     lines = []
     with tempfile.TemporaryDirectory() as folder:
         for num_frontends in args.frontends:
-            with served(Path(folder), num_frontends, args.step_ms) as (http, port, pid):
-                ports = {"http": http, "grpc": port}
+            template = Path(folder) / "template.jinja"
+            template.write_text(CHAT_TEMPLATE)
+            (openai,) = free_ports(1)
+            flags = ("--openai-port", str(openai), "--chat-template", str(template))
+            with served(Path(folder), num_frontends, args.step_ms, flags=flags) as started:
+                http, port, pid = started
+                ports = {"http": http, "grpc": port, "completions": openai, "chat": openai}
                 for protocol in args.protocols * args.repeats:
                     found = measure(args, ports, protocol, pid)
-                    print(f"{num_frontends:>9} {protocol:>8} {found['tok_s']:>9,.0f} "
+                    print(f"{num_frontends:>9} {protocol:>11} {found['tok_s']:>9,.0f} "
                           f"{found['tokens_per_message']:>9.2f} "
-                          f"{found['cpu_us_per_token']:>12.1f} {found['cores']:>6.2f}",
+                          f"{found['cpu_us_per_token']:>12.1f} {found['cores']:>6.2f} "
+                          f"{found['first_ms_p50']:>9.1f}",
                           flush=True)  # fmt: skip
                     lines.append({
                         "frontends": num_frontends, "protocol": protocol, "model": args.model,
                         "streams": args.streams, "tokens": args.tokens,
-                        "offered_tok_s": offered, **found, "cpu": cpu_model(),
+                        "rounds": args.rounds, "offered_tok_s": offered, **found,
+                        "cpu": cpu_model(),
+                        "command": " ".join(sys.argv), "python": sys.version.split()[0],
                         "cores_present": os.cpu_count(), "load": os.getloadavg()[0],
                     })  # fmt: skip
     if args.json:
