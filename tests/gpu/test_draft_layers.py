@@ -45,7 +45,8 @@ def run(folders, device, kind, *, has_graphs):
             cuda_graphs=has_graphs,
             scheduler=SchedulerConfig(
                 max_num_batched_tokens=256, max_num_seqs=4, max_seq_len=128, max_input_len=100,
-                speculation=speculation,
+                # The counts of drafts depend on how early steps are planned.
+                depth=2, speculation=speculation,
             ),
             cache=CacheConfig(tokens_per_block=32, max_tokens=1024),
         )

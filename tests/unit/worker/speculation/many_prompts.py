@@ -81,8 +81,11 @@ def corrupt(outputs: list[list[int]]) -> list[tuple[int, ...]]:
     return drafts
 
 
-def make_driver(speculation: SpeculationConfig, device: str = "cpu", **values) -> Driver:
-    """An engine that keeps some prompts' blocks, and pauses sequences if all are long."""
+def make_driver(
+    speculation: SpeculationConfig, device: str = "cpu", cache_tokens: int = 12_800, **values
+) -> Driver:
+    """An engine that keeps some prompts' blocks, and pauses sequences if all are long and the
+    cache is small."""
     return Driver(
         EngineConfig(
             model="test", engine_dir=str(MODEL), device=device,
@@ -92,7 +95,7 @@ def make_driver(speculation: SpeculationConfig, device: str = "cpu", **values) -
                 max_input_len=320, policy="max_utilization", expected_output_tokens=1, depth=2,
                 speculation=speculation,
             ),
-            cache=CacheConfig(tokens_per_block=16, max_tokens=12_800), **values,
+            cache=CacheConfig(tokens_per_block=16, max_tokens=cache_tokens), **values,
         )
     )  # fmt: skip
 
