@@ -126,7 +126,8 @@ def test_partial_blocks_give_the_same_tokens_and_count_in_perf_metrics(make_engi
         names = ("alloc_new", "alloc_total", "reused")
         figures.append([told[f"kv_cache_{name}_blocks"] for name in names])
 
-    assert figures[:2] == [[4, 4, 0], [1, 1, 4]]
+    # The copied block that the second prompt writes on in counts as new.
+    assert figures[:2] == [[4, 4, 0], [1, 1, 3]]
     driver.check_idle()
 
 
