@@ -183,6 +183,7 @@ MODELS_TEST := -m mpi4py -m pytest -q --timeout=300 --models-report $(MODELS_REP
 
 test-models: $(VENV)/.test  ## every case of every matrix, every family in every layout; writes the table of docs/models.md
 	$(PYTEST) -n $(UNIT_PROCESSES) $(BY_FILE) --all-cases -m matrix tests/unit
+	$(PYTEST) --timeout=300 -n $(E2E_PROCESSES) $(BY_FILE) --all-cases -m matrix tests/e2e
 	$(call on-ranks,2,$(MPI_MATRICES))
 	$(call on-ranks,4,$(MPI_MATRICES))
 	@rm -f $(MODELS_REPORT)
@@ -195,11 +196,10 @@ test-models: $(VENV)/.test  ## every case of every matrix, every family in every
 test-e2e: $(VENV)/.test  ## end-to-end tests: real mpirun, sockets and clients
 	$(PYTEST) --timeout=300 -n $(E2E_PROCESSES) $(BY_FILE) tests/e2e
 
-test-faults: $(VENV)/.test  ## kills, hangs and partitions of several models and hosts; a soak; fuzzing; every kill of tests/e2e
+test-faults: $(VENV)/.test  ## kills, hangs and partitions of several models and hosts; a soak; fuzzing
 	@{ test -x /usr/sbin/sshd && command -v ip >/dev/null; } || [ "$$(id -u)" != 0 ] || \
 		{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq openssh-server iproute2; }
 	$(PYTEST) --timeout=600 tests/faults
-	$(PYTEST) --timeout=300 --all-cases -m matrix -n $(E2E_PROCESSES) $(BY_FILE) tests/e2e
 
 test-clients: $(VENV)/.test  ## documented command lines, curl and every tritonclient; the model of make serve
 	$(PYTEST) tests/clients

@@ -72,7 +72,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep only the selected cases of each test marked `matrix`, spread over all of them."""
+    """Keep only the selected cases of each test marked `matrix`, spread over all of them.
+
+    ``keep=0`` keeps a test of a rare path for ``make test-models`` alone.
+    """
     if config.getoption("--all-cases"):
         return
     matrices: dict[str, list[pytest.Item]] = {}

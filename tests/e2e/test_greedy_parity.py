@@ -94,6 +94,7 @@ def serving(
         yield lambda family, world_size: (servers[family, world_size], checkpoints[family])
 
 
+@pytest.mark.matrix(keep=2)
 @pytest.mark.parametrize(("family", "world_size"), CASES)
 def test_greedy_ids_equal_transformers(serving, family, world_size):
     server, checkpoint = serving(family, world_size)

@@ -59,6 +59,7 @@ def _listed(name, datatype, shape, data):
     return tensor if data is None else {**tensor, "data": data}
 
 
+@pytest.mark.matrix(keep=0)
 def test_an_adapter_id_keeps_its_newest_weights_over_a_restart(server):
     expected = {}
     for task, order in ((7, (0, 1)), (8, (1, 0)), (9, (0, 0))):

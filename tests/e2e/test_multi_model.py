@@ -100,6 +100,7 @@ def test_a_signal_lets_the_streams_of_every_model_end(server, undisturbed):
     server.wait_gone(GONE_S)
 
 
+@pytest.mark.matrix(keep=0)
 def test_an_exhausted_restart_budget_lets_other_models_finish_and_ends_with_code_1(
     repository, tmp_path, undisturbed
 ):

@@ -59,6 +59,7 @@ def test_a_measured_point_is_one_line_with_load_runs_and_command(tmp_path):
     assert "467/256x2" in out
 
 
+@pytest.mark.matrix(keep=0)
 def test_points_beyond_the_time_limit_are_named_and_make_the_exit_code_1(tmp_path):
     path = tmp_path / "lines.jsonl"
     flags = ["--protocols", "http", "--points", "467/256@2", *SMALL, "--json", path]
@@ -84,6 +85,7 @@ def test_an_unknown_point_is_refused():
     assert "467/256x500" in err
 
 
+@pytest.mark.matrix(keep=0)
 def test_a_signal_ends_the_server_and_the_load_too():
     flags = ["--protocols", "http", "--points", "467/256@2", *SMALL]
     with start(*flags) as script:

@@ -272,6 +272,7 @@ def test_no_process_outlives_a_supervisor_killed_during_the_start(
     server.kill()
 
 
+@pytest.mark.matrix(keep=0)
 def test_a_full_disk_at_the_logs_stops_no_process(repository, undisturbed):
     # The flag without effect is logged before the log has a pipe.
     flags = ("--dtype", "float32", "--log-file", "/dev/full", "--force")

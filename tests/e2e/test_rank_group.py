@@ -209,6 +209,7 @@ def test_a_folder_that_holds_no_model_is_a_configuration_error(tmp_path):
     assert str(tmp_path) in failed.text
 
 
+@pytest.mark.matrix(keep=0)
 def test_without_a_hang_timeout_a_stopped_rank_delays_but_does_not_end_the_group(tmp_path):
     with RankGroup(tmp_path, 2, hang_timeout_s=0.0) as group:
         engine = group.wait_ready()

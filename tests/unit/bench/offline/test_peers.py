@@ -80,6 +80,7 @@ def _wait_until(is_so: Callable[[], bool], timeout_s: float = 60.0) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.matrix(keep=0)
 def test_transformers_does_the_same_work(tmp_path):
     output = tmp_path / "results.jsonl"
     flags = [*FLAGS, "--load", "6/3x2", "--peer", "transformers", "--output", str(output)]

@@ -21,6 +21,7 @@ DEMO = Path(__file__).parents[4] / "examples" / "demo_models" / "base"
 FLAGS = ["--shape", "tiny", "--device", "cpu", "--runs", "2", "--ceiling-seconds", "0.2"]
 
 
+@pytest.mark.matrix(keep=1)
 @pytest.mark.parametrize(
     ("command", "asked", "cached"),
     [("throughput", "fp8_e4m3", "fp8"), ("latency", "auto", "bfloat16")],
@@ -184,6 +185,7 @@ def test_outputs_without_a_time_between_tokens_have_no_latency(capsys):
     assert "--load 8/2x1: 2 new tokens have no time between them" in capsys.readouterr().err
 
 
+@pytest.mark.matrix(keep=1)
 @pytest.mark.parametrize("flags", [("--rows", "0"), ("--rows", "-4"), ("--context", "0")])
 def test_a_layer_without_rows_is_refused(flags):
     program = "import sys; from trimaran.launcher.cli.main import main; sys.exit(main())"
@@ -220,6 +222,7 @@ def test_every_operator_of_a_layer_is_compared_with_its_limit(tmp_path, capsys):
     assert "2 at 40" in capsys.readouterr().out
 
 
+@pytest.mark.matrix(keep=1)
 @pytest.mark.parametrize(("rows", "context"), [("1", "2147483647"), ("2147483647", "8")])
 def test_kernels_beyond_the_memory_are_refused(capsys, rows, context):
     flags = ["--rows", rows, "--context", context, "--ceiling-seconds", "0"]

@@ -83,6 +83,7 @@ def test_a_changed_file_gives_another_tokenizer(filled_cache, folder):
     assert prepare(folder).facts.end_id == 2
 
 
+@pytest.mark.matrix(keep=1)
 @pytest.mark.parametrize("name", ["tokenizer.json", "facts.json"])
 @pytest.mark.parametrize("damage", ["cut", "gone"])
 def test_a_damaged_entry_is_made_again(kept, filled_cache, folder, name, damage, monkeypatch):
@@ -142,6 +143,7 @@ def test_code_of_a_folder_is_not_run(cache, tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.matrix(keep=1)
 @pytest.mark.parametrize("name", ["AutoConfig", "pipeline", "CLIPProcessor"])
 def test_a_folder_names_no_class_but_tokenizers(cache, tmp_path, name):
     folder = tmp_path / "other"

@@ -170,6 +170,7 @@ def test_a_failed_load_is_reported_and_removed_and_the_server_continues(asked, a
     assert server.server.terminate() == 0
 
 
+@pytest.mark.matrix(keep=0)
 def test_a_load_whose_processes_cannot_be_started_ends_as_failed(asked):
     server = asked()
     assert server.start("unstartable")["groups"] == ["unstartable"]
@@ -180,7 +181,7 @@ def test_a_load_whose_processes_cannot_be_started_ends_as_failed(asked):
     assert server.server.terminate() == 0
 
 
-@pytest.mark.matrix(keep=2)
+@pytest.mark.matrix(keep=0)
 @pytest.mark.parametrize("act", ["exit-early", "die-loading", "config-error"])
 def test_loads_fail_with_their_orchestrator_and_the_server_continues(asked, act):
     server = asked(f"orchestrator:0:*:{act}")
@@ -196,6 +197,7 @@ def test_loads_fail_with_their_orchestrator_and_the_server_continues(asked, act)
     assert server.server.survivors() == []
 
 
+@pytest.mark.matrix(keep=0)
 def test_a_load_without_a_startable_orchestrator_fails_and_the_server_continues(asked):
     server = asked(orchestrator="/nowhere/orchestrator")
     assert server.start("spawned")["groups"] == ["spawned"]
@@ -221,6 +223,7 @@ def test_a_loaded_group_that_dies_is_started_again(asked):
     assert server.server.terminate() == 0
 
 
+@pytest.mark.matrix(keep=0)
 def test_a_group_stopped_between_death_and_restart_is_not_started_again(asked):
     server = asked(restart_delay_s=1.0)
     server.start("n")
@@ -252,6 +255,7 @@ def test_a_restarted_front_end_gets_its_loaded_models_and_only_their_groups(aske
     assert server.server.survivors() == []
 
 
+@pytest.mark.matrix(keep=0)
 def test_each_group_has_a_restart_budget_of_its_own(asked):
     server = asked("rank:0:0:die-ready", others=["a", "b", "c"], max_restarts=1)
     for name in ("m", "a", "b", "c"):

@@ -158,6 +158,7 @@ def test_a_killed_starter_is_named_and_the_group_restarted(supervise):
     assert server.survivors() == []
 
 
+@pytest.mark.matrix(keep=0)
 def test_a_restart_that_cannot_start_its_processes_is_tried_again(supervise, tmp_path):
     server = supervise(world_size=2, max_restarts=20, restart_delay_s=0.5)
     server.wait_ready()
@@ -170,6 +171,7 @@ def test_a_restart_that_cannot_start_its_processes_is_tried_again(supervise, tmp
     assert server.survivors() == []
 
 
+@pytest.mark.matrix(keep=0)
 def test_a_killed_daemon_of_mpirun_ends_the_group(supervise):
     server = supervise(world_size=2, has_helper=True, max_restarts=0)
     server.wait_ready()
@@ -209,6 +211,7 @@ def test_one_of_several_front_ends_is_killed_and_restarted_alone(supervise):
     assert server.survivors() == []
 
 
+@pytest.mark.matrix(keep=0)
 def test_the_drain_waits_for_the_last_of_several_front_ends(supervise):
     behaviour = "frontend:0:*:drain-for-ever::frontend-2"
     server = supervise(behaviour, num_frontends=3, exit_timeout_s=0.1)
@@ -218,6 +221,7 @@ def test_the_drain_waits_for_the_last_of_several_front_ends(supervise):
     assert server.survivors() == []
 
 
+@pytest.mark.matrix(keep=0)
 def test_a_front_end_killed_during_the_drain_ends_the_server_with_code_1(supervise):
     server = supervise("frontend:0:*:drain-for-ever::frontend-1", num_frontends=2)
     server.wait_ready()
@@ -228,6 +232,7 @@ def test_a_front_end_killed_during_the_drain_ends_the_server_with_code_1(supervi
     assert server.survivors() == []
 
 
+@pytest.mark.matrix(keep=0)
 def test_a_signal_before_a_restart_fails_the_requests_that_wait_for_the_group(supervise):
     server = supervise("rank:0:0:die-ready", world_size=2, restart_delay_s=20)
     server.wait_for("restart in 20.0 s")
@@ -279,6 +284,7 @@ def test_a_front_end_that_fails_ends_the_server(supervise):
     assert server.survivors() == []
 
 
+@pytest.mark.matrix(keep=0)
 def test_a_rank_that_exits_while_loading_is_restarted_with_its_code_in_the_log(supervise):
     server = supervise("rank:0:0:exit-loading", world_size=2)
     server.wait_for(r"rank 0 \(pid \d+ on .*\) ended with exit code 7")
@@ -293,6 +299,7 @@ def test_ranks_that_never_connect_are_named_at_the_deadline(supervise):
     assert server.survivors() == []
 
 
+@pytest.mark.matrix(keep=0)
 def test_a_rank_that_never_gets_ready_is_named_with_its_last_state(supervise):
     server = supervise("rank:1:*:load-for-ever", world_size=2, startup_timeout_s=2)
     assert server.end() == 1
@@ -320,6 +327,7 @@ def test_a_process_that_stops_answering_is_ended_and_restarted(supervise, patter
     assert server.survivors() == []
 
 
+@pytest.mark.matrix(keep=0)
 def test_a_process_that_stops_answering_while_it_loads_is_ended_and_restarted(supervise):
     server = supervise("rank:1:0:load-for-ever", world_size=2, hang_timeout_s=0.7)
     hung = int(server.wait_for(r"pid (\d+) loads for ever")[1])
@@ -348,6 +356,7 @@ def test_no_process_outlives_a_killed_supervisor(supervise):
     assert server.survivors() == []
 
 
+@pytest.mark.matrix(keep=0)
 def test_a_daemonized_process_of_a_group_is_ended_too(supervise):
     server = supervise("rank:1:*:grandchild", world_size=2)
     server.wait_ready()
@@ -357,6 +366,7 @@ def test_a_daemonized_process_of_a_group_is_ended_too(supervise):
     assert server.survivors() == []
 
 
+@pytest.mark.matrix(keep=0)
 def test_a_log_that_cannot_be_written_stops_no_process(supervise, tmp_path):
     log = tmp_path / "copy"
     server = supervise(world_size=2, stderr="/dev/full", log_file=str(log))
@@ -380,6 +390,7 @@ def full_pipe():
     os.close(writer)
 
 
+@pytest.mark.matrix(keep=0)
 def test_an_unread_standard_output_stops_no_process(supervise, full_pipe, tmp_path):
     file = tmp_path / "ready.json"
     server = supervise(stdout=full_pipe, ready_file=str(file))
@@ -390,6 +401,7 @@ def test_an_unread_standard_output_stops_no_process(supervise, full_pipe, tmp_pa
     assert server.survivors() == []
 
 
+@pytest.mark.matrix(keep=0)
 def test_a_full_disk_at_the_log_file_stops_no_process_and_is_reported_once(supervise):
     server = supervise(world_size=2, log_file="/dev/full")
     server.wait_ready()
@@ -406,6 +418,7 @@ def test_a_log_file_that_cannot_be_made_is_refused(supervise, tmp_path):
     assert "started pid" not in server.log
 
 
+@pytest.mark.matrix(keep=0)
 def test_every_process_logs_to_the_log_file_too(supervise, tmp_path):
     log = tmp_path / "copy"
     server = supervise(world_size=2, log_file=str(log))
@@ -428,6 +441,7 @@ def test_a_connection_without_a_valid_hello_is_closed_by_the_supervisor(supervis
     assert server.terminate() == 0
 
 
+@pytest.mark.matrix(keep=0)
 def test_the_run_folder_of_a_killed_supervisor_is_deleted_by_the_next_supervisor(supervise):
     first = supervise()
     first.wait_ready()

@@ -108,12 +108,14 @@ def test_a_successor_ends_groups_after_every_front_end_has_released_them(server)
     server.wait_until_saved()
 
 
+@pytest.mark.matrix(keep=0)
 def test_a_successor_does_not_wait_for_a_dead_front_end(server):
     unload(server)
     server.succeed(other="down")
     server.first.wait_until(lambda: server.first.stopped == ["tensorrt_llm"])
 
 
+@pytest.mark.matrix(keep=0)
 def test_replaced_groups_end_after_every_front_end_has_released_them(server):
     load = begin_load(server)
     server.first.wait_until(lambda: server.follower.was_asked_to_release)
@@ -130,6 +132,7 @@ def test_replaced_groups_end_after_every_front_end_has_released_them(server):
     server.wait_until_saved("tensorrt_llm@2")
 
 
+@pytest.mark.matrix(keep=0)
 def test_groups_ended_at_a_successor_keep_models_that_are_not_restored_yet(server, tmp_path):
     load = begin_load(server)
     server.first.wait_until(lambda: server.follower.was_asked_to_release)
@@ -149,6 +152,7 @@ def test_groups_ended_at_a_successor_keep_models_that_are_not_restored_yet(serve
         timer.join()
 
 
+@pytest.mark.matrix(keep=0)
 def test_a_model_that_freed_its_devices_for_a_failed_load_returns_at_a_successor(server):
     server.first.conflicts["tensorrt_llm@2"] = ["tensorrt_llm"]
     load = begin_load(server)
@@ -206,6 +210,7 @@ def test_unloading_returning_models_makes_the_server_ready(server, name):
     assert server.first.is_ready()
 
 
+@pytest.mark.matrix(keep=0)
 def test_files_of_released_groups_are_deleted_also_at_a_successor(server):
     server.follower.serve()
     folder = server.repository / "tensorrt_llm"
@@ -224,6 +229,7 @@ def test_files_of_released_groups_are_deleted_also_at_a_successor(server):
     server.first.wait_until(lambda: not note.exists())
 
 
+@pytest.mark.matrix(keep=0)
 def test_files_of_an_interrupted_load_are_deleted_and_those_of_loaded_models_kept(server):
     server.follower.serve()
     assert server.first.load_with_file(server.repository / "postprocessing") == (200, None)
@@ -244,6 +250,7 @@ def test_files_of_an_interrupted_load_are_deleted_and_those_of_loaded_models_kep
     server.first.wait_until(lambda: server.first.files("note") == [kept])
 
 
+@pytest.mark.matrix(keep=0)
 def test_groups_of_an_unreadable_model_end_after_every_front_end_has_released_them(server):
     (server.repository / "tensorrt_llm" / "1").rename(server.repository / "elsewhere")
     server.follower.may_serve.clear()

@@ -259,6 +259,7 @@ def at_limits(request, tmp_path):
     return make_runner(tmp_path, name, limits), limits, lengths
 
 
+@pytest.mark.matrix(keep=1)
 def test_steps_at_the_limits_launch_no_kernel_that_warm_up_has_not_launched(
     at_limits, launched
 ):

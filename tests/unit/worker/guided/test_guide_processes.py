@@ -201,7 +201,7 @@ sys.stdin.readline()
 """
 
 
-@pytest.mark.matrix(keep=1)
+@pytest.mark.matrix(keep=0)
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, None])
 def test_no_compiler_process_outlives_its_rank(how):
     rank = subprocess.Popen(

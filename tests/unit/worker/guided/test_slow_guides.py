@@ -91,6 +91,7 @@ def test_zero_time_and_zero_processes_for_guides_are_refused_at_the_start(field,
         GuidedConfig(backend="xgrammar", **{field: 0})
 
 
+@pytest.mark.matrix(keep=0)
 def test_a_slow_guide_within_the_limit_is_followed(driver):
     guide = texts(4000)
     request = submit(driver, "choice", guide)

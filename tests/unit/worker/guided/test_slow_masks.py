@@ -94,6 +94,7 @@ def test_a_request_can_be_cancelled_while_its_mask_is_computed(serve):
     driver.check_idle()
 
 
+@pytest.mark.matrix(keep=0)
 def test_guides_get_a_compiler_process_in_order_of_arrival(serve):
     driver = serve(step_timeout_s=1000.0, max_processes=1)
     requests = [submit(driver, kind) for kind in ("regex", "choice", "ebnf_grammar")]

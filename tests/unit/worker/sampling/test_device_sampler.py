@@ -99,6 +99,7 @@ def test_edited_logits_give_the_ids_and_log_probs_of_the_cpu(num_ids):
     assert torch.equal(logits, before)
 
 
+@pytest.mark.matrix(keep=1)
 @pytest.mark.parametrize("size", [2, 7, 300])
 def test_long_ngrams_that_repeat_are_found_by_the_kernels(size):
     periods, lengths = [37, 1, 1, 2, 11], [2050, size, size - 1, 1200, 700]
@@ -161,6 +162,7 @@ def test_a_step_with_more_rows_than_a_chunk_of_edits_is_sampled_like_on_the_cpu(
     assert sampled.log_probs is None
 
 
+@pytest.mark.matrix(keep=0)
 def test_a_reset_id_resets_the_top_p_of_its_row_alone():
     torch.manual_seed(5)
     fields = {"top_p": 0.9, "top_p_decay": 0.6, "top_p_min": 0.01, "seed": 4}
@@ -207,7 +209,7 @@ def masked(vocab_size, allowed):
     return torch.from_numpy(np.packbits(masks, axis=1, bitorder="little").view(np.int32))
 
 
-@pytest.mark.matrix(keep=1)
+@pytest.mark.matrix(keep=0)
 @pytest.mark.parametrize("at_once", [4, 1, 2, 128])
 def test_edits_of_logits_change_no_other_row(monkeypatch, at_once):
     """Guided, penalised, filtered and plain rows, of logits in the model's dtype."""

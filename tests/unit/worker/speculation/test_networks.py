@@ -169,7 +169,7 @@ def count_with(driver, prompts, num_tokens):
     return outputs, driver.engine.scheduler.draft_counts
 
 
-@pytest.mark.matrix(keep=3)
+@pytest.mark.matrix(keep=2)
 @pytest.mark.parametrize(
     ("variant", "changes"),
     [
