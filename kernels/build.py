@@ -42,7 +42,7 @@ class KernelsUnavailableError(RuntimeError):
 
 
 def load_library() -> ctypes.CDLL:
-    """The compiled kernels, from the user's cache or compiled now (about 6 s)."""
+    """The compiled kernels, from the user's cache or compiled now (about 20 s)."""
     library = compiled_library()
     try:
         return ctypes.CDLL(str(library))
