@@ -15,7 +15,7 @@ from trimaran.worker.config.engine_folder import BuildConfig, EngineFolder, Fold
 from trimaran.worker.config.pretrained_config import PretrainedConfig
 
 if TYPE_CHECKING:
-    from trimaran.worker.config.gguf_header import GgufTensor
+    from gguf import ReaderTensor
 
 SUFFIX = ".gguf"
 GGUF_ARCHITECTURES = {
@@ -90,19 +90,23 @@ class GgufFile:
         Raises:
             ConfigError: the file is damaged, or not of a model that is read.
         """
-        # Imported late: only builds from GGUF use the package `gguf`.
-        from trimaran.worker.config.gguf_header import GgufHeader
+        from gguf import GGUFReader  # imported late: only builds from GGUF use the package
 
         self.path = path
         try:
             require_file(path)
-            header = GgufHeader(path)
-        except (OSError, ValueError, OverflowError) as error:
+            reader = GGUFReader(path)
+        except (OSError, ValueError, LookupError, OverflowError) as error:
             raise ConfigError(
                 f"{path}: cannot be read as GGUF: {error}. Download the file again."
             ) from None
-        self._values = header.values
-        self.tensors: dict[str, GgufTensor] = header.tensors
+        if reader.byte_order != "I":
+            raise ConfigError(
+                f"{path}: has the byte order of other processors. Convert the file for this "
+                "one."
+            )
+        self._fields = reader.fields
+        self.tensors: dict[str, ReaderTensor] = {each.name: each for each in reader.tensors}
         """The tensors by the file's own names."""
 
         if self.value("split.count", 1) > 1:
@@ -121,7 +125,14 @@ class GgufFile:
 
     def value(self, key: str, default: Any = None) -> Any:
         """The metadata under a key; float32 numbers as the shortest decimals for them."""
-        return self._values.get(key, default)
+        field = self._fields.get(key)
+        if field is None:
+            return default
+        found = field.contents()
+        if isinstance(found, float):
+            part = field.parts[field.data[0]]
+            return float(str(part[0]))
+        return found
 
     def model_value(self, key: str, default: Any = None) -> Any:
         """The metadata under a key behind the architecture's name."""
@@ -131,7 +142,7 @@ class GgufFile:
     def model_keys(self) -> list[str]:
         """All keys behind the architecture's name."""
         prefix = f"{self.architecture}."
-        return [key.removeprefix(prefix) for key in self._values if key.startswith(prefix)]
+        return [key.removeprefix(prefix) for key in self._fields if key.startswith(prefix)]
 
     def _check_tensors(self) -> None:
         for name, tensor in self.tensors.items():
@@ -152,7 +163,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def open_gguf(path: Path) -> GgufFile:
-    """An open file; opening it again costs nothing.
+    """An open file; opening it again costs nothing, since its vocabulary takes seconds.
 
     Raises:
         ConfigError: see `GgufFile`.
@@ -231,7 +242,7 @@ def huggingface_values(file: GgufFile) -> dict[str, Any]:
         "model_type": file.architecture,
         "dtype": "bfloat16",
         "hidden_act": "silu",
-        "vocab_size": file.tensors[EMBEDDING].shape[1],
+        "vocab_size": int(file.tensors[EMBEDDING].shape[1]),
         "tie_word_embeddings": _HEAD not in file.tensors,
         "attention_bias": "blk.0.attn_output.bias" in file.tensors,
         "eos_token_id": _end_ids(file),

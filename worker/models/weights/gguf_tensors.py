@@ -41,7 +41,7 @@ def gguf_entries(path: Path) -> dict[str, TensorEntry]:
         ours = huggingface_name(name)
         if ours is not None:
             # GGUF lists the innermost dim first.
-            shape = tuple(reversed(tensor.shape))
+            shape = tuple(int(size) for size in reversed(tensor.shape))
             entries[ours] = TensorEntry("F32", shape, tensor.data_offset, tensor.n_bytes)
     return entries
 
@@ -73,7 +73,7 @@ def _dequantized(file: GgufFile, source: str, name: str) -> Tensor:
     stored = file.tensors[source]
     try:
         values = np.array(dequantize(stored.data, stored.tensor_type), dtype=np.float32)
-        tensor = torch.from_numpy(values.reshape(tuple(reversed(stored.shape))))
+        tensor = torch.from_numpy(values.reshape(tuple(reversed(stored.shape.tolist()))))
     except ValueError as error:
         raise ConfigError(
             f"{file.path}: the tensor {source!r} cannot be dequantized: {error}. Download the "
