@@ -112,7 +112,7 @@ class _Report:
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Note the marks of every test that is to run."""
         for item in session.items:
-            for feature in _features(item):
+            for feature in features_of(item):
                 self._tests.setdefault(feature, {})[item.nodeid] = "collected"
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -129,7 +129,7 @@ class _Report:
         self._path.write_text(json.dumps(report, indent=1) + "\n")
 
 
-def _features(item: pytest.Item) -> list[str]:
+def features_of(item: pytest.Item) -> list[str]:
     """``section kind:name`` of every mark; the section defaults to the token model."""
     found = []
     for mark in item.iter_markers("feature"):

@@ -1,5 +1,6 @@
 """Settings of all unit tests."""
 
+import functools
 import logging
 import os
 import sys
@@ -25,14 +26,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the files that take longest: processes of pytest-xdist then end together."""
     here = Path(__file__).parent
 
-    def rank(item: pytest.Item) -> int:
-        if not item.path.is_relative_to(here):
-            return len(LONGEST)
-        path = item.path.relative_to(here)
-        ranks = (n for n, name in enumerate(LONGEST) if path.is_relative_to(name))
+    @functools.cache
+    def rank(path: Path) -> int:
+        ranks = (n for n, name in enumerate(LONGEST) if path.is_relative_to(here / name))
         return next(ranks, len(LONGEST))
 
-    items.sort(key=rank)
+    items.sort(key=lambda item: rank(item.path))
 
 
 @pytest.fixture(autouse=True)

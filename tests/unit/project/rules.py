@@ -23,14 +23,23 @@ MAX_MODULES = 25
 MIN_ROOM_LINES = 3
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Source:
     """One tracked Python file of a package."""
 
     path: Path
     package: str
-    tree: ast.Module
-    num_lines: int
+    text: str
+
+    @functools.cached_property
+    def tree(self) -> ast.Module:
+        """The parsed text."""
+        return ast.parse(self.text)
+
+    @functools.cached_property
+    def num_lines(self) -> int:
+        """Lines of the text."""
+        return self.text.count("\n")
 
 
 def tracked_files(*patterns: str) -> list[Path]:
@@ -43,7 +52,7 @@ def tracked_files(*patterns: str) -> list[Path]:
 
 
 def sources(*folders: str) -> list[Source]:
-    """The parsed Python files below these top-level folders."""
+    """The Python files below these top-level folders."""
     return [_source(path) for path in tracked_files(*(f"{folder}/*.py" for folder in folders))]
 
 
@@ -56,7 +65,7 @@ def package_files() -> list[Path]:
 def _source(path: Path) -> Source:
     text = path.read_text(encoding="utf-8")
     package = path.relative_to(ROOT).parts[0]
-    return Source(path, package, ast.parse(text), text.count("\n"))
+    return Source(path, package, text)
 
 
 def functions(source: Source) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:

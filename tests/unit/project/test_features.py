@@ -15,18 +15,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "features"))
 import catalogue
 import generate
 
+from tests.conftest import features_of
+
 ROOT = generate.ROOT
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory):
-    """The marks of all unit tests. No test runs."""
+def report(request, tmp_path_factory):
+    """The marks of all unit tests, from this session if it has collected all. No test runs."""
     path = tmp_path_factory.mktemp("features") / "report.json"
     files = [
         file
         for file in sorted((ROOT / "tests" / "unit").rglob("test_*.py"))
         if "mark.feature(" in file.read_text(encoding="utf-8") and file != Path(__file__)
     ]
+    collected = request.session.items
+    if _are_whole_files(request.config) and {item.path for item in collected}.issuperset(files):
+        return _marks(item for item in collected if item.path != Path(__file__))
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "--collect-only", "-m", "feature",
          "--features-report", str(path), *map(str, files)],
@@ -37,6 +42,23 @@ def report(tmp_path_factory):
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(path.read_text())
+
+
+def _are_whole_files(config):
+    """Whether the command line selects files and folders, and no tests inside files."""
+    options = ("keyword", "markexpr", "deselect", "lf")
+    return not any(config.getoption(name, None) for name in options) and not any(
+        "::" in arg for arg in config.args
+    )
+
+
+def _marks(items):
+    """The report of these tests."""
+    report = {}
+    for item in items:
+        for feature in features_of(item):
+            report.setdefault(feature, {})[item.nodeid] = "collected"
+    return dict(sorted(report.items()))
 
 
 def test_the_page_of_features_matches_the_tables_and_marks(report):

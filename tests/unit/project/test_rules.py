@@ -126,10 +126,10 @@ def test_a_torch_free_module_stays_free_of_torch(module):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.fixture
-def tree(tmp_path):
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
     """A copy of the checkout: a build folder left there would bring back deleted files."""
-    tree = tmp_path / "tree"
+    tree = tmp_path_factory.mktemp("checkout") / "tree"
     for path in rules.tracked_files():
         copy = tree / path.relative_to(rules.ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -155,16 +155,17 @@ def test_the_source_archive_holds_every_tracked_file_and_nothing_else(tmp_path, 
     assert set(names) - made == tracked
 
 
-@pytest.fixture
-def wheel(tmp_path, tree):
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory, tree):
     """The wheel of the checkout."""
+    folder = tmp_path_factory.mktemp("wheel")
     subprocess.run(
         [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation",
-         "--no-index", "-w", str(tmp_path), str(tree)],
+         "--no-index", "-w", str(folder), str(tree)],
         check=True,
         stderr=subprocess.DEVNULL,
     )  # fmt: skip
-    (wheel,) = tmp_path.glob("*.whl")
+    (wheel,) = folder.glob("*.whl")
     return wheel
 
 

@@ -31,8 +31,12 @@ OLD_PROSE = re.compile(f"{PERSONS}|{REPLACED}|(?:^|[.:] ){OF}", re.IGNORECASE)
 MAY_HAVE_OLD_PROSE = re.compile(f"{PERSONS}|{REPLACED}|{OF}", re.IGNORECASE)
 """What a whole file is searched for first: finding comments takes ten times as long."""
 
-OLD_NAMES = re.compile(r"(^|_)(outlook|remember|remembered|remembering|remembers)(_|$)", re.I)
+_OLD = "outlook|remember|remembered|remembering|remembers"
+OLD_NAMES = re.compile(f"(^|_)({_OLD})(_|$)", re.IGNORECASE)
 """Parts of names for which the field has terms: forecast, saved state, cache."""
+
+MAY_HAVE_OLD_NAMES = re.compile(_OLD, re.IGNORECASE)
+"""What a whole file is searched for before the file is parsed."""
 
 
 def _files(*suffixes):
@@ -56,6 +60,7 @@ def test_names_are_terms_of_the_field():
     old = [
         f"{rules.where(source, node)} {name}"
         for source in rules.sources(*rules.PACKAGES)
+        if MAY_HAVE_OLD_NAMES.search(source.text)
         for node in ast.walk(source.tree)
         for name in _defined(node)
         if OLD_NAMES.search(name)
