@@ -7,6 +7,7 @@ FunctionGemma has other tokens.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,8 @@ _EXACT = ("anyOf", "oneOf", "allOf", "$ref", "enum", "const", "pattern", "format
 """Members that the form's own grammar does not follow."""
 
 _DEFINITIONS = ("$defs", "definitions")
+
+_BARE = re.compile(r"[^,}\]]+")
 
 Emit = Callable[[str], None]
 
@@ -185,15 +188,10 @@ def _bare(scanner: Scanner, emit: Emit) -> Steps:
     Raises:
         MalformedError: there is none, or the output ends.
     """
-    text = ""
-    while True:
-        found = yield from scanner.char()
-        if found == END:
-            raise MalformedError
-        if found in ",}]":
-            scanner.push(found)
-            break
-        text += found
+    text = yield from scanner.chars(_BARE)
+    following = yield from scanner.peek()
+    if following == END:
+        raise MalformedError
     emit(ArgumentType().json_of(text.strip()))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -18,6 +19,8 @@ from trimaran.server.openai.parsing.structural_tags import (
     sequence,
     tag_of,
 )
+
+_NAME = re.compile(r"[\w\-./]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +42,7 @@ class JsonCall:
         """
         yield from scanner.space()
         yield from scanner.expect("{")
-        name, before, has_arguments = "", [""], False
+        name, before, has_arguments = "", list[str](), False
         while True:
             first = yield from scanner.space()
             if first == "}":
@@ -53,7 +56,7 @@ class JsonCall:
                 yield from scanner.expect('"')
                 name = yield from scanner.json_text()
                 self._begin(scanner, name)
-                scanner.arguments(before[0])
+                scanner.arguments("".join(before))
             elif key in self.others and not has_arguments:
                 has_arguments = True
                 yield from self._arguments(scanner, before, is_known=bool(name))
@@ -75,12 +78,8 @@ class JsonCall:
 
     def _arguments(self, scanner: Scanner, before: list[str], *, is_known: bool) -> Steps:
         """Pass the arguments on, or keep them until the name is known."""
-
-        def keep(text: str) -> None:
-            before[0] += text
-
         first = yield from scanner.space()
-        emit = scanner.arguments if is_known else keep
+        emit = scanner.arguments if is_known else before.append
         if first == "{":
             yield from scanner.json_value(emit)
             return
@@ -204,13 +203,7 @@ class MistralToolParser(ToolParser):
 
     def _named(self, scanner: Scanner) -> Steps:
         """``NAME[CALL_ID]ID[ARGS]{...}``, with or without the literals and the id."""
-        name = ""
-        while True:
-            found = yield from scanner.char()
-            if not (found.isalnum() or (found and found in "_-./")):
-                scanner.push(found)
-                break
-            name += found
+        name = yield from scanner.chars(_NAME)
         read, call_id = (yield from scanner.take("[ARGS]", "[CALL_ID]")), ""
         if read == "[CALL_ID]":
             call_id = yield from scanner.until(("[ARGS]",))

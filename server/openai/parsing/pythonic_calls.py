@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ from trimaran.server.openai.parsing.structural_tags import (
 )
 
 _NAMES = {"true": "True", "false": "False", "null": "None"}
+_PLAIN = re.compile(r"""[^'"\\,()\[\]{}]+""")
 _OPENING, _CLOSING = "([{", ")]}"
 
 
@@ -78,7 +80,9 @@ class PythonicToolParser(ToolParser):
         """The text of a value, up to a comma or the end of the call."""
         depth, quote, is_escaped = 0, "", False
         while True:
-            found = yield from scanner.char()
+            if not is_escaped:
+                parts.append(scanner.run(_PLAIN))
+            found = yield from scanner.peek()
             if not found:
                 raise MalformedError
             if quote:
@@ -87,12 +91,12 @@ class PythonicToolParser(ToolParser):
             elif found in "'\"":
                 quote = found
             elif depth == 0 and found in ",)":
-                scanner.push(found)
                 return
             elif found in _OPENING:
                 depth += 1
             elif found in _CLOSING:
                 depth -= 1
+            yield from scanner.char()
             parts.append(found)
 
     def structure(self, tools: Mapping[str, Schema], pieces: Pieces, *, is_one: bool) -> Tag:

@@ -19,7 +19,9 @@ END = ""
 """Read behind the last character."""
 
 SPACE = " \t\r\n"
-_DIGITS = "-+.0123456789eE"
+_WORD = re.compile(r"[-+.0-9A-Za-z]+")
+"""A number, or a name such as ``null``."""
+
 _IN_STRING = re.compile(r'[^"\\]+')
 _IN_VALUE = re.compile(r'(?s:[^"{}\[\]]+|"(?:[^"\\]|\\.)*")+')
 """What lies between two brackets of a JSON value, whole strings among it."""
@@ -28,6 +30,8 @@ _SPACES = re.compile(f"[{SPACE}]+")
 _LOOSE = json.JSONDecoder(strict=False)
 """Takes line breaks within strings, which models write."""
 
+_NOTHING = re.compile(r"(?!)")
+_MAX_LITERAL = 64
 _MAX_CACHED = 64
 
 
@@ -124,8 +128,9 @@ class Scanner:
     # ---- characters ---------------------------------------------------------------------
 
     def give(self, text: str) -> None:
-        """The next part of the output. All before it was read."""
-        self._text, self._place = text, 0
+        """The next part of the output, behind what waits for more characters: at most the
+        beginning of a literal."""
+        self._text, self._place = self._text[self._place :] + text, 0
 
     def close(self) -> None:
         """No further part comes."""
@@ -133,7 +138,7 @@ class Scanner:
 
     def keep(self, text: str = "") -> None:
         """Keep the characters that follow, behind ``text``: they may be text after all."""
-        self._kept = list(text)
+        self._kept = [text]
         self._keeps = True
 
     def forget(self) -> None:
@@ -145,6 +150,14 @@ class Scanner:
     def kept(self) -> str:
         """The characters that were read since `keep`, unless `forget` came behind."""
         return "".join(self._kept)
+
+    def _read_to(self, place: int) -> str:
+        """Read up to a place of the text that is here."""
+        found = self._text[self._place : place]
+        self._place = place
+        if self._keeps:
+            self._kept.append(found)
+        return found
 
     def peek(self) -> Reader:
         """The next character, which is not read yet; empty at the end."""
@@ -160,52 +173,42 @@ class Scanner:
             if self._is_over:
                 return END
             yield
-        found = self._text[self._place]
-        self._place += 1
-        if self._keeps:
-            self._kept.append(found)
-        return found
+        return self._read_to(self._place + 1)
 
     def run(self, pattern: re.Pattern[str]) -> str:
         """The characters of a pattern that are here already; empty for none."""
         match = pattern.match(self._text, self._place)
-        if match is None:
-            return ""
-        found = match.group()
-        self._place = match.end()
-        if self._keeps:
-            self._kept.extend(found)
-        return found
+        return self._read_to(match.end()) if match is not None else ""
+
+    def chars(self, pattern: re.Pattern[str]) -> Reader:
+        """The characters of a class; the character behind them, or the end, has come."""
+        parts: list[str] = []
+        while True:
+            parts.append(self.run(pattern))
+            if self._place < len(self._text) or self._is_over:
+                return "".join(parts)
+            yield
 
     def push(self, text: str) -> None:
         """Give characters back that were just read, to be read again."""
-        start = self._place - len(text)
-        if start >= 0:
-            self._place = start
-        else:
-            # Some came with an earlier part.
-            self._text, self._place = text + self._text[self._place :], 0
-        if text:
-            del self._kept[-len(text) :]
+        if not text:
+            return
+        self._text, self._place = text + self._text[self._place :], 0
+        if self._keeps:
+            self._kept = [self.kept[: -len(text)]]
 
     def space(self) -> Reader:
         """Pass white space; the character behind it, which is not read yet."""
         while True:
-            self.run(_SPACES)
             if self._place < len(self._text):
-                return self._text[self._place]
-            if self._is_over:
+                found = self._text[self._place]
+                if found not in SPACE:
+                    return found
+                self.run(_SPACES)
+            elif self._is_over:
                 return END
-            yield
-
-    def _skip(self, literal: str) -> bool:
-        """Read a literal that is here already as a whole."""
-        if not self._text.startswith(literal, self._place):
-            return False
-        self._place += len(literal)
-        if self._keeps:
-            self._kept.extend(literal)
-        return True
+            else:
+                yield
 
     # ---- literals -----------------------------------------------------------------------
 
@@ -215,30 +218,20 @@ class Scanner:
         Raises:
             MalformedError: other characters come.
         """
-        if self._skip(literal):
-            return
-        for wanted in literal:
-            found = yield from self.char()
-            if found != wanted:
-                raise MalformedError
+        read = yield from self.take(literal)
+        if read != literal:
+            raise MalformedError
 
     def take(self, *literals: str) -> Reader:
         """Read one of several literals, none a beginning of another; empty if none comes."""
-        first = yield from self.peek()
-        literals = tuple(literal for literal in literals if literal[0] == first)
-        for literal in literals:
-            if self._skip(literal):
-                return literal
-        read = ""
-        while any(literal.startswith(read) for literal in literals):
-            if read in literals:
-                return read
-            found = yield from self.char()
-            if found == END:
-                break
-            read += found
-        self.push(read)
-        return ""
+        while True:
+            for literal in literals:
+                if self._text.startswith(literal, self._place):
+                    return self._read_to(self._place + len(literal))
+            rest = self._text[self._place : self._place + _MAX_LITERAL]
+            if self._is_over or not any(literal.startswith(rest) for literal in literals):
+                return ""
+            yield
 
     def until(
         self, literals: Sequence[str], emit: Callable[[str], None] | None = None
@@ -252,28 +245,29 @@ class Scanner:
         """
         parts: list[str] = []
         tell = parts.append if emit is None else emit
-        others = _others("".join(literal[0] for literal in literals))
-        held = ""
+        whole, beginning = _searches(tuple(literals))
         while True:
-            if not held:
-                run = self.run(others)
-                if run:
-                    tell(run)
-                read = next(filter(self._skip, literals), "")
-                if read:
-                    return read if emit is not None else "".join(parts)
-            found = yield from self.char()
-            if found == END:
+            text = self._text
+            match = whole.search(text, self._place)
+            if match is not None:
+                end = match.start()
+            elif self._is_over:
+                end = len(text)
+            else:
+                # The beginning of a literal waits for its next characters.
+                tail = max(self._place, len(text) - _MAX_LITERAL)
+                found = beginning.search(text, tail)
+                end = found.start() if found is not None else len(text)
+            if end > self._place:
+                tell(self._read_to(end))
+            if match is not None:
+                literal = self._read_to(match.end())
+                return literal if emit is not None else "".join(parts)
+            if self._is_over:
                 if emit is None:
                     raise MalformedError
-                emit(held)
                 return ""
-            held += found
-            while held and not any(literal.startswith(held) for literal in literals):
-                tell(held[0])
-                held = held[1:]
-            if held in literals:
-                return held if emit is not None else "".join(parts)
+            yield
 
     # ---- JSON ---------------------------------------------------------------------------
 
@@ -322,13 +316,9 @@ class Scanner:
             yield from self.char()
             text = yield from self.json_text()
             emit(json.dumps(text, ensure_ascii=False))
-        elif first != END and (first in _DIGITS or first.isalpha()):
-            while True:
-                found = yield from self.peek()
-                if found == END or not (found in _DIGITS or found.isalpha()):
-                    return
-                yield from self.char()
-                emit(found)
+        elif first != END and _WORD.match(first):
+            word = yield from self.chars(_WORD)
+            emit(word)
         else:
             raise MalformedError
 
@@ -354,9 +344,18 @@ class Scanner:
 
 
 @lru_cache(maxsize=_MAX_CACHED)
-def _others(characters: str) -> re.Pattern[str]:
-    """Matches a run of other characters than these."""
-    return re.compile(f"[^{re.escape(characters)}]+" if characters else "(?s:.+)")
+def _searches(literals: tuple[str, ...]) -> tuple[re.Pattern[str], re.Pattern[str]]:
+    """Finds one of these literals, and the beginning of one at the end of a text."""
+    assert all(0 < len(literal) <= _MAX_LITERAL for literal in literals)
+    if not literals:
+        return _NOTHING, _NOTHING
+    beginnings = (
+        literal[:count] for literal in literals for count in range(len(literal) - 1, 0, -1)
+    )
+    return (
+        re.compile("|".join(map(re.escape, literals))),
+        re.compile(rf"(?:{'|'.join(map(re.escape, beginnings))})\Z"),
+    )
 
 
 def _without_halves(text: str) -> str:

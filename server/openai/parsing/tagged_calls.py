@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -25,6 +26,7 @@ from trimaran.server.openai.parsing.structural_tags import (
 )
 
 _AS_TEXT, _AS_JSON = '" string="true">', '" string="false">'
+_NAME = re.compile(r"[^\s<]+")
 _LINE_BREAK: Tag = {"type": "regex", "pattern": "\\n?"}
 
 
@@ -90,9 +92,7 @@ class XmlToolParser(ToolParser):
             if told in (_AS_TEXT, _AS_JSON):
                 kind = ArgumentType(frozenset(("string",))) if told == _AS_TEXT else None
             if self.has_line_breaks:
-                first = yield from scanner.char()
-                if first != "\n":
-                    scanner.push(first)
+                yield from scanner.take("\n")
             ends = (f"\n{self.parameter_end}",) if self.has_line_breaks else ()
             yield from call.value(kind, (*ends, self.parameter_end))
         call.end(following)
@@ -145,22 +145,16 @@ class GlmToolParser(ToolParser):
         yield from scanner.take(self.closing)
 
     def _name(self, scanner: Scanner) -> Reader:
-        """The name, which ends at a line break or a tag. A tag must follow.
+        """The name, which ends at white space or a tag. A tag must follow.
 
         Raises:
             MalformedError: the text is no call.
         """
-        name = ""
-        while True:
-            found = yield from scanner.char()
-            if found in (END, "<") or (found == "\n" and name.strip()):
-                scanner.push(found)
-                break
-            name += found
-        name = name.strip()
+        yield from scanner.space()
+        name = yield from scanner.chars(_NAME)
         yield from scanner.space()
         tag = yield from scanner.take("<arg_key>", self.closing)
-        if not name or not tag or any(each.isspace() for each in name):
+        if not name or not tag:
             raise MalformedError
         scanner.push(tag)
         return name

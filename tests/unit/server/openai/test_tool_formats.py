@@ -5,6 +5,7 @@ import functools
 import itertools
 import json
 import random
+import sys
 import tracemalloc
 from pathlib import Path
 
@@ -27,6 +28,8 @@ from trimaran.server.openai.parsing.tool_formats import FORMATS, format_of_templ
 NAMES = sorted(FORMATS)
 DEMO_MODEL = Path(__file__).resolve().parents[4] / "examples" / "demo_models" / "base"
 MAX_BURST = 8
+APART = 48
+"""Bytes between the cuts of one text, more than a literal of most forms has."""
 
 
 def segment(name, parts, **options):
@@ -71,10 +74,14 @@ def tokens_of(draw, text):
         place += count
 
 
-def in_two(raw, cut):
-    """A text whose bytes come in two parts. Only whole characters reach the parser."""
+def cut_at(raw, cuts):
+    """A text whose bytes come in parts. Only whole characters reach the parser."""
     decoder = codecs.getincrementaldecoder("utf-8")()
-    return [decoder.decode(raw[:cut]), decoder.decode(raw[cut:], final=True)]
+    places = [0, *cuts, len(raw)]
+    return tuple(
+        decoder.decode(raw[begin:end], final=end == len(raw))
+        for begin, end in itertools.pairwise(places)
+    )
 
 
 @functools.cache
@@ -89,10 +96,11 @@ def detokenized(ids, size):
         yield detokenizer.push(ids[start : start + size], is_last=start + size >= len(ids))
 
 
-def check_calls(name, number):
-    """Generated calls, cut at each byte, and in bursts of one to eight tokens of a tokenizer:
-    equal segments."""
-    draw = random.Random(f"{name} {number}")
+def check_calls(name, seed, *, is_each_pair):
+    """Calls of one output, cut at each byte, and in bursts of one to eight tokens of a
+    tokenizer: equal segments. ``is_each_pair``: cut in two at each byte as well. Returns the
+    number of calls."""
+    draw = random.Random(seed)
     calls = random_calls(draw, name)
     text = WRITE[name](calls)
     if not FORMATS[name].is_at_start and draw.random() < 0.5:
@@ -104,29 +112,72 @@ def check_calls(name, number):
         calls_found = whole = segment(name, [text])
     assert parsed(calls_found) == expected(calls), text
     raw = text.encode()
+    cuts = [range(first, len(raw), APART) for first in range(1, min(APART, len(raw) - 1) + 1)]
+    if is_each_pair:
+        cuts += [(cut,) for cut in range(1, len(raw))]
     # Cuts inside one character give the same parts.
-    parts_of_cuts = {tuple(in_two(raw, cut)): cut for cut in range(1, len(raw))}
-    for parts, cut in parts_of_cuts.items():
-        assert segment(name, parts) == whole, (text, cut)
+    parts_of_cuts = {cut_at(raw, each): each for each in cuts}
+    for parts, each in parts_of_cuts.items():
+        assert segment(name, parts) == whole, (text, each)
     assert segment(name, text) == whole
     assert segment(name, bursts(draw, list(tokens_of(draw, text)))) == whole
     ids = tokenizer().encode_short(text, add_special_tokens=False)
     for size in range(1, MAX_BURST + 1):
         assert segment(name, detokenized(ids, size)) == whole, (text, size)
+    return len(calls)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_calls_are_the_same_however_their_text_is_cut(name):
     for number in range(2):
-        check_calls(name, number)
+        check_calls(name, f"{name} {number}", is_each_pair=True)
 
 
 @pytest.mark.matrix(keep=0)
-@pytest.mark.parametrize("start", range(0, 10_000, 250))
+@pytest.mark.parametrize("case", range(40))
 @pytest.mark.parametrize("name", NAMES)
-def test_ten_thousand_calls_of_each_family_survive_each_cut(name, start):
-    for number in range(start, start + 250):
-        check_calls(name, number)
+def test_ten_thousand_calls_of_each_family_survive_each_cut(name, case):
+    numbers, count = itertools.count(), 0
+    while count < 250:
+        number = next(numbers)
+        is_each_pair = number % 10 == 0
+        count += check_calls(name, f"{name} {case} {number}", is_each_pair=is_each_pair)
+
+
+def work_of_a_delta(parser, text):
+    """Calls of functions and the bytes that the parser allocates for one delta."""
+    num_events = 0
+
+    def count(*_):
+        nonlocal num_events
+        num_events += 1
+
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        sys.setprofile(count)
+        parser.feed(text)
+        sys.setprofile(None)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        sys.setprofile(None)
+        tracemalloc.stop()
+    return num_events, peak - before
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_work_of_a_delta_does_not_grow_with_the_text(name):
+    before, _, _ = WRITE[name]([("search", {"query": "Köln"})]).partition("Köln")
+    parser = OutputParser(FORMATS[name], TOOLS)
+    parser.feed(before + "x, y " * 10)
+    work_of_a_delta(parser, "x, y ")
+    num_events, num_bytes = work_of_a_delta(parser, "x, y ")
+    for _ in range(2_000):
+        parser.feed("x, y " * 10)
+    later_events, later_bytes = work_of_a_delta(parser, "x, y ")
+    assert later_events == num_events
+    # A copy of the text would take 100,000 bytes.
+    assert max(num_bytes, later_bytes) < 20_000
 
 
 @pytest.mark.matrix(keep=20)
