@@ -214,7 +214,7 @@ PLACES: dict[str, Places] = {
     "openai/response_input.py": {"join": INLINE_BODY, "match": OPERATOR, "sub": OPERATOR},
     "openai/responses.py": _all(ENGINE, "json_access.dump encode join"),
     "openai/parsing/harmony.py": _all(ENGINE, "join search"),
-    "openai/parsing/scanner.py": _all(ENGINE, "join dumps encode decode match"),
+    "openai/parsing/scanner.py": _all(ENGINE, "join dumps encode decode match search"),
     "openai/server.py": {"match": HEAD, **_all(OPERATOR, "b64encode decode encode findall")},
     "openai/parsing/argument_types.py": _all(ENGINE, "loads dumps"),
     "openai/parsing/gemma_calls.py": _all(ENGINE, "join dumps"),
