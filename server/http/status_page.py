@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import time
 from collections.abc import Mapping, Sequence
@@ -154,7 +155,7 @@ def render_page(status: Mapping[str, Any]) -> str:
     A browser with scripts refreshes the page every two seconds in place. A browser without
     scripts, such as a text browser, reloads it every five.
     """
-    return str(_TEMPLATE.render(s=status))
+    return str(_template().render(s=status))
 
 
 def _duration(seconds: float) -> str:
@@ -197,7 +198,9 @@ def _strip(values: Sequence[float | None], label: str, top: float | None = None)
     ).format(num_steps - 1, height + 2, label, path)
 
 
+@functools.cache
 def _template() -> Any:
+    """The page's template. A front end starts without compiling the template."""
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -209,6 +212,3 @@ def _template() -> Any:
         files("trimaran.server.http").joinpath("status_page.html").read_text(encoding="utf-8")
     )
     return environment.from_string(text)
-
-
-_TEMPLATE = _template()

@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 
 import numpy as np
+from forked_frontend import ForkedFrontend
 
 from trimaran.comm.env import ChildEnv
 from trimaran.comm.messages.messages import (
@@ -89,7 +90,8 @@ class Peer:
 class StartedFrontend:
     """A front-end process and the supervisor's end of its connection."""
 
-    def __init__(self, stack, tmp_path, **config):
+    def __init__(self, stack, tmp_path, is_forked=True, **config):
+        """``is_forked`` is False for the installed program, with imports of its own."""
         self.is_listening = False
         self.engine_address = Address.parse(f"unix:{tmp_path}/engine.sock")
         address = Address.parse(f"unix:{tmp_path}/supervisor.sock")
@@ -97,13 +99,13 @@ class StartedFrontend:
         listener.settimeout(60)
         env = ChildEnv(supervisor=str(address), token="secret").to_environ()
         self.log = stack.enter_context((tmp_path / "log").open("w+"))
-        self.process = stack.enter_context(
-            subprocess.Popen(
-                [Path(sys.executable).with_name("trimaran-frontend")],
-                env={**os.environ, **env, "PYTHONSAFEPATH": "1"},
-                stderr=self.log,
-            )
-        )
+        env = {**os.environ, **env, "PYTHONSAFEPATH": "1"}
+        if is_forked:
+            process = ForkedFrontend(env, self.log.name)
+        else:
+            program = Path(sys.executable).with_name("trimaran-frontend")
+            process = subprocess.Popen([program], env=env, stderr=self.log)
+        self.process = stack.enter_context(process)
         stack.callback(self.process.kill)
         self.supervisor = Peer(stack.enter_context(listener.accept()[0]))
         # The state for the next front end.

@@ -39,7 +39,7 @@ def post(port, path, **body):
 def test_the_front_end_serves_after_the_first_engine_connects_and_ends_at_a_shutdown(
     repository, stack, tmp_path
 ):
-    frontend = StartedFrontend(stack, tmp_path)
+    frontend = StartedFrontend(stack, tmp_path, is_forked=False)
     frontend.wait_until_listening()
     assert "Started" not in Path(frontend.log.name).read_text()
     engine = frontend.dial_in(stack)
@@ -138,7 +138,7 @@ def test_without_an_engine_the_front_end_stays_up_and_answers_with_a_retry_time(
 def test_signals_do_not_end_the_front_end_but_the_death_of_the_supervisor_does(
     repository, stack, tmp_path
 ):
-    frontend = StartedFrontend(stack, tmp_path)
+    frontend = StartedFrontend(stack, tmp_path, is_forked=False)
     frontend.supervisor.receive(ChildState)
     frontend.process.send_signal(signal.SIGTERM)
     frontend.process.send_signal(signal.SIGINT)
@@ -158,7 +158,7 @@ def test_a_shutdown_before_readiness_ends_the_front_end_in_order(repository, sta
 
 
 def test_an_unservable_repository_is_a_configuration_error(stack, tmp_path):
-    frontend = StartedFrontend(stack, tmp_path)
+    frontend = StartedFrontend(stack, tmp_path, is_forked=False)
     failed = frontend.supervisor.wait_for_state("failed")
     assert failed.is_config_error
     assert str(tmp_path / "repository") in failed.text

@@ -102,7 +102,7 @@ def test_grpc_has_an_administration_port_too(frontend):
 
 
 def test_a_python_model_process_inherits_no_token(tmp_path):
-    with with_nothing_loaded(tmp_path) as frontend:
+    with with_nothing_loaded(tmp_path, is_forked=False) as frontend:
         files = {"file:1/model.py": base64.b64encode(SPY.encode()).decode()}
         status, document = frontend.load("spy", config=json.dumps(CONFIG), **files)
         assert status == 200, document
