@@ -23,8 +23,8 @@ from trimaran.comm.messages.messages import (
     Message,
     StepOutput,
     encode,
-    pack_ids,
 )
+from trimaran.comm.messages.token_ids import pack_ids
 from trimaran.server.config import FrontendConfig
 from trimaran.server.engines.client import EngineClient
 from trimaran.server.engines.link import EngineLink

@@ -29,8 +29,9 @@ from trimaran.bench.limits.ranks import connected
 from trimaran.bench.limits.shapes import SHAPES, shape_config
 from trimaran.bench.offline.engine_run import load_engine, random_checkpoint
 from trimaran.bench.results.results import append, environment
-from trimaran.comm.messages.messages import RequestFailed, StepOutput, Submit, pack_ids
+from trimaran.comm.messages.messages import RequestFailed, StepOutput, Submit
 from trimaran.comm.messages.sampling_params import SamplingParams
+from trimaran.comm.messages.token_ids import pack_ids
 from trimaran.worker.config.engine_config import (
     CacheConfig,
     EngineConfig,

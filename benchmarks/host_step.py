@@ -11,8 +11,9 @@ from collections import deque
 
 import torch
 
-from trimaran.comm.messages.messages import Submit, encode, pack_ids
+from trimaran.comm.messages.messages import Submit, encode
 from trimaran.comm.messages.sampling_params import SamplingParams
+from trimaran.comm.messages.token_ids import pack_ids
 from trimaran.worker.config.engine_config import SchedulerConfig
 from trimaran.worker.engine.input_processor import request_from
 from trimaran.worker.engine.output_processor import step_outputs

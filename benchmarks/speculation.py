@@ -45,8 +45,9 @@ from trimaran.bench.offline.engine_run import random_checkpoint
 from trimaran.bench.results.results import environment
 from trimaran.comm.collectives.tensor_group import SingleRankGroup
 from trimaran.comm.control.control_plane import LocalControlPlane
-from trimaran.comm.messages.messages import StepOutput, Submit, pack_ids
+from trimaran.comm.messages.messages import StepOutput, Submit
 from trimaran.comm.messages.sampling_params import SamplingParams
+from trimaran.comm.messages.token_ids import pack_ids
 from trimaran.comm.topology import ParallelLayout
 from trimaran.worker.config.draft_network import EAGLE, MEDUSA
 from trimaran.worker.config.engine_config import (

@@ -28,8 +28,9 @@ from speculation import engine_of, prompts_of, speculation_of
 from torch.profiler import ProfilerActivity, profile
 
 from trimaran.bench.limits.shapes import SHAPES
-from trimaran.comm.messages.messages import Submit, pack_ids
+from trimaran.comm.messages.messages import Submit
 from trimaran.comm.messages.sampling_params import SamplingParams
+from trimaran.comm.messages.token_ids import pack_ids
 from trimaran.worker.config.draft_network import EAGLE
 from trimaran.worker.config.speculation_config import SpeculationConfig
 from trimaran.worker.engine.engine import Engine

@@ -14,14 +14,9 @@ from trimaran.comm import mpi
 from trimaran.comm.collectives.connect import connect_group
 from trimaran.comm.collectives.tensor_group import SingleRankGroup
 from trimaran.comm.control.control_plane import LocalControlPlane, connect_control
-from trimaran.comm.messages.messages import (
-    FinishReason,
-    RequestFailed,
-    StepOutput,
-    Submit,
-    pack_ids,
-)
+from trimaran.comm.messages.messages import FinishReason, RequestFailed, StepOutput, Submit
 from trimaran.comm.messages.sampling_params import SamplingParams
+from trimaran.comm.messages.token_ids import pack_ids
 from trimaran.comm.stages.world_group import WorldGroup
 from trimaran.comm.topology import ParallelLayout
 from trimaran.worker.config.engine_config import (

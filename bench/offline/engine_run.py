@@ -16,8 +16,9 @@ import numpy as np
 from trimaran.bench.limits.ranks import Ranks
 from trimaran.bench.offline.load import Load
 from trimaran.comm.control.control_plane import ControlPlane
-from trimaran.comm.messages.messages import RequestFailed, StepOutput, Submit, pack_ids
+from trimaran.comm.messages.messages import RequestFailed, StepOutput, Submit
 from trimaran.comm.messages.sampling_params import SamplingParams
+from trimaran.comm.messages.token_ids import pack_ids
 from trimaran.worker.config.engine_config import EngineConfig, ProfileConfig, RankConfig
 from trimaran.worker.engine.engine import Engine
 

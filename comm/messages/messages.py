@@ -13,8 +13,6 @@ from operator import attrgetter
 from typing import Any, ClassVar
 
 import msgpack
-import numpy as np
-import numpy.typing as npt
 
 from trimaran.comm.errors import ProtocolError
 from trimaran.comm.transport.sockets import FrameCutter, frame, frame_head
@@ -36,16 +34,6 @@ class FinishReason(IntEnum):
     STOP_WORDS = 2
     LENGTH = 3
     CANCELLED = 5
-
-
-def pack_ids(ids: npt.ArrayLike) -> bytes:
-    """Token ids as little-endian int32 bytes."""
-    return np.asarray(ids, dtype="<i4").tobytes()
-
-
-def unpack_ids(raw: bytes) -> npt.NDArray[np.int32]:
-    """The inverse of `pack_ids`; a read-only view, not a copy."""
-    return np.frombuffer(raw, dtype="<i4")
 
 
 @dataclass(slots=True, kw_only=True)

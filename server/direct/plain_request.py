@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from trimaran.comm.errors import RequestError
-from trimaran.comm.messages.messages import pack_ids
 from trimaran.comm.messages.sampling_fields import FIELDS
+from trimaran.comm.messages.token_ids import pack_ids
 from trimaran.server.inference.request import InferRequest
 from trimaran.server.models.preprocessing import PreprocessingModel
 from trimaran.server.models.sample_inputs import PlainInputs, SampleInputs

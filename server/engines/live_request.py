@@ -11,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from trimaran.comm.errors import RequestError
-from trimaran.comm.messages.messages import FinishReason, Submit, pack_ids, unpack_ids
+from trimaran.comm.messages.messages import FinishReason, Submit
 from trimaran.comm.messages.sampling_params import SamplingParams
+from trimaran.comm.messages.token_ids import pack_ids, unpack_ids
 from trimaran.server.engines.unread_logits import UnreadLogits, logits_bytes
 
 PADDING = -1

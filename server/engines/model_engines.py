@@ -21,8 +21,8 @@ from trimaran.comm.messages.messages import (
     StepOutput,
     Stop,
     Submit,
-    pack_ids,
 )
+from trimaran.comm.messages.token_ids import pack_ids
 from trimaran.server.config import FrontendConfig
 from trimaran.server.engines.group import EngineGroup
 from trimaran.server.engines.link import EngineLink

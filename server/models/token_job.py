@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trimaran.comm.errors import ErrorKind, RequestError
-from trimaran.comm.messages.messages import pack_ids
 from trimaran.comm.messages.sampling_params import SamplingParams
+from trimaran.comm.messages.token_ids import pack_ids
 from trimaran.server.engines.live_request import LiveRequest, TokenChunk
 from trimaran.server.engines.model_engines import ModelEngines
 from trimaran.server.inference.queue_policy import QueuePolicy

@@ -27,8 +27,8 @@ from trimaran.comm.messages.messages import (
     StepOutput,
     Submit,
     encode,
-    pack_ids,
 )
+from trimaran.comm.messages.token_ids import pack_ids
 from trimaran.comm.transport.sockets import Address
 from trimaran.launcher.starters.run_dir import MpiSessionDirs, RunDir
 from trimaran.worker.config.engine_config import (

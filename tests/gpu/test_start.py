@@ -12,8 +12,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from trimaran.comm.collectives.tensor_group import SingleRankGroup
 from trimaran.comm.control.control_plane import LocalControlPlane
-from trimaran.comm.messages.messages import Submit, pack_ids
+from trimaran.comm.messages.messages import Submit
 from trimaran.comm.messages.sampling_params import SamplingParams
+from trimaran.comm.messages.token_ids import pack_ids
 from trimaran.comm.topology import ParallelLayout
 from trimaran.worker.config.engine_config import (
     CacheConfig,

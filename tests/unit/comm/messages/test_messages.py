@@ -25,9 +25,8 @@ from trimaran.comm.messages.messages import (
     decode,
     encode,
     encode_parts,
-    pack_ids,
-    unpack_ids,
 )
+from trimaran.comm.messages.token_ids import pack_ids, unpack_ids
 
 TYPES = [
     value

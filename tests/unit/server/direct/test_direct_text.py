@@ -10,7 +10,8 @@ import pytest
 from tritonclient.grpc.model_config_pb2 import DataType, ModelConfig
 
 from trimaran.comm.errors import ErrorKind, RequestError
-from trimaran.comm.messages.messages import RequestFailed, unpack_ids
+from trimaran.comm.messages.messages import RequestFailed
+from trimaran.comm.messages.token_ids import unpack_ids
 from trimaran.server.direct.direct_text import DirectText
 from trimaran.server.inference.request import InferRequest
 from trimaran.server.inference.validation import Validator

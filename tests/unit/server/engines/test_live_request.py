@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from trimaran.comm.errors import RequestError
-from trimaran.comm.messages.messages import FinishReason, StepOutput, Submit, pack_ids
+from trimaran.comm.messages.messages import FinishReason, StepOutput, Submit
 from trimaran.comm.messages.sampling_params import SamplingParams
+from trimaran.comm.messages.token_ids import pack_ids
 from trimaran.server.engines.group import EngineGroup
 from trimaran.server.engines.live_request import LiveRequest
 from trimaran.server.engines.unread_logits import UnreadLogits

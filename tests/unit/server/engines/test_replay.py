@@ -11,7 +11,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from trimaran.comm.errors import EngineDeadError, ErrorKind, RefusedError, RequestError
-from trimaran.comm.messages.messages import Cancel, StatsReport, pack_ids, unpack_ids
+from trimaran.comm.messages.messages import Cancel, StatsReport
+from trimaran.comm.messages.token_ids import pack_ids, unpack_ids
 
 TEXT = "größer 東京 🙂🎉 and on and on it goes, 👨‍👩‍👧‍👦 until the end of it " * 3
 

@@ -13,7 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.unit.server.models.conftest import FACTS, ScriptedEngine
 from trimaran.comm.errors import EngineDeadError, ErrorKind, RequestError
-from trimaran.comm.messages.messages import StatsReport, pack_ids, unpack_ids
+from trimaran.comm.messages.messages import StatsReport
+from trimaran.comm.messages.token_ids import pack_ids, unpack_ids
 
 MODEL = "replicated"
 

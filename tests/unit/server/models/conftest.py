@@ -36,8 +36,8 @@ from trimaran.comm.messages.messages import (
     StepOutput,
     Submit,
     encode,
-    unpack_ids,
 )
+from trimaran.comm.messages.token_ids import unpack_ids
 from trimaran.comm.transport.greeting import greet
 from trimaran.comm.transport.sockets import Address
 from trimaran.launcher.cli.fill_template import fill

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from trimaran.comm.errors import RequestError
-from trimaran.comm.messages.messages import AdapterTaken, KeepAdapter, pack_ids
+from trimaran.comm.messages.messages import AdapterTaken, KeepAdapter
+from trimaran.comm.messages.token_ids import pack_ids
 from trimaran.server.decoding.body import LongBody
 from trimaran.server.inference.request import Tensor
 from trimaran.server.models.sample_inputs import SampleInputs

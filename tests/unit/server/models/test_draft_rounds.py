@@ -12,7 +12,8 @@ import pytest
 
 from tests.unit.server.models.conftest import FACTS, text_of
 from trimaran.comm.errors import RequestError
-from trimaran.comm.messages.messages import FinishReason, unpack_ids
+from trimaran.comm.messages.messages import FinishReason
+from trimaran.comm.messages.token_ids import unpack_ids
 from trimaran.server.inference.request import Tensor
 from trimaran.server.models.draft_rounds import DraftRounds, TokenStep
 from trimaran.server.models.text_models import native_pipeline

@@ -9,9 +9,9 @@ import pytest
 
 from tests.unit.server.models.test_outputs import FIGURES
 from trimaran.comm.errors import RequestError
-from trimaran.comm.messages.messages import unpack_ids
 from trimaran.comm.messages.sampling_fields import refuse_unserved
 from trimaran.comm.messages.sampling_params import SamplingParams
+from trimaran.comm.messages.token_ids import unpack_ids
 
 TABLE = np.ones((1, 2, 4), np.float16)
 LORA = {

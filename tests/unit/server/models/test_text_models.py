@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from trimaran.comm.errors import ErrorKind, RequestError
-from trimaran.comm.messages.messages import unpack_ids
 from trimaran.comm.messages.sampling_params import SamplingParams
+from trimaran.comm.messages.token_ids import unpack_ids
 
 TEXT_MODELS = pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
 

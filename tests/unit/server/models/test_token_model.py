@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from trimaran.comm.errors import ErrorKind, RequestError
-from trimaran.comm.messages.messages import unpack_ids
 from trimaran.comm.messages.sampling_params import SamplingParams
+from trimaran.comm.messages.token_ids import unpack_ids
 
 PROMPT = {"input_ids": [7, 8, 9], "input_lengths": 3, "request_output_len": 5}
 

@@ -14,14 +14,8 @@ import pytest
 from started_frontend import FILL, StartedFrontend, write_repository
 from tokenizers import Tokenizer
 
-from trimaran.comm.messages.messages import (
-    Cancel,
-    FinishReason,
-    Ping,
-    StepOutput,
-    Submit,
-    unpack_ids,
-)
+from trimaran.comm.messages.messages import Cancel, FinishReason, Ping, StepOutput, Submit
+from trimaran.comm.messages.token_ids import unpack_ids
 from trimaran.server.config import OpenAiConfig
 
 TEMPLATE = (

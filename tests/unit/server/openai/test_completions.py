@@ -9,7 +9,7 @@ import openai
 import pytest
 from openai.types import Completion
 
-from trimaran.comm.messages.messages import unpack_ids
+from trimaran.comm.messages.token_ids import unpack_ids
 
 
 def complete(served, prompt="Once upon", **options):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from trimaran.comm.errors import ConfigError, ErrorKind, RequestError
-from trimaran.comm.messages.messages import unpack_ids
+from trimaran.comm.messages.token_ids import unpack_ids
 
 
 def values(response):

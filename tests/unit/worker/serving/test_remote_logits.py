@@ -14,8 +14,9 @@ from tests.unit.worker.serving.test_frontend_link import HELLO, Frontend, open_l
 from trimaran.comm.control.control_plane import LocalControlPlane
 from trimaran.comm.deadlines import Watchdog
 from trimaran.comm.errors import RequestError
-from trimaran.comm.messages.messages import Message, RequestFailed, StepOutput, Submit, pack_ids
+from trimaran.comm.messages.messages import Message, RequestFailed, StepOutput, Submit
 from trimaran.comm.messages.sampling_params import SamplingParams
+from trimaran.comm.messages.token_ids import pack_ids
 from trimaran.worker.serving.frontend_link import Arrival, FrontendLinks
 from trimaran.worker.serving.outbox import check_remote_logits
 from trimaran.worker.serving.serve_loop import LeaderLoop
