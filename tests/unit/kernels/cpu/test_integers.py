@@ -11,11 +11,17 @@ from trimaran.kernels.cpu.operators import CpuOps
 from trimaran.kernels.integer_reference import ReferenceIntegerProduct, pack
 from trimaran.kernels.integers import Groups, IntegerWeight
 
+_AVX2 = {"avx2", "fma", "f16c"}
 FEATURES = {
-    "avx2": {"avx2", "fma", "f16c"},
-    "avx512": {"avx2", "fma", "f16c", *build.AVX512_FEATURES},
-    "all": build.cpu_features(),
+    name: features
+    for name, features in {
+        "avx2": _AVX2,
+        "avx512": {*_AVX2, *build.AVX512_FEATURES},
+        "all": build.cpu_features(),
+    }.items()
+    if features <= build.cpu_features()
 }
+"""Instruction sets of this machine; others would end the process."""
 CASES = {
     "8-bits-rows": (8, 512, 96, 512, ""),
     "4-bits": (4, 128, 1000, 512, ""),
