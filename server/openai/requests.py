@@ -167,7 +167,7 @@ def read_chat(fields: Fields, chat_models: Mapping[str, ChatModel]) -> Generatio
     )
     found.prompts = [prompt]
     form = chat_model.form
-    if choice.mode != "none" or answer is not None or form.reasoning or form.whole:
+    if choice.mode != "none" or answer is not None or form.divides_outputs:
         options = parser_options_of(form, choice, model, prompt)
         params.values |= guide_of(form, choice, options, answer)
         if options.tool_format or options.reasoning:

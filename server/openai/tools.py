@@ -19,6 +19,7 @@ from trimaran.server.openai.parsing.structural_tags import (
     Tag,
     const,
     json_schema,
+    optional,
     sequence,
 )
 from trimaran.server.openai.parsing.tool_formats import FORMATS
@@ -48,6 +49,17 @@ class OutputForm:
         """The form if the form covers outputs as a whole."""
         found = FORMATS.get(self.tool_format)
         return found if isinstance(found, HarmonyToolParser) else None
+
+    @property
+    def divides_outputs(self) -> bool:
+        """Whether outputs have parts without tools in the request."""
+        return bool(self.reasoning or self.whole or self.frames)
+
+    @property
+    def frames(self) -> tuple[str, ...]:
+        """Literals around texts, whether or not a request has tools."""
+        found = FORMATS.get(self.tool_format)
+        return found.frames if found is not None else ()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -242,7 +254,7 @@ def parser_options_of(
         options.tool_format = form.tool_format
         options.tools = choice.schemas
         options.max_calls = 1 if choice.is_one else None
-    elif form.whole is not None:
+    elif form.whole is not None or form.frames:
         options.tool_format = form.tool_format
     is_used = bool(options.tool_format or options.reasoning)
     options.shows_special_tokens = is_used and bool(form.special)
@@ -262,10 +274,12 @@ def guide_of(
     json_answer: Tag | None = None
     if answer is not None:
         json_answer = _json(answer) if whole is None else whole.answer(_json(answer), pieces)
+        json_answer = _framed(form.frames, pieces, json_answer)
     calls: Tag | None = None
     if choice.mode in ("required", "named"):
         tool_format = FORMATS[form.tool_format]
         calls = tool_format.structure(choice.schemas, pieces, is_one=choice.is_one)
+        calls = sequence(_framed(form.frames, pieces), calls) if form.frames else calls
     elif json_answer is None:
         return {}
     elif choice.mode == "auto":
@@ -287,6 +301,15 @@ def guide_of(
 
 def _json(answer: Schema | bool) -> Tag:
     return json_schema(answer if isinstance(answer, Mapping) else {"type": "object"})
+
+
+def _framed(frames: tuple[str, ...], pieces: Pieces, content: Tag | None = None) -> Tag:
+    """An answer between its frames. The prompt may hold the opening already."""
+    if not frames:
+        assert content is not None
+        return content
+    begin, end = (optional(sequence(*pieces.text(frame))) for frame in frames[:2])
+    return sequence(begin, end) if content is None else sequence(begin, content, end)
 
 
 def _behind_reasoning(

@@ -90,6 +90,25 @@ def argument_type(schema: Mapping[str, Any], key: str) -> ArgumentType | None:
     return _type_of(found, schema, _MAX_DEPTH)
 
 
+def type_of(schema: Any, root: Mapping[str, Any]) -> ArgumentType | None:
+    """The type of a value within a function's arguments, whose schema is ``root``."""
+    return _type_of(schema, root, _MAX_DEPTH)
+
+
+def member_schema(schema: Any, root: Mapping[str, Any], key: str) -> Any:
+    """The schema of a member of an object, or of an item of a list for the key ``item``."""
+    for _ in range(_MAX_DEPTH):
+        if not isinstance(schema, Mapping):
+            return None
+        if not isinstance(schema.get("$ref"), str):
+            break
+        schema = _definition(schema["$ref"], root)
+    properties = schema.get("properties")
+    if isinstance(properties, Mapping) and key in properties:
+        return properties[key]
+    return schema.get("items") if key == "item" else schema.get("additionalProperties")
+
+
 def _type_of(schema: Any, root: Mapping[str, Any], depth: int) -> ArgumentType | None:
     if not isinstance(schema, Mapping) or depth == 0:
         return None

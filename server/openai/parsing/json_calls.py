@@ -21,13 +21,20 @@ from trimaran.server.openai.parsing.structural_tags import (
 )
 
 _NAME = re.compile(r"[\w\-./]+")
+_NUMBER: Tag = {"type": "regex", "pattern": "[0-9]{1,3}"}
 
 
 @dataclass(frozen=True, slots=True)
 class JsonCall:
-    """``{"name": ..., ARGUMENTS: {...}}``."""
+    """``{NAME: ..., ARGUMENTS: {...}}``."""
 
     arguments_name: str = "arguments"
+    key: str = "name"
+    """The member that holds the function's name."""
+
+    id_key: str = ""
+    """A member before the name that numbers the calls of an output; empty: none."""
+
     others: tuple[str, ...] = ("arguments", "parameters")
     """Names of the arguments that are read as well."""
 
@@ -52,7 +59,7 @@ class JsonCall:
             yield from scanner.space()
             yield from scanner.expect(":")
             yield from scanner.space()
-            if key == "name" and not name:
+            if key == self.key and not name:
                 yield from scanner.expect('"')
                 name = yield from scanner.json_text()
                 self._begin(scanner, name)
@@ -89,8 +96,11 @@ class JsonCall:
 
     def tag(self, name: str, schema: Schema) -> Tag:
         """The call of one tool."""
-        begin = f'{{"name": {json.dumps(name)}, "{self.arguments_name}": '
-        return tag_of(begin, json_schema(schema), "}")
+        begin = f'"{self.key}": {json.dumps(name)}, "{self.arguments_name}": '
+        if not self.id_key:
+            return tag_of("{" + begin, json_schema(schema), "}")
+        numbered = sequence(_NUMBER, const('", ' + begin), json_schema(schema))
+        return tag_of(f'{{"{self.id_key}": "', numbered, "}")
 
 
 def _as_object(text: str) -> str:
@@ -219,3 +229,25 @@ class MistralToolParser(ToolParser):
         calls = repeated(tags, ", ", is_one=is_one)
         closing = pieces.text(self.closing)
         return sequence(*pieces.text(self.opening), const("["), calls, const("]"), *closing)
+
+
+@dataclass(frozen=True, slots=True)
+class CohereToolParser(MistralToolParser):
+    """A list of JSON objects between special tokens, as Command A and Command R7B write them;
+    answers stand between tokens of their own."""
+
+    opening: str = "<|START_ACTION|>"
+    closing: str = "<|END_ACTION|>"
+    call: JsonCall = field(
+        default_factory=lambda: JsonCall("parameters", "tool_name", "tool_call_id")
+    )
+
+    @property
+    def ends_reasoning(self) -> tuple[str, ...]:
+        """See `ToolParser`."""
+        return (self.opening,)
+
+    @property
+    def frames(self) -> tuple[str, ...]:
+        """See `ToolParser`. The last two are those of Command A's successors."""
+        return ("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>")

@@ -40,9 +40,9 @@ class DeepSeekToolParser(ToolParser):
         return (self.begins,)
 
     @property
-    def ends_reasoning(self) -> bool:
-        """See `ToolParser`. Reasoning does not quote special tokens."""
-        return True
+    def ends_reasoning(self) -> tuple[str, ...]:
+        """See `ToolParser`."""
+        return (self.begins,)
 
     def read(self, scanner: Scanner, opening: str) -> Steps:
         """See `ToolParser`."""

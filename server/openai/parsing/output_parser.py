@@ -43,9 +43,16 @@ class ToolParser(ABC):
         return False
 
     @property
-    def ends_reasoning(self) -> bool:
-        """Whether an opening ends the reasoning, whose closing some models leave out there."""
-        return False
+    def ends_reasoning(self) -> tuple[str, ...]:
+        """The openings that end a reasoning, whose closing some models leave out there. Text
+        that is no call stays reasoning."""
+        return ()
+
+    @property
+    def frames(self) -> tuple[str, ...]:
+        """Literals around texts that are no part of the texts; the first two are the opening
+        and the closing of an answer."""
+        return ()
 
     @property
     def literals(self) -> str:
@@ -99,45 +106,56 @@ class OutputParser:
             yield from self._tool_parser.read(self._scanner, "")
             return
         if self._reasoning is not None:
-            opening = yield from self._reason(self._reasoning)
-            if opening:
-                yield from self._read(opening)
+            yield from self._reason(self._reasoning)
         yield from self._begin()
         while True:
             opening = yield from self._text()
             if not opening:
                 return
-            yield from self._read(opening)
+            self._tell((yield from self._read(opening)))
 
-    def _reason(self, reasoning: Reasoning) -> Reader:
-        """The reasoning; the opening of tool calls that ended the reasoning, or empty."""
+    def _reason(self, reasoning: Reasoning) -> Steps:
+        """The reasoning, and tool calls that ended the reasoning."""
         scanner, tool_parser = self._scanner, self._tool_parser
-        ends = [reasoning.closing]
-        if tool_parser is not None and tool_parser.ends_reasoning:
-            ends += tool_parser.openings
         if not self._starts_in_reasoning:
             yield from scanner.space()
-            read = yield from scanner.take(reasoning.opening)
+            read = yield from scanner.take(reasoning.opening, reasoning.closing)
             if not read:
                 scanner.push(scanner.kept)
-                return ""
+                return
+            if read == reasoning.closing:
+                # Some templates let a model skip the reasoning so.
+                yield from scanner.space()
+                return
+        openings = tool_parser.ends_reasoning if tool_parser is not None else ()
+        ends = [reasoning.closing, *(openings if scanner.tools else ())]
         scanner.forget()
         yield from scanner.space()
         emit = without_last_space(scanner.reason)
-        read = yield from scanner.until(ends, emit)
-        if read in (reasoning.closing, ""):
-            yield from scanner.space()
-            return ""
-        return read
+        while True:
+            read = yield from scanner.until(ends, emit)
+            if read in (reasoning.closing, ""):
+                yield from scanner.space()
+                return
+            given_back = yield from self._read(read)
+            if not given_back:
+                return
+            scanner.forget()
+            emit(given_back)
 
     def _begin(self) -> Steps:
         """Tool calls that are the whole output."""
         tool_parser = self._tool_parser
         if tool_parser is not None and tool_parser.is_at_start:
-            yield from self._read("")
+            self._tell((yield from self._read("")))
 
-    def _read(self, opening: str) -> Steps:
-        """Tool calls, or the text that is none."""
+    def _tell(self, text: str) -> None:
+        """Text that might have been a call."""
+        self._scanner.text(text)
+        self._has_text = self._has_text or bool(text)
+
+    def _read(self, opening: str) -> Reader:
+        """Tool calls; the text that is none, or empty."""
         scanner, tool_parser = self._scanner, self._tool_parser
         assert tool_parser is not None
         before = scanner.num_calls
@@ -146,16 +164,17 @@ class OutputParser:
             yield from tool_parser.read(scanner, opening)
         except MalformedError:
             # The text before a call's name is given back. The written part of a call stays.
-            given_back = scanner.kept if scanner.num_calls == before else ""
-            scanner.text(given_back)
-            self._has_text = self._has_text or bool(given_back)
+            return scanner.kept if scanner.num_calls == before else ""
+        return ""
 
     def _text(self) -> Reader:
         """Text up to an opening, which is returned; empty at the end. White space before an
         opening, and behind the last call, is no text."""
         scanner = self._scanner
         scanner.forget()
-        openings = self._tool_parser.openings if self._tool_parser is not None else ()
+        tool_parser = self._tool_parser
+        openings = tool_parser.openings if tool_parser is not None and scanner.tools else ()
+        frames = tool_parser.frames if tool_parser is not None else ()
         spaces = ""
 
         def emit(text: str) -> None:
@@ -171,7 +190,9 @@ class OutputParser:
             scanner.text(words)
             spaces, self._has_text = after, True
 
-        opening = yield from scanner.until(openings, emit)
+        opening = yield from scanner.until((*openings, *frames), emit)
+        while opening in frames:
+            opening = yield from scanner.until((*openings, *frames), emit)
         if not opening and not scanner.num_calls:
             scanner.text(spaces)
         return opening

@@ -1,4 +1,4 @@
-"""Tool calls as a list of calls in Python's syntax, as Llama 3.2 and Llama 4 write them."""
+"""Tool calls as a list of calls in Python's syntax: Llama 3.2, Llama 4, LFM2."""
 
 from __future__ import annotations
 
@@ -21,23 +21,32 @@ from trimaran.server.openai.parsing.structural_tags import (
 )
 
 _NAMES = {"true": "True", "false": "False", "null": "None"}
+_NAME = re.compile(r"[\w.\-]+")
 _PLAIN = re.compile(r"""[^'"\\,()\[\]{}]+""")
 _OPENING, _CLOSING = "([{", ")]}"
 
 
 @dataclass(frozen=True, slots=True)
 class PythonicToolParser(ToolParser):
-    """The whole output is a list of calls in Python's syntax."""
+    """A list of calls in Python's syntax, as the whole output or between two literals."""
+
+    opening: str = ""
+    closing: str = ""
 
     @property
     def is_at_start(self) -> bool:
         """See `ToolParser`."""
-        return True
+        return not self.opening
 
     @property
     def openings(self) -> tuple[str, ...]:
         """See `ToolParser`."""
-        return ()
+        return (self.opening,) if self.opening else ()
+
+    @property
+    def ends_reasoning(self) -> tuple[str, ...]:
+        """See `ToolParser`."""
+        return self.openings
 
     def read(self, scanner: Scanner, opening: str) -> Steps:
         """See `ToolParser`."""
@@ -46,7 +55,7 @@ class PythonicToolParser(ToolParser):
         while True:
             yield from scanner.space()
             name = yield from scanner.until(("(",))
-            if name not in scanner.tools:
+            if not (_NAME.fullmatch(name) if opening else name in scanner.tools):
                 raise MalformedError
             scanner.call(name)
             scanner.arguments("{")
@@ -55,8 +64,11 @@ class PythonicToolParser(ToolParser):
             following = yield from scanner.space()
             if following != ",":
                 yield from scanner.expect("]")
-                return
+                break
             yield from scanner.expect(",")
+        yield from scanner.space()
+        if self.closing:
+            yield from scanner.take(self.closing)
 
     def _values(self, scanner: Scanner) -> Steps:
         num_values = 0
@@ -116,7 +128,8 @@ class PythonicToolParser(ToolParser):
                 elements.append({"type": "optional", "content": value})
             calls.append(sequence(*elements, const(")")))
         calls_tag = repeated(calls, ", ", is_one=is_one)
-        return sequence(const("["), calls_tag, const("]"))
+        begin, end = pieces.text(self.opening), pieces.text(self.closing)
+        return sequence(*begin, const("["), calls_tag, const("]"), *end)
 
 
 def _python_value(text: str) -> str:

@@ -19,6 +19,9 @@ REASONING_FORMATS: Mapping[str, Reasoning] = {
     "mistral": Reasoning("[THINK]", "[/THINK]"),
     "gemma4": Reasoning("<|channel>thought\n", "<channel|>"),
     "seed_oss": Reasoning("<seed:think>", "</seed:think>"),
+    "kimi_k3": Reasoning("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
+    "minimax_m3": Reasoning("<mm:think>", "</mm:think>"),
+    "cohere": Reasoning("<|START_THINKING|>", "<|END_THINKING|>"),
     "longcat": Reasoning("<longcat_think>", "</longcat_think>"),
 }
 """By the names that vLLM uses, but for ``think``, which has many there."""

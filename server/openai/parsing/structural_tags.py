@@ -50,6 +50,17 @@ def sequence(*elements: Tag) -> Tag:
     return {"type": "sequence", "elements": list(elements)}
 
 
+def optional(element: Tag) -> Tag:
+    """A form, or nothing."""
+    return {"type": "optional", "content": element}
+
+
+def within(schema: Any, root: Schema) -> Schema:
+    """The schema of a part of a value, with the definitions of the whole."""
+    found = dict(schema) if isinstance(schema, Mapping) else {}
+    return found | {name: root[name] for name in ("$defs", "definitions") if name in root}
+
+
 def tag_of(begin: str, content: Tag, end: str) -> Tag:
     """A form between two texts."""
     return {"type": "tag", "begin": begin, "content": content, "end": end}

@@ -59,6 +59,11 @@ class XmlToolParser(ToolParser):
         """See `ToolParser`."""
         return (self.opening, self.function) if self.may_lack_opening else (self.opening,)
 
+    @property
+    def ends_reasoning(self) -> tuple[str, ...]:
+        """See `ToolParser`."""
+        return (self.opening,)
+
     def read(self, scanner: Scanner, opening: str) -> Steps:
         """See `ToolParser`."""
         if opening == self.opening:
@@ -78,7 +83,7 @@ class XmlToolParser(ToolParser):
         name = yield from scanner.until((self.name_end,))
         if not name.strip():
             raise MalformedError
-        call = _Call(scanner, name.strip())
+        call = Call(scanner, name.strip())
         while True:
             following = yield from scanner.space()
             read = yield from scanner.take(self.parameter)
@@ -128,10 +133,15 @@ class GlmToolParser(ToolParser):
         """See `ToolParser`."""
         return (self.opening,)
 
+    @property
+    def ends_reasoning(self) -> tuple[str, ...]:
+        """See `ToolParser`."""
+        return (self.opening,)
+
     def read(self, scanner: Scanner, opening: str) -> Steps:
         """See `ToolParser`."""
         name = yield from self._name(scanner)
-        call = _Call(scanner, name)
+        call = Call(scanner, name)
         while True:
             following = yield from scanner.space()
             read = yield from scanner.take("<arg_key>")
@@ -173,7 +183,7 @@ class GlmToolParser(ToolParser):
         return repeated(calls, "\n", is_one=is_one)
 
 
-class _Call:
+class Call:
     """The arguments of a call as they are read, value after value."""
 
     def __init__(self, scanner: Scanner, name: str) -> None:
@@ -199,7 +209,7 @@ class _Call:
         scanner = self._scanner
         if kind is not None and kind.is_any_text:
             scanner.arguments('"')
-            read = yield from scanner.until(ends, lambda c: scanner.arguments(_escaped(c)))
+            read = yield from scanner.until(ends, lambda c: scanner.arguments(escaped(c)))
             if not read:
                 raise MalformedError
             scanner.arguments('"')
@@ -218,8 +228,12 @@ class _Call:
         """
         if following == END:
             raise MalformedError
+        self.close()
+
+    def close(self) -> None:
+        """Close the arguments."""
         self._scanner.arguments("}")
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]

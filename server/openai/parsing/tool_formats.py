@@ -12,10 +12,13 @@ from collections.abc import Mapping
 from trimaran.server.openai.parsing.gemma_calls import GemmaToolParser
 from trimaran.server.openai.parsing.harmony import HarmonyToolParser
 from trimaran.server.openai.parsing.json_calls import (
+    CohereToolParser,
     HermesToolParser,
     LlamaToolParser,
     MistralToolParser,
 )
+from trimaran.server.openai.parsing.kimi_calls import KimiK3ToolParser
+from trimaran.server.openai.parsing.minimax_calls import MinimaxM3ToolParser
 from trimaran.server.openai.parsing.named_calls import DeepSeekToolParser, KimiToolParser
 from trimaran.server.openai.parsing.pythonic_calls import PythonicToolParser
 from trimaran.server.openai.parsing.structural_tags import Pieces
@@ -23,6 +26,7 @@ from trimaran.server.openai.parsing.tagged_calls import GlmToolParser, XmlToolPa
 
 ToolFormat = (
     HermesToolParser | LlamaToolParser | MistralToolParser | DeepSeekToolParser | XmlToolParser
+    | CohereToolParser | KimiK3ToolParser | MinimaxM3ToolParser
     | GlmToolParser | GemmaToolParser | PythonicToolParser | HarmonyToolParser
 )  # fmt: skip
 
@@ -78,6 +82,10 @@ FORMATS: Mapping[str, ToolFormat] = {
     "deepseek_v32": _dsml("function_calls"),
     "deepseek_v4": _dsml("tool_calls"),
     "kimi_k2": KimiToolParser(),
+    "kimi_k3": KimiK3ToolParser(),
+    "minimax_m3": MinimaxM3ToolParser(),
+    "cohere": CohereToolParser(),
+    "lfm2": PythonicToolParser("<|tool_call_start|>", "<|tool_call_end|>"),
     "gemma4": GemmaToolParser(),
     "functiongemma": GemmaToolParser(
         "<start_function_call>", "<end_function_call>", "<escape>"
@@ -94,6 +102,8 @@ OTHER_NAMES: Mapping[str, str] = {
     "glm": "glm45", "glm47": "glm45", "deepseekv3": "deepseek_v3",
     "deepseekv31": "deepseek_v31", "deepseekv32": "deepseek_v32", "deepseekv4": "deepseek_v4",
     "openai": "harmony", "gpt-oss": "harmony",
+    "cohere_command3": "cohere", "cohere_command4": "cohere",
+    "minimax-m3": "minimax_m3", "minimax_m3_nom": "minimax_m3",
 }  # fmt: skip
 """Further names of vLLM's and SGLang's parsers, and the entries that read their forms."""
 
@@ -102,7 +112,7 @@ def literals_of(name: str) -> str:
     """A text that holds every literal of a form."""
     form = FORMATS[name]
     tag = form.structure({"name": {"type": "object"}}, Pieces(), is_one=False)
-    return form.literals + json.dumps(tag, ensure_ascii=False)
+    return form.literals + "".join(form.frames) + json.dumps(tag, ensure_ascii=False)
 
 
 _MARKS: tuple[tuple[tuple[str, ...], str], ...] = (
@@ -110,7 +120,10 @@ _MARKS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("｜DSML｜", "function_calls>"), "deepseek_v32"),
     (("｜DSML｜", "tool_calls>"), "deepseek_v4"),
     (("<|tool_calls_section_begin|>",), "kimi_k2"),
-    (("]<]minimax[>[",), ""),
+    (("<|open|>", "<|close|>", "<|sep|>"), "kimi_k3"),
+    (("]<]minimax[>[",), "minimax_m3"),
+    (("<|START_ACTION|>",), "cohere"),
+    (("<|tool_call_start|>",), "lfm2"),
     (("<minimax:tool_call>",), "minimax_m2"),
     (("<seed:tool_call>",), "seed_oss"),
     (("<longcat_tool_call>",), "longcat"),

@@ -176,12 +176,60 @@ def harmony(calls):
     return "<|call|><|start|>assistant".join(each)
 
 
+def kimi_k3(calls):
+    names = {str: "string", bool: "boolean", type(None): "null", dict: "object", list: "array"}
+
+    def argument(key, each):
+        head = f'<|open|>argument key="{key}" type="{names.get(type(each), "number")}"<|sep|>'
+        return f"{head}{value(each)}<|close|>argument<|sep|>"
+
+    each = (
+        f'<|open|>call tool="{n}" index="{i}"<|sep|>'
+        f"{''.join(argument(*pair) for pair in a.items())}<|close|>call<|sep|>"
+        for i, (n, a) in enumerate(calls, 1)
+    )
+    return f"<|open|>tools<|sep|>{''.join(each)}<|close|>tools<|sep|>"
+
+
+def minimax_m3(calls):
+    mark = "]<]minimax[>["
+
+    def element(key, each):
+        if isinstance(each, dict):
+            content = "".join(element(*pair) for pair in each.items())
+        elif isinstance(each, list):
+            content = "".join(element("item", item) for item in each)
+        else:
+            content = value(each)
+        return f"{mark}<{key}>{content}{mark}</{key}>"
+
+    each = (
+        f'{mark}<invoke name="{n}">{"".join(element(*pair) for pair in a.items())}'
+        f"{mark}</invoke>\n"
+        for n, a in calls
+    )
+    return f"{mark}<tool_call>\n{''.join(each)}{mark}</tool_call>"
+
+
+def cohere(calls):
+    each = [
+        {"tool_call_id": str(i), "tool_name": n, "parameters": a}
+        for i, (n, a) in enumerate(calls)
+    ]
+    return f"<|START_ACTION|>{json.dumps(each, ensure_ascii=False)}<|END_ACTION|>"
+
+
+def lfm2(calls):
+    return f"<|tool_call_start|>{pythonic(calls)}<|tool_call_end|>"
+
+
 WRITE = {
     "hermes": hermes, "llama3": llama3, "mistral": mistral, "pythonic": pythonic,
     "deepseek_v3": deepseek_v3, "deepseek_v31": deepseek_v31, "harmony": harmony,
     "qwen3_coder": tagged("<tool_call>", "</tool_call>"), "minimax_m2": minimax_m2,
     "seed_oss": tagged("<seed:tool_call>", "</seed:tool_call>"), "glm45": glm45,
-    "longcat": longcat,
+    "longcat": longcat, "kimi_k3": kimi_k3, "minimax_m3": minimax_m3, "cohere": cohere,
+    "lfm2": lfm2,
     "deepseek_v32": dsml("function_calls"), "deepseek_v4": dsml("tool_calls"),
     "jamba": jamba, "granite": granite, "phi4_mini_json": phi4_mini_json,
     "kimi_k2": kimi_k2, "gemma4": gemma("<|tool_call>", "<tool_call|>", '<|"|>'),
@@ -192,6 +240,7 @@ WRITE = {
 PREFACE = "Let me see."
 WRITE_PREFACE = {
     "harmony": f"<|channel|>commentary<|message|>{PREFACE}<|end|><|start|>assistant",
+    "kimi_k3": f"<|open|>response<|sep|>{PREFACE}<|close|>response<|sep|>",
 }
 """The text before calls, where a form does not write the text as it is."""
 

@@ -218,6 +218,49 @@ def test_reasoning_comes_before_text_and_calls():
     assert segment("hermes", " no", reasoning=Reasoning()) == [(Kind.TEXT, " no")]
 
 
+UNCLOSED = ("kimi_k2", "deepseek_v3", "minimax_m2", "minimax_m3", "deepseek_v32", "deepseek_v4",
+            "glm45", "qwen3_coder", "seed_oss", "kimi_k3", "cohere", "lfm2")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNCLOSED)
+def test_a_call_ends_a_reasoning_that_was_left_open(name):
+    calls = [("search", {"query": "x"})]
+    opening = FORMATS[name].ends_reasoning[0]
+    text = f"<think>Not {opening} yet.\n{WRITE[name](calls)} So."
+    for cut in range(len(text)):
+        found = segment(name, [text[:cut], text[cut:]], reasoning=Reasoning())
+        assert found[0] == (Kind.REASONING, f"Not {opening} yet."), cut
+        assert parsed(found[1:3]) == expected(calls)
+        assert found[3:] == [(Kind.TEXT, "So.")]
+
+
+@pytest.mark.parametrize("name", UNCLOSED)
+def test_a_quoted_opening_in_closed_reasoning_is_reasoning(name):
+    opening = FORMATS[name].ends_reasoning[0]
+    calls = [("search", {"query": "x"})]
+    text = f"<think>Is {opening} right?</think>So.\n{WRITE[name](calls)}"
+    for cut in range(len(text)):
+        found = segment(name, [text[:cut], text[cut:]], reasoning=Reasoning())
+        assert found[:2] == [(Kind.REASONING, f"Is {opening} right?"), (Kind.TEXT, "So.")], cut
+        assert parsed(found[2:]) == expected(calls)
+
+
+def test_a_text_between_frames_is_told_without_them():
+    for name, wanted in (("kimi_k3", "Yes. "), ("cohere", "Yes. ")):
+        opening, closing, *_ = FORMATS[name].frames
+        form = REASONING_FORMATS[name]
+        for text in (f"{opening}Yes. {closing}", f"Yes. {closing}"):
+            for cut in range(len(text)):
+                parts = [text[:cut], text[cut:]]
+                parser = OutputParser(FORMATS[name])
+                found = [s for part in parts for s in parser.feed(part)] + parser.finish()
+                assert "".join(each.text for each in found) == wanted
+            reasoned = f"{form.opening}Hm.{form.closing}{text}"
+            found = segment(name, reasoned, reasoning=form)
+            assert found[0] == (Kind.REASONING, "Hm.")
+            assert [kind for kind, _ in found[1:]] == [Kind.TEXT]
+
+
 @pytest.mark.parametrize("name", REASONING_FORMATS)
 def test_each_form_of_reasoning_is_read_however_it_is_cut(name):
     form = REASONING_FORMATS[name]
@@ -380,7 +423,9 @@ def test_a_template_tells_its_form():
     marks = {"<|tool_calls_section_begin|>": "kimi_k2", "<minimax:tool_call>": "minimax_m2",
              "<tool_call>{name}<arg_key>": "glm45", "<|tool_call>": "gemma4",
              "'｜DSML｜' + 'function_calls>' + 'tool_calls>'": "deepseek_v32",
-             "<function=name>{}": "", "]<]minimax[>[<tool_call>": "",
+             "<function=name>{}": "", "]<]minimax[>[<tool_call>": "minimax_m3",
+             "<|open|>call<|sep|><|close|>": "kimi_k3", "<|START_ACTION|>": "cohere",
+             "<|tool_call_start|>[": "lfm2",
              '{"tool_name": "", "parameters": ""}': ""}  # fmt: skip
     for mark, name in marks.items():
         assert format_of_template(f"{{{{ tools }}}}{mark}") == name
@@ -397,6 +442,8 @@ _ENDS = (
     "</arg_value>",
     '<|"|>',
     "<escape>",
+    "<|close|>argument<|sep|>",
+    "]<]minimax[>[</",
     '"',
     "}",
 )
@@ -447,7 +494,7 @@ def test_what_the_grammar_of_a_form_allows_is_read_as_calls(name):
             [("get_weather", {"place": "a", "days": 1})],
         ):
             text = WRITE[name](calls)
-            if name == "pythonic":
+            if name in ("pythonic", "lfm2"):
                 text = text.replace("'", '"')
             matcher = xgrammar.GrammarMatcher(compiled)
             assert matcher.accept_string(text), text
