@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xgrammar
+from parsed_outputs import MAX_BURST, expected, parsed, segment
 from written_calls import PREFACE, TOOLS, WRITE, WRITE_PREFACE, hermes, random_calls
 
 from trimaran.server.models.tokenizer import Tokenizer
@@ -22,38 +23,13 @@ from trimaran.server.openai.parsing.reasoning_formats import (
     reasoning_of_template,
 )
 from trimaran.server.openai.parsing.scanner import Kind
-from trimaran.server.openai.parsing.structural_tags import Pieces, json_schema
+from trimaran.server.openai.parsing.structural_tags import Pieces
 from trimaran.server.openai.parsing.tool_formats import FORMATS, format_of_template
 
 NAMES = sorted(FORMATS)
 DEMO_MODEL = Path(__file__).resolve().parents[4] / "examples" / "demo_models" / "base"
-MAX_BURST = 8
 APART = 48
 """Bytes between the cuts of one text, more than a literal of most forms has."""
-
-
-def segment(name, parts, **options):
-    """(kind, text) of the segments, those of one kind in a row joined."""
-    parser = OutputParser(FORMATS[name], TOOLS, **options)
-    found = [s for part in parts for s in parser.feed(part)] + parser.finish()
-    joined = []
-    for each in found:
-        is_more = joined and joined[-1][0] is each.kind and each.kind is not Kind.CALL
-        if is_more:
-            joined[-1] = (each.kind, joined[-1][1] + each.text)
-        else:
-            joined.append((each.kind, each.text))
-    return joined
-
-
-def expected(calls):
-    kinds = itertools.cycle((Kind.CALL, Kind.ARGUMENTS))
-    texts = itertools.chain.from_iterable(calls)
-    return list(zip(kinds, texts, strict=False))
-
-
-def parsed(segments):
-    return [(k, json.loads(t) if k is Kind.ARGUMENTS else t) for k, t in segments]
 
 
 def bursts(draw, tokens):
@@ -283,52 +259,6 @@ def test_special_tokens_of_calls_end_a_reasoning_that_was_left_open():
         assert found[3:] == [(Kind.TEXT, "So.")]
 
 
-ANALYSIS = "<|channel|>analysis<|message|>Hm, 1 < 2.<|end|><|start|>assistant"
-FINAL = "<|channel|>final<|message|>"
-
-
-@pytest.mark.parametrize(
-    ("text", "wanted"),
-    [
-        (f"{ANALYSIS}{FINAL} Yes.\n<|return|>",
-         [(Kind.REASONING, "Hm, 1 < 2."), (Kind.TEXT, " Yes.\n")]),
-        (f"{ANALYSIS}{ANALYSIS}{FINAL}Yes.",
-         [(Kind.REASONING, "Hm, 1 < 2.\nHm, 1 < 2."), (Kind.TEXT, "Yes.")]),
-        ("<|channel|>commentary<|message|>One.<|end|><|start|>assistant" + FINAL + "Two.",
-         [(Kind.TEXT, "One.\nTwo.")]),
-        # The recipient may come before the channel, and the type without its mark.
-        (' to=functions.search<|channel|>commentary json<|message|>{"query": "x"}<|call|>',
-         [(Kind.CALL, "search"), (Kind.ARGUMENTS, '{"query": "x"}')]),
-        (ANALYSIS + ' to=functions.search<|channel|>analysis<|message|>\n{"query": "x"}\n',
-         [(Kind.REASONING, "Hm, 1 < 2."), (Kind.CALL, "search"),
-          (Kind.ARGUMENTS, '{"query": "x"}')]),
-        ("<|channel|>commentary to=functions.search<|message|><|call|>",
-         [(Kind.CALL, "search"), (Kind.ARGUMENTS, "{}")]),
-        # A tool that no request offers.
-        ("<|channel|>analysis to=python code<|message|>1 + 1<|call|>",
-         [(Kind.REASONING, "1 + 1")]),
-        (" to be continued", [(Kind.TEXT, " to be continued")]),
-        (" to=day", [(Kind.TEXT, " to=day")]),
-        (f"{ANALYSIS}<|channel|>fin", [(Kind.REASONING, "Hm, 1 < 2.")]),
-        ("rest of a text<|return|>", [(Kind.TEXT, "rest of a text")]),
-        ("", []),
-    ],
-)  # fmt: skip
-def test_messages_of_harmony_are_reasoning_texts_and_calls_however_they_are_cut(text, wanted):
-    assert segment("harmony", [text], reasoning=Reasoning()) == wanted
-    for cut in range(1, len(text)):
-        parts = [text[:cut], text[cut:]]
-        assert segment("harmony", parts, reasoning=Reasoning()) == wanted, cut
-    for size in range(1, MAX_BURST + 1):
-        parts = [text[start : start + size] for start in range(0, len(text), size)]
-        assert segment("harmony", parts, reasoning=Reasoning()) == wanted, size
-
-
-def test_without_a_reasoning_parser_the_analysis_is_text():
-    found = segment("harmony", [f"{ANALYSIS}{FINAL}Yes."])
-    assert found == [(Kind.TEXT, "Hm, 1 < 2.\nYes.")]
-
-
 @pytest.mark.matrix(keep=3)
 @pytest.mark.parametrize("name", NAMES)
 def test_text_that_was_told_takes_no_memory(name):
@@ -500,23 +430,3 @@ def test_what_the_grammar_of_a_form_allows_is_read_as_calls(name):
             assert matcher.accept_string(text), text
             assert matcher.accept_token(0)
     assert num_read >= 4
-
-
-def test_the_grammar_of_harmony_allows_reasoning_before_an_answer_or_a_call():
-    form = FORMATS["harmony"]
-    calls = form.structure(TOOLS, Pieces(), is_one=False)
-    answer = form.answer(json_schema({"type": "object"}), Pieces())
-    either = {"type": "or", "elements": [answer, calls]}
-    tag = {"type": "structural_tag", "format": form.behind_reasoning(either, Pieces())}
-    vocabulary = ["</s>", *(chr(c) for c in range(32, 127))]
-    info = xgrammar.TokenizerInfo(vocabulary, stop_token_ids=[0])
-    compiler = xgrammar.GrammarCompiler(info, max_threads=1)
-    compiled = compiler.compile_structural_tag(json.dumps(tag))
-    call = WRITE["harmony"]([("search", {"query": "x"})])
-    for text, is_allowed in (
-        (call, True), (ANALYSIS + call, True), (FINAL + "{}", True),
-        (ANALYSIS + FINAL + "{}", True), (FINAL + "Yes.", False), ("{}", False),
-        (call.replace("search", "other"), False),
-    ):  # fmt: skip
-        matcher = xgrammar.GrammarMatcher(compiled)
-        assert (matcher.accept_string(text) and matcher.accept_token(0)) == is_allowed, text
