@@ -74,19 +74,24 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep only the selected cases of each test marked `matrix`, spread over all of them.
 
-    ``keep=0`` keeps a test of a rare path for ``make test-models`` alone.
+    ``keep=0`` keeps a rare path, a test or one of its cases, for ``make test-models`` alone.
+    The smallest of several marks counts.
     """
     if config.getoption("--all-cases"):
         return
     matrices: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        if item.get_closest_marker("matrix") is not None:
-            matrices.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    counts: dict[str, int] = {}
     left_out: set[pytest.Item] = set()
-    for cases in matrices.values():
-        mark = cases[0].get_closest_marker("matrix")
-        assert mark is not None
-        count = min(mark.kwargs["keep"], len(cases))
+    for item in items:
+        keep = min((mark.kwargs["keep"] for mark in item.iter_markers("matrix")), default=None)
+        if keep == 0:
+            left_out.add(item)
+        elif keep is not None:
+            test = item.nodeid.partition("[")[0]
+            counts[test] = keep
+            matrices.setdefault(test, []).append(item)
+    for test, cases in matrices.items():
+        count = min(counts[test], len(cases))
         kept = {cases[index * len(cases) // count] for index in range(count)}
         left_out.update(case for case in cases if case not in kept)
     if left_out:

@@ -121,7 +121,14 @@ def test_attention_is_that_of_the_reference(kind, dtype, name, heads, kv_heads, 
 
 @pytest.mark.matrix(keep=3 if IS_INTERPRETED else 12)
 @pytest.mark.parametrize(
-    "limits", [{"window": 40}, {"window": 17, "num_sinks": 9}, {"soft_cap": 1.5}], ids=str
+    "limits",
+    [
+        {"window": 17, "num_sinks": 9, "soft_cap": 1.5},
+        {"window": 40},
+        {"window": 17, "num_sinks": 9},
+        {"soft_cap": 1.5},
+    ],
+    ids=str,
 )
 def test_windows_sinks_and_caps_are_those_of_the_reference(kind, dtype, limits):
     for lengths in CASES.values():

@@ -60,7 +60,7 @@ class Supervised:
             found = list(re.finditer(pattern, self.log))
             if len(found) >= count:
                 return found[count - 1]
-            time.sleep(0.02)
+            time.sleep(0.05)
         raise AssertionError(f"{pattern!r} is not in the log {count} times:\n{self.log}")
 
     def wait_ready(self) -> None:

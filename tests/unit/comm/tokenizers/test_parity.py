@@ -82,7 +82,7 @@ def saved(case: Case, folder: Path) -> Path:
     return target
 
 
-@pytest.mark.matrix(keep=5)
+@pytest.mark.matrix(keep=3)
 @pytest.mark.parametrize("name", BY_NAME)
 def test_a_published_folder_has_the_ids_and_texts_of_auto_tokenizer(name, tmp_path):
     check(BY_NAME[name].make(tmp_path / name))
@@ -91,7 +91,7 @@ def test_a_published_folder_has_the_ids_and_texts_of_auto_tokenizer(name, tmp_pa
 SAVED = [name for name in BY_NAME if name not in ("starcoder",)]
 
 
-@pytest.mark.matrix(keep=4)
+@pytest.mark.matrix(keep=2)
 @pytest.mark.parametrize("name", SAVED)
 def test_a_folder_that_its_class_saved_has_the_ids_and_texts_of_auto_tokenizer(name, tmp_path):
     check(saved(BY_NAME[name], tmp_path))
@@ -109,7 +109,7 @@ LEFT_OUT = (
 )  # fmt: skip
 
 
-@pytest.mark.matrix(keep=6)
+@pytest.mark.matrix(keep=3)
 @pytest.mark.parametrize("left_out", LEFT_OUT)
 @pytest.mark.parametrize("name", MANY_FILES)
 def test_a_folder_without_one_of_its_files_has_the_ids_and_texts_of_auto_tokenizer(
@@ -172,7 +172,7 @@ CHANGES: dict[str, Callable[[Path], None]] = {
 CHANGED = ("gpt2", "opt", "qwen2", "llama3", "deepseek", "llama", "gemma2", "t5", "bert-cased")
 
 
-@pytest.mark.matrix(keep=8)
+@pytest.mark.matrix(keep=4)
 @pytest.mark.parametrize("is_saved", [False, True], ids=["published", "saved"])
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("name", CHANGED)
