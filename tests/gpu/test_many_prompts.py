@@ -1,4 +1,5 @@
-"""A thousand prompts of 256 tokens each on a GPU: drafts of every kind change no token."""
+"""A thousand prompts of 256 tokens each on a GPU: drafts of every kind change no token, nor do
+sequences that are preempted."""
 
 from __future__ import annotations
 
@@ -15,23 +16,34 @@ from trimaran.worker.config.speculation_config import SpeculationConfig
 
 pytestmark = pytest.mark.gpu
 
-CASES = [(40, 64, 0), *((100, 256, seed) for seed in range(1, 11))]
-"""Prompts, tokens of each and the seed, of a short run and of all thousand."""
+ALL_FIT = 40_960
+"""Tokens of a cache in which no sequence is preempted."""
+
+CASES = [
+    (40, 64, 0, ALL_FIT),
+    *((100, 256, seed, 12_800) for seed in range(1, 11)),
+    *((100, 256, seed, ALL_FIT) for seed in range(1, 4)),
+]
+"""Prompts, tokens of each, the seed and tokens of the cache: a short run, then a thousand with
+preemptions, and some without."""
 
 
 @pytest.mark.matrix(keep=1)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]} prompts, {case[2]}")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[2]}, cache of {case[3]}")
 def test_drafts_of_every_kind_change_no_token_in_deterministic_mode(case):
-    # All sequences fit: kernels of prompts recompute a paused sequence, and round otherwise.
-    way = {"device": "cuda", "dtype": "bfloat16", "deterministic": True, "cache_tokens": 40_960}
-    asked = draw(*case)
-    plain = make_driver(SpeculationConfig(), **way)
+    way = {"device": "cuda", "dtype": "bfloat16", "deterministic": True}
+    *drawn, cache_tokens = case
+    asked = draw(*drawn)
+    plain = make_driver(SpeculationConfig(), cache_tokens=ALL_FIT, **way)
     expected = serve(plain, asked)
     plain.engine.shutdown()
 
-    for name, speculation in DRAFTERS.items():
+    drafters = {"none": SpeculationConfig(), **DRAFTERS} if cache_tokens < ALL_FIT else DRAFTERS
+    for name, speculation in drafters.items():
         drafts = corrupt(expected) if name == "draft_tokens" else None
-        driver = make_driver(speculation, **way)
+        driver = make_driver(speculation, cache_tokens=cache_tokens, **way)
         assert serve(driver, asked, drafts) == expected, name
-        assert driver.engine.scheduler.draft_counts.num_tokens or name == "adaptive"
+        scheduler = driver.engine.scheduler
+        assert scheduler.draft_counts.num_tokens or name in ("none", "adaptive")
+        assert bool(scheduler.preemptions.num_sequences) == (cache_tokens < ALL_FIT)
         driver.engine.shutdown()

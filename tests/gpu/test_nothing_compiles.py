@@ -360,6 +360,33 @@ def test_a_loaded_engine_compiles_nothing_after_its_start(compiled, name, tmp_pa
     assert not names, "\n".join(names)
 
 
+@pytest.mark.parametrize("shape", ["heads of 128", "experts", "latent"])
+def test_output_that_is_computed_again_compiles_nothing_after_the_start(
+    compiled, shape, tmp_path
+):
+    models.save_huggingface(tmp_path, SHAPES[shape])
+    driver = make_driver(
+        tmp_path, limits=LIMITS, deterministic=True, cache={"max_tokens": 24_000}
+    )
+    names = compiled()
+
+    rng, requests = random.Random(shape), []
+    for length in (*range(1, 10), *(rng.randrange(10, 300) for _ in range(60))):
+        prompt = [rng.randrange(1000) for _ in range(rng.choice((*LENGTHS, 200)))]
+        output = [rng.randrange(1000) for _ in range(length)]
+        requests.append({"prompt": prompt, "output": output, "max_tokens": length + 3})
+    # Alone, many at once, and in waves.
+    for fields in requests[:20]:
+        driver.submit(**fields)
+        driver.run()
+    for fields in requests[20:60]:
+        driver.submit(**fields)
+    serve_in_waves(driver, requests[60:])
+
+    driver.engine.shutdown()
+    assert not names, "\n".join(names)
+
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 DRAFTERS = {
     "draft_tokens": "", "ngram": "", "lookahead": "", "medusa": "",

@@ -98,12 +98,15 @@ class SchedulerConfig:
     priority -1, the next for -2 and so on."""
 
     expected_output_tokens: int = 1024
-    """Assumed output tokens of a sequence until enough sequences ended. For
-    ``max_utilization``."""
+    """Assumed tokens of an output until enough sequences ended, for ``max_utilization``."""
 
     tokens_per_read: float = 0.0
     """Prompt tokens that are computed in the time that reading the weights takes; set once
     the model is known. For ``max_utilization``, see `worker/scheduling/preemption.py`."""
+
+    max_recompute_rows: int = 0
+    """Most decodes of a step in which output is computed again: each of its tokens is a decode.
+    0 leaves this to the kernels of prompts, which round otherwise. Set by device and mode."""
 
     depth: int = 0
     """Steps in flight: 1 without overlap, 2 overlapped, in a pipeline the number of stages or
@@ -161,9 +164,7 @@ class CacheConfig:
     """Size and reuse of the KV cache."""
 
     tokens_per_block: int = 0
-    """0 chooses by device: 32, or on one Hopper GPU the number that `kv_cache_partitions`
-    needs.
-    """
+    """0 chooses by device: 32, or on one Hopper GPU what `kv_cache_partitions` needs."""
 
     max_tokens: int = 0
     """Capacity in tokens (``max_tokens_in_paged_kv_cache``); 0 means by memory fraction."""

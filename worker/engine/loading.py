@@ -17,6 +17,7 @@ from trimaran.comm.topology import ParallelLayout
 from trimaran.kernels.build import load_library
 from trimaran.kernels.cpu.sampling import CpuSampling
 from trimaran.worker.config.engine_config import EngineConfig, LoraConfig, SchedulerConfig
+from trimaran.worker.config.speculation_config import MAX_ROWS
 from trimaran.worker.engine.draft_networks import load_network
 from trimaran.worker.execution.cache_maker import CacheMaker
 from trimaran.worker.execution.cuda_graphs import choose_graphs
@@ -132,7 +133,7 @@ def load_engine(
     choose_sums_and_norms(config, tp, device)
     model = load_model(config, topology, tp, device, expert_ranks=group.expert_ranks)
     kernel = _sampling_kernel(model, device)
-    limits = _limits(config.scheduler, model)
+    limits = _limits(config, model)
     _make_first_layer_table_if_used(config, model, tp, group)
     network = load_network(config, topology, tp, model)
     maker = CacheMaker(config.cache, limits, model, topology, network)
@@ -301,11 +302,19 @@ def _make_inputs(
     return InputBatch(rows, length, block_size, 1, device, depth, kernel, switch_at)
 
 
-def _limits(scheduler: SchedulerConfig, model: CausalLM) -> SchedulerConfig:
-    """The configured limits, lowered to the model's, with its tokens per read of weights."""
+def _limits(config: EngineConfig, model: CausalLM) -> SchedulerConfig:
+    """The configured limits, lowered to the model's, with its tokens per read of weights, and
+    with the rows of output that is computed again on a GPU in deterministic mode."""
     longest = model.config.max_position_embeddings
-    per_read = tokens_per_read(model.config, model.device.type)
-    scheduler = dataclasses.replace(scheduler, tokens_per_read=per_read)
+    scheduler = config.scheduler
+    scheduler = dataclasses.replace(
+        scheduler, tokens_per_read=tokens_per_read(model.config, model.device.type)
+    )
+    if config.deterministic and model.device.type == "cuda":
+        # The CPU's kernels of prompts and of decodes round alike.
+        rows = min(scheduler.max_num_batched_tokens, MAX_ROWS)
+        rows = max(scheduler.max_num_rows, rows)
+        scheduler = dataclasses.replace(scheduler, max_recompute_rows=rows)
     if scheduler.max_seq_len <= longest:
         return scheduler
     logger.info("max_seq_len lowered from %d to the model's %d", scheduler.max_seq_len, longest)

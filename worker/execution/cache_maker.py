@@ -64,9 +64,10 @@ class CacheMaker:
             group.find_partitions()
 
     def prepare_drafts(self, runner: ModelRunner) -> None:
-        """Let a runner verify drafts if the limits ask for that, and draft with the network.
-        Before graphs are captured."""
+        """Let a runner verify drafts and compute output again by decodes, if the limits ask for
+        that, and draft with the network. Before graphs are captured."""
         limits = self._limits
+        runner.recomputes_rows = limits.max_recompute_rows > 0
         runner.shares_rows = limits.speculation.is_on
         if self._network is not None:
             runner.use_network(self._network, self.draft_groups, limits)
@@ -151,6 +152,7 @@ class CacheMaker:
             host_slots=num_slots,
             is_reserving=not limits.can_preempt,
             switch_at=self._model.switch_at,
+            separates_output=limits.max_recompute_rows > 0,
         )
 
 

@@ -75,7 +75,11 @@ class ModelRunner:
         """None unless the model's expert loads are counted."""
 
         self.shares_rows = False
-        """Whether a step's decodes may be of one sequence: a token and its drafts."""
+        """Whether any step may have several decodes of a sequence: a token and its drafts."""
+
+        self.recomputes_rows = False
+        """Whether a step that computes known output again has a decode for each token. Without
+        ``shares_rows`` no graph serves such a step."""
 
         self.hosts: list[HostCopies] = []
         """Each group's host memory, if blocks are kept there."""
@@ -236,7 +240,10 @@ class ModelRunner:
             )
         wanted = self._wanted(inputs)
         with self._counting(wanted, decision):
-            hidden_TD = self._forward(inputs, decision.num_decodes, hidden_TD, wanted)
+            hidden_TD = self._forward(
+                inputs, decision.num_decodes, hidden_TD, wanted,
+                shares_rows=self._shares_rows(decision),
+            )  # fmt: skip
         if wanted is not None:
             inputs.logits_indices = None
         return hidden_TD, inputs
@@ -250,9 +257,15 @@ class ModelRunner:
             return self.expert_loads.skip_last_layer()
         return nullcontext()
 
+    def _shares_rows(self, decision: SchedulerOutput) -> bool:
+        """Whether several decodes of the step may be of one sequence."""
+        return self.shares_rows or (self.recomputes_rows and decision.num_recomputed > 0)
+
     def _graphs_for(self, decision: SchedulerOutput) -> CudaGraphs | None:
         """The graphs for this kind of step; None for steps with features that graphs lack."""
         is_decode = decision.num_decodes == len(decision.rows)
+        if is_decode and not self.shares_rows and self._shares_rows(decision):
+            return None
         if self.model.adapters.has_tokens:
             return self._adapter_graphs if is_decode else None
         if is_decode:
@@ -311,9 +324,14 @@ class ModelRunner:
         num_decodes: int,
         hidden_TD: Tensor | None = None,
         wanted: Tensor | None = None,
+        *,
+        shares_rows: bool | None = None,
     ) -> Tensor:
+        """Hidden states of a step. ``shares_rows``: that of the runner by default."""
+        if shares_rows is None:
+            shares_rows = self.shares_rows
         context = ForwardContext(
-            attention=_metadata(inputs, num_decodes, self.shares_rows),
+            attention=_metadata(inputs, num_decodes, shares_rows),
             kv_caches=self._kv_caches,
             wanted=wanted,
             wanted_attention=self._wanted_attention(inputs, wanted),

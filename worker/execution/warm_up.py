@@ -184,6 +184,9 @@ def _run_all_kinds(runner: ModelRunner, limits: SchedulerConfig, rows: list[NewR
     """Run decodes and prompts of all numbers of sequences, and prompts of all numbers of
     tokens."""
     _run_kinds(runner, limits, rows, _counts(len(rows)))
+    if limits.max_recompute_rows:
+        for count in _counts(limits.max_recompute_rows):
+            _run_recomputed(runner, limits, rows, count)
     for tokens in _counts(_most_prompt_tokens(limits)):
         _run_prompts(runner, limits, rows, tokens)
 
@@ -207,6 +210,23 @@ def _run_kinds(
         if num_longer == count > 1:
             chunks[0] = 1
             runner.run_alone(_step(rows[:count], ones, chunks, are_new=False))
+
+
+def _run_recomputed(
+    runner: ModelRunner, limits: SchedulerConfig, rows: list[NewRow], count: int
+) -> None:
+    """Run so many decodes that compute known output, alone and beside a prompt."""
+    runner.run_alone(_recomputing(rows, [1] * count))
+    if count + 2 <= limits.max_num_batched_tokens and limits.max_seq_len >= _SHORTEST:
+        runner.run_alone(_recomputing(rows, [1] * count + [2]))
+
+
+def _recomputing(rows: list[NewRow], chunks: list[int]) -> SchedulerOutput:
+    """A step that samples its last sequence alone."""
+    entries = [rows[place % len(rows)] for place in range(len(chunks))]
+    step = _step(entries, int32s([1] * len(chunks)), int32s(chunks), are_new=False)
+    step.sampled = step.sampled[-1:]
+    return step
 
 
 def _asking(limits: SchedulerConfig, step: SchedulerOutput) -> SchedulerOutput:
@@ -293,6 +313,9 @@ def peak_step_bytes(runner: ModelRunner, limits: SchedulerConfig) -> tuple[int, 
     short = [_row(row % limits.max_num_seqs, 1, _EDITED) for row in range(limits.max_num_rows)]
     ones = int32s([1] * len(short))
     decode_bytes = _peak_bytes(runner, _asking(limits, _step(short, ones, ones)))
+    if limits.max_recompute_rows:
+        again = _recomputing(short, [1] * limits.max_recompute_rows)
+        decode_bytes = max(decode_bytes, _peak_bytes(runner, again))
     for new in short:
         runner.end.leave(new.row)
     return prompt_bytes, decode_bytes

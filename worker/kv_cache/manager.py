@@ -34,7 +34,8 @@ class KVCacheManager:
     moves to the host, and is loaded when a sequence needs it. Without ``enable_reuse`` only the
     content of preempted sequences moves to the host, and only for these sequences. With
     ``is_reserving`` sequences have reservations. Sequences of more than ``switch_at`` tokens
-    share no content with shorter sequences.
+    share no content with shorter sequences. With ``separates_output`` no token of a prompt is
+    found in an output, and no token of an output in a prompt.
     """
 
     def __init__(
@@ -48,8 +49,10 @@ class KVCacheManager:
         host_slots: int = 0,
         is_reserving: bool = False,
         switch_at: int = 0,
+        separates_output: bool = False,
     ) -> None:
         self.block_size = block_size
+        self.separates_output = separates_output
         self.switch_at = switch_at or _NEVER
         """Number of tokens above which all keys of a sequence have another rotation."""
         self.enable_reuse = enable_reuse
@@ -145,6 +148,14 @@ class KVCacheManager:
             blocks.hashes.clear()
             self.extend_hashes(blocks, token_ids)
 
+    def start_hashes(
+        self, blocks: SequenceBlocks, token_ids: array[int], num_prompt: int
+    ) -> None:
+        """Hash the full blocks of a new sequence, whose prompt has ``num_prompt`` tokens."""
+        if self.separates_output:
+            blocks.num_prompt = num_prompt
+        self.extend_hashes(blocks, token_ids)
+
     def extend_hashes(self, blocks: SequenceBlocks, token_ids: array[int]) -> None:
         """Hash the full blocks among ``token_ids``, all known ids of the sequence."""
         if not self.enable_reuse:
@@ -153,8 +164,8 @@ class KVCacheManager:
         hashes = blocks.hashes
         while (len(hashes) + 1) * size <= len(token_ids):
             start = len(hashes) * size
-            parent = blocks.parent_of(len(hashes))
-            hashes.append(hash_of(parent, token_ids[start : start + size]))
+            ids = token_ids[start : start + size]
+            hashes.append(blocks.hash_at(len(hashes), ids, size))
 
     def _keep_ends(
         self, blocks: SequenceBlocks, token_ids: array[int], num_prompt: int, num_known: int
@@ -167,17 +178,17 @@ class KVCacheManager:
         at_prompt = num_prompt // size
         if num_prompt % size and at_prompt < num_full:
             ids = token_ids[at_prompt * size : (at_prompt + 1) * size]
-            self.prefixes.keep_end(blocks.parent_of(at_prompt), ids)
+            self.prefixes.keep_end(blocks, at_prompt, ids)
         last = [table[num_full] for table in blocks.tables] if rest else []
         if not last or any(map(BlockPool.is_shared, self.pools, last)):
             return
-        parent, ids = blocks.parent_of(num_full), token_ids[num_full * size : num_known]
-        block_hash = hash_of(parent, ids)
+        ids = token_ids[num_full * size : num_known]
+        block_hash = blocks.hash_at(num_full, ids, size)
         for pool, block in zip(self.pools, last, strict=True):
             pool.publish(block, block_hash, is_partial=True)
             if blocks.retention is not None:
                 pool.retain(block_hash, blocks.retention.at(num_full * size))
-        self.prefixes.keep_end(parent, ids)
+        self.prefixes.keep_end(blocks, num_full, ids)
 
     def free_outside_window(self, blocks: SequenceBlocks, position: int) -> None:
         """Drop references to blocks that no query from ``position`` on sees; content stays

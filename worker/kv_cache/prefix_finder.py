@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from trimaran.worker.kv_cache.block_pool import BlockPool
 from trimaran.worker.kv_cache.host_pool import BlockHash
-from trimaran.worker.kv_cache.sequence_blocks import Prefix, SequenceBlocks, hash_of
+from trimaran.worker.kv_cache.sequence_blocks import Prefix, SequenceBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,13 @@ class Window:
         return table[: left.start] + table[left.stop :]
 
 
+class _PartialBlock(NamedTuple):
+    hash: BlockHash
+    token_ids: array[int]
+    prompt_part: int
+    """See `SequenceBlocks.prompt_part`."""
+
+
 class PartialBlocks:
     """Records one block for each parent: the partial last block of a sequence that ended, or
     the block in which its prompt ended. The oldest entry is dropped first.
@@ -49,33 +57,40 @@ class PartialBlocks:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._ids: dict[BlockHash, array[int]] = {}
+        self._blocks: dict[BlockHash, _PartialBlock] = {}
 
-    def put(self, parent: BlockHash, token_ids: array[int]) -> None:
-        """Record the block with these ids, which follows ``parent``."""
-        self._ids.pop(parent, None)
-        self._ids[parent] = token_ids
-        if len(self._ids) > self._most:
-            del self._ids[next(iter(self._ids))]
+    def put(self, parent: BlockHash, block: _PartialBlock) -> None:
+        """Record a block, which follows ``parent``."""
+        self._blocks.pop(parent, None)
+        self._blocks[parent] = block
+        if len(self._blocks) > self._most:
+            del self._blocks[next(iter(self._blocks))]
 
     def drop(self, parent: BlockHash) -> None:
         """The block is gone."""
-        self._ids.pop(parent, None)
+        self._blocks.pop(parent, None)
 
-    def match(self, parent: BlockHash, wanted: array[int]) -> tuple[BlockHash, int] | None:
-        """A block's hash, and the number of ``wanted`` ids at the beginning of the block.
+    def match(
+        self, parent: BlockHash, wanted: array[int], prompt_part: int
+    ) -> tuple[BlockHash, int] | None:
+        """A block's hash, and the number of ``wanted`` ids at the beginning of the block, of
+        which ``prompt_part`` are the prompt's.
 
         At least half of the ids must match, because the block must be copied.
         """
-        ids = self._ids.get(parent)
-        if ids is None:
+        block = self._blocks.get(parent)
+        if block is None:
             return None
+        ids = block.token_ids
         count, most = 0, min(len(ids), len(wanted))
+        if prompt_part != block.prompt_part:
+            # Behind the shorter part a token is the prompt's here and the output's there.
+            most = min(most, prompt_part, block.prompt_part)
         while count < most and ids[count] == wanted[count]:
             count += 1
         if count == 0 or 2 * count < len(wanted):
             return None
-        return hash_of(parent, ids), count
+        return block.hash, count
 
 
 class PrefixFinder:
@@ -133,9 +148,12 @@ class PrefixFinder:
         num_blocks = -(-num_tokens // self._block_size)
         return self._split([table[:num_blocks] for table in parent.tables], num_tokens)
 
-    def keep_end(self, parent: BlockHash, token_ids: array[int]) -> None:
-        """Record that the block of these ids follows ``parent``, for later prefixes."""
-        self._ends.put(parent, token_ids)
+    def keep_end(self, blocks: SequenceBlocks, index: int, token_ids: array[int]) -> None:
+        """Record a sequence's block ``index``, which has these ids, for later prefixes."""
+        size = self._block_size
+        block_hash = blocks.hash_at(index, token_ids, size)
+        block = _PartialBlock(block_hash, token_ids, blocks.prompt_part(index, size))
+        self._ends.put(blocks.parent_of(index), block)
 
     def _is_free(self, blocks: list[int | None]) -> bool:
         """Whether these blocks, one a group, are unreferenced."""
@@ -174,7 +192,8 @@ class PrefixFinder:
         # One token is left to compute.
         wanted = token_ids[start : min(start + self._block_size, len(token_ids) - 1)]
         parent = blocks.parent_of(num_shared)
-        matched = self._ends.match(parent, wanted)
+        prompt_part = blocks.prompt_part(num_shared, self._block_size)
+        matched = self._ends.match(parent, wanted, prompt_part)
         if matched is None:
             return prefix
         block_hash, count = matched

@@ -53,6 +53,7 @@ class SequenceBlocks:
         "is_long",
         "load",
         "max_blocks",
+        "num_prompt",
         "num_published",
         "num_skipped",
         "retention",
@@ -67,6 +68,9 @@ class SequenceBlocks:
         `KVCacheManager.separate_long_contexts`."""
         self.tables: list[list[int]] = [[] for _ in range(num_groups)]
         self.hashes: list[BlockHash] = []
+        self.num_prompt = -1
+        """Tokens of the prompt, if blocks with output have other hashes than blocks of a prompt
+        with the same ids; else -1."""
         self.num_published = 0
         self.max_blocks = 0
         """Blocks a group that the sequence has reserved to hold at once; 0 means none."""
@@ -85,6 +89,19 @@ class SequenceBlocks:
     def parent_of(self, index: int) -> BlockHash:
         """The hash of the block before ``index``."""
         return self.hashes[index - 1] if index else self.root
+
+    def hash_at(self, index: int, token_ids: array[int], block_size: int) -> BlockHash:
+        """The hash of block ``index``, which has these ids."""
+        parent = self.parent_of(index)
+        if index == self.num_prompt // block_size:
+            # No token has the id -1.
+            parent = hash_of(parent, array("i", [-1, self.num_prompt % block_size]))
+        return hash_of(parent, token_ids)
+
+    def prompt_part(self, index: int, block_size: int) -> int:
+        """Tokens of the prompt in block ``index``; 0 if blocks with output have no hashes of
+        their own."""
+        return max(0, min(block_size, self.num_prompt - index * block_size))
 
     @property
     def num_held(self) -> int:

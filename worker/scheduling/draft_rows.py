@@ -183,7 +183,7 @@ class DraftRows:
     def _extend(self, plan: StepPlan, sampled: List[Sequence]) -> dict[int, DraftRun]:
         """Add draft rows. Returns the drafts by their sequence's index in ``sampled``."""
         runs: dict[int, DraftRun] = {}
-        room = min(plan.budget, self._max_rows - len(sampled))
+        room = min(plan.budget, self._max_rows - len(sampled) - plan.num_further_rows)
         if room <= 0:
             return runs
         asked, own = self._candidates(plan, sampled)
@@ -435,8 +435,10 @@ class DraftRows:
         # With steps in flight the time between two results counts.
         now = time.perf_counter()
         seconds, self._last_end = now - self._last_end, now
-        num_rows = step.decision.num_decodes
+        decision = step.decision
+        num_rows = decision.num_decodes
         is_measured = bool(step.drafts) or not step.proposers
-        if num_rows == len(step.decision.rows) and is_measured:
+        is_measured = is_measured and not decision.num_recomputed
+        if num_rows == len(decision.rows) and is_measured:
             # A step that verifies drafts also makes the next ones: both count.
             self._controller.record(num_rows, seconds, is_drafted=bool(step.drafts))

@@ -184,7 +184,12 @@ class Scheduler:
         """
         self._ended += self._guided.receive(self._finish)
         can_cut = self.config.enable_chunked_context
-        plan = StepPlan(self.step + 1, self.config.max_num_batched_tokens, can_cut=can_cut)
+        plan = StepPlan(
+            self.step + 1,
+            self.config.max_num_batched_tokens,
+            can_cut=can_cut,
+            max_recompute_rows=self.config.max_recompute_rows,
+        )
         if self.draft_rows is not None:
             self.draft_rows.begin()
         self.batch.step = plan.step
@@ -283,14 +288,15 @@ class Scheduler:
         chunk = 1
         if missing > 1:
             budget = plan.budget_for(sequence, num_running - 1, num_later)
-            chunk = self._chunk(sequence, missing, budget - num_later)
+            chunk = self._chunk(sequence, missing, budget - num_later, plan)
         if self.cache.window.num_tokens and sequence.is_alone:
             self.cache.free_outside_window(sequence.blocks, start)
         if self._make_room(sequence, start + sequence.num_unverified + chunk, plan):
             self._advance(sequence, chunk, chunk == missing, plan)
 
-    def _chunk(self, sequence: Sequence, missing: int, budget: int) -> int:
+    def _chunk(self, sequence: Sequence, missing: int, budget: int, plan: StepPlan) -> int:
         """Tokens of a sequence to compute in this step."""
+        missing = plan.with_same_kernels(sequence, missing, len(self.running))
         waiting = self.policy.queue.ready if self.rows.free else []
         return self._chunked_prefill.size(sequence, missing, budget, waiting, self.step + 1)
 
@@ -355,7 +361,8 @@ class Scheduler:
         if adapters is not None and not adapters.make_ready(number):
             return False
         copies = allocation.take(sequence, cache, is_reserved=reserves)
-        chunk = self._chunk(sequence, missing, plan.budget_for(sequence, len(self.running)))
+        budget = plan.budget_for(sequence, len(self.running))
+        chunk = self._chunk(sequence, missing, budget, plan)
         has_room = cache.grow(blocks, allocation.num_cached + chunk)
         assert has_room, "a sequence was admitted without room for its first chunk"
         sequence.capacity = blocks.num_blocks * cache.block_size
@@ -385,7 +392,7 @@ class Scheduler:
             insort(self.running, sequence, key=KEY)
             start = sequence.num_computed_tokens
             missing = len(sequence.token_ids) - start
-            chunk = self._chunk(sequence, missing, plan.budget)
+            chunk = self._chunk(sequence, missing, plan.budget, plan)
             chunk = min(chunk, sequence.capacity - start)
             plan.add_row(sequence, [])
             self._advance(sequence, chunk, chunk == missing, plan)

@@ -98,7 +98,8 @@ class ScheduledStep:
         """Ids that this step samples for outputs, or finds as candidates of beams; without
         those in place of draft tokens, which may be accepted or not."""
         num_drafts = sum(len(run.token_ids) for run in self.drafts)
-        return len(self.decision.rows) - num_drafts - self.num_context
+        num_others = num_drafts + self.num_context + self.decision.num_recomputed
+        return len(self.decision.rows) - num_others
 
     def draft_places(self) -> dict[int, int]:
         """By index in ``sampled`` of each draft row, the number of drafts up to its own."""
@@ -137,12 +138,18 @@ class _Entries:
 class StepPlan:
     """Collects one step: entries within a token budget, new rows, blocks and copies."""
 
-    def __init__(self, step: int, budget: int, *, can_cut: bool = True) -> None:
-        """Without ``can_cut`` there is no chunked prefill: prompts are computed whole."""
+    def __init__(
+        self, step: int, budget: int, *, can_cut: bool = True, max_recompute_rows: int = 0
+    ) -> None:
+        """Without ``can_cut`` there is no chunked prefill: prompts are computed whole. See
+        `SchedulerConfig.max_recompute_rows`."""
         self.step = step
         self.budget = budget
         """Tokens that may still be scheduled."""
         self._recompute_budget = _MAX_RECOMPUTED if can_cut else budget
+        self._max_recompute_rows = max_recompute_rows
+        self.num_further_rows = 0
+        """Decodes of known output, without the first of each sequence."""
         self.has_preempted = False
         self.transfers = _NO_TRANSFERS
         self.first_samples: list[Sequence] = []
@@ -178,6 +185,32 @@ class StepPlan:
             return self.budget
         return min(self.budget, self._recompute_budget + num_later)
 
+    def with_same_kernels(self, sequence: Sequence, missing: int, num_running: int) -> int:
+        """As many of a sequence's next ``missing`` tokens as this step can compute by one kind
+        of kernels, that of prompts or that of decodes, beside ``num_running`` sequences."""
+        if not self._max_recompute_rows:
+            return missing
+        left = sequence.num_prompt_tokens - sequence.num_computed_tokens
+        if left <= 0:
+            # The sequence has a row already, as each running sequence has.
+            num_rows = num_running + self.num_further_rows
+            left = max(1, self._max_recompute_rows - num_rows)
+        return min(missing, left)
+
+    def _add_known(self, sequence: Sequence, start: int, count: int, is_sampled: bool) -> None:
+        """Schedule known output as ``count`` decodes, each of which rounds as the decode did
+        that computed the token first. As with drafts, a row finds the keys and values of the
+        rows before it."""
+        entries = self._decodes
+        first = len(entries.sequences)
+        entries.unsampled += range(first, first + count - is_sampled)
+        entries.sequences += [sequence] * count
+        entries.rows.extend([sequence.row] * count)
+        entries.starts.extend(range(start, start + count))
+        self.num_further_rows += count - 1
+        self.budget -= count
+        self._recompute_budget -= count
+
     def add_decode(self, sequence: Sequence, start: int) -> None:
         """Schedule one decode: the token at ``start``, with the next one sampled.
 
@@ -210,7 +243,7 @@ class StepPlan:
     @property
     def has_chunks(self) -> bool:
         """Whether a sequence computes several tokens, or a part of its prompt."""
-        return bool(self._chunks.sequences)
+        return bool(self._chunks.sequences or self.num_further_rows)
 
     def sampled(self) -> list[Sequence]:
         """The sequences whose next token is sampled, decodes first."""
@@ -287,6 +320,9 @@ class StepPlan:
         is_prompt = start < sequence.num_prompt_tokens
         if not is_prompt and chunk == 1 and is_sampled:
             self.add_decode(sequence, start)
+            return
+        if self._max_recompute_rows and not is_prompt:
+            self._add_known(sequence, start, chunk, is_sampled)
             return
         entries = self._chunks if is_prompt or chunk > 1 else self._decodes
         if not is_sampled:
@@ -381,7 +417,7 @@ class StepPlan:
             decode_ids=decode_ids,
             behind_drafts=np.frombuffer(self._behind, np.int32) if self._behind else _NONE,
         )
-        num_scheduled = len(sequences) - self.num_further_beams
+        num_scheduled = len(sequences) - self.num_further_beams - self.num_further_rows
         step = ScheduledStep(
             decision, sampled, self._num_context, self._num_context_tokens, num_scheduled
         )

@@ -44,7 +44,9 @@ class WaitingQueue:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence."""
-        self._cache.extend_hashes(sequence.blocks, sequence.token_ids)
+        self._cache.start_hashes(
+            sequence.blocks, sequence.token_ids, sequence.num_prompt_tokens
+        )
         self._insert(sequence)
 
     def add_preempted(self, sequence: Sequence, step: int) -> None:

@@ -172,6 +172,11 @@ class SchedulerOutput:
         """The decodes of ``decode_ids``."""
         return slice(self.num_decodes - len(self.decode_ids), self.num_decodes)
 
+    @property
+    def num_recomputed(self) -> int:
+        """Decodes that are not sampled: they compute known output again."""
+        return self.num_decodes - int(self.sampled.searchsorted(self.num_decodes))
+
     proposals: Int32Array = field(default_factory=lambda: int32s((), 5))
     """[n, 5]: for each sequence for which a network drafts after the step, or whose next step
     may be planned before the step's result: the index in ``sampled`` of the row that samples

@@ -7,6 +7,7 @@ here, from the same arguments.
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -130,13 +131,15 @@ def runner(request, tmp_path):
 
 
 class DrawnSteps:
-    """Steps of drawn sequences, each with a prompt in chunks, then decodes."""
+    """Steps of drawn sequences, each with a prompt in chunks, then decodes. Some sequences have
+    output, up to ``most_known`` tokens, which they compute again as decodes."""
 
-    def __init__(self, seed: int, hidden_size: int) -> None:
+    def __init__(self, seed: int, hidden_size: int, most_known: int = 0) -> None:
         self.rng = random.Random(seed)
         self.hidden_size = hidden_size
+        self.most_known = most_known
         self.sequences: dict[int, list] = {}
-        """By row: computed tokens, prompt tokens, sampling."""
+        """By row: computed tokens, prompt tokens, sampling, known tokens."""
 
     def next(self) -> SchedulerOutput:
         """A step in which some sequences end and some begin."""
@@ -147,12 +150,15 @@ class DrawnSteps:
         entered = [self._entered(row) for row in self._free()]
         entries, budget = [], MAX_TOKENS
         for row, each in self.sequences.items():
-            computed, prompt, _ = each
-            chunk = 1 if computed >= prompt else min(prompt - computed, rng.randrange(1, 30))
-            chunk = min(chunk, budget)
+            computed, prompt, _, known = each
+            missing = prompt - computed if computed < prompt else max(1, known - computed)
+            chunk = min(missing, rng.randrange(1, 30), budget)
             if chunk and rng.random() < 0.9:
                 budget -= chunk
-                entries.append((computed < prompt, row, computed, chunk))
+                if computed < prompt:
+                    entries.append((True, row, computed, chunk))
+                else:
+                    entries += [(False, row, computed + n, 1) for n in range(chunk)]
                 each[0] += chunk
         entries.sort()
         return self._step(entries, left, entered)
@@ -165,8 +171,9 @@ class DrawnSteps:
     def _entered(self, row: int) -> NewRow:
         length = self.rng.randrange(1, 40)
         fields = self.rng.choice(SAMPLINGS)
-        self.sequences[row] = [0, length, fields]
-        ids = int32s([5] * length)
+        known = length + self.rng.choice((0, self.rng.randrange(self.most_known + 1)))
+        self.sequences[row] = [0, length, fields, known]
+        ids = int32s([5] * known)
         table = None
         if self.rng.random() < 0.1:
             ids[-1] = VOCAB
@@ -181,7 +188,7 @@ class DrawnSteps:
     def _step(self, entries, left, entered) -> SchedulerOutput:
         sampled, num_guided = [], 0
         for index, (_, row, computed, chunk) in enumerate(entries):
-            if computed + chunk >= self.sequences[row][1]:
+            if computed + chunk >= self.sequences[row][3]:
                 sampled.append(index)
                 num_guided += "guide" in self.sequences[row][2]
         return SchedulerOutput(
@@ -213,6 +220,29 @@ def test_drawn_steps_launch_no_kernel_that_warm_up_has_not_launched(runner, laun
             runner.execute_model(decision)
 
     assert len(launched) > 10
+    assert launched - warm == set()
+
+
+@pytest.mark.matrix(keep=1)
+def test_output_that_is_computed_again_launches_no_kernel_that_warm_up_has_not_launched(
+    runner, launched
+):
+    limits = replace(LIMITS, max_recompute_rows=MAX_TOKENS)
+    runner.recomputes_rows = True
+    load_step_kernels(runner, limits)
+    run_features(runner, limits)
+    warm = set(launched)
+    launched.clear()
+
+    steps = DrawnSteps(7, runner.model.config.hidden_size, most_known=40)
+    num_again = 0
+    for _ in range(60):
+        decision = steps.next()
+        if len(decision.rows):
+            num_again += decision.num_recomputed
+            runner.execute_model(decision)
+
+    assert num_again > 100
     assert launched - warm == set()
 
 

@@ -30,8 +30,9 @@ class Planner:
         }
         self.config = SchedulerConfig(**values)
         self.cache = KVCacheManager(
-            [num_blocks], BLOCK, enable_reuse=enable_reuse, host_slots=host_slots
-        )
+            [num_blocks], BLOCK, enable_reuse=enable_reuse, host_slots=host_slots,
+            separates_output=self.config.max_recompute_rows > 0,
+        )  # fmt: skip
         self.scheduler = Scheduler(self.config, self.cache)
         self.requests: list[Request] = []
         self.ended: dict[int, FinishReason] = {}
