@@ -11,6 +11,7 @@ from tests.unit.worker.speculation.many_prompts import (
     draw,
     make_driver,
     serve,
+    with_adapters,
 )
 from trimaran.worker.config.speculation_config import SpeculationConfig
 
@@ -25,7 +26,7 @@ CASES = [
     *((100, 256, seed, ALL_FIT) for seed in range(1, 4)),
 ]
 """Prompts, tokens of each, the seed and tokens of the cache: a short run, then a thousand with
-preemptions, and some without."""
+preemptions, and some without. Requests of odd seeds have LoRA adapters."""
 
 
 @pytest.mark.matrix(keep=1)
@@ -34,6 +35,8 @@ def test_drafts_of_every_kind_change_no_token_in_deterministic_mode(case):
     way = {"device": "cuda", "dtype": "bfloat16", "deterministic": True}
     *drawn, cache_tokens = case
     asked = draw(*drawn)
+    if drawn[-1] % 2:
+        asked = with_adapters(asked)
     plain = make_driver(SpeculationConfig(), cache_tokens=ALL_FIT, **way)
     expected = serve(plain, asked)
     plain.engine.shutdown()

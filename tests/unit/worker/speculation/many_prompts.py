@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import random
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 
 from tests.driver import Driver
+from tests.unit.worker.lora_adapters import make_adapter, on_the_wire
 from trimaran.worker.config.engine_config import CacheConfig, EngineConfig, SchedulerConfig
 from trimaran.worker.config.speculation_config import LookaheadSizes, SpeculationConfig
 
@@ -69,6 +72,35 @@ def draw(num_prompts: int, num_tokens: int, seed: int) -> Asked:
     return asked
 
 
+def with_adapters(asked: Asked) -> Asked:
+    """The same requests, every third with one of two LoRA adapters."""
+    modules = ("attn_q", "attn_v", "mlp_gate")
+    adapters = [
+        {"adapter_id": seed, "adapter": on_the_wire(make_adapter(MODEL, seed, 4, modules))}
+        for seed in (5, 6)
+    ]
+    return [
+        (prompt, {**fields, **(adapters[number % 2] if number % 3 == 0 else {})})
+        for number, (prompt, fields) in enumerate(asked)
+    ]
+
+
+def with_guides(asked: Asked) -> Asked:
+    """The same requests, every fifth with a guide, whose output may end earlier."""
+    guides = (
+        {"guide_type": "regex", "guide": "((red|green|blue) [0-9]{2}, ){12}"},
+        {"guide_type": "json_schema", "guide": json.dumps({
+            "type": "array", "items": {"enum": ["one fish", "two fish"]}, "minItems": 9,
+            "maxItems": 20,
+        })},
+        {"guide_type": "choice", "guide": json.dumps(["to be", "not to be", "a question"])},
+    )  # fmt: skip
+    return [
+        (prompt, {**fields, **(guides[number % 3] if number % 5 == 1 else {}), "end_id": 1})
+        for number, (prompt, fields) in enumerate(asked)
+    ]
+
+
 def corrupt(outputs: list[list[int]]) -> list[tuple[int, ...]]:
     """Drafts of six tokens for each output: right, wrong from a place on, or longer than the
     output."""
@@ -82,10 +114,14 @@ def corrupt(outputs: list[list[int]]) -> list[tuple[int, ...]]:
 
 
 def make_driver(
-    speculation: SpeculationConfig, device: str = "cpu", cache_tokens: int = 12_800, **values
+    speculation: SpeculationConfig,
+    device: str = "cpu",
+    cache_tokens: int = 12_800,
+    ties: tuple[Any, ...] = (),
+    **values,
 ) -> Driver:
     """An engine that keeps some prompts' blocks, and pauses sequences if all are long and the
-    cache is small."""
+    cache is small. ``ties`` are those of several ranks."""
     return Driver(
         EngineConfig(
             model="test", engine_dir=str(MODEL), device=device,
@@ -96,7 +132,8 @@ def make_driver(
                 speculation=speculation,
             ),
             cache=CacheConfig(tokens_per_block=16, max_tokens=cache_tokens), **values,
-        )
+        ),
+        ties=ties,
     )  # fmt: skip
 
 
