@@ -22,7 +22,7 @@ ALL_FIT = 40_960
 
 CASES = [
     (40, 64, 0, ALL_FIT),
-    *((100, 256, seed, 12_800) for seed in range(1, 11)),
+    *((100, 256, seed, 8_000) for seed in range(1, 11)),
     *((100, 256, seed, ALL_FIT) for seed in range(1, 4)),
 ]
 """Prompts, tokens of each, the seed and tokens of the cache: a short run, then a thousand with
@@ -42,11 +42,13 @@ def test_drafts_of_every_kind_change_no_token_in_deterministic_mode(case):
     plain.engine.shutdown()
 
     drafters = {"none": SpeculationConfig(), **DRAFTERS} if cache_tokens < ALL_FIT else DRAFTERS
+    num_preempted = 0
     for name, speculation in drafters.items():
         drafts = corrupt(expected) if name == "draft_tokens" else None
         driver = make_driver(speculation, cache_tokens=cache_tokens, **way)
         assert serve(driver, asked, drafts) == expected, name
         scheduler = driver.engine.scheduler
         assert scheduler.draft_counts.num_tokens or name in ("none", "adaptive")
-        assert bool(scheduler.preemptions.num_sequences) == (cache_tokens < ALL_FIT)
+        num_preempted += scheduler.preemptions.num_sequences
         driver.engine.shutdown()
+    assert bool(num_preempted) == (cache_tokens < ALL_FIT)
