@@ -113,6 +113,7 @@ class CacheMaker:
         managers = [self._manager(num_blocks, num_slots) for _ in range(num_dp_ranks)]
         for manager in managers:
             manager.set_partitions([group.partitions for group in self.groups])
+            manager.separates_output = self._limits.max_recompute_rows > 0
         return managers
 
     def _keep_on_host(self, runner: ModelRunner, num_slots: int) -> None:
@@ -152,7 +153,6 @@ class CacheMaker:
             host_slots=num_slots,
             is_reserving=not limits.can_preempt,
             switch_at=self._model.switch_at,
-            separates_output=limits.max_recompute_rows > 0,
         )
 
 

@@ -34,8 +34,7 @@ class KVCacheManager:
     moves to the host, and is loaded when a sequence needs it. Without ``enable_reuse`` only the
     content of preempted sequences moves to the host, and only for these sequences. With
     ``is_reserving`` sequences have reservations. Sequences of more than ``switch_at`` tokens
-    share no content with shorter sequences. With ``separates_output`` no token of a prompt is
-    found in an output, and no token of an output in a prompt.
+    share no content with shorter sequences.
     """
 
     def __init__(
@@ -49,10 +48,11 @@ class KVCacheManager:
         host_slots: int = 0,
         is_reserving: bool = False,
         switch_at: int = 0,
-        separates_output: bool = False,
     ) -> None:
         self.block_size = block_size
-        self.separates_output = separates_output
+        self.separates_output = False
+        """Whether no token of a prompt is found in an output, and no token of an output in a
+        prompt. Set before any sequence starts."""
         self.switch_at = switch_at or _NEVER
         """Number of tokens above which all keys of a sequence have another rotation."""
         self.enable_reuse = enable_reuse

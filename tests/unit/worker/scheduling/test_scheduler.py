@@ -30,9 +30,9 @@ class Planner:
         }
         self.config = SchedulerConfig(**values)
         self.cache = KVCacheManager(
-            [num_blocks], BLOCK, enable_reuse=enable_reuse, host_slots=host_slots,
-            separates_output=self.config.max_recompute_rows > 0,
-        )  # fmt: skip
+            [num_blocks], BLOCK, enable_reuse=enable_reuse, host_slots=host_slots
+        )
+        self.cache.separates_output = self.config.max_recompute_rows > 0
         self.scheduler = Scheduler(self.config, self.cache)
         self.requests: list[Request] = []
         self.ended: dict[int, FinishReason] = {}
