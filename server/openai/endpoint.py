@@ -12,6 +12,7 @@ from collections.abc import (
     Collection,
     Iterable,
     Mapping,
+    Sequence,
 )
 from contextlib import aclosing
 from typing import Any, cast
@@ -29,7 +30,7 @@ from trimaran.server.inference.admission import Admission
 from trimaran.server.models.text_request import TextChunk, TextRequest
 from trimaran.server.openai.answers import Answer, ResponseMetadata, Usage
 from trimaran.server.openai.chat_templates import RenderedWithin, SlowTemplateError
-from trimaran.server.openai.errors import ApiError, ErrorFacts
+from trimaran.server.openai.errors import ApiError, ErrorFacts, in_members
 from trimaran.server.openai.models import OpenAIModels, ServedModel, facts_of
 from trimaran.server.openai.requests import BodyTask, GenerationRequest
 from trimaran.server.protocol import json_access
@@ -111,10 +112,14 @@ class GenerationEndpoint:
                     metadata = ResponseMetadata.new(prefix, generation.model, _tier(generation))
                     answer = make(metadata, generation, tokenizer, Usage(block))
                     wanted.id = metadata.id
-                if generation.params.is_streaming:
-                    return await self._stream(request, served, wanted, answer)
-                with admission.unless_aborted():
-                    document = await self._whole(served, wanted, answer)
+                try:
+                    if generation.params.is_streaming:
+                        members = generation.guide_members
+                        return await self._stream(request, served, wanted, answer, members)
+                    with admission.unless_aborted():
+                        document = await self._whole(served, wanted, answer)
+                except RequestError as error:
+                    raise in_members(error, generation.guide_members) from None
                 return await send_document(request, document, is_last=admission.is_draining)
 
     async def read_body(self, request: web.BaseRequest, memory: BodyMemory) -> Body:
@@ -226,6 +231,7 @@ class GenerationEndpoint:
         served: ServedModel,
         wanted: TextRequest,
         answer: Answer,
+        guide_members: Sequence[str],
     ) -> web.StreamResponse:
         admission = self._service.admission
         async with aclosing(_chunks(served, wanted)) as chunks:
@@ -239,7 +245,12 @@ class GenerationEndpoint:
             if admission.is_draining:
                 stream.force_close()
             await stream.prepare(request)
-            await self._write(EventWriter(request, stream), answer, first, chunks)
+            writer = EventWriter(request, stream)
+            try:
+                await self._write(writer, answer, first, chunks)
+            except RequestError as error:
+                named = in_members(error, guide_members)
+                await _write_all(writer, answer.failure(ErrorFacts.of(named)))
         await stream.write_eof()
         return stream
 
@@ -250,7 +261,11 @@ class GenerationEndpoint:
         first: TextChunk | None,
         chunks: AsyncIterator[TextChunk],
     ) -> None:
-        """Write all events. A slow reader delays its own request only."""
+        """Write all events. A slow reader delays its own request only.
+
+        Raises:
+            RequestError: the request failed after its first event.
+        """
         try:
             with self._service.admission.unless_aborted():
                 await _write_all(writer, answer.opening())
@@ -258,9 +273,7 @@ class GenerationEndpoint:
                     await _write_chunk(writer, answer, first)
                 await _write_chunks(writer, answer, chunks)
                 await _write_all(writer, answer.closing())
-        except RequestError as error:
-            await _write_all(writer, answer.failure(ErrorFacts.of(error)))
-        except ConnectionError:
+        except (RequestError, ConnectionError):
             raise
         except Exception:
             # The status is already sent: errors go into an event.

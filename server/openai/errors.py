@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from aiohttp import web
@@ -66,6 +68,38 @@ class ErrorFacts:
     def error(self) -> ApiError:
         """The error again."""
         return ApiError(self.message, param=self.param, code=self.code, kind=self.kind)
+
+
+_MEMBERS = {
+    "embedding_bias": "logit_bias", "min_length": "min_tokens", "runtime_top_k": "top_k",
+    "runtime_top_p": "top_p", "runtime_min_p": "min_p", "num_return_sequences": "n",
+    "random_seed": "seed", "request_output_len": "max_tokens",
+    "stop_words_list": "stop", "lora_name": "model",
+}  # fmt: skip
+"""Inputs of the token model, and the members of requests that set them."""
+
+_NAMES = re.compile(rf"\b(?:{'|'.join(_MEMBERS)})\b")
+_NO_GUIDE = re.compile(r"\bguided_decoding_guide is no (?:structural_tag|json_schema|json)\b")
+_GUIDE_KIND = re.compile(r"\bguided_decoding_guide_type is '\w+'")
+_GUIDE = re.compile(r"\bguided_decoding_guide(?:_type)?\b")
+
+
+def in_members(error: RequestError, guide_members: Sequence[str]) -> RequestError:
+    """An error of the engine with the members of the request in the place of the token model's
+    inputs. ``guide_members`` are those that set the guide."""
+    if isinstance(error, ApiError):
+        return error
+    text, param = str(error), None
+    if guide_members and _GUIDE.search(text):
+        members, param = " or ".join(f"'{name}'" for name in guide_members), guide_members[0]
+        text = _NO_GUIDE.sub(f"{members} has no schema", text)
+        text = _GUIDE_KIND.sub(f"{members} needs guided decoding", text)
+        text = _GUIDE.sub(members, text)
+    found = _NAMES.search(text)
+    if found is not None:
+        param = param or _MEMBERS[found.group()]
+        text = _NAMES.sub(lambda match: f"'{_MEMBERS[match.group()]}'", text)
+    return error if param is None else ApiError(text, param=param, kind=error.kind)
 
 
 def unknown_model(name: str) -> ApiError:

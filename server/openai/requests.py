@@ -31,6 +31,7 @@ from trimaran.server.openai.sampling import (
 from trimaran.server.openai.tools import (
     OutputForm,
     ParserOptions,
+    ToolChoice,
     guide_of,
     parser_options_of,
     read_response_format,
@@ -87,6 +88,9 @@ class GenerationRequest:
     add_special_tokens: bool | None = None
     parser_options: ParserOptions | None = None
     """How outputs are cut into segments; None: they are texts."""
+
+    guide_members: tuple[str, ...] = ()
+    """The members that say what guided decoding allows."""
 
     repeated: dict[str, Any] = field(default_factory=dict)
     """Members of the request that the answer repeats."""
@@ -170,6 +174,7 @@ def read_chat(fields: Fields, chat_models: Mapping[str, ChatModel]) -> Generatio
     if choice.mode != "none" or answer is not None or form.divides_outputs:
         options = parser_options_of(form, choice, model, prompt)
         params.values |= guide_of(form, choice, options, answer)
+        found.guide_members = _guide_members(choice, answer)
         if options.tool_format or options.reasoning:
             found.parser_options = options
             if options.shows_special_tokens:
@@ -180,6 +185,12 @@ def read_chat(fields: Fields, chat_models: Mapping[str, ChatModel]) -> Generatio
         _refuse_unserved(fields)
     fields.finish(*IGNORED)
     return found
+
+
+def _guide_members(choice: ToolChoice, answer: object) -> tuple[str, ...]:
+    if answer is not None and choice.mode in ("none", "auto"):
+        return ("response_format",) if choice.mode == "none" else ("response_format", "tools")
+    return ("tools",) if choice.mode in ("required", "named") else ()
 
 
 _LOG_PROB_MEMBERS = frozenset(("logprobs", "top_logprobs"))

@@ -77,6 +77,9 @@ def read_response(fields: Fields, chat_models: Mapping[str, ChatModel]) -> Gener
     except ApiError as error:
         raise given.named(error) from None
     found.repeated = repeated
+    found.guide_members = tuple(
+        "text.format" if name == "response_format" else name for name in found.guide_members
+    )
     return found
 
 

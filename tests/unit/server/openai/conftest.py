@@ -14,7 +14,14 @@ import pytest
 from started_frontend import FILL, StartedFrontend, write_repository
 from tokenizers import Tokenizer
 
-from trimaran.comm.messages.messages import Cancel, FinishReason, Ping, StepOutput, Submit
+from trimaran.comm.messages.messages import (
+    Cancel,
+    FinishReason,
+    Ping,
+    RequestFailed,
+    StepOutput,
+    Submit,
+)
 from trimaran.comm.messages.token_ids import unpack_ids
 from trimaran.server.config import OpenAiConfig
 
@@ -50,6 +57,8 @@ class Engine:
         self.gate.set()
         self.submits.clear()
         self.cancelled.clear()
+        self.refusal = ""
+        """Why every request is refused; empty: none is."""
 
     @property
     def prompt(self):
@@ -72,6 +81,12 @@ class Engine:
                     self.cancelled.update(message.request_ids)
 
     def _answer(self, submit):
+        if self.refusal:
+            failed = RequestFailed(
+                request_id=submit.request_id, kind="INVALID_ARG", text=self.refusal
+            )
+            self._peer.send(failed)
+            return
         text = self.texts.get(submit.sequence_index, self.texts[0])
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         most = submit.sampling.get("max_tokens", 16)

@@ -175,6 +175,50 @@ def test_a_json_answer_or_calls_may_come_where_both_are_asked_for(served):
 
 
 @pytest.mark.parametrize(
+    ("refusal", "told"),
+    [
+        ("guided_decoding_guide is no structural_tag that can be followed: x",
+         "'response_format' has no schema that can be followed: x"),
+        ("guided_decoding_guide: 'minimum' of a JSON schema is 'a'. Leave it out.",
+         "'response_format': 'minimum' of a JSON schema is 'a'. Leave it out."),
+        ("guided_decoding_guide_type is 'structural_tag' but this model serves no guided "
+         "decoding.", "'response_format' needs guided decoding but this model serves no "
+         "guided decoding."),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_refused_guide_is_told_by_the_member_that_made_it(shared, refusal, told, stream):
+    shared.engine.refusal = refusal
+    form = {"name": "p", "schema": PARAMETERS}
+    try:
+        with pytest.raises(openai.BadRequestError) as caught:
+            form_of_chat = {"type": "json_schema", "json_schema": form}
+            shared.chat(response_format=form_of_chat, stream=stream)
+        assert caught.value.body["message"].endswith(told)
+        assert caught.value.param == "response_format"
+        with pytest.raises(openai.BadRequestError) as caught:
+            text = {"format": {"type": "json_schema", **form}}
+            shared.client.responses.create(model="ensemble", input="hi", text=text)
+        assert caught.value.body["message"].endswith(
+            told.replace("response_format", "text.format")
+        )
+        assert caught.value.param == "text.format"
+    finally:
+        shared.engine.refusal = ""
+
+
+def test_a_refused_call_names_the_tools_and_other_inputs_have_their_members(served):
+    served.engine.refusal = "guided_decoding_guide has schemas more than 64 levels deep."
+    with pytest.raises(openai.BadRequestError, match="'tools' has schemas") as caught:
+        served.chat(tools=TOOLS, tool_choice="required")
+    assert caught.value.param == "tools"
+    served.engine.refusal = "embedding_bias has 5 values but must have 4096."
+    with pytest.raises(openai.BadRequestError, match="'logit_bias' has 5 values") as caught:
+        served.chat()
+    assert caught.value.param == "logit_bias"
+
+
+@pytest.mark.parametrize(
     ("change", "param"),
     [
         ({"tools": [{"type": "web_search"}]}, "tools[0]"),
