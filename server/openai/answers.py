@@ -37,6 +37,11 @@ class ResponseMetadata:
 class Answer(Protocol):
     """One request's answer, made of its chunks: a document or a stream of events."""
 
+    @property
+    def closes_at_once(self) -> bool:
+        """Whether the closing events take little time."""
+        ...
+
     def opening(self) -> list[bytes]:
         """The events before the first chunk."""
         ...
@@ -69,6 +74,9 @@ class Usage:
     tokens_per_block: int = 0
     """Block size of the engine's cache; 0: not known."""
 
+    num_reasoning: int | None = None
+    """Tokens of reasoning; None: outputs have none."""
+
     _inputs: dict[int, int] = field(default_factory=dict)
     _outputs: dict[tuple[int, int], int] = field(default_factory=dict)
     _cached: dict[int, int] = field(default_factory=dict)
@@ -100,12 +108,16 @@ class Usage:
 
     def document(self) -> dict[str, Any]:
         """The object ``usage``."""
-        return {
+        document: dict[str, Any] = {
             "prompt_tokens": self.num_input,
             "completion_tokens": self.num_output,
             "total_tokens": self.num_input + self.num_output,
             "prompt_tokens_details": {"cached_tokens": self.num_cached},
         }
+        if self.num_reasoning is not None:
+            details = {"reasoning_tokens": self.num_reasoning}
+            document["completion_tokens_details"] = details
+        return document
 
 
 def json_text(text: str) -> bytes:

@@ -15,7 +15,7 @@ from trimaran.server.openai.answers import (
 )
 from trimaran.server.openai.errors import ErrorFacts
 from trimaran.server.openai.log_probs import chat_content, chat_fragment, scored
-from trimaran.server.openai.outputs import Output, delta_of, foreign_tokens
+from trimaran.server.openai.outputs import Output, delta_of
 from trimaran.server.openai.requests import GenerationRequest
 from trimaran.server.openai.tools import ParserOptions
 from trimaran.server.protocol import json_access
@@ -23,6 +23,8 @@ from trimaran.server.protocol import json_access
 
 class ChatAnswer:
     """See `Answer`."""
+
+    closes_at_once = True
 
     def __init__(
         self,
@@ -36,8 +38,6 @@ class ChatAnswer:
         self._tokenizer = tokenizer
         self._usage = usage
         self._parser_options = request.parser_options
-        options = self._parser_options
-        self._dropped = None if options is None else foreign_tokens(options, tokenizer)
         self._outputs: dict[int, Output] = {}
         self._forms: dict[int, EventForm] = {}
         self._choices: dict[int, dict[str, Any]] = {}
@@ -71,7 +71,7 @@ class ChatAnswer:
         if not self._request.params.include_usage:
             return [DONE]
         last = self._event([])
-        last["usage"] = self._usage.document()
+        last["usage"] = self._used()
         return [json_access.dump(last), DONE]
 
     def failure(self, error: ErrorFacts) -> list[bytes]:
@@ -84,7 +84,7 @@ class ChatAnswer:
         message = {"role": "assistant", "content": chunk.text, "refusal": None}
         if self._parser_options is not None:
             output = self._output(chunk.sequence, self._parser_options)
-            output.feed(chunk.text, is_last=True)
+            output.feed(chunk)
             message |= _parsed_message(output)
         choice: dict[str, Any] = {
             "index": chunk.sequence, "message": message, "logprobs": None,
@@ -100,17 +100,21 @@ class ChatAnswer:
         """See `Answer`."""
         found = self._event([self._choices[index] for index in sorted(self._choices)])
         found["object"] = "chat.completion"
-        found["usage"] = self._usage.document()
+        found["usage"] = self._used()
         return found
+
+    def _used(self) -> dict[str, Any]:
+        options = self._parser_options
+        if options is not None and options.reasoning:
+            outputs = self._outputs.values()
+            self._usage.num_reasoning = sum(output.num_reasoning for output in outputs)
+        return self._usage.document()
 
     def _parsed_events(self, chunk: TextChunk, options: ParserOptions) -> list[bytes]:
         """An event for each segment; the last one has the end and the log-probabilities."""
         output = self._output(chunk.sequence, options)
         is_last = bool(chunk.finish_reason)
-        deltas = [
-            delta_of(segment, number, output)
-            for segment, number in output.feed(chunk.text, is_last=is_last)
-        ]
+        deltas = [delta_of(each.segment, each.number, output) for each in output.feed(chunk)]
         if not deltas and (is_last or self._request.num_top is not None):
             deltas = [{}]
         choices = [self._choice(chunk.sequence, delta) for delta in deltas]
@@ -121,7 +125,7 @@ class ChatAnswer:
     def _output(self, sequence: int, options: ParserOptions) -> Output:
         output = self._outputs.get(sequence)
         if output is None:
-            output = self._outputs[sequence] = Output(options, self._dropped)
+            output = self._outputs[sequence] = Output(options, self._tokenizer)
         return output
 
     def _end(self, choice: dict[str, Any], chunk: TextChunk) -> None:

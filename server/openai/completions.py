@@ -23,6 +23,8 @@ from trimaran.server.protocol.json_access import Fragment
 class CompletionAnswer:
     """See `Answer`."""
 
+    closes_at_once = True
+
     def __init__(
         self,
         metadata: ResponseMetadata,

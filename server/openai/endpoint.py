@@ -272,7 +272,10 @@ class GenerationEndpoint:
                 if first is not None:
                     await _write_chunk(writer, answer, first)
                 await _write_chunks(writer, answer, chunks)
-                await _write_all(writer, answer.closing())
+                if answer.closes_at_once:
+                    await _write_all(writer, answer.closing())
+                else:
+                    await _write_all(writer, await asyncio.to_thread(answer.closing))
         except (RequestError, ConnectionError):
             raise
         except Exception:

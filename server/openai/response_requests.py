@@ -9,7 +9,7 @@ from trimaran.server.openai.errors import ApiError
 from trimaran.server.openai.fields import Fields, list_of
 from trimaran.server.openai.requests import ChatModel, GenerationRequest, read_chat
 from trimaran.server.openai.response_input import ResponseInput
-from trimaran.server.openai.sampling import IGNORED
+from trimaran.server.openai.sampling import IGNORED, MAX_TOP_LOGPROBS
 
 _SAME = (
     "model", "temperature", "top_p", "parallel_tool_calls", "service_tier", "stream", "seed",
@@ -24,7 +24,6 @@ _REFUSED = {
     "conversation": "is not served: answers are not kept. Send the whole input.",
     "prompt": "is not served: templates are not kept. Send the input itself.",
     "background": "is not served. Leave it out, and read the answer or its stream.",
-    "top_logprobs": "is served by /v1/chat/completions",
     "max_tool_calls": "is not served: no tool is called by the server",
     "context_management": "is not served. Leave it out.",
     "moderation": "is not served. Leave it out.",
@@ -68,7 +67,7 @@ def read_response(fields: Fields, chat_models: Mapping[str, ChatModel]) -> Gener
             "input where it is too long.",
             param="truncation",
         )
-    _check_included(fields)
+    _read_log_probs(fields, chat)
     fields.take("stream_options")
     fields.finish(*IGNORED, "instructions")
     chat = {name: value for name, value in chat.items() if value is not None}
@@ -119,13 +118,16 @@ def _left(left: int, value: object) -> int:
     return left
 
 
-def _check_included(fields: Fields) -> None:
-    """Refuse log-probabilities. The other additions belong to items that answers never have."""
+def _read_log_probs(fields: Fields, chat: dict[str, Any]) -> None:
+    """Whether the answer has log-probabilities. The other additions that ``include`` may name
+    belong to items that answers never have."""
     included = list_of(fields, "include", str, "strings", 64) or []
+    num_top = fields.integer("top_logprobs", 0, MAX_TOP_LOGPROBS)
     if _LOG_PROBS in included:
+        chat["logprobs"], chat["top_logprobs"] = True, num_top or 0
+    elif num_top:
         raise ApiError(
-            f"'include' names {_LOG_PROBS}. Ask /v1/chat/completions for 'logprobs'.",
-            param="include",
+            f"'top_logprobs' needs '{_LOG_PROBS}' in 'include'", param="top_logprobs"
         )
 
 

@@ -9,14 +9,19 @@ from trimaran.server.models.text_request import TextChunk
 from trimaran.server.models.tokenizer import Tokenizer
 from trimaran.server.openai.answers import ResponseMetadata, Usage
 from trimaran.server.openai.errors import ErrorFacts
-from trimaran.server.openai.outputs import Output, foreign_tokens
+from trimaran.server.openai.log_probs import ScoredToken, chat_content
+from trimaran.server.openai.outputs import Output
 from trimaran.server.openai.parsing.scanner import Kind
 from trimaran.server.openai.requests import GenerationRequest
 from trimaran.server.openai.tools import ParserOptions
 from trimaran.server.protocol import json_access
+from trimaran.server.protocol.json_access import Fragment
 
 _ERROR_CODES = {"rate_limit_exceeded": "rate_limit_exceeded"}
 """The codes of errors that responses know; any other is ``server_error``."""
+
+_DEPTH = 8
+"""From an event's object to the log-probabilities of a token in its response."""
 
 _PREFIXES = {Kind.TEXT: "msg_", Kind.REASONING: "rs_", Kind.CALL: "fc_"}
 
@@ -35,16 +40,25 @@ class ResponseAnswer:
         self._request = request
         self._usage = usage
         options = request.parser_options or ParserOptions()
-        self._output = Output(options, foreign_tokens(options, tokenizer))
+        self._tokenizer = tokenizer
+        self._output = Output(options, tokenizer, request.num_top)
         self._num_events = 0
         self._items: list[dict[str, Any]] = []
         self._open: Kind | None = None
         self._parts: list[str] = []
         """Parts of the open item's text or arguments; a growing text would be copied often."""
+        self._log_probs: list[Fragment] = []
+        """Log-probabilities of the open item's tokens, as JSON."""
+
         self._num_calls = 0
         """Calls that are items already."""
         self._is_cut = False
         self._error: dict[str, Any] | None = None
+
+    @property
+    def closes_at_once(self) -> bool:
+        """See `Answer`. The last events repeat all log-probabilities."""
+        return self._request.num_top is None
 
     def opening(self) -> list[bytes]:
         """See `Answer`."""
@@ -58,7 +72,8 @@ class ResponseAnswer:
         """See `Answer`."""
         self._usage.add(chunk)
         events: list[bytes] = []
-        for segment, _ in self._output.feed(chunk.text, is_last=bool(chunk.finish_reason)):
+        for part in self._output.feed(chunk):
+            segment = part.segment
             if segment.kind is Kind.ARGUMENTS:
                 events.append(self._delta("function_call_arguments", segment.text))
                 self._parts.append(segment.text)
@@ -67,8 +82,10 @@ class ResponseAnswer:
                 events += self._close()
                 events += self._begin(segment.kind)
             if segment.kind is not Kind.CALL:
-                name = "output_text" if segment.kind is Kind.TEXT else "reasoning_text"
-                events.append(self._delta(name, segment.text, content_index=0))
+                name, extra = "reasoning_text", {}
+                if segment.kind is Kind.TEXT:
+                    name, extra = "output_text", {"logprobs": self._scored(part.tokens)}
+                events.append(self._delta(name, segment.text, content_index=0, **extra))
                 self._parts.append(segment.text)
         self._is_cut = chunk.finish_reason == "length"
         return events
@@ -100,9 +117,21 @@ class ResponseAnswer:
 
     def document(self) -> dict[str, Any]:
         """See `Answer`."""
-        return self._response("incomplete" if self._is_cut else "completed")
+        found = self._response("incomplete" if self._is_cut else "completed")
+        if self._request.num_top is not None:
+            found["output"] = Fragment(json_access.dump_in_parts(self._items, _DEPTH))
+        return found
 
     # ---- items --------------------------------------------------------------------------
+
+    def _scored(self, tokens: list[ScoredToken]) -> list[dict[str, Any]]:
+        """The log-probabilities of a delta, which are kept for the whole item too."""
+        contents = chat_content(self._tokenizer, tokens)
+        self._log_probs += [Fragment(json_access.dump(content)) for content in contents]
+        for content in contents:
+            for each in (content, *content["top_logprobs"]):
+                del each["bytes"]
+        return contents
 
     def _begin(self, kind: Kind) -> list[bytes]:
         """Open an item."""
@@ -150,7 +179,10 @@ class ResponseAnswer:
             part["text"] = text
             fields["content_index"] = 0
             name = "output_text" if kind is Kind.TEXT else "reasoning_text"
-            extra: dict[str, Any] = {"logprobs": []} if kind is Kind.TEXT else {}
+            extra: dict[str, Any] = {}
+            if kind is Kind.TEXT:
+                part["logprobs"], self._log_probs = self._log_probs, []
+                extra["logprobs"] = part["logprobs"]
             events = [
                 self._event(f"response.{name}.done", **fields, text=part["text"], **extra),
                 self._event("response.content_part.done", **fields, part=part),
@@ -167,13 +199,8 @@ class ResponseAnswer:
         return fields
 
     def _delta(self, name: str, text: str, **fields: Any) -> bytes:
-        extra: dict[str, Any] = {"logprobs": []} if name == "output_text" else {}
         return self._event(
-            f"response.{name}.delta",
-            **self._item_fields(has_item=True),
-            **fields,
-            delta=text,
-            **extra,
+            f"response.{name}.delta", **self._item_fields(has_item=True), **fields, delta=text
         )
 
     # ---- the whole ----------------------------------------------------------------------
@@ -182,7 +209,9 @@ class ResponseAnswer:
         event = {"type": kind, "sequence_number": self._num_events, **members}
         self._num_events += 1
         # The fields of a server-sent event may have any order.
-        return json_access.dump(event) + b"\nevent: " + kind.encode()
+        is_short = self._request.num_top is None
+        data = json_access.dump(event) if is_short else json_access.dump_in_parts(event, _DEPTH)
+        return data + b"\nevent: " + kind.encode()
 
     def _response(self, status: str) -> dict[str, Any]:
         metadata, is_over = self._metadata, status != "in_progress"
@@ -212,7 +241,7 @@ class ResponseAnswer:
             "input_tokens": usage.num_input,
             "input_tokens_details": cached,
             "output_tokens": usage.num_output,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": self._output.num_reasoning},
             "total_tokens": usage.num_input + usage.num_output,
         }
 

@@ -241,11 +241,11 @@ _PARTS_DEPTH = 4
 """From an answer's object to the items of a list in one of its choices."""
 
 
-def dump_in_parts(value: object) -> bytes:
+def dump_in_parts(value: object, depth: int = _PARTS_DEPTH) -> bytes:
     """As `dump`, in many short steps, for a thread. The encoder keeps Python's lock until its
     value is written, so that the event loop would have no turn meanwhile."""
     parts: list[bytes] = []
-    _add_parts(parts, value, _PARTS_DEPTH)
+    _add_parts(parts, value, depth)
     return b"".join(parts)
 
 

@@ -138,11 +138,13 @@ def _body(scanner: Scanner, header: str, told: set[Kind]) -> Reader:
     is_foreign = bool(name) and not name.startswith(_FUNCTIONS)
     if is_foreign or (channel is not None and channel.group(1) == "analysis"):
         kind = Kind.REASONING if scanner.has_reasoning else Kind.TEXT
+        scanner.is_reasoning = kind is Kind.REASONING
         yield from scanner.space()
         emit = without_last_space(_joined(scanner, kind, told))
     else:
         emit = _joined(scanner, Kind.TEXT, told)
     ended = yield from scanner.until(_ENDS, emit)
+    scanner.is_reasoning = False
     return ended
 
 

@@ -88,6 +88,11 @@ class OutputParser:
         self._steps = self._run()
         next(self._steps)
 
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether the next characters are reasoning, as far as is known."""
+        return self._scanner.is_reasoning
+
     def feed(self, text: str) -> list[Segment]:
         """The segments that a part of the text completes."""
         self._scanner.give(text)
@@ -133,7 +138,9 @@ class OutputParser:
         yield from scanner.space()
         emit = without_last_space(scanner.reason)
         while True:
+            scanner.is_reasoning = True
             read = yield from scanner.until(ends, emit)
+            scanner.is_reasoning = False
             if read in (reasoning.closing, ""):
                 yield from scanner.space()
                 return

@@ -75,6 +75,9 @@ class Scanner:
         self.tools = tools
         self.has_reasoning = has_reasoning
         self.num_calls = 0
+        self.is_reasoning = False
+        """Whether the next characters are reasoning, as far as is known."""
+
         self._segments: list[tuple[Kind, list[str], str]] = []
         """The parts of each segment, and its call's id: to grow a text by a character costs a
         copy of the text."""

@@ -201,14 +201,13 @@ PLACES: dict[str, Places] = {
     "openai/endpoint.py": {
         "json_access.dump": Limit("openai.endpoint._INLINE_TOKENS", 512),
     },
-    "openai/errors.py": {"json_access.dump": VALUE},
     "openai/fields.py": {"json_access.parse": INLINE_BODY, "join": INLINE_BODY},
     "openai/log_probs.py": {
         "decode": VALUE,
         **_all(Limit("openai.endpoint._INLINE_TOKENS", 512), "json_access.dump join"),
     },
     "openai/messages.py": {"loads": INLINE_BODY, "join": INLINE_BODY},
-    "openai/outputs.py": _all(ENGINE, "join sub"),
+    "openai/outputs.py": _all(ENGINE, "join sub encode"),
     "openai/parsing/pythonic_calls.py": _all(ENGINE, "join loads dumps fullmatch"),
     "openai/response_requests.py": {"join": OPERATOR},
     "openai/response_input.py": {"join": INLINE_BODY, "match": OPERATOR, "sub": OPERATOR},
@@ -221,6 +220,7 @@ PLACES: dict[str, Places] = {
     "openai/parsing/json_calls.py": _all(ENGINE, "join loads dumps"),
     "openai/parsing/named_calls.py": _all(ENGINE, "fullmatch"),
     "openai/parsing/tagged_calls.py": _all(ENGINE, "join dumps"),
+    "openai/errors.py": _all("a message of an error", "join search sub json_access.dump"),
     "openai/parsing/kimi_calls.py": _all(ENGINE, "findall"),
     "openai/parsing/minimax_calls.py": _all(ENGINE, "dumps"),
     "openai/parsing/tool_formats.py": _all(ENGINE, "dumps join"),

@@ -39,7 +39,7 @@ class Engine:
 
     def __init__(self, peer, tokenizer):
         self._peer = peer
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._sending = threading.Lock()
         self.texts = {}
         """The answer of each sequence; other sequences have that of 0."""
@@ -64,7 +64,7 @@ class Engine:
     def prompt(self):
         """The text of the last prompt."""
         ids = unpack_ids(self.submits[-1].prompt_ids).tolist()
-        return self._tokenizer.decode(ids, skip_special_tokens=False)
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
 
     @property
     def sampling(self):
@@ -88,7 +88,7 @@ class Engine:
             self._peer.send(failed)
             return
         text = self.texts.get(submit.sequence_index, self.texts[0])
-        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        ids = self.tokenizer.encode(text, add_special_tokens=False).ids
         most = submit.sampling.get("max_tokens", 16)
         reason = FinishReason.LENGTH if most < len(ids) else FinishReason.END_ID
         ids, start = ids[:most], 0

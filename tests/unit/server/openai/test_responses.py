@@ -86,6 +86,51 @@ def test_the_events_of_a_stream_build_the_whole_answer(served, burst):
     assert [item.type for item in whole.output] == [item.type for item in done]
 
 
+LOG_PROBS = "message.output_text.logprobs"
+
+
+@pytest.mark.parametrize("burst", [1, 3, 100])
+def test_the_tokens_of_a_text_have_log_probabilities_and_reasoning_is_counted(served, burst):
+    served.engine.burst = burst
+    options = {"tools": TOOLS, "include": [LOG_PROBS], "top_logprobs": 2}
+    text = f"<think>Hm, one two three.</think>Sô ist es.\n{CALL}"
+    whole = respond(served, text=text, **options)
+    Response.model_validate(whole.model_dump())
+    message = next(item for item in whole.output if item.type == "message")
+    told = message.content[0].logprobs
+    assert b"".join(bytes(each.bytes) for each in told).decode().strip() == "Sô ist es."
+    assert all(each.logprob == -0.5 and len(each.top_logprobs) == 2 for each in told)
+    ids = served.engine.tokenizer.encode("Hm, one two three.", add_special_tokens=False).ids
+    num_reasoning = whole.usage.output_tokens_details.reasoning_tokens
+    assert abs(num_reasoning - len(ids) - len("<think>")) <= len("<think>")
+    events = list(respond(served, stream=True, **options))
+    done = events[-1].response
+    streamed = next(item for item in done.output if item.type == "message")
+    assert streamed.content[0].logprobs == told
+    assert done.usage.output_tokens_details.reasoning_tokens == num_reasoning
+    deltas = [e for e in events if e.type == "response.output_text.delta"]
+    tokens = [each.token for event in deltas for each in event.logprobs]
+    assert tokens == [each.token for each in told]
+    chat = served.chat()
+    assert chat.usage.completion_tokens_details.reasoning_tokens == num_reasoning
+
+
+def test_without_reasoning_no_tokens_of_reasoning_are_counted(served):
+    answer = respond(served, text="So.", include=[LOG_PROBS])
+    assert answer.usage.output_tokens_details.reasoning_tokens == 0
+    assert [each.top_logprobs for each in answer.output[0].content[0].logprobs] == [[], []]
+
+
+@pytest.mark.parametrize("burst", [1, 100])
+def test_tokens_of_a_text_that_waits_for_the_end_of_a_literal_are_told(served, burst):
+    served.engine.burst = burst
+    text = "1 < 2 <tool_x."
+    answer = respond(served, text=text, tools=TOOLS, include=[LOG_PROBS], stream=True)
+    deltas = [event for event in answer if event.type == "response.output_text.delta"]
+    tokens = [each.token for event in deltas for each in event.logprobs]
+    assert "".join(tokens).strip() == text == "".join(event.delta for event in deltas)
+
+
 def test_the_clients_own_accumulator_reads_a_stream(served):
     served.engine.texts = {0: "So."}
     with served.client.responses.stream(model="ensemble", input="hi") as stream:
@@ -165,7 +210,8 @@ def test_a_required_call_and_a_json_answer_are_guided(served):
             "input[0].tool_calls",
         ),
         ({"tools": TOOLS, "tool_choice": {"type": "file_search"}}, "tool_choice"),
-        ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"include": ["message.output_text.logprobs"], "top_logprobs": 21}, "top_logprobs"),
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"extra_body": {"colour": 1}}, "colour"),
         # The answer repeats these.
