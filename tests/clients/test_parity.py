@@ -6,12 +6,8 @@ The wheel of nvidia-pytriton carries the server. Both servers have the same Pyth
 from __future__ import annotations
 
 import contextlib
-import os
-import shutil
-import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,10 +19,10 @@ import grpc_cases  # noqa: E402
 import http_cases  # noqa: E402
 import restricted_cases  # noqa: E402
 from differences import GRPC, HTTP, reason_of, text_of  # noqa: E402
-from exchange import HttpServer, wait_ready  # noqa: E402
+from exchange import HttpServer  # noqa: E402
 from grpc_exchange import GrpcServer  # noqa: E402
 from http_case import REGION, REGION_BYTES, REGION_TEXT  # noqa: E402
-from served import Served, free_ports  # noqa: E402
+from server_pair import MAX_DEATHS, ReferenceEndedError, ServerPair  # noqa: E402
 
 SEED = 7
 _REPORTED = 12
@@ -35,40 +31,6 @@ CONTROL = (
     "--grpc-address", "127.0.0.1", "--allow-gpu-metrics", "false",
     "--http-header-forward-pattern", "^x-told|tell", "--grpc-header-forward-pattern", "^x-told",
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Ports:
-    """The ports of one server."""
-
-    http: int
-    grpc: int
-
-
-@contextlib.contextmanager
-def _real(triton: Path, repository: Path, log: Path, flags: Sequence[str]) -> Iterator[Ports]:
-    http, grpc, metrics = free_ports(3)
-    server = triton / "pytriton" / "tritonserver"
-    command = [
-        str(server / "bin" / "tritonserver"), "--model-repository", str(repository),
-        "--backend-directory", str(server / "backends"), "--disable-auto-complete-config",
-        "--http-port", str(http), "--grpc-port", str(grpc), "--metrics-port", str(metrics),
-        *flags,
-    ]  # fmt: skip
-    env = {**os.environ, "LD_LIBRARY_PATH": str(triton / "nvidia_pytriton.libs")}
-    env["PATH"] = f"{triton / 'python' / 'bin'}:{env['PATH']}"
-    env.pop("PYTHONPATH", None)
-    with log.open("wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env)
-    try:
-        wait_ready(http)
-        yield Ports(http, grpc)
-    finally:
-        process.terminate()
-        try:
-            process.wait(60)
-        finally:
-            process.kill()
 
 
 @contextlib.contextmanager
@@ -82,26 +44,12 @@ def _region() -> Iterator[None]:
         path.unlink()
 
 
-@contextlib.contextmanager
-def _pair(triton: Path, folder: Path, *flags: str) -> Iterator[tuple[Ports, Ports]]:
-    """The reference and our server, with copies of the same models."""
-    for name in ("reference", "ours"):
-        shutil.copytree(_PARITY / "models", folder / name)
-    # Triton 2.51 always takes memory of clients.
-    own = (*flags, "--allow-client-shm", "true")
-    served = Served(folder / "ours", flags=own, log_path=folder / "ours.log")
-    log = folder / "reference.log"
-    with _real(triton, folder / "reference", log, flags) as reference, served:
-        yield reference, Ports(served.http_port, served.grpc_port)
-
-
 @pytest.fixture(scope="module")
-def both(
-    triton: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Ports, Ports]]:
+def pair(triton: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPair]:
     """The two servers, and memory of a client."""
-    with _region(), _pair(triton, tmp_path_factory.mktemp("parity"), *CONTROL) as both:
-        yield both
+    folder = tmp_path_factory.mktemp("parity")
+    with _region(), ServerPair(triton, folder, CONTROL) as pair:
+        yield pair
 
 
 def _explained(table, found):
@@ -149,15 +97,35 @@ def _over_grpc(both, cases):
                 yield case, f"{case.group} {case.method}", theirs, answer
 
 
-def test_http_answers_are_those_of_the_reference_but_for_the_table(both):
-    _check(HTTP, _over_http(both, http_cases.all_cases(SEED)))
+def test_http_answers_are_those_of_the_reference_but_for_the_table(pair):
+    with pair.compared() as both:
+        _check(HTTP, _over_http(both, http_cases.all_cases(SEED)))
 
 
-def test_grpc_answers_are_those_of_the_reference_but_for_the_table(both):
-    _check(GRPC, _over_grpc(both, grpc_cases.all_cases(SEED)))
+def test_grpc_answers_are_those_of_the_reference_but_for_the_table(pair):
+    with pair.compared() as both:
+        _check(GRPC, _over_grpc(both, grpc_cases.all_cases(SEED)))
 
 
 def test_restricted_endpoints_answer_as_those_of_the_reference(triton, tmp_path):
-    with _pair(triton, tmp_path, *CONTROL, *restricted_cases.FLAGS) as both:
+    flags = (*CONTROL, *restricted_cases.FLAGS)
+    with ServerPair(triton, tmp_path, flags) as pair, pair.compared() as both:
         _explained(HTTP, _over_http(both, restricted_cases.over_http()))
         _explained(GRPC, _over_grpc(both, restricted_cases.over_grpc()))
+
+
+def test_a_death_of_the_reference_is_named_and_both_servers_are_started_again(triton, tmp_path):
+    cases = list(http_cases.routes())[:20]
+    with ServerPair(triton, tmp_path, CONTROL) as pair:
+        with pytest.raises(ReferenceEndedError) as caught, pair.compared() as both:
+            pair.reference.process.kill()
+            assert list(_over_http(both, cases)) == []
+        assert "ended by SIGKILL. Its log ends:\n" in str(caught.value)
+        assert "Started HTTPService" in str(caught.value)
+        for _ in range(MAX_DEATHS):
+            with pair.compared() as both:
+                _explained(HTTP, _over_http(both, cases))
+            pair.reference.process.kill()
+            pair.reference.process.wait()
+        with pytest.raises(ReferenceEndedError):
+            pair.ports()
