@@ -90,14 +90,13 @@ class GpuFp8Product(Fp8Product):
         if self._is_fixed:
             return multiply_tiles(x, weight, bias_E, dtype, FIXED_TILE)
         rows, (outputs, inner) = x.values.shape[0], weight.values.shape
+        can_use_hopper = self._can_use_hopper(x_TD) and bias_E is None
+        if can_use_hopper and fp8_gemm.can_multiply_whole(rows, weight):
+            return fp8_gemm.multiply(Fp8Rows(x.values, x.scales, dtype), weight)
         if rows <= MAX_STREAM_ROWS:
             has_blocks = weight.blocks is not None
             tile = stream_tile(rows, outputs, inner, has_blocks=has_blocks)
             return multiply_stream(x, weight, bias_E, dtype, tile)
-        if self._can_use_hopper(x_TD) and bias_E is None:
-            output_TE = fp8_gemm.multiply(Fp8Rows(x.values, x.scales, dtype), weight)
-            if output_TE is not None:
-                return output_TE
         if self._has_library and dtype is torch.bfloat16:
             return multiply_by_library(x, weight, bias_E)
         return multiply_tiles(x, weight, bias_E, dtype, FIXED_TILE)
@@ -113,7 +112,9 @@ class GpuFp8Product(Fp8Product):
 
     def gated(self, x_TD: Tensor | Fp8Rows) -> Tensor | None:
         """Few rows by our Hopper kernel."""
-        if not self._can_use_hopper(x_TD) or not 0 < _num_rows(x_TD) <= fp8_gemm.MAX_ROWS:
+        if not self._can_use_hopper(x_TD) or not fp8_gemm.can_gate(
+            _num_rows(x_TD), self._weight
+        ):
             return None
         return fp8_gemm.multiply_gated(self._rows(x_TD), self._weight)
 

@@ -15,13 +15,15 @@ from trimaran.comm.errors import ConfigError
 from trimaran.kernels.build import KernelsUnavailableError
 from trimaran.kernels.compilations import hooks
 from trimaran.kernels.cuda.build import check_compiler
-from trimaran.kernels.cuda.hopper_gemm import HopperGemm, can_multiply, compile_gemm
+from trimaran.kernels.cuda.hopper_gemm import HopperGemm, can_multiply
+from trimaran.kernels.cuda.skinny_gemm import SkinnyGemm, compile_choice
 from trimaran.kernels.reference import add_linear
 from trimaran.kernels.tables.product_table import (
     Choice,
     GemmShape,
     Kind,
     ProductTable,
+    SkinnyShape,
     fixed_choice,
 )
 from trimaran.kernels.tables.tuned_choices import TunedChoices
@@ -131,7 +133,7 @@ class HopperProducts:
         self._dtype = dtype
         self._is_deterministic = is_deterministic
         self._table = table or ProductTable.of_device(torch.cuda.get_device_name(device))
-        self._kernels: dict[tuple[GemmShape, Kind], HopperGemm] = {}
+        self._kernels: dict[tuple[GemmShape | SkinnyShape, Kind], HopperGemm | SkinnyGemm] = {}
         self._compiled: set[tuple[int, int, Kind]] = set()
         self.backend = "cuda" if is_deterministic else "cuda, triton, torch"
 
@@ -193,7 +195,9 @@ class HopperProducts:
             return False
         return can_stream(x_TD.shape[0], weight_ED, is_gated=is_gated)
 
-    def _kernel(self, x_TD: Tensor, weight_ED: Tensor, kind: Kind) -> HopperGemm | None:
+    def _kernel(
+        self, x_TD: Tensor, weight_ED: Tensor, kind: Kind
+    ) -> HopperGemm | SkinnyGemm | None:
         outputs, inner = weight_ED.shape
         if self._is_deterministic:
             choice: Choice = fixed_choice(x_TD.shape[0], outputs, inner)
@@ -205,10 +209,13 @@ class HopperProducts:
             self._compile(outputs, inner, kind)
         return self._made(choice, kind)
 
-    def _made(self, choice: GemmShape, kind: Kind) -> HopperGemm:
+    def _made(self, choice: GemmShape | SkinnyShape, kind: Kind) -> HopperGemm | SkinnyGemm:
         kernel = self._kernels.get((choice, kind))
         if kernel is None:
-            kernel = HopperGemm(choice, self._dtype, self._device, kind)
+            if isinstance(choice, SkinnyShape):
+                kernel = SkinnyGemm(choice, self._dtype, self._device, kind)
+            else:
+                kernel = HopperGemm(choice, self._dtype, self._device, kind)
             self._kernels[(choice, kind)] = kernel
         return kernel
 
@@ -218,7 +225,7 @@ class HopperProducts:
             return
         self._compiled.add((outputs, inner, kind))
         choices = self._table.choices(outputs, inner, kind)
-        compile_one = functools.partial(compile_gemm, dtype=self._dtype, kind=kind)
+        compile_one = functools.partial(compile_choice, dtype=self._dtype, kind=kind)
         name = f"products by {outputs} x {inner}"
         with hooks.waiting(name), ThreadPoolExecutor(max_workers=8) as pool:
             list(pool.map(compile_one, choices))

@@ -3,34 +3,59 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from trimaran.kernels.build import KernelsUnavailableError
+from trimaran.kernels.compilations import hooks
 from trimaran.kernels.cuda.build import check_compiler
 from trimaran.kernels.cuda.hopper_gemm import HopperGemm
+from trimaran.kernels.cuda.skinny_gemm import SkinnyGemm, compile_choice
 from trimaran.kernels.quantized import Fp8Rows, Fp8Weight
-from trimaran.kernels.tables.product_table import GemmShape, Kind
+from trimaran.kernels.tables.product_table import GemmShape, Kind, SkinnyShape
 
 # Shapes: T tokens, D inner width, E gate and up.
+
+MAX_SKINNY_ROWS = 32
+"""Rows up to which blocks that have rows of the weight as the left operand are faster."""
 
 MAX_ROWS = 128
 """Rows up to which this kernel is faster than the library for every product."""
 
-MAX_PARTS_ROWS = 256
-"""The same for parts of many inputs."""
+MAX_MANY_ROWS = 256
+"""The same for parts of many inputs, and for gates and ups that keep all processors busy."""
+
+_TILES = (8, 16, 32, 64, 128, 256)
+"""Most rows of each tile."""
 
 _FEW_ROWS = 64
 """Rows of the smallest tile."""
 
 _MANY_INPUTS = 8192
-"""Inputs from which parts of up to `MAX_PARTS_ROWS` rows are faster than the library."""
+"""Inputs from which parts of up to `MAX_MANY_ROWS` rows are faster than the library."""
 
 _MULTIPLE = 16
 _GATED_COLUMNS = (80, 96, 112)
+_MANY_GATED = GemmShape(128, 224, 1, 2, 16, 0, shares_weights=True)
+"""The tile of gated products of more than `MAX_ROWS` rows: two blocks share its weights."""
+
+_EARLY_GATED = 8
+"""Tiles of gates and ups in flight before the rows are ready: 2 % of a step of 64 rows less."""
+
+_MIN_BUSY = 0.9
+"""Share of the processors' time that tiles fill, from which `_MANY_GATED` is faster."""
+
 _COLUMNS = (48, 64, 80, 96, 112)
+_MANY_COLUMNS = (64, 80, 96, 112)
 _PARTS_COLUMNS = (96, 112, 128)
+_FEWEST_ROWS, _HALF_KIB = 16, 106
+_FEW_BYTES = 200 << 10
+"""Weights of a block up to which blocks of other kernels should run beside it."""
+
 _MAX_SPLIT = 8
 _MIN_INPUTS = 512
 """Inputs of a part that outweigh the start of a block."""
@@ -53,49 +78,89 @@ def can_multiply(weight: Fp8Weight) -> bool:
     return True
 
 
+Cut = GemmShape | SkinnyShape
+
+
 @functools.lru_cache(maxsize=1024)
-def gated_cut(num_rows: int, outputs: int, processors: int) -> GemmShape:
-    """The cut by which the processor that reads the most weights reads the fewest."""
+def gated_cut(num_rows: int, outputs: int, processors: int) -> Cut | None:
+    """The cut by which the processor that reads the most weights reads the fewest; None if
+    another kernel is faster.
+
+    On an H200 256 rows by 28,672 outputs of 4,096 values, with the quantization of the results,
+    take up to 5 us of 70 less than the library and SwiGLU.
+    """
+    if 0 < num_rows <= MAX_SKINNY_ROWS:
+        return SkinnyShape.of_rows(num_rows, SkinnyShape.even_lines(outputs // 2, processors))
+    if MAX_ROWS < num_rows <= MAX_MANY_ROWS:
+        clusters = processors // _MANY_GATED.sharing
+        tiles = -(-outputs // _MANY_GATED.columns)
+        turns = -(-tiles // clusters) if clusters else 0
+        is_busy = turns > 0 and tiles >= _MIN_BUSY * turns * clusters
+        return _MANY_GATED if is_busy else None
+    if not 0 < num_rows <= MAX_ROWS:
+        return None
 
     def max_columns(columns: int) -> int:
         tiles = -(-outputs // columns)
         return -(-tiles // processors) * columns
 
-    return GemmShape(_tile_rows(num_rows), min(reversed(_GATED_COLUMNS), key=max_columns))
+    columns = min(reversed(_GATED_COLUMNS), key=max_columns)
+    return GemmShape(_tile_rows(num_rows), columns, max_early=_EARLY_GATED)
 
 
 @functools.lru_cache(maxsize=1024)
-def parts_cut(num_rows: int, outputs: int, inner: int, processors: int) -> GemmShape | None:
+def parts_cut(num_rows: int, outputs: int, inner: int, processors: int) -> Cut | None:
     """The cut of a product whose parts the next kernel adds up; None if another kernel is
     faster.
 
     All blocks run at once, and the weights of each are the fewest. Measured on an H200 for
-    4,096 outputs of 4,096 and of 14,336 inputs, tiles of 112 columns are the fastest up to 16
-    rows, tiles of 96 above: 1.3 to 2.5 us of 11 to 24 faster than Triton's product of up to 64
-    rows, and 5 and 16 us of 20 and 42 than the library's of 128.
+    4,096 outputs of 4,096 and of 14,336 inputs, tiles of 96 columns are the fastest above 16
+    rows: 1.3 to 2.5 us of 11 to 24 faster than Triton's product of up to 64 rows, and 5 and 16
+    us of 20 and 42 than the library's of 128.
     """
-    is_many = MAX_ROWS < num_rows <= MAX_PARTS_ROWS and inner >= _MANY_INPUTS
+    if 0 < num_rows <= MAX_SKINNY_ROWS:
+        return _skinny_parts(num_rows, outputs, inner, processors)
+    is_many = MAX_ROWS < num_rows <= MAX_MANY_ROWS and inner >= _MANY_INPUTS
     if not 0 < num_rows <= MAX_ROWS and not is_many:
         return None
-    best = 112 if num_rows <= 16 else 96
     cuts = []
     for columns in _PARTS_COLUMNS:
         split = min(_MAX_SPLIT, processors // -(-outputs // columns), inner // _MIN_INPUTS)
         if split > 1:
-            cuts.append((columns / split * (1 if columns == best else 1.2), columns, split))
+            cuts.append((columns / split * (1 if columns == 96 else 1.2), columns, split))
     if not cuts:
         return None
     _, columns, split = min(cuts)
     return GemmShape(_tile_rows(num_rows), columns, split)
 
 
+def _skinny_parts(
+    num_rows: int, outputs: int, inner: int, processors: int
+) -> SkinnyShape | None:
+    if inner < 2 * _MIN_INPUTS:
+        return None
+    most = min(_MAX_SPLIT, inner // _MIN_INPUTS)
+    return _skinny(num_rows, *SkinnyShape.even_parts(outputs, processors, most), inner)
+
+
+def _skinny(num_rows: int, lines: int, split: int, inner: int) -> SkinnyShape:
+    """A shape of few rows that leaves room for other blocks if it has few weights."""
+    shape = SkinnyShape.of_rows(num_rows, lines, split)
+    has_few = num_rows <= _FEWEST_ROWS and lines * (inner // split) <= _FEW_BYTES
+    return replace(shape, shared_kib=_HALF_KIB) if has_few else shape
+
+
 @functools.lru_cache(maxsize=1024)
-def whole_cut(num_rows: int, outputs: int, inner: int, processors: int) -> GemmShape | None:
+def whole_cut(num_rows: int, outputs: int, inner: int, processors: int) -> Cut | None:
     """The cut of a product that is stored whole; None if another kernel is faster.
 
     On an H200 128 rows by 6,144 outputs of 4,096 values take 14.1 us with the quantization, by
     the library 16.0; 4,096 outputs of 14,336 values 30 and 42.
     """
+    if 0 < num_rows <= MAX_SKINNY_ROWS:
+        return _skinny(num_rows, SkinnyShape.even_lines(outputs, processors), 1, inner)
+    if MAX_ROWS < num_rows <= MAX_MANY_ROWS:
+        return _many_cut(outputs, processors)
     if not _FEW_ROWS < num_rows <= MAX_ROWS:
         return None
 
@@ -110,21 +175,41 @@ def whole_cut(num_rows: int, outputs: int, inner: int, processors: int) -> GemmS
     return GemmShape(_tile_rows(num_rows), *min(cuts, key=weights_of_a_block))
 
 
+def _many_cut(outputs: int, processors: int) -> GemmShape | None:
+    """Tiles of 128 rows that all run at once, if these keep the processors busy.
+
+    With the gated products, such products of 6,144 and 4,096 outputs make a step of 256 rows of
+    the 8B shape 1.5 to 2 % shorter on an H200: the library's kernels start when the kernels
+    before them have ended.
+    """
+    for columns in _MANY_COLUMNS:
+        tiles = 2 * -(-outputs // columns)
+        if _MIN_BUSY * processors <= tiles <= processors:
+            sharing = 2 if columns == _MANY_COLUMNS[0] else 1
+            return GemmShape(128, columns, 1, sharing, shares_weights=sharing > 1)
+    return None
+
+
 def _tile_rows(num_rows: int) -> int:
     return next(rows for rows in (64, 128, 256) if num_rows <= rows)
 
 
+def can_gate(num_rows: int, weight: Fp8Weight) -> bool:
+    """Whether `multiply_gated` takes so many rows; see `gated_cut`."""
+    return gated_cut(num_rows, weight.values.shape[0], _processors(weight)) is not None
+
+
 def multiply_gated(x: Fp8Rows, weight: Fp8Weight) -> Tensor:
-    """``silu(x @ gate.T) * (x @ up.T)`` [T, E / 2] of 1 to `MAX_ROWS` rows, by a weight that
+    """``silu(x @ gate.T) * (x @ up.T)`` [T, E / 2] of rows that it `can_gate`, by a weight that
     `can_multiply` allows. Safe under CUDA graph capture, as all of this file.
 
-    With the quantization of rows, products of 1, 16, 64 and 128 rows with 28,672 outputs of
-    4,096 values take 30.3, 30.5, 30.9 and 37.6 us on an H200; Triton's product and SwiGLU take
-    32.1, 33.7 and 37.4, the library's and SwiGLU of 128 rows 44.0. The bytes take 28 at 4.2
-    TB/s.
+    With the quantization of rows, products of 64 and 128 rows with 28,672 outputs of 4,096
+    values take 30.9 and 37.6 us on an H200; Triton's product and SwiGLU of 64 rows take 37.4,
+    the library's and SwiGLU of 128 rows 44.0. The bytes take 28 at 4.2 TB/s.
     """
-    rows, outputs = x.values.shape[0], weight.values.shape[0]
-    return _multiply(x, weight, gated_cut(rows, outputs, _processors(weight)), "gated")
+    cut = gated_cut(x.values.shape[0], weight.values.shape[0], _processors(weight))
+    assert cut is not None, "another kernel multiplies so many rows"
+    return _multiply(x, weight, cut, "gated")
 
 
 def can_make_parts(num_rows: int, weight: Fp8Weight) -> bool:
@@ -139,19 +224,46 @@ def multiply_parts(x: Fp8Rows, weight: Fp8Weight) -> Tensor:
     return _multiply(x, weight, cut, "parts")
 
 
-def multiply(x: Fp8Rows, weight: Fp8Weight) -> Tensor | None:
-    """``x @ weight.T`` [T, E]; None as `whole_cut`."""
+def can_multiply_whole(num_rows: int, weight: Fp8Weight) -> bool:
+    """Whether `multiply` takes so many rows; see `whole_cut`."""
+    return whole_cut(num_rows, *weight.values.shape, _processors(weight)) is not None
+
+
+def multiply(x: Fp8Rows, weight: Fp8Weight) -> Tensor:
+    """``x @ weight.T`` [T, E], if it `can_multiply_whole`."""
     cut = whole_cut(x.values.shape[0], *weight.values.shape, _processors(weight))
-    return None if cut is None else _multiply(x, weight, cut, "plain")
+    assert cut is not None, "another kernel multiplies so many rows"
+    return _multiply(x, weight, cut, "plain")
 
 
-def _multiply(x: Fp8Rows, weight: Fp8Weight, cut: GemmShape, kind: Kind) -> Tensor:
+def _multiply(x: Fp8Rows, weight: Fp8Weight, cut: Cut, kind: Kind) -> Tensor:
+    _compile(weight.values.shape, kind, x.dtype, _processors(weight))
     kernel = _kernel(cut, kind, x.dtype, x.values.device)
     return kernel.multiply_fp8(x.values, x.scales, weight.values, weight.scales)
 
 
+@functools.lru_cache(maxsize=1024)
+def _compile(size: torch.Size, kind: Kind, dtype: torch.dtype, processors: int) -> None:
+    """Compile the kernels of all numbers of rows in parallel, at a weight's first use."""
+    outputs, inner = size
+    choosers: dict[Kind, Callable[[int], Cut | None]] = {
+        "gated": lambda rows: gated_cut(rows, outputs, processors),
+        "parts": lambda rows: parts_cut(rows, outputs, inner, processors),
+        "plain": lambda rows: whole_cut(rows, outputs, inner, processors),
+    }
+    cuts = {cut for rows in _TILES if (cut := choosers[kind](rows)) is not None}
+    compile_one = functools.partial(compile_choice, dtype=dtype, kind=kind, is_fp8=True)
+    with hooks.waiting(f"FP8 products by {outputs} x {inner}"):
+        with ThreadPoolExecutor(max_workers=8) as pool:
+            list(pool.map(compile_one, cuts))
+
+
 @functools.lru_cache(maxsize=256)
-def _kernel(cut: GemmShape, kind: Kind, dtype: torch.dtype, device: torch.device) -> HopperGemm:
+def _kernel(
+    cut: Cut, kind: Kind, dtype: torch.dtype, device: torch.device
+) -> HopperGemm | SkinnyGemm:
+    if isinstance(cut, SkinnyShape):
+        return SkinnyGemm(cut, dtype, device, kind, is_fp8=True)
     return HopperGemm(cut, dtype, device, kind, is_fp8=True)
 
 

@@ -132,8 +132,8 @@ class HopperGemm:
             *(each.data_ptr() for each in scales or ()),
         )  # fmt: skip
         maps: tuple[TensorMap, TensorMap] = (
-            _tiles(x_TD, slice_rows),
-            _tiles(weight_ED, slice_columns),
+            weight_tiles(x_TD, slice_rows),
+            weight_tiles(weight_ED, slice_columns),
         )
         stream = torch.cuda.current_stream(x_TD.device).cuda_stream
         self._kernel.launch(clusters * self._cluster, stream, *maps, arguments)
@@ -166,16 +166,26 @@ def compile_gemm(
     if dtype == torch.float16:
         defines.append("GEMM_FLOAT16")
     if is_fp8:
-        defines.append("GEMM_FP8")
+        defines += ["GEMM_FP8", f"GEMM_PRODUCT_CHUNKS={_product_chunks(shape)}"]
     return load_cubin("gemm", "sm_90a", tuple(defines))
+
+
+def _product_chunks(shape: GemmShape) -> int:
+    """Chunks of 16 columns that an FP8 product multiplies at a time: the sums of a step must
+    fit the registers beside those of all steps."""
+    chunks = shape.columns // 16
+    sums = shape.rows // 64 // shape.warpgroups * 8 * chunks
+    is_wide = sums > (96 if shape.warpgroups < 3 else 48)
+    return chunks // 2 if is_wide and chunks % 2 == 0 else chunks
 
 
 _maps: dict[tuple[int, ...], TensorMap] = {}
 _MAX_MAPS = 8192
 
 
-def _tiles(matrix: Tensor, box_rows: int) -> TensorMap:
-    """A tensor map of ``box_rows`` x 64 tiles, cached: the allocator reuses addresses."""
+def weight_tiles(matrix: Tensor, box_rows: int) -> TensorMap:
+    """A tensor map of ``box_rows`` x 64 tiles of numbers of 2 bytes, cached: the allocator
+    reuses addresses."""
     rows, columns = matrix.shape
     is_half = matrix.dtype == torch.float16
     key = (matrix.data_ptr(), rows, columns, matrix.stride(0), box_rows, is_half)

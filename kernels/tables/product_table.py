@@ -6,7 +6,7 @@ import json
 from bisect import bisect_left
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, cast
+from typing import ClassVar, Literal, cast
 
 TABLES = Path(__file__).parent
 
@@ -18,6 +18,12 @@ _SHARED_BYTES = 230_400
 
 _EARLY_BYTES = 64 << 10
 """Bytes of weights in flight to a block that saturate memory with a short queue."""
+
+_STAGE_BYTES = 12 << 10
+"""Least bytes of weights in a stage of few rows: barriers of smaller stages cost time."""
+
+_OPERAND_ROWS = 64
+"""Rows of the left operand of the matrix units."""
 
 Kind = Literal["plain", "gated", "parts"]
 """``x @ weight.T``; SwiGLU of the product; or float32 parts that are still to be added up."""
@@ -105,12 +111,101 @@ class GemmShape:
         return self.max_early or _EARLY_BYTES // (2 * INNER_STEP * self.columns)
 
 
-Choice = GemmShape | None
+@dataclass(frozen=True, slots=True)
+class SkinnyShape:
+    """Tile shape of one launch of a product of few rows; see ``cuda/csrc/skinny_gemm.cu``."""
+
+    MAX_ROWS: ClassVar[int] = 64
+    _TOKENS: ClassVar[tuple[int, ...]] = (8, 16, 32, 64)
+    _MAX_LINES: ClassVar[int] = 128
+
+    tokens: int
+    """Most rows of x: 8, 16, 32 or 64."""
+
+    lines: int
+    """Rows of the weight in a tile, a multiple of 8; as many gate rows as up rows if gated."""
+
+    split: int = 1
+    """Parts of the inner dimension; 1 unless the product is one of parts."""
+
+    shared_kib: int = 215
+    """Shared memory of a block. With 106, half of a processor's, blocks of other kernels run
+    beside this one. That suits products of few weights before and behind attention."""
+
+    early_bytes: int = _EARLY_BYTES
+
+    @classmethod
+    def of_rows(cls, num_rows: int, lines: int, split: int = 1) -> SkinnyShape:
+        """The shape for 1 to `MAX_ROWS` rows of x."""
+        return cls(next(each for each in cls._TOKENS if num_rows <= each), lines, split)
+
+    @staticmethod
+    def even_lines(columns: int, processors: int) -> int:
+        """The ``lines`` by which each processor reads about as many weights, in the fewest
+        turns of at most as many lines as the left operand has."""
+        turns = -(-columns // (processors * _OPERAND_ROWS))
+        return -(-columns // (turns * processors * 8)) * 8
+
+    @classmethod
+    def even_parts(cls, columns: int, processors: int, most: int) -> tuple[int, int]:
+        """The ``lines`` and the largest split up to ``most`` by which all parts are multiplied
+        at once, each processor reads about as many weights, and the left operand is filled
+        best."""
+        split = 1
+        while split < most and -(-columns // _OPERAND_ROWS) * (split + 1) <= processors:
+            split += 1
+        return cls.even_lines(columns, processors // split), split
+
+    def check(self, kind: Kind) -> None:
+        """Raise ValueError unless the kernel supports this shape for a product of this kind."""
+        is_tile = 8 <= self.lines <= self._MAX_LINES and self.lines % 8 == 0
+        if self.tokens not in self._TOKENS or not is_tile:
+            raise ValueError(
+                f"{self} is no tile: take 8, 16, 32 or 64 tokens, and a multiple of 8 lines up "
+                f"to {self._MAX_LINES}"
+            )
+        if self.split < 1 or (self.split > 1 and kind != "parts"):
+            raise ValueError(f"{self} splits the inner dimension: take parts, or a split of 1")
+        if self.stages(kind) < 2:
+            raise ValueError(f"{self} has no room for two stages: take fewer lines or tokens")
+
+    def panels(self, kind: Kind) -> int:
+        """Steps of 128 bytes of the inner dimension in a stage of the ring."""
+        return max(1, -(-_STAGE_BYTES // self._weight_bytes(kind)))
+
+    def stage_bytes(self, kind: Kind) -> int:
+        """Shared memory of a stage."""
+        rows = 2 * INNER_STEP * self.tokens
+        return self.panels(kind) * (self._weight_bytes(kind) + rows)
+
+    def stages(self, kind: Kind) -> int:
+        """Stages that fit."""
+        return ((self.shared_kib << 10) - self.spare_bytes) // self.stage_bytes(kind)
+
+    @property
+    def spare_bytes(self) -> int:
+        """Shared memory behind the ring that the left operand may reach, and for alignment."""
+        beyond = -self.lines % _OPERAND_ROWS - self.tokens
+        return 2 * INNER_STEP * max(beyond, 0) + 1024
+
+    def early_stages(self, kind: Kind) -> int:
+        """Stages of weights in flight before the rows of x are ready."""
+        return max(1, self.early_bytes // (self.panels(kind) * self._weight_bytes(kind)))
+
+    def _weight_bytes(self, kind: Kind) -> int:
+        return 2 * INNER_STEP * self.lines * (2 if kind == "gated" else 1)
+
+
+Choice = GemmShape | SkinnyShape | None
 """The tile shape of a product; None means torch."""
 
 
-def _shape(numbers: list[int]) -> GemmShape:
-    """The fields of a table's entry, and their defaults."""
+def _shape(numbers: list[int]) -> GemmShape | SkinnyShape:
+    """The fields of a table's entry, and their defaults. A negative first number is that of the
+    tokens of a `SkinnyShape`."""
+    if numbers[0] < 0:
+        tokens, *rest = numbers
+        return SkinnyShape(-tokens, *rest)
     usual = (0, 0, 1, 1, 16, 0, 0)
     rows, columns, split, sharing, stages, early, shares = (*numbers, *usual[len(numbers) :])
     return GemmShape(rows, columns, split, sharing, stages, early, bool(shares))
@@ -121,7 +216,9 @@ class ProductTable:
 
     Above the last entry, and for unmeasured weights, torch multiplies. A file maps ``outputs x
     inner kind`` to a list of ``[most rows, null or the fields of a `GemmShape`]``; all fields
-    behind the fourth are optional. ``benchmarks/tune_products.py`` writes the file.
+    behind the fourth are optional. A negative number of rows is that of the tokens of a
+    `SkinnyShape`, followed by its next fields. ``benchmarks/tune_products.py`` writes the
+    file.
     """
 
     def __init__(self, entries: dict[str, list[tuple[int, list[int] | None]]]) -> None:
@@ -164,7 +261,7 @@ class ProductTable:
         """Outputs, inner width and kind of the measured products."""
         return list(self._choices)
 
-    def choices(self, outputs: int, inner: int, kind: Kind) -> list[GemmShape]:
+    def choices(self, outputs: int, inner: int, kind: Kind) -> list[GemmShape | SkinnyShape]:
         """All of our kernel's tile shapes for a weight."""
         found = self._choices.get((outputs, inner, kind), [])
         return list(dict.fromkeys(choice for choice in found if choice is not None))

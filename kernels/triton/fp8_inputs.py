@@ -18,6 +18,9 @@ from trimaran.kernels.triton.launch import Launcher, num_tiles, padded_size
 
 # Shapes: T tokens, D inner width, G groups of inputs.
 
+_FEW_TOKENS = 128
+"""Tokens up to which more warps a token are faster: 0.4 us of 3 for 64 tokens on an H200."""
+
 _GROUP_VALUES = 2048
 """Values of a token that a program quantizes in groups."""
 
@@ -202,7 +205,10 @@ def quantize_tokens(x_TD: Tensor, inputs: Fp8Inputs) -> tuple[Tensor, Tensor]:
             width, float(inputs.bound),
         )  # fmt: skip
         flags = (static is not None, inputs.bound > 0, inputs.has_power_scales)
-        _tokens((rows, 1), args, (padded_size(width), *flags), num_warps=token_warps(width))
+        padded = padded_size(width)
+        # Four values a thread: all loads of a row are in flight at once.
+        few = min(max(padded // 128, 1), 32) if rows <= _FEW_TOKENS else 0
+        _tokens((rows, 1), args, (padded, *flags), num_warps=max(few, token_warps(width)))
     return values_TD, scales_T
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from trimaran.kernels.tables.product_table import INNER_STEP, GemmShape, Kind
+from trimaran.kernels.tables.product_table import INNER_STEP, GemmShape, Kind, SkinnyShape
 
 SUSTAINED_ROWS = 512
 """Rows from which a GPU is under full load, whatever the tile shape."""
@@ -63,20 +63,35 @@ class Product:
             sums_s = 8 * rows * self.outputs * cut.split / _MEMORY_BYTES_S
         return max(busy_s, read_s) + sums_s + 0.1 * (busy_s + rounds * steps * copy_s)
 
-    def likely_cuts(self, rows: int, count: int) -> list[GemmShape]:
+    def likely_cuts(self, rows: int, count: int) -> list[GemmShape | SkinnyShape]:
         """The tile shapes with the least estimates, at most two of equal tiles, and shorter
-        rings.
+        rings; and those of few rows.
         """
         found: list[GemmShape] = []
         if not count:
-            return found
+            return []
         for cut in sorted(self._cuts(rows), key=lambda cut: self.estimate_s(rows, cut)):
             tile = (cut.rows, cut.columns)
             if sum((other.rows, other.columns) == tile for other in found) < 2:
                 found.append(cut)
             if len(found) == count:
                 break
-        return [*found, *(cut for each in found[:3] for cut in self._shorter(each))]
+        shorter = (cut for each in found[:3] for cut in self._shorter(each))
+        return [*found, *shorter, *self._skinny_cuts(rows)]
+
+    def _skinny_cuts(self, rows: int) -> Iterator[SkinnyShape]:
+        """Tiles that keep all processors busy with one part of the inner dimension, or with a
+        few."""
+        if rows > SkinnyShape.MAX_ROWS:
+            return
+        columns = self.outputs // 2 if self.kind == "gated" else self.outputs
+        for split in (1, 2, 4) if self.kind == "parts" else (1,):
+            lines = SkinnyShape.even_lines(columns, _CLUSTERS[1] // split)
+            for shared_kib in (215, 106):
+                cut = replace(SkinnyShape.of_rows(rows, lines, split), shared_kib=shared_kib)
+                has_parts = self.inner >= split * INNER_STEP * cut.panels(self.kind)
+                if has_parts and self.outputs % 32 == 0 and cut.stages(self.kind) > 2:
+                    yield cut
 
     def limit_s(self, rows: int) -> float:
         """The least time for its bytes or its arithmetic."""

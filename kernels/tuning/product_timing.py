@@ -9,7 +9,12 @@ import torch
 from torch import Tensor
 
 from trimaran.kernels.products import HopperProducts
-from trimaran.kernels.tables.product_table import Choice, GemmShape, ProductTable
+from trimaran.kernels.tables.product_table import (
+    Choice,
+    GemmShape,
+    ProductTable,
+    SkinnyShape,
+)
 from trimaran.kernels.triton.norm import rms_norm
 from trimaran.kernels.tuning.graph_timing import captured, replays_s
 from trimaran.kernels.tuning.product_candidates import Product
@@ -27,6 +32,8 @@ def numbers_of(cut: Choice) -> list[int] | None:
     """A table's entry for a tile shape, without defaults at its end."""
     if cut is None:
         return None
+    if isinstance(cut, SkinnyShape):
+        return [-cut.tokens, cut.lines, cut.split, cut.shared_kib]
     numbers = [int(each) for each in astuple(cut)]
     while len(numbers) > 4 and numbers[-1] == int(_USUAL[len(numbers) - 1]):
         numbers.pop()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from trimaran.kernels.tables.grouped_table import Cut, GroupedShape, TritonCut
-from trimaran.kernels.tables.product_table import Choice, GemmShape
+from trimaran.kernels.tables.product_table import Choice, GemmShape, SkinnyShape
 
 _GAIN = 0.99
 """A candidate must take at most this share of the best time, in two comparisons."""
@@ -20,21 +20,24 @@ TimePair = Callable[[Pair | None], float]
 
 
 def best_product(
-    time_us: TimeProduct, candidates: Sequence[GemmShape]
+    time_us: TimeProduct, candidates: Sequence[GemmShape | SkinnyShape]
 ) -> tuple[Choice, float, float]:
     """The fastest tile shape, or None for the derived rule; the time by that rule, and the
     best time."""
     best: Choice = None
     first_us = best_us = time_us(None)
     best, best_us = _better(time_us, best, best_us, candidates)
-    if best is not None:
+    if isinstance(best, GemmShape):
         paced = [replace(best, max_early=tiles) for tiles in _EARLY_TILES]
         best, best_us = _better(time_us, best, best_us, paced)
     return best, first_us, best_us
 
 
 def _better(
-    time_us: TimeProduct, best: Choice, best_us: float, candidates: Iterable[GemmShape]
+    time_us: TimeProduct,
+    best: Choice,
+    best_us: float,
+    candidates: Iterable[GemmShape | SkinnyShape],
 ) -> tuple[Choice, float]:
     for cut in candidates:
         if time_us(cut) >= _GAIN * best_us:

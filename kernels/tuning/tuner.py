@@ -11,7 +11,7 @@ from os import sched_getaffinity
 import torch
 
 from trimaran.kernels.cuda.grouped_gemm import compile_grouped
-from trimaran.kernels.cuda.hopper_gemm import compile_gemm
+from trimaran.kernels.cuda.skinny_gemm import compile_choice
 from trimaran.kernels.tables.grouped_table import (
     Cut,
     GroupedKind,
@@ -145,10 +145,12 @@ class Tuner:
             for kind in kinds
         }
         with ThreadPoolExecutor(len(sched_getaffinity(0))) as pool:
-            jobs = [pool.submit(compile_gemm, *job) for job in gemms]
-            jobs += [pool.submit(compile_grouped, *job) for job in grouped]
-            for job in jobs:
+            ours = [pool.submit(compile_choice, *job) for job in gemms]
+            others = [pool.submit(compile_grouped, *job) for job in grouped]
+            for job in ours:
                 job.result()
+            for other in others:
+                other.result()
 
 
 def _report_from(report: Report, first: int, number: int, text: str) -> None:

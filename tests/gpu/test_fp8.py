@@ -8,6 +8,7 @@ from transformers import LlamaConfig
 
 from tests.unit.worker.quantization import checkpoints
 from trimaran.kernels import fp8_reference
+from trimaran.kernels.cuda.skinny_gemm import SkinnyGemm
 from trimaran.kernels.dispatch import select_ops
 from trimaran.kernels.fp8_products import (
     FIXED_TILE,
@@ -18,6 +19,7 @@ from trimaran.kernels.fp8_products import (
 )
 from trimaran.kernels.quantized import FP8, BlockMap, Fp8Inputs, Fp8Rows, Fp8Weight
 from trimaran.kernels.reference import silu_and_mul
+from trimaran.kernels.tables.product_table import SkinnyShape
 from trimaran.kernels.triton import elementwise, norm
 from trimaran.kernels.triton.fp8_gemm import Inputs, Tile, multiply_stream, multiply_tiles
 from trimaran.kernels.triton.fp8_inputs import quantize_groups, quantize_tokens
@@ -137,7 +139,7 @@ def test_the_product_of_the_library_is_that_of_the_torch_twin(rows, outputs, inn
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("rows", [1, 16, 33, 64, 65, 128])
+@pytest.mark.parametrize("rows", [1, 8, 9, 16, 32, 33, 64, 65, 128])
 @pytest.mark.parametrize(
     ("outputs", "inner"), [(4096, 4096), (28672, 4096), (4096, 14336), (544, 144), (96, 16)]
 )
@@ -158,7 +160,7 @@ def test_gated_products_are_those_of_the_torch_twin(rows, outputs, inner, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("rows", [1, 16, 33, 64, 65, 128, 129, 256, 300])
+@pytest.mark.parametrize("rows", [1, 8, 9, 16, 32, 33, 64, 65, 128, 129, 256, 300])
 @pytest.mark.parametrize(
     ("outputs", "inner"), [(4096, 4096), (6144, 4096), (4096, 14336), (544, 1552), (96, 16)]
 )
@@ -176,6 +178,34 @@ def test_whole_products_and_parts_are_those_of_the_torch_twin(rows, outputs, inn
         assert error(parts.sum(0), expected) < TOLERANCE
     # Few inputs are not worth a split.
     assert (parts is None) == (rows > (256 if inner >= 8192 else 128) or inner < 1024)
+
+
+@pytest.mark.parametrize("rows", [129, 160, 256])
+def test_gated_products_of_many_rows_are_those_of_the_torch_twin(rows):
+    weight, x = weight_of(28672, 4096), drawn(rows, 4096)
+    x = x / x.abs().amax(1, keepdim=True)
+    gated = GpuFp8Product(weight, Fp8Inputs(), is_fixed=False).gated(x)
+    assert gated is not None
+    whole = fp8_reference.ReferenceProduct(weight, Fp8Inputs())(x.float())
+    assert error(gated, silu_and_mul(whole)) < TOLERANCE
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("outputs", "inner"), [(3072, 2048), (2048, 8192), (4096, 1032), (96, 8)]
+)
+@pytest.mark.parametrize("rows", [1, 8, 9, 20, 64])
+def test_tiles_whose_left_operand_is_the_weight_are_those_of_torch(rows, outputs, inner, dtype):
+    x, weight = (0.1 * drawn(size, inner, dtype) for size in (rows, outputs))
+    x, weight = (each / each.abs().amax(1, keepdim=True) for each in (x, weight))
+    exact, half = x.double() @ weight.double().T, outputs // 2
+    gated = torch.nn.functional.silu(exact[:, :half]) * exact[:, half:]
+    split = 3 if inner > 1000 else 1
+    for kind, lines, parts in (("plain", 24, 1), ("parts", 16, split), ("gated", 64, 1)):
+        shape = SkinnyShape.of_rows(rows, lines, parts)
+        found = SkinnyGemm(shape, dtype, DEVICE, kind)(x, weight)
+        found = found.double().sum(0) if kind == "parts" else found
+        assert error(found, gated if kind == "gated" else exact) < TOLERANCE, kind
 
 
 def test_products_of_float32_are_float32():

@@ -122,11 +122,12 @@ __device__ __forceinline__ void release(const Arguments& args, const Place& plac
     }
 }
 
-__device__ __forceinline__ void clear(float (&sums)[GEMM_MI][kSums]) {
+template <int SUMS>
+__device__ __forceinline__ void clear(float (&sums)[GEMM_MI][SUMS]) {
 #pragma unroll
     for (int i = 0; i < GEMM_MI; ++i) {
 #pragma unroll
-        for (int n = 0; n < kSums; ++n) sums[i][n] = 0.0f;
+        for (int n = 0; n < SUMS; ++n) sums[i][n] = 0.0f;
     }
 }
 
@@ -135,7 +136,8 @@ __device__ __forceinline__ void multiply_tile(const Arguments& args, const Place
                                               Ring& ring, const Tile& tile,
                                               float (&sums)[GEMM_MI][kSums]) {
     const int warpgroup = threadIdx.x / 128;
-    float short_sums[GEMM_MI][kSums];
+    constexpr int kPieces = GEMM_CHUNKS / GEMM_PRODUCT_CHUNKS, kShort = kSums / kPieces;
+    float short_sums[GEMM_MI][kShort];
     clear(sums);
     clear(short_sums);
     Scales scales(args, tile);
@@ -143,32 +145,35 @@ __device__ __forceinline__ void multiply_tile(const Arguments& args, const Place
     for (int n = 0; n < tile.num_steps; ++n, ring.advance()) {
         barrier_wait(ring.filled(), ring.parity);
         const u64 x = operand(ring.x() + warpgroup * GEMM_MI * 64 * kRowBytes, 16);
-        const u64 w = operand(ring.w(), 16);
-        products_fence();
 #pragma unroll
-        for (int k = 0; k < kRowBytes / 32; ++k) {
+        for (int piece = 0; piece < kPieces; ++piece) {
+            const u64 w = operand(ring.w() + piece * (kTileW / kPieces), 16);
+            products_fence();
 #pragma unroll
-            for (int i = 0; i < GEMM_MI; ++i) {
-                const u64 rows = x + i * (64 * kRowBytes / 16) + 2 * k;
-                if (k == 0) {
-                    put_wide_product(short_sums[i], rows, w);
-                } else {
-                    add_wide_product(short_sums[i], rows, w + 2 * k);
+            for (int k = 0; k < kRowBytes / 32; ++k) {
+#pragma unroll
+                for (int i = 0; i < GEMM_MI; ++i) {
+                    const u64 rows = x + i * (64 * kRowBytes / 16) + 2 * k;
+                    if (k == 0) {
+                        put_wide_product(short_sums[i], rows, w);
+                    } else {
+                        add_wide_product(short_sums[i], rows, w + 2 * k);
+                    }
                 }
             }
-        }
-        products_commit();
-        if (n == 0) scales.load_rows(args, tile);
-        products_wait<0>();
-        release(args, place, ring.released());
+            products_commit();
+            if (n == 0 && piece == 0) scales.load_rows(args, tile);
+            products_wait<0>();
+            if (piece == kPieces - 1) release(args, place, ring.released());
 #pragma unroll
-        for (int i = 0; i < GEMM_MI; ++i) {
-            pin(short_sums[i]);
+            for (int i = 0; i < GEMM_MI; ++i) {
+                pin(short_sums[i]);
 #pragma unroll
-            for (int j = 0; j < kSums; ++j) sums[i][j] += short_sums[i][j];
+                for (int j = 0; j < kShort; ++j) sums[i][piece * kShort + j] += short_sums[i][j];
+            }
         }
     }
-    scales.apply(sums);
+    scales.apply(args, sums);
 }
 #else
 __device__ __forceinline__ void multiply_tile(const Arguments& args, const Place& place,

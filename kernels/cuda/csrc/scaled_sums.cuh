@@ -5,22 +5,42 @@
 
 namespace {
 
+// Whether a tile is so wide that its products and scales would not fit registers at once.
+constexpr bool kIsWide = GEMM_PRODUCT_CHUNKS < GEMM_CHUNKS;
+
 // Those of this thread's columns, read while the tile is multiplied, and of its rows, which the
-// preceding kernel writes.
+// preceding kernel writes. Scales of a wide tile wait in the first-level cache.
 struct Scales {
-    float2 of_columns[kColumns / 8];
+    float2 of_columns[kIsWide ? 1 : kColumns / 8];
     float of_rows[GEMM_MI][2];
+    const float* first;
+    int columns;  // of the product, less this thread's first one
 
     __device__ __forceinline__ Scales(const Arguments& args, const Tile& tile) {
-        const int first = tile.column * kOutColumns + 2 * (threadIdx.x % 4);
+        const int own = tile.column * kOutColumns + 2 * (threadIdx.x % 4);
+        first = args.scales_w + own;
+        columns = args.columns - own;
+        if constexpr (kIsWide) {
+            const int line = 32 * (threadIdx.x % 32);
+            if (line < kOutColumns) touch(first + min(line, columns - 2));
+            if (kIsGated && line < kOutColumns) touch(first + args.columns + min(line, columns - 2));
+        } else {
 #pragma unroll
-        for (int n = 0; n < kColumns / 8; ++n) {
-            const int is_up = 8 * n >= kOutColumns;
-            // Columns behind the last one are not stored. Columns are even in number.
-            const int column = min(first + 8 * n - is_up * kOutColumns, args.columns - 2);
-            of_columns[n] = __ldg(reinterpret_cast<const float2*>(
-                args.scales_w + is_up * args.columns + column));
+            for (int n = 0; n < kColumns / 8; ++n) of_columns[n] = load(args, n);
         }
+    }
+
+    static __device__ __forceinline__ void touch(const float* scale) {
+        float unused;
+        asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(unused) : "l"(scale));
+    }
+
+    // Those of the n-th eight columns.
+    __device__ __forceinline__ float2 load(const Arguments& args, int n) const {
+        const int is_up = 8 * n >= kOutColumns;
+        // Columns behind the last one are not stored. Columns are even in number.
+        const int column = min(8 * n - is_up * kOutColumns, columns - 2);
+        return __ldg(reinterpret_cast<const float2*>(first + is_up * args.columns + column));
     }
 
     // After rows of x have arrived.
@@ -37,13 +57,22 @@ struct Scales {
         }
     }
 
-    __device__ __forceinline__ void apply(float (&sums)[GEMM_MI][kSums]) const {
+    __device__ __forceinline__ void apply(const Arguments& args,
+                                          float (&sums)[GEMM_MI][kSums]) const {
 #pragma unroll
-        for (int i = 0; i < GEMM_MI; ++i) {
+        for (int tile = 0; tile < kSums / 4; ++tile) {
+            float2 both;
+            if constexpr (kIsWide) {
+                both = load(args, tile);
+            } else {
+                both = of_columns[tile];
+            }
 #pragma unroll
-            for (int n = 0; n < kSums; ++n) {
-                const float2 both = of_columns[n / 4];
-                sums[i][n] *= of_rows[i][n / 2 % 2] * (n % 2 ? both.y : both.x);
+            for (int i = 0; i < GEMM_MI; ++i) {
+#pragma unroll
+                for (int n = 4 * tile; n < 4 * tile + 4; ++n) {
+                    sums[i][n] *= of_rows[i][n / 2 % 2] * (n % 2 ? both.y : both.x);
+                }
             }
         }
     }

@@ -1,9 +1,17 @@
-// The product of a warpgroup with 16 x GEMM_CHUNKS columns, a number of the build.
+// The product of a warpgroup with 16 x GEMM_CHUNKS columns, a number of the build; or with
+// 16 x GEMM_PRODUCT_CHUNKS of them at a time.
 #pragma once
 
 #include "accumulators.cuh"
 
-// Columns of the instruction; numbers of the operands behind the sums.
+#ifndef GEMM_PRODUCT_CHUNKS
+#define GEMM_PRODUCT_CHUNKS GEMM_CHUNKS
+#endif
+
+constexpr int kProductSums = GEMM_PRODUCT_CHUNKS ? 8 * GEMM_PRODUCT_CHUNKS : 4;
+
+// Columns of the instruction; numbers of the operands behind the sums. 0 is half a chunk.
+#define SHAPE_0 "8", "%4", "%5"
 #define SHAPE_1 "16", "%8", "%9"
 #define SHAPE_2 "32", "%16", "%17"
 #define SHAPE_3 "48", "%24", "%25"
@@ -39,17 +47,17 @@
 #define TRANSPOSITIONS ", 0, 0"
 #endif
 #define WIDE_PRODUCT(adds)                                                                   \
-    asm volatile(CODE(JOIN(SHAPE_, GEMM_CHUNKS), JOIN(LIST_, GEMM_CHUNKS), OPERAND_TYPE,     \
-                      adds)                                                                  \
-                 : JOIN(SUMS_, GEMM_CHUNKS)                                                  \
+    asm volatile(CODE(JOIN(SHAPE_, GEMM_PRODUCT_CHUNKS), JOIN(LIST_, GEMM_PRODUCT_CHUNKS),   \
+                      OPERAND_TYPE, adds)                                                    \
+                 : JOIN(SUMS_, GEMM_PRODUCT_CHUNKS)                                                  \
                  : "l"(x), "l"(w))
 
-// d += (64 rows of x) @ (16 x GEMM_CHUNKS rows of w).T over 32 bytes of the inner dimension.
-__device__ __forceinline__ void add_wide_product(float (&d)[8 * GEMM_CHUNKS], u64 x, u64 w) {
+// d += (64 rows of x) @ (16 x GEMM_PRODUCT_CHUNKS rows of w).T over 32 bytes of the inner dimension.
+__device__ __forceinline__ void add_wide_product(float (&d)[kProductSums], u64 x, u64 w) {
     WIDE_PRODUCT("1");
 }
 
 // The same product alone in d.
-__device__ __forceinline__ void put_wide_product(float (&d)[8 * GEMM_CHUNKS], u64 x, u64 w) {
+__device__ __forceinline__ void put_wide_product(float (&d)[kProductSums], u64 x, u64 w) {
     WIDE_PRODUCT("0");
 }

@@ -13,7 +13,7 @@ from trimaran.kernels import fp8_reference
 from trimaran.kernels.cuda import fp8_gemm
 from trimaran.kernels.fp8_products import FIXED_TILE, GpuFp8Product, stream_tile
 from trimaran.kernels.quantized import FP8, BlockMap, Fp8Inputs, Fp8Weight
-from trimaran.kernels.tables.product_table import GemmShape
+from trimaran.kernels.tables.product_table import GemmShape, SkinnyShape
 from trimaran.kernels.triton import elementwise, fp8_rows, norm
 from trimaran.kernels.triton.fp8_gemm import Inputs, Tile, multiply_stream, multiply_tiles
 from trimaran.kernels.triton.fp8_inputs import quantize_groups, quantize_tokens
@@ -163,7 +163,45 @@ def test_cuts_of_few_rows_keep_all_processors_busy(outputs, columns, max_tiles):
     assert -(-outputs // columns) <= 132 * max_tiles
 
 
-@pytest.mark.parametrize("rows", [1, 16, 17, 64, 65, 128])
+@pytest.mark.parametrize("rows", [1, 8, 9, 16, 32])
+@pytest.mark.parametrize(
+    ("outputs", "inner", "kind", "cut"),
+    [
+        (28672, 4096, "gated", (56, 1)), (12288, 4096, "gated", (48, 1)),
+        (6144, 4096, "plain", (48, 1)), (96, 16, "plain", (8, 1)),
+        (4096, 14336, "parts", (64, 2)), (544, 1552, "parts", (16, 3)),
+        (16384, 4096, "parts", (64, 1)), (576, 14336, "parts", (40, 8)),
+    ],
+)  # fmt: skip
+def test_few_rows_have_as_many_weights_on_each_processor(outputs, inner, kind, cut, rows):
+    if kind == "gated":
+        found = fp8_gemm.gated_cut(rows, outputs, 132)
+    else:
+        chooser = fp8_gemm.parts_cut if kind == "parts" else fp8_gemm.whole_cut
+        found = chooser(rows, outputs, inner, 132)
+    assert isinstance(found, SkinnyShape)
+    found.check(kind)
+    assert found.tokens >= rows and (found.lines, found.split) == cut
+    # Memory stays busy while a stage is multiplied.
+    assert found.stages(kind) >= (4 if outputs > 96 else 2)
+
+
+@pytest.mark.parametrize("cut", [(4, 32), (8, 36), (8, 136), (8, 32, 2), (64, 128, 1, 32)])
+def test_tiles_of_few_rows_that_the_kernel_cannot_run_are_refused(cut):
+    with pytest.raises(ValueError, match="take"):
+        SkinnyShape(*cut).check("plain")
+
+
+def test_gates_and_ups_of_many_rows_are_multiplied_by_two_blocks_if_these_keep_all_busy():
+    cut = fp8_gemm.gated_cut(256, 28672, 132)
+    assert cut == GemmShape(128, 224, 1, 2, shares_weights=True, max_early=0)
+    cut.check("gated")
+    assert fp8_gemm.gated_cut(129, 28672, 132) == cut
+    assert fp8_gemm.gated_cut(257, 28672, 132) is None
+    assert fp8_gemm.gated_cut(256, 4096, 132) is None
+
+
+@pytest.mark.parametrize("rows", [33, 64, 65, 128])
 @pytest.mark.parametrize(("outputs", "inner"), [(4096, 4096), (8192, 28672), (576, 1536)])
 def test_blocks_of_parts_all_run_at_once(outputs, inner, rows):
     cut = fp8_gemm.parts_cut(rows, outputs, inner, 132)
@@ -177,16 +215,26 @@ def test_parts_of_more_rows_are_made_of_many_inputs_alone():
     assert fp8_gemm.parts_cut(256, 4096, 4096, 132) is None
     assert fp8_gemm.parts_cut(257, 4096, 14336, 132) is None
     # So many tiles that they cannot be split, or too few inputs.
-    assert fp8_gemm.parts_cut(1, 16384, 4096, 132) is None
+    assert fp8_gemm.parts_cut(33, 16384, 4096, 132) is None
     assert fp8_gemm.parts_cut(1, 4096, 512, 132) is None
 
 
 @pytest.mark.parametrize(
     ("rows", "cut"),
-    [(64, None), (65, GemmShape(128, 48)), (128, GemmShape(128, 48)), (129, None)],
+    [(64, None), (65, GemmShape(128, 48)), (128, GemmShape(128, 48)), (257, None)],
 )
 def test_whole_products_of_more_rows_than_a_tile_of_64(rows, cut):
     assert fp8_gemm.whole_cut(rows, 6144, 4096, 132) == cut
+
+
+@pytest.mark.parametrize("outputs", [4096, 6144])
+def test_whole_products_of_many_rows_have_tiles_that_all_run_at_once(outputs):
+    cut = fp8_gemm.whole_cut(200, outputs, 4096, 132)
+    cut.check("plain")
+    assert cut.rows == 128 and -(-outputs // cut.columns) * 2 == 128
+    # Half of the processors would be idle, or some would have two tiles.
+    assert fp8_gemm.whole_cut(200, 2048, 4096, 132) is None
+    assert fp8_gemm.whole_cut(200, 16384, 4096, 132) is None
 
 
 def test_whole_products_of_few_outputs_are_split():

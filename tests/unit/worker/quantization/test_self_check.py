@@ -87,7 +87,7 @@ def test_a_wrong_swiglu_is_found(output):
     check_product(right, weight, Fp8Inputs(), torch.bfloat16, is_gated=True)
     product = GatedProduct(weight, wrong)
     check_product(product, weight, Fp8Inputs(), torch.bfloat16)
-    with pytest.raises(ConfigError, match=r"SwiGLU of 64 tokens by FP8 weights .* % off"):
+    with pytest.raises(ConfigError, match=r"SwiGLU of 16 tokens by FP8 weights .* % off"):
         check_product(product, weight, Fp8Inputs(), torch.bfloat16, is_gated=True)
 
 
