@@ -1,0 +1,57 @@
+"""Many prompts on several ranks: drafts of every kind change no token, beside adapters, guides,
+pauses, reuse and chunks."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.driver import Ranks
+from tests.unit.worker.speculation.many_prompts import (
+    DRAFTERS,
+    corrupt,
+    draw,
+    make_driver,
+    serve,
+    with_adapters,
+    with_guides,
+)
+from trimaran.worker.config.engine_config import GuidedConfig, ParallelConfig
+from trimaran.worker.config.speculation_config import SpeculationConfig
+
+LAYOUTS = {"tp 2": ParallelConfig(tp_size=2), "pp 2": ParallelConfig(pp_size=2)}
+CASES = [
+    (layout, drafter)
+    for layout in LAYOUTS
+    for drafter, speculation in DRAFTERS.items()
+    if layout != "pp 2" or not speculation.is_network
+]
+PARTS = [(20, 256, seed) for seed in (41, 42)]
+"""Prompts, tokens of each and the seed."""
+
+
+@pytest.mark.matrix(keep=0)
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: f"part {part[2]}")
+@pytest.mark.parametrize(("layout", "drafter"), CASES)
+@pytest.mark.ranks(2)
+def test_drafts_change_no_token_of_many_prompts_on_ranks_together(world, layout, drafter, part):
+    parallel, speculation = LAYOUTS[layout], DRAFTERS[drafter]
+    asked = with_adapters(with_guides(draw(*part)))
+    guided = GuidedConfig(backend="xgrammar")
+
+    def outputs(speculation, drafts=None):
+        """Outputs and counts of drafts on rank 0."""
+        ranks = Ranks(world, parallel)
+        driver = make_driver(
+            speculation, cache_tokens=4_000, ties=ranks.ties, parallel=parallel, guided=guided
+        )
+        told = ranks.run(driver, lambda one: serve(one, asked, drafts))
+        return told, driver.engine.scheduler
+
+    expected, _ = outputs(SpeculationConfig())
+    drafts = None
+    if drafter == "draft_tokens" and world.rank == 0:
+        drafts = corrupt(expected)
+    told, scheduler = outputs(speculation, drafts)
+    if world.rank == 0:
+        assert told == expected
+        assert scheduler.draft_counts.num_accepted or drafter == "adaptive"
