@@ -20,7 +20,7 @@ from trimaran.worker.config.engine_config import GuidedConfig
 from trimaran.worker.config.speculation_config import SpeculationConfig
 
 SEEDS = range(31, 36)
-"""Of twenty prompts each, with adapters and guides."""
+"""Seeds of twenty prompts each, with adapters and guides."""
 
 PARTS = [(12, 40, 0), *((50, 256, seed) for seed in range(1, 21))]
 """Prompts, tokens of each and the seed, of the cut in `make test` and of all thousand."""
