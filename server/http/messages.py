@@ -6,7 +6,7 @@ import gzip
 import time
 import zlib
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from email.utils import formatdate
 from typing import Any
 
@@ -322,6 +322,14 @@ class EventWriter:
         Raises:
             ConnectionError: the client is gone.
         """
-        await self._stream.write(b"data: %b\n\n" % event)
+        await self.write_together((event,))
+
+    async def write_together(self, events: Iterable[bytes]) -> None:
+        """Write events in one part of the stream, as `write` does.
+
+        Raises:
+            ConnectionError: the client is gone.
+        """
+        await self._stream.write(b"".join([b"data: %b\n\n" % event for event in events]))
         self._is_begun = True
         await self._request.writer.drain()

@@ -268,9 +268,12 @@ class GenerationEndpoint:
         """
         try:
             with self._service.admission.unless_aborted():
-                await _write_all(writer, answer.opening())
+                # The first text leaves with the events before it, in one call of the system.
+                events = answer.opening()
                 if first is not None:
-                    await _write_chunk(writer, answer, first)
+                    events += await _events_of(answer, first)
+                if events:
+                    await writer.write_together(events)
                 await _write_chunks(writer, answer, chunks)
                 if answer.closes_at_once:
                     await _write_all(writer, answer.closing())
@@ -331,13 +334,15 @@ async def _write_chunks(
 
 async def _write_chunk(writer: EventWriter, answer: Answer, chunk: TextChunk) -> None:
     """Write the events of a chunk."""
-    if _is_long(chunk):
-        events = await asyncio.to_thread(answer.events, chunk)
-    else:
-        events = answer.events(chunk)
-    for event in events:
+    for event in await _events_of(answer, chunk):
         if not writer.write_at_once(event):
             await writer.write(event)
+
+
+async def _events_of(answer: Answer, chunk: TextChunk) -> list[bytes]:
+    if _is_long(chunk):
+        return await asyncio.to_thread(answer.events, chunk)
+    return answer.events(chunk)
 
 
 def _chunks(served: ServedModel, wanted: TextRequest) -> AsyncGenerator[TextChunk, None]:
