@@ -1,7 +1,9 @@
 """``/v1/chat/completions`` as the package ``openai`` calls it."""
 
 import json
+import socket
 import urllib.request
+from urllib.parse import urlsplit
 
 import numpy as np
 import openai
@@ -189,6 +191,33 @@ def test_a_client_that_leaves_cancels_its_request(served):
     stream.close()
     request_id = served.engine.submits[-1].request_id
     served.until(lambda: request_id in served.engine.cancelled)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    ("path", "given"),
+    [
+        ("/v1/completions", {"prompt": "hi", "n": 2}),
+        ("/v1/chat/completions", {"messages": MESSAGES, "stop": ["xyz"], "n": 2}),
+        ("/v1/responses", {"input": "hi"}),
+    ],
+)
+def test_a_client_that_leaves_cancels_its_request_before_the_next_step(
+    served, path, given, stream
+):
+    # The engine makes no step meanwhile, and ends a cancelled request at its next step.
+    served.engine.gate.clear()
+    body = json.dumps({"model": "ensemble", "stream": stream, **given}).encode()
+    address = urlsplit(served.url)
+    with socket.create_connection((address.hostname, address.port)) as client:
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        client.sendall(head.encode() + body)
+        num_sequences = given.get("n", 1)
+        served.until(lambda: len(served.engine.submits) == num_sequences)
+        if stream:
+            assert client.recv(1 << 16).startswith(b"HTTP/1.1 200")
+    wanted = {submit.request_id for submit in served.engine.submits}
+    served.until(lambda: wanted <= served.engine.cancelled)
 
 
 def test_a_long_body_is_read_in_a_process_with_the_same_answer(served):
