@@ -70,7 +70,8 @@ def make_both(most):
     return found
 
 
-@pytest.mark.parametrize("most", [1, 3, 4])
+@pytest.mark.matrix(keep=1)
+@pytest.mark.parametrize("most", [3, 1, 4])
 def test_a_gpu_finds_the_same_places_and_pads_in_the_spare_block(most):
     (batch, cpu), (device, gpu) = make_both(most)
     rng = np.random.default_rng(most)

@@ -196,7 +196,7 @@ def test_an_eagle_head_drafts_as_the_plain_loop_does(
     )
     if variant == "speculators":
         as_speculators(folder)
-    prompts = [[rng % VOCAB for rng in range(n, 3 * n + 9, 2)] for n in range(1, 13)]
+    prompts = [[rng % VOCAB for rng in range(n, 3 * n + 9, 2)] for n in range(1, 13, 2)]
     head = EagleReference(folder, target, taps)
     if variant == "speculators":
         head.values.update(head_dim=8, rms_norm_eps=1e-5, norm_before_residual=True)
