@@ -45,7 +45,7 @@ PROMPT, PROMPT_IDS = "The captain of the ship", [1, 300, 301, 302]
 METHOD = "/inference.GRPCInferenceService/ModelStreamInfer"
 UNARY_METHOD = "/inference.GRPCInferenceService/ModelInfer"
 _EVENT, _LAST_CHUNK = b"data: ", b"\r\n0\r\n\r\n"
-_TEXT = re.compile(rb'"(?:text_output|text|content)": ?"[^"]')
+TEXT = re.compile(rb'"(?:text_output|text|content)": ?"[^"]')
 PATHS = {
     "http": "/v2/models/{model}/generate_stream",
     "completions": "/v1/completions",
@@ -145,7 +145,7 @@ async def event_stream(
         data = await reader.read(1 << 16)
         if not data:
             raise SystemExit(f"a stream ended early: {tail!r}")
-        if not first_s and _TEXT.search(data):
+        if not first_s and TEXT.search(data):
             first_s = time.monotonic() - began
         both = tail + data
         num_events += both.count(_EVENT) - tail.count(_EVENT)
