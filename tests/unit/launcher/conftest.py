@@ -20,7 +20,11 @@ from tests.processes import is_alive
 from trimaran.bench.serving.free_ports import free_ports
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+from forked_process import ForkedProcess  # noqa: E402
+from supervise import run as run_supervisor  # noqa: E402
+
 DEADLINE_S = 100.0
 
 
@@ -37,14 +41,18 @@ class Supervised:
             env["TEST_HELPER"] = "1"
         output = settings.pop("stderr", self.log_path)
         stdout = settings.pop("stdout", None)
+        self.process: ForkedProcess | subprocess.Popen[bytes]
+        if stdout is None:
+            Path(output).touch()
+            self.process = ForkedProcess(run_supervisor, (settings,), env, output)
+            return
         with open(output, "ab") as stream:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", str(HERE / "supervise.py"), json.dumps(settings)],
-                stdout=stream if stdout is None else stdout,
+                stdout=stdout,
                 stderr=stream,
                 stdin=subprocess.DEVNULL,
                 env=env,
-                start_new_session=True,
             )
 
     @property

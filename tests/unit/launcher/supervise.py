@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.log import setup_logging
@@ -53,8 +55,7 @@ def group_of(model: str, name: str, generation: int = 1) -> GroupConfig:
     )
 
 
-def main() -> int:
-    settings = json.loads(sys.argv[1])
+def main(settings: dict[str, Any]) -> int:
     size = settings.pop("world_size", 1)
     starter = settings.pop("starter", "")
     orchestrator = settings.pop("orchestrator", "")
@@ -94,7 +95,13 @@ def main() -> int:
         return EXIT_CONFIG
 
 
-if __name__ == "__main__":
+def run(settings: dict[str, Any]) -> None:
+    """Become the supervisor of a new session."""
+    os.setsid()
     # The tests themselves may run under nohup.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    sys.exit(main())
+    sys.exit(main(settings))
+
+
+if __name__ == "__main__":
+    run(json.loads(sys.argv[1]))

@@ -40,7 +40,7 @@ from trimaran.server.metrics.metrics import Metrics
 from trimaran.server.service import Service
 
 # Helper modules lie beside the tests, which are imported by path.
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 
 @dataclass(frozen=True)

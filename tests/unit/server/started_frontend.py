@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 
 import numpy as np
-from forked_frontend import ForkedFrontend
+from forked_process import ForkedProcess
 
 from trimaran.comm.env import ChildEnv
 from trimaran.comm.messages.messages import (
@@ -25,6 +25,7 @@ from trimaran.comm.messages.messages import (
 from trimaran.comm.transport.sockets import Address
 from trimaran.launcher.cli.main import main as trimaran
 from trimaran.server.config import FrontendConfig
+from trimaran.server.main import main as frontend
 
 ROOT = Path(__file__).resolve().parents[3]
 FILL = {
@@ -101,7 +102,7 @@ class StartedFrontend:
         self.log = stack.enter_context((tmp_path / "log").open("w+"))
         env = {**os.environ, **env, "PYTHONSAFEPATH": "1"}
         if is_forked:
-            process = ForkedFrontend(env, self.log.name)
+            process = ForkedProcess(frontend, (), env, self.log.name)
         else:
             program = Path(sys.executable).with_name("trimaran-frontend")
             process = subprocess.Popen([program], env=env, stderr=self.log)
