@@ -40,4 +40,8 @@ def reasoning_of_template(text: str) -> str:
     for name, reasoning in REASONING_FORMATS.items():
         if reasoning.closing in text:
             return name
-    return ""
+    # Templates of Kimi K3 put literals together from these.
+    return "kimi_k3" if all(part in text for part in _KIMI_K3) else ""
+
+
+_KIMI_K3 = ("<|open|>", "<|close|>", "<|sep|>", "think")

@@ -364,6 +364,8 @@ def test_a_template_tells_its_form():
     assert format_of_template("{{ tools }}[TOOL_CALLS]") == "mistral"
     assert format_of_template("{{ tools }}<|channel|>analysis") == "harmony"
     assert format_of_template("<tool_call>") == ""
+    composed = "{{ tools }}{% macro o(n) %}<|open|>{{ n }}<|sep|>{% endmacro %}<|close|>think"
+    assert format_of_template(composed) == reasoning_of_template(composed) == "kimi_k3"
 
 
 _ENDS = (

@@ -4,6 +4,7 @@ import json
 
 import openai
 import pytest
+import xgrammar
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 TEMPLATE = (
@@ -307,3 +308,70 @@ def test_a_response_by_harmony_has_items_of_reasoning_and_of_calls(harmony):
     answer = harmony.client.responses.create(model="ensemble", input="hi", tools=tools)
     assert [item.type for item in answer.output] == ["reasoning", "function_call"]
     assert json.loads(answer.output[1].arguments) == {"place": "Köln"}
+
+
+KIMI_TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}"
+    '<|open|>message role="{{ m.role }}"<|sep|>{{ m.content }}<|close|>message<|sep|>'
+    "{% endfor %}"
+    '<|open|>message role="assistant"<|sep|><|open|>'
+    "{{ 'response' if thinking is false else 'think' }}<|sep|>"
+)
+KIMI_ANSWER = "<|open|>response<|sep|>Yes.<|close|>response<|sep|>"
+KIMI_END = "<|close|>message<|sep|>"
+KIMI_CALL = (
+    "<|open|>response<|sep|><|close|>response<|sep|><|open|>tools<|sep|>"
+    '<|open|>call tool="weather" index="1"<|sep|>'
+    '<|open|>argument key="place" type="string"<|sep|>'
+    "Köln<|close|>argument<|sep|><|close|>call<|sep|><|close|>tools<|sep|>"
+)
+
+
+@pytest.fixture(scope="session")
+def kimi(start_served):
+    return start_served(openai_config={"chat_template": KIMI_TEMPLATE})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_elements_of_kimi_k3_are_read_with_and_without_tools(kimi, stream):
+    def told(text, **options):
+        answer = ask(kimi, text, stream=stream, **options)
+        if not stream:
+            message = answer.choices[0].message
+            return message.reasoning_content, message.content, message.tool_calls
+        deltas = [event.choices[0].delta for event in answer if event.choices]
+        calls = [call for delta in deltas for call in delta.tool_calls or ()]
+        reasoning = "".join(getattr(delta, "reasoning_content", "") for delta in deltas)
+        return reasoning, "".join(delta.content or "" for delta in deltas) or None, calls
+
+    thought = "Hm.<|close|>think<|sep|>"
+    for options in ({}, {"tools": TOOLS}):
+        text = thought + KIMI_ANSWER + KIMI_END
+        assert told(text, **options)[:2] == ("Hm.", "Yes.")
+    reasoning, content, calls = told(thought + KIMI_CALL + KIMI_END, tools=TOOLS)
+    assert (reasoning, content, calls[0].function.name) == ("Hm.", None, "weather")
+    arguments = "".join(call.function.arguments for call in calls)
+    assert json.loads(arguments) == {"place": "Köln"}
+
+
+def test_an_answer_by_kimi_k3_is_guided_within_its_frame_and_a_call_behind(kimi):
+    vocabulary = ["</s>", *(chr(c) for c in range(32, 127)), "ö"]
+    info = xgrammar.TokenizerInfo(vocabulary, stop_token_ids=[0])
+    compiler = xgrammar.GrammarCompiler(info, max_threads=1)
+    without = {"extra_body": {"chat_template_kwargs": {"thinking": False}}}
+    form = {"response_format": {"type": "json_object"}}
+    must = {"tools": TOOLS, "tool_choice": "required"}
+    answer = KIMI_ANSWER.replace("Yes.", "{}")
+    for options, texts in (
+        (form, [f"Hm.<|close|>think<|sep|>{answer}"]),
+        ({**form, **without}, ["{}<|close|>response<|sep|>"]),
+        (must, [f"Hm.<|close|>think<|sep|>{KIMI_CALL}"]),
+        ({**must, **without}, [KIMI_CALL.removeprefix("<|open|>response<|sep|>")]),
+    ):
+        ask(kimi, "x", **options)
+        compiled = compiler.compile_structural_tag(json.dumps(guide(kimi)[1]))
+        for text in texts:
+            matcher = xgrammar.GrammarMatcher(compiled)
+            assert matcher.accept_string(text) and matcher.accept_token(0), text
+        thought = "" if options.get("extra_body") else "Hm.<|close|>think<|sep|>"
+        assert not xgrammar.GrammarMatcher(compiled).accept_string(f"{thought}Yes")
