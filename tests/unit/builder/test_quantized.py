@@ -255,7 +255,8 @@ def test_a_built_file_of_integers_equals_the_shard_that_a_rank_cuts_from_the_che
     _check_shards(built, EngineFolder.load(folder))
 
 
-@pytest.mark.parametrize("form", ["gptq-desc-act", "awq", "packed-8-bits"])
+@pytest.mark.matrix(keep=2)
+@pytest.mark.parametrize("form", ["gptq-desc-act", "packed-8-bits", "awq"])
 def test_built_experts_of_integers_are_those_that_a_rank_cuts_from_the_checkpoint(
     form, tmp_path, trimaran
 ):

@@ -81,7 +81,7 @@ def weights(outputs, inner, first=0, block=0):
 CASES = [(0, 0), (0, 64), (24, 64)]
 
 
-@pytest.mark.matrix(keep=5)
+@pytest.mark.matrix(keep=3)
 @pytest.mark.parametrize(("first", "block"), CASES)
 @pytest.mark.parametrize("has_bias", [True, False])
 @pytest.mark.parametrize(("rows", "outputs", "inner"), [(1, 128, 256), (21, 136, 208)])

@@ -88,7 +88,7 @@ LOCAL = {
 }
 
 
-@pytest.mark.matrix(keep=4)
+@pytest.mark.matrix(keep=3)
 @pytest.mark.parametrize("name", LOCAL)
 @pytest.mark.parametrize("add_special_tokens", [True, False])
 def test_the_ids_of_parts_are_those_of_the_whole(name, add_special_tokens):
