@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import shutil
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trimaran.builder.foreign_flags import FlagSink
@@ -128,28 +128,29 @@ def check_head(head: DraftHead | None, config: PretrainedConfig, mapping: RankMa
     """Check a head's tensors against the target's configuration.
 
     Raises:
-        ConfigError: the head cannot draft for this target, or not with these stages.
+        ConfigError: the head cannot draft for this target.
     """
     if head is None:
         return
-    if mapping.pp_size > 1:
-        raise ConfigError(
-            f"--pp-size is {mapping.pp_size} but --speculative_decoding_mode is {head.kind}: "
-            "heads need the hidden states of all layers. Build with --pp-size 1."
-        )
     # These import torch.
     from trimaran.builder.build_plan import RankPlan, model_on_meta
     from trimaran.worker.models.drafting.loading import load_head
     from trimaran.worker.models.drafting.mtp import layer_files, prediction_layer
     from trimaran.worker.models.weights.checkpoint import find_tensors
 
-    target = model_on_meta(0, config, mapping)
+    target = model_on_meta(0, config, _one_stage(mapping))
     if head.kind != MTP:
         load_head(head.kind, head.folder, target)
         return
     layer = prediction_layer(target)
     found = find_tensors(layer, list(layer_files(layer, head.folder)))
     RankPlan(layer, found, {}).check_shapes(set())
+
+
+def _one_stage(mapping: RankMapping) -> RankMapping:
+    """The mapping with all layers in one stage: heads belong to no stage's shard."""
+    world_size = mapping.world_size // mapping.pp_size
+    return replace(mapping, world_size=world_size, pp_size=1, pp_partition=())
 
 
 def write_head(
@@ -183,7 +184,7 @@ def _write_layer(
     from trimaran.worker.models.drafting.mtp import layer_files, prediction_layer
     from trimaran.worker.models.weights.checkpoint import mapped_file
 
-    layer = prediction_layer(model_on_meta(0, config, mapping))
+    layer = prediction_layer(model_on_meta(0, config, _one_stage(mapping)))
     with ExitStack() as stack:
         tensors = {}
         for path, names in layer_files(layer, checkpoint).items():

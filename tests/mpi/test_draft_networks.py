@@ -27,6 +27,8 @@ ONE = ParallelConfig()
 LAYOUTS = {
     "tp 2": ParallelConfig(tp_size=2),
     "tp 2, whole experts": ParallelConfig(tp_size=2, moe_tp_size=1, moe_ep_size=2),
+    "pp 2": ParallelConfig(pp_size=2),
+    "pp 2, one layer first": ParallelConfig(pp_size=2, pp_partition=(1, 5)),
 }
 PROMPTS = [[place * 7 % 150 for place in range(n, 3 * n + 9, 2)] for n in (1, 4, 9, 30)]
 
@@ -72,7 +74,9 @@ def run(driver):
     ("kind", "layout"),
     [
         *((kind, "tp 2") for kind in ("eagle", "medusa", "redrafter")),
-        *(("mtp", layout) for layout in LAYOUTS),
+        *((kind, "pp 2") for kind in ("eagle", "medusa", "redrafter")),
+        ("eagle", "pp 2, one layer first"),
+        *(("mtp", layout) for layout in ("tp 2", "tp 2, whole experts", "pp 2")),
     ],
 )
 @pytest.mark.ranks(2)
@@ -95,6 +99,8 @@ def test_two_ranks_draft_as_one_rank_does(world, root, kind, layout):
                     speculation=SpeculationConfig(
                         drafter=kind, draft_dir=str(root / kind), max_draft_tokens=3,
                         is_adaptive=False,
+                        # Stages await the drafts.
+                        is_overlapped=not layout.startswith("pp"),
                     ),
                 ),
                 cache=CacheConfig(tokens_per_block=8, max_tokens=768),
@@ -105,6 +111,11 @@ def test_two_ranks_draft_as_one_rank_does(world, root, kind, layout):
     ranks = Ranks(world, LAYOUTS[layout])
     told = ranks.run(make_driver(LAYOUTS[layout], ranks.ties), run)
     if world.rank == 0:
-        assert told == run(make_driver(ONE))
-        _, (num_drafts, num_tokens, _) = told
+        outputs, (num_drafts, num_tokens, num_accepted) = told
+        alone = run(make_driver(ONE))
+        if layout.startswith("pp"):
+            # Stages share the sequences out over other steps, in which other drafts have room.
+            assert (outputs, num_accepted) == (alone[0], alone[1][2])
+        else:
+            assert told == alone
         assert num_drafts < num_tokens

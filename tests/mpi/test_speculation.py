@@ -10,7 +10,6 @@ import pytest
 from tests.driver import Driver, Ranks
 from tests.unit.worker.lora_adapters import make_adapter, on_the_wire
 from tests.unit.worker.speculation.test_exactness import check, corrupt
-from trimaran.comm.errors import ConfigError
 from trimaran.worker.config.engine_config import (
     CacheConfig,
     EngineConfig,
@@ -87,11 +86,10 @@ LAYOUTS = {
 @pytest.mark.ranks(2)
 def test_drafts_change_no_output_of_ranks_together(world, layout):
     drafters = dict(DRAFTERS)
-    if layout != "pp 2":
-        for kind, folder in NETWORKS.items():
-            drafters[kind] = SpeculationConfig(
-                drafter=kind, draft_dir=str(folder), is_adaptive=False
-            )
+    for kind, folder in NETWORKS.items():
+        drafters[kind] = SpeculationConfig(
+            drafter=kind, draft_dir=str(folder), is_adaptive=False
+        )
     rng = random.Random(layout)
     words = [rng.randrange(2, 4000) for _ in range(6)]
     own = make_adapter(MODEL, seed=5, modules=("attn_q", "attn_v", "mlp_gate"))
@@ -116,12 +114,3 @@ def test_drafts_change_no_output_of_ranks_together(world, layout):
         if world.rank == 0 and name != "none":
             check(told[name], told["none"])
             assert driver.engine.scheduler.draft_counts.num_accepted
-
-
-@pytest.mark.ranks(2)
-def test_heads_are_refused_in_a_pipeline(world):
-    eagle = SpeculationConfig(drafter="eagle", draft_dir=str(NETWORKS["eagle"]))
-    ranks = Ranks(world, LAYOUTS["pp 2"])
-
-    with pytest.raises(ConfigError, match="is not served with --pp-size 2"):
-        make_driver(LAYOUTS["pp 2"], ranks.ties, eagle)

@@ -5,9 +5,13 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from trimaran.comm.errors import ConfigError
+from trimaran.comm.stages.world_group import WorldGroup
 from trimaran.comm.topology import ParallelLayout
-from trimaran.worker.config.draft_network import DRAFT_MODEL, MTP
+from trimaran.worker.config.draft_network import DRAFT_MODEL, EAGLE, MTP, REDRAFTER
 from trimaran.worker.config.engine_config import EngineConfig
 from trimaran.worker.config.speculation_config import SpeculationConfig
 from trimaran.worker.models.drafting.interfaces import CachelessHeads, DraftNetwork
@@ -18,11 +22,23 @@ from trimaran.worker.models.interfaces import CausalLM
 from trimaran.worker.models.registry import load_model
 from trimaran.worker.parallel.tensor_parallel import TensorGroup
 
+_WITH_EMBEDDING = (EAGLE, REDRAFTER, MTP)
+"""Networks that read the target's embedding."""
+
+_SENT_BYTES = 1 << 26
+"""Most bytes of a message between stages while loading."""
+
 
 def load_network(
-    config: EngineConfig, topology: ParallelLayout, tp: TensorGroup, target: CausalLM
-) -> DraftNetwork | None:
-    """The network that drafts for ``target`` on this rank; None if the engine has none.
+    config: EngineConfig,
+    topology: ParallelLayout,
+    tp: TensorGroup,
+    target: CausalLM,
+    group: WorldGroup,
+) -> tuple[DraftNetwork | None, tuple[int, ...]]:
+    """The network that drafts for ``target`` on this rank, and the target's layers whose inputs
+    it reads; None if the engine has no network, or in an earlier stage of a pipeline.
+    Collective over the world.
 
     Raises:
         ConfigError: the folder cannot draft for the target, or the engine's layout is not
@@ -30,8 +46,20 @@ def load_network(
     """
     speculation = config.scheduler.speculation
     if not speculation.is_network:
-        return None
-    _check_layout(speculation, config, topology, target)
+        return None, ()
+    _check_layout(speculation, config, target)
+    if topology.pp_size > 1 and speculation.drafter in _WITH_EMBEDDING:
+        _lend_embedding(target, topology, group)
+    network = _network(config, topology, tp, target) if target.stage.is_last else None
+    taps: list[tuple[int, ...]] = group.all_gather(() if network is None else network.taps)
+    return network, max(taps)
+
+
+def _network(
+    config: EngineConfig, topology: ParallelLayout, tp: TensorGroup, target: CausalLM
+) -> DraftNetwork:
+    """The network, in a rank of the last stage."""
+    speculation = config.scheduler.speculation
     folder = Path(speculation.draft_dir)
     network: DraftNetwork
     if speculation.drafter == DRAFT_MODEL:
@@ -57,17 +85,38 @@ def load_network(
     return network
 
 
+def _lend_embedding(target: CausalLM, topology: ParallelLayout, group: WorldGroup) -> None:
+    """Give the last stage a copy of the first stage's embedding. Collective over the world."""
+    assert group.world is not None, "a pipeline has several ranks"
+    group.world.barrier(group.timeout_s, "the embedding for a network that drafts")
+    comm = group.world.subgroup(topology.pp_ranks).comm
+    try:
+        if target.stage.is_first:
+            weight_VD: Tensor = target.embed_tokens.weight
+        elif target.stage.is_last:
+            weight_VD = target.add_embedding()
+        else:
+            return
+        num_rows = max(1, _SENT_BYTES // weight_VD[0].nbytes)
+        for first in range(0, len(weight_VD), num_rows):
+            rows = weight_VD[first : first + num_rows]
+            host = torch.empty(rows.shape, dtype=rows.dtype)
+            if target.stage.is_first:
+                host.copy_(rows)
+                comm.Send(host.view(torch.uint8).numpy(), topology.pp_size - 1)
+            else:
+                comm.Recv(host.view(torch.uint8).numpy(), 0)
+                rows.copy_(host)
+    finally:
+        comm.Free()
+
+
 def _check_layout(
-    speculation: SpeculationConfig,
-    config: EngineConfig,
-    topology: ParallelLayout,
-    target: CausalLM,
+    speculation: SpeculationConfig, config: EngineConfig, target: CausalLM
 ) -> None:
     """Refuse what networks that draft are not served with."""
     problem = ""
-    if topology.pp_size > 1:
-        problem = f"--pp-size {topology.pp_size}: a stage has not all hidden states"
-    elif config.parallel.expert_dp_size > 1:
+    if config.parallel.expert_dp_size > 1:
         problem = "experts that dp ranks share"
     elif target.switch_at:
         problem = (
@@ -88,10 +137,16 @@ def _small_model(
     tp: TensorGroup,
     target: CausalLM,
 ) -> CausalLM:
+    # The last stage holds all of the small model.
+    parallel = dataclasses.replace(config.parallel, pp_size=1, pp_partition=())
+    if topology.pp_size > 1:
+        rank = topology.dp_rank * topology.tp_size + topology.tp_rank
+        topology = dataclasses.replace(topology, rank=rank, pp_size=1, hosts=())
     own = dataclasses.replace(
         config,
         engine_dir=str(folder),
         quantization="none",
+        parallel=parallel,
         cache=dataclasses.replace(config.cache, dtype="auto", attention_windows=()),
     )
     model = load_model(own, topology, tp, target.device)

@@ -135,11 +135,11 @@ def load_engine(
     kernel = _sampling_kernel(model, device)
     limits = _limits(config, model)
     _make_first_layer_table_if_used(config, model, tp, group)
-    network = load_network(config, topology, tp, model)
-    maker = CacheMaker(config.cache, limits, model, topology, network)
+    network, taps = load_network(config, topology, tp, model, group)
+    maker = CacheMaker(config.cache, limits, model, topology, network, taps)
     inputs = _make_inputs(limits, maker.block_size, device, depth, kernel, model.switch_at)
     expert_loads = _count_experts(config, model, inputs)
-    links = _connect_stages(group, model, limits, topology)
+    links = _connect_stages(group, model, limits, topology, len(taps))
 
     def make_runner(num_blocks: int) -> ModelRunner:
         for group in maker.groups + maker.draft_groups:
@@ -197,15 +197,20 @@ def _make_first_layer_table_if_used(
 
 
 def _connect_stages(
-    group: WorldGroup, model: CausalLM, limits: SchedulerConfig, topology: ParallelLayout
+    group: WorldGroup,
+    model: CausalLM,
+    limits: SchedulerConfig,
+    topology: ParallelLayout,
+    num_taps: int,
 ) -> PipelineLinks:
-    """Links of this rank to other stages, also for reports of expert loads. Collective."""
-    most_tokens = max(limits.max_num_batched_tokens, limits.max_num_seqs)
+    """Links of this rank to other stages, also for reports of expert loads. The inputs of
+    ``num_taps`` layers travel with the hidden states. Collective."""
+    most_tokens = max(limits.max_num_batched_tokens, limits.max_num_rows)
     return PipelineLinks.connect(
         group,
         topology,
         model.device,
-        (most_tokens, model.config.hidden_size),
+        (most_tokens, (1 + num_taps) * model.config.hidden_size),
         model.dtype,
         has_reports=bool(model.config.num_experts),
     )
@@ -280,9 +285,7 @@ def _first_steps(
         # Each graph keeps the memory of its largest step.
         fraction = max(prompts, default=0) / limits.max_num_batched_tokens
         step_bytes += max(decode_bytes, int(fraction * prompt_bytes))
-    if runner.drafting is not None:
-        step_bytes += runner.drafting.num_bytes
-    return step_bytes
+    return step_bytes + runner.draft_bytes
 
 
 def _make_inputs(
@@ -315,6 +318,10 @@ def _limits(config: EngineConfig, model: CausalLM) -> SchedulerConfig:
         rows = min(scheduler.max_num_batched_tokens, MAX_ROWS)
         rows = max(scheduler.max_num_rows, rows)
         scheduler = dataclasses.replace(scheduler, max_recompute_rows=rows)
+    if config.parallel.pp_size > 1:
+        # Rank 0 tells the first stage all ids, drafts among them.
+        speculation = dataclasses.replace(scheduler.speculation, is_overlapped=False)
+        scheduler = dataclasses.replace(scheduler, speculation=speculation)
     if scheduler.max_seq_len <= longest:
         return scheduler
     logger.info("max_seq_len lowered from %d to the model's %d", scheduler.max_seq_len, longest)

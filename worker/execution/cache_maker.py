@@ -33,8 +33,11 @@ class CacheMaker:
         model: CausalLM,
         topology: ParallelLayout,
         network: DraftNetwork | None = None,
+        taps: tuple[int, ...] = (),
     ) -> None:
-        """``network`` drafts, and has entries in blocks of the same numbers."""
+        """``network`` drafts, and has entries in blocks of the same numbers. The last stage's
+        network reads the inputs of the layers ``taps``."""
+        self._taps = taps
         self._limits = limits
         self._model = model
         # Partitions differ between GPUs, but the blocks of a sequence are equal on all ranks.
@@ -71,6 +74,8 @@ class CacheMaker:
         runner.shares_rows = limits.speculation.is_on
         if self._network is not None:
             runner.use_network(self._network, self.draft_groups, limits)
+        elif self._taps:
+            runner.use_taps(self._taps, limits)
 
     @property
     def staged_bytes(self) -> int:

@@ -72,7 +72,9 @@ class DraftRunner:
         self.taps: LayerTaps | None = None
         if network.taps:
             sizes = max(limits.max_num_batched_tokens, rows), target.config.hidden_size
-            self.taps = LayerTaps(network.taps, *sizes, target.dtype, inputs.device)
+            self.taps = LayerTaps(
+                network.taps, *sizes, target.dtype, inputs.device, target.stage.layers
+            )
         self._last_RE: Tensor | None = None
         if self.needs_states:
             self._last_RE = torch.zeros(
@@ -88,10 +90,9 @@ class DraftRunner:
 
     @property
     def num_bytes(self) -> int:
-        """Device memory for inputs, which lie at fixed addresses."""
-        taps = 0 if self.taps is None else self.taps.num_bytes
+        """Device memory for inputs, which lie at fixed addresses, without `taps`."""
         last = 0 if self._last_RE is None else self._last_RE.nbytes
-        return self._begin.num_bytes + taps + last
+        return self._begin.num_bytes + last
 
     # ---- graphs --------------------------------------------------------------------------
 

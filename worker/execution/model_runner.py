@@ -20,7 +20,7 @@ from trimaran.worker.execution.device_inputs import DeviceInputs
 from trimaran.worker.execution.draft_runner import DraftRunner
 from trimaran.worker.execution.input_batch import InputBatch, StepInputs
 from trimaran.worker.execution.prompt_tables import PromptTables
-from trimaran.worker.execution.stage_ends import LastStage, stage_end
+from trimaran.worker.execution.stage_ends import EarlierStage, LastStage, stage_end
 from trimaran.worker.execution.step_result import ModelRunnerOutput
 from trimaran.worker.experts.loads import ExpertLoads
 from trimaran.worker.kv_cache.host_copies import HostCopies, begin_transfers
@@ -104,6 +104,26 @@ class ModelRunner:
         self.drafting = DraftRunner(network, caches, self.inputs, self.model, limits)
         self.end.drafting = self.drafting
         self._taps = self.drafting.taps
+
+    def use_taps(self, layers: tuple[int, ...], limits: SchedulerConfig) -> None:
+        """Keep the inputs of ``layers`` for a network in a later stage. Before graphs are
+        captured."""
+        model = self.model
+        sizes = (
+            max(limits.max_num_batched_tokens, limits.max_num_rows),
+            model.config.hidden_size,
+        )
+        self._taps = LayerTaps(
+            layers, *sizes, model.dtype, self.inputs.device, model.stage.layers
+        )
+        assert isinstance(self.end, EarlierStage), "the last stage has the network"
+        self.end.taps = self._taps
+
+    @property
+    def draft_bytes(self) -> int:
+        """Device memory of a network's inputs."""
+        drafting = 0 if self.drafting is None else self.drafting.num_bytes
+        return drafting + (0 if self._taps is None else self._taps.num_bytes)
 
     def capture_graphs(
         self, sizes: list[int], prompt_sizes: list[int], *, has_adapters: bool
@@ -230,6 +250,8 @@ class ModelRunner:
         hidden_TD: Tensor | None = None
         if self._previous is not None:
             hidden_TD = self._previous.receive(decision.num_tokens)
+            if self._taps is not None:
+                hidden_TD = self._taps.split(hidden_TD)
         if graphs is not None and size:
             if hidden_TD is not None and self._fixed_TD is not None:
                 self._fixed_TD[: len(hidden_TD)].copy_(hidden_TD)

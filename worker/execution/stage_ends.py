@@ -13,6 +13,7 @@ from torch import Tensor
 from trimaran.comm.collectives.tensor_group import TensorParallelGroup
 from trimaran.comm.stages.pipeline import PipelineLinks
 from trimaran.kernels.cpu.sampling import CpuSampling
+from trimaran.worker.attention.taps import LayerTaps
 from trimaran.worker.execution.device_inputs import DeviceInputs
 from trimaran.worker.execution.draft_runner import DraftRunner
 from trimaran.worker.execution.input_batch import InputBatch, StepInputs
@@ -187,6 +188,8 @@ class EarlierStage:
         self._next = links.next
         # Earlier stages are in one pipeline, so they have one reader at most.
         self._reader = next(iter(links.readers.values()), None)
+        self.taps: LayerTaps | None = None
+        """Inputs of layers that the last stage's network reads."""
 
     def enter(self, new: NewRow) -> None:
         """Do nothing: no row's data is needed here."""
@@ -205,7 +208,7 @@ class EarlierStage:
         marks: StepMarks,
     ) -> ModelRunnerOutput:
         """Send the hidden states to the next stage."""
-        self._next.send(hidden_TD)
+        self._next.send(hidden_TD if self.taps is None else self.taps.join(hidden_TD))
         marks.end()
         return RemoteOutput(self._reader, decision.step, marks)
 

@@ -64,6 +64,11 @@ class StageRange:
         """Whether this stage computes logits."""
         return self.end == self.num_layers
 
+    @property
+    def layers(self) -> range:
+        """Numbers of the stage's layers."""
+        return range(self.first, self.end)
+
     @classmethod
     def of(
         cls, num_layers: int, pp_rank: int, pp_size: int, partition: Sequence[int] = ()
@@ -170,6 +175,7 @@ class CausalLM(nn.Module):
             config.hidden_size,
         )
         self.make_shared()
+        self._vocabulary = vocabulary
         embedding = self.make_embedding(vocabulary) if stage.is_first else None
         if embedding is not None:
             self.embed_tokens = embedding
@@ -191,6 +197,12 @@ class CausalLM(nn.Module):
     def make_embedding(self, vocabulary: tuple[int, int, int]) -> VocabParallelEmbedding:
         """The token embedding of (real, padded) vocabulary size and hidden size."""
         return VocabParallelEmbedding(self.context, *vocabulary)
+
+    def add_embedding(self) -> Tensor:
+        """Make the embedding in a stage that has none, for a network that drafts. Returns this
+        rank's rows [rows, D], which the caller fills."""
+        self.embed_tokens = self.make_embedding(self._vocabulary)
+        return self.embed_tokens.weight
 
     def make_layer(self, number: int) -> nn.Module:
         """The decoder layer ``number`` of the whole model.

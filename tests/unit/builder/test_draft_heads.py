@@ -111,10 +111,6 @@ def test_an_engine_folder_drafts_with_its_head(
             (*EAGLE, "--eagle_model_dir", "medusa", "--max_draft_len", "2"),
             ["holds no model.safetensors"],
         ),
-        (
-            (*EAGLE, "--eagle_model_dir", "eagle", "--max_draft_len", "2", "--pp-size", "2"),
-            ["--pp-size is 2", "hidden states of all layers"],
-        ),
         ((*REDRAFTER, "--max_draft_len", "2"), ["--drafter_model_dir is not set"]),
         (
             (*REDRAFTER, "--drafter_model_dir", "redrafter", "--redrafter_num_beams", "5"),

@@ -64,7 +64,6 @@ def change(folder, copy, edit):
 def test_checkpoints_without_the_layer_are_refused(folder, refused, llama, tmp_path):
     error = refused(llama().folder, *MTP)
     assert "served for DeepseekV3ForCausalLM, but the target is a LlamaForCausalLM" in error
-    assert "--pp-size is 2" in refused(folder, *MTP, "--pp-size", "2")
 
     def without_layer(tensors):
         return {name: each for name, each in tensors.items() if "layers.3." not in name}
@@ -88,3 +87,17 @@ def test_checkpoints_without_the_layer_are_refused(folder, refused, llama, tmp_p
     ):
         copy = change(folder, tmp_path / str(number), edit)
         assert complaint in refused(copy, *MTP)
+
+
+def test_stages_have_one_layer_together(folder, trimaran, tmp_path):
+    layers = []
+    for stages in ("1", "2"):
+        output = tmp_path / stages
+        own = ("--checkpoint", folder, "--output", output, "--pp-size", stages)
+        assert trimaran("build", *own, *MTP).code == 0
+        (path,) = (output / "draft_head").glob("*.safetensors")
+        layers.append(load_file(path))
+
+    one, two = layers
+    assert one.keys() == two.keys()
+    assert all(tensor.equal(two[name]) for name, tensor in one.items())
