@@ -33,16 +33,25 @@ class DeepSeekToolParser(ToolParser):
     begin: str = "<｜tool▁call▁begin｜>"
     end: str = "<｜tool▁call▁end｜>"
     separator: str = "\n"
+    other_begins: tuple[str, ...] = ()
+    """Further spellings of ``begins`` that models write."""
+
+    other_ends: tuple[str, ...] = ()
 
     @property
     def openings(self) -> tuple[str, ...]:
         """See `ToolParser`."""
-        return (self.begins,)
+        return (self.begins, *self.other_begins)
 
     @property
     def ends_reasoning(self) -> tuple[str, ...]:
         """See `ToolParser`."""
-        return (self.begins,)
+        return self.openings
+
+    @property
+    def literals(self) -> str:
+        """See `ToolParser`. The grammar has the first spellings alone."""
+        return "".join((*self.other_begins, *self.other_ends))
 
     def read(self, scanner: Scanner, opening: str) -> Steps:
         """See `ToolParser`."""
@@ -59,7 +68,7 @@ class DeepSeekToolParser(ToolParser):
             following = yield from scanner.space()
             if following != self.begin[0]:
                 return
-            read = yield from scanner.take(self.ends)
+            read = yield from scanner.take(self.ends, *self.other_ends)
             if read:
                 return
 
@@ -95,6 +104,8 @@ class KimiToolParser(DeepSeekToolParser):
     begin: str = "<|tool_call_begin|>"
     end: str = "<|tool_call_end|>"
     separator: str = ""
+    other_begins: tuple[str, ...] = ("<|tool_call_section_begin|>",)
+    other_ends: tuple[str, ...] = ("<|tool_call_section_end|>",)
 
     def _begin(self, scanner: Scanner, name: str) -> None:
         found = _NUMBERED.fullmatch(name)

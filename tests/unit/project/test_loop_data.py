@@ -218,7 +218,7 @@ PLACES: dict[str, Places] = {
     "openai/parsing/argument_types.py": _all(ENGINE, "loads dumps"),
     "openai/parsing/gemma_calls.py": _all(ENGINE, "join dumps"),
     "openai/parsing/json_calls.py": _all(ENGINE, "join loads dumps"),
-    "openai/parsing/named_calls.py": _all(ENGINE, "fullmatch"),
+    "openai/parsing/named_calls.py": _all(ENGINE, "fullmatch join"),
     "openai/parsing/tagged_calls.py": _all(ENGINE, "join dumps"),
     "openai/errors.py": _all("a message of an error", "join search sub json_access.dump"),
     "openai/parsing/kimi_calls.py": _all(ENGINE, "findall"),

@@ -308,6 +308,8 @@ def test_further_spellings_of_tags_and_objects_are_read():
     assert parsed(segment("mistral", numbered)) == expected(calls)
     deep = f"<|tool_call>call:search{{query:{'[' * 5000}"
     assert segment("gemma4", deep)[0] == (Kind.CALL, "search")
+    singular = WRITE["kimi_k2"](calls).replace("tool_calls_section", "tool_call_section")
+    assert parsed(segment("kimi_k2", f"So.{singular}")[1:]) == expected(calls)
     parser = OutputParser(FORMATS["kimi_k2"], TOOLS)
     found = parser.feed(WRITE["kimi_k2"](calls * 2))
     ids = [each.call_id for each in found if each.kind is Kind.CALL]
