@@ -12,6 +12,10 @@ from torch import Tensor
 # sequence, B tokens of a block.
 
 
+TREE_BITS = 64
+"""Keys that a mask of a tree of drafts covers."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
     """Which keys a query sees, and the form of its scores. Equal for all tokens of a layer."""
@@ -126,6 +130,13 @@ class AttentionMetadata:
     """Whether decodes may be of one sequence: then keys and values of all tokens are stored
     before any query attends."""
 
+    tree_masks: Tensor | None = None
+    """int64 [S]: bit i says whether a decode sees the key i slots before its own, for the last
+    64 keys up to its own; earlier keys are all seen. None or -1: all keys, as in a chain. A
+    token's position is its slot without the keys that it does not see. Entries behind the
+    decodes mean nothing.
+    """
+
     plans: dict[tuple[Any, ...], Any] = field(default_factory=dict)
     """Plans that kernels made for this step, by their settings; later layers reuse them."""
 
@@ -154,6 +165,7 @@ class AttentionMetadata:
             has_past=self.has_past,
             rows=None if self.rows is None else self.rows[first:end],
             shares_rows=self.shares_rows,
+            tree_masks=self.tree_masks[first:end] if self.tree_masks is not None else None,
         )
         return tokens, part
 

@@ -11,7 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trimaran.kernels.attention import AttentionMetadata, AttentionSpec, LatentHeads
+from trimaran.kernels.attention import (
+    TREE_BITS,
+    AttentionMetadata,
+    AttentionSpec,
+    LatentHeads,
+)
 from trimaran.kernels.kv_quantization import (
     KEY,
     KEY_INVERSE,
@@ -384,7 +389,9 @@ def _attend_padded(
     for first in range(0, most, _QUERY_TILE):
         offsets = torch.arange(first, min(first + _QUERY_TILE, most), device=query_TNH.device)
         rows = (starts[:, None] + offsets).clamp(max=num_tokens - 1)
-        tiles.append(_attend(query_TNH[rows], keys, values, past[:, None] + offsets, spec))
+        masks = metadata.tree_masks if metadata.num_decodes else None
+        positions = past[:, None] + offsets
+        tiles.append(_attend(query_TNH[rows], keys, values, positions, spec, masks))
     padded = torch.cat(tiles, dim=1)
     tokens = torch.arange(num_tokens, device=query_TNH.device)
     sequences = torch.searchsorted(ends, tokens, right=True)
@@ -429,6 +436,7 @@ def _attend(
     value_SLKH: Tensor,
     position_SQ: Tensor,
     spec: AttentionSpec,
+    tree_masks_S: Tensor | None = None,
 ) -> Tensor:
     num_sequences, num_queries, _, head_size = query_SQNH.shape
     groups = (num_sequences, num_queries, key_SLKH.shape[2], -1, head_size)
@@ -445,6 +453,10 @@ def _attend(
     if spec.window > 0:
         is_past = tokens <= position_SQ[:, :, None] - spec.window
         is_hidden |= is_past & (tokens >= spec.num_sinks)
+    if tree_masks_S is not None:
+        distances = position_SQ[:, :, None] - tokens
+        bits = tree_masks_S[:, None, None] >> distances.clamp(0, TREE_BITS - 1) & 1
+        is_hidden |= (distances >= 0) & (distances < TREE_BITS) & (bits == 0)
     scores = scores.masked_fill(is_hidden[:, :, None, None, :], float("-inf"))
     weights = _softmax_of_keys(scores, spec.sink_logits)
     output = torch.einsum("sqkgl,slkh->sqkgh", weights, value_SLKH)

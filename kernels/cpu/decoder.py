@@ -84,6 +84,7 @@ class DecoderStep:
     seq_lens: Tensor
     block_tables: Tensor
     kv_caches: Sequence[Tensor]
+    tree_masks: Tensor | None = None
 
 
 class Decoder(Protocol):
@@ -111,7 +112,7 @@ class CpuDecoder:
         shape: DecoderShape,
         layers: Sequence[LayerWeights],
     ) -> None:
-        self._kernel = Kernel(library, "trimaran_decoder", "23q2d")
+        self._kernel = Kernel(library, "trimaran_decoder", "24q2d")
         self._code = DTYPE_CODES[dtype]
         self._shape = shape
         self._layers = list(layers)
@@ -127,7 +128,7 @@ class CpuDecoder:
         caches = step.kv_caches
         if caches is not self._caches:
             self._use_caches(caches)
-        shape, cache = self._shape, caches[0]
+        shape, cache, masks = self._shape, caches[0], step.tree_masks
         self._kernel(
             self._code, shape.activation != "silu", ctypes.addressof(self._table), *halves,
             x_TD.data_ptr(), residual_TD.data_ptr(), x_TD.shape[0], shape.hidden, shape.inner,
@@ -135,7 +136,8 @@ class CpuDecoder:
             step.positions.data_ptr(), step.slots.data_ptr(),
             step.query_start_loc.data_ptr(), step.seq_lens.data_ptr(),
             step.block_tables.data_ptr(), step.seq_lens.shape[0], cache.shape[2],
-            cache.stride(0), step.block_tables.stride(0), shape.head_size**-0.5, shape.eps,
+            cache.stride(0), step.block_tables.stride(0),
+            0 if masks is None else masks.data_ptr(), shape.head_size**-0.5, shape.eps,
         )  # fmt: skip
 
     def _use_caches(self, caches: Sequence[Tensor]) -> None:

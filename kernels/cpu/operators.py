@@ -59,7 +59,7 @@ class CpuOps:
         self._clamped = Kernel(library, "trimaran_clamped_swiglu", "5q2d")
         self._rotate = Kernel(library, "trimaran_rotate", "8q")
         self._write_kv = Kernel(library, "trimaran_write_kv", "11q")
-        self._attention = Kernel(library, "trimaran_attention", "23q2d")
+        self._attention = Kernel(library, "trimaran_attention", "24q2d")
         library.trimaran_has_amx.restype = ctypes.c_long
         library.trimaran_set_num_threads.argtypes = [ctypes.c_long]
         library.trimaran_set_num_threads(num_threads)
@@ -397,6 +397,7 @@ class CpuOps:
         value_size = spec.latent_size or head_size
         output = torch.empty((tokens, heads, value_size), dtype=self._dtype)
         tables, bias, scales = metadata.block_tables, spec.position_bias, spec.kv_scales
+        masks = metadata.tree_masks
         self._attention(
             self._code, query.data_ptr(), kv_cache.data_ptr(), output.data_ptr(),
             metadata.query_start_loc.data_ptr(), metadata.seq_lens.data_ptr(),
@@ -407,6 +408,7 @@ class CpuOps:
             0 if bias is None else bias.stride(0), _CACHE_CODES.get(kv_cache.dtype, 0),
             0 if scales is None else scales.data_ptr(),
             0 if spec.sink_logits is None else spec.sink_logits.data_ptr(),
+            0 if masks is None else masks.data_ptr(),
             spec.scale, spec.soft_cap,
         )  # fmt: skip
         return output

@@ -22,9 +22,10 @@ _IDS_TILE = 2048
 
 @triton.jit(do_not_specialize=["longest", "spare_slot"])  # type: ignore[untyped-decorator,unused-ignore]
 def _places_kernel(  # type: ignore[no-untyped-def]
-    table, ids, block_tables, wide, narrow, step_wide, step_narrow, rejected, longest,
-    spare_slot, max_blocks, stride, step_wide_stride, step_narrow_stride,
+    table, ids, block_tables, wide, narrow, step_wide, step_narrow, rejected, num_accepted,
+    last, longest, spare_slot, max_blocks, stride, step_wide_stride, step_narrow_stride,
     COLUMNS: tl.constexpr, MOST: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_TREES: tl.constexpr,
 ):  # fmt: skip
     """Program s computes the places of sequence s."""
     sequence = tl.program_id(0)
@@ -34,15 +35,22 @@ def _places_kernel(  # type: ignore[no-untyped-def]
     length = tl.load(step_narrow + 5 * step_narrow_stride + own)
     places = tl.arange(0, TILE)
     is_draft = places < num_drafts
-    # The draft rows' own tokens are the drafts.
-    tokens = tl.load(step_wide + 2 * step_wide_stride + first + places, mask=is_draft, other=0)
-    drafts = tl.load(step_narrow + tokens, mask=is_draft, other=-1)
-    at = tl.where(places == 0, own, first + places - 1)
-    found = tl.load(ids + at, mask=is_draft, other=-2)
-    accepted = tl.min(tl.where(is_draft & (found == drafts), TILE, places), 0)
-    accepted = tl.minimum(accepted, num_drafts)
-    tl.store(rejected + row, (num_drafts - accepted).to(tl.int32))
-    sampled = tl.where(accepted == 0, own, first + accepted - 1)
+    if HAS_TREES:
+        # `accept_paths` has found the path, and written the rejected drafts.
+        accepted = tl.load(num_accepted + own, mask=num_drafts > 0, other=0)
+        sampled = tl.load(last + own, mask=num_drafts > 0, other=0)
+        sampled = tl.where(num_drafts > 0, sampled, own)
+    else:
+        # The draft rows' own tokens are the drafts.
+        at_tokens = step_wide + 2 * step_wide_stride + first + places
+        tokens = tl.load(at_tokens, mask=is_draft, other=0)
+        drafts = tl.load(step_narrow + tokens, mask=is_draft, other=-1)
+        at = tl.where(places == 0, own, first + places - 1)
+        found = tl.load(ids + at, mask=is_draft, other=-2)
+        accepted = tl.min(tl.where(is_draft & (found == drafts), TILE, places), 0)
+        accepted = tl.minimum(accepted, num_drafts)
+        tl.store(rejected + row, (num_drafts - accepted).to(tl.int32))
+        sampled = tl.where(accepted == 0, own, first + accepted - 1)
     is_place = places < MOST
     positions = length + accepted + places
     block_at = tl.minimum(positions // BLOCK, max_blocks - 1)
@@ -105,9 +113,12 @@ def draft_places(
     most: int,
     longest: int,
     spare_slot: int,
+    outcomes: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """Compare the drafts of ``step`` with its sampled ids, and fill ``target`` for ``most``
     drafts of each sequence, and ``step.rejected``.
+
+    With ``outcomes`` of `tree_paths.accept_paths` these tell what became of the drafts.
 
     ``table`` is int64 [n, 5]: row, tokens for which the sequence has blocks, indices among the
     sampled rows of its own row and of its first draft row, and the number of draft rows, which
@@ -116,9 +127,12 @@ def draft_places(
     """
     _places_kernel[(table.shape[0],)](
         table, ids_N, block_tables_RM, target.wide, target.narrow, step.wide, step.narrow,
-        step.rejected, longest, spare_slot, block_tables_RM.shape[1], target.wide.stride(0),
+        step.rejected, ids_N if outcomes is None else outcomes[0],
+        ids_N if outcomes is None else outcomes[1], longest, spare_slot,
+        block_tables_RM.shape[1], target.wide.stride(0),
         step.wide.stride(0), step.narrow.stride(0), COLUMNS=table.shape[1], MOST=most,
-        TILE=triton.next_power_of_2(most), BLOCK=step.block_size, num_warps=1,
+        TILE=triton.next_power_of_2(most), BLOCK=step.block_size,
+        HAS_TREES=outcomes is not None, num_warps=1,
     )  # fmt: skip
 
 

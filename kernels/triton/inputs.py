@@ -48,11 +48,12 @@ def _enter_kernel(  # type: ignore[no-untyped-def]
     tl.store(table + row * row_len + first + offsets, ids, mask=offsets < length)
 
 
-@triton.jit(do_not_specialize=["num_entries", "num_tokens", "num_padded"])  # type: ignore[untyped-decorator,unused-ignore]
+@triton.jit(do_not_specialize=["num_entries", "num_tokens", "num_padded", "words_at", "dump"])  # type: ignore[untyped-decorator,unused-ignore]
 def _prepare_kernel(  # type: ignore[no-untyped-def]
     packed, table, block_tables, wide, narrow, num_entries, num_tokens, num_padded, row_len,
-    max_blocks, spare_row, wide_stride, narrow_stride, shifts, rejected, BLOCK: tl.constexpr,
-    TILE: tl.constexpr, HAS_SHIFTS: tl.constexpr, OVERLAPS: tl.constexpr,
+    max_blocks, spare_row, wide_stride, narrow_stride, shifts, rejected, words_at, dump,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, HAS_SHIFTS: tl.constexpr, HAS_TREES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Program (s, t) computes the t-th tile of entry s's tokens; see `prepare`."""
     if OVERLAPS:
@@ -82,6 +83,21 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     block = tl.load(blocks, mask=is_token, other=0).to(tl.int64)
     tl.store(narrow + tokens, ids, mask=is_token)
     told = positions
+    hidden = 0
+    is_draft = False
+    if HAS_TREES:
+        # A word of 64 bits in two halves; behind the entries' words, whether each is a draft.
+        low = tl.load(packed + words_at + 2 * entry, mask=is_real, other=-1).to(tl.int64)
+        high = tl.load(packed + words_at + 2 * entry + 1, mask=is_real, other=-1).to(tl.int64)
+        word = (high << 32) | (low & 0xFFFFFFFF)
+        bits = (word >> tl.arange(0, 64).to(tl.int64)) & 1
+        hidden = 64 - tl.sum(bits, 0).to(tl.int32)
+        told -= hidden
+        is_draft = (
+            tl.load(packed + words_at + 2 * num_entries + entry, mask=is_real, other=0) > 0
+        )
+        if tile == 0:
+            tl.store(wide + 4 * wide_stride + entry, word)
     if HAS_SHIFTS:
         told += tl.load(shifts + row)
     tl.store(wide + tokens, told.to(tl.int64), mask=is_token)
@@ -97,9 +113,13 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
         tl.store(narrow + 3 * narrow_stride + entry + 1, end)
         if sampled >= 0:
             tl.store(narrow + 4 * narrow_stride + sampled, row)
-            tl.store(narrow + 5 * narrow_stride + sampled, length)
+            # The sampler counts the tokens that the row sees.
+            tl.store(narrow + 5 * narrow_stride + sampled, length - hidden)
             tl.store(wide + 2 * wide_stride + sampled, (end - 1).to(tl.int64))
             place = row.to(tl.int64) * row_len + length
+            if HAS_TREES:
+                # The ids of drafts' rows are read once accepted paths are known.
+                place = tl.where(is_draft, dump, place)
             tl.store(wide + 3 * wide_stride + sampled, place)
 
 
@@ -130,7 +150,8 @@ class StepTensors:
     """
 
     wide: Tensor
-    """int64 [4, size]: positions, slots, token of each sampled entry, index of its id."""
+    """int64 [5, size]: positions, slots, token of each sampled entry, index of its id, and the
+    word of each entry of `AttentionMetadata.tree_masks`, if the engine's drafts are trees."""
 
     narrow: Tensor
     """int32 [7, size]: token ids, rows, sequence lengths, query starts, rows and lengths of
@@ -154,7 +175,7 @@ class StepTensors:
         rows."""
         # Every row starts at a cache line: kernels then load whole lines.
         size = -(-(size + 1) // 64) * 64
-        wide = torch.zeros((4, size), dtype=torch.int64, device=device)
+        wide = torch.zeros((5, size), dtype=torch.int64, device=device)
         narrow = torch.zeros((7, size), dtype=torch.int32, device=device)
         rejected = torch.zeros(num_rows, dtype=torch.int32, device=device)
         return cls(wide, narrow, block_size, rejected)
@@ -194,6 +215,7 @@ def prepare(
     num_padded: int,
     num_tokens: int,
     max_query_len: int,
+    words_at: int = -1,
 ) -> None:
     """Fill ``target`` for one step of ``num_entries`` entries.
 
@@ -202,15 +224,20 @@ def prepare(
     without those that the row's entry of ``target.rejected`` counts. Entries from
     ``num_entries`` to ``num_padded`` are padding: one token each, at position 0 of the last
     row, which no sequence has, until there are ``num_padded`` tokens; later entries have none.
+
+    From ``words_at`` on, if that is not negative, ``packed`` has the words of
+    `AttentionMetadata.tree_masks` in two halves, the lower one first [S, 2], and whether each
+    entry is a draft [S]. Computed tokens then are slots.
     """
     shifts = target.shifts
     args = (
         packed, table_RL, block_tables_RM, target.wide, target.narrow, num_entries, num_tokens,
         num_padded, table_RL.stride(0), block_tables_RM.stride(0), table_RL.shape[0] - 1,
         target.wide.stride(0), target.narrow.stride(0), packed if shifts is None else shifts,
-        target.rejected,
+        target.rejected, words_at, table_RL.stride(0) - 1,
     )  # fmt: skip
-    constants = target.block_size, _TILE if max_query_len > 1 else 16, shifts is not None
+    tile = _TILE if max_query_len > 1 else 16
+    constants = target.block_size, tile, shifts is not None, words_at >= 0
     _prepare((num_padded, num_tiles(max_query_len, _TILE)), args, constants)
 
 

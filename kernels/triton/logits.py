@@ -41,7 +41,7 @@ def _penalties_of(own):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _count_kernel(  # type: ignore[no-untyped-def]
-    rows, lengths, state, table, counts, table_stride, vocab_size, TILE: tl.constexpr
+    rows, id_rows, lengths, state, table, counts, table_stride, vocab_size, TILE: tl.constexpr
 ):
     """Count each id of the output; for ids of the prompt only mark their presence."""
     entry = tl.program_id(0).to(tl.int64)
@@ -50,7 +50,8 @@ def _count_kernel(  # type: ignore[no-untyped-def]
     _, _, _, has_any = _penalties_of(own)
     places = tl.program_id(1) * TILE + tl.arange(0, TILE)
     is_known = places < tl.where(has_any, tl.load(lengths + entry), 0)
-    ids = tl.load(table + row * table_stride + places, mask=is_known, other=-1)
+    id_row = tl.load(id_rows + entry).to(tl.int64)
+    ids = tl.load(table + id_row * table_stride + places, mask=is_known, other=-1)
     is_known = is_known & (ids >= 0) & (ids < vocab_size)
     is_output = places >= tl.load(own + _NUM_PROMPT)
     count = counts + entry * vocab_size + ids
@@ -61,7 +62,16 @@ def _count_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _penalise_kernel(  # type: ignore[no-untyped-def]
-    logits, rows, lengths, state, table, counts, table_stride, vocab_size, TILE: tl.constexpr
+    logits,
+    rows,
+    id_rows,
+    lengths,
+    state,
+    table,
+    counts,
+    table_stride,
+    vocab_size,
+    TILE: tl.constexpr,
 ):
     """Apply the penalties to every counted id, once, and reset its count to 0."""
     entry = tl.program_id(0).to(tl.int64)
@@ -69,7 +79,8 @@ def _penalise_kernel(  # type: ignore[no-untyped-def]
     repetition, presence, frequency, has_any = _penalties_of(state + row * _WIDTH)
     places = tl.program_id(1) * TILE + tl.arange(0, TILE)
     is_known = places < tl.where(has_any, tl.load(lengths + entry), 0)
-    ids = tl.load(table + row * table_stride + places, mask=is_known, other=-1)
+    id_row = tl.load(id_rows + entry).to(tl.int64)
+    ids = tl.load(table + id_row * table_stride + places, mask=is_known, other=-1)
     is_known = is_known & (ids >= 0) & (ids < vocab_size)
     # The first position with an id to read the id's count applies the penalty.
     place = entry * vocab_size + ids
@@ -85,12 +96,13 @@ def _penalise_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _forbid_kernel(  # type: ignore[no-untyped-def]
-    logits, rows, lengths, state, table, table_stride, vocab_size, TILE: tl.constexpr
+    logits, rows, id_rows, lengths, state, table, table_stride, vocab_size, TILE: tl.constexpr
 ):
     """Mask ids that would repeat an n-gram, and the end ids while there are too few tokens."""
     entry = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + entry).to(tl.int64)
-    own, tokens = state + row * _WIDTH, table + row * table_stride
+    id_row = tl.load(id_rows + entry).to(tl.int64)
+    own, tokens = state + row * _WIDTH, table + id_row * table_stride
     target = logits + entry * vocab_size
     length = tl.load(lengths + entry)
     end_id = tl.load(own + _END_ID)
@@ -119,11 +131,11 @@ def _forbid_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["entry", "num_words"])  # type: ignore[untyped-decorator,unused-ignore]
 def _bad_words_kernel(  # type: ignore[no-untyped-def]
-    logits, rows, lengths, table, last, starts, before, entry, num_words, table_stride,
+    logits, id_rows, lengths, table, last, starts, before, entry, num_words, table_stride,
     vocab_size, TILE: tl.constexpr,
 ):  # fmt: skip
     """Mask the last id of one row's bad words whose other ids end the sequence."""
-    row = tl.load(rows + entry).to(tl.int64)
+    row = tl.load(id_rows + entry).to(tl.int64)
     length = tl.load(lengths + entry)
     numbers = tl.program_id(0) * TILE + tl.arange(0, TILE)
     is_word = numbers < num_words
@@ -153,20 +165,21 @@ def penalise(
     table_RL: Tensor,
     counts: Tensor,
     longest: int,
+    id_rows_N: Tensor | None = None,
 ) -> None:
     """Repetition, presence and frequency penalties on float32 ``logits``, in place.
 
-    ``table`` holds the rows' ids, ``longest`` is the largest of ``lengths``. ``counts`` is
-    int32 for N * V numbers, all 0 before and after. The twin is
+    ``table`` holds the ids of ``id_rows``, or of ``rows`` if that is None; ``longest`` is the
+    largest of ``lengths``. ``counts`` is int32 for N * V numbers, all 0 before and after. The
+    twin is
     `logits_processors.apply_penalties`; all logits of this file are contiguous.
     """
     count, vocab_size = logits_NV.shape
     grid = (count, triton.cdiv(longest, _TILE))
     sizes = (table_RL.stride(0), vocab_size)
-    _count_kernel[grid](rows_N, lengths_N, state, table_RL, counts, *sizes, TILE=_TILE)
-    _penalise_kernel[grid](
-        logits_NV, rows_N, lengths_N, state, table_RL, counts, *sizes, TILE=_TILE
-    )
+    ids = rows_N, rows_N if id_rows_N is None else id_rows_N, lengths_N
+    _count_kernel[grid](*ids, state, table_RL, counts, *sizes, TILE=_TILE)
+    _penalise_kernel[grid](logits_NV, *ids, state, table_RL, counts, *sizes, TILE=_TILE)
 
 
 def forbid(
@@ -176,6 +189,7 @@ def forbid(
     state: Tensor,
     table_RL: Tensor,
     longest: int,
+    id_rows_N: Tensor | None = None,
 ) -> None:
     """Mask repeated n-grams and early ends in float32 ``logits``, in place.
 
@@ -183,8 +197,8 @@ def forbid(
     """
     count, vocab_size = logits_NV.shape
     _forbid_kernel[(count, triton.cdiv(longest, _TILE))](
-        logits_NV, rows_N, lengths_N, state, table_RL, table_RL.stride(0), vocab_size,
-        TILE=_TILE,
+        logits_NV, rows_N, rows_N if id_rows_N is None else id_rows_N, lengths_N, state,
+        table_RL, table_RL.stride(0), vocab_size, TILE=_TILE,
     )  # fmt: skip
 
 

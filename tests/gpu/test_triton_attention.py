@@ -69,7 +69,7 @@ class Batch:
             for key in range(spec.num_sinks, past + 1 - spec.window):
                 self.cache[row[key // block], :, key % block] = float("nan")
 
-    def metadata(self, first=0, end=None, *, with_rows=False, num_decodes=None):
+    def metadata(self, first=0, end=None, *, with_rows=False, num_decodes=None, masks=None):
         lengths = self.lengths[first:end]
         chunks = [queries for _, queries in lengths]
         starts = torch.tensor([0, *chunks]).cumsum(0).int()
@@ -89,13 +89,14 @@ class Batch:
             max_seq_len=int(lens.max()),
             num_decodes=num_decodes,
             rows=rows,
+            tree_masks=masks,
         )
 
     def check(self, spec: AttentionSpec, **options) -> torch.Tensor:
         """Compare the whole step, by this metadata, with the reference."""
-        expected = reference.paged_attention(
-            self.query, self.cache, self.metadata(num_decodes=0), spec
-        )
+        masks = options.get("masks")
+        plain = self.metadata(num_decodes=0) if masks is None else self.metadata(masks=masks)
+        expected = reference.paged_attention(self.query, self.cache, plain, spec)
         if spec.window:
             self.hide_past(spec)
         actual = paged_attention(self.query, self.cache, self.metadata(**options), spec)
@@ -122,6 +123,20 @@ def test_attention_is_that_of_the_reference(name, heads, kv_heads, size, block):
     shape = {"heads": heads, "kv_heads": kv_heads, "size": size, "block": block}
     batch = Batch(DTYPES[-1], CASES[name], **shape)
     batch.check(AttentionSpec(scale=batch.scale))
+
+
+@pytest.mark.parametrize("word", [1, -3, -(1 << 20) | 5, -(1 << 63) | 0x5555])
+def test_rows_of_trees_see_the_keys_of_their_masks(word):
+    batch = Batch(DTYPES[-1], CASES["long decodes"])
+    masks = torch.full((len(CASES["long decodes"]),), word, device=DEVICE)
+    masks[1] = -1
+    seen = batch.check(AttentionSpec(scale=batch.scale), masks=masks)
+    masks = torch.full_like(masks, -1)
+    everything = batch.check(AttentionSpec(scale=batch.scale), masks=masks)
+
+    is_same = (seen == everything).flatten(1).all(1)
+    assert is_same[1]
+    assert not is_same[2:].any()
 
 
 @pytest.mark.parametrize("order", ["token", "head"])

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from trimaran.comm.errors import ConfigError
-from trimaran.worker.config.draft_network import NETWORKS
+from trimaran.worker.config.draft_network import MTP, NETWORKS, REDRAFTER
+from trimaran.worker.config.draft_tree import Choices, DraftTree, tree_of
 
 LOOKAHEAD = "lookahead"
 DRAFTERS = ("none", "draft_tokens", "ngram", LOOKAHEAD, *NETWORKS)
@@ -58,7 +59,10 @@ class SpeculationConfig:
     """The folder of the network that drafts."""
 
     max_draft_tokens: int = 5
-    """Most draft tokens of a sequence in a step."""
+    """Most draft tokens of a sequence in a step; with a ``tree``, its nodes."""
+
+    tree: Choices = ()
+    """The tree that a network drafts, each node behind its parent; empty for a chain."""
 
     is_adaptive: bool = True
     """Whether drafts that no request brought are verified only where that is expected to save
@@ -86,11 +90,34 @@ class SpeculationConfig:
                 f"--speculative-decoding {self.drafter} {needed} folder of a network that "
                 f"drafts, but --draft-model is {self.draft_dir or 'not set'}."
             )
+        object.__setattr__(self, "tree", tuple(map(tuple, self.tree)))
+        if self.tree:
+            self._check_tree()
         if not 1 <= self.max_draft_tokens <= MAX_DRAFT_TOKENS:
             raise ConfigError(
                 f"--max-draft-tokens is {self.max_draft_tokens} but must be 1 to "
                 f"{MAX_DRAFT_TOKENS}. For no drafts leave out --speculative-decoding."
             )
+
+    def _check_tree(self) -> None:
+        if not self.is_network or self.drafter in (REDRAFTER, MTP):
+            raise ConfigError(
+                f"--speculative-decoding is {self.drafter}, which drafts chains, but a tree of "
+                f"{len(self.tree)} nodes is set. Leave the tree out."
+            )
+        if len(self.tree) > self.max_draft_tokens:
+            raise ConfigError(
+                f"the tree of drafts has {len(self.tree)} nodes but at most "
+                f"{self.max_draft_tokens} draft tokens are verified in a step. Raise "
+                "--max_draft_len or --max-draft-tokens, or name fewer choices."
+            )
+        assert tree_of(self.tree).choices == self.tree, "a node stands before its parent"
+        object.__setattr__(self, "max_draft_tokens", len(self.tree))
+
+    @property
+    def draft_tree(self) -> DraftTree | None:
+        """The tree that a network drafts; None for chains."""
+        return DraftTree(self.tree) if self.tree else None
 
     @property
     def is_on(self) -> bool:
@@ -120,5 +147,7 @@ class SpeculationConfig:
         if not self.is_on:
             return max_num_seqs
         of_each = 1 + self.max_draft_tokens
-        wanted = min(max_num_seqs * of_each, max(MAX_ROWS, _MAX_DRAFTED * of_each))
+        # A tree is verified in part where rows are short.
+        least = 0 if self.tree else _MAX_DRAFTED * of_each
+        wanted = min(max_num_seqs * of_each, max(MAX_ROWS, least))
         return min(max_num_tokens, max(max_num_seqs, wanted))

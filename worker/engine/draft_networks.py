@@ -12,9 +12,16 @@ from trimaran.comm.errors import ConfigError
 from trimaran.comm.stages.world_group import WorldGroup
 from trimaran.comm.topology import ParallelLayout
 from trimaran.worker.config.draft_network import DRAFT_MODEL, EAGLE, MTP, REDRAFTER
+from trimaran.worker.config.draft_tree import DraftTree
 from trimaran.worker.config.engine_config import EngineConfig
 from trimaran.worker.config.speculation_config import SpeculationConfig
-from trimaran.worker.models.drafting.interfaces import CachelessHeads, DraftNetwork
+from trimaran.worker.models.drafting.eagle import EagleHead
+from trimaran.worker.models.drafting.interfaces import (
+    CachelessHeads,
+    DraftNetwork,
+    RankedHeads,
+    RankedNetwork,
+)
 from trimaran.worker.models.drafting.loading import load_head, random_head
 from trimaran.worker.models.drafting.mtp import load_mtp
 from trimaran.worker.models.drafting.small_model import SmallModel
@@ -47,7 +54,7 @@ def load_network(
     speculation = config.scheduler.speculation
     if not speculation.is_network:
         return None, ()
-    _check_layout(speculation, config, target)
+    _check_layout(speculation, config, topology, target)
     if topology.pp_size > 1 and speculation.drafter in _WITH_EMBEDDING:
         _lend_embedding(target, topology, group)
     network = _network(config, topology, tp, target) if target.stage.is_last else None
@@ -70,11 +77,15 @@ def _network(
         network = random_head(speculation.drafter, folder, target)
     else:
         network = load_head(speculation.drafter, folder, target)
-    most = speculation.max_draft_tokens
+    tree = speculation.draft_tree
+    if tree is not None:
+        _check_tree(tree, network, config, target)
+    most = speculation.max_draft_tokens if tree is None else tree.depth
     if isinstance(network, CachelessHeads) and most > network.num_heads:
+        what = "--max-draft-tokens is" if tree is None else "the tree of drafts has paths of"
         raise ConfigError(
-            f"--max-draft-tokens is {most}, but {folder} has {network.num_heads} heads, of "
-            "which each drafts one token. Lower it."
+            f"{what} {most}, but {folder} has {network.num_heads} heads, of which each drafts "
+            "one token. Lower it."
         )
     for layer in network.taps:
         if not 0 <= layer < target.config.num_hidden_layers:
@@ -112,12 +123,21 @@ def _lend_embedding(target: CausalLM, topology: ParallelLayout, group: WorldGrou
 
 
 def _check_layout(
-    speculation: SpeculationConfig, config: EngineConfig, target: CausalLM
+    speculation: SpeculationConfig,
+    config: EngineConfig,
+    topology: ParallelLayout,
+    target: CausalLM,
 ) -> None:
     """Refuse what networks that draft are not served with."""
     problem = ""
     if config.parallel.expert_dp_size > 1:
         problem = "experts that dp ranks share"
+    elif speculation.tree and topology.pp_size > 1:
+        problem = (
+            f"a tree of {len(speculation.tree)} drafts and --pp-size {topology.pp_size}: "
+            "earlier stages do not know the accepted paths. Draft chains: name choices such as "
+            "{0}, {0, 0}, or build with --pp-size"
+        )
     elif target.switch_at:
         problem = (
             "a target whose rotation changes with the length of a sequence. Choose a "
@@ -127,6 +147,40 @@ def _check_layout(
         raise ConfigError(
             f"--speculative-decoding {speculation.drafter} is not served with {problem}, or "
             "draft by ngram."
+        )
+
+
+def _check_tree(
+    tree: DraftTree, network: DraftNetwork, config: EngineConfig, target: CausalLM
+) -> None:
+    """Refuse what trees of drafts are not served with."""
+    if not isinstance(network, RankedHeads | RankedNetwork):
+        raise ConfigError(
+            f"--speculative-decoding {config.scheduler.speculation.drafter} drafts no trees, "
+            f"but a tree of {tree.num_nodes} nodes is set. Leave the tree out."
+        )
+    models = [target]
+    if isinstance(network, SmallModel):
+        models.append(network.model)
+    problem = ""
+    for model in models:
+        if any(model.config.layer_windows) or config.cache.attention_windows:
+            problem = "attention windows"
+        elif model.config.position_embedding_type.startswith("alibi"):
+            problem = "ALiBi, whose bias goes by a key's slot"
+    if problem:
+        raise ConfigError(
+            f"a tree of drafts ({tree.num_nodes} nodes) is not served with {problem}. Draft "
+            "chains: leave the choices out and build with a --max_draft_len of at most the "
+            "network's steps."
+        )
+    widest, num_ids = 1 + max(tree.ranks), target.config.vocab_size
+    if isinstance(network, EagleHead):
+        num_ids = network.num_draft_ids
+    if widest > num_ids:
+        raise ConfigError(
+            f"the tree of drafts has rank {widest - 1}, but the network's vocabulary has "
+            f"{num_ids} ids. Lower the rank."
         )
 
 

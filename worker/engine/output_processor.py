@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Hashable, Iterator
-from itertools import count
 from typing import Any
 
 import psutil
@@ -88,7 +87,7 @@ class StepDetails:
         self._later: dict[Sequence, Iterator[int]] = {}
         for run in step.drafts:
             self._places[run.sequence] = run.own
-            self._later[run.sequence] = count(run.first)
+            self._later[run.sequence] = run.accepted_rows()
         self.context_logits: dict[Sequence, list[Tensor]] = {}
         self._generation: dict[int, Tensor] = {}
         logits = sampled.logits
@@ -115,7 +114,8 @@ class StepDetails:
     def pass_token(self, sequence: Sequence) -> None:
         """All of a sequence's next token was told: the one behind it comes next."""
         if sequence in self._later:
-            self._places[sequence] = next(self._later[sequence])
+            place = self._places[sequence]
+            self._places[sequence] = next(self._later[sequence], place)
 
 
 def _extras(sequence: Sequence, details: StepDetails | None, has_token: bool) -> dict[str, Any]:

@@ -76,6 +76,8 @@ class CacheMaker:
             runner.use_network(self._network, self.draft_groups, limits)
         elif self._taps:
             runner.use_taps(self._taps, limits)
+        if limits.speculation.tree:
+            runner.use_trees(limits)
 
     @property
     def staged_bytes(self) -> int:

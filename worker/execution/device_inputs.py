@@ -111,6 +111,8 @@ class DeviceInputs:
         size = max(max_tokens, num_rows)
         self.target = triton_inputs.StepTensors.allocate(size, num_rows + 1, block_size, device)
         """The inputs of the last prepared step, in fixed memory."""
+        self.has_trees = False
+        """Whether drafts are trees: steps then have `StepInputs.tree_masks`."""
         self._switch_at = switch_at
         if switch_at:
             shifts = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
@@ -125,6 +127,11 @@ class DeviceInputs:
     def num_tokens(self) -> Tensor:
         """int32 [1]: the step's number of tokens without padding."""
         return self.target.narrow[6, :1]
+
+    def use_trees(self) -> None:
+        """From now on steps have masks of trees. Before graphs are captured."""
+        self.has_trees = True
+        self._views.clear()
 
     def use_spare_block(self, block: int) -> None:
         """Set the block that padding entries write to; no sequence may have it."""
@@ -155,7 +162,8 @@ class DeviceInputs:
         num_segments = len(segments) + num_ids
         at_ids = at_segments + 4 * num_segments
         at_decode_ids = at_ids + sum(len(ids) for _, _, ids in segments)
-        count = at_decode_ids + num_ids
+        at_words = at_decode_ids + num_ids
+        count = at_words + (3 * num_entries if self.has_trees else 0)
         self._step += 1
         staging = self._ring[self._step % len(self._ring)]
         staging.reserve(count)
@@ -164,6 +172,8 @@ class DeviceInputs:
         _pack_ids(staging.array, at_segments, at_ids, segments)
         if num_ids:
             _pack_decode_ids(staging.array, at_ids - 4 * num_ids, at_decode_ids, decision)
+        if self.has_trees:
+            _pack_words(staging.array[at_words:count], decision)
         packed = staging.send(count)
         if num_updates or num_segments:
             longest = max((len(ids) for _, _, ids in segments), default=1)
@@ -176,6 +186,7 @@ class DeviceInputs:
         self._kernels.prepare(
             packed, self.token_table, self.block_tables, self.target, num_entries,
             max(num_entries, num_padded), num_tokens, max_query_len,
+            at_words if self.has_trees else -1,
         )  # fmt: skip
         staging.release()
         longest = int((decision.num_computed_tokens + decision.num_scheduled_tokens).max())
@@ -196,7 +207,7 @@ class DeviceInputs:
         self._ring[0].reserve(1)
         self._kernels.prepare(
             self._ring[0].twin, self.token_table, self.block_tables, self.target, 0, count,
-            0, 1,
+            0, 1, 0 if self.has_trees else -1,
         )  # fmt: skip
 
     def views(self, num_entries: int, num_tokens: int, num_sampled: int) -> StepInputs:
@@ -225,6 +236,7 @@ class DeviceInputs:
             rows=narrow[1, :num_entries],
             sampled_rows=narrow[4, :num_sampled],
             sampled_lengths=narrow[5, :num_sampled],
+            tree_masks=wide[4, :num_entries] if self.has_trees else None,
         )
 
     def _pack_entries(self, array: Int32Array, decision: SchedulerOutput) -> int:
@@ -300,3 +312,13 @@ def _pack_decode_ids(
     segments[:, 2] = np.arange(at_ids, at_ids + count, dtype=np.int32)
     segments[:, 3] = 1
     array[at_ids : at_ids + count] = ids
+
+
+def _pack_words(array: Int32Array, decision: SchedulerOutput) -> None:
+    """The words of trees of all entries, and whether each entry is a draft."""
+    count, end, words = len(decision.rows), decision.num_decodes, decision.tree_masks
+    array[: 2 * count] = -1
+    array[2 * count :] = 0
+    drafts = slice(end - len(words), end)
+    array[: 2 * count].reshape(count, 2)[drafts] = words
+    array[2 * count :][drafts] = 1

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from trimaran.worker.execution.device_inputs import DeviceInputs
 from trimaran.worker.execution.input_batch import InputBatch, StepInputs
+from trimaran.worker.execution.tree_paths import Outcomes
 from trimaran.worker.steps.step_types import SchedulerOutput
 
 if TYPE_CHECKING:
@@ -94,6 +95,8 @@ class DraftInputs:
         table = np.tile(self._padding, (num_rows, 1))
         self._table = torch.from_numpy(table).to(device)
         # On the CPU: tokens up to each sequence's own row, and the drafts that it verifies.
+        self.outcomes: Outcomes | None = None
+        """What became of the step's drafts, if paths through trees are followed."""
         self._lengths_n = torch.zeros(0, dtype=torch.int64)
         self._drafts_nK = torch.zeros((0, max_drafts), dtype=torch.int64)
 
@@ -146,6 +149,8 @@ class DraftInputs:
         own, first, num_drafts, *_ = decision.proposals.T.astype(np.int64)
         ends = decision.num_computed_tokens + decision.num_scheduled_tokens
         self._lengths_n = torch.from_numpy(ends[decision.sampled[own]].astype(np.int64))
+        if self.outcomes is not None:
+            return
         places = np.arange(self._most)
         has_draft = places < num_drafts[:, None]
         rows = (first[:, None] + places)[has_draft]
@@ -166,6 +171,7 @@ class DraftInputs:
         self._draft_places(
             table, self._ids, self.block_tables, self._inputs.target, targets, most,
             self._longest, self._spare_slot,
+            None if self.outcomes is None else (self.outcomes.num_accepted, self.outcomes.last),
         )  # fmt: skip
         wide, narrow = targets.wide[:, :size], targets.narrow[:, :size]
         return DraftPlaces(
@@ -180,13 +186,7 @@ class DraftInputs:
     def _places_on_cpu(self, table: Tensor) -> DraftPlaces:
         block_size = self._block_size
         steps_K1 = torch.arange(self._most)[:, None]
-        own, first = table[:, _OWN, None], table[:, _FIRST, None]
-        rows_nK = torch.cat((own, first + steps_K1.T), 1)
-        is_right = self._ids[rows_nK[:, :-1]] == self._drafts_nK
-        accepted_n = is_right.long().cumprod(1).sum(1)
-        rejected_n = table[:, _COUNT] - accepted_n
-        self._inputs.rejected[table[:, _ROW]] = rejected_n.to(torch.int32)
-        sampled_n = rows_nK.gather(1, accepted_n[:, None])[:, 0]
+        accepted_n, sampled_n = self._verified(table)
         limits_n = table[:, _LIMIT]
         positions_Kn = self._lengths_n + accepted_n + steps_K1
         tables_RM = self.block_tables
@@ -201,6 +201,22 @@ class DraftInputs:
             slots=slots_Kn.masked_fill_(positions_Kn >= limits_n, self._spare_slot),
             lengths=torch.minimum(positions_Kn + 1, limits_n).to(torch.int32),
         )
+
+    def _verified(self, table: Tensor) -> tuple[Tensor, Tensor]:
+        """On the CPU, int64 [n]: accepted drafts, and the last accepted rows among the sampled
+        rows."""
+        if self.outcomes is not None:
+            own_n, has_drafts = table[:, _OWN], table[:, _COUNT] > 0
+            accepted_n = self.outcomes.num_accepted[own_n]
+            last_n = torch.where(has_drafts, self.outcomes.last[own_n], own_n)
+            return accepted_n.masked_fill(~has_drafts, 0), last_n
+        own, first = table[:, _OWN, None], table[:, _FIRST, None]
+        rows_nK = torch.cat((own, first + torch.arange(self._most)), 1)
+        is_right = self._ids[rows_nK[:, :-1]] == self._drafts_nK
+        accepted_n = is_right.long().cumprod(1).sum(1)
+        rejected_n = table[:, _COUNT] - accepted_n
+        self._inputs.rejected[table[:, _ROW]] = rejected_n.to(torch.int32)
+        return accepted_n, rows_nK.gather(1, accepted_n[:, None])[:, 0]
 
     def store(self, drafts_nK: Tensor, places: DraftPlaces) -> None:
         """Write drafts to the token table, behind the ids that were sampled, where the next

@@ -17,10 +17,14 @@ from trimaran.worker.execution.cuda_graphs import CudaGraphs, draft_counts
 from trimaran.worker.execution.device_inputs import DeviceInputs
 from trimaran.worker.execution.draft_inputs import DraftInputs, DraftPlaces
 from trimaran.worker.execution.input_batch import InputBatch, StepInputs
+from trimaran.worker.execution.tree_drafts import LevelPlaces, TreeDrafts, rank_places
+from trimaran.worker.execution.tree_paths import DeviceTreePaths, TreePaths
 from trimaran.worker.models.drafting.interfaces import (
     CachelessHeads,
     ChainNetwork,
     DraftNetwork,
+    RankedHeads,
+    RankedNetwork,
 )
 from trimaran.worker.models.interfaces import CausalLM
 from trimaran.worker.steps.staging import to_device
@@ -80,8 +84,21 @@ class DraftRunner:
             self._last_RE = torch.zeros(
                 (rows, target.config.hidden_size), dtype=target.dtype, device=inputs.device
             )
+        self._tree = limits.speculation.draft_tree
+        self._tree_drafts: TreeDrafts | None = None
+        self._ranks: tuple[list[int], Tensor] | None = None
+        if self._tree is not None and self._chain is not None:
+            assert isinstance(self._chain, RankedNetwork), "checked while loading"
+            make = self._level_context
+            self._tree_drafts = TreeDrafts(self._tree, self._chain, make, inputs.device)
+        elif self._tree is not None:
+            self._ranks = rank_places(self._tree, inputs.device)
         self._passes: CudaGraphs | None = None
         self._drafts: dict[int, CudaGraphs] = {}
+
+    def use_trees(self, trees: TreePaths | DeviceTreePaths) -> None:
+        """Begin drafts behind the paths that ``trees`` finds."""
+        self._begin.outcomes = trees.outcomes
 
     @property
     def needs_states(self) -> bool:
@@ -107,7 +124,9 @@ class DraftRunner:
         sequences = [size for size in sizes if size < most]
         if max(sizes) >= most:
             sequences.append(most)
-        for count in draft_counts(self.max_drafts):
+        # A tree is drafted whole.
+        most = self.max_drafts
+        for count in draft_counts(most) if self._tree is None else [most]:
             kind = f"sequences, {count} drafts each"
             launch = partial(self._launch_drafts, count=count)
             self._drafts[count] = CudaGraphs(kind, sequences, launch, pool)
@@ -183,6 +202,7 @@ class DraftRunner:
             rows=step.rows,
             # Drafts are several rows of one sequence.
             shares_rows=True,
+            tree_masks=step.tree_masks,
         )
         context = ForwardContext(attention=attention, kv_caches=self._kv_caches)
         states_TD = network.forward(self._ids_at(places), states_TX, step.positions, context)
@@ -242,7 +262,7 @@ class DraftRunner:
             self._begin.places(len(wanted))
             return None
         if graphs is None or not size:
-            return self._launch_drafts(len(wanted), count)
+            return self._launch_drafts(len(wanted), count)[:, :count]
         return graphs.replay(size)[: len(wanted), :count]
 
     def _graphs_of(self, count: int) -> CudaGraphs | None:
@@ -253,7 +273,9 @@ class DraftRunner:
     def _launch_drafts(self, size: int, count: int) -> Tensor:
         """Launch ``count`` drafts of each of the first ``size`` sequences in fixed memory."""
         places = self._begin.places(size)
-        if self._heads is not None:
+        if self._tree is not None:
+            drafts_nk = self._draft_tree(places)
+        elif self._heads is not None:
             states_ND = self._begin.states.index_select(0, places.sampled)
             next_ids = places.next_ids.clamp(0, self._last_id)
             drafts_nk = self._heads.propose(states_ND, next_ids, count)
@@ -262,6 +284,23 @@ class DraftRunner:
             drafts_nk = self._draft_chain(self._chain, places, count)
         self._begin.store(drafts_nk, places)
         return drafts_nk
+
+    def _draft_tree(self, places: DraftPlaces) -> Tensor:
+        """The ids of all nodes of the tree."""
+        ids_n = places.next_ids.clamp(0, self._last_id)
+        states_nD: Tensor | None = None
+        if self._begin.states.shape[1]:
+            states_nD = self._begin.states.index_select(0, places.sampled)
+        if self._tree_drafts is not None:
+            return self._tree_drafts.draft(states_nD, places, ids_n)
+        assert isinstance(self._heads, RankedHeads) and self._ranks is not None
+        assert states_nD is not None
+        widths, index_k = self._ranks
+        return self._heads.propose_ranks(states_nD, widths).index_select(1, index_k)
+
+    def _level_context(self, level: LevelPlaces) -> ForwardContext:
+        """Tokens of one level of a tree."""
+        return self._context_of(level.rows, level.slots, level.lengths, level.masks)
 
     def _draft_chain(self, network: ChainNetwork, places: DraftPlaces, count: int) -> Tensor:
         """The ids of ``count`` tokens, one after another."""
@@ -285,19 +324,28 @@ class DraftRunner:
 
     def _chain_context(self, places: DraftPlaces, place: int) -> ForwardContext:
         """One token of each sequence."""
-        rows_n, device = places.rows, self._inputs.device
+        return self._context_of(places.rows, places.slots[place], places.lengths[place], None)
+
+    def _context_of(
+        self, rows_n: Tensor, slots_n: Tensor, lengths_n: Tensor, masks_n: Tensor | None
+    ) -> ForwardContext:
+        """Single tokens at these slots of these rows, which see all slots before, or those of
+        their masks."""
+        device = self._inputs.device
         count, tables_RM = len(rows_n), self._begin.block_tables
         # Operators of the CPU take one table a sequence, those of a GPU one table a row.
         is_by_row = device.type == "cuda"
         attention = AttentionMetadata(
             query_start_loc=torch.arange(count + 1, dtype=torch.int32, device=device),
-            seq_lens=places.lengths[place],
+            seq_lens=lengths_n,
             block_tables=tables_RM if is_by_row else tables_RM.index_select(0, rows_n),
-            slot_mapping=places.slots[place],
+            slot_mapping=slots_n,
             max_query_len=1,
             max_seq_len=self._row_len - 1,
             num_decodes=count,
             rows=rows_n if is_by_row else None,
+            shares_rows=masks_n is not None,
+            tree_masks=masks_n,
         )
         return ForwardContext(attention=attention, kv_caches=self._kv_caches)
 
@@ -311,6 +359,9 @@ def _token_places(decision: SchedulerOutput, row_len: int) -> _Places:
     starts = np.cumsum(chunks) - chunks
     first = decision.rows.astype(np.int64) * row_len + decision.num_computed_tokens - starts
     places: _Places = np.arange(int(chunks.sum()), dtype=np.int64) + np.repeat(first, chunks)
+    # The table has the ids of accepted paths at their positions.
+    hidden = decision.hidden_rows
+    places[: len(hidden)] -= hidden
     return places
 
 
@@ -330,4 +381,5 @@ def _attention_of(inputs: StepInputs, decision: SchedulerOutput) -> AttentionMet
         rows=None if rows is None else rows[:num_entries],
         # Drafts are several rows of one sequence.
         shares_rows=True,
+        tree_masks=None if inputs.tree_masks is None else inputs.tree_masks[:num_entries],
     )

@@ -53,6 +53,9 @@ class StepInputs:
     has_past: bool = True
     """See `AttentionMetadata`."""
 
+    tree_masks: Tensor | None = None
+    """int64 [S]: see `AttentionMetadata`; None if the engine's drafts are chains."""
+
 
 class _DecodeStep:
     """A pure decode step on the CPU, whose inputs can be advanced in place."""
@@ -221,6 +224,9 @@ class InputBatch:
         host.positions[:] = positions
         if self._switch_at:
             host.positions += self._shifts[token_rows]
+        # Decodes have one token each, so that their entries are their tokens.
+        hidden = decision.hidden_rows
+        host.positions[: len(hidden)] -= hidden
         np.multiply(token_rows, self.row_len, out=host.token_indices, dtype=np.int64)
         host.token_indices += positions
         self._fill_slots(host, token_rows, positions)
@@ -228,6 +234,7 @@ class InputBatch:
         host.rows[:] = rows
         np.multiply(rows[sampled], self.row_len, out=host.sampled_indices, dtype=np.int64)
         host.sampled_indices += ends[sampled]
+        host.sampled_indices[_rows_of_drafts(decision)] = self.row_len - 1
         needs_all = num_sampled == num_tokens
         if not needs_all:
             host.logits_indices[:] = host.query_start_loc[1:][sampled] - 1
@@ -248,6 +255,7 @@ class InputBatch:
             sampled_slots=device["sampled_indices"],
             max_query_len=1 if is_decode else int(chunks.max()),
             max_seq_len=max_seq_len,
+            tree_masks=_masks_of(decision),
         )
         return inputs, host
 
@@ -284,6 +292,26 @@ class InputBatch:
             self._flat_ids.index_copy_(0, inputs.sampled_slots, token_ids_N.to(torch.int32))
         if self._last_decode is not None:
             inputs.token_ids = token_ids_N
+
+
+def _rows_of_drafts(decision: SchedulerOutput) -> slice:
+    """The rows, among the sampled ones, whose ids no row reads before an accepted path is
+    known: those of drafts, if ranks find the paths."""
+    runs = decision.tree_runs
+    return (
+        slice(int(runs[:, 1].min()), int(runs[:, 1:].sum(1).max())) if len(runs) else slice(0)
+    )
+
+
+def _masks_of(decision: SchedulerOutput) -> Tensor | None:
+    """int64 [S]: see `AttentionMetadata`."""
+    words = decision.tree_masks
+    if not len(words):
+        return None
+    masks = np.full(len(decision.rows), -1, dtype=np.int64)
+    end = decision.num_decodes
+    masks[end - len(words) : end] = np.ascontiguousarray(words).view(np.int64)[:, 0]
+    return torch.from_numpy(masks)
 
 
 def shift_of(num_tokens: int, switch_at: int) -> int:

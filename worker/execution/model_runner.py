@@ -22,6 +22,7 @@ from trimaran.worker.execution.input_batch import InputBatch, StepInputs
 from trimaran.worker.execution.prompt_tables import PromptTables
 from trimaran.worker.execution.stage_ends import EarlierStage, LastStage, stage_end
 from trimaran.worker.execution.step_result import ModelRunnerOutput
+from trimaran.worker.execution.tree_paths import DeviceTreePaths, TreePaths
 from trimaran.worker.experts.loads import ExpertLoads
 from trimaran.worker.kv_cache.host_copies import HostCopies, begin_transfers
 from trimaran.worker.kv_cache.kv_group import KVGroup, layer_views
@@ -124,6 +125,19 @@ class ModelRunner:
         """Device memory of a network's inputs."""
         drafting = 0 if self.drafting is None else self.drafting.num_bytes
         return drafting + (0 if self._taps is None else self._taps.num_bytes)
+
+    def use_trees(self, limits: SchedulerConfig) -> None:
+        """Verify drafts that are trees. After `use_network`."""
+        assert isinstance(self.end, LastStage), "trees are followed in the last stage"
+        rows = max(limits.max_num_rows, limits.max_num_seqs)
+        if isinstance(self.inputs, DeviceInputs):
+            self.inputs.use_trees()
+            self.end.trees = DeviceTreePaths(self.inputs, rows)
+        else:
+            self.end.trees = TreePaths(self.inputs, rows)
+        self.end.groups, self.end.draft_groups = self.groups, self.draft_groups
+        if self.drafting is not None:
+            self.drafting.use_trees(self.end.trees)
 
     def capture_graphs(
         self, sizes: list[int], prompt_sizes: list[int], *, has_adapters: bool
@@ -292,7 +306,9 @@ class ModelRunner:
             return self._adapter_graphs if is_decode else None
         if is_decode:
             return self._graphs
-        has_graph = self._prompt_tables.is_empty and fits_prompt_graph(decision)
+        # The kernel of prompts, which serves all rows of such a graph, has no masks of trees.
+        has_graph = self._prompt_tables.is_empty and not len(decision.tree_masks)
+        has_graph = has_graph and fits_prompt_graph(decision)
         return self._prompt_graphs if has_graph else None
 
     def _wanted(self, inputs: StepInputs) -> Tensor | None:
@@ -322,6 +338,9 @@ class ModelRunner:
         if wanted is None or self._is_deterministic:
             return None
         rows, lengths = inputs.sampled_rows, inputs.sampled_lengths
+        if inputs.tree_masks is not None:
+            # Lengths of paths are no lengths in the cache.
+            return None
         if len(inputs.token_ids) - len(wanted) < _MIN_SPARED or rows is None:
             return None
         if not len(rows):
@@ -418,4 +437,5 @@ def _metadata(inputs: StepInputs, num_decodes: int, shares_rows: bool) -> Attent
         has_past=inputs.has_past,
         rows=inputs.rows,
         shares_rows=shares_rows,
+        tree_masks=inputs.tree_masks,
     )

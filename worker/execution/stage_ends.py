@@ -24,10 +24,12 @@ from trimaran.worker.execution.step_result import (
     RemoteOutput,
     encode_sampled,
 )
+from trimaran.worker.execution.tree_paths import DeviceTreePaths, TreePaths, table_of_paths
+from trimaran.worker.kv_cache.kv_group import KVGroup
 from trimaran.worker.models.interfaces import CausalLM
 from trimaran.worker.sampling.outputs import SamplerOutput
 from trimaran.worker.sampling.sampler import make_sampler
-from trimaran.worker.sampling.sampling_rows import SamplingRows
+from trimaran.worker.sampling.sampling_rows import READS_IDS, SamplingRows
 from trimaran.worker.steps.staging import to_device
 from trimaran.worker.steps.step_times import StepMarks
 from trimaran.worker.steps.step_types import KeptLogits, NewRow, SchedulerOutput
@@ -238,6 +240,12 @@ class LastStage:
         self._logits_rows = LogitsRows(num_rows, vocab_size, is_keeper=tp.rank == 0)
         self.drafting: DraftRunner | None = None
         """Runs a network that drafts, after each step."""
+        self.trees: TreePaths | DeviceTreePaths | None = None
+        """Follows accepted paths, if drafts are trees."""
+        self.groups: list[KVGroup] = []
+        """The target's caches, in which accepted paths are moved."""
+        self.draft_groups: list[KVGroup] = []
+        """The caches of the network that drafts."""
         self._copier: Copier | None = None
         if inputs.device.type == "cuda":
             most = inputs.most_sampled if isinstance(inputs, DeviceInputs) else num_rows
@@ -320,9 +328,17 @@ class LastStage:
             wanted_ND = hidden_TD.index_select(0, inputs.logits_indices)
         sampled = self._sample(wanted_ND, inputs, decision, kept)
         ids_for_host = sampled.ids_for_host()
+        trees = self.trees if len(decision.tree_runs) else None
+        if trees is not None:
+            trees.accept(inputs, decision, sampled.token_ids)
+            trees.move(self.groups, inputs.slot_mappings)
         proposals = None
         if self.drafting is not None:
+            # The table has the ids of accepted paths: the network reads no others.
             self.drafting.follow(hidden_TD, inputs, decision)
+            if trees is not None:
+                slots = inputs.slot_mappings[:1] * len(self.draft_groups)
+                trees.move(self.draft_groups, slots)
             proposals = self.drafting.propose(wanted_ND, inputs, decision, sampled.token_ids)
         if proposals is not None:
             proposals = _to_host(proposals, torch.int32)
@@ -337,7 +353,9 @@ class LastStage:
         kept: KeptLogits | None,
     ) -> SamplerOutput:
         sampled = decision.sampled
-        lengths = (decision.num_computed_tokens + decision.num_scheduled_tokens)[sampled]
+        ends = decision.num_computed_tokens + decision.num_scheduled_tokens
+        hidden = decision.hidden_rows
+        lengths = (ends - hidden if len(hidden) else ends)[sampled]
         batch = self._sampling.batch(
             decision.rows[sampled], lengths, inputs.sampled_rows, inputs.sampled_lengths
         )
@@ -346,6 +364,8 @@ class LastStage:
             batch.masks = to_device(decision.masks.reshape(-1, words), self._inputs.device)
         batch.draft_rules = decision.draft_rules
         table = self._inputs.token_table
+        if len(hidden) and batch.all_features & READS_IDS:
+            table = table_of_paths(table, inputs, decision, batch)
         if self._tp.size > 1 and self._sampler.takes_shards(batch):
             head = self._model.lm_head
             logits_NS = head.local_logits(hidden_ND)

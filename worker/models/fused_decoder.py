@@ -45,6 +45,7 @@ class FusedLayers:
             metadata.seq_lens,
             metadata.block_tables,
             context.kv_caches,
+            metadata.tree_masks,
         )
         x, residual = hidden_TD.clone(), torch.empty_like(hidden_TD)
         last = 2 * len(self._biases) - 1

@@ -213,18 +213,21 @@ def _edit(logits_NV: Tensor, part: SamplingBatch, table_RL: Tensor, masked_M: Te
     assert state is not None
     assert rows_N is not None
     assert lengths_N is not None
+    ids_N = part.id_rows
     params, longest = state.tensor(), int(part.lengths.max())
     for entry in part.rows_wanting(RowFeature.BIAS):
         logits_NV[entry] += part.state.biases[int(part.rows[entry])]
     if part.all_features & RowFeature.PENALTY:
         counts = state.counts(_EDITED_ROWS * logits_NV.shape[1])
-        triton_logits.penalise(logits_NV, rows_N, lengths_N, params, table_RL, counts, longest)
+        triton_logits.penalise(
+            logits_NV, rows_N, lengths_N, params, table_RL, counts, longest, ids_N
+        )
     if part.all_features & (RowFeature.NGRAM | RowFeature.MIN_TOKENS):
-        triton_logits.forbid(logits_NV, rows_N, lengths_N, params, table_RL, longest)
+        triton_logits.forbid(logits_NV, rows_N, lengths_N, params, table_RL, longest, ids_N)
     for entry in part.rows_wanting(RowFeature.BAD_WORDS):
         words = state.bad_words[int(part.rows[entry])]
         triton_logits.forbid_bad_words(
-            logits_NV, rows_N, lengths_N, table_RL,
+            logits_NV, rows_N if ids_N is None else ids_N, lengths_N, table_RL,
             words.last, words.starts, words.before, int(entry),
         )  # fmt: skip
     if part.masks is not None and len(masked_M):

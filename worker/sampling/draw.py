@@ -36,7 +36,8 @@ def decay_steps(batch: SamplingBatch, entries: npt.NDArray[np.int64]) -> npt.NDA
     resets = batch.features[entries] & np.uint32(RowFeature.RESET)
     for place in np.flatnonzero(resets):
         row, length = int(batch.rows[entries[place]]), int(batch.lengths[entries[place]])
-        output = table[row, int(batch.state.num_prompt[row]) : length]
+        ids = table[int(batch.table_rows(entries[place]))]
+        output = ids[int(batch.state.num_prompt[row]) : length]
         found = np.flatnonzero(output == batch.state.int_params[row, RESET])
         if len(found):
             steps[place] = len(output) - 1 - found[-1]
@@ -61,7 +62,8 @@ def with_resets(
     longest = int(batch.lengths[entries].max())
     places = torch.arange(longest, device=params_RW.device)
     prompts = params_RW[rows, sampling_state.NUM_PROMPT][:, None]
-    tokens = token_table_RL[:, :longest].index_select(0, rows)
+    id_rows = rows if batch.id_rows is None else batch.id_rows[index].long()
+    tokens = token_table_RL[:, :longest].index_select(0, id_rows)
     is_reset = (tokens == resets) & (places >= prompts) & (places < lengths)
     # Where the last reset id is; the prompt's end if there is none.
     starts = torch.where(is_reset, places + 1, prompts).amax(dim=1, keepdim=True)

@@ -7,6 +7,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from trimaran.worker.config.draft_tree import MAX_NODES
 from trimaran.worker.sampling.sampling_rows import (
     END_ID,
     FREQUENCY,
@@ -58,7 +59,7 @@ def _history(
     """The rows' ids so far, padded with 0, which of them are real, and which are output."""
     rows, lengths = batch.rows[entries], batch.lengths[entries].astype(np.int64)
     longest = int(lengths.max())
-    host = np.stack((rows.astype(np.int64), lengths, batch.state.num_prompt[rows]))
+    host = np.stack((batch.table_rows(entries), lengths, batch.state.num_prompt[rows]))
     device_rows, ends, prompts = to_device(host, token_table_RL.device)
     places = torch.arange(longest, device=token_table_RL.device)
     is_known = places < ends[:, None]
@@ -91,8 +92,8 @@ def forbid_early_end(logits_NV: Tensor, batch: SamplingBatch, token_table_RL: Te
 def forbid_bad_words(logits_NV: Tensor, batch: SamplingBatch, token_table_RL: Tensor) -> None:
     """Mask the last id of every bad word whose other ids the sequence ends with."""
     for entry in batch.rows_wanting(RowFeature.BAD_WORDS):
-        row, length = int(batch.rows[entry]), int(batch.lengths[entry])
-        words = batch.state.bad_words[row]
+        row, length = int(batch.table_rows(entry)), int(batch.lengths[entry])
+        words = batch.state.bad_words[int(batch.rows[entry])]
         end = token_table_RL[row, max(length - words.longest, 0) : length].numpy()
         ids = torch.from_numpy(words.forbidden(end)).long()
         logits_NV[entry].index_fill_(0, ids, _NEVER)
@@ -103,8 +104,12 @@ def forbid_repeated_ngrams(
 ) -> None:
     """Mask every id that would complete an n-gram of the sequence a second time."""
     for entry in batch.rows_wanting(RowFeature.NGRAM):
-        row, length = int(batch.rows[entry]), int(batch.lengths[entry])
-        found = batch.state.ngrams[row].forbidden(token_table_RL[row, :length].numpy())
+        row, length = int(batch.table_rows(entry)), int(batch.lengths[entry])
+        index = batch.state.ngrams[int(batch.rows[entry])]
+        if batch.id_rows is not None:
+            # The entry before may be on another path.
+            index.rewrite(max(0, length - MAX_NODES))
+        found = index.forbidden(token_table_RL[row, :length].numpy())
         # Ids of a prompt table are not in the vocabulary.
         ids = torch.from_numpy(found[found < logits_NV.shape[1]]).long()
         logits_NV[entry].index_fill_(0, ids, _NEVER)

@@ -54,6 +54,12 @@ FORBIDS = RowFeature.BIAS | RowFeature.NGRAM | RowFeature.BAD_WORDS | RowFeature
 """Needs that may forbid ids, and alone or together all of them."""
 
 
+READS_IDS = (
+    RowFeature.PENALTY | RowFeature.NGRAM | RowFeature.BAD_WORDS | RowFeature.RESET
+)  # fmt: skip
+"""Needs that depend on the ids before the sampled one."""
+
+
 def features_of(params: SamplingParams) -> RowFeature:
     """The processors that a request needs."""
     features = RowFeature(0)
@@ -101,6 +107,10 @@ class SamplingBatch:
     device_rows: Tensor | None = None
     """``rows`` on a GPU."""
 
+    id_rows: Tensor | None = None
+    """int32 [N] on the device: the row of each entry in the token table; None for ``rows``.
+    Rows of drafts in a tree each have ids of their own."""
+
     device_lengths: Tensor | None = None
     """``lengths`` on a GPU."""
 
@@ -112,6 +122,12 @@ class SamplingBatch:
 
     draft_rules: list[DraftRule] = field(default_factory=list)
     """Draft tokens that more than the own draw decides about; see `draft_acceptance`."""
+
+    def table_rows(self, entries: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """On the CPU: the rows of these entries in the token table."""
+        rows = self.rows if self.id_rows is None else self.id_rows.numpy()
+        found: npt.NDArray[np.int64] = rows[entries].astype(np.int64)
+        return found
 
     def rows_wanting(self, feature: RowFeature) -> npt.NDArray[np.int64]:
         """Entries that ask for ``feature``, ascending."""
@@ -150,6 +166,7 @@ class SamplingBatch:
             int(np.bitwise_or.reduce(features)),
             self.state,
             self.device_rows.index_select(0, index_n),
+            self.id_rows if self.id_rows is None else self.id_rows.index_select(0, index_n),
             self.device_lengths.index_select(0, index_n),
             masks=masks,
         )
@@ -163,6 +180,9 @@ class SamplingBatch:
             masks = masks[to_device(index, self.state.device)]
         rows, lengths = self.rows[entries], self.lengths[entries]
         has_device = self.device_rows is not None
+        id_rows = self.id_rows
+        if id_rows is not None:
+            id_rows = id_rows[to_device(entries, self.state.device)]
         return SamplingBatch(
             rows,
             lengths,
@@ -170,6 +190,7 @@ class SamplingBatch:
             int(np.bitwise_or.reduce(features)),
             self.state,
             to_device(rows, self.state.device) if has_device else None,
+            id_rows,
             to_device(lengths, self.state.device) if has_device else None,
             self.token_table,
             masks,
@@ -190,6 +211,7 @@ class SamplingBatch:
             int(np.bitwise_or.reduce(features)),
             self.state,
             self.device_rows.index_fill(0, index_n, -1),
+            None,
             self.device_lengths,
         )
 
@@ -328,5 +350,5 @@ class SamplingRows:
         features = self._features[rows]
         all_features = int(np.bitwise_or.reduce(features))
         return SamplingBatch(
-            rows, lengths, features, all_features, self, device_rows, device_lengths
+            rows, lengths, features, all_features, self, device_rows, None, device_lengths
         )

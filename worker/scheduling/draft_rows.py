@@ -26,6 +26,7 @@ from trimaran.worker.speculation.drafters import (
     RequestDrafter,
 )
 from trimaran.worker.speculation.lookahead import LookaheadDrafter
+from trimaran.worker.speculation.tree_rates import TreeRates
 
 _MIN_FREE = 0.02
 """Share of the KV cache's blocks that must be free for drafts to take new blocks."""
@@ -42,16 +43,6 @@ _MEASURED = 2
 
 _Candidate: TypeAlias = "tuple[int, Sequence, array[int]]"
 """A sequence that a step samples, its index among these, and its draft ids."""
-
-
-def num_accepted(drafts: List[int], own: List[int]) -> int:
-    """Leading drafts that equal the model's own tokens at their positions."""
-    count = 0
-    for draft in drafts:
-        if draft != own[count]:
-            break
-        count += 1
-    return count
 
 
 def _can_be_drafted(sequence: Sequence, plan: StepPlan) -> bool:
@@ -89,6 +80,8 @@ class DraftRows:
         self.make_drafter = self._own_drafter
         """The drafter of a request without draft tokens of its own."""
         self._controller = DraftController()
+        self._tree = self._config.draft_tree
+        self._ranks = TreeRates(self._tree) if self._tree is not None else None
         self._reach = DraftReach(self._config.max_draft_tokens)
         """Tokens that a network drafts for each sequence."""
         self._typical, self._typical_asked = AcceptanceRate(), AcceptanceRate()
@@ -143,6 +136,7 @@ class DraftRows:
         """Add draft rows for the sequences that a step samples, and ask a network for the next
         drafts."""
         sampled = plan.sampled()
+        plan.has_trees = bool(self._config.tree)
         runs = self._extend(plan, sampled)
         if self._config.is_network:
             self._ask_network(plan, sampled, runs)
@@ -207,8 +201,10 @@ class DraftRows:
     ) -> list[int]:
         """The draft tokens of each candidate that are worth their time, ``most`` at most."""
         rates = [sequence.drafts.rate.value for _, sequence, _ in own]
-        counts = self._controller.choose(plan.num_decodes, rates, most, room)
-        if any(counts):
+        shape = None if self._ranks is None else self._ranks.shape
+        counts = self._controller.choose(plan.num_decodes, rates, most, room, shape)
+        if any(counts) and shape is None:
+            # All nodes of a tree are drafted: steps verify the first of them.
             self._reach.observe(counts)
         if self._controller.is_measuring:
             self._rest = _MEASURED
@@ -263,7 +259,8 @@ class DraftRows:
         if drafts is None or (self._rest and not drafts.drafter.is_asked):
             return array("i")
         most = min(drafts.most, self._room_of(sequence))
-        return drafts.drafter.propose(sequence, most) if most > 0 else array("i")
+        ids = drafts.drafter.propose(sequence, most) if most > 0 else array("i")
+        return ids if drafts.tree is None else drafts.tree.chain_of(ids)
 
     def _drafts_of(self, sequence: Sequence) -> SequenceDrafts | None:
         """The state of a sequence's drafts; None if it has none."""
@@ -282,9 +279,11 @@ class DraftRows:
         # A prompt table's ids are not in the vocabulary, and may be at an earlier place.
         if self._config.drafter == "draft_tokens" or request.prompt_table is not None:
             return None
-        return SequenceDrafts(
+        drafts = SequenceDrafts(
             self.make_drafter(request), most, self._typical, self._typical_guess
         )
+        drafts.tree = self._tree
+        return drafts
 
     def _most_known(self, sequence: Sequence) -> int:
         """Tokens of a sequence, without the id that the step in planning samples, if all drafts
@@ -314,6 +313,9 @@ class DraftRows:
             ids = ids[: max(0, sequence.capacity - start)]
         if ids:
             run = DraftRun(sequence, ids, start, is_told=sequence.num_pending == 1, own=place)
+            if sequence.guide is None:
+                # The masks of guides are those of a chain.
+                run.tree = sequence.drafts.tree
             runs[place] = run
             plan.add_drafts(run)
             sequence.num_unverified += len(ids)
@@ -358,9 +360,8 @@ class DraftRows:
                 if run is None:
                     yield step.sampled[place], token_ids[place]
                     continue
-                ids = run.token_ids
-                own = [token_ids[place], *token_ids[run.first : run.first + len(ids)]]
-                count = num_accepted(ids, own)
+                own = run.accept(token_ids)
+                count = len(run.path)
                 if not self._take_in(run, own, count, emitted):
                     yield from self._accepted(run, own, count)
 
@@ -384,8 +385,7 @@ class DraftRows:
         known.extend(new)
         emitted += [(sequence, token_id, _NOT_FINISHED) for token_id in new]
         run.num_accepted = count
-        sequence.drafts.observe(run, num_known, own, count)
-        self._count(run)
+        self._learn(run, num_known, own)
         return True
 
     def _accepted(
@@ -407,11 +407,14 @@ class DraftRows:
             yield sequence, token_id
         # The reader has taken all tokens in: those behind an end did not become output.
         run.num_accepted = min(count, sequence.num_output_tokens - num_before)
-        sequence.drafts.observe(run, num_known, own, count)
-        self._count(run)
+        self._learn(run, num_known, own)
 
-    def _count(self, run: DraftRun) -> None:
+    def _learn(self, run: DraftRun, num_known: int, own: List[int]) -> None:
+        """Learn from a verified draft behind ``num_known`` ids, and count it."""
         sequence, num_drafts = run.sequence, len(run.token_ids)
+        sequence.drafts.observe(run, num_known, own)
+        if self._ranks is not None and run.tree is not None:
+            self._ranks.observe(num_drafts, run.path)
         figures = sequence.figures
         self.counts.add(num_drafts, run.num_accepted)
         if figures is not None:

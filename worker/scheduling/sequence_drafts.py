@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence as List
+from itertools import pairwise
 
+from trimaran.worker.config.draft_tree import DraftTree, accepted_path
 from trimaran.worker.requests.request import RequestStatus, Sequence
 from trimaran.worker.scheduling.step_plan import DraftRun
 from trimaran.worker.speculation.controller import AcceptanceRate
@@ -21,7 +23,7 @@ class SequenceDrafts:
 
     __slots__ = (
         "_asked", "_guess_rate", "_is_put_off", "_lookahead", "_network", "_rate", "_untold",
-        "drafter", "most", "unverified", "unverified_at",
+        "drafter", "most", "tree", "unverified", "unverified_at",
     )  # fmt: skip
 
     def __init__(
@@ -36,6 +38,8 @@ class SequenceDrafts:
         self._lookahead = drafter if isinstance(drafter, LookaheadDrafter) else None
         self._network = drafter if isinstance(drafter, NetworkDrafter) else None
         self.most = most
+        self.tree: DraftTree | None = None
+        """The tree of all proposals; None for chains."""
         self._rate, self._guess_rate = AcceptanceRate(typical), AcceptanceRate(typical_guess)
         self.unverified = array("i")
         """Drafts that were made but not verified, behind ``unverified_at`` ids."""
@@ -59,12 +63,28 @@ class SequenceDrafts:
         """The acceptance of proposals like the last one."""
         return self._guess_rate if self.is_guess else self._rate
 
-    def observe(self, run: DraftRun, num_known: int, own: List[int], num_same: int) -> None:
-        """Learn from a verified draft behind ``num_known`` ids, of which ``num_same`` equal the
-        model's ``own`` ids."""
+    def observe(self, run: DraftRun, num_known: int, own: List[int]) -> None:
+        """Learn from a verified draft behind ``num_known`` ids, in whose place the model chose
+        its ``own`` ids."""
+        if run.tree is not None:
+            self._observe_path(len(run.token_ids), [*run.path, None])
+            return
+        num_same = len(run.path)
         self.rate.observe(run.num_accepted, has_rejected=num_same < len(run.token_ids))
         if self._lookahead is not None:
             self._lookahead.observe(num_known, own, num_same)
+
+    def _observe_path(self, num_nodes: int, path: List[int | None]) -> None:
+        """Learn from a path through the first nodes of the tree, which None ends if no child
+        was right: the first child of each node on the path was accepted or not."""
+        assert self.tree is not None
+        at: int | None
+        for at, following in pairwise([-1, *path]):
+            assert at is not None
+            first = self.tree.first_child(at, num_nodes)
+            if first is not None:
+                is_right = following == first
+                self._rate.observe(int(is_right), has_rejected=not is_right)
 
     def put_off(self, sequence: Sequence, ids: array[int], *, is_told: bool) -> None:
         """A step verifies none of these drafts; without ``is_told`` their ids will arrive."""
@@ -72,7 +92,8 @@ class SequenceDrafts:
         if not is_told:
             self._is_put_off = True
         # Guesses follow from the verified ones: without rows their acceptance says nothing.
-        elif not self.is_guess:
+        # Drafts of a guided sequence are the first path of a tree alone.
+        elif not self.is_guess and (self.tree is None or sequence.guide is None):
             self._keep(sequence, ids)
 
     def _keep(self, sequence: Sequence, ids: array[int]) -> None:
@@ -87,10 +108,17 @@ class SequenceDrafts:
         new = sequence.token_ids[self.unverified_at :]
         if not new:
             return
-        pairs = list(zip(self.unverified, new, strict=False))
+        ids = self.unverified
+        self.unverified = array("i")
+        if self.tree is not None:
+            path = accepted_path(self.tree.parents, ids, new, by_depth=True)
+            # Drafts behind the output are neither right nor wrong.
+            ends = [None] if len(path) < len(new) else []
+            self._observe_path(len(ids), [*path, *ends])
+            return
+        pairs = list(zip(ids, new, strict=False))
         same = next((n for n, (a, b) in enumerate(pairs) if a != b), len(pairs))
         self._rate.observe(same, has_rejected=same < len(pairs))
-        self.unverified = array("i")
 
     # ---- a network's drafts --------------------------------------------------------------
 

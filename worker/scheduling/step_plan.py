@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterator
 from collections.abc import Sequence as List
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from trimaran.comm.messages.messages import FinishReason
+from trimaran.worker.config.draft_tree import DraftTree, accepted_path
 from trimaran.worker.kv_cache.manager import BlockCopy, KVCacheManager
 from trimaran.worker.kv_cache.sequence_blocks import SequenceBlocks
 from trimaran.worker.requests.request import Sequence
@@ -58,6 +61,30 @@ class DraftRun:
 
     num_accepted: int = 0
     """Drafts that became output, once the step's result was taken in."""
+
+    tree: DraftTree | None = None
+    """The tree whose first nodes the drafts are; None for a chain."""
+
+    path: List[int] = ()
+    """The drafts that equal the model's own tokens, from the first one on, once the step's
+    result is here."""
+
+    def accepted_rows(self) -> Iterator[int]:
+        """The indices in ``sampled`` of the rows that sample behind each accepted draft, once
+        the step's result is here."""
+        for node in self.path:
+            yield self.first + node
+
+    def accept(self, token_ids: List[int]) -> list[int]:
+        """Find the accepted path from the ids of the step's ``sampled``. Returns the model's
+        own ids: those in place of the path's drafts, and the one behind them; for a chain also
+        the ids behind wrong drafts."""
+        first, ids = self.first, self.token_ids
+        own = [token_ids[self.own], *token_ids[first : first + len(ids)]]
+        self.path = accepted_path(None if self.tree is None else self.tree.parents, ids, own)
+        if self.tree is None:
+            return own
+        return [own[0], *(own[1 + node] for node in self.path)]
 
 
 class ScheduledStep:
@@ -143,6 +170,8 @@ class StepPlan:
     ) -> None:
         """Without ``can_cut`` there is no chunked prefill: prompts are computed whole. See
         `SchedulerConfig.max_recompute_rows`."""
+        self.has_trees = False
+        """Whether ranks are told how draft rows see each other."""
         self.step = step
         self.budget = budget
         """Tokens that may still be scheduled."""
@@ -438,6 +467,19 @@ class StepPlan:
             rule = _rule_of(run)
             if rule is not None:
                 step.decision.draft_rules.append(rule)
+        if self.has_trees:
+            masks = np.concatenate([_masks_of(run) for run in self._drafts])
+            step.decision.tree_masks = masks.view(np.int32).reshape(-1, 2)
+            runs = [(run.own, run.first, len(run.token_ids)) for run in self._drafts]
+            step.decision.tree_runs = int32s(runs, 3)
+
+
+def _masks_of(run: DraftRun) -> npt.NDArray[np.int64]:
+    """int64 [n]: how the rows of one sequence's drafts see each other."""
+    count = len(run.token_ids)
+    if run.tree is None:
+        return np.full(count, -1, dtype=np.int64)
+    return np.array(run.tree.masks[:count], dtype=np.int64)
 
 
 def _rule_of(run: DraftRun) -> DraftRule | None:

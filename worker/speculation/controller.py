@@ -9,6 +9,8 @@ from collections.abc import Sequence as List
 import numpy as np
 import numpy.typing as npt
 
+from trimaran.worker.speculation.tree_rates import TreeShape
+
 _EDGES = (
     1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 288, 320,
     384, 448, 512, 768, 1024,
@@ -157,19 +159,25 @@ class DraftController:
             (self._drafted if is_drafted else self._plain).record(num_rows, seconds)
 
     def choose(
-        self, num_decodes: int, rates: List[float], most: List[int], room: int
+        self,
+        num_decodes: int,
+        rates: List[float],
+        most: List[int],
+        room: int,
+        shape: TreeShape | None = None,
     ) -> list[int]:
         """The number of draft rows of each candidate, beside ``num_decodes`` decode rows.
 
-        Candidate i accepts with rate ``rates[i]`` and has ``most[i]`` draft tokens. The
-        candidates together get ``room`` rows at most.
+        Candidate i accepts with rate ``rates[i]`` and has ``most[i]`` draft tokens: a chain, or
+        the first nodes of a tree of this ``shape``. The candidates together get ``room`` rows
+        at most.
         """
         self.is_measuring = self._is_to_measure(num_decodes)
         if self.is_measuring or not rates:
             return [0] * len(rates)
         places = np.arange(1, max(most) + 1)[:, None]
         is_draft = places <= np.array(most)
-        gains = (np.array(rates) ** places)[is_draft]
+        gains = _gains(np.array(rates), places, shape)[is_draft]
         numbers = np.broadcast_to(np.arange(len(rates)), is_draft.shape)[is_draft]
         order = np.argsort(-gains, kind="stable")[:room]
         num_rows = num_decodes + np.arange(len(order) + 1)
@@ -202,6 +210,20 @@ class DraftController:
         # More rows save no time: a step without drafts that seems slower was disturbed.
         least: npt.NDArray[np.float64] = np.maximum(seconds, seconds[0])
         return least
+
+
+def _gains(
+    rates: npt.NDArray[np.float64], places: npt.NDArray[np.int64], shape: TreeShape | None
+) -> npt.NDArray[np.float64]:
+    """[places, candidates]: the tokens that a draft row at each place adds. They fall with the
+    place, so that the best rows of a candidate are its first ones."""
+    if shape is None:
+        gains: npt.NDArray[np.float64] = rates**places
+        return gains
+    count = len(places)
+    gains = rates ** shape.depths[:count, None] * shape.shares[:count, None]
+    # A node counts as much as the least node before: a step verifies the first nodes.
+    return np.minimum.accumulate(gains, axis=0)
 
 
 class DraftReach:

@@ -31,14 +31,29 @@ _ARRAYS = (
     "decode_ids",
     "behind_drafts",
     "proposals",
+    "tree_masks",
+    "tree_runs",
 )
-_COLUMNS = {"new_blocks": 4, "block_copies": 3, "transfers": 4, "proposals": 5}
+_COLUMNS = {
+    "new_blocks": 4, "block_copies": 3, "transfers": 4, "proposals": 5, "tree_masks": 2,
+    "tree_runs": 3,
+}  # fmt: skip
 
 
 def int32s(values: Sequence[Any], num_columns: int = 0) -> Int32Array:
     """An int32 array of ``values``; a table if ``num_columns`` is given."""
     array = np.array(values, dtype=np.int32)
     return array.reshape(-1, num_columns) if num_columns else array
+
+
+_NONE = int32s(())
+
+
+def num_hidden(words: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+    """The number of zero bits of each word."""
+    as_bytes = np.ascontiguousarray(words).view(np.uint8).reshape(len(words), 8)
+    ones = np.unpackbits(as_bytes, axis=1).sum(axis=1, dtype=np.int32)
+    return 64 - ones  # type: ignore[no-any-return]
 
 
 class TransferKind(IntEnum):
@@ -182,6 +197,29 @@ class SchedulerOutput:
     may be planned before the step's result: the index in ``sampled`` of the row that samples
     its next id; the index of its first draft row and the number of these rows; the tokens for
     which it has blocks; the number of ids to draft."""
+
+    tree_masks: Int32Array = field(default_factory=lambda: int32s((), 2))
+    """[num_drafts, 2]: `DraftTree.masks` of the draft rows, the lower half first; -1 in chains.
+    Only engines whose drafts are trees send them. ``num_computed_tokens`` of these rows are
+    slots, of which a tree has one for each node."""
+
+    tree_runs: Int32Array = field(default_factory=lambda: int32s((), 3))
+    """[n, 3]: for each sequence with draft rows, if ``tree_masks`` is sent: the index in
+    ``sampled`` of the row that samples in place of a first draft, the index of the first draft
+    row, and the number of these rows. The ranks move what an accepted path has computed to
+    consecutive slots."""
+
+    @property
+    def hidden_rows(self) -> Int32Array:
+        """int32 [S]: rows between a row and the tokens before it that it does not see: a slot
+        minus these is a position. Empty if all are 0."""
+        if not len(self.tree_masks):
+            return _NONE
+        words = np.ascontiguousarray(self.tree_masks).view(np.int64)[:, 0]
+        hidden = np.zeros(len(self.rows), dtype=np.int32)
+        end = self.num_decodes
+        hidden[end - len(words) : end] = num_hidden(words)
+        return hidden
 
     @property
     def num_tokens(self) -> int:

@@ -114,6 +114,9 @@ struct AttentionArgs {
   const float* kv_scales;
   // A score of each head in the denominator of its softmax, of no key; or null.
   const float* sink_logits;
+  // A word of each sequence with one query: bit i says whether the query sees the key i tokens
+  // before its own, for the last 64 keys; or null, when all are seen.
+  const int64_t* tree_masks;
   double scale, soft_cap;  // a cap of 0 leaves scores as they are
 };
 void trimaran_attention(const AttentionArgs* args);
@@ -140,6 +143,7 @@ struct DecoderArgs {
   const int64_t *positions, *slots;
   const int32_t *query_start_loc, *seq_lens, *block_tables;
   long sequences, block_size, block_stride, table_stride;
+  const int64_t* tree_masks;  // see AttentionArgs
   double scale, eps;
 };
 void trimaran_decoder(const DecoderArgs* args);

@@ -62,6 +62,8 @@ class Attention {
     long rows, keys, stride, past, first_token;
     // Whole blocks that some row sees: those before `sink_end`, and from `first_seen` on.
     long sink_end, first_seen;
+    // Which of the last 64 keys a query in a tree sees, the lowest bit for the first of them.
+    uint64_t tree;
   };
 
   void attend(const WorkItem& item) const {
@@ -72,6 +74,8 @@ class Attention {
     s.first_token = starts[0] + item.first_query;
     s.past = a_.seq_lens[item.sequence] - (starts[1] - starts[0]) + item.first_query;
     s.keys = s.past + item.num_queries;
+    s.tree = ~0ull;
+    if (a_.tree_masks && starts[1] - starts[0] == 1) s.tree = reversed(a_.tree_masks[item.sequence]);
     s.stride = (s.keys + 15) / 16 * 16;
     s.first_seen = window_start(s.past) / a_.block_size * a_.block_size;
     s.sink_end = (a_.num_sinks + a_.block_size - 1) / a_.block_size * a_.block_size;
@@ -88,7 +92,7 @@ class Attention {
     for (long row = 0; row < rows; ++row) {
       float factor = softmax(s.scores.data() + row * s.stride, s.past + row % s.rows / group_,
                              s.stride, head_of(item, s, row),
-                             key_scale(item.first_head + row / s.rows));
+                             key_scale(item.first_head + row / s.rows), s.tree);
       // Stored behind the row's output.
       s.output[row * padded_size() + padded_size() - 16] = factor;
     }
@@ -197,11 +201,22 @@ class Attention {
   // The first n of 16 lanes; n may be negative or above 16.
   static INLINE __mmask16 lanes(long n) { return n >= 16 ? 0xffff : n > 0 ? mask_of(n) : 0; }
 
-  // Which of the tokens i to i + 15 are visible to a query that sees [start, keys).
-  INLINE __mmask16 seen(long i, long start, long keys) const {
-    if (i >= start && i + 16 <= keys) return 0xffff;
+  static uint64_t reversed(uint64_t word) {
+    uint64_t result = 0;
+    for (int bit = 0; bit < 64; ++bit) result |= (word >> bit & 1) << (63 - bit);
+    return result;
+  }
+
+  // Which of the tokens i to i + 15 are visible to a query that sees [start, keys), apart from
+  // the keys that its tree hides.
+  INLINE __mmask16 seen(long i, long start, long keys, uint64_t tree) const {
+    long in_tree = i + 64 - keys;
+    __mmask16 shown = 0xffff;
+    if (tree != ~0ull && in_tree > -16 && in_tree < 64)
+      shown = in_tree >= 0 ? tree >> in_tree : tree << -in_tree | ((1u << -in_tree) - 1);
+    if (i >= start && i + 16 <= keys) return shown;
     __mmask16 hidden = lanes(start - i) & ~lanes(a_.num_sinks - i);
-    return lanes(keys - i) & ~hidden;
+    return lanes(keys - i) & ~hidden & shown;
   }
 
   // cap * tanh(x / cap), as 1 - 2 / (exp(2 x / cap) + 1).
@@ -214,13 +229,14 @@ class Attention {
 
   // Turns the scores of a head's query at a position into weights, zero for hidden keys; returns
   // the inverse of their sum, which has the weight of the head's sink logit if there is one.
-  float softmax(float* scores, long position, long stride, long head, float key_scale) const {
+  float softmax(float* scores, long position, long stride, long head, float key_scale,
+                uint64_t tree) const {
     const float* bias = bias_of(head);
     __m512 scale = _mm512_set1_ps((float)a_.scale * key_scale);
     __m512 top = _mm512_set1_ps(a_.sink_logits ? a_.sink_logits[head] : -INFINITY);
     long keys = position + 1, start = window_start(position);
     for (long i = 0; i < keys; i += 16) {
-      __mmask16 m = seen(i, start, keys);
+      __mmask16 m = seen(i, start, keys, tree);
       __m512 v = _mm512_mul_ps(_mm512_maskz_loadu_ps(m, scores + i), scale);
       if (a_.soft_cap > 0) v = capped(v);
       if (bias) v = _mm512_add_ps(v, _mm512_maskz_loadu_ps(m, bias + i));
@@ -230,7 +246,7 @@ class Attention {
     __m512 max = _mm512_set1_ps(_mm512_reduce_max_ps(top));
     __m512 sum = _mm512_setzero_ps();
     for (long i = 0; i < stride; i += 16) {
-      __mmask16 m = seen(i, start, keys);
+      __mmask16 m = seen(i, start, keys, tree);
       __m512 v = exp16(_mm512_sub_ps(_mm512_maskz_loadu_ps(m, scores + i), max));
       v = _mm512_maskz_mov_ps(m, v);
       sum = _mm512_add_ps(sum, v);

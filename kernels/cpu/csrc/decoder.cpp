@@ -60,7 +60,7 @@ class Decoder {
                          a_.seq_lens, a_.block_tables, a_.sequences, a_.heads, a_.kv_heads,
                          a_.head_size, a_.block_size, qkv_width_, a_.block_stride,
                          a_.table_stride, 0, 0, 0, nullptr, 0, kAsQueries, nullptr, nullptr,
-                         a_.scale, 0.0};
+                         a_.tree_masks, a_.scale, 0.0};
     trimaran_attention(&attend);
     linear(attended_, layer.out, layer.integers & 2, layer.out_bias, a_.x, query_width_,
            a_.hidden);

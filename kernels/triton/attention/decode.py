@@ -17,8 +17,10 @@ from trimaran.kernels.triton.attention.scores import (
     first_sums,
     load_bias,
     load_scales,
+    load_tree,
     scales_of,
     score_factors,
+    sees,
     sinks_of,
     softmax_step,
     weighted_mean,
@@ -99,12 +101,13 @@ def read_split(splits, split):  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _decode_kernel(  # type: ignore[no-untyped-def]
     query, cache, output, splits, counters, partial, log_sums, tables, bias, kv_scales, sinks,
-    scale, cap, bias_stride, query_stride, output_stride, table_stride, block_stride,
-    value_offset, token_stride, head_stride, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
-    GROUP_PADDED: tl.constexpr, HEAD: tl.constexpr, HEAD_PADDED: tl.constexpr,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, SINKS: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SCALES: tl.constexpr,
-    HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr,
+    seq_lens, tree_masks, scale, cap, bias_stride, query_stride, output_stride, table_stride,
+    block_stride, value_offset, token_stride, head_stride, KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr, HEAD: tl.constexpr,
+    HEAD_PADDED: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, SINKS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr,
+    HAS_SCALES: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_TREE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One split of a sequence's keys for the query heads of one key-value head.
 
@@ -125,6 +128,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
         is_own = is_head & (split == first_split)
         top, total, acc = first_sums(sinks + heads, is_own, q, HAS_SINKS)
         table = tables + row * table_stride
+        last, tree = load_tree(seq_lens, tree_masks, sequence, HAS_TREE)
         for at_key in range(start, end, TILE):
             keys = at_key + tl.arange(0, TILE)
             is_key = keys < end
@@ -136,8 +140,9 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
             k = tl.load(place, mask=mask, other=0.0).to(q.dtype)
             v = tl.load(place + value_offset, mask=mask, other=0.0).to(q.dtype)
             raised = load_bias(from_bias, keys, is_key, HAS_BIAS)
+            is_seen = is_key & sees(tree, last - keys, HAS_TREE)
             top, total, acc = softmax_step(
-                q, k, v, is_key[None, :], raised, scale, cap, top, total, acc, HAS_BIAS,
+                q, k, v, is_seen[None, :], raised, scale, cap, top, total, acc, HAS_BIAS,
                 HAS_CAP, True, PRECISION,
             )  # fmt: skip
         to_output = output + sequence * output_stride + from_head
@@ -186,12 +191,15 @@ def decode(
     config = config or DecodeConfig()
     scale, cap = score_factors(spec)
     bias, bias_stride = bias_of(spec, query_SNH)
+    masks = metadata.tree_masks
     group = num_heads // num_kv_heads
     strides = kv_cache.stride()
     _decode_kernel[(plan.num_programs * num_kv_heads,)](
         query_SNH, kv_cache, output_SNH, plan.splits, plan.counters, plan.partial,
         plan.log_sums, metadata.block_tables, bias, scales_of(spec, query_SNH),
-        sinks_of(spec, query_SNH), scale, cap, bias_stride, query_SNH.stride(0),
+        sinks_of(spec, query_SNH), metadata.seq_lens,
+        metadata.seq_lens if masks is None else masks, scale, cap, bias_stride,
+        query_SNH.stride(0),
         output_SNH.stride(0), metadata.block_tables.stride(0),
         strides[0], strides[1], strides[2], strides[3],
         KV_HEADS=num_kv_heads, GROUP=group,
@@ -200,6 +208,7 @@ def decode(
         TILE=config.tile, SINKS=spec.num_sinks, HAS_WINDOW=spec.window > 0,
         HAS_BIAS=spec.position_bias is not None, HAS_CAP=spec.soft_cap > 0,
         HAS_SCALES=spec.kv_scales is not None, HAS_SINKS=spec.sink_logits is not None,
+        HAS_TREE=masks is not None,
         PRECISION="ieee" if query_SNH.dtype is torch.float32 else "tf32",
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip

@@ -11,7 +11,12 @@ from torch import Tensor
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
 from trimaran.kernels.triton.attention.decode import merge_splits, put_split, read_split
 from trimaran.kernels.triton.attention.plan import DecodePlan, plan_decodes
-from trimaran.kernels.triton.attention.scores import score_factors, softmax_weights
+from trimaran.kernels.triton.attention.scores import (
+    load_tree,
+    score_factors,
+    sees,
+    softmax_weights,
+)
 
 # Shapes: S sequences, N query heads, L dims of a latent vector, R of the rotated key behind it,
 # H = L + R, B tokens of a block, I splits of all sequences.
@@ -87,12 +92,12 @@ def latent_step(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _latent_decode_kernel(  # type: ignore[no-untyped-def]
-    query, cache, output, splits, counters, partial, log_sums, tables, scale, cap,
-    query_stride, output_stride, table_stride, block_stride, token_stride,
+    query, cache, output, splits, counters, partial, log_sums, tables, seq_lens, tree_masks,
+    scale, cap, query_stride, output_stride, table_stride, block_stride, token_stride,
     NUM_HEADS: tl.constexpr, HEADS: tl.constexpr, LATENT: tl.constexpr,
     LATENT_PADDED: tl.constexpr, ROTATED: tl.constexpr, ROTATED_PADDED: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr, SINKS: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_CAP: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_TREE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One split of a sequence's vectors for HEADS query heads.
 
@@ -115,6 +120,7 @@ def _latent_decode_kernel(  # type: ignore[no-untyped-def]
         total = tl.zeros([HEADS], tl.float32)
         acc = tl.zeros([HEADS, LATENT_PADDED], tl.float32)
         table = tables + row * table_stride
+        last, tree = load_tree(seq_lens, tree_masks, sequence, HAS_TREE)
         for at_key in range(start, end, TILE):
             keys = at_key + tl.arange(0, TILE)
             is_key = keys < end
@@ -124,8 +130,9 @@ def _latent_decode_kernel(  # type: ignore[no-untyped-def]
                 cache, table, keys, is_key, block_stride, token_stride, BLOCK, LATENT,
                 LATENT_PADDED, ROTATED, ROTATED_PADDED,
             )  # fmt: skip
+            is_seen = is_key & sees(tree, last - keys, HAS_TREE)
             top, total, acc = latent_step(
-                near, far, latent, rotated, is_key[None, :], scale, cap, top, total, acc,
+                near, far, latent, rotated, is_seen[None, :], scale, cap, top, total, acc,
                 HAS_CAP, PRECISION,
             )  # fmt: skip
         place = output + sequence * output_stride + heads[:, None] * LATENT + dims[None, :]
@@ -173,15 +180,18 @@ def decode(
         plan = plan_decodes(metadata, spec, sizes, num_sequences, is_fixed)
         metadata.plans[key] = plan
     scale, cap = score_factors(spec)
+    masks = metadata.tree_masks
     _latent_decode_kernel[(plan.num_programs * groups,)](
         query_SNH, kv_cache, output_SNL, plan.splits, plan.counters, plan.partial,
-        plan.log_sums, metadata.block_tables, scale, cap, query_SNH.stride(0),
+        plan.log_sums, metadata.block_tables, metadata.seq_lens,
+        metadata.seq_lens if masks is None else masks, scale, cap, query_SNH.stride(0),
         output_SNL.stride(0), metadata.block_tables.stride(0), kv_cache.stride(0),
         kv_cache.stride(2), NUM_HEADS=num_heads, HEADS=config.heads, LATENT=latent,
         LATENT_PADDED=max(16, triton.next_power_of_2(latent)), ROTATED=size - latent,
         ROTATED_PADDED=max(16, triton.next_power_of_2(size - latent)),
         BLOCK=kv_cache.shape[2], TILE=config.tile, SINKS=spec.num_sinks,
         HAS_WINDOW=spec.window > 0, HAS_CAP=spec.soft_cap > 0,
+        HAS_TREE=masks is not None,
         PRECISION="ieee" if query_SNH.dtype.itemsize == 4 else "tf32",
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip

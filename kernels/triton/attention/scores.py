@@ -48,6 +48,28 @@ def load_scales(scales, kv_head, scale, KV_HEADS: tl.constexpr, HAS_SCALES: tl.c
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def load_tree(seq_lens, tree_masks, sequence, HAS_TREE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The last key of a sequence with one query, and the mask of its tree; see
+    `AttentionMetadata.tree_masks`."""
+    last = 0
+    tree = 0
+    if HAS_TREE:
+        last = tl.load(seq_lens + sequence) - 1
+        tree = tl.load(tree_masks + sequence)
+    return last, tree
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def sees(tree, distances, HAS_TREE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Whether a query sees the keys so many places before its own."""
+    is_seen = distances >= distances
+    if HAS_TREE:
+        places = tl.minimum(tl.maximum(distances, 0), 63).to(tl.int64)
+        is_seen = (distances > 63) | (((tree >> places) & 1) != 0)
+    return is_seen
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def no_keys(ROWS: tl.constexpr, DIMS: tl.constexpr):  # type: ignore[no-untyped-def]
     """The maximum, the sum and the weighted values of `softmax_step` before any key."""
     top = tl.full([ROWS], float("-inf"), tl.float32)

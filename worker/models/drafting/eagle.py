@@ -21,7 +21,7 @@ from trimaran.worker.layers.linear import (
 )
 from trimaran.worker.layers.norm import RMSNorm, add_residual
 from trimaran.worker.layers.rotary import RotaryEmbedding
-from trimaran.worker.models.drafting.likeliest import likeliest_ids
+from trimaran.worker.models.drafting.likeliest import likeliest_ids, likely_ids
 from trimaran.worker.models.interfaces import CausalLM
 from trimaran.worker.models.llama import LlamaAttention, LlamaMLP
 from trimaran.worker.parallel.partition import partition_heads
@@ -177,7 +177,14 @@ class EagleHead(nn.Module):
 
     def draft_ids(self, states_ND: Tensor) -> Tensor:
         """See `ChainNetwork.draft_ids`."""
+        return likeliest_ids(self._logits(states_ND), self.d2t)
+
+    def likely_ids(self, states_ND: Tensor, count: int) -> Tensor:
+        """See `RankedNetwork.likely_ids`."""
+        return likely_ids(self._logits(states_ND), count, self.d2t)
+
+    def _logits(self, states_ND: Tensor) -> Tensor:
         if self._is_third:
             states_ND, _ = self.norm.forward(states_ND, None)
         head = self._head[0] if self._head else self.lm_head
-        return likeliest_ids(head.forward(states_ND), self.d2t)
+        return head.forward(states_ND)

@@ -62,6 +62,16 @@ class ChainNetwork(DraftNetwork, Protocol):
 
 
 @runtime_checkable
+class RankedNetwork(ChainNetwork, Protocol):
+    """A network that may draft trees."""
+
+    def likely_ids(self, states_ND: Tensor, count: int) -> Tensor:
+        """The ``count`` likeliest ids of the target's vocabulary, the likeliest first, int64
+        [N, count]. Collective."""
+        ...
+
+
+@runtime_checkable
 class CachelessHeads(DraftNetwork, Protocol):
     """Heads that draft from the target's state and the token behind the state. They have no
     cache."""
@@ -72,4 +82,14 @@ class CachelessHeads(DraftNetwork, Protocol):
     def propose(self, states_NX: Tensor, next_ids_N: Tensor, count: int) -> Tensor:
         """The ids at the ``count`` places behind the ids that the target has sampled, int64 [N,
         count]. Collective."""
+        ...
+
+
+@runtime_checkable
+class RankedHeads(CachelessHeads, Protocol):
+    """Heads that draft each place by itself, and therefore may draft trees."""
+
+    def propose_ranks(self, states_NX: Tensor, widths: list[int]) -> Tensor:
+        """The likeliest ids at the place of each head, as many as ``widths`` says of the head,
+        side by side, int64 [N, sum of widths]. Collective."""
         ...

@@ -1,7 +1,8 @@
 """Medusa heads: each predicts the token at one place behind the next, from one hidden state.
 
 Medusa by Cai et al. (2024). Head i drafts the token i places behind the token that the target
-chooses itself; the likeliest token of each head makes a chain.
+chooses itself. The likeliest token of each head makes a chain; the likeliest tokens of each
+head make a tree, in which each token of a head may follow each one of the head before.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from trimaran.worker.attention.backend import KVCacheSpec
 from trimaran.worker.config.draft_network import MedusaConfig
 from trimaran.worker.layers.embedding import ParallelLMHead
 from trimaran.worker.layers.linear import ColumnParallelLinear
-from trimaran.worker.models.drafting.likeliest import likeliest_ids
+from trimaran.worker.models.drafting.likeliest import likeliest_ids, likely_ids
 from trimaran.worker.models.interfaces import CausalLM
 
 # Shapes: N sequences, D hidden size of the target, V vocabulary.
@@ -35,9 +36,16 @@ class MedusaHead(nn.Module):
 
     def forward(self, states_ND: Tensor) -> Tensor:
         """The likeliest id of each sequence, int64 [N]."""
+        return likeliest_ids(self._logits(states_ND))
+
+    def likely_ids(self, states_ND: Tensor, count: int) -> Tensor:
+        """The likeliest ids of each sequence, the likeliest first, int64 [N, count]."""
+        return likely_ids(self._logits(states_ND), count)
+
+    def _logits(self, states_ND: Tensor) -> Tensor:
         for block in self.blocks:
             states_ND = states_ND + F.silu(block.forward(states_ND))
-        return likeliest_ids(self.lm_head.forward(states_ND))
+        return self.lm_head.forward(states_ND)
 
 
 class MedusaHeads(nn.Module):
@@ -60,3 +68,12 @@ class MedusaHeads(nn.Module):
     def propose(self, states_NX: Tensor, next_ids_N: Tensor, count: int) -> Tensor:
         """See `CachelessHeads.propose`; the sampled ids are unused."""
         return torch.stack([head.forward(states_NX) for head in self.heads[:count]], dim=1)
+
+    def propose_ranks(self, states_NX: Tensor, widths: list[int]) -> Tensor:
+        """See `RankedHeads.propose_ranks`."""
+        pairs = zip(self.heads, widths, strict=False)
+        likely: list[Tensor] = []
+        for head, width in pairs:
+            assert isinstance(head, MedusaHead)
+            likely.append(head.likely_ids(states_NX, width))
+        return torch.cat(likely, dim=1)

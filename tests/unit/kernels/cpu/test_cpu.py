@@ -176,7 +176,7 @@ class _Batch:
         self.longest = (max(q for _, q in sequences), int(self.lens.max()))
         self.spec = AttentionSpec(scale=head_size**-0.5)
 
-    def run(self, ops, first=0, end=None, num_decodes=0):
+    def run(self, ops, first=0, end=None, num_decodes=0, masks=None):
         """Attention of the sequences from ``first`` to ``end``."""
         end = len(self.lens) if end is None else end
         tokens = slice(int(self.starts[first]), int(self.starts[end]))
@@ -189,6 +189,7 @@ class _Batch:
             max_query_len=self.longest[0],
             max_seq_len=self.longest[1],
             num_decodes=num_decodes,
+            tree_masks=masks,
         )
         return ops.paged_attention(self.query[tokens], self.cache, metadata, self.spec)
 
@@ -248,6 +249,32 @@ def test_windows_sinks_and_caps_are_those_of_the_reference(ops, dtype, spec):
 
     _close(batch.run(ops), expected)
     _close(batch.run(reference), expected)
+
+
+TREE_MASKS = [-1, 1, -3, -(1 << 20) | 5, -(1 << 63) | 0x5555, 0x7FFF_0000_FFFF_0001]
+"""Words of trees; each row sees itself."""
+
+
+@pytest.mark.parametrize("name", ["reference", "own"])
+def test_a_row_of_a_tree_does_not_see_keys_that_its_mask_hides(ops, dtype, name):
+    lengths = [1, 20, 64, 65, 80, 200]
+    for word in TREE_MASKS:
+        batch = _Batch(dtype, [(length - 1, 1) for length in lengths])
+        masks = torch.full((len(lengths),), word)
+        actual = batch.run(ops if name == "own" else reference, num_decodes=6, masks=masks)
+        for number, length in enumerate(lengths):
+            # The same without the hidden keys, in a sequence of the keys that are seen.
+            seen = [k for k in range(length) if length - k > 64 or word >> length - 1 - k & 1]
+            row = batch.tables[number].long()
+            slots = torch.tensor([int(row[k // 8]) * 8 + k % 8 for k in seen])
+            keys, values = (
+                batch.cache[slots // 8, kind, slots % 8].float().repeat_interleave(2, 1)
+                for kind in (0, 1)
+            )
+            query = batch.query[number].float() * batch.spec.scale
+            weights = torch.einsum("nh,lnh->nl", query, keys).softmax(-1)
+            expected = torch.einsum("nl,lnh->nh", weights, values)
+            _close(actual[number], expected.to(dtype))
 
 
 def test_a_sequences_attention_does_not_depend_on_the_sequences_beside_it(ops, dtype):

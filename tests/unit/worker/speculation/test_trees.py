@@ -1,0 +1,198 @@
+"""Drafts in trees: outputs are those without drafts, and accepted paths are those of a plain
+walk."""
+
+from __future__ import annotations
+
+import random
+from array import array
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
+
+from tests.unit.worker.conftest import VOCAB
+from tests.unit.worker.speculation.head_reference import random_eagle
+from tests.unit.worker.speculation.test_exactness import WAYS, check, draw, serve
+from tests.unit.worker.speculation.test_networks import (
+    EXAMPLES,
+    count_with,
+    drafts_by,
+    make_engine,
+)
+from tests.unit.worker.speculation.tree_reference import (
+    EagleTree,
+    MedusaTree,
+    generate_by_tree,
+)
+from trimaran.worker.config.draft_tree import MC_SIM_7B_63, DraftTree, tree_of
+from trimaran.worker.config.speculation_config import SpeculationConfig
+
+SMALL = tree_of([[0], [1], [0, 0], [2], [0, 1], [1, 0], [0, 0, 0], [1, 0, 1], [0, 1, 0, 0]])
+
+
+def tree_by(kind, folders, tree, **fields):
+    """The configuration of one kind of network that drafts a tree."""
+    values = {"max_draft_tokens": 64, "is_adaptive": False, **fields}
+    return SpeculationConfig(
+        drafter=kind, draft_dir=str(folders[kind]), tree=tree.choices, **values
+    )
+
+
+@pytest.mark.matrix(keep=3)
+@pytest.mark.parametrize("kind", ["draft_model", "medusa", "eagle"])
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "a window"])
+def test_trees_of_networks_change_no_output(target_folder, networks, kind, way):
+    rng = random.Random(way)
+    asked = [draw(rng) for _ in range(40)]
+    expected = serve(make_engine(target_folder, SpeculationConfig(), **WAYS[way]), asked)
+
+    driver = make_engine(target_folder, tree_by(kind, networks, SMALL), **WAYS[way])
+    check(serve(driver, asked), expected)
+
+    counts = driver.engine.scheduler.draft_counts
+    assert counts.num_tokens
+    assert counts.num_accepted or kind == "eagle"  # whose weights are random
+
+
+def test_medusa_trees_are_drafted_and_verified_as_the_plain_loop_does(
+    target, target_folder, networks
+):
+    prompts = [[place % VOCAB for place in range(n, 3 * n + 9, 2)] for n in (1, 4, 7)]
+    tree = DraftTree(MC_SIM_7B_63)
+    head = MedusaTree(networks["medusa"])
+    told = [generate_by_tree(target, head, prompt, 40, tree) for prompt in prompts]
+
+    driver = make_engine(target_folder, tree_by("medusa", networks, tree))
+    outputs, counts = count_with(driver, prompts, 40)
+
+    assert outputs == [ids for ids, _ in told]
+    assert (counts.num_drafts, counts.num_accepted) == (
+        sum(each.drafts for _, each in told),
+        sum(each.accepted for _, each in told),
+    )
+    assert counts.num_accepted
+
+
+@pytest.mark.matrix(keep=2)
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"max_num_batched_tokens": 16}, {"tokens_per_block": 4, "max_tokens": 160}],
+)
+def test_eagle_trees_are_drafted_and_verified_as_the_plain_loop_does(
+    target, target_folder, tmp_path, changes
+):
+    folder = random_eagle(tmp_path / "head", target.config, draft_vocab=VOCAB, scale=0.2)
+    prompts = [[place % VOCAB for place in range(n, 3 * n + 9, 2)] for n in (1, 4, 7)]
+    head = EagleTree(folder, target, (2, 3, 3))
+    told = [generate_by_tree(target, head, prompt, 40, SMALL) for prompt in prompts]
+
+    driver = make_engine(target_folder, tree_by("eagle", {"eagle": folder}, SMALL), **changes)
+    outputs, counts = count_with(driver, prompts, 40)
+
+    assert outputs == [ids for ids, _ in told]
+    assert (counts.num_drafts, counts.num_accepted) == (
+        sum(each.drafts for _, each in told),
+        sum(each.accepted for _, each in told),
+    )
+    assert counts.num_accepted
+
+
+def test_trees_of_the_shipped_head_are_longer_than_chains():
+    base, folder = EXAMPLES / "demo_models" / "base", EXAMPLES / "draft_heads" / "eagle"
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+    tokenizer = Tokenizer.from_file(str(base / "tokenizer.json"))
+    prompts = [tokenizer.encode("Once upon a time there was").ids]
+    told = [
+        generate_by_tree(model, EagleTree(folder, model, (2, 4, 5)), prompt, 40, SMALL)
+        for prompt in prompts
+    ]
+
+    driver = make_engine(base, tree_by("eagle", {"eagle": folder}, SMALL))
+    outputs, counts = count_with(driver, prompts, 40)
+
+    assert outputs == [ids for ids, _ in told]
+    assert counts.num_accepted == sum(each.accepted for _, each in told)
+    chains = drafts_by("eagle", {"eagle": folder}, max_draft_tokens=4)
+    _, without = count_with(make_engine(base, chains), prompts, 40)
+    # Accepted tokens of a verification.
+    assert counts.num_accepted / counts.num_drafts > without.num_accepted / without.num_drafts
+
+
+def test_a_target_that_drafts_trees_for_itself_is_right_to_the_last_level(target_folder):
+    """Reused blocks, pauses and moved entries leave the network's cache whole."""
+    own = {"draft_model": target_folder}
+    driver = make_engine(
+        target_folder, tree_by("draft_model", own, SMALL), tokens_per_block=4, max_tokens=480,
+        max_num_batched_tokens=80, depth=2,
+    )  # fmt: skip
+    rng = random.Random(6)
+    start = [rng.randrange(VOCAB) for _ in range(24)]
+    for number in range(16):
+        driver.submit([*start[: number % 25], number], max_tokens=50, top_k=1)
+        driver.step()
+    driver.run(max_steps=100_000)
+    driver.check_idle()
+
+    scheduler = driver.engine.scheduler
+    counts = scheduler.draft_counts
+    assert scheduler.cache.num_reused_blocks
+    # Whole trees are accepted to the depth of their first path.
+    depth = len(SMALL.first_path)
+    shorter = counts.num_drafts * depth - counts.num_accepted
+    assert counts.accepted_at[0] == counts.num_drafts
+    assert shorter < counts.num_drafts
+
+
+class Oracle:
+    """Proposes trees for sequences whose outputs are known: the right ids on a random path, to
+    a random depth, and wrong ids elsewhere, some of them twice among siblings."""
+
+    is_asked = False
+    is_spent = False
+
+    def __init__(self, output, tree, rng):
+        self._output, self._tree, self._rng = output, tree, rng
+        self.wanted = 0
+
+    def propose(self, sequence, most):
+        count = min(most, self._tree.num_nodes)
+        done = sequence.num_output_tokens
+        ids = [self._rng.choice([7, 8, 9]) for _ in range(count)]
+        at, depth = -1, self._rng.randrange(5)
+        while depth and done < len(self._output):
+            children = self._tree.children(at, count)
+            if not children:
+                break
+            at = self._rng.choice(children)
+            ids[at] = self._output[done]
+            done, depth = done + 1, depth - 1
+        return array("i", ids)
+
+
+@pytest.mark.matrix(keep=3)
+@pytest.mark.parametrize("shape", ["small", "medusa", "wide", "chain"])
+@pytest.mark.parametrize("way", ["together", "paused", "few rows"])
+def test_right_and_wrong_trees_change_no_output(target_folder, way, shape):
+    trees = {
+        "small": SMALL,
+        "medusa": DraftTree(MC_SIM_7B_63),
+        "wide": tree_of([[rank] for rank in range(64)]),
+        "chain": tree_of([[0] * 12]),
+    }
+    tree, rng = trees[shape], random.Random(shape + way)
+    asked = [draw(rng) for _ in range(40)]
+    expected = serve(make_engine(target_folder, SpeculationConfig(), **WAYS[way]), asked)
+    outputs = {number: each for number, (each, *_) in enumerate(expected, 1)}
+
+    # The target drafts too: its drafts are not used.
+    own = tree_by("draft_model", {"draft_model": target_folder}, tree)
+    driver = make_engine(target_folder, own, **WAYS[way])
+    rows = driver.engine.scheduler.draft_rows
+    rows.make_drafter = lambda request: Oracle(
+        (outputs[request.request_id] or [[]])[0], tree, rng
+    )
+    check(serve(driver, asked), expected)
+
+    counts = driver.engine.scheduler.draft_counts
+    assert 0 < counts.num_accepted < counts.num_tokens

@@ -1,0 +1,194 @@
+"""Trees of drafts: which draft follows which, and how their rows see each other. No torch."""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections.abc import Sequence as List
+from dataclasses import dataclass
+from functools import cached_property
+
+from trimaran.comm.errors import ConfigError
+
+Choices = tuple[tuple[int, ...], ...]
+"""Nodes of a tree. A node is the path to it: the rank, from 0 on, of each token on the path
+among the likeliest tokens behind the token before."""
+
+MAX_NODES = 64
+"""Most nodes: a node's mask is a word of 64 bits, its own bit included."""
+
+_MAX_RANK = 63
+_NUMBERS = re.compile(r"[\[({]([\s\d,]*)[\])}]")
+
+MC_SIM_7B_63: Choices = tuple(
+    tuple(int(rank) for rank in path)
+    for path in (
+        "0 00 1 01 2 000 10 02 3 03 4 04 20 05 001 5 06 6 07 010 11 7 08 002 30 09 8 9 100 020 "
+        "12 003 40 21 004 005 0000 011 006 030 50 13 007 008 009 60 040 14 70 012 200 31 22 80 "
+        "050 15 101 021 90 060 0001 16 070"
+    ).split()
+)
+"""The tree of Medusa's authors for heads of Vicuna 7B: its nodes by falling acceptance."""
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """A tree whose nodes are numbered so that each follows its parent.
+
+    The first nodes of a tree therefore are a tree too, which is how steps verify less. A chain
+    is the tree in which each node's parent is the node before.
+    """
+
+    choices: Choices
+
+    @cached_property
+    def parents(self) -> tuple[int, ...]:
+        """Of each node, the number of its parent; -1 for the token that the target chose."""
+        numbers = {path: number for number, path in enumerate(self.choices)}
+        return tuple(numbers.get(path[:-1], -1) for path in self.choices)
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """Of each node, its distance from the token that the target chose, from 1 on."""
+        return tuple(map(len, self.choices))
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """Of each node, its rank among the likeliest tokens behind its parent."""
+        return tuple(path[-1] for path in self.choices)
+
+    @cached_property
+    def masks(self) -> tuple[int, ...]:
+        """Of each node, a signed word of 64 bits: bit i says whether the node's row sees the
+        row i places before its own. Rows before the tree are all seen."""
+        found = []
+        for number, parent in enumerate(self.parents):
+            word = 1
+            while parent >= 0:
+                word |= 1 << (number - parent)
+                parent = self.parents[parent]
+            word |= -1 << (number + 1)
+            word &= (1 << MAX_NODES) - 1
+            found.append(word - (1 << MAX_NODES) if word >> (MAX_NODES - 1) else word)
+        return tuple(found)
+
+    @cached_property
+    def first_path(self) -> tuple[int, ...]:
+        """The nodes of the likeliest chain: each is the first child of the one before."""
+        path: list[int] = []
+        for number, parent in enumerate(self.parents):
+            if parent == (path[-1] if path else -1):
+                path.append(number)
+        return tuple(path)
+
+    @cached_property
+    def _children(self) -> dict[int, tuple[int, ...]]:
+        """By node, -1 for the root, its children."""
+        found: dict[int, tuple[int, ...]] = {}
+        for number, parent in enumerate(self.parents):
+            found[parent] = (*found.get(parent, ()), number)
+        return found
+
+    def children(self, node: int, count: int) -> tuple[int, ...]:
+        """The children of a node, -1 for the root, among the first ``count`` nodes."""
+        return tuple(each for each in self._children.get(node, ()) if each < count)
+
+    def first_child(self, node: int, count: int) -> int | None:
+        """The first child of a node among the first ``count`` nodes; None without children."""
+        children = self._children.get(node)
+        return children[0] if children and children[0] < count else None
+
+    def chain_of(self, ids: array[int]) -> array[int]:
+        """The ids of `first_path` among those of the first nodes."""
+        return array("i", [ids[node] for node in self.first_path if node < len(ids)])
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes, without the token that the target chose."""
+        return len(self.choices)
+
+    @property
+    def depth(self) -> int:
+        """Tokens of the longest path."""
+        return max(self.depths)
+
+    def first(self, count: int) -> DraftTree:
+        """The tree of the first ``count`` nodes."""
+        return DraftTree(self.choices[:count])
+
+
+def accepted_path(
+    parents: List[int] | None, drafts: List[int], own: List[int], *, by_depth: bool = False
+) -> list[int]:
+    """The nodes that are accepted, from the root on.
+
+    ``parents`` None means a chain. ``own[0]`` is the token that the target chose in place of a
+    first draft, and ``own[1 + n]`` the token behind node n. With ``by_depth`` ``own`` is the
+    output instead: the token of each depth.
+    """
+    path: list[int] = []
+    at = -1
+    for number, draft in enumerate(drafts):
+        parent = number - 1 if parents is None else parents[number]
+        if parent != at:
+            continue
+        place = len(path) if by_depth else at + 1
+        if place < len(own) and draft == own[place]:
+            path.append(number)
+            at = number
+    return path
+
+
+def tree_of(choices: List[List[int]]) -> DraftTree:
+    """The tree of these nodes, in their order, each behind its parent. Nodes on the way to a
+    node belong to the tree without being named.
+
+    Raises:
+        ConfigError: a node is empty, named twice or out of range, or there are too many.
+    """
+    paths = [tuple(choice) for choice in choices]
+    for path in paths:
+        if not path or not all(0 <= rank <= _MAX_RANK for rank in path):
+            raise ConfigError(
+                f"the tree of drafts has the node {list(path)}, but a node is a list of ranks "
+                f"from 0 to {_MAX_RANK}. Correct the choices."
+            )
+        if paths.count(path) > 1:
+            raise ConfigError(
+                f"the tree of drafts has the node {list(path)} twice. Leave one out."
+            )
+    found: dict[tuple[int, ...], None] = {}
+    for path in paths:
+        found.update(dict.fromkeys(path[:end] for end in range(1, len(path) + 1)))
+    if not 1 <= len(found) <= MAX_NODES:
+        raise ConfigError(
+            f"the tree of drafts has {len(found)} nodes but must have 1 to {MAX_NODES}. Name "
+            "fewer choices."
+        )
+    return DraftTree(tuple(found))
+
+
+def read_choices(text: str, name: str) -> Choices:
+    """The tree of a parameter in the form ``{0, 0, 0}, {0, 1}``, with any kind of brackets.
+
+    Raises:
+        ConfigError: ``text``, the value of ``name``, has another form or is no tree.
+    """
+    inner = text.strip()
+    if re.match(r"[\[({]\s*[\[({]", inner):
+        inner = inner[1:-1]
+    parts = _NUMBERS.findall(inner)
+    rest = re.sub(r"[\s,]", "", _NUMBERS.sub("", inner))
+    try:
+        choices = [[int(rank) for rank in part.split(",")] for part in parts]
+    except ValueError:
+        choices = []
+    if rest or not choices:
+        raise ConfigError(
+            f"{name} is {text!r} but must be a tree such as '{{0}}, {{0, 0}}, {{1}}': the rank "
+            "of each token on the way to a node."
+        )
+    try:
+        return tree_of(choices).choices
+    except ConfigError as error:
+        raise ConfigError(f"{name} is {text!r}: {error}") from None
