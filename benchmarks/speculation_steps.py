@@ -10,8 +10,9 @@ is another engine, which verifies no drafts at all.
 A network in the engine drafts, and its time is part of ``sample``: --draft-us for each token of
 all drafts. With --drafter eagle an EAGLE-3 head of random weights drafts instead. For each step
 the program prints milliseconds: from result to result, in the parts of the host's loop, in the
-model and in the sampler on the device. With --kernels it also prints the kernels that take most
-of the device's time, by name.
+model and in the sampler on the device. With --tree the head of random weights drafts a tree,
+of which --drafts nodes are verified; nearly none is accepted. With --kernels it also prints
+the kernels that take most of the device's time, by name.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import argparse
 import json
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,6 +34,7 @@ from trimaran.comm.messages.messages import Submit
 from trimaran.comm.messages.sampling_params import SamplingParams
 from trimaran.comm.messages.token_ids import pack_ids
 from trimaran.worker.config.draft_network import EAGLE
+from trimaran.worker.config.draft_tree import read_choices
 from trimaran.worker.config.speculation_config import SpeculationConfig
 from trimaran.worker.engine.engine import Engine
 
@@ -132,8 +135,11 @@ def main() -> None:
         for name, config in (("plain", SpeculationConfig()), ("drafts", drafted)):
             if name not in args.engines:
                 continue
+            if args.tree and config.is_on:
+                choices = read_choices(args.tree, "--tree")
+                config = replace(config, tree=choices, max_draft_tokens=len(choices))
             with engine_of(args, config) as engine:
-                if config.is_on:
+                if config.is_on and not config.tree:
                     CoinSampler(engine, args.acceptance)
                 for count in args.requests:
                     for k in args.drafts if name == "drafts" else (0,):
@@ -150,6 +156,7 @@ def arguments() -> argparse.Namespace:
     add("--engines", nargs="+", choices=("plain", "drafts"), default=("plain", "drafts"))
     add("--requests", type=int, nargs="+", default=[16, 64], metavar="N")
     add("--drafts", type=int, nargs="+", default=[0, 3, 5], metavar="N", help="a sequence")
+    add("--tree", default="", metavar="TREE", help="of an EAGLE head, as eagle_choices")
     add("--acceptance", type=float, default=0.8, metavar="P", help="of each draft token")
     add("--draft-us", type=float, default=0.0, metavar="US", help="time of a draft token")
     add("--input-len", type=int, default=128, metavar="N")

@@ -23,6 +23,7 @@ from trimaran.worker.config.draft_network import (
     REDRAFTER_FILE,
     medusa_config,
 )
+from trimaran.worker.config.draft_tree import MC_SIM_7B_63, DraftTree, read_choices
 from trimaran.worker.config.engine_folder import BuildConfig, RankMapping
 from trimaran.worker.config.pretrained_config import PretrainedConfig
 
@@ -45,6 +46,9 @@ _LENGTH_FLAG = {
     EAGLE: "num_eagle_layers", MEDUSA: "num_medusa_heads",
     _EXPLICIT: "redrafter_draft_len_per_beam",
 }  # fmt: skip
+
+
+_CHOICES_FLAG = {EAGLE: "eagle_choices", MEDUSA: "medusa_choices"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,23 +75,72 @@ def add_head_flags(parser: FlagSink) -> None:
                         help="tokens of a ReDrafter draft (--max_draft_len)")  # fmt: skip
     parser.add_argument("--redrafter_num_beams", type=positive, metavar="N",
                         help="beams of ReDrafter, of which 1 is served (1)")  # fmt: skip
+    for kind, name in _CHOICES_FLAG.items():
+        default = "mc_sim_7b_63" if kind == MEDUSA else "a chain"
+        parser.add_argument(f"--{name}", metavar="TREE",
+                            help=f"tree of drafts, as in '{{0}}, {{0, 0}}, {{1}}' "
+                            f"({default})")  # fmt: skip
     parser.hide(*_LENGTH_FLAG.values(), "redrafter_num_beams")
 
 
 def chain_length(args: argparse.Namespace, mode: str, most: int | None) -> int | None:
-    """Draft tokens of an engine with heads: the smaller of ``--max_draft_len``, which used to
-    count the tokens of a tree, and the number of a head's steps; None for no number at all."""
+    """Draft tokens of an engine whose heads draft chains: the smaller of ``--max_draft_len``
+    and the number of a head's steps; None for no number at all."""
     if mode not in HEAD_MODES:
         return most
     if mode == MTP:
         # The layer is trained for one token.
         return 1 if most is None else most
-    numbers = [most, getattr(args, _LENGTH_FLAG[mode])]
-    folder = args.medusa_model_dir
-    if mode == MEDUSA and folder is not None:
-        numbers.append(medusa_config(folder).num_heads)
+    numbers = [most, _num_steps(args, mode)]
     default = _REDRAFTER_LENGTH if mode == _EXPLICIT else None
     return min((number for number in numbers if number), default=default)
+
+
+def tree_of_flags(args: argparse.Namespace, mode: str, most: int | None) -> DraftTree | None:
+    """The tree that an engine with heads drafts; None for a chain.
+
+    ``most``, of ``--max_draft_len``, counts the nodes of a tree. Medusa heads draft a tree
+    unless ``most`` is a chain's length, which is at most the number of heads.
+
+    Raises:
+        ConfigError: the flags name a tree for another mode, or one that exceeds their limits.
+    """
+    for kind, name in _CHOICES_FLAG.items():
+        if getattr(args, name) is not None and kind != mode:
+            raise ConfigError(
+                f"--{name} is {getattr(args, name)!r}, but --speculative_decoding_mode is "
+                f"{mode}. Name {kind}, or leave the flag out."
+            )
+    if mode not in _CHOICES_FLAG:
+        return None
+    name, steps = _CHOICES_FLAG[mode], _num_steps(args, mode)
+    given = getattr(args, name)
+    if given is None:
+        if mode != MEDUSA or steps is None or (most is not None and most <= steps):
+            return None
+        default = tuple(path for path in MC_SIM_7B_63 if len(path) <= steps)
+        return DraftTree(default[:most])
+    tree = DraftTree(read_choices(given, f"--{name}"))
+    if most is not None and tree.num_nodes > most:
+        raise ConfigError(
+            f"--{name} has {tree.num_nodes} nodes, but --max_draft_len is {most}. Raise it to "
+            f"{tree.num_nodes}, or name fewer choices."
+        )
+    if steps is not None and tree.depth > steps:
+        raise ConfigError(
+            f"--{name} has a path of {tree.depth} tokens, but the head drafts {steps} one "
+            f"behind another (--{_LENGTH_FLAG[mode]}, or the heads of the checkpoint). Shorten "
+            "the path."
+        )
+    return tree
+
+
+def _num_steps(args: argparse.Namespace, mode: str) -> int | None:
+    """Tokens of a head's longest path; None if nothing limits them."""
+    numbers = [getattr(args, _LENGTH_FLAG[mode])]
+    if mode == MEDUSA and args.medusa_model_dir is not None:
+        numbers.append(medusa_config(args.medusa_model_dir).num_heads)
+    return min((number for number in numbers if number), default=None)
 
 
 def draft_head(args: argparse.Namespace, limits: BuildConfig) -> DraftHead | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trimaran.builder.draft_heads import HEAD_MODES, add_head_flags, chain_length
+from trimaran.builder.draft_heads import HEAD_MODES, add_head_flags, chain_length, tree_of_flags
 from trimaran.builder.foreign_flags import FlagSink
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.files.flag_values import count, positive, workers
@@ -194,7 +194,8 @@ def _drafts(args: argparse.Namespace, filed: Mapping[str, Any]) -> dict[str, Any
             f"--speculative_decoding_mode is {mode!r} but must be one of "
             f"{', '.join(_SERVED_MODES)}"
         )
-    most = chain_length(args, mode, most)
+    tree = tree_of_flags(args, mode, most)
+    most = chain_length(args, mode, most) if tree is None else tree.num_nodes
     if mode == _NO_DRAFTS and most:
         raise ConfigError(
             f"--max_draft_len is {most} but --speculative_decoding_mode is {_NO_DRAFTS}, with "
@@ -210,7 +211,10 @@ def _drafts(args: argparse.Namespace, filed: Mapping[str, Any]) -> dict[str, Any
             f"--max_draft_len is {most or 0} but must be 1 to {MAX_DRAFT_TOKENS} with "
             f"--speculative_decoding_mode {mode}"
         )
-    return {"speculative_decoding_mode": mode, "max_draft_len": most}
+    choices = "" if tree is None else tree.text
+    return {
+        "speculative_decoding_mode": mode, "max_draft_len": most, "draft_choices": choices,
+    }  # fmt: skip
 
 
 def _max_seq_len(

@@ -8,9 +8,11 @@ from trimaran.comm.errors import ConfigError
 from trimaran.launcher.resolution.engine_flags import EngineFlags
 from trimaran.server.repository.model_repository import RepositoryModel
 from trimaran.worker.config.draft_network import DRAFT_FOLDER, EAGLE, MEDUSA, MTP, REDRAFTER
+from trimaran.worker.config.draft_tree import Choices, read_choices
 from trimaran.worker.config.engine_folder import EngineFolder, FolderKind
 from trimaran.worker.config.speculation_config import (
     LOOKAHEAD,
+    MAX_DRAFT_TOKENS,
     LookaheadSizes,
     SpeculationConfig,
 )
@@ -57,12 +59,16 @@ def speculation_config(
         draft_dir = str(folder.path / DRAFT_FOLDER)
     elif not draft_dir and drafter == MTP and folder.kind is FolderKind.HUGGINGFACE:
         draft_dir = str(folder.path)
-    most = flags.max_draft_tokens or folder.build.max_draft_len or _MAX_DRAFT_TOKENS
+    most = flags.max_draft_tokens or folder.build.max_draft_len
+    tree = _tree(model, folder, drafter, built)
+    if not most:
+        most = MAX_DRAFT_TOKENS if tree else _MAX_DRAFT_TOKENS
     return SpeculationConfig(
         drafter=drafter,
         lookahead=sizes,
         draft_dir=os.path.abspath(draft_dir) if draft_dir else "",
         max_draft_tokens=most,
+        tree=tree,
         is_adaptive=not flags.verifies_all_drafts,
     )
 
@@ -70,6 +76,28 @@ def speculation_config(
 def _mode_of(drafter: str) -> str:
     """The build's mode of a drafter."""
     return next(mode for mode, each in _DRAFTER_OF_MODE.items() if each == drafter)
+
+
+_CHOICES = {MEDUSA: "medusa_choices", EAGLE: "eagle_choices"}
+
+
+def _tree(model: RepositoryModel, folder: EngineFolder, drafter: str, built: str) -> Choices:
+    """The tree of config.pbtxt, or else that of the build; empty for a chain."""
+    for kind, name in _CHOICES.items():
+        given = model.parameters.get_str(name)
+        if not given:
+            continue
+        if kind != drafter:
+            raise ConfigError(
+                f"{model.config_path}: {name} is {given!r} but the drafter is {drafter}. Build "
+                f"the engine with --speculative_decoding_mode {_mode_of(kind)}, or leave the "
+                "choices out."
+            )
+        return read_choices(given, f"{model.config_path}: {name}")
+    if drafter != built or not folder.build.draft_choices:
+        return ()
+    source = f"{folder.path}: build_config.draft_choices"
+    return read_choices(folder.build.draft_choices, source)
 
 
 _LOOKAHEAD_SIZES = (

@@ -184,7 +184,6 @@ BLS_PARAMETERS: dict[str, Known] = {
 
 
 _TRT_ONLY = "it tunes TensorRT, which is not used here"
-_NO_TREE = "trees of drafts are not served by this version; heads draft chains without it"
 _NO_ENCODER = "encoder-decoder models are not served by this version"
 _NO_DISAGGREGATION = "disaggregated serving is not served by this version"
 _OBSOLETE = "it is obsolete; the engine folder and the flags of `trimaran serve` hold it"
@@ -246,8 +245,8 @@ TOKEN_PARAMETERS: dict[str, Known] = {
     "lookahead_window_size": served("int", low=1),
     "lookahead_ngram_size": served("int", low=2),
     "lookahead_verification_set_size": served("int", low=1),
-    "medusa_choices": refused("str", _NO_TREE),
-    "eagle_choices": refused("str", _NO_TREE),
+    "medusa_choices": served("str"),
+    "eagle_choices": served("str"),
     "speculative_decoding_fast_logits": accepted(
         "bool", "logits of drafts pass within the server, without a way to choose"
     ),

@@ -36,6 +36,8 @@ TOKEN = {
     "lookahead_window_size": "the largest of a request, and its default; 7",
     "lookahead_ngram_size": "the largest of a request, and its default; 7",
     "lookahead_verification_set_size": "the largest of a request, and its default; 7",
+    "medusa_choices": "the tree of drafts, at most `--max_draft_len` nodes; that of the build",
+    "eagle_choices": "the tree of drafts, at most `--max_draft_len` nodes; that of the build",
     "max_beam_width": "most beams of a request; that of the engine where unset",
     "decoding_mode": "`medusa`, `eagle`, `redrafter` and `lookahead` must be what the engine "
     "was built for; `top_k`, `top_p` and `top_k_top_p` forbid beams; `auto`, `beam_search`",

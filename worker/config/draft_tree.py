@@ -112,6 +112,11 @@ class DraftTree:
         """Tokens of the longest path."""
         return max(self.depths)
 
+    @property
+    def text(self) -> str:
+        """The tree in the form that `read_choices` reads."""
+        return ", ".join("{" + ", ".join(map(str, path)) + "}" for path in self.choices)
+
     def first(self, count: int) -> DraftTree:
         """The tree of the first ``count`` nodes."""
         return DraftTree(self.choices[:count])

@@ -144,6 +144,9 @@ class BuildConfig:
     max_draft_len: int = 0
     """Most draft tokens of a request; 0 for none."""
 
+    draft_choices: str = ""
+    """The tree that the head drafts, as `draft_tree.read_choices` reads it; empty: a chain."""
+
     gather_context_logits: bool = False
     gather_generation_logits: bool = False
     plugin_config: dict[str, Any] = field(default_factory=dict)

@@ -13,6 +13,7 @@ from tests.unit.worker.speculation.head_reference import (
     random_medusa,
     random_redrafter,
 )
+from trimaran.worker.config.draft_tree import read_choices
 from trimaran.worker.config.engine_config import CacheConfig, EngineConfig, SchedulerConfig
 from trimaran.worker.config.engine_folder import EngineFolder
 from trimaran.worker.config.speculation_config import SpeculationConfig
@@ -49,8 +50,20 @@ def heads(model, tmp_path):
              "--num_eagle_layers", "4"),
             "eagle", 4,
         ),
-        ((*MEDUSA, "--medusa_model_dir", "medusa", "--max_draft_len", "63"), "medusa", 3),
-        ((*MEDUSA, "--medusa_model_dir", "medusa", "--num_medusa_heads", "2"), "medusa", 2),
+        # Three heads draft the tree mc_sim_7b_63 without its paths of four tokens.
+        ((*MEDUSA, "--medusa_model_dir", "medusa", "--max_draft_len", "63"), "medusa", 61),
+        ((*MEDUSA, "--medusa_model_dir", "medusa"), "medusa", 61),
+        ((*MEDUSA, "--medusa_model_dir", "medusa", "--max_draft_len", "20"), "medusa", 20),
+        ((*MEDUSA, "--medusa_model_dir", "medusa", "--max_draft_len", "2"), "medusa", 2),
+        (
+            (*MEDUSA, "--medusa_model_dir", "medusa", "--medusa_choices", "{0, 0}, {1}"),
+            "medusa", 3,
+        ),
+        (
+            (*EAGLE, "--eagle_model_dir", "eagle", "--max_draft_len", "63",
+             "--eagle_choices", "[[0], [1], [0, 0], [0, 1], [0, 0, 0], [0, 0, 0, 0]]"),
+            "eagle", 6,
+        ),
         ((*REDRAFTER, "--drafter_model_dir", "redrafter"), "explicit_draft_tokens", 5),
         # The first number counted the tokens of all beams.
         (
@@ -73,6 +86,10 @@ def test_an_engine_folder_drafts_with_its_head(
 
     build = EngineFolder.load(output).build
     assert (build.speculative_decoding_mode, build.max_draft_len) == (mode, most)
+    choices = build.draft_choices
+    tree = read_choices(choices, "draft_choices") if choices else ()
+    has_tree = (mode == "medusa" and most > 3) or any("choices" in flag for flag in flags)
+    assert len(tree) == (most if has_tree else 0)
     outputs = []
     drafting = "redrafter" if mode == "explicit_draft_tokens" else mode
     for drafter in ("none", drafting):
@@ -84,7 +101,7 @@ def test_an_engine_folder_drafts_with_its_head(
                     max_seq_len=64, max_input_len=40, max_num_seqs=4,
                     speculation=SpeculationConfig(
                         drafter=drafter, draft_dir=folder, max_draft_tokens=most,
-                        is_adaptive=False,
+                        is_adaptive=False, tree=tree if folder else (),
                     ),
                 ),
                 cache=CacheConfig(max_tokens=512),
@@ -117,6 +134,26 @@ def test_an_engine_folder_drafts_with_its_head(
             ["--redrafter_num_beams is 5", "one beam is served"],
         ),
         (("--redrafter_num_beams", "1"), ["--speculative_decoding_mode none"]),
+        (
+            (*EAGLE, "--eagle_model_dir", "eagle", "--medusa_choices", "{0}"),
+            ["--medusa_choices is '{0}'", "is eagle"],
+        ),
+        (
+            (
+                *MEDUSA,
+                "--medusa_model_dir",
+                "medusa",
+                "--medusa_choices",
+                "{0}, {1}, {2}",
+                "--max_draft_len",
+                "2",
+            ),
+            ["--medusa_choices has 3 nodes", "--max_draft_len is 2"],
+        ),
+        (
+            (*MEDUSA, "--medusa_model_dir", "medusa", "--medusa_choices", "{0, 0, 0, 0}"),
+            ["a path of 4 tokens", "drafts 3"],
+        ),
     ],
 )
 def test_heads_that_cannot_draft_are_refused(model, refused, heads, flags, words):

@@ -33,14 +33,15 @@ def test_a_kernel_compiles_for_each_dtype_of_the_cache(
     types = {
         **dict.fromkeys(OF_QUERIES, "*" + element), **dict.fromkeys(INTEGERS, "*i32"),
         **dict.fromkeys(FLOATS, "*fp32"), "cache": "*" + (cached or element),
-        "scale": "fp32", "cap": "fp32", "positions": "*i64", "slots": "*i64",
+        "tree_masks": "*i64", "scale": "fp32", "cap": "fp32", "positions": "*i64",
+        "slots": "*i64",
     }  # fmt: skip
     options = {"num_warps": 8 if kernel == "prefill" else 4, "num_stages": 2}
     made = compile_for_hopper(
         KERNELS[kernel], types, MULTIPLES, options,
         KV_HEADS=8, GROUP=4, GROUP_PADDED=16, HEAD=128, HEAD_PADDED=128, BLOCK=32, TILE=64,
         SINKS=0, HAS_WINDOW=False, HAS_BIAS=False, HAS_CAP=False, HAS_SCALES=bool(cached),
-        HAS_SINKS=element == "bf16",
+        HAS_SINKS=element == "bf16", HAS_TREE=element == "fp16",
         PRECISION="tf32", TILE_M=128, TILE_N=128, WINDOW=0, HEAD_SIZE=128, HALF=64,
         PADDED=128 if kernel == "write" else 64, REST=0, HEADS=8, IS_NEOX=True, OVERLAPS=True,
     )  # fmt: skip

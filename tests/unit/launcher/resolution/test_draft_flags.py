@@ -171,3 +171,49 @@ def test_lookahead_needs_an_engine_that_is_built_for_it(tmp_path, keys, complain
 
     with pytest.raises(ConfigError, match=complaint):
         resolve(tmp_path / "repo")
+
+
+def with_head(tmp_path, kind, keys, **build):
+    """A repository with an engine that is built for a head of this kind, and these keys."""
+    write_engine(tmp_path / "engine", tp_size=1, speculative_decoding_mode=kind, **build)
+    write_model(tmp_path / "repo" / "a", gpt_model_path=str(tmp_path / "engine"), **keys)
+    return tmp_path / "repo"
+
+
+@pytest.mark.feature("parameter:medusa_choices", "parameter:eagle_choices")
+@pytest.mark.parametrize("kind", ["medusa", "eagle"])
+def test_a_head_drafts_the_tree_of_the_repository_or_of_the_build(tmp_path, kind):
+    built = {"max_draft_len": 9, "draft_choices": "{0}, {0, 0}"}
+    for number, (keys, tree) in enumerate(
+        [
+            ({}, ((0,), (0, 0))),
+            ({f"{kind}_choices": "{0, 0, 0}, {1}"}, ((0,), (0, 0), (0, 0, 0), (1,))),
+        ]
+    ):
+        repository = with_head(tmp_path / str(number), kind, keys, **built)
+        found = resolve(repository).groups[0].engine.scheduler.speculation
+        assert (found.tree, found.max_draft_tokens) == (tree, len(tree))
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "complaint"),
+    [
+        ("eagle", {"medusa_choices": "{0}"}, "is '{0}' but the drafter is eagle"),
+        ("medusa", {"eagle_choices": "{0}"}, "is '{0}' but the drafter is medusa"),
+        ("eagle", {"eagle_choices": "0, 1"}, "eagle_choices is '0, 1' but must be a tree such"),
+        ("eagle", {"eagle_choices": "{0}, {0}"}, "has the node [0] twice"),
+        ("medusa", {"medusa_choices": "{99}"}, "a node is a list of ranks from 0 to 63"),
+        (
+            "medusa",
+            {"medusa_choices": "{0}, {1}, {2}, {3}"},
+            "has 4 nodes but at most 3 draft tokens are verified in a step. Raise",
+        ),
+    ],
+)  # fmt: skip
+def test_trees_that_cannot_be_drafted_are_refused(tmp_path, kind, keys, complaint):
+    repository = with_head(tmp_path, kind, keys, max_draft_len=3)
+
+    with pytest.raises(ConfigError) as caught:
+        resolve(repository)
+
+    assert complaint in str(caught.value)

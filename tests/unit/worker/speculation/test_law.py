@@ -8,9 +8,9 @@ import torch
 
 from trimaran.comm.collectives.tensor_group import SingleRankGroup
 from trimaran.comm.messages.sampling_params import SamplingParams
+from trimaran.worker.config.draft_tree import accepted_path
 from trimaran.worker.sampling.sampler import HostSampler
 from trimaran.worker.sampling.sampling_rows import SamplingRows
-from trimaran.worker.scheduling.draft_rows import num_accepted
 from trimaran.worker.steps.step_types import NewRow, int32s
 
 VOCAB, CHAINS, DRAFTS = 64, 500, 3
@@ -76,7 +76,7 @@ def draw_chains(logits_VV, drafts_VV, params, num_tokens):
         logits = torch.tensor(logits_VV[path.reshape(-1)], dtype=torch.float32)
         ids = sampler.sample(logits, batch, table).token_ids.view(CHAINS, -1).tolist()
         for output, own, drafted in zip(outputs, ids, path[:, 1:].tolist(), strict=True):
-            count = num_accepted(drafted, own)
+            count = len(accepted_path(None, drafted, own))
             accepted += count
             output += own[: count + 1]
     assert accepted > num_tokens // 20
