@@ -110,21 +110,21 @@ def draft_places(
     block_tables_RM: Tensor,
     step: StepTensors,
     target: PlaceTensors,
-    most: int,
     longest: int,
     spare_slot: int,
     outcomes: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """Compare the drafts of ``step`` with its sampled ids, and fill ``target`` for ``most``
+    """Compare the drafts of ``step`` with its sampled ids, and fill ``target`` for its most
     drafts of each sequence, and ``step.rejected``.
 
     With ``outcomes`` of `tree_paths.accept_paths` these tell what became of the drafts.
 
     ``table`` is int64 [n, 5]: row, tokens for which the sequence has blocks, indices among the
     sampled rows of its own row and of its first draft row, and the number of draft rows, which
-    is ``most`` at most. Positions from the blocks' end on have the slot ``spare_slot``, and no
+    is as many at most. Positions from the blocks' end on have the slot ``spare_slot``, and no
     position is beyond ``longest``.
     """
+    most = (len(target.wide) - 2) // 2
     _places_kernel[(table.shape[0],)](
         table, ids_N, block_tables_RM, target.wide, target.narrow, step.wide, step.narrow,
         step.rejected, ids_N if outcomes is None else outcomes[0],

@@ -48,6 +48,16 @@ def _enter_kernel(  # type: ignore[no-untyped-def]
     tl.store(table + row * row_len + first + offsets, ids, mask=offsets < length)
 
 
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _word_of(words, entry, is_real):  # type: ignore[no-untyped-def]
+    """The word of an entry in a tree, and the number of rows that it hides."""
+    low = tl.load(words + 2 * entry, mask=is_real, other=-1).to(tl.int64)
+    high = tl.load(words + 2 * entry + 1, mask=is_real, other=-1).to(tl.int64)
+    word = (high << 32) | (low & 0xFFFFFFFF)
+    bits = (word >> tl.arange(0, 64).to(tl.int64)) & 1
+    return word, 64 - tl.sum(bits, 0).to(tl.int32)
+
+
 @triton.jit(do_not_specialize=["num_entries", "num_tokens", "num_padded", "words_at", "dump"])  # type: ignore[untyped-decorator,unused-ignore]
 def _prepare_kernel(  # type: ignore[no-untyped-def]
     packed, table, block_tables, wide, narrow, num_entries, num_tokens, num_padded, row_len,
@@ -77,27 +87,15 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     tokens = first + tile * TILE + tl.arange(0, TILE)
     is_token = tokens < end
     positions = computed + tokens - first
-    row_of_ids = table + row.to(tl.int64) * row_len
-    ids = tl.load(row_of_ids + positions, mask=is_token, other=0)
+    ids = tl.load(table + row.to(tl.int64) * row_len + positions, mask=is_token, other=0)
     blocks = block_tables + row * max_blocks + positions // BLOCK
     block = tl.load(blocks, mask=is_token, other=0).to(tl.int64)
     tl.store(narrow + tokens, ids, mask=is_token)
-    told = positions
-    hidden = 0
-    is_draft = False
+    told, hidden = positions, 0
     if HAS_TREES:
-        # A word of 64 bits in two halves; behind the entries' words, whether each is a draft.
-        low = tl.load(packed + words_at + 2 * entry, mask=is_real, other=-1).to(tl.int64)
-        high = tl.load(packed + words_at + 2 * entry + 1, mask=is_real, other=-1).to(tl.int64)
-        word = (high << 32) | (low & 0xFFFFFFFF)
-        bits = (word >> tl.arange(0, 64).to(tl.int64)) & 1
-        hidden = 64 - tl.sum(bits, 0).to(tl.int32)
+        word, hidden = _word_of(packed + words_at, entry, is_real)
         told -= hidden
-        is_draft = (
-            tl.load(packed + words_at + 2 * num_entries + entry, mask=is_real, other=0) > 0
-        )
-        if tile == 0:
-            tl.store(wide + 4 * wide_stride + entry, word)
+        tl.store(wide + 4 * wide_stride + entry, word, mask=tile == 0)
     if HAS_SHIFTS:
         told += tl.load(shifts + row)
     tl.store(wide + tokens, told.to(tl.int64), mask=is_token)
@@ -113,12 +111,12 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
         tl.store(narrow + 3 * narrow_stride + entry + 1, end)
         if sampled >= 0:
             tl.store(narrow + 4 * narrow_stride + sampled, row)
-            # The sampler counts the tokens that the row sees.
             tl.store(narrow + 5 * narrow_stride + sampled, length - hidden)
             tl.store(wide + 2 * wide_stride + sampled, (end - 1).to(tl.int64))
             place = row.to(tl.int64) * row_len + length
             if HAS_TREES:
                 # The ids of drafts' rows are read once accepted paths are known.
+                is_draft = tl.load(packed + words_at + 2 * num_entries + entry) > 0
                 place = tl.where(is_draft, dump, place)
             tl.store(wide + 3 * wide_stride + sampled, place)
 
@@ -163,6 +161,9 @@ class StepTensors:
 
     rejected: Tensor
     """int32 [R]: drafts of each row that the last step with drafts of the row has rejected."""
+
+    has_trees: bool = False
+    """Whether drafts are trees."""
 
     shifts: Tensor | None = None
     """int32 [R]: added to the positions of each row's tokens; None for nothing."""
@@ -215,7 +216,6 @@ def prepare(
     num_padded: int,
     num_tokens: int,
     max_query_len: int,
-    words_at: int = -1,
 ) -> None:
     """Fill ``target`` for one step of ``num_entries`` entries.
 
@@ -225,19 +225,19 @@ def prepare(
     ``num_entries`` to ``num_padded`` are padding: one token each, at position 0 of the last
     row, which no sequence has, until there are ``num_padded`` tokens; later entries have none.
 
-    From ``words_at`` on, if that is not negative, ``packed`` has the words of
-    `AttentionMetadata.tree_masks` in two halves, the lower one first [S, 2], and whether each
-    entry is a draft [S]. Computed tokens then are slots.
+    If ``target.has_trees``, the words of `AttentionMetadata.tree_masks` follow in two halves,
+    the lower one first [S, 2], and whether each entry is a draft [S]. Computed tokens then are
+    slots.
     """
     shifts = target.shifts
     args = (
         packed, table_RL, block_tables_RM, target.wide, target.narrow, num_entries, num_tokens,
         num_padded, table_RL.stride(0), block_tables_RM.stride(0), table_RL.shape[0] - 1,
         target.wide.stride(0), target.narrow.stride(0), packed if shifts is None else shifts,
-        target.rejected, words_at, table_RL.stride(0) - 1,
+        target.rejected, 4 * num_entries + 1, table_RL.stride(0) - 1,
     )  # fmt: skip
     tile = _TILE if max_query_len > 1 else 16
-    constants = target.block_size, tile, shifts is not None, words_at >= 0
+    constants = target.block_size, tile, shifts is not None, target.has_trees
     _prepare((num_padded, num_tiles(max_query_len, _TILE)), args, constants)
 
 

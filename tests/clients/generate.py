@@ -62,7 +62,7 @@ _BEHAVIOUR = (
     ),
     (
         "all",
-        "trees of drafts, images, encoders and disaggregated serving are not "
+        "images, encoders and disaggregated serving are not "
         "served: [features.md](features.md) names the inputs and settings that are refused",
     ),
 )
@@ -99,8 +99,8 @@ _DOCUMENTS = (
     ),
     (
         "Medusa, Eagle",
-        "chains are served; trees (`medusa_choices`, `eagle_choices`) are refused by name "
-        "([speculative-decoding.md](speculative-decoding.md))",
+        "chains and the trees of `medusa_choices` and `eagle_choices` are served; the dynamic "
+        "trees of EAGLE-2 are not ([speculative-decoding.md](speculative-decoding.md#trees))",
     ),
     (
         "Lookahead",

@@ -18,6 +18,7 @@ from tritonclient.utils import np_to_triton_dtype
 DRAFT_MODEL = DEMO_MODEL.parent / "draft"
 SCRIPT = Path(__file__).parent / "draft_script.py"
 NUM_DRAFTS, NUM_TOKENS = 5, 48
+TREE = "{0}, {0, 0}, {1}, {0, 1}, {0, 0, 0}, {1, 0}, {0, 0, 0, 0}"
 PROMPT_IDS = (12, 345, 678, 9)
 PROMPTS = ("It was a dark and stormy night", "The old man looked at the sea and", "Once upon")
 DTYPES = {
@@ -75,11 +76,17 @@ def server(
         "draft_tokens_external", "--max_draft_len", str(NUM_DRAFTS),
     )  # fmt: skip
     draft = build_engine(DRAFT_MODEL, "--dtype", "float32")
+    head = DEMO_MODEL.parents[1] / "draft_heads" / "eagle"
+    tree = build_engine(
+        DEMO_MODEL, "--dtype", "float32", "--speculative_decoding_mode", "eagle",
+        "--eagle_model_dir", str(head), "--max_draft_len", "9", "--eagle_choices", TREE,
+    )  # fmt: skip
     repository = make_repository(
         engine, tensorrt_llm_draft_model_name="tensorrt_llm_draft", decoupled_mode="False",
         enable_kv_cache_reuse="True",
     )  # fmt: skip
     _copy(repository, "tensorrt_llm", "tensorrt_llm_draft", {str(engine): str(draft)})
+    _copy(repository, "tensorrt_llm", "tensorrt_llm_tree", {str(engine): str(tree)})
     _copy(repository, "tensorrt_llm_bls", "draft_script", {})
     shutil.copy(SCRIPT, repository / "draft_script" / "1" / "model.py")
     flags = ("--multi-model", "--python-models", "draft_script")
@@ -152,6 +159,23 @@ def test_draft_ids_of_a_request_give_the_accepted_ids_and_one_more(server):
         server.ask("tensorrt_llm", request_output_len=8, draft_input_ids=[7] * 6, **common)
     with pytest.raises(Exception, match="speculative decoding is not served by this engine"):
         server.ask("tensorrt_llm_draft", request_output_len=8, draft_input_ids=[7], **common)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [{}, {"frequency_penalty": 0.7}, {"runtime_top_k": 40, "random_seed": 4}],
+    ids=str,
+)
+def test_an_engine_that_drafts_trees_gives_the_same_ids(server, sampling):
+    common = {
+        "input_ids": PROMPT_IDS, "input_lengths": len(PROMPT_IDS), "request_output_len": 60,
+        "return_perf_metrics": True, **sampling,
+    }  # fmt: skip
+    plain = server.ask("tensorrt_llm", **common)
+    told = server.ask("tensorrt_llm_tree", **common)
+
+    assert told["output_ids"].tolist() == plain["output_ids"].tolist()
+    assert told["total_accepted_draft_tokens"].item() > 0
 
 
 @pytest.mark.parametrize(

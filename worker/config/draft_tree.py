@@ -43,23 +43,23 @@ class DraftTree:
 
     @cached_property
     def parents(self) -> tuple[int, ...]:
-        """Of each node, the number of its parent; -1 for the token that the target chose."""
+        """The number of each node's parent; -1 for the token that the target chose."""
         numbers = {path: number for number, path in enumerate(self.choices)}
         return tuple(numbers.get(path[:-1], -1) for path in self.choices)
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
-        """Of each node, its distance from the token that the target chose, from 1 on."""
+        """The distance of each node from the token that the target chose, from 1 on."""
         return tuple(map(len, self.choices))
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """Of each node, its rank among the likeliest tokens behind its parent."""
+        """The rank of each node among the likeliest tokens behind its parent."""
         return tuple(path[-1] for path in self.choices)
 
     @cached_property
     def masks(self) -> tuple[int, ...]:
-        """Of each node, a signed word of 64 bits: bit i says whether the node's row sees the
+        """A signed word of 64 bits for each node: bit i says whether the node's row sees the
         row i places before its own. Rows before the tree are all seen."""
         found = []
         for number, parent in enumerate(self.parents):

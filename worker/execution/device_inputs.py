@@ -111,8 +111,6 @@ class DeviceInputs:
         size = max(max_tokens, num_rows)
         self.target = triton_inputs.StepTensors.allocate(size, num_rows + 1, block_size, device)
         """The inputs of the last prepared step, in fixed memory."""
-        self.has_trees = False
-        """Whether drafts are trees: steps then have `StepInputs.tree_masks`."""
         self._switch_at = switch_at
         if switch_at:
             shifts = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
@@ -130,12 +128,17 @@ class DeviceInputs:
 
     def use_trees(self) -> None:
         """From now on steps have masks of trees. Before graphs are captured."""
-        self.has_trees = True
+        self.target.has_trees = True
         self._views.clear()
 
     def use_spare_block(self, block: int) -> None:
         """Set the block that padding entries write to; no sequence may have it."""
         self.block_tables[-1].fill_(block)
+
+    @property
+    def has_trees(self) -> bool:
+        """Whether drafts are trees: steps then have `StepInputs.tree_masks`."""
+        return self.target.has_trees
 
     # ---- one step ------------------------------------------------------------------------
 
@@ -156,14 +159,14 @@ class DeviceInputs:
         """
         num_entries, num_sampled = len(decision.rows), len(decision.sampled)
         num_updates, segments = len(decision.new_blocks), self._segments(decision)
-        at_updates = 4 * num_entries + 1
+        at_words = 4 * num_entries + 1
+        at_updates = at_words + (3 * num_entries if self.has_trees else 0)
         at_segments = at_updates + 2 * num_updates
         num_ids = len(decision.decode_ids)
         num_segments = len(segments) + num_ids
         at_ids = at_segments + 4 * num_segments
         at_decode_ids = at_ids + sum(len(ids) for _, _, ids in segments)
-        at_words = at_decode_ids + num_ids
-        count = at_words + (3 * num_entries if self.has_trees else 0)
+        count = at_decode_ids + num_ids
         self._step += 1
         staging = self._ring[self._step % len(self._ring)]
         staging.reserve(count)
@@ -173,7 +176,7 @@ class DeviceInputs:
         if num_ids:
             _pack_decode_ids(staging.array, at_ids - 4 * num_ids, at_decode_ids, decision)
         if self.has_trees:
-            _pack_words(staging.array[at_words:count], decision)
+            _pack_words(staging.array[at_words:at_updates], decision)
         packed = staging.send(count)
         if num_updates or num_segments:
             longest = max((len(ids) for _, _, ids in segments), default=1)
@@ -186,7 +189,6 @@ class DeviceInputs:
         self._kernels.prepare(
             packed, self.token_table, self.block_tables, self.target, num_entries,
             max(num_entries, num_padded), num_tokens, max_query_len,
-            at_words if self.has_trees else -1,
         )  # fmt: skip
         staging.release()
         longest = int((decision.num_computed_tokens + decision.num_scheduled_tokens).max())
@@ -207,7 +209,7 @@ class DeviceInputs:
         self._ring[0].reserve(1)
         self._kernels.prepare(
             self._ring[0].twin, self.token_table, self.block_tables, self.target, 0, count,
-            0, 1, 0 if self.has_trees else -1,
+            0, 1,
         )  # fmt: skip
 
     def views(self, num_entries: int, num_tokens: int, num_sampled: int) -> StepInputs:

@@ -169,7 +169,7 @@ class DraftInputs:
         most = self._most
         assert isinstance(self._inputs, DeviceInputs)
         self._draft_places(
-            table, self._ids, self.block_tables, self._inputs.target, targets, most,
+            table, self._ids, self.block_tables, self._inputs.target, targets,
             self._longest, self._spare_slot,
             None if self.outcomes is None else (self.outcomes.num_accepted, self.outcomes.last),
         )  # fmt: skip

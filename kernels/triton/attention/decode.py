@@ -99,6 +99,13 @@ def read_split(splits, split):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def places_of(table, keys, is_key, block_stride, token_stride, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where the keys of a tile lie in the cache, [keys, 1]."""
+    blocks = tl.load(table + keys // BLOCK, mask=is_key, other=0).to(tl.int64)
+    return (blocks * block_stride + keys % BLOCK * token_stride)[:, None]
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _decode_kernel(  # type: ignore[no-untyped-def]
     query, cache, output, splits, counters, partial, log_sums, tables, bias, kv_scales, sinks,
     seq_lens, tree_masks, scale, cap, bias_stride, query_stride, output_stride, table_stride,
@@ -111,9 +118,8 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """One split of a sequence's keys for the query heads of one key-value head.
 
-    The only split of a sequence writes to ``output`` [S, N, H]. Several splits write partial
-    results, and the last split to finish combines the partial results.
-    """
+    The only split of a sequence writes to ``output`` [S, N, H]. The last of several combines
+    their partial results."""
     kv_head, first = tl.program_id(0) % KV_HEADS, tl.program_id(0) // KV_HEADS
     group, dims = tl.arange(0, GROUP_PADDED), tl.arange(0, HEAD_PADDED)
     heads, is_head, is_dim = kv_head * GROUP + group, group < GROUP, dims < HEAD
@@ -134,16 +140,15 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
             is_key = keys < end
             if HAS_WINDOW:
                 keys = tl.where(keys < SINKS, keys, keys + skipped)
-            blocks = tl.load(table + keys // BLOCK, mask=is_key, other=0).to(tl.int64)
-            places = blocks * block_stride + keys % BLOCK * token_stride
-            place, mask = keys_of_head + places[:, None], is_key[:, None] & is_dim[None, :]
+            places = places_of(table, keys, is_key, block_stride, token_stride, BLOCK)
+            place, mask = keys_of_head + places, is_key[:, None] & is_dim[None, :]
             k = tl.load(place, mask=mask, other=0.0).to(q.dtype)
             v = tl.load(place + value_offset, mask=mask, other=0.0).to(q.dtype)
             raised = load_bias(from_bias, keys, is_key, HAS_BIAS)
-            is_seen = is_key & sees(tree, last - keys, HAS_TREE)
+            seen = (is_key & sees(tree, last - keys, HAS_TREE))[None, :]
             top, total, acc = softmax_step(
-                q, k, v, is_seen[None, :], raised, scale, cap, top, total, acc, HAS_BIAS,
-                HAS_CAP, True, PRECISION,
+                q, k, v, seen, raised, scale, cap, top, total, acc, HAS_BIAS, HAS_CAP, True,
+                PRECISION,
             )  # fmt: skip
         to_output = output + sequence * output_stride + from_head
         result = weighted_mean(acc, total, of_values, HAS_SCALES)

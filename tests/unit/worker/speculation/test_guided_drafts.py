@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 
@@ -15,6 +16,9 @@ HEADS = SpeculationConfig(
     drafter="eagle", draft_dir=str(ROOT / "examples" / "draft_heads" / "eagle"),
     max_draft_tokens=4, is_adaptive=False,
 )  # fmt: skip
+TREES = dataclasses.replace(
+    HEADS, max_draft_tokens=64, tree=((0,), (1,), (0, 0), (1, 0), (0, 1), (0, 0, 0))
+)
 LOOKAHEAD = SpeculationConfig(drafter="lookahead", max_draft_tokens=6, is_adaptive=False)
 LONG = "((red|green|blue) [0-9]{2}, ){6}"
 MORE = {
@@ -121,7 +125,9 @@ def test_drafts_change_no_guided_output(serve, way):
 
 
 @pytest.mark.matrix(keep=1)
-@pytest.mark.parametrize("drafter", [HEADS, LOOKAHEAD], ids=["a network", "lookahead"])
+@pytest.mark.parametrize(
+    "drafter", [HEADS, LOOKAHEAD, TREES], ids=["a network", "lookahead", "trees"]
+)
 @pytest.mark.parametrize("way", [*WAYS][::-1])
 def test_drafts_of_a_network_and_of_lookahead_change_no_guided_output(serve, way, drafter):
     driver = serve(drafter, **WAYS[way])
