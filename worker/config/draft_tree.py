@@ -144,6 +144,11 @@ def accepted_path(
     return path
 
 
+def row_masks(tree: DraftTree | None, count: int) -> List[int]:
+    """`DraftTree.masks` of the first ``count`` nodes, or of a chain for None."""
+    return [-1] * count if tree is None else tree.masks[:count]
+
+
 def tree_of(choices: List[List[int]]) -> DraftTree:
     """The tree of these nodes, in their order, each behind its parent. Nodes on the way to a
     node belong to the tree without being named.

@@ -8,10 +8,9 @@ from collections.abc import Sequence as List
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from trimaran.comm.messages.messages import FinishReason
-from trimaran.worker.config.draft_tree import DraftTree, accepted_path
+from trimaran.worker.config.draft_tree import DraftTree, accepted_path, row_masks
 from trimaran.worker.kv_cache.manager import BlockCopy, KVCacheManager
 from trimaran.worker.kv_cache.sequence_blocks import SequenceBlocks
 from trimaran.worker.requests.request import Sequence
@@ -468,18 +467,11 @@ class StepPlan:
             if rule is not None:
                 step.decision.draft_rules.append(rule)
         if self.has_trees:
-            masks = np.concatenate([_masks_of(run) for run in self._drafts])
+            words = [row_masks(run.tree, len(run.token_ids)) for run in self._drafts]
+            masks = np.concatenate(words, dtype=np.int64)
             step.decision.tree_masks = masks.view(np.int32).reshape(-1, 2)
             runs = [(run.own, run.first, len(run.token_ids)) for run in self._drafts]
             step.decision.tree_runs = int32s(runs, 3)
-
-
-def _masks_of(run: DraftRun) -> npt.NDArray[np.int64]:
-    """int64 [n]: how the rows of one sequence's drafts see each other."""
-    count = len(run.token_ids)
-    if run.tree is None:
-        return np.full(count, -1, dtype=np.int64)
-    return np.array(run.tree.masks[:count], dtype=np.int64)
 
 
 def _rule_of(run: DraftRun) -> DraftRule | None:
