@@ -100,7 +100,8 @@ def tree_of_flags(args: argparse.Namespace, mode: str, most: int | None) -> Draf
     """The tree that an engine with heads drafts; None for a chain.
 
     ``most``, of ``--max_draft_len``, counts the nodes of a tree. Medusa heads draft a tree
-    unless ``most`` is a chain's length, which is at most the number of heads.
+    unless ``most`` is a chain's length, which is at most the number of heads, or the engine is
+    a pipeline, in which trees are not served.
 
     Raises:
         ConfigError: the flags name a tree for another mode, or one that exceeds their limits.
@@ -116,7 +117,8 @@ def tree_of_flags(args: argparse.Namespace, mode: str, most: int | None) -> Draf
     name, steps = _CHOICES_FLAG[mode], _num_steps(args, mode)
     given = getattr(args, name)
     if given is None:
-        if mode != MEDUSA or steps is None or (most is not None and most <= steps):
+        is_chain = most is not None and steps is not None and most <= steps
+        if mode != MEDUSA or steps is None or is_chain or (args.pp_size or 1) > 1:
             return None
         default = tuple(path for path in MC_SIM_7B_63 if len(path) <= steps)
         return DraftTree(default[:most])

@@ -135,8 +135,8 @@ def _check_layout(
     elif speculation.tree and topology.pp_size > 1:
         problem = (
             f"a tree of {len(speculation.tree)} drafts and --pp-size {topology.pp_size}: "
-            "earlier stages do not know the accepted paths. Draft chains: name choices such as "
-            "{0}, {0, 0}, or build with --pp-size"
+            "earlier stages do not know the accepted paths. Build for chains, without choices "
+            "and with a --max_draft_len of at most the head's steps"
         )
     elif target.switch_at:
         problem = (
