@@ -28,6 +28,7 @@ LAYOUTS = {
     "tp 2": ParallelConfig(tp_size=2),
     "tp 2, whole experts": ParallelConfig(tp_size=2, moe_tp_size=1, moe_ep_size=2),
     "pp 2": ParallelConfig(pp_size=2),
+    "pp 2, tp 2": ParallelConfig(pp_size=2, tp_size=2),
     "pp 2, one layer first": ParallelConfig(pp_size=2, pp_partition=(1, 5)),
 }
 PROMPTS = [[place * 7 % 150 for place in range(n, 3 * n + 9, 2)] for n in (1, 4, 9, 30)]
@@ -81,6 +82,18 @@ def run(driver):
 )
 @pytest.mark.ranks(2)
 def test_two_ranks_draft_as_one_rank_does(world, root, kind, layout):
+    check(world, root, kind, layout)
+
+
+@pytest.mark.matrix(keep=1)
+@pytest.mark.parametrize("kind", ["eagle", "redrafter", "mtp"])
+@pytest.mark.ranks(4)
+def test_two_stages_of_two_ranks_draft_as_one_rank_does(world, root, kind):
+    check(world, root, kind, "pp 2, tp 2")
+
+
+def check(world, root, kind, layout):
+    """Compare the ranks' outputs and drafts with those of one rank."""
     if world.rank == 0:
         if kind == "mtp":
             write_deepseek(root / "mtp")
