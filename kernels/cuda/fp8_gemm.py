@@ -52,7 +52,7 @@ _MIN_BUSY = 0.9
 _COLUMNS = (48, 64, 80, 96, 112)
 _MANY_COLUMNS = (64, 80, 96, 112)
 _PARTS_COLUMNS = (96, 112, 128)
-_FEWEST_ROWS, _HALF_KIB = 16, 106
+_FEWEST_ROWS, _HALF_KIB = 8, 106
 _FEW_BYTES = 200 << 10
 """Weights of a block up to which blocks of other kernels should run beside it."""
 
@@ -140,13 +140,15 @@ def _skinny_parts(
     if inner < 2 * _MIN_INPUTS:
         return None
     most = min(_MAX_SPLIT, inner // _MIN_INPUTS)
-    return _skinny(num_rows, *SkinnyShape.even_parts(outputs, processors, most), inner)
+    cut = SkinnyShape.even_parts(outputs, processors, most)
+    shape = SkinnyShape.of_rows(num_rows, *cut)
+    return _beside_others(shape, inner) if num_rows <= 2 * _FEWEST_ROWS else shape
 
 
-def _skinny(num_rows: int, lines: int, split: int, inner: int) -> SkinnyShape:
-    """A shape of few rows that leaves room for other blocks if it has few weights."""
-    shape = SkinnyShape.of_rows(num_rows, lines, split)
-    has_few = num_rows <= _FEWEST_ROWS and lines * (inner // split) <= _FEW_BYTES
+def _beside_others(shape: SkinnyShape, inner: int) -> SkinnyShape:
+    """The shape with room for other blocks beside its own, if these have few weights: attention
+    and the product behind it begin earlier."""
+    has_few = shape.lines * (inner // shape.split) <= _FEW_BYTES
     return replace(shape, shared_kib=_HALF_KIB) if has_few else shape
 
 
@@ -158,7 +160,8 @@ def whole_cut(num_rows: int, outputs: int, inner: int, processors: int) -> Cut |
     the library 16.0; 4,096 outputs of 14,336 values 30 and 42.
     """
     if 0 < num_rows <= MAX_SKINNY_ROWS:
-        return _skinny(num_rows, SkinnyShape.even_lines(outputs, processors), 1, inner)
+        shape = SkinnyShape.of_rows(num_rows, SkinnyShape.even_lines(outputs, processors))
+        return _beside_others(shape, inner) if num_rows <= _FEWEST_ROWS else shape
     if MAX_ROWS < num_rows <= MAX_MANY_ROWS:
         return _many_cut(outputs, processors)
     if not _FEW_ROWS < num_rows <= MAX_ROWS:
