@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from trimaran.kernels.attention import AttentionMetadata, AttentionSpec
-from trimaran.kernels.cuda.hopper_gemm import compile_gemm
+from trimaran.kernels.cuda.skinny_gemm import compile_choice
 from trimaran.kernels.decode_attention import HopperDecodes
 from trimaran.kernels.products import HopperProducts
 from trimaran.kernels.tables.product_table import (
@@ -43,6 +43,7 @@ from trimaran.kernels.tables.product_table import (
     GemmShape,
     Kind,
     ProductTable,
+    SkinnyShape,
 )
 from trimaran.kernels.triton import norm as triton_norm
 from trimaran.kernels.tuning.graph_timing import captured, replays_s
@@ -254,7 +255,7 @@ class Candidates:
         self._num_cuts = num_cuts
         self._also = also
 
-    def cuts(self, product: Product, rows: int) -> list[GemmShape]:
+    def cuts(self, product: Product, rows: int) -> list[GemmShape | SkinnyShape]:
         """Each candidate once; ValueError if a requested one is impossible."""
         asked = [GemmShape(*cut) for cut in self._also.get(product.name, ())]
         for cut in asked:
@@ -277,7 +278,7 @@ def tune(
     for product in layers.sizes.tuned(rows):
         cuts: list[Choice] = [None, *candidates.cuts(product, rows)]
         best, best_us = _best_of(layers, rows, best, product, cuts)
-        if (cut := best[product]) is not None:
+        if isinstance(cut := best[product], GemmShape):
             paced = [replace(cut, max_early=tiles) for tiles in _EARLY_TILES]
             best, best_us = _best_of(layers, rows, best, product, paced)
     told = ", ".join(f"{product.name} {numbers_of(cut)}" for product, cut in best.items())
@@ -322,7 +323,7 @@ def compile_all(sizes: Sizes, row_counts: list[int], candidates: Candidates) -> 
         for cut in candidates.cuts(product, rows)
     }
     with ThreadPoolExecutor(max_workers=16) as pool:
-        list(pool.map(lambda job: compile_gemm(job[0], DTYPE, job[1]), jobs))
+        list(pool.map(lambda job: compile_choice(job[0], DTYPE, job[1]), jobs))
     return len(jobs)
 
 

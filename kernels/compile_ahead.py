@@ -14,7 +14,8 @@ import torch
 from trimaran.kernels.cuda import attention as cuda_attention
 from trimaran.kernels.cuda import decode as cuda_decode
 from trimaran.kernels.cuda.grouped_gemm import compile_grouped
-from trimaran.kernels.cuda.hopper_gemm import can_multiply, compile_gemm
+from trimaran.kernels.cuda.hopper_gemm import can_multiply
+from trimaran.kernels.cuda.skinny_gemm import compile_choice
 from trimaran.kernels.tables.grouped_table import derived_shapes, expert_limit
 from trimaran.kernels.tables.tuned_choices import TunedChoices
 
@@ -74,7 +75,7 @@ def compile_ahead(
         for outputs, inner, kind in table.weights():
             if sizes.hidden in (outputs, inner):
                 for shape in table.choices(outputs, inner, kind):
-                    jobs.append(partial(compile_gemm, shape, dtype, kind))
+                    jobs.append(partial(compile_choice, shape, dtype, kind))
         for cut, grouped_kind, count in choices.experts.kernels(sizes.hidden):
             if count == sizes.experts:
                 limit = expert_limit(count)
