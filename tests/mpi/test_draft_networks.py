@@ -85,6 +85,12 @@ def test_two_ranks_draft_as_one_rank_does(world, root, kind, layout):
     check(world, root, kind, layout)
 
 
+@pytest.mark.parametrize("kind", ["eagle", "medusa"])
+@pytest.mark.ranks(2)
+def test_two_ranks_draft_the_trees_of_one_rank(world, root, kind):
+    check(world, root, kind, "tp 2", tree=((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
+
+
 @pytest.mark.matrix(keep=1)
 @pytest.mark.parametrize("kind", ["eagle", "redrafter", "mtp"])
 @pytest.mark.ranks(4)
@@ -92,7 +98,7 @@ def test_two_stages_of_two_ranks_draft_as_one_rank_does(world, root, kind):
     check(world, root, kind, "pp 2, tp 2")
 
 
-def check(world, root, kind, layout):
+def check(world, root, kind, layout, tree=()):
     """Compare the ranks' outputs and drafts with those of one rank."""
     if world.rank == 0:
         if kind == "mtp":
@@ -110,8 +116,8 @@ def check(world, root, kind, layout):
                     max_num_batched_tokens=48, max_num_seqs=6, max_seq_len=120,
                     max_input_len=100, policy="max_utilization", depth=2,
                     speculation=SpeculationConfig(
-                        drafter=kind, draft_dir=str(root / kind), max_draft_tokens=3,
-                        is_adaptive=False,
+                        drafter=kind, draft_dir=str(root / kind), is_adaptive=False,
+                        max_draft_tokens=len(tree) or 3, tree=tree,
                         # Stages await the drafts.
                         is_overlapped=not layout.startswith("pp"),
                     ),
