@@ -136,11 +136,14 @@ def test_ranks_with_some_of_the_experts_sum_to_the_result_of_all_experts(name, f
 @pytest.mark.parametrize("name", ["cpu", "triton fixed"])
 def test_a_tokens_result_does_not_depend_on_the_tokens_beside_it(name):
     x, weights, ids, gate_up, down = make("zeros", 20)
-    together = run(OPS[name], x, weights, ids, gate_up, down)
     for row in (0, 19):
+        # The token comes first in both runs. The interpreter multiplies by numpy, and numpy
+        # rounds the rows of a tile by their place on processors without AVX-512.
+        order = [row, *(other for other in range(20) if other != row)]
+        together = run(OPS[name], x[order], weights[order], ids[order], gate_up, down)
         one = slice(row, row + 1)
         alone = run(OPS[name], x[one], weights[one], ids[one], gate_up, down)
-        assert alone.equal(together[one])
+        assert alone.equal(together[:1])
 
 
 @pytest.mark.parametrize("shares", [2, 3])
