@@ -11,6 +11,10 @@ from torch import Tensor
 
 from trimaran.kernels.build import KernelsUnavailableError
 
+READ_ONCE = 0x12F0000000000000
+READ_AGAIN = 0x1000000000000000
+"""Cache policies of the copy engine: evict first, evict normally."""
+
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _TYPES = {
     torch.float16: 6, torch.bfloat16: 9, torch.float8_e4m3fn: 0, torch.int8: 0,

@@ -9,16 +9,12 @@ import torch
 from torch import Tensor
 
 from trimaran.kernels.cuda.build import load_cubin
-from trimaran.kernels.cuda.driver import CudaModule, MapCache
+from trimaran.kernels.cuda.driver import READ_AGAIN, READ_ONCE, CudaModule, MapCache
 from trimaran.kernels.tables.grouped_table import GroupedKind, GroupedShape, expert_limit
 from trimaran.kernels.tables.product_table import INNER_STEP
 
 # Shapes: N rows in the order of their experts, X experts, D inner width, E outputs of the
 # weights, F outputs of the product.
-
-_READ_ONCE = 0x12F0000000000000
-_READ_AGAIN = 0x1000000000000000
-"""Cache policies of the copy engine: evict first, evict normally."""
 
 _NARROW, _WIDE = 16, 64
 """Rows of x in a copy."""
@@ -96,7 +92,7 @@ class GroupedGemm:
         arguments = _Arguments(
             out.data_ptr(), totals_X.data_ptr(), num_experts, columns, column_tiles,
             -(-inner // INNER_STEP), shape.sharing,
-            _READ_ONCE if is_read_once else _READ_AGAIN,
+            READ_ONCE if is_read_once else READ_AGAIN,
         )  # fmt: skip
         slice_rows = shape.weights // shape.sharing
         if is_gated:

@@ -9,14 +9,16 @@ import torch
 from torch import Tensor
 
 from trimaran.kernels.cuda.build import load_cubin
-from trimaran.kernels.cuda.driver import CudaModule, TensorMap, tensor_map
+from trimaran.kernels.cuda.driver import (
+    READ_AGAIN,
+    READ_ONCE,
+    CudaModule,
+    TensorMap,
+    tensor_map,
+)
 from trimaran.kernels.tables.product_table import INNER_STEP, GemmShape, Kind
 
 # Shapes: T tokens, D inner width, E outputs of the weight, F outputs of the product.
-
-_READ_ONCE = 0x12F0000000000000
-_READ_AGAIN = 0x1000000000000000
-"""Cache policies of the copy engine: evict first, evict normally."""
 
 
 class _Arguments(ctypes.Structure):
@@ -128,7 +130,7 @@ class HopperGemm:
         arguments = _Arguments(
             out.data_ptr(), num_rows, num_columns, pitch, inner_steps, row_groups,
             groups, shape.split, shape.sharing, slice_rows, slice_columns, shape.early_tiles,
-            _READ_ONCE if row_groups == 1 else _READ_AGAIN,
+            READ_ONCE if row_groups == 1 else READ_AGAIN,
             *(each.data_ptr() for each in scales or ()),
         )  # fmt: skip
         maps: tuple[TensorMap, TensorMap] = (

@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from trimaran.kernels.cuda.build import load_cubin
-from trimaran.kernels.cuda.driver import CudaModule
+from trimaran.kernels.cuda.driver import READ_ONCE, CudaModule
 from trimaran.kernels.cuda.hopper_gemm import compile_gemm, weight_tiles
 from trimaran.kernels.tables.product_table import INNER_STEP, GemmShape, Kind, SkinnyShape
 
 # Shapes: T tokens, D inner width, E outputs of the weight.
 
 _THREADS = 192
-_READ_ONCE = 0x12F0000000000000
 
 
 class _Arguments(ctypes.Structure):
@@ -96,7 +95,7 @@ class SkinnyGemm:
             )
         arguments = _Arguments(
             out.data_ptr(), num_rows, columns, columns,
-            num_stages, groups, shape.split, shape.early_stages(kind), _READ_ONCE,
+            num_stages, groups, shape.split, shape.early_stages(kind), READ_ONCE,
             *(each.data_ptr() for each in scales or ()),
         )  # fmt: skip
         maps = (
