@@ -12,7 +12,9 @@ from tests.unit.worker.speculation.many_prompts import (
     make_driver,
     serve,
     with_adapters,
+    with_guides,
 )
+from trimaran.worker.config.engine_config import GuidedConfig
 from trimaran.worker.config.speculation_config import SpeculationConfig
 
 pytestmark = pytest.mark.gpu
@@ -22,11 +24,12 @@ ALL_FIT = 40_960
 
 CASES = [
     (40, 64, 0, ALL_FIT),
-    *((100, 256, seed, 8_000) for seed in range(1, 11)),
+    *((250, 256, seed, 8_000) for seed in range(1, 5)),
     *((100, 256, seed, ALL_FIT) for seed in range(1, 4)),
 ]
 """Prompts, tokens of each, the seed and tokens of the cache: a short run, then a thousand with
-preemptions, and some without. Requests of odd seeds have LoRA adapters."""
+preemptions, and some without. Requests of odd seeds have LoRA adapters, those of every third seed
+have guides."""
 
 
 @pytest.mark.matrix(keep=1)
@@ -37,6 +40,9 @@ def test_drafts_of_every_kind_change_no_token_in_deterministic_mode(case):
     asked = draw(*drawn)
     if drawn[-1] % 2:
         asked = with_adapters(asked)
+    if drawn[-1] % 3 == 1:
+        asked = with_guides(asked)
+        way["guided"] = GuidedConfig(backend="xgrammar")
     plain = make_driver(SpeculationConfig(), cache_tokens=ALL_FIT, **way)
     expected = serve(plain, asked)
     plain.engine.shutdown()
