@@ -175,7 +175,7 @@ def grpc_load(case: str, port: int, num_callers: int, each: int, tokens: int) ->
 
     async def one() -> int:
         if case == "grpc_stream":
-            return sum([await grpc_stream(MODEL, port, tokens) for _ in range(each)])
+            return sum([(await grpc_stream(MODEL, port, tokens))[0] for _ in range(each)])
         return await unary_for(MODEL, port, tokens, 1.0)
 
     async def every() -> int:

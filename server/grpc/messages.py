@@ -77,14 +77,9 @@ def fill_response(
     """Write a response into a message; tensors always go as raw contents, which are empty for
     the ``stored`` outputs.
     """
-    message.model_name = response.model_name
-    message.model_version = response.model_version
-    message.id = response.id
-    for name, value in response.parameters.items():
-        set_parameter(message.parameters[name], value)
+    fill_head(message, response)
     raw = message.raw_output_contents
     for output in response.outputs:
-        message.outputs.add(name=output.name, datatype=output.datatype, shape=output.shape)
         if output.name in stored:
             raw.append(b"")
             continue
@@ -96,6 +91,17 @@ def fill_response(
         yield
         raw.append(data)
         yield
+
+
+def fill_head(message: pb.ModelInferResponse, response: InferResponse) -> None:
+    """Write all of a response but its tensors' contents."""
+    message.model_name = response.model_name
+    message.model_version = response.model_version
+    message.id = response.id
+    for name, value in response.parameters.items():
+        set_parameter(message.parameters[name], value)
+    for output in response.outputs:
+        message.outputs.add(name=output.name, datatype=output.datatype, shape=output.shape)
 
 
 def utf8(text: str) -> str:

@@ -20,6 +20,7 @@ from trimaran.server.grpc.access import AccessInterceptor
 from trimaran.server.grpc.messages import InferMessage
 from trimaran.server.grpc.service import InferenceServicer
 from trimaran.server.grpc.stream import Context
+from trimaran.server.grpc.stream_answers import to_wire
 from trimaran.server.service import Service
 
 SMALL_MESSAGE_BYTES = 64 << 10
@@ -140,7 +141,7 @@ def _stream(handler: Any, decode: Callable[[bytes], Any]) -> grpc.RpcMethodHandl
         except _RefusedError as error:
             await context.abort(error.refused.code, error.refused.text)
 
-    return grpc.stream_stream_rpc_method_handler(call, decode, handler.response_serializer)
+    return grpc.stream_stream_rpc_method_handler(call, decode, to_wire)
 
 
 def _decoder_of(method: str, handler: Any) -> Callable[[bytes], Any]:

@@ -15,6 +15,7 @@ from tritonclient.grpc import service_pb2 as pb
 from trimaran.comm.errors import ErrorKind, RefusedError, RequestError
 from trimaran.server.decoding.decoder import Decoder
 from trimaran.server.grpc.messages import FINAL, InferMessage, fill_response, utf8
+from trimaran.server.grpc.stream_answers import StreamEncoder
 from trimaran.server.inference.cooperative import run_cooperatively
 from trimaran.server.inference.forwarded_headers import HeaderForwarding
 from trimaran.server.inference.request import InferResponse, Model
@@ -174,15 +175,23 @@ class StreamSession:
         before: asyncio.Task[None] | None,
     ) -> None:
         has_begun, has_ended, is_decoupled = False, False, model.is_decoupled
+        encoder = StreamEncoder()
         try:
             with self._service.admission.unless_aborted():
                 async with aclosing(responses):  # type: ignore[type-var]
                     async for response in responses:
-                        await _over(before)
+                        if before is not None:
+                            await _over(before)
                         has_begun = True
                         is_final = response.is_final or not is_decoupled
                         response.id = message.names.id
-                        encoded = await self._encode(model, parsed, response, is_final)
+                        if parsed.outputs:
+                            await self._service.select(model, response, parsed)
+                        encoded: pb.ModelStreamInferResponse | bytes | None = None
+                        if not parsed.targets:
+                            encoded = encoder.encode_short(response, is_final=is_final)
+                        if encoded is None:
+                            encoded = await _encode(parsed, response, is_final)
                         await self._write(encoded)
                         has_ended = is_final
         except RequestError as error:
@@ -196,15 +205,6 @@ class StreamSession:
             final = pb.ModelStreamInferResponse()
             _name(final.infer_response, message)
             await self._write(final)
-
-    async def _encode(
-        self, model: Model, parsed: ParsedInfer, response: InferResponse, is_final: bool
-    ) -> pb.ModelStreamInferResponse:
-        await self._service.select(model, response, parsed)
-        message = pb.ModelStreamInferResponse()
-        await run_cooperatively(fill_response(message.infer_response, response, parsed.targets))
-        message.infer_response.parameters[FINAL].bool_param = is_final
-        return message
 
     async def _refuse(
         self,
@@ -233,7 +233,7 @@ class StreamSession:
         _name(failure.infer_response, message)
         await self._write(failure)
 
-    async def _write(self, message: pb.ModelStreamInferResponse) -> None:
+    async def _write(self, message: pb.ModelStreamInferResponse | bytes) -> None:
         async with self._writing:
             try:
                 # The call accepts the next message only after this one has been sent.
@@ -260,6 +260,15 @@ class StreamSession:
             return
         due = (now if since is None else since) + (timeout_s or _LONG_S)
         self._watch = self._loop.call_at(due, self._watch_writing)
+
+
+async def _encode(
+    parsed: ParsedInfer, response: InferResponse, is_final: bool
+) -> pb.ModelStreamInferResponse:
+    message = pb.ModelStreamInferResponse()
+    await run_cooperatively(fill_response(message.infer_response, response, parsed.targets))
+    message.infer_response.parameters[FINAL].bool_param = is_final
+    return message
 
 
 async def _over(before: asyncio.Task[None] | None) -> None:
