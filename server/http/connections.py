@@ -244,6 +244,11 @@ class _Connection(web.RequestHandler):
         elif data:
             self._note_part_of_head(len(data))
 
+    def resume_reading(self, resume_parser: bool = True) -> None:
+        """Read on; a connection whose reading was not paused has nothing to parse again."""
+        if self._reading_paused:
+            super().resume_reading(resume_parser)
+
     def pause_writing(self) -> None:
         """The client reads slower than its answer is made."""
         super().pause_writing()

@@ -351,12 +351,15 @@ class TextRun:
         if not self._is_streaming and not self._excludes_input(key[0]):
             prompt = self._prompt(key[0])
             texts = [prompt + text for text in texts]
-        outputs = self._outputs[key[0]].tensors(*key, answer.progress, is_last=is_last)
-        if not self._options.is_batched:
-            outputs = [Tensor(o.name, o.datatype, o.data[0]) for o in outputs]
         # As postprocessing answers: [beams], with no batch dimension.
         data = object_array([text.encode() for text in texts])
-        outputs.insert(0, Tensor("OUTPUT", "BYTES", data))
+        outputs = [Tensor("OUTPUT", "BYTES", data)]
+        others = self._outputs[key[0]]
+        if others.has_any:
+            more = others.tensors(*key, answer.progress, is_last=is_last)
+            if not self._options.is_batched:
+                more = [Tensor(o.name, o.datatype, o.data[0]) for o in more]
+            outputs += more
         return InferResponse(
             model_name=self._options.name,
             model_version=self._options.version,
@@ -373,7 +376,8 @@ class TextRun:
         for tensor in outputs:
             name = names.get(tensor.name)
             if name is not None and (not wanted or name in wanted):
-                chosen.append(Tensor(name, tensor.datatype, tensor.data))
+                tensor.name = name
+                chosen.append(tensor)
         return chosen
 
     def _sample(self, index: int) -> SampleInputs:
