@@ -180,19 +180,12 @@ class StreamSession:
             with self._service.admission.unless_aborted():
                 async with aclosing(responses):  # type: ignore[type-var]
                     async for response in responses:
-                        if before is not None:
-                            await _over(before)
+                        await _over(before)
                         has_begun = True
                         is_final = response.is_final or not is_decoupled
                         response.id = message.names.id
-                        if parsed.outputs:
-                            await self._service.select(model, response, parsed)
-                        encoded: pb.ModelStreamInferResponse | bytes | None = None
-                        if not parsed.targets:
-                            encoded = encoder.encode_short(response, is_final=is_final)
-                        if encoded is None:
-                            encoded = await _encode(parsed, response, is_final)
-                        await self._write(encoded)
+                        chosen = await self._chosen(model, response, parsed)
+                        await self._write(await _encoded(encoder, parsed, chosen, is_final))
                         has_ended = is_final
         except RequestError as error:
             if has_ended:
@@ -205,6 +198,14 @@ class StreamSession:
             final = pb.ModelStreamInferResponse()
             _name(final.infer_response, message)
             await self._write(final)
+
+    async def _chosen(
+        self, model: Model, response: InferResponse, parsed: ParsedInfer
+    ) -> InferResponse:
+        """The response with the outputs that the client asked for: all if it named none."""
+        if parsed.outputs:
+            await self._service.select(model, response, parsed)
+        return response
 
     async def _refuse(
         self,
@@ -262,9 +263,13 @@ class StreamSession:
         self._watch = self._loop.call_at(due, self._watch_writing)
 
 
-async def _encode(
-    parsed: ParsedInfer, response: InferResponse, is_final: bool
-) -> pb.ModelStreamInferResponse:
+async def _encoded(
+    encoder: StreamEncoder, parsed: ParsedInfer, response: InferResponse, is_final: bool
+) -> pb.ModelStreamInferResponse | bytes:
+    if not parsed.targets:
+        short = encoder.encode_short(response, is_final=is_final)
+        if short is not None:
+            return short
     message = pb.ModelStreamInferResponse()
     await run_cooperatively(fill_response(message.infer_response, response, parsed.targets))
     message.infer_response.parameters[FINAL].bool_param = is_final

@@ -130,6 +130,10 @@ PLACES: dict[str, Places] = {
     "grpc/messages.py": {
         "FromString": SHORT, "join": VALUE, "encode": NAME, "decode": NAME,
     },
+    "grpc/stream_answers.py": {
+        "join": Limit("grpc.stream_answers._MAX_BYTES", 16 * KIB),
+        "SerializeToString": "a whole answer: one copy",
+    },
     "grpc/service.py": {"encode": SHORT, "decode": STATUS, "join": STATUS},
     # ---- HTTP
     "http/connections.py": {"join": HEAD, "encode": HEAD},
