@@ -10,9 +10,9 @@ is another engine, which verifies no drafts at all.
 A network in the engine drafts, and its time is part of ``sample``: --draft-us for each token of
 all drafts. With --drafter eagle an EAGLE-3 head of random weights drafts instead. For each step
 the program prints milliseconds: from result to result, in the parts of the host's loop, in the
-model and in the sampler on the device. With --tree the head of random weights drafts a tree,
-of which --drafts nodes are verified; nearly none is accepted. With --kernels it also prints
-the kernels that take most of the device's time, by name.
+model and in the sampler on the device. With --tree or --top-k the head of random weights drafts
+a tree, of which --drafts nodes are verified; nearly none is accepted. With --kernels it also
+prints the kernels that take most of the device's time, by name.
 """
 
 from __future__ import annotations
@@ -138,8 +138,10 @@ def main() -> None:
             if args.tree and config.is_on:
                 choices = read_choices(args.tree, "--tree")
                 config = replace(config, tree=choices, max_draft_tokens=len(choices))
+            if args.top_k and config.is_on:
+                config = replace(config, tree_width=args.top_k, tree_depth=args.depth)
             with engine_of(args, config) as engine:
-                if config.is_on and not config.tree:
+                if config.is_on and not config.has_trees:
                     CoinSampler(engine, args.acceptance)
                 for count in args.requests:
                     for k in args.drafts if name == "drafts" else (0,):
@@ -157,6 +159,8 @@ def arguments() -> argparse.Namespace:
     add("--requests", type=int, nargs="+", default=[16, 64], metavar="N")
     add("--drafts", type=int, nargs="+", default=[0, 3, 5], metavar="N", help="a sequence")
     add("--tree", default="", metavar="TREE", help="of an EAGLE head, as eagle_choices")
+    add("--top-k", type=int, default=0, metavar="K", help="of an EAGLE head's dynamic trees")
+    add("--depth", type=int, default=5, metavar="N", help="of a dynamic tree")
     add("--acceptance", type=float, default=0.8, metavar="P", help="of each draft token")
     add("--draft-us", type=float, default=0.0, metavar="US", help="time of a draft token")
     add("--input-len", type=int, default=128, metavar="N")

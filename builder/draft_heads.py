@@ -23,7 +23,13 @@ from trimaran.worker.config.draft_network import (
     REDRAFTER_FILE,
     medusa_config,
 )
-from trimaran.worker.config.draft_tree import MC_SIM_7B_63, DraftTree, read_choices
+from trimaran.worker.config.draft_tree import (
+    MC_SIM_7B_63,
+    DraftTree,
+    Growth,
+    growth_of,
+    read_choices,
+)
 from trimaran.worker.config.engine_folder import BuildConfig, RankMapping
 from trimaran.worker.config.pretrained_config import PretrainedConfig
 
@@ -36,6 +42,10 @@ checkpoint."""
 _LAYER_FILE = "model.safetensors"
 _REDRAFTER_LENGTH = 5
 """Tokens of a ReDrafter draft, as in TensorRT-LLM, unless a flag names a number."""
+
+_TOP_K, _DEPTH = 10, 5
+"""Sizes of a dynamic tree, unless flags name other numbers: the top-k of EAGLE-2's authors, and
+the usual length of a chain."""
 
 _KIND_OF_MODE = {EAGLE: EAGLE, MEDUSA: MEDUSA, _EXPLICIT: REDRAFTER}
 _OWN_FILES = {MEDUSA: MEDUSA_FILES, REDRAFTER: (REDRAFTER_FILE,)}
@@ -80,6 +90,12 @@ def add_head_flags(parser: FlagSink) -> None:
         parser.add_argument(f"--{name}", metavar="TREE",
                             help=f"tree of drafts, as in '{{0}}, {{0, 0}}, {{1}}' "
                             f"({default})")  # fmt: skip
+    parser.add_argument("--eagle_use_dynamic_tree", action="store_true",
+                        help="trees by the probabilities of drafts (EAGLE-2), of "
+                        "--max_draft_len nodes")  # fmt: skip
+    parser.add_argument("--eagle_dynamic_tree_max_top_k", type=positive, metavar="K",
+                        help="nodes that such a tree expands at each depth "
+                        f"({_TOP_K})")  # fmt: skip
     parser.hide(*_LENGTH_FLAG.values(), "redrafter_num_beams")
 
 
@@ -135,6 +151,34 @@ def tree_of_flags(args: argparse.Namespace, mode: str, most: int | None) -> Draf
             "the path."
         )
     return tree
+
+
+def growth_of_flags(args: argparse.Namespace, mode: str, most: int | None) -> Growth | None:
+    """The limits of the dynamic trees that an engine with an EAGLE head grows, of ``most``
+    nodes; None for other drafts.
+
+    Raises:
+        ConfigError: the flags name such trees for another mode or together with choices, or
+            numbers that no tree has.
+    """
+    top_k = args.eagle_dynamic_tree_max_top_k
+    if not args.eagle_use_dynamic_tree:
+        if top_k is not None:
+            raise ConfigError(
+                f"--eagle_dynamic_tree_max_top_k is {top_k}, but --eagle_use_dynamic_tree is "
+                "not set. Set it, or leave the number out."
+            )
+        return None
+    if mode != EAGLE or args.eagle_choices is not None:
+        what = f"--speculative_decoding_mode {mode}" if mode != EAGLE else "--eagle_choices"
+        raise ConfigError(
+            f"--eagle_use_dynamic_tree is set together with {what}: a dynamic tree is that of "
+            "an EAGLE head, and has no choices. Leave one out."
+        )
+    if not most or most < 0:
+        # `build_config` refuses the length.
+        return None
+    return growth_of(top_k or _TOP_K, args.num_eagle_layers or _DEPTH, most)
 
 
 def _num_steps(args: argparse.Namespace, mode: str) -> int | None:

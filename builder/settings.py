@@ -8,7 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trimaran.builder.draft_heads import HEAD_MODES, add_head_flags, chain_length, tree_of_flags
+from trimaran.builder.draft_heads import (
+    HEAD_MODES,
+    add_head_flags,
+    chain_length,
+    growth_of_flags,
+    tree_of_flags,
+)
 from trimaran.builder.foreign_flags import FlagSink
 from trimaran.comm.errors import ConfigError
 from trimaran.comm.files.flag_values import count, positive, workers
@@ -194,8 +200,11 @@ def _drafts(args: argparse.Namespace, filed: Mapping[str, Any]) -> dict[str, Any
             f"--speculative_decoding_mode is {mode!r} but must be one of "
             f"{', '.join(_SERVED_MODES)}"
         )
-    tree = tree_of_flags(args, mode, most)
-    most = chain_length(args, mode, most) if tree is None else tree.num_nodes
+    growth, tree = growth_of_flags(args, mode, most), tree_of_flags(args, mode, most)
+    if growth is not None:
+        most = growth.num_nodes
+    else:
+        most = chain_length(args, mode, most) if tree is None else tree.num_nodes
     if mode == _NO_DRAFTS and most:
         raise ConfigError(
             f"--max_draft_len is {most} but --speculative_decoding_mode is {_NO_DRAFTS}, with "
@@ -212,8 +221,10 @@ def _drafts(args: argparse.Namespace, filed: Mapping[str, Any]) -> dict[str, Any
             f"--speculative_decoding_mode {mode}"
         )
     choices = "" if tree is None else tree.text
+    width, depth = (0, 0) if growth is None else growth[:2]
     return {
         "speculative_decoding_mode": mode, "max_draft_len": most, "draft_choices": choices,
+        "draft_width": width, "draft_depth": depth,
     }  # fmt: skip
 
 

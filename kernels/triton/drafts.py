@@ -151,6 +151,39 @@ def store_drafts(
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _log_sums_kernel(  # type: ignore[no-untyped-def]
+    logits, output, row_stride, vocab_size, TILE: tl.constexpr
+):
+    """Program s computes the logarithm of the sum of exponentials of row s."""
+    row = tl.program_id(0).to(tl.int64)
+    places = tl.arange(0, TILE)
+    most = tl.full((TILE,), float("-inf"), tl.float32)
+    total = tl.zeros((TILE,), tl.float32)
+    for first in range(0, vocab_size, TILE):
+        ids = first + places
+        own = logits + row * row_stride + ids
+        values = tl.load(own, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
+        larger = tl.maximum(most, values)
+        # The difference of two infinities is no number.
+        base = tl.where(larger > float("-inf"), larger, 0.0)
+        total = total * tl.exp(most - base) + tl.exp(values - base)
+        most = larger
+    largest = tl.max(most, 0)
+    base = tl.where(largest > float("-inf"), largest, 0.0)
+    total_of_all = tl.sum(total * tl.exp(most - base), 0)
+    tl.store(output + row, base + tl.log(total_of_all))
+
+
+def log_sums(logits_NV: Tensor) -> Tensor:
+    """The logarithm of the sum of exponentials of each row, float32 [N]."""
+    count, vocab_size = logits_NV.shape
+    output = torch.empty(count, dtype=torch.float32, device=logits_NV.device)
+    tile = min(triton.next_power_of_2(vocab_size), _IDS_TILE)
+    _log_sums_kernel[(count,)](logits_NV, output, logits_NV.stride(0), vocab_size, TILE=tile)
+    return output
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _parts_kernel(  # type: ignore[no-untyped-def]
     logits, scores, winners, row_stride, vocab_size, num_parts, TILE: tl.constexpr
 ):

@@ -49,19 +49,24 @@ def _enter_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _word_of(words, entry, is_real):  # type: ignore[no-untyped-def]
-    """The word of an entry in a tree, and the number of rows that it hides."""
+def _word_of(words, num_entries, grown, entry, is_real):  # type: ignore[no-untyped-def]
+    """The word of an entry in a tree, the number of rows that it hides, and the number of its
+    node or -1. ``grown`` are the words of the tree that a network grew for the entry's row."""
+    node = tl.load(words + 2 * num_entries + entry, mask=is_real, other=0) - 1
     low = tl.load(words + 2 * entry, mask=is_real, other=-1).to(tl.int64)
     high = tl.load(words + 2 * entry + 1, mask=is_real, other=-1).to(tl.int64)
     word = (high << 32) | (low & 0xFFFFFFFF)
+    is_untold = word == 0
+    word = tl.where(is_untold, tl.load(grown + node, mask=is_untold, other=-1), word)
     bits = (word >> tl.arange(0, 64).to(tl.int64)) & 1
-    return word, 64 - tl.sum(bits, 0).to(tl.int32)
+    return word, 64 - tl.sum(bits, 0).to(tl.int32), node
 
 
 @triton.jit(do_not_specialize=["num_entries", "num_tokens", "num_padded", "words_at", "dump"])  # type: ignore[untyped-decorator,unused-ignore]
 def _prepare_kernel(  # type: ignore[no-untyped-def]
     packed, table, block_tables, wide, narrow, num_entries, num_tokens, num_padded, row_len,
-    max_blocks, spare_row, wide_stride, narrow_stride, shifts, rejected, words_at, dump,
+    max_blocks, spare_row, wide_stride, narrow_stride, shifts, rejected, tree_words, num_grown,
+    words_at, dump,
     BLOCK: tl.constexpr, TILE: tl.constexpr, HAS_SHIFTS: tl.constexpr, HAS_TREES: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
@@ -93,7 +98,8 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     tl.store(narrow + tokens, ids, mask=is_token)
     told, hidden = positions, 0
     if HAS_TREES:
-        word, hidden = _word_of(packed + words_at, entry, is_real)
+        grown = tree_words + row.to(tl.int64) * num_grown
+        word, hidden, node = _word_of(packed + words_at, num_entries, grown, entry, is_real)
         told -= hidden
         tl.store(wide + 4 * wide_stride + entry, word, mask=tile == 0)
     if HAS_SHIFTS:
@@ -101,8 +107,7 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     tl.store(wide + tokens, told.to(tl.int64), mask=is_token)
     slots = block * BLOCK + positions % BLOCK
     tl.store(wide + wide_stride + tokens, slots, mask=is_token)
-    if (entry == 0) & (tile == 0):
-        tl.store(narrow + 6 * narrow_stride, num_tokens)
+    tl.store(narrow + 6 * narrow_stride, num_tokens, mask=(entry == 0) & (tile == 0))
     if tile == 0:
         length = computed + end - first
         tl.store(narrow + narrow_stride + entry, row)
@@ -116,8 +121,7 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
             place = row.to(tl.int64) * row_len + length
             if HAS_TREES:
                 # The ids of drafts' rows are read once accepted paths are known.
-                is_draft = tl.load(packed + words_at + 2 * num_entries + entry) > 0
-                place = tl.where(is_draft, dump, place)
+                place = tl.where(node >= 0, dump, place)
             tl.store(wide + 3 * wide_stride + sampled, place)
 
 
@@ -164,6 +168,10 @@ class StepTensors:
 
     has_trees: bool = False
     """Whether drafts are trees."""
+
+    tree_words: Tensor | None = None
+    """int64 [R, k]: masks of the tree that a network grew last for each row, if drafts are
+    trees; k is 0 if networks grow none."""
 
     shifts: Tensor | None = None
     """int32 [R]: added to the positions of each row's tokens; None for nothing."""
@@ -226,15 +234,18 @@ def prepare(
     row, which no sequence has, until there are ``num_padded`` tokens; later entries have none.
 
     If ``target.has_trees``, the words of `AttentionMetadata.tree_masks` follow in two halves,
-    the lower one first [S, 2], and whether each entry is a draft [S]. Computed tokens then are
-    slots.
+    the lower one first [S, 2], and the number of each draft's node, from 1 on, or 0 for other
+    entries [S]. A word 0 stands for the node's word in ``target.tree_words``. Computed tokens
+    then are slots.
     """
-    shifts = target.shifts
+    shifts, tree_words = target.shifts, target.tree_words
     args = (
         packed, table_RL, block_tables_RM, target.wide, target.narrow, num_entries, num_tokens,
         num_padded, table_RL.stride(0), block_tables_RM.stride(0), table_RL.shape[0] - 1,
         target.wide.stride(0), target.narrow.stride(0), packed if shifts is None else shifts,
-        target.rejected, 4 * num_entries + 1, table_RL.stride(0) - 1,
+        target.rejected, target.wide if tree_words is None else tree_words,
+        0 if tree_words is None else tree_words.shape[1], 4 * num_entries + 1,
+        table_RL.stride(0) - 1,
     )  # fmt: skip
     tile = _TILE if max_query_len > 1 else 16
     constants = target.block_size, tile, shifts is not None, target.has_trees

@@ -392,18 +392,19 @@ DRAFTERS = {
     "draft_tokens": "", "ngram": "", "lookahead": "", "medusa": "",
     "eagle": str(EXAMPLES / "draft_heads" / "eagle"),
     "draft_model": str(EXAMPLES / "demo_models" / "draft"),
+    "eagle, grown": str(EXAMPLES / "draft_heads" / "eagle"),
 }  # fmt: skip
+GROWN = {"max_draft_tokens": 12, "tree_width": 3, "tree_depth": 4}
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_drafts_compile_nothing_after_the_start(compiled, drafter, tmp_path):
-    folder = DRAFTERS[drafter]
+    folder, (kind, _, grown) = DRAFTERS[drafter], drafter.partition(", ")
     if drafter == "medusa":
         config = AutoConfig.from_pretrained(MODEL)
         folder = str(random_medusa(tmp_path, config, num_heads=4))
-    speculation = SpeculationConfig(
-        drafter=drafter, draft_dir=folder, max_draft_tokens=4, is_adaptive=False
-    )
+    own = GROWN if grown else {"max_draft_tokens": 4}
+    speculation = SpeculationConfig(drafter=kind, draft_dir=folder, is_adaptive=False, **own)
     driver = make_driver(MODEL, limits={"speculation": speculation, "max_beam_width": 1})
     names = compiled()
 

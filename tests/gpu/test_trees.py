@@ -21,6 +21,8 @@ pytestmark = pytest.mark.gpu
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SMALL = tree_of([[0], [1], [0, 0], [2], [0, 1], [1, 0], [0, 0, 0], [1, 0, 1], [0, 1, 0, 0]])
 TREES = {"draft_model": SMALL, "eagle": SMALL, "medusa": DraftTree(MC_SIM_7B_63)}
+GROWN = {"max_draft_tokens": 12, "tree_width": 4, "tree_depth": 4}
+KINDS = (*TREES, "draft_model, grown", "eagle, grown")
 
 
 @pytest.fixture(scope="module")
@@ -49,14 +51,14 @@ def folders(tmp_path_factory):
 
 
 def make_driver(folders, kind, device, *, has_drafts, has_graphs, **changes):
-    target, head = folders[kind]
+    name, _, grown = kind.partition(", ")
+    target, head = folders[name]
     speculation = SpeculationConfig()
     if has_drafts:
-        tree = TREES[kind]
+        own = GROWN if grown else {"max_draft_tokens": 64, "tree": TREES[kind].choices}
         speculation = SpeculationConfig(
-            drafter=kind, draft_dir=str(head), max_draft_tokens=64, tree=tree.choices,
-            is_adaptive=False,
-        )  # fmt: skip
+            drafter=name, draft_dir=str(head), is_adaptive=False, **own
+        )
     cache = {"tokens_per_block": 32, "max_tokens": 4096, **changes}
     return Driver(
         EngineConfig(
@@ -84,7 +86,7 @@ def run(folders, kind, device, *, has_drafts=True, has_graphs=False):
 
 
 @pytest.mark.parametrize("has_graphs", [True, False], ids=["graphs", "launched"])
-@pytest.mark.parametrize("kind", TREES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_network_drafts_trees_on_a_gpu_as_on_a_cpu(folders, kind, has_graphs):
     plain, _ = run(folders, kind, "cuda", has_drafts=False, has_graphs=has_graphs)
     told = run(folders, kind, "cuda", has_graphs=has_graphs)
@@ -94,7 +96,7 @@ def test_a_network_drafts_trees_on_a_gpu_as_on_a_cpu(folders, kind, has_graphs):
     assert sum(told[1][2]) or kind == "medusa"
 
 
-@pytest.mark.parametrize("kind", ["draft_model", "medusa"])
+@pytest.mark.parametrize("kind", ["draft_model", "medusa", "draft_model, grown"])
 def test_penalties_bans_and_pauses_follow_the_path_of_a_row(folders, kind):
     rng = random.Random(3)
     asked = [draw(rng) for _ in range(40)]

@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Sequence as List
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from trimaran.comm.errors import ConfigError
 
@@ -61,16 +62,7 @@ class DraftTree:
     def masks(self) -> tuple[int, ...]:
         """A signed word of 64 bits for each node: bit i says whether the node's row sees the
         row i places before its own. Rows before the tree are all seen."""
-        found = []
-        for number, parent in enumerate(self.parents):
-            word = 1
-            while parent >= 0:
-                word |= 1 << (number - parent)
-                parent = self.parents[parent]
-            word |= -1 << (number + 1)
-            word &= (1 << MAX_NODES) - 1
-            found.append(word - (1 << MAX_NODES) if word >> (MAX_NODES - 1) else word)
-        return tuple(found)
+        return tuple(_words_of(self.parents))
 
     @cached_property
     def first_path(self) -> tuple[int, ...]:
@@ -122,6 +114,101 @@ class DraftTree:
         return DraftTree(self.choices[:count])
 
 
+class Growth(NamedTuple):
+    """The limits of trees that a network grows for each sequence anew, by the probabilities of
+    the tokens: the dynamic trees of EAGLE-2, and the beams of ReDrafter."""
+
+    width: int
+    """Nodes that are expanded at each depth, and the children of each."""
+
+    depth: int
+    """Tokens of a longest path."""
+
+    num_nodes: int
+    """Nodes of a tree, the likeliest."""
+
+    @property
+    def num_slots(self) -> int:
+        """Most slots behind the known ids that a network's cache takes while a tree grows."""
+        return self.width * (self.depth - 1) + 1
+
+    @property
+    def num_candidates(self) -> int:
+        """Nodes from which those of a tree are chosen."""
+        return self.width * (1 + self.width * (self.depth - 1))
+
+
+def growth_of(width: int, depth: int, num_nodes: int) -> Growth:
+    """The limits of trees of at most ``num_nodes`` nodes.
+
+    Raises:
+        ConfigError: a number is out of range, or a mask covers too few of the expanded nodes.
+    """
+    if not (1 <= width <= MAX_NODES and 1 <= depth <= MAX_NODES):
+        raise ConfigError(
+            f"the dynamic tree of drafts has top-k {width} and depth {depth}, but both must be "
+            f"1 to {MAX_NODES}."
+        )
+    # No more nodes of one depth can be among the likeliest of all.
+    growth = Growth(min(width, num_nodes), depth, num_nodes)
+    if growth.num_slots > MAX_NODES:
+        raise ConfigError(
+            f"the dynamic tree of drafts has top-k {width} and depth {depth}, and expands "
+            f"{growth.num_slots - 1} nodes, but a mask covers {MAX_NODES - 1}. Lower the top-k "
+            "(--eagle_dynamic_tree_max_top_k) or the depth (--num_eagle_layers)."
+        )
+    return growth._replace(num_nodes=min(num_nodes, growth.num_candidates))
+
+
+class GrownTree:
+    """The tree that a network grew for one sequence, by the parent of each node.
+
+    Without ``parents`` ranks alone know the tree.
+    """
+
+    __slots__ = ("parents",)
+
+    def __init__(self, parents: List[int] = ()) -> None:
+        """``parents``: of each node, -1 for the root; a node follows its parent."""
+        self.parents = parents
+
+    @property
+    def masks(self) -> List[int]:
+        """See `DraftTree.masks`."""
+        return _words_of(self.parents)
+
+    def first_child(self, node: int, count: int) -> int | None:
+        """See `DraftTree.first_child`."""
+        children = (n for n in range(node + 1, count) if self.parents[n] == node)
+        return next(children, None)
+
+    def chain_of(self, ids: array[int]) -> array[int]:
+        """The ids of the chain in which each node is the first child of the one before."""
+        chain, at = array("i"), self.first_child(-1, len(ids))
+        while at is not None:
+            chain.append(ids[at])
+            at = self.first_child(at, len(ids))
+        return chain
+
+
+AnyTree = DraftTree | GrownTree
+
+UNTOLD = 0
+"""In place of a node's mask: ranks have the mask of their own tree. No mask is 0."""
+
+
+def _words_of(parents: List[int]) -> list[int]:
+    """See `DraftTree.masks`."""
+    found: list[int] = []
+    for number, parent in enumerate(parents):
+        word = 1 | -2 << number
+        if parent >= 0:
+            word = 1 | found[parent] << (number - parent)
+        word &= (1 << MAX_NODES) - 1
+        found.append(word - (1 << MAX_NODES) if word >> (MAX_NODES - 1) else word)
+    return found
+
+
 def accepted_path(
     parents: List[int] | None, drafts: List[int], own: List[int], *, by_depth: bool = False
 ) -> list[int]:
@@ -144,9 +231,12 @@ def accepted_path(
     return path
 
 
-def row_masks(tree: DraftTree | None, count: int) -> List[int]:
-    """`DraftTree.masks` of the first ``count`` nodes, or of a chain for None."""
-    return [-1] * count if tree is None else tree.masks[:count]
+def row_masks(tree: AnyTree | None, count: int) -> List[int]:
+    """`DraftTree.masks` of the first ``count`` nodes, or of a chain for None; `UNTOLD` if ranks
+    alone know the tree."""
+    if tree is None:
+        return [-1] * count
+    return tree.masks[:count] if tree.parents else [UNTOLD] * count
 
 
 def tree_of(choices: List[List[int]]) -> DraftTree:

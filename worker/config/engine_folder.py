@@ -147,6 +147,12 @@ class BuildConfig:
     draft_choices: str = ""
     """The tree that the head drafts, as `draft_tree.read_choices` reads it; empty: a chain."""
 
+    draft_width: int = 0
+    """Nodes that a dynamic tree of drafts expands at each depth; 0: no such tree."""
+
+    draft_depth: int = 0
+    """Tokens of a longest path through a dynamic tree."""
+
     gather_context_logits: bool = False
     gather_generation_logits: bool = False
     plugin_config: dict[str, Any] = field(default_factory=dict)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from trimaran.comm.errors import ConfigError
-from trimaran.worker.config.draft_network import MTP, NETWORKS, REDRAFTER
-from trimaran.worker.config.draft_tree import Choices, DraftTree, tree_of
+from trimaran.worker.config.draft_network import DRAFT_MODEL, EAGLE, MTP, NETWORKS, REDRAFTER
+from trimaran.worker.config.draft_tree import Choices, DraftTree, Growth, growth_of, tree_of
 
 LOOKAHEAD = "lookahead"
 DRAFTERS = ("none", "draft_tokens", "ngram", LOOKAHEAD, *NETWORKS)
@@ -64,6 +64,13 @@ class SpeculationConfig:
     tree: Choices = ()
     """The tree that a network drafts, each node behind its parent; empty for a chain."""
 
+    tree_width: int = 0
+    """Nodes that a network expands at each depth of a dynamic tree, whose likeliest
+    ``max_draft_tokens`` nodes are verified; 0 for no dynamic tree."""
+
+    tree_depth: int = 0
+    """Tokens of a longest path through a dynamic tree."""
+
     is_adaptive: bool = True
     """Whether drafts that no request brought are verified only where that is expected to save
     time."""
@@ -98,6 +105,8 @@ class SpeculationConfig:
                 f"--max-draft-tokens is {self.max_draft_tokens} but must be 1 to "
                 f"{MAX_DRAFT_TOKENS}. For no drafts leave out --speculative-decoding."
             )
+        if self.tree_width or self.tree_depth:
+            self._check_growth()
 
     def _check_tree(self) -> None:
         if not self.is_network or self.drafter in (REDRAFTER, MTP):
@@ -114,10 +123,37 @@ class SpeculationConfig:
         assert tree_of(self.tree).choices == self.tree, "a node stands before its parent"
         object.__setattr__(self, "max_draft_tokens", len(self.tree))
 
+    def _check_growth(self) -> None:
+        """Refuse dynamic trees that no network can grow."""
+        if self.drafter not in (EAGLE, DRAFT_MODEL):
+            raise ConfigError(
+                f"--speculative-decoding is {self.drafter}, which grows no trees, but a "
+                f"dynamic tree with top-k {self.tree_width} is set. Leave the tree out."
+            )
+        if self.tree:
+            raise ConfigError(
+                f"a dynamic tree with top-k {self.tree_width} is set together with choices of "
+                f"{len(self.tree)} nodes. Leave one out."
+            )
+        growth = growth_of(self.tree_width, self.tree_depth, self.max_draft_tokens)
+        object.__setattr__(self, "max_draft_tokens", growth.num_nodes)
+
     @property
     def draft_tree(self) -> DraftTree | None:
-        """The tree that a network drafts; None for chains."""
+        """The tree that a network drafts; None for chains and for dynamic trees."""
         return DraftTree(self.tree) if self.tree else None
+
+    @property
+    def growth(self) -> Growth | None:
+        """The limits of the dynamic trees that a network grows; None for other drafts."""
+        if not self.tree_width:
+            return None
+        return growth_of(self.tree_width, self.tree_depth, self.max_draft_tokens)
+
+    @property
+    def has_trees(self) -> bool:
+        """Whether a network's drafts are trees."""
+        return bool(self.tree or self.tree_width)
 
     @property
     def is_on(self) -> bool:
@@ -148,6 +184,6 @@ class SpeculationConfig:
             return max_num_seqs
         of_each = 1 + self.max_draft_tokens
         # A tree is verified in part where rows are short.
-        least = 0 if self.tree else _MAX_DRAFTED * of_each
+        least = 0 if self.has_trees else _MAX_DRAFTED * of_each
         wanted = min(max_num_seqs * of_each, max(MAX_ROWS, least))
         return min(max_num_tokens, max(max_num_seqs, wanted))

@@ -12,7 +12,6 @@ from trimaran.comm.errors import ConfigError
 from trimaran.comm.stages.world_group import WorldGroup
 from trimaran.comm.topology import ParallelLayout
 from trimaran.worker.config.draft_network import DRAFT_MODEL, EAGLE, MTP, REDRAFTER
-from trimaran.worker.config.draft_tree import DraftTree
 from trimaran.worker.config.engine_config import EngineConfig
 from trimaran.worker.config.speculation_config import SpeculationConfig
 from trimaran.worker.models.drafting.eagle import EagleHead
@@ -78,8 +77,8 @@ def _network(
     else:
         network = load_head(speculation.drafter, folder, target)
     tree = speculation.draft_tree
-    if tree is not None:
-        _check_tree(tree, network, config, target)
+    if speculation.has_trees:
+        _check_trees(network, config, target)
     most = speculation.max_draft_tokens if tree is None else tree.depth
     if isinstance(network, CachelessHeads) and most > network.num_heads:
         what = "--max-draft-tokens is" if tree is None else "the tree of drafts has paths of"
@@ -132,11 +131,11 @@ def _check_layout(
     problem = ""
     if config.parallel.expert_dp_size > 1:
         problem = "experts that dp ranks share"
-    elif speculation.tree and topology.pp_size > 1:
+    elif speculation.has_trees and topology.pp_size > 1:
         problem = (
-            f"a tree of {len(speculation.tree)} drafts and --pp-size {topology.pp_size}: "
-            "earlier stages do not know the accepted paths. Build for chains, without choices "
-            "and with a --max_draft_len of at most the head's steps"
+            f"a tree of {speculation.max_draft_tokens} drafts and --pp-size "
+            f"{topology.pp_size}: earlier stages do not know the accepted paths. Build for "
+            "chains, without choices and with a --max_draft_len of at most the head's steps"
         )
     elif target.switch_at:
         problem = (
@@ -150,14 +149,14 @@ def _check_layout(
         )
 
 
-def _check_tree(
-    tree: DraftTree, network: DraftNetwork, config: EngineConfig, target: CausalLM
-) -> None:
+def _check_trees(network: DraftNetwork, config: EngineConfig, target: CausalLM) -> None:
     """Refuse what trees of drafts are not served with."""
+    speculation = config.scheduler.speculation
+    tree, num_nodes = speculation.draft_tree, speculation.max_draft_tokens
     if not isinstance(network, RankedHeads | RankedNetwork):
         raise ConfigError(
-            f"--speculative-decoding {config.scheduler.speculation.drafter} drafts no trees, "
-            f"but a tree of {tree.num_nodes} nodes is set. Leave the tree out."
+            f"--speculative-decoding {speculation.drafter} drafts no trees, but a tree of "
+            f"{num_nodes} nodes is set. Leave the tree out."
         )
     models = [target]
     if isinstance(network, SmallModel):
@@ -170,11 +169,13 @@ def _check_tree(
             problem = "ALiBi, whose bias goes by a key's slot"
     if problem:
         raise ConfigError(
-            f"a tree of drafts ({tree.num_nodes} nodes) is not served with {problem}. Draft "
+            f"a tree of drafts ({num_nodes} nodes) is not served with {problem}. Draft "
             "chains: leave the choices out and build with a --max_draft_len of at most the "
             "network's steps."
         )
-    widest, num_ids = 1 + max(tree.ranks), target.config.vocab_size
+    widest, num_ids = speculation.tree_width, target.config.vocab_size
+    if tree is not None:
+        widest = 1 + max(tree.ranks)
     if isinstance(network, EagleHead):
         num_ids = network.num_draft_ids
     if widest > num_ids:

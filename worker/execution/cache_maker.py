@@ -76,7 +76,7 @@ class CacheMaker:
             runner.use_network(self._network, self.draft_groups, limits)
         elif self._taps:
             runner.use_taps(self._taps, limits)
-        if limits.speculation.tree:
+        if limits.speculation.has_trees:
             runner.use_trees(limits)
 
     @property

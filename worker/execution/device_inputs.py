@@ -126,14 +126,23 @@ class DeviceInputs:
         """int32 [1]: the step's number of tokens without padding."""
         return self.target.narrow[6, :1]
 
-    def use_trees(self) -> None:
-        """From now on steps have masks of trees. Before graphs are captured."""
+    def use_trees(self, num_grown: int) -> None:
+        """From now on steps have masks of trees; networks grow trees of ``num_grown`` nodes, or
+        none. Before graphs are captured."""
         self.target.has_trees = True
+        shape = len(self.token_table), num_grown
+        self.target.tree_words = torch.zeros(shape, dtype=torch.int64, device=self.device)
         self._views.clear()
 
     def use_spare_block(self, block: int) -> None:
         """Set the block that padding entries write to; no sequence may have it."""
         self.block_tables[-1].fill_(block)
+
+    @property
+    def tree_words(self) -> Tensor:
+        """int64 [R + 1, k]: see `InputBatch.tree_words`."""
+        assert self.target.tree_words is not None, "the engine has trees"
+        return self.target.tree_words
 
     @property
     def has_trees(self) -> bool:
@@ -317,10 +326,10 @@ def _pack_decode_ids(
 
 
 def _pack_words(array: Int32Array, decision: SchedulerOutput) -> None:
-    """The words of trees of all entries, and whether each entry is a draft."""
+    """The words of trees of all entries, and the number of each draft's node, from 1 on."""
     count, end, words = len(decision.rows), decision.num_decodes, decision.tree_masks
     array[: 2 * count] = -1
     array[2 * count :] = 0
     drafts = slice(end - len(words), end)
     array[: 2 * count].reshape(count, 2)[drafts] = words
-    array[2 * count :][drafts] = 1
+    array[2 * count :][drafts] = decision.draft_nodes + 1

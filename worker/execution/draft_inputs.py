@@ -218,6 +218,11 @@ class DraftInputs:
         self._inputs.rejected[table[:, _ROW]] = rejected_n.to(torch.int32)
         return accepted_n, rows_nK.gather(1, accepted_n[:, None])[:, 0]
 
+    def store_words(self, words_nk: Tensor, places: DraftPlaces) -> None:
+        """Write the masks of grown trees' nodes to the table by row, where the next step finds
+        them."""
+        self._inputs.tree_words[places.rows.long()] = words_nk
+
     def store(self, drafts_nK: Tensor, places: DraftPlaces) -> None:
         """Write drafts to the token table, behind the ids that were sampled, where the next
         step finds them."""

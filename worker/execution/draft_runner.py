@@ -16,6 +16,7 @@ from trimaran.worker.config.engine_config import SchedulerConfig
 from trimaran.worker.execution.cuda_graphs import CudaGraphs, draft_counts
 from trimaran.worker.execution.device_inputs import DeviceInputs
 from trimaran.worker.execution.draft_inputs import DraftInputs, DraftPlaces
+from trimaran.worker.execution.grown_trees import GrownTrees, tree_words
 from trimaran.worker.execution.input_batch import InputBatch, StepInputs
 from trimaran.worker.execution.tree_drafts import LevelPlaces, TreeDrafts, rank_places
 from trimaran.worker.execution.tree_paths import DeviceTreePaths, TreePaths
@@ -70,9 +71,12 @@ class DraftRunner:
         """Most ids of a sequence that `propose` drafts."""
 
         rows = max(limits.max_num_rows, limits.max_num_seqs)
+        self._growth = limits.speculation.growth
+        most = self.max_drafts if self._growth is None else self._growth.num_slots
         self._begin = DraftInputs(
-            inputs, rows, self.max_drafts, network.state_size, target.dtype, spare_slot
-        )
+            inputs, rows, max(most, self.max_drafts), network.state_size, target.dtype,
+            spare_slot,
+        )  # fmt: skip
         self.taps: LayerTaps | None = None
         if network.taps:
             sizes = max(limits.max_num_batched_tokens, rows), target.config.hidden_size
@@ -85,12 +89,15 @@ class DraftRunner:
                 (rows, target.config.hidden_size), dtype=target.dtype, device=inputs.device
             )
         self._tree = limits.speculation.draft_tree
-        self._tree_drafts: TreeDrafts | None = None
+        self._tree_drafts: TreeDrafts | GrownTrees | None = None
         self._ranks: tuple[list[int], Tensor] | None = None
-        if self._tree is not None and self._chain is not None:
+        make, device = self._level_context, inputs.device
+        if self._growth is not None:
             assert isinstance(self._chain, RankedNetwork), "checked while loading"
-            make = self._level_context
-            self._tree_drafts = TreeDrafts(self._tree, self._chain, make, inputs.device)
+            self._tree_drafts = GrownTrees(self._growth, self._chain, make, device)
+        elif self._tree is not None and self._chain is not None:
+            assert isinstance(self._chain, RankedNetwork), "checked while loading"
+            self._tree_drafts = TreeDrafts(self._tree, self._chain, make, device)
         elif self._tree is not None:
             self._ranks = rank_places(self._tree, inputs.device)
         self._passes: CudaGraphs | None = None
@@ -99,6 +106,11 @@ class DraftRunner:
     def use_trees(self, trees: TreePaths | DeviceTreePaths) -> None:
         """Begin drafts behind the paths that ``trees`` finds."""
         self._begin.outcomes = trees.outcomes
+
+    @property
+    def _is_tree(self) -> bool:
+        """Whether drafts are trees, which are drafted whole."""
+        return self._tree is not None or self._growth is not None
 
     @property
     def needs_states(self) -> bool:
@@ -124,9 +136,8 @@ class DraftRunner:
         sequences = [size for size in sizes if size < most]
         if max(sizes) >= most:
             sequences.append(most)
-        # A tree is drafted whole.
         most = self.max_drafts
-        for count in draft_counts(most) if self._tree is None else [most]:
+        for count in [most] if self._is_tree else draft_counts(most):
             kind = f"sequences, {count} drafts each"
             launch = partial(self._launch_drafts, count=count)
             self._drafts[count] = CudaGraphs(kind, sequences, launch, pool)
@@ -221,10 +232,10 @@ class DraftRunner:
     def _token_places(self, inputs: StepInputs, decision: SchedulerOutput) -> Tensor:
         """int64 [T]: the place of each token of a step in the flat token table."""
         places = to_device(_token_places(decision, self._row_len), self._inputs.device)
-        if len(decision.behind_drafts):
+        is_untold = len(decision.behind_drafts) > 0 or inputs.tree_masks is not None
+        if is_untold and inputs.rows is not None:
             # The device alone has the positions of these decodes.
             count = decision.num_decodes
-            assert inputs.rows is not None
             rows = inputs.rows[:count].long()
             places[:count] = rows * self._row_len + inputs.positions[:count]
         return places
@@ -244,7 +255,8 @@ class DraftRunner:
         token_ids_N: Tensor,
     ) -> Tensor | None:
         """Draft for the decision's ``proposals``: int64 [n, k], or None if no sequence wants
-        drafts. The next step may verify them before the host has seen them.
+        drafts. The next step may verify them before the host has seen them. With grown trees
+        int64 [n, 2 k]: the nodes' ids, then their parents.
 
         ``wanted`` are the target's states of the sampled rows. After `follow`. Collective over
         the tensor group.
@@ -262,8 +274,10 @@ class DraftRunner:
             self._begin.places(len(wanted))
             return None
         if graphs is None or not size:
-            return self._launch_drafts(len(wanted), count)[:, :count]
-        return graphs.replay(size)[: len(wanted), :count]
+            drafted = self._launch_drafts(len(wanted), count)
+        else:
+            drafted = graphs.replay(size)[: len(wanted)]
+        return drafted[..., :count].flatten(1)
 
     def _graphs_of(self, count: int) -> CudaGraphs | None:
         """The graphs of the least captured number of drafts that is enough."""
@@ -273,6 +287,12 @@ class DraftRunner:
     def _launch_drafts(self, size: int, count: int) -> Tensor:
         """Launch ``count`` drafts of each of the first ``size`` sequences in fixed memory."""
         places = self._begin.places(size)
+        if self._growth is not None:
+            grown_n2k = self._draft_tree(places)
+            words_nk = tree_words(grown_n2k[:, 1], self._growth.depth)
+            self._begin.store_words(words_nk, places)
+            self._begin.store(grown_n2k[:, 0], places)
+            return grown_n2k
         if self._tree is not None:
             drafts_nk = self._draft_tree(places)
         elif self._heads is not None:
@@ -286,7 +306,7 @@ class DraftRunner:
         return drafts_nk
 
     def _draft_tree(self, places: DraftPlaces) -> Tensor:
-        """The ids of all nodes of the tree."""
+        """The ids of all nodes of the tree; for grown trees also the parents."""
         ids_n = places.next_ids.clamp(0, self._last_id)
         states_nD: Tensor | None = None
         if self._begin.states.shape[1]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from trimaran.kernels.cpu.sampling import CpuSampling
+from trimaran.worker.config.draft_tree import UNTOLD
 from trimaran.worker.steps.staging import StagingRing, StepArrays, to_device
 from trimaran.worker.steps.step_types import Int32Array, SchedulerOutput, int32s
 
@@ -120,6 +121,8 @@ class InputBatch:
         self.rejected = torch.zeros(num_rows, dtype=torch.int32, device=device)
         """int32 [R]: drafts of each row that the last step with drafts of the row has
         rejected."""
+        self.tree_words = torch.zeros((num_rows, 0), dtype=torch.int64, device=device)
+        """int64 [R, k]: masks of the tree that a network grew last for each row."""
         shape = (num_groups, num_rows, self.max_blocks)
         self._block_ids: npt.NDArray[np.int32] = np.zeros(shape, dtype=np.int32)
         mirror = torch.from_numpy(self._block_ids)
@@ -130,9 +133,25 @@ class InputBatch:
     def use_spare_block(self, block: int) -> None:
         """Do nothing: steps are not padded here."""
 
+    def use_trees(self, num_grown: int) -> None:
+        """From now on steps have masks of trees; networks grow trees of ``num_grown`` nodes, or
+        none."""
+        shape = len(self.tree_words), num_grown
+        self.tree_words = torch.zeros(shape, dtype=torch.int64, device=self.device)
+
     def resolved(self, decision: SchedulerOutput) -> SchedulerOutput:
-        """The decision with exact numbers of computed tokens, once the preceding step has
-        ended."""
+        """The decision with exact numbers of computed tokens and with the masks of grown trees,
+        once the preceding step has ended."""
+        words = np.ascontiguousarray(decision.tree_masks).view(np.int64)[:, 0]
+        is_untold = words == UNTOLD
+        if is_untold.any():
+            end = decision.num_decodes
+            rows, nodes = decision.rows[end - len(words) : end], decision.draft_nodes
+            own = self.tree_words.numpy()[rows[is_untold], nodes[is_untold]]
+            words = words.copy()
+            words[is_untold] = own
+            masks = words.view(np.int32).reshape(-1, 2)
+            decision = replace(decision, tree_masks=masks)
         behind = decision.behind_drafts
         if not len(behind):
             return decision

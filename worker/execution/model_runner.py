@@ -130,8 +130,9 @@ class ModelRunner:
         """Verify drafts that are trees. After `use_network`."""
         assert isinstance(self.end, LastStage), "trees are followed in the last stage"
         rows = max(limits.max_num_rows, limits.max_num_seqs)
+        growth = limits.speculation.growth
+        self.inputs.use_trees(0 if growth is None else growth.num_nodes)
         if isinstance(self.inputs, DeviceInputs):
-            self.inputs.use_trees()
             self.end.trees = DeviceTreePaths(self.inputs, rows)
         else:
             self.end.trees = TreePaths(self.inputs, rows)

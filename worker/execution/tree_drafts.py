@@ -88,14 +88,7 @@ class TreeDrafts:
         the network takes the target's states, ``first_ids`` the ids that were sampled there."""
         network = self._network
         count = len(first_ids)
-        if not network.is_shifted:
-            one = LevelPlaces(
-                places.rows, places.positions[0], places.slots[0], places.lengths[0], None
-            )
-            states_nD = network.forward(
-                first_ids.to(torch.int32), None, one.positions, self._context(one)
-            )
-        assert states_nD is not None
+        states_nD = root_states(network, states_nD, places, first_ids, self._context)
         drafted: list[Tensor] = []
         for level in self._levels:
             num_nodes = len(level.nodes)
@@ -120,12 +113,37 @@ class TreeDrafts:
         nodes = level.nodes + ahead
         positions = places.positions[level.depth - 1 + ahead]
         return LevelPlaces(
-            rows=places.rows[:, None].expand(size).reshape(-1),
-            positions=positions[:, None].expand(size).reshape(-1),
-            slots=places.slots.index_select(0, nodes).T.reshape(-1),
-            lengths=places.lengths.index_select(0, nodes).T.reshape(-1),
-            masks=level.masks.expand(size).reshape(-1),
+            rows=flat(places.rows[:, None].expand(size)),
+            positions=flat(positions[:, None].expand(size)),
+            slots=flat(places.slots.index_select(0, nodes).T),
+            lengths=flat(places.lengths.index_select(0, nodes).T),
+            masks=flat(level.masks.expand(size)),
         )
+
+
+def flat(table: Tensor) -> Tensor:
+    """The rows of a table, one behind another, as kernels read them. `reshape` makes a view of
+    a single row, in which all elements may have one address."""
+    return table.reshape(-1).contiguous()
+
+
+def root_states(
+    network: RankedNetwork,
+    states_nD: Tensor | None,
+    places: DraftPlaces,
+    first_ids: Tensor,
+    context: Callable[[LevelPlaces], ForwardContext],
+) -> Tensor:
+    """The network's states from which the first nodes follow; see `TreeDrafts.draft`."""
+    if not network.is_shifted:
+        one = LevelPlaces(
+            places.rows, places.positions[0], places.slots[0], places.lengths[0], None
+        )
+        states_nD = network.forward(
+            first_ids.to(torch.int32), None, one.positions, context(one)
+        )
+    assert states_nD is not None
+    return states_nD
 
 
 def rank_places(tree: DraftTree, device: torch.device) -> tuple[list[int], Tensor]:

@@ -148,29 +148,29 @@ def table_of_paths(
     on the device. ``batch.lengths`` are those of paths."""
     device = token_table_RL.device
     sampled, count = decision.sampled, len(decision.sampled)
-    hidden = decision.hidden_rows[sampled].astype(np.int64)
+    words_N = inputs.tree_masks
+    assert words_N is not None, "the step has drafts in trees"
+    if count < len(decision.rows):
+        words_N = words_N.index_select(0, to_device(sampled.astype(np.int64), device))
+    places = torch.arange(MAX_NODES, device=device)
     # A sampled row sees, from its own slot downwards, the slots whose bits are set.
-    words = np.full(len(decision.rows), -1, dtype=np.int64)
-    end, masks = decision.num_decodes, np.ascontiguousarray(decision.tree_masks).view(np.int64)
-    words[end - len(masks) : end] = masks[:, 0]
-    bits = words[sampled, None] >> np.arange(MAX_NODES) & 1
+    bits = words_N[:, None] >> places & 1
     # Stable: set bits first, each group in order. Bits that are not set come to no position.
-    distances = np.argsort(1 - bits, axis=1, kind="stable")
-    sent = to_device(np.concatenate((hidden[:, None], distances), axis=1), device)
+    distances = bits.sort(dim=1, descending=True, stable=True).indices
+    hidden = MAX_NODES - bits.sum(dim=1, keepdim=True)
     lengths = batch.device_lengths
     if lengths is None:
         lengths = to_device(batch.lengths, device)
     rows = batch.device_rows
     if rows is None:
         rows = to_device(batch.rows, device)
-    longest = int((batch.lengths + hidden).max())
+    # Lengths in the cache, which on a GPU may be less.
+    longest = int((batch.lengths + decision.hidden_rows[sampled]).max())
     table = token_table_RL[:, :longest].index_select(0, rows.long())
-    places = torch.arange(MAX_NODES, device=device)
     to = lengths[:, None].long() - 1 - places
-    source = lengths[:, None].long() - 1 + sent[:, :1] - sent[:, 1:]
+    source = lengths[:, None].long() - 1 + hidden - distances
     # Places before the start, and bits behind the last set one, write to a spare column.
-    num_seen = (MAX_NODES - sent[:, :1]).clamp(max=MAX_NODES)
-    is_path = (places < num_seen) & (to >= 0) & (source >= 0)
+    is_path = (places < MAX_NODES - hidden) & (to >= 0) & (source >= 0)
     ids = table.gather(1, source.clamp(0, longest - 1))
     table = torch.cat((table, table.new_zeros((count, 1))), dim=1)
     table.scatter_(1, torch.where(is_path, to, longest), ids)

@@ -264,7 +264,7 @@ def _step_with_drafts(limits: SchedulerConfig, rows: list[NewRow]) -> SchedulerO
     step.proposals = int32s([(row, 0, 0, 2, asked) for row in range(count)], 5)
     if is_verified:
         step.proposals[0, 1:3] = count, 1
-    if is_verified and limits.speculation.tree:
+    if is_verified and limits.speculation.has_trees:
         step.tree_masks, step.tree_runs = int32s((-1, -1), 2), int32s((0, count, 1), 3)
     return step
 

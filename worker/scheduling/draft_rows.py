@@ -9,6 +9,7 @@ from collections.abc import Sequence as List
 from typing import TypeAlias
 
 from trimaran.comm.messages.messages import FinishReason
+from trimaran.worker.config.draft_tree import AnyTree, GrownTree
 from trimaran.worker.config.engine_config import SchedulerConfig
 from trimaran.worker.config.speculation_config import LOOKAHEAD
 from trimaran.worker.kv_cache.manager import KVCacheManager
@@ -26,7 +27,7 @@ from trimaran.worker.speculation.drafters import (
     RequestDrafter,
 )
 from trimaran.worker.speculation.lookahead import LookaheadDrafter
-from trimaran.worker.speculation.tree_rates import TreeRates
+from trimaran.worker.speculation.tree_rates import NodeRates, TreeRates
 
 _MIN_FREE = 0.02
 """Share of the KV cache's blocks that must be free for drafts to take new blocks."""
@@ -80,8 +81,14 @@ class DraftRows:
         self.make_drafter = self._own_drafter
         """The drafter of a request without draft tokens of its own."""
         self._controller = DraftController()
-        self._tree = self._config.draft_tree
-        self._ranks = TreeRates(self._tree) if self._tree is not None else None
+        tree, self._growth = self._config.draft_tree, self._config.growth
+        self._tree: AnyTree | None = tree
+        self._ranks: TreeRates | NodeRates | None = None
+        if tree is not None:
+            self._ranks = TreeRates(tree)
+        elif self._growth is not None:
+            self._tree, self._ranks = GrownTree(), NodeRates(self._growth.num_nodes)
+        self._max_seq_len = config.max_seq_len
         self._reach = DraftReach(self._config.max_draft_tokens)
         """Tokens that a network drafts for each sequence."""
         self._typical, self._typical_asked = AcceptanceRate(), AcceptanceRate()
@@ -136,7 +143,7 @@ class DraftRows:
         """Add draft rows for the sequences that a step samples, and ask a network for the next
         drafts."""
         sampled = plan.sampled()
-        plan.has_trees = bool(self._config.tree)
+        plan.has_trees = self._config.has_trees
         runs = self._extend(plan, sampled)
         if self._config.is_network:
             self._ask_network(plan, sampled, runs)
@@ -170,6 +177,10 @@ class DraftRows:
             end = most_known + count
             if count and end > sequence.capacity:
                 self._grow(plan, sequence, min(end, sequence.max_len))
+            if count and self._growth is not None:
+                # Without blocks for these, deep nodes are guesses, which cost acceptance alone.
+                end = most_known + self._growth.num_slots
+                self._grow(plan, sequence, min(end, self._max_seq_len))
             plan.ask_network(place, sequence, run, count)
             # The sampled id has an entry in the network's cache, the last draft has none.
             drafts.ask(plan.step, min(count, max(0, sequence.capacity - most_known)))
@@ -315,7 +326,7 @@ class DraftRows:
             run = DraftRun(sequence, ids, start, is_told=sequence.num_pending == 1, own=place)
             if sequence.guide is None:
                 # The masks of guides are those of a chain.
-                run.tree = sequence.drafts.tree
+                run.tree = sequence.drafts.tree_of(is_told=run.is_told)
             runs[place] = run
             plan.add_drafts(run)
             sequence.num_unverified += len(ids)
@@ -428,7 +439,12 @@ class DraftRows:
         for sequence, ids, (limit, count) in zip(step.proposers, told, wanted, strict=True):
             # The sampled id has an entry, the last draft has none.
             num_usable = max(0, limit - len(sequence.token_ids) + 1)
-            sequence.drafts.arrived(sequence, array("i", ids[:count]), num_usable)
+            grown = None
+            if self._growth is not None and ids:
+                # The nodes' parents stand behind their ids.
+                half = len(ids) // 2
+                grown = GrownTree(ids[half : half + count])
+            sequence.drafts.arrived(sequence, array("i", ids[:count]), num_usable, grown)
 
     def done(self, step: ScheduledStep) -> None:
         """The result of a step was taken in: learn its time."""

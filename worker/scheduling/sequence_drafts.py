@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Sequence as List
 from itertools import pairwise
 
-from trimaran.worker.config.draft_tree import DraftTree, accepted_path
+from trimaran.worker.config.draft_tree import AnyTree, GrownTree, accepted_path
 from trimaran.worker.requests.request import RequestStatus, Sequence
 from trimaran.worker.scheduling.step_plan import DraftRun
 from trimaran.worker.speculation.controller import AcceptanceRate
@@ -23,7 +23,7 @@ class SequenceDrafts:
 
     __slots__ = (
         "_asked", "_guess_rate", "_is_put_off", "_lookahead", "_network", "_rate", "_untold",
-        "drafter", "most", "tree", "unverified", "unverified_at",
+        "drafter", "most", "tree", "unverified", "unverified_at", "unverified_tree",
     )  # fmt: skip
 
     def __init__(
@@ -38,12 +38,13 @@ class SequenceDrafts:
         self._lookahead = drafter if isinstance(drafter, LookaheadDrafter) else None
         self._network = drafter if isinstance(drafter, NetworkDrafter) else None
         self.most = most
-        self.tree: DraftTree | None = None
-        """The tree of all proposals; None for chains."""
+        self.tree: AnyTree | None = None
+        """The tree of the last proposal that the host has; None for chains."""
         self._rate, self._guess_rate = AcceptanceRate(typical), AcceptanceRate(typical_guess)
         self.unverified = array("i")
         """Drafts that were made but not verified, behind ``unverified_at`` ids."""
         self.unverified_at = 0
+        self.unverified_tree: AnyTree | None = None
         self._asked = 0, 0
         self._untold: DraftRun | None = None
         self._is_put_off = False
@@ -67,21 +68,20 @@ class SequenceDrafts:
         """Learn from a verified draft behind ``num_known`` ids, in whose place the model chose
         its ``own`` ids."""
         if run.tree is not None:
-            self._observe_path(len(run.token_ids), [*run.path, None])
+            self._observe_path(run.tree, len(run.token_ids), [*run.path, None])
             return
         num_same = len(run.path)
         self.rate.observe(run.num_accepted, has_rejected=num_same < len(run.token_ids))
         if self._lookahead is not None:
             self._lookahead.observe(num_known, own, num_same)
 
-    def _observe_path(self, num_nodes: int, path: List[int | None]) -> None:
-        """Learn from a path through the first nodes of the tree, which None ends if no child
+    def _observe_path(self, tree: AnyTree, num_nodes: int, path: List[int | None]) -> None:
+        """Learn from a path through the first nodes of a tree, which None ends if no child
         was right: the first child of each node on the path was accepted or not."""
-        assert self.tree is not None
         at: int | None
         for at, following in pairwise([-1, *path]):
             assert at is not None
-            first = self.tree.first_child(at, num_nodes)
+            first = tree.first_child(at, num_nodes)
             if first is not None:
                 is_right = following == first
                 self._rate.observe(int(is_right), has_rejected=not is_right)
@@ -97,7 +97,7 @@ class SequenceDrafts:
             self._keep(sequence, ids)
 
     def _keep(self, sequence: Sequence, ids: array[int]) -> None:
-        self.unverified = ids
+        self.unverified, self.unverified_tree = ids, self.tree
         self.unverified_at = len(sequence.token_ids)
 
     def compare(self, sequence: Sequence) -> None:
@@ -108,13 +108,13 @@ class SequenceDrafts:
         new = sequence.token_ids[self.unverified_at :]
         if not new:
             return
-        ids = self.unverified
+        ids, tree = self.unverified, self.unverified_tree
         self.unverified = array("i")
-        if self.tree is not None:
-            path = accepted_path(self.tree.parents, ids, new, by_depth=True)
+        if tree is not None:
+            path = accepted_path(tree.parents, ids, new, by_depth=True)
             # Drafts behind the output are neither right nor wrong.
             ends = [None] if len(path) < len(new) else []
-            self._observe_path(len(ids), [*path, *ends])
+            self._observe_path(tree, len(ids), [*path, *ends])
             return
         pairs = list(zip(ids, new, strict=False))
         same = next((n for n, (a, b) in enumerate(pairs) if a != b), len(pairs))
@@ -131,17 +131,32 @@ class SequenceDrafts:
         asked, count = self._asked
         return count if asked == step else 0
 
+    def tree_of(self, *, is_told: bool) -> AnyTree | None:
+        """The tree of the drafts that a step verifies, which the host may not have yet."""
+        is_grown = isinstance(self.tree, GrownTree)
+        return GrownTree() if is_grown and not is_told else self.tree
+
     def await_ids(self, run: DraftRun) -> None:
         """A step verifies drafts whose ids the host does not have yet."""
         self._untold = run
 
-    def arrived(self, sequence: Sequence, ids: array[int], num_usable: int) -> None:
-        """A network's ids are here. If the next step was not planned without them, it may
-        verify the first ``num_usable``."""
+    def arrived(
+        self,
+        sequence: Sequence,
+        ids: array[int],
+        num_usable: int,
+        grown: GrownTree | None = None,
+    ) -> None:
+        """A network's ids are here, with the tree if the network ``grown`` one. If the next
+        step was not planned without them, it may verify the first ``num_usable``."""
         run, is_put_off = self._untold, self._is_put_off
         self._untold, self._is_put_off = None, False
+        if grown is not None:
+            self.tree = grown
         if run is not None:
             run.token_ids = ids[: len(run.token_ids)]
+            if run.tree is not None:
+                run.tree = self.tree
         elif sequence.status is not RequestStatus.RUNNING:
             return
         elif is_put_off:

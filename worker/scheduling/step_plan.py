@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from trimaran.comm.messages.messages import FinishReason
-from trimaran.worker.config.draft_tree import DraftTree, accepted_path, row_masks
+from trimaran.worker.config.draft_tree import AnyTree, accepted_path, row_masks
 from trimaran.worker.kv_cache.manager import BlockCopy, KVCacheManager
 from trimaran.worker.kv_cache.sequence_blocks import SequenceBlocks
 from trimaran.worker.requests.request import Sequence
@@ -61,7 +61,7 @@ class DraftRun:
     num_accepted: int = 0
     """Drafts that became output, once the step's result was taken in."""
 
-    tree: DraftTree | None = None
+    tree: AnyTree | None = None
     """The tree whose first nodes the drafts are; None for a chain."""
 
     path: List[int] = ()

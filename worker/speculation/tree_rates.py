@@ -1,4 +1,4 @@
-"""The acceptance of a tree's nodes: how often each rank of a likely token is the right one."""
+"""The acceptance of nodes of trees: how often a likely token, or a node, is the right one."""
 
 from __future__ import annotations
 
@@ -59,4 +59,33 @@ class TreeRates:
                 found.append((found[parent] if parent >= 0 else 1.0) * shares[rank])
             depths = np.array(self._tree.depths, dtype=np.int64)
             self._shape = TreeShape(depths, np.array(found))
+        return self._shape
+
+
+class NodeRates:
+    """The acceptance of each node of trees that a network grows, over all sequences. Nodes are
+    numbered by falling probability, so that a number says more than a rank."""
+
+    def __init__(self, num_nodes: int) -> None:
+        self._rates = _PRIOR_FIRST / (1.0 + np.arange(num_nodes))
+        self._trials = np.full(num_nodes, float(_PRIOR_TRIALS))
+        # A sequence's rate is that of its likeliest nodes at all depths.
+        self._depths = np.ones(num_nodes, dtype=np.int64)
+        self._shape: TreeShape | None = None
+
+    def observe(self, num_nodes: int, path: List[int]) -> None:
+        """Take in the accepted path through the first ``num_nodes`` nodes."""
+        is_right = np.zeros(num_nodes)
+        is_right[list(path)] = 1.0
+        rates, trials = self._rates[:num_nodes], self._trials[:num_nodes]
+        trials += 1.0
+        rates += (is_right - rates) * np.maximum(_SHARE, 1.0 / trials)
+        self._shape = None
+
+    @property
+    def shape(self) -> TreeShape:
+        """The share of each node by that of the first one."""
+        if self._shape is None:
+            shares = np.minimum(1.0, self._rates / max(float(self._rates[0]), 1e-6))
+            self._shape = TreeShape(self._depths, shares)
         return self._shape

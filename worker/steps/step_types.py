@@ -199,7 +199,8 @@ class SchedulerOutput:
     which it has blocks; the number of ids to draft."""
 
     tree_masks: Int32Array = field(default_factory=lambda: int32s((), 2))
-    """[num_drafts, 2]: `DraftTree.masks` of the draft rows, the lower half first; -1 in chains.
+    """[num_drafts, 2]: `DraftTree.masks` of the draft rows, the lower half first; -1 in chains,
+    and 0 (`draft_tree.UNTOLD`) where ranks have the masks of the tree that they grew last.
     Only engines whose drafts are trees send them. ``num_computed_tokens`` of these rows are
     slots, of which a tree has one for each node."""
 
@@ -212,14 +213,23 @@ class SchedulerOutput:
     @property
     def hidden_rows(self) -> Int32Array:
         """int32 [S]: rows between a row and the tokens before it that it does not see: a slot
-        minus these is a position. Empty if all are 0."""
+        minus these is a position. Empty if all are 0. Rows whose masks ranks alone have count
+        as 0."""
         if not len(self.tree_masks):
             return _NONE
         words = np.ascontiguousarray(self.tree_masks).view(np.int64)[:, 0]
         hidden = np.zeros(len(self.rows), dtype=np.int32)
         end = self.num_decodes
-        hidden[end - len(words) : end] = num_hidden(words)
+        hidden[end - len(words) : end] = np.where(words == 0, 0, num_hidden(words))
         return hidden
+
+    @property
+    def draft_nodes(self) -> Int32Array:
+        """int32 [num_drafts]: the number of each draft row's node in its tree, if
+        ``tree_masks`` is sent."""
+        counts = self.tree_runs[:, 2]
+        nodes: Int32Array = np.arange(counts.sum(), dtype=np.int32)
+        return nodes - np.repeat(np.cumsum(counts) - counts, counts)
 
     @property
     def num_tokens(self) -> int:

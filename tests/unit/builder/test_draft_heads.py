@@ -64,6 +64,12 @@ def heads(model, tmp_path):
              "--eagle_choices", "[[0], [1], [0, 0], [0, 1], [0, 0, 0], [0, 0, 0, 0]]"),
             "eagle", 6,
         ),
+        (
+            (*EAGLE, "--eagle_model_dir", "eagle", "--max_draft_len", "14",
+             "--eagle_use_dynamic_tree", "--eagle_dynamic_tree_max_top_k", "3",
+             "--num_eagle_layers", "4"),
+            "eagle", 14,
+        ),
         ((*REDRAFTER, "--drafter_model_dir", "redrafter"), "explicit_draft_tokens", 5),
         # The first number counted the tokens of all beams.
         (
@@ -90,6 +96,8 @@ def test_an_engine_folder_drafts_with_its_head(
     tree = read_choices(choices, "draft_choices") if choices else ()
     has_tree = (mode == "medusa" and most > 3) or any("choices" in flag for flag in flags)
     assert len(tree) == (most if has_tree else 0)
+    is_dynamic = "--eagle_use_dynamic_tree" in flags
+    assert (build.draft_width, build.draft_depth) == ((3, 4) if is_dynamic else (0, 0))
     outputs = []
     drafting = "redrafter" if mode == "explicit_draft_tokens" else mode
     for drafter in ("none", drafting):
@@ -102,6 +110,8 @@ def test_an_engine_folder_drafts_with_its_head(
                     speculation=SpeculationConfig(
                         drafter=drafter, draft_dir=folder, max_draft_tokens=most,
                         is_adaptive=False, tree=tree if folder else (),
+                        tree_width=build.draft_width if folder else 0,
+                        tree_depth=build.draft_depth if folder else 0,
                     ),
                 ),
                 cache=CacheConfig(max_tokens=512),
@@ -149,6 +159,44 @@ def test_an_engine_folder_drafts_with_its_head(
                 "2",
             ),
             ["--medusa_choices has 3 nodes", "--max_draft_len is 2"],
+        ),
+        (
+            (*EAGLE, "--eagle_model_dir", "eagle", "--eagle_dynamic_tree_max_top_k", "4"),
+            ["--eagle_dynamic_tree_max_top_k is 4", "--eagle_use_dynamic_tree is not set"],
+        ),
+        (
+            (*MEDUSA, "--medusa_model_dir", "medusa", "--eagle_use_dynamic_tree"),
+            ["--eagle_use_dynamic_tree is set together with --speculative_decoding_mode medu"],
+        ),
+        (
+            (
+                *EAGLE,
+                "--eagle_model_dir",
+                "eagle",
+                "--eagle_use_dynamic_tree",
+                "--eagle_choices",
+                "{0}",
+                "--max_draft_len",
+                "8",
+            ),
+            ["--eagle_use_dynamic_tree is set together with --eagle_choices"],
+        ),
+        (
+            (
+                *EAGLE,
+                "--eagle_model_dir",
+                "eagle",
+                "--eagle_use_dynamic_tree",
+                "--num_eagle_layers",
+                "9",
+                "--max_draft_len",
+                "60",
+            ),
+            ["top-k 10 and depth 9", "expands 80 nodes", "covers 63"],
+        ),
+        (
+            (*EAGLE, "--eagle_model_dir", "eagle", "--eagle_use_dynamic_tree"),
+            ["--max_draft_len is 0"],
         ),
         (
             (*MEDUSA, "--medusa_model_dir", "medusa", "--medusa_choices", "{0, 0, 0, 0}"),

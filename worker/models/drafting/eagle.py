@@ -21,7 +21,7 @@ from trimaran.worker.layers.linear import (
 )
 from trimaran.worker.layers.norm import RMSNorm, add_residual
 from trimaran.worker.layers.rotary import RotaryEmbedding
-from trimaran.worker.models.drafting.likeliest import likeliest_ids, likely_ids
+from trimaran.worker.models.drafting.likeliest import likeliest_ids, likely_ids, likely_scores
 from trimaran.worker.models.interfaces import CausalLM
 from trimaran.worker.models.llama import LlamaAttention, LlamaMLP
 from trimaran.worker.parallel.partition import partition_heads
@@ -182,6 +182,10 @@ class EagleHead(nn.Module):
     def likely_ids(self, states_ND: Tensor, count: int) -> Tensor:
         """See `RankedNetwork.likely_ids`."""
         return likely_ids(self._logits(states_ND), count, self.d2t)
+
+    def likely_scores(self, states_ND: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """See `RankedNetwork.likely_scores`."""
+        return likely_scores(self._logits(states_ND), count, self.d2t)
 
     def _logits(self, states_ND: Tensor) -> Tensor:
         if self._is_third:

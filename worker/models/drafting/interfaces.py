@@ -70,6 +70,11 @@ class RankedNetwork(ChainNetwork, Protocol):
         [N, count]. Collective."""
         ...
 
+    def likely_scores(self, states_ND: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """The ids of `likely_ids`, and the logarithms of their probabilities, float32 [N,
+        count]. Collective."""
+        ...
+
 
 @runtime_checkable
 class CachelessHeads(DraftNetwork, Protocol):

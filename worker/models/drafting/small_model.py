@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from trimaran.worker.attention.backend import ForwardContext, KVCacheSpec
-from trimaran.worker.models.drafting.likeliest import likeliest_ids, likely_ids
+from trimaran.worker.models.drafting.likeliest import likeliest_ids, likely_ids, likely_scores
 from trimaran.worker.models.interfaces import CausalLM
 
 # Shapes: T tokens, N sequences, D hidden size of the small model.
@@ -43,3 +43,7 @@ class SmallModel:
     def likely_ids(self, states_ND: Tensor, count: int) -> Tensor:
         """See `RankedNetwork.likely_ids`."""
         return likely_ids(self.model.compute_logits(states_ND), count)
+
+    def likely_scores(self, states_ND: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """See `RankedNetwork.likely_scores`."""
+        return likely_scores(self.model.compute_logits(states_ND), count)

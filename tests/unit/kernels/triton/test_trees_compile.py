@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-WIDE = ("wide", "step_wide", "ids", "table", "num_accepted", "last", "tree_masks")
+WIDE = ("wide", "step_wide", "ids", "table", "num_accepted", "last", "tree_masks", "tree_words")
 NARROW = (
     "narrow", "step_narrow", "packed", "block_tables", "shifts", "rejected", "runs", "paths",
     "splits", "counters", "tables", "seq_lens",
@@ -16,6 +16,7 @@ KERNELS = {
     "move bytes": ("tree_paths._move_kernel", {"pool": "*u8"}),
     "prepare": ("inputs._prepare_kernel", {"table": "*i32"}),
     "places": ("drafts._places_kernel", {}),
+    "log sums": ("drafts._log_sums_kernel", {"logits": "*bf16", "output": "*fp32"}),
     "latent": (
         "attention.latent_decode._latent_decode_kernel",
         {"query": "*bf16", "cache": "*bf16", "output": "*bf16", "scale": "fp32", "cap": "fp32"},

@@ -1,11 +1,11 @@
-"""The kernel that finds the ids of a network's drafts, beside torch."""
+"""The kernels that find the ids and the scores of a network's drafts, beside torch."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from trimaran.kernels.triton.drafts import likeliest_ids
+from trimaran.kernels.triton.drafts import likeliest_ids, log_sums
 
 
 @pytest.mark.parametrize(("rows", "ids"), [(1, 40), (3, 2048), (2, 5000)])
@@ -23,6 +23,20 @@ def test_the_first_of_the_largest_logits_wins(rows, ids, dtype):
 
     assert torch.equal(likeliest_ids(logits), expected)
     assert torch.equal(likeliest_ids(logits, offsets), expected + offsets[expected])
+
+
+@pytest.mark.parametrize(("rows", "ids"), [(1, 40), (3, 2048), (2, 5000)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_logarithm_of_a_sum_is_that_of_torch(rows, ids, dtype):
+    torch.manual_seed(ids)
+    padded = (torch.randn(rows, ids + 24) * 9).to(dtype)
+    padded[:, ids:] = 100.0
+    logits = padded[:, :ids]
+    logits[:, ::3] = float("-inf")
+
+    expected = logits.float().logsumexp(dim=-1)
+
+    assert torch.allclose(log_sums(logits), expected, atol=1e-5, rtol=1e-6)
 
 
 def test_logits_that_are_no_numbers_have_valid_ids():

@@ -9,6 +9,7 @@ import pytest
 from launcher_repository import resolve, write_engine, write_model
 
 from trimaran.comm.errors import ConfigError
+from trimaran.worker.config.draft_tree import Growth
 
 
 @pytest.fixture
@@ -193,6 +194,18 @@ def test_a_head_drafts_the_tree_of_the_repository_or_of_the_build(tmp_path, kind
         repository = with_head(tmp_path / str(number), kind, keys, **built)
         found = resolve(repository).groups[0].engine.scheduler.speculation
         assert (found.tree, found.max_draft_tokens) == (tree, len(tree))
+
+
+def test_an_eagle_head_grows_trees_if_it_was_built_so(tmp_path):
+    built = {"max_draft_len": 9, "draft_width": 3, "draft_depth": 4}
+    found = []
+    for number, keys in enumerate([{}, {"eagle_choices": "{0}, {1}"}]):
+        repository = with_head(tmp_path / str(number), "eagle", keys, **built)
+        found.append(resolve(repository).groups[0].engine.scheduler.speculation)
+
+    assert (found[0].growth, found[0].tree) == (Growth(3, 4, 9), ())
+    # Choices of the repository replace the tree of the build.
+    assert (found[1].growth, found[1].tree) == (None, ((0,), (1,)))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trimaran.worker.attention.backend import KVCacheSpec
-from trimaran.worker.config.draft_tree import MC_SIM_7B_63, DraftTree, tree_of
+from trimaran.worker.config.draft_tree import MC_SIM_7B_63, UNTOLD, DraftTree, tree_of
 from trimaran.worker.execution.device_inputs import DeviceInputs
 from trimaran.worker.execution.draft_inputs import DraftInputs
 from trimaran.worker.execution.input_batch import InputBatch
@@ -33,9 +33,10 @@ TREES = {
 }
 
 
-def decide(rng, tree):
+def decide(rng, tree, told=()):
     """A step of decodes, some of which verify the first nodes of a tree, some a chain; and its
-    sampled ids, of which some equal the drafts."""
+    sampled ids, of which some equal the drafts. With inputs that are ``told`` the masks of
+    some trees, the decision does not have these."""
     rows = rng.permutation(NUM_ROWS)[: rng.integers(1, 4)]
     lengths = rng.integers(1, MAX_LEN - 70, len(rows))
     entries, words, runs, proposals = [], [], [], []
@@ -45,7 +46,12 @@ def decide(rng, tree):
         if count:
             entries += [(row, length + 1 + node) for node in range(count)]
             is_chain = rng.random() < 0.2
-            words += [-1] * count if is_chain else tree.masks[:count]
+            masks = [-1] * count if is_chain else tree.masks[:count]
+            if told and rng.random() < 0.5:
+                for inputs in told:
+                    inputs.tree_words[row, :count] = torch.tensor(masks)
+                masks = [UNTOLD] * count
+            words += masks
             runs.append((place, first, count))
         proposals.append((place, first if count else 0, count, length + 90, 3))
         first += count
@@ -78,9 +84,9 @@ def make_both():
     tables = torch.from_numpy(rng.permutation(SPARE)[: NUM_ROWS * 25].reshape(NUM_ROWS, 25))
     ids = torch.from_numpy(rng.integers(5, 90, (NUM_ROWS, MAX_LEN + 1)))
     device = DeviceInputs(NUM_ROWS, MAX_LEN, MAX_ROWS * 2, BLOCK, CPU, depth=2)
-    device.use_trees()
     for inputs in (InputBatch(NUM_ROWS, MAX_LEN, BLOCK, 1, CPU, 2), device):
         is_device = inputs is device
+        inputs.use_trees(64)
         blocks = inputs.block_tables[:-1] if is_device else inputs.block_tables[0]
         blocks.copy_(tables)
         inputs.token_table[:NUM_ROWS] = ids
@@ -102,8 +108,10 @@ def test_a_gpu_makes_rows_of_trees_and_follows_paths_as_the_cpu_does(name):
     rng = np.random.default_rng(len(name))
     lengths = set()
     for _ in range(2):
-        decision, ids = decide(rng, TREES[name])
-        wanted, told = batch.prepare(decision), device.prepare(decision)
+        sent, ids = decide(rng, TREES[name], (batch, device))
+        told = device.prepare(device.resolved(sent))
+        decision = batch.resolved(sent)
+        wanted = batch.prepare(decision)
         assert torch.equal(told.token_ids, wanted.token_ids)
         assert torch.equal(told.positions, wanted.positions)
         assert torch.equal(told.seq_lens, wanted.seq_lens)
@@ -120,7 +128,7 @@ def test_a_gpu_makes_rows_of_trees_and_follows_paths_as_the_cpu_does(name):
             inputs.write_sampled(step, ids)
         if len(decision.tree_runs):
             paths.accept(wanted, decision, ids)
-            gpu_paths.accept(told, decision, ids)
+            gpu_paths.accept(told, sent, ids)
             paths.move([group], wanted.slot_mappings)
             gpu_paths.move([gpu_group], told.slot_mappings)
         runs = decision.tree_runs[:, 0]
@@ -133,7 +141,7 @@ def test_a_gpu_makes_rows_of_trees_and_follows_paths_as_the_cpu_does(name):
         assert torch.equal(gpu_group.pool, group.pool)
         count = len(decision.proposals)
         cpu.send(decision, wanted, ids, count)
-        gpu.send(decision, told, ids, count)
+        gpu.send(sent, told, ids, count)
         expected, found = cpu.places(count), gpu.places(count)
         for field in ("sampled", "next_ids", "rows", "positions", "slots", "lengths"):
             assert torch.equal(getattr(found, field), getattr(expected, field)), field

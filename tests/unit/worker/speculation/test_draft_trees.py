@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import random
+from array import array
 
 import pytest
+import torch
 
 from trimaran.comm.errors import ConfigError
 from trimaran.worker.config.draft_tree import (
     MC_SIM_7B_63,
     DraftTree,
+    GrownTree,
+    Growth,
     accepted_path,
     read_choices,
     tree_of,
 )
 from trimaran.worker.config.speculation_config import SpeculationConfig
+from trimaran.worker.execution.grown_trees import Candidates, likeliest_nodes, tree_words
 from trimaran.worker.speculation.controller import DraftController
-from trimaran.worker.speculation.tree_rates import TreeRates
+from trimaran.worker.speculation.tree_rates import NodeRates, TreeRates
 
 
 def test_the_default_tree_is_that_of_63_nodes_and_four_heads():
@@ -82,6 +87,92 @@ def test_what_is_no_tree_is_refused_with_its_value(text, complaint):
 
     assert complaint in str(caught.value)
     assert str(caught.value).startswith(f"eagle_choices is {text!r}")
+
+
+def test_a_grown_tree_has_the_masks_and_the_first_path_of_its_parents():
+    rng = random.Random(5)
+    for _ in range(20):
+        tree = random_tree(rng)
+        grown = GrownTree(list(tree.parents))
+        ids = array("i", range(tree.num_nodes))
+        assert tuple(grown.masks) == tree.masks
+        assert grown.chain_of(ids) == tree.chain_of(ids)
+        words = tree_words(torch.tensor([tree.parents, tree.parents]), tree.depth)
+        assert words.tolist() == [list(tree.masks)] * 2
+        for node in range(-1, tree.num_nodes):
+            count = rng.randrange(node + 1, tree.num_nodes + 1)
+            assert grown.first_child(node, count) == tree.first_child(node, count)
+
+
+def test_the_likeliest_nodes_are_a_tree_whose_nodes_follow_their_parents():
+    rng = random.Random(6)
+    for _ in range(50):
+        parents, scores = [], []
+        for number in range(40):
+            parents.append(rng.randrange(-1, number))
+            above = scores[parents[-1]] if parents[-1] >= 0 else 0.0
+            # Probabilities of 1 and of 0 make equal scores.
+            scores.append(above + rng.choice([0.0, -1.0, -rng.random(), float("-inf")]))
+        found = Candidates([], [], [])
+        for first, end in ((0, 15), (15, 40)):
+            part = slice(first, end)
+            found.add(
+                torch.arange(100 + first, 100 + end)[None],
+                torch.tensor([scores[part]]),
+                torch.tensor([parents[part]]),
+            )
+        ids, above = likeliest_nodes(found, 12)
+        chosen = [each - 100 for each in ids[0].tolist()]
+        assert [scores[each] for each in chosen] == sorted(scores, reverse=True)[:12]
+        for place, (each, parent) in enumerate(zip(chosen, above[0].tolist(), strict=True)):
+            assert parent < place
+            assert parents[each] == (chosen[parent] if parent >= 0 else -1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        (
+            {"drafter": "medusa"},
+            "is medusa, which grows no trees, but a dynamic tree with top-",
+        ),
+        ({"tree": ((0,),)}, "top-k 4 is set together with choices of 1 nodes. Leave one out"),
+        ({"tree_depth": 0}, "has top-k 4 and depth 0, but both must be 1 to 64"),
+        ({"tree_width": 65}, "has top-k 65 and depth 3, but both must be 1 to 64"),
+        ({"tree_depth": 17}, "expands 64 nodes, but a mask covers 63. Lower the top-k"),
+        ({"max_draft_tokens": 65}, "--max-draft-tokens is 65 but must be 1 to 64"),
+    ],
+)
+def test_trees_that_cannot_grow_are_refused(fields, complaint):
+    values = {
+        "drafter": "eagle", "draft_dir": "/x", "max_draft_tokens": 16, "tree_width": 4,
+        "tree_depth": 3,
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match=complaint):
+        SpeculationConfig(**{**values, **fields})
+
+
+def test_a_grown_tree_has_no_more_nodes_than_candidates():
+    config = SpeculationConfig(
+        drafter="eagle", draft_dir="/x", max_draft_tokens=60, tree_width=3, tree_depth=3
+    )
+    assert (config.max_draft_tokens, config.growth) == (21, Growth(3, 3, 21))
+    # No more nodes of a depth are expanded than the tree has.
+    wide = SpeculationConfig(
+        drafter="eagle", draft_dir="/x", max_draft_tokens=5, tree_width=60, tree_depth=5
+    )
+    assert wide.growth == Growth(5, 5, 5)
+
+
+def test_the_rate_of_a_node_is_that_of_its_number():
+    rates = NodeRates(6)
+    rng = random.Random(7)
+    for _ in range(3000):
+        path = [0, 2] if rng.random() < 0.6 else [1] if rng.random() < 0.5 else []
+        rates.observe(4, path)
+    shape = rates.shape
+    assert shape.shares[:4] == pytest.approx([1.0, 0.33, 1.0, 0.0], abs=0.1)
+    assert shape.depths.tolist() == [1] * 6
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "redrafter", "mtp"])

@@ -21,7 +21,9 @@ from tests.unit.worker.speculation.test_networks import (
     make_engine,
 )
 from tests.unit.worker.speculation.tree_reference import (
+    EagleGrown,
     EagleTree,
+    Growing,
     MedusaTree,
     generate_by_tree,
 )
@@ -37,6 +39,14 @@ def tree_by(kind, folders, tree, **fields):
     return SpeculationConfig(
         drafter=kind, draft_dir=str(folders[kind]), tree=tree.choices, **values
     )
+
+
+def grown_by(kind, folders, growing, **fields):
+    """The configuration of one kind of network that grows trees."""
+    return SpeculationConfig(
+        drafter=kind, draft_dir=str(folders[kind]), max_draft_tokens=len(growing.choices),
+        tree_width=growing.width, tree_depth=growing.depth, is_adaptive=False, **fields,
+    )  # fmt: skip
 
 
 @pytest.mark.matrix(keep=3)
@@ -96,6 +106,68 @@ def test_eagle_trees_are_drafted_and_verified_as_the_plain_loop_does(
         sum(each.accepted for _, each in told),
     )
     assert counts.num_accepted
+
+
+@pytest.mark.matrix(keep=3)
+@pytest.mark.parametrize("kind", ["draft_model", "eagle"])
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "a window"])
+def test_grown_trees_change_no_output(target_folder, networks, kind, way):
+    rng = random.Random(way)
+    asked = [draw(rng) for _ in range(40)]
+    expected = serve(make_engine(target_folder, SpeculationConfig(), **WAYS[way]), asked)
+
+    config = grown_by(kind, networks, Growing(3, 4, 12))
+    driver = make_engine(target_folder, config, **WAYS[way])
+    check(serve(driver, asked), expected)
+
+    counts = driver.engine.scheduler.draft_counts
+    assert counts.num_tokens
+    assert counts.num_accepted or kind == "eagle"  # whose weights are random
+
+
+@pytest.mark.matrix(keep=2)
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"max_num_batched_tokens": 16}, {"tokens_per_block": 4, "max_tokens": 240}],
+)
+def test_grown_trees_are_those_of_the_plain_loop(target, target_folder, tmp_path, changes):
+    folder = random_eagle(tmp_path / "head", target.config, draft_vocab=VOCAB, scale=0.2)
+    prompts = [[place % VOCAB for place in range(n, 3 * n + 9, 2)] for n in (1, 4, 7)]
+    growing = Growing(4, 3, 10)
+    head = EagleGrown(folder, target, (2, 3, 3))
+    head.growing = growing
+    told = [generate_by_tree(target, head, prompt, 40, growing) for prompt in prompts]
+
+    config = grown_by("eagle", {"eagle": folder}, growing)
+    driver = make_engine(target_folder, config, **changes)
+    outputs, counts = count_with(driver, prompts, 40)
+
+    assert outputs == [ids for ids, _ in told]
+    # Two paths of nearly the same probability may change places.
+    assert counts.num_drafts == pytest.approx(sum(each.drafts for _, each in told), rel=0.02)
+    accepted = sum(each.accepted for _, each in told)
+    assert counts.num_accepted == pytest.approx(accepted, rel=0.02)
+    assert counts.num_accepted
+
+
+def test_grown_trees_of_the_shipped_head_accept_what_the_plain_loop_accepts():
+    base, folder = EXAMPLES / "demo_models" / "base", EXAMPLES / "draft_heads" / "eagle"
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+    prompt = Tokenizer.from_file(str(base / "tokenizer.json")).encode("The king said to").ids
+    head = EagleGrown(folder, model, (2, 4, 5))
+    head.growing = Growing(4, 4, 9)
+    output, told = generate_by_tree(model, head, prompt, 60, head.growing)
+
+    config = grown_by("eagle", {"eagle": folder}, head.growing)
+    outputs, counts = count_with(make_engine(base, config), [prompt], 60)
+
+    assert outputs == [output]
+    assert counts.num_accepted == pytest.approx(told.accepted, rel=0.02)
+    # Static trees of as many nodes accept less.
+    static = make_engine(base, tree_by("eagle", {"eagle": folder}, SMALL))
+    outputs, without = count_with(static, [prompt], 60)
+    assert outputs == [output]
+    assert counts.num_accepted / counts.num_drafts > without.num_accepted / without.num_drafts
 
 
 def test_trees_of_the_shipped_head_are_longer_than_chains():

@@ -47,6 +47,45 @@ class EagleTree(EagleReference):
         return found
 
 
+class Growing:
+    """The limits of trees that are grown; ``choices`` are the numbers of nodes."""
+
+    def __init__(self, width, depth, num_nodes):
+        self.width, self.depth, self.choices = width, depth, range(num_nodes)
+
+
+class EagleGrown(EagleReference):
+    """The dynamic trees of EAGLE-2. A node is the path of the tokens to it."""
+
+    growing: Growing
+
+    def draft_tree(self, ids, states, last, choices):
+        """The id of as many paths as there are ``choices``, the likeliest ones."""
+        joined = torch.cat([states[tap] for tap in self.taps], -1)
+        known, chain = list(ids[1:]), self._times(joined, "fc")
+        runs = {(): (known, chain, self._layer(torch.tensor(known), chain))}
+        scores, level = {(): 0.0}, [()]
+        for depth in range(self.growing.depth):
+            children = {}
+            for path in level:
+                known, chain, outputs = runs[path]
+                logits = self._times(self._norm(outputs[-1:], "norm"), "lm_head")[0]
+                likely = logits.log_softmax(-1).sort(descending=True)
+                for own in range(self.growing.width):
+                    draft = likely.indices[own].item()
+                    draft += int(self.weights["d2t"][draft])
+                    children[(*path, draft)] = scores[path] + likely.values[own].item()
+            scores.update(children)
+            level = sorted(children, key=lambda path: -children[path])[: self.growing.width]
+            for path in level if depth + 1 < self.growing.depth else ():
+                known, chain, outputs = runs[path[:-1]]
+                known, chain = [*known, path[-1]], torch.cat((chain, outputs[-1:]))
+                runs[path] = known, chain, self._layer(torch.tensor(known), chain)
+        del scores[()]
+        found = sorted(scores, key=lambda path: -scores[path])[: len(choices)]
+        return {path: path[-1] for path in found}
+
+
 @torch.no_grad()
 def generate_by_tree(target, head, prompt, num_tokens, tree):
     """Greedy output with trees, and the counts; see `head_reference.generate`."""
