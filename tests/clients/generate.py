@@ -99,8 +99,9 @@ _DOCUMENTS = (
     ),
     (
         "Medusa, Eagle",
-        "chains and the trees of `medusa_choices` and `eagle_choices` are served; the dynamic "
-        "trees of EAGLE-2 are not ([speculative-decoding.md](speculative-decoding.md#trees))",
+        "chains, the trees of `medusa_choices` and `eagle_choices`, and dynamic trees "
+        "(`--eagle_use_dynamic_tree`) are served "
+        "([speculative-decoding.md](speculative-decoding.md#trees))",
     ),
     (
         "Lookahead",
