@@ -171,3 +171,18 @@ def list_of(fields: Fields, name: str, kind: type, what: str, most: int) -> list
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise fields.wrong(name, value, f"a list of {what}")
     return values
+
+
+def length_left(left: int, value: object) -> int:
+    """What a value of JSON leaves of a number of characters and values; below 0: too little.
+    A part that occurs several times counts each time."""
+    waiting = [value]
+    while waiting and left >= 0:
+        item = waiting.pop()
+        if isinstance(item, dict):
+            left -= sum(map(len, item))
+            waiting += item.values()
+        elif isinstance(item, (list, tuple)):
+            waiting += item
+        left -= len(item) if isinstance(item, str) else 1
+    return left

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trimaran.server.openai.errors import ApiError
-from trimaran.server.openai.fields import Fields, list_of
+from trimaran.server.openai.fields import Fields, length_left, list_of
 from trimaran.server.openai.requests import ChatModel, GenerationRequest, read_chat
 from trimaran.server.openai.response_input import ResponseInput
 from trimaran.server.openai.sampling import IGNORED, MAX_TOP_LOGPROBS
@@ -94,7 +94,7 @@ def _repeated(members: dict[str, Any]) -> dict[str, Any]:
     repeated["parallel_tool_calls"] = members.get("parallel_tool_calls") is not False
     left = MAX_REPEATED_LENGTH
     for name, value in repeated.items():
-        left = _left(left, value)
+        left = length_left(left, value)
         if left < 0:
             raise ApiError(
                 f"{', '.join(repeated)} may have at most {MAX_REPEATED_LENGTH} characters and "
@@ -102,20 +102,6 @@ def _repeated(members: dict[str, Any]) -> dict[str, Any]:
                 param=name,
             )
     return repeated
-
-
-def _left(left: int, value: object) -> int:
-    """What a value leaves of a number of characters and values; below 0: too little."""
-    waiting = [value]
-    while waiting and left >= 0:
-        item = waiting.pop()
-        if isinstance(item, dict):
-            left -= sum(map(len, item))
-            waiting += item.values()
-        elif isinstance(item, list):
-            waiting += item
-        left -= len(item) if isinstance(item, str) else 1
-    return left
 
 
 def _read_log_probs(fields: Fields, chat: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trimaran.server.openai.errors import ApiError
-from trimaran.server.openai.fields import Fields
+from trimaran.server.openai.fields import Fields, length_left
 from trimaran.server.openai.parsing.harmony import HarmonyToolParser
 from trimaran.server.openai.parsing.output_parser import OutputParser
 from trimaran.server.openai.parsing.reasoning_formats import REASONING_FORMATS, Reasoning
@@ -25,6 +25,9 @@ from trimaran.server.openai.parsing.structural_tags import (
 from trimaran.server.openai.parsing.tool_formats import FORMATS
 
 _MAX_TOOLS = 512
+MAX_GUIDE_LENGTH = 1 << 23
+"""Characters and values of what guided decoding allows for a request."""
+
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 _GUIDE_TYPE, _GUIDE = "guided_decoding_guide_type", "guided_decoding_guide"
 _TOOL_MEMBERS = frozenset(("tools", "tool_choice", "parallel_tool_calls"))
@@ -269,6 +272,9 @@ def guide_of(
 ) -> dict[str, str]:
     """The guide's inputs of the token model: calls that must come, or the JSON of an answer.
     Empty where any text may come.
+
+    Raises:
+        ApiError: the schemas make more than `MAX_GUIDE_LENGTH`.
     """
     pieces, whole = Pieces(form.special), form.whole
     json_answer: Tag | None = None
@@ -296,6 +302,14 @@ def guide_of(
             reasoning, content, pieces, is_open=options.starts_in_reasoning
         )
     tag = {"type": "structural_tag", "format": content}
+    if length_left(MAX_GUIDE_LENGTH, tag) < 0:
+        # Forms with a schema for each argument repeat the definitions in each.
+        raise ApiError(
+            "the schemas make a form of the answer with more than "
+            f"{MAX_GUIDE_LENGTH} characters and values. Send fewer or shorter schemas, or "
+            "definitions that fewer of them need.",
+            param="response_format" if answer is not None else "tools",
+        )
     return {_GUIDE_TYPE: "structural_tag", _GUIDE: json.dumps(tag)}
 
 

@@ -56,7 +56,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenServed]:
     (port,) = free_ports(1)
     flags = (
         "--openai-port", str(port), "--chat-template", str(folder / "chat.jinja"),
-        "--tool-call-parser", "hermes",
+        # A form with a schema for each argument.
+        "--tool-call-parser", "kimi_k3",
     )  # fmt: skip
     with OpenServed(folder / "models", 1, flags, folder / "serve.log") as served:
         served.openai_port = port
@@ -118,6 +119,33 @@ def recursive_schema() -> dict[str, Any]:
         for n in range(60)
     }
     return {"type": "object", "properties": {"a": ref}, "$defs": definitions}
+
+
+def called(schema: Any, count: int = 1) -> dict[str, Any]:
+    """A chat in which one of some functions must be called."""
+    return chat("a", tools=[tool(n, schema) for n in range(count)], tool_choice="required")
+
+
+def endless_schema(width: int) -> dict[str, Any]:
+    """A definition that is any of itself."""
+    itself = {"$ref": "#/$defs/d"}
+    return {
+        "type": "object", "properties": {"a": itself},
+        "$defs": {"d": {"anyOf": [itself] * width}},
+    }  # fmt: skip
+
+
+def shared_schema(count: int) -> dict[str, Any]:
+    """So many arguments, and as many definitions that each of them may need."""
+    return {
+        "type": "object",
+        "properties": {f"p{n}": {"$ref": "#/$defs/d0"} for n in range(count)},
+        "$defs": {f"d{n}": {"type": "integer", "description": "y" * 20} for n in range(count)},
+    }
+
+
+def parts(kind: str, count: int, **member: Any) -> list[dict[str, Any]]:
+    return [{"type": kind, **member}] * count
 
 
 def formed(schema: Any) -> dict[str, Any]:
@@ -216,6 +244,91 @@ ATTACKS: dict[str, tuple[str, Callable[[], Any]]] = {
     ),
     "a long name of the model": (CHAT, lambda: {**chat("a"), "model": "m" * (30 * MB)}),
     "many unknown members": (CHAT, lambda: {**chat("a"), **{f"m{n}": 1 for n in range(10**6)}}),
+    "20,000 functions": (CHAT, lambda: chat("a", tools=[tool(n) for n in range(20_000)])),
+    "20,000 functions for a response": (
+        RESPONSE,
+        lambda: response("a", tools=[
+            {"type": "function", "name": f"f{n}"} for n in range(20_000)
+        ]),
+    ),
+    "100,000 allowed functions": (
+        CHAT,
+        lambda: chat("a", tools=[tool()], tool_choice={
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": "required", "tools": [tool()] * 100_000},
+        }),
+    ),
+    "a function of an endless type": (CHAT, lambda: called(endless_schema(200))),
+    "64 functions of an endless type": (CHAT, lambda: called(endless_schema(20), 64)),
+    "arguments that share 3,000 definitions": (CHAT, lambda: called(shared_schema(3000))),
+    "arguments that share 100 definitions, in 16 KB": (
+        CHAT, lambda: called(shared_schema(100)),
+    ),
+    "50,000 images": (
+        CHAT, lambda: chat(parts("image_url", 50_000, image_url={"url": "data:,"})),
+    ),
+    "an image of 20 MB": (
+        CHAT,
+        lambda: chat(parts(
+            "image_url", 1, image_url={"url": "data:image/png;base64," + "A" * (20 * MB)},
+        )),
+    ),
+    "400,000 parts of a message": (CHAT, lambda: chat(parts("text", 400_000, text="a"))),
+    "a million prompts without ids": (
+        TEXT, lambda: {"model": "ensemble", "prompt": [[]] * 1_000_000},
+    ),
+    "4,096 prompts of 1,000 ids": (
+        TEXT, lambda: {"model": "ensemble", "prompt": [[5] * 1000] * 4096},
+    ),
+    "128 prompts of 64 KB": (
+        TEXT, lambda: {"model": "ensemble", "prompt": ["a " * (32 << 10)] * MANY},
+    ),
+    "a stop word of 20 MB": (CHAT, lambda: chat("a", stop="x" * (20 * MB))),
+    "16 stop words of a megabyte": (
+        TEXT, lambda: {"model": "ensemble", "prompt": "a", "stop": ["ab" * (MB // 2)] * 16},
+    ),
+    "200,000 parts of an item": (
+        RESPONSE,
+        lambda: response([
+            {"role": "user", "content": parts("input_text", 200_000, text="a")}
+        ]),
+    ),
+    "20,000 images of items": (
+        RESPONSE,
+        lambda: response([
+            {"role": "user", "content": parts("input_image", 1, image_url="data:,")}
+        ] * 20_000),
+    ),
+    "a reasoning of 400,000 parts": (
+        RESPONSE,
+        lambda: response([
+            {"type": "reasoning", "content": parts("reasoning_text", 400_000, text="a")}
+        ]),
+    ),
+    "20 MB that a function returned": (
+        RESPONSE,
+        lambda: response([
+            {"type": "function_call_output", "call_id": "c", "output": "a " * (10 * MB)}
+        ]),
+    ),
+    "100,000 messages to tokenize": (
+        "/tokenize", lambda: {"model": "ensemble", "messages": [user("a")] * 100_000},
+    ),
+    "20,000 functions to tokenize": (
+        "/tokenize",
+        lambda: {
+            "model": "ensemble", "messages": [user("a")],
+            "tools": [tool(n) for n in range(20_000)],
+        },
+    ),
+    "a million tokens as texts": (
+        "/tokenize",
+        lambda: {"model": "ensemble", "prompt": "a " * 500_000, "return_token_strs": True},
+    ),
+    "60 MB to load a model": (
+        "/v1/models/ensemble/load", lambda: {"parameters": "x" * (60 * MB)},
+    ),
+    "20 MB to embed": ("/v1/embeddings", lambda: {"input": "a " * (10 * MB)}),
     "texts to tokenize": (
         "/tokenize", lambda: {"model": "ensemble", "prompt": "a " * (10 * MB)},
     ),

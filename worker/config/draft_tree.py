@@ -19,6 +19,9 @@ MAX_NODES = 64
 """Most nodes: a node's mask is a word of 64 bits, its own bit included."""
 
 _MAX_RANK = 63
+_MAX_SHOWN = 1000
+"""Characters of a tree that errors show."""
+
 _NUMBERS = re.compile(r"[\[({]([\s\d,]*)[\])}]")
 
 MC_SIM_7B_63: Choices = tuple(
@@ -246,6 +249,13 @@ def tree_of(choices: List[List[int]]) -> DraftTree:
     Raises:
         ConfigError: a node is empty, named twice or out of range, or there are too many.
     """
+    # Before work that grows with the square of either number.
+    if len(choices) > MAX_NODES or any(len(choice) > MAX_NODES for choice in choices):
+        most = max(len(choices), *map(len, choices))
+        raise ConfigError(
+            f"the tree of drafts has {most} nodes but must have 1 to {MAX_NODES}. Name "
+            "fewer choices."
+        )
     paths = [tuple(choice) for choice in choices]
     for path in paths:
         if not path or not all(0 <= rank <= _MAX_RANK for rank in path):
@@ -283,12 +293,13 @@ def read_choices(text: str, name: str) -> Choices:
         choices = [[int(rank) for rank in part.split(",")] for part in parts]
     except ValueError:
         choices = []
+    shown = repr(text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}...")
     if rest or not choices:
         raise ConfigError(
-            f"{name} is {text!r} but must be a tree such as '{{0}}, {{0, 0}}, {{1}}': the rank "
+            f"{name} is {shown} but must be a tree such as '{{0}}, {{0, 0}}, {{1}}': the rank "
             "of each token on the way to a node."
         )
     try:
         return tree_of(choices).choices
     except ConfigError as error:
-        raise ConfigError(f"{name} is {text!r}: {error}") from None
+        raise ConfigError(f"{name} is {shown}: {error}") from None

@@ -10,6 +10,10 @@ from typing import Any
 
 _NAMES = {"True": True, "False": False, "None": None}
 _MAX_DEPTH = 8
+_MAX_VISITS = 1 << 10
+"""Schemas and listed values that are looked at for one type. Schemas may refer to each other,
+so that a few of them stand for any number; what needs more has no known type."""
+
 _DEFINITIONS = ("#/$defs/", "#/definitions/")
 
 
@@ -87,12 +91,12 @@ def argument_type(schema: Mapping[str, Any], key: str) -> ArgumentType | None:
     """The type of a function's argument; None if the schema does not tell the type."""
     properties = schema.get("properties")
     found = properties.get(key) if isinstance(properties, Mapping) else None
-    return _type_of(found, schema, _MAX_DEPTH)
+    return _Search(schema).type_of(found)
 
 
 def type_of(schema: Any, root: Mapping[str, Any]) -> ArgumentType | None:
     """The type of a value within a function's arguments, whose schema is ``root``."""
-    return _type_of(schema, root, _MAX_DEPTH)
+    return _Search(root).type_of(schema)
 
 
 def member_schema(schema: Any, root: Mapping[str, Any], key: str) -> Any:
@@ -109,24 +113,53 @@ def member_schema(schema: Any, root: Mapping[str, Any], key: str) -> Any:
     return schema.get("items") if key == "item" else schema.get("additionalProperties")
 
 
-def _type_of(schema: Any, root: Mapping[str, Any], depth: int) -> ArgumentType | None:
-    if not isinstance(schema, Mapping) or depth == 0:
-        return None
-    reference = schema.get("$ref")
-    if isinstance(reference, str):
-        return _type_of(_definition(reference, root), root, depth - 1)
-    for name in ("anyOf", "oneOf", "allOf"):
-        options = schema.get(name)
-        if isinstance(options, list) and options:
-            return _joined([_type_of(each, root, depth - 1) for each in options])
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    if isinstance(values, list) and values:
+class _Search:
+    """Finds one type, within `_MAX_VISITS`."""
+
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        """``root`` holds the definitions."""
+        self._root = root
+        self._num_left = _MAX_VISITS
+
+    def type_of(self, schema: Any, depth: int = _MAX_DEPTH) -> ArgumentType | None:
+        """The type of a schema's values; None if it is not told, or too far away."""
+        self._num_left -= 1
+        if not isinstance(schema, Mapping) or depth == 0 or self._num_left < 0:
+            return None
+        reference = schema.get("$ref")
+        if isinstance(reference, str):
+            return self.type_of(_definition(reference, self._root), depth - 1)
+        for name in ("anyOf", "oneOf", "allOf"):
+            options = schema.get(name)
+            if isinstance(options, list) and options:
+                return self._joined(options, depth - 1)
+        values = [schema["const"]] if "const" in schema else schema.get("enum")
+        if isinstance(values, list) and values:
+            return self._listed(values)
+        named = schema.get("type")
+        names = named[:_MAX_VISITS] if isinstance(named, list) else [named]
+        kinds = frozenset(name for name in names if isinstance(name, str))
+        return ArgumentType(kinds) if kinds else None
+
+    def _listed(self, values: list[Any]) -> ArgumentType | None:
+        self._num_left -= len(values)
+        if self._num_left < 0:
+            return None
         kinds = frozenset().union(*map(_kinds_of, values))
         return ArgumentType(kinds, tuple(each for each in values if isinstance(each, str)))
-    named = schema.get("type")
-    names = named if isinstance(named, list) else [named]
-    kinds = frozenset(name for name in names if isinstance(name, str))
-    return ArgumentType(kinds) if kinds else None
+
+    def _joined(self, options: list[Any], depth: int) -> ArgumentType | None:
+        """What one of several types allows."""
+        types: list[ArgumentType] = []
+        for option in options:
+            found = self.type_of(option, depth)
+            if found is None:
+                return None
+            types.append(found)
+        # A free text beside listed texts allows any text.
+        is_free = any(each.is_any_text for each in types)
+        choices = () if is_free else tuple(text for each in types for text in each.choices)
+        return ArgumentType(frozenset().union(*(each.kinds for each in types)), choices)
 
 
 def _definition(reference: str, root: Mapping[str, Any]) -> Any:
@@ -136,14 +169,3 @@ def _definition(reference: str, root: Mapping[str, Any]) -> Any:
             if isinstance(definitions, Mapping):
                 return definitions.get(reference.removeprefix(prefix))
     return None
-
-
-def _joined(found: list[ArgumentType | None]) -> ArgumentType | None:
-    """What one of several types allows."""
-    if None in found:
-        return None
-    types = [each for each in found if each is not None]
-    # A free text beside listed texts allows any text.
-    is_free = any(each.is_any_text for each in types)
-    choices = () if is_free else tuple(text for each in types for text in each.choices)
-    return ArgumentType(frozenset().union(*(each.kinds for each in types)), choices)

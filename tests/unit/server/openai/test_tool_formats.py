@@ -16,6 +16,7 @@ from parsed_outputs import MAX_BURST, expected, parsed, segment
 from written_calls import PREFACE, TOOLS, WRITE, WRITE_PREFACE, hermes, random_calls
 
 from trimaran.server.models.tokenizer import Tokenizer
+from trimaran.server.openai.parsing.argument_types import ArgumentType, argument_type
 from trimaran.server.openai.parsing.output_parser import OutputParser
 from trimaran.server.openai.parsing.reasoning_formats import (
     REASONING_FORMATS,
@@ -434,3 +435,26 @@ def test_what_the_grammar_of_a_form_allows_is_read_as_calls(name):
             assert matcher.accept_string(text), text
             assert matcher.accept_token(0)
     assert num_read >= 4
+
+
+def test_schemas_that_refer_to_each_other_have_the_type_that_is_near():
+    """Each level of the references multiplies what there is to look at."""
+    wide = [{"$ref": "#/$defs/a"}] * 1000
+    root = {
+        "properties": {"a": {"$ref": "#/$defs/a"}, "b": {"$ref": "#/$defs/b"}},
+        "$defs": {
+            "a": {"anyOf": [{"type": "string"}, *wide]},
+            "b": {"anyOf": [{"enum": ["x"]}]},
+        },
+    }
+    assert argument_type(root, "a") is None
+    assert argument_type(root, "b") == ArgumentType(frozenset(("string",)), ("x",))
+    for form in ("kimi_k3", "minimax_m3"):
+        assert FORMATS[form].structure({"f": root}, Pieces(frozenset()), is_one=True)
+
+
+def test_a_list_of_more_texts_than_are_looked_at_tells_no_type():
+    texts = [f"word {number}" for number in range(1025)]
+    assert argument_type({"properties": {"a": {"enum": texts}}}, "a") is None
+    few = argument_type({"properties": {"a": {"enum": texts[:1000]}}}, "a")
+    assert few is not None and len(few.choices) == 1000

@@ -7,6 +7,16 @@ import pytest
 import xgrammar
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
+from trimaran.server.openai.errors import ApiError
+from trimaran.server.openai.fields import Fields
+from trimaran.server.openai.tools import (
+    MAX_GUIDE_LENGTH,
+    OutputForm,
+    ParserOptions,
+    guide_of,
+    read_tools,
+)
+
 TEMPLATE = (
     "{% if tools %}{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
     "As <tool_call>...</tool_call>\n{% endif %}"
@@ -375,3 +385,14 @@ def test_an_answer_by_kimi_k3_is_guided_within_its_frame_and_a_call_behind(kimi)
             assert matcher.accept_string(text) and matcher.accept_token(0), text
         thought = "" if options.get("extra_body") else "Hm.<|close|>think<|sep|>"
         assert not xgrammar.GrammarMatcher(compiled).accept_string(f"{thought}Yes")
+
+
+def test_schemas_whose_form_would_be_huge_are_refused_before_it_is_written():
+    """A form with a schema for each argument repeats the definitions in each."""
+    properties = {f"p{n}": {"$ref": "#/$defs/d0"} for n in range(2000)}
+    definitions = {f"d{n}": {"type": "integer"} for n in range(2000)}
+    tool = {"name": "f", "parameters": {"properties": properties, "$defs": definitions}}
+    body = {"tools": [{"type": "function", "function": tool}], "tool_choice": "required"}
+    form = OutputForm(tool_format="kimi_k3")
+    with pytest.raises(ApiError, match=f"more than {MAX_GUIDE_LENGTH} characters"):
+        guide_of(form, read_tools(Fields(body)), ParserOptions(tool_format="kimi_k3"), None)
