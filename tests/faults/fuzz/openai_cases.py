@@ -17,6 +17,9 @@ _GETS = (
     "/v1/models/ensemble",
     "/v1/models/x",
     "/health",
+    "/health/live",
+    "/health/ready",
+    "/chat",
     "/metrics",
     "/version",
     "/",
@@ -31,6 +34,11 @@ _SCHEMAS: tuple[Any, ...] = (
     {"type": "string", "pattern": "^((a?){30}a{30})+$"}, {"enum": ["a", 1, None]}, {}, True,
     {"type": "array", "maxItems": 10**9}, {"type": "string", "maxLength": 100_000},
     {"anyOf": [{"type": "number"}] * 300}, {"properties": {"": {}}}, {"$ref": "http://x/y"},
+    {"type": "object", "properties": {"a": {"$ref": "#/$defs/d"}},
+     "$defs": {"d": {"anyOf": [{"$ref": "#/$defs/d"}] * 40}}},
+    {"properties": {f"p{n}": {"$ref": "#/$defs/d"} for n in range(80)},
+     "$defs": {"d": {"enum": ["e" * 40] * 40}}},
+    {"type": "object", "properties": {"a": {"type": ["string", "null"]}}, "required": ["a"]},
 )  # fmt: skip
 _FIELDS: dict[str, tuple[Any, ...]] = {
     "max_tokens": (1, 3, 8, 200), "n": (1, 2, 8, 128), "temperature": (0, 0.7, 2),
@@ -107,17 +115,43 @@ def _body(rng: random.Random, value: Any) -> Piece:
         return json_piece(rng, value)
     count = rng.choice((1000, 60_000, 400_000))
     text = json.dumps(value)[:-1]
-    user = '{"role":"user","content":"a"},'
-    return rng.choice((
-        [text, ', "messages": [', {"times": count // 8, "of": user}, user[:-1], "]}"],
-        [text, ', "input": [', {"times": count // 8, "of": user}, user[:-1], "]}"],
-        [text, ', "stop": [', {"times": count, "of": '"w",'}, '"x"]}'],
-        [text, ', "logit_bias": {', {"times": count, "of": '"7":1,'}, '"8":1}}'],
-        [text, ', "metadata": {"a": "', {"times": count, "of": "é\\n"}, '"}}'],
-        [text, ', "prompt": [', {"times": count, "of": "7,"}, "7]}"],
-        [text, ', "chat_template_kwargs": {"a": ', {"times": count, "of": "["}, "]}}"],
-        [text, ', "tools": [', {"times": count // 8, "of": '{"type":"function"},'}, "{}]}"],
-    ))  # fmt: skip
+    before, item, after = rng.choice(_LONG)
+    times = max(1, count // max(1, len(item) // 4))
+    return [text, before, {"times": times, "of": item + ","}, item, after]
+
+
+_FUNCTION = '{"type":"function","function":{"name":"f"}}'
+_LONG = (
+    (', "messages": [', '{"role":"user","content":"a"}', "]}"),
+    (', "messages": [{"role":"user","content":[', '{"type":"text","text":"a"}', "]}]}"),
+    (', "messages": [{"role":"user","content":[',
+     '{"type":"image_url","image_url":{"url":"data:,"}}', "]}]}"),
+    (', "input": [', '{"role":"user","content":"a"}', "]}"),
+    (', "input": [{"role":"user","content":[', '{"type":"input_text","text":"a"}', "]}]}"),
+    (', "input": [', '{"type":"function_call_output","call_id":"c","output":"a"}', "]}"),
+    (', "input": [{"type":"reasoning","content":[', '{"text":"a"}', "]}]}"),
+    (', "stop": [', '"w"', "]}"),
+    (', "stop": "', "ab", '"}'),
+    (', "logit_bias": {', '"7":1', "}}"),
+    (', "metadata": {"a": "', "é\\n", '"}}'),
+    (', "prompt": [', "7", "]}"),
+    (', "prompt": [', "[]", "]}"),
+    (', "prompt": [', "[7,8]", "]}"),
+    (', "prompt": [', '"a"', "]}"),
+    (', "chat_template_kwargs": {"a": [', "[[]]", "]}}"),
+    (', "documents": [', '{"text":"a"}', "]}"),
+    (', "tools": [', '{"type":"function"}', "]}"),
+    (', "tools": [', _FUNCTION, "]}"),
+    (', "tools": [', '{"type":"function","name":"f"}', "]}"),
+    (f', "tools": [{_FUNCTION}], "tool_choice": {{"type":"allowed_tools",'
+     '"allowed_tools":{"mode":"required","tools":[', _FUNCTION, "]}}}"),
+    (', "tool_choice": "required", "tools": [{"type":"function","function":{"name":"f",'
+     '"parameters":{"properties":{"a":{"enum":[', '"e"', "]}}}}}]}"),
+    (', "response_format": {"type":"json_schema","json_schema":{"schema":{"anyOf":[',
+     '{"$ref":"#"}', "]}}}}"),
+    (', "tokens": [', "5", "]}"),
+)  # fmt: skip
+"""Members that hold one thing many times: the text before, the thing, the text behind."""
 
 
 def _dishonest(rng: random.Random) -> Any:
@@ -137,6 +171,9 @@ def _content(rng: random.Random) -> Any:
     parts: list[Any] = [{"type": "text", "text": _text(rng)} for _ in range(rng.randint(0, 3))]
     if rng.random() < 0.2:
         parts.append({"type": "image_url", "image_url": {"url": "data:,"}})
+    if rng.random() < 0.2:
+        kind = rng.choice(("input_text", "output_text", "input_image", "input_file", "refusal"))
+        parts.append({"type": kind, "text": "a"})
     return parts
 
 
@@ -194,12 +231,13 @@ def _completion(rng: random.Random) -> dict[str, Any]:
 
 def _response(rng: random.Random) -> dict[str, Any]:
     items: list[Any] = [
-        {"role": rng.choice(("user", "assistant")), "content": _text(rng)},
+        {"role": rng.choice(("user", "assistant")), "content": _content(rng)},
+        {"type": "reasoning", "content": [{"type": "reasoning_text", "text": _text(rng)}]},
         {"type": "function_call", "call_id": "c", "name": "f0", "arguments": "{}"},
         {"type": "function_call_output", "call_id": "c", "output": _text(rng)},
         {"type": "reasoning"}, {"type": "item_reference"}, 1,
     ]  # fmt: skip
-    given = _text(rng) if rng.random() < 0.5 else rng.choices(items, (9, 3, 3, 1, 1, 1), k=4)
+    given = _text(rng) if rng.random() < 0.5 else rng.choices(items, (9, 2, 3, 3, 1, 1, 1), k=4)
     value: dict[str, Any] = {"input": given, "max_output_tokens": rng.choice((1, 8, 60))}
     if rng.random() < 0.2:
         value["instructions"] = _text(rng)
@@ -228,5 +266,7 @@ _ROUTES: dict[str, Callable[[random.Random], dict[str, Any]]] = {
     "/detokenize": lambda rng: {"tokens": rng.choices((0, 5, 600, -1, 10**9), k=5)},
     "/v1/embeddings": lambda rng: {"input": _text(rng)},
     "/v1/x": _chat,
+    "/v1/models/x/load": lambda rng: {"parameters": {"config": _text(rng)}},
+    "/v1/models/ensemble/unload": lambda rng: {},
 }
-_WEIGHTS = (8, 5, 5, 2, 2, 1, 1)
+_WEIGHTS = (16, 10, 10, 4, 4, 2, 2, 1, 1)

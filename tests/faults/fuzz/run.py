@@ -87,7 +87,7 @@ def demo_server(
     init_repo(str(folder / "models"), "--defaults", "--fill", fill)
     template = folder / "chat.jinja"
     template.write_text(CHAT_TEMPLATE)
-    flags += ("--chat-template", str(template), "--tool-call-parser", "hermes")
+    flags += ("--chat-template", str(template), "--tool-call-parser", "kimi_k3")
     log = folder / "serve.log"
     fields: dict[str, Any] = {}
     for form in forms:
