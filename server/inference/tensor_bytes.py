@@ -147,6 +147,24 @@ def split_strings(raw: Buffer, input_name: str) -> Array:
     return run_at_once(split_in_chunks(raw, input_name))
 
 
+def count_in_chunks(raw: Buffer, input_name: str) -> Cooperative[int]:
+    """The number of elements of a BYTES tensor, cooperatively, without memory for them.
+
+    Raises:
+        RequestError: as for `split_strings`.
+    """
+    view = memoryview(raw)
+    count = start = 0
+    while start < len(view):
+        for _ in range(CHUNK_ITEMS):
+            if start >= len(view):
+                break
+            start = _end_of_string(view, start, input_name)
+            count += 1
+        yield
+    return count
+
+
 def split_in_chunks(raw: Buffer, input_name: str) -> Cooperative[Array]:
     """`split_strings`, cooperatively."""
     view = memoryview(raw)
@@ -169,20 +187,26 @@ def split_in_chunks(raw: Buffer, input_name: str) -> Cooperative[Array]:
 def _some_strings(view: memoryview, start: int, input_name: str) -> tuple[list[bytes], int]:
     """The next strings from ``start`` on, and the position after them."""
     elements: list[bytes] = []
-    end = len(view)
-    while start < end and len(elements) < CHUNK_ITEMS:
-        if end - start < LENGTH_PREFIX_BYTES:
-            raise CutLengthError(input_name, end - start)
-        (length,) = _LENGTH.unpack_from(view, start)
-        start += LENGTH_PREFIX_BYTES
-        if end - start < length:
-            raise RequestError(
-                f"incomplete string data for inference input '{input_name}', expecting string "
-                f"of length {length} but only {end - start} bytes available"
-            )
-        elements.append(bytes(view[start : start + length]))
-        start += length
+    while start < len(view) and len(elements) < CHUNK_ITEMS:
+        end = _end_of_string(view, start, input_name)
+        elements.append(bytes(view[start + LENGTH_PREFIX_BYTES : end]))
+        start = end
     return elements, start
+
+
+def _end_of_string(view: memoryview, start: int, input_name: str) -> int:
+    """The position behind the string whose length stands at ``start``."""
+    end = len(view)
+    if end - start < LENGTH_PREFIX_BYTES:
+        raise CutLengthError(input_name, end - start)
+    length: int = _LENGTH.unpack_from(view, start)[0]
+    start += LENGTH_PREFIX_BYTES
+    if end - start < length:
+        raise RequestError(
+            f"incomplete string data for inference input '{input_name}', expecting string "
+            f"of length {length} but only {end - start} bytes available"
+        )
+    return start + length
 
 
 def from_bytes(raw: Buffer, datatype: str, shape: tuple[int, ...]) -> Array:

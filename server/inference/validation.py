@@ -16,6 +16,7 @@ from trimaran.server.inference.tensor_bytes import (
     Array,
     Buffer,
     CutLengthError,
+    count_in_chunks,
     element_bytes,
     from_bytes,
     from_config,
@@ -25,6 +26,11 @@ from trimaran.server.shared_memory.region_specs import RegionSlice
 
 INVALID_DATATYPE = "<invalid>"
 MAX_ELEMENTS = (1 << 63) - 1
+MAX_STRINGS = 1 << 21
+"""Most strings of an input, as of a body's JSON under the default limit."""
+
+_FEW_BYTES = 64 << 10
+"""Strings of fewer bytes are made without counting them first."""
 
 _BATCH_NOTE = (
     "NOTE: Setting a non-zero max_batch_size in the model config requires a batch dimension "
@@ -197,8 +203,8 @@ class Validator:
             if isinstance(wire.data, np.ndarray):
                 flat = wire.data
             else:
-                flat = yield from _split(wire.data, wire.name, self._name)
-            self._check_strings(wire, flat, count)
+                flat = yield from self._strings(wire, wire.data, count)
+            self._check_strings(wire, len(flat), count)
         else:
             flat = self._numbers(wire, count)
         return Tensor(wire.name, wire.datatype, flat.reshape(self._served_shape(wire, entry)))
@@ -255,8 +261,25 @@ class Validator:
             return wire.data
         return from_bytes(wire.data, wire.datatype, (count,))
 
-    def _check_strings(self, wire: WireInput, strings: Array, expected: int) -> None:
-        count = len(strings)
+    def _strings(self, wire: WireInput, raw: Buffer, expected: int) -> Cooperative[Array]:
+        """The elements of a binary BYTES tensor, whose number is checked before many of them
+        are made: each takes some 50 bytes of memory, whatever its length.
+        """
+        try:
+            if len(memoryview(raw)) > _FEW_BYTES:
+                count = yield from count_in_chunks(raw, wire.name)
+                self._check_strings(wire, count, expected)
+                if count > MAX_STRINGS:
+                    raise _Prefixed(
+                        f"input '{wire.name}' has {count} strings, and at most {MAX_STRINGS} "
+                        "are allowed. Send several requests."
+                    )
+            return (yield from split_in_chunks(raw, wire.name))
+        except CutLengthError as error:
+            # As in Triton, the error of a cut string names neither the request nor the model.
+            raise _Prefixed(error.text_for(self._name)) from None
+
+    def _check_strings(self, wire: WireInput, count: int, expected: int) -> None:
         if count > expected:
             raise _Prefixed(
                 f"unexpected number of string elements {count} for inference input "
@@ -267,15 +290,6 @@ class Validator:
                 f"expected {expected} string elements for inference input '{wire.name}' for "
                 f"model '{self._name}', got {count}"
             )
-
-
-def _split(raw: Buffer, input_name: str, model: str) -> Cooperative[Array]:
-    """The elements of a binary BYTES tensor."""
-    try:
-        return (yield from split_in_chunks(raw, input_name))
-    except CutLengthError as error:
-        # As in Triton, the error of a cut string names neither the request nor the model.
-        raise _Prefixed(error.text_for(model)) from None
 
 
 def too_many_elements(wire: WireInput) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from trimaran.server.models.sampling_inputs import MAX_WORD_BYTES
 from trimaran.server.models.text_request import TextRequest, Value
 from trimaran.server.openai.errors import ApiError
 from trimaran.server.openai.fields import Fields, list_of
@@ -161,9 +162,26 @@ def _limit(fields: Fields, names: tuple[str, ...]) -> int | None:
 def _stop_words(fields: Fields) -> tuple[str, ...]:
     value = fields.take("stop")
     if isinstance(value, str):
+        _check_length([value])
         return (value,) if value else ()
     words = list_of(fields, "stop", str, "strings", MAX_STOP_WORDS) or []
+    _check_length(words)
     return tuple(word for word in words if word)
+
+
+def _check_length(words: list[str]) -> None:
+    """Refuse long words where they are read, in a process if they are: models refuse them too.
+
+    Raises:
+        ApiError: names the length and the limit.
+    """
+    length = sum(map(len, words))
+    if length > MAX_WORD_BYTES:
+        raise ApiError(
+            f"'stop' has {length} characters, and at most {MAX_WORD_BYTES} are allowed. Send "
+            "fewer or shorter words.",
+            param="stop",
+        )
 
 
 def _biases(fields: Fields) -> dict[int, float]:

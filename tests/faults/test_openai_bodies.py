@@ -352,7 +352,7 @@ def test_no_body_disturbs_other_clients(server, name, capsys):
     with capsys.disabled():
         statuses = [status for status, _ in answers]
         print(f"\n  {name}: {statuses} {answers[0][1][:160]!r}\n    {seen}")
-    assert all(status < 500 or status == 503 for status, _ in answers), answers[0][1][:1000]
+    assert all(status < 500 or status in (501, 503) for status, _ in answers), answers[0][1]
     assert seen.failure == ""
     assert seen.num_events > 5
     assert seen.stream_gap_s < MAX_GAP_S

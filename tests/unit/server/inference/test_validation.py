@@ -1,12 +1,14 @@
 """Checks of requests against a configuration, and their error texts."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from google.protobuf import text_format
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from trimaran.comm.errors import RequestError
-from trimaran.server.inference.validation import Validator, WireInput
+from trimaran.server.inference.validation import MAX_STRINGS, Validator, WireInput
 
 FLAT = 'name: "M" input { name: "X" data_type: TYPE_INT32 dims: 4 }'
 BATCHED = """name: "M" max_batch_size: 4
@@ -93,6 +95,30 @@ def test_a_cut_string_is_refused_without_the_request_id():
     )
     found = refusal(BATCHED, ints("a", 1, 2), words("b", b"\x09\0\0\0xy", 1, 1))
     assert found == f"{text} 2 bytes available"
+
+
+def test_strings_are_counted_before_many_of_them_take_memory():
+    raw = b"\x01\0\0\0x" * 100_000
+    tracemalloc.start()
+    found = refusal(BATCHED, ints("a", 1, 2), words("b", raw, 1, 1))
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert "unexpected number of string elements 100000 for inference input 'b'" in found
+    assert most < 1 << 20
+
+
+def test_millions_of_strings_are_refused():
+    count = MAX_STRINGS + 1
+    found = refusal(BATCHED, ints("a", 1, 2), words("b", b"\0\0\0\0" * count, 1, count))
+    assert f"input 'b' has {count} strings, and at most {MAX_STRINGS} are allowed" in found
+
+
+def test_many_strings_are_read_as_few_are():
+    raw = b"".join(b"\x02\0\0\0%02d" % (number % 100) for number in range(20_000))
+    found = validator(BATCHED).check([ints("a", 1, 2), words("b", raw, 1, 20_000)], (), "")
+    assert found["b"].data.tolist()[0] == [b"%02d" % (n % 100) for n in range(20_000)]
+    cut = refusal(BATCHED, ints("a", 1, 2), words("b", raw[:-1], 1, 20_000))
+    assert "incomplete string data for inference input 'b'" in cut
 
 
 def test_unknown_names_are_refused_without_the_requests_id():
