@@ -34,7 +34,7 @@ pytestmark = pytest.mark.timeout(500)
 MAX_GAP_S = 1.0
 MAX_GROWTH_MB = 200.0
 NUM_BYTES = 48 << 20
-"""Of the contents of a long tensor; the longest message has 64 MiB."""
+"""A long tensor has contents of so many bytes. The longest message has 64 MiB."""
 SERVICE = "/inference.GRPCInferenceService/"
 GENERATE = "/v2/models/ensemble/generate"
 GUIDE, GUIDE_TYPE = "guided_decoding_guide", "guided_decoding_guide_type"
